@@ -1,0 +1,552 @@
+"""Every setting of a run, as frozen dataclasses; the text under a field is its `--help`.
+
+A section checks itself when it is built; `Config.problems` checks what only shows between sections.
+Derived numbers are properties and are never written back. Only the standard library is imported
+here, so that `--help`, launchers and tools need no jax.
+"""
+
+import dataclasses
+import math
+from dataclasses import dataclass, field
+from typing import Literal
+
+from llamajax.errors import ConfigError
+
+DType = Literal["float32", "bfloat16"]
+
+
+def _require(*rules: tuple[bool, str]) -> None:
+    """Raises `ConfigError` with one line for every rule that does not hold."""
+    broken = [message for holds, message in rules if not holds]
+    if broken:
+        raise ConfigError("\n".join(broken))
+
+
+@dataclass(frozen=True, kw_only=True)
+class RopeScalingConfig:
+    """How rotary frequencies are stretched beyond the length the model was first trained on."""
+
+    kind: Literal["none", "linear", "llama3"] = "none"
+    """`none`: plain RoPE. `linear`: all frequencies divided by `factor`. `llama3`: only the long wavelengths."""
+    factor: float = 1.0
+    """Stretch of the long wavelengths."""
+    low_freq_factor: float = 1.0
+    """`llama3`: wavelengths above `original_max_seq_len / low_freq_factor` are fully stretched."""
+    high_freq_factor: float = 4.0
+    """`llama3`: wavelengths below `original_max_seq_len / high_freq_factor` are left alone."""
+    original_max_seq_len: int = 8192
+    """`llama3`: tokens per sequence of the pretraining that the stretch starts from."""
+
+    def __post_init__(self) -> None:
+        _require(
+            (self.factor >= 1.0, f"factor={self.factor} must be at least 1.0"),
+            (
+                self.kind != "none" or self.factor == 1.0,
+                f"factor={self.factor} has no effect with kind=none; set kind to linear or llama3, or remove factor",
+            ),
+            (
+                0 < self.low_freq_factor < self.high_freq_factor,
+                f"low_freq_factor={self.low_freq_factor} must be positive and below high_freq_factor={self.high_freq_factor}",
+            ),
+            (self.original_max_seq_len > 0, f"original_max_seq_len={self.original_max_seq_len} must be positive"),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """A LLaMA decoder: RMSNorm, rotary positions, grouped-query attention, SwiGLU."""
+
+    vocab_size: int
+    """Rows of the embedding table; at least the tokenizer's number of pieces."""
+    embed_dim: int
+    """Width of the residual stream."""
+    mlp_dim: int
+    """Width of the SwiGLU hidden layer."""
+    num_layers: int
+    """Decoder layers."""
+    num_heads: int
+    """Query heads per layer."""
+    num_kv_heads: int
+    """Key/value heads per layer; `num_heads` for multi-head attention, fewer for grouped-query attention."""
+    head_dim: int
+    """Width of one head; need not be `embed_dim / num_heads`."""
+    max_seq_len: int = 4096
+    """Longest sequence the model is meant for, tokens."""
+    rope_theta: float = 10000.0
+    """Base of the rotary frequencies."""
+    rope_scaling: RopeScalingConfig = field(default_factory=RopeScalingConfig)
+    """Stretch of the rotary frequencies."""
+    norm_eps: float = 1e-5
+    """Added to the mean square inside RMSNorm."""
+    tie_embeddings: bool = False
+    """Use the embedding table as the output head."""
+    init_std: float = 0.02
+    """Standard deviation of the initial weights; residual outputs use `init_std / sqrt(2 * num_layers)`."""
+    param_dtype: DType = "float32"
+    """Type of the master weights and gradients."""
+    compute_dtype: DType = "bfloat16"
+    """Type of activations, matmuls and the weight copies that collectives carry."""
+    remat: Literal["none", "save_attention_qkv_mlp", "save_attention_qkv", "save_attention", "full"] = "full"
+    """What the backward pass recomputes: `none` keeps everything, `full` keeps each layer's input only,
+    `save_*` also keep the named matmul outputs."""
+
+    def __post_init__(self) -> None:
+        sizes = (
+            "vocab_size", "embed_dim", "mlp_dim", "num_layers", "num_heads", "num_kv_heads", "head_dim", "max_seq_len",
+        )  # fmt: skip
+        _require(
+            *((getattr(self, name) > 0, f"{name}={getattr(self, name)} must be positive") for name in sizes),
+            (
+                self.num_kv_heads <= 0 or self.num_heads % self.num_kv_heads == 0,
+                f"num_kv_heads={self.num_kv_heads} must divide num_heads={self.num_heads}",
+            ),
+            (self.head_dim % 2 == 0, f"head_dim={self.head_dim} must be even: rotary positions turn pairs"),
+            (self.rope_theta > 0, f"rope_theta={self.rope_theta} must be positive"),
+            (self.norm_eps > 0, f"norm_eps={self.norm_eps} must be positive"),
+            (self.init_std > 0, f"init_std={self.init_std} must be positive"),
+        )
+
+    @property
+    def num_matmul_params(self) -> int:
+        """Parameters that take part in a matmul: all but norms and the input embedding; the head counts."""
+        attention = self.embed_dim * self.head_dim * 2 * (self.num_heads + self.num_kv_heads)
+        mlp = 3 * self.embed_dim * self.mlp_dim
+        return self.num_layers * (attention + mlp) + self.vocab_size * self.embed_dim
+
+    @property
+    def num_params(self) -> int:
+        norms = (2 * self.num_layers + 1) * self.embed_dim
+        embedding = 0 if self.tie_embeddings else self.vocab_size * self.embed_dim
+        return self.num_matmul_params + norms + embedding
+
+    def flops_per_token(self, seq_len: int, *, full_attention: bool = False) -> int:
+        """Training FLOPs per token (forward and backward); recomputation is never counted.
+
+        Six per matmul parameter, plus attention scores and values: `6*L*N*H*seq_len` when only the causal half
+        counts, `12*L*N*H*seq_len` when the full square does (PaLM, arXiv:2204.02311, appendix B).
+        """
+        attention = (12 if full_attention else 6) * self.num_layers * self.num_heads * self.head_dim * seq_len
+        return 6 * self.num_matmul_params + attention
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeshConfig:
+    """How many devices lie along each mesh axis; `-1` on one axis takes the rest."""
+
+    data: int = 1
+    """Data-parallel replicas of the whole (sharded) state."""
+    fsdp: int = -1
+    """Shards of parameters, gradients and optimizer state (ZeRO); also splits the batch."""
+    sequence: int = 1
+    """Shards of the sequence (context parallelism)."""
+    tensor: int = 1
+    """Shards of heads, MLP and vocabulary (tensor parallelism)."""
+    num_cpu_devices: int | None = None
+    """Emulate this many devices per process on the CPU; unset: use the accelerators that jax finds."""
+
+    def __post_init__(self) -> None:
+        sizes = dataclasses.asdict(self)
+        num_cpu_devices = sizes.pop("num_cpu_devices")
+        automatic = [axis for axis, size in sizes.items() if size == -1]
+        _require(
+            *((size == -1 or size > 0, f"{axis}={size} must be positive, or -1 for the rest") for axis, size in sizes.items()),
+            (len(automatic) <= 1, f"{' and '.join(automatic)} are both -1; only one axis can take the rest"),
+            (num_cpu_devices is None or num_cpu_devices > 0, f"num_cpu_devices={num_cpu_devices} must be positive or unset"),
+        )
+
+    def axis_sizes(self, num_devices: int) -> dict[str, int]:
+        """The size of every configured axis on `num_devices` devices, the automatic one resolved.
+
+        Raises:
+            ConfigError: the sizes do not multiply to `num_devices`.
+        """
+        sizes = {"data": self.data, "fsdp": self.fsdp, "sequence": self.sequence, "tensor": self.tensor}
+        fixed = math.prod(size for size in sizes.values() if size != -1)
+        if -1 in sizes.values():
+            if num_devices % fixed:
+                raise ConfigError(f"mesh: {self._product()} = {fixed} does not divide the {num_devices} devices")
+            return {axis: num_devices // fixed if size == -1 else size for axis, size in sizes.items()}
+        if fixed != num_devices:
+            raise ConfigError(
+                f"mesh: {self._product()} = {fixed}, but there are {num_devices} devices; set one axis to -1 to take the rest"
+            )
+        return sizes
+
+    def _product(self) -> str:
+        sizes = {"data": self.data, "fsdp": self.fsdp, "sequence": self.sequence, "tensor": self.tensor}
+        return " x ".join(f"{axis}({size})" for axis, size in sizes.items() if size != -1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DistributedConfig:
+    """Several processes (hosts) in one run, joined by jax.distributed."""
+
+    enabled: bool = False
+    """Join the other processes; under Slurm and Open MPI the addresses below are found by themselves."""
+    coordinator_address: str | None = None
+    """`host:port` of process 0; unset: found from the launcher's environment."""
+    num_processes: int | None = None
+    """Processes in the run; unset: LLAMAJAX_NUM_PROCESSES, else found from the launcher's environment."""
+    process_id: int | None = None
+    """Rank of this process; unset: LLAMAJAX_PROCESS_ID, else found from the launcher's environment."""
+    heartbeat_timeout_s: int = 30
+    """Seconds without a sign of life after which a process counts as lost."""
+    initialization_timeout_s: int = 300
+    """Seconds to wait for all processes at the start."""
+
+    def __post_init__(self) -> None:
+        _require(
+            (self.heartbeat_timeout_s > 0, f"heartbeat_timeout_s={self.heartbeat_timeout_s} must be positive"),
+            (self.initialization_timeout_s > 0, f"initialization_timeout_s={self.initialization_timeout_s} must be positive"),
+            (
+                self.num_processes is None or self.num_processes > 0,
+                f"num_processes={self.num_processes} must be positive or unset",
+            ),
+            (
+                self.process_id is None or self.process_id >= 0,
+                f"process_id={self.process_id} must not be negative",
+            ),
+            (
+                self.process_id is None or self.num_processes is None or self.process_id < self.num_processes,
+                f"process_id={self.process_id} must be below num_processes={self.num_processes}",
+            ),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SourceConfig:
+    """One collection of documents."""
+
+    kind: Literal["text", "jsonl", "parquet", "stdlib"]
+    """`text`: one document per file. `jsonl` (also .gz, .zst) and `parquet`: one per line or row.
+    `stdlib`: the sources and help texts of the Python standard library that runs this program."""
+    paths: tuple[str, ...] = ()
+    """Files or globs (`**` allowed), relative to the working directory; empty for `stdlib`."""
+    text_key: str = "text"
+    """`jsonl`, `parquet`: the field or column with the text."""
+    weight: float = 1.0
+    """Share of the training rows that comes from this source, relative to the other sources' weights."""
+
+    def __post_init__(self) -> None:
+        _require(
+            (self.weight > 0, f"weight={self.weight} must be positive; remove the source to leave it out"),
+            (self.kind == "stdlib" or bool(self.paths), f"kind={self.kind} needs paths: the files or globs to read"),
+            (self.kind != "stdlib" or not self.paths, "kind=stdlib finds its own files; remove paths"),
+            (bool(self.text_key), "text_key must not be empty"),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenizerConfig:
+    """Text to token ids."""
+
+    path: str | None = None
+    """A SentencePiece `tokenizer.model` or Hugging Face `tokenizer.json`; unset: train a SentencePiece BPE
+    of `model.vocab_size` pieces on the training documents."""
+    train_max_bytes: int = 10_000_000
+    """Bytes of text, spread over all training documents, that a tokenizer is trained on."""
+
+    def __post_init__(self) -> None:
+        _require((self.train_max_bytes > 0, f"train_max_bytes={self.train_max_bytes} must be positive"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """Documents to training rows."""
+
+    sources: tuple[SourceConfig, ...]
+    """Collections of documents, mixed by weight."""
+    seq_len: int
+    """Tokens per row; documents are packed into rows and see only themselves."""
+    tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
+    """Text to token ids."""
+    held_out_fraction: float = 0.01
+    """Share of the documents, chosen by a hash of their content, that is never trained on and used to evaluate."""
+    cache_dir: str = "~/.cache/llamajax"
+    """Where tokenized documents are kept, addressed by their content; shared between runs."""
+    prefetch_steps: int = 2
+    """Steps whose batches are prepared ahead of the device."""
+
+    def __post_init__(self) -> None:
+        _require(
+            (bool(self.sources), "sources is empty; name at least one, for example sources: [{kind: stdlib}]"),
+            (self.seq_len > 0, f"seq_len={self.seq_len} must be positive"),
+            (
+                0 <= self.held_out_fraction < 1,
+                f"held_out_fraction={self.held_out_fraction} must be at least 0 and below 1",
+            ),
+            (self.prefetch_steps > 0, f"prefetch_steps={self.prefetch_steps} must be positive"),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+    """AdamW with a schedule (Loshchilov & Hutter, arXiv:1711.05101)."""
+
+    learning_rate: float
+    """Peak learning rate."""
+    schedule: Literal["constant", "linear", "cosine", "wsd"] = "cosine"
+    """After the warm-up: `constant`; `linear` or `cosine` decay to the end of the run; `wsd` stays at the peak and
+    decays linearly over the last `decay_steps`."""
+    warmup_steps: int = 0
+    """Steps of linear warm-up from zero."""
+    decay_steps: int | None = None
+    """`wsd`: steps of the final decay."""
+    min_lr_ratio: float = 0.1
+    """Learning rate at the end of a decay, as a share of the peak."""
+    b1: float = 0.9
+    """Decay of the first moment."""
+    b2: float = 0.95
+    """Decay of the second moment."""
+    eps: float = 1e-8
+    """Added to the root of the second moment."""
+    weight_decay: float = 0.1
+    """Decoupled weight decay, scaled by the learning rate."""
+    no_weight_decay: tuple[str, ...] = ("norm",)
+    """Parameters whose path contains one of these names are not decayed."""
+    grad_clip_norm: float | None = 1.0
+    """Global L2 norm that gradients are clipped to; unset: no clipping."""
+    moment_dtype: DType = "float32"
+    """Type the moments are kept in between steps; `bfloat16` halves their memory and wants `b2` at most 0.98."""
+
+    def __post_init__(self) -> None:
+        _require(
+            (self.learning_rate > 0, f"learning_rate={self.learning_rate} must be positive"),
+            (self.warmup_steps >= 0, f"warmup_steps={self.warmup_steps} must not be negative"),
+            (
+                (self.schedule == "wsd") == (self.decay_steps is not None),
+                f"schedule=wsd and decay_steps belong together; schedule={self.schedule} has decay_steps={self.decay_steps}",
+            ),
+            (
+                self.decay_steps is None or self.decay_steps > 0,
+                f"decay_steps={self.decay_steps} must be positive",
+            ),
+            (0 <= self.min_lr_ratio <= 1, f"min_lr_ratio={self.min_lr_ratio} must be between 0 and 1"),
+            (0 <= self.b1 < 1, f"b1={self.b1} must be at least 0 and below 1"),
+            (0 <= self.b2 < 1, f"b2={self.b2} must be at least 0 and below 1"),
+            (self.eps > 0, f"eps={self.eps} must be positive"),
+            (self.weight_decay >= 0, f"weight_decay={self.weight_decay} must not be negative"),
+            (
+                self.grad_clip_norm is None or self.grad_clip_norm > 0,
+                f"grad_clip_norm={self.grad_clip_norm} must be positive, or unset for no clipping",
+            ),
+            (
+                self.moment_dtype == "float32" or self.b2 <= 0.98,
+                f"moment_dtype=bfloat16 cannot follow b2={self.b2}: a change below 1/256 rounds away; use b2 <= 0.98 or float32",
+            ),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """The length and the arithmetic of the run."""
+
+    num_steps: int
+    """Optimizer steps."""
+    global_batch_size: int
+    """Sequences per optimizer step, over all devices."""
+    grad_accum_steps: int = 1
+    """Micro-batches that one optimizer step is summed over."""
+    z_loss_weight: float = 0.0
+    """Weight of the squared log-partition added to the loss (PaLM, arXiv:2204.02311, section 5)."""
+    max_nonfinite_steps: int = 5
+    """Steps with non-finite gradients in a row after which the run stops; each is skipped and counted."""
+    eval_every: int | None = None
+    """Steps between evaluations on held-out documents; unset: only after the last step."""
+    eval_batches: int = 16
+    """Batches per evaluation, the same ones every time; 0: no evaluation."""
+
+    def __post_init__(self) -> None:
+        _require(
+            (self.num_steps > 0, f"num_steps={self.num_steps} must be positive"),
+            (self.global_batch_size > 0, f"global_batch_size={self.global_batch_size} must be positive"),
+            (self.grad_accum_steps > 0, f"grad_accum_steps={self.grad_accum_steps} must be positive"),
+            (
+                self.grad_accum_steps <= 0 or self.global_batch_size % self.grad_accum_steps == 0,
+                f"grad_accum_steps={self.grad_accum_steps} must divide global_batch_size={self.global_batch_size}",
+            ),
+            (self.z_loss_weight >= 0, f"z_loss_weight={self.z_loss_weight} must not be negative"),
+            (self.max_nonfinite_steps > 0, f"max_nonfinite_steps={self.max_nonfinite_steps} must be positive"),
+            (self.eval_every is None or self.eval_every > 0, f"eval_every={self.eval_every} must be positive or unset"),
+            (self.eval_batches >= 0, f"eval_batches={self.eval_batches} must not be negative"),
+            (
+                self.eval_every is None or self.eval_batches > 0,
+                f"eval_every={self.eval_every} needs eval_batches above 0",
+            ),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointConfig:
+    """What is kept of the run, and how often."""
+
+    save_every: int | None = 1000
+    """Steps between checkpoints; unset: only after the last step (and on SIGTERM)."""
+    keep_last: int = 3
+    """Newest checkpoints kept."""
+    keep_every: int | None = None
+    """Checkpoints whose step is a multiple of this are kept for good."""
+    async_save: bool = True
+    """Write in the background while training goes on."""
+    allow_config_change: bool = False
+    """Resume although settings that change the result differ from those the run was started with."""
+
+    def __post_init__(self) -> None:
+        _require(
+            (self.save_every is None or self.save_every > 0, f"save_every={self.save_every} must be positive or unset"),
+            (self.keep_last > 0, f"keep_last={self.keep_last} must be positive"),
+            (self.keep_every is None or self.keep_every > 0, f"keep_every={self.keep_every} must be positive or unset"),
+            (
+                self.keep_every is None or self.save_every is None or self.keep_every % self.save_every == 0,
+                f"keep_every={self.keep_every} must be a multiple of save_every={self.save_every}",
+            ),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class MetricsConfig:
+    """What is shown and where; metrics.jsonl in the run directory always has every step."""
+
+    log_every: int = 10
+    """Steps between lines on a terminal that is not interactive; the progress bar follows every step."""
+    tensorboard: bool = False
+    """Also write TensorBoard event files to the run directory."""
+    wandb: bool = False
+    """Also log to Weights & Biases (extra `wandb`)."""
+    wandb_project: str = "llamajax"
+    """Project on Weights & Biases."""
+
+    def __post_init__(self) -> None:
+        _require((self.log_every > 0, f"log_every={self.log_every} must be positive"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProfileConfig:
+    """A device trace for xprof and Perfetto, written to `profile/` in the run directory."""
+
+    start_step: int | None = None
+    """First traced step; unset: no trace."""
+    num_steps: int = 3
+    """Traced steps."""
+
+    def __post_init__(self) -> None:
+        _require(
+            (self.start_step is None or self.start_step >= 0, f"start_step={self.start_step} must not be negative"),
+            (self.num_steps > 0, f"num_steps={self.num_steps} must be positive"),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleConfig:
+    """A text the model writes after the last step."""
+
+    prompt: str | None = None
+    """Text to continue; unset: no sample."""
+    max_tokens: int = 64
+    """Tokens to write."""
+    temperature: float = 0.8
+    """Randomness; 0 always takes the likeliest token."""
+
+    def __post_init__(self) -> None:
+        _require(
+            (self.max_tokens > 0, f"max_tokens={self.max_tokens} must be positive"),
+            (self.temperature >= 0, f"temperature={self.temperature} must not be negative"),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """One complete run."""
+
+    run_dir: str
+    """Everything the run writes: config, checkpoints, metrics, report. The same command resumes it."""
+    model: ModelConfig
+    """The network."""
+    data: DataConfig
+    """What it is trained on."""
+    train: TrainConfig
+    """How long and with which batches."""
+    optimizer: OptimizerConfig
+    """How weights follow gradients."""
+    seed: int = 0
+    """Seed of the initial weights, the data order and the sample."""
+    mesh: MeshConfig = field(default_factory=MeshConfig)
+    """How the work is laid over the devices."""
+    distributed: DistributedConfig = field(default_factory=DistributedConfig)
+    """Several processes in one run."""
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    """What is kept of the run."""
+    metrics: MetricsConfig = field(default_factory=MetricsConfig)
+    """What is shown."""
+    profile: ProfileConfig = field(default_factory=ProfileConfig)
+    """A device trace."""
+    sample: SampleConfig = field(default_factory=SampleConfig)
+    """A text at the end."""
+
+    def problems(self) -> list[str]:
+        """What is wrong between sections, whatever the devices: one `key: rule; remedy` line each."""
+        train, optimizer, data, model = self.train, self.optimizer, self.data, self.model
+        decaying = optimizer.warmup_steps + (optimizer.decay_steps or 0)
+        rules = (
+            (bool(self.run_dir), "run_dir: must not be empty"),
+            (0 <= self.seed < 2**32, f"seed: {self.seed} must be at least 0 and below 2**32"),
+            (
+                data.seq_len <= model.max_seq_len,
+                f"data.seq_len: {data.seq_len} is above model.max_seq_len={model.max_seq_len}; shorten the rows or raise it",
+            ),
+            (
+                decaying <= train.num_steps,
+                f"optimizer.warmup_steps: warm-up and decay take {decaying} steps, train.num_steps={train.num_steps} are too few",
+            ),
+            (
+                self.profile.start_step is None or self.profile.start_step + self.profile.num_steps <= train.num_steps,
+                f"profile.start_step: steps {self.profile.start_step} to "
+                f"{(self.profile.start_step or 0) + self.profile.num_steps} reach beyond train.num_steps={train.num_steps}",
+            ),
+            (
+                train.eval_every is None or data.held_out_fraction > 0,
+                "train.eval_every: there is nothing to evaluate on with data.held_out_fraction=0",
+            ),
+        )
+        return [message for holds, message in rules if not holds]
+
+    def placement_problems(self, num_devices: int) -> list[str]:
+        """What does not divide over `num_devices` devices: one `key: rule; remedy` line each."""
+        try:
+            axes = self.mesh.axis_sizes(num_devices)
+        except ConfigError as error:
+            return [str(error)]
+        model, train = self.model, self.train
+        batch_shards = axes["data"] * axes["fsdp"]
+        micro_batch_size = train.global_batch_size // train.grad_accum_steps
+        nearest = max(1, round(micro_batch_size / batch_shards)) * batch_shards * train.grad_accum_steps
+        divisions = (
+            ("model.embed_dim", model.embed_dim, "fsdp"),
+            ("model.num_kv_heads", model.num_kv_heads, "tensor"),
+            ("model.mlp_dim", model.mlp_dim, "tensor"),
+            ("model.vocab_size", model.vocab_size, "tensor"),
+            ("data.seq_len", self.data.seq_len, "sequence"),
+        )
+        problems = [
+            f"{key}: {size} must be divisible by mesh.{axis}={axes[axis]}"
+            for key, size, axis in divisions
+            if size % axes[axis]
+        ]
+        if micro_batch_size % batch_shards:
+            problems.append(
+                f"train.global_batch_size: {train.global_batch_size} / grad_accum_steps({train.grad_accum_steps}) = "
+                f"{micro_batch_size} sequences cannot be split over data({axes['data']}) x fsdp({axes['fsdp']}) = "
+                f"{batch_shards} devices; the nearest batch that can is {nearest}"
+            )
+        return problems
+
+    def batch_arithmetic(self, num_devices: int) -> str:
+        """The batch in one line, for people to check."""
+        axes = self.mesh.axis_sizes(num_devices)
+        replicas = axes["data"] * axes["fsdp"]
+        train, seq_len = self.train, self.data.seq_len
+        per_device = train.global_batch_size // replicas // train.grad_accum_steps
+        return (
+            f"global batch {train.global_batch_size} sequences x {seq_len} tokens = {train.global_batch_size * seq_len:,} tokens"
+            f" = {per_device} per device x {replicas} data-parallel devices x {train.grad_accum_steps} accumulation steps"
+        )

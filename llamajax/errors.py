@@ -1,0 +1,41 @@
+"""Errors a user can cause, each with the exit code its command ends with.
+
+Every message is one line: what is wrong, where (``file:line`` or the key), the rule, the remedy.
+Our own invariants are ``assert``s and never end up here.
+"""
+
+
+class UserError(ValueError):
+    """A mistake of the user's or their machine's; entry points print it without a traceback."""
+
+    exit_code = 1
+
+
+class ConfigError(UserError):
+    """A configuration that cannot run. One line per problem, all problems at once."""
+
+    exit_code = 2
+
+
+class DataError(UserError):
+    """Data that cannot be read as the configuration says."""
+
+    exit_code = 3
+
+
+class EnvironmentMismatchError(UserError):
+    """The machine is not what the configuration asks for (device count, missing package)."""
+
+    exit_code = 4
+
+
+class CheckpointError(UserError):
+    """A checkpoint that is damaged, of another model, or being written by another process."""
+
+    exit_code = 65
+
+
+class DivergedError(UserError):
+    """Gradients stayed non-finite; running the same command again would not help."""
+
+    exit_code = 93

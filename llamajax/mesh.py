@@ -1,0 +1,101 @@
+"""The device mesh: axis names, emulated CPU devices, and joining several processes."""
+
+import os
+
+import jax
+from jax.sharding import AxisType, Mesh
+
+from llamajax.config import Config, DistributedConfig, MeshConfig
+from llamajax.errors import ConfigError, EnvironmentMismatchError
+
+AXES = ("pipeline", "data", "expert", "fsdp", "sequence", "tensor")
+"""Mesh axes, outer to inner: the more an axis communicates, the closer its devices lie. All always exist."""
+
+# Emulated devices share the machine's cores, so a collective may have to wait for seconds until every
+# device's thread has had its turn; XLA's limits of seconds would end the process.
+_CPU_COLLECTIVE_FLAGS = (
+    "--xla_cpu_collective_call_warn_stuck_timeout_seconds=600",
+    "--xla_cpu_collective_call_terminate_timeout_seconds=1200",
+)
+
+
+def select_platform(config: MeshConfig) -> None:
+    """Chooses the CPU with `config.num_cpu_devices` emulated devices, if set; before any other use of jax.
+
+    Raises:
+        EnvironmentMismatchError: jax already runs with another platform or device count.
+    """
+    if config.num_cpu_devices is None:
+        return
+    flags = os.environ.get("XLA_FLAGS", "").split()
+    flags += [flag for flag in _CPU_COLLECTIVE_FLAGS if not any(f.startswith(flag.split("=")[0]) for f in flags)]
+    os.environ["XLA_FLAGS"] = " ".join(flags)
+    try:
+        jax.config.update("jax_platforms", "cpu")
+        jax.config.update("jax_num_cpu_devices", config.num_cpu_devices)
+    except RuntimeError as error:
+        if jax.default_backend() != "cpu" or jax.local_device_count() != config.num_cpu_devices:
+            raise EnvironmentMismatchError(
+                f"mesh.num_cpu_devices: {config.num_cpu_devices} emulated devices are asked for, but jax already runs with"
+                f" {jax.local_device_count()} {jax.default_backend()} device(s); start a new process"
+            ) from error
+
+
+def join_processes(config: DistributedConfig) -> None:
+    """Connects this process to the others of the run, if `config.enabled`.
+
+    Raises:
+        EnvironmentMismatchError: the other processes cannot be found or do not answer.
+    """
+    if not config.enabled or jax.distributed.is_initialized():
+        return
+
+    def rank_setting(value: int | None, variable: str) -> int | None:
+        text = os.environ.get(variable)
+        if value is not None or text is None:
+            return value
+        if not text.isdecimal():
+            raise EnvironmentMismatchError(f"{variable}={text!r} must be a number")
+        return int(text)
+
+    try:
+        jax.distributed.initialize(
+            coordinator_address=config.coordinator_address,
+            num_processes=rank_setting(config.num_processes, "LLAMAJAX_NUM_PROCESSES"),
+            process_id=rank_setting(config.process_id, "LLAMAJAX_PROCESS_ID"),
+            heartbeat_timeout_seconds=config.heartbeat_timeout_s,
+            initialization_timeout=config.initialization_timeout_s,
+        )
+    except (ValueError, RuntimeError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise EnvironmentMismatchError(
+            f"distributed: cannot join the other processes: {reason}; set distributed.coordinator_address,"
+            " num_processes and process_id, or start through Slurm or Open MPI"
+        ) from error
+
+
+def make_mesh(config: MeshConfig) -> Mesh:
+    """The mesh over all devices of all processes, every axis Explicit.
+
+    Raises:
+        ConfigError: the axis sizes do not multiply to the number of devices.
+    """
+    sizes = config.axis_sizes(jax.device_count())
+    return jax.make_mesh([sizes.get(axis, 1) for axis in AXES], AXES, axis_types=(AxisType.Explicit,) * len(AXES))
+
+
+def start(config: Config) -> Mesh:
+    """Brings up jax for `config` and makes its mesh the current one for the whole process.
+
+    Raises:
+        ConfigError: the model or batch cannot be divided over the mesh.
+        EnvironmentMismatchError: the machine is not what the configuration asks for.
+    """
+    select_platform(config.mesh)
+    join_processes(config.distributed)
+    problems = config.placement_problems(jax.device_count())
+    if problems:
+        raise ConfigError("\n".join(problems))
+    mesh = make_mesh(config.mesh)
+    jax.set_mesh(mesh)
+    return mesh
