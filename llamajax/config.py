@@ -16,7 +16,7 @@ DType = Literal["float32", "bfloat16"]
 
 
 def _require(*rules: tuple[bool, str]) -> None:
-    """Raises `ConfigError` with one line for every rule that does not hold."""
+    """Raises `ConfigError` with one `key: rule; remedy` line for every rule that does not hold."""
     broken = [message for holds, message in rules if not holds]
     if broken:
         raise ConfigError("\n".join(broken))
@@ -39,16 +39,16 @@ class RopeScalingConfig:
 
     def __post_init__(self) -> None:
         _require(
-            (self.factor >= 1.0, f"factor={self.factor} must be at least 1.0"),
+            (self.factor >= 1.0, f"factor: {self.factor} must be at least 1.0"),
             (
                 self.kind != "none" or self.factor == 1.0,
-                f"factor={self.factor} has no effect with kind=none; set kind to linear or llama3, or remove factor",
+                f"factor: {self.factor} has no effect with kind=none; set kind to linear or llama3, or remove factor",
             ),
             (
                 0 < self.low_freq_factor < self.high_freq_factor,
-                f"low_freq_factor={self.low_freq_factor} must be positive and below high_freq_factor={self.high_freq_factor}",
+                f"low_freq_factor: {self.low_freq_factor} must be between 0 and high_freq_factor={self.high_freq_factor}",
             ),
-            (self.original_max_seq_len > 0, f"original_max_seq_len={self.original_max_seq_len} must be positive"),
+            (self.original_max_seq_len > 0, f"original_max_seq_len: {self.original_max_seq_len} must be positive"),
         )
 
 
@@ -95,15 +95,18 @@ class ModelConfig:
             "vocab_size", "embed_dim", "mlp_dim", "num_layers", "num_heads", "num_kv_heads", "head_dim", "max_seq_len",
         )  # fmt: skip
         _require(
-            *((getattr(self, name) > 0, f"{name}={getattr(self, name)} must be positive") for name in sizes),
+            *((getattr(self, name) > 0, f"{name}: {getattr(self, name)} must be positive") for name in sizes),
             (
-                self.num_kv_heads <= 0 or self.num_heads % self.num_kv_heads == 0,
-                f"num_kv_heads={self.num_kv_heads} must divide num_heads={self.num_heads}",
+                min(self.num_heads, self.num_kv_heads) <= 0 or self.num_heads % self.num_kv_heads == 0,
+                f"num_kv_heads: {self.num_kv_heads} must divide num_heads={self.num_heads}",
             ),
-            (self.head_dim % 2 == 0, f"head_dim={self.head_dim} must be even: rotary positions turn pairs"),
-            (self.rope_theta > 0, f"rope_theta={self.rope_theta} must be positive"),
-            (self.norm_eps > 0, f"norm_eps={self.norm_eps} must be positive"),
-            (self.init_std > 0, f"init_std={self.init_std} must be positive"),
+            (
+                self.head_dim <= 0 or self.head_dim % 2 == 0,
+                f"head_dim: {self.head_dim} must be even: rotary positions turn pairs",
+            ),
+            (self.rope_theta > 0, f"rope_theta: {self.rope_theta} must be positive"),
+            (self.norm_eps > 0, f"norm_eps: {self.norm_eps} must be positive"),
+            (self.init_std > 0, f"init_std: {self.init_std} must be positive"),
         )
 
     @property
@@ -148,10 +151,20 @@ class MeshConfig:
         sizes = dataclasses.asdict(self)
         num_cpu_devices = sizes.pop("num_cpu_devices")
         automatic = [axis for axis, size in sizes.items() if size == -1]
+        chosen = [axis for axis in automatic if axis != "fsdp"]  # which is -1 by default, so not the line to point at
         _require(
-            *((size == -1 or size > 0, f"{axis}={size} must be positive, or -1 for the rest") for axis, size in sizes.items()),
-            (len(automatic) <= 1, f"{' and '.join(automatic)} are both -1; only one axis can take the rest"),
-            (num_cpu_devices is None or num_cpu_devices > 0, f"num_cpu_devices={num_cpu_devices} must be positive or unset"),
+            *(
+                (size == -1 or size > 0, f"{axis}: {size} must be positive, or -1 for the rest")
+                for axis, size in sizes.items()
+            ),
+            (
+                len(automatic) <= 1,
+                f"{''.join(chosen[:1])}: {' and '.join(automatic)} are both -1; only one axis can take the rest",
+            ),
+            (
+                num_cpu_devices is None or num_cpu_devices > 0,
+                f"num_cpu_devices: {num_cpu_devices} must be positive or unset",
+            ),
         )
 
     def axis_sizes(self, num_devices: int) -> dict[str, int]:
@@ -168,7 +181,7 @@ class MeshConfig:
             return {axis: num_devices // fixed if size == -1 else size for axis, size in sizes.items()}
         if fixed != num_devices:
             raise ConfigError(
-                f"mesh: {self._product()} = {fixed}, but there are {num_devices} devices; set one axis to -1 to take the rest"
+                f"mesh: {self._product()} = {fixed}, but there are {num_devices} devices; set one axis to -1 for the rest"
             )
         return sizes
 
@@ -196,19 +209,29 @@ class DistributedConfig:
 
     def __post_init__(self) -> None:
         _require(
-            (self.heartbeat_timeout_s > 0, f"heartbeat_timeout_s={self.heartbeat_timeout_s} must be positive"),
-            (self.initialization_timeout_s > 0, f"initialization_timeout_s={self.initialization_timeout_s} must be positive"),
+            (self.heartbeat_timeout_s > 0, f"heartbeat_timeout_s: {self.heartbeat_timeout_s} must be positive"),
+            (
+                self.initialization_timeout_s > 0,
+                f"initialization_timeout_s: {self.initialization_timeout_s} must be positive",
+            ),
             (
                 self.num_processes is None or self.num_processes > 0,
-                f"num_processes={self.num_processes} must be positive or unset",
+                f"num_processes: {self.num_processes} must be positive or unset",
             ),
             (
                 self.process_id is None or self.process_id >= 0,
-                f"process_id={self.process_id} must not be negative",
+                f"process_id: {self.process_id} must not be negative",
             ),
             (
                 self.process_id is None or self.num_processes is None or self.process_id < self.num_processes,
-                f"process_id={self.process_id} must be below num_processes={self.num_processes}",
+                f"process_id: {self.process_id} must be below num_processes={self.num_processes}",
+            ),
+            *(
+                (
+                    self.enabled or getattr(self, name) is None,
+                    f"{name}: has no effect unless enabled is true; set it, or remove this",
+                )
+                for name in ("coordinator_address", "num_processes", "process_id")
             ),
         )
 
@@ -229,10 +252,13 @@ class SourceConfig:
 
     def __post_init__(self) -> None:
         _require(
-            (self.weight > 0, f"weight={self.weight} must be positive; remove the source to leave it out"),
-            (self.kind == "stdlib" or bool(self.paths), f"kind={self.kind} needs paths: the files or globs to read"),
-            (self.kind != "stdlib" or not self.paths, "kind=stdlib finds its own files; remove paths"),
-            (bool(self.text_key), "text_key must not be empty"),
+            (self.weight > 0, f"weight: {self.weight} must be positive; remove the source to leave it out"),
+            (
+                self.kind == "stdlib" or bool(self.paths),
+                f"paths: kind={self.kind} needs them; name the files or globs to read",
+            ),
+            (self.kind != "stdlib" or not self.paths, "paths: kind=stdlib finds its own files; remove paths"),
+            (bool(self.text_key), "text_key: must not be empty"),
         )
 
 
@@ -247,7 +273,7 @@ class TokenizerConfig:
     """Bytes of text, spread over all training documents, that a tokenizer is trained on."""
 
     def __post_init__(self) -> None:
-        _require((self.train_max_bytes > 0, f"train_max_bytes={self.train_max_bytes} must be positive"))
+        _require((self.train_max_bytes > 0, f"train_max_bytes: {self.train_max_bytes} must be positive"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -269,13 +295,13 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         _require(
-            (bool(self.sources), "sources is empty; name at least one, for example sources: [{kind: stdlib}]"),
-            (self.seq_len > 0, f"seq_len={self.seq_len} must be positive"),
+            (bool(self.sources), "sources: must not be empty; name at least one, for example [{kind: stdlib}]"),
+            (self.seq_len > 0, f"seq_len: {self.seq_len} must be positive"),
             (
                 0 <= self.held_out_fraction < 1,
-                f"held_out_fraction={self.held_out_fraction} must be at least 0 and below 1",
+                f"held_out_fraction: {self.held_out_fraction} must be at least 0 and below 1",
             ),
-            (self.prefetch_steps > 0, f"prefetch_steps={self.prefetch_steps} must be positive"),
+            (self.prefetch_steps > 0, f"prefetch_steps: {self.prefetch_steps} must be positive"),
         )
 
 
@@ -311,28 +337,32 @@ class OptimizerConfig:
 
     def __post_init__(self) -> None:
         _require(
-            (self.learning_rate > 0, f"learning_rate={self.learning_rate} must be positive"),
-            (self.warmup_steps >= 0, f"warmup_steps={self.warmup_steps} must not be negative"),
+            (self.learning_rate > 0, f"learning_rate: {self.learning_rate} must be positive"),
+            (self.warmup_steps >= 0, f"warmup_steps: {self.warmup_steps} must not be negative"),
             (
-                (self.schedule == "wsd") == (self.decay_steps is not None),
-                f"schedule=wsd and decay_steps belong together; schedule={self.schedule} has decay_steps={self.decay_steps}",
+                self.schedule != "wsd" or self.decay_steps is not None,
+                "schedule: wsd needs decay_steps; set it to the steps of the final decay",
+            ),
+            (
+                self.schedule == "wsd" or self.decay_steps is None,
+                f"decay_steps: {self.decay_steps} has no effect with schedule={self.schedule}; use wsd or remove it",
             ),
             (
                 self.decay_steps is None or self.decay_steps > 0,
-                f"decay_steps={self.decay_steps} must be positive",
+                f"decay_steps: {self.decay_steps} must be positive",
             ),
-            (0 <= self.min_lr_ratio <= 1, f"min_lr_ratio={self.min_lr_ratio} must be between 0 and 1"),
-            (0 <= self.b1 < 1, f"b1={self.b1} must be at least 0 and below 1"),
-            (0 <= self.b2 < 1, f"b2={self.b2} must be at least 0 and below 1"),
-            (self.eps > 0, f"eps={self.eps} must be positive"),
-            (self.weight_decay >= 0, f"weight_decay={self.weight_decay} must not be negative"),
+            (0 <= self.min_lr_ratio <= 1, f"min_lr_ratio: {self.min_lr_ratio} must be between 0 and 1"),
+            (0 <= self.b1 < 1, f"b1: {self.b1} must be at least 0 and below 1"),
+            (0 <= self.b2 < 1, f"b2: {self.b2} must be at least 0 and below 1"),
+            (self.eps > 0, f"eps: {self.eps} must be positive"),
+            (self.weight_decay >= 0, f"weight_decay: {self.weight_decay} must not be negative"),
             (
                 self.grad_clip_norm is None or self.grad_clip_norm > 0,
-                f"grad_clip_norm={self.grad_clip_norm} must be positive, or unset for no clipping",
+                f"grad_clip_norm: {self.grad_clip_norm} must be positive, or unset for no clipping",
             ),
             (
                 self.moment_dtype == "float32" or self.b2 <= 0.98,
-                f"moment_dtype=bfloat16 cannot follow b2={self.b2}: a change below 1/256 rounds away; use b2 <= 0.98 or float32",
+                f"moment_dtype: bfloat16 loses b2={self.b2}: changes below 1/256 round away; use b2 <= 0.98 or float32",
             ),
         )
 
@@ -358,20 +388,21 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         _require(
-            (self.num_steps > 0, f"num_steps={self.num_steps} must be positive"),
-            (self.global_batch_size > 0, f"global_batch_size={self.global_batch_size} must be positive"),
-            (self.grad_accum_steps > 0, f"grad_accum_steps={self.grad_accum_steps} must be positive"),
+            (self.num_steps > 0, f"num_steps: {self.num_steps} must be positive"),
+            (self.global_batch_size > 0, f"global_batch_size: {self.global_batch_size} must be positive"),
+            (self.grad_accum_steps > 0, f"grad_accum_steps: {self.grad_accum_steps} must be positive"),
             (
-                self.grad_accum_steps <= 0 or self.global_batch_size % self.grad_accum_steps == 0,
-                f"grad_accum_steps={self.grad_accum_steps} must divide global_batch_size={self.global_batch_size}",
+                min(self.grad_accum_steps, self.global_batch_size) <= 0
+                or self.global_batch_size % self.grad_accum_steps == 0,
+                f"grad_accum_steps: {self.grad_accum_steps} must divide global_batch_size={self.global_batch_size}",
             ),
-            (self.z_loss_weight >= 0, f"z_loss_weight={self.z_loss_weight} must not be negative"),
-            (self.max_nonfinite_steps > 0, f"max_nonfinite_steps={self.max_nonfinite_steps} must be positive"),
-            (self.eval_every is None or self.eval_every > 0, f"eval_every={self.eval_every} must be positive or unset"),
-            (self.eval_batches >= 0, f"eval_batches={self.eval_batches} must not be negative"),
+            (self.z_loss_weight >= 0, f"z_loss_weight: {self.z_loss_weight} must not be negative"),
+            (self.max_nonfinite_steps > 0, f"max_nonfinite_steps: {self.max_nonfinite_steps} must be positive"),
+            (self.eval_every is None or self.eval_every > 0, f"eval_every: {self.eval_every} must be positive or unset"),
+            (self.eval_batches >= 0, f"eval_batches: {self.eval_batches} must not be negative"),
             (
                 self.eval_every is None or self.eval_batches > 0,
-                f"eval_every={self.eval_every} needs eval_batches above 0",
+                f"eval_every: {self.eval_every} needs eval_batches above 0",
             ),
         )
 
@@ -392,13 +423,14 @@ class CheckpointConfig:
     """Resume although settings that change the result differ from those the run was started with."""
 
     def __post_init__(self) -> None:
+        save_every, keep_every = self.save_every or 0, self.keep_every or 0
         _require(
-            (self.save_every is None or self.save_every > 0, f"save_every={self.save_every} must be positive or unset"),
-            (self.keep_last > 0, f"keep_last={self.keep_last} must be positive"),
-            (self.keep_every is None or self.keep_every > 0, f"keep_every={self.keep_every} must be positive or unset"),
+            (self.save_every is None or self.save_every > 0, f"save_every: {self.save_every} must be positive or unset"),
+            (self.keep_last > 0, f"keep_last: {self.keep_last} must be positive"),
+            (self.keep_every is None or self.keep_every > 0, f"keep_every: {self.keep_every} must be positive or unset"),
             (
-                self.keep_every is None or self.save_every is None or self.keep_every % self.save_every == 0,
-                f"keep_every={self.keep_every} must be a multiple of save_every={self.save_every}",
+                min(save_every, keep_every) <= 0 or keep_every % save_every == 0,
+                f"keep_every: {keep_every} must be a multiple of save_every={save_every}",
             ),
         )
 
@@ -417,7 +449,7 @@ class MetricsConfig:
     """Project on Weights & Biases."""
 
     def __post_init__(self) -> None:
-        _require((self.log_every > 0, f"log_every={self.log_every} must be positive"))
+        _require((self.log_every > 0, f"log_every: {self.log_every} must be positive"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -431,8 +463,8 @@ class ProfileConfig:
 
     def __post_init__(self) -> None:
         _require(
-            (self.start_step is None or self.start_step >= 0, f"start_step={self.start_step} must not be negative"),
-            (self.num_steps > 0, f"num_steps={self.num_steps} must be positive"),
+            (self.start_step is None or self.start_step >= 0, f"start_step: {self.start_step} must not be negative"),
+            (self.num_steps > 0, f"num_steps: {self.num_steps} must be positive"),
         )
 
 
@@ -449,8 +481,8 @@ class SampleConfig:
 
     def __post_init__(self) -> None:
         _require(
-            (self.max_tokens > 0, f"max_tokens={self.max_tokens} must be positive"),
-            (self.temperature >= 0, f"temperature={self.temperature} must not be negative"),
+            (self.max_tokens > 0, f"max_tokens: {self.max_tokens} must be positive"),
+            (self.temperature >= 0, f"temperature: {self.temperature} must not be negative"),
         )
 
 
@@ -496,7 +528,7 @@ class Config:
             ),
             (
                 decaying <= train.num_steps,
-                f"optimizer.warmup_steps: warm-up and decay take {decaying} steps, train.num_steps={train.num_steps} are too few",
+                f"optimizer.warmup_steps: warm-up and decay take {decaying} steps, above train.num_steps={train.num_steps}",
             ),
             (
                 self.profile.start_step is None or self.profile.start_step + self.profile.num_steps <= train.num_steps,
@@ -545,8 +577,9 @@ class Config:
         axes = self.mesh.axis_sizes(num_devices)
         replicas = axes["data"] * axes["fsdp"]
         train, seq_len = self.train, self.data.seq_len
+        tokens = train.global_batch_size * seq_len
         per_device = train.global_batch_size // replicas // train.grad_accum_steps
         return (
-            f"global batch {train.global_batch_size} sequences x {seq_len} tokens = {train.global_batch_size * seq_len:,} tokens"
+            f"global batch {train.global_batch_size} sequences x {seq_len} tokens = {tokens:,} tokens"
             f" = {per_device} per device x {replicas} data-parallel devices x {train.grad_accum_steps} accumulation steps"
         )

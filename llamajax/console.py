@@ -1,0 +1,278 @@
+"""What a person sees: the start-up lines and tables, progress while training, and the closing summary."""
+
+import math
+import platform
+import shlex
+import time
+from collections import deque
+from pathlib import Path
+from typing import Any, Self
+
+import jax
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+import llamajax
+from llamajax.config import Config
+from llamajax.run_log import FINAL_STEPS, METRICS_FILE, Record, RunSummary
+
+CONSOLE = Console(highlight=False)
+"""Standard output. Everything is printed through it, so that lines land above a live progress bar."""
+_SMOOTHED_STEPS = 20  # the live bar shows speeds over this many steps
+
+
+def is_interactive() -> bool:
+    """Whether a person watches: rich's own answer also says yes to a log file when FORCE_COLOR is set."""
+    return CONSOLE.file.isatty() and not CONSOLE.is_dumb_terminal
+
+
+def log(text: str) -> None:
+    """Prints one line, on the first process of the run only."""
+    if jax.process_index() == 0:
+        CONSOLE.print(text, markup=False, soft_wrap=True)
+
+
+def format_bytes(num_bytes: float) -> str:
+    """`1.50 GiB`; binary units, three significant digits."""
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if num_bytes < 1000 or unit == "TiB":
+            break
+        num_bytes /= 1024
+    return f"{num_bytes:.0f} B" if unit == "B" else f"{num_bytes:.{2 if num_bytes < 10 else 1 if num_bytes < 100 else 0}f} {unit}"
+
+
+def format_count(count: float) -> str:
+    """`6.74B`; thousands, millions, billions, trillions, three significant digits."""
+    for unit in ("", "k", "M", "B", "T"):
+        if count < 999.5 or unit == "T":
+            break
+        count /= 1000
+    return f"{count:.3g}{unit}" if count < 999.5 else f"{count:,.0f}{unit}"
+
+
+def format_duration(seconds: float) -> str:
+    """`0:00:07`, `3:25:45`, `2 days 3:25:45`."""
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    days, hours = divmod(hours, 24)
+    clock = f"{hours}:{minutes:02}:{seconds:02}"
+    return f"{days} day{'s' if days > 1 else ''} {clock}" if days else clock
+
+
+def print_header(config: Config) -> None:
+    """What is about to run, and where: versions, devices, mesh, batch."""
+    devices = jax.devices()
+    axes = " x ".join(f"{axis} {size}" for axis, size in jax.sharding.get_mesh().shape.items() if size > 1)
+    processes = f"{jax.process_count()} process{'es' if jax.process_count() > 1 else ''}"
+    log(f"llamajax   {llamajax.__version__}, jax {jax.__version__}, Python {platform.python_version()}")
+    log(f"run        {config.run_dir}")
+    log(f"devices    {len(devices)} x {devices[0].device_kind} in {processes}; mesh {axes or 'of one device'}")
+    log(f"batch      {config.batch_arithmetic(len(devices))}")
+
+
+def parameter_table(tree: Any) -> Table:
+    """Every array of `tree` (or its `jax.ShapeDtypeStruct`): path, shape, dtype, partition, and bytes per device.
+
+    An array without a sharding counts as replicated.
+    """
+    table = Table(box=None, padding=(0, 2, 0, 0), show_footer=True, header_style="bold", footer_style="bold")
+    num_params, total_bytes, device_bytes = 0, 0, 0
+    rows = []
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        sharding = leaf.sharding
+        shard_shape = leaf.shape if sharding is None else sharding.shard_shape(leaf.shape)
+        partition = sharding.spec if isinstance(sharding, jax.NamedSharding) else ()
+        leaf_bytes = leaf.size * leaf.dtype.itemsize
+        shard_bytes = math.prod(shard_shape) * leaf.dtype.itemsize
+        num_params, total_bytes, device_bytes = num_params + leaf.size, total_bytes + leaf_bytes, device_bytes + shard_bytes
+        rows.append((
+            jax.tree_util.keystr(path, simple=True, separator=".").removesuffix(".value"),
+            " x ".join(map(str, leaf.shape)) or "scalar",
+            leaf.dtype.name,
+            " x ".join("-" if axes is None else "+".join((axes,) if isinstance(axes, str) else axes) for axes in partition) or "-",
+            format_bytes(shard_bytes),
+            format_bytes(leaf_bytes),
+        ))  # fmt: skip
+    table.add_column("parameter", footer="total")
+    table.add_column("shape", footer=f"{num_params:,}")
+    table.add_column("dtype")
+    table.add_column("split over")
+    table.add_column("per device", justify="right", footer=format_bytes(device_bytes))
+    table.add_column("all", justify="right", footer=format_bytes(total_bytes))
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def print_parameters(model: Any) -> None:
+    """The table of all parameters and their number."""
+    num_params = sum(leaf.size for leaf in jax.tree.leaves(model))
+    log(f"model      {format_count(num_params)} parameters ({num_params:,})")
+    if jax.process_index() == 0:
+        CONSOLE.print(parameter_table(model), width=None if is_interactive() else 1000)
+
+
+def memory_summary(compiled: jax.stages.Compiled) -> str:
+    """What a compiled program needs in the memory of one device, in one line."""
+    stats = compiled.memory_analysis()
+    if stats is None:
+        return "this platform does not tell the memory it needs"
+    parts = [
+        f"arguments {format_bytes(stats.argument_size_in_bytes)}",
+        f"outputs {format_bytes(stats.output_size_in_bytes)} ({format_bytes(stats.alias_size_in_bytes)} in place of arguments)",
+        f"temporary {format_bytes(stats.temp_size_in_bytes)}",
+        f"peak {format_bytes(stats.peak_memory_in_bytes)}",
+    ]
+    if stats.host_temp_size_in_bytes:
+        parts.append(f"in host memory {format_bytes(stats.host_temp_size_in_bytes)}")
+    return f"memory per device: {', '.join(parts)}"
+
+
+class Progress:
+    """What a run shows while it trains: a live bar on a terminal, a line every `metrics.log_every` steps elsewhere."""
+
+    def __init__(self, config: Config, start_step: int):
+        self._num_steps = config.train.num_steps
+        self._log_every = config.metrics.log_every
+        self._step = start_step
+        self._doing = "starting"
+        self._since_line: list[Record] = []
+        self._latest: deque[Record] = deque(maxlen=_SMOOTHED_STEPS)
+        self._first: tuple[int, float] | None = None
+        self._live = None
+        if is_interactive():
+            self._live = Live(get_renderable=self._render, console=CONSOLE, refresh_per_second=4)
+
+    def __enter__(self) -> Self:
+        if self._live:
+            self._live.start()
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._doing = ""
+        if self._live:
+            self._live.stop()
+
+    def doing(self, what: str) -> None:
+        """Says what keeps the run from training right now; empty when it trains."""
+        self._doing = what
+
+    def update(self, record: Record) -> None:
+        """Shows the record of one more finished step."""
+        self._step, self._doing = record["step"], ""
+        self._latest.append(record)
+        self._first = self._first or (self._step, time.monotonic())
+        if self._live is None:
+            self._since_line.append(record)
+            if self._step % self._log_every == 0 or self._step in (self._first[0], self._num_steps):
+                log(self._line())
+                self._since_line.clear()
+
+    def tell_eval(self, record: Record) -> None:
+        """Prints the record of an evaluation."""
+        width = len(str(self._num_steps))
+        text = f"step {record['step']:>{width}}/{self._num_steps}  held-out loss {record['eval/loss']:.4f}"
+        if "eval/bits_per_byte" in record:
+            text += f"  {record['eval/bits_per_byte']:.4f} bits per byte"
+        log(text)
+
+    def _line(self) -> str:
+        """The step as one aligned line; speeds are those since the last line."""
+        width = len(str(self._num_steps))
+        speeds, values = _Speeds(self._since_line), self._since_line[-1]
+        skipped = f"  {values['train/skipped_steps']} skipped" if values.get("train/skipped_steps") else ""
+        return (
+            f"step {self._step:>{width}}/{self._num_steps}  loss {values['train/loss']:7.4f}"
+            f"  grad norm {values['train/grad_norm']:7.3f}  lr {values['train/learning_rate']:.2e}"
+            f"  {speeds.tokens_per_sec:9,.0f} tok/s  {speeds.mfu_text()}  {speeds.step_time_s:7.3f} s/step"
+            f"  data wait {speeds.data_wait:5.1%}  ETA {self._eta()}{skipped}"
+        )
+
+    def _eta(self) -> str:
+        """Time to the last step at the pace since the first one, evaluations and checkpoints included."""
+        if self._first is None:
+            return "-"
+        first_step, first_time = self._first
+        pace = self._latest[-1]["perf/step_time_s"]
+        if self._step > first_step:
+            pace = (time.monotonic() - first_time) / (self._step - first_step)
+        return format_duration((self._num_steps - self._step) * pace)
+
+    def _render(self) -> Group:
+        """Two rows: how far, and the figures, the most important ones first, as many as fit."""
+        bar = Table.grid(padding=(0, 2, 0, 0), expand=True)
+        for ratio in (None, 1, None, None, None):
+            bar.add_column(ratio=ratio, no_wrap=True)
+        skipped = self._latest[-1].get("train/skipped_steps") if self._latest else 0
+        bar.add_row(
+            f"step {self._step:,}/{self._num_steps:,}",
+            ProgressBar(total=self._num_steps, completed=self._step),
+            f"{self._step / self._num_steps:4.0%}",
+            self._doing or f"ETA {self._eta()}",
+            f"[bold red]{skipped} skipped[/]" if skipped else "",
+        )
+        if not self._latest:
+            return Group(bar)
+        speeds, values = _Speeds(self._latest), self._latest[-1]
+        figures = [
+            f"{speeds.tokens_per_sec:,.0f} tok/s",
+            speeds.mfu_text(),
+            f"data wait {speeds.data_wait:.1%}",
+            f"grad norm {values['train/grad_norm']:.2f}",
+            f"lr {values['train/learning_rate']:.2e}",
+            f"{speeds.step_time_s:.3f} s/step",
+        ]
+        row = Text(f"loss {values['train/loss']:.4f}", style="bold")
+        for figure in figures:
+            if row.cell_len + 2 + len(figure) > CONSOLE.width:
+                break
+            row.append(f"  {figure}", style="not bold")
+        return Group(bar, row)
+
+
+class _Speeds:
+    """Speeds over several steps."""
+
+    def __init__(self, records: list[Record] | deque[Record]):
+        seconds = sum(record["perf/step_time_s"] for record in records)
+
+        def mean_rate(key: str) -> float:
+            return sum(record[key] * record["perf/step_time_s"] for record in records) / seconds
+
+        self.step_time_s = seconds / len(records)
+        self.tokens_per_sec = mean_rate("perf/tokens_per_sec")
+        self.mfu = mean_rate("perf/mfu")
+        self.mfu_full_attention = mean_rate("perf/mfu_full_attention")
+        self.data_wait = sum(record["perf/data_wait_s"] for record in records) / seconds
+
+    def mfu_text(self) -> str:
+        return f"MFU {self.mfu:.1%} ({self.mfu_full_attention:.1%} full attention)"
+
+
+def print_summary(run_dir: Path, summary: RunSummary, checkpoint: Path | None) -> None:
+    """The last words of a run: what came out, how fast, and where everything lies."""
+
+    def known(value: float | None, form: str) -> str:
+        return "-" if value is None else format(value, form)
+
+    rows = {
+        "steps": f"{summary.step:,} of {known(summary.num_steps, ',')}, {known(summary.tokens, ',')} tokens",
+        "train loss": f"{known(summary.train_loss, '.4f')} (mean of the last {min(FINAL_STEPS, summary.step)} steps)",
+        "held-out loss": f"{known(summary.eval_loss, '.4f')}, {known(summary.eval_bits_per_byte, '.4f')} bits per byte",
+        "speed": f"{known(summary.tokens_per_sec, ',.0f')} tokens/s,"
+        f" {known(summary.tokens_per_sec_per_device, ',.0f')} per device (median)",
+        "MFU": f"{known(summary.mfu, '.1%')}, or {known(summary.mfu_full_attention, '.1%')} counting full attention (median)",
+        "wall time": f"{format_duration(summary.wall_time_s or 0)}, of which {format_duration(summary.steps_time_s)} in steps,"
+        f" {summary.restarts} restart{'' if summary.restarts == 1 else 's'}",
+        "run": str(run_dir),
+        "checkpoint": "-" if checkpoint is None else str(checkpoint),
+        "metrics": str(run_dir / METRICS_FILE),
+        "report": f"python -m llamajax.report {shlex.quote(str(run_dir))}",
+    }
+    if jax.process_index() == 0:
+        CONSOLE.rule(summary.stop_reason or "running", align="left")
+    for label, text in rows.items():
+        log(f"{label:<14} {text}")

@@ -1,0 +1,124 @@
+"""A directory's SHA-256 manifest: written last, checked before anything else in the directory is believed.
+
+Array files carry no checksum of their own that survives every flipped bit, so the manifest is what tells a good
+checkpoint from a damaged one. `manifest.json` holds the size and SHA-256 of every file below the directory, and
+the SHA-256 of that table.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TypedDict
+
+from llamajax.errors import CheckpointError
+
+MANIFEST = "manifest.json"
+
+# hashlib lets go of the interpreter lock, so threads hash in parallel.
+_HASHING_THREADS = min(16, os.cpu_count() or 1)
+
+
+class Record(TypedDict):
+    """What a file must be: its size in bytes and the SHA-256 of its content in hexadecimal."""
+
+    size: int
+    sha256: str
+
+
+def list_files(directory: Path) -> list[str]:
+    """The paths of all files below `directory`, relative to it, sorted; the manifest itself is left out."""
+    paths = (
+        (Path(parent) / name).relative_to(directory).as_posix() for parent, _, names in os.walk(directory) for name in names
+    )
+    return sorted(path for path in paths if path != MANIFEST)
+
+
+def digest(directory: Path, paths: Iterable[str]) -> dict[str, Record]:
+    """The record of each file in `paths`, which are relative to `directory`.
+
+    Raises:
+        OSError: a file cannot be read.
+    """
+    paths = list(paths)
+    with ThreadPoolExecutor(_HASHING_THREADS) as pool:
+        return dict(zip(paths, pool.map(lambda path: _record(directory / path), paths), strict=True))
+
+
+def write(directory: Path, records: Mapping[str, Record]) -> None:
+    """Writes the manifest, then makes it and everything else below `directory` survive a power failure.
+
+    Raises:
+        OSError: something cannot be written.
+    """
+    body = {"files": dict(records), "sha256": _table_digest(records)}
+    (directory / MANIFEST).write_text(json.dumps(body, indent=1) + "\n")
+    for parent, _, names in os.walk(directory):
+        for name in names:
+            sync(Path(parent) / name)
+        sync(Path(parent))
+
+
+def read(directory: Path) -> dict[str, Record]:
+    """The records in the manifest of `directory`.
+
+    Raises:
+        CheckpointError: the manifest is missing or damaged; the message says only that.
+    """
+    try:
+        body = json.loads((directory / MANIFEST).read_bytes())
+        records: dict[str, Record] = body["files"]
+        intact = body["sha256"] == _table_digest(records)
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{MANIFEST} is missing") from error
+    except OSError as error:
+        raise CheckpointError(f"{MANIFEST} cannot be read: {error.strerror}") from error
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise CheckpointError(f"{MANIFEST} is damaged") from error
+    if not intact:
+        raise CheckpointError(f"{MANIFEST} is damaged")
+    return records
+
+
+def problems(directory: Path, records: Mapping[str, Record]) -> list[str]:
+    """What is wrong with the files in `records`, one `path: problem` text per file; empty if nothing is.
+
+    Files that no record names are ignored: nothing reads them.
+    """
+
+    def problem(path: str) -> str | None:
+        try:
+            size = (directory / path).stat().st_size
+            if size != records[path]["size"]:
+                return f"{path} has {size} bytes instead of {records[path]['size']}"
+            if _record(directory / path) != records[path]:
+                return f"{path} does not match its SHA-256"
+        except FileNotFoundError:
+            return f"{path} is missing"
+        except OSError as error:
+            return f"{path} cannot be read: {error.strerror}"
+        return None
+
+    with ThreadPoolExecutor(_HASHING_THREADS) as pool:
+        return [found for found in pool.map(problem, records) if found is not None]
+
+
+def sync(path: Path) -> None:
+    """Waits until the file or directory `path` is on the disk itself."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _record(path: Path) -> Record:
+    with path.open("rb") as file:
+        sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+        return {"size": file.tell(), "sha256": sha256}
+
+
+def _table_digest(records: Mapping[str, Record]) -> str:
+    return hashlib.sha256(json.dumps(records, sort_keys=True).encode()).hexdigest()

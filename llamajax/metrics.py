@@ -1,0 +1,239 @@
+"""The metrics of a run: fetched one step late, so that the host never waits for the device it should be feeding."""
+
+import contextlib
+import dataclasses
+import hashlib
+import importlib.util
+import json
+import platform
+import secrets
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import jax
+import numpy as np
+
+import llamajax
+from llamajax import console, run_log
+from llamajax.config import Config
+from llamajax.errors import ConfigError
+from llamajax.planning import hardware
+from llamajax.run_log import Record
+
+TENSORBOARD_DIR = "tensorboard"
+
+
+def check_packages(config: Config) -> None:
+    """Raises `ConfigError` if the configuration asks for an optional package that is not installed."""
+    if config.metrics.wandb and importlib.util.find_spec("wandb") is None:
+        raise ConfigError("metrics.wandb: the wandb package is not installed; run pip install 'llamajax[wandb]', or turn it off")
+
+
+class MetricsWriter:
+    """Takes the metrics of every step and writes them to all sinks; a context manager around the training loop.
+
+    Every process calls every method: a process that did not fetch could run many steps ahead. Only the first one writes.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        start_step: int,
+        num_devices: int | None = None,
+        peak: hardware.PeakFlops | None = None,
+        is_main_process: bool | None = None,
+    ):
+        """Prepares to log the steps after `start_step`.
+
+        Args:
+            config: the run.
+            start_step: finished steps so far.
+            num_devices: devices of all processes; default: what jax says.
+            peak: what MFU is a share of; default: looked up, or measured within half a second.
+            is_main_process: whether this process writes; default: process 0 does.
+
+        Raises:
+            ConfigError: an optional package is missing.
+        """
+        check_packages(config)
+        self._config = config
+        self._run_dir = Path(config.run_dir).expanduser()
+        self._start_step = self._last_step = start_step
+        self._num_devices = jax.device_count() if num_devices is None else num_devices
+        self._peak = hardware.peak_flops(config.model.compute_dtype) if peak is None else peak
+        self._is_main_process = jax.process_index() == 0 if is_main_process is None else is_main_process
+        self._held: tuple[int, Mapping[str, Any], float] | None = None
+        self._clock = 0.0
+        console.log(f"peak       {self._peak}")
+
+    def __enter__(self) -> Self:
+        self._sinks = contextlib.ExitStack()
+        if self._is_main_process:
+            with contextlib.ExitStack() as stack:  # closes what was opened if opening the next one fails
+                self._open_sinks(stack)
+                self._sinks = stack.pop_all()
+        self._clock = time.perf_counter()
+        return self
+
+    def __exit__(self, exc_type: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None) -> None:
+        with self._sinks:
+            if exc is None:
+                self.flush()
+                reason = "finished" if self._last_step >= self._config.train.num_steps else "stopped"
+            else:  # what is held may be lost with the device, and fetching it would hide the error
+                lines = str(exc).splitlines()
+                reason = f"{type(exc).__name__}: {lines[0] if lines else ''}"
+            self.event("stop", reason=reason)
+
+    def write(self, step: int, values: Mapping[str, Any], *, data_wait_s: float = 0.0) -> Record | None:
+        """Takes the metrics of a step that was just dispatched; fetches and writes those of the step before.
+
+        Args:
+            step: number of the step, 1 for the first: how many are finished when it is.
+            values: scalars (arrays that may not be computed yet, or numbers) by name, as `train_step` names them.
+            data_wait_s: seconds that the step waited for its batch.
+
+        Returns:
+            The record of the step before (`train/*`, `perf/*`), the same on every process; None if there is none.
+        """
+        finished = self.flush()
+        self._held = (step, values, data_wait_s)
+        return finished
+
+    def flush(self) -> Record | None:
+        """Waits for the newest step and writes its metrics, if that has not been done: see `write`."""
+        if self._held is None:
+            return None
+        (step, values, data_wait_s), self._held = self._held, None
+        fetched = {f"train/{name}": np.asarray(value).item() for name, value in jax.device_get(values).items()}
+        now = time.perf_counter()
+        record = {"step": step, "time": round(time.time(), 3), **fetched, **self._perf(now - self._clock, data_wait_s)}
+        self._clock, self._last_step = now, step
+        if self._is_main_process:
+            self._write(record)
+            self._progress.update(record)
+        return record
+
+    @contextlib.contextmanager
+    def pause(self, doing: str) -> Iterator[None]:
+        """Around everything that is not a training step: flushes first, and the time inside is no step's time."""
+        self.flush()
+        started = time.perf_counter()
+        if self._is_main_process:
+            self._progress.doing(doing)
+        yield
+        self._clock += time.perf_counter() - started
+        if self._is_main_process:
+            self._progress.doing("")
+
+    def write_eval(self, step: int, values: Mapping[str, Any]) -> None:
+        """Writes the result of an evaluation after `step`: scalars by name (`loss`, `bits_per_byte`), as `eval/*`."""
+        self.flush()
+        fetched = {f"eval/{name}": np.asarray(value).item() for name, value in jax.device_get(values).items()}
+        if self._is_main_process:
+            record = {"step": step, "time": round(time.time(), 3), **fetched}
+            self._write(record)
+            self._progress.tell_eval(record)
+
+    def event(self, name: str, **facts: Any) -> None:
+        """Notes in `events.jsonl` that something happened to the run, with the newest finished step."""
+        if self._is_main_process:
+            record = {"time": round(time.time(), 3), "event": name, "step": self._last_step, **facts}
+            self._events_file.write(run_log.encode(record) + "\n")
+            self._events_file.flush()
+
+    def _open_sinks(self, stack: contextlib.ExitStack) -> None:
+        config = self._config
+        self._run_dir.mkdir(parents=True, exist_ok=True)
+        metrics_path, events_path = self._run_dir / run_log.METRICS_FILE, self._run_dir / run_log.EVENTS_FILE
+        metrics_path.touch()
+        events_path.touch()
+        run_log.drop_later_steps(metrics_path, self._start_step)
+        run_log.drop_torn_line(events_path)
+        self._metrics_file = stack.enter_context(metrics_path.open("a", encoding="utf-8"))
+        self._events_file = stack.enter_context(events_path.open("a", encoding="utf-8"))
+        self._tensorboard = self._wandb = None
+        if config.metrics.tensorboard:
+            self._tensorboard = stack.enter_context(_tensorboard_writer(self._run_dir, self._start_step))
+        if config.metrics.wandb:
+            self._wandb = stack.enter_context(_wandb_run(self._run_dir, config))
+        self._progress = stack.enter_context(console.Progress(config, self._start_step))
+        self.event("start", **self._start_facts())
+
+    def _start_facts(self) -> Record:
+        config = self._config
+        text = json.dumps(dataclasses.asdict(config), sort_keys=True)
+        return {
+            "llamajax": llamajax.__version__,
+            "jax": jax.__version__,
+            "python": platform.python_version(),
+            "devices": self._num_devices,
+            "device_kind": jax.devices()[0].device_kind,
+            "processes": jax.process_count(),
+            "mesh": {axis: size for axis, size in config.mesh.axis_sizes(self._num_devices).items() if size > 1},
+            "peak_flops_per_device": self._peak.flops_per_sec,
+            "peak_flops_source": self._peak.source,
+            "num_params": config.model.num_params,
+            "num_steps": config.train.num_steps,
+            "tokens_per_step": self._tokens_per_step,
+            "config_sha256": hashlib.sha256(text.encode()).hexdigest(),
+        }
+
+    @property
+    def _tokens_per_step(self) -> int:
+        return self._config.train.global_batch_size * self._config.data.seq_len
+
+    def _perf(self, step_time_s: float, data_wait_s: float) -> Record:
+        """Speeds of one step. Every position of the batch counts as a token: the device works on padding as well."""
+        model, seq_len = self._config.model, self._config.data.seq_len
+        tokens_per_sec = self._tokens_per_step / step_time_s
+        share_per_flop = tokens_per_sec / self._num_devices / self._peak.flops_per_sec
+        return {
+            "perf/step_time_s": step_time_s,
+            "perf/data_wait_s": data_wait_s,
+            "perf/tokens_per_sec": tokens_per_sec,
+            "perf/tokens_per_sec_per_device": tokens_per_sec / self._num_devices,
+            "perf/mfu": model.flops_per_token(seq_len) * share_per_flop,
+            "perf/mfu_full_attention": model.flops_per_token(seq_len, full_attention=True) * share_per_flop,
+        }
+
+    def _write(self, record: Record) -> None:
+        # A line is handed to the operating system at once, so a killed process loses nothing it has fetched.
+        self._metrics_file.write(run_log.encode(record) + "\n")
+        self._metrics_file.flush()
+        if self._tensorboard:
+            for name, value in record.items():
+                if name not in ("step", "time"):
+                    self._tensorboard.add_scalar(name, value, record["step"], walltime=record["time"])
+        if self._wandb:
+            self._wandb.log(record)
+
+
+def _tensorboard_writer(run_dir: Path, start_step: int) -> Any:
+    from tensorboardX import SummaryWriter  # takes a second to import where torch is installed
+
+    # purge_step: TensorBoard hides points of an earlier start that are computed again.
+    return SummaryWriter(str(run_dir / TENSORBOARD_DIR), purge_step=start_step + 1, filename_suffix=f".{start_step}")
+
+
+def _wandb_run(run_dir: Path, config: Config) -> Any:
+    import wandb  # pyright: ignore[reportMissingImports]  # optional
+
+    id_path = run_dir / "wandb_id"
+    if not id_path.exists():
+        id_path.write_text(secrets.token_hex(4))
+    run = wandb.init(
+        project=config.metrics.wandb_project,
+        name=run_dir.name,
+        id=id_path.read_text(),
+        resume="allow",
+        dir=str(run_dir),
+        config=dataclasses.asdict(config),
+    )
+    # W&B's own step may not go back after a restart, so the x axis is ours.
+    run.define_metric("*", step_metric="step")
+    return run

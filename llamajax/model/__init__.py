@@ -1,0 +1,11 @@
+"""The Llama model: mathematics and logical axis names, no mesh and no trainer."""
+
+from flax import nnx
+
+# Tree mode: a module is a plain pytree, so jax.vmap, lax.scan, jax.checkpoint and jax.grad take it as it is.
+nnx.set_graph_mode(False)
+nnx.set_graph_updates(False)
+
+from llamajax.model.llama import Llama  # noqa: E402  (modules must be defined in tree mode)
+
+__all__ = ["Llama"]

@@ -1,0 +1,54 @@
+"""The parts of a decoder layer that look at one token at a time: RMSNorm and the SwiGLU MLP."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+
+from llamajax.config import ModelConfig
+from llamajax.sharding import gather, spec
+
+
+def normal(
+    key: jax.Array, shape: tuple[int, ...], logical_axes: tuple[str | None, ...], std: float, dtype: jax.typing.DTypeLike
+) -> nnx.Param:
+    """A parameter drawn from N(0, std^2), each device drawing its own part; the values do not depend on the mesh."""
+    return nnx.Param(std * jax.random.normal(key, shape, dtype, out_sharding=spec(*logical_axes)))
+
+
+def residual_std(config: ModelConfig) -> float:
+    """Initial standard deviation of the 2L matmuls that add to the residual stream, so that their sum does not
+    grow with depth (GPT-2, section 2.3)."""
+    return config.init_std / (2 * config.num_layers) ** 0.5
+
+
+class RMSNorm(nnx.Module):
+    """Scales every token to a root mean square of one, then by learned weights (arXiv:1910.07467)."""
+
+    def __init__(self, config: ModelConfig):
+        self.eps = config.norm_eps
+        self.scale = nnx.Param(jnp.ones((config.embed_dim,), config.param_dtype, out_sharding=spec(None)))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """[B, T, D] -> [B, T, D] of x's dtype; computed in fp32."""
+        wide = x.astype(jnp.float32)
+        inverse_rms = jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + self.eps)
+        return (wide * inverse_rms * self.scale[...].astype(jnp.float32)[None, None, :]).astype(x.dtype)
+
+
+class MLP(nnx.Module):
+    """SwiGLU: down(silu(gate(x)) * up(x)) (arXiv:2002.05202), gate and up as one matmul."""
+
+    def __init__(self, config: ModelConfig, key: jax.Array):
+        D, F, dtype = config.embed_dim, config.mlp_dim, config.param_dtype
+        gate_up_key, down_key = jax.random.split(key)
+        self.w_gate_up = normal(gate_up_key, (D, 2, F), ("embed", None, "mlp"), config.init_std, dtype)
+        self.w_down = normal(down_key, (F, D), ("mlp", "embed"), residual_std(config), dtype)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """[B, T, D] -> [B, T, D] of x's dtype."""
+        w_gate_up = gather(self.w_gate_up[...], None, None, "mlp", dtype=x.dtype)
+        w_down = gather(self.w_down[...], "mlp", None, dtype=x.dtype)
+        gate_up = checkpoint_name(jnp.einsum("BTD,DCF->BTCF", x, w_gate_up), "gate_up")
+        gated = jax.nn.silu(gate_up[:, :, 0]) * gate_up[:, :, 1]
+        return jnp.einsum("BTF,FD->BTD", gated, w_down, out_sharding=spec("batch", "seq", None))

@@ -1,0 +1,116 @@
+"""Llama 1, 2, 3, 3.1, 3.2 and 3.3 (arXiv:2302.13971, 2307.09288, 2407.21783): one decoder, told apart by ModelConfig."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from llamajax.config import ModelConfig
+from llamajax.model.attention import Attention, Rows
+from llamajax.model.layers import MLP, RMSNorm, normal
+from llamajax.model.rope import positions_from_segment_ids, rope_tables
+from llamajax.sharding import gather, spec
+
+_SAVED_BY_REMAT = {
+    "full": (),
+    "save_attention": ("attention",),
+    "save_attention_qkv": ("attention", "qkv"),
+    "save_attention_qkv_mlp": ("attention", "qkv", "gate_up"),
+}
+"""Which of a layer's named values (`checkpoint_name`) the forward pass keeps, beside the layer's input."""
+
+
+class Layer(nnx.Module):
+    """One decoder layer: attention, then MLP, each normed before and added to the residual stream."""
+
+    def __init__(self, config: ModelConfig, key: jax.Array):
+        attention_key, mlp_key = jax.random.split(key)
+        self.attention_norm = RMSNorm(config)
+        self.attention = Attention(config, attention_key)
+        self.mlp_norm = RMSNorm(config)
+        self.mlp = MLP(config, mlp_key)
+
+    def __call__(self, x: jax.Array, rows: Rows) -> jax.Array:
+        """[B, T, D] -> [B, T, D]."""
+        with jax.named_scope("attention"):
+            x = x + self.attention(self.attention_norm(x), rows)
+        with jax.named_scope("mlp"):
+            return x + self.mlp(self.mlp_norm(x))
+
+
+class Llama(nnx.Module):
+    """The whole model as a pytree of `nnx.Param`s, each made in its sharding on the current mesh.
+
+    Make it inside jit, so that no device ever holds more than its part: `jax.jit(Llama, static_argnums=0)(config, key)`.
+    """
+
+    def __init__(self, config: ModelConfig, key: jax.Array):
+        V, D, dtype = config.vocab_size, config.embed_dim, config.param_dtype
+        embedding_key, layers_key, head_key = jax.random.split(key, 3)
+        self.config = config
+        self.embedding = normal(embedding_key, (V, D), ("vocab", "embed"), config.init_std, dtype)
+        # One Layer whose parameters have a leading dim L, for scan: compile time does not grow with depth.
+        self.layers = jax.vmap(partial(Layer, config))(jax.random.split(layers_key, config.num_layers))
+        self.final_norm = RMSNorm(config)
+        self.head = None if config.tie_embeddings else normal(head_key, (V, D), ("vocab", "embed"), config.init_std, dtype)
+
+    def __call__(
+        self, tokens: jax.Array, segment_ids: jax.Array | None = None, positions: jax.Array | None = None
+    ) -> jax.Array:
+        """fp32 logits [B, T, V]; arguments as for `hidden`."""
+        x = self.hidden(tokens, segment_ids, positions)
+        with jax.named_scope("head"):
+            weight = gather(self.output_weight(), "vocab", None, dtype=x.dtype)
+            return jnp.einsum("BTD,VD->BTV", x, weight, preferred_element_type=jnp.float32)
+
+    def hidden(
+        self, tokens: jax.Array, segment_ids: jax.Array | None = None, positions: jax.Array | None = None
+    ) -> jax.Array:
+        """The normed states that the head reads, [B, T, D] in `compute_dtype`.
+
+        Args:
+            tokens: int32 [B, T]. B must be divisible by the devices that share the batch, T by the sequence axis.
+            segment_ids: int32 [B, T]; a token sees only tokens with its own id. 0 is padding. None: a row is one document.
+            positions: int32 [B, T] for the rotary embedding. None: counted from the start of each segment.
+        """
+        config = self.config
+        with jax.named_scope("embed"):
+            x = self._embed(jax.reshard(tokens, spec("batch", "seq")))
+        rows = self._rows(tokens, segment_ids, positions)
+
+        def run_layer(x: jax.Array, layer: Layer) -> tuple[jax.Array, None]:
+            return layer(x, rows), None
+
+        # Without remat the gathered weight copies are kept as well: compute_dtype of every parameter on each device.
+        if config.remat != "none":
+            policy = jax.checkpoint_policies.save_only_these_names(*_SAVED_BY_REMAT[config.remat])
+            run_layer = jax.checkpoint(run_layer, policy=policy, prevent_cse=False)
+        x, _ = jax.lax.scan(run_layer, x, self.layers)
+        with jax.named_scope("final_norm"):
+            return self.final_norm(x)
+
+    def output_weight(self) -> jax.Array:
+        """The head as stored, [V, D] in `param_dtype` and sharded; the embedding table when they are tied."""
+        return self.embedding[...] if self.head is None else self.head[...]
+
+    def _embed(self, tokens: jax.Array) -> jax.Array:
+        # The lookup is fp32 after the collective: its transpose adds up the gradients of all tokens with the same id,
+        # and a bf16 sum stops growing after a few hundred of them.
+        table = gather(self.embedding[...], "vocab", None, dtype=self.config.compute_dtype).astype(jnp.float32)
+        looked_up = table.at[tokens].get(out_sharding=spec("batch", "seq", None))
+        return looked_up.astype(self.config.compute_dtype)
+
+    def _rows(self, tokens: jax.Array, segment_ids: jax.Array | None, positions: jax.Array | None) -> Rows:
+        kv_segment_ids = None
+        if segment_ids is not None:
+            segment_ids = jax.reshard(segment_ids, spec("batch", "seq"))
+            kv_segment_ids = jax.reshard(segment_ids, spec("batch", None))
+        if positions is not None:
+            positions = jax.reshard(positions, spec("batch", "seq"))
+        elif segment_ids is not None:
+            positions = positions_from_segment_ids(segment_ids)
+        else:
+            positions = jax.lax.broadcasted_iota(jnp.int32, tokens.shape, 1, out_sharding=spec("batch", "seq"))
+        cos, sin = rope_tables(positions, self.config)
+        return Rows(cos, sin, segment_ids, kv_segment_ids)

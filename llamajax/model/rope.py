@@ -1,0 +1,59 @@
+"""Rotary position embedding (RoFormer, arXiv:2104.09864) with the stretches that Llama 3.x and others use."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from llamajax.config import ModelConfig
+from llamajax.sharding import spec
+
+
+def inverse_frequencies(config: ModelConfig) -> np.ndarray:
+    """Radians per position of each pair of head dims, fp32 [H/2], stretched by `config.rope_scaling`.
+
+    fp32 step by step as published, not fp64 rounded once: at position 100,000 a frequency that is off by its
+    last bit turns the head by 0.01 rad away from what the published weights were trained with.
+    """
+    pairs = np.arange(0, config.head_dim, 2, dtype=np.float32)
+    plain = np.float32(1.0) / np.float32(config.rope_theta) ** (pairs / np.float32(config.head_dim))
+    scaling = config.rope_scaling
+    match scaling.kind:
+        case "none":
+            return plain
+        case "linear":
+            return plain / np.float32(scaling.factor)
+        case "llama3":
+            # Wavelengths that fit high_freq_factor times into the original length stay, those that fit fewer than
+            # low_freq_factor times are stretched wholly, those between partly (Llama 3, arXiv:2407.21783, 3.4.2).
+            turns = np.float32(scaling.original_max_seq_len) / (np.float32(2 * math.pi) / plain)
+            low, high = np.float32(scaling.low_freq_factor), np.float32(scaling.high_freq_factor)
+            kept = np.clip((turns - low) / (high - low), 0, 1)
+            return (1 - kept) * plain / np.float32(scaling.factor) + kept * plain
+
+
+def rope_tables(positions: jax.Array, config: ModelConfig) -> tuple[jax.Array, jax.Array]:
+    """Cosine and sine of every position's angles, both fp32 [B, T, H/2], for int32 positions [B, T]."""
+    angles = positions.astype(jnp.float32)[:, :, None] * inverse_frequencies(config)[None, None, :]
+    return jnp.cos(angles), jnp.sin(angles)
+
+
+def apply_rope(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+    """Turns the heads of x [B, T, K, C, H] by their positions, in fp32; the result has x's dtype.
+
+    Dim i is paired with dim i + H/2: the layout of Hugging Face weights, not Meta's interleaved one.
+    """
+    cos, sin = cos[:, :, None, None, :], sin[:, :, None, None, :]
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
+
+
+def positions_from_segment_ids(segment_ids: jax.Array) -> jax.Array:
+    """Positions that restart at 0 wherever the segment id changes: int32 [B, T] -> int32 [B, T]."""
+    # A document may begin on another device's part of the row, so look at whole rows; they are only integers.
+    whole = jax.reshard(segment_ids, spec("batch", None))
+    rows = jax.lax.broadcasted_iota(jnp.int32, whole.shape, 1, out_sharding=spec("batch", None))
+    begins = jnp.pad(whole[:, 1:] != whole[:, :-1], ((0, 0), (1, 0)), constant_values=True)
+    positions = rows - jax.lax.cummax(jnp.where(begins, rows, 0), axis=1)
+    return jax.reshard(positions, spec("batch", "seq"))

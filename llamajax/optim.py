@@ -1,0 +1,76 @@
+"""AdamW and its schedule, as one optax chain made from the configuration.
+
+Clipping is not part of the chain: `train_step` needs the global norm anyway, to report it and to skip
+non-finite steps, and scales the gradients once.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from llamajax.config import OptimizerConfig
+
+
+def learning_rate(config: OptimizerConfig, num_steps: int) -> optax.Schedule:
+    """The learning rate as a function of the number of updates already applied.
+
+    Warm-up is linear and reaches the peak with update number `warmup_steps`; a decay ends at
+    `min_lr_ratio * learning_rate` with the last of `num_steps` updates.
+    """
+    peak, end = config.learning_rate, config.learning_rate * config.min_lr_ratio
+    after_warmup = max(num_steps - config.warmup_steps - 1, 1)
+    match config.schedule:
+        case "constant":
+            schedule = optax.constant_schedule(peak)
+        case "linear":
+            schedule = optax.linear_schedule(peak, end, after_warmup)
+        case "cosine":
+            schedule = optax.cosine_decay_schedule(peak, after_warmup, alpha=config.min_lr_ratio)
+        case "wsd":
+            assert config.decay_steps is not None
+            stable = num_steps - config.warmup_steps - config.decay_steps
+            decay = optax.linear_schedule(peak, end, config.decay_steps)
+
+            def schedule(count: jax.typing.ArrayLike) -> jax.typing.ArrayLike:
+                return decay(jnp.maximum(jnp.asarray(count) - stable + 1, 0))
+    if config.warmup_steps == 0:
+        return schedule
+    warmup = optax.linear_schedule(peak / config.warmup_steps, peak, max(config.warmup_steps - 1, 1))
+    return optax.join_schedules([warmup, schedule], [config.warmup_steps])
+
+
+def make_optimizer(config: OptimizerConfig, num_steps: int) -> optax.GradientTransformation:
+    """AdamW with decoupled decay of all parameters but those named in `no_weight_decay`.
+
+    The moments are sharded as the parameters are, because they are made from them.
+    """
+    return optax.chain(
+        _keep_in(optax.scale_by_adam(config.b1, config.b2, config.eps), jnp.dtype(config.moment_dtype)),
+        optax.add_decayed_weights(config.weight_decay, mask=lambda params: decay_mask(config, params)),
+        optax.scale_by_learning_rate(learning_rate(config, num_steps)),
+    )
+
+
+def decay_mask(config: OptimizerConfig, params: Any) -> Any:
+    """True for every parameter that weight decay applies to; same tree as `params`."""
+    return jax.tree_util.tree_map_with_path(
+        lambda path, _: not any(name in jax.tree_util.keystr(path) for name in config.no_weight_decay), params
+    )
+
+
+def _keep_in(inner: optax.GradientTransformation, dtype: jnp.dtype) -> optax.GradientTransformation:
+    """`inner`, its floating-point state stored in `dtype` between updates and in float32 during them."""
+
+    def cast(state: Any, to: jax.typing.DTypeLike) -> Any:
+        return jax.tree.map(lambda x: x.astype(to) if jnp.issubdtype(x.dtype, jnp.floating) else x, state)
+
+    def init(params: Any) -> Any:
+        return cast(inner.init(params), dtype)
+
+    def update(grads: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        updates, new_state = inner.update(grads, cast(state, jnp.float32), params)
+        return updates, cast(new_state, dtype)
+
+    return optax.GradientTransformation(init, update)

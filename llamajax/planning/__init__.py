@@ -1,0 +1,1 @@
+"""What a run needs and how fast it can be, before it runs: figures of the hardware."""

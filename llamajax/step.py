@@ -1,0 +1,127 @@
+"""The training step: one pure, donated function from (state, batch) to (state, metrics)."""
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+
+from llamajax.config import Config
+from llamajax.loss import LossSums, loss_fn
+from llamajax.model import Llama
+from llamajax.optim import learning_rate, make_optimizer
+
+Batch = dict[str, jax.Array]
+"""`tokens`, `targets`, `segment_ids`, `positions`: int32 [micro-batches, B, T], sharded `spec(None, "batch", "seq")`."""
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class TrainState:
+    """Everything a run carries from step to step; saved whole, restored whole."""
+
+    step: jax.Array
+    """Finished steps, int32; also the data position, because every step takes `global_batch_size` rows."""
+    model: Llama
+    """Master weights in `param_dtype`."""
+    opt_state: Any
+    """optax state, sharded as the weights are."""
+    rng: jax.Array
+    """Key for what is drawn after initialisation."""
+    skipped_steps: jax.Array
+    """Steps whose gradients were not finite, int32."""
+    skipped_in_a_row: jax.Array
+    """The same, since the last finite step, int32."""
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def init_state(config: Config) -> TrainState:
+    """The state before the first step, born sharded over the current mesh; equal on every mesh for one seed."""
+    model_key, rng = jax.random.split(jax.random.key(config.seed))
+    model = Llama(config.model, model_key)
+    zero = jnp.zeros((), jnp.int32)
+    return TrainState(
+        step=zero,
+        model=model,
+        opt_state=make_optimizer(config.optimizer, config.train.num_steps).init(model),
+        rng=rng,
+        skipped_steps=zero,
+        skipped_in_a_row=zero,
+    )
+
+
+def loss_and_grads(config: Config, model: Llama, batch: Batch) -> tuple[dict[str, jax.Array], Llama]:
+    """Loss and gradients of a batch: summed over micro-batches and tokens, then divided once.
+
+    Dividing sums by the global token count, rather than averaging means, keeps the result independent of
+    packing, accumulation and mesh.
+
+    Returns:
+        `loss` (cross-entropy without z-loss, nats per token) and `tokens`, float32 and int32 scalars; and the
+        gradients, a `Llama` of the parameters' dtypes and shardings.
+    """
+
+    def micro_step(sums: Any, micro_batch: Batch) -> tuple[Any, None]:
+        grads, loss_sums = jax.grad(loss_fn, has_aux=True)(model, micro_batch, z_loss_weight=config.train.z_loss_weight)
+        return jax.tree.map(jnp.add, sums, (grads, loss_sums)), None
+
+    zeros = (jax.tree.map(jnp.zeros_like, model), _no_losses())
+    (grads, sums), _ = lax.scan(micro_step, zeros, batch)
+    tokens = jnp.maximum(sums.count, 1)
+    return {"loss": sums.cross_entropy / tokens, "tokens": sums.count}, jax.tree.map(lambda g: g / tokens, grads)
+
+
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
+def train_step(config: Config, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
+    """One optimizer step. Non-finite gradients leave weights and optimizer state as they are and are counted.
+
+    Returns:
+        The next state, and scalars: `loss`, `tokens`, `grad_norm` (before clipping), `learning_rate`,
+        `skipped_steps`, `skipped_in_a_row`.
+    """
+    metrics, grads = loss_and_grads(config, state.model, batch)
+    grad_norm = optax.tree.norm(grads)
+    finite = jnp.isfinite(grad_norm) & jnp.isfinite(metrics["loss"])
+    if config.optimizer.grad_clip_norm is not None:
+        scale = jnp.minimum(1.0, config.optimizer.grad_clip_norm / jnp.maximum(grad_norm, 1e-12))
+        grads = jax.tree.map(lambda g: g * scale.astype(g.dtype), grads)
+
+    optimizer = make_optimizer(config.optimizer, config.train.num_steps)
+    updates, opt_state = optimizer.update(grads, state.opt_state, state.model)
+    updated = (optax.apply_updates(state.model, updates), opt_state)
+    model, opt_state = jax.tree.map(lambda new, old: jnp.where(finite, new, old), updated, (state.model, state.opt_state))
+
+    rate = learning_rate(config.optimizer, config.train.num_steps)(state.step - state.skipped_steps)
+    state = TrainState(
+        step=state.step + 1,
+        model=model,
+        opt_state=opt_state,
+        rng=state.rng,
+        skipped_steps=state.skipped_steps + ~finite,
+        skipped_in_a_row=jnp.where(finite, 0, state.skipped_in_a_row + 1),
+    )
+    metrics |= {
+        "grad_norm": grad_norm,
+        "learning_rate": jnp.asarray(rate, jnp.float32),
+        "skipped_steps": state.skipped_steps,
+        "skipped_in_a_row": state.skipped_in_a_row,
+    }
+    return state, metrics
+
+
+@jax.jit
+def eval_step(model: Llama, batch: Batch) -> LossSums:
+    """The summed losses of a batch."""
+
+    def micro_step(sums: LossSums, micro_batch: Batch) -> tuple[LossSums, None]:
+        _, loss_sums = loss_fn(model, micro_batch, z_loss_weight=0.0)
+        return jax.tree.map(jnp.add, sums, loss_sums), None
+
+    return lax.scan(micro_step, _no_losses(), batch)[0]
+
+
+def _no_losses() -> LossSums:
+    return LossSums(loss=jnp.zeros(()), cross_entropy=jnp.zeros(()), count=jnp.zeros((), jnp.int32))

@@ -1,0 +1,72 @@
+"""The same numbers on every mesh: loss, gradients and weights equal those of a single device, step after step."""
+
+import dataclasses
+import functools
+import itertools
+
+import jax
+import numpy as np
+import pytest
+
+from llamajax.config import Config, MeshConfig
+from llamajax.mesh import make_mesh
+from llamajax.step import init_state, loss_and_grads, train_step
+from tests.tiny import random_rows, single_device_mesh, tiny_config, to_device
+
+MESHES = [sizes for sizes in itertools.product((1, 2, 4, 8), repeat=4) if np.prod(sizes) == 8]
+"""Every way to lay eight devices over (data, fsdp, sequence, tensor)."""
+EVERYDAY = [((1, 8, 1, 1), 1), ((1, 2, 2, 2), 2), ((2, 2, 1, 2), 4), ((2, 1, 4, 1), 1)]
+
+
+def run_steps(config: Config, mesh: jax.sharding.Mesh) -> list[dict[str, np.ndarray]]:
+    """Loss, gradients and weights after each of ten steps, by name; checks that the step compiled once."""
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def step_with_grads(state, batch):
+        _, grads = loss_and_grads(config, state.model, batch)
+        state, metrics = train_step(config, state, batch)
+        return state, metrics, grads
+
+    first_state()
+    jax.set_mesh(mesh)
+    state, history = initial_state(config), []
+    for step in range(config.train.num_steps):
+        state, metrics, grads = step_with_grads(state, to_device(config, random_rows(config, step)))
+        values = {"metrics": metrics, "grads": grads, "weights": state.model}
+        history.append({jax.tree_util.keystr(p): np.asarray(x) for p, x in jax.tree_util.tree_leaves_with_path(values)})
+    assert step_with_grads._cache_size() == 1
+    return history
+
+
+@functools.cache
+def first_state():
+    jax.set_mesh(single_device_mesh())
+    return init_state(tiny_config())
+
+
+def initial_state(config: Config):
+    """The state of step 0, laid over the current mesh; that drawing it there gives the same is tested with the model."""
+    abstract = jax.eval_shape(functools.partial(init_state, config))
+    return jax.tree.map(lambda x, like: jax.device_put(x, like.sharding.spec), first_state(), abstract)
+
+
+@functools.cache
+def reference() -> list[dict[str, np.ndarray]]:
+    return run_steps(tiny_config(), single_device_mesh())
+
+
+def cases():
+    for sizes, accumulation in itertools.product(MESHES, (1, 2, 4)):
+        everyday = (sizes, accumulation) in EVERYDAY
+        yield pytest.param(sizes, accumulation, marks=() if everyday else pytest.mark.slow)
+
+
+@pytest.mark.parametrize(("sizes", "accumulation"), list(cases()))
+def test_steps_equal_those_of_one_device(sizes, accumulation):
+    config = tiny_config()
+    config = dataclasses.replace(config, train=dataclasses.replace(config.train, grad_accum_steps=accumulation))
+    mesh = make_mesh(MeshConfig(**dict(zip(("data", "fsdp", "sequence", "tensor"), sizes, strict=True))))
+    for step, (ours, theirs) in enumerate(zip(run_steps(config, mesh), reference(), strict=True)):
+        assert ours.keys() == theirs.keys()
+        for name in theirs:
+            np.testing.assert_allclose(ours[name], theirs[name], rtol=0, atol=1e-5, err_msg=f"step {step}: {name}")

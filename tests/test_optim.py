@@ -1,0 +1,73 @@
+"""Schedules at their corners, AdamW against the textbook update, decay by name, bfloat16 moments."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from llamajax.config import OptimizerConfig
+from llamajax.optim import decay_mask, learning_rate, make_optimizer
+
+
+@pytest.mark.parametrize("schedule", ["linear", "cosine", "wsd", "constant"])
+def test_schedule_warms_up_to_the_peak_and_ends_with_the_run(schedule):
+    config = OptimizerConfig(
+        learning_rate=1e-3, schedule=schedule, warmup_steps=10, decay_steps=20 if schedule == "wsd" else None, min_lr_ratio=0.1
+    )
+    rate = learning_rate(config, num_steps=100)
+    rates = np.array([rate(step) for step in range(100)])
+    np.testing.assert_allclose(rates[:10], 1e-3 * np.arange(1, 11) / 10, rtol=1e-6)
+    assert (np.diff(rates[10:]) <= 1e-12).all()
+    np.testing.assert_allclose(rates[-1], 1e-3 if schedule == "constant" else 1e-4, rtol=1e-5)
+
+
+def test_wsd_stays_at_the_peak_until_the_decay():
+    config = OptimizerConfig(learning_rate=2.0, schedule="wsd", decay_steps=4, min_lr_ratio=0.0)
+    rates = [float(learning_rate(config, num_steps=10)(step)) for step in range(10)]
+    np.testing.assert_allclose(rates, [2.0] * 6 + [1.5, 1.0, 0.5, 0.0], atol=1e-6)
+
+
+def test_cosine_is_half_way_in_the_middle():
+    config = OptimizerConfig(learning_rate=1.0, schedule="cosine", min_lr_ratio=0.0)
+    np.testing.assert_allclose(learning_rate(config, num_steps=101)(50), 0.5, atol=1e-6)
+
+
+def test_one_update_is_adamw():
+    config = OptimizerConfig(learning_rate=0.1, schedule="constant", weight_decay=0.5, b1=0.9, b2=0.95, eps=1e-8)
+    optimizer = make_optimizer(config, num_steps=3)
+    params = {"w": jnp.array([1.0, -2.0]), "norm": jnp.array([1.0, -2.0])}
+    grads = {"w": jnp.array([0.3, 0.01]), "norm": jnp.array([0.3, 0.01])}
+    state = optimizer.init(params)
+    m, v, w = np.zeros(2), np.zeros(2), {name: np.array(p) for name, p in params.items()}
+    for t in (1, 2):
+        updates, state = optimizer.update(grads, state, params)
+        params = optax.apply_updates(params, updates)
+        g = np.array([0.3, 0.01])
+        m, v = 0.9 * m + 0.1 * g, 0.95 * v + 0.05 * g**2
+        adam = m / (1 - 0.9**t) / (np.sqrt(v / (1 - 0.95**t)) + 1e-8)
+        w = {"w": w["w"] - 0.1 * (adam + 0.5 * w["w"]), "norm": w["norm"] - 0.1 * adam}
+    np.testing.assert_allclose(params["w"], w["w"], rtol=1e-5)
+    np.testing.assert_allclose(params["norm"], w["norm"], rtol=1e-5)
+
+
+def test_decay_mask_goes_by_name():
+    params = {"layers": {"attention_norm": 1, "wqkv": 2}, "embedding": 3, "norm": 4}
+    assert decay_mask(OptimizerConfig(learning_rate=1.0), params) == {
+        "layers": {"attention_norm": False, "wqkv": True}, "embedding": True, "norm": False,
+    }  # fmt: skip
+
+
+def test_bfloat16_moments_are_stored_narrow_and_follow_the_float32_ones():
+    params = {"w": jax.random.normal(jax.random.key(0), (64,))}
+    outcome = {}
+    for dtype in ("float32", "bfloat16"):
+        optimizer = make_optimizer(OptimizerConfig(learning_rate=1e-2, moment_dtype=dtype, schedule="constant"), num_steps=50)
+        p, state = params, optimizer.init(params)
+        assert {x.dtype.name for x in jax.tree.leaves(state) if jnp.issubdtype(x.dtype, jnp.floating)} == {dtype}
+        for step in range(50):
+            grads = {"w": p["w"] + 0.1 * jax.random.normal(jax.random.key(step), (64,))}
+            updates, state = optimizer.update(grads, state, p)
+            p = optax.apply_updates(p, updates)
+        outcome[dtype] = p["w"]
+    assert 0 < jnp.abs(outcome["float32"] - outcome["bfloat16"]).max() < 0.02

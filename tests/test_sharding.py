@@ -1,0 +1,23 @@
+"""The sharding table: what it says, and that mistakes in it or in its use are errors."""
+
+import pytest
+from jax import P
+
+from llamajax.sharding import LogicalAxes, spec
+
+
+def test_logical_axes_become_mesh_axes():
+    assert spec("batch", "seq", None) == P(("data", "fsdp"), "sequence", None)
+    assert spec("layers", "embed", "mlp") == P(None, "fsdp", "tensor")
+
+
+def test_a_typo_names_the_axis_that_was_meant():
+    with pytest.raises(ValueError, match="unknown logical axis 'mpl'; did you mean 'mlp'"):
+        spec("embed", "mpl")
+    with pytest.raises(ValueError, match=r"logical axis 'mlp': unknown mesh axis 'tensr'; did you mean 'tensor'"):
+        LogicalAxes(mlp=("tensr",))
+
+
+def test_two_dims_cannot_claim_one_mesh_axis():
+    with pytest.raises(ValueError, match="'embed' and 'batch' both claim mesh axis 'fsdp'"):
+        spec("embed", "batch")

@@ -1,0 +1,108 @@
+"""What one step does: counts tokens once, clips, skips what is not finite, donates its state."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from llamajax.mesh import make_mesh
+from llamajax.step import eval_step, init_state, loss_and_grads, train_step
+from tests.tiny import random_rows, tiny_config, to_device
+
+
+@pytest.fixture(autouse=True)
+def _mesh():
+    jax.set_mesh(make_mesh(dataclasses.replace(tiny_config().mesh, fsdp=2, sequence=2, tensor=2)))
+
+
+def host(tree):
+    return jax.tree.map(lambda x: np.asarray(jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x), tree)
+
+
+def assert_equal(left, right):
+    jax.tree.map(np.testing.assert_array_equal, left, right)
+
+
+def test_state_is_sharded_and_moments_follow_the_parameters():
+    state = init_state(tiny_config())
+    moments = state.opt_state[0].mu
+    for parameter, moment in zip(jax.tree.leaves(state.model), jax.tree.leaves(moments), strict=True):
+        assert parameter.sharding == moment.sharding
+    specs = {str(leaf.sharding.spec) for leaf in jax.tree.leaves(moments)}
+    assert any("fsdp" in text and "tensor" in text for text in specs)
+
+
+def test_non_finite_gradients_leave_weights_and_moments_untouched():
+    config = tiny_config()
+    state, _ = train_step(config, init_state(config), to_device(config, random_rows(config, 0)))
+
+    def poison(path, leaf):
+        return leaf * jnp.nan if "final_norm" in jax.tree_util.keystr(path) else leaf
+
+    poisoned = dataclasses.replace(state, model=jax.tree_util.tree_map_with_path(poison, state.model))
+    before = host((poisoned.model, poisoned.opt_state, poisoned.rng))
+    after, metrics = train_step(config, poisoned, to_device(config, random_rows(config, 1)))
+    assert_equal(before, host((after.model, after.opt_state, after.rng)))
+    assert not np.isfinite(metrics["grad_norm"])
+    assert (int(after.step), int(metrics["skipped_steps"]), int(metrics["skipped_in_a_row"])) == (2, 1, 1)
+
+
+def test_the_skip_counter_starts_again_after_a_finite_step():
+    config = tiny_config()
+    state = dataclasses.replace(init_state(config), skipped_steps=jnp.int32(3), skipped_in_a_row=jnp.int32(3))
+    state, metrics = train_step(config, state, to_device(config, random_rows(config, 0)))
+    assert (int(metrics["skipped_steps"]), int(metrics["skipped_in_a_row"])) == (3, 0)
+
+
+def test_a_batch_without_targets_changes_nothing_but_the_decay():
+    config = tiny_config(optimizer=dataclasses.replace(tiny_config().optimizer, weight_decay=0.0))
+    state = init_state(config)
+    before = host(state.model)
+    rows = random_rows(config, 0)
+    rows["targets"][:] = -1
+    state, metrics = train_step(config, state, to_device(config, rows))
+    assert (float(metrics["loss"]), int(metrics["tokens"]), float(metrics["grad_norm"])) == (0.0, 0, 0.0)
+    assert_equal(before, host(state.model))
+
+
+def test_clipping_scales_the_gradients_to_the_norm():
+    config = tiny_config()
+    batch = to_device(config, random_rows(config, 0))
+    _, grads = jax.jit(loss_and_grads, static_argnums=0)(config, init_state(config).model, batch)
+    norm = float(jnp.sqrt(sum(jnp.sum(jnp.square(g)) for g in jax.tree.leaves(grads))))
+    limit = norm / 3
+    clipped = dataclasses.replace(config, optimizer=dataclasses.replace(config.optimizer, grad_clip_norm=limit))
+    state, metrics = train_step(clipped, init_state(clipped), batch)
+    np.testing.assert_allclose(metrics["grad_norm"], norm, rtol=1e-5)
+    # After one step the first moment is (1 - b1) times the gradient that the optimizer saw.
+    jax.tree.map(
+        lambda m, g: np.testing.assert_allclose(m, 0.1 * g / 3, rtol=1e-4, atol=1e-9), state.opt_state[0].mu, grads
+    )
+
+
+def test_the_state_is_donated():
+    config = tiny_config()
+    state = init_state(config)
+    train_step(config, state, to_device(config, random_rows(config, 0)))
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state.model))
+
+
+def test_evaluation_sums_what_training_averages():
+    config = tiny_config()
+    state, batch = init_state(config), to_device(config, random_rows(config, 0))
+    totals = eval_step(state.model, batch)
+    _, metrics = train_step(config, state, batch)
+    np.testing.assert_allclose(totals.cross_entropy / totals.count, metrics["loss"], rtol=1e-6)
+    assert int(totals.count) == int(metrics["tokens"])
+
+
+def test_ten_steps_learn_one_batch():
+    config = tiny_config(optimizer=dataclasses.replace(tiny_config().optimizer, learning_rate=3e-2))
+    state, batch = init_state(config), to_device(config, random_rows(config, 0))
+    losses = []
+    for _ in range(10):
+        state, metrics = train_step(config, state, batch)
+        losses.append(float(metrics["loss"]))
+    assert losses[-1] < 0.7 * losses[0]
