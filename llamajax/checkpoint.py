@@ -20,48 +20,60 @@ Arrays are stored in Orbax's OCDBT format: a dozen files per process whatever th
 compressed: trained weights hardly shrink (7%), and without it saving and restoring are two to three times faster.
 """
 
+import errno
 import fcntl
 import json
+import logging
 import os
+import re
 import shutil
 import socket
 import sys
 import threading
+import time
+import traceback
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any, Generic, TypeVar
+from typing import IO, Any
 
 import jax
-import numpy as np
 import orbax.checkpoint as ocp
-from jax import P
-from jax.experimental import multihost_utils
-from jax.sharding import NamedSharding
 
 from llamajax import manifest
 from llamajax.config import CheckpointConfig
 from llamajax.errors import CheckpointError
+from llamajax.restore import (
+    Restored,
+    State,
+    concretise,
+    damage_line,
+    gather,
+    is_key,
+    latest_step,
+    named_arrays,
+    newest_good,
+    none_good_line,
+    read_meta,
+    read_step,
+    restore,
+    say,
+    steps_in,
+)
 
-State = TypeVar("State")
+__all__ = ["Checkpointer", "Restored", "concretise", "latest_step", "read_meta", "restore"]
 
 # Seconds that the processes of a run wait for each other to finish hashing one checkpoint.
 _HASHING_TIMEOUT_S = 3600
 
 
-@dataclass(frozen=True)
-class Restored(Generic[State]):
-    """A verified checkpoint, read."""
+def _is_news(record: logging.LogRecord) -> bool:
+    return not (record.exc_info and "orbax" in record.pathname + record.getMessage())
 
-    step: int
-    """Optimizer step after which it was saved."""
-    state: State
-    """The arrays, in the structure, types and shardings that were asked for."""
-    meta: dict[str, Any]
-    """What was given to `save`."""
-    files: Path
-    """Directory with the copies of the files given to `save`; a running writer may delete it in time."""
+
+# A failed write makes Orbax raise one error, which we raise as one line, and log a traceback for every array.
+logging.getLogger("absl").addFilter(_is_news)
+logging.getLogger("asyncio").addFilter(_is_news)
 
 
 class Checkpointer:
@@ -77,7 +89,7 @@ class Checkpointer:
             CheckpointError: another process writes this run, or `run_dir` cannot be written.
         """
         self._config = config
-        self._directory = run_dir / "checkpoints"
+        self._directory = run_dir.absolute() / "checkpoints"
         self._lock: IO[str] | None = None
         problem = None
         if jax.process_index() == 0:
@@ -89,13 +101,13 @@ class Checkpointer:
                 problem = str(error)
             except OSError as error:
                 problem = f"{run_dir} cannot be written: {_reason(error)}; choose another run_dir"
-        problem, self._newest = _gather((problem, max(_steps(self._directory), default=None)))[0]
+        problem, self._newest = gather((problem, max(steps_in(self._directory), default=None)))[0]
         if problem is not None:
-            self._release()
+            if self._lock is not None:
+                self._lock.close()
             raise CheckpointError(problem)
         self._thread: threading.Thread | None = None
         self._failure: Exception | None = None
-        self._num_saves = 0
         self._orbax = ocp.AsyncCheckpointer(ocp.PyTreeCheckpointHandler(use_compression=False))
 
     def save(self, step: int, state: Any, meta: dict[str, Any], files: Sequence[Path] = ()) -> None:
@@ -110,21 +122,28 @@ class Checkpointer:
         Raises:
             CheckpointError: the previous save failed, or this one cannot begin.
         """
+        began = time.monotonic()
         self.wait()
+        if (waited := time.monotonic() - began) > 1:
+            say(f"step {step}: waited {waited:.1f} s for the previous checkpoint; raise checkpoint.save_every")
         if self._newest is not None and step <= self._newest:
             raise CheckpointError(
                 f"{self._directory}: step {step} cannot be saved after step {self._newest}; restore from there"
                 " or choose another run_dir"
             )
-        arrays = _named(state)
+        arrays = named_arrays(state)
         about = {name: {"dtype": str(array.dtype), "shape": array.shape} for name, array in arrays.items()}
-        stored = {name: jax.random.key_data(array) if _is_key(array) else array for name, array in arrays.items()}
+        stored = {name: jax.random.key_data(array) if is_key(array) else array for name, array in arrays.items()}
         texts = {"meta.json": json.dumps(meta, indent=1), "arrays.json": json.dumps(about, indent=1)}
+        failing = f"step {step} cannot be saved"
         try:
+            needed, disk = sum(array.nbytes for array in stored.values()), shutil.disk_usage(self._directory.parent)
+            if disk.free < needed and disk.total:
+                reason = f"it takes {needed / 1e9:.1f} GB, but only {disk.free / 1e9:.1f} GB are free"
+                raise CheckpointError(self._failure_line(failing, reason))
             self._orbax.save(self._saving(step) / "state", args=ocp.args.PyTreeSave(stored))
-        except (OSError, ValueError) as error:
-            raise CheckpointError(self._failure_line(f"step {step} cannot be saved", error)) from error
-        self._num_saves += 1
+        except OSError as error:
+            raise CheckpointError(self._failure_line(failing, _reason(error))) from error
         self._thread = threading.Thread(target=self._commit, args=(step, texts, files), name=f"commit-{step}")
         self._thread.start()
         if not self._config.async_save:
@@ -142,19 +161,19 @@ class Checkpointer:
             CheckpointError: no step is good, or its arrays differ in name, dtype or shape from `abstract_state`.
         """
         self.wait()
-        step, damaged = _newest_good(self._directory)
+        step, damaged = newest_good(self._directory)
         if step is None:
             if damaged:
-                raise CheckpointError(_none_good(self._directory, damaged))
+                raise CheckpointError(none_good_line(self._directory, damaged))
             return None
         for bad in damaged:
             if jax.process_index() == 0:
                 aside = self._directory / f"{bad}.damaged"
                 shutil.rmtree(aside, ignore_errors=True)
                 (self._directory / str(bad)).rename(aside)
-            _say(f"{_damage_line(self._directory, bad, damaged[bad])}; moved to {bad}.damaged, going on from step {step}")
+            say(f"{damage_line(self._directory, bad, damaged[bad])}; moved to {bad}.damaged, going on from step {step}")
         self._newest = step
-        return _read(self._directory / str(step), abstract_state, partial=False)
+        return read_step(self._directory / str(step), abstract_state, partial=False)
 
     def wait(self) -> None:
         """Returns when the save in progress, if any, is committed.
@@ -168,7 +187,7 @@ class Checkpointer:
         # Process 0 commits, so its outcome is everyone's; another process that could not write its part ends the run.
         if failure is not None and jax.process_index() > 0:
             raise failure
-        message, self._newest = _gather((failure and str(failure), self._newest))[0]
+        message, self._newest = gather((failure and str(failure), self._newest))[0]
         if message is not None:
             raise failure or CheckpointError(message)
 
@@ -186,9 +205,7 @@ class Checkpointer:
     def __enter__(self) -> "Checkpointer":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if error is None:
             self.close()
             return
@@ -201,7 +218,7 @@ class Checkpointer:
     def _commit(self, step: int, texts: dict[str, str], files: Sequence[Path]) -> None:
         """In its own thread, on every process: turns `<step>.saving` into `<step>`, then deletes old steps."""
         saving = self._saving(step)
-        doing = f"step {step} cannot be saved"
+        failing = f"step {step} cannot be saved"
         try:
             self._orbax.wait_until_finished()
             records = self._hash_arrays(saving)
@@ -217,12 +234,86 @@ class Checkpointer:
             saving.rename(self._directory / str(step))
             manifest.sync(self._directory)
             self._newest = step
-            doing = "old steps cannot be deleted"
+            failing = "old steps cannot be deleted"
             self._delete_old()
-        except (OSError, ValueError, TimeoutError, jax.errors.JaxRuntimeError) as error:
-            self._failure = CheckpointError(self._failure_line(doing, error))
-            self._failure.__cause__ = error
+        except (OSError, ValueError, jax.errors.JaxRuntimeError) as error:
+            self._failure = CheckpointError(self._failure_line(failing, _reason(error)))
+            # The frames hold what Orbax left unfinished, which complains when it is collected at exit.
+            traceback.clear_frames(error.__traceback__)
         except Exception as error:
             self._failure = error
         if self._failure is not None and jax.process_index() == 0:
             shutil.rmtree(saving, ignore_errors=True)
+
+    def _hash_arrays(self, saving: Path) -> dict[str, manifest.Record]:
+        """The records of the arrays' files; every process hashes a share, process 0 returns them all."""
+        paths = [path for path in manifest.list_files(saving) if path.startswith("state/")]
+        records = manifest.digest(saving, paths[jax.process_index() :: jax.process_count()])
+        if jax.process_count() > 1:
+            (saving / f"hashes.{jax.process_index()}.json").write_text(json.dumps(records))
+            # Not a collective of the devices: those belong to the training step, which runs meanwhile.
+            barrier = ocp.multihost.get_barrier_sync_fn()
+            barrier(key=f"llamajax:{saving}", timeout_ms=1000 * _HASHING_TIMEOUT_S)
+            if jax.process_index() == 0:
+                for share in saving.glob("hashes.*.json"):
+                    records |= json.loads(share.read_text())
+                    share.unlink()
+        return records
+
+    def _delete_old(self) -> None:
+        for step in steps_in(self._directory)[: -self._config.keep_last]:
+            if self._config.keep_every is None or step % self._config.keep_every:
+                doomed = self._directory / f"{step}.deleting"
+                (self._directory / str(step)).rename(doomed)
+                shutil.rmtree(doomed)
+
+    def _saving(self, step: int) -> Path:
+        return self._directory / f"{step}.saving"
+
+    def _failure_line(self, failing: str, reason: str) -> str:
+        newest = "there is no checkpoint yet" if self._newest is None else f"step {self._newest} is the newest checkpoint"
+        return f"{self._directory}: {failing}: {reason}; see to the disk and run the same command again; {newest}"
+
+    def _join(self) -> Exception | None:
+        """Ends the thread of the save in progress, if any; returns its failure, once."""
+        if self._thread is not None:
+            self._thread.join()
+        failure, self._thread, self._failure = self._failure, None, None
+        return failure
+
+    def _release(self) -> None:
+        self._orbax.close()
+        if self._lock is not None:
+            self._lock.close()
+
+
+def _lock(run_dir: Path) -> IO[str]:
+    """The open, locked lock file of `run_dir`; the lock ends when it is closed, also by the end of the process."""
+    run_dir.mkdir(parents=True, exist_ok=True)
+    lock = (run_dir / ".lock").open("a+")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        lock.seek(0)
+        holder = lock.read().strip() or "another process"
+        lock.close()
+        raise CheckpointError(f"{run_dir} is being written by {holder}; stop that, or choose another run_dir") from error
+    except OSError as error:
+        if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
+            lock.close()
+            raise
+        say(f"{run_dir}: this file system has no locks; see to it that nothing else writes this run")
+    lock.truncate(0)
+    lock.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+    lock.flush()
+    return lock
+
+
+def _reason(error: Exception) -> str:
+    """An error of the file system or of Orbax in a few words."""
+    code = re.search(r"os_error_code='(\d+)'", str(error))
+    if code:
+        return os.strerror(int(code[1]))
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror + (f": {error.filename}" if error.filename else "")
+    return (str(error) or type(error).__name__).splitlines()[0][:200]

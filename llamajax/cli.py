@@ -1,58 +1,48 @@
-"""The front door: a YAML file and dotted overrides become a `Config`, or every mistake in them is named.
-
-Ordinary YAML loading changes what people wrote without a word (`017` is 15, `1:30` is 90, `no` is False,
-`3e-4` is text, the second of two equal keys wins) and forgets where it stood. Here every value stays text
-with its line until its field says which type it should have.
-"""
+"""The command line of the entry points: `--config FILE`, dotted overrides, `--help` from the fields' docstrings."""
 
 import ast
 import dataclasses
 import difflib
-import glob
 import inspect
+import itertools
 import json
-import os
-import re
 import shutil
 import sys
 import textwrap
 import types
 import typing
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, NoReturn
-
-import yaml
+from typing import Any
 
 import llamajax.config
 from llamajax.config import Config
+from llamajax.config_file import config_to_dict, dump_config, keys, load_config, read_config
 from llamajax.errors import ConfigError
+from llamajax.yaml_text import Place, Problems, show
 
-MAX_FILE_BYTES = 1 << 20
-MAX_VALUES = 10_000
-MAX_DEPTH = 20
-MAX_PROBLEMS = 50
+__all__ = ["Arguments", "config_to_dict", "dump_config", "load_config", "parse_args"]
 
-_OPTIONS = {
-    "--config FILE": "The YAML file of the run. Required.",
-    "--KEY VALUE": "Any key below, over the file's value; also --KEY=VALUE. Numbers, true, false and text as they are; null"
-    " unsets; lists and sections as YAML, for example --data.sources '[{kind: stdlib}]'.",
-    "--print_config": "Print the resulting configuration, which is itself a valid FILE, and exit.",
-    "--dry_run": "Do everything but train: build, compile and report, then exit.",
-    "--help": "Print this text and exit.",
+_FLAGS = {
+    "--print_config": "Print the resulting configuration, which is itself a valid FILE, and stop.",
+    "--dry_run": "Build, compile and report everything, then stop before the first step.",
+    "--help": "Print this text and stop.",
 }
 
 
 @dataclass(frozen=True)
 class Arguments:
-    """A command line that holds no mistakes."""
+    """A command line without mistakes."""
 
     config: Config
     dry_run: bool
 
 
 def parse_args(argv: Sequence[str] | None = None, *, prog: str) -> Arguments:
-    """The command line of an entry point; exits with code 2 after naming every mistake on stderr.
+    """Reads the command line of an entry point.
+
+    Exits with code 2 after naming every mistake on stderr, one line each, and with code 0 after `--help` and
+    `--print_config`.
 
     Args:
         argv: the arguments; None: those of this process.
@@ -62,37 +52,109 @@ def parse_args(argv: Sequence[str] | None = None, *, prog: str) -> Arguments:
     if "--help" in arguments or "-h" in arguments:
         print(_help(prog))
         sys.exit(0)
-    problems = _Problems()
     try:
-        path, overrides, flags = _scan(arguments, problems)
-        if path is None:
-            problems.add(_Place(0, "--config"), f"required; write {prog} --config FILE, or --help for every setting")
-            problems.stop()
-        config, tree = _load(path, overrides, problems)
-        if "print_config" in flags:
-            print(dump_config(config), end="")
-            sys.exit(0)
-        problems.add_rules(tree, _missing_files(config))
-        problems.stop_if_any()
+        problems = Problems()
+        path, overrides, flags = _split(arguments, problems)
+        config = read_config(path, overrides, problems, check_files="--print_config" not in flags)
     except ConfigError as error:
         print(error, file=sys.stderr)
         sys.exit(error.exit_code)
-    return Arguments(config, dry_run="dry_run" in flags)
+    if "--print_config" in flags:
+        print(dump_config(config), end="")
+        sys.exit(0)
+    return Arguments(config, dry_run="--dry_run" in flags)
 
 
-def load_config(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Config:
-    """The configuration in a YAML file, with overrides such as `"train.num_steps=10"`.
+def _split(arguments: Sequence[str], problems: Problems) -> tuple[str, list[tuple[str, str | None]], set[str]]:
+    """The value of `--config`, the (key, text) overrides and the flags; a text that was forgotten is None.
 
-    Whether the files it names exist is not looked at, so that another machine's configuration can be read.
-
-    Raises:
-        ConfigError: one `file:line: key: rule; remedy` line for every mistake.
+    Not argparse, nor what builds on it: those stop at the first mistake and let the last of two equal options win.
     """
-    return _load(os.fspath(path), [(key, text if sep else None) for key, sep, text in map(_split, overrides)], _Problems())[0]
+    paths: list[str | None] = []
+    overrides: list[tuple[str, str | None]] = []
+    flags: set[str] = set()
+    settings = [field.name for field in dataclasses.fields(Config)]
+    rest = list(reversed(arguments))
+    while rest:
+        option, equals, text = rest.pop().partition("=")
+        place, name = Place(0, show(option)), option.removeprefix("--")
+        if option in _FLAGS:
+            flags.add(option)
+            if equals:
+                problems.add(place, "takes no value")
+            continue
+        if name == option:
+            problems.add(place, "is no option; write --config FILE, and settings as --key VALUE")
+            continue
+        value = text if equals else rest.pop() if rest and not rest[-1].startswith("--") else None
+        if option == "--config":
+            paths.append(value)
+        elif name.partition(".")[0] not in settings and (
+            close := difflib.get_close_matches(option, ["--config", *_FLAGS], n=1, cutoff=0.8)
+        ):
+            problems.add(place, f"is no option; did you mean {close[0]}?")
+        else:
+            overrides.append((name, value))
+    path = paths[0] if len(paths) == 1 else None
+    if not path:
+        rule = "required" if not paths else "given more than once" if all(paths) else "needs a value"
+        problems.stop(Place(0, "--config"), f"{rule}; write --config FILE, or --help for every setting")
+    return path, overrides, flags
 
 
-def config_to_dict(config: Config) -> dict[str, Any]:
-    """Every field as plain dicts, lists, numbers and text, ready for JSON and YAML."""
-    return dataclasses.asdict(
-        config, dict_factory=lambda items: {name: list(v) if isinstance(v, tuple) else v for name, v in items}
+def _help(prog: str) -> str:
+    """All options and settings, by section, with types, defaults and meaning."""
+    width = min(shutil.get_terminal_size().columns, 120)
+
+    def entry(option: str, text: str) -> list[str]:
+        return [f"  {option}", *textwrap.wrap(text, width, initial_indent=" " * 6, subsequent_indent=" " * 6)]
+
+    lines = [f"usage: {prog} --config FILE [--KEY VALUE ...] [--print_config] [--dry_run]", ""]
+    lines += entry("--config FILE", "The YAML file of the run.")
+    lines += entry(
+        "--KEY VALUE, --KEY=VALUE",
+        "Any setting below, over what FILE says: --train.num_steps 100. Lists and whole sections are written as YAML:"
+        " --data.sources '[{kind: stdlib}]'. null leaves a setting unset.",
     )
+    for flag, text in _FLAGS.items():
+        lines += entry(flag, text)
+    docs = _docstrings()
+    sections: dict[str, list[str]] = {}
+    for key, section, field in keys():
+        above = key.rpartition(".")[0]
+        title = textwrap.fill(f"{above or 'the run'}: {docs[section.__name__, '']}", width, subsequent_indent=" " * 6)
+        settings = sections.setdefault(above, ["", title])
+        if not dataclasses.is_dataclass(field.type):
+            settings += entry(
+                f"--{key} {_show_type(field.type)}  ({_show_default(field)})", docs[section.__name__, field.name]
+            )
+    return "\n".join(itertools.chain(lines, *sections.values()))
+
+
+def _docstrings() -> dict[tuple[str, str], str]:
+    """The docstrings of the sections, by (class, ""), and of their fields, which Python itself does not keep."""
+    docs = {}
+    for cls in ast.parse(inspect.getsource(llamajax.config)).body:
+        if isinstance(cls, ast.ClassDef):
+            docs[cls.name, ""] = ast.get_docstring(cls)
+            for field, text in itertools.pairwise(cls.body):
+                if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant):
+                    docs[cls.name, ast.unparse(field.target)] = " ".join(str(text.value.value).split())
+    return docs
+
+
+def _show_type(kind: Any) -> str:
+    if isinstance(kind, types.UnionType):
+        return "|".join(map(_show_type, typing.get_args(kind)))
+    if typing.get_origin(kind) is tuple:
+        return f"[{_show_type(typing.get_args(kind)[0])}, ...]"
+    if typing.get_origin(kind) is typing.Literal:
+        return "|".join(typing.get_args(kind))
+    names = {bool: "true|false", int: "INT", float: "FLOAT", str: "TEXT", types.NoneType: "null"}
+    return names.get(kind, "SECTION")
+
+
+def _show_default(field: dataclasses.Field[Any]) -> str:
+    if field.default is dataclasses.MISSING:
+        return "required"
+    return f"default: {json.dumps(field.default).strip(chr(34))}"

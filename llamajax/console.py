@@ -5,6 +5,7 @@ import platform
 import shlex
 import time
 from collections import deque
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Self
 
@@ -18,6 +19,7 @@ from rich.text import Text
 import llamajax
 from llamajax.config import Config
 from llamajax.run_log import FINAL_STEPS, METRICS_FILE, Record, RunSummary
+from llamajax.units import format_bytes, format_count, format_duration
 
 CONSOLE = Console(highlight=False)
 """Standard output. Everything is printed through it, so that lines land above a live progress bar."""
@@ -35,31 +37,22 @@ def log(text: str) -> None:
         CONSOLE.print(text, markup=False, soft_wrap=True)
 
 
-def format_bytes(num_bytes: float) -> str:
-    """`1.50 GiB`; binary units, three significant digits."""
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if num_bytes < 1000 or unit == "TiB":
-            break
-        num_bytes /= 1024
-    return f"{num_bytes:.0f} B" if unit == "B" else f"{num_bytes:.{2 if num_bytes < 10 else 1 if num_bytes < 100 else 0}f} {unit}"
+def print_stream(prompt: str, pieces: Iterable[str]) -> None:
+    """Prints a prompt and, as they come, the pieces of text that go on from it.
 
+    Every process draws the pieces, the first one prints; a model may write anything, so a terminal's control
+    characters are shown as such.
+    """
 
-def format_count(count: float) -> str:
-    """`6.74B`; thousands, millions, billions, trillions, three significant digits."""
-    for unit in ("", "k", "M", "B", "T"):
-        if count < 999.5 or unit == "T":
-            break
-        count /= 1000
-    return f"{count:.3g}{unit}" if count < 999.5 else f"{count:,.0f}{unit}"
+    def show(text: str, style: str | None = None) -> None:
+        visible = "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text)
+        if jax.process_index() == 0:
+            CONSOLE.print(visible, end="", style=style, markup=False, soft_wrap=True)
 
-
-def format_duration(seconds: float) -> str:
-    """`0:00:07`, `3:25:45`, `2 days 3:25:45`."""
-    minutes, seconds = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    days, hours = divmod(hours, 24)
-    clock = f"{hours}:{minutes:02}:{seconds:02}"
-    return f"{days} day{'s' if days > 1 else ''} {clock}" if days else clock
+    show(prompt, style="bold")
+    for piece in pieces:
+        show(piece)
+    show("\n")
 
 
 def print_header(config: Config) -> None:
@@ -82,19 +75,14 @@ def parameter_table(tree: Any) -> Table:
     num_params, total_bytes, device_bytes = 0, 0, 0
     rows = []
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-        sharding = leaf.sharding
-        shard_shape = leaf.shape if sharding is None else sharding.shard_shape(leaf.shape)
-        partition = sharding.spec if isinstance(sharding, jax.NamedSharding) else ()
+        shard_shape = leaf.shape if leaf.sharding is None else leaf.sharding.shard_shape(leaf.shape)
         leaf_bytes = leaf.size * leaf.dtype.itemsize
         shard_bytes = math.prod(shard_shape) * leaf.dtype.itemsize
         num_params, total_bytes, device_bytes = num_params + leaf.size, total_bytes + leaf_bytes, device_bytes + shard_bytes
+        name = jax.tree_util.keystr(path, simple=True, separator=".").removesuffix(".value")
+        shape = " x ".join(map(str, leaf.shape)) or "scalar"
         rows.append((
-            jax.tree_util.keystr(path, simple=True, separator=".").removesuffix(".value"),
-            " x ".join(map(str, leaf.shape)) or "scalar",
-            leaf.dtype.name,
-            " x ".join("-" if axes is None else "+".join((axes,) if isinstance(axes, str) else axes) for axes in partition) or "-",
-            format_bytes(shard_bytes),
-            format_bytes(leaf_bytes),
+            name, shape, leaf.dtype.name, _split_over(leaf.sharding), format_bytes(shard_bytes), format_bytes(leaf_bytes),
         ))  # fmt: skip
     table.add_column("parameter", footer="total")
     table.add_column("shape", footer=f"{num_params:,}")
@@ -105,6 +93,14 @@ def parameter_table(tree: Any) -> Table:
     for row in rows:
         table.add_row(*row)
     return table
+
+
+def _split_over(sharding: jax.sharding.Sharding | None) -> str:
+    """The mesh axes that each dim is split over, `-` for none: `- x fsdp x sequence+tensor`."""
+    if not isinstance(sharding, jax.NamedSharding):
+        return "-"
+    dims = ((axes,) if isinstance(axes, str) else axes or ("-",) for axes in sharding.spec)
+    return " x ".join("+".join(axes) for axes in dims) or "-"
 
 
 def print_parameters(model: Any) -> None:

@@ -29,7 +29,9 @@ TENSORBOARD_DIR = "tensorboard"
 def check_packages(config: Config) -> None:
     """Raises `ConfigError` if the configuration asks for an optional package that is not installed."""
     if config.metrics.wandb and importlib.util.find_spec("wandb") is None:
-        raise ConfigError("metrics.wandb: the wandb package is not installed; run pip install 'llamajax[wandb]', or turn it off")
+        raise ConfigError(
+            "metrics.wandb: wandb is not installed; run pip install 'llamajax[wandb]', or turn it off"
+        )
 
 
 class MetricsWriter:
@@ -61,7 +63,7 @@ class MetricsWriter:
         """
         check_packages(config)
         self._config = config
-        self._run_dir = Path(config.run_dir).expanduser()
+        self.run_dir = Path(config.run_dir).expanduser()
         self._start_step = self._last_step = start_step
         self._num_devices = jax.device_count() if num_devices is None else num_devices
         self._peak = hardware.peak_flops(config.model.compute_dtype) if peak is None else peak
@@ -148,8 +150,8 @@ class MetricsWriter:
 
     def _open_sinks(self, stack: contextlib.ExitStack) -> None:
         config = self._config
-        self._run_dir.mkdir(parents=True, exist_ok=True)
-        metrics_path, events_path = self._run_dir / run_log.METRICS_FILE, self._run_dir / run_log.EVENTS_FILE
+        self.run_dir.mkdir(parents=True, exist_ok=True)
+        metrics_path, events_path = self.run_dir / run_log.METRICS_FILE, self.run_dir / run_log.EVENTS_FILE
         metrics_path.touch()
         events_path.touch()
         run_log.drop_later_steps(metrics_path, self._start_step)
@@ -158,9 +160,9 @@ class MetricsWriter:
         self._events_file = stack.enter_context(events_path.open("a", encoding="utf-8"))
         self._tensorboard = self._wandb = None
         if config.metrics.tensorboard:
-            self._tensorboard = stack.enter_context(_tensorboard_writer(self._run_dir, self._start_step))
+            self._tensorboard = stack.enter_context(_tensorboard_writer(self.run_dir, self._start_step))
         if config.metrics.wandb:
-            self._wandb = stack.enter_context(_wandb_run(self._run_dir, config))
+            self._wandb = stack.enter_context(_wandb_run(self.run_dir, config))
         self._progress = stack.enter_context(console.Progress(config, self._start_step))
         self.event("start", **self._start_facts())
 

@@ -76,15 +76,21 @@ def loss_and_grads(config: Config, model: Llama, batch: Batch) -> tuple[dict[str
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
 def train_step(config: Config, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
-    """One optimizer step. Non-finite gradients leave weights and optimizer state as they are and are counted.
+    """One optimizer step.
 
     Returns:
         The next state, and scalars: `loss`, `tokens`, `grad_norm` (before clipping), `learning_rate`,
         `skipped_steps`, `skipped_in_a_row`.
     """
     metrics, grads = loss_and_grads(config, state.model, batch)
+    state, update_metrics = apply_gradients(config, state, grads)
+    return state, metrics | update_metrics
+
+
+def apply_gradients(config: Config, state: TrainState, grads: Llama) -> tuple[TrainState, dict[str, jax.Array]]:
+    """Clips and applies; gradients that are not finite leave weights and optimizer state as they are and are counted."""
     grad_norm = optax.tree.norm(grads)
-    finite = jnp.isfinite(grad_norm) & jnp.isfinite(metrics["loss"])
+    finite = jnp.isfinite(grad_norm)
     if config.optimizer.grad_clip_norm is not None:
         scale = jnp.minimum(1.0, config.optimizer.grad_clip_norm / jnp.maximum(grad_norm, 1e-12))
         grads = jax.tree.map(lambda g: g * scale.astype(g.dtype), grads)
@@ -103,13 +109,12 @@ def train_step(config: Config, state: TrainState, batch: Batch) -> tuple[TrainSt
         skipped_steps=state.skipped_steps + ~finite,
         skipped_in_a_row=jnp.where(finite, 0, state.skipped_in_a_row + 1),
     )
-    metrics |= {
+    return state, {
         "grad_norm": grad_norm,
         "learning_rate": jnp.asarray(rate, jnp.float32),
         "skipped_steps": state.skipped_steps,
         "skipped_in_a_row": state.skipped_in_a_row,
     }
-    return state, metrics
 
 
 @jax.jit

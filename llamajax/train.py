@@ -10,40 +10,41 @@ if __name__ == "__main__":
     ARGUMENTS = parse_args(prog="python -m llamajax.train")
 
 import functools
-import itertools
-import math
 import os
 import signal
 import sys
+import threading
 import time
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
-from typing import Any
+from types import FrameType, TracebackType
+from typing import Any, Self
 
 import jax
-import jax.experimental.multihost_utils as multihost
-import jax.stages
 import numpy as np
+from jax.experimental import multihost_utils
 
 import llamajax
-from llamajax import checkpoint, console, data, mesh, metrics
+from llamajax import checkpoint, console, data, mesh, metrics, run_log
 from llamajax.cli import config_to_dict, dump_config
 from llamajax.config import Config
 from llamajax.data.loader import Loader, held_out_batches
-from llamajax.errors import ConfigError, DivergedError, UserError
+from llamajax.errors import CheckpointError, DivergedError, UserError
 from llamajax.generate import stream_text
 from llamajax.model import Llama
 from llamajax.sharding import spec
 from llamajax.step import TrainState, eval_step, init_state, train_step
 
-OUT_OF_MEMORY_EXIT_CODE = 5
+OUT_OF_MEMORY, INTERNAL_ERROR = 5, 70
+"""Exit codes beside those of `llamajax.errors`."""
 
 FREE_TO_CHANGE = (
     "run_dir", "mesh", "distributed", "checkpoint", "metrics", "profile", "sample", "data.cache_dir", "data.prefetch_steps",
     "train.grad_accum_steps", "train.eval_every", "train.eval_batches", "train.max_nonfinite_steps", "model.remat",
 )  # fmt: skip
-"""Settings that a resumed run may change: they do not change what is computed, beyond rounding."""
+"""Settings that a resumed run may change: beyond rounding, they do not change what is computed."""
 
 
 def run(config: Config, *, dry_run: bool = False) -> None:
@@ -52,7 +53,8 @@ def run(config: Config, *, dry_run: bool = False) -> None:
     Raises:
         UserError: one of `llamajax.errors`, when the configuration, data, machine or checkpoints do not allow it.
     """
-    with StopSignal() as stop:
+    metrics.check_packages(config)
+    with StopSignal(handle=not config.distributed.enabled) as stop:
         mesh.start(config)
         console.print_header(config)
         abstract_state = checkpoint.concretise(jax.eval_shape(functools.partial(init_state, config)))
@@ -61,35 +63,37 @@ def run(config: Config, *, dry_run: bool = False) -> None:
         if dry_run:
             return
 
-        dataset = data.prepare(config, log=console.log)
         run_dir = Path(config.run_dir).expanduser()
         with checkpoint.Checkpointer(run_dir, config.checkpoint) as checkpointer:
+            dataset = data.prepare(config, log=console.log)
             restored = checkpointer.restore(abstract_state)
             if restored is None:
-                state, start_step = init_state(config), 0
                 console.log(f"start      from scratch, seed {config.seed}")
+                state, start_step = init_state(config), 0
             else:
-                state, start_step = restored.state, restored.step
                 check_same_run(config, restored.meta, dataset.fingerprint)
-                console.log(f"start      resuming {run_dir} at step {start_step}")
+                console.log(f"start      resuming at step {restored.step}")
+                state, start_step = restored.state, restored.step
             if jax.process_index() == 0:
                 (run_dir / "config.yaml").write_text(dump_config(config))
-            train(config, state, start_step, compiled_step, dataset, checkpointer, stop)
+            state = train(config, state, start_step, compiled_step, dataset, checkpointer, stop)
+            write_sample(config, state, dataset)
+        if jax.process_index() == 0:
+            steps_dir = run_dir / "checkpoints" / str(int(state.step))
+            console.print_summary(run_dir, run_log.summarize(run_log.read_run(run_dir)), steps_dir)
 
 
 def compile_step(config: Config, abstract_state: TrainState) -> jax.stages.Compiled:
     """The training step as one executable; says how long that took and what it needs in memory."""
-    train_config = config.train
-    shape = (
-        train_config.grad_accum_steps,
-        train_config.global_batch_size // train_config.grad_accum_steps,
-        config.data.seq_len,
+    micro_batch_size = config.train.global_batch_size // config.train.grad_accum_steps
+    batch = jax.ShapeDtypeStruct(
+        (config.train.grad_accum_steps, micro_batch_size, config.data.seq_len),
+        np.int32,
+        sharding=jax.NamedSharding(jax.sharding.get_mesh(), spec(None, "batch", "seq")),
     )
-    sharding = jax.NamedSharding(jax.sharding.get_mesh(), spec(None, "batch", "seq"))
-    names = ("tokens", "targets", "segment_ids", "positions")
-    batch = {name: jax.ShapeDtypeStruct(shape, np.int32, sharding=sharding) for name in names}
     started = time.monotonic()
-    compiled = train_step.lower(config, abstract_state, batch).compile()
+    batches = dict.fromkeys(("tokens", "targets", "segment_ids", "positions"), batch)
+    compiled = train_step.lower(config, abstract_state, batches).compile()
     console.log(f"compile    {time.monotonic() - started:.1f} s; {console.memory_summary(compiled)}")
     return compiled
 
@@ -102,46 +106,234 @@ def train(
     dataset: data.Dataset,
     checkpointer: checkpoint.Checkpointer,
     stop: "StopSignal",
-) -> None:
-    """The loop: steps, evaluations, checkpoints, and what is told at the end."""
-    num_steps, run_dir = config.train.num_steps, Path(config.run_dir).expanduser()
-    saved_step = start_step
-
-    def save(step: int) -> None:
-        nonlocal saved_step
-        if step != saved_step:
-            meta = {
-                "llamajax": llamajax.__version__,
-                "jax": jax.__version__,
-                "config": config_to_dict(config),
-                "data": {"position": step * config.train.global_batch_size, "fingerprint": dataset.fingerprint},
-                "mesh": dict(jax.sharding.get_mesh().shape),
-            }
-            checkpointer.save(step, state, meta, dataset.tokenizer.files)
-            saved_step = step
-
+) -> TrainState:
+    """The loop: steps, evaluations and checkpoints, until the last step or a request to stop."""
+    num_steps = config.train.num_steps
+    step = saved_step = start_step
     with (
         metrics.MetricsWriter(config, start_step=start_step) as writer,
         Loader(dataset, config, start_step) as loader,
         stop.at_end_of_step(),
+        trace(config, start_step) as trace_step,
     ):
-        evaluated: dict[str, float] = {}
-        for step in range(start_step + 1, num_steps + 1):
-            _profile(config, step - 1)
+
+        def save() -> None:
+            nonlocal saved_step
+            if step == saved_step:
+                return
+            with writer.pause("saving"):
+                checkpointer.save(step, state, checkpoint_meta(config, step, dataset.fingerprint), dataset.tokenizer.files)
+            writer.event("checkpoint")
+            saved_step = step
+
+        def evaluate_now() -> None:
+            with writer.pause("evaluating"):
+                result = evaluate(config, state.model, dataset)
+            writer.write_eval(step, result)
+
+        while step < num_steps and not stop.requested(step):
+            trace_step(step)
             _, batch = next(loader)
             state, values = compiled_step(state, batch)
-            written = writer.write(step, values, data_wait_s=loader.wait_s)
-            check_finite(config, written, checkpointer)
-            if _due(step, config.train.eval_every) and step < num_steps:
-                evaluated = evaluate(config, state.model, dataset)
-                writer.write_eval(step, evaluated)
-            if _due(step, config.checkpoint.save_every):
-                save(step)
-            if stop.requested(step):
-                break
-        check_finite(config, writer.flush(), checkpointer)
-        save(step)
-        if step == num_steps and config.train.eval_batches:
-            evaluated = evaluate(config, state.model, dataset)
-            writer.write_eval(step, evaluated)
+            step += 1
+            check_finite(config, writer.write(step, values, data_wait_s=loader.wait_s), saved_step)
+            if config.train.eval_every and step % config.train.eval_every == 0 and step < num_steps:
+                evaluate_now()
+            if config.checkpoint.save_every and step % config.checkpoint.save_every == 0:
+                check_finite(config, writer.flush(), saved_step)
+                save()
+        check_finite(config, writer.flush(), saved_step)
+        save()
+        if step == num_steps and config.train.eval_batches and config.data.held_out_fraction:
+            evaluate_now()
         checkpointer.wait()
+    if step < num_steps:
+        console.log(f"stopped    at step {step}, which is saved; the same command goes on from there")
+    return state
+
+
+def evaluate(config: Config, model: Llama, dataset: data.Dataset) -> dict[str, float]:
+    """Held-out loss in nats per token and in bits per byte of text, over the same rows every time."""
+    sums = [eval_step(model, batch) for batch in held_out_batches(dataset, config)]
+    total, count = (sum(float(s.cross_entropy) for s in sums), sum(int(s.count) for s in sums))
+    num_bytes = dataset.held_out_bytes(config)
+    return {"loss": total / count, "bits_per_byte": total / np.log(2) / num_bytes}
+
+
+def write_sample(config: Config, state: TrainState, dataset: data.Dataset) -> None:
+    """Prints how the model goes on from the configured prompt, as it writes."""
+    if config.sample.prompt is None or int(state.step) < config.train.num_steps:
+        return
+    axes = jax.sharding.get_mesh().shape
+    pieces = stream_text(
+        state.model,
+        dataset.tokenizer,
+        config.sample.prompt,
+        max_tokens=config.sample.max_tokens,
+        temperature=config.sample.temperature,
+        key=state.rng,
+        seq_len=config.data.seq_len,
+        batch_size=axes["data"] * axes["fsdp"],
+    )
+    console.log("sample")
+    console.print_stream(config.sample.prompt, pieces)
+
+
+def checkpoint_meta(config: Config, step: int, fingerprint: str) -> dict[str, Any]:
+    """What a checkpoint says about itself, beside the arrays."""
+    return {
+        "llamajax": llamajax.__version__,
+        "jax": jax.__version__,
+        "config": config_to_dict(config),
+        "data": {"position": step * config.train.global_batch_size, "fingerprint": fingerprint},
+        "mesh": dict(jax.sharding.get_mesh().shape),
+    }
+
+
+def check_same_run(config: Config, meta: dict[str, Any], fingerprint: str) -> None:
+    """Refuses to go on from a checkpoint that was computed with other settings or other data.
+
+    Raises:
+        CheckpointError: naming every setting that differs.
+    """
+    if config.checkpoint.allow_config_change:
+        return
+    before, now = (dict(_flatten(tree)) for tree in (meta["config"], config_to_dict(config)))
+    changes = [
+        f"{key}: {before.get(key)} -> {now.get(key)}"
+        for key in sorted(before.keys() | now.keys())
+        if before.get(key) != now.get(key) and not any(key == free or key.startswith(f"{free}.") for free in FREE_TO_CHANGE)
+    ]
+    if not changes and meta["data"]["fingerprint"] != fingerprint:
+        changes = ["data: the documents or the tokenizer are not those the run was started with"]
+    if changes:
+        raise CheckpointError(
+            f"run_dir: {config.run_dir} holds a run with other settings ({'; '.join(changes)}); choose another run_dir,"
+            " or set checkpoint.allow_config_change to go on with the new ones"
+        )
+
+
+def check_finite(config: Config, record: run_log.Record | None, saved_step: int) -> None:
+    """Stops the run once too many steps in a row had non-finite gradients.
+
+    Raises:
+        DivergedError: with the step and what to try.
+    """
+    if record is None or record["train/skipped_in_a_row"] < config.train.max_nonfinite_steps:
+        return
+    raise DivergedError(
+        f"step {record['step']}: gradients were not finite in {record['train/skipped_in_a_row']} steps in a row"
+        f" (train.max_nonfinite_steps={config.train.max_nonfinite_steps}); newest checkpoint: step {saved_step};"
+        " lower optimizer.learning_rate, or warm up longer"
+    )
+
+
+@contextmanager
+def trace(config: Config, start_step: int) -> Iterator[Any]:
+    """A function to call before every step, which starts and ends the device trace that `config.profile` asks for."""
+    first = config.profile.start_step
+    running = False
+
+    def before_step(step: int) -> None:
+        nonlocal running
+        if first is not None and step == max(first, start_step) and step < first + config.profile.num_steps:
+            jax.profiler.start_trace(Path(config.run_dir).expanduser() / "profile", create_perfetto_trace=True)
+            running = True
+        elif running and step == first + config.profile.num_steps:
+            end()
+
+    def end() -> None:
+        nonlocal running
+        running = False
+        jax.profiler.stop_trace()
+        console.log(f"profile    {config.run_dir}/profile, for xprof and https://ui.perfetto.dev")
+
+    try:
+        yield before_step
+    finally:
+        if running:
+            end()
+
+
+class StopSignal:
+    """SIGTERM and Ctrl-C end the run after the step in progress, with a checkpoint; before the first step, at once."""
+
+    def __init__(self, *, handle: bool) -> None:
+        """With `handle`, takes the signals of this process; with several, jax takes SIGTERM and agrees on a step."""
+        # Python lets only the main thread handle signals; a run in another thread is stopped by its owner.
+        self._handled = handle and threading.current_thread() is threading.main_thread()
+        self._requested = threading.Event()
+        self._training = False
+
+    def __enter__(self) -> Self:
+        numbers = (signal.SIGTERM, signal.SIGINT) if self._handled else ()
+        self._before = {number: signal.signal(number, self._handle) for number in numbers}
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if not self._training:
+            console.log(f"stopped    by {signal.Signals(number).name} before the first step; nothing was lost")
+            sys.exit(0)
+        self._requested.set()
+        signal.signal(number, signal.SIG_DFL)  # the second one does not wait
+
+    @contextmanager
+    def at_end_of_step(self) -> Iterator[None]:
+        """Within, a signal waits for `requested` instead of ending the process."""
+        self._training = True
+        yield
+        self._training = False
+
+    def requested(self, step: int) -> bool:
+        """Whether to stop now; the same answer at the same step in every process."""
+        if jax.process_count() > 1:
+            return multihost_utils.reached_preemption_sync_point(step)
+        return self._requested.is_set()
+
+
+def _flatten(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted key and value of everything in nested dicts and lists."""
+    if isinstance(tree, dict | list):
+        items = tree.items() if isinstance(tree, dict) else enumerate(tree)
+        for key, value in items:
+            yield from _flatten(value, f"{prefix}.{key}" if prefix else str(key))
+    else:
+        yield prefix, tree
+
+
+def main(config: Config, *, dry_run: bool) -> None:
+    """Runs, and turns what goes wrong into a message and an exit code."""
+    code = 0
+    try:
+        run(config, dry_run=dry_run)
+    except UserError as error:
+        print(error, file=sys.stderr)
+        code = error.exit_code
+    except jax.errors.JaxRuntimeError as error:
+        out_of_memory = "RESOURCE_EXHAUSTED" in str(error)
+        code = OUT_OF_MEMORY if out_of_memory else INTERNAL_ERROR
+        if out_of_memory:
+            print(
+                f"out of device memory: {str(error).splitlines()[0]}; try model.remat: full, more train.grad_accum_steps,"
+                " or a larger mesh.fsdp or mesh.tensor",
+                file=sys.stderr,
+            )
+        else:
+            traceback.print_exc()
+    except Exception:
+        traceback.print_exc()
+        code = INTERNAL_ERROR
+    if code and config.distributed.enabled:
+        # A normal exit would wait for the other processes, which wait for this one: five minutes, then an abort.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
+
+
+if __name__ == "__main__":
+    main(ARGUMENTS.config, dry_run=ARGUMENTS.dry_run)

@@ -91,11 +91,12 @@ def peak_flops(dtype: jax.typing.DTypeLike) -> PeakFlops:
     source = f"measured matmul peak, {jnp.dtype(dtype).name}"
     if sharers > 1:
         source += f", {sharers} emulated devices share the machine"
-    return PeakFlops(flops_per_sec=measure_matmul_flops(device, dtype) / sharers, source=source)
+    return PeakFlops(flops_per_sec=measure_matmul_flops(dtype) / sharers, source=source)
 
 
-def measure_matmul_flops(device: jax.Device, dtype: jax.typing.DTypeLike, *, min_seconds: float = 0.01) -> float:
-    """FLOP/s of the best of five square matmuls on `device`, large enough to take `min_seconds` each."""
+def measure_matmul_flops(dtype: jax.typing.DTypeLike, *, min_seconds: float = 0.01) -> float:
+    """FLOP/s of the best of five square matmuls on one local device, large enough to take `min_seconds` each."""
+    device = jax.local_devices()[0]
     # A mesh of this device alone: the process's mesh spans all devices and refuses arrays that live on one.
     with jax.set_mesh(jax.make_mesh((1,), ("device",), axis_types=(AxisType.Auto,), devices=[device])):
         size = 512

@@ -1,0 +1,345 @@
+"""A YAML file and dotted overrides become a `Config`, or every mistake in them is named; and back to YAML."""
+
+import dataclasses
+import difflib
+import glob
+import math
+import os
+import re
+import types
+import typing
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Literal
+
+import yaml
+
+from llamajax.config import Config
+from llamajax.errors import ConfigError
+from llamajax.yaml_text import MAX_BYTES, Node, Place, Problems, read_yaml, show
+
+_INVALID: Any = object()
+"""Stands for a value that cannot be built; the reason is noted."""
+
+_TYPE_NAMES = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
+_WHOLE = r"(0|[1-9][0-9]*|[1-9][0-9]{0,2}(_[0-9]{3})+)"
+_INTEGER = re.compile(rf"[-+]?{_WHOLE}")
+_NUMBER = re.compile(rf"[-+]?({_WHOLE}(\.[0-9]*)?|\.[0-9]+)([eE][-+]?[0-9]+)?")
+_YAML_1_1 = yaml.resolver.Resolver()
+
+
+def load_config(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Config:
+    """The configuration in a YAML file, with overrides such as `"train.num_steps=10"`.
+
+    Whether the files it names exist is not looked at, so that another machine's configuration can be read.
+
+    Raises:
+        ConfigError: one `file:line: key: rule; remedy` line for every mistake.
+    """
+    pairs = [(key, text if equals else None) for key, equals, text in (item.partition("=") for item in overrides)]
+    return read_config(os.fspath(path), pairs, Problems(), check_files=False)
+
+
+def read_config(path: str, overrides: Sequence[tuple[str, str | None]], problems: Problems, *, check_files: bool) -> Config:
+    """The configuration in `path`, changed by (key, text) overrides; the text None is a value that was forgotten.
+
+    Raises:
+        ConfigError: everything in `problems`, with what is found here.
+    """
+    root = _read_file(path, problems)
+    builder = _Builder(problems)
+    for index, (key, text) in enumerate(overrides):
+        place = Place(MAX_BYTES + 1 + index, f"--{show(key)}")
+        undone = [other for other, _ in overrides[:index] if f"{other}.".startswith(f"{key}.")]
+        if undone:
+            problems.add(place, f"undoes --{show(undone[0])}, given before it; leave one of them out")
+        else:
+            builder.override(root, key, text, place)
+    config = builder.section(Config, root, "")
+    builder.add_missing()
+    problems.raise_if_any()
+    rules = config.problems()
+    if config.mesh.num_cpu_devices is not None and not config.distributed.enabled:
+        rules += config.placement_problems(config.mesh.num_cpu_devices)
+    if check_files:
+        rules += _file_problems(config)
+    for rule in rules:
+        key, _, message = rule.partition(": ")
+        problems.add(_place_of(key, root), message, key)
+    problems.raise_if_any()
+    return config
+
+
+def config_to_dict(config: Config) -> dict[str, Any]:
+    """Every field as plain dicts, lists, numbers and text, ready for JSON and YAML."""
+
+    def plain(items: list[tuple[str, Any]]) -> dict[str, Any]:
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in items}
+
+    return dataclasses.asdict(config, dict_factory=plain)
+
+
+def dump_config(config: Config) -> str:
+    """Every setting of the run as YAML, which `load_config` reads back to an equal configuration."""
+    return yaml.dump(config_to_dict(config), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
+
+
+class _Dumper(yaml.SafeDumper):
+    """Also quotes text that YAML readers disagree about, such as `3e-4`."""
+
+
+def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style='"' if _other_reading(text) else None)
+
+
+_Dumper.add_representer(str, _represent_text)
+
+
+def keys(section: Any = Config, prefix: str = "") -> Iterator[tuple[str, Any, dataclasses.Field[Any]]]:
+    """Every dotted key with its section and field, sections before their own keys; `0` stands for a list's items."""
+    for field in dataclasses.fields(section):
+        key = f"{prefix}{field.name}"
+        yield key, section, field
+        if dataclasses.is_dataclass(field.type):
+            yield from keys(field.type, f"{key}.")
+        elif dataclasses.is_dataclass(item_type := _item_type(field.type)):
+            yield from keys(item_type, f"{key}.0.")
+
+
+def _read_file(path: str, problems: Problems) -> Node:
+    """The keys and values in a file; raises what is wrong if there are none."""
+    name = show(path)
+    whole = Place(0, name)
+    try:
+        with open(path, "rb") as file:
+            data = file.read(MAX_BYTES + 1)
+    except FileNotFoundError:
+        folder, base = os.path.split(path)
+        others = os.listdir(folder or ".") if os.path.isdir(folder or ".") else []
+        close = difflib.get_close_matches(base, others, n=1)
+        problems.stop(whole, "no such file" + (f"; did you mean {show(os.path.join(folder, close[0]))}?" if close else ""))
+    except (OSError, ValueError) as error:  # ValueError: a path with a NUL in it
+        problems.stop(whole, f"cannot be read: {(isinstance(error, OSError) and error.strerror) or error}")
+    if len(data) > MAX_BYTES:
+        problems.stop(whole, "is larger than 1 MiB, so this cannot be a configuration")
+
+    def place(line: int) -> Place:
+        return Place(line, f"{name}:{line}")
+
+    try:
+        text = data.decode()
+    except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start) + 1
+        problems.stop(place(line), f"byte 0x{data[error.start]:02x} is not UTF-8 text; save the file as UTF-8")
+    root = read_yaml(text, place, problems)
+    if root is None:
+        problems.raise_if_any()
+        raise AssertionError("a text that cannot be read is a problem")
+    if not isinstance(root.content, dict):
+        problems.stop(root.place, f"must hold sections with keys, not {root.describe()}")
+    return root
+
+
+def _place_of(key: str, root: Node) -> Place:
+    """Where a dotted key is set, or else the innermost section around it that is."""
+    node = root
+    for name in key.split("."):
+        if isinstance(node.content, dict) and name in node.content:
+            node = node.content[name]
+        elif isinstance(node.content, list) and name.isdecimal():
+            node = node.content[int(name)]
+        else:
+            break
+    return node.place
+
+
+def _file_problems(config: Config) -> list[str]:
+    """What the configuration names and this machine does not have: one `key: rule; remedy` line each."""
+    problems = []
+    if os.path.exists(run_dir := os.path.expanduser(config.run_dir)) and not os.path.isdir(run_dir):
+        problems.append(f"run_dir: {show(run_dir)} is not a directory; choose another")
+    tokenizer = config.data.tokenizer.path
+    if tokenizer is not None and not os.path.isfile(os.path.expanduser(tokenizer)):
+        problems.append(f"data.tokenizer.path: no such file: {show(tokenizer)}; relative paths start at {show(os.getcwd())}")
+    for i, source in enumerate(config.data.sources):
+        for j, path in enumerate(source.paths):
+            matches = glob.iglob(os.path.expanduser(path), recursive=True)
+            if not any(os.path.isfile(match) for match in matches):
+                problems.append(
+                    f"data.sources.{i}.paths.{j}: no file matches {show(path)}; relative paths start at {show(os.getcwd())}"
+                )
+    return problems
+
+
+def _item_type(kind: Any) -> Any:
+    """The type of a tuple's items; None for other types."""
+    return typing.get_args(kind)[0] if typing.get_origin(kind) is tuple else None
+
+
+def _join(key: str, name: str) -> str:
+    return f"{key}.{name}" if key else name
+
+
+class _Builder:
+    """Builds the configuration from a tree; what is wrong goes to `problems`."""
+
+    def __init__(self, problems: Problems) -> None:
+        self.problems = problems
+        self.missing: dict[str, Place] = {}
+        self.meant: set[str] = set()
+        """Keys that an unknown key is probably a misspelling of."""
+
+    def override(self, root: Node, key: str, text: str | None, place: Place) -> None:
+        """Puts `text` at a dotted key of the tree."""
+        node, kind, below = root, Config, ""
+        for name in key.split("."):
+            above, below = below, _join(below, name)
+            if dataclasses.is_dataclass(kind):
+                field_types = {field.name: field.type for field in dataclasses.fields(kind)}
+                if name not in field_types:
+                    self.add_unknown(place, below, field_types)
+                    return
+                if not isinstance(node.content, dict):
+                    return  # nor is it a section in the file, which is told with its line
+                kind = field_types[name]
+                node = node.content.setdefault(name, Node({} if dataclasses.is_dataclass(kind) else "", place))
+            elif isinstance(node.content, list) and re.fullmatch("[0-9]{1,4}", name) and int(name) < len(node.content):
+                node, kind = node.content[int(name)], _item_type(kind)
+            else:
+                self.problems.add(place, f"{above} has no item or key {show(name)}")
+                return
+        if text is None:
+            self.problems.add(place, f"needs a value; write --{key} VALUE or --{key}=VALUE")
+            return
+        value = Node(text, place, "argument")
+        if _item_type(kind) or dataclasses.is_dataclass(kind):
+            value = read_yaml(text, lambda line: place, self.problems) or node
+        node.content, node.place, node.style = value.content, place, value.style
+
+    def section(self, cls: Any, node: Node, key: str) -> Any:
+        """A dataclass from a mapping; `_INVALID` if it cannot be built."""
+        if not isinstance(node.content, dict):
+            return self._invalid(node.place, key, f"must be a section with keys of its own, not {node.describe()}")
+        fields = {field.name: field for field in dataclasses.fields(cls)}
+        for name, child in node.content.items():
+            if name not in fields:
+                self.add_unknown(child.place, _join(key, name), fields)
+        values = {}
+        for name, field in fields.items():
+            if name in node.content:
+                values[name] = self.value(field.type, node.content[name], _join(key, name))
+            elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
+                self.missing[_join(key, name)] = node.place
+                values[name] = _INVALID
+        if any(value is _INVALID for value in values.values()):
+            return _INVALID
+        try:
+            return cls(**values)
+        except ConfigError as error:
+            for rule in str(error).splitlines():
+                name, _, message = rule.partition(": ")
+                self._invalid(node.content.get(name, node).place, _join(key, name), message)
+            return _INVALID
+
+    def value(self, kind: Any, node: Node, key: str) -> Any:
+        """A value of a field's type; `_INVALID` if it cannot be built."""
+        if isinstance(kind, types.UnionType):  # of a type and None
+            if node.is_null():
+                return None
+            kind = next(arg for arg in typing.get_args(kind) if arg is not types.NoneType)
+        if dataclasses.is_dataclass(kind):
+            return self.section(kind, node, key)
+        if item_type := _item_type(kind):
+            if not isinstance(node.content, list):
+                return self._invalid(node.place, key, f"must be a list such as [{node.describe()}]")
+            items = [self.value(item_type, item, _join(key, str(index))) for index, item in enumerate(node.content)]
+            return _INVALID if any(item is _INVALID for item in items) else tuple(items)
+        try:
+            return _scalar(kind, node)
+        except ConfigError as error:
+            return self._invalid(node.place, key, str(error))
+
+    def _invalid(self, place: Place, key: str, message: str) -> Any:
+        self.problems.add(place, message, key)
+        return _INVALID
+
+    def add_unknown(self, place: Place, key: str, siblings: Iterable[str]) -> None:
+        """Notes a key that does not exist, with the one that was probably meant, here or in another section."""
+        above, _, name = key.rpartition(".")
+        namesakes: dict[str, list[str]] = {}
+        for other, _, _ in keys():
+            namesakes.setdefault(other.rpartition(".")[2], []).append(other)
+        if close := [name.lower()] if name.lower() in namesakes else []:
+            meant = namesakes[close[0]]
+        elif close := difflib.get_close_matches(name.lower(), siblings, n=1):
+            meant = [_join(above, close[0])]
+        elif close := difflib.get_close_matches(name.lower(), namesakes, n=1):
+            meant = namesakes[close[0]]
+        else:
+            meant = []
+        self.meant.update(meant)
+        if meant:
+            remedy = "did you mean " + " or ".join(f"'{other}'" for other in meant) + "?"
+        else:
+            remedy = f"{above or 'a configuration'} has {', '.join(siblings)}"
+        self.problems.add(place, f"unknown key '{show(key)}'; {remedy}")
+
+    def add_missing(self) -> None:
+        """Notes the required keys that are not there; a misspelled one has its line already."""
+        for key, place in self.missing.items():
+            if key not in self.meant:
+                self.problems.add(place, "required, but missing", key)
+
+
+def _scalar(kind: Any, node: Node) -> Any:
+    """A number, truth value or text; raises `ConfigError` with the rule that is broken."""
+    choices = typing.get_args(kind)
+    rule = f"must be {_TYPE_NAMES.get(kind) or 'one of ' + ', '.join(choices)}"
+    text = node.content
+    if not isinstance(text, str) or node.is_null():
+        raise ConfigError(f"{rule}, not {node.describe()}")
+    if typing.get_origin(kind) is Literal:
+        if text not in choices:
+            close = difflib.get_close_matches(text.lower(), choices, n=1)
+            raise ConfigError(f"{rule}, not {node.describe()}" + (f"; did you mean {close[0]}?" if close else ""))
+        return text
+    if kind is str:
+        if node.style == "plain" and (reading := _other_reading(text)):
+            raise ConfigError(f'{rule}, but YAML reads {show(text)} as {reading}; write "{show(text)}"')
+        if any(character == "\0" or "\ud800" <= character <= "\udfff" for character in text):
+            raise ConfigError(f"{rule}, but {show(text)} holds something that is no character")
+        return text
+    if node.style == "quoted" and (_NUMBER.fullmatch(text) or text in ("true", "false")):
+        raise ConfigError(f"{rule}, but quotes make {show(text)} text; remove them")
+    return {bool: _truth_value, int: _integer, float: _number}[kind](rule, text)
+
+
+def _truth_value(rule: str, text: str) -> bool:
+    if text not in ("true", "false"):
+        raise ConfigError(f"{rule}, not {show(text)}")
+    return text == "true"
+
+
+def _integer(rule: str, text: str) -> int:
+    if _INTEGER.fullmatch(text):
+        # int() is quadratic and refuses thousands of digits.
+        if len(text) > 30 or abs(int(text)) >= 2**63:
+            raise ConfigError(f"{rule} below 2**63, not {show(text)}")
+        return int(text)
+    remedy = ""
+    if re.fullmatch(r"[-+]?0[0-9]{1,18}", text):
+        remedy = f"; a leading zero means octal to some, write {int(text)}"
+    elif _NUMBER.fullmatch(text) and abs(number := float(text)) < 2**63 and number == int(number):
+        remedy = f"; write {int(number)}"
+    raise ConfigError(f"{rule}, not {show(text)}{remedy}")
+
+
+def _number(rule: str, text: str) -> float:
+    if not _NUMBER.fullmatch(text) or math.isinf(number := float(text)):
+        raise ConfigError(f"{rule} (finite, such as 0.1 or 3e-4), not {show(text)}")
+    return number
+
+
+def _other_reading(text: str) -> str | None:
+    """What plain text is to some YAML reader, if it is not text."""
+    tag = "float" if _NUMBER.fullmatch(text) else _YAML_1_1.resolve(yaml.ScalarNode, text, (True, False)).rpartition(":")[2]
+    return None if tag == "str" else tag

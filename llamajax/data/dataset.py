@@ -1,0 +1,205 @@
+"""From a configuration to rows: tokenizer, shards, packing, held-out split and order, each made once and cached."""
+
+import bisect
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
+
+import grain
+import numpy as np
+
+from llamajax.config import Config
+from llamajax.data import cache
+from llamajax.data.order import Proportions, training_order
+from llamajax.data.packing import Packing, Row, fill_row, pack
+from llamajax.data.shards import (
+    FileGroup,
+    Shard,
+    document_hash,
+    group_files,
+    is_held_out,
+    read_shards,
+    shards_entry,
+    tokenize,
+)
+from llamajax.data.sources import Source
+from llamajax.data.tokenizer import Tokenizer, load_tokenizer, train_sentencepiece
+from llamajax.errors import ConfigError, DataError
+
+_PACKING_FORMAT = "packing-1"
+_TOKENIZER_FORMAT = "tokenizer-1"
+
+
+class PackedRows:
+    """The rows of one source and one side of the split; a row is put together when it is asked for."""
+
+    def __init__(self, shards: Sequence[Shard], packing: Packing, seq_len: int) -> None:
+        self._tokens = [shard.tokens for shard in shards]
+        self._shard_starts = np.cumsum([0, *(len(tokens) for tokens in self._tokens)]).tolist()
+        self._packing = packing
+        self._seq_len = seq_len
+
+    def __len__(self) -> int:
+        return len(self._packing)
+
+    def __getitem__(self, index: int) -> Row:
+        first, end = self._packing.rows[index : index + 2]
+        return fill_row([self._piece(piece) for piece in range(first, end)], self._seq_len)
+
+    def _piece(self, piece: int) -> np.ndarray:
+        start = int(self._packing.starts[piece])
+        shard = bisect.bisect_right(self._shard_starts, start) - 1
+        at = start - self._shard_starts[shard]
+        return self._tokens[shard][at : at + int(self._packing.lengths[piece]) + 1]
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """Everything a run reads."""
+
+    tokenizer: Tokenizer
+    """Text to ids and back."""
+    held_out_rows: Sequence[Row]
+    """Rows of documents that are never trained on, in an order that is always the same; may be empty."""
+    summary: tuple[str, ...]
+    """What the sources hold, a line each."""
+    fingerprint: str
+    """Hash of all that decides the rows, except the seed: tokenizer, documents, packing, split and weights."""
+    order: grain.MapDataset
+    """Training rows by position, without end."""
+
+    def train_row(self, position: int) -> Row:
+        """The row at a position of the run: row r of step s is at `s * global_batch_size + r`."""
+        row = self.order[position]
+        assert row is not None
+        return row
+
+
+def prepare(config: Config, *, log: Callable[[str], None] = print) -> Dataset:
+    """Makes the data of a run ready, reusing all that the cache holds; every process of a run may call it at once.
+
+    Args:
+        config: the run.
+        log: takes a line for people to read.
+
+    Raises:
+        ConfigError: the tokenizer does not fit the model.
+        DataError: a source, tokenizer or cache cannot be read, or there is nothing to train on.
+    """
+    cache_dir = Path(config.data.cache_dir).expanduser()
+    try:
+        return _prepare(config, cache_dir, log)
+    except OSError as error:  # sources and tokenizers report their own
+        raise DataError(f"data.cache_dir: {error}; make {cache_dir} writable, free space there, or name another") from error
+
+
+def _prepare(config: Config, cache_dir: Path, log: Callable[[str], None]) -> Dataset:
+    data = config.data
+    sources = [Source(source, f"data.sources[{index}]") for index, source in enumerate(data.sources)]
+    groups = [group_files(source, cache_dir) for source in sources]
+    tokenizer = _tokenizer(config, [group for of_source in groups for group in of_source], cache_dir, log)
+    tokenize([group for of_source in groups for group in of_source], tokenizer, cache_dir, log)
+
+    train_rows, held_out_rows, summary, entries = [], [], [], []
+    for source, of_source in zip(sources, groups, strict=True):
+        keys = [shards_entry(group, tokenizer, cache_dir) for group in of_source]
+        shards = [shard for key in keys for shard in read_shards(key)]
+        entry = (
+            cache_dir
+            / "packing"
+            / cache.digest(_PACKING_FORMAT, [key.name for key in keys], data.seq_len, data.held_out_fraction)
+        )
+        train, held_out = _pack_source(entry, shards, data.seq_len, data.held_out_fraction)
+        summary.append(_describe(source, shards, train, held_out, data.seq_len))
+        log(summary[-1])
+        if not len(train):
+            raise DataError(
+                f"{source.key}.paths: has no document to train on; add documents with text, or lower data.held_out_fraction"
+            )
+        train_rows.append(PackedRows(shards, train, data.seq_len))
+        held_out_rows.append(PackedRows(shards, held_out, data.seq_len))
+        entries.append(entry.name)
+
+    held_out = grain.MapDataset.concatenate([grain.MapDataset.source(rows) for rows in held_out_rows])
+    if data.held_out_fraction and config.train.eval_batches and not len(held_out):
+        raise DataError(
+            f"data.held_out_fraction: {data.held_out_fraction} of the documents is none; raise it, add documents, or set"
+            " train.eval_batches=0 to train without evaluation"
+        )
+    weights = [source.config.weight for source in sources]
+    return Dataset(
+        tokenizer=tokenizer,
+        held_out_rows=cast(Sequence[Row], held_out.shuffle(seed=0)),
+        summary=tuple(summary),
+        fingerprint=cache.digest(tokenizer.sha256, entries, Proportions(weights).shares),
+        order=training_order(train_rows, weights, config.seed),
+    )
+
+
+def _tokenizer(config: Config, groups: Sequence[FileGroup], cache_dir: Path, log: Callable[[str], None]) -> Tokenizer:
+    """The tokenizer that the configuration names, or one trained on its training documents."""
+    data, vocab_size = config.data, config.model.vocab_size
+    if data.tokenizer.path is not None:
+        tokenizer = load_tokenizer(Path(data.tokenizer.path).expanduser())
+        if tokenizer.vocab_size > vocab_size:
+            raise ConfigError(
+                f"model.vocab_size: {vocab_size} is below the {tokenizer.vocab_size} tokens of data.tokenizer.path="
+                f"{data.tokenizer.path}; raise it to {tokenizer.vocab_size} or more"
+            )
+        return tokenizer
+
+    contents = [group.content for group in groups]
+    max_bytes = data.tokenizer.train_max_bytes
+    key = cache.digest(_TOKENIZER_FORMAT, contents, data.held_out_fraction, vocab_size, max_bytes)
+    entry = cache_dir / "tokenizers" / key
+    path = entry / "tokenizer.model"
+    if not path.exists():
+        with cache.locked(entry):
+            if not path.exists():
+                total_bytes = sum(len(text.encode()) for text in _training_texts(groups, data.held_out_fraction))
+                log(f"tokenizer  training {vocab_size:,} pieces on {min(max_bytes, total_bytes) / 1e6:.1f} MB of text")
+                model = train_sentencepiece(
+                    _training_texts(groups, data.held_out_fraction),
+                    total_bytes=total_bytes,
+                    max_bytes=max_bytes,
+                    vocab_size=vocab_size,
+                )
+                cache.write_atomically(path, model)
+    return load_tokenizer(path)
+
+
+def _training_texts(groups: Iterable[FileGroup], held_out_fraction: float) -> Iterator[str]:
+    for group in groups:
+        for document in group.documents():
+            if not is_held_out(document_hash(document.text.encode()), held_out_fraction):
+                yield document.text
+
+
+def _pack_source(entry: Path, shards: Sequence[Shard], seq_len: int, held_out_fraction: float) -> tuple[Packing, Packing]:
+    """The packing of the training and of the held-out documents of a source, from the cache if it is there."""
+    paths = entry / "train.packing", entry / "held_out.packing"
+    if not all(path.exists() for path in paths):
+        with cache.locked(entry):
+            if not all(path.exists() for path in paths):
+                shard_starts = np.cumsum([0, *(len(shard.tokens) for shard in shards)])
+                starts = np.concatenate([shard.offsets[:-1] + at for shard, at in zip(shards, shard_starts, strict=False)])
+                lengths = np.concatenate([np.diff(shard.offsets) for shard in shards])
+                held_out = is_held_out(np.concatenate([shard.hashes for shard in shards]), held_out_fraction)
+                for path, chosen in zip(paths, (~held_out, held_out), strict=True):
+                    packing = pack(starts[chosen], lengths[chosen], seq_len)
+                    cache.write_arrays(path, vars(packing), {})
+    train, held_out = (Packing(**cache.read_arrays(path)[0]) for path in paths)
+    return train, held_out
+
+
+def _describe(source: Source, shards: Sequence[Shard], train: Packing, held_out: Packing, seq_len: int) -> str:
+    """What is in a source, in a line."""
+    documents, empty = sum(len(shard.hashes) for shard in shards), sum(shard.num_empty for shard in shards)
+    tokens, text_bytes = sum(len(shard.tokens) for shard in shards), sum(int(shard.num_bytes.sum()) for shard in shards)
+    skipped = f" ({empty:,} empty ones skipped)" if empty else ""
+    full = f", {int(train.lengths.sum()) / (len(train) * seq_len):.2%} full" if len(train) else ""
+    return (
+        f"data       {source.key} {source.config.kind}: {documents:,} documents{skipped}, {text_bytes / 1e6:,.1f} MB,"
+        f" {tokens:,} tokens; {len(train):,} rows{full}; held out: {len(held_out):,} rows"
+    )

@@ -1,0 +1,64 @@
+"""The order of training rows: a pure function of the seed and the position, on any number of devices and processes."""
+
+import hashlib
+import math
+import sys
+from collections.abc import Sequence
+from fractions import Fraction
+
+import grain
+import grain.sources
+import grain.transforms
+
+
+def training_order(
+    sources: Sequence[grain.sources.RandomAccessDataSource], weights: Sequence[float], seed: int
+) -> grain.MapDataset:
+    """All sources without end: `order[position]` is a row.
+
+    Each source is gone through in epochs, shuffled anew in every epoch; the sources alternate in proportion to their
+    weights. Any position can be asked for at any time, so the state of a run is one integer.
+
+    Args:
+        sources: the rows of each source, at least one each.
+        weights: share of each source, relative to the others.
+        seed: at least 0.
+    """
+    shuffled = [
+        grain.MapDataset.source(rows).shuffle(seed=_source_seed(seed, index)).repeat() for index, rows in enumerate(sources)
+    ]
+    return grain.MapDataset.select_from_datasets(shuffled, Proportions(weights))
+
+
+def _source_seed(seed: int, index: int) -> int:
+    """A seed below 2**32. Grain adds the epoch to it, so neighbouring seeds must not give neighbours."""
+    return int.from_bytes(hashlib.sha256(f"{seed}/{index}".encode()).digest()[:4], "little")
+
+
+class Proportions(grain.transforms.DatasetSelectionMap):
+    """Maps a position to a source and a position in it.
+
+    Among the first n positions, source i has its exact share of n, rounded, give or take one per source before it.
+    (Grain's own mixture rounds the weights themselves to hundredths of the smallest.)
+    """
+
+    def __init__(self, weights: Sequence[float]) -> None:
+        exact = [Fraction(str(weight)) for weight in weights]  # the decimal number that was written
+        unit = Fraction(math.gcd(*(share.numerator for share in exact)), math.lcm(*(share.denominator for share in exact)))
+        self.shares = [int(share / unit) for share in exact]
+
+    def __len__(self) -> int:
+        return sys.maxsize
+
+    def __getitem__(self, index: int) -> tuple[int, int]:
+        # The first source takes its share of the positions, evenly spread; what is left is dealt to the others in the
+        # same way. `before` and `after` count the left ones among the first `index` and `index + 1` positions.
+        before, after = index, index + 1
+        rest = sum(self.shares)
+        for source, share in enumerate(self.shares):
+            left_before = before * (rest - share) // rest
+            left_after = after * (rest - share) // rest
+            if left_before == left_after:
+                return source, before - left_before
+            before, after, rest = left_before, left_after, rest - share
+        raise AssertionError("the last source takes what is left")

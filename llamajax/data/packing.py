@@ -1,0 +1,125 @@
+"""Documents packed into rows of equal length, nothing lost and nothing mixed.
+
+A document of n tokens gives n - 1 pairs of a token and the token after it. Pairs that fill whole rows are cut off its
+front; the rest shares a row with the rests of other documents, chosen by best fit in decreasing length (Johnson 1973;
+for language models: Ding et al., arXiv:2404.10830). Rows depend on the documents and `seq_len` only, never on a seed.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+IGNORE = -1
+"""Target of a position that is not counted: padding."""
+WINDOW = 2**17
+"""Documents that are packed together: enough to fill rows, few enough to keep neighbours near each other on the disk."""
+
+Row = dict[str, np.ndarray]
+"""int32 [seq_len] each: `tokens`; `targets`, `IGNORE` where there is none; `segment_ids`, the documents counted from 1 and
+0 for padding; `positions`, from 0 in every segment."""
+
+
+@dataclass(frozen=True)
+class Packing:
+    """Which stretch of which document lies in which row.
+
+    Piece p has the `lengths[p]` pairs that start with token `starts[p]`; row r holds pieces `rows[r]` to `rows[r + 1]`.
+    """
+
+    rows: np.ndarray
+    """int64 [num_rows + 1]."""
+    starts: np.ndarray
+    """int64 [num_pieces]: place of the piece's first token among all tokens."""
+    lengths: np.ndarray
+    """int32 [num_pieces], at most `seq_len`."""
+
+    def __len__(self) -> int:
+        return len(self.rows) - 1
+
+
+def pack(starts: np.ndarray, lengths: np.ndarray, seq_len: int) -> Packing:
+    """Packs documents into as few rows as best fit needs, `WINDOW` documents at a time.
+
+    Args:
+        starts: int64 [num_documents], place of each document's first token among all tokens.
+        lengths: int64 [num_documents], tokens of each document, at least 2.
+        seq_len: pairs per row.
+    """
+    windows = [
+        _pack_window(starts[at : at + WINDOW], lengths[at : at + WINDOW], seq_len) for at in range(0, len(lengths), WINDOW)
+    ]
+    sizes = np.concatenate([np.zeros(1, np.int64), *(np.diff(window.rows) for window in windows)])
+    return Packing(
+        rows=np.cumsum(sizes),
+        starts=np.concatenate([np.zeros(0, np.int64), *(window.starts for window in windows)]),
+        lengths=np.concatenate([np.zeros(0, np.int32), *(window.lengths for window in windows)]),
+    )
+
+
+def _pack_window(starts: np.ndarray, lengths: np.ndarray, seq_len: int) -> Packing:
+    pairs = lengths - 1
+    num_full, rest = np.divmod(pairs, seq_len)
+    first_full = np.cumsum(num_full) - num_full
+    number_in_document = np.arange(num_full.sum()) - np.repeat(first_full, num_full)
+    full_starts = np.repeat(starts, num_full) + number_in_document * seq_len
+
+    has_rest = rest > 0
+    rest_lengths = rest[has_rest]
+    rest_starts = (starts + num_full * seq_len)[has_rest]
+    row_of_rest = _best_fit_decreasing(rest_lengths, seq_len)
+    by_row = np.argsort(row_of_rest, kind="stable")  # within a row, documents stay in order
+    return Packing(
+        rows=np.concatenate([np.arange(len(full_starts)), len(full_starts) + _group_starts(row_of_rest[by_row])]),
+        starts=np.concatenate([full_starts, rest_starts[by_row]]),
+        lengths=np.concatenate([np.full(len(full_starts), seq_len), rest_lengths[by_row]]).astype(np.int32),
+    )
+
+
+def _group_starts(sorted_groups: np.ndarray) -> np.ndarray:
+    """Where each of the groups 0, 1, ... begins in the sorted list of group numbers, and its end."""
+    num_groups = int(sorted_groups[-1]) + 1 if len(sorted_groups) else 0
+    return np.searchsorted(sorted_groups, np.arange(num_groups + 1))
+
+
+def _best_fit_decreasing(lengths: np.ndarray, capacity: int) -> np.ndarray:
+    """The row of each piece, int64: longest piece first, each into the fullest row that has room.
+
+    Rows are kept by their free space, and the spaces that occur as the bits of one integer, so that the smallest space
+    that is large enough is a shift and a lowest set bit away.
+    """
+    rows_by_space: list[list[int]] = [[] for _ in range(capacity + 1)]
+    spaces = 0
+    num_rows = 0
+    row_of_piece = np.zeros(len(lengths), np.int64)
+    order = np.argsort(-lengths, kind="stable")
+    for piece, length in zip(order.tolist(), lengths[order].tolist(), strict=True):
+        large_enough = spaces >> length
+        if large_enough:
+            space = length + (large_enough & -large_enough).bit_length() - 1
+            row = rows_by_space[space].pop()
+            if not rows_by_space[space]:
+                spaces ^= 1 << space
+        else:
+            space, row = capacity, num_rows
+            num_rows += 1
+        row_of_piece[piece] = row
+        if space > length:
+            rows_by_space[space - length].append(row)
+            spaces |= 1 << (space - length)
+    return row_of_piece
+
+
+def fill_row(pieces: Sequence[np.ndarray], seq_len: int) -> Row:
+    """A row of the given stretches of tokens; each has one token more than it takes positions: the last target."""
+    row = {name: np.zeros(seq_len, np.int32) for name in ("tokens", "targets", "segment_ids", "positions")}
+    row["targets"].fill(IGNORE)
+    at = 0
+    for segment, piece in enumerate(pieces, start=1):
+        end = at + len(piece) - 1
+        row["tokens"][at:end] = piece[:-1]
+        row["targets"][at:end] = piece[1:]
+        row["segment_ids"][at:end] = segment
+        row["positions"][at:end] = np.arange(end - at)
+        at = end
+    return row

@@ -1,0 +1,287 @@
+"""Documents tokenized once, into shards that are never made twice.
+
+Small files are grouped, and large files cut, into shards of about `SHARD_BYTES` of text. The shards of a group belong to
+one cache entry, addressed by the content of its files, the tokenizer and the format; they are written in order, so a
+process that is killed loses the shard it was at, and the next one goes on from there.
+"""
+
+import hashlib
+import itertools
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import numpy as np
+import rich.progress
+
+from llamajax.data import cache
+from llamajax.data.sources import Document, Source
+from llamajax.data.tokenizer import Tokenizer
+from llamajax.errors import DataError
+
+SHARD_BYTES = 2**26
+"""Text per shard: some ten seconds of work, which is what a kill can lose."""
+BATCH_BYTES = 2**22
+"""Text handed to the tokenizer at once, for its threads to share."""
+REPORT_EVERY_S = 10.0
+"""Seconds between progress lines where there is no terminal to animate."""
+
+_FORMAT = "shard-1"
+
+
+@dataclass(frozen=True)
+class FileGroup:
+    """Consecutive files of a source that share a cache entry: one large file, or small ones up to `SHARD_BYTES`."""
+
+    source: Source
+    files: tuple[Path, ...]
+    num_bytes: int
+    """Size of the files."""
+    content: str
+    """SHA-256 of all that decides which documents they give."""
+    identities: tuple[tuple, ...]
+    """`cache.file_identity` of the files, when they were hashed."""
+
+    def documents(self) -> Iterator[Document]:
+        """All documents, in order.
+
+        Raises:
+            DataError: a file cannot be read, or has changed since it was hashed.
+        """
+        yield from self.source.documents(self.files)
+        self.check_unchanged()
+
+    def check_unchanged(self) -> None:
+        """Raises `DataError` if a file is no longer the one that was hashed."""
+        for path, identity in zip(self.files, self.identities, strict=True):
+            if not path.exists() or cache.file_identity(path) != identity:
+                raise DataError(
+                    f"{path}: {self.source.key}.paths: was changed while it was read; run again when it is at rest"
+                )
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Tokenized documents, memory-mapped. Document d is `tokens[offsets[d]:offsets[d + 1]]`, its ends included."""
+
+    tokens: np.ndarray
+    """uint16 or uint32 [num_tokens]."""
+    offsets: np.ndarray
+    """int64 [num_documents + 1]."""
+    hashes: np.ndarray
+    """uint64 [num_documents], of the text: equal texts have equal hashes."""
+    num_bytes: np.ndarray
+    """int64 [num_documents], of the text in UTF-8."""
+    num_empty: int
+    """Documents without text, which are left out."""
+    last: bool
+    """Whether no shard of its group comes after it."""
+
+    @property
+    def num_read(self) -> int:
+        """Documents that the source gave for this shard."""
+        return len(self.hashes) + self.num_empty
+
+
+def document_hash(text: bytes) -> int:
+    """64 bits that decide on which side of the held-out split a text lies, wherever it occurs."""
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
+
+
+def is_held_out(hashes: np.ndarray | int, fraction: float) -> np.ndarray | bool:
+    """Whether documents with these hashes are held out, when `fraction` of all documents is."""
+    return hashes < int(fraction * 2.0**64)
+
+
+def group_files(source: Source, cache_dir: Path) -> list[FileGroup]:
+    """The source's files in order, grouped and hashed.
+
+    Raises:
+        DataError: a file is missing or cannot be read.
+    """
+    groups: list[list[Path]] = []
+    size = 0
+    for path in source.files():
+        size += path.stat().st_size
+        if not groups or size > SHARD_BYTES:
+            groups.append([])
+            size = path.stat().st_size
+        groups[-1].append(path)
+
+    def described(files: list[Path]) -> FileGroup:
+        identities = tuple(cache.file_identity(path) for path in files)
+        suffixes = [path.suffix for path in files]  # they decide how JSONL is decompressed
+        content = cache.digest(source.config.kind, source.config.text_key, suffixes, cache.content_hash(files, cache_dir))
+        return FileGroup(source, tuple(files), sum(identity[1] for identity in identities), content, identities)
+
+    return [described(files) for files in groups]
+
+
+def shards_entry(group: FileGroup, tokenizer: Tokenizer, cache_dir: Path) -> Path:
+    """The directory of the group's shards."""
+    return cache_dir / "shards" / cache.digest(_FORMAT, SHARD_BYTES, tokenizer.sha256, group.content)
+
+
+def tokenize(groups: Sequence[FileGroup], tokenizer: Tokenizer, cache_dir: Path, log: Callable[[str], None]) -> None:
+    """Makes every shard that is not there yet; groups that another process works on are left to it, and waited for.
+
+    Raises:
+        DataError: a file cannot be read, or has changed since it was hashed.
+    """
+    missing = [group for group in groups if not _is_complete(shards_entry(group, tokenizer, cache_dir))]
+    with Progress(sum(group.num_bytes for group in missing), log) as progress:
+        others = [group for group in missing if not _complete(group, tokenizer, cache_dir, progress, wait=False)]
+        if others:
+            log(f"waiting    for another process that tokenizes {len(others)} of {len(groups)} groups of files")
+        for group in others:
+            _complete(group, tokenizer, cache_dir, progress, wait=True)
+
+
+def read_shards(entry: Path) -> list[Shard]:
+    """The shards that are there, in order, up to the first that is missing.
+
+    Raises:
+        DataError: one is damaged.
+    """
+    shards = []
+    while (path := _shard_path(entry, len(shards))).exists():
+        arrays, info = cache.read_arrays(path)
+        shards.append(Shard(**arrays, **info))
+    return shards
+
+
+def _is_complete(entry: Path) -> bool:
+    shards = read_shards(entry)
+    return bool(shards) and shards[-1].last
+
+
+def _shard_path(entry: Path, number: int) -> Path:
+    return entry / f"{number:06d}.shard"
+
+
+def _complete(group: FileGroup, tokenizer: Tokenizer, cache_dir: Path, progress: "Progress", *, wait: bool) -> bool:
+    """Writes the group's missing shards; False if another process is at it and `wait` is not set."""
+    entry = shards_entry(group, tokenizer, cache_dir)
+    with cache.locked(entry, wait=wait) as mine:
+        if not mine:
+            return False
+        shards = read_shards(entry)
+        if not shards or not shards[-1].last:
+            documents = itertools.islice(group.documents(), sum(shard.num_read for shard in shards), None)
+            for number in itertools.count(len(shards)):
+                arrays, info = _next_shard(documents, tokenizer, progress)
+                group.check_unchanged()
+                cache.write_arrays(_shard_path(entry, number), arrays, info)
+                if info["last"]:
+                    break
+        progress.finish_group(group.num_bytes)
+    return True
+
+
+def _next_shard(
+    documents: Iterator[Document], tokenizer: Tokenizer, progress: "Progress"
+) -> tuple[dict[str, np.ndarray], dict[str, int | bool]]:
+    """Tokenizes documents until the shard is full or they end; the fields of `Shard`."""
+    dtype = np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32
+    pieces: list[np.ndarray] = []
+    lengths, hashes, num_bytes, batch = [], [], [], []
+    num_empty = batch_bytes = shard_bytes = 0
+    last = True
+
+    def encode_batch() -> None:
+        for ids in tokenizer.encode_batch(batch):
+            framed = np.empty(len(ids) + 2, dtype)
+            framed[0], framed[1:-1], framed[-1] = tokenizer.bos_id, ids, tokenizer.eos_id
+            pieces.append(framed)
+            lengths.append(len(framed))
+
+    for document in documents:
+        text = document.text.encode()
+        if not text:
+            num_empty += 1
+            continue
+        batch.append(document.text)
+        hashes.append(document_hash(text))
+        num_bytes.append(len(text))
+        batch_bytes += len(text)
+        shard_bytes += len(text)
+        if batch_bytes >= BATCH_BYTES:
+            encode_batch()
+            progress.advance(len(batch), batch_bytes, document.bytes_read)
+            batch, batch_bytes = [], 0
+        if shard_bytes >= SHARD_BYTES:
+            last = False
+            break
+    encode_batch()
+    progress.advance(len(batch), batch_bytes, None)
+    arrays = {
+        "tokens": np.concatenate(pieces) if pieces else np.zeros(0, dtype),
+        "offsets": np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]).astype(np.int64),
+        "hashes": np.array(hashes, np.uint64),
+        "num_bytes": np.array(num_bytes, np.int64),
+    }
+    return arrays, {"num_empty": num_empty, "last": last}
+
+
+class Progress:
+    """Shows how tokenizing goes: a moving bar on a terminal, now and then a line where there is none."""
+
+    def __init__(self, total_bytes: int, log: Callable[[str], None]) -> None:
+        self._total_bytes = total_bytes
+        self._log = log
+        self._finished_bytes = self._read_bytes = self._text_bytes = self._documents = 0
+        self._started = self._reported = time.monotonic()
+        self._bar = rich.progress.Progress(
+            "tokenizing",
+            rich.progress.BarColumn(),
+            rich.progress.TaskProgressColumn(),
+            "{task.fields[speed]}",
+            rich.progress.TimeRemainingColumn(),
+            disable=not sys.stdout.isatty() or not total_bytes,
+            transient=True,
+        )
+        self._task = self._bar.add_task("", total=total_bytes, speed="")
+
+    def __enter__(self) -> Self:
+        self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._bar.stop()
+        if self._documents and error is None:
+            self._log(
+                f"tokenized  {self._documents:,} documents in {time.monotonic() - self._started:.1f} s, {self._speed()}"
+            )
+
+    def advance(self, num_documents: int, text_bytes: int, group_bytes_read: int | None) -> None:
+        """Counts documents that were tokenized, and how far into the group's files they reach, if known."""
+        self._documents += num_documents
+        self._text_bytes += text_bytes
+        if group_bytes_read is not None:
+            self._read_bytes = self._finished_bytes + group_bytes_read
+        self._show()
+
+    def finish_group(self, group_bytes: int) -> None:
+        """Counts a whole group as done, whoever did it."""
+        self._finished_bytes += group_bytes
+        self._read_bytes = self._finished_bytes
+        self._show()
+
+    def _show(self) -> None:
+        self._bar.update(self._task, completed=self._read_bytes, speed=self._speed())
+        now = time.monotonic()
+        if self._bar.disable and now - self._reported >= REPORT_EVERY_S:
+            self._reported = now
+            done = self._read_bytes / self._total_bytes
+            left = (now - self._started) * (1 / done - 1) if done else float("inf")
+            self._log(f"tokenizing {done:.0%}, {self._speed()}, {left:.0f} s left")
+
+    def _speed(self) -> str:
+        seconds = max(time.monotonic() - self._started, 1e-9)
+        return f"{self._documents / seconds:,.0f} documents/s, {self._text_bytes / seconds / 1e6:.1f} MB/s"

@@ -1,0 +1,228 @@
+"""Documents of a configured source: streamed from its files, in one fixed order.
+
+Whatever is wrong with a file ends as one `DataError` that names the file, the line and the remedy. Memory stays bounded
+whatever the size of a file: a document above `MAX_DOCUMENT_CHARS` is cut into several, at line ends where there are any.
+"""
+
+import codecs
+import glob
+import io
+import json
+import stat
+import sysconfig
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import pyarrow
+import pyarrow.parquet
+
+from llamajax.config import SourceConfig
+from llamajax.errors import DataError
+
+MAX_DOCUMENT_CHARS = 2**23
+"""Longest document in one piece: about two million tokens."""
+MAX_LINE_BYTES = 2**28
+"""Longest JSONL line, decompressed; what is longer is a mistake or a decompression bomb."""
+READ_BYTES = 2**20
+"""Read from a file at once."""
+PARQUET_ROWS = 256
+"""Decoded from a parquet file at once."""
+
+_STDLIB_LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
+_HELP_TEXTS = Path("pydoc_data/topics.py")
+
+
+class Document(NamedTuple):
+    """One text, possibly empty."""
+
+    text: str
+    bytes_read: int
+    """How far into the source's files this document ends, bytes, for progress reports."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """A source of the configuration, and the key that its mistakes are reported under."""
+
+    config: SourceConfig
+    key: str
+
+    def files(self) -> list[Path]:
+        """The source's files, sorted, each once.
+
+        Raises:
+            DataError: a path matches nothing, or is not a regular file.
+        """
+        if self.config.kind == "stdlib":
+            return self._stdlib_files()
+        found: set[Path] = set()
+        for pattern in self.config.paths:
+            path = Path(pattern).expanduser()
+            if path.exists() or not glob.has_magic(pattern):
+                found.add(path)
+                continue
+            matches = [Path(match) for match in glob.glob(str(path), recursive=True)]
+            matches = [match for match in matches if not match.is_dir()]
+            if not matches:
+                raise DataError(f"{self.key}.paths: {pattern!r} matches no file; correct it or remove it")
+            found.update(matches)
+        files = sorted(found)
+        for path in files:
+            self._check_regular(path)
+        return files
+
+    def documents(self, files: Sequence[Path]) -> Iterator[Document]:
+        """The documents of `files`, in order.
+
+        Raises:
+            DataError: a file cannot be read as the source's kind says.
+        """
+        read = {
+            "text": self._read_text,
+            "jsonl": self._read_jsonl,
+            "parquet": self._read_parquet,
+            "stdlib": self._read_stdlib,
+        }[self.config.kind]
+        bytes_before = 0
+        for path in files:
+            try:
+                size = path.stat().st_size
+                for text, bytes_read in read(path):
+                    yield Document(text, bytes_before + bytes_read)
+            except (OSError, pyarrow.ArrowException) as error:
+                reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
+                raise self._error(str(path), f"cannot be read: {reason}; replace or remove the file") from error
+            bytes_before += size
+
+    def _stdlib_files(self) -> list[Path]:
+        root = Path(sysconfig.get_path("stdlib"))
+        files = [path for path in sorted(root.rglob("*.py")) if not _STDLIB_LEFT_OUT & set(path.relative_to(root).parts)]
+        if not files:
+            raise DataError(f"{self.key}.kind: this Python has no sources in {root}; use another kind of source")
+        return files
+
+    def _read_stdlib(self, path: Path) -> Iterator[tuple[str, int]]:
+        if path.parts[-2:] != _HELP_TEXTS.parts:
+            yield from self._read_text(path)
+            return
+        from pydoc_data.topics import topics
+
+        for topic in sorted(topics):
+            yield topics[topic], path.stat().st_size
+
+    def _read_text(self, path: Path) -> Iterator[tuple[str, int]]:
+        decoder = codecs.getincrementaldecoder("utf-8")()
+        line, pending = 1, ""
+        with path.open("rb") as file:
+            while block := file.read(READ_BYTES):
+                try:
+                    pending += decoder.decode(block)
+                except UnicodeDecodeError as error:
+                    line += error.object[: error.start].count(b"\n")
+                    raise self._error(f"{path}:{line}", _NOT_UTF8) from error
+                line += block.count(b"\n")
+                *documents, pending = _cut(pending)
+                for document in documents:
+                    yield document, file.tell()
+            try:
+                decoder.decode(b"", final=True)
+            except UnicodeDecodeError as error:
+                raise self._error(f"{path}:{line}", _NOT_UTF8) from error
+            yield pending, file.tell()
+
+    def _read_jsonl(self, path: Path) -> Iterator[tuple[str, int]]:
+        compression = {".gz": "gzip", ".zst": "zstd"}.get(path.suffix)
+        with path.open("rb", buffering=0) as file:
+            stream = pyarrow.CompressedInputStream(file, compression) if compression else file
+            lines = io.BufferedReader(stream, READ_BYTES)  # pyright: ignore[reportArgumentType]
+            number = 0
+            while line := lines.readline(MAX_LINE_BYTES + 1):
+                number += 1
+                if not line.isspace():
+                    for document in _cut(self._text_of_line(line, f"{path}:{number}")):
+                        yield document, file.tell()
+
+    def _text_of_line(self, line: bytes, where: str) -> str:
+        if len(line) > MAX_LINE_BYTES:
+            raise self._error(where, f"a line may have at most {MAX_LINE_BYTES:,} bytes; split the document")
+        try:
+            record = json.loads(line.decode())
+        except UnicodeDecodeError as error:
+            raise self._error(where, _NOT_UTF8) from error
+        except RecursionError as error:
+            raise self._error(where, "is nested too deeply; remove the line") from error
+        except ValueError as error:
+            reason = f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else str(error)
+            raise self._error(where, f"is not JSON: {reason}; correct or remove the line") from error
+        if not isinstance(record, dict):
+            raise self._error(where, f"must be a JSON object, not {type(record).__name__}; correct or remove the line")
+        if self.config.text_key not in record:
+            raise self._no_such_key(where, list(record))
+        return self._checked_text(record[self.config.text_key], where)
+
+    def _read_parquet(self, path: Path) -> Iterator[tuple[str, int]]:
+        with pyarrow.parquet.ParquetFile(path) as file:
+            schema = file.schema_arrow
+            if self.config.text_key not in schema.names:
+                raise self._no_such_key(str(path), schema.names)
+            kind = schema.field(self.config.text_key).type
+            kind = kind.value_type if pyarrow.types.is_dictionary(kind) else kind
+            if not any(is_text(kind) for is_text in _PARQUET_TEXT_TYPES):
+                message = f"column {self.config.text_key!r} must hold strings, not {kind}; choose another column"
+                raise self._error(str(path), message, "text_key")
+            row, size = 0, path.stat().st_size
+            for batch in file.iter_batches(PARQUET_ROWS, columns=[self.config.text_key]):
+                for value in batch.column(0):
+                    row += 1
+                    try:
+                        text = value.as_py()
+                    except UnicodeDecodeError as error:
+                        raise self._error(f"{path}:{row}", _NOT_UTF8) from error
+                    for document in _cut(self._checked_text(text, f"{path}:{row}")):
+                        yield document, size * row // file.metadata.num_rows
+
+    def _checked_text(self, text: object, where: str) -> str:
+        if not isinstance(text, str):
+            kind = "null" if text is None else type(text).__name__
+            message = f"{self.config.text_key!r} must be a string, not {kind}; correct or remove it"
+            raise self._error(where, message, "text_key")
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            message = f"{self.config.text_key!r} has half a surrogate pair, which is no character; correct or remove it"
+            raise self._error(where, message, "text_key") from error
+        return text
+
+    def _check_regular(self, path: Path) -> None:
+        try:
+            mode = path.stat().st_mode
+        except OSError as error:
+            raise self._error(str(path), f"{error.strerror}; correct or remove the path") from error
+        if stat.S_ISDIR(mode):
+            raise self._error(str(path), f"is a directory; name its files, for example {path}/**/*")
+        if not stat.S_ISREG(mode):
+            raise self._error(str(path), "is not a regular file; name files")
+
+    def _no_such_key(self, where: str, names: list[str]) -> DataError:
+        known = ", ".join(repr(name) for name in names[:8]) or "nothing"
+        return self._error(where, f"has no {self.config.text_key!r}, only {known}; correct the key or the file", "text_key")
+
+    def _error(self, where: str, message: str, field: str = "paths") -> DataError:
+        return DataError(f"{where}: {self.key}.{field}: {message}")
+
+
+_NOT_UTF8 = "is not UTF-8; convert the file, for example with iconv"
+
+_PARQUET_TEXT_TYPES = (pyarrow.types.is_string, pyarrow.types.is_large_string, pyarrow.types.is_string_view)
+
+
+def _cut(text: str) -> Iterator[str]:
+    """The text in parts of at most `MAX_DOCUMENT_CHARS`, each ending with a line if it can; at least one part."""
+    start = 0
+    while len(text) - start > MAX_DOCUMENT_CHARS:
+        end = text.rfind("\n", start, start + MAX_DOCUMENT_CHARS) + 1 or start + MAX_DOCUMENT_CHARS
+        yield text[start:end]
+        start = end
+    yield text[start:]

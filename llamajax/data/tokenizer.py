@@ -1,0 +1,266 @@
+"""Text to token ids and back: SentencePiece models, Hugging Face `tokenizer.json`, and SentencePiece trained here."""
+
+import abc
+import hashlib
+import io
+import itertools
+import json
+import os
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import sentencepiece
+import tokenizers
+from sentencepiece.sentencepiece_model_pb2 import ModelProto  # pyright: ignore[reportAttributeAccessIssue]
+
+from llamajax.errors import ConfigError, DataError
+
+KNOWN_BOS = ("<s>", "<|begin_of_text|>", "<|endoftext|>")
+KNOWN_EOS = ("</s>", "<|end_of_text|>", "<|endoftext|>")
+"""Names that begin and end a text in tokenizers whose configuration does not say."""
+TRAINING_CHUNK_CHARS = 2048
+"""Training text is sampled in parts of this length."""
+
+_SPACE = "\u2581"
+"""What SentencePiece writes for a space."""
+_BYTE_PIECE = re.compile(r"<0x[0-9A-F]{2}>")
+
+
+class Tokenizer(abc.ABC):
+    """Encodes text without adding tokens of its own; documents are framed by `bos_id` and `eos_id` elsewhere.
+
+    A tokenizer that has only one of the two uses it for both.
+    """
+
+    vocab_size: int
+    """Token ids are below this."""
+    bos_id: int
+    """Begins a document."""
+    eos_id: int
+    """Ends a document."""
+    token_bytes: np.ndarray
+    """int32 [vocab_size]: UTF-8 bytes of text that each token stands for; 0 for tokens that stand for none.
+
+    Over the tokens of a text they add up to its length, unless the tokenizer itself adds or drops text (as Llama 2's,
+    which puts a space before it).
+    """
+    files: tuple[Path, ...]
+    """All that `load_tokenizer` needs, to be kept with a checkpoint."""
+    sha256: str
+    """Hash of the files' content."""
+
+    @abc.abstractmethod
+    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """The token ids of each text, int32; special tokens written in a text are read as plain text."""
+
+    @abc.abstractmethod
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text of the ids; special tokens have none, and bytes that are not UTF-8 become U+FFFD."""
+
+    def _set_files(self, *files: Path) -> None:
+        self.files = files
+        hashes = b"".join(hashlib.sha256(path.read_bytes()).digest() for path in files)
+        self.sha256 = hashlib.sha256(hashes).hexdigest()
+
+    def _set_ends(self, bos_id: int | None, eos_id: int | None, remedy: str) -> None:
+        ends = [token for token in (bos_id, eos_id) if token is not None]
+        if not ends:
+            raise DataError(f"{self.files[0]}: data.tokenizer.path: has no token to begin or end a document; {remedy}")
+        self.bos_id, self.eos_id = ends[0], ends[-1]
+
+
+def load_tokenizer(path: Path) -> Tokenizer:
+    """Loads a SentencePiece model, a `tokenizer.json`, or the one or other from a directory such as a checkpoint's.
+
+    Raises:
+        DataError: there is no tokenizer, or it is damaged, or not of these kinds.
+    """
+    if path.is_dir():
+        found = [
+            file for file in path.iterdir() if file.suffix in (".json", ".model") and file.name != "tokenizer_config.json"
+        ]
+        named = [file for file in found if file.stem == "tokenizer"]
+        if not named and len(found) != 1:
+            raise DataError(f"{path}: data.tokenizer.path: has no tokenizer.json or tokenizer.model; name the file")
+        path = min(named or found)  # tokenizer.json before tokenizer.model: the latter may be Llama 3's tiktoken file
+    try:
+        return HuggingFaceTokenizer(path) if path.suffix == ".json" else SentencePieceTokenizer(path)
+    except OSError as error:
+        raise DataError(f"{path}: data.tokenizer.path: {error.strerror}; correct the path") from error
+
+
+class SentencePieceTokenizer(Tokenizer):
+    """A SentencePiece model."""
+
+    def __init__(self, path: Path) -> None:
+        self._set_files(path)
+        try:
+            self._processor = sentencepiece.SentencePieceProcessor(model_file=str(path))
+            model = ModelProto.FromString(self._processor.serialized_model_proto())
+        except RuntimeError as error:
+            raise DataError(
+                f"{path}: data.tokenizer.path: is not a SentencePiece model; if it came with Llama 3 or later,"
+                " use the tokenizer.json of the Hugging Face release"
+            ) from error
+        self.vocab_size = self._processor.get_piece_size()
+        bos_id, eos_id = self._processor.bos_id(), self._processor.eos_id()
+        remedy = "use a model with a bos or eos piece"
+        self._set_ends(bos_id if bos_id >= 0 else None, eos_id if eos_id >= 0 else None, remedy)
+        kinds = ModelProto.SentencePiece
+        byte_counts = {kinds.BYTE: lambda _: 1, kinds.NORMAL: _text_bytes, kinds.USER_DEFINED: _text_bytes}
+        self.token_bytes = np.array(
+            [byte_counts[piece.type](piece.piece) if piece.type in byte_counts else 0 for piece in model.pieces], np.int32
+        )
+        # SentencePiece reads the character U+2581 as a space. A model that keeps everything else as it is shall keep
+        # that one too: it is cut out of the text and spelt in bytes.
+        rules = model.normalizer_spec
+        keeps_text = rules.name == "identity" and not rules.add_dummy_prefix and not rules.remove_extra_whitespaces
+        spelt = [self._processor.piece_to_id(f"<0x{byte:02X}>") for byte in _SPACE.encode()]
+        self._space_ids = np.array(spelt, np.int32) if keeps_text and model.trainer_spec.byte_fallback else None
+
+    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+        parts = [[text] if self._space_ids is None else text.split(_SPACE) for text in texts]
+        flat = list(itertools.chain.from_iterable(parts))
+        encoded = iter(self._processor.encode(flat, return_type="numpy", num_threads=os.cpu_count() or 1))
+        return [self._join(list(itertools.islice(encoded, len(of_text)))) for of_text in parts]
+
+    def _join(self, parts: list[np.ndarray]) -> np.ndarray:
+        if len(parts) == 1:
+            return parts[0]
+        assert self._space_ids is not None
+        joined = [array for part in parts for array in (self._space_ids, part)]
+        return np.concatenate(joined[1:])
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return self._processor.decode([int(token) for token in ids])
+
+
+class HuggingFaceTokenizer(Tokenizer):
+    """A `tokenizer.json`, with the `tokenizer_config.json` beside it if there is one."""
+
+    def __init__(self, path: Path) -> None:
+        config_path = path.with_name("tokenizer_config.json")
+        self._set_files(path, *([config_path] if config_path.exists() else []))
+        try:
+            self._tokenizer = tokenizers.Tokenizer.from_str(path.read_text("utf-8"))
+            model = json.loads(self._tokenizer.to_str())
+            config = json.loads(config_path.read_text("utf-8")) if config_path.exists() else {}
+        except Exception as error:  # the library raises nothing narrower
+            reason = str(error).splitlines()[0]
+            raise DataError(f"{path}: data.tokenizer.path: is not a tokenizer.json: {reason}; replace the file") from error
+        self._tokenizer.encode_special_tokens = True
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
+        self.vocab_size = max(vocabulary.values()) + 1
+        self.token_bytes = self._count_bytes(vocabulary, model)
+        self._set_ends(
+            self._special_token(config.get("bos_token"), KNOWN_BOS, "bos_token"),
+            self._special_token(config.get("eos_token"), KNOWN_EOS, "eos_token"),
+            "put a tokenizer_config.json with bos_token and eos_token beside it",
+        )
+
+    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+        encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [np.array(encoding.ids, np.int32) for encoding in encodings]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return self._tokenizer.decode([int(token) for token in ids])
+
+    def _special_token(self, configured: str | dict | None, known: Sequence[str], key: str) -> int | None:
+        if configured is not None:
+            name = configured["content"] if isinstance(configured, dict) else configured
+            token = self._tokenizer.token_to_id(name)
+            if token is None:
+                raise DataError(f"{self.files[1]}: {key}: {name!r} is not in {self.files[0].name}; correct it")
+            return token
+        return next((token for name in known if (token := self._tokenizer.token_to_id(name)) is not None), None)
+
+    def _count_bytes(self, vocabulary: dict[str, int], model: dict) -> np.ndarray:
+        decoder = json.dumps(model["decoder"])
+        if '"ByteLevel"' in decoder:  # every character of a token's name stands for a byte
+            count = len
+        elif any(f'"{kind}"' in decoder for kind in ("ByteFallback", "Metaspace", "Replace")):
+            count = _text_bytes
+        else:
+            raise DataError(
+                f"{self.files[0]}: data.tokenizer.path: its decoder does not keep text as it is;"
+                " use byte-level BPE or a SentencePiece kind of tokenizer"
+            )
+        counts = np.zeros(self.vocab_size, np.int32)
+        for name, token in vocabulary.items():
+            is_byte = model["model"].get("byte_fallback") and _BYTE_PIECE.fullmatch(name)
+            counts[token] = 1 if is_byte else count(name)
+        for token, added in self._tokenizer.get_added_tokens_decoder().items():
+            counts[token] = 0 if added.special else len(added.content.encode())
+        unknown = vocabulary.get(model["model"].get("unk_token"))
+        if unknown is not None:
+            counts[unknown] = 0
+        return counts
+
+
+def _text_bytes(piece: str) -> int:
+    return len(piece.replace(_SPACE, " ").encode())
+
+
+def train_sentencepiece(texts: Iterable[str], *, total_bytes: int, max_bytes: int, vocab_size: int) -> bytes:
+    """Trains a SentencePiece BPE that gives back every text exactly, and returns its model file.
+
+    Args:
+        texts: the documents; a sample spread evenly over all their text is used.
+        total_bytes: UTF-8 bytes of all of them together.
+        max_bytes: size of the sample.
+        vocab_size: pieces, among them `<unk>`, `<s>`, `</s>` (ids 0, 1, 2) and one per byte; fewer if the text is too
+            short for so many.
+
+    Raises:
+        ConfigError: `vocab_size` cannot hold the bytes and characters.
+        DataError: there is no text.
+    """
+    model = io.BytesIO()
+    try:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=_sample(texts, total_bytes, max_bytes),
+            model_writer=model,
+            model_type="bpe",
+            vocab_size=vocab_size,
+            hard_vocab_limit=False,
+            byte_fallback=True,
+            split_digits=True,
+            allow_whitespace_only_pieces=True,  # indentation
+            normalization_rule_name="identity",
+            add_dummy_prefix=False,
+            remove_extra_whitespaces=False,
+            max_sentence_length=8 * TRAINING_CHUNK_CHARS,  # bytes; longer ones would be left out
+            unk_id=0,
+            bos_id=1,
+            eos_id=2,
+            pad_id=-1,
+            minloglevel=2,
+        )
+    except RuntimeError as error:
+        too_small = re.search(r"(\d+) vs (\d+)", str(error))
+        if too_small:
+            raise ConfigError(
+                f"model.vocab_size: {vocab_size} pieces cannot hold the bytes and common characters of this text;"
+                f" raise it to {too_small[2]} or more"
+            ) from error
+        raise DataError(
+            "data.sources: there is no text to train a tokenizer on; add text or set data.tokenizer.path"
+        ) from error
+    return model.getvalue()
+
+
+def _sample(texts: Iterable[str], total_bytes: int, max_bytes: int) -> Iterator[str]:
+    """Parts of the texts, evenly spread, about `max_bytes` of the `total_bytes`."""
+    seen = taken = 0
+    for text in texts:
+        for start in range(0, len(text), TRAINING_CHUNK_CHARS):
+            chunk = text[start : start + TRAINING_CHUNK_CHARS]
+            size = len(chunk.encode())
+            if taken * total_bytes <= seen * max_bytes:
+                taken += size
+                yield chunk
+            seen += size

@@ -1,0 +1,244 @@
+"""One self-contained HTML page about a run: `python -m llamajax.report RUN [--output FILE]`.
+
+Reads what the run wrote (`run_log`); the run may still be going on. The page needs no network and no scripts to be read.
+"""
+
+import argparse
+import html
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+
+from llamajax import run_log
+from llamajax.chart import WIDTH, Line, line_chart
+from llamajax.errors import ConfigError, UserError
+from llamajax.run_log import RunLog, RunSummary
+from llamajax.units import format_count, format_duration
+
+CONFIG_FILE = "config.yaml"
+_NEWEST_STARTS = 50
+
+_STYLE = """
+:root { --paper: #fff; --card: #f6f7f9; --ink: #1c2128; --soft: #667080; --line: #e1e4e9; --c0: #2563c9; --c1: #d9580d; }
+@media (prefers-color-scheme: dark) {
+  :root { --paper: #14171c; --card: #1d2127; --ink: #e6e9ee; --soft: #98a2b0; --line: #30363f; --c0: #6ea6ff; --c1: #ff9a4d; }
+}
+:root { color-scheme: light dark; }
+body { margin: 0 auto; max-width: 1240px; padding: 28px 24px 60px; background: var(--paper); color: var(--ink);
+  font: 15px/1.5 system-ui, sans-serif; }
+h1 { font-size: 26px; margin: 0; overflow-wrap: anywhere; }
+h2 { font-size: 17px; margin: 36px 0 10px; }
+p { color: var(--soft); margin: 2px 0 22px; overflow-wrap: anywhere; }
+.cards { display: grid; grid-template-columns: repeat(4, 1fr); gap: 12px; }
+.cards > div { background: var(--card); border-radius: 10px; padding: 12px 16px; }
+.cards dt, .cards small { color: var(--soft); font-size: 13px; }
+.cards dd { margin: 0; font-size: 24px; font-weight: 600; font-variant-numeric: tabular-nums; }
+.charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 520px), 1fr)); gap: 28px; margin-top: 34px; }
+figure { margin: 0; min-width: 0; }
+figcaption { display: flex; flex-wrap: wrap; gap: 2px 16px; align-items: baseline; }
+.key { color: var(--soft); font-size: 13px; }
+.key::before { content: ""; display: inline-block; width: 14px; height: 3px; border-radius: 2px; margin: 0 6px 3px 0;
+  background: var(--color); }
+.note { color: var(--soft); font-size: 12px; margin-left: auto; }
+svg { display: block; width: 100%; height: auto; touch-action: pan-y; }
+svg text { fill: var(--soft); font: 12px system-ui, sans-serif; font-variant-numeric: tabular-nums; }
+svg .x { text-anchor: middle; } svg .y { text-anchor: end; }
+.c0 { --color: var(--c0); } .c1 { --color: var(--c1); }
+path { fill: none; stroke: var(--color); stroke-width: 1.8; stroke-linejoin: round; } path.faint { opacity: .3; stroke-width: 1; }
+circle { fill: var(--color); }
+.grid { stroke: var(--line); } .tick { stroke: var(--soft); } .cursor { stroke: var(--soft); stroke-dasharray: 2 3; }
+.restart { stroke: var(--soft); stroke-dasharray: 5 4; opacity: .7; }
+output { display: block; min-height: 20px; padding-left: 8%; color: var(--soft); font-size: 13px; font-variant-numeric: tabular-nums; }
+.wide { overflow-x: auto; }
+table { border-collapse: collapse; font-size: 14px; white-space: nowrap; }
+th { text-align: left; color: var(--soft); font-weight: 500; }
+th, td { padding: 4px 22px 4px 0; border-bottom: 1px solid var(--line); }
+pre { background: var(--card); border-radius: 10px; padding: 14px 18px; overflow-x: auto; font-size: 13px; line-height: 1.45; }
+@media (max-width: 760px) { .cards { grid-template-columns: repeat(2, 1fr); } }
+"""
+
+_SCRIPT = """
+for (const figure of document.querySelectorAll("figure")) {
+  const svg = figure.querySelector("svg"), cursor = svg.querySelector(".cursor"), output = figure.querySelector("output");
+  const chart = JSON.parse(figure.querySelector("script").textContent), last = output.textContent;
+  svg.addEventListener("pointermove", event => {
+    const box = svg.getBoundingClientRect(), x = (event.clientX - box.left) * WIDTH / box.width;
+    const nearest = chart.x.reduce((best, place, i) => Math.abs(place - x) < Math.abs(chart.x[best] - x) ? i : best, 0);
+    cursor.setAttribute("x1", chart.x[nearest]);
+    cursor.setAttribute("x2", chart.x[nearest]);
+    output.textContent = chart.text[nearest];
+  });
+  svg.addEventListener("pointerleave", () => {
+    cursor.setAttribute("x1", -9);
+    cursor.setAttribute("x2", -9);
+    output.textContent = last;
+  });
+}
+""".replace("WIDTH", str(WIDTH))
+
+
+def write_report(run_dir: Path, output: Path | None = None) -> Path:
+    """Writes the page about the run in `run_dir`; returns where it lies, by default `report.html` in the run.
+
+    Raises:
+        ConfigError: there is no run with a finished step in `run_dir`, or `output` cannot be written.
+        DataError: a log of the run is damaged.
+    """
+    log = run_log.read_run(run_dir)
+    config_path = run_dir / CONFIG_FILE
+    config = config_path.read_text(encoding="utf-8") if config_path.is_file() else None
+    output = output or run_dir / "report.html"
+    try:
+        output.write_text(_page(run_dir.resolve().name, log, config), encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{output}: cannot be written: {error.strerror}; name another file with --output") from error
+    return output
+
+
+def _page(name: str, log: RunLog, config: str | None) -> str:
+    summary = run_log.summarize(log)
+    newest = max(float(log.series["time"][1][-1]), *(event["time"] for event in log.events), 0.0)
+    state = summary.stop_reason or "running or killed"
+    steps = f"step {summary.step:,}" + (f" of {summary.num_steps:,}" if summary.num_steps else "")
+    config_part = f"<h2>Configuration</h2><pre>{html.escape(config)}</pre>" if config is not None else ""
+    return f"""<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'">
+<title>{html.escape(name)}</title>
+<style>{_STYLE}</style>
+</head>
+<body>
+<h1>{html.escape(name)}</h1>
+<p>{html.escape(state)} &middot; {steps} &middot; newest record {_utc(newest)}</p>
+<dl class="cards">{_cards(summary)}</dl>
+<div class="charts">{_charts(log)}</div>
+{_starts(log)}
+{config_part}
+<script>{_SCRIPT}</script>
+</body>
+</html>
+"""
+
+
+def _cards(summary: RunSummary) -> str:
+    def known(value: float | None, form: str) -> str:
+        return "&ndash;" if value is None else format(value, form)
+
+    def count(value: float | None) -> str:
+        return "&ndash;" if value is None else format_count(value)
+
+    in_steps = format_duration(summary.steps_time_s)
+    restarts = f"{summary.restarts} restart{'' if summary.restarts == 1 else 's'}"
+    wall_time = "&ndash;" if summary.wall_time_s is None else format_duration(summary.wall_time_s)
+    cards = (
+        ("train loss", known(summary.train_loss, ".4f"), f"mean of the last {min(run_log.FINAL_STEPS, summary.step)} steps"),
+        ("held-out loss", known(summary.eval_loss, ".4f"), "newest evaluation"),
+        ("bits per byte", known(summary.eval_bits_per_byte, ".4f"), "on held-out text"),
+        ("tokens", count(summary.tokens), f"in {summary.step:,} steps"),
+        ("parameters", count(summary.num_params), f"{known(summary.num_params, ',')}"),
+        (
+            "tokens per second",
+            count(summary.tokens_per_sec),
+            f"{count(summary.tokens_per_sec_per_device)} per device, median",
+        ),
+        ("MFU", known(summary.mfu, ".1%"), f"{known(summary.mfu_full_attention, '.1%')} counting full attention, median"),
+        ("wall time", wall_time, f"{in_steps} in steps, {restarts}"),
+    )
+    return "".join(f"<div><dt>{label}</dt><dd>{value}</dd><small>{note}</small></div>" for label, value, note in cards)
+
+
+def _charts(log: RunLog) -> str:
+    def number(value: float) -> str:
+        return f"{value:.4g}"
+
+    def percent(value: float) -> str:
+        return f"{100 * value:.3g}%"
+
+    def seconds(value: float) -> str:
+        return f"{value:.3g} s"
+
+    plans = (
+        ("Loss (nats per token)", number, False, {"train": "train/loss", "held-out": "eval/loss"}),
+        ("Learning rate", number, True, {"learning rate": "train/learning_rate"}),
+        ("Gradient norm, before clipping", number, True, {"gradient norm": "train/grad_norm"}),
+        ("Tokens per second, all devices", format_count, True, {"tokens/s": "perf/tokens_per_sec"}),
+        ("Time per step", seconds, True, {"step": "perf/step_time_s", "waiting for data": "perf/data_wait_s"}),
+        (
+            "Model FLOPs utilization",
+            percent,
+            True,
+            {"MFU": "perf/mfu", "counting full attention": "perf/mfu_full_attention"},
+        ),
+    )
+    restarts = [event["step"] for event in log.events if event["event"] == "start"][1:]
+    charts = []
+    for title, text, from_zero, keys in plans:
+        lines = [
+            Line(
+                name=name,
+                steps=log.series[key][0],
+                values=log.series[key][1],
+                noisy=key not in ("eval/loss", "train/learning_rate"),
+                dots=key == "eval/loss",
+            )
+            for name, key in keys.items()
+            if key in log.series
+        ]
+        if lines:
+            charts.append(line_chart(title, lines, text=text, from_zero=from_zero, restarts=restarts))
+    return "\n".join(charts)
+
+
+def _starts(log: RunLog) -> str:
+    """A table of every time the run was started, with what it ran on and how that ended."""
+    rows, previous_config = [], None
+    for index, event in enumerate(log.events):
+        if event["event"] != "start":
+            continue
+        later = next((e for e in log.events[index + 1 :] if e["event"] in ("start", "stop")), None)
+        end = "killed" if later else "&ndash;"
+        if later and later["event"] == "stop":
+            end = f"step {later['step']:,}: {html.escape(str(later.get('reason')))}"
+        config_hash = event.get("config_sha256")
+        changed = previous_config not in (None, config_hash)
+        previous_config = config_hash
+        facts = (
+            f"{event.get('devices', '?')} x {event.get('device_kind', '?')}",
+            " x ".join(f"{axis} {size}" for axis, size in event.get("mesh", {}).items()) or "one device",
+            f"llamajax {event.get('llamajax', '?')}, jax {event.get('jax', '?')}, Python {event.get('python', '?')}",
+            f"{str(config_hash)[:8]}{' (changed)' if changed else ''}",
+        )
+        cells = [_utc(event["time"]), f"{event['step']:,}", *(html.escape(fact) for fact in facts), end]
+        rows.append(f"<tr>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>")
+    if not rows:
+        return ""
+    note = f" (the newest {_NEWEST_STARTS} of {len(rows)})" if len(rows) > _NEWEST_STARTS else ""
+    head = "".join(
+        f"<th>{title}</th>" for title in ("started", "from step", "devices", "mesh", "versions", "config", "ended")
+    )
+    return f'<h2>Starts{note}</h2><div class="wide"><table><tr>{head}</tr>{"".join(rows[-_NEWEST_STARTS:])}</table></div>'
+
+
+def _utc(timestamp: float) -> str:
+    return datetime.fromtimestamp(timestamp, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The command; returns its exit code."""
+    parser = argparse.ArgumentParser(prog="python -m llamajax.report", description="Write one HTML page about a run.")
+    parser.add_argument("run", type=Path, metavar="RUN", help="the run_dir of a run, finished or not")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="where to write the page; default: RUN/report.html")
+    options = parser.parse_args(arguments)
+    try:
+        print(write_report(options.run.expanduser(), options.output))
+    except UserError as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

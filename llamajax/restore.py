@@ -1,0 +1,244 @@
+"""Reading checkpoints: choosing a good step, comparing it with what is asked for, laying it over any mesh.
+
+The layout of a step is described in `llamajax.checkpoint`, which writes them.
+"""
+
+import json
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+from jax import P
+from jax.experimental import multihost_utils
+from jax.sharding import AbstractMesh, NamedSharding
+
+from llamajax import manifest
+from llamajax.errors import CheckpointError
+
+State = TypeVar("State")
+
+
+@dataclass(frozen=True)
+class Restored(Generic[State]):
+    """A verified checkpoint, read."""
+
+    step: int
+    """Optimizer step after which it was saved."""
+    state: State
+    """The arrays, in the structure, types and shardings that were asked for."""
+    meta: dict[str, Any]
+    """What was given to `save`."""
+    files: Path
+    """Directory with the copies of the files given to `save`; a running writer may delete it in time."""
+
+
+def restore(run_dir: Path, abstract_state: State, step: int | None = None, *, partial: bool = False) -> Restored[State]:
+    """Reads a checkpoint of a run, also of one that is being trained: takes no lock and changes nothing.
+
+    Args:
+        run_dir: the run's directory.
+        abstract_state: the pytree to restore, of `jax.ShapeDtypeStruct`; see `concretise`.
+        step: the step to read; None: the newest good one, damaged newer ones are named on stderr.
+        partial: `abstract_state` may leave out arrays of the checkpoint, such as the optimizer's:
+            `{"model": abstract_model}` reads the field `model` of the state that was saved.
+
+    Raises:
+        CheckpointError: there is no good checkpoint, or its arrays are not those of `abstract_state`.
+    """
+    directory = run_dir.absolute() / "checkpoints"
+    if step is None:
+        step, damaged = newest_good(directory)
+        if step is None:
+            raise CheckpointError(none_good_line(directory, damaged))
+        for bad, found in damaged.items():
+            say(f"{damage_line(directory, bad, found)}; reading step {step} instead")
+    else:
+        _require_step(step, gather(steps_in(directory))[0], directory)
+        if found := _damage(directory / str(step)):
+            raise CheckpointError(f"{damage_line(directory, step, found)}; choose another step")
+    try:
+        return read_step(directory / str(step), abstract_state, partial=partial)
+    except Exception as error:
+        if not (directory / str(step)).exists():
+            raise CheckpointError(f"{directory / str(step)} was deleted by its run while it was read; try again") from error
+        raise
+
+
+def read_meta(run_dir: Path, step: int | None = None) -> dict[str, Any]:
+    """What was given to `save` as `meta`, without reading any array; of the newest step where it is undamaged.
+
+    Raises:
+        CheckpointError: there is no such step.
+    """
+    directory = run_dir / "checkpoints"
+    steps = steps_in(directory)
+    if step is not None:
+        _require_step(step, steps, directory)
+        steps = [step]
+    damaged: dict[int, list[str]] = {}
+    for candidate in reversed(steps):
+        try:
+            record = manifest.read(directory / str(candidate))["meta.json"]
+            damaged[candidate] = manifest.problems(directory / str(candidate), {"meta.json": record})
+        except CheckpointError as error:
+            damaged[candidate] = [str(error)]
+        if not damaged[candidate]:
+            return json.loads((directory / str(candidate) / "meta.json").read_text())
+    raise CheckpointError(none_good_line(directory, damaged))
+
+
+def latest_step(run_dir: Path) -> int | None:
+    """The newest committed step of a run, unverified; None if there is none."""
+    return max(steps_in(run_dir / "checkpoints"), default=None)
+
+
+def concretise(abstract_state: State) -> State:
+    """`abstract_state` on the current mesh, as arrays can be restored onto it.
+
+    `jax.eval_shape` under `jax.set_mesh` knows partitions but no devices, and gives scalars no sharding at all:
+    partitions are laid over the mesh, the rest is replicated. Leaves that already name devices stay.
+    """
+    mesh = jax.sharding.get_mesh()
+
+    def leaf(array: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        sharding = array.sharding
+        if sharding is None:
+            sharding = NamedSharding(mesh, P())
+        elif isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, AbstractMesh):
+            sharding = NamedSharding(mesh, sharding.spec)
+        return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding)
+
+    return jax.tree.map(leaf, abstract_state)
+
+
+def read_step(directory: Path, abstract_state: State, *, partial: bool) -> Restored[State]:
+    """Restores a verified step directory after comparing it with `abstract_state`."""
+    wanted = named_arrays(concretise(abstract_state))
+    saved = json.loads((directory / "arrays.json").read_text())
+    differences = _differences(wanted, {name: _text(**about) for name, about in saved.items()}, partial=partial)
+    if differences:
+        more = f" (and {len(differences) - 1} more differences)" if len(differences) > 1 else ""
+        raise CheckpointError(
+            f"{directory} is of another state: {differences[0]}{more}; use the configuration in its meta.json"
+        )
+    stored = {name: _key_data_struct(leaf) if is_key(leaf) else leaf for name, leaf in wanted.items()}
+    request = ocp.args.PyTreeRestore(
+        item=stored, restore_args=ocp.checkpoint_utils.construct_restore_args(stored), partial_restore=partial
+    )
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
+        arrays = reader.restore(directory / "state", args=request)
+    leaves = [
+        jax.random.wrap_key_data(arrays[name], dtype=leaf.dtype) if is_key(leaf) else arrays[name]
+        for name, leaf in wanted.items()
+    ]
+    return Restored(
+        step=int(directory.name),
+        state=jax.tree.unflatten(jax.tree.structure(abstract_state), leaves),
+        meta=json.loads((directory / "meta.json").read_text()),
+        files=directory / "files",
+    )
+
+
+def _require_step(step: int, steps: list[int], directory: Path) -> None:
+    if step not in steps:
+        raise CheckpointError(f"{directory} has no step {step}; it has {', '.join(map(str, steps)) or 'none'}")
+
+
+def _differences(wanted: dict[str, jax.ShapeDtypeStruct], saved: dict[str, str], *, partial: bool) -> list[str]:
+    found = [f"{name} is missing in it" for name in wanted if name not in saved]
+    if not partial:
+        found += [f"{name} is in it, but not in the state to restore" for name in saved if name not in wanted]
+    for name, leaf in wanted.items():
+        if name in saved and saved[name] != (text := _text(str(leaf.dtype), leaf.shape)):
+            found.append(f"{name} is {saved[name]} in it, but {text} in the state to restore")
+    return found
+
+
+def _text(dtype: str, shape: Sequence[int]) -> str:
+    return f"{dtype}[{','.join(map(str, shape))}]"
+
+
+def named_arrays(state: Any) -> dict[str, Any]:
+    """The leaves by their path in the tree, `model.layers.up`; the order is that of `jax.tree.leaves`."""
+    paths, _ = jax.tree.flatten_with_path(state)
+    # An nnx.Param is a node with the one leaf `value`, which says nothing.
+    named = {jax.tree_util.keystr(path, simple=True, separator=".").removesuffix(".value"): leaf for path, leaf in paths}
+    assert len(named) == len(paths), "two leaves have one name"
+    return named
+
+
+def is_key(array: Any) -> bool:
+    """Whether an array holds typed PRNG keys, which are stored as their key data."""
+    return jnp.issubdtype(array.dtype, jax.dtypes.prng_key)
+
+
+def _key_data_struct(key: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    data = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(key.shape, key.dtype))
+    return jax.ShapeDtypeStruct(data.shape, data.dtype, sharding=key.sharding)
+
+
+def steps_in(directory: Path) -> list[int]:
+    """The committed steps, in order."""
+    names = [path.name for path in directory.iterdir()] if directory.is_dir() else []
+    return sorted(int(name) for name in names if re.fullmatch("0|[1-9][0-9]*", name))
+
+
+def newest_good(directory: Path) -> tuple[int | None, dict[int, list[str]]]:
+    """The newest step without damage, and what is wrong with the newer ones; the same on every process."""
+    damaged: dict[int, list[str]] = {}
+    while True:
+        # Listed anew each time: a running writer may have committed a step and deleted one meanwhile.
+        steps = gather(steps_in(directory))[0]
+        step = max(set(steps) - damaged.keys(), default=None)
+        found = [] if step is None else _damage(directory / str(step))
+        if not found:
+            return step, {bad: damaged[bad] for bad in damaged if bad in steps}
+        assert step is not None
+        damaged[step] = found
+
+
+def _damage(directory: Path) -> list[str]:
+    """What is wrong with the files of a step; every process checks a share and all return the same."""
+    try:
+        records = sorted(manifest.read(directory).items())
+        found = manifest.problems(directory, dict(records[jax.process_index() :: jax.process_count()]))
+    except CheckpointError as error:
+        found = [str(error)]
+    return sorted({problem for share in gather(found) for problem in share})
+
+
+def damage_line(directory: Path, step: int, found: list[str]) -> str:
+    """One line that names a damaged step and its bad files."""
+    more = f" (and {len(found) - 10} more)" if len(found) > 10 else ""
+    return f"{directory / str(step)} is damaged: {', '.join(found[:10])}{more}"
+
+
+def none_good_line(directory: Path, damaged: dict[int, list[str]]) -> str:
+    """What to tell a user whose run has no step to restore: one line for every damaged one, and the remedy."""
+    if not damaged:
+        return f"{directory} has no checkpoint; is this the run_dir of a run that has saved one?"
+    lines = [damage_line(directory, step, found) for step, found in damaged.items()]
+    return "\n".join([*lines, f"{directory} has no good checkpoint; bring the files back, or choose another run_dir"])
+
+
+def gather(value: Any) -> list[Any]:
+    """The JSON `value` of every process, in order; all processes call this together and return the same."""
+    if jax.process_count() == 1:
+        return [value]
+    text = np.frombuffer(json.dumps(value).encode(), np.uint8)
+    sizes = multihost_utils.process_allgather(np.int32(text.size))
+    rows = multihost_utils.process_allgather(np.pad(text, (0, int(sizes.max()) - text.size)))
+    return [json.loads(row[:size].tobytes()) for row, size in zip(rows, sizes, strict=True)]
+
+
+def say(line: str) -> None:
+    """Prints a line to stderr, once for all processes."""
+    if jax.process_index() == 0:
+        print(line, file=sys.stderr, flush=True)

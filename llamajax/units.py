@@ -1,0 +1,29 @@
+"""Numbers with units, for people."""
+
+
+def format_bytes(num_bytes: float) -> str:
+    """`1.50 GiB`; binary units, three significant digits."""
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if num_bytes < 1000 or unit == "TiB":
+            break
+        num_bytes /= 1024
+    decimals = 0 if unit == "B" or num_bytes >= 100 else 1 if num_bytes >= 10 else 2
+    return f"{num_bytes:.{decimals}f} {unit}"
+
+
+def format_count(count: float) -> str:
+    """`6.74B`; thousands, millions, billions, trillions, three significant digits."""
+    for unit in ("", "k", "M", "B", "T"):
+        if count < 999.5 or unit == "T":
+            break
+        count /= 1000
+    return f"{count:.3g}{unit}" if count < 999.5 else f"{count:,.0f}{unit}"
+
+
+def format_duration(seconds: float) -> str:
+    """`0:00:07`, `3:25:45`, `2 days 3:25:45`."""
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    days, hours = divmod(hours, 24)
+    clock = f"{hours}:{minutes:02}:{seconds:02}"
+    return f"{days} day{'s' if days > 1 else ''} {clock}" if days else clock

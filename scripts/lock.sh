@@ -1,0 +1,10 @@
+#!/usr/bin/env bash
+# Writes requirements.lock: one set of versions for each supported Python, used as `pip install -c requirements.lock`.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+lock_env=$(mktemp -d)
+trap 'rm -rf "$lock_env"' EXIT
+python3 -m venv "$lock_env"
+"$lock_env/bin/pip" install --quiet uv
+"$lock_env/bin/uv" pip compile --quiet --universal --upgrade --python-version 3.11 --extra dev --no-annotate \
+  --custom-compile-command scripts/lock.sh pyproject.toml --output-file requirements.lock

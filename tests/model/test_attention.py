@@ -1,0 +1,66 @@
+"""`attend` against a loop over queries, and what its backward pass keeps."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from llamajax import mesh
+from llamajax.config import MeshConfig
+from llamajax.model.attention import attend
+from llamajax.sharding import spec
+
+B, T, K, G, H = 2, 8, 2, 3, 4
+SEGMENT_IDS = np.array([[1, 1, 1, 2, 2, 2, 2, 3], [1, 1, 1, 1, 1, 0, 0, 0]], np.int32)
+
+
+@pytest.fixture(autouse=True)
+def _mesh():
+    jax.set_mesh(mesh.make_mesh(MeshConfig(fsdp=2, sequence=2, tensor=2)))
+
+
+def _inputs(dtype: str) -> tuple[jax.Array, jax.Array, jax.Array]:
+    rng = np.random.default_rng(0)
+    q, k, v = (jnp.asarray(rng.standard_normal(shape), dtype) for shape in ((B, T, K, G, H), (B, T, K, H), (B, T, K, H)))
+    sharded = spec("batch", None, "kv_heads", None)
+    return jax.device_put(q, spec("batch", "seq", "kv_heads", None, None)), *jax.device_put((k, v), sharded)
+
+
+def _segments() -> tuple[jax.Array, jax.Array]:
+    return jax.device_put(SEGMENT_IDS, spec("batch", "seq")), jax.device_put(SEGMENT_IDS, spec("batch", None))
+
+
+def _attend_by_loop(q: np.ndarray, k: np.ndarray, v: np.ndarray, segment_ids: np.ndarray) -> np.ndarray:
+    out = np.zeros(q.shape)
+    for b, t, head, g in np.ndindex(B, T, K, G):
+        keys = [s for s in range(t + 1) if segment_ids[b, s] == segment_ids[b, t]]
+        weights = np.exp(k[b, keys, head] @ q[b, t, head, g] / np.sqrt(H))
+        out[b, t, head, g] = weights @ v[b, keys, head] / weights.sum()
+    return out
+
+
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_equals_a_loop_over_queries(dtype: str, packed: bool):
+    q, k, v = _inputs(dtype)
+    out = jax.jit(attend)(q, k, v, *(_segments() if packed else (None, None)))
+    expected = _attend_by_loop(
+        *(np.asarray(x, np.float64) for x in (q, k, v)), SEGMENT_IDS if packed else np.ones_like(SEGMENT_IDS)
+    )
+    assert out.dtype == dtype
+    assert jax.typeof(out).sharding.spec == spec("batch", "seq", "kv_heads", None, None)
+    np.testing.assert_allclose(np.asarray(out, np.float64), expected, atol=1e-6 if dtype == "float32" else 0.02)
+
+
+def test_softmax_is_fp32_for_bf16_inputs():
+    jaxpr = str(jax.make_jaxpr(attend)(*_inputs("bfloat16"), *_segments()))
+    exps = [line for line in jaxpr.splitlines() if "= exp" in line]
+    assert exps
+    assert all(":f32[" in line for line in exps)
+
+
+def test_scores_are_recomputed_not_kept():
+    _, backward = jax.eval_shape(lambda *args: jax.vjp(lambda *qkv: attend(*qkv, *_segments()), *args), *_inputs("float32"))
+    kept = [leaf.shape for leaf in jax.tree.leaves(backward)]
+    assert (B, T, K, G, H) in kept
+    assert not [shape for shape in kept if shape[-2:] == (T, T)]

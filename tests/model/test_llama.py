@@ -1,0 +1,238 @@
+"""The whole model: its parameters, what a token may see, packing, padding, remat, and what collectives carry."""
+
+import dataclasses
+from collections.abc import Iterator
+
+import jax
+import jax.extend.core
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+
+from llamajax import mesh
+from llamajax.config import MeshConfig, ModelConfig
+from llamajax.loss import IGNORE, loss_fn
+from llamajax.model import Llama
+from llamajax.sharding import spec
+
+CONFIG = ModelConfig(
+    vocab_size=32, embed_dim=16, mlp_dim=24, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=4,
+    init_std=0.3, compute_dtype="float32",
+)  # fmt: skip
+MIXED = MeshConfig(fsdp=2, sequence=2, tensor=2)
+
+
+def _set_one_device_mesh() -> None:
+    axes = mesh.AXES
+    jax.set_mesh(jax.make_mesh((1,) * len(axes), axes, (AxisType.Explicit,) * len(axes), devices=jax.devices()[:1]))
+
+
+def _llama(config: ModelConfig = CONFIG) -> Llama:
+    return jax.jit(Llama, static_argnums=0)(config, jax.random.key(0))
+
+
+def _leaves(tree) -> Iterator[tuple[str, jax.Array]]:
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        yield jax.tree_util.keystr(path, simple=True, separator="."), leaf
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_parameters_are_born_sharded_and_as_many_as_the_config_says(tied: bool):
+    jax.set_mesh(mesh.make_mesh(MIXED))
+    config = dataclasses.replace(CONFIG, tie_embeddings=tied, param_dtype="bfloat16")
+    model = jax.jit(Llama, static_argnums=0).eval_shape(config, jax.random.key(0))
+    assert sum(leaf.size for leaf in jax.tree.leaves(model)) == config.num_params
+    assert {leaf.dtype for leaf in jax.tree.leaves(model)} == {jnp.dtype("bfloat16")}
+    table = {"embedding.value": spec("vocab", "embed")}
+    head = {} if tied else {"head.value": spec("vocab", "embed")}
+    assert {path: leaf.sharding.spec for path, leaf in _leaves(model)} == table | head | {
+        "final_norm.scale.value": spec(None),
+        "layers.attention.wqkv.value": spec("layers", "embed", "kv_heads", None, "head_dim"),
+        "layers.attention.wo.value": spec("layers", "kv_heads", None, "head_dim", "embed"),
+        "layers.attention_norm.scale.value": spec("layers", None),
+        "layers.mlp.w_gate_up.value": spec("layers", "embed", None, "mlp"),
+        "layers.mlp.w_down.value": spec("layers", "mlp", "embed"),
+        "layers.mlp_norm.scale.value": spec("layers", None),
+    }
+
+
+def test_initial_values_do_not_depend_on_the_mesh():
+    _set_one_device_mesh()
+    alone = dict(_leaves(jax.tree.map(np.asarray, _llama())))
+    for axes in (MIXED, MeshConfig(data=2, fsdp=4)):
+        jax.set_mesh(mesh.make_mesh(axes))
+        for path, leaf in _leaves(_llama()):
+            np.testing.assert_array_equal(leaf, alone[path], err_msg=path)
+    np.testing.assert_allclose(alone["layers.attention.wqkv.value"].std(), 0.3, rtol=0.1)
+    np.testing.assert_allclose(alone["layers.mlp.w_down.value"].std(), 0.15, rtol=0.1)
+    assert not np.array_equal(alone["layers.mlp.w_down.value"][0], alone["layers.mlp.w_down.value"][1])
+
+
+def test_omitted_segments_and_positions_mean_one_document_from_zero():
+    jax.set_mesh(mesh.make_mesh(MIXED))
+    tokens = jnp.asarray(np.random.default_rng(0).integers(0, 32, (2, 8)), jnp.int32)
+    ones, arange = jnp.ones_like(tokens), jnp.broadcast_to(jnp.arange(8, dtype=jnp.int32), (2, 8))
+    omitted, segments, both, shifted = jax.jit(
+        lambda model: (model(tokens), model(tokens, ones), model(tokens, ones, arange), model(tokens, ones, 2 * arange))
+    )(_llama())
+    assert omitted.dtype == jnp.float32
+    assert jax.typeof(omitted).sharding.spec == spec("batch", "seq", "vocab")
+    np.testing.assert_allclose(omitted, both, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(segments, both, rtol=1e-5, atol=1e-6)
+    assert np.abs(np.asarray(shifted) - both).max() > 1e-3
+
+
+@pytest.mark.parametrize("axes", [None, MIXED], ids=["one-device", "mixed"])
+def test_a_token_sees_exactly_the_earlier_tokens_of_its_document(axes: MeshConfig | None):
+    """By gradient: token t's logits depend on token s's embedding if and only if s may be seen; all else is exactly 0."""
+    if axes is None:
+        _set_one_device_mesh()
+    else:
+        jax.set_mesh(mesh.make_mesh(axes))
+    B, T = 2, 8
+    tokens = jnp.arange(B * T, dtype=jnp.int32).reshape(B, T)  # all different: embedding row = token
+    segment_ids = np.array([[1] * T, [1, 1, 1, 2, 2, 2, 2, 0]], np.int32)
+    model = _llama()
+
+    @jax.jit
+    def gradient_norms(model: Llama) -> jax.Array:
+        """[T, V]: of the logits at row t of both sequences, with respect to the embedding of each token."""
+
+        def logits_at(embedding: jax.Array) -> jax.Array:
+            changed = jax.tree.map(lambda x: x, model)
+            changed.embedding[...] = embedding
+            logits = changed(tokens, jnp.asarray(segment_ids))
+            return jnp.sum(jnp.sin(7 * logits), axis=(0, 2))
+
+        _, backward = jax.vjp(logits_at, model.embedding[...])
+        one_hot = jax.reshard(jnp.eye(T, dtype=jnp.float32), spec(None, "seq"))
+        return jnp.stack([jnp.sum(jnp.abs(backward(one_hot[t])[0]), axis=-1) for t in range(T)])
+
+    norms = np.asarray(gradient_norms(model))[:, : B * T].reshape(T, B, T)
+    for b in range(B):
+        visible = np.tril(segment_ids[b][:, None] == segment_ids[b][None, :])
+        np.testing.assert_array_equal(norms[:, b] != 0, visible)
+
+
+def test_packed_documents_read_as_if_they_were_alone():
+    jax.set_mesh(mesh.make_mesh(MIXED))
+    tokens = np.random.default_rng(0).integers(0, 32, (2, 8)).astype(np.int32)
+    first, second = np.zeros((2, 8), np.int32), np.zeros((2, 8), np.int32)
+    first[:, :3], second[:, :4] = tokens[:, :3], tokens[:, 3:7]  # then one token of padding
+    segment_ids = np.array([[1, 1, 1, 2, 2, 2, 2, 0]] * 2, np.int32)
+    model = _llama()
+    forward = jax.jit(lambda model, tokens, segment_ids: model(tokens, segment_ids))
+    packed = np.asarray(forward(model, tokens, segment_ids))
+    first_alone = np.asarray(forward(model, first, np.array([[1] * 3 + [0] * 5] * 2, np.int32)))
+    second_alone = np.asarray(forward(model, second, np.array([[1] * 4 + [0] * 4] * 2, np.int32)))
+    np.testing.assert_allclose(packed[:, :3], first_alone[:, :3], atol=1e-5)
+    np.testing.assert_allclose(packed[:, 3:7], second_alone[:, :4], atol=1e-5)
+
+
+def test_padding_has_no_gradient_and_never_makes_a_nan():
+    jax.set_mesh(mesh.make_mesh(MIXED))
+    tokens = np.full((4, 8), 31, np.int32)  # 31 is only ever padding
+    tokens[:2, :5] = np.random.default_rng(0).integers(0, 31, (2, 5))
+    segment_ids = np.where(tokens == 31, 0, 1).astype(np.int32)  # rows 2 and 3 are nothing but padding
+    targets = np.where(segment_ids == 1, 7, IGNORE).astype(np.int32)
+    batch = {"tokens": tokens, "targets": targets, "segment_ids": segment_ids, "positions": None}
+
+    @jax.jit
+    def gradients_and_logits(model: Llama):
+        gradients, sums = jax.grad(loss_fn, has_aux=True)(model, batch, z_loss_weight=1e-3)
+        return gradients, sums, model(tokens, segment_ids)
+
+    gradients, sums, logits = gradients_and_logits(_llama())
+    assert sums.count == 10
+    assert np.isfinite(logits).all()
+    for path, gradient in _leaves(gradients):
+        assert np.isfinite(gradient).all(), path
+    embedding_gradient = np.asarray(gradients.embedding[...])
+    assert np.all(embedding_gradient[31] == 0)
+    assert np.any(embedding_gradient != 0)
+
+
+def test_remat_changes_what_is_kept_and_nothing_else():
+    _set_one_device_mesh()
+    rng = np.random.default_rng(0)
+    tokens, targets = rng.integers(0, 32, (2, 2, 8)).astype(np.int32)
+    batch = {"tokens": tokens, "targets": targets, "segment_ids": None, "positions": None}
+    L, B, T, K, G, H, F = 2, 2, 8, 2, 2, 4, 24
+    named = {(L, B, T, K, G, H): "attention", (L, B, T, K, G + 2, H): "qkv", (L, B, T, 2, F): "gate_up"}
+    arrays = jax.tree.leaves(_llama())
+    expected = {
+        "full": set(),
+        "save_attention": {"attention"},
+        "save_attention_qkv": {"attention", "qkv"},
+        "save_attention_qkv_mlp": {"attention", "qkv", "gate_up"},
+        "none": {"attention"},  # and what qkv and gate_up were split and turned into
+    }
+    losses, gradients, num_kept = {}, {}, {}
+    for remat in expected:
+        config = dataclasses.replace(CONFIG, remat=remat)
+        structure = jax.tree.structure(jax.eval_shape(lambda key, config=config: Llama(config, key), jax.random.key(0)))
+        model = jax.tree.unflatten(structure, arrays)
+
+        def loss(model: Llama) -> jax.Array:
+            return loss_fn(model, batch, z_loss_weight=0.0)[0]
+
+        _, backward = jax.eval_shape(lambda model: jax.vjp(loss, model), model)
+        kept = [leaf.shape for leaf in jax.tree.leaves(backward)]
+        assert {named[shape] for shape in kept if shape in named} == expected[remat]
+        assert not [shape for shape in kept if shape[-2:] == (T, T)]  # attention scores are never kept
+        num_kept[remat] = sum(int(np.prod(shape)) for shape in kept)
+        losses[remat], gradients[remat] = jax.jit(jax.value_and_grad(loss))(model)
+    assert list(num_kept.values()) == sorted(num_kept.values())
+    for remat in expected:
+        np.testing.assert_allclose(losses[remat], losses["full"], rtol=1e-6)
+        for (path, gradient), full in zip(_leaves(gradients[remat]), jax.tree.leaves(gradients["full"]), strict=True):
+            np.testing.assert_allclose(gradient, full, rtol=1e-5, atol=1e-6, err_msg=f"{remat} {path}")
+
+
+def _equations(jaxpr) -> Iterator:
+    """Every equation of a jaxpr and of those inside it."""
+    for equation in jaxpr.eqns:
+        yield equation
+        for inner in jax.extend.core.jaxprs_in_params(equation.params):
+            yield from _equations(inner)
+
+
+def _gradient_jaxpr(config: ModelConfig):
+    tokens = jnp.zeros((2, 8), jnp.int32)
+    batch = {"tokens": tokens, "targets": tokens, "segment_ids": tokens, "positions": tokens}
+    model = jax.jit(Llama, static_argnums=0).eval_shape(config, jax.random.key(0))
+    return jax.make_jaxpr(lambda model: jax.grad(loss_fn, has_aux=True)(model, batch, z_loss_weight=0.0))(model).jaxpr
+
+
+def test_collectives_carry_bf16_copies():
+    jax.set_mesh(mesh.make_mesh(MIXED))
+    config = dataclasses.replace(CONFIG, compute_dtype="bfloat16", remat="none")
+    moved = [
+        equation.invars[0].aval
+        for equation in _equations(_gradient_jaxpr(config))
+        if equation.primitive.name in ("reshard", "all_gather", "reduce_scatter", "psum_scatter")
+    ]
+    moved = [aval for aval in moved if jnp.issubdtype(aval.dtype, jnp.floating)]
+    # embedding, wqkv, k, v, wo, gate/up, down, head: each there and, transposed, back
+    assert len(moved) == 16
+    assert {aval.dtype for aval in moved} == {jnp.dtype("bfloat16")}
+
+
+def test_depth_does_not_grow_the_program():
+    jax.set_mesh(mesh.make_mesh(MIXED))
+    sizes = [len(list(_equations(_gradient_jaxpr(dataclasses.replace(CONFIG, num_layers=L))))) for L in (2, 7)]
+    assert sizes[0] == sizes[1]
+
+
+def test_embedding_gradient_of_a_frequent_token_is_summed_in_fp32():
+    jax.set_mesh(mesh.make_mesh(MIXED))
+    model = _llama(dataclasses.replace(CONFIG, compute_dtype="bfloat16"))
+    tokens = jnp.zeros((8, 512), jnp.int32)
+
+    def total(model: Llama) -> jax.Array:
+        return jnp.sum(model._embed(jax.reshard(tokens, spec("batch", "seq"))).astype(jnp.float32))
+
+    gradient = np.asarray(jax.jit(jax.grad(total))(model).embedding[...])
+    np.testing.assert_array_equal(gradient[0], 4096)  # a bf16 sum would have stopped at 256
+    np.testing.assert_array_equal(gradient[1:], 0)

@@ -1,0 +1,200 @@
+"""Logits and every gradient equal those of transformers' own Llama, on random weights of every variant."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+
+from llamajax import mesh
+from llamajax.config import MeshConfig, ModelConfig, RopeScalingConfig
+from llamajax.loss import IGNORE, loss_fn
+from llamajax.model import Llama
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+TINY = ModelConfig(
+    vocab_size=96, embed_dim=32, mlp_dim=48, num_layers=2, num_heads=4, num_kv_heads=4, head_dim=8,
+    compute_dtype="float32", remat="none",
+)  # fmt: skip
+LLAMA31 = RopeScalingConfig(kind="llama3", factor=8.0, original_max_seq_len=8192)
+VARIANTS = {
+    "llama1": dict(norm_eps=1e-6),
+    "llama2-7b": dict(),
+    "llama2-70b": dict(num_heads=8, num_kv_heads=2, head_dim=4),
+    "llama3": dict(num_kv_heads=2, rope_theta=5e5),
+    "llama3.1": dict(num_kv_heads=2, rope_theta=5e5, rope_scaling=LLAMA31, head_dim=16, embed_dim=64),
+    "llama3.1-short": dict(num_kv_heads=2, rope_theta=1e4, rope_scaling=dataclasses.replace(LLAMA31, original_max_seq_len=64)),
+    "llama3.2": dict(num_kv_heads=1, rope_theta=5e5, rope_scaling=dataclasses.replace(LLAMA31, factor=32.0), tie_embeddings=True),
+    "llama3.3": dict(num_heads=8, num_kv_heads=1, head_dim=4, rope_theta=5e5, rope_scaling=LLAMA31),
+    "linear-scaling": dict(rope_scaling=RopeScalingConfig(kind="linear", factor=4.0)),
+    "separate-head-dim": dict(head_dim=20, num_kv_heads=2),
+}  # fmt: skip
+
+B, T = 2, 12
+
+
+def _set_one_device_mesh() -> None:
+    axes = mesh.AXES
+    jax.set_mesh(jax.make_mesh((1,) * len(axes), axes, (AxisType.Explicit,) * len(axes), devices=jax.devices()[:1]))
+
+
+def _config(variant: str) -> ModelConfig:
+    return dataclasses.replace(TINY, **VARIANTS[variant])
+
+
+def _positions(rng: np.random.Generator) -> np.ndarray:
+    """One row from 0 on; one row with gaps, far behind every original length."""
+    return np.stack([np.arange(T), 8000 + np.cumsum(rng.integers(1, 2000, T))]).astype(np.int32)
+
+
+def _llama(config: ModelConfig) -> Llama:
+    """A model with random weights, large enough to matter, norms included; drawn by numpy to spare a compilation."""
+    rng = np.random.default_rng(1)
+
+    def draw(path: tuple, leaf: jax.ShapeDtypeStruct) -> jax.Array:
+        normal = rng.standard_normal(leaf.shape, dtype=np.float32)
+        is_norm = "scale" in jax.tree_util.keystr(path)
+        return jax.device_put(1 + 0.1 * normal if is_norm else 0.2 * normal, leaf.sharding.spec)
+
+    return jax.tree_util.tree_map_with_path(draw, jax.eval_shape(lambda key: Llama(config, key), jax.random.key(0)))
+
+
+def _hf_arrays(model: Llama) -> dict[str, np.ndarray]:
+    """Parameters, or gradients of their shape, under Hugging Face names and in Hugging Face layouts."""
+    config, layers = model.config, model.layers
+    D, F, H = config.embed_dim, config.mlp_dim, config.head_dim
+    arrays = {"model.embed_tokens.weight": model.embedding[...], "model.norm.weight": model.final_norm.scale[...]}
+    if model.head is not None:
+        arrays["lm_head.weight"] = model.head[...]
+    for i in range(config.num_layers):
+        wqkv = np.asarray(layers.attention.wqkv[...])[i]
+        gate_up = np.asarray(layers.mlp.w_gate_up[...])[i]
+        arrays |= {
+            f"model.layers.{i}.input_layernorm.weight": np.asarray(layers.attention_norm.scale[...])[i],
+            f"model.layers.{i}.self_attn.q_proj.weight": wqkv[:, :, :-2].reshape(D, -1).T,
+            f"model.layers.{i}.self_attn.k_proj.weight": wqkv[:, :, -2].reshape(D, -1).T,
+            f"model.layers.{i}.self_attn.v_proj.weight": wqkv[:, :, -1].reshape(D, -1).T,
+            f"model.layers.{i}.self_attn.o_proj.weight": np.asarray(layers.attention.wo[...])[i].reshape(-1, D).T,
+            f"model.layers.{i}.post_attention_layernorm.weight": np.asarray(layers.mlp_norm.scale[...])[i],
+            f"model.layers.{i}.mlp.gate_proj.weight": gate_up[:, 0].T,
+            f"model.layers.{i}.mlp.up_proj.weight": gate_up[:, 1].T,
+            f"model.layers.{i}.mlp.down_proj.weight": np.asarray(layers.mlp.w_down[...])[i].T,
+        }
+        assert wqkv.shape[-1] == H
+        assert gate_up.shape[-1] == F
+    return {name: np.asarray(array) for name, array in arrays.items()}
+
+
+def _hf_llama(model: Llama):
+    """transformers' Llama with the same weights."""
+    config = model.config
+    scaling = config.rope_scaling
+    rope: dict = {"rope_type": "default", "rope_theta": config.rope_theta}
+    if scaling.kind == "linear":
+        rope |= {"rope_type": "linear", "factor": scaling.factor}
+    if scaling.kind == "llama3":
+        rope |= {
+            "rope_type": "llama3",
+            "factor": scaling.factor,
+            "low_freq_factor": scaling.low_freq_factor,
+            "high_freq_factor": scaling.high_freq_factor,
+            "original_max_position_embeddings": scaling.original_max_seq_len,
+        }
+    hf_config = transformers.LlamaConfig(
+        vocab_size=config.vocab_size,
+        hidden_size=config.embed_dim,
+        intermediate_size=config.mlp_dim,
+        num_hidden_layers=config.num_layers,
+        num_attention_heads=config.num_heads,
+        num_key_value_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        max_position_embeddings=131072,
+        rms_norm_eps=config.norm_eps,
+        rope_parameters=rope,
+        tie_word_embeddings=config.tie_embeddings,
+        attn_implementation="eager",
+        use_cache=False,
+    )
+    hf = transformers.LlamaForCausalLM(hf_config)
+    weights = {name: torch.from_numpy(np.array(array, np.float32)) for name, array in _hf_arrays(model).items()}
+    missing, unexpected = hf.load_state_dict(weights, strict=False)
+    assert not unexpected
+    assert set(missing) <= ({"lm_head.weight"} if config.tie_embeddings else set())
+    return hf.eval()
+
+
+def _hf_logits(hf, tokens: np.ndarray, positions: np.ndarray):
+    mask = torch.ones(tokens.shape, dtype=torch.long)  # without it transformers takes gaps in positions for packed documents
+    return hf(
+        input_ids=torch.from_numpy(tokens).long(), position_ids=torch.from_numpy(positions).long(), attention_mask=mask
+    ).logits
+
+
+def _assert_parity(variant: str) -> None:
+    rng = np.random.default_rng(2)
+    config = _config(variant)
+    model = _llama(config)
+    tokens = rng.integers(0, config.vocab_size, (B, T), dtype=np.int32)
+    targets = rng.integers(0, config.vocab_size, (B, T), dtype=np.int32)
+    targets[0, 3:6] = IGNORE
+    positions = _positions(rng)
+    batch = {"tokens": tokens, "targets": targets, "segment_ids": np.ones_like(tokens), "positions": positions}
+
+    @jax.jit
+    def logits_and_gradients(model: Llama, batch: dict):
+        (loss, _), gradients = jax.value_and_grad(loss_fn, has_aux=True)(model, batch, z_loss_weight=0.0)
+        return model(batch["tokens"], None, batch["positions"]), loss, gradients
+
+    logits, loss, gradients = logits_and_gradients(model, jax.tree.map(jnp.asarray, batch))
+
+    hf = _hf_llama(model)
+    hf_logits = _hf_logits(hf, tokens, positions)
+    hf_loss = torch.nn.functional.cross_entropy(
+        hf_logits.flatten(0, 1), torch.from_numpy(targets).long().flatten(), ignore_index=IGNORE, reduction="sum"
+    )
+    hf_loss.backward()
+
+    assert np.std(logits) > 0.3  # weights large enough for differences to show
+    np.testing.assert_allclose(logits, hf_logits.detach().numpy(), atol=1e-4, rtol=0)
+    np.testing.assert_allclose(loss, hf_loss.detach().numpy(), rtol=1e-6)
+    ours, theirs = _hf_arrays(gradients), {name: p.grad.numpy() for name, p in hf.named_parameters()}
+    assert ours.keys() == theirs.keys()
+    for name, gradient in theirs.items():
+        np.testing.assert_allclose(ours[name], gradient, atol=1e-4, rtol=0, err_msg=name)
+
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_logits_and_gradients_equal_transformers(variant: str):
+    _set_one_device_mesh()
+    _assert_parity(variant)
+
+
+@pytest.mark.parametrize("variant", ["llama3.1"])
+def test_parity_holds_on_a_mesh(variant: str):
+    jax.set_mesh(mesh.make_mesh(MeshConfig(fsdp=2, sequence=2, tensor=2)))
+    _assert_parity(variant)
+
+
+@pytest.mark.parametrize("variant", ["llama3.1", "llama3.2"])
+def test_bf16_is_as_close_to_fp32_as_transformers_bf16(variant: str):
+    _set_one_device_mesh()
+    rng = np.random.default_rng(2)
+    config = dataclasses.replace(_config(variant), compute_dtype="bfloat16")
+    model = _llama(config)
+    tokens = rng.integers(0, config.vocab_size, (B, T), dtype=np.int32)
+    positions = _positions(rng)
+    hf = _hf_llama(model)
+    frequencies = hf.model.rotary_emb.inv_freq
+    with torch.no_grad():
+        exact = _hf_logits(hf, tokens, positions).numpy()
+        hf.to(torch.bfloat16).model.rotary_emb.inv_freq = frequencies  # which from_pretrained keeps in fp32 too
+        theirs = _hf_logits(hf, tokens, positions).float().numpy()
+    ours = np.asarray(jax.jit(lambda model, *inputs: model(*inputs))(model, jnp.asarray(tokens), None, jnp.asarray(positions)))
+    ours_rms, theirs_rms = (np.sqrt(np.mean(np.square(logits - exact))) for logits in (ours, theirs))
+    print(ours_rms, theirs_rms, np.abs(ours-exact).max(), np.abs(theirs-exact).max())
+    assert 0 < ours_rms <= 1.2 * theirs_rms

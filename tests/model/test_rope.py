@@ -1,0 +1,83 @@
+"""Rotary frequencies, tables, the turn itself, and positions of packed rows."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from llamajax import mesh
+from llamajax.config import MeshConfig, ModelConfig, RopeScalingConfig
+from llamajax.model.rope import apply_rope, inverse_frequencies, positions_from_segment_ids, rope_tables
+from llamajax.sharding import spec
+
+CONFIG = ModelConfig(
+    vocab_size=8, embed_dim=8, mlp_dim=8, num_layers=1, num_heads=1, num_kv_heads=1, head_dim=128, rope_theta=5e5
+)
+LLAMA31 = RopeScalingConfig(kind="llama3", factor=8.0, original_max_seq_len=8192)
+
+
+@pytest.fixture(autouse=True)
+def _mesh():
+    jax.set_mesh(mesh.make_mesh(MeshConfig(fsdp=2, sequence=2, tensor=2)))
+
+
+def _scaled(scaling: RopeScalingConfig) -> np.ndarray:
+    return inverse_frequencies(dataclasses.replace(CONFIG, rope_scaling=scaling))
+
+
+def test_plain_frequencies_are_powers_of_theta():
+    exact = 5e5 ** (-np.arange(0, 128, 2) / 128)
+    np.testing.assert_allclose(inverse_frequencies(CONFIG), exact, rtol=1e-6)
+    assert inverse_frequencies(CONFIG).dtype == np.float32
+
+
+def test_linear_scaling_divides_every_frequency():
+    scaled = _scaled(RopeScalingConfig(kind="linear", factor=4.0))
+    np.testing.assert_array_equal(scaled, inverse_frequencies(CONFIG) / 4)
+
+
+def test_llama3_scaling_leaves_short_wavelengths_and_stretches_long_ones():
+    plain, scaled = inverse_frequencies(CONFIG), _scaled(LLAMA31)
+    wavelength = 2 * np.pi / plain
+    short, long = wavelength < 8192 / 4, wavelength > 8192 / 1
+    assert (short.sum(), long.sum()) == (29, 29)
+    np.testing.assert_array_equal(scaled[short], plain[short])
+    np.testing.assert_array_equal(scaled[long], plain[long] / 8)
+    between = (scaled / plain)[~short & ~long]
+    assert np.all(np.diff(between) < 0)
+    assert np.all((between > 1 / 8) & (between < 1))
+    kept = (8192 / wavelength[29:35] - 1) / (4 - 1)
+    np.testing.assert_allclose(between, kept + (1 - kept) / 8, rtol=1e-5)
+
+
+def test_tables_are_exact_at_long_positions():
+    positions = np.stack([np.arange(8), 131072 - np.arange(8)]).astype(np.int32)
+    cos, sin = jax.jit(rope_tables, static_argnums=1)(jax.device_put(positions, spec("batch", "seq")), CONFIG)
+    angles = positions.astype(np.float32)[:, :, None] * inverse_frequencies(CONFIG)[None, None, :]
+    assert cos.dtype == sin.dtype == jnp.float32
+    np.testing.assert_allclose(cos, np.cos(angles.astype(np.float64)), atol=1e-6)
+    np.testing.assert_allclose(sin, np.sin(angles.astype(np.float64)), atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_dim_i_and_i_plus_half_turn_as_one_complex_number(dtype: str):
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.standard_normal((2, 4, 3, 2, 8)), dtype)
+    angles = rng.standard_normal((2, 4, 4)).astype(np.float32)
+    turned = apply_rope(x, jnp.cos(angles), jnp.sin(angles))
+    wide = np.asarray(x, np.float64)
+    expected = (wide[..., :4] + 1j * wide[..., 4:]) * np.exp(1j * angles)[:, :, None, None, :]
+    assert turned.dtype == dtype
+    expected = np.concatenate([expected.real, expected.imag], axis=-1)
+    np.testing.assert_allclose(np.asarray(turned, np.float64), expected, rtol=2**-8 if dtype == "bfloat16" else 1e-5, atol=1e-6)
+
+
+def test_positions_restart_with_every_segment_across_devices():
+    # The sequence axis cuts the rows in the middle: segment 2 of row 0 and the padding of row 1 reach over the cut.
+    segment_ids = np.array([[1, 1, 2, 2, 2, 2, 3, 0], [5, 0, 0, 0, 0, 0, 4, 4]], np.int32)
+    positions = jax.jit(positions_from_segment_ids)(jax.device_put(segment_ids, spec("batch", "seq")))
+    np.testing.assert_array_equal(positions, [[0, 1, 0, 1, 2, 3, 0, 0], [0, 0, 1, 2, 3, 4, 0, 1]])
+    assert jax.typeof(positions).sharding.spec == spec("batch", "seq")
+    assert positions.dtype == jnp.int32

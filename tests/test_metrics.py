@@ -1,0 +1,286 @@
+"""The metrics writer: one step late, every step once whatever happens, right numbers, all sinks."""
+
+import contextlib
+import json
+import struct
+import sys
+import types
+from importlib.machinery import ModuleSpec
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tiny import tiny_config
+
+from llamajax import metrics, run_log
+from llamajax.config import DataConfig, MetricsConfig, ModelConfig, SourceConfig, TrainConfig
+from llamajax.errors import ConfigError, DivergedError
+from llamajax.planning.hardware import PeakFlops
+
+PEAK = PeakFlops(flops_per_sec=1e12, source="a test")
+
+
+def open_writer(config, start_step=0, **settings):
+    return metrics.MetricsWriter(config, start_step=start_step, peak=PEAK, **settings)
+
+
+def step_values(step, **others):
+    loss = np.float32(1) / np.float32(step)
+    return {"loss": loss, "grad_norm": 0.5, "learning_rate": 1e-3, "skipped_steps": 0, **others}
+
+
+def records(config):
+    with open(f"{config.run_dir}/metrics.jsonl") as file:
+        return [json.loads(line) for line in file]
+
+
+def events(config):
+    with open(f"{config.run_dir}/events.jsonl") as file:
+        return [json.loads(line) for line in file]
+
+
+@pytest.fixture
+def config(tmp_path):
+    return tiny_config(str(tmp_path / "run"))
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """A clock that stands still until its `now` is moved."""
+    clock = SimpleNamespace(now=50.0)
+    monkeypatch.setattr(metrics.time, "perf_counter", lambda: clock.now)
+    return clock
+
+
+class Scalar:
+    """A value on the device whose fetch is noted."""
+
+    def __init__(self, step, fetched):
+        self.step, self.fetched = step, fetched
+
+    def __array__(self, dtype=None, copy=None):
+        self.fetched.append(self.step)
+        return np.float32(self.step)
+
+
+def test_a_step_is_fetched_when_the_next_one_is_handed_in(config):
+    fetched = []
+    with open_writer(config) as writer:
+        assert writer.write(1, step_values(1, loss=Scalar(1, fetched))) is None
+        assert fetched == []
+        record = writer.write(2, step_values(2, loss=Scalar(2, fetched)))
+        assert record is not None
+        assert (record["step"], record["train/loss"], fetched) == (1, 1.0, [1])
+        assert [r["step"] for r in records(config)] == [1], "what was fetched is in the file at once"
+        record = writer.flush()
+        assert record is not None
+        assert (record["step"], fetched) == (2, [1, 2])
+        assert writer.flush() is None
+        writer.write(3, step_values(3, loss=Scalar(3, fetched)))
+    assert [r["step"] for r in records(config)] == [1, 2, 3]
+
+
+def test_values_are_those_of_the_device_bit_for_bit(config):
+    loss = jax.jit(lambda x: jnp.exp(x) / 3)(jnp.float32(0.7))
+    with open_writer(config) as writer:
+        writer.write(1, step_values(1, loss=loss, tokens=jnp.int32(77), narrow=jnp.bfloat16(1.7)))
+    (record,) = records(config)
+    assert np.float32(record["train/loss"]).tobytes() == np.asarray(loss).tobytes()
+    assert record["train/tokens"] == 77
+    assert record["train/narrow"] == 1.703125
+
+
+def test_a_resumed_run_has_every_step_once_in_order(config):
+    path = f"{config.run_dir}/metrics.jsonl"
+    with open_writer(config) as writer:
+        for step in range(1, 11):
+            writer.write(step, step_values(step))
+            if step % 4 == 0:
+                writer.write_eval(step, {"loss": 1.0, "bits_per_byte": 0.5})
+    unbroken = [(r["step"], r.get("train/loss"), r.get("eval/loss")) for r in records(config)]
+    with open(path, "a") as file, open(f"{config.run_dir}/events.jsonl", "a") as event_file:
+        file.write('{"step": 11, "time": 17')
+        event_file.write('{"time": 1')
+    for start_step in (10, 8, 7, 0):
+        with open_writer(config, start_step) as writer:
+            for step in range(start_step + 1, 11):
+                writer.write(step, step_values(step))
+                if step % 4 == 0:
+                    writer.write_eval(step, {"loss": 1.0, "bits_per_byte": 0.5})
+        assert [(r["step"], r.get("train/loss"), r.get("eval/loss")) for r in records(config)] == unbroken
+    assert [e["step"] for e in events(config) if e["event"] == "start"] == [0, 10, 8, 7, 0]
+
+
+def test_broken_numbers_are_kept(config):
+    with open_writer(config) as writer:
+        writer.write(1, step_values(1, loss=jnp.float32(jnp.nan), grad_norm=jnp.float32(jnp.inf)))
+    (record,) = records(config)
+    assert (record["train/loss"], record["train/grad_norm"]) == ("NaN", "Infinity")
+
+
+def test_speeds_of_llama_3_8b_by_hand(tmp_path, clock):
+    config = tiny_config(
+        str(tmp_path),
+        model=ModelConfig(
+            vocab_size=128_256, embed_dim=4096, mlp_dim=14_336, num_layers=32, num_heads=32, num_kv_heads=8, head_dim=128,
+            max_seq_len=8192,
+        ),
+        data=DataConfig(sources=(SourceConfig(kind="stdlib"),), seq_len=8192),
+        train=TrainConfig(num_steps=10, global_batch_size=16),
+    )  # fmt: skip
+    peak = PeakFlops(flops_per_sec=989.5e12, source="a test")
+    with metrics.MetricsWriter(config, start_step=0, peak=peak, num_devices=8) as writer:
+        writer.write(1, step_values(1))
+        clock.now += 2.0
+        record = writer.write(2, step_values(2), data_wait_s=0.25)
+        assert record is not None
+        assert record["perf/step_time_s"] == 2.0
+        assert record["perf/tokens_per_sec"] == 65_536  # 16 x 8192 tokens in 2 s
+        assert record["perf/tokens_per_sec_per_device"] == 8192
+        # Per token: 6 x 7,504,658,432 matmul parameters, and 6 or 12 x 32 layers x 4096 x 8192.
+        assert record["perf/mfu"] == pytest.approx(8192 * 51.470_4e9 / 989.5e12, rel=1e-5)
+        assert record["perf/mfu_full_attention"] == pytest.approx(8192 * 57.912_8e9 / 989.5e12, rel=1e-5)
+        clock.now += 1.0
+        record = writer.flush()
+        assert record is not None
+        assert (record["perf/step_time_s"], record["perf/data_wait_s"]) == (1.0, 0.25)
+
+
+def test_evaluations_and_checkpoints_are_no_steps_time(config, clock):
+    with open_writer(config) as writer:
+        clock.now += 1.0
+        writer.write(1, step_values(1))
+        clock.now += 2.0
+        with writer.pause("evaluating"):
+            clock.now += 100.0
+        writer.write_eval(1, {"loss": 3.0})
+        clock.now += 0.5
+        writer.write(2, step_values(2))
+        clock.now += 4.0
+    assert [r.get("perf/step_time_s") for r in records(config)] == [3.0, None, 4.5]
+    assert [r.get("eval/loss") for r in records(config)] == [None, 3.0, None]
+
+
+def test_only_the_first_process_writes_but_all_fetch(config, capsys):
+    with open_writer(config, is_main_process=False) as writer:
+        writer.write(1, step_values(1))
+        record = writer.write(2, step_values(2))
+        assert record is not None
+        assert record["train/loss"] == 1.0
+        with writer.pause("saving"):
+            writer.event("checkpoint")
+        writer.write_eval(2, {"loss": 3.0})
+    with pytest.raises(FileNotFoundError):
+        records(config)
+    assert "loss" not in capsys.readouterr().out
+
+
+def test_events_tell_the_story_of_the_run(config):
+    with open_writer(config) as writer:
+        writer.write(1, step_values(1))
+        writer.flush()
+        writer.event("checkpoint", path="checkpoints/1")
+    with pytest.raises(DivergedError), open_writer(config, 1):
+        raise DivergedError("step 3: gradients were not finite\nsecond line")
+    with open_writer(config, 1) as writer:
+        for step in range(2, 11):
+            writer.write(step, step_values(step))
+    story = [(e["event"], e["step"], e.get("reason")) for e in events(config)]
+    assert story == [
+        ("start", 0, None),
+        ("checkpoint", 1, None),
+        ("stop", 1, "stopped"),
+        ("start", 1, None),
+        ("stop", 1, "DivergedError: step 3: gradients were not finite"),
+        ("start", 1, None),
+        ("stop", 10, "finished"),
+    ]
+    start = events(config)[0]
+    assert (start["devices"], start["device_kind"], start["mesh"]) == (8, "cpu", {"fsdp": 8})
+    assert (start["num_params"], start["num_steps"], start["tokens_per_step"]) == (config.model.num_params, 10, 32 * 16)
+    assert (start["peak_flops_per_device"], start["peak_flops_source"]) == (1e12, "a test")
+    assert events(config)[3]["config_sha256"] == start["config_sha256"]
+
+
+def read_tensorboard(run_dir):
+    """(step, tag, value) of every point, and the steps from which on older points are hidden."""
+    from tensorboardX.proto import event_pb2
+
+    points, purges = [], []
+    for path in sorted((run_dir / metrics.TENSORBOARD_DIR).iterdir()):
+        data = path.read_bytes()
+        while data:  # TFRecord: length, its checksum, the event, its checksum
+            (length,) = struct.unpack("<Q", data[:8])
+            event = event_pb2.Event.FromString(data[12 : 12 + length])
+            points += [(event.step, value.tag, value.simple_value) for value in event.summary.value]
+            purges += [event.step] * (event.WhichOneof("what") == "session_log")
+            data = data[16 + length :]
+    return points, purges
+
+
+def test_tensorboard(tmp_path):
+    config = tiny_config(str(tmp_path), metrics=MetricsConfig(tensorboard=True))
+    for start_step in (0, 2):
+        with open_writer(config, start_step) as writer:
+            for step in range(start_step + 1, start_step + 4):
+                writer.write(step, step_values(step))
+            writer.write_eval(start_step + 3, {"loss": 2.5})
+    points, purges = read_tensorboard(tmp_path)
+    assert [point for point in points if point[1] == "train/grad_norm"] == [
+        (step, "train/grad_norm", 0.5) for step in (1, 2, 3, 3, 4, 5)
+    ]
+    assert [point[0] for point in points if point[1] == "eval/loss"] == [3, 5]
+    assert {"perf/mfu", "perf/tokens_per_sec", "train/learning_rate"} <= {point[1] for point in points}
+    assert not {"step", "time"} & {point[1] for point in points}
+    assert purges == [1, 3]
+
+
+def test_wandb(tmp_path, monkeypatch):
+    starts, logged, finished = [], [], []
+
+    class Run(contextlib.AbstractContextManager):
+        def define_metric(self, name, *, step_metric):
+            assert (name, step_metric) == ("*", "step")
+
+        def log(self, record):
+            logged.append(record)
+
+        def __exit__(self, *exc_info):
+            finished.append(exc_info[0])
+
+    def init(**settings):
+        starts.append(settings)
+        return Run()
+
+    fake = types.ModuleType("wandb")
+    fake.__spec__ = ModuleSpec("wandb", None)
+    monkeypatch.setattr(fake, "init", init, raising=False)
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    config = tiny_config(str(tmp_path), metrics=MetricsConfig(wandb=True, wandb_project="llamas"))
+    for start_step in (0, 1):
+        with open_writer(config, start_step) as writer:
+            writer.write(start_step + 1, step_values(start_step + 1))
+    assert [record["step"] for record in logged] == [1, 2]
+    assert finished == [None, None]
+    assert starts[0]["project"] == "llamas"
+    assert starts[0]["id"] == starts[1]["id"], "a resumed run goes on in the same W&B run"
+
+
+def test_a_missing_package_is_named_with_its_remedy(config, monkeypatch, tmp_path):
+    monkeypatch.setattr(metrics.importlib.util, "find_spec", lambda name: None)
+    config = tiny_config(str(tmp_path), metrics=MetricsConfig(wandb=True))
+    with pytest.raises(ConfigError, match=r"metrics\.wandb: .* pip install 'llamajax\[wandb\]'"):
+        metrics.check_packages(config)
+    with pytest.raises(ConfigError, match="wandb"):
+        open_writer(config)
+    metrics.check_packages(tiny_config(str(tmp_path)))
+
+
+def test_the_log_is_readable_while_the_run_goes_on(config):
+    with open_writer(config) as writer:
+        for step in range(1, 5):
+            writer.write(step, step_values(step))
+        summary = run_log.summarize(run_log.read_run(writer.run_dir))
+    assert (summary.step, summary.num_steps, summary.stop_reason) == (3, 10, None)

@@ -1,0 +1,171 @@
+"""The page about a run: complete, self-contained, small, safe."""
+
+import html.parser
+import re
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from llamajax import report, run_log
+
+TITLES = (
+    "Loss (nats per token)",
+    "Learning rate",
+    "Gradient norm, before clipping",
+    "Tokens per second, all devices",
+    "Time per step",
+    "Model FLOPs utilization",
+)
+
+
+def write_run(run_dir, num_steps, *, eval_every=10, starts=(0,), stop=True, device_kind="cpu"):
+    run_dir.mkdir()
+    rng = np.random.default_rng(0)
+    losses = (2 + 8 * np.exp(-np.arange(num_steps) / num_steps * 5) + rng.normal(0, 0.1, num_steps)).tolist()
+    line = (
+        '{"step": %d, "time": %d, "train/loss": %r, "train/grad_norm": 0.5, "train/learning_rate": 0.001, '
+        '"perf/step_time_s": 0.5, "perf/data_wait_s": 0.01, "perf/tokens_per_sec": 1024.0, '
+        '"perf/tokens_per_sec_per_device": 128.0, "perf/mfu": 0.4, "perf/mfu_full_attention": 0.44}\n'
+    )
+    with (run_dir / "metrics.jsonl").open("w") as file:
+        for step, loss in enumerate(losses, 1):
+            file.write(line % (step, 1_700_000_000 + step, loss))
+            if step % eval_every == 0:
+                file.write(run_log.encode({"step": step, "time": 1.7e9 + step, "eval/loss": 3.0, "eval/bits_per_byte": 1.0}))
+                file.write("\n")
+    facts = {"num_steps": num_steps, "num_params": 6_738_415_616, "tokens_per_step": 512, "devices": 8, "jax": "0.10.2"}
+    facts |= {"mesh": {"fsdp": 8}, "device_kind": device_kind}
+    events = [
+        {"time": 1.7e9 + step, "event": "start", "step": step, **facts, "config_sha256": f"{number:064x}"}
+        for number, step in enumerate(starts, 0x1000_0000 << 224)
+    ]
+    if stop:
+        events.append({"time": 1.7e9 + num_steps, "event": "stop", "step": num_steps, "reason": "finished"})
+    (run_dir / "events.jsonl").write_text("".join(run_log.encode(event) + "\n" for event in events))
+    return run_dir
+
+
+def test_everything_is_on_the_page(tmp_path):
+    run_dir = write_run(tmp_path / "my_run", 50, starts=(0, 20))
+    (run_dir / "config.yaml").write_text("model:\n  num_layers: 4\n")
+    path = report.write_report(run_dir)
+    assert path == run_dir / "report.html"
+    page = path.read_text()
+    assert "<h1>my_run</h1>" in page
+    assert "finished &middot; step 50 of 50 &middot; newest record 2023-11-14 22:14:10 UTC" in page
+    assert page.count("<figure>") == page.count("<svg ") == 6
+    for title in TITLES:
+        assert f"<b>{title}</b>" in page
+    for text in (
+        "held-out",
+        "waiting for data",
+        "counting full attention",
+        "6,738,415,616",
+        ">25.6k<",
+        "40.0%",
+        "1 restart<",
+    ):
+        assert text in page
+    assert page.count('class="restart"') == 6
+    assert page.count("(changed)") == 1
+    assert "<td>killed</td>" in page
+    assert "<td>step 50: finished</td>" in page
+    assert "model:\n  num_layers: 4\n" in page
+
+
+def test_the_page_loads_nothing_and_its_tags_match(tmp_path):
+    page = report.write_report(write_run(tmp_path / "run", 30)).read_text()
+    assert not re.findall(r"""(?:src|href|url|@import)\s*[=(]""", page)
+    assert "default-src 'none'" in page
+    without_void_tags = {"meta", "line", "path", "circle"}
+
+    class Checker(html.parser.HTMLParser):
+        stack: list[str] = []  # noqa: RUF012
+
+        def handle_starttag(self, tag, attrs):
+            if tag not in without_void_tags or tag == "line":
+                self.stack.append(tag)
+
+        def handle_startendtag(self, tag, attrs):
+            pass
+
+        def handle_endtag(self, tag):
+            assert self.stack.pop() == tag
+
+    checker = Checker()
+    checker.feed(page)
+    assert checker.stack == []
+
+
+def test_a_long_run_gives_a_small_page(tmp_path):
+    path = report.write_report(write_run(tmp_path / "run", 200_000, eval_every=1000))
+    assert path.stat().st_size < 2_000_000
+    assert "step 200,000 of 200,000" in path.read_text()
+
+
+def test_a_run_in_progress(tmp_path):
+    run_dir = write_run(tmp_path / "run", 30, eval_every=1000, stop=False)
+    with (run_dir / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 31, "ti')
+    page = report.write_report(run_dir).read_text()
+    assert "running or killed &middot; step 30 of 30" in page
+    assert page.count("<figure>") == 6
+    (run_dir / "events.jsonl").unlink()
+    assert "step 30 &middot;" in report.write_report(run_dir).read_text()
+
+
+def test_nothing_from_the_run_becomes_markup(tmp_path):
+    hostile = "<script>alert(1)</script>&\"'"
+    run_dir = write_run(tmp_path / "<img onerror=x>", 30, device_kind=hostile)
+    (run_dir / "config.yaml").write_text(f"run_dir: {hostile}\n")
+    page = report.write_report(run_dir).read_text()
+    assert "<img" not in page
+    assert "<script>alert" not in page
+    assert page.count("&lt;script&gt;alert(1)&lt;/script&gt;&amp;") == 2
+
+
+@pytest.mark.parametrize(
+    ("make", "code", "message"),
+    [
+        ("nothing", 2, "no such directory"),
+        ("no log", 2, "has no metrics.jsonl"),
+        ("no step", 2, "holds no step yet"),
+        ("damage", 3, "metrics.jsonl:11: the line is damaged"),
+        ("bad output", 2, "cannot be written: No such file or directory; name another file with --output"),
+    ],
+)
+def test_mistakes_get_one_clear_line(tmp_path, capsys, make, code, message):
+    run_dir = tmp_path / "run"
+    arguments = [str(run_dir)]
+    if make == "no log":
+        run_dir.mkdir()
+    elif make != "nothing":
+        write_run(run_dir, 30)
+    log = run_dir / "metrics.jsonl"
+    if make == "no step":
+        log.write_text('{"step": 1, "ti')
+    elif make == "damage":
+        lines = log.read_text().splitlines(keepends=True)
+        log.write_text("".join([*lines[:10], "\x00\x01\n", *lines[10:]]))
+    elif make == "bad output":
+        arguments += ["--output", str(tmp_path / "missing" / "page.html")]
+    assert report.main(arguments) == code
+    captured = capsys.readouterr()
+    assert message in captured.err
+    assert captured.err.count("\n") == 1
+    assert captured.out == ""
+
+
+def test_the_command_writes_where_it_is_told_and_needs_no_jax(tmp_path):
+    run_dir, output = write_run(tmp_path / "run", 30), tmp_path / "page.html"
+    code = (
+        "import sys; from llamajax import report; code = report.main(sys.argv[1:]);"
+        " assert 'jax' not in sys.modules; sys.exit(code)"
+    )
+    command = [sys.executable, "-c", code, str(run_dir), "--output", str(output)]
+    outcome = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert outcome.stdout == f"{output}\n"
+    assert output.read_text().startswith("<!DOCTYPE html>")
+    assert not (run_dir / "report.html").exists()

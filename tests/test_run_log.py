@@ -1,0 +1,138 @@
+"""The files a run writes about itself: exact, in order, and whole after a kill."""
+
+import json
+import math
+import struct
+
+import pytest
+
+from llamajax import run_log
+from llamajax.errors import ConfigError, DataError
+
+
+def test_floats_read_back_bit_for_bit():
+    (number,) = struct.unpack("<f", struct.pack("<I", 0x3E2AAAAB))  # the float32 next to 1/6
+    for value in (number, 0.1, 5e-324, -0.0, 1.7976931348623157e308):
+        back = json.loads(run_log.encode({"step": 1, "x": value}))["x"]
+        assert struct.pack("<d", back) == struct.pack("<d", value)
+
+
+def test_numbers_that_are_not_finite_stay_valid_json(tmp_path):
+    line = run_log.encode({"step": 1, "time": 1.0, "a": math.nan, "b": math.inf, "c": -math.inf})
+
+    def refuse(constant):
+        raise AssertionError(f"{constant} is not JSON")
+
+    assert json.loads(line, parse_constant=refuse) == {"step": 1, "time": 1.0, "a": "NaN", "b": "Infinity", "c": "-Infinity"}
+    (tmp_path / "metrics.jsonl").write_text(line + "\n")
+    series = run_log.read_run(tmp_path).series
+    assert math.isnan(series["a"][1][0])
+    assert series["b"][1][0] == math.inf
+    assert series["c"][1][0] == -math.inf
+
+
+def lines(*steps):
+    return "".join(run_log.encode({"step": step, "time": 100.0 + step, "train/loss": 1 / step}) + "\n" for step in steps)
+
+
+@pytest.mark.parametrize(
+    ("text", "last_step", "kept"),
+    [
+        (lines(1, 2, 3, 4), 2, lines(1, 2)),
+        (lines(1, 2, 3, 4), 4, lines(1, 2, 3, 4)),
+        (lines(1, 2, 3, 4), 0, ""),
+        (lines(1, 2, 2, 3), 2, lines(1, 2, 2)),  # an evaluation after step 2
+        (lines(1, 2) + '{"step": 3, "time": 1', 9, lines(1, 2)),  # torn by a kill
+        (lines(1, 2) + '{"ste', 1, lines(1)),
+        (lines(1, 9) + "\0\0\0\0", 9, lines(1, 9)),
+        ("", 5, ""),
+    ],
+)
+def test_lines_that_will_be_computed_again_are_dropped(tmp_path, text, last_step, kept):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(text)
+    run_log.drop_later_steps(path, last_step)
+    assert path.read_text() == kept
+
+
+def test_a_damaged_line_in_the_middle_is_named(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(lines(1, 2) + "garbage\n" + lines(4))
+    with pytest.raises(DataError, match=r"metrics\.jsonl:3: the line is damaged"):
+        run_log.drop_later_steps(path, 9)
+    with pytest.raises(DataError, match=r"metrics\.jsonl:3: the line is damaged"):
+        run_log.read_run(tmp_path)
+    assert path.read_text().count("\n") == 4
+
+
+@pytest.mark.parametrize("bad", ["[1]", "1", "null", '{"step": 3, "x": [1]}', '{"step": 3, "x": "abc"}', '{"x": 1}', "{"])
+def test_lines_that_are_no_records_are_damage(tmp_path, bad):
+    (tmp_path / "metrics.jsonl").write_text(lines(1, 2) + bad + "\n")
+    with pytest.raises(DataError, match=r"metrics\.jsonl:3: "):
+        run_log.read_run(tmp_path)
+
+
+def test_a_damaged_event_is_named(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text(lines(1))
+    (tmp_path / "events.jsonl").write_text('{"time": 1.0, "event": "start", "step": 0}\n{"time": 2.0}\n')
+    with pytest.raises(DataError, match=r"events\.jsonl:2: "):
+        run_log.read_run(tmp_path)
+
+
+def test_reads_a_run_in_progress(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text(lines(1, 2) + '{"step": 3, "ti')
+    (tmp_path / "events.jsonl").write_text('{"time": 1.0, "event": "start", "step": 0}\n{"time": 2.0, "ev')
+    log = run_log.read_run(tmp_path)
+    assert log.series["train/loss"][0].tolist() == [1, 2]
+    assert [event["event"] for event in log.events] == ["start"]
+
+
+@pytest.mark.parametrize("make", ["nothing", "directory", "no step"])
+def test_says_what_is_missing(tmp_path, make):
+    run_dir = tmp_path / "run"
+    if make != "nothing":
+        run_dir.mkdir()
+    if make == "no step":
+        (run_dir / "metrics.jsonl").write_text("")
+    message = {"nothing": "no such directory", "directory": r"has no metrics\.jsonl", "no step": "holds no step yet"}[make]
+    with pytest.raises(ConfigError, match=message):
+        run_log.read_run(run_dir)
+
+
+def test_summary(tmp_path):
+    metrics = [
+        {
+            "step": s,
+            "time": 1000.0 + 2 * s,
+            "train/loss": 40.0 - s,
+            "perf/step_time_s": 2.0,
+            "perf/mfu": 0.4 if s > 1 else 0.1,
+        }
+        for s in range(1, 31)
+    ]
+    evals = [{"step": 30, "time": 1061.0, "eval/loss": value, "eval/bits_per_byte": value / 3} for value in (9.0, 12.0)]
+    (tmp_path / "metrics.jsonl").write_text("".join(run_log.encode(record) + "\n" for record in metrics + evals))
+    events = [
+        {"time": 1000.0, "event": "start", "step": 0, "num_steps": 30, "num_params": 7, "tokens_per_step": 100},
+        {"time": 1020.0, "event": "start", "step": 8, "num_steps": 30, "num_params": 7, "tokens_per_step": 100},
+        {"time": 1100.0, "event": "stop", "step": 30, "reason": "finished"},
+    ]
+    (tmp_path / "events.jsonl").write_text("".join(run_log.encode(record) + "\n" for record in events))
+    summary = run_log.summarize(run_log.read_run(tmp_path))
+    assert summary == run_log.RunSummary(
+        step=30,
+        num_steps=30,
+        num_params=7,
+        tokens=3000,
+        train_loss=sum(40.0 - s for s in range(11, 31)) / 20,
+        eval_loss=12.0,  # the last of a repeated evaluation
+        eval_bits_per_byte=4.0,
+        tokens_per_sec=None,
+        tokens_per_sec_per_device=None,
+        mfu=0.4,
+        mfu_full_attention=None,
+        steps_time_s=60.0,
+        wall_time_s=100.0,
+        restarts=1,
+        stop_reason="finished",
+    )
