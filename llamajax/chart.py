@@ -76,9 +76,10 @@ def line_chart(
     places, texts = _read_outs(lines, text)
     data = json.dumps({"x": [round(x, 1) for x in x_of(places).tolist()], "text": texts}).replace("</", "<\\/")
     legend = "".join(f'<span class="key c{i}">{html.escape(line.name)}</span>' for i, line in enumerate(lines))
+    label = html.escape(f"{title}: {texts[-1]}")
     return (
         f"<figure><figcaption><b>{html.escape(title)}</b>{legend}{_notes(lines, high)}</figcaption>"
-        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{html.escape(f"{title}: {texts[-1]}")}">{"".join(drawing)}'
+        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{label}">{"".join(drawing)}'
         f'<line class="cursor" x1="-9" x2="-9" y1="{_TOP}" y2="{_BOTTOM}"/></svg>'
         f"<output>{html.escape(texts[-1])}</output>"
         f'<script type="application/json">{data}</script></figure>'

@@ -16,7 +16,7 @@ Layout, below the run directory::
 A step appears by one rename, after its manifest and all it lists are on the disk, and disappears by one rename, so
 a process killed at any moment leaves only whole steps and left-overs that the next writer removes.
 
-Arrays are stored in Orbax's OCDBT format: a dozen files per process whatever the number of parameters. They are not
+Arrays are stored in Orbax's OCDBT format: about twenty files per process whatever the number of parameters. They are not
 compressed: trained weights hardly shrink (7%), and without it saving and restoring are two to three times faster.
 """
 
@@ -31,7 +31,6 @@ import socket
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
@@ -63,8 +62,8 @@ from llamajax.restore import (
 
 __all__ = ["Checkpointer", "Restored", "concretise", "latest_step", "read_meta", "restore"]
 
-# Seconds that the processes of a run wait for each other to finish hashing one checkpoint.
-_HASHING_TIMEOUT_S = 3600
+# Seconds after which the processes of a run stop waiting for each other to write a checkpoint, and to hash it.
+_TIMEOUT_S = 3600
 
 
 def _is_news(record: logging.LogRecord) -> bool:
@@ -108,7 +107,7 @@ class Checkpointer:
             raise CheckpointError(problem)
         self._thread: threading.Thread | None = None
         self._failure: Exception | None = None
-        self._orbax = ocp.AsyncCheckpointer(ocp.PyTreeCheckpointHandler(use_compression=False))
+        self._orbax = ocp.AsyncCheckpointer(ocp.PyTreeCheckpointHandler(use_compression=False), timeout_secs=_TIMEOUT_S)
 
     def save(self, step: int, state: Any, meta: dict[str, Any], files: Sequence[Path] = ()) -> None:
         """Starts saving `step`; returns when the arrays have left the devices (when committed, if not `async_save`).
@@ -205,7 +204,9 @@ class Checkpointer:
     def __enter__(self) -> "Checkpointer":
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
         if error is None:
             self.close()
             return
@@ -238,8 +239,6 @@ class Checkpointer:
             self._delete_old()
         except (OSError, ValueError, jax.errors.JaxRuntimeError) as error:
             self._failure = CheckpointError(self._failure_line(failing, _reason(error)))
-            # The frames hold what Orbax left unfinished, which complains when it is collected at exit.
-            traceback.clear_frames(error.__traceback__)
         except Exception as error:
             self._failure = error
         if self._failure is not None and jax.process_index() == 0:
@@ -253,7 +252,7 @@ class Checkpointer:
             (saving / f"hashes.{jax.process_index()}.json").write_text(json.dumps(records))
             # Not a collective of the devices: those belong to the training step, which runs meanwhile.
             barrier = ocp.multihost.get_barrier_sync_fn()
-            barrier(key=f"llamajax:{saving}", timeout_ms=1000 * _HASHING_TIMEOUT_S)
+            barrier(key=f"llamajax:{saving}", timeout_ms=1000 * _TIMEOUT_S)
             if jax.process_index() == 0:
                 for share in saving.glob("hashes.*.json"):
                     records |= json.loads(share.read_text())

@@ -48,10 +48,12 @@ def read_config(path: str, overrides: Sequence[tuple[str, str | None]], problems
     root = _read_file(path, problems)
     builder = _Builder(problems)
     for index, (key, text) in enumerate(overrides):
-        place = Place(MAX_BYTES + 1 + index, f"--{show(key)}")
+        place = Place(MAX_BYTES + 1 + index, show(f"--{key}"))
         undone = [other for other, _ in overrides[:index] if f"{other}.".startswith(f"{key}.")]
-        if undone:
-            problems.add(place, f"undoes --{show(undone[0])}, given before it; leave one of them out")
+        if key in undone:
+            problems.add(place, "given twice; keep one")
+        elif undone:
+            problems.add(place, f"replaces --{show(undone[0])}, given before it; leave one of them out")
         else:
             builder.override(root, key, text, place)
     config = builder.section(Config, root, "")
@@ -205,7 +207,12 @@ class _Builder:
             elif isinstance(node.content, list) and re.fullmatch("[0-9]{1,4}", name) and int(name) < len(node.content):
                 node, kind = node.content[int(name)], _item_type(kind)
             else:
-                self.problems.add(place, f"{above} has no item or key {show(name)}")
+                size = (
+                    f"{len(node.content)} item(s), counted from 0"
+                    if isinstance(node.content, list)
+                    else "no keys of its own"
+                )
+                self.problems.add(place, f"no such key; {above} has {size}")
                 return
         if text is None:
             self.problems.add(place, f"needs a value; write --{key} VALUE or --{key}=VALUE")
@@ -250,7 +257,8 @@ class _Builder:
             return self.section(kind, node, key)
         if item_type := _item_type(kind):
             if not isinstance(node.content, list):
-                return self._invalid(node.place, key, f"must be a list such as [{node.describe()}]")
+                remedy = f"; write [{show(node.content)}]" if isinstance(node.content, str) and node.content else ""
+                return self._invalid(node.place, key, f"must be a list, not {node.describe()}{remedy}")
             items = [self.value(item_type, item, _join(key, str(index))) for index, item in enumerate(node.content)]
             return _INVALID if any(item is _INVALID for item in items) else tuple(items)
         try:
@@ -341,5 +349,7 @@ def _number(rule: str, text: str) -> float:
 
 def _other_reading(text: str) -> str | None:
     """What plain text is to some YAML reader, if it is not text."""
-    tag = "float" if _NUMBER.fullmatch(text) else _YAML_1_1.resolve(yaml.ScalarNode, text, (True, False)).rpartition(":")[2]
-    return None if tag == "str" else tag
+    tag = _YAML_1_1.resolve(yaml.ScalarNode, text, (True, False)).rpartition(":")[2]
+    if tag == "str":
+        return "float" if _NUMBER.fullmatch(text) else None
+    return tag

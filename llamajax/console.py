@@ -96,11 +96,11 @@ def parameter_table(tree: Any) -> Table:
 
 
 def _split_over(sharding: jax.sharding.Sharding | None) -> str:
-    """The mesh axes that each dim is split over, `-` for none: `- x fsdp x sequence+tensor`."""
-    if not isinstance(sharding, jax.NamedSharding):
+    """The mesh axes that each dim is split over: `-, fsdp, sequence+tensor`; just `-` if none is."""
+    if not isinstance(sharding, jax.NamedSharding) or sharding.is_fully_replicated:
         return "-"
     dims = ((axes,) if isinstance(axes, str) else axes or ("-",) for axes in sharding.spec)
-    return " x ".join("+".join(axes) for axes in dims) or "-"
+    return ", ".join("+".join(axes) for axes in dims)
 
 
 def print_parameters(model: Any) -> None:
@@ -108,7 +108,9 @@ def print_parameters(model: Any) -> None:
     num_params = sum(leaf.size for leaf in jax.tree.leaves(model))
     log(f"model      {format_count(num_params)} parameters ({num_params:,})")
     if jax.process_index() == 0:
-        CONSOLE.print(parameter_table(model), width=None if is_interactive() else 1000)
+        # Into a file, a row stays one line, however long.
+        screen = CONSOLE if is_interactive() else Console(file=CONSOLE.file, width=1000)
+        screen.print(parameter_table(model))
 
 
 def memory_summary(compiled: jax.stages.Compiled) -> str:
@@ -118,7 +120,8 @@ def memory_summary(compiled: jax.stages.Compiled) -> str:
         return "this platform does not tell the memory it needs"
     parts = [
         f"arguments {format_bytes(stats.argument_size_in_bytes)}",
-        f"outputs {format_bytes(stats.output_size_in_bytes)} ({format_bytes(stats.alias_size_in_bytes)} in place of arguments)",
+        f"outputs {format_bytes(stats.output_size_in_bytes)}",
+        f"of which in place of arguments {format_bytes(stats.alias_size_in_bytes)}",
         f"temporary {format_bytes(stats.temp_size_in_bytes)}",
         f"peak {format_bytes(stats.peak_memory_in_bytes)}",
     ]
@@ -260,8 +263,10 @@ def print_summary(run_dir: Path, summary: RunSummary, checkpoint: Path | None) -
         "held-out loss": f"{known(summary.eval_loss, '.4f')}, {known(summary.eval_bits_per_byte, '.4f')} bits per byte",
         "speed": f"{known(summary.tokens_per_sec, ',.0f')} tokens/s,"
         f" {known(summary.tokens_per_sec_per_device, ',.0f')} per device (median)",
-        "MFU": f"{known(summary.mfu, '.1%')}, or {known(summary.mfu_full_attention, '.1%')} counting full attention (median)",
-        "wall time": f"{format_duration(summary.wall_time_s or 0)}, of which {format_duration(summary.steps_time_s)} in steps,"
+        "MFU": f"{known(summary.mfu, '.1%')} (median),"
+        f" or {known(summary.mfu_full_attention, '.1%')} counting full attention",
+        "wall time": f"{format_duration(summary.wall_time_s or 0)},"
+        f" of which {format_duration(summary.steps_time_s)} in steps,"
         f" {summary.restarts} restart{'' if summary.restarts == 1 else 's'}",
         "run": str(run_dir),
         "checkpoint": "-" if checkpoint is None else str(checkpoint),

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import P
 
 from llamajax.model import Llama
 from llamajax.sharding import TABLE, spec
@@ -25,13 +26,13 @@ matmul, which is enough to keep a GPU busy."""
 
 
 class LossSums(NamedTuple):
-    """Sums over the counted tokens of a batch."""
+    """Sums over the counted tokens of a batch, the same on every device."""
 
     loss: jax.Array
     """fp32 []: cross-entropy plus z-loss; the one to differentiate."""
     cross_entropy: jax.Array
     """fp32 []: cross-entropy alone, nats; for reports, without a gradient."""
-    count: jax.Array
+    num_tokens: jax.Array
     """int32 []: tokens counted."""
 
 
@@ -46,13 +47,13 @@ def loss_fn(model: Llama, batch: Mapping[str, jax.Array], *, z_loss_weight: floa
     hidden = model.hidden(batch["tokens"], batch["segment_ids"], batch["positions"])
     targets = jax.reshard(batch["targets"], spec("batch", "seq"))
     with jax.named_scope("loss"):
-        sums = token_losses(hidden, model.output_weight(), targets, z_loss_weight)
-    return sums.loss, sums
+        loss, cross_entropy, num_tokens = token_losses(hidden, model.output_weight(), targets, z_loss_weight)
+    return loss, LossSums(loss, cross_entropy, num_tokens)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3,))
 def token_losses(hidden: jax.Array, weight: jax.Array, targets: jax.Array, z_loss_weight: float) -> LossSums:
-    """The loss of every counted token, summed; only `.loss` has a gradient.
+    """The losses of all counted tokens, summed; only `.loss` has a gradient.
 
     Args:
         hidden: [B, T, D] in the compute dtype, sharded ("batch", "seq", None).
@@ -60,82 +61,65 @@ def token_losses(hidden: jax.Array, weight: jax.Array, targets: jax.Array, z_los
         targets: int32 [B, T], in [0, V) or `IGNORE`, sharded ("batch", "seq").
         z_loss_weight: weight of the squared log-partition function.
     """
-    return _sums_and_gradients(hidden, weight, targets, z_loss_weight, with_gradients=False)[0]
-
-
-def _forward(
-    hidden: jax.Array, weight: jax.Array, targets: jax.Array, z_loss_weight: float
-) -> tuple[LossSums, tuple[jax.Array, jax.Array]]:
-    return _sums_and_gradients(hidden, weight, targets, z_loss_weight, with_gradients=True)
-
-
-def _backward(
-    z_loss_weight: float, gradients: tuple[jax.Array, jax.Array], cotangents: LossSums
-) -> tuple[jax.Array, jax.Array, None]:
-    d_hidden, d_weight = gradients
-    return (
-        (cotangents.loss * d_hidden).astype(d_hidden.dtype),
-        (cotangents.loss * d_weight).astype(d_weight.dtype),
-        None,
-    )
-
-
-token_losses.defvjp(_forward, _backward)
+    return _sums_and_gradients(hidden, weight, targets, z_loss_weight)[0]  # the compiler drops the rest
 
 
 def _sums_and_gradients(
-    hidden: jax.Array, weight: jax.Array, targets: jax.Array, z_loss_weight: float, *, with_gradients: bool
-):
-    """Runs `_on_device` on every device's tokens and vocabulary rows."""
-    gradient_specs = (spec("batch", "seq", None), spec("vocab", "embed")) if with_gradients else None
+    hidden: jax.Array, weight: jax.Array, targets: jax.Array, z_loss_weight: float
+) -> tuple[LossSums, tuple[jax.Array, jax.Array]]:
+    """`token_losses`, and the gradients of its `.loss` for hidden and weight, in their dtypes and shardings."""
+    hidden_spec, weight_spec = spec("batch", "seq", None), spec("vocab", "embed")
     return jax.shard_map(
-        partial(_on_device, z_loss_weight=z_loss_weight, with_gradients=with_gradients),
-        in_specs=(spec("batch", "seq", None), spec("vocab", "embed"), spec("batch", "seq")),
-        out_specs=(LossSums(jax.P(), jax.P(), jax.P()), gradient_specs),
+        partial(_on_device, z_loss_weight=z_loss_weight),
+        in_specs=(hidden_spec, weight_spec, spec("batch", "seq")),
+        out_specs=(P(), (hidden_spec, weight_spec)),
     )(hidden, weight, targets)
 
 
-def _on_device(
-    hidden: jax.Array, weight: jax.Array, targets: jax.Array, *, z_loss_weight: float, with_gradients: bool
-) -> tuple[LossSums, tuple[jax.Array, jax.Array] | None]:
-    """One device's part of `token_losses`: hidden [b, t, D], weight [v, d], targets [b, t]; gradients shaped alike."""
-    token_axes = TABLE.batch + TABLE.seq
-    full_weight = jax.lax.all_gather(weight.astype(hidden.dtype), TABLE.embed, axis=1, tiled=True)  # [v, D]
-    vocab_ids = jax.lax.axis_index(TABLE.vocab) * weight.shape[0] + jnp.arange(weight.shape[0])
+def _scale_gradients(
+    z_loss_weight: float, gradients: tuple[jax.Array, jax.Array], cotangents: LossSums
+) -> tuple[jax.Array, jax.Array, None]:
+    d_hidden, d_weight = gradients
+    scale = cotangents.loss
+    return (scale * d_hidden).astype(d_hidden.dtype), (scale * d_weight).astype(d_weight.dtype), None
 
-    def add_chunk(d_weight: jax.Array | None, chunk: tuple[jax.Array, jax.Array]):
+
+token_losses.defvjp(_sums_and_gradients, _scale_gradients)
+
+
+def _on_device(
+    hidden: jax.Array, weight: jax.Array, targets: jax.Array, *, z_loss_weight: float
+) -> tuple[LossSums, tuple[jax.Array, jax.Array]]:
+    """One device's part of `_sums_and_gradients`: hidden [b, t, D], weight [v, d], targets [b, t]."""
+    token_axes = TABLE.batch + TABLE.seq
+    head = jax.lax.all_gather(weight.astype(hidden.dtype), TABLE.embed, axis=1, tiled=True)  # [v, D]
+    vocab_ids = jax.lax.axis_index(TABLE.vocab) * head.shape[0] + jnp.arange(head.shape[0])
+
+    def add_chunk(d_head: jax.Array, chunk: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, tuple[LossSums, jax.Array]]:
         x, target = chunk  # [n, D], [n]
-        counted = target != IGNORE
-        logits = jnp.einsum("nD,vD->nv", x, full_weight, preferred_element_type=jnp.float32)
-        is_target = target[:, None] == vocab_ids[None, :]
+        counted, is_target = target != IGNORE, target[:, None] == vocab_ids[None, :]
+        logits = jnp.einsum("nD,vD->nv", x, head, preferred_element_type=jnp.float32)
         largest = jax.lax.pmax(jnp.max(logits, axis=-1), TABLE.vocab)
         exps = jnp.exp(logits - largest[:, None])
-        exp_sum, target_logit = jax.lax.psum(
-            (jnp.sum(exps, axis=-1), jnp.sum(jnp.where(is_target, logits, 0.0), axis=-1)), TABLE.vocab
-        )
+        own_sums = jnp.sum(exps, axis=-1), jnp.sum(jnp.where(is_target, logits, 0.0), axis=-1)
+        exp_sum, target_logit = jax.lax.psum(own_sums, TABLE.vocab)
         lse = jnp.log(exp_sum) + largest
         cross_entropy = jnp.sum(jnp.where(counted, lse - target_logit, 0.0))
         z_loss = jnp.sum(jnp.where(counted, z_loss_weight * jnp.square(lse), 0.0))
         sums = LossSums(cross_entropy + z_loss, cross_entropy, jnp.sum(counted, dtype=jnp.int32))
-        if d_weight is None:
-            return None, (sums, None)
+
         d_logits = exps * ((1 + 2 * z_loss_weight * lse) / exp_sum)[:, None] - is_target
         d_logits = jnp.where(counted[:, None], d_logits, 0.0).astype(x.dtype)
-        d_x = jax.lax.psum(jnp.einsum("nv,vD->nD", d_logits, full_weight), TABLE.vocab)
-        d_weight += jnp.einsum("nv,nD->vD", d_logits, x, preferred_element_type=jnp.float32)
-        return d_weight, (sums, d_x)
+        d_x = jax.lax.psum(jnp.einsum("nv,vD->nD", d_logits, head), TABLE.vocab)
+        d_head += jnp.einsum("nv,nD->vD", d_logits, x, preferred_element_type=jnp.float32)
+        return d_head, (sums, d_x)
 
-    chunks = _chunks(hidden, targets, vocab_size=weight.shape[0])
-    d_weight = None
-    if with_gradients:
-        # Every device sums its own tokens over all chunks; they meet once, after the loop.
-        d_weight = jax.lax.pcast(jnp.zeros(full_weight.shape, jnp.float32), (*token_axes, *TABLE.vocab), to="varying")
-    d_weight, (sums, d_x) = jax.lax.scan(add_chunk, d_weight, chunks)
-    sums = jax.lax.psum(jax.tree.map(partial(jnp.sum, axis=0), sums), token_axes)
-    if d_weight is None:
-        return sums, None
+    # Every device adds up its own tokens' gradients in fp32 over all chunks; the devices meet once, after the loop.
+    d_head = jax.lax.pcast(jnp.zeros(head.shape, jnp.float32), token_axes + TABLE.vocab, to="varying")
+    d_head, (chunk_sums, d_x) = jax.lax.scan(add_chunk, d_head, _chunks(hidden, targets, vocab_size=head.shape[0]))
+    sums = LossSums(*(jax.lax.psum(jnp.sum(chunk_sum, axis=0), token_axes) for chunk_sum in chunk_sums))
     d_hidden = d_x.reshape(-1, hidden.shape[-1])[: targets.size].reshape(hidden.shape)
-    d_weight = jax.lax.psum_scatter(d_weight.astype(hidden.dtype), TABLE.embed, scatter_dimension=1, tiled=True)
+    d_weight = jax.lax.psum_scatter(d_head.astype(hidden.dtype), TABLE.embed, scatter_dimension=1, tiled=True)
     d_weight = jax.lax.psum(d_weight, tuple(axis for axis in token_axes if axis not in TABLE.embed))
     return sums, (d_hidden, d_weight.astype(weight.dtype))
 

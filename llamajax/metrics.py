@@ -29,9 +29,7 @@ TENSORBOARD_DIR = "tensorboard"
 def check_packages(config: Config) -> None:
     """Raises `ConfigError` if the configuration asks for an optional package that is not installed."""
     if config.metrics.wandb and importlib.util.find_spec("wandb") is None:
-        raise ConfigError(
-            "metrics.wandb: wandb is not installed; run pip install 'llamajax[wandb]', or turn it off"
-        )
+        raise ConfigError("metrics.wandb: wandb is not installed; run pip install 'llamajax[wandb]', or turn it off")
 
 
 class MetricsWriter:
@@ -100,7 +98,7 @@ class MetricsWriter:
             data_wait_s: seconds that the step waited for its batch.
 
         Returns:
-            The record of the step before (`train/*`, `perf/*`), the same on every process; None if there is none.
+            The record of the step before, None if there is none; `train/*` is the same on every process, `perf/*` is not.
         """
         finished = self.flush()
         self._held = (step, values, data_wait_s)

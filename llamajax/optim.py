@@ -35,6 +35,7 @@ def learning_rate(config: OptimizerConfig, num_steps: int) -> optax.Schedule:
 
             def schedule(count: jax.typing.ArrayLike) -> jax.typing.ArrayLike:
                 return decay(jnp.maximum(jnp.asarray(count) - stable + 1, 0))
+
     if config.warmup_steps == 0:
         return schedule
     warmup = optax.linear_schedule(peak / config.warmup_steps, peak, max(config.warmup_steps - 1, 1))

@@ -10,6 +10,7 @@ if __name__ == "__main__":
     ARGUMENTS = parse_args(prog="python -m llamajax.train")
 
 import functools
+import math
 import os
 import signal
 import sys
@@ -33,7 +34,9 @@ from llamajax.config import Config
 from llamajax.data.loader import Loader, held_out_batches
 from llamajax.errors import CheckpointError, DivergedError, UserError
 from llamajax.generate import stream_text
+from llamajax.loss import IGNORE
 from llamajax.model import Llama
+from llamajax.restore import concretise
 from llamajax.sharding import spec
 from llamajax.step import TrainState, eval_step, init_state, train_step
 
@@ -57,7 +60,7 @@ def run(config: Config, *, dry_run: bool = False) -> None:
     with StopSignal(handle=not config.distributed.enabled) as stop:
         mesh.start(config)
         console.print_header(config)
-        abstract_state = checkpoint.concretise(jax.eval_shape(functools.partial(init_state, config)))
+        abstract_state = concretise(jax.eval_shape(functools.partial(init_state, config)))
         console.print_parameters(abstract_state.model)
         compiled_step = compile_step(config, abstract_state)
         if dry_run:
@@ -155,9 +158,11 @@ def train(
 def evaluate(config: Config, model: Llama, dataset: data.Dataset) -> dict[str, float]:
     """Held-out loss in nats per token and in bits per byte of text, over the same rows every time."""
     sums = [eval_step(model, batch) for batch in held_out_batches(dataset, config)]
-    total, count = (sum(float(s.cross_entropy) for s in sums), sum(int(s.count) for s in sums))
-    num_bytes = dataset.held_out_bytes(config)
-    return {"loss": total / count, "bits_per_byte": total / np.log(2) / num_bytes}
+    nats, tokens = sum(float(s.cross_entropy) for s in sums), sum(int(s.count) for s in sums)
+    num_rows = min(len(dataset.held_out_rows), len(sums) * config.train.global_batch_size // config.train.grad_accum_steps)
+    targets = np.concatenate([dataset.held_out_rows[row]["targets"] for row in range(num_rows)])
+    num_bytes = int(dataset.tokenizer.token_bytes[targets[targets != IGNORE]].sum())
+    return {"loss": nats / tokens, "bits_per_byte": nats / math.log(2) / num_bytes}
 
 
 def write_sample(config: Config, state: TrainState, dataset: data.Dataset) -> None:

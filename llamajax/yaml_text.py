@@ -24,7 +24,7 @@ _REMEDIES = {
     "cannot start any token": "text that begins so needs quotes",
     "scanning an alias": "text that begins with * needs quotes",
     "scanning an anchor": "text that begins with & needs quotes",
-    "mapping values are not allowed": "text with a colon in it needs quotes",
+    "mapping values are not allowed": "check the indentation; text with a colon in it needs quotes",
 }
 """Remedies for what PyYAML says in these words."""
 
@@ -165,7 +165,8 @@ class _Reader:
         if isinstance(event, yaml.AliasEvent) or event.anchor is not None:
             raise _RefusedError(line, "anchors and aliases are not supported; write the value out, or quote & and *")
         if event.tag is not None:
-            raise _RefusedError(line, f"the tag {show(event.tag)} is not supported; write a plain value, or quote !")
+            tag = show(event.tag.replace("tag:yaml.org,2002:", "!!"))
+            raise _RefusedError(line, f"the tag {tag} is not supported; write a plain value, or quote !")
         if depth > MAX_DEPTH:
             raise _RefusedError(line, f"nested deeper than {MAX_DEPTH} levels")
         if self.num_values > MAX_VALUES:

@@ -111,8 +111,8 @@ def test_parameter_table_adds_up(abstract):
     rows = [re.split(r"  +", line.strip()) for line in screen.file.getvalue().splitlines()]
     assert rows == [
         ["parameter", "shape", "dtype", "split over", "per device", "all"],
-        ["embed", "64 x 32", "float32", "tensor x fsdp", "2.00 KiB", "8.00 KiB"],
-        ["layers.up", "3 x 32 x 64", "bfloat16", "- x fsdp x sequence+tensor", "1.50 KiB", "12.0 KiB"],
+        ["embed", "64 x 32", "float32", "tensor, fsdp", "2.00 KiB", "8.00 KiB"],
+        ["layers.up", "3 x 32 x 64", "bfloat16", "-, fsdp, sequence+tensor", "1.50 KiB", "12.0 KiB"],
         ["norm", "32", "float32", "-", "128 B", "128 B"],
         ["step", "scalar", "int32", "-", "4 B", "4 B"],
         ["total", "8,225", "3.63 KiB", "20.1 KiB"],
@@ -131,7 +131,7 @@ def test_memory_summary():
     compiled = jax.jit(lambda x: x * 2, donate_argnums=0).lower(x).compile()
     line = console.memory_summary(compiled)
     assert line.startswith(
-        "memory per device: arguments 32.0 KiB, outputs 32.0 KiB (32.0 KiB in place of arguments), temporary "
+        "memory per device: arguments 32.0 KiB, outputs 32.0 KiB, of which in place of arguments 32.0 KiB, temporary "
     )
 
 
@@ -149,7 +149,7 @@ def test_summary_names_everything_a_person_goes_on_with(capsys):
         "train loss     2.5000 (mean of the last 20 steps)",
         "held-out loss  2.6250, 1.2500 bits per byte",
         "speed          12,346 tokens/s, 1,543 per device (median)",
-        "MFU            40.0%, or 44.0% counting full attention (median)",
+        "MFU            40.0% (median), or 44.0% counting full attention",
         "wall time      1:02:05, of which 0:01:40 in steps, 2 restarts",
         "run            runs/a b",
         "checkpoint     runs/a b/checkpoints/1500",

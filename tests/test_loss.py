@@ -82,23 +82,34 @@ def test_logits_are_never_alive_for_more_than_a_chunk(monkeypatch: pytest.Monkey
     assert "tensor<2x32x" not in program  # no logits gathered over the vocabulary
 
 
+def test_evaluation_computes_no_gradients():
+    jax.set_mesh(mesh.make_mesh(MESHES[0]))
+    inputs = _inputs()
+    flops = [
+        jax.jit(function).lower(*inputs).compile().cost_analysis()["flops"]
+        for function in (
+            lambda *inputs: token_losses(*inputs, 0.0).loss,
+            jax.grad(lambda *inputs: token_losses(*inputs, 0.0).loss, (0, 1)),
+        )
+    ]
+    assert flops[0] < 0.5 * flops[1]  # one matmul, not three
+
+
 def test_z_loss_by_hand():
     jax.set_mesh(mesh.make_mesh(MESHES[0]))
     hidden, weight, targets = _inputs()
     sums = jax.jit(token_losses, static_argnums=3)(jnp.zeros_like(hidden), weight, targets, 0.5)
-    assert sums.count == B * T - 4  # all logits are 0, so every token's lse is log V
+    assert sums.num_tokens == B * T - 4  # all logits are 0, so every token's lse is log V
     np.testing.assert_allclose(sums.cross_entropy, 20 * np.log(V), rtol=1e-6)
     np.testing.assert_allclose(sums.loss, 20 * (np.log(V) + 0.5 * np.log(V) ** 2), rtol=1e-6)
     assert sums.loss.dtype == sums.cross_entropy.dtype == jnp.float32
-    assert sums.count.dtype == jnp.int32
+    assert sums.num_tokens.dtype == jnp.int32
 
 
 def test_nothing_counted_is_zero_not_nan():
     jax.set_mesh(mesh.make_mesh(MESHES[0]))
     hidden, weight, targets = _inputs()
-    sums, gradients = _value_and_gradients(
-        token_losses, hidden, weight, jnp.full_like(targets, IGNORE), z_loss_weight=0.1
-    )
+    sums, gradients = _value_and_gradients(token_losses, hidden, weight, jnp.full_like(targets, IGNORE), z_loss_weight=0.1)
     assert sums == (0, 0, 0)
     assert all(np.all(np.asarray(gradient) == 0) for gradient in gradients)
 

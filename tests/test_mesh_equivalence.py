@@ -8,9 +8,9 @@ import jax
 import numpy as np
 import pytest
 
-from llamajax.checkpoint import concretise
 from llamajax.config import Config, MeshConfig
 from llamajax.mesh import make_mesh
+from llamajax.restore import concretise
 from llamajax.step import apply_gradients, init_state, loss_and_grads
 from tests.tiny import random_rows, single_device_mesh, tiny_config, to_device
 

@@ -118,14 +118,16 @@ def test_summary(tmp_path):
         {"time": 1100.0, "event": "stop", "step": 30, "reason": "finished"},
     ]
     (tmp_path / "events.jsonl").write_text("".join(run_log.encode(record) + "\n" for record in events))
-    summary = run_log.summarize(run_log.read_run(tmp_path))
+    log = run_log.read_run(tmp_path)
+    assert [steps.tolist() for steps in log.series["eval/loss"]] == [[30], [12.0]], "the last of a repeated evaluation"
+    summary = run_log.summarize(log)
     assert summary == run_log.RunSummary(
         step=30,
         num_steps=30,
         num_params=7,
         tokens=3000,
         train_loss=sum(40.0 - s for s in range(11, 31)) / 20,
-        eval_loss=12.0,  # the last of a repeated evaluation
+        eval_loss=12.0,
         eval_bits_per_byte=4.0,
         tokens_per_sec=None,
         tokens_per_sec_per_device=None,

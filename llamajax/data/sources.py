@@ -148,7 +148,7 @@ class Source:
         if len(line) > MAX_LINE_BYTES:
             raise self._error(where, f"a line may have at most {MAX_LINE_BYTES:,} bytes; split the document")
         try:
-            record = json.loads(line.decode())
+            record = json.loads(line.rstrip(b"\r\n").decode())
         except UnicodeDecodeError as error:
             raise self._error(where, _NOT_UTF8) from error
         except RecursionError as error:

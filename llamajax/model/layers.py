@@ -1,4 +1,6 @@
-"""The parts of a decoder layer that look at one token at a time: RMSNorm and the SwiGLU MLP."""
+"""The parts of a decoder that look at one token at a time: token embedding, RMSNorm and the SwiGLU MLP."""
+
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -6,7 +8,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from llamajax.config import ModelConfig
-from llamajax.sharding import gather, spec
+from llamajax.sharding import TABLE, gather, spec
 
 
 def normal(
@@ -20,6 +22,29 @@ def residual_std(config: ModelConfig) -> float:
     """Initial standard deviation of the 2L matmuls that add to the residual stream, so that their sum does not
     grow with depth (GPT-2, section 2.3)."""
     return config.init_std / (2 * config.num_layers) ** 0.5
+
+
+def embed(table: jax.Array, tokens: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
+    """The rows of table [V, D], stored ("vocab", "embed"), for int32 tokens [B, T]: [B, T, D] of `dtype`.
+
+    Every device looks its tokens up in its part of the vocabulary. Written with collectives by hand, because a sharded
+    lookup and its transpose, a scatter, would otherwise be left to XLA's guess.
+    """
+
+    @partial(jax.shard_map, in_specs=(spec("vocab", "embed"), spec("batch", "seq")), out_specs=spec("batch", "seq", None))
+    def look_up(table: jax.Array, tokens: jax.Array) -> jax.Array:
+        # Varying before the gather: the transpose first scatters the gradient over `embed`, then reduces what is left.
+        reduced_last = tuple(axis for axis in TABLE.batch + TABLE.seq if axis not in TABLE.embed)
+        rows = jax.lax.pcast(table.astype(dtype), reduced_last, to="varying")
+        rows = jax.lax.all_gather(rows, TABLE.embed, axis=1, tiled=True)
+        # fp32 only locally: the transpose adds up the gradients of all tokens with the same id, and a bf16 sum stops
+        # growing after a few hundred of them.
+        index = tokens - jax.lax.axis_index(TABLE.vocab) * rows.shape[0]
+        index = jnp.where(index < 0, rows.shape[0], index)  # out of bounds like any other row that lies elsewhere
+        found = rows.astype(jnp.float32).at[index].get(mode="fill", fill_value=0).astype(dtype)
+        return jax.lax.psum(found, TABLE.vocab)
+
+    return look_up(table, tokens)
 
 
 class RMSNorm(nnx.Module):

@@ -8,7 +8,7 @@ from flax import nnx
 
 from llamajax.config import ModelConfig
 from llamajax.model.attention import Attention, Rows
-from llamajax.model.layers import MLP, RMSNorm, normal
+from llamajax.model.layers import MLP, RMSNorm, embed, normal
 from llamajax.model.rope import positions_from_segment_ids, rope_tables
 from llamajax.sharding import gather, spec
 
@@ -76,7 +76,7 @@ class Llama(nnx.Module):
         """
         config = self.config
         with jax.named_scope("embed"):
-            x = self._embed(jax.reshard(tokens, spec("batch", "seq")))
+            x = embed(self.embedding[...], jax.reshard(tokens, spec("batch", "seq")), config.compute_dtype)
         rows = self._rows(tokens, segment_ids, positions)
 
         def run_layer(x: jax.Array, layer: Layer) -> tuple[jax.Array, None]:
@@ -94,23 +94,12 @@ class Llama(nnx.Module):
         """The head as stored, [V, D] in `param_dtype` and sharded; the embedding table when they are tied."""
         return self.embedding[...] if self.head is None else self.head[...]
 
-    def _embed(self, tokens: jax.Array) -> jax.Array:
-        # The lookup is fp32 after the collective: its transpose adds up the gradients of all tokens with the same id,
-        # and a bf16 sum stops growing after a few hundred of them.
-        table = gather(self.embedding[...], "vocab", None, dtype=self.config.compute_dtype).astype(jnp.float32)
-        looked_up = table.at[tokens].get(out_sharding=spec("batch", "seq", None))
-        return looked_up.astype(self.config.compute_dtype)
-
     def _rows(self, tokens: jax.Array, segment_ids: jax.Array | None, positions: jax.Array | None) -> Rows:
         kv_segment_ids = None
         if segment_ids is not None:
             segment_ids = jax.reshard(segment_ids, spec("batch", "seq"))
             kv_segment_ids = jax.reshard(segment_ids, spec("batch", None))
-        if positions is not None:
-            positions = jax.reshard(positions, spec("batch", "seq"))
-        elif segment_ids is not None:
-            positions = positions_from_segment_ids(segment_ids)
-        else:
-            positions = jax.lax.broadcasted_iota(jnp.int32, tokens.shape, 1, out_sharding=spec("batch", "seq"))
-        cos, sin = rope_tables(positions, self.config)
+        if positions is None:
+            positions = positions_from_segment_ids(jnp.zeros_like(tokens) if segment_ids is None else segment_ids)
+        cos, sin = rope_tables(jax.reshard(positions, spec("batch", "seq")), self.config)
         return Rows(cos, sin, segment_ids, kv_segment_ids)

@@ -25,9 +25,9 @@ class Gpu:
 
 
 # Peaks and bandwidths: NVIDIA's data sheets of the A100 (2021), H100 SXM (2022) and H200 SXM (2023). The last two
-# print 1,979 TFLOP/s "with sparsity", which is 989.5 dense. Memory sizes and exact bandwidths: XLA's descriptions of
-# the same cards (xla/tools/hlo_opt/gpu_specs). PCIe and NVL cards of the same names have lower clocks and are not
-# listed on purpose: their rate is measured.
+# print 1,979 TFLOP/s "with sparsity", which is 989.5 dense. Memory sizes and exact bandwidths: XLA's own
+# descriptions of the same cards (GpuTargetConfigProto). PCIe and NVL cards of the same names have lower clocks and are
+# not listed on purpose: their rate is measured.
 GPUS = (
     Gpu(
         name="A100-40GB",

@@ -71,7 +71,9 @@ def test_dim_i_and_i_plus_half_turn_as_one_complex_number(dtype: str):
     expected = (wide[..., :4] + 1j * wide[..., 4:]) * np.exp(1j * angles)[:, :, None, None, :]
     assert turned.dtype == dtype
     expected = np.concatenate([expected.real, expected.imag], axis=-1)
-    np.testing.assert_allclose(np.asarray(turned, np.float64), expected, rtol=2**-8 if dtype == "bfloat16" else 1e-5, atol=1e-6)
+    np.testing.assert_allclose(
+        np.asarray(turned, np.float64), expected, rtol=2**-8 if dtype == "bfloat16" else 1e-5, atol=1e-6
+    )
 
 
 def test_positions_restart_with_every_segment_across_devices():

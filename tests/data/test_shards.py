@@ -1,0 +1,256 @@
+"""Shards are made once: killed at any moment, resumed where it stopped; by one process while the others wait."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from llamajax.config import SourceConfig
+from llamajax.data import shards
+from llamajax.data.shards import document_hash, group_files, is_held_out, read_shards, shards_entry, tokenize
+from llamajax.data.sources import Source
+from llamajax.data.tokenizer import load_tokenizer, train_sentencepiece
+from llamajax.errors import DataError
+
+WORDS = ["alpha", "beta", "gamma", "delta", "epsilon", "zeta", "eta", "theta", "iota", "kappa"]
+
+
+def write_documents(path, count, seed=0):
+    rng = np.random.default_rng(seed)
+    texts = [" ".join(rng.choice(WORDS, rng.integers(0, 40))) for _ in range(count)]
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return texts
+
+
+@pytest.fixture
+def tokenizer(tmp_path):
+    texts = [" ".join(WORDS)] * 50
+    (tmp_path / "tokenizer.model").write_bytes(train_sentencepiece(texts, total_bytes=5000, max_bytes=5000, vocab_size=320))
+    return load_tokenizer(tmp_path / "tokenizer.model")
+
+
+@pytest.fixture
+def small_shards(monkeypatch):
+    monkeypatch.setattr(shards, "SHARD_BYTES", 2000)
+    monkeypatch.setattr(shards, "BATCH_BYTES", 300)
+
+
+def groups_of(tmp_path, pattern="*.jsonl"):
+    source = Source(SourceConfig(kind="jsonl", paths=(str(tmp_path / pattern),)), "data.sources[0]")
+    return group_files(source, tmp_path / "cache")
+
+
+def all_shards(groups, tokenizer, tmp_path):
+    return [shard for group in groups for shard in read_shards(shards_entry(group, tokenizer, tmp_path / "cache"))]
+
+
+def test_documents_are_framed_and_counted(tmp_path, tokenizer, small_shards):
+    texts = write_documents(tmp_path / "a.jsonl", 100)
+    groups, log = groups_of(tmp_path), []
+    tokenize(groups, tokenizer, tmp_path / "cache", log.append)
+    made = all_shards(groups, tokenizer, tmp_path)
+    assert len(made) > 3
+    assert [shard.last for shard in made] == [False] * (len(made) - 1) + [True]
+    documents = [shard.tokens[a:b] for shard in made for a, b in zip(shard.offsets[:-1], shard.offsets[1:], strict=True)]
+    kept = [text for text in texts if text]
+    assert [tokenizer.decode(document) for document in documents] == kept
+    assert all(document[0] == tokenizer.bos_id and document[-1] == tokenizer.eos_id for document in documents)
+    assert all(document.dtype == np.uint16 for document in documents)
+    assert sum(shard.num_empty for shard in made) == len(texts) - len(kept) > 0
+    assert np.concatenate([shard.num_bytes for shard in made]).tolist() == [len(text) for text in kept]
+    assert np.concatenate([shard.hashes for shard in made]).tolist() == [document_hash(text.encode()) for text in kept]
+    assert all(shard.num_bytes.sum() < 2000 + 400 for shard in made)
+    assert len(log) == 1
+    assert log[0].startswith(f"tokenized  {len(kept)} documents in ")
+
+
+def test_a_second_time_nothing_is_tokenized(tmp_path, tokenizer, small_shards, monkeypatch):
+    write_documents(tmp_path / "a.jsonl", 100)
+    tokenize(groups_of(tmp_path), tokenizer, tmp_path / "cache", print)
+    monkeypatch.setattr(tokenizer, "encode_batch", None)
+    log = []
+    tokenize(groups_of(tmp_path), tokenizer, tmp_path / "cache", log.append)
+    assert log == []
+
+
+def test_small_files_are_grouped_and_a_new_file_leaves_the_old_groups(tmp_path, tokenizer, small_shards):
+    for n in range(8):
+        write_documents(tmp_path / f"{n}.jsonl", 8, seed=n)
+    write_documents(tmp_path / "5-large.jsonl", 100)
+    before = groups_of(tmp_path)
+    assert [path for group in before for path in group.files] == sorted(tmp_path.glob("*.jsonl"))
+    assert 1 < len(before) < 9
+    assert all(group.num_bytes <= 2000 or len(group.files) == 1 for group in before)
+    write_documents(tmp_path / "9.jsonl", 30, seed=9)
+    after = groups_of(tmp_path)
+    entries = [[shards_entry(group, tokenizer, tmp_path).name for group in groups] for groups in (before, after)]
+    assert entries[1][: len(entries[0]) - 1] == entries[0][:-1]
+
+
+def test_what_decides_the_documents_decides_the_entry(tmp_path, tokenizer):
+    write_documents(tmp_path / "a.jsonl", 3)
+    entries = set()
+    for kind, key in (("jsonl", "text"), ("jsonl", "body"), ("text", "text")):
+        source = Source(SourceConfig(kind=kind, paths=(str(tmp_path / "a.jsonl"),), text_key=key), "data.sources[0]")
+        entries |= {shards_entry(group, tokenizer, tmp_path) for group in group_files(source, tmp_path / "cache")}
+    assert len(entries) == 3
+
+
+def test_a_file_that_changes_while_it_is_read(tmp_path, tokenizer, small_shards):
+    write_documents(tmp_path / "a.jsonl", 100)
+    groups = groups_of(tmp_path)
+    write_documents(tmp_path / "a.jsonl", 100, seed=1)
+    with pytest.raises(DataError, match=r"a.jsonl: data.sources\[0\].paths: was changed while it was read; run again"):
+        tokenize(groups, tokenizer, tmp_path / "cache", print)
+    assert all_shards(groups, tokenizer, tmp_path) == []
+
+
+def test_a_bad_line_keeps_the_shards_before_it(tmp_path, tokenizer, small_shards):
+    write_documents(tmp_path / "a.jsonl", 100)
+    with (tmp_path / "a.jsonl").open("a") as file:
+        file.write("oops\n")
+    groups = groups_of(tmp_path)
+    with pytest.raises(DataError, match=r"a.jsonl:101: .*is not JSON"):
+        tokenize(groups, tokenizer, tmp_path / "cache", print)
+    assert len(all_shards(groups, tokenizer, tmp_path)) > 3
+
+
+def test_large_vocabularies_take_four_bytes(tmp_path, tokenizer):
+    write_documents(tmp_path / "a.jsonl", 3)
+    tokenizer.vocab_size = 2**16 + 1
+    tokenize(groups_of(tmp_path), tokenizer, tmp_path / "cache", print)
+    (shard,) = all_shards(groups_of(tmp_path), tokenizer, tmp_path)
+    assert shard.tokens.dtype == np.uint32
+
+
+def test_the_split_follows_the_hash():
+    hashes = np.array([document_hash(str(n).encode()) for n in range(20_000)], np.uint64)
+    for fraction in (0.0, 0.01, 0.5):
+        assert abs(is_held_out(hashes, fraction).mean() - fraction) < 0.01
+    assert not is_held_out(0, 0.0)
+    assert is_held_out(2**64 - 2**12, 1 - 2**-53)
+
+
+# Runs in a process of its own, which forks one child per request: a list of events, each the number of the event at
+# which the child kills itself, or 0 to run to its end. A child's shards are those it wrote itself.
+CHILDREN = """
+import json, os, pathlib, signal, sys
+from llamajax.config import SourceConfig
+from llamajax.data import cache, shards, sources, tokenizer
+
+folder = pathlib.Path(sys.argv[1])
+shards.SHARD_BYTES, shards.BATCH_BYTES, cache.UNSETTLED_S = 2000, 300, -60
+
+
+def build(kill_at, cache_dir):
+    events = 0
+
+    def counted(function):
+        def wrapper(*args, **kwargs):
+            nonlocal events
+            events += 1
+            if events == kill_at:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return function(*args, **kwargs)
+        return wrapper
+
+    os.fsync = counted(os.fsync)
+    pathlib.Path.replace = counted(pathlib.Path.replace)
+    tokenizer.SentencePieceTokenizer.encode_batch = counted(tokenizer.SentencePieceTokenizer.encode_batch)
+    write_arrays, written = cache.write_arrays, []
+    cache.write_arrays = lambda path, *rest: (written.append(path.name), write_arrays(path, *rest))
+    source = sources.Source(SourceConfig(kind="jsonl", paths=(str(folder / "*.jsonl"),)), "data.sources[0]")
+    groups = shards.group_files(source, cache_dir)
+    shards.tokenize(groups, tokenizer.load_tokenizer(folder / "tokenizer.model"), cache_dir, lambda line: None)
+    return {"written": len(written), "events": events}
+
+
+def start(kill_at, cache_dir):
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.write(writer, json.dumps(build(kill_at, cache_dir)).encode())
+        os._exit(0)
+    os.close(writer)
+    return pid, reader
+
+
+def finish(pid, reader):
+    with open(reader) as pipe:
+        text = pipe.read()
+    _, status = os.waitpid(pid, 0)
+    return json.loads(text) if text else {"signal": os.WTERMSIG(status)}
+
+
+for line in sys.stdin:
+    request = json.loads(line)
+    started = [start(kill_at, folder / request["cache"]) for kill_at in request["kill_at"]]
+    print(json.dumps([finish(*child) for child in started]), flush=True)
+"""
+
+
+@pytest.fixture
+def children(tmp_path, tokenizer):
+    """Asks for children, as `children(cache, [kill_at, ...])`; those of one call run at the same time."""
+    write_documents(tmp_path / "a.jsonl", 60)
+    for n in range(3):
+        write_documents(tmp_path / f"b{n}.jsonl", 30, seed=n)
+    command = [sys.executable, "-c", CHILDREN, str(tmp_path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=os.environ) as process:
+
+        def ask(cache, kill_at):
+            process.stdin.write(json.dumps({"cache": cache, "kill_at": kill_at}) + "\n")
+            process.stdin.flush()
+            return json.loads(process.stdout.readline())
+
+        yield ask
+        process.stdin.close()
+        assert process.wait() == 0
+
+
+def contents(folder: Path):
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_killed_at_any_moment_and_resumed(tmp_path, children):
+    (unbroken,) = children("unbroken", [0])
+    assert unbroken["written"] >= 8
+    shard_files = {name: blob for name, blob in contents(tmp_path / "unbroken").items() if name.endswith(".shard")}
+    assert len(shard_files) == unbroken["written"]
+    rng = np.random.default_rng(0)
+    for trial, kill_at in enumerate([1, 2, 3, 4, *rng.integers(5, unbroken["events"], 12).tolist()]):
+        cache = f"killed{trial}"
+        assert children(cache, [kill_at]) == [{"signal": 9}]
+        finished = {name for name in contents(tmp_path / cache) if name.endswith(".shard")}
+        (resumed,) = children(cache, [0])
+        assert resumed["written"] == unbroken["written"] - len(finished), "a finished shard was made again"
+        after = contents(tmp_path / cache)
+        assert {name: blob for name, blob in after.items() if name.endswith(".shard")} == shard_files
+        assert not [name for name in after if name.endswith(".tmp")]
+
+
+def test_killed_again_and_again_it_still_arrives(tmp_path, children):
+    (unbroken,) = children("unbroken", [0])
+    for _ in range(unbroken["events"]):
+        (outcome,) = children("stubborn", [15])  # events per life: enough for a shard, not for all
+        if "written" in outcome:
+            break
+    assert outcome["written"] < unbroken["written"] / 2
+    for name, blob in contents(tmp_path / "unbroken").items():
+        if name.endswith(".shard"):
+            assert (tmp_path / "stubborn" / name).read_bytes() == blob
+
+
+def test_processes_share_the_work_and_one_may_die(tmp_path, children):
+    (alone,) = children("alone", [0])
+    together = children("together", [0, 0, 0])
+    assert sum(child["written"] for child in together) == alone["written"]
+    children("with deaths", [1, 12, 0])  # who dies, and where, depends on who comes first; the result must not
+    shard_files = {name: blob for name, blob in contents(tmp_path / "alone").items() if name.endswith(".shard")}
+    for cache in ("together", "with deaths"):
+        found = {name: blob for name, blob in contents(tmp_path / cache).items() if name.endswith(".shard")}
+        assert found == shard_files

@@ -1,0 +1,239 @@
+"""The rules of the sections, and the numbers derived from them."""
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from llamajax.config import (
+    CheckpointConfig,
+    Config,
+    DataConfig,
+    DistributedConfig,
+    MeshConfig,
+    MetricsConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ProfileConfig,
+    RopeScalingConfig,
+    SampleConfig,
+    SourceConfig,
+    TokenizerConfig,
+    TrainConfig,
+)
+from llamajax.errors import ConfigError
+
+LLAMA_2_7B = ModelConfig(
+    vocab_size=32000, embed_dim=4096, mlp_dim=11008, num_layers=32, num_heads=32, num_kv_heads=32, head_dim=128
+)
+LLAMA_3_8B = ModelConfig(
+    vocab_size=128256, embed_dim=4096, mlp_dim=14336, num_layers=32, num_heads=32, num_kv_heads=8, head_dim=128,
+    max_seq_len=8192,
+)  # fmt: skip
+LLAMA_3_2_1B = ModelConfig(
+    vocab_size=128256, embed_dim=2048, mlp_dim=8192, num_layers=16, num_heads=32, num_kv_heads=8, head_dim=64,
+    tie_embeddings=True,
+)  # fmt: skip
+SECTIONS: dict[type, dict[str, Any]] = {
+    RopeScalingConfig: {},
+    ModelConfig: dataclasses.asdict(LLAMA_2_7B) | {"rope_scaling": RopeScalingConfig()},
+    MeshConfig: {},
+    DistributedConfig: {},
+    SourceConfig: {"kind": "stdlib"},
+    TokenizerConfig: {},
+    DataConfig: {"sources": (SourceConfig(kind="stdlib"),), "seq_len": 8},
+    OptimizerConfig: {"learning_rate": 1e-3},
+    TrainConfig: {"num_steps": 10, "global_batch_size": 8},
+    CheckpointConfig: {},
+    MetricsConfig: {},
+    ProfileConfig: {},
+    SampleConfig: {},
+}
+"""The least that every section needs."""
+
+
+def config(**sections: Any) -> Config:
+    defaults = {
+        "model": LLAMA_2_7B,
+        "data": DataConfig(sources=(SourceConfig(kind="stdlib"),), seq_len=4096),
+        "train": TrainConfig(num_steps=100, global_batch_size=64),
+        "optimizer": OptimizerConfig(learning_rate=1e-3),
+    }
+    return Config(run_dir="run", **(defaults | sections))
+
+
+BROKEN = [
+    (RopeScalingConfig, {"kind": "linear", "factor": 0.5}, ["factor"]),
+    (RopeScalingConfig, {"factor": 2.0}, ["factor"]),
+    (RopeScalingConfig, {"low_freq_factor": 0.0}, ["low_freq_factor"]),
+    (RopeScalingConfig, {"low_freq_factor": 4.0}, ["low_freq_factor"]),
+    (RopeScalingConfig, {"original_max_seq_len": 0}, ["original_max_seq_len"]),
+    (ModelConfig, {"vocab_size": 0, "embed_dim": 0, "mlp_dim": 0}, ["vocab_size", "embed_dim", "mlp_dim"]),
+    (ModelConfig, {"num_layers": -1, "max_seq_len": 0}, ["num_layers", "max_seq_len"]),
+    (ModelConfig, {"num_heads": 0}, ["num_heads"]),
+    (ModelConfig, {"num_kv_heads": 0}, ["num_kv_heads"]),
+    (ModelConfig, {"num_kv_heads": 64}, ["num_kv_heads"]),
+    (ModelConfig, {"num_kv_heads": 5}, ["num_kv_heads"]),
+    (ModelConfig, {"head_dim": 127}, ["head_dim"]),
+    (ModelConfig, {"head_dim": -1}, ["head_dim"]),
+    (ModelConfig, {"rope_theta": 0.0, "norm_eps": 0.0, "init_std": 0.0}, ["rope_theta", "norm_eps", "init_std"]),
+    (MeshConfig, {"data": 0, "tensor": -2}, ["data", "tensor"]),
+    (MeshConfig, {"sequence": -1}, ["sequence"]),
+    (MeshConfig, {"num_cpu_devices": 0}, ["num_cpu_devices"]),
+    (DistributedConfig, {"heartbeat_timeout_s": 0}, ["heartbeat_timeout_s"]),
+    (DistributedConfig, {"initialization_timeout_s": 0}, ["initialization_timeout_s"]),
+    (DistributedConfig, {"enabled": True, "num_processes": 0}, ["num_processes"]),
+    (DistributedConfig, {"enabled": True, "process_id": -1}, ["process_id"]),
+    (DistributedConfig, {"enabled": True, "num_processes": 2, "process_id": 2}, ["process_id"]),
+    (DistributedConfig, {"coordinator_address": "host:1"}, ["coordinator_address"]),
+    (SourceConfig, {"weight": 0.0}, ["weight"]),
+    (SourceConfig, {"kind": "parquet"}, ["paths"]),
+    (SourceConfig, {"paths": ("x",)}, ["paths"]),
+    (SourceConfig, {"text_key": ""}, ["text_key"]),
+    (TokenizerConfig, {"train_max_bytes": 0}, ["train_max_bytes"]),
+    (DataConfig, {"sources": ()}, ["sources"]),
+    (DataConfig, {"seq_len": 0, "prefetch_steps": 0}, ["seq_len", "prefetch_steps"]),
+    (DataConfig, {"held_out_fraction": 1.0}, ["held_out_fraction"]),
+    (OptimizerConfig, {"learning_rate": 0.0, "warmup_steps": -1}, ["learning_rate", "warmup_steps"]),
+    (OptimizerConfig, {"schedule": "wsd"}, ["schedule"]),
+    (OptimizerConfig, {"schedule": "wsd", "decay_steps": 0}, ["decay_steps"]),
+    (OptimizerConfig, {"decay_steps": 5}, ["decay_steps"]),
+    (OptimizerConfig, {"min_lr_ratio": 1.5, "b1": 1.0, "b2": -0.1}, ["min_lr_ratio", "b1", "b2"]),
+    (OptimizerConfig, {"eps": 0.0, "weight_decay": -1.0, "grad_clip_norm": 0.0}, ["eps", "weight_decay", "grad_clip_norm"]),
+    (OptimizerConfig, {"moment_dtype": "bfloat16", "b2": 0.99}, ["moment_dtype"]),
+    (TrainConfig, {"num_steps": 0, "max_nonfinite_steps": 0}, ["num_steps", "max_nonfinite_steps"]),
+    (TrainConfig, {"global_batch_size": -8, "grad_accum_steps": 3}, ["global_batch_size"]),
+    (TrainConfig, {"grad_accum_steps": 0}, ["grad_accum_steps"]),
+    (TrainConfig, {"grad_accum_steps": 3}, ["grad_accum_steps"]),
+    (TrainConfig, {"z_loss_weight": -1.0, "eval_batches": -1}, ["z_loss_weight", "eval_batches"]),
+    (TrainConfig, {"eval_every": 0}, ["eval_every"]),
+    (TrainConfig, {"eval_every": 5, "eval_batches": 0}, ["eval_every"]),
+    (CheckpointConfig, {"save_every": 0, "keep_every": 4}, ["save_every"]),
+    (CheckpointConfig, {"keep_last": 0}, ["keep_last"]),
+    (CheckpointConfig, {"keep_every": -7}, ["keep_every"]),
+    (CheckpointConfig, {"keep_every": 1500}, ["keep_every"]),
+    (MetricsConfig, {"log_every": 0}, ["log_every"]),
+    (ProfileConfig, {"start_step": -1, "num_steps": 0}, ["start_step", "num_steps"]),
+    (SampleConfig, {"max_tokens": 0, "temperature": -0.1}, ["max_tokens", "temperature"]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("section", "changes", "keys"), BROKEN)
+def test_a_section_names_every_field_that_breaks_a_rule(section, changes, keys):
+    section(**SECTIONS[section])
+    with pytest.raises(ConfigError) as error_info:
+        section(**SECTIONS[section] | changes)
+    assert [line.partition(": ")[0] for line in str(error_info.value).splitlines()] == keys
+
+
+def test_every_section_with_rules_is_tested():
+    sections = {section for section, _, _ in BROKEN}
+    assert sections == SECTIONS.keys()
+    assert all("__post_init__" in vars(section) for section in sections)
+
+
+@pytest.mark.parametrize(
+    ("sections", "key"),
+    [
+        ({"data": DataConfig(sources=(SourceConfig(kind="stdlib"),), seq_len=4097)}, "data.seq_len"),
+        ({"optimizer": OptimizerConfig(learning_rate=1.0, warmup_steps=101)}, "optimizer.warmup_steps"),
+        (
+            {"optimizer": OptimizerConfig(learning_rate=1.0, warmup_steps=60, schedule="wsd", decay_steps=41)},
+            "optimizer.warmup_steps",
+        ),
+        ({"profile": ProfileConfig(start_step=98, num_steps=3)}, "profile.start_step"),
+        ({"seed": -1}, "seed"),
+        ({"seed": 2**32}, "seed"),
+        (
+            {
+                "train": TrainConfig(num_steps=1, global_batch_size=1, eval_every=1),
+                "data": DataConfig(sources=(SourceConfig(kind="stdlib"),), seq_len=1, held_out_fraction=0.0),
+            },
+            "train.eval_every",
+        ),
+    ],
+)
+def test_rules_between_sections(sections, key):
+    assert config().problems() == []
+    (problem,) = config(**sections).problems()
+    assert problem.startswith(f"{key}: ")
+
+
+def test_axis_sizes():
+    assert MeshConfig().axis_sizes(8) == {"data": 1, "fsdp": 8, "sequence": 1, "tensor": 1}
+    assert MeshConfig(data=-1, fsdp=2, tensor=2).axis_sizes(8) == {"data": 2, "fsdp": 2, "sequence": 1, "tensor": 2}
+    assert MeshConfig(fsdp=2, sequence=2, tensor=2).axis_sizes(8) == {"data": 1, "fsdp": 2, "sequence": 2, "tensor": 2}
+    with pytest.raises(
+        ConfigError, match=r"^mesh: data\(1\) x sequence\(1\) x tensor\(3\) = 3 does not divide the 8 devices"
+    ):
+        MeshConfig(tensor=3).axis_sizes(8)
+    with pytest.raises(ConfigError, match=r"^mesh: .* = 4, but there are 8 devices; set one axis to -1"):
+        MeshConfig(fsdp=4).axis_sizes(8)
+    with pytest.raises(ConfigError, match=r"= 16 does not divide the 8 devices"):
+        MeshConfig(tensor=16).axis_sizes(8)
+
+
+@pytest.mark.parametrize(
+    ("model", "seq_len", "mesh", "key"),
+    [
+        ({"embed_dim": 100}, 4096, MeshConfig(), "model.embed_dim"),
+        ({"num_kv_heads": 4}, 4096, MeshConfig(tensor=8), "model.num_kv_heads"),
+        ({"mlp_dim": 1001}, 4096, MeshConfig(tensor=8), "model.mlp_dim"),
+        ({"vocab_size": 32001}, 4096, MeshConfig(tensor=8), "model.vocab_size"),
+        ({}, 4095, MeshConfig(sequence=8), "data.seq_len"),
+        ({}, 4096, MeshConfig(tensor=3), "mesh"),
+    ],
+)
+def test_what_cannot_be_divided_over_the_mesh_is_named(model, seq_len, mesh, key):
+    data = DataConfig(sources=(SourceConfig(kind="stdlib"),), seq_len=seq_len)
+    run = config(model=dataclasses.replace(LLAMA_2_7B, **model), data=data, mesh=mesh)
+    (problem,) = run.placement_problems(8)
+    assert problem.startswith(f"{key}: ")
+    assert config().placement_problems(8) == []
+
+
+@pytest.mark.parametrize(
+    ("batch", "accum"), [(1, 1), (3, 1), (7, 1), (12, 1), (20, 1), (21, 1), (63, 1), (65, 1), (3, 3), (36, 3), (63, 3)]
+)
+def test_the_batch_that_is_proposed_is_legal_and_none_is_nearer(batch, accum):
+    def problems(size: int) -> list[str]:
+        train = TrainConfig(num_steps=100, global_batch_size=size, grad_accum_steps=accum)
+        return config(train=train, mesh=MeshConfig(data=2)).placement_problems(8)
+
+    (problem,) = problems(batch)
+    assert problem.startswith("train.global_batch_size: ")
+    proposed = int(problem.rpartition(" ")[2])
+    legal = [size for size in range(accum, 2 * batch + 8 * accum + 1, accum) if not problems(size)]
+    assert proposed in legal
+    assert abs(proposed - batch) == min(abs(size - batch) for size in legal)
+
+
+def test_batch_arithmetic_is_one_line_that_adds_up():
+    run = config(train=TrainConfig(num_steps=1, global_batch_size=64, grad_accum_steps=2), mesh=MeshConfig(data=2, tensor=2))
+    assert run.batch_arithmetic(16) == (
+        "global batch 64 sequences x 4096 tokens = 262,144 tokens"
+        " = 4 per device x 8 data-parallel devices x 2 accumulation steps"
+    )
+
+
+@pytest.mark.parametrize(
+    ("model", "num_params"),
+    [(LLAMA_2_7B, 6_738_415_616), (LLAMA_3_8B, 8_030_261_248), (LLAMA_3_2_1B, 1_235_814_400)],
+)
+def test_num_params_of_published_models(model, num_params):
+    assert model.num_params == num_params
+
+
+def test_flops_per_token_of_llama_3_8b():
+    matmuls = 6 * (LLAMA_3_8B.num_params - 128256 * 4096 - 65 * 4096)  # all but the embedding and the norms
+    scores_and_values = 2 * 2 * 32 * 32 * 128 * 8192  # two matmuls of two FLOPs, layers, heads, head_dim, keys
+    assert LLAMA_3_8B.flops_per_token(8192, full_attention=True) == matmuls + 3 * scores_and_values
+    assert LLAMA_3_8B.flops_per_token(8192) == matmuls + 3 * scores_and_values // 2
+    assert round(LLAMA_3_8B.flops_per_token(8192) / 1e9, 2) == 51.47
+    assert round(LLAMA_3_8B.flops_per_token(8192, full_attention=True) / 1e9, 2) == 57.91
+
+
+def test_a_tied_head_costs_flops_but_no_parameters():
+    untied = dataclasses.replace(LLAMA_3_2_1B, tie_embeddings=False)
+    assert untied.num_params - LLAMA_3_2_1B.num_params == 128256 * 2048
+    assert untied.flops_per_token(2048) == LLAMA_3_2_1B.flops_per_token(2048)
