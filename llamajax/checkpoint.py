@@ -16,8 +16,8 @@ Layout, below the run directory::
 A step appears by one rename, after its manifest and all it lists are on the disk, and disappears by one rename, so
 a process killed at any moment leaves only whole steps and left-overs that the next writer removes.
 
-Arrays are stored in Orbax's OCDBT format: about twenty files per process whatever the number of parameters. They are not
-compressed: trained weights hardly shrink (7%), and without it saving and restoring are two to three times faster.
+Arrays are stored in Orbax's OCDBT format: about twenty files per process whatever the number of parameters. They are
+not compressed: weights hardly shrink (7%), and without it saving and restoring are two to three times faster.
 """
 
 import errno

@@ -134,8 +134,7 @@ def _read_file(path: str, problems: Problems) -> Node:
         problems.stop(place(line), f"byte 0x{data[error.start]:02x} is not UTF-8 text; save the file as UTF-8")
     root = read_yaml(text, place, problems)
     if root is None:
-        problems.raise_if_any()
-        raise AssertionError("a text that cannot be read is a problem")
+        raise problems.error()
     if not isinstance(root.content, dict):
         problems.stop(root.place, f"must hold sections with keys, not {root.describe()}")
     return root
@@ -157,18 +156,21 @@ def _place_of(key: str, root: Node) -> Place:
 def _file_problems(config: Config) -> list[str]:
     """What the configuration names and this machine does not have: one `key: rule; remedy` line each."""
     problems = []
-    if os.path.exists(run_dir := os.path.expanduser(config.run_dir)) and not os.path.isdir(run_dir):
-        problems.append(f"run_dir: {show(run_dir)} is not a directory; choose another")
-    tokenizer = config.data.tokenizer.path
-    if tokenizer is not None and not os.path.isfile(os.path.expanduser(tokenizer)):
-        problems.append(f"data.tokenizer.path: no such file: {show(tokenizer)}; relative paths start at {show(os.getcwd())}")
-    for i, source in enumerate(config.data.sources):
-        for j, path in enumerate(source.paths):
-            matches = glob.iglob(os.path.expanduser(path), recursive=True)
-            if not any(os.path.isfile(match) for match in matches):
-                problems.append(
-                    f"data.sources.{i}.paths.{j}: no file matches {show(path)}; relative paths start at {show(os.getcwd())}"
-                )
+    folders = {"run_dir": config.run_dir, "data.cache_dir": config.data.cache_dir}
+    files = {
+        f"data.sources.{i}.paths.{j}": p for i, source in enumerate(config.data.sources) for j, p in enumerate(source.paths)
+    }
+    if config.data.tokenizer.path is not None:
+        files["data.tokenizer.path"] = glob.escape(config.data.tokenizer.path)
+    for key, path in (folders | files).items():
+        path_at_home = os.path.expanduser(path)
+        if path_at_home.startswith("~"):
+            problems.append(f"{key}: {show(path)} is in no known home directory; write the path out")
+        elif key in folders:
+            if os.path.exists(path_at_home) and not os.path.isdir(path_at_home):
+                problems.append(f"{key}: {show(path)} is not a directory; choose another")
+        elif not os.path.isfile(path_at_home) and not any(map(os.path.isfile, glob.iglob(path_at_home, recursive=True))):
+            problems.append(f"{key}: no file matches {show(path)}; relative paths start at {show(os.getcwd())}")
     return problems
 
 
@@ -207,12 +209,8 @@ class _Builder:
             elif isinstance(node.content, list) and re.fullmatch("[0-9]{1,4}", name) and int(name) < len(node.content):
                 node, kind = node.content[int(name)], _item_type(kind)
             else:
-                size = (
-                    f"{len(node.content)} item(s), counted from 0"
-                    if isinstance(node.content, list)
-                    else "no keys of its own"
-                )
-                self.problems.add(place, f"no such key; {above} has {size}")
+                inner = f"{len(node.content)} item(s), counted from 0" if isinstance(node.content, list) else "no keys"
+                self.problems.add(place, f"no such key; {above} has {inner}")
                 return
         if text is None:
             self.problems.add(place, f"needs a value; write --{key} VALUE or --{key}=VALUE")

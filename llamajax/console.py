@@ -84,7 +84,7 @@ def parameter_table(tree: Any) -> Table:
         rows.append((
             name, shape, leaf.dtype.name, _split_over(leaf.sharding), format_bytes(shard_bytes), format_bytes(leaf_bytes),
         ))  # fmt: skip
-    table.add_column("parameter", footer="total")
+    table.add_column("parameter", footer="total", overflow="fold")
     table.add_column("shape", footer=f"{num_params:,}")
     table.add_column("dtype")
     table.add_column("split over")
@@ -118,16 +118,18 @@ def memory_summary(compiled: jax.stages.Compiled) -> str:
     stats = compiled.memory_analysis()
     if stats is None:
         return "this platform does not tell the memory it needs"
+    in_place = stats.alias_size_in_bytes
+    total = stats.argument_size_in_bytes + stats.output_size_in_bytes - in_place + stats.temp_size_in_bytes
     parts = [
         f"arguments {format_bytes(stats.argument_size_in_bytes)}",
-        f"outputs {format_bytes(stats.output_size_in_bytes)}",
-        f"of which in place of arguments {format_bytes(stats.alias_size_in_bytes)}",
+        f"outputs {format_bytes(stats.output_size_in_bytes)} ({format_bytes(in_place)} in place of arguments)",
         f"temporary {format_bytes(stats.temp_size_in_bytes)}",
-        f"peak {format_bytes(stats.peak_memory_in_bytes)}",
     ]
+    if stats.peak_memory_in_bytes > stats.temp_size_in_bytes:  # on the CPU, XLA leaves temporaries out of the peak
+        parts.append(f"in use at the peak {format_bytes(stats.peak_memory_in_bytes)}")
     if stats.host_temp_size_in_bytes:
-        parts.append(f"in host memory {format_bytes(stats.host_temp_size_in_bytes)}")
-    return f"memory per device: {', '.join(parts)}"
+        parts.append(f"offloaded to the host {format_bytes(stats.host_temp_size_in_bytes)}")
+    return f"memory per device {format_bytes(total)}: {', '.join(parts)}"
 
 
 class Progress:

@@ -11,7 +11,7 @@ from jax import P
 from llamajax.data.tokenizer import Tokenizer
 from llamajax.errors import DataError
 from llamajax.model import Llama
-from llamajax.sharding import spec
+from llamajax.sharding import gather, spec
 
 
 @functools.partial(jax.jit, static_argnames="temperature")
@@ -20,7 +20,8 @@ def _next_token(model: Llama, tokens: jax.Array, length: jax.Array, key: jax.Arr
     hidden = model.hidden(tokens)
     is_last = jnp.arange(tokens.shape[1]) == length - 1
     last = jnp.einsum("BTD,T->BD", hidden.astype(jnp.float32), is_last.astype(jnp.float32), out_sharding=spec("batch", None))
-    logits = jax.reshard(model.head(last[:, None])[:, 0], P(None, None)).astype(jnp.float32)
+    weight = gather(model.output_weight(), "vocab", None, dtype=hidden.dtype)
+    logits = jnp.einsum("BD,VD->BV", last, weight.astype(jnp.float32), out_sharding=P(None, None))
     if temperature == 0:
         return jnp.argmax(logits, axis=-1).astype(jnp.int32)
     return jax.random.categorical(key, logits / temperature).astype(jnp.int32)

@@ -47,11 +47,10 @@ def loss_fn(model: Llama, batch: Mapping[str, jax.Array], *, z_loss_weight: floa
     hidden = model.hidden(batch["tokens"], batch["segment_ids"], batch["positions"])
     targets = jax.reshard(batch["targets"], spec("batch", "seq"))
     with jax.named_scope("loss"):
-        loss, cross_entropy, num_tokens = token_losses(hidden, model.output_weight(), targets, z_loss_weight)
-    return loss, LossSums(loss, cross_entropy, num_tokens)
+        sums = token_losses(hidden, model.output_weight(), targets, z_loss_weight)
+    return sums.loss, sums
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(3,))
 def token_losses(hidden: jax.Array, weight: jax.Array, targets: jax.Array, z_loss_weight: float) -> LossSums:
     """The losses of all counted tokens, summed; only `.loss` has a gradient.
 
@@ -61,6 +60,10 @@ def token_losses(hidden: jax.Array, weight: jax.Array, targets: jax.Array, z_los
         targets: int32 [B, T], in [0, V) or `IGNORE`, sharded ("batch", "seq").
         z_loss_weight: weight of the squared log-partition function.
     """
+    return _token_losses(hidden, weight, targets, z_loss_weight)
+
+
+def _sums(hidden: jax.Array, weight: jax.Array, targets: jax.Array, z_loss_weight: float) -> LossSums:
     return _sums_and_gradients(hidden, weight, targets, z_loss_weight)[0]  # the compiler drops the rest
 
 
@@ -84,7 +87,8 @@ def _scale_gradients(
     return (scale * d_hidden).astype(d_hidden.dtype), (scale * d_weight).astype(d_weight.dtype), None
 
 
-token_losses.defvjp(_sums_and_gradients, _scale_gradients)
+_token_losses = jax.custom_vjp(_sums, nondiff_argnums=(3,))
+_token_losses.defvjp(_sums_and_gradients, _scale_gradients)
 
 
 def _on_device(

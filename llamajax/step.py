@@ -70,8 +70,8 @@ def loss_and_grads(config: Config, model: Llama, batch: Batch) -> tuple[dict[str
 
     zeros = (jax.tree.map(jnp.zeros_like, model), _no_losses())
     (grads, sums), _ = lax.scan(micro_step, zeros, batch)
-    tokens = jnp.maximum(sums.count, 1)
-    return {"loss": sums.cross_entropy / tokens, "tokens": sums.count}, jax.tree.map(lambda g: g / tokens, grads)
+    tokens = jnp.maximum(sums.num_tokens, 1)
+    return {"loss": sums.cross_entropy / tokens, "tokens": sums.num_tokens}, jax.tree.map(lambda g: g / tokens, grads)
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
@@ -129,4 +129,4 @@ def eval_step(model: Llama, batch: Batch) -> LossSums:
 
 
 def _no_losses() -> LossSums:
-    return LossSums(loss=jnp.zeros(()), cross_entropy=jnp.zeros(()), count=jnp.zeros((), jnp.int32))
+    return LossSums(loss=jnp.zeros(()), cross_entropy=jnp.zeros(()), num_tokens=jnp.zeros((), jnp.int32))

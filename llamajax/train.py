@@ -81,7 +81,7 @@ def run(config: Config, *, dry_run: bool = False) -> None:
                 (run_dir / "config.yaml").write_text(dump_config(config))
             state = train(config, state, start_step, compiled_step, dataset, checkpointer, stop)
             write_sample(config, state, dataset)
-        if jax.process_index() == 0:
+        if jax.process_index() == 0 and int(state.step) > 0:
             steps_dir = run_dir / "checkpoints" / str(int(state.step))
             console.print_summary(run_dir, run_log.summarize(run_log.read_run(run_dir)), steps_dir)
 
@@ -158,7 +158,7 @@ def train(
 def evaluate(config: Config, model: Llama, dataset: data.Dataset) -> dict[str, float]:
     """Held-out loss in nats per token and in bits per byte of text, over the same rows every time."""
     sums = [eval_step(model, batch) for batch in held_out_batches(dataset, config)]
-    nats, tokens = sum(float(s.cross_entropy) for s in sums), sum(int(s.count) for s in sums)
+    nats, tokens = sum(float(s.cross_entropy) for s in sums), sum(int(s.num_tokens) for s in sums)
     num_rows = min(len(dataset.held_out_rows), len(sums) * config.train.global_batch_size // config.train.grad_accum_steps)
     targets = np.concatenate([dataset.held_out_rows[row]["targets"] for row in range(num_rows)])
     num_bytes = int(dataset.tokenizer.token_bytes[targets[targets != IGNORE]].sum())

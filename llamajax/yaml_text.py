@@ -18,7 +18,6 @@ MAX_VALUES = 10_000
 MAX_DEPTH = 20
 MAX_PROBLEMS = 50
 
-
 _REMEDIES = {
     "'\\t'": "indent with spaces",
     "cannot start any token": "text that begins so needs quotes",
@@ -51,16 +50,19 @@ class Problems:
             self.stop(Place(2 * MAX_BYTES, place.text), "there are more mistakes; mend these first")
 
     def stop(self, place: Place, message: str) -> NoReturn:
-        """Raises `ConfigError` with everything noted and this last mistake, after which nothing more can be found."""
+        """Raises everything noted and one last mistake, after which nothing more can be found."""
         self._found.append((place, message))
-        self.raise_if_any()
-        raise AssertionError
+        raise self.error()
 
     def raise_if_any(self) -> None:
-        """Raises `ConfigError` with one line for every mistake noted, in the order of their places."""
+        """Raises everything noted, if anything is."""
         if self._found:
-            ordered = sorted(self._found, key=lambda found: found[0].order)
-            raise ConfigError("\n".join(f"{place.text}: {message}" for place, message in ordered))
+            raise self.error()
+
+    def error(self) -> ConfigError:
+        """One line for every mistake noted, in the order of their places."""
+        ordered = sorted(self._found, key=lambda found: found[0].order)
+        return ConfigError("\n".join(f"{place.text}: {message}" for place, message in ordered))
 
 
 @dataclass
@@ -85,7 +87,9 @@ class Node:
             return "keys and values"
         if isinstance(self.content, list):
             return "a list"
-        return show(self.content) if self.content else "nothing" if self.style == "plain" else "empty text"
+        if self.content:
+            return show(self.content)
+        return "nothing" if self.style == "plain" else "empty text"
 
 
 def show(text: str) -> str:

@@ -15,7 +15,6 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 
 
 @pytest.fixture(autouse=True)
-def _fresh_mesh():
-    """A test that sets the process-wide mesh does not leak it into the next one."""
-    yield
+def _mesh():
+    """Every test starts on the same mesh, whatever the one before it left behind."""
     jax.set_mesh(mesh.make_mesh(MeshConfig()))

@@ -3,6 +3,7 @@
 import io
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -128,11 +129,29 @@ def test_an_array_without_sharding_counts_as_replicated():
 def test_memory_summary():
     jax.set_mesh(mesh.make_mesh(MeshConfig(fsdp=8)))
     x = jax.device_put(np.zeros((64, 1024), np.float32), jax.P("fsdp"))
-    compiled = jax.jit(lambda x: x * 2, donate_argnums=0).lower(x).compile()
+    compiled = jax.jit(lambda x: (x * 2, x + 1), donate_argnums=0).lower(x).compile()
     line = console.memory_summary(compiled)
-    assert line.startswith(
-        "memory per device: arguments 32.0 KiB, outputs 32.0 KiB, of which in place of arguments 32.0 KiB, temporary "
+    assert re.fullmatch(
+        r"memory per device 64\.\d KiB: arguments 32\.0 KiB, outputs 64\.0 KiB \(32\.0 KiB in place of arguments\),"
+        r" temporary \d+ B, in use at the peak [\d.]+ KiB",
+        line,
     )
+
+
+def test_memory_of_a_gpu_program():
+    stats = SimpleNamespace(
+        argument_size_in_bytes=3 * 2**30,
+        output_size_in_bytes=2**30,
+        alias_size_in_bytes=2**30,
+        temp_size_in_bytes=5 * 2**30,
+        peak_memory_in_bytes=7 * 2**30,
+        host_temp_size_in_bytes=2**30,
+    )
+    assert console.memory_summary(SimpleNamespace(memory_analysis=lambda: stats)) == (
+        "memory per device 8.00 GiB: arguments 3.00 GiB, outputs 1.00 GiB (1.00 GiB in place of arguments),"
+        " temporary 5.00 GiB, in use at the peak 7.00 GiB, offloaded to the host 1.00 GiB"
+    )
+    assert "does not tell" in console.memory_summary(SimpleNamespace(memory_analysis=lambda: None))
 
 
 def test_summary_names_everything_a_person_goes_on_with(capsys):

@@ -94,8 +94,8 @@ def test_evaluation_sums_what_training_averages():
     state, batch = init_state(config), to_device(config, random_rows(config, 0))
     totals = eval_step(state.model, batch)
     _, metrics = train_step(config, state, batch)
-    np.testing.assert_allclose(totals.cross_entropy / totals.count, metrics["loss"], rtol=1e-6)
-    assert int(totals.count) == int(metrics["tokens"])
+    np.testing.assert_allclose(totals.cross_entropy / totals.num_tokens, metrics["loss"], rtol=1e-6)
+    assert int(totals.num_tokens) == int(metrics["tokens"])
 
 
 def test_ten_steps_learn_one_batch():

@@ -82,8 +82,7 @@ class Llama(nnx.Module):
         def run_layer(x: jax.Array, layer: Layer) -> tuple[jax.Array, None]:
             return layer(x, rows), None
 
-        # Without remat the gathered weight copies are kept as well: compute_dtype of every parameter on each device.
-        if config.remat != "none":
+        if config.remat != "none":  # "none" also keeps the gathered copies: every weight, whole, in compute_dtype
             policy = jax.checkpoint_policies.save_only_these_names(*_SAVED_BY_REMAT[config.remat])
             run_layer = jax.checkpoint(run_layer, policy=policy, prevent_cse=False)
         x, _ = jax.lax.scan(run_layer, x, self.layers)

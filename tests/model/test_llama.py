@@ -84,6 +84,15 @@ def test_omitted_segments_and_positions_mean_one_document_from_zero():
     assert np.abs(np.asarray(shifted) - both).max() > 1e-3
 
 
+def test_omitted_positions_restart_with_each_document():
+    # The logits cannot tell: rotary positions are relative. What differs is the rounding at long positions.
+    jax.set_mesh(mesh.make_mesh(MIXED))
+    segment_ids = jnp.asarray([[1, 1, 1, 2, 2, 2, 2, 0]] * 2, jnp.int32)
+    model = jax.jit(Llama, static_argnums=0).eval_shape(CONFIG, jax.random.key(0))
+    rows = jax.jit(lambda: model._rows(jnp.zeros_like(segment_ids), segment_ids, None))()
+    np.testing.assert_allclose(rows.cos[:, :, 0], np.cos([[0, 1, 2, 0, 1, 2, 3, 0]] * 2), rtol=1e-6)
+
+
 @pytest.mark.parametrize("axes", [None, MIXED], ids=["one-device", "mixed"])
 def test_a_token_sees_exactly_the_earlier_tokens_of_its_document(axes: MeshConfig | None):
     """By gradient: token t's logits depend on token s's embedding if and only if s may be seen; all else is exactly 0."""

@@ -139,30 +139,23 @@ def _hf_logits(hf, tokens: np.ndarray, positions: np.ndarray):
     ).logits
 
 
-def _assert_parity(variant: str) -> None:
+def _inputs(config: ModelConfig) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Tokens, targets with some to ignore, and positions."""
     rng = np.random.default_rng(2)
-    config = _config(variant)
-    model = _llama(config)
-    tokens = rng.integers(0, config.vocab_size, (B, T), dtype=np.int32)
-    targets = rng.integers(0, config.vocab_size, (B, T), dtype=np.int32)
+    tokens, targets = rng.integers(0, config.vocab_size, (2, B, T), dtype=np.int32)
     targets[0, 3:6] = IGNORE
-    positions = _positions(rng)
-    batch = {"tokens": tokens, "targets": targets, "segment_ids": np.ones_like(tokens), "positions": positions}
+    return tokens, targets, _positions(rng)
 
-    @jax.jit
-    def logits_and_gradients(model: Llama, batch: dict):
-        (loss, _), gradients = jax.value_and_grad(loss_fn, has_aux=True)(model, batch, z_loss_weight=0.0)
-        return model(batch["tokens"], None, batch["positions"]), loss, gradients
 
-    logits, loss, gradients = logits_and_gradients(model, jax.tree.map(jnp.asarray, batch))
-
+def _assert_parity(model: Llama, loss: np.ndarray, logits: np.ndarray, gradients: Llama) -> None:
+    """Compares with transformers, on the inputs above, for the loss summed over the tokens that are not ignored."""
+    tokens, targets, positions = _inputs(model.config)
     hf = _hf_llama(model)
     hf_logits = _hf_logits(hf, tokens, positions)
     hf_loss = torch.nn.functional.cross_entropy(
         hf_logits.flatten(0, 1), torch.from_numpy(targets).long().flatten(), ignore_index=IGNORE, reduction="sum"
     )
     hf_loss.backward()
-
     assert np.std(logits) > 0.3  # weights large enough for differences to show
     np.testing.assert_allclose(logits, hf_logits.detach().numpy(), atol=1e-4, rtol=0)
     np.testing.assert_allclose(loss, hf_loss.detach().numpy(), rtol=1e-6)
@@ -175,31 +168,47 @@ def _assert_parity(variant: str) -> None:
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_logits_and_gradients_equal_transformers(variant: str):
     _set_one_device_mesh()
-    _assert_parity(variant)
+    model = _llama(_config(variant))
+    tokens, targets, positions = _inputs(model.config)
+
+    @jax.jit
+    def value_and_gradients(model: Llama):
+        def loss(model: Llama) -> tuple[jax.Array, jax.Array]:
+            logits = model(tokens, None, positions)
+            one_hot = jax.nn.one_hot(targets, model.config.vocab_size)  # all zero where ignored
+            return -jnp.sum(jax.nn.log_softmax(logits) * one_hot), logits
+
+        return jax.value_and_grad(loss, has_aux=True)(model)
+
+    (loss, logits), gradients = value_and_gradients(model)
+    _assert_parity(model, loss, logits, gradients)
 
 
-@pytest.mark.parametrize("variant", ["llama3.1"])
-def test_parity_holds_on_a_mesh(variant: str):
+def test_training_loss_on_a_mesh_equals_transformers():
     jax.set_mesh(mesh.make_mesh(MeshConfig(fsdp=2, sequence=2, tensor=2)))
-    _assert_parity(variant)
+    model = _llama(dataclasses.replace(_config("llama3.1"), remat="full"))
+    tokens, targets, positions = _inputs(model.config)
+    batch = {"tokens": tokens, "targets": targets, "segment_ids": np.ones_like(tokens), "positions": positions}
+
+    @jax.jit
+    def value_and_gradients(model: Llama):
+        (loss, _), gradients = jax.value_and_grad(loss_fn, has_aux=True)(model, batch, z_loss_weight=0.0)
+        return loss, model(tokens, None, positions), gradients
+
+    _assert_parity(model, *value_and_gradients(model))
 
 
 @pytest.mark.parametrize("variant", ["llama3.1", "llama3.2"])
 def test_bf16_is_as_close_to_fp32_as_transformers_bf16(variant: str):
     _set_one_device_mesh()
-    rng = np.random.default_rng(2)
-    config = dataclasses.replace(_config(variant), compute_dtype="bfloat16")
-    model = _llama(config)
-    tokens = rng.integers(0, config.vocab_size, (B, T), dtype=np.int32)
-    positions = _positions(rng)
+    model = _llama(dataclasses.replace(_config(variant), compute_dtype="bfloat16"))
+    tokens, _, positions = _inputs(model.config)
     hf = _hf_llama(model)
     frequencies = hf.model.rotary_emb.inv_freq
     with torch.no_grad():
         exact = _hf_logits(hf, tokens, positions).numpy()
         hf.to(torch.bfloat16).model.rotary_emb.inv_freq = frequencies  # which from_pretrained keeps in fp32 too
         theirs = _hf_logits(hf, tokens, positions).float().numpy()
-    ours = np.asarray(
-        jax.jit(lambda model, *inputs: model(*inputs))(model, jnp.asarray(tokens), None, jnp.asarray(positions))
-    )
+    ours = np.asarray(jax.jit(lambda model: model(tokens, None, positions))(model))
     ours_rms, theirs_rms = (np.sqrt(np.mean(np.square(logits - exact))) for logits in (ours, theirs))
     assert 0 < ours_rms <= 1.2 * theirs_rms

@@ -1,0 +1,89 @@
+"""Real runs of the command line, small enough for tests: a YAML file, a process, and what it left behind."""
+
+import json
+import os
+import pathlib
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+
+WORDS = ["the", "model", "reads", "a", "row", "of", "tokens", "and", "learns", "which", "one", "comes", "next", "after", "every", "other", "token", "it", "has", "seen", "so", "far"]
+
+
+def write_config(directory: pathlib.Path, **train_settings: object) -> pathlib.Path:
+    """A complete run on made-up sentences: 20 steps of a tiny model on a mesh of eight devices, saved every five."""
+    draw = random.Random(0)
+    sentences = [" ".join(draw.choices(WORDS, k=draw.randint(3, 30))) + ".\n" for _ in range(300)]
+    (directory / "text.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in sentences))
+    train = {"num_steps": 20, "global_batch_size": 8, "grad_accum_steps": 2, "eval_every": 10, "eval_batches": 1}
+    config = {
+        "run_dir": str(directory / "run"),
+        "seed": 1,
+        "model": {
+            "vocab_size": 320, "embed_dim": 16, "mlp_dim": 32, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2,
+            "head_dim": 8, "compute_dtype": "float32",
+        },
+        "mesh": {"fsdp": 2, "sequence": 2, "tensor": 2, "num_cpu_devices": 8},
+        "data": {
+            "sources": [{"kind": "jsonl", "paths": [str(directory / "text.jsonl")]}], "seq_len": 32,
+            "held_out_fraction": 0.1, "cache_dir": str(directory / "cache"),
+        },
+        "train": train | train_settings,
+        "optimizer": {"learning_rate": 0.01, "warmup_steps": 2},
+        "checkpoint": {"save_every": 5, "keep_last": 1000},
+    }  # fmt: skip
+    path = directory / "run.yaml"
+    path.write_text(json.dumps(config))
+    return path
+
+
+def command(config: pathlib.Path, *overrides: str) -> list[str]:
+    return [sys.executable, "-m", "llamajax.train", "--config", str(config), *overrides]
+
+
+def environment(directory: pathlib.Path) -> dict[str, str]:
+    """This process's, with compiled steps kept in `directory`: a test that starts a run often compiles it once."""
+    cache = {"JAX_COMPILATION_CACHE_DIR": str(directory / "compiled"), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+    return os.environ | cache
+
+
+def start(config: pathlib.Path, *overrides: str) -> subprocess.Popen[str]:
+    pipe = subprocess.PIPE
+    return subprocess.Popen(
+        command(config, *overrides), stdout=pipe, stderr=subprocess.STDOUT, text=True, env=environment(config.parent)
+    )
+
+
+def finish(process: subprocess.Popen[str], expected_code: int = 0) -> str:
+    """What the process prints until it ends, with the code it should end with."""
+    output, _ = process.communicate(timeout=600)
+    assert process.returncode == expected_code, output
+    return output
+
+
+def losses(run_dir: pathlib.Path) -> dict[int, str]:
+    """Training loss of every step on record, to the last bit; fails unless each step stands there once, in order."""
+    records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    records = [record for record in records if "train/loss" in record]
+    assert [record["step"] for record in records] == list(range(1, len(records) + 1))
+    return {record["step"]: float(record["train/loss"]).hex() for record in records}
+
+
+def steps_on_record(run_dir: pathlib.Path) -> int:
+    """Steps whose line is complete, also while the run is writing."""
+    path = run_dir / "metrics.jsonl"
+    return path.read_bytes().count(b'"train/loss"') if path.exists() else 0
+
+
+def committed_steps(run_dir: pathlib.Path) -> set[int]:
+    return {int(path.name) for path in (run_dir / "checkpoints").glob("*") if path.name.isdecimal()}
+
+
+def wait_until(reached: Callable[[], bool], processes: Sequence[subprocess.Popen[str]]) -> None:
+    """Returns once `reached()`, or once a process has ended."""
+    deadline = time.monotonic() + 600
+    while not reached() and all(process.poll() is None for process in processes):
+        assert time.monotonic() < deadline, "nothing happened for ten minutes"
+        time.sleep(0.005)

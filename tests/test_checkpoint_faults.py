@@ -1,0 +1,218 @@
+"""Checkpoints under fire, each time in processes of their own: failing disks, kill -9, two writers, two hosts."""
+
+import random
+import re
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import P
+
+from llamajax import manifest, mesh
+from llamajax.checkpoint import Checkpointer, restore
+from llamajax.config import CheckpointConfig, MeshConfig
+from llamajax.errors import CheckpointError
+
+
+@pytest.fixture(autouse=True)
+def _fsdp_mesh():
+    jax.set_mesh(mesh.make_mesh(MeshConfig()))
+
+
+def names_in(run_dir: Path) -> list[str]:
+    return sorted(path.name for path in (run_dir / "checkpoints").iterdir())
+
+
+FULL_DISK = """
+import resource, sys
+from pathlib import Path
+import jax, jax.numpy as jnp
+from jax import P
+from llamajax import mesh
+from llamajax.checkpoint import Checkpointer
+from llamajax.config import CheckpointConfig, MeshConfig
+from llamajax.errors import CheckpointError
+mesh.select_platform(MeshConfig(num_cpu_devices=2))
+jax.set_mesh(mesh.make_mesh(MeshConfig()))
+hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+state = {"w": jnp.ones((256, 1024), out_sharding=P("fsdp"))}
+with Checkpointer(Path(sys.argv[1]), CheckpointConfig(async_save=sys.argv[2] == "async")) as checkpointer:
+    checkpointer.save(1, state, {})
+    checkpointer.wait()
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
+    try:
+        checkpointer.save(2, state, {})
+        checkpointer.wait()
+    except CheckpointError as error:
+        print(error)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+    checkpointer.save(2, jax.tree.map(lambda x: 2 * x, state), {})
+"""
+
+
+@pytest.mark.parametrize("mode", ["async", pytest.param("sync", marks=pytest.mark.slow)])
+def test_a_failing_write_is_one_line_and_harms_nothing(tmp_path, mode):
+    process = subprocess.run([sys.executable, "-c", FULL_DISK, str(tmp_path), mode], capture_output=True, text=True)
+    assert process.returncode == 0, process.stderr
+    assert process.stdout == (
+        f"{tmp_path}/checkpoints: step 2 cannot be saved: File too large; see to the disk and run the same command again;"
+        " step 1 is the newest checkpoint\n"
+    )
+    assert "orbax" not in process.stderr
+    assert names_in(tmp_path) == ["1", "2"]
+    wanted = {"w": jax.ShapeDtypeStruct((256, 1024), jnp.float32)}
+    for step in (1, 2):
+        assert np.all(np.asarray(restore(tmp_path, wanted, step).state["w"]) == step)
+
+
+WRITER = """
+import sys
+from pathlib import Path
+from functools import partial
+import jax, jax.numpy as jnp
+from jax import P
+from llamajax import mesh
+from llamajax.checkpoint import Checkpointer
+from llamajax.config import CheckpointConfig, MeshConfig
+mesh.select_platform(MeshConfig(num_cpu_devices=2))
+jax.set_mesh(mesh.make_mesh(MeshConfig()))
+@partial(jax.jit, donate_argnums=0)
+def train_step(state):
+    return jax.tree.map(lambda x: x + 1, state)
+@jax.jit
+def init():
+    return {"w": jnp.zeros((64, 256), out_sharding=P("fsdp")), "step": jnp.int32(0)}
+with Checkpointer(Path(sys.argv[1]), CheckpointConfig(keep_last=2)) as checkpointer:
+    restored = checkpointer.restore(jax.eval_shape(init))
+    state = init() if restored is None else restored.state
+    while True:
+        state = train_step(state)
+        step = int(state["step"])
+        checkpointer.save(step, state, {"step": step})
+        print(step, flush=True)
+"""
+
+
+def kill_a_writer(run_dir: Path, rng: random.Random) -> int:
+    """Runs a process that saves without pause, kills it at a random moment; returns the last step it surely committed."""
+    writer = subprocess.Popen([sys.executable, "-c", WRITER, str(run_dir)], stdout=subprocess.PIPE, text=True)
+    assert writer.stdout is not None
+    committed = [int(writer.stdout.readline()) for _ in range(rng.randrange(2, 12))]
+    with pytest.raises(CheckpointError, match=rf"is being written by process {writer.pid} on \S+; stop that"):
+        Checkpointer(run_dir, CheckpointConfig())
+    try:
+        writer.wait(rng.uniform(0, 0.1))
+    except subprocess.TimeoutExpired:
+        writer.send_signal(signal.SIGKILL)
+    committed += [int(line) for line in writer.stdout]
+    assert writer.wait() == -signal.SIGKILL
+    writer.stdout.close()
+    return committed[-1] - 1  # a save begins when the one before it is committed
+
+
+def assert_a_killed_writer_loses_nothing(run_dir: Path, rng: random.Random) -> None:
+    committed = kill_a_writer(run_dir, rng)
+    wanted = jax.eval_shape(lambda: {"w": jnp.zeros((64, 256), out_sharding=P("fsdp")), "step": jnp.zeros((), jnp.int32)})
+    with Checkpointer(run_dir, CheckpointConfig(keep_last=2)) as checkpointer:
+        restored = checkpointer.restore(wanted)
+        assert restored is not None
+        assert restored.step >= committed
+        assert restored.meta == {"step": restored.step}
+        assert int(restored.state["step"]) == restored.step
+        assert np.all(np.asarray(restored.state["w"]) == restored.step)
+    assert all(name.isdecimal() for name in names_in(run_dir))
+
+
+def test_a_second_writer_is_refused_until_the_first_is_killed(tmp_path):
+    assert_a_killed_writer_loses_nothing(tmp_path, random.Random(0))
+
+
+@pytest.mark.slow
+def test_ten_kills_lose_nothing(tmp_path):
+    rng = random.Random(1)
+    for _ in range(10):
+        assert_a_killed_writer_loses_nothing(tmp_path, rng)
+
+
+TWO_PROCESSES = """
+import sys
+from pathlib import Path
+import jax, jax.numpy as jnp, numpy as np
+from jax import P
+from jax.experimental import multihost_utils
+from llamajax import mesh
+from llamajax.checkpoint import Checkpointer, restore
+from llamajax.config import CheckpointConfig, DistributedConfig, MeshConfig
+from llamajax.errors import CheckpointError
+run_dir, port, process_id = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+mesh.select_platform(MeshConfig(num_cpu_devices=2))
+mesh.join_processes(DistributedConfig(
+    enabled=True, coordinator_address=f"127.0.0.1:{port}", num_processes=2, process_id=process_id))
+jax.set_mesh(mesh.make_mesh(MeshConfig(fsdp=4)))
+
+def init(value):
+    w = jnp.arange(4096, dtype=jnp.float32, out_sharding=P("fsdp")).reshape(64, 64, out_sharding=P("fsdp", "tensor"))
+    return {"w": w + value, "step": jnp.int32(value), "key": jax.random.key(value)}
+
+def expect_error(action):
+    try:
+        action()
+    except CheckpointError as error:
+        print("error:", error)
+
+with Checkpointer(run_dir, CheckpointConfig()) as checkpointer:
+    assert checkpointer.restore(jax.eval_shape(init, 0)) is None
+    for step in (1, 2):
+        checkpointer.save(step, jax.jit(init)(step), {"step": step})
+    checkpointer.wait()
+    expect_error(lambda: Checkpointer(run_dir, CheckpointConfig()))
+    checkpointer.save(3, jax.jit(init)(3), {}, [run_dir / "gone.model"])
+    expect_error(checkpointer.wait)
+if process_id == 0:
+    (run_dir / "checkpoints" / "2" / "state" / "manifest.ocdbt").unlink()
+multihost_utils.sync_global_devices("damaged")
+jax.set_mesh(mesh.make_mesh(MeshConfig(fsdp=2, tensor=2)))
+with Checkpointer(run_dir, CheckpointConfig()) as checkpointer:
+    restored = checkpointer.restore(jax.eval_shape(init, 0))
+    checkpointer.save(2, restored.state, {})
+restored = restore(run_dir, jax.eval_shape(init, 0))
+for shard in restored.state["w"].addressable_shards:
+    np.testing.assert_array_equal(shard.data, (1 + np.arange(4096, dtype=np.float32)).reshape(64, 64)[shard.index])
+np.testing.assert_array_equal(jax.random.key_data(restored.state["key"]), jax.random.key_data(jax.random.key(1)))
+print("restored", restored.step, int(restored.state["step"]))
+jax.distributed.shutdown()
+"""
+
+
+def test_two_processes_save_agree_and_restore(tmp_path):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", TWO_PROCESSES, str(tmp_path), port, str(process_id)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for process_id in range(2)
+    ]
+    outputs = [process.communicate(timeout=300) for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], outputs
+    lines, others = ([line for line in out.splitlines() if "Gloo" not in line] for out, _ in outputs)
+    assert lines == others
+    assert re.fullmatch(rf"error: {tmp_path} is being written by process {processes[0].pid} on .*", lines[0])
+    assert "step 3 cannot be saved: No such file or directory" in lines[1]
+    assert lines[2:] == ["restored 2 1"]
+    assert "state/manifest.ocdbt is missing; moved to 2.damaged, going on from step 1" in outputs[0][1]
+    assert "damaged" not in outputs[1][1]
+    newest = tmp_path / "checkpoints" / "2"
+    assert {path.parts[-1] for path in (newest / "state").glob("ocdbt.process_*")} == {"ocdbt.process_0", "ocdbt.process_1"}
+    assert set(manifest.read(newest)) == set(manifest.list_files(newest))
+    assert not [name for name in manifest.list_files(newest) if name.startswith("hashes")]

@@ -1,0 +1,155 @@
+"""Nothing is lost: a run that is killed, stopped or moved to another mesh goes on as if nothing had happened."""
+
+import contextlib
+import dataclasses
+import functools
+import json
+import pathlib
+import random
+import shutil
+import signal
+import socket
+import subprocess
+
+import jax
+import numpy as np
+import pytest
+
+from llamajax.cli import load_config
+from llamajax.config import Config
+from llamajax.mesh import make_mesh
+from llamajax.restore import concretise, restore
+from llamajax.step import init_state
+from tests import runs
+
+NUM_STEPS = 100
+
+
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory) -> pathlib.Path:
+    """A configuration whose run went from the first step to the last without a break."""
+    config = runs.write_config(tmp_path_factory.mktemp("unbroken"), num_steps=NUM_STEPS)
+    runs.finish(runs.start(config))
+    assert len(runs.losses(config.parent / "run")) == NUM_STEPS
+    return config
+
+
+def restored_arrays(config: Config, run_dir: pathlib.Path) -> list[np.ndarray]:
+    """Every array of the newest checkpoint, restored on the mesh of `config`: weights, moments, counters, key."""
+    jax.set_mesh(make_mesh(config.mesh))
+    state = restore(run_dir, concretise(jax.eval_shape(functools.partial(init_state, config)))).state
+    state = dataclasses.replace(state, rng=jax.random.key_data(state.rng))
+    return [np.asarray(leaf) for leaf in jax.tree.leaves(state)]
+
+
+def assert_same_end(config: pathlib.Path, run_dir: pathlib.Path) -> None:
+    """The run in `run_dir` has the losses of the unbroken one, and its last checkpoint the same arrays, to the bit."""
+    unbroken_dir = config.parent / "run"
+    assert runs.losses(run_dir) == runs.losses(unbroken_dir)
+    ours, theirs = (restored_arrays(load_config(config), directory) for directory in (run_dir, unbroken_dir))
+    for left, right in zip(ours, theirs, strict=True):
+        np.testing.assert_array_equal(left, right)
+
+
+def starts(run_dir: pathlib.Path) -> list[int]:
+    """The step that each start of the run went on from."""
+    path = run_dir / "events.jsonl"
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    events = [json.loads(line) for line in lines if line.endswith("\n")]
+    return [event["step"] for event in events if event["event"] == "start"]
+
+
+def kill_and_resume(config: pathlib.Path, run_dir: pathlib.Path, num_kills: int, seed: int) -> None:
+    """Kills the run at random moments, starting it again with the same command each time, then lets it finish."""
+    draw, override = random.Random(seed), f"--run_dir={run_dir}"
+    for kill in range(num_kills + 1):
+        committed, earlier_starts = runs.committed_steps(run_dir), starts(run_dir)
+        process = runs.start(config, override)
+        if kill == num_kills:
+            runs.finish(process)
+        elif draw.random() < 0.2:  # while it starts
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(timeout=draw.uniform(0.5, 6))
+        else:  # within a few steps, so often while a checkpoint is being written
+            newest = max(committed, default=0)
+            wanted = newest + draw.randint(1, 8)
+            runs.wait_until(lambda: len(starts(run_dir)) > len(earlier_starts), [process])  # noqa: B023  (used at once)
+            runs.wait_until(lambda: runs.steps_on_record(run_dir) >= wanted, [process])  # noqa: B023
+        if kill < num_kills:
+            process.kill()
+            output, _ = process.communicate()
+            assert process.returncode == -signal.SIGKILL, output
+        assert committed <= runs.committed_steps(run_dir), "a committed step was lost"
+        assert starts(run_dir)[len(earlier_starts) :] in ([], [max(committed, default=0)])
+
+
+def test_a_run_killed_twice_ends_like_the_unbroken_one(unbroken, tmp_path):
+    kill_and_resume(unbroken, tmp_path / "run", num_kills=2, seed=0)
+    assert_same_end(unbroken, tmp_path / "run")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_a_run_killed_twenty_times_ends_like_the_unbroken_one(unbroken, tmp_path):
+    kill_and_resume(unbroken, tmp_path / "run", num_kills=20, seed=1)
+    assert_same_end(unbroken, tmp_path / "run")
+
+
+def test_sigterm_saves_the_step_in_progress_and_exits_with_0(unbroken, tmp_path):
+    run_dir, override = tmp_path / "run", f"--run_dir={tmp_path / 'run'}"
+    process = runs.start(unbroken, override)
+    runs.wait_until(lambda: runs.steps_on_record(run_dir) >= 7, [process])
+    process.terminate()
+    output = runs.finish(process)
+    stopped_at = len(runs.losses(run_dir))
+    assert 7 <= stopped_at < NUM_STEPS
+    assert f"stopped    at step {stopped_at}" in output
+    assert max(runs.committed_steps(run_dir)) == stopped_at
+    runs.finish(runs.start(unbroken, override))
+    assert_same_end(unbroken, run_dir)
+
+
+def test_another_mesh_takes_over_with_the_same_arrays_and_rows(unbroken, tmp_path):
+    """From fsdp x sequence x tensor to data x fsdp, half way: equal arrays, then the losses of the unbroken run."""
+    run_dir = tmp_path / "run"
+    shutil.copytree(unbroken.parent / "run", run_dir)
+    for step in runs.committed_steps(run_dir):
+        if step > NUM_STEPS // 2:
+            shutil.rmtree(run_dir / "checkpoints" / str(step))
+    mesh = ["mesh.data=2", "mesh.fsdp=4", "mesh.sequence=1", "mesh.tensor=1", "train.grad_accum_steps=1"]
+    before, after = (restored_arrays(load_config(unbroken, overrides), run_dir) for overrides in ([], mesh))
+    for left, right in zip(before, after, strict=True):
+        np.testing.assert_array_equal(left, right)
+
+    runs.finish(runs.start(unbroken, f"--run_dir={run_dir}", *(f"--{override}" for override in mesh)))
+    theirs = [float.fromhex(loss) for loss in runs.losses(unbroken.parent / "run").values()]
+    ours = [float.fromhex(loss) for loss in runs.losses(run_dir).values()]
+    assert ours[: NUM_STEPS // 2] == theirs[: NUM_STEPS // 2]
+    np.testing.assert_allclose(ours, theirs, rtol=1e-4)
+
+
+def test_two_processes_train_like_one(unbroken, tmp_path):
+    """Four devices each, joined over loopback; stopped by a SIGTERM to one of them, then resumed to the end."""
+    run_dir = tmp_path / "run"
+
+    def start_both() -> list[subprocess.Popen[str]]:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            address = f"127.0.0.1:{free.getsockname()[1]}"
+        together = [
+            f"--run_dir={run_dir}", "--mesh.num_cpu_devices=4", "--distributed.enabled=true",
+            f"--distributed.coordinator_address={address}", "--distributed.num_processes=2",
+        ]  # fmt: skip
+        return [runs.start(unbroken, *together, f"--distributed.process_id={rank}") for rank in range(2)]
+
+    processes = start_both()
+    runs.wait_until(lambda: runs.steps_on_record(run_dir) >= 4, processes)
+    processes[1].terminate()
+    for process in processes:
+        runs.finish(process)
+    assert max(runs.committed_steps(run_dir)) == len(runs.losses(run_dir)) < NUM_STEPS
+
+    for process in start_both():
+        runs.finish(process)
+    theirs = [float.fromhex(loss) for loss in runs.losses(unbroken.parent / "run").values()]
+    np.testing.assert_allclose([float.fromhex(loss) for loss in runs.losses(run_dir).values()], theirs, rtol=1e-4)
