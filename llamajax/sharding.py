@@ -67,9 +67,10 @@ def spec(*logical_axes: str | None, table: LogicalAxes = TABLE) -> jax.P:
 def gather(weight: jax.Array, *logical_axes: str | None, dtype: jax.typing.DTypeLike) -> jax.Array:
     """A copy of a stored weight for compute: cast to `dtype` first, then laid out by `logical_axes`.
 
-    The order makes the collective carry the narrow copy, and its transpose reduce gradients in it too.
+    The order makes the collective carry the narrow copy, and its transpose reduce gradients in it too. The copy is
+    marked as reduced over the axes that split the tokens, so that its gradient is summed over all of them at once.
     """
-    return jax.reshard(weight.astype(dtype), spec(*logical_axes))
+    return jax.reshard(weight.astype(dtype), P(*spec(*logical_axes), reduced=frozenset(TABLE.batch + TABLE.seq)))
 
 
 def _unknown(what: str, name: str, known: tuple[str, ...]) -> str:

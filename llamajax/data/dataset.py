@@ -45,13 +45,14 @@ class PackedRows:
 
     def __getitem__(self, index: int) -> Row:
         first, end = self._packing.rows[index : index + 2]
-        return fill_row([self._piece(piece) for piece in range(first, end)], self._seq_len)
+        starts, lengths = self._packing.starts[first:end].tolist(), self._packing.lengths[first:end].tolist()
+        return fill_row([self._piece(*piece) for piece in zip(starts, lengths, strict=True)], self._seq_len)
 
-    def _piece(self, piece: int) -> np.ndarray:
-        start = int(self._packing.starts[piece])
+    def _piece(self, start: int, length: int) -> np.ndarray:
+        """The piece's tokens and the one after them; a piece lies in one shard, as its document does."""
         shard = bisect.bisect_right(self._shard_starts, start) - 1
         at = start - self._shard_starts[shard]
-        return self._tokens[shard][at : at + int(self._packing.lengths[piece]) + 1]
+        return self._tokens[shard][at : at + length + 1]
 
 
 @dataclass(frozen=True)

@@ -114,12 +114,12 @@ def fill_row(pieces: Sequence[np.ndarray], seq_len: int) -> Row:
     """A row of the given stretches of tokens; each has one token more than it takes positions: the last target."""
     row = {name: np.zeros(seq_len, np.int32) for name in ("tokens", "targets", "segment_ids", "positions")}
     row["targets"].fill(IGNORE)
-    at = 0
-    for segment, piece in enumerate(pieces, start=1):
-        end = at + len(piece) - 1
-        row["tokens"][at:end] = piece[:-1]
-        row["targets"][at:end] = piece[1:]
-        row["segment_ids"][at:end] = segment
-        row["positions"][at:end] = np.arange(end - at)
-        at = end
+    if pieces:
+        lengths = np.array([len(piece) - 1 for piece in pieces])
+        ends = np.cumsum(lengths)
+        end = ends[-1]
+        row["tokens"][:end] = np.concatenate([piece[:-1] for piece in pieces])
+        row["targets"][:end] = np.concatenate([piece[1:] for piece in pieces])
+        row["segment_ids"][:end] = np.repeat(np.arange(1, len(pieces) + 1), lengths)
+        row["positions"][:end] = np.arange(end) - np.repeat(ends - lengths, lengths)
     return row

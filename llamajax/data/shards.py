@@ -25,7 +25,7 @@ from llamajax.errors import DataError
 
 SHARD_BYTES = 2**26
 """Text per shard: some ten seconds of work, which is what a kill can lose."""
-BATCH_BYTES = 2**22
+BATCH_BYTES = 2**23
 """Text handed to the tokenizer at once, for its threads to share."""
 REPORT_EVERY_S = 10.0
 """Seconds between progress lines where there is no terminal to animate."""

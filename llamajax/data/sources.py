@@ -21,8 +21,8 @@ import pyarrow.parquet
 from llamajax.config import SourceConfig
 from llamajax.errors import DataError
 
-MAX_DOCUMENT_CHARS = 2**23
-"""Longest document in one piece: about two million tokens."""
+MAX_DOCUMENT_CHARS = 2**21
+"""Longest document in one piece: about half a million tokens."""
 MAX_LINE_BYTES = 2**28
 """Longest JSONL line, decompressed; what is longer is a mistake or a decompression bomb."""
 READ_BYTES = 2**20

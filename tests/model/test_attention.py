@@ -43,21 +43,22 @@ def _attend_by_loop(q: np.ndarray, k: np.ndarray, v: np.ndarray, segment_ids: np
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_equals_a_loop_over_queries(dtype: str, packed: bool):
     q, k, v = _inputs(dtype)
-    q = 8 * q  # sharp enough that scores rounded to bf16 would show
     out = jax.jit(attend)(q, k, v, *(_segments() if packed else (None, None)))
     expected = _attend_by_loop(
         *(np.asarray(x, np.float64) for x in (q, k, v)), SEGMENT_IDS if packed else np.ones_like(SEGMENT_IDS)
     )
     assert out.dtype == dtype
     assert jax.typeof(out).sharding.spec == spec("batch", "seq", "kv_heads", None, None)
-    np.testing.assert_allclose(np.asarray(out, np.float64), expected, atol=1e-5 if dtype == "float32" else 0.02)
+    np.testing.assert_allclose(np.asarray(out, np.float64), expected, atol=1e-6 if dtype == "float32" else 0.02)
 
 
-def test_softmax_is_fp32_for_bf16_inputs():
+def test_scores_and_softmax_are_fp32_for_bf16_inputs():
+    # Read in the program: on the CPU, XLA may leave out a rounding to bf16, so the values cannot tell.
     jaxpr = str(jax.make_jaxpr(attend)(*_inputs("bfloat16"), *_segments()))
     exps = [line for line in jaxpr.splitlines() if "= exp" in line]
     assert exps
     assert all(":f32[" in line for line in exps)
+    assert jaxpr.count("preferred_element_type=float32") == 1
 
 
 def test_scores_are_recomputed_not_kept():
