@@ -14,11 +14,9 @@ import jax
 import jax.numpy as jnp
 from jax import P
 
+from llamajax.batch import IGNORE
 from llamajax.model import Llama
 from llamajax.sharding import TABLE, spec
-
-IGNORE = -1
-"""Target of a token that is not counted: padding, or the last token of a document."""
 
 MAX_CHUNK_LOGITS = 2**28
 """Logits alive on a device at once: 1 GiB of fp32, and still over 2,000 tokens of Llama 3's vocabulary of 128,256 per

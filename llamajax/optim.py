@@ -19,27 +19,30 @@ def learning_rate(config: OptimizerConfig, num_steps: int) -> optax.Schedule:
     Warm-up is linear and reaches the peak with update number `warmup_steps`; a decay ends at
     `min_lr_ratio * learning_rate` with the last of `num_steps` updates.
     """
+    after_warmup = _after_warmup(config, num_steps - config.warmup_steps)
+    if config.warmup_steps == 0:
+        return after_warmup
+    peak = config.learning_rate
+    warmup = optax.linear_schedule(peak / config.warmup_steps, peak, max(config.warmup_steps - 1, 1))
+    return optax.join_schedules([warmup, after_warmup], [config.warmup_steps])
+
+
+def _after_warmup(config: OptimizerConfig, num_updates: int) -> optax.Schedule:
+    """The schedule of the `num_updates` updates that follow the warm-up."""
     peak, end = config.learning_rate, config.learning_rate * config.min_lr_ratio
-    after_warmup = max(num_steps - config.warmup_steps - 1, 1)
     match config.schedule:
         case "constant":
-            schedule = optax.constant_schedule(peak)
+            return optax.constant_schedule(peak)
         case "linear":
-            schedule = optax.linear_schedule(peak, end, after_warmup)
+            return optax.linear_schedule(peak, end, max(num_updates - 1, 1))
         case "cosine":
-            schedule = optax.cosine_decay_schedule(peak, after_warmup, alpha=config.min_lr_ratio)
+            return optax.cosine_decay_schedule(peak, max(num_updates - 1, 1), alpha=config.min_lr_ratio)
         case "wsd":
             assert config.decay_steps is not None
-            stable = num_steps - config.warmup_steps - config.decay_steps
             decay = optax.linear_schedule(peak, end, config.decay_steps)
-
-            def schedule(count: jax.typing.ArrayLike) -> jax.typing.ArrayLike:
-                return decay(jnp.maximum(jnp.asarray(count) - stable + 1, 0))
-
-    if config.warmup_steps == 0:
-        return schedule
-    warmup = optax.linear_schedule(peak / config.warmup_steps, peak, max(config.warmup_steps - 1, 1))
-    return optax.join_schedules([warmup, schedule], [config.warmup_steps])
+            # The first decayed update is already below the peak, so that the last one is at the end.
+            last_at_peak = num_updates - config.decay_steps - 1
+            return lambda count: decay(jnp.maximum(count - last_at_peak, 0))
 
 
 def make_optimizer(config: OptimizerConfig, num_steps: int) -> optax.GradientTransformation:
@@ -70,8 +73,8 @@ def _keep_in(inner: optax.GradientTransformation, dtype: jnp.dtype) -> optax.Gra
     def init(params: Any) -> Any:
         return cast(inner.init(params), dtype)
 
-    def update(grads: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
-        updates, new_state = inner.update(grads, cast(state, jnp.float32), params)
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        updates, new_state = inner.update(updates, cast(state, jnp.float32), params)
         return updates, cast(new_state, dtype)
 
     return optax.GradientTransformation(init, update)

@@ -9,13 +9,11 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
+from llamajax.batch import Batch
 from llamajax.config import Config
 from llamajax.loss import LossSums, loss_fn
 from llamajax.model import Llama
 from llamajax.optim import learning_rate, make_optimizer
-
-Batch = dict[str, jax.Array]
-"""`tokens`, `targets`, `segment_ids`, `positions`: int32 [micro-batches, B, T], sharded `spec(None, "batch", "seq")`."""
 
 
 @jax.tree_util.register_dataclass
@@ -41,7 +39,7 @@ class TrainState:
 def init_state(config: Config) -> TrainState:
     """The state before the first step, born sharded over the current mesh; equal on every mesh for one seed."""
     model_key, rng = jax.random.split(jax.random.key(config.seed))
-    model = Llama(config.model, model_key)
+    model: Any = Llama(config.model, model_key)  # optax's types know dicts and tuples only
     zero = jnp.zeros((), jnp.int32)
     return TrainState(
         step=zero,
@@ -87,7 +85,7 @@ def train_step(config: Config, state: TrainState, batch: Batch) -> tuple[TrainSt
     return state, metrics | update_metrics
 
 
-def apply_gradients(config: Config, state: TrainState, grads: Llama) -> tuple[TrainState, dict[str, jax.Array]]:
+def apply_gradients(config: Config, state: TrainState, grads: Any) -> tuple[TrainState, dict[str, jax.Array]]:
     """Clips and applies; gradients that are not finite leave weights and optimizer state as they are and are counted."""
     grad_norm = optax.tree.norm(grads)
     finite = jnp.isfinite(grad_norm)
@@ -96,8 +94,9 @@ def apply_gradients(config: Config, state: TrainState, grads: Llama) -> tuple[Tr
         grads = jax.tree.map(lambda g: g * scale.astype(g.dtype), grads)
 
     optimizer = make_optimizer(config.optimizer, config.train.num_steps)
-    updates, opt_state = optimizer.update(grads, state.opt_state, state.model)
-    updated = (optax.apply_updates(state.model, updates), opt_state)
+    params: Any = state.model
+    updates, opt_state = optimizer.update(grads, state.opt_state, params)
+    updated = (optax.apply_updates(params, updates), opt_state)
     model, opt_state = jax.tree.map(lambda new, old: jnp.where(finite, new, old), updated, (state.model, state.opt_state))
 
     rate = learning_rate(config.optimizer, config.train.num_steps)(state.step - state.skipped_steps)

@@ -8,6 +8,8 @@ if __name__ == "__main__":
     from llamajax.cli import parse_args
 
     ARGUMENTS = parse_args(prog="python -m llamajax.train")
+else:
+    ARGUMENTS = None
 
 import functools
 import math
@@ -17,7 +19,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -29,25 +31,25 @@ from jax.experimental import multihost_utils
 
 import llamajax
 from llamajax import checkpoint, console, data, mesh, metrics, run_log
+from llamajax.batch import FIELDS, IGNORE, batch_sharding, micro_batch_size
 from llamajax.cli import config_to_dict, dump_config
 from llamajax.config import Config
 from llamajax.data.loader import Loader, held_out_batches
-from llamajax.errors import CheckpointError, DivergedError, UserError
+from llamajax.errors import CheckpointError, DivergedError, EnvironmentMismatchError, UserError
 from llamajax.generate import stream_text
-from llamajax.loss import IGNORE
 from llamajax.model import Llama
-from llamajax.restore import concretise
-from llamajax.sharding import spec
+from llamajax.restore import concretise, gather
 from llamajax.step import TrainState, eval_step, init_state, train_step
 
 OUT_OF_MEMORY, INTERNAL_ERROR = 5, 70
 """Exit codes beside those of `llamajax.errors`."""
 
 FREE_TO_CHANGE = (
-    "run_dir", "mesh", "distributed", "checkpoint", "metrics", "profile", "sample", "data.cache_dir", "data.prefetch_steps",
+    "run_dir", "mesh", "distributed", "data", "checkpoint", "metrics", "profile", "sample",
     "train.grad_accum_steps", "train.eval_every", "train.eval_batches", "train.max_nonfinite_steps", "model.remat",
 )  # fmt: skip
-"""Settings that a resumed run may change: beyond rounding, they do not change what is computed."""
+"""Settings that a resumed run may change: beyond rounding, they do not change what is computed. The data is compared
+by its fingerprint, so that it may move."""
 
 
 def run(config: Config, *, dry_run: bool = False) -> None:
@@ -69,6 +71,7 @@ def run(config: Config, *, dry_run: bool = False) -> None:
         run_dir = Path(config.run_dir).expanduser()
         with checkpoint.Checkpointer(run_dir, config.checkpoint) as checkpointer:
             dataset = data.prepare(config, log=console.log)
+            check_same_everywhere(config, dataset.fingerprint)
             restored = checkpointer.restore(abstract_state)
             if restored is None:
                 console.log(f"start      from scratch, seed {config.seed}")
@@ -88,15 +91,10 @@ def run(config: Config, *, dry_run: bool = False) -> None:
 
 def compile_step(config: Config, abstract_state: TrainState) -> jax.stages.Compiled:
     """The training step as one executable; says how long that took and what it needs in memory."""
-    micro_batch_size = config.train.global_batch_size // config.train.grad_accum_steps
-    batch = jax.ShapeDtypeStruct(
-        (config.train.grad_accum_steps, micro_batch_size, config.data.seq_len),
-        np.int32,
-        sharding=jax.NamedSharding(jax.sharding.get_mesh(), spec(None, "batch", "seq")),
-    )
+    shape = (config.train.grad_accum_steps, micro_batch_size(config), config.data.seq_len)
+    batch = dict.fromkeys(FIELDS, jax.ShapeDtypeStruct(shape, np.int32, sharding=batch_sharding()))
     started = time.monotonic()
-    batches = dict.fromkeys(("tokens", "targets", "segment_ids", "positions"), batch)
-    compiled = train_step.lower(config, abstract_state, batches).compile()
+    compiled = train_step.lower(config, abstract_state, batch).compile()
     console.log(f"compile    {time.monotonic() - started:.1f} s; {console.memory_summary(compiled)}")
     return compiled
 
@@ -159,7 +157,7 @@ def evaluate(config: Config, model: Llama, dataset: data.Dataset) -> dict[str, f
     """Held-out loss in nats per token and in bits per byte of text, over the same rows every time."""
     sums = [eval_step(model, batch) for batch in held_out_batches(dataset, config)]
     nats, tokens = sum(float(s.cross_entropy) for s in sums), sum(int(s.num_tokens) for s in sums)
-    num_rows = min(len(dataset.held_out_rows), len(sums) * config.train.global_batch_size // config.train.grad_accum_steps)
+    num_rows = min(len(dataset.held_out_rows), len(sums) * micro_batch_size(config))
     targets = np.concatenate([dataset.held_out_rows[row]["targets"] for row in range(num_rows)])
     num_bytes = int(dataset.tokenizer.token_bytes[targets[targets != IGNORE]].sum())
     return {"loss": nats / tokens, "bits_per_byte": nats / math.log(2) / num_bytes}
@@ -209,13 +207,29 @@ def check_same_run(config: Config, meta: dict[str, Any], fingerprint: str) -> No
         for key in sorted(before.keys() | now.keys())
         if before.get(key) != now.get(key) and not any(key == free or key.startswith(f"{free}.") for free in FREE_TO_CHANGE)
     ]
-    if not changes and meta["data"]["fingerprint"] != fingerprint:
-        changes = ["data: the documents or the tokenizer are not those the run was started with"]
+    if meta["data"]["fingerprint"] != fingerprint:
+        changes.append("data: other documents, tokenizer, weights or data.seq_len")
     if changes:
         raise CheckpointError(
             f"run_dir: {config.run_dir} holds a run with other settings ({'; '.join(changes)}); choose another run_dir,"
             " or set checkpoint.allow_config_change to go on with the new ones"
         )
+
+
+def check_same_everywhere(config: Config, fingerprint: str) -> None:
+    """Refuses to start when the processes of the run do not have the same settings and data.
+
+    Raises:
+        EnvironmentMismatchError: naming the processes that differ from the first.
+    """
+    own = dict(_flatten(config_to_dict(config))) | {"data (documents or tokenizer)": fingerprint}
+    everyones = gather({key: value for key, value in own.items() if not key.startswith(("distributed.", "data.cache_dir"))})
+    for rank, theirs in enumerate(everyones):
+        differing = [key for key in everyones[0] if theirs.get(key) != everyones[0][key]]
+        if differing:
+            raise EnvironmentMismatchError(
+                f"process {rank} differs from process 0 in {', '.join(differing)}; give all the same configuration and data"
+            )
 
 
 def check_finite(config: Config, record: run_log.Record | None, saved_step: int) -> None:
@@ -234,30 +248,32 @@ def check_finite(config: Config, record: run_log.Record | None, saved_step: int)
 
 
 @contextmanager
-def trace(config: Config, start_step: int) -> Iterator[Any]:
+def trace(config: Config, start_step: int) -> Iterator[Callable[[int], None]]:
     """A function to call before every step, which starts and ends the device trace that `config.profile` asks for."""
-    first = config.profile.start_step
     running = False
-
-    def before_step(step: int) -> None:
-        nonlocal running
-        if first is not None and step == max(first, start_step) and step < first + config.profile.num_steps:
-            jax.profiler.start_trace(Path(config.run_dir).expanduser() / "profile", create_perfetto_trace=True)
-            running = True
-        elif running and step == first + config.profile.num_steps:
-            end()
 
     def end() -> None:
         nonlocal running
+        if running:
+            jax.profiler.stop_trace()
+            console.log(f"profile    {config.run_dir}/profile, for xprof and https://ui.perfetto.dev")
         running = False
-        jax.profiler.stop_trace()
-        console.log(f"profile    {config.run_dir}/profile, for xprof and https://ui.perfetto.dev")
+
+    def before_step(step: int) -> None:
+        nonlocal running
+        if config.profile.start_step is None:
+            return
+        first, last = max(config.profile.start_step, start_step), config.profile.start_step + config.profile.num_steps
+        if first == step < last:
+            jax.profiler.start_trace(Path(config.run_dir).expanduser() / "profile", create_perfetto_trace=True)
+            running = True
+        elif step == last:
+            end()
 
     try:
         yield before_step
     finally:
-        if running:
-            end()
+        end()
 
 
 class StopSignal:
@@ -340,5 +356,5 @@ def main(config: Config, *, dry_run: bool) -> None:
     sys.exit(code)
 
 
-if __name__ == "__main__":
+if ARGUMENTS is not None:
     main(ARGUMENTS.config, dry_run=ARGUMENTS.dry_run)

@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 
-WORDS = ["the", "model", "reads", "a", "row", "of", "tokens", "and", "learns", "which", "one", "comes", "next", "after", "every", "other", "token", "it", "has", "seen", "so", "far"]
+WORDS = ["the", "model", "reads", "a", "row", "of", "tokens", "and", "learns", "which", "one", "comes", "next"]
 
 
 def write_config(directory: pathlib.Path, **train_settings: object) -> pathlib.Path:

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 from llamajax import loss, mesh
+from llamajax.batch import IGNORE
 from llamajax.config import MeshConfig
-from llamajax.loss import IGNORE, LossSums, token_losses
+from llamajax.loss import LossSums, token_losses
 from llamajax.sharding import spec
 
 B, T, D, V = 4, 6, 8, 32

@@ -12,8 +12,9 @@ from llamajax.optim import decay_mask, learning_rate, make_optimizer
 
 @pytest.mark.parametrize("schedule", ["linear", "cosine", "wsd", "constant"])
 def test_schedule_warms_up_to_the_peak_and_ends_with_the_run(schedule):
+    decay_steps = 20 if schedule == "wsd" else None
     config = OptimizerConfig(
-        learning_rate=1e-3, schedule=schedule, warmup_steps=10, decay_steps=20 if schedule == "wsd" else None, min_lr_ratio=0.1
+        learning_rate=1e-3, schedule=schedule, warmup_steps=10, decay_steps=decay_steps, min_lr_ratio=0.1
     )
     rate = learning_rate(config, num_steps=100)
     rates = np.array([rate(step) for step in range(100)])
@@ -62,7 +63,8 @@ def test_bfloat16_moments_are_stored_narrow_and_follow_the_float32_ones():
     params = {"w": jax.random.normal(jax.random.key(0), (64,))}
     outcome = {}
     for dtype in ("float32", "bfloat16"):
-        optimizer = make_optimizer(OptimizerConfig(learning_rate=1e-2, moment_dtype=dtype, schedule="constant"), num_steps=50)
+        config = OptimizerConfig(learning_rate=1e-2, moment_dtype=dtype, schedule="constant")
+        optimizer = make_optimizer(config, num_steps=50)
         p, state = params, optimizer.init(params)
         assert {x.dtype.name for x in jax.tree.leaves(state) if jnp.issubdtype(x.dtype, jnp.floating)} == {dtype}
         for step in range(50):

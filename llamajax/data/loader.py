@@ -10,13 +10,10 @@ from typing import Self
 import jax
 import numpy as np
 
+from llamajax.batch import FIELDS, Batch, batch_sharding, micro_batch_size
 from llamajax.config import Config
 from llamajax.data.dataset import Dataset
 from llamajax.data.packing import Row, fill_row
-from llamajax.sharding import spec
-
-Batch = dict[str, jax.Array]
-"""`tokens`, `targets`, `segment_ids`, `positions`: int32 [micro-batches, B, T], sharded `spec(None, "batch", "seq")`."""
 
 
 class Loader:
@@ -32,9 +29,8 @@ class Loader:
         """Seconds that the last `next` had to wait for its batch."""
         self._dataset = dataset
         self._global_batch_size = config.train.global_batch_size
-        micro_batch_size = self._global_batch_size // config.train.grad_accum_steps
-        self._shape = (config.train.grad_accum_steps, micro_batch_size, config.data.seq_len)
-        self._sharding = _batch_sharding()
+        self._shape = (config.train.grad_accum_steps, micro_batch_size(config), config.data.seq_len)
+        self._sharding = batch_sharding()
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="loader")
         self._next_step = start_step
         self._ahead: deque[tuple[int, Future[Batch]]] = deque()
@@ -71,10 +67,8 @@ class Loader:
         self._next_step += 1
 
     def _load(self, step: int) -> Batch:
-        first, micro_batch_size = step * self._global_batch_size, self._shape[1]
-        return _make_batch(
-            lambda a, i: self._dataset.train_row(first + a * micro_batch_size + i), self._shape, self._sharding
-        )
+        first = step * self._global_batch_size
+        return _make_batch(lambda a, i: self._dataset.train_row(first + a * self._shape[1] + i), self._shape, self._sharding)
 
 
 def held_out_batches(dataset: Dataset, config: Config) -> Iterator[Batch]:
@@ -83,18 +77,13 @@ def held_out_batches(dataset: Dataset, config: Config) -> Iterator[Batch]:
     The last batch is filled up with rows that have no targets. There is none if nothing is held out.
     """
     rows, seq_len = dataset.held_out_rows, config.data.seq_len
-    size = config.train.global_batch_size // config.train.grad_accum_steps
-    sharding = _batch_sharding()
+    size, sharding = micro_batch_size(config), batch_sharding()
     for first in range(0, min(len(rows), config.train.eval_batches * size), size):
 
         def row(_: int, i: int, first: int = first) -> Row:
             return rows[first + i] if first + i < len(rows) else fill_row([], seq_len)
 
         yield _make_batch(row, (1, size, seq_len), sharding)
-
-
-def _batch_sharding() -> jax.NamedSharding:
-    return jax.NamedSharding(jax.sharding.get_mesh(), spec(None, "batch", "seq"))
 
 
 def _make_batch(row: Callable[[int, int], Row], shape: tuple[int, int, int], sharding: jax.NamedSharding) -> Batch:
@@ -104,7 +93,7 @@ def _make_batch(row: Callable[[int, int], Row], shape: tuple[int, int, int], sha
         assert index is not None
         wanted.update(range(*index[1].indices(shape[1])))
     # Arrays of the whole batch, of which only the wanted rows are ever touched, and so ever take memory.
-    local = {name: np.empty(shape, np.int32) for name in fill_row([], 0)}
+    local = {name: np.empty(shape, np.int32) for name in FIELDS}
     for a in range(shape[0]):
         for i in sorted(wanted):
             for name, values in row(a, i).items():

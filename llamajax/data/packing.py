@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-IGNORE = -1
-"""Target of a position that is not counted: padding."""
+from llamajax.batch import IGNORE
+
 WINDOW = 2**17
 """Documents that are packed together: enough to fill rows, few enough to keep neighbours near each other on the disk."""
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from llamajax import data
+from llamajax.batch import IGNORE
 from llamajax.config import DataConfig, SourceConfig, TokenizerConfig
-from llamajax.data.packing import IGNORE
 from llamajax.data.shards import document_hash, is_held_out
 from llamajax.data.tokenizer import load_tokenizer, train_sentencepiece
 from llamajax.errors import ConfigError, DataError

@@ -9,10 +9,10 @@ import jax
 import numpy as np
 import pytest
 
+from llamajax.batch import IGNORE
 from llamajax.config import MeshConfig
 from llamajax.data import loader as loader_module
 from llamajax.data.loader import Loader, held_out_batches
-from llamajax.data.packing import IGNORE
 from llamajax.mesh import make_mesh
 from llamajax.sharding import spec
 from tests.tiny import tiny_config

@@ -12,8 +12,9 @@ import pytest
 from jax.sharding import AxisType
 
 from llamajax import mesh
+from llamajax.batch import IGNORE
 from llamajax.config import MeshConfig, ModelConfig
-from llamajax.loss import IGNORE, loss_fn
+from llamajax.loss import loss_fn
 from llamajax.model import Llama
 from llamajax.sharding import spec
 
