@@ -17,7 +17,7 @@ def test_schedule_warms_up_to_the_peak_and_ends_with_the_run(schedule):
         learning_rate=1e-3, schedule=schedule, warmup_steps=10, decay_steps=decay_steps, min_lr_ratio=0.1
     )
     rate = learning_rate(config, num_steps=100)
-    rates = np.array([rate(step) for step in range(100)])
+    rates = np.asarray(jax.vmap(rate)(jnp.arange(100)))
     np.testing.assert_allclose(rates[:10], 1e-3 * np.arange(1, 11) / 10, rtol=1e-6)
     assert (np.diff(rates[10:]) <= 1e-12).all()
     np.testing.assert_allclose(rates[-1], 1e-3 if schedule == "constant" else 1e-4, rtol=1e-5)
@@ -25,7 +25,7 @@ def test_schedule_warms_up_to_the_peak_and_ends_with_the_run(schedule):
 
 def test_wsd_stays_at_the_peak_until_the_decay():
     config = OptimizerConfig(learning_rate=2.0, schedule="wsd", decay_steps=4, min_lr_ratio=0.0)
-    rates = [float(learning_rate(config, num_steps=10)(step)) for step in range(10)]
+    rates = jax.vmap(learning_rate(config, num_steps=10))(jnp.arange(10))
     np.testing.assert_allclose(rates, [2.0] * 6 + [1.5, 1.0, 0.5, 0.0], atol=1e-6)
 
 

@@ -98,6 +98,8 @@ def prepare(config: Config, *, log: Callable[[str], None] = print) -> Dataset:
 def _prepare(config: Config, cache_dir: Path, log: Callable[[str], None]) -> Dataset:
     data = config.data
     sources = [Source(source, f"data.sources[{index}]") for index, source in enumerate(data.sources)]
+    for source in sources:
+        log(f"source     {source}")
     groups = [group_files(source, cache_dir) for source in sources]
     tokenizer = _tokenizer(config, [group for of_source in groups for group in of_source], cache_dir, log)
     tokenize([group for of_source in groups for group in of_source], tokenizer, cache_dir, log)

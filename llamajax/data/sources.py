@@ -49,6 +49,13 @@ class Source:
     config: SourceConfig
     key: str
 
+    def __str__(self) -> str:
+        if self.config.kind == "stdlib":
+            where = f"this Python's own sources and help texts in {sysconfig.get_path('stdlib')}, found through sysconfig"
+        else:
+            where = ", ".join(self.config.paths)
+        return f"{self.config.kind}: {where}"
+
     def files(self) -> list[Path]:
         """The source's files, sorted, each once.
 

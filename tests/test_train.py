@@ -1,0 +1,125 @@
+"""A run as its user meets it: what is refused and how, what a dry run prints, traces, samples, and no leaks."""
+
+import dataclasses
+import gc
+import json
+import os
+import pathlib
+import threading
+
+import pytest
+
+from llamajax import train
+from llamajax.cli import load_config
+from llamajax.config import ProfileConfig
+from llamajax.errors import CheckpointError, DivergedError
+from tests import runs
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """The configuration of a run of four steps that is over, traced and with a sample."""
+    path = runs.write_config(tmp_path_factory.mktemp("finished"), num_steps=4, eval_every=2)
+    overrides = ["profile.start_step=1", "profile.num_steps=2", "sample.prompt=the model", "sample.max_tokens=5"]
+    config = load_config(path, [*overrides, "metrics.tensorboard=true", "checkpoint.save_every=2"])
+    train.run(config)
+    return config
+
+
+def with_run_dir(config, run_dir, **sections):
+    return dataclasses.replace(config, run_dir=str(run_dir), **sections)
+
+
+def test_a_run_leaves_all_that_it_promises(finished):
+    run_dir = pathlib.Path(finished.run_dir)
+    assert runs.committed_steps(run_dir) == {2, 4}
+    assert load_config(run_dir / "config.yaml") == finished
+    records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert [record["step"] for record in records if "eval/bits_per_byte" in record] == [2, 4]
+    assert {"train/loss", "train/grad_norm", "perf/mfu", "perf/mfu_full_attention", "perf/data_wait_s"} < records[0].keys()
+    assert list((run_dir / "profile").rglob("*.trace.json.gz"))
+    assert list((run_dir / "tensorboard").glob("events*"))
+
+
+def test_starting_a_finished_run_again_trains_nothing_and_says_so(finished, capsys):
+    before = (pathlib.Path(finished.run_dir) / "metrics.jsonl").read_text()
+    train.run(finished)
+    assert "resuming at step 4" in capsys.readouterr().out
+    after = (pathlib.Path(finished.run_dir) / "metrics.jsonl").read_text()
+    assert [line for line in after.splitlines() if "train/loss" in line] == [
+        line for line in before.splitlines() if "train/loss" in line
+    ]
+
+
+def test_a_dry_run_tells_everything_and_writes_nothing(finished, tmp_path, capsys):
+    train.run(with_run_dir(finished, tmp_path / "dry"), dry_run=True)
+    output = capsys.readouterr().out
+    for expected in ("8 x cpu", "= 2 per device", "layers.attention.wqkv", "parameters", "memory per device"):
+        assert expected in output
+    assert not (tmp_path / "dry").exists()
+
+
+def test_other_settings_do_not_continue_a_run(finished):
+    changed = with_run_dir(finished, finished.run_dir, optimizer=dataclasses.replace(finished.optimizer, learning_rate=0.5))
+    with pytest.raises(CheckpointError, match=r"optimizer\.learning_rate: 0\.01 -> 0\.5"):
+        train.run(changed)
+    other_rows = with_run_dir(finished, finished.run_dir, data=dataclasses.replace(finished.data, held_out_fraction=0.2))
+    with pytest.raises(CheckpointError, match="other documents"):
+        train.run(other_rows)
+
+
+def test_a_second_writer_is_refused(finished):
+    with (
+        train.checkpoint.Checkpointer(pathlib.Path(finished.run_dir), finished.checkpoint),
+        pytest.raises(CheckpointError, match=str(os.getpid())),
+    ):
+        train.run(finished)
+
+
+def test_gradients_that_stay_infinite_end_the_run(finished, tmp_path, monkeypatch):
+    """Weights of 1e30 overflow every step: all are skipped, the fifth in a row is the last."""
+    model = dataclasses.replace(finished.model, init_std=1e30)
+    long = dataclasses.replace(finished.train, num_steps=50, max_nonfinite_steps=5)
+    config = with_run_dir(finished, tmp_path / "run", model=model, train=long, profile=ProfileConfig())
+    with pytest.raises(DivergedError, match="not finite in 5 steps in a row"):
+        train.run(config)
+    with pytest.raises(SystemExit) as exit_info:
+        train.main(config, dry_run=False)
+    assert exit_info.value.code == DivergedError.exit_code
+
+
+def test_mistakes_end_in_one_line_and_their_exit_code(finished, tmp_path):
+    (tmp_path / "bad.jsonl").write_text('{"text": "fine"}\n{"text": 3}\n')
+    config = runs.write_config(tmp_path)
+    override = f'--data.sources=[{{"kind": "jsonl", "paths": ["{tmp_path}/bad.jsonl"]}}]'
+    process = runs.start(config, override)
+    last = runs.finish(process, expected_code=3).splitlines()[-1]
+    assert last.startswith(f"{tmp_path}/bad.jsonl:2")
+    assert "text" in last
+
+
+@pytest.mark.slow
+def test_two_thousand_steps_leak_nothing(finished, tmp_path):
+    """Memory, files and threads after the last thousand steps, with saves and evaluations, are those before them."""
+    num_steps = 2000
+    train_section = dataclasses.replace(finished.train, num_steps=num_steps, eval_every=100)
+    saved = dataclasses.replace(finished.checkpoint, save_every=100, keep_last=2)
+    config = with_run_dir(finished, tmp_path / "run", train=train_section, checkpoint=saved, profile=ProfileConfig())
+    held: list[tuple[int, int, int]] = []
+
+    class Watch(train.StopSignal):
+        def requested(self, step):
+            if step in (num_steps // 2, num_steps - 1):
+                gc.collect()
+                resident_pages = int(pathlib.Path("/proc/self/statm").read_text().split()[1])
+                files = len(os.listdir("/proc/self/fd"))
+                held.append((resident_pages * os.sysconf("SC_PAGE_SIZE"), files, threading.active_count()))
+            return super().requested(step)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train, "StopSignal", Watch)
+        train.run(config)
+    (memory_before, files_before, threads_before), (memory, files, threads) = held
+    assert memory - memory_before < 16 * 2**20
+    assert files <= files_before + 4
+    assert threads <= threads_before + 2
