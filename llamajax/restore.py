@@ -39,7 +39,7 @@ class Restored(Generic[State]):
     """Directory with the copies of the files given to `save`; a running writer may delete it in time."""
 
 
-def restore(run_dir: Path, abstract_state: State, step: int | None = None, *, partial: bool = False) -> Restored[State]:
+def restore(run_dir: Path | str, abstract_state: State, step: int | None = None, *, partial: bool = False) -> Restored[State]:
     """Reads a checkpoint of a run, also of one that is being trained: takes no lock and changes nothing.
 
     Args:
@@ -52,7 +52,7 @@ def restore(run_dir: Path, abstract_state: State, step: int | None = None, *, pa
     Raises:
         CheckpointError: there is no good checkpoint, or its arrays are not those of `abstract_state`.
     """
-    directory = run_dir.absolute() / "checkpoints"
+    directory = Path(run_dir).expanduser().absolute() / "checkpoints"
     if step is None:
         step, damaged = newest_good(directory)
         if step is None:
