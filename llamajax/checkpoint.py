@@ -94,8 +94,9 @@ class Checkpointer:
         if jax.process_index() == 0:
             try:
                 self._lock = _lock(run_dir)
-                for left_over in (*self._directory.glob("*.saving"), *self._directory.glob("*.deleting")):
+                for left_over in self._directory.glob("*.saving"):
                     shutil.rmtree(left_over)
+                self._finish_deleting()
             except CheckpointError as error:
                 problem = str(error)
             except OSError as error:
@@ -142,7 +143,7 @@ class Checkpointer:
                 raise CheckpointError(self._failure_line(failing, reason))
             self._orbax.save(self._saving(step) / "state", args=ocp.args.PyTreeSave(stored))
         except OSError as error:
-            raise CheckpointError(self._failure_line(failing, _reason(error))) from error
+            raise CheckpointError(self._failure_line(f"step {step} cannot be saved", _reason(error))) from error
         self._thread = threading.Thread(target=self._commit, args=(step, texts, files), name=f"commit-{step}")
         self._thread.start()
         if not self._config.async_save:
@@ -219,7 +220,6 @@ class Checkpointer:
     def _commit(self, step: int, texts: dict[str, str], files: Sequence[Path]) -> None:
         """In its own thread, on every process: turns `<step>.saving` into `<step>`, then deletes old steps."""
         saving = self._saving(step)
-        failing = f"step {step} cannot be saved"
         try:
             self._orbax.wait_until_finished()
             records = self._hash_arrays(saving)
@@ -235,10 +235,9 @@ class Checkpointer:
             saving.rename(self._directory / str(step))
             manifest.sync(self._directory)
             self._newest = step
-            failing = "old steps cannot be deleted"
             self._delete_old()
         except (OSError, ValueError, jax.errors.JaxRuntimeError) as error:
-            self._failure = CheckpointError(self._failure_line(failing, _reason(error)))
+            self._failure = CheckpointError(self._failure_line(f"step {step} cannot be saved", _reason(error)))
         except Exception as error:
             self._failure = error
         if self._failure is not None and jax.process_index() == 0:
@@ -262,9 +261,16 @@ class Checkpointer:
     def _delete_old(self) -> None:
         for step in steps_in(self._directory)[: -self._config.keep_last]:
             if self._config.keep_every is None or step % self._config.keep_every:
-                doomed = self._directory / f"{step}.deleting"
-                (self._directory / str(step)).rename(doomed)
+                (self._directory / str(step)).rename(self._directory / f"{step}.deleting")
+        self._finish_deleting()
+
+    def _finish_deleting(self) -> None:
+        """Removes what is renamed to be deleted. What cannot be removed costs space, not the run."""
+        for doomed in self._directory.glob("*.deleting"):
+            try:
                 shutil.rmtree(doomed)
+            except OSError as error:
+                say(f"{doomed} cannot be deleted: {_reason(error)}; the next checkpoint tries again")
 
     def _saving(self, step: int) -> Path:
         return self._directory / f"{step}.saving"

@@ -457,13 +457,13 @@ class ProfileConfig:
     """A device trace for xprof and Perfetto, written to `profile/` in the run directory."""
 
     start_step: int | None = None
-    """First traced step; unset: no trace."""
+    """First traced step, the first of the run being 1; unset: no trace."""
     num_steps: int = 3
     """Traced steps."""
 
     def __post_init__(self) -> None:
         _require(
-            (self.start_step is None or self.start_step >= 0, f"start_step: {self.start_step} must not be negative"),
+            (self.start_step is None or self.start_step > 0, f"start_step: {self.start_step} must be positive or unset"),
             (self.num_steps > 0, f"num_steps: {self.num_steps} must be positive"),
         )
 
@@ -518,6 +518,7 @@ class Config:
     def problems(self) -> list[str]:
         """What is wrong between sections, whatever the devices: one `key: rule; remedy` line each."""
         train, optimizer, data, model = self.train, self.optimizer, self.data, self.model
+        last_traced = (self.profile.start_step or 0) + self.profile.num_steps - 1
         decaying = optimizer.warmup_steps + (optimizer.decay_steps or 0)
         rules = (
             (bool(self.run_dir), "run_dir: must not be empty"),
@@ -531,9 +532,9 @@ class Config:
                 f"optimizer.warmup_steps: warm-up and decay take {decaying} steps, above train.num_steps={train.num_steps}",
             ),
             (
-                self.profile.start_step is None or self.profile.start_step + self.profile.num_steps <= train.num_steps,
-                f"profile.start_step: steps {self.profile.start_step} to "
-                f"{(self.profile.start_step or 0) + self.profile.num_steps} reach beyond train.num_steps={train.num_steps}",
+                self.profile.start_step is None or last_traced <= train.num_steps,
+                f"profile.start_step: steps {self.profile.start_step} to {last_traced} reach beyond"
+                f" train.num_steps={train.num_steps}",
             ),
             (
                 train.eval_every is None or data.held_out_fraction > 0,

@@ -27,6 +27,18 @@ def _next_token(model: Llama, tokens: jax.Array, length: jax.Array, key: jax.Arr
     return jax.random.categorical(key, logits / temperature).astype(jnp.int32)
 
 
+def encode_prompt(tokenizer: Tokenizer, prompt: str, seq_len: int) -> list[int]:
+    """The tokens of a prompt, after the one that begins every text.
+
+    Raises:
+        DataError: they leave no room in a row of `seq_len`.
+    """
+    tokens = [tokenizer.bos_id, *tokenizer.encode_batch([prompt])[0]]
+    if len(tokens) >= seq_len:
+        raise DataError(f"sample.prompt: {len(tokens)} tokens leave no room in rows of {seq_len}; shorten the prompt")
+    return tokens
+
+
 def stream_text(
     model: Llama,
     tokenizer: Tokenizer,
@@ -47,10 +59,8 @@ def stream_text(
     Raises:
         DataError: the prompt leaves no room in the row.
     """
-    written = [tokenizer.bos_id, *tokenizer.encode_batch([prompt])[0]]
+    written = encode_prompt(tokenizer, prompt, seq_len)
     prompt_length = len(written)
-    if prompt_length >= seq_len:
-        raise DataError(f"sample.prompt: {prompt_length} tokens leave no room in rows of {seq_len}; shorten the prompt")
     shown = tokenizer.decode(written[1:])
     for step in range(min(max_tokens, seq_len - prompt_length)):
         row = np.zeros(seq_len, np.int32)

@@ -93,6 +93,13 @@ def start(config: Config) -> Mesh:
     """
     select_platform(config.mesh)
     join_processes(config.distributed)
+    try:
+        jax.devices()
+    except (RuntimeError, AssertionError) as error:  # a missing plugin ends in an assertion of jax's
+        reason = str(error).strip().splitlines() or ["no device could be started"]
+        raise EnvironmentMismatchError(
+            f"jax cannot start its devices: {reason[0]}; check the driver and JAX_PLATFORMS, or set mesh.num_cpu_devices"
+        ) from error
     problems = config.placement_problems(jax.device_count())
     if problems:
         raise ConfigError("\n".join(problems))

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import optax
 
 from llamajax.config import OptimizerConfig
+from llamajax.errors import ConfigError
 
 
 def learning_rate(config: OptimizerConfig, num_steps: int) -> optax.Schedule:
@@ -55,6 +56,17 @@ def make_optimizer(config: OptimizerConfig, num_steps: int) -> optax.GradientTra
         optax.add_decayed_weights(config.weight_decay, mask=lambda params: decay_mask(config, params)),
         optax.scale_by_learning_rate(learning_rate(config, num_steps)),
     )
+
+
+def check_names(config: OptimizerConfig, params: Any) -> None:
+    """Raises `ConfigError` if a name in `no_weight_decay` is in no parameter's path, as a misspelt one would be."""
+    paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
+    unused = [name for name in config.no_weight_decay if not any(name in path for path in paths)]
+    if unused:
+        raise ConfigError(
+            f"optimizer.no_weight_decay: {', '.join(unused)} is in no parameter's name; correct it or remove it"
+            " (--dry_run lists the names)"
+        )
 
 
 def decay_mask(config: OptimizerConfig, params: Any) -> Any:

@@ -39,7 +39,9 @@ class Restored(Generic[State]):
     """Directory with the copies of the files given to `save`; a running writer may delete it in time."""
 
 
-def restore(run_dir: Path | str, abstract_state: State, step: int | None = None, *, partial: bool = False) -> Restored[State]:
+def restore(
+    run_dir: Path | str, abstract_state: State, step: int | None = None, *, partial: bool = False
+) -> Restored[State]:
     """Reads a checkpoint of a run, also of one that is being trained: takes no lock and changes nothing.
 
     Args:

@@ -4,7 +4,7 @@
 evaluation (`eval/*`). A line starts with its `step`, the number of finished optimizer steps, and its `time` (seconds since
 1970). Floats are written so that they read back bit for bit; JSON has no other numbers, so the rest are the strings
 "NaN", "Infinity" and "-Infinity" (protobuf's JSON mapping does the same). `events.jsonl` holds what happened: every start,
-checkpoint and stop; it only ever grows.
+save (begun) and stop; it only ever grows.
 """
 
 import json
@@ -78,7 +78,7 @@ class RunLog:
     series: dict[str, tuple[np.ndarray, np.ndarray]]
     """Metric name to its steps (int64, rising) and values (float64)."""
     events: list[Record]
-    """In order; each has `time` and `event`, one of `start`, `checkpoint` and `stop`."""
+    """In order; each has `time` and `event`, one of `start`, `save` (begun) and `stop`."""
 
 
 def read_run(run_dir: Path) -> RunLog:

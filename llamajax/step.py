@@ -9,11 +9,12 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from llamajax.batch import Batch
+from llamajax.batch import IGNORE, Batch
 from llamajax.config import Config
 from llamajax.loss import LossSums, loss_fn
 from llamajax.model import Llama
 from llamajax.optim import learning_rate, make_optimizer
+from llamajax.sharding import spec
 
 
 @jax.tree_util.register_dataclass
@@ -117,14 +118,22 @@ def apply_gradients(config: Config, state: TrainState, grads: Any) -> tuple[Trai
 
 
 @jax.jit
-def eval_step(model: Llama, batch: Batch) -> LossSums:
-    """The summed losses of a batch."""
+def eval_step(model: Llama, batch: Batch, token_bytes: jax.Array) -> tuple[LossSums, jax.Array]:
+    """The summed losses of a batch, and the bytes of text that its counted targets stand for (int32).
+
+    Args:
+        model: the Llama.
+        batch: the batch.
+        token_bytes: bytes that each token stands for, int32 [V].
+    """
 
     def micro_step(sums: LossSums, micro_batch: Batch) -> tuple[LossSums, None]:
         _, loss_sums = loss_fn(model, micro_batch, z_loss_weight=0.0)
         return jax.tree.map(jnp.add, sums, loss_sums), None
 
-    return lax.scan(micro_step, _no_losses(), batch)[0]
+    targets = batch["targets"]
+    num_bytes = token_bytes.at[jnp.maximum(targets, 0)].get(out_sharding=spec(None, "batch", "seq"))
+    return lax.scan(micro_step, _no_losses(), batch)[0], jnp.sum(jnp.where(targets == IGNORE, 0, num_bytes))
 
 
 def _no_losses() -> LossSums:

@@ -30,18 +30,18 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 import llamajax
-from llamajax import checkpoint, console, data, mesh, metrics, run_log
-from llamajax.batch import FIELDS, IGNORE, batch_sharding, micro_batch_size
+from llamajax import checkpoint, console, data, mesh, metrics, optim, run_log
+from llamajax.batch import FIELDS, batch_sharding, micro_batch_size
 from llamajax.cli import config_to_dict, dump_config
 from llamajax.config import Config
 from llamajax.data.loader import Loader, held_out_batches
 from llamajax.errors import CheckpointError, DivergedError, EnvironmentMismatchError, UserError
-from llamajax.generate import stream_text
+from llamajax.generate import encode_prompt, stream_text
 from llamajax.model import Llama
 from llamajax.restore import concretise, gather
 from llamajax.step import TrainState, eval_step, init_state, train_step
 
-OUT_OF_MEMORY, INTERNAL_ERROR = 5, 70
+OUT_OF_MEMORY, INTERNAL_ERROR, DISK_ERROR = 5, 70, 74
 """Exit codes beside those of `llamajax.errors`."""
 
 FREE_TO_CHANGE = (
@@ -64,6 +64,7 @@ def run(config: Config, *, dry_run: bool = False) -> None:
         console.print_header(config)
         abstract_state = concretise(jax.eval_shape(functools.partial(init_state, config)))
         console.print_parameters(abstract_state.model)
+        optim.check_names(config.optimizer, abstract_state.model)
         compiled_step = compile_step(config, abstract_state)
         if dry_run:
             return
@@ -72,16 +73,18 @@ def run(config: Config, *, dry_run: bool = False) -> None:
         with checkpoint.Checkpointer(run_dir, config.checkpoint) as checkpointer:
             dataset = data.prepare(config, log=console.log)
             check_same_everywhere(config, dataset.fingerprint)
+            if config.sample.prompt is not None:
+                encode_prompt(dataset.tokenizer, config.sample.prompt, config.data.seq_len)
             restored = checkpointer.restore(abstract_state)
             if restored is None:
                 console.log(f"start      from scratch, seed {config.seed}")
                 state, start_step = init_state(config), 0
             else:
-                check_same_run(config, restored.meta, dataset.fingerprint)
+                check_same_run(config, restored, dataset.fingerprint)
                 console.log(f"start      resuming at step {restored.step}")
                 state, start_step = restored.state, restored.step
             if jax.process_index() == 0:
-                (run_dir / "config.yaml").write_text(dump_config(config))
+                write_config(config, run_dir)
             state = train(config, state, start_step, compiled_step, dataset, checkpointer, stop)
             write_sample(config, state, dataset)
         if jax.process_index() == 0 and int(state.step) > 0:
@@ -115,7 +118,7 @@ def train(
         metrics.MetricsWriter(config, start_step=start_step) as writer,
         Loader(dataset, config, start_step) as loader,
         stop.at_end_of_step(),
-        trace(config, start_step) as trace_step,
+        trace(config, start_step) as trace_before,
     ):
 
         def save() -> None:
@@ -124,7 +127,7 @@ def train(
                 return
             with writer.pause("saving"):
                 checkpointer.save(step, state, checkpoint_meta(config, step, dataset.fingerprint), dataset.tokenizer.files)
-            writer.event("checkpoint")
+            writer.event("save")
             saved_step = step
 
         def evaluate_now() -> None:
@@ -132,35 +135,40 @@ def train(
                 result = evaluate(config, state.model, dataset)
             writer.write_eval(step, result)
 
+        def due(every: int | None) -> bool:
+            return every is not None and step % every == 0
+
         while step < num_steps and not stop.requested(step):
-            trace_step(step)
+            trace_before(step + 1, state)
             _, batch = next(loader)
             state, values = compiled_step(state, batch)
             step += 1
             check_finite(config, writer.write(step, values, data_wait_s=loader.wait_s), saved_step)
-            if config.train.eval_every and step % config.train.eval_every == 0 and step < num_steps:
-                evaluate_now()
-            if config.checkpoint.save_every and step % config.checkpoint.save_every == 0:
+            if due(config.checkpoint.save_every):
                 check_finite(config, writer.flush(), saved_step)
                 save()
+            if due(config.train.eval_every) and step < num_steps:
+                check_finite(config, writer.flush(), saved_step)
+                evaluate_now()
+        trace_before(step + 1, state)
         check_finite(config, writer.flush(), saved_step)
         save()
         if step == num_steps and config.train.eval_batches and config.data.held_out_fraction:
             evaluate_now()
         checkpointer.wait()
     if step < num_steps:
-        console.log(f"stopped    at step {step}, which is saved; the same command goes on from there")
+        console.log(f"stopped    at step {step}{', which is saved' if step else ''}; the same command goes on from there")
     return state
 
 
 def evaluate(config: Config, model: Llama, dataset: data.Dataset) -> dict[str, float]:
     """Held-out loss in nats per token and in bits per byte of text, over the same rows every time."""
-    sums = [eval_step(model, batch) for batch in held_out_batches(dataset, config)]
-    nats, tokens = sum(float(s.cross_entropy) for s in sums), sum(int(s.num_tokens) for s in sums)
-    num_rows = min(len(dataset.held_out_rows), len(sums) * micro_batch_size(config))
-    targets = np.concatenate([dataset.held_out_rows[row]["targets"] for row in range(num_rows)])
-    num_bytes = int(dataset.tokenizer.token_bytes[targets[targets != IGNORE]].sum())
-    return {"loss": nats / tokens, "bits_per_byte": nats / math.log(2) / num_bytes}
+    token_bytes = np.zeros(config.model.vocab_size, np.int32)
+    token_bytes[: dataset.tokenizer.vocab_size] = dataset.tokenizer.token_bytes
+    results = [eval_step(model, batch, token_bytes) for batch in held_out_batches(dataset, config)]
+    nats = sum(float(sums.cross_entropy) for sums, _ in results)
+    num_tokens, num_bytes = sum(int(sums.num_tokens) for sums, _ in results), sum(int(count) for _, count in results)
+    return {"loss": nats / num_tokens, "bits_per_byte": nats / math.log(2) / num_bytes}
 
 
 def write_sample(config: Config, state: TrainState, dataset: data.Dataset) -> None:
@@ -182,6 +190,13 @@ def write_sample(config: Config, state: TrainState, dataset: data.Dataset) -> No
     console.print_stream(config.sample.prompt, pieces)
 
 
+def write_config(config: Config, run_dir: Path) -> None:
+    """Keeps the configuration with the run, whole or not at all; it is itself runnable."""
+    temporary = run_dir / "config.yaml.writing"
+    temporary.write_text(dump_config(config))
+    temporary.replace(run_dir / "config.yaml")
+
+
 def checkpoint_meta(config: Config, step: int, fingerprint: str) -> dict[str, Any]:
     """What a checkpoint says about itself, beside the arrays."""
     return {
@@ -193,12 +208,19 @@ def checkpoint_meta(config: Config, step: int, fingerprint: str) -> dict[str, An
     }
 
 
-def check_same_run(config: Config, meta: dict[str, Any], fingerprint: str) -> None:
+def check_same_run(config: Config, restored: checkpoint.Restored[TrainState], fingerprint: str) -> None:
     """Refuses to go on from a checkpoint that was computed with other settings or other data.
 
     Raises:
         CheckpointError: naming every setting that differs.
     """
+    meta = restored.meta
+    position, batch_size = meta["data"]["position"], config.train.global_batch_size
+    if position != restored.step * batch_size:
+        raise CheckpointError(
+            f"train.global_batch_size: {batch_size} would skip or repeat data, because the run's {restored.step} steps took"
+            f" {position} rows; keep {position // restored.step}, or choose another run_dir"
+        )
     if config.checkpoint.allow_config_change:
         return
     before, now = (dict(_flatten(tree)) for tree in (meta["config"], config_to_dict(config)))
@@ -240,51 +262,60 @@ def check_finite(config: Config, record: run_log.Record | None, saved_step: int)
     """
     if record is None or record["train/skipped_in_a_row"] < config.train.max_nonfinite_steps:
         return
+    saved = f"step {saved_step} is the newest checkpoint" if saved_step else "there is no checkpoint"
     raise DivergedError(
         f"step {record['step']}: gradients were not finite in {record['train/skipped_in_a_row']} steps in a row"
-        f" (train.max_nonfinite_steps={config.train.max_nonfinite_steps}); newest checkpoint: step {saved_step};"
-        " lower optimizer.learning_rate, or warm up longer"
+        f" (train.max_nonfinite_steps={config.train.max_nonfinite_steps}); {saved}; lower optimizer.learning_rate or warm up"
+        " longer, in another run_dir or with checkpoint.allow_config_change"
     )
 
 
 @contextmanager
-def trace(config: Config, start_step: int) -> Iterator[Callable[[int], None]]:
-    """A function to call before every step, which starts and ends the device trace that `config.profile` asks for."""
+def trace(config: Config, start_step: int) -> Iterator[Callable[[int, TrainState], None]]:
+    """A function to call before every step and after the last, which starts and ends the trace of `config.profile`.
+
+    Only the first process traces: the others do the same.
+    """
+    wanted = config.profile.start_step is not None and jax.process_index() == 0
+    first = max(config.profile.start_step or 0, start_step + 1)
+    after = (config.profile.start_step or 0) + config.profile.num_steps
     running = False
 
     def end() -> None:
         nonlocal running
-        if running:
-            jax.profiler.stop_trace()
-            console.log(f"profile    {config.run_dir}/profile, for xprof and https://ui.perfetto.dev")
         running = False
+        jax.profiler.stop_trace()
+        console.log(f"profile    {config.run_dir}/profile, for xprof and https://ui.perfetto.dev")
 
-    def before_step(step: int) -> None:
+    def before_step(step: int, state: TrainState) -> None:
         nonlocal running
-        if config.profile.start_step is None:
-            return
-        first, last = max(config.profile.start_step, start_step), config.profile.start_step + config.profile.num_steps
-        if first == step < last:
+        if wanted and first == step < after:
+            jax.block_until_ready(state)  # the trace begins and ends between steps, not in the middle of one
             jax.profiler.start_trace(Path(config.run_dir).expanduser() / "profile", create_perfetto_trace=True)
             running = True
-        elif step == last:
+        elif running and (step == after or step > config.train.num_steps):
+            jax.block_until_ready(state)
             end()
 
     try:
         yield before_step
     finally:
-        end()
+        if running:
+            end()
 
 
 class StopSignal:
-    """SIGTERM and Ctrl-C end the run after the step in progress, with a checkpoint; before the first step, at once."""
+    """SIGTERM and Ctrl-C end the run after the step in progress, with a checkpoint; before the first step, at once.
+
+    With several processes jax takes SIGTERM itself, from the start on, and lets all agree on the step to stop after.
+    """
 
     def __init__(self, *, handle: bool) -> None:
-        """With `handle`, takes the signals of this process; with several, jax takes SIGTERM and agrees on a step."""
+        """With `handle`, takes the signals of this process."""
         # Python lets only the main thread handle signals; a run in another thread is stopped by its owner.
         self._handled = handle and threading.current_thread() is threading.main_thread()
         self._requested = threading.Event()
-        self._training = False
+        self._phase = "before the first step; nothing was lost"
 
     def __enter__(self) -> Self:
         numbers = (signal.SIGTERM, signal.SIGINT) if self._handled else ()
@@ -296,8 +327,8 @@ class StopSignal:
             signal.signal(number, handler)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if not self._training:
-            console.log(f"stopped    by {signal.Signals(number).name} before the first step; nothing was lost")
+        if self._phase:
+            console.log(f"stopped    by {signal.Signals(number).name} {self._phase}")
             sys.exit(0)
         self._requested.set()
         signal.signal(number, signal.SIG_DFL)  # the second one does not wait
@@ -305,13 +336,15 @@ class StopSignal:
     @contextmanager
     def at_end_of_step(self) -> Iterator[None]:
         """Within, a signal waits for `requested` instead of ending the process."""
-        self._training = True
-        yield
-        self._training = False
+        self._phase = ""
+        try:
+            yield
+        finally:
+            self._phase = "after the last step, which is saved"
 
     def requested(self, step: int) -> bool:
         """Whether to stop now; the same answer at the same step in every process."""
-        if jax.process_count() > 1:
+        if jax.distributed.is_initialized():
             return multihost_utils.reached_preemption_sync_point(step)
         return self._requested.is_set()
 
@@ -345,6 +378,13 @@ def main(config: Config, *, dry_run: bool) -> None:
             )
         else:
             traceback.print_exc()
+    except OSError as error:
+        where = error.filename or config.run_dir
+        print(f"{where}: {error.strerror or error}; see to the disk and run the same command again", file=sys.stderr)
+        code = DISK_ERROR
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        code = 128 + signal.SIGINT
     except Exception:
         traceback.print_exc()
         code = INTERNAL_ERROR

@@ -141,7 +141,7 @@ def test_every_section_with_rules_is_tested():
             {"optimizer": OptimizerConfig(learning_rate=1.0, warmup_steps=60, schedule="wsd", decay_steps=41)},
             "optimizer.warmup_steps",
         ),
-        ({"profile": ProfileConfig(start_step=98, num_steps=3)}, "profile.start_step"),
+        ({"profile": ProfileConfig(start_step=99, num_steps=3)}, "profile.start_step"),
         ({"seed": -1}, "seed"),
         ({"seed": 2**32}, "seed"),
         (

@@ -64,7 +64,7 @@ EVERYTHING = Config(
     ),
     checkpoint=CheckpointConfig(save_every=4, keep_last=9, keep_every=8, async_save=False, allow_config_change=True),
     metrics=MetricsConfig(log_every=1, tensorboard=True, wandb=True, wandb_project="true"),
-    profile=ProfileConfig(start_step=0, num_steps=2),
+    profile=ProfileConfig(start_step=1, num_steps=2),
     sample=SampleConfig(prompt="Once: upon # a time ", max_tokens=3, temperature=0.0),
 )  # fmt: skip
 
@@ -154,7 +154,7 @@ EDITS = [
     # Rules between sections.
     ("seq_len: 128", "seq_len: 8192", "13: data.seq_len: 8192 is above model.max_seq_len=4096; shorten the rows or"),
     ("", "  warmup_steps: 101\n", "19: optimizer.warmup_steps: warm-up and decay take 101 steps, above train.num_steps=100"),
-    ("", "profile: {start_step: 99}\n", "19: profile.start_step: steps 99 to 102 reach beyond train.num_steps=100"),
+    ("", "profile: {start_step: 99}\n", "19: profile.start_step: steps 99 to 101 reach beyond train.num_steps=100"),
     ("", "seed: -1\n", "19: seed: -1 must be at least 0 and below 2**32"),
     ("runs/tiny", '""', "1: run_dir: must not be empty"),
     ("", "mesh: {num_cpu_devices: 8, data: 3}\n", "19: mesh: data(3) x sequence(1) x tensor(1) = 3 does not divide the 8 d"),

@@ -170,7 +170,7 @@ def test_only_the_first_process_writes_but_all_fetch(config, capsys):
         assert record is not None
         assert record["train/loss"] == 1.0
         with writer.pause("saving"):
-            writer.event("checkpoint")
+            writer.event("save")
         writer.write_eval(2, {"loss": 3.0})
     with pytest.raises(FileNotFoundError):
         records(config)
@@ -181,7 +181,7 @@ def test_events_tell_the_story_of_the_run(config):
     with open_writer(config) as writer:
         writer.write(1, step_values(1))
         writer.flush()
-        writer.event("checkpoint", path="checkpoints/1")
+        writer.event("save", path="checkpoints/1")
     with pytest.raises(DivergedError), open_writer(config, 1):
         raise DivergedError("step 3: gradients were not finite\nsecond line")
     with open_writer(config, 1) as writer:
@@ -190,7 +190,7 @@ def test_events_tell_the_story_of_the_run(config):
     story = [(e["event"], e["step"], e.get("reason")) for e in events(config)]
     assert story == [
         ("start", 0, None),
-        ("checkpoint", 1, None),
+        ("save", 1, None),
         ("stop", 1, "stopped"),
         ("start", 1, None),
         ("stop", 1, "DivergedError: step 3: gradients were not finite"),

@@ -90,7 +90,10 @@ def test_the_state_is_donated():
 def test_evaluation_sums_what_training_averages():
     config = tiny_config()
     state, batch = init_state(config), to_device(config, random_rows(config, 0))
-    totals = eval_step(state.model, batch)
+    token_bytes = np.arange(config.model.vocab_size, dtype=np.int32)
+    totals, num_bytes = eval_step(state.model, batch, token_bytes)
+    targets = np.asarray(batch["targets"])
+    assert int(num_bytes) == targets[targets >= 0].sum()
     _, metrics = train_step(config, state, batch)
     np.testing.assert_allclose(totals.cross_entropy / totals.num_tokens, metrics["loss"], rtol=1e-6)
     assert int(totals.num_tokens) == int(metrics["tokens"])

@@ -12,7 +12,7 @@ import pytest
 from llamajax import train
 from llamajax.cli import load_config
 from llamajax.config import ProfileConfig
-from llamajax.errors import CheckpointError, DivergedError
+from llamajax.errors import CheckpointError, ConfigError, DataError, DivergedError
 from tests import runs
 
 
@@ -20,7 +20,7 @@ from tests import runs
 def finished(tmp_path_factory):
     """The configuration of a run of four steps that is over, traced and with a sample."""
     path = runs.write_config(tmp_path_factory.mktemp("finished"), num_steps=4, eval_every=2)
-    overrides = ["profile.start_step=1", "profile.num_steps=2", "sample.prompt=the model", "sample.max_tokens=5"]
+    overrides = ["profile.start_step=3", "profile.num_steps=2", "sample.prompt=the model", "sample.max_tokens=5"]
     config = load_config(path, [*overrides, "metrics.tensorboard=true", "checkpoint.save_every=2"])
     train.run(config)
     return config
@@ -66,6 +66,10 @@ def test_other_settings_do_not_continue_a_run(finished):
     other_rows = with_run_dir(finished, finished.run_dir, data=dataclasses.replace(finished.data, held_out_fraction=0.2))
     with pytest.raises(CheckpointError, match="other documents"):
         train.run(other_rows)
+    forced = dataclasses.replace(finished.checkpoint, allow_config_change=True)
+    larger = dataclasses.replace(finished.train, global_batch_size=16)
+    with pytest.raises(CheckpointError, match="keep 8"):
+        train.run(with_run_dir(finished, finished.run_dir, train=larger, checkpoint=forced))
 
 
 def test_a_second_writer_is_refused(finished):
@@ -77,15 +81,25 @@ def test_a_second_writer_is_refused(finished):
 
 
 def test_gradients_that_stay_infinite_end_the_run(finished, tmp_path, monkeypatch):
-    """Weights of 1e30 overflow every step: all are skipped, the fifth in a row is the last."""
+    """Weights of 1e30 overflow every step: all are skipped, the fifth in a row is the last, evaluations or not."""
     model = dataclasses.replace(finished.model, init_std=1e30)
-    long = dataclasses.replace(finished.train, num_steps=50, max_nonfinite_steps=5)
+    long = dataclasses.replace(finished.train, num_steps=50, max_nonfinite_steps=5, eval_every=1)
     config = with_run_dir(finished, tmp_path / "run", model=model, train=long, profile=ProfileConfig())
-    with pytest.raises(DivergedError, match="not finite in 5 steps in a row"):
+    with pytest.raises(DivergedError, match="step 5: gradients were not finite in 5 steps in a row"):
         train.run(config)
     with pytest.raises(SystemExit) as exit_info:
         train.main(config, dry_run=False)
     assert exit_info.value.code == DivergedError.exit_code
+
+
+def test_what_cannot_end_well_is_refused_before_the_first_step(finished, tmp_path):
+    long_prompt = dataclasses.replace(finished.sample, prompt="the model " * 50)
+    with pytest.raises(DataError, match=r"sample\.prompt: \d+ tokens leave no room in rows of 32"):
+        train.run(with_run_dir(finished, tmp_path / "run", sample=long_prompt))
+    misspelt = dataclasses.replace(finished.optimizer, no_weight_decay=("nrom",))
+    with pytest.raises(ConfigError, match=r"optimizer\.no_weight_decay: nrom"):
+        train.run(with_run_dir(finished, tmp_path / "run", optimizer=misspelt))
+    assert runs.steps_on_record(tmp_path / "run") == 0
 
 
 def test_mistakes_end_in_one_line_and_their_exit_code(finished, tmp_path):
