@@ -64,7 +64,9 @@ def print_header(config: Config) -> None:
     log(f"run        {config.run_dir}")
     log(f"devices    {len(devices)} x {devices[0].device_kind} in {processes}; mesh {axes or 'of one device'}")
     if devices[0].platform == "cpu" and config.mesh.num_cpu_devices is None:
-        log("warning    jax found no accelerator; on the GPUs of this machine, install llamajax[cuda13] and check the driver")
+        log(
+            "warning    jax found no accelerator; on the GPUs of this machine, install llamajax[cuda13] and check the driver"
+        )
     log(f"batch      {config.batch_arithmetic(len(devices))}")
 
 

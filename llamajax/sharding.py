@@ -68,9 +68,14 @@ def gather(weight: jax.Array, *logical_axes: str | None, dtype: jax.typing.DType
     """A copy of a stored weight for compute: cast to `dtype` first, then laid out by `logical_axes`.
 
     The order makes the collective carry the narrow copy, and its transpose reduce gradients in it too. The copy is
-    marked as reduced over the axes that split the tokens, so that its gradient is summed over all of them at once.
+    marked as reduced over the axes that split the tokens, so that its gradient is summed over all of them at the end:
+    scattered over the axes it is stored on, then added up over the others, which so carry only a device's own part.
     """
-    return jax.reshard(weight.astype(dtype), P(*spec(*logical_axes), reduced=frozenset(TABLE.batch + TABLE.seq)))
+    stored = jax.typeof(weight).sharding.spec
+    token_axes = frozenset(TABLE.batch + TABLE.seq)
+    own_axes = {axis for entry in stored for axis in (entry if isinstance(entry, tuple) else (entry,))}
+    own_part = jax.reshard(weight.astype(dtype), P(*stored, reduced=token_axes - own_axes))
+    return jax.reshard(own_part, P(*spec(*logical_axes), reduced=token_axes))
 
 
 def _unknown(what: str, name: str, known: tuple[str, ...]) -> str:

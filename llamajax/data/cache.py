@@ -10,55 +10,22 @@ import fcntl
 import hashlib
 import json
 import os
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow
 
 from llamajax.errors import DataError
 
 ALIGNMENT = 64
 """Bytes that the arrays of a file start at multiples of."""
-UNSETTLED_S = 2.0
-"""Seconds after a change in which a file may change again without a new time stamp on a coarse clock."""
-
-_HASH_BYTES = 2**20
 
 
 def digest(*parts: object) -> str:
     """SHA-256 of the parts, which must be JSON values, in order."""
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
-
-
-def file_identity(path: Path) -> tuple[str, int, int, int, int]:
-    """What changes when a file is changed or replaced: cheap to ask, unlike its content."""
-    status = path.stat()
-    return str(path.absolute()), status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino
-
-
-def content_hash(files: Sequence[Path], cache_dir: Path) -> str:
-    """SHA-256 over the content of `files`; files that have not changed since the last time are not read again."""
-    identities = [file_identity(path) for path in files]
-    entry = cache_dir / "content" / digest(identities)
-    known = entry / "sha256"
-    if known.exists():
-        return known.read_text()
-    with locked(entry):
-        if known.exists():
-            return known.read_text()
-        started = time.time()
-        combined = hashlib.sha256()
-        for path in files:
-            with path.open("rb") as file:
-                combined.update(hashlib.file_digest(file, "sha256").digest())
-        content = combined.hexdigest()
-        # A file that was changed just now may be changed again within the same tick of the clock.
-        newest_ns = max(max(mtime, ctime) for _, _, mtime, ctime, _ in identities)
-        if newest_ns < (started - UNSETTLED_S) * 1e9:
-            write_atomically(known, content.encode())
-        return content
 
 
 @contextlib.contextmanager
@@ -119,14 +86,18 @@ def read_arrays(path: Path) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
     """The arrays, memory-mapped and read-only, and the JSON values of a file of `write_arrays`.
 
     Raises:
-        DataError: the file is not what was written.
+        DataError: the file cannot be read, or is not what was written.
     """
     try:
-        whole = np.memmap(path, np.uint8, mode="r").view(np.ndarray)
+        # Not NumPy's memory map: that one keeps a file descriptor, of which a process may have only some hundreds.
+        with pyarrow.memory_map(str(path)) as file:
+            whole = np.frombuffer(file.read_buffer(), np.uint8)
         header_end = 8 + int.from_bytes(whole[:8].tobytes(), "little")
         header = json.loads(whole[8:header_end].tobytes())
         if len(whole) != header_end + header["size"]:
             raise ValueError("truncated")
+    except OSError as error:
+        raise DataError(f"data.cache_dir: {error}; run again, which makes again what is missing") from error
     except (ValueError, KeyError) as error:
         raise DataError(f"{path}: is damaged; delete {path.parent}, which will then be made again") from error
     arrays = {}

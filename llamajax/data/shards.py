@@ -1,8 +1,8 @@
 """Documents tokenized once, into shards that are never made twice.
 
-Small files are grouped, and large files cut, into shards of about `SHARD_BYTES` of text. The shards of a group belong to
-one cache entry, addressed by the content of its files, the tokenizer and the format; they are written in order, so a
-process that is killed loses the shard it was at, and the next one goes on from there.
+The documents of a group of files are cut into shards of about `SHARD_BYTES` of text. The shards of a group belong to one
+cache entry, addressed by the content of its files, the tokenizer and the format; they are written in order, so a process
+that is killed loses the shard it was at, and the next one goes on from there.
 """
 
 import hashlib
@@ -19,11 +19,11 @@ import numpy as np
 import rich.progress
 
 from llamajax.data import cache
-from llamajax.data.sources import Document, Source
+from llamajax.data.groups import GROUP_BYTES, FileGroup
+from llamajax.data.sources import Document
 from llamajax.data.tokenizer import Tokenizer
-from llamajax.errors import DataError
 
-SHARD_BYTES = 2**26
+SHARD_BYTES = GROUP_BYTES
 """Text per shard: some ten seconds of work, which is what a kill can lose."""
 BATCH_BYTES = 2**23
 """Text handed to the tokenizer at once, for its threads to share."""
@@ -31,37 +31,6 @@ REPORT_EVERY_S = 10.0
 """Seconds between progress lines where there is no terminal to animate."""
 
 _FORMAT = "shard-1"
-
-
-@dataclass(frozen=True)
-class FileGroup:
-    """Consecutive files of a source that share a cache entry: one large file, or small ones up to `SHARD_BYTES`."""
-
-    source: Source
-    files: tuple[Path, ...]
-    num_bytes: int
-    """Size of the files."""
-    content: str
-    """SHA-256 of all that decides which documents they give."""
-    identities: tuple[tuple, ...]
-    """`cache.file_identity` of the files, when they were hashed."""
-
-    def documents(self) -> Iterator[Document]:
-        """All documents, in order.
-
-        Raises:
-            DataError: a file cannot be read, or has changed since it was hashed.
-        """
-        yield from self.source.documents(self.files)
-        self.check_unchanged()
-
-    def check_unchanged(self) -> None:
-        """Raises `DataError` if a file is no longer the one that was hashed."""
-        for path, identity in zip(self.files, self.identities, strict=True):
-            if not path.exists() or cache.file_identity(path) != identity:
-                raise DataError(
-                    f"{path}: {self.source.key}.paths: was changed while it was read; run again when it is at rest"
-                )
 
 
 @dataclass(frozen=True)
@@ -97,30 +66,6 @@ def is_held_out(hashes: np.ndarray | int, fraction: float) -> np.ndarray | bool:
     return hashes < int(fraction * 2.0**64)
 
 
-def group_files(source: Source, cache_dir: Path) -> list[FileGroup]:
-    """The source's files in order, grouped and hashed.
-
-    Raises:
-        DataError: a file is missing or cannot be read.
-    """
-    groups: list[list[Path]] = []
-    size = 0
-    for path in source.files():
-        size += path.stat().st_size
-        if not groups or size > SHARD_BYTES:
-            groups.append([])
-            size = path.stat().st_size
-        groups[-1].append(path)
-
-    def described(files: list[Path]) -> FileGroup:
-        identities = tuple(cache.file_identity(path) for path in files)
-        suffixes = [path.suffix for path in files]  # they decide how JSONL is decompressed
-        content = cache.digest(source.config.kind, source.config.text_key, suffixes, cache.content_hash(files, cache_dir))
-        return FileGroup(source, tuple(files), sum(identity[1] for identity in identities), content, identities)
-
-    return [described(files) for files in groups]
-
-
 def shards_entry(group: FileGroup, tokenizer: Tokenizer, cache_dir: Path) -> Path:
     """The directory of the group's shards."""
     return cache_dir / "shards" / cache.digest(_FORMAT, SHARD_BYTES, tokenizer.sha256, group.content)
@@ -132,7 +77,7 @@ def tokenize(groups: Sequence[FileGroup], tokenizer: Tokenizer, cache_dir: Path,
     Raises:
         DataError: a file cannot be read, or has changed since it was hashed.
     """
-    missing = [group for group in groups if not _is_complete(shards_entry(group, tokenizer, cache_dir))]
+    missing = [group for group in groups if not _is_complete(shard_paths(shards_entry(group, tokenizer, cache_dir)))]
     with Progress(sum(group.num_bytes for group in missing), log) as progress:
         others = [group for group in missing if not _complete(group, tokenizer, cache_dir, progress, wait=False)]
         if others:
@@ -141,22 +86,23 @@ def tokenize(groups: Sequence[FileGroup], tokenizer: Tokenizer, cache_dir: Path,
             _complete(group, tokenizer, cache_dir, progress, wait=True)
 
 
-def read_shards(entry: Path) -> list[Shard]:
-    """The shards that are there, in order, up to the first that is missing.
+def shard_paths(entry: Path) -> list[Path]:
+    """The shards that are there, in order, up to the first that is missing."""
+    return list(itertools.takewhile(Path.exists, (_shard_path(entry, number) for number in itertools.count())))
+
+
+def read_shard(path: Path) -> Shard:
+    """Maps a shard; there may be more of them than a process can have mapped.
 
     Raises:
-        DataError: one is damaged.
+        DataError: it is gone or damaged.
     """
-    shards = []
-    while (path := _shard_path(entry, len(shards))).exists():
-        arrays, info = cache.read_arrays(path)
-        shards.append(Shard(**arrays, **info))
-    return shards
+    arrays, info = cache.read_arrays(path)
+    return Shard(**arrays, **info)
 
 
-def _is_complete(entry: Path) -> bool:
-    shards = read_shards(entry)
-    return bool(shards) and shards[-1].last
+def _is_complete(paths: Sequence[Path]) -> bool:
+    return bool(paths) and read_shard(paths[-1]).last
 
 
 def _shard_path(entry: Path, number: int) -> Path:
@@ -169,10 +115,10 @@ def _complete(group: FileGroup, tokenizer: Tokenizer, cache_dir: Path, progress:
     with cache.locked(entry, wait=wait) as mine:
         if not mine:
             return False
-        shards = read_shards(entry)
-        if not shards or not shards[-1].last:
-            documents = itertools.islice(group.documents(), sum(shard.num_read for shard in shards), None)
-            for number in itertools.count(len(shards)):
+        paths = shard_paths(entry)
+        if not _is_complete(paths):
+            documents = itertools.islice(group.documents(), sum(read_shard(path).num_read for path in paths), None)
+            for number in itertools.count(len(paths)):
                 arrays, info = _next_shard(documents, tokenizer, progress)
                 group.check_unchanged()
                 cache.write_arrays(_shard_path(entry, number), arrays, info)

@@ -5,6 +5,7 @@ whatever the size of a file: a document above `MAX_DOCUMENT_CHARS` is cut into s
 """
 
 import codecs
+import contextlib
 import glob
 import io
 import json
@@ -67,11 +68,12 @@ class Source:
         found: set[Path] = set()
         for pattern in self.config.paths:
             path = Path(pattern).expanduser()
-            if path.exists() or not glob.has_magic(pattern):
-                found.add(path)
-                continue
-            matches = [Path(match) for match in glob.glob(str(path), recursive=True)]
-            matches = [match for match in matches if not match.is_dir()]
+            with self.reading(path):
+                if path.exists() or not glob.has_magic(pattern):
+                    found.add(path)
+                    continue
+                matches = [Path(match) for match in glob.glob(str(path), recursive=True)]
+                matches = [match for match in matches if not match.is_dir()]
             if not matches:
                 raise DataError(f"{self.key}.paths: {pattern!r} matches no file; correct it or remove it")
             found.update(matches)
@@ -94,18 +96,26 @@ class Source:
         }[self.config.kind]
         bytes_before = 0
         for path in files:
-            try:
+            with self.reading(path):
                 size = path.stat().st_size
                 for text, bytes_read in read(path):
                     yield Document(text, bytes_before + bytes_read)
-            except (OSError, pyarrow.ArrowException) as error:
-                reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
-                raise self._error(str(path), f"cannot be read: {reason}; replace or remove the file") from error
             bytes_before += size
+
+    @contextlib.contextmanager
+    def reading(self, path: Path) -> Iterator[None]:
+        """Turns what goes wrong with a file of this source in the block into a `DataError` that names it."""
+        try:
+            yield
+        except (OSError, pyarrow.ArrowException) as error:
+            reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
+            raise self._error(str(path), f"cannot be read: {reason}; replace or remove the file") from error
 
     def _stdlib_files(self) -> list[Path]:
         root = Path(sysconfig.get_path("stdlib"))
-        files = [path for path in sorted(root.rglob("*.py")) if not _STDLIB_LEFT_OUT & set(path.relative_to(root).parts)]
+        with self.reading(root):
+            found = sorted(root.rglob("*.py"))
+        files = [path for path in found if not _STDLIB_LEFT_OUT & set(path.relative_to(root).parts)]
         if not files:
             raise DataError(f"{self.key}.kind: this Python has no sources in {root}; use another kind of source")
         return files

@@ -2,12 +2,14 @@
 
 import abc
 import hashlib
+import heapq
 import io
 import itertools
 import json
 import os
+import random
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -77,18 +79,22 @@ def load_tokenizer(path: Path) -> Tokenizer:
     Raises:
         DataError: there is no tokenizer, or it is damaged, or not of these kinds.
     """
-    if path.is_dir():
-        found = [
-            file for file in path.iterdir() if file.suffix in (".json", ".model") and file.name != "tokenizer_config.json"
-        ]
-        named = [file for file in found if file.stem == "tokenizer"]
-        if not named and len(found) != 1:
-            raise DataError(f"{path}: data.tokenizer.path: has no tokenizer.json or tokenizer.model; name the file")
-        path = min(named or found)  # tokenizer.json before tokenizer.model: the latter may be Llama 3's tiktoken file
     try:
-        return HuggingFaceTokenizer(path) if path.suffix == ".json" else SentencePieceTokenizer(path)
+        file = _tokenizer_file(path) if path.is_dir() else path
+        return HuggingFaceTokenizer(file) if file.suffix == ".json" else SentencePieceTokenizer(file)
     except OSError as error:
-        raise DataError(f"{path}: data.tokenizer.path: {error.strerror}; correct the path") from error
+        where = error.filename or path
+        raise DataError(f"{where}: data.tokenizer.path: {error.strerror}; correct the path") from error
+
+
+def _tokenizer_file(folder: Path) -> Path:
+    found = [
+        file for file in folder.iterdir() if file.suffix in (".json", ".model") and file.name != "tokenizer_config.json"
+    ]
+    named = [file for file in found if file.stem == "tokenizer"]
+    if not named and len(found) != 1:
+        raise DataError(f"{folder}: data.tokenizer.path: has no tokenizer.json or tokenizer.model; name the file")
+    return min(named or found)  # tokenizer.json before tokenizer.model: the latter may be Llama 3's tiktoken file
 
 
 class SentencePieceTokenizer(Tokenizer):
@@ -205,24 +211,42 @@ def _text_bytes(piece: str) -> int:
     return len(piece.replace(_SPACE, " ").encode())
 
 
-def train_sentencepiece(texts: Iterable[str], *, total_bytes: int, max_bytes: int, vocab_size: int) -> bytes:
+def sample_texts(texts: Iterable[str], max_bytes: int) -> list[str]:
+    """Parts of the texts, in order, spread evenly over all of them: at most `max_bytes` in UTF-8, but at least one part.
+
+    All texts are gone through once and few are kept: every part draws a number, always the same, and those with the
+    smallest numbers stay, as many as fit.
+    """
+    draw = random.Random(0).random
+    parts = (text[at : at + TRAINING_CHUNK_CHARS] for text in texts for at in range(0, len(text), TRAINING_CHUNK_CHARS))
+    kept: list[tuple[float, int, str]] = []  # a heap: first the part that goes next
+    size = 0
+    for place, part in enumerate(parts):
+        heapq.heappush(kept, (-draw(), place, part))
+        size += len(part.encode())
+        while size > max_bytes and len(kept) > 1:
+            size -= len(heapq.heappop(kept)[2].encode())
+    return [part for _, _, part in sorted(kept, key=lambda entry: entry[1])]
+
+
+def train_sentencepiece(texts: Sequence[str], *, vocab_size: int) -> bytes:
     """Trains a SentencePiece BPE that gives back every text exactly, and returns its model file.
 
     Args:
-        texts: the documents; a sample spread evenly over all their text is used.
-        total_bytes: UTF-8 bytes of all of them together.
-        max_bytes: size of the sample.
+        texts: what to train on, as of `sample_texts`: SentencePiece takes an error raised by an iterator for its end.
         vocab_size: pieces, among them `<unk>`, `<s>`, `</s>` (ids 0, 1, 2) and one per byte; fewer if the text is too
             short for so many.
 
     Raises:
         ConfigError: `vocab_size` cannot hold the bytes and characters.
-        DataError: there is no text.
+        DataError: there is no text, or none to train on.
     """
+    if not texts:
+        raise DataError("data.sources: there is no text to train a tokenizer on; add text or set data.tokenizer.path")
     model = io.BytesIO()
     try:
         sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=_sample(texts, total_bytes, max_bytes),
+            sentence_iterator=iter(texts),
             model_writer=model,
             model_type="bpe",
             vocab_size=vocab_size,
@@ -247,20 +271,8 @@ def train_sentencepiece(texts: Iterable[str], *, total_bytes: int, max_bytes: in
                 f"model.vocab_size: {vocab_size} pieces cannot hold the bytes and common characters of this text;"
                 f" raise it to {too_small[2]} or more"
             ) from error
+        reason = " ".join(str(error).split())
         raise DataError(
-            "data.sources: there is no text to train a tokenizer on; add text or set data.tokenizer.path"
+            f"data.sources: SentencePiece cannot be trained on this text: {reason}; add text or set data.tokenizer.path"
         ) from error
     return model.getvalue()
-
-
-def _sample(texts: Iterable[str], total_bytes: int, max_bytes: int) -> Iterator[str]:
-    """Parts of the texts, evenly spread, about `max_bytes` of the `total_bytes`."""
-    seen = taken = 0
-    for text in texts:
-        for start in range(0, len(text), TRAINING_CHUNK_CHARS):
-            chunk = text[start : start + TRAINING_CHUNK_CHARS]
-            size = len(chunk.encode())
-            if taken * total_bytes <= seen * max_bytes:
-                taken += size
-                yield chunk
-            seen += size

@@ -11,7 +11,10 @@ from jax.ad_checkpoint import checkpoint_name
 from llamajax.config import ModelConfig
 from llamajax.model.layers import normal, residual_std
 from llamajax.model.rope import apply_rope
-from llamajax.sharding import gather, spec
+from llamajax.sharding import TABLE, gather, spec
+
+MAX_CHUNK_SCORES = 2**28
+"""Scores alive on a device at once: 1 GiB of fp32."""
 
 
 class Rows(NamedTuple):
@@ -22,9 +25,7 @@ class Rows(NamedTuple):
     sin: jax.Array
     """fp32 [B, T, H/2]: rotary table."""
     segment_ids: jax.Array | None
-    """int32 [B, T]: document of each query; None: every row is one document."""
-    kv_segment_ids: jax.Array | None
-    """int32 [B, S]: document of each key, whole rows on every device."""
+    """int32 [B, T]: document of each token; None: every row is one document."""
 
 
 class Attention(nnx.Module):
@@ -48,38 +49,61 @@ class Attention(nnx.Module):
         qkv = checkpoint_name(jnp.einsum("BTD,DKCH->BTKCH", x, wqkv), "qkv")
         qk = apply_rope(qkv[:, :, :, :-1], rows.cos, rows.sin)
         q, k, v = qk[:, :, :, :-1], qk[:, :, :, -1], qkv[:, :, :, -1]
-        # Queries stay on their part of the sequence; keys and values of the whole row come to them.
-        k = jax.reshard(k, spec("batch", None, "kv_heads", "head_dim"))
-        v = jax.reshard(v, spec("batch", None, "kv_heads", "head_dim"))
-        out = checkpoint_name(attend(q, k, v, rows.segment_ids, rows.kv_segment_ids), "attention")
+        out = checkpoint_name(attend(q, k, v, rows.segment_ids), "attention")
         return jnp.einsum("BTKGH,KGHD->BTD", out, wo, out_sharding=spec("batch", "seq", None))
 
 
-# Like a fused kernel, the backward pass recomputes the [T, S] scores from q, k and v instead of keeping them.
-@partial(jax.checkpoint, prevent_cse=False)
-def attend(
-    q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array | None, kv_segment_ids: jax.Array | None
-) -> jax.Array:
+def attend(q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array | None) -> jax.Array:
     """softmax(q k^T / sqrt(H)) v over the keys a query may see; the plain form every kernel must agree with.
 
-    A query sees the keys at its own row index and before that carry its segment id, so at least its own.
+    A query sees the keys at its own row index and before that carry its segment id, so at least its own. Queries stay
+    on their part of the sequence; the keys and values of the whole row come to them.
 
     Args:
-        q: [B, T, K, G, H] queries, grouped by the kv head they share.
-        k: [B, S, K, H] keys, S = T.
-        v: [B, S, K, H] values.
-        segment_ids: int32 [B, T], or None if every row is one document.
-        kv_segment_ids: int32 [B, S], or None as well.
+        q: [B, T, K, G, H] queries by the kv head they share, sharded ("batch", "seq", "kv_heads", None, "head_dim").
+        k: [B, T, K, H] keys, sharded ("batch", "seq", "kv_heads", "head_dim").
+        v: [B, T, K, H] values, likewise.
+        segment_ids: int32 [B, T], sharded ("batch", "seq"); None if every row is one document.
 
     Returns:
-        [B, T, K, G, H] of q's dtype; scores and softmax are fp32.
+        [B, T, K, G, H] of q's dtype and sharding; scores and softmax are fp32.
     """
-    T, S, H = q.shape[1], k.shape[1], q.shape[-1]
-    query_rows = jax.lax.broadcasted_iota(jnp.int32, (T, 1), 0, out_sharding=spec("seq", None))
-    visible = (jnp.arange(S, dtype=jnp.int32)[None, :] <= query_rows)[None]
-    if segment_ids is not None and kv_segment_ids is not None:
-        visible = visible & (segment_ids[:, :, None] == kv_segment_ids[:, None, :])
-    scores = jnp.einsum("BTKGH,BSKH->BKGTS", q, k, preferred_element_type=jnp.float32) * H**-0.5
-    scores = jnp.where(visible[:, None, None], scores, jnp.finfo(jnp.float32).min)
-    weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
-    return jnp.einsum("BKGTS,BSKH->BTKGH", weights, v)
+    q_spec, kv_spec = spec("batch", "seq", "kv_heads", None, "head_dim"), spec("batch", "seq", "kv_heads", "head_dim")
+    return jax.shard_map(_attend_on_device, in_specs=(q_spec, kv_spec, kv_spec, spec("batch", "seq")), out_specs=q_spec)(
+        q, k, v, segment_ids
+    )
+
+
+def _attend_on_device(q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array | None) -> jax.Array:
+    """One device's part of `attend`: q [b, t, k, G, H], k and v [b, t, k, H], segment_ids [b, t]."""
+
+    def whole_rows(x: jax.Array) -> jax.Array:
+        return jax.lax.all_gather(x, TABLE.seq, axis=1, tiled=True)
+
+    # Widened behind the collective and narrowed in every chunk, so that the chunks' gradients add up in fp32.
+    wide_k, wide_v = whole_rows(k).astype(jnp.float32), whole_rows(v).astype(jnp.float32)
+    kv_segment_ids = None if segment_ids is None else whole_rows(segment_ids)
+    (b, t, K, G, H), S = q.shape, wide_k.shape[1]
+    rows = jnp.broadcast_to(jax.lax.axis_index(TABLE.seq) * t + jnp.arange(t), (b, t))
+
+    # Like a fused kernel, the backward pass recomputes the scores from q, k and v instead of keeping them.
+    @partial(jax.checkpoint, prevent_cse=False)
+    def attend_chunk(chunk: tuple[jax.Array, jax.Array, jax.Array | None]) -> jax.Array:
+        q, rows, segment_ids = chunk
+        visible = jnp.arange(S)[None, None, :] <= rows[:, :, None]
+        if segment_ids is not None and kv_segment_ids is not None:
+            visible = visible & (segment_ids[:, :, None] == kv_segment_ids[:, None, :])
+        scores = jnp.einsum("BTKGH,BSKH->BKGTS", q, wide_k.astype(q.dtype), preferred_element_type=jnp.float32) * H**-0.5
+        scores = jnp.where(visible[:, None, None], scores, jnp.finfo(jnp.float32).min)
+        weights = jax.nn.softmax(scores, axis=-1).astype(q.dtype)
+        return jnp.einsum("BKGTS,BSKH->BTKGH", weights, wide_v.astype(q.dtype))
+
+    num_chunks = next(n for n in range(1, t + 1) if t % n == 0 and (b * K * G * (t // n) * S <= MAX_CHUNK_SCORES or n == t))
+    if num_chunks == 1:
+        return attend_chunk((q, rows, segment_ids))
+
+    def split(x: jax.Array) -> jax.Array:
+        return jnp.moveaxis(x.reshape(b, num_chunks, t // num_chunks, *x.shape[2:]), 1, 0)
+
+    out = jax.lax.map(attend_chunk, jax.tree.map(split, (q, rows, segment_ids)))
+    return jnp.moveaxis(out, 0, 1).reshape(q.shape)

@@ -94,11 +94,9 @@ class Llama(nnx.Module):
         return self.embedding[...] if self.head is None else self.head[...]
 
     def _rows(self, tokens: jax.Array, segment_ids: jax.Array | None, positions: jax.Array | None) -> Rows:
-        kv_segment_ids = None
         if segment_ids is not None:
             segment_ids = jax.reshard(segment_ids, spec("batch", "seq"))
-            kv_segment_ids = jax.reshard(segment_ids, spec("batch", None))
         if positions is None:
             positions = positions_from_segment_ids(jnp.zeros_like(tokens) if segment_ids is None else segment_ids)
         cos, sin = rope_tables(jax.reshard(positions, spec("batch", "seq")), self.config)
-        return Rows(cos, sin, segment_ids, kv_segment_ids)
+        return Rows(cos, sin, segment_ids)

@@ -1,9 +1,9 @@
-"""The cache: what is there is whole, what is locked is waited for, what has not changed is not read again."""
+"""The cache: what is there is whole, and what is locked is waited for."""
 
 import os
 import subprocess
 import sys
-import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -28,7 +28,27 @@ def test_arrays_come_back_mapped_from_the_file(tmp_path):
         assert array.dtype == ARRAYS[name].dtype
         assert array.ctypes.data % cache.ALIGNMENT == 0
         assert not array.flags.writeable
-    assert isinstance(arrays["tokens"].base.base, np.memmap)
+    assert len(mapped(tmp_path / "a")) == 1
+    del arrays, array
+    assert mapped(tmp_path / "a") == []
+
+
+def mapped(path):
+    """The maps of a file that this process has."""
+    return [line for line in Path("/proc/self/maps").read_text().splitlines() if line.endswith(str(path))]
+
+
+def test_a_mapped_file_takes_no_file_descriptor(tmp_path):
+    cache.write_arrays(tmp_path / "a", ARRAYS, {})
+    before = len(os.listdir("/proc/self/fd"))
+    arrays = [cache.read_arrays(tmp_path / "a") for _ in range(10)]
+    assert len(mapped(tmp_path / "a")) == len(arrays)
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_file_that_is_gone_is_named(tmp_path):
+    with pytest.raises(DataError, match=rf"data.cache_dir: .*{tmp_path}/a.*No such file or directory; run again"):
+        cache.read_arrays(tmp_path / "a")
 
 
 def test_equal_arrays_make_equal_files(tmp_path):
@@ -88,41 +108,3 @@ def test_a_lock_dies_with_its_process(tmp_path):
         with cache.locked(tmp_path) as mine:
             assert mine
     assert os.listdir(tmp_path) == ["lock"]
-
-
-def age(path, seconds):
-    """Sets the modification time back; the change time follows the clock and cannot be set."""
-    then = time.time() - seconds
-    os.utime(path, (then, then))
-
-
-def test_unchanged_files_are_hashed_once(tmp_path, monkeypatch):
-    files = [tmp_path / "a", tmp_path / "b"]
-    for path in files:
-        path.write_text(path.name)
-    hashed = []
-    digest_file = cache.hashlib.file_digest
-    monkeypatch.setattr(cache.hashlib, "file_digest", lambda file, kind: hashed.append(file.name) or digest_file(file, kind))
-    cache_dir = tmp_path / "cache"
-
-    first = cache.content_hash(files, cache_dir)
-    assert cache.content_hash(files, cache_dir) == first
-    assert len(hashed) == 4, "files that were changed just now may still change unseen"
-
-    monkeypatch.setattr(cache, "UNSETTLED_S", -60.0)
-    assert [cache.content_hash(files, cache_dir) for _ in range(3)] == [first] * 3
-    assert len(hashed) == 6
-
-    files[1].write_text("B")  # same size
-    second = cache.content_hash(files, cache_dir)
-    assert second != first
-    age(files[1], 1000)
-    assert cache.content_hash(files, cache_dir) == second
-    assert cache.content_hash(files[::-1], cache_dir) != second
-
-
-def test_the_hash_is_of_the_content_not_of_the_place(tmp_path):
-    for folder in ("x", "y"):
-        (tmp_path / folder).mkdir()
-        (tmp_path / folder / "a").write_text("same")
-    assert cache.content_hash([tmp_path / "x/a"], tmp_path / "c") == cache.content_hash([tmp_path / "y/a"], tmp_path / "c")

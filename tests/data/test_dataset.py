@@ -1,8 +1,13 @@
 """From a configuration to rows: golden rows, the split, mixtures, the cache and what is refused."""
 
 import dataclasses
+import functools
+import itertools
 import json
 import os
+import resource
+import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,7 +15,10 @@ import pytest
 from llamajax import data
 from llamajax.batch import IGNORE
 from llamajax.config import DataConfig, SourceConfig, TokenizerConfig
+from llamajax.data import dataset as dataset_module
+from llamajax.data import groups, shards
 from llamajax.data.shards import document_hash, is_held_out
+from llamajax.data.sources import Source
 from llamajax.data.tokenizer import load_tokenizer, train_sentencepiece
 from llamajax.errors import ConfigError, DataError
 from tests.tiny import tiny_config
@@ -22,7 +30,7 @@ LETTERS = "abcdefghijklmnopqrstuvwxyz"
 def tokenizer(tmp_path):
     """One token per letter: 26 characters, a space and 259 fixed ones."""
     path = tmp_path / "letters.model"
-    path.write_bytes(train_sentencepiece([LETTERS + " "], total_bytes=27, max_bytes=100, vocab_size=286))
+    path.write_bytes(train_sentencepiece([LETTERS + " "], vocab_size=286))
     return load_tokenizer(path)
 
 
@@ -207,12 +215,12 @@ def test_prepared_once(tmp_path, tokenizer, monkeypatch):
     config = config_for(tmp_path, jsonl_source(tmp_path, "a.jsonl", texts), tokenizer=TokenizerConfig(), vocab_size=300)
     first_log, second_log = [], []
     first = data.prepare(config, log=first_log.append)
-    assert [line.split()[0] for line in first_log] == ["tokenizer", "tokenized", "data"]
+    assert [line.split()[0] for line in first_log] == ["source", "tokenizer", "tokenized", "data"]
     files = {path: path.stat().st_mtime_ns for path in (tmp_path / "cache").rglob("*") if path.is_file()}
     monkeypatch.setattr("llamajax.data.dataset.train_sentencepiece", None)
     monkeypatch.setattr("llamajax.data.dataset.pack", None)
     second = data.prepare(config, log=second_log.append)
-    assert second_log == [*first.summary]
+    assert second_log == [first_log[0], *first.summary]
     assert (second.fingerprint, second.summary) == (first.fingerprint, first.summary)
     assert {path: path.stat().st_mtime_ns for path in files} == files
 
@@ -255,6 +263,116 @@ def test_a_damaged_shard_is_named(tmp_path, tokenizer):
     os.truncate(shard, 200)
     with pytest.raises(DataError, match=rf"{shard}: is damaged; delete {shard.parent}, which will then be made again"):
         data.prepare(config, log=lambda line: None)
+
+
+@pytest.fixture
+def many_shards(tmp_path, tokenizer, monkeypatch):
+    """A configuration whose documents fill many shards."""
+    monkeypatch.setattr(shards, "SHARD_BYTES", 20)
+    texts = [text + "some letters" for text in random_texts(120)]
+    return config_for(tmp_path, jsonl_source(tmp_path, "a.jsonl", texts), held_out_fraction=0.2, eval_batches=1)
+
+
+def mapped_shards():
+    return {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if line.endswith(".shard")}
+
+
+def test_more_shards_than_a_process_may_open(tmp_path, many_shards):
+    open_now = max(map(int, os.listdir("/proc/self/fd")))
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (open_now + 20, limits[1]))
+    try:
+        for _ in range(2):  # made, and found in the cache
+            dataset = data.prepare(many_shards, log=lambda line: None)
+            epoch(dataset, num_rows(dataset))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert len(list(tmp_path.rglob("*.shard"))) > 60
+
+
+def test_few_shards_are_mapped_at_once(many_shards, monkeypatch):
+    assert dataset_module._tokens.cache_info().maxsize == dataset_module.MAX_MAPPED_SHARDS < 65_530
+    before = mapped_shards()
+    dataset = data.prepare(many_shards, log=lambda line: None)
+    assert mapped_shards() <= before
+    expected = epoch(dataset, num_rows(dataset))
+    dataset_module._tokens.cache_clear()
+    assert mapped_shards() == set()
+    monkeypatch.setattr(dataset_module, "_tokens", functools.lru_cache(3)(dataset_module._tokens.__wrapped__))
+    for position, row in enumerate(expected):
+        np.testing.assert_equal(dataset.train_row(position), row)
+        assert 1 <= len(mapped_shards()) <= 3
+
+
+def test_a_shard_that_is_deleted_while_it_is_needed_is_named(tmp_path, many_shards):
+    dataset = data.prepare(many_shards, log=lambda line: None)
+    shutil.rmtree(tmp_path / "cache" / "shards")
+    with pytest.raises(DataError, match=r"data.cache_dir: .*\.shard.*No such file or directory; run again"):
+        epoch(dataset, num_rows(dataset))
+
+
+def test_a_signal_while_a_tokenizer_is_made_is_not_hidden(tmp_path, monkeypatch):
+    """Its handler may raise SystemExit at any document; here at the first, then at the second, and so on."""
+    source = jsonl_source(tmp_path, "a.jsonl", random_texts(3))
+    for kill_at in range(1, 10):
+        config = config_for(tmp_path, source, tokenizer=TokenizerConfig(), cache_dir=str(tmp_path / str(kill_at)))
+        calls = itertools.count(1)
+
+        def terminated(*args, kill_at=kill_at, calls=calls):
+            if next(calls) == kill_at:
+                raise SystemExit(143)
+            return is_held_out(*args)
+
+        monkeypatch.setattr(dataset_module, "is_held_out", terminated)
+        try:
+            data.prepare(config, log=lambda line: None)
+        except SystemExit:
+            continue
+        break
+    assert kill_at == 5  # three documents, and their split
+
+
+def test_the_files_are_read_once_for_the_tokenizer(tmp_path, monkeypatch):
+    config = config_for(tmp_path, jsonl_source(tmp_path, "a.jsonl", random_texts(50)), tokenizer=TokenizerConfig())
+    read, documents = [], Source.documents
+    monkeypatch.setattr(Source, "documents", lambda self, files: read.append(files) or documents(self, files))
+    data.prepare(config, log=lambda line: None)
+    assert len(read) == 2  # for the tokenizer and by it
+
+
+def test_a_source_that_cannot_be_read_is_not_the_cache(tmp_path, tokenizer):
+    def refused(path):
+        with pytest.raises(DataError) as caught:
+            data.prepare(config_for(tmp_path, SourceConfig(kind="text", paths=(path,))), log=lambda line: None)
+        return str(caught.value)
+
+    message = "/proc/self/mem: data.sources[0].paths: cannot be read: Input/output error; replace or remove the file"
+    assert refused("/proc/self/mem") == message  # its start is not mapped
+    long = str(tmp_path / ("x" * 300))
+    assert refused(long) == f"{long}: data.sources[0].paths: cannot be read: File name too long; replace or remove the file"
+
+
+def test_long_work_is_announced(tmp_path, monkeypatch):
+    texts = random_texts(50)
+    for name in ("a", "b"):
+        jsonl_source(tmp_path, f"{name}.jsonl", texts)
+    size = 2 * (tmp_path / "a.jsonl").stat().st_size
+    source = SourceConfig(kind="jsonl", paths=(str(tmp_path / "*.jsonl"),))
+    config = config_for(tmp_path, source, tokenizer=TokenizerConfig(train_max_bytes=1_000_000), vocab_size=300)
+    for module in (dataset_module, groups):
+        monkeypatch.setattr(module, "ANNOUNCED_BYTES", 2 * sum(map(len, texts)))
+    monkeypatch.setattr(groups, "UNSETTLED_S", -60.0)
+    log = []
+    data.prepare(config, log=log.append)
+    assert [line.split()[0] for line in log] == [
+        "source", "hashing", "sampling", "tokenizer", "tokenized", "packing", "data",
+    ]  # fmt: skip
+    assert log[1] == f"hashing    2 files, {size / 1e9:.1f} GB, of data.sources[0]"
+    assert log[2] == "sampling   1.0 MB of text for the tokenizer from 0.0 GB"
+    assert log[5] == "packing    100 documents of data.sources[0]"
+    log.clear()
+    data.prepare(config, log=log.append)
+    assert [line.split()[0] for line in log] == ["source", "data"]
 
 
 @pytest.mark.slow

@@ -10,8 +10,10 @@ import numpy as np
 import pytest
 
 from llamajax.config import SourceConfig
+from llamajax.data import groups as groups_module
 from llamajax.data import shards
-from llamajax.data.shards import document_hash, group_files, is_held_out, read_shards, shards_entry, tokenize
+from llamajax.data.groups import group_files
+from llamajax.data.shards import document_hash, is_held_out, read_shard, shard_paths, shards_entry, tokenize
 from llamajax.data.sources import Source
 from llamajax.data.tokenizer import load_tokenizer, train_sentencepiece
 from llamajax.errors import DataError
@@ -29,23 +31,25 @@ def write_documents(path, count, seed=0):
 @pytest.fixture
 def tokenizer(tmp_path):
     texts = [" ".join(WORDS)] * 50
-    (tmp_path / "tokenizer.model").write_bytes(train_sentencepiece(texts, total_bytes=5000, max_bytes=5000, vocab_size=320))
+    (tmp_path / "tokenizer.model").write_bytes(train_sentencepiece(texts, vocab_size=320))
     return load_tokenizer(tmp_path / "tokenizer.model")
 
 
 @pytest.fixture
 def small_shards(monkeypatch):
+    monkeypatch.setattr(groups_module, "GROUP_BYTES", 2000)
     monkeypatch.setattr(shards, "SHARD_BYTES", 2000)
     monkeypatch.setattr(shards, "BATCH_BYTES", 300)
 
 
 def groups_of(tmp_path, pattern="*.jsonl"):
     source = Source(SourceConfig(kind="jsonl", paths=(str(tmp_path / pattern),)), "data.sources[0]")
-    return group_files(source, tmp_path / "cache")
+    return group_files(source, tmp_path / "cache", print)
 
 
 def all_shards(groups, tokenizer, tmp_path):
-    return [shard for group in groups for shard in read_shards(shards_entry(group, tokenizer, tmp_path / "cache"))]
+    entries = [shards_entry(group, tokenizer, tmp_path / "cache") for group in groups]
+    return [read_shard(path) for entry in entries for path in shard_paths(entry)]
 
 
 def test_documents_are_framed_and_counted(tmp_path, tokenizer, small_shards):
@@ -77,6 +81,16 @@ def test_a_second_time_nothing_is_tokenized(tmp_path, tokenizer, small_shards, m
     assert log == []
 
 
+def test_whether_a_group_is_complete_is_asked_of_its_last_shard_only(tmp_path, tokenizer, small_shards, monkeypatch):
+    write_documents(tmp_path / "a.jsonl", 100)
+    tokenize(groups_of(tmp_path), tokenizer, tmp_path / "cache", print)
+    read, read_arrays = [], shards.cache.read_arrays
+    monkeypatch.setattr(shards.cache, "read_arrays", lambda path: read.append(path) or read_arrays(path))
+    (group,) = groups_of(tmp_path)
+    tokenize([group], tokenizer, tmp_path / "cache", print)
+    assert read == shard_paths(shards_entry(group, tokenizer, tmp_path / "cache"))[-1:]
+
+
 def test_small_files_are_grouped_and_a_new_file_leaves_the_old_groups(tmp_path, tokenizer, small_shards):
     for n in range(8):
         write_documents(tmp_path / f"{n}.jsonl", 8, seed=n)
@@ -96,7 +110,7 @@ def test_what_decides_the_documents_decides_the_entry(tmp_path, tokenizer):
     entries = set()
     for kind, key in (("jsonl", "text"), ("jsonl", "body"), ("text", "text")):
         source = Source(SourceConfig(kind=kind, paths=(str(tmp_path / "a.jsonl"),), text_key=key), "data.sources[0]")
-        entries |= {shards_entry(group, tokenizer, tmp_path) for group in group_files(source, tmp_path / "cache")}
+        entries |= {shards_entry(group, tokenizer, tmp_path) for group in group_files(source, tmp_path / "cache", print)}
     assert len(entries) == 3
 
 
@@ -140,10 +154,11 @@ def test_the_split_follows_the_hash():
 CHILDREN = """
 import json, os, pathlib, signal, sys
 from llamajax.config import SourceConfig
-from llamajax.data import cache, shards, sources, tokenizer
+from llamajax.data import cache, groups, shards, sources, tokenizer
 
 folder = pathlib.Path(sys.argv[1])
-shards.SHARD_BYTES, shards.BATCH_BYTES, cache.UNSETTLED_S = 2000, 300, -60
+groups.GROUP_BYTES = shards.SHARD_BYTES = 2000
+shards.BATCH_BYTES, groups.UNSETTLED_S = 300, -60
 
 
 def build(kill_at, cache_dir):
@@ -164,8 +179,8 @@ def build(kill_at, cache_dir):
     write_arrays, written = cache.write_arrays, []
     cache.write_arrays = lambda path, *rest: (written.append(path.name), write_arrays(path, *rest))
     source = sources.Source(SourceConfig(kind="jsonl", paths=(str(folder / "*.jsonl"),)), "data.sources[0]")
-    groups = shards.group_files(source, cache_dir)
-    shards.tokenize(groups, tokenizer.load_tokenizer(folder / "tokenizer.model"), cache_dir, lambda line: None)
+    files = groups.group_files(source, cache_dir, lambda line: None)
+    shards.tokenize(files, tokenizer.load_tokenizer(folder / "tokenizer.model"), cache_dir, lambda line: None)
     return {"written": len(written), "events": events}
 
 

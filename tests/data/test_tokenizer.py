@@ -9,7 +9,7 @@ import sentencepiece
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-from llamajax.data.tokenizer import load_tokenizer, train_sentencepiece
+from llamajax.data.tokenizer import TRAINING_CHUNK_CHARS, load_tokenizer, sample_texts, train_sentencepiece
 from llamajax.errors import ConfigError, DataError
 
 CORPUS = [
@@ -30,8 +30,7 @@ HARD_TEXTS = [
 
 def trained(tmp_path, vocab_size=500, texts=CORPUS):
     path = tmp_path / "tokenizer.model"
-    total_bytes = sum(len(text.encode()) for text in texts)
-    path.write_bytes(train_sentencepiece(texts, total_bytes=total_bytes, max_bytes=10**6, vocab_size=vocab_size))
+    path.write_bytes(train_sentencepiece(texts, vocab_size=vocab_size))
     return load_tokenizer(path)
 
 
@@ -98,19 +97,25 @@ def test_a_trained_tokenizer_is_as_asked(tmp_path):
     assert tokenizer.files == (tmp_path / "tokenizer.model",)
 
 
-def test_training_is_deterministic_and_evenly_sampled(tmp_path):
-    texts = [f"document {n} {'lorem ipsum ' * 300}" for n in range(100)]
-    total_bytes = sum(map(len, texts))
-    models = [train_sentencepiece(iter(texts), total_bytes=total_bytes, max_bytes=5000, vocab_size=290) for _ in range(2)]
-    assert models[0] == models[1]
-    from llamajax.data.tokenizer import TRAINING_CHUNK_CHARS, _sample
+def test_training_is_deterministic():
+    assert train_sentencepiece(CORPUS, vocab_size=400) == train_sentencepiece(CORPUS, vocab_size=400)
 
-    for max_bytes in (20_000, 100_000, 10**9):
-        sample = list(_sample(texts, total_bytes, max_bytes))
-        taken, wanted = sum(map(len, sample)), min(max_bytes, total_bytes)
-        assert abs(taken - wanted) <= TRAINING_CHUNK_CHARS
-        starts = [int(part.split()[1]) for part in sample if part.startswith("document")]
-        assert max(np.diff([-1, *starts, 100])) <= 3 * total_bytes / wanted / 2 + 1
+
+def test_the_sample_is_spread_evenly_and_bounded():
+    texts = [f"document {n} {'äöü ipsum ' * 500}" for n in range(100)]
+    total_bytes = sum(len(text.encode()) for text in texts)
+    largest_part = 2 * TRAINING_CHUNK_CHARS
+    for max_bytes in (50_000, 100_000, 400_000):
+        sample = sample_texts(iter(texts), max_bytes)
+        assert sample == sample_texts(iter(texts), max_bytes)
+        assert max_bytes - largest_part <= sum(len(part.encode()) for part in sample) <= max_bytes
+        numbers = [int(part.split()[1]) for part in sample if part.startswith("document")]
+        assert numbers == sorted(set(numbers))
+        assert abs(np.mean(numbers) - 49.5) < 4 * 29 / len(numbers) ** 0.5
+        assert abs(len(numbers) / 100 - max_bytes / total_bytes) < 0.15
+    assert "".join(sample_texts(texts, total_bytes)) == "".join(texts)
+    assert [len(part) for part in sample_texts(texts, 1)] == [TRAINING_CHUNK_CHARS]
+    assert sample_texts(["", ""], 1000) == sample_texts([], 1000) == []
 
 
 def test_a_vocabulary_too_small_or_a_text_too_short(tmp_path):
@@ -119,6 +124,8 @@ def test_a_vocabulary_too_small_or_a_text_too_short(tmp_path):
     assert trained(tmp_path, vocab_size=1000, texts=["a short text"]).vocab_size < 1000
     with pytest.raises(DataError, match=r"data.sources: there is no text to train a tokenizer on"):
         trained(tmp_path, texts=[])
+    with pytest.raises(DataError, match=r"data.sources: SentencePiece cannot be trained on this text: .*; add text or set"):
+        trained(tmp_path, texts=["\0"])
 
 
 def test_a_sentencepiece_model_from_elsewhere(tmp_path):

@@ -7,6 +7,7 @@ import pytest
 
 from llamajax import mesh
 from llamajax.config import MeshConfig
+from llamajax.model import attention
 from llamajax.model.attention import attend
 from llamajax.sharding import spec
 
@@ -22,12 +23,12 @@ def _mesh():
 def _inputs(dtype: str) -> tuple[jax.Array, jax.Array, jax.Array]:
     rng = np.random.default_rng(0)
     q, k, v = (jnp.asarray(rng.standard_normal(shape), dtype) for shape in ((B, T, K, G, H), (B, T, K, H), (B, T, K, H)))
-    sharded = spec("batch", None, "kv_heads", None)
+    sharded = spec("batch", "seq", "kv_heads", None)
     return jax.device_put(q, spec("batch", "seq", "kv_heads", None, None)), *jax.device_put((k, v), sharded)
 
 
-def _segments() -> tuple[jax.Array, jax.Array]:
-    return jax.device_put(SEGMENT_IDS, spec("batch", "seq")), jax.device_put(SEGMENT_IDS, spec("batch", None))
+def _segments() -> jax.Array:
+    return jax.device_put(SEGMENT_IDS, spec("batch", "seq"))
 
 
 def _attend_by_loop(q: np.ndarray, k: np.ndarray, v: np.ndarray, segment_ids: np.ndarray) -> np.ndarray:
@@ -43,7 +44,7 @@ def _attend_by_loop(q: np.ndarray, k: np.ndarray, v: np.ndarray, segment_ids: np
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_equals_a_loop_over_queries(dtype: str, packed: bool):
     q, k, v = _inputs(dtype)
-    out = jax.jit(attend)(q, k, v, *(_segments() if packed else (None, None)))
+    out = jax.jit(attend)(q, k, v, _segments() if packed else None)
     expected = _attend_by_loop(
         *(np.asarray(x, np.float64) for x in (q, k, v)), SEGMENT_IDS if packed else np.ones_like(SEGMENT_IDS)
     )
@@ -54,7 +55,7 @@ def test_equals_a_loop_over_queries(dtype: str, packed: bool):
 
 def test_scores_and_softmax_are_fp32_for_bf16_inputs():
     # Read in the program: on the CPU, XLA may leave out a rounding to bf16, so the values cannot tell.
-    jaxpr = str(jax.make_jaxpr(attend)(*_inputs("bfloat16"), *_segments()))
+    jaxpr = str(jax.make_jaxpr(attend)(*_inputs("bfloat16"), _segments()))
     exps = [line for line in jaxpr.splitlines() if "= exp" in line]
     assert exps
     assert all(":f32[" in line for line in exps)
@@ -62,7 +63,25 @@ def test_scores_and_softmax_are_fp32_for_bf16_inputs():
 
 
 def test_scores_are_recomputed_not_kept():
-    _, backward = jax.eval_shape(lambda *args: jax.vjp(lambda *qkv: attend(*qkv, *_segments()), *args), *_inputs("float32"))
+    _, backward = jax.eval_shape(lambda *args: jax.vjp(lambda *qkv: attend(*qkv, _segments()), *args), *_inputs("float32"))
     kept = [leaf.shape for leaf in jax.tree.leaves(backward)]
     assert (B, T, K, G, H) in kept
     assert not [shape for shape in kept if shape[-2:] == (T, T)]
+
+
+def test_chunks_of_queries_change_nothing(monkeypatch):
+    """Two queries at a time instead of all four that a device has; gradients add up in fp32 over the chunks."""
+
+    def out_and_gradients(chunk_scores: int) -> list[np.ndarray]:
+        monkeypatch.setattr(attention, "MAX_CHUNK_SCORES", chunk_scores)
+
+        def summed(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
+            out = attend(q, k, v, _segments())
+            return jnp.sum(out**2), out
+
+        (_, out), gradients = jax.jit(jax.value_and_grad(summed, argnums=(0, 1, 2), has_aux=True))(*_inputs("float32"))
+        return [np.asarray(x) for x in (out, *gradients)]
+
+    whole, chunked = out_and_gradients(2**20), out_and_gradients(G * 2 * T)
+    for left, right in zip(whole, chunked, strict=True):
+        np.testing.assert_allclose(left, right, atol=1e-6)

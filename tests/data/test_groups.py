@@ -1,0 +1,140 @@
+"""Files are hashed once, by several threads, and named when they cannot be read."""
+
+import os
+import threading
+import time
+from concurrent.futures import CancelledError
+
+import pytest
+
+from llamajax.config import SourceConfig
+from llamajax.data import groups
+from llamajax.data.groups import group_files
+from llamajax.data.sources import Source
+from llamajax.errors import DataError
+
+
+def grouped(*paths, cache_dir, log=print):
+    source = Source(SourceConfig(kind="text", paths=tuple(map(str, paths))), "data.sources[0]")
+    return group_files(source, cache_dir, log)
+
+
+def content(*paths, cache_dir):
+    (group,) = grouped(*paths, cache_dir=cache_dir)
+    return group.content
+
+
+def age(path, seconds):
+    """Sets the modification time back; the change time follows the clock and cannot be set."""
+    then = time.time() - seconds
+    os.utime(path, (then, then))
+
+
+@pytest.fixture
+def hashed(monkeypatch):
+    """The groups of files that are read to be hashed."""
+    hashed, hash_files = [], groups._hash_files
+    monkeypatch.setattr(
+        groups, "_hash_files", lambda source, files, stop: hashed.append(files) or hash_files(source, files, stop)
+    )
+    return hashed
+
+
+def test_unchanged_files_are_hashed_once(tmp_path, monkeypatch, hashed):
+    files = [tmp_path / "a", tmp_path / "b"]
+    for path in files:
+        path.write_text(path.name)
+    cache_dir = tmp_path / "cache"
+
+    first = content(*files, cache_dir=cache_dir)
+    assert content(*files, cache_dir=cache_dir) == first
+    assert len(hashed) == 2, "files that were changed just now may still change unseen"
+
+    monkeypatch.setattr(groups, "UNSETTLED_S", -60.0)
+    assert [content(*files, cache_dir=cache_dir) for _ in range(3)] == [first] * 3
+    assert len(hashed) == 3
+
+    files[1].write_text("B")  # same size
+    second = content(*files, cache_dir=cache_dir)
+    assert second != first
+    age(files[1], 1000)
+    assert content(*files, cache_dir=cache_dir) == second
+    (tmp_path / "0").write_text("B")
+    assert content(tmp_path / "0", files[0], cache_dir=cache_dir) != second  # another order
+
+
+def test_a_new_file_leaves_the_hashes_of_other_groups(tmp_path, monkeypatch, hashed):
+    monkeypatch.setattr(groups, "UNSETTLED_S", -60.0)
+    monkeypatch.setattr(groups, "GROUP_BYTES", 10)
+    for name in "abc":
+        (tmp_path / name).write_text(name * 8)
+    before = grouped(tmp_path / "?", cache_dir=tmp_path / "cache")
+    (tmp_path / "d").write_text("d" * 8)
+    after = grouped(tmp_path / "?", cache_dir=tmp_path / "cache")
+    assert after[:3] == before
+    assert len(hashed) == 4
+    assert len({group.content for group in after}) == 4
+
+
+def test_the_hash_is_of_the_content_not_of_the_place(tmp_path):
+    for folder in ("x", "y"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "a").write_text("same")
+    assert content(tmp_path / "x/a", cache_dir=tmp_path / "c") == content(tmp_path / "y/a", cache_dir=tmp_path / "c")
+
+
+def test_what_is_hashed_stays_the_same(tmp_path):
+    """A golden value: another would make every cache and every checkpoint's fingerprint of the data void."""
+    (tmp_path / "a.txt").write_text("one")
+    (tmp_path / "b.txt").write_text("two")
+    golden = "1e5937c63a8cc6ae0a109a10b7019646ea16d38f099636b8c2991e01c1a9b8f1"
+    assert content(tmp_path / "a.txt", tmp_path / "b.txt", cache_dir=tmp_path / "cache") == golden
+
+
+def test_groups_are_hashed_at_the_same_time(tmp_path, monkeypatch):
+    monkeypatch.setattr(groups, "GROUP_BYTES", 1)
+    together, hash_files = threading.Barrier(2, timeout=20), groups._hash_files
+    monkeypatch.setattr(groups, "_hash_files", lambda *args: (together.wait(), hash_files(*args))[1])
+    for name in "abcd":
+        (tmp_path / name).write_text(name)
+    found = grouped(tmp_path / "?", cache_dir=tmp_path / "cache")
+    monkeypatch.undo()
+    one_by_one = [content(tmp_path / name, cache_dir=tmp_path / "cache") for name in "abcd"]
+    assert [group.content for group in found] == one_by_one
+
+
+def test_hashing_stops_in_the_middle_of_a_file_when_it_is_no_longer_wanted(tmp_path):
+    (tmp_path / "a").write_text("a")
+    stop = threading.Event()
+    stop.set()
+    source = Source(SourceConfig(kind="text", paths=(str(tmp_path / "a"),)), "data.sources[0]")
+    with pytest.raises(CancelledError):
+        groups._hash_files(source, [tmp_path / "a"], stop)
+
+
+def test_an_unreadable_file_is_named_and_what_was_hashed_before_it_is_kept(tmp_path, monkeypatch, hashed):
+    monkeypatch.setattr(groups, "UNSETTLED_S", -60.0)
+    monkeypatch.setattr(groups, "GROUP_BYTES", 0)
+    (tmp_path / "a").write_text("a")
+    (tmp_path / "b").symlink_to("/proc/self/mem")  # its start is not mapped: reading it is an I/O error
+    message = rf"^{tmp_path}/b: data.sources\[0\].paths: cannot be read: Input/output error; replace or remove"
+    for _ in range(2):
+        with pytest.raises(DataError, match=message):
+            grouped(tmp_path / "a", tmp_path / "b", cache_dir=tmp_path / "cache")
+    assert hashed.count([tmp_path / "a"]) == 1
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("hash")]
+
+
+def test_a_file_whose_state_cannot_be_asked_is_named(tmp_path, monkeypatch):
+    (tmp_path / "a").write_text("a")
+    (group,) = grouped(tmp_path / "a", cache_dir=tmp_path / "cache")
+
+    def denied(path):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(groups, "file_identity", denied)
+    message = r"/a: data.sources\[0\].paths: cannot be read: Permission denied"
+    with pytest.raises(DataError, match=message):
+        group.check_unchanged()
+    with pytest.raises(DataError, match=message):
+        grouped(tmp_path / "a", cache_dir=tmp_path / "cache")
