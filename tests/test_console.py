@@ -179,7 +179,7 @@ def test_summary_names_everything_a_person_goes_on_with(capsys):
 
 def test_header_and_long_lines_are_not_folded_when_piped(capsys):
     jax.set_mesh(mesh.make_mesh(MeshConfig(fsdp=2, sequence=2, tensor=2)))
-    console.print_header(tiny_config("x" * 300, mesh=MeshConfig(fsdp=2, sequence=2, tensor=2)))
+    console.print_header(tiny_config("x" * 300, mesh=MeshConfig(fsdp=2, sequence=2, tensor=2, num_cpu_devices=8)))
     console.print_parameters(sharded_tree())
     lines = capsys.readouterr().out.splitlines()
     assert lines[1] == "run        " + "x" * 300

@@ -1,1 +1,0 @@
-"""Models of other programs to llamajax checkpoints and back."""
