@@ -1,0 +1,185 @@
+"""A Hugging Face `config.json` of a Llama and our `ModelConfig`, in both directions."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from llamajax.config import DType, ModelConfig, RopeScalingConfig
+from llamajax.errors import ConfigError
+from llamajax.yaml_text import show
+
+SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
+
+_LLAMA3_KEYS = {
+    "factor": "factor",
+    "low_freq_factor": "low_freq_factor",
+    "high_freq_factor": "high_freq_factor",
+    "original_max_position_embeddings": "original_max_seq_len",
+}
+_ROPE_KEYS = {"default": {}, "linear": {"factor": "factor"}, "llama3": _LLAMA3_KEYS}
+"""Their settings of each rope_type and ours."""
+
+_ONLY = {
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "mlp_bias": False,
+    "quantization_config": None,
+    "partial_rotary_factor": 1.0,
+}
+"""Settings that change what is computed, and the one value that ours computes."""
+
+
+def read_config(body: dict[str, Any], path: Path, param_dtype: DType) -> tuple[ModelConfig, dict[str, Any]]:
+    """Our configuration of the model that a `config.json` describes, and its ids of special tokens.
+
+    Settings that are left out have the value transformers gives them.
+
+    Args:
+        body: the file's content.
+        path: the file, for messages.
+        param_dtype: type of our master weights.
+
+    Raises:
+        ConfigError: it is no Llama, or a setting is missing, wrong, contradictory or unknown to us.
+    """
+
+    def number(key: str, default: Any = None, kind: type = int) -> Any:
+        value = body.get(key)
+        value = default if value is None else value
+        if type(value) not in (int, kind) or not 0 < value < 2**31:
+            what = "a positive whole number" if kind is int else "a positive number"
+            raise ConfigError(f"{path}: {key}: must be {what}, not {show(str(value))}; correct it")
+        return kind(value)
+
+    if body.get("model_type") != "llama":
+        raise ConfigError(f"{path}: model_type: {show(str(body.get('model_type')))} is not llama, which is what can be read")
+    architectures = body.get("architectures")
+    if architectures is not None and architectures != ["LlamaForCausalLM"]:
+        raise ConfigError(f'{path}: architectures: {show(str(architectures))} must be ["LlamaForCausalLM"]')
+    for key, value in _ONLY.items():
+        if body.get(key, value) != value:
+            raise ConfigError(f"{path}: {key}: {show(str(body[key]))} is not supported; it must be {json.dumps(value)}")
+    tied = body.get("tie_word_embeddings", False)
+    if type(tied) is not bool:
+        raise ConfigError(f"{path}: tie_word_embeddings: must be true or false, not {show(str(tied))}; correct it")
+    theta, scaling = _read_rope(body, path)
+    num_heads, embed_dim = number("num_attention_heads"), number("hidden_size")
+    try:
+        config = ModelConfig(
+            vocab_size=number("vocab_size"),
+            embed_dim=embed_dim,
+            mlp_dim=number("intermediate_size"),
+            num_layers=number("num_hidden_layers"),
+            num_heads=num_heads,
+            num_kv_heads=number("num_key_value_heads", num_heads),
+            head_dim=number("head_dim", embed_dim // num_heads),
+            max_seq_len=number("max_position_embeddings", 2048),
+            rope_theta=theta,
+            rope_scaling=scaling,
+            norm_eps=number("rms_norm_eps", 1e-6, float),
+            tie_embeddings=tied,
+            init_std=number("initializer_range", 0.02, float),
+            param_dtype=param_dtype,
+        )
+    except ConfigError as error:
+        if str(error).startswith(str(path)):
+            raise
+        raise ConfigError(f"{path}: {'; '.join(str(error).splitlines())}") from error
+    return config, {key: _token_ids(body.get(key), key, path, config) for key in SPECIAL_TOKENS}
+
+
+def _token_ids(value: Any, key: str, path: Path, config: ModelConfig) -> Any:
+    """An id, several (Llama 3's end of text), or None."""
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    if not all(type(token) is int and -1 <= token < config.vocab_size for token in ids):
+        raise ConfigError(f"{path}: {key}: {show(str(value))} must be below vocab_size={config.vocab_size}; correct it")
+    return value
+
+
+def _read_rope(body: dict[str, Any], path: Path) -> tuple[float, RopeScalingConfig]:
+    """rope_theta and the stretch, from the fields of transformers 5 (`rope_parameters`), of 4, or of both if they agree."""
+    new, old = body.get("rope_parameters"), body.get("rope_scaling")
+    for key, value in (("rope_parameters", new), ("rope_scaling", old)):
+        if value is not None and not isinstance(value, dict):
+            raise ConfigError(f"{path}: {key}: must be an object or null, not {show(str(value))}; correct it")
+    old_theta = body.get("rope_theta")
+    new_theta = old_theta if new is None else new.get("rope_theta", old_theta)
+    if old_theta is not None and new_theta != old_theta:
+        raise ConfigError(
+            f"{path}: rope_theta: {show(str(old_theta))} contradicts rope_parameters.rope_theta, {show(str(new_theta))};"
+            " keep the right one"
+        )
+    theta = 10000.0 if new_theta is None else _positive(new_theta, "rope_theta", path)
+    scaling = _read_scaling(old or {}, "rope_scaling", path)
+    if new is not None:
+        from_old, scaling = scaling, _read_scaling(new, "rope_parameters", path)
+        if "rope_scaling" in body and from_old != scaling:
+            raise ConfigError(f"{path}: rope_scaling: contradicts rope_parameters; keep the right one")
+    return theta, scaling
+
+
+def _read_scaling(rope: dict[str, Any], key: str, path: Path) -> RopeScalingConfig:
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if not isinstance(kind, str) or kind not in _ROPE_KEYS or rope.get("type", kind) != kind:
+        raise ConfigError(f"{path}: {key}.rope_type: {show(str(kind))} is not one of {', '.join(_ROPE_KEYS)}")
+    unknown = sorted(rope.keys() - _ROPE_KEYS[kind].keys() - {"rope_type", "type", "rope_theta"})
+    if unknown:
+        raise ConfigError(f"{path}: {key}.{show(unknown[0])}: has no meaning with rope_type={kind}; remove it")
+    if kind == "default":
+        return RopeScalingConfig()
+    values: dict[str, Any] = {}
+    for theirs, ours in _ROPE_KEYS[kind].items():
+        if theirs not in rope:
+            raise ConfigError(f"{path}: {key}.{theirs}: is missing, but rope_type={kind} needs it; add it")
+        value = _positive(rope[theirs], f"{key}.{theirs}", path)
+        values[ours] = int(value) if ours == "original_max_seq_len" else value
+    try:
+        return RopeScalingConfig(kind="linear" if kind == "linear" else "llama3", **values)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {key}: {'; '.join(str(error).splitlines())}") from error
+
+
+def _positive(value: Any, key: str, path: Path) -> float:
+    if type(value) not in (int, float) or not 0 < value < 1e12:
+        raise ConfigError(f"{path}: {key}: must be a positive number, not {show(str(value))}; correct it")
+    return float(value)
+
+
+def write_config(config: ModelConfig, special_tokens: dict[str, Any], dtype: str) -> dict[str, Any]:
+    """A `config.json` with the fields of transformers 4, of transformers 5 and of all who read either.
+
+    Args:
+        config: of the model.
+        special_tokens: value of each of `SPECIAL_TOKENS`.
+        dtype: type of the weights in the files.
+    """
+    scaling = config.rope_scaling
+    kind = "default" if scaling.kind == "none" else scaling.kind
+    stretch: dict[str, Any] = {"rope_type": kind}
+    stretch |= {theirs: getattr(scaling, ours) for theirs, ours in _ROPE_KEYS[kind].items()}
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.embed_dim,
+        "intermediate_size": config.mlp_dim,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "hidden_act": "silu",
+        "max_position_embeddings": config.max_seq_len,
+        "initializer_range": config.init_std,
+        "rms_norm_eps": config.norm_eps,
+        "use_cache": True,
+        **special_tokens,
+        "tie_word_embeddings": config.tie_embeddings,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "attention_dropout": 0.0,
+        "rope_theta": config.rope_theta,
+        "rope_scaling": None if kind == "default" else stretch,
+        "rope_parameters": stretch | {"rope_theta": config.rope_theta},
+        "torch_dtype": dtype,
+        "dtype": dtype,
+    }

@@ -1,0 +1,42 @@
+"""The small files that travel with a Hugging Face model: tokenizer, chat template, generation settings, licence."""
+
+import json
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+from converters.safetensors_io import parse_json
+from llamajax.errors import ConfigError
+
+_TRAVELLING = re.compile(
+    r"tokenizer\.json|tokenizer\.model|tokenizer_config\.json|special_tokens_map\.json|added_tokens\.json"
+    r"|chat_template\.jinja|generation_config\.json|(LICENSE|NOTICE|USE_POLICY)(\.txt|\.md)?"
+)
+
+_MAX_BYTES = 64_000_000  # the largest tokenizer.json is a quarter of that
+
+
+def travelling_files(directory: Path) -> list[Path]:
+    """The files of `directory` that are kept with the weights, in order."""
+    return sorted(path for path in directory.iterdir() if path.is_file() and _TRAVELLING.fullmatch(path.name))
+
+
+def read_travelling(paths: Iterable[Path]) -> dict[str, bytes]:
+    """Name and content of each file, unchanged except for `auto_map`, which names code to run and is left out.
+
+    Raises:
+        ConfigError: a file cannot be read, or is not the JSON object it should be.
+    """
+    contents = {}
+    for path in paths:
+        try:
+            if path.stat().st_size > _MAX_BYTES:
+                raise ConfigError(f"{path}: is larger than {_MAX_BYTES // 10**6} MB; download the file again")
+            contents[path.name] = path.read_bytes()
+        except OSError as error:
+            raise ConfigError(f"{path}: {error.strerror}; give the directory of a complete Hugging Face model") from error
+        if path.suffix == ".json" and path.name != "tokenizer.json":
+            body = parse_json(path, contents[path.name])
+            if body.pop("auto_map", None) is not None:
+                contents[path.name] = json.dumps(body, indent=2, ensure_ascii=False).encode()
+    return contents

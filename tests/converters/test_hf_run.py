@@ -1,0 +1,82 @@
+"""A run that was trained here leaves as a model that transformers loads plainly: weights, tokenizer, logits."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+
+from converters import hf
+from converters.hf_cli import parse_args
+from converters.hf_tokenizer import convert_sentencepiece, tokenizer_config
+from llamajax.config_file import load_config
+from llamajax.data.tokenizer import load_tokenizer, train_sentencepiece
+from llamajax.model import Llama
+from llamajax.restore import restore
+from tests.runs import WORDS, finish, start, write_config
+
+TEXTS = [
+    "the model reads a row of tokens",
+    "  def f(x):\n\treturn {x: 'two  spaces', 12345: 0}\n\n\n",
+    "\u00e9t\u00e9 \u6f22\u5b57 \U0001f600 \x07 never seen",
+    " ",
+    "",
+]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """The directory of a finished run of two steps, and its model's configuration."""
+    directory = tmp_path_factory.mktemp("run")
+    path = write_config(directory, num_steps=2, eval_every=None)
+    finish(start(path))
+    return directory / "run", load_config(path).model
+
+
+def export(*arguments: object) -> int:
+    return hf.main(parse_args(["export", *map(str, arguments)]))
+
+
+def test_tokenizer_of_an_exported_run_gives_the_same_ids(trained, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    run_dir, _ = trained
+    assert export(run_dir, tmp_path / "hf", "--no-verify") == 0
+    ours, theirs = (
+        load_tokenizer(run_dir / "checkpoints/2/files"),
+        transformers.AutoTokenizer.from_pretrained(tmp_path / "hf"),
+    )
+    for text in [*TEXTS, " ".join(WORDS)]:
+        ids = theirs(text)["input_ids"]
+        assert ids == [ours.bos_id, *ours.encode_batch([text])[0].tolist()]
+        assert theirs.decode(ids[1:]) == text
+    assert (theirs.bos_token_id, theirs.eos_token_id) == (ours.bos_id, ours.eos_id)
+
+
+def test_transformers_computes_the_logits_of_an_exported_run(trained, tmp_path, capsys):
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    run_dir, config = trained
+    assert export(run_dir, tmp_path / "hf") == 0
+    assert "logits of transformers differ by at most" in capsys.readouterr().out
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+    abstract = jax.eval_shape(lambda key: Llama(dataclasses.replace(config, remat="none"), key), jax.random.key(0))
+    model = restore(run_dir, {"model": abstract}, partial=True).state["model"]
+    tokens = np.random.default_rng(0).integers(0, config.vocab_size, (8, 32), dtype=np.int32)
+    with torch.no_grad():
+        logits = theirs(torch.from_numpy(tokens).long()).logits.numpy()
+    np.testing.assert_allclose(jax.jit(lambda model: model(tokens))(model), logits, atol=1e-4, rtol=0)
+
+
+def test_without_torch_verification_says_so(trained, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert export(trained[0], tmp_path / "hf") == 0
+    assert "verify     skipped, because torch" in capsys.readouterr().out
+
+
+def test_a_sentencepiece_model_keeps_its_ids():
+    tokenizers = pytest.importorskip("tokenizers")
+    texts = [" ".join(WORDS[i:] + WORDS[:i]) for i in range(len(WORDS))] + TEXTS
+    converted = convert_sentencepiece(train_sentencepiece(texts, vocab_size=400))
+    assert converted is not None
+    assert converted["tokenizer_config.json"] == tokenizer_config("<s>", "</s>", "<unk>")
+    pieces = tokenizers.Tokenizer.from_str(converted["tokenizer.json"].decode())
+    assert [pieces.id_to_token(token) for token in range(3)] == ["<unk>", "<s>", "</s>"]
