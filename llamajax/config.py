@@ -242,7 +242,8 @@ class SourceConfig:
 
     kind: Literal["text", "jsonl", "parquet", "stdlib"]
     """`text`: one document per file, cut at line ends above two million characters. `jsonl` (also .gz,
-    .zst) and `parquet`: one per line or row. `stdlib`: the sources and help texts of the Python standard library that runs this program."""
+    .zst) and `parquet`: one per line or row. `stdlib`: the sources and help texts of the Python standard
+    library that runs this program."""
     paths: tuple[str, ...] = ()
     """Files or globs (`**` allowed), relative to the working directory; empty for `stdlib`."""
     text_key: str = "text"
