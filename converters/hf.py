@@ -28,15 +28,12 @@ from jax.sharding import AxisType
 from converters.hf_export import read_checkpoint
 from converters.hf_import import read_model
 from llamajax.config import DType
-from llamajax.errors import ConfigError, UserError
+from llamajax.errors import DISK_ERROR, INTERNAL_ERROR, ConfigError, UserError
 from llamajax.manifest import sync
 from llamajax.mesh import AXES
 
 VERIFY_BELOW = 2_000_000_000
 """Parameters; larger models are compared only on request, because both sides are then whole in memory, in fp32."""
-
-INTERNAL_ERROR, DISK_ERROR = 70, 74
-"""Exit codes beside those of `llamajax.errors`."""
 
 
 def convert(command: str, source: Path, out: Path, dtype: DType | None, verify: bool | None) -> None:

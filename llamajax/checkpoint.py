@@ -59,6 +59,7 @@ from llamajax.restore import (
     say,
     steps_in,
 )
+from llamajax.units import format_bytes
 
 __all__ = ["Checkpointer", "Restored", "concretise", "latest_step", "read_meta", "restore"]
 
@@ -139,7 +140,7 @@ class Checkpointer:
         try:
             needed, disk = sum(array.nbytes for array in stored.values()), shutil.disk_usage(self._directory.parent)
             if disk.free < needed and disk.total:
-                reason = f"it takes {needed / 1e9:.1f} GB, but only {disk.free / 1e9:.1f} GB are free"
+                reason = f"it takes {format_bytes(needed)}, but only {format_bytes(disk.free)} are free"
                 raise CheckpointError(self._failure_line(failing, reason))
             self._orbax.save(self._saving(step) / "state", args=ocp.args.PyTreeSave(stored))
         except OSError as error:

@@ -4,6 +4,9 @@ Every message is one line: what is wrong, where (``file:line`` or the key), the 
 Our own invariants are ``assert``s and never end up here.
 """
 
+OUT_OF_MEMORY, INTERNAL_ERROR, DISK_ERROR = 5, 70, 74
+"""Exit codes for what is no `UserError`: the device's memory, a defect of ours, the disk."""
+
 
 class UserError(ValueError):
     """A mistake of the user's or their machine's; entry points print it without a traceback."""

@@ -35,14 +35,19 @@ from llamajax.batch import FIELDS, batch_sharding, micro_batch_size
 from llamajax.cli import config_to_dict, dump_config
 from llamajax.config import Config
 from llamajax.data.loader import Loader, held_out_batches
-from llamajax.errors import CheckpointError, DivergedError, EnvironmentMismatchError, UserError
+from llamajax.errors import (
+    DISK_ERROR,
+    INTERNAL_ERROR,
+    OUT_OF_MEMORY,
+    CheckpointError,
+    DivergedError,
+    EnvironmentMismatchError,
+    UserError,
+)
 from llamajax.generate import encode_prompt, stream_text
 from llamajax.model import Llama
 from llamajax.restore import concretise, gather
 from llamajax.step import TrainState, eval_step, init_state, train_step
-
-OUT_OF_MEMORY, INTERNAL_ERROR, DISK_ERROR = 5, 70, 74
-"""Exit codes beside those of `llamajax.errors`."""
 
 FREE_TO_CHANGE = (
     "run_dir", "mesh", "distributed", "data", "checkpoint", "metrics", "profile", "sample",
