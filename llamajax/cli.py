@@ -1,8 +1,13 @@
-"""The command line of the entry points: `--config FILE`, dotted overrides, `--help` from the fields' docstrings."""
+"""The command line of the entry points: `--config FILE`, dotted settings, `--help` from the fields' docstrings.
+
+A setting of type true|false needs no value to be true. A field with `metadata={"repeatable": True}` is a list of texts whose
+option may be given several times, each adding its text as it is.
+"""
 
 import ast
 import dataclasses
 import difflib
+import functools
 import inspect
 import itertools
 import json
@@ -11,34 +16,54 @@ import sys
 import textwrap
 import types
 import typing
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic
 
-import llamajax.config
 from llamajax.config import Config
-from llamajax.config_file import config_to_dict, dump_config, keys, load_config, read_config
+from llamajax.config_file import Root, config_to_dict, dump_config, file_problems, keys, load_config, read_config
 from llamajax.errors import ConfigError
 from llamajax.yaml_text import Place, Problems, show
 
-__all__ = ["Arguments", "config_to_dict", "dump_config", "load_config", "parse_args"]
+__all__ = ["Arguments", "config_to_dict", "dump_config", "load_config", "parse_args", "parse_run_args"]
 
 _FLAGS = {
     "--print_config": "Print the resulting configuration, which is itself a valid FILE, and stop.",
-    "--dry_run": "Build, compile and report everything, then stop before the first step.",
     "--help": "Print this text and stop.",
 }
 
 
 @dataclass(frozen=True)
-class Arguments:
+class Arguments(Generic[Root]):
     """A command line without mistakes."""
 
-    config: Config
-    dry_run: bool
+    config: Root
+    flags: frozenset[str]
+    """Those of the entry point's own flags that were given, such as `--dry_run`."""
+    options: Mapping[str, str]
+    """Value of each of the entry point's own options that was given, such as `--json`."""
 
 
-def parse_args(argv: Sequence[str] | None = None, *, prog: str) -> Arguments:
+def parse_run_args(
+    argv: Sequence[str] | None = None,
+    *,
+    prog: str,
+    flags: Mapping[str, str] | None = None,
+    options: Mapping[str, tuple[str, str]] | None = None,
+) -> Arguments[Config]:
+    """Reads the command line of an entry point that takes a run's configuration; see `parse_args`."""
+    return parse_args(argv, prog=prog, root=Config, flags=flags, options=options, check=file_problems)
+
+
+def parse_args(
+    argv: Sequence[str] | None = None,
+    *,
+    prog: str,
+    root: type[Root],
+    flags: Mapping[str, str] | None = None,
+    options: Mapping[str, tuple[str, str]] | None = None,
+    check: Callable[[Root], list[str]] = lambda config: [],
+) -> Arguments[Root]:
     """Reads the command line of an entry point.
 
     Exits with code 2 after naming every mistake on stderr, one line each, and with code 0 after `--help` and
@@ -47,38 +72,52 @@ def parse_args(argv: Sequence[str] | None = None, *, prog: str) -> Arguments:
     Args:
         argv: the arguments; None: those of this process.
         prog: the command as people type it, such as `python -m llamajax.train`.
+        root: the dataclass of the settings; `--config` may be left out unless it is `Config`.
+        flags: the entry point's own options without a value, and their meaning.
+        options: the entry point's own options with a value: name of the value, and meaning.
+        check: gives what this machine lacks for settings that break no rule, a `key: rule; remedy` line each.
     """
     arguments = sys.argv[1:] if argv is None else argv
+    known_flags, known_options = _FLAGS | dict(flags or {}), dict(options or {})
     if "--help" in arguments or "-h" in arguments:
-        print(_help(prog))
+        print(_help(prog, root, known_flags, known_options))
         sys.exit(0)
     try:
         problems = Problems()
-        path, overrides, flags = _split(arguments, problems)
-        config = read_config(path, overrides, problems, check_files="--print_config" not in flags)
+        path, overrides, given_flags, given_options = _split(arguments, root, known_flags, known_options, problems)
+        config = read_config(
+            root, path, overrides, problems, check=(lambda config: []) if "--print_config" in given_flags else check
+        )
     except ConfigError as error:
         print(error, file=sys.stderr)
         sys.exit(error.exit_code)
-    if "--print_config" in flags:
+    if "--print_config" in given_flags:
         print(dump_config(config), end="")
         sys.exit(0)
-    return Arguments(config, dry_run="--dry_run" in flags)
+    return Arguments(config, frozenset(given_flags), given_options)
 
 
-def _split(arguments: Sequence[str], problems: Problems) -> tuple[str, list[tuple[str, str | None]], set[str]]:
-    """The value of `--config`, the (key, text) overrides and the flags; a text that was forgotten is None.
+def _split(
+    arguments: Sequence[str],
+    root: type,
+    known_flags: Mapping[str, str],
+    known_options: Mapping[str, tuple[str, str]],
+    problems: Problems,
+) -> tuple[str | None, list[tuple[str, str | None]], set[str], dict[str, str]]:
+    """The value of `--config`, the (key, text) overrides, flags and options; a text that was forgotten is None.
 
     Not argparse, nor what builds on it: those stop at the first mistake and let the last of two equal options win.
     """
     paths: list[str | None] = []
     overrides: list[tuple[str, str | None]] = []
     flags: set[str] = set()
-    settings = [field.name for field in dataclasses.fields(Config)]
+    options: dict[str, str] = {}
+    settings = [field.name for field in dataclasses.fields(root)]
     rest = list(reversed(arguments))
     while rest:
         option, equals, text = rest.pop().partition("=")
         place, name = Place(0, show(option)), option.removeprefix("--")
-        if option in _FLAGS:
+        if option in known_flags:
             flags.add(option)
             if equals:
                 problems.add(place, "takes no value")
@@ -89,40 +128,54 @@ def _split(arguments: Sequence[str], problems: Problems) -> tuple[str, list[tupl
         value = text if equals else rest.pop() if rest and not rest[-1].startswith("--") else None
         if option == "--config":
             paths.append(value)
+        elif option in known_options:
+            if not value:
+                problems.add(place, f"needs a value; write {option} {known_options[option][0]}")
+            elif option in options:
+                problems.add(place, "given twice; keep one")
+            else:
+                options[option] = value
         elif name.partition(".")[0] not in settings and (
-            close := difflib.get_close_matches(option, ["--config", *_FLAGS], n=1, cutoff=0.8)
+            close := difflib.get_close_matches(option, ["--config", *known_flags, *known_options], n=1, cutoff=0.8)
         ):
             problems.add(place, f"is no option; did you mean {close[0]}?")
         else:
             overrides.append((name, value))
     path = paths[0] if len(paths) == 1 else None
-    if not path:
+    if not path and (paths or root is Config):
         rule = "required" if not paths else "given more than once" if all(paths) else "needs a value"
         problems.stop(Place(0, "--config"), f"{rule}; write --config FILE, or --help for every setting")
-    return path, overrides, flags
+    return path, overrides, flags, options
 
 
-def _help(prog: str) -> str:
+def _help(prog: str, root: type, flags: Mapping[str, str], options: Mapping[str, tuple[str, str]]) -> str:
     """All options and settings, by section, with types, defaults and meaning."""
     width = min(shutil.get_terminal_size().columns, 120)
 
     def entry(option: str, text: str) -> list[str]:
         return [f"  {option}", *textwrap.wrap(text, width, initial_indent=" " * 6, subsequent_indent=" " * 6)]
 
-    lines = [f"usage: {prog} --config FILE [--KEY VALUE ...] [--print_config] [--dry_run]", ""]
-    lines += entry("--config FILE", "The YAML file of the run.")
+    is_run = root is Config
+    config_option = "--config FILE" if is_run else "[--config FILE]"
+    lines = [f"usage: {prog} {config_option} [--KEY VALUE ...] {' '.join(f'[{flag}]' for flag in flags)}", ""]
+    lines += entry("--config FILE", "The YAML file of the run." if is_run else "A YAML file with any of the settings below.")
     lines += entry(
         "--KEY VALUE, --KEY=VALUE",
-        "Any setting below, over what FILE says: --train.num_steps 100. Lists and whole sections are written as YAML:"
-        " --data.sources '[{kind: stdlib}]'. null leaves a setting unset.",
+        f"Any setting below, over what FILE says{': --train.num_steps 100' if is_run else ''}. Lists and whole sections are"
+        f" written as YAML{chr(58) + ' --data.sources ' + repr('[{kind: stdlib}]') if is_run else ''}. null leaves a setting"
+        " unset.",
     )
-    for flag, text in _FLAGS.items():
+    for option, (value, text) in options.items():
+        lines += entry(f"{option} {value}", text)
+    for flag, text in flags.items():
         lines += entry(flag, text)
-    docs = _docstrings()
+    docs: dict[tuple[str, str], str] = {}
     sections: dict[str, list[str]] = {}
-    for key, section, field in keys():
+    for key, section, field in keys(root):
+        docs |= _docstrings(section.__module__)
         above = key.rpartition(".")[0]
-        title = textwrap.fill(f"{above or 'the run'}: {docs[section.__name__, '']}", width, subsequent_indent=" " * 6)
+        name = above or ("the run" if is_run else "settings")
+        title = textwrap.fill(f"{name}: {docs[section.__name__, '']}", width, subsequent_indent=" " * 6)
         settings = sections.setdefault(above, ["", title])
         if not dataclasses.is_dataclass(field.type):
             settings += entry(
@@ -131,10 +184,11 @@ def _help(prog: str) -> str:
     return "\n".join(itertools.chain(lines, *sections.values()))
 
 
-def _docstrings() -> dict[tuple[str, str], str]:
+@functools.cache
+def _docstrings(module: str) -> dict[tuple[str, str], str]:
     """The docstrings of the sections, by (class, ""), and of their fields, which Python itself does not keep."""
     docs = {}
-    for cls in ast.parse(inspect.getsource(llamajax.config)).body:
+    for cls in ast.parse(inspect.getsource(sys.modules[module])).body:
         if isinstance(cls, ast.ClassDef):
             docs[cls.name, ""] = ast.get_docstring(cls)
             for field, text in itertools.pairwise(cls.body):
@@ -155,6 +209,8 @@ def _show_type(kind: Any) -> str:
 
 
 def _show_default(field: dataclasses.Field[Any]) -> str:
+    if "repeatable" in field.metadata:
+        return "may be given several times"
     if field.default is dataclasses.MISSING:
         return "required"
     return f"default: {json.dumps(field.default).strip(chr(34))}"

@@ -54,7 +54,7 @@ class RopeScalingConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """A LLaMA decoder: RMSNorm, rotary positions, grouped-query attention, SwiGLU."""
+    """A LLaMA decoder: RMSNorm, rotary positions, grouped-query attention, SwiGLU; and what Mistral and Qwen change."""
 
     vocab_size: int
     """Rows of the embedding table; at least the tokenizer's number of pieces."""
@@ -78,6 +78,12 @@ class ModelConfig:
     """Stretch of the rotary frequencies."""
     norm_eps: float = 1e-5
     """Added to the mean square inside RMSNorm."""
+    sliding_window: int | None = None
+    """Newest tokens, itself included, that a token sees (Mistral); unset: all before it."""
+    qkv_bias: bool = False
+    """Add learned biases to queries, keys and values (Qwen2)."""
+    qk_norm: bool = False
+    """RMSNorm every head's queries and keys before they are turned by their positions (Qwen3)."""
     tie_embeddings: bool = False
     """Use the embedding table as the output head."""
     init_std: float = 0.02
@@ -107,6 +113,10 @@ class ModelConfig:
             (self.rope_theta > 0, f"rope_theta: {self.rope_theta} must be positive"),
             (self.norm_eps > 0, f"norm_eps: {self.norm_eps} must be positive"),
             (self.init_std > 0, f"init_std: {self.init_std} must be positive"),
+            (
+                self.sliding_window is None or self.sliding_window > 0,
+                f"sliding_window: {self.sliding_window} must be positive or unset",
+            ),
         )
 
     @property
@@ -119,17 +129,21 @@ class ModelConfig:
     @property
     def num_params(self) -> int:
         norms = (2 * self.num_layers + 1) * self.embed_dim
+        qk_norms = 2 * self.num_layers * self.head_dim if self.qk_norm else 0
+        biases = self.num_layers * (self.num_heads + 2 * self.num_kv_heads) * self.head_dim if self.qkv_bias else 0
         embedding = 0 if self.tie_embeddings else self.vocab_size * self.embed_dim
-        return self.num_matmul_params + norms + embedding
+        return self.num_matmul_params + norms + qk_norms + biases + embedding
 
     def flops_per_token(self, seq_len: int, *, full_attention: bool = False) -> int:
         """Training FLOPs per token (forward and backward); recomputation is never counted.
 
         Six per matmul parameter, plus attention scores and values: `6*L*N*H*seq_len` when only the causal half
-        counts, `12*L*N*H*seq_len` when the full square does (PaLM, arXiv:2204.02311, appendix B).
+        counts, `12*L*N*H*seq_len` when the full square does (PaLM, arXiv:2204.02311, appendix B). A sliding window W
+        leaves `2*W - W**2/seq_len` of the former's `seq_len`, and W of the latter's.
         """
-        attention = (12 if full_attention else 6) * self.num_layers * self.num_heads * self.head_dim * seq_len
-        return 6 * self.num_matmul_params + attention
+        window = min(self.sliding_window or seq_len, seq_len)
+        keys = 2 * window if full_attention else 2 * window - window**2 // seq_len
+        return 6 * self.num_matmul_params + 6 * self.num_layers * self.num_heads * self.head_dim * keys
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -240,14 +254,18 @@ class DistributedConfig:
 class SourceConfig:
     """One collection of documents."""
 
-    kind: Literal["text", "jsonl", "parquet", "stdlib"]
+    kind: Literal["text", "jsonl", "parquet", "stdlib", "chat"]
     """`text`: one document per file, cut at line ends above two million characters. `jsonl` (also .gz,
     .zst) and `parquet`: one per line or row. `stdlib`: the sources and help texts of the Python standard
-    library that runs this program."""
+    library that runs this program. `chat`: one conversation per line of JSONL (also .gz, .zst), put into
+    `data.chat_template`; only what the assistant says is learnt."""
     paths: tuple[str, ...] = ()
     """Files or globs (`**` allowed), relative to the working directory; empty for `stdlib`."""
     text_key: str = "text"
     """`jsonl`, `parquet`: the field or column with the text."""
+    chat_format: Literal["messages", "sharegpt", "alpaca"] = "messages"
+    """`chat`: how a line holds its conversation. `messages`: a list of {role, content}. `sharegpt`: `conversations`, a
+    list of {from, value}. `alpaca`: instruction, input (may be empty) and output."""
     weight: float = 1.0
     """Share of the training rows that comes from this source, relative to the other sources' weights."""
 
@@ -287,6 +305,9 @@ class DataConfig:
     """Tokens per row; documents are packed into rows and see only themselves."""
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
     """Text to token ids."""
+    chat_template: str | None = None
+    """`chat` sources: a Jinja file that turns a conversation into text, as Hugging Face tokenizers have it; unset: the
+    one beside the tokenizer."""
     held_out_fraction: float = 0.01
     """Share of the documents, chosen by a hash of their content, that is never trained on and used to evaluate."""
     cache_dir: str = "~/.cache/llamajax"
@@ -501,6 +522,9 @@ class Config:
     """How long and with which batches."""
     optimizer: OptimizerConfig
     """How weights follow gradients."""
+    init_from: str | None = None
+    """Weights to start from: a run's directory, one of its checkpoints, or a Hugging Face directory. The optimizer
+    starts fresh; the tokenizer comes along unless `data.tokenizer.path` names it. Unset: random weights."""
     seed: int = 0
     """Seed of the initial weights, the data order and the sample."""
     mesh: MeshConfig = field(default_factory=MeshConfig)
@@ -517,7 +541,7 @@ class Config:
     """A text at the end."""
 
     def problems(self) -> list[str]:
-        """What is wrong between sections, whatever the devices: one `key: rule; remedy` line each."""
+        """What is wrong between sections, and over emulated devices: one `key: rule; remedy` line each."""
         train, optimizer, data, model = self.train, self.optimizer, self.data, self.model
         last_traced = (self.profile.start_step or 0) + self.profile.num_steps - 1
         decaying = optimizer.warmup_steps + (optimizer.decay_steps or 0)
@@ -542,7 +566,10 @@ class Config:
                 "train.eval_every: there is nothing to evaluate on with data.held_out_fraction=0",
             ),
         )
-        return [message for holds, message in rules if not holds]
+        problems = [message for holds, message in rules if not holds]
+        if self.mesh.num_cpu_devices is not None and not self.distributed.enabled:
+            problems += self.placement_problems(self.mesh.num_cpu_devices)
+        return problems
 
     def placement_problems(self, num_devices: int) -> list[str]:
         """What does not divide over `num_devices` devices: one `key: rule; remedy` line each."""

@@ -1,4 +1,7 @@
-"""A YAML file and dotted overrides become a `Config`, or every mistake in them is named; and back to YAML."""
+"""A YAML file and dotted overrides become a `Config`, or every mistake in them is named; and back to YAML.
+
+What holds for `Config` holds for every frozen dataclass with a method `problems`: the settings of the other entry points.
+"""
 
 import dataclasses
 import difflib
@@ -8,14 +11,27 @@ import os
 import re
 import types
 import typing
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, ClassVar, Literal, Protocol, TypeVar
 
 import yaml
 
 from llamajax.config import Config
 from llamajax.errors import ConfigError
 from llamajax.yaml_text import MAX_BYTES, Node, Place, Problems, read_yaml, show
+
+
+class Settings(Protocol):
+    """What a command line can be read into: a frozen dataclass that knows its rules."""
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
+    def problems(self) -> list[str]:
+        """What is wrong between sections: one `key: rule; remedy` line each."""
+        ...
+
+
+Root = TypeVar("Root", bound=Settings)
 
 _INVALID: Any = object()
 """Stands for a value that cannot be built; the reason is noted."""
@@ -36,42 +52,52 @@ def load_config(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> 
         ConfigError: one `file:line: key: rule; remedy` line for every mistake.
     """
     pairs = [(key, text if equals else None) for key, equals, text in (item.partition("=") for item in overrides)]
-    return read_config(os.fspath(path), pairs, Problems(), check_files=False)
+    return read_config(Config, os.fspath(path), pairs, Problems(), check=lambda config: [])
 
 
-def read_config(path: str, overrides: Sequence[tuple[str, str | None]], problems: Problems, *, check_files: bool) -> Config:
-    """The configuration in `path`, changed by (key, text) overrides; the text None is a value that was forgotten.
+def read_config(
+    root_class: type[Root],
+    path: str | None,
+    overrides: Sequence[tuple[str, str | None]],
+    problems: Problems,
+    *,
+    check: Callable[[Root], list[str]],
+) -> Root:
+    """The settings in `path`, changed by (key, text) overrides; the text None is a value that was forgotten.
+
+    Args:
+        root_class: what they are settings of.
+        path: the YAML file; None: all is said by overrides and defaults.
+        overrides: in the order they were given.
+        problems: what is wrong already.
+        check: gives what else is wrong with settings that break no rule, a `key: rule; remedy` line each.
 
     Raises:
         ConfigError: everything in `problems`, with what is found here.
     """
-    root = _read_file(path, problems)
-    builder = _Builder(problems)
+    root = _read_file(path, problems) if path is not None else Node({}, Place(0, "command line"))
+    builder = _Builder(problems, root_class)
+    repeatable = {key for key, _, field in keys(root_class) if field.metadata.get("repeatable")}
     for index, (key, text) in enumerate(overrides):
         place = Place(MAX_BYTES + 1 + index, show(f"--{key}"))
-        undone = [other for other, _ in overrides[:index] if f"{other}.".startswith(f"{key}.")]
+        undone = [other for other, _ in overrides[:index] if f"{other}.".startswith(f"{key}.") and key not in repeatable]
         if key in undone:
             problems.add(place, "given twice; keep one")
         elif undone:
             problems.add(place, f"replaces --{show(undone[0])}, given before it; leave one of them out")
         else:
             builder.override(root, key, text, place)
-    config = builder.section(Config, root, "")
+    config = builder.section(root_class, root, "")
     builder.add_missing()
     problems.raise_if_any()
-    rules = config.problems()
-    if config.mesh.num_cpu_devices is not None and not config.distributed.enabled:
-        rules += config.placement_problems(config.mesh.num_cpu_devices)
-    if check_files:
-        rules += _file_problems(config)
-    for rule in rules:
+    for rule in config.problems() + check(config):
         key, _, message = rule.partition(": ")
         problems.add(_place_of(key, root), message, key)
     problems.raise_if_any()
     return config
 
 
-def config_to_dict(config: Config) -> dict[str, Any]:
+def config_to_dict(config: Settings) -> dict[str, Any]:
     """Every field as plain dicts, lists, numbers and text, ready for JSON and YAML."""
 
     def plain(items: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -80,8 +106,8 @@ def config_to_dict(config: Config) -> dict[str, Any]:
     return dataclasses.asdict(config, dict_factory=plain)
 
 
-def dump_config(config: Config) -> str:
-    """Every setting of the run as YAML, which `load_config` reads back to an equal configuration."""
+def dump_config(config: Settings) -> str:
+    """Every setting as YAML, which reads back to an equal configuration."""
     return yaml.dump(config_to_dict(config), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
 
 
@@ -96,7 +122,7 @@ def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
 _Dumper.add_representer(str, _represent_text)
 
 
-def keys(section: Any = Config, prefix: str = "") -> Iterator[tuple[str, Any, dataclasses.Field[Any]]]:
+def keys(section: Any, prefix: str = "") -> Iterator[tuple[str, Any, dataclasses.Field[Any]]]:
     """Every dotted key with its section and field, sections before their own keys; `0` stands for a list's items."""
     for field in dataclasses.fields(section):
         key = f"{prefix}{field.name}"
@@ -153,7 +179,7 @@ def _place_of(key: str, root: Node) -> Place:
     return node.place
 
 
-def _file_problems(config: Config) -> list[str]:
+def file_problems(config: Config) -> list[str]:
     """What the configuration names and this machine does not have: one `key: rule; remedy` line each."""
     problems = []
     folders = {"run_dir": config.run_dir, "data.cache_dir": config.data.cache_dir}
@@ -186,15 +212,17 @@ def _join(key: str, name: str) -> str:
 class _Builder:
     """Builds the configuration from a tree; what is wrong goes to `problems`."""
 
-    def __init__(self, problems: Problems) -> None:
+    def __init__(self, problems: Problems, root_class: type) -> None:
         self.problems = problems
+        self.root_class = root_class
         self.missing: dict[str, Place] = {}
         self.meant: set[str] = set()
         """Keys that an unknown key is probably a misspelling of."""
 
     def override(self, root: Node, key: str, text: str | None, place: Place) -> None:
         """Puts `text` at a dotted key of the tree."""
-        node, kind, below = root, Config, ""
+        node, kind, below = root, self.root_class, ""
+        repeatable = False
         for name in key.split("."):
             above, below = below, _join(below, name)
             if dataclasses.is_dataclass(kind):
@@ -204,6 +232,7 @@ class _Builder:
                     return
                 if not isinstance(node.content, dict):
                     return  # nor is it a section in the file, which is told with its line
+                repeatable = "repeatable" in kind.__dataclass_fields__[name].metadata
                 kind = field_types[name]
                 node = node.content.setdefault(name, Node({} if dataclasses.is_dataclass(kind) else "", place))
             elif isinstance(node.content, list) and re.fullmatch("[0-9]{1,4}", name) and int(name) < len(node.content):
@@ -212,11 +241,18 @@ class _Builder:
                 inner = f"{len(node.content)} item(s), counted from 0" if isinstance(node.content, list) else "no keys"
                 self.problems.add(place, f"no such key; {above} has {inner}")
                 return
+        if text is None and kind is bool:
+            text = "true"
         if text is None:
             self.problems.add(place, f"needs a value; write --{key} VALUE or --{key}=VALUE")
+            if repeatable:
+                node.content = []
             return
         value = Node(text, place, "argument")
-        if _item_type(kind) or dataclasses.is_dataclass(kind):
+        if repeatable:
+            before = node.content if isinstance(node.content, list) and node.place.text == place.text else []
+            value = Node([*before, Node(text, place, "quoted")], place)
+        elif _item_type(kind) or dataclasses.is_dataclass(kind):
             value = read_yaml(text, lambda line: place, self.problems) or node
         node.content, node.place, node.style = value.content, place, value.style
 
@@ -272,7 +308,7 @@ class _Builder:
         """Notes a key that does not exist, with the one that was probably meant, here or in another section."""
         above, _, name = key.rpartition(".")
         namesakes: dict[str, list[str]] = {}
-        for other, _, _ in keys():
+        for other, _, _ in keys(self.root_class):
             namesakes.setdefault(other.rpartition(".")[2], []).append(other)
         if close := [name.lower()] if name.lower() in namesakes else []:
             meant = namesakes[close[0]]

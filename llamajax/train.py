@@ -5,9 +5,12 @@ Read `run` from top to bottom: it is the whole story of a training run.
 
 if __name__ == "__main__":
     # --help and mistakes in the configuration answer before the seconds that importing jax takes.
-    from llamajax.cli import parse_args
+    from llamajax.cli import parse_run_args
 
-    ARGUMENTS = parse_args(prog="python -m llamajax.train")
+    ARGUMENTS = parse_run_args(
+        prog="python -m llamajax.train",
+        flags={"--dry_run": "Build, compile and report everything, then stop before the first step."},
+    )
 else:
     ARGUMENTS = None
 
@@ -402,4 +405,4 @@ def main(config: Config, *, dry_run: bool) -> None:
 
 
 if ARGUMENTS is not None:
-    main(ARGUMENTS.config, dry_run=ARGUMENTS.dry_run)
+    main(ARGUMENTS.config, dry_run="--dry_run" in ARGUMENTS.flags)

@@ -6,6 +6,8 @@ import pytest
 
 from llamajax import cli
 
+TRAIN_FLAGS = {"--dry_run": "Compile, then stop."}
+
 MINIMAL = """\
 run_dir: runs/tiny
 model:
@@ -34,7 +36,7 @@ def refuse(capsys: pytest.CaptureFixture[str], text: str | bytes | None, *argume
         Path("my.yaml").write_bytes(text if isinstance(text, bytes) else text.encode())
         arguments = ("--config", "my.yaml", *arguments)
     with pytest.raises(SystemExit) as exit_info:
-        cli.parse_args(arguments, prog="python -m llamajax.train")
+        cli.parse_run_args(arguments, prog="python -m llamajax.train", flags=TRAIN_FLAGS)
     captured = capsys.readouterr()
     assert exit_info.value.code == 2
     assert captured.out == ""

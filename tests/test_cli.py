@@ -6,11 +6,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from front_door import MINIMAL, changed, refuse
+from front_door import MINIMAL, TRAIN_FLAGS, changed, refuse
 
 from llamajax import cli
 from llamajax.config import (
     CheckpointConfig,
+    Config,
     MeshConfig,
     MetricsConfig,
     OptimizerConfig,
@@ -78,7 +79,7 @@ def test_a_mistake_on_the_command_line_is_one_line(capsys, arguments, expected):
 
 def test_overrides_take_text_as_it_is_and_lists_and_sections_as_yaml():
     Path("my.yaml").write_text(MINIMAL)
-    arguments = cli.parse_args(
+    arguments = cli.parse_run_args(
         [
             "--model.num_layers", "3", "--optimizer.learning_rate=1e-3", "--dry_run", "--config=my.yaml",
             "--mesh.fsdp", "-1", "--run_dir", "2024", "--sample.prompt=--no: [x=1", "--checkpoint.save_every", "null",
@@ -87,6 +88,7 @@ def test_overrides_take_text_as_it_is_and_lists_and_sections_as_yaml():
             "--metrics.wandb_project=", "--optimizer.no_weight_decay=[]",
         ],
         prog="llamajax",
+        flags=TRAIN_FLAGS,
     )  # fmt: skip
     expected = cli.load_config("my.yaml")
     expected = dataclasses.replace(
@@ -101,7 +103,7 @@ def test_overrides_take_text_as_it_is_and_lists_and_sections_as_yaml():
         checkpoint=CheckpointConfig(save_every=None),
         metrics=MetricsConfig(wandb_project=""),
     )
-    assert arguments == cli.Arguments(expected, dry_run=True)
+    assert arguments == cli.Arguments(expected, frozenset({"--dry_run"}), {})
 
 
 def test_overrides_can_give_what_the_file_lacks():
@@ -121,7 +123,7 @@ def test_print_config_is_a_file_that_gives_the_same_run(capsys):
     Path("my.yaml").write_text(MINIMAL)
     overrides = ["--data.tokenizer.path", "on/another/machine.json", "--optimizer.eps", "1e-12"]
     with pytest.raises(SystemExit) as exit_info:
-        cli.parse_args(["--config", "my.yaml", "--print_config", *overrides], prog="llamajax")
+        cli.parse_run_args(["--config", "my.yaml", "--print_config", *overrides], prog="llamajax")
     assert exit_info.value.code == 0
     Path("printed.yaml").write_text(capsys.readouterr().out)
     expected = cli.load_config(
@@ -132,11 +134,11 @@ def test_print_config_is_a_file_that_gives_the_same_run(capsys):
 
 def test_help_tells_every_setting_with_its_type_default_and_meaning(capsys):
     with pytest.raises(SystemExit) as exit_info:
-        cli.parse_args(["--model.num_layers", "--help"], prog="python -m llamajax.train")
+        cli.parse_run_args(["--model.num_layers", "--help"], prog="python -m llamajax.train")
     assert exit_info.value.code == 0
     text = capsys.readouterr().out
     assert text.startswith("usage: python -m llamajax.train --config FILE")
-    for key, _, field in keys():
+    for key, _, field in keys(Config):
         assert dataclasses.is_dataclass(field.type) or f"\n  --{key} " in text
     assert "--model.vocab_size INT  (required)\n      Rows of the embedding table;" in text
     assert "--optimizer.grad_clip_norm FLOAT|null  (default: 1.0)" in text
@@ -145,11 +147,71 @@ def test_help_tells_every_setting_with_its_type_default_and_meaning(capsys):
     assert "--data.tokenizer.path TEXT|null  (default: null)" in text
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ToolConfig:
+    """Settings of a tool."""
+
+    model: str
+    """What to look at."""
+    prompt: tuple[str, ...] = dataclasses.field(default=(), metadata={"repeatable": True})
+    """Texts."""
+    chat: bool = False
+    """Talk."""
+    mesh: MeshConfig = dataclasses.field(default_factory=MeshConfig)
+    """Devices."""
+
+    def problems(self) -> list[str]:
+        return [] if self.prompt else ["prompt: must not be empty"]
+
+
+def parse_tool_args(*arguments: str) -> cli.Arguments[ToolConfig]:
+    return cli.parse_args(arguments, prog="tool", root=ToolConfig, options={"--json": ("FILE", "Where to write.")})
+
+
+def test_any_dataclass_is_a_command_line(capsys):
+    arguments = parse_tool_args(
+        "--prompt", "[INST] 1", "--chat", "--model=m", "--prompt", "null", "--mesh.tensor", "2", "--json", "out"
+    )
+    expected = ToolConfig(model="m", prompt=("[INST] 1", "null"), chat=True, mesh=MeshConfig(tensor=2))
+    assert arguments == cli.Arguments(expected, frozenset(), {"--json": "out"})
+
+    Path("tool.yaml").write_text("model: m\nprompt: [from file]\n")
+    assert parse_tool_args("--config", "tool.yaml").config.prompt == ("from file",)
+    assert parse_tool_args("--config", "tool.yaml", "--prompt", "b").config.prompt == ("b",)
+
+    with pytest.raises(SystemExit) as exit_info:
+        parse_tool_args("--help")
+    assert exit_info.value.code == 0
+    text = capsys.readouterr().out
+    assert text.startswith("usage: tool [--config FILE] [--KEY VALUE ...] [--print_config] [--help]\n")
+    assert "\n  --json FILE\n      Where to write.\n" in text
+    assert "\n  --prompt [TEXT, ...]  (may be given several times)\n      Texts.\n" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (("--prompt", "a"), "command line: model: required, but missing"),
+        (("--model", "m"), "command line: prompt: must not be empty"),
+        (("--model", "m", "--prompt", "a", "--json"), "--json: needs a value; write --json FILE"),
+        (("--model", "m", "--prompt", "a", "--json=x", "--json=y"), "--json: given twice; keep one"),
+        (("--model", "m", "--prompt", "a", "--jsn", "x"), "--jsn: is no option; did you mean --json?"),
+        (("--model", "m", "--model", "n", "--prompt", "a"), "--model: given twice; keep one"),
+        (("--model", "m", "--prompt"), "--prompt: needs a value; write --prompt VALUE or --prompt=VALUE"),
+    ],
+)
+def test_a_mistake_on_the_command_line_of_a_tool_is_one_line(capsys, arguments, line):
+    with pytest.raises(SystemExit) as exit_info:
+        parse_tool_args(*arguments)
+    assert exit_info.value.code == 2
+    assert capsys.readouterr().err == line + "\n"
+
+
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     """A process of its own that parses its command line, and says at its end whether that has cost an import of jax."""
     program = (
         "import atexit, sys; atexit.register(lambda: print('jax' in sys.modules, file=sys.stderr))\n"
-        "from llamajax import cli; print(cli.parse_args(prog='llamajax').config.train.num_steps)"
+        "from llamajax import cli; print(cli.parse_run_args(prog='llamajax').config.train.num_steps)"
     )
     return subprocess.run([sys.executable, "-c", program, *arguments], capture_output=True, text=True, check=False)
 

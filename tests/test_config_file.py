@@ -37,16 +37,18 @@ EVERYTHING = Config(
         rope_scaling=RopeScalingConfig(
             kind="llama3", factor=32.0, low_freq_factor=1.5, high_freq_factor=5.0, original_max_seq_len=77
         ),
-        norm_eps=1e-6, tie_embeddings=True, init_std=1e-22, param_dtype="bfloat16", compute_dtype="float32", remat="none",
+        norm_eps=1e-6, sliding_window=5, qkv_bias=True, qk_norm=True, tie_embeddings=True,
+        init_std=1e-22, param_dtype="bfloat16", compute_dtype="float32", remat="none",
     ),
     data=DataConfig(
         sources=(
             SourceConfig(kind="text", paths=("a b/**/*.txt", "*", "no", "1:30", "null", "- x: 'y\"", "ü\n z\x85 ")),
             SourceConfig(kind="jsonl", paths=("x.jsonl.zst",), text_key="1e3", weight=0.1),
+            SourceConfig(kind="chat", paths=("y",), chat_format="alpaca"),
         ),
         seq_len=900,
         tokenizer=TokenizerConfig(path="3e-4", train_max_bytes=5),
-        held_out_fraction=1e-05, cache_dir="~", prefetch_steps=7,
+        chat_template="true", held_out_fraction=1e-05, cache_dir="~", prefetch_steps=7,
     ),
     train=TrainConfig(
         num_steps=12_345_678, global_batch_size=12, grad_accum_steps=3, z_loss_weight=1e-4, max_nonfinite_steps=1,
@@ -56,6 +58,7 @@ EVERYTHING = Config(
         learning_rate=3e-4, schedule="wsd", warmup_steps=3, decay_steps=4, min_lr_ratio=0.0, b1=0.8, b2=0.5, eps=1e-300,
         weight_decay=1e16, no_weight_decay=(), grad_clip_norm=None, moment_dtype="bfloat16",
     ),
+    init_from="0x1",
     seed=4_294_967_295,
     mesh=MeshConfig(data=2, fsdp=1, sequence=2, tensor=-1, num_cpu_devices=4),
     distributed=DistributedConfig(
@@ -121,7 +124,7 @@ EDITS = [
     ("  head_dim: 8", "  head_dim: 8\n  tie_embeddings: 1", "10: model.tie_embeddings: must be true or false, not 1"),
     ("  head_dim: 8", "  head_dim: 8\n  tie_embeddings: 'true'", "10: model.tie_embeddings: must be true or false, but"),
     ("  head_dim: 8", "  head_dim: 8\n  remat: ful", "10: model.remat: must be one of none, save_attention_qkv_mlp, save"),
-    ("kind: stdlib", "kind: stdlb", "12: data.sources.0.kind: must be one of text, jsonl, parquet, stdlib, not stdlb; did"),
+    ("kind: stdlib", "kind: stdlb", "12: data.sources.0.kind: must be one of text, jsonl, parquet, stdlib, chat, not stdlb"),
     ("runs/tiny", "2024", '1: run_dir: must be text, but YAML reads 2024 as int; write "2024"'),
     ("runs/tiny", "1e3", '1: run_dir: must be text, but YAML reads 1e3 as float; write "1e3"'),
     ("runs/tiny", "no", '1: run_dir: must be text, but YAML reads no as bool; write "no"'),
@@ -287,7 +290,7 @@ def test_the_devices_of_several_processes_are_not_judged_by_one():
 
 
 def test_a_dumped_configuration_is_complete_and_loads_to_an_equal_one():
-    for key, _, field in keys():
+    for key, _, field in keys(Config):
         value: Any = EVERYTHING
         for name in key.split("."):
             value = value[int(name)] if name.isdecimal() else getattr(value, name)
