@@ -59,9 +59,13 @@ def make_optimizer(config: OptimizerConfig, num_steps: int) -> optax.GradientTra
 
 
 def check_names(config: OptimizerConfig, params: Any) -> None:
-    """Raises `ConfigError` if a name in `no_weight_decay` is in no parameter's path, as a misspelt one would be."""
+    """Raises `ConfigError` if a name in `no_weight_decay` is in no parameter's path, as a misspelt one would be.
+
+    The names of the default are correct, whether or not a model has such parameters.
+    """
     paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
-    unused = [name for name in config.no_weight_decay if not any(name in path for path in paths)]
+    known = [*paths, *OptimizerConfig.no_weight_decay]
+    unused = [name for name in config.no_weight_decay if not any(name in path for path in known)]
     if unused:
         raise ConfigError(
             f"optimizer.no_weight_decay: {', '.join(unused)} is in no parameter's name; correct it or remove it"

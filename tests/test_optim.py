@@ -7,7 +7,8 @@ import optax
 import pytest
 
 from llamajax.config import OptimizerConfig
-from llamajax.optim import decay_mask, learning_rate, make_optimizer
+from llamajax.errors import ConfigError
+from llamajax.optim import check_names, decay_mask, learning_rate, make_optimizer
 
 
 @pytest.mark.parametrize("schedule", ["linear", "cosine", "wsd", "constant"])
@@ -53,10 +54,19 @@ def test_one_update_is_adamw():
 
 
 def test_decay_mask_goes_by_name():
-    params = {"layers": {"attention_norm": 1, "wqkv": 2}, "embedding": 3, "norm": 4}
+    params = {"layers": {"attention_norm": 1, "wqkv": 2, "qkv_bias": 3}, "embedding": 4, "norm": 5}
     assert decay_mask(OptimizerConfig(learning_rate=1.0), params) == {
-        "layers": {"attention_norm": False, "wqkv": True}, "embedding": True, "norm": False,
+        "layers": {"attention_norm": False, "wqkv": True, "qkv_bias": False}, "embedding": True, "norm": False,
     }  # fmt: skip
+
+
+def test_names_that_no_parameter_has_are_refused_but_for_the_default_ones():
+    params = {"attention_norm": 1, "wqkv": 2}
+    for names in (("norm", "bias"), ("bias",), ("wqkv",), ()):
+        check_names(OptimizerConfig(learning_rate=1.0, no_weight_decay=names), params)
+    for names in (("nrom",), ("norm", "biases")):
+        with pytest.raises(ConfigError, match=rf"optimizer\.no_weight_decay: {names[-1]} is in no parameter's name"):
+            check_names(OptimizerConfig(learning_rate=1.0, no_weight_decay=names), params)
 
 
 def test_bfloat16_moments_are_stored_narrow_and_follow_the_float32_ones():

@@ -1,4 +1,8 @@
-"""Grouped-query self-attention (arXiv:2305.13245): causal, and closed between the documents of a packed row."""
+"""Grouped-query self-attention (arXiv:2305.13245): causal, and closed between the documents of a packed row.
+
+What Mistral and Qwen change is told by the configuration: a sliding window (arXiv:2310.06825), biases of queries, keys
+and values (arXiv:2407.10671), norms of queries and keys (arXiv:2505.09388).
+"""
 
 from functools import partial
 from typing import NamedTuple
@@ -9,12 +13,16 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from llamajax.config import ModelConfig
-from llamajax.model.layers import normal, residual_std
+from llamajax.model.kv_cache import Past, attend_past
+from llamajax.model.layers import RMSNorm, normal, residual_std
 from llamajax.model.rope import apply_rope
 from llamajax.sharding import TABLE, gather, spec
 
 MAX_CHUNK_SCORES = 2**28
 """Scores alive on a device at once: 1 GiB of fp32."""
+
+KeyValue = tuple[jax.Array, jax.Array]
+"""Keys and values of some tokens, each [B, T, K, H], the keys turned by their positions."""
 
 
 class Rows(NamedTuple):
@@ -33,6 +41,7 @@ class Attention(nnx.Module):
 
     `wqkv` is [D, K, G + 2, H]: for each of the K kv heads its G query heads, then its key, then its value, so that
     splitting kv heads over devices keeps a group together. `wo` is [K, G, H, D]. Query head n is k * G + g.
+    `qkv_bias` is [K, G + 2, H], in the order of `wqkv`.
     """
 
     def __init__(self, config: ModelConfig, key: jax.Array):
@@ -41,40 +50,65 @@ class Attention(nnx.Module):
         qkv_key, o_key = jax.random.split(key)
         self.wqkv = normal(qkv_key, (D, K, G + 2, H), ("embed", "kv_heads", None, "head_dim"), config.init_std, dtype)
         self.wo = normal(o_key, (K, G, H, D), ("kv_heads", None, "head_dim", "embed"), residual_std(config), dtype)
+        bias_spec = spec("kv_heads", None, "head_dim")
+        self.qkv_bias = nnx.Param(jnp.zeros((K, G + 2, H), dtype, out_sharding=bias_spec)) if config.qkv_bias else None
+        self.q_norm = RMSNorm(H, config) if config.qk_norm else None
+        self.k_norm = RMSNorm(H, config) if config.qk_norm else None
+        self.window = config.sliding_window
 
-    def __call__(self, x: jax.Array, rows: Rows) -> jax.Array:
-        """[B, T, D] -> [B, T, D] of x's dtype."""
-        wqkv = gather(self.wqkv[...], None, "kv_heads", None, "head_dim", dtype=x.dtype)
+    def __call__(self, x: jax.Array, rows: Rows, past: Past | None = None) -> tuple[jax.Array, KeyValue]:
+        """[B, T, D] -> [B, T, D] of x's dtype; and the keys and values of these tokens, each [B, T, K, H].
+
+        With `past`, T is 1: the newest token of each row sees the cached ones before it, and no segments.
+        """
         wo = gather(self.wo[...], "kv_heads", None, "head_dim", None, dtype=x.dtype)
-        qkv = checkpoint_name(jnp.einsum("BTD,DKCH->BTKCH", x, wqkv), "qkv")
-        qk = apply_rope(qkv[:, :, :, :-1], rows.cos, rows.sin)
-        q, k, v = qk[:, :, :, :-1], qk[:, :, :, -1], qkv[:, :, :, -1]
-        out = checkpoint_name(attend(q, k, v, rows.segment_ids), "attention")
-        return jnp.einsum("BTKGH,KGHD->BTD", out, wo, out_sharding=spec("batch", "seq", None))
+        q, k, v = self._project(x, rows)
+        out = attend(q, k, v, rows.segment_ids, self.window) if past is None else attend_past(q, k, v, past, self.window)
+        out = checkpoint_name(out, "attention")
+        return jnp.einsum("BTKGH,KGHD->BTD", out, wo, out_sharding=jax.typeof(x).sharding.spec), (k, v)
+
+    def _project(self, x: jax.Array, rows: Rows) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Queries [B, T, K, G, H], keys and values [B, T, K, H], the first two turned by their positions."""
+        wqkv = gather(self.wqkv[...], None, "kv_heads", None, "head_dim", dtype=x.dtype)
+        qkv = jnp.einsum("BTD,DKCH->BTKCH", x, wqkv)
+        if self.qkv_bias is not None:
+            # Added in fp32, so that its gradient, a sum over all tokens, is summed in fp32.
+            qkv = (qkv.astype(jnp.float32) + self.qkv_bias[...].astype(jnp.float32)[None, None]).astype(x.dtype)
+        qkv = checkpoint_name(qkv, "qkv")
+        q, k, v = qkv[:, :, :, :-2], qkv[:, :, :, -2:-1], qkv[:, :, :, -1]
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        return apply_rope(q, rows.cos, rows.sin), apply_rope(k, rows.cos, rows.sin)[:, :, :, 0], v
 
 
-def attend(q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array | None) -> jax.Array:
+def attend(q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array | None, window: int | None = None) -> jax.Array:
     """softmax(q k^T / sqrt(H)) v over the keys a query may see; the plain form every kernel must agree with.
 
-    A query sees the keys at its own row index and before that carry its segment id, so at least its own. Queries stay
-    on their part of the sequence; the keys and values of the whole row come to them.
+    A query sees the keys at its own row index and before that carry its segment id, so at least its own; with a window
+    only those at its index and the `window - 1` before. Queries stay on their part of the sequence; the keys and values
+    of the whole row come to them.
 
     Args:
         q: [B, T, K, G, H] queries by the kv head they share, sharded ("batch", "seq", "kv_heads", None, "head_dim").
         k: [B, T, K, H] keys, sharded ("batch", "seq", "kv_heads", "head_dim").
         v: [B, T, K, H] values, likewise.
         segment_ids: int32 [B, T], sharded ("batch", "seq"); None if every row is one document.
+        window: newest keys, its own included, that a query sees; None: all.
 
     Returns:
         [B, T, K, G, H] of q's dtype and sharding; scores and softmax are fp32.
     """
     q_spec, kv_spec = spec("batch", "seq", "kv_heads", None, "head_dim"), spec("batch", "seq", "kv_heads", "head_dim")
-    return jax.shard_map(_attend_on_device, in_specs=(q_spec, kv_spec, kv_spec, spec("batch", "seq")), out_specs=q_spec)(
-        q, k, v, segment_ids
-    )
+    return jax.shard_map(
+        partial(_attend_on_device, window=window),
+        in_specs=(q_spec, kv_spec, kv_spec, spec("batch", "seq")),
+        out_specs=q_spec,
+    )(q, k, v, segment_ids)
 
 
-def _attend_on_device(q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array | None) -> jax.Array:
+def _attend_on_device(
+    q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array | None, *, window: int | None
+) -> jax.Array:
     """One device's part of `attend`: q [b, t, k, G, H], k and v [b, t, k, H], segment_ids [b, t]."""
 
     def whole_rows(x: jax.Array) -> jax.Array:
@@ -91,6 +125,8 @@ def _attend_on_device(q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax
     def attend_chunk(chunk: tuple[jax.Array, jax.Array, jax.Array | None]) -> jax.Array:
         q, rows, segment_ids = chunk
         visible = jnp.arange(S)[None, None, :] <= rows[:, :, None]
+        if window is not None:
+            visible = visible & (jnp.arange(S)[None, None, :] > rows[:, :, None] - window)
         if segment_ids is not None and kv_segment_ids is not None:
             visible = visible & (segment_ids[:, :, None] == kv_segment_ids[:, None, :])
         scores = jnp.einsum("BTKGH,BSKH->BKGTS", q, wide_k.astype(q.dtype), preferred_element_type=jnp.float32) * H**-0.5

@@ -5,6 +5,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import P
 from jax.ad_checkpoint import checkpoint_name
 
 from llamajax.config import ModelConfig
@@ -28,13 +29,15 @@ def embed(table: jax.Array, tokens: jax.Array, dtype: jax.typing.DTypeLike) -> j
     """The rows of table [V, D], stored ("vocab", "embed"), for int32 tokens [B, T]: [B, T, D] of `dtype`.
 
     Every device looks its tokens up in its part of the vocabulary. Written with collectives by hand, because a sharded
-    lookup and its transpose, a scatter, would otherwise be left to XLA's guess.
+    lookup and its transpose, a scatter, would otherwise be left to XLA's guess. The result is sharded as the tokens are.
     """
+    token_spec = jax.typeof(tokens).sharding.spec
+    token_axes = TABLE.batch if token_spec[1] is None else TABLE.batch + TABLE.seq
 
-    @partial(jax.shard_map, in_specs=(spec("vocab", "embed"), spec("batch", "seq")), out_specs=spec("batch", "seq", None))
+    @partial(jax.shard_map, in_specs=(spec("vocab", "embed"), token_spec), out_specs=P(*token_spec, None))
     def look_up(table: jax.Array, tokens: jax.Array) -> jax.Array:
         # Varying before the gather: the transpose first scatters the gradient over `embed`, then reduces what is left.
-        reduced_last = tuple(axis for axis in TABLE.batch + TABLE.seq if axis not in TABLE.embed)
+        reduced_last = tuple(axis for axis in token_axes if axis not in TABLE.embed)
         rows = jax.lax.pcast(table.astype(dtype), reduced_last, to="varying")
         rows = jax.lax.all_gather(rows, TABLE.embed, axis=1, tiled=True)
         # fp32 only locally: the transpose adds up the gradients of all tokens with the same id, and a bf16 sum stops
@@ -48,17 +51,18 @@ def embed(table: jax.Array, tokens: jax.Array, dtype: jax.typing.DTypeLike) -> j
 
 
 class RMSNorm(nnx.Module):
-    """Scales every token to a root mean square of one, then by learned weights (arXiv:1910.07467)."""
+    """Scales the last dim, of `size`, to a root mean square of one, then by learned weights (arXiv:1910.07467)."""
 
-    def __init__(self, config: ModelConfig):
+    def __init__(self, size: int, config: ModelConfig):
         self.eps = config.norm_eps
-        self.scale = nnx.Param(jnp.ones((config.embed_dim,), config.param_dtype, out_sharding=spec(None)))
+        self.scale = nnx.Param(jnp.ones((size,), config.param_dtype, out_sharding=spec(None)))
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """[B, T, D] -> [B, T, D] of x's dtype; computed in fp32."""
+        """[..., size] -> [..., size] of x's dtype; computed in fp32."""
         wide = x.astype(jnp.float32)
         inverse_rms = jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + self.eps)
-        return (wide * inverse_rms * self.scale[...].astype(jnp.float32)[None, None, :]).astype(x.dtype)
+        scale = jnp.expand_dims(self.scale[...].astype(jnp.float32), range(x.ndim - 1))
+        return (wide * inverse_rms * scale).astype(x.dtype)
 
 
 class MLP(nnx.Module):
@@ -76,4 +80,4 @@ class MLP(nnx.Module):
         w_down = gather(self.w_down[...], "mlp", None, dtype=x.dtype)
         gate_up = checkpoint_name(jnp.einsum("BTD,DCF->BTCF", x, w_gate_up), "gate_up")
         gated = jax.nn.silu(gate_up[:, :, 0]) * gate_up[:, :, 1]
-        return jnp.einsum("BTF,FD->BTD", gated, w_down, out_sharding=spec("batch", "seq", None))
+        return jnp.einsum("BTF,FD->BTD", gated, w_down, out_sharding=jax.typeof(x).sharding.spec)

@@ -1,4 +1,5 @@
-"""Llama 1, 2, 3, 3.1, 3.2 and 3.3 (arXiv:2302.13971, 2307.09288, 2407.21783): one decoder, told apart by ModelConfig."""
+"""Llama 1, 2, 3, 3.1, 3.2 and 3.3 (arXiv:2302.13971, 2307.09288, 2407.21783), Mistral, Qwen2 and Qwen3: one decoder,
+told apart by ModelConfig."""
 
 from functools import partial
 
@@ -7,7 +8,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from llamajax.config import ModelConfig
-from llamajax.model.attention import Attention, Rows
+from llamajax.model.attention import Attention, KeyValue, Rows
+from llamajax.model.kv_cache import KVCache, Past, append, write_prompt
 from llamajax.model.layers import MLP, RMSNorm, embed, normal
 from llamajax.model.rope import positions_from_segment_ids, rope_tables
 from llamajax.sharding import gather, spec
@@ -26,17 +28,18 @@ class Layer(nnx.Module):
 
     def __init__(self, config: ModelConfig, key: jax.Array):
         attention_key, mlp_key = jax.random.split(key)
-        self.attention_norm = RMSNorm(config)
+        self.attention_norm = RMSNorm(config.embed_dim, config)
         self.attention = Attention(config, attention_key)
-        self.mlp_norm = RMSNorm(config)
+        self.mlp_norm = RMSNorm(config.embed_dim, config)
         self.mlp = MLP(config, mlp_key)
 
-    def __call__(self, x: jax.Array, rows: Rows) -> jax.Array:
-        """[B, T, D] -> [B, T, D]."""
+    def __call__(self, x: jax.Array, rows: Rows, past: Past | None = None) -> tuple[jax.Array, KeyValue]:
+        """[B, T, D] -> [B, T, D]; and the tokens' keys and values. `past` as for `Attention`."""
         with jax.named_scope("attention"):
-            x = x + self.attention(self.attention_norm(x), rows)
+            out, key_value = self.attention(self.attention_norm(x), rows, past)
+            x = x + out
         with jax.named_scope("mlp"):
-            return x + self.mlp(self.mlp_norm(x))
+            return x + self.mlp(self.mlp_norm(x)), key_value
 
 
 class Llama(nnx.Module):
@@ -52,7 +55,7 @@ class Llama(nnx.Module):
         self.embedding = normal(embedding_key, (V, D), ("vocab", "embed"), config.init_std, dtype)
         # One Layer whose parameters have a leading dim L, for scan: compile time does not grow with depth.
         self.layers = jax.vmap(partial(Layer, config))(jax.random.split(layers_key, config.num_layers))
-        self.final_norm = RMSNorm(config)
+        self.final_norm = RMSNorm(D, config)
         self.head = None if config.tie_embeddings else normal(head_key, (V, D), ("vocab", "embed"), config.init_std, dtype)
 
     def __call__(
@@ -75,12 +78,11 @@ class Llama(nnx.Module):
             positions: int32 [B, T] for the rotary embedding. None: counted from the start of each segment.
         """
         config = self.config
-        with jax.named_scope("embed"):
-            x = embed(self.embedding[...], jax.reshard(tokens, spec("batch", "seq")), config.compute_dtype)
+        x = self._embed(tokens, "seq")
         rows = self._rows(tokens, segment_ids, positions)
 
         def run_layer(x: jax.Array, layer: Layer) -> tuple[jax.Array, None]:
-            return layer(x, rows), None
+            return layer(x, rows)[0], None
 
         if config.remat != "none":  # "none" also keeps the gathered copies: every weight, whole, in compute_dtype
             policy = jax.checkpoint_policies.save_only_these_names(*_SAVED_BY_REMAT[config.remat])
@@ -89,9 +91,73 @@ class Llama(nnx.Module):
         with jax.named_scope("final_norm"):
             return self.final_norm(x)
 
+    def prefill(self, tokens: jax.Array, lengths: jax.Array, cache: KVCache) -> tuple[jax.Array, KVCache]:
+        """Reads prompts into the cache, from its first slot on; what it held before is gone.
+
+        Args:
+            tokens: int32 [B, T], each row one prompt from its start, padded on the right with any token. T is at most
+                the cache's slots. B must be divisible by the devices that share the batch, T by the sequence axis.
+            lengths: int32 [B]: tokens of each prompt; 0 for a row that is not used.
+            cache: of `KVCache.empty`; donate it, and it is written in place.
+
+        Returns:
+            fp32 logits [B, V] at each row's last token, sharded ("batch", None), and the cache.
+        """
+        lengths = jax.reshard(lengths, spec("batch"))
+        x = self._embed(tokens, "seq")
+        rows = self._rows(tokens, None, None)
+
+        def run_layer(carry: tuple[jax.Array, jax.Array, jax.Array], indexed: tuple[jax.Array, Layer]):
+            x, keys, values = carry
+            index, layer = indexed
+            x, (k, v) = layer(x, rows)
+            return (x, write_prompt(keys, index, k), write_prompt(values, index, v)), None
+
+        # Carried, not stacked up: a carried cache is written where it lies.
+        layers = (jnp.arange(self.config.num_layers), self.layers)
+        (x, keys, values), _ = jax.lax.scan(run_layer, (x, cache.keys, cache.values), layers)
+        is_last = jnp.arange(tokens.shape[1])[None, :] == lengths[:, None] - 1
+        x = jnp.sum(jnp.where(is_last[:, :, None], x, 0), axis=1, keepdims=True)
+        return self._next_token_logits(x), KVCache(keys, values, lengths)
+
+    def decode(self, tokens: jax.Array, cache: KVCache) -> tuple[jax.Array, KVCache]:
+        """Reads one more token per row, at position `cache.lengths`. A row whose slots are full cannot keep its token, so
+        what it reads after that is wrong; the other rows are not disturbed.
+
+        Args:
+            tokens: int32 [B].
+            cache: what the rows have read so far; donate it, and it is written in place.
+
+        Returns:
+            fp32 logits [B, V] of the tokens to come, sharded ("batch", None), and the cache, every row one longer.
+        """
+        tokens, positions = jax.reshard(tokens, spec("batch"))[:, None], cache.lengths[:, None]
+        x = self._embed(tokens, None)
+        rows = Rows(*rope_tables(positions, self.config), segment_ids=None)
+
+        def run_layer(x: jax.Array, layer_and_past: tuple[Layer, jax.Array, jax.Array]) -> tuple[jax.Array, KeyValue]:
+            layer, keys, values = layer_and_past
+            return layer(x, rows, Past(keys, values, cache.lengths))
+
+        x, (k, v) = jax.lax.scan(run_layer, x, (self.layers, cache.keys, cache.values))
+        return self._next_token_logits(x), append(cache, k, v)
+
     def output_weight(self) -> jax.Array:
         """The head as stored, [V, D] in `param_dtype` and sharded; the embedding table when they are tied."""
         return self.embedding[...] if self.head is None else self.head[...]
+
+    def _embed(self, tokens: jax.Array, seq: str | None) -> jax.Array:
+        with jax.named_scope("embed"):
+            return embed(self.embedding[...], jax.reshard(tokens, spec("batch", seq)), self.config.compute_dtype)
+
+    def _next_token_logits(self, x: jax.Array) -> jax.Array:
+        """fp32 [B, V], sharded ("batch", None), of residual streams [B, 1, D]."""
+        with jax.named_scope("final_norm"):
+            x = self.final_norm(x)[:, 0]
+        with jax.named_scope("head"):
+            weight = gather(self.output_weight(), "vocab", None, dtype=x.dtype)
+            logits = jnp.einsum("BD,VD->BV", x, weight, preferred_element_type=jnp.float32)
+            return jax.reshard(logits, spec("batch", None))
 
     def _rows(self, tokens: jax.Array, segment_ids: jax.Array | None, positions: jax.Array | None) -> Rows:
         if segment_ids is not None:

@@ -1,4 +1,4 @@
-"""`attend` against a loop over queries, and what its backward pass keeps."""
+"""`attend` against a loop over queries, with and without a window, and what its backward pass keeps."""
 
 import jax
 import jax.numpy as jnp
@@ -31,22 +31,32 @@ def _segments() -> jax.Array:
     return jax.device_put(SEGMENT_IDS, spec("batch", "seq"))
 
 
-def _attend_by_loop(q: np.ndarray, k: np.ndarray, v: np.ndarray, segment_ids: np.ndarray) -> np.ndarray:
+def _attend_by_loop(q: np.ndarray, k: np.ndarray, v: np.ndarray, segment_ids: np.ndarray, window: int) -> np.ndarray:
     out = np.zeros(q.shape)
     for b, t, head, g in np.ndindex(B, T, K, G):
-        keys = [s for s in range(t + 1) if segment_ids[b, s] == segment_ids[b, t]]
+        keys = [s for s in range(max(0, t + 1 - window), t + 1) if segment_ids[b, s] == segment_ids[b, t]]
         weights = np.exp(k[b, keys, head] @ q[b, t, head, g] / np.sqrt(H))
         out[b, t, head, g] = weights @ v[b, keys, head] / weights.sum()
     return out
 
 
-@pytest.mark.parametrize("packed", [True, False])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_equals_a_loop_over_queries(dtype: str, packed: bool):
+@pytest.mark.parametrize(
+    ("dtype", "packed", "window"),
+    [
+        ("float32", True, None),
+        ("float32", False, None),
+        ("bfloat16", True, None),
+        ("bfloat16", False, None),
+        ("float32", True, 3),
+        ("float32", False, 1),
+        ("float32", False, T),
+    ],
+)
+def test_equals_a_loop_over_queries(dtype: str, packed: bool, window: int | None):
     q, k, v = _inputs(dtype)
-    out = jax.jit(attend)(q, k, v, _segments() if packed else None)
+    out = jax.jit(attend, static_argnums=4)(q, k, v, _segments() if packed else None, window)
     expected = _attend_by_loop(
-        *(np.asarray(x, np.float64) for x in (q, k, v)), SEGMENT_IDS if packed else np.ones_like(SEGMENT_IDS)
+        *(np.asarray(x, np.float64) for x in (q, k, v)), SEGMENT_IDS if packed else np.ones_like(SEGMENT_IDS), window or T
     )
     assert out.dtype == dtype
     assert jax.typeof(out).sharding.spec == spec("batch", "seq", "kv_heads", None, None)
@@ -69,14 +79,15 @@ def test_scores_are_recomputed_not_kept():
     assert not [shape for shape in kept if shape[-2:] == (T, T)]
 
 
-def test_chunks_of_queries_change_nothing(monkeypatch):
+@pytest.mark.parametrize("window", [None, 3])
+def test_chunks_of_queries_change_nothing(monkeypatch, window: int | None):
     """Two queries at a time instead of all four that a device has; gradients add up in fp32 over the chunks."""
 
     def out_and_gradients(chunk_scores: int) -> list[np.ndarray]:
         monkeypatch.setattr(attention, "MAX_CHUNK_SCORES", chunk_scores)
 
         def summed(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
-            out = attend(q, k, v, _segments())
+            out = attend(q, k, v, _segments(), window)
             return jnp.sum(out**2), out
 
         (_, out), gradients = jax.jit(jax.value_and_grad(summed, argnums=(0, 1, 2), has_aux=True))(*_inputs("float32"))

@@ -54,7 +54,7 @@ def test_embedding_gradient_of_a_frequent_token_is_summed_in_fp32():
 
 
 def test_rms_norm_is_computed_in_fp32_whatever_its_input():
-    norm = RMSNorm(CONFIG)
+    norm = RMSNorm(CONFIG.embed_dim, CONFIG)
     scale = np.random.default_rng(0).standard_normal(CONFIG.embed_dim).astype(np.float32)
     norm.scale[...] = jax.device_put(scale, spec(None))
     x = _activations(1, "bfloat16")

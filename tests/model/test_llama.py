@@ -59,6 +59,20 @@ def test_parameters_are_born_sharded_and_as_many_as_the_config_says(tied: bool):
     }
 
 
+def test_biases_and_head_norms_are_born_sharded_and_as_many_as_the_config_says():
+    jax.set_mesh(mesh.make_mesh(MIXED))
+    config = dataclasses.replace(CONFIG, qkv_bias=True, qk_norm=True)
+    model = jax.jit(Llama, static_argnums=0).eval_shape(config, jax.random.key(0))
+    plain = dict(_leaves(jax.jit(Llama, static_argnums=0).eval_shape(CONFIG, jax.random.key(0))))
+    assert sum(leaf.size for leaf in jax.tree.leaves(model)) == config.num_params
+    added = {path: (leaf.shape, leaf.sharding.spec) for path, leaf in _leaves(model) if path not in plain}
+    assert added == {
+        "layers.attention.qkv_bias.value": ((2, 2, 4, 4), spec("layers", "kv_heads", None, "head_dim")),
+        "layers.attention.q_norm.scale.value": ((2, 4), spec("layers", None)),
+        "layers.attention.k_norm.scale.value": ((2, 4), spec("layers", None)),
+    }
+
+
 def test_initial_values_do_not_depend_on_the_mesh():
     _set_one_device_mesh()
     alone = dict(_leaves(jax.tree.map(np.asarray, _llama())))
@@ -94,8 +108,10 @@ def test_omitted_positions_restart_with_each_document():
     np.testing.assert_allclose(rows.cos[:, :, 0], np.cos([[0, 1, 2, 0, 1, 2, 3, 0]] * 2), rtol=1e-6)
 
 
-@pytest.mark.parametrize("axes", [None, MIXED], ids=["one-device", "mixed"])
-def test_a_token_sees_exactly_the_earlier_tokens_of_its_document(axes: MeshConfig | None):
+@pytest.mark.parametrize(
+    ("axes", "window"), [(None, None), (MIXED, None), (MIXED, 2)], ids=["one-device", "mixed", "mixed-window"]
+)
+def test_a_token_sees_exactly_the_earlier_tokens_of_its_document(axes: MeshConfig | None, window: int | None):
     """By gradient: token t's logits depend on token s's embedding if and only if s may be seen; all else is exactly 0."""
     if axes is None:
         _set_one_device_mesh()
@@ -104,7 +120,7 @@ def test_a_token_sees_exactly_the_earlier_tokens_of_its_document(axes: MeshConfi
     B, T = 2, 8
     tokens = jnp.arange(B * T, dtype=jnp.int32).reshape(B, T)  # all different: embedding row = token
     segment_ids = np.array([[1] * T, [1, 1, 1, 2, 2, 2, 2, 0]], np.int32)
-    model = _llama()
+    model = _llama(dataclasses.replace(CONFIG, sliding_window=window))
 
     @jax.jit
     def gradient_norms(model: Llama) -> jax.Array:
@@ -123,6 +139,8 @@ def test_a_token_sees_exactly_the_earlier_tokens_of_its_document(axes: MeshConfi
     norms = np.asarray(gradient_norms(model))[:, : B * T].reshape(T, B, T)
     for b in range(B):
         visible = np.tril(segment_ids[b][:, None] == segment_ids[b][None, :])
+        if window is not None:  # which every layer looks back through once more
+            visible = np.triu(visible, -CONFIG.num_layers * (window - 1))
         np.testing.assert_array_equal(norms[:, b] != 0, visible)
 
 
@@ -159,6 +177,49 @@ def test_padding_has_no_gradient_and_never_makes_a_nan():
     embedding_gradient = np.asarray(gradients.embedding[...])
     assert np.all(embedding_gradient[31] == 0)
     assert np.any(embedding_gradient != 0)
+
+
+def _drawn(config: ModelConfig) -> Llama:
+    """A model on the current mesh whose biases are not zero and norms not one; by numpy, to spare a compilation."""
+    rng = np.random.default_rng(4)
+
+    def draw(path: tuple, leaf: jax.ShapeDtypeStruct) -> jax.Array:
+        normal = 0.3 * rng.standard_normal(leaf.shape, dtype=np.float32)
+        return jax.device_put(normal + ("scale" in jax.tree_util.keystr(path)), leaf.sharding.spec)
+
+    return jax.tree_util.tree_map_with_path(draw, jax.eval_shape(lambda key: Llama(config, key), jax.random.key(0)))
+
+
+@pytest.mark.parametrize(
+    "axes",
+    [
+        MIXED,
+        *(
+            pytest.param(axes, marks=pytest.mark.slow)
+            for axes in (MeshConfig(data=4, tensor=2), MeshConfig(data=2, sequence=2), MeshConfig(sequence=8))
+        ),
+    ],
+    ids=str,
+)
+def test_window_biases_and_head_norms_give_the_same_loss_and_gradients_on_every_mesh(axes: MeshConfig):
+    config = dataclasses.replace(CONFIG, sliding_window=3, qkv_bias=True, qk_norm=True)
+    segment_ids = np.sort(np.random.default_rng(1).integers(1, 3, (4, 8)), axis=1).astype(np.int32)
+    tokens, targets = np.random.default_rng(0).integers(0, 32, (2, 4, 8)).astype(np.int32)
+    batch = {"tokens": tokens, "targets": targets, "segment_ids": segment_ids, "positions": None}
+
+    def loss_and_gradients() -> tuple[jax.Array, Llama]:
+        grad = jax.jit(jax.value_and_grad(loss_fn, has_aux=True), static_argnames="z_loss_weight")
+        (loss, _), gradients = grad(_drawn(config), batch, z_loss_weight=0.0)
+        return loss, gradients
+
+    _set_one_device_mesh()
+    loss, gradients = loss_and_gradients()
+    jax.set_mesh(mesh.make_mesh(axes))
+    loss_on_mesh, gradients_on_mesh = loss_and_gradients()
+    np.testing.assert_allclose(loss_on_mesh, loss, rtol=1e-6)
+    for (path, ours), theirs in zip(_leaves(gradients_on_mesh), jax.tree.leaves(gradients), strict=True):
+        assert np.abs(theirs).max() > 1e-2, path
+        np.testing.assert_allclose(ours, theirs, atol=1e-5, rtol=1e-5, err_msg=path)
 
 
 def _batch() -> dict:

@@ -1,4 +1,4 @@
-"""Logits and every gradient equal those of transformers' own Llama, on random weights of every variant."""
+"""Logits and every gradient equal those of transformers' own Llama, Mistral, Qwen2 and Qwen3, on random weights."""
 
 import dataclasses
 
@@ -38,7 +38,15 @@ VARIANTS = {
     "llama3.3": {"num_heads": 8, "num_kv_heads": 1, "head_dim": 4, "rope_theta": 5e5, "rope_scaling": _stretched()},
     "linear-scaling": {"rope_scaling": RopeScalingConfig(kind="linear", factor=4.0)},
     "separate-head-dim": {"head_dim": 20, "num_kv_heads": 2},
+    "mistral": {"num_kv_heads": 2, "sliding_window": 5},
+    "mistral-narrowest": {"sliding_window": 1},
+    "qwen2": {"num_kv_heads": 2, "qkv_bias": True, "rope_theta": 1e6, "norm_eps": 1e-6},
+    "qwen2-tied": {"qkv_bias": True, "tie_embeddings": True},
+    "qwen3": {"num_kv_heads": 2, "qk_norm": True, "head_dim": 16, "rope_theta": 1e6, "norm_eps": 1e-6},
+    "qwen3-tied": {"qk_norm": True, "tie_embeddings": True},
 }
+RARE = ("mistral-narrowest", "qwen2-tied", "qwen3-tied")
+"""Those that only the slow tests look at."""
 
 B, T = 2, 12
 
@@ -90,14 +98,33 @@ def _hf_arrays(model: Llama) -> dict[str, np.ndarray]:
             f"model.layers.{i}.mlp.up_proj.weight": gate_up[:, 1].T,
             f"model.layers.{i}.mlp.down_proj.weight": np.asarray(layers.mlp.w_down[...])[i].T,
         }
+        if layers.attention.qkv_bias is not None:
+            bias = np.asarray(layers.attention.qkv_bias[...])[i]
+            arrays |= {
+                f"model.layers.{i}.self_attn.q_proj.bias": bias[:, :-2].reshape(-1),
+                f"model.layers.{i}.self_attn.k_proj.bias": bias[:, -2].reshape(-1),
+                f"model.layers.{i}.self_attn.v_proj.bias": bias[:, -1].reshape(-1),
+            }
+        if layers.attention.q_norm is not None and layers.attention.k_norm is not None:
+            arrays |= {
+                f"model.layers.{i}.self_attn.q_norm.weight": np.asarray(layers.attention.q_norm.scale[...])[i],
+                f"model.layers.{i}.self_attn.k_norm.weight": np.asarray(layers.attention.k_norm.scale[...])[i],
+            }
         assert wqkv.shape[-1] == H
         assert gate_up.shape[-1] == F
     return {name: np.asarray(array) for name, array in arrays.items()}
 
 
 def _hf_llama(model: Llama):
-    """transformers' Llama with the same weights."""
+    """transformers' model of the same kind with the same weights."""
     config = model.config
+    family, kind = "Llama", {}
+    if config.sliding_window is not None:
+        family, kind = "Mistral", {"sliding_window": config.sliding_window}
+    elif config.qkv_bias:
+        family = "Qwen2"
+    elif config.qk_norm:
+        family = "Qwen3"
     scaling = config.rope_scaling
     rope: dict = {"rope_type": "default", "rope_theta": config.rope_theta}
     if scaling.kind == "linear":
@@ -110,7 +137,7 @@ def _hf_llama(model: Llama):
             "high_freq_factor": scaling.high_freq_factor,
             "original_max_position_embeddings": scaling.original_max_seq_len,
         }
-    hf_config = transformers.LlamaConfig(
+    hf_config = getattr(transformers, f"{family}Config")(
         vocab_size=config.vocab_size,
         hidden_size=config.embed_dim,
         intermediate_size=config.mlp_dim,
@@ -124,8 +151,9 @@ def _hf_llama(model: Llama):
         tie_word_embeddings=config.tie_embeddings,
         attn_implementation="eager",
         use_cache=False,
+        **kind,
     )
-    hf = transformers.LlamaForCausalLM(hf_config)
+    hf = getattr(transformers, f"{family}ForCausalLM")(hf_config)
     weights = {name: torch.from_numpy(np.array(array, np.float32)) for name, array in _hf_arrays(model).items()}
     missing, unexpected = hf.load_state_dict(weights, strict=False)
     assert not unexpected
@@ -166,7 +194,9 @@ def _assert_parity(model: Llama, loss: np.ndarray, logits: np.ndarray, gradients
         np.testing.assert_allclose(ours[name], gradient, atol=1e-4, rtol=0, err_msg=name)
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(
+    "variant", [pytest.param(name, marks=pytest.mark.slow if name in RARE else ()) for name in VARIANTS]
+)
 def test_logits_and_gradients_equal_transformers(variant: str):
     _set_one_device_mesh()
     model = _llama(_config(variant))
@@ -185,9 +215,10 @@ def test_logits_and_gradients_equal_transformers(variant: str):
     _assert_parity(model, loss, logits, gradients)
 
 
-def test_training_loss_on_a_mesh_equals_transformers():
+@pytest.mark.parametrize("variant", ["llama3.1", "qwen2", "qwen3", pytest.param("mistral", marks=pytest.mark.slow)])
+def test_training_loss_on_a_mesh_equals_transformers(variant: str):
     jax.set_mesh(mesh.make_mesh(MeshConfig(fsdp=2, sequence=2, tensor=2)))
-    model = _llama(dataclasses.replace(_config("llama3.1"), remat="full"))
+    model = _llama(dataclasses.replace(_config(variant), remat="full"))
     tokens, targets, positions = _inputs(model.config)
     batch = {"tokens": tokens, "targets": targets, "segment_ids": np.ones_like(tokens), "positions": positions}
 
@@ -199,7 +230,9 @@ def test_training_loss_on_a_mesh_equals_transformers():
     _assert_parity(model, *value_and_gradients(model))
 
 
-@pytest.mark.parametrize("variant", ["llama3.1", "llama3.2"])
+@pytest.mark.parametrize(
+    "variant", ["llama3.1", "llama3.2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen2", "qwen3"))]
+)
 def test_bf16_is_as_close_to_fp32_as_transformers_bf16(variant: str):
     _set_one_device_mesh()
     model = _llama(dataclasses.replace(_config(variant), compute_dtype="bfloat16"))

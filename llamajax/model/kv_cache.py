@@ -1,0 +1,149 @@
+"""The keys and values of tokens already read, so that reading one more token costs one token's work.
+
+Row b's token at position p lies in slot p. Slots are split over the sequence axis, rows over the batch axes and heads
+over the tensor axis, so the cache of a long text takes no more of a device than its part.
+"""
+
+import math
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.layout import Layout, with_layout_constraint
+
+from llamajax.config import ModelConfig
+from llamajax.sharding import TABLE, spec
+
+_CACHE_SPEC = spec("layers", "batch", "kv_heads", "seq", "head_dim")
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class KVCache:
+    """What all layers keep of the tokens that B rows have read, in S slots per row."""
+
+    keys: jax.Array
+    """[L, B, K, S, H] in `compute_dtype`, turned by their positions; sharded ("layers", "batch", "kv_heads", "seq").
+    Heads before slots, or the attention's batched matmuls would copy the whole cache into this order at every step."""
+    values: jax.Array
+    """[L, B, K, S, H], likewise."""
+    lengths: jax.Array
+    """int32 [B], sharded ("batch"): tokens read so far. What lies in later slots is never looked at."""
+
+    @staticmethod
+    def empty(config: ModelConfig, batch_size: int, max_seq_len: int) -> "KVCache":
+        """No tokens yet, room for `max_seq_len` per row, or a few more where the sequence axis does not divide that.
+
+        `batch_size` must be divisible by the devices that share the batch.
+        """
+        parts = math.prod(jax.sharding.get_abstract_mesh().shape[axis] for axis in TABLE.seq)
+        num_slots = math.ceil(max_seq_len / parts) * parts
+        shape = (config.num_layers, batch_size, config.num_kv_heads, num_slots, config.head_dim)
+        keys, values = (jnp.zeros(shape, config.compute_dtype, out_sharding=_CACHE_SPEC) for _ in range(2))
+        return KVCache(keys, values, jnp.zeros((batch_size,), jnp.int32, out_sharding=spec("batch")))
+
+
+class Past(NamedTuple):
+    """One layer's part of a cache."""
+
+    keys: jax.Array
+    """[B, K, S, H]."""
+    values: jax.Array
+    """[B, K, S, H]."""
+    lengths: jax.Array
+    """int32 [B]."""
+
+
+def write_prompt(cached: jax.Array, layer: jax.Array, new: jax.Array) -> jax.Array:
+    """`cached` [L, B, K, S, H] with a prompt's keys or values, `new` [B, T, K, H], in a layer's first T slots.
+
+    The slots after them are cleared.
+    """
+    new_spec = spec("batch", "seq", "kv_heads", "head_dim")
+
+    @partial(jax.shard_map, in_specs=(_CACHE_SPEC, spec(), new_spec), out_specs=_CACHE_SPEC)
+    def write(cached: jax.Array, layer: jax.Array, new: jax.Array) -> jax.Array:
+        own_slots = cached.shape[3]
+        # Prompt and cache are split into parts of different sizes, so a device's slots may hold others' tokens.
+        whole = jax.lax.all_gather(new, TABLE.seq, axis=1, tiled=True)
+        whole = jnp.pad(whole, ((0, 0), (0, own_slots * jax.lax.axis_size(TABLE.seq) - whole.shape[1]), (0, 0), (0, 0)))
+        own = jax.lax.dynamic_slice_in_dim(whole, jax.lax.axis_index(TABLE.seq) * own_slots, own_slots, axis=1)
+        written = jax.lax.dynamic_update_index_in_dim(cached, jnp.moveaxis(own, 1, 2), layer, axis=0)
+        # The matmuls that made `new` and read it would like another layout; without this XLA turns the whole cache into
+        # theirs and back again.
+        return with_layout_constraint(written, Layout(major_to_minor=tuple(range(written.ndim))))
+
+    return write(cached, layer, new)
+
+
+def append(cache: KVCache, k: jax.Array, v: jax.Array) -> KVCache:
+    """The cache with one more token per row, whose keys and values are [L, B, 1, K, H].
+
+    All layers at once, after the last has read its past: only then can the cache be written where it lies.
+    """
+    new_spec = spec("layers", "batch", None, "kv_heads", "head_dim")
+
+    @partial(jax.shard_map, in_specs=(_CACHE_SPEC, new_spec, spec("batch")), out_specs=_CACHE_SPEC)
+    def write(cached: jax.Array, new: jax.Array, lengths: jax.Array) -> jax.Array:
+        L, b, K, own_slots, _ = cached.shape
+        slots = lengths - jax.lax.axis_index(TABLE.seq) * own_slots
+        slots = jnp.where(slots < 0, own_slots, slots)  # out of bounds like any other slot that lies elsewhere
+        layers, rows, heads = jnp.ogrid[:L, :b, :K]
+        return cached.at[layers, rows, heads, slots[None, :, None]].set(new[:, :, 0], mode="drop", unique_indices=True)
+
+    keys, values = write(cache.keys, k, cache.lengths), write(cache.values, v, cache.lengths)
+    return KVCache(keys, values, cache.lengths + 1)
+
+
+def attend_past(q: jax.Array, k: jax.Array, v: jax.Array, past: Past, window: int | None) -> jax.Array:
+    """softmax(q k^T / sqrt(H)) v over each row's cached keys and its newest one.
+
+    Args:
+        q: [B, 1, K, G, H] queries of the newest tokens.
+        k: [B, 1, K, H] their own keys, not yet in the cache.
+        v: [B, 1, K, H] their own values, likewise.
+        past: the layer's cache.
+        window: newest keys, its own included, that a query sees; None: all.
+
+    Returns:
+        [B, 1, K, G, H] of q's dtype; scores and softmax are fp32.
+    """
+    q_spec, kv_spec = spec("batch", None, "kv_heads", None, "head_dim"), spec("batch", None, "kv_heads", "head_dim")
+    past_spec = spec("batch", "kv_heads", "seq", "head_dim")
+    return jax.shard_map(
+        partial(_attend_past_on_device, window=window),
+        in_specs=(q_spec, kv_spec, kv_spec, past_spec, past_spec, spec("batch")),
+        out_specs=q_spec,
+    )(q, k, v, *past)
+
+
+def _attend_past_on_device(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    past_keys: jax.Array,
+    past_values: jax.Array,
+    lengths: jax.Array,
+    *,
+    window: int | None,
+) -> jax.Array:
+    """One device's part of `attend_past`; every device of the sequence axis sums over its slots, then they meet."""
+    q, k, v = q[:, 0], k[:, 0], v[:, 0]
+    own_slots, scale = past_keys.shape[2], q.shape[-1] ** -0.5
+    slots = jax.lax.axis_index(TABLE.seq) * own_slots + jnp.arange(own_slots)
+    visible = slots[None, :] < lengths[:, None]
+    if window is not None:
+        visible = visible & (slots[None, :] > lengths[:, None] - window)
+    scores = jnp.einsum("BKGH,BKSH->BKGS", q, past_keys, preferred_element_type=jnp.float32) * scale
+    scores = jnp.where(visible[:, None, None, :], scores, -jnp.inf)
+    newest = jnp.einsum("BKGH,BKH->BKG", q, k, preferred_element_type=jnp.float32) * scale
+
+    largest = jnp.maximum(jax.lax.pmax(jnp.max(scores, axis=-1), TABLE.seq), newest)
+    exps, newest_exp = jnp.exp(scores - largest[..., None]), jnp.exp(newest - largest)
+    total = jax.lax.psum(jnp.sum(exps, axis=-1), TABLE.seq) + newest_exp
+    weights, newest_weight = (exps / total[..., None]).astype(q.dtype), (newest_exp / total).astype(q.dtype)
+    out = jnp.einsum("BKGS,BKSH->BKGH", weights, past_values, preferred_element_type=jnp.float32)
+    out = jax.lax.psum(out, TABLE.seq) + newest_weight[..., None] * v[:, :, None, :].astype(jnp.float32)
+    return out.astype(q.dtype)[:, None]
