@@ -2,7 +2,8 @@
 
 import bisect
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self, cast
@@ -12,10 +13,11 @@ import numpy as np
 
 from llamajax.config import Config
 from llamajax.data import cache
+from llamajax.data.chat import TEMPLATE_FILE, ChatTemplate, load_chat_template
 from llamajax.data.groups import ANNOUNCED_BYTES, FileGroup, group_files
 from llamajax.data.order import Proportions, training_order
 from llamajax.data.packing import Packing, Row, fill_row, pack
-from llamajax.data.shards import document_hash, is_held_out, read_shard, shard_paths, shards_entry, tokenize
+from llamajax.data.shards import Shard, document_hash, is_held_out, read_shard, shard_paths, shards_entry, tokenize
 from llamajax.data.sources import Source
 from llamajax.data.tokenizer import Tokenizer, load_tokenizer, sample_texts, train_sentencepiece
 from llamajax.errors import ConfigError, DataError
@@ -41,19 +43,20 @@ class PackedRows:
 
     def __getitem__(self, index: int) -> Row:
         first, end = self._packing.rows[index : index + 2]
-        starts, lengths = self._packing.starts[first:end].tolist(), self._packing.lengths[first:end].tolist()
-        return fill_row([self._piece(*piece) for piece in zip(starts, lengths, strict=True)], self._seq_len)
-
-    def _piece(self, start: int, length: int) -> np.ndarray:
-        """The piece's tokens and the one after them; a piece lies in one shard, as its document does."""
-        shard = bisect.bisect_right(self._shard_starts, start) - 1
-        at = start - self._shard_starts[shard]
-        return _tokens(self._shards[shard])[at : at + length + 1]
+        pieces, learnt = [], []
+        for start, length in zip(self._packing.starts[first:end], self._packing.lengths[first:end], strict=True):
+            number = bisect.bisect_right(self._shard_starts, start) - 1  # a piece lies in one shard, as its document does
+            at = start - self._shard_starts[number]
+            shard = _shard(self._shards[number])
+            pieces.append(shard.tokens[at : at + length + 1])
+            if shard.learnt is not None:
+                learnt.append(shard.is_learnt(at + 1, at + length + 1))
+        return fill_row(pieces, self._seq_len, learnt)
 
 
 @functools.lru_cache(MAX_MAPPED_SHARDS)
-def _tokens(shard: Path) -> np.ndarray:
-    return read_shard(shard).tokens
+def _shard(path: Path) -> Shard:
+    return read_shard(path)
 
 
 @dataclass(frozen=True)
@@ -70,6 +73,10 @@ class Dataset:
     """Hash of all that decides the rows, except the seed: tokenizer, documents, packing, split and weights."""
     order: grain.MapDataset
     """Training rows by position, without end."""
+    files: tuple[Path, ...]
+    """What is to be kept with a checkpoint: the tokenizer's files and, if there are conversations, chat_template.jinja."""
+    template_sha256: str | None
+    """Hash of the chat template; None without conversations."""
 
     def train_row(self, position: int) -> Row:
         """The row at a position of the run: row r of step s is at `s * global_batch_size + r`."""
@@ -78,37 +85,39 @@ class Dataset:
         return row
 
 
-def prepare(config: Config, *, log: Callable[[str], None] = print) -> Dataset:
+def prepare(config: Config, *, log: Callable[[str], None] = print, tokenizer: Tokenizer | None = None) -> Dataset:
     """Makes the data of a run ready, reusing all that the cache holds; every process of a run may call it at once.
 
     Args:
         config: the run.
         log: takes a line for people to read.
+        tokenizer: of the model that training starts from; the one that `data.tokenizer.path` names must be the same.
 
     Raises:
-        ConfigError: the tokenizer does not fit the model.
-        DataError: a source, tokenizer or cache cannot be read, or there is nothing to train on.
+        ConfigError: the tokenizer does not fit the model, or there is no chat template for conversations.
+        DataError: a source, tokenizer, template or cache cannot be read, or there is nothing to train on.
     """
     cache_dir = Path(config.data.cache_dir).expanduser()
     try:
-        return _prepare(config, cache_dir, log)
+        return _prepare(config, cache_dir, log, tokenizer)
     except OSError as error:  # sources and tokenizers report their own
         raise DataError(f"data.cache_dir: {error}; make {cache_dir} writable, free space there, or name another") from error
 
 
-def _prepare(config: Config, cache_dir: Path, log: Callable[[str], None]) -> Dataset:
+def _prepare(config: Config, cache_dir: Path, log: Callable[[str], None], models_tokenizer: Tokenizer | None) -> Dataset:
     data = config.data
     sources = [Source(source, f"data.sources[{index}]") for index, source in enumerate(data.sources)]
     for source in sources:
         log(f"source     {source}")
     groups = [group_files(source, cache_dir, log) for source in sources]
     all_groups = [group for of_source in groups for group in of_source]
-    tokenizer = _tokenizer(config, all_groups, cache_dir, log)
-    tokenize(all_groups, tokenizer, cache_dir, log)
+    tokenizer = _tokenizer(config, models_tokenizer, all_groups, cache_dir, log)
+    template = _chat_template(config, tokenizer)
+    tokenize(all_groups, tokenizer, cache_dir, log, template)
 
     train_rows, held_out_rows, summary, entries = [], [], [], []
     for source, of_source in zip(sources, groups, strict=True):
-        keys = [shards_entry(group, tokenizer, cache_dir) for group in of_source]
+        keys = [shards_entry(group, tokenizer, cache_dir, template) for group in of_source]
         shards = [path for key in keys for path in shard_paths(key)]
         totals = _Totals.of(shards)
         packing_key = cache.digest(_PACKING_FORMAT, [key.name for key in keys], data.seq_len, data.held_out_fraction)
@@ -117,8 +126,8 @@ def _prepare(config: Config, cache_dir: Path, log: Callable[[str], None]) -> Dat
             if totals.text_bytes >= ANNOUNCED_BYTES:
                 log(f"packing    {totals.documents:,} documents of {source.key}")
             _pack_source(entry, shards, data.seq_len, data.held_out_fraction)
-        train, held_out = (Packing(**cache.read_arrays(path)[0]) for path in _packing_paths(entry))
-        summary.append(_describe(source, totals, train, held_out, data.seq_len))
+        (train, held_out), counts = _read_packings(entry)
+        summary.append(_describe(source, totals, train, held_out, data.seq_len) + _describe_lost(counts, data.seq_len))
         log(summary[-1])
         if not len(train):
             raise DataError(
@@ -141,18 +150,34 @@ def _prepare(config: Config, cache_dir: Path, log: Callable[[str], None]) -> Dat
         summary=tuple(summary),
         fingerprint=cache.digest(tokenizer.sha256, entries, Proportions(weights).shares),
         order=training_order(train_rows, weights, config.seed),
+        files=tokenizer.files if template is None else (*tokenizer.files, _template_file(template, cache_dir)),
+        template_sha256=None if template is None else template.sha256,
     )
 
 
-def _tokenizer(config: Config, groups: Sequence[FileGroup], cache_dir: Path, log: Callable[[str], None]) -> Tokenizer:
-    """The tokenizer that the configuration names, or one trained on its training documents."""
+def _tokenizer(
+    config: Config,
+    models_tokenizer: Tokenizer | None,
+    groups: Sequence[FileGroup],
+    cache_dir: Path,
+    log: Callable[[str], None],
+) -> Tokenizer:
+    """The model's own tokenizer, or the one that the configuration names, or one trained on its training documents."""
     data, vocab_size = config.data, config.model.vocab_size
+    tokenizer = models_tokenizer
     if data.tokenizer.path is not None:
         tokenizer = load_tokenizer(Path(data.tokenizer.path).expanduser())
-        if tokenizer.vocab_size > vocab_size:
+        if models_tokenizer is not None and tokenizer.sha256 != models_tokenizer.sha256:
             raise ConfigError(
-                f"model.vocab_size: {vocab_size} is below the {tokenizer.vocab_size} tokens of data.tokenizer.path="
-                f"{data.tokenizer.path}; raise it to {tokenizer.vocab_size} or more"
+                f"data.tokenizer.path: {data.tokenizer.path} is not the tokenizer that the model was trained with,"
+                f" {models_tokenizer.files[0]}; remove data.tokenizer.path to use that one"
+            )
+    if tokenizer is not None:
+        if tokenizer.vocab_size > vocab_size:
+            named = f"data.tokenizer.path={data.tokenizer.path}" if data.tokenizer.path else str(tokenizer.files[0])
+            raise ConfigError(
+                f"model.vocab_size: {vocab_size} is below the {tokenizer.vocab_size} tokens of {named};"
+                f" raise it to {tokenizer.vocab_size} or more"
             )
         return tokenizer
 
@@ -182,28 +207,65 @@ def _training_texts(groups: Iterable[FileGroup], held_out_fraction: float) -> It
                 yield document.text
 
 
+def _chat_template(config: Config, tokenizer: Tokenizer) -> ChatTemplate | None:
+    """The chat template of the run's conversations; None if there are none."""
+    if not any(source.kind == "chat" for source in config.data.sources):
+        return None
+    named = config.data.chat_template
+    template = load_chat_template(Path(named).expanduser() if named else tokenizer.files[0].parent, tokenizer)
+    if template is None:
+        raise ConfigError(
+            "data.chat_template: is needed for sources of kind=chat, since the tokenizer has none; name a Jinja file, for"
+            " example one of configs/chat_templates/"
+        )
+    return template
+
+
+def _template_file(template: ChatTemplate, cache_dir: Path) -> Path:
+    """The template in a file with the name under which `load_chat_template` finds it beside a tokenizer."""
+    path = cache_dir / "templates" / template.sha256 / TEMPLATE_FILE
+    if not path.exists():
+        with cache.locked(path.parent):
+            cache.write_atomically(path, template.text.encode())
+    return path
+
+
 def _packing_paths(entry: Path) -> tuple[Path, Path]:
     """The packing of the training and of the held-out documents."""
     return entry / "train.packing", entry / "held_out.packing"
 
 
+def _read_packings(entry: Path) -> tuple[list[Packing], Counter[str]]:
+    """The packings, and how many conversations were too long for them."""
+    files = [cache.read_arrays(path) for path in _packing_paths(entry)]
+    return [Packing(**arrays) for arrays, _ in files], sum((Counter(info) for _, info in files), Counter())
+
+
 def _pack_source(entry: Path, shards: Sequence[Path], seq_len: int, held_out_fraction: float) -> None:
-    """Packs the training and the held-out documents of a source, unless another process did."""
+    """Packs the training and the held-out documents of a source, unless another process did.
+
+    A text may lie across rows. A conversation does not: what is beyond a row is cut off, and if nothing that is learnt is
+    left, all of it.
+    """
     with cache.locked(entry):
         if all(path.exists() for path in _packing_paths(entry)):
             return
-        starts, lengths, hashes = [], [], []
+        starts, lengths, kept_lengths, is_dropped, hashes = [], [], [], [], []
         shard_start = 0
         for shard in map(read_shard, shards):  # all that is kept of one is copied, so that it need not stay mapped
             starts.append(shard.offsets[:-1] + shard_start)
             lengths.append(np.diff(shard.offsets))
+            kept_lengths.append(lengths[-1] if shard.learnt is None else np.minimum(lengths[-1], seq_len + 1))
+            is_dropped.append(shard.first_learnt() >= kept_lengths[-1])
             hashes.append(shard.hashes.copy())
             shard_start += len(shard.tokens)
-        all_starts, all_lengths = np.concatenate(starts), np.concatenate(lengths)
+        all_starts, all_lengths, dropped = np.concatenate(starts), np.concatenate(kept_lengths), np.concatenate(is_dropped)
+        cut = ~dropped & (all_lengths < np.concatenate(lengths))
         held_out = is_held_out(np.concatenate(hashes), held_out_fraction)
         for path, chosen in zip(_packing_paths(entry), (~held_out, held_out), strict=True):
-            packing = pack(all_starts[chosen], all_lengths[chosen], seq_len)
-            cache.write_arrays(path, vars(packing), {})
+            packing = pack(all_starts[chosen & ~dropped], all_lengths[chosen & ~dropped], seq_len)
+            counts = {"num_cut": int((chosen & cut).sum()), "num_dropped": int((chosen & dropped).sum())}
+            cache.write_arrays(path, vars(packing), counts)
 
 
 @dataclass(frozen=True)
@@ -234,4 +296,12 @@ def _describe(source: Source, totals: _Totals, train: Packing, held_out: Packing
         f"data       {source.key} {source.config.kind}: {totals.documents:,} documents{skipped},"
         f" {totals.text_bytes / 1e6:,.1f} MB, {totals.tokens_of_shard.sum():,} tokens; {len(train):,} rows{full};"
         f" held out: {len(held_out):,} rows"
+    )
+
+
+def _describe_lost(counts: Mapping[str, int], seq_len: int) -> str:
+    """Which conversations were too long for the rows, if any."""
+    cut, dropped = counts["num_cut"], counts["num_dropped"]
+    return (f"; {cut:,} conversations cut to {seq_len:,} tokens" if cut else "") + (
+        f"; {dropped:,} left out, since no answer is within {seq_len:,} tokens" if dropped else ""
     )

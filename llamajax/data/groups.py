@@ -58,6 +58,11 @@ class FileGroup:
     """Of the files, before they were hashed."""
 
     @property
+    def is_chat(self) -> bool:
+        """Whether the documents are conversations."""
+        return self.source.config.kind == "chat"
+
+    @property
     def num_bytes(self) -> int:
         """Size of the files."""
         return sum(identity.size for identity in self.identities)
@@ -106,7 +111,8 @@ def group_files(source: Source, cache_dir: Path, log: Callable[[str], None]) -> 
     contents = content_hashes(source, groups, identities, cache_dir, log)
     for files, of_files, content in zip(groups, identities, contents, strict=True):
         suffixes = [path.suffix for path in files]  # they decide how JSONL is decompressed
-        key = cache.digest(source.config.kind, source.config.text_key, suffixes, content)
+        of_kind = source.config.chat_format if source.config.kind == "chat" else source.config.text_key
+        key = cache.digest(source.config.kind, of_kind, suffixes, content)
         described.append(FileGroup(source, tuple(files), key, tuple(of_files)))
     return described
 

@@ -16,8 +16,8 @@ WINDOW = 2**17
 """Documents that are packed together: enough to fill rows, few enough to keep neighbours near each other on the disk."""
 
 Row = dict[str, np.ndarray]
-"""int32 [seq_len] each: `tokens`; `targets`, `IGNORE` where there is none; `segment_ids`, the documents counted from 1 and
-0 for padding; `positions`, from 0 in every segment."""
+"""int32 [seq_len] each: `tokens`; `targets`, `IGNORE` where none is to be learnt; `segment_ids`, the documents counted
+from 1 and 0 for padding; `positions`, from 0 in every segment."""
 
 
 @dataclass(frozen=True)
@@ -110,8 +110,11 @@ def _best_fit_decreasing(lengths: np.ndarray, capacity: int) -> np.ndarray:
     return row_of_piece
 
 
-def fill_row(pieces: Sequence[np.ndarray], seq_len: int) -> Row:
-    """A row of the given stretches of tokens; each has one token more than it takes positions: the last target."""
+def fill_row(pieces: Sequence[np.ndarray], seq_len: int, learnt: Sequence[np.ndarray] = ()) -> Row:
+    """A row of the given stretches of tokens; each has one token more than it takes positions: the last target.
+
+    `learnt` has the stretches' targets that count, bool, one less than tokens each; without it all do.
+    """
     row = {name: np.zeros(seq_len, np.int32) for name in ("tokens", "targets", "segment_ids", "positions")}
     row["targets"].fill(IGNORE)
     if pieces:
@@ -122,4 +125,6 @@ def fill_row(pieces: Sequence[np.ndarray], seq_len: int) -> Row:
         row["targets"][:end] = np.concatenate([piece[1:] for piece in pieces])
         row["segment_ids"][:end] = np.repeat(np.arange(1, len(pieces) + 1), lengths)
         row["positions"][:end] = np.arange(end) - np.repeat(ends - lengths, lengths)
+        if learnt:
+            row["targets"][:end][~np.concatenate(learnt)] = IGNORE
     return row

@@ -19,9 +19,11 @@ import numpy as np
 import rich.progress
 
 from llamajax.data import cache
+from llamajax.data.chat import ChatTemplate, Encoded, encode_conversation
 from llamajax.data.groups import GROUP_BYTES, FileGroup
 from llamajax.data.sources import Document
 from llamajax.data.tokenizer import Tokenizer
+from llamajax.errors import DataError
 
 SHARD_BYTES = GROUP_BYTES
 """Text per shard: some ten seconds of work, which is what a kill can lose."""
@@ -31,6 +33,7 @@ REPORT_EVERY_S = 10.0
 """Seconds between progress lines where there is no terminal to animate."""
 
 _FORMAT = "shard-1"
+_CHAT_FORMAT = "chat-1"
 
 
 @dataclass(frozen=True)
@@ -49,11 +52,28 @@ class Shard:
     """Documents without text, which are left out."""
     last: bool
     """Whether no shard of its group comes after it."""
+    learnt: np.ndarray | None = None
+    """Of conversations: uint8 [ceil(num_tokens / 8)], a bit per token, set if it is learnt, the highest bit first."""
 
     @property
     def num_read(self) -> int:
         """Documents that the source gave for this shard."""
         return len(self.hashes) + self.num_empty
+
+    def is_learnt(self, start: int, end: int) -> np.ndarray:
+        """bool [end - start]: which of these tokens of conversations are learnt."""
+        assert self.learnt is not None
+        return np.unpackbits(self.learnt[start // 8 : -(-end // 8)])[start % 8 :][: end - start].astype(bool)
+
+    def first_learnt(self) -> np.ndarray:
+        """int64 [num_documents]: which of a document's tokens is the first that is learnt; past its end if none is.
+
+        That is never the one that begins it, which follows nothing.
+        """
+        if self.learnt is None:
+            return np.ones(len(self.hashes), np.int64)
+        places = np.append(np.flatnonzero(self.is_learnt(0, len(self.tokens))), len(self.tokens))
+        return places[np.searchsorted(places, self.offsets[:-1] + 1)] - self.offsets[:-1]
 
 
 def document_hash(text: bytes) -> int:
@@ -66,24 +86,42 @@ def is_held_out(hashes: np.ndarray | int, fraction: float) -> np.ndarray | bool:
     return hashes < int(fraction * 2.0**64)
 
 
-def shards_entry(group: FileGroup, tokenizer: Tokenizer, cache_dir: Path) -> Path:
-    """The directory of the group's shards."""
-    return cache_dir / "shards" / cache.digest(_FORMAT, SHARD_BYTES, tokenizer.sha256, group.content)
+def shards_entry(group: FileGroup, tokenizer: Tokenizer, cache_dir: Path, template: ChatTemplate | None = None) -> Path:
+    """The directory of the group's shards; `template` is needed for those of conversations, and only for them matters."""
+    key = [_FORMAT, SHARD_BYTES, tokenizer.sha256, group.content]
+    if group.is_chat:
+        assert template is not None
+        key += [_CHAT_FORMAT, template.sha256]
+    return cache_dir / "shards" / cache.digest(*key)
 
 
-def tokenize(groups: Sequence[FileGroup], tokenizer: Tokenizer, cache_dir: Path, log: Callable[[str], None]) -> None:
+def tokenize(
+    groups: Sequence[FileGroup],
+    tokenizer: Tokenizer,
+    cache_dir: Path,
+    log: Callable[[str], None],
+    template: ChatTemplate | None = None,
+) -> None:
     """Makes every shard that is not there yet; groups that another process works on are left to it, and waited for.
 
+    Args:
+        groups: what to tokenize.
+        tokenizer: text to ids.
+        cache_dir: where the shards are kept.
+        log: takes a line for people to read.
+        template: conversations to text; needed if there are any.
+
     Raises:
-        DataError: a file cannot be read, or has changed since it was hashed.
+        DataError: a file cannot be read, or has changed since it was hashed, or the template refuses a conversation.
     """
-    missing = [group for group in groups if not _is_complete(shard_paths(shards_entry(group, tokenizer, cache_dir)))]
+    is_missing = [not _is_complete(shard_paths(shards_entry(group, tokenizer, cache_dir, template))) for group in groups]
+    missing = list(itertools.compress(groups, is_missing))
     with Progress(sum(group.num_bytes for group in missing), log) as progress:
-        others = [group for group in missing if not _complete(group, tokenizer, cache_dir, progress, wait=False)]
+        others = [group for group in missing if not _complete(group, tokenizer, template, cache_dir, progress, wait=False)]
         if others:
             log(f"waiting    for another process that tokenizes {len(others)} of {len(groups)} groups of files")
         for group in others:
-            _complete(group, tokenizer, cache_dir, progress, wait=True)
+            _complete(group, tokenizer, template, cache_dir, progress, wait=True)
 
 
 def shard_paths(entry: Path) -> list[Path]:
@@ -109,9 +147,17 @@ def _shard_path(entry: Path, number: int) -> Path:
     return entry / f"{number:06d}.shard"
 
 
-def _complete(group: FileGroup, tokenizer: Tokenizer, cache_dir: Path, progress: "Progress", *, wait: bool) -> bool:
+def _complete(
+    group: FileGroup,
+    tokenizer: Tokenizer,
+    template: ChatTemplate | None,
+    cache_dir: Path,
+    progress: "Progress",
+    *,
+    wait: bool,
+) -> bool:
     """Writes the group's missing shards; False if another process is at it and `wait` is not set."""
-    entry = shards_entry(group, tokenizer, cache_dir)
+    entry = shards_entry(group, tokenizer, cache_dir, template)
     with cache.locked(entry, wait=wait) as mine:
         if not mine:
             return False
@@ -119,7 +165,7 @@ def _complete(group: FileGroup, tokenizer: Tokenizer, cache_dir: Path, progress:
         if not _is_complete(paths):
             documents = itertools.islice(group.documents(), sum(read_shard(path).num_read for path in paths), None)
             for number in itertools.count(len(paths)):
-                arrays, info = _next_shard(documents, tokenizer, progress)
+                arrays, info = _next_shard(documents, tokenizer, template if group.is_chat else None, progress)
                 group.check_unchanged()
                 cache.write_arrays(_shard_path(entry, number), arrays, info)
                 if info["last"]:
@@ -129,28 +175,33 @@ def _complete(group: FileGroup, tokenizer: Tokenizer, cache_dir: Path, progress:
 
 
 def _next_shard(
-    documents: Iterator[Document], tokenizer: Tokenizer, progress: "Progress"
+    documents: Iterator[Document], tokenizer: Tokenizer, template: ChatTemplate | None, progress: "Progress"
 ) -> tuple[dict[str, np.ndarray], dict[str, int | bool]]:
-    """Tokenizes documents until the shard is full or they end; the fields of `Shard`."""
+    """Tokenizes documents until the shard is full or they end, conversations with their template; the fields of `Shard`."""
     dtype = np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32
-    pieces: list[np.ndarray] = []
-    lengths, hashes, num_bytes, batch = [], [], [], []
+    pieces: list[np.ndarray] = [np.zeros(0, dtype)]
+    learnt: list[np.ndarray] = []
+    hashes, num_bytes, batch = [], [], []
     num_empty = batch_bytes = shard_bytes = 0
     last = True
 
     def encode_batch() -> None:
-        for ids in tokenizer.encode_batch(batch):
+        if template is not None:
+            for ids, is_learnt in (_encode_conversation(document, tokenizer, template) for document in batch):
+                pieces.append(ids.astype(dtype))
+                learnt.append(is_learnt)
+            return
+        for ids in tokenizer.encode_batch([document.text for document in batch]):
             framed = np.empty(len(ids) + 2, dtype)
             framed[0], framed[1:-1], framed[-1] = tokenizer.bos_id, ids, tokenizer.eos_id
             pieces.append(framed)
-            lengths.append(len(framed))
 
     for document in documents:
         text = document.text.encode()
         if not text:
             num_empty += 1
             continue
-        batch.append(document.text)
+        batch.append(document)
         hashes.append(document_hash(text))
         num_bytes.append(len(text))
         batch_bytes += len(text)
@@ -165,12 +216,23 @@ def _next_shard(
     encode_batch()
     progress.advance(len(batch), batch_bytes, None)
     arrays = {
-        "tokens": np.concatenate(pieces) if pieces else np.zeros(0, dtype),
-        "offsets": np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]).astype(np.int64),
+        "tokens": np.concatenate(pieces),
+        "offsets": np.cumsum([len(piece) for piece in pieces], dtype=np.int64),
         "hashes": np.array(hashes, np.uint64),
         "num_bytes": np.array(num_bytes, np.int64),
     }
+    if template is not None:
+        arrays["learnt"] = np.packbits(np.concatenate([np.zeros(0, bool), *learnt]))
     return arrays, {"num_empty": num_empty, "last": last}
+
+
+def _encode_conversation(document: Document, tokenizer: Tokenizer, template: ChatTemplate) -> Encoded:
+    assert document.conversation is not None
+    messages, where = document.conversation
+    try:
+        return encode_conversation(template, tokenizer, messages)
+    except DataError as error:
+        raise DataError(f"{where}: {error}") from error
 
 
 class Progress:

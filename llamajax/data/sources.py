@@ -20,12 +20,15 @@ import pyarrow
 import pyarrow.parquet
 
 from llamajax.config import SourceConfig
+from llamajax.data.conversations import Conversation, messages_of
 from llamajax.errors import DataError
 
 MAX_DOCUMENT_CHARS = 2**21
 """Longest document in one piece: about half a million tokens."""
 MAX_LINE_BYTES = 2**28
 """Longest JSONL line, decompressed; what is longer is a mistake or a decompression bomb."""
+MAX_CONVERSATION_BYTES = 2**22
+"""Longest conversation: about a million tokens, of which no more than a row is learnt."""
 READ_BYTES = 2**20
 """Read from a file at once."""
 PARQUET_ROWS = 256
@@ -39,8 +42,11 @@ class Document(NamedTuple):
     """One text, possibly empty."""
 
     text: str
+    """Of a conversation: all that is said in it; empty if the assistant says nothing."""
     bytes_read: int
     """How far into the source's files this document ends, bytes, for progress reports."""
+    conversation: Conversation | None = None
+    """What the text was made from, in a `chat` source."""
 
 
 @dataclass(frozen=True)
@@ -93,13 +99,14 @@ class Source:
             "jsonl": self._read_jsonl,
             "parquet": self._read_parquet,
             "stdlib": self._read_stdlib,
+            "chat": self._read_chat,
         }[self.config.kind]
         bytes_before = 0
         for path in files:
             with self.reading(path):
                 size = path.stat().st_size
-                for text, bytes_read in read(path):
-                    yield Document(text, bytes_before + bytes_read)
+                for text, bytes_read, *conversation in read(path):
+                    yield Document(text, bytes_before + bytes_read, *conversation)
             bytes_before += size
 
     @contextlib.contextmanager
@@ -150,20 +157,38 @@ class Source:
             yield pending, file.tell()
 
     def _read_jsonl(self, path: Path) -> Iterator[tuple[str, int]]:
+        for record, where, bytes_read in self._records(path, MAX_LINE_BYTES):
+            if self.config.text_key not in record:
+                raise self._no_such_key(where, list(record))
+            for document in _cut(self._checked_text(record[self.config.text_key], where)):
+                yield document, bytes_read
+
+    def _read_chat(self, path: Path) -> Iterator[tuple[str, int, Conversation]]:
+        for record, where, bytes_read in self._records(path, MAX_CONVERSATION_BYTES):
+            try:
+                messages = messages_of(record, self.config.chat_format)
+            except ValueError as error:
+                raise self._error(where, str(error), "chat_format") from error
+            is_answered = any(message["content"].strip() for message in messages if message["role"] == "assistant")
+            text = "\n".join(message["content"] for message in messages) if is_answered else ""
+            yield text, bytes_read, Conversation(messages, where)
+
+    def _records(self, path: Path, max_line_bytes: int) -> Iterator[tuple[dict[str, object], str, int]]:
+        """The objects in a JSONL file, each with its `file:line` and how far into the file it ends, bytes."""
         compression = {".gz": "gzip", ".zst": "zstd"}.get(path.suffix)
         with path.open("rb", buffering=0) as file:
             stream = pyarrow.CompressedInputStream(file, compression) if compression else file
             lines = io.BufferedReader(stream, READ_BYTES)  # pyright: ignore[reportArgumentType]
             number = 0
-            while line := lines.readline(MAX_LINE_BYTES + 1):
+            while line := lines.readline(max_line_bytes + 1):
                 number += 1
+                where = f"{path}:{number}"
+                if len(line) > max_line_bytes:
+                    raise self._error(where, f"a line may have at most {max_line_bytes:,} bytes; split the document")
                 if not line.isspace():
-                    for document in _cut(self._text_of_line(line, f"{path}:{number}")):
-                        yield document, file.tell()
+                    yield self._record(line, where), where, file.tell()
 
-    def _text_of_line(self, line: bytes, where: str) -> str:
-        if len(line) > MAX_LINE_BYTES:
-            raise self._error(where, f"a line may have at most {MAX_LINE_BYTES:,} bytes; split the document")
+    def _record(self, line: bytes, where: str) -> dict[str, object]:
         try:
             record = json.loads(line.rstrip(b"\r\n").decode())
         except UnicodeDecodeError as error:
@@ -175,9 +200,7 @@ class Source:
             raise self._error(where, f"is not JSON: {reason}; correct or remove the line") from error
         if not isinstance(record, dict):
             raise self._error(where, f"must be a JSON object, not {type(record).__name__}; correct or remove the line")
-        if self.config.text_key not in record:
-            raise self._no_such_key(where, list(record))
-        return self._checked_text(record[self.config.text_key], where)
+        return record
 
     def _read_parquet(self, path: Path) -> Iterator[tuple[str, int]]:
         with pyarrow.parquet.ParquetFile(path) as file:

@@ -1,6 +1,7 @@
 """Text to token ids and back: SentencePiece models, Hugging Face `tokenizer.json`, and SentencePiece trained here."""
 
 import abc
+import functools
 import hashlib
 import heapq
 import io
@@ -42,6 +43,10 @@ class Tokenizer(abc.ABC):
     """Begins a document."""
     eos_id: int
     """Ends a document."""
+    bos_token: str | None
+    """How a chat template writes the token that begins a text; None if the tokenizer has none for that alone."""
+    eos_token: str | None
+    """How a chat template writes the token that ends a text or turn."""
     token_bytes: np.ndarray
     """int32 [vocab_size]: UTF-8 bytes of text that each token stands for; 0 for tokens that stand for none.
 
@@ -56,6 +61,17 @@ class Tokenizer(abc.ABC):
     @abc.abstractmethod
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         """The token ids of each text, int32; special tokens written in a text are read as plain text."""
+
+    def encode_template(self, text: str) -> np.ndarray:
+        """The token ids of a text that a chat template wrote, int32: special tokens written in it become those tokens."""
+        return self.encode_template_parts([text])[0]
+
+    @abc.abstractmethod
+    def encode_template_parts(self, parts: Sequence[str]) -> list[np.ndarray]:
+        """As `encode_template`, of the consecutive parts of one text: no token lies across two of them.
+
+        A tokenizer that puts a space before a text does so before the first part only.
+        """
 
     @abc.abstractmethod
     def decode(self, ids: Iterable[int]) -> str:
@@ -112,8 +128,10 @@ class SentencePieceTokenizer(Tokenizer):
             ) from error
         self.vocab_size = self._processor.get_piece_size()
         bos_id, eos_id = self._processor.bos_id(), self._processor.eos_id()
-        remedy = "use a model with a bos or eos piece"
-        self._set_ends(bos_id if bos_id >= 0 else None, eos_id if eos_id >= 0 else None, remedy)
+        bos_id, eos_id = (token if token >= 0 else None for token in (bos_id, eos_id))
+        self._set_ends(bos_id, eos_id, "use a model with a bos or eos piece")
+        self.bos_token = None if bos_id is None else self._processor.id_to_piece(bos_id)
+        self.eos_token = None if eos_id is None else self._processor.id_to_piece(eos_id)
         kinds = ModelProto.SentencePiece
         byte_counts = {kinds.BYTE: lambda _: 1, kinds.NORMAL: _text_bytes, kinds.USER_DEFINED: _text_bytes}
         self.token_bytes = np.array(
@@ -126,11 +144,41 @@ class SentencePieceTokenizer(Tokenizer):
         spelt = [self._processor.piece_to_id(f"<0x{byte:02X}>") for byte in _SPACE.encode()]
         self._space_ids = np.array(spelt, np.int32) if keeps_text and model.trainer_spec.byte_fallback else None
 
+        control = [re.escape(piece.piece) for piece in model.pieces if piece.type == kinds.CONTROL]
+        self._control = re.compile(f"({'|'.join(sorted(control, key=len, reverse=True)) or '(?!)'})")
+        self._strips_text = rules.remove_extra_whitespaces
+        model.normalizer_spec.add_dummy_prefix = False
+        self._without_prefix = sentencepiece.SentencePieceProcessor(model_proto=model.SerializeToString())
+
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-        parts = [[text] if self._space_ids is None else text.split(_SPACE) for text in texts]
+        parts = [self._without_space_characters(text) for text in texts]
         flat = list(itertools.chain.from_iterable(parts))
         encoded = iter(self._processor.encode(flat, return_type="numpy", num_threads=os.cpu_count() or 1))
         return [self._join(list(itertools.islice(encoded, len(of_text)))) for of_text in parts]
+
+    def encode_template_parts(self, parts: Sequence[str]) -> list[np.ndarray]:
+        """Control pieces such as `</s>` become their tokens, as user-defined ones do in any text."""
+        after_text = False
+        encoded = []
+        for part in parts:
+            ids = [np.zeros(0, np.int32)]
+            for index, section in enumerate(self._control.split(part)):  # every second one is a control piece
+                if index % 2:
+                    ids.append(np.array([self._processor.piece_to_id(section)], np.int32))
+                    after_text = False
+                elif section:
+                    # What takes the space off the front of a text, and puts it there again, shall do so here as well.
+                    goes_on = after_text and not (self._strips_text and section.startswith(" "))
+                    processor = self._without_prefix if goes_on else self._processor
+                    spelt = self._without_space_characters(section)
+                    ids.append(self._join([processor.encode(text, return_type="numpy") for text in spelt]))
+                    after_text = True
+            encoded.append(np.concatenate(ids))
+        return encoded
+
+    def _without_space_characters(self, text: str) -> list[str]:
+        """The text cut at every U+2581 that must be spelt."""
+        return [text] if self._space_ids is None else text.split(_SPACE)
 
     def _join(self, parts: list[np.ndarray]) -> np.ndarray:
         if len(parts) == 1:
@@ -162,15 +210,55 @@ class HuggingFaceTokenizer(Tokenizer):
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocabulary.values()) + 1
         self.token_bytes = self._count_bytes(vocabulary, model)
-        self._set_ends(
-            self._special_token(config.get("bos_token"), KNOWN_BOS, "bos_token"),
-            self._special_token(config.get("eos_token"), KNOWN_EOS, "eos_token"),
-            "put a tokenizer_config.json with bos_token and eos_token beside it",
+        bos_id = self._special_token(config.get("bos_token"), KNOWN_BOS, "bos_token")
+        eos_id = self._special_token(config.get("eos_token"), KNOWN_EOS, "eos_token")
+        self._set_ends(bos_id, eos_id, "put a tokenizer_config.json with bos_token and eos_token beside it")
+        # A configuration that says null (Qwen's) means it, although documents are then begun with another token.
+        self.bos_token, self.eos_token = (
+            None if token is None or config.get(key, token) is None else self._tokenizer.id_to_token(token)
+            for key, token in (("bos_token", bos_id), ("eos_token", eos_id))
         )
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array(encoding.ids, np.int32) for encoding in encodings]
+
+    def encode_template_parts(self, parts: Sequence[str]) -> list[np.ndarray]:
+        tokenizer, without_prefix, prefixes_sections = self._for_templates
+        added = tokenizer.get_added_tokens_decoder()
+        after_text = False
+        encoded = []
+        for part in parts:
+            encoding = (without_prefix if after_text else tokenizer).encode(part, add_special_tokens=False)
+            ids = encoding.ids
+            first_added = next((index for index, token in enumerate(ids) if token in added), None)
+            if after_text and prefixes_sections and first_added is not None:
+                rest = part[encoding.offsets[first_added][0] :]
+                ids = ids[:first_added] + tokenizer.encode(rest, add_special_tokens=False).ids
+            if ids:
+                after_text = not prefixes_sections or ids[-1] not in added
+            encoded.append(np.array(ids, np.int32))
+        return encoded
+
+    @functools.cached_property
+    def _for_templates(self) -> tuple[tokenizers.Tokenizer, tokenizers.Tokenizer, bool]:
+        """Reads special tokens in a text; another that puts nothing before a text; whether the first one does so before
+        the text after every special token."""
+        text = self._tokenizer.to_str()
+        model = json.loads(text)
+        normalizers = _steps(model["normalizer"], "normalizers")
+        pre_tokenizers = _steps(model["pre_tokenizer"], "pretokenizers")
+        is_first_only = any(step.get("prepend_scheme") == "first" for step in pre_tokenizers)
+        for step in normalizers:
+            if step["type"] == "Prepend":
+                step["prepend"] = ""
+        for step in pre_tokenizers:
+            if "prepend_scheme" in step:
+                step["prepend_scheme"] = "never"
+            if "add_prefix_space" in step:
+                step["add_prefix_space"] = False
+        both = tokenizers.Tokenizer.from_str(text), tokenizers.Tokenizer.from_str(json.dumps(model))
+        return *both, not is_first_only
 
     def decode(self, ids: Iterable[int]) -> str:
         return self._tokenizer.decode([int(token) for token in ids])
@@ -205,6 +293,13 @@ class HuggingFaceTokenizer(Tokenizer):
         if unknown is not None:
             counts[unknown] = 0
         return counts
+
+
+def _steps(step: dict | None, list_key: str) -> list[dict]:
+    """A normalizer or pre-tokenizer of a `tokenizer.json`, or those of a sequence."""
+    if step is None:
+        return []
+    return step[list_key] if step["type"] == "Sequence" else [step]
 
 
 def _text_bytes(piece: str) -> int:

@@ -291,14 +291,14 @@ def test_more_shards_than_a_process_may_open(tmp_path, many_shards):
 
 
 def test_few_shards_are_mapped_at_once(many_shards, monkeypatch):
-    assert dataset_module._tokens.cache_info().maxsize == dataset_module.MAX_MAPPED_SHARDS < 65_530
+    assert dataset_module._shard.cache_info().maxsize == dataset_module.MAX_MAPPED_SHARDS < 65_530
     before = mapped_shards()
     dataset = data.prepare(many_shards, log=lambda line: None)
     assert mapped_shards() <= before
     expected = epoch(dataset, num_rows(dataset))
-    dataset_module._tokens.cache_clear()
+    dataset_module._shard.cache_clear()
     assert mapped_shards() == set()
-    monkeypatch.setattr(dataset_module, "_tokens", functools.lru_cache(3)(dataset_module._tokens.__wrapped__))
+    monkeypatch.setattr(dataset_module, "_shard", functools.lru_cache(3)(dataset_module._shard.__wrapped__))
     for position, row in enumerate(expected):
         np.testing.assert_equal(dataset.train_row(position), row)
         assert 1 <= len(mapped_shards()) <= 3

@@ -149,6 +149,21 @@ def test_the_split_follows_the_hash():
     assert is_held_out(2**64 - 2**12, 1 - 2**-53)
 
 
+def test_where_a_conversation_begins_to_be_learnt():
+    documents = [[0, 0, 1, 1], [1, 0, 0], [1, 1], [0], [1], [0] * 9 + [1, 0], [0, 0, 0]]
+    learnt = np.array([bit for document in documents for bit in document], bool)
+    offsets = np.cumsum([0, *map(len, documents)])
+    fields = {"tokens": np.zeros(len(learnt)), "num_bytes": np.zeros(7), "num_empty": 0, "last": True}
+    shard = shards.Shard(offsets=offsets, hashes=np.zeros(7), learnt=np.packbits(learnt), **fields)
+    first = [2, None, 1, None, None, 9, None]  # the token that begins a conversation follows nothing
+    for found, expected, document in zip(shard.first_learnt().tolist(), first, documents, strict=True):
+        assert found == expected if expected is not None else found >= len(document)
+    for start, end in [(0, 4), (3, 5), (5, 5), (7, 25), (0, 25), (8, 16)]:
+        assert shard.is_learnt(start, end).tolist() == learnt[start:end].tolist()
+    text = shards.Shard(offsets=offsets, hashes=np.zeros(7), **fields)
+    assert text.first_learnt().tolist() == [1] * 7
+
+
 # Runs in a process of its own, which forks one child per request: a list of events, each the number of the event at
 # which the child kills itself, or 0 to run to its end. A child's shards are those it wrote itself.
 CHILDREN = """

@@ -225,3 +225,86 @@ def test_a_decoder_that_loses_text_is_refused(tmp_path):
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     with pytest.raises(DataError, match="its decoder does not keep text as it is; use byte-level BPE"):
         load_tokenizer(tmp_path / "tokenizer.json")
+
+
+def from_elsewhere(tmp_path, **options):
+    """A SentencePiece model that puts a space before a text."""
+    with (tmp_path / "my.model").open("wb") as file:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=iter(CORPUS), model_writer=file, model_type="bpe", vocab_size=500, byte_fallback=True,
+            max_sentence_length=10**5, minloglevel=2, **options,
+        )  # fmt: skip
+    return load_tokenizer(tmp_path / "my.model")
+
+
+def metaspace(tmp_path, prepend_scheme):
+    """A SentencePiece kind of tokenizer.json as newer conversions make it."""
+    words = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "e", "n", "en", "▁en"]
+    model = models.BPE(
+        {word: i for i, word in enumerate(words)}, [("e", "n"), ("▁", "en")], byte_fallback=True, unk_token="<unk>"
+    )
+    tokenizer = tokenizers.Tokenizer(model)
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=prepend_scheme, split=False)
+    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    tokenizer.add_special_tokens(["<unk>", "<s>", "</s>"])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    return load_tokenizer(tmp_path / "tokenizer.json")
+
+
+KINDS = {
+    "trained here": trained,
+    "with a space in front": lambda path: from_elsewhere(path, normalization_rule_name="identity"),
+    "Llama 2's model": lambda path: from_elsewhere(path, normalization_rule_name="identity", remove_extra_whitespaces=False),
+    "without outer spaces": from_elsewhere,
+    "Llama 2's json": lambda path: byte_fallback(path, prepend=[normalizers.Prepend("▁")]),
+    "space before the first text": lambda path: metaspace(path, "first"),
+    "space before every text": lambda path: metaspace(path, "always"),
+    "no space": lambda path: metaspace(path, "never"),
+    "Llama 3's json": lambda path: byte_level(path, ("<s>", "</s>")),
+}
+
+
+@pytest.mark.parametrize("make", KINDS.values(), ids=KINDS.keys())
+def test_special_tokens_in_a_template_and_its_parts(tmp_path, make):
+    """Parts that end where a token ends have the tokens of the whole: nothing comes before a part but the first."""
+    tokenizer = make(tmp_path)
+    bos, eos = tokenizer.bos_id, tokenizer.eos_id
+    assert (tokenizer.bos_token, tokenizer.eos_token) == ("<s>", "</s>")
+    whole = tokenizer.encode_template("<s>en en</s><s>en en</s>")
+    assert whole.dtype == np.int32
+    assert [whole[0], whole[-1]] == [bos, eos]
+    assert whole.tolist().count(bos) == whole.tolist().count(eos) == 2
+    assert tokenizer.decode(whole).split() in (["en", "enen", "en"], ["en", "en", "en", "en"])
+    assert not {bos, eos} & set(tokenizer.encode_batch(["<s>en</s>"])[0].tolist())
+    for parts in (
+        ["<s>", "en en</s>", "<s>en", " en</s>"],
+        ["<s>en en</s><s>en", " en", "", "</s>"],
+        ["<s>en", " en</s><s>en en", "</s>"],
+        ["", "<s>en en</s>", "<s>", "en en", "</s>"],
+    ):
+        encoded = tokenizer.encode_template_parts(parts)
+        assert len(encoded) == len(parts)
+        assert np.concatenate(encoded).tolist() == whole.tolist(), parts
+    assert tokenizer.decode(np.concatenate(tokenizer.encode_template_parts(["<s>12", "34"]))).strip() == "1234"
+    assert tokenizer.encode_template("").tolist() == []
+    assert tokenizer.encode_template_parts([]) == []
+
+
+def test_user_defined_pieces_are_found(tmp_path):
+    tokenizer = from_elsewhere(tmp_path, user_defined_symbols=["<|im_end|>"], control_symbols=["<|x|>", "<|x|>y"])
+    (end, x, xy) = (tokenizer._processor.piece_to_id(piece) for piece in ("<|im_end|>", "<|x|>", "<|x|>y"))
+    ids = tokenizer.encode_template("en<|im_end|>en<|x|>y<|x|>").tolist()
+    assert [ids.count(token) for token in (end, x, xy)] == [1, 1, 1]
+    plain = tokenizer.encode_batch(["en<|im_end|>en<|x|>y<|x|>"])[0].tolist()
+    assert [plain.count(token) for token in (end, x, xy)] == [1, 0, 0]
+
+
+def test_a_token_that_is_not_there_is_not_written(tmp_path):
+    """Qwen's configuration has null for bos_token: documents are begun with another token, conversations with none."""
+    specials = ("<|endoftext|>", "<|im_end|>")
+    tokenizer = byte_level(tmp_path, specials, {"bos_token": None, "eos_token": "<|im_end|>"})
+    assert (tokenizer.bos_id, tokenizer.bos_token, tokenizer.eos_token) == (0, None, "<|im_end|>")
+    tokenizer = byte_level(tmp_path, specials, {})
+    assert (tokenizer.bos_token, tokenizer.eos_token) == ("<|endoftext|>", "<|endoftext|>")
+    tokenizer = byte_level(tmp_path, ("</s>", "x"), {})
+    assert (tokenizer.bos_id, tokenizer.bos_token, tokenizer.eos_token) == (0, None, "</s>")
