@@ -39,8 +39,23 @@ class TrainState:
 @functools.partial(jax.jit, static_argnums=0)
 def init_state(config: Config) -> TrainState:
     """The state before the first step, born sharded over the current mesh; equal on every mesh for one seed."""
+    return _first_state(config, Llama(config.model, _keys(config)[0]))
+
+
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
+def init_state_from(config: Config, model: Llama) -> TrainState:
+    """The state before the first step of a run that starts from given weights."""
+    return _first_state(config, model)
+
+
+def _keys(config: Config) -> tuple[jax.Array, jax.Array]:
+    """For the initial weights, and for what is drawn later."""
     model_key, rng = jax.random.split(jax.random.key(config.seed))
-    model: Any = Llama(config.model, model_key)  # optax's types know dicts and tuples only
+    return model_key, rng
+
+
+def _first_state(config: Config, model: Any) -> TrainState:  # optax's types know dicts and tuples only
+    _, rng = _keys(config)
     zero = jnp.zeros((), jnp.int32)
     return TrainState(
         step=zero,

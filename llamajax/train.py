@@ -36,6 +36,7 @@ import llamajax
 from llamajax import checkpoint, console, data, mesh, metrics, optim, run_log
 from llamajax.batch import FIELDS, batch_sharding, micro_batch_size
 from llamajax.cli import config_to_dict, dump_config
+from llamajax.completion import encode_prompt, stream_text
 from llamajax.config import Config
 from llamajax.data.loader import Loader, held_out_batches
 from llamajax.errors import (
@@ -47,10 +48,12 @@ from llamajax.errors import (
     EnvironmentMismatchError,
     UserError,
 )
-from llamajax.generate import encode_prompt, stream_text
 from llamajax.model import Llama
+from llamajax.origin import Origin, take_along
+from llamajax.pretrained import open_pretrained
 from llamajax.restore import concretise, gather
-from llamajax.step import TrainState, eval_step, init_state, train_step
+from llamajax.step import TrainState, eval_step, init_state, init_state_from, train_step
+from llamajax.xla_flags import compile_with, compiler_options
 
 FREE_TO_CHANGE = (
     "run_dir", "mesh", "distributed", "data", "checkpoint", "metrics", "profile", "sample",
@@ -79,21 +82,32 @@ def run(config: Config, *, dry_run: bool = False) -> None:
 
         run_dir = Path(config.run_dir).expanduser()
         with checkpoint.Checkpointer(run_dir, config.checkpoint) as checkpointer:
-            dataset = data.prepare(config, log=console.log)
-            check_same_everywhere(config, dataset.fingerprint)
+            check_same_everywhere(dict(_flatten(config_to_dict(config))))
+            restored = checkpointer.restore(abstract_state)
+            pretrained, origin = None, Origin()
+            if config.init_from is not None and restored is None:
+                pretrained = open_pretrained(Path(config.init_from))
+                pretrained.check(config.model)
+                origin = take_along(pretrained.files, pretrained.hf, run_dir)
+            elif config.init_from is not None and restored is not None:
+                origin = take_along(restored.files, restored.meta.get("hf"), run_dir)
+            dataset = data.prepare(config, log=console.log, tokenizer=origin.tokenizer)
+            check_same_everywhere({"data (documents or tokenizer)": dataset.fingerprint})
             if config.sample.prompt is not None:
                 encode_prompt(dataset.tokenizer, config.sample.prompt, config.data.seq_len)
-            restored = checkpointer.restore(abstract_state)
-            if restored is None:
-                console.log(f"start      from scratch, seed {config.seed}")
-                state, start_step = init_state(config), 0
-            else:
+            if restored is not None:
                 check_same_run(config, restored, dataset.fingerprint)
                 console.log(f"start      resuming at step {restored.step}")
                 state, start_step = restored.state, restored.step
+            elif pretrained is not None:
+                console.log(f"start      from {pretrained.about}")
+                state, start_step = init_state_from(config, pretrained.load(config.model)), 0
+            else:
+                console.log(f"start      from scratch, seed {config.seed}")
+                state, start_step = init_state(config), 0
             if jax.process_index() == 0:
                 write_config(config, run_dir)
-            state = train(config, state, start_step, compiled_step, dataset, checkpointer, stop)
+            state = train(config, state, start_step, compiled_step, dataset, origin, checkpointer, stop)
             write_sample(config, state, dataset)
         if jax.process_index() == 0 and int(state.step) > 0:
             steps_dir = run_dir / "checkpoints" / str(int(state.step))
@@ -105,7 +119,8 @@ def compile_step(config: Config, abstract_state: TrainState) -> jax.stages.Compi
     shape = (config.train.grad_accum_steps, micro_batch_size(config), config.data.seq_len)
     batch = dict.fromkeys(FIELDS, jax.ShapeDtypeStruct(shape, np.int32, sharding=batch_sharding()))
     started = time.monotonic()
-    compiled = train_step.lower(config, abstract_state, batch).compile()
+    options = compiler_options(config, jax.device_count()) if jax.default_backend() == "gpu" else {}
+    compiled = compile_with(train_step.lower(config, abstract_state, batch), options)
     console.log(f"compile    {time.monotonic() - started:.1f} s; {console.memory_summary(compiled)}")
     return compiled
 
@@ -116,12 +131,14 @@ def train(
     start_step: int,
     compiled_step: jax.stages.Compiled,
     dataset: data.Dataset,
+    origin: Origin,
     checkpointer: checkpoint.Checkpointer,
     stop: "StopSignal",
 ) -> TrainState:
     """The loop: steps, evaluations and checkpoints, until the last step or a request to stop."""
     num_steps = config.train.num_steps
     step = saved_step = start_step
+    files = list({path.name: path for path in (*origin.files, *dataset.files)}.values())
     with (
         metrics.MetricsWriter(config, start_step=start_step) as writer,
         Loader(dataset, config, start_step) as loader,
@@ -134,7 +151,7 @@ def train(
             if step == saved_step:
                 return
             with writer.pause("saving"):
-                checkpointer.save(step, state, checkpoint_meta(config, step, dataset.fingerprint), dataset.tokenizer.files)
+                checkpointer.save(step, state, checkpoint_meta(config, step, dataset, origin), files)
             writer.event("save")
             saved_step = step
 
@@ -205,15 +222,20 @@ def write_config(config: Config, run_dir: Path) -> None:
     temporary.replace(run_dir / "config.yaml")
 
 
-def checkpoint_meta(config: Config, step: int, fingerprint: str) -> dict[str, Any]:
+def checkpoint_meta(config: Config, step: int, dataset: data.Dataset, origin: Origin) -> dict[str, Any]:
     """What a checkpoint says about itself, beside the arrays."""
-    return {
+    meta = {
         "llamajax": llamajax.__version__,
         "jax": jax.__version__,
         "config": config_to_dict(config),
-        "data": {"position": step * config.train.global_batch_size, "fingerprint": fingerprint},
+        "data": {
+            "position": step * config.train.global_batch_size,
+            "fingerprint": dataset.fingerprint,
+            "chat_template_sha256": dataset.template_sha256,
+        },
         "mesh": dict(jax.sharding.get_mesh().shape),
     }
+    return meta if origin.hf is None else meta | {"hf": origin.hf}
 
 
 def check_same_run(config: Config, restored: checkpoint.Restored[TrainState], fingerprint: str) -> None:
@@ -246,13 +268,12 @@ def check_same_run(config: Config, restored: checkpoint.Restored[TrainState], fi
         )
 
 
-def check_same_everywhere(config: Config, fingerprint: str) -> None:
-    """Refuses to start when the processes of the run do not have the same settings and data.
+def check_same_everywhere(own: dict[str, Any]) -> None:
+    """Refuses to start when the processes of the run do not have the same settings, or data.
 
     Raises:
         EnvironmentMismatchError: naming the processes that differ from the first.
     """
-    own = dict(_flatten(config_to_dict(config))) | {"data (documents or tokenizer)": fingerprint}
     everyones = gather({key: value for key, value in own.items() if not key.startswith(("distributed.", "data.cache_dir"))})
     for rank, theirs in enumerate(everyones):
         differing = [key for key in everyones[0] if theirs.get(key) != everyones[0][key]]

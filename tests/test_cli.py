@@ -143,7 +143,7 @@ def test_help_tells_every_setting_with_its_type_default_and_meaning(capsys):
     assert "--model.vocab_size INT  (required)\n      Rows of the embedding table;" in text
     assert "--optimizer.grad_clip_norm FLOAT|null  (default: 1.0)" in text
     assert "--optimizer.schedule constant|linear|cosine|wsd  (default: cosine)" in text
-    assert '--optimizer.no_weight_decay [TEXT, ...]  (default: ["norm"])' in text
+    assert '--optimizer.no_weight_decay [TEXT, ...]  (default: ["norm", "bias"])' in text
     assert "--data.tokenizer.path TEXT|null  (default: null)" in text
 
 

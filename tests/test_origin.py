@@ -1,0 +1,118 @@
+"""Training on from weights: they, the tokenizer and the small files come along; the optimizer starts fresh."""
+
+import dataclasses
+import json
+import pathlib
+import shutil
+
+import jax
+import numpy as np
+import pytest
+
+from converters import hf
+from converters.hf_cli import parse_args
+from llamajax import train
+from llamajax.cli import load_config
+from llamajax.config import Config
+from llamajax.errors import ConfigError
+from llamajax.model import Llama
+from llamajax.restore import named_arrays, read_meta, restore
+from llamajax.step import init_state
+from tests import runs
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory) -> Config:
+    """A finished run of two steps."""
+    config = load_config(runs.write_config(tmp_path_factory.mktemp("base"), num_steps=2, eval_every=None, eval_batches=0))
+    train.run(config)
+    return config
+
+
+def going_on(base: Config, directory: pathlib.Path, init_from: pathlib.Path, **sections) -> Config:
+    """A run that starts from `init_from` with steps too small to move a weight."""
+    optimizer = dataclasses.replace(base.optimizer, learning_rate=1e-30, warmup_steps=0, weight_decay=0.0)
+    config = dataclasses.replace(base, run_dir=str(directory / "run"), init_from=str(init_from), optimizer=optimizer, seed=7)
+    return dataclasses.replace(config, **sections)
+
+
+def weights(run_dir: pathlib.Path | str, config: Config) -> dict[str, np.ndarray]:
+    abstract = jax.eval_shape(lambda key: Llama(config.model, key), jax.random.key(0))
+    model = restore(run_dir, {"model": abstract}, partial=True).state["model"]
+    return {name: np.asarray(array) for name, array in named_arrays(model).items()}
+
+
+def assert_same_weights(ours: dict[str, np.ndarray], theirs: dict[str, np.ndarray]) -> None:
+    assert ours.keys() == theirs.keys()
+    for name, array in ours.items():
+        np.testing.assert_array_equal(array, theirs[name], err_msg=name)
+
+
+def export(run_dir: str, out: pathlib.Path) -> pathlib.Path:
+    assert hf.main(parse_args(["export", run_dir, str(out), "--no-verify"])) == 0
+    return out
+
+
+def test_a_run_goes_on_from_a_hugging_face_directory_that_may_then_go(base, tmp_path, capsys):
+    source = export(base.run_dir, tmp_path / "model")
+    (source / "generation_config.json").write_text('{"eos_token_id": [2, 5], "temperature": 0.6}')
+    config = going_on(base, tmp_path, source, train=dataclasses.replace(base.train, num_steps=1))
+    train.run(config)
+    assert f"start      from {source}" in capsys.readouterr().out
+    assert_same_weights(weights(config.run_dir, config), weights(base.run_dir, base))
+
+    state = restore(config.run_dir, jax.eval_shape(lambda: init_state(config))).state
+    assert int(state.step) == 1
+    counts = [int(leaf) for name, leaf in named_arrays(state.opt_state).items() if name.endswith("count")]
+    assert counts
+    assert set(counts) == {1}, "the optimizer starts fresh"
+    meta = read_meta(pathlib.Path(config.run_dir))
+    assert meta["hf"]["source"] == "model"
+    assert meta["config"]["init_from"] == str(source)
+
+    shutil.rmtree(source)
+    train.run(dataclasses.replace(config, train=dataclasses.replace(config.train, num_steps=2),
+                                  checkpoint=dataclasses.replace(config.checkpoint, allow_config_change=True)))  # fmt: skip
+    assert "resuming at step 1" in capsys.readouterr().out
+    files = pathlib.Path(config.run_dir) / "checkpoints/2/files"
+    assert json.loads((files / "generation_config.json").read_text())["temperature"] == 0.6
+    again = export(config.run_dir, tmp_path / "again")
+    assert json.loads((again / "generation_config.json").read_text())["eos_token_id"] == [2, 5]
+
+
+def test_a_run_goes_on_from_a_checkpoint_in_another_type(base, tmp_path):
+    step = pathlib.Path(base.run_dir) / "checkpoints/2"
+    config = going_on(base, tmp_path, step, model=dataclasses.replace(base.model, param_dtype="bfloat16"))
+    train.run(config)
+    expected = {name: array.astype(jax.numpy.bfloat16) for name, array in weights(base.run_dir, base).items()}
+    assert_same_weights(weights(config.run_dir, config), expected)
+
+
+def test_another_model_or_tokenizer_is_refused(base, tmp_path):
+    run_dir = pathlib.Path(base.run_dir)
+    other_model = dataclasses.replace(base.model, num_layers=3, rope_theta=5e5)
+    with pytest.raises(ConfigError) as caught:
+        train.run(going_on(base, tmp_path / "a", run_dir, model=other_model))
+    theirs = f"is not that of {run_dir / 'checkpoints/2'}; it must be"
+    assert str(caught.value).splitlines() == [
+        f"model.num_layers: 3 {theirs} 2",
+        f"model.rope_theta: 500000.0 {theirs} 10000.0",
+    ]
+
+    shutil.copytree(run_dir / "checkpoints/2/files", tmp_path / "tokenizer")
+    path = str(tmp_path / "tokenizer/tokenizer.model")
+    same = dataclasses.replace(base.data, tokenizer=dataclasses.replace(base.data.tokenizer, path=path))
+    train.run(going_on(base, tmp_path / "b", run_dir, data=same), dry_run=False)
+
+    other = load_config(runs.write_config(tmp_path, num_steps=1), ["model.vocab_size=300", "train.eval_every=null", "optimizer.warmup_steps=0"])
+    train.run(other)
+    path = str(pathlib.Path(other.run_dir) / "checkpoints/1/files/tokenizer.model")
+    changed = dataclasses.replace(base.data, tokenizer=dataclasses.replace(base.data.tokenizer, path=path))
+    with pytest.raises(ConfigError, match=r"data\.tokenizer\.path: .*another tokenizer"):
+        train.run(going_on(base, tmp_path / "c", run_dir, data=changed))
+
+
+def test_nothing_to_start_from(base, tmp_path):
+    with pytest.raises(ConfigError, match="there is no such directory"):
+        train.run(going_on(base, tmp_path, tmp_path / "nowhere"))
+    assert not list((tmp_path / "run/checkpoints").glob("*"))
