@@ -51,7 +51,7 @@ from llamajax.errors import (
 from llamajax.model import Llama
 from llamajax.origin import Origin, take_along
 from llamajax.pretrained import open_pretrained
-from llamajax.restore import concretise, gather
+from llamajax.restore import concretise, gather, latest_step
 from llamajax.step import TrainState, eval_step, init_state, init_state_from, train_step
 from llamajax.xla_flags import compile_with, compiler_options
 
@@ -73,6 +73,11 @@ def run(config: Config, *, dry_run: bool = False) -> None:
     with StopSignal(handle=not config.distributed.enabled) as stop:
         mesh.start(config)
         console.print_header(config)
+        run_dir = Path(config.run_dir).expanduser()
+        pretrained = None
+        if config.init_from is not None and latest_step(run_dir) is None:
+            pretrained = open_pretrained(Path(config.init_from))
+            pretrained.check(config.model)
         abstract_state = concretise(jax.eval_shape(functools.partial(init_state, config)))
         console.print_parameters(abstract_state.model)
         optim.check_names(config.optimizer, abstract_state.model)
@@ -80,14 +85,11 @@ def run(config: Config, *, dry_run: bool = False) -> None:
         if dry_run:
             return
 
-        run_dir = Path(config.run_dir).expanduser()
         with checkpoint.Checkpointer(run_dir, config.checkpoint) as checkpointer:
             check_same_everywhere(dict(_flatten(config_to_dict(config))))
             restored = checkpointer.restore(abstract_state)
-            pretrained, origin = None, Origin()
-            if config.init_from is not None and restored is None:
-                pretrained = open_pretrained(Path(config.init_from))
-                pretrained.check(config.model)
+            origin = Origin()
+            if pretrained is not None:
                 origin = take_along(pretrained.files, pretrained.hf, run_dir)
             elif config.init_from is not None and restored is not None:
                 origin = take_along(restored.files, restored.meta.get("hf"), run_dir)
