@@ -56,8 +56,8 @@ def test_a_model_learns_to_answer_and_answers_alike_in_transformers(tmp_path):
     train.run(config)
     losses = evaluations(run_dir)
     assert len(losses) == 6
-    assert losses[-1] < 0.8 * losses[0]
-    assert losses[-1] < 0.8 * math.log(512)
+    assert losses[-1] < losses[0] - 0.2
+    assert losses[-1] < 0.6 * math.log(512)
 
     files = run_dir / "checkpoints/60/files"
     assert (files / "chat_template.jinja").read_text() == TEMPLATE.read_text()

@@ -1,0 +1,344 @@
+"""Texts that go on from prompts: the token loop over a cache, where a text ends, and tokens as text while they come."""
+
+import math
+import time
+import zlib
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+import jax
+import numpy as np
+
+from llamajax.data.tokenizer import Tokenizer
+from llamajax.errors import DataError
+from llamajax.model import Llama
+from llamajax.model.kv_cache import KVCache
+from llamajax.sampling import Sampling, next_tokens
+from llamajax.sharding import TABLE, spec
+
+_CONTEXT_TOKENS = 8
+"""Tokens of the prompt that are decoded along with the first new ones: whether these begin with a space depends on them."""
+
+
+@dataclass(frozen=True)
+class Completion:
+    """A finished continuation."""
+
+    text: str
+    """Without the stop text."""
+    tokens: tuple[int, ...]
+    """All that the model wrote, with the token that ends a text or those of the stop text."""
+    finish_reason: Literal["stop", "length"]
+    """`stop`: an end token or a stop text; `length`: `max_tokens`, or no room in `max_seq_len`."""
+    logprob: float
+    """Sum over the tokens of the logarithm of the probability that the model gives them, whatever the sampling."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What a row wrote since its last piece."""
+
+    row: int
+    """Prompt p's sample s is row p * num_samples + s."""
+    text: str
+    """Often empty: a character comes with its last byte, and what may begin a stop text once it does not."""
+    completion: Completion | None
+    """The whole, with the last piece."""
+
+
+@dataclass
+class Stats:
+    """What writing took so far."""
+
+    prompt_tokens: int = 0
+    """Tokens read."""
+    prefill_s: float = 0.0
+    """Seconds of reading them; the first new tokens come with it."""
+    decoded_tokens: int = 0
+    """Tokens written after the first ones."""
+    decode_s: float = 0.0
+    """Seconds of writing them, and of what was done with the pieces meanwhile."""
+    compile_s: float = 0.0
+    """Seconds of compiling, which the others do not count."""
+
+
+class TextStream:
+    """The text of a continuation, told as its tokens come."""
+
+    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], stop: Sequence[str]) -> None:
+        """Tells what follows `prompt`, up to the first of the texts in `stop`."""
+        self.stopped = False
+        """Whether a stop text was written; it and what follows are not told."""
+        self._tokenizer = tokenizer
+        self._stop = stop
+        # Decoding starts where a text was complete last, so that a long text does not take longer and longer.
+        self._context = list(prompt[-_CONTEXT_TOKENS:])
+        self._incomplete: list[int] = []
+        self._held = ""
+
+    def push(self, token: int) -> str:
+        """The text that is certain with one more token."""
+        self._incomplete.append(token)
+        text = self._decode()
+        # The bytes of a character that is not complete are decoded as this.
+        if text and not text.endswith("\N{REPLACEMENT CHARACTER}"):
+            self._context, self._incomplete = self._incomplete, []
+            self._held += text
+        return self._release(last=False)
+
+    def finish(self) -> str:
+        """The rest of the text, when no token follows."""
+        self._held += self._decode()
+        self._incomplete = []
+        return self._release(last=True)
+
+    def _decode(self) -> str:
+        before = self._tokenizer.decode(self._context)
+        return self._tokenizer.decode(self._context + self._incomplete)[len(before) :]
+
+    def _release(self, *, last: bool) -> str:
+        # The one that is complete first, so that it does not matter how the text is cut into tokens.
+        found = [(at + len(stop), at) for stop in self._stop if (at := self._held.find(stop)) >= 0]
+        if found:
+            self.stopped = True
+            return self._held[: min(found)[1]]
+        begun = (n for stop in self._stop for n in range(1, len(stop)) if self._held.endswith(stop[:n]))
+        cut = len(self._held) - (0 if last else max(begun, default=0))
+        text, self._held = self._held[:cut], self._held[cut:]
+        return text
+
+
+class _Row:
+    """One continuation in the making."""
+
+    def __init__(self, number: int, sample: int, prompt: Sequence[int], limit: int, stream: TextStream) -> None:
+        self.number, self.prompt, self.limit = number, prompt, limit
+        # Draws differ between the samples of a prompt and between prompts, but not with where the row lies.
+        self.seed = zlib.crc32(np.array([sample, *prompt], "<i4").tobytes())
+        self._stream = stream
+        self._tokens: list[int] = []
+        self._texts: list[str] = []
+        self._logprob = 0.0
+
+    def take(self, token: int, logprob: float, end_ids: Collection[int]) -> Piece:
+        """What one more token adds."""
+        self._tokens.append(token)
+        self._logprob += logprob
+        ended = token in end_ids
+        text = "" if ended else self._stream.push(token)
+        last = ended or self._stream.stopped or len(self._tokens) == self.limit
+        if last and not self._stream.stopped:
+            text += self._stream.finish()
+        self._texts.append(text)
+        if not last:
+            return Piece(self.number, text, None)
+        reason = "stop" if ended or self._stream.stopped else "length"
+        return Piece(self.number, text, Completion("".join(self._texts), tuple(self._tokens), reason, self._logprob))
+
+
+@partial(jax.jit, static_argnames=("sampling", "vocab_size", "max_seq_len"))
+def _prefill(
+    model: Llama,
+    key: jax.Array,
+    row_seeds: jax.Array,
+    tokens: jax.Array,
+    lengths: jax.Array,
+    *,
+    sampling: Sampling,
+    vocab_size: int,
+    max_seq_len: int,
+) -> tuple[jax.Array, jax.Array, KVCache]:
+    """Reads prompts: each row's first new token and the logarithm of its probability, [B], and the cache."""
+    logits, cache = model.prefill(tokens, lengths, KVCache.empty(model.config, tokens.shape[0], max_seq_len))
+    return *next_tokens(logits[:, :vocab_size], row_seeds, cache.lengths, key, sampling), cache
+
+
+@partial(jax.jit, static_argnames=("sampling", "vocab_size"), donate_argnames="cache")
+def _decode(
+    model: Llama,
+    key: jax.Array,
+    row_seeds: jax.Array,
+    tokens: jax.Array,
+    cache: KVCache,
+    *,
+    sampling: Sampling,
+    vocab_size: int,
+) -> tuple[jax.Array, jax.Array, KVCache]:
+    """Reads each row's newest token; gives the one after it, likewise."""
+    logits, cache = model.decode(jax.reshard(tokens, spec("batch")), cache)
+    return *next_tokens(logits[:, :vocab_size], row_seeds, cache.lengths, key, sampling), cache
+
+
+class Completer:
+    """A model that writes: its two steps, each compiled when it first meets a size, and what they took.
+
+    Sizes are powers of two: the longest prompt of a call for the first step, and that with `max_tokens` for the cache.
+    Calls of equal sizes find their steps compiled.
+    """
+
+    def __init__(
+        self,
+        model: Llama,
+        tokenizer: Tokenizer,
+        *,
+        sampling: Sampling,
+        key: jax.Array,
+        max_seq_len: int,
+        end_ids: Collection[int],
+    ) -> None:
+        """
+        Args:
+            model: on the current mesh.
+            tokenizer: its own; ids that it does not know are never written.
+            sampling: how tokens are chosen.
+            key: a PRNG key that all draws come from.
+            max_seq_len: tokens of prompt and continuation together, at most.
+            end_ids: tokens that end a text.
+        """
+        self.stats = Stats()
+        self._model, self._tokenizer, self._key = model, tokenizer, key
+        self._choice = {"sampling": sampling, "vocab_size": tokenizer.vocab_size}
+        self._max_seq_len, self._end_ids = max_seq_len, end_ids
+        self._programs: dict[tuple[Any, ...], jax.stages.Compiled] = {}
+
+    def complete(
+        self,
+        prompts: Sequence[Sequence[int]],
+        *,
+        max_tokens: int,
+        stop: Sequence[str] = (),
+        num_samples: int = 1,
+        batch_size: int = 1,
+    ) -> Iterator[Piece]:
+        """Continues every prompt; batches come in order, the rows of a batch interleaved.
+
+        Args:
+            prompts: token ids, each at least one.
+            max_tokens: of each continuation, at most.
+            stop: texts that end a continuation and are not told.
+            num_samples: continuations per prompt.
+            batch_size: rows written at once; rounded up to a multiple of the devices that share a batch.
+
+        Raises:
+            DataError: a prompt leaves no room in `max_seq_len`.
+        """
+        check_room(prompts, self._max_seq_len)
+        rows = [
+            _Row(
+                number=p * num_samples + sample,
+                sample=sample,
+                prompt=prompt,
+                limit=min(max_tokens, self._max_seq_len - len(prompt)),
+                stream=TextStream(self._tokenizer, prompt, stop),
+            )
+            for p, prompt in enumerate(prompts)
+            for sample in range(num_samples)
+        ]
+        longest = max((len(prompt) for prompt in prompts), default=1)
+        axes = jax.sharding.get_mesh().shape
+        batch_shards, seq_shards = (math.prod(axes[axis] for axis in split) for split in (TABLE.batch, TABLE.seq))
+        B = _round_up(max(1, min(batch_size, len(rows))), batch_shards)
+        T = _round_up(min(_power_of_two(longest), self._max_seq_len), seq_shards)
+        S = max(T, min(_power_of_two(longest + max_tokens), self._max_seq_len))
+        for start in range(0, len(rows), B):
+            yield from self._complete_batch(rows[start : start + B], B, T, S)
+
+    def _complete_batch(self, rows: Sequence[_Row], B: int, T: int, S: int) -> Iterator[Piece]:
+        tokens, lengths, seeds = np.zeros((B, T), np.int32), np.ones(B, np.int32), np.zeros(B, np.uint32)
+        for b, row in enumerate(rows):
+            tokens[b, : len(row.prompt)], lengths[b], seeds[b] = row.prompt, len(row.prompt), row.seed
+        row_seeds = jax.device_put(seeds, spec("batch"))
+        prompts = jax.device_put(tokens, spec("batch", "seq")), jax.device_put(lengths, spec("batch"))
+
+        prefill = self._compile(_prefill, (B, T, S), row_seeds, *prompts, max_seq_len=S)
+        started = time.monotonic()
+        drawn, logprobs, cache = jax.block_until_ready(prefill(self._model, self._key, row_seeds, *prompts))
+        self.stats.prompt_tokens += sum(len(row.prompt) for row in rows)
+        self.stats.prefill_s += time.monotonic() - started
+
+        decode = self._compile(_decode, (B, S), row_seeds, drawn, cache)
+        unfinished, num_written = dict(enumerate(rows)), 0
+        last_time = time.monotonic()
+        while unfinished:
+            num_written += 1
+            values = drawn, logprobs
+            # The device goes on while the host reads; for nothing, should all rows turn out to have ended.
+            if num_written < max(row.limit for row in unfinished.values()):
+                drawn, logprobs, cache = decode(self._model, self._key, row_seeds, drawn, cache)
+            ids, row_logprobs = (np.asarray(value) for value in values)
+            now = time.monotonic()
+            if num_written > 1:
+                self.stats.decoded_tokens += len(unfinished)
+                self.stats.decode_s += now - last_time
+            last_time = now
+            for b, row in list(unfinished.items()):
+                piece = row.take(int(ids[b]), float(row_logprobs[b]), self._end_ids)
+                if piece.completion is not None:
+                    del unfinished[b]
+                yield piece
+
+    def _compile(self, step: Any, sizes: tuple[int, ...], *arguments: Any, **static: Any) -> jax.stages.Compiled:
+        if (step, sizes) not in self._programs:
+            started = time.monotonic()
+            lowered = step.lower(self._model, self._key, *arguments, **static, **self._choice)
+            self._programs[step, sizes] = lowered.compile()
+            self.stats.compile_s += time.monotonic() - started
+        return self._programs[step, sizes]
+
+
+def _power_of_two(size: int) -> int:
+    """The smallest that is not below `size`."""
+    return 1 << (size - 1).bit_length()
+
+
+def _round_up(size: int, multiple: int) -> int:
+    return -(-size // multiple) * multiple
+
+
+def check_room(prompts: Sequence[Sequence[int]], max_seq_len: int) -> None:
+    """Refuses prompts that leave no room for a continuation, which `max_seq_len` tokens include.
+
+    Raises:
+        DataError: naming the first one, counted from 1.
+    """
+    for number, prompt in enumerate(prompts, start=1):
+        if len(prompt) >= max_seq_len:
+            raise DataError(f"prompt {number}: {len(prompt)} tokens leave no room in max_seq_len={max_seq_len}; shorten it")
+
+
+def encode_prompt(tokenizer: Tokenizer, prompt: str, seq_len: int) -> list[int]:
+    """The tokens of a run's sample prompt, after the one that begins every text.
+
+    Raises:
+        DataError: they leave no room in a row of `seq_len`.
+    """
+    tokens = [tokenizer.bos_id, *tokenizer.encode_batch([prompt])[0]]
+    if len(tokens) >= seq_len:
+        raise DataError(f"sample.prompt: {len(tokens)} tokens leave no room in rows of {seq_len}; shorten the prompt")
+    return tokens
+
+
+def stream_text(
+    model: Llama,
+    tokenizer: Tokenizer,
+    prompt: str,
+    *,
+    max_tokens: int,
+    temperature: float,
+    key: jax.Array,
+    seq_len: int,
+    batch_size: int,
+) -> Iterator[str]:
+    """The continuation of a run's sample prompt in pieces, as the model writes it.
+
+    Writing ends at the tokenizer's end-of-text, after `max_tokens`, or when a row of `seq_len` is full.
+
+    Raises:
+        DataError: the prompt leaves no room in the row.
+    """
+    prompt_tokens = encode_prompt(tokenizer, prompt, seq_len)
+    sampling, end_ids = Sampling(temperature=temperature), (tokenizer.eos_id,)
+    completer = Completer(model, tokenizer, sampling=sampling, key=key, max_seq_len=seq_len, end_ids=end_ids)
+    return (piece.text for piece in completer.complete([prompt_tokens], max_tokens=max_tokens, batch_size=batch_size))

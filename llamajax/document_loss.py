@@ -1,0 +1,231 @@
+"""The loss of a model on documents: the rows that training makes of them, scored as training scores them."""
+
+import dataclasses
+import functools
+import itertools
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from rich.table import Table
+
+from llamajax import console, data
+from llamajax.batch import Batch, micro_batch_size
+from llamajax.config import Config, ModelConfig
+from llamajax.config_file import load_config
+from llamajax.data.loader import Loader, held_out_batches
+from llamajax.data.tokenizer import Tokenizer, load_tokenizer
+from llamajax.errors import ConfigError, DataError
+from llamajax.model import Llama
+from llamajax.pretrained import Pretrained
+from llamajax.restore import say
+from llamajax.sharding import TABLE
+from llamajax.step import eval_step
+from llamajax.tool_config import EvaluateConfig
+
+Track = Callable[[Iterable[Any], int, str], Iterator[Any]]
+"""Hands items on and shows how far they are: the items, how many, and what is done with them."""
+
+
+@dataclass(frozen=True)
+class Losses:
+    """Sums over rows of documents."""
+
+    nats: float = 0.0
+    """Cross-entropy of all targets."""
+    tokens: int = 0
+    """Targets."""
+    text_bytes: int = 0
+    """Bytes of text that the targets stand for."""
+
+    def __add__(self, other: "Losses") -> "Losses":
+        return Losses(self.nats + other.nats, self.tokens + other.tokens, self.text_bytes + other.text_bytes)
+
+    def figures(self) -> dict[str, Any]:
+        """What they mean; None where there is nothing to divide by."""
+        loss = self.nats / self.tokens if self.tokens else None
+        return {
+            "tokens": self.tokens,
+            "bytes": self.text_bytes,
+            "loss": loss,
+            "perplexity": None if loss is None else math.exp(min(loss, 700.0)),  # e**710 is no float
+            "bits_per_byte": self.nats / math.log(2) / self.text_bytes if self.text_bytes else None,
+        }
+
+
+def evaluate_documents(
+    config: EvaluateConfig, pretrained: Pretrained, model_config: ModelConfig, tokenizer: Tokenizer, track: Track
+) -> dict[str, Any]:
+    """Prints and returns loss, perplexity and bits per byte; of every source if all that is held out is evaluated.
+
+    Args:
+        config: what to evaluate.
+        pretrained: the model.
+        model_config: the same with the types to compute with.
+        tokenizer: the model's.
+        track: shows progress.
+
+    Raises:
+        ConfigError: the documents are not named, or not for this model.
+        DataError: they cannot be read, or there are none.
+    """
+    path = find_run(config, pretrained)
+    trained = load_config(path)
+    run_config = adapt_run(trained, path, config, model_config, tokenizer)
+    dataset = data.prepare(run_config, log=console.log)
+    trained_on = pretrained.meta.get("data", {}).get("fingerprint")
+    if config.data is None and config.seq_len is None and trained_on not in (None, dataset.fingerprint):
+        say("warning    these are not the documents that the model was trained on: they have changed since")
+    parts = {"all": Part(run_config, dataset)}
+    if config.num_batches is None and len(run_config.data.sources) > 1:
+        parts = {}
+        for index, source in enumerate(run_config.data.sources):
+            alone = dataclasses.replace(run_config, data=dataclasses.replace(run_config.data, sources=(source,)))
+            parts[f"data.sources[{index}] {source.kind}"] = Part(alone, data.prepare(alone, log=lambda line: None))
+    total = sum(part.num_batches(config) for part in parts.values())
+    if not total:
+        raise DataError(
+            f"data.held_out_fraction: {run_config.data.held_out_fraction} of the documents is none; raise it, or set split"
+            " to train"
+        )
+    size, seq_len = micro_batch_size(run_config), run_config.data.seq_len
+    console.log(f"batches    {total:,} of {size} rows x {seq_len} tokens, {config.split.replace('_', ' ')}")
+    rows_in_training = trained.train.eval_batches * micro_batch_size(trained)
+    if config.num_batches is None and 0 < rows_in_training < len(dataset.held_out_rows):
+        console.log(f"note       evaluations while training take the first {rows_in_training:,} rows only")
+    model = pretrained.load(model_config)
+    batches = ((name, batch) for name, part in parts.items() for batch in part.batches(config))
+    token_bytes = np.pad(tokenizer.token_bytes, (0, model_config.vocab_size - tokenizer.vocab_size))
+    found, seconds = add_up(model, track(batches, total, "evaluating"), token_bytes)
+    losses = {name: found.get(name, Losses()) for name in parts}
+    losses["all"] = functools.reduce(Losses.__add__, losses.values())
+    speed = losses["all"].tokens / seconds
+    print_losses(losses, speed)
+    of_sources = {name: of_part.figures() for name, of_part in losses.items() if name != "all"}
+    about = {"split": config.split, "seq_len": seq_len, "num_batches": total, "batch_size": size}
+    return about | losses["all"].figures() | {"tokens_per_sec": speed, "sources": of_sources}
+
+
+@dataclass(frozen=True)
+class Part:
+    """Documents whose losses are added up."""
+
+    run_config: Config
+    dataset: data.Dataset
+
+    def num_batches(self, config: EvaluateConfig) -> int:
+        """How many there are, or are wanted."""
+        if config.split == "train":
+            assert config.num_batches is not None
+            return config.num_batches
+        held_out = -(-len(self.dataset.held_out_rows) // micro_batch_size(self.run_config))
+        return held_out if config.num_batches is None else min(held_out, config.num_batches)
+
+    def batches(self, config: EvaluateConfig) -> Iterator[Batch]:
+        """So many of them."""
+        num_batches = self.num_batches(config)
+        if config.split == "held_out":
+            train = dataclasses.replace(self.run_config.train, eval_batches=num_batches)
+            yield from held_out_batches(self.dataset, dataclasses.replace(self.run_config, train=train))
+            return
+        with Loader(self.dataset, self.run_config, 0) as loader:
+            yield from (batch for _, batch in itertools.islice(loader, num_batches))
+
+
+def find_run(config: EvaluateConfig, pretrained: Pretrained) -> Path:
+    """The YAML file whose documents are evaluated.
+
+    Raises:
+        ConfigError: none is named, and the model is no run's.
+    """
+    if config.data is not None:
+        return Path(config.data).expanduser()
+    path = pretrained.source.parent.parent / "config.yaml"  # of RUN/checkpoints/STEP
+    if pretrained.tensors is not None or not path.is_file():
+        raise ConfigError(f"data: {pretrained.source} does not say what it was trained on; name the YAML file of a run")
+    return path
+
+
+def adapt_run(run_config: Config, path: Path, config: EvaluateConfig, model: ModelConfig, tokenizer: Tokenizer) -> Config:
+    """The run in `path` with this model and its tokenizer, and with batches for this mesh.
+
+    Raises:
+        ConfigError: the run has another tokenizer, or rows that do not fit model or mesh.
+    """
+    named = run_config.data.tokenizer.path if config.data is not None else None
+    if named is not None and load_tokenizer(Path(named).expanduser()).sha256 != tokenizer.sha256:
+        raise ConfigError(
+            f"data: {path} names another tokenizer, {named}, than the model's {tokenizer.files[0]}; remove"
+            " data.tokenizer.path there to use the model's"
+        )
+    seq_len = config.seq_len or run_config.data.seq_len
+    if seq_len > model.max_seq_len:
+        raise ConfigError(
+            f"seq_len: rows of {seq_len} tokens, as {path} has them, are above the model's max_seq_len={model.max_seq_len};"
+            " set it to that or less"
+        )
+    seq_shards = jax.sharding.get_mesh().shape["sequence"]
+    if seq_len % seq_shards:
+        raise ConfigError(f"mesh.sequence: {seq_shards} must divide the {seq_len} tokens of a row; change it or seq_len")
+    return dataclasses.replace(
+        run_config,
+        model=model,
+        data=dataclasses.replace(
+            run_config.data,
+            seq_len=seq_len,
+            tokenizer=dataclasses.replace(run_config.data.tokenizer, path=str(tokenizer.files[0])),
+        ),
+        train=dataclasses.replace(
+            run_config.train,
+            global_batch_size=whole_batch(config.batch_size or micro_batch_size(run_config)),
+            grad_accum_steps=1,
+            eval_every=None,
+            eval_batches=0,  # `prepare` need not find any; `Part.batches` says how many
+        ),
+    )
+
+
+def whole_batch(size: int) -> int:
+    """The size, rounded up to a multiple of the devices that share a batch."""
+    shards = math.prod(jax.sharding.get_mesh().shape[axis] for axis in TABLE.batch)
+    return -(-size // shards) * shards
+
+
+def add_up(model: Llama, batches: Iterable[tuple[str, Batch]], token_bytes: np.ndarray) -> tuple[dict[str, Losses], float]:
+    """The losses of named batches by name, and the seconds it took after compiling."""
+    compiled: jax.stages.Compiled | None = None
+    started = 0.0
+
+    def results() -> Iterator[tuple[str, Any]]:
+        nonlocal compiled, started
+        for name, batch in batches:
+            if compiled is None:
+                compiled = eval_step.lower(model, batch, token_bytes).compile()
+                started = time.monotonic()
+            yield name, compiled(model, batch, token_bytes)
+
+    losses: dict[str, Losses] = {}
+    # In pairs: a result is waited for when the devices have their next batch already.
+    for (name, (sums, num_bytes)), _ in itertools.pairwise(itertools.chain(results(), [("", ())])):
+        of_batch = Losses(float(sums.cross_entropy), int(sums.num_tokens), int(num_bytes))
+        losses[name] = losses.get(name, Losses()) + of_batch
+    return losses, time.monotonic() - started
+
+
+def print_losses(losses: dict[str, Losses], tokens_per_sec: float) -> None:
+    """The table of all sources and their sum."""
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
+    for column in ("documents", "tokens", "bytes", "loss", "perplexity", "bits per byte"):
+        table.add_column(column, justify="left" if column == "documents" else "right")
+    forms = {"tokens": ",", "bytes": ",", "loss": ".4f", "perplexity": ",.4g", "bits_per_byte": ".4f"}
+    for name, of_part in losses.items():
+        figures = of_part.figures()
+        table.add_row(name, *("-" if figures[key] is None else format(figures[key], form) for key, form in forms.items()))
+    if jax.process_index() == 0:
+        console.CONSOLE.print(table)
+    console.log(f"speed      {tokens_per_sec:,.0f} tokens/s")

@@ -1,0 +1,173 @@
+"""How good a model is: `python -m llamajax.evaluate --model RUN`, its loss on documents it was not trained on, or
+`--tasks hellaswag,arc_easy`, its results in lm-evaluation-harness.
+
+Read `run` from top to bottom.
+"""
+
+if __name__ == "__main__":
+    # --help and mistakes on the command line answer before the seconds that importing jax takes.
+    from llamajax.cli import parse_args
+    from llamajax.tool_config import EvaluateConfig
+
+    ARGUMENTS = parse_args(prog="python -m llamajax.evaluate", root=EvaluateConfig)
+else:
+    ARGUMENTS = None
+
+import dataclasses
+import importlib.util
+import json
+import logging
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from llamajax import console, mesh
+from llamajax.config import MeshConfig, ModelConfig
+from llamajax.document_loss import evaluate_documents
+from llamajax.errors import (
+    DISK_ERROR,
+    INTERNAL_ERROR,
+    OUT_OF_MEMORY,
+    ConfigError,
+    EnvironmentMismatchError,
+    UserError,
+)
+from llamajax.pretrained import open_pretrained
+from llamajax.restore import say
+from llamajax.tool_config import EvaluateConfig
+from llamajax.units import format_duration
+
+
+def run(config: EvaluateConfig) -> dict[str, Any]:
+    """Evaluates as `config` says and prints a table; returns what the file `json` is given.
+
+    Raises:
+        UserError: one of `llamajax.errors`, when the settings, data, machine or model do not allow it.
+    """
+    if config.tasks is not None and importlib.util.find_spec("lm_eval") is None:
+        raise EnvironmentMismatchError("tasks: lm-eval is not installed; run pip install 'llamajax[eval]'")
+    mesh.select_platform(config.mesh)
+    mesh.join_processes(config.distributed)
+    jax.set_mesh(mesh.make_mesh(MeshConfig(data=-1, fsdp=1)))  # any model can be looked at on that
+    pretrained = open_pretrained(Path(config.model))
+    model_config = choose_types(config, pretrained.config)
+    jax.set_mesh(mesh.make_mesh(config.mesh))
+    check_placement(config, model_config)
+    tokenizer = pretrained.tokenizer()
+    devices = jax.devices()
+    axes = " x ".join(f"{axis} {size}" for axis, size in jax.sharding.get_mesh().shape.items() if size > 1)
+    types = f"weights {model_config.param_dtype}, compute {model_config.compute_dtype}"
+    console.log(f"model      {pretrained.about}")
+    console.log(f"devices    {len(devices)} x {devices[0].device_kind}; mesh {axes or 'of one device'}; {types}")
+    if config.tasks is None:
+        results = evaluate_documents(config, pretrained, model_config, tokenizer, track)
+    else:
+        if not console.is_interactive() or jax.process_index() > 0:
+            os.environ.setdefault("TQDM_DISABLE", "1")  # the harness's bars; read when it is imported
+        if jax.process_index() > 0:
+            logging.getLogger("lm_eval").setLevel(logging.ERROR)  # the first one tells its warnings
+        from llamajax.harness import evaluate_tasks
+
+        results = evaluate_tasks(config, pretrained, model_config, tokenizer, track)
+    results = {"model": str(pretrained.source)} | results
+    if config.json is not None and jax.process_index() == 0:
+        path = Path(config.json).expanduser()
+        path.write_text(json.dumps(results, indent=2) + "\n")
+        console.log(f"results    {path}")
+    return results
+
+
+def choose_types(config: EvaluateConfig, model: ModelConfig) -> ModelConfig:
+    """The model with the types to compute with."""
+    chosen = {"param_dtype": config.param_dtype, "compute_dtype": config.compute_dtype}
+    return dataclasses.replace(model, **{key: dtype for key, dtype in chosen.items() if dtype != "auto"})
+
+
+def check_placement(config: EvaluateConfig, model: ModelConfig) -> None:
+    """Raises `ConfigError` if the model cannot be divided over the mesh, or rows are longer than it is meant for."""
+    axes = jax.sharding.get_mesh().shape
+    divisions = (("embed_dim", "fsdp"), ("num_kv_heads", "tensor"), ("mlp_dim", "tensor"), ("vocab_size", "tensor"))
+    problems = [
+        f"mesh.{axis}: {axes[axis]} must divide the model's {name}={getattr(model, name)}"
+        for name, axis in divisions
+        if getattr(model, name) % axes[axis]
+    ]
+    if config.seq_len is not None and config.seq_len > model.max_seq_len:
+        problems.append(f"seq_len: {config.seq_len} is above the model's max_seq_len={model.max_seq_len}; lower it")
+    if problems:
+        raise ConfigError("\n".join(problems))
+
+
+def track(items: Iterable[Any], total: int, what: str) -> Iterator[Any]:
+    """Hands items on and shows how far they are: a bar on a terminal, a line after each tenth elsewhere."""
+    if console.is_interactive() and jax.process_index() == 0:
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("ETA"),
+            TimeRemainingColumn(),
+        )
+        with Progress(*columns, console=console.CONSOLE, transient=True) as bar:
+            yield from bar.track(items, total=total, description=what)
+        return
+    started = tenths = 0
+    for done, item in enumerate(items, start=1):
+        yield item
+        if done == 1:  # which compiled, too
+            started = time.monotonic()
+        elif done * 10 // total > tenths:
+            tenths = done * 10 // total
+            left = (time.monotonic() - started) / (done - 1) * (total - done)
+            console.log(f"{what} {done:>{len(str(total))}}/{total}  ETA {format_duration(left)}")
+
+
+def main(config: EvaluateConfig) -> None:
+    """Evaluates, and turns what goes wrong into a message and an exit code."""
+    code = 0
+    try:
+        run(config)
+    except UserError as error:
+        say(str(error))
+        code = error.exit_code
+    except jax.errors.JaxRuntimeError as error:
+        out_of_memory = "RESOURCE_EXHAUSTED" in str(error)
+        code = OUT_OF_MEMORY if out_of_memory else INTERNAL_ERROR
+        if out_of_memory:
+            reason = str(error).splitlines()[0]
+            print(
+                f"out of device memory: {reason}; try a smaller batch_size or seq_len, or param_dtype: bfloat16",
+                file=sys.stderr,
+            )
+        else:
+            traceback.print_exc()
+    except OSError as error:
+        print(
+            f"{error.filename or 'disk'}: {error.strerror or error}; see to it and run the same command again",
+            file=sys.stderr,
+        )
+        code = DISK_ERROR
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        code = 128 + signal.SIGINT
+    except Exception:
+        traceback.print_exc()
+        code = INTERNAL_ERROR
+    if code and config.distributed.enabled:
+        # A normal exit would wait for the other processes, which wait for this one: five minutes, then an abort.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
+
+
+if ARGUMENTS is not None:
+    main(ARGUMENTS.config)

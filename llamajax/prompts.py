@@ -1,0 +1,112 @@
+"""What texts go on from: prompts as they are given, as tokens, and the tokens that end a continuation."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from llamajax.data import chat
+from llamajax.data.chat import ChatTemplate, Message
+from llamajax.data.tokenizer import Tokenizer
+from llamajax.errors import DataError
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A text to go on from, or a conversation to answer."""
+
+    text: str
+    """The text; of a conversation, its last message's."""
+    messages: tuple[Message, ...] | None = None
+    """The conversation."""
+
+    def in_chat(self, system: str | None) -> "Prompt":
+        """A text as a user's message after the system's; a conversation as it is."""
+        if self.messages is not None:
+            return self
+        first = () if system is None else ({"role": "system", "content": system},)
+        return Prompt(self.text, (*first, {"role": "user", "content": self.text}))
+
+    def encode(self, tokenizer: Tokenizer, template: ChatTemplate | None) -> Sequence[int]:
+        """Token ids, at least one; a text begins with the tokenizer's bos token, if it has one.
+
+        Raises:
+            DataError: the template refuses the conversation.
+        """
+        if self.messages is not None:
+            assert template is not None, "whoever has conversations finds a template first"
+            return chat.encode_prompt(template, tokenizer, self.messages).tolist()
+        tokens = tokenizer.encode_batch([self.text])[0].tolist()
+        return tokens if tokenizer.bos_token is None and tokens else [tokenizer.bos_id, *tokens]
+
+
+def read_prompts(path: Path) -> list[Prompt]:
+    """The prompts in a file: one per line, or JSON with `prompt` or `messages` in every line of a .jsonl; empty lines
+    are left out.
+
+    Raises:
+        DataError: it cannot be read, or has none, or a line that is none.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n")
+    except OSError as error:
+        raise DataError(f"{path}: prompts_file: {error.strerror}; correct the path") from error
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path}: prompts_file: is not UTF-8; convert the file, for example with iconv") from error
+    numbered = [(number, line) for number, line in enumerate(lines, start=1) if line.strip()]
+    if not numbered:
+        raise DataError(f"{path}: prompts_file: has no prompt; write one per line")
+    if path.suffix != ".jsonl":
+        return [Prompt(line.removesuffix("\r")) for _, line in numbered]
+    return [_read_line(line, f"{path}:{number}") for number, line in numbered]
+
+
+def _read_line(line: str, where: str) -> Prompt:
+    rule = 'must be {"prompt": TEXT} or {"messages": [{"role": TEXT, "content": TEXT}, ...]}'
+    try:
+        fields: Any = json.loads(line)
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise DataError(f"{where}: prompts_file: is not JSON: {rule}") from error
+    match fields:
+        case {"prompt": str(text), **others} if "messages" not in others:
+            prompt = Prompt(text)
+        case {"messages": [_, *_] as messages, **others} if "prompt" not in others and all(map(_is_message, messages)):
+            prompt = Prompt(messages[-1]["content"], tuple(messages))
+        case _:
+            raise DataError(f"{where}: prompts_file: {rule}")
+    try:
+        json.dumps([prompt.text, prompt.messages], ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise DataError(f"{where}: prompts_file: holds half a surrogate pair, no character; correct it") from error
+    return prompt
+
+
+def _is_message(value: Any) -> bool:
+    return (
+        isinstance(value, dict) and value.keys() >= {"role", "content"} and all(isinstance(v, str) for v in value.values())
+    )
+
+
+def find_ends(eos: int | Sequence[int] | None, tokenizer: Tokenizer, template: ChatTemplate | None) -> frozenset[int]:
+    """The tokens that end a continuation.
+
+    Args:
+        eos: what the model's own configuration says.
+        tokenizer: whose end of a text is one of them.
+        template: the chat template, if it is used: a special token that it writes behind what the assistant says is
+            one, too.
+    """
+    ends = {tokenizer.eos_id, *(np.atleast_1d(eos).tolist() if eos is not None else ())}
+    if template is not None:
+        said = "Certainly."
+        talk = [{"role": "user", "content": "Is it?"}, {"role": "assistant", "content": said}]
+        _, _, after = template.render(talk, add_generation_prompt=False).rpartition(said)
+        for token in tokenizer.encode_template(after).tolist():
+            if tokenizer.token_bytes[token] == 0:
+                ends.add(token)
+            if tokenizer.decode([token]).strip() or token in ends:
+                break
+    return frozenset(ends)

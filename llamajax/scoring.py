@@ -1,0 +1,69 @@
+"""How likely a model finds given texts: the logarithm of the probability of chosen tokens of each row.
+
+Only sums over a row leave the devices, and the logits of few tokens exist at once.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import P
+
+from llamajax.batch import IGNORE
+from llamajax.loss import MAX_CHUNK_LOGITS
+from llamajax.model import Llama
+from llamajax.sharding import TABLE, spec
+
+SHORTEST_ROW = 32
+"""Rows are at least this long, in tokens."""
+
+
+def row_length(num_tokens: int, multiple: int) -> int:
+    """The length that a row of `num_tokens` is padded to: a power of two or one and a half times one, so that at most a
+    third is padding; rounded up to a multiple."""
+    length = SHORTEST_ROW
+    while length < num_tokens:
+        length = length * 3 // 2 if length & (length - 1) == 0 else length * 4 // 3
+    return -(-length // multiple) * multiple
+
+
+@jax.jit
+def score(model: Llama, tokens: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """How likely the targets of each row are, and whether each of them is the likeliest token at its place.
+
+    Args:
+        model: the Llama.
+        tokens: int32 [B, T], each row one text from its start, padded on the right with any token.
+        targets: int32 [B, T], the token after each, or `IGNORE`.
+
+    Returns:
+        fp32 [B], sum of the logarithms of the targets' probabilities; bool [B]; both on every device.
+    """
+    hidden = model.hidden(tokens)
+    targets = jax.reshard(targets, spec("batch", "seq"))
+    token_spec = spec("batch", "seq")
+    logprobs, greedy = jax.shard_map(
+        _score_on_device,
+        in_specs=(spec("batch", "seq", None), spec("vocab", "embed"), token_spec),
+        out_specs=(token_spec, token_spec),
+    )(hidden, model.output_weight(), targets)
+    counted = targets != IGNORE
+    sums = jnp.sum(jnp.where(counted, logprobs, 0.0), axis=1), jnp.all(~counted | greedy, axis=1)
+    return jax.reshard(sums, P(None))
+
+
+def _score_on_device(hidden: jax.Array, weight: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """One device's part of `score`: hidden [b, t, D], weight [v, d], targets [b, t]; fp32 and bool [b, t]."""
+    head = jax.lax.all_gather(weight.astype(hidden.dtype), TABLE.embed, axis=1, tiled=True)  # [v, D]
+    vocab_ids = jax.lax.axis_index(TABLE.vocab) * head.shape[0] + jnp.arange(head.shape[0])
+
+    def score_token(token: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        x, target = token  # [D], []
+        logits = jnp.einsum("D,vD->v", x, head, preferred_element_type=jnp.float32)
+        largest = jax.lax.pmax(jnp.max(logits), TABLE.vocab)
+        own_sums = jnp.sum(jnp.exp(logits - largest)), jnp.sum(jnp.where(vocab_ids == target, logits, 0.0))
+        exp_sum, target_logit = jax.lax.psum(own_sums, TABLE.vocab)
+        return target_logit - largest - jnp.log(exp_sum), target_logit == largest
+
+    tokens = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
+    chunk = max(1, MAX_CHUNK_LOGITS // head.shape[0])
+    logprobs, greedy = jax.lax.map(score_token, tokens, batch_size=min(chunk, targets.size))
+    return logprobs.reshape(targets.shape), greedy.reshape(targets.shape)

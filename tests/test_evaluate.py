@@ -1,0 +1,278 @@
+"""Loss on documents: what training's own evaluation found, of any mesh and source, and one clear line for what cannot be."""
+
+import dataclasses
+import json
+import math
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from llamajax import console, data, evaluate, scoring, train
+from llamajax.cli import load_config
+from llamajax.config import Config, MeshConfig
+from llamajax.data.tokenizer import train_sentencepiece
+from llamajax.errors import ConfigError, DataError, EnvironmentMismatchError
+from llamajax.mesh import make_mesh
+from llamajax.model import Llama
+from llamajax.pretrained import open_pretrained
+from llamajax.tool_config import EvaluateConfig
+from tests import runs
+from tests.converters.models import write_model
+from tests.tiny import single_device_mesh, tiny_config
+
+ALL_AXES = MeshConfig(fsdp=2, sequence=2, tensor=2)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory) -> Config:
+    """The configuration of a run of two steps on two sources, whose evaluation took all that is held out."""
+    path = runs.write_config(tmp_path_factory.mktemp("finished"), num_steps=2, eval_every=None, eval_batches=100)
+    text = "".join(json.dumps({"text": f"{i} and {i + 1} come next to {i * i}.\n"}) + "\n" for i in range(200))
+    (path.parent / "numbers.jsonl").write_text(text)
+    paths = [[str(path.parent / f"{name}.jsonl")] for name in ("text", "numbers")]
+    sources = [{"kind": "jsonl", "paths": of_source} for of_source in paths]
+    config = load_config(path, [f"data.sources={json.dumps(sources)}", "checkpoint.save_every=null"])
+    train.run(config)
+    return config
+
+
+def found_in_training(config: Config) -> dict[str, float]:
+    records = [json.loads(line) for line in (Path(config.run_dir) / "metrics.jsonl").read_text().splitlines()]
+    return [record for record in records if "eval/loss" in record][-1]
+
+
+def settings(config: Config, **changes) -> EvaluateConfig:
+    return EvaluateConfig(**({"model": config.run_dir, "mesh": ALL_AXES} | changes))
+
+
+@pytest.mark.parametrize("mesh", [ALL_AXES, MeshConfig(data=8, fsdp=1)], ids=["all", "data"])
+def test_the_loss_is_the_one_that_training_found(mesh, finished, tmp_path, capsys):
+    path = tmp_path / "results.json"
+    results = evaluate.run(settings(finished, mesh=mesh, json=str(path)))
+    expected = found_in_training(finished)
+    assert results["loss"] == pytest.approx(expected["eval/loss"], abs=1e-5)
+    assert results["bits_per_byte"] == pytest.approx(expected["eval/bits_per_byte"], abs=1e-5)
+    assert results["perplexity"] == pytest.approx(math.exp(results["loss"]))
+    assert json.loads(path.read_text()) == results
+    output = capsys.readouterr().out
+    row = re.search(r"^all +([\d,]+) +([\d,]+) +(\S+) +(\S+) +(\S+)", output, re.MULTILINE)
+    assert row is not None
+    assert row[1].replace(",", "") == str(results["tokens"])
+    assert (row[3], row[5]) == (f"{expected['eval/loss']:.4f}", f"{expected['eval/bits_per_byte']:.4f}")
+    assert "warning" not in output
+    assert "note" not in output
+
+
+def test_every_source_by_itself_and_together(finished):
+    results = evaluate.run(settings(finished))
+    first, second = results["sources"].values()
+    assert list(results["sources"]) == ["data.sources[0] jsonl", "data.sources[1] jsonl"]
+    assert first["tokens"] + second["tokens"] == results["tokens"]
+    assert first["bytes"] + second["bytes"] == results["bytes"]
+    weighted = (first["loss"] * first["tokens"] + second["loss"] * second["tokens"]) / results["tokens"]
+    assert results["loss"] == pytest.approx(weighted)
+    assert abs(first["loss"] - second["loss"]) > 0.01
+    alone = dataclasses.replace(finished.data, sources=finished.data.sources[1:])
+    tokenizer = dataclasses.replace(
+        finished.data.tokenizer, path=str(next(Path(finished.run_dir).rglob("*/tokenizer.model")))
+    )
+    alone = dataclasses.replace(finished, data=dataclasses.replace(alone, tokenizer=tokenizer))
+    rows = data.prepare(alone, log=lambda line: None).held_out_rows
+    assert second["tokens"] == sum(int((rows[i]["targets"] >= 0).sum()) for i in range(len(rows)))
+
+
+def test_some_batches_are_those_of_evaluations_while_training(finished, capsys):
+    """Against the function that training calls, on weights read back."""
+    config = dataclasses.replace(finished, train=dataclasses.replace(finished.train, eval_batches=2))
+    results = evaluate.run(settings(finished, num_batches=2))
+    assert (results["num_batches"], results["batch_size"]) == (2, 4)
+    dataset = data.prepare(config, log=lambda line: None)
+    found = open_pretrained(Path(finished.run_dir))
+    expected = train.evaluate(config, found.load(found.config), dataset)
+    assert results["loss"] == pytest.approx(expected["loss"], rel=1e-6)
+    assert results["sources"] == {}
+    with_fewer = Path(finished.run_dir) / "config.yaml"
+    before = with_fewer.read_text()
+    try:
+        with_fewer.write_text(before.replace("eval_batches: 100", "eval_batches: 2"))
+        capsys.readouterr()
+        evaluate.run(settings(finished))
+    finally:
+        with_fewer.write_text(before)
+    assert "evaluations while training take the first 8 rows only" in capsys.readouterr().out
+
+
+def test_rows_of_the_training_split_are_those_that_training_reads(finished):
+    results = evaluate.run(settings(finished, split="train", num_batches=3, batch_size=7))
+    dataset = data.prepare(finished, log=lambda line: None)
+    assert results["batch_size"] == 8, "rounded up to the two devices that share a batch"
+    assert results["tokens"] == sum(int((dataset.train_row(i)["targets"] >= 0).sum()) for i in range(24))
+
+
+def test_other_rows_types_and_documents(finished, tmp_path, capsys):
+    whole = evaluate.run(settings(finished))
+    short = evaluate.run(settings(finished, seq_len=16, param_dtype="bfloat16", compute_dtype="bfloat16"))
+    assert short["seq_len"] == 16
+    assert short["tokens"] == whole["tokens"]
+    assert 0 < abs(short["loss"] - whole["loss"]) < 0.2
+    capsys.readouterr()
+    path = runs.write_config(tmp_path)
+    sentences = "".join(json.dumps({"text": f"which token comes next {i}\n"}) + "\n" for i in range(100))
+    (tmp_path / "text.jsonl").write_text(sentences)
+    other = evaluate.run(settings(finished, data=str(path)))
+    assert other["tokens"] != whole["tokens"]
+    assert "warning" not in capsys.readouterr().err
+
+
+def test_documents_that_changed_since_are_told(finished, capsys):
+    path = Path(finished.data.sources[1].paths[0])
+    before = path.read_text()
+    try:
+        path.write_text(before + json.dumps({"text": "one more"}) + "\n")
+        evaluate.run(settings(finished))
+    finally:
+        path.write_text(before)
+    assert "warning    these are not the documents that the model was trained on" in capsys.readouterr().err
+
+
+def refused(changes: dict, finished: Config, directory: Path) -> EvaluateConfig:
+    """Settings with `changes`; the names of files and directories stand for those made here."""
+    no_tokenizer, with_tokenizer = directory / "hf", directory / "with_tokenizer"
+    for made in (no_tokenizer, with_tokenizer):
+        write_model(made, finished.model)
+        (made / "generation_config.json").write_text("{}")
+    (with_tokenizer / "tokenizer.model").write_bytes(train_sentencepiece(["other words"], vocab_size=280))
+    paths = {"hf": no_tokenizer, "with_tokenizer": with_tokenizer, "run.yaml": runs.write_config(directory)}
+    text = json.loads(paths["run.yaml"].read_text())
+    text["data"]["tokenizer"] = {"path": str(with_tokenizer / "tokenizer.model")}
+    paths["tokenizer.yaml"] = directory / "tokenizer.yaml"
+    paths["tokenizer.yaml"].write_text(json.dumps(text))
+    text["data"] |= {"held_out_fraction": 0, "tokenizer": {}}
+    paths["all.yaml"] = directory / "all.yaml"
+    paths["all.yaml"].write_text(json.dumps(text | {"train": text["train"] | {"eval_every": None}}))
+    return settings(
+        finished,
+        **{key: str(paths.get(value, value)) if isinstance(value, str) else value for key, value in changes.items()},
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"model": "nowhere"}, ConfigError, "nowhere: there is no such directory"),
+        ({"model": "hf"}, DataError, "has no tokenizer.json or tokenizer.model"),
+        ({"model": "with_tokenizer"}, ConfigError, "data: .* does not say what it was trained on; name the YAML file"),
+        ({"data": "missing.yaml"}, ConfigError, "missing.yaml: no such file"),
+        ({"data": "tokenizer.yaml"}, ConfigError, "names another tokenizer, .*; remove data.tokenizer.path there"),
+        ({"data": "all.yaml"}, DataError, "data.held_out_fraction: 0.* of the documents is none; raise it, or set split"),
+        ({"seq_len": 8192}, ConfigError, "seq_len: 8192 is above the model's max_seq_len=4096; lower it"),
+        ({"seq_len": 31}, ConfigError, "mesh.sequence: 2 must divide the 31 tokens of a row"),
+        ({"mesh": MeshConfig(tensor=4)}, ConfigError, "mesh.tensor: 4 must divide the model's num_kv_heads=2"),
+        ({"mesh": MeshConfig(fsdp=3)}, ConfigError, "mesh: .* but there are 8 devices"),
+    ],
+    ids=lambda value: str(value) if isinstance(value, dict) else "",
+)
+def test_what_cannot_be_evaluated_is_one_line(changes, error, message, finished, tmp_path):
+    config = refused(changes, finished, tmp_path)
+    with pytest.raises(error, match=message) as raised:
+        evaluate.run(config)
+    assert "\n" not in str(raised.value)
+
+
+def test_without_the_extra_tasks_are_refused_with_the_command(finished, monkeypatch, capsys):
+    find_spec = evaluate.importlib.util.find_spec
+    monkeypatch.setattr(evaluate.importlib.util, "find_spec", lambda name: None if name == "lm_eval" else find_spec(name))
+    with pytest.raises(EnvironmentMismatchError, match=r"run pip install 'llamajax\[eval\]'"):
+        evaluate.run(settings(finished, tasks="hellaswag"))
+    with pytest.raises(SystemExit) as ended:
+        evaluate.main(settings(finished, tasks="hellaswag"))
+    assert ended.value.code == 4
+    captured = capsys.readouterr()
+    assert captured.err == "tasks: lm-eval is not installed; run pip install 'llamajax[eval]'\n"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"limit": 5.0}, "limit: has no effect without tasks"),
+        ({"tasks": "arc_easy", "data": "x.yaml"}, "data: has no effect with tasks"),
+        ({"tasks": " , "}, "tasks: must not be empty"),
+        ({"tasks": "arc_easy", "log_samples": True}, "log_samples: needs a file"),
+        ({"split": "train"}, "split: train has no end; also set num_batches"),
+        ({"num_batches": 0}, "num_batches: 0 must be positive"),
+        ({"seq_len": 1}, "seq_len: 1 must be above 1"),
+    ],
+    ids=lambda value: str(value) if isinstance(value, dict) else "",
+)
+def test_settings_without_sense_are_refused(changes, message):
+    with pytest.raises(ConfigError, match=message):
+        EvaluateConfig(model="somewhere", **changes)
+
+
+def test_scores_are_those_of_all_logits_whatever_the_mesh_and_chunks(monkeypatch):
+    config = tiny_config().model
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(0, config.vocab_size, (8, 16), dtype=np.int32)
+    with jax.set_mesh(single_device_mesh()):
+        model = jax.jit(Llama, static_argnums=0)(config, jax.random.key(0))
+        logprobs = np.asarray(jax.nn.log_softmax(jax.jit(lambda model: model(tokens))(model)))
+    targets = rng.integers(0, config.vocab_size, (8, 16), dtype=np.int32)
+    targets[:4] = logprobs[:4].argmax(axis=-1)
+    targets[rng.random((8, 16)) < 0.4] = -1
+    taken = np.take_along_axis(logprobs, np.maximum(targets, 0)[:, :, None], axis=-1)[:, :, 0]
+    expected = np.where(targets < 0, 0, taken).sum(axis=1)
+    monkeypatch.setattr(scoring, "MAX_CHUNK_LOGITS", 5 * config.vocab_size // 2)  # 5 tokens of the 32 on each device
+    with jax.set_mesh(make_mesh(ALL_AXES)):
+        model = jax.jit(Llama, static_argnums=0)(config, jax.random.key(0))
+        sums, greedy = scoring.score(model, tokens, targets)
+    np.testing.assert_allclose(sums, expected, rtol=0, atol=2e-5)
+    assert greedy.tolist() == [True] * 4 + [False] * 4
+
+
+def test_progress_is_a_line_for_every_tenth(monkeypatch, capsys):
+    monkeypatch.setattr(console, "is_interactive", lambda: False)
+    assert list(evaluate.track(iter(range(40)), 40, "scoring")) == list(range(40))
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split("  ETA")[0] for line in lines] == [f"scoring {n:>2}/40" for n in range(4, 41, 4)]
+    assert list(evaluate.track(iter(range(3)), 3, "scoring")) == [0, 1, 2]
+
+
+@pytest.mark.slow
+def test_the_command(finished):
+    command = [sys.executable, "-m", "llamajax.evaluate", "--model", finished.run_dir]
+    mesh = ["--mesh.num_cpu_devices", "8", "--mesh.tensor", "2"]
+    outcome = subprocess.run([*command, *mesh], capture_output=True, text=True, check=False)
+    assert outcome.returncode == 0, outcome.stderr
+    assert f"{found_in_training(finished)['eval/loss']:.4f}" in outcome.stdout
+    outcome = subprocess.run([*command, "--modle", "x"], capture_output=True, text=True, check=False)
+    assert outcome.returncode == 2
+    assert "did you mean" in outcome.stderr
+
+
+@pytest.mark.slow
+def test_two_processes_find_what_one_finds_and_print_it_once(finished, tmp_path):
+    """Four devices each, joined over loopback."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    path = tmp_path / "results.json"
+    command = [
+        sys.executable, "-m", "llamajax.evaluate", "--model", finished.run_dir, "--json", str(path),
+        "--mesh.num_cpu_devices", "4", "--distributed.enabled", "true", "--distributed.num_processes", "2",
+        "--distributed.coordinator_address", address, "--distributed.heartbeat_timeout_s", "300",
+    ]  # fmt: skip
+    processes = [
+        subprocess.Popen([*command, "--distributed.process_id", str(rank)], stdout=subprocess.PIPE, text=True)
+        for rank in range(2)
+    ]
+    outputs = [process.communicate()[0] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], outputs
+    assert "bits per byte" in outputs[0]
+    assert "bits per byte" not in outputs[1]
+    assert json.loads(path.read_text())["loss"] == pytest.approx(found_in_training(finished)["eval/loss"], abs=1e-5)
