@@ -1,0 +1,243 @@
+"""New pieces for a BPE tokenizer: its training taken up again where it ended, on new text.
+
+The new merges come after all old ones, so a text is first encoded as before and then shortened; nothing that the model
+knows changes its place.
+"""
+
+import heapq
+import re
+from array import array
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+MIN_SAVED = 2
+"""Tokens of the sample that a new piece must save; what occurs once is not learnt."""
+
+_BARRIER = -1
+"""Stands between words, and for tokens that are never merged, such as single bytes of unknown characters."""
+_UNKNOWN = -2
+"""The first unknown character; every further one is one below."""
+_LOW = 2**32 - 1
+"""A pair is one number: the first token in the high, the second in the low 32 bits."""
+_WORDS_AT_ONCE = 1024
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """What has to be known of a tokenizer to train it further."""
+
+    ids: Mapping[str, int]
+    """The pieces that merges make and use."""
+    taken: frozenset[str]
+    """What no new piece may be called: the names of all tokens."""
+    first_new_id: int
+    """Above the ids of all tokens."""
+    words: Callable[[str], Iterable[str]]
+    """Cuts a text into the words that no piece may go beyond."""
+    encode: Callable[[Sequence[str]], list[list[int]]]
+    """The token ids of words (or pieces) as they stand: nothing is normalised, cut or added."""
+    max_piece_chars: int
+    """Longest new piece."""
+
+
+def learn_pieces(
+    vocabulary: Vocabulary, word_counts: Mapping[str, int], num_pieces: int, on_piece: Callable[[], None]
+) -> list[str]:
+    """Continues BPE training (Sennrich et al., arXiv:1508.07909): adds the piece that saves most tokens, and again.
+
+    A pair of neighbours saves one token wherever it stands. A character that has no piece is counted as if every byte of
+    it were a token, which is what byte fallback makes of it.
+
+    Args:
+        vocabulary: the tokenizer.
+        word_counts: how often each word occurs.
+        num_pieces: how many to add; fewer if no further one saves `MIN_SAVED` tokens.
+        on_piece: called after every new piece, for progress.
+
+    Returns:
+        The new pieces in the order of their merges; each is made of two older ones, or is a character.
+    """
+    chains = _Chains(vocabulary, word_counts)
+    pieces: list[str] = []
+    while len(pieces) < num_pieces and (piece := chains.best()) is not None:
+        chains.add(piece)
+        pieces.append(piece)
+        on_piece()
+    return pieces
+
+
+def new_merges(ids: Mapping[str, int], pieces: Sequence[str]) -> list[tuple[str, str]]:
+    """The merges that new pieces bring, in order; they follow all old ones.
+
+    As in SentencePiece, any two neighbours that spell a piece become it, if one of the three is new. Each merge stands
+    where the newest of its three pieces is made; there, what uses that piece comes before what makes it.
+
+    Args:
+        ids: the old pieces that merges make and use, and their ids.
+        pieces: the new ones.
+    """
+    ages = dict.fromkeys(ids, 0) | {piece: place for place, piece in enumerate(pieces, 1)}
+    order = {piece: place for place, piece in enumerate(ages)}
+    found = []
+    for piece, age in ages.items():
+        for left, right in _splits(piece, ages):
+            if newest := max(age, ages[left], ages[right]):
+                found.append((newest, age == newest, order[left], order[right], (left, right)))
+    return [merge for *_, merge in sorted(found)]
+
+
+def _splits(piece: str, known: Mapping[str, int]) -> Iterator[tuple[str, str]]:
+    """Every way to make a piece of two known ones."""
+    for at in range(1, len(piece)):
+        if piece[:at] in known and piece[at:] in known:
+            yield piece[:at], piece[at:]
+
+
+def _different(ascending: np.ndarray) -> np.ndarray:
+    return ascending[np.flatnonzero(np.diff(ascending, prepend=-1))]
+
+
+def _encode(vocabulary: Vocabulary, words: Sequence[str], codes: Mapping[str, int]) -> Iterator[list[int]]:
+    """The tokens of each word, with the unknown characters as their `codes`."""
+    unknown = re.compile(f"([{re.escape(''.join(codes))}])" if codes else "((?!))")  # the latter is nowhere
+    for at in range(0, len(words), _WORDS_AT_ONCE):
+        split = [unknown.split(word) for word in words[at : at + _WORDS_AT_ONCE]]  # every second part is unknown
+        encoded = iter(vocabulary.encode([part for parts in split for part in parts[::2]]))
+        for parts in split:
+            chain = next(encoded)
+            for char in parts[1::2]:
+                chain += [codes[char], *next(encoded)]
+            yield chain
+
+
+class _Chains:
+    """All words as chains of tokens, and how many tokens every possible new piece would save.
+
+    The chains lie one after the other, with barriers between them; a position has a token, neighbours that change as
+    tokens merge, and the number of times that its word occurs.
+    """
+
+    def __init__(self, vocabulary: Vocabulary, word_counts: Mapping[str, int]) -> None:
+        self._ids = dict(vocabulary.ids)
+        self._texts = {token: piece for piece, token in self._ids.items()}
+        self._next_id = vocabulary.first_new_id
+        self._taken, self._max_chars = vocabulary.taken, vocabulary.max_piece_chars
+        unknown = sorted(set().union(*word_counts) - self._ids.keys())
+        self._codes = {char: _UNKNOWN - place for place, char in enumerate(unknown)}
+        self._chars = {code: char for char, code in self._codes.items()}
+        tokens, lengths = array("i", [_BARRIER]), array("i", [1])
+        for chain in _encode(vocabulary, list(word_counts), self._codes):
+            tokens.extend(chain)
+            tokens.append(_BARRIER)
+            lengths.append(len(chain) + 1)
+        self._token = np.frombuffer(tokens, np.int32)
+        self._token[(self._token >= 0) & ~np.isin(self._token, list(self._texts))] = _BARRIER
+        self._weight = np.repeat(np.array([0, *word_counts.values()], np.int32), np.frombuffer(lengths, np.int32))
+        places = np.arange(len(self._token), dtype=np.int32)
+        self._before, self._after = np.maximum(places - 1, 0), np.minimum(places + 1, len(places) - 1)
+        self._later: defaultdict[int, list[np.ndarray]] = defaultdict(list)
+        self._index_start()
+
+    def _index_start(self) -> None:
+        """Notes where every pair and every unknown character is, and what each would save."""
+        keys = self._keys(np.arange(len(self._token), dtype=np.int32))
+        at = np.flatnonzero(keys != _BARRIER).astype(np.int32)
+        keys = keys[at]
+        self._places = at[np.argsort(keys, kind="stable")]
+        keys.sort(kind="stable")
+        first = np.flatnonzero(np.diff(keys, prepend=_BARRIER))
+        self._keys_at_start, self._first = keys[first], np.append(first, len(keys))
+        saved = np.add.reduceat(self._weight[self._places], first, dtype=np.int64) if len(first) else first
+        for place, key in enumerate(self._keys_at_start[self._keys_at_start < 0].tolist()):
+            saved[place] *= len(self._chars[key].encode()) - 1
+        worth = saved >= MIN_SAVED
+        self._saved = dict(zip(self._keys_at_start[worth].tolist(), saved[worth].tolist(), strict=True))
+        self._heap = [(-saved, key) for key, saved in self._saved.items()]
+        heapq.heapify(self._heap)
+
+    def best(self) -> str | None:
+        """The piece that would save most tokens, if there is one that may be added."""
+        while self._heap:
+            promised, key = heapq.heappop(self._heap)
+            saved = self._saved.get(key, 0)
+            if saved < MIN_SAVED:
+                continue
+            if saved < -promised:
+                heapq.heappush(self._heap, (-saved, key))
+                continue
+            text = self._chars[key] if key < 0 else self._text(key)
+            if text not in self._taken and text not in self._ids and len(text) <= self._max_chars:
+                return text
+        return None
+
+    def add(self, piece: str) -> None:
+        """Makes a text a piece, and merges what spells it."""
+        token = self._ids[piece] = self._next_id
+        self._texts[token] = piece
+        self._next_id += 1
+        if piece in self._codes:
+            at = self._find(self._codes[piece])
+            self._token[at] = token
+            pairs = self._count(np.concatenate([self._before[at], at]), 1)
+        else:
+            pairs = [self._ids[left] << 32 | self._ids[right] for left, right in _splits(piece, self._ids)]
+        while pairs:  # what is made may be half of a piece that there is
+            pair = pairs.pop(0)
+            if (whole := self._ids.get(self._text(pair))) is not None:
+                pairs += self._merge(pair, whole)
+
+    def _merge(self, pair: int, whole: int) -> list[int]:
+        """Replaces a pair by a token wherever it is. Returns the pairs that came to be."""
+        at = self._find(pair)
+        if pair >> 32 == pair & _LOW:  # in a row of them, only every second place is one
+            continues = np.append(False, self._after[at[:-1]] == at[1:]) if len(at) else np.zeros(0, bool)
+            place = np.arange(len(at))
+            row_start = np.maximum.accumulate(np.where(continues, 0, place))
+            at = at[(place - row_start) % 2 == 0]
+        gone = self._after[at]
+        self._count(np.concatenate([self._before[at], at, gone]), -1)
+        self._token[at], self._token[gone] = whole, _BARRIER
+        after = self._after[gone]
+        self._after[at], self._before[after] = after, at
+        return self._count(np.concatenate([self._before[at], at]), 1)
+
+    def _find(self, key: int) -> np.ndarray:
+        """Where a pair begins, or an unknown character is; ascending."""
+        place = np.searchsorted(self._keys_at_start, key)
+        known = place < len(self._keys_at_start) and self._keys_at_start[place] == key
+        at_start = self._places[self._first[place] : self._first[place + 1]] if known else self._places[:0]
+        at = _different(np.sort(np.concatenate([at_start, *self._later.pop(key, [])])))
+        return at[self._keys(at) == key]
+
+    def _keys(self, at: np.ndarray) -> np.ndarray:
+        """int64: what begins at each position: a pair, an unknown character, or nothing that can be merged (-1)."""
+        first, second = self._token[at].astype(np.int64), self._token[self._after[at]]
+        return np.where((first >= 0) & (second >= 0), first << 32 | second, np.minimum(first, _BARRIER))
+
+    def _count(self, at: np.ndarray, sign: int) -> list[int]:
+        """Adds or takes away what the pairs that begin at some positions save. Returns these pairs."""
+        at = _different(np.sort(at))
+        keys = self._keys(at)
+        at, keys = at[keys >= 0], keys[keys >= 0]
+        order = np.argsort(keys, kind="stable")
+        at, keys = at[order], keys[order]
+        first = np.flatnonzero(np.diff(keys, prepend=-1))
+        if not len(keys):
+            return []
+        pairs = keys[first].tolist()
+        changes = (sign * np.add.reduceat(self._weight[at], first, dtype=np.int64)).tolist()
+        ends = [*first[1:].tolist(), len(at)]
+        for pair, change, start, end in zip(pairs, changes, first.tolist(), ends, strict=True):
+            if sign > 0:
+                self._saved[pair] = self._saved.get(pair, 0) + change
+                self._later[pair].append(at[start:end])
+                heapq.heappush(self._heap, (-self._saved[pair], pair))
+            elif pair in self._saved:
+                self._saved[pair] += change
+        return pairs
+
+    def _text(self, pair: int) -> str:
+        return self._texts[pair >> 32] + self._texts[pair & _LOW]
