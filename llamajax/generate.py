@@ -1,78 +1,316 @@
-"""Text from a model: sample the next token, append it, repeat."""
+"""Text from a model: `python -m llamajax.generate --model RUN --prompt "Once upon a time"`.
 
-import functools
-from collections.abc import Iterator
+Read `run` from top to bottom. Texts go to standard output, everything else to standard error.
+"""
+
+if __name__ == "__main__":
+    # --help and mistakes on the command line answer before the seconds that importing jax takes.
+    from llamajax.cli import parse_args
+    from llamajax.tool_config import GenerateConfig
+
+    ARGUMENTS = parse_args(
+        prog="python -m llamajax.generate", root=GenerateConfig, check=lambda config: config.file_problems()
+    )
+else:
+    ARGUMENTS = None
+
+import contextlib
+import dataclasses
+import json
+import math
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TextIO
 
 import jax
-import jax.numpy as jnp
-import numpy as np
-from jax import P
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from llamajax import console, mesh
+from llamajax.completion import Completer, Completion, Piece, Stats, check_room
+from llamajax.config import MeshConfig, ModelConfig
+from llamajax.data.chat import ChatTemplate, load_chat_template
 from llamajax.data.tokenizer import Tokenizer
-from llamajax.errors import DataError
+from llamajax.errors import DISK_ERROR, INTERNAL_ERROR, OUT_OF_MEMORY, ConfigError, UserError
 from llamajax.model import Llama
-from llamajax.sharding import gather, spec
+from llamajax.pretrained import Pretrained, open_pretrained
+from llamajax.prompts import Prompt, find_ends, read_prompts
+from llamajax.restore import say
+from llamajax.sampling import Sampling
+from llamajax.tool_config import GenerateConfig
 
 
-@functools.partial(jax.jit, static_argnames="temperature")
-def _next_token(model: Llama, tokens: jax.Array, length: jax.Array, key: jax.Array, temperature: float) -> jax.Array:
-    """The token after the first `length` of `tokens` [B, T], drawn per row; int32 [B], replicated."""
-    hidden = model.hidden(tokens)
-    is_last = jnp.arange(tokens.shape[1]) == length - 1
-    last = jnp.einsum("BTD,T->BD", hidden.astype(jnp.float32), is_last.astype(jnp.float32), out_sharding=spec("batch", None))
-    weight = gather(model.output_weight(), "vocab", None, dtype=hidden.dtype)
-    logits = jnp.einsum("BD,VD->BV", last, weight.astype(jnp.float32), out_sharding=P(None, None))
-    if temperature == 0:
-        return jnp.argmax(logits, axis=-1).astype(jnp.int32)
-    return jax.random.categorical(key, logits / temperature).astype(jnp.int32)
-
-
-def encode_prompt(tokenizer: Tokenizer, prompt: str, seq_len: int) -> list[int]:
-    """The tokens of a prompt, after the one that begins every text.
+def run(config: GenerateConfig) -> None:
+    """Writes texts as `config` says.
 
     Raises:
-        DataError: they leave no room in a row of `seq_len`.
+        UserError: one of `llamajax.errors`, when the settings, prompts, machine or model do not allow it.
     """
-    tokens = [tokenizer.bos_id, *tokenizer.encode_batch([prompt])[0]]
-    if len(tokens) >= seq_len:
-        raise DataError(f"sample.prompt: {len(tokens)} tokens leave no room in rows of {seq_len}; shorten the prompt")
-    return tokens
+    if config.is_talk and not sys.stdin.isatty():
+        raise ConfigError("chat: standard input is no terminal to talk at; give a prompt, or prompts_file")
+    prompts = [Prompt(text) for text in config.prompt]
+    if config.prompts_file is not None:
+        prompts = read_prompts(Path(config.prompts_file).expanduser())
+    if config.chat:
+        prompts = [prompt.in_chat(config.system) for prompt in prompts]
+
+    mesh.select_platform(config.mesh)
+    mesh.join_processes(config.distributed)
+    jax.set_mesh(mesh.make_mesh(config.mesh))
+    pretrained = open_pretrained(Path(config.model))
+    say(f"model      {pretrained.about}")
+    tokenizer = pretrained.tokenizer()
+    has_messages = config.chat or any(prompt.messages is not None for prompt in prompts)
+    template = find_template(config, pretrained, tokenizer) if has_messages else None
+    token_ids = [prompt.encode(tokenizer, template) for prompt in prompts]
+    max_seq_len = longest_sequence(config, pretrained.config)
+    check_room(token_ids, max_seq_len)
+
+    completer = Completer(
+        load(config, pretrained),
+        tokenizer,
+        sampling=Sampling(temperature=config.temperature, top_k=config.top_k, top_p=config.top_p, min_p=config.min_p),
+        key=jax.random.key(config.seed),
+        max_seq_len=max_seq_len,
+        end_ids=() if config.ignore_eos else find_ends(pretrained.special_tokens["eos_token_id"], tokenizer, template),
+    )
+    try:
+        if config.is_talk:
+            assert template is not None
+            talk(config, completer, tokenizer, template)
+        else:
+            write(config, completer, prompts, token_ids)
+    except KeyboardInterrupt:
+        print()
+        say_speed(completer.stats)
+        raise
+    say_speed(completer.stats)
 
 
-def stream_text(
-    model: Llama,
-    tokenizer: Tokenizer,
-    prompt: str,
-    *,
-    max_tokens: int,
-    temperature: float,
-    key: jax.Array,
-    seq_len: int,
-    batch_size: int,
-) -> Iterator[str]:
-    """The continuation of `prompt` in pieces, as the model writes it.
-
-    Every token runs the whole row of `seq_len` positions again, so this is for samples, not for serving. The row is
-    repeated `batch_size` times, which must be a multiple of the mesh's data-parallel devices; the first is told.
-    Writing ends at the tokenizer's end-of-text, after `max_tokens`, or when the row is full.
+def find_template(config: GenerateConfig, pretrained: Pretrained, tokenizer: Tokenizer) -> ChatTemplate:
+    """The chat template to use.
 
     Raises:
-        DataError: the prompt leaves no room in the row.
+        ConfigError: there is none.
+        DataError: it is malformed.
     """
-    written = encode_prompt(tokenizer, prompt, seq_len)
-    prompt_length = len(written)
-    shown = tokenizer.decode(written[1:])
-    for step in range(min(max_tokens, seq_len - prompt_length)):
-        row = np.zeros(seq_len, np.int32)
-        row[: len(written)] = written
-        tokens = jax.device_put(np.tile(row, (batch_size, 1)), spec("batch", "seq"))
-        next_tokens = _next_token(model, tokens, np.int32(len(written)), jax.random.fold_in(key, step), temperature)
-        token = int(next_tokens[0])
-        if token == tokenizer.eos_id:
+    path = pretrained.files if config.chat_template is None else Path(config.chat_template).expanduser()
+    template = load_chat_template(path, tokenizer)
+    if template is None:
+        raise ConfigError(f"chat_template: {path} has none; name one, for example of configs/chat_templates")
+    return template
+
+
+def longest_sequence(config: GenerateConfig, model: ModelConfig) -> int:
+    """Tokens of prompt and continuation, at most.
+
+    Raises:
+        ConfigError: the settings want more than the model is meant for.
+    """
+    if config.max_seq_len is not None and config.max_seq_len > model.max_seq_len:
+        raise ConfigError(
+            f"max_seq_len: {config.max_seq_len} is more than the {model.max_seq_len} tokens that the model is meant for"
+        )
+    return config.max_seq_len or model.max_seq_len
+
+
+def load(config: GenerateConfig, pretrained: Pretrained) -> Llama:
+    """The model in the types that are asked for, on a mesh made for it."""
+    model = pretrained.config
+    own_dtype = model.compute_dtype if pretrained.tensors is None else model.param_dtype
+    compute_dtype = own_dtype if config.compute_dtype == "auto" else config.compute_dtype
+    param_dtype = compute_dtype if config.param_dtype == "auto" else config.param_dtype
+    jax.set_mesh(mesh.make_mesh(choose_mesh(config.mesh, model, jax.device_count())))
+    devices, axes = jax.devices(), jax.sharding.get_mesh().shape
+    split = " x ".join(f"{axis} {size}" for axis, size in axes.items() if size > 1)
+    say(f"devices    {len(devices)} x {devices[0].device_kind}; mesh {split or 'of one device'}; {param_dtype}")
+    return pretrained.load(dataclasses.replace(model, param_dtype=param_dtype, compute_dtype=compute_dtype))
+
+
+def choose_mesh(config: MeshConfig, model: ModelConfig, num_devices: int) -> MeshConfig:
+    """The mesh that is asked for; if none is, the fastest that fits any model and number of devices.
+
+    Splitting heads splits the reading of weights, which is what a token's time goes into. Copies of the model for the
+    rest, because weights split along `fsdp` would travel for every token.
+
+    Raises:
+        ConfigError: the model cannot be divided over the mesh that is asked for.
+    """
+    if config == MeshConfig(num_cpu_devices=config.num_cpu_devices):
+        tensor = math.gcd(num_devices, model.num_kv_heads, model.mlp_dim, model.vocab_size)
+        return dataclasses.replace(config, data=num_devices // tensor, fsdp=1, tensor=tensor)
+    axes = config.axis_sizes(num_devices)
+    sizes = [
+        ("num_kv_heads", "tensor"), ("mlp_dim", "tensor"), ("vocab_size", "tensor"), ("embed_dim", "fsdp"),
+    ]  # fmt: skip
+    problems = [
+        f"mesh.{axis}: {axes[axis]} must divide the model's {name}={getattr(model, name)}; leave mesh out to have it chosen"
+        for name, axis in sizes
+        if getattr(model, name) % axes[axis]
+    ]
+    if problems:
+        raise ConfigError("\n".join(problems))
+    return config
+
+
+def write(
+    config: GenerateConfig, completer: Completer, prompts: Sequence[Prompt], token_ids: Sequence[Sequence[int]]
+) -> None:
+    """All continuations: one alone as it is written, several when they and those before them are done."""
+    num_rows = len(prompts) * config.num_samples
+    pieces = completer.complete(
+        token_ids,
+        max_tokens=config.max_tokens,
+        stop=config.stop,
+        num_samples=config.num_samples,
+        batch_size=config.batch_size,
+    )
+    if config.output is not None:
+        with open_output(config.output) as output:
+            for row, completion in in_order(pieces, num_rows):
+                prompt, sample = prompts[row // config.num_samples], row % config.num_samples
+                given = {"prompt": prompt.text} if prompt.messages is None else {"messages": prompt.messages}
+                record = given | {"sample": sample} | dataclasses.asdict(completion)
+                if output is not None:
+                    print(json.dumps(record, ensure_ascii=False), file=output, flush=True)
+    elif num_rows == 1:
+        title = prompts[0].text if prompts[0].messages is None else ""
+        console.print_stream(title, (piece.text for piece in pieces))
+    else:
+        for row, completion in in_order(pieces, num_rows):
+            prompt = prompts[row // config.num_samples]
+            console.print_stream(prompt.text, ["" if prompt.messages is None else "\n", completion.text, "\n"])
+
+
+@contextlib.contextmanager
+def open_output(path: str) -> Iterator[TextIO | None]:
+    """A new file; None in all processes but the first.
+
+    Raises:
+        ConfigError: it cannot be made.
+    """
+    if jax.process_index() != 0:
+        yield None
+        return
+    try:
+        file = Path(path).expanduser().open("x", encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"output: {path}: {error.strerror}; choose another file") from error
+    with file:
+        yield file
+
+
+def in_order(pieces: Iterator[Piece], num_rows: int) -> Iterator[tuple[int, Completion]]:
+    """Every row's completion when it and those before it are there; shows on a terminal how far the writing is."""
+    finished: dict[int, Completion] = {}
+    next_row = num_tokens = 0
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    is_shown = console.is_interactive() and jax.process_index() == 0
+    with Progress(*columns, console=console.CONSOLE, refresh_per_second=4, transient=True, disable=not is_shown) as progress:
+        task = progress.add_task("writing", total=num_rows)
+        try:
+            for piece in pieces:
+                num_tokens += 1
+                progress.update(task, description=f"writing, {num_tokens:,} tokens")
+                if piece.completion is not None:
+                    finished[piece.row] = piece.completion
+                    progress.advance(task)
+                if next_row in finished:
+                    progress.stop()  # it would write into lines that are not whole
+                    while next_row in finished:
+                        yield next_row, finished.pop(next_row)
+                        next_row += 1
+                    progress.start()
+        except KeyboardInterrupt:
+            progress.stop()
+            yield from sorted(finished.items())
+            raise
+
+
+def talk(config: GenerateConfig, completer: Completer, tokenizer: Tokenizer, template: ChatTemplate) -> None:
+    """A conversation at the terminal, until its end of input.
+
+    Raises:
+        DataError: it became longer than the model takes.
+    """
+    with contextlib.suppress(ImportError):
+        import readline  # noqa: F401  (lets `input` edit lines and remember them)
+
+    say("talk       Ctrl-C ends an answer, Ctrl-D the talk")
+    messages = [] if config.system is None else [{"role": "system", "content": config.system}]
+    while True:
+        try:
+            text = input("> ")
+        except (EOFError, KeyboardInterrupt):
+            print()
             return
-        written.append(token)
-        text = tokenizer.decode(written[1:])
-        # A character of several bytes is shown once its last byte is there.
-        if text.startswith(shown) and not text.endswith("\ufffd"):
-            yield text[len(shown) :]
-            shown = text
+        if not text.strip():
+            continue
+        messages.append({"role": "user", "content": text})
+        token_ids = Prompt(text, tuple(messages)).encode(tokenizer, template)
+        answer: list[str] = []
+
+        def told(pieces: Iterator[Piece], answer: list[str] = answer) -> Iterator[str]:
+            for piece in pieces:
+                answer.append(piece.text)
+                yield piece.text
+
+        try:
+            pieces = completer.complete([token_ids], max_tokens=config.max_tokens, stop=config.stop)
+            console.print_stream("", told(pieces))
+        except KeyboardInterrupt:
+            print()
+        messages.append({"role": "assistant", "content": "".join(answer)})
+
+
+def say_speed(stats: Stats) -> None:
+    """What reading, writing and compiling took."""
+    if not stats.prefill_s:
+        return
+    parts = [f"prefill {stats.prompt_tokens:,} tokens, {stats.prompt_tokens / stats.prefill_s:,.0f} tokens/s"]
+    if stats.decoded_tokens:
+        parts.append(f"decode {stats.decoded_tokens:,} tokens, {stats.decoded_tokens / stats.decode_s:,.0f} tokens/s")
+    say(f"speed      {'; '.join(parts)}; compiled in {stats.compile_s:.1f} s")
+
+
+def main(config: GenerateConfig) -> None:
+    """Runs, and turns what goes wrong into a message and an exit code."""
+    code = 0
+    try:
+        run(config)
+    except UserError as error:
+        print(error, file=sys.stderr)
+        code = error.exit_code
+    except jax.errors.JaxRuntimeError as error:
+        out_of_memory = "RESOURCE_EXHAUSTED" in str(error)
+        code = OUT_OF_MEMORY if out_of_memory else INTERNAL_ERROR
+        if out_of_memory:
+            print(
+                f"out of device memory: {str(error).splitlines()[0]}; try a smaller batch_size or max_tokens,"
+                " param_dtype bfloat16, or a larger mesh.tensor or mesh.fsdp",
+                file=sys.stderr,
+            )
+        else:
+            traceback.print_exc()
+    except OSError as error:
+        print(f"{error.filename or config.output}: {error.strerror or error}; see to the disk", file=sys.stderr)
+        code = DISK_ERROR
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        code = 128 + signal.SIGINT
+    except Exception:
+        traceback.print_exc()
+        code = INTERNAL_ERROR
+    if code and config.distributed.enabled:
+        # A normal exit would wait for the other processes, which wait for this one: five minutes, then an abort.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
+
+
+if ARGUMENTS is not None:
+    main(ARGUMENTS.config)

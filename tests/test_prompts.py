@@ -1,0 +1,110 @@
+"""Prompts from files and into tokens, what is refused with its line, and the tokens that end a text."""
+
+import json
+
+import pytest
+
+from converters.hf_tokenizer import convert_sentencepiece
+from llamajax.data.chat import ChatTemplate
+from llamajax.data.tokenizer import load_tokenizer, train_sentencepiece
+from llamajax.errors import DataError
+from llamajax.prompts import Prompt, find_ends, read_prompts
+from tests.runs import WORDS
+
+TALK = ({"role": "system", "content": "Be brief."}, {"role": "user", "content": "the model"})
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    """With a special token for the end of a turn, beside those of every text."""
+    directory = tmp_path_factory.mktemp("tokenizer")
+    files = convert_sentencepiece(train_sentencepiece([" ".join(WORDS)] * 20, vocab_size=320))
+    assert files is not None
+    model = json.loads(files["tokenizer.json"])
+    token = {"id": 320, "content": "<|end|>", "special": True}
+    model["added_tokens"].append(dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False) | token)
+    files["tokenizer.json"] = json.dumps(model).encode()
+    for name, content in files.items():
+        (directory / name).write_bytes(content)
+    return load_tokenizer(directory)
+
+
+def template(tokenizer, end: str) -> ChatTemplate:
+    text = "{% for m in messages %}{{ m.role }}: {{ m.content }}END{% endfor %}{% if add_generation_prompt %}Me: {% endif %}"
+    return ChatTemplate(text.replace("END", end), tokenizer, "a test")
+
+
+def test_a_text_file_has_a_prompt_per_line(tmp_path):
+    path = tmp_path / "prompts.txt"
+    path.write_bytes("the model\r\n\n  \u6f22\u5b57\u2028{}\n".encode())
+    assert read_prompts(path) == [Prompt("the model"), Prompt("  \u6f22\u5b57\u2028{}")]
+
+
+def test_a_jsonl_file_has_texts_and_conversations(tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    lines = [{"prompt": "a\nb", "id": 3}, {"messages": TALK}]
+    path.write_text("\n\n".join(map(json.dumps, lines)))
+    assert read_prompts(path) == [Prompt("a\nb"), Prompt("the model", TALK)]
+
+
+@pytest.mark.parametrize(
+    ("line", "complaint"),
+    [
+        ("{", "is not JSON"),
+        ("[" * 100_000, "is not JSON"),
+        ('"text"', "must be"),
+        ('{"text": "a"}', "must be"),
+        ('{"prompt": 1}', "must be"),
+        ('{"prompt": "a", "messages": [{"role": "user", "content": "a"}]}', "must be"),
+        ('{"messages": []}', "must be"),
+        ('{"messages": [{"role": "user"}]}', "must be"),
+        ('{"messages": [{"role": "user", "content": null}]}', "must be"),
+        ('{"prompt": "\\ud800"}', "surrogate"),
+        ('{"messages": [{"role": "\\ud800", "content": ""}]}', "surrogate"),
+    ],
+)
+def test_a_line_that_is_no_prompt_is_named(line, complaint, tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"prompt": "a"}\n' + line)
+    with pytest.raises(DataError) as refused:
+        read_prompts(path)
+    assert f"{path}:2: prompts_file: " in str(refused.value)
+    assert complaint in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+def test_files_without_prompts_are_refused(tmp_path):
+    (tmp_path / "empty.txt").write_text(" \n\n")
+    (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
+    for name, complaint in (("empty.txt", "has no prompt"), ("latin.txt", "not UTF-8"), ("none.txt", "No such file")):
+        with pytest.raises(DataError, match=complaint):
+            read_prompts(tmp_path / name)
+
+
+def test_a_text_begins_with_bos_and_a_conversation_is_put_into_the_template(tokenizer):
+    plain = tokenizer.encode_batch(["the model</s>"])[0].tolist()
+    assert Prompt("the model</s>").encode(tokenizer, None) == [tokenizer.bos_id, *plain]
+    assert Prompt("").encode(tokenizer, None) == [tokenizer.bos_id]
+    talk = Prompt("the model").in_chat("Be brief.")
+    assert talk == Prompt("the model", TALK)
+    assert talk.in_chat("Be long.") == talk
+    assert Prompt("a").in_chat(None).messages == ({"role": "user", "content": "a"},)
+    tokens = talk.encode(tokenizer, template(tokenizer, "<|end|>"))
+    assert tokens[0] == tokenizer.bos_id
+    assert tokens.count(320) == 2
+    assert tokenizer.decode(tokens) == "system: Be brief.user: the modelMe: "
+
+
+def test_a_tokenizer_without_bos_puts_nothing_before_a_text(tokenizer, monkeypatch):
+    monkeypatch.setattr(tokenizer, "bos_token", None)
+    assert Prompt("the model").encode(tokenizer, None) == tokenizer.encode_batch(["the model"])[0].tolist()
+    assert len(Prompt("").encode(tokenizer, None)) == 1
+
+
+def test_ends_are_those_of_model_tokenizer_and_template(tokenizer):
+    assert find_ends(None, tokenizer, None) == {2}
+    assert find_ends(5, tokenizer, None) == {2, 5}
+    assert find_ends([5, 6], tokenizer, None) == {2, 5, 6}
+    assert find_ends(None, tokenizer, template(tokenizer, "<|end|>\n")) == {2, 320}
+    assert find_ends(None, tokenizer, template(tokenizer, " </s>")) == {2}
+    assert find_ends(None, tokenizer, template(tokenizer, "\nthe next <|end|>")) == {2}
