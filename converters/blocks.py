@@ -1,8 +1,11 @@
-"""Checkpoint arrays in blocks of rows, so that no stacked array is ever whole in memory."""
+"""Checkpoint arrays block by block, so that no stacked array is ever whole in memory."""
 
+import asyncio
+import itertools
 import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +15,33 @@ import orbax.checkpoint as ocp
 import tensorstore as ts
 from orbax.checkpoint.future import CommitFutureAwaitingContractedSignals
 
-_BLOCK_BYTES = 64 << 20
+from converters.safetensors_io import write_at
+
+BLOCK_BYTES = 16 << 20
+THREADS = 2
+"""Blocks in work at a time; copying and transposing keeps about two cores busy, and more would need more memory."""
+
+Box = tuple[slice, ...]
+"""Start and stop in every dim of an array."""
+
+
+def block_shape(shape: tuple[int, ...], dtype: np.dtype[Any], split_dim: int) -> tuple[int, ...]:
+    """The shape of blocks of `BLOCK_BYTES`: several rows of the leading dim, or parts of one, cut along `split_dim`."""
+    row_bytes = max(1, math.prod(shape[1:]) * dtype.itemsize)
+    rows = min(shape[0], max(1, BLOCK_BYTES // row_bytes))
+    if split_dim == 0 or rows > 1:
+        return (rows, *shape[1:])
+    size = math.ceil(shape[split_dim] / math.ceil(row_bytes / BLOCK_BYTES))
+    return (1, *shape[1:split_dim], size, *shape[split_dim + 1 :])
+
+
+def boxes(shape: tuple[int, ...], block_shape: tuple[int, ...]) -> Iterator[Box]:
+    """The places of all blocks of an array, in order."""
+    ranges = (
+        [slice(at, min(at + step, size)) for at in range(0, size, step)]
+        for size, step in zip(shape, block_shape, strict=True)
+    )
+    return itertools.product(*ranges)
 
 
 @dataclass(frozen=True)
@@ -21,21 +50,21 @@ class BlockArray:
 
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
-    make: Callable[[int, int], np.ndarray]
-    """The rows from the first number to the second of the leading dim."""
+    block_shape: tuple[int, ...]
+    """Blocks at the end of a dim are smaller if it does not divide."""
+    make: Callable[[Box], np.ndarray]
+    """The block at a place."""
 
     @property
     def nbytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
 
-    @property
-    def rows_per_block(self) -> int:
-        """As many as 64 MiB hold, but at least one."""
-        return min(self.shape[0], max(1, _BLOCK_BYTES * self.shape[0] // self.nbytes))
-
 
 class _BlockHandler(ocp.type_handlers.NumpyHandler):
-    """Saves `BlockArray`s as Orbax saves numpy arrays, each block as one chunk, one after the other."""
+    """Saves `BlockArray`s as Orbax saves numpy arrays without OCDBT: zarr arrays with one file per block.
+
+    The files are written here and not by tensorstore, because it writes, and syncs, each as one piece: five times slower.
+    """
 
     async def serialize(
         self, values: Sequence[Any], infos: Sequence[Any], args: Sequence[Any] | None = None
@@ -45,30 +74,43 @@ class _BlockHandler(ocp.type_handlers.NumpyHandler):
     async def _write(self, values: Sequence[BlockArray], infos: Sequence[Any]) -> None:
         for array, info in zip(values, infos, strict=True):
             await info.await_path_creation()
-            rows = array.rows_per_block
+            assert not info.is_ocdbt_checkpoint
             spec = ocp.type_handlers.get_json_tspec_write(
                 info,
-                use_ocdbt=info.is_ocdbt_checkpoint,
+                use_ocdbt=False,
                 global_shape=array.shape,
-                local_shape=(rows, *array.shape[1:]),
+                local_shape=array.block_shape,
                 dtype=array.dtype,
                 process_index=0,
             )
-            store = await ts.open(ts.Spec(spec), create=True, open=True, context=info.ts_context)
-            for start in range(0, array.shape[0], rows):
-                stop = min(start + rows, array.shape[0])
-                await store[start:stop].write(array.make(start, stop), can_reference_source_data_indefinitely=True)
+            await ts.open(ts.Spec(spec), create=True, open=True, context=info.ts_context)
+            await asyncio.to_thread(_write_blocks, array, Path(spec["kvstore"]["path"]))
+
+
+def _write_blocks(array: BlockArray, directory: Path) -> None:
+    def write(box: Box) -> None:
+        block = array.make(box)
+        if block.shape != array.block_shape:  # at an end; zarr stores all blocks in full
+            block = np.pad(block, [(0, full - size) for full, size in zip(array.block_shape, block.shape, strict=True)])
+        place = (dim.start // size for dim, size in zip(box, array.block_shape, strict=True))
+        with (directory / ".".join(map(str, place))).open("xb") as file:
+            write_at(file.fileno(), block, 0)
+
+    with ThreadPoolExecutor(THREADS) as pool:
+        for _ in pool.map(write, boxes(array.shape, array.block_shape)):  # raises what a write raised
+            pass
 
 
 _absl = logging.getLogger("absl")
 _absl.disabled = True  # Orbax would warn that numpy arrays, too, are now read by this handler, which inherits how
 ocp.type_handlers.register_type_handler(BlockArray, _BlockHandler(), override=True)
 _absl.disabled = False
+_absl.addFilter(lambda record: "Skipping merge of OCDBT" not in record.getMessage())  # there is nothing to merge
 
 
 @dataclass(frozen=True)
 class StoredArray:
-    """An array of a committed checkpoint, read block by block."""
+    """An array of a committed checkpoint, read in parts."""
 
     _store: Any
 
@@ -76,16 +118,27 @@ class StoredArray:
     def shape(self) -> tuple[int, ...]:
         return tuple(self._store.shape)
 
-    def blocks(self) -> Iterator[tuple[int, np.ndarray]]:
-        """(first row, rows), in order and as they were saved: every chunk is read once."""
-        rows = self._store.chunk_layout.read_chunk.shape[0]
-        for start in range(0, self.shape[0], rows):
-            yield start, self._store[start : min(start + rows, self.shape[0])].read().result()
+    @property
+    def block_shape(self) -> tuple[int, ...]:
+        """Shape of the blocks that it is stored in; whoever reads them one by one reads every byte once."""
+        return tuple(self._store.chunk_layout.read_chunk.shape)
+
+    def nbytes(self, box: Box) -> int:
+        """Of a part of it."""
+        return math.prod(dim.stop - dim.start for dim in box) * self._store.dtype.numpy_dtype.itemsize
+
+    def read(self, index: tuple[slice | int, ...]) -> np.ndarray:
+        """A part of it."""
+        return self._store[index].read().result()
 
 
 def open_array(step_dir: Path, name: str) -> StoredArray:
-    """An array of the committed checkpoint in `step_dir`."""
-    kvstore = {"driver": "ocdbt", "base": f"file://{step_dir.absolute() / 'state'}", "path": f"{name}/"}
+    """An array of the committed checkpoint in `step_dir`, in few files (OCDBT) or in one per block."""
+    state = step_dir.absolute() / "state"
+    if (state / "manifest.ocdbt").is_file():
+        kvstore = {"driver": "ocdbt", "base": f"file://{state}", "path": f"{name}/"}
+    else:
+        kvstore = {"driver": "file", "path": f"{state / name}/"}
     # No cache: every block is read once.
-    context = ts.Context({"cache_pool": {"total_bytes_limit": 0}})
+    context = ts.Context({"cache_pool": {"total_bytes_limit": 0}, "file_io_mode": {"mode": "memmap"}})
     return StoredArray(ts.open({"driver": "zarr", "kvstore": kvstore}, read=True, context=context).result())

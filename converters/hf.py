@@ -1,4 +1,4 @@
-"""Hugging Face Llamas in and out: `python -m converters.hf import HF_DIR OUT`, `... export RUN_OR_CHECKPOINT OUT`."""
+"""Hugging Face models in and out: `python -m converters.hf [import] HF_DIR OUT`, `... export RUN_OR_CHECKPOINT OUT`."""
 
 if __name__ == "__main__":
     # --help and mistakes answer before the seconds that importing jax takes; devices are left to training.
@@ -25,9 +25,8 @@ from pathlib import Path
 import jax
 from jax.sharding import AxisType
 
-from converters.hf_export import read_checkpoint
+from converters.hf_export import ExportDType, read_checkpoint
 from converters.hf_import import read_model
-from llamajax.config import DType
 from llamajax.errors import DISK_ERROR, INTERNAL_ERROR, ConfigError, UserError
 from llamajax.manifest import sync
 from llamajax.mesh import AXES
@@ -36,15 +35,18 @@ VERIFY_BELOW = 2_000_000_000
 """Parameters; larger models are compared only on request, because both sides are then whole in memory, in fp32."""
 
 
-def convert(command: str, source: Path, out: Path, dtype: DType | None, verify: bool | None) -> None:
+def convert(
+    command: str, source: Path, out: Path, *, dtype: ExportDType | None, verify: bool | None, license: str | None
+) -> None:
     """Runs one conversion; `out` appears whole, once everything is done and verified, or not at all.
 
     Args:
         command: `import` or `export`.
         source: what to read.
         out: the directory to make.
-        dtype: type of the weights in `out`; None: as in `source`.
+        dtype: type of the weights in `out`, not float16 for an import; None: as in `source`.
         verify: compare logits; None: below two billion parameters.
+        license: of the exported model, for its card; None: that of the model it was imported from.
 
     Raises:
         UserError: one of `llamajax.errors`.
@@ -53,13 +55,18 @@ def convert(command: str, source: Path, out: Path, dtype: DType | None, verify: 
     if out.exists() or out.is_symlink():
         raise ConfigError(f"{out}: exists already; choose another directory, or remove it")
     with jax.set_mesh(jax.make_mesh((1,) * len(AXES), AXES, (AxisType.Explicit,) * len(AXES), devices=jax.devices()[:1])):
-        plan = read_model(source, dtype) if command == "import" else read_checkpoint(source, dtype)
+        started = time.monotonic()
+        if command == "import":
+            assert dtype != "float16"
+            plan = read_model(source, dtype)
+        else:
+            plan = read_checkpoint(source, dtype, license)
         print(plan.about, flush=True)
         with _made_whole(out) as unfinished:
-            started = time.monotonic()
             nbytes = plan.write(unfinished)
             seconds = time.monotonic() - started
-            print(f"wrote      {nbytes / 1e6:,.0f} MB in {seconds:.1f} s, {nbytes / 1e6 / seconds:,.0f} MB/s", flush=True)
+            speed = f"{nbytes / 1e6:,.0f} MB in {seconds:.1f} s, {nbytes / 1e6 / seconds:,.0f} MB/s"
+            print(f"wrote      {speed}, checked and on the disk", flush=True)
             if verify or (verify is None and plan.config.num_params < VERIFY_BELOW):
                 print(f"verify     {plan.verify(unfinished)}", flush=True)
     print(f"done       {out}")
@@ -86,7 +93,8 @@ def main(arguments: argparse.Namespace) -> int:
     """Converts, and turns what goes wrong into a message and the exit code that is returned."""
     source, out = Path(arguments.source).expanduser(), Path(arguments.out).expanduser()
     try:
-        convert(arguments.command, source, out, arguments.dtype, arguments.verify)
+        options = {"dtype": arguments.dtype, "verify": arguments.verify, "license": arguments.license}
+        convert(arguments.command, source, out, **options)
     except UserError as error:
         print(error, file=sys.stderr)
         return error.exit_code

@@ -1,9 +1,10 @@
-"""A Hugging Face `config.json` of a Llama and our `ModelConfig`, in both directions."""
+"""A Hugging Face `config.json` and our `ModelConfig`, in both directions."""
 
 import json
 from pathlib import Path
 from typing import Any
 
+from converters.architectures import ARCHITECTURES, LLAMA, MISTRAL, Architecture, architecture_of
 from llamajax.config import DType, ModelConfig, RopeScalingConfig
 from llamajax.errors import ConfigError
 from llamajax.yaml_text import show
@@ -19,15 +20,6 @@ _LLAMA3_KEYS = {
 _ROPE_KEYS = {"default": {}, "linear": {"factor": "factor"}, "llama3": _LLAMA3_KEYS}
 """Their settings of each rope_type and ours."""
 
-_ONLY = {
-    "hidden_act": "silu",
-    "attention_bias": False,
-    "mlp_bias": False,
-    "quantization_config": None,
-    "partial_rotary_factor": 1.0,
-}
-"""Settings that change what is computed, and the one value that ours computes."""
-
 
 def read_config(body: dict[str, Any], path: Path, param_dtype: DType) -> tuple[ModelConfig, dict[str, Any]]:
     """Our configuration of the model that a `config.json` describes, and its ids of special tokens.
@@ -40,8 +32,10 @@ def read_config(body: dict[str, Any], path: Path, param_dtype: DType) -> tuple[M
         param_dtype: type of our master weights.
 
     Raises:
-        ConfigError: it is no Llama, or a setting is missing, wrong, contradictory or unknown to us.
+        ConfigError: it is none of `ARCHITECTURES`, or a setting is missing, wrong, contradictory or unknown to us.
     """
+    architecture = _read_architecture(body, path)
+    body = {**architecture.defaults, **body}
 
     def number(key: str, default: Any = None, kind: type = int) -> Any:
         value = body.get(key)
@@ -51,14 +45,6 @@ def read_config(body: dict[str, Any], path: Path, param_dtype: DType) -> tuple[M
             raise ConfigError(f"{path}: {key}: must be {what}, not {show(str(value))}; correct it")
         return kind(value)
 
-    if body.get("model_type") != "llama":
-        raise ConfigError(f"{path}: model_type: {show(str(body.get('model_type')))} is not llama, which is what can be read")
-    architectures = body.get("architectures")
-    if architectures is not None and architectures != ["LlamaForCausalLM"]:
-        raise ConfigError(f'{path}: architectures: {show(str(architectures))} must be ["LlamaForCausalLM"]')
-    for key, value in _ONLY.items():
-        if body.get(key, value) != value:
-            raise ConfigError(f"{path}: {key}: {show(str(body[key]))} is not supported; it must be {json.dumps(value)}")
     tied = body.get("tie_word_embeddings", False)
     if type(tied) is not bool:
         raise ConfigError(f"{path}: tie_word_embeddings: must be true or false, not {show(str(tied))}; correct it")
@@ -73,10 +59,13 @@ def read_config(body: dict[str, Any], path: Path, param_dtype: DType) -> tuple[M
             num_heads=num_heads,
             num_kv_heads=number("num_key_value_heads", num_heads),
             head_dim=number("head_dim", embed_dim // num_heads),
-            max_seq_len=number("max_position_embeddings", 2048),
+            max_seq_len=number("max_position_embeddings"),
             rope_theta=theta,
             rope_scaling=scaling,
             norm_eps=number("rms_norm_eps", 1e-6, float),
+            sliding_window=_read_window(body, architecture, path),
+            qkv_bias=architecture.qkv_bias,
+            qk_norm=architecture.qk_norm,
             tie_embeddings=tied,
             init_std=number("initializer_range", 0.02, float),
             param_dtype=param_dtype,
@@ -86,6 +75,55 @@ def read_config(body: dict[str, Any], path: Path, param_dtype: DType) -> tuple[M
             raise
         raise ConfigError(f"{path}: {'; '.join(str(error).splitlines())}") from error
     return config, {key: _token_ids(body.get(key), key, path, config) for key in SPECIAL_TOKENS}
+
+
+def _read_architecture(body: dict[str, Any], path: Path) -> Architecture:
+    by_type = {architecture.model_type: architecture for architecture in ARCHITECTURES}
+    model_type = body.get("model_type")
+    if not isinstance(model_type, str) or model_type not in by_type:
+        raise ConfigError(
+            f"{path}: model_type: {show(str(model_type))} is not one of {', '.join(by_type)}; no other is read"
+        )
+    architecture = by_type[model_type]
+    class_names = body.get("architectures")
+    if class_names is not None and class_names != [architecture.class_name]:
+        raise ConfigError(f'{path}: architectures: {show(str(class_names))} must be ["{architecture.class_name}"]')
+    for key, value in architecture.fixed.items():
+        if body.get(key, value) != value:
+            raise ConfigError(f"{path}: {key}: {show(str(body[key]))} is not supported; it must be {json.dumps(value)}")
+    return architecture
+
+
+def _read_window(body: dict[str, Any], architecture: Architecture, path: Path) -> int | None:
+    """The sliding window, which Mistral has in all layers and Qwen in those after `max_window_layers`, on request."""
+    if architecture is LLAMA:
+        return None
+    window, kinds, num_layers = body.get("sliding_window"), body.get("layer_types"), body["num_hidden_layers"]
+    if architecture is not MISTRAL:
+        if type(body.get("use_sliding_window", False)) is not bool:
+            raise ConfigError(f"{path}: use_sliding_window: must be true or false; correct it")
+        window = body.get("sliding_window", 4096) if body.get("use_sliding_window", False) else None
+        if kinds is None and window is not None:
+            first = body.get("max_window_layers", 28)
+            if type(first) is not int or 0 < first < num_layers:
+                raise ConfigError(
+                    f"{path}: max_window_layers: {show(str(first))} must be 0 or at least num_hidden_layers={num_layers}:"
+                    " a sliding window in some layers only is not supported"
+                )
+            window = window if first <= 0 else None
+    if window is not None and (type(window) is not int or not 0 < window < 2**31):
+        raise ConfigError(f"{path}: sliding_window: must be a positive whole number or null, not {show(str(window))}")
+    if kinds is not None:
+        wanted = "full_attention" if window is None else "sliding_attention"
+        found = set(map(str, kinds)) if isinstance(kinds, list) and len(kinds) == num_layers else set()
+        if architecture is not MISTRAL and found == {"full_attention"}:
+            return None
+        if found != {wanted}:
+            raise ConfigError(
+                f"{path}: layer_types: must be {wanted} for each of the {num_layers} layers, as the other settings say;"
+                " different kinds of layers are not supported"
+            )
+    return window
 
 
 def _token_ids(value: Any, key: str, path: Path, config: ModelConfig) -> Any:
@@ -153,13 +191,13 @@ def write_config(config: ModelConfig, special_tokens: dict[str, Any], dtype: str
         special_tokens: value of each of `SPECIAL_TOKENS`.
         dtype: type of the weights in the files.
     """
-    scaling = config.rope_scaling
+    architecture, scaling = architecture_of(config), config.rope_scaling
     kind = "default" if scaling.kind == "none" else scaling.kind
     stretch: dict[str, Any] = {"rope_type": kind}
     stretch |= {theirs: getattr(scaling, ours) for theirs, ours in _ROPE_KEYS[kind].items()}
     return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
+        "architectures": [architecture.class_name],
+        "model_type": architecture.model_type,
         "vocab_size": config.vocab_size,
         "hidden_size": config.embed_dim,
         "intermediate_size": config.mlp_dim,
@@ -174,12 +212,26 @@ def write_config(config: ModelConfig, special_tokens: dict[str, Any], dtype: str
         "use_cache": True,
         **special_tokens,
         "tie_word_embeddings": config.tie_embeddings,
-        "attention_bias": False,
-        "mlp_bias": False,
+        **(architecture.written or {}),
+        **_window_fields(config, architecture),
         "attention_dropout": 0.0,
         "rope_theta": config.rope_theta,
         "rope_scaling": None if kind == "default" else stretch,
         "rope_parameters": stretch | {"rope_theta": config.rope_theta},
         "torch_dtype": dtype,
         "dtype": dtype,
+    }
+
+
+def _window_fields(config: ModelConfig, architecture: Architecture) -> dict[str, Any]:
+    window = config.sliding_window
+    if architecture is LLAMA:
+        return {}
+    if architecture is MISTRAL:
+        return {"sliding_window": window}
+    return {
+        "use_sliding_window": window is not None,
+        "sliding_window": window,
+        "max_window_layers": config.num_layers if window is None else 0,
+        "layer_types": ["full_attention" if window is None else "sliding_attention"] * config.num_layers,
     }

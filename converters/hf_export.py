@@ -1,49 +1,64 @@
 """From a checkpoint to a Hugging Face directory."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 import jax
 import numpy as np
 import tokenizers
 
 from converters import names
-from converters.blocks import open_array
-from converters.hf_config import SPECIAL_TOKENS, write_config
+from converters.architectures import Architecture, architecture_of
+from converters.blocks import THREADS, Box, StoredArray, boxes, open_array
+from converters.hf_config import write_config
 from converters.hf_files import read_travelling, travelling_files
 from converters.hf_tokenizer import convert_sentencepiece, tokenizer_config
+from converters.model_card import model_card
 from converters.safetensors_io import Writer
 from converters.verify import compare_logits
-from llamajax import manifest
-from llamajax.config import DType, ModelConfig, RopeScalingConfig
-from llamajax.data.tokenizer import Tokenizer, load_tokenizer
-from llamajax.errors import CheckpointError
-from llamajax.restore import damage_line, newest_good, none_good_line, say
+from llamajax.config import DType, ModelConfig
+from llamajax.data.chat import load_chat_template
+from llamajax.data.tokenizer import Tokenizer
+from llamajax.errors import CheckpointError, ConfigError
+from llamajax.pretrained import Pretrained, open_pretrained
+from llamajax.prompts import find_ends
 
 MAX_SHARD_BYTES = 5_000_000_000
+
+ExportDType = Literal["float32", "bfloat16", "float16"]
+
+_PIECE_BYTES = 16 << 20
+"""Pieces of arrays up to this, or a quarter of the largest tensor, are copied in threads, each of which needs less than four
+times as much; larger ones alone and tensor by tensor. So memory stays below twice the largest tensor and a little."""
 
 
 @dataclass(frozen=True)
 class Export:
     """A good checkpoint that can be exported."""
 
-    step_dir: Path
-    config: ModelConfig
-    special_tokens: dict[str, Any]
-    dtype: DType
+    found: Pretrained
+    dtype: ExportDType
     """Type of the weights to write."""
+    license: str | None
+    """Identifier for the model card; None: what the imported model's said, or its licence file."""
     files: Mapping[str, bytes]
     """Name and content of the tokenizer's and other small files."""
+
+    @property
+    def config(self) -> ModelConfig:
+        """Of the model."""
+        return self.found.config
 
     @property
     def about(self) -> str:
         """What was found, in a line."""
         return (
-            f"read       {self.step_dir}: Llama of {self.config.num_params:,} parameters;"
-            f" written as {self.dtype}, with {', '.join(self.files) or 'no tokenizer'}"
+            f"read       {self.found.about};"
+            f" written for {self._architecture.class_name} as {self.dtype}, with {', '.join(self.files) or 'no tokenizer'}"
         )
 
     def write(self, out: Path) -> int:
@@ -51,88 +66,144 @@ class Export:
 
         Raises:
             CheckpointError: a running run deleted the step meanwhile.
+            ConfigError: a weight is too large for `dtype`.
         """
+        special_tokens, ends = self.found.special_tokens, self._template_ends()
+        of_config = special_tokens | {"eos_token_id": _with_ends(special_tokens["eos_token_id"], ends)}
         for name, content in self.files.items():
             (out / name).write_bytes(content)
-        _write_json(out / "config.json", write_config(self.config, self.special_tokens, self.dtype))
+        _write_json(out / "config.json", write_config(self.config, of_config, self.dtype))
         if "generation_config.json" not in self.files:
-            _write_json(out / "generation_config.json", {"_from_model_config": True, **self.special_tokens})
-        (out / "README.md").write_text(self._model_card())
+            _write_json(out / "generation_config.json", {"_from_model_config": True, **of_config})
+        elif ends:
+            generation = json.loads(self.files["generation_config.json"])
+            known = generation.get("eos_token_id", special_tokens["eos_token_id"])
+            _write_json(out / "generation_config.json", generation | {"eos_token_id": _with_ends(known, ends)})
+        (out / "README.md").write_text(model_card(self.found, self._architecture, self.dtype, self.license))
         dtype = np.dtype(jax.numpy.dtype(self.dtype))
         try:
             with Writer(out, names.hf_shapes(self.config), dtype, MAX_SHARD_BYTES) as writer:
+                piece_bytes = max(_PIECE_BYTES, writer.largest_nbytes // 4)
                 for array in names.our_shapes(self.config):
-                    for start, block in open_array(self.step_dir, array).blocks():
-                        _write_block(writer, array, start, block)
+                    _copy_array(self.found.source, array, writer, dtype, piece_bytes)
         except Exception as error:
-            if not self.step_dir.exists():
-                raise CheckpointError(f"{self.step_dir} was deleted by its run while it was read; try again") from error
+            if not self.found.source.exists():
+                raise CheckpointError(f"{self.found.source} was deleted by its run while it was read; try again") from error
             raise
         return writer.nbytes
 
     def verify(self, out: Path) -> str:
         """Compares the logits of checkpoint and directory; see `compare_logits`."""
-        return compare_logits(out, self.step_dir.parent.parent, int(self.step_dir.name), self.config, self.dtype)
+        step_dir = self.found.source
+        return compare_logits(out, step_dir.parent.parent, int(step_dir.name), self.config, self.dtype)
 
-    def _model_card(self) -> str:
-        config = self.config
-        return (
-            "---\nlibrary_name: transformers\npipeline_tag: text-generation\ntags:\n- llama\n- llamajax\n---\n\n"
-            f"A Llama of {config.num_params:,} parameters: {config.num_layers} layers, width {config.embed_dim},"
-            f" {config.num_heads} query and {config.num_kv_heads} key/value heads, {config.vocab_size:,} tokens,"
-            f" context of {config.max_seq_len:,}. Trained with llamajax, exported at step {self.step_dir.name}"
-            f" as {self.dtype}.\n"
-        )
+    def _template_ends(self) -> frozenset[int]:
+        """The special tokens that the chat template, if there is one, ends an answer with."""
+        if not {"tokenizer.json", "tokenizer.model"} & self.files.keys():
+            return frozenset()
+        tokenizer = self.found.tokenizer()
+        template = load_chat_template(self.found.files, tokenizer)
+        return frozenset() if template is None else find_ends(None, tokenizer, template)
+
+    @property
+    def _architecture(self) -> Architecture:
+        return architecture_of(self.config)
 
 
-def _write_block(writer: Writer, array: str, start: int, block: np.ndarray) -> None:
-    """Writes rows of one of our arrays, from row `start` on, to the tensors they belong to."""
-    for tensor in names.tensors_of(array):
-        if tensor.is_stacked:
-            for layer, layer_block in enumerate(block, start):
-                writer.write(tensor.hf_name.format(layer=layer), names.to_hf(tensor, layer_block))
+def _with_ends(known: int | list[int] | None, ends: frozenset[int]) -> int | list[int] | None:
+    """`known` as it is if it has all of `ends`, else a list with the others behind."""
+    before = known if isinstance(known, list) else [] if known is None else [known]
+    new = sorted(ends - set(before))
+    return [*before, *new] if new else known
+
+
+def _copy_array(step_dir: Path, array: str, writer: Writer, dtype: np.dtype[Any], piece_bytes: int) -> None:
+    """Writes the tensors that one of our arrays consists of."""
+    stored = open_array(step_dir, array)
+    with ThreadPoolExecutor(THREADS) as pool:
+        small = []
+        for box in _boxes(array, stored):
+            if stored.nbytes(box) <= piece_bytes:
+                small.append(pool.submit(_copy_piece, array, stored, box, names.tensors_of(array), writer, dtype))
+            else:
+                for tensor in names.tensors_of(array):
+                    _copy_piece(array, stored, box, [tensor], writer, dtype)
+        try:
+            for piece in small:
+                piece.result()
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
+
+
+def _boxes(array: str, stored: StoredArray) -> Iterator[Box]:
+    """The parts of an array to copy at a time: what is stored together, as far as rows of tensors go."""
+    split_dims = (0, names.rows_dim(array))
+    shape = [stored.block_shape[dim] if dim in split_dims else size for dim, size in enumerate(stored.shape)]
+    return boxes(stored.shape, tuple(shape))
+
+
+def _copy_piece(
+    array: str, stored: StoredArray, box: Box, tensors: list[names.Tensor], writer: Writer, dtype: np.dtype[Any]
+) -> None:
+    stacked = names.is_stacked(array)
+    of_layer, shape = (box[1:], stored.shape[1:]) if stacked else (box, stored.shape)
+    layers = box[:1] if stacked else ()
+    block = stored.read(box) if len(tensors) > 1 else None
+    for tensor in tensors:
+        if block is None:
+            part = stored.read((*layers, *names.part_index(tensor, shape, of_layer)))
         else:
-            writer.write(tensor.hf_name, names.to_hf(tensor, block), start)
+            part = block[(slice(None),) * stacked + tensor.part]
+        first_row = names.first_row(tensor, shape, of_layer)
+        for layer, values in enumerate(part, box[0].start) if stacked else [(0, part)]:
+            name = tensor.hf_name.format(layer=layer)
+            writer.write(name, _round(names.to_hf(tensor, values), dtype, name), first_row)
+
+
+def _round(values: np.ndarray, dtype: np.dtype[Any], name: str) -> np.ndarray:
+    if values.dtype == dtype:
+        return values
+    with np.errstate(over="ignore"):
+        rounded = values.astype(dtype)
+    if dtype == np.float16 and not np.isfinite(rounded).all():
+        largest = float(np.max(np.abs(values.astype(np.float32))))
+        raise ConfigError(
+            f"--dtype float16: {name} has a weight of {largest:.3g}, and float16 ends at 65504; choose bfloat16 or float32"
+        )
+    return rounded
 
 
 def _write_json(path: Path, body: dict[str, Any]) -> None:
     path.write_text(json.dumps(body, indent=2) + "\n")
 
 
-def read_checkpoint(source: Path, dtype: DType | None) -> Export:
+def read_checkpoint(source: Path, dtype: ExportDType | None, license: str | None) -> Export:
     """Finds and verifies a checkpoint; needs a current mesh.
 
     Args:
         source: a run's directory, whose newest good step is taken, or `RUN/checkpoints/STEP`.
         dtype: type of the weights to write; None: that of the master weights.
+        license: the model card's licence.
 
     Raises:
-        CheckpointError: there is no good checkpoint of a Llama.
+        CheckpointError: there is no good checkpoint of a model.
+        ConfigError: it is none that transformers has an architecture for.
     """
-    step_dir = _step_dir(source.absolute())
-    meta = json.loads((step_dir / "meta.json").read_text())
-    saved = json.loads((step_dir / "arrays.json").read_text())
-    try:
-        fields: dict[str, Any] = dict(meta["config"]["model"])
-        fields["rope_scaling"] = RopeScalingConfig(**fields["rope_scaling"])
-        config = ModelConfig(**fields)
-        shapes = {name: tuple(saved[name]["shape"]) for name in names.our_shapes(config)}
-        dtypes = {saved[name]["dtype"] for name in shapes}
-    except (KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(
-            f"{step_dir}: was not written by this version's model ({error}); export it with its own"
-        ) from error
-    assert shapes == names.our_shapes(config)
-    assert dtypes <= set(get_args(DType))
-    files = read_travelling(travelling_files(step_dir / "files"))
-    special_tokens: dict[str, Any] = dict.fromkeys(SPECIAL_TOKENS)
+    found = open_pretrained(source)
+    if found.tensors is not None:
+        raise ConfigError(f"{source}: is a Hugging Face directory already; give a run or RUN/checkpoints/STEP")
+    architecture_of(found.config)
+    saved = json.loads((found.source / "arrays.json").read_text())
+    shapes = names.our_shapes(found.config)
+    if missing := [name for name in shapes if name not in saved]:
+        raise CheckpointError(f"{found.source}: has no {missing[0]}, as this version's model has; export it with its own")
+    assert {name: tuple(saved[name]["shape"]) for name in shapes} == shapes
+    assert {saved[name]["dtype"] for name in shapes} <= set(get_args(DType))
+    files = read_travelling(travelling_files(found.files))
     if {"tokenizer.json", "tokenizer.model"} & files.keys():
-        tokenizer = load_tokenizer(step_dir / "files")
-        special_tokens |= {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id}
-        files |= _missing_tokenizer_files(files, tokenizer)
-    if "hf" in meta:
-        special_tokens = meta["hf"]["special_tokens"]
-    return Export(step_dir, config, special_tokens, dtype or config.param_dtype, files)
+        files |= _missing_tokenizer_files(files, found.tokenizer())
+    return Export(found, dtype or found.config.param_dtype, license, files)
 
 
 def _missing_tokenizer_files(files: Mapping[str, bytes], tokenizer: Tokenizer) -> dict[str, bytes]:
@@ -146,19 +217,3 @@ def _missing_tokenizer_files(files: Mapping[str, bytes], tokenizer: Tokenizer) -
     assert bos is not None
     assert eos is not None
     return {"tokenizer_config.json": tokenizer_config(bos, eos)}
-
-
-def _step_dir(source: Path) -> Path:
-    """The directory of the step that `source` names, after comparing every file of it with the manifest."""
-    if source.parent.name == "checkpoints" and source.name.isdecimal():
-        if not source.is_dir():
-            raise CheckpointError(f"{source}: there is no such checkpoint; choose another step")
-        if problems := manifest.problems(source, manifest.read(source)):
-            raise CheckpointError(f"{damage_line(source.parent, int(source.name), problems)}; choose another step")
-        return source
-    step, damaged = newest_good(source / "checkpoints")
-    if step is None:
-        raise CheckpointError(none_good_line(source / "checkpoints", damaged))
-    for bad, found in damaged.items():
-        say(f"{damage_line(source / 'checkpoints', bad, found)}; reading step {step} instead")
-    return source / "checkpoints" / str(step)

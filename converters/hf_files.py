@@ -13,6 +13,9 @@ _TRAVELLING = re.compile(
     r"|chat_template\.jinja|generation_config\.json|(LICENSE|NOTICE|USE_POLICY)(\.txt|\.md)?"
 )
 
+LICENSE = r"[A-Za-z0-9][A-Za-z0-9.+-]{0,63}"
+"""How Hugging Face writes licences: `apache-2.0`, `llama3.1`, `other`."""
+
 _MAX_BYTES = 64_000_000  # the largest tokenizer.json is a quarter of that
 
 
@@ -40,3 +43,15 @@ def read_travelling(paths: Iterable[Path]) -> dict[str, bytes]:
             if body.pop("auto_map", None) is not None:
                 contents[path.name] = json.dumps(body, indent=2, ensure_ascii=False).encode()
     return contents
+
+
+def read_license(model_card: Path) -> str | None:
+    """The licence's identifier in a model card, which is the line `license: ...` of the block at its beginning."""
+    try:
+        with model_card.open("rb") as file:
+            text = file.read(64_000).decode(errors="replace")
+    except OSError:  # a model needs no card
+        return None
+    block = re.match(r"---\r?\n(.*?)\r?\n---", text, re.DOTALL)
+    found = re.search(rf"^license:[ '\"]*({LICENSE})[ '\"]*\r?$", block[1], re.MULTILINE) if block else None
+    return found[1] if found else None

@@ -13,9 +13,10 @@ import yaml
 
 import llamajax
 from converters import names
-from converters.blocks import BlockArray
+from converters.architectures import architecture_of
+from converters.blocks import BlockArray, Box, block_shape
 from converters.hf_config import read_config
-from converters.hf_files import read_travelling, travelling_files
+from converters.hf_files import read_license, read_travelling, travelling_files
 from converters.safetensors_io import DTYPES, Stored, open_model, read_json
 from converters.verify import compare_logits
 from llamajax.checkpoint import Checkpointer
@@ -37,16 +38,30 @@ class Import:
     special_tokens: dict[str, Any]
     tensors: Mapping[str, Stored]
     """The weights, by their Hugging Face name."""
+    license: str | None
+    """What its model card calls its licence."""
     files: Mapping[str, bytes]
     """Name and content of the tokenizer's and other small files."""
+
+    @property
+    def hf(self) -> dict[str, Any]:
+        """What a checkpoint keeps of it beside weights and files, for a later export: `hf` in its meta."""
+        return {"source": self._model_id, "special_tokens": self.special_tokens, "license": self.license}
+
+    @property
+    def _model_id(self) -> str:
+        """The model's name: OWNER/NAME if it lies in the cache of Hugging Face's downloads, else the directory's."""
+        cached = re.fullmatch("models--(.+?)--(.+)", self.source.absolute().parent.parent.name)
+        return f"{cached[1]}/{cached[2]}" if cached else self.source.absolute().name
 
     @property
     def about(self) -> str:
         """What was found, in a line."""
         num_files = len({stored.file for stored in self.tensors.values()})
         return (
-            f"read       {self.source}: Llama of {self.config.num_params:,} parameters in {num_files} file(s);"
-            f" kept as {self.config.param_dtype}, with {', '.join(self.files) or 'no tokenizer'}"
+            f"read       {self.source}: {architecture_of(self.config).name} of {self.config.num_params:,} parameters"
+            f" in {num_files} file(s); kept as {self.config.param_dtype},"
+            f" with {', '.join(self.files) or 'no tokenizer'}"
         )
 
     def write(self, out: Path) -> int:
@@ -61,10 +76,10 @@ class Import:
             "llamajax": llamajax.__version__,
             "jax": jax.__version__,
             "config": {"model": dataclasses.asdict(self.config)},
-            "hf": {"source": self.source.name, "special_tokens": self.special_tokens},
+            "hf": self.hf,
         }
         arrays = {name: self._array(name, shape) for name, shape in names.our_shapes(self.config).items()}
-        with Checkpointer(out, CheckpointConfig(async_save=False)) as checkpointer:
+        with Checkpointer(out, CheckpointConfig(async_save=False), use_ocdbt=False) as checkpointer:
             checkpointer.save(0, arrays, meta, [out / name for name in self.files])
         return sum(stored.nbytes for stored in self.tensors.values())
 
@@ -74,19 +89,18 @@ class Import:
 
     def _array(self, name: str, shape: tuple[int, ...]) -> BlockArray:
         dtype = np.dtype(jax.numpy.dtype(self.config.param_dtype))
+        stacked = names.is_stacked(name)
 
-        def make(start: int, stop: int) -> np.ndarray:
-            block = np.empty((stop - start, *shape[1:]), dtype)
-            for tensor in names.tensors_of(name):
-                if tensor.is_stacked:
-                    for layer in range(start, stop):
-                        values = self.tensors[tensor.hf_name.format(layer=layer)].read()
-                        names.from_hf(tensor, values, block[layer - start])
-                else:
-                    names.from_hf(tensor, self.tensors[tensor.hf_name].read(start, stop), block)
+        def make(box: Box) -> np.ndarray:
+            block = np.empty([dim.stop - dim.start for dim in box], dtype)
+            if stacked:
+                for layer, of_layer in enumerate(block, box[0].start):
+                    names.from_hf(name, layer, self.tensors, shape[1:], box[1:], of_layer)
+            else:
+                names.from_hf(name, 0, self.tensors, shape, box, block)
             return block
 
-        return BlockArray(shape, dtype, make)
+        return BlockArray(shape, dtype, block_shape(shape, dtype, names.rows_dim(name)), make)
 
 
 def read_model(source: Path, dtype: DType | None) -> Import:
@@ -97,7 +111,7 @@ def read_model(source: Path, dtype: DType | None) -> Import:
         dtype: type of the master weights; None: bfloat16 if all weights are, else float32, which holds them exactly.
 
     Raises:
-        ConfigError: it is no Llama that can be read whole and without doubt; says why in one line.
+        ConfigError: it is no model that can be read whole and without doubt; says why in one line.
     """
     config_path = source / "config.json"
     body = read_json(config_path)
@@ -109,7 +123,7 @@ def read_model(source: Path, dtype: DType | None) -> Import:
     tensors = _check_tensors(source, config, tensors)
     files = read_travelling(travelling_files(source))
     _check_tokenizer(source, files)
-    return Import(source, config, special_tokens, tensors, files)
+    return Import(source, config, special_tokens, tensors, read_license(source / "README.md"), files)
 
 
 def _check_tensors(source: Path, config: ModelConfig, tensors: dict[str, Stored]) -> dict[str, Stored]:
@@ -137,8 +151,9 @@ def _check_tensors(source: Path, config: ModelConfig, tensors: dict[str, Stored]
                 " says tie_word_embeddings; correct that"
             )
     elif extra:
+        architecture = architecture_of(config).name
         more = f", and {len(extra) - 1} more" if len(extra) > 1 else ""
-        raise ConfigError(f"{tensors[extra[0]].file}: {show(extra[0])} is no tensor of a Llama{more}; remove it")
+        raise ConfigError(f"{tensors[extra[0]].file}: {show(extra[0])} is no tensor of a {architecture}{more}; remove it")
     return {name: tensors[name] for name in shapes}
 
 

@@ -1,16 +1,21 @@
-"""The one table between our arrays and Hugging Face's tensors of a Llama, used in both directions.
+"""The one table between our arrays and Hugging Face's tensors, used in both directions.
 
 Ours stack all layers into one array with a leading dim L and fuse what is multiplied together; theirs are one tensor per
 layer and projection, [out, in] as torch stores a linear layer. Both pair head dim i with i + H/2 for rotary positions,
 so nothing is permuted.
 """
 
+import functools
+import itertools
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import jax
 import numpy as np
 
+from converters.blocks import Box
+from converters.safetensors_io import Stored
 from llamajax.config import ModelConfig
 from llamajax.model import Llama
 from llamajax.restore import named_arrays
@@ -26,17 +31,28 @@ class Tensor:
     """Our array's name in a checkpoint."""
     part: tuple[int | slice, ...] = ()
     """Index of its part, within one layer's block of a stacked array."""
-    in_dims: int = 0
-    """How many leading dims of the part are the input of a linear layer; 0 for norms and tables, which are equal."""
+    in_dims: int | None = None
+    """How many leading dims of the part are the input of a linear layer: 0 for its bias; None for norms and tables, which
+    are equal."""
 
     @property
     def is_stacked(self) -> bool:
         """Whether the array has one such tensor per layer."""
-        return "{layer}" in self.hf_name
+        return is_stacked(self.array)
+
+    @property
+    def rows_dim(self) -> int:
+        """The dim of our array, or of one layer of it, that the rows of their tensor run along."""
+        gone = [dim for dim, at in enumerate(self.part) if isinstance(at, int)]
+        kept = (dim for dim in itertools.count() if dim not in gone)
+        return next(itertools.islice(kept, self.in_dims or 0, None))
 
 
 _LAYER, _OURS = "model.layers.{layer}", "model.layers"
 _ALL = slice(None)
+
+_SLAB_BYTES = 2 << 20
+"""Read at a time: what stays in the processor's cache until it is transposed."""
 
 TABLE = (
     Tensor("model.embed_tokens.weight", "model.embedding"),
@@ -44,6 +60,11 @@ TABLE = (
     Tensor(f"{_LAYER}.self_attn.q_proj.weight", f"{_OURS}.attention.wqkv", (_ALL, _ALL, slice(-2)), in_dims=1),
     Tensor(f"{_LAYER}.self_attn.k_proj.weight", f"{_OURS}.attention.wqkv", (_ALL, _ALL, -2), in_dims=1),
     Tensor(f"{_LAYER}.self_attn.v_proj.weight", f"{_OURS}.attention.wqkv", (_ALL, _ALL, -1), in_dims=1),
+    Tensor(f"{_LAYER}.self_attn.q_proj.bias", f"{_OURS}.attention.qkv_bias", (_ALL, slice(-2)), in_dims=0),
+    Tensor(f"{_LAYER}.self_attn.k_proj.bias", f"{_OURS}.attention.qkv_bias", (_ALL, -2), in_dims=0),
+    Tensor(f"{_LAYER}.self_attn.v_proj.bias", f"{_OURS}.attention.qkv_bias", (_ALL, -1), in_dims=0),
+    Tensor(f"{_LAYER}.self_attn.q_norm.weight", f"{_OURS}.attention.q_norm.scale"),
+    Tensor(f"{_LAYER}.self_attn.k_norm.weight", f"{_OURS}.attention.k_norm.scale"),
     Tensor(f"{_LAYER}.self_attn.o_proj.weight", f"{_OURS}.attention.wo", in_dims=3),
     Tensor(f"{_LAYER}.post_attention_layernorm.weight", f"{_OURS}.mlp_norm.scale"),
     Tensor(f"{_LAYER}.mlp.gate_proj.weight", f"{_OURS}.mlp.w_gate_up", (_ALL, 0), in_dims=1),
@@ -52,18 +73,29 @@ TABLE = (
     Tensor("model.norm.weight", "model.final_norm.scale"),
     Tensor("lm_head.weight", "model.head"),
 )
-"""In the order of a forward pass; tied heads leave out the last."""
+"""In the order of a forward pass; a model leaves out what it has not: biases, q/k norms, the head if it is tied."""
 
 
+@functools.cache
 def our_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Shape of every array of the model, by its name in a checkpoint; needs a current mesh."""
     model = jax.eval_shape(lambda key: Llama(config, key), jax.random.key(0))
     return {name: leaf.shape for name, leaf in named_arrays({"model": model}).items()}
 
 
+def is_stacked(array: str) -> bool:
+    """Whether one of our arrays has a leading dim L."""
+    return array.startswith(f"{_OURS}.")
+
+
 def tensors_of(array: str) -> list[Tensor]:
     """The tensors that make up one of our arrays (or one layer of it)."""
     return [tensor for tensor in TABLE if tensor.array == array]
+
+
+def rows_dim(array: str) -> int:
+    """The dim of one of our arrays that the rows of its tensors run along."""
+    return tensors_of(array)[0].rows_dim + is_stacked(array)
 
 
 def hf_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -77,40 +109,100 @@ def hf_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     return {tensor.hf_name.format(layer=layer): _hf_shape(tensor, ours[tensor.array]) for tensor, layer in order}
 
 
+def _part_shape(tensor: Tensor, block_shape: tuple[int, ...]) -> tuple[int, ...]:
+    return np.broadcast_to(np.int8(0), block_shape)[tensor.part].shape
+
+
 def _hf_shape(tensor: Tensor, array_shape: tuple[int, ...]) -> tuple[int, ...]:
-    block = array_shape[1:] if tensor.is_stacked else array_shape
-    part = np.broadcast_to(np.int8(0), block)[tensor.part].shape
-    if not tensor.in_dims:
-        return part
-    return math.prod(part[tensor.in_dims :]), math.prod(part[: tensor.in_dims])
+    part = _part_shape(tensor, array_shape[1:] if tensor.is_stacked else array_shape)
+    match tensor.in_dims:
+        case None:
+            return part
+        case 0:
+            return (math.prod(part),)
+        case in_dims:
+            return math.prod(part[in_dims:]), math.prod(part[:in_dims])
 
 
-def to_hf(tensor: Tensor, block: np.ndarray) -> np.ndarray:
-    """Their tensor, from our array or, if it is stacked, one layer of it; a copy where it is transposed."""
-    part = block[tensor.part]
-    if not tensor.in_dims:
+def whole(shape: tuple[int, ...]) -> Box:
+    """All of an array."""
+    return tuple(slice(0, size) for size in shape)
+
+
+def to_hf(tensor: Tensor, part: np.ndarray) -> np.ndarray:
+    """Their tensor, or rows of it, from its part of our array (or of one layer of it); a copy where it is transposed."""
+    if tensor.in_dims is None:
         return part
-    transposed = part.reshape(math.prod(part.shape[: tensor.in_dims]), -1).T
-    values = np.empty(transposed.shape, block.dtype)
-    _copy_tiled(values, transposed)
+    ins, outs = part.shape[: tensor.in_dims], part.shape[tensor.in_dims :]
+    values = np.empty((math.prod(outs), math.prod(ins)) if ins else math.prod(outs), part.dtype)
+    _copy(np.moveaxis(values.reshape(*outs, *ins), range(len(outs)), range(len(ins), part.ndim)), part)
     return values
 
 
-def from_hf(tensor: Tensor, values: np.ndarray, block: np.ndarray) -> None:
-    """Writes their tensor into its part of `block`: our array or, if it is stacked, one layer of it."""
-    part, values = block[tensor.part], values.astype(block.dtype, copy=False)
-    if tensor.in_dims:
-        _copy_tiled(part, values.T.reshape(part.shape))
-    else:
-        part[...] = values
+def first_row(tensor: Tensor, shape: tuple[int, ...], box: Box) -> int:
+    """The row of their tensor at which a part of our array (or of one layer of it), of `shape`, begins."""
+    rows_in_one = 1 if tensor.in_dims is None else math.prod(_part_shape(tensor, shape)[tensor.in_dims + 1 :])
+    return box[tensor.rows_dim].start * rows_in_one
 
 
-def _copy_tiled(destination: np.ndarray, source: np.ndarray, tile: int = 128) -> None:
+def part_index(tensor: Tensor, shape: tuple[int, ...], box: Box) -> tuple[slice | int, ...]:
+    """The tensor's part of a box in our array (or in one layer of it), of `shape`, without negative numbers."""
+    index = zip(_index(tensor, len(shape)), box, shape, strict=True)
+    return tuple(
+        at % size if isinstance(at, int) else dim if at == _ALL else slice(*at.indices(size)) for at, dim, size in index
+    )
+
+
+def from_hf(
+    array: str, layer: int, tensors: Mapping[str, Stored], shape: tuple[int, ...], box: Box, block: np.ndarray
+) -> None:
+    """Fills `block` with a part of one of our arrays or, if it is stacked, of one layer of it.
+
+    Only the rows of their tensors that the part needs are read; of these all columns, because files come in blocks.
+
+    Args:
+        array: our array's name in a checkpoint.
+        layer: which, if it is stacked.
+        tensors: theirs, by name.
+        shape: of the array or, if it is stacked, of one layer of it.
+        box: the part of `shape`; dims that `Tensor.part` cuts are whole.
+        block: of the box's shape, in any dtype.
+    """
+    for tensor in tensors_of(array):
+        stored, in_dims = tensors[tensor.hf_name.format(layer=layer)], tensor.in_dims or 0
+        full = _part_shape(tensor, shape)
+        index = zip(_index(tensor, len(shape)), box, strict=True)
+        cut = [dim if at == _ALL else _ALL for at, dim in index if not isinstance(at, int)]
+        ins, outs = full[:in_dims], full[in_dims:]
+        rows = range(outs[0])[cut[in_dims]]
+        rows_in_one = 1 if tensor.in_dims is None else math.prod(outs[1:])
+        part = np.moveaxis(block[tensor.part], range(in_dims, len(full)), range(len(outs)))  # in the order of theirs
+        step = max(1, _SLAB_BYTES * stored.shape[0] // (stored.nbytes * rows_in_one))
+        for at in range(0, len(rows), step):
+            slab = rows[at : at + step]
+            values = stored.read(slab.start * rows_in_one, slab.stop * rows_in_one).astype(block.dtype, copy=False)
+            values = values.reshape(len(slab), *outs[1:], *ins)[(_ALL, *cut[in_dims + 1 :], *cut[:in_dims])]
+            order = (range(len(outs)), range(in_dims, len(full)))
+            _copy(np.moveaxis(part[at : at + step], *order), np.moveaxis(values, *order))
+
+
+def _index(tensor: Tensor, num_dims: int) -> tuple[int | slice, ...]:
+    return (*tensor.part, *(_ALL for _ in range(num_dims - len(tensor.part))))
+
+
+def _copy(destination: np.ndarray, source: np.ndarray) -> None:
     """Copies between arrays of one dtype and different memory orders, in tiles that fit the cache: 2 to 5 times faster."""
+    if source.ndim > 3:  # tiles are of the first and last dim; others between would make them too large
+        for i in range(source.shape[1]):
+            _copy(destination[:, i], source[:, i])
+        return
     # As plain integers: numpy copies bfloat16 one by one through a function.
     bits = np.dtype(f"u{source.dtype.itemsize}")
     destination, source = destination.view(bits), source.view(bits)
-    for i in range(0, source.shape[0], tile):
-        for j in range(0, source.shape[-1], tile):
-            at = (slice(i, i + tile), ..., slice(j, j + tile))
+    if source.flags.c_contiguous and destination.flags.c_contiguous:
+        destination[...] = source
+        return
+    for i in range(0, source.shape[0], 256):
+        for j in range(0, source.shape[-1], 128):
+            at = (slice(i, i + 256), ..., slice(j, j + 128))
             destination[at] = source[at]

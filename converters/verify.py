@@ -7,7 +7,7 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from llamajax.config import DType, ModelConfig
+from llamajax.config import ModelConfig
 from llamajax.errors import CheckpointError
 from llamajax.model import Llama
 from llamajax.restore import restore
@@ -16,7 +16,7 @@ _TOLERANCE = 1e-3
 """Of the largest logit; fp32 rounding stays far below, and any weight in a wrong place far above."""
 
 
-def compare_logits(hf_dir: Path, run_dir: Path, step: int, config: ModelConfig, dtype: DType) -> str:
+def compare_logits(hf_dir: Path, run_dir: Path, step: int, config: ModelConfig, dtype: str) -> str:
     """Compares on fixed prompts, in fp32 from weights rounded to `dtype` on both sides; needs a current mesh.
 
     Positions reach to the end of the context, where a wrong stretch of the rotary frequencies shows.
@@ -46,7 +46,7 @@ def compare_logits(hf_dir: Path, run_dir: Path, step: int, config: ModelConfig, 
 
 
 def _our_logits(
-    run_dir: Path, step: int, config: ModelConfig, dtype: DType, tokens: np.ndarray, positions: np.ndarray
+    run_dir: Path, step: int, config: ModelConfig, dtype: str, tokens: np.ndarray, positions: np.ndarray
 ) -> np.ndarray:
     config = dataclasses.replace(config, compute_dtype="float32", remat="none")
     abstract = jax.eval_shape(lambda key: Llama(config, key), jax.random.key(0))
@@ -60,7 +60,7 @@ def _our_logits(
     return np.asarray(logits(model))
 
 
-def _hf_logits(hf_dir: Path, dtype: DType, tokens: np.ndarray, positions: np.ndarray) -> np.ndarray:
+def _hf_logits(hf_dir: Path, dtype: str, tokens: np.ndarray, positions: np.ndarray) -> np.ndarray:
     import torch  # an optional dependency
     import transformers
 

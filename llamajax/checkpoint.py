@@ -63,6 +63,9 @@ from llamajax.units import format_bytes
 
 __all__ = ["Checkpointer", "Restored", "concretise", "latest_step", "read_meta", "restore"]
 
+# Arrays of more have their layers stored one by one.
+_MANY_BYTES = 16 << 20
+
 # Seconds after which the processes of a run stop waiting for each other to write a checkpoint, and to hash it.
 _TIMEOUT_S = 3600
 
@@ -82,8 +85,10 @@ class Checkpointer:
     With several processes, every process makes one and calls the same methods in the same order.
     """
 
-    def __init__(self, run_dir: Path, config: CheckpointConfig) -> None:
+    def __init__(self, run_dir: Path, config: CheckpointConfig, *, use_ocdbt: bool = True) -> None:
         """Takes the run's lock, which lasts until `close` or the end of the process, and removes left-overs.
+
+        Without `use_ocdbt` every chunk of an array becomes a file, which converters write faster; both are read alike.
 
         Raises:
             CheckpointError: another process writes this run, or `run_dir` cannot be written.
@@ -109,7 +114,8 @@ class Checkpointer:
             raise CheckpointError(problem)
         self._thread: threading.Thread | None = None
         self._failure: Exception | None = None
-        self._orbax = ocp.AsyncCheckpointer(ocp.PyTreeCheckpointHandler(use_compression=False), timeout_secs=_TIMEOUT_S)
+        handler = ocp.PyTreeCheckpointHandler(use_compression=False, use_ocdbt=use_ocdbt)
+        self._orbax = ocp.AsyncCheckpointer(handler, timeout_secs=_TIMEOUT_S)
 
     def save(self, step: int, state: Any, meta: dict[str, Any], files: Sequence[Path] = ()) -> None:
         """Starts saving `step`; returns when the arrays have left the devices (when committed, if not `async_save`).
@@ -142,7 +148,8 @@ class Checkpointer:
             if disk.free < needed and disk.total:
                 reason = f"it takes {format_bytes(needed)}, but only {format_bytes(disk.free)} are free"
                 raise CheckpointError(self._failure_line(failing, reason))
-            self._orbax.save(self._saving(step) / "state", args=ocp.args.PyTreeSave(stored))
+            chunks = {name: _save_args(name, array.nbytes) for name, array in stored.items()}
+            self._orbax.save(self._saving(step) / "state", args=ocp.args.PyTreeSave(stored, save_args=chunks))
         except OSError as error:
             raise CheckpointError(self._failure_line(f"step {step} cannot be saved", _reason(error))) from error
         self._thread = threading.Thread(target=self._commit, args=(step, texts, files), name=f"commit-{step}")
@@ -291,6 +298,11 @@ class Checkpointer:
         self._orbax.close()
         if self._lock is not None:
             self._lock.close()
+
+
+def _save_args(name: str, nbytes: int) -> ocp.SaveArgs:
+    """Layers one by one where they are no small matter: who reads a model, to export it, needs never hold all of them."""
+    return ocp.SaveArgs(shard_axes=(0,) if ".layers." in name and nbytes > _MANY_BYTES else ())
 
 
 def _lock(run_dir: Path) -> IO[str]:

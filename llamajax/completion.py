@@ -329,7 +329,6 @@ def stream_text(
     temperature: float,
     key: jax.Array,
     seq_len: int,
-    batch_size: int,
 ) -> Iterator[str]:
     """The continuation of a run's sample prompt in pieces, as the model writes it.
 
@@ -341,4 +340,4 @@ def stream_text(
     prompt_tokens = encode_prompt(tokenizer, prompt, seq_len)
     sampling, end_ids = Sampling(temperature=temperature), (tokenizer.eos_id,)
     completer = Completer(model, tokenizer, sampling=sampling, key=key, max_seq_len=seq_len, end_ids=end_ids)
-    return (piece.text for piece in completer.complete([prompt_tokens], max_tokens=max_tokens, batch_size=batch_size))
+    return (piece.text for piece in completer.complete([prompt_tokens], max_tokens=max_tokens))

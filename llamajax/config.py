@@ -7,6 +7,7 @@ here, so that `--help`, launchers and tools need no jax.
 
 import dataclasses
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -15,7 +16,7 @@ from llamajax.errors import ConfigError
 DType = Literal["float32", "bfloat16"]
 
 
-def _require(*rules: tuple[bool, str]) -> None:
+def require(*rules: tuple[bool, str]) -> None:
     """Raises `ConfigError` with one `key: rule; remedy` line for every rule that does not hold."""
     broken = [message for holds, message in rules if not holds]
     if broken:
@@ -38,7 +39,7 @@ class RopeScalingConfig:
     """`llama3`: tokens per sequence of the pretraining that the stretch starts from."""
 
     def __post_init__(self) -> None:
-        _require(
+        require(
             (self.factor >= 1.0, f"factor: {self.factor} must be at least 1.0"),
             (
                 self.kind != "none" or self.factor == 1.0,
@@ -100,7 +101,7 @@ class ModelConfig:
         sizes = (
             "vocab_size", "embed_dim", "mlp_dim", "num_layers", "num_heads", "num_kv_heads", "head_dim", "max_seq_len",
         )  # fmt: skip
-        _require(
+        require(
             *((getattr(self, name) > 0, f"{name}: {getattr(self, name)} must be positive") for name in sizes),
             (
                 min(self.num_heads, self.num_kv_heads) <= 0 or self.num_heads % self.num_kv_heads == 0,
@@ -134,6 +135,15 @@ class ModelConfig:
         embedding = 0 if self.tie_embeddings else self.vocab_size * self.embed_dim
         return self.num_matmul_params + norms + qk_norms + biases + embedding
 
+    def undivided(self, axes: Mapping[str, int]) -> list[str]:
+        """What of the model does not divide over mesh axes of these sizes: one line each."""
+        divisions = (("embed_dim", "fsdp"), ("num_kv_heads", "tensor"), ("mlp_dim", "tensor"), ("vocab_size", "tensor"))
+        return [
+            f"model.{name}: {getattr(self, name)} must be divisible by mesh.{axis}={axes[axis]}"
+            for name, axis in divisions
+            if getattr(self, name) % axes[axis]
+        ]
+
     def flops_per_token(self, seq_len: int, *, full_attention: bool = False) -> int:
         """Training FLOPs per token (forward and backward); recomputation is never counted.
 
@@ -166,7 +176,7 @@ class MeshConfig:
         num_cpu_devices = sizes.pop("num_cpu_devices")
         automatic = [axis for axis, size in sizes.items() if size == -1]
         chosen = [axis for axis in automatic if axis != "fsdp"]  # which is -1 by default, so not the line to point at
-        _require(
+        require(
             *(
                 (size == -1 or size > 0, f"{axis}: {size} must be positive, or -1 for the rest")
                 for axis, size in sizes.items()
@@ -222,7 +232,7 @@ class DistributedConfig:
     """Seconds to wait for all processes at the start."""
 
     def __post_init__(self) -> None:
-        _require(
+        require(
             (self.heartbeat_timeout_s > 0, f"heartbeat_timeout_s: {self.heartbeat_timeout_s} must be positive"),
             (
                 self.initialization_timeout_s > 0,
@@ -265,12 +275,12 @@ class SourceConfig:
     """`jsonl`, `parquet`: the field or column with the text."""
     chat_format: Literal["messages", "sharegpt", "alpaca"] = "messages"
     """`chat`: how a line holds its conversation. `messages`: a list of {role, content}. `sharegpt`: `conversations`, a
-    list of {from, value}. `alpaca`: instruction, input (may be empty) and output."""
+    list of {from, value}, and perhaps `system`. `alpaca`: instruction, output, and perhaps input and system."""
     weight: float = 1.0
     """Share of the training rows that comes from this source, relative to the other sources' weights."""
 
     def __post_init__(self) -> None:
-        _require(
+        require(
             (self.weight > 0, f"weight: {self.weight} must be positive; remove the source to leave it out"),
             (
                 self.kind == "stdlib" or bool(self.paths),
@@ -278,6 +288,14 @@ class SourceConfig:
             ),
             (self.kind != "stdlib" or not self.paths, "paths: kind=stdlib finds its own files; remove paths"),
             (bool(self.text_key), "text_key: must not be empty"),
+            (
+                self.kind != "chat" or self.text_key in ("", "text"),
+                f"text_key: {self.text_key} has no effect with kind=chat; set chat_format, or remove text_key",
+            ),
+            (
+                self.kind == "chat" or self.chat_format == "messages",
+                f"chat_format: {self.chat_format} has no effect with kind={self.kind}; use kind=chat, or remove chat_format",
+            ),
         )
 
 
@@ -292,7 +310,7 @@ class TokenizerConfig:
     """Bytes of text, spread over all training documents, that a tokenizer is trained on."""
 
     def __post_init__(self) -> None:
-        _require((self.train_max_bytes > 0, f"train_max_bytes: {self.train_max_bytes} must be positive"))
+        require((self.train_max_bytes > 0, f"train_max_bytes: {self.train_max_bytes} must be positive"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -316,9 +334,13 @@ class DataConfig:
     """Steps whose batches are prepared ahead of the device."""
 
     def __post_init__(self) -> None:
-        _require(
+        require(
             (bool(self.sources), "sources: must not be empty; name at least one, for example [{kind: stdlib}]"),
             (self.seq_len > 0, f"seq_len: {self.seq_len} must be positive"),
+            (
+                self.chat_template is None or any(source.kind == "chat" for source in self.sources),
+                "chat_template: has no effect without a source of kind=chat; add one, or remove chat_template",
+            ),
             (
                 0 <= self.held_out_fraction < 1,
                 f"held_out_fraction: {self.held_out_fraction} must be at least 0 and below 1",
@@ -350,7 +372,7 @@ class OptimizerConfig:
     """Added to the root of the second moment."""
     weight_decay: float = 0.1
     """Decoupled weight decay, scaled by the learning rate."""
-    no_weight_decay: tuple[str, ...] = ("norm",)
+    no_weight_decay: tuple[str, ...] = ("norm", "bias")
     """Parameters whose path contains one of these names are not decayed."""
     grad_clip_norm: float | None = 1.0
     """Global L2 norm that gradients are clipped to; unset: no clipping."""
@@ -358,7 +380,7 @@ class OptimizerConfig:
     """Type the moments are kept in between steps; `bfloat16` halves their memory and wants `b2` at most 0.98."""
 
     def __post_init__(self) -> None:
-        _require(
+        require(
             (self.learning_rate > 0, f"learning_rate: {self.learning_rate} must be positive"),
             (self.warmup_steps >= 0, f"warmup_steps: {self.warmup_steps} must not be negative"),
             (
@@ -409,7 +431,7 @@ class TrainConfig:
     """Batches per evaluation, the same ones every time; 0: no evaluation."""
 
     def __post_init__(self) -> None:
-        _require(
+        require(
             (self.num_steps > 0, f"num_steps: {self.num_steps} must be positive"),
             (self.global_batch_size > 0, f"global_batch_size: {self.global_batch_size} must be positive"),
             (self.grad_accum_steps > 0, f"grad_accum_steps: {self.grad_accum_steps} must be positive"),
@@ -446,7 +468,7 @@ class CheckpointConfig:
 
     def __post_init__(self) -> None:
         save_every, keep_every = self.save_every or 0, self.keep_every or 0
-        _require(
+        require(
             (self.save_every is None or self.save_every > 0, f"save_every: {self.save_every} must be positive or unset"),
             (self.keep_last > 0, f"keep_last: {self.keep_last} must be positive"),
             (self.keep_every is None or self.keep_every > 0, f"keep_every: {self.keep_every} must be positive or unset"),
@@ -471,7 +493,7 @@ class MetricsConfig:
     """Project on Weights & Biases."""
 
     def __post_init__(self) -> None:
-        _require((self.log_every > 0, f"log_every: {self.log_every} must be positive"))
+        require((self.log_every > 0, f"log_every: {self.log_every} must be positive"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -484,7 +506,7 @@ class ProfileConfig:
     """Traced steps."""
 
     def __post_init__(self) -> None:
-        _require(
+        require(
             (self.start_step is None or self.start_step > 0, f"start_step: {self.start_step} must be positive or unset"),
             (self.num_steps > 0, f"num_steps: {self.num_steps} must be positive"),
         )
@@ -502,9 +524,70 @@ class SampleConfig:
     """Randomness; 0 always takes the likeliest token."""
 
     def __post_init__(self) -> None:
-        _require(
+        require(
             (self.max_tokens > 0, f"max_tokens: {self.max_tokens} must be positive"),
             (self.temperature >= 0, f"temperature: {self.temperature} must not be negative"),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class HardwareConfig:
+    """The machines that `llamajax.plan` plans for; training takes the devices that jax finds and ignores this."""
+
+    gpu: Literal["none", "a100-40gb", "a100-80gb", "h100", "h200"] = "none"
+    """GPU of every node, all of them SXM modules; `none`: there is nothing to plan for."""
+    nodes: int = 1
+    """Nodes: machines whose GPUs are joined by NVLink, and which a network joins."""
+    gpus_per_node: int = 8
+    """GPUs per node."""
+    gpu_bandwidth: float | None = None
+    """Bytes per second, each way, between one GPU and the others of its node; unset: the GPU's NVLink."""
+    node_bandwidth: float | None = None
+    """Bytes per second, each way, between one node and the network; unset: 100e9 for A100 nodes (four ports of
+    200 Gb/s), 400e9 for H100 and H200 nodes (eight of 400 Gb/s)."""
+    price_per_gpu_hour: float | None = None
+    """Price of one GPU for one hour, in any currency; unset: no prices in the plan."""
+    token_budget: float | None = None
+    """Tokens that time and price are told for; unset: those of `train.num_steps` steps."""
+
+    def __post_init__(self) -> None:
+        optional = ("gpu_bandwidth", "node_bandwidth", "price_per_gpu_hour", "token_budget")
+        require(
+            (self.nodes > 0, f"nodes: {self.nodes} must be positive"),
+            (self.gpus_per_node > 0, f"gpus_per_node: {self.gpus_per_node} must be positive"),
+            *(
+                (value is None or value > 0, f"{name}: {value} must be positive or unset")
+                for name in optional
+                for value in [getattr(self, name)]
+            ),
+        )
+
+    @property
+    def num_devices(self) -> int:
+        return self.nodes * self.gpus_per_node
+
+
+@dataclass(frozen=True, kw_only=True)
+class XlaConfig:
+    """What the compiler is told, by training and by plans alike; without effect on the CPU."""
+
+    latency_profile: str | None = None
+    """Costs of the step's instructions, for the scheduler that hides communication: a file, or `auto` for one made by
+    the cost model of `llamajax.plan` once per configuration, hardware and jax version. Unset: XLA's own guesses."""
+    flags: tuple[str, ...] = ()
+    """More XLA options, `name=value` each, over those that llamajax sets; for example
+    [xla_gpu_enable_while_loop_double_buffering=true]. Lists are written as YAML."""
+
+    def __post_init__(self) -> None:
+        require(
+            (self.latency_profile != "", "latency_profile: must not be empty; name a file, auto, or leave it unset"),
+            *(
+                (
+                    flag.startswith("xla_") and "=" in flag and not flag.endswith("="),
+                    f"flags: {flag!r} must be written xla_NAME=VALUE, without dashes in front",
+                )
+                for flag in self.flags
+            ),
         )
 
 
@@ -539,9 +622,13 @@ class Config:
     """A device trace."""
     sample: SampleConfig = field(default_factory=SampleConfig)
     """A text at the end."""
+    hardware: HardwareConfig = field(default_factory=HardwareConfig)
+    """What a plan is for."""
+    xla: XlaConfig = field(default_factory=XlaConfig)
+    """What the compiler is told."""
 
     def problems(self) -> list[str]:
-        """What is wrong between sections, and over emulated devices: one `key: rule; remedy` line each."""
+        """What is wrong between sections, and over emulated or planned devices: one `key: rule; remedy` line each."""
         train, optimizer, data, model = self.train, self.optimizer, self.data, self.model
         last_traced = (self.profile.start_step or 0) + self.profile.num_steps - 1
         decaying = optimizer.warmup_steps + (optimizer.decay_steps or 0)
@@ -565,10 +652,18 @@ class Config:
                 train.eval_every is None or data.held_out_fraction > 0,
                 "train.eval_every: there is nothing to evaluate on with data.held_out_fraction=0",
             ),
+            (
+                self.xla.latency_profile != "auto" or self.hardware.gpu != "none",
+                "xla.latency_profile: auto estimates the latencies of a GPU; name it in hardware.gpu",
+            ),
         )
         problems = [message for holds, message in rules if not holds]
         if self.mesh.num_cpu_devices is not None and not self.distributed.enabled:
             problems += self.placement_problems(self.mesh.num_cpu_devices)
+        elif self.mesh.num_cpu_devices is None and self.hardware.gpu != "none":
+            planned = self.hardware
+            where = f"hardware: {planned.nodes} nodes x {planned.gpus_per_node} GPUs; gpu: none leaves it out"
+            problems += [f"{problem} ({where})" for problem in self.placement_problems(planned.num_devices)]
         return problems
 
     def placement_problems(self, num_devices: int) -> list[str]:
@@ -577,22 +672,13 @@ class Config:
             axes = self.mesh.axis_sizes(num_devices)
         except ConfigError as error:
             return [str(error)]
-        model, train = self.model, self.train
+        train = self.train
         batch_shards = axes["data"] * axes["fsdp"]
         micro_batch_size = train.global_batch_size // train.grad_accum_steps
         nearest = max(1, round(micro_batch_size / batch_shards)) * batch_shards * train.grad_accum_steps
-        divisions = (
-            ("model.embed_dim", model.embed_dim, "fsdp"),
-            ("model.num_kv_heads", model.num_kv_heads, "tensor"),
-            ("model.mlp_dim", model.mlp_dim, "tensor"),
-            ("model.vocab_size", model.vocab_size, "tensor"),
-            ("data.seq_len", self.data.seq_len, "sequence"),
-        )
-        problems = [
-            f"{key}: {size} must be divisible by mesh.{axis}={axes[axis]}"
-            for key, size, axis in divisions
-            if size % axes[axis]
-        ]
+        problems = self.model.undivided(axes)
+        if self.data.seq_len % axes["sequence"]:
+            problems.append(f"data.seq_len: {self.data.seq_len} must be divisible by mesh.sequence={axes['sequence']}")
         if micro_batch_size % batch_shards:
             problems.append(
                 f"train.global_batch_size: {train.global_batch_size} / grad_accum_steps({train.grad_accum_steps}) = "

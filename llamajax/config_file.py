@@ -186,8 +186,12 @@ def file_problems(config: Config) -> list[str]:
     files = {
         f"data.sources.{i}.paths.{j}": p for i, source in enumerate(config.data.sources) for j, p in enumerate(source.paths)
     }
-    if config.data.tokenizer.path is not None:
-        files["data.tokenizer.path"] = glob.escape(config.data.tokenizer.path)
+    for key, path in (
+        ("data.tokenizer.path", config.data.tokenizer.path),
+        ("data.chat_template", config.data.chat_template),
+    ):
+        if path is not None:
+            files[key] = glob.escape(path)
     for key, path in (folders | files).items():
         path_at_home = os.path.expanduser(path)
         if path_at_home.startswith("~"):

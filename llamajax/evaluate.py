@@ -18,10 +18,7 @@ import importlib.util
 import json
 import logging
 import os
-import signal
-import sys
 import time
-import traceback
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -32,16 +29,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from llamajax import console, mesh
 from llamajax.config import MeshConfig, ModelConfig
 from llamajax.document_loss import evaluate_documents
-from llamajax.errors import (
-    DISK_ERROR,
-    INTERNAL_ERROR,
-    OUT_OF_MEMORY,
-    ConfigError,
-    EnvironmentMismatchError,
-    UserError,
-)
+from llamajax.errors import ConfigError, EnvironmentMismatchError
+from llamajax.exit import end_process, exit_code
 from llamajax.pretrained import open_pretrained
-from llamajax.restore import say
 from llamajax.tool_config import EvaluateConfig
 from llamajax.units import format_duration
 
@@ -54,8 +44,7 @@ def run(config: EvaluateConfig) -> dict[str, Any]:
     """
     if config.tasks is not None and importlib.util.find_spec("lm_eval") is None:
         raise EnvironmentMismatchError("tasks: lm-eval is not installed; run pip install 'llamajax[eval]'")
-    mesh.select_platform(config.mesh)
-    mesh.join_processes(config.distributed)
+    mesh.connect(config.mesh, config.distributed)
     jax.set_mesh(mesh.make_mesh(MeshConfig(data=-1, fsdp=1)))  # any model can be looked at on that
     pretrained = open_pretrained(Path(config.model))
     model_config = choose_types(config, pretrained.config)
@@ -93,13 +82,7 @@ def choose_types(config: EvaluateConfig, model: ModelConfig) -> ModelConfig:
 
 def check_placement(config: EvaluateConfig, model: ModelConfig) -> None:
     """Raises `ConfigError` if the model cannot be divided over the mesh, or rows are longer than it is meant for."""
-    axes = jax.sharding.get_mesh().shape
-    divisions = (("embed_dim", "fsdp"), ("num_kv_heads", "tensor"), ("mlp_dim", "tensor"), ("vocab_size", "tensor"))
-    problems = [
-        f"mesh.{axis}: {axes[axis]} must divide the model's {name}={getattr(model, name)}"
-        for name, axis in divisions
-        if getattr(model, name) % axes[axis]
-    ]
+    problems = model.undivided(jax.sharding.get_mesh().shape)
     if config.seq_len is not None and config.seq_len > model.max_seq_len:
         problems.append(f"seq_len: {config.seq_len} is above the model's max_seq_len={model.max_seq_len}; lower it")
     if problems:
@@ -131,42 +114,14 @@ def track(items: Iterable[Any], total: int, what: str) -> Iterator[Any]:
 
 
 def main(config: EvaluateConfig) -> None:
-    """Evaluates, and turns what goes wrong into a message and an exit code."""
-    code = 0
-    try:
-        run(config)
-    except UserError as error:
-        say(str(error))
-        code = error.exit_code
-    except jax.errors.JaxRuntimeError as error:
-        out_of_memory = "RESOURCE_EXHAUSTED" in str(error)
-        code = OUT_OF_MEMORY if out_of_memory else INTERNAL_ERROR
-        if out_of_memory:
-            reason = str(error).splitlines()[0]
-            print(
-                f"out of device memory: {reason}; try a smaller batch_size or seq_len, or param_dtype: bfloat16",
-                file=sys.stderr,
-            )
-        else:
-            traceback.print_exc()
-    except OSError as error:
-        print(
-            f"{error.filename or 'disk'}: {error.strerror or error}; see to it and run the same command again",
-            file=sys.stderr,
-        )
-        code = DISK_ERROR
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        code = 128 + signal.SIGINT
-    except Exception:
-        traceback.print_exc()
-        code = INTERNAL_ERROR
-    if code and config.distributed.enabled:
-        # A normal exit would wait for the other processes, which wait for this one: five minutes, then an abort.
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
-    sys.exit(code)
+    """Evaluates, and ends the process."""
+    code = exit_code(
+        lambda: run(config),
+        memory_remedy="a smaller batch_size or seq_len, or param_dtype: bfloat16",
+        disk=config.json or config.model,
+        disk_remedy="see to the disk and run the same command again",
+    )
+    end_process(code, distributed=config.distributed.enabled)
 
 
 if ARGUMENTS is not None:

@@ -18,10 +18,7 @@ import contextlib
 import dataclasses
 import json
 import math
-import os
-import signal
 import sys
-import traceback
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TextIO
@@ -34,7 +31,8 @@ from llamajax.completion import Completer, Completion, Piece, Stats, check_room
 from llamajax.config import MeshConfig, ModelConfig
 from llamajax.data.chat import ChatTemplate, load_chat_template
 from llamajax.data.tokenizer import Tokenizer
-from llamajax.errors import DISK_ERROR, INTERNAL_ERROR, OUT_OF_MEMORY, ConfigError, UserError
+from llamajax.errors import ConfigError
+from llamajax.exit import end_process, exit_code
 from llamajax.model import Llama
 from llamajax.pretrained import Pretrained, open_pretrained
 from llamajax.prompts import Prompt, find_ends, read_prompts
@@ -57,9 +55,8 @@ def run(config: GenerateConfig) -> None:
     if config.chat:
         prompts = [prompt.in_chat(config.system) for prompt in prompts]
 
-    mesh.select_platform(config.mesh)
-    mesh.join_processes(config.distributed)
-    jax.set_mesh(mesh.make_mesh(config.mesh))
+    mesh.connect(config.mesh, config.distributed)
+    jax.set_mesh(mesh.make_mesh(MeshConfig(data=-1, fsdp=1)))  # any model can be looked at on that
     pretrained = open_pretrained(Path(config.model))
     say(f"model      {pretrained.about}")
     tokenizer = pretrained.tokenizer()
@@ -143,16 +140,8 @@ def choose_mesh(config: MeshConfig, model: ModelConfig, num_devices: int) -> Mes
         tensor = math.gcd(num_devices, model.num_kv_heads, model.mlp_dim, model.vocab_size)
         return dataclasses.replace(config, data=num_devices // tensor, fsdp=1, tensor=tensor)
     axes = config.axis_sizes(num_devices)
-    sizes = [
-        ("num_kv_heads", "tensor"), ("mlp_dim", "tensor"), ("vocab_size", "tensor"), ("embed_dim", "fsdp"),
-    ]  # fmt: skip
-    problems = [
-        f"mesh.{axis}: {axes[axis]} must divide the model's {name}={getattr(model, name)}; leave mesh out to have it chosen"
-        for name, axis in sizes
-        if getattr(model, name) % axes[axis]
-    ]
-    if problems:
-        raise ConfigError("\n".join(problems))
+    if problems := model.undivided(axes):
+        raise ConfigError("\n".join(f"{problem}; leave mesh out to have it chosen" for problem in problems))
     return config
 
 
@@ -277,39 +266,14 @@ def say_speed(stats: Stats) -> None:
 
 
 def main(config: GenerateConfig) -> None:
-    """Runs, and turns what goes wrong into a message and an exit code."""
-    code = 0
-    try:
-        run(config)
-    except UserError as error:
-        print(error, file=sys.stderr)
-        code = error.exit_code
-    except jax.errors.JaxRuntimeError as error:
-        out_of_memory = "RESOURCE_EXHAUSTED" in str(error)
-        code = OUT_OF_MEMORY if out_of_memory else INTERNAL_ERROR
-        if out_of_memory:
-            print(
-                f"out of device memory: {str(error).splitlines()[0]}; try a smaller batch_size or max_tokens,"
-                " param_dtype bfloat16, or a larger mesh.tensor or mesh.fsdp",
-                file=sys.stderr,
-            )
-        else:
-            traceback.print_exc()
-    except OSError as error:
-        print(f"{error.filename or config.output}: {error.strerror or error}; see to the disk", file=sys.stderr)
-        code = DISK_ERROR
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        code = 128 + signal.SIGINT
-    except Exception:
-        traceback.print_exc()
-        code = INTERNAL_ERROR
-    if code and config.distributed.enabled:
-        # A normal exit would wait for the other processes, which wait for this one: five minutes, then an abort.
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
-    sys.exit(code)
+    """Runs, and ends the process."""
+    code = exit_code(
+        lambda: run(config),
+        memory_remedy="a smaller batch_size or max_tokens, param_dtype: bfloat16, or a larger mesh.tensor or mesh.fsdp",
+        disk=config.output or config.model,
+        disk_remedy="see to the disk",
+    )
+    end_process(code, distributed=config.distributed.enabled)
 
 
 if ARGUMENTS is not None:

@@ -1,8 +1,11 @@
 """The device mesh: axis names, emulated CPU devices, and joining several processes."""
 
 import os
+from collections.abc import Sequence
+from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import AxisType, Mesh
 
 from llamajax.config import Config, DistributedConfig, MeshConfig
@@ -74,14 +77,37 @@ def join_processes(config: DistributedConfig) -> None:
         ) from error
 
 
-def make_mesh(config: MeshConfig) -> Mesh:
-    """The mesh over all devices of all processes, every axis Explicit.
+def connect(config: MeshConfig, distributed: DistributedConfig) -> None:
+    """Brings up jax with its devices and the other processes; before any other use of jax.
+
+    Raises:
+        EnvironmentMismatchError: the machine is not what the configuration asks for.
+    """
+    # Of a GPU's memory jax takes 75% by default; what is left here is for CUDA, its libraries and NCCL.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92")
+    select_platform(config)
+    join_processes(distributed)
+    try:
+        jax.devices()
+    except (RuntimeError, AssertionError) as error:  # a missing plugin ends in an assertion of jax's
+        reason = str(error).strip().splitlines() or ["no device could be started"]
+        raise EnvironmentMismatchError(
+            f"jax cannot start its devices: {reason[0]}; check the driver and JAX_PLATFORMS, or set mesh.num_cpu_devices"
+        ) from error
+
+
+def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
+    """The mesh over all devices of all processes, or over `devices`; every axis Explicit.
 
     Raises:
         ConfigError: the axis sizes do not multiply to the number of devices.
     """
-    sizes = config.axis_sizes(jax.device_count())
-    return jax.make_mesh([sizes.get(axis, 1) for axis in AXES], AXES, axis_types=(AxisType.Explicit,) * len(AXES))
+    # Not jax.make_mesh: it refuses GPUs of several nodes, each of which XLA takes for a slice of its own. Node after
+    # node in the order of the ids, so that the inner axes stay within a node.
+    ordered = sorted(jax.devices() if devices is None else devices, key=lambda d: (getattr(d, "slice_index", 0), d.id))
+    sizes = config.axis_sizes(len(ordered))
+    shape = [sizes.get(axis, 1) for axis in AXES]
+    return Mesh(np.array(ordered).reshape(shape), AXES, axis_types=(AxisType.Explicit,) * len(AXES))
 
 
 def start(config: Config) -> Mesh:
@@ -91,15 +117,7 @@ def start(config: Config) -> Mesh:
         ConfigError: the model or batch cannot be divided over the mesh.
         EnvironmentMismatchError: the machine is not what the configuration asks for.
     """
-    select_platform(config.mesh)
-    join_processes(config.distributed)
-    try:
-        jax.devices()
-    except (RuntimeError, AssertionError) as error:  # a missing plugin ends in an assertion of jax's
-        reason = str(error).strip().splitlines() or ["no device could be started"]
-        raise EnvironmentMismatchError(
-            f"jax cannot start its devices: {reason[0]}; check the driver and JAX_PLATFORMS, or set mesh.num_cpu_devices"
-        ) from error
+    connect(config.mesh, config.distributed)
     problems = config.placement_problems(jax.device_count())
     if problems:
         raise ConfigError("\n".join(problems))

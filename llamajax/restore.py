@@ -63,7 +63,7 @@ def restore(
             say(f"{damage_line(directory, bad, found)}; reading step {step} instead")
     else:
         _require_step(step, gather(steps_in(directory))[0], directory)
-        if found := _damage(directory / str(step)):
+        if found := damage(directory / str(step)):
             raise CheckpointError(f"{damage_line(directory, step, found)}; choose another step")
     try:
         return read_step(directory / str(step), abstract_state, partial=partial)
@@ -199,14 +199,14 @@ def newest_good(directory: Path) -> tuple[int | None, dict[int, list[str]]]:
         # Listed anew each time: a running writer may have committed a step and deleted one meanwhile.
         steps = gather(steps_in(directory))[0]
         step = max(set(steps) - damaged.keys(), default=None)
-        found = [] if step is None else _damage(directory / str(step))
+        found = [] if step is None else damage(directory / str(step))
         if not found:
             return step, {bad: damaged[bad] for bad in damaged if bad in steps}
         assert step is not None
         damaged[step] = found
 
 
-def _damage(directory: Path) -> list[str]:
+def damage(directory: Path) -> list[str]:
     """What is wrong with the files of a step; every process checks a share and all return the same."""
     try:
         records = sorted(manifest.read(directory).items())

@@ -7,7 +7,7 @@ import os
 from dataclasses import dataclass, field
 from typing import Literal
 
-from llamajax.config import DistributedConfig, MeshConfig, _require
+from llamajax.config import DistributedConfig, MeshConfig, require
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +64,7 @@ class GenerateConfig:
 
     def __post_init__(self) -> None:
         filters = ("top_k", "top_p", "min_p")
-        _require(
+        require(
             (bool(self.model), "model: must not be empty; name a run, a checkpoint or a Hugging Face directory"),
             (
                 self.chat or bool(self.prompt) or self.prompts_file is not None,
@@ -175,7 +175,7 @@ class EvaluateConfig:
     def __post_init__(self) -> None:
         for_tasks = ("include_path", "num_fewshot", "limit", "apply_chat_template", "system", "log_samples")
         for_data = ("data", "num_batches")
-        _require(
+        require(
             (bool(self.model), "model: must not be empty; name a run, a checkpoint or a Hugging Face directory"),
             (self.tasks is None or bool(self.tasks.strip(", ")), "tasks: must not be empty; name some, or remove it"),
             *(

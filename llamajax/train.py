@@ -16,12 +16,10 @@ else:
 
 import functools
 import math
-import os
 import signal
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -39,24 +37,18 @@ from llamajax.cli import config_to_dict, dump_config
 from llamajax.completion import encode_prompt, stream_text
 from llamajax.config import Config
 from llamajax.data.loader import Loader, held_out_batches
-from llamajax.errors import (
-    DISK_ERROR,
-    INTERNAL_ERROR,
-    OUT_OF_MEMORY,
-    CheckpointError,
-    DivergedError,
-    EnvironmentMismatchError,
-    UserError,
-)
+from llamajax.errors import CheckpointError, DivergedError, EnvironmentMismatchError
+from llamajax.exit import end_process, exit_code
 from llamajax.model import Llama
 from llamajax.origin import Origin, take_along
+from llamajax.planning.profile import cached_profile
 from llamajax.pretrained import open_pretrained
 from llamajax.restore import concretise, gather, latest_step
 from llamajax.step import TrainState, eval_step, init_state, init_state_from, train_step
-from llamajax.xla_flags import compile_with, compiler_options
+from llamajax.xla_flags import Option, compile_with, compiler_options
 
 FREE_TO_CHANGE = (
-    "run_dir", "mesh", "distributed", "data", "checkpoint", "metrics", "profile", "sample",
+    "run_dir", "mesh", "distributed", "hardware", "xla", "data", "checkpoint", "metrics", "profile", "sample",
     "train.grad_accum_steps", "train.eval_every", "train.eval_batches", "train.max_nonfinite_steps", "model.remat",
 )  # fmt: skip
 """Settings that a resumed run may change: beyond rounding, they do not change what is computed. The data is compared
@@ -121,10 +113,18 @@ def compile_step(config: Config, abstract_state: TrainState) -> jax.stages.Compi
     shape = (config.train.grad_accum_steps, micro_batch_size(config), config.data.seq_len)
     batch = dict.fromkeys(FIELDS, jax.ShapeDtypeStruct(shape, np.int32, sharding=batch_sharding()))
     started = time.monotonic()
-    options = compiler_options(config, jax.device_count()) if jax.default_backend() == "gpu" else {}
-    compiled = compile_with(train_step.lower(config, abstract_state, batch), options)
+    lowered = train_step.lower(config, abstract_state, batch)
+    compiled = compile_with(lowered, gpu_options(config, lowered) if jax.default_backend() == "gpu" else {})
     console.log(f"compile    {time.monotonic() - started:.1f} s; {console.memory_summary(compiled)}")
     return compiled
+
+
+def gpu_options(config: Config, lowered: jax.stages.Lowered) -> dict[str, Option]:
+    """What XLA is told on GPUs, as plans tell it."""
+    profile = config.xla.latency_profile
+    if profile == "auto":
+        profile = str(cached_profile(config, lowered))
+    return compiler_options(config, jax.device_count(), latency_profile=profile)
 
 
 def train(
@@ -202,7 +202,6 @@ def write_sample(config: Config, state: TrainState, dataset: data.Dataset) -> No
     """Prints how the model goes on from the configured prompt, as it writes."""
     if config.sample.prompt is None or int(state.step) < config.train.num_steps:
         return
-    axes = jax.sharding.get_mesh().shape
     pieces = stream_text(
         state.model,
         dataset.tokenizer,
@@ -211,7 +210,6 @@ def write_sample(config: Config, state: TrainState, dataset: data.Dataset) -> No
         temperature=config.sample.temperature,
         key=state.rng,
         seq_len=config.data.seq_len,
-        batch_size=axes["data"] * axes["fsdp"],
     )
     console.log("sample")
     console.print_stream(config.sample.prompt, pieces)
@@ -391,40 +389,14 @@ def _flatten(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def main(config: Config, *, dry_run: bool) -> None:
-    """Runs, and turns what goes wrong into a message and an exit code."""
-    code = 0
-    try:
-        run(config, dry_run=dry_run)
-    except UserError as error:
-        print(error, file=sys.stderr)
-        code = error.exit_code
-    except jax.errors.JaxRuntimeError as error:
-        out_of_memory = "RESOURCE_EXHAUSTED" in str(error)
-        code = OUT_OF_MEMORY if out_of_memory else INTERNAL_ERROR
-        if out_of_memory:
-            print(
-                f"out of device memory: {str(error).splitlines()[0]}; try model.remat: full, more train.grad_accum_steps,"
-                " or a larger mesh.fsdp or mesh.tensor",
-                file=sys.stderr,
-            )
-        else:
-            traceback.print_exc()
-    except OSError as error:
-        where = error.filename or config.run_dir
-        print(f"{where}: {error.strerror or error}; see to the disk and run the same command again", file=sys.stderr)
-        code = DISK_ERROR
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        code = 128 + signal.SIGINT
-    except Exception:
-        traceback.print_exc()
-        code = INTERNAL_ERROR
-    if code and config.distributed.enabled:
-        # A normal exit would wait for the other processes, which wait for this one: five minutes, then an abort.
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
-    sys.exit(code)
+    """Runs, and ends the process."""
+    code = exit_code(
+        lambda: run(config, dry_run=dry_run),
+        memory_remedy="model.remat: full, more train.grad_accum_steps, or a larger mesh.fsdp or mesh.tensor",
+        disk=config.run_dir,
+        disk_remedy="see to the disk and run the same command again",
+    )
+    end_process(code, distributed=config.distributed.enabled)
 
 
 if ARGUMENTS is not None:

@@ -238,7 +238,7 @@ def test_no_prompts_no_pieces():
 
 def test_a_sample_of_a_run(greedy):
     jax.set_mesh(MESHES["one device"]())
-    settings = {"max_tokens": 1000, "temperature": 0.0, "key": jax.random.key(0), "seq_len": 12, "batch_size": 2}
+    settings = {"max_tokens": 1000, "temperature": 0.0, "key": jax.random.key(0), "seq_len": 12}
     pieces = stream_text(model_on("one device"), Letters(), "abc", **settings)
     tokens = greedy[0][0][: greedy[0][0].index(2)] if 2 in greedy[0][0] else greedy[0][0]
     assert "".join(pieces) == Letters().decode(tokens)

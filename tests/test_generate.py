@@ -171,7 +171,7 @@ def test_mistakes_are_told_with_their_remedy(run_dir, tmp_path, monkeypatch):
     assert "chat_template: " in refused(ConfigError, chat=True)
     assert "5000 is more than the 4096 tokens" in refused(ConfigError, max_seq_len=5000)
     assert "prompt 1: " in refused(DataError, max_seq_len=3)
-    assert "mesh.tensor: 8 must divide the model's num_kv_heads=2" in refused(ConfigError, mesh=MeshConfig(tensor=8))
+    assert "model.num_kv_heads: 2 must be divisible by mesh.tensor=8" in refused(ConfigError, mesh=MeshConfig(tensor=8))
     assert "neither checkpoints/" in refused(ConfigError, model=str(tmp_path))
     (tmp_path / "there").touch()
     assert "output: " in refused(ConfigError, output=str(tmp_path / "there"))

@@ -20,7 +20,14 @@ ROOT = pathlib.Path(__file__).parent.parent
 FLOORS = (
     {"llamajax.errors", "llamajax"},
     {"llamajax.config", "llamajax.units", "llamajax.run_log"},
-    {"llamajax.yaml_text", "llamajax.chart", "llamajax.tool_config", "llamajax.planning.hardware", "llamajax.xla_flags"},
+    {
+        "llamajax.yaml_text",
+        "llamajax.chart",
+        "llamajax.exit",
+        "llamajax.tool_config",
+        "llamajax.planning.hardware",
+        "llamajax.xla_flags",
+    },
     {"llamajax.config_file"},
     {"llamajax.cli", "llamajax.mesh"},
     {"llamajax.sharding", "llamajax.manifest"},
@@ -33,7 +40,7 @@ FLOORS = (
     {"llamajax.planning", "llamajax.pretrained", "llamajax.origin"},
     {"llamajax.document_loss"},
     {"llamajax.harness"},
-    {"llamajax.train", "llamajax.generate", "llamajax.evaluate", "llamajax.report"},
+    {"llamajax.train", "llamajax.plan", "llamajax.generate", "llamajax.evaluate", "llamajax.report"},
 )
 """A module imports only from floors below its own, or from its own folder on its own floor."""
 

@@ -26,10 +26,6 @@ KNOWN_EOS = ("</s>", "<|end_of_text|>", "<|endoftext|>")
 TRAINING_CHUNK_CHARS = 2048
 """Training text is sampled in parts of this length."""
 
-_NO_TOKENIZERS = (
-    "tokenizer_config.json", "config.json", "generation_config.json", "special_tokens_map.json", "added_tokens.json",
-)  # fmt: skip
-"""What lies beside a tokenizer and is none."""
 _SPACE = "\u2581"
 """What SentencePiece writes for a space."""
 _BYTE_PIECE = re.compile(r"<0x[0-9A-F]{2}>")
@@ -108,7 +104,7 @@ def load_tokenizer(path: Path) -> Tokenizer:
 
 
 def _tokenizer_file(folder: Path) -> Path:
-    found = [file for file in folder.iterdir() if file.suffix in (".json", ".model") and file.name not in _NO_TOKENIZERS]
+    found = [file for file in folder.iterdir() if file.suffix == ".model" or file.name == "tokenizer.json"]
     named = [file for file in found if file.stem == "tokenizer"]
     if not named and len(found) != 1:
         raise DataError(f"{folder}: data.tokenizer.path: has no tokenizer.json or tokenizer.model; name the file")

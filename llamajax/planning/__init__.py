@@ -1,1 +1,1 @@
-"""What a run needs and how fast it can be, before it runs: figures of the hardware."""
+"""What a run needs and how fast it is, before it runs: the very program, compiled for the cluster without having one."""

@@ -1,6 +1,7 @@
 """A run that was trained here leaves as a model that transformers loads plainly: weights, tokenizer, logits."""
 
 import dataclasses
+import json
 
 import jax
 import numpy as np
@@ -9,11 +10,15 @@ import pytest
 from converters import hf
 from converters.hf_cli import parse_args
 from converters.hf_tokenizer import convert_sentencepiece, tokenizer_config
+from llamajax import generate, train
+from llamajax.config import MeshConfig
 from llamajax.config_file import load_config
 from llamajax.data.tokenizer import load_tokenizer, train_sentencepiece
 from llamajax.model import Llama
 from llamajax.restore import restore
-from tests.runs import WORDS, finish, start, write_config
+from llamajax.run_log import read_run
+from llamajax.tool_config import GenerateConfig
+from tests.runs import WORDS, write_config
 
 TEXTS = [
     "the model reads a row of tokens",
@@ -28,9 +33,9 @@ TEXTS = [
 def trained(tmp_path_factory):
     """The directory of a finished run of two steps, and its model's configuration."""
     directory = tmp_path_factory.mktemp("run")
-    path = write_config(directory, num_steps=2, eval_every=None)
-    finish(start(path))
-    return directory / "run", load_config(path).model
+    config = load_config(write_config(directory, num_steps=2, eval_every=None))
+    train.run(config)
+    return directory / "run", config.model
 
 
 def export(*arguments: object) -> int:
@@ -64,6 +69,30 @@ def test_transformers_computes_the_logits_of_an_exported_run(trained, tmp_path, 
     with torch.no_grad():
         logits = theirs(torch.from_numpy(tokens).long()).logits.numpy()
     np.testing.assert_allclose(jax.jit(lambda model: model(tokens))(model), logits, atol=1e-4, rtol=0)
+
+
+def test_transformers_writes_the_same_text(trained, tmp_path):
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    assert export(trained[0], tmp_path / "hf", "--no-verify") == 0
+    settings = {"max_tokens": 16, "temperature": 0.0, "compute_dtype": "float32", "mesh": MeshConfig(num_cpu_devices=8)}
+    prompt, output = "the model reads", tmp_path / "texts.jsonl"
+    generate.run(GenerateConfig(model=str(tmp_path / "hf"), prompt=(prompt,), output=str(output), **settings))
+    ours = json.loads(output.read_text())
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
+    ids = tokenizer(prompt, return_tensors="pt")
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+    with torch.no_grad():
+        theirs = model.generate(**ids, do_sample=False, max_new_tokens=16, pad_token_id=0)[0, ids["input_ids"].shape[1] :]
+    assert tokenizer.decode(theirs, skip_special_tokens=True) == ours["text"]
+    assert theirs.tolist() == ours["tokens"]
+
+
+def test_the_model_card_tells_of_the_training(trained, tmp_path):
+    run_dir, _ = trained
+    assert export(run_dir, tmp_path / "hf", "--no-verify") == 0
+    loss = read_run(run_dir).series["eval/loss"][1][-1]
+    told = "Trained with llamajax for 2 steps on 512 tokens (padding included); started from random weights."
+    assert f"{told} Loss on held-out documents: {loss:.4f} nats per token." in (tmp_path / "hf/README.md").read_text()
 
 
 def test_without_torch_verification_says_so(trained, tmp_path, capsys, monkeypatch):

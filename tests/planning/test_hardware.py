@@ -1,10 +1,13 @@
-"""GPU figures by the name jax gives a device, and the timed peak of every other device."""
+"""GPU figures by the name jax gives a device and by that of the configuration, and the timed peak of other devices."""
+
+import typing
 
 import jax
 import pytest
 
 from llamajax import mesh
-from llamajax.config import MeshConfig
+from llamajax.config import HardwareConfig, MeshConfig
+from llamajax.errors import ConfigError
 from llamajax.planning import hardware
 
 
@@ -50,3 +53,30 @@ def test_a_known_gpu_is_not_measured(monkeypatch):
 
     monkeypatch.setattr(jax, "local_devices", lambda: [H100()])
     assert str(hardware.peak_flops("bfloat16")) == "989.5 TFLOP/s per device (H100 data sheet, bfloat16)"
+
+
+@pytest.mark.parametrize("gpu", hardware.GPUS, ids=lambda gpu: gpu.config_name)
+def test_the_compiler_is_told_what_the_table_says(gpu):
+    text = hardware.target_config(gpu)
+    assert f"device_memory_size: {gpu.memory_bytes}\n" in text
+    assert f"core_count: {gpu.cores}\n" in text
+    assert f"memory_bandwidth: {gpu.memory_bandwidth:.0f}\n" in text
+    assert f'device_description_str: "{gpu.description}"\n' in text
+    assert text.count("{") == text.count("}")
+
+
+def test_a_plan_takes_the_bandwidths_that_are_set():
+    usual = hardware.planned_gpu(HardwareConfig(gpu="h100"))
+    assert (usual.gpu_bandwidth, usual.node_bandwidth) == (450e9, 400e9)
+    slow = hardware.planned_gpu(HardwareConfig(gpu="h100", node_bandwidth=50e9))
+    assert (slow.gpu_bandwidth, slow.node_bandwidth) == (450e9, 50e9)
+
+
+def test_a_plan_needs_a_gpu():
+    with pytest.raises(ConfigError, match=r"hardware\.gpu: .*h200"):
+        hardware.planned_gpu(HardwareConfig())
+
+
+def test_every_gpu_that_can_be_configured_is_known():
+    names = typing.get_args(typing.get_type_hints(HardwareConfig)["gpu"])
+    assert set(names) == {"none"} | {gpu.config_name for gpu in hardware.GPUS}

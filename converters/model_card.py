@@ -1,0 +1,69 @@
+"""The model card of an exported model: what is known of it, and nothing else."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from converters.architectures import Architecture
+from llamajax.config import ModelConfig
+from llamajax.errors import UserError
+from llamajax.pretrained import Pretrained
+from llamajax.restore import say
+from llamajax.run_log import METRICS_FILE, read_run
+
+
+def model_card(found: Pretrained, architecture: Architecture, dtype: str, license: str | None) -> str:
+    """README.md: the fields that Hugging Face reads, then the model and its training in a few sentences.
+
+    Args:
+        found: the checkpoint.
+        architecture: what it is for transformers.
+        dtype: type of the written weights.
+        license: identifier; None: that of the model it started from, or `other` if there is a licence file.
+    """
+    hf = found.hf or {}
+    license = license or hf.get("license")
+    lines = ["library_name: transformers", "pipeline_tag: text-generation"]
+    if license is not None:
+        lines.append(f"license: {license}")
+    elif (file := next((file for file in sorted(found.files.glob("LICENSE*")) if file.is_file()), None)) is not None:
+        lines += ["license: other", f"license_link: {file.name}"]
+    if hf.get("source"):
+        lines.append(f"base_model: {json.dumps(hf['source'])}")
+    lines += ["tags:", f"- {architecture.model_type}", "- llamajax"]
+    return "\n".join(["---", *lines, "---", "", _model(found.config, architecture, dtype), "", _training(found), ""])
+
+
+def _model(config: ModelConfig, architecture: Architecture, dtype: str) -> str:
+    window = f", sliding window of {config.sliding_window:,}" if config.sliding_window else ""
+    return (
+        f"A {architecture.name} of {config.num_params:,} parameters in {dtype}: {config.num_layers} layers, width"
+        f" {config.embed_dim}, {config.num_heads} query and {config.num_kv_heads} key/value heads, {config.vocab_size:,}"
+        f" tokens, context of {config.max_seq_len:,}{window}."
+    )
+
+
+def _training(found: Pretrained) -> str:
+    source, step = (found.hf or {}).get("source"), int(found.source.name)
+    start = f"started from {source}" if source else "started from random weights"
+    if step == 0:
+        return f"Written by llamajax at step 0; {start}."
+    trained = f"Trained with llamajax for {step:,} steps"
+    if "data" in found.meta:
+        tokens = found.meta["data"]["position"] * found.meta["config"]["data"]["seq_len"]
+        trained += f" on {tokens:,} tokens (padding included)"
+    loss = _held_out_loss(found.source.parent.parent, step)
+    return f"{trained}; {start}." + ("" if loss is None else f" Loss on held-out documents: {loss:.4f} nats per token.")
+
+
+def _held_out_loss(run_dir: Path, step: int) -> float | None:
+    """What was measured at this very step; None if nothing was, or the log does not say."""
+    if not (run_dir / METRICS_FILE).is_file():
+        return None
+    try:
+        series: dict[str, Any] = read_run(run_dir).series
+    except UserError as error:
+        say(f"{error}; the model card tells no loss")
+        return None
+    steps, losses = series.get("eval/loss", ([], []))
+    return next((float(loss) for at, loss in zip(steps, losses, strict=True) if at == step), None)

@@ -1,0 +1,146 @@
+"""See a run before it is paid for: `python -m llamajax.plan --config configs/x.yaml`.
+
+Compiles the training step of a configuration for the cluster in `hardware`, on a machine that needs no GPU, and tells
+what it takes of the memory, how long it runs, what it waits for and what it costs. Read `run` from top to bottom.
+
+Exit codes: 0 when there is a plan, whether it fits or not (the first line and `fits` in the JSON say so); 2 for mistakes,
+and when XLA's compiler for GPUs is missing: what formulas tell is then still printed, and written to `--json`.
+"""
+
+if __name__ == "__main__":
+    import os
+
+    # --help and mistakes in the configuration answer before the seconds that importing jax takes.
+    from llamajax.cli import parse_args
+    from llamajax.config import Config
+
+    # The data need not be on the machine that plans.
+    ARGUMENTS = parse_args(
+        prog="python -m llamajax.plan",
+        root=Config,
+        flags={"--no_profile": "Compile once only, without the latencies that help XLA to hide communication."},
+        options={
+            "--json": ("FILE", "Write all figures; the docstring of llamajax/planning/figures.py describes them."),
+            "--trace": ("FILE", "Write the timeline of a step, for ui.perfetto.dev."),
+            "--hlo": ("FILE", "Write the compiled and scheduled program."),
+            "--picture": ("FILE.html", "Write a page with drawings of a layer's timeline and of the memory."),
+            "--sweep": (
+                "KEY=VALUE,VALUE",
+                "Also plan for other values of one setting, such as hardware.nodes=4,8,16; with the devices mesh.fsdp and"
+                " train.global_batch_size grow.",
+            ),
+        },
+    )
+    # XLA warns of programs that are too large; the plan says so itself, and what to do.
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+else:
+    ARGUMENTS = None
+
+import contextlib
+import json
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+from llamajax.config import Config
+from llamajax.console import CONSOLE, is_interactive
+from llamajax.errors import INTERNAL_ERROR, ConfigError, UserError
+from llamajax.planning import figures, picture, report
+from llamajax.planning.compile import CompilerMissingError, check_compiler, prepare_environment
+from llamajax.planning.hardware import planned_gpu
+from llamajax.planning.schedule import make_plan
+from llamajax.planning.sweep import read_sweep, run_sweep
+from llamajax.planning.timeline import perfetto
+
+
+def run(config: Config, *, profile: bool = True, options: Mapping[str, str] | None = None) -> None:
+    """Plans `config`, prints the plan and writes the files that `options` names.
+
+    Args:
+        config: the run.
+        profile: compile a second time with latencies.
+        options: files to write, by the option that names them, and `--sweep`.
+
+    Raises:
+        CompilerMissingError: XLA's compiler for GPUs is missing; what formulas tell is printed all the same.
+        ConfigError: no GPU is named, the cluster cannot be divided so, or a file cannot be written.
+    """
+    options = options or {}
+    planned_gpu(config.hardware)
+    if problems := config.placement_problems(config.hardware.num_devices):
+        raise ConfigError("\n".join(problems))
+    sweep = read_sweep(options["--sweep"], config) if "--sweep" in options else None
+    check_outputs(options)
+    prepare_environment()
+    try:
+        check_compiler()
+        with waiting() as doing:
+            plan = make_plan(config, profile=profile, doing=doing)
+            plans = run_sweep(sweep, plan, profile=profile, doing=doing) if sweep else ()
+    except CompilerMissingError as missing:
+        told = figures.estimated_figures(config, str(missing))
+        report.print_estimate(config, told)
+        write(options, "--json", lambda: json.dumps(told, indent=1))
+        raise
+    told = figures.figures(plan, sweep, plans)
+    report.print_plan(plan, told)
+    write(options, "--json", lambda: json.dumps(told, indent=1))
+    write(options, "--trace", lambda: json.dumps(perfetto(plan.chosen.timeline)))
+    write(options, "--hlo", lambda: plan.chosen.step.hlo)
+    write(options, "--picture", lambda: picture.page(plan, told))
+
+
+def check_outputs(options: Mapping[str, str]) -> None:
+    """Raises `ConfigError` for a file that can hardly be written, before minutes are spent on what goes into it."""
+    problems = [
+        f"{option}: {path}: there is no directory {Path(path).expanduser().parent}; make it, or name another file"
+        for option, path in options.items()
+        if option != "--sweep" and not Path(path).expanduser().parent.is_dir()
+    ]
+    name = options.get("--picture", ".html")
+    if not name.endswith(".html"):
+        problems.append(f"--picture: {name}: the picture is a page; name a file that ends with .html")
+    if problems:
+        raise ConfigError("\n".join(problems))
+
+
+def write(options: Mapping[str, str], option: str, text: Callable[[], str]) -> None:
+    """Writes `text` to the file that `option` names, if it was given."""
+    if option not in options:
+        return
+    path = Path(options[option]).expanduser()
+    try:
+        path.write_text(text(), encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{option}: {path} cannot be written: {error.strerror}; name another file") from error
+
+
+@contextlib.contextmanager
+def waiting() -> Iterator[Callable[[str], None]]:
+    """Shows a person at a terminal what takes so long."""
+    if not is_interactive():
+        yield lambda what: None
+        return
+    with CONSOLE.status("compiling") as status:
+        yield status.update
+
+
+def main(config: Config, *, profile: bool, options: Mapping[str, str]) -> int:
+    """Runs, turns what goes wrong into a message, and returns the exit code."""
+    try:
+        run(config, profile=profile, options=options)
+    except UserError as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    except Exception:
+        traceback.print_exc()
+        return INTERNAL_ERROR
+    return 0
+
+
+if ARGUMENTS is not None:
+    sys.exit(main(ARGUMENTS.config, profile="--no_profile" not in ARGUMENTS.flags, options=ARGUMENTS.options))

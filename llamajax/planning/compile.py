@@ -1,0 +1,142 @@
+"""The training step, compiled for a cluster on a machine that has no GPU.
+
+XLA's compiler for GPUs comes with jax's CUDA plugin and needs no driver: it is told what the card can do
+(`hardware.target_config`) and how many there are. The result is the very program that training would run, scheduled and
+with all its memory laid out; it cannot be run here.
+"""
+
+import functools
+import importlib.metadata
+import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+import jaxlib.version
+import numpy as np
+from jax.experimental import topologies
+
+from llamajax.batch import FIELDS, batch_sharding, micro_batch_size
+from llamajax.config import Config
+from llamajax.errors import ConfigError, UserError
+from llamajax.mesh import make_mesh
+from llamajax.planning.buffers import BufferAssignment, read_buffer_assignment
+from llamajax.planning.hardware import Gpu, planned_gpu, target_config
+from llamajax.restore import concretise
+from llamajax.step import init_state, train_step
+from llamajax.xla_flags import Option, compile_with, compiler_options
+
+PLUGINS = ("jax-cuda13-plugin", "jax-cuda12-plugin")
+REMEDY = "pip install 'llamajax[plan]'"
+
+
+class CompilerMissingError(UserError):
+    """XLA's compiler for GPUs is not installed, or of another version than jax."""
+
+    exit_code = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompiledStep:
+    """The training step as one device of the cluster would run it."""
+
+    config: Config
+    gpu: Gpu
+    hlo: str
+    """The scheduled module, as text."""
+    buffers: BufferAssignment
+    """Its memory."""
+    peak_bytes: int
+    """XLA's own figure for arguments, results and arrays alive at the fullest moment, without the gaps between them."""
+    options: dict[str, Option]
+    """What the compiler was told."""
+    compile_s: float
+    """Seconds of tracing, lowering and compiling."""
+    jax_version: str
+
+
+def prepare_environment() -> None:
+    """Keeps jax away from the GPUs of this machine, if it has any; call it before any other use of jax."""
+    jax.config.update("jax_platforms", "cpu")
+
+
+def check_compiler() -> None:
+    """Raises `CompilerMissingError` with the remedy if this machine cannot compile for GPUs."""
+    versions = {}
+    for package in PLUGINS:
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    if not versions:
+        raise CompilerMissingError(f"compiling for GPUs needs {PLUGINS[0]}, which is not installed; {REMEDY}")
+    if jaxlib.version.__version__ not in versions.values():
+        found = ", ".join(f"{package} {version}" for package, version in versions.items())
+        raise CompilerMissingError(f"{found} does not fit jaxlib {jaxlib.version.__version__}; {REMEDY}")
+
+
+def compile_for(
+    config: Config, *, options: Mapping[str, Option] | None = None, latency_profile: str | None = None
+) -> CompiledStep:
+    """Compiles the training step of `config` for `config.hardware`.
+
+    Args:
+        config: the run.
+        options: XLA options over those that training sets.
+        latency_profile: file with the costs of instructions that the scheduler is to go by.
+
+    Raises:
+        CompilerMissingError: XLA's compiler for GPUs is not installed.
+        ConfigError: the configuration names no GPU, cannot be laid over the cluster, or sets an unknown XLA option.
+    """
+    check_compiler()
+    gpu, cluster = planned_gpu(config.hardware), config.hardware
+    if problems := config.placement_problems(cluster.num_devices):
+        raise ConfigError("\n".join(problems))
+    started = time.monotonic()
+    # Partitions x hosts x devices: as on a real cluster, where XLA takes every node for a partition of its own.
+    topology = topologies.get_topology_desc(
+        platform="cuda",
+        topology_name="plan",
+        target_config=target_config(gpu),
+        topology=f"{cluster.nodes}x1x{cluster.gpus_per_node}",
+    )
+    mesh = make_mesh(config.mesh, topology.devices)
+    told = compiler_options(config, cluster.num_devices, latency_profile=latency_profile) | dict(options or {})
+    # The buffer assignment comes out only as a file.
+    with jax.set_mesh(mesh), tempfile.TemporaryDirectory(prefix="llamajax-plan-") as folder:
+        dump: dict[str, Option] = {"xla_dump_to": folder, "xla_dump_hlo_as_proto": True}
+        try:
+            compiled = compile_with(lower(config), told | dump)
+        except jax.errors.JaxRuntimeError as error:
+            if "No PTX compilation provider" in str(error) or "libdevice not found" in str(error):
+                raise CompilerMissingError(
+                    f"compiling for GPUs needs NVIDIA's ptxas and libdevice, which were not found; {REMEDY}"
+                ) from error
+            raise
+        (proto,) = Path(folder).glob("*jit_train_step*after_optimizations.hlo.pb")
+        buffers = read_buffer_assignment(proto.read_bytes())
+    stats = compiled.memory_analysis()
+    assert stats is not None
+    hlo = compiled.as_text()
+    assert hlo is not None
+    return CompiledStep(
+        config=config,
+        gpu=gpu,
+        hlo=hlo,
+        buffers=buffers,
+        peak_bytes=stats.peak_memory_in_bytes,
+        options=told,
+        compile_s=time.monotonic() - started,
+        jax_version=jax.__version__,
+    )
+
+
+def lower(config: Config) -> jax.stages.Lowered:
+    """The training step of `config`, traced and lowered for the current mesh; no array is made."""
+    state = concretise(jax.eval_shape(functools.partial(init_state, config)))
+    shape = (config.train.grad_accum_steps, micro_batch_size(config), config.data.seq_len)
+    batch = dict.fromkeys(FIELDS, jax.ShapeDtypeStruct(shape, np.int32, sharding=batch_sharding()))
+    return train_step.lower(config, state, batch)

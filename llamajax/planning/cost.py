@@ -1,0 +1,321 @@
+"""How long one instruction takes on one GPU: a roofline from its shapes.
+
+A kernel takes its launch plus the longer of two times: that of its floating-point work on the tensor cores, and that
+of its bytes between chip and memory. Nothing is measured; the few constants are of a GPU type, never of a model.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+from llamajax.planning.hlo import Array, Computation, Instruction, Module, Shape, arrays, num_bytes, num_elements
+from llamajax.planning.machine import Machine
+
+Kind = Literal["matmul", "attention", "memory", "copy"]
+"""What a kernel mostly does: matrix products, fused attention, moving device memory, moving between host and device."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """One execution of one instruction."""
+
+    kind: Kind
+    seconds: float
+    flops: int = 0
+    """Floating-point operations of matrix products; two per multiply-add. Others are not counted."""
+    num_bytes: int = 0
+    """Read from and written to device memory; to or from the host for a copy."""
+
+
+FREE = Cost("memory", 0.0)
+
+_FREE_OPCODES = {
+    "parameter", "constant", "get-tuple-element", "tuple", "bitcast", "after-all", "partition-id", "replica-id",
+    "opt-barrier", "optimization-barrier", "add-dependency", "domain", "bitcast-convert",
+}  # fmt: skip
+_SAME_SIZE_OPCODES = {
+    "abs", "add", "and", "atan2", "bitcast", "bitcast-convert", "cbrt", "ceil", "clamp", "compare", "complex", "convert",
+    "copy", "cosine", "count-leading-zeros", "divide", "erf", "exponential", "exponential-minus-one", "floor",
+    "imag", "is-finite", "log", "log-plus-one", "logistic", "map", "maximum", "minimum", "multiply", "negate", "not", "or",
+    "popcnt", "power", "real", "reduce-precision", "remainder", "reshape", "reverse", "round-nearest-afz",
+    "round-nearest-even", "rsqrt", "select", "shift-left", "shift-right-arithmetic", "shift-right-logical", "sign",
+    "sine", "sqrt", "stochastic-convert", "subtract", "tan", "tanh", "transpose", "xor",
+}  # fmt: skip
+_WHOLE_OPERAND_OPCODES = {"dot", "sort"}
+_SCALED_OPCODES = {"reduce", "concatenate", "pad", "reduce-window"}
+_SOURCE_OPCODES = {"iota", "rng", "rng-bit-generator", "rng-get-and-update-state", "constant", "parameter"}
+_UNDERSTOOD = (
+    _SAME_SIZE_OPCODES | _WHOLE_OPERAND_OPCODES | _SCALED_OPCODES | _SOURCE_OPCODES | _FREE_OPCODES
+    | {"broadcast", "slice", "dynamic-slice", "gather", "dynamic-update-slice", "scatter", "fusion"}
+)  # fmt: skip
+_GEMM_TARGETS = ("__cublas$", "__cudnn$gemm")
+_PEAK_SHARE = {"f64": 1 / 16, "f32": 1 / 2, "s8": 2.0, "u8": 2.0}
+"""Tensor-core rate against bfloat16's; f32 runs as TF32, XLA's default. Types of eight bits double it."""
+
+# cuBLAS's usual output tiles, rows x columns, and the share of the best tile's rate that each reaches: the smaller the
+# tile, the more operand bytes per product. Source: NVIDIA, "Matrix Multiplication Background User's Guide", tile sizes.
+_TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.95), (128, 64, 0.85), (64, 128, 0.85), (64, 64, 0.7))
+_SPLITS = (1, 2, 4, 8, 16)
+_TILE_START = 128
+"""Contracted elements that filling and draining a tile's pipeline costs."""
+
+
+class CostModel:
+    """Costs of the instructions of one module on one machine; remembers what it did not understand."""
+
+    def __init__(self, module: Module, machine: Machine):
+        self.module = module
+        self.machine = machine
+        self.not_understood: Counter[str] = Counter()
+        """Instructions whose cost is only a guess, by opcode and call target."""
+
+    def cost(self, instruction: Instruction, computation: Computation) -> Cost:
+        """Of everything but collectives and control flow."""
+        if instruction.opcode in _FREE_OPCODES:
+            return FREE
+        operands = computation.operand_shapes(instruction)
+        if instruction.opcode == "custom-call":
+            return self._custom_call(instruction, operands)
+        if instruction.opcode in ("copy", "copy-start") and _crosses_to_host(instruction, operands):
+            size = num_bytes(operands[0])
+            return Cost(
+                "copy", self.machine.calibration.kernel_s + size / self.machine.calibration.host_bandwidth, num_bytes=size
+            )
+        if instruction.opcode in ("fusion", "fusion-start"):
+            body = self.module.computations[instruction.called("calls")[0]]
+            return self._fusion(body)
+        if instruction.opcode == "copy-start":
+            return self._kernel([], 2 * num_bytes(operands[0]))
+        return self._single(instruction, computation, operands)
+
+    def _fusion(self, body: Computation) -> Cost:
+        read = sum(
+            _bytes_of_elements(parameter.shape, needed)
+            for parameter, needed in zip(body.parameters, self._needed(body), strict=True)
+        )
+        return self._kernel(self._dots(body), read + self._written(body))
+
+    def _single(self, instruction: Instruction, computation: Computation, operands: list[Shape]) -> Cost:
+        self._note(instruction.opcode)
+        if instruction.opcode == "dot":
+            return self._kernel([_dot(instruction, operands)], sum(map(num_bytes, operands)) + num_bytes(instruction.shape))
+        shares = self._shares(instruction, computation, num_elements(instruction.shape), in_place=True)
+        read = sum(_bytes_of_elements(shape, share) for shape, share in zip(operands, shares, strict=True))
+        return self._kernel([], read + _written_bytes(instruction, computation))
+
+    def _custom_call(self, instruction: Instruction, operands: list[Shape]) -> Cost:
+        target = _target(instruction)
+        size = sum(map(num_bytes, operands)) + num_bytes(instruction.shape)
+        if target.startswith("__cudnn$fmha"):
+            return self._attention(instruction, operands, size)
+        if not target.startswith(_GEMM_TARGETS):
+            self.not_understood[f"custom-call {target}"] += 1
+            return self._kernel([], size)
+        return self._kernel([_gemm_call(instruction, operands)], size)
+
+    def _kernel(self, dots: list["Dot"], size: int) -> Cost:
+        work = sum(dot_seconds(dot, self.machine) for dot in dots)
+        seconds = self.machine.calibration.kernel_s + max(work, self._memory_seconds(size))
+        return Cost("matmul" if dots else "memory", seconds, sum(dot.flops for dot in dots), size)
+
+    def _memory_seconds(self, size: int) -> float:
+        return size / (self.machine.gpu.memory_bandwidth * self.machine.calibration.memory_efficiency)
+
+    def _attention(self, instruction: Instruction, operands: list[Shape], size: int) -> Cost:
+        """cuDNN's fused attention: two matrix products forward, five backward; half of them under a causal mask."""
+        calibration = self.machine.calibration
+        config = instruction.backend_config["cudnn_fmha_backend_config"]
+        batch, heads, queries, keys = (int(dim) for dim in config["intermediate_tensor_shape"]["dimensions"])
+        backward = "Backward" in _target(instruction)
+        pairs = batch * heads * queries * keys // (2 if "CAUSAL" in config.get("mask_type", "") else 1)
+        flops = (5 if backward else 2) * 2 * pairs * _array(operands[0]).dims[-1]
+        efficiency = calibration.attention_backward_efficiency if backward else calibration.attention_efficiency
+        work = flops / (self.machine.gpu.peak_flops * efficiency)
+        return Cost("attention", calibration.kernel_s + max(work, self._memory_seconds(size)), flops, size)
+
+    def _dots(self, body: Computation) -> list["Dot"]:
+        """Every matrix product inside a fusion, nested fusions included."""
+        dots = []
+        for instruction in body.instructions.values():
+            if instruction.opcode == "dot":
+                dots.append(_dot(instruction, body.operand_shapes(instruction)))
+            elif instruction.opcode == "fusion":
+                dots += self._dots(self.module.computations[instruction.called("calls")[0]])
+            elif instruction.opcode == "custom-call" and _target(instruction).startswith(_GEMM_TARGETS):
+                dots.append(_gemm_call(instruction, body.operand_shapes(instruction)))
+            else:
+                self._note(instruction.opcode)
+        return dots
+
+    def _note(self, opcode: str) -> None:
+        if opcode not in _UNDERSTOOD:
+            self.not_understood[opcode] += 1
+
+    def _needed(self, body: Computation, of_root: int | None = None) -> list[int]:
+        """Elements of each parameter that a fusion reads to make `of_root` elements of its result (default: all).
+
+        A parameter of which only a slice is used counts as that slice: scans hand whole stacks of layers to fusions.
+        """
+        needed = dict.fromkeys(body.instructions, 0)
+        needed[body.root.name] = num_elements(body.root.shape) if of_root is None else of_root
+        written_in_place = {update.name for update in _updates(body)}
+        for instruction in reversed(body.instructions.values()):
+            elements = min(needed[instruction.name], num_elements(instruction.shape))
+            needed[instruction.name] = elements
+            if elements:
+                shares = self._shares(instruction, body, elements, in_place=instruction.name in written_in_place)
+                for operand, share in zip(instruction.operands, shares, strict=True):
+                    needed[operand] += share
+        return [needed[parameter.name] for parameter in body.parameters]
+
+    def _shares(self, instruction: Instruction, body: Computation, elements: int, *, in_place: bool) -> list[int]:
+        """Elements of each operand that `elements` elements of the result are made of."""
+        operands = body.operand_shapes(instruction)
+        sizes = [num_elements(shape) for shape in operands]
+        match instruction.opcode:
+            case "slice" | "dynamic-slice":
+                return [elements] + [1] * (len(sizes) - 1)
+            case "gather":
+                return [elements, sizes[1]]
+            case "dynamic-update-slice":
+                return [0 if in_place else max(elements - sizes[1], 0), sizes[1]] + [1] * (len(sizes) - 2)
+            case "scatter":
+                targets = (len(sizes) - 1) // 2
+                kept = 0 if in_place else elements
+                # What is added to is read as well as written.
+                return [kept + sizes[targets + 1 + i] for i in range(targets)] + sizes[targets:]
+            case "fusion":
+                return self._needed(self.module.computations[instruction.called("calls")[0]], elements)
+            case opcode if opcode in _SCALED_OPCODES:
+                share = elements / max(num_elements(instruction.shape), 1)
+                return [math.ceil(size * share) for size in sizes]
+            case opcode if opcode in _SAME_SIZE_OPCODES or opcode in ("broadcast", "get-tuple-element"):
+                return [min(elements, size) for size in sizes]
+            case _:
+                return sizes
+
+    def _written(self, body: Computation) -> int:
+        in_place = {update.name: update for update in _updates(body)}
+        return sum(
+            _written_bytes(in_place[result.name], body) if result.name in in_place else num_bytes(result.shape)
+            for result in _results(body)
+        )
+
+
+def _results(body: Computation) -> Iterable[Instruction]:
+    """What a fusion writes, looked at behind renamings."""
+    results = [body.instructions[name] for name in body.root.operands] if body.root.opcode == "tuple" else [body.root]
+    return [_behind_bitcasts(result, body) for result in results]
+
+
+def _updates(body: Computation) -> list[Instruction]:
+    """Results that overwrite a part of a parameter, which XLA then does in the parameter's own buffer."""
+    return [
+        result
+        for result in _results(body)
+        if result.opcode in ("dynamic-update-slice", "scatter")
+        and _behind_bitcasts(body.instructions[result.operands[0]], body).opcode == "parameter"
+    ]
+
+
+def _behind_bitcasts(instruction: Instruction, body: Computation) -> Instruction:
+    while instruction.opcode == "bitcast":
+        instruction = body.instructions[instruction.operands[0]]
+    return instruction
+
+
+def _written_bytes(instruction: Instruction, computation: Computation) -> int:
+    """Of an instruction that may overwrite a part of its first operand."""
+    if instruction.opcode == "dynamic-update-slice":
+        return num_bytes(computation.shape(instruction.operands[1]))
+    if instruction.opcode == "scatter":
+        return sum(
+            num_bytes(computation.shape(name)) for name in instruction.operands[(len(instruction.operands) + 1) // 2 :]
+        )
+    return num_bytes(instruction.shape)
+
+
+def _bytes_of_elements(shape: Shape, elements: int) -> int:
+    total = num_elements(shape)
+    return num_bytes(shape) * elements // total if total else 0
+
+
+def _crosses_to_host(instruction: Instruction, operands: list[Shape]) -> bool:
+    places = {array.on_host for array in (*arrays(instruction.shape), *arrays(operands[0])) if array.num_elements > 1}
+    return len(places) > 1
+
+
+@dataclass(frozen=True, slots=True)
+class Dot:
+    """`batch` products of [rows, contracted] and [contracted, columns] matrices."""
+
+    batch: int
+    rows: int
+    columns: int
+    contracted: int
+    dtype: str
+    """Of the operands."""
+
+    @property
+    def flops(self) -> int:
+        return 2 * self.batch * self.rows * self.columns * self.contracted
+
+
+def _dot(instruction: Instruction, operands: list[Shape]) -> Dot:
+    numbers = [instruction.dims(f"{side}_{what}_dims") for side in ("lhs", "rhs") for what in ("contracting", "batch")]
+    return _product(operands, *numbers)
+
+
+def _gemm_call(instruction: Instruction, operands: list[Shape]) -> Dot:
+    config = instruction.backend_config["gemm_backend_config"]["dot_dimension_numbers"]
+    keys = [f"{side}_{what}_dimensions" for side in ("lhs", "rhs") for what in ("contracting", "batch")]
+    return _product(operands, *(tuple(int(dim) for dim in config.get(key, ())) for key in keys))
+
+
+def _product(
+    operands: list[Shape],
+    lhs_contracting: tuple[int, ...],
+    lhs_batch: tuple[int, ...],
+    rhs_contracting: tuple[int, ...],
+    rhs_batch: tuple[int, ...],
+) -> Dot:
+    lhs, rhs = map(_array, operands[:2])
+    contracted = math.prod(lhs.dims[dim] for dim in lhs_contracting)
+    batch = math.prod(lhs.dims[dim] for dim in lhs_batch)
+    shared = math.prod(rhs.dims[dim] for dim in (*rhs_contracting, *rhs_batch))
+    return Dot(batch, lhs.num_elements // (contracted * batch), rhs.num_elements // shared, contracted, lhs.dtype)
+
+
+def _array(shape: Shape) -> Array:
+    assert isinstance(shape, Array), shape
+    return shape
+
+
+def _target(instruction: Instruction) -> str:
+    return instruction.attributes.get("custom_call_target", "").strip('"')
+
+
+def dot_seconds(dot: Dot, machine: Machine) -> float:
+    """Time of the best of cuBLAS's tilings: whole waves of output tiles over all cores.
+
+    Every core works on one tile at a time, so the last wave costs as much as a full one; a product with few tiles may
+    be split along its contracted dim instead. `machine.matmul_efficiency` is what large square products sustain.
+    """
+    eight_bits = dot.dtype.startswith("f8")
+    peak = (
+        machine.gpu.peak_flops
+        * machine.calibration.matmul_efficiency
+        * _PEAK_SHARE.get(dot.dtype, 2.0 if eight_bits else 1.0)
+    )
+    best = math.inf
+    for rows, columns, share in _TILES:
+        tiles = dot.batch * math.ceil(dot.rows / rows) * math.ceil(dot.columns / columns)
+        for split in _SPLITS:
+            if split > 1 and dot.contracted // split < _TILE_START:
+                break
+            waves = math.ceil(tiles * split / machine.gpu.cores)
+            tile_flops = 2 * rows * columns * (dot.contracted / split + _TILE_START)
+            best = min(best, waves * tile_flops * machine.gpu.cores / (peak * share))
+    return best

@@ -1,0 +1,220 @@
+"""A plan in figures: the object that `python -m llamajax.plan --json` writes (`schema_version` 1; more keys may come,
+none changes its meaning within a version).
+
+Bytes, FLOPs and seconds are per step and device unless said otherwise; shares are between 0 and 1.
+
+- `schema_version`, `llamajax`, `jax_version`; `compiled`: false if XLA's compiler for GPUs is missing, and then `missing`
+  says so, `memory_estimate` (bytes by kind, `peak_bytes`, `fits`; by formulas) stands in for what it would have told, and
+  of the rest only what formulas tell is there.
+- The run: `run`, `gpu`, `nodes`, `gpus_per_node`, `num_devices`, `mesh` (axis: size), `num_params`, `tokens_per_step` (of
+  all devices), `model_flops` (of all devices, causal, without recomputation), `zero_minimum_bytes` (weights and moments,
+  evenly over all devices that can share them), `least_wire_bytes` (see `planning.network`), `checkpoint_bytes` (one
+  checkpoint of all devices: weights and moments).
+- `options`: what the compiler was told. `latency_profile`: `analytic`, the file, or null if the schedule kept is the one
+  without. `compile_s`: of all compilations together.
+- The schedule that is kept: `capacity_bytes`, `fits`, `argument_bytes`, `temp_bytes`, `peak_bytes`, `host_bytes`,
+  `allowance_bytes` (beside XLA's arrays), `memory` (bytes by kind at the peak), `memory_fraction` (the least
+  XLA_PYTHON_CLIENT_MEM_FRACTION), `peak_tensors` (name, kind, dtype, shape, bytes); `step_time_s`, `compute_s` and
+  `compute_by_kind`, `slowdown_s` (of compute, by collectives beside it), `comm_s`, `exposed_comm_s`, `exposed_copy_s`,
+  `exposed_fraction` (of the step); `wire_bytes` and `wire_bytes_by_link` (sent), `wire_bytes_factor` (over the least; null
+  if that is zero); `tokens_per_sec_per_device`, `mfu` (causal attention), `mfu_full_attention`, `hfu` (of the FLOPs that
+  are executed), `flops` (executed), `flops_factor` (over the formula with recomputation);
+  `sync_collectives_in_loops`; `not_understood` (instructions whose cost is a guess); `collectives` (name, kind, axis,
+  group_size, num_nodes, link, bytes, count, seconds, hidden_s, exposed_s, is_sync, in_loop).
+- `without_profile`: the same group for the schedule by XLA's own guesses; `with_profile`: that by latencies, or null.
+- `suggestions`, where it does not fit: `changes`, `peak_bytes`, `fits`, `step_time_s`, `step_time_ratio` (over
+  `without_profile`), `gpu_time_ratio` (the same times devices), `flops_ratio`. All were compiled; the cheapest comes first.
+- `token_budget`, `days`, `price_per_billion_tokens`, `price` (null without `hardware.price_per_gpu_hour`).
+- `sweep`: `key` and `rows`, each the `value`, `num_devices`, `efficiency` (tokens per second and device over the first
+  row's) and the figures above but lists and `without_profile`; null if none was asked for.
+"""
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+
+import llamajax
+from llamajax.config import Config
+from llamajax.planning.fitting import executed_flops
+from llamajax.planning.hardware import planned_gpu
+from llamajax.planning.memory import estimate, minimum_state_bytes
+from llamajax.planning.network import least_wire_bytes
+from llamajax.planning.schedule import Plan, Schedule, mesh_sizes
+from llamajax.planning.sweep import Sweep
+from llamajax.planning.timeline import CollectiveUse
+
+SCHEMA_VERSION = 1
+_PEAK_TENSORS = 20
+_DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
+_PROFILE_OPTION = "xla_gpu_pgle_profile_file_or_directory_path"
+
+
+def analytic_figures(config: Config) -> dict[str, Any]:
+    """What formulas tell of `config`; needs no compiler."""
+    hardware, model = config.hardware, config.model
+    tokens = config.train.global_batch_size * config.data.seq_len
+    per_param = _DTYPE_BYTES[model.param_dtype] + 2 * _DTYPE_BYTES[config.optimizer.moment_dtype]
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "llamajax": llamajax.__version__,
+        "jax_version": jax.__version__,
+        "run": Path(config.run_dir).name,
+        "gpu": hardware.gpu,
+        "nodes": hardware.nodes,
+        "gpus_per_node": hardware.gpus_per_node,
+        "num_devices": hardware.num_devices,
+        "mesh": mesh_sizes(config),
+        "num_params": model.num_params,
+        "tokens_per_step": tokens,
+        "model_flops": model.flops_per_token(config.data.seq_len) * tokens,
+        "capacity_bytes": planned_gpu(hardware).memory_bytes,
+        "zero_minimum_bytes": minimum_state_bytes(config),
+        "least_wire_bytes": least_wire_bytes(config, mesh_sizes(config)),
+        "checkpoint_bytes": model.num_params * per_param,
+    }
+
+
+def estimated_figures(config: Config, missing: str) -> dict[str, Any]:
+    """`analytic_figures`, with an estimate of the memory, for a machine without XLA's compiler for GPUs."""
+    memory = estimate(config)
+    expected = {
+        "by_kind": memory.by_kind,
+        "peak_bytes": memory.peak_bytes,
+        "allowance_bytes": memory.allowance.total_bytes,
+        "fits": memory.fits,
+    }
+    return analytic_figures(config) | {"compiled": False, "missing": missing, "memory_estimate": expected}
+
+
+def figures(plan: Plan, sweep: Sweep | None = None, plans: Sequence[Plan] = ()) -> dict[str, Any]:
+    """Everything about a plan, and about the `plans` of a sweep; see this module's docstring."""
+    chosen, config = plan.chosen, plan.config
+    own = schedule_figures(config, chosen)
+    tries = [schedule for schedule in (plan.without_profile, plan.with_profile) if schedule is not None]
+    used = "analytic" if config.xla.latency_profile in (None, "auto") else config.xla.latency_profile
+    blind_s = plan.without_profile.timeline.step_time_s
+    suggested = [
+        {
+            "changes": suggestion.changes,
+            "peak_bytes": suggestion.memory.peak_bytes,
+            "fits": suggestion.memory.fits,
+            "step_time_s": suggestion.step_time_s,
+            "step_time_ratio": suggestion.step_time_s and suggestion.step_time_s / blind_s,
+            "gpu_time_ratio": suggestion.step_time_s
+            and suggestion.step_time_s / blind_s * suggestion.config.hardware.num_devices / config.hardware.num_devices,
+            "flops_ratio": suggestion.flops_ratio,
+        }
+        for suggestion in sorted(
+            plan.suggestions, key=lambda change: (change.step_time_s or math.inf) * change.config.hardware.num_devices
+        )
+    ]
+    return (
+        analytic_figures(config)
+        | {
+            "compiled": True,
+            "jax_version": chosen.step.jax_version,
+            "options": {key: value for key, value in chosen.step.options.items() if key != _PROFILE_OPTION},
+            "latency_profile": used if chosen is plan.with_profile else None,
+            "compile_s": sum(schedule.step.compile_s for schedule in tries),
+        }
+        | own
+        | {
+            "without_profile": schedule_figures(config, plan.without_profile),
+            "with_profile": plan.with_profile and schedule_figures(config, plan.with_profile),
+            "suggestions": suggested,
+        }
+        | money(config, own["tokens_per_sec_per_device"])
+        | {"sweep": sweep and {"key": sweep.key, "rows": sweep_rows(sweep, plans)}}
+    )
+
+
+def schedule_figures(config: Config, schedule: Schedule) -> dict[str, Any]:
+    """Memory and time of one schedule of `config`."""
+    memory, timeline, gpu = schedule.memory, schedule.timeline, planned_gpu(config.hardware)
+    num_devices, seq_len = config.hardware.num_devices, config.data.seq_len
+    tokens_per_sec = config.train.global_batch_size * seq_len / num_devices / timeline.step_time_s
+    least, sent = least_wire_bytes(config, mesh_sizes(config)), sum(timeline.wire_bytes.values())
+    return {
+        "capacity_bytes": memory.capacity_bytes,
+        "fits": memory.fits,
+        "argument_bytes": memory.argument_bytes,
+        "temp_bytes": memory.temp_bytes,
+        "peak_bytes": memory.peak_bytes,
+        "host_bytes": memory.host_bytes,
+        "allowance_bytes": memory.allowance.total_bytes,
+        "memory": memory.by_kind,
+        "memory_fraction": memory.memory_fraction,
+        "peak_tensors": [
+            {"name": t.name, "kind": t.kind, "dtype": t.dtype, "shape": list(t.shape), "bytes": t.size}
+            for t in memory.tensors[:_PEAK_TENSORS]
+        ],
+        "step_time_s": timeline.step_time_s,
+        "compute_s": timeline.compute_s,
+        "compute_by_kind": timeline.compute_by_kind,
+        "slowdown_s": timeline.slowdown_s,
+        "comm_s": timeline.comm_s,
+        "exposed_comm_s": timeline.exposed_comm_s,
+        "exposed_copy_s": timeline.exposed_copy_s,
+        "exposed_fraction": timeline.exposed_fraction,
+        "wire_bytes": sent,
+        "wire_bytes_by_link": timeline.wire_bytes,
+        "wire_bytes_factor": sent / least if least else None,
+        "tokens_per_sec_per_device": tokens_per_sec,
+        "mfu": config.model.flops_per_token(seq_len) * tokens_per_sec / gpu.peak_flops,
+        "mfu_full_attention": config.model.flops_per_token(seq_len, full_attention=True) * tokens_per_sec / gpu.peak_flops,
+        "hfu": timeline.flops / timeline.step_time_s / gpu.peak_flops,
+        "flops": timeline.flops,
+        "flops_factor": timeline.flops * num_devices / executed_flops(config),
+        "sync_collectives_in_loops": timeline.sync_collectives_in_loops,
+        "not_understood": timeline.not_understood,
+        "collectives": [_collective(use) for use in timeline.collectives],
+    }
+
+
+def _collective(use: CollectiveUse) -> dict[str, Any]:
+    collective = use.collective
+    return {
+        "name": collective.name,
+        "kind": collective.kind,
+        "axis": collective.axis,
+        "group_size": collective.group_size,
+        "num_nodes": collective.num_nodes,
+        "link": collective.link,
+        "bytes": collective.num_bytes,
+        "count": use.count,
+        "seconds": use.seconds,
+        "hidden_s": use.hidden_s if use.hidden_s > 1e-9 * use.seconds else 0.0,  # without the sums' rounding
+        "exposed_s": use.exposed_s,
+        "is_sync": use.is_sync,
+        "in_loop": use.in_loop,
+    }
+
+
+def money(config: Config, tokens_per_sec_per_device: float) -> dict[str, float | None]:
+    """Days and price of the token budget, and the price of a billion tokens; no price is known unless it is set."""
+    hardware = config.hardware
+    budget = hardware.token_budget or config.train.num_steps * config.train.global_batch_size * config.data.seq_len
+    gpu_hours_per_token = 1 / tokens_per_sec_per_device / 3600
+    price = hardware.price_per_gpu_hour and hardware.price_per_gpu_hour * gpu_hours_per_token
+    return {
+        "token_budget": budget,
+        "days": budget * gpu_hours_per_token / hardware.num_devices / 24,
+        "price_per_billion_tokens": price and price * 1e9,
+        "price": price and price * budget,
+    }
+
+
+def sweep_rows(sweep: Sweep, plans: Sequence[Plan]) -> list[dict[str, Any]]:
+    """One row of figures for each value of a sweep."""
+    rows, first = [], math.nan
+    for value, plan in zip(sweep.values, plans, strict=True):
+        own = schedule_figures(plan.config, plan.chosen)
+        speed = own["tokens_per_sec_per_device"]
+        first = speed if not rows else first
+        scalars = {key: number for key, number in own.items() if not isinstance(number, dict | list)}
+        row = {"value": value, "num_devices": plan.config.hardware.num_devices, "efficiency": speed / first}
+        rows.append(row | scalars | money(plan.config, speed))
+    return rows

@@ -1,0 +1,203 @@
+"""What to change when a plan does not fit the card: candidates by formula, then compiled, so that they are known to fit."""
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from llamajax.config import Config
+from llamajax.errors import ConfigError
+from llamajax.planning.compile import CompiledStep, compile_for
+from llamajax.planning.hlo import parse
+from llamajax.planning.memory import MemoryPlan, estimate, memory_plan
+
+ESTIMATE_MARGIN = 1.1
+"""Candidates are compiled although the formulas put them this much above the card: they are that inexact."""
+MAX_COMPILES = 8
+
+_REMAT_STEPS = ("none", "save_attention_qkv_mlp", "save_attention_qkv", "save_attention", "full")
+"""From what keeps most to what keeps least."""
+
+Changes = dict[str, Any]
+"""Dotted keys of a configuration to their new values."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """A changed configuration that formulas expect to fit."""
+
+    changes: Changes
+    config: Config
+    flops_ratio: float
+    """FLOPs of a step over those of the configuration it changes; recomputation counts."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Suggestion:
+    """A changed configuration that was compiled and fits."""
+
+    changes: Changes
+    config: Config
+    flops_ratio: float
+    memory: MemoryPlan
+    step_time_s: float | None
+    """By the cost model, if one was given."""
+
+
+def suggestions(
+    config: Config, *, step_time: Callable[[CompiledStep], float] | None = None, wanted: int = 3
+) -> list[Suggestion]:
+    """Up to `wanted` changes to `config`, cheapest in FLOPs first, that were compiled and fit; fewer if there are none.
+
+    Args:
+        config: what does not fit.
+        step_time: seconds per step of a compiled one.
+        wanted: how many.
+
+    Raises:
+        CompilerMissingError: XLA's compiler for GPUs is not installed.
+    """
+    found: list[Suggestion] = []
+    for candidate in itertools.islice(candidates(config), MAX_COMPILES):
+        step = compile_for(candidate.config)
+        memory = memory_plan(step, parse(step.hlo))
+        if memory.fits:
+            seconds = step_time(step) if step_time else None
+            found.append(
+                Suggestion(
+                    changes=candidate.changes,
+                    config=candidate.config,
+                    flops_ratio=candidate.flops_ratio,
+                    memory=memory,
+                    step_time_s=seconds,
+                )
+            )
+        if len(found) == wanted:
+            break
+    return found
+
+
+def candidates(config: Config) -> Iterator[Candidate]:
+    """Changes after which `config` should fit by the formulas: single ones first, then pairs and
+    triples; each with the fewest devices and then the fewest FLOPs first.
+
+    Of changes of one kind only the smallest that is enough is offered, and none together with others that is enough alone.
+    """
+    kinds = [list(kind) for kind in (_remat(config), _accumulation(config), _moments(config), *_mesh(config))]
+    for count in (1, 2, 3):
+        offers = [_smallest(config, itertools.product(*several)) for several in itertools.combinations(kinds, count)]
+        yield from sorted(
+            (offer for offer in offers if offer is not None),
+            key=lambda offer: (offer.config.hardware.num_devices, offer.flops_ratio),
+        )
+
+
+def executed_flops(config: Config) -> float:
+    """Matmul FLOPs of a step over all devices, with what `model.remat` computes a second time."""
+    model, seq_len = config.model, config.data.seq_len
+    D, F, L = model.embed_dim, model.mlp_dim, model.num_layers
+    heads, kv_heads = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
+    attention = model.flops_per_token(seq_len) / 3 - 2 * model.num_matmul_params
+    # Also what the policies keep is not enough to leave out the output projection: the MLP's input needs it.
+    again = {
+        "none": 0.0,
+        "save_attention_qkv_mlp": 2 * D * heads * L,
+        "save_attention_qkv": 2 * (D * heads + 2 * D * F) * L,
+        "save_attention": 2 * (D * heads + 2 * D * F + D * (heads + 2 * kv_heads)) * L,
+        "full": 2 * (D * heads + 2 * D * F + D * (heads + 2 * kv_heads)) * L + attention,
+    }[model.remat]
+    return (model.flops_per_token(seq_len) + again) * config.train.global_batch_size * seq_len
+
+
+def changed(config: Config, changes: Changes) -> Config:
+    """`config` with dotted settings replaced.
+
+    Raises:
+        ConfigError: the result is no valid configuration.
+    """
+    for key, value in changes.items():
+        section, name = key.split(".")
+        config = dataclasses.replace(config, **{section: dataclasses.replace(getattr(config, section), **{name: value})})
+    if problems := config.problems():
+        raise ConfigError("\n".join(problems))
+    return config
+
+
+def _smallest(config: Config, choices: Iterable[tuple[Changes, ...]]) -> Candidate | None:
+    """The first choice whose changes together are enough, and no fewer of them."""
+    for parts in choices:
+        changes = _together(parts)
+        if len(changes) < sum(map(len, parts)):
+            continue  # two changes of the same setting
+        candidate = _if_it_fits(config, changes)
+        fewer = itertools.combinations(parts, len(parts) - 1) if len(parts) > 1 else ()
+        if candidate and not any(_if_it_fits(config, _together(some)) for some in fewer):
+            return candidate
+    return None
+
+
+def _together(parts: Iterable[Changes]) -> Changes:
+    return {key: value for part in parts for key, value in part.items()}
+
+
+def _if_it_fits(config: Config, changes: Changes) -> Candidate | None:
+    try:
+        candidate = changed(config, changes)
+    except ConfigError:
+        return None
+    expected = estimate(candidate)
+    if expected.peak_bytes + expected.allowance.total_bytes > ESTIMATE_MARGIN * expected.capacity_bytes:
+        return None
+    ratio = executed_flops(candidate) / executed_flops(config)
+    return Candidate(changes=changes, config=candidate, flops_ratio=ratio)
+
+
+def _remat(config: Config) -> Iterator[Changes]:
+    now = _REMAT_STEPS.index(config.model.remat)
+    yield from ({"model.remat": policy} for policy in _REMAT_STEPS[now + 1 :])
+
+
+def _accumulation(config: Config) -> Iterator[Changes]:
+    """Smaller micro-batches; the batch of a step stays."""
+    train = config.train
+    most = train.global_batch_size // train.grad_accum_steps
+    yield from (
+        {"train.grad_accum_steps": train.grad_accum_steps * times} for times in range(2, most + 1) if most % times == 0
+    )
+
+
+def _moments(config: Config) -> Iterator[Changes]:
+    if config.optimizer.moment_dtype == "float32":
+        yield {"optimizer.moment_dtype": "bfloat16"}
+
+
+def _mesh(config: Config) -> Iterator[list[Changes]]:
+    """More shards of the state, rows or layers split over more devices of a node, more nodes: each a kind of its own."""
+    hardware, accumulation = config.hardware, config.train.grad_accum_steps
+    axes = config.mesh.axis_sizes(hardware.num_devices)
+    powers = [2**power for power in range(1, 10)]
+    yield [
+        {"mesh.data": axes["data"] // times, "mesh.fsdp": axes["fsdp"] * times}
+        for times in powers
+        if axes["data"] % times == 0
+    ]
+    # With fewer devices to share a micro-batch there are more micro-batches, so that no device gets more rows.
+    for axis in ("sequence", "tensor"):
+        yield [
+            {
+                f"mesh.{axis}": axes[axis] * times,
+                "mesh.fsdp": axes["fsdp"] // times,
+                "train.grad_accum_steps": accumulation * times,
+            }
+            for times in powers
+            if axes[axis] * times <= hardware.gpus_per_node and axes["fsdp"] % times == 0
+        ]
+    yield [
+        {
+            "hardware.nodes": hardware.nodes * times,
+            "mesh.fsdp": axes["fsdp"] * times,
+            "train.grad_accum_steps": max(1, accumulation // times),
+        }
+        for times in (2, 4)
+    ]

@@ -1,0 +1,75 @@
+"""A cluster as the cost model sees it: the data sheets' figures, and the share of them that real programs reach."""
+
+from dataclasses import dataclass
+
+from llamajax.planning.hardware import Gpu
+
+
+@dataclass(frozen=True, kw_only=True)
+class Calibration:
+    """Shares of the data sheet that a GPU architecture sustains, one fixed set for every model and cluster."""
+
+    matmul_efficiency: float
+    """Of the peak, by large square bfloat16 products in a long run."""
+    attention_efficiency: float
+    """Of the peak, by fused attention forward, causal, heads of 128, counting the causal half only."""
+    attention_backward_efficiency: float
+    memory_efficiency: float
+    """Of the memory bandwidth, by elementwise kernels and reductions."""
+    host_bandwidth: float
+    """Bytes per second, each way, between one GPU and pinned host memory."""
+    kernel_s: float = 2e-6
+    """What every kernel costs before its first byte: launch gap, ramp-up and tail."""
+    gpu_link_efficiency: float = 0.8
+    """Of NVLink's bandwidth, by NCCL."""
+    node_link_efficiency: float = 0.85
+    """Of the network's line rate, by NCCL: headers, and rings that share ports."""
+    compute_slowdown: float = 0.12
+    """Longer by this share is a kernel while a collective runs: NCCL takes cores and memory bandwidth."""
+
+
+# Best measured bfloat16 products: 271 TFLOP/s = 0.87 on an A100, 795 = 0.80 on an H100 (stas00/ml-engineering,
+# compute/accelerator, "maximum achievable matmul FLOPS"). An H100 throttles to its 700 W when they follow one another:
+# 740 is what it holds. Fused attention on H100: 530 TFLOP/s forward and 450 backward at 4K to 8K causal (FlashAttention-3,
+# arXiv:2407.08608, figures 5 and 6: cuDNN); on A100, 180 together (FlashAttention-2's benchmark), cuDNN at 0.82 of it.
+# Memory: copies and fused updates reach 0.85 to 0.9 on both. NVLink and network: nccl-tests' bus bandwidth of 230 of 300
+# GB/s and 360 of 450 GB/s within a node, and 0.8 to 0.9 of line rate between nodes. Hosts: PCIe 4 and 5 with 16 lanes.
+CALIBRATIONS = {
+    8: Calibration(
+        matmul_efficiency=0.86,
+        attention_efficiency=0.52,
+        attention_backward_efficiency=0.45,
+        memory_efficiency=0.85,
+        host_bandwidth=25e9,
+    ),
+    9: Calibration(
+        matmul_efficiency=0.78,
+        attention_efficiency=0.53,
+        attention_backward_efficiency=0.45,
+        memory_efficiency=0.85,
+        host_bandwidth=50e9,
+    ),
+}
+"""By the major version of the compute capability: 8 is Ampere (A100), 9 is Hopper (H100, H200)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """One kind of GPU, `gpus_per_node` of them in every node; devices 0, 1, 2 ... fill node after node."""
+
+    gpu: Gpu
+    gpus_per_node: int = 8
+
+    @property
+    def calibration(self) -> Calibration:
+        return CALIBRATIONS[self.gpu.compute_capability[0]]
+
+    @property
+    def gpu_link(self) -> float:
+        """Bytes per second, each way, that one GPU really exchanges with the others of its node."""
+        return self.gpu.gpu_bandwidth * self.calibration.gpu_link_efficiency
+
+    @property
+    def node_link(self) -> float:
+        """Bytes per second, each way, of one GPU's equal part of its node's connection to the network."""
+        return self.gpu.node_bandwidth / self.gpus_per_node * self.calibration.node_link_efficiency

@@ -1,0 +1,334 @@
+"""What one device of the cluster holds: XLA's buffer assignment, told in the words of training.
+
+Two ways to the same figures: `memory_plan` reads what the compiler laid out, to the byte; `estimate` adds up formulas, in
+no time and without the compiler, to choose what is worth compiling.
+"""
+
+import math
+import re
+from collections import Counter
+from dataclasses import dataclass
+from typing import Literal
+
+from llamajax.config import Config
+from llamajax.loss import MAX_CHUNK_LOGITS
+from llamajax.model.attention import MAX_CHUNK_SCORES
+from llamajax.planning.buffers import Buffer
+from llamajax.planning.compile import CompiledStep
+from llamajax.planning.hardware import planned_gpu
+from llamajax.planning.hlo import Module
+
+Kind = Literal[
+    "parameters", "optimizer", "batch", "gradients", "activations", "logits", "collectives", "temporaries", "gaps"
+]
+KINDS: dict[Kind, str] = {
+    "parameters": "master weights",
+    "optimizer": "AdamW's two moments",
+    "batch": "the batch and counters",
+    "gradients": "gradients: the stored shards, and what is not scattered yet",
+    "activations": "saved by the forward pass for the backward pass",
+    "logits": "logits and what the loss makes of them",
+    "collectives": "weights gathered for compute, and other buffers of collectives",
+    "temporaries": "everything else that is alive at the fullest moment",
+    "gaps": "unused between the arrays at that moment",
+}
+"""What a byte is for; the texts are for people."""
+
+CONTEXT_BYTES = 512 * 2**20
+LIBRARY_BYTES = 512 * 2**20
+NCCL_CHANNELS = 24
+NCCL_CHANNEL_BYTES = 524_288 + 4_915_200 + 4_194_304
+_DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Allowance:
+    """What a process takes of the card beside XLA's arrays: stated, because no compiler knows it."""
+
+    num_communicators: int
+    """Groups of devices, each with its own NCCL communicator."""
+
+    @property
+    def nccl_bytes(self) -> int:
+        """Each communicator has 24 channels, as NCCL opens with NVSwitch; each channel a buffer to send from and one to
+        receive into; each of these room for the protocols LL, LL128 and Simple: 0.5 + 4.7 + 4 MiB (NCCL's defaults)."""
+        return self.num_communicators * NCCL_CHANNELS * 2 * NCCL_CHANNEL_BYTES
+
+    @property
+    def total_bytes(self) -> int:
+        return CONTEXT_BYTES + LIBRARY_BYTES + self.nccl_bytes
+
+    def __str__(self) -> str:
+        mebi = 2**20
+        return (
+            f"{self.total_bytes / mebi:,.0f} MiB beside XLA's arrays: CUDA context {CONTEXT_BYTES / mebi:.0f}, kernels,"
+            f" cuBLAS and cuDNN {LIBRARY_BYTES / mebi:.0f}, NCCL {self.nccl_bytes / mebi:,.0f}"
+            f" ({self.num_communicators} communicators x {NCCL_CHANNELS} channels x 2 x {NCCL_CHANNEL_BYTES / mebi:.1f})"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tensor:
+    """An array alive at the fullest moment."""
+
+    kind: Kind
+    name: str
+    """For people, such as `layers/mlp gate_up, recomputed`."""
+    dtype: str
+    shape: tuple[int, ...]
+    size: int
+    """Bytes."""
+    instruction: str
+    """The HLO instruction that makes it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryPlan:
+    """One device's memory in bytes."""
+
+    by_kind: dict[Kind, int]
+    """What the peak consists of; adds up to `peak_bytes`."""
+    argument_bytes: int
+    """State and batch, held all the time."""
+    temp_bytes: int
+    """XLA's one block for all temporary arrays."""
+    peak_bytes: int
+    """Everything that XLA takes: arguments, results that replace none of them, and the block of temporary arrays."""
+    host_bytes: int
+    capacity_bytes: int
+    """The card."""
+    allowance: Allowance
+    tensors: tuple[Tensor, ...]
+    """What is alive at the fullest moment, largest first."""
+
+    @property
+    def fits(self) -> bool:
+        return self.peak_bytes + self.allowance.total_bytes <= self.capacity_bytes
+
+    @property
+    def memory_fraction(self) -> float:
+        """The least XLA_PYTHON_CLIENT_MEM_FRACTION, which says how much of the card jax takes for arrays: 0.75 if unset."""
+        return math.ceil(100 * self.peak_bytes / self.capacity_bytes) / 100
+
+
+def memory_plan(step: CompiledStep, module: Module) -> MemoryPlan:
+    """The memory of a compiled step, whose parsed `hlo` is `module`."""
+    buffers = step.buffers
+    namer = _Namer(step.config, buffers.arguments)
+    tensors = sorted(map(namer.tensor, (*buffers.arguments, *buffers.peak)), key=lambda tensor: -tensor.size)
+    by_kind: Counter[Kind] = Counter(dict.fromkeys(KINDS, 0))
+    for tensor in tensors:
+        by_kind[tensor.kind] += tensor.size
+    by_kind["temporaries"] += buffers.other_bytes
+    by_kind["gaps"] += buffers.gap_bytes
+    return MemoryPlan(
+        by_kind=dict(by_kind),
+        argument_bytes=buffers.argument_bytes,
+        temp_bytes=buffers.arena_bytes,
+        peak_bytes=sum(by_kind.values()),
+        host_bytes=buffers.host_bytes,
+        capacity_bytes=step.gpu.memory_bytes,
+        allowance=Allowance(num_communicators=_num_communicators(module)),
+        tensors=tuple(tensors),
+    )
+
+
+def minimum_state_bytes(config: Config) -> int:
+    """Bytes of weights and moments per device when every matrix is split over all devices that may split it (ZeRO-3).
+
+    Norms and biases, a thousandth of the rest, are whole on every device.
+    """
+    model, axes = config.model, config.mesh.axis_sizes(config.hardware.num_devices)
+    matrices = model.num_matmul_params + (0 if model.tie_embeddings else model.vocab_size * model.embed_dim)
+    per_param = _DTYPE_BYTES[model.param_dtype] + 2 * _DTYPE_BYTES[config.optimizer.moment_dtype]
+    return per_param * (matrices // (axes["fsdp"] * axes["tensor"]) + model.num_params - matrices)
+
+
+def estimate(config: Config) -> MemoryPlan:
+    """The memory of `config` by formulas; good to some 15%, for choosing what to compile and where no compiler is.
+
+    Weights, moments and gradients: their sizes over the shards. Activations: what `model.remat` keeps of every layer.
+    Temporaries: the larger of a layer's backward pass (its hidden states, gate and up with their gradients, attention
+    scores in chunks) and of one chunk of logits.
+    """
+    model, axes = config.model, config.mesh.axis_sizes(config.hardware.num_devices)
+    fsdp, tensor, sequence = axes["fsdp"], axes["tensor"], axes["sequence"]
+    stored, moment = _DTYPE_BYTES[model.param_dtype], _DTYPE_BYTES[config.optimizer.moment_dtype]
+    wide = _DTYPE_BYTES[model.compute_dtype]
+    D, L, V, F = model.embed_dim, model.num_layers, model.vocab_size // tensor, model.mlp_dim // tensor
+    heads = model.num_heads * model.head_dim // tensor
+    qkv = heads + 2 * model.num_kv_heads * model.head_dim // tensor
+    rows = config.train.global_batch_size // config.train.grad_accum_steps // (axes["data"] * fsdp)
+    tokens = rows * config.data.seq_len // sequence
+    layer_params = (model.num_params - 2 * model.vocab_size * D) // L // tensor
+
+    saved = {
+        "full": D,
+        "save_attention": D + heads,
+        "save_attention_qkv": D + heads + qkv,
+        "save_attention_qkv_mlp": D + heads + qkv + 2 * F,
+        "none": 14 * D + heads + 2 * qkv + 4 * F,  # most of the hidden states also widened to fp32
+    }[model.remat]
+    kept_weights = L * layer_params * wide if model.remat == "none" else 0
+    scores = min(MAX_CHUNK_SCORES, tokens * config.data.seq_len * model.num_heads // tensor)
+    layer = tokens * wide * (10 * D + 2 * heads + 2 * qkv + 4 * F) + 3 * scores * 4
+    shard = minimum_state_bytes(config) // (stored + 2 * moment)
+    loss = min(MAX_CHUNK_LOGITS, tokens * V) * (4 + 2 * wide)
+    by_kind: dict[Kind, int] = {
+        "parameters": stored * shard,
+        "optimizer": 2 * moment * shard,
+        "batch": 16 * rows * config.train.grad_accum_steps * config.data.seq_len // sequence,
+        "gradients": stored * shard * (2 if config.train.grad_accum_steps > 1 else 1) + 4 * V * D,
+        "activations": L * tokens * saved * wide,
+        "logits": max(0, loss - layer),
+        "collectives": 2 * D * F * wide + kept_weights,
+        "temporaries": layer,
+        "gaps": 0,
+    }
+    state = by_kind["parameters"] + by_kind["optimizer"] + by_kind["batch"]
+    peak = sum(by_kind.values())
+    return MemoryPlan(
+        by_kind=by_kind,
+        argument_bytes=state,
+        temp_bytes=peak - state,
+        peak_bytes=peak,
+        host_bytes=0,
+        capacity_bytes=planned_gpu(config.hardware).memory_bytes,
+        allowance=Allowance(num_communicators=sum(size > 1 for size in axes.values())),
+        tensors=(),
+    )
+
+
+def _num_communicators(module: Module) -> int:
+    """Different divisions of the devices into groups of more than one, among all collectives."""
+    groups = {
+        instruction.replica_groups(module.num_devices).tobytes()
+        for computation in module.computations.values()
+        for instruction in computation.instructions.values()
+        if instruction.opcode.removesuffix("-start") in _COLLECTIVES and "replica_groups" in instruction.attributes
+        if instruction.replica_groups(module.num_devices).shape[1] > 1
+    }
+    return len(groups)
+
+
+_COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute", "ragged-all-to-all")
+_EQUATIONS = {
+    "BTD,DKCH->BTKCH": "qkv",
+    "BTKGH,BSKH->BKGTS": "attention scores",
+    "BKGTS,BSKH->BTKGH": "attention output",
+    "BTKGH,KGHD->BTD": "output projection",
+    "BTD,DCF->BTCF": "gate_up",
+    "BTF,FD->BTD": "down projection",
+    "nD,vD->nv": "logits",
+    "nv,vD->nD": "gradient of hidden states",
+    "nv,nD->vD": "gradient of head",
+}
+"""The model's and the loss's matmuls by their einsum."""
+_SCOPES = {
+    "embed": "embed",
+    "attention": "layers/attention",
+    "mlp": "layers/mlp",
+    "final_norm": "final_norm",
+    "loss": "loss",
+}
+_HLO_DTYPES = {"float32": "f32", "bfloat16": "bf16"}
+
+
+class _Namer:
+    """Tells what a buffer is from its scopes in the program, and its size among those that the model makes."""
+
+    def __init__(self, config: Config, arguments: tuple[Buffer, ...]):
+        model, axes = config.model, config.mesh.axis_sizes(config.hardware.num_devices)
+        tensor = axes["tensor"]
+        self._layers = model.num_layers
+        self._vocab = model.vocab_size // tensor
+        self._param_dtype = _HLO_DTYPES[model.param_dtype]
+        rows = config.train.global_batch_size // config.train.grad_accum_steps // (axes["data"] * axes["fsdp"])
+        tokens = rows * config.data.seq_len // axes["sequence"]
+        heads, kv_heads = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
+        self._activations = {
+            tokens * 2 * model.mlp_dim // tensor: "gate_up",
+            tokens * model.mlp_dim // tensor: "gated",
+            tokens * (heads + 2 * kv_heads) // tensor: "qkv",
+            tokens * heads // tensor: "attention output",
+            tokens * model.embed_dim: "hidden states",
+        }
+        # Stored: a device's shard of a parameter, all layers together. Gathered: one layer's weight, ready for compute.
+        self._stored: dict[tuple[int, ...], str] = {}
+        self._gathered: dict[int, str] = {}
+        for argument in arguments:
+            path = _argument_path(argument.op_name)
+            if not path.startswith("model."):
+                continue
+            name, count = path.removeprefix("model.").replace(".", "/"), math.prod(argument.shape)
+            self._stored.setdefault(argument.shape, name)
+            if len(argument.shape) > 1 and "norm" not in name and "bias" not in name:
+                per_layer = count // self._layers if name.startswith("layers") else count
+                self._gathered.setdefault(per_layer * axes["fsdp"], name)
+
+    def tensor(self, buffer: Buffer) -> Tensor:
+        kind, name = self._argument(buffer) if buffer.opcode == "parameter" else self._temporary(buffer)
+        return Tensor(
+            kind=kind,
+            name=name,
+            dtype=buffer.dtype,
+            shape=buffer.shape,
+            size=buffer.size,
+            instruction=buffer.instruction,
+        )
+
+    def _argument(self, buffer: Buffer) -> tuple[Kind, str]:
+        path = _argument_path(buffer.op_name)
+        kind: Kind = (
+            "parameters" if path.startswith("model.") else "optimizer" if ".nu." in path or ".mu." in path else "batch"
+        )
+        return kind, path
+
+    def _temporary(self, buffer: Buffer) -> tuple[Kind, str]:
+        count, path = math.prod(buffer.shape), buffer.op_name
+        phase = _phase(path)
+        scope = next((_SCOPES[part] for part in re.split(r"[/()]", path) if part in _SCOPES), "")
+        gathered = self._gathered.get(count) if count not in self._activations else None
+        if buffer.opcode.startswith(_COLLECTIVES):
+            weight = self._gathered.get(count)
+            if weight is not None and buffer.opcode.startswith("all-gather"):
+                return "collectives", f"{weight}, gathered"
+            return "collectives", f"{scope or 'step'} {buffer.opcode.removesuffix('-start')} ({phase})"
+        if buffer.dtype == self._param_dtype and buffer.shape in self._stored:
+            return "gradients", f"gradient of {self._stored[buffer.shape]}"
+        if buffer.dtype == self._param_dtype and sorted(buffer.shape) in map(sorted, self._stored):
+            weight = next(name for shape, name in self._stored.items() if sorted(shape) == sorted(buffer.shape))
+            return "temporaries", f"{weight} or its gradient, copied to another layout"
+        if gathered is not None:
+            if phase == "backward" or buffer.dtype == "f32":
+                return "gradients", f"gradient of {gathered}, not scattered yet"
+            return "collectives", f"{gathered}, gathered"
+        what = self._what(buffer, phase)
+        if scope == "loss":
+            return "logits", f"loss {what}"
+        if len(buffer.shape) > 1 and buffer.shape[0] == self._layers and phase == "forward":
+            return "activations", f"{self._activations.get(count // self._layers, what)} of every layer"
+        return "temporaries", f"{scope or 'layers'} {what}" + (", recomputed" if phase == "recomputed" else "")
+
+    def _what(self, buffer: Buffer, phase: str) -> str:
+        """What a buffer is within its scope: by its matmul, else by its size, else by the primitive that makes it."""
+        count = math.prod(buffer.shape)
+        if self._vocab in buffer.shape and phase == "forward":
+            return "logits"
+        parts = buffer.op_name.split("/")
+        if count in self._activations:
+            return f"gradient of {self._activations[count]}" if phase == "backward" else self._activations[count]
+        equation = next((_EQUATIONS[part] for part in parts if part in _EQUATIONS), None)
+        return equation or re.sub(r"\W+", " ", parts[-1]).strip() or buffer.instruction
+
+
+def _argument_path(op_name: str) -> str:
+    """`model.layers.mlp.w_down` for the argument `state.model.layers.mlp.w_down.value`."""
+    return op_name.removeprefix("state.").removesuffix(".value")
+
+
+def _phase(op_name: str) -> str:
+    """Where in the step: `forward`, `backward`, `recomputed` (forward again, within backward) or `update`."""
+    if "rematted_computation" in op_name:
+        return "recomputed"
+    return "backward" if "transpose(" in op_name else "forward" if "jvp(" in op_name else "update"

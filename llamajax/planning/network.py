@@ -1,0 +1,210 @@
+"""What a collective sends over which links, and how long NCCL needs for it.
+
+Times are latency plus bytes over bandwidth, with the latencies of NCCL's own tuner (its source, src/graph/tuning.cc,
+version 2.26), which picks among its protocols by the same sum: fast ones that waste bandwidth, slow ones that do not.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from llamajax.config import Config
+from llamajax.planning.hlo import Computation, Instruction, Module, num_bytes
+from llamajax.planning.machine import Machine
+
+Link = Literal["intra_node", "inter_node"]
+
+_KINDS = (
+    "all-gather", "reduce-scatter", "all-reduce", "all-to-all", "ragged-all-to-all", "collective-permute",
+    "collective-broadcast",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Protocol:
+    """One of NCCL's ways to move a chunk; seconds per step."""
+
+    bandwidth: float
+    """Share of the links' bandwidth that is payload."""
+    base: float
+    gpu_hop: float
+    node_hop: float
+    """In a ring with several GPUs per node."""
+    lone_node_hop: float
+    """With one GPU per node, and in trees."""
+    post: float
+    """Least time of any hop once the network takes part."""
+
+
+_PROTOCOLS = (
+    Protocol(0.5, 6.6e-6, 0.6e-6, 2.7e-6, 5.0e-6, 1e-6),  # LL
+    Protocol(0.92, 14.0e-6, 1.9e-6, 4.0e-6, 8.5e-6, 1e-6),  # LL128
+    Protocol(1.0, 8.4e-6, 3.4e-6, 14.0e-6, 14.0e-6, 3e-6),  # Simple
+)
+_TREE_BANDWIDTH = 0.92
+"""Of the ring's, for an all-reduce along a tree."""
+_POST = 1e-6
+"""Seconds to post one message to one peer of an all-to-all."""
+
+
+@dataclass(frozen=True, slots=True)
+class Collective:
+    """One execution of one collective, as one device sees it."""
+
+    name: str
+    kind: str
+    axis: str
+    """Mesh axes along which devices take part, `data+fsdp`; `?` if the groups are those of no axes."""
+    group_size: int
+    num_nodes: int
+    """Nodes that one group spans."""
+    num_bytes: int
+    """Of the whole array: gathered, reduced, or exchanged."""
+    wire_bytes: dict[Link, float]
+    """Sent by a device, on average over devices."""
+    seconds: float
+
+    @property
+    def link(self) -> Link:
+        """The slowest kind of link that it needs."""
+        return "inter_node" if self.num_nodes > 1 else "intra_node"
+
+
+def collective_kind(opcode: str) -> str | None:
+    """`all-gather` for `all-gather` and `all-gather-start`; None for what is no collective."""
+    kind = opcode.removesuffix("-start")
+    return kind if kind in _KINDS else None
+
+
+def collective(
+    instruction: Instruction, computation: Computation, module: Module, machine: Machine, mesh: Mapping[str, int]
+) -> Collective:
+    """The cost of a collective, or of the `-start` of one.
+
+    Args:
+        instruction: the collective, in `computation`, in `module`.
+        computation: see above.
+        module: see above.
+        machine: what it runs on.
+        mesh: sizes of the mesh axes, outer to inner; their product is the number of devices.
+    """
+    kind = collective_kind(instruction.opcode)
+    assert kind is not None, instruction.opcode
+    sent = sum(num_bytes(shape) for shape in computation.operand_shapes(instruction))
+    if kind == "collective-permute":
+        return _permute(instruction, sent, module.num_devices, machine, mesh)
+    groups = instruction.replica_groups(module.num_devices)
+    n = groups.shape[1]
+    nodes = np.sort(groups // machine.gpus_per_node, axis=1)
+    m = int((np.diff(nodes, axis=1) > 0).sum(axis=1).max()) + 1
+    whole = sent * n if kind == "all-gather" else sent
+    g = n / m
+    passed = whole * (n - 1) / n
+    match kind:
+        case "all-reduce":
+            seconds, passed = _all_reduce_seconds(whole, n, m, machine), 2 * passed
+            inter = passed / g if m > 1 else 0.0
+        case "all-to-all" | "ragged-all-to-all":
+            inter = whole * (n - g) / n
+            seconds = _all_to_all_seconds(passed - inter, inter, n, m, machine)
+        case _:
+            seconds = _ring_seconds(passed, n - 1, m - 1, n, m, machine)
+            inter = passed / g if m > 1 else 0.0
+    wire: dict[Link, float] = {"intra_node": passed - inter, "inter_node": inter}
+    return Collective(instruction.name, kind, axis_of(groups, mesh), n, m, whole, wire, seconds)
+
+
+def _ring_seconds(passed: float, steps: int, node_steps: int, n: int, m: int, machine: Machine) -> float:
+    """Every device passes `passed` bytes on in `steps` steps; one link of the ring in n / m lies between nodes."""
+    if n == 1:
+        return _PROTOCOLS[0].base
+    g = n / m
+    inter = passed / g / machine.node_link if m > 1 else 0.0
+    intra = passed * (g - 1) / g / machine.gpu_link if m > 1 else passed / machine.gpu_link
+
+    def seconds(protocol: Protocol) -> float:
+        gpu_hop = max(protocol.gpu_hop, protocol.post if m > 1 else 0.0)
+        node_hop = protocol.lone_node_hop if g == 1 else protocol.node_hop
+        latency = protocol.base + (steps - node_steps) * gpu_hop + node_steps * node_hop
+        return latency + max(inter, intra) / protocol.bandwidth
+
+    return min(map(seconds, _PROTOCOLS))
+
+
+def _all_reduce_seconds(whole: float, n: int, m: int, machine: Machine) -> float:
+    """The better of a ring, which scatters and gathers, and a pair of trees."""
+    ring = _ring_seconds(2 * whole * (n - 1) / n, 2 * (n - 1), 2 * (m - 1), n, m, machine)
+    if m == 1:
+        return ring
+    g = n / m
+    slowest = min(machine.gpu_link, machine.node_link * g)
+    tree = min(
+        protocol.base
+        + 2 * ((g - 1) * protocol.gpu_hop + math.log2(m) * protocol.lone_node_hop)
+        + 2 * whole / (slowest * _TREE_BANDWIDTH * protocol.bandwidth)
+        for protocol in _PROTOCOLS
+    )
+    return min(ring, tree)
+
+
+def _all_to_all_seconds(intra: float, inter: float, n: int, m: int, machine: Machine) -> float:
+    simple = _PROTOCOLS[-1]
+    latency = simple.base + (simple.node_hop if m > 1 else simple.gpu_hop) + (n - 1) * _POST
+    return latency + max(intra / machine.gpu_link, inter / machine.node_link)
+
+
+def _permute(instruction: Instruction, sent: int, num_devices: int, machine: Machine, mesh: Mapping[str, int]) -> Collective:
+    pairs = np.array(instruction.dims("source_target_pairs")).reshape(-1, 2)
+    nodes = pairs // machine.gpus_per_node
+    crossing = int((nodes[:, 0] != nodes[:, 1]).sum())
+    moving = int((pairs[:, 0] != pairs[:, 1]).sum())
+    wire: dict[Link, float] = {
+        "intra_node": sent * (moving - crossing) / num_devices,
+        "inter_node": sent * crossing / num_devices,
+    }
+    simple = _PROTOCOLS[-1]
+    hop, link = (simple.node_hop, machine.node_link) if crossing else (simple.gpu_hop, machine.gpu_link)
+    axes = _differing_axes(pairs, mesh)
+    size = math.prod(mesh[axis] for axis in axes)
+    seconds = simple.base + hop + sent / link
+    return Collective(
+        instruction.name, "collective-permute", "+".join(axes) or "?", size, 2 if crossing else 1, sent, wire, seconds
+    )
+
+
+def axis_of(groups: np.ndarray, mesh: Mapping[str, int]) -> str:
+    """The mesh axes whose devices `groups`, int [groups, devices], are, joined by `+`; `?` if there are none."""
+    axes = _differing_axes(groups, mesh)
+    return "+".join(axes) if axes and math.prod(mesh[axis] for axis in axes) == groups.shape[1] else "?"
+
+
+def _differing_axes(groups: np.ndarray, mesh: Mapping[str, int]) -> list[str]:
+    """The axes along which devices of one group lie apart."""
+    coordinates = np.unravel_index(groups, list(mesh.values()))
+    return [axis for axis, places in zip(mesh, coordinates, strict=True) if (places != places[:, :1]).any()]
+
+
+def least_wire_bytes(config: Config, mesh: Mapping[str, int]) -> float:
+    """Bytes that a device must send per step with the parallelism of `mesh`, summed over links; nothing sends less.
+
+    Rings over n devices pass (n - 1) / n of an array on. Fully sharded (`fsdp`): every micro-batch gathers the weights
+    forward and again backward and scatters their gradients. `data`: gradients of the own shard are reduced once.
+    `tensor`: each layer reduces its two outputs forward and their gradients backward. `sequence`: each layer gathers
+    keys and values forward and again backward, and scatters their gradients.
+    """
+    model, train = config.model, config.train
+    width = {"bfloat16": 2, "float32": 4}[model.compute_dtype]
+    part = {axis: (size - 1) / size for axis, size in mesh.items()}
+    weights = width * model.num_params / mesh["tensor"]
+    rows = train.global_batch_size / (mesh["data"] * mesh["fsdp"])
+    tokens = rows * config.data.seq_len / mesh["sequence"]
+    activations = width * tokens * model.embed_dim
+    keys_and_values = width * rows * config.data.seq_len * 2 * model.num_kv_heads * model.head_dim / mesh["tensor"]
+    return (
+        3 * weights * train.grad_accum_steps * part["fsdp"]
+        + 2 * weights / mesh["fsdp"] * part["data"]
+        + model.num_layers * (4 * 2 * activations * part["tensor"] + 3 * keys_and_values * part["sequence"])
+    )

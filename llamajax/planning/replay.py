@@ -1,0 +1,296 @@
+"""Replays a scheduled module on the cost model.
+
+One lane computes, in program order. A `-start` puts its transfer into the lane of the slowest link it needs, where it
+queues; its `-done` makes the compute lane wait until the transfer has ended. What runs while a collective is under way
+runs slower. Loop bodies are replayed once and counted as often as they run.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from llamajax.planning.cost import FREE, CostModel
+from llamajax.planning.hlo import Computation, Instruction, Module
+from llamajax.planning.machine import Machine
+from llamajax.planning.network import Collective, Link, collective, collective_kind
+from llamajax.planning.timeline import LANES, CollectiveUse, Event, Lane, Loop, Timeline
+
+Key = tuple[str, str]
+"""An instruction: its computation's name and its own."""
+_NETWORK: tuple[Lane, ...] = ("intra_node", "inter_node")
+_HIDES = 0.02
+"""Kernels shorter than this share of a collective do not count as hiding it: index arithmetic, copies of scalars."""
+_CONTROL_FLOW = ("while", "call", "conditional")
+
+
+def replay(module: Module, machine: Machine, mesh: Mapping[str, int]) -> Timeline:
+    """The timeline of one execution of `module`.
+
+    Args:
+        module: a scheduled module.
+        machine: what it runs on.
+        mesh: sizes of the mesh axes, outer to inner; their product is the number of devices.
+    """
+    replayer = _Replayer(module, machine, mesh)
+    tally = replayer.run(module.entry, _Clock(), in_loop=False)
+    uses = tuple(
+        CollectiveUse(
+            replayer.collectives[key], replayer.is_sync[key], key in replayer.in_loop, tally.count[key], tally.busy[key],
+            tally.exposed[key],
+        )
+        for key in replayer.collectives
+        if tally.count[key]
+    )  # fmt: skip
+    wire: dict[Link, float] = {"intra_node": 0.0, "inter_node": 0.0}
+    for use in uses:
+        for link, size in use.collective.wire_bytes.items():
+            wire[link] += use.count * size
+    return Timeline(
+        step_time_s=tally.seconds,
+        compute_s=sum(tally.compute.values()),
+        slowdown_s=tally.slowdown,
+        comm_s=sum(use.seconds for use in uses),
+        exposed_comm_s=sum(use.exposed_s for use in uses),
+        exposed_copy_s=sum(seconds for key, seconds in tally.exposed.items() if key not in replayer.collectives),
+        wire_bytes=wire,
+        flops=tally.flops,
+        compute_by_kind=dict(tally.compute),
+        collectives=uses,
+        sync_collectives_in_loops=sum(use.is_sync and use.in_loop for use in uses),
+        not_understood=dict(replayer.costs.not_understood),
+        events=tuple(tally.events),
+    )
+
+
+def latencies(module: Module, machine: Machine, mesh: Mapping[str, int]) -> dict[str, float]:
+    """Seconds of every kernel, transfer and loop, by the name that XLA's scheduler knows it by."""
+    replayer = _Replayer(module, machine, mesh)
+    replayer.run(module.entry, _Clock(), in_loop=False)
+    return replayer.latencies
+
+
+@dataclass
+class _Clock:
+    """When the compute lane goes on, and when the other lanes are free again."""
+
+    now: float = 0.0
+    queues: dict[Lane, list[tuple[float, Key]]] = field(default_factory=lambda: {lane: [] for lane in LANES})
+    """Ends of the transfers that have been sent, in order, and whose they are; those that are over may be missing."""
+
+    def copy(self) -> "_Clock":
+        return _Clock(self.now, {lane: list(queue) for lane, queue in self.queues.items()})
+
+    def free(self, lane: Lane) -> float:
+        """When the lane has nothing more to do."""
+        return max(self.now, self.queues[lane][-1][0]) if self.queues[lane] else self.now
+
+    @property
+    def is_idle(self) -> bool:
+        return all(self.free(lane) == self.now for lane in LANES)
+
+    def send(self, lane: Lane, seconds: float, key: Key) -> float:
+        """Queues a transfer now and returns its start."""
+        start = self.free(lane)
+        self.queues[lane] = [sent for sent in self.queues[lane] if sent[0] > self.now]
+        self.queues[lane].append((start + seconds, key))
+        return start
+
+    def wait(self, lane: Lane, end: float) -> Iterator[tuple[Key, float]]:
+        """Stands still until `end`, and tells for which transfers of the lane how long."""
+        for until, key in self.queues[lane]:
+            if self.now < until <= end:
+                yield key, until - self.now
+                self.now = until
+
+    def compute(self, seconds: float, slowdown: float) -> float:
+        """Runs a kernel now and returns by how much it is late."""
+        beside = max(self.free(lane) for lane in _NETWORK) - self.now
+        overlapped = min(seconds * (1 + slowdown), beside)
+        late = overlapped - overlapped / (1 + slowdown)
+        self.now += seconds + late
+        return late
+
+
+@dataclass
+class _Tally:
+    """Sums over one execution of a computation."""
+
+    seconds: float = 0.0
+    flops: int = 0
+    compute: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    slowdown: float = 0.0
+    count: dict[Key, int] = field(default_factory=lambda: defaultdict(int))
+    busy: dict[Key, float] = field(default_factory=lambda: defaultdict(float))
+    exposed: dict[Key, float] = field(default_factory=lambda: defaultdict(float))
+    events: list[Event | Loop] = field(default_factory=list)
+
+    def add(self, other: "_Tally", times: int = 1) -> None:
+        """All sums but `seconds` and `events`, which are not sums over what happens in parallel."""
+        self.flops += times * other.flops
+        self.slowdown += times * other.slowdown
+        for name in ("compute", "count", "busy", "exposed"):
+            own = getattr(self, name)
+            for key, value in getattr(other, name).items():
+                own[key] += times * value
+
+
+@dataclass(frozen=True, slots=True)
+class _Op:
+    """One thing that the compute lane does, in the order of the schedule."""
+
+    action: Literal["kernel", "send", "wait", "enter"]
+    """Run a kernel, hand a transfer to another lane, wait for one, go into another computation."""
+    instruction: Instruction
+    key: Key
+    """Of the instruction; for `wait`, of the one that sent."""
+    lane: Lane = "compute"
+    kind: str = "wait"
+    """Of the event."""
+    seconds: float = 0.0
+    flops: int = 0
+
+    def event(self, start: float, seconds: float) -> Event:
+        return Event(self.lane, self.instruction.name, self.kind, self.instruction.op_name, start, seconds)
+
+
+class _Replayer:
+    """One replay: what is known of instructions, and of loop bodies already run."""
+
+    def __init__(self, module: Module, machine: Machine, mesh: Mapping[str, int]):
+        self.module = module
+        self.machine = machine
+        self.mesh = mesh
+        self.costs = CostModel(module, machine)
+        self.collectives: dict[Key, Collective] = {}
+        self.is_sync: dict[Key, bool] = {}
+        self.in_loop: set[Key] = set()
+        self.latencies: dict[str, float] = {}
+        self._programs: dict[str, list[_Op]] = {}
+        self._closed: dict[str, _Tally] = {}
+
+    def run(self, computation: Computation, clock: _Clock, *, in_loop: bool) -> _Tally:
+        """Executes `computation` from `clock.now` on and moves the clock to its end; its events start at zero."""
+        begin, tally = clock.now, _Tally()
+        ends: dict[Key, tuple[Lane, float]] = {}
+        for op in self._program(computation):
+            start = clock.now
+            match op.action:
+                case "kernel":
+                    tally.slowdown += clock.compute(op.seconds, self.machine.calibration.compute_slowdown)
+                    tally.compute[op.kind] += op.seconds
+                    tally.flops += op.flops
+                    tally.events.append(op.event(start - begin, clock.now - start))
+                case "send":
+                    sent = clock.send(op.lane, op.seconds, op.key)
+                    ends[op.key] = (op.lane, sent + op.seconds)
+                    tally.count[op.key] += 1
+                    tally.busy[op.key] += op.seconds
+                    tally.flops += op.flops
+                    tally.events.append(op.event(sent - begin, op.seconds))
+                    if in_loop:
+                        self.in_loop.add(op.key)
+                case "wait":
+                    for key, seconds in clock.wait(*ends[op.key]):
+                        tally.exposed[key] += seconds
+                    if clock.now > start:
+                        tally.events.append(op.event(start - begin, clock.now - start))
+                case "enter":
+                    tally.events.append(self._enter(op.instruction, clock, tally, begin, in_loop=in_loop))
+        tally.seconds = clock.now - begin
+        return tally
+
+    def _enter(self, instruction: Instruction, clock: _Clock, tally: _Tally, begin: float, *, in_loop: bool) -> Loop:
+        """Runs what a `while`, `call` or `conditional` calls, and adds it to `tally`."""
+        start = clock.now - begin
+        iterations: list[tuple[int, float, tuple[Event | Loop, ...]]] = []
+        if instruction.opcode == "while":
+            body = self.module.computations[instruction.called("body")[0]]
+            left = 1 if instruction.trip_count is None else instruction.trip_count
+            self._program(self.module.computations[instruction.called("condition")[0]])  # never run, but has latencies
+            in_loop = in_loop or left > 1
+            while left:
+                # No transfer crosses the ends of a loop body, so once those from outside are over, all
+                # iterations are alike.
+                times = left if clock.is_idle else 1
+                inner = self._closed_body(body, clock, in_loop) if clock.is_idle else self.run(body, clock, in_loop=in_loop)
+                clock.now += (times - 1) * inner.seconds
+                tally.add(inner, times)
+                iterations.append((times, inner.seconds, tuple(inner.events)))
+                left -= times
+        else:
+            names = instruction.called("to_apply", "branch_computations", "true_computation", "false_computation")
+            branches = []
+            for name in names:
+                own_clock = clock.copy()
+                branches.append((self.run(self.module.computations[name], own_clock, in_loop=in_loop), own_clock))
+            inner, own_clock = max(branches, key=lambda branch: branch[0].seconds)
+            clock.now, clock.queues = own_clock.now, own_clock.queues
+            tally.add(inner)
+            iterations.append((1, inner.seconds, tuple(inner.events)))
+        self.latencies[instruction.scheduling_name] = clock.now - begin - start
+        return Loop(instruction.name, instruction.op_name, start, tuple(iterations))
+
+    def _closed_body(self, body: Computation, clock: _Clock, in_loop: bool) -> _Tally:
+        """An iteration that starts with idle lanes, replayed once for all loops and steps it occurs in."""
+        if body.name not in self._closed:
+            self._closed[body.name] = self.run(body, _Clock(), in_loop=in_loop)
+        clock.now += self._closed[body.name].seconds
+        return self._closed[body.name]
+
+    def _program(self, computation: Computation) -> list[_Op]:
+        if computation.name not in self._programs:
+            ops = [op for instruction in computation.instructions.values() for op in self._ops(instruction, computation)]
+            self._mark_sync(ops)
+            self.latencies |= {op.instruction.scheduling_name: op.seconds for op in ops if op.action in ("kernel", "send")}
+            self._programs[computation.name] = ops
+        return self._programs[computation.name]
+
+    def _ops(self, instruction: Instruction, computation: Computation) -> list[_Op]:
+        key = (computation.name, instruction.name)
+        if instruction.opcode in _CONTROL_FLOW:
+            if instruction.opcode == "while" and instruction.trip_count is None:
+                self.costs.not_understood["while of unknown length"] += 1
+            return [_Op("enter", instruction, key)]
+        if instruction.opcode.endswith("-done"):
+            sender = computation.instructions[instruction.operands[0]]
+            is_sent = sender.opcode.endswith("-start") and not self.is_sync.get((computation.name, sender.name))
+            return [_Op("wait", instruction, (computation.name, sender.name))] if is_sent else []
+        hero, place = self._hero(instruction, computation)
+        if collective_kind(hero.opcode):
+            cost = collective(hero, place, self.module, self.machine, self.mesh)
+            self.collectives[key] = cost
+            self.is_sync[key] = instruction.is_sync or not instruction.opcode.endswith("-start")
+            send = _Op("send", instruction, key, cost.link, cost.kind, cost.seconds)
+            return [send, _Op("wait", instruction, key)] if self.is_sync[key] else [send]
+        cost = self.costs.cost(hero, place)
+        if cost is FREE:
+            return []
+        if instruction.opcode.endswith("-start"):
+            return [_Op("send", instruction, key, "copy", cost.kind, cost.seconds, cost.flops)]
+        return [_Op("kernel", instruction, key, "compute", cost.kind, cost.seconds, cost.flops)]
+
+    def _hero(self, instruction: Instruction, computation: Computation) -> tuple[Instruction, Computation]:
+        """What an instruction really does, and where it is written: a collective or call may be wrapped up."""
+        if instruction.opcode in ("async-start", "fusion", "fusion-start"):
+            inside = self.module.computations[instruction.called("calls")[0]]
+            for inner in inside.instructions.values():
+                if collective_kind(inner.opcode) or (instruction.opcode == "async-start" and inner.opcode != "parameter"):
+                    return inner, inside
+        return instruction, computation
+
+    def _mark_sync(self, ops: list[_Op]) -> None:
+        """A collective whose `-done` follows before anything of length is computed hides behind nothing."""
+        computed = 0.0
+        sent_at: dict[Key, tuple[float, float]] = {}
+        for op in ops:
+            if op.action == "enter":
+                sent_at.clear()  # all that are under way hide behind what is called
+            elif op.action == "kernel":
+                computed += op.seconds
+            elif op.action == "send" and op.key in self.collectives:
+                sent_at[op.key] = (computed, op.seconds)
+            elif op.key in sent_at:
+                before, seconds = sent_at[op.key]
+                if computed - before < _HIDES * seconds:
+                    self.is_sync[op.key] = True

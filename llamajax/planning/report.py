@@ -1,0 +1,245 @@
+"""A plan as text for people: the verdict first, then memory, time, communication and money."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from llamajax import console
+from llamajax.config import Config
+from llamajax.console import log
+from llamajax.planning.hardware import planned_gpu
+from llamajax.planning.memory import KINDS, Allowance, Kind
+from llamajax.planning.schedule import Plan, Schedule
+from llamajax.units import format_bytes, format_count
+
+DISCLAIMER = "predicted by a cost model from data sheets; nothing was measured on a GPU"
+_TENSORS, _COLLECTIVES = 8, 12
+_DEFAULT_FRACTION = 0.75
+"""Of a card, what jax takes for arrays if XLA_PYTHON_CLIENT_MEM_FRACTION does not say otherwise."""
+Figures = Mapping[str, Any]
+
+
+def print_plan(plan: Plan, told: Figures) -> None:
+    """Prints a plan, of which `told` are the `figures`."""
+    log(f"verdict    {verdict(told)}")
+    log(f"           {DISCLAIMER}")
+    _print_run(plan.config, told)
+    schedules = "2 compilations" if plan.with_profile else "1 compilation"
+    log(f"compile    {schedules}, {told['compile_s']:.1f} s, jax {told['jax_version']}")
+    _print_memory(plan.chosen)
+    _print_time(told)
+    _print_collectives(told)
+    if plan.with_profile:
+        _print_profile(told)
+    _print_money(told)
+    if not told["fits"]:
+        _print_suggestions(told)
+    if told["sweep"]:
+        _print_sweep(told)
+
+
+def verdict(told: Figures) -> str:
+    """One line: whether it fits, how fast it is, what waits."""
+    total = told["peak_bytes"] + told["allowance_bytes"]
+    fits = "fits" if told["fits"] else "does not fit"
+    return (
+        f"{fits}: {format_bytes(total)} of {format_bytes(told['capacity_bytes'])} per GPU;"
+        f" {told['step_time_s']:.3g} s/step, {told['tokens_per_sec_per_device']:,.0f} tokens/s/GPU, MFU {told['mfu']:.1%},"
+        f" {told['exposed_fraction']:.1%} of the step waits for communication"
+    )
+
+
+def print_estimate(config: Config, told: Figures) -> None:
+    """Prints what formulas tell, where XLA's compiler for GPUs is missing."""
+    memory = told["memory_estimate"]
+    total = memory["peak_bytes"] + memory["allowance_bytes"]
+    likely = "probably fits" if memory["fits"] else "probably does not fit"
+    log(
+        f"verdict    {likely}: about {format_bytes(total)} of {format_bytes(told['capacity_bytes'])} per GPU, by formulas;"
+        " nothing was compiled"
+    )
+    _print_run(config, told)
+    beside = format_bytes(memory["allowance_bytes"])
+    log(f"memory     estimated, per GPU: {_by_kind(memory['by_kind'])}; beside XLA {beside}")
+    log(f"FLOPs      {told['model_flops'] / told['num_devices']:.4g} per GPU and step, causal, without recomputation")
+    log(f"network    {format_bytes(told['least_wire_bytes'])} per GPU and step at least, for this mesh")
+
+
+def _print_run(config: Config, told: Figures) -> None:
+    mesh = " x ".join(f"{axis} {size}" for axis, size in told["mesh"].items() if size > 1) or "of one device"
+    gpu = planned_gpu(config.hardware)
+    network = f", {gpu.node_bandwidth / 1e9:g} GB/s between nodes" if told["nodes"] > 1 else ""
+    nodes = f"{told['nodes']} node{'s' if told['nodes'] > 1 else ''}"
+    log(f"run        {told['run']}: {format_count(told['num_params'])} parameters ({told['num_params']:,})")
+    log(f"devices    {told['num_devices']} x {gpu.name} in {nodes}{network}; mesh {mesh}")
+    log(f"batch      {config.batch_arithmetic(told['num_devices'])}")
+    held = f", {format_bytes(told['argument_bytes'])} as compiled with the batch" if told.get("argument_bytes") else ""
+    log(
+        f"state      at least {format_bytes(told['zero_minimum_bytes'])} of weights and moments per GPU{held};"
+        f" a checkpoint of all is {format_bytes(told['checkpoint_bytes'])}"
+    )
+
+
+def _print_memory(schedule: Schedule) -> None:
+    memory = schedule.memory
+    allowed, capacity = memory.allowance.total_bytes, memory.capacity_bytes
+    left = capacity - memory.peak_bytes - allowed
+    table = _table("memory per GPU at the fullest moment", "GiB", "of the card", "what it is", numbers=(1, 2))
+    rows = [*memory.by_kind.items(), ("beside XLA", allowed), ("left" if left >= 0 else "missing", abs(left))]
+    for kind, size in rows:
+        if size:
+            table.add_row(kind, f"{size / 2**30:.2f}", f"{size / capacity:.1%}", _what(kind, memory.allowance))
+    if memory.host_bytes:
+        table.add_row("host", f"{memory.host_bytes / 2**30:.2f}", "", "in the host's memory")
+    _print(table)
+    tensors = _table("largest tensors at that moment", "GiB", "kind", "dtype", "shape", numbers=(1,))
+    for t in memory.tensors[:_TENSORS]:
+        tensors.add_row(escape(t.name), f"{t.size / 2**30:.2f}", t.kind, t.dtype, " x ".join(map(str, t.shape)))
+    _print(tensors)
+    if memory.fits and memory.memory_fraction > _DEFAULT_FRACTION:
+        log(f"set        XLA_PYTHON_CLIENT_MEM_FRACTION={memory.memory_fraction:.2f} for training")
+
+
+def _what(kind: str, allowance: Allowance) -> str:
+    if kind == "beside XLA":
+        return f"MiB: {str(allowance).partition(': ')[2]}"
+    return KINDS.get(kind, "")  # pyright: ignore[reportArgumentType, reportCallIssue]
+
+
+def _by_kind(by_kind: Mapping[Kind, int]) -> str:
+    return ", ".join(f"{kind} {format_bytes(size)}" for kind, size in by_kind.items() if size)
+
+
+def _print_time(told: Figures) -> None:
+    kinds = ", ".join(f"{kind} {seconds:.3g}" for kind, seconds in told["compute_by_kind"].items())
+    copies = f" + {told['exposed_copy_s']:.3g} for copies" if told["exposed_copy_s"] else ""
+    log(
+        f"step       {told['step_time_s']:.4g} s = {told['compute_s']:.4g} computing ({kinds})"
+        f" + {told['slowdown_s']:.3g} slowed by collectives + {told['exposed_comm_s']:.3g} waiting for them{copies}"
+    )
+    log(
+        f"speed      {told['tokens_per_sec_per_device']:,.0f} tokens/s/GPU; MFU {told['mfu']:.1%}, or"
+        f" {told['mfu_full_attention']:.1%} counting full attention; HFU {told['hfu']:.1%}"
+        f" (executed FLOPs are {told['flops_factor']:.3f} of the formula)"
+    )
+    links = ", ".join(
+        f"{format_bytes(size)} {link.replace('_', '-')}" for link, size in told["wire_bytes_by_link"].items() if size
+    )
+    factor = told["wire_bytes_factor"]
+    over = f", {factor:.3f} of the least for this mesh" if factor is not None else ""
+    log(f"network    a GPU sends {format_bytes(told['wire_bytes'])} per step ({links or 'none'}){over}")
+    unknown = told["not_understood"]
+    names = f": {', '.join(f'{count} x {name}' for name, count in unknown.items())}" if unknown else ""
+    log(f"guesses    {sum(unknown.values())} instructions whose cost is a guess{names}")
+
+
+def _print_collectives(told: Figures) -> None:
+    groups: dict[tuple[Any, ...], list[Figures]] = {}
+    for use in told["collectives"]:
+        key = tuple(use[name] for name in ("kind", "axis", "link", "bytes", "is_sync", "in_loop"))
+        groups.setdefault(key, []).append(use)
+    if not groups:
+        return
+    table = _table(
+        "collective", "axis", "link", "bytes", "count", "time", "hidden", "exposed", "hides behind", numbers=(3, 4, 5, 6, 7)
+    )
+    ordered = sorted(groups.items(), key=lambda group: -_sum(group[1], "seconds"))
+    for (kind, axis, link, size, is_sync, in_loop), uses in ordered[:_COLLECTIVES]:
+        beside = ("nothing, in every layer" if in_loop else "nothing") if is_sync else "compute"
+        table.add_row(
+            kind, axis, link.replace("_", "-"), format_bytes(size), f"{_sum(uses, 'count'):,}", *_times(uses), beside
+        )
+    if rest := [use for _, uses in ordered[_COLLECTIVES:] for use in uses]:
+        table.add_row("others", "", "", "", f"{_sum(rest, 'count'):,}", *_times(rest), "")
+    _print(table)
+    number = told["sync_collectives_in_loops"]
+    if number:
+        alone = _sum([use for use in told["collectives"] if use["is_sync"] and use["in_loop"]], "exposed_s")
+        log(
+            f"sync       {number} collective{'s' if number > 1 else ''} in loops hide behind nothing: the GPU stands still"
+            f" for all of their time in every iteration, {alone:.3g} s per step"
+        )
+    else:
+        log("sync       every collective in a loop has compute to hide behind")
+
+
+def _times(uses: list[Figures]) -> list[str]:
+    return [f"{_sum(uses, name):.3g} s" for name in ("seconds", "hidden_s", "exposed_s")]
+
+
+def _sum(uses: Iterable[Figures], name: str) -> Any:
+    return sum(use[name] for use in uses)
+
+
+def _print_profile(told: Figures) -> None:
+    names = ("step", "exposed", "of the step", "sync in loops", "peak", "")
+    table = _table("scheduled by", *names, numbers=(1, 2, 3, 4, 5))
+    analytic = told["latency_profile"] in (None, "analytic")
+    by = "the cost model's latencies" if analytic else "the configured latencies"
+    kept = "with_profile" if told["latency_profile"] else "without_profile"
+    for key, name in (("without_profile", "XLA's own guesses"), ("with_profile", by)):
+        own = told[key]
+        table.add_row(
+            name, f"{own['step_time_s']:.4g} s", f"{own['exposed_comm_s']:.3g} s", f"{own['exposed_fraction']:.1%}",
+            str(own["sync_collectives_in_loops"]), format_bytes(own["peak_bytes"]), "kept" if key == kept else "",
+        )  # fmt: skip
+    _print(table)
+    if told["latency_profile"] == "analytic":
+        log("set        xla.latency_profile: auto, and training is scheduled so too")
+
+
+def _print_money(told: Figures) -> None:
+    text = f"{format_count(told['token_budget'])} tokens take {told['days']:,.1f} days on these {told['num_devices']} GPUs"
+    if told["price"] is None:
+        text += "; hardware.price_per_gpu_hour is not set, so no prices"
+    else:
+        text += f" and cost {told['price']:,.0f}, which is {told['price_per_billion_tokens']:,.2f} per billion tokens"
+    log(f"money      {text}")
+
+
+def _print_suggestions(told: Figures) -> None:
+    if not told["suggestions"]:
+        log("instead    no change that was tried fits; take more nodes, a larger GPU or a smaller model")
+        return
+    table = _table("what fits instead, compiled", "peak", "step", "time", "GPU hours", "FLOPs", numbers=(1, 2, 3, 4, 5))
+    for row in told["suggestions"]:
+        changes = ", ".join(f"{key}: {value}" for key, value in row["changes"].items())
+        table.add_row(
+            changes, format_bytes(row["peak_bytes"]), f"{row['step_time_s']:.4g} s", f"x {row['step_time_ratio']:.3f}",
+            f"x {row['gpu_time_ratio']:.3f}", f"x {row['flops_ratio']:.3f}",
+        )  # fmt: skip
+    _print(table)
+
+
+def _print_sweep(told: Figures) -> None:
+    sweep = told["sweep"]
+    names = ("GPUs", "fits", "step", "tokens/s/GPU", "efficiency", "MFU", "exposed", "days", "per billion tokens")
+    table = _table(sweep["key"], *names, numbers=(1, 3, 4, 5, 6, 7, 8, 9))
+    for row in sweep["rows"]:
+        price = row["price_per_billion_tokens"]
+        table.add_row(
+            row["value"], f"{row['num_devices']:,}", "yes" if row["fits"] else "no", f"{row['step_time_s']:.4g} s",
+            f"{row['tokens_per_sec_per_device']:,.0f}", f"{row['efficiency']:.3f}", f"{row['mfu']:.1%}",
+            f"{row['exposed_fraction']:.1%}", f"{row['days']:,.1f}", "-" if price is None else f"{price:,.2f}",
+        )  # fmt: skip
+    _print(table)
+    if sweep["key"] in ("hardware.nodes", "hardware.gpus_per_node"):
+        log("sweep      mesh.fsdp and train.global_batch_size grow with the devices: weak scaling")
+
+
+def _table(*columns: str, numbers: tuple[int, ...]) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
+    for index, name in enumerate(columns):
+        table.add_column(name, justify="right" if index in numbers else "left", overflow="fold")
+    return table
+
+
+def _print(table: Table) -> None:
+    # Into a file, a row stays one line, however long.
+    screen = console.CONSOLE if console.is_interactive() else Console(file=console.CONSOLE.file, width=1000)
+    screen.print()
+    screen.print(table)
+    screen.print()

@@ -1,0 +1,116 @@
+"""What-if: the same plan for several values of one setting."""
+
+import dataclasses
+import functools
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from llamajax.config import Config
+from llamajax.config_file import config_to_dict, read_config
+from llamajax.errors import ConfigError
+from llamajax.planning.schedule import Plan, make_plan, mesh_sizes, replayed
+from llamajax.yaml_text import Problems
+
+_SAME_PROGRAM = (
+    "hardware.gpu_bandwidth", "hardware.node_bandwidth", "hardware.price_per_gpu_hour", "hardware.token_budget",
+)  # fmt: skip
+"""Settings that the compiler is not told: a compiled step is replayed for them."""
+_CLUSTER_SIZE = ("hardware.nodes", "hardware.gpus_per_node")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sweep:
+    """One setting and the configurations that several values of it give."""
+
+    key: str
+    values: tuple[str, ...]
+    """As written."""
+    configs: tuple[Config, ...]
+
+
+def read_sweep(text: str, config: Config) -> Sweep:
+    """`hardware.nodes=4,8,16`: the configurations that these values make of `config`, all checked.
+
+    More or fewer devices scale `mesh.fsdp` and `train.global_batch_size`, so that a device's work stays the same (weak
+    scaling).
+
+    Raises:
+        ConfigError: no setting has this name, or a value breaks a rule.
+    """
+    key, equals, values_text = text.partition("=")
+    values = tuple(value.strip() for value in values_text.split(","))
+    if not equals or not all(values):
+        raise ConfigError(f"--sweep: {text!r} is not KEY=VALUE,VALUE; for example hardware.nodes=4,8,16")
+    if "." not in key:
+        raise ConfigError(f"--sweep: {key!r} is no setting of a section; for example hardware.nodes")
+    return Sweep(key=key, values=values, configs=tuple(_with_value(config, key, value) for value in values))
+
+
+def run_sweep(
+    sweep: Sweep, base: Plan, *, profile: bool = True, doing: Callable[[str], None] = lambda what: None
+) -> tuple[Plan, ...]:
+    """A plan for each value. Where only bandwidths or prices differ from `base`, its compiled step is replayed.
+
+    Raises:
+        CompilerMissingError: XLA's compiler for GPUs is not installed.
+    """
+    plans = []
+    for value, config in zip(sweep.values, sweep.configs, strict=True):
+        if config == base.config:
+            plans.append(base)
+        elif sweep.key in _SAME_PROGRAM:
+            plans.append(_replay(base, config))
+        else:
+            where = f"{sweep.key}={value}"
+            told = functools.partial(_tell, doing, where)
+            plans.append(make_plan(config, profile=profile, suggest=False, doing=told))
+    return tuple(plans)
+
+
+def _tell(doing: Callable[[str], None], where: str, what: str) -> None:
+    doing(f"{where}: {what}")
+
+
+def _replay(base: Plan, config: Config) -> Plan:
+    profiled = base.with_profile
+    return dataclasses.replace(
+        base,
+        config=config,
+        without_profile=replayed(base.without_profile.step, config),
+        with_profile=profiled and replayed(profiled.step, config),
+    )
+
+
+def _with_value(config: Config, key: str, value: str) -> Config:
+    overrides: list[tuple[str, str | None]] = [(key, value)]
+    if key in _CLUSTER_SIZE and value.isdecimal() and int(value) > 0:
+        name = key.partition(".")[2]
+        hardware = dataclasses.replace(config.hardware, **{name: int(value)})
+        old, new = config.hardware.num_devices, hardware.num_devices
+        if new == old:
+            return config
+        # The same tokens for all, so that their days and prices compare.
+        train = config.train
+        budget = config.hardware.token_budget or train.num_steps * train.global_batch_size * config.data.seq_len
+        overrides.append(("hardware.token_budget", repr(budget)))
+        scaled = {"mesh.fsdp": mesh_sizes(config)["fsdp"], "train.global_batch_size": config.train.global_batch_size}
+        for scaled_key, size in scaled.items():
+            if size * new % old:
+                raise ConfigError(
+                    f"--sweep: {key}={value}: {scaled_key}={size} times {new} / {old} devices is no whole number;"
+                    " choose other values"
+                )
+            overrides.append((scaled_key, str(size * new // old)))
+    # Through the reader of files and command lines, so that the value is understood and checked as there.
+    sections: list[tuple[str, str | None]] = [
+        (name, json.dumps(value) if isinstance(value, dict) else str(value))
+        for name, value in config_to_dict(config).items()
+        if value is not None
+    ]
+    try:
+        return read_config(Config, None, sections + overrides, Problems(), check=lambda config: [])
+    except ConfigError as error:
+        # Each line without its place, which is in none of the user's files.
+        rules = [line.partition(": ")[2] for line in str(error).splitlines()]
+        raise ConfigError("\n".join(f"--sweep: {key}={value}: {rule}" for rule in rules)) from error

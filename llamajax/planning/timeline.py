@@ -1,0 +1,176 @@
+"""What a replayed step is: when every kernel and collective runs, and who waits for whom."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from llamajax.planning.network import Collective, Link
+
+Lane = Literal["compute", "intra_node", "inter_node", "copy"]
+"""`copy` carries asynchronous copies, to the host or within the device."""
+LANES: tuple[Lane, ...] = ("compute", "intra_node", "inter_node", "copy")
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """Something that occupies a lane; times in seconds from the start of what it is an event of."""
+
+    lane: Lane
+    name: str
+    kind: str
+    """`matmul`, `attention`, `memory`, `copy`; the kind of a collective; `wait` where the compute lane stands still."""
+    op_name: str
+    start: float
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Loop:
+    """A `while` in the timeline: iterations of equal course are kept once."""
+
+    name: str
+    op_name: str
+    start: float
+    iterations: tuple[tuple[int, float, tuple["Event | Loop", ...]], ...]
+    """How many iterations, the seconds of one, its events."""
+
+    @property
+    def num_iterations(self) -> int:
+        return sum(count for count, _, _ in self.iterations)
+
+    @property
+    def seconds(self) -> float:
+        return sum(count * period for count, period, _ in self.iterations)
+
+
+@dataclass(frozen=True, slots=True)
+class CollectiveUse:
+    """What one collective instruction costs over a whole step."""
+
+    collective: Collective
+    is_sync: bool
+    """Whether the compute lane stands still all the time: XLA runs it so, or nothing lies between start and done."""
+    in_loop: bool
+    count: int
+    """Executions per step."""
+    seconds: float
+    """Transferring, all executions."""
+    exposed_s: float
+    """Of it, with the compute lane waiting."""
+
+    @property
+    def hidden_s(self) -> float:
+        return self.seconds - self.exposed_s
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timeline:
+    """One step on one device. Seconds and bytes are per step and device."""
+
+    step_time_s: float
+    """`compute_s + slowdown_s + exposed_comm_s + exposed_copy_s`."""
+    compute_s: float
+    """Kernels, undisturbed."""
+    slowdown_s: float
+    """What kernels take longer because collectives run beside them."""
+    comm_s: float
+    """Collectives, hidden or not."""
+    exposed_comm_s: float
+    """Waiting for collectives."""
+    exposed_copy_s: float
+    """Waiting for asynchronous copies."""
+    wire_bytes: dict[Link, float]
+    """Sent by a device, on average over devices."""
+    flops: int
+    """Executed in matrix products, recomputation included."""
+    compute_by_kind: dict[str, float]
+    """`compute_s` by what the kernels do."""
+    collectives: tuple[CollectiveUse, ...]
+    sync_collectives_in_loops: int
+    """Collective instructions in loop bodies that hide behind nothing."""
+    not_understood: dict[str, int]
+    """Instructions whose cost is a guess, by opcode and call target."""
+    events: tuple[Event | Loop, ...]
+
+    @property
+    def exposed_fraction(self) -> float:
+        return self.exposed_comm_s / self.step_time_s
+
+
+def perfetto(timeline: Timeline, *, max_events: int = 50_000) -> dict[str, Any]:
+    """The timeline as a Chrome trace, for ui.perfetto.dev: one thread per lane, times in microseconds.
+
+    With more than `max_events` events, long loops show their first two iterations and their last.
+    """
+    shorten = _count(timeline.events) > max_events
+    trace: list[dict[str, Any]] = [
+        {"ph": "M", "pid": 0, "tid": LANES.index(lane), "name": "thread_name", "args": {"name": lane.replace("_", " ")}}
+        for lane in LANES
+    ]
+    for event, start in _flat(timeline.events, 0.0, shorten):
+        trace.append(
+            {
+                "ph": "X",
+                "pid": 0,
+                "tid": LANES.index(event.lane),
+                "name": event.name,
+                "cat": event.kind,
+                "ts": start * 1e6,
+                "dur": event.seconds * 1e6,
+                "args": {"op_name": event.op_name},
+            }
+        )
+    return {"traceEvents": trace, "displayTimeUnit": "ms"}
+
+
+def _count(events: tuple[Event | Loop, ...]) -> int:
+    return sum(
+        sum(times * _count(inner) for times, _, inner in event.iterations) if isinstance(event, Loop) else 1
+        for event in events
+    )
+
+
+def _flat(events: tuple[Event | Loop, ...], begin: float, shorten: bool) -> Iterator[tuple[Event, float]]:
+    """Every event with its start from the beginning of the step, loops unrolled."""
+    for event in events:
+        start = begin + event.start
+        if isinstance(event, Event):
+            yield event, start
+            continue
+        for times, period, inner in event.iterations:
+            for iteration in range(times):
+                if not shorten or iteration < 2 or iteration == times - 1:
+                    yield from _flat(inner, start + iteration * period, shorten)
+            start += times * period
+
+
+def layer_loops(timeline: Timeline) -> tuple[Loop, Loop] | None:
+    """The loops over the layers, forward and backward, wherever they are nested; None if the step has no such pair.
+
+    Of all pairs of a forward and a backward loop of the same length they take the most time. XLA may take one
+    iteration out of a loop, and then drops the loop's name, so what runs inside tells the direction.
+    """
+    loops = [loop for loop in _loops(timeline.events) if loop.num_iterations > 1]
+    shares = [_backward_share(loop) for loop in loops]
+    pairs = [
+        (forward, backward)
+        for forward, forward_share in zip(loops, shares, strict=True)
+        for backward, backward_share in zip(loops, shares, strict=True)
+        if forward_share < 0.1 and backward_share > 0.9 and abs(forward.num_iterations - backward.num_iterations) <= 1
+    ]
+    return max(pairs, key=lambda pair: pair[0].seconds + pair[1].seconds, default=None)
+
+
+def _loops(events: tuple[Event | Loop, ...]) -> Iterator[Loop]:
+    for event in events:
+        if isinstance(event, Loop):
+            yield event
+            for _, _, inner in event.iterations:
+                yield from _loops(inner)
+
+
+def _backward_share(loop: Loop) -> float:
+    """Of the time of its named kernels, that of those which JAX has named as parts of a derivative's transpose."""
+    named = [event for event, _ in _flat((loop,), 0.0, True) if event.lane == "compute" and event.op_name]
+    backward = sum(event.seconds for event in named if "transpose(" in event.op_name)
+    return backward / (sum(event.seconds for event in named) or 1.0)

@@ -1,0 +1,209 @@
+"""Weights to start from, of any kind: a run, one of its checkpoints, an imported model, a Hugging Face directory."""
+
+import dataclasses
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import P
+from jax.sharding import NamedSharding
+
+from converters import names
+from converters.architectures import architecture_of
+from converters.hf_config import SPECIAL_TOKENS
+from converters.hf_import import read_model
+from converters.safetensors_io import Stored
+from llamajax.config import ModelConfig, RopeScalingConfig
+from llamajax.data.tokenizer import Tokenizer, load_tokenizer
+from llamajax.errors import CheckpointError, ConfigError
+from llamajax.model import Llama
+from llamajax.restore import concretise, damage, damage_line, named_arrays, newest_good, none_good_line, read_step, say
+
+Index = tuple[slice, ...]
+
+FREE_TO_CHANGE = ("param_dtype", "compute_dtype", "remat", "init_std", "max_seq_len", "rope_scaling")
+"""Settings of the model in which a run may differ from the weights it starts from."""
+
+
+@dataclass(frozen=True)
+class Pretrained:
+    """A model that was found and looked at; its weights are read by `load`."""
+
+    source: Path
+    """The directory of the weights: RUN/checkpoints/STEP, or of the Hugging Face model."""
+    config: ModelConfig
+    """Of the model, with the type that its weights are stored in."""
+    files: Path
+    """The directory with its tokenizer files and chat template, if it has any."""
+    special_tokens: dict[str, Any]
+    """bos_token_id, eos_token_id and pad_token_id: an id, several (Llama 3's eos), or None."""
+    hf: dict[str, Any] | None
+    """What Hugging Face's files said that ours have no place for, as checkpoints keep it; None if nothing did."""
+    meta: dict[str, Any]
+    """What a checkpoint says about itself; empty for a Hugging Face directory."""
+    tensors: Mapping[str, Stored] | None
+    """The weights of a Hugging Face directory by their name in it; None for a checkpoint."""
+
+    @property
+    def about(self) -> str:
+        """The model in a line."""
+        architecture, kind = architecture_of(self.config).name, "" if self.tensors is None else "Hugging Face "
+        return f"{self.source}: {kind}{architecture} of {self.config.num_params:,} parameters in {self.config.param_dtype}"
+
+    def check(self, config: ModelConfig) -> None:
+        """Raises `ConfigError` if `config` is of another model, with a line for every setting that must not differ."""
+        here, theirs = dataclasses.asdict(config), dataclasses.asdict(self.config)
+        if wrong := [key for key in here if key not in FREE_TO_CHANGE and here[key] != theirs[key]]:
+            lines = (f"model.{key}: {here[key]} is not that of {self.source}; it must be {theirs[key]}" for key in wrong)
+            raise ConfigError("\n".join(lines))
+
+    def tokenizer(self) -> Tokenizer:
+        """The model's tokenizer.
+
+        Raises:
+            DataError: it has none, or one that cannot be read.
+        """
+        return load_tokenizer(self.files)
+
+    def load(self, config: ModelConfig) -> Llama:
+        """The model on the current mesh, in `config.param_dtype`; processes call this together.
+
+        On the host is never more than what this process's devices need of one layer's largest array, or of a
+        vocabulary's table.
+
+        Args:
+            config: the model's, but for the settings in `FREE_TO_CHANGE`.
+
+        Raises:
+            ConfigError: `config` is of another model.
+            CheckpointError: the checkpoint was deleted meanwhile, or is of another version of the model.
+        """
+        self.check(config)
+        if self.tensors is None:
+            return self._restore(config)
+        abstract = concretise(_abstract_model(config))
+        arrays = named_arrays({"model": abstract})
+        leaves = [_read_array(name, leaf, self.tensors) for name, leaf in arrays.items()]
+        return jax.tree.unflatten(jax.tree.structure(abstract), leaves)
+
+    def _restore(self, config: ModelConfig) -> Llama:
+        as_stored = dataclasses.replace(config, param_dtype=self.config.param_dtype)
+        try:
+            model = read_step(self.source, {"model": _abstract_model(as_stored)}, partial=True).state["model"]
+        except Exception as error:
+            if not self.source.exists():
+                raise CheckpointError(f"{self.source} was deleted by its run while it was read; try again") from error
+            raise
+        leaves = jax.tree.leaves(model)
+        del model  # so that no array lives in both types longer than it takes to make it
+        for i, array in enumerate(leaves):
+            leaves[i] = array.astype(config.param_dtype)
+        return jax.tree.unflatten(jax.tree.structure(_abstract_model(config)), leaves)
+
+
+def open_pretrained(path: Path) -> Pretrained:
+    """Finds out what `path` is and looks at everything but the weights; needs a current mesh.
+
+    Args:
+        path: a run's directory, whose newest good checkpoint is taken; RUN/checkpoints/STEP; a directory made by
+            `python -m converters.hf import`; or a Hugging Face directory. Processes call this together.
+
+    Raises:
+        CheckpointError: there is no good checkpoint, or not of this version's model.
+        ConfigError: it is none of these, or a Hugging Face model that cannot be read.
+    """
+    path = path.expanduser().absolute()
+    if path.parent.name == "checkpoints" and path.name.isdecimal() and path.is_dir():
+        if found := damage(path):
+            raise CheckpointError(f"{damage_line(path.parent, int(path.name), found)}; choose another step")
+        return _open_step(path)
+    if (path / "checkpoints").is_dir():
+        step, damaged = newest_good(path / "checkpoints")
+        if step is None:
+            raise CheckpointError(none_good_line(path / "checkpoints", damaged))
+        for bad, found in damaged.items():
+            say(f"{damage_line(path / 'checkpoints', bad, found)}; reading step {step} instead")
+        return _open_step(path / "checkpoints" / str(step))
+    if (path / "config.json").is_file():
+        model = read_model(path, None)
+        return Pretrained(path, model.config, path, model.special_tokens, model.hf, {}, model.tensors)
+    if not path.is_dir():
+        raise ConfigError(f"{path}: there is no such directory; give a run, RUN/checkpoints/STEP or a Hugging Face model")
+    raise ConfigError(
+        f"{path}: has neither checkpoints/, as a run has, nor config.json, as a Hugging Face model has, and is no"
+        " RUN/checkpoints/STEP; give one of these"
+    )
+
+
+def _open_step(step_dir: Path) -> Pretrained:
+    meta = json.loads((step_dir / "meta.json").read_text())
+    try:
+        fields: dict[str, Any] = dict(meta["config"]["model"])
+        fields["rope_scaling"] = RopeScalingConfig(**fields["rope_scaling"])
+        config = ModelConfig(**fields)
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"{step_dir}: was not written by this version's model ({error}); read it with its own"
+        ) from error
+    files = step_dir / "files"
+    special_tokens: dict[str, Any] = dict.fromkeys(SPECIAL_TOKENS)
+    if "hf" in meta:
+        special_tokens = meta["hf"]["special_tokens"]
+    elif (files / "tokenizer.json").is_file() or (files / "tokenizer.model").is_file():
+        tokenizer = load_tokenizer(files)
+        special_tokens |= {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id}
+    return Pretrained(step_dir, config, files, special_tokens, meta.get("hf"), meta, None)
+
+
+def _abstract_model(config: ModelConfig) -> Llama:
+    return jax.eval_shape(partial(Llama, config), jax.random.key(0))
+
+
+def _read_array(name: str, abstract: jax.ShapeDtypeStruct, tensors: Mapping[str, Stored]) -> jax.Array:
+    """One of our arrays, of its type and sharding; a stacked one grows on the devices, layer by layer."""
+    sharding = abstract.sharding
+    assert isinstance(sharding, NamedSharding)
+    if not names.is_stacked(name):
+        return _place(abstract.shape, abstract.dtype, sharding, partial(names.from_hf, name, 0, tensors, abstract.shape))
+    array = jnp.zeros(abstract.shape, abstract.dtype, device=sharding)
+    of_layer, shape = NamedSharding(sharding.mesh, P(*sharding.spec[1:])), abstract.shape[1:]
+    for layer in range(abstract.shape[0]):
+        read = partial(names.from_hf, name, layer, tensors, shape)
+        array = _set_layer(array, _place(shape, abstract.dtype, of_layer, read), layer)
+        array.block_until_ready()  # or the host would read ahead, and hold more than one layer
+    return array
+
+
+@partial(jax.jit, donate_argnums=0)
+def _set_layer(stacked: jax.Array, block: jax.Array, layer: jax.Array) -> jax.Array:
+    return jax.lax.dynamic_update_index_in_dim(stacked, block, layer, 0)
+
+
+def _place(
+    shape: tuple[int, ...],
+    dtype: np.dtype[Any],
+    sharding: NamedSharding,
+    read: Callable[[Index, np.ndarray], None],
+) -> jax.Array:
+    """A sharded array, of which `read` fills the box around the parts of this process's devices."""
+
+    def ranges(index: Index | None) -> list[range]:
+        assert index is not None
+        return [range(size)[dim] for dim, size in zip(index, shape, strict=True)]
+
+    parts = [ranges(index) for index in sharding.addressable_devices_indices_map(shape).values()]
+    box = tuple(slice(min(dim.start for dim in dims), max(dim.stop for dim in dims)) for dims in zip(*parts, strict=True))
+    block = np.empty([dim.stop - dim.start for dim in box], dtype)
+    read(box, block)
+
+    def part(index: Index | None) -> np.ndarray:
+        inside = zip(ranges(index), box, strict=True)
+        return block[tuple(slice(dim.start - around.start, dim.stop - around.start) for dim, around in inside)]
+
+    return jax.make_array_from_callback(shape, sharding, part)

@@ -1,0 +1,85 @@
+"""Tiny models of every variant as other programs write them, shared by the tests of the converters."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import safetensors.numpy
+
+from converters.hf_config import write_config
+from llamajax.config import ModelConfig, RopeScalingConfig
+
+TINY = ModelConfig(
+    vocab_size=96, embed_dim=32, mlp_dim=48, num_layers=3, num_heads=4, num_kv_heads=4, head_dim=8,
+    max_seq_len=16384, init_std=0.2,
+)  # fmt: skip
+LLAMA3 = RopeScalingConfig(kind="llama3", factor=8.0, original_max_seq_len=8192)
+SPECIAL: dict[str, Any] = {"bos_token_id": 1, "eos_token_id": [2, 3], "pad_token_id": None}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "llama1": {"norm_eps": 1e-6},
+    "llama2-70b": {"num_heads": 8, "num_kv_heads": 2},
+    "llama3": {"num_kv_heads": 2, "rope_theta": 5e5},
+    "llama3.1": {"num_kv_heads": 1, "rope_theta": 5e5, "rope_scaling": LLAMA3},
+    "llama3.2": {"num_kv_heads": 2, "rope_theta": 5e5, "rope_scaling": LLAMA3, "tie_embeddings": True},
+    "linear-scaling": {"rope_scaling": RopeScalingConfig(kind="linear", factor=4.0)},
+    "separate-head-dim": {"head_dim": 20, "num_kv_heads": 2},
+    "mistral": {"num_kv_heads": 2, "sliding_window": 8},
+    "qwen2": {"num_kv_heads": 2, "qkv_bias": True, "tie_embeddings": True},
+    "qwen2-window": {"num_kv_heads": 1, "qkv_bias": True, "sliding_window": 8},
+    "qwen3": {"num_kv_heads": 2, "head_dim": 16, "qk_norm": True},
+}
+
+
+def tiny(**changes: Any) -> ModelConfig:
+    return ModelConfig(**{**vars(TINY), **changes})
+
+
+def write_model(directory: Path, config: ModelConfig, dtype: Any = np.float32) -> dict[str, np.ndarray]:
+    """A model directory as others write it, of random weights, through the safetensors library; returns the weights."""
+    rng = np.random.default_rng(0)
+    D, F, H, kv = config.embed_dim, config.mlp_dim, config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    layer = {
+        "self_attn.q_proj": (H, D), "self_attn.k_proj": (kv, D), "self_attn.v_proj": (kv, D), "self_attn.o_proj": (D, H),
+        "mlp.gate_proj": (F, D), "mlp.up_proj": (F, D), "mlp.down_proj": (D, F),
+        "input_layernorm": (D,), "post_attention_layernorm": (D,),
+    }  # fmt: skip
+    layer = {f"{name}.weight": shape for name, shape in layer.items()}
+    if config.qkv_bias:
+        layer |= {"self_attn.q_proj.bias": (H,), "self_attn.k_proj.bias": (kv,), "self_attn.v_proj.bias": (kv,)}
+    if config.qk_norm:
+        layer |= {f"self_attn.{name}_norm.weight": (config.head_dim,) for name in "qk"}
+    shapes = {"model.embed_tokens.weight": (config.vocab_size, D), "model.norm.weight": (D,)}
+    shapes |= {f"model.layers.{i}.{name}": shape for i in range(config.num_layers) for name, shape in layer.items()}
+    shapes |= {} if config.tie_embeddings else {"lm_head.weight": (config.vocab_size, D)}
+    weights = {name: rng.standard_normal(shape, np.float32).astype(dtype) for name, shape in shapes.items()}
+    directory.mkdir()
+    safetensors.numpy.save_file(weights, directory / "model.safetensors", {"format": "pt"})
+    name = {np.dtype(np.float32): "float32", np.dtype(np.float16): "float16"}.get(np.dtype(dtype), "bfloat16")
+    (directory / "config.json").write_text(json.dumps(write_config(config, SPECIAL, name)))
+    return weights
+
+
+def shard(directory: Path) -> None:
+    """Turns the one file of a model directory into three with an index."""
+    weights = safetensors.numpy.load_file(directory / "model.safetensors")
+    (directory / "model.safetensors").unlink()
+    names = sorted(weights)
+    files = [f"model-{i + 1:05}-of-00003.safetensors" for i in range(3)]
+    for i, file in enumerate(files):
+        safetensors.numpy.save_file({name: weights[name] for name in names[i::3]}, directory / file)
+    index = {"metadata": {}, "weight_map": {name: files[i % 3] for i, name in enumerate(names)}}
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def read_weights(directory: Path) -> dict[str, np.ndarray]:
+    """Every tensor, through the safetensors library."""
+    files = directory.glob("*.safetensors")
+    return {name: array for file in files for name, array in safetensors.numpy.load_file(file).items()}
+
+
+def assert_same_bits(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> None:
+    assert found.keys() == expected.keys()
+    for name, array in expected.items():
+        assert found[name].dtype == array.dtype
+        assert found[name].tobytes() == array.tobytes(), name

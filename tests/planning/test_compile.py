@@ -1,0 +1,162 @@
+"""Compiling the training step for a cluster: the errors everywhere, the rest where XLA's compiler for GPUs is installed."""
+
+import dataclasses
+import importlib.metadata
+
+import jax
+import jaxlib.version
+import numpy as np
+import pytest
+
+from llamajax.config import (
+    Config,
+    DataConfig,
+    HardwareConfig,
+    MeshConfig,
+    ModelConfig,
+    SourceConfig,
+    TrainConfig,
+    XlaConfig,
+)
+from llamajax.errors import ConfigError
+from llamajax.planning import compile as planning_compile
+from llamajax.planning.compile import CompiledStep, CompilerMissingError, check_compiler, compile_for
+from llamajax.planning.fitting import changed, suggestions
+from llamajax.planning.hlo import parse
+from llamajax.planning.memory import estimate, memory_plan, minimum_state_bytes
+from tests.tiny import tiny_config
+
+CONFIG = tiny_config(
+    model=ModelConfig(
+        vocab_size=32000, embed_dim=4096, mlp_dim=11008, num_layers=4, num_heads=32, num_kv_heads=8, head_dim=128,
+    ),
+    data=DataConfig(sources=(SourceConfig(kind="stdlib"),), seq_len=4096),
+    train=TrainConfig(num_steps=100, global_batch_size=16, grad_accum_steps=2),
+    mesh=MeshConfig(fsdp=8, tensor=2),
+    hardware=HardwareConfig(gpu="a100-80gb", nodes=2),
+)  # fmt: skip
+"""Four layers of 7B on two nodes."""
+
+
+@pytest.fixture
+def compiler():
+    try:
+        check_compiler()
+    except CompilerMissingError as missing:
+        pytest.skip(str(missing))
+
+
+@pytest.fixture(scope="module")
+def step() -> CompiledStep:
+    try:
+        return compile_for(CONFIG)
+    except CompilerMissingError as missing:
+        pytest.skip(str(missing))
+
+
+def installed(monkeypatch, versions: dict[str, str]) -> None:
+    def version(package: str) -> str:
+        if package not in versions:
+            raise importlib.metadata.PackageNotFoundError(package)
+        return versions[package]
+
+    monkeypatch.setattr(planning_compile.importlib.metadata, "version", version)
+
+
+def test_a_missing_compiler_is_told_with_the_remedy(monkeypatch):
+    installed(monkeypatch, {})
+    with pytest.raises(CompilerMissingError, match=r"jax-cuda13-plugin.*pip install 'llamajax\[plan\]'") as caught:
+        compile_for(CONFIG)
+    assert caught.value.exit_code == 2
+    assert "\n" not in str(caught.value)
+
+
+def test_a_compiler_of_another_version_is_told(monkeypatch):
+    installed(monkeypatch, {"jax-cuda13-plugin": "0.1.0"})
+    with pytest.raises(CompilerMissingError, match=r"0\.1\.0 does not fit jaxlib"):
+        check_compiler()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hardware": HardwareConfig()}, r"hardware\.gpu: .*a100-40gb, a100-80gb, h100, h200"),
+        ({"hardware": HardwareConfig(gpu="h100", nodes=3)}, "mesh: .* 24 devices"),
+        ({"mesh": MeshConfig(fsdp=1, tensor=16)}, r"model\.num_kv_heads: 8 must be divisible by mesh\.tensor=16"),
+    ],
+)
+def test_what_cannot_be_laid_over_the_cluster_is_refused(monkeypatch, changes, message):
+    installed(monkeypatch, {"jax-cuda13-plugin": jaxlib.version.__version__})
+    with pytest.raises(ConfigError, match=message):
+        compile_for(dataclasses.replace(CONFIG, **changes))
+
+
+@pytest.mark.slow
+def test_the_memory_is_xlas_own_to_the_byte(step):
+    buffers = step.buffers
+    assert step.peak_bytes == buffers.argument_bytes + buffers.other_bytes + buffers.arena_bytes - buffers.gap_bytes
+    plan = memory_plan(step, parse(step.hlo))
+    batch = plan.by_kind["batch"]
+    assert plan.argument_bytes - batch == pytest.approx(minimum_state_bytes(CONFIG), rel=1e-6)
+    assert plan.argument_bytes == pytest.approx(minimum_state_bytes(CONFIG), rel=0.01)
+    assert plan.peak_bytes == pytest.approx(estimate(CONFIG).peak_bytes, rel=0.25)
+    assert plan.host_bytes == 0
+    assert plan.fits
+
+
+@pytest.mark.slow
+def test_the_program_is_for_all_devices_and_tensor_stays_within_a_node(step):
+    module = parse(step.hlo)
+    assert module.num_devices == 16
+    groups = [
+        instruction.replica_groups(16)
+        for computation in module.computations.values()
+        for instruction in computation.instructions.values()
+        if "replica_groups" in instruction.attributes
+    ]
+    pairs = [group for group in groups if group.shape == (8, 2)]
+    assert pairs, "tensor parallelism without a collective"
+    for group in pairs:
+        np.testing.assert_array_equal(np.sort(group, axis=None).reshape(8, 2), np.arange(16).reshape(8, 2))
+        assert (np.abs(group[:, 0] - group[:, 1]) == 1).all()
+
+
+@pytest.mark.slow
+def test_the_current_mesh_stays(compiler):
+    before = jax.sharding.get_mesh()
+    with pytest.raises(ConfigError, match=r"xla\.flags: .* does not know xla_gpu_no_such_thing"):
+        compile_for(dataclasses.replace(CONFIG, xla=XlaConfig(flags=("xla_gpu_no_such_thing=1",))))
+    assert jax.sharding.get_mesh() == before
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "message",
+    ["UNAVAILABLE: No PTX compilation provider is available.", "INTERNAL: libdevice not found at ./libdevice.10.bc"],
+)
+def test_missing_tools_of_cuda_are_told_with_the_remedy(compiler, monkeypatch, message):
+    def fail(lowered, options):
+        raise jax.errors.JaxRuntimeError(message)
+
+    monkeypatch.setattr(planning_compile, "compile_with", fail)
+    with pytest.raises(CompilerMissingError, match=r"ptxas and libdevice.*pip install 'llamajax\[plan\]'"):
+        compile_for(CONFIG)
+
+
+@pytest.mark.slow
+def test_what_is_suggested_was_compiled_and_fits(compiler):
+    too_large = changed(CONFIG, {"model.remat": "none", "hardware.gpu": "a100-40gb", "train.global_batch_size": 256})
+    assert not estimate(too_large).fits
+    seconds: list[CompiledStep] = []
+
+    def step_time(step: CompiledStep) -> float:
+        seconds.append(step)
+        return float(len(seconds))
+
+    found = suggestions(too_large, step_time=step_time)
+    assert len(found) == 3
+    assert [suggestion.step_time_s for suggestion in found] == [1.0, 2.0, 3.0]
+    for suggestion in found:
+        assert suggestion.memory.fits
+        assert suggestion.changes
+        assert isinstance(suggestion.config, Config)

@@ -1,0 +1,94 @@
+"""The JSON of a plan: every promised key, and figures that a hand can check."""
+
+import dataclasses
+import json
+import re
+
+import pytest
+
+from llamajax.planning import figures
+from llamajax.planning.sweep import Sweep
+from tests.planning import plans
+
+PROMISED = (
+    "num_devices", "num_params", "argument_bytes", "temp_bytes", "peak_bytes", "host_bytes", "capacity_bytes", "fits",
+    "step_time_s", "compute_s", "comm_s", "exposed_comm_s", "exposed_fraction", "wire_bytes",
+    "tokens_per_sec_per_device", "mfu", "mfu_full_attention", "hfu", "sync_collectives_in_loops", "compile_s",
+)  # fmt: skip
+
+
+def test_every_promised_key_is_there_and_described():
+    told = figures.figures(plans.plan())
+    assert json.loads(json.dumps(told)) == told
+    assert told["schema_version"] == 1
+    assert set(PROMISED) <= told.keys()
+    described = set(re.findall(r"\w+", figures.__doc__ or ""))
+    keys = set(told)
+    for rows in (told["collectives"], told["peak_tensors"]):
+        keys |= set(rows[0])
+    assert not keys - described
+
+
+def test_speeds_follow_from_the_step():
+    told = figures.figures(plans.plan())
+    model, peak = plans.CONFIG.model, 989.5e12
+    assert told["tokens_per_sec_per_device"] == pytest.approx(32 * 1024 / 16 / told["step_time_s"])
+    assert told["mfu"] == pytest.approx(model.flops_per_token(1024) * 32 * 1024 / 16 / told["step_time_s"] / peak)
+    full = model.flops_per_token(1024, full_attention=True) / model.flops_per_token(1024)
+    assert told["mfu_full_attention"] / told["mfu"] == pytest.approx(full)
+    assert told["hfu"] == pytest.approx(told["flops"] / told["step_time_s"] / peak)
+    assert told["wire_bytes_factor"] == pytest.approx(sum(told["wire_bytes_by_link"].values()) / told["least_wire_bytes"])
+    assert told["checkpoint_bytes"] == 12 * told["num_params"]
+    for use in told["collectives"]:
+        assert use["hidden_s"] + use["exposed_s"] == pytest.approx(use["seconds"])
+
+
+def test_both_schedules_are_told_and_the_kept_one_leads():
+    told = figures.figures(plans.plan())
+    assert told["latency_profile"] == "analytic"
+    assert told["compile_s"] == 3.0
+    assert told["step_time_s"] == told["with_profile"]["step_time_s"]
+    assert told["without_profile"]["step_time_s"] == pytest.approx(told["step_time_s"] + 1e-3)
+    assert set(PROMISED) - {"num_devices", "num_params", "compile_s"} <= told["without_profile"].keys()
+    alone = dataclasses.replace(plans.plan(), with_profile=None)
+    told = figures.figures(alone)
+    assert (told["latency_profile"], told["with_profile"], told["compile_s"]) == (None, None, 1.5)
+
+
+def test_money():
+    """At 1,000 tokens/s/GPU a billion tokens take a million GPU seconds: 277.8 GPU hours."""
+    found = figures.money(plans.CONFIG, 1000.0)
+    assert found["price_per_billion_tokens"] == pytest.approx(2 * 277.777, rel=1e-4)
+    assert found["price"] == pytest.approx(found["price_per_billion_tokens"])
+    assert found["days"] == pytest.approx(1e6 / 16 / 86400)
+    hardware = dataclasses.replace(plans.CONFIG.hardware, price_per_gpu_hour=None, token_budget=None)
+    found = figures.money(dataclasses.replace(plans.CONFIG, hardware=hardware), 1000.0)
+    assert (found["price"], found["price_per_billion_tokens"]) == (None, None)
+    assert found["token_budget"] == 1000 * 32 * 1024
+
+
+def test_suggestions_have_their_price():
+    told = figures.figures(plans.plan(peak_bytes=90 * plans.GIB))
+    assert not told["fits"]
+    (row,) = told["suggestions"]
+    assert row["changes"] == {"train.grad_accum_steps": 4}
+    assert row["fits"]
+    assert row["step_time_ratio"] == row["gpu_time_ratio"] == pytest.approx(2.0)
+
+
+def test_efficiency_is_relative_to_the_first_value():
+    made = (plans.plan(), dataclasses.replace(plans.plan(), with_profile=None))
+    told = figures.figures(made[0], Sweep(key="k", values=("a", "b"), configs=(plans.CONFIG,) * 2), made)
+    first, second = told["sweep"]["rows"]
+    assert first["efficiency"] == 1.0
+    assert second["efficiency"] == pytest.approx(first["step_time_s"] / second["step_time_s"])
+    assert second["efficiency"] < 1
+
+
+def test_formulas_need_no_compiler():
+    told = figures.estimated_figures(plans.CONFIG, "no compiler")
+    assert not told["compiled"]
+    assert told["missing"] == "no compiler"
+    assert told["memory_estimate"]["fits"]
+    assert "step_time_s" not in told
+    json.dumps(told)

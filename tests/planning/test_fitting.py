@@ -1,0 +1,74 @@
+"""What to change when a plan does not fit: the candidates by formula, and their price."""
+
+import pytest
+
+from llamajax.config import (
+    DataConfig,
+    HardwareConfig,
+    MeshConfig,
+    ModelConfig,
+    OptimizerConfig,
+    SourceConfig,
+    TrainConfig,
+)
+from llamajax.errors import ConfigError
+from llamajax.planning.fitting import ESTIMATE_MARGIN, candidates, changed, executed_flops
+from llamajax.planning.memory import estimate
+from tests.tiny import tiny_config
+
+LLAMA_8B = tiny_config(
+    model=ModelConfig(
+        vocab_size=128256, embed_dim=4096, mlp_dim=14336, num_layers=32, num_heads=32, num_kv_heads=8, head_dim=128,
+        max_seq_len=8192, remat="none",
+    ),
+    data=DataConfig(sources=(SourceConfig(kind="stdlib"),), seq_len=8192),
+    train=TrainConfig(num_steps=100, global_batch_size=128, grad_accum_steps=4),
+    optimizer=OptimizerConfig(learning_rate=1e-4),
+    mesh=MeshConfig(data=2, fsdp=4),
+    hardware=HardwareConfig(gpu="h100"),
+)  # fmt: skip
+
+
+def test_candidates_fit_by_the_formulas_and_are_valid():
+    assert not estimate(LLAMA_8B).fits
+    offers = list(candidates(LLAMA_8B))
+    assert len(offers) >= 3
+    for offer in offers:
+        assert offer.config == changed(LLAMA_8B, offer.changes)
+        assert offer.config.placement_problems(offer.config.hardware.num_devices) == []
+        assert expected_to_fit(offer.config)
+    assert len({tuple(offer.changes.items()) for offer in offers}) == len(offers)
+
+
+def expected_to_fit(config) -> bool:
+    expected = estimate(config)
+    return expected.peak_bytes + expected.allowance.total_bytes <= ESTIMATE_MARGIN * expected.capacity_bytes
+
+
+def test_what_is_enough_alone_comes_first_and_in_no_pair():
+    offers = [offer.changes for offer in candidates(LLAMA_8B)]
+    assert offers[0].keys() == {"model.remat"}
+    pairs = [changes for changes in offers if changes.keys() == {"model.remat", "train.grad_accum_steps"}]
+    assert len(pairs) == 1
+    for key, value in pairs[0].items():
+        assert not expected_to_fit(changed(LLAMA_8B, {key: value}))
+
+
+def test_recomputation_has_its_price():
+    flops = [
+        executed_flops(changed(LLAMA_8B, {"model.remat": policy}))
+        for policy in ("none", "save_attention_qkv_mlp", "save_attention_qkv", "save_attention", "full")
+    ]
+    assert flops == sorted(flops)
+    assert len(set(flops)) == 5
+    tokens = 128 * 8192
+    assert flops[0] == LLAMA_8B.model.flops_per_token(8192) * tokens
+    # All but the head and the last matmul of the MLP once more.
+    assert 1.2 < flops[-1] / flops[0] < 4 / 3
+
+
+def test_a_changed_configuration_is_checked():
+    with pytest.raises(ConfigError, match=r"mesh: .* 16"):
+        changed(LLAMA_8B, {"mesh.fsdp": 8})
+    with pytest.raises(ConfigError, match="grad_accum_steps"):
+        changed(LLAMA_8B, {"train.grad_accum_steps": 3})

@@ -1,0 +1,168 @@
+"""The reader of HLO text: hand-written modules for every notation, and two that XLA printed."""
+
+import pathlib
+
+import numpy as np
+import pytest
+
+from llamajax.planning import hlo
+
+FIXTURES = pathlib.Path(__file__).parent / "hlo"
+
+MODULE = """\
+HloModule jit_f, is_scheduled=true, entry_computation_layout={(f32[8,4]{1,0})->f32[8,4]{1,0}}, num_partitions=4
+
+FileNames
+1 "a {file.py"
+
+%fused_add (p.0: f32[8,4], p.1: f32[]) -> f32[8,4] {
+  %p.1 = f32[] parameter(1)
+  %p.0 = f32[8,4]{1,0} parameter(0)
+  %b = f32[8,4]{1,0} broadcast(%p.1), dimensions={}
+  ROOT %add = f32[8,4]{1,0} add(%p.0, %b)
+}
+
+%body (t: (s32[], /*index=1*/f32[8,4])) -> (s32[], f32[8,4]) {
+  %t = (s32[], /*index=1*/f32[8,4]{1,0}) parameter(0)
+  %gte = f32[8,4]{1,0} get-tuple-element(%t), index=1
+  %i = s32[] get-tuple-element(%t), index=0
+  ROOT %out = (s32[], f32[8,4]{1,0}) tuple(%i, %gte)
+}
+
+%cond (t.1: (s32[], f32[8,4])) -> pred[] {
+  %t.1 = (s32[], f32[8,4]{1,0}) parameter(0)
+  ROOT %true = pred[] constant(true)
+}
+
+ENTRY %main (x: f32[8,4]) -> f32[8,4] {
+  %x = f32[8,4]{1,0} parameter(0), sharding={devices=[4,1]<=[4]}, metadata={op_name="state['x']"}
+  %text = s8[3]{0} constant("a)b")
+  %one = f32[] constant(1)
+  %zero = s32[] constant(0)
+  %fusion = f32[8,4]{1,0} fusion(%x, %one), kind=kLoop, calls=%fused_add, metadata={op_name="jit(f)/add \\"q\\", x}" \
+scheduling_name="add_fusion"}, backend_config={"a":{"b":["}",","]}}
+  %tuple = (s32[], f32[8,4]{1,0}) tuple(%zero, %fusion)
+  %while = (s32[], f32[8,4]{1,0}) while(%tuple), condition=%cond, body=%body, \
+backend_config={"known_trip_count":{"n":"12"},"known_init_step":{"init":"0","step":"1"}}
+  ROOT %result = f32[8,4]{1,0} get-tuple-element(%while), index=1
+}
+"""
+
+
+def test_reads_a_module():
+    module = hlo.parse(MODULE)
+    assert (module.name, module.num_devices) == ("jit_f", 4)
+    assert list(module.computations) == ["fused_add", "body", "cond", "main"]
+    assert module.entry.name == "main"
+    assert list(module.entry.instructions) == ["x", "text", "one", "zero", "fusion", "tuple", "while", "result"]
+    assert module.entry.root.name == "result"
+    fusion = module.entry.instructions["fusion"]
+    assert fusion.operands == ("x", "one")
+    assert fusion.called("calls") == ("fused_add",)
+    assert fusion.attributes["kind"] == "kLoop"
+    assert fusion.backend_config == {"a": {"b": ["}", ","]}}
+    assert fusion.op_name == 'jit(f)/add \\"q\\", x}'
+    assert (fusion.scheduling_name, module.entry.root.scheduling_name) == ("add_fusion", "result")
+    loop = module.entry.instructions["while"]
+    assert (loop.trip_count, loop.called("body", "condition")) == (12, ("body", "cond"))
+    assert fusion.trip_count is None
+    assert [p.name for p in module.computations["fused_add"].parameters] == ["p.0", "p.1"]
+    assert module.computations["body"].operand_shapes(module.computations["body"].root) == [
+        hlo.Array("s32", (), ""),
+        hlo.Array("f32", (8, 4), "1,0"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "shape", "num_bytes"),
+    [
+        ("f32[]", hlo.Array("f32", (), ""), 4),
+        ("bf16[2,3]{1,0:T(8,128)S(5)}", hlo.Array("bf16", (2, 3), "1,0:T(8,128)S(5)"), 12),
+        ("s4[5]{0}", hlo.Array("s4", (5,), "0"), 3),
+        ("f8e4m3fn[<=7]{0}", hlo.Array("f8e4m3fn", (7,), "0"), 7),
+        ("token[]", hlo.Array("token", (), ""), 0),
+        ("()", (), 0),
+        (
+            "((pred[2]{0}, s32[]), /*index=1*/u32[2]{0})",
+            ((hlo.Array("pred", (2,), "0"), hlo.Array("s32", (), "")), hlo.Array("u32", (2,), "0")),
+            14,
+        ),
+    ],
+)
+def test_shapes(text, shape, num_bytes):
+    module = hlo.parse(f"HloModule m\n\nENTRY %e () -> f32[] {{\n  ROOT %x = {text} constant(0)\n}}\n")
+    assert module.entry.root.shape == shape
+    assert hlo.num_bytes(shape) == num_bytes
+
+
+def test_knows_host_memory():
+    assert hlo.Array("f32", (8,), "0:S(5)").on_host
+    assert not hlo.Array("f32", (8,), "0:T(8)").on_host
+
+
+GROUPS = {
+    "{{0,1,2,3},{4,5,6,7}}": [[0, 1, 2, 3], [4, 5, 6, 7]],
+    "{}": [[0, 1, 2, 3, 4, 5, 6, 7]],
+    "[2,4]<=[8]": [[0, 1, 2, 3], [4, 5, 6, 7]],
+    "[4,2]<=[2,4]T(1,0)": [[0, 4], [1, 5], [2, 6], [3, 7]],
+    "mesh['a'=2,'b'=4] {'b'}": [[0, 1, 2, 3], [4, 5, 6, 7]],
+    "mesh['a'=2,'b'=4] {'a'}": [[0, 4], [1, 5], [2, 6], [3, 7]],
+    "mesh['a'=2,'b'=4] {'a','b'}": [[0, 1, 2, 3, 4, 5, 6, 7]],
+    "mesh['one'=1,'a'=2,'b'=4] {'one','a'}": [[0, 4], [1, 5], [2, 6], [3, 7]],
+    "mesh['a'=8] {'a':(1)2}": [[0, 4], [1, 5], [2, 6], [3, 7]],
+    "mesh['a'=8] {'a':(2)2}": [[0, 2], [1, 3], [4, 6], [5, 7]],
+    "mesh['a'=8] {'a':(4)2}": [[0, 1], [2, 3], [4, 5], [6, 7]],
+    "mesh['a'=8] {'a':(2)4}": [[0, 1, 2, 3], [4, 5, 6, 7]],
+    "mesh['a'=2,'b'=4], device_ids=([8]<=[4,2]T(1,0)) {'b'}": [[0, 2, 4, 6], [1, 3, 5, 7]],
+    "mesh['a'=2,'b'=2], device_ids=(3,2,1,0) {'b'}": [[3, 2], [1, 0]],
+}
+
+
+@pytest.mark.parametrize("text", GROUPS)
+def test_replica_groups(text):
+    """Explicit lists, iota form (XLA's `IotaReplicaGroupList`) and axes of a mesh (`MeshAxesReplicaGroupList`)."""
+    line = f"  ROOT %r = f32[8]{{0}} all-reduce(%r), channel_id=1, replica_groups={text}, use_global_device_ids=true"
+    module = hlo.parse(f"HloModule m\n\nENTRY %e () -> f32[8] {{\n{line}\n}}\n")
+    groups = module.entry.root.replica_groups(8)
+    assert np.sort(groups, axis=0).tolist() == np.sort(np.array(GROUPS[text]), axis=0).tolist()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "line 1: not the text of an HLO module"),
+        ("HloModule m\n", "no ENTRY computation"),
+        ("HloModule m\n\nENTRY %e () -> f32[] {\n  this is no HLO\n}\n", "line 4: not an HLO instruction: this is no HLO"),
+        ("HloModule m\n\nENTRY %e () -> f32[] {\n  ROOT %x = q7[3]{0} add()\n}\n", "unknown HLO shape 'q7"),
+        ("HloModule m\n\nENTRY %e () -> f32[] {\n  ROOT %x = f32[] add(%a\n}\n", "unbalanced brackets"),
+    ],
+)
+def test_says_what_it_cannot_read(text, message):
+    with pytest.raises(ValueError, match=message):
+        hlo.parse(text)
+
+
+def test_an_unknown_notation_of_groups_is_an_error():
+    line = "  ROOT %r = f32[8]{0} all-reduce(%r), replica_groups=rings(3)"
+    module = hlo.parse(f"HloModule m\n\nENTRY %e () -> f32[8] {{\n{line}\n}}\n")
+    with pytest.raises(ValueError, match="unknown notation of replica groups"):
+        module.entry.root.replica_groups(8)
+
+
+@pytest.mark.parametrize("version", ["0.10", "0.12"])
+def test_reads_what_xla_prints(version):
+    """A scan of four layers over a mesh (data=2, fsdp=4, tensor=2), as jax 0.10.2 and 0.12.0.1 compile it for H100."""
+    module = hlo.parse((FIXTURES / f"fsdp_jax_{version}.hlo").read_text())
+    assert module.num_devices == 16
+    loops = [i for i in module.entry.instructions.values() if i.opcode == "while"]
+    assert [loop.trip_count for loop in loops] == [4, 3]
+    found = set()
+    for computation in module.computations.values():
+        for instruction in computation.instructions.values():
+            assert set(instruction.operands) <= set(computation.instructions)
+            assert set(instruction.called("calls", "body", "condition", "to_apply")) <= set(module.computations)
+            if "replica_groups" in instruction.attributes:
+                groups = instruction.replica_groups(16)
+                assert sorted(groups.ravel().tolist()) == list(range(16))
+                found.add(tuple(groups[0].tolist()))
+    assert found == {(0, 2, 4, 6), (0, 1), (0, 8)}

@@ -1,0 +1,122 @@
+"""The latency profile: names as XLA's scheduler knows them, and what XLA makes of it."""
+
+import pathlib
+import re
+
+import pytest
+
+from llamajax.config import (
+    Config,
+    DataConfig,
+    HardwareConfig,
+    MeshConfig,
+    ModelConfig,
+    OptimizerConfig,
+    SourceConfig,
+    TrainConfig,
+)
+from llamajax.planning import hlo
+from llamajax.planning.hardware import planned_gpu
+from llamajax.planning.machine import Machine
+from llamajax.planning.network import least_wire_bytes
+from llamajax.planning.profile import latency_profile
+from llamajax.planning.replay import replay
+from tests.planning.modules import MACHINE, memory_s, module
+
+FIXTURES = pathlib.Path(__file__).parent / "hlo"
+LINE = re.compile(r'costs \{ name: "([\w.\-]+)" cost_us: ([\d.]+) \}')
+MESH = {"data": 2, "fsdp": 4, "tensor": 2}
+
+
+def costs(text: str) -> dict[str, float]:
+    found = [LINE.fullmatch(line) for line in text.splitlines()]
+    assert None not in found
+    return {match[1]: float(match[2]) for match in found if match}
+
+
+def test_tells_microseconds_by_the_name_at_scheduling():
+    """A kernel renamed since, a loop of three iterations, its kernel and its condition; what is free is not told."""
+    body = """body:
+    %t = (f32[1000000]{0}) parameter(0)
+    %x = f32[1000000]{0} get-tuple-element(%t), index=0
+    %y = f32[1000000]{0} negate(%x)
+    %r = (f32[1000000]{0}) tuple(%y)
+
+    cond:
+    %t = (f32[1000000]{0}) parameter(0)
+    %r = pred[] compare(%t, %t)"""
+    program = module(
+        """%x = f32[1000000]{0} parameter(0)
+        %a.clone = f32[1000000]{0} add(%x, %x), metadata={op_name="add" scheduling_name="a"}
+        %t = (f32[1000000]{0}) tuple(%a.clone)
+        %while = (f32[1000000]{0}) while(%t), condition=%cond, body=%body, backend_config={"known_trip_count":{"n":"3"}}""",
+        body,
+    )
+    assert costs(latency_profile(program, MACHINE, {"data": 8})) == {
+        "a": pytest.approx(memory_s(12e6) * 1e6, abs=1e-3),
+        "y": pytest.approx(memory_s(8e6) * 1e6, abs=1e-3),
+        "while": pytest.approx(3 * memory_s(8e6) * 1e6, abs=1e-3),
+        "r": pytest.approx(memory_s(3) * 1e6, abs=1e-3),
+    }
+
+
+@pytest.mark.parametrize("version", ["0.10", "0.12"])
+def test_covers_every_kernel_and_collective_that_is_scheduled(version):
+    program = hlo.parse((FIXTURES / f"fsdp_jax_{version}.hlo").read_text())
+    found = costs(latency_profile(program, MACHINE, MESH))
+    loops = [i for c in program.computations.values() for i in c.instructions.values() if i.opcode == "while"]
+    scheduled = [program.entry, *(program.computations[name] for loop in loops for name in loop.called("body", "condition"))]
+    for computation in scheduled:
+        for instruction in computation.instructions.values():
+            if instruction.opcode in ("fusion", "while") or instruction.opcode.endswith("-start"):
+                assert found[instruction.scheduling_name] > 0
+    assert found["while.24"] > 4 * found["all-gather-start"]
+
+
+CONFIG = Config(
+    run_dir="run",
+    model=ModelConfig(
+        vocab_size=4096, embed_dim=2048, mlp_dim=8192, num_layers=6, num_heads=16, num_kv_heads=4, head_dim=128, remat="full"
+    ),
+    data=DataConfig(sources=(SourceConfig(kind="stdlib"),), seq_len=2048),
+    mesh=MeshConfig(fsdp=16),
+    train=TrainConfig(num_steps=100, global_batch_size=32, grad_accum_steps=2),
+    optimizer=OptimizerConfig(learning_rate=1e-3),
+    hardware=HardwareConfig(gpu="h100", nodes=2, node_bandwidth=200e9),
+)
+
+
+@pytest.mark.slow
+def test_the_real_step_is_understood_and_its_exposed_time_shrinks(tmp_path):
+    """The training step itself, compiled for 16 H100 with half a network, without and with its profile."""
+    pytest.importorskip("jax_plugins.xla_cuda13", reason="compiles for GPUs")
+    from llamajax.planning.compile import compile_for
+
+    machine = Machine(gpu=planned_gpu(CONFIG.hardware), gpus_per_node=8)
+    mesh = {"data": 1, "fsdp": 16, "sequence": 1, "tensor": 1}
+    blind = hlo.parse(compile_for(CONFIG).hlo)
+    before = replay(blind, machine, mesh)
+    assert not before.not_understood
+    assert {use.collective.axis for use in before.collectives} == {"fsdp"}
+
+    # Forward, backward, and all that full remat runs again: everything but the MLP's last product. Attention takes two
+    # products forward, two again, and five backward or four, if XLA sees that the scores are already there.
+    model, tokens = CONFIG.model, 2 * 2048
+    head = model.vocab_size * model.embed_dim
+    layers = model.num_matmul_params - head
+    weights = 6 * head + 8 * layers - 2 * model.num_layers * model.embed_dim * model.mlp_dim
+    square = 2 * model.num_layers * model.num_heads * model.head_dim * 2048
+    assert any(before.flops == pytest.approx(tokens * (weights + n * square), rel=0.01) for n in (8, 9))
+
+    # The embedding and the head are gathered once, not twice.
+    least = least_wire_bytes(CONFIG, mesh)
+    twice = 2 * 2 * 2 * head * 15 / 16
+    assert sum(before.wire_bytes.values()) == pytest.approx(least - twice, rel=0.01)
+
+    file = tmp_path / "profile.pbtxt"
+    file.write_text(latency_profile(blind, machine, mesh))
+    informed = hlo.parse(compile_for(CONFIG, latency_profile=str(file)).hlo)
+    after = replay(informed, machine, mesh)
+    assert after.flops == before.flops
+    assert list(informed.entry.instructions) != list(blind.entry.instructions)
+    assert after.exposed_comm_s < before.exposed_comm_s

@@ -1,0 +1,93 @@
+"""What a person reads of a plan."""
+
+import io
+
+import pytest
+from rich.console import Console
+
+from llamajax import console
+from llamajax.planning import figures, report
+from llamajax.planning.sweep import Sweep
+from tests.planning import plans
+
+
+@pytest.fixture
+def printed(monkeypatch):
+    file = io.StringIO()
+    monkeypatch.setattr(console, "CONSOLE", Console(file=file, width=120, highlight=False))
+    return file
+
+
+def test_the_verdict_comes_first_and_then_everything(printed):
+    plan = plans.plan()
+    report.print_plan(plan, figures.figures(plan))
+    text = printed.getvalue()
+    first, second = text.splitlines()[:2]
+    assert first.startswith("verdict    fits: 62.3 GiB of 79.1 GiB per GPU; ")
+    assert "tokens/s/GPU, MFU" in first
+    assert "waits for communication" in first
+    assert "nothing was measured on a GPU" in second
+    for word in (
+        "16 x H100 in 4 nodes, 400 GB/s between nodes; mesh data 2 x fsdp 4 x tensor 2",
+        "AdamW's two moments",
+        "model.[bold]",
+        "all-gather",
+        "reduce-scatter",
+        "hides behind",
+        "inter-node",
+        "the cost model's latencies",
+        "xla.latency_profile: auto",
+        "1B tokens take",
+        "0 instructions whose cost is a guess",
+    ):
+        assert word in text
+    assert "instead" not in text
+
+
+def test_synchronous_collectives_are_counted_with_their_price(printed):
+    plan = plans.plan()
+    told = figures.figures(plan)
+    collectives = [use | {"is_sync": True, "in_loop": True, "exposed_s": 0.5} for use in told["collectives"][:2]]
+    report.print_plan(plan, told | {"collectives": collectives, "sync_collectives_in_loops": 2})
+    assert "2 collectives in loops hide behind nothing" in printed.getvalue()
+    assert "every iteration, 1 s per step" in printed.getvalue()
+
+
+def test_what_does_not_fit_is_said_with_what_does(printed):
+    plan = plans.plan(peak_bytes=90 * plans.GIB)
+    report.print_plan(plan, figures.figures(plan))
+    text = printed.getvalue()
+    assert text.startswith("verdict    does not fit: 92.3 GiB of 79.1 GiB")
+    assert "missing" in text
+    assert "train.grad_accum_steps: 4" in text
+    assert "x 2.000" in text
+    assert "MEM_FRACTION" not in text
+
+
+def test_a_full_card_needs_a_larger_share_for_jax(printed):
+    plan = plans.plan(peak_bytes=70 * plans.GIB)
+    report.print_plan(plan, figures.figures(plan))
+    assert "XLA_PYTHON_CLIENT_MEM_FRACTION=0.89 for training" in printed.getvalue()
+
+
+def test_without_a_change_that_fits_the_way_out_is_told(printed):
+    plan = plans.plan(peak_bytes=90 * plans.GIB)
+    report.print_plan(plan, figures.figures(plan) | {"suggestions": []})
+    assert "no change that was tried fits" in printed.getvalue()
+
+
+def test_a_sweep_is_a_table(printed):
+    made = (plans.plan(), plans.plan())
+    told = figures.figures(made[0], Sweep(key="hardware.nodes", values=("4", "8"), configs=(plans.CONFIG,) * 2), made)
+    report.print_plan(made[0], told)
+    text = printed.getvalue()
+    assert "efficiency" in text
+    assert "weak scaling" in text
+
+
+def test_an_estimate_says_that_nothing_was_compiled(printed):
+    report.print_estimate(plans.CONFIG, figures.estimated_figures(plans.CONFIG, "no compiler"))
+    first, *rest = printed.getvalue().splitlines()
+    assert first.startswith("verdict    probably fits: about")
+    assert first.endswith("by formulas; nothing was compiled")
+    assert len(rest) == 7

@@ -1,0 +1,86 @@
+"""What-if: the configurations that values make, and which of them are compiled."""
+
+import dataclasses
+
+import pytest
+
+from llamajax.config import HardwareConfig, MeshConfig
+from llamajax.errors import ConfigError
+from llamajax.planning import schedule, sweep
+from llamajax.planning.sweep import read_sweep, run_sweep
+from tests.planning import plans
+
+CONFIG = dataclasses.replace(plans.CONFIG, mesh=MeshConfig(data=2, fsdp=4, tensor=2))
+
+
+def test_devices_scale_fsdp_and_the_batch():
+    found = read_sweep("hardware.nodes=2,4,8", CONFIG)
+    assert found.key == "hardware.nodes"
+    assert found.values == ("2", "4", "8")
+    assert [config.mesh.fsdp for config in found.configs] == [2, 4, 8]
+    assert [config.train.global_batch_size for config in found.configs] == [16, 32, 64]
+    assert found.configs[1] == CONFIG
+    assert {config.hardware.token_budget for config in found.configs} == {1e9}
+
+
+def test_the_token_budget_stays_that_of_the_run():
+    config = dataclasses.replace(CONFIG, hardware=HardwareConfig(gpu="h100", nodes=2))
+    for changed in read_sweep("hardware.gpus_per_node=16", config).configs:
+        assert changed.hardware.token_budget == 1000 * 32 * 1024
+
+
+def test_an_automatic_axis_takes_the_new_devices():
+    config = dataclasses.replace(CONFIG, mesh=MeshConfig(data=2, tensor=2))
+    (changed,) = read_sweep("hardware.nodes=8", config).configs
+    assert changed.mesh.axis_sizes(32)["fsdp"] == 8
+
+
+def test_any_setting_can_be_swept():
+    assert [c.model.remat for c in read_sweep("model.remat=none,full", CONFIG).configs] == ["none", "full"]
+    assert [c.hardware.node_bandwidth for c in read_sweep("hardware.node_bandwidth=25e9,1e11", CONFIG).configs] == [
+        25e9, 1e11,
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("hardware.nodes", "not KEY=VALUE"),
+        ("hardware.nodes=1,,2", "not KEY=VALUE"),
+        ("seed=1,2", "no setting of a section"),
+        ("hardware.nods=1", r"did you mean 'hardware\.nodes'"),
+        ("hardware.nodes=x", "whole number"),
+        ("hardware.nodes=0", "must be positive"),
+        ("hardware.nodes=3", r"hardware\.nodes=3: train\.global_batch_size=32|mesh\.fsdp"),
+        ("hardware.gpus_per_node=3", r"mesh\.fsdp|embed_dim"),
+        ("hardware.gpu=b300", "a100-40gb"),
+        ("mesh.tensor=4", "there are 16 devices"),
+    ],
+)
+def test_mistakes_are_told_before_anything_is_compiled(text, message):
+    with pytest.raises(ConfigError, match=message) as caught:
+        read_sweep(text, CONFIG)
+    assert str(caught.value).startswith("--sweep: ")
+    assert "\n" not in str(caught.value)
+
+
+def test_bandwidths_and_prices_are_replayed_and_the_rest_is_compiled(monkeypatch):
+    monkeypatch.setattr(schedule, "memory_plan", lambda step, module: plans.memory())
+    compiled = []
+
+    def make_plan(config, **arguments):
+        compiled.append(config)
+        return plans.plan(config=config)
+
+    monkeypatch.setattr(sweep, "make_plan", make_plan)
+    base = plans.plan()
+    slow, same, fast = run_sweep(found := read_sweep("hardware.node_bandwidth=1e9,400e9,1e12", CONFIG), base)
+    assert compiled == []
+    assert [plan.config for plan in (slow, same, fast)] == list(found.configs)
+    seconds = [plan.chosen.timeline.exposed_comm_s for plan in (slow, same, fast)]
+    assert seconds[0] > seconds[1] > seconds[2]
+    assert same.with_profile is not None
+    assert same.chosen.timeline == dataclasses.replace(base.chosen.timeline)
+    assert run_sweep(read_sweep("hardware.nodes=4", CONFIG), base) == (base,)
+    run_sweep(read_sweep("hardware.gpu=h100,h200", CONFIG), base)
+    assert [config.hardware.gpu for config in compiled] == ["h200"]

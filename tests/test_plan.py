@@ -1,0 +1,116 @@
+"""`python -m llamajax.plan`: files, exit codes, messages; with XLA's compiler for GPUs where it is installed."""
+
+import importlib.metadata
+import json
+import subprocess
+import sys
+
+import pytest
+
+from llamajax import plan
+from llamajax.cli import dump_config
+from llamajax.config import HardwareConfig
+from llamajax.planning import compile as planning_compile
+from llamajax.planning.compile import CompilerMissingError, check_compiler
+from tests.planning import plans
+from tests.tiny import tiny_config
+
+
+@pytest.fixture
+def planned(monkeypatch):
+    """A compiler in place of the real one."""
+    monkeypatch.setattr(plan, "check_compiler", lambda: None)
+    monkeypatch.setattr(plan, "make_plan", lambda config, **_: plans.plan(config=config))
+    monkeypatch.setattr(plan, "run_sweep", lambda sweep, base, **_: (base,) * len(sweep.values))
+
+
+def test_all_files_are_written(planned, tmp_path, capsys):
+    names = {"--json": "a.json", "--trace": "b.json", "--hlo": "c.hlo", "--picture": "d.html"}
+    files = {option: str(tmp_path / name) for option, name in names.items()}
+    options = files | {"--sweep": "hardware.node_bandwidth=1e11,4e11"}
+    assert plan.main(plans.CONFIG, profile=True, options=options) == 0
+    captured = capsys.readouterr()
+    assert captured.out.startswith("verdict    fits")
+    assert captured.err == ""
+    told = json.loads((tmp_path / "a.json").read_text())
+    assert told["num_devices"] == 16
+    assert [row["value"] for row in told["sweep"]["rows"]] == ["1e11", "4e11"]
+    assert json.loads((tmp_path / "b.json").read_text())["traceEvents"]
+    assert (tmp_path / "c.hlo").read_text() == plans.HLO
+    assert (tmp_path / "d.html").read_text().startswith("<!DOCTYPE html>")
+
+
+def test_a_plan_that_does_not_fit_is_a_plan(planned, monkeypatch, capsys):
+    monkeypatch.setattr(plan, "make_plan", lambda config, **_: plans.plan(config=config, peak_bytes=90 * plans.GIB))
+    assert plan.main(plans.CONFIG, profile=True, options={}) == 0
+    assert capsys.readouterr().out.startswith("verdict    does not fit")
+
+
+def test_without_the_compiler_formulas_are_told(monkeypatch, tmp_path, capsys):
+    def version(package: str) -> str:
+        raise importlib.metadata.PackageNotFoundError(package)
+
+    monkeypatch.setattr(planning_compile.importlib.metadata, "version", version)
+    assert plan.main(plans.CONFIG, profile=True, options={"--json": str(tmp_path / "a.json")}) == 2
+    captured = capsys.readouterr()
+    assert captured.out.startswith("verdict    probably fits")
+    assert captured.err.count("\n") == 1
+    assert "pip install 'llamajax[plan]'" in captured.err
+    assert json.loads((tmp_path / "a.json").read_text())["missing"] in captured.err
+
+
+@pytest.mark.parametrize(
+    ("config", "options", "message"),
+    [
+        (tiny_config(), {}, "hardware.gpu: a plan needs to know the GPU; set it to one of a100-40gb, "),
+        (tiny_config(hardware=HardwareConfig(gpu="h100", nodes=3)), {}, "model.embed_dim: 32 must be divisible"),
+        (plans.CONFIG, {"--json": "missing/a.json"}, "--json: missing/a.json: there is no directory missing"),
+        (plans.CONFIG, {"--picture": "a.png"}, "name a file that ends with .html"),
+        (plans.CONFIG, {"--sweep": "hardware.gpu=h300"}, "--sweep: hardware.gpu=h300: must be one of"),
+        (plans.CONFIG, {"--hlo": "."}, "--hlo: . cannot be written: Is a directory; name another file"),
+    ],
+)
+def test_mistakes_end_with_code_2(planned, tmp_path, monkeypatch, capsys, config, options, message):
+    monkeypatch.chdir(tmp_path)
+    assert plan.main(config, profile=True, options=options) == 2
+    captured = capsys.readouterr()
+    assert message in captured.err
+    assert "Traceback" not in captured.err
+
+
+def run_command(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "llamajax.plan", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def test_the_command_line_answers_without_jax(tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text(dump_config(plans.CONFIG))
+    outcome = run_command("--config", str(file), "--hardware.gpu", "b300", "--pictur", "a.html")
+    assert outcome.returncode == 2
+    assert outcome.stdout == ""
+    assert outcome.stderr.splitlines() == [
+        "--pictur: is no option; did you mean --picture?",
+        "--hardware.gpu: must be one of none, a100-40gb, a100-80gb, h100, h200, not b300",
+    ]
+
+
+@pytest.mark.slow
+def test_a_real_plan(tmp_path):
+    """All four files from the real compiler; the data that the configuration names exist nowhere."""
+    try:
+        check_compiler()
+    except CompilerMissingError as missing:
+        pytest.skip(str(missing))
+    file = tmp_path / "run.yaml"
+    file.write_text(dump_config(plans.CONFIG))
+    files = {f"--{name}": str(tmp_path / name) for name in ("json", "trace", "hlo", "picture.html")}
+    files["--picture"] = files.pop("--picture.html")
+    outcome = run_command("--config", str(file), *(text for pair in files.items() for text in pair))
+    assert outcome.returncode == 0, outcome.stderr
+    assert outcome.stdout.startswith("verdict    fits")
+    told = json.loads((tmp_path / "json").read_text())
+    assert told["not_understood"] == {}
+    assert told["num_params"] == plans.CONFIG.model.num_params
+    assert told["argument_bytes"] == pytest.approx(told["zero_minimum_bytes"], rel=0.05)
+    assert told["with_profile"] is not None

@@ -1,0 +1,181 @@
+"""Weights of any kind, read onto any mesh: the same bits everywhere, and one clear line for what is no model."""
+
+import dataclasses
+import json
+import shutil
+from pathlib import Path
+
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+import safetensors.numpy
+
+from converters import hf
+from converters.hf_cli import parse_args
+from llamajax import manifest, pretrained
+from llamajax.config import MeshConfig, ModelConfig, RopeScalingConfig
+from llamajax.data.tokenizer import train_sentencepiece
+from llamajax.errors import CheckpointError, ConfigError, DataError
+from llamajax.mesh import make_mesh
+from llamajax.pretrained import open_pretrained
+from llamajax.restore import named_arrays
+from tests.converters.models import LLAMA3, SPECIAL, TINY, shard, write_model
+from tests.tiny import single_device_mesh
+
+CONFIG = dataclasses.replace(TINY, num_heads=8, num_kv_heads=4, rope_scaling=LLAMA3)
+MESHES = {
+    "one": single_device_mesh,
+    "fsdp": lambda: make_mesh(MeshConfig(fsdp=8)),
+    "all": lambda: make_mesh(MeshConfig(fsdp=2, sequence=2, tensor=2)),
+}
+DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16}
+
+
+@pytest.fixture(scope="module", params=DTYPES)
+def sources(request, tmp_path_factory) -> dict[str, Path]:
+    """The same weights of one type as a Hugging Face directory, an imported one, and its checkpoint."""
+    directory = tmp_path_factory.mktemp(request.param)
+    write_model(directory / "hf", CONFIG, DTYPES[request.param])
+    shard(directory / "hf")
+    assert hf.main(parse_args(["import", str(directory / "hf"), str(directory / "run"), "--no-verify"])) == 0
+    return {"hf": directory / "hf", "run": directory / "run", "step": directory / "run/checkpoints/0"}
+
+
+def expected_arrays(directory: Path, config: ModelConfig) -> dict[str, np.ndarray]:
+    """Our arrays, put together plainly from what the safetensors library reads."""
+    weights = {
+        name: array.astype(config.param_dtype)
+        for file in directory.glob("*.safetensors")
+        for name, array in safetensors.numpy.load_file(file).items()
+    }
+    K, H, D = config.num_kv_heads, config.head_dim, config.embed_dim
+
+    def layers(name: str) -> np.ndarray:
+        return np.stack([weights[f"model.layers.{i}.{name}.weight"] for i in range(config.num_layers)])
+
+    def heads(name: str) -> np.ndarray:
+        return np.moveaxis(layers(f"self_attn.{name}_proj").reshape(config.num_layers, K, -1, H, D), -1, 1)
+
+    return {
+        "model.embedding": weights["model.embed_tokens.weight"],
+        "model.layers.attention_norm.scale": layers("input_layernorm"),
+        "model.layers.attention.wqkv": np.concatenate([heads("q"), heads("k"), heads("v")], axis=3),
+        "model.layers.attention.wo": layers("self_attn.o_proj").swapaxes(1, 2).reshape(config.num_layers, K, -1, H, D),
+        "model.layers.mlp_norm.scale": layers("post_attention_layernorm"),
+        "model.layers.mlp.w_gate_up": np.stack([layers("mlp.gate_proj"), layers("mlp.up_proj")], 1).transpose(0, 3, 1, 2),
+        "model.layers.mlp.w_down": layers("mlp.down_proj").swapaxes(1, 2),
+        "model.final_norm.scale": weights["model.norm.weight"],
+        "model.head": weights["lm_head.weight"],
+    }
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("kind", ["hf", "run"])
+def test_the_same_bits_on_every_mesh(kind, mesh, sources):
+    with jax.set_mesh(MESHES[mesh]()):
+        found = open_pretrained(sources[kind])
+        dtype = found.config.param_dtype
+        if mesh == "all":  # and cast
+            dtype = "float32" if dtype == "bfloat16" else "bfloat16"
+        config = dataclasses.replace(found.config, param_dtype=dtype, max_seq_len=8, rope_scaling=RopeScalingConfig())
+        arrays = named_arrays({"model": found.load(config)})
+        expected = expected_arrays(sources["hf"], config)
+        assert arrays.keys() == expected.keys()
+        for name, array in expected.items():
+            assert arrays[name].dtype == array.dtype
+            assert np.asarray(arrays[name]).tobytes() == array.tobytes(), name
+
+
+def test_what_is_loaded_has_the_sharding_of_a_fresh_model_and_may_be_donated(tmp_path):
+    write_model(tmp_path / "hf", CONFIG)
+    jax.set_mesh(MESHES["all"]())
+    found = open_pretrained(tmp_path / "hf")
+    model = found.load(found.config)
+    fresh = jax.jit(pretrained.Llama, static_argnums=0)(found.config, jax.random.key(0))
+    assert jax.tree.structure(model) == jax.tree.structure(fresh)
+    for array, other in zip(jax.tree.leaves(model), jax.tree.leaves(fresh), strict=True):
+        assert array.sharding.is_equivalent_to(other.sharding, array.ndim)
+    doubled = jax.jit(lambda model: jax.tree.map(lambda array: 2 * array, model), donate_argnums=0)(model)
+    assert np.array_equal(doubled.embedding[...], 2 * expected_arrays(tmp_path / "hf", found.config)["model.embedding"])
+
+
+def test_what_is_told_of_a_model(sources):
+    for kind, about in {"hf": "Hugging Face Llama", "run": "run/checkpoints/0", "step": "run/checkpoints/0"}.items():
+        found = open_pretrained(sources[kind])
+        assert found.source == (sources["hf"] if kind == "hf" else sources["step"])
+        assert about in found.about
+        assert "\n" not in found.about
+        assert found.config == dataclasses.replace(CONFIG, param_dtype=found.config.param_dtype)
+        assert found.special_tokens == SPECIAL
+        with pytest.raises(DataError, match="has no tokenizer"):
+            found.tokenizer()
+
+
+def test_the_tokenizer_comes_along(tmp_path):
+    write_model(tmp_path / "hf", dataclasses.replace(CONFIG, vocab_size=300))
+    (tmp_path / "hf/tokenizer.model").write_bytes(train_sentencepiece(["a b c d"], vocab_size=270))
+    assert hf.main(parse_args(["import", str(tmp_path / "hf"), str(tmp_path / "run"), "--no-verify"])) == 0
+    tokenizers = [open_pretrained(tmp_path / kind).tokenizer() for kind in ("hf", "run")]
+    assert tokenizers[0].sha256 == tokenizers[1].sha256
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"rope_theta": 5e5}, "model.rope_theta: 500000.0 is not that of .*; it must be 10000.0"),
+        ({"num_layers": 2, "norm_eps": 1.0}, "model.num_layers: 2 is not .*; it must be 3\nmodel.norm_eps: 1.0 is not"),
+        ({"tie_embeddings": True}, "model.tie_embeddings: True is not that"),
+    ],
+)
+def test_a_configuration_of_another_model(change, message, sources):
+    found = open_pretrained(sources["hf"])
+    with pytest.raises(ConfigError, match=message):
+        found.load(dataclasses.replace(found.config, **change))
+
+
+def test_what_is_no_model(tmp_path, sources):
+    cases = {
+        tmp_path / "nowhere": "there is no such directory",
+        tmp_path: "has neither checkpoints/, as a run has, nor config.json",
+        sources["run"] / "checkpoints/7": "there is no such directory",
+        sources["run"] / "checkpoints": "has neither checkpoints/",
+        sources["hf"] / "config.json": "there is no such directory",
+    }
+    for path, message in cases.items():
+        with pytest.raises(ConfigError, match=message) as error:
+            open_pretrained(path)
+        assert "\n" not in str(error.value)
+    (tmp_path / "checkpoints").mkdir()
+    with pytest.raises(CheckpointError, match="has no checkpoint"):
+        open_pretrained(tmp_path)
+
+
+def test_damage_is_found_before_anything_is_believed(tmp_path, sources, capsys):
+    shutil.copytree(sources["run"], tmp_path / "run")
+    steps = tmp_path / "run/checkpoints"
+    shutil.copytree(steps / "0", steps / "5")
+    largest = max((steps / "5").rglob("d/*"), key=lambda path: path.stat().st_size)
+    data = bytearray(largest.read_bytes())
+    data[len(data) // 2] ^= 1
+    largest.write_bytes(data)
+    with pytest.raises(CheckpointError, match="SHA-256; choose another step"):
+        open_pretrained(steps / "5")
+    assert open_pretrained(tmp_path / "run").source == steps / "0"
+    assert "5 is damaged" in capsys.readouterr().err
+    found = open_pretrained(steps / "0")
+    shutil.rmtree(steps / "0")
+    with pytest.raises(CheckpointError, match="was deleted by its run while it was read"):
+        found.load(found.config)
+
+
+def test_a_checkpoint_of_another_versions_model(tmp_path, sources):
+    shutil.copytree(sources["run"], tmp_path / "run")
+    step = tmp_path / "run/checkpoints/0"
+    meta = json.loads((step / "meta.json").read_text())
+    meta["config"]["model"]["num_experts"] = 8
+    (step / "meta.json").write_text(json.dumps(meta))
+    (step / "manifest.json").unlink()
+    manifest.write(step, manifest.digest(step, manifest.list_files(step)))
+    with pytest.raises(CheckpointError, match="not written by this version's model"):
+        open_pretrained(step)

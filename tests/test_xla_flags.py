@@ -1,0 +1,60 @@
+"""The XLA options of the training step: types, precedence, and options that a jaxlib does not know."""
+
+import dataclasses
+
+import jax
+import pytest
+
+from llamajax.config import XlaConfig
+from llamajax.errors import ConfigError
+from llamajax.xla_flags import compile_with, compiler_options
+from tests.tiny import tiny_config
+
+
+def with_flags(*flags: str):
+    return tiny_config(xla=XlaConfig(flags=flags))
+
+
+def test_every_option_is_known_to_this_jaxlib():
+    lowered = jax.jit(lambda x: x + 1).lower(1.0)
+    compile_with(lowered, compiler_options(tiny_config(), 512, latency_profile="costs.pbtxt"))
+
+
+def test_the_users_flags_replace_ours():
+    ours = compiler_options(tiny_config(), 8)
+    name = "xla_gpu_enable_latency_hiding_scheduler"
+    assert ours[name] is True
+    assert compiler_options(with_flags(f"{name}=false"), 8) == ours | {name: False}
+
+
+def test_values_have_their_types():
+    options = compiler_options(with_flags("xla_a=7", "xla_b=TRUE", "xla_c=LHS", "xla_d=a=b", "xla_e=false"), 1)
+    assert options == {"xla_a": "7", "xla_b": True, "xla_c": "LHS", "xla_d": "a=b", "xla_e": False}
+
+
+@pytest.mark.parametrize(
+    ("flag", "message"),
+    [
+        ("xla_gpu_no_such_thing=1", "does not know xla_gpu_no_such_thing"),
+        ("xla_gpu_memory_limit_slop_factor=much", "'much' is no int32, which xla_gpu_memory_limit_slop_factor takes"),
+        ("xla_gpu_enable_latency_hiding_scheduler=2", "xla_gpu_enable_latency_hiding_scheduler"),
+    ],
+)
+def test_what_this_jaxlib_does_not_know_is_told_in_one_line(flag, message):
+    lowered = jax.jit(lambda x: x + 1).lower(1.0)
+    with pytest.raises(ConfigError) as caught:
+        compile_with(lowered, compiler_options(with_flags(flag), 1))
+    assert message in str(caught.value)
+    assert str(caught.value).startswith("xla.flags: ")
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("flag", ["--xla_a=1", "xla_a", "xla_a=", "a=1"])
+def test_flags_are_written_as_name_and_value(flag):
+    with pytest.raises(ConfigError, match="flags: "):
+        XlaConfig(flags=(flag,))
+
+
+def test_one_device_has_nothing_to_hide():
+    assert compiler_options(tiny_config(), 1) == {}
+    assert dataclasses.asdict(XlaConfig()) == {"latency_profile": None, "flags": ()}
