@@ -155,7 +155,7 @@ def test_damage_is_found_before_anything_is_believed(tmp_path, sources, capsys):
     shutil.copytree(sources["run"], tmp_path / "run")
     steps = tmp_path / "run/checkpoints"
     shutil.copytree(steps / "0", steps / "5")
-    largest = max((steps / "5").rglob("d/*"), key=lambda path: path.stat().st_size)
+    largest = max((steps / "5/state").rglob("*"), key=lambda path: path.stat().st_size)
     data = bytearray(largest.read_bytes())
     data[len(data) // 2] ^= 1
     largest.write_bytes(data)

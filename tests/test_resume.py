@@ -145,6 +145,7 @@ def test_another_mesh_takes_over_with_the_same_arrays_and_rows(unbroken, tmp_pat
     assert_close_to_unbroken(unbroken, run_dir)
 
 
+@pytest.mark.slow
 def test_two_processes_train_like_one(unbroken, tmp_path):
     """Four devices each, joined over loopback; stopped by a SIGTERM to one of them, then resumed to the end."""
     run_dir = tmp_path / "run"

@@ -408,7 +408,7 @@ def test_checkpoints_that_are_not_exported(tmp_path, capsys):
     assert "is a Hugging Face directory already" in capsys.readouterr().err
     assert convert("import", tmp_path / "model", tmp_path / "hf", "--no-verify") == 0
     shutil.rmtree(tmp_path / "model")
-    largest = max((tmp_path / "hf").rglob("d/*"), key=lambda path: path.stat().st_size)
+    largest = max((tmp_path / "hf/checkpoints/0/state").rglob("*"), key=lambda path: path.stat().st_size)
     data = bytearray(largest.read_bytes())
     data[len(data) // 2] ^= 1
     largest.write_bytes(data)

@@ -3,17 +3,21 @@
 import subprocess
 import sys
 
-PROCESSES, EACH = 2, 150
+import pytest
+
+import pytest
 
 
-def test_mutated_directories(tmp_path):
-    processes = []
-    for seed in range(PROCESSES):
+@pytest.mark.parametrize(("processes", "each"), [(1, 60), pytest.param(2, 150, marks=pytest.mark.slow)])
+@pytest.mark.slow
+def test_mutated_directories(processes, each, tmp_path):
+    running = []
+    for seed in range(processes):
         (tmp_path / str(seed)).mkdir()
-        command = [sys.executable, "-m", "tests.converters.mutate", str(seed), str(EACH), str(tmp_path / str(seed))]
+        command = [sys.executable, "-m", "tests.converters.mutate", str(seed), str(each), str(tmp_path / str(seed))]
         pipe = subprocess.PIPE
-        processes.append(subprocess.Popen(command, stdout=pipe, stderr=subprocess.STDOUT, text=True))
-    for process in processes:
+        running.append(subprocess.Popen(command, stdout=pipe, stderr=subprocess.STDOUT, text=True))
+    for process in running:
         output, _ = process.communicate(timeout=600)
         assert process.returncode == 0, output
-        assert EACH // 3 < int(output.splitlines()[-1]) < EACH
+        assert each // 3 < int(output.splitlines()[-1]) < each
