@@ -5,8 +5,6 @@ import sys
 
 import pytest
 
-import pytest
-
 
 @pytest.mark.parametrize(("processes", "each"), [(1, 60), pytest.param(2, 150, marks=pytest.mark.slow)])
 @pytest.mark.slow
