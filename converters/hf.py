@@ -62,7 +62,7 @@ def convert(
         else:
             plan = read_checkpoint(source, dtype, license)
         print(plan.about, flush=True)
-        with _made_whole(out) as unfinished:
+        with made_whole(out) as unfinished:
             nbytes = plan.write(unfinished)
             seconds = time.monotonic() - started
             speed = f"{nbytes / 1e6:,.0f} MB in {seconds:.1f} s, {nbytes / 1e6 / seconds:,.0f} MB/s"
@@ -73,7 +73,7 @@ def convert(
 
 
 @contextmanager
-def _made_whole(out: Path) -> Iterator[Path]:
+def made_whole(out: Path) -> Iterator[Path]:
     """A directory to fill, which gets the name `out` at the end, or is removed if something goes wrong."""
     unfinished = out.absolute().with_name(f".{out.name}.{os.getpid()}.writing")
     unfinished.parent.mkdir(parents=True, exist_ok=True)

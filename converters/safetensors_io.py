@@ -27,7 +27,7 @@ CODES = {dtype: code for code, dtype in DTYPES.items()}
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 _MAX_JSON_BYTES = 4_000_000  # thirty times what the largest Llama needs
-# Larger writes make Linux cache files in huge pages, which a virtual machine must first get from its host: 5 times slower.
+# Larger writes took five to ten times the processor time on a virtual machine (LOG.md), perhaps for huge pages.
 _WRITE_BYTES = 64 << 10
 
 _PICKLES = {".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt"}

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
-from converters.hf import _made_whole
+from converters.hf import made_whole
 from converters.hf_files import read_travelling, travelling_files
 from converters.safetensors_io import Stored, open_model, read_json
 from converters.tokenizer_formats import BpeTokenizer, read_tokenizer
@@ -101,7 +101,7 @@ def grow(arguments: argparse.Namespace, progress: Progress) -> None:
     num_tokens = vocabulary.first_new_id + len(pieces)
     multiple = arguments.pad_vocab_multiple
     num_rows = -(-max(num_tokens, model.config["vocab_size"]) // multiple) * multiple
-    with _made_whole(out) as unfinished:
+    with made_whole(out) as unfinished:
         for name, content in {**model.files, **model.tokenizer.grown(pieces)}.items():
             (unfinished / name).write_bytes(content)
         body = {key: value for key, value in model.config.items() if key != "auto_map"} | {"vocab_size": num_rows}

@@ -53,8 +53,8 @@ class Pretrained:
     @property
     def about(self) -> str:
         """The model in a line."""
-        architecture, kind = architecture_of(self.config).name, "" if self.tensors is None else "Hugging Face "
-        return f"{self.source}: {kind}{architecture} of {self.config.num_params:,} parameters in {self.config.param_dtype}"
+        kind = "model" if self.tensors is None else f"Hugging Face {architecture_of(self.config).name}"
+        return f"{self.source}: {kind} of {self.config.num_params:,} parameters in {self.config.param_dtype}"
 
     def check(self, config: ModelConfig) -> None:
         """Raises `ConfigError` if `config` is of another model, with a line for every setting that must not differ."""

@@ -1,0 +1,84 @@
+"""config.json in both directions: what is left out, written in several ways, contradictory, or unknown to us."""
+
+from pathlib import Path
+
+import pytest
+
+from converters.hf_config import read_config, write_config
+from llamajax.config import RopeScalingConfig
+from llamajax.errors import ConfigError
+from tests.converters.models import SPECIAL, TINY, VARIANTS, tiny
+
+
+@pytest.mark.parametrize(
+    ("variant", "left_out", "changes", "expected"),
+    [
+        ("mistral", ["sliding_window"], {}, {"sliding_window": 4096}),
+        ("mistral", ["num_key_value_heads", "max_position_embeddings"], {"num_attention_heads": 8}, {"num_kv_heads": 8}),
+        ("mistral", [], {"sliding_window": None}, {"sliding_window": None}),
+        ("mistral", [], {"layer_types": ["sliding_attention"] * 3}, {"sliding_window": 8}),
+        ("qwen3", ["head_dim"], {}, {"head_dim": 128}),
+        ("qwen2", ["max_position_embeddings"], {}, {"max_seq_len": 32768}),
+        ("qwen2", ["layer_types", "max_window_layers"], {"use_sliding_window": True}, {"sliding_window": None}),
+        ("qwen2-window", ["layer_types"], {}, {"sliding_window": 8}),
+        ("qwen2-window", ["layer_types"], {"max_window_layers": 3}, {"sliding_window": None}),
+        ("qwen2-window", ["sliding_window"], {}, {"sliding_window": 4096}),
+        ("qwen2-window", [], {"use_sliding_window": False, "layer_types": None}, {"sliding_window": None}),
+        ("qwen2-window", [], {"layer_types": ["full_attention"] * 3}, {"sliding_window": None}),
+    ],
+)
+def test_what_transformers_reads_out_of_left_out_settings(variant, left_out, changes, expected):
+    transformers = pytest.importorskip("transformers")
+    body = write_config(tiny(**VARIANTS[variant]), SPECIAL, "float32") | changes
+    body = {key: value for key, value in body.items() if key not in left_out}
+    config, _ = read_config(body, Path("config.json"), "float32")
+    assert {key: getattr(config, key) for key in expected} == expected
+    theirs = transformers.AutoConfig.for_model(**body)
+    windows = {"sliding_attention": theirs.sliding_window, "full_attention": None}
+    kinds = getattr(theirs, "layer_types", None) if variant != "mistral" else None
+    assert {windows[kind] for kind in kinds or ["sliding_attention"]} == {config.sliding_window}
+    assert theirs.num_key_value_heads == config.num_kv_heads
+    assert theirs.max_position_embeddings == config.max_seq_len
+    assert getattr(theirs, "head_dim", config.head_dim) == config.head_dim
+
+
+@pytest.mark.parametrize(
+    ("variant", "changes", "message"),
+    [
+        ("mistral", {"sliding_window": 0}, "sliding_window: must be a positive whole number or null, not 0"),
+        ("mistral", {"layer_types": ["full_attention"] * 3}, "layer_types: must be sliding_attention for each of the 3"),
+        ("qwen2-window", {"layer_types": None, "max_window_layers": 1}, "max_window_layers: 1 must be 0 or at least"),
+        ("qwen2-window", {"layer_types": ["full_attention", *["sliding_attention"] * 2]}, "layer_types: must be sliding"),
+        ("qwen2-window", {"layer_types": ["sliding_attention"] * 2}, "layer_types: must be sliding_attention"),
+        ("qwen2", {"use_sliding_window": "no"}, "use_sliding_window: must be true or false"),
+        ("qwen2", {"layer_types": ["sliding_attention"] * 3}, "layer_types: must be full_attention"),
+        ("qwen3", {"attention_bias": True}, "attention_bias: True is not supported; it must be false"),
+    ],
+)
+def test_layers_that_differ_are_not_read(variant, changes, message):
+    body = write_config(tiny(**VARIANTS[variant]), SPECIAL, "float32") | changes
+    with pytest.raises(ConfigError, match=message) as error:
+        read_config(body, Path("config.json"), "float32")
+    assert "\n" not in str(error.value)
+
+
+def test_a_model_that_no_architecture_fits():
+    with pytest.raises(ConfigError, match="no architecture of transformers has qk_norm too"):
+        write_config(tiny(qkv_bias=True, qk_norm=True), SPECIAL, "float32")
+
+
+@pytest.mark.parametrize(
+    ("rope", "expected"),
+    [
+        ({}, (10000.0, RopeScalingConfig())),
+        ({"rope_theta": 500000}, (5e5, RopeScalingConfig())),
+        ({"rope_theta": 1e4, "rope_scaling": None}, (1e4, RopeScalingConfig())),
+        ({"rope_scaling": {"type": "linear", "factor": 2}}, (1e4, RopeScalingConfig(kind="linear", factor=2.0))),
+        ({"rope_parameters": {"rope_theta": 5e5, "rope_type": "default"}}, (5e5, RopeScalingConfig())),
+    ],
+)
+def test_every_way_to_write_rotary_settings(rope, expected):
+    body = {key: value for key, value in write_config(TINY, SPECIAL, "float32").items() if not key.startswith("rope")}
+    config, special = read_config(body | rope, Path("config.json"), "float32")
+    assert (config.rope_theta, config.rope_scaling) == expected
+    assert special == SPECIAL
