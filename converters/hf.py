@@ -13,13 +13,9 @@ else:
 
 import argparse
 import os
-import shutil
 import signal
 import sys
 import time
-import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import jax
@@ -27,8 +23,9 @@ from jax.sharding import AxisType
 
 from converters.hf_export import ExportDType, read_checkpoint
 from converters.hf_import import read_model
-from llamajax.errors import DISK_ERROR, INTERNAL_ERROR, ConfigError, UserError
-from llamajax.manifest import sync
+from converters.output import made_whole
+from llamajax.errors import ConfigError
+from llamajax.exit import exit_code
 from llamajax.mesh import AXES
 
 VERIFY_BELOW = 2_000_000_000
@@ -72,42 +69,16 @@ def convert(
     print(f"done       {out}")
 
 
-@contextmanager
-def made_whole(out: Path) -> Iterator[Path]:
-    """A directory to fill, which gets the name `out` at the end, or is removed if something goes wrong."""
-    unfinished = out.absolute().with_name(f".{out.name}.{os.getpid()}.writing")
-    unfinished.parent.mkdir(parents=True, exist_ok=True)
-    unfinished.mkdir()
-    try:
-        yield unfinished
-        for path in unfinished.rglob("*"):
-            sync(path)
-        unfinished.rename(out)
-        sync(unfinished.parent)
-    except BaseException:
-        shutil.rmtree(unfinished, ignore_errors=True)
-        raise
-
-
 def main(arguments: argparse.Namespace) -> int:
-    """Converts, and turns what goes wrong into a message and the exit code that is returned."""
+    """Converts, and returns the exit code."""
     source, out = Path(arguments.source).expanduser(), Path(arguments.out).expanduser()
-    try:
-        options = {"dtype": arguments.dtype, "verify": arguments.verify, "license": arguments.license}
-        convert(arguments.command, source, out, **options)
-    except UserError as error:
-        print(error, file=sys.stderr)
-        return error.exit_code
-    except OSError as error:
-        print(f"{error.filename or out}: {error.strerror or error}; see to the disk and try again", file=sys.stderr)
-        return DISK_ERROR
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 128 + signal.SIGINT
-    except Exception:
-        traceback.print_exc()
-        return INTERNAL_ERROR
-    return 0
+    options = {"dtype": arguments.dtype, "verify": arguments.verify, "license": arguments.license}
+    return exit_code(
+        lambda: convert(arguments.command, source, out, **options),
+        memory_remedy="--no-verify",
+        disk=str(out),
+        disk_remedy="see to the disk and try again",
+    )
 
 
 if ARGUMENTS is not None:

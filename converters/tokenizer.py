@@ -13,7 +13,6 @@ import json
 import signal
 import sys
 import time
-import traceback
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,8 +22,8 @@ from typing import Any
 import numpy as np
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
-from converters.hf import made_whole
 from converters.hf_files import read_travelling, travelling_files
+from converters.output import made_whole
 from converters.safetensors_io import Stored, open_model, read_json
 from converters.tokenizer_formats import BpeTokenizer, read_tokenizer
 from converters.tokenizer_growth import MIN_SAVED, learn_pieces
@@ -32,7 +31,8 @@ from converters.tokenizer_weights import Rows, write_weights
 from llamajax.config import SourceConfig
 from llamajax.data.sources import Source
 from llamajax.data.tokenizer import Tokenizer, load_tokenizer, sample_texts
-from llamajax.errors import DISK_ERROR, INTERNAL_ERROR, ConfigError, DataError, UserError
+from llamajax.errors import ConfigError, DataError, UserError
+from llamajax.exit import exit_code
 from llamajax.yaml_text import show
 
 HELD_OUT_EVERY = 10
@@ -276,25 +276,19 @@ def _text_of(tokenizer: Tokenizer, token: int) -> str:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Runs one command, and turns what goes wrong into a message and the exit code that is returned."""
+    """Runs one command, and returns the exit code."""
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
-    try:
+
+    def run() -> None:
         with Progress(*columns, transient=True, disable=not sys.stdout.isatty()) as progress:
             grow(arguments, progress)
-    except UserError as error:
-        print(error, file=sys.stderr)
-        return error.exit_code
-    except OSError as error:
-        where = error.filename or arguments.out
-        print(f"{where}: {error.strerror or error}; see to the disk and try again", file=sys.stderr)
-        return DISK_ERROR
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 128 + signal.SIGINT
-    except Exception:
-        traceback.print_exc()
-        return INTERNAL_ERROR
-    return 0
+
+    return exit_code(
+        run,
+        memory_remedy="a smaller --train_max_bytes",
+        disk=arguments.out,
+        disk_remedy="see to the disk and try again",
+    )
 
 
 if ARGUMENTS is not None:

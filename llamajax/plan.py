@@ -39,13 +39,13 @@ else:
 import contextlib
 import json
 import sys
-import traceback
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from llamajax.config import Config
 from llamajax.console import CONSOLE, is_interactive
-from llamajax.errors import INTERNAL_ERROR, ConfigError, UserError
+from llamajax.errors import ConfigError
+from llamajax.exit import exit_code
 from llamajax.planning import figures, picture, report
 from llamajax.planning.compile import CompilerMissingError, check_compiler, prepare_environment
 from llamajax.planning.hardware import planned_gpu
@@ -127,19 +127,13 @@ def waiting() -> Iterator[Callable[[str], None]]:
 
 
 def main(config: Config, *, profile: bool, options: Mapping[str, str]) -> int:
-    """Runs, turns what goes wrong into a message, and returns the exit code."""
-    try:
-        run(config, profile=profile, options=options)
-    except UserError as error:
-        print(error, file=sys.stderr)
-        return error.exit_code
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
-    except Exception:
-        traceback.print_exc()
-        return INTERNAL_ERROR
-    return 0
+    """Plans, and returns the exit code."""
+    return exit_code(
+        lambda: run(config, profile=profile, options=options),
+        memory_remedy="model.remat: full, more train.grad_accum_steps, or a larger mesh.fsdp or mesh.tensor",
+        disk="the disk",
+        disk_remedy="see to it and try again",
+    )
 
 
 if ARGUMENTS is not None:
