@@ -25,7 +25,7 @@ from llamajax.model import Llama
 from llamajax.pretrained import Pretrained
 from llamajax.restore import say
 from llamajax.sharding import TABLE
-from llamajax.step import eval_step
+from llamajax.step import eval_step, one_behind
 from llamajax.tool_config import EvaluateConfig
 
 Track = Callable[[Iterable[Any], int, str], Iterator[Any]]
@@ -210,8 +210,7 @@ def add_up(model: Llama, batches: Iterable[tuple[str, Batch]], token_bytes: np.n
             yield name, compiled(model, batch, token_bytes)
 
     losses: dict[str, Losses] = {}
-    # In pairs: a result is waited for when the devices have their next batch already.
-    for (name, (sums, num_bytes)), _ in itertools.pairwise(itertools.chain(results(), [("", ())])):
+    for name, (sums, num_bytes) in one_behind(results()):
         of_batch = Losses(float(sums.cross_entropy), int(sums.num_tokens), int(num_bytes))
         losses[name] = losses.get(name, Losses()) + of_batch
     return losses, time.monotonic() - started

@@ -14,6 +14,10 @@ from llamajax.errors import ConfigError, EnvironmentMismatchError
 AXES = ("pipeline", "data", "expert", "fsdp", "sequence", "tensor")
 """Mesh axes, outer to inner: the more an axis communicates, the closer its devices lie. All always exist."""
 
+MEMORY_FRACTION = 0.92
+"""Of a GPU's memory, what jax takes for arrays unless the environment says otherwise (its own default is 0.75); the rest is
+for CUDA, its libraries and NCCL."""
+
 # Emulated devices share the machine's cores, so a collective may have to wait for seconds until every
 # device's thread has had its turn; XLA's limits of seconds would end the process.
 _CPU_COLLECTIVE_FLAGS = (
@@ -33,6 +37,9 @@ def select_platform(config: MeshConfig) -> None:
     flags = os.environ.get("XLA_FLAGS", "").split()
     flags += [flag for flag in _CPU_COLLECTIVE_FLAGS if not any(f.startswith(flag.split("=")[0]) for f in flags)]
     os.environ["XLA_FLAGS"] = " ".join(flags)
+    # A program over all devices needs a thread for each of them at once, and jaxlib before 0.12 lends the same threads to
+    # launches that wait for their turn (32 are in flight at most): with one thread per device both wait forever.
+    os.environ.setdefault("PJRT_NPROC", str(2 * config.num_cpu_devices))
     try:
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", config.num_cpu_devices)
@@ -83,8 +90,7 @@ def connect(config: MeshConfig, distributed: DistributedConfig) -> None:
     Raises:
         EnvironmentMismatchError: the machine is not what the configuration asks for.
     """
-    # Of a GPU's memory jax takes 75% by default; what is left here is for CUDA, its libraries and NCCL.
-    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92")
+    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", str(MEMORY_FRACTION))
     select_platform(config)
     join_processes(distributed)
     try:

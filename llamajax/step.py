@@ -1,8 +1,9 @@
 """The training step: one pure, donated function from (state, batch) to (state, metrics)."""
 
 import functools
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +16,8 @@ from llamajax.loss import LossSums, loss_fn
 from llamajax.model import Llama
 from llamajax.optim import learning_rate, make_optimizer
 from llamajax.sharding import spec
+
+Result = TypeVar("Result")
 
 
 @jax.tree_util.register_dataclass
@@ -149,6 +152,17 @@ def eval_step(model: Llama, batch: Batch, token_bytes: jax.Array) -> tuple[LossS
     targets = batch["targets"]
     num_bytes = token_bytes.at[jnp.maximum(targets, 0)].get(out_sharding=spec(None, "batch", "seq"))
     return lax.scan(micro_step, _no_losses(), batch)[0], jnp.sum(jnp.where(targets == IGNORE, 0, num_bytes))
+
+
+def one_behind(results: Iterable[Result]) -> Iterator[Result]:
+    """The same results, each once the next one has been asked for: who waits for one keeps the devices busy with the next,
+    and never queues more than two."""
+    behind: list[Result] = []
+    for result in results:
+        behind.append(result)
+        if len(behind) == 2:
+            yield behind.pop(0)
+    yield from behind
 
 
 def _no_losses() -> LossSums:

@@ -44,7 +44,7 @@ from llamajax.origin import Origin, take_along
 from llamajax.planning.profile import cached_profile
 from llamajax.pretrained import open_pretrained
 from llamajax.restore import concretise, gather, latest_step
-from llamajax.step import TrainState, eval_step, init_state, init_state_from, train_step
+from llamajax.step import TrainState, eval_step, init_state, init_state_from, one_behind, train_step
 from llamajax.xla_flags import Option, compile_with, compiler_options
 
 FREE_TO_CHANGE = (
@@ -192,9 +192,12 @@ def evaluate(config: Config, model: Llama, dataset: data.Dataset) -> dict[str, f
     """Held-out loss in nats per token and in bits per byte of text, over the same rows every time."""
     token_bytes = np.zeros(config.model.vocab_size, np.int32)
     token_bytes[: dataset.tokenizer.vocab_size] = dataset.tokenizer.token_bytes
-    results = [eval_step(model, batch, token_bytes) for batch in held_out_batches(dataset, config)]
-    nats = sum(float(sums.cross_entropy) for sums, _ in results)
-    num_tokens, num_bytes = sum(int(sums.num_tokens) for sums, _ in results), sum(int(count) for _, count in results)
+    nats, num_tokens, num_bytes = 0.0, 0, 0
+    results = (eval_step(model, batch, token_bytes) for batch in held_out_batches(dataset, config))
+    for sums, count in one_behind(results):
+        nats += float(sums.cross_entropy)
+        num_tokens += int(sums.num_tokens)
+        num_bytes += int(count)
     return {"loss": nats / num_tokens, "bits_per_byte": nats / math.log(2) / num_bytes}
 
 

@@ -10,6 +10,7 @@ from rich.table import Table
 from llamajax import console
 from llamajax.config import Config
 from llamajax.console import log
+from llamajax.mesh import MEMORY_FRACTION
 from llamajax.planning.hardware import planned_gpu
 from llamajax.planning.memory import KINDS, Allowance, Kind
 from llamajax.planning.schedule import Plan, Schedule
@@ -17,8 +18,6 @@ from llamajax.units import format_bytes, format_count
 
 DISCLAIMER = "predicted by a cost model from data sheets; nothing was measured on a GPU"
 _TENSORS, _COLLECTIVES = 8, 12
-_DEFAULT_FRACTION = 0.75
-"""Of a card, what jax takes for arrays if XLA_PYTHON_CLIENT_MEM_FRACTION does not say otherwise."""
 Figures = Mapping[str, Any]
 
 
@@ -99,14 +98,15 @@ def _print_memory(schedule: Schedule) -> None:
     for t in memory.tensors[:_TENSORS]:
         tensors.add_row(escape(t.name), f"{t.size / 2**30:.2f}", t.kind, t.dtype, " x ".join(map(str, t.shape)))
     _print(tensors)
-    if memory.fits and memory.memory_fraction > _DEFAULT_FRACTION:
+    if memory.fits and memory.memory_fraction > MEMORY_FRACTION:
         log(f"set        XLA_PYTHON_CLIENT_MEM_FRACTION={memory.memory_fraction:.2f} for training")
 
 
 def _what(kind: str, allowance: Allowance) -> str:
     if kind == "beside XLA":
         return f"MiB: {str(allowance).partition(': ')[2]}"
-    return KINDS.get(kind, "")  # pyright: ignore[reportArgumentType, reportCallIssue]
+    meanings: dict[str, str] = {**KINDS}
+    return meanings.get(kind, "")
 
 
 def _by_kind(by_kind: Mapping[Kind, int]) -> str:
