@@ -81,6 +81,9 @@ class ModelConfig:
     """Added to the mean square inside RMSNorm."""
     sliding_window: int | None = None
     """Newest tokens, itself included, that a token sees (Mistral); unset: all before it."""
+    attend_across_documents: bool = False
+    """A token sees all before it in its row, whatever document they are of, as Llama 2 and GPT-3 were trained;
+    otherwise only its own document, as Llama 3 was."""
     qkv_bias: bool = False
     """Add learned biases to queries, keys and values (Qwen2)."""
     qk_norm: bool = False
@@ -93,6 +96,9 @@ class ModelConfig:
     """Type of the master weights and gradients."""
     compute_dtype: DType = "bfloat16"
     """Type of activations, matmuls and the weight copies that collectives carry."""
+    attention_kernel: Literal["auto", "cudnn", "plain"] = "auto"
+    """What computes attention while training: `cudnn` is one fused kernel on NVIDIA GPUs, for rows that are not split
+    (mesh.sequence 1) and whose documents see each other; `plain` runs everywhere; `auto` is cudnn where it can be."""
     remat: Literal["none", "save_attention_qkv_mlp", "save_attention_qkv", "save_attention", "full"] = "full"
     """What the backward pass recomputes: `none` keeps everything, `full` keeps each layer's input only,
     `save_*` also keep the named matmul outputs."""

@@ -27,7 +27,10 @@ from llamajax.restore import concretise, damage, damage_line, named_arrays, newe
 
 Index = tuple[slice, ...]
 
-FREE_TO_CHANGE = ("param_dtype", "compute_dtype", "remat", "init_std", "max_seq_len", "rope_scaling")
+FREE_TO_CHANGE = (
+    "param_dtype", "compute_dtype", "remat", "attention_kernel", "attend_across_documents", "init_std", "max_seq_len",
+    "rope_scaling",
+)  # fmt: skip
 """Settings of the model in which a run may differ from the weights it starts from."""
 
 

@@ -50,6 +50,7 @@ from llamajax.xla_flags import Option, compile_with, compiler_options
 FREE_TO_CHANGE = (
     "run_dir", "mesh", "distributed", "hardware", "xla", "data", "checkpoint", "metrics", "profile", "sample",
     "train.grad_accum_steps", "train.eval_every", "train.eval_batches", "train.max_nonfinite_steps", "model.remat",
+    "model.attention_kernel",
 )  # fmt: skip
 """Settings that a resumed run may change: beyond rounding, they do not change what is computed. The data is compared
 by its fingerprint, so that it may move."""

@@ -13,6 +13,8 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from llamajax.config import ModelConfig
+from llamajax.errors import ConfigError
+from llamajax.kernels.cudnn_attention import cudnn_attention, obstacle
 from llamajax.model.kv_cache import Past, attend_past
 from llamajax.model.layers import RMSNorm, normal, residual_std
 from llamajax.model.rope import apply_rope
@@ -55,6 +57,7 @@ class Attention(nnx.Module):
         self.q_norm = RMSNorm(H, config) if config.qk_norm else None
         self.k_norm = RMSNorm(H, config) if config.qk_norm else None
         self.window = config.sliding_window
+        self.kernel = config.attention_kernel
 
     def __call__(self, x: jax.Array, rows: Rows, past: Past | None = None) -> tuple[jax.Array, KeyValue]:
         """[B, T, D] -> [B, T, D] of x's dtype; and the keys and values of these tokens, each [B, T, K, H].
@@ -63,9 +66,27 @@ class Attention(nnx.Module):
         """
         wo = gather(self.wo[...], "kv_heads", None, "head_dim", None, dtype=x.dtype)
         q, k, v = self._project(x, rows)
-        out = attend(q, k, v, rows.segment_ids, self.window) if past is None else attend_past(q, k, v, past, self.window)
+        if past is not None:
+            out = attend_past(q, k, v, past, self.window)
+        elif self._is_fused(q, rows):
+            out = cudnn_attention(q, k, v, self.window)
+        else:
+            out = attend(q, k, v, rows.segment_ids, self.window)
         out = checkpoint_name(out, "attention")
         return jnp.einsum("BTKGH,KGHD->BTD", out, wo, out_sharding=jax.typeof(x).sharding.spec), (k, v)
+
+    def _is_fused(self, q: jax.Array, rows: Rows) -> bool:
+        """Whether cuDNN computes the attention.
+
+        Raises:
+            ConfigError: it was asked for and cannot.
+        """
+        if self.kernel == "plain":
+            return False
+        reason = obstacle(q, rows.segment_ids)
+        if reason is not None and self.kernel == "cudnn":
+            raise ConfigError(f"model.attention_kernel: cudnn cannot be used: {reason}; or set auto")
+        return reason is None
 
     def _project(self, x: jax.Array, rows: Rows) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Queries [B, T, K, G, H], keys and values [B, T, K, H], the first two turned by their positions."""

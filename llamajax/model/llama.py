@@ -74,12 +74,13 @@ class Llama(nnx.Module):
 
         Args:
             tokens: int32 [B, T]. B must be divisible by the devices that share the batch, T by the sequence axis.
-            segment_ids: int32 [B, T]; a token sees only tokens with its own id. 0 is padding. None: a row is one document.
+            segment_ids: int32 [B, T]; a token sees only tokens with its own id. 0 is padding. None: a row is one document,
+                and so it is with `attend_across_documents`.
             positions: int32 [B, T] for the rotary embedding. None: counted from the start of each segment.
         """
         config = self.config
         x = self._embed(tokens, "seq")
-        rows = self._rows(tokens, segment_ids, positions)
+        rows = self._rows(tokens, *(None, None) if config.attend_across_documents else (segment_ids, positions))
 
         def run_layer(x: jax.Array, layer: Layer) -> tuple[jax.Array, None]:
             return layer(x, rows)[0], None

@@ -137,6 +137,7 @@ def schedule_figures(config: Config, schedule: Schedule) -> dict[str, Any]:
     num_devices, seq_len = config.hardware.num_devices, config.data.seq_len
     tokens_per_sec = config.train.global_batch_size * seq_len / num_devices / timeline.step_time_s
     least, sent = least_wire_bytes(config, mesh_sizes(config)), sum(timeline.wire_bytes.values())
+    counted = executed_flops(config, fused_attention="attention" in timeline.compute_by_kind)
     return {
         "capacity_bytes": memory.capacity_bytes,
         "fits": memory.fits,
@@ -167,7 +168,7 @@ def schedule_figures(config: Config, schedule: Schedule) -> dict[str, Any]:
         "mfu_full_attention": config.model.flops_per_token(seq_len, full_attention=True) * tokens_per_sec / gpu.peak_flops,
         "hfu": timeline.flops / timeline.step_time_s / gpu.peak_flops,
         "flops": timeline.flops,
-        "flops_factor": timeline.flops * num_devices / executed_flops(config),
+        "flops_factor": timeline.flops * num_devices / counted,
         "sync_collectives_in_loops": timeline.sync_collectives_in_loops,
         "not_understood": timeline.not_understood,
         "collectives": [_collective(use) for use in timeline.collectives],

@@ -93,21 +93,31 @@ def candidates(config: Config) -> Iterator[Candidate]:
         )
 
 
-def executed_flops(config: Config) -> float:
-    """Matmul FLOPs of a step over all devices, with what `model.remat` computes a second time."""
+def executed_flops(config: Config, *, fused_attention: bool) -> float:
+    """Matmul FLOPs of a step over all devices, with what `model.remat` computes a second time.
+
+    Attention is two products forward and five backward, which computes the scores anew: of the visible half in a fused
+    kernel, of the whole square otherwise.
+    """
     model, seq_len = config.model, config.data.seq_len
     D, F, L = model.embed_dim, model.mlp_dim, model.num_layers
     heads, kv_heads = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
-    attention = model.flops_per_token(seq_len) / 3 - 2 * model.num_matmul_params
     # Also what the policies keep is not enough to leave out the output projection: the MLP's input needs it.
     again = {
         "none": 0.0,
-        "save_attention_qkv_mlp": 2 * D * heads * L,
-        "save_attention_qkv": 2 * (D * heads + 2 * D * F) * L,
-        "save_attention": 2 * (D * heads + 2 * D * F + D * (heads + 2 * kv_heads)) * L,
-        "full": 2 * (D * heads + 2 * D * F + D * (heads + 2 * kv_heads)) * L + attention,
+        "save_attention_qkv_mlp": D * heads,
+        "save_attention_qkv": D * heads + 2 * D * F,
+        "save_attention": D * heads + 2 * D * F + D * (heads + 2 * kv_heads),
+        "full": D * heads + 2 * D * F + D * (heads + 2 * kv_heads),
     }[model.remat]
-    return (model.flops_per_token(seq_len) + again) * config.train.global_batch_size * seq_len
+    # Two FLOPs per multiply-add, and six products in `flops_per_token`: it counts four of the backward pass.
+    product = (
+        (model.flops_per_token(seq_len) - 6 * model.num_matmul_params) / 6 if fused_attention else 2 * L * heads * seq_len
+    )
+    # The fused kernel keeps what its backward pass needs inside, where no policy reaches it.
+    products = 7 + (2 if model.remat != "none" and (fused_attention or model.remat == "full") else 0)
+    per_token = 6 * model.num_matmul_params + 2 * L * again + products * product
+    return per_token * config.train.global_batch_size * seq_len
 
 
 def changed(config: Config, changes: Changes) -> Config:
@@ -149,7 +159,8 @@ def _if_it_fits(config: Config, changes: Changes) -> Candidate | None:
     expected = estimate(candidate)
     if expected.peak_bytes + expected.allowance.total_bytes > ESTIMATE_MARGIN * expected.capacity_bytes:
         return None
-    ratio = executed_flops(candidate) / executed_flops(config)
+    fused = config.model.attend_across_documents
+    ratio = executed_flops(candidate, fused_attention=fused) / executed_flops(config, fused_attention=fused)
     return Candidate(changes=changes, config=candidate, flops_ratio=ratio)
 
 

@@ -54,15 +54,16 @@ def test_what_is_enough_alone_comes_first_and_in_no_pair():
         assert not expected_to_fit(changed(LLAMA_8B, {key: value}))
 
 
-def test_recomputation_has_its_price():
-    flops = [
-        executed_flops(changed(LLAMA_8B, {"model.remat": policy}))
-        for policy in ("none", "save_attention_qkv_mlp", "save_attention_qkv", "save_attention", "full")
-    ]
+@pytest.mark.parametrize("fused", [True, False])
+def test_recomputation_has_its_price(fused):
+    policies = ("none", "save_attention_qkv_mlp", "save_attention_qkv", "save_attention", "full")
+    flops = [executed_flops(changed(LLAMA_8B, {"model.remat": policy}), fused_attention=fused) for policy in policies]
     assert flops == sorted(flops)
-    assert len(set(flops)) == 5
-    tokens = 128 * 8192
-    assert flops[0] == LLAMA_8B.model.flops_per_token(8192) * tokens
+    assert len(set(flops)) == (4 if fused else 5)
+    # Seven products of queries with keys or of weights with values, where the formula counts six causal ones.
+    tokens, weights = 128 * 8192, 6 * LLAMA_8B.model.num_matmul_params
+    attention = LLAMA_8B.model.flops_per_token(8192, full_attention=not fused) - weights
+    assert flops[0] == (weights + 7 / 6 * attention) * tokens
     # All but the head and the last matmul of the MLP once more.
     assert 1.2 < flops[-1] / flops[0] < 4 / 3
 
