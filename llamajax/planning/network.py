@@ -105,19 +105,19 @@ def collective(
     passed = whole * (n - 1) / n
     match kind:
         case "all-reduce":
-            seconds, passed = _all_reduce_seconds(whole, n, m, machine), 2 * passed
+            seconds, passed = all_reduce_seconds(whole, n, m, machine), 2 * passed
             inter = passed / g if m > 1 else 0.0
         case "all-to-all" | "ragged-all-to-all":
             inter = whole * (n - g) / n
             seconds = _all_to_all_seconds(passed - inter, inter, n, m, machine)
         case _:
-            seconds = _ring_seconds(passed, n - 1, m - 1, n, m, machine)
+            seconds = ring_seconds(passed, n - 1, m - 1, n, m, machine)
             inter = passed / g if m > 1 else 0.0
     wire: dict[Link, float] = {"intra_node": passed - inter, "inter_node": inter}
     return Collective(instruction.name, kind, axis_of(groups, mesh), n, m, whole, wire, seconds)
 
 
-def _ring_seconds(passed: float, steps: int, node_steps: int, n: int, m: int, machine: Machine) -> float:
+def ring_seconds(passed: float, steps: int, node_steps: int, n: int, m: int, machine: Machine) -> float:
     """Every device passes `passed` bytes on in `steps` steps; one link of the ring in n / m lies between nodes."""
     if n == 1:
         return _PROTOCOLS[0].base
@@ -134,9 +134,9 @@ def _ring_seconds(passed: float, steps: int, node_steps: int, n: int, m: int, ma
     return min(map(seconds, _PROTOCOLS))
 
 
-def _all_reduce_seconds(whole: float, n: int, m: int, machine: Machine) -> float:
+def all_reduce_seconds(whole: float, n: int, m: int, machine: Machine) -> float:
     """The better of a ring, which scatters and gathers, and a pair of trees."""
-    ring = _ring_seconds(2 * whole * (n - 1) / n, 2 * (n - 1), 2 * (m - 1), n, m, machine)
+    ring = ring_seconds(2 * whole * (n - 1) / n, 2 * (n - 1), 2 * (m - 1), n, m, machine)
     if m == 1:
         return ring
     g = n / m

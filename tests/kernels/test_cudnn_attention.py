@@ -1,0 +1,85 @@
+"""When cuDNN computes attention, and that its call lowers to one kernel forward and one backward; nothing runs on a GPU."""
+
+import dataclasses
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType
+
+from llamajax import mesh
+from llamajax.config import MeshConfig, TrainConfig
+from llamajax.errors import ConfigError
+from llamajax.kernels.cudnn_attention import obstacle
+from llamajax.model import Llama
+from llamajax.planning.compile import CompilerMissingError, check_compiler, compile_for
+from tests.planning.plans import CONFIG
+from tests.tiny import random_rows, tiny_config
+
+H100 = AbstractDevice(device_kind="NVIDIA H100 80GB HBM3", num_cores=None, platform="cuda")
+
+
+def mesh_of(device: AbstractDevice, **sizes: int) -> AbstractMesh:
+    shape = tuple(sizes.get(axis, 1) for axis in mesh.AXES)
+    return AbstractMesh(shape, mesh.AXES, axis_types=(AxisType.Explicit,) * len(mesh.AXES), abstract_device=device)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "head_dim", "packed", "sizes", "reason"),
+    [
+        ("bfloat16", 128, False, {"fsdp": 8}, None),
+        ("float16", 64, False, {"fsdp": 2, "tensor": 4}, None),
+        ("float32", 128, False, {"fsdp": 8}, "compute_dtype is float32"),
+        ("bfloat16", 100, False, {"fsdp": 8}, "head_dim is 100"),
+        ("bfloat16", 256, False, {"fsdp": 8}, "head_dim is 256"),
+        ("bfloat16", 128, True, {"fsdp": 8}, "attend_across_documents"),
+        ("bfloat16", 128, False, {"fsdp": 4, "sequence": 2}, "mesh.sequence"),
+    ],
+)
+def test_what_cudnn_can_do(dtype, head_dim, packed, sizes, reason):
+    q = jax.ShapeDtypeStruct((8, 16, 2, 2, head_dim), dtype)
+    segment_ids = jax.ShapeDtypeStruct((8, 16), jnp.int32) if packed else None
+    with jax.sharding.use_abstract_mesh(mesh_of(H100, **sizes)):
+        found = obstacle(q, segment_ids)  # pyright: ignore[reportArgumentType]  # only shapes are looked at
+    assert (found is None) if reason is None else (found is not None and reason in found)
+
+
+def test_a_cpu_has_no_cudnn():
+    config = dataclasses.replace(tiny_config().model, attention_kernel="cudnn", attend_across_documents=True)
+    message = r"model.attention_kernel: cudnn cannot be used: it needs NVIDIA GPUs; or set auto"
+    with pytest.raises(ConfigError, match=message):
+        Llama(config, jax.random.key(0))(jnp.zeros((8, 16), jnp.int32))
+
+
+def test_open_documents_are_one():
+    config = tiny_config(train=TrainConfig(num_steps=1, global_batch_size=8))
+    open_config = dataclasses.replace(config.model, attend_across_documents=True)
+    rows = random_rows(config, step=0)
+    model, open_model = (Llama(c, jax.random.key(0)) for c in (config.model, open_config))
+    closed, whole = (jax.jit(m)(rows["tokens"], rows["segment_ids"], rows["positions"]) for m in (model, open_model))
+    np.testing.assert_array_equal(whole, jax.jit(model)(rows["tokens"]))
+    assert np.abs(whole - closed).max() > 0.1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("window", "kv_heads"), [(None, 8), (512, 2)])
+def test_the_step_has_one_kernel_forward_and_one_backward(window, kv_heads):
+    try:
+        check_compiler()
+    except CompilerMissingError as missing:
+        pytest.skip(str(missing))
+    model = dataclasses.replace(
+        CONFIG.model, attend_across_documents=True, sliding_window=window, num_kv_heads=kv_heads, remat="save_attention"
+    )
+    fused = compile_for(dataclasses.replace(CONFIG, model=model, mesh=MeshConfig(tensor=2)))
+    calls = re.findall(r'custom_call_target="(__cudnn\$\w+)"', fused.hlo)
+    # Forward, once more in the backward pass, and backward; loops that XLA takes apart have each of them several times.
+    assert set(calls) == {"__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward"}
+    assert calls.count("__cudnn$fmhaSoftmax") == 2 * calls.count("__cudnn$fmhaSoftmaxBackward")
+    if window is not None:
+        assert f'"sliding_window_length":{window}' in fused.hlo.replace(" ", "")
+    plain = compile_for(dataclasses.replace(CONFIG, model=dataclasses.replace(model, attention_kernel="plain")))
+    assert "__cudnn$fmha" not in plain.hlo
+    assert fused.peak_bytes < plain.peak_bytes
