@@ -8,6 +8,7 @@ import functools
 import itertools
 import json
 import math
+import operator
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -29,6 +30,17 @@ _OPCODE = re.compile(r"([a-z][a-z0-9\-]*)\(")
 _OPERAND = re.compile(r"%([\w.\-]+)")
 _ARRAY = re.compile(r"([a-z]\w*)\[([^\]]*)\](?:\{([^}]*)\})?")
 _BRACKET_OR_QUOTED = re.compile(r'"(?:\\.|[^"\\])*"|[\[\](){},]')
+_ARITHMETIC = {"add": operator.add, "subtract": operator.sub}
+_COMPARISONS = {
+    "LT": operator.lt,
+    "LE": operator.le,
+    "GT": operator.gt,
+    "GE": operator.ge,
+    "NE": operator.ne,
+    "EQ": operator.eq,
+}
+_MAX_TRIPS = 100_000
+"""Of a loop that is counted by running its counter."""
 _COMMENT = re.compile(r"/\*.*?\*/")
 
 
@@ -116,9 +128,9 @@ class Instruction:
 
     @property
     def trip_count(self) -> int | None:
-        """Iterations of a `while`; None if XLA does not know them."""
-        count = self.backend_config.get("known_trip_count")
-        return int(count["n"]) if count else None
+        """Iterations of a `while`; None if they cannot be known before it runs."""
+        count = self.backend_config.get("known_trip_count", {}).get("n") or self.attributes.get("trip_count")
+        return int(count) if count else None
 
     @property
     def is_sync(self) -> bool:
@@ -210,6 +222,11 @@ def parse(text: str) -> Module:
                 root = instruction
     if entry is None:
         raise ValueError("the HLO module has no ENTRY computation")
+    for computation in computations.values():
+        for instruction in computation.instructions.values():
+            if instruction.opcode == "while" and instruction.trip_count is None:
+                count = _count_trips(instruction, computation, computations)
+                instruction.attributes.update({} if count is None else {"trip_count": str(count)})
     num_devices = int(attributes.get("num_partitions", "1")) * int(attributes.get("replica_count", "1"))
     return Module(header[0], num_devices, computations, entry)
 
@@ -229,6 +246,57 @@ def _instruction(name: str, text: str, number: int) -> Instruction:
         attributes["value"] = inside
     operands = () if opcode[1] == "constant" else tuple(_OPERAND.findall(inside))
     return Instruction(name, opcode[1], _shape(text[:end]), operands, attributes)
+
+
+Known = dict[tuple[str, int | None], int | None]
+"""Integers by the number of a parameter, and their place in it if it is a tuple."""
+
+
+def _count_trips(loop: Instruction, computation: Computation, computations: dict[str, Computation]) -> int | None:
+    """Runs a `while` with nothing but its counter: XLA writes no count where it has rearranged the loop."""
+    index = int(loop.backend_config.get("known_induction_variable", {}).get("tuple_index", -1))
+    carried = computation.instructions[loop.operands[0]]
+    body, condition = (computations[loop.called(name)[0]] for name in ("body", "condition"))
+    if index < 0 or carried.opcode != "tuple" or body.root.opcode != "tuple":
+        return None
+    counter = _scalar(carried.operands[index], computation, computations, {})
+    for trips in range(_MAX_TRIPS):
+        carry: Known = {("0", index): counter}
+        goes_on = _scalar(condition.root.name, condition, computations, carry)
+        if counter is None or not goes_on:
+            return None if counter is None or goes_on is None else trips
+        counter = _scalar(body.root.operands[index], body, computations, carry)
+    return None
+
+
+def _scalar(name: str, computation: Computation, computations: dict[str, Computation], known: Known) -> int | None:
+    """The integer that an instruction makes of constants and of what is known; None: it cannot be told."""
+    instruction = computation.instructions[name]
+    if instruction.opcode == "parameter":
+        return known.get((instruction.attributes["parameter_number"], None))
+    if instruction.opcode == "get-tuple-element":
+        source = computation.instructions[instruction.operands[0]]
+        place = int(instruction.attributes["index"])
+        return known.get((source.attributes["parameter_number"], place)) if source.opcode == "parameter" else None
+    if instruction.opcode == "constant":
+        return int(instruction.attributes["value"]) if instruction.attributes["value"].lstrip("-").isdecimal() else None
+    if instruction.opcode not in (*_ARITHMETIC, "compare", "copy", "fusion", "call"):
+        return None
+    values = [_scalar(operand, computation, computations, known) for operand in instruction.operands]
+    if instruction.opcode in ("fusion", "call"):
+        inside = computations[instruction.called("calls", "to_apply")[0]]
+        arguments: Known = {(str(number), None): value for number, value in enumerate(values)}
+        return _scalar(inside.root.name, inside, computations, arguments)
+    if None in values:
+        return None
+    if instruction.opcode == "copy":
+        return values[0]
+    compute = (
+        _COMPARISONS[instruction.attributes["direction"]]
+        if instruction.opcode == "compare"
+        else _ARITHMETIC[instruction.opcode]
+    )
+    return int(compute(*values))
 
 
 @functools.lru_cache(maxsize=100_000)

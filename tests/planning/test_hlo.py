@@ -166,3 +166,54 @@ def test_reads_what_xla_prints(version):
                 assert sorted(groups.ravel().tolist()) == list(range(16))
                 found.add(tuple(groups[0].tolist()))
     assert found == {(0, 2, 4, 6), (0, 1), (0, 8)}
+
+
+LOOP = """HloModule jit_f, is_scheduled=true
+
+%fused_add (p: s32[]) -> s32[] {
+  %p = s32[] parameter(0)
+  %step = s32[] constant(STEP)
+  ROOT %add = s32[] add(%p, %step)
+}
+
+%body (carry: (f32[8], s32[])) -> (f32[8], s32[]) {
+  %carry = (f32[8]{0}, s32[]) parameter(0)
+  %x = f32[8]{0} get-tuple-element(%carry), index=0
+  %i = s32[] get-tuple-element(%carry), index=1
+  %copy = s32[] copy(%i)
+  %next = s32[] fusion(%copy), kind=kLoop, calls=%fused_add
+  ROOT %out = (f32[8]{0}, s32[]) tuple(%x, %next)
+}
+
+%cond (carry.1: (f32[8], s32[])) -> pred[] {
+  %carry.1 = (f32[8]{0}, s32[]) parameter(0)
+  %i.1 = s32[] get-tuple-element(%carry.1), index=1
+  %end = s32[] constant(31)
+  ROOT %less = pred[] compare(%i.1, %end), direction=LT
+}
+
+ENTRY %main (x.1: f32[8], n: s32[]) -> f32[8] {
+  %x.1 = f32[8]{0} parameter(0)
+  %n = s32[] parameter(1)
+  %one = s32[] constant(1)
+  %tuple = (f32[8]{0}, s32[]) tuple(%x.1, %START)
+  %while = (f32[8]{0}, s32[]) while(%tuple), condition=%cond, body=%body, backend_config={CONFIG}
+  ROOT %result = f32[8]{0} get-tuple-element(%while), index=0
+}
+"""
+COUNTER = '"known_induction_variable":{"tuple_index":"1"}'
+
+
+@pytest.mark.parametrize(
+    ("start", "step", "config", "trips"),
+    [
+        ("one", "1", COUNTER, 30),
+        ("one", "7", COUNTER, 5),
+        ("one", "0", COUNTER, None),
+        ("n", "1", COUNTER, None),
+        ("one", "1", "", None),
+    ],
+)
+def test_a_loop_without_a_count_is_counted(start, step, config, trips):
+    module = hlo.parse(LOOP.replace("START", start).replace("STEP", step).replace("CONFIG", config))
+    assert module.entry.instructions["while"].trip_count == trips
