@@ -92,19 +92,11 @@ def compile_for(
         ConfigError: the configuration names no GPU, cannot be laid over the cluster, or sets an unknown XLA option.
     """
     check_compiler()
-    gpu, cluster = planned_gpu(config.hardware), config.hardware
-    if problems := config.placement_problems(cluster.num_devices):
+    if problems := config.placement_problems(config.hardware.num_devices):
         raise ConfigError("\n".join(problems))
     started = time.monotonic()
-    # Partitions x hosts x devices: as on a real cluster, where XLA takes every node for a partition of its own.
-    topology = topologies.get_topology_desc(
-        platform="cuda",
-        topology_name="plan",
-        target_config=target_config(gpu),
-        topology=f"{cluster.nodes}x1x{cluster.gpus_per_node}",
-    )
-    mesh = make_mesh(config.mesh, topology.devices)
-    told = compiler_options(config, cluster.num_devices, latency_profile=latency_profile) | dict(options or {})
+    mesh = planned_mesh(config)
+    told = compiler_options(config, mesh.size, latency_profile=latency_profile) | dict(options or {})
     # The buffer assignment comes out only as a file.
     with jax.set_mesh(mesh), tempfile.TemporaryDirectory(prefix="llamajax-plan-") as folder:
         dump: dict[str, Option] = {"xla_dump_to": folder, "xla_dump_hlo_as_proto": True}
@@ -124,7 +116,7 @@ def compile_for(
     assert hlo is not None
     return CompiledStep(
         config=config,
-        gpu=gpu,
+        gpu=planned_gpu(config.hardware),
         hlo=hlo,
         buffers=buffers,
         peak_bytes=stats.peak_memory_in_bytes,
@@ -132,6 +124,23 @@ def compile_for(
         compile_s=time.monotonic() - started,
         jax_version=jax.__version__,
     )
+
+
+def planned_mesh(config: Config) -> jax.sharding.Mesh:
+    """The mesh of `config` over the GPUs that `config.hardware` describes; programs can be compiled for it, but not run.
+
+    Raises:
+        ConfigError: the configuration names no GPU, or its mesh does not fit their number.
+    """
+    cluster = config.hardware
+    # Partitions x hosts x devices: as on a real cluster, where XLA takes every node for a partition of its own.
+    topology = topologies.get_topology_desc(
+        platform="cuda",
+        topology_name="plan",
+        target_config=target_config(planned_gpu(cluster)),
+        topology=f"{cluster.nodes}x1x{cluster.gpus_per_node}",
+    )
+    return make_mesh(config.mesh, topology.devices)
 
 
 def lower(config: Config) -> jax.stages.Lowered:

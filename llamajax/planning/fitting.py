@@ -13,7 +13,7 @@ from llamajax.planning.hlo import parse
 from llamajax.planning.memory import MemoryPlan, estimate, memory_plan
 
 ESTIMATE_MARGIN = 1.1
-"""Candidates are compiled although the formulas put them this much above the card: they are that inexact."""
+"""Candidates are compiled although what is expected of them is this much above the card: it is that inexact."""
 MAX_COMPILES = 8
 
 _REMAT_STEPS = ("none", "save_attention_qkv_mlp", "save_attention_qkv", "save_attention", "full")
@@ -46,12 +46,17 @@ class Suggestion:
 
 
 def suggestions(
-    config: Config, *, step_time: Callable[[CompiledStep], float] | None = None, wanted: int = 3
+    config: Config,
+    compiled: MemoryPlan,
+    *,
+    step_time: Callable[[CompiledStep], float] | None = None,
+    wanted: int = 3,
 ) -> list[Suggestion]:
     """Up to `wanted` changes to `config`, cheapest in FLOPs first, that were compiled and fit; fewer if there are none.
 
     Args:
         config: what does not fit.
+        compiled: the memory it needs.
         step_time: seconds per step of a compiled one.
         wanted: how many.
 
@@ -59,34 +64,47 @@ def suggestions(
         CompilerMissingError: XLA's compiler for GPUs is not installed.
     """
     found: list[Suggestion] = []
-    for candidate in itertools.islice(candidates(config), MAX_COMPILES):
+    tried: list[Changes] = []
+    # Formulas know little of what XLA keeps alive: every compilation tells by how much they are too low.
+    shortfall = _shortfall(config, compiled)
+    for _ in range(MAX_COMPILES):
+        candidate = next((offer for offer in candidates(config, shortfall) if offer.changes not in tried), None)
+        if candidate is None or len(found) == wanted:
+            break
+        tried.append(candidate.changes)
         step = compile_for(candidate.config)
         memory = memory_plan(step, parse(step.hlo))
-        if memory.fits:
-            seconds = step_time(step) if step_time else None
-            found.append(
-                Suggestion(
-                    changes=candidate.changes,
-                    config=candidate.config,
-                    flops_ratio=candidate.flops_ratio,
-                    memory=memory,
-                    step_time_s=seconds,
-                )
+        if not memory.fits:
+            shortfall = max(shortfall, _shortfall(candidate.config, memory))
+            continue
+        seconds = step_time(step) if step_time else None
+        found.append(
+            Suggestion(
+                changes=candidate.changes,
+                config=candidate.config,
+                flops_ratio=candidate.flops_ratio,
+                memory=memory,
+                step_time_s=seconds,
             )
-        if len(found) == wanted:
-            break
+        )
     return found
 
 
-def candidates(config: Config) -> Iterator[Candidate]:
-    """Changes after which `config` should fit by the formulas: single ones first, then pairs and
+def _shortfall(config: Config, compiled: MemoryPlan) -> float:
+    """What was compiled over what formulas expect of it."""
+    return max(1.0, compiled.peak_bytes / estimate(config).peak_bytes)
+
+
+def candidates(config: Config, shortfall: float = 1.0) -> Iterator[Candidate]:
+    """Changes after which `config` should fit by the formulas times `shortfall`: single ones first, then pairs and
     triples; each with the fewest devices and then the fewest FLOPs first.
 
     Of changes of one kind only the smallest that is enough is offered, and none together with others that is enough alone.
     """
     kinds = [list(kind) for kind in (_remat(config), _accumulation(config), _moments(config), *_mesh(config))]
     for count in (1, 2, 3):
-        offers = [_smallest(config, itertools.product(*several)) for several in itertools.combinations(kinds, count)]
+        several = itertools.combinations(kinds, count)
+        offers = [_smallest(config, itertools.product(*kinds_together), shortfall) for kinds_together in several]
         yield from sorted(
             (offer for offer in offers if offer is not None),
             key=lambda offer: (offer.config.hardware.num_devices, offer.flops_ratio),
@@ -134,15 +152,15 @@ def changed(config: Config, changes: Changes) -> Config:
     return config
 
 
-def _smallest(config: Config, choices: Iterable[tuple[Changes, ...]]) -> Candidate | None:
+def _smallest(config: Config, choices: Iterable[tuple[Changes, ...]], shortfall: float) -> Candidate | None:
     """The first choice whose changes together are enough, and no fewer of them."""
     for parts in choices:
         changes = _together(parts)
         if len(changes) < sum(map(len, parts)):
             continue  # two changes of the same setting
-        candidate = _if_it_fits(config, changes)
+        candidate = _if_it_fits(config, changes, shortfall)
         fewer = itertools.combinations(parts, len(parts) - 1) if len(parts) > 1 else ()
-        if candidate and not any(_if_it_fits(config, _together(some)) for some in fewer):
+        if candidate and not any(_if_it_fits(config, _together(some), shortfall) for some in fewer):
             return candidate
     return None
 
@@ -151,13 +169,13 @@ def _together(parts: Iterable[Changes]) -> Changes:
     return {key: value for part in parts for key, value in part.items()}
 
 
-def _if_it_fits(config: Config, changes: Changes) -> Candidate | None:
+def _if_it_fits(config: Config, changes: Changes, shortfall: float) -> Candidate | None:
     try:
         candidate = changed(config, changes)
     except ConfigError:
         return None
     expected = estimate(candidate)
-    if expected.peak_bytes + expected.allowance.total_bytes > ESTIMATE_MARGIN * expected.capacity_bytes:
+    if shortfall * expected.peak_bytes + expected.allowance.total_bytes > ESTIMATE_MARGIN * expected.capacity_bytes:
         return None
     fused = config.model.attend_across_documents
     ratio = executed_flops(candidate, fused_attention=fused) / executed_flops(config, fused_attention=fused)

@@ -118,7 +118,11 @@ def collective(
 
 
 def ring_seconds(passed: float, steps: int, node_steps: int, n: int, m: int, machine: Machine) -> float:
-    """Every device passes `passed` bytes on in `steps` steps; one link of the ring in n / m lies between nodes."""
+    """A ring of `n` devices on `m` nodes, as an all-gather or a reduce-scatter runs along it.
+
+    Every device passes `passed` bytes on in `steps` steps, of which `node_steps` lead to another node: one link of the
+    ring in n / m.
+    """
     if n == 1:
         return _PROTOCOLS[0].base
     g = n / m
@@ -135,7 +139,10 @@ def ring_seconds(passed: float, steps: int, node_steps: int, n: int, m: int, mac
 
 
 def all_reduce_seconds(whole: float, n: int, m: int, machine: Machine) -> float:
-    """The better of a ring, which scatters and gathers, and a pair of trees."""
+    """An all-reduce of `whole` bytes by `n` devices on `m` nodes.
+
+    The better of a ring, which scatters and gathers, and a pair of trees.
+    """
     ring = ring_seconds(2 * whole * (n - 1) / n, 2 * (n - 1), 2 * (m - 1), n, m, machine)
     if m == 1:
         return ring
@@ -190,8 +197,9 @@ def _differing_axes(groups: np.ndarray, mesh: Mapping[str, int]) -> list[str]:
 def least_wire_bytes(config: Config, mesh: Mapping[str, int]) -> float:
     """Bytes that a device must send per step with the parallelism of `mesh`, summed over links; nothing sends less.
 
-    Rings over n devices pass (n - 1) / n of an array on. Fully sharded (`fsdp`): every micro-batch gathers the weights
-    forward and again backward and scatters their gradients. `data`: gradients of the own shard are reduced once.
+    Rings over n devices pass (n - 1) / n of an array on. Fully sharded (`fsdp`): every micro-batch gathers the layers
+    forward and again backward, unless what is gathered is kept (`model.remat: none`), and embedding and head once; and
+    scatters the gradients of all. `data`: gradients of the own shard are reduced once.
     `tensor`: each layer reduces its two outputs forward and their gradients backward. `sequence`: each layer gathers
     keys and values forward and again backward, and scatters their gradients.
     """
@@ -199,12 +207,13 @@ def least_wire_bytes(config: Config, mesh: Mapping[str, int]) -> float:
     width = {"bfloat16": 2, "float32": 4}[model.compute_dtype]
     part = {axis: (size - 1) / size for axis, size in mesh.items()}
     weights = width * model.num_params / mesh["tensor"]
+    ends = width * model.vocab_size * model.embed_dim * (1 if model.tie_embeddings else 2) / mesh["tensor"]
     rows = train.global_batch_size / (mesh["data"] * mesh["fsdp"])
     tokens = rows * config.data.seq_len / mesh["sequence"]
     activations = width * tokens * model.embed_dim
     keys_and_values = width * rows * config.data.seq_len * 2 * model.num_kv_heads * model.head_dim / mesh["tensor"]
     return (
-        3 * weights * train.grad_accum_steps * part["fsdp"]
+        ((2 if model.remat == "none" else 3) * (weights - ends) + 2 * ends) * train.grad_accum_steps * part["fsdp"]
         + 2 * weights / mesh["fsdp"] * part["data"]
         + model.num_layers * (4 * 2 * activations * part["tensor"] + 3 * keys_and_values * part["sequence"])
     )

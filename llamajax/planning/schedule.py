@@ -96,7 +96,7 @@ def make_plan(
     if plan.chosen.memory.fits or not suggest:
         return plan
     doing("compiling what could fit instead")
-    found = suggestions(config, step_time=lambda step: replayed(step, step.config).timeline.step_time_s)
+    found = suggestions(config, plan.chosen.memory, step_time=lambda step: replayed(step, step.config).timeline.step_time_s)
     return Plan(config=config, without_profile=blind, with_profile=profiled, suggestions=tuple(found))
 
 

@@ -153,7 +153,8 @@ def test_what_is_suggested_was_compiled_and_fits(compiler):
         seconds.append(step)
         return float(len(seconds))
 
-    found = suggestions(too_large, step_time=step_time)
+    step = compile_for(too_large)
+    found = suggestions(too_large, memory_plan(step, parse(step.hlo)), step_time=step_time)
     assert len(found) == 3
     assert [suggestion.step_time_s for suggestion in found] == [1.0, 2.0, 3.0]
     for suggestion in found:

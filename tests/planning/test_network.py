@@ -128,10 +128,10 @@ def test_a_group_of_one_sends_nothing():
 MODEL = ModelConfig(vocab_size=1000, embed_dim=64, mlp_dim=256, num_layers=10, num_heads=8, num_kv_heads=2, head_dim=8)
 
 
-def least(mesh: dict[str, int], **train: int) -> float:
+def least(mesh: dict[str, int], model: ModelConfig = MODEL, **train: int) -> float:
     config = Config(
         run_dir="run",
-        model=MODEL,
+        model=model,
         data=DataConfig(sources=(SourceConfig(kind="stdlib"),), seq_len=128),
         mesh=MeshConfig(**mesh),
         train=TrainConfig(num_steps=1, global_batch_size=16, **train),
@@ -141,11 +141,14 @@ def least(mesh: dict[str, int], **train: int) -> float:
 
 
 def test_least_bytes():
-    """ZeRO-3 sends 6N(n-1)/n bytes per micro-batch in bfloat16, replicas of it 4N(n-1)/n of their shards once."""
-    N = MODEL.num_params
-    assert least({"fsdp": 8}) == pytest.approx(6 * N * 7 / 8)
-    assert least({"fsdp": 8}, grad_accum_steps=2) == pytest.approx(2 * 6 * N * 7 / 8)
-    assert least({"data": 2, "fsdp": 4}, grad_accum_steps=2) == pytest.approx(2 * 6 * N * 3 / 4 + 4 * N / 4 / 2)
+    """ZeRO-3 sends 6N(n-1)/n bytes per micro-batch in bfloat16, 4 for what is gathered once; replicas of it 4N(n-1)/n of
+    their shards once."""
+    N, ends = MODEL.num_params, 2 * 1000 * 64
+    sharded = 6 * N - 2 * ends
+    assert least({"fsdp": 8}) == pytest.approx(sharded * 7 / 8)
+    assert least({"fsdp": 8}, grad_accum_steps=2) == pytest.approx(2 * sharded * 7 / 8)
+    assert least({"fsdp": 8}, dataclasses.replace(MODEL, remat="none")) == pytest.approx(4 * N * 7 / 8)
+    assert least({"data": 2, "fsdp": 4}, grad_accum_steps=2) == pytest.approx(2 * sharded * 3 / 4 + 4 * N / 4 / 2)
     assert least({"data": 4}) == pytest.approx(4 * N * 3 / 4)
     tokens = 16 * 128
     assert least({"tensor": 2}) == pytest.approx(10 * 4 * 2 * (2 * tokens * 64) / 2)

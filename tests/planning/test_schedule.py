@@ -71,7 +71,8 @@ def test_what_does_not_fit_gets_suggestions(compiled, monkeypatch):
     suggestion = plans.plan(peak_bytes=90 * plans.GIB).suggestions[0]
     asked = []
 
-    def suggestions(config, *, step_time):
+    def suggestions(config, compiled, *, step_time):
+        assert not compiled.fits
         asked.append(step_time(plans.step(config)))
         return [suggestion]
 

@@ -1,0 +1,119 @@
+"""Plans every shipped configuration and keeps what came out: run it when a change is meant to change the plans.
+
+    python scripts/plans.py [NAME ...]
+
+Writes the reports to docs/plans/, with a table of all in docs/plans/README.md; the predictions into the heads of
+configs/*.yaml; and the figures that a test holds later changes to into tests/planning/golden.json, under the version of jax
+that it ran with. Needs the extra `plan`; about 20 s for each of twelve plans on two cores.
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import textwrap
+import time
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+CONFIGS = ROOT / "configs"
+PLANS = ROOT / "docs" / "plans"
+GOLDEN = ROOT / "tests" / "planning" / "golden.json"
+_13B, _ON_256, _ON_512 = "llama2_13b_32xa100_80gb", {"hardware.nodes": 32, "mesh.fsdp": 256}, {"hardware.nodes": 64}
+VARIANTS: dict[str, tuple[str, dict[str, int]]] = {
+    "llama2_13b_256xa100_80gb": (_13B, _ON_256 | {"train.grad_accum_steps": 1}),
+    "llama2_13b_512xa100_80gb": (_13B, _ON_512 | {"mesh.data": 8, "mesh.fsdp": 64, "train.grad_accum_steps": 1}),
+}
+"""Plans of a configuration on another cluster: its name and what is overridden."""
+GOLDEN_KEYS = ("peak_bytes", "exposed_comm_s", "step_time_s")
+
+
+def plans() -> dict[str, tuple[str, dict[str, int]]]:
+    """Configuration and overrides by the name of the plan."""
+    shipped: dict[str, tuple[str, dict[str, int]]] = {path.stem: (path.stem, {}) for path in CONFIGS.glob("llama*.yaml")}
+    return dict(sorted((shipped | VARIANTS).items()))
+
+
+def arguments(name: str) -> list[str]:
+    """Of `python -m llamajax.plan`."""
+    config, changes = plans()[name]
+    return [
+        "--config",
+        f"configs/{config}.yaml",
+        *(text for key, value in changes.items() for text in (f"--{key}", str(value))),
+    ]
+
+
+def run(name: str) -> tuple[str, dict[str, Any], float, float]:
+    """The report, its figures, seconds and GiB at most resident."""
+    with tempfile.TemporaryDirectory() as folder:
+        figures = Path(folder) / "figures.json"
+        command = [sys.executable, "-m", "llamajax.plan", *arguments(name), "--json", str(figures)]
+        started = time.monotonic()
+        process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, env=os.environ | {"COLUMNS": "140"})
+        assert process.stdout is not None
+        report = process.stdout.read()
+        _, status, usage = os.wait4(process.pid, 0)
+        if status:
+            raise SystemExit(f"{name}: planning failed")
+        return report, json.loads(figures.read_text()), time.monotonic() - started, usage.ru_maxrss / 2**20
+
+
+def expected(told: dict[str, Any]) -> str:
+    """What the head of a configuration says of its plan."""
+    total, capacity = ((told["peak_bytes"] + told["allowance_bytes"]) / 2**30, told["capacity_bytes"] / 2**30)
+    text = (
+        f"Expected: not measured. llamajax.plan predicts {total:.1f} of {capacity:.1f} GiB per GPU,"
+        f" {told['step_time_s']:.3g} s per step, {told['tokens_per_sec_per_device']:,.0f} tokens/s per GPU,"
+        f" MFU {told['mfu']:.1%} ({date.today()}, jax {told['jax_version']})."
+    )
+    return "".join(f"# {line}\n" for line in textwrap.wrap(text, 118))
+
+
+def index() -> str:
+    """The table of all plans that are kept."""
+    lines = [
+        "# What `python -m llamajax.plan` tells of the shipped configurations",
+        "",
+        "Predicted, not measured; how far such predictions were off published runs is in",
+        "[plan_accuracy.md](../plan_accuracy.md). Written by `scripts/plans.py`.",
+        "",
+        "| plan | verdict | planned in |",
+        "|---|---|---|",
+    ]
+    for path in sorted(PLANS.glob("*.txt")):
+        text = path.read_text().splitlines()
+        verdict = next(line.removeprefix("verdict").strip() for line in text if line.startswith("verdict"))
+        lines.append(f"| [{path.stem}]({path.name}) | {verdict} | {text[-1].removeprefix('planned in ')} |")
+    return "\n".join([*lines, ""])
+
+
+def main(names: list[str]) -> None:
+    """Plans `names`, or all."""
+    if unknown := set(names) - set(plans()):
+        raise SystemExit(f"unknown: {', '.join(sorted(unknown))}; there are {', '.join(plans())}")
+    PLANS.mkdir(parents=True, exist_ok=True)
+    golden = json.loads(GOLDEN.read_text()) if GOLDEN.exists() else {}
+    for name in names or plans():
+        report, told, seconds, gib = run(name)
+        golden.setdefault(told["jax_version"], {})[name] = {key: told[key] for key in GOLDEN_KEYS}
+        GOLDEN.write_text(json.dumps(golden, indent=1, sort_keys=True) + "\n")
+        text = "\n".join(line.rstrip() for line in report.splitlines())
+        command = " ".join(["python -m llamajax.plan", *arguments(name)])
+        (PLANS / f"{name}.txt").write_text(f"$ {command}\n{text}\n\nplanned in {seconds:.0f} s, {gib:.1f} GiB resident\n")
+        if name not in VARIANTS:
+            path = CONFIGS / f"{name}.yaml"
+            path.write_text(re.sub(r"# Expected:(.*\n# )*?.*\)\.\n", expected(told), path.read_text(), count=1))
+        (PLANS / "README.md").write_text(index())
+        print(
+            f"{name:34} {seconds:4.0f} s  {gib:.1f} GiB  {report.splitlines()[0].removeprefix('verdict').strip()}",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

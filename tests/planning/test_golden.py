@@ -1,0 +1,45 @@
+"""The plans of all shipped configurations are as good as when they were last meant to change: scripts/plans.py."""
+
+import json
+
+import jax
+import pytest
+
+from llamajax.config_file import load_config
+from llamajax.planning.compile import CompilerMissingError, check_compiler
+from llamajax.planning.fitting import changed
+from llamajax.planning.schedule import make_plan
+from scripts.plans import CONFIGS, GOLDEN, plans
+
+WORSE = 1.02
+"""More than two percent."""
+LEAST = 0.001
+"""Of a step: waiting that is shorter is nothing."""
+
+
+def golden() -> dict[str, dict[str, float]]:
+    kept = json.loads(GOLDEN.read_text())
+    if jax.__version__ not in kept:
+        pytest.skip(f"no plans are kept for jax {jax.__version__}; scripts/plans.py makes them")
+    return kept[jax.__version__]
+
+
+def test_every_plan_is_kept_for_the_locked_version():
+    assert json.loads(GOLDEN.read_text())["0.10.2"].keys() == plans().keys()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", plans())
+def test_no_plan_is_worse_than_it_was(name):
+    try:
+        check_compiler()
+    except CompilerMissingError as missing:
+        pytest.skip(str(missing))
+    before = golden()[name]
+    config, changes = plans()[name]
+    found = make_plan(changed(load_config(CONFIGS / f"{config}.yaml"), changes), suggest=False).chosen
+    assert found.memory.fits
+    assert not found.timeline.not_understood
+    assert found.memory.peak_bytes <= WORSE * before["peak_bytes"]
+    allowed = max(before["exposed_comm_s"], LEAST * before["step_time_s"])
+    assert found.timeline.exposed_comm_s <= WORSE * allowed
