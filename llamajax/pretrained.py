@@ -149,6 +149,7 @@ def _open_step(step_dir: Path) -> Pretrained:
     try:
         fields: dict[str, Any] = dict(meta["config"]["model"])
         fields["rope_scaling"] = RopeScalingConfig(**fields["rope_scaling"])
+        fields["attention_kernel"] = "auto"  # belongs to the machine that trained, not to the model
         config = ModelConfig(**fields)
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(

@@ -169,13 +169,23 @@ def test_damage_is_found_before_anything_is_believed(tmp_path, sources, capsys):
         found.load(found.config)
 
 
+def rewritten(run: Path, step_dir: Path, **model) -> Path:
+    """A copy of the run's only step, with other settings of its model."""
+    shutil.copytree(run, step_dir.parents[1])
+    meta = json.loads((step_dir / "meta.json").read_text())
+    meta["config"]["model"] |= model
+    (step_dir / "meta.json").write_text(json.dumps(meta))
+    (step_dir / "manifest.json").unlink()
+    manifest.write(step_dir, manifest.digest(step_dir, manifest.list_files(step_dir)))
+    return step_dir
+
+
 def test_a_checkpoint_of_another_versions_model(tmp_path, sources):
-    shutil.copytree(sources["run"], tmp_path / "run")
-    step = tmp_path / "run/checkpoints/0"
-    meta = json.loads((step / "meta.json").read_text())
-    meta["config"]["model"]["num_experts"] = 8
-    (step / "meta.json").write_text(json.dumps(meta))
-    (step / "manifest.json").unlink()
-    manifest.write(step, manifest.digest(step, manifest.list_files(step)))
+    step = rewritten(sources["run"], tmp_path / "run/checkpoints/0", num_experts=8)
     with pytest.raises(CheckpointError, match="not written by this version's model"):
         open_pretrained(step)
+
+
+def test_the_kernel_belongs_to_the_machine_that_trained(tmp_path, sources):
+    step = rewritten(sources["run"], tmp_path / "run/checkpoints/0", attention_kernel="cudnn")
+    assert open_pretrained(step).config == open_pretrained(sources["step"]).config

@@ -8,6 +8,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
+from llamajax.errors import EnvironmentMismatchError
 from llamajax.sharding import TABLE, spec
 
 MAX_HEAD_DIM = 128
@@ -48,6 +49,9 @@ def cudnn_attention(q: jax.Array, k: jax.Array, v: jax.Array, window: int | None
 
     Returns:
         [B, T, K, G, H] of q's dtype and sharding; scores and softmax are fp32.
+
+    Raises:
+        EnvironmentMismatchError: cuDNN is not installed.
     """
     q_spec, kv_spec = spec("batch", "seq", "kv_heads", None, "head_dim"), spec("batch", "seq", "kv_heads", "head_dim")
     # jax's cuDNN calls do not say over which axes their results vary.
@@ -58,12 +62,19 @@ def cudnn_attention(q: jax.Array, k: jax.Array, v: jax.Array, window: int | None
 
 def _on_device(q: jax.Array, k: jax.Array, v: jax.Array, *, window: int | None) -> jax.Array:
     b, t, K, G, H = q.shape
-    out = jax.nn.dot_product_attention(
-        q.reshape(b, t, K * G, H),
-        k,
-        v,
-        is_causal=True,
-        local_window_size=None if window is None else (window - 1, 0),
-        implementation="cudnn",
-    )
+    try:
+        out = jax.nn.dot_product_attention(
+            q.reshape(b, t, K * G, H),
+            k,
+            v,
+            is_causal=True,
+            local_window_size=None if window is None else (window - 1, 0),
+            implementation="cudnn",
+        )
+    except RuntimeError as error:
+        if "cuDNN" not in str(error):
+            raise
+        raise EnvironmentMismatchError(
+            "cuDNN, which computes attention, was not found; install nvidia-cudnn-cu13, or set model.attention_kernel: plain"
+        ) from error
     return out.reshape(q.shape)

@@ -20,7 +20,7 @@ from jax.experimental import topologies
 
 from llamajax.batch import FIELDS, batch_sharding, micro_batch_size
 from llamajax.config import Config
-from llamajax.errors import ConfigError, UserError
+from llamajax.errors import ConfigError, EnvironmentMismatchError, UserError
 from llamajax.mesh import make_mesh
 from llamajax.planning.buffers import BufferAssignment, read_buffer_assignment
 from llamajax.planning.hardware import Gpu, planned_gpu, target_config
@@ -102,6 +102,8 @@ def compile_for(
         dump: dict[str, Option] = {"xla_dump_to": folder, "xla_dump_hlo_as_proto": True}
         try:
             compiled = compile_with(lower(config), told | dump)
+        except EnvironmentMismatchError as error:
+            raise CompilerMissingError(f"{error}; or {REMEDY}") from error
         except jax.errors.JaxRuntimeError as error:
             if "No PTX compilation provider" in str(error) or "libdevice not found" in str(error):
                 raise CompilerMissingError(

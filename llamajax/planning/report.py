@@ -16,7 +16,7 @@ from llamajax.planning.memory import KINDS, Allowance, Kind
 from llamajax.planning.schedule import Plan, Schedule
 from llamajax.units import format_bytes, format_count
 
-DISCLAIMER = "predicted by a cost model from data sheets; nothing was measured on a GPU"
+DISCLAIMER = "predicted, not measured; how far predictions are off published runs: docs/plan_accuracy.md"
 _TENSORS, _COLLECTIVES = 8, 12
 Figures = Mapping[str, Any]
 

@@ -11,10 +11,11 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 from llamajax import mesh
 from llamajax.config import MeshConfig, TrainConfig
-from llamajax.errors import ConfigError
-from llamajax.kernels.cudnn_attention import obstacle
+from llamajax.errors import ConfigError, EnvironmentMismatchError
+from llamajax.kernels.cudnn_attention import cudnn_attention, obstacle
 from llamajax.model import Llama
 from llamajax.planning.compile import CompilerMissingError, check_compiler, compile_for
+from llamajax.sharding import spec
 from tests.planning.plans import CONFIG
 from tests.tiny import random_rows, tiny_config
 
@@ -61,6 +62,17 @@ def test_open_documents_are_one():
     closed, whole = (jax.jit(m)(rows["tokens"], rows["segment_ids"], rows["positions"]) for m in (model, open_model))
     np.testing.assert_array_equal(whole, jax.jit(model)(rows["tokens"]))
     assert np.abs(whole - closed).max() > 0.1
+
+
+def test_missing_cudnn_is_told_in_one_line(monkeypatch):
+    def missing(*args, **kwargs):
+        raise RuntimeError("cuDNN not found.")
+
+    monkeypatch.setattr(jax.nn, "dot_product_attention", missing)
+    q = jax.device_put(jnp.zeros((8, 16, 8, 2, 8)), spec("batch", "seq", "kv_heads", None, "head_dim"))
+    kv = jax.device_put(jnp.zeros((8, 16, 8, 8)), spec("batch", "seq", "kv_heads", "head_dim"))
+    with pytest.raises(EnvironmentMismatchError, match=r"^cuDNN, .* was not found; .* model.attention_kernel: plain"):
+        jax.jit(cudnn_attention, static_argnums=3)(q, kv, kv, None)
 
 
 @pytest.mark.slow
