@@ -92,6 +92,7 @@ def compile_for(
         ConfigError: the configuration names no GPU, cannot be laid over the cluster, or sets an unknown XLA option.
     """
     check_compiler()
+    gpu = planned_gpu(config.hardware)
     if problems := config.placement_problems(config.hardware.num_devices):
         raise ConfigError("\n".join(problems))
     started = time.monotonic()
@@ -118,7 +119,7 @@ def compile_for(
     assert hlo is not None
     return CompiledStep(
         config=config,
-        gpu=planned_gpu(config.hardware),
+        gpu=gpu,
         hlo=hlo,
         buffers=buffers,
         peak_bytes=stats.peak_memory_in_bytes,

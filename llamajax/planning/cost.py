@@ -79,10 +79,7 @@ class CostModel:
         if instruction.opcode == "custom-call":
             return self._custom_call(instruction, operands)
         if instruction.opcode in ("copy", "copy-start") and _crosses_to_host(instruction, operands):
-            size = num_bytes(operands[0])
-            return Cost(
-                "copy", self.machine.calibration.kernel_s + size / self.machine.calibration.host_bandwidth, num_bytes=size
-            )
+            return self._host_copy(num_bytes(operands[0]))
         if instruction.opcode in ("fusion", "fusion-start"):
             body = self.module.computations[instruction.called("calls")[0]]
             return self._fusion(body)
@@ -91,11 +88,13 @@ class CostModel:
         return self._single(instruction, computation, operands)
 
     def _fusion(self, body: Computation) -> Cost:
-        read = sum(
-            _bytes_of_elements(parameter.shape, needed)
-            for parameter, needed in zip(body.parameters, self._needed(body), strict=True)
-        )
-        return self._kernel(self._dots(body), read + self._written(body))
+        needed = zip(body.parameters, self._needed(body), strict=True)
+        read = [(parameter.shape, _bytes_of_elements(parameter.shape, elements)) for parameter, elements in needed]
+        written = self._written(body)
+        over_the_bus = sum(size for shape, size in [*read, (body.root.shape, written)] if _on_host(shape))
+        if over_the_bus:
+            return self._host_copy(over_the_bus)
+        return self._kernel(self._dots(body), sum(size for _, size in read) + written)
 
     def _single(self, instruction: Instruction, computation: Computation, operands: list[Shape]) -> Cost:
         self._note(instruction.opcode)
@@ -107,6 +106,8 @@ class CostModel:
 
     def _custom_call(self, instruction: Instruction, operands: list[Shape]) -> Cost:
         target = _target(instruction)
+        if target == "AllocateBuffer":
+            return FREE
         size = sum(map(num_bytes, operands)) + num_bytes(instruction.shape)
         if target.startswith("__cudnn$fmha"):
             return self._attention(instruction, operands, size)
@@ -119,6 +120,10 @@ class CostModel:
         work = sum(dot_seconds(dot, self.machine) for dot in dots)
         seconds = self.machine.calibration.kernel_s + max(work, self._memory_seconds(size))
         return Cost("matmul" if dots else "memory", seconds, sum(dot.flops for dot in dots), size)
+
+    def _host_copy(self, size: int) -> Cost:
+        calibration = self.machine.calibration
+        return Cost("copy", calibration.kernel_s + size / calibration.host_bandwidth, num_bytes=size)
 
     def _memory_seconds(self, size: int) -> float:
         return size / (self.machine.gpu.memory_bandwidth * self.machine.calibration.memory_efficiency)
@@ -240,6 +245,10 @@ def _written_bytes(instruction: Instruction, computation: Computation) -> int:
 def _bytes_of_elements(shape: Shape, elements: int) -> int:
     total = num_elements(shape)
     return num_bytes(shape) * elements // total if total else 0
+
+
+def _on_host(shape: Shape) -> bool:
+    return any(array.on_host for array in arrays(shape))
 
 
 def _crosses_to_host(instruction: Instruction, operands: list[Shape]) -> bool:

@@ -1,10 +1,19 @@
 """XLA's buffer assignment, read back: sizes against what XLA says itself, and the fullest moment replayed."""
 
+from collections.abc import Iterable, Iterator
+
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.ad_checkpoint import checkpoint_name
 
 from llamajax.planning.buffers import Buffer, read_buffer_assignment
+from llamajax.planning.compile import CompilerMissingError, check_compiler, planned_mesh
+from llamajax.planning.hlo import parse
+from llamajax.planning.replay import replay
+from llamajax.planning.schedule import mesh_sizes, planned_machine
+from llamajax.planning.timeline import Event, Loop
+from tests.planning.plans import CONFIG
 
 
 def field(number: int, value: int | bytes) -> bytes:
@@ -90,3 +99,46 @@ def test_agrees_with_xlas_own_sums(tmp_path, donate):
     assert assignment.arena_bytes == stats.temp_size_in_bytes
     assert assignment.host_bytes == 0
     assert {argument.op_name for argument in assignment.arguments} == {"state['a']", "state['b']", "x"}
+
+
+@pytest.mark.slow
+def test_what_lies_in_the_hosts_memory_is_counted_apart(tmp_path):
+    """Eight layers' activations of 512 x 1,024 bfloat16 per device, offloaded by the forward pass: 8 MiB, out and back."""
+    try:
+        check_compiler()
+    except CompilerMissingError as missing:
+        pytest.skip(str(missing))
+    policy = jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=[], names_which_can_be_offloaded=["x"], offload_src="device", offload_dst="pinned_host"
+    )
+
+    def layer(x, w):
+        x = checkpoint_name(x, "x")
+        return jnp.tanh(x @ w), None
+
+    def loss(w, x):
+        return jnp.sum(jax.lax.scan(jax.checkpoint(layer, policy=policy), x, w)[0].astype(jnp.float32))
+
+    with jax.set_mesh(planned_mesh(CONFIG)):
+        rows = jax.sharding.NamedSharding(jax.sharding.get_mesh(), jax.P(("data", "fsdp", "tensor")))
+        x = jax.ShapeDtypeStruct((16 * 512, 1024), jnp.bfloat16, sharding=rows)
+        w = jax.ShapeDtypeStruct((8, 1024, 1024), jnp.bfloat16)
+        lowered = jax.jit(jax.grad(loss)).lower(w, x)
+    compiled = lowered.compile(compiler_options={"xla_dump_to": str(tmp_path), "xla_dump_hlo_as_proto": True})
+    (proto,) = tmp_path.glob("*after_optimizations.hlo.pb")
+    assert read_buffer_assignment(proto.read_bytes()).host_bytes == 8 * 512 * 1024 * 2
+    hlo = compiled.as_text()
+    assert hlo is not None
+    timeline = replay(parse(hlo), planned_machine(CONFIG), mesh_sizes(CONFIG))
+    assert not timeline.not_understood
+
+    def copies(events: Iterable[Event | Loop]) -> Iterator[float]:
+        for event in events:
+            if isinstance(event, Loop):
+                for times, _, inner in event.iterations:
+                    yield from [times * seconds for seconds in copies(inner)]
+            elif event.kind == "copy":
+                yield event.seconds
+
+    there_and_back = 2 * 8 * 512 * 1024 * 2
+    assert sum(copies(timeline.events)) == pytest.approx(there_and_back / 50e9, rel=0.1)

@@ -46,7 +46,14 @@ def test_kernels_outside_of_fusions_move_their_bytes(line, num_bytes):
     assert cost(X + line) == memory(num_bytes)
 
 
-@pytest.mark.parametrize("line", ["%r = f32[100000]{0} bitcast(%x)", "%r = (f32[1000,100]{1,0}) tuple(%x)"])
+@pytest.mark.parametrize(
+    "line",
+    [
+        "%r = f32[100000]{0} bitcast(%x)",
+        "%r = (f32[1000,100]{1,0}) tuple(%x)",
+        '%r = f32[1000,100]{1,0:S(5)} custom-call(), custom_call_target="AllocateBuffer"',
+    ],
+)
 def test_renaming_is_free(line):
     assert cost(X + line).seconds == 0
 

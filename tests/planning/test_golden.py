@@ -1,4 +1,4 @@
-"""The plans of all shipped configurations are as good as when they were last meant to change: scripts/plans.py."""
+"""The plans of all shipped configurations agree with formulas, and are as good as they were: scripts/plans.py."""
 
 import json
 
@@ -7,7 +7,9 @@ import pytest
 
 from llamajax.config_file import load_config
 from llamajax.planning.compile import CompilerMissingError, check_compiler
+from llamajax.planning.figures import schedule_figures
 from llamajax.planning.fitting import changed
+from llamajax.planning.memory import minimum_state_bytes
 from llamajax.planning.schedule import make_plan
 from scripts.plans import CONFIGS, GOLDEN, plans
 
@@ -30,16 +32,21 @@ def test_every_plan_is_kept_for_the_locked_version():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", plans())
-def test_no_plan_is_worse_than_it_was(name):
+def test_a_plan_agrees_with_formulas_and_is_no_worse_than_it_was(name):
     try:
         check_compiler()
     except CompilerMissingError as missing:
         pytest.skip(str(missing))
     before = golden()[name]
-    config, changes = plans()[name]
-    found = make_plan(changed(load_config(CONFIGS / f"{config}.yaml"), changes), suggest=False).chosen
+    shipped, changes = plans()[name]
+    config = changed(load_config(CONFIGS / f"{shipped}.yaml"), changes)
+    found = make_plan(config, suggest=False).chosen
     assert found.memory.fits
-    assert not found.timeline.not_understood
+    told = schedule_figures(config, found)
+    assert told["not_understood"] == {}
+    assert told["argument_bytes"] == pytest.approx(minimum_state_bytes(config), rel=0.01)
+    assert told["flops_factor"] == pytest.approx(1, rel=0.01)
+    assert 0.99 < told["wire_bytes_factor"] < 1.1
     assert found.memory.peak_bytes <= WORSE * before["peak_bytes"]
     allowed = max(before["exposed_comm_s"], LEAST * before["step_time_s"])
     assert found.timeline.exposed_comm_s <= WORSE * allowed

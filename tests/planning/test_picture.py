@@ -29,7 +29,7 @@ def test_everything_is_on_the_page():
     ):
         assert word in text
     assert text.count("<svg ") == 3
-    assert "nothing was measured on a GPU" in " ".join(text.split())
+    assert "predicted, not measured" in " ".join(text.split())
     assert ">intra-node<" in text
     assert ">inter-node<" in text
     assert "does not fit" not in text

@@ -26,7 +26,7 @@ def test_the_verdict_comes_first_and_then_everything(printed):
     assert first.startswith("verdict    fits: 62.3 GiB of 79.1 GiB per GPU; ")
     assert "tokens/s/GPU, MFU" in first
     assert "waits for communication" in first
-    assert "nothing was measured on a GPU" in second
+    assert "predicted, not measured" in second
     for word in (
         "16 x H100 in 4 nodes, 400 GB/s between nodes; mesh data 2 x fsdp 4 x tensor 2",
         "AdamW's two moments",
