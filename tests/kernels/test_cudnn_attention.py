@@ -14,6 +14,7 @@ from llamajax.config import MeshConfig, TrainConfig
 from llamajax.errors import ConfigError, EnvironmentMismatchError
 from llamajax.kernels.cudnn_attention import cudnn_attention, obstacle
 from llamajax.model import Llama
+from llamajax.model.attention import attend
 from llamajax.planning.compile import CompilerMissingError, check_compiler, compile_for
 from llamajax.sharding import spec
 from tests.planning.plans import CONFIG
@@ -62,6 +63,30 @@ def test_open_documents_are_one():
     closed, whole = (jax.jit(m)(rows["tokens"], rows["segment_ids"], rows["positions"]) for m in (model, open_model))
     np.testing.assert_array_equal(whole, jax.jit(model)(rows["tokens"]))
     assert np.abs(whole - closed).max() > 0.1
+
+
+@pytest.mark.parametrize("window", [None, 5])
+def test_what_cudnn_is_asked_for_is_what_the_plain_form_computes(monkeypatch, window):
+    """jax's own plain form stands in for the kernel, which cannot run here: heads, mask and window are told alike."""
+    told = jax.nn.dot_product_attention
+    monkeypatch.setattr(jax.nn, "dot_product_attention", lambda *x, implementation, **how: told(*x, **how))
+    jax.set_mesh(mesh.make_mesh(MeshConfig(fsdp=4, tensor=2)))
+    rng = np.random.default_rng(0)
+    shapes = ((8, 16, 2, 3, 8), (8, 16, 2, 8), (8, 16, 2, 8))
+    q, k, v = (jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in shapes)
+    q = jax.device_put(q, spec("batch", "seq", "kv_heads", None, "head_dim"))
+    k, v = jax.device_put((k, v), spec("batch", "seq", "kv_heads", "head_dim"))
+
+    def results(attention):
+        def weighted(q, k, v):
+            out = attention(q, k, v)
+            return jnp.sum(out * jnp.cos(jnp.arange(8.0)).reshape(1, 1, 1, 1, 8)), out
+
+        return jax.jit(jax.grad(weighted, argnums=(0, 1, 2), has_aux=True))(q, k, v)
+
+    fused = results(lambda q, k, v: cudnn_attention(q, k, v, window))
+    plain = results(lambda q, k, v: attend(q, k, v, None, window))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), fused, plain)
 
 
 def test_missing_cudnn_is_told_in_one_line(monkeypatch):
