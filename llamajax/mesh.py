@@ -39,7 +39,7 @@ def select_platform(config: MeshConfig) -> None:
     os.environ["XLA_FLAGS"] = " ".join(flags)
     # A program over all devices needs a thread for each of them at once, and jaxlib before 0.12 lends the same threads to
     # launches that wait for their turn (32 are in flight at most): with one thread per device both wait forever.
-    os.environ.setdefault("PJRT_NPROC", str(2 * config.num_cpu_devices))
+    os.environ.setdefault("PJRT_NPROC", str(max(os.cpu_count() or 1, 2 * config.num_cpu_devices)))
     try:
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", config.num_cpu_devices)
