@@ -40,6 +40,7 @@ EVERYTHING = Config(
             kind="llama3", factor=32.0, low_freq_factor=1.5, high_freq_factor=5.0, original_max_seq_len=77
         ),
         norm_eps=1e-6, sliding_window=5, qkv_bias=True, qk_norm=True, tie_embeddings=True,
+        attend_across_documents=True, attention_kernel="plain",
         init_std=1e-22, param_dtype="bfloat16", compute_dtype="float32", remat="none",
     ),
     data=DataConfig(
