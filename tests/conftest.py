@@ -7,6 +7,7 @@ import pytest
 
 from llamajax import mesh
 from llamajax.config import MeshConfig
+from llamajax.planning.compile import CompilerMissingError, check_compiler
 
 # The tests compile hundreds of tiny steps and run each for milliseconds; unoptimised code compiles three times as fast.
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0"
@@ -18,3 +19,12 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 def _mesh():
     """Every test starts on the same mesh, whatever the one before it left behind."""
     jax.set_mesh(mesh.make_mesh(MeshConfig()))
+
+
+@pytest.fixture
+def gpu_compiler():
+    """Skips where XLA's compiler for GPUs (extra `plan`) is not installed; CI has it."""
+    try:
+        check_compiler()
+    except CompilerMissingError as missing:
+        pytest.skip(str(missing))

@@ -11,7 +11,6 @@ from llamajax import plan
 from llamajax.cli import dump_config
 from llamajax.config import HardwareConfig
 from llamajax.planning import compile as planning_compile
-from llamajax.planning.compile import CompilerMissingError, check_compiler
 from tests.planning import plans
 from tests.tiny import tiny_config
 
@@ -96,12 +95,9 @@ def test_the_command_line_answers_without_jax(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("gpu_compiler")
 def test_a_real_plan(tmp_path):
     """All four files from the real compiler; the data that the configuration names exist nowhere."""
-    try:
-        check_compiler()
-    except CompilerMissingError as missing:
-        pytest.skip(str(missing))
     file = tmp_path / "run.yaml"
     file.write_text(dump_config(plans.CONFIG))
     files = {f"--{name}": str(tmp_path / name) for name in ("json", "trace", "hlo", "picture.html")}

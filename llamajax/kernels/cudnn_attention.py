@@ -16,7 +16,7 @@ MAX_HEAD_DIM = 128
 _PLATFORMS = ("gpu", "cuda")
 
 
-def obstacle(q: jax.Array, segment_ids: jax.Array | None) -> str | None:
+def obstacle(q: jax.Array | jax.ShapeDtypeStruct, segment_ids: jax.Array | jax.ShapeDtypeStruct | None) -> str | None:
     """Why cuDNN cannot do this attention on the devices of the current mesh; None if it can.
 
     Args:

@@ -18,7 +18,8 @@ Bytes, FLOPs and seconds are per step and device unless said otherwise; shares a
   `compute_by_kind`, `slowdown_s` (of compute, by collectives beside it), `comm_s`, `exposed_comm_s`, `exposed_copy_s`,
   `exposed_fraction` (of the step); `wire_bytes` and `wire_bytes_by_link` (sent), `wire_bytes_factor` (over the least; null
   if that is zero); `tokens_per_sec_per_device`, `mfu` (causal attention), `mfu_full_attention`, `hfu` (of the FLOPs that
-  are executed), `flops` (executed), `flops_factor` (over the formula with recomputation);
+  are executed), `flops` (executed), `rematerialized_flops` (of them, what XLA computes again to save
+  memory), `flops_factor` (the others over the formula with `model.remat`);
   `sync_collectives_in_loops`; `not_understood` (instructions whose cost is a guess); `collectives` (name, kind, axis,
   group_size, num_nodes, link, bytes, count, seconds, hidden_s, exposed_s, is_sync, in_loop).
 - `without_profile`: the same group for the schedule by XLA's own guesses; `with_profile`: that by latencies, or null.
@@ -168,7 +169,8 @@ def schedule_figures(config: Config, schedule: Schedule) -> dict[str, Any]:
         "mfu_full_attention": config.model.flops_per_token(seq_len, full_attention=True) * tokens_per_sec / gpu.peak_flops,
         "hfu": timeline.flops / timeline.step_time_s / gpu.peak_flops,
         "flops": timeline.flops,
-        "flops_factor": timeline.flops * num_devices / counted,
+        "flops_factor": (timeline.flops - timeline.rematerialized_flops) * num_devices / counted,
+        "rematerialized_flops": timeline.rematerialized_flops,
         "sync_collectives_in_loops": timeline.sync_collectives_in_loops,
         "not_understood": timeline.not_understood,
         "collectives": [_collective(use) for use in timeline.collectives],

@@ -21,6 +21,8 @@ Key = tuple[str, str]
 _NETWORK: tuple[Lane, ...] = ("intra_node", "inter_node")
 _HIDES = 0.02
 """Kernels shorter than this share of a collective do not count as hiding it: index arithmetic, copies of scalars."""
+_REMATERIALIZED = ".remat"
+"""In the names of instructions that XLA itself computes again to save memory: `fusion.1.remat2`."""
 _CONTROL_FLOW = ("while", "call", "conditional")
 
 
@@ -55,6 +57,7 @@ def replay(module: Module, machine: Machine, mesh: Mapping[str, int]) -> Timelin
         exposed_copy_s=sum(seconds for key, seconds in tally.exposed.items() if key not in replayer.collectives),
         wire_bytes=wire,
         flops=tally.flops,
+        rematerialized_flops=tally.rematerialized_flops,
         compute_by_kind=dict(tally.compute),
         collectives=uses,
         sync_collectives_in_loops=sum(use.is_sync and use.in_loop for use in uses),
@@ -118,6 +121,7 @@ class _Tally:
 
     seconds: float = 0.0
     flops: int = 0
+    rematerialized_flops: int = 0
     compute: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     slowdown: float = 0.0
     count: dict[Key, int] = field(default_factory=lambda: defaultdict(int))
@@ -128,6 +132,7 @@ class _Tally:
     def add(self, other: "_Tally", times: int = 1) -> None:
         """All sums but `seconds` and `events`, which are not sums over what happens in parallel."""
         self.flops += times * other.flops
+        self.rematerialized_flops += times * other.rematerialized_flops
         self.slowdown += times * other.slowdown
         for name in ("compute", "count", "busy", "exposed"):
             own = getattr(self, name)
@@ -180,6 +185,8 @@ class _Replayer:
                     tally.slowdown += clock.compute(op.seconds, self.machine.calibration.compute_slowdown)
                     tally.compute[op.kind] += op.seconds
                     tally.flops += op.flops
+                    if _REMATERIALIZED in op.instruction.name:
+                        tally.rematerialized_flops += op.flops
                     tally.events.append(op.event(start - begin, clock.now - start))
                 case "send":
                     sent = clock.send(op.lane, op.seconds, op.key)

@@ -120,10 +120,15 @@ def _print_time(told: Figures) -> None:
         f"step       {told['step_time_s']:.4g} s = {told['compute_s']:.4g} computing ({kinds})"
         f" + {told['slowdown_s']:.3g} slowed by collectives + {told['exposed_comm_s']:.3g} waiting for them{copies}"
     )
+    again = (
+        f" and {told['rematerialized_flops'] / told['flops']:.1%} XLA's own recomputation"
+        if told["rematerialized_flops"]
+        else ""
+    )
     log(
         f"speed      {told['tokens_per_sec_per_device']:,.0f} tokens/s/GPU; MFU {told['mfu']:.1%}, or"
         f" {told['mfu_full_attention']:.1%} counting full attention; HFU {told['hfu']:.1%}"
-        f" (executed FLOPs are {told['flops_factor']:.3f} of the formula)"
+        f" (executed FLOPs are {told['flops_factor']:.3f} of the formula{again})"
     )
     links = ", ".join(
         f"{format_bytes(size)} {link.replace('_', '-')}" for link, size in told["wire_bytes_by_link"].items() if size

@@ -83,6 +83,8 @@ class Timeline:
     """Sent by a device, on average over devices."""
     flops: int
     """Executed in matrix products, recomputation included."""
+    rematerialized_flops: int
+    """Of them, what XLA computes again to save memory, beyond `model.remat`."""
     compute_by_kind: dict[str, float]
     """`compute_s` by what the kernels do."""
     collectives: tuple[CollectiveUse, ...]

@@ -15,7 +15,7 @@ from llamajax.errors import ConfigError, EnvironmentMismatchError
 from llamajax.kernels.cudnn_attention import cudnn_attention, obstacle
 from llamajax.model import Llama
 from llamajax.model.attention import attend
-from llamajax.planning.compile import CompilerMissingError, check_compiler, compile_for
+from llamajax.planning.compile import compile_for
 from llamajax.sharding import spec
 from tests.planning.plans import CONFIG
 from tests.tiny import random_rows, tiny_config
@@ -44,7 +44,7 @@ def test_what_cudnn_can_do(dtype, head_dim, packed, sizes, reason):
     q = jax.ShapeDtypeStruct((8, 16, 2, 2, head_dim), dtype)
     segment_ids = jax.ShapeDtypeStruct((8, 16), jnp.int32) if packed else None
     with jax.sharding.use_abstract_mesh(mesh_of(H100, **sizes)):
-        found = obstacle(q, segment_ids)  # pyright: ignore[reportArgumentType]  # only shapes are looked at
+        found = obstacle(q, segment_ids)
     assert (found is None) if reason is None else (found is not None and reason in found)
 
 
@@ -101,12 +101,9 @@ def test_missing_cudnn_is_told_in_one_line(monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("gpu_compiler")
 @pytest.mark.parametrize(("window", "kv_heads"), [(None, 8), (512, 2)])
 def test_the_step_has_one_kernel_forward_and_one_backward(window, kv_heads):
-    try:
-        check_compiler()
-    except CompilerMissingError as missing:
-        pytest.skip(str(missing))
     model = dataclasses.replace(
         CONFIG.model, attend_across_documents=True, sliding_window=window, num_kv_heads=kv_heads, remat="save_attention"
     )

@@ -8,7 +8,7 @@ import pytest
 from jax.ad_checkpoint import checkpoint_name
 
 from llamajax.planning.buffers import Buffer, read_buffer_assignment
-from llamajax.planning.compile import CompilerMissingError, check_compiler, planned_mesh
+from llamajax.planning.compile import planned_mesh
 from llamajax.planning.hlo import parse
 from llamajax.planning.replay import replay
 from llamajax.planning.schedule import mesh_sizes, planned_machine
@@ -102,12 +102,9 @@ def test_agrees_with_xlas_own_sums(tmp_path, donate):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("gpu_compiler")
 def test_what_lies_in_the_hosts_memory_is_counted_apart(tmp_path):
     """Eight layers' activations of 512 x 1,024 bfloat16 per device, offloaded by the forward pass: 8 MiB, out and back."""
-    try:
-        check_compiler()
-    except CompilerMissingError as missing:
-        pytest.skip(str(missing))
     policy = jax.checkpoint_policies.save_and_offload_only_these_names(
         names_which_can_be_saved=[], names_which_can_be_offloaded=["x"], offload_src="device", offload_dst="pinned_host"
     )

@@ -19,7 +19,7 @@ from llamajax.config import (
     XlaConfig,
 )
 from llamajax.planning import hlo, profile
-from llamajax.planning.compile import CompilerMissingError, check_compiler, compile_for, lower, planned_mesh
+from llamajax.planning.compile import compile_for, lower, planned_mesh
 from llamajax.planning.hardware import planned_gpu
 from llamajax.planning.machine import Machine
 from llamajax.planning.network import least_wire_bytes
@@ -92,12 +92,9 @@ CONFIG = Config(
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("gpu_compiler")
 def test_the_real_step_is_understood_and_its_exposed_time_shrinks(tmp_path):
     """The training step itself, compiled for 16 H100 with half a network, without and with its profile."""
-    try:
-        check_compiler()
-    except CompilerMissingError as missing:
-        pytest.skip(str(missing))
 
     machine = Machine(gpu=planned_gpu(CONFIG.hardware), gpus_per_node=8)
     mesh = {"data": 1, "fsdp": 16, "sequence": 1, "tensor": 1}
@@ -127,11 +124,8 @@ def test_the_real_step_is_understood_and_its_exposed_time_shrinks(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("gpu_compiler")
 def test_training_makes_its_profile_once(tmp_path, monkeypatch):
-    try:
-        check_compiler()
-    except CompilerMissingError as missing:
-        pytest.skip(str(missing))
     data = dataclasses.replace(CONFIG.data, cache_dir=str(tmp_path))
     config = dataclasses.replace(CONFIG, data=data, xla=XlaConfig(latency_profile="auto"))
     with jax.set_mesh(planned_mesh(config)):

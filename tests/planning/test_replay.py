@@ -227,3 +227,12 @@ def test_replays_what_xla_scheduled(version):
     assert timeline.sync_collectives_in_loops == {"0.10": 1, "0.12": 2}[version]
     assert 0 < timeline.exposed_comm_s < timeline.comm_s < timeline.step_time_s
     assert all(isinstance(event, Event | Loop) for event in timeline.events)
+
+
+def test_what_xla_computes_again_is_told_apart():
+    dot = "f32[64,64]{1,0} dot(%x, %x), lhs_contracting_dims={1}, rhs_contracting_dims={0}"
+    program = module(
+        f"%x = f32[64,64]{{1,0}} parameter(0)\n%a = {dot}\n%a.remat2 = {dot}\n%r = f32[64,64]{{1,0}} add(%a, %a.remat2)"
+    )
+    timeline = replay(program, MACHINE, {"fsdp": program.num_devices})
+    assert (timeline.flops, timeline.rematerialized_flops) == (2 * 2 * 64**3, 2 * 64**3)
