@@ -32,7 +32,7 @@ BATCH_BYTES = 2**23
 REPORT_EVERY_S = 10.0
 """Seconds between progress lines where there is no terminal to animate."""
 
-_FORMAT = "shard-1"
+_FORMAT = "shard-2"
 _CHAT_FORMAT = "chat-1"
 
 

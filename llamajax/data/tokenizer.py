@@ -5,7 +5,6 @@ import functools
 import hashlib
 import heapq
 import io
-import itertools
 import json
 import os
 import random
@@ -112,7 +111,10 @@ def _tokenizer_file(folder: Path) -> Path:
 
 
 class SentencePieceTokenizer(Tokenizer):
-    """A SentencePiece model."""
+    """A SentencePiece model.
+
+    The character U+2581, which it writes for a space, is read as one, as transformers and llama.cpp read it.
+    """
 
     def __init__(self, path: Path) -> None:
         self._set_files(path)
@@ -135,24 +137,14 @@ class SentencePieceTokenizer(Tokenizer):
         self.token_bytes = np.array(
             [byte_counts[piece.type](piece.piece) if piece.type in byte_counts else 0 for piece in model.pieces], np.int32
         )
-        # SentencePiece reads the character U+2581 as a space. A model that keeps everything else as it is shall keep
-        # that one too: it is cut out of the text and spelt in bytes.
-        rules = model.normalizer_spec
-        keeps_text = rules.name == "identity" and not rules.add_dummy_prefix and not rules.remove_extra_whitespaces
-        spelt = [self._processor.piece_to_id(f"<0x{byte:02X}>") for byte in _SPACE.encode()]
-        self._space_ids = np.array(spelt, np.int32) if keeps_text and model.trainer_spec.byte_fallback else None
-
         control = [re.escape(piece.piece) for piece in model.pieces if piece.type == kinds.CONTROL]
         self._control = re.compile(f"({'|'.join(sorted(control, key=len, reverse=True)) or '(?!)'})")
-        self._strips_text = rules.remove_extra_whitespaces
+        self._strips_text = model.normalizer_spec.remove_extra_whitespaces
         model.normalizer_spec.add_dummy_prefix = False
         self._without_prefix = sentencepiece.SentencePieceProcessor(model_proto=model.SerializeToString())
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-        parts = [self._without_space_characters(text) for text in texts]
-        flat = list(itertools.chain.from_iterable(parts))
-        encoded = iter(self._processor.encode(flat, return_type="numpy", num_threads=os.cpu_count() or 1))
-        return [self._join(list(itertools.islice(encoded, len(of_text)))) for of_text in parts]
+        return list(self._processor.encode(list(texts), return_type="numpy", num_threads=os.cpu_count() or 1))
 
     def encode_template_parts(self, parts: Sequence[str]) -> list[np.ndarray]:
         """Control pieces such as `</s>` become their tokens, as user-defined ones do in any text."""
@@ -168,22 +160,10 @@ class SentencePieceTokenizer(Tokenizer):
                     # What takes the space off the front of a text, and puts it there again, shall do so here as well.
                     goes_on = after_text and not (self._strips_text and section.startswith(" "))
                     processor = self._without_prefix if goes_on else self._processor
-                    spelt = self._without_space_characters(section)
-                    ids.append(self._join([processor.encode(text, return_type="numpy") for text in spelt]))
+                    ids.append(processor.encode(section, return_type="numpy"))
                     after_text = True
             encoded.append(np.concatenate(ids))
         return encoded
-
-    def _without_space_characters(self, text: str) -> list[str]:
-        """The text cut at every U+2581 that must be spelt."""
-        return [text] if self._space_ids is None else text.split(_SPACE)
-
-    def _join(self, parts: list[np.ndarray]) -> np.ndarray:
-        if len(parts) == 1:
-            return parts[0]
-        assert self._space_ids is not None
-        joined = [array for part in parts for array in (self._space_ids, part)]
-        return np.concatenate(joined[1:])
 
     def decode(self, ids: Iterable[int]) -> str:
         return self._processor.decode([int(token) for token in ids])
