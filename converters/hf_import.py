@@ -80,7 +80,7 @@ class Import:
         }
         arrays = {name: self._array(name, shape) for name, shape in names.our_shapes(self.config).items()}
         with Checkpointer(out, CheckpointConfig(async_save=False), use_ocdbt=False) as checkpointer:
-            checkpointer.save(0, arrays, meta, [out / name for name in self.files])
+            checkpointer.save(0, arrays, meta, self.files)
         return sum(stored.nbytes for stored in self.tensors.values())
 
     def verify(self, out: Path) -> str:

@@ -235,7 +235,7 @@ def _check(old: Tokenizer, new: Tokenizer, texts: Sequence[str]) -> None:
         same = same and all(old.decode(old_ids) == new.decode(new_ids) for old_ids, new_ids in encoded)
     if not same:
         raise ConfigError(
-            f"{old.files[0]}: the tokenizer would not give back all texts after it has grown, and nothing was kept;"
+            f"{old.source}: the tokenizer would not give back all texts after it has grown, and nothing was kept;"
             " please report this, with the file"
         )
 

@@ -7,7 +7,7 @@ Layout, below the run directory::
         state/                 every array of the state, an Orbax PyTree checkpoint under the names in arrays.json
         arrays.json            name -> dtype and shape of every array
         meta.json              what the caller wants to know again: resolved config, data position, versions, mesh
-        files/                 copies of the caller's files: the tokenizer
+        files/                 what the caller wants to keep: the tokenizer's files
         manifest.json          size and SHA-256 of all of the above (llamajax.manifest)
     checkpoints/1000.saving/   a step being written, or what a killed process left of one
     checkpoints/1000.deleting/ a step being deleted, or what a killed process left of one
@@ -31,9 +31,9 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import IO, Any
 
 import jax
@@ -117,14 +117,14 @@ class Checkpointer:
         handler = ocp.PyTreeCheckpointHandler(use_compression=False, use_ocdbt=use_ocdbt)
         self._orbax = ocp.AsyncCheckpointer(handler, timeout_secs=_TIMEOUT_S)
 
-    def save(self, step: int, state: Any, meta: dict[str, Any], files: Sequence[Path] = ()) -> None:
+    def save(self, step: int, state: Any, meta: dict[str, Any], files: Mapping[str, bytes] = MappingProxyType({})) -> None:
         """Starts saving `step`; returns when the arrays have left the devices (when committed, if not `async_save`).
 
         Args:
             step: optimizer steps done; above every step saved or restored before.
             state: pytree of jax arrays; typed PRNG keys too. It may be donated as soon as this returns.
             meta: a dictionary that JSON can hold.
-            files: files to copy beside it.
+            files: name and content of small files to keep beside it.
 
         Raises:
             CheckpointError: the previous save failed, or this one cannot begin.
@@ -225,7 +225,7 @@ class Checkpointer:
             print(failure, file=sys.stderr, flush=True)
         self._release()
 
-    def _commit(self, step: int, texts: dict[str, str], files: Sequence[Path]) -> None:
+    def _commit(self, step: int, texts: dict[str, str], files: Mapping[str, bytes]) -> None:
         """In its own thread, on every process: turns `<step>.saving` into `<step>`, then deletes old steps."""
         saving = self._saving(step)
         try:
@@ -236,8 +236,8 @@ class Checkpointer:
             for name, text in texts.items():
                 (saving / name).write_text(text)
             (saving / "files").mkdir()
-            for file in files:
-                shutil.copyfile(file, saving / "files" / file.name)
+            for name, content in files.items():
+                (saving / "files" / name).write_bytes(content)
             records |= manifest.digest(saving, set(manifest.list_files(saving)) - records.keys())
             manifest.write(saving, records)
             saving.rename(self._directory / str(step))

@@ -77,7 +77,7 @@ def evaluate_documents(
     path = find_run(config, pretrained)
     trained = load_config(path)
     run_config = adapt_run(trained, path, config, model_config, tokenizer)
-    dataset = data.prepare(run_config, log=console.log)
+    dataset = data.prepare(run_config, log=console.log, tokenizer=tokenizer)
     trained_on = pretrained.meta.get("data", {}).get("fingerprint")
     if config.data is None and config.seq_len is None and trained_on not in (None, dataset.fingerprint):
         say("warning    these are not the documents that the model was trained on: they have changed since")
@@ -86,7 +86,9 @@ def evaluate_documents(
         parts = {}
         for index, source in enumerate(run_config.data.sources):
             alone = dataclasses.replace(run_config, data=dataclasses.replace(run_config.data, sources=(source,)))
-            parts[f"data.sources[{index}] {source.kind}"] = Part(alone, data.prepare(alone, log=lambda line: None))
+            parts[f"data.sources[{index}] {source.kind}"] = Part(
+                alone, data.prepare(alone, log=lambda line: None, tokenizer=tokenizer)
+            )
     total = sum(part.num_batches(config) for part in parts.values())
     if not total:
         raise DataError(
@@ -160,7 +162,7 @@ def adapt_run(run_config: Config, path: Path, config: EvaluateConfig, model: Mod
     named = run_config.data.tokenizer.path if config.data is not None else None
     if named is not None and load_tokenizer(Path(named).expanduser()).sha256 != tokenizer.sha256:
         raise ConfigError(
-            f"data: {path} names another tokenizer, {named}, than the model's {tokenizer.files[0]}; remove"
+            f"data: {path} names another tokenizer, {named}, than the model's {tokenizer.source}; remove"
             " data.tokenizer.path there to use the model's"
         )
     seq_len = config.seq_len or run_config.data.seq_len
@@ -178,7 +180,7 @@ def adapt_run(run_config: Config, path: Path, config: EvaluateConfig, model: Mod
         data=dataclasses.replace(
             run_config.data,
             seq_len=seq_len,
-            tokenizer=dataclasses.replace(run_config.data.tokenizer, path=str(tokenizer.files[0])),
+            tokenizer=dataclasses.replace(run_config.data.tokenizer, path=None),
         ),
         train=dataclasses.replace(
             run_config.train,

@@ -36,7 +36,7 @@ class Restored(Generic[State]):
     meta: dict[str, Any]
     """What was given to `save`."""
     files: Path
-    """Directory with the copies of the files given to `save`; a running writer may delete it in time."""
+    """Directory with the files given to `save`; a running writer may delete it in time."""
 
 
 def restore(

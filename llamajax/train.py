@@ -83,9 +83,9 @@ def run(config: Config, *, dry_run: bool = False) -> None:
             restored = checkpointer.restore(abstract_state)
             origin = Origin()
             if pretrained is not None:
-                origin = take_along(pretrained.files, pretrained.hf, run_dir)
+                origin = take_along(pretrained.files, pretrained.hf)
             elif config.init_from is not None and restored is not None:
-                origin = take_along(restored.files, restored.meta.get("hf"), run_dir)
+                origin = take_along(restored.files, restored.meta.get("hf"))
             dataset = data.prepare(config, log=console.log, tokenizer=origin.tokenizer)
             check_same_everywhere({"data (documents or tokenizer)": dataset.fingerprint})
             if config.sample.prompt is not None:
@@ -141,7 +141,7 @@ def train(
     """The loop: steps, evaluations and checkpoints, until the last step or a request to stop."""
     num_steps = config.train.num_steps
     step = saved_step = start_step
-    files = list({path.name: path for path in (*origin.files, *dataset.files)}.values())
+    files = {**origin.files, **dataset.files}
     with (
         metrics.MetricsWriter(config, start_step=start_step) as writer,
         Loader(dataset, config, start_step) as loader,

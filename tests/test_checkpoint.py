@@ -23,6 +23,7 @@ from llamajax.config import CheckpointConfig, MeshConfig
 from llamajax.errors import CheckpointError
 
 CONFIG = CheckpointConfig(keep_last=2)
+TOKENIZER = random.Random(0).randbytes(5000)
 META = {"data": {"position": 640}, "config": "run_dir: runs/tiny\n", "mesh": {"fsdp": 8}}
 
 
@@ -69,7 +70,7 @@ def bits(tree) -> list[bytes]:
     return [np.asarray(x).tobytes() for x in leaves]
 
 
-def save(run_dir: Path, steps: list[int], config: CheckpointConfig = CONFIG, files: tuple[Path, ...] = ()) -> None:
+def save(run_dir: Path, steps: list[int], config: CheckpointConfig = CONFIG, **files: bytes) -> None:
     with Checkpointer(run_dir, config) as checkpointer:
         for step in steps:
             checkpointer.save(step, state_of(step), META | {"step": step}, files)
@@ -88,10 +89,8 @@ def _fsdp_mesh():
 def two_steps(tmp_path_factory) -> Path:
     """A run with steps 10 and 20; copy it before changing it."""
     run_dir = tmp_path_factory.mktemp("run")
-    tokenizer = run_dir / "tokenizer.model"
-    tokenizer.write_bytes(random.Random(0).randbytes(5000))
     use_mesh()
-    save(run_dir, [10, 20], files=(tokenizer,))
+    save(run_dir, [10, 20], **{"tokenizer.model": TOKENIZER})
     return run_dir
 
 
@@ -102,7 +101,7 @@ def test_everything_comes_back_bit_for_bit(tmp_path, two_steps):
     assert restored is not None
     assert restored.step == 20
     assert restored.meta == META | {"step": 20}
-    assert (restored.files / "tokenizer.model").read_bytes() == (two_steps / "tokenizer.model").read_bytes()
+    assert (restored.files / "tokenizer.model").read_bytes() == TOKENIZER
     assert jax.tree.structure(restored.state) == jax.tree.structure(expected)
     assert bits(restored.state) == bits(expected)
     for ours, theirs in zip(jax.tree.leaves(restored.state), jax.tree.leaves(expected), strict=True):
@@ -333,10 +332,13 @@ def test_a_disk_without_room_is_noticed_before_anything_is_written(tmp_path, mon
     assert not (tmp_path / "checkpoints").exists()
 
 
-def test_a_missing_file_fails_the_save_by_name(tmp_path):
+UNWRITABLE = {"no_such_directory/tokenizer.model": b""}
+
+
+def test_a_file_that_cannot_be_written_fails_the_save_by_name(tmp_path):
     checkpointer = Checkpointer(tmp_path, CONFIG)
-    checkpointer.save(1, state_of(1), META, [tmp_path / "gone.model"])
-    with pytest.raises(CheckpointError, match=r"step 1 cannot be saved: No such file or directory: .*gone\.model"):
+    checkpointer.save(1, state_of(1), META, UNWRITABLE)
+    with pytest.raises(CheckpointError, match=r"step 1 cannot be saved: No such file or directory: .*tokenizer\.model"):
         checkpointer.close()
     assert names_in(tmp_path) == []
     Checkpointer(tmp_path, CONFIG).close()
@@ -345,7 +347,7 @@ def test_a_missing_file_fails_the_save_by_name(tmp_path):
 def test_an_error_in_the_run_is_not_hidden_by_one_in_the_save(tmp_path, capfd):
     def run():
         with Checkpointer(tmp_path, CONFIG) as checkpointer:
-            checkpointer.save(1, state_of(1), META, [tmp_path / "gone.model"])
+            checkpointer.save(1, state_of(1), META, UNWRITABLE)
             raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):

@@ -172,7 +172,7 @@ with Checkpointer(run_dir, CheckpointConfig()) as checkpointer:
         checkpointer.save(step, jax.jit(init)(step), {"step": step})
     checkpointer.wait()
     expect_error(lambda: Checkpointer(run_dir, CheckpointConfig()))
-    checkpointer.save(3, jax.jit(init)(3), {}, [run_dir / "gone.model"])
+    checkpointer.save(3, jax.jit(init)(3), {}, {"no_such_directory/tokenizer.model": b""})
     expect_error(checkpointer.wait)
 if process_id == 0:
     (run_dir / "checkpoints" / "2" / "state" / "manifest.ocdbt").unlink()

@@ -5,13 +5,14 @@ import gc
 import json
 import os
 import pathlib
+import shutil
 import threading
 
 import pytest
 
 from llamajax import train
 from llamajax.cli import load_config
-from llamajax.config import ProfileConfig
+from llamajax.config import ProfileConfig, TokenizerConfig
 from llamajax.errors import CheckpointError, ConfigError, DataError, DivergedError
 from tests import runs
 
@@ -49,6 +50,38 @@ def test_starting_a_finished_run_again_trains_nothing_and_says_so(finished, caps
     assert [line for line in after.splitlines() if "train/loss" in line] == [
         line for line in before.splitlines() if "train/loss" in line
     ]
+
+
+def test_what_a_run_has_read_may_change_and_go(finished, tmp_path):
+    """Checkpoints keep the tokenizer and the other small files that the run began with."""
+    source = shutil.copytree(f"{finished.run_dir}/checkpoints/4", tmp_path / "source/checkpoints/4")
+    (source / "files/LICENSE").write_text("as it was")
+    tokenizer = pathlib.Path(shutil.copy(source / "files/tokenizer.model", tmp_path / "tokenizer.model"))
+    before = tokenizer.read_bytes()
+    named = dataclasses.replace(finished.data, tokenizer=TokenizerConfig(path=str(tokenizer)))
+    every_step = dataclasses.replace(finished.checkpoint, save_every=1)
+    config = with_run_dir(
+        finished, tmp_path / "run", init_from=str(source), data=named, checkpoint=every_step, profile=ProfileConfig()
+    )
+
+    class Spoil(train.StopSignal):
+        def requested(self, step):
+            if step == 1:
+                tokenizer.write_bytes(b"another")
+                (source / "files/LICENSE").write_text("another")
+            if step == 2:
+                tokenizer.unlink()
+                shutil.rmtree(source)
+            return super().requested(step)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train, "StopSignal", Spoil)
+        train.run(config)
+    for step in range(1, 5):
+        files = tmp_path / f"run/checkpoints/{step}/files"
+        assert {path.name: path.read_bytes() for path in files.iterdir()} == {
+            "LICENSE": b"as it was", "tokenizer.model": before,
+        }  # fmt: skip
 
 
 def test_a_dry_run_tells_everything_and_writes_nothing(finished, tmp_path, capsys):

@@ -73,8 +73,9 @@ class Dataset:
     """Hash of all that decides the rows, except the seed: tokenizer, documents, packing, split and weights."""
     order: grain.MapDataset
     """Training rows by position, without end."""
-    files: tuple[Path, ...]
-    """What is to be kept with a checkpoint: the tokenizer's files and, if there are conversations, chat_template.jinja."""
+    files: dict[str, bytes]
+    """Name and content of what is to be kept with a checkpoint: the tokenizer's files and, if there are conversations,
+    chat_template.jinja."""
     template_sha256: str | None
     """Hash of the chat template; None without conversations."""
 
@@ -150,7 +151,7 @@ def _prepare(config: Config, cache_dir: Path, log: Callable[[str], None], models
         summary=tuple(summary),
         fingerprint=cache.digest(tokenizer.sha256, entries, Proportions(weights).shares),
         order=training_order(train_rows, weights, config.seed),
-        files=tokenizer.files if template is None else (*tokenizer.files, _template_file(template, cache_dir)),
+        files=tokenizer.files if template is None else tokenizer.files | {TEMPLATE_FILE: template.text.encode()},
         template_sha256=None if template is None else template.sha256,
     )
 
@@ -170,11 +171,11 @@ def _tokenizer(
         if models_tokenizer is not None and tokenizer.sha256 != models_tokenizer.sha256:
             raise ConfigError(
                 f"data.tokenizer.path: {data.tokenizer.path} is not the tokenizer that the model was trained with,"
-                f" {models_tokenizer.files[0]}; remove data.tokenizer.path to use that one"
+                f" {models_tokenizer.source}; remove data.tokenizer.path to use that one"
             )
     if tokenizer is not None:
         if tokenizer.vocab_size > vocab_size:
-            named = f"data.tokenizer.path={data.tokenizer.path}" if data.tokenizer.path else str(tokenizer.files[0])
+            named = f"data.tokenizer.path={data.tokenizer.path}" if data.tokenizer.path else str(tokenizer.source)
             raise ConfigError(
                 f"model.vocab_size: {vocab_size} is below the {tokenizer.vocab_size} tokens of {named};"
                 f" raise it to {tokenizer.vocab_size} or more"
@@ -212,22 +213,13 @@ def _chat_template(config: Config, tokenizer: Tokenizer) -> ChatTemplate | None:
     if not any(source.kind == "chat" for source in config.data.sources):
         return None
     named = config.data.chat_template
-    template = load_chat_template(Path(named).expanduser() if named else tokenizer.files[0].parent, tokenizer)
+    template = load_chat_template(Path(named).expanduser() if named else tokenizer.source.parent, tokenizer)
     if template is None:
         raise ConfigError(
             "data.chat_template: is needed for sources of kind=chat, since the tokenizer has none; name a Jinja file, for"
             " example one of configs/chat_templates/"
         )
     return template
-
-
-def _template_file(template: ChatTemplate, cache_dir: Path) -> Path:
-    """The template in a file with the name under which `load_chat_template` finds it beside a tokenizer."""
-    path = cache_dir / "templates" / template.sha256 / TEMPLATE_FILE
-    if not path.exists():
-        with cache.locked(path.parent):
-            cache.write_atomically(path, template.text.encode())
-    return path
 
 
 def _packing_paths(entry: Path) -> tuple[Path, Path]:

@@ -52,8 +52,10 @@ class Tokenizer(abc.ABC):
     Over the tokens of a text they add up to its length, unless the tokenizer itself adds or drops text (as Llama 2's,
     which puts a space before it).
     """
-    files: tuple[Path, ...]
-    """All that `load_tokenizer` needs, to be kept with a checkpoint."""
+    source: Path
+    """The file it was read from, for messages."""
+    files: dict[str, bytes]
+    """Name and content of all that `load_tokenizer` needs, as it was read, to be kept with a checkpoint."""
     sha256: str
     """Hash of the files' content."""
 
@@ -76,15 +78,16 @@ class Tokenizer(abc.ABC):
     def decode(self, ids: Iterable[int]) -> str:
         """The text of the ids; special tokens have none, and bytes that are not UTF-8 become U+FFFD."""
 
-    def _set_files(self, *files: Path) -> None:
-        self.files = files
-        hashes = b"".join(hashlib.sha256(path.read_bytes()).digest() for path in files)
+    def _set_files(self, *paths: Path) -> None:
+        self.source = paths[0]
+        self.files = {path.name: path.read_bytes() for path in paths}
+        hashes = b"".join(hashlib.sha256(content).digest() for content in self.files.values())
         self.sha256 = hashlib.sha256(hashes).hexdigest()
 
     def _set_ends(self, bos_id: int | None, eos_id: int | None, remedy: str) -> None:
         ends = [token for token in (bos_id, eos_id) if token is not None]
         if not ends:
-            raise DataError(f"{self.files[0]}: data.tokenizer.path: has no token to begin or end a document; {remedy}")
+            raise DataError(f"{self.source}: data.tokenizer.path: has no token to begin or end a document; {remedy}")
         self.bos_id, self.eos_id = ends[0], ends[-1]
 
 
@@ -119,7 +122,8 @@ class SentencePieceTokenizer(Tokenizer):
     def __init__(self, path: Path) -> None:
         self._set_files(path)
         try:
-            self._processor = sentencepiece.SentencePieceProcessor(model_file=str(path))
+            self._processor = sentencepiece.SentencePieceProcessor()
+            self._processor.LoadFromSerializedProto(self.files[path.name])
             model = ModelProto.FromString(self._processor.serialized_model_proto())
         except RuntimeError as error:
             raise DataError(
@@ -176,9 +180,9 @@ class HuggingFaceTokenizer(Tokenizer):
         config_path = path.with_name("tokenizer_config.json")
         self._set_files(path, *([config_path] if config_path.exists() else []))
         try:
-            self._tokenizer = tokenizers.Tokenizer.from_str(path.read_text("utf-8"))
+            self._tokenizer = tokenizers.Tokenizer.from_str(self.files[path.name].decode())
             model = json.loads(self._tokenizer.to_str())
-            config = json.loads(config_path.read_text("utf-8")) if config_path.exists() else {}
+            config = json.loads(self.files.get(config_path.name, b"{}").decode())
         except Exception as error:  # the library raises nothing narrower
             reason = str(error).splitlines()[0]
             raise DataError(f"{path}: data.tokenizer.path: is not a tokenizer.json: {reason}; replace the file") from error
@@ -246,7 +250,8 @@ class HuggingFaceTokenizer(Tokenizer):
             name = configured["content"] if isinstance(configured, dict) else configured
             token = self._tokenizer.token_to_id(name)
             if token is None:
-                raise DataError(f"{self.files[1]}: {key}: {name!r} is not in {self.files[0].name}; correct it")
+                where = self.source.with_name("tokenizer_config.json")
+                raise DataError(f"{where}: {key}: {name!r} is not in {self.source.name}; correct it")
             return token
         return next((token for name in known if (token := self._tokenizer.token_to_id(name)) is not None), None)
 
@@ -258,7 +263,7 @@ class HuggingFaceTokenizer(Tokenizer):
             count = _text_bytes
         else:
             raise DataError(
-                f"{self.files[0]}: data.tokenizer.path: its decoder does not keep text as it is;"
+                f"{self.source}: data.tokenizer.path: its decoder does not keep text as it is;"
                 " use byte-level BPE or a SentencePiece kind of tokenizer"
             )
         counts = np.zeros(self.vocab_size, np.int32)

@@ -213,17 +213,16 @@ def test_the_template_comes_along(tmp_path, tokenizer):
     """Under the name and in the place where it is found with the tokenizer, wherever it came from."""
     source, _ = chat_source(tmp_path, "chat.jsonl", 5)
     named = prepare(chat_config(tmp_path, source))
-    assert [path.name for path in named.files] == ["letters.model", "chat_template.jinja"]
+    assert list(named.files) == ["letters.model", "chat_template.jinja"]
     folder = tmp_path / "checkpoint"
     folder.mkdir()
-    for path in named.files:
-        (folder / path.name).write_bytes(path.read_bytes())
+    for name, content in named.files.items():
+        (folder / name).write_bytes(content)
     model = load_tokenizer(folder)
     resumed = prepare(chat_config(tmp_path, source, chat_template=None, tokenizer=TokenizerConfig()), tokenizer=model)
     assert resumed.fingerprint == named.fingerprint
     assert resumed.template_sha256 == named.template_sha256
-    assert resumed.files[0] == folder / "letters.model"
-    assert resumed.files[1].read_bytes() == Path(PLAIN).read_bytes()
+    assert resumed.files == {**model.files, "chat_template.jinja": Path(PLAIN).read_bytes()}
     text_only = prepare(config_for(tmp_path, jsonl_source(tmp_path, "a.jsonl", random_texts(5))))
     assert text_only.files == tokenizer.files
     assert text_only.template_sha256 is None

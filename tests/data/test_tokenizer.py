@@ -95,7 +95,7 @@ def test_a_trained_tokenizer_is_as_asked(tmp_path):
     assert (tokenizer.vocab_size, tokenizer.bos_id, tokenizer.eos_id) == (500, 1, 2)
     (ids,) = tokenizer.encode_batch(["1234    for"])
     assert [tokenizer.decode([token]) for token in ids] == ["1", "2", "3", "4", "    ", "for"]
-    assert tokenizer.files == (tmp_path / "tokenizer.model",)
+    assert tokenizer.files == {"tokenizer.model": (tmp_path / "tokenizer.model").read_bytes()}
 
 
 def test_training_is_deterministic():
@@ -162,11 +162,11 @@ def test_a_tokenizer_json_with_byte_fallback(tmp_path):
 def test_where_the_ends_of_a_document_come_from(tmp_path):
     named = byte_level(tmp_path)
     assert (named.bos_id, named.eos_id) == (0, 1)
-    assert named.files == (tmp_path / "tokenizer.json",)
+    assert list(named.files) == ["tokenizer.json"]
     specials = ("<|a|>", "<|b|>", "<|endoftext|>")
     configured = byte_level(tmp_path, specials, {"bos_token": "<|b|>", "eos_token": {"content": "<|a|>"}})
     assert (configured.bos_id, configured.eos_id) == (1, 0)
-    assert configured.files == (tmp_path / "tokenizer.json", tmp_path / "tokenizer_config.json")
+    assert list(configured.files) == ["tokenizer.json", "tokenizer_config.json"]
     for config in ({}, {"bos_token": None, "eos_token": "<|endoftext|>"}):
         one_for_both = byte_level(tmp_path, specials, config)
         assert (one_for_both.bos_id, one_for_both.eos_id) == (2, 2)
@@ -179,8 +179,8 @@ def test_where_the_ends_of_a_document_come_from(tmp_path):
 def test_the_hash_follows_the_content(tmp_path):
     first = byte_level(tmp_path, config={"eos_token": "<|end_of_text|>"})
     (tmp_path / "copy").mkdir()
-    for path in first.files:
-        (tmp_path / "copy" / path.name).write_bytes(path.read_bytes())
+    for name, content in first.files.items():
+        (tmp_path / "copy" / name).write_bytes(content)
     assert load_tokenizer(tmp_path / "copy").sha256 == first.sha256
     other = byte_level(tmp_path, config={"eos_token": "<|begin_of_text|>"})
     assert other.sha256 != first.sha256
@@ -194,7 +194,7 @@ def test_a_directory_is_searched(tmp_path):
     assert load_tokenizer(tmp_path).sha256 == model.sha256
     (tmp_path / "config.json").write_text("{}")
     byte_level(tmp_path)
-    assert load_tokenizer(tmp_path).files == (tmp_path / "tokenizer.json",)
+    assert list(load_tokenizer(tmp_path).files) == ["tokenizer.json"]
 
 
 @pytest.mark.parametrize(
