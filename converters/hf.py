@@ -21,7 +21,7 @@ from pathlib import Path
 import jax
 from jax.sharding import AxisType
 
-from converters.hf_export import ExportDType, read_checkpoint
+from converters.hf_export import Export, ExportDType, read_checkpoint
 from converters.hf_import import read_model
 from converters.output import made_whole
 from llamajax.errors import ConfigError
@@ -42,7 +42,7 @@ def convert(
         source: what to read.
         out: the directory to make.
         dtype: type of the weights in `out`, not float16 for an import; None: as in `source`.
-        verify: compare logits; None: below two billion parameters.
+        verify: compare logits, and of an export the ids of texts; None: logits below two billion parameters.
         license: of the exported model, for its card; None: that of the model it was imported from.
 
     Raises:
@@ -64,6 +64,8 @@ def convert(
             seconds = time.monotonic() - started
             speed = f"{nbytes / 1e6:,.0f} MB in {seconds:.1f} s, {nbytes / 1e6 / seconds:,.0f} MB/s"
             print(f"wrote      {speed}, checked and on the disk", flush=True)
+            if verify is not False and isinstance(plan, Export) and plan.has_tokenizer:
+                print(f"verify     {plan.verify_ids(unfinished)}", flush=True)
             if verify or (verify is None and plan.config.num_params < VERIFY_BELOW):
                 print(f"verify     {plan.verify(unfinished)}", flush=True)
     print(f"done       {out}")

@@ -38,7 +38,8 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         command.add_argument(
             "--verify",
             action=argparse.BooleanOptionalAction,
-            help="compare the logits of both sides (default: below 2 billion parameters); takes the whole model in memory",
+            help="compare the logits of both sides (default: below 2 billion parameters), which takes the whole model in"
+            " memory; an export also compares the ids of texts, unless --no-verify is given",
         )
         command.set_defaults(license=None)
         if name == _EXPORT:

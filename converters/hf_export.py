@@ -9,20 +9,19 @@ from typing import Any, Literal, get_args
 
 import jax
 import numpy as np
-import tokenizers
 
 from converters import names
 from converters.architectures import Architecture, architecture_of
 from converters.blocks import THREADS, Box, StoredArray, boxes, open_array
 from converters.hf_config import write_config
-from converters.hf_files import read_travelling, travelling_files
-from converters.hf_tokenizer import convert_sentencepiece, tokenizer_config
+from converters.hf_files import TOKENIZERS, read_travelling, travelling_files
+from converters.hf_tokenizer import tokenizer_files
 from converters.model_card import model_card
 from converters.safetensors_io import Writer
 from converters.verify import compare_logits
+from converters.verify_ids import compare_ids
 from llamajax.config import DType, ModelConfig
 from llamajax.data.chat import load_chat_template
-from llamajax.data.tokenizer import Tokenizer
 from llamajax.errors import CheckpointError, ConfigError
 from llamajax.pretrained import Pretrained, open_pretrained
 from llamajax.prompts import find_ends
@@ -52,6 +51,11 @@ class Export:
     def config(self) -> ModelConfig:
         """Of the model."""
         return self.found.config
+
+    @property
+    def has_tokenizer(self) -> bool:
+        """Whether there is a tokenizer among the files."""
+        return bool(TOKENIZERS & self.files.keys())
 
     @property
     def about(self) -> str:
@@ -92,6 +96,10 @@ class Export:
             raise
         return writer.nbytes
 
+    def verify_ids(self, out: Path) -> str:
+        """Compares the ids of texts in training and in the directory; see `compare_ids`."""
+        return compare_ids(out, self.found.tokenizer())
+
     def verify(self, out: Path) -> str:
         """Compares the logits of checkpoint and directory; see `compare_logits`."""
         step_dir = self.found.source
@@ -99,7 +107,7 @@ class Export:
 
     def _template_ends(self) -> frozenset[int]:
         """The special tokens that the chat template, if there is one, ends an answer with."""
-        if not {"tokenizer.json", "tokenizer.model"} & self.files.keys():
+        if not self.has_tokenizer:
             return frozenset()
         tokenizer = self.found.tokenizer()
         template = load_chat_template(self.found.files, tokenizer)
@@ -201,19 +209,6 @@ def read_checkpoint(source: Path, dtype: ExportDType | None, license: str | None
     assert {name: tuple(saved[name]["shape"]) for name in shapes} == shapes
     assert {saved[name]["dtype"] for name in shapes} <= set(get_args(DType))
     files = read_travelling(travelling_files(found.files))
-    if {"tokenizer.json", "tokenizer.model"} & files.keys():
-        files |= _missing_tokenizer_files(files, found.tokenizer())
+    if TOKENIZERS & files.keys():
+        files |= tokenizer_files(files, found.tokenizer())
     return Export(found, dtype or found.config.param_dtype, license, files)
-
-
-def _missing_tokenizer_files(files: Mapping[str, bytes], tokenizer: Tokenizer) -> dict[str, bytes]:
-    """What `AutoTokenizer` needs beside `files`; nothing for kinds of SentencePiece models that it converts itself."""
-    if "tokenizer_config.json" in files:
-        return {}
-    if "tokenizer.json" not in files:
-        return convert_sentencepiece(files["tokenizer.model"]) or {}
-    pieces = tokenizers.Tokenizer.from_str(files["tokenizer.json"].decode())
-    bos, eos = pieces.id_to_token(tokenizer.bos_id), pieces.id_to_token(tokenizer.eos_id)
-    assert bos is not None
-    assert eos is not None
-    return {"tokenizer_config.json": tokenizer_config(bos, eos)}

@@ -13,6 +13,9 @@ _TRAVELLING = re.compile(
     r"|chat_template\.jinja|generation_config\.json|(LICENSE|NOTICE|USE_POLICY)(\.txt|\.md)?"
 )
 
+TOKENIZERS = frozenset({"tokenizer.json", "tokenizer.model"})
+"""Either is a whole tokenizer, but for the names of its special tokens."""
+
 LICENSE = r"[A-Za-z0-9][A-Za-z0-9.+-]{0,63}"
 """How Hugging Face writes licences: `apache-2.0`, `llama3.1`, `other`."""
 

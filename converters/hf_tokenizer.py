@@ -1,50 +1,124 @@
-"""A SentencePiece BPE as the `tokenizer.json` that every Hugging Face reader takes."""
+"""A tokenizer's files as transformers and llama.cpp read them with the ids of training."""
 
 import json
+import re
+from collections.abc import Mapping
+from typing import Any
 
-import tokenizers
 from sentencepiece.sentencepiece_model_pb2 import ModelProto  # pyright: ignore[reportAttributeAccessIssue]
-from tokenizers import AddedToken, decoders, models, normalizers, processors
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
+from tokenizers import Tokenizer as HuggingFace
+
+from llamajax.data.tokenizer import Tokenizer
+
+_SPACE = "\u2581"
+"""What SentencePiece writes for a space."""
+_KINDS = ModelProto.SentencePiece
 
 
-def convert_sentencepiece(model_file: bytes) -> dict[str, bytes] | None:
-    """`tokenizer.json` and `tokenizer_config.json` of a SentencePiece model; None if it is of a kind not covered.
+def tokenizer_files(files: Mapping[str, bytes], tokenizer: Tokenizer) -> dict[str, bytes]:
+    """The files that stand beside or replace a tokenizer's, so that every reader has the ids of training.
 
-    Covered is the BPE that we train: byte fallback, and text taken as it is. A text is begun with the bos token, as
-    training does it; ids of texts are those of SentencePiece.
+    transformers reads `tokenizer.json` as `tokenizer_config.json` says, llama.cpp the scores in `tokenizer.model` if there
+    is one. A SentencePiece model of a kind that has no such form gets none.
+
+    Args:
+        files: name and content; among them `tokenizer.json` or `tokenizer.model`.
+        tokenizer: the same, as training used it.
+    """
+    body = files.get("tokenizer.json")
+    if body is None:
+        bos_id = None if tokenizer.bos_token is None else tokenizer.bos_id
+        body = convert_sentencepiece(files["tokenizer.model"], bos_id)
+        if body is None:
+            return {}
+    model = json.loads(body)["model"]
+    known = json.loads(files.get("tokenizer_config.json", '{"clean_up_tokenization_spaces": false}'))
+    unknown = {} if model.get("unk_token") is None else {"unk_token": model["unk_token"]}
+    config = {"bos_token": tokenizer.bos_token, "eos_token": tokenizer.eos_token, **unknown, **known}
+    # Classes of Llama, and no class, let transformers 5 put together a normalizer and pre-tokenizer of its own.
+    if "tokenizer.json" not in files or "Llama" in (config.get("tokenizer_class") or "Llama"):
+        config["tokenizer_class"] = "PreTrainedTokenizerFast"
+    if model.get("byte_fallback") and not _puts_space_first(body):
+        config.setdefault("add_prefix_space", False)  # llama.cpp would put one before every prompt
+    text = json.dumps(config, indent=2, ensure_ascii=False) + "\n"
+    return {"tokenizer.json": body} | ({} if config == known else {"tokenizer_config.json": text.encode()})
+
+
+def convert_sentencepiece(model_file: bytes, bos_id: int | None) -> bytes | None:
+    """The `tokenizer.json` of a SentencePiece model, with the same ids for every text.
+
+    Args:
+        model_file: content of `tokenizer.model`.
+        bos_id: what a text begins with; None: nothing.
+
+    Returns:
+        None for a kind of model that Hugging Face has no form for: of whole words, or with the space behind a word.
     """
     model = ModelProto.FromString(model_file)
-    rules, kinds = model.normalizer_spec, ModelProto.SentencePiece
-    keeps_text = rules.name == "identity" and not rules.add_dummy_prefix and not rules.remove_extra_whitespaces
-    training = model.trainer_spec
-    has_ends = min(training.unk_id, training.bos_id, training.eos_id) >= 0
-    if not (keeps_text and has_ends and training.model_type == training.BPE and training.byte_fallback):
+    training, rules = model.trainer_spec, model.normalizer_spec
+    has_spaces = rules.escape_whitespaces and not training.treat_whitespace_as_suffix
+    if training.model_type not in (training.BPE, training.UNIGRAM) or not has_spaces:
         return None
+    defined = [piece.piece for piece in model.pieces if piece.type == _KINDS.USER_DEFINED]
+    is_bpe = training.model_type == training.BPE
+    tokenizer = HuggingFace(_bpe(model, whole_words=bool(defined)) if is_bpe else _unigram(model))
+    tokenizer.normalizer = normalizers.Sequence(_normalizers(rules))
+    if defined:
+        # SentencePiece finds these first, the longest first, and puts its space before a text only, not behind them.
+        pattern = "|".join(re.escape(piece.replace(" ", _SPACE)) for piece in sorted(defined, key=len, reverse=True))
+        tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(pattern), "isolated")
+    strip = [decoders.Strip(" ", 1, 0)] if rules.add_dummy_prefix else []
+    tokenizer.decoder = decoders.Sequence([decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), *strip])
+    special = [piece.piece for piece in model.pieces if piece.type in (_KINDS.UNKNOWN, _KINDS.CONTROL)]
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
+    if bos_id is not None:
+        bos = model.pieces[bos_id].piece
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=f"{bos} $A", pair=f"{bos} $A {bos} $B", special_tokens=[(bos, bos_id)]
+        )
+    return tokenizer.to_str().encode()
+
+
+def _bpe(model: Any, *, whole_words: bool) -> models.BPE:
     ids = {piece.piece: token for token, piece in enumerate(model.pieces)}
-    scores = {piece.piece: piece.score for piece in model.pieces if piece.type == kinds.NORMAL}
-    # SentencePiece joins the neighbours whose union has the best score; every way to split a piece gets its place.
+    scores = {piece.piece: piece.score for piece in model.pieces if piece.type == _KINDS.NORMAL}
+    # SentencePiece joins the neighbours whose union has the best score, of equals those that are first in the text: runs of
+    # spaces, whose scores are equal in Llama 2, grow from the left. Every way to split a piece gets its place.
     merges = sorted(
         ((text[:at], text[at:]) for text in scores for at in range(1, len(text)) if {text[:at], text[at:]} <= scores.keys()),
-        key=lambda pair: (-scores[pair[0] + pair[1]], ids[pair[0]], ids[pair[1]]),
+        key=lambda pair: (-scores[pair[0] + pair[1]], -len(pair[0])),
     )
-    unknown, bos, eos = (model.pieces[token].piece for token in (training.unk_id, training.bos_id, training.eos_id))
-    tokenizer = tokenizers.Tokenizer(models.BPE(ids, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
-    tokenizer.normalizer = normalizers.Replace(" ", "\u2581")
-    tokenizer.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()])
-    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in (unknown, bos, eos)])
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single=f"{bos} $A", pair=f"{bos} $A {bos} $B", special_tokens=[(bos, ids[bos])]
+    return models.BPE(
+        ids,
+        merges,
+        unk_token=model.pieces[model.trainer_spec.unk_id].piece,
+        fuse_unk=True,
+        byte_fallback=model.trainer_spec.byte_fallback,
+        ignore_merges=whole_words,
     )
-    return {"tokenizer.json": tokenizer.to_str().encode(), "tokenizer_config.json": tokenizer_config(bos, eos, unknown)}
 
 
-def tokenizer_config(bos: str, eos: str, unknown: str | None = None) -> bytes:
-    """A `tokenizer_config.json` that takes the `tokenizer.json` beside it as it is."""
-    config = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "bos_token": bos,
-        "eos_token": eos,
-        "unk_token": unknown,
-        "clean_up_tokenization_spaces": False,
-    }
-    return json.dumps({key: value for key, value in config.items() if value is not None}, indent=2).encode()
+def _unigram(model: Any) -> models.Unigram:
+    training = model.trainer_spec
+    return models.Unigram([(piece.piece, piece.score) for piece in model.pieces], training.unk_id, training.byte_fallback)
+
+
+def _normalizers(rules: Any) -> list[normalizers.Normalizer]:
+    """What SentencePiece does to a text, in its order."""
+    found: list[normalizers.Normalizer] = []
+    if rules.precompiled_charsmap:
+        found.append(normalizers.Precompiled(rules.precompiled_charsmap))
+    if rules.remove_extra_whitespaces:
+        found += [
+            normalizers.Replace(Regex(rf"\A +|[ {_SPACE}]+\z"), ""),
+            normalizers.Replace(Regex(" {2,}"), " "),
+        ]
+    if rules.add_dummy_prefix:
+        found.append(normalizers.Prepend(_SPACE))
+    return [*found, normalizers.Replace(" ", _SPACE)]
+
+
+def _puts_space_first(body: bytes) -> bool:
+    first = HuggingFace.from_str(body.decode()).encode("a", add_special_tokens=False).tokens[0]
+    return first.startswith(_SPACE)

@@ -9,11 +9,10 @@ import pytest
 
 from converters import hf
 from converters.hf_cli import parse_args
-from converters.hf_tokenizer import convert_sentencepiece, tokenizer_config
 from llamajax import generate, train
 from llamajax.config import MeshConfig
 from llamajax.config_file import load_config
-from llamajax.data.tokenizer import load_tokenizer, train_sentencepiece
+from llamajax.data.tokenizer import load_tokenizer
 from llamajax.model import Llama
 from llamajax.restore import restore
 from llamajax.run_log import read_run
@@ -99,13 +98,3 @@ def test_without_torch_verification_says_so(trained, tmp_path, capsys, monkeypat
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert export(trained[0], tmp_path / "hf") == 0
     assert "verify     skipped, because torch" in capsys.readouterr().out
-
-
-def test_a_sentencepiece_model_keeps_its_ids():
-    tokenizers = pytest.importorskip("tokenizers")
-    texts = [" ".join(WORDS[i:] + WORDS[:i]) for i in range(len(WORDS))] + TEXTS
-    converted = convert_sentencepiece(train_sentencepiece(texts, vocab_size=400))
-    assert converted is not None
-    assert converted["tokenizer_config.json"] == tokenizer_config("<s>", "</s>", "<unk>")
-    pieces = tokenizers.Tokenizer.from_str(converted["tokenizer.json"].decode())
-    assert [pieces.id_to_token(token) for token in range(3)] == ["<unk>", "<s>", "</s>"]
