@@ -2,18 +2,22 @@
 
 import dataclasses
 import importlib.util
+from functools import partial
 from pathlib import Path
 
 import jax
 import numpy as np
 
+from converters.safetensors_io import open_model
 from llamajax.config import ModelConfig
 from llamajax.errors import CheckpointError
 from llamajax.model import Llama
 from llamajax.restore import restore
 
-_TOLERANCE = 1e-3
-"""Of the largest logit; fp32 rounding stays far below, and any weight in a wrong place far above."""
+_ALLOWED = 16
+"""Times what nudging every weight by its last fp32 bit does to the logits (root mean squares). Right conversions stay below
+4, even where torch's fp32 power, which depends on the CPU, is a bit off in the rotary frequencies and positions are far; one
+wrong setting or a few weights in a wrong place were found from 59 on, and mostly are in the thousands (LOG.md)."""
 
 
 def compare_logits(hf_dir: Path, run_dir: Path, step: int, config: ModelConfig, dtype: str) -> str:
@@ -34,30 +38,54 @@ def compare_logits(hf_dir: Path, run_dir: Path, step: int, config: ModelConfig, 
     tokens = rng.integers(0, config.vocab_size, (2, T), dtype=np.int32)
     far = np.sort(rng.choice(config.max_seq_len, T, replace=False))
     positions = np.stack([np.arange(T), far]).astype(np.int32)
-    ours = _our_logits(run_dir, step, config, dtype, tokens, positions)
+    ours, nudged = _our_logits(run_dir, step, config, dtype, tokens, positions)
     theirs = _hf_logits(hf_dir, dtype, tokens, positions)
-    difference, largest = float(np.max(np.abs(ours - theirs))), float(np.max(np.abs(theirs)))
-    if not difference <= _TOLERANCE * max(1.0, largest):
+    if not np.isfinite(theirs).all() and not np.isfinite(ours).all():
         raise CheckpointError(
-            f"{hf_dir}: logits of transformers differ from ours by up to {difference:.1e} of {largest:.1f}; the converted"
+            f"{hf_dir}: {_not_finite(hf_dir)}, so there is nothing to compare; take weights from before that, or keep these"
+            " with --no-verify"
+        )
+    difference, largest = float(np.max(np.abs(ours - theirs))), float(np.max(np.abs(theirs)))
+    if not _rms(ours - theirs) <= _ALLOWED * _rms(ours - nudged):
+        raise CheckpointError(
+            f"{hf_dir}: logits of transformers differ from ours by up to {difference:.1e} of {largest:.2g}; the converted"
             " model is wrong and was not kept; please report this, or look at it with --no-verify"
         )
-    return f"logits of transformers differ by at most {difference:.1e} (the largest is {largest:.1f})"
+    return f"logits of transformers differ by at most {difference:.1e} (the largest is {largest:.2g})"
+
+
+def _rms(values: np.ndarray) -> float:
+    return float(np.sqrt(np.mean(np.square(values, dtype=np.float64))))
+
+
+def _not_finite(hf_dir: Path) -> str:
+    """What makes the logits infinite or no numbers."""
+    for name, stored in open_model(hf_dir).items():
+        if not np.isfinite(stored.read().astype(np.float32)).all():
+            return f"{name} holds values that are no finite numbers"
+    return "logits are no finite numbers, though all weights are"
 
 
 def _our_logits(
     run_dir: Path, step: int, config: ModelConfig, dtype: str, tokens: np.ndarray, positions: np.ndarray
-) -> np.ndarray:
+) -> tuple[np.ndarray, np.ndarray]:
+    """The logits, and those after every weight was moved up or down by about its last fp32 bit."""
     config = dataclasses.replace(config, compute_dtype="float32", remat="none")
     abstract = jax.eval_shape(lambda key: Llama(config, key), jax.random.key(0))
     model = restore(run_dir, {"model": abstract}, step, partial=True).state["model"]
 
-    @jax.jit
-    def logits(model: Llama) -> jax.Array:
-        rounded = jax.tree.map(lambda weight: weight.astype(dtype).astype("float32"), model)
-        return rounded(tokens, None, positions)
+    whole, moved = (_logits(model, tokens, positions, by, dtype=dtype) for by in (0.0, 2.0**-23))
+    return np.asarray(whole), np.asarray(moved)
 
-    return np.asarray(logits(model))
+
+@partial(jax.jit, static_argnames="dtype")
+def _logits(model: Llama, tokens: np.ndarray, positions: np.ndarray, by: float, *, dtype: str) -> jax.Array:
+    """fp32 [B, T, V], from weights rounded to `dtype`, each then moved up or down by the share `by` of itself."""
+    leaves, structure = jax.tree.flatten(model)
+    keys = jax.random.split(jax.random.key(0), len(leaves))
+    signs = [jax.random.rademacher(key, weight.shape, "float32") for key, weight in zip(keys, leaves, strict=True)]
+    moved = [weight.astype(dtype).astype("float32") * (1 + by * sign) for weight, sign in zip(leaves, signs, strict=True)]
+    return jax.tree.unflatten(structure, moved)(tokens, None, positions)
 
 
 def _hf_logits(hf_dir: Path, dtype: str, tokens: np.ndarray, positions: np.ndarray) -> np.ndarray:

@@ -4,6 +4,7 @@ What Mistral and Qwen change is told by the configuration: a sliding window (arX
 and values (arXiv:2407.10671), norms of queries and keys (arXiv:2505.09388).
 """
 
+import math
 from functools import partial
 from typing import NamedTuple
 
@@ -139,6 +140,7 @@ def _attend_on_device(
     wide_k, wide_v = whole_rows(k).astype(jnp.float32), whole_rows(v).astype(jnp.float32)
     kv_segment_ids = None if segment_ids is None else whole_rows(segment_ids)
     (b, t, K, G, H), S = q.shape, wide_k.shape[1]
+    scale = 1 / math.sqrt(H)
     rows = jnp.broadcast_to(jax.lax.axis_index(TABLE.seq) * t + jnp.arange(t), (b, t))
 
     # Like a fused kernel, the backward pass recomputes the scores from q, k and v instead of keeping them.
@@ -150,7 +152,7 @@ def _attend_on_device(
             visible = visible & (jnp.arange(S)[None, None, :] > rows[:, :, None] - window)
         if segment_ids is not None and kv_segment_ids is not None:
             visible = visible & (segment_ids[:, :, None] == kv_segment_ids[:, None, :])
-        scores = jnp.einsum("BTKGH,BSKH->BKGTS", q, wide_k.astype(q.dtype), preferred_element_type=jnp.float32) * H**-0.5
+        scores = jnp.einsum("BTKGH,BSKH->BKGTS", q, wide_k.astype(q.dtype), preferred_element_type=jnp.float32) * scale
         scores = jnp.where(visible[:, None, None], scores, jnp.finfo(jnp.float32).min)
         weights = jax.nn.softmax(scores, axis=-1).astype(q.dtype)
         return jnp.einsum("BKGTS,BSKH->BTKGH", weights, wide_v.astype(q.dtype))

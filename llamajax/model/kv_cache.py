@@ -131,7 +131,7 @@ def _attend_past_on_device(
 ) -> jax.Array:
     """One device's part of `attend_past`; every device of the sequence axis sums over its slots, then they meet."""
     q, k, v = q[:, 0], k[:, 0], v[:, 0]
-    own_slots, scale = past_keys.shape[2], q.shape[-1] ** -0.5
+    own_slots, scale = past_keys.shape[2], 1 / math.sqrt(q.shape[-1])
     slots = jax.lax.axis_index(TABLE.seq) * own_slots + jnp.arange(own_slots)
     visible = slots[None, :] < lengths[:, None]
     if window is not None:

@@ -1,5 +1,6 @@
 """The parts of a decoder that look at one token at a time: token embedding, RMSNorm and the SwiGLU MLP."""
 
+import math
 from functools import partial
 
 import jax
@@ -22,7 +23,7 @@ def normal(
 def residual_std(config: ModelConfig) -> float:
     """Initial standard deviation of the 2L matmuls that add to the residual stream, so that their sum does not
     grow with depth (GPT-2, section 2.3)."""
-    return config.init_std / (2 * config.num_layers) ** 0.5
+    return config.init_std / math.sqrt(2 * config.num_layers)
 
 
 def embed(table: jax.Array, tokens: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:

@@ -1,6 +1,7 @@
 """Rotary position embedding (RoFormer, arXiv:2104.09864) with the stretches that Llama 3.x and others use."""
 
 import math
+from decimal import Context, Decimal
 
 import jax
 import jax.numpy as jnp
@@ -9,15 +10,24 @@ import numpy as np
 from llamajax.config import ModelConfig
 from llamajax.sharding import spec
 
+_EXACT = Context(prec=30)
+"""Digits of a power before it is rounded to fp32's seven."""
+
 
 def inverse_frequencies(config: ModelConfig) -> np.ndarray:
     """Radians per position of each pair of head dims, fp32 [H/2], stretched by `config.rope_scaling`.
 
-    fp32 step by step as published, not fp64 rounded once: at position 100,000 a frequency that is off by its
-    last bit turns the head by 0.01 rad away from what the published weights were trained with.
+    fp32 step by step as published, not rounded once at the end: at position 100,000 a frequency that is off by its last
+    bit turns the head by 0.01 rad away from what the published weights were trained with.
+
+    These become constants of compiled programs, so all hosts must agree on every bit. The powers are therefore computed
+    in decimals and rounded once; numpy's (and torch's) fp32 power depends on the CPU's vector instructions. All else is
+    what IEEE 754 rounds alike everywhere.
     """
-    pairs = np.arange(0, config.head_dim, 2, dtype=np.float32)
-    plain = np.float32(1.0) / np.float32(config.rope_theta) ** (pairs / np.float32(config.head_dim))
+    theta = Decimal(float(np.float32(config.rope_theta)))
+    exponents = np.arange(0, config.head_dim, 2, dtype=np.float32) / np.float32(config.head_dim)
+    powers = [float(_EXACT.power(theta, Decimal(float(exponent)))) for exponent in exponents]
+    plain = np.float32(1.0) / np.array(powers, np.float32)
     scaling = config.rope_scaling
     match scaling.kind:
         case "none":
@@ -27,9 +37,11 @@ def inverse_frequencies(config: ModelConfig) -> np.ndarray:
         case "llama3":
             # Wavelengths that fit high_freq_factor times into the original length stay, those that fit fewer than
             # low_freq_factor times are stretched wholly, those between partly (Llama 3, arXiv:2407.21783, 3.4.2).
-            turns = np.float32(scaling.original_max_seq_len) / (np.float32(2 * math.pi) / plain)
-            low, high = np.float32(scaling.low_freq_factor), np.float32(scaling.high_freq_factor)
-            kept = np.clip((turns - low) / (high - low), 0, 1)
+            # Quotients as products with reciprocals, which is how torch rounds a number divided by a tensor.
+            wavelengths = np.float32(2 * math.pi) * (1 / plain)
+            turns = np.float32(scaling.original_max_seq_len) * (1 / wavelengths)
+            low, high = scaling.low_freq_factor, scaling.high_freq_factor
+            kept = np.clip((turns - np.float32(low)) / np.float32(high - low), 0, 1)
             return (1 - kept) * plain / np.float32(scaling.factor) + kept * plain
 
 

@@ -1,6 +1,7 @@
 """Rotary frequencies, tables, the turn itself, and positions of packed rows."""
 
 import dataclasses
+import hashlib
 
 import jax
 import jax.numpy as jnp
@@ -31,6 +32,23 @@ def test_plain_frequencies_are_powers_of_theta():
     exact = 5e5 ** (-np.arange(0, 128, 2) / 128)
     np.testing.assert_allclose(inverse_frequencies(CONFIG), exact, rtol=1e-6)
     assert inverse_frequencies(CONFIG).dtype == np.float32
+
+
+def test_frequencies_are_to_the_bit_those_of_transformers():
+    """As torch computes them without vector instructions (ATEN_CPU_CAPABILITY=default), hashed; with them, torch 2.13 has
+    other last bits on some CPUs."""
+    published = {
+        (128, 1e4, "none"): "4b659c349432de9f",
+        (128, 5e5, "none"): "dde15c3172417735",
+        (64, 5e5, "llama3"): "29fc7f650b240e44",
+        (128, 5e5, "llama3"): "4ae2280930816279",
+        (128, 1000042.0, "none"): "7d7402e3b53aeb8b",
+        (80, 1e5, "linear"): "688e8b0fd301a4e5",
+    }
+    for (head_dim, theta, kind), expected in published.items():
+        scaling = RopeScalingConfig(kind=kind, factor=1.0 if kind == "none" else 8.0)
+        config = dataclasses.replace(CONFIG, head_dim=head_dim, rope_theta=theta, rope_scaling=scaling)
+        assert hashlib.sha256(inverse_frequencies(config).tobytes()).hexdigest()[:16] == expected, (head_dim, theta, kind)
 
 
 def test_linear_scaling_divides_every_frequency():
