@@ -1,10 +1,12 @@
 """A Hugging Face `config.json` and our `ModelConfig`, in both directions."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from converters.architectures import ARCHITECTURES, LLAMA, MISTRAL, Architecture, architecture_of
+from converters.safetensors_io import read_json
 from llamajax.config import DType, ModelConfig, RopeScalingConfig
 from llamajax.errors import ConfigError
 from llamajax.yaml_text import show
@@ -29,7 +31,7 @@ def read_config(body: dict[str, Any], path: Path, param_dtype: DType) -> tuple[M
     Args:
         body: the file's content.
         path: the file, for messages.
-        param_dtype: type of our master weights.
+        param_dtype: type that the weights are kept in, and computed with unless a run or command says otherwise.
 
     Raises:
         ConfigError: it is none of `ARCHITECTURES`, or a setting is missing, wrong, contradictory or unknown to us.
@@ -69,6 +71,7 @@ def read_config(body: dict[str, Any], path: Path, param_dtype: DType) -> tuple[M
             tie_embeddings=tied,
             init_std=number("initializer_range", 0.02, float),
             param_dtype=param_dtype,
+            compute_dtype=param_dtype,
         )
     except ConfigError as error:
         if str(error).startswith(str(path)):
@@ -124,6 +127,25 @@ def _read_window(body: dict[str, Any], architecture: Architecture, path: Path) -
                 " different kinds of layers are not supported"
             )
     return window
+
+
+def read_ends(directory: Path, special_tokens: Mapping[str, Any], config: ModelConfig) -> tuple[int, ...]:
+    """The tokens that end what the model writes: eos of its `config.json` and of `generation_config.json`, if there is one.
+
+    Args:
+        directory: where `generation_config.json` may be.
+        special_tokens: as `read_config` found them.
+        config: of the model.
+
+    Raises:
+        ConfigError: the file cannot be read, or has ids that the model lacks.
+    """
+    path = directory / "generation_config.json"
+    said = [special_tokens["eos_token_id"]]
+    if path.is_file():
+        said.append(_token_ids(read_json(path).get("eos_token_id"), "eos_token_id", path, config))
+    ids = [token for ids in said for token in (ids if isinstance(ids, list) else [ids])]
+    return tuple(dict.fromkeys(token for token in ids if token is not None))
 
 
 def _token_ids(value: Any, key: str, path: Path, config: ModelConfig) -> Any:

@@ -111,7 +111,7 @@ class Export:
             return frozenset()
         tokenizer = self.found.tokenizer()
         template = load_chat_template(self.found.files, tokenizer)
-        return frozenset() if template is None else find_ends(None, tokenizer, template)
+        return frozenset() if template is None else find_ends((), tokenizer, template)
 
     @property
     def _architecture(self) -> Architecture:

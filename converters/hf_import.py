@@ -15,7 +15,7 @@ import llamajax
 from converters import names
 from converters.architectures import architecture_of
 from converters.blocks import BlockArray, Box, block_shape
-from converters.hf_config import read_config
+from converters.hf_config import read_config, read_ends
 from converters.hf_files import read_license, read_travelling, travelling_files
 from converters.safetensors_io import DTYPES, Stored, open_model, read_json
 from converters.verify import compare_logits
@@ -68,9 +68,11 @@ class Import:
         """Fills the directory `out`: checkpoint, `model.yaml` and small files. Returns the bytes of weights read."""
         for name, content in self.files.items():
             (out / name).write_bytes(content)
+        # Training has its own types: master weights in float32, whatever they are stored in.
+        types = {"param_dtype": ModelConfig.param_dtype, "compute_dtype": ModelConfig.compute_dtype}
         (out / "model.yaml").write_text(
-            f"# The model of {self.source.name}, for a configuration; compute_dtype and remat are free to choose.\n"
-            + yaml.safe_dump({"model": dataclasses.asdict(self.config)}, sort_keys=False)
+            f"# The model of {self.source.name}, for a configuration that trains on from it; types and remat are free.\n"
+            + yaml.safe_dump({"model": dataclasses.asdict(self.config) | types}, sort_keys=False)
         )
         meta = {
             "llamajax": llamajax.__version__,
@@ -108,7 +110,7 @@ def read_model(source: Path, dtype: DType | None) -> Import:
 
     Args:
         source: the directory.
-        dtype: type of the master weights; None: bfloat16 if all weights are, else float32, which holds them exactly.
+        dtype: type to keep the weights in; None: bfloat16 if all are, else float32, which holds them exactly.
 
     Raises:
         ConfigError: it is no model that can be read whole and without doubt; says why in one line.
@@ -120,6 +122,7 @@ def read_model(source: Path, dtype: DType | None) -> Import:
     stored_dtypes = {stored.dtype for stored in tensors.values()}
     as_stored: Literal["float32", "bfloat16"] = "bfloat16" if stored_dtypes == {DTYPES["BF16"]} else "float32"
     config, special_tokens = read_config(body, config_path, dtype or as_stored)
+    read_ends(source, special_tokens, config)  # which is refused here rather than when the model is to write
     tensors = _check_tensors(source, config, tensors)
     files = read_travelling(travelling_files(source))
     _check_tokenizer(source, files)

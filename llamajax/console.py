@@ -67,6 +67,11 @@ def print_header(config: Config) -> None:
         log(
             "warning    jax found no accelerator; on the GPUs of this machine, install llamajax[cuda13] and check the driver"
         )
+    if config.model.param_dtype == "bfloat16":
+        log(
+            "warning    model.param_dtype: bfloat16 master weights lose every update below 1/512 of its weight, most of"
+            f" those at small learning rates; float32 takes {format_bytes(2 * config.model.num_params)} more in all"
+        )
     log(f"batch      {config.batch_arithmetic(len(devices))}")
 
 

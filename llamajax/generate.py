@@ -72,7 +72,7 @@ def run(config: GenerateConfig) -> None:
         sampling=Sampling(temperature=config.temperature, top_k=config.top_k, top_p=config.top_p, min_p=config.min_p),
         key=jax.random.key(config.seed),
         max_seq_len=max_seq_len,
-        end_ids=() if config.ignore_eos else find_ends(pretrained.special_tokens["eos_token_id"], tokenizer, template),
+        end_ids=() if config.ignore_eos else find_ends(pretrained.ends, tokenizer, template),
     )
     try:
         if config.is_talk:
@@ -116,15 +116,19 @@ def longest_sequence(config: GenerateConfig, model: ModelConfig) -> int:
 
 def load(config: GenerateConfig, pretrained: Pretrained) -> Llama:
     """The model in the types that are asked for, on a mesh made for it."""
-    model = pretrained.config
-    own_dtype = model.compute_dtype if pretrained.tensors is None else model.param_dtype
-    compute_dtype = own_dtype if config.compute_dtype == "auto" else config.compute_dtype
-    param_dtype = compute_dtype if config.param_dtype == "auto" else config.param_dtype
+    model = choose_types(config, pretrained.config)
     jax.set_mesh(mesh.make_mesh(choose_mesh(config.mesh, model, jax.device_count())))
     devices, axes = jax.devices(), jax.sharding.get_mesh().shape
     split = " x ".join(f"{axis} {size}" for axis, size in axes.items() if size > 1)
-    say(f"devices    {len(devices)} x {devices[0].device_kind}; mesh {split or 'of one device'}; {param_dtype}")
-    return pretrained.load(dataclasses.replace(model, param_dtype=param_dtype, compute_dtype=compute_dtype))
+    say(f"devices    {len(devices)} x {devices[0].device_kind}; mesh {split or 'of one device'}; {model.param_dtype}")
+    return pretrained.load(model)
+
+
+def choose_types(config: GenerateConfig, model: ModelConfig) -> ModelConfig:
+    """The model with the types to keep weights in and to compute with."""
+    compute_dtype = model.compute_dtype if config.compute_dtype == "auto" else config.compute_dtype
+    param_dtype = compute_dtype if config.param_dtype == "auto" else config.param_dtype
+    return dataclasses.replace(model, param_dtype=param_dtype, compute_dtype=compute_dtype)
 
 
 def choose_mesh(config: MeshConfig, model: ModelConfig, num_devices: int) -> MeshConfig:

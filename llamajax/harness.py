@@ -82,7 +82,7 @@ def evaluate_tasks(
             pretrained.load(model_config),
             tokenizer,
             template=template,
-            end_ids=find_ends(pretrained.special_tokens["eos_token_id"], tokenizer, template),
+            end_ids=find_ends(pretrained.ends, tokenizer, template),
             max_seq_len=config.seq_len or model_config.max_seq_len,
             batch_size=whole_batch(config.batch_size or ROWS_PER_DEVICE * batch_shards),
             track=track,

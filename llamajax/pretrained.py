@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding
 
 from converters import names
 from converters.architectures import architecture_of
-from converters.hf_config import SPECIAL_TOKENS
+from converters.hf_config import SPECIAL_TOKENS, read_ends
 from converters.hf_import import read_model
 from converters.safetensors_io import Stored
 from llamajax.config import ModelConfig, RopeScalingConfig
@@ -41,11 +41,13 @@ class Pretrained:
     source: Path
     """The directory of the weights: RUN/checkpoints/STEP, or of the Hugging Face model."""
     config: ModelConfig
-    """Of the model, with the type that its weights are stored in."""
+    """Of the model: `param_dtype` is what its weights are stored in; `compute_dtype` the run's, or also that."""
     files: Path
     """The directory with its tokenizer files and chat template, if it has any."""
     special_tokens: dict[str, Any]
     """bos_token_id, eos_token_id and pad_token_id: an id, several (Llama 3's eos), or None."""
+    ends: tuple[int, ...]
+    """Tokens that end what the model writes, by its own configurations; Llama 3 and Qwen have several."""
     hf: dict[str, Any] | None
     """What Hugging Face's files said that ours have no place for, as checkpoints keep it; None if nothing did."""
     meta: dict[str, Any]
@@ -85,14 +87,22 @@ class Pretrained:
 
         Raises:
             ConfigError: `config` is of another model.
-            CheckpointError: the checkpoint was deleted meanwhile, or is of another version of the model.
+            CheckpointError: the checkpoint was deleted meanwhile, or is of another version of the model, or a weight is no
+                finite number.
         """
         self.check(config)
-        if self.tensors is None:
-            return self._restore(config)
+        model = self._restore(config) if self.tensors is None else self._read(config, self.tensors)
+        finite = named_arrays({"model": _are_finite(model)})
+        if bad := [name for name, is_finite in finite.items() if not is_finite]:
+            raise CheckpointError(
+                f"{self.source}: {', '.join(bad)} holds values that are no finite numbers; take weights from before that"
+            )
+        return model
+
+    def _read(self, config: ModelConfig, tensors: Mapping[str, Stored]) -> Llama:
         abstract = concretise(_abstract_model(config))
         arrays = named_arrays({"model": abstract})
-        leaves = [_read_array(name, leaf, self.tensors) for name, leaf in arrays.items()]
+        leaves = [_read_array(name, leaf, tensors) for name, leaf in arrays.items()]
         return jax.tree.unflatten(jax.tree.structure(abstract), leaves)
 
     def _restore(self, config: ModelConfig) -> Llama:
@@ -135,7 +145,8 @@ def open_pretrained(path: Path) -> Pretrained:
         return _open_step(path / "checkpoints" / str(step))
     if (path / "config.json").is_file():
         model = read_model(path, None)
-        return Pretrained(path, model.config, path, model.special_tokens, model.hf, {}, model.tensors)
+        ends = read_ends(path, model.special_tokens, model.config)
+        return Pretrained(path, model.config, path, model.special_tokens, ends, model.hf, {}, model.tensors)
     if not path.is_dir():
         raise ConfigError(f"{path}: there is no such directory; give a run, RUN/checkpoints/STEP or a Hugging Face model")
     raise ConfigError(
@@ -162,7 +173,8 @@ def _open_step(step_dir: Path) -> Pretrained:
     elif (files / "tokenizer.json").is_file() or (files / "tokenizer.model").is_file():
         tokenizer = load_tokenizer(files)
         special_tokens |= {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id}
-    return Pretrained(step_dir, config, files, special_tokens, meta.get("hf"), meta, None)
+    ends = read_ends(files, special_tokens, config)
+    return Pretrained(step_dir, config, files, special_tokens, ends, meta.get("hf"), meta, None)
 
 
 def _abstract_model(config: ModelConfig) -> Llama:
@@ -182,6 +194,12 @@ def _read_array(name: str, abstract: jax.ShapeDtypeStruct, tensors: Mapping[str,
         array = _set_layer(array, _place(shape, abstract.dtype, of_layer, read), layer)
         array.block_until_ready()  # or the host would read ahead, and hold more than one layer
     return array
+
+
+@jax.jit
+def _are_finite(model: Llama) -> Llama:
+    """A bool [] for every weight, on every device."""
+    return jax.tree.map(lambda weight: jnp.all(jnp.isfinite(weight)), model)
 
 
 @partial(jax.jit, donate_argnums=0)

@@ -6,8 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from llamajax.data import chat
 from llamajax.data.chat import ChatTemplate, Message
 from llamajax.data.tokenizer import Tokenizer
@@ -90,16 +88,16 @@ def _is_message(value: Any) -> bool:
     )
 
 
-def find_ends(eos: int | Sequence[int] | None, tokenizer: Tokenizer, template: ChatTemplate | None) -> frozenset[int]:
+def find_ends(own: Sequence[int], tokenizer: Tokenizer, template: ChatTemplate | None) -> frozenset[int]:
     """The tokens that end a continuation.
 
     Args:
-        eos: what the model's own configuration says.
+        own: what the model's own configurations say.
         tokenizer: whose end of a text is one of them.
         template: the chat template, if it is used: a special token that it writes behind what the assistant says is
             one, too.
     """
-    ends = {tokenizer.eos_id, *(np.atleast_1d(eos).tolist() if eos is not None else ())}
+    ends = {tokenizer.eos_id, *own}
     if template is not None:
         said = "Certainly."
         talk = [{"role": "user", "content": "Is it?"}, {"role": "assistant", "content": said}]

@@ -180,6 +180,7 @@ def summarize(log: RunLog) -> RunSummary:
     last_event = log.events[-1] if log.events else {}
     step = int(log.series["time"][0][-1])
     losses = log.series["train/loss"][1][-FINAL_STEPS:] if "train/loss" in log.series else np.array([])
+    losses = losses[np.isfinite(losses)]  # those of skipped steps need not be
     last_time = max(float(log.series["time"][1][-1]), last_event.get("time", 0.0))
     return RunSummary(
         step=step,

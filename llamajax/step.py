@@ -34,9 +34,9 @@ class TrainState:
     rng: jax.Array
     """Key for what is drawn after initialisation."""
     skipped_steps: jax.Array
-    """Steps whose gradients were not finite, int32."""
+    """Steps that were not applied, because gradients were not finite or no target was counted, int32."""
     skipped_in_a_row: jax.Array
-    """The same, since the last finite step, int32."""
+    """Those whose gradients were not finite, since the last one whose were, int32."""
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -77,18 +77,19 @@ def loss_and_grads(config: Config, model: Llama, batch: Batch) -> tuple[dict[str
     packing, accumulation and mesh.
 
     Returns:
-        `loss` (cross-entropy without z-loss, nats per token) and `tokens`, float32 and int32 scalars; and the
-        gradients, a `Llama` of the parameters' dtypes and shardings.
+        `loss` (cross-entropy without z-loss, nats per token; NaN if there are none) and `tokens`, float32 and int32
+        scalars; and the gradients, a `Llama` in float32 whatever the parameters are, in their shardings.
     """
 
     def micro_step(sums: Any, micro_batch: Batch) -> tuple[Any, None]:
         grads, loss_sums = jax.grad(loss_fn, has_aux=True)(model, micro_batch, z_loss_weight=config.train.z_loss_weight)
         return jax.tree.map(jnp.add, sums, (grads, loss_sums)), None
 
-    zeros = (jax.tree.map(jnp.zeros_like, model), _no_losses())
+    zeros = (jax.tree.map(lambda weight: jnp.zeros_like(weight, jnp.float32), model), _no_losses())
     (grads, sums), _ = lax.scan(micro_step, zeros, batch)
     tokens = jnp.maximum(sums.num_tokens, 1)
-    return {"loss": sums.cross_entropy / tokens, "tokens": sums.num_tokens}, jax.tree.map(lambda g: g / tokens, grads)
+    loss = sums.cross_entropy / sums.num_tokens  # no number where there is nothing to take the mean of
+    return {"loss": loss, "tokens": sums.num_tokens}, jax.tree.map(lambda g: g / tokens, grads)
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
@@ -100,14 +101,18 @@ def train_step(config: Config, state: TrainState, batch: Batch) -> tuple[TrainSt
         `skipped_steps`, `skipped_in_a_row`.
     """
     metrics, grads = loss_and_grads(config, state.model, batch)
-    state, update_metrics = apply_gradients(config, state, grads)
+    state, update_metrics = apply_gradients(config, state, grads, metrics["tokens"])
     return state, metrics | update_metrics
 
 
-def apply_gradients(config: Config, state: TrainState, grads: Any) -> tuple[TrainState, dict[str, jax.Array]]:
-    """Clips and applies; gradients that are not finite leave weights and optimizer state as they are and are counted."""
+def apply_gradients(
+    config: Config, state: TrainState, grads: Any, tokens: jax.Array
+) -> tuple[TrainState, dict[str, jax.Array]]:
+    """Clips and applies; gradients that are not finite, or of no tokens, leave weights and optimizer state as they are and
+    are counted."""
     grad_norm = optax.tree.norm(grads)
     finite = jnp.isfinite(grad_norm)
+    applied = finite & (tokens > 0)
     if config.optimizer.grad_clip_norm is not None:
         scale = jnp.minimum(1.0, config.optimizer.grad_clip_norm / jnp.maximum(grad_norm, 1e-12))
         grads = jax.tree.map(lambda g: g * scale.astype(g.dtype), grads)
@@ -116,7 +121,7 @@ def apply_gradients(config: Config, state: TrainState, grads: Any) -> tuple[Trai
     params: Any = state.model
     updates, opt_state = optimizer.update(grads, state.opt_state, params)
     updated = (optax.apply_updates(params, updates), opt_state)
-    model, opt_state = jax.tree.map(lambda new, old: jnp.where(finite, new, old), updated, (state.model, state.opt_state))
+    model, opt_state = jax.tree.map(lambda new, old: jnp.where(applied, new, old), updated, (state.model, state.opt_state))
 
     rate = learning_rate(config.optimizer, config.train.num_steps)(state.step - state.skipped_steps)
     state = TrainState(
@@ -124,7 +129,7 @@ def apply_gradients(config: Config, state: TrainState, grads: Any) -> tuple[Trai
         model=model,
         opt_state=opt_state,
         rng=state.rng,
-        skipped_steps=state.skipped_steps + ~finite,
+        skipped_steps=state.skipped_steps + ~applied,
         skipped_in_a_row=jnp.where(finite, 0, state.skipped_in_a_row + 1),
     )
     return state, {

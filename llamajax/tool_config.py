@@ -55,7 +55,7 @@ class GenerateConfig:
     param_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Type the weights are kept in; `auto`: `compute_dtype`."""
     compute_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Type of activations and matmuls; `auto`: the run's, or the one that a Hugging Face directory's weights have."""
+    """Type of activations and matmuls; `auto`: the run's, or the one that a Hugging Face model's weights have."""
     mesh: MeshConfig = field(default_factory=MeshConfig)
     """Where the model lies. Left alone: over as many devices along `tensor` as its heads allow, copied along `data` for
     the rest."""
@@ -166,7 +166,7 @@ class EvaluateConfig:
     param_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Type the weights are kept in; `auto`: the one they are stored in."""
     compute_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Type of activations and matmuls; `auto`: the model's own."""
+    """Type of activations and matmuls; `auto`: the run's, or the one that a Hugging Face model's weights have."""
     mesh: MeshConfig = field(default_factory=MeshConfig)
     """How model and rows are laid over the devices."""
     distributed: DistributedConfig = field(default_factory=DistributedConfig)

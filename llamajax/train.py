@@ -190,7 +190,7 @@ def train(
 
 
 def evaluate(config: Config, model: Llama, dataset: data.Dataset) -> dict[str, float]:
-    """Held-out loss in nats per token and in bits per byte of text, over the same rows every time."""
+    """Held-out loss in nats per token and in bits per byte of text, over the same rows every time; NaN without targets."""
     token_bytes = np.zeros(config.model.vocab_size, np.int32)
     token_bytes[: dataset.tokenizer.vocab_size] = dataset.tokenizer.token_bytes
     nats, num_tokens, num_bytes = 0.0, 0, 0
@@ -199,7 +199,10 @@ def evaluate(config: Config, model: Llama, dataset: data.Dataset) -> dict[str, f
         nats += float(sums.cross_entropy)
         num_tokens += int(sums.num_tokens)
         num_bytes += int(count)
-    return {"loss": nats / num_tokens, "bits_per_byte": nats / math.log(2) / num_bytes}
+    return {
+        "loss": nats / num_tokens if num_tokens else math.nan,
+        "bits_per_byte": nats / math.log(2) / num_bytes if num_bytes else math.nan,
+    }
 
 
 def write_sample(config: Config, state: TrainState, dataset: data.Dataset) -> None:

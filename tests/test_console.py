@@ -1,5 +1,6 @@
 """What a person sees: aligned lines when piped, a bar on a terminal, tables that add up."""
 
+import dataclasses
 import io
 import re
 from pathlib import Path
@@ -192,3 +193,13 @@ def test_header_and_long_lines_are_not_folded_when_piped(capsys):
 def test_a_model_cannot_speak_to_the_terminal(capsys):
     console.print_stream("[bold]Once", iter([" upon\n", "\x1b[31ma", " time\r"]))
     assert capsys.readouterr().out == "[bold]Once upon\n\N{REPLACEMENT CHARACTER}[31ma time\N{REPLACEMENT CHARACTER}\n"
+
+
+def test_what_narrow_master_weights_cost_is_said(capsys):
+    config = tiny_config()
+    console.print_header(config)
+    assert "param_dtype" not in capsys.readouterr().out
+    console.print_header(dataclasses.replace(config, model=dataclasses.replace(config.model, param_dtype="bfloat16")))
+    warning = next(line for line in capsys.readouterr().out.splitlines() if "model.param_dtype: bfloat16" in line)
+    assert "lose every update below 1/512 of its weight" in warning
+    assert "float32 takes 56.3 KiB more in all" in warning

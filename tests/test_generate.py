@@ -5,6 +5,7 @@ import io
 import json
 import os
 import pathlib
+import shutil
 import signal
 import subprocess
 import sys
@@ -77,6 +78,15 @@ def test_transformers_writes_the_same_tokens(hf_dir, tmp_path):
     theirs = model.generate(**prompt, max_new_tokens=12, do_sample=False)[0, prompt["input_ids"].shape[1] :]
     assert ours["tokens"] == theirs.tolist()
     assert ours["text"] == tokenizer.decode(theirs, skip_special_tokens=True)
+
+    shutil.copytree(hf_dir, tmp_path / "ends")
+    (tmp_path / "ends/generation_config.json").write_text(json.dumps({"eos_token_id": [2, ours["tokens"][4]]}))
+    generate.run(settings(tmp_path / "ends", **changes | {"output": str(tmp_path / "short.jsonl")}))
+    (short,) = records(tmp_path / "short.jsonl")
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ends", dtype=torch.float32)
+    theirs = model.generate(**prompt, max_new_tokens=12, do_sample=False)[0, prompt["input_ids"].shape[1] :]
+    assert short["tokens"] == theirs.tolist()
+    assert (short["finish_reason"], len(short["tokens"])) == ("stop", ours["tokens"].index(ours["tokens"][4]) + 1)
 
 
 def test_several_texts_are_printed_in_order_under_their_prompts(run_dir, capsys, tmp_path):

@@ -28,7 +28,7 @@ def run_steps(config: Config, mesh: jax.sharding.Mesh) -> list[dict[str, np.ndar
     @jax.jit
     def step_with_grads(state, batch):
         losses, grads = loss_and_grads(config, state.model, batch)
-        state, metrics = apply_gradients(config, state, grads)
+        state, metrics = apply_gradients(config, state, grads, losses["tokens"])
         return state, losses | metrics, grads
 
     first_state()

@@ -13,13 +13,14 @@ import safetensors.numpy
 
 from converters import hf
 from converters.hf_cli import parse_args
-from llamajax import manifest, pretrained
+from llamajax import evaluate, generate, manifest, pretrained
 from llamajax.config import MeshConfig, ModelConfig, RopeScalingConfig
 from llamajax.data.tokenizer import train_sentencepiece
 from llamajax.errors import CheckpointError, ConfigError, DataError
 from llamajax.mesh import make_mesh
 from llamajax.pretrained import open_pretrained
 from llamajax.restore import named_arrays
+from llamajax.tool_config import EvaluateConfig, GenerateConfig
 from tests.converters.models import LLAMA3, SPECIAL, TINY, shard, write_model
 from tests.tiny import single_device_mesh
 
@@ -106,10 +107,39 @@ def test_what_is_told_of_a_model(sources):
         assert found.source == (sources["hf"] if kind == "hf" else sources["step"])
         assert about in found.about
         assert "\n" not in found.about
-        assert found.config == dataclasses.replace(CONFIG, param_dtype=found.config.param_dtype)
+        stored = found.config.param_dtype
+        assert found.config == dataclasses.replace(CONFIG, param_dtype=stored, compute_dtype=stored)
         assert found.special_tokens == SPECIAL
         with pytest.raises(DataError, match="has no tokenizer"):
             found.tokenizer()
+
+
+def test_tokens_that_end_a_text_are_those_of_both_configurations_everywhere(tmp_path):
+    write_model(tmp_path / "hf", CONFIG)
+    (tmp_path / "hf/generation_config.json").write_text('{"eos_token_id": [7, 2]}')
+    assert hf.main(parse_args(["import", str(tmp_path / "hf"), str(tmp_path / "run"), "--no-verify"])) == 0
+    assert hf.main(parse_args(["export", str(tmp_path / "run"), str(tmp_path / "back"), "--no-verify"])) == 0
+    for kind in ("hf", "run", "back"):
+        assert open_pretrained(tmp_path / kind).ends == (2, 3, 7)
+        assert open_pretrained(tmp_path / kind).special_tokens == SPECIAL
+    (tmp_path / "hf/generation_config.json").write_text('{"eos_token_id": 96}')
+    with pytest.raises(ConfigError, match=r"generation_config.json: eos_token_id: 96 must be below vocab_size=96"):
+        open_pretrained(tmp_path / "hf")
+
+
+def test_weights_that_are_no_numbers_are_not_loaded(tmp_path):
+    weights = write_model(tmp_path / "hf", CONFIG)
+    weights["model.layers.1.mlp.down_proj.weight"][0, 0] = np.nan
+    safetensors.numpy.save_file(weights, tmp_path / "hf/model.safetensors", {"format": "pt"})
+    found = open_pretrained(tmp_path / "hf")
+    with pytest.raises(CheckpointError, match=r"hf: model.layers.mlp.w_down holds values that are no finite numbers"):
+        found.load(found.config)
+
+
+def test_generate_and_evaluate_compute_in_the_same_type(sources):
+    for found in map(open_pretrained, sources.values()):
+        assert evaluate.choose_types(EvaluateConfig(model="m"), found.config) == found.config
+        assert generate.choose_types(GenerateConfig(model="m", prompt=("p",)), found.config) == found.config
 
 
 def test_the_tokenizer_comes_along(tmp_path):

@@ -102,9 +102,9 @@ def test_a_tokenizer_without_bos_puts_nothing_before_a_text(tokenizer, monkeypat
 
 
 def test_ends_are_those_of_model_tokenizer_and_template(tokenizer):
-    assert find_ends(None, tokenizer, None) == {2}
-    assert find_ends(5, tokenizer, None) == {2, 5}
-    assert find_ends([5, 6], tokenizer, None) == {2, 5, 6}
-    assert find_ends(None, tokenizer, template(tokenizer, "<|end|>\n")) == {2, 320}
-    assert find_ends(None, tokenizer, template(tokenizer, " </s>")) == {2}
-    assert find_ends(None, tokenizer, template(tokenizer, "\nthe next <|end|>")) == {2}
+    assert find_ends((), tokenizer, None) == {2}
+    assert find_ends((5,), tokenizer, None) == {2, 5}
+    assert find_ends((5, 6), tokenizer, None) == {2, 5, 6}
+    assert find_ends((), tokenizer, template(tokenizer, "<|end|>\n")) == {2, 320}
+    assert find_ends((), tokenizer, template(tokenizer, " </s>")) == {2}
+    assert find_ends((), tokenizer, template(tokenizer, "\nthe next <|end|>")) == {2}

@@ -1,12 +1,18 @@
 """What one step does: counts tokens once, clips, skips what is not finite, donates its state."""
 
 import dataclasses
+import hashlib
+import os
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from llamajax.batch import FIELDS
+from llamajax.config import RopeScalingConfig
 from llamajax.mesh import make_mesh
 from llamajax.step import eval_step, init_state, loss_and_grads, train_step
 from tests.tiny import random_rows, tiny_config, to_device
@@ -56,15 +62,37 @@ def test_the_skip_counter_starts_again_after_a_finite_step():
     assert (int(metrics["skipped_steps"]), int(metrics["skipped_in_a_row"])) == (3, 0)
 
 
-def test_a_batch_without_targets_changes_nothing_but_the_decay():
-    config = tiny_config(optimizer=dataclasses.replace(tiny_config().optimizer, weight_decay=0.0))
-    state = init_state(config)
-    before = host(state.model)
-    rows = random_rows(config, 0)
+def test_a_batch_without_targets_changes_nothing():
+    config = tiny_config()
+    assert config.optimizer.weight_decay > 0
+    state, _ = train_step(config, init_state(config), to_device(config, random_rows(config, 0)))  # moments move weights, too
+    before = host((state.model, state.opt_state))
+    rows = random_rows(config, 1)
     rows["targets"][:] = -1
     state, metrics = train_step(config, state, to_device(config, rows))
-    assert (float(metrics["loss"]), int(metrics["tokens"]), float(metrics["grad_norm"])) == (0.0, 0, 0.0)
-    assert_equal(before, host(state.model))
+    assert (int(metrics["tokens"]), float(metrics["grad_norm"])) == (0, 0.0)
+    assert np.isnan(metrics["loss"])
+    assert (int(metrics["skipped_steps"]), int(metrics["skipped_in_a_row"])) == (1, 0)  # which is no divergence
+    assert_equal(before, host((state.model, state.opt_state)))
+
+
+def test_gradients_of_micro_batches_are_summed_in_fp32():
+    config = tiny_config(train=dataclasses.replace(tiny_config().train, grad_accum_steps=2))
+    config = dataclasses.replace(config, model=dataclasses.replace(config.model, param_dtype="bfloat16"))
+    model = init_state(config).model
+    rows = random_rows(config, 0)
+    batch = to_device(config, rows)
+    step = jax.jit(loss_and_grads, static_argnums=0)
+    metrics, grads = step(config, model, batch)
+    parts = [step(config, model, {name: x[i : i + 1] for name, x in batch.items()}) for i in range(2)]
+    tokens = int(metrics["tokens"])
+
+    def check(both: jax.Array, first: jax.Array, second: jax.Array) -> None:
+        assert both.dtype == first.dtype == jnp.float32
+        sums = [np.asarray(grad) * int(part["tokens"]) for grad, (part, _) in zip((first, second), parts, strict=True)]
+        np.testing.assert_allclose(both, (sums[0] + sums[1]) / tokens, rtol=1e-5, atol=1e-9)
+
+    jax.tree.map(check, grads, *(part for _, part in parts))
 
 
 def test_clipping_scales_the_gradients_to_the_norm():
@@ -107,3 +135,22 @@ def test_ten_steps_learn_one_batch():
         state, metrics = train_step(config, state, batch)
         losses.append(float(metrics["loss"]))
     assert losses[-1] < 0.7 * losses[0]
+
+
+def hash_of_program() -> str:
+    """Of a step, with all its constants, of a model with 64 stretched rotary frequencies."""
+    jax.set_mesh(make_mesh(tiny_config().mesh))
+    stretch = RopeScalingConfig(kind="llama3", factor=8.0)
+    model = dataclasses.replace(tiny_config().model, head_dim=128, rope_theta=5e5, rope_scaling=stretch, max_seq_len=131072)
+    config = tiny_config(model=model)
+    state = jax.eval_shape(lambda: init_state(config))
+    batch = dict.fromkeys(FIELDS, jax.ShapeDtypeStruct((1, 32, 16), np.int32))
+    return hashlib.sha256(train_step.lower(config, state, batch).as_text().encode()).hexdigest()
+
+
+def test_programs_do_not_depend_on_the_hosts_cpu():
+    found = np.show_config(mode="dicts")["SIMD Extensions"]["found"]  # pyright: ignore[reportOptionalSubscript, reportArgumentType]
+    command = [sys.executable, "-c", "from tests import conftest, test_step; print(test_step.hash_of_program())"]
+    old_cpu = os.environ | {"NPY_DISABLE_CPU_FEATURES": " ".join(found)}
+    there = subprocess.run(command, env=old_cpu, capture_output=True, text=True, check=True).stdout.strip()
+    assert there == hash_of_program()

@@ -178,7 +178,7 @@ def estimate(config: Config) -> MemoryPlan:
         "parameters": stored * shard,
         "optimizer": 2 * moment * shard,
         "batch": 16 * rows * config.train.grad_accum_steps * config.data.seq_len // sequence,
-        "gradients": stored * shard * (2 if config.train.grad_accum_steps > 1 else 1) + 4 * V * D,
+        "gradients": (stored + (4 if config.train.grad_accum_steps > 1 else 0)) * shard + 4 * V * D,  # the sum is fp32
         "activations": L * tokens * saved * wide,
         "logits": max(0, loss - layer),
         "collectives": 2 * D * F * wide + kept_weights,
@@ -294,7 +294,7 @@ class _Namer:
             if weight is not None and buffer.opcode.startswith("all-gather"):
                 return "collectives", f"{weight}, gathered"
             return "collectives", f"{scope or 'step'} {buffer.opcode.removesuffix('-start')} ({phase})"
-        if buffer.dtype == self._param_dtype and buffer.shape in self._stored:
+        if buffer.dtype in (self._param_dtype, "f32") and buffer.shape in self._stored:  # "f32": summed over micro-batches
             return "gradients", f"gradient of {self._stored[buffer.shape]}"
         if buffer.dtype == self._param_dtype and sorted(buffer.shape) in map(sorted, self._stored):
             weight = next(name for shape, name in self._stored.items() if sorted(shape) == sorted(buffer.shape))

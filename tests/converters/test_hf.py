@@ -90,7 +90,8 @@ def test_the_checkpoint_restores_onto_a_mesh_and_its_model_section_configures_a_
     body["optimizer"]["learning_rate"] = 3e-4
     (tmp_path / "run.yaml").write_text(json.dumps(body))
     config = load_config(tmp_path / "run.yaml").model
-    assert config == tiny(num_kv_heads=2, rope_scaling=LLAMA3, param_dtype="bfloat16")
+    assert config == tiny(num_kv_heads=2, rope_scaling=LLAMA3)  # to train on: master weights in float32
+    config = dataclasses.replace(config, param_dtype="bfloat16")
     with jax.set_mesh(make_mesh(MeshConfig(data=2, fsdp=2, tensor=2))):
         abstract = jax.eval_shape(lambda key: Llama(config, key), jax.random.key(0))
         model = restore(tmp_path / "run", {"model": abstract}, partial=True).state["model"]

@@ -85,6 +85,9 @@ def test_the_estimate_follows_what_changes():
     more_rows = memory.estimate(changed(CONFIG, {"train.grad_accum_steps": 1})).by_kind
     assert more_rows["activations"] == 2 * base["activations"]
     assert more_rows["gradients"] < base["gradients"]  # no sum over micro-batches beside the micro-batch's own
+    narrow = changed(CONFIG, {"model.param_dtype": "bfloat16"})  # whose micro-batches' sum is fp32 all the same
+    shard = memory.minimum_state_bytes(CONFIG) // 12
+    assert base["gradients"] - memory.estimate(narrow).by_kind["gradients"] == 2 * shard
     half = memory.estimate(changed(CONFIG, {"optimizer.moment_dtype": "bfloat16"})).by_kind
     assert half["optimizer"] == base["optimizer"] // 2
     kept = [
