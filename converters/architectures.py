@@ -52,8 +52,13 @@ LLAMA, MISTRAL, QWEN2, QWEN3 = ARCHITECTURES = (
 )  # fmt: skip
 
 
-def architecture_of(config: ModelConfig) -> Architecture:
-    """What a model is for transformers: a Llama, unless something in it says otherwise.
+def architecture_of(config: ModelConfig, model_type: str | None = None) -> Architecture:
+    """What a model is for transformers.
+
+    Args:
+        config: the model.
+        model_type: of the architecture that it came as, which it stays where that computes the same; None: a Llama, unless
+            something in it says otherwise.
 
     Raises:
         ConfigError: no architecture has what the model has.
@@ -62,8 +67,13 @@ def architecture_of(config: ModelConfig) -> Architecture:
         raise ConfigError(
             "model.qkv_bias: no architecture of transformers has qk_norm too; a model with both cannot be exported"
         )
-    if config.qkv_bias:
-        return QWEN2
-    if config.qk_norm:
-        return QWEN3
-    return LLAMA if config.sliding_window is None else MISTRAL
+    fitting = [architecture for architecture in ARCHITECTURES if _fits(architecture, config)]
+    return next((architecture for architecture in fitting if architecture.model_type == model_type), fitting[0])
+
+
+def _fits(architecture: Architecture, config: ModelConfig) -> bool:
+    # A Mistral without a window computes what a Llama does. transformers 5 refuses a Llama whose width its heads do not
+    # divide, even if it has its own head_dim (4.57 does not, nor does either refuse the others).
+    is_llama = config.sliding_window is None and config.embed_dim % config.num_heads == 0
+    same_layers = (architecture.qkv_bias, architecture.qk_norm) == (config.qkv_bias, config.qk_norm)
+    return same_layers and (is_llama or architecture is not LLAMA)

@@ -205,15 +205,18 @@ def _positive(value: Any, key: str, path: Path) -> float:
     return float(value)
 
 
-def write_config(config: ModelConfig, special_tokens: dict[str, Any], dtype: str) -> dict[str, Any]:
+def write_config(
+    config: ModelConfig, special_tokens: dict[str, Any], dtype: str, architecture: Architecture | None = None
+) -> dict[str, Any]:
     """A `config.json` with the fields of transformers 4, of transformers 5 and of all who read either.
 
     Args:
         config: of the model.
         special_tokens: value of each of `SPECIAL_TOKENS`.
         dtype: type of the weights in the files.
+        architecture: what the model is to be; None: see `architecture_of`.
     """
-    architecture, scaling = architecture_of(config), config.rope_scaling
+    architecture, scaling = architecture or architecture_of(config), config.rope_scaling
     kind = "default" if scaling.kind == "none" else scaling.kind
     stretch: dict[str, Any] = {"rope_type": kind}
     stretch |= {theirs: getattr(scaling, ours) for theirs, ours in _ROPE_KEYS[kind].items()}

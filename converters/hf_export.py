@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from converters import names
-from converters.architectures import Architecture, architecture_of
+from converters.architectures import Architecture
 from converters.blocks import THREADS, Box, StoredArray, boxes, open_array
 from converters.hf_config import write_config
 from converters.hf_files import TOKENIZERS, read_travelling, travelling_files
@@ -76,7 +76,7 @@ class Export:
         of_config = special_tokens | {"eos_token_id": _with_ends(special_tokens["eos_token_id"], ends)}
         for name, content in self.files.items():
             (out / name).write_bytes(content)
-        _write_json(out / "config.json", write_config(self.config, of_config, self.dtype))
+        _write_json(out / "config.json", write_config(self.config, of_config, self.dtype, self._architecture))
         if "generation_config.json" not in self.files:
             _write_json(out / "generation_config.json", {"_from_model_config": True, **of_config})
         elif ends:
@@ -115,7 +115,7 @@ class Export:
 
     @property
     def _architecture(self) -> Architecture:
-        return architecture_of(self.config)
+        return self.found.architecture
 
 
 def _with_ends(known: int | list[int] | None, ends: frozenset[int]) -> int | list[int] | None:
@@ -191,7 +191,7 @@ def read_checkpoint(source: Path, dtype: ExportDType | None, license: str | None
 
     Args:
         source: a run's directory, whose newest good step is taken, or `RUN/checkpoints/STEP`.
-        dtype: type of the weights to write; None: that of the master weights.
+        dtype: type of the weights to write; None: that of the master weights, or of those that were imported.
         license: the model card's licence.
 
     Raises:
@@ -201,7 +201,7 @@ def read_checkpoint(source: Path, dtype: ExportDType | None, license: str | None
     found = open_pretrained(source)
     if found.tensors is not None:
         raise ConfigError(f"{source}: is a Hugging Face directory already; give a run or RUN/checkpoints/STEP")
-    architecture_of(found.config)
+    assert found.architecture  # or there is none
     saved = json.loads((found.source / "arrays.json").read_text())
     shapes = names.our_shapes(found.config)
     if missing := [name for name in shapes if name not in saved]:
@@ -211,4 +211,4 @@ def read_checkpoint(source: Path, dtype: ExportDType | None, license: str | None
     files = read_travelling(travelling_files(found.files))
     if TOKENIZERS & files.keys():
         files |= tokenizer_files(files, found.tokenizer())
-    return Export(found, dtype or found.config.param_dtype, license, files)
+    return Export(found, dtype or found.meta.get("stored_dtype") or found.config.param_dtype, license, files)

@@ -35,6 +35,10 @@ class Import:
 
     source: Path
     config: ModelConfig
+    model_type: str
+    """In its `config.json`."""
+    stored_dtype: str
+    """What an export has by default: `config.param_dtype`, or float16 where that is what the files have."""
     special_tokens: dict[str, Any]
     tensors: Mapping[str, Stored]
     """The weights, by their Hugging Face name."""
@@ -46,7 +50,12 @@ class Import:
     @property
     def hf(self) -> dict[str, Any]:
         """What a checkpoint keeps of it beside weights and files, for a later export: `hf` in its meta."""
-        return {"source": self._model_id, "special_tokens": self.special_tokens, "license": self.license}
+        return {
+            "source": self._model_id,
+            "model_type": self.model_type,
+            "special_tokens": self.special_tokens,
+            "license": self.license,
+        }
 
     @property
     def _model_id(self) -> str:
@@ -59,8 +68,8 @@ class Import:
         """What was found, in a line."""
         num_files = len({stored.file for stored in self.tensors.values()})
         return (
-            f"read       {self.source}: {architecture_of(self.config).name} of {self.config.num_params:,} parameters"
-            f" in {num_files} file(s); kept as {self.config.param_dtype},"
+            f"read       {self.source}: {architecture_of(self.config, self.model_type).name}"
+            f" of {self.config.num_params:,} parameters in {num_files} file(s); kept as {self.config.param_dtype},"
             f" with {', '.join(self.files) or 'no tokenizer'}"
         )
 
@@ -79,6 +88,7 @@ class Import:
             "jax": jax.__version__,
             "config": {"model": dataclasses.asdict(self.config)},
             "hf": self.hf,
+            "stored_dtype": self.stored_dtype,
         }
         arrays = {name: self._array(name, shape) for name, shape in names.our_shapes(self.config).items()}
         with Checkpointer(out, CheckpointConfig(async_save=False), use_ocdbt=False) as checkpointer:
@@ -126,7 +136,16 @@ def read_model(source: Path, dtype: DType | None) -> Import:
     tensors = _check_tensors(source, config, tensors)
     files = read_travelling(travelling_files(source))
     _check_tokenizer(source, files)
-    return Import(source, config, special_tokens, tensors, read_license(source / "README.md"), files)
+    return Import(
+        source=source,
+        config=config,
+        model_type=body["model_type"],
+        stored_dtype="float16" if dtype is None and stored_dtypes == {DTYPES["F16"]} else config.param_dtype,
+        special_tokens=special_tokens,
+        tensors=tensors,
+        license=read_license(source / "README.md"),
+        files=files,
+    )
 
 
 def _check_tensors(source: Path, config: ModelConfig, tensors: dict[str, Stored]) -> dict[str, Stored]:

@@ -10,7 +10,7 @@ import numpy as np
 
 from converters.safetensors_io import open_model
 from llamajax.config import ModelConfig
-from llamajax.errors import CheckpointError
+from llamajax.errors import CheckpointError, ConfigError
 from llamajax.model import Llama
 from llamajax.restore import restore
 
@@ -29,7 +29,8 @@ def compare_logits(hf_dir: Path, run_dir: Path, step: int, config: ModelConfig, 
         What was found, or why nothing was compared, in a few words.
 
     Raises:
-        CheckpointError: the logits differ by more than rounding.
+        CheckpointError: the logits differ by more than rounding, or weights are no finite numbers.
+        ConfigError: transformers cannot read the directory.
     """
     if importlib.util.find_spec("torch") is None:
         return "skipped, because torch, which transformers computes with, is not installed"
@@ -93,14 +94,23 @@ def _hf_logits(hf_dir: Path, dtype: str, tokens: np.ndarray, positions: np.ndarr
     import transformers
 
     transformers.utils.logging.disable_progress_bar()
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        hf_dir,
-        dtype=getattr(torch, dtype),
-        attn_implementation="eager",
-        trust_remote_code=False,
-        use_safetensors=True,
-        local_files_only=True,
-    )
+    try:
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            hf_dir,
+            dtype=getattr(torch, dtype),
+            attn_implementation="eager",
+            trust_remote_code=False,
+            use_safetensors=True,
+            local_files_only=True,
+        )
+    except MemoryError:
+        raise
+    except Exception as error:  # it checks config.json by rules of its own, which change with its version
+        reason = " ".join(str(error).split())
+        raise ConfigError(
+            f"{hf_dir}: transformers {transformers.__version__} cannot read it, and nothing was compared: {reason}; correct"
+            " that, or convert with --no-verify"
+        ) from error
     inputs = {"input_ids": tokens, "position_ids": positions, "attention_mask": np.ones_like(tokens)}
     with torch.no_grad():
         output = model.float().eval()(

@@ -1,8 +1,12 @@
 """The contract between data, model and loss: what a batch holds."""
 
+from collections.abc import Sequence
+
 import jax
+import numpy as np
 
 from llamajax.config import Config
+from llamajax.errors import DataError
 from llamajax.sharding import spec
 
 Batch = dict[str, jax.Array]
@@ -12,6 +16,17 @@ FIELDS = ("tokens", "targets", "segment_ids", "positions")
 
 IGNORE = -1
 """Target of a token that is not counted: padding, or the last token of a document."""
+
+
+def check_ids(ids: np.ndarray | Sequence[int], vocab_size: int, where: str, remedy: str) -> None:
+    """Refuses ids of tokens that the model's table has no row for, which devices would take for zeros in silence.
+
+    Raises:
+        DataError: naming the first one; `IGNORE` is none.
+    """
+    ids = np.asarray(ids)
+    if (wrong := ids[(ids >= vocab_size) | (ids < IGNORE)]).size:
+        raise DataError(f"{where}: token id {wrong[0]} is not among the {vocab_size} rows of the model's table; {remedy}")
 
 
 def micro_batch_size(config: Config) -> int:

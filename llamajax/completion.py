@@ -11,6 +11,7 @@ from typing import Any, Literal
 import jax
 import numpy as np
 
+from llamajax.batch import check_ids
 from llamajax.data.tokenizer import Tokenizer
 from llamajax.errors import DataError
 from llamajax.model import Llama
@@ -222,9 +223,9 @@ class Completer:
             batch_size: rows written at once; rounded up to a multiple of the devices that share a batch.
 
         Raises:
-            DataError: a prompt leaves no room in `max_seq_len`.
+            DataError: a prompt leaves no room in `max_seq_len`, or has tokens that the model lacks.
         """
-        check_room(prompts, self._max_seq_len)
+        check_prompts(prompts, self._max_seq_len, self._model.config.vocab_size)
         rows = [
             _Row(
                 number=p * num_samples + sample,
@@ -297,8 +298,9 @@ def _round_up(size: int, multiple: int) -> int:
     return -(-size // multiple) * multiple
 
 
-def check_room(prompts: Sequence[Sequence[int]], max_seq_len: int) -> None:
-    """Refuses prompts that leave no room for a continuation, which `max_seq_len` tokens include.
+def check_prompts(prompts: Sequence[Sequence[int]], max_seq_len: int, vocab_size: int) -> None:
+    """Refuses prompts that leave no room for a continuation, which `max_seq_len` tokens include, or have tokens that the
+    model, of `vocab_size` rows, has no embedding for.
 
     Raises:
         DataError: naming the first one, counted from 1.
@@ -306,6 +308,7 @@ def check_room(prompts: Sequence[Sequence[int]], max_seq_len: int) -> None:
     for number, prompt in enumerate(prompts, start=1):
         if len(prompt) >= max_seq_len:
             raise DataError(f"prompt {number}: {len(prompt)} tokens leave no room in max_seq_len={max_seq_len}; shorten it")
+        check_ids(prompt, vocab_size, f"prompt {number}", "the tokenizer has tokens that the model lacks")
 
 
 def encode_prompt(tokenizer: Tokenizer, prompt: str, seq_len: int) -> list[int]:

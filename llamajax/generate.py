@@ -27,7 +27,7 @@ import jax
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from llamajax import console, mesh
-from llamajax.completion import Completer, Completion, Piece, Stats, check_room
+from llamajax.completion import Completer, Completion, Piece, Stats, check_prompts
 from llamajax.config import MeshConfig, ModelConfig
 from llamajax.data.chat import ChatTemplate, load_chat_template
 from llamajax.data.tokenizer import Tokenizer
@@ -64,7 +64,7 @@ def run(config: GenerateConfig) -> None:
     template = find_template(config, pretrained, tokenizer) if has_messages else None
     token_ids = [prompt.encode(tokenizer, template) for prompt in prompts]
     max_seq_len = longest_sequence(config, pretrained.config)
-    check_room(token_ids, max_seq_len)
+    check_prompts(token_ids, max_seq_len, pretrained.config.vocab_size)
 
     completer = Completer(
         load(config, pretrained),

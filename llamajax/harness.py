@@ -27,7 +27,7 @@ from lm_eval.tasks import TaskManager
 from lm_eval.utils import get_rolling_token_windows, handle_non_serializable, make_disjoint_window, make_table
 
 from llamajax import console
-from llamajax.batch import IGNORE
+from llamajax.batch import IGNORE, check_ids
 from llamajax.completion import Completer
 from llamajax.config import ModelConfig
 from llamajax.data.chat import ChatTemplate, Message, load_chat_template
@@ -240,6 +240,7 @@ class LlamaLM(TemplateLM):
         tokens = np.zeros((self._batch_size, T), np.int32)
         targets = np.full((self._batch_size, T), IGNORE, np.int32)
         for row, (ids, num_targets) in enumerate(rows):
+            check_ids(ids, self._model.config.vocab_size, "tasks", "the tokenizer has tokens that the model lacks")
             end = len(ids) - 1
             tokens[row, :end] = ids[:-1]
             targets[row, end - num_targets : end] = ids[len(ids) - num_targets :]

@@ -15,7 +15,7 @@ from jax import P
 from jax.sharding import NamedSharding
 
 from converters import names
-from converters.architectures import architecture_of
+from converters.architectures import Architecture, architecture_of
 from converters.hf_config import SPECIAL_TOKENS, read_ends
 from converters.hf_import import read_model
 from converters.safetensors_io import Stored
@@ -58,8 +58,17 @@ class Pretrained:
     @property
     def about(self) -> str:
         """The model in a line."""
-        kind = "model" if self.tensors is None else f"Hugging Face {architecture_of(self.config).name}"
+        kind = "model" if self.tensors is None else f"Hugging Face {self.architecture.name}"
         return f"{self.source}: {kind} of {self.config.num_params:,} parameters in {self.config.param_dtype}"
+
+    @property
+    def architecture(self) -> Architecture:
+        """What it is for transformers.
+
+        Raises:
+            ConfigError: transformers has no such model.
+        """
+        return architecture_of(self.config, (self.hf or {}).get("model_type"))
 
     def check(self, config: ModelConfig) -> None:
         """Raises `ConfigError` if `config` is of another model, with a line for every setting that must not differ."""

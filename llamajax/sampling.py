@@ -71,7 +71,9 @@ def next_tokens(
         if sampling.temperature == 0:
             token = jnp.argmax(logits)
         else:
-            scores = keep_likely(logits / sampling.temperature, sampling)
+            # The likeliest at 0, and no temperature below what fp32 holds: colder still, 0 / 0 would be left of all scores.
+            temperature = max(sampling.temperature, float(jnp.finfo(jnp.float32).tiny))
+            scores = keep_likely((logits - jnp.max(logits)) / temperature, sampling)
             token = jax.random.categorical(jax.random.fold_in(jax.random.fold_in(key, row_seed), position), scores)
         return token.astype(jnp.int32), jax.nn.log_softmax(logits)[token]
 

@@ -11,7 +11,7 @@ import pytest
 import sentencepiece
 
 from converters.hf_tokenizer import convert_sentencepiece
-from llamajax.completion import Completer, TextStream, check_room, encode_prompt, stream_text
+from llamajax.completion import Completer, TextStream, check_prompts, encode_prompt, stream_text
 from llamajax.config import MeshConfig
 from llamajax.data.tokenizer import load_tokenizer, train_sentencepiece
 from llamajax.errors import DataError
@@ -228,7 +228,9 @@ def test_a_text_ends_where_there_is_no_room_and_has_only_ids_that_the_tokenizer_
     assert {token for completion in found for token in completion.tokens} <= set(range(7))
     with pytest.raises(DataError, match="prompt 2: 13 tokens leave no room in max_seq_len=13"):
         next(completer.complete([[1], [1] * 13], max_tokens=1))
-    check_room([[1] * 12], 13)
+    check_prompts([[1] * 12], 13, 2)
+    with pytest.raises(DataError, match="prompt 2: token id 64 is not among the 64 rows of the model's table"):
+        next(completer.complete([[1], [1, 64]], max_tokens=1))
 
 
 def test_no_prompts_no_pieces():

@@ -129,6 +129,15 @@ def test_a_draw_is_the_same_on_every_mesh_and_in_every_batch(axes):
     np.testing.assert_array_equal(tokens, expected[order])
 
 
+@pytest.mark.parametrize("temperature", [1e-300, 1e-40, 1e-30])
+def test_the_coldest_draws_are_the_likeliest(temperature):
+    logits = np.random.default_rng(2).normal(0, 3, (8, V)).astype(np.float32)
+    for filters in ({}, {"top_k": 5, "top_p": 0.9, "min_p": 0.1}):
+        tokens, logprobs = draw(logits, Sampling(temperature=temperature, **filters))
+        np.testing.assert_array_equal(tokens, logits.argmax(axis=1))
+        assert np.isfinite(logprobs).all()
+
+
 def test_seed_row_seed_and_position_each_change_the_draws():
     flat, sampling = np.zeros((16, V)), Sampling(temperature=1.0)
     ones = np.ones(16)

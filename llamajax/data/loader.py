@@ -10,7 +10,7 @@ from typing import Self
 import jax
 import numpy as np
 
-from llamajax.batch import FIELDS, Batch, batch_sharding, micro_batch_size
+from llamajax.batch import FIELDS, Batch, batch_sharding, check_ids, micro_batch_size
 from llamajax.config import Config
 from llamajax.data.dataset import Dataset
 from llamajax.data.packing import Row, fill_row
@@ -30,7 +30,7 @@ class Loader:
         self._dataset = dataset
         self._global_batch_size = config.train.global_batch_size
         self._shape = (config.train.grad_accum_steps, micro_batch_size(config), config.data.seq_len)
-        self._sharding = batch_sharding()
+        self._sharding, self._vocab_size = batch_sharding(), config.model.vocab_size
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="loader")
         self._next_step = start_step
         self._ahead: deque[tuple[int, Future[Batch]]] = deque()
@@ -68,7 +68,11 @@ class Loader:
 
     def _load(self, step: int) -> Batch:
         first = step * self._global_batch_size
-        return _make_batch(lambda a, i: self._dataset.train_row(first + a * self._shape[1] + i), self._shape, self._sharding)
+
+        def row(a: int, i: int) -> Row:
+            return self._dataset.train_row(first + a * self._shape[1] + i)
+
+        return _make_batch(row, self._shape, self._sharding, self._vocab_size)
 
 
 def held_out_batches(dataset: Dataset, config: Config) -> Iterator[Batch]:
@@ -83,11 +87,17 @@ def held_out_batches(dataset: Dataset, config: Config) -> Iterator[Batch]:
         def row(_: int, i: int, first: int = first) -> Row:
             return rows[first + i] if first + i < len(rows) else fill_row([], seq_len)
 
-        yield _make_batch(row, (1, size, seq_len), sharding)
+        yield _make_batch(row, (1, size, seq_len), sharding, config.model.vocab_size)
 
 
-def _make_batch(row: Callable[[int, int], Row], shape: tuple[int, int, int], sharding: jax.NamedSharding) -> Batch:
-    """The batch whose row i of micro-batch a is `row(a, i)`; only rows that this process's devices hold are asked for."""
+def _make_batch(
+    row: Callable[[int, int], Row], shape: tuple[int, int, int], sharding: jax.NamedSharding, vocab_size: int
+) -> Batch:
+    """The batch whose row i of micro-batch a is `row(a, i)`; only rows that this process's devices hold are asked for.
+
+    Raises:
+        DataError: a row has ids that the model has no embedding for.
+    """
     wanted: set[int] = set()
     for index in sharding.addressable_devices_indices_map(shape).values():
         assert index is not None
@@ -98,4 +108,6 @@ def _make_batch(row: Callable[[int, int], Row], shape: tuple[int, int, int], sha
         for i in sorted(wanted):
             for name, values in row(a, i).items():
                 local[name][a, i] = values
+            for name in ("tokens", "targets"):
+                check_ids(local[name][a, i], vocab_size, "data.cache_dir", "its files are damaged; remove it")
     return {name: jax.make_array_from_callback(shape, sharding, values.__getitem__) for name, values in local.items()}

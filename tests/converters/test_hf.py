@@ -119,8 +119,10 @@ def test_a_run_on_eight_devices_is_exported_in_pieces(many_bytes, tmp_path, monk
 def test_dtypes_widen_exactly_and_round_only_on_request(tmp_path):
     weights = write_model(tmp_path / "hf", TINY, np.float16)
     assert convert("import", tmp_path / "hf", tmp_path / "run", "--no-verify") == 0
-    assert convert("export", tmp_path / "run", tmp_path / "wide", "--no-verify") == 0
+    assert convert("export", tmp_path / "run", tmp_path / "back", "--no-verify") == 0
+    assert convert("export", tmp_path / "run", tmp_path / "wide", "--dtype", "float32", "--no-verify") == 0
     assert convert("export", tmp_path / "run", tmp_path / "narrow", "--dtype", "bfloat16", "--no-verify") == 0
+    assert_same_bits(read_weights(tmp_path / "back"), weights)
     assert_same_bits(read_weights(tmp_path / "wide"), {name: array.astype(np.float32) for name, array in weights.items()})
     narrow = {name: array.astype(np.float32).astype(ml_dtypes.bfloat16) for name, array in weights.items()}
     assert_same_bits(read_weights(tmp_path / "narrow"), narrow)
@@ -195,6 +197,44 @@ def test_small_files_travel_and_lose_their_auto_map(tmp_path):
     assert {name: (tmp_path / "back" / name).read_text() for name in kept} == kept
     assert json.loads((tmp_path / "back/tokenizer_config.json").read_text()) == {"bos_token": "<s>"}
     assert not (tmp_path / "back/evil.py").exists()
+
+
+def test_a_mistral_without_a_window_stays_one(tmp_path):
+    write_model(tmp_path / "hf", tiny(num_kv_heads=2))
+    body = json.loads((tmp_path / "hf/config.json").read_text())
+    body |= {"model_type": "mistral", "architectures": ["MistralForCausalLM"], "sliding_window": None}
+    (tmp_path / "hf/config.json").write_text(json.dumps(body))
+    assert convert("import", tmp_path / "hf", tmp_path / "run", "--no-verify") == 0
+    assert convert("export", tmp_path / "run", tmp_path / "back", "--no-verify") == 0
+    back = json.loads((tmp_path / "back/config.json").read_text())
+    for key in ("model_type", "architectures", "sliding_window"):
+        assert back[key] == body[key]
+    with jax.set_mesh(single_device_mesh()):
+        assert "Hugging Face Mistral" in open_pretrained(tmp_path / "hf").about
+
+
+def test_heads_that_do_not_divide_the_width(tmp_path, capsys):
+    """transformers 5 refuses a Llama of this shape, and takes a Mistral, which computes the same."""
+    pytest.importorskip("torch")
+    weights = write_model(tmp_path / "hf", tiny(embed_dim=36, num_heads=8, num_kv_heads=2, head_dim=8))
+    assert json.loads((tmp_path / "hf/config.json").read_text())["model_type"] == "mistral"
+    assert convert("import", tmp_path / "hf", tmp_path / "run", "--no-verify") == 0
+    assert convert("export", tmp_path / "run", tmp_path / "back") == 0
+    assert "differ by at most" in capsys.readouterr().out
+    assert_same_bits(read_weights(tmp_path / "back"), weights)
+
+
+@pytest.mark.parametrize(("variant", "odd"), [("llama1", {"rms_norm_eps": 1}), ("mistral", {"num_key_value_heads": None})])
+def test_what_transformers_refuses_is_told_in_a_line(variant, odd, tmp_path, capsys):
+    pytest.importorskip("torch")
+    write_model(tmp_path / "hf", tiny(**VARIANTS[variant] | {"num_kv_heads": 4}))
+    body = json.loads((tmp_path / "hf/config.json").read_text())
+    (tmp_path / "hf/config.json").write_text(json.dumps(body | odd))
+    assert convert("import", tmp_path / "hf", tmp_path / "run") == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1, error
+    assert f"cannot read it, and nothing was compared: Validation error for field '{next(iter(odd))}'" in error
+    assert [path.name for path in tmp_path.iterdir()] == ["hf"]
 
 
 IN_TRANSFORMERS = ("linear-scaling", "llama3.2", "mistral", "qwen2-window", "qwen3")

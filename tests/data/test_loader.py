@@ -13,6 +13,7 @@ from llamajax.batch import IGNORE
 from llamajax.config import MeshConfig
 from llamajax.data import loader as loader_module
 from llamajax.data.loader import Loader, held_out_batches
+from llamajax.errors import DataError
 from llamajax.mesh import make_mesh
 from llamajax.sharding import spec
 from tests.tiny import tiny_config
@@ -34,7 +35,7 @@ class Rows:
         self.seq_len = seq_len
         self.asked = []
         self.bad_position = bad_position
-        self.held_out_rows = [self._row(-position - 1) for position in range(num_held_out)]
+        self.held_out_rows = [self._row(position + 1000) for position in range(num_held_out)]
 
     def _row(self, position):
         row = {name: np.full(self.seq_len, position, np.int32) for name in ("targets", "segment_ids", "positions")}
@@ -51,6 +52,7 @@ def config_for(global_batch_size=32, grad_accum_steps=1, **train):
     base = tiny_config()
     return dataclasses.replace(
         base,
+        model=dataclasses.replace(base.model, vocab_size=2_000_000),
         train=dataclasses.replace(
             base.train, global_batch_size=global_batch_size, grad_accum_steps=grad_accum_steps, **train
         ),
@@ -108,7 +110,7 @@ def test_processes_fetch_what_their_devices_need_and_agree(mesh, monkeypatch):
             given[len(given)] = {device: part(index_of[device]) for device in of}
 
         monkeypatch.setattr(jax, "make_array_from_callback", keep)
-        loader_module._make_batch(lambda a, i, rows=rows: rows.train_row(16 * a + i), shape, sharding)
+        loader_module._make_batch(lambda a, i, rows=rows: rows.train_row(16 * a + i), shape, sharding, 2_000_000)
         for device in devices:
             expected = np.arange(32).reshape(2, 16, 1)[:, index_of[device][1]] * 1000 + np.arange(16)[index_of[device][2]]
             assert any(np.array_equal(arrays[device], expected) for arrays in given.values())
@@ -168,7 +170,7 @@ def test_held_out_batches_are_fixed_and_padded():
         batches = list(held_out_batches(rows, config))
         assert [batch["tokens"].shape for batch in batches] == [(1, 8, 16)] * 3
         first_column = np.concatenate([np.asarray(batch["targets"])[0, :, 0] for batch in batches])
-        assert first_column.tolist() == [*range(-1, -22, -1), IGNORE, IGNORE, IGNORE]
+        assert first_column.tolist() == [*range(1000, 1021), IGNORE, IGNORE, IGNORE]
         assert not np.asarray(batches[-1]["segment_ids"])[0, 5:].any()
     assert (
         len(
@@ -217,3 +219,12 @@ def test_two_real_processes():
     asked = [process.communicate()[0] for process in processes]
     assert [process.returncode for process in processes] == [0, 0]
     assert asked == [f"{[*range(16, 20), *range(24, 28)]}\n", f"{[*range(20, 24), *range(28, 32)]}\n"]
+
+
+def test_ids_that_the_model_has_no_embedding_for_are_told():
+    config = config_for()
+    config = dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_size=32_000))
+    with Loader(Rows(), config, start_step=0) as loader:
+        next(loader)  # whose ids go to 31,015
+        with pytest.raises(DataError, match=r"cache_dir: token id 32000 is not among the 32000 rows of"):
+            next(loader)
