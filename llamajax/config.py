@@ -277,17 +277,26 @@ class SourceConfig:
     library that runs this program. `chat`: one conversation per line of JSONL (also .gz, .zst), put into
     `data.chat_template`; only what the assistant says is learnt."""
     paths: tuple[str, ...] = ()
-    """Files or globs (`**` allowed), relative to the working directory; empty for `stdlib`."""
+    """Files or globs (`**` allowed), relative to the working directory; empty for `stdlib`. A file that has several
+    names here, by links or overlapping globs, is read once; to read one more often, raise `weight`."""
     text_key: str = "text"
     """`jsonl`, `parquet`: the field or column with the text."""
     chat_format: Literal["messages", "sharegpt", "alpaca"] = "messages"
     """`chat`: how a line holds its conversation. `messages`: a list of {role, content}. `sharegpt`: `conversations`, a
     list of {from, value}, and perhaps `system`. `alpaca`: instruction, output, and perhaps input and system."""
+    max_bad_records: int = 0
+    """`jsonl`, `parquet`, `chat`: lines or rows that may be left out, and are counted, because they are not what they
+    should be (text that is null, broken JSON, a conversation that the template refuses); one more ends the start."""
     weight: float = 1.0
     """Share of the training rows that comes from this source, relative to the other sources' weights."""
 
     def __post_init__(self) -> None:
         require(
+            (self.max_bad_records >= 0, f"max_bad_records: {self.max_bad_records} must not be negative"),
+            (
+                self.kind not in ("text", "stdlib") or self.max_bad_records <= 0,
+                f"max_bad_records: {self.max_bad_records} has no effect with kind={self.kind}; remove it",
+            ),
             (self.weight > 0, f"weight: {self.weight} must be positive; remove the source to leave it out"),
             (
                 self.kind == "stdlib" or bool(self.paths),
@@ -334,7 +343,8 @@ class DataConfig:
     """`chat` sources: a Jinja file that turns a conversation into text, as Hugging Face tokenizers have it; unset: the
     one beside the tokenizer."""
     held_out_fraction: float = 0.01
-    """Share of the documents, chosen by a hash of their content, that is never trained on and used to evaluate."""
+    """Share of the documents, chosen by a hash of their text without the white space at its ends, that is never trained
+    on and used to evaluate; copies of a text, and the pieces of a long one, are on the same side."""
     cache_dir: str = "~/.cache/llamajax"
     """Where tokenized documents are kept, addressed by their content; shared between runs."""
     prefetch_steps: int = 2
@@ -456,6 +466,11 @@ class TrainConfig:
                 f"eval_every: {self.eval_every} needs eval_batches above 0",
             ),
         )
+
+    @property
+    def num_rows(self) -> int:
+        """Sequences of all steps."""
+        return self.num_steps * self.global_batch_size
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -87,7 +87,10 @@ def run(config: Config, *, dry_run: bool = False) -> None:
             elif config.init_from is not None and restored is not None:
                 origin = take_along(restored.files, restored.meta.get("hf"))
             dataset = data.prepare(config, log=console.log, tokenizer=origin.tokenizer)
-            check_same_everywhere({"data (documents or tokenizer)": dataset.fingerprint})
+            check_same_everywhere(
+                {"data (documents or tokenizer)": dataset.fingerprint, "tokenized documents": dataset.content}
+            )
+            console.print_epochs(dataset.epochs(config.train.num_rows), config.train.num_steps)
             if config.sample.prompt is not None:
                 encode_prompt(dataset.tokenizer, config.sample.prompt, config.data.seq_len)
             if restored is not None:
@@ -148,6 +151,7 @@ def train(
         stop.at_end_of_step(),
         trace(config, start_step) as trace_before,
     ):
+        writer.event("data", fingerprint=dataset.fingerprint, epochs=dataset.epochs(config.train.num_rows))
 
         def save() -> None:
             nonlocal saved_step

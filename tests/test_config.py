@@ -90,6 +90,8 @@ BROKEN = [
     (SourceConfig, {"kind": "parquet"}, ["paths"]),
     (SourceConfig, {"paths": ("x",)}, ["paths"]),
     (SourceConfig, {"text_key": ""}, ["text_key"]),
+    (SourceConfig, {"max_bad_records": -1}, ["max_bad_records"]),
+    (SourceConfig, {"kind": "text", "paths": ("x",), "max_bad_records": 5}, ["max_bad_records"]),
     (TokenizerConfig, {"train_max_bytes": 0}, ["train_max_bytes"]),
     (DataConfig, {"sources": ()}, ["sources"]),
     (DataConfig, {"seq_len": 0, "prefetch_steps": 0}, ["seq_len", "prefetch_steps"]),

@@ -47,7 +47,7 @@ EVERYTHING = Config(
         sources=(
             SourceConfig(kind="text", paths=("a b/**/*.txt", "*", "no", "1:30", "null", "- x: 'y\"", "ü\n z\x85 ")),
             SourceConfig(kind="jsonl", paths=("x.jsonl.zst",), text_key="1e3", weight=0.1),
-            SourceConfig(kind="chat", paths=("y",), chat_format="alpaca"),
+            SourceConfig(kind="chat", paths=("y",), chat_format="alpaca", max_bad_records=8),
         ),
         seq_len=900,
         tokenizer=TokenizerConfig(path="3e-4", train_max_bytes=5),

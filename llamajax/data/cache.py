@@ -1,16 +1,22 @@
-"""The cache on disk: entries addressed by what they are made from, that no kill can leave half written.
+"""The cache on disk: entries addressed by what they are made from, that no kill leaves half written and no flipped bit
+changes unseen.
 
 An entry is a directory named by a hash of everything its files depend on. Every file is written under a temporary name,
-flushed to the disk and renamed, so a file that is there is whole. A lock per entry lets one process write it while
-the others, of this run or of another, wait and then read.
+flushed to the disk and renamed, so a file that is there is whole. Arrays carry checksums that are compared whenever a
+part of them is read. A lock per entry lets one process write it while the others, of this run or of another, wait and
+then read.
 """
 
 import contextlib
+import errno
 import fcntl
 import hashlib
 import json
 import os
+import secrets
+import zlib
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +27,20 @@ from llamajax.errors import DataError
 
 ALIGNMENT = 64
 """Bytes that the arrays of a file start at multiples of."""
+BLOCK_BYTES = 2**13
+"""Bytes of an array that share a checksum: compared within some microseconds where a few of them are wanted."""
+
+_NO_LOCKS = {errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK}
+_HEAD_AT = 8 + hashlib.sha256().digest_size
+
+
+class DamagedError(DataError):
+    """A file of the cache is gone, cannot be read, or is not what was written."""
+
+    def __init__(self, path: Path, reason: str) -> None:
+        super().__init__(f"{path}: {reason}; run again, which makes it again")
+        self.path = path
+        self.reason = reason
 
 
 def digest(*parts: object) -> str:
@@ -32,30 +52,56 @@ def digest(*parts: object) -> str:
 def locked(entry: Path, *, wait: bool = True) -> Iterator[bool]:
     """Holds the entry's lock while the block runs; the kernel releases it when a process dies.
 
+    Where the file system has no locks nobody waits: several processes may then make the same files, each of them whole.
+
     Yields:
-        Whether the lock is held; False only without `wait`, when another process has it.
+        Whether the block may write; False only without `wait`, when another process has the lock.
     """
     entry.mkdir(parents=True, exist_ok=True)
     with (entry / "lock").open("ab") as lock:
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+            is_locked = _flock(lock.fileno(), fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
         except BlockingIOError:
             yield False
             return
-        for leftover in entry.glob("*.tmp"):  # of a process that was killed while it held the lock
+        for leftover in entry.glob("*.tmp") if is_locked else ():  # of a process that was killed while it held the lock
             leftover.unlink()
         yield True
 
 
+def has_locks(folder: Path) -> bool:
+    """Whether files in the folder, which is made if it is not there, can be locked."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "lock").open("ab") as lock:
+        return _flock(lock.fileno(), fcntl.LOCK_SH)
+
+
+def _flock(descriptor: int, operation: int) -> bool:
+    """Locks the file; False if its file system has no locks."""
+    try:
+        fcntl.flock(descriptor, operation)
+    except OSError as error:
+        if error.errno in _NO_LOCKS:
+            return False
+        raise
+    return True
+
+
 def write_atomically(path: Path, *chunks: bytes | memoryview) -> None:
     """Writes a file that is, whatever happens, either whole or not there. The entry's lock must be held."""
-    temporary = path.with_name(path.name + ".tmp")
-    with temporary.open("wb") as file:
-        for chunk in chunks:
-            file.write(chunk)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
+    # A name of its own, for file systems without locks.
+    temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
+    try:
+        with temporary.open("wb") as file:
+            for chunk in chunks:
+                file.write(chunk)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except BaseException:
+        with contextlib.suppress(OSError):  # a full disk shall not be kept full
+            temporary.unlink(missing_ok=True)
+        raise
     directory = os.open(path.parent, os.O_RDONLY)
     try:
         os.fsync(directory)
@@ -63,46 +109,122 @@ def write_atomically(path: Path, *chunks: bytes | memoryview) -> None:
         os.close(directory)
 
 
-def write_arrays(path: Path, arrays: dict[str, np.ndarray], info: dict[str, Any]) -> None:
-    """Writes arrays and a few JSON values to one file, atomically; the same arrays give the same bytes.
+class CheckedArray:
+    """A one-dimensional array in a memory-mapped file, of which slices are read: `array[start:end]`.
 
-    The file: the length of the header in 8 bytes, little-endian; the header in JSON, with each array's dtype, shape
-    and place; the arrays, each at a multiple of `ALIGNMENT` after the header.
+    Every block that a slice touches is compared with its checksum, each time: a disk may give back today what it did not
+    yesterday.
     """
-    layout: dict[str, tuple[str, tuple[int, ...], int]] = {}
+
+    def __init__(self, path: Path, content: np.ndarray, dtype: np.dtype, checksums: bytes) -> None:
+        """Takes the bytes of an array as they lie in the file, uint8, and the CRC-32 of each of their blocks."""
+        self.dtype = dtype
+        self._path = path
+        self._content = content
+        self._checksums = np.frombuffer(checksums, "<u4")
+
+    def __len__(self) -> int:
+        return len(self._content) // self.dtype.itemsize
+
+    def __getitem__(self, part: slice) -> np.ndarray:
+        """The elements, read-only and not copied.
+
+        Raises:
+            DamagedError: they are not what was written.
+        """
+        first, end, step = part.indices(len(self))
+        assert step == 1
+        start, stop = first * self.dtype.itemsize, max(first, end) * self.dtype.itemsize
+        content = self._content.data
+        for at in range(start - start % BLOCK_BYTES, stop, BLOCK_BYTES):
+            if zlib.crc32(content[at : at + BLOCK_BYTES]) != self._checksums[at // BLOCK_BYTES]:
+                raise DamagedError(self._path, "is damaged")
+        return self._content[start:stop].view(self.dtype)
+
+
+@dataclass(frozen=True)
+class ArrayFile:
+    """A file of `write_arrays`."""
+
+    arrays: dict[str, CheckedArray]
+    info: dict[str, Any]
+    sha256: str
+    """Of the file's head, with all checksums: it tells contents apart without reading them."""
+
+
+def write_arrays(path: Path, arrays: dict[str, np.ndarray], info: dict[str, Any]) -> None:
+    """Writes one-dimensional arrays and a few JSON values to one file, atomically; the same arrays give the same bytes.
+
+    The file: the length of the head in 8 bytes, little-endian; the SHA-256 of the head; the head in JSON, with each
+    array's dtype, length and place and the CRC-32 of its blocks; the arrays, each at a multiple of `ALIGNMENT`.
+    """
+    layout: dict[str, tuple[str, int, int, str]] = {}
     chunks: list[bytes | memoryview] = []
     size = 0
     for name, array in arrays.items():
-        layout[name] = (array.dtype.str, array.shape, size)
+        assert array.ndim == 1
+        content = np.ascontiguousarray(array).view(np.uint8).data
+        layout[name] = (array.dtype.str, len(array), size, _checksums(content).hex())
         padding = -array.nbytes % ALIGNMENT
-        chunks += [np.ascontiguousarray(array).reshape(-1).view(np.uint8).data, bytes(padding)]
+        chunks += [content, bytes(padding)]
         size += array.nbytes + padding
-    header = json.dumps({"arrays": layout, "size": size, "info": info}).encode()
-    header += b" " * (-(8 + len(header)) % ALIGNMENT)
-    write_atomically(path, len(header).to_bytes(8, "little"), header, *chunks)
+    head = json.dumps({"arrays": layout, "size": size, "info": info}).encode()
+    head += b" " * (-(_HEAD_AT + len(head)) % ALIGNMENT)
+    write_atomically(path, len(head).to_bytes(8, "little"), hashlib.sha256(head).digest(), head, *chunks)
 
 
-def read_arrays(path: Path) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-    """The arrays, memory-mapped and read-only, and the JSON values of a file of `write_arrays`.
+def _checksums(content: memoryview) -> bytes:
+    blocks = (content[start : start + BLOCK_BYTES] for start in range(0, len(content), BLOCK_BYTES))
+    return np.array([zlib.crc32(block) for block in blocks], "<u4").tobytes()
+
+
+def read_arrays(path: Path) -> ArrayFile:
+    """The arrays, memory-mapped, and the JSON values of a file of `write_arrays`; only its head is read and checked.
 
     Raises:
-        DataError: the file cannot be read, or is not what was written.
+        DamagedError: the file cannot be read, or its head is not what was written.
     """
     try:
         # Not NumPy's memory map: that one keeps a file descriptor, of which a process may have only some hundreds.
         with pyarrow.memory_map(str(path)) as file:
             whole = np.frombuffer(file.read_buffer(), np.uint8)
-        header_end = 8 + int.from_bytes(whole[:8].tobytes(), "little")
-        header = json.loads(whole[8:header_end].tobytes())
-        if len(whole) != header_end + header["size"]:
-            raise ValueError("truncated")
     except OSError as error:
-        raise DataError(f"data.cache_dir: {error}; run again, which makes again what is missing") from error
-    except (ValueError, KeyError) as error:
-        raise DataError(f"{path}: is damaged; delete {path.parent}, which will then be made again") from error
+        raise DamagedError(path, error.strerror or str(error)) from error
+    arrays_at = _HEAD_AT + int.from_bytes(whole[:8].tobytes(), "little")
+    head, sha256 = whole[_HEAD_AT:arrays_at].tobytes(), whole[8:_HEAD_AT].tobytes()
+    if hashlib.sha256(head).digest() != sha256:
+        raise DamagedError(path, "is damaged")
+    fields = json.loads(head)
+    if len(whole) != arrays_at + fields["size"]:
+        raise DamagedError(path, "is damaged")
     arrays = {}
-    for name, (dtype, shape, offset) in header["arrays"].items():
-        start = header_end + offset
-        count = int(np.prod(shape, dtype=np.int64))
-        arrays[name] = whole[start : start + count * np.dtype(dtype).itemsize].view(dtype).reshape(shape)
-    return arrays, header["info"]
+    for name, (dtype_name, length, offset, checksums) in fields["arrays"].items():
+        dtype = np.dtype(dtype_name)
+        content = whole[arrays_at + offset : arrays_at + offset + length * dtype.itemsize]
+        arrays[name] = CheckedArray(path, content, dtype, bytes.fromhex(checksums))
+    return ArrayFile(arrays, fields["info"], sha256.hex())
+
+
+def write_hashed(path: Path, content: bytes) -> None:
+    """Writes a file that others than this module read, and its hash beside it. The entry's lock must be held."""
+    write_atomically(path, content)
+    write_arrays(_hash_beside(path), {}, {"sha256": hashlib.sha256(content).hexdigest()})
+
+
+def is_whole(path: Path) -> bool:
+    """Whether a file of `write_hashed` is there and what was written."""
+    try:
+        return read_arrays(_hash_beside(path)).info["sha256"] == hashlib.sha256(path.read_bytes()).hexdigest()
+    except (DamagedError, FileNotFoundError):
+        return False
+
+
+def _hash_beside(path: Path) -> Path:
+    return path.with_name(f"{path.name}.hash")
+
+
+def check_arrays(path: Path) -> None:
+    """Reads the whole file of `write_arrays`; raises `DamagedError` if it is not what was written."""
+    for array in read_arrays(path).arrays.values():
+        for start in range(0, len(array), BLOCK_BYTES):  # elements, so a part of the file at a time
+            array[start : start + BLOCK_BYTES]

@@ -1,62 +1,26 @@
 """From a configuration to rows: tokenizer, shards, packing, held-out split and order, each made once and cached."""
 
-import bisect
-import functools
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self, cast
+from typing import cast
 
 import grain
-import numpy as np
 
 from llamajax.config import Config
 from llamajax.data import cache
 from llamajax.data.chat import TEMPLATE_FILE, ChatTemplate, load_chat_template
 from llamajax.data.groups import ANNOUNCED_BYTES, FileGroup, group_files
 from llamajax.data.order import Proportions, training_order
-from llamajax.data.packing import Packing, Row, fill_row, pack
-from llamajax.data.shards import Shard, document_hash, is_held_out, read_shard, shard_paths, shards_entry, tokenize
+from llamajax.data.packing import Row
+from llamajax.data.rows import HELD_OUT, SIDES, TRAIN, PackedSource, cache_error
+from llamajax.data.shards import tokenize
 from llamajax.data.sources import Source
+from llamajax.data.split import is_held_out
 from llamajax.data.tokenizer import Tokenizer, load_tokenizer, sample_texts, train_sentencepiece
 from llamajax.errors import ConfigError, DataError
 
-MAX_MAPPED_SHARDS = 2**12
-"""Shards that stay mapped after a row was read from them; Linux lets a process have 65,530 maps of any kind."""
-
-_PACKING_FORMAT = "packing-1"
-_TOKENIZER_FORMAT = "tokenizer-2"
-
-
-class PackedRows:
-    """The rows of one source and one side of the split; a row is put together when it is asked for."""
-
-    def __init__(self, shards: Sequence[Path], num_tokens: np.ndarray, packing: Packing, seq_len: int) -> None:
-        self._shards = shards
-        self._shard_starts = np.cumsum([0, *num_tokens]).tolist()
-        self._packing = packing
-        self._seq_len = seq_len
-
-    def __len__(self) -> int:
-        return len(self._packing)
-
-    def __getitem__(self, index: int) -> Row:
-        first, end = self._packing.rows[index : index + 2]
-        pieces, learnt = [], []
-        for start, length in zip(self._packing.starts[first:end], self._packing.lengths[first:end], strict=True):
-            number = bisect.bisect_right(self._shard_starts, start) - 1  # a piece lies in one shard, as its document does
-            at = start - self._shard_starts[number]
-            shard = _shard(self._shards[number])
-            pieces.append(shard.tokens[at : at + length + 1])
-            if shard.learnt is not None:
-                learnt.append(shard.is_learnt(at + 1, at + length + 1))
-        return fill_row(pieces, self._seq_len, learnt)
-
-
-@functools.lru_cache(MAX_MAPPED_SHARDS)
-def _shard(path: Path) -> Shard:
-    return read_shard(path)
+_TOKENIZER_FORMAT = "tokenizer-3"
 
 
 @dataclass(frozen=True)
@@ -71,6 +35,10 @@ class Dataset:
     """What the sources hold, a line each."""
     fingerprint: str
     """Hash of all that decides the rows, except the seed: tokenizer, documents, packing, split and weights."""
+    content: str
+    """Hash of the contents of the cached files that rows are read from."""
+    epochs_per_row: dict[str, float]
+    """By source: its share of the training rows, over the rows that it has."""
     order: grain.MapDataset
     """Training rows by position, without end."""
     files: dict[str, bytes]
@@ -78,6 +46,10 @@ class Dataset:
     chat_template.jinja."""
     template_sha256: str | None
     """Hash of the chat template; None without conversations."""
+
+    def epochs(self, num_rows: int) -> dict[str, float]:
+        """How often this many training rows go through each source, by its key."""
+        return {key: num_rows * per_row for key, per_row in self.epochs_per_row.items()}
 
     def train_row(self, position: int) -> Row:
         """The row at a position of the run: row r of step s is at `s * global_batch_size + r`."""
@@ -102,7 +74,7 @@ def prepare(config: Config, *, log: Callable[[str], None] = print, tokenizer: To
     try:
         return _prepare(config, cache_dir, log, tokenizer)
     except OSError as error:  # sources and tokenizers report their own
-        raise DataError(f"data.cache_dir: {error}; make {cache_dir} writable, free space there, or name another") from error
+        raise cache_error(error, cache_dir) from error
 
 
 def _prepare(config: Config, cache_dir: Path, log: Callable[[str], None], models_tokenizer: Tokenizer | None) -> Dataset:
@@ -116,41 +88,35 @@ def _prepare(config: Config, cache_dir: Path, log: Callable[[str], None], models
     template = _chat_template(config, tokenizer)
     tokenize(all_groups, tokenizer, cache_dir, log, template)
 
-    train_rows, held_out_rows, summary, entries = [], [], [], []
+    packed, summary = [], []
     for source, of_source in zip(sources, groups, strict=True):
-        keys = [shards_entry(group, tokenizer, cache_dir, template) for group in of_source]
-        shards = [path for key in keys for path in shard_paths(key)]
-        totals = _Totals.of(shards)
-        packing_key = cache.digest(_PACKING_FORMAT, [key.name for key in keys], data.seq_len, data.held_out_fraction)
-        entry = cache_dir / "packing" / packing_key
-        if not all(path.exists() for path in _packing_paths(entry)):
-            if totals.text_bytes >= ANNOUNCED_BYTES:
-                log(f"packing    {totals.documents:,} documents of {source.key}")
-            _pack_source(entry, shards, data.seq_len, data.held_out_fraction)
-        (train, held_out), counts = _read_packings(entry)
-        summary.append(_describe(source, totals, train, held_out, data.seq_len) + _describe_lost(counts, data.seq_len))
+        packed.append(
+            PackedSource(source, of_source, tokenizer, template, cache_dir, data.seq_len, data.held_out_fraction, log)
+        )
+        _check_bad(packed[-1], log)
+        summary.append(_describe(packed[-1]))
         log(summary[-1])
-        if not len(train):
-            raise DataError(
-                f"{source.key}.paths: has no document to train on; add documents with text, or lower data.held_out_fraction"
-            )
-        train_rows.append(PackedRows(shards, totals.tokens_of_shard, train, data.seq_len))
-        held_out_rows.append(PackedRows(shards, totals.tokens_of_shard, held_out, data.seq_len))
-        entries.append(entry.name)
-
-    held_out = grain.MapDataset.concatenate([grain.MapDataset.source(rows) for rows in held_out_rows])
+        _check_rows(packed[-1])
+    sides = [of_source.sides() for of_source in packed]
+    held_out = grain.MapDataset.concatenate([grain.MapDataset.source(rows) for _, rows in sides])
     if data.held_out_fraction and config.train.eval_batches and not len(held_out):
+        too_long = sum(of_source.num_left_out(HELD_OUT) for of_source in packed)
+        why = f" within data.seq_len={data.seq_len} ({too_long:,} are longer)" if too_long else ""
         raise DataError(
-            f"data.held_out_fraction: {data.held_out_fraction} of the documents is none; raise it, add documents, or set"
-            " train.eval_batches=0 to train without evaluation"
+            f"data.held_out_fraction: {data.held_out_fraction} of the documents is none{why}; raise it, add documents, or"
+            " set train.eval_batches=0 to train without evaluation"
         )
     weights = [source.config.weight for source in sources]
+    shares = Proportions(weights).shares
+    epochs = [share / sum(shares) / len(rows) for share, (rows, _) in zip(shares, sides, strict=True)]
     return Dataset(
         tokenizer=tokenizer,
         held_out_rows=cast(Sequence[Row], held_out.shuffle(seed=0)),
         summary=tuple(summary),
-        fingerprint=cache.digest(tokenizer.sha256, entries, Proportions(weights).shares),
-        order=training_order(train_rows, weights, config.seed),
+        fingerprint=cache.digest(tokenizer.sha256, [of_source.rows_key for of_source in packed], shares),
+        content=cache.digest([of_source.content for of_source in packed]),
+        epochs_per_row=dict(zip((source.key for source in sources), epochs, strict=True)),
+        order=training_order([rows for rows, _ in sides], weights, config.seed),
         files=tokenizer.files if template is None else tokenizer.files | {TEMPLATE_FILE: template.text.encode()},
         template_sha256=None if template is None else template.sha256,
     )
@@ -187,9 +153,11 @@ def _tokenizer(
     key = cache.digest(_TOKENIZER_FORMAT, contents, data.held_out_fraction, vocab_size, max_bytes)
     entry = cache_dir / "tokenizers" / key
     path = entry / "tokenizer.model"
-    if not path.exists():
+    if not cache.is_whole(path):
         with cache.locked(entry):
-            if not path.exists():
+            if not cache.is_whole(path):
+                if path.exists():
+                    log(f"damaged    {path}; making it again")
                 num_bytes = sum(group.num_bytes for group in groups)
                 if num_bytes >= ANNOUNCED_BYTES:
                     log(f"sampling   {max_bytes / 1e6:,.1f} MB of text for the tokenizer from {num_bytes / 1e9:,.1f} GB")
@@ -197,14 +165,14 @@ def _tokenizer(
                 size = sum(len(text.encode()) for text in sample)
                 log(f"tokenizer  training {vocab_size:,} pieces on {size / 1e6:.1f} MB of text")
                 model = train_sentencepiece(sample, vocab_size=vocab_size)
-                cache.write_atomically(path, model)
+                cache.write_hashed(path, model)
     return load_tokenizer(path)
 
 
 def _training_texts(groups: Iterable[FileGroup], held_out_fraction: float) -> Iterator[str]:
     for group in groups:
         for document in group.documents():
-            if not is_held_out(document_hash(document.text.encode()), held_out_fraction):
+            if not is_held_out(document.split_hash, held_out_fraction):
                 yield document.text
 
 
@@ -222,78 +190,43 @@ def _chat_template(config: Config, tokenizer: Tokenizer) -> ChatTemplate | None:
     return template
 
 
-def _packing_paths(entry: Path) -> tuple[Path, Path]:
-    """The packing of the training and of the held-out documents."""
-    return entry / "train.packing", entry / "held_out.packing"
+def _check_bad(packed: PackedSource, log: Callable[[str], None]) -> None:
+    """Says what is left out of a source, and raises `DataError` if that is more than its configuration allows."""
+    bad, source = packed.counts.bad, packed.source
+    if bad > source.config.max_bad_records:
+        raise source.too_many_bad(packed.counts.first_bad)
+    if bad:
+        log(f"left out   {source.key}: {bad:,} bad records, the first one {packed.counts.first_bad}")
 
 
-def _read_packings(entry: Path) -> tuple[list[Packing], Counter[str]]:
-    """The packings, and how many conversations were too long for them."""
-    files = [cache.read_arrays(path) for path in _packing_paths(entry)]
-    return [Packing(**arrays) for arrays, _ in files], sum((Counter(info) for _, info in files), Counter())
-
-
-def _pack_source(entry: Path, shards: Sequence[Path], seq_len: int, held_out_fraction: float) -> None:
-    """Packs the training and the held-out documents of a source, unless another process did.
-
-    A text may lie across rows. A conversation does not: what is beyond a row is cut off, and if nothing that is learnt is
-    left, all of it.
-    """
-    with cache.locked(entry):
-        if all(path.exists() for path in _packing_paths(entry)):
-            return
-        starts, lengths, kept_lengths, is_dropped, hashes = [], [], [], [], []
-        shard_start = 0
-        for shard in map(read_shard, shards):  # all that is kept of one is copied, so that it need not stay mapped
-            starts.append(shard.offsets[:-1] + shard_start)
-            lengths.append(np.diff(shard.offsets))
-            kept_lengths.append(lengths[-1] if shard.learnt is None else np.minimum(lengths[-1], seq_len + 1))
-            is_dropped.append(shard.first_learnt() >= kept_lengths[-1])
-            hashes.append(shard.hashes.copy())
-            shard_start += len(shard.tokens)
-        all_starts, all_lengths, dropped = np.concatenate(starts), np.concatenate(kept_lengths), np.concatenate(is_dropped)
-        cut = ~dropped & (all_lengths < np.concatenate(lengths))
-        held_out = is_held_out(np.concatenate(hashes), held_out_fraction)
-        for path, chosen in zip(_packing_paths(entry), (~held_out, held_out), strict=True):
-            packing = pack(all_starts[chosen & ~dropped], all_lengths[chosen & ~dropped], seq_len)
-            counts = {"num_cut": int((chosen & cut).sum()), "num_dropped": int((chosen & dropped).sum())}
-            cache.write_arrays(path, vars(packing), counts)
-
-
-@dataclass(frozen=True)
-class _Totals:
-    """What a source's shards hold together."""
-
-    tokens_of_shard: np.ndarray
-    """int64 [num_shards]."""
-    documents: int
-    empty: int
-    text_bytes: int
-
-    @classmethod
-    def of(cls, shards: Sequence[Path]) -> Self:
-        counts = [
-            (len(shard.tokens), len(shard.hashes), shard.num_empty, int(shard.num_bytes.sum()))
-            for shard in map(read_shard, shards)
-        ]
-        tokens, documents, empty, text_bytes = np.array(counts).T
-        return cls(tokens, documents.sum(), empty.sum(), text_bytes.sum())
-
-
-def _describe(source: Source, totals: _Totals, train: Packing, held_out: Packing, seq_len: int) -> str:
-    """What is in a source, in a line."""
-    skipped = f" ({totals.empty:,} empty ones skipped)" if totals.empty else ""
-    full = f", {int(train.lengths.sum()) / (len(train) * seq_len):.2%} full" if len(train) else ""
-    return (
-        f"data       {source.key} {source.config.kind}: {totals.documents:,} documents{skipped},"
-        f" {totals.text_bytes / 1e6:,.1f} MB, {totals.tokens_of_shard.sum():,} tokens; {len(train):,} rows{full};"
-        f" held out: {len(held_out):,} rows"
+def _check_rows(packed: PackedSource) -> None:
+    """Raises `DataError`, with the cause, if a source has nothing to train on."""
+    if packed.num_rows(TRAIN):
+        return
+    key, num_documents = f"{packed.source.key}.paths", packed.counts.documents
+    if not num_documents:
+        raise DataError(f"{key}: has no document to train on; add documents with text")
+    if packed.num_left_out(TRAIN):
+        raise DataError(
+            f"{key}: no conversation has an answer within the {packed.seq_len:,} tokens of data.seq_len; raise it, or add"
+            " shorter conversations"
+        )
+    raise DataError(
+        f"{key}: has no document to train on: all {num_documents:,} are held out; add documents, or lower"
+        " data.held_out_fraction"
     )
 
 
-def _describe_lost(counts: Mapping[str, int], seq_len: int) -> str:
-    """Which conversations were too long for the rows, if any."""
-    cut, dropped = counts["num_cut"], counts["num_dropped"]
-    return (f"; {cut:,} conversations cut to {seq_len:,} tokens" if cut else "") + (
-        f"; {dropped:,} left out, since no answer is within {seq_len:,} tokens" if dropped else ""
+def _describe(packed: PackedSource) -> str:
+    """What is in a source, in a line, and which conversations were too long for the rows."""
+    source, counts, seq_len, num_rows = packed.source, packed.counts, packed.seq_len, packed.num_rows(TRAIN)
+    skipped = f" ({counts.empty:,} empty ones skipped)" if counts.empty else ""
+    full = f", {packed.num_targets(TRAIN) / (num_rows * seq_len):.2%} full" if num_rows else ""
+    cut, left_out = packed.num_cut, sum(packed.num_left_out(side) for side in SIDES)
+    return (
+        f"data       {source.key} {source.config.kind}: {counts.documents:,} documents{skipped},"
+        f" {counts.text_bytes / 1e6:,.1f} MB, {sum(counts.tokens_of_shard):,} tokens; {num_rows:,} rows{full};"
+        f" held out: {packed.num_rows(HELD_OUT):,} rows"
+        + (f"; {cut:,} conversations cut to {seq_len:,} tokens" if cut else "")
+        + (f"; {left_out:,} left out, since no answer is within {seq_len:,} tokens" if left_out else "")
     )

@@ -129,26 +129,39 @@ def content_hashes(
     Raises:
         DataError: a file cannot be read.
     """
-    paths = [cache_dir / "content" / cache.digest(of_group) / "sha256" for of_group in identities]
-    unknown = [index for index, path in enumerate(paths) if not path.exists()]
-    hashes: dict[int, str] = {}
+    paths = [cache_dir / "content" / cache.digest(of_group) / "hash" for of_group in identities]
+    hashes = [_known_hash(path) for path in paths]
+    unknown = [index for index, known in enumerate(hashes) if known is None]
     if unknown:
         num_files = sum(len(groups[index]) for index in unknown)
         num_bytes = sum(identity.size for index in unknown for identity in identities[index])
         if num_bytes >= ANNOUNCED_BYTES:
             log(f"hashing    {num_files:,} files, {num_bytes / 1e9:,.1f} GB, of {source.key}")
         with cache.locked(cache_dir / "hashing" / cache.digest(identities)):
-            unknown = [index for index in unknown if not paths[index].exists()]
+            for index in unknown:
+                hashes[index] = _known_hash(paths[index])
+                if hashes[index] is None and paths[index].exists():
+                    log(f"damaged    {paths[index]}; hashing the files again")
+            unknown = [index for index in unknown if hashes[index] is None]
+            newest = [max(max(file.mtime_ns, file.ctime_ns) for file in of_group) / 1e9 for of_group in identities]
             started = time.time()
+            # Times that are still to come do not tell when a file was changed last: but not within this wait.
+            if any(newest[index] > started for index in unknown):
+                time.sleep(UNSETTLED_S)
             with contextlib.closing(_hash_groups(source, [groups[index] for index in unknown])) as hashed:
                 for index, content in zip(unknown, hashed, strict=True):
                     hashes[index] = content
                     # A file that was changed just now may be changed again within the same tick of the clock.
-                    newest_ns = max(max(identity.mtime_ns, identity.ctime_ns) for identity in identities[index])
-                    if newest_ns < (started - UNSETTLED_S) * 1e9:
+                    if not started - UNSETTLED_S <= newest[index] <= started:
                         with cache.locked(paths[index].parent):
-                            cache.write_atomically(paths[index], content.encode())
-    return [hashes[index] if index in hashes else path.read_text() for index, path in enumerate(paths)]
+                            cache.write_arrays(paths[index], {}, {"sha256": content})
+    return [known for known in hashes if known is not None]
+
+
+def _known_hash(path: Path) -> str | None:
+    """The hash that is kept in the file, if that is there and whole."""
+    with contextlib.suppress(cache.DamagedError):
+        return cache.read_arrays(path).info["sha256"]
 
 
 def _hash_groups(source: Source, groups: Sequence[Sequence[Path]]) -> Generator[str, None, None]:

@@ -2,10 +2,9 @@
 
 The documents of a group of files are cut into shards of about `SHARD_BYTES` of text. The shards of a group belong to one
 cache entry, addressed by the content of its files, the tokenizer and the format; they are written in order, so a process
-that is killed loses the shard it was at, and the next one goes on from there.
+that is killed loses the shard it was at, and the next one goes on from there. One that is found damaged is made anew.
 """
 
-import hashlib
 import itertools
 import sys
 import time
@@ -13,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 import rich.progress
@@ -22,43 +21,62 @@ from llamajax.data import cache
 from llamajax.data.chat import ChatTemplate, Encoded, encode_conversation
 from llamajax.data.groups import GROUP_BYTES, FileGroup
 from llamajax.data.sources import Document
+from llamajax.data.split import plain_hash
 from llamajax.data.tokenizer import Tokenizer
 from llamajax.errors import DataError
 
 SHARD_BYTES = GROUP_BYTES
 """Text per shard: some ten seconds of work, which is what a kill can lose."""
+SHARD_TOKENS = 2**25
+"""A shard ends with the batch that reaches this, whatever its text."""
 BATCH_BYTES = 2**23
 """Text handed to the tokenizer at once, for its threads to share."""
+DOCUMENT_BYTES = 64
+"""What a document, and a message of a conversation, count for beside their text: short ones take memory as well."""
 REPORT_EVERY_S = 10.0
 """Seconds between progress lines where there is no terminal to animate."""
 
-_FORMAT = "shard-2"
-_CHAT_FORMAT = "chat-1"
+_FOLDER = "shards-2"
+"""Says how shards are written; the name of an entry says which documents they hold."""
+_DOCUMENTS = "shard-1"
+_CONVERSATIONS = "chat-1"
 
 
 @dataclass(frozen=True)
 class Shard:
     """Tokenized documents, memory-mapped. Document d is `tokens[offsets[d]:offsets[d + 1]]`, its ends included."""
 
-    tokens: np.ndarray
+    tokens: cache.CheckedArray
     """uint16 or uint32 [num_tokens]."""
-    offsets: np.ndarray
+    offsets: cache.CheckedArray
     """int64 [num_documents + 1]."""
-    hashes: np.ndarray
-    """uint64 [num_documents], of the text: equal texts have equal hashes."""
-    num_bytes: np.ndarray
-    """int64 [num_documents], of the text in UTF-8."""
+    hashes: cache.CheckedArray
+    """uint64 [num_documents]: `split_hash` of the texts."""
+    plain_hashes: cache.CheckedArray
+    """uint64 [num_documents]: `plain_hash` of the texts, or of their pieces."""
+    text_bytes: int
+    """UTF-8 bytes of all texts."""
+    first: int
+    """Documents that the source gave for the shards before it."""
+    num_space_signs: int
+    """Documents with U+2581, which SentencePiece writes for a space and reads as one."""
     num_empty: int
     """Documents without text, which are left out."""
+    num_bad: int
+    """Records that are left out because something is wrong with them."""
+    first_bad: str
+    """What is wrong with the first of those, and where it is."""
     last: bool
     """Whether no shard of its group comes after it."""
-    learnt: np.ndarray | None = None
+    sha256: str
+    """Tells contents apart."""
+    learnt: cache.CheckedArray | None = None
     """Of conversations: uint8 [ceil(num_tokens / 8)], a bit per token, set if it is learnt, the highest bit first."""
 
     @property
     def num_read(self) -> int:
         """Documents that the source gave for this shard."""
-        return len(self.hashes) + self.num_empty
+        return len(self.hashes) + self.num_empty + self.num_bad
 
     def is_learnt(self, start: int, end: int) -> np.ndarray:
         """bool [end - start]: which of these tokens of conversations are learnt."""
@@ -72,27 +90,18 @@ class Shard:
         """
         if self.learnt is None:
             return np.ones(len(self.hashes), np.int64)
+        starts = self.offsets[:-1]
         places = np.append(np.flatnonzero(self.is_learnt(0, len(self.tokens))), len(self.tokens))
-        return places[np.searchsorted(places, self.offsets[:-1] + 1)] - self.offsets[:-1]
-
-
-def document_hash(text: bytes) -> int:
-    """64 bits that decide on which side of the held-out split a text lies, wherever it occurs."""
-    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
-
-
-def is_held_out(hashes: np.ndarray | int, fraction: float) -> np.ndarray | bool:
-    """Whether documents with these hashes are held out, when `fraction` of all documents is."""
-    return hashes < int(fraction * 2.0**64)
+        return places[np.searchsorted(places, starts + 1)] - starts
 
 
 def shards_entry(group: FileGroup, tokenizer: Tokenizer, cache_dir: Path, template: ChatTemplate | None = None) -> Path:
     """The directory of the group's shards; `template` is needed for those of conversations, and only for them matters."""
-    key = [_FORMAT, SHARD_BYTES, tokenizer.sha256, group.content]
+    key = [_DOCUMENTS, SHARD_BYTES, tokenizer.sha256, group.content]
     if group.is_chat:
         assert template is not None
-        key += [_CHAT_FORMAT, template.sha256]
-    return cache_dir / "shards" / cache.digest(*key)
+        key += [_CONVERSATIONS, template.sha256]
+    return cache_dir / _FOLDER / cache.digest(*key)
 
 
 def tokenize(
@@ -116,12 +125,31 @@ def tokenize(
     """
     is_missing = [not _is_complete(shard_paths(shards_entry(group, tokenizer, cache_dir, template))) for group in groups]
     missing = list(itertools.compress(groups, is_missing))
+    if missing and not cache.has_locks(cache_dir):
+        log(f"note       {cache_dir} has no file locks: every process tokenizes for itself")
     with Progress(sum(group.num_bytes for group in missing), log) as progress:
-        others = [group for group in missing if not _complete(group, tokenizer, template, cache_dir, progress, wait=False)]
+
+        def complete(group: FileGroup, *, wait: bool) -> bool:
+            return _complete(group, tokenizer, template, cache_dir, progress, log, wait=wait)
+
+        others = [group for group in missing if not complete(group, wait=False)]
         if others:
             log(f"waiting    for another process that tokenizes {len(others)} of {len(groups)} groups of files")
         for group in others:
-            _complete(group, tokenizer, template, cache_dir, progress, wait=True)
+            complete(group, wait=True)
+
+
+def remake(
+    damaged: Path,
+    group: FileGroup,
+    tokenizer: Tokenizer,
+    cache_dir: Path,
+    log: Callable[[str], None],
+    template: ChatTemplate | None = None,
+) -> None:
+    """Makes the group's damaged shard again, unless another process did; arguments and errors as of `tokenize`."""
+    with Progress(0, log) as progress:
+        _complete(group, tokenizer, template, cache_dir, progress, log, wait=True, suspect=damaged)
 
 
 def shard_paths(entry: Path) -> list[Path]:
@@ -133,14 +161,17 @@ def read_shard(path: Path) -> Shard:
     """Maps a shard; there may be more of them than a process can have mapped.
 
     Raises:
-        DataError: it is gone or damaged.
+        DamagedError: it is gone or damaged; also when a part of an array is read that is.
     """
-    arrays, info = cache.read_arrays(path)
-    return Shard(**arrays, **info)
+    file = cache.read_arrays(path)
+    return Shard(**file.arrays, **file.info, sha256=file.sha256)
 
 
 def _is_complete(paths: Sequence[Path]) -> bool:
-    return bool(paths) and read_shard(paths[-1]).last
+    try:
+        return bool(paths) and read_shard(paths[-1]).last
+    except cache.DamagedError:
+        return False
 
 
 def _shard_path(entry: Path, number: int) -> Path:
@@ -153,86 +184,150 @@ def _complete(
     template: ChatTemplate | None,
     cache_dir: Path,
     progress: "Progress",
+    log: Callable[[str], None],
     *,
     wait: bool,
+    suspect: Path | None = None,
 ) -> bool:
-    """Writes the group's missing shards; False if another process is at it and `wait` is not set."""
+    """Writes the group's missing or damaged shards; False if another process is at it and `wait` is not set.
+
+    Of the shards that are there only the heads are read, of `suspect` everything.
+    """
     entry = shards_entry(group, tokenizer, cache_dir, template)
     with cache.locked(entry, wait=wait) as mine:
         if not mine:
             return False
-        paths = shard_paths(entry)
-        if not _is_complete(paths):
-            documents = itertools.islice(group.documents(), sum(read_shard(path).num_read for path in paths), None)
-            for number in itertools.count(len(paths)):
-                arrays, info = _next_shard(documents, tokenizer, template if group.is_chat else None, progress)
+        documents = group.documents()
+        num_documents = num_passed = 0  # in the shards so far; of those, by the iterator
+        last = False
+        for number in itertools.count():
+            path = _shard_path(entry, number)
+            shard = _intact(path, log, wholly=path == suspect)
+            if shard is not None and shard.first == num_documents:
+                num_documents, last = num_documents + shard.num_read, shard.last
+            else:
+                unread = num_documents - num_passed
+                next(itertools.islice(documents, unread, unread), None)
+                arrays, info = _next_shard(documents, num_documents, group, tokenizer, template, progress)
                 group.check_unchanged()
-                cache.write_arrays(_shard_path(entry, number), arrays, info)
-                if info["last"]:
-                    break
+                cache.write_arrays(path, arrays, info)
+                num_documents += len(arrays["hashes"]) + info["num_empty"] + info["num_bad"]
+                num_passed, last = num_documents, info["last"]
+            if last:
+                break
         progress.finish_group(group.num_bytes)
     return True
 
 
+def _intact(path: Path, log: Callable[[str], None], *, wholly: bool) -> Shard | None:
+    """The shard, if it is there and not damaged, as far as it is looked at."""
+    if not wholly and not path.exists():
+        return None
+    try:
+        if wholly:
+            cache.check_arrays(path)
+        return read_shard(path)
+    except cache.DamagedError as error:
+        log(f"damaged    {path}: {error.reason}; making it again")
+        return None
+
+
 def _next_shard(
-    documents: Iterator[Document], tokenizer: Tokenizer, template: ChatTemplate | None, progress: "Progress"
-) -> tuple[dict[str, np.ndarray], dict[str, int | bool]]:
+    documents: Iterator[Document],
+    first: int,
+    group: FileGroup,
+    tokenizer: Tokenizer,
+    template: ChatTemplate | None,
+    progress: "Progress",
+) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
     """Tokenizes documents until the shard is full or they end, conversations with their template; the fields of `Shard`."""
     dtype = np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32
-    pieces: list[np.ndarray] = [np.zeros(0, dtype)]
-    learnt: list[np.ndarray] = []
-    hashes, num_bytes, batch = [], [], []
-    num_empty = batch_bytes = shard_bytes = 0
-    last = True
+    tokens, lengths = [np.zeros(0, dtype)], [np.zeros(1, np.int64)]
+    hashes, plain_hashes, learnt = [np.zeros(0, np.uint64)], [np.zeros(0, np.uint64)], [np.zeros(0, bool)]
+    num_empty = num_bad = num_space_signs = text_bytes = size = 0
+    first_bad = ""
+    last = False
 
-    def encode_batch() -> None:
-        if template is not None:
-            for ids, is_learnt in (_encode_conversation(document, tokenizer, template) for document in batch):
-                pieces.append(ids.astype(dtype))
-                learnt.append(is_learnt)
-            return
-        for ids in tokenizer.encode_batch([document.text for document in batch]):
-            framed = np.empty(len(ids) + 2, dtype)
-            framed[0], framed[1:-1], framed[-1] = tokenizer.bos_id, ids, tokenizer.eos_id
-            pieces.append(framed)
+    def leave_out(error: str) -> None:
+        nonlocal num_bad, first_bad
+        num_bad, first_bad = num_bad + 1, first_bad or error
+        if num_bad > group.source.config.max_bad_records:
+            raise group.source.too_many_bad(error)
 
-    for document in documents:
-        text = document.text.encode()
-        if not text:
-            num_empty += 1
-            continue
-        batch.append(document)
-        hashes.append(document_hash(text))
-        num_bytes.append(len(text))
-        batch_bytes += len(text)
-        shard_bytes += len(text)
-        if batch_bytes >= BATCH_BYTES:
-            encode_batch()
-            progress.advance(len(batch), batch_bytes, document.bytes_read)
-            batch, batch_bytes = [], 0
-        if shard_bytes >= SHARD_BYTES:
-            last = False
-            break
-    encode_batch()
-    progress.advance(len(batch), batch_bytes, None)
+    while not last and size < SHARD_BYTES and sum(map(len, tokens)) < SHARD_TOKENS:
+        batch: list[Document] = []
+        batch_size = bytes_read = 0
+        last = True
+        for document in documents:
+            bytes_read = document.bytes_read
+            if document.error:
+                leave_out(document.error)
+            elif not document.text:
+                num_empty += 1
+            else:
+                batch.append(document)
+                batch_size += _size(document)
+                if batch_size >= min(BATCH_BYTES, SHARD_BYTES - size):
+                    last = False
+                    break
+        size += batch_size
+        if group.is_chat:
+            assert template is not None
+            encoded = _encode_conversations(batch, tokenizer, template, leave_out)
+            batch = [document for document, _ in encoded]
+            ids = [ids for _, (ids, _) in encoded]
+            learnt += [is_learnt for _, (_, is_learnt) in encoded]
+        else:
+            ids = _encode_texts(batch, tokenizer)
+        of_batch = np.concatenate([np.zeros(0, np.int32), *ids])
+        assert (of_batch < tokenizer.vocab_size).all()
+        tokens.append(of_batch.astype(dtype))
+        lengths.append(np.array([len(of_document) for of_document in ids], np.int64))
+        hashes.append(np.array([document.split_hash for document in batch], np.uint64))
+        plain_hashes.append(np.array([plain_hash(document.text) for document in batch], np.uint64))
+        num_space_signs += sum("\u2581" in document.text for document in batch)
+        batch_bytes = sum(len(document.text.encode()) for document in batch)
+        text_bytes += batch_bytes
+        progress.advance(len(batch), batch_bytes, bytes_read)
     arrays = {
-        "tokens": np.concatenate(pieces),
-        "offsets": np.cumsum([len(piece) for piece in pieces], dtype=np.int64),
-        "hashes": np.array(hashes, np.uint64),
-        "num_bytes": np.array(num_bytes, np.int64),
+        "tokens": np.concatenate(tokens),
+        "offsets": np.cumsum(np.concatenate(lengths)),
+        "hashes": np.concatenate(hashes),
+        "plain_hashes": np.concatenate(plain_hashes),
     }
-    if template is not None:
-        arrays["learnt"] = np.packbits(np.concatenate([np.zeros(0, bool), *learnt]))
-    return arrays, {"num_empty": num_empty, "last": last}
+    if group.is_chat:
+        arrays["learnt"] = np.packbits(np.concatenate(learnt))
+    return arrays, {
+        "text_bytes": text_bytes, "first": first, "num_space_signs": num_space_signs, "num_empty": num_empty,
+        "num_bad": num_bad, "first_bad": first_bad, "last": last,
+    }  # fmt: skip
 
 
-def _encode_conversation(document: Document, tokenizer: Tokenizer, template: ChatTemplate) -> Encoded:
-    assert document.conversation is not None
-    messages, where = document.conversation
-    try:
-        return encode_conversation(template, tokenizer, messages)
-    except DataError as error:
-        raise DataError(f"{where}: {error}") from error
+def _size(document: Document) -> int:
+    """What a document takes, bytes, roughly."""
+    num_messages = len(document.conversation.messages) if document.conversation else 0
+    return len(document.text.encode()) + DOCUMENT_BYTES * (1 + num_messages)
+
+
+def _encode_texts(documents: Sequence[Document], tokenizer: Tokenizer) -> list[np.ndarray]:
+    ends = np.array([tokenizer.bos_id], np.int32), np.array([tokenizer.eos_id], np.int32)
+    encoded = tokenizer.encode_batch([document.text for document in documents])
+    return [np.concatenate([ends[0], ids, ends[1]]) for ids in encoded]
+
+
+def _encode_conversations(
+    documents: Sequence[Document], tokenizer: Tokenizer, template: ChatTemplate, leave_out: Callable[[str], None]
+) -> list[tuple[Document, Encoded]]:
+    """The conversations that the template takes; `leave_out` is told what is wrong with the others."""
+    encoded = []
+    for document in documents:
+        assert document.conversation is not None
+        messages, where = document.conversation
+        try:
+            encoded.append((document, encode_conversation(template, tokenizer, messages)))
+        except DataError as error:
+            leave_out(f"{where}: {error}")
+    return encoded
 
 
 class Progress:
@@ -267,12 +362,11 @@ class Progress:
                 f"tokenized  {self._documents:,} documents in {time.monotonic() - self._started:.1f} s, {self._speed()}"
             )
 
-    def advance(self, num_documents: int, text_bytes: int, group_bytes_read: int | None) -> None:
-        """Counts documents that were tokenized, and how far into the group's files they reach, if known."""
+    def advance(self, num_documents: int, text_bytes: int, group_bytes_read: int) -> None:
+        """Counts documents that were tokenized, and how far into the group's files they reach."""
         self._documents += num_documents
         self._text_bytes += text_bytes
-        if group_bytes_read is not None:
-            self._read_bytes = self._finished_bytes + group_bytes_read
+        self._read_bytes = max(self._read_bytes, self._finished_bytes + group_bytes_read)
         self._show()
 
     def finish_group(self, group_bytes: int) -> None:
@@ -286,9 +380,9 @@ class Progress:
         now = time.monotonic()
         if self._bar.disable and now - self._reported >= REPORT_EVERY_S:
             self._reported = now
-            done = self._read_bytes / self._total_bytes
-            left = (now - self._started) * (1 / done - 1) if done else float("inf")
-            self._log(f"tokenizing {done:.0%}, {self._speed()}, {left:.0f} s left")
+            done = min(self._read_bytes / self._total_bytes, 1.0) if self._total_bytes else 0.0
+            left = f", {(now - self._started) * (1 / done - 1):.0f} s left" if done else ""
+            self._log(f"tokenizing {done:.0%}, {self._speed()}{left}")
 
     def _speed(self) -> str:
         seconds = max(time.monotonic() - self._started, 1e-9)

@@ -21,9 +21,10 @@ import pyarrow.parquet
 
 from llamajax.config import SourceConfig
 from llamajax.data.conversations import Conversation, messages_of
+from llamajax.data.split import HEAD_CHARS, split_hash
 from llamajax.errors import DataError
 
-MAX_DOCUMENT_CHARS = 2**21
+MAX_DOCUMENT_CHARS = 2 * HEAD_CHARS
 """Longest document in one piece: about half a million tokens."""
 MAX_LINE_BYTES = 2**28
 """Longest JSONL line, decompressed; what is longer is a mistake or a decompression bomb."""
@@ -39,14 +40,18 @@ _HELP_TEXTS = Path("pydoc_data/topics.py")
 
 
 class Document(NamedTuple):
-    """One text, possibly empty."""
+    """One text, or a piece of one, possibly empty."""
 
     text: str
     """Of a conversation: all that is said in it; empty if the assistant says nothing."""
     bytes_read: int
     """How far into the source's files this document ends, bytes, for progress reports."""
+    split_hash: int = 0
+    """Decides whether it is held out; all pieces of a text have the same."""
     conversation: Conversation | None = None
     """What the text was made from, in a `chat` source."""
+    error: str = ""
+    """What is wrong with the line or row, if it is left out for that; its text is empty."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +69,7 @@ class Source:
         return f"{self.config.kind}: {where}"
 
     def files(self) -> list[Path]:
-        """The source's files, sorted, each once.
+        """The source's files, sorted, each once, under whichever of its names comes first.
 
         Raises:
             DataError: a path matches nothing, or is not a regular file.
@@ -83,13 +88,15 @@ class Source:
             if not matches:
                 raise DataError(f"{self.key}.paths: {pattern!r} matches no file; correct it or remove it")
             found.update(matches)
-        files = sorted(found)
-        for path in files:
+        files = {}
+        for path in sorted(found):
             self._check_regular(path)
-        return files
+            with self.reading(path):
+                files.setdefault(_file_behind(path), path)
+        return list(files.values())
 
     def documents(self, files: Sequence[Path]) -> Iterator[Document]:
-        """The documents of `files`, in order.
+        """The documents of `files`, in order; what is left out, as the configuration allows, is empty and says why.
 
         Raises:
             DataError: a file cannot be read as the source's kind says.
@@ -101,13 +108,21 @@ class Source:
             "stdlib": self._read_stdlib,
             "chat": self._read_chat,
         }[self.config.kind]
-        bytes_before = 0
+        bytes_before = num_bad = 0
         for path in files:
             with self.reading(path):
                 size = path.stat().st_size
-                for text, bytes_read, *conversation in read(path):
-                    yield Document(text, bytes_before + bytes_read, *conversation)
+                for document in read(path):
+                    num_bad += bool(document.error)
+                    if num_bad > self.config.max_bad_records:
+                        raise self.too_many_bad(document.error)
+                    yield document._replace(bytes_read=bytes_before + document.bytes_read)
             bytes_before += size
+
+    def too_many_bad(self, error: str) -> DataError:
+        """The error to end with when more records are bad than the configuration allows, of which `error` is one."""
+        allowed = self.config.max_bad_records
+        return DataError(f"{error}; {self.key}.max_bad_records: {allowed} allows no more of them" if allowed else error)
 
     @contextlib.contextmanager
     def reading(self, path: Path) -> Iterator[None]:
@@ -127,18 +142,19 @@ class Source:
             raise DataError(f"{self.key}.kind: this Python has no sources in {root}; use another kind of source")
         return files
 
-    def _read_stdlib(self, path: Path) -> Iterator[tuple[str, int]]:
+    def _read_stdlib(self, path: Path) -> Iterator[Document]:
         if path.parts[-2:] != _HELP_TEXTS.parts:
             yield from self._read_text(path)
             return
         from pydoc_data.topics import topics
 
         for topic in sorted(topics):
-            yield topics[topic], path.stat().st_size
+            yield Document(topics[topic], path.stat().st_size, split_hash(topics[topic]))
 
-    def _read_text(self, path: Path) -> Iterator[tuple[str, int]]:
+    def _read_text(self, path: Path) -> Iterator[Document]:
         decoder = codecs.getincrementaldecoder("utf-8")()
         line, pending = 1, ""
+        hash_of_all = None
         with path.open("rb") as file:
             while block := file.read(READ_BYTES):
                 try:
@@ -147,48 +163,62 @@ class Source:
                     line += error.object[: error.start].count(b"\n")
                     raise self._error(f"{path}:{line}", _NOT_UTF8) from error
                 line += block.count(b"\n")
-                *documents, pending = _cut(pending)
-                for document in documents:
-                    yield document, file.tell()
+                if hash_of_all is None and len(pending) > MAX_DOCUMENT_CHARS:
+                    hash_of_all = split_hash(pending)
+                *pieces, pending = _cut(pending)
+                for piece in pieces:
+                    assert hash_of_all is not None
+                    yield Document(piece, file.tell(), hash_of_all)
             try:
                 decoder.decode(b"", final=True)
             except UnicodeDecodeError as error:
                 raise self._error(f"{path}:{line}", _NOT_UTF8) from error
-            yield pending, file.tell()
+            yield Document(pending, file.tell(), split_hash(pending) if hash_of_all is None else hash_of_all)
 
-    def _read_jsonl(self, path: Path) -> Iterator[tuple[str, int]]:
-        for record, where, bytes_read in self._records(path, MAX_LINE_BYTES):
-            if self.config.text_key not in record:
-                raise self._no_such_key(where, list(record))
-            for document in _cut(self._checked_text(record[self.config.text_key], where)):
-                yield document, bytes_read
-
-    def _read_chat(self, path: Path) -> Iterator[tuple[str, int, Conversation]]:
-        for record, where, bytes_read in self._records(path, MAX_CONVERSATION_BYTES):
+    def _read_jsonl(self, path: Path) -> Iterator[Document]:
+        for line, where, bytes_read in self._lines(path, MAX_LINE_BYTES):
             try:
-                messages = messages_of(record, self.config.chat_format)
+                record = self._record(line, where, MAX_LINE_BYTES)
+                if self.config.text_key not in record:
+                    raise self._no_such_key(where, list(record))
+                text = self._checked_text(record[self.config.text_key], where)
+            except DataError as error:
+                yield Document("", bytes_read, error=str(error))
+            else:
+                yield from _documents(text, bytes_read)
+
+    def _read_chat(self, path: Path) -> Iterator[Document]:
+        for line, where, bytes_read in self._lines(path, MAX_CONVERSATION_BYTES):
+            try:
+                messages = messages_of(self._record(line, where, MAX_CONVERSATION_BYTES), self.config.chat_format)
+            except DataError as error:
+                yield Document("", bytes_read, error=str(error))
+                continue
             except ValueError as error:
-                raise self._error(where, str(error), "chat_format") from error
+                yield Document("", bytes_read, error=str(self._error(where, str(error), "chat_format")))
+                continue
             is_answered = any(message["content"].strip() for message in messages if message["role"] == "assistant")
             text = "\n".join(message["content"] for message in messages) if is_answered else ""
-            yield text, bytes_read, Conversation(messages, where)
+            yield Document(text, bytes_read, split_hash(text), Conversation(messages, where))
 
-    def _records(self, path: Path, max_line_bytes: int) -> Iterator[tuple[dict[str, object], str, int]]:
-        """The objects in a JSONL file, each with its `file:line` and how far into the file it ends, bytes."""
+    def _lines(self, path: Path, max_bytes: int) -> Iterator[tuple[bytes, str, int]]:
+        """The lines of a JSONL file that are not blank, at most `max_bytes` and one byte of each, with its `file:line` and
+        how far into the file it ends, bytes."""
         compression = {".gz": "gzip", ".zst": "zstd"}.get(path.suffix)
         with path.open("rb", buffering=0) as file:
             stream = pyarrow.CompressedInputStream(file, compression) if compression else file
             lines = io.BufferedReader(stream, READ_BYTES)  # pyright: ignore[reportArgumentType]
             number = 0
-            while line := lines.readline(max_line_bytes + 1):
+            while line := lines.readline(max_bytes + 1):
                 number += 1
-                where = f"{path}:{number}"
-                if len(line) > max_line_bytes:
-                    raise self._error(where, f"a line may have at most {max_line_bytes:,} bytes; split the document")
                 if not line.isspace():
-                    yield self._record(line, where), where, file.tell()
+                    yield line, f"{path}:{number}", file.tell()
+                while len(line) > max_bytes and not line.endswith(b"\n"):
+                    line = lines.readline(max_bytes + 1)
 
-    def _record(self, line: bytes, where: str) -> dict[str, object]:
+    def _record(self, line: bytes, where: str, max_bytes: int) -> dict[str, object]:
+        if len(line) > max_bytes:
+            raise self._error(where, f"a line may have at most {max_bytes:,} bytes; split the document")
         try:
             record = json.loads(line.rstrip(b"\r\n").decode())
         except UnicodeDecodeError as error:
@@ -202,7 +232,7 @@ class Source:
             raise self._error(where, f"must be a JSON object, not {type(record).__name__}; correct or remove the line")
         return record
 
-    def _read_parquet(self, path: Path) -> Iterator[tuple[str, int]]:
+    def _read_parquet(self, path: Path) -> Iterator[Document]:
         with pyarrow.parquet.ParquetFile(path) as file:
             schema = file.schema_arrow
             if self.config.text_key not in schema.names:
@@ -216,12 +246,15 @@ class Source:
             for batch in file.iter_batches(PARQUET_ROWS, columns=[self.config.text_key]):
                 for value in batch.column(0):
                     row += 1
+                    bytes_read = size * row // file.metadata.num_rows
                     try:
-                        text = value.as_py()
-                    except UnicodeDecodeError as error:
-                        raise self._error(f"{path}:{row}", _NOT_UTF8) from error
-                    for document in _cut(self._checked_text(text, f"{path}:{row}")):
-                        yield document, size * row // file.metadata.num_rows
+                        text = self._checked_text(value.as_py(), f"{path}:{row}")
+                    except UnicodeDecodeError:
+                        yield Document("", bytes_read, error=str(self._error(f"{path}:{row}", _NOT_UTF8)))
+                    except DataError as error:
+                        yield Document("", bytes_read, error=str(error))
+                    else:
+                        yield from _documents(text, bytes_read)
 
     def _checked_text(self, text: object, where: str) -> str:
         if not isinstance(text, str):
@@ -266,3 +299,15 @@ def _cut(text: str) -> Iterator[str]:
         yield text[start:end]
         start = end
     yield text[start:]
+
+
+def _documents(text: str, bytes_read: int) -> Iterator[Document]:
+    """The text in pieces as `_cut` makes them."""
+    hash_of_all = split_hash(text)
+    return (Document(piece, bytes_read, hash_of_all) for piece in _cut(text))
+
+
+def _file_behind(path: Path) -> object:
+    """What is the same for all names of a file: relative and absolute ones, symbolic and hard links."""
+    status = path.stat()  # only of files with several hard links, since some file systems number files all alike
+    return (status.st_dev, status.st_ino) if status.st_nlink > 1 else path.resolve()

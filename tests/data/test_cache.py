@@ -1,6 +1,9 @@
 """The cache: what is there is whole, and what is locked is waited for."""
 
+import errno
+import fcntl
 import os
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -9,27 +12,29 @@ import numpy as np
 import pytest
 
 from llamajax.data import cache
-from llamajax.errors import DataError
 
 ARRAYS = {
-    "tokens": np.arange(1000, dtype=np.uint16),
+    "tokens": np.arange(50_000, dtype=np.uint16),
     "empty": np.zeros((0,), np.int64),
-    "table": np.arange(12, dtype=np.uint64).reshape(3, 4) << 60,
+    "hashes": np.arange(12, dtype=np.uint64) << 60,
 }
 
 
 def test_arrays_come_back_mapped_from_the_file(tmp_path):
     cache.write_arrays(tmp_path / "a", ARRAYS, {"last": True, "n": 3})
-    arrays, info = cache.read_arrays(tmp_path / "a")
-    assert info == {"last": True, "n": 3}
-    assert list(arrays) == list(ARRAYS)
-    for name, array in arrays.items():
-        np.testing.assert_array_equal(array, ARRAYS[name])
-        assert array.dtype == ARRAYS[name].dtype
-        assert array.ctypes.data % cache.ALIGNMENT == 0
-        assert not array.flags.writeable
+    file = cache.read_arrays(tmp_path / "a")
+    assert file.info == {"last": True, "n": 3}
+    assert list(file.arrays) == list(ARRAYS)
+    for name, array in file.arrays.items():
+        assert len(array) == len(ARRAYS[name])
+        for part in (slice(None), slice(5, None), slice(None, -1), slice(7, 7), slice(3, 40_000), slice(9, 2)):
+            values = array[part]
+            np.testing.assert_array_equal(values, ARRAYS[name][part])
+            assert values.dtype == ARRAYS[name].dtype
+            assert not values.flags.writeable
+        assert array[:].ctypes.data % cache.ALIGNMENT == 0
     assert len(mapped(tmp_path / "a")) == 1
-    del arrays, array
+    del file, array, values
     assert mapped(tmp_path / "a") == []
 
 
@@ -47,7 +52,7 @@ def test_a_mapped_file_takes_no_file_descriptor(tmp_path):
 
 
 def test_a_file_that_is_gone_is_named(tmp_path):
-    with pytest.raises(DataError, match=rf"data.cache_dir: .*{tmp_path}/a.*No such file or directory; run again"):
+    with pytest.raises(cache.DamagedError, match=rf"{tmp_path}/a: .*No such file or directory.*; run again, which makes it"):
         cache.read_arrays(tmp_path / "a")
 
 
@@ -58,22 +63,112 @@ def test_equal_arrays_make_equal_files(tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["a", "b"]
 
 
-def test_a_damaged_file_is_refused(tmp_path):
+def test_a_file_that_is_cut_or_replaced_is_damaged(tmp_path):
     path = tmp_path / "a"
     cache.write_arrays(path, ARRAYS, {})
     whole = path.read_bytes()
     for damaged in (whole[:-1], whole[:100], whole[:9], whole[:3], b"", whole + b"\0", b"\xff" * len(whole)):
         path.write_bytes(damaged)
-        with pytest.raises(DataError, match=f"{path}: is damaged; delete {tmp_path}"):
+        with pytest.raises(cache.DamagedError, match=f"{path}: is damaged; run again, which makes it again"):
             cache.read_arrays(path)
+
+
+def flip(path, bit):
+    """Inverts one bit of a file."""
+    content = bytearray(path.read_bytes())
+    content[bit // 8] ^= 1 << bit % 8
+    path.write_bytes(content)
+
+
+def test_no_flipped_bit_is_read(tmp_path):
+    path = tmp_path / "a"
+    cache.write_arrays(path, ARRAYS, {"last": True})
+    num_bits = 8 * path.stat().st_size
+    found = 0
+    for bit in [*range(8 * 40), *np.random.default_rng(0).integers(0, num_bits, 300).tolist()]:
+        flip(path, bit)
+        try:
+            cache.check_arrays(path)
+        except cache.DamagedError:
+            found += 1
+        else:  # between two arrays
+            for name, array in cache.read_arrays(path).arrays.items():
+                np.testing.assert_array_equal(array[:], ARRAYS[name])
+        flip(path, bit)
+    assert found > 610
+    cache.check_arrays(path)
+
+
+def test_only_the_blocks_that_are_read_are_checked(tmp_path):
+    path = tmp_path / "a"
+    cache.write_arrays(path, {"tokens": ARRAYS["tokens"]}, {})
+    last = 2 * len(ARRAYS["tokens"]) // cache.BLOCK_BYTES * cache.BLOCK_BYTES // 2  # where the last block begins
+    flip(path, 8 * (path.stat().st_size - 1000))
+    tokens = cache.read_arrays(path).arrays["tokens"]
+    np.testing.assert_array_equal(tokens[:last], ARRAYS["tokens"][:last])
+    for part in (slice(last, last + 1), slice(last - 1, last + 1), slice(None)):
+        with pytest.raises(cache.DamagedError, match=f"{path}: is damaged"):
+            tokens[part]
+
+
+def test_a_file_for_others_is_whole_only_with_its_hash(tmp_path):
+    path = tmp_path / "tokenizer.model"
+    assert not cache.is_whole(path)
+    cache.write_hashed(path, b"pieces")
+    assert cache.is_whole(path)
+    for file in sorted(tmp_path.iterdir()):
+        whole = file.read_bytes()
+        for bit in range(0, 8 * len(whole), 11):
+            flip(file, bit)
+            assert not cache.is_whole(path)
+            flip(file, bit)
+        file.unlink()
+        assert not cache.is_whole(path)
+        file.write_bytes(whole)
+    assert cache.is_whole(path)
 
 
 def test_a_file_that_could_not_be_written_is_not_there(tmp_path):
     with pytest.raises(TypeError):
         cache.write_atomically(tmp_path / "a", b"half", "not bytes")  # pyright: ignore[reportArgumentType]
-    assert os.listdir(tmp_path) == ["a.tmp"]
-    with cache.locked(tmp_path):
-        assert os.listdir(tmp_path) == ["lock"]
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_disk_that_is_full_is_not_kept_full(tmp_path):
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, limits[1]))  # the kernel's refusal, in the middle of a file
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            cache.write_arrays(tmp_path / "a", ARRAYS, {})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("refusal", [errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK])
+def test_a_file_system_without_locks(tmp_path, monkeypatch, refusal):
+    assert cache.has_locks(tmp_path / "entry")
+
+    def refuse(descriptor, operation):
+        raise OSError(refusal, os.strerror(refusal))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    assert not cache.has_locks(tmp_path / "entry")
+    with cache.locked(tmp_path / "entry") as first:
+        (tmp_path / "entry" / "a.1234.tmp").write_text("of another process that writes now")
+        with cache.locked(tmp_path / "entry", wait=False) as second:
+            assert (first, second) == (True, True)
+            cache.write_atomically(tmp_path / "entry" / "a", b"whole")
+    assert sorted(os.listdir(tmp_path / "entry")) == ["a", "a.1234.tmp", "lock"]
+
+
+def test_what_else_goes_wrong_with_a_lock_is_an_error(tmp_path, monkeypatch):
+    def refuse(descriptor, operation):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with pytest.raises(OSError, match="Input/output error"), cache.locked(tmp_path / "entry"):
+        pass
 
 
 def test_a_lock_keeps_others_out(tmp_path):

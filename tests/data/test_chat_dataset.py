@@ -110,7 +110,7 @@ def test_long_conversations_are_cut_or_left_out(tmp_path, tokenizer):
     assert all(len(positions) <= 64 for positions, _, _ in documents_of(rows, tokenizer))
     assert sorted(row["segment_ids"].max() for row in rows) == [1, 1, 1]
     assert all((row["targets"] != IGNORE).any() for row in rows)
-    with pytest.raises(DataError, match=r"data.sources\[0\].paths: has no document to train on"):
+    with pytest.raises(DataError, match=r"paths: no conversation has an answer within the 8 tokens of data.seq_len; raise"):
         prepare(chat_config(tmp_path, source, seq_len=8))
 
 
@@ -206,7 +206,7 @@ def test_shards_go_on_where_they_stopped(tmp_path, tokenizer, monkeypatch):
     learnt = sum(shard.is_learnt(0, len(shard.tokens)).sum() for shard in all_shards)
     targets = np.concatenate([row["targets"] for row in epoch(dataset, num_rows(dataset))])
     assert learnt == (targets != IGNORE).sum()
-    assert all(shard.learnt.nbytes == -(-len(shard.tokens) // 8) for shard in all_shards)
+    assert all(len(shard.learnt) == -(-len(shard.tokens) // 8) for shard in all_shards)
 
 
 def test_the_template_comes_along(tmp_path, tokenizer):
@@ -255,6 +255,18 @@ def test_a_conversation_that_the_template_refuses_is_named(tmp_path, tokenizer):
         f"{tmp_path}/chat.jsonl:3: {llama2}: chat template: refuses the conversation: user and assistant must take turns,"
         " and the user begins; correct the one or the other"
     )
+
+
+def test_conversations_that_the_template_refuses_may_be_left_out(tmp_path, tokenizer):
+    source, _ = chat_source(tmp_path, "chat.jsonl", 2)
+    with (tmp_path / "chat.jsonl").open("a") as file:
+        file.write(json.dumps({"messages": [{"role": "assistant", "content": "I begin"}]}) + "\n{}\n")
+    llama2 = PLAIN.replace("plain", "llama2")
+    fewer, enough = (dataclasses.replace(source, max_bad_records=bound) for bound in (1, 2))
+    message = refused(DataError, chat_config(tmp_path, fewer, chat_template=llama2))
+    assert message.endswith("; data.sources[0].max_bad_records: 1 allows no more of them")
+    (line,) = prepare(chat_config(tmp_path, enough, chat_template=llama2)).summary
+    assert ": 2 documents, " in line
 
 
 def test_the_models_tokenizer(tmp_path, tokenizer):

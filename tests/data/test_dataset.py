@@ -6,7 +6,6 @@ import itertools
 import json
 import os
 import resource
-import shutil
 from pathlib import Path
 
 import numpy as np
@@ -15,10 +14,11 @@ import pytest
 from llamajax import data
 from llamajax.batch import IGNORE
 from llamajax.config import DataConfig, SourceConfig, TokenizerConfig
+from llamajax.data import cache, groups, shards
 from llamajax.data import dataset as dataset_module
-from llamajax.data import groups, shards
-from llamajax.data.shards import document_hash, is_held_out
+from llamajax.data import rows as rows_module
 from llamajax.data.sources import Source
+from llamajax.data.split import is_held_out, split_hash
 from llamajax.data.tokenizer import load_tokenizer, train_sentencepiece
 from llamajax.errors import ConfigError, DataError
 from tests.tiny import tiny_config
@@ -147,10 +147,8 @@ def test_held_out_rows_are_the_same_for_every_seed_and_mixed(tmp_path, tokenizer
 
 def test_a_tokenizer_is_trained_on_training_documents_only(tmp_path):
     fraction = 0.3
-    texts = [text for text in random_texts(60) if not is_held_out(document_hash(text.encode()), fraction)]
-    secret = next(
-        text for n in range(100) if is_held_out(document_hash((text := f"{n} " + "xyzzy plugh " * 50).encode()), fraction)
-    )
+    texts = [text for text in random_texts(60) if not is_held_out(split_hash(text), fraction)]
+    secret = next(text for n in range(100) if is_held_out(split_hash(text := f"{n} " + "xyzzy plugh " * 50), fraction))
     vocabularies = []
     for name, documents in (("a", texts), ("b", [*texts, secret])):
         config = config_for(
@@ -218,7 +216,7 @@ def test_prepared_once(tmp_path, tokenizer, monkeypatch):
     assert [line.split()[0] for line in first_log] == ["source", "tokenizer", "tokenized", "data"]
     files = {path: path.stat().st_mtime_ns for path in (tmp_path / "cache").rglob("*") if path.is_file()}
     monkeypatch.setattr("llamajax.data.dataset.train_sentencepiece", None)
-    monkeypatch.setattr("llamajax.data.dataset.pack", None)
+    monkeypatch.setattr("llamajax.data.rows.pack", None)
     second = data.prepare(config, log=second_log.append)
     assert second_log == [first_log[0], *first.summary]
     assert (second.fingerprint, second.summary) == (first.fingerprint, first.summary)
@@ -256,13 +254,59 @@ def test_what_is_refused(tmp_path, tokenizer):
     )
 
 
-def test_a_damaged_shard_is_named(tmp_path, tokenizer):
-    config = config_for(tmp_path, jsonl_source(tmp_path, "a.jsonl", random_texts(50)))
-    data.prepare(config, log=lambda line: None)
-    (shard,) = (tmp_path / "cache").rglob("*.shard")
-    os.truncate(shard, 200)
-    with pytest.raises(DataError, match=rf"{shard}: is damaged; delete {shard.parent}, which will then be made again"):
-        data.prepare(config, log=lambda line: None)
+def test_copies_that_differ_by_a_newline_are_on_one_side(tmp_path, tokenizer):
+    texts = random_texts(100, longest=14)
+    twins = jsonl_source(tmp_path, "a.jsonl", [twin for text in texts for twin in (text, f"{text} ", f" {text} ")])
+    dataset = data.prepare(config_for(tmp_path, twins, held_out_fraction=0.5, eval_batches=1), log=lambda line: None)
+    sides = [
+        {text.strip() for _, text, _ in documents_of(rows, tokenizer)}
+        for rows in (epoch(dataset, num_rows(dataset)), dataset.held_out_rows)
+    ]
+    assert not sides[0] & sides[1]
+    assert sides[0] | sides[1] == set(texts)
+
+
+@pytest.mark.parametrize(("end", "same"), [("\n", True), ("", False), ("\u2581\n", False)])
+def test_the_fingerprint_is_that_of_the_first_version_where_the_rows_are(tmp_path, tokenizer, end, same):
+    """Which split by the text with its white space, and spelt U+2581; its runs go on if that makes no difference."""
+    source = jsonl_source(tmp_path, "a.jsonl", [text + end for text in random_texts(60)])
+    log = []
+    dataset = data.prepare(config_for(tmp_path, source, held_out_fraction=0.5), log=log.append)
+    (group,) = groups.group_files(Source(source, "data.sources[0]"), tmp_path / "cache", log.append)
+    of_shards = cache.digest("shard-1", 2**26, tokenizer.sha256, group.content)
+    of_rows = cache.digest("packing-1", [of_shards], 16, 0.5)
+    assert (dataset.fingerprint == cache.digest(tokenizer.sha256, [of_rows], [1])) == same
+
+
+def test_bad_records_are_counted_and_bounded(tmp_path, tokenizer):
+    source = jsonl_source(tmp_path, "a.jsonl", [*random_texts(5), None, None, "last"])
+    some = dataclasses.replace(source, max_bad_records=2)
+    log = []
+    dataset = data.prepare(config_for(tmp_path, some), log=log.append)
+    first = f"{tmp_path}/a.jsonl:6: data.sources[0].text_key: 'text' must be a string, not null; correct or remove it"
+    assert f"left out   data.sources[0]: 2 bad records, the first one {first}" in log
+    assert "6 documents," in dataset.summary[0]
+    for bound, suffix in ((0, ""), (1, "; data.sources[0].max_bad_records: 1 allows no more of them")):
+        with pytest.raises(DataError) as caught:  # also where the cache has them
+            data.prepare(config_for(tmp_path, dataclasses.replace(source, max_bad_records=bound)), log=lambda line: None)
+        assert str(caught.value) == first + suffix
+
+
+def test_how_often_each_source_is_gone_through(tmp_path, tokenizer):
+    sources = [
+        jsonl_source(tmp_path, "a.jsonl", random_texts(40), weight=3.0),
+        jsonl_source(tmp_path, "b.jsonl", random_texts(90, seed=1)),
+    ]
+    dataset = data.prepare(config_for(tmp_path, *sources), log=lambda line: None)
+    rows = [num_rows(dataset, 0), num_rows(dataset, 1)]
+    assert dataset.epochs(4 * rows[1]) == pytest.approx({"data.sources[0]": 3 * rows[1] / rows[0], "data.sources[1]": 1.0})
+
+
+def test_why_there_is_nothing_to_train_on(tmp_path, tokenizer):
+    source = jsonl_source(tmp_path, "a.jsonl", ["abc"])
+    fraction = (split_hash("abc") + 2**40) / 2**64
+    with pytest.raises(DataError, match=r"paths: has no document to train on: all 1 are held out; add documents, or lower"):
+        data.prepare(config_for(tmp_path, source, held_out_fraction=fraction), log=lambda line: None)
 
 
 @pytest.fixture
@@ -291,24 +335,17 @@ def test_more_shards_than_a_process_may_open(tmp_path, many_shards):
 
 
 def test_few_shards_are_mapped_at_once(many_shards, monkeypatch):
-    assert dataset_module._shard.cache_info().maxsize == dataset_module.MAX_MAPPED_SHARDS < 65_530
+    assert rows_module._shard.cache_info().maxsize == rows_module.MAX_MAPPED_SHARDS < 65_530
     before = mapped_shards()
     dataset = data.prepare(many_shards, log=lambda line: None)
     assert mapped_shards() <= before
     expected = epoch(dataset, num_rows(dataset))
-    dataset_module._shard.cache_clear()
+    rows_module._shard.cache_clear()
     assert mapped_shards() == set()
-    monkeypatch.setattr(dataset_module, "_shard", functools.lru_cache(3)(dataset_module._shard.__wrapped__))
+    monkeypatch.setattr(rows_module, "_shard", functools.lru_cache(3)(rows_module._shard.__wrapped__))
     for position, row in enumerate(expected):
         np.testing.assert_equal(dataset.train_row(position), row)
         assert 1 <= len(mapped_shards()) <= 3
-
-
-def test_a_shard_that_is_deleted_while_it_is_needed_is_named(tmp_path, many_shards):
-    dataset = data.prepare(many_shards, log=lambda line: None)
-    shutil.rmtree(tmp_path / "cache" / "shards")
-    with pytest.raises(DataError, match=r"data.cache_dir: .*\.shard.*No such file or directory; run again"):
-        epoch(dataset, num_rows(dataset))
 
 
 def test_a_signal_while_a_tokenizer_is_made_is_not_hidden(tmp_path, monkeypatch):
@@ -329,7 +366,7 @@ def test_a_signal_while_a_tokenizer_is_made_is_not_hidden(tmp_path, monkeypatch)
         except SystemExit:
             continue
         break
-    assert kill_at == 5  # three documents, and their split
+    assert kill_at == 4  # after three documents
 
 
 def test_the_files_are_read_once_for_the_tokenizer(tmp_path, monkeypatch):
@@ -359,7 +396,7 @@ def test_long_work_is_announced(tmp_path, monkeypatch):
     size = 2 * (tmp_path / "a.jsonl").stat().st_size
     source = SourceConfig(kind="jsonl", paths=(str(tmp_path / "*.jsonl"),))
     config = config_for(tmp_path, source, tokenizer=TokenizerConfig(train_max_bytes=1_000_000), vocab_size=300)
-    for module in (dataset_module, groups):
+    for module in (dataset_module, groups, rows_module):
         monkeypatch.setattr(module, "ANNOUNCED_BYTES", 2 * sum(map(len, texts)))
     monkeypatch.setattr(groups, "UNSETTLED_S", -60.0)
     log = []

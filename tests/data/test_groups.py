@@ -63,6 +63,34 @@ def test_unchanged_files_are_hashed_once(tmp_path, monkeypatch, hashed):
     assert content(tmp_path / "0", files[0], cache_dir=cache_dir) != second  # another order
 
 
+def test_a_file_of_the_future_is_hashed_once(tmp_path, monkeypatch, hashed):
+    """Its time does not tell when it was changed, but a wait does."""
+    waits = []
+    monkeypatch.setattr(groups.time, "sleep", waits.append)
+    (tmp_path / "a").write_text("a")
+    age(tmp_path / "a", -1000)
+    first = content(tmp_path / "a", cache_dir=tmp_path / "cache")
+    assert [content(tmp_path / "a", cache_dir=tmp_path / "cache") for _ in range(3)] == [first] * 3
+    assert len(hashed) == 1
+    assert waits == [groups.UNSETTLED_S]
+
+
+def test_a_damaged_hash_is_named_and_made_again(tmp_path, monkeypatch, hashed):
+    monkeypatch.setattr(groups, "UNSETTLED_S", -60.0)
+    (tmp_path / "a").write_text("a")
+    first = content(tmp_path / "a", cache_dir=tmp_path / "cache")
+    (path,) = (tmp_path / "cache" / "content").rglob("hash")
+    whole = path.read_bytes()
+    for at in range(0, len(whole), 7):
+        path.write_bytes(whole[:at] + bytes([whole[at] ^ 4]) + whole[at + 1 :])
+        hashed.clear()
+        log = []
+        (group,) = grouped(tmp_path / "a", cache_dir=tmp_path / "cache", log=log.append)
+        assert (group.content, len(hashed)) == (first, 1)
+        assert log == [f"damaged    {path}; hashing the files again"]
+        assert path.read_bytes() == whole
+
+
 def test_a_new_file_leaves_the_hashes_of_other_groups(tmp_path, monkeypatch, hashed):
     monkeypatch.setattr(groups, "UNSETTLED_S", -60.0)
     monkeypatch.setattr(groups, "GROUP_BYTES", 10)

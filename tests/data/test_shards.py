@@ -1,5 +1,6 @@
 """Shards are made once: killed at any moment, resumed where it stopped; by one process while the others wait."""
 
+import itertools
 import json
 import os
 import subprocess
@@ -10,11 +11,12 @@ import numpy as np
 import pytest
 
 from llamajax.config import SourceConfig
+from llamajax.data import cache, shards
 from llamajax.data import groups as groups_module
-from llamajax.data import shards
 from llamajax.data.groups import group_files
-from llamajax.data.shards import document_hash, is_held_out, read_shard, shard_paths, shards_entry, tokenize
+from llamajax.data.shards import read_shard, shard_paths, shards_entry, tokenize
 from llamajax.data.sources import Source
+from llamajax.data.split import plain_hash, split_hash
 from llamajax.data.tokenizer import load_tokenizer, train_sentencepiece
 from llamajax.errors import DataError
 
@@ -59,15 +61,17 @@ def test_documents_are_framed_and_counted(tmp_path, tokenizer, small_shards):
     made = all_shards(groups, tokenizer, tmp_path)
     assert len(made) > 3
     assert [shard.last for shard in made] == [False] * (len(made) - 1) + [True]
-    documents = [shard.tokens[a:b] for shard in made for a, b in zip(shard.offsets[:-1], shard.offsets[1:], strict=True)]
+    documents = [shard.tokens[a:b] for shard in made for a, b in itertools.pairwise(shard.offsets[:])]
     kept = [text for text in texts if text]
     assert [tokenizer.decode(document) for document in documents] == kept
     assert all(document[0] == tokenizer.bos_id and document[-1] == tokenizer.eos_id for document in documents)
     assert all(document.dtype == np.uint16 for document in documents)
     assert sum(shard.num_empty for shard in made) == len(texts) - len(kept) > 0
-    assert np.concatenate([shard.num_bytes for shard in made]).tolist() == [len(text) for text in kept]
-    assert np.concatenate([shard.hashes for shard in made]).tolist() == [document_hash(text.encode()) for text in kept]
-    assert all(shard.num_bytes.sum() < 2000 + 400 for shard in made)
+    assert sum(shard.text_bytes for shard in made) == sum(map(len, kept))
+    assert np.concatenate([shard.hashes[:] for shard in made]).tolist() == [split_hash(text) for text in kept]
+    assert np.concatenate([shard.plain_hashes[:] for shard in made]).tolist() == [plain_hash(text) for text in kept]
+    assert all(shard.text_bytes < 2000 + 400 for shard in made)
+    assert [shard.first for shard in made] == np.cumsum([0, *(shard.num_read for shard in made)])[:-1].tolist()
     assert len(log) == 1
     assert log[0].startswith(f"tokenized  {len(kept)} documents in ")
 
@@ -83,10 +87,10 @@ def test_a_second_time_nothing_is_tokenized(tmp_path, tokenizer, small_shards, m
 
 def test_whether_a_group_is_complete_is_asked_of_its_last_shard_only(tmp_path, tokenizer, small_shards, monkeypatch):
     write_documents(tmp_path / "a.jsonl", 100)
-    tokenize(groups_of(tmp_path), tokenizer, tmp_path / "cache", print)
-    read, read_arrays = [], shards.cache.read_arrays
-    monkeypatch.setattr(shards.cache, "read_arrays", lambda path: read.append(path) or read_arrays(path))
     (group,) = groups_of(tmp_path)
+    tokenize([group], tokenizer, tmp_path / "cache", print)
+    read, read_arrays = [], cache.read_arrays
+    monkeypatch.setattr(cache, "read_arrays", lambda path: read.append(path) or read_arrays(path))
     tokenize([group], tokenizer, tmp_path / "cache", print)
     assert read == shard_paths(shards_entry(group, tokenizer, tmp_path / "cache"))[-1:]
 
@@ -133,6 +137,84 @@ def test_a_bad_line_keeps_the_shards_before_it(tmp_path, tokenizer, small_shards
     assert len(all_shards(groups, tokenizer, tmp_path)) > 3
 
 
+def test_a_damaged_shard_is_made_again_and_no_other(tmp_path, tokenizer, small_shards):
+    write_documents(tmp_path / "a.jsonl", 100)
+    (group,) = groups_of(tmp_path)
+    tokenize([group], tokenizer, tmp_path / "cache", print)
+    paths = shard_paths(shards_entry(group, tokenizer, tmp_path / "cache"))
+    whole = {path: path.read_bytes() for path in paths}
+    times = {path: path.stat().st_mtime_ns for path in paths}
+    for damaged in (paths[0], paths[4], paths[-1]):
+        for at in (50, len(whole[damaged]) // 2):  # in the head and among the tokens
+            content = bytearray(whole[damaged])
+            content[at] ^= 1
+            damaged.write_bytes(content)
+            log = []
+            shards.remake(damaged, group, tokenizer, tmp_path / "cache", log.append)
+            assert log[0] == f"damaged    {damaged}: is damaged; making it again"
+            assert {path: path.read_bytes() for path in paths} == whole
+            assert {path: path.stat().st_mtime_ns for path in paths if path != damaged} == {
+                path: time for path, time in times.items() if path != damaged
+            }
+            times[damaged] = damaged.stat().st_mtime_ns
+    log = []
+    shards.remake(paths[0], group, tokenizer, tmp_path / "cache", log.append)
+    assert log == [], "another process was first"
+
+
+def test_a_shard_that_does_not_follow_the_one_before_is_made_again(tmp_path, tokenizer, small_shards, monkeypatch):
+    """As when a shard is made again with another bound."""
+    write_documents(tmp_path / "a.jsonl", 100)
+    (group,) = groups_of(tmp_path)
+    tokenize([group], tokenizer, tmp_path / "cache", print)
+    paths = shard_paths(shards_entry(group, tokenizer, tmp_path / "cache"))
+    expected = np.concatenate([read_shard(path).tokens[:] for path in paths])
+    monkeypatch.setattr(shards, "SHARD_TOKENS", 100)
+    paths[2].unlink()
+    shards.remake(paths[2], group, tokenizer, tmp_path / "cache", print)
+    made = [read_shard(path) for path in shard_paths(paths[0].parent)]
+    assert len(made) > len(paths)
+    np.testing.assert_array_equal(np.concatenate([shard.tokens[:] for shard in made]), expected)
+
+
+def test_short_documents_fill_shards_as_well(tmp_path, tokenizer, monkeypatch):
+    (tmp_path / "a.jsonl").write_text('{"text": "abc"}\n' * 3000)
+    (group,) = groups_of(tmp_path)
+    most, encode_batch = [], tokenizer.encode_batch
+    monkeypatch.setattr(shards, "SHARD_BYTES", 67 * 1000)
+    monkeypatch.setattr(shards, "BATCH_BYTES", 67 * 100)
+    monkeypatch.setattr(tokenizer, "encode_batch", lambda texts: most.append(len(texts)) or encode_batch(texts))
+    tokenize([group], tokenizer, tmp_path / "cache", print)
+    assert [len(shard.hashes) for shard in all_shards([group], tokenizer, tmp_path)] == [1000, 1000, 1000, 0]
+    assert max(most) == 100
+
+
+def test_many_tokens_fill_a_shard_whatever_the_text(tmp_path, tokenizer, monkeypatch):
+    write_documents(tmp_path / "a.jsonl", 100)
+    (group,) = groups_of(tmp_path)
+    monkeypatch.setattr(shards, "BATCH_BYTES", 300)
+    monkeypatch.setattr(shards, "SHARD_TOKENS", 500)
+    tokenize([group], tokenizer, tmp_path / "cache", print)
+    made = all_shards([group], tokenizer, tmp_path)
+    assert len(made) > 3
+    assert all(500 <= len(shard.tokens) < 1000 for shard in made[:-1])
+
+
+def test_progress_never_ends_in_infinity(monkeypatch):
+    monkeypatch.setattr(shards, "REPORT_EVERY_S", -1.0)
+    for total in (0, 1000):
+        log = []
+        progress = shards.Progress(total, log.append)
+        for bytes_read in (0, 300, 2000):
+            progress.advance(1, 3, bytes_read)
+        progress.finish_group(1000)
+        assert len(log) == 4
+        assert log[0].startswith("tokenizing 0%, ")
+        assert "left" not in log[0]
+        assert not [line for line in log if "inf" in line or "nan" in line or "-" in line]
+        assert ("s left" in log[1]) == (total > 0)
+
+
 def test_large_vocabularies_take_four_bytes(tmp_path, tokenizer):
     write_documents(tmp_path / "a.jsonl", 3)
     tokenizer.vocab_size = 2**16 + 1
@@ -141,27 +223,28 @@ def test_large_vocabularies_take_four_bytes(tmp_path, tokenizer):
     assert shard.tokens.dtype == np.uint32
 
 
-def test_the_split_follows_the_hash():
-    hashes = np.array([document_hash(str(n).encode()) for n in range(20_000)], np.uint64)
-    for fraction in (0.0, 0.01, 0.5):
-        assert abs(is_held_out(hashes, fraction).mean() - fraction) < 0.01
-    assert not is_held_out(0, 0.0)
-    assert is_held_out(2**64 - 2**12, 1 - 2**-53)
+def shard_of(path, documents, learnt=None):
+    arrays = {
+        "tokens": np.zeros(sum(map(len, documents)), np.uint16),
+        "offsets": np.cumsum([0, *map(len, documents)]),
+        "hashes": np.zeros(len(documents), np.uint64),
+        "plain_hashes": np.zeros(len(documents), np.uint64),
+    } | ({} if learnt is None else {"learnt": np.packbits(learnt)})
+    info = {"text_bytes": 0, "first": 0, "num_space_signs": 0, "num_empty": 0, "num_bad": 0, "first_bad": "", "last": True}
+    cache.write_arrays(path, arrays, info)
+    return read_shard(path)
 
 
-def test_where_a_conversation_begins_to_be_learnt():
+def test_where_a_conversation_begins_to_be_learnt(tmp_path):
     documents = [[0, 0, 1, 1], [1, 0, 0], [1, 1], [0], [1], [0] * 9 + [1, 0], [0, 0, 0]]
     learnt = np.array([bit for document in documents for bit in document], bool)
-    offsets = np.cumsum([0, *map(len, documents)])
-    fields = {"tokens": np.zeros(len(learnt)), "num_bytes": np.zeros(7), "num_empty": 0, "last": True}
-    shard = shards.Shard(offsets=offsets, hashes=np.zeros(7), learnt=np.packbits(learnt), **fields)
+    shard = shard_of(tmp_path / "chat", documents, learnt)
     first = [2, None, 1, None, None, 9, None]  # the token that begins a conversation follows nothing
     for found, expected, document in zip(shard.first_learnt().tolist(), first, documents, strict=True):
         assert found == expected if expected is not None else found >= len(document)
     for start, end in [(0, 4), (3, 5), (5, 5), (7, 25), (0, 25), (8, 16)]:
         assert shard.is_learnt(start, end).tolist() == learnt[start:end].tolist()
-    text = shards.Shard(offsets=offsets, hashes=np.zeros(7), **fields)
-    assert text.first_learnt().tolist() == [1] * 7
+    assert shard_of(tmp_path / "text", documents).first_learnt().tolist() == [1] * 7
 
 
 # Runs in a process of its own, which forks one child per request: a list of events, each the number of the event at
@@ -192,11 +275,11 @@ def build(kill_at, cache_dir):
     pathlib.Path.replace = counted(pathlib.Path.replace)
     tokenizer.SentencePieceTokenizer.encode_batch = counted(tokenizer.SentencePieceTokenizer.encode_batch)
     write_arrays, written = cache.write_arrays, []
-    cache.write_arrays = lambda path, *rest: (written.append(path.name), write_arrays(path, *rest))
+    cache.write_arrays = lambda path, *rest: (written.append(path), write_arrays(path, *rest))
     source = sources.Source(SourceConfig(kind="jsonl", paths=(str(folder / "*.jsonl"),)), "data.sources[0]")
     files = groups.group_files(source, cache_dir, lambda line: None)
     shards.tokenize(files, tokenizer.load_tokenizer(folder / "tokenizer.model"), cache_dir, lambda line: None)
-    return {"written": len(written), "events": events}
+    return {"written": sum(path.suffix == ".shard" for path in written), "events": events}
 
 
 def start(kill_at, cache_dir):
@@ -253,12 +336,12 @@ def test_killed_at_any_moment_and_resumed(tmp_path, children):
     assert len(shard_files) == unbroken["written"]
     rng = np.random.default_rng(0)
     for trial, kill_at in enumerate([1, 2, 3, 4, *rng.integers(5, unbroken["events"], 12).tolist()]):
-        cache = f"killed{trial}"
-        assert children(cache, [kill_at]) == [{"signal": 9}]
-        finished = {name for name in contents(tmp_path / cache) if name.endswith(".shard")}
-        (resumed,) = children(cache, [0])
+        folder = f"killed{trial}"
+        assert children(folder, [kill_at]) == [{"signal": 9}]
+        finished = {name for name in contents(tmp_path / folder) if name.endswith(".shard")}
+        (resumed,) = children(folder, [0])
         assert resumed["written"] == unbroken["written"] - len(finished), "a finished shard was made again"
-        after = contents(tmp_path / cache)
+        after = contents(tmp_path / folder)
         assert {name: blob for name, blob in after.items() if name.endswith(".shard")} == shard_files
         assert not [name for name in after if name.endswith(".tmp")]
 
@@ -281,6 +364,6 @@ def test_processes_share_the_work_and_one_may_die(tmp_path, children):
     assert sum(child["written"] for child in together) == alone["written"]
     children("with deaths", [1, 12, 0])  # who dies, and where, depends on who comes first; the result must not
     shard_files = {name: blob for name, blob in contents(tmp_path / "alone").items() if name.endswith(".shard")}
-    for cache in ("together", "with deaths"):
-        found = {name: blob for name, blob in contents(tmp_path / cache).items() if name.endswith(".shard")}
+    for folder in ("together", "with deaths"):
+        found = {name: blob for name, blob in contents(tmp_path / folder).items() if name.endswith(".shard")}
         assert found == shard_files

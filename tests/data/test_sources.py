@@ -10,7 +10,7 @@ import pytest
 import zstandard
 
 from llamajax.config import SourceConfig
-from llamajax.data import sources
+from llamajax.data import sources, split
 from llamajax.data.sources import Source
 from llamajax.errors import DataError
 
@@ -46,6 +46,19 @@ def test_text_files_are_sorted_and_each_is_a_document(tmp_path):
 def test_a_name_with_brackets_is_a_file_if_there_is_one(tmp_path):
     (tmp_path / "[a].txt").write_text("brackets")
     assert texts(source("text", tmp_path / "[a].txt")) == ["brackets"]
+
+
+def test_a_file_of_several_names_is_one(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "a.txt").write_text("one")
+    (tmp_path / "b.txt").symlink_to("a.txt")
+    (tmp_path / "c.txt").hardlink_to(tmp_path / "a.txt")
+    (tmp_path / "sub" / "d.txt").symlink_to(tmp_path / "b.txt")
+    (tmp_path / "e.txt").write_text("one")  # the same text is another file
+    found = source("text", "**/*.txt", tmp_path / "*.txt", "./a.txt", "sub/../a.txt")
+    assert texts(found) == ["one", "one"]
+    assert [path.name for path in found.files()] == ["a.txt", "e.txt"]
 
 
 def test_jsonl_is_the_same_however_it_is_compressed(tmp_path):
@@ -118,6 +131,77 @@ def test_the_standard_library_and_its_help_texts():
     assert [document.text for document in found.documents([topics])] == [
         text for _, text in sorted(help_texts.topics.items())
     ]
+
+
+@pytest.mark.parametrize("kind", ["text", "jsonl", "parquet"])
+def test_pieces_of_a_long_document_are_on_one_side_of_the_split(tmp_path, monkeypatch, kind):
+    monkeypatch.setattr(split, "HEAD_CHARS", 10)
+    monkeypatch.setattr(sources, "MAX_DOCUMENT_CHARS", 20)
+    monkeypatch.setattr(sources, "READ_BYTES", 7)
+    path, text = tmp_path / "long", "".join(f"line {n} äöü\n" for n in range(10))
+    if kind == "text":
+        path.write_text(text)
+    elif kind == "jsonl":
+        path.write_bytes(jsonl([text]))
+    else:
+        write_parquet(path, [text])
+    found = source(kind, path)
+    documents = list(found.documents(found.files()))
+    assert len(documents) == 10
+    assert {document.split_hash for document in documents} == {split.split_hash(text)}
+
+
+def test_every_kind_gives_a_text_the_same_hash(tmp_path):
+    (tmp_path / "a.txt").write_text("a text\n")
+    (tmp_path / "a.jsonl").write_bytes(jsonl(["a text"]))
+    write_parquet(tmp_path / "a.parquet", ["a text\r\n"])
+    message = {"messages": [{"role": "assistant", "content": "a text"}]}
+    (tmp_path / "a.chat").write_text(json.dumps(message) + "\n")
+    hashes = set()
+    for kind, name in (("text", "a.txt"), ("jsonl", "a.jsonl"), ("parquet", "a.parquet"), ("chat", "a.chat")):
+        found = source(kind, tmp_path / name)
+        hashes |= {document.split_hash for document in found.documents(found.files())}
+    assert hashes == {split.split_hash("a text")}
+
+
+BAD_LINES = [
+    b'{"text": null}', b'{"text": 1}', b'{"body": "a"}', b"oops", b'["text"]', b'{"text": "\xff"}', b'{"text": "\\ud800"}',
+    b'{"text": "' + b"a" * 200 + b'"}',
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("end", [b"\n", b""])
+def test_bad_lines_may_be_left_out_up_to_a_bound(tmp_path, monkeypatch, end):
+    monkeypatch.setattr(sources, "MAX_LINE_BYTES", 100)
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b"\n".join(jsonl([f"good {n}"]) + bad for n, bad in enumerate(BAD_LINES)) + end)
+    found = source("jsonl", path, max_bad_records=len(BAD_LINES))
+    documents = list(found.documents(found.files()))
+    assert [document.text for document in documents if not document.error] == [f"good {n}" for n in range(len(BAD_LINES))]
+    bad = [document for document in documents if document.error]
+    assert [document.error.partition(" ")[0] for document in bad] == [f"{path}:{2 * n + 2}:" for n in range(len(BAD_LINES))]
+    assert not any(document.text for document in bad)
+    fewer = source("jsonl", path, max_bad_records=3)
+    with pytest.raises(DataError) as caught:
+        texts(fewer)
+    assert str(caught.value) == (
+        f"{path}:8: data.sources[0].paths: is not JSON: Expecting value at column 1; correct or remove the line;"
+        " data.sources[0].max_bad_records: 3 allows no more of them"
+    )
+
+
+def test_bad_rows_and_conversations_may_be_left_out(tmp_path):
+    write_parquet(tmp_path / "a.parquet", ["a", None, "b", None])
+    found = source("parquet", tmp_path / "a.parquet", max_bad_records=2)
+    assert [(document.text, bool(document.error)) for document in found.documents(found.files())] == [
+        ("a", False), ("", True), ("b", False), ("", True),
+    ]  # fmt: skip
+    good = json.dumps({"messages": [{"role": "assistant", "content": "yes"}]})
+    (tmp_path / "a.jsonl").write_text("\n".join(['{"messages": []}', good, "{}", "oops"]))
+    found = source("chat", tmp_path / "a.jsonl", max_bad_records=3)
+    assert texts(found) == ["", "yes", "", ""]
+    with pytest.raises(DataError, match=r"a.jsonl:4: .*is not JSON.*max_bad_records: 2 allows no more of them"):
+        texts(source("chat", tmp_path / "a.jsonl", max_bad_records=2))
 
 
 TRUNCATED = gzip.compress(os.urandom(2000))[:1000]

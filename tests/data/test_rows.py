@@ -1,0 +1,131 @@
+"""Rows from the cache: whatever happens to a file of it, rows stay what they were, or one line says why not."""
+
+import dataclasses
+import shutil
+
+import numpy as np
+import pytest
+
+from llamajax import data
+from llamajax.config import TokenizerConfig
+from llamajax.data import cache, groups, shards
+from llamajax.errors import DataError
+from tests.data.test_dataset import config_for, epoch, jsonl_source, num_rows, random_texts
+
+
+@pytest.fixture
+def config(tmp_path, monkeypatch):
+    """Documents in many shards, with a tokenizer of their own."""
+    monkeypatch.setattr(shards, "SHARD_BYTES", 3000)
+    monkeypatch.setattr(groups, "UNSETTLED_S", -60.0)
+    source = jsonl_source(tmp_path, "a.jsonl", random_texts(100))
+    return config_for(
+        tmp_path, source, held_out_fraction=0.2, eval_batches=1, tokenizer=TokenizerConfig(), vocab_size=300, seq_len=64
+    )
+
+
+def all_rows(dataset):
+    return [*epoch(dataset, num_rows(dataset)), *dataset.held_out_rows]
+
+
+def flip(path, bit):
+    with path.open("r+b") as file:
+        file.seek(bit // 8)
+        byte = file.read(1)[0]
+        file.seek(bit // 8)
+        file.write(bytes([byte ^ 1 << bit % 8]))
+
+
+def cached(tmp_path, pattern):
+    return sorted(path for path in (tmp_path / "cache").rglob(pattern) if path.is_file())
+
+
+@pytest.mark.parametrize(("pattern", "count"), [("*.shard", 9), ("*.packing", 9), ("tokenizer.model*", 6), ("hash", 3)])
+def test_no_flipped_bit_is_trained_on(tmp_path, config, pattern, count):
+    expected = all_rows(data.prepare(config, log=lambda line: None))
+    files = cached(tmp_path, pattern)
+    whole = [path.read_bytes() for path in files]
+    rng, num_named = np.random.default_rng(0), 0
+    for _ in range(count):
+        path, log = files[rng.integers(len(files))], []
+        flip(path, int(rng.integers(8 * path.stat().st_size)))
+        np.testing.assert_equal(all_rows(data.prepare(config, log=log.append)), expected)
+        if any(line.startswith("damaged    ") for line in log):
+            num_named += 1
+            assert [file.read_bytes() for file in files] == whole
+        for file, content in zip(files, whole, strict=True):
+            file.write_bytes(content)  # what lay between two arrays
+    assert num_named >= count // 2
+
+
+@pytest.mark.parametrize("pattern", ["*.shard", "*.packing"])
+def test_a_bit_that_flips_while_it_is_mapped_is_not_trained_on(tmp_path, config, pattern):
+    log = []
+    dataset = data.prepare(config, log=log.append)
+    expected, rng = all_rows(dataset), np.random.default_rng(1)
+    for _ in range(6):
+        path = rng.choice(cached(tmp_path, pattern))
+        flip(path, 8 * (path.stat().st_size // 2))
+        np.testing.assert_equal(all_rows(dataset), expected)
+    assert len([line for line in log if line.startswith("damaged    ")]) == 6
+
+
+def test_a_damaged_file_is_named_once_and_made_again(tmp_path, config):
+    dataset = data.prepare(config, log=lambda line: None)
+    expected, shard_files = all_rows(dataset), cached(tmp_path, "*.shard")
+    noise = np.random.default_rng(0).bytes(shard_files[1].stat().st_size - 700)
+    whole = shard_files[1].read_bytes()
+    shard_files[1].write_bytes(whole[:700] + noise)
+    log = []
+    found = data.prepare(config, log=log.append)
+    assert found.content == dataset.content
+    np.testing.assert_equal(all_rows(found), expected)
+    damaged = [line for line in log if line.startswith("damaged")]
+    assert damaged == [f"damaged    {shard_files[1]}: is damaged; making it again"]
+    assert shard_files[1].read_bytes() == whole
+
+
+def test_what_is_deleted_while_it_is_needed_is_made_again(tmp_path, config):
+    log = []
+    dataset = data.prepare(config, log=log.append)
+    expected = all_rows(dataset)
+    shutil.rmtree(cached(tmp_path, "*.shard")[0].parents[1])
+    data.rows._shard.cache_clear()
+    np.testing.assert_equal(all_rows(dataset), expected)
+    assert [line for line in log if line.startswith("damaged")]
+
+
+def test_what_cannot_be_made_again_ends_in_one_line(tmp_path, config):
+    dataset = data.prepare(config, log=lambda line: None)
+    for path in cached(tmp_path, "*.shard"):
+        path.unlink()
+    data.rows._shard.cache_clear()
+    (tmp_path / "a.jsonl").write_text('{"text": "other"}\n')
+    with pytest.raises(DataError, match=r"a.jsonl: data.sources\[0\].paths: was changed while it was read"):
+        all_rows(dataset)
+
+
+def test_the_content_is_what_the_rows_are_read_from(tmp_path, config):
+    dataset = data.prepare(config, log=lambda line: None)
+    elsewhere = dataclasses.replace(config, data=dataclasses.replace(config.data, cache_dir=str(tmp_path / "elsewhere")))
+    assert data.prepare(elsewhere, log=lambda line: None).content == dataset.content
+    path = cached(tmp_path, "*.shard")[0]
+    file = cache.read_arrays(path)
+    arrays = {name: array[:].copy() for name, array in file.arrays.items()}
+    arrays["tokens"][7] += 1  # as another version of a tokenizer's library would
+    cache.write_arrays(path, arrays, file.info)
+    other = data.prepare(config, log=lambda line: None)
+    assert other.fingerprint == dataset.fingerprint
+    assert other.content != dataset.content
+
+
+def test_a_file_system_without_locks_is_said(tmp_path, config, monkeypatch):
+    def refuse(descriptor, operation):
+        raise OSError(38, "Function not implemented")
+
+    expected = all_rows(data.prepare(config, log=lambda line: None))
+    monkeypatch.setattr(cache.fcntl, "flock", refuse)
+    elsewhere = dataclasses.replace(config, data=dataclasses.replace(config.data, cache_dir=str(tmp_path / "elsewhere")))
+    log = []
+    np.testing.assert_equal(all_rows(data.prepare(elsewhere, log=log.append)), expected)
+    assert f"note       {tmp_path}/elsewhere has no file locks: every process tokenizes for itself" in log
