@@ -26,6 +26,7 @@ import json
 import logging
 import os
 import re
+import secrets
 import shutil
 import socket
 import sys
@@ -39,15 +40,15 @@ from typing import IO, Any
 import jax
 import orbax.checkpoint as ocp
 
-from llamajax import manifest
+from llamajax import manifest, meeting, processes
 from llamajax.config import CheckpointConfig
-from llamajax.errors import CheckpointError
+from llamajax.errors import CheckpointError, EnvironmentMismatchError
+from llamajax.processes import everyones
 from llamajax.restore import (
     Restored,
     State,
     concretise,
     damage_line,
-    gather,
     is_key,
     latest_step,
     named_arrays,
@@ -68,6 +69,9 @@ _MANY_BYTES = 16 << 20
 
 # Seconds after which the processes of a run stop waiting for each other to write a checkpoint, and to hash it.
 _TIMEOUT_S = 3600
+
+# Seconds in which what one process writes must be seen by the others.
+_SEEN_S = 5
 
 
 def _is_news(record: logging.LogRecord) -> bool:
@@ -92,6 +96,7 @@ class Checkpointer:
 
         Raises:
             CheckpointError: another process writes this run, or `run_dir` cannot be written.
+            EnvironmentMismatchError: the processes do not all see the same `run_dir`.
         """
         self._config = config
         self._directory = run_dir.absolute() / "checkpoints"
@@ -102,16 +107,20 @@ class Checkpointer:
                 self._lock = _lock(run_dir)
                 for left_over in self._directory.glob("*.saving"):
                     shutil.rmtree(left_over)
+                for left_over in self._directory.glob("*.seen"):
+                    left_over.unlink()
                 self._finish_deleting()
+                self._directory.mkdir(exist_ok=True)
             except CheckpointError as error:
                 problem = str(error)
             except OSError as error:
                 problem = f"{run_dir} cannot be written: {_reason(error)}; choose another run_dir"
-        problem, self._newest = gather((problem, max(steps_in(self._directory), default=None)))[0]
+        problem, self._newest = everyones((problem, max(steps_in(self._directory), default=None)))[0]
         if problem is not None:
             if self._lock is not None:
                 self._lock.close()
             raise CheckpointError(problem)
+        self._check_seen_by_all()
         self._thread: threading.Thread | None = None
         self._failure: Exception | None = None
         handler = ocp.PyTreeCheckpointHandler(use_compression=False, use_ocdbt=use_ocdbt)
@@ -195,7 +204,7 @@ class Checkpointer:
         # Process 0 commits, so its outcome is everyone's; another process that could not write its part ends the run.
         if failure is not None and jax.process_index() > 0:
             raise failure
-        message, self._newest = gather((failure and str(failure), self._newest))[0]
+        message, self._newest = everyones((failure and str(failure), self._newest))[0]
         if message is not None:
             raise failure or CheckpointError(message)
 
@@ -225,31 +234,61 @@ class Checkpointer:
             print(failure, file=sys.stderr, flush=True)
         self._release()
 
+    def _check_seen_by_all(self) -> None:
+        """Raises `EnvironmentMismatchError` unless every process sees what process 0 does in its directory."""
+        if jax.process_count() == 1:
+            return
+        token = self._directory / f"{secrets.token_hex(8)}.seen"
+        if jax.process_index() == 0:
+            token.touch()
+        name, steps, first = everyones((token.name, steps_in(self._directory), str(self._directory)))[0]
+        deadline = time.monotonic() + _SEEN_S
+        while not (seen := (self._directory / name).exists() and steps_in(self._directory) == steps):
+            if time.monotonic() > deadline:
+                break
+            time.sleep(0.1)
+        others = everyones(None if seen else f"{self._directory} ({meeting.who_am_i()})")
+        if jax.process_index() == 0:
+            token.unlink()
+        for rank, other in enumerate(others):
+            if other is not None:
+                if self._lock is not None:
+                    self._lock.close()
+                raise EnvironmentMismatchError(
+                    f"run_dir: process {rank} sees something else in {other} than process 0 in {first}; put it on"
+                    " a file system that all share, and give its absolute path"
+                )
+
     def _commit(self, step: int, texts: dict[str, str], files: Mapping[str, bytes]) -> None:
         """In its own thread, on every process: turns `<step>.saving` into `<step>`, then deletes old steps."""
         saving = self._saving(step)
         try:
             self._orbax.wait_until_finished()
             records = self._hash_arrays(saving)
-            if jax.process_index() > 0:
-                return
-            for name, text in texts.items():
-                (saving / name).write_text(text)
-            (saving / "files").mkdir()
-            for name, content in files.items():
-                (saving / "files" / name).write_bytes(content)
-            records |= manifest.digest(saving, set(manifest.list_files(saving)) - records.keys())
-            manifest.write(saving, records)
-            saving.rename(self._directory / str(step))
-            manifest.sync(self._directory)
-            self._newest = step
-            self._delete_old()
+            if jax.process_index() == 0:
+                with processes.uninterrupted():  # all have done their part, so the step is good whatever becomes of them
+                    self._finish(step, texts, files, records)
+                self._delete_old()
         except (OSError, ValueError, jax.errors.JaxRuntimeError) as error:
             self._failure = CheckpointError(self._failure_line(f"step {step} cannot be saved", _reason(error)))
         except Exception as error:
             self._failure = error
         if self._failure is not None and jax.process_index() == 0:
             shutil.rmtree(saving, ignore_errors=True)
+
+    def _finish(self, step: int, texts: dict[str, str], files: Mapping[str, bytes], records: dict[str, manifest.Record]) -> None:
+        """On process 0: adds what is not arrays, then makes `<step>.saving` the step."""
+        saving = self._saving(step)
+        for name, text in texts.items():
+            (saving / name).write_text(text)
+        (saving / "files").mkdir()
+        for name, content in files.items():
+            (saving / "files" / name).write_bytes(content)
+        records |= manifest.digest(saving, set(manifest.list_files(saving)) - records.keys())
+        manifest.write(saving, records)
+        saving.rename(self._directory / str(step))
+        manifest.sync(self._directory)
+        self._newest = step
 
     def _hash_arrays(self, saving: Path) -> dict[str, manifest.Record]:
         """The records of the arrays' files; every process hashes a share, process 0 returns them all."""

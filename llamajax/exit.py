@@ -9,6 +9,7 @@ from typing import NoReturn
 
 import jax
 
+from llamajax import processes
 from llamajax.errors import DISK_ERROR, INTERNAL_ERROR, OUT_OF_MEMORY, UserError
 
 
@@ -27,32 +28,36 @@ def exit_code(work: Callable[[], object], *, memory_remedy: str, disk: str, disk
     try:
         work()
     except UserError as error:
-        print(error, file=sys.stderr)
-        return error.exit_code
-    except jax.errors.JaxRuntimeError as error:
-        if "RESOURCE_EXHAUSTED" not in str(error):
-            traceback.print_exc()
-            return INTERNAL_ERROR
-        print(f"out of device memory: {str(error).splitlines()[0]}; try {memory_remedy}", file=sys.stderr)
-        return OUT_OF_MEMORY
-    except OSError as error:
-        print(f"{error.filename or disk}: {error.strerror or error}; {disk_remedy}", file=sys.stderr)
-        return DISK_ERROR
+        return _failed(str(error), error.exit_code)
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 128 + signal.SIGINT
-    except Exception:
-        traceback.print_exc()
-        return INTERNAL_ERROR
+        return _failed("interrupted", 128 + signal.SIGINT)
+    except Exception as error:
+        if (peers := processes.peers()) is not None:
+            peers.await_failure()
+        if isinstance(error, OSError):
+            return _failed(f"{error.filename or disk}: {error.strerror or error}; {disk_remedy}", DISK_ERROR)
+        first_line = (str(error).splitlines() or [""])[0]
+        if isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(error):
+            return _failed(f"out of device memory: {first_line}; try {memory_remedy}", OUT_OF_MEMORY)
+        return _failed(f"{type(error).__name__}: {first_line}", INTERNAL_ERROR, traceback.format_exc())
     return 0
 
 
-def end_process(code: int, *, distributed: bool) -> NoReturn:
-    """Ends this process; when it failed as one of several, without waiting for the others.
+def _failed(reason: str, code: int, told: str | None = None) -> int:
+    """Says why to the user (as `told`, if that is more) and to the other processes of the run; returns `code`."""
+    print(told or reason, file=sys.stderr, flush=True)
+    if (peers := processes.peers()) is not None:
+        peers.tell_failure(reason)
+    return code
 
-    A normal exit would wait for them, and they for this one: five minutes, then an abort.
+
+def end_process(code: int, *, distributed: bool) -> NoReturn:
+    """Ends this process; when it failed as one of several, or was interrupted, as it is.
+
+    A normal exit would wait for the others, and they for this one: five minutes, then an abort. After an interruption
+    XLA's threads may be compiling, which the interpreter's own end does not survive.
     """
-    if code and distributed:
+    if (code and distributed) or code == 128 + signal.SIGINT:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)

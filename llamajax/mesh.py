@@ -1,4 +1,4 @@
-"""The device mesh: axis names, emulated CPU devices, and joining several processes."""
+"""The device mesh: axis names, emulated CPU devices, and what jax is told before it starts."""
 
 import os
 from collections.abc import Sequence
@@ -8,6 +8,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
+from llamajax import processes
 from llamajax.config import Config, DistributedConfig, MeshConfig
 from llamajax.errors import ConfigError, EnvironmentMismatchError
 
@@ -51,39 +52,6 @@ def select_platform(config: MeshConfig) -> None:
             ) from error
 
 
-def join_processes(config: DistributedConfig) -> None:
-    """Connects this process to the others of the run, if `config.enabled`.
-
-    Raises:
-        EnvironmentMismatchError: the other processes cannot be found or do not answer.
-    """
-    if not config.enabled or jax.distributed.is_initialized():
-        return
-
-    def rank_setting(value: int | None, variable: str) -> int | None:
-        text = os.environ.get(variable)
-        if value is not None or text is None:
-            return value
-        if not text.isdecimal():
-            raise EnvironmentMismatchError(f"{variable}={text!r} must be a number")
-        return int(text)
-
-    try:
-        jax.distributed.initialize(
-            coordinator_address=config.coordinator_address,
-            num_processes=rank_setting(config.num_processes, "LLAMAJAX_NUM_PROCESSES"),
-            process_id=rank_setting(config.process_id, "LLAMAJAX_PROCESS_ID"),
-            heartbeat_timeout_seconds=config.heartbeat_timeout_s,
-            initialization_timeout=config.initialization_timeout_s,
-        )
-    except (ValueError, RuntimeError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise EnvironmentMismatchError(
-            f"distributed: cannot join the other processes: {reason}; set distributed.coordinator_address,"
-            " num_processes and process_id, or start through Slurm or Open MPI"
-        ) from error
-
-
 def connect(config: MeshConfig, distributed: DistributedConfig) -> None:
     """Brings up jax with its devices and the other processes; before any other use of jax.
 
@@ -92,7 +60,7 @@ def connect(config: MeshConfig, distributed: DistributedConfig) -> None:
     """
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", str(MEMORY_FRACTION))
     select_platform(config)
-    join_processes(distributed)
+    processes.join(distributed)
     try:
         jax.devices()
     except (RuntimeError, AssertionError) as error:  # a missing plugin ends in an assertion of jax's

@@ -13,14 +13,13 @@ from typing import Any, Generic, TypeVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import orbax.checkpoint as ocp
 from jax import P
-from jax.experimental import multihost_utils
 from jax.sharding import AbstractMesh, NamedSharding
 
 from llamajax import manifest
-from llamajax.errors import CheckpointError
+from llamajax.errors import CheckpointError, EnvironmentMismatchError
+from llamajax.processes import everyones
 
 State = TypeVar("State")
 
@@ -62,7 +61,7 @@ def restore(
         for bad, found in damaged.items():
             say(f"{damage_line(directory, bad, found)}; reading step {step} instead")
     else:
-        _require_step(step, gather(steps_in(directory))[0], directory)
+        _require_step(step, everyones(steps_in(directory))[0], directory)
         if found := damage(directory / str(step)):
             raise CheckpointError(f"{damage_line(directory, step, found)}; choose another step")
     try:
@@ -197,7 +196,7 @@ def newest_good(directory: Path) -> tuple[int | None, dict[int, list[str]]]:
     damaged: dict[int, list[str]] = {}
     while True:
         # Listed anew each time: a running writer may have committed a step and deleted one meanwhile.
-        steps = gather(steps_in(directory))[0]
+        steps = everyones(steps_in(directory))[0]
         step = max(set(steps) - damaged.keys(), default=None)
         found = [] if step is None else damage(directory / str(step))
         if not found:
@@ -207,13 +206,30 @@ def newest_good(directory: Path) -> tuple[int | None, dict[int, list[str]]]:
 
 
 def damage(directory: Path) -> list[str]:
-    """What is wrong with the files of a step; every process checks a share and all return the same."""
-    try:
-        records = sorted(manifest.read(directory).items())
-        found = manifest.problems(directory, dict(records[jax.process_index() :: jax.process_count()]))
-    except CheckpointError as error:
-        found = [str(error)]
-    return sorted({problem for share in gather(found) for problem in share})
+    """What is wrong with the files of a step; every process checks a share and all return the same.
+
+    Raises:
+        EnvironmentMismatchError: another process sees damage where process 0 does not, so it sees another directory.
+    """
+
+    def check(rank: int) -> list[str]:
+        try:
+            records = sorted(manifest.read(directory).items())
+            return manifest.problems(directory, dict(records[rank :: jax.process_count()]))
+        except CheckpointError as error:
+            return [str(error)]
+
+    found = everyones(check(jax.process_index()))
+    doubted = [rank for rank in range(1, len(found)) if found[rank]]
+    if doubted:  # process 0 sets steps aside, and not on another's word
+        seen = everyones([check(rank) for rank in doubted] if jax.process_index() == 0 else None)[0]
+        for rank, problems in zip(doubted, seen, strict=True):
+            if not problems:
+                raise EnvironmentMismatchError(
+                    f"{directory}: {found[rank][0]} for process {rank}, but not for process 0; nothing was changed; see to"
+                    " the file system there, on which all processes must see the same"
+                )
+    return sorted({problem for share in found for problem in share})
 
 
 def damage_line(directory: Path, step: int, found: list[str]) -> str:
@@ -228,16 +244,6 @@ def none_good_line(directory: Path, damaged: dict[int, list[str]]) -> str:
         return f"{directory} has no checkpoint; is this the run_dir of a run that has saved one?"
     lines = [damage_line(directory, step, found) for step, found in damaged.items()]
     return "\n".join([*lines, f"{directory} has no good checkpoint; bring the files back, or choose another run_dir"])
-
-
-def gather(value: Any) -> list[Any]:
-    """The JSON `value` of every process, in order; all processes call this together and return the same."""
-    if jax.process_count() == 1:
-        return [value]
-    text = np.frombuffer(json.dumps(value).encode(), np.uint8)
-    sizes = multihost_utils.process_allgather(np.int32(text.size))
-    rows = multihost_utils.process_allgather(np.pad(text, (0, int(sizes.max()) - text.size)))
-    return [json.loads(row[:size].tobytes()) for row, size in zip(rows, sizes, strict=True)]
 
 
 def say(line: str) -> None:

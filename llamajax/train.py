@@ -16,23 +16,18 @@ else:
 
 import functools
 import math
-import signal
-import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType, TracebackType
-from typing import Any, Self
+from typing import Any
 
 import jax
 import numpy as np
-from jax.experimental import multihost_utils
 
 import llamajax
 from llamajax import checkpoint, console, data, mesh, metrics, optim, run_log
-from llamajax.batch import FIELDS, batch_sharding, micro_batch_size
+from llamajax.batch import FIELDS, Batch, batch_sharding, micro_batch_size
 from llamajax.cli import config_to_dict, dump_config
 from llamajax.completion import encode_prompt, stream_text
 from llamajax.config import Config
@@ -43,8 +38,10 @@ from llamajax.model import Llama
 from llamajax.origin import Origin, take_along
 from llamajax.planning.profile import cached_profile
 from llamajax.pretrained import open_pretrained
-from llamajax.restore import concretise, gather, latest_step
+from llamajax.processes import everyones
+from llamajax.restore import concretise, latest_step
 from llamajax.step import TrainState, eval_step, init_state, init_state_from, one_behind, train_step
+from llamajax.stop import StopSignal
 from llamajax.xla_flags import Option, compile_with, compiler_options
 
 FREE_TO_CHANGE = (
@@ -63,12 +60,13 @@ def run(config: Config, *, dry_run: bool = False) -> None:
         UserError: one of `llamajax.errors`, when the configuration, data, machine or checkpoints do not allow it.
     """
     metrics.check_packages(config)
-    with StopSignal(handle=not config.distributed.enabled) as stop:
+    with StopSignal() as stop:
         mesh.start(config)
+        check_same_everywhere(dict(_flatten(config_to_dict(config))))
         console.print_header(config)
         run_dir = Path(config.run_dir).expanduser()
         pretrained = None
-        if config.init_from is not None and latest_step(run_dir) is None:
+        if config.init_from is not None and everyones(latest_step(run_dir))[0] is None:
             pretrained = open_pretrained(Path(config.init_from))
             pretrained.check(config.model)
         abstract_state = concretise(jax.eval_shape(functools.partial(init_state, config)))
@@ -79,7 +77,6 @@ def run(config: Config, *, dry_run: bool = False) -> None:
             return
 
         with checkpoint.Checkpointer(run_dir, config.checkpoint) as checkpointer:
-            check_same_everywhere(dict(_flatten(config_to_dict(config))))
             restored = checkpointer.restore(abstract_state)
             origin = Origin()
             if pretrained is not None:
@@ -105,8 +102,10 @@ def run(config: Config, *, dry_run: bool = False) -> None:
                 state, start_step = init_state(config), 0
             if jax.process_index() == 0:
                 write_config(config, run_dir)
-            state = train(config, state, start_step, compiled_step, dataset, origin, checkpointer, stop)
-            write_sample(config, state, dataset)
+            everyones("ready")  # the first collective of devices waits for half a minute only
+            state, stopped = train(config, state, start_step, compiled_step, dataset, origin, checkpointer, stop)
+            if not stopped:
+                write_sample(config, state, dataset)
         if jax.process_index() == 0 and int(state.step) > 0:
             steps_dir = run_dir / "checkpoints" / str(int(state.step))
             console.print_summary(run_dir, run_log.summarize(run_log.read_run(run_dir)), steps_dir)
@@ -139,16 +138,16 @@ def train(
     dataset: data.Dataset,
     origin: Origin,
     checkpointer: checkpoint.Checkpointer,
-    stop: "StopSignal",
-) -> TrainState:
-    """The loop: steps, evaluations and checkpoints, until the last step or a request to stop."""
+    stop: StopSignal,
+) -> tuple[TrainState, bool]:
+    """The loop: steps, evaluations and checkpoints, until the last step or a request to stop; whether it was that."""
     num_steps = config.train.num_steps
     step = saved_step = start_step
     files = {**origin.files, **dataset.files}
     with (
+        stop.at_end_of_step(),
         metrics.MetricsWriter(config, start_step=start_step) as writer,
         Loader(dataset, config, start_step) as loader,
-        stop.at_end_of_step(),
         trace(config, start_step) as trace_before,
     ):
         writer.event("data", fingerprint=dataset.fingerprint, epochs=dataset.epochs(config.train.num_rows))
@@ -164,13 +163,14 @@ def train(
 
         def evaluate_now() -> None:
             with writer.pause("evaluating"):
-                result = evaluate(config, state.model, dataset)
-            writer.write_eval(step, result)
+                result = evaluate(config, state.model, dataset, stop)
+            if result is not None:
+                writer.write_eval(step, result)
 
         def due(every: int | None) -> bool:
             return every is not None and step % every == 0
 
-        while step < num_steps and not stop.requested(step):
+        while step < num_steps and not stop.requested():
             trace_before(step + 1, state)
             _, batch = next(loader)
             state, values = compiled_step(state, batch)
@@ -188,21 +188,37 @@ def train(
         if step == num_steps and config.train.eval_batches and config.data.held_out_fraction:
             evaluate_now()
         checkpointer.wait()
-    if step < num_steps:
+        stopped = stop.requested()
+    if stopped:
         console.log(f"stopped    at step {step}{', which is saved' if step else ''}; the same command goes on from there")
-    return state
+    return state, stopped
 
 
-def evaluate(config: Config, model: Llama, dataset: data.Dataset) -> dict[str, float]:
-    """Held-out loss in nats per token and in bits per byte of text, over the same rows every time; NaN without targets."""
+def evaluate(config: Config, model: Llama, dataset: data.Dataset, stop: StopSignal) -> dict[str, float] | None:
+    """Held-out loss in nats per token and in bits per byte of text, over the same rows every time; NaN without targets.
+
+    None if the run is to stop before the end.
+    """
     token_bytes = np.zeros(config.model.vocab_size, np.int32)
     token_bytes[: dataset.tokenizer.vocab_size] = dataset.tokenizer.token_bytes
     nats, num_tokens, num_bytes = 0.0, 0, 0
-    results = (eval_step(model, batch, token_bytes) for batch in held_out_batches(dataset, config))
+    stopped = False
+
+    def batches() -> Iterator[Batch]:
+        nonlocal stopped
+        for batch in held_out_batches(dataset, config):
+            stopped = stop.requested()
+            if stopped:
+                return
+            yield batch
+
+    results = (eval_step(model, batch, token_bytes) for batch in batches())
     for sums, count in one_behind(results):
         nats += float(sums.cross_entropy)
         num_tokens += int(sums.num_tokens)
         num_bytes += int(count)
+    if stopped:
+        return None
     return {
         "loss": nats / num_tokens if num_tokens else math.nan,
         "bits_per_byte": nats / math.log(2) / num_bytes if num_bytes else math.nan,
@@ -285,9 +301,10 @@ def check_same_everywhere(own: dict[str, Any]) -> None:
     Raises:
         EnvironmentMismatchError: naming the processes that differ from the first.
     """
-    everyones = gather({key: value for key, value in own.items() if not key.startswith(("distributed.", "data.cache_dir"))})
-    for rank, theirs in enumerate(everyones):
-        differing = [key for key in everyones[0] if theirs.get(key) != everyones[0][key]]
+    own = {key: value for key, value in own.items() if not key.startswith(("distributed.", "data.cache_dir"))}
+    first = everyones(own if jax.process_index() == 0 else None)[0]
+    differing_here = [key for key in first | own if key not in own or key not in first or own[key] != first[key]]
+    for rank, differing in enumerate(everyones(differing_here)):
         if differing:
             raise EnvironmentMismatchError(
                 f"process {rank} differs from process 0 in {', '.join(differing)}; give all the same configuration and data"
@@ -342,51 +359,6 @@ def trace(config: Config, start_step: int) -> Iterator[Callable[[int, TrainState
     finally:
         if running:
             end()
-
-
-class StopSignal:
-    """SIGTERM and Ctrl-C end the run after the step in progress, with a checkpoint; before the first step, at once.
-
-    With several processes jax takes SIGTERM itself, from the start on, and lets all agree on the step to stop after.
-    """
-
-    def __init__(self, *, handle: bool) -> None:
-        """With `handle`, takes the signals of this process."""
-        # Python lets only the main thread handle signals; a run in another thread is stopped by its owner.
-        self._handled = handle and threading.current_thread() is threading.main_thread()
-        self._requested = threading.Event()
-        self._phase = "before the first step; nothing was lost"
-
-    def __enter__(self) -> Self:
-        numbers = (signal.SIGTERM, signal.SIGINT) if self._handled else ()
-        self._before = {number: signal.signal(number, self._handle) for number in numbers}
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
-    def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self._phase:
-            console.log(f"stopped    by {signal.Signals(number).name} {self._phase}")
-            sys.exit(0)
-        self._requested.set()
-        signal.signal(number, signal.SIG_DFL)  # the second one does not wait
-
-    @contextmanager
-    def at_end_of_step(self) -> Iterator[None]:
-        """Within, a signal waits for `requested` instead of ending the process."""
-        self._phase = ""
-        try:
-            yield
-        finally:
-            self._phase = "after the last step, which is saved"
-
-    def requested(self, step: int) -> bool:
-        """Whether to stop now; the same answer at the same step in every process."""
-        if jax.distributed.is_initialized():
-            return multihost_utils.reached_preemption_sync_point(step)
-        return self._requested.is_set()
 
 
 def _flatten(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -4,6 +4,7 @@ import json
 import os
 import pathlib
 import random
+import socket
 import subprocess
 import sys
 import time
@@ -47,6 +48,13 @@ def environment(directory: pathlib.Path) -> dict[str, str]:
     """This process's, with compiled steps kept in `directory`: a test that starts a run often compiles it once."""
     cache = {"JAX_COMPILATION_CACHE_DIR": str(directory / "compiled"), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
     return os.environ | cache
+
+
+def free_address() -> str:
+    """`host:port` on loopback where nobody listens."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{free.getsockname()[1]}"
 
 
 def start(config: pathlib.Path, *overrides: str) -> subprocess.Popen[str]:

@@ -2,8 +2,8 @@
 
 import random
 import re
+import shutil
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -18,6 +18,7 @@ from llamajax import manifest, mesh
 from llamajax.checkpoint import Checkpointer, restore
 from llamajax.config import CheckpointConfig, MeshConfig
 from llamajax.errors import CheckpointError
+from tests import runs
 
 
 @pytest.fixture(autouse=True)
@@ -146,13 +147,13 @@ from pathlib import Path
 import jax, jax.numpy as jnp, numpy as np
 from jax import P
 from jax.experimental import multihost_utils
-from llamajax import mesh
+from llamajax import mesh, processes
 from llamajax.checkpoint import Checkpointer, restore
 from llamajax.config import CheckpointConfig, DistributedConfig, MeshConfig
 from llamajax.errors import CheckpointError
 run_dir, port, process_id = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
 mesh.select_platform(MeshConfig(num_cpu_devices=2))
-mesh.join_processes(DistributedConfig(
+processes.join(DistributedConfig(
     enabled=True, coordinator_address=f"127.0.0.1:{port}", num_processes=2, process_id=process_id))
 jax.set_mesh(mesh.make_mesh(MeshConfig(fsdp=4)))
 
@@ -190,21 +191,18 @@ jax.distributed.shutdown()
 """
 
 
-def test_two_processes_save_agree_and_restore(tmp_path):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", TWO_PROCESSES, str(tmp_path), port, str(process_id)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for process_id in range(2)
-    ]
+def run_two(program: str, run_dirs: list[Path]) -> tuple[list[subprocess.Popen[str]], list[tuple[str, str]]]:
+    """Runs `program` in two processes, each with its own view of the run directory; what they print."""
+    port, pipe = runs.free_address().rpartition(":")[2], subprocess.PIPE
+    commands = [[sys.executable, "-c", program, str(path), port, str(rank)] for rank, path in enumerate(run_dirs)]
+    processes = [subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True) for command in commands]
     outputs = [process.communicate(timeout=300) for process in processes]
     assert [process.returncode for process in processes] == [0, 0], outputs
+    return processes, outputs
+
+
+def test_two_processes_save_agree_and_restore(tmp_path):
+    processes, outputs = run_two(TWO_PROCESSES, [tmp_path, tmp_path])
     lines, others = ([line for line in out.splitlines() if "Gloo" not in line] for out, _ in outputs)
     assert lines == others
     assert re.fullmatch(rf"error: {tmp_path} is being written by process {processes[0].pid} on .*", lines[0])
@@ -216,3 +214,52 @@ def test_two_processes_save_agree_and_restore(tmp_path):
     assert {path.parts[-1] for path in (newest / "state").glob("ocdbt.process_*")} == {"ocdbt.process_0", "ocdbt.process_1"}
     assert set(manifest.read(newest)) == set(manifest.list_files(newest))
     assert not [name for name in manifest.list_files(newest) if name.startswith("hashes")]
+
+
+TWO_VIEWS = """
+import sys
+from pathlib import Path
+import jax
+from llamajax import mesh, processes
+from llamajax.checkpoint import Checkpointer
+from llamajax.config import CheckpointConfig, DistributedConfig, MeshConfig
+from llamajax.errors import EnvironmentMismatchError
+from llamajax.restore import newest_good
+run_dir, port, process_id = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+mesh.select_platform(MeshConfig(num_cpu_devices=1))
+processes.join(DistributedConfig(
+    enabled=True, coordinator_address=f"127.0.0.1:{port}", num_processes=2, process_id=process_id))
+for look in (lambda: Checkpointer(run_dir, CheckpointConfig()), lambda: newest_good(run_dir / "checkpoints")):
+    try:
+        look()
+    except EnvironmentMismatchError as error:
+        print(error)
+"""
+
+
+@pytest.fixture(scope="module")
+def two_steps(tmp_path_factory):
+    """A run directory with two good steps."""
+    run_dir = tmp_path_factory.mktemp("views") / "run"
+    jax.set_mesh(mesh.make_mesh(MeshConfig()))
+    with Checkpointer(run_dir, CheckpointConfig()) as checkpointer:
+        for step in (1, 2):
+            checkpointer.save(step, {"w": jnp.full((8, 8), step, jnp.float32, out_sharding=P("fsdp"))}, {})
+            checkpointer.wait()
+    return run_dir
+
+
+def test_two_directories_are_not_taken_for_one_run(two_steps, tmp_path):
+    """Nothing is set aside although one process lacks the newest step, or a file of it."""
+    shutil.copytree(two_steps, tmp_path / "other")
+    shutil.rmtree(tmp_path / "other" / "checkpoints" / "2" / "state")
+    before = names_in(two_steps)
+    _, outputs = run_two(TWO_VIEWS, [two_steps, tmp_path / "other"])
+    (sees, finds), (also_sees, also_finds) = (out.splitlines() for out, _ in outputs)
+    assert sees == also_sees
+    assert "is missing for process 1" in also_finds
+    assert sees.startswith(f"run_dir: process 1 sees something else in {tmp_path / 'other' / 'checkpoints'} (pid ")
+    assert f"than process 0 in {two_steps / 'checkpoints'}; put it on a file system that all share" in sees
+    assert re.fullmatch(r".*/2: state/.* is missing for process 1, but not for process 0; nothing was changed; .*", finds)
+    assert names_in(two_steps) == before
+    assert names_in(tmp_path / "other") == before

@@ -8,7 +8,6 @@ import pathlib
 import random
 import shutil
 import signal
-import socket
 import subprocess
 
 import jax
@@ -95,18 +94,12 @@ def test_a_run_killed_twenty_times_ends_like_the_unbroken_one(unbroken, tmp_path
     assert_same_end(unbroken, tmp_path / "run")
 
 
-def free_address() -> str:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return f"127.0.0.1:{free.getsockname()[1]}"
-
-
 @pytest.mark.parametrize("distributed", [False, True])
 def test_sigterm_saves_the_step_in_progress_and_exits_with_0(unbroken, tmp_path, distributed):
     """Also where jax.distributed takes the signal, as in a Slurm job of one task."""
     run_dir, override = tmp_path / "run", f"--run_dir={tmp_path / 'run'}"
     alone = ["--distributed.num_processes=1", "--distributed.process_id=0", "--distributed.enabled=true"]
-    address = f"--distributed.coordinator_address={free_address()}"
+    address = f"--distributed.coordinator_address={runs.free_address()}"
     process = runs.start(unbroken, override, *([*alone, address] if distributed else []))
     runs.wait_until(lambda: runs.steps_on_record(run_dir) >= 7, [process])
     process.terminate()
@@ -153,7 +146,7 @@ def test_two_processes_train_like_one(unbroken, tmp_path):
     def start_both() -> list[subprocess.Popen[str]]:
         together = [
             f"--run_dir={run_dir}", "--mesh.num_cpu_devices=4", "--distributed.enabled=true",
-            f"--distributed.coordinator_address={free_address()}", "--distributed.num_processes=2",
+            f"--distributed.coordinator_address={runs.free_address()}", "--distributed.num_processes=2",
         ]  # fmt: skip
         return [runs.start(unbroken, *together, f"--distributed.process_id={rank}") for rank in range(2)]
 

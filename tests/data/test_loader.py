@@ -187,13 +187,13 @@ def test_held_out_batches_are_fixed_and_padded():
 PROCESS = """
 import sys
 import jax, numpy as np
-from llamajax import mesh
+from llamajax import mesh, processes
 from llamajax.config import DistributedConfig, MeshConfig
 from llamajax.data.loader import Loader
 from tests.data.test_loader import Rows, config_for
 
 mesh.select_platform(MeshConfig(num_cpu_devices=4))
-mesh.join_processes(DistributedConfig(
+processes.join(DistributedConfig(
     enabled=True, coordinator_address=sys.argv[1], num_processes=2, process_id=int(sys.argv[2])
 ))
 jax.set_mesh(mesh.make_mesh(MeshConfig(data=2, fsdp=2, sequence=2)))

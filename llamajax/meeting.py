@@ -1,0 +1,304 @@
+"""How the processes of a run find each other: addresses, the first connections, and jax's way to the coordinator."""
+
+import contextlib
+import ipaddress
+import json
+import os
+import selectors
+import socket
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from jax._src.clusters import ClusterEnv  # what jax.distributed itself asks; nothing public does
+
+from llamajax.config import DistributedConfig
+from llamajax.errors import EnvironmentMismatchError
+
+_HELLO_S = 2.0  # in which whoever connects must say who it is
+_SEND_S = 10.0  # in which the other end must have taken what is sent
+_WAITING_S = 10.0  # after which a process says what it waits for
+_LINGER_S = 4.0  # for which jax does not notice that its connection has ended
+
+
+class Link:
+    """One end of a connection between two processes; a message is a line of JSON."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        """Takes `connection`; the process at its other end has yet to say who it is."""
+        self.rank = 0
+        """Of the process at the other end."""
+        self.who = ""
+        """Its process id and host, for people."""
+        self.heard = time.monotonic()
+        """When it last sent something."""
+        self.leaving = False
+        """Whether it said that it will end."""
+        self._connection = connection
+        self._unread = b""
+        self._sending = threading.Lock()
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, True)
+
+    def fileno(self) -> int:
+        """For selectors."""
+        return self._connection.fileno()
+
+    def send(self, message: dict[str, Any]) -> None:
+        """Sends; that the other end is gone shows where it is read."""
+        with self._sending, contextlib.suppress(OSError):
+            self._connection.settimeout(_SEND_S)
+            self._connection.sendall(json.dumps(message).encode() + b"\n")
+
+    def receive(self, timeout_s: float = _SEND_S) -> list[dict[str, Any]] | None:
+        """What has come, waiting for something to come; None when the other end is gone, or in time nothing came."""
+        with contextlib.suppress(OSError, ValueError):
+            self._connection.settimeout(max(timeout_s, 0.001))
+            data = self._connection.recv(1 << 16)
+            *lines, self._unread = (self._unread + data).split(b"\n")
+            messages = [json.loads(line) for line in lines]
+            if data and len(self._unread) < 1 << 20 and all(isinstance(message, dict) for message in messages):
+                self.heard = time.monotonic()
+                return messages
+        return None
+
+    def close(self) -> None:
+        """Ends the connection."""
+        self._connection.close()
+
+
+def receive_all(address: str, bind_address: str, num_processes: int, own_rank: int, timeout_s: float) -> list[Link]:
+    """On process 0: connections to all others, once all have come.
+
+    Raises:
+        EnvironmentMismatchError: they do not come in time, or nobody can listen there.
+    """
+    deadline = time.monotonic() + timeout_s
+    says_at = time.monotonic() + _WAITING_S
+    links: dict[int, Link] = {}
+    try:
+        listener = _listen_on(*host_and_port(bind_address))
+    except OSError as error:
+        raise EnvironmentMismatchError(
+            f"distributed.coordinator_address: process 0 cannot listen on {bind_address}: {_reason(error)};"
+            " choose another port, or give the address of the machine of process 0"
+        ) from error
+    with listener, selectors.DefaultSelector() as selector:
+        selector.register(listener, selectors.EVENT_READ)
+        while len(links) < num_processes - 1:
+            missing = sorted(set(range(1, num_processes)) - links.keys())
+            those = f"process{'es' if len(missing) > 1 else ''} {', '.join(map(str, missing))} of {num_processes}"
+            now = time.monotonic()
+            if now > deadline:
+                line = (
+                    f"distributed: {those} did not come to {address} within {timeout_s} s; start"
+                    f" {'them' if len(missing) > 1 else 'it'} with this address, or correct num_processes"
+                )
+                for link in links.values():
+                    link.send({"failed": line})
+                    link.close()
+                raise EnvironmentMismatchError(line)
+            if now > says_at:
+                print(f"waiting    for {those} to come to {address}", file=sys.stderr, flush=True)
+                says_at = deadline + 1
+            for key, _ in selector.select(min(says_at, deadline) - now + 0.01):
+                if key.fileobj is listener:
+                    link = _greet(listener, links, num_processes)
+                    if link is not None:
+                        links[link.rank] = link
+                        selector.register(link, selectors.EVENT_READ, link)
+                else:  # it was asked nothing, so it has ended
+                    selector.unregister(key.fileobj)
+                    key.data.close()
+                    links = {rank: link for rank, link in links.items() if link is not key.data}
+    for link in links.values():
+        link.send({"go": who_am_i()})
+    return list(links.values())
+
+
+def _greet(listener: socket.socket, links: dict[int, Link], num_processes: int) -> Link | None:
+    """Who has connected, if it is a process of this run that was missing; what it must know, if not."""
+    link = Link(listener.accept()[0])
+    match link.receive(_HELLO_S):
+        case [{"rank": int(rank), "of": int(of), "who": str(who)}] if of != num_processes or not 0 < rank < num_processes:
+            reason = f"process {rank} of {of} ({who}) was started, but process 0 is of {num_processes}; start all alike"
+        case [{"rank": int(rank), "who": str(who)}] if rank in links:
+            reason = f"process {rank} is there already ({links[rank].who}); give {who} another process_id"
+        case [{"rank": int(rank), "who": str(who)}]:
+            link.rank, link.who = rank, who
+            return link
+        case _:
+            link.close()
+            return None
+    link.send({"failed": f"distributed: {reason}"})
+    link.close()
+    return None
+
+
+def call_on_first(address: str, bind_address: str, num_processes: int, own_rank: int, timeout_s: float) -> list[Link]:
+    """On every other process: the connection to process 0, once all have come.
+
+    Raises:
+        EnvironmentMismatchError: process 0 cannot be reached, or has a reason against this one.
+    """
+    deadline = time.monotonic() + timeout_s
+    says_at = time.monotonic() + _WAITING_S
+    while True:
+        try:
+            link = Link(socket.create_connection(host_and_port(address), timeout=5))
+        except OSError as error:
+            reason = _reason(error)
+        else:
+            link.send({"rank": own_rank, "of": num_processes, "who": who_am_i()})
+            # Process 0 waits for the others as long as this one would, from its own start on.
+            match link.receive(2 * timeout_s):
+                case [{"go": str(who)}, *_]:
+                    link.who = who
+                    return [link]
+                case [{"failed": str(line)}]:
+                    link.close()
+                    raise EnvironmentMismatchError(line)
+            link.close()
+            reason = "it ended the connection"
+        if time.monotonic() > deadline:
+            raise EnvironmentMismatchError(
+                f"distributed: process {own_rank} cannot reach process 0 at {address}: {reason}, for {timeout_s} s; start"
+                " process 0 there, or correct distributed.coordinator_address"
+            )
+        if time.monotonic() > says_at:
+            print(f"waiting    for process 0 at {address}: {reason}", file=sys.stderr, flush=True)
+            says_at = deadline + 1
+        time.sleep(0.1)
+
+
+def find(config: DistributedConfig) -> tuple[str, int, int, Sequence[int] | None]:
+    """The coordinator's address, number of processes, rank and device ids; found by jax where they are not set.
+
+    Raises:
+        EnvironmentMismatchError: something is not set and cannot be found.
+    """
+
+    def number(value: int | None, variable: str) -> int | None:
+        text = os.environ.get(variable)
+        if value is not None or text is None:
+            return value
+        if not text.isdecimal():
+            raise EnvironmentMismatchError(f"{variable}={text!r} must be a number")
+        return int(text)
+
+    device_ids = os.environ.get("JAX_LOCAL_DEVICE_IDS")
+    try:
+        address, num_processes, own_rank, local_device_ids = ClusterEnv.auto_detect_unset_distributed_params(
+            config.coordinator_address or os.environ.get("JAX_COORDINATOR_ADDRESS"),
+            number(config.num_processes, "LLAMAJAX_NUM_PROCESSES"),
+            number(config.process_id, "LLAMAJAX_PROCESS_ID"),
+            [int(text) for text in device_ids.split(",")] if device_ids else None,
+            None,
+            config.initialization_timeout_s,
+        )
+    except (ValueError, RuntimeError, KeyError) as error:
+        raise EnvironmentMismatchError(f"distributed: jax cannot read what the launcher says: {error}; {_SET}") from error
+    unset = [
+        name
+        for name, value in (("coordinator_address", address), ("num_processes", num_processes), ("process_id", own_rank))
+        if value is None
+    ]
+    if unset:
+        raise EnvironmentMismatchError(f"distributed: {', '.join(unset)} could not be found; {_SET}")
+    assert address is not None
+    assert num_processes is not None
+    assert own_rank is not None
+    if own_rank >= num_processes:
+        raise EnvironmentMismatchError(
+            f"distributed.process_id: {own_rank} must be below the number of processes, {num_processes}; correct it"
+        )
+    return address, num_processes, own_rank, local_device_ids
+
+
+_SET = (
+    "set distributed.coordinator_address, num_processes and process_id (or LLAMAJAX_NUM_PROCESSES and LLAMAJAX_PROCESS_ID),"
+    " or start through Slurm or Open MPI"
+)
+
+
+def _reason(error: OSError) -> str:
+    # create_server adds to the words of the system; those of the resolver have numbers below 0.
+    return os.strerror(error.errno) if error.errno and error.errno > 0 else error.strerror or str(error)
+
+
+def host_and_port(address: str) -> tuple[str, int]:
+    """The parts of `host:port`.
+
+    Raises:
+        EnvironmentMismatchError: it is something else.
+    """
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal() or int(port) > 65535:
+        raise EnvironmentMismatchError(f"distributed.coordinator_address: {address!r} must be host:port; correct it")
+    return host.strip("[]"), int(port)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only processes of the same machine can reach it."""
+    # Not what the name of the machine resolves to, which may be loopback here and an address elsewhere.
+    with contextlib.suppress(ValueError):
+        return ipaddress.ip_address(host).is_loopback
+    return host == "localhost"
+
+
+def bind_address_for(host: str, port: int) -> str:
+    """Where process 0 listens: nowhere but on this machine if that is where all are."""
+    if not is_loopback(host):
+        return f"[::]:{port}"
+    return f"[{host}]:{port}" if ":" in host else f"{host.replace('localhost', '127.0.0.1')}:{port}"
+
+
+def _listen_on(host: str, port: int) -> socket.socket:
+    if host != "::":
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        return socket.create_server((host, port), family=family, backlog=1024)
+    if socket.has_dualstack_ipv6():
+        return socket.create_server(("::", port), family=socket.AF_INET6, backlog=1024, dualstack_ipv6=True)
+    return socket.create_server(("", port), backlog=1024)
+
+
+def who_am_i() -> str:
+    """This process, for people at another."""
+    return f"pid {os.getpid()} on {socket.gethostname()}"
+
+
+def relay(coordinator: tuple[str, int]) -> str:
+    """The address of a socket within this machine through which `coordinator` is reached.
+
+    Its connections outlive the coordinator's by some seconds, in which this process ends in its own words.
+    """
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind("")  # Linux gives it a name of its own, which is no file
+    listener.listen()
+
+    def accept() -> None:
+        while True:
+            near, _ = listener.accept()
+            threading.Thread(target=connect, args=(near,), name="relay", daemon=True).start()
+
+    def connect(near: socket.socket) -> None:
+        while True:
+            try:
+                far = socket.create_connection(coordinator)
+                break
+            except OSError:  # jax does not listen there yet
+                time.sleep(0.05)
+        threading.Thread(target=pump, args=(near, far, 0), name="relay", daemon=True).start()
+        pump(far, near, _LINGER_S)
+
+    def pump(source: socket.socket, sink: socket.socket, close_after_s: float) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(1 << 16):
+                sink.sendall(data)
+        time.sleep(close_after_s)
+        with contextlib.suppress(OSError):
+            sink.shutdown(socket.SHUT_RDWR)
+
+    threading.Thread(target=accept, name="relay", daemon=True).start()
+    return f"unix-abstract:{listener.getsockname()[1:].decode()}"

@@ -1,0 +1,304 @@
+"""Several processes as one run: they meet, hear at once when one of them fails or is lost, and agree on when to stop.
+
+jax.distributed alone ends a process that misses another from C++, by its own clock, with a stack on the screen and SIGABRT.
+So every process also keeps a connection to process 0, made on the coordinator's port before jax listens there. Through it
+goes why a process fails, a sign of life now and then, and the request to stop; when it ends, so has the process at its other
+end. jax itself talks to the coordinator through a relay in its own process, so that it does not notice first.
+"""
+
+import atexit
+import contextlib
+import math
+import os
+import selectors
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any, NoReturn, Protocol
+
+import jax
+
+from llamajax import meeting
+from llamajax.config import DistributedConfig
+from llamajax.errors import EnvironmentMismatchError
+from llamajax.meeting import Link
+
+NOW = 0
+"""Of `Stoppable.stop_after`: the process is to end at once."""
+
+_GRACE_S = 2.0  # in which a process may come to the same error by itself, before another's ends it
+_TELL_S = 5.0  # in which others must have read what they are told
+_COMMIT_S = 60.0  # for which the end of a process waits for `uninterrupted`
+
+_committing = threading.Lock()
+_peers: "Peers | None" = None
+_stoppable: "Stoppable | None" = None
+
+
+class Stoppable(Protocol):
+    """What `Peers` stops: counts the moments at which it could, as every process does."""
+
+    def freeze(self) -> float:
+        """The number of such moments so far, which does not change before `stop_after`; -1 if none will come soon."""
+        ...
+
+    def stop_after(self, count: float, why: str) -> None:
+        """Stops at the moment of this number; at `NOW`, ends the process."""
+        ...
+
+
+def peers() -> "Peers | None":
+    """The other processes of this run; None if there are none."""
+    return _peers
+
+
+def rank() -> int:
+    """The number of this process, without asking jax, which may take long to start."""
+    return 0 if _peers is None else _peers.rank
+
+
+def everyones(value: Any) -> list[Any]:
+    """The JSON `value` of every process, by rank; all call this together, however late, and return the same.
+
+    Not a collective of the devices: those wait for each other for half a minute only, where they meet the first time.
+    """
+    return [value] if _peers is None else _peers.everyones(value)
+
+
+def can_stop(stoppable: Stoppable | None) -> None:
+    """From here on it is `stoppable` that a request to stop stops, in every process at the same moment."""
+    global _stoppable
+    _stoppable = stoppable
+
+
+@contextlib.contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Within, this process does not end because of another one; not for longer than a minute."""
+    with _committing:
+        yield
+
+
+def join(config: DistributedConfig) -> None:
+    """Connects this process to the others of the run, if `config.enabled`; before any other use of jax.
+
+    Raises:
+        EnvironmentMismatchError: the others cannot be found or do not come, or the port cannot be used.
+    """
+    global _peers
+    if not config.enabled or jax.distributed.is_initialized():
+        return
+    address, num_processes, own_rank, local_device_ids = meeting.find(config)
+    host, port = meeting.host_and_port(address)
+    bind_address = os.environ.get("JAX_COORDINATOR_BIND_ADDRESS") or meeting.bind_address_for(host, port)
+    links = []
+    if num_processes > 1:
+        meet = meeting.receive_all if own_rank == 0 else meeting.call_on_first
+        links = meet(address, bind_address, num_processes, own_rank, config.initialization_timeout_s)
+        _peers = Peers(own_rank, links, config.heartbeat_timeout_s)
+        atexit.register(_peers.leave)
+    own_side = meeting.host_and_port(bind_address)
+    coordinator = (own_side[0] if meeting.is_loopback(own_side[0]) else "127.0.0.1", port) if own_rank == 0 else (host, port)
+    # SIGTERM is ours (llamajax.stop), and we notice what is lost: jax's own clock, which aborts, comes later.
+    jax.config.update("jax_enable_preemption_service", False)
+    try:
+        jax.distributed.initialize(
+            coordinator_address=meeting.relay(coordinator),
+            num_processes=num_processes,
+            process_id=own_rank,
+            local_device_ids=local_device_ids,
+            cluster_detection_method="deactivate",
+            coordinator_bind_address=bind_address,
+            heartbeat_timeout_seconds=2 * config.heartbeat_timeout_s,
+            initialization_timeout=config.initialization_timeout_s,
+        )
+    except (ValueError, RuntimeError) as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise EnvironmentMismatchError(f"distributed: cannot join the other processes: {reason}; start all again") from error
+
+
+class Peers:
+    """The other processes of a run, as process 0 knows all of them and each of them process 0."""
+
+    def __init__(self, rank: int, links: Sequence[Link], timeout_s: float) -> None:
+        """Begins to listen to `links`; who says nothing for `timeout_s` seconds is lost."""
+        self.rank = rank
+        self._links = {link.rank: link for link in links}
+        self._timeout_s = timeout_s
+        self._failure: str | None = None
+        self._last_word = threading.Lock()
+        self._told: set[int] = set()
+        self._all_told = threading.Event()
+        self._round = 0
+        self._heard: dict[int, dict[int, Any]] = {}
+        self._answers: dict[int, list[Any]] = {}
+        self._rounds_changed = threading.Condition()
+        self._why_stop: str | None = None
+        self._counts: dict[int, float] = {}
+        self._counting = threading.RLock()
+        threading.Thread(target=self._listen, name="peers", daemon=True).start()
+
+    def tell_failure(self, reason: str) -> None:
+        """Tells the others why this process is about to end, and returns when they know; this is its last word."""
+        # Never given back: from here on, the process ends with its own error, not with another's.
+        self._last_word.acquire()
+        if self._failure is None:
+            what = reason.splitlines()[0][:500]
+            line = f"process {self.rank} ({meeting.who_am_i()}) failed: {what}; start all again when that is mended"
+            self._send_all({"failed": line, "grace_s": _GRACE_S})
+            self._all_told.wait(_TELL_S)
+
+    def await_failure(self) -> None:
+        """After an error that may be another process's: does not return if one failed, this process then ends with it."""
+        deadline = time.monotonic() + _GRACE_S
+        while time.monotonic() < deadline:
+            if self._failure is not None:
+                threading.Event().wait()
+            time.sleep(0.05)
+
+    def everyones(self, value: Any) -> list[Any]:
+        """See `everyones`."""
+        self._round += 1
+        number = self._round
+        if self.rank == 0:
+            self._hear(number, 0, value)
+        else:
+            self._links[0].send({"value": value, "of_round": number})
+        with self._rounds_changed:
+            self._rounds_changed.wait_for(lambda: number in self._answers)
+            return self._answers.pop(number)
+
+    def leave(self) -> None:
+        """Tells the others that this process will end, having done its part."""
+        self._send_all({"leaving": True})
+
+    def request_stop(self, why: str) -> None:
+        """Lets all processes agree on a moment to stop and stop there."""
+        if self.rank > 0:
+            self._links[0].send({"stop": why})
+            return
+        with self._counting:
+            if self._why_stop is None:
+                self._why_stop = why
+                self._send_all({"freeze": True})
+                self._count(0, _freeze())
+
+    def _listen(self) -> None:
+        interval = self._timeout_s / 10
+        next_sign = 0.0
+        with selectors.DefaultSelector() as selector:
+            for link in self._links.values():
+                selector.register(link, selectors.EVENT_READ, link)
+            while True:
+                for key, _ in selector.select(interval):
+                    messages = key.data.receive()
+                    if messages is None:
+                        selector.unregister(key.fileobj)
+                        if not key.data.leaving:
+                            self._lose(key.data, "ended without a word: killed, or with its machine; see there")
+                    for message in messages or ():
+                        self._take(key.data, message)
+                now = time.monotonic()
+                if now >= next_sign:
+                    self._send_all({"alive": True})
+                    next_sign = now + interval
+                for link in self._links.values():
+                    if not link.leaving and now - link.heard > self._timeout_s:
+                        setting = "distributed.heartbeat_timeout_s"
+                        self._lose(link, f"gave no sign of life for {self._timeout_s} s ({setting}); end what is left")
+
+    def _take(self, link: Link, message: dict[str, Any]) -> None:
+        match message:
+            case {"failed": line, "grace_s": grace_s}:
+                link.send({"told": True})
+                if self.rank == 0:
+                    self._send_all(message, but=link)
+                self._end_with(line, grace_s)
+            case {"told": _}:
+                self._told.add(link.rank)
+                if self._told == self._links.keys():
+                    self._all_told.set()
+            case {"leaving": _}:
+                link.leaving = True
+            case {"stop": why}:
+                self.request_stop(why)
+            case {"value": value, "of_round": number}:
+                self._hear(number, link.rank, value)
+            case {"values": values, "of_round": number}:
+                self._answer(number, values)
+            case {"freeze": _}:
+                link.send({"count": _freeze()})
+            case {"count": count}:
+                self._count(link.rank, count)
+            case {"stop_after": count, "why": why}:
+                _stop_after(count, why)
+
+    def _lose(self, link: Link, how: str) -> None:
+        line = f"process {link.rank} ({link.who}) {how}, and start all again"
+        if self.rank == 0 and self._failure is None:
+            self._send_all({"failed": line, "grace_s": 0}, but=link)
+        self._end_with(line, 0)
+
+    def _end_with(self, line: str, grace_s: float) -> None:
+        """Ends this process with another's failure, unless it fails by itself meanwhile."""
+        if self._failure is None:
+            self._failure = line
+            threading.Thread(target=self._end, args=(line, grace_s), daemon=True).start()
+
+    def _end(self, line: str, grace_s: float) -> NoReturn:
+        time.sleep(grace_s)
+        _committing.acquire(timeout=_COMMIT_S)
+        with self._last_word:
+            print(line, file=sys.stderr, flush=True)
+            os._exit(EnvironmentMismatchError.exit_code)
+
+    def _hear(self, number: int, rank: int, value: Any) -> None:
+        """On process 0: one more value of a round of `everyones`."""
+        with self._rounds_changed:
+            values = self._heard.setdefault(number, {})
+            values[rank] = value
+            if len(values) <= len(self._links):
+                return
+            del self._heard[number]
+        in_order = [values[rank] for rank in range(len(values))]
+        self._send_all({"values": in_order, "of_round": number})
+        self._answer(number, in_order)
+
+    def _answer(self, number: int, values: list[Any]) -> None:
+        with self._rounds_changed:
+            self._answers[number] = values
+            self._rounds_changed.notify_all()
+
+    def _count(self, rank: int, count: float) -> None:
+        """On process 0: the moment to stop is the first that none has passed; all at once if none is at work."""
+        with self._counting:
+            self._counts[rank] = count
+            if len(self._counts) <= len(self._links):
+                return
+            fewest, most = min(self._counts.values()), max(self._counts.values())
+            agreed = NOW if fewest == most and most in (-1, math.inf) else most + 1
+            self._send_all({"stop_after": agreed, "why": self._why_stop})
+            if agreed == NOW:
+                self._drain()
+            _stop_after(agreed, str(self._why_stop))
+
+    def _send_all(self, message: dict[str, Any], but: Link | None = None) -> None:
+        for link in self._links.values():
+            if link is not but:
+                link.send(message)
+
+    def _drain(self) -> None:
+        """Reads until the others have ended: what is unread when a process ends may cost them what it said last."""
+        deadline = time.monotonic() + _TELL_S
+        for link in self._links.values():
+            while link.receive(deadline - time.monotonic()) is not None:
+                pass
+
+
+def _freeze() -> float:
+    return -1 if _stoppable is None else _stoppable.freeze()
+
+
+def _stop_after(count: float, why: str) -> None:
+    if _stoppable is not None:  # else this process is ending already
+        _stoppable.stop_after(count, why)

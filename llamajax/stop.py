@@ -1,0 +1,108 @@
+"""Ending a run on SIGTERM and Ctrl-C, all its processes at the same moment."""
+
+import math
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NoReturn, Self
+
+from llamajax import console, processes
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+_SAME_S = 2.0  # in which signals are one and the same: of a launcher and of the terminal
+
+
+class StopSignal:
+    """SIGTERM and Ctrl-C end the run after the step in progress, with a checkpoint; before the first step, at once.
+
+    A thread hears the signals: the main one may be in a native call for minutes. Whichever process gets the signal, all
+    stop together.
+    """
+
+    def __init__(self) -> None:
+        self._count: float = -1  # calls of `requested`; -1 before the first step, infinite after the last
+        self._stop_after: float = math.inf
+        self._frozen = threading.Lock()
+
+    def __enter__(self) -> Self:
+        processes.can_stop(self)
+        self._before = {}
+        # Python lets only the main thread handle signals; a run in another thread is stopped by its owner.
+        if threading.current_thread() is threading.main_thread():
+            self._hears, self._wakes = socket.socketpair()
+            self._wakes.setblocking(False)
+            self._before = {number: signal.signal(number, lambda *_: None) for number in SIGNALS}
+            self._wakeup_before = signal.set_wakeup_fd(self._wakes.fileno(), warn_on_full_buffer=False)
+            threading.Thread(target=self._hear, name="signals", daemon=True).start()
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        if self._before:
+            signal.set_wakeup_fd(self._wakeup_before)
+            for number, handler in self._before.items():
+                signal.signal(number, handler)
+            self._wakes.close()
+        processes.can_stop(None)
+
+    @contextmanager
+    def at_end_of_step(self) -> Iterator[None]:
+        """Within, a signal waits for `requested` instead of ending the process."""
+        with self._frozen:
+            self._count = 0
+        yield
+        with self._frozen:
+            self._count = math.inf
+
+    def requested(self) -> bool:
+        """Whether to stop now; all processes ask equally often and get the same answers, yes ever after the first yes."""
+        with self._frozen:
+            self._count += 1
+            return self._count >= self._stop_after
+
+    def freeze(self) -> float:
+        """How often `requested` was called; waits with its next answer until `stop_after` is called."""
+        self._frozen.acquire()
+        return self._count
+
+    def stop_after(self, count: float, why: str) -> None:
+        """Lets `requested` say yes from its call of this number on; with `processes.NOW`, ends the process."""
+        if count == processes.NOW:
+            phase = "before the first step; nothing was lost" if self._count < 0 else "after the last step, which is saved"
+            if processes.rank() == 0:
+                console.CONSOLE.print(f"stopped    by {why} {phase}", markup=False, soft_wrap=True)
+            _end(0)
+        self._stop_after = count
+        self._frozen.release()
+
+    def _hear(self) -> None:
+        first = None
+        while heard := self._hears.recv(1):
+            if heard[0] not in SIGNALS:
+                continue
+            if first is None:
+                first = time.monotonic()
+                self._request(signal.Signals(heard[0]).name)
+            elif time.monotonic() - first > _SAME_S:  # the second one does not wait
+                _end(128 + heard[0])
+        self._hears.close()
+
+    def _request(self, why: str) -> None:
+        if (peers := processes.peers()) is not None:
+            peers.request_stop(why)
+        else:
+            count = self.freeze()
+            self.stop_after(processes.NOW if count in (-1, math.inf) else count + 1, why)
+
+
+def _end(code: int) -> NoReturn:
+    """Ends the process as it is: XLA's threads may be compiling, which the interpreter's own end does not survive."""
+    console.CONSOLE.show_cursor()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

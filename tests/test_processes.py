@@ -1,0 +1,211 @@
+"""Tests of llamajax.processes, meeting and stop: two real processes that fail, get lost and are stopped, in every role."""
+
+import re
+import signal
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from llamajax import meeting
+from llamajax.errors import EnvironmentMismatchError
+from tests import runs
+
+PROGRAM = """
+import hashlib, sys, threading, time
+from llamajax import processes, stop
+from llamajax.config import DistributedConfig
+from llamajax.errors import DataError
+from llamajax.exit import end_process, exit_code
+
+def work():
+    with stop.StopSignal() as signals:
+        processes.join(DistributedConfig(
+            enabled=True, coordinator_address=sys.argv[1], num_processes=int(sys.argv[4]), process_id=rank,
+            heartbeat_timeout_s=int(sys.argv[3]), initialization_timeout_s=int(sys.argv[5]),
+        ))
+        print("joined", processes.everyones(processes.rank()), flush=True)
+        {body}
+
+rank = int(sys.argv[2])
+end_process(exit_code(work, memory_remedy="", disk="", disk_remedy=""), distributed=True)
+"""
+WAIT = "threading.Event().wait()"
+NATIVE = "hashlib.pbkdf2_hmac('sha256', b'', b'', 2**31 - 1)"
+
+
+STARTED: list[subprocess.Popen[str]] = []
+
+
+@pytest.fixture(autouse=True)
+def _no_process_outlives_its_test():
+    yield
+    while STARTED:
+        process = STARTED.pop()
+        process.kill()
+        process.communicate()
+
+
+def start(
+    rank: int, address: str, body: str, *, heartbeat_timeout_s: int = 60, num_processes: int = 2, join_within_s: int = 60
+) -> subprocess.Popen[str]:
+    options = map(str, (rank, heartbeat_timeout_s, num_processes, join_within_s))
+    command = [sys.executable, "-c", PROGRAM.replace("{body}", body), address, *options]
+    STARTED.append(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
+    return STARTED[-1]
+
+
+def start_joined(body: str, **options: int) -> list[subprocess.Popen[str]]:
+    address = runs.free_address()
+    processes = [start(rank, address, body, **options) for rank in range(2)]
+    for process in processes:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "joined [0, 1]\n", process.communicate()
+    return processes
+
+
+def end(process: subprocess.Popen[str], code: int) -> list[str]:
+    """What the process says on stdout and stderr until it ends, with the code it should end with."""
+    output, errors = process.communicate(timeout=120)
+    assert process.returncode == code, errors
+    return [*output.splitlines(), *errors.splitlines()]
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_killed_process_ends_the_other_with_its_name(victim):
+    processes = start_joined(WAIT)
+    processes[victim].kill()
+    (line,) = end(processes[1 - victim], 4)
+    who = rf"process {victim} \(pid {processes[victim].pid} on .*\)"
+    assert re.fullmatch(f"{who} ended without a word: killed, or with its machine; see there, and start all again", line)
+    end(processes[victim], -signal.SIGKILL)
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_stuck_process_ends_the_other_with_its_name(victim):
+    processes = start_joined(WAIT, heartbeat_timeout_s=2)
+    processes[victim].send_signal(signal.SIGSTOP)
+    (line,) = end(processes[1 - victim], 4)
+    assert line.startswith(f"process {victim} (pid {processes[victim].pid} on ")
+    assert "gave no sign of life for 2 s (distributed.heartbeat_timeout_s); end what is left" in line
+    processes[victim].send_signal(signal.SIGCONT)
+    (line,) = end(processes[victim], 4)
+    assert line.startswith(f"process {1 - victim} (pid ")
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_what_ends_one_process_is_told_by_the_others(victim):
+    processes = start_joined(f"if rank == {victim}: raise DataError('x.jsonl:2: bad; correct it')\n        {WAIT}")
+    assert end(processes[victim], 3) == ["x.jsonl:2: bad; correct it"]
+    (line,) = end(processes[1 - victim], 4)
+    assert re.fullmatch(rf"process {victim} \(pid .*\) failed: x.jsonl:2: bad; correct it; start all again .*", line)
+
+
+def test_an_error_that_all_find_is_everyones_own():
+    processes = start_joined("raise DataError('no text')")
+    assert [end(process, 3) for process in processes] == [["no text"], ["no text"]]
+
+
+def test_an_error_that_follows_from_anothers_is_not_told():
+    """As a collective that breaks off: the process that fails first explains it."""
+    processes = start_joined("if rank: raise DataError('no text')\n        raise RuntimeError('connection closed')")
+    end(processes[1], 3)
+    (line,) = end(processes[0], 4)
+    assert "no text" in line
+
+
+def test_who_does_not_come_is_named():
+    """On either side, and to a process that came."""
+    addresses = [runs.free_address() for _ in range(2)]
+    first = start(0, addresses[0], WAIT, num_processes=3, join_within_s=2)
+    alone = start(1, addresses[1], WAIT, join_within_s=1)
+    expected = (
+        f"distributed: process 1 of 3 did not come to {addresses[0]} within 2 s; start it with this address, or correct"
+        " num_processes"
+    )
+    with pytest.raises(EnvironmentMismatchError, match=re.escape(expected)):
+        meeting.call_on_first(addresses[0], "", 3, 2, 60)
+    assert end(first, 4) == [expected]
+    (line,) = end(alone, 4)
+    assert f"process 1 cannot reach process 0 at {addresses[1]}: Connection refused, for 1 s; start process 0 there" in line
+
+
+def test_addresses_that_cannot_be_are_named():
+    with pytest.raises(EnvironmentMismatchError, match=r"process 1 cannot reach process 0 at nowhere\.invalid:1: \w"):
+        meeting.call_on_first("nowhere.invalid:1", "", 2, 1, 0)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        in_use = f"127.0.0.1:{taken.getsockname()[1]}"
+        with pytest.raises(EnvironmentMismatchError, match=f"cannot listen on {in_use}: Address already in use; choose"):
+            meeting.receive_all(in_use, in_use, 2, 0, 0)
+    with pytest.raises(EnvironmentMismatchError, match="'node1' must be host:port"):
+        meeting.host_and_port("node1")
+
+
+def test_process_ids_and_numbers_that_cannot_be_are_refused():
+    """A process that does not belong is told, and the others go on waiting for the one that does."""
+    address = runs.free_address()
+    first = start(0, address, "")
+    (line,) = end(start(1, address, WAIT, num_processes=3), 4)
+    assert "process 1 of 3 (pid " in line
+    assert "but process 0 is of 2; start all alike" in line
+    second = start(1, address, "")
+    assert [end(process, 0) for process in (first, second)] == [["joined [0, 1]"]] * 2
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_all_stop_after_the_same_step(number):
+    """Which step that is, they agree on: whichever process gets the signal, and however far ahead the other is."""
+    steps = """
+        with signals.at_end_of_step():
+            step = 0
+            while not signals.requested():
+                step += 1
+                if step % 10 == 0:  # in between, each goes at its own pace
+                    processes.everyones(step)
+        print(step)"""
+    processes = start_joined(steps)
+    processes[1].send_signal(number)
+    first, second = (end(process, 0) for process in processes)
+    assert first == second
+    assert int(first[0]) > 0
+
+
+@pytest.mark.parametrize("signalled", [0, 1])
+def test_before_the_first_step_all_end_at_once(signalled):
+    """Although every main thread is in a native call, as while XLA compiles or SentencePiece trains."""
+    processes = start_joined(NATIVE)
+    processes[signalled].terminate()
+    assert end(processes[0], 0) == ["stopped    by SIGTERM before the first step; nothing was lost"]
+    assert end(processes[1], 0) == []
+
+
+def test_the_coordinator_of_one_machine_cannot_be_reached_from_others():
+    """A socket of all interfaces would answer at any address of this machine."""
+    address = runs.free_address()
+    host, port = address.split(":")
+    process = start(0, address, WAIT, num_processes=1)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "joined [0]\n"
+    socket.create_connection((host, int(port))).close()
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.2", int(port)))
+
+
+def test_garbage_at_the_door_harms_nobody():
+    address = runs.free_address()
+    host, port = address.split(":")
+    first = start(0, address, "")
+    runs.wait_until(lambda: _knock(host, int(port), b"GET / HTTP/1.1\r\n\r\n"), [first])
+    assert _knock(host, int(port), b'[{"rank": 1}]\n\xff\n')
+    second = start(1, address, "")
+    assert [end(process, 0) for process in (first, second)] == [["joined [0, 1]"]] * 2
+
+
+def _knock(host: str, port: int, data: bytes) -> bool:
+    try:
+        with socket.create_connection((host, port)) as connection:
+            connection.sendall(data)
+    except ConnectionRefusedError:
+        return False
+    return True
