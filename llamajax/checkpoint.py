@@ -276,7 +276,9 @@ class Checkpointer:
         if self._failure is not None and jax.process_index() == 0:
             shutil.rmtree(saving, ignore_errors=True)
 
-    def _finish(self, step: int, texts: dict[str, str], files: Mapping[str, bytes], records: dict[str, manifest.Record]) -> None:
+    def _finish(
+        self, step: int, texts: dict[str, str], files: Mapping[str, bytes], records: dict[str, manifest.Record]
+    ) -> None:
         """On process 0: adds what is not arrays, then makes `<step>.saving` the step."""
         saving = self._saving(step)
         for name, text in texts.items():

@@ -3,9 +3,11 @@
 import dataclasses
 import gc
 import json
+import math
 import os
 import pathlib
 import shutil
+import signal
 import threading
 
 import pytest
@@ -65,14 +67,17 @@ def test_what_a_run_has_read_may_change_and_go(finished, tmp_path):
     )
 
     class Spoil(train.StopSignal):
-        def requested(self, step):
-            if step == 1:
+        calls = 0
+
+        def requested(self):
+            self.calls += 1
+            if self.calls == 2:  # after the first step
                 tokenizer.write_bytes(b"another")
                 (source / "files/LICENSE").write_text("another")
-            if step == 2:
+            if self.calls == 3:
                 tokenizer.unlink()
                 shutil.rmtree(source)
-            return super().requested(step)
+            return super().requested()
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(train, "StopSignal", Spoil)
@@ -111,6 +116,31 @@ def test_a_second_writer_is_refused(finished):
         pytest.raises(CheckpointError, match=str(os.getpid())),
     ):
         train.run(finished)
+
+
+def test_a_signal_during_an_evaluation_ends_it_after_the_batch_in_progress(finished, tmp_path):
+    """The step is saved; the evaluation leaves no record, and is the next run's where it was the last."""
+    many = dataclasses.replace(finished.train, num_steps=2, eval_every=None, eval_batches=100)
+    held_out = dataclasses.replace(finished.data, held_out_fraction=0.4)
+    config = with_run_dir(finished, tmp_path / "run", train=many, data=held_out, profile=ProfileConfig())
+
+    class Terminate(train.StopSignal):
+        calls = 0
+
+        def requested(self):
+            self.calls += 1
+            if self.calls == 4:  # after two steps and a batch; the signal is heard by a thread of its own
+                os.kill(os.getpid(), signal.SIGTERM)
+                runs.wait_until(lambda: self._stop_after < math.inf, [])
+            return super().requested()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train, "StopSignal", Terminate)
+        train.run(config)
+    assert max(runs.committed_steps(tmp_path / "run")) == 2
+    assert "eval/loss" not in (tmp_path / "run" / "metrics.jsonl").read_text()
+    train.run(config)
+    assert "eval/loss" in (tmp_path / "run" / "metrics.jsonl").read_text()
 
 
 def test_gradients_that_stay_infinite_end_the_run(finished, tmp_path, monkeypatch):
@@ -155,8 +185,10 @@ def test_two_thousand_steps_leak_nothing(finished, tmp_path):
     held: list[tuple[int, int, int]] = []
 
     class Watch(train.StopSignal):
+        calls = 0
+
         def requested(self):
-            self.calls = getattr(self, "calls", 0) + 1  # one before every step, and one before each batch of evaluations
+            self.calls += 1  # before every step, and before every batch of an evaluation
             if self.calls in (num_steps // 2, num_steps):
                 gc.collect()
                 resident_pages = int(pathlib.Path("/proc/self/statm").read_text().split()[1])
