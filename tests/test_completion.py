@@ -112,7 +112,9 @@ def test_streamed_text_is_the_decoded_text(kind, tmp_path):
     if kind != "Llama 2's":
         files = {"tokenizer.model": train_sentencepiece(texts, vocab_size=320)}
     if kind == "ours for Hugging Face":
-        files = convert_sentencepiece(files["tokenizer.model"]) or {}
+        body = convert_sentencepiece(files["tokenizer.model"], bos_id=1)
+        assert body is not None
+        files = {"tokenizer.json": body}
     for name, content in files.items():
         (tmp_path / name).write_bytes(content)
     tokenizer = load_tokenizer(tmp_path)

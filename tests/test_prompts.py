@@ -18,14 +18,12 @@ TALK = ({"role": "system", "content": "Be brief."}, {"role": "user", "content": 
 def tokenizer(tmp_path_factory):
     """With a special token for the end of a turn, beside those of every text."""
     directory = tmp_path_factory.mktemp("tokenizer")
-    files = convert_sentencepiece(train_sentencepiece([" ".join(WORDS)] * 20, vocab_size=320))
-    assert files is not None
-    model = json.loads(files["tokenizer.json"])
+    body = convert_sentencepiece(train_sentencepiece([" ".join(WORDS)] * 20, vocab_size=320), bos_id=1)
+    assert body is not None
+    model = json.loads(body)
     token = {"id": 320, "content": "<|end|>", "special": True}
     model["added_tokens"].append(dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False) | token)
-    files["tokenizer.json"] = json.dumps(model).encode()
-    for name, content in files.items():
-        (directory / name).write_bytes(content)
+    (directory / "tokenizer.json").write_text(json.dumps(model))
     return load_tokenizer(directory)
 
 

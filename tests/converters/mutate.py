@@ -33,9 +33,9 @@ def write_whole(directory: Path, architecture: str) -> None:
     model = train_sentencepiece(["a b c d"], vocab_size=270)
     if architecture in ("llama3.2", "qwen2"):
         shard(directory)
-        converted = convert_sentencepiece(model)
+        converted = convert_sentencepiece(model, bos_id=1)
         assert converted is not None
-        (directory / "tokenizer.json").write_bytes(converted["tokenizer.json"])
+        (directory / "tokenizer.json").write_bytes(converted)
     else:
         (directory / "tokenizer.model").write_bytes(model)
     texts = {

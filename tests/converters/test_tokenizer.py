@@ -24,7 +24,7 @@ import transformers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors, trainers
 
 from converters import hf, hf_cli, tokenizer
-from converters.hf_tokenizer import convert_sentencepiece
+from converters.hf_tokenizer import tokenizer_files
 from converters.tokenizer_cli import parse_args
 from converters.tokenizer_formats import BpeTokenizer
 from llamajax.data.tokenizer import load_tokenizer, sample_texts, train_sentencepiece
@@ -59,9 +59,9 @@ def byte_level(directory: Path) -> None:
 def ours(directory: Path) -> None:
     """As exported from a run."""
     model = train_sentencepiece([OLD_TEXT], vocab_size=420)
-    files = convert_sentencepiece(model)
-    assert files is not None
-    for name, content in {"tokenizer.model": model, **files}.items():
+    (directory / "tokenizer.model").write_bytes(model)
+    files = tokenizer_files({"tokenizer.model": model}, load_tokenizer(directory))
+    for name, content in files.items():
         (directory / name).write_bytes(content)
 
 
