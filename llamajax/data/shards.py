@@ -148,7 +148,7 @@ def remake(
     template: ChatTemplate | None = None,
 ) -> None:
     """Makes the group's damaged shard again, unless another process did; arguments and errors as of `tokenize`."""
-    with Progress(0, log) as progress:
+    with Progress(group.num_bytes, log, animate=False) as progress:  # beside the training's own bar
         _complete(group, tokenizer, template, cache_dir, progress, log, wait=True, suspect=damaged)
 
 
@@ -333,7 +333,7 @@ def _encode_conversations(
 class Progress:
     """Shows how tokenizing goes: a moving bar on a terminal, now and then a line where there is none."""
 
-    def __init__(self, total_bytes: int, log: Callable[[str], None]) -> None:
+    def __init__(self, total_bytes: int, log: Callable[[str], None], *, animate: bool = True) -> None:
         self._total_bytes = total_bytes
         self._log = log
         self._finished_bytes = self._read_bytes = self._text_bytes = self._documents = 0
@@ -344,7 +344,7 @@ class Progress:
             rich.progress.TaskProgressColumn(),
             "{task.fields[speed]}",
             rich.progress.TimeRemainingColumn(),
-            disable=not sys.stdout.isatty() or not total_bytes,
+            disable=not animate or not sys.stdout.isatty() or not total_bytes,
             transient=True,
         )
         self._task = self._bar.add_task("", total=total_bytes, speed="")
