@@ -138,3 +138,10 @@ def test_summary(tmp_path):
         restarts=1,
         stop_reason="finished",
     )
+
+
+def test_the_training_loss_of_the_summary_leaves_out_skipped_steps(tmp_path):
+    losses = [4.0, math.nan, 2.0]
+    metrics = [{"step": s, "time": 1.0, "train/loss": loss} for s, loss in enumerate(losses, start=1)]
+    (tmp_path / "metrics.jsonl").write_text("".join(run_log.encode(record) + "\n" for record in metrics))
+    assert run_log.summarize(run_log.read_run(tmp_path)).train_loss == 3.0
