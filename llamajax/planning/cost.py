@@ -129,13 +129,17 @@ class CostModel:
         return size / (self.machine.gpu.memory_bandwidth * self.machine.calibration.memory_efficiency)
 
     def _attention(self, instruction: Instruction, operands: list[Shape], size: int) -> Cost:
-        """cuDNN's fused attention: two matrix products forward, five backward; half of them under a causal mask."""
+        """cuDNN's fused attention: two matrix products forward, five backward, of what a query sees: under a causal mask
+        half of the square, and with a sliding window as `ModelConfig.flops_per_token` has it."""
         calibration = self.machine.calibration
         config = instruction.backend_config["cudnn_fmha_backend_config"]
         batch, heads, queries, keys = (int(dim) for dim in config["intermediate_tensor_shape"]["dimensions"])
         backward = "Backward" in _target(instruction)
-        pairs = batch * heads * queries * keys // (2 if "CAUSAL" in config.get("mask_type", "") else 1)
-        flops = (5 if backward else 2) * 2 * pairs * _array(operands[0]).dims[-1]
+        pairs = queries * keys
+        if "CAUSAL" in config.get("mask_type", ""):
+            window = min(int(config.get("sliding_window_length", 0)) or keys, keys)
+            pairs = queries * window - window**2 // 2
+        flops = (5 if backward else 2) * 2 * batch * heads * pairs * _array(operands[0]).dims[-1]
         efficiency = calibration.attention_backward_efficiency if backward else calibration.attention_efficiency
         work = flops / (self.machine.gpu.peak_flops * efficiency)
         return Cost("attention", calibration.kernel_s + max(work, self._memory_seconds(size)), flops, size)

@@ -31,7 +31,7 @@ class Gpu:
     gpu_bandwidth: float
     """Bytes per second, each way, between one GPU and the others of its node (NVLink)."""
     node_bandwidth: float
-    """Bytes per second, each way, between a usual node of eight and the network."""
+    """Bytes per second, each way, between a node of eight and the network; its ports come with the GPUs."""
     compute_capability: tuple[int, int]
     """CUDA's version of the architecture."""
     cores: int
@@ -134,7 +134,7 @@ GPUS = (
 
 
 def planned_gpu(config: HardwareConfig) -> Gpu:
-    """The GPU to plan for, its bandwidths replaced by those that `config` sets.
+    """The GPU to plan for, its bandwidths those of `config`'s nodes.
 
     Raises:
         ConfigError: `config` names no GPU.
@@ -146,7 +146,7 @@ def planned_gpu(config: HardwareConfig) -> Gpu:
     return dataclasses.replace(
         gpu,
         gpu_bandwidth=config.gpu_bandwidth or gpu.gpu_bandwidth,
-        node_bandwidth=config.node_bandwidth or gpu.node_bandwidth,
+        node_bandwidth=config.node_bandwidth or gpu.node_bandwidth * config.gpus_per_node / 8,
     )
 
 

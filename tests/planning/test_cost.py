@@ -6,6 +6,7 @@ import pytest
 
 from llamajax.planning.cost import Cost, CostModel, Dot, dot_seconds
 from tests.planning.modules import MACHINE, SHARE, memory_s, module
+from tests.tiny import tiny_config
 
 PEAK = 1e15 * SHARE.matmul_efficiency
 
@@ -198,17 +199,20 @@ def test_cublas_calls_are_matrix_products():
 
 
 @pytest.mark.parametrize(
-    ("target", "mask", "products", "efficiency"),
+    ("target", "mask", "window", "products", "efficiency"),
     [
-        ("__cudnn$fmhaSoftmax", "NO_MASK", 2, SHARE.attention_efficiency),
-        ("__cudnn$fmhaSoftmax", "CAUSAL", 1, SHARE.attention_efficiency),
-        ("__cudnn$fmhaSoftmaxBackward", "CAUSAL", 2.5, SHARE.attention_backward_efficiency),
+        ("__cudnn$fmhaSoftmax", "NO_MASK", 0, 2, SHARE.attention_efficiency),
+        ("__cudnn$fmhaSoftmax", "CAUSAL", 0, 1, SHARE.attention_efficiency),
+        ("__cudnn$fmhaSoftmax", "CAUSAL", 8192, 1, SHARE.attention_efficiency),
+        ("__cudnn$fmhaSoftmax", "CAUSAL", 2048, 2 * (1 / 2 - 1 / 8), SHARE.attention_efficiency),
+        ("__cudnn$fmhaSoftmaxBackward", "CAUSAL", 0, 2.5, SHARE.attention_backward_efficiency),
+        ("__cudnn$fmhaSoftmaxBackward", "CAUSAL", 1024, 5 * (1 / 4 - 1 / 32), SHARE.attention_backward_efficiency),
     ],
 )
-def test_fused_attention(target, mask, products, efficiency):
+def test_fused_attention(target, mask, window, products, efficiency):
     config = (
-        f'{{"cudnn_fmha_backend_config":{{"mask_type":"{mask}","intermediate_tensor_shape":{{"dimensions":'
-        '["2","16","4096","4096"]}}}'
+        f'{{"cudnn_fmha_backend_config":{{"mask_type":"{mask}","sliding_window_length":{window},'
+        '"intermediate_tensor_shape":{"dimensions":["2","16","4096","4096"]}}}'
     )
     qkv = "".join(f"%{name} = bf16[2,4096,16,128]{{3,2,1,0}} parameter({i})\n" for i, name in enumerate("qkv"))
     line = f'%o = (bf16[2,16,4096,128]{{3,1,2,0}}, u8[0]{{0}}) custom-call(%q, %k, %v), custom_call_target="{target}"'
@@ -216,6 +220,23 @@ def test_fused_attention(target, mask, products, efficiency):
     flops = products * 2 * 2 * 16 * 4096 * 4096 * 128
     assert (found.kind, found.flops) == ("attention", flops)
     assert found.seconds == pytest.approx(SHARE.kernel_s + flops / (1e15 * efficiency))
+
+
+@pytest.mark.parametrize("window", [None, 4096, 4095, 1, 65536])
+def test_a_window_costs_what_the_formula_counts(window):
+    """Forward and backward are 7 products; the formula has 6."""
+    model = tiny_config().model
+    model = dataclasses.replace(model, num_heads=1, num_kv_heads=1, head_dim=128, num_layers=1, sliding_window=window)
+    formula = model.flops_per_token(32768) - 6 * model.num_matmul_params
+    q, flops = "%q = bf16[1,32768,1,128]{3,2,1,0} parameter(0)", 0
+    for direction in ("", "Backward"):
+        line = '%o = (bf16[1,1,32768,128]{3,1,2,0}, u8[0]{0}) custom-call(%q), custom_call_target="__cudnn$fmhaSoftmax'
+        config = (
+            f'{{"cudnn_fmha_backend_config":{{"mask_type":"CAUSAL","sliding_window_length":{window or 0},'
+            '"intermediate_tensor_shape":{"dimensions":["1","1","32768","32768"]}}}'
+        )
+        flops += cost(f'{q}\n{line}{direction}", backend_config={config}').flops
+    assert flops == pytest.approx(formula / 6 * 7 * 32768, rel=1e-3)
 
 
 def test_copies_to_the_host_take_the_bus():

@@ -72,6 +72,13 @@ def test_a_plan_takes_the_bandwidths_that_are_set():
     assert (slow.gpu_bandwidth, slow.node_bandwidth) == (450e9, 50e9)
 
 
+@pytest.mark.parametrize(("gpus_per_node", "bandwidth"), [(4, 200e9), (8, 400e9), (16, 800e9)])
+def test_the_usual_network_has_as_many_ports_as_the_node_has_gpus(gpus_per_node, bandwidth):
+    assert hardware.planned_gpu(HardwareConfig(gpu="h100", gpus_per_node=gpus_per_node)).node_bandwidth == bandwidth
+    set_by_hand = HardwareConfig(gpu="h100", gpus_per_node=gpus_per_node, node_bandwidth=400e9)
+    assert hardware.planned_gpu(set_by_hand).node_bandwidth == 400e9
+
+
 def test_a_plan_needs_a_gpu():
     with pytest.raises(ConfigError, match=r"hardware\.gpu: .*h200"):
         hardware.planned_gpu(HardwareConfig())
