@@ -565,8 +565,8 @@ class HardwareConfig:
     gpu_bandwidth: float | None = None
     """Bytes per second, each way, between one GPU and the others of its node; unset: the GPU's NVLink."""
     node_bandwidth: float | None = None
-    """Bytes per second, each way, between one node and the network; unset: 100e9 for A100 nodes (four ports of
-    200 Gb/s), 400e9 for H100 and H200 nodes (eight of 400 Gb/s)."""
+    """Bytes per second, each way, between one node and the network; unset: per GPU of the node 12.5e9 for A100 (four
+    ports of 200 Gb/s for eight), 50e9 for H100 and H200 (a port of 400 Gb/s for each)."""
     price_per_gpu_hour: float | None = None
     """Price of one GPU for one hour, in any currency; unset: no prices in the plan."""
     token_budget: float | None = None
@@ -593,16 +593,20 @@ class HardwareConfig:
 class XlaConfig:
     """What the compiler is told, by training and by plans alike; without effect on the CPU."""
 
-    latency_profile: str | None = None
-    """Costs of the step's instructions, for the scheduler that hides communication: a file, or `auto` for one made by
-    the cost model of `llamajax.plan` once per configuration, hardware and jax version. Unset: XLA's own guesses."""
+    latency_profile: str | None = "auto"
+    """Costs of the step's instructions, for the scheduler that hides communication: a file, or `auto` for what the cost
+    model of `llamajax.plan` tells of the GPUs in `hardware`, which costs one more compilation when a program is first
+    trained. null: XLA's own guesses, as with `auto` where no GPU is named, or there is only one."""
+    pipeline_gathers: bool = False
+    """Gather a layer's weights while the one before computes, in one collective per layer; without effect before jaxlib
+    0.11, which cannot. Some programs get faster by it, on slow networks above all: `llamajax.plan --alternatives` tells."""
     flags: tuple[str, ...] = ()
     """More XLA options, `name=value` each, over those that llamajax sets; for example
-    [xla_gpu_enable_while_loop_double_buffering=true]. Lists are written as YAML."""
+    [xla_gpu_enable_while_loop_double_buffering=true]. Lists are written as YAML. Plans leave `xla_dump_*` out."""
 
     def __post_init__(self) -> None:
         require(
-            (self.latency_profile != "", "latency_profile: must not be empty; name a file, auto, or leave it unset"),
+            (self.latency_profile != "", "latency_profile: must not be empty; name a file, auto, or null for none"),
             *(
                 (
                     flag.startswith("xla_") and "=" in flag and not flag.endswith("="),
@@ -673,10 +677,6 @@ class Config:
             (
                 train.eval_every is None or data.held_out_fraction > 0,
                 "train.eval_every: there is nothing to evaluate on with data.held_out_fraction=0",
-            ),
-            (
-                self.xla.latency_profile != "auto" or self.hardware.gpu != "none",
-                "xla.latency_profile: auto estimates the latencies of a GPU; name it in hardware.gpu",
             ),
         )
         problems = [message for holds, message in rules if not holds]

@@ -11,13 +11,11 @@ from jax.sharding import AxisType, Mesh
 from llamajax import processes
 from llamajax.config import Config, DistributedConfig, MeshConfig
 from llamajax.errors import ConfigError, EnvironmentMismatchError
+from llamajax.planning import allowance
+from llamajax.planning.allowance import MEMORY_FRACTION
 
 AXES = ("pipeline", "data", "expert", "fsdp", "sequence", "tensor")
 """Mesh axes, outer to inner: the more an axis communicates, the closer its devices lie. All always exist."""
-
-MEMORY_FRACTION = 0.92
-"""Of a GPU's memory, what jax takes for arrays unless the environment says otherwise (its own default is 0.75); the rest is
-for CUDA, its libraries and NCCL."""
 
 # Emulated devices share the machine's cores, so a collective may have to wait for seconds until every
 # device's thread has had its turn; XLA's limits of seconds would end the process.
@@ -52,13 +50,19 @@ def select_platform(config: MeshConfig) -> None:
             ) from error
 
 
-def connect(config: MeshConfig, distributed: DistributedConfig) -> None:
+def connect(config: MeshConfig, distributed: DistributedConfig, *, memory_fraction: float = MEMORY_FRACTION) -> None:
     """Brings up jax with its devices and the other processes; before any other use of jax.
+
+    Args:
+        config: the mesh.
+        distributed: the other processes.
+        memory_fraction: share of a GPU's memory that jax takes for arrays, unless the environment says otherwise; the rest
+            is for CUDA, its libraries and NCCL.
 
     Raises:
         EnvironmentMismatchError: the machine is not what the configuration asks for.
     """
-    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", str(MEMORY_FRACTION))
+    os.environ.setdefault(allowance.VARIABLE, str(memory_fraction))
     select_platform(config)
     processes.join(distributed)
     try:
@@ -91,7 +95,7 @@ def start(config: Config) -> Mesh:
         ConfigError: the model or batch cannot be divided over the mesh.
         EnvironmentMismatchError: the machine is not what the configuration asks for.
     """
-    connect(config.mesh, config.distributed)
+    connect(config.mesh, config.distributed, memory_fraction=allowance.memory_fraction(config))
     problems = config.placement_problems(jax.device_count())
     if problems:
         raise ConfigError("\n".join(problems))

@@ -18,7 +18,7 @@ if __name__ == "__main__":
     ARGUMENTS = parse_args(
         prog="python -m llamajax.plan",
         root=Config,
-        flags={"--no_profile": "Compile once only, without the latencies that help XLA to hide communication."},
+        flags={"--alternatives": "Also compile with other settings of xla, and tell which are fastest."},
         options={
             "--json": ("FILE", "Write all figures; the docstring of llamajax/planning/figures.py describes them."),
             "--trace": ("FILE", "Write the timeline of a step, for ui.perfetto.dev."),
@@ -49,17 +49,17 @@ from llamajax.exit import exit_code
 from llamajax.planning import figures, picture, report
 from llamajax.planning.compile import CompilerMissingError, check_compiler, prepare_environment
 from llamajax.planning.hardware import planned_gpu
-from llamajax.planning.schedule import make_plan
+from llamajax.planning.schedule import make_plan, plan_problems
 from llamajax.planning.sweep import read_sweep, run_sweep
 from llamajax.planning.timeline import perfetto
 
 
-def run(config: Config, *, profile: bool = True, options: Mapping[str, str] | None = None) -> None:
+def run(config: Config, *, alternatives: bool = False, options: Mapping[str, str] | None = None) -> None:
     """Plans `config`, prints the plan and writes the files that `options` names.
 
     Args:
         config: the run.
-        profile: compile a second time with latencies.
+        alternatives: compile it with other settings of `xla` too.
         options: files to write, by the option that names them, and `--sweep`.
 
     Raises:
@@ -67,17 +67,17 @@ def run(config: Config, *, profile: bool = True, options: Mapping[str, str] | No
         ConfigError: no GPU is named, the cluster cannot be divided so, or a file cannot be written.
     """
     options = options or {}
+    prepare_environment()
     planned_gpu(config.hardware)
-    if problems := config.placement_problems(config.hardware.num_devices):
+    if problems := plan_problems(config):
         raise ConfigError("\n".join(problems))
     sweep = read_sweep(options["--sweep"], config) if "--sweep" in options else None
     check_outputs(options)
-    prepare_environment()
     try:
         check_compiler()
         with waiting() as doing:
-            plan = make_plan(config, profile=profile, doing=doing)
-            plans = run_sweep(sweep, plan, profile=profile, doing=doing) if sweep else ()
+            plan = make_plan(config, alternatives=alternatives, doing=doing)
+            plans = run_sweep(sweep, plan, doing=doing) if sweep else ()
     except CompilerMissingError as missing:
         told = figures.estimated_figures(config, str(missing))
         report.print_estimate(config, told)
@@ -92,12 +92,24 @@ def run(config: Config, *, profile: bool = True, options: Mapping[str, str] | No
 
 
 def check_outputs(options: Mapping[str, str]) -> None:
-    """Raises `ConfigError` for a file that can hardly be written, before minutes are spent on what goes into it."""
+    """Raises `ConfigError` for files that cannot be written, before minutes are spent on what goes into them."""
+    files = {option: Path(path).expanduser() for option, path in options.items() if option != "--sweep"}
     problems = [
-        f"{option}: {path}: there is no directory {Path(path).expanduser().parent}; make it, or name another file"
-        for option, path in options.items()
-        if option != "--sweep" and not Path(path).expanduser().parent.is_dir()
+        f"{option}: {path}: is the file of another option too; name a file for each"
+        for option, path in files.items()
+        if sum(path.absolute() == other.absolute() for other in files.values()) > 1
     ]
+    for option, path in files.items():
+        is_new = not path.exists()
+        try:
+            with path.open("ab"):
+                pass
+            if is_new:
+                path.unlink()
+        except FileNotFoundError:
+            problems.append(f"{option}: {path}: there is no directory {path.parent}; make it, or name another file")
+        except OSError as error:
+            problems.append(f"{option}: {path} cannot be written: {error.strerror}; name another file")
     name = options.get("--picture", ".html")
     if not name.endswith(".html"):
         problems.append(f"--picture: {name}: the picture is a page; name a file that ends with .html")
@@ -126,10 +138,10 @@ def waiting() -> Iterator[Callable[[str], None]]:
         yield status.update
 
 
-def main(config: Config, *, profile: bool, options: Mapping[str, str]) -> int:
+def main(config: Config, *, alternatives: bool = False, options: Mapping[str, str]) -> int:
     """Plans, and returns the exit code."""
     return exit_code(
-        lambda: run(config, profile=profile, options=options),
+        lambda: run(config, alternatives=alternatives, options=options),
         memory_remedy="model.remat: full, more train.grad_accum_steps, or a larger mesh.fsdp or mesh.tensor",
         disk="the disk",
         disk_remedy="see to it and try again",
@@ -137,4 +149,4 @@ def main(config: Config, *, profile: bool, options: Mapping[str, str]) -> int:
 
 
 if ARGUMENTS is not None:
-    sys.exit(main(ARGUMENTS.config, profile="--no_profile" not in ARGUMENTS.flags, options=ARGUMENTS.options))
+    sys.exit(main(ARGUMENTS.config, alternatives="--alternatives" in ARGUMENTS.flags, options=ARGUMENTS.options))

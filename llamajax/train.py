@@ -36,7 +36,7 @@ from llamajax.errors import CheckpointError, DivergedError, EnvironmentMismatchE
 from llamajax.exit import end_process, exit_code
 from llamajax.model import Llama
 from llamajax.origin import Origin, take_along
-from llamajax.planning.profile import cached_profile
+from llamajax.planning.profile import training_profile
 from llamajax.pretrained import open_pretrained
 from llamajax.processes import everyones
 from llamajax.restore import concretise, latest_step
@@ -124,10 +124,7 @@ def compile_step(config: Config, abstract_state: TrainState) -> jax.stages.Compi
 
 def gpu_options(config: Config, lowered: jax.stages.Lowered) -> dict[str, Option]:
     """What XLA is told on GPUs, as plans tell it."""
-    profile = config.xla.latency_profile
-    if profile == "auto":
-        profile = str(cached_profile(config, lowered))
-    return compiler_options(config, jax.device_count(), latency_profile=profile)
+    return compiler_options(config, jax.device_count(), latency_profile=training_profile(config, lowered))
 
 
 def train(

@@ -10,7 +10,7 @@ import jax
 import jaxlib.version
 
 from llamajax.config import Config
-from llamajax.errors import ConfigError
+from llamajax.errors import ConfigError, EnvironmentMismatchError
 
 Option = str | bool
 
@@ -21,9 +21,10 @@ CAN_PIPELINE = jaxlib.version.__version_info__ >= (0, 11)
 def compiler_options(config: Config, num_devices: int, *, latency_profile: str | None = None) -> dict[str, Option]:
     """The options to compile `config`'s training step with, for GPUs.
 
-    Measured on the scheduled program of Llama-2 70B on 512 A100 (jaxlib 0.12.0.1, cost model of `llamajax.planning`),
-    exposed communication as a share of the step: 30% with XLA's defaults, 23% with the scheduler alone, 10% with all of
-    this, for 2.3 GiB more.
+    What they are worth differs from program to program (jaxlib 0.12.0.1, cost model of `llamajax.planning`): of the step of
+    Llama-2 70B on 512 A100, 31.9% waits for communication with the scheduler alone, 25.2% with latencies too, and 21.9%
+    when gathers are pipelined as well; of that of Llama-3.1 405B on 1,024 H100, 12.9%, 9.8% and then 15.2%, for 10 GiB
+    more. So `config.xla` decides, and `python -m llamajax.plan --alternatives` tells what it should say.
 
     Args:
         config: the run; `config.xla.flags` replace what is set here.
@@ -34,7 +35,7 @@ def compiler_options(config: Config, num_devices: int, *, latency_profile: str |
     if num_devices > 1:
         # Off by default for A100, where every collective would then block the GPU.
         options["xla_gpu_enable_latency_hiding_scheduler"] = True
-    if num_devices > 1 and CAN_PIPELINE:
+    if num_devices > 1 and CAN_PIPELINE and config.xla.pipeline_gathers:
         # The next layer's weights come during this one, in one collective per layer. Only together: without the
         # pipelining, a layer's weights in one piece leave nothing to hide behind.
         options["xla_gpu_pipeline_all_gather"] = "COLLECTIVE_PIPELINING_MODE_ON"
@@ -45,11 +46,17 @@ def compiler_options(config: Config, num_devices: int, *, latency_profile: str |
     return options | dict(map(_parse, config.xla.flags))
 
 
+def check_flags(config: Config) -> None:
+    """Raises `ConfigError` where `config.xla.flags` are none of this jaxlib's, at the price of compiling next to nothing."""
+    compile_with(jax.jit(lambda: 0).lower(), dict(map(_parse, config.xla.flags)))
+
+
 def compile_with(lowered: jax.stages.Lowered, options: dict[str, Option]) -> jax.stages.Compiled:
     """Compiles with `options`.
 
     Raises:
         ConfigError: this jaxlib does not know an option, or not its value.
+        EnvironmentMismatchError: the compiler cannot write its temporary files.
     """
     try:
         return lowered.compile(compiler_options=options)
@@ -62,6 +69,11 @@ def compile_with(lowered: jax.stages.Lowered, options: dict[str, Option]) -> jax
         unfit = re.search(r"While setting option (\w+), (.*) is not a valid (.*) value", str(error))
         if unfit:
             raise ConfigError(f"xla.flags: {unfit[2]} is no {unfit[3]}, which {unfit[1]} takes; correct it") from error
+        unwritable = re.search(r"ptxas fatal *: Could not open output file '(.*)/", str(error))
+        if unwritable:
+            raise EnvironmentMismatchError(
+                f"TMPDIR: NVIDIA's assembler cannot write to {unwritable[1]}; set it to a directory that can be written to"
+            ) from error
         raise
 
 

@@ -27,6 +27,7 @@ FLOORS = (
         "llamajax.meeting",
         "llamajax.processes",
         "llamajax.tool_config",
+        "llamajax.planning.allowance",
         "llamajax.planning.hardware",
         "llamajax.xla_flags",
     },

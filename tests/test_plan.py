@@ -27,7 +27,7 @@ def test_all_files_are_written(planned, tmp_path, capsys):
     names = {"--json": "a.json", "--trace": "b.json", "--hlo": "c.hlo", "--picture": "d.html"}
     files = {option: str(tmp_path / name) for option, name in names.items()}
     options = files | {"--sweep": "hardware.node_bandwidth=1e11,4e11"}
-    assert plan.main(plans.CONFIG, profile=True, options=options) == 0
+    assert plan.main(plans.CONFIG, options=options) == 0
     captured = capsys.readouterr()
     assert captured.out.startswith("verdict    fits")
     assert captured.err == ""
@@ -41,7 +41,7 @@ def test_all_files_are_written(planned, tmp_path, capsys):
 
 def test_a_plan_that_does_not_fit_is_a_plan(planned, monkeypatch, capsys):
     monkeypatch.setattr(plan, "make_plan", lambda config, **_: plans.plan(config=config, peak_bytes=90 * plans.GIB))
-    assert plan.main(plans.CONFIG, profile=True, options={}) == 0
+    assert plan.main(plans.CONFIG, options={}) == 0
     assert capsys.readouterr().out.startswith("verdict    does not fit")
 
 
@@ -50,7 +50,7 @@ def test_without_the_compiler_formulas_are_told(monkeypatch, tmp_path, capsys):
         raise importlib.metadata.PackageNotFoundError(package)
 
     monkeypatch.setattr(planning_compile.importlib.metadata, "version", version)
-    assert plan.main(plans.CONFIG, profile=True, options={"--json": str(tmp_path / "a.json")}) == 2
+    assert plan.main(plans.CONFIG, options={"--json": str(tmp_path / "a.json")}) == 2
     captured = capsys.readouterr()
     assert captured.out.startswith("verdict    probably fits")
     assert captured.err.count("\n") == 1
@@ -67,14 +67,34 @@ def test_without_the_compiler_formulas_are_told(monkeypatch, tmp_path, capsys):
         (plans.CONFIG, {"--picture": "a.png"}, "name a file that ends with .html"),
         (plans.CONFIG, {"--sweep": "hardware.gpu=h300"}, "--sweep: hardware.gpu=h300: must be one of"),
         (plans.CONFIG, {"--hlo": "."}, "--hlo: . cannot be written: Is a directory; name another file"),
+        (plans.CONFIG, {"--json": "a", "--hlo": "./a"}, "--json: a: is the file of another option too"),
+        (plans.CONFIG, {"--sweep": "hardware.gpu=h100,none"}, "--sweep: hardware.gpu=none: a plan needs"),
     ],
 )
-def test_mistakes_end_with_code_2(planned, tmp_path, monkeypatch, capsys, config, options, message):
+def test_mistakes_end_with_code_2_before_anything_is_compiled(
+    planned, tmp_path, monkeypatch, capsys, config, options, message
+):
     monkeypatch.chdir(tmp_path)
-    assert plan.main(config, profile=True, options=options) == 2
+    monkeypatch.setattr(plan, "make_plan", None)
+    assert plan.main(config, options=options) == 2
     captured = capsys.readouterr()
     assert message in captured.err
     assert "Traceback" not in captured.err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_that_is_there_already_is_kept_until_there_is_something_to_write(planned, monkeypatch, tmp_path, capsys):
+    kept, told = tmp_path / "a.json", []
+    kept.write_text("before")
+
+    def make_plan(config, **_):
+        told.append(kept.read_text())
+        return plans.plan(config=config)
+
+    monkeypatch.setattr(plan, "make_plan", make_plan)
+    assert plan.main(plans.CONFIG, options={"--json": str(kept)}) == 0
+    assert told == ["before"]
+    assert json.loads(kept.read_text())["fits"]
 
 
 def run_command(*arguments: str) -> subprocess.CompletedProcess[str]:

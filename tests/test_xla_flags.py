@@ -1,10 +1,9 @@
 """The XLA options of the training step: types, precedence, and options that a jaxlib does not know."""
 
-import dataclasses
-
 import jax
 import pytest
 
+from llamajax import xla_flags
 from llamajax.config import XlaConfig
 from llamajax.errors import ConfigError
 from llamajax.xla_flags import compile_with, compiler_options
@@ -17,7 +16,8 @@ def with_flags(*flags: str):
 
 def test_every_option_is_known_to_this_jaxlib():
     lowered = jax.jit(lambda x: x + 1).lower(1.0)
-    compile_with(lowered, compiler_options(tiny_config(), 512, latency_profile="costs.pbtxt"))
+    config = tiny_config(xla=XlaConfig(pipeline_gathers=True))
+    compile_with(lowered, compiler_options(config, 512, latency_profile="costs.pbtxt"))
 
 
 def test_the_users_flags_replace_ours():
@@ -57,4 +57,19 @@ def test_flags_are_written_as_name_and_value(flag):
 
 def test_one_device_has_nothing_to_hide():
     assert compiler_options(tiny_config(), 1) == {}
-    assert dataclasses.asdict(XlaConfig()) == {"latency_profile": None, "flags": ()}
+
+
+def test_gathers_are_pipelined_where_it_is_asked_for_and_jaxlib_can(monkeypatch):
+    asked = tiny_config(xla=XlaConfig(pipeline_gathers=True))
+    plain = compiler_options(tiny_config(), 8)
+    assert plain == {"xla_gpu_enable_latency_hiding_scheduler": True}
+    monkeypatch.setattr(xla_flags, "CAN_PIPELINE", True)
+    added = compiler_options(asked, 8).keys() - plain.keys()
+    assert added == {
+        "xla_gpu_pipeline_all_gather",
+        "xla_gpu_all_gather_combine_threshold_bytes",
+        "xla_gpu_reduce_scatter_combine_threshold_bytes",
+    }
+    assert compiler_options(tiny_config(), 8) == plain
+    monkeypatch.setattr(xla_flags, "CAN_PIPELINE", False)
+    assert compiler_options(asked, 8) == plain

@@ -3,11 +3,12 @@
 The plain form beside it is `llamajax.model.attention.attend`.
 """
 
+from collections.abc import Mapping
 from functools import partial
 
 import jax
-import jax.numpy as jnp
 
+from llamajax.config import ModelConfig
 from llamajax.errors import EnvironmentMismatchError
 from llamajax.sharding import TABLE, spec
 
@@ -24,18 +25,53 @@ def obstacle(q: jax.Array | jax.ShapeDtypeStruct, segment_ids: jax.Array | jax.S
         segment_ids: int32 [B, T], or None if every row is one document.
     """
     mesh = jax.sharding.get_abstract_mesh()
-    head_dim = q.shape[-1]
     if mesh.abstract_device is None or mesh.abstract_device.platform not in _PLATFORMS:
         return "it needs NVIDIA GPUs"
-    if q.dtype not in (jnp.bfloat16, jnp.float16):
-        return f"model.compute_dtype is {q.dtype}, and it takes bfloat16 and float16"
+    splits_rows = any(mesh.shape[axis] > 1 for axis in TABLE.seq)
+    return _limit(str(q.dtype), q.shape[-1], closes_documents=segment_ids is not None, splits_rows=splits_rows)
+
+
+def planned_obstacle(model: ModelConfig, axes: Mapping[str, int]) -> str | None:
+    """The same for training `model` on GPUs, told from its configuration.
+
+    Args:
+        model: the network.
+        axes: sizes of the mesh axes.
+    """
+    splits_rows = any(axes[axis] > 1 for axis in TABLE.seq)
+    closes_documents = not model.attend_across_documents
+    return _limit(model.compute_dtype, model.head_dim, closes_documents=closes_documents, splits_rows=splits_rows)
+
+
+def _limit(dtype: str, head_dim: int, *, closes_documents: bool, splits_rows: bool) -> str | None:
+    if dtype not in ("bfloat16", "float16"):
+        return f"model.compute_dtype is {dtype}, and it takes bfloat16 and float16"
     if head_dim % 8 or head_dim > MAX_HEAD_DIM:
         return f"model.head_dim is {head_dim}, and it takes multiples of 8 up to {MAX_HEAD_DIM}"
-    if segment_ids is not None:
+    if closes_documents:
         return "documents of one row are closed to each other; model.attend_across_documents opens them"
-    if any(mesh.shape[axis] > 1 for axis in TABLE.seq):
+    if splits_rows:
         return "mesh.sequence splits the rows, and its causal mask begins with the row"
     return None
+
+
+def workspace_bytes(batch: int, heads: int, kv_heads: int, seq_len: int, head_dim: int) -> int:
+    """What cuDNN's backward pass takes of the device's memory while it runs, beside its arguments and results.
+
+    XLA learns it from cuDNN only on a GPU. The gradient of the queries is summed in fp32, and with it one fp32 number per
+    query and head (cudnn-frontend, node/scaled_dot_product_flash_attention.h: `dQ_accum`, `softmax_sum`); where query heads
+    share keys and values, the gradients of these are first made for every query head, in 16 bits (there, `dK_fullhead` and
+    `dV_fullhead`, which the kernels keep in memory before the heads are summed).
+
+    Args:
+        batch: rows on the device.
+        heads: query heads on the device.
+        kv_heads: key/value heads on the device.
+        seq_len: tokens per row.
+        head_dim: width of a head.
+    """
+    per_query = 4 * head_dim + 4 + (2 * 2 * head_dim if kv_heads < heads else 0)
+    return batch * heads * seq_len * per_query
 
 
 def cudnn_attention(q: jax.Array, k: jax.Array, v: jax.Array, window: int | None) -> jax.Array:

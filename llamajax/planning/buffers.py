@@ -64,17 +64,17 @@ class BufferAssignment:
 
 def read_buffer_assignment(hlo_proto: bytes) -> BufferAssignment:
     """Decodes a serialized `xla.HloProto` that holds a module and its buffer assignment."""
-    message = _fields(hlo_proto)
-    module, assignment = _Module(message[1][0]), _fields(message[3][0])
-    logical = {_first(buffer, 1): buffer for buffer in map(_fields, assignment[1])}
-    allocations = [fields for fields in map(_fields, assignment[3]) if not _first(fields, 3)]  # none of single threads
+    message = decode(hlo_proto)
+    module, assignment = _Module(message[1][0]), decode(message[3][0])
+    logical = {_first(buffer, 1): buffer for buffer in map(decode, assignment[1])}
+    allocations = [fields for fields in map(decode, assignment[3]) if not _first(fields, 3)]  # none of single threads
     device = [fields for fields in allocations if _first(fields, 8) != _HOST_MEMORY]
     arguments = [fields for fields in device if _first(fields, 5)]
 
     # Arrays that share an allocation have a trace of who is in it when; the arena is the largest of these.
     arena, trace = 0, {}
-    for fields in map(_fields, assignment.get(4, [])):
-        buffer = _first(_fields(fields[1][0]), 2)
+    for fields in map(decode, assignment.get(4, [])):
+        buffer = _first(decode(fields[1][0]), 2)
         size = max((_first(allocation, 2) for allocation in device if buffer in _assigned(allocation)), default=0)
         arena, trace = max((arena, trace), (size, fields), key=lambda candidate: candidate[0])
     peak = _peak(trace, {number: _first(buffer, 2) for number, buffer in logical.items()})
@@ -91,7 +91,7 @@ def read_buffer_assignment(hlo_proto: bytes) -> BufferAssignment:
 
 def _assigned(allocation: Fields) -> list[int]:
     """The logical buffers in a `BufferAllocationProto`."""
-    return [_first(_fields(assigned), 1) for assigned in allocation.get(9, [])]
+    return [_first(decode(assigned), 1) for assigned in allocation.get(9, [])]
 
 
 def _peak(trace: Fields, sizes: dict[int, int]) -> list[int]:
@@ -103,7 +103,7 @@ def _peak(trace: Fields, sizes: dict[int, int]) -> list[int]:
     owner: dict[int, int] = {}
     size = largest = 0
     peak: list[int] = []
-    for event in map(_fields, trace.get(1, [])):
+    for event in map(decode, trace.get(1, [])):
         kind, buffer = _first(event, 1), _first(event, 2)
         if kind == _FREE:
             place = owner[buffer]
@@ -129,20 +129,20 @@ class _Module:
         self._instructions: dict[int, Fields] = {}
         self._roots: dict[int, int] = {}
         self._users: dict[int, list[Fields]] = {}
-        for computation in map(_fields, _fields(module)[3]):
+        for computation in map(decode, decode(module)[3]):
             self._roots[_first(computation, 5)] = _first(computation, 6)
-            for instruction in map(_fields, computation[2]):
+            for instruction in map(decode, computation[2]):
                 self._instructions[_first(instruction, 35)] = instruction
                 for operand in _varints(instruction.get(36, [])):
                     self._users.setdefault(operand, []).append(instruction)
 
     def buffer(self, logical: Fields) -> Buffer:
         """What a `LogicalBufferProto` stands for."""
-        position = _fields(logical[3][0])
+        position = decode(logical[3][0])
         instruction = self._instructions[_first(position, 4)]
-        shape = _fields(instruction[3][0])
+        shape = decode(instruction[3][0])
         for index in _varints(position.get(3, [])):
-            shape = _fields(shape[4][index])
+            shape = decode(shape[4][index])
         opcode = instruction[2][0].decode()
         if opcode.startswith("async-") and 38 in instruction:
             opcode = self._instructions[self._roots[_varints(instruction[38])[0]]][2][0].decode()
@@ -161,7 +161,7 @@ class _Module:
         front, seen = [instruction], set()
         while front:
             for candidate in front:
-                name = _fields(candidate[7][0]).get(2, [b""])[0].decode() if 7 in candidate else ""
+                name = decode(candidate[7][0]).get(2, [b""])[0].decode() if 7 in candidate else ""
                 if "/" in name or (name and candidate[2][0] == b"parameter"):
                     return name
             seen |= {_first(candidate, 35) for candidate in front}
@@ -170,7 +170,8 @@ class _Module:
         return ""
 
 
-def _fields(message: bytes) -> Fields:
+def decode(message: bytes) -> Fields:
+    """The fields of a serialized protocol buffer; of other bytes nonsense, or a KeyError or IndexError."""
     fields: Fields = {}
     position = 0
     while position < len(message):

@@ -30,6 +30,11 @@ from llamajax.xla_flags import Option, compile_with, compiler_options
 
 PLUGINS = ("jax-cuda13-plugin", "jax-cuda12-plugin")
 REMEDY = "pip install 'llamajax[plan]'"
+DUMP: dict[str, Option] = {
+    "xla_dump_hlo_as_proto": True, "xla_dump_hlo_module_re": ".*", "xla_dump_compress_protos": False,
+    "xla_dump_max_hlo_modules": "-1",
+}  # fmt: skip
+"""The buffer assignment comes out only as a file; these win over what XLA_FLAGS says of such files."""
 
 
 class CompilerMissingError(UserError):
@@ -98,13 +103,14 @@ def compile_for(
     started = time.monotonic()
     mesh = planned_mesh(config)
     told = compiler_options(config, mesh.size, latency_profile=latency_profile) | dict(options or {})
-    # The buffer assignment comes out only as a file.
+    told = {name: value for name, value in told.items() if not name.startswith("xla_dump_")}
     with jax.set_mesh(mesh), tempfile.TemporaryDirectory(prefix="llamajax-plan-") as folder:
-        dump: dict[str, Option] = {"xla_dump_to": folder, "xla_dump_hlo_as_proto": True}
         try:
-            compiled = compile_with(lower(config), told | dump)
+            lowered = lower(config)
         except EnvironmentMismatchError as error:
             raise CompilerMissingError(f"{error}; or {REMEDY}") from error
+        try:
+            compiled = compile_with(lowered, told | {"xla_dump_to": folder} | DUMP)
         except jax.errors.JaxRuntimeError as error:
             if "No PTX compilation provider" in str(error) or "libdevice not found" in str(error):
                 raise CompilerMissingError(

@@ -1,4 +1,4 @@
-"""A plan in figures: the object that `python -m llamajax.plan --json` writes (`schema_version` 1; more keys may come,
+"""A plan in figures: the object that `python -m llamajax.plan --json` writes (`schema_version` 2; more keys may come,
 none changes its meaning within a version).
 
 Bytes, FLOPs and seconds are per step and device unless said otherwise; shares are between 0 and 1.
@@ -10,21 +10,24 @@ Bytes, FLOPs and seconds are per step and device unless said otherwise; shares a
   all devices), `model_flops` (of all devices, causal, without recomputation), `zero_minimum_bytes` (weights and moments,
   evenly over all devices that can share them), `least_wire_bytes` (see `planning.network`), `checkpoint_bytes` (one
   checkpoint of all devices: weights and moments).
-- `options`: what the compiler was told. `latency_profile`: `analytic`, the file, or null if the schedule kept is the one
-  without. `compile_s`: of all compilations together.
-- The schedule that is kept: `capacity_bytes`, `fits`, `argument_bytes`, `temp_bytes`, `peak_bytes`, `host_bytes`,
-  `allowance_bytes` (beside XLA's arrays), `memory` (bytes by kind at the peak), `memory_fraction` (the least
-  XLA_PYTHON_CLIENT_MEM_FRACTION), `peak_tensors` (name, kind, dtype, shape, bytes); `step_time_s`, `compute_s` and
+- `options`: what the compiler was told. `latency_profile`: `auto` for the cost model's, the file, or null for none.
+  `num_compilations`; `compile_s`: of all of them together.
+- The schedule that training runs: `capacity_bytes`, `fits`, `argument_bytes`, `temp_bytes`, `peak_bytes`, `host_bytes`,
+  `allowance_bytes` (beside XLA's arrays), `num_communicators` (of NCCL, of this program), `memory` (bytes by kind at the
+  peak), `memory_fraction` (the least XLA_PYTHON_CLIENT_MEM_FRACTION), `training_memory_fraction` (the one of training),
+  `peak_tensors` (name, kind, dtype, shape, bytes); `step_time_s`, `compute_s` and
   `compute_by_kind`, `slowdown_s` (of compute, by collectives beside it), `comm_s`, `exposed_comm_s`, `exposed_copy_s`,
   `exposed_fraction` (of the step); `wire_bytes` and `wire_bytes_by_link` (sent), `wire_bytes_factor` (over the least; null
   if that is zero); `tokens_per_sec_per_device`, `mfu` (causal attention), `mfu_full_attention`, `hfu` (of the FLOPs that
   are executed), `flops` (executed), `rematerialized_flops` (of them, what XLA computes again to save
-  memory), `flops_factor` (the others over the formula with `model.remat`);
+  memory), `flops_factor` (the others over the formula with `model.remat`), `attention_kernel` (`cudnn` or `plain`);
   `sync_collectives_in_loops`; `not_understood` (instructions whose cost is a guess); `collectives` (name, kind, axis,
   group_size, num_nodes, link, bytes, count, seconds, hidden_s, exposed_s, is_sync, in_loop).
 - `without_profile`: the same group for the schedule by XLA's own guesses; `with_profile`: that by latencies, or null.
-- `suggestions`, where it does not fit: `changes`, `peak_bytes`, `fits`, `step_time_s`, `step_time_ratio` (over
-  `without_profile`), `gpu_time_ratio` (the same times devices), `flops_ratio`. All were compiled; the cheapest comes first.
+- `alternatives`, with other settings of `xla`: `changes`, `peak_bytes`, `fits`, `step_time_s`, `exposed_comm_s`,
+  `exposed_fraction`, `sync_collectives_in_loops`. `best_changes`: of all that were compiled, those that fit and are fastest.
+- `suggestions`, where it does not fit: `changes`, `peak_bytes`, `fits`, `step_time_s`, `step_time_ratio` (over this
+  plan's), `gpu_time_ratio` (the same times devices), `flops_ratio`. All were compiled; the cheapest comes first.
 - `token_budget`, `days`, `price_per_billion_tokens`, `price` (null without `hardware.price_per_gpu_hour`).
 - `sweep`: `key` and `rows`, each the `value`, `num_devices`, `efficiency` (tokens per second and device over the first
   row's) and the figures above but lists and `without_profile`; null if none was asked for.
@@ -41,16 +44,18 @@ import llamajax
 from llamajax.config import Config
 from llamajax.planning.fitting import executed_flops
 from llamajax.planning.hardware import planned_gpu
-from llamajax.planning.memory import estimate, minimum_state_bytes
+from llamajax.planning.memory import estimate, minimum_state_bytes, num_communicators
 from llamajax.planning.network import least_wire_bytes
-from llamajax.planning.schedule import Plan, Schedule, mesh_sizes
+from llamajax.planning.profile import latency_source
+from llamajax.planning.schedule import Alternative, Plan, Schedule, mesh_sizes
 from llamajax.planning.sweep import Sweep
 from llamajax.planning.timeline import CollectiveUse
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 _PEAK_TENSORS = 20
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 _PROFILE_OPTION = "xla_gpu_pgle_profile_file_or_directory_path"
+_ALTERNATIVE = ("peak_bytes", "fits", "step_time_s", "exposed_comm_s", "exposed_fraction", "sync_collectives_in_loops")
 
 
 def analytic_figures(config: Config) -> dict[str, Any]:
@@ -94,22 +99,23 @@ def figures(plan: Plan, sweep: Sweep | None = None, plans: Sequence[Plan] = ()) 
     """Everything about a plan, and about the `plans` of a sweep; see this module's docstring."""
     chosen, config = plan.chosen, plan.config
     own = schedule_figures(config, chosen)
-    tries = [schedule for schedule in (plan.without_profile, plan.with_profile) if schedule is not None]
-    used = "analytic" if config.xla.latency_profile in (None, "auto") else config.xla.latency_profile
-    blind_s = plan.without_profile.timeline.step_time_s
+    others = [alternative.schedule for alternative in plan.alternatives]
+    tries = [schedule for schedule in (plan.without_profile, plan.with_profile, *others) if schedule is not None]
+    own_s = own["step_time_s"]
     suggested = [
         {
             "changes": suggestion.changes,
             "peak_bytes": suggestion.memory.peak_bytes,
             "fits": suggestion.memory.fits,
             "step_time_s": suggestion.step_time_s,
-            "step_time_ratio": suggestion.step_time_s and suggestion.step_time_s / blind_s,
+            "step_time_ratio": suggestion.step_time_s / own_s,
             "gpu_time_ratio": suggestion.step_time_s
-            and suggestion.step_time_s / blind_s * suggestion.config.hardware.num_devices / config.hardware.num_devices,
+            / own_s
+            * (suggestion.config.hardware.num_devices / config.hardware.num_devices),
             "flops_ratio": suggestion.flops_ratio,
         }
         for suggestion in sorted(
-            plan.suggestions, key=lambda change: (change.step_time_s or math.inf) * change.config.hardware.num_devices
+            plan.suggestions, key=lambda change: change.step_time_s * change.config.hardware.num_devices
         )
     ]
     return (
@@ -118,13 +124,16 @@ def figures(plan: Plan, sweep: Sweep | None = None, plans: Sequence[Plan] = ()) 
             "compiled": True,
             "jax_version": chosen.step.jax_version,
             "options": {key: value for key, value in chosen.step.options.items() if key != _PROFILE_OPTION},
-            "latency_profile": used if chosen is plan.with_profile else None,
+            "latency_profile": latency_source(config, config.hardware.num_devices),
+            "num_compilations": len(tries),
             "compile_s": sum(schedule.step.compile_s for schedule in tries),
         }
         | own
         | {
             "without_profile": schedule_figures(config, plan.without_profile),
             "with_profile": plan.with_profile and schedule_figures(config, plan.with_profile),
+            "alternatives": [_alternative(config, alternative) for alternative in plan.alternatives],
+            "best_changes": plan.best_changes,
             "suggestions": suggested,
         }
         | money(config, own["tokens_per_sec_per_device"])
@@ -138,7 +147,7 @@ def schedule_figures(config: Config, schedule: Schedule) -> dict[str, Any]:
     num_devices, seq_len = config.hardware.num_devices, config.data.seq_len
     tokens_per_sec = config.train.global_batch_size * seq_len / num_devices / timeline.step_time_s
     least, sent = least_wire_bytes(config, mesh_sizes(config)), sum(timeline.wire_bytes.values())
-    counted = executed_flops(config, fused_attention="attention" in timeline.compute_by_kind)
+    counted = executed_flops(config).total
     return {
         "capacity_bytes": memory.capacity_bytes,
         "fits": memory.fits,
@@ -147,8 +156,10 @@ def schedule_figures(config: Config, schedule: Schedule) -> dict[str, Any]:
         "peak_bytes": memory.peak_bytes,
         "host_bytes": memory.host_bytes,
         "allowance_bytes": memory.allowance.total_bytes,
+        "num_communicators": num_communicators(schedule.module),
         "memory": memory.by_kind,
         "memory_fraction": memory.memory_fraction,
+        "training_memory_fraction": memory.training_fraction,
         "peak_tensors": [
             {"name": t.name, "kind": t.kind, "dtype": t.dtype, "shape": list(t.shape), "bytes": t.size}
             for t in memory.tensors[:_PEAK_TENSORS]
@@ -171,10 +182,16 @@ def schedule_figures(config: Config, schedule: Schedule) -> dict[str, Any]:
         "flops": timeline.flops,
         "flops_factor": (timeline.flops - timeline.rematerialized_flops) * num_devices / counted,
         "rematerialized_flops": timeline.rematerialized_flops,
+        "attention_kernel": "cudnn" if "attention" in timeline.compute_by_kind else "plain",
         "sync_collectives_in_loops": timeline.sync_collectives_in_loops,
         "not_understood": timeline.not_understood,
         "collectives": [_collective(use) for use in timeline.collectives],
     }
+
+
+def _alternative(config: Config, alternative: Alternative) -> dict[str, Any]:
+    own = schedule_figures(config, alternative.schedule)
+    return {"changes": alternative.changes} | {key: own[key] for key in _ALTERNATIVE}
 
 
 def _collective(use: CollectiveUse) -> dict[str, Any]:

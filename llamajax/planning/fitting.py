@@ -8,9 +8,7 @@ from typing import Any
 
 from llamajax.config import Config
 from llamajax.errors import ConfigError
-from llamajax.planning.compile import CompiledStep, compile_for
-from llamajax.planning.hlo import parse
-from llamajax.planning.memory import MemoryPlan, estimate, memory_plan
+from llamajax.planning.memory import MemoryPlan, estimate, fuses_attention
 
 ESTIMATE_MARGIN = 1.1
 """Candidates are compiled although what is expected of them is this much above the card: it is that inexact."""
@@ -41,23 +39,18 @@ class Suggestion:
     config: Config
     flops_ratio: float
     memory: MemoryPlan
-    step_time_s: float | None
-    """By the cost model, if one was given."""
+    step_time_s: float
 
 
 def suggestions(
-    config: Config,
-    compiled: MemoryPlan,
-    *,
-    step_time: Callable[[CompiledStep], float] | None = None,
-    wanted: int = 3,
+    config: Config, memory: MemoryPlan, *, compiled: Callable[[Config], tuple[MemoryPlan, float]], wanted: int = 3
 ) -> list[Suggestion]:
     """Up to `wanted` changes to `config`, cheapest in FLOPs first, that were compiled and fit; fewer if there are none.
 
     Args:
         config: what does not fit.
-        compiled: the memory it needs.
-        step_time: seconds per step of a compiled one.
+        memory: what it needs.
+        compiled: compiles a configuration, and tells its memory and seconds per step.
         wanted: how many.
 
     Raises:
@@ -66,33 +59,31 @@ def suggestions(
     found: list[Suggestion] = []
     tried: list[Changes] = []
     # Formulas know little of what XLA keeps alive: every compilation tells by how much they are too low.
-    shortfall = _shortfall(config, compiled)
+    shortfall = _shortfall(config, memory)
     for _ in range(MAX_COMPILES):
         candidate = next((offer for offer in candidates(config, shortfall) if offer.changes not in tried), None)
         if candidate is None or len(found) == wanted:
             break
         tried.append(candidate.changes)
-        step = compile_for(candidate.config)
-        memory = memory_plan(step, parse(step.hlo))
-        if not memory.fits:
-            shortfall = max(shortfall, _shortfall(candidate.config, memory))
+        needed, seconds = compiled(candidate.config)
+        if not needed.fits:
+            shortfall = max(shortfall, _shortfall(candidate.config, needed))
             continue
-        seconds = step_time(step) if step_time else None
         found.append(
             Suggestion(
                 changes=candidate.changes,
                 config=candidate.config,
                 flops_ratio=candidate.flops_ratio,
-                memory=memory,
+                memory=needed,
                 step_time_s=seconds,
             )
         )
     return found
 
 
-def _shortfall(config: Config, compiled: MemoryPlan) -> float:
+def _shortfall(config: Config, memory: MemoryPlan) -> float:
     """What was compiled over what formulas expect of it."""
-    return max(1.0, compiled.peak_bytes / estimate(config).peak_bytes)
+    return max(1.0, memory.peak_bytes / estimate(config).peak_bytes)
 
 
 def candidates(config: Config, shortfall: float = 1.0) -> Iterator[Candidate]:
@@ -111,13 +102,29 @@ def candidates(config: Config, shortfall: float = 1.0) -> Iterator[Candidate]:
         )
 
 
-def executed_flops(config: Config, *, fused_attention: bool) -> float:
-    """Matmul FLOPs of a step over all devices, with what `model.remat` computes a second time.
+@dataclass(frozen=True, kw_only=True)
+class ExecutedFlops:
+    """Matmul FLOPs of a step over all devices."""
 
-    Attention is two products forward and five backward, which computes the scores anew: of the visible half in a fused
+    weights: float
+    """Products with weights, forward and backward."""
+    recomputed: float
+    """Of these, what `model.remat` computes a second time."""
+    attention: float
+    """Products of queries with keys and of weights with values, forward and backward, and what is computed again."""
+
+    @property
+    def total(self) -> float:
+        return self.weights + self.recomputed + self.attention
+
+
+def executed_flops(config: Config) -> ExecutedFlops:
+    """What the step of `config` computes on the GPUs of its `hardware`, told from the configuration alone.
+
+    Attention is two products forward and five backward, which computes the scores anew: of the visible part in a fused
     kernel, of the whole square otherwise.
     """
-    model, seq_len = config.model, config.data.seq_len
+    model, seq_len, fused_attention = config.model, config.data.seq_len, fuses_attention(config)
     D, F, L = model.embed_dim, model.mlp_dim, model.num_layers
     heads, kv_heads = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
     # Also what the policies keep is not enough to leave out the output projection: the MLP's input needs it.
@@ -134,8 +141,12 @@ def executed_flops(config: Config, *, fused_attention: bool) -> float:
     )
     # The fused kernel keeps what its backward pass needs inside, where no policy reaches it.
     products = 7 + (2 if model.remat != "none" and (fused_attention or model.remat == "full") else 0)
-    per_token = 6 * model.num_matmul_params + 2 * L * again + products * product
-    return per_token * config.train.global_batch_size * seq_len
+    tokens = config.train.global_batch_size * seq_len
+    return ExecutedFlops(
+        weights=6.0 * model.num_matmul_params * tokens,
+        recomputed=2.0 * L * again * tokens,
+        attention=products * product * tokens,
+    )
 
 
 def changed(config: Config, changes: Changes) -> Config:
@@ -175,10 +186,9 @@ def _if_it_fits(config: Config, changes: Changes, shortfall: float) -> Candidate
     except ConfigError:
         return None
     expected = estimate(candidate)
-    if shortfall * expected.peak_bytes + expected.allowance.total_bytes > ESTIMATE_MARGIN * expected.capacity_bytes:
+    if shortfall * expected.peak_bytes > ESTIMATE_MARGIN * expected.budget_bytes:
         return None
-    fused = config.model.attend_across_documents
-    ratio = executed_flops(candidate, fused_attention=fused) / executed_flops(config, fused_attention=fused)
+    ratio = executed_flops(candidate).total / executed_flops(config).total
     return Candidate(changes=changes, config=candidate, flops_ratio=ratio)
 
 

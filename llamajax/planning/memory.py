@@ -11,16 +11,19 @@ from dataclasses import dataclass
 from typing import Literal
 
 from llamajax.config import Config
+from llamajax.kernels.cudnn_attention import planned_obstacle, workspace_bytes
 from llamajax.loss import MAX_CHUNK_LOGITS
 from llamajax.model.attention import MAX_CHUNK_SCORES
+from llamajax.planning.allowance import Allowance, allowance, memory_fraction, room
 from llamajax.planning.buffers import Buffer
 from llamajax.planning.compile import CompiledStep
 from llamajax.planning.hardware import planned_gpu
-from llamajax.planning.hlo import Module
+from llamajax.planning.hlo import Computation, Instruction, Module, arrays
 
 Kind = Literal[
-    "parameters", "optimizer", "batch", "gradients", "activations", "logits", "collectives", "temporaries", "gaps"
-]
+    "parameters", "optimizer", "batch", "gradients", "activations", "logits", "collectives", "temporaries", "gaps",
+    "workspace",
+]  # fmt: skip
 KINDS: dict[Kind, str] = {
     "parameters": "master weights",
     "optimizer": "AdamW's two moments",
@@ -31,40 +34,11 @@ KINDS: dict[Kind, str] = {
     "collectives": "weights gathered for compute, and other buffers of collectives",
     "temporaries": "everything else that is alive at the fullest moment",
     "gaps": "unused between the arrays at that moment",
+    "workspace": "cuDNN's own while it computes attention; counted whole, though that may be at another moment",
 }
 """What a byte is for; the texts are for people."""
 
-CONTEXT_BYTES = 512 * 2**20
-LIBRARY_BYTES = 512 * 2**20
-NCCL_CHANNELS = 24
-NCCL_CHANNEL_BYTES = 524_288 + 4_915_200 + 4_194_304
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Allowance:
-    """What a process takes of the card beside XLA's arrays: stated, because no compiler knows it."""
-
-    num_communicators: int
-    """Groups of devices, each with its own NCCL communicator."""
-
-    @property
-    def nccl_bytes(self) -> int:
-        """Each communicator has 24 channels, as NCCL opens with NVSwitch; each channel a buffer to send from and one to
-        receive into; each of these room for the protocols LL, LL128 and Simple: 0.5 + 4.7 + 4 MiB (NCCL's defaults)."""
-        return self.num_communicators * NCCL_CHANNELS * 2 * NCCL_CHANNEL_BYTES
-
-    @property
-    def total_bytes(self) -> int:
-        return CONTEXT_BYTES + LIBRARY_BYTES + self.nccl_bytes
-
-    def __str__(self) -> str:
-        mebi = 2**20
-        return (
-            f"{self.total_bytes / mebi:,.0f} MiB beside XLA's arrays: CUDA context {CONTEXT_BYTES / mebi:.0f}, kernels,"
-            f" cuBLAS and cuDNN {LIBRARY_BYTES / mebi:.0f}, NCCL {self.nccl_bytes / mebi:,.0f}"
-            f" ({self.num_communicators} communicators x {NCCL_CHANNELS} channels x 2 x {NCCL_CHANNEL_BYTES / mebi:.1f})"
-        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,24 +65,37 @@ class MemoryPlan:
     argument_bytes: int
     """State and batch, held all the time."""
     temp_bytes: int
-    """XLA's one block for all temporary arrays."""
+    """XLA's one block for all temporary arrays, as compiled without cuDNN's workspace."""
     peak_bytes: int
-    """Everything that XLA takes: arguments, results that replace none of them, and the block of temporary arrays."""
+    """Everything that XLA takes: arguments, results that replace none of them, the block of temporary arrays, workspace."""
     host_bytes: int
     capacity_bytes: int
     """The card."""
     allowance: Allowance
+    """Beside XLA's arrays."""
+    training_fraction: float
+    """Of the card, what training takes for XLA's arrays."""
     tensors: tuple[Tensor, ...]
     """What is alive at the fullest moment, largest first."""
 
     @property
     def fits(self) -> bool:
-        return self.peak_bytes + self.allowance.total_bytes <= self.capacity_bytes
+        return self.peak_bytes <= self.budget_bytes
+
+    @property
+    def budget_bytes(self) -> int:
+        """What XLA may take: training's part of the card, if that leaves enough for the rest."""
+        return int(min(self.training_fraction, self.room) * self.capacity_bytes)
+
+    @property
+    def room(self) -> float:
+        """The share of the card that is left for XLA's arrays."""
+        return room(self.capacity_bytes, self.allowance)
 
     @property
     def memory_fraction(self) -> float:
-        """The least XLA_PYTHON_CLIENT_MEM_FRACTION, which says how much of the card jax takes for arrays: 0.75 if unset."""
-        return math.ceil(100 * self.peak_bytes / self.capacity_bytes) / 100
+        """The least XLA_PYTHON_CLIENT_MEM_FRACTION, which says how much of the card jax takes for arrays."""
+        return math.ceil(1000 * self.peak_bytes / self.capacity_bytes) / 1000
 
 
 def memory_plan(step: CompiledStep, module: Module) -> MemoryPlan:
@@ -121,6 +108,8 @@ def memory_plan(step: CompiledStep, module: Module) -> MemoryPlan:
         by_kind[tensor.kind] += tensor.size
     by_kind["temporaries"] += buffers.other_bytes
     by_kind["gaps"] += buffers.gap_bytes
+    by_kind["workspace"] += _attention_workspace(module)
+    axes = step.config.mesh.axis_sizes(step.config.hardware.num_devices)
     return MemoryPlan(
         by_kind=dict(by_kind),
         argument_bytes=buffers.argument_bytes,
@@ -128,7 +117,8 @@ def memory_plan(step: CompiledStep, module: Module) -> MemoryPlan:
         peak_bytes=sum(by_kind.values()),
         host_bytes=buffers.host_bytes,
         capacity_bytes=step.gpu.memory_bytes,
-        allowance=Allowance(num_communicators=_num_communicators(module)),
+        allowance=allowance(axes),
+        training_fraction=memory_fraction(step.config),
         tensors=tuple(tensors),
     )
 
@@ -184,6 +174,7 @@ def estimate(config: Config) -> MemoryPlan:
         "collectives": 2 * D * F * wide + kept_weights,
         "temporaries": layer,
         "gaps": 0,
+        "workspace": _planned_workspace(config),
     }
     state = by_kind["parameters"] + by_kind["optimizer"] + by_kind["batch"]
     peak = sum(by_kind.values())
@@ -194,13 +185,50 @@ def estimate(config: Config) -> MemoryPlan:
         peak_bytes=peak,
         host_bytes=0,
         capacity_bytes=planned_gpu(config.hardware).memory_bytes,
-        allowance=Allowance(num_communicators=sum(size > 1 for size in axes.values())),
+        allowance=allowance(axes),
+        training_fraction=memory_fraction(config),
         tensors=(),
     )
 
 
-def _num_communicators(module: Module) -> int:
-    """Different divisions of the devices into groups of more than one, among all collectives."""
+def fuses_attention(config: Config) -> bool:
+    """Whether cuDNN computes attention when `config` is trained on the GPUs of its `hardware`."""
+    axes = config.mesh.axis_sizes(config.hardware.num_devices)
+    return config.model.attention_kernel != "plain" and planned_obstacle(config.model, axes) is None
+
+
+def _planned_workspace(config: Config) -> int:
+    if not fuses_attention(config):
+        return 0
+    model, axes = config.model, config.mesh.axis_sizes(config.hardware.num_devices)
+    rows = config.train.global_batch_size // config.train.grad_accum_steps // (axes["data"] * axes["fsdp"])
+    heads, kv_heads = model.num_heads // axes["tensor"], model.num_kv_heads // axes["tensor"]
+    return workspace_bytes(rows, heads, kv_heads, config.data.seq_len, model.head_dim)
+
+
+def _attention_workspace(module: Module) -> int:
+    """The largest that cuDNN takes; none where XLA knows it, which then lays it out with the temporary arrays."""
+    return max(
+        (
+            _workspace(instruction, computation)
+            for computation in module.computations.values()
+            for instruction in computation.instructions.values()
+            if "__cudnn$fmhaSoftmaxBackward" in instruction.attributes.get("custom_call_target", "")
+        ),
+        default=0,
+    )
+
+
+def _workspace(instruction: Instruction, computation: Computation) -> int:
+    """Of one backward pass, from the shapes of its queries [B, T, N, H] and keys [B, S, K, H]."""
+    known = max(array.num_elements for array in arrays(instruction.shape) if array.dtype == "u8")
+    (queries,), (keys,) = (list(arrays(shape)) for shape in computation.operand_shapes(instruction)[:2])
+    batch, seq_len, heads, head_dim = queries.dims
+    return 0 if known else workspace_bytes(batch, heads, keys.dims[2], seq_len, head_dim)
+
+
+def num_communicators(module: Module) -> int:
+    """Different divisions of the devices into groups of more than one, among all collectives of a program."""
     groups = {
         instruction.replica_groups(module.num_devices).tobytes()
         for computation in module.computations.values()

@@ -63,7 +63,7 @@ rect.lane { fill: var(--card); }
 .memory, .batch { --color: var(--sand); } .copy, .temporaries { --color: var(--grey); } .wait { --color: var(--red); }
 .all-gather, .activations { --color: var(--green); } .reduce-scatter, .gradients { --color: var(--violet); }
 .all-reduce, .logits { --color: var(--pink); } .other, .collectives { --color: var(--orange); }
-.gaps { --color: var(--line); } .beside { --color: var(--teal); } .free { --color: var(--card); }
+.gaps { --color: var(--line); } .workspace, .beside { --color: var(--teal); } .free { --color: var(--card); }
 .missing { --color: var(--red); }
 @media (max-width: 760px) { .cards { grid-template-columns: repeat(2, 1fr); } }
 """

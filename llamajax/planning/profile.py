@@ -6,19 +6,31 @@ to hide them, where there is anything to hide them behind. XLA finds instruction
 scheduling, which the first compilation's text tells.
 """
 
+import re
+import struct
 from collections.abc import Mapping
 from pathlib import Path
 
 import jax
 
 from llamajax.config import Config
-from llamajax.config_file import config_to_dict
 from llamajax.data import cache
+from llamajax.errors import ConfigError, EnvironmentMismatchError
+from llamajax.planning.buffers import decode
 from llamajax.planning.hardware import planned_gpu
 from llamajax.planning.hlo import Module, parse
 from llamajax.planning.machine import Machine
 from llamajax.planning.replay import latencies
+from llamajax.processes import everyones
 from llamajax.xla_flags import compile_with, compiler_options
+
+_COST = re.compile(r'\s*costs\s*:?\s*\{\s*name\s*:\s*"([^"\\]*)"\s*,?\s*cost_us\s*:\s*([-+.\w]+)\s*\}\s*')
+
+
+def latency_source(config: Config, num_devices: int) -> str | None:
+    """What the step on so many devices is scheduled by: `auto`, a file, or None for XLA's own guesses."""
+    source = config.xla.latency_profile
+    return None if source == "auto" and (config.hardware.gpu == "none" or num_devices == 1) else source
 
 
 def latency_profile(module: Module, machine: Machine, mesh: Mapping[str, int]) -> str:
@@ -29,33 +41,105 @@ def latency_profile(module: Module, machine: Machine, mesh: Mapping[str, int]) -
         machine: what it runs on.
         mesh: sizes of the mesh axes, outer to inner.
     """
-    return "".join(
-        f'costs {{ name: "{name}" cost_us: {seconds * 1e6:.3f} }}\n'
-        for name, seconds in latencies(module, machine, mesh).items()
-    )
+    return _as_text({name: seconds * 1e6 for name, seconds in latencies(module, machine, mesh).items()})
 
 
-def cached_profile(config: Config, lowered: jax.stages.Lowered) -> Path:
-    """The file with the latencies of `config`'s step: made with one more compilation when it is first asked for.
+def read_profile(path: str) -> str:
+    """The latencies in a file that a person names, text or binary, as `latency_profile` writes them.
 
-    It is kept in `data.cache_dir`, by all that decides the program, its hardware and the version of jax.
+    XLA itself goes on without a word when it cannot read a profile.
+
+    Raises:
+        ConfigError: there is no such file, or it holds no latencies.
+    """
+    try:
+        content = Path(path).expanduser().read_bytes()
+    except OSError as error:
+        raise ConfigError(f"xla.latency_profile: {path} cannot be read: {error.strerror}; name a file, or auto") from error
+    costs = _text_costs(content) or _binary_costs(content)
+    if not costs:
+        raise ConfigError(
+            f"xla.latency_profile: {path} holds no latencies; name a ProfiledInstructionsProto, as text:"
+            ' costs { name: "fusion.1" cost_us: 2.5 }, or write auto'
+        )
+    return _as_text(costs)
+
+
+def training_profile(config: Config, lowered: jax.stages.Lowered) -> str | None:
+    """The file with the latencies that training's step is scheduled by, the same ones in all processes; None for none.
+
+    What the cost model tells of a program is kept in `data.cache_dir`; it takes one more compilation when the first process
+    does not have it. All processes call this together.
 
     Args:
-        config: the run; its `hardware` names the GPU.
+        config: the run.
         lowered: its step, lowered for the current mesh.
 
     Raises:
-        ConfigError: the configuration names no GPU.
+        ConfigError: see `read_profile`.
+        EnvironmentMismatchError: the processes were given different files.
     """
-    machine = Machine(gpu=planned_gpu(config.hardware), gpus_per_node=config.hardware.gpus_per_node)
-    mesh, settings = dict(jax.sharding.get_mesh().shape), config_to_dict(config)
-    parts = [settings[name] for name in ("model", "train", "optimizer", "hardware", "xla")]
-    key = cache.digest("latencies-1", parts, mesh, config.data.seq_len, jax.__version__)
-    entry = Path(config.data.cache_dir).expanduser() / "latencies" / key
+    source = latency_source(config, jax.sharding.get_mesh().size)
+    if source is None:
+        return None
+    if source == "auto":
+        entry, text = _made_profile(config, lowered)
+    else:
+        text = read_profile(source)
+        entry = _entry(config, cache.digest(text))
+        entries = everyones(entry.name)
+        if other := next((rank for rank, name in enumerate(entries) if name != entries[0]), None):
+            raise EnvironmentMismatchError(
+                f"xla.latency_profile: {source} of process {other} is not that of process 0; give all the same file"
+            )
     path = entry / "latencies.pbtxt"
     with cache.locked(entry):
-        if not path.exists():
-            blind = compile_with(lowered, compiler_options(config, jax.sharding.get_mesh().size)).as_text()
-            assert blind is not None
-            cache.write_atomically(path, latency_profile(parse(blind), machine, mesh).encode())
-    return path
+        if not path.exists() or path.read_text() != text:
+            cache.write_atomically(path, text.encode())
+    return str(path)
+
+
+def _made_profile(config: Config, lowered: jax.stages.Lowered) -> tuple[Path, str]:
+    """Where the first process keeps the latencies of `lowered`, and its latencies: two hosts may choose other kernels."""
+    machine = Machine(gpu=planned_gpu(config.hardware), gpus_per_node=config.hardware.gpus_per_node)
+    mesh = jax.sharding.get_mesh()
+    options = compiler_options(config, mesh.size)
+    described = [lowered.as_text(), options, repr(machine), repr(machine.calibration), dict(mesh.shape), jax.__version__]
+    entry = _entry(config, cache.digest("latencies-2", described))
+    path = entry / "latencies.pbtxt"
+    kept = everyones(path.read_text() if path.exists() else "")[0]
+    if not _text_costs(kept.encode()):
+        blind = compile_with(lowered, options).as_text()
+        assert blind is not None
+        kept = everyones(latency_profile(parse(blind), machine, dict(mesh.shape)))[0]
+    return entry, kept
+
+
+def _entry(config: Config, key: str) -> Path:
+    return Path(config.data.cache_dir).expanduser() / "latencies" / key
+
+
+def _as_text(costs: Mapping[str, float]) -> str:
+    """Latencies in microseconds by instruction, in protocol buffers' text format."""
+    return "".join(f'costs {{ name: "{name}" cost_us: {microseconds:.3f} }}\n' for name, microseconds in costs.items())
+
+
+def _text_costs(content: bytes) -> dict[str, float]:
+    """Microseconds by instruction; empty if `content` is anything but such text."""
+    text, costs, position = content.decode(errors="replace"), {}, 0
+    while found := _COST.match(text, position):
+        try:
+            costs[found[1]] = float(found[2])
+        except ValueError:
+            return {}
+        position = found.end()
+    return costs if position == len(text) else {}
+
+
+def _binary_costs(content: bytes) -> dict[str, float]:
+    """The same of the wire format: field 1 holds costs, whose field 1 is the name and 2 the double."""
+    try:
+        costs = [decode(cost) for cost in decode(content)[1]]
+        return {cost[1][0].decode(): struct.unpack("<d", cost[2][0])[0] for cost in costs}
+    except (KeyError, IndexError, TypeError, AttributeError, UnicodeDecodeError, struct.error):
+        return {}

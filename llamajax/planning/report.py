@@ -1,5 +1,6 @@
 """A plan as text for people: the verdict first, then memory, time, communication and money."""
 
+import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -10,9 +11,9 @@ from rich.table import Table
 from llamajax import console
 from llamajax.config import Config
 from llamajax.console import log
-from llamajax.mesh import MEMORY_FRACTION
+from llamajax.planning.allowance import VARIABLE, Allowance
 from llamajax.planning.hardware import planned_gpu
-from llamajax.planning.memory import KINDS, Allowance, Kind
+from llamajax.planning.memory import KINDS, Kind
 from llamajax.planning.schedule import Plan, Schedule
 from llamajax.units import format_bytes, format_count
 
@@ -26,13 +27,13 @@ def print_plan(plan: Plan, told: Figures) -> None:
     log(f"verdict    {verdict(told)}")
     log(f"           {DISCLAIMER}")
     _print_run(plan.config, told)
-    schedules = "2 compilations" if plan.with_profile else "1 compilation"
-    log(f"compile    {schedules}, {told['compile_s']:.1f} s, jax {told['jax_version']}")
+    count = told["num_compilations"]
+    log(f"compile    {count} compilation{'s' if count > 1 else ''}, {told['compile_s']:.1f} s, jax {told['jax_version']}")
     _print_memory(plan.chosen)
     _print_time(told)
     _print_collectives(told)
-    if plan.with_profile:
-        _print_profile(told)
+    if count > 1:
+        _print_schedules(plan.config, told)
     _print_money(told)
     if not told["fits"]:
         _print_suggestions(told)
@@ -84,7 +85,7 @@ def _print_run(config: Config, told: Figures) -> None:
 
 def _print_memory(schedule: Schedule) -> None:
     memory = schedule.memory
-    allowed, capacity = memory.allowance.total_bytes, memory.capacity_bytes
+    allowed, capacity, kept = memory.allowance.total_bytes, memory.capacity_bytes, memory.training_fraction
     left = capacity - memory.peak_bytes - allowed
     table = _table("memory per GPU at the fullest moment", "GiB", "of the card", "what it is", numbers=(1, 2))
     rows = [*memory.by_kind.items(), ("beside XLA", allowed), ("left" if left >= 0 else "missing", abs(left))]
@@ -98,8 +99,11 @@ def _print_memory(schedule: Schedule) -> None:
     for t in memory.tensors[:_TENSORS]:
         tensors.add_row(escape(t.name), f"{t.size / 2**30:.2f}", t.kind, t.dtype, " x ".join(map(str, t.shape)))
     _print(tensors)
-    if memory.fits and memory.memory_fraction > MEMORY_FRACTION:
-        log(f"set        XLA_PYTHON_CLIENT_MEM_FRACTION={memory.memory_fraction:.2f} for training")
+    log(f"share      training takes {kept:.1%} of the card for XLA's arrays, which need {memory.memory_fraction:.1%}")
+    if not memory.fits and kept < memory.memory_fraction <= memory.room:
+        log(f"set        {VARIABLE}={memory.memory_fraction:.3f}, here and for training, and it fits")
+    elif kept > memory.room:
+        log(f"set        {VARIABLE}={memory.room:.3f} or less: what is beside XLA's arrays needs more than is left")
 
 
 def _what(kind: str, allowance: Allowance) -> str:
@@ -179,21 +183,27 @@ def _sum(uses: Iterable[Figures], name: str) -> Any:
     return sum(use[name] for use in uses)
 
 
-def _print_profile(told: Figures) -> None:
+def _print_schedules(config: Config, told: Figures) -> None:
     names = ("step", "exposed", "of the step", "sync in loops", "peak", "")
     table = _table("scheduled by", *names, numbers=(1, 2, 3, 4, 5))
-    analytic = told["latency_profile"] in (None, "analytic")
-    by = "the cost model's latencies" if analytic else "the configured latencies"
-    kept = "with_profile" if told["latency_profile"] else "without_profile"
-    for key, name in (("without_profile", "XLA's own guesses"), ("with_profile", by)):
-        own = told[key]
-        table.add_row(
-            name, f"{own['step_time_s']:.4g} s", f"{own['exposed_comm_s']:.3g} s", f"{own['exposed_fraction']:.1%}",
-            str(own["sync_collectives_in_loops"]), format_bytes(own["peak_bytes"]), "kept" if key == kept else "",
-        )  # fmt: skip
+    source, pipelined = told["latency_profile"], config.xla.pipeline_gathers
+    rows = [({"xla.latency_profile": None}, told["without_profile"]), ({}, told["with_profile"])]
+    for changes, own in [*rows, *((other["changes"], other) for other in told["alternatives"])]:
+        if own:
+            by = changes.get("xla.latency_profile", source)
+            name = {None: "XLA's own guesses", "auto": "the cost model's latencies"}.get(by, f"the latencies in {by}")
+            if "xla.pipeline_gathers" in changes:
+                name += f", gathers {'not ' if pipelined else ''}pipelined"
+            in_training = by == source and "xla.pipeline_gathers" not in changes
+            table.add_row(
+                escape(name), f"{own['step_time_s']:.4g} s", f"{own['exposed_comm_s']:.3g} s",
+                f"{own['exposed_fraction']:.1%}", str(own["sync_collectives_in_loops"]), format_bytes(own["peak_bytes"]),
+                "training's" if in_training else "",
+            )  # fmt: skip
     _print(table)
-    if told["latency_profile"] == "analytic":
-        log("set        xla.latency_profile: auto, and training is scheduled so too")
+    if told["best_changes"]:
+        changes = ", ".join(f"{key}: {json.dumps(value)}" for key, value in told["best_changes"].items())
+        log(f"set        {changes.replace(chr(34), '')}: of these the best")
 
 
 def _print_money(told: Figures) -> None:

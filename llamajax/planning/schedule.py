@@ -1,22 +1,25 @@
-"""A plan: the step compiled, its memory and time; compiled again with the cost model's latencies; the better one kept."""
+"""A plan: the step compiled as training compiles it, its memory and time; and what other settings would make of it."""
 
-import contextlib
+import dataclasses
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from llamajax.config import Config
 from llamajax.errors import ConfigError
+from llamajax.kernels.cudnn_attention import planned_obstacle
 from llamajax.planning.compile import CompiledStep, compile_for
-from llamajax.planning.fitting import Suggestion, suggestions
+from llamajax.planning.fitting import Suggestion, changed, suggestions
 from llamajax.planning.hardware import planned_gpu
 from llamajax.planning.hlo import Module, parse
 from llamajax.planning.machine import Machine
 from llamajax.planning.memory import MemoryPlan, memory_plan
-from llamajax.planning.profile import latency_profile
+from llamajax.planning.profile import latency_profile, latency_source, read_profile
 from llamajax.planning.replay import replay
 from llamajax.planning.timeline import Timeline
+from llamajax.xla_flags import CAN_PIPELINE, check_flags
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +34,15 @@ class Schedule:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Alternative:
+    """The step under other settings of `xla`."""
+
+    changes: dict[str, Any]
+    """Dotted keys to values."""
+    schedule: Schedule
+
+
+@dataclass(frozen=True, kw_only=True)
 class Plan:
     """What is known of a configuration before it runs."""
 
@@ -38,16 +50,27 @@ class Plan:
     without_profile: Schedule
     """Scheduled by XLA's own guesses."""
     with_profile: Schedule | None
-    """Scheduled by the cost model's latencies, or those of the file in `xla.latency_profile`; None: not tried."""
+    """Scheduled by the latencies that `xla.latency_profile` asks for; None: it asks for none."""
+    alternatives: tuple[Alternative, ...] = ()
+    """Other settings that were tried; XLA's own guesses, where latencies are asked for, are not among them."""
     suggestions: tuple[Suggestion, ...] = ()
     """What to change when `chosen` does not fit the card."""
 
     @property
     def chosen(self) -> Schedule:
-        """Of the two the one that fits, or else the faster one: latencies can also mislead the scheduler. If both are
-        the same, the one without needs no file."""
-        candidates = [schedule for schedule in (self.without_profile, self.with_profile) if schedule is not None]
-        return min(candidates, key=lambda schedule: (not schedule.memory.fits, schedule.timeline.step_time_s))
+        """The one that training runs."""
+        return self.without_profile if self.with_profile is None else self.with_profile
+
+    @property
+    def best_changes(self) -> dict[str, Any]:
+        """The settings of `xla` with which the step fits and is fastest, where they are others; empty if it is as it is."""
+        guesses = Alternative(changes={"xla.latency_profile": None}, schedule=self.without_profile)
+        tried = [
+            Alternative(changes={}, schedule=self.chosen),
+            *([guesses] if self.with_profile else []),
+            *self.alternatives,
+        ]
+        return min(tried, key=lambda one: (not one.schedule.memory.fits, one.schedule.timeline.step_time_s)).changes
 
     @property
     def machine(self) -> Machine:
@@ -69,35 +92,89 @@ def mesh_sizes(config: Config) -> dict[str, int]:
 
 
 def make_plan(
-    config: Config, *, profile: bool = True, suggest: bool = True, doing: Callable[[str], None] = lambda what: None
+    config: Config, *, suggest: bool = True, alternatives: bool = False, doing: Callable[[str], None] = lambda what: None
 ) -> Plan:
-    """Compiles and replays `config`, twice with `profile`; where it does not fit, also what could be changed.
+    """Compiles `config` as training does, and replays it; where it does not fit, also what could be changed.
 
     Args:
         config: the run.
-        profile: compile a second time with latencies.
-        suggest: look for changes with which it fits, if it does not; that takes up to eight compilations more.
+        suggest: look for changes with which it fits, if it does not; that takes up to eleven compilations more.
+        alternatives: also compile it with other settings of `xla`.
         doing: told what is being done, for people who wait.
 
     Raises:
         CompilerMissingError: XLA's compiler for GPUs is not installed.
-        ConfigError: see `compile_for`; or the file in `xla.latency_profile` is missing.
+        ConfigError: see `compile_for` and `read_profile`.
     """
-    if config.xla.latency_profile not in (None, "auto") and not Path(config.xla.latency_profile).is_file():
-        raise ConfigError(f"xla.latency_profile: {config.xla.latency_profile} is no file; name one, or write auto")
+    if config.xla.latency_profile not in (None, "auto"):
+        read_profile(config.xla.latency_profile)
     doing("compiling the step")
     blind = replayed(compile_for(config), config)
-    profiled = None
-    if profile:
-        doing("compiling it again with the latencies of the cost model")
-        with _profile_file(config, blind) as path:
-            profiled = replayed(compile_for(config, latency_profile=path), config)
-    plan = Plan(config=config, without_profile=blind, with_profile=profiled)
+    plan = Plan(config=config, without_profile=blind, with_profile=by_latencies(blind, config))
+    if alternatives:
+        doing("compiling it with other settings of xla")
+        plan = dataclasses.replace(plan, alternatives=tuple(_alternatives(plan)))
     if plan.chosen.memory.fits or not suggest:
         return plan
     doing("compiling what could fit instead")
-    found = suggestions(config, plan.chosen.memory, step_time=lambda step: replayed(step, step.config).timeline.step_time_s)
-    return Plan(config=config, without_profile=blind, with_profile=profiled, suggestions=tuple(found))
+    return dataclasses.replace(plan, suggestions=tuple(suggestions(config, plan.chosen.memory, compiled=memory_and_time)))
+
+
+def plan_problems(config: Config) -> list[str]:
+    """What stands in the way of a plan, as far as it shows before anything is compiled: one line each."""
+    if config.hardware.gpu == "none":
+        return ["hardware.gpu: a plan needs to know the GPU"]
+    problems = [*config.placement_problems(config.hardware.num_devices)]
+    problems += [problem for problem in config.problems() if not any(problem.startswith(known) for known in problems)]
+    if not problems and config.model.attention_kernel == "cudnn":
+        reason = planned_obstacle(config.model, mesh_sizes(config))
+        problems += [f"model.attention_kernel: cudnn cannot be used: {reason}; or set auto"] if reason else []
+    try:
+        if config.xla.flags:
+            check_flags(config)
+        if config.xla.latency_profile not in (None, "auto"):
+            read_profile(config.xla.latency_profile)
+    except ConfigError as error:
+        problems.append(str(error))
+    return problems
+
+
+def by_latencies(blind: Schedule, config: Config) -> Schedule | None:
+    """The step, of which `blind` is the schedule by guesses, by the latencies that training uses; None: it uses none."""
+    source = latency_source(config, config.hardware.num_devices)
+    if source is None:
+        return None
+    made = latency_profile(blind.module, planned_machine(config), mesh_sizes(config)) if source == "auto" else None
+    with tempfile.TemporaryDirectory(prefix="llamajax-plan-") as folder:
+        path = Path(folder) / "latencies.pbtxt"
+        path.write_text(made or read_profile(source), encoding="utf-8")
+        return replayed(compile_for(config, latency_profile=str(path)), config)
+
+
+def _alternatives(plan: Plan) -> Iterator[Alternative]:
+    """Every other way to pipeline and to schedule; a program of one device has neither."""
+    if plan.config.hardware.num_devices == 1:
+        return
+    own = plan.config.xla
+    for pipelined in (own.pipeline_gathers, not own.pipeline_gathers) if CAN_PIPELINE else (own.pipeline_gathers,):
+        changes: dict[str, Any] = {} if pipelined == own.pipeline_gathers else {"xla.pipeline_gathers": pipelined}
+        guessed, known = changes | {"xla.latency_profile": None}, changes | {"xla.latency_profile": "auto"}
+        blind = plan.without_profile
+        if changes:
+            config = changed(plan.config, guessed)
+            blind = replayed(compile_for(config), config)
+            yield Alternative(changes=guessed, schedule=blind)
+        if changes or own.latency_profile != "auto":
+            schedule = by_latencies(blind, changed(plan.config, known))
+            assert schedule is not None
+            yield Alternative(changes=known, schedule=schedule)
+
+
+def memory_and_time(config: Config) -> tuple[MemoryPlan, float]:
+    """Of the step as training runs it; of the one by XLA's own guesses, if that does not fit."""
+    blind = replayed(compile_for(config), config)
+    found = (by_latencies(blind, config) if blind.memory.fits else None) or blind
+    return found.memory, found.timeline.step_time_s
 
 
 def replayed(step: CompiledStep, config: Config) -> Schedule:
@@ -109,15 +186,3 @@ def replayed(step: CompiledStep, config: Config) -> Schedule:
         memory=memory_plan(step, module),
         timeline=replay(module, planned_machine(config), mesh_sizes(config)),
     )
-
-
-@contextlib.contextmanager
-def _profile_file(config: Config, blind: Schedule) -> Iterator[str]:
-    """The file of latencies that the configuration names, or else one that the cost model makes."""
-    if config.xla.latency_profile not in (None, "auto"):
-        yield config.xla.latency_profile
-        return
-    with tempfile.TemporaryDirectory(prefix="llamajax-plan-") as folder:
-        path = Path(folder) / "latencies.pbtxt"
-        path.write_text(latency_profile(blind.module, planned_machine(config), mesh_sizes(config)), encoding="utf-8")
-        yield str(path)

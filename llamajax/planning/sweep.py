@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from llamajax.config import Config
 from llamajax.config_file import config_to_dict, read_config
 from llamajax.errors import ConfigError
-from llamajax.planning.schedule import Plan, make_plan, mesh_sizes, replayed
+from llamajax.planning.schedule import Plan, by_latencies, make_plan, mesh_sizes, plan_problems, replayed
 from llamajax.yaml_text import Problems
 
-_SAME_PROGRAM = (
-    "hardware.gpu_bandwidth", "hardware.node_bandwidth", "hardware.price_per_gpu_hour", "hardware.token_budget",
-)  # fmt: skip
-"""Settings that the compiler is not told: a compiled step is replayed for them."""
+_PRICES = ("hardware.price_per_gpu_hour", "hardware.token_budget")
+"""Settings that change neither program nor schedule."""
+_BANDWIDTHS = ("hardware.gpu_bandwidth", "hardware.node_bandwidth")
+"""Settings that the compiler is not told, but that the cost model's latencies depend on."""
 _CLUSTER_SIZE = ("hardware.nodes", "hardware.gpus_per_node")
 
 
@@ -36,7 +36,7 @@ def read_sweep(text: str, config: Config) -> Sweep:
     scaling).
 
     Raises:
-        ConfigError: no setting has this name, or a value breaks a rule.
+        ConfigError: no setting has this name, or a value breaks a rule or leaves nothing to plan.
     """
     key, equals, values_text = text.partition("=")
     values = tuple(value.strip() for value in values_text.split(","))
@@ -44,13 +44,19 @@ def read_sweep(text: str, config: Config) -> Sweep:
         raise ConfigError(f"--sweep: {text!r} is not KEY=VALUE,VALUE; for example hardware.nodes=4,8,16")
     if "." not in key:
         raise ConfigError(f"--sweep: {key!r} is no setting of a section; for example hardware.nodes")
-    return Sweep(key=key, values=values, configs=tuple(_with_value(config, key, value) for value in values))
+    sweep = Sweep(key=key, values=values, configs=tuple(_with_value(config, key, value) for value in values))
+    problems = [
+        f"--sweep: {key}={value}: {problem.removeprefix(f'{key}: ')}"
+        for value, changed in zip(sweep.values, sweep.configs, strict=True)
+        for problem in plan_problems(changed)
+    ]
+    if problems:
+        raise ConfigError("\n".join(problems))
+    return sweep
 
 
-def run_sweep(
-    sweep: Sweep, base: Plan, *, profile: bool = True, doing: Callable[[str], None] = lambda what: None
-) -> tuple[Plan, ...]:
-    """A plan for each value. Where only bandwidths or prices differ from `base`, its compiled step is replayed.
+def run_sweep(sweep: Sweep, base: Plan, *, doing: Callable[[str], None] = lambda what: None) -> tuple[Plan, ...]:
+    """A plan for each value. Where only bandwidths or prices differ from `base`, what is compiled is replayed.
 
     Raises:
         CompilerMissingError: XLA's compiler for GPUs is not installed.
@@ -59,12 +65,12 @@ def run_sweep(
     for value, config in zip(sweep.values, sweep.configs, strict=True):
         if config == base.config:
             plans.append(base)
-        elif sweep.key in _SAME_PROGRAM:
-            plans.append(_replay(base, config))
+        elif sweep.key in (*_PRICES, *_BANDWIDTHS):
+            doing(f"{sweep.key}={value}")
+            plans.append(_replay(base, config, new_latencies=sweep.key in _BANDWIDTHS))
         else:
-            where = f"{sweep.key}={value}"
-            told = functools.partial(_tell, doing, where)
-            plans.append(make_plan(config, profile=profile, suggest=False, doing=told))
+            told = functools.partial(_tell, doing, f"{sweep.key}={value}")
+            plans.append(make_plan(config, suggest=False, doing=told))
     return tuple(plans)
 
 
@@ -72,14 +78,13 @@ def _tell(doing: Callable[[str], None], where: str, what: str) -> None:
     doing(f"{where}: {what}")
 
 
-def _replay(base: Plan, config: Config) -> Plan:
-    profiled = base.with_profile
-    return dataclasses.replace(
-        base,
-        config=config,
-        without_profile=replayed(base.without_profile.step, config),
-        with_profile=profiled and replayed(profiled.step, config),
-    )
+def _replay(base: Plan, config: Config, *, new_latencies: bool) -> Plan:
+    """`base` on the cluster of `config`; the schedule by latencies is compiled anew where these are others."""
+    blind, profiled = replayed(base.without_profile.step, config), base.with_profile
+    if profiled is not None:
+        anew = new_latencies and config.xla.latency_profile == "auto"
+        profiled = by_latencies(blind, config) if anew else replayed(profiled.step, config)
+    return Plan(config=config, without_profile=blind, with_profile=profiled)
 
 
 def _with_value(config: Config, key: str, value: str) -> Config:

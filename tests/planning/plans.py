@@ -4,12 +4,13 @@ import dataclasses
 import pathlib
 
 from llamajax.config import Config, DataConfig, HardwareConfig, MeshConfig, ModelConfig, SourceConfig, TrainConfig
+from llamajax.planning.allowance import Allowance
 from llamajax.planning.buffers import BufferAssignment
 from llamajax.planning.compile import CompiledStep
 from llamajax.planning.fitting import Suggestion, changed
 from llamajax.planning.hardware import planned_gpu
 from llamajax.planning.hlo import Module, parse
-from llamajax.planning.memory import KINDS, Allowance, MemoryPlan, Tensor
+from llamajax.planning.memory import KINDS, MemoryPlan, Tensor
 from llamajax.planning.replay import replay
 from llamajax.planning.schedule import Plan, Schedule, mesh_sizes, planned_machine
 from tests.tiny import tiny_config
@@ -55,7 +56,8 @@ def memory(peak_bytes: int = 60 * GIB) -> MemoryPlan:
         peak_bytes=peak_bytes,
         host_bytes=0,
         capacity_bytes=84_942_979_072,
-        allowance=Allowance(num_communicators=3),
+        allowance=Allowance(num_communicators=7),
+        training_fraction=0.92,
         tensors=(tensor,),
     )
 
@@ -86,6 +88,6 @@ def plan(*, config: Config = CONFIG, peak_bytes: int = 60 * GIB) -> Plan:
         config=changed(config, changes),
         flops_ratio=1.0,
         memory=memory(),
-        step_time_s=2 * blind.timeline.step_time_s,
+        step_time_s=2 * made.chosen.timeline.step_time_s,
     )
     return dataclasses.replace(made, suggestions=(suggestion,))

@@ -18,12 +18,12 @@ from llamajax.config import (
     TrainConfig,
     XlaConfig,
 )
-from llamajax.errors import ConfigError
+from llamajax.errors import ConfigError, EnvironmentMismatchError
 from llamajax.planning import compile as planning_compile
 from llamajax.planning.compile import CompiledStep, CompilerMissingError, check_compiler, compile_for
 from llamajax.planning.fitting import changed, suggestions
 from llamajax.planning.hlo import parse
-from llamajax.planning.memory import estimate, memory_plan, minimum_state_bytes
+from llamajax.planning.memory import MemoryPlan, estimate, memory_plan, minimum_state_bytes
 from tests.tiny import tiny_config
 
 CONFIG = tiny_config(
@@ -130,6 +130,25 @@ def test_the_current_mesh_stays(compiler):
 
 
 @pytest.mark.slow
+def test_where_xla_is_told_to_dump_its_programs_is_no_matter(compiler, tmp_path):
+    """Of two configurations that differ in it only, the same program comes, and its memory; nothing is dumped."""
+    flags = ("xla_dump_to=" + str(tmp_path), "xla_dump_hlo_module_re=none", "xla_dump_compress_protos=true")
+    config = dataclasses.replace(tiny_config(hardware=HardwareConfig(gpu="h100")), xla=XlaConfig(flags=flags))
+    step = compile_for(config)
+    assert memory_plan(step, parse(step.hlo)).argument_bytes > 0
+    assert not any(name.startswith("xla_dump") for name in step.options)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+def test_a_directory_for_temporary_files_that_is_missing_is_named(compiler, tmp_path, monkeypatch):
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "gone"))
+    with pytest.raises(EnvironmentMismatchError, match=rf"^TMPDIR: .* cannot write to {tmp_path}/gone; set it to") as caught:
+        compile_for(tiny_config(hardware=HardwareConfig(gpu="h100")))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "message",
     ["UNAVAILABLE: No PTX compilation provider is available.", "INTERNAL: libdevice not found at ./libdevice.10.bc"],
@@ -147,16 +166,16 @@ def test_missing_tools_of_cuda_are_told_with_the_remedy(compiler, monkeypatch, m
 def test_what_is_suggested_was_compiled_and_fits(compiler):
     too_large = changed(CONFIG, {"model.remat": "none", "hardware.gpu": "a100-40gb", "train.global_batch_size": 256})
     assert not estimate(too_large).fits
-    seconds: list[CompiledStep] = []
+    seconds: list[Config] = []
 
-    def step_time(step: CompiledStep) -> float:
-        seconds.append(step)
-        return float(len(seconds))
+    def compiled(config: Config) -> tuple[MemoryPlan, float]:
+        step = compile_for(config)
+        seconds.append(config)
+        return memory_plan(step, parse(step.hlo)), float(len(seconds))
 
-    step = compile_for(too_large)
-    found = suggestions(too_large, memory_plan(step, parse(step.hlo)), step_time=step_time)
+    found = suggestions(too_large, compiled(too_large)[0], compiled=compiled)
     assert len(found) == 3
-    assert [suggestion.step_time_s for suggestion in found] == [1.0, 2.0, 3.0]
+    assert [suggestion.step_time_s for suggestion in found] == sorted(suggestion.step_time_s for suggestion in found)
     for suggestion in found:
         assert suggestion.memory.fits
         assert suggestion.changes

@@ -6,7 +6,9 @@ import re
 
 import pytest
 
+from llamajax.config import XlaConfig
 from llamajax.planning import figures
+from llamajax.planning.schedule import Alternative
 from llamajax.planning.sweep import Sweep
 from tests.planning import plans
 
@@ -20,7 +22,7 @@ PROMISED = (
 def test_every_promised_key_is_there_and_described():
     told = figures.figures(plans.plan())
     assert json.loads(json.dumps(told)) == told
-    assert told["schema_version"] == 1
+    assert told["schema_version"] == 2
     assert set(PROMISED) <= told.keys()
     described = set(re.findall(r"\w+", figures.__doc__ or ""))
     keys = set(told)
@@ -43,15 +45,15 @@ def test_speeds_follow_from_the_step():
         assert use["hidden_s"] + use["exposed_s"] == pytest.approx(use["seconds"])
 
 
-def test_both_schedules_are_told_and_the_kept_one_leads():
+def test_both_schedules_are_told_and_that_of_training_leads():
     told = figures.figures(plans.plan())
-    assert told["latency_profile"] == "analytic"
+    assert told["latency_profile"] == "auto"
     assert told["compile_s"] == 3.0
     assert told["step_time_s"] == told["with_profile"]["step_time_s"]
     assert told["without_profile"]["step_time_s"] == pytest.approx(told["step_time_s"] + 1e-3)
     assert set(PROMISED) - {"num_devices", "num_params", "compile_s"} <= told["without_profile"].keys()
-    alone = dataclasses.replace(plans.plan(), with_profile=None)
-    told = figures.figures(alone)
+    config = dataclasses.replace(plans.CONFIG, xla=XlaConfig(latency_profile=None))
+    told = figures.figures(dataclasses.replace(plans.plan(config=config), with_profile=None))
     assert (told["latency_profile"], told["with_profile"], told["compile_s"]) == (None, None, 1.5)
 
 
@@ -74,6 +76,27 @@ def test_suggestions_have_their_price():
     assert row["changes"] == {"train.grad_accum_steps": 4}
     assert row["fits"]
     assert row["step_time_ratio"] == row["gpu_time_ratio"] == pytest.approx(2.0)
+
+
+def test_alternatives_are_told_with_the_best():
+    faster = Alternative(changes={"xla.pipeline_gathers": True}, schedule=plans.schedule(seconds=-1e-6))
+    slower = Alternative(changes={"xla.latency_profile": "auto"}, schedule=plans.schedule(seconds=1))
+    told = figures.figures(dataclasses.replace(plans.plan(), alternatives=(slower, faster)))
+    assert told["best_changes"] == faster.changes
+    assert [row["changes"] for row in told["alternatives"]] == [slower.changes, faster.changes]
+    assert told["alternatives"][0]["step_time_s"] == pytest.approx(told["step_time_s"] + 1)
+    assert (told["num_compilations"], told["compile_s"]) == (4, 6.0)
+    assert figures.figures(plans.plan())["best_changes"] == {}
+
+
+def test_what_is_expected_of_a_program_comes_from_its_configuration():
+    """The module has no fused attention: where the configuration asks for it, its FLOPs are not those of the formula."""
+    told = figures.figures(plans.plan())
+    model = dataclasses.replace(plans.CONFIG.model, attend_across_documents=True)
+    asked = figures.figures(plans.plan(config=dataclasses.replace(plans.CONFIG, model=model)))
+    assert told["attention_kernel"] == asked["attention_kernel"] == "plain"
+    assert asked["flops"] == told["flops"]
+    assert asked["flops_factor"] > 1.01 * told["flops_factor"]
 
 
 def test_efficiency_is_relative_to_the_first_value():

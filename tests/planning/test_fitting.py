@@ -13,7 +13,7 @@ from llamajax.config import (
 )
 from llamajax.errors import ConfigError
 from llamajax.planning.fitting import ESTIMATE_MARGIN, candidates, changed, executed_flops
-from llamajax.planning.memory import estimate
+from llamajax.planning.memory import estimate, fuses_attention
 from tests.tiny import tiny_config
 
 LLAMA_8B = tiny_config(
@@ -42,7 +42,7 @@ def test_candidates_fit_by_the_formulas_and_are_valid():
 
 def expected_to_fit(config) -> bool:
     expected = estimate(config)
-    return expected.peak_bytes + expected.allowance.total_bytes <= ESTIMATE_MARGIN * expected.capacity_bytes
+    return expected.peak_bytes <= ESTIMATE_MARGIN * expected.budget_bytes
 
 
 def test_what_is_enough_alone_comes_first_and_in_no_pair():
@@ -57,7 +57,8 @@ def test_what_is_enough_alone_comes_first_and_in_no_pair():
 @pytest.mark.parametrize("fused", [True, False])
 def test_recomputation_has_its_price(fused):
     policies = ("none", "save_attention_qkv_mlp", "save_attention_qkv", "save_attention", "full")
-    flops = [executed_flops(changed(LLAMA_8B, {"model.remat": policy}), fused_attention=fused) for policy in policies]
+    base = changed(LLAMA_8B, {"model.attend_across_documents": fused})
+    flops = [executed_flops(changed(base, {"model.remat": policy})).total for policy in policies]
     assert flops == sorted(flops)
     assert len(set(flops)) == (4 if fused else 5)
     # Seven products of queries with keys or of weights with values, where the formula counts six causal ones.
@@ -66,6 +67,28 @@ def test_recomputation_has_its_price(fused):
     assert flops[0] == (weights + 7 / 6 * attention) * tokens
     # All but the head and the last matmul of the MLP once more.
     assert 1.2 < flops[-1] / flops[0] < 4 / 3
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"model.attention_kernel": "plain"},
+        {"model.attend_across_documents": False},
+        {"model.head_dim": 192},
+        {"model.compute_dtype": "float32"},
+        {"mesh.sequence": 2, "mesh.fsdp": 2},
+    ],
+)
+def test_whether_attention_is_fused_follows_from_the_configuration(changes):
+    fused = changed(LLAMA_8B, {"model.attend_across_documents": True, "model.sliding_window": 1024})
+    assert fuses_attention(fused)
+    assert not fuses_attention(changed(fused, changes))
+    model, tokens = LLAMA_8B.model, 128 * 8192
+    product = 2 * model.num_layers * model.num_heads * model.head_dim * tokens
+    assert executed_flops(fused).attention == pytest.approx(7 * product * (1024 - 1024**2 / 8192 / 2))
+    plain = changed(fused, {"model.attention_kernel": "plain"})
+    assert executed_flops(plain).attention == 7 * product * 8192  # as it is computed: all scores, then masked
+    assert executed_flops(plain).weights == executed_flops(fused).weights == 6 * model.num_matmul_params * tokens
 
 
 def test_a_changed_configuration_is_checked():

@@ -7,6 +7,7 @@ import re
 import pytest
 
 from llamajax.planning import figures, picture
+from llamajax.planning.memory import KINDS
 from llamajax.planning.sweep import Sweep
 from llamajax.planning.timeline import Event, Loop, layer_loops
 from tests.planning import plans
@@ -65,11 +66,16 @@ def bars(text: str, style: str) -> list[float]:
     return [float(width) for width in re.findall(rf'<rect class="{style}" x="[\d.]+" y="6" width="([\d.]+)"', text)]
 
 
+def test_every_kind_of_memory_has_a_colour():
+    style = page().partition("<style>")[2].partition("</style>")[0]
+    assert [kind for kind in (*KINDS, "beside", "free") if f".{kind} {{" not in style and f".{kind}," not in style] == []
+
+
 def test_the_memory_is_to_scale():
     text = page()
     (optimizer,), (parameters,), (free,) = bars(text, "optimizer"), bars(text, "parameters"), bars(text, "free")
     assert optimizer == pytest.approx(2 * parameters, rel=0.01)
-    assert parameters + free == pytest.approx(1184 * (84_942_979_072 / plans.GIB - 52.27) / 79.11, rel=0.01)
+    assert parameters + free == pytest.approx(1184 * (84_942_979_072 / plans.GIB - 54.01) / 79.11, rel=0.01)
     over = page(plans.plan(peak_bytes=90 * plans.GIB))
     assert "does not fit" in over
     assert not bars(over, "free")

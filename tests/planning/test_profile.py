@@ -3,9 +3,11 @@
 import dataclasses
 import pathlib
 import re
+import struct
 
 import jax
 import pytest
+from jax.sharding import NamedSharding
 
 from llamajax.config import (
     Config,
@@ -18,12 +20,14 @@ from llamajax.config import (
     TrainConfig,
     XlaConfig,
 )
+from llamajax.errors import ConfigError, EnvironmentMismatchError
+from llamajax.mesh import make_mesh
 from llamajax.planning import hlo, profile
 from llamajax.planning.compile import compile_for, lower, planned_mesh
 from llamajax.planning.hardware import planned_gpu
 from llamajax.planning.machine import Machine
 from llamajax.planning.network import least_wire_bytes
-from llamajax.planning.profile import latency_profile
+from llamajax.planning.profile import latency_profile, latency_source, read_profile, training_profile
 from llamajax.planning.replay import replay
 from llamajax.train import gpu_options
 from tests.planning.modules import MACHINE, memory_s, module
@@ -123,11 +127,144 @@ def test_the_real_step_is_understood_and_its_exposed_time_shrinks(tmp_path):
     assert after.exposed_comm_s < before.exposed_comm_s
 
 
+COSTS = {"all-gather-start": 7.0, "fusion.1.remat": 0.25}
+TEXT = 'costs { name: "all-gather-start" cost_us: 7.000 }\ncosts { name: "fusion.1.remat" cost_us: 0.250 }\n'
+
+
+def binary(costs: dict[str, float]) -> bytes:
+    """A `ProfiledInstructionsProto` on the wire."""
+    entries = [b"\x0a" + bytes([len(n)]) + n.encode() + b"\x11" + struct.pack("<d", us) for n, us in costs.items()]
+    return b"".join(b"\x0a" + bytes([len(entry)]) + entry for entry in entries)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        TEXT.encode(),
+        b'costs {\n  name: "all-gather-start"\n  cost_us: 7\n}\ncosts: { name: "fusion.1.remat", cost_us: 2.5e-1 }',
+        binary(COSTS),
+    ],
+    ids=["ours", "text", "binary"],
+)
+def test_a_measured_profile_is_text_or_binary(tmp_path, content):
+    file = tmp_path / "measured"
+    file.write_bytes(content)
+    assert read_profile(str(file)) == TEXT
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"garbage",
+        bytes(range(256)),
+        TEXT.encode()[:-20],
+        b'costs { name: "a" cost_us: much }',
+        binary(COSTS)[:-3],
+        b"\x0a\x05hello",
+        b"# a run\nnum_layers: 2\n",
+    ],
+)
+def test_what_holds_no_latencies_is_refused_in_one_line(tmp_path, content):
+    file = tmp_path / "measured.pbtxt"
+    file.write_bytes(content)
+    with pytest.raises(ConfigError, match="holds no latencies") as caught:
+        read_profile(str(file))
+    assert str(caught.value).startswith("xla.latency_profile: ")
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("path", ["missing.pbtxt", "."])
+def test_a_file_that_cannot_be_read_is_refused(tmp_path, monkeypatch, path):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=r"^xla\.latency_profile: .* cannot be read: "):
+        read_profile(path)
+
+
+@pytest.fixture
+def lowered(monkeypatch):
+    """A program that is no training step, over eight devices, and the number of times it is compiled for its latencies."""
+    jax.set_mesh(make_mesh(MeshConfig()))
+    made = jax.jit(lambda x: x.sum()).lower(
+        jax.ShapeDtypeStruct((64,), "float32", sharding=NamedSharding(jax.sharding.get_mesh(), jax.P("fsdp")))
+    )
+    compilations = []
+
+    def compile_with(lowered, options):
+        compilations.append(options)
+        return lowered.compile()
+
+    monkeypatch.setattr(profile, "compile_with", compile_with)
+    return made, compilations
+
+
+def with_xla(tmp_path, **settings) -> Config:
+    data = dataclasses.replace(CONFIG.data, cache_dir=str(tmp_path / "cache"))
+    return dataclasses.replace(CONFIG, data=data, xla=XlaConfig(**settings))
+
+
+def test_training_uses_the_file_that_the_plan_reads(tmp_path, lowered):
+    file = tmp_path / "measured"
+    file.write_bytes(binary(COSTS))
+    made, compilations = lowered
+    config = with_xla(tmp_path, latency_profile=str(file))
+    path = gpu_options(config, made)["xla_gpu_pgle_profile_file_or_directory_path"]
+    assert str(path).endswith(".pbtxt")  # what XLA takes for text
+    assert pathlib.Path(str(path)).read_text() == read_profile(str(file)) == TEXT
+    assert compilations == []
+    file.write_text("garbage")
+    with pytest.raises(ConfigError, match="holds no latencies"):
+        gpu_options(config, made)
+
+
+def test_processes_with_different_files_do_not_start(tmp_path, lowered, monkeypatch):
+    file = tmp_path / "measured.pbtxt"
+    file.write_text(TEXT)
+    monkeypatch.setattr(profile, "everyones", lambda value: [value, "another"])
+    with pytest.raises(EnvironmentMismatchError, match=r"^xla\.latency_profile: .* of process 1 is not that of process 0"):
+        gpu_options(with_xla(tmp_path, latency_profile=str(file)), lowered[0])
+
+
+def test_no_latencies_where_none_are_asked_for_or_nothing_is_known(tmp_path, lowered):
+    made, compilations = lowered
+    for config in (
+        with_xla(tmp_path, latency_profile=None),
+        dataclasses.replace(with_xla(tmp_path), hardware=HardwareConfig()),
+    ):
+        assert "xla_gpu_pgle_profile_file_or_directory_path" not in gpu_options(config, made)
+    assert compilations == []
+    assert [latency_source(CONFIG, devices) for devices in (1, 2)] == [None, "auto"]
+
+
+def test_latencies_are_made_once_per_program_and_made_anew_when_the_file_is_damaged(tmp_path, lowered):
+    made, compilations = lowered
+    path = pathlib.Path(str(training_profile(with_xla(tmp_path), made)))
+    text = path.read_text()
+    assert costs(text)
+    assert training_profile(with_xla(tmp_path), made) == str(path)
+    assert len(compilations) == 1
+    path.write_text("garbage")
+    assert training_profile(with_xla(tmp_path), made) == str(path)
+    assert (path.read_text(), len(compilations)) == (text, 2)
+    pipelined = with_xla(tmp_path, flags=("xla_gpu_enable_while_loop_double_buffering=true",))
+    assert training_profile(pipelined, made) != str(path)
+    assert len(compilations) == 3
+
+
+def test_the_first_process_tells_the_others_its_latencies(tmp_path, lowered, monkeypatch):
+    """Two hosts may have chosen other kernels; all must schedule alike, and compile together or not at all."""
+    made, compilations = lowered
+    monkeypatch.setattr(profile, "everyones", lambda value: [TEXT, value])
+    path = training_profile(with_xla(tmp_path), made)
+    assert pathlib.Path(str(path)).read_text() == TEXT
+    assert compilations == []
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("gpu_compiler")
 def test_training_makes_its_profile_once(tmp_path, monkeypatch):
     data = dataclasses.replace(CONFIG.data, cache_dir=str(tmp_path))
-    config = dataclasses.replace(CONFIG, data=data, xla=XlaConfig(latency_profile="auto"))
+    config = dataclasses.replace(CONFIG, data=data)
     with jax.set_mesh(planned_mesh(config)):
         lowered = lower(config)
         made = gpu_options(config, lowered)

@@ -1,12 +1,15 @@
 """What a person reads of a plan."""
 
+import dataclasses
 import io
 
 import pytest
 from rich.console import Console
 
 from llamajax import console
+from llamajax.config import XlaConfig
 from llamajax.planning import figures, report
+from llamajax.planning.schedule import Alternative
 from llamajax.planning.sweep import Sweep
 from tests.planning import plans
 
@@ -23,12 +26,12 @@ def test_the_verdict_comes_first_and_then_everything(printed):
     report.print_plan(plan, figures.figures(plan))
     text = printed.getvalue()
     first, second = text.splitlines()[:2]
-    assert first.startswith("verdict    fits: 62.3 GiB of 79.1 GiB per GPU; ")
+    assert first.startswith("verdict    fits: 64.0 GiB of 79.1 GiB per GPU; ")
     assert "tokens/s/GPU, MFU" in first
     assert "waits for communication" in first
     assert "predicted, not measured" in second
     for word in (
-        "16 x H100 in 4 nodes, 400 GB/s between nodes; mesh data 2 x fsdp 4 x tensor 2",
+        "16 x H100 in 4 nodes, 200 GB/s between nodes; mesh data 2 x fsdp 4 x tensor 2",
         "AdamW's two moments",
         "model.[bold]",
         "all-gather",
@@ -36,7 +39,8 @@ def test_the_verdict_comes_first_and_then_everything(printed):
         "hides behind",
         "inter-node",
         "the cost model's latencies",
-        "xla.latency_profile: auto",
+        "training's",
+        "training takes 92.0% of the card for XLA's arrays, which need 75.9%",
         "1B tokens take",
         "0 instructions whose cost is a guess",
     ):
@@ -57,7 +61,7 @@ def test_what_does_not_fit_is_said_with_what_does(printed):
     plan = plans.plan(peak_bytes=90 * plans.GIB)
     report.print_plan(plan, figures.figures(plan))
     text = printed.getvalue()
-    assert text.startswith("verdict    does not fit: 92.3 GiB of 79.1 GiB")
+    assert text.startswith("verdict    does not fit: 94.0 GiB of 79.1 GiB")
     assert "missing" in text
     assert "train.grad_accum_steps: 4" in text
     assert "x 2.000" in text
@@ -67,7 +71,38 @@ def test_what_does_not_fit_is_said_with_what_does(printed):
 def test_a_full_card_needs_a_larger_share_for_jax(printed):
     plan = plans.plan(peak_bytes=74 * plans.GIB)
     report.print_plan(plan, figures.figures(plan))
-    assert "XLA_PYTHON_CLIENT_MEM_FRACTION=0.94 for training" in printed.getvalue()
+    text = printed.getvalue()
+    assert text.startswith("verdict    does not fit: ")
+    assert "set        XLA_PYTHON_CLIENT_MEM_FRACTION=0.936, here and for training, and it fits" in text
+
+
+def test_a_share_that_leaves_too_little_is_told(printed):
+    plan = plans.plan()
+    told = figures.figures(plan)
+    memory = dataclasses.replace(plan.chosen.memory, training_fraction=0.97)
+    chosen = dataclasses.replace(plan.chosen, memory=memory)
+    report.print_plan(dataclasses.replace(plan, with_profile=chosen), told)
+    assert "set        XLA_PYTHON_CLIENT_MEM_FRACTION=0.949 or less" in printed.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("source", "names"),
+    [
+        ("auto", ("XLA's own guesses ", "the cost model's latencies ")),
+        ("runs/[a]/measured.pbtxt", ("XLA's own guesses ", "the latencies in runs/[a]/measured.pbtxt ")),
+    ],
+)
+def test_schedules_are_named_by_what_they_are_by(printed, source, names):
+    plan = plans.plan(config=dataclasses.replace(plans.CONFIG, xla=XlaConfig(latency_profile=source)))
+    better = {"xla.pipeline_gathers": True, "xla.latency_profile": None}
+    other = Alternative(changes=better, schedule=plans.schedule(seconds=-1e-6))
+    plan = dataclasses.replace(plan, alternatives=(other,))
+    report.print_plan(plan, figures.figures(plan))
+    lines = printed.getvalue().splitlines()
+    for name in (*names, "XLA's own guesses, gathers pipelined "):
+        assert any(line.startswith(name) for line in lines)
+    assert [line for line in lines if line.endswith("training's  ")] == [line for line in lines if line.startswith(names[1])]
+    assert "set        xla.pipeline_gathers: true, xla.latency_profile: null: of these the best" in lines
 
 
 def test_without_a_change_that_fits_the_way_out_is_told(printed):

@@ -1,69 +1,140 @@
-"""Which of two schedules a plan keeps."""
+"""Which schedule a plan tells, which others it tries, and what it refuses before anything is compiled."""
 
 import dataclasses
 
 import pytest
 
-from llamajax.config import XlaConfig
+from llamajax.config import HardwareConfig, MeshConfig, XlaConfig
 from llamajax.errors import ConfigError
 from llamajax.planning import schedule as planning_schedule
-from llamajax.planning.schedule import Plan, make_plan
+from llamajax.planning.fitting import changed
+from llamajax.planning.schedule import Alternative, Plan, make_plan, plan_problems
 from tests.planning import plans
 
-
-def choice(blind, profiled) -> str:
-    plan = Plan(config=plans.CONFIG, without_profile=blind, with_profile=profiled)
-    return "blind" if plan.chosen is blind else "profiled"
+FILE = 'costs { name: "all-gather-start" cost_us: 7.000 }\n'
 
 
-def test_the_faster_schedule_is_kept_but_one_that_fits_before_it():
-    fast, slow = plans.schedule(), plans.schedule(seconds=1.0)
-    fast_and_large = plans.schedule(peak_bytes=90 * plans.GIB)
-    assert choice(slow, fast) == "profiled"
-    assert choice(fast, slow) == "blind"
-    assert choice(slow, fast_and_large) == "blind"
-    assert choice(fast_and_large, slow) == "profiled"
-    assert choice(slow, None) == "blind"
-    assert choice(fast, plans.schedule()) == "blind"
+def test_training_decides_which_schedule_is_told_and_the_best_is_named():
+    """A profile that misleads the scheduler is told all the same where training uses it."""
+    fast, slow, large = plans.schedule(), plans.schedule(seconds=1.0), plans.schedule(peak_bytes=90 * plans.GIB)
+    guesses = {"xla.latency_profile": None}
+
+    def plan(blind, profiled, *others) -> Plan:
+        alternatives = tuple(Alternative(changes={"n": number}, schedule=other) for number, other in enumerate(others))
+        return Plan(config=plans.CONFIG, without_profile=blind, with_profile=profiled, alternatives=alternatives)
+
+    for made, best in (
+        (plan(slow, fast), {}),
+        (plan(fast, slow), guesses),
+        (plan(slow, large), guesses),
+        (plan(large, slow), {}),
+        (plan(fast, plans.schedule()), {}),
+        (plan(slow, slow, slow, fast), {"n": 1}),
+        (plan(slow, slow, large), {}),
+    ):
+        assert made.chosen is made.with_profile
+        assert made.best_changes == best
+    assert plan(slow, None, fast).chosen is slow
+    assert plan(slow, None, fast).best_changes == {"n": 0}
 
 
 @pytest.fixture
 def compiled(monkeypatch):
-    """Compilations in place of real ones; gives the texts of the profiles they were told."""
-    profiles = []
+    """Compilations in place of real ones; gives what they were told: whether gathers are pipelined, and the latencies."""
+    told = []
 
     def compile_for(config, *, latency_profile=None):
+        text = None
         if latency_profile is not None:
             with open(latency_profile) as file:
-                profiles.append(file.read())
+                text = file.read()
+        told.append((config.xla.pipeline_gathers, text))
         return plans.step(config)
 
     monkeypatch.setattr(planning_schedule, "compile_for", compile_for)
     monkeypatch.setattr(planning_schedule, "memory_plan", lambda step, module: plans.memory())
-    return profiles
+    return told
+
+
+def with_xla(**settings):
+    return dataclasses.replace(plans.CONFIG, xla=XlaConfig(**settings))
 
 
 def test_the_second_compilation_is_told_the_latencies(compiled):
     plan = make_plan(plans.CONFIG)
-    assert plan.with_profile is not None
-    (profile,) = compiled
-    assert profile.count("costs { name: ") > 20
+    assert plan.chosen is plan.with_profile
+    (_, blind), (_, latencies) = compiled
+    assert blind is None
+    assert latencies.count("costs { name: ") > 20
 
 
-def test_one_compilation_without_a_profile(compiled):
-    assert make_plan(plans.CONFIG, profile=False).with_profile is None
+@pytest.mark.parametrize(
+    "config",
+    [
+        with_xla(latency_profile=None),
+        dataclasses.replace(plans.CONFIG, mesh=MeshConfig(), hardware=HardwareConfig(gpu="h100", gpus_per_node=1)),
+    ],
+    ids=["asked for none", "one device"],
+)
+def test_one_compilation_where_training_has_no_latencies(compiled, monkeypatch, config):
+    monkeypatch.setattr(planning_schedule, "replay", lambda module, machine, mesh: plans.schedule().timeline)
+    assert make_plan(config).with_profile is None
+    assert [text for _, text in compiled] == [None]
+
+
+def test_a_profile_of_ones_own_is_what_is_told(compiled, tmp_path):
+    file = tmp_path / "measured.pbtxt"
+    file.write_text(FILE)
+    config = with_xla(latency_profile=str(file))
+    plan = make_plan(config)
+    assert plan.chosen is plan.with_profile
+    assert [text for _, text in compiled] == [None, FILE]
+
+
+def test_a_profile_that_holds_none_is_refused_before_anything_is_compiled(compiled, tmp_path):
+    file = tmp_path / "measured.pbtxt"
+    file.write_text("measured")
+    config = with_xla(latency_profile=str(file))
+    with pytest.raises(ConfigError, match=r"^xla\.latency_profile: .*measured\.pbtxt holds no latencies"):
+        make_plan(config)
+    assert [line.partition(";")[0] for line in plan_problems(config)] == [f"xla.latency_profile: {file} holds no latencies"]
+    file.unlink()
+    with pytest.raises(ConfigError, match=r"^xla\.latency_profile: .*measured\.pbtxt cannot be read: No such file"):
+        make_plan(config)
     assert compiled == []
 
 
-def test_a_profile_of_ones_own_is_used(compiled, tmp_path):
-    file = tmp_path / "measured.pbtxt"
-    file.write_text("measured")
-    config = dataclasses.replace(plans.CONFIG, xla=XlaConfig(latency_profile=str(file)))
-    make_plan(config)
-    assert compiled == ["measured"]
-    file.unlink()
-    with pytest.raises(ConfigError, match=r"^xla\.latency_profile: .*measured\.pbtxt is no file"):
-        make_plan(config)
+@pytest.mark.parametrize("can_pipeline", [True, False])
+@pytest.mark.parametrize("source", ["auto", None])
+def test_alternatives_are_every_other_way(compiled, monkeypatch, can_pipeline, source):
+    monkeypatch.setattr(planning_schedule, "CAN_PIPELINE", can_pipeline)
+    config = with_xla(latency_profile=source, pipeline_gathers=True)
+    plan = make_plan(config, alternatives=True)
+    tried = [({}, plan.chosen), *((other.changes, other.schedule) for other in plan.alternatives)]
+    ways = [(way.xla.pipeline_gathers, way.xla.latency_profile) for way in (changed(config, c) for c, _ in tried)]
+    if source is not None:
+        ways.append((True, None))  # the one that is compiled first
+    assert len(ways) == len(set(ways)) == len(compiled)
+    assert set(ways) == {(p, s) for p in ((True, False) if can_pipeline else (True,)) for s in ("auto", None)}
+    assert sum(text is not None for _, text in compiled) == len(ways) // 2
+
+
+def test_what_stands_in_the_way_of_a_plan_is_known_before_compiling():
+    def problems(changes):
+        section, settings = changes
+        part = dataclasses.replace(getattr(plans.CONFIG, section), **settings)
+        return plan_problems(dataclasses.replace(plans.CONFIG, **{section: part}))
+
+    assert plan_problems(plans.CONFIG) == []
+    (line,) = problems(("model", {"attention_kernel": "cudnn"}))
+    assert line.startswith("model.attention_kernel: cudnn cannot be used: documents of one row")
+    (line,) = problems(("xla", {"flags": ("xla_gpu_no_such_thing=1",)}))
+    assert "does not know xla_gpu_no_such_thing" in line
+    (line,) = problems(("train", {"global_batch_size": 33}))
+    assert line.startswith("train.global_batch_size: 33")
+    (line,) = problems(("data", {"seq_len": 8192}))
+    assert line.startswith("data.seq_len: 8192 is above")
+    assert problems(("hardware", {"gpu": "none"})) == ["hardware.gpu: a plan needs to know the GPU"]
 
 
 def test_what_does_not_fit_gets_suggestions(compiled, monkeypatch):
@@ -71,12 +142,20 @@ def test_what_does_not_fit_gets_suggestions(compiled, monkeypatch):
     suggestion = plans.plan(peak_bytes=90 * plans.GIB).suggestions[0]
     asked = []
 
-    def suggestions(config, compiled, *, step_time):
-        assert not compiled.fits
-        asked.append(step_time(plans.step(config)))
+    def suggestions(config, memory, *, compiled):
+        assert not memory.fits
+        asked.append(compiled(config))
         return [suggestion]
 
     monkeypatch.setattr(planning_schedule, "suggestions", suggestions)
-    plan = make_plan(plans.CONFIG, profile=False)
+    plan = make_plan(plans.CONFIG)
     assert plan.suggestions == (suggestion,)
-    assert asked == [plan.without_profile.timeline.step_time_s]
+    assert asked == [(plan.chosen.memory, plan.without_profile.timeline.step_time_s)]
+    assert len(compiled) == 3  # what does not fit by guesses is not compiled by latencies
+
+
+def test_suggestions_are_compiled_as_training_would(compiled):
+    memory, seconds = planning_schedule.memory_and_time(plans.CONFIG)
+    assert memory.fits
+    assert seconds > 0
+    assert [text is None for _, text in compiled] == [True, False]

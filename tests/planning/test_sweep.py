@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from llamajax.config import HardwareConfig, MeshConfig
+from llamajax.config import HardwareConfig, MeshConfig, XlaConfig
 from llamajax.errors import ConfigError
 from llamajax.planning import schedule, sweep
 from llamajax.planning.sweep import read_sweep, run_sweep
@@ -64,23 +64,73 @@ def test_mistakes_are_told_before_anything_is_compiled(text, message):
     assert "\n" not in str(caught.value)
 
 
-def test_bandwidths_and_prices_are_replayed_and_the_rest_is_compiled(monkeypatch):
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("hardware.gpu=h200,none,h100", "--sweep: hardware.gpu=none: a plan needs to know the GPU"),
+        ("data.seq_len=512,8192", "--sweep: data.seq_len=8192: 8192 is above model.max_seq_len"),
+        (
+            "xla.latency_profile=auto,costs.pb",
+            "--sweep: xla.latency_profile=costs.pb: costs.pb cannot be read",
+        ),
+        (
+            "model.attention_kernel=auto,cudnn,plain",
+            "--sweep: model.attention_kernel=cudnn: cudnn cannot",
+        ),
+        ("mesh.num_cpu_devices=1", "mesh"),
+    ],
+)
+def test_what_cannot_be_planned_is_told_before_anything_is_compiled(text, message):
+    with pytest.raises(ConfigError) as caught:
+        read_sweep(text, CONFIG)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.fixture
+def compiled(monkeypatch):
+    """What would be compiled: configurations, and those of the schedules by new latencies."""
     monkeypatch.setattr(schedule, "memory_plan", lambda step, module: plans.memory())
-    compiled = []
+    whole, again = [], []
 
     def make_plan(config, **arguments):
-        compiled.append(config)
+        whole.append(config)
         return plans.plan(config=config)
 
+    def by_latencies(blind, config):
+        again.append(config)
+        return plans.schedule(config=config)
+
     monkeypatch.setattr(sweep, "make_plan", make_plan)
+    monkeypatch.setattr(sweep, "by_latencies", by_latencies)
+    return whole, again
+
+
+def test_bandwidths_change_the_latencies_and_prices_nothing(compiled):
+    whole, again = compiled
     base = plans.plan()
-    slow, same, fast = run_sweep(found := read_sweep("hardware.node_bandwidth=1e9,400e9,1e12", CONFIG), base)
-    assert compiled == []
+    slow, same, fast = run_sweep(found := read_sweep("hardware.node_bandwidth=1e9,200e9,1e12", CONFIG), base)
+    assert whole == []
+    assert again == list(found.configs)
     assert [plan.config for plan in (slow, same, fast)] == list(found.configs)
-    seconds = [plan.chosen.timeline.exposed_comm_s for plan in (slow, same, fast)]
+    seconds = [plan.without_profile.timeline.exposed_comm_s for plan in (slow, same, fast)]
     assert seconds[0] > seconds[1] > seconds[2]
     assert same.with_profile is not None
     assert same.chosen.timeline == dataclasses.replace(base.chosen.timeline)
+    again.clear()
+    for plan in run_sweep(read_sweep("hardware.price_per_gpu_hour=1,3", CONFIG), base):
+        assert plan.chosen.timeline == base.chosen.timeline
     assert run_sweep(read_sweep("hardware.nodes=4", CONFIG), base) == (base,)
+    assert (whole, again) == ([], [])
     run_sweep(read_sweep("hardware.gpu=h100,h200", CONFIG), base)
-    assert [config.hardware.gpu for config in compiled] == ["h200"]
+    assert [config.hardware.gpu for config in whole] == ["h200"]
+
+
+def test_latencies_of_ones_own_are_those_of_any_network(compiled, tmp_path):
+    file = tmp_path / "measured.pbtxt"
+    file.write_text('costs { name: "a" cost_us: 1 }')
+    config = dataclasses.replace(CONFIG, xla=XlaConfig(latency_profile=str(file)))
+    base = plans.plan(config=config)
+    (slow,) = run_sweep(read_sweep("hardware.node_bandwidth=1e9", config), base)
+    assert slow.chosen.timeline.exposed_comm_s > base.chosen.timeline.exposed_comm_s
+    assert compiled == ([], [])
