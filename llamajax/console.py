@@ -17,6 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 import llamajax
+from llamajax import processes
 from llamajax.config import Config
 from llamajax.run_log import FINAL_STEPS, METRICS_FILE, Record, RunSummary
 from llamajax.units import format_bytes, format_count, format_duration
@@ -41,6 +42,11 @@ def print_epochs(epochs: Mapping[str, float], num_steps: int) -> None:
     """Prints how often a run goes through each of its sources."""
     of_sources = ", ".join(f"{count:.2f} of {key}" for key, count in epochs.items())
     log(f"epochs     {of_sources} in {num_steps:,} steps")
+
+
+def log_own(text: str) -> None:
+    """Prints one line of any process, with its number if it is not the first."""
+    CONSOLE.print(text if not processes.rank() else f"{text} (process {processes.rank()})", markup=False, soft_wrap=True)
 
 
 def print_stream(prompt: str, pieces: Iterable[str]) -> None:

@@ -77,7 +77,7 @@ def evaluate_documents(
     path = find_run(config, pretrained)
     trained = load_config(path)
     run_config = adapt_run(trained, path, config, model_config, tokenizer)
-    dataset = data.prepare(run_config, log=console.log, tokenizer=tokenizer)
+    dataset = data.prepare(run_config, log=console.log, log_work=console.log_own, tokenizer=tokenizer)
     trained_on = pretrained.meta.get("data", {}).get("fingerprint")
     if config.data is None and config.seq_len is None and trained_on not in (None, dataset.fingerprint):
         say("warning    these are not the documents that the model was trained on: they have changed since")

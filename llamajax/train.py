@@ -83,7 +83,7 @@ def run(config: Config, *, dry_run: bool = False) -> None:
                 origin = take_along(pretrained.files, pretrained.hf)
             elif config.init_from is not None and restored is not None:
                 origin = take_along(restored.files, restored.meta.get("hf"))
-            dataset = data.prepare(config, log=console.log, tokenizer=origin.tokenizer)
+            dataset = data.prepare(config, log=console.log, log_work=console.log_own, tokenizer=origin.tokenizer)
             check_same_everywhere(
                 {"data (documents or tokenizer)": dataset.fingerprint, "tokenized documents": dataset.content}
             )

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 
+ROOT = pathlib.Path(__file__).parent.parent
 WORDS = ["the", "model", "reads", "a", "row", "of", "tokens", "and", "learns", "which", "one", "comes", "next"]
 
 
@@ -57,10 +58,11 @@ def free_address() -> str:
         return f"127.0.0.1:{free.getsockname()[1]}"
 
 
-def start(config: pathlib.Path, *overrides: str) -> subprocess.Popen[str]:
-    pipe = subprocess.PIPE
+def start(config: pathlib.Path, *overrides: str, directory: pathlib.Path | None = None) -> subprocess.Popen[str]:
+    """The command, running, in another working `directory` if that is given."""
+    pipe, env = subprocess.PIPE, environment(config.parent) | {"PYTHONPATH": str(ROOT)}
     return subprocess.Popen(
-        command(config, *overrides), stdout=pipe, stderr=subprocess.STDOUT, text=True, env=environment(config.parent)
+        command(config, *overrides), stdout=pipe, stderr=subprocess.STDOUT, text=True, env=env, cwd=directory
     )
 
 

@@ -9,6 +9,7 @@ import random
 import shutil
 import signal
 import subprocess
+from collections.abc import Sequence
 
 import jax
 import numpy as np
@@ -138,25 +139,80 @@ def test_another_mesh_takes_over_with_the_same_arrays_and_rows(unbroken, tmp_pat
     assert_close_to_unbroken(unbroken, run_dir)
 
 
+def start_two(
+    config: pathlib.Path, *overrides: str, directories: Sequence[pathlib.Path | None] = (None, None)
+) -> list[subprocess.Popen[str]]:
+    """Two processes with four devices each, joined over loopback, each in its own working directory."""
+    together = [
+        *overrides, "--mesh.num_cpu_devices=4", "--distributed.enabled=true",
+        f"--distributed.coordinator_address={runs.free_address()}", "--distributed.num_processes=2",
+    ]  # fmt: skip
+    return [
+        runs.start(config, *together, f"--distributed.process_id={rank}", directory=directory)
+        for rank, directory in enumerate(directories)
+    ]
+
+
 @pytest.mark.slow
 def test_two_processes_train_like_one(unbroken, tmp_path):
     """Four devices each, joined over loopback; stopped by a SIGTERM to one of them, then resumed to the end."""
     run_dir = tmp_path / "run"
 
-    def start_both() -> list[subprocess.Popen[str]]:
-        together = [
-            f"--run_dir={run_dir}", "--mesh.num_cpu_devices=4", "--distributed.enabled=true",
-            f"--distributed.coordinator_address={runs.free_address()}", "--distributed.num_processes=2",
-        ]  # fmt: skip
-        return [runs.start(unbroken, *together, f"--distributed.process_id={rank}") for rank in range(2)]
-
-    processes = start_both()
+    processes = start_two(unbroken, f"--run_dir={run_dir}")
     runs.wait_until(lambda: runs.steps_on_record(run_dir) >= 4, processes)
     processes[1].terminate()
     for process in processes:
         runs.finish(process)
     assert max(runs.committed_steps(run_dir)) == len(runs.losses(run_dir)) < NUM_STEPS
 
-    for process in start_both():
+    for process in start_two(unbroken, f"--run_dir={run_dir}"):
         runs.finish(process)
     assert_close_to_unbroken(unbroken, run_dir)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_killed_process_ends_the_others_training_with_one_line(unbroken, tmp_path, victim):
+    run_dir = tmp_path / "run"
+    processes = start_two(unbroken, f"--run_dir={run_dir}")
+    runs.wait_until(lambda: runs.steps_on_record(run_dir) >= 4, processes)
+    processes[victim].kill()
+    output = runs.finish(processes[1 - victim], expected_code=4)
+    assert output.splitlines()[-1].startswith(f"process {victim} (pid {processes[victim].pid} on ")
+    assert "Traceback" not in output
+    assert "Check failure" not in output
+    processes[victim].communicate()
+
+
+@pytest.mark.slow
+def test_processes_in_other_directories_are_not_one_run(unbroken, tmp_path):
+    """A relative run directory: the first process would go on from a checkpoint, the second begin."""
+    directories = (tmp_path / "first", tmp_path / "second")
+    for directory in directories:
+        directory.mkdir()
+    shutil.copytree(unbroken.parent / "run", directories[0] / "run")
+    before = runs.committed_steps(directories[0] / "run")
+    init_from = f"--init_from={unbroken.parent / 'run'}"
+    for process in start_two(unbroken, "--run_dir=run", init_from, directories=directories):
+        last = runs.finish(process, expected_code=4).splitlines()[-1]
+        assert last.startswith(f"run_dir: process 1 sees something else in {directories[1]}/run/checkpoints (pid ")
+    assert runs.committed_steps(directories[0] / "run") == before
+
+
+@pytest.mark.slow
+def test_bad_data_at_one_process_is_told_by_all(unbroken, tmp_path):
+    """And the other tells what it does itself, as no cache is shared."""
+    directories = (tmp_path / "first", tmp_path / "second")
+    for directory in directories:
+        directory.mkdir()
+    shutil.copy(unbroken.parent / "text.jsonl", directories[1] / "text.jsonl")
+    (directories[0] / "text.jsonl").write_text('{"text": "fine"}\n{"text": 3}\n')
+    overrides = ("--data.cache_dir=cache", '--data.sources=[{"kind": "jsonl", "paths": ["text.jsonl"]}]')
+    first, second = start_two(unbroken, f"--run_dir={tmp_path / 'run'}", *overrides, directories=directories)
+    reason = "text.jsonl:2: "
+    assert runs.finish(first, expected_code=3).splitlines()[-1].startswith(reason)
+    lines = [line for line in runs.finish(second, expected_code=4).splitlines() if "Gloo" not in line]
+    assert lines[-1].startswith(f"process 0 (pid {first.pid} on ")
+    assert reason in lines[-1]
+    assert [line.split()[0] for line in lines[:-1]] == ["tokenizer", "tokenized"]
+    assert all(line.endswith(" (process 1)") for line in lines[:-1])

@@ -58,12 +58,19 @@ class Dataset:
         return row
 
 
-def prepare(config: Config, *, log: Callable[[str], None] = print, tokenizer: Tokenizer | None = None) -> Dataset:
+def prepare(
+    config: Config,
+    *,
+    log: Callable[[str], None] = print,
+    log_work: Callable[[str], None] | None = None,
+    tokenizer: Tokenizer | None = None,
+) -> Dataset:
     """Makes the data of a run ready, reusing all that the cache holds; every process of a run may call it at once.
 
     Args:
         config: the run.
         log: takes a line for people to read.
+        log_work: takes a line about what only this process of the run may be doing; default: `log`.
         tokenizer: of the model that training starts from; the one that `data.tokenizer.path` names must be the same.
 
     Raises:
@@ -72,26 +79,32 @@ def prepare(config: Config, *, log: Callable[[str], None] = print, tokenizer: To
     """
     cache_dir = Path(config.data.cache_dir).expanduser()
     try:
-        return _prepare(config, cache_dir, log, tokenizer)
+        return _prepare(config, cache_dir, log, log_work or log, tokenizer)
     except OSError as error:  # sources and tokenizers report their own
         raise cache_error(error, cache_dir) from error
 
 
-def _prepare(config: Config, cache_dir: Path, log: Callable[[str], None], models_tokenizer: Tokenizer | None) -> Dataset:
+def _prepare(
+    config: Config,
+    cache_dir: Path,
+    log: Callable[[str], None],
+    log_work: Callable[[str], None],
+    models_tokenizer: Tokenizer | None,
+) -> Dataset:
     data = config.data
     sources = [Source(source, f"data.sources[{index}]") for index, source in enumerate(data.sources)]
     for source in sources:
         log(f"source     {source}")
-    groups = [group_files(source, cache_dir, log) for source in sources]
+    groups = [group_files(source, cache_dir, log_work) for source in sources]
     all_groups = [group for of_source in groups for group in of_source]
-    tokenizer = _tokenizer(config, models_tokenizer, all_groups, cache_dir, log)
+    tokenizer = _tokenizer(config, models_tokenizer, all_groups, cache_dir, log_work)
     template = _chat_template(config, tokenizer)
-    tokenize(all_groups, tokenizer, cache_dir, log, template)
+    tokenize(all_groups, tokenizer, cache_dir, log_work, template, log_waiting=log)
 
     packed, summary = [], []
     for source, of_source in zip(sources, groups, strict=True):
         packed.append(
-            PackedSource(source, of_source, tokenizer, template, cache_dir, data.seq_len, data.held_out_fraction, log)
+            PackedSource(source, of_source, tokenizer, template, cache_dir, data.seq_len, data.held_out_fraction, log_work)
         )
         _check_bad(packed[-1], log)
         summary.append(_describe(packed[-1]))

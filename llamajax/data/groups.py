@@ -133,16 +133,16 @@ def content_hashes(
     hashes = [_known_hash(path) for path in paths]
     unknown = [index for index, known in enumerate(hashes) if known is None]
     if unknown:
-        num_files = sum(len(groups[index]) for index in unknown)
-        num_bytes = sum(identity.size for index in unknown for identity in identities[index])
-        if num_bytes >= ANNOUNCED_BYTES:
-            log(f"hashing    {num_files:,} files, {num_bytes / 1e9:,.1f} GB, of {source.key}")
         with cache.locked(cache_dir / "hashing" / cache.digest(identities)):
             for index in unknown:
                 hashes[index] = _known_hash(paths[index])
                 if hashes[index] is None and paths[index].exists():
                     log(f"damaged    {paths[index]}; hashing the files again")
             unknown = [index for index in unknown if hashes[index] is None]
+            num_files = sum(len(groups[index]) for index in unknown)
+            num_bytes = sum(identity.size for index in unknown for identity in identities[index])
+            if num_bytes >= ANNOUNCED_BYTES:
+                log(f"hashing    {num_files:,} files, {num_bytes / 1e9:,.1f} GB, of {source.key}")
             newest = [max(max(file.mtime_ns, file.ctime_ns) for file in of_group) / 1e9 for of_group in identities]
             started = time.time()
             # Times that are still to come do not tell when a file was changed last: but not within this wait.

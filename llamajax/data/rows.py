@@ -63,8 +63,6 @@ class PackedSource:
         self.counts = self.reading(lambda: Counts.of(self.shards))
         self._shard_starts = np.cumsum([0, *self.counts.tokens_of_shard]).tolist()
         if not all(self._packing_path(side).exists() for side in SIDES):
-            if self.counts.text_bytes >= ANNOUNCED_BYTES:
-                log(f"packing    {self.counts.documents:,} documents of {source.key}")
             self.reading(self._pack)
         self._packings = self.reading(self._read_packings)
         moved = any(packing.info["num_moved"] for packing in self._packings.values())
@@ -158,6 +156,8 @@ class PackedSource:
         with cache.locked(self._entry):
             if self._is_packed():
                 return
+            if self.counts.text_bytes >= ANNOUNCED_BYTES:
+                self._log(f"packing    {self.counts.documents:,} documents of {self.source.key}")
             starts, lengths, kept_lengths, is_left_out, hashes, plain_hashes = [], [], [], [], [], []
             shard_start = 0
             for path in self.shards:  # all that is kept of one is copied, so that it need not stay mapped

@@ -17,6 +17,7 @@ from typing import Any, Self
 import numpy as np
 import rich.progress
 
+from llamajax import processes
 from llamajax.data import cache
 from llamajax.data.chat import ChatTemplate, Encoded, encode_conversation
 from llamajax.data.groups import GROUP_BYTES, FileGroup
@@ -110,6 +111,8 @@ def tokenize(
     cache_dir: Path,
     log: Callable[[str], None],
     template: ChatTemplate | None = None,
+    *,
+    log_waiting: Callable[[str], None] | None = None,
 ) -> None:
     """Makes every shard that is not there yet; groups that another process works on are left to it, and waited for.
 
@@ -119,6 +122,7 @@ def tokenize(
         cache_dir: where the shards are kept.
         log: takes a line for people to read.
         template: conversations to text; needed if there are any.
+        log_waiting: takes the line that says what is waited for; default: `log`.
 
     Raises:
         DataError: a file cannot be read, or has changed since it was hashed, or the template refuses a conversation.
@@ -134,7 +138,8 @@ def tokenize(
 
         others = [group for group in missing if not complete(group, wait=False)]
         if others:
-            log(f"waiting    for another process that tokenizes {len(others)} of {len(groups)} groups of files")
+            say = log_waiting or log
+            say(f"waiting    for another process that tokenizes {len(others)} of {len(groups)} groups of files")
         for group in others:
             complete(group, wait=True)
 
@@ -344,7 +349,7 @@ class Progress:
             rich.progress.TaskProgressColumn(),
             "{task.fields[speed]}",
             rich.progress.TimeRemainingColumn(),
-            disable=not animate or not sys.stdout.isatty() or not total_bytes,
+            disable=not animate or not sys.stdout.isatty() or not total_bytes or processes.rank() > 0,
             transient=True,
         )
         self._task = self._bar.add_task("", total=total_bytes, speed="")
@@ -378,7 +383,7 @@ class Progress:
     def _show(self) -> None:
         self._bar.update(self._task, completed=self._read_bytes, speed=self._speed())
         now = time.monotonic()
-        if self._bar.disable and now - self._reported >= REPORT_EVERY_S:
+        if self._bar.disable and self._documents and now - self._reported >= REPORT_EVERY_S:
             self._reported = now
             done = min(self._read_bytes / self._total_bytes, 1.0) if self._total_bytes else 0.0
             left = f", {(now - self._started) * (1 / done - 1):.0f} s left" if done else ""

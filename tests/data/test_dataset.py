@@ -212,13 +212,15 @@ def test_prepared_once(tmp_path, tokenizer, monkeypatch):
     texts = random_texts(50)
     config = config_for(tmp_path, jsonl_source(tmp_path, "a.jsonl", texts), tokenizer=TokenizerConfig(), vocab_size=300)
     first_log, second_log = [], []
-    first = data.prepare(config, log=first_log.append)
-    assert [line.split()[0] for line in first_log] == ["source", "tokenizer", "tokenized", "data"]
+    work: list[str] = []
+    first = data.prepare(config, log=first_log.append, log_work=work.append)
+    assert [line.split()[0] for line in first_log] == ["source", "data"]
+    assert [line.split()[0] for line in work] == ["tokenizer", "tokenized"]
     files = {path: path.stat().st_mtime_ns for path in (tmp_path / "cache").rglob("*") if path.is_file()}
     monkeypatch.setattr("llamajax.data.dataset.train_sentencepiece", None)
     monkeypatch.setattr("llamajax.data.rows.pack", None)
     second = data.prepare(config, log=second_log.append)
-    assert second_log == [first_log[0], *first.summary]
+    assert second_log == first_log == [first_log[0], *first.summary]
     assert (second.fingerprint, second.summary) == (first.fingerprint, first.summary)
     assert {path: path.stat().st_mtime_ns for path in files} == files
 
