@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from converters.safetensors_io import parse_json
+from llamajax.data.tokenizer_files import MODEL_FILE, find_vocabulary, is_model
 from llamajax.errors import ConfigError
 
 _TRAVELLING = re.compile(
@@ -23,12 +24,14 @@ _MAX_BYTES = 64_000_000  # the largest tokenizer.json is a quarter of that
 
 
 def travelling_files(directory: Path) -> list[Path]:
-    """The files of `directory` that are kept with the weights, in order."""
-    return sorted(path for path in directory.iterdir() if path.is_file() and _TRAVELLING.fullmatch(path.name))
+    """The files of `directory` that are kept with the weights, in order; the tokenizer's whatever its name."""
+    named = {path for path in directory.iterdir() if path.is_file() and _TRAVELLING.fullmatch(path.name)}
+    return sorted(named | ({vocabulary} if (vocabulary := find_vocabulary(directory)) else set()))
 
 
 def read_travelling(paths: Iterable[Path]) -> dict[str, bytes]:
-    """Name and content of each file, unchanged except for `auto_map`, which names code to run and is left out.
+    """Name and content of each file, unchanged except for `auto_map`, which names code to run and is left out; a
+    SentencePiece model of another name becomes `tokenizer.model`.
 
     Raises:
         ConfigError: a file cannot be read, or is not the JSON object it should be.
@@ -38,13 +41,14 @@ def read_travelling(paths: Iterable[Path]) -> dict[str, bytes]:
         try:
             if path.stat().st_size > _MAX_BYTES:
                 raise ConfigError(f"{path}: is larger than {_MAX_BYTES // 10**6} MB; download the file again")
-            contents[path.name] = path.read_bytes()
+            name = MODEL_FILE if is_model(path) else path.name
+            contents[name] = path.read_bytes()
         except OSError as error:
             raise ConfigError(f"{path}: {error.strerror}; give the directory of a complete Hugging Face model") from error
         if path.suffix == ".json" and path.name != "tokenizer.json":
-            body = parse_json(path, contents[path.name])
+            body = parse_json(path, contents[name])
             if body.pop("auto_map", None) is not None:
-                contents[path.name] = json.dumps(body, indent=2, ensure_ascii=False).encode()
+                contents[name] = json.dumps(body, indent=2, ensure_ascii=False).encode()
     return contents
 
 

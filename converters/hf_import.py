@@ -22,6 +22,7 @@ from converters.verify import compare_logits
 from llamajax.checkpoint import Checkpointer
 from llamajax.config import CheckpointConfig, DType, ModelConfig
 from llamajax.data.tokenizer import load_tokenizer
+from llamajax.data.tokenizer_files import has_vocabulary
 from llamajax.errors import ConfigError
 from llamajax.yaml_text import show
 
@@ -189,7 +190,7 @@ def _equal(first: Stored, second: Stored) -> bool:
 
 def _check_tokenizer(source: Path, files: Mapping[str, bytes]) -> None:
     """Refuses a tokenizer that training could not load later."""
-    if not {"tokenizer.json", "tokenizer.model"} & files.keys():
+    if not has_vocabulary(files):
         return
     try:
         load_tokenizer(source)

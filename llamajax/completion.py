@@ -312,12 +312,12 @@ def check_prompts(prompts: Sequence[Sequence[int]], max_seq_len: int, vocab_size
 
 
 def encode_prompt(tokenizer: Tokenizer, prompt: str, seq_len: int) -> list[int]:
-    """The tokens of a run's sample prompt, after the one that begins every text.
+    """The tokens of a run's sample prompt.
 
     Raises:
         DataError: they leave no room in a row of `seq_len`.
     """
-    tokens = [tokenizer.bos_id, *tokenizer.encode_batch([prompt])[0]]
+    tokens = tokenizer.encode_prompt(prompt)
     if len(tokens) >= seq_len:
         raise DataError(f"sample.prompt: {len(tokens)} tokens leave no room in rows of {seq_len}; shorten the prompt")
     return tokens

@@ -320,8 +320,8 @@ class TokenizerConfig:
     """Text to token ids."""
 
     path: str | None = None
-    """A SentencePiece `tokenizer.model` or Hugging Face `tokenizer.json`; unset: train a SentencePiece BPE
-    of `model.vocab_size` pieces on the training documents."""
+    """A SentencePiece `tokenizer.model` or Hugging Face `tokenizer.json`, with what lies beside it; unset: train a
+    SentencePiece BPE of `model.vocab_size` pieces on the training documents."""
     train_max_bytes: int = 10_000_000
     """Bytes of text, spread over all training documents, that a tokenizer is trained on."""
 

@@ -141,8 +141,8 @@ def load_tasks(config: EvaluateConfig) -> Any:
 class LlamaLM(TemplateLM):
     """The harness's view of a model; see lm_eval.api.model.TemplateLM.
 
-    A text is begun by the tokenizer's `bos_token` if it has one, and special tokens written in it are plain text, unless
-    a chat template wrote them.
+    A text is begun as the tokenizer begins prompts, and special tokens written in it are plain text, unless a chat template
+    wrote it.
     """
 
     def __init__(
@@ -199,14 +199,12 @@ class LlamaLM(TemplateLM):
         return text[: text.rindex(last) + len(last)]
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
-        """The tokens of a text; unless `add_special_tokens` says otherwise, begun as the tokenizer begins texts, once."""
-        if self._template is None:
-            ids = self._tokenizer.encode_batch([string])[0].tolist()
-        else:
-            ids = self._tokenizer.encode_template(string).tolist()
-        has_bos = ids[:1] == [self._tokenizer.bos_id]
-        add_bos = not has_bos if add_special_tokens is None else add_special_tokens
-        return [self._tokenizer.bos_id, *ids] if add_bos and self._tokenizer.bos_token is not None else ids
+        """The tokens of a text; unless `add_special_tokens` says otherwise, begun as the tokenizer begins prompts, if no
+        template wrote it."""
+        has_template = self._template is not None
+        encode = self._tokenizer.encode_template_parts if has_template else self._tokenizer.encode_batch
+        is_begun = not has_template if add_special_tokens is None else add_special_tokens
+        return [*(self._tokenizer.prefix if is_begun else ()), *encode([string])[0].tolist()]
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = True) -> list[tuple[float, bool]]:
         """(log-likelihood, whether it is the greedy one) of each continuation after its context."""

@@ -6,6 +6,7 @@ from typing import Any
 
 from converters.hf_files import read_travelling, travelling_files
 from llamajax.data.tokenizer import Tokenizer, load_tokenizer
+from llamajax.data.tokenizer_files import has_vocabulary
 
 
 @dataclass(frozen=True)
@@ -28,5 +29,4 @@ def take_along(source: Path, hf: dict[str, Any] | None) -> Origin:
         DataError: there is a tokenizer that cannot be read.
     """
     files = read_travelling(travelling_files(source)) if source.is_dir() else {}
-    has_tokenizer = not files.keys().isdisjoint(("tokenizer.json", "tokenizer.model"))
-    return Origin(load_tokenizer(source) if has_tokenizer else None, files, hf)
+    return Origin(load_tokenizer(source) if has_vocabulary(files) else None, files, hf)

@@ -21,6 +21,7 @@ from converters.hf_import import read_model
 from converters.safetensors_io import Stored
 from llamajax.config import ModelConfig, RopeScalingConfig
 from llamajax.data.tokenizer import Tokenizer, load_tokenizer
+from llamajax.data.tokenizer_files import find_vocabulary
 from llamajax.errors import CheckpointError, ConfigError
 from llamajax.model import Llama
 from llamajax.restore import concretise, damage, damage_line, named_arrays, newest_good, none_good_line, read_step, say
@@ -179,7 +180,7 @@ def _open_step(step_dir: Path) -> Pretrained:
     special_tokens: dict[str, Any] = dict.fromkeys(SPECIAL_TOKENS)
     if "hf" in meta:
         special_tokens = meta["hf"]["special_tokens"]
-    elif (files / "tokenizer.json").is_file() or (files / "tokenizer.model").is_file():
+    elif files.is_dir() and find_vocabulary(files) is not None:
         tokenizer = load_tokenizer(files)
         special_tokens |= {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id}
     ends = read_ends(files, special_tokens, config)

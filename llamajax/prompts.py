@@ -29,7 +29,7 @@ class Prompt:
         return Prompt(self.text, (*first, {"role": "user", "content": self.text}))
 
     def encode(self, tokenizer: Tokenizer, template: ChatTemplate | None) -> Sequence[int]:
-        """Token ids, at least one; a text begins with the tokenizer's bos token, if it has one.
+        """Token ids, at least one; a text begins as the tokenizer begins prompts, a conversation as its template does.
 
         Raises:
             DataError: the template refuses the conversation.
@@ -37,8 +37,7 @@ class Prompt:
         if self.messages is not None:
             assert template is not None, "whoever has conversations finds a template first"
             return chat.encode_prompt(template, tokenizer, self.messages).tolist()
-        tokens = tokenizer.encode_batch([self.text])[0].tolist()
-        return tokens if tokenizer.bos_token is None and tokens else [tokenizer.bos_id, *tokens]
+        return tokenizer.encode_prompt(self.text)
 
 
 def read_prompts(path: Path) -> list[Prompt]:

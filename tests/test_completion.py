@@ -37,6 +37,9 @@ class Letters:
     def encode_batch(self, texts):
         return [np.array([ord(letter) - ord("a") + 3 for letter in text], np.int32) for text in texts]
 
+    def encode_prompt(self, text):
+        return [1, *self.encode_batch([text])[0].tolist()]
+
     def decode(self, ids):
         return "".join(chr(int(i) - 3 + ord("a")) for i in ids)
 

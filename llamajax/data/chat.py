@@ -190,7 +190,8 @@ class Encoded(NamedTuple):
 
 
 def encode_conversation(template: ChatTemplate, tokenizer: Tokenizer, messages: Sequence[Message]) -> Encoded:
-    """The tokens of a conversation, and which of them the assistant says.
+    """The tokens of a conversation, and which of them the assistant says: those of the text that the template writes, which
+    begins it with the bos token or does not, as for transformers' `apply_chat_template`.
 
     What it says lies in the template's `{% generation %}` blocks, or, if there are none, between what the template writes
     up to a turn, with a generation prompt, and what it writes when the turn is there. Each stretch is encoded by itself,
@@ -208,7 +209,7 @@ def encode_conversation(template: ChatTemplate, tokenizer: Tokenizer, messages: 
         )
     parts = tokenizer.encode_template_parts([text[a:b] for a, b in itertools.pairwise(cuts)])
     learnt = [np.full(len(part), index % 2 == 1) for index, part in enumerate(parts)]
-    return Encoded(*_with_bos(tokenizer, np.concatenate(parts), np.concatenate(learnt)))
+    return Encoded(np.concatenate(parts), np.concatenate(learnt))
 
 
 def encode_prompt(template: ChatTemplate, tokenizer: Tokenizer, messages: Sequence[Message]) -> np.ndarray:
@@ -220,8 +221,7 @@ def encode_prompt(template: ChatTemplate, tokenizer: Tokenizer, messages: Sequen
     """
     text, cuts = _stretches(template, messages, add_generation_prompt=True, date=None)
     parts = tokenizer.encode_template_parts([text[a:b] for a, b in itertools.pairwise(cuts or [0, len(text)])])
-    ids = np.concatenate(parts)
-    return _with_bos(tokenizer, ids, np.zeros(len(ids), bool))[0]
+    return np.concatenate(parts)
 
 
 def _stretches(
@@ -241,13 +241,6 @@ def _stretches(
     if None in spans:
         return text, None
     return text, [0, *(place for span in spans if span for place in span), len(text)]
-
-
-def _with_bos(tokenizer: Tokenizer, ids: np.ndarray, learnt: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Begins the tokens as the tokenizer begins texts, unless the template did."""
-    if tokenizer.bos_token is None or (len(ids) and ids[0] == tokenizer.bos_id):
-        return ids, learnt
-    return np.concatenate([np.array([tokenizer.bos_id], np.int32), ids]), np.concatenate([[False], learnt])
 
 
 def _span_between(before: str, prompt: str, after: str, content: str) -> tuple[int, int] | None:

@@ -40,7 +40,7 @@ REPORT_EVERY_S = 10.0
 _FOLDER = "shards-2"
 """Says how shards are written; the name of an entry says which documents they hold."""
 _DOCUMENTS = "shard-1"
-_CONVERSATIONS = "chat-1"
+_CONVERSATIONS = "chat-2"
 
 
 @dataclass(frozen=True)

@@ -161,7 +161,7 @@ def test_generation_blocks_say_what_is_learnt(tokenizer, template):
         "{% else %}U:{{ m.content }}|{% endif %}{% endfor %}"
     )
     ids, learnt = encode_conversation(marked, tokenizer, TURNS)
-    golden = "<s>U:Hi|A:⟦Hello</s>⟧U:Bye\nnow|A:⟦So long!</s>⟧"
+    golden = "U:Hi|A:⟦Hello</s>⟧U:Bye\nnow|A:⟦So long!</s>⟧"
     assert (ids.tolist(), learnt.tolist()) == spelt(tokenizer, golden)
     assert "\ue000" not in marked.render(TURNS, add_generation_prompt=True)
 
@@ -199,13 +199,13 @@ def test_what_the_assistant_says_must_be_found(tokenizer, template):
 
 @pytest.mark.parametrize("bos", ["<s>", None])
 @pytest.mark.parametrize("writes", [True, False])
-def test_a_conversation_is_begun_once(spelling, bos, writes):
+def test_a_conversation_begins_as_the_template_says(spelling, bos, writes):
     tokenizer = spelling(bos, "</s>")
     begin = "<s>" if writes else ""
     text = begin + "{% for m in messages %}{{ m.content }}</s>{% endfor %}"
     template = ChatTemplate(text, tokenizer, "")
     ids, learnt = encode_conversation(template, tokenizer, TURNS[:2])
-    golden = ("<s>" if bos or writes else "") + "Hi</s>⟦Hello</s>⟧"
+    golden = begin + "Hi</s>⟦Hello</s>⟧"
     assert (ids.tolist(), learnt.tolist()) == spelt(tokenizer, golden)
     prompt = encode_prompt(template, tokenizer, TURNS[:1])
     assert prompt.tolist() == ids[: len(prompt)].tolist()

@@ -213,7 +213,7 @@ def test_the_template_comes_along(tmp_path, tokenizer):
     """Under the name and in the place where it is found with the tokenizer, wherever it came from."""
     source, _ = chat_source(tmp_path, "chat.jsonl", 5)
     named = prepare(chat_config(tmp_path, source))
-    assert list(named.files) == ["letters.model", "chat_template.jinja"]
+    assert list(named.files) == ["tokenizer.model", "chat_template.jinja"]
     folder = tmp_path / "checkpoint"
     folder.mkdir()
     for name, content in named.files.items():

@@ -34,8 +34,8 @@ def trained(tmp_path, vocab_size=500, texts=CORPUS):
     return load_tokenizer(path)
 
 
-def byte_level(tmp_path, special_tokens=("<|begin_of_text|>", "<|end_of_text|>"), config=None, **post):
-    """A byte-level BPE as Llama 3's."""
+def byte_level(tmp_path, special_tokens=("<|begin_of_text|>", "<|end_of_text|>"), config=None, *, begins=True):
+    """A byte-level BPE as Llama 3's, or, without what begins a text, as Qwen's."""
     tokenizer = tokenizers.Tokenizer(models.BPE(ignore_merges=True))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -46,7 +46,7 @@ def byte_level(tmp_path, special_tokens=("<|begin_of_text|>", "<|end_of_text|>")
         show_progress=False,
     )
     tokenizer.train_from_iterator(CORPUS, trainer)
-    if special_tokens:
+    if special_tokens and begins:
         begin = special_tokens[0]
         tokenizer.post_processor = processors.TemplateProcessing(single=f"{begin} $A", special_tokens=[(begin, 0)])
     tokenizer.enable_truncation(5)
@@ -168,9 +168,11 @@ def test_where_the_ends_of_a_document_come_from(tmp_path):
     assert (configured.bos_id, configured.eos_id) == (1, 0)
     assert list(configured.files) == ["tokenizer.json", "tokenizer_config.json"]
     for config in ({}, {"bos_token": None, "eos_token": "<|endoftext|>"}):
-        one_for_both = byte_level(tmp_path, specials, config)
+        one_for_both = byte_level(tmp_path, specials, config, begins=False)
         assert (one_for_both.bos_id, one_for_both.eos_id) == (2, 2)
-    with pytest.raises(DataError, match=r"tokenizer_config.json: eos_token: '<.nowhere.>' is not in tokenizer.json"):
+    with pytest.raises(
+        DataError, match=r"tokenizer.json: eos_token: '<.nowhere.>', as the files beside it say, is not in it"
+    ):
         byte_level(tmp_path, specials, {"eos_token": "<|nowhere|>"})
     with pytest.raises(DataError, match=r"has no token to begin or end a document; put a tokenizer_config.json"):
         byte_level(tmp_path, (), {})
@@ -303,9 +305,9 @@ def test_user_defined_pieces_are_found(tmp_path):
 def test_a_token_that_is_not_there_is_not_written(tmp_path):
     """Qwen's configuration has null for bos_token: documents are begun with another token, conversations with none."""
     specials = ("<|endoftext|>", "<|im_end|>")
-    tokenizer = byte_level(tmp_path, specials, {"bos_token": None, "eos_token": "<|im_end|>"})
+    tokenizer = byte_level(tmp_path, specials, {"bos_token": None, "eos_token": "<|im_end|>"}, begins=False)
     assert (tokenizer.bos_id, tokenizer.bos_token, tokenizer.eos_token) == (0, None, "<|im_end|>")
-    tokenizer = byte_level(tmp_path, specials, {})
-    assert (tokenizer.bos_token, tokenizer.eos_token) == ("<|endoftext|>", "<|endoftext|>")
-    tokenizer = byte_level(tmp_path, ("</s>", "x"), {})
+    tokenizer = byte_level(tmp_path, specials, {}, begins=False)
+    assert (tokenizer.bos_token, tokenizer.eos_token) == (None, "<|endoftext|>")
+    tokenizer = byte_level(tmp_path, ("</s>", "x"), {}, begins=False)
     assert (tokenizer.bos_id, tokenizer.bos_token, tokenizer.eos_token) == (0, None, "</s>")

@@ -1,0 +1,154 @@
+"""Text to token ids and back by Hugging Face's `tokenizer.json`."""
+
+import functools
+import itertools
+import json
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import numpy as np
+import tokenizers
+
+from llamajax.data.tokenizer_base import Tokenizer, text_bytes
+from llamajax.data.tokenizer_files import JSON_FILE, Settings, read_settings
+from llamajax.errors import DataError
+
+KNOWN_BOS = ("<s>", "<|begin_of_text|>", "<|endoftext|>")
+KNOWN_EOS = ("</s>", "<|end_of_text|>", "<|endoftext|>")
+"""Special tokens that begin and end a text in tokenizers of which no file says so."""
+
+_BYTE_PIECE = re.compile(r"<0x[0-9A-F]{2}>")
+
+
+class HuggingFaceTokenizer(Tokenizer):
+    """A `tokenizer.json`, with the tokens that the files beside it add or call special.
+
+    What begins and ends a text is what the configuration names, or else what its post-processor puts there, or else a known
+    name: only special tokens count, for Qwen's vocabulary also has an ordinary `<s>`.
+    """
+
+    def __init__(self, source: Path, files: dict[str, bytes]) -> None:
+        super().__init__(source, files)
+        settings = read_settings(source, files)
+        try:
+            self._tokenizer = tokenizers.Tokenizer.from_str(files[JSON_FILE].decode())
+            model = json.loads(self._tokenizer.to_str())
+        except Exception as error:  # the library raises nothing narrower
+            reason = str(error).splitlines()[0]
+            raise DataError(f"{source}: data.tokenizer.path: is not a tokenizer.json: {reason}; replace the file") from error
+        self._add_tokens(settings)
+        self._tokenizer.encode_special_tokens = True
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
+        self.vocab_size = max(vocabulary.values()) + 1
+        self.token_bytes = self._count_bytes(vocabulary, model)
+        self.prefix, suffix = self._frame()
+        added = {token.content for token in self._tokenizer.get_added_tokens_decoder().values()}
+        bos_id, eos_id = (
+            next(
+                (token for token in (self._named_end(settings, key, vocabulary.get), *framed, *known) if token is not None),
+                None,
+            )
+            for key, framed, known in (
+                ("bos_token", self.prefix, [vocabulary[name] for name in KNOWN_BOS if name in added]),
+                ("eos_token", suffix, [vocabulary[name] for name in KNOWN_EOS if name in added]),
+            )
+        )
+        self._set_ends(bos_id, eos_id, "put a tokenizer_config.json with bos_token and eos_token beside it")
+        # A configuration that says null (Qwen's) means it, although documents are then begun with another token. Where no
+        # file says anything, what ends texts is not taken for what begins them.
+        says_bos = settings.special_token("bos_token") or self.prefix or bos_id != eos_id
+        has_bos = bos_id is not None and says_bos and not settings.is_null("bos_token")
+        self.bos_token = self._tokenizer.id_to_token(self.bos_id) if has_bos else None
+        self.eos_token = None if settings.is_null("eos_token") else self._tokenizer.id_to_token(self.eos_id)
+
+    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+        encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [np.array(encoding.ids, np.int32) for encoding in encodings]
+
+    def encode_template_parts(self, parts: Sequence[str]) -> list[np.ndarray]:
+        tokenizer, without_prefix, prefixes_sections = self._for_templates
+        added = tokenizer.get_added_tokens_decoder()
+        after_text = False
+        encoded = []
+        for part in parts:
+            encoding = (without_prefix if after_text else tokenizer).encode(part, add_special_tokens=False)
+            ids = encoding.ids
+            first_added = next((index for index, token in enumerate(ids) if token in added), None)
+            if after_text and prefixes_sections and first_added is not None:
+                rest = part[encoding.offsets[first_added][0] :]
+                ids = ids[:first_added] + tokenizer.encode(rest, add_special_tokens=False).ids
+            if ids:
+                after_text = not prefixes_sections or ids[-1] not in added
+            encoded.append(np.array(ids, np.int32))
+        return encoded
+
+    @functools.cached_property
+    def _for_templates(self) -> tuple[tokenizers.Tokenizer, tokenizers.Tokenizer, bool]:
+        """Reads special tokens in a text; another that puts nothing before a text; whether the first one does so before
+        the text after every special token."""
+        text = self._tokenizer.to_str()
+        model = json.loads(text)
+        normalizers = _steps(model["normalizer"], "normalizers")
+        pre_tokenizers = _steps(model["pre_tokenizer"], "pretokenizers")
+        is_first_only = any(step.get("prepend_scheme") == "first" for step in pre_tokenizers)
+        for step in normalizers:
+            if step["type"] == "Prepend":
+                step["prepend"] = ""
+        for step in pre_tokenizers:
+            if "prepend_scheme" in step:
+                step["prepend_scheme"] = "never"
+            if "add_prefix_space" in step:
+                step["add_prefix_space"] = False
+        both = tokenizers.Tokenizer.from_str(text), tokenizers.Tokenizer.from_str(json.dumps(model))
+        return *both, not is_first_only
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return self._tokenizer.decode([int(token) for token in ids])
+
+    def _add_tokens(self, settings: Settings) -> None:
+        """Adds what the files beside it list; what they only name, if it is not added yet."""
+        known = {token.content for token in self._tokenizer.get_added_tokens_decoder().values()}
+        for token, new in settings.added:
+            has_place = self._tokenizer.token_to_id(new.content) is not None or new.content not in settings.ends
+            if token is not None or (new.content not in known and has_place):
+                self._tokenizer.add_tokens([new])
+        self._check_added(settings, self._tokenizer.token_to_id)
+
+    def _frame(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """What the post-processor puts before and behind a text."""
+        encoding = self._tokenizer.encode("a")
+        marked = list(zip(encoding.ids, encoding.special_tokens_mask, strict=True))
+        before, after = (itertools.takewhile(lambda entry: entry[1], some) for some in (marked, reversed(marked)))
+        return tuple(token for token, _ in before), tuple(token for token, _ in after)
+
+    def _count_bytes(self, vocabulary: dict[str, int], model: dict) -> np.ndarray:
+        decoder = json.dumps(model["decoder"])
+        if '"ByteLevel"' in decoder:  # every character of a token's name stands for a byte
+            count = len
+        elif any(f'"{kind}"' in decoder for kind in ("ByteFallback", "Metaspace", "Replace")):
+            count = text_bytes
+        else:
+            raise DataError(
+                f"{self.source}: data.tokenizer.path: its decoder does not keep text as it is;"
+                " use byte-level BPE or a SentencePiece kind of tokenizer"
+            )
+        counts = np.zeros(self.vocab_size, np.int32)
+        for name, token in vocabulary.items():
+            is_byte = model["model"].get("byte_fallback") and _BYTE_PIECE.fullmatch(name)
+            counts[token] = 1 if is_byte else count(name)
+        for token, added in self._tokenizer.get_added_tokens_decoder().items():
+            counts[token] = 0 if added.special else len(added.content.encode())
+        unknown = vocabulary.get(model["model"].get("unk_token"))
+        if unknown is not None:
+            counts[unknown] = 0
+        return counts
+
+
+def _steps(step: dict | None, list_key: str) -> list[dict]:
+    """A normalizer or pre-tokenizer of a `tokenizer.json`, or those of a sequence."""
+    if step is None:
+        return []
+    return step[list_key] if step["type"] == "Sequence" else [step]

@@ -1,0 +1,135 @@
+"""Text to token ids and back by SentencePiece models."""
+
+import os
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+import sentencepiece
+from google.protobuf.message import DecodeError
+from sentencepiece.sentencepiece_model_pb2 import ModelProto  # pyright: ignore[reportAttributeAccessIssue]
+from tokenizers import AddedToken
+
+from llamajax.data.tokenizer_base import SPACE, Tokenizer, text_bytes
+from llamajax.data.tokenizer_files import MODEL_FILE, read_settings
+from llamajax.errors import DataError
+
+
+class SentencePieceTokenizer(Tokenizer):
+    """A SentencePiece model, with the added tokens that the files beside it list.
+
+    The character U+2581, which it writes for a space, is read as one, as transformers and llama.cpp read it. Added tokens
+    are cut out first, and what is between them is a text of its own, which may be begun with a space. Where `legacy` is
+    false in the configuration, only the first text is, and none that has one: as transformers' readers have it.
+    """
+
+    def __init__(self, source: Path, files: dict[str, bytes]) -> None:
+        super().__init__(source, files)
+        settings = read_settings(source, files)
+        kinds = ModelProto.SentencePiece
+        try:
+            model = ModelProto.FromString(files[MODEL_FILE])
+            added = {piece.piece: AddedToken(piece.piece, special=True) for piece in model.pieces
+                     if piece.type in (kinds.CONTROL, kinds.UNKNOWN)}  # fmt: skip
+            ids = {piece.piece: token for token, piece in enumerate(model.pieces)}
+            for token, new in settings.added:
+                if new.content not in ids and not (token is None and new.content in settings.ends):
+                    ids[new.content] = len(model.pieces)
+                    model.pieces.add(piece=new.content, type=kinds.CONTROL if new.special else kinds.USER_DEFINED)
+            self._processor = sentencepiece.SentencePieceProcessor()
+            self._processor.LoadFromSerializedProto(model.SerializeToString())
+        except (DecodeError, RuntimeError) as error:
+            raise DataError(
+                f"{source}: data.tokenizer.path: is not a SentencePiece model; if it came with Llama 3 or later,"
+                " use the tokenizer.json of the Hugging Face release"
+            ) from error
+        self._check_added(settings, ids.get)
+        self.vocab_size = self._processor.get_piece_size()
+        named_bos, named_eos = (self._named_end(settings, key, ids.get) for key in ("bos_token", "eos_token"))
+        own_bos, own_eos = (token if token >= 0 else None for token in (self._processor.bos_id(), self._processor.eos_id()))
+        bos_id, eos_id = (own if named is None else named for named, own in ((named_bos, own_bos), (named_eos, own_eos)))
+        self._set_ends(bos_id, eos_id, "use a model with a bos or eos piece")
+        self.bos_token, self.eos_token = (
+            None if token is None or settings.is_null(key) else self._processor.id_to_piece(token)
+            for key, token in (("bos_token", bos_id), ("eos_token", eos_id))
+        )
+        has_prefix = self.bos_token is not None and settings.values.get("add_bos_token") is not False
+        self.prefix = (self.bos_id,) if has_prefix else ()
+        byte_counts = {kinds.BYTE: lambda _: 1, kinds.NORMAL: text_bytes, kinds.USER_DEFINED: text_bytes}
+        self.token_bytes = np.array(
+            [byte_counts[piece.type](piece.piece) if piece.type in byte_counts else 0 for piece in model.pieces], np.int32
+        )
+        added |= {new.content: new for _, new in settings.added}
+        self._in_templates = _Cutter(added.values(), ids)
+        self._in_texts = _Cutter((new for new in added.values() if not new.special), ids)
+        self._prefixes_once = settings.values.get("legacy") is False
+        self._strips_text = model.normalizer_spec.remove_extra_whitespaces
+        model.normalizer_spec.add_dummy_prefix = False
+        self._without_prefix = sentencepiece.SentencePieceProcessor(model_proto=model.SerializeToString())
+
+    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+        return self._encode([self._cut([text], self._in_texts)[0] for text in texts])
+
+    def encode_template_parts(self, parts: Sequence[str]) -> list[np.ndarray]:
+        """Control pieces such as `</s>` become their tokens, as user-defined ones do in any text."""
+        return self._encode(self._cut(parts, self._in_templates))
+
+    def _cut(self, parts: Sequence[str], cutter: "_Cutter") -> list[list["int | tuple[bool, str]"]]:
+        """Each part's sections: an added token, or a text and whether it follows on another."""
+        after_text = False
+        found = []
+        for part in parts:
+            sections: list[int | tuple[bool, str]] = []
+            for section in cutter.cut(part):
+                if isinstance(section, int):
+                    sections.append(section)
+                    after_text = self._prefixes_once
+                else:
+                    # What takes the space off the front of a text, and puts it there again, shall do so here as well.
+                    has_space = section.startswith((" ", SPACE))
+                    follows = (self._prefixes_once and has_space) or (after_text and not (self._strips_text and has_space))
+                    sections.append((follows, section))
+                    after_text = True
+            found.append(sections)
+        return found
+
+    def _encode(self, parts: Sequence[Sequence["int | tuple[bool, str]"]]) -> list[np.ndarray]:
+        """The ids of each part's sections, of all texts at once."""
+        texts = [section for part in parts for section in part if not isinstance(section, int)]
+        encoded = {}
+        for follows, processor in ((False, self._processor), (True, self._without_prefix)):
+            some = [text for is_next, text in texts if is_next == follows]
+            encoded[follows] = iter(processor.encode(some, return_type="numpy", num_threads=os.cpu_count() or 1))
+        ids = [[np.array([s], np.int32) if isinstance(s, int) else next(encoded[s[0]]) for s in part] for part in parts]
+        return [of_part[0] if len(of_part) == 1 else np.concatenate([np.zeros(0, np.int32), *of_part]) for of_part in ids]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return self._processor.decode([int(token) for token in ids])
+
+
+class _Cutter:
+    """Finds added tokens in a text: of those that begin at one place the longest."""
+
+    def __init__(self, tokens: Iterable[AddedToken], ids: Mapping[str, int]) -> None:
+        longest_first = sorted(tokens, key=lambda token: len(token.content), reverse=True)
+        self._ids = [ids[token.content] for token in longest_first]
+        self._pattern = re.compile("|".join(map(_pattern, longest_first)) or "(?!)")
+
+    def cut(self, text: str) -> Iterator[int | str]:
+        """The ids of tokens and, if there is any, the text between them."""
+        at = 0
+        for match in self._pattern.finditer(text):
+            if match.start() > at:
+                yield text[at : match.start()]
+            assert match.lastindex is not None
+            yield self._ids[match.lastindex - 1]
+            at = match.end()
+        if at < len(text):
+            yield text[at:]
+
+
+def _pattern(token: AddedToken) -> str:
+    """One group, with the space that the token takes along."""
+    word = rf"(?<!\w){re.escape(token.content)}(?!\w)" if token.single_word else re.escape(token.content)
+    return "(" + r"\s*" * token.lstrip + word + r"\s*" * token.rstrip + ")"

@@ -1,0 +1,111 @@
+"""What every kind of tokenizer can do."""
+
+import abc
+import hashlib
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from llamajax.data.tokenizer_files import Settings
+from llamajax.errors import DataError
+
+_READING = b"2"
+"""Another one whenever the same files give other ids, or other ends of documents."""
+SPACE = "\u2581"
+"""What SentencePiece writes for a space."""
+
+
+class Tokenizer(abc.ABC):
+    """Encodes text without adding tokens of its own.
+
+    A document is framed by `bos_id` and `eos_id`, whatever a prompt is begun with: its first token is learnt too, and needs
+    something to follow. Where prompts begin with nothing, as Qwen's, that is what ends the document before, as it was when
+    those models were trained; text without it is learnt from long documents, which go on at the beginning of other rows. A
+    tokenizer that has only one of the two uses it for both. A conversation is what its template writes, and nothing else.
+    """
+
+    vocab_size: int
+    """Token ids are below this."""
+    bos_id: int
+    """Begins a document."""
+    eos_id: int
+    """Ends a document."""
+    prefix: tuple[int, ...]
+    """What a text begins with when the model is used, as transformers' tokenizers begin it: `bos_id`, or nothing."""
+    bos_token: str | None
+    """How a chat template writes the token that begins a text; None if the tokenizer has none for that alone."""
+    eos_token: str | None
+    """How a chat template writes the token that ends a text or turn."""
+    token_bytes: np.ndarray
+    """int32 [vocab_size]: UTF-8 bytes of text that each token stands for; 0 for tokens that stand for none.
+
+    Over the tokens of a text they add up to its length, unless the tokenizer itself adds or drops text (as Llama 2's,
+    which puts a space before it).
+    """
+    source: Path
+    """The file it was read from, for messages."""
+    files: dict[str, bytes]
+    """Name and content of all that `load_tokenizer` needs, as it was read, to be kept with a checkpoint."""
+    sha256: str
+    """Hash of the files' content, and of how they are read."""
+
+    def __init__(self, source: Path, files: dict[str, bytes]) -> None:
+        """Reads `files`, as of `read_files`; `source` is where they are from, for messages.
+
+        Raises:
+            DataError: the tokenizer is damaged, or cannot be read exactly.
+        """
+        self.source, self.files = source, files
+        hashes = (hashlib.sha256(content).digest() for content in files.values())
+        self.sha256 = hashlib.sha256(b"".join((_READING, *hashes))).hexdigest()
+
+    @abc.abstractmethod
+    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """The token ids of each text, int32; special tokens written in a text are read as plain text."""
+
+    def encode_prompt(self, text: str) -> list[int]:
+        """The token ids of a text to go on from, with `prefix`; if there are none, what begins a document."""
+        return [*self.prefix, *self.encode_batch([text])[0].tolist()] or [self.bos_id]
+
+    def encode_template(self, text: str) -> np.ndarray:
+        """The token ids of a text that a chat template wrote, int32: special tokens written in it become those tokens."""
+        return self.encode_template_parts([text])[0]
+
+    @abc.abstractmethod
+    def encode_template_parts(self, parts: Sequence[str]) -> list[np.ndarray]:
+        """As `encode_template`, of the consecutive parts of one text: no token lies across two of them.
+
+        A tokenizer that puts a space before a text does so before the first part only.
+        """
+
+    @abc.abstractmethod
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text of the ids; special tokens have none, and bytes that are not UTF-8 become U+FFFD."""
+
+    def _named_end(self, settings: Settings, key: str, ids: Callable[[str], int | None]) -> int | None:
+        """The token that the configuration names under `key`, if it does."""
+        name = settings.special_token(key)
+        if name is not None and ids(name) is None:
+            raise DataError(f"{self.source}: {key}: {name!r}, as the files beside it say, is not in it; correct them")
+        return None if name is None else ids(name)
+
+    def _set_ends(self, bos_id: int | None, eos_id: int | None, remedy: str) -> None:
+        ends = [token for token in (bos_id, eos_id) if token is not None]
+        if not ends:
+            raise DataError(f"{self.source}: data.tokenizer.path: has no token to begin or end a document; {remedy}")
+        self.bos_id, self.eos_id = ends[0], ends[-1]
+
+    def _check_added(self, settings: Settings, ids: Callable[[str], int | None]) -> None:
+        """Refuses added tokens that readers would give other ids than the files do."""
+        for token, added in settings.added:
+            if token not in (None, ids(added.content)):
+                raise DataError(
+                    f"{self.source}: the files beside it give the added token {added.content!r} the id {token}, where it has"
+                    f" {ids(added.content)}; use the files that belong together"
+                )
+
+
+def text_bytes(piece: str) -> int:
+    """The bytes in UTF-8 of the text that a piece of SentencePiece stands for."""
+    return len(piece.replace(SPACE, " ").encode())
