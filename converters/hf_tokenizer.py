@@ -9,11 +9,13 @@ from sentencepiece.sentencepiece_model_pb2 import ModelProto  # pyright: ignore[
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 from tokenizers import Tokenizer as HuggingFace
 
-from llamajax.data.tokenizer import Tokenizer
+from llamajax.data.tokenizer_base import Tokenizer
+from llamajax.data.tokenizer_files import JSON_FILE, MODEL_FILE, Settings, read_settings
 
 _SPACE = "\u2581"
 """What SentencePiece writes for a space."""
 _KINDS = ModelProto.SentencePiece
+_ALONE = Settings(values={}, added=())
 
 
 def tokenizer_files(files: Mapping[str, bytes], tokenizer: Tokenizer) -> dict[str, bytes]:
@@ -26,54 +28,71 @@ def tokenizer_files(files: Mapping[str, bytes], tokenizer: Tokenizer) -> dict[st
         files: name and content; among them `tokenizer.json` or `tokenizer.model`.
         tokenizer: the same, as training used it.
     """
-    body = files.get("tokenizer.json")
+    known = json.loads(files.get("tokenizer_config.json", '{"clean_up_tokenization_spaces": false}'))
+    config = {"bos_token": tokenizer.bos_token, "eos_token": tokenizer.eos_token, **known}
+    body = files.get(JSON_FILE)
     if body is None:
-        bos_id = None if tokenizer.bos_token is None else tokenizer.bos_id
-        body = convert_sentencepiece(files["tokenizer.model"], bos_id)
+        settings = read_settings(tokenizer.source, files)
+        bos_id = tokenizer.prefix[0] if tokenizer.prefix else None
+        body = convert_sentencepiece(files[MODEL_FILE], bos_id, settings)
         if body is None:
             return {}
+        config |= settings.values
+        if settings.added:  # llama.cpp numbers none by itself
+            config["added_tokens_decoder"] = {str(entry.pop("id")): entry for entry in json.loads(body)["added_tokens"]}
     model = json.loads(body)["model"]
-    known = json.loads(files.get("tokenizer_config.json", '{"clean_up_tokenization_spaces": false}'))
-    unknown = {} if model.get("unk_token") is None else {"unk_token": model["unk_token"]}
-    config = {"bos_token": tokenizer.bos_token, "eos_token": tokenizer.eos_token, **unknown, **known}
+    if model.get("unk_token") is not None:
+        config.setdefault("unk_token", model["unk_token"])
     # Classes of Llama, and no class, let transformers 5 put together a normalizer and pre-tokenizer of its own.
-    if "tokenizer.json" not in files or "Llama" in (config.get("tokenizer_class") or "Llama"):
+    if JSON_FILE not in files or "Llama" in (config.get("tokenizer_class") or "Llama"):
         config["tokenizer_class"] = "PreTrainedTokenizerFast"
     if model.get("byte_fallback") and not _puts_space_first(body):
         config.setdefault("add_prefix_space", False)  # llama.cpp would put one before every prompt
     text = json.dumps(config, indent=2, ensure_ascii=False) + "\n"
-    return {"tokenizer.json": body} | ({} if config == known else {"tokenizer_config.json": text.encode()})
+    return {JSON_FILE: body} | ({} if config == known else {"tokenizer_config.json": text.encode()})
 
 
-def convert_sentencepiece(model_file: bytes, bos_id: int | None) -> bytes | None:
+def convert_sentencepiece(model_file: bytes, bos_id: int | None, settings: Settings = _ALONE) -> bytes | None:
     """The `tokenizer.json` of a SentencePiece model, with the same ids for every text.
 
     Args:
         model_file: content of `tokenizer.model`.
-        bos_id: what a text begins with; None: nothing.
+        bos_id: what a text is begun with; None: nothing.
+        settings: what the files beside it say: tokens that are added to it, and whether only the beginning of a text is
+            begun with a space, if it has none, or also what follows on special and added tokens.
 
     Returns:
-        None for a kind of model that Hugging Face has no form for: of whole words, or with the space behind a word.
+        None for a kind of model that Hugging Face has no form for: that is no BPE, or puts the space behind a word.
     """
     model = ModelProto.FromString(model_file)
     training, rules = model.trainer_spec, model.normalizer_spec
-    has_spaces = rules.escape_whitespaces and not training.treat_whitespace_as_suffix
-    if training.model_type not in (training.BPE, training.UNIGRAM) or not has_spaces:
+    if training.model_type != training.BPE or training.treat_whitespace_as_suffix or not rules.escape_whitespaces:
         return None
     defined = [piece.piece for piece in model.pieces if piece.type == _KINDS.USER_DEFINED]
-    is_bpe = training.model_type == training.BPE
-    tokenizer = HuggingFace(_bpe(model, whole_words=bool(defined)) if is_bpe else _unigram(model))
-    tokenizer.normalizer = normalizers.Sequence(_normalizers(rules))
+    tokenizer = HuggingFace(_bpe(model, whole_words=bool(defined)))
+    prefixes_once = rules.add_dummy_prefix and settings.values.get("legacy") is False
+    tokenizer.normalizer = normalizers.Sequence(_normalizers(rules, prefixes=rules.add_dummy_prefix and not prefixes_once))
+    steps = []
+    if prefixes_once:
+        steps.append(pre_tokenizers.Metaspace(_SPACE, "first", split=False))  # unless the text begins with one
     if defined:
         # SentencePiece finds these first, the longest first, and puts its space before a text only, not behind them.
         pattern = "|".join(re.escape(piece.replace(" ", _SPACE)) for piece in sorted(defined, key=len, reverse=True))
-        tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(pattern), "isolated")
+        steps.append(pre_tokenizers.Split(Regex(pattern), "isolated"))
+    if steps:
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)
     strip = [decoders.Strip(" ", 1, 0)] if rules.add_dummy_prefix else []
     tokenizer.decoder = decoders.Sequence([decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), *strip])
     special = [piece.piece for piece in model.pieces if piece.type in (_KINDS.UNKNOWN, _KINDS.CONTROL)]
-    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
+    added = {text: AddedToken(text, special=True) for text in special} | {new.content: new for _, new in settings.added}
+    for token in added.values():
+        # Normalized, it would be looked for with what is put before a text.
+        flags = {key: getattr(token, key) for key in ("lstrip", "rstrip", "single_word", "special")}
+        token = AddedToken(token.content, **flags, normalized=False)
+        (tokenizer.add_special_tokens if token.special else tokenizer.add_tokens)([token])
     if bos_id is not None:
-        bos = model.pieces[bos_id].piece
+        bos = tokenizer.id_to_token(bos_id)
+        assert bos is not None
         tokenizer.post_processor = processors.TemplateProcessing(
             single=f"{bos} $A", pair=f"{bos} $A {bos} $B", special_tokens=[(bos, bos_id)]
         )
@@ -99,12 +118,7 @@ def _bpe(model: Any, *, whole_words: bool) -> models.BPE:
     )
 
 
-def _unigram(model: Any) -> models.Unigram:
-    training = model.trainer_spec
-    return models.Unigram([(piece.piece, piece.score) for piece in model.pieces], training.unk_id, training.byte_fallback)
-
-
-def _normalizers(rules: Any) -> list[normalizers.Normalizer]:
+def _normalizers(rules: Any, *, prefixes: bool) -> list[normalizers.Normalizer]:
     """What SentencePiece does to a text, in its order."""
     found: list[normalizers.Normalizer] = []
     if rules.precompiled_charsmap:
@@ -114,7 +128,7 @@ def _normalizers(rules: Any) -> list[normalizers.Normalizer]:
             normalizers.Replace(Regex(rf"\A +|[ {_SPACE}]+\z"), ""),
             normalizers.Replace(Regex(" {2,}"), " "),
         ]
-    if rules.add_dummy_prefix:
+    if prefixes:
         found.append(normalizers.Prepend(_SPACE))
     return [*found, normalizers.Replace(" ", _SPACE)]
 

@@ -4,9 +4,8 @@ from pathlib import Path
 
 import numpy as np
 
-from llamajax.data.tokenizer import Tokenizer
+from llamajax.data.tokenizer_base import Tokenizer
 from llamajax.errors import CheckpointError
-from llamajax.prompts import Prompt
 
 _TEXTS = (
     "", " ", "   ", " " * 17, "  both  ends  ", "\n", "\r\n\r\n", "\t\t", "a \n b", " \n\n  x\n",
@@ -50,7 +49,7 @@ def compare_ids(hf_dir: Path, tokenizer: Tokenizer) -> str:
     except Exception as error:  # it raises anything
         reason = (str(error) or type(error).__name__).splitlines()[0]
         raise CheckpointError(f"{hf_dir}: transformers cannot read the tokenizer: {reason}; {remedy}") from error
-    ours = [list(Prompt(text).encode(tokenizer, None)) for text in texts]
+    ours = [tokenizer.encode_prompt(text) for text in texts]
     if differing := [text for text, one, other in zip(texts, ours, theirs, strict=True) if one != other]:
         raise CheckpointError(
             f"{hf_dir}: transformers gives {len(differing)} of {len(texts)} texts other ids than training, the first to"

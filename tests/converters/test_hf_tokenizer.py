@@ -13,7 +13,6 @@ from converters import hf
 from converters.hf_cli import parse_args
 from converters.hf_tokenizer import tokenizer_files
 from llamajax.data.tokenizer import load_tokenizer, train_sentencepiece
-from llamajax.prompts import Prompt
 from tests import real_tokenizers as real
 from tests.converters.models import tiny, write_model
 from tests.mixed_texts import TEXTS
@@ -36,8 +35,25 @@ MODELS = {
     **{version: lambda version=version: real.mistral(version).read_bytes() for version in real.MISTRAL_VERSIONS},
     "strips-spaces": other_sentencepiece,
     "no-bos": lambda: other_sentencepiece(bos_id=-1, eos_id=1),
+    "added-tokens": lambda: real.mistral("v1").read_bytes(),
+    "added-to-defined": lambda: real.mistral("v7").read_bytes(),
     "defined-symbols": lambda: other_sentencepiece(user_defined_symbols=DEFINED, remove_extra_whitespaces=False),
 }
+
+ADDED = {"32000": {"content": "<|im_start|>", "special": True}, "32001": {"content": "<think>", "lstrip": True},
+         "32002": {"content": "<|im_end|>", "special": True, "rstrip": True}}  # fmt: skip
+BESIDE = {
+    # The layout of fine-tunes of 2023, and of those after; tokens that are only named get the next ids.
+    "added-tokens": {
+        "added_tokens.json": {"<|im_start|>": 32000, "<think>": 32001, "<|im_end|>": 32002},
+        "special_tokens_map.json": {"eos_token": "<|im_end|>", "pad_token": "[PAD]"},
+        "tokenizer_config.json": {"tokenizer_class": "LlamaTokenizer", "legacy": True},
+    },
+    "added-to-defined": {
+        "tokenizer_config.json": {"tokenizer_class": "LlamaTokenizer", "legacy": False, "add_bos_token": False,
+                                  "added_tokens_decoder": {str(int(token) + 768): entry for token, entry in ADDED.items()}}
+    },
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -49,8 +65,10 @@ def exported(tmp_path_factory):
         path = directory / "training/tokenizer.model"
         path.parent.mkdir()
         path.write_bytes(MODELS[name]())
-        ours, files = load_tokenizer(path), {"tokenizer.model": path.read_bytes()}
-        for file, content in {**files, **tokenizer_files(files, ours)}.items():
+        for file, content in BESIDE.get(name, {}).items():
+            (path.parent / file).write_text(json.dumps(content))
+        ours = load_tokenizer(path)
+        for file, content in {**ours.files, **tokenizer_files(ours.files, ours)}.items():
             (directory / file).write_bytes(content)
         (directory / "config.json").write_text('{"model_type": "llama"}')
         return ours, directory
@@ -62,7 +80,7 @@ def exported(tmp_path_factory):
 def test_every_reader_has_the_ids_of_training(exported, name):
     ours, directory = exported(name)
     texts = [*TEXTS, *(f"{symbol} a {symbol}b{symbol}" for symbol in (*DEFINED, "[REFERENCE_DOC_1]", "[REF]"))]
-    ids = [list(Prompt(text).encode(ours, None)) for text in texts]
+    ids = [ours.encode_prompt(text) for text in texts]
     auto = transformers.AutoTokenizer.from_pretrained(directory)
     plain = tokenizers.Tokenizer.from_file(str(directory / "tokenizer.json"))  # as transformers 4 takes it
     plain.encode_special_tokens = True
@@ -71,12 +89,12 @@ def test_every_reader_has_the_ids_of_training(exported, name):
     for text, of_training in zip(texts, ids, strict=True):
         assert (auto(text, split_special_tokens=True)["input_ids"] or empty) == of_training, text
         assert (plain.encode(text).ids or empty) == of_training, text
-        assert list(Prompt(text).encode(again, None)) == of_training, text
+        assert again.encode_prompt(text) == of_training, text
     assert (auto.bos_token, auto.eos_token) == (ours.bos_token, ours.eos_token)
     assert (again.bos_id, again.eos_id) == (ours.bos_id, ours.eos_id)
 
 
-@pytest.mark.parametrize("name", ["ours", "v1", "v7"])
+@pytest.mark.parametrize("name", ["ours", "v1", "v7", "added-tokens", "added-to-defined"])
 def test_special_tokens_in_chats_are_those_of_training(exported, name):
     ours, directory = exported(name)
     auto, again = transformers.AutoTokenizer.from_pretrained(directory), load_tokenizer(directory)
