@@ -13,8 +13,6 @@ else:
 
 import argparse
 import os
-import signal
-import sys
 import time
 from pathlib import Path
 
@@ -25,7 +23,7 @@ from converters.hf_export import Export, ExportDType, read_checkpoint
 from converters.hf_import import read_model
 from converters.output import made_whole
 from llamajax.errors import ConfigError
-from llamajax.exit import exit_code
+from llamajax.exit import end_with, exit_code
 from llamajax.mesh import AXES
 
 VERIFY_BELOW = 2_000_000_000
@@ -84,5 +82,4 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 if ARGUMENTS is not None:
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # an exception, which cleans up
-    sys.exit(main(ARGUMENTS))
+    end_with(lambda: main(ARGUMENTS))

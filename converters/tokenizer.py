@@ -10,7 +10,6 @@ else:
 
 import argparse
 import json
-import signal
 import sys
 import time
 from collections import Counter
@@ -32,7 +31,7 @@ from llamajax.config import SourceConfig
 from llamajax.data.sources import Source
 from llamajax.data.tokenizer import Tokenizer, load_tokenizer, sample_texts
 from llamajax.errors import ConfigError, DataError, UserError
-from llamajax.exit import exit_code
+from llamajax.exit import end_with, exit_code
 from llamajax.yaml_text import show
 
 HELD_OUT_EVERY = 10
@@ -292,5 +291,4 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 if ARGUMENTS is not None:
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # an exception, which cleans up
-    sys.exit(main(ARGUMENTS))
+    end_with(lambda: main(ARGUMENTS))

@@ -57,8 +57,18 @@ def end_process(code: int, *, distributed: bool) -> NoReturn:
     A normal exit would wait for the others, and they for this one: five minutes, then an abort. After an interruption
     XLA's threads may be compiling, which the interpreter's own end does not survive.
     """
-    if (code and distributed) or code == 128 + signal.SIGINT:
+    if (code and distributed) or code > 128:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
     sys.exit(code)
+
+
+def end_with(work: Callable[[], int]) -> NoReturn:
+    """Ends this process with the code that `work` returns; SIGTERM ends it by an exception, so that it cleans up."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    try:
+        code = work()
+    except SystemExit as ended:
+        code = int(ended.code or 0)
+    end_process(code, distributed=False)
