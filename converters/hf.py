@@ -12,6 +12,7 @@ else:
     ARGUMENTS = None
 
 import argparse
+import functools
 import os
 import time
 from pathlib import Path
@@ -82,4 +83,4 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 if ARGUMENTS is not None:
-    end_with(lambda: main(ARGUMENTS))
+    end_with(functools.partial(main, ARGUMENTS))

@@ -9,6 +9,7 @@ else:
     ARGUMENTS = None
 
 import argparse
+import functools
 import json
 import sys
 import time
@@ -291,4 +292,4 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 if ARGUMENTS is not None:
-    end_with(lambda: main(ARGUMENTS))
+    end_with(functools.partial(main, ARGUMENTS))
