@@ -9,6 +9,8 @@ import threading, time
 import jax, jax.numpy as jnp
 from llamajax.exit import end_with
 
+jax.config.update("jax_platforms", "cpu")
+
 def deep(x):
     for i in range(300):
         x = jnp.sin(x) @ x + i
