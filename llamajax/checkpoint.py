@@ -9,40 +9,30 @@ Layout, below the run directory::
         meta.json              what the caller wants to know again: resolved config, data position, versions, mesh
         files/                 what the caller wants to keep: the tokenizer's files
         manifest.json          size and SHA-256 of all of the above (llamajax.manifest)
-    checkpoints/1000.saving/   a step being written, or what a killed process left of one
+    checkpoints/1000.7.saving/ a step being written (the run's seventh), or what a killed process left of one
     checkpoints/1000.deleting/ a step being deleted, or what a killed process left of one
     checkpoints/1000.damaged/  a step that did not match its manifest and was set aside
 
 A step appears by one rename, after its manifest and all it lists are on the disk, and disappears by one rename, so
 a process killed at any moment leaves only whole steps and left-overs that the next writer removes.
-
-Arrays are stored in Orbax's OCDBT format: about twenty files per process whatever the number of parameters. They are
-not compressed: weights hardly shrink (7%), and without it saving and restoring are two to three times faster.
 """
 
-import errno
-import fcntl
+import contextlib
 import json
-import logging
-import os
-import re
-import secrets
 import shutil
-import socket
-import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import IO, Any
 
 import jax
-import orbax.checkpoint as ocp
 
-from llamajax import manifest, meeting, processes
+from llamajax import manifest, processes
+from llamajax.array_writer import ArrayWriter, reason
 from llamajax.config import CheckpointConfig
-from llamajax.errors import CheckpointError, EnvironmentMismatchError
+from llamajax.errors import CheckpointError, SaveError, UserError
 from llamajax.processes import everyones
 from llamajax.restore import (
     Restored,
@@ -60,39 +50,40 @@ from llamajax.restore import (
     say,
     steps_in,
 )
+from llamajax.run_lock import check_seen_by_all, lock_run
 from llamajax.units import format_bytes
 
 __all__ = ["Checkpointer", "Restored", "concretise", "latest_step", "read_meta", "restore"]
 
-# Arrays of more have their layers stored one by one.
-_MANY_BYTES = 16 << 20
-
 # Seconds after which the processes of a run stop waiting for each other to write a checkpoint, and to hash it.
 _TIMEOUT_S = 3600
 
-# Seconds in which what one process writes must be seen by the others.
-_SEEN_S = 5
-
-
-def _is_news(record: logging.LogRecord) -> bool:
-    return not (record.exc_info and "orbax" in record.pathname + record.getMessage())
-
-
-# A failed write makes Orbax raise one error, which we raise as one line, and log a traceback for every array.
-logging.getLogger("absl").addFilter(_is_news)
-logging.getLogger("asyncio").addFilter(_is_news)
+# Pauses before the last state of a run is saved again. SIGTERM leaves 30 s on most machines.
+_LAST_PAUSES_S = (1, 2, 4)
 
 
 class Checkpointer:
     """Saves and restores the one run in `run_dir`; use it as a context manager. Never two at once on a run.
 
-    With several processes, every process makes one and calls the same methods in the same order.
+    With several processes, every process makes one and calls the same methods in the same order. A save succeeds or fails
+    for all of them: each hears what became of the parts of the others.
     """
 
-    def __init__(self, run_dir: Path, config: CheckpointConfig, *, use_ocdbt: bool = True) -> None:
+    def __init__(
+        self,
+        run_dir: Path,
+        config: CheckpointConfig,
+        *,
+        on_failure: Callable[[str], object] | None = None,
+        use_ocdbt: bool = True,
+    ) -> None:
         """Takes the run's lock, which lasts until `close` or the end of the process, and removes left-overs.
 
-        Without `use_ocdbt` every chunk of an array becomes a file, which converters write faster; both are read alike.
+        Args:
+            run_dir: the run's directory.
+            config: when to save, and what to keep.
+            on_failure: takes a line as soon as a save has failed, from any thread; None: `wait` is the first to tell.
+            use_ocdbt: without it every chunk of an array becomes a file, which converters write faster; both are read alike.
 
         Raises:
             CheckpointError: another process writes this run, or `run_dir` cannot be written.
@@ -100,13 +91,16 @@ class Checkpointer:
         """
         self._config = config
         self._directory = run_dir.absolute() / "checkpoints"
+        self._on_failure = on_failure
         self._lock: IO[str] | None = None
         problem = None
         if jax.process_index() == 0:
             try:
-                self._lock = _lock(run_dir)
-                for left_over in self._directory.glob("*.saving"):
-                    shutil.rmtree(left_over)
+                self._lock = lock_run(run_dir)
+                if self._directory.is_symlink() and not self._directory.exists():
+                    problem = f"{self._directory} is a link to {self._directory.readlink()}, which is not there; mount it or"
+                    raise CheckpointError(f"{problem} remove the link")
+                self._remove_unfinished()
                 for left_over in self._directory.glob("*.seen"):
                     left_over.unlink()
                 self._finish_deleting()
@@ -114,20 +108,32 @@ class Checkpointer:
             except CheckpointError as error:
                 problem = str(error)
             except OSError as error:
-                problem = f"{run_dir} cannot be written: {_reason(error)}; choose another run_dir"
+                problem = f"{run_dir} cannot be written: {reason(error)}; choose another run_dir"
         problem, self._newest = everyones((problem, max(steps_in(self._directory), default=None)))[0]
-        if problem is not None:
-            if self._lock is not None:
-                self._lock.close()
-            raise CheckpointError(problem)
-        self._check_seen_by_all()
+        try:
+            if problem is not None:
+                raise CheckpointError(problem)
+            check_seen_by_all(self._directory)
+        except UserError:
+            self._unlock()
+            raise
         self._thread: threading.Thread | None = None
-        self._failure: Exception | None = None
-        handler = ocp.PyTreeCheckpointHandler(use_compression=False, use_ocdbt=use_ocdbt)
-        self._orbax = ocp.AsyncCheckpointer(handler, timeout_secs=_TIMEOUT_S)
+        self._failure: SaveError | None = None
+        self._defect: Exception | None = None
+        self._num_saves = 0
+        self._look_at: int | None = None
+        self._patience = 1
+        self._arrays = ArrayWriter(use_ocdbt=use_ocdbt)
+
+    @property
+    def newest(self) -> int | None:
+        """The newest committed step; None if there is none. After `wait` the same in every process."""
+        return self._newest
 
     def save(self, step: int, state: Any, meta: dict[str, Any], files: Mapping[str, bytes] = MappingProxyType({})) -> None:
         """Starts saving `step`; returns when the arrays have left the devices (when committed, if not `async_save`).
+
+        That it cannot be written, or that the save before it could not, is no error here: see `retry_due` and `wait`.
 
         Args:
             step: optimizer steps done; above every step saved or restored before.
@@ -136,10 +142,10 @@ class Checkpointer:
             files: name and content of small files to keep beside it.
 
         Raises:
-            CheckpointError: the previous save failed, or this one cannot begin.
+            CheckpointError: `step` is not above the newest one.
         """
         began = time.monotonic()
-        self.wait()
+        self._join()
         if (waited := time.monotonic() - began) > 1:
             say(f"step {step}: waited {waited:.1f} s for the previous checkpoint; raise checkpoint.save_every")
         if self._newest is not None and step <= self._newest:
@@ -147,24 +153,58 @@ class Checkpointer:
                 f"{self._directory}: step {step} cannot be saved after step {self._newest}; restore from there"
                 " or choose another run_dir"
             )
+        self._patience = 1 if self._failure is None else 2 * self._patience
+        self._look_at, self._failure = step + self._patience, None
+        self._num_saves += 1
+        # No two attempts share a directory: what a failed one still has in flight ends up in its own.
+        saving = self._directory / f"{step}.{self._num_saves}.saving"
         arrays = named_arrays(state)
         about = {name: {"dtype": str(array.dtype), "shape": array.shape} for name, array in arrays.items()}
         stored = {name: jax.random.key_data(array) if is_key(array) else array for name, array in arrays.items()}
-        texts = {"meta.json": json.dumps(meta, indent=1), "arrays.json": json.dumps(about, indent=1)}
-        failing = f"step {step} cannot be saved"
-        try:
-            needed, disk = sum(array.nbytes for array in stored.values()), shutil.disk_usage(self._directory.parent)
-            if disk.free < needed and disk.total:
-                reason = f"it takes {format_bytes(needed)}, but only {format_bytes(disk.free)} are free"
-                raise CheckpointError(self._failure_line(failing, reason))
-            chunks = {name: _save_args(name, array.nbytes) for name, array in stored.items()}
-            self._orbax.save(self._saving(step) / "state", args=ocp.args.PyTreeSave(stored, save_args=chunks))
-        except OSError as error:
-            raise CheckpointError(self._failure_line(f"step {step} cannot be saved", _reason(error))) from error
-        self._thread = threading.Thread(target=self._commit, args=(step, texts, files), name=f"commit-{step}")
-        self._thread.start()
+        small = {"meta.json": json.dumps(meta, indent=1).encode(), "arrays.json": json.dumps(about, indent=1).encode()}
+        small |= {f"files/{name}": content for name, content in files.items()}
+        with self._failing(step, saving):
+            self._together(lambda: self._make_room(saving, sum(array.nbytes for array in stored.values())), first_only=True)
+            writing = self._arrays.begin(saving / "state", stored)
+            self._thread = threading.Thread(target=self._commit, args=(step, saving, writing, small), name=f"commit-{step}")
+            self._thread.start()
         if not self._config.async_save:
-            self.wait()
+            self._join()
+
+    def retry_due(self, step: int) -> bool:
+        """Whether a save has failed and it is time to save the present state, after `step`, in its place.
+
+        Every process asks after every step. Looks are 1, 2, 4, ... steps apart, the more the longer saves take or fail,
+        so that saving again and again does not keep the run from training.
+        """
+        if self._look_at is None or step < self._look_at:
+            return False
+        if any(everyones(self._thread is not None and self._thread.is_alive())):
+            self._patience *= 2
+            self._look_at = step + self._patience
+            return False
+        self._join()
+        self._look_at = None
+        return self._failure is not None
+
+    def finish(self, save_again: Callable[[], object]) -> None:
+        """Returns when the last save is committed; if it fails, tries again for some seconds, in which a disk may get room.
+
+        Args:
+            save_again: calls `save` with the last state.
+
+        Raises:
+            SaveError: all attempts failed; the steps committed before are intact.
+        """
+        for pause_s in _LAST_PAUSES_S:
+            with contextlib.suppress(SaveError):
+                self.wait()
+                return
+            time.sleep(pause_s)
+            if pause_s == _LAST_PAUSES_S[-1]:
+                self._on_failure = None  # `wait` tells of the last attempt
+            save_again()
+        self.wait()
 
     def restore(self, abstract_state: State) -> Restored[State] | None:
         """The newest good step, on the shardings of `abstract_state`; None if the run has no committed step.
@@ -196,23 +236,18 @@ class Checkpointer:
         """Returns when the save in progress, if any, is committed.
 
         Raises:
-            CheckpointError: it failed; the steps committed before are intact.
+            SaveError: the newest save failed; the steps committed before are intact.
         """
-        if self._thread is None:
-            return
-        failure = self._join()
-        # Process 0 commits, so its outcome is everyone's; another process that could not write its part ends the run.
-        if failure is not None and jax.process_index() > 0:
+        self._join()
+        if self._failure is not None:
+            failure, self._failure = self._failure, None
             raise failure
-        message, self._newest = everyones((failure and str(failure), self._newest))[0]
-        if message is not None:
-            raise failure or CheckpointError(message)
 
     def close(self) -> None:
         """Waits for the save in progress and gives the lock back; a second call does nothing.
 
         Raises:
-            CheckpointError: the save failed.
+            SaveError: the newest save failed.
         """
         try:
             self.wait()
@@ -228,84 +263,90 @@ class Checkpointer:
         if error is None:
             self.close()
             return
-        # The other processes may be elsewhere by now, so nothing here waits for them.
-        failure = self._join()
-        if failure is not None:
-            print(failure, file=sys.stderr, flush=True)
+        if self._thread is not None:
+            self._thread.join()
+        if self._on_failure is None and (failure := self._defect or self._failure) is not None:
+            say(str(failure))
         self._release()
 
-    def _check_seen_by_all(self) -> None:
-        """Raises `EnvironmentMismatchError` unless every process sees what process 0 does in its directory."""
-        if jax.process_count() == 1:
-            return
-        token = self._directory / f"{secrets.token_hex(8)}.seen"
-        if jax.process_index() == 0:
-            token.touch()
-        name, steps, first = everyones((token.name, steps_in(self._directory), str(self._directory)))[0]
-        deadline = time.monotonic() + _SEEN_S
-        while not (seen := (self._directory / name).exists() and steps_in(self._directory) == steps):
-            if time.monotonic() > deadline:
-                break
-            time.sleep(0.1)
-        others = everyones(None if seen else f"{self._directory} ({meeting.who_am_i()})")
-        if jax.process_index() == 0:
-            token.unlink()
-        for rank, other in enumerate(others):
-            if other is not None:
-                if self._lock is not None:
-                    self._lock.close()
-                raise EnvironmentMismatchError(
-                    f"run_dir: process {rank} sees something else in {other} than process 0 in {first}; put it on"
-                    " a file system that all share, and give its absolute path"
-                )
+    def _make_room(self, saving: Path, num_bytes: int) -> None:
+        self._remove_unfinished()
+        self._directory.mkdir(parents=True, exist_ok=True)
+        disk = shutil.disk_usage(self._directory)  # not of the run's: it may be a link
+        if disk.free < num_bytes and disk.total:
+            raise OSError(f"it takes {format_bytes(num_bytes)}, but only {format_bytes(disk.free)} are free")
+        (saving / "state").mkdir(parents=True)
 
-    def _commit(self, step: int, texts: dict[str, str], files: Mapping[str, bytes]) -> None:
-        """In its own thread, on every process: turns `<step>.saving` into `<step>`, then deletes old steps."""
-        saving = self._saving(step)
-        try:
-            self._orbax.wait_until_finished()
-            records = self._hash_arrays(saving)
-            if jax.process_index() == 0:
-                with processes.uninterrupted():  # all have done their part, so the step is good whatever becomes of them
-                    self._finish(step, texts, files, records)
-                self._delete_old()
-        except (OSError, ValueError, jax.errors.JaxRuntimeError) as error:
-            self._failure = CheckpointError(self._failure_line(f"step {step} cannot be saved", _reason(error)))
-        except Exception as error:
-            self._failure = error
-        if self._failure is not None and jax.process_index() == 0:
-            shutil.rmtree(saving, ignore_errors=True)
+    def _commit(self, step: int, saving: Path, writing: Sequence[Any], small: Mapping[str, bytes]) -> None:
+        """In its own thread, on every process: turns the directory `saving` into `<step>`, then deletes old steps."""
+        with self._failing(step, saving):
+            self._together(lambda: [part.result(_TIMEOUT_S) for part in writing])
+            self._together(lambda: self._arrays.finalize(saving / "state"), first_only=True)
+            self._together(lambda: self._hash_share(saving))
+            self._together(lambda: self._finish(step, saving, small), first_only=True)
+            self._newest = step
 
-    def _finish(
-        self, step: int, texts: dict[str, str], files: Mapping[str, bytes], records: dict[str, manifest.Record]
-    ) -> None:
-        """On process 0: adds what is not arrays, then makes `<step>.saving` the step."""
-        saving = self._saving(step)
-        for name, text in texts.items():
-            (saving / name).write_text(text)
-        (saving / "files").mkdir()
-        for name, content in files.items():
-            (saving / "files" / name).write_bytes(content)
-        records |= manifest.digest(saving, set(manifest.list_files(saving)) - records.keys())
-        manifest.write(saving, records)
-        saving.rename(self._directory / str(step))
-        manifest.sync(self._directory)
-        self._newest = step
-
-    def _hash_arrays(self, saving: Path) -> dict[str, manifest.Record]:
-        """The records of the arrays' files; every process hashes a share, process 0 returns them all."""
+    def _hash_share(self, saving: Path) -> None:
+        """Leaves the records of this process's share of the arrays' files for process 0."""
         paths = [path for path in manifest.list_files(saving) if path.startswith("state/")]
         records = manifest.digest(saving, paths[jax.process_index() :: jax.process_count()])
-        if jax.process_count() > 1:
-            (saving / f"hashes.{jax.process_index()}.json").write_text(json.dumps(records))
-            # Not a collective of the devices: those belong to the training step, which runs meanwhile.
-            barrier = ocp.multihost.get_barrier_sync_fn()
-            barrier(key=f"llamajax:{saving}", timeout_ms=1000 * _TIMEOUT_S)
+        (saving / f"hashes.{jax.process_index()}.json").write_text(json.dumps(records))
+
+    def _finish(self, step: int, saving: Path, small: Mapping[str, bytes]) -> None:
+        """On process 0: adds what is not arrays, then makes the directory `saving` the step, and deletes old ones."""
+        with processes.uninterrupted():  # all have done their part, so the step is good whatever becomes of them
+            (saving / "files").mkdir()
+            for name, content in small.items():
+                (saving / name).write_bytes(content)
+            records = manifest.digest(saving, small)
+            for share in saving.glob("hashes.*.json"):
+                records |= json.loads(share.read_text())
+                share.unlink()
+            manifest.write(saving, records)
+            saving.rename(self._directory / str(step))
+            manifest.sync(self._directory)
+        self._delete_old()
+
+    def _together(self, work: Callable[[], object], *, first_only: bool = False) -> None:
+        """Does one part of a save in every process, or in the first only.
+
+        Raises:
+            OSError: it failed in one of them; the same in all.
+        """
+        problem = None
+        try:
+            if not first_only or jax.process_index() == 0:
+                work()
+        except Exception as error:
+            problem = reason(error)
+            if not isinstance(error, OSError | ValueError | jax.errors.JaxRuntimeError):
+                self._defect = error
+        problems = everyones(problem, about="save")
+        for rank, problem in enumerate(problems):
+            if problem is not None:
+                raise OSError(problem if len(problems) == 1 else f"process {rank}: {problem}")
+
+    @contextlib.contextmanager
+    def _failing(self, step: int, saving: Path) -> Iterator[None]:
+        """Takes what goes wrong with a save to those who ask for it later."""
+        try:
+            yield
+        except OSError as error:
             if jax.process_index() == 0:
-                for share in saving.glob("hashes.*.json"):
-                    records |= json.loads(share.read_text())
-                    share.unlink()
-        return records
+                shutil.rmtree(saving, ignore_errors=True)
+            newest = (
+                "there is no checkpoint yet" if self._newest is None else f"step {self._newest} is the newest checkpoint"
+            )
+            failing = f"{self._directory}: step {step} cannot be saved: {error}"
+            self._failure = SaveError(f"{failing}; see to the disk and run the same command again; {newest}")
+            if self._on_failure is not None:
+                self._on_failure(f"{failing}; it will be tried again; {newest}")
+        except Exception as error:
+            self._defect = error
+
+    def _remove_unfinished(self) -> None:
+        for left_over in self._directory.glob("*.saving"):
+            shutil.rmtree(left_over, ignore_errors=True)  # threads of a save that failed may still write there
 
     def _delete_old(self) -> None:
         for step in steps_in(self._directory)[: -self._config.keep_last]:
@@ -319,60 +360,21 @@ class Checkpointer:
             try:
                 shutil.rmtree(doomed)
             except OSError as error:
-                say(f"{doomed} cannot be deleted: {_reason(error)}; the next checkpoint tries again")
+                say(f"{doomed} cannot be deleted: {reason(error)}; the next checkpoint tries again")
 
-    def _saving(self, step: int) -> Path:
-        return self._directory / f"{step}.saving"
-
-    def _failure_line(self, failing: str, reason: str) -> str:
-        newest = "there is no checkpoint yet" if self._newest is None else f"step {self._newest} is the newest checkpoint"
-        return f"{self._directory}: {failing}: {reason}; see to the disk and run the same command again; {newest}"
-
-    def _join(self) -> Exception | None:
-        """Ends the thread of the save in progress, if any; returns its failure, once."""
+    def _join(self) -> None:
+        """Ends the thread of the save in progress, if any; raises what is a defect of ours."""
         if self._thread is not None:
             self._thread.join()
-        failure, self._thread, self._failure = self._failure, None, None
-        return failure
+            self._thread = None
+        if self._defect is not None:
+            defect, self._defect = self._defect, None
+            raise defect
 
     def _release(self) -> None:
-        self._orbax.close()
+        self._arrays.close()
+        self._unlock()
+
+    def _unlock(self) -> None:
         if self._lock is not None:
             self._lock.close()
-
-
-def _save_args(name: str, nbytes: int) -> ocp.SaveArgs:
-    """Layers one by one where they are no small matter: who reads a model, to export it, needs never hold all of them."""
-    return ocp.SaveArgs(shard_axes=(0,) if ".layers." in name and nbytes > _MANY_BYTES else ())
-
-
-def _lock(run_dir: Path) -> IO[str]:
-    """The open, locked lock file of `run_dir`; the lock ends when it is closed, also by the end of the process."""
-    run_dir.mkdir(parents=True, exist_ok=True)
-    lock = (run_dir / ".lock").open("a+")
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        lock.seek(0)
-        holder = lock.read().strip() or "another process"
-        lock.close()
-        raise CheckpointError(f"{run_dir} is being written by {holder}; stop that, or choose another run_dir") from error
-    except OSError as error:
-        if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
-            lock.close()
-            raise
-        say(f"{run_dir}: this file system has no locks; see to it that nothing else writes this run")
-    lock.truncate(0)
-    lock.write(f"process {os.getpid()} on {socket.gethostname()}\n")
-    lock.flush()
-    return lock
-
-
-def _reason(error: Exception) -> str:
-    """An error of the file system or of Orbax in a few words."""
-    code = re.search(r"os_error_code='(\d+)'", str(error))
-    if code:
-        return os.strerror(int(code[1]))
-    if isinstance(error, OSError) and error.strerror:
-        return error.strerror + (f": {error.filename}" if error.filename else "")
-    return (str(error) or type(error).__name__).splitlines()[0][:200]

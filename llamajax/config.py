@@ -478,7 +478,8 @@ class CheckpointConfig:
     """What is kept of the run, and how often."""
 
     save_every: int | None = 1000
-    """Steps between checkpoints; unset: only after the last step (and on SIGTERM)."""
+    """Steps between checkpoints; unset: only after the last step (and on SIGTERM). One that cannot be written is told at
+    once and tried again after 1, 2, 4, ... steps; the last one for some seconds, then the run ends with exit code 74."""
     keep_last: int = 3
     """Newest checkpoints kept."""
     keep_every: int | None = None
@@ -503,7 +504,8 @@ class CheckpointConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class MetricsConfig:
-    """What is shown and where; metrics.jsonl in the run directory always has every step."""
+    """What is shown and where; metrics.jsonl in the run directory has every step. While its disk is full, up to 100,000
+    records wait in memory."""
 
     log_every: int = 10
     """Steps between lines on a terminal that is not interactive; the progress bar follows every step."""

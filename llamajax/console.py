@@ -1,8 +1,10 @@
 """What a person sees: the start-up lines and tables, progress while training, and the closing summary."""
 
+import contextlib
 import math
 import platform
 import shlex
+import sys
 import time
 from collections import deque
 from collections.abc import Iterable, Mapping
@@ -22,7 +24,17 @@ from llamajax.config import Config
 from llamajax.run_log import FINAL_STEPS, METRICS_FILE, Record, RunSummary
 from llamajax.units import format_bytes, format_count, format_duration
 
-CONSOLE = Console(highlight=False)
+
+class Screen(Console):
+    """Prints what it can: a full disk or a closed pipe behind it is no reason to end a run."""
+
+    def print(self, *args: Any, **kwargs: Any) -> None:
+        """As `Console.print`; never fails for want of a place to print to."""
+        with contextlib.suppress(OSError):
+            super().print(*args, **kwargs)
+
+
+CONSOLE = Screen(highlight=False)
 """Standard output. Everything is printed through it, so that lines land above a live progress bar."""
 _SMOOTHED_STEPS = 20  # the live bar shows speeds over this many steps
 
@@ -47,6 +59,13 @@ def print_epochs(epochs: Mapping[str, float], num_steps: int) -> None:
 def log_own(text: str) -> None:
     """Prints one line of any process, with its number if it is not the first."""
     CONSOLE.print(text if not processes.rank() else f"{text} (process {processes.rank()})", markup=False, soft_wrap=True)
+
+
+def say(line: str) -> None:
+    """Prints a line to stderr, on the first process of the run only."""
+    if jax.process_index() == 0:
+        with contextlib.suppress(OSError):
+            print(line, file=sys.stderr, flush=True)
 
 
 def print_stream(prompt: str, pieces: Iterable[str]) -> None:
@@ -130,7 +149,7 @@ def print_parameters(model: Any) -> None:
     log(f"model      {format_count(num_params)} parameters ({num_params:,})")
     if jax.process_index() == 0:
         # Into a file, a row stays one line, however long.
-        screen = CONSOLE if is_interactive() else Console(file=CONSOLE.file, width=1000)
+        screen = CONSOLE if is_interactive() else Screen(file=CONSOLE.file, width=1000)
         screen.print(parameter_table(model))
 
 

@@ -38,6 +38,12 @@ class CheckpointError(UserError):
     exit_code = 65
 
 
+class SaveError(UserError):
+    """A checkpoint that could not be written; those before it are whole."""
+
+    exit_code = DISK_ERROR
+
+
 class DivergedError(UserError):
     """Gradients stayed non-finite; running the same command again would not help."""
 

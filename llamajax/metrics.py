@@ -7,6 +7,7 @@ import importlib.util
 import json
 import platform
 import secrets
+import struct
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -143,8 +144,7 @@ class MetricsWriter:
         """Notes in `events.jsonl` that something happened to the run, with the newest finished step."""
         if self._is_main_process:
             record = {"time": round(time.time(), 3), "event": name, "step": self._last_step, **facts}
-            self._events_file.write(run_log.encode(record) + "\n")
-            self._events_file.flush()
+            self._events_file.append(f"{run_log.encode(record)}\n".encode())
 
     def _open_sinks(self, stack: contextlib.ExitStack) -> None:
         config = self._config
@@ -154,11 +154,11 @@ class MetricsWriter:
         events_path.touch()
         run_log.drop_later_steps(metrics_path, self._start_step)
         run_log.drop_torn_line(events_path)
-        self._metrics_file = stack.enter_context(metrics_path.open("a", encoding="utf-8"))
-        self._events_file = stack.enter_context(events_path.open("a", encoding="utf-8"))
+        self._metrics_file = stack.enter_context(run_log.Appender(metrics_path, console.say))
+        self._events_file = stack.enter_context(run_log.Appender(events_path, console.say))
         self._tensorboard = self._wandb = None
         if config.metrics.tensorboard:
-            self._tensorboard = stack.enter_context(_tensorboard_writer(self.run_dir, self._start_step))
+            self._tensorboard = stack.enter_context(_TensorBoard(self.run_dir, self._start_step))
         if config.metrics.wandb:
             self._wandb = stack.enter_context(_wandb_run(self.run_dir, config))
         self._progress = stack.enter_context(console.Progress(config, self._start_step))
@@ -202,22 +202,52 @@ class MetricsWriter:
         }
 
     def _write(self, record: Record) -> None:
-        # A line is handed to the operating system at once, so a killed process loses nothing it has fetched.
-        self._metrics_file.write(run_log.encode(record) + "\n")
-        self._metrics_file.flush()
+        self._metrics_file.append(f"{run_log.encode(record)}\n".encode())
         if self._tensorboard:
-            for name, value in record.items():
-                if name not in ("step", "time"):
-                    self._tensorboard.add_scalar(name, value, record["step"], walltime=record["time"])
+            self._tensorboard.write(record)
         if self._wandb:
             self._wandb.log(record)
 
 
-def _tensorboard_writer(run_dir: Path, start_step: int) -> Any:
-    from tensorboardX import SummaryWriter  # takes a second to import where torch is installed
+class _TensorBoard:
+    """An event file. Not by tensorboardX's own writer: a full disk ends its thread, for which the run then waits forever."""
 
-    # purge_step: TensorBoard hides points of an earlier start that are computed again.
-    return SummaryWriter(str(run_dir / TENSORBOARD_DIR), purge_step=start_step + 1, filename_suffix=f".{start_step}")
+    def __init__(self, run_dir: Path, start_step: int) -> None:
+        # Takes a second to import where torch is installed.
+        from tensorboardX.proto import event_pb2, summary_pb2
+        from tensorboardX.record_writer import masked_crc32c
+
+        events: Any = event_pb2
+        summaries: Any = summary_pb2
+        self._event, self._summary, self._checksum = events.Event, summaries.Summary, masked_crc32c
+        directory = run_dir / TENSORBOARD_DIR
+        directory.mkdir(exist_ok=True)
+        now = time.time()
+        name = f"events.out.tfevents.{int(now)}.{platform.node()}.{start_step}"
+        self._file = run_log.Appender(directory / name, console.say)
+        self._append(events.Event(wall_time=now, file_version="brain.Event:2"))
+        # TensorBoard hides points of an earlier start that are computed again.
+        start = events.SessionLog(status=events.SessionLog.START)
+        self._append(events.Event(wall_time=now, step=start_step + 1, session_log=start))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._file.__exit__(*exc_info)
+
+    def write(self, record: Record) -> None:
+        """Adds the numbers of a step."""
+        numbers = {name: value for name, value in record.items() if name not in ("step", "time")}
+        values = [self._summary.Value(tag=name, simple_value=value) for name, value in numbers.items()]
+        self._append(self._event(wall_time=record["time"], step=record["step"], summary=self._summary(value=values)))
+
+    def _append(self, event: Any) -> None:
+        """As a TFRecord: length, its checksum, the event, its checksum."""
+        data = event.SerializeToString()
+        length = struct.pack("<Q", len(data))
+        checksums = [struct.pack("<I", self._checksum(part)) for part in (length, data)]
+        self._file.append(length + checksums[0] + data + checksums[1])
 
 
 def _wandb_run(run_dir: Path, config: Config) -> Any:

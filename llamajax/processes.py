@@ -14,6 +14,7 @@ import selectors
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn, Protocol
 
@@ -58,12 +59,13 @@ def rank() -> int:
     return 0 if _peers is None else _peers.rank
 
 
-def everyones(value: Any) -> list[Any]:
+def everyones(value: Any, about: str = "") -> list[Any]:
     """The JSON `value` of every process, by rank; all call this together, however late, and return the same.
 
     Not a collective of the devices: those wait for each other for half a minute only, where they meet the first time.
+    Another thread than the main one says what its values are about, so that they do not meet the main one's.
     """
-    return [value] if _peers is None else _peers.everyones(value)
+    return [value] if _peers is None else _peers.everyones(value, about)
 
 
 def can_stop(stoppable: Stoppable | None) -> None:
@@ -129,9 +131,9 @@ class Peers:
         self._last_word = threading.Lock()
         self._told: set[int] = set()
         self._all_told = threading.Event()
-        self._round = 0
-        self._heard: dict[int, dict[int, Any]] = {}
-        self._answers: dict[int, list[Any]] = {}
+        self._rounds: Counter[str] = Counter()
+        self._heard: dict[str, dict[int, Any]] = {}
+        self._answers: dict[str, list[Any]] = {}
         self._rounds_changed = threading.Condition()
         self._why_stop: str | None = None
         self._counts: dict[int, float] = {}
@@ -156,17 +158,17 @@ class Peers:
                 threading.Event().wait()
             time.sleep(0.05)
 
-    def everyones(self, value: Any) -> list[Any]:
+    def everyones(self, value: Any, about: str) -> list[Any]:
         """See `everyones`."""
-        self._round += 1
-        number = self._round
+        self._rounds[about] += 1
+        name = f"{about} {self._rounds[about]}"
         if self.rank == 0:
-            self._hear(number, 0, value)
+            self._hear(name, 0, value)
         else:
-            self._links[0].send({"value": value, "of_round": number})
+            self._links[0].send({"value": value, "of_round": name})
         with self._rounds_changed:
-            self._rounds_changed.wait_for(lambda: number in self._answers)
-            return self._answers.pop(number)
+            self._rounds_changed.wait_for(lambda: name in self._answers)
+            return self._answers.pop(name)
 
     def leave(self) -> None:
         """Tells the others that this process will end, having done its part."""
@@ -222,10 +224,10 @@ class Peers:
                 link.leaving = True
             case {"stop": why}:
                 self.request_stop(why)
-            case {"value": value, "of_round": number}:
-                self._hear(number, link.rank, value)
-            case {"values": values, "of_round": number}:
-                self._answer(number, values)
+            case {"value": value, "of_round": name}:
+                self._hear(name, link.rank, value)
+            case {"values": values, "of_round": name}:
+                self._answer(name, values)
             case {"freeze": _}:
                 link.send({"count": _freeze()})
             case {"count": count}:
@@ -252,21 +254,21 @@ class Peers:
             print(line, file=sys.stderr, flush=True)
             os._exit(EnvironmentMismatchError.exit_code)
 
-    def _hear(self, number: int, rank: int, value: Any) -> None:
+    def _hear(self, name: str, rank: int, value: Any) -> None:
         """On process 0: one more value of a round of `everyones`."""
         with self._rounds_changed:
-            values = self._heard.setdefault(number, {})
+            values = self._heard.setdefault(name, {})
             values[rank] = value
             if len(values) <= len(self._links):
                 return
-            del self._heard[number]
+            del self._heard[name]
         in_order = [values[rank] for rank in range(len(values))]
-        self._send_all({"values": in_order, "of_round": number})
-        self._answer(number, in_order)
+        self._send_all({"values": in_order, "of_round": name})
+        self._answer(name, in_order)
 
-    def _answer(self, number: int, values: list[Any]) -> None:
+    def _answer(self, name: str, values: list[Any]) -> None:
         with self._rounds_changed:
-            self._answers[number] = values
+            self._answers[name] = values
             self._rounds_changed.notify_all()
 
     def _count(self, rank: int, count: float) -> None:

@@ -87,9 +87,10 @@ def write_report(run_dir: Path, output: Path | None = None) -> Path:
 
     Raises:
         ConfigError: there is no run with a finished step in `run_dir`, or `output` cannot be written.
-        DataError: a log of the run is damaged.
     """
     log = run_log.read_run(run_dir)
+    if log.warning is not None:
+        print(log.warning, file=sys.stderr)
     config_path = run_dir / CONFIG_FILE
     config = config_path.read_text(encoding="utf-8") if config_path.is_file() else None
     output = output or run_dir / "report.html"

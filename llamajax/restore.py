@@ -5,7 +5,6 @@ The layout of a step is described in `llamajax.checkpoint`, which writes them.
 
 import json
 import re
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +17,7 @@ from jax import P
 from jax.sharding import AbstractMesh, NamedSharding
 
 from llamajax import manifest
+from llamajax.console import say
 from llamajax.errors import CheckpointError, EnvironmentMismatchError
 from llamajax.processes import everyones
 
@@ -244,9 +244,3 @@ def none_good_line(directory: Path, damaged: dict[int, list[str]]) -> str:
         return f"{directory} has no checkpoint; is this the run_dir of a run that has saved one?"
     lines = [damage_line(directory, step, found) for step, found in damaged.items()]
     return "\n".join([*lines, f"{directory} has no good checkpoint; bring the files back, or choose another run_dir"])
-
-
-def say(line: str) -> None:
-    """Prints a line to stderr, once for all processes."""
-    if jax.process_index() == 0:
-        print(line, file=sys.stderr, flush=True)

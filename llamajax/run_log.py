@@ -12,18 +12,20 @@ import math
 import os
 import re
 from array import array
-from collections import defaultdict
-from collections.abc import Mapping
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
-from llamajax.errors import ConfigError, DataError
+from llamajax.errors import ConfigError
 
 METRICS_FILE = "metrics.jsonl"
 EVENTS_FILE = "events.jsonl"
+MOST_KEPT = 100_000
+"""Records kept in memory, of about 500 bytes each, while a log cannot be written."""
 FINAL_STEPS = 20
 """Steps at the end of a run that its final training loss is averaged over."""
 
@@ -44,23 +46,84 @@ def encode(record: Mapping[str, Any]) -> str:
     return json.dumps({key: finite(value) for key, value in record.items()}, allow_nan=False, ensure_ascii=False)
 
 
+class Appender:
+    """A file that grows by whole records, also through times when its disk is full: what it does not take is kept and
+    written later, in order. A context manager, which ends with a last attempt.
+
+    A record is handed to the operating system at once, so a killed process loses none that could be written.
+    """
+
+    def __init__(self, path: Path, say: Callable[[str], object]) -> None:
+        """Opens the file, or makes it.
+
+        Args:
+            path: the file, which nothing else writes.
+            say: takes a line when the file cannot be written, when it can again, and when records are lost.
+
+        Raises:
+            OSError: it cannot be opened.
+        """
+        self._path, self._say = path, say
+        self._file = path.open("ab", buffering=0)
+        self._size = path.stat().st_size
+        self._kept: deque[bytes] = deque()
+        self._num_lost = 0
+        self._problem: str | None = None
+
+    def append(self, record: bytes) -> None:
+        """Writes a record and those that wait, or keeps them; never fails."""
+        self._kept.append(record)
+        if len(self._kept) > MOST_KEPT:
+            self._kept.popleft()
+            self._num_lost += 1
+        num_late = len(self._kept) - 1
+        try:
+            while self._kept:
+                self._write(self._kept[0])
+                self._kept.popleft()
+        except OSError as error:
+            if self._problem is None:
+                self._problem = error.strerror or str(error)
+                self._say(f"{self._path}: cannot be written: {self._problem}; the run goes on and writes it when it can")
+        else:
+            if self._problem is not None:
+                lost = f", lost: {self._num_lost:,}" if self._num_lost else ""
+                self._say(f"{self._path}: is written again; records that came late: {num_late:,}{lost}")
+                self._problem, self._num_lost = None, 0
+
+    def _write(self, record: bytes) -> None:
+        rest = memoryview(record)
+        try:
+            while rest:
+                rest = rest[self._file.write(rest) :]
+        except OSError:
+            self._file.truncate(self._size)  # no part of a record stays
+            raise
+        self._size += len(record)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        if self._kept:
+            self.append(self._kept.pop())
+        if self._kept:
+            num_lost = self._num_lost + len(self._kept)
+            self._say(f"{self._path}: records lost: {num_lost:,}; {self._problem}")
+        self._file.close()
+
+
 def drop_later_steps(path: Path, last_step: int) -> None:
     """Cuts off the lines of steps after `last_step`, which will be computed again, and a last line torn by a kill.
 
-    The log is in order, so that is one truncation: there is no moment at which a kill would lose more.
-
-    Raises:
-        DataError: a line in the middle is not a record.
+    The log is in order, so that is one truncation: there is no moment at which a kill would lose more. A damaged line
+    before it stays as it is.
     """
     end = 0
     with path.open("rb") as file:
-        for number, line in enumerate(file, 1):
-            if not line.endswith(b"\n"):
-                break
+        for line in file:
             match = _STEP.match(line)
-            if match is None:
-                raise _damaged(path, number)
-            if int(match[1]) > last_step:
+            if not line.endswith(b"\n") or (match and int(match[1]) > last_step):
                 break
             end += len(line)
     os.truncate(path, end)
@@ -78,7 +141,17 @@ class RunLog:
     series: dict[str, tuple[np.ndarray, np.ndarray]]
     """Metric name to its steps (int64, rising) and values (float64)."""
     events: list[Record]
-    """In order; each has `time` and `event`, one of `start`, `save` (begun) and `stop`."""
+    """In order; each has `time`, `step` and `event`, one of `start`, `save` (begun) and `stop`."""
+    damaged: tuple[str, ...]
+    """The places of lines that are no records and are left out, `metrics.jsonl:7`."""
+
+    @property
+    def warning(self) -> str | None:
+        """What to tell of damaged lines, in a line; None if there are none."""
+        if not self.damaged:
+            return None
+        more = f" and {len(self.damaged) - 3} more" if len(self.damaged) > 3 else ""
+        return f"{', '.join(self.damaged[:3])}{more}: no record, left out; restore the file or remove the line"
 
 
 def read_run(run_dir: Path) -> RunLog:
@@ -86,7 +159,6 @@ def read_run(run_dir: Path) -> RunLog:
 
     Raises:
         ConfigError: there is no run in `run_dir`, or it has not finished a step yet.
-        DataError: a line in the middle of a log is damaged.
     """
     metrics_path, events_path = run_dir / METRICS_FILE, run_dir / EVENTS_FILE
     if not run_dir.is_dir():
@@ -94,20 +166,18 @@ def read_run(run_dir: Path) -> RunLog:
     if not metrics_path.is_file():
         raise ConfigError(f"{run_dir}: has no {METRICS_FILE}; name the run_dir of a run that was started")
 
+    damaged: list[str] = []
     columns: dict[str, tuple[array[int], array[float]]] = defaultdict(lambda: (array("q"), array("d")))
-    with metrics_path.open("rb") as file:
-        for number, line in enumerate(file, 1):
-            if not line.endswith(b"\n"):
-                break
-            try:
-                record = json.loads(line)
-                step = record.pop("step")
-                for key, value in record.items():
-                    steps, values = columns[key]
-                    steps.append(step)
-                    values.append(float(value))
-            except (ValueError, KeyError, TypeError, AttributeError) as error:
-                raise _damaged(metrics_path, number) from error
+    for record in _records(metrics_path, damaged):
+        try:
+            numbers = {key: float(value) for key, value in record.items() if key != "step"}
+        except (ValueError, TypeError, OverflowError):
+            damaged.append(f"{metrics_path}: step {record['step']}")
+            continue
+        for key, value in numbers.items():
+            steps, values = columns[key]
+            steps.append(record["step"])
+            values.append(value)
     if not columns:
         raise ConfigError(f"{metrics_path}: holds no step yet; try again after the first one")
 
@@ -116,22 +186,26 @@ def read_run(run_dir: Path) -> RunLog:
         steps, values = np.array(columns_of_key[0]), np.array(columns_of_key[1])
         last_of_its_step = np.append(np.diff(steps) > 0, True)  # an evaluation may have been repeated after a restart
         series[key] = steps[last_of_its_step], values[last_of_its_step]
-    return RunLog(series=series, events=_read_events(events_path) if events_path.is_file() else [])
+    events = list(_records(events_path, damaged, has="event")) if events_path.is_file() else []
+    return RunLog(series=series, events=events, damaged=tuple(damaged))
 
 
-def _read_events(path: Path) -> list[Record]:
-    events = []
-    for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], 1):
-        try:
-            event = json.loads(line)
-            events.append({"time": float(event["time"]), "event": str(event["event"]), **event})
-        except (ValueError, KeyError, TypeError) as error:
-            raise _damaged(path, number) from error
-    return events
-
-
-def _damaged(path: Path, number: int) -> DataError:
-    return DataError(f"{path}:{number}: the line is damaged: not a record with a step; restore the file or remove the line")
+def _records(path: Path, damaged: list[str], has: str | None = None) -> Iterator[Record]:
+    """The whole lines that are records with a step, a time and, if asked for, a text `has`; adds the others to `damaged`."""
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            if not line.endswith(b"\n"):
+                return
+            try:
+                record = json.loads(line)
+                is_record = type(record["step"]) is int and 0 <= record["step"] < 2**63 and math.isfinite(record["time"])
+                is_record = is_record and (has is None or type(record[has]) is str)
+            except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
+                record, is_record = {}, False
+            if is_record:
+                yield record
+            else:
+                damaged.append(f"{path}:{number}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,7 +234,7 @@ class RunSummary:
     steps_time_s: float
     """Seconds spent in the steps that count."""
     wall_time_s: float | None
-    """Seconds from the first start to the newest record, everything included."""
+    """Seconds from the first start to the newest record, everything included; never less than `steps_time_s`."""
     restarts: int
     stop_reason: str | None
     """`finished`, `stopped`, or the error; None while running, and after a kill."""
@@ -176,12 +250,18 @@ def summarize(log: RunLog) -> RunSummary:
         return float(np.median(log.series[key][1])) if key in log.series else None
 
     starts = [event for event in log.events if event["event"] == "start"]
-    facts = starts[-1] if starts else {}
+    facts = {key: value for key, value in starts[-1].items() if type(value) is int} if starts else {}
     last_event = log.events[-1] if log.events else {}
     step = int(log.series["time"][0][-1])
     losses = log.series["train/loss"][1][-FINAL_STEPS:] if "train/loss" in log.series else np.array([])
     losses = losses[np.isfinite(losses)]  # those of skipped steps need not be
-    last_time = max(float(log.series["time"][1][-1]), last_event.get("time", 0.0))
+    steps_time_s = float(log.series["perf/step_time_s"][1].sum()) if "perf/step_time_s" in log.series else 0.0
+    wall_time_s = None
+    if starts:
+        # Added up between events, forward only: the clock may have been set back, or be that of another machine.
+        times = np.array([event["time"] for event in log.events[log.events.index(starts[0]) :]])
+        after_last = max(0.0, float(log.series["time"][1][-1]) - times[-1])
+        wall_time_s = max(steps_time_s, float(np.maximum(np.diff(times), 0).sum()) + after_last)
     return RunSummary(
         step=step,
         num_steps=facts.get("num_steps"),
@@ -194,8 +274,8 @@ def summarize(log: RunLog) -> RunSummary:
         tokens_per_sec_per_device=median("perf/tokens_per_sec_per_device"),
         mfu=median("perf/mfu"),
         mfu_full_attention=median("perf/mfu_full_attention"),
-        steps_time_s=float(log.series["perf/step_time_s"][1].sum()) if "perf/step_time_s" in log.series else 0.0,
-        wall_time_s=last_time - starts[0]["time"] if starts else None,
+        steps_time_s=steps_time_s,
+        wall_time_s=wall_time_s,
         restarts=max(0, len(starts) - 1),
         stop_reason=last_event.get("reason") if last_event.get("event") == "stop" else None,
     )

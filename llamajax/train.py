@@ -32,14 +32,14 @@ from llamajax.cli import config_to_dict, dump_config
 from llamajax.completion import encode_prompt, stream_text
 from llamajax.config import Config
 from llamajax.data.loader import Loader, held_out_batches
-from llamajax.errors import CheckpointError, DivergedError, EnvironmentMismatchError
+from llamajax.errors import CheckpointError, DivergedError, EnvironmentMismatchError, UserError
 from llamajax.exit import end_process, exit_code
 from llamajax.model import Llama
 from llamajax.origin import Origin, take_along
 from llamajax.planning.profile import training_profile
 from llamajax.pretrained import open_pretrained
 from llamajax.processes import everyones
-from llamajax.restore import concretise, latest_step
+from llamajax.restore import concretise, latest_step, say
 from llamajax.step import TrainState, eval_step, init_state, init_state_from, one_behind, train_step
 from llamajax.stop import StopSignal
 from llamajax.xla_flags import Option, compile_with, compiler_options
@@ -76,7 +76,7 @@ def run(config: Config, *, dry_run: bool = False) -> None:
         if dry_run:
             return
 
-        with checkpoint.Checkpointer(run_dir, config.checkpoint) as checkpointer:
+        with checkpoint.Checkpointer(run_dir, config.checkpoint, on_failure=say) as checkpointer:
             restored = checkpointer.restore(abstract_state)
             origin = Origin()
             if pretrained is not None:
@@ -107,8 +107,7 @@ def run(config: Config, *, dry_run: bool = False) -> None:
             if not stopped:
                 write_sample(config, state, dataset)
         if jax.process_index() == 0 and int(state.step) > 0:
-            steps_dir = run_dir / "checkpoints" / str(int(state.step))
-            console.print_summary(run_dir, run_log.summarize(run_log.read_run(run_dir)), steps_dir)
+            summarize(run_dir, run_dir / "checkpoints" / str(int(state.step)))
 
 
 def compile_step(config: Config, abstract_state: TrainState) -> jax.stages.Compiled:
@@ -151,8 +150,6 @@ def train(
 
         def save() -> None:
             nonlocal saved_step
-            if step == saved_step:
-                return
             with writer.pause("saving"):
                 checkpointer.save(step, state, checkpoint_meta(config, step, dataset, origin), files)
             writer.event("save")
@@ -172,19 +169,20 @@ def train(
             _, batch = next(loader)
             state, values = compiled_step(state, batch)
             step += 1
-            check_finite(config, writer.write(step, values, data_wait_s=loader.wait_s), saved_step)
-            if due(config.checkpoint.save_every):
-                check_finite(config, writer.flush(), saved_step)
+            check_finite(config, writer.write(step, values, data_wait_s=loader.wait_s), checkpointer.newest)
+            if due(config.checkpoint.save_every) or checkpointer.retry_due(step):
+                check_finite(config, writer.flush(), checkpointer.newest)
                 save()
             if due(config.train.eval_every) and step < num_steps:
-                check_finite(config, writer.flush(), saved_step)
+                check_finite(config, writer.flush(), checkpointer.newest)
                 evaluate_now()
         trace_before(step + 1, state)
-        check_finite(config, writer.flush(), saved_step)
-        save()
+        check_finite(config, writer.flush(), checkpointer.newest)
+        if step != saved_step:
+            save()
         if step == num_steps and config.train.eval_batches and config.data.held_out_fraction:
             evaluate_now()
-        checkpointer.wait()
+        checkpointer.finish(save_again=save)
         stopped = stop.requested()
     if stopped:
         console.log(f"stopped    at step {step}{', which is saved' if step else ''}; the same command goes on from there")
@@ -237,6 +235,18 @@ def write_sample(config: Config, state: TrainState, dataset: data.Dataset) -> No
     )
     console.log("sample")
     console.print_stream(config.sample.prompt, pieces)
+
+
+def summarize(run_dir: Path, step_dir: Path) -> None:
+    """The last words of a run; what is wrong with its log is told, and costs nothing more."""
+    try:
+        log = run_log.read_run(run_dir)
+    except (UserError, OSError) as error:
+        say(str(error))
+        return
+    if log.warning is not None:
+        say(log.warning)
+    console.print_summary(run_dir, run_log.summarize(log), step_dir)
 
 
 def write_config(config: Config, run_dir: Path) -> None:
@@ -308,7 +318,7 @@ def check_same_everywhere(own: dict[str, Any]) -> None:
             )
 
 
-def check_finite(config: Config, record: run_log.Record | None, saved_step: int) -> None:
+def check_finite(config: Config, record: run_log.Record | None, saved_step: int | None) -> None:
     """Stops the run once too many steps in a row had non-finite gradients.
 
     Raises:
@@ -316,7 +326,7 @@ def check_finite(config: Config, record: run_log.Record | None, saved_step: int)
     """
     if record is None or record["train/skipped_in_a_row"] < config.train.max_nonfinite_steps:
         return
-    saved = f"step {saved_step} is the newest checkpoint" if saved_step else "there is no checkpoint"
+    saved = f"step {saved_step} is the newest checkpoint" if saved_step is not None else "there is no checkpoint"
     raise DivergedError(
         f"step {record['step']}: gradients were not finite in {record['train/skipped_in_a_row']} steps in a row"
         f" (train.max_nonfinite_steps={config.train.max_nonfinite_steps}); {saved}; lower optimizer.learning_rate or warm up"
@@ -338,7 +348,11 @@ def trace(config: Config, start_step: int) -> Iterator[Callable[[int, TrainState
     def end() -> None:
         nonlocal running
         running = False
-        jax.profiler.stop_trace()
+        try:
+            jax.profiler.stop_trace()
+        except (OSError, RuntimeError) as error:  # a trace is worth less than the run
+            say(f"{config.run_dir}/profile: cannot be written: {str(error).splitlines()[0]}; see to the disk")
+            return
         console.log(f"profile    {config.run_dir}/profile, for xprof and https://ui.perfetto.dev")
 
     def before_step(step: int, state: TrainState) -> None:

@@ -1,6 +1,8 @@
 """Checkpoints: bit-exact on any mesh, refused when they are another state's, and never believed when damaged."""
 
 import dataclasses
+import errno
+import fcntl
 import json
 import os
 import random
@@ -17,10 +19,10 @@ import pytest
 from flax import nnx
 from jax import P
 
-from llamajax import manifest, mesh
+from llamajax import checkpoint, manifest, mesh
 from llamajax.checkpoint import Checkpointer, concretise, latest_step, read_meta, restore
 from llamajax.config import CheckpointConfig, MeshConfig
-from llamajax.errors import CheckpointError
+from llamajax.errors import CheckpointError, SaveError
 
 CONFIG = CheckpointConfig(keep_last=2)
 TOKENIZER = random.Random(0).randbytes(5000)
@@ -324,12 +326,31 @@ def test_left_overs_of_killed_processes_are_removed(tmp_path, two_steps):
 
 def test_a_disk_without_room_is_noticed_before_anything_is_written(tmp_path, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10**9, 10**9 - 1000, 1000))
-    with (
-        Checkpointer(tmp_path, CONFIG) as checkpointer,
-        pytest.raises(CheckpointError, match=r"step 1 cannot be saved: it takes [0-9.]+ KiB, but only 0\.98 KiB are free"),
-    ):
-        checkpointer.save(1, state_of(1), META)
-    assert not (tmp_path / "checkpoints").exists()
+    with pytest.raises(SaveError, match=r"step 1 cannot be saved: it takes [0-9.]+ KiB, but only 0\.98 KiB are free"):
+        save(tmp_path, [1])
+    assert names_in(tmp_path) == []
+
+
+def test_room_is_asked_of_the_disk_that_is_written(tmp_path, monkeypatch):
+    """Where `checkpoints` is a link to another one."""
+    (tmp_path / "large").mkdir()
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/checkpoints").symlink_to(tmp_path / "large")
+    free = {tmp_path / "large": 10**9, tmp_path / "run": 0}
+    monkeypatch.setattr(
+        shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**9, 0, free[Path(os.path.realpath(path))])
+    )
+    save(tmp_path / "run", [1])
+    assert (tmp_path / "large/1/manifest.json").exists()
+    free = {tmp_path / "large": 0, tmp_path / "run": 10**9}
+    with pytest.raises(SaveError, match=r"step 2 cannot be saved: it takes [0-9.]+ KiB, but only 0 B are free"):
+        save(tmp_path / "run", [2])
+
+
+def test_a_link_to_a_disk_that_is_not_there_is_refused(tmp_path):
+    (tmp_path / "checkpoints").symlink_to(tmp_path / "unmounted")
+    with pytest.raises(CheckpointError, match=r"/checkpoints is a link to .*/unmounted, which is not there; mount it or"):
+        Checkpointer(tmp_path, CONFIG)
 
 
 UNWRITABLE = {"no_such_directory/tokenizer.model": b""}
@@ -338,10 +359,61 @@ UNWRITABLE = {"no_such_directory/tokenizer.model": b""}
 def test_a_file_that_cannot_be_written_fails_the_save_by_name(tmp_path):
     checkpointer = Checkpointer(tmp_path, CONFIG)
     checkpointer.save(1, state_of(1), META, UNWRITABLE)
-    with pytest.raises(CheckpointError, match=r"step 1 cannot be saved: No such file or directory: .*tokenizer\.model"):
+    with pytest.raises(SaveError, match=r"step 1 cannot be saved: No such file or directory: .*tokenizer\.model"):
         checkpointer.close()
     assert names_in(tmp_path) == []
     Checkpointer(tmp_path, CONFIG).close()
+
+
+def test_a_failed_save_is_told_at_once_and_tried_again_more_and_more_rarely(tmp_path):
+    told: list[str] = []
+    with Checkpointer(tmp_path, CheckpointConfig(async_save=False), on_failure=told.append) as checkpointer:
+        checkpointer.save(1, state_of(1), META)
+        assert [step for step in range(2, 10) if checkpointer.retry_due(step)] == []
+        tried = []
+        for step in range(10, 50):
+            if step == 10 or checkpointer.retry_due(step):
+                checkpointer.save(step, state_of(step), META, UNWRITABLE)
+                tried.append(step)
+        assert tried == [10, 11, 13, 17, 25, 41]
+        assert [line.split(" cannot be saved")[0].split()[-1] for line in told] == [str(step) for step in tried]
+        assert told[0].endswith("it will be tried again; step 1 is the newest checkpoint")
+        assert checkpointer.retry_due(73)
+        checkpointer.save(73, state_of(73), META)
+        assert not any(checkpointer.retry_due(step) for step in range(74, 200))
+        assert checkpointer.newest == 73
+    assert names_in(tmp_path) == ["1", "73"]
+    assert bits(restore(tmp_path, abstract()).state) == bits(state_of(73))
+
+
+def test_the_last_save_is_tried_for_some_seconds(tmp_path, monkeypatch):
+    pauses: list[float] = []
+    monkeypatch.setattr(checkpoint.time, "sleep", pauses.append)
+    told: list[str] = []
+    with Checkpointer(tmp_path, CONFIG, on_failure=told.append) as checkpointer:
+        checkpointer.save(1, state_of(1), META, UNWRITABLE)
+        checkpointer.finish(lambda: checkpointer.save(1, state_of(1), META, {} if len(pauses) == 2 else UNWRITABLE))
+        assert checkpointer.newest == 1
+        assert (len(told), pauses) == (2, [1, 2])
+        checkpointer.save(2, state_of(2), META, UNWRITABLE)
+        with pytest.raises(
+            SaveError, match=r"see to the disk and run the same command again; step 1 is the newest"
+        ) as caught:
+            checkpointer.finish(lambda: checkpointer.save(2, state_of(2), META, UNWRITABLE))
+        assert caught.value.exit_code == 74
+    assert names_in(tmp_path) == ["1"]
+
+
+def test_a_file_system_without_locks_is_no_obstacle(tmp_path, monkeypatch, capfd):
+    def flock(file, operation):
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    save(tmp_path, [1])
+    assert capfd.readouterr().err == (
+        f"{tmp_path}: this file system has no locks; see to it that nothing else writes this run\n"
+    )
+    assert latest_step(tmp_path) == 1
 
 
 def test_an_error_in_the_run_is_not_hidden_by_one_in_the_save(tmp_path, capfd):

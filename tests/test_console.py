@@ -1,5 +1,6 @@
 """What a person sees: aligned lines when piped, a bar on a terminal, tables that add up."""
 
+import contextlib
 import dataclasses
 import io
 import re
@@ -42,6 +43,17 @@ def terminal(monkeypatch, request):
     screen = Console(file=terminal, width=request.param, force_terminal=True, color_system=None, highlight=False)
     monkeypatch.setattr(console, "CONSOLE", screen)
     return terminal
+
+
+def test_a_full_disk_behind_standard_output_ends_nothing(monkeypatch):
+    with open("/dev/full", "w", buffering=1) as full:
+        monkeypatch.setattr(console, "CONSOLE", console.Screen(file=full))
+        monkeypatch.setattr(console.sys, "stderr", full)
+        console.log("a line")
+        console.say("a line")
+        console.print_stream("a prompt", ["a", " piece"])
+        with contextlib.suppress(OSError):
+            full.close()
 
 
 def test_plain_lines(capsys):

@@ -237,6 +237,24 @@ def test_tensorboard(tmp_path):
     assert purges == [1, 3]
 
 
+def test_an_event_file_is_one_that_tensorboardx_would_write(tmp_path):
+    from tensorboardX.record_writer import RecordWriter
+
+    config = tiny_config(str(tmp_path), metrics=MetricsConfig(tensorboard=True))
+    with open_writer(config) as writer:
+        for step in range(1, 4):
+            writer.write(step, step_values(step))
+    (path,) = (tmp_path / metrics.TENSORBOARD_DIR).iterdir()
+    data = ours = path.read_bytes()
+    theirs = RecordWriter(str(tmp_path / "theirs"))
+    while data:
+        (length,) = struct.unpack("<Q", data[:8])
+        theirs.write(data[12 : 12 + length])
+        data = data[16 + length :]
+    theirs.close()
+    assert (tmp_path / "theirs").read_bytes() == ours
+
+
 def test_wandb(tmp_path, monkeypatch):
     starts, logged, finished = [], [], []
 

@@ -89,6 +89,17 @@ def test_what_a_run_has_read_may_change_and_go(finished, tmp_path):
         }  # fmt: skip
 
 
+def test_a_damaged_log_is_named_when_a_run_is_over_and_does_no_harm(finished, tmp_path, capsys):
+    run_dir = shutil.copytree(finished.run_dir, tmp_path / "run")
+    for name in ("events.jsonl", "metrics.jsonl"):
+        first, *rest = (run_dir / name).read_text().splitlines(keepends=True)
+        (run_dir / name).write_text("".join([first, "{]\n", *rest]))
+    train.run(with_run_dir(finished, run_dir))
+    captured = capsys.readouterr()
+    assert f"{run_dir}/metrics.jsonl:2, {run_dir}/events.jsonl:2: no record, left out; restore the file" in captured.err
+    assert "steps          4 of 4" in captured.out
+
+
 def test_a_dry_run_tells_everything_and_writes_nothing(finished, tmp_path, capsys):
     train.run(with_run_dir(finished, tmp_path / "dry"), dry_run=True)
     output = capsys.readouterr().out

@@ -105,7 +105,7 @@ def test_a_run_on_eight_devices_is_exported_in_pieces(many_bytes, tmp_path, monk
     config = tiny(num_heads=8, num_kv_heads=4, qkv_bias=True)
     weights = write_model(tmp_path / "model", config)
     jax.set_mesh(make_mesh(MeshConfig(fsdp=4, tensor=2)))
-    monkeypatch.setattr("llamajax.checkpoint._MANY_BYTES", many_bytes)
+    monkeypatch.setattr("llamajax.array_writer._MANY_BYTES", many_bytes)
     state = {"model": open_pretrained(tmp_path / "model").load(config)}
     with Checkpointer(tmp_path / "run", CheckpointConfig(async_save=False)) as checkpointer:
         checkpointer.save(3, state, {"config": {"model": dataclasses.asdict(config)}})

@@ -1,0 +1,92 @@
+"""Arrays to files, by Orbax: each process writes what lies on its devices, the first one joins the parts.
+
+Arrays are stored in Orbax's OCDBT format: about twenty files per process whatever the number of parameters. They are
+not compressed: weights hardly shrink (7%), and without it saving and restoring are two to three times faster.
+"""
+
+import asyncio
+import concurrent.futures
+import contextlib
+import logging
+import os
+import re
+import sys
+import traceback
+import warnings
+from pathlib import Path
+from typing import Any
+
+import jax
+import orbax.checkpoint as ocp
+from etils import epath  # Orbax's paths
+
+# Arrays of more have their layers stored one by one.
+_MANY_BYTES = 16 << 20
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    if not record.exc_info:
+        return True
+    told = [record.pathname, record.getMessage()]
+    told += [frame.f_code.co_filename for frame, _ in traceback.walk_tb(record.exc_info[2])]
+    return not re.search("orbax|[.]saving/", " ".join(told))
+
+
+def _is_late(unraisable: "sys.UnraisableHookArgs") -> bool:
+    return isinstance(unraisable.exc_value, RuntimeError) and str(unraisable.exc_value) == "Event loop is closed"
+
+
+# A failed write makes Orbax raise one error, which we tell in one line, log a traceback for every array, leave coroutines
+# behind, and end the event loop to which TensorStore then reports what became of the other arrays.
+logging.getLogger("absl").addFilter(_is_news)
+logging.getLogger("asyncio").addFilter(_is_news)
+_report = sys.unraisablehook
+warnings.filterwarnings("ignore", "coroutine 'async_serialize", RuntimeWarning)
+sys.unraisablehook = lambda unraisable: None if _is_late(unraisable) else _report(unraisable)
+
+
+class ArrayWriter:
+    """Writes arrays; not by Orbax's own checkpointer, whose processes wait an hour for one whose disk is full."""
+
+    def __init__(self, *, use_ocdbt: bool) -> None:
+        """Without `use_ocdbt` every chunk of an array becomes a file."""
+        self._handler = ocp.PyTreeCheckpointHandler(use_compression=False, use_ocdbt=use_ocdbt)
+
+    def begin(self, directory: Path, arrays: dict[str, jax.Array]) -> list[Any]:
+        """Starts to write this process's part of `arrays` by name; they have left the devices when this returns.
+
+        Returns:
+            Futures, whose results are to be awaited: an error is raised there, and never here.
+        """
+        chunks = {name: _save_args(name, array.nbytes) for name, array in arrays.items()}
+        request = ocp.args.PyTreeSave(arrays, save_args=chunks)
+        try:
+            with contextlib.closing(asyncio.new_event_loop()) as loop:
+                return loop.run_until_complete(self._handler.async_save(epath.Path(directory), args=request)) or []
+        except Exception as error:
+            failed: concurrent.futures.Future[None] = concurrent.futures.Future()
+            failed.set_exception(error)
+            return [failed]
+
+    def finalize(self, directory: Path) -> None:
+        """Joins the parts that all processes have written; called by the first one."""
+        self._handler.finalize(epath.Path(directory))
+
+    def close(self) -> None:
+        """Ends its threads."""
+        self._handler.close()
+
+
+def _save_args(name: str, nbytes: int) -> ocp.SaveArgs:
+    """Layers one by one where they are no small matter: who reads a model, to export it, needs never hold all of them."""
+    return ocp.SaveArgs(shard_axes=(0,) if ".layers." in name and nbytes > _MANY_BYTES else ())
+
+
+def reason(error: Exception) -> str:
+    """An error of the file system or of Orbax in a few words."""
+    code = re.search(r"os_error_code='(\d+)'", str(error))
+    if code:
+        return os.strerror(int(code[1]))
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror + (f": {error.filename}" if error.filename else "")
+    return (str(error) or type(error).__name__).splitlines()[0][:200]
