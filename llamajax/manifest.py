@@ -53,8 +53,7 @@ def write(directory: Path, records: Mapping[str, Record]) -> None:
     Raises:
         OSError: something cannot be written.
     """
-    body = {"files": dict(records), "sha256": _table_digest(records)}
-    (directory / MANIFEST).write_text(json.dumps(body, indent=1) + "\n")
+    (directory / MANIFEST).write_bytes(_text(records))
     for parent, _, names in os.walk(directory):
         for name in names:
             sync(Path(parent) / name)
@@ -68,9 +67,9 @@ def read(directory: Path) -> dict[str, Record]:
         CheckpointError: the manifest is missing or damaged; the message says only that.
     """
     try:
-        body = json.loads((directory / MANIFEST).read_bytes())
-        records: dict[str, Record] = body["files"]
-        intact = body["sha256"] == _table_digest(records)
+        content = (directory / MANIFEST).read_bytes()
+        records: dict[str, Record] = json.loads(content)["files"]
+        intact = content == _text(records)
     except FileNotFoundError as error:
         raise CheckpointError(f"{MANIFEST} is missing") from error
     except OSError as error:
@@ -120,5 +119,7 @@ def _record(path: Path) -> Record:
         return {"size": file.tell(), "sha256": sha256}
 
 
-def _table_digest(records: Mapping[str, Record]) -> str:
-    return hashlib.sha256(json.dumps(records, sort_keys=True).encode()).hexdigest()
+def _text(records: Mapping[str, Record]) -> bytes:
+    """The whole manifest, to the byte."""
+    digest_of_table = hashlib.sha256(json.dumps(records, sort_keys=True).encode()).hexdigest()
+    return (json.dumps({"files": dict(records), "sha256": digest_of_table}, indent=1) + "\n").encode()
