@@ -45,7 +45,7 @@ def compare_ids(hf_dir: Path, tokenizer: Tokenizer) -> str:
     try:
         loaded = transformers.AutoTokenizer.from_pretrained(hf_dir, trust_remote_code=False, local_files_only=True)
         empty = [tokenizer.bos_id]  # a prompt has at least one token
-        theirs = [loaded(text, split_special_tokens=True)["input_ids"] or empty for text in texts]
+        theirs = [ids or empty for ids in loaded(texts, split_special_tokens=True)["input_ids"]]
     except Exception as error:  # it raises anything
         reason = (str(error) or type(error).__name__).splitlines()[0]
         raise CheckpointError(f"{hf_dir}: transformers cannot read the tokenizer: {reason}; {remedy}") from error

@@ -114,7 +114,11 @@ class _Cutter:
     def __init__(self, tokens: Iterable[AddedToken], ids: Mapping[str, int]) -> None:
         longest_first = sorted(tokens, key=lambda token: len(token.content), reverse=True)
         self._ids = [ids[token.content] for token in longest_first]
-        self._pattern = re.compile("|".join(map(_pattern, longest_first)) or "(?!)")
+        # What any of them begins with is looked for first: Mistral has 770, and each is a group.
+        begins = {re.escape(token.content[:1]) for token in longest_first}
+        begins |= {r"\s" for token in longest_first if token.lstrip}
+        any_of = f"(?=[{''.join(sorted(begins))}])(?:{'|'.join(map(_pattern, longest_first))})"
+        self._pattern = re.compile(any_of if longest_first else "(?!)")
 
     def cut(self, text: str) -> Iterator[int | str]:
         """The ids of tokens and, if there is any, the text between them."""
