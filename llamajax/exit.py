@@ -1,5 +1,6 @@
 """How a command ends: what goes wrong becomes a message on stderr and an exit code."""
 
+import contextlib
 import os
 import signal
 import sys
@@ -45,7 +46,8 @@ def exit_code(work: Callable[[], object], *, memory_remedy: str, disk: str, disk
 
 def _failed(reason: str, code: int, told: str | None = None) -> int:
     """Says why to the user (as `told`, if that is more) and to the other processes of the run; returns `code`."""
-    print(told or reason, file=sys.stderr, flush=True)
+    with contextlib.suppress(OSError):
+        print(told or reason, file=sys.stderr, flush=True)
     if (peers := processes.peers()) is not None:
         peers.tell_failure(reason)
     return code
@@ -54,12 +56,18 @@ def _failed(reason: str, code: int, told: str | None = None) -> int:
 def end_process(code: int, *, distributed: bool) -> NoReturn:
     """Ends this process; when it failed as one of several, or was interrupted, as it is.
 
+    With `DISK_ERROR` if all else went well, but what was printed cannot be written: the disk is full, or nobody reads.
+
     A normal exit would wait for the others, and they for this one: five minutes, then an abort. After an interruption
     XLA's threads may be compiling, which the interpreter's own end does not survive.
     """
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:
+            code = code or DISK_ERROR
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())  # the interpreter would try again, and exit with 120
     if (code and distributed) or code > 128:
-        sys.stdout.flush()
-        sys.stderr.flush()
         os._exit(code)
     sys.exit(code)
 

@@ -1,8 +1,11 @@
 """Tests of llamajax.exit."""
 
+import os
 import signal
 import subprocess
 import sys
+
+import pytest
 
 COMPILING = """
 import threading, time
@@ -37,3 +40,13 @@ def test_sigterm_while_xla_compiles_cleans_up_and_ends_with_its_code():
     process.terminate()
     output, errors = process.communicate(timeout=60)
     assert (process.returncode, output, errors) == (128 + signal.SIGTERM, "cleaned up\n", "")
+
+
+@pytest.mark.parametrize("code", [0, 3])
+def test_output_that_cannot_be_written_is_a_matter_of_the_disk(code):
+    program = f"from llamajax.exit import end_process; print('the end'); end_process({code}, distributed=False)"
+    buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "-c", program]
+        outcome = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, env=buffered, check=False)
+    assert (outcome.returncode, outcome.stderr) == (code or 74, b"")
