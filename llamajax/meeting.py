@@ -4,6 +4,7 @@ import contextlib
 import ipaddress
 import json
 import os
+import resource
 import selectors
 import socket
 import sys
@@ -84,6 +85,9 @@ def receive_all(address: str, bind_address: str, num_processes: int, own_rank: i
             f"distributed.coordinator_address: process 0 cannot listen on {bind_address}: {_reason(error)};"
             " choose another port, or give the address of the machine of process 0"
         ) from error
+    # A connection of ours and one of jax's to every process: more than the 1,024 files that most systems start with.
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     with listener, selectors.DefaultSelector() as selector:
         selector.register(listener, selectors.EVENT_READ)
         while len(links) < num_processes - 1:

@@ -209,3 +209,23 @@ def _knock(host: str, port: int, data: bytes) -> bool:
     except ConnectionRefusedError:
         return False
     return True
+
+
+def test_the_first_process_may_have_more_connections_than_a_process_has_files():
+    address = runs.free_address()
+    listen = (
+        "import resource; from llamajax import meeting;"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (64, resource.getrlimit(resource.RLIMIT_NOFILE)[1]));"
+        f"print(len(meeting.receive_all('{address}', '{address}', 101, 0, 60)))"
+    )
+    first = subprocess.Popen([sys.executable, "-c", listen], stdout=subprocess.PIPE, text=True)
+    STARTED.append(first)
+    host, port = address.split(":")
+    runs.wait_until(lambda: _knock(host, int(port), b""), [first])
+    others = [socket.create_connection((host, int(port))) for _ in range(100)]
+    for rank, other in enumerate(others, start=1):
+        other.sendall(f'{{"rank": {rank}, "of": 101, "who": "{rank}"}}\n'.encode())
+    output, _ = first.communicate(timeout=60)
+    for other in others:
+        other.close()
+    assert output == "100\n"

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import numpy as np
 
-from llamajax.data.tokenizer_files import Settings
+from llamajax.data.tokenizer_files import MODEL_FILE, Settings
 from llamajax.errors import DataError
 
 _READING = b"2"
-"""Another one whenever the same files give other ids, or other ends of documents."""
+"""Another one whenever the same files give other ids, or other ends of documents; a lone SentencePiece model never did."""
 SPACE = "\u2581"
 """What SentencePiece writes for a space."""
 
@@ -58,7 +58,8 @@ class Tokenizer(abc.ABC):
         """
         self.source, self.files = source, files
         hashes = (hashlib.sha256(content).digest() for content in files.values())
-        self.sha256 = hashlib.sha256(b"".join((_READING, *hashes))).hexdigest()
+        reading = b"" if list(files) == [MODEL_FILE] else _READING
+        self.sha256 = hashlib.sha256(b"".join((reading, *hashes))).hexdigest()
 
     @abc.abstractmethod
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:

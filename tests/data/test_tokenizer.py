@@ -1,5 +1,6 @@
 """Both kinds of tokenizer give back every text, and know how many bytes every token stands for."""
 
+import hashlib
 import json
 import sys
 
@@ -186,6 +187,13 @@ def test_the_hash_follows_the_content(tmp_path):
     assert load_tokenizer(tmp_path / "copy").sha256 == first.sha256
     other = byte_level(tmp_path, config={"eos_token": "<|begin_of_text|>"})
     assert other.sha256 != first.sha256
+
+
+def test_runs_with_a_lone_sentencepiece_model_go_on(tmp_path):
+    """Its hash is part of a run's fingerprint, and must stay what it was in their checkpoints."""
+    model = trained(tmp_path)
+    (content,) = model.files.values()
+    assert model.sha256 == hashlib.sha256(hashlib.sha256(content).digest()).hexdigest()
 
 
 def test_a_directory_is_searched(tmp_path):
