@@ -157,7 +157,7 @@ def _tokenizer(
             named = f"data.tokenizer.path={data.tokenizer.path}" if data.tokenizer.path else str(tokenizer.source)
             raise ConfigError(
                 f"model.vocab_size: {vocab_size} is below the {tokenizer.vocab_size} tokens of {named};"
-                f" raise it to {tokenizer.vocab_size} or more"
+                f" raise it to {tokenizer.vocab_size} or more{_or_without(tokenizer, vocab_size)}"
             )
         return tokenizer
 
@@ -180,6 +180,13 @@ def _tokenizer(
                 model = train_sentencepiece(sample, vocab_size=vocab_size)
                 cache.write_hashed(path, model)
     return load_tokenizer(path)
+
+
+def _or_without(tokenizer: Tokenizer, vocab_size: int) -> str:
+    """What else can be done where only added tokens have no row, as in some published fine-tunes."""
+    if tokenizer.vocab_size - len(tokenizer.new_tokens) > vocab_size:
+        return ""
+    return f", or take {', '.join(tokenizer.new_tokens)} out of the files beside it if the model has no rows for them"
 
 
 def _training_texts(groups: Iterable[FileGroup], held_out_fraction: float) -> Iterator[str]:

@@ -37,7 +37,7 @@ class HuggingFaceTokenizer(Tokenizer):
         except Exception as error:  # the library raises nothing narrower
             reason = str(error).splitlines()[0]
             raise DataError(f"{source}: data.tokenizer.path: is not a tokenizer.json: {reason}; replace the file") from error
-        self._add_tokens(settings)
+        self.new_tokens = self._add_tokens(settings)
         self._tokenizer.encode_special_tokens = True
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
@@ -108,14 +108,16 @@ class HuggingFaceTokenizer(Tokenizer):
     def decode(self, ids: Iterable[int]) -> str:
         return self._tokenizer.decode([int(token) for token in ids])
 
-    def _add_tokens(self, settings: Settings) -> None:
-        """Adds what the files beside it list; what they only name, if it is not added yet."""
+    def _add_tokens(self, settings: Settings) -> tuple[str, ...]:
+        """Adds what the files beside it list; what they only name, if it is not added yet. Returns those that are new."""
+        unknown = [new.content for _, new in settings.added if self._tokenizer.token_to_id(new.content) is None]
         known = {token.content for token in self._tokenizer.get_added_tokens_decoder().values()}
         for token, new in settings.added:
             has_place = self._tokenizer.token_to_id(new.content) is not None or new.content not in settings.ends
             if token is not None or (new.content not in known and has_place):
                 self._tokenizer.add_tokens([new])
         self._check_added(settings, self._tokenizer.token_to_id)
+        return tuple(unknown)
 
     def _frame(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """What the post-processor puts before and behind a text."""

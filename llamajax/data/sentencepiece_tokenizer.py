@@ -33,10 +33,12 @@ class SentencePieceTokenizer(Tokenizer):
             added = {piece.piece: AddedToken(piece.piece, special=True) for piece in model.pieces
                      if piece.type in (kinds.CONTROL, kinds.UNKNOWN)}  # fmt: skip
             ids = {piece.piece: token for token, piece in enumerate(model.pieces)}
+            num_pieces = len(model.pieces)
             for token, new in settings.added:
                 if new.content not in ids and not (token is None and new.content in settings.ends):
                     ids[new.content] = len(model.pieces)
                     model.pieces.add(piece=new.content, type=kinds.CONTROL if new.special else kinds.USER_DEFINED)
+            self.new_tokens = tuple(text for text in ids if ids[text] >= num_pieces)
             self._processor = sentencepiece.SentencePieceProcessor()
             self._processor.LoadFromSerializedProto(model.SerializeToString())
         except (DecodeError, RuntimeError) as error:

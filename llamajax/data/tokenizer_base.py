@@ -43,6 +43,8 @@ class Tokenizer(abc.ABC):
     Over the tokens of a text they add up to its length, unless the tokenizer itself adds or drops text (as Llama 2's,
     which puts a space before it).
     """
+    new_tokens: tuple[str, ...]
+    """Tokens that only the files beside the vocabulary have, of the last ids."""
     source: Path
     """The file it was read from, for messages."""
     files: dict[str, bytes]

@@ -6,17 +6,18 @@ import json
 import jax
 import numpy as np
 import pytest
+import transformers
 
 from converters import hf
 from converters.hf_cli import parse_args
-from llamajax import generate, train
+from llamajax import evaluate, generate, train
 from llamajax.config import MeshConfig
 from llamajax.config_file import load_config
-from llamajax.data.tokenizer import load_tokenizer
+from llamajax.data.tokenizer import load_tokenizer, train_sentencepiece
 from llamajax.model import Llama
 from llamajax.restore import restore
 from llamajax.run_log import read_run
-from llamajax.tool_config import GenerateConfig
+from llamajax.tool_config import EvaluateConfig, GenerateConfig
 from tests.runs import WORDS, write_config
 
 TEXTS = [
@@ -42,7 +43,6 @@ def export(*arguments: object) -> int:
 
 
 def test_tokenizer_of_an_exported_run_gives_the_same_ids(trained, tmp_path):
-    transformers = pytest.importorskip("transformers")
     run_dir, _ = trained
     assert export(run_dir, tmp_path / "hf", "--no-verify") == 0
     ours, theirs = (
@@ -56,8 +56,29 @@ def test_tokenizer_of_an_exported_run_gives_the_same_ids(trained, tmp_path):
     assert (theirs.bos_token_id, theirs.eos_token_id) == (ours.bos_id, ours.eos_id)
 
 
+def test_a_tokenizer_of_any_name_comes_along_with_what_is_beside_it(tmp_path, capsys):
+    """From training to text, evaluation and export."""
+    (tmp_path / "its").mkdir()
+    (tmp_path / "its/x.model.v3").write_bytes(train_sentencepiece([" ".join(WORDS)] * 20, vocab_size=310))
+    pieces = load_tokenizer(tmp_path / "its").vocab_size
+    (tmp_path / "its/added_tokens.json").write_text(json.dumps({"<|end|>": pieces}))
+    (tmp_path / "its/tokenizer_config.json").write_text('{"bos_token": "<s>", "eos_token": "<|end|>"}')
+    config = load_config(write_config(tmp_path, num_steps=2, eval_every=None, eval_batches=0))
+    tokenizer = dataclasses.replace(config.data.tokenizer, path=str(tmp_path / "its/x.model.v3"))
+    train.run(dataclasses.replace(config, data=dataclasses.replace(config.data, tokenizer=tokenizer)))
+    mesh = MeshConfig(num_cpu_devices=8)
+    generate.run(GenerateConfig(model=str(tmp_path / "run"), prompt=("the model",), max_tokens=2, mesh=mesh))
+    evaluate.run(EvaluateConfig(model=str(tmp_path / "run"), num_batches=1, mesh=config.mesh))
+    assert export(tmp_path / "run", tmp_path / "hf", "--no-verify") == 0
+    special_tokens = json.loads((tmp_path / "hf/config.json").read_text())
+    assert (special_tokens["bos_token_id"], special_tokens["eos_token_id"]) == (1, pieces)
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
+    ours = load_tokenizer(tmp_path / "its")
+    assert theirs("the model<|end|> reads")["input_ids"] == [1, *ours.encode_template("the model<|end|> reads").tolist()]
+
+
 def test_transformers_computes_the_logits_of_an_exported_run(trained, tmp_path, capsys):
-    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    torch = pytest.importorskip("torch")
     run_dir, config = trained
     assert export(run_dir, tmp_path / "hf") == 0
     assert "logits of transformers differ by at most" in capsys.readouterr().out
@@ -71,7 +92,7 @@ def test_transformers_computes_the_logits_of_an_exported_run(trained, tmp_path, 
 
 
 def test_transformers_writes_the_same_text(trained, tmp_path):
-    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    torch = pytest.importorskip("torch")
     assert export(trained[0], tmp_path / "hf", "--no-verify") == 0
     settings = {"max_tokens": 16, "temperature": 0.0, "compute_dtype": "float32", "mesh": MeshConfig(num_cpu_devices=8)}
     prompt, output = "the model reads", tmp_path / "texts.jsonl"

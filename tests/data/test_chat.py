@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from llamajax.data import chat
@@ -18,6 +18,7 @@ from llamajax.data.chat import ChatTemplate, encode_conversation, encode_prompt,
 from llamajax.data.conversations import messages_of
 from llamajax.data.tokenizer import load_tokenizer, train_sentencepiece
 from llamajax.errors import DataError
+from tests import real_tokenizers
 from tests.data.chat_from_docs import conversations, record_of
 
 TEMPLATES = Path(__file__).parent.parent.parent / "configs" / "chat_templates"
@@ -209,6 +210,21 @@ def test_a_conversation_begins_as_the_template_says(spelling, bos, writes):
     assert (ids.tolist(), learnt.tolist()) == spelt(tokenizer, golden)
     prompt = encode_prompt(template, tokenizer, TURNS[:1])
     assert prompt.tolist() == ids[: len(prompt)].tolist()
+
+
+@pytest.mark.parametrize("name", ["chatml", "llama3", "plain"])
+def test_a_conversation_has_the_tokens_that_transformers_serves(tmp_path, name):
+    """With a tokenizer that begins every other text: a template that does not write its bos token gets none."""
+    path = real_tokenizers.llama3(tmp_path)
+    path.with_name("added_tokens.json").write_text('{"<|im_start|>": 128256, "<|im_end|>": 128257}')
+    tokenizer = load_tokenizer(path)
+    template = load_chat_template(TEMPLATES / f"{name}.jinja", tokenizer)
+    theirs = AutoTokenizer.from_pretrained(tmp_path, chat_template=template.text)
+    ids, _ = encode_conversation(template, tokenizer, [SYSTEM, *TURNS])
+    assert ids.tolist() == theirs.apply_chat_template([SYSTEM, *TURNS])["input_ids"]
+    prompt = encode_prompt(template, tokenizer, [SYSTEM, *TURNS[:1]])
+    assert prompt.tolist() == theirs.apply_chat_template([SYSTEM, *TURNS[:1]], add_generation_prompt=True)["input_ids"]
+    assert (ids[0] == tokenizer.bos_id) == (name != "chatml")
 
 
 def sentencepiece(folder):

@@ -239,6 +239,13 @@ def test_what_is_refused(tmp_path, tokenizer):
         r"model.vocab_size: 100 is below the 286 tokens of data.tokenizer.path=.*letters.model; raise it to 286 or more",
         config_for(tmp_path, a, vocab_size=100),
     )
+    (tmp_path / "added_tokens.json").write_text('{"[PAD]": 286}')
+    refused(
+        ConfigError,
+        r"raise it to 287 or more, or take \[PAD\] out of the files beside it if the model has no rows for them",
+        config_for(tmp_path, a, vocab_size=286),
+    )
+    (tmp_path / "added_tokens.json").unlink()
     no_documents = r"data.sources\[1\].paths: has no document to train on; add documents with text"
     refused(DataError, no_documents, config_for(tmp_path, a, empty))
     refused(DataError, r"there is no text to train a tokenizer on", config_for(tmp_path, empty, tokenizer=TokenizerConfig()))
