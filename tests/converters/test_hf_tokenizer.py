@@ -156,8 +156,9 @@ def test_a_lone_llama_2_model_is_exported_for_transformers(tmp_path, imported, c
     assert auto(text)["input_ids"] == [1, *model.encode(text)]
 
 
-def test_a_model_that_transformers_reads_otherwise_is_not_kept_unless_asked_for(tmp_path, imported, capsys):
-    (tmp_path / "hf/tokenizer.model").write_bytes(other_sentencepiece(normalization_rule_name="nmt_nfkc"))
+@pytest.mark.parametrize("options", [{"normalization_rule_name": "nmt_nfkc"}, {"model_type": "unigram"}], ids=str)
+def test_a_model_that_transformers_reads_otherwise_is_not_kept_unless_asked_for(options, tmp_path, imported, capsys):
+    (tmp_path / "hf/tokenizer.model").write_bytes(other_sentencepiece(**options))
     checkpoint = imported(2000)
     assert export(checkpoint, tmp_path / "out") == 65
     assert not (tmp_path / "out").exists()
@@ -165,4 +166,4 @@ def test_a_model_that_transformers_reads_otherwise_is_not_kept_unless_asked_for(
     assert "other ids than training, the first to" in message
     assert message.count("\n") == 1
     assert export(checkpoint, tmp_path / "out", "--no-verify") == 0
-    assert (tmp_path / "out/tokenizer.json").is_file()
+    assert (tmp_path / "out/tokenizer.model").is_file()
