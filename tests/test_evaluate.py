@@ -21,6 +21,7 @@ from llamajax.errors import ConfigError, DataError, EnvironmentMismatchError
 from llamajax.mesh import make_mesh
 from llamajax.model import Llama
 from llamajax.pretrained import open_pretrained
+from llamajax.stop import StopSignal
 from llamajax.tool_config import EvaluateConfig
 from tests import runs
 from tests.converters.models import write_model
@@ -94,7 +95,8 @@ def test_some_batches_are_those_of_evaluations_while_training(finished, capsys):
     assert (results["num_batches"], results["batch_size"]) == (2, 4)
     dataset = data.prepare(config, log=lambda line: None)
     found = open_pretrained(Path(finished.run_dir))
-    expected = train.evaluate(config, found.load(found.config), dataset)
+    expected = train.evaluate(config, found.load(found.config), dataset, StopSignal())
+    assert expected is not None
     assert results["loss"] == pytest.approx(expected["loss"], rel=1e-6)
     assert results["sources"] == {}
     with_fewer = Path(finished.run_dir) / "config.yaml"
