@@ -21,7 +21,7 @@ from llamajax.errors import EnvironmentMismatchError
 _HELLO_S = 2.0  # in which whoever connects must say who it is
 _SEND_S = 10.0  # in which the other end must have taken what is sent
 _WAITING_S = 10.0  # after which a process says what it waits for
-_LINGER_S = 4.0  # for which jax does not notice that its connection has ended
+_LINGER_S = 8.0  # for which jax does not notice that its connection has ended: longer than a process's last words take
 
 
 class Link:

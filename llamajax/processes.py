@@ -196,6 +196,7 @@ class Peers:
                     messages = key.data.receive()
                     if messages is None:
                         selector.unregister(key.fileobj)
+                        self._count_told(key.data)  # or has no need to be
                         if not key.data.leaving:
                             self._lose(key.data, "ended without a word: killed, or with its machine; see there")
                     for message in messages or ():
@@ -217,9 +218,7 @@ class Peers:
                     self._send_all(message, but=link)
                 self._end_with(line, grace_s)
             case {"told": _}:
-                self._told.add(link.rank)
-                if self._told == self._links.keys():
-                    self._all_told.set()
+                self._count_told(link)
             case {"leaving": _}:
                 link.leaving = True
             case {"stop": why}:
@@ -234,6 +233,11 @@ class Peers:
                 self._count(link.rank, count)
             case {"stop_after": count, "why": why}:
                 _stop_after(count, why)
+
+    def _count_told(self, link: Link) -> None:
+        self._told.add(link.rank)
+        if self._told == self._links.keys():
+            self._all_told.set()
 
     def _lose(self, link: Link, how: str) -> None:
         line = f"process {link.rank} ({link.who}) {how}, and start all again"
