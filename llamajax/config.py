@@ -597,8 +597,8 @@ class XlaConfig:
 
     latency_profile: str | None = "auto"
     """Costs of the step's instructions, for the scheduler that hides communication: a file, or `auto` for what the cost
-    model of `llamajax.plan` tells of the GPUs in `hardware`, which costs one more compilation when a program is first
-    trained. null: XLA's own guesses, as with `auto` where no GPU is named, or there is only one."""
+    model of `llamajax.plan` tells of the GPUs in `hardware`, where that makes the step faster; it takes two compilations
+    more when a program is first trained. null: XLA's own guesses, as with `auto` where no GPU is named, or only one."""
     pipeline_gathers: bool = False
     """Gather a layer's weights while the one before computes, in one collective per layer; without effect before jaxlib
     0.11, which cannot. Some programs get faster by it, on slow networks above all: `llamajax.plan --alternatives` tells."""

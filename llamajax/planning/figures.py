@@ -10,8 +10,8 @@ Bytes, FLOPs and seconds are per step and device unless said otherwise; shares a
   all devices), `model_flops` (of all devices, causal, without recomputation), `zero_minimum_bytes` (weights and moments,
   evenly over all devices that can share them), `least_wire_bytes` (see `planning.network`), `checkpoint_bytes` (one
   checkpoint of all devices: weights and moments).
-- `options`: what the compiler was told. `latency_profile`: `auto` for the cost model's, the file, or null for none.
-  `num_compilations`; `compile_s`: of all of them together.
+- `options`: what the compiler was told. `latency_profile`: `auto` for the cost model's, the file, or null for none, also
+  where `auto` would not help. `num_compilations`; `compile_s`: of all of them together.
 - The schedule that training runs: `capacity_bytes`, `fits`, `argument_bytes`, `temp_bytes`, `peak_bytes`, `host_bytes`,
   `allowance_bytes` (beside XLA's arrays), `num_communicators` (of NCCL, of this program), `memory` (bytes by kind at the
   peak), `memory_fraction` (the least XLA_PYTHON_CLIENT_MEM_FRACTION), `training_memory_fraction` (the one of training),
@@ -46,7 +46,6 @@ from llamajax.planning.fitting import executed_flops
 from llamajax.planning.hardware import planned_gpu
 from llamajax.planning.memory import estimate, minimum_state_bytes, num_communicators
 from llamajax.planning.network import least_wire_bytes
-from llamajax.planning.profile import latency_source
 from llamajax.planning.schedule import Alternative, Plan, Schedule, mesh_sizes
 from llamajax.planning.sweep import Sweep
 from llamajax.planning.timeline import CollectiveUse
@@ -124,7 +123,7 @@ def figures(plan: Plan, sweep: Sweep | None = None, plans: Sequence[Plan] = ()) 
             "compiled": True,
             "jax_version": chosen.step.jax_version,
             "options": {key: value for key, value in chosen.step.options.items() if key != _PROFILE_OPTION},
-            "latency_profile": latency_source(config, config.hardware.num_devices),
+            "latency_profile": config.xla.latency_profile if chosen is plan.with_profile else None,
             "num_compilations": len(tries),
             "compile_s": sum(schedule.step.compile_s for schedule in tries),
         }

@@ -8,6 +8,7 @@ scheduling, which the first compilation's text tells.
 
 import re
 import struct
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -16,19 +17,33 @@ import jax
 from llamajax.config import Config
 from llamajax.data import cache
 from llamajax.errors import ConfigError, EnvironmentMismatchError
+from llamajax.planning.allowance import memory_fraction
 from llamajax.planning.buffers import decode
 from llamajax.planning.hardware import planned_gpu
 from llamajax.planning.hlo import Module, parse
 from llamajax.planning.machine import Machine
-from llamajax.planning.replay import latencies
+from llamajax.planning.replay import latencies, replay
+from llamajax.planning.timeline import Timeline
 from llamajax.processes import everyones
 from llamajax.xla_flags import compile_with, compiler_options
 
 _COST = re.compile(r'\s*costs\s*:?\s*\{\s*name\s*:\s*"([^"\\]*)"\s*,?\s*cost_us\s*:\s*([-+.\w]+)\s*\}\s*')
 
 
+_GUESSES = "# XLA's own guesses are better here\n"
+"""Stands in for the latencies that the cost model made, where they do not help."""
+
+Rank = tuple[bool, float]
+"""Of one schedule among others of the same program: the least is the best."""
+
+
+def rank(timeline: Timeline, *, fits: bool) -> Rank:
+    """The one that fits before one that does not, and then the faster one: latencies can also mislead the scheduler."""
+    return not fits, timeline.step_time_s
+
+
 def latency_source(config: Config, num_devices: int) -> str | None:
-    """What the step on so many devices is scheduled by: `auto`, a file, or None for XLA's own guesses."""
+    """What is asked of the step on so many devices: `auto`, a file of latencies, or None for XLA's own guesses."""
     source = config.xla.latency_profile
     return None if source == "auto" and (config.hardware.gpu == "none" or num_devices == 1) else source
 
@@ -68,8 +83,8 @@ def read_profile(path: str) -> str:
 def training_profile(config: Config, lowered: jax.stages.Lowered) -> str | None:
     """The file with the latencies that training's step is scheduled by, the same ones in all processes; None for none.
 
-    What the cost model tells of a program is kept in `data.cache_dir`; it takes one more compilation when the first process
-    does not have it. All processes call this together.
+    What the cost model tells of a program, and whether it helps, is kept in `data.cache_dir`; it takes two more compilations
+    when the first process does not have it. All processes call this together.
 
     Args:
         config: the run.
@@ -96,7 +111,7 @@ def training_profile(config: Config, lowered: jax.stages.Lowered) -> str | None:
     with cache.locked(entry):
         if not path.exists() or path.read_text() != text:
             cache.write_atomically(path, text.encode())
-    return str(path)
+    return None if text == _GUESSES else str(path)
 
 
 def _made_profile(config: Config, lowered: jax.stages.Lowered) -> tuple[Path, str]:
@@ -108,11 +123,33 @@ def _made_profile(config: Config, lowered: jax.stages.Lowered) -> tuple[Path, st
     entry = _entry(config, cache.digest("latencies-2", described))
     path = entry / "latencies.pbtxt"
     kept = everyones(path.read_text() if path.exists() else "")[0]
-    if not _text_costs(kept.encode()):
-        blind = compile_with(lowered, options).as_text()
-        assert blind is not None
-        kept = everyones(latency_profile(parse(blind), machine, dict(mesh.shape)))[0]
+    if kept != _GUESSES and not _text_costs(kept.encode()):
+        kept = everyones(_judged_profile(config, lowered, machine))[0]
     return entry, kept
+
+
+def _judged_profile(config: Config, lowered: jax.stages.Lowered, machine: Machine) -> str:
+    """The latencies of `lowered`, or `_GUESSES` where scheduling by them does not help."""
+    mesh = jax.sharding.get_mesh()
+    budget = memory_fraction(config) * machine.gpu.memory_bytes
+
+    def compiled(latencies: str | None) -> tuple[Module, Rank]:
+        step = compile_with(lowered, compiler_options(config, mesh.size, latency_profile=latencies))
+        hlo, memory = step.as_text(), step.memory_analysis()
+        assert hlo is not None
+        assert memory is not None
+        results = memory.output_size_in_bytes - memory.alias_size_in_bytes
+        needed = memory.argument_size_in_bytes + results + memory.temp_size_in_bytes
+        module = parse(hlo)
+        return module, rank(replay(module, machine, dict(mesh.shape)), fits=needed <= budget)
+
+    blind, guessed = compiled(None)
+    text = latency_profile(blind, machine, dict(mesh.shape))
+    with tempfile.TemporaryDirectory(prefix="llamajax-latencies-") as folder:
+        path = Path(folder) / "latencies.pbtxt"
+        path.write_text(text)
+        _, known = compiled(str(path))
+    return text if known < guessed else _GUESSES
 
 
 def _entry(config: Config, key: str) -> Path:

@@ -16,7 +16,7 @@ from llamajax.planning.hardware import planned_gpu
 from llamajax.planning.hlo import Module, parse
 from llamajax.planning.machine import Machine
 from llamajax.planning.memory import MemoryPlan, memory_plan
-from llamajax.planning.profile import latency_profile, latency_source, read_profile
+from llamajax.planning.profile import Rank, latency_profile, latency_source, rank, read_profile
 from llamajax.planning.replay import replay
 from llamajax.planning.timeline import Timeline
 from llamajax.xla_flags import CAN_PIPELINE, check_flags
@@ -50,7 +50,7 @@ class Plan:
     without_profile: Schedule
     """Scheduled by XLA's own guesses."""
     with_profile: Schedule | None
-    """Scheduled by the latencies that `xla.latency_profile` asks for; None: it asks for none."""
+    """Scheduled by the latencies of `xla.latency_profile`; None: it asks for none."""
     alternatives: tuple[Alternative, ...] = ()
     """Other settings that were tried; XLA's own guesses, where latencies are asked for, are not among them."""
     suggestions: tuple[Suggestion, ...] = ()
@@ -58,23 +58,27 @@ class Plan:
 
     @property
     def chosen(self) -> Schedule:
-        """The one that training runs."""
-        return self.without_profile if self.with_profile is None else self.with_profile
+        """The one that training runs; `auto` takes latencies where they help."""
+        if self.with_profile is None:
+            return self.without_profile
+        if self.config.xla.latency_profile != "auto":
+            return self.with_profile
+        return min(self.without_profile, self.with_profile, key=_rank)
 
     @property
     def best_changes(self) -> dict[str, Any]:
         """The settings of `xla` with which the step fits and is fastest, where they are others; empty if it is as it is."""
         guesses = Alternative(changes={"xla.latency_profile": None}, schedule=self.without_profile)
-        tried = [
-            Alternative(changes={}, schedule=self.chosen),
-            *([guesses] if self.with_profile else []),
-            *self.alternatives,
-        ]
-        return min(tried, key=lambda one: (not one.schedule.memory.fits, one.schedule.timeline.step_time_s)).changes
+        tried = [Alternative(changes={}, schedule=self.chosen), guesses, *self.alternatives]
+        return min(tried, key=lambda alternative: _rank(alternative.schedule)).changes
 
     @property
     def machine(self) -> Machine:
         return planned_machine(self.config)
+
+
+def _rank(schedule: Schedule) -> Rank:
+    return rank(schedule.timeline, fits=schedule.memory.fits)
 
 
 def planned_machine(config: Config) -> Machine:
@@ -140,7 +144,7 @@ def plan_problems(config: Config) -> list[str]:
 
 
 def by_latencies(blind: Schedule, config: Config) -> Schedule | None:
-    """The step, of which `blind` is the schedule by guesses, by the latencies that training uses; None: it uses none."""
+    """The step, of which `blind` is the schedule by guesses, by the latencies that training tries; None: it tries none."""
     source = latency_source(config, config.hardware.num_devices)
     if source is None:
         return None
@@ -173,7 +177,9 @@ def _alternatives(plan: Plan) -> Iterator[Alternative]:
 def memory_and_time(config: Config) -> tuple[MemoryPlan, float]:
     """Of the step as training runs it; of the one by XLA's own guesses, if that does not fit."""
     blind = replayed(compile_for(config), config)
-    found = (by_latencies(blind, config) if blind.memory.fits else None) or blind
+    found = blind
+    if blind.memory.fits:
+        found = Plan(config=config, without_profile=blind, with_profile=by_latencies(blind, config)).chosen
     return found.memory, found.timeline.step_time_s
 
 

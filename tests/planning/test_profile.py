@@ -183,16 +183,18 @@ def test_a_file_that_cannot_be_read_is_refused(tmp_path, monkeypatch, path):
 
 @pytest.fixture
 def lowered(monkeypatch):
-    """A program that is no training step, over eight devices, and the number of times it is compiled for its latencies."""
+    """A program over eight devices that is no training step, and the options of the compilations for its latencies.
+
+    In place of a compiler that schedules by latencies: one that drops half of the program when it is told some.
+    """
     jax.set_mesh(make_mesh(MeshConfig()))
-    made = jax.jit(lambda x: x.sum()).lower(
-        jax.ShapeDtypeStruct((64,), "float32", sharding=NamedSharding(jax.sharding.get_mesh(), jax.P("fsdp")))
-    )
+    x = jax.ShapeDtypeStruct((1 << 20,), "float32", sharding=NamedSharding(jax.sharding.get_mesh(), jax.P("fsdp")))
+    made, faster = jax.jit(lambda x: (x * 2, x.sum())).lower(x), jax.jit(lambda x: x.sum()).lower(x)
     compilations = []
 
     def compile_with(lowered, options):
         compilations.append(options)
-        return lowered.compile()
+        return (faster if "xla_gpu_pgle_profile_file_or_directory_path" in options else lowered).compile()
 
     monkeypatch.setattr(profile, "compile_with", compile_with)
     return made, compilations
@@ -242,13 +244,21 @@ def test_latencies_are_made_once_per_program_and_made_anew_when_the_file_is_dama
     text = path.read_text()
     assert costs(text)
     assert training_profile(with_xla(tmp_path), made) == str(path)
-    assert len(compilations) == 1
+    assert len(compilations) == 2
     path.write_text("garbage")
     assert training_profile(with_xla(tmp_path), made) == str(path)
-    assert (path.read_text(), len(compilations)) == (text, 2)
+    assert (path.read_text(), len(compilations)) == (text, 4)
     pipelined = with_xla(tmp_path, flags=("xla_gpu_enable_while_loop_double_buffering=true",))
     assert training_profile(pipelined, made) != str(path)
-    assert len(compilations) == 3
+    assert len(compilations) == 6
+
+
+def test_latencies_that_do_not_help_are_left_out_of_training_as_of_plans(tmp_path, lowered, monkeypatch):
+    made, compilations = lowered
+    monkeypatch.setattr(profile, "compile_with", lambda lowered, options: compilations.append(options) or lowered.compile())
+    for _ in range(2):
+        assert training_profile(with_xla(tmp_path), made) is None
+        assert len(compilations) == 2
 
 
 def test_the_first_process_tells_the_others_its_latencies(tmp_path, lowered, monkeypatch):

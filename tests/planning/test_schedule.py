@@ -14,28 +14,32 @@ from tests.planning import plans
 FILE = 'costs { name: "all-gather-start" cost_us: 7.000 }\n'
 
 
-def test_training_decides_which_schedule_is_told_and_the_best_is_named():
-    """A profile that misleads the scheduler is told all the same where training uses it."""
+def test_auto_takes_latencies_where_they_help_and_a_file_is_always_used():
     fast, slow, large = plans.schedule(), plans.schedule(seconds=1.0), plans.schedule(peak_bytes=90 * plans.GIB)
+    same = plans.schedule()
     guesses = {"xla.latency_profile": None}
 
-    def plan(blind, profiled, *others) -> Plan:
+    def plan(source, blind, profiled, *others) -> Plan:
         alternatives = tuple(Alternative(changes={"n": number}, schedule=other) for number, other in enumerate(others))
-        return Plan(config=plans.CONFIG, without_profile=blind, with_profile=profiled, alternatives=alternatives)
+        config = with_xla(latency_profile=source)
+        return Plan(config=config, without_profile=blind, with_profile=profiled, alternatives=alternatives)
 
-    for made, best in (
-        (plan(slow, fast), {}),
-        (plan(fast, slow), guesses),
-        (plan(slow, large), guesses),
-        (plan(large, slow), {}),
-        (plan(fast, plans.schedule()), {}),
-        (plan(slow, slow, slow, fast), {"n": 1}),
-        (plan(slow, slow, large), {}),
+    for blind, profiled, helps in (
+        (slow, fast, True),
+        (fast, slow, False),
+        (slow, large, False),
+        (large, slow, True),
+        (fast, same, False),  # then no file is needed
     ):
-        assert made.chosen is made.with_profile
-        assert made.best_changes == best
-    assert plan(slow, None, fast).chosen is slow
-    assert plan(slow, None, fast).best_changes == {"n": 0}
+        assert plan("auto", blind, profiled).chosen is (profiled if helps else blind)
+        assert plan("auto", blind, profiled).best_changes == {}
+        measured = plan("measured.pbtxt", blind, profiled)
+        assert measured.chosen is profiled
+        assert measured.best_changes == ({} if helps or profiled is same else guesses)
+    assert plan("auto", slow, slow, slow, fast).best_changes == {"n": 1}
+    assert plan("auto", slow, slow, large).best_changes == {}
+    assert plan(None, slow, None, fast).chosen is slow
+    assert plan(None, slow, None, fast).best_changes == {"n": 0}
 
 
 @pytest.fixture
@@ -61,8 +65,7 @@ def with_xla(**settings):
 
 
 def test_the_second_compilation_is_told_the_latencies(compiled):
-    plan = make_plan(plans.CONFIG)
-    assert plan.chosen is plan.with_profile
+    assert make_plan(plans.CONFIG).with_profile is not None
     (_, blind), (_, latencies) = compiled
     assert blind is None
     assert latencies.count("costs { name: ") > 20
