@@ -1,9 +1,13 @@
 """Tests of llamajax.mesh."""
 
+import logging
 import os
 import subprocess
 import sys
 
+import pytest
+
+from llamajax import mesh
 from llamajax.step import one_behind
 
 LAUNCHES = """
@@ -51,3 +55,15 @@ def test_one_behind():
     assert [(number, taken[-1]) for number in late] == [(0, 1), (1, 2), (2, 3), (3, 3)]
     assert list(one_behind([])) == []
     assert list(one_behind([7])) == [7]
+
+
+@pytest.mark.parametrize("has_driver", [False, True])
+def test_a_plugin_for_gpus_is_missed_only_where_there_is_a_driver(has_driver, tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(mesh, "_DRIVER", tmp_path if has_driver else tmp_path / "none")
+    logger = logging.getLogger("jax._src.xla_bridge")
+    try:
+        raise RuntimeError("Unable to load cuFFT. Is it installed?")
+    except RuntimeError:
+        logger.exception("Jax plugin configuration error: Exception when calling jax_plugins.xla_cuda13.initialize()")
+    logger.error("something else")
+    assert len(caplog.records) == (2 if has_driver else 1)
