@@ -245,7 +245,8 @@ def test_programs_are_compiled_once_per_length(model_dir):
     assert math.isclose(results[-1][0], alone[0][0], abs_tol=1e-5), "padding and neighbours change nothing"
 
 
-def test_a_chat_template_writes_the_prompt_once_begun(model_dir):
+def test_a_prompt_is_what_the_chat_template_writes(model_dir):
+    """Begun by it, or not at all."""
     from llamajax.data.chat import load_chat_template
 
     tokenizer = open_pretrained(model_dir).tokenizer()
@@ -255,12 +256,13 @@ def test_a_chat_template_writes_the_prompt_once_begun(model_dir):
     begun = [*talk, {"role": "assistant", "content": "It is "}]
     assert ours.apply_chat_template(begun, add_generation_prompt=False) == "[user] blue?\n[assistant] It is"
     assert ours.chat_template(True) == TEMPLATE
-    ids = ours.tok_encode("blue?</s>")
-    assert ids == [0, *tokenizer.encode_batch(["blue?"])[0], 1]
-    assert ours.tok_encode("<s>blue?</s>") == ids
+    ids = tokenizer.encode_batch(["blue?"])[0].tolist()
+    assert ours.tok_encode("blue?</s>") == [*ids, 1]
+    assert ours.tok_encode("<s>blue?</s>") == [0, *ids, 1]
     plain = language_model(model_dir, MeshConfig())
     assert plain.tok_encode("</s>")[1:] != [1]
-    assert plain.tok_encode("blue?", add_special_tokens=False) == ids[1:-1]
+    assert plain.tok_encode("blue?") == [0, *ids]
+    assert plain.tok_encode("blue?", add_special_tokens=False) == ids
     assert plain.tokenizer_name != ours.tokenizer_name
 
 
