@@ -60,12 +60,16 @@ def starts(run_dir: pathlib.Path) -> list[int]:
 
 
 def kill_and_resume(config: pathlib.Path, run_dir: pathlib.Path, num_kills: int, seed: int) -> None:
-    """Kills the run at random moments, starting it again with the same command each time, then lets it finish."""
+    """Kills the run at random moments, starting it again with the same command each time, then lets it finish.
+
+    One that is faster than its killer must end like the unbroken one too, and is begun anew.
+    """
     draw, override = random.Random(seed), f"--run_dir={run_dir}"
-    for kill in range(num_kills + 1):
+    kills = 0
+    while kills <= num_kills:
         committed, earlier_starts = runs.committed_steps(run_dir), starts(run_dir)
         process = runs.start(config, override)
-        if kill == num_kills:
+        if kills == num_kills:
             runs.finish(process)
         elif draw.random() < 0.2:  # while it starts
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -75,10 +79,15 @@ def kill_and_resume(config: pathlib.Path, run_dir: pathlib.Path, num_kills: int,
             wanted = newest + draw.randint(1, 8)
             runs.wait_until(lambda: len(starts(run_dir)) > len(earlier_starts), [process])  # noqa: B023  (used at once)
             runs.wait_until(lambda: runs.steps_on_record(run_dir) >= wanted, [process])  # noqa: B023
-        if kill < num_kills:
+        if kills < num_kills:
             process.kill()
             output, _ = process.communicate()
+            if process.returncode == 0:
+                assert_same_end(config, run_dir)
+                shutil.rmtree(run_dir)
+                continue
             assert process.returncode == -signal.SIGKILL, output
+        kills += 1
         assert committed <= runs.committed_steps(run_dir), "a committed step was lost"
         assert starts(run_dir)[len(earlier_starts) :] in ([], [max(committed, default=0)])
 
