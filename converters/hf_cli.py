@@ -5,7 +5,7 @@ import re
 import sys
 from collections.abc import Sequence
 
-from converters.hf_files import LICENSE
+from llamajax.weights.hf_files import LICENSE
 
 _IMPORT, _EXPORT = "import", "export"
 

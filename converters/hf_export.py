@@ -10,21 +10,22 @@ from typing import Any, Literal, get_args
 import jax
 import numpy as np
 
-from converters import names
-from converters.architectures import Architecture
-from converters.blocks import THREADS, Box, StoredArray, boxes, open_array
-from converters.hf_config import write_config
-from converters.hf_files import TOKENIZERS, read_travelling, travelling_files
+from converters.blocks import THREADS, StoredArray, boxes, open_array
 from converters.hf_tokenizer import tokenizer_files
 from converters.model_card import model_card
-from converters.safetensors_io import Writer
 from converters.verify import compare_logits
 from converters.verify_ids import compare_ids
-from llamajax.config import DType, ModelConfig
+from llamajax.config.model import DType, ModelConfig
 from llamajax.data.chat import load_chat_template
 from llamajax.errors import CheckpointError, ConfigError
-from llamajax.pretrained import Pretrained, open_pretrained
-from llamajax.prompts import find_ends
+from llamajax.generation.prompts import find_ends
+from llamajax.weights import names
+from llamajax.weights.architectures import Architecture
+from llamajax.weights.hf_config import write_config
+from llamajax.weights.hf_files import TOKENIZERS, read_travelling, travelling_files
+from llamajax.weights.names import Box
+from llamajax.weights.pretrained import Pretrained, open_pretrained
+from llamajax.weights.safetensors import Writer
 
 MAX_SHARD_BYTES = 5_000_000_000
 

@@ -4,12 +4,12 @@ import json
 from pathlib import Path
 from typing import Any
 
-from converters.architectures import Architecture
-from llamajax.config import ModelConfig
+from llamajax.checkpoint.read import say
+from llamajax.config.model import ModelConfig
 from llamajax.errors import UserError
-from llamajax.pretrained import Pretrained
-from llamajax.restore import say
-from llamajax.run_log import METRICS_FILE, read_run
+from llamajax.watch.run_log import METRICS_FILE, read_run
+from llamajax.weights.architectures import Architecture
+from llamajax.weights.pretrained import Pretrained
 
 
 def model_card(found: Pretrained, architecture: Architecture, dtype: str, license: str | None) -> str:

@@ -14,10 +14,10 @@ from google.protobuf.message import DecodeError
 from sentencepiece.sentencepiece_model_pb2 import ModelProto  # pyright: ignore[reportAttributeAccessIssue]
 from tokenizers import Regex, pre_tokenizers
 
-from converters.safetensors_io import parse_json
 from converters.tokenizer_growth import Vocabulary, new_merges
+from llamajax.config.yaml_text import show
 from llamajax.errors import ConfigError
-from llamajax.yaml_text import show
+from llamajax.weights.safetensors import parse_json
 
 JSON_FILE, MODEL_FILE = "tokenizer.json", "tokenizer.model"
 

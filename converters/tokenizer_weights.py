@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from converters.safetensors_io import INDEX, Stored, parse_json, read_json
+from llamajax.weights.safetensors import INDEX, Stored, parse_json, read_json
 
 _BLOCK_BYTES = 1 << 20  # stays in the processor's cache: three times as fast as 16 MiB
 _ROWS_AT_ONCE = 256

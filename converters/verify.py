@@ -8,11 +8,11 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from converters.safetensors_io import open_model
-from llamajax.config import ModelConfig
+from llamajax.checkpoint.read import restore
+from llamajax.config.model import ModelConfig
 from llamajax.errors import CheckpointError, ConfigError
 from llamajax.model import Llama
-from llamajax.restore import restore
+from llamajax.weights.safetensors import open_model
 
 _ALLOWED = 16
 """Times what nudging every weight by its last fp32 bit does to the logits (root mean squares). Right conversions stay below

@@ -24,14 +24,14 @@ import transformers
 from jax.sharding import AxisType
 from llama_cpp import Llama
 
-from converters import hf
+from converters.convert import main as run_converter
 from converters.hf_cli import parse_args
-from llamajax import generate
-from llamajax.config import MeshConfig
+from llamajax.config.generate import GenerateConfig
+from llamajax.config.parallel import MeshConfig
 from llamajax.data.tokenizer import load_tokenizer
-from llamajax.mesh import AXES
-from llamajax.pretrained import open_pretrained
-from llamajax.tool_config import GenerateConfig
+from llamajax.generation import run as generate
+from llamajax.parallel.axes import AXES
+from llamajax.weights.pretrained import open_pretrained
 from tests import real_tokenizers
 from tests.mixed_texts import TEXTS
 
@@ -99,7 +99,7 @@ def import_kind(kind: Kind) -> Path:
 
 def convert(*arguments: object) -> None:
     """Runs `python -m converters.hf`."""
-    if code := hf.main(parse_args([*map(str, arguments)])):
+    if code := run_converter(parse_args([*map(str, arguments)])):
         sys.exit(code)
 
 

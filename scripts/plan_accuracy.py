@@ -16,24 +16,20 @@ from typing import Any, Literal
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # XLA warns of programs that are too large, and some were
 
-from llamajax.config import (
-    Config,
-    DataConfig,
-    HardwareConfig,
-    MeshConfig,
-    ModelConfig,
-    OptimizerConfig,
-    SourceConfig,
-    TrainConfig,
-)
-from llamajax.console import CONSOLE
-from llamajax.planning.compile import compile_for, prepare_environment
-from llamajax.planning.hlo import parse
-from llamajax.planning.machine import Machine
-from llamajax.planning.network import all_reduce_seconds, ring_seconds
-from llamajax.planning.replay import replay
-from llamajax.planning.schedule import make_plan, mesh_sizes, planned_machine
-from llamajax.planning.timeline import Timeline
+from llamajax.config.data import DataConfig, SourceConfig
+from llamajax.config.machine import HardwareConfig
+from llamajax.config.model import ModelConfig
+from llamajax.config.parallel import MeshConfig
+from llamajax.config.run import Config
+from llamajax.config.training import OptimizerConfig, TrainConfig
+from llamajax.planning.cost.gpu import Machine
+from llamajax.planning.cost.network import all_reduce_seconds, ring_seconds
+from llamajax.planning.cost.replay import replay
+from llamajax.planning.cost.timeline import Timeline
+from llamajax.planning.plan import make_plan, mesh_sizes, planned_machine
+from llamajax.planning.xla.compile import compile_for, prepare_environment
+from llamajax.planning.xla.hlo import parse
+from llamajax.watch.console import CONSOLE
 
 DOCUMENT = Path(__file__).parents[1] / "docs" / "plan_accuracy.md"
 

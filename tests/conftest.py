@@ -5,9 +5,9 @@ import os
 import jax
 import pytest
 
-from llamajax import mesh
-from llamajax.config import MeshConfig
-from llamajax.planning.compile import CompilerMissingError, check_compiler
+from llamajax.config.parallel import MeshConfig
+from llamajax.parallel import mesh
+from llamajax.planning.xla.compile import CompilerMissingError, check_compiler
 
 # The tests compile hundreds of tiny steps and run each for milliseconds; unoptimised code compiles three times as fast.
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0"

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from llamajax import cli
+from llamajax.config import command as cli
 
 TRAIN_FLAGS = {"--dry_run": "Compile, then stop."}
 

@@ -10,53 +10,53 @@ import jax
 import pytest
 from jax.sharding import AbstractMesh, AxisType
 
-from llamajax.batch import FIELDS, micro_batch_size
-from llamajax.cli import load_config
-from llamajax.mesh import AXES
-from llamajax.sharding import spec
-from llamajax.step import init_state, train_step
+from llamajax.config.file import load_config
+from llamajax.parallel.axes import AXES
+from llamajax.parallel.sharding import spec
+from llamajax.step.batch import FIELDS, micro_batch_size
+from llamajax.step.step import init_state, train_step
 
 ROOT = pathlib.Path(__file__).parent.parent
 FLOORS = (
     {"llamajax.errors", "llamajax"},
-    {"llamajax.config", "llamajax.units", "llamajax.run_log"},
+    {"llamajax.config.run", "llamajax.units", "llamajax.watch.run_log"},
     {
-        "llamajax.yaml_text",
-        "llamajax.chart",
-        "llamajax.exit",
-        "llamajax.meeting",
-        "llamajax.processes",
-        "llamajax.tool_config",
-        "llamajax.planning.allowance",
-        "llamajax.planning.hardware",
-        "llamajax.xla_flags",
+        "llamajax.config.yaml_text",
+        "llamajax.watch.chart",
+        "llamajax.parallel.exit",
+        "llamajax.parallel.meeting",
+        "llamajax.parallel.processes",
+        "llamajax.config.generate",
+        "llamajax.parallel.allowance",
+        "llamajax.config.gpus",
+        "llamajax.step.compile",
     },
-    {"llamajax.config_file"},
-    {"llamajax.cli", "llamajax.mesh"},
-    {"llamajax.sharding", "llamajax.manifest"},
-    {"llamajax.batch", "llamajax.sampling"},
+    {"llamajax.config.file"},
+    {"llamajax.config.command", "llamajax.parallel.mesh"},
+    {"llamajax.parallel.sharding", "llamajax.checkpoint.manifest"},
+    {"llamajax.step.batch", "llamajax.generation.sampling"},
     {
         "llamajax.model.rope",
         "llamajax.model.layers",
         "llamajax.model.kv_cache",
-        "llamajax.optim",
+        "llamajax.step.optim",
         "llamajax.data",
         "llamajax.kernels",
     },
-    {"llamajax.model.attention", "llamajax.console", "llamajax.metrics", "llamajax.prompts"},
-    {"llamajax.model", "llamajax.model.llama", "llamajax.stop"},
-    {"llamajax.loss", "llamajax.completion"},
+    {"llamajax.model.attention", "llamajax.watch.console", "llamajax.watch.metrics", "llamajax.generation.prompts"},
+    {"llamajax.model", "llamajax.model.llama", "llamajax.training.stop"},
+    {"llamajax.step.loss", "llamajax.generation.completion"},
     {
-        "llamajax.step",
-        "llamajax.restore",
-        "llamajax.run_lock",
-        "llamajax.array_writer",
-        "llamajax.checkpoint",
-        "llamajax.scoring",
+        "llamajax.step.step",
+        "llamajax.checkpoint.read",
+        "llamajax.checkpoint.run_lock",
+        "llamajax.checkpoint.array_writer",
+        "llamajax.checkpoint.write",
+        "llamajax.evaluation.scoring",
     },
-    {"llamajax.planning", "llamajax.pretrained", "llamajax.origin"},
-    {"llamajax.document_loss"},
-    {"llamajax.harness"},
+    {"llamajax.planning", "llamajax.weights.pretrained", "llamajax.weights.origin"},
+    {"llamajax.evaluation.document_loss"},
+    {"llamajax.evaluation.harness"},
     {"llamajax.train", "llamajax.plan", "llamajax.generate", "llamajax.evaluate", "llamajax.report"},
 )
 """A module imports only from floors below its own, or from its own folder on its own floor."""

@@ -3,9 +3,13 @@
 import jax
 import numpy as np
 
-from llamajax.config import Config, DataConfig, MeshConfig, ModelConfig, OptimizerConfig, SourceConfig, TrainConfig
-from llamajax.mesh import AXES
-from llamajax.sharding import spec
+from llamajax.config.data import DataConfig, SourceConfig
+from llamajax.config.model import ModelConfig
+from llamajax.config.parallel import MeshConfig
+from llamajax.config.run import Config
+from llamajax.config.training import OptimizerConfig, TrainConfig
+from llamajax.parallel.axes import AXES
+from llamajax.parallel.sharding import spec
 
 
 def tiny_config(run_dir: str = "unused", **sections) -> Config:

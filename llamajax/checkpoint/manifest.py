@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypedDict
 
+from llamajax.disk import sync
 from llamajax.errors import CheckpointError
 
 MANIFEST = "manifest.json"
@@ -102,15 +103,6 @@ def problems(directory: Path, records: Mapping[str, Record]) -> list[str]:
 
     with ThreadPoolExecutor(_HASHING_THREADS) as pool:
         return [found for found in pool.map(problem, records) if found is not None]
-
-
-def sync(path: Path) -> None:
-    """Waits until the file or directory `path` is on the disk itself."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _record(path: Path) -> Record:

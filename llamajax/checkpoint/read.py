@@ -1,6 +1,6 @@
 """Reading checkpoints: choosing a good step, comparing it with what is asked for, laying it over any mesh.
 
-The layout of a step is described in `llamajax.checkpoint`, which writes them.
+The layout of a step is described in `llamajax.checkpoint.write`, which writes them.
 """
 
 import json
@@ -16,10 +16,10 @@ import orbax.checkpoint as ocp
 from jax import P
 from jax.sharding import AbstractMesh, NamedSharding
 
-from llamajax import manifest
-from llamajax.console import say
+from llamajax.checkpoint import manifest
 from llamajax.errors import CheckpointError, EnvironmentMismatchError
-from llamajax.processes import everyones
+from llamajax.parallel.processes import everyones
+from llamajax.watch.console import say
 
 State = TypeVar("State")
 

@@ -11,11 +11,11 @@ from typing import IO
 
 import jax
 
-from llamajax import meeting
-from llamajax.console import say
+from llamajax.checkpoint.read import steps_in
 from llamajax.errors import CheckpointError, EnvironmentMismatchError
-from llamajax.processes import everyones
-from llamajax.restore import steps_in
+from llamajax.parallel import meeting
+from llamajax.parallel.processes import everyones
+from llamajax.watch.console import say
 
 # Seconds in which what one process writes must be seen by the others.
 _SEEN_S = 5

@@ -29,12 +29,9 @@ from typing import IO, Any
 
 import jax
 
-from llamajax import manifest, processes
-from llamajax.array_writer import ArrayWriter, reason
-from llamajax.config import CheckpointConfig
-from llamajax.errors import CheckpointError, SaveError, UserError
-from llamajax.processes import everyones
-from llamajax.restore import (
+from llamajax.checkpoint import manifest
+from llamajax.checkpoint.array_writer import ArrayWriter, reason
+from llamajax.checkpoint.read import (
     Restored,
     State,
     concretise,
@@ -50,7 +47,11 @@ from llamajax.restore import (
     say,
     steps_in,
 )
-from llamajax.run_lock import check_seen_by_all, lock_run
+from llamajax.checkpoint.run_lock import check_seen_by_all, lock_run
+from llamajax.config.training import CheckpointConfig
+from llamajax.errors import CheckpointError, SaveError, UserError
+from llamajax.parallel import processes
+from llamajax.parallel.processes import everyones
 from llamajax.units import format_bytes
 
 __all__ = ["Checkpointer", "Restored", "concretise", "latest_step", "read_meta", "restore"]

@@ -20,10 +20,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic
 
-from llamajax.config import Config
-from llamajax.config_file import Root, config_to_dict, dump_config, file_problems, keys, load_config, read_config
+from llamajax.config.file import Root, config_to_dict, dump_config, file_problems, keys, load_config, read_config
+from llamajax.config.run import Config
+from llamajax.config.yaml_text import Place, Problems, show
 from llamajax.errors import ConfigError
-from llamajax.yaml_text import Place, Problems, show
 
 __all__ = ["Arguments", "config_to_dict", "dump_config", "load_config", "parse_args", "parse_run_args"]
 

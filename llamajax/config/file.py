@@ -16,9 +16,9 @@ from typing import Any, ClassVar, Literal, Protocol, TypeVar
 
 import yaml
 
-from llamajax.config import Config
+from llamajax.config.run import Config
+from llamajax.config.yaml_text import MAX_BYTES, Node, Place, Problems, read_yaml, show
 from llamajax.errors import ConfigError
-from llamajax.yaml_text import MAX_BYTES, Node, Place, Problems, read_yaml, show
 
 
 class Settings(Protocol):

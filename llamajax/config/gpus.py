@@ -1,15 +1,9 @@
 """Figures of the GPUs that llamajax plans and measures against; other devices are timed instead."""
 
 import dataclasses
-import time
 from dataclasses import dataclass
 
-import jax
-import jax.numpy as jnp
-import numpy as np
-from jax.sharding import AxisType
-
-from llamajax.config import HardwareConfig
+from llamajax.config.machine import HardwareConfig
 from llamajax.errors import ConfigError
 
 
@@ -150,93 +144,6 @@ def planned_gpu(config: HardwareConfig) -> Gpu:
     )
 
 
-def target_config(gpu: Gpu) -> str:
-    """What XLA must know to compile for `gpu` without having one: a `stream_executor.GpuTargetConfigProto` as text."""
-    major, minor = gpu.compute_capability
-    extension = "ACCELERATED_FEATURES" if major >= 9 else "NONE"
-    return f"""
-gpu_device_info {{
-  threads_per_block_limit: 1024
-  threads_per_warp: 32
-  shared_memory_per_block: 49152
-  shared_memory_per_core: {gpu.shared_memory_per_core}
-  threads_per_core_limit: 2048
-  core_count: {gpu.cores}
-  fpus_per_core: {gpu.fp32_lanes}
-  block_dim_limit_x: 2147483647
-  block_dim_limit_y: 65535
-  block_dim_limit_z: 65535
-  memory_bandwidth: {int(gpu.memory_bandwidth)}
-  l2_cache_size: {gpu.l2_bytes}
-  clock_rate_ghz: {gpu.clock_ghz}
-  device_memory_size: {gpu.memory_bytes}
-  shared_memory_per_block_optin: {gpu.shared_memory_per_block}
-  cuda_compute_capability {{ major: {major} minor: {minor} feature_extension: {extension} }}
-  registers_per_core_limit: 65536
-  registers_per_block_limit: 65536
-  thread_dim_limit_x: 1024
-  thread_dim_limit_y: 1024
-  thread_dim_limit_z: 64
-  driver_version: "13.0.0"
-  runtime_version: "12.8.0"
-  compile_time_toolkit_version: "12.8.0"
-  dnn_version: "9.10.0"
-}}
-platform_name: "CUDA"
-dnn_version_info {{ major: 9 minor: 10 }}
-device_description_str: "{gpu.description}"
-"""
-
-
 def find_gpu(device_kind: str) -> Gpu | None:
     """The GPU that jax calls `device_kind`; None if its figures are not known."""
     return next((gpu for gpu in GPUS if device_kind in gpu.device_kinds), None)
-
-
-@dataclass(frozen=True, kw_only=True)
-class PeakFlops:
-    """What model FLOPs utilization (MFU) is a share of."""
-
-    flops_per_sec: float
-    """FLOP/s of one device."""
-    source: str
-    """Where the figure is from, for people."""
-
-    def __str__(self) -> str:
-        tera = self.flops_per_sec >= 1e12
-        rate = f"{self.flops_per_sec / 1e12:,.1f} TFLOP/s" if tera else f"{self.flops_per_sec / 1e9:,.1f} GFLOP/s"
-        return f"{rate} per device ({self.source})"
-
-
-def peak_flops(dtype: jax.typing.DTypeLike) -> PeakFlops:
-    """The peak of this process's devices: the data sheet's bfloat16 figure, or else a timed matmul of `dtype`."""
-    device = jax.local_devices()[0]
-    gpu = find_gpu(device.device_kind)
-    if gpu is not None:
-        return PeakFlops(flops_per_sec=gpu.peak_flops, source=f"{gpu.name} data sheet, bfloat16")
-    # One emulated CPU device alone uses all cores, eight at once share them: each gets its part of the machine.
-    sharers = jax.local_device_count() if device.platform == "cpu" else 1
-    source = f"measured matmul peak, {jnp.dtype(dtype).name}"
-    if sharers > 1:
-        source += f", {sharers} emulated devices share the machine"
-    return PeakFlops(flops_per_sec=measure_matmul_flops(dtype) / sharers, source=source)
-
-
-def measure_matmul_flops(dtype: jax.typing.DTypeLike, *, min_seconds: float = 0.01) -> float:
-    """FLOP/s of the best of five square matmuls on one local device, large enough to take `min_seconds` each."""
-    device = jax.local_devices()[0]
-    # A mesh of this device alone: the process's mesh spans all devices and refuses arrays that live on one.
-    with jax.set_mesh(jax.make_mesh((1,), ("device",), axis_types=(AxisType.Auto,), devices=[device])):
-        size = 512
-        while True:
-            matrix = jax.device_put(np.ones((size, size), dtype), device)
-            matmul = jax.jit(jnp.matmul).lower(matrix, matrix).compile()
-            matmul(matrix, matrix).block_until_ready()
-            seconds = []
-            for _ in range(5):
-                start = time.perf_counter()
-                matmul(matrix, matrix).block_until_ready()
-                seconds.append(time.perf_counter() - start)
-            if min(seconds) >= min_seconds:
-                return 2 * size**3 / min(seconds)
-            size *= 2

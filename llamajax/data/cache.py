@@ -7,15 +7,9 @@ part of them is read. A lock per entry lets one process write it while the other
 then read.
 """
 
-import contextlib
-import errno
-import fcntl
 import hashlib
 import json
-import os
-import secrets
 import zlib
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +17,7 @@ from typing import Any
 import numpy as np
 import pyarrow
 
+from llamajax.disk import write_atomically
 from llamajax.errors import DataError
 
 ALIGNMENT = 64
@@ -30,7 +25,6 @@ ALIGNMENT = 64
 BLOCK_BYTES = 2**13
 """Bytes of an array that share a checksum: compared within some microseconds where a few of them are wanted."""
 
-_NO_LOCKS = {errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK}
 _HEAD_AT = 8 + hashlib.sha256().digest_size
 
 
@@ -46,67 +40,6 @@ class DamagedError(DataError):
 def digest(*parts: object) -> str:
     """SHA-256 of the parts, which must be JSON values, in order."""
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
-
-
-@contextlib.contextmanager
-def locked(entry: Path, *, wait: bool = True) -> Iterator[bool]:
-    """Holds the entry's lock while the block runs; the kernel releases it when a process dies.
-
-    Where the file system has no locks nobody waits: several processes may then make the same files, each of them whole.
-
-    Yields:
-        Whether the block may write; False only without `wait`, when another process has the lock.
-    """
-    entry.mkdir(parents=True, exist_ok=True)
-    with (entry / "lock").open("ab") as lock:
-        try:
-            is_locked = _flock(lock.fileno(), fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-        except BlockingIOError:
-            yield False
-            return
-        for leftover in entry.glob("*.tmp") if is_locked else ():  # of a process that was killed while it held the lock
-            leftover.unlink()
-        yield True
-
-
-def has_locks(folder: Path) -> bool:
-    """Whether files in the folder, which is made if it is not there, can be locked."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / "lock").open("ab") as lock:
-        return _flock(lock.fileno(), fcntl.LOCK_SH)
-
-
-def _flock(descriptor: int, operation: int) -> bool:
-    """Locks the file; False if its file system has no locks."""
-    try:
-        fcntl.flock(descriptor, operation)
-    except OSError as error:
-        if error.errno in _NO_LOCKS:
-            return False
-        raise
-    return True
-
-
-def write_atomically(path: Path, *chunks: bytes | memoryview) -> None:
-    """Writes a file that is, whatever happens, either whole or not there. The entry's lock must be held."""
-    # A name of its own, for file systems without locks.
-    temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
-    try:
-        with temporary.open("wb") as file:
-            for chunk in chunks:
-                file.write(chunk)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    except BaseException:
-        with contextlib.suppress(OSError):  # a full disk shall not be kept full
-            temporary.unlink(missing_ok=True)
-        raise
-    directory = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(directory)
-    finally:
-        os.close(directory)
 
 
 class CheckedArray:

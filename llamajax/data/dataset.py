@@ -7,7 +7,8 @@ from typing import cast
 
 import grain
 
-from llamajax.config import Config
+from llamajax import disk
+from llamajax.config.run import Config
 from llamajax.data import cache
 from llamajax.data.chat import TEMPLATE_FILE, ChatTemplate, load_chat_template
 from llamajax.data.groups import ANNOUNCED_BYTES, FileGroup, group_files
@@ -167,7 +168,7 @@ def _tokenizer(
     entry = cache_dir / "tokenizers" / key
     path = entry / "tokenizer.model"
     if not cache.is_whole(path):
-        with cache.locked(entry):
+        with disk.locked(entry):
             if not cache.is_whole(path):
                 if path.exists():
                     log(f"damaged    {path}; making it again")

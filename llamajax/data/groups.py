@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from llamajax import disk
 from llamajax.data import cache
 from llamajax.data.sources import Document, Source
 from llamajax.errors import DataError
@@ -133,7 +134,7 @@ def content_hashes(
     hashes = [_known_hash(path) for path in paths]
     unknown = [index for index, known in enumerate(hashes) if known is None]
     if unknown:
-        with cache.locked(cache_dir / "hashing" / cache.digest(identities)):
+        with disk.locked(cache_dir / "hashing" / cache.digest(identities)):
             for index in unknown:
                 hashes[index] = _known_hash(paths[index])
                 if hashes[index] is None and paths[index].exists():
@@ -153,7 +154,7 @@ def content_hashes(
                     hashes[index] = content
                     # A file that was changed just now may be changed again within the same tick of the clock.
                     if not started - UNSETTLED_S <= newest[index] <= started:
-                        with cache.locked(paths[index].parent):
+                        with disk.locked(paths[index].parent):
                             cache.write_arrays(paths[index], {}, {"sha256": content})
     return [known for known in hashes if known is not None]
 

@@ -10,10 +10,10 @@ from typing import Self
 import jax
 import numpy as np
 
-from llamajax.batch import FIELDS, Batch, batch_sharding, check_ids, micro_batch_size
-from llamajax.config import Config
+from llamajax.config.run import Config
 from llamajax.data.dataset import Dataset
 from llamajax.data.packing import Row, fill_row
+from llamajax.step.batch import FIELDS, Batch, batch_sharding, check_ids, micro_batch_size
 
 
 class Loader:

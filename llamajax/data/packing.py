@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from llamajax.batch import IGNORE
+from llamajax.step.batch import IGNORE
 
 WINDOW = 2**17
 """Documents that are packed together: enough to fill rows, few enough to keep neighbours near each other on the disk."""

@@ -9,6 +9,7 @@ from typing import TypeVar
 
 import numpy as np
 
+from llamajax import disk
 from llamajax.data import cache
 from llamajax.data.chat import ChatTemplate
 from llamajax.data.groups import ANNOUNCED_BYTES, FileGroup
@@ -153,7 +154,7 @@ class PackedSource:
         A text may lie across rows. A conversation does not: what is beyond a row is cut off, and if nothing that is
         learnt is left, all of it.
         """
-        with cache.locked(self._entry):
+        with disk.locked(self._entry):
             if self._is_packed():
                 return
             if self.counts.text_bytes >= ANNOUNCED_BYTES:

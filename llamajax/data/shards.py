@@ -17,7 +17,7 @@ from typing import Any, Self
 import numpy as np
 import rich.progress
 
-from llamajax import processes
+from llamajax import disk
 from llamajax.data import cache
 from llamajax.data.chat import ChatTemplate, Encoded, encode_conversation
 from llamajax.data.groups import GROUP_BYTES, FileGroup
@@ -25,6 +25,7 @@ from llamajax.data.sources import Document
 from llamajax.data.split import plain_hash
 from llamajax.data.tokenizer import Tokenizer
 from llamajax.errors import DataError
+from llamajax.parallel import processes
 
 SHARD_BYTES = GROUP_BYTES
 """Text per shard: some ten seconds of work, which is what a kill can lose."""
@@ -129,7 +130,7 @@ def tokenize(
     """
     is_missing = [not _is_complete(shard_paths(shards_entry(group, tokenizer, cache_dir, template))) for group in groups]
     missing = list(itertools.compress(groups, is_missing))
-    if missing and not cache.has_locks(cache_dir):
+    if missing and not disk.has_locks(cache_dir):
         log(f"note       {cache_dir} has no file locks: every process tokenizes for itself")
     with Progress(sum(group.num_bytes for group in missing), log) as progress:
 
@@ -199,7 +200,7 @@ def _complete(
     Of the shards that are there only the heads are read, of `suspect` everything.
     """
     entry = shards_entry(group, tokenizer, cache_dir, template)
-    with cache.locked(entry, wait=wait) as mine:
+    with disk.locked(entry, wait=wait) as mine:
         if not mine:
             return False
         documents = group.documents()

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import pyarrow
 import pyarrow.parquet
 
-from llamajax.config import SourceConfig
+from llamajax.config.data import SourceConfig
 from llamajax.data.conversations import Conversation, messages_of
 from llamajax.data.split import HEAD_CHARS, split_hash
 from llamajax.errors import DataError

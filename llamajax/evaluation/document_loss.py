@@ -14,19 +14,21 @@ import jax
 import numpy as np
 from rich.table import Table
 
-from llamajax import console, data
-from llamajax.batch import Batch, micro_batch_size
-from llamajax.config import Config, ModelConfig
-from llamajax.config_file import load_config
+from llamajax import data
+from llamajax.checkpoint.read import say
+from llamajax.config.evaluate import EvaluateConfig
+from llamajax.config.file import load_config
+from llamajax.config.model import ModelConfig
+from llamajax.config.run import Config
 from llamajax.data.loader import Loader, held_out_batches
 from llamajax.data.tokenizer import Tokenizer, load_tokenizer
 from llamajax.errors import ConfigError, DataError
 from llamajax.model import Llama
-from llamajax.pretrained import Pretrained
-from llamajax.restore import say
-from llamajax.sharding import TABLE
-from llamajax.step import eval_step, one_behind
-from llamajax.tool_config import EvaluateConfig
+from llamajax.parallel.sharding import TABLE
+from llamajax.step.batch import Batch, micro_batch_size
+from llamajax.step.step import eval_step, one_behind
+from llamajax.watch import console
+from llamajax.weights.pretrained import Pretrained
 
 Track = Callable[[Iterable[Any], int, str], Iterator[Any]]
 """Hands items on and shows how far they are: the items, how many, and what is done with them."""

@@ -26,22 +26,22 @@ from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.tasks import TaskManager
 from lm_eval.utils import get_rolling_token_windows, handle_non_serializable, make_disjoint_window, make_table
 
-from llamajax import console
-from llamajax.batch import IGNORE, check_ids
-from llamajax.completion import Completer
-from llamajax.config import ModelConfig
+from llamajax.checkpoint.read import say
+from llamajax.config.evaluate import EvaluateConfig
+from llamajax.config.model import ModelConfig
 from llamajax.data.chat import ChatTemplate, Message, load_chat_template
 from llamajax.data.tokenizer import Tokenizer
-from llamajax.document_loss import Track, whole_batch
 from llamajax.errors import ConfigError, DataError
+from llamajax.evaluation.document_loss import Track, whole_batch
+from llamajax.evaluation.scoring import row_length, score
+from llamajax.generation.completion import Completer
+from llamajax.generation.prompts import find_ends
+from llamajax.generation.sampling import Sampling
 from llamajax.model import Llama
-from llamajax.pretrained import Pretrained
-from llamajax.prompts import find_ends
-from llamajax.restore import say
-from llamajax.sampling import Sampling
-from llamajax.scoring import row_length, score
-from llamajax.sharding import TABLE, spec
-from llamajax.tool_config import EvaluateConfig
+from llamajax.parallel.sharding import TABLE, spec
+from llamajax.step.batch import IGNORE, check_ids
+from llamajax.watch import console
+from llamajax.weights.pretrained import Pretrained
 
 ROWS_PER_DEVICE = 8
 """Rows at once on each of the devices that share a batch, unless `batch_size` says."""

@@ -1,17 +1,4 @@
-"""How good a model is: `python -m llamajax.evaluate --model RUN`, its loss on documents it was not trained on, or
-`--tasks hellaswag,arc_easy`, its results in lm-evaluation-harness.
-
-Read `run` from top to bottom.
-"""
-
-if __name__ == "__main__":
-    # --help and mistakes on the command line answer before the seconds that importing jax takes.
-    from llamajax.cli import parse_args
-    from llamajax.tool_config import EvaluateConfig
-
-    ARGUMENTS = parse_args(prog="python -m llamajax.evaluate", root=EvaluateConfig)
-else:
-    ARGUMENTS = None
+"""An evaluation, from model to table: read `run` from top to bottom."""
 
 import dataclasses
 import importlib.util
@@ -26,14 +13,16 @@ from typing import Any
 import jax
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from llamajax import console, mesh
-from llamajax.config import MeshConfig, ModelConfig
-from llamajax.document_loss import evaluate_documents
+from llamajax.config.evaluate import EvaluateConfig
+from llamajax.config.model import ModelConfig
+from llamajax.config.parallel import MeshConfig
 from llamajax.errors import ConfigError, EnvironmentMismatchError
-from llamajax.exit import end_process, exit_code
-from llamajax.pretrained import open_pretrained
-from llamajax.tool_config import EvaluateConfig
+from llamajax.evaluation.document_loss import evaluate_documents
+from llamajax.parallel import mesh
+from llamajax.parallel.exit import end_process, exit_code
 from llamajax.units import format_duration
+from llamajax.watch import console
+from llamajax.weights.pretrained import open_pretrained
 
 
 def run(config: EvaluateConfig) -> dict[str, Any]:
@@ -63,7 +52,7 @@ def run(config: EvaluateConfig) -> dict[str, Any]:
             os.environ.setdefault("TQDM_DISABLE", "1")  # the harness's bars; read when it is imported
         if jax.process_index() > 0:
             logging.getLogger("lm_eval").setLevel(logging.ERROR)  # the first one tells its warnings
-        from llamajax.harness import evaluate_tasks
+        from llamajax.evaluation.harness import evaluate_tasks
 
         results = evaluate_tasks(config, pretrained, model_config, tokenizer, track)
     results = {"model": str(pretrained.source)} | results
@@ -122,7 +111,3 @@ def main(config: EvaluateConfig) -> None:
         disk_remedy="see to the disk and run the same command again",
     )
     end_process(code, distributed=config.distributed.enabled)
-
-
-if ARGUMENTS is not None:
-    main(ARGUMENTS.config)

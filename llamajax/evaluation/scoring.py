@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 from jax import P
 
-from llamajax.batch import IGNORE
-from llamajax.loss import MAX_CHUNK_LOGITS
 from llamajax.model import Llama
-from llamajax.sharding import TABLE, spec
+from llamajax.parallel.sharding import TABLE, spec
+from llamajax.step.batch import IGNORE
+from llamajax.step.loss import MAX_CHUNK_LOGITS
 
 SHORTEST_ROW = 32
 """Rows are at least this long, in tokens."""

@@ -11,13 +11,13 @@ from typing import Any, Literal
 import jax
 import numpy as np
 
-from llamajax.batch import check_ids
 from llamajax.data.tokenizer import Tokenizer
 from llamajax.errors import DataError
+from llamajax.generation.sampling import Sampling, next_tokens
 from llamajax.model import Llama
 from llamajax.model.kv_cache import KVCache
-from llamajax.sampling import Sampling, next_tokens
-from llamajax.sharding import TABLE, spec
+from llamajax.parallel.sharding import TABLE, spec
+from llamajax.step.batch import check_ids
 
 _CONTEXT_TOKENS = 8
 """Tokens of the prompt that are decoded along with the first new ones: whether these begin with a space depends on them."""

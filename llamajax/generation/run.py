@@ -1,18 +1,4 @@
-"""Text from a model: `python -m llamajax.generate --model RUN --prompt "Once upon a time"`.
-
-Read `run` from top to bottom. Texts go to standard output, everything else to standard error.
-"""
-
-if __name__ == "__main__":
-    # --help and mistakes on the command line answer before the seconds that importing jax takes.
-    from llamajax.cli import parse_args
-    from llamajax.tool_config import GenerateConfig
-
-    ARGUMENTS = parse_args(
-        prog="python -m llamajax.generate", root=GenerateConfig, check=lambda config: config.file_problems()
-    )
-else:
-    ARGUMENTS = None
+"""Text from a model, from prompts to output: read `run` from top to bottom."""
 
 import contextlib
 import dataclasses
@@ -26,19 +12,21 @@ from typing import TextIO
 import jax
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from llamajax import console, mesh
-from llamajax.completion import Completer, Completion, Piece, Stats, check_prompts
-from llamajax.config import MeshConfig, ModelConfig
+from llamajax.checkpoint.read import say
+from llamajax.config.generate import GenerateConfig
+from llamajax.config.model import ModelConfig
+from llamajax.config.parallel import MeshConfig
 from llamajax.data.chat import ChatTemplate, load_chat_template
 from llamajax.data.tokenizer import Tokenizer
 from llamajax.errors import ConfigError
-from llamajax.exit import end_process, exit_code
+from llamajax.generation.completion import Completer, Completion, Piece, Stats, check_prompts
+from llamajax.generation.prompts import Prompt, find_ends, read_prompts
+from llamajax.generation.sampling import Sampling
 from llamajax.model import Llama
-from llamajax.pretrained import Pretrained, open_pretrained
-from llamajax.prompts import Prompt, find_ends, read_prompts
-from llamajax.restore import say
-from llamajax.sampling import Sampling
-from llamajax.tool_config import GenerateConfig
+from llamajax.parallel import mesh
+from llamajax.parallel.exit import end_process, exit_code
+from llamajax.watch import console
+from llamajax.weights.pretrained import Pretrained, open_pretrained
 
 
 def run(config: GenerateConfig) -> None:
@@ -278,7 +266,3 @@ def main(config: GenerateConfig) -> None:
         disk_remedy="see to the disk",
     )
     end_process(code, distributed=config.distributed.enabled)
-
-
-if ARGUMENTS is not None:
-    main(ARGUMENTS.config)

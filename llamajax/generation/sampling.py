@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import P
 
-from llamajax.sharding import spec
+from llamajax.parallel.sharding import spec
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,6 +1,6 @@
 """Attention in one kernel: NVIDIA cuDNN's, as jax offers it. Scores never reach the GPU's memory.
 
-The plain form beside it is `llamajax.model.attention.attend`.
+The plain form beside it is `llamajax.kernels.plain.attend`.
 """
 
 from collections.abc import Mapping
@@ -8,9 +8,9 @@ from functools import partial
 
 import jax
 
-from llamajax.config import ModelConfig
+from llamajax.config.model import ModelConfig
 from llamajax.errors import EnvironmentMismatchError
-from llamajax.sharding import TABLE, spec
+from llamajax.parallel.sharding import TABLE, spec
 
 MAX_HEAD_DIM = 128
 """Widest head that cuDNN takes on every GPU with bfloat16; Hopper's would go to 256."""
@@ -75,7 +75,7 @@ def workspace_bytes(batch: int, heads: int, kv_heads: int, seq_len: int, head_di
 
 
 def cudnn_attention(q: jax.Array, k: jax.Array, v: jax.Array, window: int | None) -> jax.Array:
-    """Causal attention, as `llamajax.model.attention.attend` without segments; only where there is no `obstacle`.
+    """Causal attention, as `llamajax.kernels.plain.attend` without segments; only where there is no `obstacle`.
 
     Args:
         q: [B, T, K, G, H] queries by the kv head they share, sharded ("batch", "seq", "kv_heads", None, "head_dim").

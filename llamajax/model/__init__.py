@@ -6,6 +6,6 @@ from flax import nnx
 nnx.set_graph_mode(False)
 nnx.set_graph_updates(False)
 
-from llamajax.model.llama import Llama  # noqa: E402  (modules must be defined in tree mode)
+from llamajax.model.llama import Llama  # noqa: E402
 
 __all__ = ["Llama"]

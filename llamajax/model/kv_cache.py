@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.layout import Layout, with_layout_constraint
 
-from llamajax.config import ModelConfig
-from llamajax.sharding import TABLE, spec
+from llamajax.config.model import ModelConfig
+from llamajax.parallel.sharding import TABLE, spec
 
 _CACHE_SPEC = spec("layers", "batch", "kv_heads", "seq", "head_dim")
 

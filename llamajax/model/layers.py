@@ -9,8 +9,8 @@ from flax import nnx
 from jax import P
 from jax.ad_checkpoint import checkpoint_name
 
-from llamajax.config import ModelConfig
-from llamajax.sharding import TABLE, gather, spec
+from llamajax.config.model import ModelConfig
+from llamajax.parallel.sharding import TABLE, gather, spec
 
 
 def normal(

@@ -7,12 +7,12 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from llamajax.config import ModelConfig
+from llamajax.config.model import ModelConfig
 from llamajax.model.attention import Attention, KeyValue, Rows
 from llamajax.model.kv_cache import KVCache, Past, append, write_prompt
 from llamajax.model.layers import MLP, RMSNorm, embed, normal
 from llamajax.model.rope import positions_from_segment_ids, rope_tables
-from llamajax.sharding import gather, spec
+from llamajax.parallel.sharding import gather, spec
 
 _SAVED_BY_REMAT = {
     "full": (),

@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from llamajax.config import ModelConfig
-from llamajax.sharding import spec
+from llamajax.config.model import ModelConfig
+from llamajax.parallel.sharding import spec
 
 _EXACT = Context(prec=30)
 """Digits of a power before it is rounded to fp32's seven."""

@@ -5,9 +5,9 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from llamajax.config import Config
+from llamajax.config.gpus import planned_gpu
+from llamajax.config.run import Config
 from llamajax.errors import EnvironmentMismatchError
-from llamajax.planning.hardware import planned_gpu
 
 MEMORY_FRACTION = 0.92
 """Of a GPU's memory, the most that jax takes for arrays unless the environment says otherwise (its own default is 0.75)."""

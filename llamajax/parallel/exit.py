@@ -10,8 +10,8 @@ from typing import NoReturn
 
 import jax
 
-from llamajax import processes
 from llamajax.errors import DISK_ERROR, INTERNAL_ERROR, OUT_OF_MEMORY, UserError
+from llamajax.parallel import processes
 
 
 def exit_code(work: Callable[[], object], *, memory_remedy: str, disk: str, disk_remedy: str) -> int:

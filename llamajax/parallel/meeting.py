@@ -15,7 +15,7 @@ from typing import Any
 
 from jax._src.clusters import ClusterEnv  # what jax.distributed itself asks; nothing public does
 
-from llamajax.config import DistributedConfig
+from llamajax.config.parallel import DistributedConfig
 from llamajax.errors import EnvironmentMismatchError
 
 _HELLO_S = 2.0  # in which whoever connects must say who it is

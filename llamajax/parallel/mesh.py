@@ -10,14 +10,12 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
-from llamajax import processes
-from llamajax.config import Config, DistributedConfig, MeshConfig
+from llamajax.config.parallel import DistributedConfig, MeshConfig
+from llamajax.config.run import Config
 from llamajax.errors import ConfigError, EnvironmentMismatchError
-from llamajax.planning import allowance
-from llamajax.planning.allowance import MEMORY_FRACTION
-
-AXES = ("pipeline", "data", "expert", "fsdp", "sequence", "tensor")
-"""Mesh axes, outer to inner: the more an axis communicates, the closer its devices lie. All always exist."""
+from llamajax.parallel import allowance, processes
+from llamajax.parallel.allowance import MEMORY_FRACTION
+from llamajax.parallel.axes import AXES
 
 # Emulated devices share the machine's cores, so a collective may have to wait for seconds until every
 # device's thread has had its turn; XLA's limits of seconds would end the process.

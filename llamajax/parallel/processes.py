@@ -20,10 +20,10 @@ from typing import Any, NoReturn, Protocol
 
 import jax
 
-from llamajax import meeting
-from llamajax.config import DistributedConfig
+from llamajax.config.parallel import DistributedConfig
 from llamajax.errors import EnvironmentMismatchError
-from llamajax.meeting import Link
+from llamajax.parallel import meeting
+from llamajax.parallel.meeting import Link
 
 NOW = 0
 """Of `Stoppable.stop_after`: the process is to end at once."""

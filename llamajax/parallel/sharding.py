@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import jax
 from jax import P
 
-from llamajax.mesh import AXES
+from llamajax.parallel.axes import AXES
 
 
 @dataclass(frozen=True, kw_only=True)

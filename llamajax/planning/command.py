@@ -1,57 +1,27 @@
-"""See a run before it is paid for: `python -m llamajax.plan --config configs/x.yaml`.
+"""A plan, from configuration to files: read `run` from top to bottom.
 
 Compiles the training step of a configuration for the cluster in `hardware`, on a machine that needs no GPU, and tells
-what it takes of the memory, how long it runs, what it waits for and what it costs. Read `run` from top to bottom.
+what it takes of the memory, how long it runs, what it waits for and what it costs.
 
 Exit codes: 0 when there is a plan, whether it fits or not (the first line and `fits` in the JSON say so); 2 for mistakes,
 and when XLA's compiler for GPUs is missing: what formulas tell is then still printed, and written to `--json`.
 """
 
-if __name__ == "__main__":
-    import os
-
-    # --help and mistakes in the configuration answer before the seconds that importing jax takes.
-    from llamajax.cli import parse_args
-    from llamajax.config import Config
-
-    # The data need not be on the machine that plans.
-    ARGUMENTS = parse_args(
-        prog="python -m llamajax.plan",
-        root=Config,
-        flags={"--alternatives": "Also compile with other settings of xla, and tell which are fastest."},
-        options={
-            "--json": ("FILE", "Write all figures; the docstring of llamajax/planning/figures.py describes them."),
-            "--trace": ("FILE", "Write the timeline of a step, for ui.perfetto.dev."),
-            "--hlo": ("FILE", "Write the compiled and scheduled program."),
-            "--picture": ("FILE.html", "Write a page with drawings of a layer's timeline and of the memory."),
-            "--sweep": (
-                "KEY=VALUE,VALUE",
-                "Also plan for other values of one setting, such as hardware.nodes=4,8,16; with the devices mesh.fsdp and"
-                " train.global_batch_size grow.",
-            ),
-        },
-    )
-    # XLA warns of programs that are too large; the plan says so itself, and what to do.
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
-else:
-    ARGUMENTS = None
-
 import contextlib
 import json
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
-from llamajax.config import Config
-from llamajax.console import CONSOLE, is_interactive
+from llamajax.config.gpus import planned_gpu
+from llamajax.config.run import Config
 from llamajax.errors import ConfigError
-from llamajax.exit import exit_code
-from llamajax.planning import figures, picture, report
-from llamajax.planning.compile import CompilerMissingError, check_compiler, prepare_environment
-from llamajax.planning.hardware import planned_gpu
-from llamajax.planning.schedule import make_plan, plan_problems
-from llamajax.planning.sweep import read_sweep, run_sweep
-from llamajax.planning.timeline import perfetto
+from llamajax.parallel.exit import exit_code
+from llamajax.planning.cost.timeline import perfetto
+from llamajax.planning.plan import make_plan, plan_problems
+from llamajax.planning.search import read_sweep, run_sweep
+from llamajax.planning.tell import figures, picture, text
+from llamajax.planning.xla.compile import CompilerMissingError, check_compiler, prepare_environment
+from llamajax.watch.console import CONSOLE, is_interactive
 
 
 def run(config: Config, *, alternatives: bool = False, options: Mapping[str, str] | None = None) -> None:
@@ -80,11 +50,11 @@ def run(config: Config, *, alternatives: bool = False, options: Mapping[str, str
             plans = run_sweep(sweep, plan, doing=doing) if sweep else ()
     except CompilerMissingError as missing:
         told = figures.estimated_figures(config, str(missing))
-        report.print_estimate(config, told)
+        text.print_estimate(config, told)
         write(options, "--json", lambda: json.dumps(told, indent=1))
         raise
     told = figures.figures(plan, sweep, plans)
-    report.print_plan(plan, told)
+    text.print_plan(plan, told)
     write(options, "--json", lambda: json.dumps(told, indent=1))
     write(options, "--trace", lambda: json.dumps(perfetto(plan.chosen.timeline)))
     write(options, "--hlo", lambda: plan.chosen.step.hlo)
@@ -117,13 +87,13 @@ def check_outputs(options: Mapping[str, str]) -> None:
         raise ConfigError("\n".join(problems))
 
 
-def write(options: Mapping[str, str], option: str, text: Callable[[], str]) -> None:
-    """Writes `text` to the file that `option` names, if it was given."""
+def write(options: Mapping[str, str], option: str, content: Callable[[], str]) -> None:
+    """Writes `content` to the file that `option` names, if it was given."""
     if option not in options:
         return
     path = Path(options[option]).expanduser()
     try:
-        path.write_text(text(), encoding="utf-8")
+        path.write_text(content(), encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"{option}: {path} cannot be written: {error.strerror}; name another file") from error
 
@@ -146,7 +116,3 @@ def main(config: Config, *, alternatives: bool = False, options: Mapping[str, st
         disk="the disk",
         disk_remedy="see to it and try again",
     )
-
-
-if ARGUMENTS is not None:
-    sys.exit(main(ARGUMENTS.config, alternatives="--alternatives" in ARGUMENTS.flags, options=ARGUMENTS.options))

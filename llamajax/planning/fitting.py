@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from llamajax.config import Config
+from llamajax.config.run import Config
 from llamajax.errors import ConfigError
 from llamajax.planning.memory import MemoryPlan, estimate, fuses_attention
 

@@ -14,18 +14,19 @@ from pathlib import Path
 
 import jax
 
-from llamajax.config import Config
+from llamajax import disk
+from llamajax.config.gpus import planned_gpu
+from llamajax.config.run import Config
 from llamajax.data import cache
 from llamajax.errors import ConfigError, EnvironmentMismatchError
-from llamajax.planning.allowance import memory_fraction
-from llamajax.planning.buffers import decode
-from llamajax.planning.hardware import planned_gpu
-from llamajax.planning.hlo import Module, parse
-from llamajax.planning.machine import Machine
-from llamajax.planning.replay import latencies, replay
-from llamajax.planning.timeline import Timeline
-from llamajax.processes import everyones
-from llamajax.xla_flags import compile_with, compiler_options
+from llamajax.parallel.allowance import memory_fraction
+from llamajax.parallel.processes import everyones
+from llamajax.planning.cost.gpu import Machine
+from llamajax.planning.cost.replay import latencies, replay
+from llamajax.planning.cost.timeline import Timeline
+from llamajax.planning.xla.buffers import decode
+from llamajax.planning.xla.hlo import Module, parse
+from llamajax.step.compile import compile_with, compiler_options
 
 _COST = re.compile(r'\s*costs\s*:?\s*\{\s*name\s*:\s*"([^"\\]*)"\s*,?\s*cost_us\s*:\s*([-+.\w]+)\s*\}\s*')
 
@@ -108,9 +109,9 @@ def training_profile(config: Config, lowered: jax.stages.Lowered) -> str | None:
                 f"xla.latency_profile: {source} of process {other} is not that of process 0; give all the same file"
             )
     path = entry / "latencies.pbtxt"
-    with cache.locked(entry):
+    with disk.locked(entry):
         if not path.exists() or path.read_text() != text:
-            cache.write_atomically(path, text.encode())
+            disk.write_atomically(path, text.encode())
     return None if text == _GUESSES else str(path)
 
 

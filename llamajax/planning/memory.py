@@ -10,15 +10,15 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Literal
 
-from llamajax.config import Config
-from llamajax.kernels.cudnn_attention import planned_obstacle, workspace_bytes
-from llamajax.loss import MAX_CHUNK_LOGITS
-from llamajax.model.attention import MAX_CHUNK_SCORES
-from llamajax.planning.allowance import Allowance, allowance, memory_fraction, room
-from llamajax.planning.buffers import Buffer
-from llamajax.planning.compile import CompiledStep
-from llamajax.planning.hardware import planned_gpu
-from llamajax.planning.hlo import Computation, Instruction, Module, arrays
+from llamajax.config.gpus import planned_gpu
+from llamajax.config.run import Config
+from llamajax.kernels.cudnn import planned_obstacle, workspace_bytes
+from llamajax.kernels.plain import MAX_CHUNK_SCORES
+from llamajax.parallel.allowance import Allowance, allowance, memory_fraction, room
+from llamajax.planning.xla.buffers import Buffer
+from llamajax.planning.xla.compile import CompiledStep
+from llamajax.planning.xla.hlo import Computation, Instruction, Module, arrays
+from llamajax.step.loss import MAX_CHUNK_LOGITS
 
 Kind = Literal[
     "parameters", "optimizer", "batch", "gradients", "activations", "logits", "collectives", "temporaries", "gaps",

@@ -7,19 +7,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from llamajax.config import Config
+from llamajax.config.gpus import planned_gpu
+from llamajax.config.run import Config
 from llamajax.errors import ConfigError
-from llamajax.kernels.cudnn_attention import planned_obstacle
-from llamajax.planning.compile import CompiledStep, compile_for
+from llamajax.kernels.cudnn import planned_obstacle
+from llamajax.planning.cost.gpu import Machine
+from llamajax.planning.cost.replay import replay
+from llamajax.planning.cost.timeline import Timeline
 from llamajax.planning.fitting import Suggestion, changed, suggestions
-from llamajax.planning.hardware import planned_gpu
-from llamajax.planning.hlo import Module, parse
-from llamajax.planning.machine import Machine
+from llamajax.planning.latencies import Rank, latency_profile, latency_source, rank, read_profile
 from llamajax.planning.memory import MemoryPlan, memory_plan
-from llamajax.planning.profile import Rank, latency_profile, latency_source, rank, read_profile
-from llamajax.planning.replay import replay
-from llamajax.planning.timeline import Timeline
-from llamajax.xla_flags import CAN_PIPELINE, check_flags
+from llamajax.planning.xla.compile import CompiledStep, compile_for
+from llamajax.planning.xla.hlo import Module, parse
+from llamajax.step.compile import CAN_PIPELINE, check_flags
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,11 +6,11 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from llamajax.config import Config
-from llamajax.config_file import config_to_dict, read_config
+from llamajax.config.file import config_to_dict, read_config
+from llamajax.config.run import Config
+from llamajax.config.yaml_text import Problems
 from llamajax.errors import ConfigError
-from llamajax.planning.schedule import Plan, by_latencies, make_plan, mesh_sizes, plan_problems, replayed
-from llamajax.yaml_text import Problems
+from llamajax.planning.plan import Plan, by_latencies, make_plan, mesh_sizes, plan_problems, replayed
 
 _PRICES = ("hardware.price_per_gpu_hour", "hardware.token_budget")
 """Settings that change neither program nor schedule."""

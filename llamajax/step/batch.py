@@ -5,9 +5,9 @@ from collections.abc import Sequence
 import jax
 import numpy as np
 
-from llamajax.config import Config
+from llamajax.config.run import Config
 from llamajax.errors import DataError
-from llamajax.sharding import spec
+from llamajax.parallel.sharding import spec
 
 Batch = dict[str, jax.Array]
 """`tokens`, `targets`, `segment_ids`, `positions`: int32 [micro-batches, B, T], sharded `spec(None, "batch", "seq")`."""

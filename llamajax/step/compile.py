@@ -9,7 +9,7 @@ import re
 import jax
 import jaxlib.version
 
-from llamajax.config import Config
+from llamajax.config.run import Config
 from llamajax.errors import ConfigError, EnvironmentMismatchError
 
 Option = str | bool

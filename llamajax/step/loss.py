@@ -14,9 +14,9 @@ import jax
 import jax.numpy as jnp
 from jax import P
 
-from llamajax.batch import IGNORE
 from llamajax.model import Llama
-from llamajax.sharding import TABLE, spec
+from llamajax.parallel.sharding import TABLE, spec
+from llamajax.step.batch import IGNORE
 
 MAX_CHUNK_LOGITS = 2**28
 """Logits alive on a device at once: 1 GiB of fp32, and still over 2,000 tokens of Llama 3's vocabulary of 128,256 per

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from llamajax.config import OptimizerConfig
+from llamajax.config.training import OptimizerConfig
 from llamajax.errors import ConfigError
 
 

@@ -10,12 +10,12 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from llamajax.batch import IGNORE, Batch
-from llamajax.config import Config
-from llamajax.loss import LossSums, loss_fn
+from llamajax.config.run import Config
 from llamajax.model import Llama
-from llamajax.optim import learning_rate, make_optimizer
-from llamajax.sharding import spec
+from llamajax.parallel.sharding import spec
+from llamajax.step.batch import IGNORE, Batch
+from llamajax.step.loss import LossSums, loss_fn
+from llamajax.step.optim import learning_rate, make_optimizer
 
 Result = TypeVar("Result")
 

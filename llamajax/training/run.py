@@ -1,18 +1,4 @@
-"""Train a Llama: `python -m llamajax.train --config configs/x.yaml`.
-
-Read `run` from top to bottom: it is the whole story of a training run.
-"""
-
-if __name__ == "__main__":
-    # --help and mistakes in the configuration answer before the seconds that importing jax takes.
-    from llamajax.cli import parse_run_args
-
-    ARGUMENTS = parse_run_args(
-        prog="python -m llamajax.train",
-        flags={"--dry_run": "Build, compile and report everything, then stop before the first step."},
-    )
-else:
-    ARGUMENTS = None
+"""The whole story of a training run: read `run` from top to bottom."""
 
 import functools
 import math
@@ -26,23 +12,27 @@ import jax
 import numpy as np
 
 import llamajax
-from llamajax import checkpoint, console, data, mesh, metrics, optim, run_log
-from llamajax.batch import FIELDS, Batch, batch_sharding, micro_batch_size
-from llamajax.cli import config_to_dict, dump_config
-from llamajax.completion import encode_prompt, stream_text
-from llamajax.config import Config
+from llamajax import data
+from llamajax.checkpoint.read import Restored, concretise, latest_step, say
+from llamajax.checkpoint.write import Checkpointer
+from llamajax.config.file import config_to_dict, dump_config
+from llamajax.config.run import Config
 from llamajax.data.loader import Loader, held_out_batches
 from llamajax.errors import CheckpointError, DivergedError, EnvironmentMismatchError, UserError
-from llamajax.exit import end_process, exit_code
+from llamajax.generation.completion import encode_prompt, stream_text
 from llamajax.model import Llama
-from llamajax.origin import Origin, take_along
-from llamajax.planning.profile import training_profile
-from llamajax.pretrained import open_pretrained
-from llamajax.processes import everyones
-from llamajax.restore import concretise, latest_step, say
-from llamajax.step import TrainState, eval_step, init_state, init_state_from, one_behind, train_step
-from llamajax.stop import StopSignal
-from llamajax.xla_flags import Option, compile_with, compiler_options
+from llamajax.parallel import mesh
+from llamajax.parallel.exit import end_process, exit_code
+from llamajax.parallel.processes import everyones
+from llamajax.planning.latencies import training_profile
+from llamajax.step import optim
+from llamajax.step.batch import FIELDS, Batch, batch_sharding, micro_batch_size
+from llamajax.step.compile import Option, compile_with, compiler_options
+from llamajax.step.step import TrainState, eval_step, init_state, init_state_from, one_behind, train_step
+from llamajax.training.stop import StopSignal
+from llamajax.watch import console, metrics, run_log
+from llamajax.weights.origin import Origin, take_along
+from llamajax.weights.pretrained import open_pretrained
 
 FREE_TO_CHANGE = (
     "run_dir", "mesh", "distributed", "hardware", "xla", "data", "checkpoint", "metrics", "profile", "sample",
@@ -76,7 +66,7 @@ def run(config: Config, *, dry_run: bool = False) -> None:
         if dry_run:
             return
 
-        with checkpoint.Checkpointer(run_dir, config.checkpoint, on_failure=say) as checkpointer:
+        with Checkpointer(run_dir, config.checkpoint, on_failure=say) as checkpointer:
             restored = checkpointer.restore(abstract_state)
             origin = Origin()
             if pretrained is not None:
@@ -133,7 +123,7 @@ def train(
     compiled_step: jax.stages.Compiled,
     dataset: data.Dataset,
     origin: Origin,
-    checkpointer: checkpoint.Checkpointer,
+    checkpointer: Checkpointer,
     stop: StopSignal,
 ) -> tuple[TrainState, bool]:
     """The loop: steps, evaluations and checkpoints, until the last step or a request to stop; whether it was that."""
@@ -272,7 +262,7 @@ def checkpoint_meta(config: Config, step: int, dataset: data.Dataset, origin: Or
     return meta if origin.hf is None else meta | {"hf": origin.hf}
 
 
-def check_same_run(config: Config, restored: checkpoint.Restored[TrainState], fingerprint: str) -> None:
+def check_same_run(config: Config, restored: Restored[TrainState], fingerprint: str) -> None:
     """Refuses to go on from a checkpoint that was computed with other settings or other data.
 
     Raises:
@@ -391,7 +381,3 @@ def main(config: Config, *, dry_run: bool) -> None:
         disk_remedy="see to the disk and run the same command again",
     )
     end_process(code, distributed=config.distributed.enabled)
-
-
-if ARGUMENTS is not None:
-    main(ARGUMENTS.config, dry_run="--dry_run" in ARGUMENTS.flags)

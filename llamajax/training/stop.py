@@ -11,7 +11,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NoReturn, Self
 
-from llamajax import console, processes
+from llamajax.parallel import processes
+from llamajax.watch import console
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 

@@ -19,10 +19,10 @@ from rich.table import Table
 from rich.text import Text
 
 import llamajax
-from llamajax import processes
-from llamajax.config import Config
-from llamajax.run_log import FINAL_STEPS, METRICS_FILE, Record, RunSummary
+from llamajax.config.run import Config
+from llamajax.parallel import processes
 from llamajax.units import format_bytes, format_count, format_duration
+from llamajax.watch.run_log import FINAL_STEPS, METRICS_FILE, Record, RunSummary
 
 
 class Screen(Console):

@@ -18,11 +18,11 @@ import jax
 import numpy as np
 
 import llamajax
-from llamajax import console, run_log
-from llamajax.config import Config
+from llamajax.config.run import Config
 from llamajax.errors import ConfigError
-from llamajax.planning import hardware
-from llamajax.run_log import Record
+from llamajax.watch import console, run_log
+from llamajax.watch.peak import PeakFlops, peak_flops
+from llamajax.watch.run_log import Record
 
 TENSORBOARD_DIR = "tensorboard"
 
@@ -45,7 +45,7 @@ class MetricsWriter:
         *,
         start_step: int,
         num_devices: int | None = None,
-        peak: hardware.PeakFlops | None = None,
+        peak: PeakFlops | None = None,
         is_main_process: bool | None = None,
     ):
         """Prepares to log the steps after `start_step`.
@@ -65,7 +65,7 @@ class MetricsWriter:
         self.run_dir = Path(config.run_dir).expanduser()
         self._start_step = self._last_step = start_step
         self._num_devices = jax.device_count() if num_devices is None else num_devices
-        self._peak = hardware.peak_flops(config.model.compute_dtype) if peak is None else peak
+        self._peak = peak_flops(config.model.compute_dtype) if peak is None else peak
         self._is_main_process = jax.process_index() == 0 if is_main_process is None else is_main_process
         self._held: tuple[int, Mapping[str, Any], float] | None = None
         self._clock = 0.0

@@ -1,19 +1,18 @@
-"""One self-contained HTML page about a run: `python -m llamajax.report RUN [--output FILE]`.
+"""One self-contained HTML page about a run.
 
 Reads what the run wrote (`run_log`); the run may still be going on. The page needs no network and no scripts to be read.
 """
 
-import argparse
 import html
 import sys
 from datetime import UTC, datetime
 from pathlib import Path
 
-from llamajax import run_log
-from llamajax.chart import WIDTH, Line, line_chart
-from llamajax.errors import ConfigError, UserError
-from llamajax.run_log import RunLog, RunSummary
+from llamajax.errors import ConfigError
 from llamajax.units import format_count, format_duration
+from llamajax.watch import run_log
+from llamajax.watch.chart import WIDTH, Line, line_chart
+from llamajax.watch.run_log import RunLog, RunSummary
 
 CONFIG_FILE = "config.yaml"
 _NEWEST_STARTS = 50
@@ -230,21 +229,3 @@ def _starts(log: RunLog) -> str:
 
 def _utc(timestamp: float) -> str:
     return datetime.fromtimestamp(timestamp, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
-
-
-def main(arguments: list[str] | None = None) -> int:
-    """The command; returns its exit code."""
-    parser = argparse.ArgumentParser(prog="python -m llamajax.report", description="Write one HTML page about a run.")
-    parser.add_argument("run", type=Path, metavar="RUN", help="the run_dir of a run, finished or not")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="where to write the page; default: RUN/report.html")
-    options = parser.parse_args(arguments)
-    try:
-        print(write_report(options.run.expanduser(), options.output))
-    except UserError as error:
-        print(error, file=sys.stderr)
-        return error.exit_code
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

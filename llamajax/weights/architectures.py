@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from llamajax.config import ModelConfig
+from llamajax.config.model import ModelConfig
 from llamajax.errors import ConfigError
 
 _FIXED = {"hidden_act": "silu", "quantization_config": None, "partial_rotary_factor": 1.0}

@@ -5,11 +5,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from converters.architectures import ARCHITECTURES, LLAMA, MISTRAL, Architecture, architecture_of
-from converters.safetensors_io import read_json
-from llamajax.config import DType, ModelConfig, RopeScalingConfig
+from llamajax.config.model import DType, ModelConfig, RopeScalingConfig
+from llamajax.config.yaml_text import show
 from llamajax.errors import ConfigError
-from llamajax.yaml_text import show
+from llamajax.weights.architectures import ARCHITECTURES, LLAMA, MISTRAL, Architecture, architecture_of
+from llamajax.weights.safetensors import read_json
 
 SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 

@@ -5,9 +5,9 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
-from converters.safetensors_io import parse_json
 from llamajax.data.tokenizer_files import MODEL_FILE, find_vocabulary, is_model
 from llamajax.errors import ConfigError
+from llamajax.weights.safetensors import parse_json
 
 _TRAVELLING = re.compile(
     r"tokenizer\.json|tokenizer\.model|tokenizer_config\.json|special_tokens_map\.json|added_tokens\.json"

@@ -14,11 +14,13 @@ from dataclasses import dataclass
 import jax
 import numpy as np
 
-from converters.blocks import Box
-from converters.safetensors_io import Stored
-from llamajax.config import ModelConfig
+from llamajax.checkpoint.read import named_arrays
+from llamajax.config.model import ModelConfig
 from llamajax.model import Llama
-from llamajax.restore import named_arrays
+from llamajax.weights.safetensors import Stored
+
+Box = tuple[slice, ...]
+"""Start and stop in every dim of an array."""
 
 
 @dataclass(frozen=True)

@@ -4,9 +4,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from converters.hf_files import read_travelling, travelling_files
 from llamajax.data.tokenizer import Tokenizer, load_tokenizer
 from llamajax.data.tokenizer_files import has_vocabulary
+from llamajax.weights.hf_files import read_travelling, travelling_files
 
 
 @dataclass(frozen=True)

@@ -14,17 +14,26 @@ import numpy as np
 from jax import P
 from jax.sharding import NamedSharding
 
-from converters import names
-from converters.architectures import Architecture, architecture_of
-from converters.hf_config import SPECIAL_TOKENS, read_ends
-from converters.hf_import import read_model
-from converters.safetensors_io import Stored
-from llamajax.config import ModelConfig, RopeScalingConfig
+from llamajax.checkpoint.read import (
+    concretise,
+    damage,
+    damage_line,
+    named_arrays,
+    newest_good,
+    none_good_line,
+    read_step,
+    say,
+)
+from llamajax.config.model import ModelConfig, RopeScalingConfig
 from llamajax.data.tokenizer import Tokenizer, load_tokenizer
 from llamajax.data.tokenizer_files import find_vocabulary
 from llamajax.errors import CheckpointError, ConfigError
 from llamajax.model import Llama
-from llamajax.restore import concretise, damage, damage_line, named_arrays, newest_good, none_good_line, read_step, say
+from llamajax.weights import names
+from llamajax.weights.architectures import Architecture, architecture_of
+from llamajax.weights.hf_config import SPECIAL_TOKENS, read_ends
+from llamajax.weights.hf_model import read_model
+from llamajax.weights.safetensors import Stored
 
 Index = tuple[slice, ...]
 

@@ -18,8 +18,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from llamajax.config.yaml_text import show
 from llamajax.errors import ConfigError
-from llamajax.yaml_text import show
 
 DTYPES = {"F32": np.dtype(np.float32), "BF16": np.dtype(ml_dtypes.bfloat16), "F16": np.dtype(np.float16)}
 CODES = {dtype: code for code, dtype in DTYPES.items()}

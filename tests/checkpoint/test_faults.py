@@ -14,10 +14,12 @@ import numpy as np
 import pytest
 from jax import P
 
-from llamajax import manifest, mesh
-from llamajax.checkpoint import Checkpointer, restore
-from llamajax.config import CheckpointConfig, MeshConfig
+from llamajax.checkpoint import manifest
+from llamajax.checkpoint.write import Checkpointer, restore
+from llamajax.config.parallel import MeshConfig
+from llamajax.config.training import CheckpointConfig
 from llamajax.errors import CheckpointError
+from llamajax.parallel import mesh
 from tests import runs
 
 

@@ -11,10 +11,11 @@ import threading
 
 import pytest
 
-from llamajax import checkpoint, train
-from llamajax.cli import load_config
+from llamajax.checkpoint import write as checkpoint
+from llamajax.config.file import load_config
 from llamajax.data.loader import Loader
 from llamajax.errors import SaveError
+from llamajax.training import run as train
 from tests import runs
 
 FULL_AT = 20

@@ -19,10 +19,13 @@ import pytest
 from flax import nnx
 from jax import P
 
-from llamajax import checkpoint, manifest, mesh
-from llamajax.checkpoint import Checkpointer, concretise, latest_step, read_meta, restore
-from llamajax.config import CheckpointConfig, MeshConfig
+from llamajax.checkpoint import manifest
+from llamajax.checkpoint import write as checkpoint
+from llamajax.checkpoint.write import Checkpointer, concretise, latest_step, read_meta, restore
+from llamajax.config.parallel import MeshConfig
+from llamajax.config.training import CheckpointConfig
 from llamajax.errors import CheckpointError, SaveError
+from llamajax.parallel import mesh
 
 CONFIG = CheckpointConfig(keep_last=2)
 TOKENIZER = random.Random(0).randbytes(5000)

@@ -8,18 +8,14 @@ from pathlib import Path
 import pytest
 from front_door import MINIMAL, TRAIN_FLAGS, changed, refuse
 
-from llamajax import cli
-from llamajax.config import (
-    CheckpointConfig,
-    Config,
-    MeshConfig,
-    MetricsConfig,
-    OptimizerConfig,
-    RopeScalingConfig,
-    SampleConfig,
-    SourceConfig,
-)
-from llamajax.config_file import keys
+from llamajax.config import command as cli
+from llamajax.config.data import SourceConfig
+from llamajax.config.file import keys
+from llamajax.config.model import RopeScalingConfig
+from llamajax.config.parallel import MeshConfig
+from llamajax.config.run import Config
+from llamajax.config.training import CheckpointConfig, OptimizerConfig, SampleConfig
+from llamajax.config.watch import MetricsConfig
 from llamajax.errors import ConfigError
 
 
@@ -211,7 +207,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     """A process of its own that parses its command line, and says at its end whether that has cost an import of jax."""
     program = (
         "import atexit, sys; atexit.register(lambda: print('jax' in sys.modules, file=sys.stderr))\n"
-        "from llamajax import cli; print(cli.parse_run_args(prog='llamajax').config.train.num_steps)"
+        "from llamajax.config import command as cli; print(cli.parse_run_args(prog='llamajax').config.train.num_steps)"
     )
     return subprocess.run([sys.executable, "-c", program, *arguments], capture_output=True, text=True, check=False)
 

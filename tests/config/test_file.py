@@ -9,26 +9,15 @@ import pytest
 import yaml
 from front_door import MINIMAL, changed, refuse
 
-from llamajax import cli
-from llamajax.config import (
-    CheckpointConfig,
-    Config,
-    DataConfig,
-    DistributedConfig,
-    HardwareConfig,
-    MeshConfig,
-    MetricsConfig,
-    ModelConfig,
-    OptimizerConfig,
-    ProfileConfig,
-    RopeScalingConfig,
-    SampleConfig,
-    SourceConfig,
-    TokenizerConfig,
-    TrainConfig,
-    XlaConfig,
-)
-from llamajax.config_file import keys
+from llamajax.config import command as cli
+from llamajax.config.data import DataConfig, SourceConfig, TokenizerConfig
+from llamajax.config.file import keys
+from llamajax.config.machine import HardwareConfig, XlaConfig
+from llamajax.config.model import ModelConfig, RopeScalingConfig
+from llamajax.config.parallel import DistributedConfig, MeshConfig
+from llamajax.config.run import Config
+from llamajax.config.training import CheckpointConfig, OptimizerConfig, SampleConfig, TrainConfig
+from llamajax.config.watch import MetricsConfig, ProfileConfig
 from llamajax.errors import ConfigError
 
 EVERYTHING = Config(

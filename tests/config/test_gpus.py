@@ -5,10 +5,14 @@ import typing
 import jax
 import pytest
 
-from llamajax import mesh
-from llamajax.config import HardwareConfig, MeshConfig
+from llamajax.config.gpus import GPUS, find_gpu, planned_gpu
+from llamajax.config.machine import HardwareConfig
+from llamajax.config.parallel import MeshConfig
 from llamajax.errors import ConfigError
-from llamajax.planning import hardware
+from llamajax.parallel import mesh
+from llamajax.planning.xla.target import target_config
+from llamajax.watch import peak as peak_module
+from llamajax.watch.peak import measure_matmul_flops, peak_flops
 
 
 @pytest.mark.parametrize(
@@ -21,28 +25,28 @@ from llamajax.planning import hardware
     ],
 )
 def test_finds_the_gpus_of_the_table(device_kind, name, peak_flops):
-    gpu = hardware.find_gpu(device_kind)
+    gpu = find_gpu(device_kind)
     assert gpu is not None
     assert (gpu.name, gpu.peak_flops) == (name, peak_flops)
 
 
 @pytest.mark.parametrize("device_kind", ["NVIDIA H100 PCIe", "NVIDIA H100 NVL", "NVIDIA H200 NVL", "NVIDIA L4", "cpu", ""])
 def test_slower_cards_of_the_same_name_do_not_get_its_figures(device_kind):
-    assert hardware.find_gpu(device_kind) is None
+    assert find_gpu(device_kind) is None
 
 
 def test_measures_under_a_mesh_of_all_devices_and_leaves_it_in_place():
     whole = mesh.make_mesh(MeshConfig(fsdp=2, sequence=2, tensor=2))
     jax.set_mesh(whole)
-    flops = hardware.measure_matmul_flops("float32", min_seconds=0.0)
+    flops = measure_matmul_flops("float32", min_seconds=0.0)
     assert flops > 0
     assert jax.sharding.get_mesh() == whole
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_emulated_devices_share_the_measured_peak(monkeypatch, dtype):
-    monkeypatch.setattr(hardware, "measure_matmul_flops", lambda dtype: 80e9)
-    peak = hardware.peak_flops(dtype)
+    monkeypatch.setattr(peak_module, "measure_matmul_flops", lambda dtype: 80e9)
+    peak = peak_flops(dtype)
     assert peak.flops_per_sec == 10e9
     assert str(peak) == (f"10.0 GFLOP/s per device (measured matmul peak, {dtype}, 8 emulated devices share the machine)")
 
@@ -52,12 +56,12 @@ def test_a_known_gpu_is_not_measured(monkeypatch):
         device_kind = "NVIDIA H100 80GB HBM3"
 
     monkeypatch.setattr(jax, "local_devices", lambda: [H100()])
-    assert str(hardware.peak_flops("bfloat16")) == "989.5 TFLOP/s per device (H100 data sheet, bfloat16)"
+    assert str(peak_flops("bfloat16")) == "989.5 TFLOP/s per device (H100 data sheet, bfloat16)"
 
 
-@pytest.mark.parametrize("gpu", hardware.GPUS, ids=lambda gpu: gpu.config_name)
+@pytest.mark.parametrize("gpu", GPUS, ids=lambda gpu: gpu.config_name)
 def test_the_compiler_is_told_what_the_table_says(gpu):
-    text = hardware.target_config(gpu)
+    text = target_config(gpu)
     assert f"device_memory_size: {gpu.memory_bytes}\n" in text
     assert f"core_count: {gpu.cores}\n" in text
     assert f"memory_bandwidth: {gpu.memory_bandwidth:.0f}\n" in text
@@ -66,24 +70,24 @@ def test_the_compiler_is_told_what_the_table_says(gpu):
 
 
 def test_a_plan_takes_the_bandwidths_that_are_set():
-    usual = hardware.planned_gpu(HardwareConfig(gpu="h100"))
+    usual = planned_gpu(HardwareConfig(gpu="h100"))
     assert (usual.gpu_bandwidth, usual.node_bandwidth) == (450e9, 400e9)
-    slow = hardware.planned_gpu(HardwareConfig(gpu="h100", node_bandwidth=50e9))
+    slow = planned_gpu(HardwareConfig(gpu="h100", node_bandwidth=50e9))
     assert (slow.gpu_bandwidth, slow.node_bandwidth) == (450e9, 50e9)
 
 
 @pytest.mark.parametrize(("gpus_per_node", "bandwidth"), [(4, 200e9), (8, 400e9), (16, 800e9)])
 def test_the_usual_network_has_as_many_ports_as_the_node_has_gpus(gpus_per_node, bandwidth):
-    assert hardware.planned_gpu(HardwareConfig(gpu="h100", gpus_per_node=gpus_per_node)).node_bandwidth == bandwidth
+    assert planned_gpu(HardwareConfig(gpu="h100", gpus_per_node=gpus_per_node)).node_bandwidth == bandwidth
     set_by_hand = HardwareConfig(gpu="h100", gpus_per_node=gpus_per_node, node_bandwidth=400e9)
-    assert hardware.planned_gpu(set_by_hand).node_bandwidth == 400e9
+    assert planned_gpu(set_by_hand).node_bandwidth == 400e9
 
 
 def test_a_plan_needs_a_gpu():
     with pytest.raises(ConfigError, match=r"hardware\.gpu: .*h200"):
-        hardware.planned_gpu(HardwareConfig())
+        planned_gpu(HardwareConfig())
 
 
 def test_every_gpu_that_can_be_configured_is_known():
     names = typing.get_args(typing.get_type_hints(HardwareConfig)["gpu"])
-    assert set(names) == {"none"} | {gpu.config_name for gpu in hardware.GPUS}
+    assert set(names) == {"none"} | {gpu.config_name for gpu in GPUS}

@@ -5,22 +5,12 @@ from typing import Any
 
 import pytest
 
-from llamajax.config import (
-    CheckpointConfig,
-    Config,
-    DataConfig,
-    DistributedConfig,
-    MeshConfig,
-    MetricsConfig,
-    ModelConfig,
-    OptimizerConfig,
-    ProfileConfig,
-    RopeScalingConfig,
-    SampleConfig,
-    SourceConfig,
-    TokenizerConfig,
-    TrainConfig,
-)
+from llamajax.config.data import DataConfig, SourceConfig, TokenizerConfig
+from llamajax.config.model import ModelConfig, RopeScalingConfig
+from llamajax.config.parallel import DistributedConfig, MeshConfig
+from llamajax.config.run import Config
+from llamajax.config.training import CheckpointConfig, OptimizerConfig, SampleConfig, TrainConfig
+from llamajax.config.watch import MetricsConfig, ProfileConfig
 from llamajax.errors import ConfigError
 
 LLAMA_2_7B = ModelConfig(

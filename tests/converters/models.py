@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import safetensors.numpy
 
-from converters.hf_config import write_config
-from llamajax.config import ModelConfig, RopeScalingConfig
+from llamajax.config.model import ModelConfig, RopeScalingConfig
+from llamajax.weights.hf_config import write_config
 
 TINY = ModelConfig(
     vocab_size=96, embed_dim=32, mlp_dim=48, num_layers=3, num_heads=4, num_kv_heads=4, head_dim=8,

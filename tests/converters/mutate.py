@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from converters import hf
+from converters import convert
 from converters.hf_cli import parse_args
 from converters.hf_tokenizer import convert_sentencepiece
 from llamajax.data.tokenizer import train_sentencepiece
@@ -76,7 +76,7 @@ def attempt(directory: Path) -> int:
     """Imports `directory / "hf"`; returns the exit code after checking what was said and left."""
     printed, told = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(told):
-        code = hf.main(parse_args([str(directory / "hf"), str(directory / "out"), "--no-verify"]))
+        code = convert.main(parse_args([str(directory / "hf"), str(directory / "out"), "--no-verify"]))
     error = told.getvalue()
     assert "Traceback" not in error, error
     if code == 0:

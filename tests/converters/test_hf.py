@@ -13,24 +13,26 @@ import pytest
 import safetensors.numpy
 import yaml
 
-from converters import blocks, hf
+from converters import blocks
+from converters.convert import main
 from converters.hf_cli import parse_args
-from converters.hf_config import read_config, write_config
-from converters.hf_import import read_model
-from llamajax.checkpoint import Checkpointer
-from llamajax.config import CheckpointConfig, MeshConfig
-from llamajax.config_file import load_config
-from llamajax.mesh import make_mesh
+from llamajax.checkpoint.read import restore
+from llamajax.checkpoint.write import Checkpointer
+from llamajax.config.file import load_config
+from llamajax.config.parallel import MeshConfig
+from llamajax.config.training import CheckpointConfig
 from llamajax.model import Llama
-from llamajax.pretrained import open_pretrained
-from llamajax.restore import restore
+from llamajax.parallel.mesh import make_mesh
+from llamajax.weights.hf_config import read_config, write_config
+from llamajax.weights.hf_model import read_model
+from llamajax.weights.pretrained import open_pretrained
 from tests.converters.models import LLAMA3, SPECIAL, TINY, VARIANTS, assert_same_bits, read_weights, shard, tiny, write_model
 from tests.front_door import MINIMAL
 from tests.tiny import single_device_mesh
 
 
 def convert(*arguments: object) -> int:
-    return hf.main(parse_args([str(argument) for argument in arguments]))
+    return main(parse_args([str(argument) for argument in arguments]))
 
 
 def greedy(model_dir: Path, prompt: np.ndarray, num_tokens: int) -> np.ndarray:
@@ -105,7 +107,7 @@ def test_a_run_on_eight_devices_is_exported_in_pieces(many_bytes, tmp_path, monk
     config = tiny(num_heads=8, num_kv_heads=4, qkv_bias=True)
     weights = write_model(tmp_path / "model", config)
     jax.set_mesh(make_mesh(MeshConfig(fsdp=4, tensor=2)))
-    monkeypatch.setattr("llamajax.array_writer._MANY_BYTES", many_bytes)
+    monkeypatch.setattr("llamajax.checkpoint.array_writer._MANY_BYTES", many_bytes)
     state = {"model": open_pretrained(tmp_path / "model").load(config)}
     with Checkpointer(tmp_path / "run", CheckpointConfig(async_save=False)) as checkpointer:
         checkpointer.save(3, state, {"config": {"model": dataclasses.asdict(config)}})

@@ -8,16 +8,19 @@ import numpy as np
 import pytest
 import transformers
 
-from converters import hf
+from converters import convert
 from converters.hf_cli import parse_args
-from llamajax import evaluate, generate, train
-from llamajax.config import MeshConfig
-from llamajax.config_file import load_config
+from llamajax.checkpoint.read import restore
+from llamajax.config.evaluate import EvaluateConfig
+from llamajax.config.file import load_config
+from llamajax.config.generate import GenerateConfig
+from llamajax.config.parallel import MeshConfig
 from llamajax.data.tokenizer import load_tokenizer, train_sentencepiece
+from llamajax.evaluation import run as evaluate
+from llamajax.generation import run as generate
 from llamajax.model import Llama
-from llamajax.restore import restore
-from llamajax.run_log import read_run
-from llamajax.tool_config import EvaluateConfig, GenerateConfig
+from llamajax.training import run as train
+from llamajax.watch.run_log import read_run
 from tests.runs import WORDS, write_config
 
 TEXTS = [
@@ -39,7 +42,7 @@ def trained(tmp_path_factory):
 
 
 def export(*arguments: object) -> int:
-    return hf.main(parse_args(["export", *map(str, arguments)]))
+    return convert.main(parse_args(["export", *map(str, arguments)]))
 
 
 def test_tokenizer_of_an_exported_run_gives_the_same_ids(trained, tmp_path):

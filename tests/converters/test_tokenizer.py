@@ -23,7 +23,7 @@ import tokenizers
 import transformers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors, trainers
 
-from converters import hf, hf_cli, tokenizer
+from converters import convert, grow, hf_cli
 from converters.hf_tokenizer import tokenizer_files
 from converters.tokenizer_cli import parse_args
 from converters.tokenizer_formats import BpeTokenizer
@@ -136,7 +136,7 @@ def read_weights(directory: Path) -> dict[str, np.ndarray]:
 def run_grow(tmp_path: Path, *options: object, source: str = "hf", out: str = "out", text: str = NEW_TEXT) -> int:
     (tmp_path / "corpus.txt").write_text(text)
     arguments = [tmp_path / source, tmp_path / out, "--corpus", tmp_path / "corpus.txt", "--num_pieces", 80, *options]
-    return tokenizer.main(parse_args(["grow", *map(str, arguments)]))
+    return grow.main(parse_args(["grow", *map(str, arguments)]))
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -237,7 +237,7 @@ def test_a_grown_model_grows_again_and_is_imported(grown, tmp_path):
     old, new = (transformers.AutoTokenizer.from_pretrained(tmp_path / name).get_vocab() for name in ("hf", "out"))
     assert new.items() >= old.items()
     assert len(new) == len(old) + 80
-    assert hf.main(hf_cli.parse_args(["import", str(tmp_path / "out"), str(tmp_path / "run"), "--no-verify"])) == 0
+    assert convert.main(hf_cli.parse_args(["import", str(tmp_path / "out"), str(tmp_path / "run"), "--no-verify"])) == 0
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
@@ -310,7 +310,7 @@ def test_what_it_says(tmp_path, capsys):
     assert 200 < learnt < 10_000
     assert "not 1,000,000: no further one would save 2 tokens" in lines["learnt"]
     assert lines["vocabulary"].startswith(f"448 -> {-(-(420 + learnt) // 64) * 64:,} rows: {learnt:,} new tokens")
-    held_out = sample_texts([NEW_TEXT], 10**9)[:: tokenizer.HELD_OUT_EVERY]
+    held_out = sample_texts([NEW_TEXT], 10**9)[:: grow.HELD_OUT_EVERY]
     texts = [load_tokenizer(tmp_path / name).encode_batch(held_out) for name in ("hf", "out")]
     before, after = (sum(map(len, encoded)) for encoded in texts)
     num_bytes = len("".join(held_out).encode())

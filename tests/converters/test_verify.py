@@ -11,12 +11,12 @@ import pytest
 import safetensors.numpy
 from jax.sharding import AxisType
 
-from converters import hf
+from converters import convert
 from converters.hf_cli import parse_args
 from converters.verify import compare_logits
-from llamajax.config import ModelConfig
+from llamajax.config.model import ModelConfig
 from llamajax.errors import CheckpointError
-from llamajax.mesh import AXES
+from llamajax.parallel.axes import AXES
 from tests.converters.models import tiny, write_model
 
 pytest.importorskip("torch")
@@ -50,7 +50,7 @@ def import_model(
     model["lm_head.weight"] *= np.float32(head)
     path = directory / "hf/model.safetensors"
     safetensors.numpy.save_file(model, path)
-    assert hf.main(parse_args([str(directory / "hf"), str(directory / "run"), "--no-verify"])) == 0
+    assert convert.main(parse_args([str(directory / "hf"), str(directory / "run"), "--no-verify"])) == 0
     body = json.loads((directory / "hf/config.json").read_text())
     model["theta"] = body.pop("rope_theta")
     change(model)

@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 
 from llamajax import data
-from llamajax.batch import IGNORE
-from llamajax.config import SourceConfig, TokenizerConfig
-from llamajax.config_file import file_problems
+from llamajax.config.data import SourceConfig, TokenizerConfig
+from llamajax.config.file import file_problems
 from llamajax.data import groups, shards
 from llamajax.data.chat import load_chat_template
 from llamajax.data.shards import read_shard
 from llamajax.data.tokenizer import load_tokenizer, train_sentencepiece
 from llamajax.errors import ConfigError, DataError
+from llamajax.step.batch import IGNORE
 from tests.data.chat_from_docs import conversations, record_of, write_chat_jsonl
 from tests.data.test_dataset import config_for, documents_of, epoch, jsonl_source, num_rows, random_texts
 

@@ -6,7 +6,7 @@ import json
 import pytest
 import zstandard
 
-from llamajax.config import DataConfig, SourceConfig
+from llamajax.config.data import DataConfig, SourceConfig
 from llamajax.data import sources
 from llamajax.data.sources import Source
 from llamajax.errors import ConfigError, DataError

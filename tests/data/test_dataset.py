@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 
 from llamajax import data
-from llamajax.batch import IGNORE
-from llamajax.config import DataConfig, SourceConfig, TokenizerConfig
+from llamajax.config.data import DataConfig, SourceConfig, TokenizerConfig
 from llamajax.data import cache, groups, shards
 from llamajax.data import dataset as dataset_module
 from llamajax.data import rows as rows_module
@@ -21,6 +20,7 @@ from llamajax.data.sources import Source
 from llamajax.data.split import is_held_out, split_hash
 from llamajax.data.tokenizer import load_tokenizer, train_sentencepiece
 from llamajax.errors import ConfigError, DataError
+from llamajax.step.batch import IGNORE
 from tests.tiny import tiny_config
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"

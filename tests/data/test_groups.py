@@ -7,7 +7,7 @@ from concurrent.futures import CancelledError
 
 import pytest
 
-from llamajax.config import SourceConfig
+from llamajax.config.data import SourceConfig
 from llamajax.data import groups
 from llamajax.data.groups import group_files
 from llamajax.data.sources import Source

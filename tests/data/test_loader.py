@@ -9,13 +9,13 @@ import jax
 import numpy as np
 import pytest
 
-from llamajax.batch import IGNORE
-from llamajax.config import MeshConfig
+from llamajax.config.parallel import MeshConfig
 from llamajax.data import loader as loader_module
 from llamajax.data.loader import Loader, held_out_batches
 from llamajax.errors import DataError
-from llamajax.mesh import make_mesh
-from llamajax.sharding import spec
+from llamajax.parallel.mesh import make_mesh
+from llamajax.parallel.sharding import spec
+from llamajax.step.batch import IGNORE
 from tests.tiny import tiny_config
 
 MESHES = [

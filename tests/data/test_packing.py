@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from llamajax.batch import IGNORE
 from llamajax.data import packing
 from llamajax.data.packing import fill_row, pack
+from llamajax.step.batch import IGNORE
 
 
 def rows_of(documents, seq_len):

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from llamajax import data
-from llamajax.config import TokenizerConfig
+from llamajax.config.data import TokenizerConfig
 from llamajax.data import cache, groups, shards
 from llamajax.errors import DataError
 from tests.data.test_dataset import config_for, epoch, jsonl_source, num_rows, random_texts

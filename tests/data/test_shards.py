@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from llamajax.config import SourceConfig
+from llamajax.config.data import SourceConfig
 from llamajax.data import cache, shards
 from llamajax.data import groups as groups_module
 from llamajax.data.groups import group_files

@@ -9,7 +9,7 @@ import pyarrow.parquet
 import pytest
 import zstandard
 
-from llamajax.config import SourceConfig
+from llamajax.config.data import SourceConfig
 from llamajax.data import sources, split
 from llamajax.data.sources import Source
 from llamajax.errors import DataError

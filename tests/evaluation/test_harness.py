@@ -14,21 +14,22 @@ import numpy as np
 import pytest
 import tokenizers
 
-from llamajax import evaluate
-from llamajax.config import MeshConfig, ModelConfig
+from llamajax.config.evaluate import EvaluateConfig
+from llamajax.config.model import ModelConfig
+from llamajax.config.parallel import MeshConfig
 from llamajax.errors import ConfigError, DataError
-from llamajax.mesh import make_mesh
-from llamajax.pretrained import open_pretrained
-from llamajax.prompts import find_ends
-from llamajax.scoring import row_length, score
-from llamajax.tool_config import EvaluateConfig
+from llamajax.evaluation import run as evaluate
+from llamajax.evaluation.scoring import row_length, score
+from llamajax.generation.prompts import find_ends
+from llamajax.parallel.mesh import make_mesh
+from llamajax.weights.pretrained import open_pretrained
 from tests.converters.models import write_model
 
 pytest.importorskip("lm_eval")
 
 from lm_eval.api.instance import Instance
 
-from llamajax import harness
+from llamajax.evaluation import harness
 
 pytestmark = pytest.mark.slow  # lm-eval comes with the extra `dev`
 

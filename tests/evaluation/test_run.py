@@ -13,16 +13,21 @@ import jax
 import numpy as np
 import pytest
 
-from llamajax import console, data, evaluate, scoring, train
-from llamajax.cli import load_config
-from llamajax.config import Config, MeshConfig
+from llamajax import data
+from llamajax.config.evaluate import EvaluateConfig
+from llamajax.config.file import load_config
+from llamajax.config.parallel import MeshConfig
+from llamajax.config.run import Config
 from llamajax.data.tokenizer import train_sentencepiece
 from llamajax.errors import ConfigError, DataError, EnvironmentMismatchError
-from llamajax.mesh import make_mesh
+from llamajax.evaluation import run as evaluate
+from llamajax.evaluation import scoring
 from llamajax.model import Llama
-from llamajax.pretrained import open_pretrained
-from llamajax.stop import StopSignal
-from llamajax.tool_config import EvaluateConfig
+from llamajax.parallel.mesh import make_mesh
+from llamajax.training import run as train
+from llamajax.training.stop import StopSignal
+from llamajax.watch import console
+from llamajax.weights.pretrained import open_pretrained
 from tests import runs
 from tests.converters.models import write_model
 from tests.tiny import single_device_mesh, tiny_config

@@ -11,13 +11,13 @@ import pytest
 import sentencepiece
 
 from converters.hf_tokenizer import convert_sentencepiece
-from llamajax.completion import Completer, TextStream, check_prompts, encode_prompt, stream_text
-from llamajax.config import MeshConfig
+from llamajax.config.parallel import MeshConfig
 from llamajax.data.tokenizer import load_tokenizer, train_sentencepiece
 from llamajax.errors import DataError
-from llamajax.mesh import make_mesh
-from llamajax.sampling import Sampling
-from llamajax.step import init_state
+from llamajax.generation.completion import Completer, TextStream, check_prompts, encode_prompt, stream_text
+from llamajax.generation.sampling import Sampling
+from llamajax.parallel.mesh import make_mesh
+from llamajax.step.step import init_state
 from tests.runs import WORDS
 from tests.tiny import single_device_mesh, tiny_config
 

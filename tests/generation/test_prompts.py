@@ -8,7 +8,7 @@ from converters.hf_tokenizer import convert_sentencepiece
 from llamajax.data.chat import ChatTemplate
 from llamajax.data.tokenizer import load_tokenizer, train_sentencepiece
 from llamajax.errors import DataError
-from llamajax.prompts import Prompt, find_ends, read_prompts
+from llamajax.generation.prompts import Prompt, find_ends, read_prompts
 from tests.runs import WORDS
 
 TALK = ({"role": "system", "content": "Be brief."}, {"role": "user", "content": "the model"})

@@ -12,15 +12,16 @@ import sys
 
 import pytest
 
-from converters import hf
+from converters import convert
 from converters.hf_cli import parse_args
-from llamajax import generate, train
-from llamajax.cli import load_config
-from llamajax.completion import Completer, Completion, Piece
-from llamajax.config import MeshConfig
+from llamajax.config.file import load_config
+from llamajax.config.generate import GenerateConfig
+from llamajax.config.parallel import MeshConfig
 from llamajax.data.tokenizer import load_tokenizer
 from llamajax.errors import ConfigError, DataError
-from llamajax.tool_config import GenerateConfig
+from llamajax.generation import run as generate
+from llamajax.generation.completion import Completer, Completion, Piece
+from llamajax.training import run as train
 from tests import runs
 
 TEMPLATE = (
@@ -56,7 +57,7 @@ def records(path: pathlib.Path) -> list[dict]:
 @pytest.fixture(scope="module")
 def hf_dir(run_dir):
     """The run's model for Hugging Face."""
-    assert hf.main(parse_args(["export", str(run_dir), str(run_dir.parent / "hf"), "--no-verify"])) == 0
+    assert convert.main(parse_args(["export", str(run_dir), str(run_dir.parent / "hf"), "--no-verify"])) == 0
     return run_dir.parent / "hf"
 
 

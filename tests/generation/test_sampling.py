@@ -5,10 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from llamajax.config import MeshConfig
-from llamajax.mesh import make_mesh
-from llamajax.sampling import Sampling, keep_likely, next_tokens
-from llamajax.sharding import spec
+from llamajax.config.parallel import MeshConfig
+from llamajax.generation.sampling import Sampling, keep_likely, next_tokens
+from llamajax.parallel.mesh import make_mesh
+from llamajax.parallel.sharding import spec
 
 V = 100
 

@@ -9,14 +9,15 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
-from llamajax import mesh
-from llamajax.config import MeshConfig, TrainConfig
+from llamajax.config.parallel import MeshConfig
+from llamajax.config.training import TrainConfig
 from llamajax.errors import ConfigError, EnvironmentMismatchError
-from llamajax.kernels.cudnn_attention import cudnn_attention, obstacle, planned_obstacle, workspace_bytes
+from llamajax.kernels.cudnn import cudnn_attention, obstacle, planned_obstacle, workspace_bytes
+from llamajax.kernels.plain import attend
 from llamajax.model import Llama
-from llamajax.model.attention import attend
-from llamajax.planning.compile import compile_for
-from llamajax.sharding import spec
+from llamajax.parallel import mesh
+from llamajax.parallel.sharding import spec
+from llamajax.planning.xla.compile import compile_for
 from tests.planning.plans import CONFIG
 from tests.tiny import random_rows, tiny_config
 

@@ -5,11 +5,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from llamajax import mesh
-from llamajax.config import MeshConfig
+from llamajax.config.parallel import MeshConfig
+from llamajax.kernels.plain import attend
 from llamajax.model import attention
-from llamajax.model.attention import attend
-from llamajax.sharding import spec
+from llamajax.parallel import mesh
+from llamajax.parallel.sharding import spec
 
 B, T, K, G, H = 2, 8, 2, 3, 4
 SEGMENT_IDS = np.array([[1, 1, 1, 2, 2, 2, 2, 3], [1, 1, 1, 1, 1, 0, 0, 0]], np.int32)

@@ -9,11 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from llamajax import mesh
-from llamajax.config import MeshConfig, ModelConfig
+from llamajax.config.model import ModelConfig
+from llamajax.config.parallel import MeshConfig
 from llamajax.model import Llama
 from llamajax.model.kv_cache import KVCache, Past, attend_past
-from llamajax.sharding import spec
+from llamajax.parallel import mesh
+from llamajax.parallel.sharding import spec
 from tests.tiny import single_device_mesh
 
 GROUPED = ModelConfig(

@@ -5,10 +5,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from llamajax import mesh
-from llamajax.config import MeshConfig, ModelConfig
+from llamajax.config.model import ModelConfig
+from llamajax.config.parallel import MeshConfig
 from llamajax.model.layers import MLP, RMSNorm, embed, normal, residual_std
-from llamajax.sharding import spec
+from llamajax.parallel import mesh
+from llamajax.parallel.sharding import spec
 
 CONFIG = ModelConfig(vocab_size=8, embed_dim=16, mlp_dim=24, num_layers=8, num_heads=1, num_kv_heads=1, head_dim=2)
 

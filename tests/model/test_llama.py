@@ -11,12 +11,13 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType
 
-from llamajax import mesh
-from llamajax.batch import IGNORE
-from llamajax.config import MeshConfig, ModelConfig
-from llamajax.loss import loss_fn
+from llamajax.config.model import ModelConfig
+from llamajax.config.parallel import MeshConfig
 from llamajax.model import Llama
-from llamajax.sharding import spec
+from llamajax.parallel import mesh
+from llamajax.parallel.sharding import spec
+from llamajax.step.batch import IGNORE
+from llamajax.step.loss import loss_fn
 
 CONFIG = ModelConfig(
     vocab_size=32, embed_dim=16, mlp_dim=24, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=4,

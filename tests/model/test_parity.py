@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType
 
-from llamajax import mesh
-from llamajax.batch import IGNORE
-from llamajax.config import MeshConfig, ModelConfig, RopeScalingConfig
-from llamajax.loss import loss_fn
+from llamajax.config.model import ModelConfig, RopeScalingConfig
+from llamajax.config.parallel import MeshConfig
 from llamajax.model import Llama
+from llamajax.parallel import mesh
+from llamajax.step.batch import IGNORE
+from llamajax.step.loss import loss_fn
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")

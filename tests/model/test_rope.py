@@ -8,10 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from llamajax import mesh
-from llamajax.config import MeshConfig, ModelConfig, RopeScalingConfig
+from llamajax.config.model import ModelConfig, RopeScalingConfig
+from llamajax.config.parallel import MeshConfig
 from llamajax.model.rope import apply_rope, inverse_frequencies, positions_from_segment_ids, rope_tables
-from llamajax.sharding import spec
+from llamajax.parallel import mesh
+from llamajax.parallel.sharding import spec
 
 CONFIG = ModelConfig(
     vocab_size=8, embed_dim=8, mlp_dim=8, num_layers=1, num_heads=1, num_kv_heads=1, head_dim=128, rope_theta=5e5

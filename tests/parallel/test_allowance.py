@@ -4,11 +4,13 @@ import os
 
 import pytest
 
-from llamajax import mesh
-from llamajax.config import HardwareConfig, MeshConfig, TrainConfig
+from llamajax.config.machine import HardwareConfig
+from llamajax.config.parallel import MeshConfig
+from llamajax.config.training import TrainConfig
 from llamajax.errors import EnvironmentMismatchError
+from llamajax.parallel import mesh
+from llamajax.parallel.allowance import VARIABLE, Allowance, allowance, memory_fraction, room
 from llamajax.planning import memory
-from llamajax.planning.allowance import VARIABLE, Allowance, allowance, memory_fraction, room
 from tests.tiny import tiny_config
 
 GIB = 2**30

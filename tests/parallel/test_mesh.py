@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-from llamajax import mesh
-from llamajax.step import one_behind
+from llamajax.parallel import mesh
+from llamajax.step.step import one_behind
 
 LAUNCHES = """
 import jax, jax.numpy as jnp, numpy as np

@@ -8,8 +8,8 @@ import sys
 
 import pytest
 
-from llamajax import meeting
 from llamajax.errors import EnvironmentMismatchError
+from llamajax.parallel import meeting
 from tests import runs
 
 PROGRAM = """

@@ -3,7 +3,7 @@
 import pytest
 from jax import P
 
-from llamajax.sharding import LogicalAxes, spec
+from llamajax.parallel.sharding import LogicalAxes, spec
 
 
 def test_logical_axes_become_mesh_axes():

@@ -2,9 +2,9 @@
 
 import dataclasses
 
-from llamajax.planning import hlo
-from llamajax.planning.hardware import find_gpu
-from llamajax.planning.machine import Machine
+from llamajax.config.gpus import find_gpu
+from llamajax.planning.cost.gpu import Machine
+from llamajax.planning.xla import hlo
 
 _H100 = find_gpu("NVIDIA H100 80GB HBM3")
 assert _H100 is not None

@@ -3,16 +3,21 @@
 import dataclasses
 import pathlib
 
-from llamajax.config import Config, DataConfig, HardwareConfig, MeshConfig, ModelConfig, SourceConfig, TrainConfig
-from llamajax.planning.allowance import Allowance
-from llamajax.planning.buffers import BufferAssignment
-from llamajax.planning.compile import CompiledStep
+from llamajax.config.data import DataConfig, SourceConfig
+from llamajax.config.gpus import planned_gpu
+from llamajax.config.machine import HardwareConfig
+from llamajax.config.model import ModelConfig
+from llamajax.config.parallel import MeshConfig
+from llamajax.config.run import Config
+from llamajax.config.training import TrainConfig
+from llamajax.parallel.allowance import Allowance
+from llamajax.planning.cost.replay import replay
 from llamajax.planning.fitting import Suggestion, changed
-from llamajax.planning.hardware import planned_gpu
-from llamajax.planning.hlo import Module, parse
 from llamajax.planning.memory import KINDS, MemoryPlan, Tensor
-from llamajax.planning.replay import replay
-from llamajax.planning.schedule import Plan, Schedule, mesh_sizes, planned_machine
+from llamajax.planning.plan import Plan, Schedule, mesh_sizes, planned_machine
+from llamajax.planning.xla.buffers import BufferAssignment
+from llamajax.planning.xla.compile import CompiledStep
+from llamajax.planning.xla.hlo import Module, parse
 from tests.tiny import tiny_config
 
 HLO = (pathlib.Path(__file__).parent / "hlo" / "fsdp_jax_0.10.hlo").read_text()

@@ -7,10 +7,10 @@ import sys
 
 import pytest
 
-from llamajax import plan
-from llamajax.cli import dump_config
-from llamajax.config import HardwareConfig
-from llamajax.planning import compile as planning_compile
+from llamajax.config.file import dump_config
+from llamajax.config.machine import HardwareConfig
+from llamajax.planning import command as plan
+from llamajax.planning.xla import compile as planning_compile
 from tests.planning import plans
 from tests.tiny import tiny_config
 

@@ -2,15 +2,11 @@
 
 import pytest
 
-from llamajax.config import (
-    DataConfig,
-    HardwareConfig,
-    MeshConfig,
-    ModelConfig,
-    OptimizerConfig,
-    SourceConfig,
-    TrainConfig,
-)
+from llamajax.config.data import DataConfig, SourceConfig
+from llamajax.config.machine import HardwareConfig
+from llamajax.config.model import ModelConfig
+from llamajax.config.parallel import MeshConfig
+from llamajax.config.training import OptimizerConfig, TrainConfig
 from llamajax.errors import ConfigError
 from llamajax.planning.fitting import ESTIMATE_MARGIN, candidates, changed, executed_flops
 from llamajax.planning.memory import estimate, fuses_attention

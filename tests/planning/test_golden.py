@@ -6,13 +6,13 @@ from typing import Any
 import jax
 import pytest
 
-from llamajax.config import Config
-from llamajax.config_file import load_config
-from llamajax.planning.allowance import allowance
-from llamajax.planning.figures import figures
+from llamajax.config.file import load_config
+from llamajax.config.run import Config
+from llamajax.parallel.allowance import allowance
 from llamajax.planning.fitting import changed, executed_flops
 from llamajax.planning.memory import fuses_attention, minimum_state_bytes
-from llamajax.planning.schedule import make_plan, mesh_sizes
+from llamajax.planning.plan import make_plan, mesh_sizes
+from llamajax.planning.tell.figures import figures
 from scripts.plans import BETTER, CONFIGS, DOCUMENTED, GOLDEN, plans, wrong
 
 WORSE = 1.02

@@ -9,27 +9,23 @@ import jax
 import pytest
 from jax.sharding import NamedSharding
 
-from llamajax.config import (
-    Config,
-    DataConfig,
-    HardwareConfig,
-    MeshConfig,
-    ModelConfig,
-    OptimizerConfig,
-    SourceConfig,
-    TrainConfig,
-    XlaConfig,
-)
+from llamajax.config.data import DataConfig, SourceConfig
+from llamajax.config.gpus import planned_gpu
+from llamajax.config.machine import HardwareConfig, XlaConfig
+from llamajax.config.model import ModelConfig
+from llamajax.config.parallel import MeshConfig
+from llamajax.config.run import Config
+from llamajax.config.training import OptimizerConfig, TrainConfig
 from llamajax.errors import ConfigError, EnvironmentMismatchError
-from llamajax.mesh import make_mesh
-from llamajax.planning import hlo, profile
-from llamajax.planning.compile import compile_for, lower, planned_mesh
-from llamajax.planning.hardware import planned_gpu
-from llamajax.planning.machine import Machine
-from llamajax.planning.network import least_wire_bytes
-from llamajax.planning.profile import latency_profile, latency_source, read_profile, training_profile
-from llamajax.planning.replay import replay
-from llamajax.train import gpu_options
+from llamajax.parallel.mesh import make_mesh
+from llamajax.planning import latencies as profile
+from llamajax.planning.cost.gpu import Machine
+from llamajax.planning.cost.network import least_wire_bytes
+from llamajax.planning.cost.replay import replay
+from llamajax.planning.latencies import latency_profile, latency_source, read_profile, training_profile
+from llamajax.planning.xla import hlo
+from llamajax.planning.xla.compile import compile_for, lower, planned_mesh
+from llamajax.training.run import gpu_options
 from tests.planning.modules import MACHINE, memory_s, module
 
 FIXTURES = pathlib.Path(__file__).parent / "hlo"

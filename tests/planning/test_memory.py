@@ -5,16 +5,18 @@ import dataclasses
 import jax
 import pytest
 
-from llamajax import mesh
-from llamajax.config import HardwareConfig, MeshConfig, OptimizerConfig, TrainConfig
-from llamajax.kernels.cudnn_attention import workspace_bytes
+from llamajax.config.gpus import planned_gpu
+from llamajax.config.machine import HardwareConfig
+from llamajax.config.parallel import MeshConfig
+from llamajax.config.training import OptimizerConfig, TrainConfig
+from llamajax.kernels.cudnn import workspace_bytes
+from llamajax.parallel import mesh
+from llamajax.parallel.allowance import VARIABLE
 from llamajax.planning import memory
-from llamajax.planning.allowance import VARIABLE
-from llamajax.planning.buffers import read_buffer_assignment
-from llamajax.planning.compile import CompiledStep, lower
 from llamajax.planning.fitting import changed
-from llamajax.planning.hardware import planned_gpu
-from llamajax.planning.hlo import parse
+from llamajax.planning.xla.buffers import read_buffer_assignment
+from llamajax.planning.xla.compile import CompiledStep, lower
+from llamajax.planning.xla.hlo import parse
 from tests.planning.modules import module
 from tests.tiny import tiny_config
 

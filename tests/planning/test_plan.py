@@ -4,11 +4,12 @@ import dataclasses
 
 import pytest
 
-from llamajax.config import HardwareConfig, MeshConfig, XlaConfig
+from llamajax.config.machine import HardwareConfig, XlaConfig
+from llamajax.config.parallel import MeshConfig
 from llamajax.errors import ConfigError
-from llamajax.planning import schedule as planning_schedule
+from llamajax.planning import plan as planning_schedule
 from llamajax.planning.fitting import changed
-from llamajax.planning.schedule import Alternative, Plan, make_plan, plan_problems
+from llamajax.planning.plan import Alternative, Plan, make_plan, plan_problems
 from tests.planning import plans
 
 FILE = 'costs { name: "all-gather-start" cost_us: 7.000 }\n'

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from llamajax.planning.timeline import Timeline
+from llamajax.planning.cost.timeline import Timeline
 from scripts import plan_accuracy
 
 RUNS = {run.name: run for run in plan_accuracy.RUNS}

@@ -4,10 +4,12 @@ import dataclasses
 
 import pytest
 
-from llamajax.config import HardwareConfig, MeshConfig, XlaConfig
+from llamajax.config.machine import HardwareConfig, XlaConfig
+from llamajax.config.parallel import MeshConfig
 from llamajax.errors import ConfigError
-from llamajax.planning import schedule, sweep
-from llamajax.planning.sweep import read_sweep, run_sweep
+from llamajax.planning import plan as schedule
+from llamajax.planning import search as sweep
+from llamajax.planning.search import read_sweep, run_sweep
 from tests.planning import plans
 
 CONFIG = dataclasses.replace(plans.CONFIG, mesh=MeshConfig(data=2, fsdp=4, tensor=2))

@@ -3,10 +3,10 @@
 import jax
 import pytest
 
-from llamajax import xla_flags
-from llamajax.config import XlaConfig
+from llamajax.config.machine import XlaConfig
 from llamajax.errors import ConfigError
-from llamajax.xla_flags import compile_with, compiler_options
+from llamajax.step import compile as xla_flags
+from llamajax.step.compile import compile_with, compiler_options
 from tests.tiny import tiny_config
 
 

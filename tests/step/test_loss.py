@@ -5,11 +5,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from llamajax import loss, mesh
-from llamajax.batch import IGNORE
-from llamajax.config import MeshConfig
-from llamajax.loss import LossSums, token_losses
-from llamajax.sharding import spec
+from llamajax.config.parallel import MeshConfig
+from llamajax.parallel import mesh
+from llamajax.parallel.sharding import spec
+from llamajax.step import loss
+from llamajax.step.batch import IGNORE
+from llamajax.step.loss import LossSums, token_losses
 
 B, T, D, V = 4, 6, 8, 32
 MESHES = [MeshConfig(fsdp=2, sequence=2, tensor=2), MeshConfig(data=2, tensor=4), MeshConfig(data=2, fsdp=2, sequence=2)]

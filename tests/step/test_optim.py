@@ -6,9 +6,9 @@ import numpy as np
 import optax
 import pytest
 
-from llamajax.config import OptimizerConfig
+from llamajax.config.training import OptimizerConfig
 from llamajax.errors import ConfigError
-from llamajax.optim import check_names, decay_mask, learning_rate, make_optimizer
+from llamajax.step.optim import check_names, decay_mask, learning_rate, make_optimizer
 
 
 @pytest.mark.parametrize("schedule", ["linear", "cosine", "wsd", "constant"])

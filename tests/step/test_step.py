@@ -11,10 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from llamajax.batch import FIELDS
-from llamajax.config import RopeScalingConfig
-from llamajax.mesh import make_mesh
-from llamajax.step import eval_step, init_state, loss_and_grads, train_step
+from llamajax.config.model import RopeScalingConfig
+from llamajax.parallel.mesh import make_mesh
+from llamajax.step.batch import FIELDS
+from llamajax.step.step import eval_step, init_state, loss_and_grads, train_step
 from tests.tiny import random_rows, tiny_config, to_device
 
 

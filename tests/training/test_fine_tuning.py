@@ -10,13 +10,13 @@ import sys
 import numpy as np
 import pytest
 
-from converters import hf
+from converters import convert
 from converters.hf_cli import parse_args
-from llamajax import train
-from llamajax.cli import load_config
+from llamajax.checkpoint.read import read_meta
+from llamajax.config.file import load_config
 from llamajax.data.chat import load_chat_template
 from llamajax.data.tokenizer import load_tokenizer
-from llamajax.restore import read_meta
+from llamajax.training import run as train
 from tests import runs
 from tests.data.chat_from_docs import questions_and_answers, write_chat_jsonl
 
@@ -64,7 +64,7 @@ def test_a_model_learns_to_answer_and_answers_alike_in_transformers(tmp_path):
     assert read_meta(run_dir)["data"]["chat_template_sha256"] == hashlib.sha256(TEMPLATE.read_bytes()).hexdigest()
 
     out = tmp_path / "hf"
-    assert hf.main(parse_args(["export", str(run_dir), str(out)])) == 0
+    assert convert.main(parse_args(["export", str(run_dir), str(out)])) == 0
     theirs = transformers.AutoTokenizer.from_pretrained(out)
     talk = [{"role": "user", "content": questions_and_answers()[5][0]}]
     ids = theirs.apply_chat_template(talk, add_generation_prompt=True, return_dict=False)

@@ -15,11 +15,11 @@ import jax
 import numpy as np
 import pytest
 
-from llamajax.cli import load_config
-from llamajax.config import Config
-from llamajax.mesh import make_mesh
-from llamajax.restore import concretise, restore
-from llamajax.step import init_state
+from llamajax.checkpoint.read import concretise, restore
+from llamajax.config.file import load_config
+from llamajax.config.run import Config
+from llamajax.parallel.mesh import make_mesh
+from llamajax.step.step import init_state
 from tests import runs
 
 NUM_STEPS = 100

@@ -12,10 +12,11 @@ import threading
 
 import pytest
 
-from llamajax import train
-from llamajax.cli import load_config
-from llamajax.config import ProfileConfig, TokenizerConfig
+from llamajax.config.data import TokenizerConfig
+from llamajax.config.file import load_config
+from llamajax.config.watch import ProfileConfig
 from llamajax.errors import CheckpointError, ConfigError, DataError, DivergedError
+from llamajax.training import run as train
 from tests import runs
 
 

@@ -6,7 +6,7 @@ import warnings
 import numpy as np
 import pytest
 
-from llamajax.chart import HEIGHT, WIDTH, Line, line_chart
+from llamajax.watch.chart import HEIGHT, WIDTH, Line, line_chart
 
 
 def line(values, steps=None, **settings):

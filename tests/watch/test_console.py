@@ -14,8 +14,11 @@ import pytest
 from rich.console import Console
 from tiny import tiny_config
 
-from llamajax import console, mesh, run_log
-from llamajax.config import MeshConfig, MetricsConfig, TrainConfig
+from llamajax.config.parallel import MeshConfig
+from llamajax.config.training import TrainConfig
+from llamajax.config.watch import MetricsConfig
+from llamajax.parallel import mesh
+from llamajax.watch import console, run_log
 
 
 def record(step, *, loss=2.34567, step_time_s=0.5, skipped=0):

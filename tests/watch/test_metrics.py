@@ -14,10 +14,13 @@ import numpy as np
 import pytest
 from tiny import tiny_config
 
-from llamajax import metrics, run_log
-from llamajax.config import DataConfig, MetricsConfig, ModelConfig, SourceConfig, TrainConfig
+from llamajax.config.data import DataConfig, SourceConfig
+from llamajax.config.model import ModelConfig
+from llamajax.config.training import TrainConfig
+from llamajax.config.watch import MetricsConfig
 from llamajax.errors import ConfigError, DivergedError
-from llamajax.planning.hardware import PeakFlops
+from llamajax.watch import metrics, run_log
+from llamajax.watch.peak import PeakFlops
 
 PEAK = PeakFlops(flops_per_sec=1e12, source="a test")
 

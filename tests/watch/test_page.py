@@ -8,7 +8,9 @@ import sys
 import numpy as np
 import pytest
 
-from llamajax import report, run_log
+from llamajax import report as report_command
+from llamajax.watch import page as report
+from llamajax.watch import run_log
 
 TITLES = (
     "Loss (nats per token)",
@@ -151,7 +153,7 @@ def test_mistakes_get_one_clear_line(tmp_path, capsys, make, code, message):
         log.write_text("".join([*lines[:10], "\x00\x01\n", *lines[10:]]))
     elif make == "bad output":
         arguments += ["--output", str(tmp_path / "missing" / "page.html")]
-    assert report.main(arguments) == code
+    assert report_command.main(arguments) == code
     captured = capsys.readouterr()
     assert message in captured.err
     assert captured.err.count("\n") == 1

@@ -6,8 +6,8 @@ import struct
 
 import pytest
 
-from llamajax import run_log
 from llamajax.errors import ConfigError
+from llamajax.watch import run_log
 
 
 def test_floats_read_back_bit_for_bit():

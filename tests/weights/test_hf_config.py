@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from converters.hf_config import read_config, write_config
-from llamajax.config import RopeScalingConfig
+from llamajax.config.model import RopeScalingConfig
 from llamajax.errors import ConfigError
+from llamajax.weights.hf_config import read_config, write_config
 from tests.converters.models import SPECIAL, TINY, VARIANTS, tiny
 
 

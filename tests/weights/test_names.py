@@ -4,9 +4,9 @@ import jax
 import numpy as np
 import pytest
 
-from converters import names
 from converters.blocks import boxes
-from converters.safetensors_io import Stored, open_model
+from llamajax.weights import names
+from llamajax.weights.safetensors import Stored, open_model
 from tests.converters.models import tiny, write_model
 
 CONFIG = tiny(num_heads=16, num_kv_heads=4, qkv_bias=True, num_layers=1)

@@ -9,15 +9,15 @@ import jax
 import numpy as np
 import pytest
 
-from converters import hf
+from converters import convert
 from converters.hf_cli import parse_args
-from llamajax import train
-from llamajax.cli import load_config
-from llamajax.config import Config
+from llamajax.checkpoint.read import named_arrays, read_meta, restore
+from llamajax.config.file import load_config
+from llamajax.config.run import Config
 from llamajax.errors import ConfigError
 from llamajax.model import Llama
-from llamajax.restore import named_arrays, read_meta, restore
-from llamajax.step import init_state
+from llamajax.step.step import init_state
+from llamajax.training import run as train
 from tests import runs
 
 
@@ -49,7 +49,7 @@ def assert_same_weights(ours: dict[str, np.ndarray], theirs: dict[str, np.ndarra
 
 
 def export(run_dir: str, out: pathlib.Path) -> pathlib.Path:
-    assert hf.main(parse_args(["export", run_dir, str(out), "--no-verify"])) == 0
+    assert convert.main(parse_args(["export", run_dir, str(out), "--no-verify"])) == 0
     return out
 
 

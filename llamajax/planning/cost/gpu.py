@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from llamajax.planning.hardware import Gpu
+from llamajax.config.gpus import Gpu
 
 
 @dataclass(frozen=True, kw_only=True)

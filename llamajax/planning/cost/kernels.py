@@ -10,8 +10,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from llamajax.planning.hlo import Array, Computation, Instruction, Module, Shape, arrays, num_bytes, num_elements
-from llamajax.planning.machine import Machine
+from llamajax.planning.cost.gpu import Machine
+from llamajax.planning.xla.hlo import Array, Computation, Instruction, Module, Shape, arrays, num_bytes, num_elements
 
 Kind = Literal["matmul", "attention", "memory", "copy"]
 """What a kernel mostly does: matrix products, fused attention, moving device memory, moving between host and device."""

@@ -11,9 +11,9 @@ from typing import Literal
 
 import numpy as np
 
-from llamajax.config import Config
-from llamajax.planning.hlo import Computation, Instruction, Module, num_bytes
-from llamajax.planning.machine import Machine
+from llamajax.config.run import Config
+from llamajax.planning.cost.gpu import Machine
+from llamajax.planning.xla.hlo import Computation, Instruction, Module, num_bytes
 
 Link = Literal["intra_node", "inter_node"]
 

@@ -10,11 +10,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from llamajax.planning.cost import FREE, CostModel
-from llamajax.planning.hlo import Computation, Instruction, Module
-from llamajax.planning.machine import Machine
-from llamajax.planning.network import Collective, Link, collective, collective_kind
-from llamajax.planning.timeline import LANES, CollectiveUse, Event, Lane, Loop, Timeline
+from llamajax.planning.cost.gpu import Machine
+from llamajax.planning.cost.kernels import FREE, CostModel
+from llamajax.planning.cost.network import Collective, Link, collective, collective_kind
+from llamajax.planning.cost.timeline import LANES, CollectiveUse, Event, Lane, Loop, Timeline
+from llamajax.planning.xla.hlo import Computation, Instruction, Module
 
 Key = tuple[str, str]
 """An instruction: its computation's name and its own."""

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from llamajax.planning.network import Collective, Link
+from llamajax.planning.cost.network import Collective, Link
 
 Lane = Literal["compute", "intra_node", "inter_node", "copy"]
 """`copy` carries asynchronous copies, to the host or within the device."""

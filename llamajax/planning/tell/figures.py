@@ -41,14 +41,14 @@ from typing import Any
 import jax
 
 import llamajax
-from llamajax.config import Config
+from llamajax.config.gpus import planned_gpu
+from llamajax.config.run import Config
+from llamajax.planning.cost.network import least_wire_bytes
+from llamajax.planning.cost.timeline import CollectiveUse
 from llamajax.planning.fitting import executed_flops
-from llamajax.planning.hardware import planned_gpu
 from llamajax.planning.memory import estimate, minimum_state_bytes, num_communicators
-from llamajax.planning.network import least_wire_bytes
-from llamajax.planning.schedule import Alternative, Plan, Schedule, mesh_sizes
-from llamajax.planning.sweep import Sweep
-from llamajax.planning.timeline import CollectiveUse
+from llamajax.planning.plan import Alternative, Plan, Schedule, mesh_sizes
+from llamajax.planning.search import Sweep
 
 SCHEMA_VERSION = 2
 _PEAK_TENSORS = 20

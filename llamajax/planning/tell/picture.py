@@ -9,11 +9,11 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from llamajax.planning.hardware import planned_gpu
+from llamajax.config.gpus import planned_gpu
+from llamajax.planning.cost.timeline import LANES, Loop, Timeline, layer_loops, perfetto
 from llamajax.planning.memory import KINDS
-from llamajax.planning.report import DISCLAIMER
-from llamajax.planning.schedule import Plan
-from llamajax.planning.timeline import LANES, Loop, Timeline, layer_loops, perfetto
+from llamajax.planning.plan import Plan
+from llamajax.planning.tell.text import DISCLAIMER
 from llamajax.units import format_bytes, format_count
 
 Figures = Mapping[str, Any]

@@ -8,14 +8,14 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from llamajax import console
-from llamajax.config import Config
-from llamajax.console import log
-from llamajax.planning.allowance import VARIABLE, Allowance
-from llamajax.planning.hardware import planned_gpu
+from llamajax.config.gpus import planned_gpu
+from llamajax.config.run import Config
+from llamajax.parallel.allowance import VARIABLE, Allowance
 from llamajax.planning.memory import KINDS, Kind
-from llamajax.planning.schedule import Plan, Schedule
+from llamajax.planning.plan import Plan, Schedule
 from llamajax.units import format_bytes, format_count
+from llamajax.watch import console
+from llamajax.watch.console import log
 
 DISCLAIMER = "predicted, not measured; how far predictions are off published runs: docs/plan_accuracy.md"
 _TENSORS, _COLLECTIVES = 8, 12

@@ -18,15 +18,16 @@ import jaxlib.version
 import numpy as np
 from jax.experimental import topologies
 
-from llamajax.batch import FIELDS, batch_sharding, micro_batch_size
-from llamajax.config import Config
+from llamajax.checkpoint.read import concretise
+from llamajax.config.gpus import Gpu, planned_gpu
+from llamajax.config.run import Config
 from llamajax.errors import ConfigError, EnvironmentMismatchError, UserError
-from llamajax.mesh import make_mesh
-from llamajax.planning.buffers import BufferAssignment, read_buffer_assignment
-from llamajax.planning.hardware import Gpu, planned_gpu, target_config
-from llamajax.restore import concretise
-from llamajax.step import init_state, train_step
-from llamajax.xla_flags import Option, compile_with, compiler_options
+from llamajax.parallel.mesh import make_mesh
+from llamajax.planning.xla.buffers import BufferAssignment, read_buffer_assignment
+from llamajax.planning.xla.target import target_config
+from llamajax.step.batch import FIELDS, batch_sharding, micro_batch_size
+from llamajax.step.compile import Option, compile_with, compiler_options
+from llamajax.step.step import init_state, train_step
 
 PLUGINS = ("jax-cuda13-plugin", "jax-cuda12-plugin")
 REMEDY = "pip install 'llamajax[plan]'"

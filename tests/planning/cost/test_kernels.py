@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from llamajax.planning.cost import Cost, CostModel, Dot, dot_seconds
+from llamajax.planning.cost.kernels import Cost, CostModel, Dot, dot_seconds
 from tests.planning.modules import MACHINE, SHARE, memory_s, module
 from tests.tiny import tiny_config
 

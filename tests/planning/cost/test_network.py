@@ -5,8 +5,12 @@ import dataclasses
 import numpy as np
 import pytest
 
-from llamajax.config import Config, DataConfig, MeshConfig, ModelConfig, OptimizerConfig, SourceConfig, TrainConfig
-from llamajax.planning.network import Collective, axis_of, collective, least_wire_bytes
+from llamajax.config.data import DataConfig, SourceConfig
+from llamajax.config.model import ModelConfig
+from llamajax.config.parallel import MeshConfig
+from llamajax.config.run import Config
+from llamajax.config.training import OptimizerConfig, TrainConfig
+from llamajax.planning.cost.network import Collective, axis_of, collective, least_wire_bytes
 from tests.planning.modules import MACHINE, SHARE, module
 
 GPU_LINK = 100e9 * SHARE.gpu_link_efficiency

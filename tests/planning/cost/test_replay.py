@@ -4,9 +4,9 @@ import pathlib
 
 import pytest
 
-from llamajax.planning import hlo
-from llamajax.planning.replay import replay
-from llamajax.planning.timeline import Event, Loop, Timeline
+from llamajax.planning.cost.replay import replay
+from llamajax.planning.cost.timeline import Event, Loop, Timeline
+from llamajax.planning.xla import hlo
 from tests.planning.modules import MACHINE, SHARE, memory_s, module
 
 FIXTURES = pathlib.Path(__file__).parent / "hlo"

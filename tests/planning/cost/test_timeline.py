@@ -6,9 +6,9 @@ import pathlib
 
 import pytest
 
-from llamajax.planning import hlo
-from llamajax.planning.replay import replay
-from llamajax.planning.timeline import LANES, Event, Loop, Timeline, layer_loops, perfetto
+from llamajax.planning.cost.replay import replay
+from llamajax.planning.cost.timeline import LANES, Event, Loop, Timeline, layer_loops, perfetto
+from llamajax.planning.xla import hlo
 from tests.planning.modules import MACHINE
 
 FIXTURE = pathlib.Path(__file__).parent / "hlo" / "fsdp_jax_0.10.hlo"

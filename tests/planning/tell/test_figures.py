@@ -6,10 +6,10 @@ import re
 
 import pytest
 
-from llamajax.config import XlaConfig
-from llamajax.planning import figures
-from llamajax.planning.schedule import Alternative
-from llamajax.planning.sweep import Sweep
+from llamajax.config.machine import XlaConfig
+from llamajax.planning.plan import Alternative
+from llamajax.planning.search import Sweep
+from llamajax.planning.tell import figures
 from tests.planning import plans
 
 PROMISED = (

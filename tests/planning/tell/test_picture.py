@@ -6,10 +6,10 @@ import re
 
 import pytest
 
-from llamajax.planning import figures, picture
+from llamajax.planning.cost.timeline import Event, Loop, layer_loops
 from llamajax.planning.memory import KINDS
-from llamajax.planning.sweep import Sweep
-from llamajax.planning.timeline import Event, Loop, layer_loops
+from llamajax.planning.search import Sweep
+from llamajax.planning.tell import figures, picture
 from tests.planning import plans
 
 

@@ -6,11 +6,12 @@ import io
 import pytest
 from rich.console import Console
 
-from llamajax import console
-from llamajax.config import XlaConfig
-from llamajax.planning import figures, report
-from llamajax.planning.schedule import Alternative
-from llamajax.planning.sweep import Sweep
+from llamajax.config.machine import XlaConfig
+from llamajax.planning.plan import Alternative
+from llamajax.planning.search import Sweep
+from llamajax.planning.tell import figures
+from llamajax.planning.tell import text as report
+from llamajax.watch import console
 from tests.planning import plans
 
 

@@ -7,12 +7,12 @@ import jax.numpy as jnp
 import pytest
 from jax.ad_checkpoint import checkpoint_name
 
-from llamajax.planning.buffers import Buffer, read_buffer_assignment
-from llamajax.planning.compile import planned_mesh
-from llamajax.planning.hlo import parse
-from llamajax.planning.replay import replay
-from llamajax.planning.schedule import mesh_sizes, planned_machine
-from llamajax.planning.timeline import Event, Loop
+from llamajax.planning.cost.replay import replay
+from llamajax.planning.cost.timeline import Event, Loop
+from llamajax.planning.plan import mesh_sizes, planned_machine
+from llamajax.planning.xla.buffers import Buffer, read_buffer_assignment
+from llamajax.planning.xla.compile import planned_mesh
+from llamajax.planning.xla.hlo import parse
 from tests.planning.plans import CONFIG
 
 

@@ -8,22 +8,18 @@ import jaxlib.version
 import numpy as np
 import pytest
 
-from llamajax.config import (
-    Config,
-    DataConfig,
-    HardwareConfig,
-    MeshConfig,
-    ModelConfig,
-    SourceConfig,
-    TrainConfig,
-    XlaConfig,
-)
+from llamajax.config.data import DataConfig, SourceConfig
+from llamajax.config.machine import HardwareConfig, XlaConfig
+from llamajax.config.model import ModelConfig
+from llamajax.config.parallel import MeshConfig
+from llamajax.config.run import Config
+from llamajax.config.training import TrainConfig
 from llamajax.errors import ConfigError, EnvironmentMismatchError
-from llamajax.planning import compile as planning_compile
-from llamajax.planning.compile import CompiledStep, CompilerMissingError, check_compiler, compile_for
 from llamajax.planning.fitting import changed, suggestions
-from llamajax.planning.hlo import parse
 from llamajax.planning.memory import MemoryPlan, estimate, memory_plan, minimum_state_bytes
+from llamajax.planning.xla import compile as planning_compile
+from llamajax.planning.xla.compile import CompiledStep, CompilerMissingError, check_compiler, compile_for
+from llamajax.planning.xla.hlo import parse
 from tests.tiny import tiny_config
 
 CONFIG = tiny_config(

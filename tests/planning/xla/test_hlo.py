@@ -5,7 +5,7 @@ import pathlib
 import numpy as np
 import pytest
 
-from llamajax.planning import hlo
+from llamajax.planning.xla import hlo
 
 FIXTURES = pathlib.Path(__file__).parent / "hlo"
 

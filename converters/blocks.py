@@ -15,14 +15,12 @@ import orbax.checkpoint as ocp
 import tensorstore as ts
 from orbax.checkpoint.future import CommitFutureAwaitingContractedSignals
 
-from converters.safetensors_io import write_at
+from llamajax.weights.names import Box
+from llamajax.weights.safetensors import write_at
 
 BLOCK_BYTES = 16 << 20
 THREADS = 2
 """Blocks in work at a time; copying and transposing keeps about two cores busy, and more would need more memory."""
-
-Box = tuple[slice, ...]
-"""Start and stop in every dim of an array."""
 
 
 def block_shape(shape: tuple[int, ...], dtype: np.dtype[Any], split_dim: int) -> tuple[int, ...]:
@@ -46,7 +44,7 @@ def boxes(shape: tuple[int, ...], block_shape: tuple[int, ...]) -> Iterator[Box]
 
 @dataclass(frozen=True)
 class BlockArray:
-    """An array that is made block by block while it is saved; `llamajax.checkpoint` takes it for an array."""
+    """An array that is made block by block while it is saved; `llamajax.checkpoint.write` takes it for an array."""
 
     shape: tuple[int, ...]
     dtype: np.dtype[Any]

@@ -1,0 +1,69 @@
+"""One conversion, from beginning to end: what `python -m converters.hf` does."""
+
+import argparse
+import time
+from pathlib import Path
+
+import jax
+from jax.sharding import AxisType
+
+from converters.hf_export import Export, ExportDType, read_checkpoint
+from converters.hf_import import read_directory
+from llamajax.disk import made_whole
+from llamajax.errors import ConfigError
+from llamajax.parallel.axes import AXES
+from llamajax.parallel.exit import exit_code
+
+VERIFY_BELOW = 2_000_000_000
+"""Parameters; larger models are compared only on request, because both sides are then whole in memory, in fp32."""
+
+
+def convert(
+    command: str, source: Path, out: Path, *, dtype: ExportDType | None, verify: bool | None, license: str | None
+) -> None:
+    """Runs one conversion; `out` appears whole, once everything is done and verified, or not at all.
+
+    Args:
+        command: `import` or `export`.
+        source: what to read.
+        out: the directory to make.
+        dtype: type of the weights in `out`, not float16 for an import; None: as in `source`.
+        verify: compare logits, and of an export the ids of texts; None: logits below two billion parameters.
+        license: of the exported model, for its card; None: that of the model it was imported from.
+
+    Raises:
+        UserError: one of `llamajax.errors`.
+        OSError: the disk.
+    """
+    if out.exists() or out.is_symlink():
+        raise ConfigError(f"{out}: exists already; choose another directory, or remove it")
+    with jax.set_mesh(jax.make_mesh((1,) * len(AXES), AXES, (AxisType.Explicit,) * len(AXES), devices=jax.devices()[:1])):
+        started = time.monotonic()
+        if command == "import":
+            assert dtype != "float16"
+            plan = read_directory(source, dtype)
+        else:
+            plan = read_checkpoint(source, dtype, license)
+        print(plan.about, flush=True)
+        with made_whole(out) as unfinished:
+            nbytes = plan.write(unfinished)
+            seconds = time.monotonic() - started
+            speed = f"{nbytes / 1e6:,.0f} MB in {seconds:.1f} s, {nbytes / 1e6 / seconds:,.0f} MB/s"
+            print(f"wrote      {speed}, checked and on the disk", flush=True)
+            if verify is not False and isinstance(plan, Export) and plan.has_tokenizer:
+                print(f"verify     {plan.verify_ids(unfinished)}", flush=True)
+            if verify or (verify is None and plan.config.num_params < VERIFY_BELOW):
+                print(f"verify     {plan.verify(unfinished)}", flush=True)
+    print(f"done       {out}")
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Converts, and returns the exit code."""
+    source, out = Path(arguments.source).expanduser(), Path(arguments.out).expanduser()
+    options = {"dtype": arguments.dtype, "verify": arguments.verify, "license": arguments.license}
+    return exit_code(
+        lambda: convert(arguments.command, source, out, **options),
+        memory_remedy="--no-verify",
+        disk=str(out),
+        disk_remedy="see to the disk and try again",
+    )

@@ -1,0 +1,282 @@
+"""A larger vocabulary for a model: what `python -m converters.tokenizer grow` does."""
+
+import argparse
+import json
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+from converters.tokenizer_formats import BpeTokenizer, read_tokenizer
+from converters.tokenizer_growth import MIN_SAVED, learn_pieces
+from converters.tokenizer_weights import Rows, write_weights
+from llamajax.config.data import SourceConfig
+from llamajax.config.yaml_text import show
+from llamajax.data.sources import Source
+from llamajax.data.tokenizer import Tokenizer, load_tokenizer, sample_texts
+from llamajax.disk import made_whole
+from llamajax.errors import ConfigError, DataError, UserError
+from llamajax.parallel.exit import exit_code
+from llamajax.weights.hf_files import read_travelling, travelling_files
+from llamajax.weights.safetensors import Stored, open_model, read_json
+
+HELD_OUT_EVERY = 10
+"""Of so many parts of the corpus, one is not learnt from but measured on."""
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
+_ODD_TEXTS = (
+    "",
+    " ",
+    "  a\n\t\r\n\n b ",
+    "\u00e9t\u00e9 e\u0301 \u6f22\u5b57 \u0627\u0644 \U0001f600\u200d \x07 \ufeff",
+    "<s> </s> <0x0A> 12345",
+)
+_SHOWN_PIECES = 8
+_TEXTS_AT_ONCE = 128
+
+
+@dataclass(frozen=True)
+class Model:
+    """A Hugging Face model that was looked at and can grow."""
+
+    directory: Path
+    config: Mapping[str, Any]
+    """Content of config.json."""
+    tensors: Mapping[str, Stored]
+    """By name."""
+    files: Mapping[str, bytes]
+    """Name and content of the tokenizer's and other small files."""
+    tokenizer: BpeTokenizer
+    loaded: Tokenizer
+    """The same, as training would use it."""
+
+    @property
+    def tables(self) -> list[str]:
+        """The tensors with a row per token."""
+        return [name for name in (EMBEDDING, HEAD) if name in self.tensors]
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Parts of texts, evenly from all of them."""
+
+    learnt: Sequence[str]
+    held_out: Sequence[str]
+    about: str
+    """Where they are from, in a line."""
+
+
+def grow(arguments: argparse.Namespace, progress: Progress) -> None:
+    """Grows a model's vocabulary; the new directory appears whole and checked, or not at all.
+
+    Raises:
+        UserError: one of `llamajax.errors`.
+        OSError: the disk.
+    """
+    source, out = Path(arguments.model).expanduser(), Path(arguments.out).expanduser()
+    if out.exists() or out.is_symlink():
+        raise ConfigError(f"{out}: exists already; choose another directory, or remove it")
+    model = read_model(source)
+    vocabulary = model.tokenizer.vocabulary
+    _say(f"read       {source}: {vocabulary.first_new_id:,} tokens, from {', '.join(model.tokenizer.files)}")
+    config = SourceConfig(kind=arguments.kind, paths=tuple(arguments.corpus), text_key=arguments.text_key)
+    corpus = read_corpus(Source(config, "corpus"), arguments.train_max_bytes, progress)
+    _say(f"corpus     {corpus.about}")
+    pieces = _learn(model, corpus, arguments.num_pieces, progress)
+    num_tokens = vocabulary.first_new_id + len(pieces)
+    multiple = arguments.pad_vocab_multiple
+    num_rows = -(-max(num_tokens, model.config["vocab_size"]) // multiple) * multiple
+    with made_whole(out) as unfinished:
+        for name, content in {**model.files, **model.tokenizer.grown(pieces)}.items():
+            (unfinished / name).write_bytes(content)
+        body = {key: value for key, value in model.config.items() if key != "auto_map"} | {"vocab_size": num_rows}
+        (unfinished / "config.json").write_text(json.dumps(body, indent=2, ensure_ascii=False) + "\n")
+        grown = load_tokenizer(unfinished)
+        _check(model.loaded, grown, [*_ODD_TEXTS, *corpus.held_out])
+        for line in _worth(model.loaded, grown, corpus):
+            _say(line)
+        _say(
+            f"vocabulary {model.config['vocab_size']:,} -> {num_rows:,} rows: {len(pieces):,} new tokens,"
+            f" {num_rows - num_tokens:,} rows of no token"
+        )
+        rows = Rows(vocabulary.first_new_id, vocabulary.encode(pieces), num_rows)
+        started = time.monotonic()
+        total = sum(stored.nbytes for stored in model.tensors.values())
+        task = progress.add_task("writing", total=total)
+        nbytes = write_weights(
+            source, model.tensors, model.tables, rows, unfinished, lambda count: progress.advance(task, count)
+        )
+        seconds = time.monotonic() - started
+        _say(f"wrote      {nbytes / 1e6:,.0f} MB in {seconds:.1f} s, {nbytes / 1e6 / seconds:,.0f} MB/s")
+    _say(f"done       {out}")
+
+
+def _say(line: str) -> None:
+    print(line, flush=True)  # above the progress bar, which catches it
+
+
+def read_model(source: Path) -> Model:
+    """Looks at everything in `source` but the weights' values.
+
+    Raises:
+        ConfigError: it is no Llama with a BPE tokenizer that fits it; says why in one line.
+    """
+    if (source / "checkpoints").is_dir() or (source.parent.name == "checkpoints" and (source / "meta.json").is_file()):
+        raise ConfigError(
+            f"{source}: is a run or checkpoint of llamajax; export it and grow that:"
+            f" python -m converters.hf export {source} HF_DIR"
+        )
+    config = read_json(source / "config.json")
+    tensors = open_model(source)
+    others = [
+        name
+        for name in tensors
+        if not name.startswith("model.layers.") and name not in (EMBEDDING, HEAD, "model.norm.weight")
+    ]
+    if others:
+        raise ConfigError(f"{tensors[others[0]].file}: {show(others[0])} is no tensor of a Llama; choose a Llama")
+    needed = [EMBEDDING] if config.get("tie_word_embeddings") else [EMBEDDING, HEAD]
+    for name in needed:
+        if name not in tensors:
+            raise ConfigError(f"{source}: {name} is missing; download the whole model")
+    num_rows = config.get("vocab_size")
+    for name in (EMBEDDING, HEAD):
+        shape = tensors[name].shape if name in tensors else (num_rows, 0)
+        if type(num_rows) is not int or len(shape) != 2 or shape[0] != num_rows:
+            raise ConfigError(
+                f"{tensors[name].file}: {name} is {list(shape)}, but vocab_size in config.json is {show(str(num_rows))};"
+                " the files are of two models"
+            )
+    card = source / "README.md"
+    files = read_travelling([*travelling_files(source), *([card] if card.is_file() else [])])
+    try:
+        loaded = load_tokenizer(source)
+        tokenizer = read_tokenizer(source, files)
+    except UserError:
+        raise
+    except Exception as error:  # a damaged file makes the tokenizer libraries raise anything
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        raise ConfigError(f"{source}: the tokenizer cannot be read: {reason}; download it again") from error
+    if tokenizer.vocabulary.first_new_id > num_rows:
+        raise ConfigError(
+            f"{source}: the tokenizer has ids up to {tokenizer.vocabulary.first_new_id - 1}, but the model only {num_rows}"
+            " rows; use the tokenizer that belongs to the model"
+        )
+    left_out = {"tokenizer.json", "tokenizer.model"} - tokenizer.files.keys()
+    return Model(source, config, tensors, {name: files[name] for name in files.keys() - left_out}, tokenizer, loaded)
+
+
+def read_corpus(source: Source, max_bytes: int, progress: Progress) -> Corpus:
+    """Samples the corpus.
+
+    Raises:
+        DataError: a file cannot be read, or there is too little text.
+    """
+    files = source.files()
+    num_bytes = sum(path.stat().st_size for path in files)
+    task = progress.add_task("reading", total=num_bytes)
+
+    def texts() -> Iterator[str]:
+        for document in source.documents(files):
+            progress.update(task, completed=document.bytes_read)
+            yield document.text
+
+    parts = sample_texts(texts(), max_bytes)
+    if len(parts) < 2:
+        raise DataError("corpus.paths: there is too little text to learn from one part and measure on another; add text")
+    held_out = parts[::HELD_OUT_EVERY]
+    learnt = [part for place, part in enumerate(parts) if place % HELD_OUT_EVERY]
+    learnt_bytes, held_out_bytes = (sum(len(part.encode()) for part in some) for some in (learnt, held_out))
+    return Corpus(
+        learnt,
+        held_out,
+        f"{num_bytes / 1e6:,.1f} MB in {len(files):,} file(s); {learnt_bytes / 1e6:,.1f} MB of it to learn from,"
+        f" {held_out_bytes / 1e6:,.1f} MB to measure on",
+    )
+
+
+def _learn(model: Model, corpus: Corpus, num_pieces: int, progress: Progress) -> list[str]:
+    """The new pieces, in order; at least one."""
+    started = time.monotonic()
+    vocabulary = model.tokenizer.vocabulary
+    word_counts: Counter[str] = Counter()
+    for part in progress.track(corpus.learnt, description="cutting"):
+        word_counts.update(vocabulary.words(part))
+    task = progress.add_task("learning", total=num_pieces)
+    pieces = learn_pieces(vocabulary, word_counts, num_pieces, lambda: progress.advance(task))
+    if not pieces:
+        raise DataError(f"corpus.paths: no new piece would save {MIN_SAVED} tokens of this text; add text of another kind")
+    few = "" if len(pieces) == num_pieces else f", not {num_pieces:,}: no further one would save {MIN_SAVED} tokens"
+    _say(f"learnt     {len(pieces):,} pieces{few}; {len(word_counts):,} different words, {time.monotonic() - started:.1f} s")
+    return pieces
+
+
+def _check(old: Tokenizer, new: Tokenizer, texts: Sequence[str]) -> None:
+    """Raises `ConfigError` unless the grown tokenizer has the old tokens and gives back the same texts."""
+    same = (old.bos_id, old.eos_id) == (new.bos_id, new.eos_id)
+    same = same and all(old.decode([token]) == new.decode([token]) for token in range(old.vocab_size))
+    for some in _batches(texts):
+        encoded = zip(old.encode_batch(some), new.encode_batch(some), strict=True)
+        same = same and all(old.decode(old_ids) == new.decode(new_ids) for old_ids, new_ids in encoded)
+    if not same:
+        raise ConfigError(
+            f"{old.source}: the tokenizer would not give back all texts after it has grown, and nothing was kept;"
+            " please report this, with the file"
+        )
+
+
+def _worth(old: Tokenizer, new: Tokenizer, corpus: Corpus) -> Iterator[str]:
+    """What the new pieces bring, in some lines."""
+
+    def count(tokenizer: Tokenizer, texts: Sequence[str]) -> np.ndarray:
+        found = np.zeros(tokenizer.vocab_size, np.int64)
+        for some in _batches(texts):
+            found += np.bincount(np.concatenate(tokenizer.encode_batch(some)), minlength=len(found))
+        return found
+
+    num_bytes = sum(len(text.encode()) for text in corpus.held_out)
+    counts = count(new, corpus.held_out)
+    before, after = int(np.sum(count(old, corpus.held_out))), int(np.sum(counts))
+    yield (
+        f"held out   {before:,} tokens -> {after:,} ({after / before - 1:+.1%}); {num_bytes / before:.3f} bytes per token"
+        f" -> {num_bytes / after:.3f}"
+    )
+    counts = (counts + count(new, corpus.learnt))[old.vocab_size :]
+    yield f"used       {np.count_nonzero(counts):,} of {len(counts):,} new pieces in this sample"
+    frequent = np.argsort(-counts, kind="stable")[:_SHOWN_PIECES]
+    longest = np.argsort(-new.token_bytes[old.vocab_size :], kind="stable")[:_SHOWN_PIECES]
+    for name, chosen in (("frequent", frequent), ("longest", longest)):
+        yield f"{name:<10} " + " ".join(_text_of(new, old.vocab_size + int(place)) for place in chosen)
+
+
+def _batches(texts: Sequence[str]) -> Iterator[Sequence[str]]:
+    """Some at a time: encoded texts of the tokenizer library take a hundred times their memory."""
+    for at in range(0, len(texts), _TEXTS_AT_ONCE):
+        yield texts[at : at + _TEXTS_AT_ONCE]
+
+
+def _text_of(tokenizer: Tokenizer, token: int) -> str:
+    """A token as it is written within a text: at its beginning it may lose a space."""
+    return repr(tokenizer.decode([token, token])[len(tokenizer.decode([token])) :])
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Runs one command, and returns the exit code."""
+    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
+
+    def run() -> None:
+        with Progress(*columns, transient=True, disable=not sys.stdout.isatty()) as progress:
+            grow(arguments, progress)
+
+    return exit_code(
+        run,
+        memory_remedy="a smaller --train_max_bytes",
+        disk=arguments.out,
+        disk_remedy="see to the disk and try again",
+    )

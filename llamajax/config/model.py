@@ -1,0 +1,149 @@
+"""The model: its shape, and the mathematics that its family changes."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from llamajax.config.rules import require
+
+DType = Literal["float32", "bfloat16"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RopeScalingConfig:
+    """How rotary frequencies are stretched beyond the length the model was first trained on."""
+
+    kind: Literal["none", "linear", "llama3"] = "none"
+    """`none`: plain RoPE. `linear`: all frequencies divided by `factor`. `llama3`: only the long wavelengths."""
+    factor: float = 1.0
+    """Stretch of the long wavelengths."""
+    low_freq_factor: float = 1.0
+    """`llama3`: wavelengths above `original_max_seq_len / low_freq_factor` are fully stretched."""
+    high_freq_factor: float = 4.0
+    """`llama3`: wavelengths below `original_max_seq_len / high_freq_factor` are left alone."""
+    original_max_seq_len: int = 8192
+    """`llama3`: tokens per sequence of the pretraining that the stretch starts from."""
+
+    def __post_init__(self) -> None:
+        require(
+            (self.factor >= 1.0, f"factor: {self.factor} must be at least 1.0"),
+            (
+                self.kind != "none" or self.factor == 1.0,
+                f"factor: {self.factor} has no effect with kind=none; set kind to linear or llama3, or remove factor",
+            ),
+            (
+                0 < self.low_freq_factor < self.high_freq_factor,
+                f"low_freq_factor: {self.low_freq_factor} must be between 0 and high_freq_factor={self.high_freq_factor}",
+            ),
+            (self.original_max_seq_len > 0, f"original_max_seq_len: {self.original_max_seq_len} must be positive"),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """A LLaMA decoder: RMSNorm, rotary positions, grouped-query attention, SwiGLU; and what Mistral and Qwen change."""
+
+    vocab_size: int
+    """Rows of the embedding table; at least the tokenizer's number of pieces."""
+    embed_dim: int
+    """Width of the residual stream."""
+    mlp_dim: int
+    """Width of the SwiGLU hidden layer."""
+    num_layers: int
+    """Decoder layers."""
+    num_heads: int
+    """Query heads per layer."""
+    num_kv_heads: int
+    """Key/value heads per layer; `num_heads` for multi-head attention, fewer for grouped-query attention."""
+    head_dim: int
+    """Width of one head; need not be `embed_dim / num_heads`."""
+    max_seq_len: int = 4096
+    """Longest sequence the model is meant for, tokens."""
+    rope_theta: float = 10000.0
+    """Base of the rotary frequencies."""
+    rope_scaling: RopeScalingConfig = field(default_factory=RopeScalingConfig)
+    """Stretch of the rotary frequencies."""
+    norm_eps: float = 1e-5
+    """Added to the mean square inside RMSNorm."""
+    sliding_window: int | None = None
+    """Newest tokens, itself included, that a token sees (Mistral); unset: all before it."""
+    attend_across_documents: bool = False
+    """A token sees all before it in its row, whatever document they are of, as Llama 2 and GPT-3 were trained;
+    otherwise only its own document, as Llama 3 was."""
+    qkv_bias: bool = False
+    """Add learned biases to queries, keys and values (Qwen2)."""
+    qk_norm: bool = False
+    """RMSNorm every head's queries and keys before they are turned by their positions (Qwen3)."""
+    tie_embeddings: bool = False
+    """Use the embedding table as the output head."""
+    init_std: float = 0.02
+    """Standard deviation of the initial weights; residual outputs use `init_std / sqrt(2 * num_layers)`."""
+    param_dtype: DType = "float32"
+    """Type of the master weights. bfloat16 halves them, but loses every update below 1/512 of its weight, which most of
+    fine-tuning's are; gradients are summed in float32 either way."""
+    compute_dtype: DType = "bfloat16"
+    """Type of activations, matmuls and the weight copies that collectives carry."""
+    attention_kernel: Literal["auto", "cudnn", "plain"] = "auto"
+    """What computes attention while training: `cudnn` is one fused kernel on NVIDIA GPUs, for rows that are not split
+    (mesh.sequence 1) and whose documents see each other; `plain` runs everywhere; `auto` is cudnn where it can be."""
+    remat: Literal["none", "save_attention_qkv_mlp", "save_attention_qkv", "save_attention", "full"] = "full"
+    """What the backward pass recomputes: `none` keeps everything, `full` keeps each layer's input only,
+    `save_*` also keep the named matmul outputs."""
+
+    def __post_init__(self) -> None:
+        sizes = (
+            "vocab_size", "embed_dim", "mlp_dim", "num_layers", "num_heads", "num_kv_heads", "head_dim", "max_seq_len",
+        )  # fmt: skip
+        require(
+            *((getattr(self, name) > 0, f"{name}: {getattr(self, name)} must be positive") for name in sizes),
+            (
+                min(self.num_heads, self.num_kv_heads) <= 0 or self.num_heads % self.num_kv_heads == 0,
+                f"num_kv_heads: {self.num_kv_heads} must divide num_heads={self.num_heads}",
+            ),
+            (
+                self.head_dim <= 0 or self.head_dim % 2 == 0,
+                f"head_dim: {self.head_dim} must be even: rotary positions turn pairs",
+            ),
+            (self.rope_theta > 0, f"rope_theta: {self.rope_theta} must be positive"),
+            (self.norm_eps > 0, f"norm_eps: {self.norm_eps} must be positive"),
+            (self.init_std > 0, f"init_std: {self.init_std} must be positive"),
+            (
+                self.sliding_window is None or self.sliding_window > 0,
+                f"sliding_window: {self.sliding_window} must be positive or unset",
+            ),
+        )
+
+    @property
+    def num_matmul_params(self) -> int:
+        """Parameters that take part in a matmul: all but norms and the input embedding; the head counts."""
+        attention = self.embed_dim * self.head_dim * 2 * (self.num_heads + self.num_kv_heads)
+        mlp = 3 * self.embed_dim * self.mlp_dim
+        return self.num_layers * (attention + mlp) + self.vocab_size * self.embed_dim
+
+    @property
+    def num_params(self) -> int:
+        norms = (2 * self.num_layers + 1) * self.embed_dim
+        qk_norms = 2 * self.num_layers * self.head_dim if self.qk_norm else 0
+        biases = self.num_layers * (self.num_heads + 2 * self.num_kv_heads) * self.head_dim if self.qkv_bias else 0
+        embedding = 0 if self.tie_embeddings else self.vocab_size * self.embed_dim
+        return self.num_matmul_params + norms + qk_norms + biases + embedding
+
+    def undivided(self, axes: Mapping[str, int]) -> list[str]:
+        """What of the model does not divide over mesh axes of these sizes: one line each."""
+        divisions = (("embed_dim", "fsdp"), ("num_kv_heads", "tensor"), ("mlp_dim", "tensor"), ("vocab_size", "tensor"))
+        return [
+            f"model.{name}: {getattr(self, name)} must be divisible by mesh.{axis}={axes[axis]}"
+            for name, axis in divisions
+            if getattr(self, name) % axes[axis]
+        ]
+
+    def flops_per_token(self, seq_len: int, *, full_attention: bool = False) -> int:
+        """Training FLOPs per token (forward and backward); recomputation is never counted.
+
+        Six per matmul parameter, plus attention scores and values: `6*L*N*H*seq_len` when only the causal half
+        counts, `12*L*N*H*seq_len` when the full square does (PaLM, arXiv:2204.02311, appendix B). A sliding window W
+        leaves `2*W - W**2/seq_len` of the former's `seq_len`, and W of the latter's.
+        """
+        window = min(self.sliding_window or seq_len, seq_len)
+        keys = 2 * window if full_attention else 2 * window - window**2 // seq_len
+        return 6 * self.num_matmul_params + 6 * self.num_layers * self.num_heads * self.head_dim * keys

@@ -1,0 +1,20 @@
+"""Text from a model: `python -m llamajax.generate --model RUN --prompt "Once upon a time"`.
+
+Texts go to standard output, everything else to standard error.
+"""
+
+from llamajax.config.command import parse_args
+from llamajax.config.generate import GenerateConfig
+
+
+def main() -> None:
+    """Reads the command line, writes, and ends the process."""
+    arguments = parse_args(prog="python -m llamajax.generate", root=GenerateConfig, check=GenerateConfig.file_problems)
+    # Only now: --help and mistakes on the command line do not wait for the seconds that importing jax takes.
+    from llamajax.generation.run import main as generate
+
+    generate(arguments.config)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,36 @@
+"""See a run before it is paid for: `python -m llamajax.plan --config configs/x.yaml`."""
+
+import os
+import sys
+
+from llamajax.config.command import parse_args
+from llamajax.config.run import Config
+
+OPTIONS = {
+    "--json": ("FILE", "Write all figures; the docstring of llamajax/planning/tell/figures.py describes them."),
+    "--trace": ("FILE", "Write the timeline of a step, for ui.perfetto.dev."),
+    "--hlo": ("FILE", "Write the compiled and scheduled program."),
+    "--picture": ("FILE.html", "Write a page with drawings of a layer's timeline and of the memory."),
+    "--sweep": (
+        "KEY=VALUE,VALUE",
+        "Also plan for other values of one setting, such as hardware.nodes=4,8,16; with the devices mesh.fsdp and"
+        " train.global_batch_size grow.",
+    ),
+}
+
+
+def main() -> int:
+    """Reads the command line and plans; returns the exit code."""
+    flags = {"--alternatives": "Also compile with other settings of xla, and tell which are fastest."}
+    # Without `parse_run_args`: the data need not be on the machine that plans.
+    arguments = parse_args(prog="python -m llamajax.plan", root=Config, flags=flags, options=OPTIONS)
+    # XLA warns of programs that are too large; the plan says so itself, and what to do.
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+    # Only now: --help and mistakes in the configuration do not wait for the seconds that importing jax takes.
+    from llamajax.planning.command import main as plan
+
+    return plan(arguments.config, alternatives="--alternatives" in arguments.flags, options=arguments.options)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,77 @@
+"""Whole or not at all, and locks that die with their process."""
+
+import errno
+import fcntl
+import os
+import subprocess
+import sys
+
+import pytest
+
+from llamajax import disk
+
+
+def test_a_file_that_could_not_be_written_is_not_there(tmp_path):
+    with pytest.raises(TypeError):
+        disk.write_atomically(tmp_path / "a", b"half", "not bytes")  # pyright: ignore[reportArgumentType]
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("refusal", [errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK])
+def test_a_file_system_without_locks(tmp_path, monkeypatch, refusal):
+    assert disk.has_locks(tmp_path / "entry")
+
+    def refuse(descriptor, operation):
+        raise OSError(refusal, os.strerror(refusal))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    assert not disk.has_locks(tmp_path / "entry")
+    with disk.locked(tmp_path / "entry") as first:
+        (tmp_path / "entry" / "a.1234.tmp").write_text("of another process that writes now")
+        with disk.locked(tmp_path / "entry", wait=False) as second:
+            assert (first, second) == (True, True)
+            disk.write_atomically(tmp_path / "entry" / "a", b"whole")
+    assert sorted(os.listdir(tmp_path / "entry")) == ["a", "a.1234.tmp", "lock"]
+
+
+def test_what_else_goes_wrong_with_a_lock_is_an_error(tmp_path, monkeypatch):
+    def refuse(descriptor, operation):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with pytest.raises(OSError, match="Input/output error"), disk.locked(tmp_path / "entry"):
+        pass
+
+
+def test_a_lock_keeps_others_out(tmp_path):
+    with disk.locked(tmp_path / "entry") as first:
+        with disk.locked(tmp_path / "entry", wait=False) as second:
+            assert (first, second) == (True, False)
+        with disk.locked(tmp_path / "other", wait=False) as other:
+            assert other
+    with disk.locked(tmp_path / "entry", wait=False) as third:
+        assert third
+
+
+HOLD_LOCK = """
+import pathlib, sys
+from llamajax import disk
+entry = pathlib.Path(sys.argv[1])
+with disk.locked(entry):
+    (entry / "half written.tmp").write_text("half")
+    print("locked", flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_a_lock_dies_with_its_process(tmp_path):
+    command = [sys.executable, "-c", HOLD_LOCK, str(tmp_path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "locked\n"
+        with disk.locked(tmp_path, wait=False) as mine:
+            assert not mine
+        process.kill()
+        with disk.locked(tmp_path) as mine:
+            assert mine
+    assert os.listdir(tmp_path) == ["lock"]
