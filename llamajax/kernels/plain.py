@@ -61,9 +61,10 @@ def _attend_on_device(
             visible = visible & (jnp.arange(S)[None, None, :] > rows[:, :, None] - window)
         if segment_ids is not None and kv_segment_ids is not None:
             visible = visible & (segment_ids[:, :, None] == kv_segment_ids[:, None, :])
-        scores = jnp.einsum("BTKGH,BSKH->BKGTS", q, wide_k.astype(q.dtype), preferred_element_type=jnp.float32) * scale
-        scores = jnp.where(visible[:, None, None], scores, jnp.finfo(jnp.float32).min)
-        weights = jax.nn.softmax(scores, axis=-1).astype(q.dtype)
+        with jax.named_scope("scores"):
+            scores = jnp.einsum("BTKGH,BSKH->BKGTS", q, wide_k.astype(q.dtype), preferred_element_type=jnp.float32) * scale
+            scores = jnp.where(visible[:, None, None], scores, jnp.finfo(jnp.float32).min)
+            weights = jax.nn.softmax(scores, axis=-1).astype(q.dtype)
         return jnp.einsum("BKGTS,BSKH->BTKGH", weights, wide_v.astype(q.dtype))
 
     num_chunks = next(n for n in range(1, t + 1) if t % n == 0 and (b * K * G * (t // n) * S <= MAX_CHUNK_SCORES or n == t))

@@ -63,14 +63,16 @@ class Attention(nnx.Module):
         """
         wo = gather(self.wo[...], "kv_heads", None, "head_dim", None, dtype=x.dtype)
         q, k, v = self._project(x, rows)
-        if past is not None:
-            out = attend_past(q, k, v, past, self.window)
-        elif self._is_fused(q, rows):
-            out = cudnn_attention(q, k, v, self.window)
-        else:
-            out = attend(q, k, v, rows.segment_ids, self.window)
-        out = checkpoint_name(out, "attention")
-        return jnp.einsum("BTKGH,KGHD->BTD", out, wo, out_sharding=jax.typeof(x).sharding.spec), (k, v)
+        with jax.named_scope("attend"):
+            if past is not None:
+                out = attend_past(q, k, v, past, self.window)
+            elif self._is_fused(q, rows):
+                out = cudnn_attention(q, k, v, self.window)
+            else:
+                out = attend(q, k, v, rows.segment_ids, self.window)
+            out = checkpoint_name(out, "attention")
+        with jax.named_scope("output_projection"):
+            return jnp.einsum("BTKGH,KGHD->BTD", out, wo, out_sharding=jax.typeof(x).sharding.spec), (k, v)
 
     def _is_fused(self, q: jax.Array, rows: Rows) -> bool:
         """Whether cuDNN computes the attention.
@@ -88,12 +90,13 @@ class Attention(nnx.Module):
     def _project(self, x: jax.Array, rows: Rows) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Queries [B, T, K, G, H], keys and values [B, T, K, H], the first two turned by their positions."""
         wqkv = gather(self.wqkv[...], None, "kv_heads", None, "head_dim", dtype=x.dtype)
-        qkv = jnp.einsum("BTD,DKCH->BTKCH", x, wqkv)
-        if self.qkv_bias is not None:
-            # Added in fp32, so that its gradient, a sum over all tokens, is summed in fp32.
-            qkv = (qkv.astype(jnp.float32) + self.qkv_bias[...].astype(jnp.float32)[None, None]).astype(x.dtype)
-        qkv = checkpoint_name(qkv, "qkv")
-        q, k, v = qkv[:, :, :, :-2], qkv[:, :, :, -2:-1], qkv[:, :, :, -1]
+        with jax.named_scope("qkv"):
+            qkv = jnp.einsum("BTD,DKCH->BTKCH", x, wqkv)
+            if self.qkv_bias is not None:
+                # Added in fp32, so that its gradient, a sum over all tokens, is summed in fp32.
+                qkv = (qkv.astype(jnp.float32) + self.qkv_bias[...].astype(jnp.float32)[None, None]).astype(x.dtype)
+            qkv = checkpoint_name(qkv, "qkv")
+            q, k, v = qkv[:, :, :, :-2], qkv[:, :, :, -2:-1], qkv[:, :, :, -1]
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         return apply_rope(q, rows.cos, rows.sin), apply_rope(k, rows.cos, rows.sin)[:, :, :, 0], v

@@ -39,8 +39,9 @@ def embed(table: jax.Array, tokens: jax.Array, dtype: jax.typing.DTypeLike) -> j
     def look_up(table: jax.Array, tokens: jax.Array) -> jax.Array:
         # Varying before the gather: the transpose first scatters the gradient over `embed`, then reduces what is left.
         reduced_last = tuple(axis for axis in token_axes if axis not in TABLE.embed)
-        rows = jax.lax.pcast(table.astype(dtype), reduced_last, to="varying")
-        rows = jax.lax.all_gather(rows, TABLE.embed, axis=1, tiled=True)
+        with jax.named_scope("gather_weight"):
+            rows = jax.lax.pcast(table.astype(dtype), reduced_last, to="varying")
+            rows = jax.lax.all_gather(rows, TABLE.embed, axis=1, tiled=True)
         # fp32 only locally: the transpose adds up the gradients of all tokens with the same id, and a bf16 sum stops
         # growing after a few hundred of them.
         index = tokens - jax.lax.axis_index(TABLE.vocab) * rows.shape[0]
@@ -79,6 +80,10 @@ class MLP(nnx.Module):
         """[B, T, D] -> [B, T, D] of x's dtype."""
         w_gate_up = gather(self.w_gate_up[...], None, None, "mlp", dtype=x.dtype)
         w_down = gather(self.w_down[...], "mlp", None, dtype=x.dtype)
-        gate_up = checkpoint_name(jnp.einsum("BTD,DCF->BTCF", x, w_gate_up), "gate_up")
-        gated = jax.nn.silu(gate_up[:, :, 0]) * gate_up[:, :, 1]
-        return jnp.einsum("BTF,FD->BTD", gated, w_down, out_sharding=jax.typeof(x).sharding.spec)
+        with jax.named_scope("gate_up"):
+            gate_up = checkpoint_name(jnp.einsum("BTD,DCF->BTCF", x, w_gate_up), "gate_up")
+            gate, up = gate_up[:, :, 0], gate_up[:, :, 1]
+        with jax.named_scope("gated"):
+            gated = jax.nn.silu(gate) * up
+        with jax.named_scope("down_projection"):
+            return jnp.einsum("BTF,FD->BTD", gated, w_down, out_sharding=jax.typeof(x).sharding.spec)

@@ -88,7 +88,8 @@ class Llama(nnx.Module):
         if config.remat != "none":  # "none" also keeps the gathered copies: every weight, whole, in compute_dtype
             policy = jax.checkpoint_policies.save_only_these_names(*_SAVED_BY_REMAT[config.remat])
             run_layer = jax.checkpoint(run_layer, policy=policy, prevent_cse=False)
-        x, _ = jax.lax.scan(run_layer, x, self.layers)
+        with jax.named_scope("layers"):
+            x, _ = jax.lax.scan(run_layer, x, self.layers)
         with jax.named_scope("final_norm"):
             return self.final_norm(x)
 

@@ -64,6 +64,7 @@ def spec(*logical_axes: str | None, table: LogicalAxes = TABLE) -> jax.P:
     return P(*entries)
 
 
+@jax.named_scope("gather_weight")
 def gather(weight: jax.Array, *logical_axes: str | None, dtype: jax.typing.DTypeLike) -> jax.Array:
     """A copy of a stored weight for compute: cast to `dtype` first, then laid out by `logical_axes`.
 

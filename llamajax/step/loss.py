@@ -94,26 +94,29 @@ def _on_device(
 ) -> tuple[LossSums, tuple[jax.Array, jax.Array]]:
     """One device's part of `_sums_and_gradients`: hidden [b, t, D], weight [v, d], targets [b, t]."""
     token_axes = TABLE.batch + TABLE.seq
-    head = jax.lax.all_gather(weight.astype(hidden.dtype), TABLE.embed, axis=1, tiled=True)  # [v, D]
+    with jax.named_scope("gather_weight"):
+        head = jax.lax.all_gather(weight.astype(hidden.dtype), TABLE.embed, axis=1, tiled=True)  # [v, D]
     vocab_ids = jax.lax.axis_index(TABLE.vocab) * head.shape[0] + jnp.arange(head.shape[0])
 
     def add_chunk(d_head: jax.Array, chunk: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, tuple[LossSums, jax.Array]]:
         x, target = chunk  # [n, D], [n]
-        counted, is_target = target != IGNORE, target[:, None] == vocab_ids[None, :]
-        logits = jnp.einsum("nD,vD->nv", x, head, preferred_element_type=jnp.float32)
-        largest = jax.lax.pmax(jnp.max(logits, axis=-1), TABLE.vocab)
-        exps = jnp.exp(logits - largest[:, None])
-        own_sums = jnp.sum(exps, axis=-1), jnp.sum(jnp.where(is_target, logits, 0.0), axis=-1)
-        exp_sum, target_logit = jax.lax.psum(own_sums, TABLE.vocab)
-        lse = jnp.log(exp_sum) + largest
-        cross_entropy = jnp.sum(jnp.where(counted, lse - target_logit, 0.0))
-        z_loss = jnp.sum(jnp.where(counted, z_loss_weight * jnp.square(lse), 0.0))
-        sums = LossSums(cross_entropy + z_loss, cross_entropy, jnp.sum(counted, dtype=jnp.int32))
-
-        d_logits = exps * ((1 + 2 * z_loss_weight * lse) / exp_sum)[:, None] - is_target
-        d_logits = jnp.where(counted[:, None], d_logits, 0.0).astype(x.dtype)
-        d_x = jax.lax.psum(jnp.einsum("nv,vD->nD", d_logits, head), TABLE.vocab)
-        d_head += jnp.einsum("nv,nD->vD", d_logits, x, preferred_element_type=jnp.float32)
+        with jax.named_scope("logits"):
+            counted, is_target = target != IGNORE, target[:, None] == vocab_ids[None, :]
+            logits = jnp.einsum("nD,vD->nv", x, head, preferred_element_type=jnp.float32)
+            largest = jax.lax.pmax(jnp.max(logits, axis=-1), TABLE.vocab)
+            exps = jnp.exp(logits - largest[:, None])
+            own_sums = jnp.sum(exps, axis=-1), jnp.sum(jnp.where(is_target, logits, 0.0), axis=-1)
+            exp_sum, target_logit = jax.lax.psum(own_sums, TABLE.vocab)
+            lse = jnp.log(exp_sum) + largest
+            cross_entropy = jnp.sum(jnp.where(counted, lse - target_logit, 0.0))
+            z_loss = jnp.sum(jnp.where(counted, z_loss_weight * jnp.square(lse), 0.0))
+            sums = LossSums(cross_entropy + z_loss, cross_entropy, jnp.sum(counted, dtype=jnp.int32))
+            d_logits = exps * ((1 + 2 * z_loss_weight * lse) / exp_sum)[:, None] - is_target
+            d_logits = jnp.where(counted[:, None], d_logits, 0.0).astype(x.dtype)
+        with jax.named_scope("d_hidden"):
+            d_x = jax.lax.psum(jnp.einsum("nv,vD->nD", d_logits, head), TABLE.vocab)
+        with jax.named_scope("d_head"):
+            d_head += jnp.einsum("nv,nD->vD", d_logits, x, preferred_element_type=jnp.float32)
         return d_head, (sums, d_x)
 
     # Every device adds up its own tokens' gradients in fp32 over all chunks; the devices meet once, after the loop.

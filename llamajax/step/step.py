@@ -105,6 +105,7 @@ def train_step(config: Config, state: TrainState, batch: Batch) -> tuple[TrainSt
     return state, metrics | update_metrics
 
 
+@jax.named_scope("update")
 def apply_gradients(
     config: Config, state: TrainState, grads: Any, tokens: jax.Array
 ) -> tuple[TrainState, dict[str, jax.Array]]:

@@ -1,6 +1,7 @@
 """A device's memory: formulas against hand counts, and a compiled step told in the words of training."""
 
 import dataclasses
+import re
 
 import jax
 import pytest
@@ -47,6 +48,18 @@ def step(tmp_path_factory) -> CompiledStep:
         compile_s=0.0,
         jax_version=jax.__version__,
     )
+
+
+SCOPES = (
+    "embed", "layers", "attention", "qkv", "attend", "scores", "output_projection", "mlp", "gate_up", "gated",
+    "down_projection", "final_norm", "loss", "logits", "d_hidden", "d_head", "gather_weight", "update",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("scope", SCOPES)
+def test_the_step_is_written_in_the_scopes_that_plans_are_told_by(step, scope):
+    """`jax.named_scope` in model and step is how plans know what belongs to what."""
+    assert scope in {part for name in re.findall(r'op_name="([^"]*)"', step.hlo) for part in re.split(r"[/():]", name)}
 
 
 def test_the_kinds_add_up_and_the_state_is_what_the_formula_says(step):
