@@ -18,7 +18,7 @@ import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic
+from typing import Annotated, Any, Generic, Union
 
 from llamajax.config.file import Root, config_to_dict, dump_config, file_problems, keys, load_config, read_config
 from llamajax.config.run import Config
@@ -198,7 +198,9 @@ def _docstrings(module: str) -> dict[tuple[str, str], str]:
 
 
 def _show_type(kind: Any) -> str:
-    if isinstance(kind, types.UnionType):
+    if typing.get_origin(kind) is Annotated:
+        return _show_type(typing.get_args(kind)[0])
+    if typing.get_origin(kind) in (Union, types.UnionType):
         return "|".join(map(_show_type, typing.get_args(kind)))
     if typing.get_origin(kind) is tuple:
         return f"[{_show_type(typing.get_args(kind)[0])}, ...]"

@@ -1,13 +1,16 @@
 """What is trained on: sources of documents, tokenizer, rows."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Annotated, Literal
 
-from llamajax.config.rules import require
+from llamajax.config.rules import Bound, NonNegativeInt, PositiveInt, Section, ShareBelowOne
+
+Weight = Annotated[float, Bound(lambda value: value > 0, "must be positive; remove the source to leave it out")]
 
 
 @dataclass(frozen=True, kw_only=True)
-class SourceConfig:
+class SourceConfig(Section):
     """One collection of documents."""
 
     kind: Literal["text", "jsonl", "parquet", "stdlib", "chat"]
@@ -23,83 +26,62 @@ class SourceConfig:
     chat_format: Literal["messages", "sharegpt", "alpaca"] = "messages"
     """`chat`: how a line holds its conversation. `messages`: a list of {role, content}. `sharegpt`: `conversations`, a
     list of {from, value}, and perhaps `system`. `alpaca`: instruction, output, and perhaps input and system."""
-    max_bad_records: int = 0
+    max_bad_records: NonNegativeInt = 0
     """`jsonl`, `parquet`, `chat`: lines or rows that may be left out, and are counted, because they are not what they
     should be (text that is null, broken JSON, a conversation that the template refuses); one more ends the start."""
-    weight: float = 1.0
+    weight: Weight = 1.0
     """Share of the training rows that comes from this source, relative to the other sources' weights."""
 
-    def __post_init__(self) -> None:
-        require(
-            (self.max_bad_records >= 0, f"max_bad_records: {self.max_bad_records} must not be negative"),
-            (
-                self.kind not in ("text", "stdlib") or self.max_bad_records <= 0,
-                f"max_bad_records: {self.max_bad_records} has no effect with kind={self.kind}; remove it",
-            ),
-            (self.weight > 0, f"weight: {self.weight} must be positive; remove the source to leave it out"),
-            (
-                self.kind == "stdlib" or bool(self.paths),
-                f"paths: kind={self.kind} needs them; name the files or globs to read",
-            ),
-            (self.kind != "stdlib" or not self.paths, "paths: kind=stdlib finds its own files; remove paths"),
-            (bool(self.text_key), "text_key: must not be empty"),
-            (
-                self.kind != "chat" or self.text_key in ("", "text"),
-                f"text_key: {self.text_key} has no effect with kind=chat; set chat_format, or remove text_key",
-            ),
-            (
-                self.kind == "chat" or self.chat_format == "messages",
-                f"chat_format: {self.chat_format} has no effect with kind={self.kind}; use kind=chat, or remove chat_format",
-            ),
-        )
+    def broken_rules(self) -> Iterator[str]:
+        if self.kind in ("text", "stdlib") and self.max_bad_records > 0:
+            yield f"max_bad_records: {self.max_bad_records} has no effect with kind={self.kind}; remove it"
+        if self.kind != "stdlib" and not self.paths:
+            yield f"paths: kind={self.kind} needs them; name the files or globs to read"
+        if self.kind == "stdlib" and self.paths:
+            yield "paths: kind=stdlib finds its own files; remove paths"
+        if not self.text_key:
+            yield "text_key: must not be empty"
+        if self.kind == "chat" and self.text_key not in ("", "text"):
+            yield f"text_key: {self.text_key} has no effect with kind=chat; set chat_format, or remove text_key"
+        if self.kind != "chat" and self.chat_format != "messages":
+            remedy = "use kind=chat, or remove chat_format"
+            yield f"chat_format: {self.chat_format} has no effect with kind={self.kind}; {remedy}"
 
 
 @dataclass(frozen=True, kw_only=True)
-class TokenizerConfig:
+class TokenizerConfig(Section):
     """Text to token ids."""
 
     path: str | None = None
     """A SentencePiece `tokenizer.model` or Hugging Face `tokenizer.json`, with what lies beside it; unset: train a
     SentencePiece BPE of `model.vocab_size` pieces on the training documents."""
-    train_max_bytes: int = 10_000_000
+    train_max_bytes: PositiveInt = 10_000_000
     """Bytes of text, spread over all training documents, that a tokenizer is trained on."""
-
-    def __post_init__(self) -> None:
-        require((self.train_max_bytes > 0, f"train_max_bytes: {self.train_max_bytes} must be positive"))
 
 
 @dataclass(frozen=True, kw_only=True)
-class DataConfig:
+class DataConfig(Section):
     """Documents to training rows."""
 
     sources: tuple[SourceConfig, ...]
     """Collections of documents, mixed by weight."""
-    seq_len: int
+    seq_len: PositiveInt
     """Tokens per row; documents are packed into rows and see only themselves."""
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
     """Text to token ids."""
     chat_template: str | None = None
     """`chat` sources: a Jinja file that turns a conversation into text, as Hugging Face tokenizers have it; unset: the
     one beside the tokenizer."""
-    held_out_fraction: float = 0.01
+    held_out_fraction: ShareBelowOne = 0.01
     """Share of the documents, chosen by a hash of their text without the white space at its ends, that is never trained
     on and used to evaluate; copies of a text, and the pieces of a long one, are on the same side."""
     cache_dir: str = "~/.cache/llamajax"
     """Where tokenized documents are kept, addressed by their content; shared between runs."""
-    prefetch_steps: int = 2
+    prefetch_steps: PositiveInt = 2
     """Steps whose batches are prepared ahead of the device."""
 
-    def __post_init__(self) -> None:
-        require(
-            (bool(self.sources), "sources: must not be empty; name at least one, for example [{kind: stdlib}]"),
-            (self.seq_len > 0, f"seq_len: {self.seq_len} must be positive"),
-            (
-                self.chat_template is None or any(source.kind == "chat" for source in self.sources),
-                "chat_template: has no effect without a source of kind=chat; add one, or remove chat_template",
-            ),
-            (
-                0 <= self.held_out_fraction < 1,
-                f"held_out_fraction: {self.held_out_fraction} must be at least 0 and below 1",
-            ),
-            (self.prefetch_steps > 0, f"prefetch_steps: {self.prefetch_steps} must be positive"),
-        )
+    def broken_rules(self) -> Iterator[str]:
+        if not self.sources:
+            yield "sources: must not be empty; name at least one, for example [{kind: stdlib}]"
+        if self.chat_template is not None and all(source.kind != "chat" for source in self.sources):
+            yield "chat_template: has no effect without a source of kind=chat; add one, or remove chat_template"

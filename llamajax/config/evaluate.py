@@ -1,14 +1,15 @@
 """Settings of `python -m llamajax.evaluate`."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
 from llamajax.config.parallel import DistributedConfig, MeshConfig
-from llamajax.config.rules import require
+from llamajax.config.rules import AboveOne, NonNegativeInt, PositiveFloat, PositiveInt, Section
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvaluateConfig:
+class EvaluateConfig(Section):
     """How good a model is: its loss on documents, or its results in the tasks of lm-evaluation-harness."""
 
     model: str
@@ -17,7 +18,7 @@ class EvaluateConfig:
     """A run's YAML, of which the section `data` names the documents; unset: what the model was trained on."""
     split: Literal["held_out", "train"] = "held_out"
     """Which of the documents: those that training leaves out, or the others, in the order they are trained on."""
-    num_batches: int | None = None
+    num_batches: PositiveInt | None = None
     """Batches at most, the first ones of all sources mixed, as evaluations while training take them; unset: all that is
     held out, every source also by itself."""
     tasks: str | None = None
@@ -25,9 +26,9 @@ class EvaluateConfig:
     them, such as hellaswag,arc_easy; * stands for any letters."""
     include_path: str | None = None
     """`tasks`: a directory with the YAML files of your own tasks."""
-    num_fewshot: int | None = None
+    num_fewshot: NonNegativeInt | None = None
     """`tasks`: solved examples before each question; unset: what each task says."""
-    limit: float | None = None
+    limit: PositiveFloat | None = None
     """`tasks`: questions of each task at most; below 1, a share of them; unset: all."""
     apply_chat_template: bool = False
     """`tasks`: put every question into the model's chat template, examples as turns before it."""
@@ -37,10 +38,10 @@ class EvaluateConfig:
     """`tasks`: also write every question, with what the model made of it, into the file `json`."""
     json: str | None = None
     """A file for the results, in JSON."""
-    batch_size: int | None = None
+    batch_size: PositiveInt | None = None
     """Rows at once, over all devices; rounded up to a multiple of the devices that share a batch. Unset: a micro-batch
     of the run whose data it is, or eight on each of those devices for `tasks`."""
-    seq_len: int | None = None
+    seq_len: AboveOne | None = None
     """Tokens per row, for `tasks` at most; unset: what the data's configuration says, or what the model is meant for."""
     param_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Type the weights are kept in; `auto`: the one they are stored in."""
@@ -51,36 +52,20 @@ class EvaluateConfig:
     distributed: DistributedConfig = field(default_factory=DistributedConfig)
     """Several processes."""
 
-    def __post_init__(self) -> None:
-        for_tasks = ("include_path", "num_fewshot", "limit", "apply_chat_template", "system", "log_samples")
-        for_data = ("data", "num_batches")
-        require(
-            (bool(self.model), "model: must not be empty; name a run, a checkpoint or a Hugging Face directory"),
-            (self.tasks is None or bool(self.tasks.strip(", ")), "tasks: must not be empty; name some, or remove it"),
-            *(
-                (self.tasks is not None or not getattr(self, name), f"{name}: has no effect without tasks; remove it")
-                for name in for_tasks
-            ),
-            *(
-                (self.tasks is None or getattr(self, name) is None, f"{name}: has no effect with tasks; remove one")
-                for name in for_data
-            ),
-            (self.tasks is None or self.split == "held_out", "split: has no effect with tasks; remove one"),
-            (not self.log_samples or self.json is not None, "log_samples: needs a file; name it with json"),
-            (
-                self.split == "held_out" or self.num_batches is not None,
-                "split: train has no end; also set num_batches",
-            ),
-            (self.num_batches is None or self.num_batches > 0, f"num_batches: {self.num_batches} must be positive"),
-            (
-                self.num_fewshot is None or self.num_fewshot >= 0,
-                f"num_fewshot: {self.num_fewshot} must not be negative",
-            ),
-            (self.limit is None or self.limit > 0, f"limit: {self.limit} must be positive"),
-            (self.batch_size is None or self.batch_size > 0, f"batch_size: {self.batch_size} must be positive"),
-            (self.seq_len is None or self.seq_len > 1, f"seq_len: {self.seq_len} must be above 1"),
-        )
-
-    def problems(self) -> list[str]:
-        """What is wrong between sections: nothing can be."""
-        return []
+    def broken_rules(self) -> Iterator[str]:
+        if not self.model:
+            yield "model: must not be empty; name a run, a checkpoint or a Hugging Face directory"
+        if self.tasks is not None and not self.tasks.strip(", "):
+            yield "tasks: must not be empty; name some, or remove it"
+        for name in ("include_path", "num_fewshot", "limit", "apply_chat_template", "system", "log_samples"):
+            if self.tasks is None and getattr(self, name):
+                yield f"{name}: has no effect without tasks; remove it"
+        for name in ("data", "num_batches"):
+            if self.tasks is not None and getattr(self, name) is not None:
+                yield f"{name}: has no effect with tasks; remove one"
+        if self.tasks is not None and self.split != "held_out":
+            yield "split: has no effect with tasks; remove one"
+        if self.log_samples and self.json is None:
+            yield "log_samples: needs a file; name it with json"
+        if self.split != "held_out" and self.num_batches is None:
+            yield "split: train has no end; also set num_batches"

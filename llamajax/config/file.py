@@ -12,7 +12,7 @@ import re
 import types
 import typing
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, ClassVar, Literal, Protocol, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, Protocol, TypeVar, Union
 
 import yaml
 
@@ -287,10 +287,13 @@ class _Builder:
 
     def value(self, kind: Any, node: Node, key: str) -> Any:
         """A value of a field's type; `_INVALID` if it cannot be built."""
-        if isinstance(kind, types.UnionType):  # of a type and None
+        if typing.get_origin(kind) is Annotated:  # the section looks at its bounds itself
+            kind = typing.get_args(kind)[0]
+        if typing.get_origin(kind) in (Union, types.UnionType):  # of a type and None
             if node.is_null():
                 return None
             kind = next(arg for arg in typing.get_args(kind) if arg is not types.NoneType)
+            return self.value(kind, node, key)
         if dataclasses.is_dataclass(kind):
             return self.section(kind, node, key)
         if item_type := _item_type(kind):

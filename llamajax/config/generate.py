@@ -4,15 +4,19 @@ Only the standard library is imported here.
 """
 
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Annotated, Literal
 
 from llamajax.config.parallel import DistributedConfig, MeshConfig
-from llamajax.config.rules import require
+from llamajax.config.rules import AboveOne, Bound, NonNegativeFloat, PositiveInt, Section, Seed, Share
+
+TopK = Annotated[int | None, Bound(lambda value: value > 0, "must be positive, or unset for all tokens")]
+TopP = Annotated[float | None, Bound(lambda value: 0 < value <= 1, "must be above 0 and at most 1")]
 
 
 @dataclass(frozen=True, kw_only=True)
-class GenerateConfig:
+class GenerateConfig(Section):
     """Text from a model: what it goes on from, how tokens are chosen, and where they go."""
 
     model: str
@@ -28,27 +32,27 @@ class GenerateConfig:
     """`chat`: what the system's message says; unset: there is none."""
     chat_template: str | None = None
     """A Jinja file that turns messages into text, as Hugging Face tokenizers have it; unset: the model's own."""
-    max_tokens: int = 256
+    max_tokens: PositiveInt = 256
     """Longest continuation, tokens."""
-    temperature: float = 0.8
+    temperature: NonNegativeFloat = 0.8
     """Randomness; 0 always takes the likeliest token."""
-    top_k: int | None = None
+    top_k: TopK = None
     """Draw from this many of the likeliest tokens; unset: from all."""
-    top_p: float | None = None
+    top_p: TopP = None
     """Draw from the fewest of the likeliest tokens that have this probability together; unset: from all."""
-    min_p: float | None = None
+    min_p: Share | None = None
     """Draw from tokens that are at least this share as likely as the likeliest; unset: from all."""
     stop: tuple[str, ...] = field(default=(), metadata={"repeatable": True})
     """Text that ends a continuation and is not shown; a shell writes a line break as $'\\n'."""
     ignore_eos: bool = False
     """Go on behind tokens that end a text, up to `max_tokens`; to measure speed."""
-    seed: int = 0
+    seed: Seed = 0
     """Seed of the draws: the same one gives the same texts on any mesh and in any batch."""
-    num_samples: int = 1
+    num_samples: PositiveInt = 1
     """Continuations of every prompt."""
-    batch_size: int = 8
+    batch_size: PositiveInt = 8
     """Continuations written at once, over all devices; rounded up to a multiple of the devices that share a batch."""
-    max_seq_len: int | None = None
+    max_seq_len: AboveOne | None = None
     """Longest prompt with its continuation, tokens; unset: what the model is meant for."""
     output: str | None = None
     """A new file for the texts, instead of the screen: JSONL with `prompt` or `messages`, `sample`, `text`, `tokens`,
@@ -63,56 +67,33 @@ class GenerateConfig:
     distributed: DistributedConfig = field(default_factory=DistributedConfig)
     """Several processes."""
 
-    def __post_init__(self) -> None:
-        filters = ("top_k", "top_p", "min_p")
-        require(
-            (bool(self.model), "model: must not be empty; name a run, a checkpoint or a Hugging Face directory"),
-            (
-                self.chat or bool(self.prompt) or self.prompts_file is not None,
-                "prompt: required, unless prompts_file names them, or chat is true to talk with the model",
-            ),
-            (
-                not self.prompt or self.prompts_file is None,
-                "prompts_file: cannot be given together with prompt; put all prompts into the file",
-            ),
-            (self.chat or self.system is None, "system: has no effect unless chat is true; set it, or remove this"),
-            (self.max_tokens > 0, f"max_tokens: {self.max_tokens} must be positive"),
-            (self.temperature >= 0, f"temperature: {self.temperature} must not be negative"),
-            (self.top_k is None or self.top_k > 0, f"top_k: {self.top_k} must be positive, or unset for all tokens"),
-            (self.top_p is None or 0 < self.top_p <= 1, f"top_p: {self.top_p} must be above 0 and at most 1"),
-            (self.min_p is None or 0 <= self.min_p <= 1, f"min_p: {self.min_p} must be between 0 and 1"),
-            *(
-                (
-                    self.temperature != 0 or getattr(self, name) is None,
-                    f"{name}: has no effect with temperature=0; raise that, or remove this",
-                )
-                for name in filters
-            ),
-            (all(self.stop), "stop: must not be empty text"),
-            (0 <= self.seed < 2**32, f"seed: {self.seed} must be at least 0 and below 2**32"),
-            (self.num_samples > 0, f"num_samples: {self.num_samples} must be positive"),
-            (
-                self.temperature != 0 or self.num_samples == 1,
-                f"num_samples: {self.num_samples} would be equal with temperature=0; raise that, or remove this",
-            ),
-            (self.batch_size > 0, f"batch_size: {self.batch_size} must be positive"),
-            (self.max_seq_len is None or self.max_seq_len > 1, f"max_seq_len: {self.max_seq_len} must be above 1"),
-            (not self.is_talk or self.num_samples == 1, "num_samples: has no effect in a talk; remove it, or give a prompt"),
-            (not self.is_talk or self.output is None, "output: has no effect in a talk; remove it, or give a prompt"),
-            (
-                not self.is_talk or not self.distributed.enabled,
-                "distributed.enabled: several processes cannot talk; give a prompt",
-            ),
-        )
+    def broken_rules(self) -> Iterator[str]:
+        if not self.model:
+            yield "model: must not be empty; name a run, a checkpoint or a Hugging Face directory"
+        if not self.chat and not self.prompt and self.prompts_file is None:
+            yield "prompt: required, unless prompts_file names them, or chat is true to talk with the model"
+        if self.prompt and self.prompts_file is not None:
+            yield "prompts_file: cannot be given together with prompt; put all prompts into the file"
+        if not self.chat and self.system is not None:
+            yield "system: has no effect unless chat is true; set it, or remove this"
+        for name in ("top_k", "top_p", "min_p"):
+            if self.temperature == 0 and getattr(self, name) is not None:
+                yield f"{name}: has no effect with temperature=0; raise that, or remove this"
+        if not all(self.stop):
+            yield "stop: must not be empty text"
+        if self.temperature == 0 and self.num_samples != 1:
+            yield f"num_samples: {self.num_samples} would be equal with temperature=0; raise that, or remove this"
+        if self.is_talk and self.num_samples != 1:
+            yield "num_samples: has no effect in a talk; remove it, or give a prompt"
+        if self.is_talk and self.output is not None:
+            yield "output: has no effect in a talk; remove it, or give a prompt"
+        if self.is_talk and self.distributed.enabled:
+            yield "distributed.enabled: several processes cannot talk; give a prompt"
 
     @property
     def is_talk(self) -> bool:
         """Whether prompts come from the terminal, one after the other."""
         return self.chat and not self.prompt and self.prompts_file is None
-
-    def problems(self) -> list[str]:
-        """What is wrong between sections: nothing can be."""
-        return []
 
     def file_problems(self) -> list[str]:
         """What this machine lacks or has already: one `key: rule; remedy` line each."""

@@ -1,42 +1,31 @@
 """The cluster that is planned for, and what its compiler is told."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from llamajax.config.rules import require
+from llamajax.config.rules import PositiveFloatOrUnset, PositiveInt, Section
 
 
 @dataclass(frozen=True, kw_only=True)
-class HardwareConfig:
+class HardwareConfig(Section):
     """The machines that `llamajax.plan` plans for; training takes the devices that jax finds and ignores this."""
 
     gpu: Literal["none", "a100-40gb", "a100-80gb", "h100", "h200"] = "none"
     """GPU of every node, all of them SXM modules; `none`: there is nothing to plan for."""
-    nodes: int = 1
+    nodes: PositiveInt = 1
     """Nodes: machines whose GPUs are joined by NVLink, and which a network joins."""
-    gpus_per_node: int = 8
+    gpus_per_node: PositiveInt = 8
     """GPUs per node."""
-    gpu_bandwidth: float | None = None
+    gpu_bandwidth: PositiveFloatOrUnset = None
     """Bytes per second, each way, between one GPU and the others of its node; unset: the GPU's NVLink."""
-    node_bandwidth: float | None = None
+    node_bandwidth: PositiveFloatOrUnset = None
     """Bytes per second, each way, between one node and the network; unset: per GPU of the node 12.5e9 for A100 (four
     ports of 200 Gb/s for eight), 50e9 for H100 and H200 (a port of 400 Gb/s for each)."""
-    price_per_gpu_hour: float | None = None
+    price_per_gpu_hour: PositiveFloatOrUnset = None
     """Price of one GPU for one hour, in any currency; unset: no prices in the plan."""
-    token_budget: float | None = None
+    token_budget: PositiveFloatOrUnset = None
     """Tokens that time and price are told for; unset: those of `train.num_steps` steps."""
-
-    def __post_init__(self) -> None:
-        optional = ("gpu_bandwidth", "node_bandwidth", "price_per_gpu_hour", "token_budget")
-        require(
-            (self.nodes > 0, f"nodes: {self.nodes} must be positive"),
-            (self.gpus_per_node > 0, f"gpus_per_node: {self.gpus_per_node} must be positive"),
-            *(
-                (value is None or value > 0, f"{name}: {value} must be positive or unset")
-                for name in optional
-                for value in [getattr(self, name)]
-            ),
-        )
 
     @property
     def num_devices(self) -> int:
@@ -44,7 +33,7 @@ class HardwareConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class XlaConfig:
+class XlaConfig(Section):
     """What the compiler is told, by training and by plans alike; without effect on the CPU."""
 
     latency_profile: str | None = "auto"
@@ -58,14 +47,9 @@ class XlaConfig:
     """More XLA options, `name=value` each, over those that llamajax sets; for example
     [xla_gpu_enable_while_loop_double_buffering=true]. Lists are written as YAML. Plans leave `xla_dump_*` out."""
 
-    def __post_init__(self) -> None:
-        require(
-            (self.latency_profile != "", "latency_profile: must not be empty; name a file, auto, or null for none"),
-            *(
-                (
-                    flag.startswith("xla_") and "=" in flag and not flag.endswith("="),
-                    f"flags: {flag!r} must be written xla_NAME=VALUE, without dashes in front",
-                )
-                for flag in self.flags
-            ),
-        )
+    def broken_rules(self) -> Iterator[str]:
+        if self.latency_profile == "":
+            yield "latency_profile: must not be empty; name a file, auto, or null for none"
+        for flag in self.flags:
+            if not flag.startswith("xla_") or "=" not in flag or flag.endswith("="):
+                yield f"flags: {flag!r} must be written xla_NAME=VALUE, without dashes in front"

@@ -1,71 +1,64 @@
 """The model: its shape, and the mathematics that its family changes."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Annotated, Literal
 
-from llamajax.config.rules import require
+from llamajax.config.rules import Bound, PositiveFloat, PositiveInt, PositiveIntOrUnset, Section
 
 DType = Literal["float32", "bfloat16"]
+EvenInt = Annotated[PositiveInt, Bound(lambda value: value % 2 == 0, "must be even: rotary positions turn pairs")]
 
 
 @dataclass(frozen=True, kw_only=True)
-class RopeScalingConfig:
+class RopeScalingConfig(Section):
     """How rotary frequencies are stretched beyond the length the model was first trained on."""
 
     kind: Literal["none", "linear", "llama3"] = "none"
     """`none`: plain RoPE. `linear`: all frequencies divided by `factor`. `llama3`: only the long wavelengths."""
-    factor: float = 1.0
+    factor: Annotated[float, Bound(lambda value: value >= 1, "must be at least 1.0")] = 1.0
     """Stretch of the long wavelengths."""
     low_freq_factor: float = 1.0
     """`llama3`: wavelengths above `original_max_seq_len / low_freq_factor` are fully stretched."""
     high_freq_factor: float = 4.0
     """`llama3`: wavelengths below `original_max_seq_len / high_freq_factor` are left alone."""
-    original_max_seq_len: int = 8192
+    original_max_seq_len: PositiveInt = 8192
     """`llama3`: tokens per sequence of the pretraining that the stretch starts from."""
 
-    def __post_init__(self) -> None:
-        require(
-            (self.factor >= 1.0, f"factor: {self.factor} must be at least 1.0"),
-            (
-                self.kind != "none" or self.factor == 1.0,
-                f"factor: {self.factor} has no effect with kind=none; set kind to linear or llama3, or remove factor",
-            ),
-            (
-                0 < self.low_freq_factor < self.high_freq_factor,
-                f"low_freq_factor: {self.low_freq_factor} must be between 0 and high_freq_factor={self.high_freq_factor}",
-            ),
-            (self.original_max_seq_len > 0, f"original_max_seq_len: {self.original_max_seq_len} must be positive"),
-        )
+    def broken_rules(self) -> Iterator[str]:
+        if self.kind == "none" and self.factor != 1.0:
+            yield f"factor: {self.factor} has no effect with kind=none; set kind to linear or llama3, or remove factor"
+        if not 0 < self.low_freq_factor < self.high_freq_factor:
+            yield f"low_freq_factor: {self.low_freq_factor} must be between 0 and high_freq_factor={self.high_freq_factor}"
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelConfig:
+class ModelConfig(Section):
     """A LLaMA decoder: RMSNorm, rotary positions, grouped-query attention, SwiGLU; and what Mistral and Qwen change."""
 
-    vocab_size: int
+    vocab_size: PositiveInt
     """Rows of the embedding table; at least the tokenizer's number of pieces."""
-    embed_dim: int
+    embed_dim: PositiveInt
     """Width of the residual stream."""
-    mlp_dim: int
+    mlp_dim: PositiveInt
     """Width of the SwiGLU hidden layer."""
-    num_layers: int
+    num_layers: PositiveInt
     """Decoder layers."""
-    num_heads: int
+    num_heads: PositiveInt
     """Query heads per layer."""
-    num_kv_heads: int
+    num_kv_heads: PositiveInt
     """Key/value heads per layer; `num_heads` for multi-head attention, fewer for grouped-query attention."""
-    head_dim: int
+    head_dim: EvenInt
     """Width of one head; need not be `embed_dim / num_heads`."""
-    max_seq_len: int = 4096
+    max_seq_len: PositiveInt = 4096
     """Longest sequence the model is meant for, tokens."""
-    rope_theta: float = 10000.0
+    rope_theta: PositiveFloat = 10000.0
     """Base of the rotary frequencies."""
     rope_scaling: RopeScalingConfig = field(default_factory=RopeScalingConfig)
     """Stretch of the rotary frequencies."""
-    norm_eps: float = 1e-5
+    norm_eps: PositiveFloat = 1e-5
     """Added to the mean square inside RMSNorm."""
-    sliding_window: int | None = None
+    sliding_window: PositiveIntOrUnset = None
     """Newest tokens, itself included, that a token sees (Mistral); unset: all before it."""
     attend_across_documents: bool = False
     """A token sees all before it in its row, whatever document they are of, as Llama 2 and GPT-3 were trained;
@@ -76,7 +69,7 @@ class ModelConfig:
     """RMSNorm every head's queries and keys before they are turned by their positions (Qwen3)."""
     tie_embeddings: bool = False
     """Use the embedding table as the output head."""
-    init_std: float = 0.02
+    init_std: PositiveFloat = 0.02
     """Standard deviation of the initial weights; residual outputs use `init_std / sqrt(2 * num_layers)`."""
     param_dtype: DType = "float32"
     """Type of the master weights. bfloat16 halves them, but loses every update below 1/512 of its weight, which most of
@@ -90,28 +83,9 @@ class ModelConfig:
     """What the backward pass recomputes: `none` keeps everything, `full` keeps each layer's input only,
     `save_*` also keep the named matmul outputs."""
 
-    def __post_init__(self) -> None:
-        sizes = (
-            "vocab_size", "embed_dim", "mlp_dim", "num_layers", "num_heads", "num_kv_heads", "head_dim", "max_seq_len",
-        )  # fmt: skip
-        require(
-            *((getattr(self, name) > 0, f"{name}: {getattr(self, name)} must be positive") for name in sizes),
-            (
-                min(self.num_heads, self.num_kv_heads) <= 0 or self.num_heads % self.num_kv_heads == 0,
-                f"num_kv_heads: {self.num_kv_heads} must divide num_heads={self.num_heads}",
-            ),
-            (
-                self.head_dim <= 0 or self.head_dim % 2 == 0,
-                f"head_dim: {self.head_dim} must be even: rotary positions turn pairs",
-            ),
-            (self.rope_theta > 0, f"rope_theta: {self.rope_theta} must be positive"),
-            (self.norm_eps > 0, f"norm_eps: {self.norm_eps} must be positive"),
-            (self.init_std > 0, f"init_std: {self.init_std} must be positive"),
-            (
-                self.sliding_window is None or self.sliding_window > 0,
-                f"sliding_window: {self.sliding_window} must be positive or unset",
-            ),
-        )
+    def broken_rules(self) -> Iterator[str]:
+        if min(self.num_heads, self.num_kv_heads) > 0 and self.num_heads % self.num_kv_heads:
+            yield f"num_kv_heads: {self.num_kv_heads} must divide num_heads={self.num_heads}"
 
     @property
     def num_matmul_params(self) -> int:

@@ -11,6 +11,7 @@ from llamajax.config.data import DataConfig
 from llamajax.config.machine import HardwareConfig, XlaConfig
 from llamajax.config.model import ModelConfig
 from llamajax.config.parallel import DistributedConfig, MeshConfig
+from llamajax.config.rules import Seed, out_of_bounds
 from llamajax.config.training import CheckpointConfig, OptimizerConfig, SampleConfig, TrainConfig
 from llamajax.config.watch import MetricsConfig, ProfileConfig
 from llamajax.errors import ConfigError
@@ -33,7 +34,7 @@ class Config:
     init_from: str | None = None
     """Weights to start from: a run's directory, one of its checkpoints, or a Hugging Face directory. The optimizer
     starts fresh; the tokenizer comes along unless `data.tokenizer.path` names it. Unset: random weights."""
-    seed: int = 0
+    seed: Seed = 0
     """Seed of the initial weights, the data order and the sample."""
     mesh: MeshConfig = field(default_factory=MeshConfig)
     """How the work is laid over the devices."""
@@ -59,7 +60,6 @@ class Config:
         decaying = optimizer.warmup_steps + (optimizer.decay_steps or 0)
         rules = (
             (bool(self.run_dir), "run_dir: must not be empty"),
-            (0 <= self.seed < 2**32, f"seed: {self.seed} must be at least 0 and below 2**32"),
             (
                 data.seq_len <= model.max_seq_len,
                 f"data.seq_len: {data.seq_len} is above model.max_seq_len={model.max_seq_len}; shorten the rows or raise it",
@@ -78,7 +78,7 @@ class Config:
                 "train.eval_every: there is nothing to evaluate on with data.held_out_fraction=0",
             ),
         )
-        problems = [message for holds, message in rules if not holds]
+        problems = [*out_of_bounds(self), *(message for holds, message in rules if not holds)]
         if self.mesh.num_cpu_devices is not None and not self.distributed.enabled:
             problems += self.placement_problems(self.mesh.num_cpu_devices)
         elif self.mesh.num_cpu_devices is None and self.hardware.gpu != "none":
