@@ -37,9 +37,9 @@ import resource, sys
 from pathlib import Path
 import jax, jax.numpy as jnp
 from jax import P
-from llamajax import mesh
-from llamajax.checkpoint import Checkpointer
-from llamajax.config import CheckpointConfig, MeshConfig
+from llamajax.parallel import mesh
+from llamajax.checkpoint.write import Checkpointer
+from llamajax.config.training import CheckpointConfig; from llamajax.config.parallel import MeshConfig
 from llamajax.errors import SaveError
 mesh.select_platform(MeshConfig(num_cpu_devices=2))
 jax.set_mesh(mesh.make_mesh(MeshConfig()))
@@ -80,9 +80,9 @@ from pathlib import Path
 from functools import partial
 import jax, jax.numpy as jnp
 from jax import P
-from llamajax import mesh
-from llamajax.checkpoint import Checkpointer
-from llamajax.config import CheckpointConfig, MeshConfig
+from llamajax.parallel import mesh
+from llamajax.checkpoint.write import Checkpointer
+from llamajax.config.training import CheckpointConfig; from llamajax.config.parallel import MeshConfig
 mesh.select_platform(MeshConfig(num_cpu_devices=2))
 jax.set_mesh(mesh.make_mesh(MeshConfig()))
 @partial(jax.jit, donate_argnums=0)
@@ -149,9 +149,9 @@ from pathlib import Path
 import jax, jax.numpy as jnp, numpy as np
 from jax import P
 from jax.experimental import multihost_utils
-from llamajax import mesh, processes
-from llamajax.checkpoint import Checkpointer, restore
-from llamajax.config import CheckpointConfig, DistributedConfig, MeshConfig
+from llamajax.parallel import mesh, processes
+from llamajax.checkpoint.write import Checkpointer, restore
+from llamajax.config.training import CheckpointConfig; from llamajax.config.parallel import DistributedConfig, MeshConfig
 from llamajax.errors import CheckpointError, SaveError
 run_dir, port, process_id = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
 mesh.select_platform(MeshConfig(num_cpu_devices=2))
@@ -233,11 +233,11 @@ TWO_VIEWS = """
 import sys
 from pathlib import Path
 import jax
-from llamajax import mesh, processes
-from llamajax.checkpoint import Checkpointer
-from llamajax.config import CheckpointConfig, DistributedConfig, MeshConfig
+from llamajax.parallel import mesh, processes
+from llamajax.checkpoint.write import Checkpointer
+from llamajax.config.training import CheckpointConfig; from llamajax.config.parallel import DistributedConfig, MeshConfig
 from llamajax.errors import EnvironmentMismatchError
-from llamajax.restore import newest_good
+from llamajax.checkpoint.read import newest_good
 run_dir, port, process_id = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
 mesh.select_platform(MeshConfig(num_cpu_devices=1))
 processes.join(DistributedConfig(

@@ -281,7 +281,7 @@ def test_a_wrong_conversion_is_not_kept(tmp_path, capsys, monkeypatch):
     def mistaken(body: dict[str, Any], *rest: Any) -> Any:
         return read_config({**body, "rms_norm_eps": 0.5}, *rest)
 
-    monkeypatch.setattr("converters.hf_import.read_config", mistaken)
+    monkeypatch.setattr("llamajax.weights.hf_model.read_config", mistaken)
     assert convert("import", tmp_path / "hf", tmp_path / "run") == 65
     assert "logits of transformers differ from ours" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]

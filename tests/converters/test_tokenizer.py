@@ -422,7 +422,7 @@ def test_an_interrupted_growth_leaves_nothing(error, code, tmp_path, capsys, mon
     def fail(*_: object) -> int:
         raise error
 
-    monkeypatch.setattr("converters.tokenizer.write_weights", fail)
+    monkeypatch.setattr("converters.grow.write_weights", fail)
     write_model(tmp_path / "hf", "ours")
     assert run_grow(tmp_path) == code
     assert {path.name for path in tmp_path.iterdir()} == {"hf", "corpus.txt"}

@@ -187,8 +187,8 @@ def test_held_out_batches_are_fixed_and_padded():
 PROCESS = """
 import sys
 import jax, numpy as np
-from llamajax import mesh, processes
-from llamajax.config import DistributedConfig, MeshConfig
+from llamajax.parallel import mesh, processes
+from llamajax.config.parallel import DistributedConfig, MeshConfig
 from llamajax.data.loader import Loader
 from tests.data.test_loader import Rows, config_for
 

@@ -6,7 +6,7 @@ import shutil
 import numpy as np
 import pytest
 
-from llamajax import data
+from llamajax import data, disk
 from llamajax.config.data import TokenizerConfig
 from llamajax.data import cache, groups, shards
 from llamajax.errors import DataError
@@ -124,7 +124,7 @@ def test_a_file_system_without_locks_is_said(tmp_path, config, monkeypatch):
         raise OSError(38, "Function not implemented")
 
     expected = all_rows(data.prepare(config, log=lambda line: None))
-    monkeypatch.setattr(cache.fcntl, "flock", refuse)
+    monkeypatch.setattr(disk.fcntl, "flock", refuse)
     elsewhere = dataclasses.replace(config, data=dataclasses.replace(config.data, cache_dir=str(tmp_path / "elsewhere")))
     log = []
     np.testing.assert_equal(all_rows(data.prepare(elsewhere, log=log.append)), expected)

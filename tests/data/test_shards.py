@@ -251,7 +251,7 @@ def test_where_a_conversation_begins_to_be_learnt(tmp_path):
 # which the child kills itself, or 0 to run to its end. A child's shards are those it wrote itself.
 CHILDREN = """
 import json, os, pathlib, signal, sys
-from llamajax.config import SourceConfig
+from llamajax.config.data import SourceConfig
 from llamajax.data import cache, groups, shards, sources, tokenizer
 
 folder = pathlib.Path(sys.argv[1])

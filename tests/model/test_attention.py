@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from llamajax.config.parallel import MeshConfig
+from llamajax.kernels import plain
 from llamajax.kernels.plain import attend
-from llamajax.model import attention
 from llamajax.parallel import mesh
 from llamajax.parallel.sharding import spec
 
@@ -84,7 +84,7 @@ def test_chunks_of_queries_change_nothing(monkeypatch, window: int | None):
     """Two queries at a time instead of all four that a device has; gradients add up in fp32 over the chunks."""
 
     def out_and_gradients(chunk_scores: int) -> list[np.ndarray]:
-        monkeypatch.setattr(attention, "MAX_CHUNK_SCORES", chunk_scores)
+        monkeypatch.setattr(plain, "MAX_CHUNK_SCORES", chunk_scores)
 
         def summed(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
             out = attend(q, k, v, _segments(), window)

@@ -10,7 +10,7 @@ import pytest
 COMPILING = """
 import threading, time
 import jax, jax.numpy as jnp
-from llamajax.exit import end_with
+from llamajax.parallel.exit import end_with
 
 jax.config.update("jax_platforms", "cpu")
 
@@ -44,7 +44,7 @@ def test_sigterm_while_xla_compiles_cleans_up_and_ends_with_its_code():
 
 @pytest.mark.parametrize("code", [0, 3])
 def test_output_that_cannot_be_written_is_a_matter_of_the_disk(code):
-    program = f"from llamajax.exit import end_process; print('the end'); end_process({code}, distributed=False)"
+    program = f"from llamajax.parallel.exit import end_process; print('the end'); end_process({code}, distributed=False)"
     buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     with open("/dev/full", "w") as full:
         command = [sys.executable, "-c", program]

@@ -12,8 +12,8 @@ from llamajax.step.step import one_behind
 
 LAUNCHES = """
 import jax, jax.numpy as jnp, numpy as np
-from llamajax import mesh
-from llamajax.config import MeshConfig
+from llamajax.parallel import mesh
+from llamajax.config.parallel import MeshConfig
 
 mesh.select_platform(MeshConfig(num_cpu_devices=8))
 jax.set_mesh(mesh.make_mesh(MeshConfig(fsdp=8)))

@@ -14,10 +14,10 @@ from tests import runs
 
 PROGRAM = """
 import hashlib, sys, threading, time
-from llamajax import processes, stop
-from llamajax.config import DistributedConfig
+from llamajax.parallel import processes; from llamajax.training import stop
+from llamajax.config.parallel import DistributedConfig
 from llamajax.errors import DataError
-from llamajax.exit import end_process, exit_code
+from llamajax.parallel.exit import end_process, exit_code
 
 def work():
     with stop.StopSignal() as signals:
@@ -214,7 +214,7 @@ def _knock(host: str, port: int, data: bytes) -> bool:
 def test_the_first_process_may_have_more_connections_than_a_process_has_files():
     address = runs.free_address()
     listen = (
-        "import resource; from llamajax import meeting;"
+        "import resource; from llamajax.parallel import meeting;"
         "resource.setrlimit(resource.RLIMIT_NOFILE, (64, resource.getrlimit(resource.RLIMIT_NOFILE)[1]));"
         f"print(len(meeting.receive_all('{address}', '{address}', 101, 0, 60)))"
     )

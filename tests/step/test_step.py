@@ -150,7 +150,11 @@ def hash_of_program() -> str:
 
 def test_programs_do_not_depend_on_the_hosts_cpu():
     found = np.show_config(mode="dicts")["SIMD Extensions"]["found"]  # pyright: ignore[reportOptionalSubscript, reportArgumentType]
-    command = [sys.executable, "-c", "from tests import conftest, test_step; print(test_step.hash_of_program())"]
+    command = [
+        sys.executable,
+        "-c",
+        "from tests import conftest; from tests.step import test_step; print(test_step.hash_of_program())",
+    ]
     old_cpu = os.environ | {"NPY_DISABLE_CPU_FEATURES": " ".join(found)}
     there = subprocess.run(command, env=old_cpu, capture_output=True, text=True, check=True).stdout.strip()
     assert there == hash_of_program()

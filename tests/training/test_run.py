@@ -12,6 +12,7 @@ import threading
 
 import pytest
 
+from llamajax.checkpoint.write import Checkpointer
 from llamajax.config.data import TokenizerConfig
 from llamajax.config.file import load_config
 from llamajax.config.watch import ProfileConfig
@@ -124,7 +125,7 @@ def test_other_settings_do_not_continue_a_run(finished):
 
 def test_a_second_writer_is_refused(finished):
     with (
-        train.checkpoint.Checkpointer(pathlib.Path(finished.run_dir), finished.checkpoint),
+        Checkpointer(pathlib.Path(finished.run_dir), finished.checkpoint),
         pytest.raises(CheckpointError, match=str(os.getpid())),
     ):
         train.run(finished)

@@ -9,7 +9,7 @@ from llamajax.planning.cost.timeline import Event, Loop, Timeline
 from llamajax.planning.xla import hlo
 from tests.planning.modules import MACHINE, SHARE, memory_s, module
 
-FIXTURES = pathlib.Path(__file__).parent / "hlo"
+FIXTURES = pathlib.Path(__file__).parent.parent / "hlo"
 MESH = {"data": 2, "fsdp": 4}
 SLOW = SHARE.compute_slowdown
 

@@ -11,7 +11,7 @@ from llamajax.planning.cost.timeline import LANES, Event, Loop, Timeline, layer_
 from llamajax.planning.xla import hlo
 from tests.planning.modules import MACHINE
 
-FIXTURE = pathlib.Path(__file__).parent / "hlo" / "fsdp_jax_0.10.hlo"
+FIXTURE = pathlib.Path(__file__).parent.parent / "hlo" / "fsdp_jax_0.10.hlo"
 EMPTY = Timeline(
     step_time_s=12.0, compute_s=0.0, slowdown_s=0.0, comm_s=0.0, exposed_comm_s=0.0, exposed_copy_s=0.0,
     wire_bytes={}, flops=0, rematerialized_flops=0,

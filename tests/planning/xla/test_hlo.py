@@ -7,7 +7,7 @@ import pytest
 
 from llamajax.planning.xla import hlo
 
-FIXTURES = pathlib.Path(__file__).parent / "hlo"
+FIXTURES = pathlib.Path(__file__).parent.parent / "hlo"
 
 MODULE = """\
 HloModule jit_f, is_scheduled=true, entry_computation_layout={(f32[8,4]{1,0})->f32[8,4]{1,0}}, num_partitions=4
