@@ -5,14 +5,14 @@ import time
 from pathlib import Path
 
 import jax
-from jax.sharding import AxisType
 
 from converters.hf_export import Export, ExportDType, read_checkpoint
 from converters.hf_import import read_directory
+from llamajax.config.parallel import MeshConfig
 from llamajax.disk import made_whole
 from llamajax.errors import ConfigError
-from llamajax.parallel.axes import AXES
 from llamajax.parallel.exit import exit_code
+from llamajax.parallel.mesh import make_mesh
 
 VERIFY_BELOW = 2_000_000_000
 """Parameters; larger models are compared only on request, because both sides are then whole in memory, in fp32."""
@@ -37,7 +37,7 @@ def convert(
     """
     if out.exists() or out.is_symlink():
         raise ConfigError(f"{out}: exists already; choose another directory, or remove it")
-    with jax.set_mesh(jax.make_mesh((1,) * len(AXES), AXES, (AxisType.Explicit,) * len(AXES), devices=jax.devices()[:1])):
+    with jax.set_mesh(make_mesh(MeshConfig(), jax.devices()[:1])):
         started = time.monotonic()
         if command == "import":
             assert dtype != "float16"

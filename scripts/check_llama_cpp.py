@@ -21,7 +21,6 @@ import llama_cpp
 import numpy as np
 import torch
 import transformers
-from jax.sharding import AxisType
 from llama_cpp import Llama
 
 from converters.convert import main as run_converter
@@ -30,7 +29,7 @@ from llamajax.config.generate import GenerateConfig
 from llamajax.config.parallel import MeshConfig
 from llamajax.data.tokenizer import load_tokenizer
 from llamajax.generation import run as generate
-from llamajax.parallel.axes import AXES
+from llamajax.parallel.mesh import make_mesh
 from llamajax.weights.pretrained import open_pretrained
 from tests import real_tokenizers
 from tests.mixed_texts import TEXTS
@@ -200,7 +199,7 @@ def _piece(there: Llama, token: int) -> bytes:
 def main() -> None:
     convert_to_gguf, python4 = sys.argv[1:]
     print(f"llama-cpp-python {importlib.metadata.version('llama-cpp-python')}, transformers {transformers.__version__}")
-    with jax.set_mesh(jax.make_mesh((1,) * len(AXES), AXES, (AxisType.Explicit,) * len(AXES))):
+    with jax.set_mesh(make_mesh(MeshConfig())):
         sources = [Path("quickstart"), *map(import_kind, KINDS)]
         wrong = [line for source in sources for line in compare(source, convert_to_gguf, python4)]
     if wrong:

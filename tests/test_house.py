@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType
 
 from llamajax.config.file import load_config
-from llamajax.parallel.axes import AXES
+from llamajax.config.parallel import AXES
 from llamajax.parallel.sharding import spec
 from llamajax.step.batch import FIELDS, micro_batch_size
 from llamajax.step.step import init_state, train_step
@@ -117,7 +117,7 @@ def test_every_config_for_a_cluster_traces_on_its_mesh(path):
     assert config.hardware.gpu != "none"
     assert not config.placement_problems(num_devices)
     sizes = config.mesh.axis_sizes(num_devices)
-    mesh = AbstractMesh(tuple(sizes.get(axis, 1) for axis in AXES), AXES, axis_types=(AxisType.Explicit,) * len(AXES))
+    mesh = AbstractMesh(tuple(sizes.values()), AXES, axis_types=(AxisType.Explicit,) * len(AXES))
     shape = (config.train.grad_accum_steps, micro_batch_size(config), config.data.seq_len)
     with jax.set_mesh(None), jax.sharding.use_abstract_mesh(mesh):  # None: the tests' own mesh has another size
         sharding = jax.NamedSharding(mesh, spec(None, "batch", "seq"))

@@ -8,7 +8,7 @@ from llamajax.config.model import ModelConfig
 from llamajax.config.parallel import MeshConfig
 from llamajax.config.run import Config
 from llamajax.config.training import OptimizerConfig, TrainConfig
-from llamajax.parallel.axes import AXES
+from llamajax.parallel.mesh import make_mesh
 from llamajax.parallel.sharding import spec
 
 
@@ -28,8 +28,7 @@ def tiny_config(run_dir: str = "unused", **sections) -> Config:
 
 
 def single_device_mesh() -> jax.sharding.Mesh:
-    explicit = (jax.sharding.AxisType.Explicit,) * len(AXES)
-    return jax.make_mesh((1,) * len(AXES), AXES, axis_types=explicit, devices=jax.devices()[:1])
+    return make_mesh(MeshConfig(), jax.devices()[:1])
 
 
 def random_rows(config: Config, step: int) -> dict[str, np.ndarray]:

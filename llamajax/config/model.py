@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
+from llamajax.config.parallel import axes_of
 from llamajax.config.rules import Bound, PositiveFloat, PositiveInt, PositiveIntOrUnset, Section
 
 DType = Literal["float32", "bfloat16"]
@@ -104,10 +105,11 @@ class ModelConfig(Section):
 
     def undivided(self, axes: Mapping[str, int]) -> list[str]:
         """What of the model does not divide over mesh axes of these sizes: one line each."""
-        divisions = (("embed_dim", "fsdp"), ("num_kv_heads", "tensor"), ("mlp_dim", "tensor"), ("vocab_size", "tensor"))
+        sizes = {"embed": "embed_dim", "kv_heads": "num_kv_heads", "mlp": "mlp_dim", "vocab": "vocab_size"}
         return [
             f"model.{name}: {getattr(self, name)} must be divisible by mesh.{axis}={axes[axis]}"
-            for name, axis in divisions
+            for dim, name in sizes.items()
+            for axis in axes_of(dim)
             if getattr(self, name) % axes[axis]
         ]
 

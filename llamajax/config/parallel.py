@@ -1,9 +1,10 @@
 """Devices and processes: the mesh, and several processes in one run."""
 
 import dataclasses
+import difflib
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Annotated
 
 from llamajax.config.rules import Bound, NonNegativeInt, PositiveInt, PositiveIntOrUnset, Section
@@ -16,23 +17,23 @@ AxisSize = Annotated[int, Bound(lambda value: value == -1 or value > 0, "must be
 class MeshConfig(Section):
     """How many devices lie along each mesh axis; `-1` on one axis takes the rest."""
 
-    data: AxisSize = 1
+    # Nothing else names the axes in order: outer to inner, the more an axis communicates, the closer its devices lie.
+    # `splits` are the dims of arrays that lie along an axis.
+    data: AxisSize = field(default=1, metadata={"splits": ("batch",)})
     """Data-parallel replicas of the whole (sharded) state."""
-    fsdp: AxisSize = -1
+    fsdp: AxisSize = field(default=-1, metadata={"splits": ("batch", "embed")})
     """Shards of parameters, gradients and optimizer state (ZeRO); also splits the batch."""
-    sequence: AxisSize = 1
+    sequence: AxisSize = field(default=1, metadata={"splits": ("seq",)})
     """Shards of the sequence (context parallelism)."""
-    tensor: AxisSize = 1
+    tensor: AxisSize = field(default=1, metadata={"splits": ("kv_heads", "mlp", "vocab")})
     """Shards of heads, MLP and vocabulary (tensor parallelism)."""
     num_cpu_devices: PositiveIntOrUnset = None
     """Emulate this many devices per process on the CPU; unset: use the accelerators that jax finds."""
 
     def broken_rules(self) -> Iterator[str]:
-        automatic = [axis for axis, size in dataclasses.asdict(self).items() if size == -1 and axis != "num_cpu_devices"]
+        automatic = [axis for axis in AXES if getattr(self, axis) == -1]
         if len(automatic) > 1:
-            chosen = next(
-                axis for axis in automatic if axis != "fsdp"
-            )  # which is -1 by default, so not the line to point at
+            chosen = next(axis for axis in automatic if axis != "fsdp")  # -1 by default, so not the line to point at
             yield f"{chosen}: {' and '.join(automatic)} are both -1; only one axis can take the rest"
 
     def axis_sizes(self, num_devices: int) -> dict[str, int]:
@@ -41,21 +42,47 @@ class MeshConfig(Section):
         Raises:
             ConfigError: the sizes do not multiply to `num_devices`.
         """
-        sizes = {"data": self.data, "fsdp": self.fsdp, "sequence": self.sequence, "tensor": self.tensor}
+        sizes = {axis: getattr(self, axis) for axis in AXES}
         fixed = math.prod(size for size in sizes.values() if size != -1)
         if -1 in sizes.values():
             if num_devices % fixed:
-                raise ConfigError(f"mesh: {self._product()} = {fixed} does not divide the {num_devices} devices")
+                raise ConfigError(f"mesh: {product(sizes)} = {fixed} does not divide the {num_devices} devices")
             return {axis: num_devices // fixed if size == -1 else size for axis, size in sizes.items()}
         if fixed != num_devices:
             raise ConfigError(
-                f"mesh: {self._product()} = {fixed}, but there are {num_devices} devices; set one axis to -1 for the rest"
+                f"mesh: {product(sizes)} = {fixed}, but there are {num_devices} devices; set one axis to -1 for the rest"
             )
         return sizes
 
-    def _product(self) -> str:
-        sizes = {"data": self.data, "fsdp": self.fsdp, "sequence": self.sequence, "tensor": self.tensor}
-        return " x ".join(f"{axis}({size})" for axis, size in sizes.items() if size != -1)
+
+_SPLITS: dict[str, tuple[str, ...]] = {
+    axis.name: axis.metadata["splits"] for axis in dataclasses.fields(MeshConfig) if "splits" in axis.metadata
+}
+_DIMS = (*dict.fromkeys(dim for dims in _SPLITS.values() for dim in dims), "head_dim", "layers")
+AXES = tuple(_SPLITS)
+"""The mesh axes, outer to inner."""
+
+
+def axes_of(dim: str) -> tuple[str, ...]:
+    """The mesh axes that split a dim, outer to inner; none of them for `head_dim` and `layers`.
+
+    Raises:
+        ValueError: no array has such a dim.
+    """
+    if dim not in _DIMS:
+        guess = "".join(f"; did you mean {name!r}?" for name in difflib.get_close_matches(dim, _DIMS, n=1))
+        raise ValueError(f"unknown logical axis {dim!r}{guess} (known: {', '.join(_DIMS)})")
+    return tuple(axis for axis, dims in _SPLITS.items() if dim in dims)
+
+
+def num_parts(dim: str, sizes: Mapping[str, int]) -> int:
+    """How many parts a dim is split into on a mesh whose axes have these sizes."""
+    return math.prod(sizes[axis] for axis in axes_of(dim))
+
+
+def product(sizes: Mapping[str, int]) -> str:
+    """`data(2) x fsdp(4)`, without an axis that takes the rest."""
+    return " x ".join(f"{axis}({size})" for axis, size in sizes.items() if size != -1)
 
 
 @dataclass(frozen=True, kw_only=True)

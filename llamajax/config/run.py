@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from llamajax.config.data import DataConfig
 from llamajax.config.machine import HardwareConfig, XlaConfig
 from llamajax.config.model import ModelConfig
-from llamajax.config.parallel import DistributedConfig, MeshConfig
+from llamajax.config.parallel import DistributedConfig, MeshConfig, axes_of, num_parts, product
 from llamajax.config.rules import Seed, out_of_bounds
 from llamajax.config.training import CheckpointConfig, OptimizerConfig, SampleConfig, TrainConfig
 from llamajax.config.watch import MetricsConfig, ProfileConfig
@@ -94,24 +94,28 @@ class Config:
         except ConfigError as error:
             return [str(error)]
         train = self.train
-        batch_shards = axes["data"] * axes["fsdp"]
+        batch_shards = num_parts("batch", axes)
         micro_batch_size = train.global_batch_size // train.grad_accum_steps
         nearest = max(1, round(micro_batch_size / batch_shards)) * batch_shards * train.grad_accum_steps
         problems = self.model.undivided(axes)
-        if self.data.seq_len % axes["sequence"]:
-            problems.append(f"data.seq_len: {self.data.seq_len} must be divisible by mesh.sequence={axes['sequence']}")
+        problems += [
+            f"data.seq_len: {self.data.seq_len} must be divisible by mesh.{axis}={axes[axis]}"
+            for axis in axes_of("seq")
+            if self.data.seq_len % axes[axis]
+        ]
         if micro_batch_size % batch_shards:
+            over = product({axis: axes[axis] for axis in axes_of("batch")})
             problems.append(
                 f"train.global_batch_size: {train.global_batch_size} / grad_accum_steps({train.grad_accum_steps}) = "
-                f"{micro_batch_size} sequences cannot be split over data({axes['data']}) x fsdp({axes['fsdp']}) = "
-                f"{batch_shards} devices; the nearest batch that can is {nearest}"
+                f"{micro_batch_size} sequences cannot be split over {over} = {batch_shards} devices;"
+                f" the nearest batch that can is {nearest}"
             )
         return problems
 
     def batch_arithmetic(self, num_devices: int) -> str:
         """The batch in one line, for people to check."""
         axes = self.mesh.axis_sizes(num_devices)
-        replicas = axes["data"] * axes["fsdp"]
+        replicas = num_parts("batch", axes)
         train, seq_len = self.train, self.data.seq_len
         tokens = train.global_batch_size * seq_len
         per_device = train.global_batch_size // replicas // train.grad_accum_steps

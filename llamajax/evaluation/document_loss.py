@@ -19,12 +19,12 @@ from llamajax.checkpoint.read import say
 from llamajax.config.evaluate import EvaluateConfig
 from llamajax.config.file import load_config
 from llamajax.config.model import ModelConfig
+from llamajax.config.parallel import num_parts
 from llamajax.config.run import Config
 from llamajax.data.loader import Loader, held_out_batches
 from llamajax.data.tokenizer import Tokenizer, load_tokenizer
 from llamajax.errors import ConfigError, DataError
 from llamajax.model import Llama
-from llamajax.parallel.sharding import TABLE
 from llamajax.step.batch import Batch, micro_batch_size
 from llamajax.step.step import eval_step, one_behind
 from llamajax.watch import console
@@ -173,7 +173,7 @@ def adapt_run(run_config: Config, path: Path, config: EvaluateConfig, model: Mod
             f"seq_len: rows of {seq_len} tokens, as {path} has them, are above the model's max_seq_len={model.max_seq_len};"
             " set it to that or less"
         )
-    seq_shards = jax.sharding.get_mesh().shape["sequence"]
+    seq_shards = num_parts("seq", jax.sharding.get_mesh().shape)
     if seq_len % seq_shards:
         raise ConfigError(f"mesh.sequence: {seq_shards} must divide the {seq_len} tokens of a row; change it or seq_len")
     return dataclasses.replace(
@@ -196,7 +196,7 @@ def adapt_run(run_config: Config, path: Path, config: EvaluateConfig, model: Mod
 
 def whole_batch(size: int) -> int:
     """The size, rounded up to a multiple of the devices that share a batch."""
-    shards = math.prod(jax.sharding.get_mesh().shape[axis] for axis in TABLE.batch)
+    shards = num_parts("batch", jax.sharding.get_mesh().shape)
     return -(-size // shards) * shards
 
 

@@ -9,7 +9,6 @@ find the same answers.
 
 import difflib
 import json
-import math
 import random
 from collections import Counter
 from collections.abc import Collection, Sequence
@@ -29,6 +28,7 @@ from lm_eval.utils import get_rolling_token_windows, handle_non_serializable, ma
 from llamajax.checkpoint.read import say
 from llamajax.config.evaluate import EvaluateConfig
 from llamajax.config.model import ModelConfig
+from llamajax.config.parallel import num_parts
 from llamajax.data.chat import ChatTemplate, Message, load_chat_template
 from llamajax.data.tokenizer import Tokenizer
 from llamajax.errors import ConfigError, DataError
@@ -38,7 +38,7 @@ from llamajax.generation.completion import Completer
 from llamajax.generation.prompts import find_ends
 from llamajax.generation.sampling import Sampling
 from llamajax.model import Llama
-from llamajax.parallel.sharding import TABLE, spec
+from llamajax.parallel.sharding import spec
 from llamajax.step.batch import IGNORE, check_ids
 from llamajax.watch import console
 from llamajax.weights.pretrained import Pretrained
@@ -75,7 +75,7 @@ def evaluate_tasks(
     random.seed(RANDOM_SEED)
     np.random.seed(EXAMPLES_SEED)  # noqa: NPY002  (which the harness draws from)
     tasks = load_tasks(config)
-    batch_shards = math.prod(jax.sharding.get_mesh().shape[axis] for axis in TABLE.batch)
+    batch_shards = num_parts("batch", jax.sharding.get_mesh().shape)
     limit: Any = config.limit  # a share, too, whatever the harness's type says
     results: Any = evaluate(
         lm=LlamaLM(
@@ -169,7 +169,7 @@ class LlamaLM(TemplateLM):
         super().__init__()
         self._model, self._tokenizer, self._template = model, tokenizer, template
         self._end_ids, self._max_seq_len, self._batch_size, self._track = end_ids, max_seq_len, batch_size, track
-        self._seq_shards = math.prod(jax.sharding.get_mesh().shape[axis] for axis in TABLE.seq)
+        self._seq_shards = num_parts("seq", jax.sharding.get_mesh().shape)
 
     @property
     def eot_token_id(self) -> int:

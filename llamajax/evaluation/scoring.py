@@ -7,8 +7,9 @@ import jax
 import jax.numpy as jnp
 from jax import P
 
+from llamajax.config.parallel import axes_of
 from llamajax.model import Llama
-from llamajax.parallel.sharding import TABLE, spec
+from llamajax.parallel.sharding import spec
 from llamajax.step.batch import IGNORE
 from llamajax.step.loss import MAX_CHUNK_LOGITS
 
@@ -52,15 +53,15 @@ def score(model: Llama, tokens: jax.Array, targets: jax.Array) -> tuple[jax.Arra
 
 def _score_on_device(hidden: jax.Array, weight: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
     """One device's part of `score`: hidden [b, t, D], weight [v, d], targets [b, t]; fp32 and bool [b, t]."""
-    head = jax.lax.all_gather(weight.astype(hidden.dtype), TABLE.embed, axis=1, tiled=True)  # [v, D]
-    vocab_ids = jax.lax.axis_index(TABLE.vocab) * head.shape[0] + jnp.arange(head.shape[0])
+    head = jax.lax.all_gather(weight.astype(hidden.dtype), axes_of("embed"), axis=1, tiled=True)  # [v, D]
+    vocab_ids = jax.lax.axis_index(axes_of("vocab")) * head.shape[0] + jnp.arange(head.shape[0])
 
     def score_token(token: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         x, target = token  # [D], []
         logits = jnp.einsum("D,vD->v", x, head, preferred_element_type=jnp.float32)
-        largest = jax.lax.pmax(jnp.max(logits), TABLE.vocab)
+        largest = jax.lax.pmax(jnp.max(logits), axes_of("vocab"))
         own_sums = jnp.sum(jnp.exp(logits - largest)), jnp.sum(jnp.where(vocab_ids == target, logits, 0.0))
-        exp_sum, target_logit = jax.lax.psum(own_sums, TABLE.vocab)
+        exp_sum, target_logit = jax.lax.psum(own_sums, axes_of("vocab"))
         return target_logit - largest - jnp.log(exp_sum), target_logit == largest
 
     tokens = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)

@@ -1,6 +1,5 @@
 """Texts that go on from prompts: the token loop over a cache, where a text ends, and tokens as text while they come."""
 
-import math
 import time
 import zlib
 from collections.abc import Collection, Iterator, Sequence
@@ -11,12 +10,13 @@ from typing import Any, Literal
 import jax
 import numpy as np
 
+from llamajax.config.parallel import num_parts
 from llamajax.data.tokenizer import Tokenizer
 from llamajax.errors import DataError
 from llamajax.generation.sampling import Sampling, next_tokens
 from llamajax.model import Llama
 from llamajax.model.kv_cache import KVCache
-from llamajax.parallel.sharding import TABLE, spec
+from llamajax.parallel.sharding import spec
 from llamajax.step.batch import check_ids
 
 _CONTEXT_TOKENS = 8
@@ -238,8 +238,7 @@ class Completer:
             for sample in range(num_samples)
         ]
         longest = max((len(prompt) for prompt in prompts), default=1)
-        axes = jax.sharding.get_mesh().shape
-        batch_shards, seq_shards = (math.prod(axes[axis] for axis in split) for split in (TABLE.batch, TABLE.seq))
+        batch_shards, seq_shards = (num_parts(dim, jax.sharding.get_mesh().shape) for dim in ("batch", "seq"))
         B = _round_up(max(1, min(batch_size, len(rows))), batch_shards)
         T = _round_up(min(_power_of_two(longest), self._max_seq_len), seq_shards)
         S = max(T, min(_power_of_two(longest + max_tokens), self._max_seq_len))

@@ -9,8 +9,9 @@ from functools import partial
 import jax
 
 from llamajax.config.model import ModelConfig
+from llamajax.config.parallel import num_parts
 from llamajax.errors import EnvironmentMismatchError
-from llamajax.parallel.sharding import TABLE, spec
+from llamajax.parallel.sharding import spec
 
 MAX_HEAD_DIM = 128
 """Widest head that cuDNN takes on every GPU with bfloat16; Hopper's would go to 256."""
@@ -27,7 +28,7 @@ def obstacle(q: jax.Array | jax.ShapeDtypeStruct, segment_ids: jax.Array | jax.S
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.abstract_device is None or mesh.abstract_device.platform not in _PLATFORMS:
         return "it needs NVIDIA GPUs"
-    splits_rows = any(mesh.shape[axis] > 1 for axis in TABLE.seq)
+    splits_rows = num_parts("seq", mesh.shape) > 1
     return _limit(str(q.dtype), q.shape[-1], closes_documents=segment_ids is not None, splits_rows=splits_rows)
 
 
@@ -38,7 +39,7 @@ def planned_obstacle(model: ModelConfig, axes: Mapping[str, int]) -> str | None:
         model: the network.
         axes: sizes of the mesh axes.
     """
-    splits_rows = any(axes[axis] > 1 for axis in TABLE.seq)
+    splits_rows = num_parts("seq", axes) > 1
     closes_documents = not model.attend_across_documents
     return _limit(model.compute_dtype, model.head_dim, closes_documents=closes_documents, splits_rows=splits_rows)
 

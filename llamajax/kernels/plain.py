@@ -6,7 +6,8 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from llamajax.parallel.sharding import TABLE, spec
+from llamajax.config.parallel import axes_of
+from llamajax.parallel.sharding import spec
 
 MAX_CHUNK_SCORES = 2**28
 """Scores alive on a device at once: 1 GiB of fp32."""
@@ -43,14 +44,14 @@ def _attend_on_device(
     """One device's part of `attend`: q [b, t, k, G, H], k and v [b, t, k, H], segment_ids [b, t]."""
 
     def whole_rows(x: jax.Array) -> jax.Array:
-        return jax.lax.all_gather(x, TABLE.seq, axis=1, tiled=True)
+        return jax.lax.all_gather(x, axes_of("seq"), axis=1, tiled=True)
 
     # Widened behind the collective and narrowed in every chunk, so that the chunks' gradients add up in fp32.
     wide_k, wide_v = whole_rows(k).astype(jnp.float32), whole_rows(v).astype(jnp.float32)
     kv_segment_ids = None if segment_ids is None else whole_rows(segment_ids)
     (b, t, K, G, H), S = q.shape, wide_k.shape[1]
     scale = 1 / math.sqrt(H)
-    rows = jnp.broadcast_to(jax.lax.axis_index(TABLE.seq) * t + jnp.arange(t), (b, t))
+    rows = jnp.broadcast_to(jax.lax.axis_index(axes_of("seq")) * t + jnp.arange(t), (b, t))
 
     # Like a fused kernel, the backward pass recomputes the scores from q, k and v instead of keeping them.
     @partial(jax.checkpoint, prevent_cse=False)

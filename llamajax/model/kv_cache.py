@@ -14,7 +14,8 @@ import jax.numpy as jnp
 from jax.experimental.layout import Layout, with_layout_constraint
 
 from llamajax.config.model import ModelConfig
-from llamajax.parallel.sharding import TABLE, spec
+from llamajax.config.parallel import axes_of, num_parts
+from llamajax.parallel.sharding import spec
 
 _CACHE_SPEC = spec("layers", "batch", "kv_heads", "seq", "head_dim")
 
@@ -38,7 +39,7 @@ class KVCache:
 
         `batch_size` must be divisible by the devices that share the batch.
         """
-        parts = math.prod(jax.sharding.get_abstract_mesh().shape[axis] for axis in TABLE.seq)
+        parts = num_parts("seq", jax.sharding.get_abstract_mesh().shape)
         num_slots = math.ceil(max_seq_len / parts) * parts
         shape = (config.num_layers, batch_size, config.num_kv_heads, num_slots, config.head_dim)
         keys, values = (jnp.zeros(shape, config.compute_dtype, out_sharding=_CACHE_SPEC) for _ in range(2))
@@ -67,9 +68,9 @@ def write_prompt(cached: jax.Array, layer: jax.Array, new: jax.Array) -> jax.Arr
     def write(cached: jax.Array, layer: jax.Array, new: jax.Array) -> jax.Array:
         own_slots = cached.shape[3]
         # Prompt and cache are split into parts of different sizes, so a device's slots may hold others' tokens.
-        whole = jax.lax.all_gather(new, TABLE.seq, axis=1, tiled=True)
-        whole = jnp.pad(whole, ((0, 0), (0, own_slots * jax.lax.axis_size(TABLE.seq) - whole.shape[1]), (0, 0), (0, 0)))
-        own = jax.lax.dynamic_slice_in_dim(whole, jax.lax.axis_index(TABLE.seq) * own_slots, own_slots, axis=1)
+        whole = jax.lax.all_gather(new, axes_of("seq"), axis=1, tiled=True)
+        whole = jnp.pad(whole, ((0, 0), (0, own_slots * jax.lax.axis_size(axes_of("seq")) - whole.shape[1]), (0, 0), (0, 0)))
+        own = jax.lax.dynamic_slice_in_dim(whole, jax.lax.axis_index(axes_of("seq")) * own_slots, own_slots, axis=1)
         written = jax.lax.dynamic_update_index_in_dim(cached, jnp.moveaxis(own, 1, 2), layer, axis=0)
         # The matmuls that made `new` and read it would like another layout; without this XLA turns the whole cache into
         # theirs and back again.
@@ -88,7 +89,7 @@ def append(cache: KVCache, k: jax.Array, v: jax.Array) -> KVCache:
     @partial(jax.shard_map, in_specs=(_CACHE_SPEC, new_spec, spec("batch")), out_specs=_CACHE_SPEC)
     def write(cached: jax.Array, new: jax.Array, lengths: jax.Array) -> jax.Array:
         L, b, K, own_slots, _ = cached.shape
-        slots = lengths - jax.lax.axis_index(TABLE.seq) * own_slots
+        slots = lengths - jax.lax.axis_index(axes_of("seq")) * own_slots
         slots = jnp.where(slots < 0, own_slots, slots)  # out of bounds like any other slot that lies elsewhere
         layers, rows, heads = jnp.ogrid[:L, :b, :K]
         return cached.at[layers, rows, heads, slots[None, :, None]].set(new[:, :, 0], mode="drop", unique_indices=True)
@@ -132,7 +133,7 @@ def _attend_past_on_device(
     """One device's part of `attend_past`; every device of the sequence axis sums over its slots, then they meet."""
     q, k, v = q[:, 0], k[:, 0], v[:, 0]
     own_slots, scale = past_keys.shape[2], 1 / math.sqrt(q.shape[-1])
-    slots = jax.lax.axis_index(TABLE.seq) * own_slots + jnp.arange(own_slots)
+    slots = jax.lax.axis_index(axes_of("seq")) * own_slots + jnp.arange(own_slots)
     visible = slots[None, :] < lengths[:, None]
     if window is not None:
         visible = visible & (slots[None, :] > lengths[:, None] - window)
@@ -140,10 +141,10 @@ def _attend_past_on_device(
     scores = jnp.where(visible[:, None, None, :], scores, -jnp.inf)
     newest = jnp.einsum("BKGH,BKH->BKG", q, k, preferred_element_type=jnp.float32) * scale
 
-    largest = jnp.maximum(jax.lax.pmax(jnp.max(scores, axis=-1), TABLE.seq), newest)
+    largest = jnp.maximum(jax.lax.pmax(jnp.max(scores, axis=-1), axes_of("seq")), newest)
     exps, newest_exp = jnp.exp(scores - largest[..., None]), jnp.exp(newest - largest)
-    total = jax.lax.psum(jnp.sum(exps, axis=-1), TABLE.seq) + newest_exp
+    total = jax.lax.psum(jnp.sum(exps, axis=-1), axes_of("seq")) + newest_exp
     weights, newest_weight = (exps / total[..., None]).astype(q.dtype), (newest_exp / total).astype(q.dtype)
     out = jnp.einsum("BKGS,BKSH->BKGH", weights, past_values, preferred_element_type=jnp.float32)
-    out = jax.lax.psum(out, TABLE.seq) + newest_weight[..., None] * v[:, :, None, :].astype(jnp.float32)
+    out = jax.lax.psum(out, axes_of("seq")) + newest_weight[..., None] * v[:, :, None, :].astype(jnp.float32)
     return out.astype(q.dtype)[:, None]

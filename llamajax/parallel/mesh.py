@@ -10,12 +10,11 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
-from llamajax.config.parallel import DistributedConfig, MeshConfig
+from llamajax.config.parallel import AXES, DistributedConfig, MeshConfig
 from llamajax.config.run import Config
 from llamajax.errors import ConfigError, EnvironmentMismatchError
 from llamajax.parallel import allowance, processes
 from llamajax.parallel.allowance import MEMORY_FRACTION
-from llamajax.parallel.axes import AXES
 
 # Emulated devices share the machine's cores, so a collective may have to wait for seconds until every
 # device's thread has had its turn; XLA's limits of seconds would end the process.
@@ -93,8 +92,7 @@ def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
     # Not jax.make_mesh: it refuses GPUs of several nodes, each of which XLA takes for a slice of its own. Node after
     # node in the order of the ids, so that the inner axes stay within a node.
     ordered = sorted(jax.devices() if devices is None else devices, key=lambda d: (getattr(d, "slice_index", 0), d.id))
-    sizes = config.axis_sizes(len(ordered))
-    shape = [sizes.get(axis, 1) for axis in AXES]
+    shape = tuple(config.axis_sizes(len(ordered)).values())
     return Mesh(np.array(ordered).reshape(shape), AXES, axis_types=(AxisType.Explicit,) * len(AXES))
 
 

@@ -14,8 +14,9 @@ import jax
 import jax.numpy as jnp
 from jax import P
 
+from llamajax.config.parallel import axes_of
 from llamajax.model import Llama
-from llamajax.parallel.sharding import TABLE, spec
+from llamajax.parallel.sharding import spec
 from llamajax.step.batch import IGNORE
 
 MAX_CHUNK_LOGITS = 2**28
@@ -93,20 +94,20 @@ def _on_device(
     hidden: jax.Array, weight: jax.Array, targets: jax.Array, *, z_loss_weight: float
 ) -> tuple[LossSums, tuple[jax.Array, jax.Array]]:
     """One device's part of `_sums_and_gradients`: hidden [b, t, D], weight [v, d], targets [b, t]."""
-    token_axes = TABLE.batch + TABLE.seq
+    token_axes = axes_of("batch") + axes_of("seq")
     with jax.named_scope("gather_weight"):
-        head = jax.lax.all_gather(weight.astype(hidden.dtype), TABLE.embed, axis=1, tiled=True)  # [v, D]
-    vocab_ids = jax.lax.axis_index(TABLE.vocab) * head.shape[0] + jnp.arange(head.shape[0])
+        head = jax.lax.all_gather(weight.astype(hidden.dtype), axes_of("embed"), axis=1, tiled=True)  # [v, D]
+    vocab_ids = jax.lax.axis_index(axes_of("vocab")) * head.shape[0] + jnp.arange(head.shape[0])
 
     def add_chunk(d_head: jax.Array, chunk: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, tuple[LossSums, jax.Array]]:
         x, target = chunk  # [n, D], [n]
         with jax.named_scope("logits"):
             counted, is_target = target != IGNORE, target[:, None] == vocab_ids[None, :]
             logits = jnp.einsum("nD,vD->nv", x, head, preferred_element_type=jnp.float32)
-            largest = jax.lax.pmax(jnp.max(logits, axis=-1), TABLE.vocab)
+            largest = jax.lax.pmax(jnp.max(logits, axis=-1), axes_of("vocab"))
             exps = jnp.exp(logits - largest[:, None])
             own_sums = jnp.sum(exps, axis=-1), jnp.sum(jnp.where(is_target, logits, 0.0), axis=-1)
-            exp_sum, target_logit = jax.lax.psum(own_sums, TABLE.vocab)
+            exp_sum, target_logit = jax.lax.psum(own_sums, axes_of("vocab"))
             lse = jnp.log(exp_sum) + largest
             cross_entropy = jnp.sum(jnp.where(counted, lse - target_logit, 0.0))
             z_loss = jnp.sum(jnp.where(counted, z_loss_weight * jnp.square(lse), 0.0))
@@ -114,18 +115,18 @@ def _on_device(
             d_logits = exps * ((1 + 2 * z_loss_weight * lse) / exp_sum)[:, None] - is_target
             d_logits = jnp.where(counted[:, None], d_logits, 0.0).astype(x.dtype)
         with jax.named_scope("d_hidden"):
-            d_x = jax.lax.psum(jnp.einsum("nv,vD->nD", d_logits, head), TABLE.vocab)
+            d_x = jax.lax.psum(jnp.einsum("nv,vD->nD", d_logits, head), axes_of("vocab"))
         with jax.named_scope("d_head"):
             d_head += jnp.einsum("nv,nD->vD", d_logits, x, preferred_element_type=jnp.float32)
         return d_head, (sums, d_x)
 
     # Every device adds up its own tokens' gradients in fp32 over all chunks; the devices meet once, after the loop.
-    d_head = jax.lax.pcast(jnp.zeros(head.shape, jnp.float32), token_axes + TABLE.vocab, to="varying")
+    d_head = jax.lax.pcast(jnp.zeros(head.shape, jnp.float32), token_axes + axes_of("vocab"), to="varying")
     d_head, (chunk_sums, d_x) = jax.lax.scan(add_chunk, d_head, _chunks(hidden, targets, vocab_size=head.shape[0]))
     sums = LossSums(*(jax.lax.psum(jnp.sum(chunk_sum, axis=0), token_axes) for chunk_sum in chunk_sums))
     d_hidden = d_x.reshape(-1, hidden.shape[-1])[: targets.size].reshape(hidden.shape)
-    d_weight = jax.lax.psum_scatter(d_head.astype(hidden.dtype), TABLE.embed, scatter_dimension=1, tiled=True)
-    d_weight = jax.lax.psum(d_weight, tuple(axis for axis in token_axes if axis not in TABLE.embed))
+    d_weight = jax.lax.psum_scatter(d_head.astype(hidden.dtype), axes_of("embed"), scatter_dimension=1, tiled=True)
+    d_weight = jax.lax.psum(d_weight, tuple(axis for axis in token_axes if axis not in axes_of("embed")))
     return sums, (d_hidden, d_weight.astype(weight.dtype))
 
 

@@ -9,15 +9,14 @@ import jax
 import numpy as np
 import pytest
 import safetensors.numpy
-from jax.sharding import AxisType
 
 from converters import convert
 from converters.hf_cli import parse_args
 from converters.verify import compare_logits
 from llamajax.config.model import ModelConfig
 from llamajax.errors import CheckpointError
-from llamajax.parallel.axes import AXES
 from tests.converters.models import tiny, write_model
+from tests.tiny import single_device_mesh
 
 pytest.importorskip("torch")
 
@@ -30,8 +29,7 @@ LONG = tiny(
 
 @pytest.fixture(autouse=True)
 def _mesh():
-    axes = (1,) * len(AXES)
-    with jax.set_mesh(jax.make_mesh(axes, AXES, (AxisType.Explicit,) * len(AXES), devices=jax.devices()[:1])):
+    with jax.set_mesh(single_device_mesh()):
         yield
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
-from llamajax.config.parallel import MeshConfig
+from llamajax.config.parallel import AXES, MeshConfig
 from llamajax.config.training import TrainConfig
 from llamajax.errors import ConfigError, EnvironmentMismatchError
 from llamajax.kernels.cudnn import cudnn_attention, obstacle, planned_obstacle, workspace_bytes
@@ -25,8 +25,8 @@ H100 = AbstractDevice(device_kind="NVIDIA H100 80GB HBM3", num_cores=None, platf
 
 
 def mesh_of(device: AbstractDevice, **sizes: int) -> AbstractMesh:
-    shape = tuple(sizes.get(axis, 1) for axis in mesh.AXES)
-    return AbstractMesh(shape, mesh.AXES, axis_types=(AxisType.Explicit,) * len(mesh.AXES), abstract_device=device)
+    shape = tuple(sizes.get(axis, 1) for axis in AXES)
+    return AbstractMesh(shape, AXES, axis_types=(AxisType.Explicit,) * len(AXES), abstract_device=device)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,6 @@ import jax.extend.core
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType
 
 from llamajax.config.model import ModelConfig
 from llamajax.config.parallel import MeshConfig
@@ -18,17 +17,13 @@ from llamajax.parallel import mesh
 from llamajax.parallel.sharding import spec
 from llamajax.step.batch import IGNORE
 from llamajax.step.loss import loss_fn
+from tests.tiny import single_device_mesh
 
 CONFIG = ModelConfig(
     vocab_size=32, embed_dim=16, mlp_dim=24, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=4,
     init_std=0.3, compute_dtype="float32",
 )  # fmt: skip
 MIXED = MeshConfig(fsdp=2, sequence=2, tensor=2)
-
-
-def _set_one_device_mesh() -> None:
-    axes = mesh.AXES
-    jax.set_mesh(jax.make_mesh((1,) * len(axes), axes, (AxisType.Explicit,) * len(axes), devices=jax.devices()[:1]))
 
 
 def _llama(config: ModelConfig = CONFIG) -> Llama:
@@ -75,7 +70,7 @@ def test_biases_and_head_norms_are_born_sharded_and_as_many_as_the_config_says()
 
 
 def test_initial_values_do_not_depend_on_the_mesh():
-    _set_one_device_mesh()
+    jax.set_mesh(single_device_mesh())
     alone = dict(_leaves(jax.tree.map(np.asarray, _llama())))
     for axes in (MIXED, MeshConfig(data=2, fsdp=4)):
         jax.set_mesh(mesh.make_mesh(axes))
@@ -115,7 +110,7 @@ def test_omitted_positions_restart_with_each_document():
 def test_a_token_sees_exactly_the_earlier_tokens_of_its_document(axes: MeshConfig | None, window: int | None):
     """By gradient: token t's logits depend on token s's embedding if and only if s may be seen; all else is exactly 0."""
     if axes is None:
-        _set_one_device_mesh()
+        jax.set_mesh(single_device_mesh())
     else:
         jax.set_mesh(mesh.make_mesh(axes))
     B, T = 2, 8
@@ -213,7 +208,7 @@ def test_window_biases_and_head_norms_give_the_same_loss_and_gradients_on_every_
         (loss, _), gradients = grad(_drawn(config), batch, z_loss_weight=0.0)
         return loss, gradients
 
-    _set_one_device_mesh()
+    jax.set_mesh(single_device_mesh())
     loss, gradients = loss_and_gradients()
     jax.set_mesh(mesh.make_mesh(axes))
     loss_on_mesh, gradients_on_mesh = loss_and_gradients()
@@ -233,7 +228,7 @@ def _loss(model: Llama) -> jax.Array:
 
 
 def test_remat_policies_keep_what_they_say():
-    _set_one_device_mesh()
+    jax.set_mesh(single_device_mesh())
     L, B, T, K, G, H, F = 2, 2, 8, 2, 2, 4, 24
     names = {(L, B, T, K, G, H): "attention", (L, B, T, K, G + 2, H): "qkv", (L, B, T, 2, F): "gate_up"}
     expected = {
@@ -261,7 +256,7 @@ def test_remat_policies_keep_what_they_say():
     ["none", *(pytest.param(f"save_attention{more}", marks=pytest.mark.slow) for more in ("", "_qkv", "_qkv_mlp"))],
 )
 def test_remat_changes_no_value(remat: str):
-    _set_one_device_mesh()
+    jax.set_mesh(single_device_mesh())
     value_and_gradients = jax.jit(jax.value_and_grad(_loss))
     loss, gradients = value_and_gradients(_llama(dataclasses.replace(CONFIG, remat=remat)))
     full_loss, full_gradients = value_and_gradients(_llama(dataclasses.replace(CONFIG, remat="full")))

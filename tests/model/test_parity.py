@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType
 
 from llamajax.config.model import ModelConfig, RopeScalingConfig
 from llamajax.config.parallel import MeshConfig
@@ -14,6 +13,7 @@ from llamajax.model import Llama
 from llamajax.parallel import mesh
 from llamajax.step.batch import IGNORE
 from llamajax.step.loss import loss_fn
+from tests.tiny import single_device_mesh
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -50,11 +50,6 @@ RARE = ("mistral-narrowest", "qwen2-tied", "qwen3-tied")
 """Those that only the slow tests look at."""
 
 B, T = 2, 12
-
-
-def _set_one_device_mesh() -> None:
-    axes = mesh.AXES
-    jax.set_mesh(jax.make_mesh((1,) * len(axes), axes, (AxisType.Explicit,) * len(axes), devices=jax.devices()[:1]))
 
 
 def _config(variant: str) -> ModelConfig:
@@ -199,7 +194,7 @@ def _assert_parity(model: Llama, loss: np.ndarray, logits: np.ndarray, gradients
     "variant", [pytest.param(name, marks=pytest.mark.slow if name in RARE else ()) for name in VARIANTS]
 )
 def test_logits_and_gradients_equal_transformers(variant: str):
-    _set_one_device_mesh()
+    jax.set_mesh(single_device_mesh())
     model = _llama(_config(variant))
     tokens, targets, positions = _inputs(model.config)
 
@@ -238,7 +233,7 @@ def test_training_loss_on_a_mesh_equals_transformers(variant: str):
     "variant", ["llama3.1", "llama3.2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen2", "qwen3"))]
 )
 def test_bf16_is_as_close_to_fp32_as_transformers_bf16(variant: str):
-    _set_one_device_mesh()
+    jax.set_mesh(single_device_mesh())
     model = _llama(dataclasses.replace(_config(variant), compute_dtype="bfloat16"))
     tokens, _, positions = _inputs(model.config)
     hf = _hf_llama(model)

@@ -1,19 +1,23 @@
-"""Tests of llamajax.mesh."""
+"""Tests of llamajax.parallel.mesh."""
 
+import ast
 import logging
 import os
+import pathlib
 import subprocess
 import sys
 
 import pytest
 
+import llamajax
+from llamajax.config.parallel import AXES
 from llamajax.parallel import mesh
 from llamajax.step.step import one_behind
 
 LAUNCHES = """
 import jax, jax.numpy as jnp, numpy as np
-from llamajax.parallel import mesh
 from llamajax.config.parallel import MeshConfig
+from llamajax.parallel import mesh
 
 mesh.select_platform(MeshConfig(num_cpu_devices=8))
 jax.set_mesh(mesh.make_mesh(MeshConfig(fsdp=8)))
@@ -32,6 +36,56 @@ for _ in range(500):
     x = step(x)
 print(float(x.sum()))
 """
+
+ONE_MORE_AXIS = """
+import pathlib, sys, types
+import llamajax.config
+
+# As if someone had written one more row into the table.
+path = pathlib.Path(llamajax.config.__path__[0], "parallel.py")
+source, row = path.read_text(), '    fsdp: AxisSize = field('
+assert source.count(row) == 1
+sys.modules["llamajax.config.parallel"] = module = types.ModuleType("llamajax.config.parallel")
+exec(source.replace(row, '    island: AxisSize = field(default=1, metadata=dict(splits=("batch", "embed")))\\n' + row), module.__dict__)
+
+import jax
+from llamajax.config.parallel import MeshConfig
+from llamajax.parallel import mesh
+from llamajax.parallel.sharding import spec
+
+mesh.select_platform(MeshConfig(num_cpu_devices=8))
+from llamajax.model import Llama
+from tests.tiny import random_rows, tiny_config
+
+config = tiny_config()
+assert not config.placement_problems(8)
+for sizes in (MeshConfig(), MeshConfig(island=2, fsdp=2, tensor=2)):
+    jax.set_mesh(mesh.make_mesh(sizes))
+    model = jax.jit(Llama, static_argnums=0)(config.model, jax.random.key(0))
+    rows = {name: jax.device_put(x, spec("batch", "seq")) for name, x in random_rows(config, 0).items()}
+    logits = jax.jit(lambda model, rows: model(rows["tokens"], rows["segment_ids"], rows["positions"]))(model, rows)
+    print(jax.sharding.get_mesh().axis_names, model.layers.mlp.w_down.sharding.spec, f"{float(abs(logits).mean()):.5f}")
+"""
+
+
+def test_an_axis_more_is_a_row_more_in_one_table():
+    child = subprocess.run([sys.executable, "-c", ONE_MORE_AXIS], capture_output=True, text=True, timeout=300)
+    assert child.returncode == 0, child.stderr
+    before, after = child.stdout.splitlines()
+    assert "('data', 'island', 'fsdp', 'sequence', 'tensor') P(None, 'tensor', ('island', 'fsdp'))" in after
+    assert before.split()[-1] == after.split()[-1]
+
+
+def test_nothing_else_names_the_axes_in_order():
+    root = pathlib.Path(*llamajax.__path__)
+    literals = [
+        (path.relative_to(root).as_posix(), [leaf.value for leaf in ast.walk(node) if isinstance(leaf, ast.Constant)])
+        for path in root.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, (ast.Tuple, ast.List, ast.Set, ast.Dict))
+    ]
+    named = [(path, [value for value in values if value in AXES]) for path, values in literals]
+    assert not [(path, axes) for path, axes in named if len(axes) > 2 and axes == sorted(axes, key=AXES.index)]
 
 
 def test_programs_may_be_queued_without_end():
