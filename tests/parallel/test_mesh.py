@@ -44,9 +44,10 @@ import llamajax.config
 # As if someone had written one more row into the table.
 path = pathlib.Path(llamajax.config.__path__[0], "parallel.py")
 source, row = path.read_text(), '    fsdp: AxisSize = field('
+new_row = '    island: AxisSize = field(default=1, metadata=dict(splits=("batch", "embed")))'
 assert source.count(row) == 1
 sys.modules["llamajax.config.parallel"] = module = types.ModuleType("llamajax.config.parallel")
-exec(source.replace(row, '    island: AxisSize = field(default=1, metadata=dict(splits=("batch", "embed")))\\n' + row), module.__dict__)
+exec(source.replace(row, new_row + chr(10) + row), module.__dict__)
 
 import jax
 from llamajax.config.parallel import MeshConfig
