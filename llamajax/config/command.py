@@ -20,7 +20,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Generic, Union
 
-from llamajax.config.file import Root, config_to_dict, dump_config, file_problems, keys, load_config, read_config
+from llamajax.config.file import Root, config_to_dict, dump_config, file_problems, load_config, read_config
+from llamajax.config.keys import keys
 from llamajax.config.run import Config
 from llamajax.config.yaml_text import Place, Problems, show
 from llamajax.errors import ConfigError

@@ -11,11 +11,12 @@ import os
 import re
 import types
 import typing
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Annotated, Any, ClassVar, Literal, Protocol, TypeVar, Union
 
 import yaml
 
+from llamajax.config.keys import item_type, join, keys, unknown_key
 from llamajax.config.run import Config
 from llamajax.config.yaml_text import MAX_BYTES, Node, Place, Problems, read_yaml, show
 from llamajax.errors import ConfigError
@@ -97,6 +98,28 @@ def read_config(
     return config
 
 
+def read_value(config: Config, key: str, text: str) -> Any:
+    """What the command line `--key text` would set in `config`, as a value for `Config.changed`.
+
+    Raises:
+        ConfigError: there is no such key, or its type has no such value: one `--key: rule; remedy` line each.
+    """
+    problems, place = Problems(), Place(0, show(f"--{key}"))
+    builder = _Builder(problems, Config)
+    found = builder.override(_tree(config_to_dict(config), place), key, text, place)
+    value = builder.value(*found, key) if found else None
+    builder.add_missing()
+    problems.raise_if_any()
+    return value
+
+
+def _tree(value: Any, place: Place) -> Node:
+    """The sections, lists and keys of `config_to_dict`, without the values."""
+    if isinstance(value, dict):
+        return Node({name: _tree(inner, place) for name, inner in value.items()}, place)
+    return Node([_tree(item, place) for item in value] if isinstance(value, list) else "", place)
+
+
 def config_to_dict(config: Settings) -> dict[str, Any]:
     """Every field as plain dicts, lists, numbers and text, ready for JSON and YAML."""
 
@@ -120,17 +143,6 @@ def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
 
 
 _Dumper.add_representer(str, _represent_text)
-
-
-def keys(section: Any, prefix: str = "") -> Iterator[tuple[str, Any, dataclasses.Field[Any]]]:
-    """Every dotted key with its section and field, sections before their own keys; `0` stands for a list's items."""
-    for field in dataclasses.fields(section):
-        key = f"{prefix}{field.name}"
-        yield key, section, field
-        if dataclasses.is_dataclass(field.type):
-            yield from keys(field.type, f"{key}.")
-        elif dataclasses.is_dataclass(item_type := _item_type(field.type)):
-            yield from keys(item_type, f"{key}.0.")
 
 
 def _read_file(path: str, problems: Problems) -> Node:
@@ -204,15 +216,6 @@ def file_problems(config: Config) -> list[str]:
     return problems
 
 
-def _item_type(kind: Any) -> Any:
-    """The type of a tuple's items; None for other types."""
-    return typing.get_args(kind)[0] if typing.get_origin(kind) is tuple else None
-
-
-def _join(key: str, name: str) -> str:
-    return f"{key}.{name}" if key else name
-
-
 class _Builder:
     """Builds the configuration from a tree; what is wrong goes to `problems`."""
 
@@ -223,42 +226,43 @@ class _Builder:
         self.meant: set[str] = set()
         """Keys that an unknown key is probably a misspelling of."""
 
-    def override(self, root: Node, key: str, text: str | None, place: Place) -> None:
-        """Puts `text` at a dotted key of the tree."""
+    def override(self, root: Node, key: str, text: str | None, place: Place) -> tuple[Any, Node] | None:
+        """Puts `text` at a dotted key of the tree; its type and node, unless that cannot be."""
         node, kind, below = root, self.root_class, ""
         repeatable = False
         for name in key.split("."):
-            above, below = below, _join(below, name)
+            above, below = below, join(below, name)
             if dataclasses.is_dataclass(kind):
                 field_types = {field.name: field.type for field in dataclasses.fields(kind)}
                 if name not in field_types:
                     self.add_unknown(place, below, field_types)
-                    return
+                    return None
                 if not isinstance(node.content, dict):
-                    return  # nor is it a section in the file, which is told with its line
+                    return None  # nor is it a section in the file, which is told with its line
                 repeatable = "repeatable" in kind.__dataclass_fields__[name].metadata
                 kind = field_types[name]
                 node = node.content.setdefault(name, Node({} if dataclasses.is_dataclass(kind) else "", place))
             elif isinstance(node.content, list) and re.fullmatch("[0-9]{1,4}", name) and int(name) < len(node.content):
-                node, kind = node.content[int(name)], _item_type(kind)
+                node, kind = node.content[int(name)], item_type(kind)
             else:
                 inner = f"{len(node.content)} item(s), counted from 0" if isinstance(node.content, list) else "no keys"
                 self.problems.add(place, f"no such key; {above} has {inner}")
-                return
+                return None
         if text is None and kind is bool:
             text = "true"
         if text is None:
             self.problems.add(place, f"needs a value; write --{key} VALUE or --{key}=VALUE")
             if repeatable:
                 node.content = []
-            return
+            return None
         value = Node(text, place, "argument")
         if repeatable:
             before = node.content if isinstance(node.content, list) and node.place.text == place.text else []
             value = Node([*before, Node(text, place, "quoted")], place)
-        elif _item_type(kind) or dataclasses.is_dataclass(kind):
+        elif item_type(kind) or dataclasses.is_dataclass(kind):
             value = read_yaml(text, lambda line: place, self.problems) or node
         node.content, node.place, node.style = value.content, place, value.style
+        return kind, node
 
     def section(self, cls: Any, node: Node, key: str) -> Any:
         """A dataclass from a mapping; `_INVALID` if it cannot be built."""
@@ -267,13 +271,13 @@ class _Builder:
         fields = {field.name: field for field in dataclasses.fields(cls)}
         for name, child in node.content.items():
             if name not in fields:
-                self.add_unknown(child.place, _join(key, name), fields)
+                self.add_unknown(child.place, join(key, name), fields)
         values = {}
         for name, field in fields.items():
             if name in node.content:
-                values[name] = self.value(field.type, node.content[name], _join(key, name))
+                values[name] = self.value(field.type, node.content[name], join(key, name))
             elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
-                self.missing[_join(key, name)] = node.place
+                self.missing[join(key, name)] = node.place
                 values[name] = _INVALID
         if any(value is _INVALID for value in values.values()):
             return _INVALID
@@ -282,7 +286,7 @@ class _Builder:
         except ConfigError as error:
             for rule in str(error).splitlines():
                 name, _, message = rule.partition(": ")
-                self._invalid(node.content.get(name, node).place, _join(key, name), message)
+                self._invalid(node.content.get(name, node).place, join(key, name), message)
             return _INVALID
 
     def value(self, kind: Any, node: Node, key: str) -> Any:
@@ -296,11 +300,11 @@ class _Builder:
             return self.value(kind, node, key)
         if dataclasses.is_dataclass(kind):
             return self.section(kind, node, key)
-        if item_type := _item_type(kind):
+        if inner := item_type(kind):
             if not isinstance(node.content, list):
                 remedy = f"; write [{show(node.content)}]" if isinstance(node.content, str) and node.content else ""
                 return self._invalid(node.place, key, f"must be a list, not {node.describe()}{remedy}")
-            items = [self.value(item_type, item, _join(key, str(index))) for index, item in enumerate(node.content)]
+            items = [self.value(inner, item, join(key, str(index))) for index, item in enumerate(node.content)]
             return _INVALID if any(item is _INVALID for item in items) else tuple(items)
         try:
             return _scalar(kind, node)
@@ -313,23 +317,8 @@ class _Builder:
 
     def add_unknown(self, place: Place, key: str, siblings: Iterable[str]) -> None:
         """Notes a key that does not exist, with the one that was probably meant, here or in another section."""
-        above, _, name = key.rpartition(".")
-        namesakes: dict[str, list[str]] = {}
-        for other, _, _ in keys(self.root_class):
-            namesakes.setdefault(other.rpartition(".")[2], []).append(other)
-        if close := [name.lower()] if name.lower() in namesakes else []:
-            meant = namesakes[close[0]]
-        elif close := difflib.get_close_matches(name.lower(), siblings, n=1):
-            meant = [_join(above, close[0])]
-        elif close := difflib.get_close_matches(name.lower(), namesakes, n=1):
-            meant = namesakes[close[0]]
-        else:
-            meant = []
+        remedy, meant = unknown_key(self.root_class, key, siblings)
         self.meant.update(meant)
-        if meant:
-            remedy = "did you mean " + " or ".join(f"'{other}'" for other in meant) + "?"
-        else:
-            remedy = f"{above or 'a configuration'} has {', '.join(siblings)}"
         self.problems.add(place, f"unknown key '{show(key)}'; {remedy}")
 
     def add_missing(self) -> None:

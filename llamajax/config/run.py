@@ -5,9 +5,12 @@ Derived numbers are properties and are never written back. Only the standard lib
 here, so that `--help`, launchers and tools need no jax.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from llamajax.config.data import DataConfig
+from llamajax.config.keys import with_values
 from llamajax.config.machine import HardwareConfig, XlaConfig
 from llamajax.config.model import ModelConfig
 from llamajax.config.parallel import DistributedConfig, MeshConfig, axes_of, num_parts, product
@@ -52,6 +55,19 @@ class Config:
     """What a plan is for."""
     xla: XlaConfig = field(default_factory=XlaConfig)
     """What the compiler is told."""
+
+    def changed(self, changes: Mapping[str, Any]) -> "Config":
+        """This run with other settings, given by dotted key: `config.changed({"mesh.fsdp": 8, "train.num_steps": 100})`.
+
+        All are put in place at once, so that rules look at the result only; a value may be a whole section.
+
+        Raises:
+            ConfigError: no setting has such a key, or the result breaks a rule: one `key: rule; remedy` line each.
+        """
+        config = with_values(self, changes, Config)
+        if problems := config.problems():
+            raise ConfigError("\n".join(problems))
+        return config
 
     def problems(self) -> list[str]:
         """What is wrong between sections, and over emulated or planned devices: one `key: rule; remedy` line each."""

@@ -1,6 +1,5 @@
 """What to change when a plan does not fit the card: candidates by formula, then compiled, so that they are known to fit."""
 
-import dataclasses
 import itertools
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -149,20 +148,6 @@ def executed_flops(config: Config) -> ExecutedFlops:
     )
 
 
-def changed(config: Config, changes: Changes) -> Config:
-    """`config` with dotted settings replaced.
-
-    Raises:
-        ConfigError: the result is no valid configuration.
-    """
-    for key, value in changes.items():
-        section, name = key.split(".")
-        config = dataclasses.replace(config, **{section: dataclasses.replace(getattr(config, section), **{name: value})})
-    if problems := config.problems():
-        raise ConfigError("\n".join(problems))
-    return config
-
-
 def _smallest(config: Config, choices: Iterable[tuple[Changes, ...]], shortfall: float) -> Candidate | None:
     """The first choice whose changes together are enough, and no fewer of them."""
     for parts in choices:
@@ -182,7 +167,7 @@ def _together(parts: Iterable[Changes]) -> Changes:
 
 def _if_it_fits(config: Config, changes: Changes, shortfall: float) -> Candidate | None:
     try:
-        candidate = changed(config, changes)
+        candidate = config.changed(changes)
     except ConfigError:
         return None
     expected = estimate(candidate)

@@ -14,7 +14,7 @@ from llamajax.kernels.cudnn import planned_obstacle
 from llamajax.planning.cost.gpu import Machine
 from llamajax.planning.cost.replay import replay
 from llamajax.planning.cost.timeline import Timeline
-from llamajax.planning.fitting import Suggestion, changed, suggestions
+from llamajax.planning.fitting import Suggestion, suggestions
 from llamajax.planning.latencies import Rank, latency_profile, latency_source, rank, read_profile
 from llamajax.planning.memory import MemoryPlan, memory_plan
 from llamajax.planning.xla.compile import CompiledStep, compile_for
@@ -165,11 +165,11 @@ def _alternatives(plan: Plan) -> Iterator[Alternative]:
         guessed, known = changes | {"xla.latency_profile": None}, changes | {"xla.latency_profile": "auto"}
         blind = plan.without_profile
         if changes:
-            config = changed(plan.config, guessed)
+            config = plan.config.changed(guessed)
             blind = replayed(compile_for(config), config)
             yield Alternative(changes=guessed, schedule=blind)
         if changes or own.latency_profile != "auto":
-            schedule = by_latencies(blind, changed(plan.config, known))
+            schedule = by_latencies(blind, plan.config.changed(known))
             assert schedule is not None
             yield Alternative(changes=known, schedule=schedule)
 

@@ -2,14 +2,13 @@
 
 import dataclasses
 import functools
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from llamajax.config.file import config_to_dict, read_config
+from llamajax.config.file import read_value
 from llamajax.config.run import Config
-from llamajax.config.yaml_text import Problems
 from llamajax.errors import ConfigError
+from llamajax.planning.fitting import Changes
 from llamajax.planning.plan import Plan, by_latencies, make_plan, mesh_sizes, plan_problems, replayed
 
 _PRICES = ("hardware.price_per_gpu_hour", "hardware.token_budget")
@@ -87,35 +86,28 @@ def _replay(base: Plan, config: Config, *, new_latencies: bool) -> Plan:
     return Plan(config=config, without_profile=blind, with_profile=profiled)
 
 
-def _with_value(config: Config, key: str, value: str) -> Config:
-    overrides: list[tuple[str, str | None]] = [(key, value)]
-    if key in _CLUSTER_SIZE and value.isdecimal() and int(value) > 0:
-        name = key.partition(".")[2]
-        hardware = dataclasses.replace(config.hardware, **{name: int(value)})
-        old, new = config.hardware.num_devices, hardware.num_devices
-        if new == old:
-            return config
-        # The same tokens for all, so that their days and prices compare.
-        train = config.train
-        budget = config.hardware.token_budget or train.num_steps * train.global_batch_size * config.data.seq_len
-        overrides.append(("hardware.token_budget", repr(budget)))
-        scaled = {"mesh.fsdp": mesh_sizes(config)["fsdp"], "train.global_batch_size": config.train.global_batch_size}
-        for scaled_key, size in scaled.items():
-            if size * new % old:
-                raise ConfigError(
-                    f"--sweep: {key}={value}: {scaled_key}={size} times {new} / {old} devices is no whole number;"
-                    " choose other values"
-                )
-            overrides.append((scaled_key, str(size * new // old)))
-    # Through the reader of files and command lines, so that the value is understood and checked as there.
-    sections: list[tuple[str, str | None]] = [
-        (name, json.dumps(value) if isinstance(value, dict) else str(value))
-        for name, value in config_to_dict(config).items()
-        if value is not None
-    ]
+def _with_value(config: Config, key: str, text: str) -> Config:
     try:
-        return read_config(Config, None, sections + overrides, Problems(), check=lambda config: [])
+        value = read_value(config, key, text)
+        scaled = _scaled(config, key, value) if key in _CLUSTER_SIZE and value > 0 else {}
+        return config.changed({key: value} | scaled)
     except ConfigError as error:
-        # Each line without its place, which is in none of the user's files.
-        rules = [line.partition(": ")[2] for line in str(error).splitlines()]
-        raise ConfigError("\n".join(f"--sweep: {key}={value}: {rule}" for rule in rules)) from error
+        rules = [line.removeprefix("--").removeprefix(f"{key}: ") for line in str(error).splitlines()]
+        raise ConfigError("\n".join(f"--sweep: {key}={text}: {rule}" for rule in rules)) from error
+
+
+def _scaled(config: Config, key: str, value: int) -> Changes:
+    """What changes with the size of the cluster."""
+    old = config.hardware.num_devices
+    new = dataclasses.replace(config.hardware, **{key.partition(".")[2]: value}).num_devices
+    if new == old:
+        return {}
+    # The same tokens for all, so that their days and prices compare.
+    budget = config.hardware.token_budget or float(config.train.num_rows * config.data.seq_len)
+    changes: Changes = {"hardware.token_budget": budget}
+    sizes = {"mesh.fsdp": mesh_sizes(config)["fsdp"], "train.global_batch_size": config.train.global_batch_size}
+    for scaled_key, size in sizes.items():
+        if size * new % old:
+            raise ConfigError(f"{scaled_key}={size} times {new} / {old} devices is no whole number; choose other values")
+        changes[scaled_key] = size * new // old
+    return changes

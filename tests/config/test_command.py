@@ -10,7 +10,7 @@ from front_door import MINIMAL, TRAIN_FLAGS, changed, refuse
 
 from llamajax.config import command as cli
 from llamajax.config.data import SourceConfig
-from llamajax.config.file import keys
+from llamajax.config.keys import keys
 from llamajax.config.model import RopeScalingConfig
 from llamajax.config.parallel import MeshConfig
 from llamajax.config.run import Config

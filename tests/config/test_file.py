@@ -11,7 +11,7 @@ from front_door import MINIMAL, changed, refuse
 
 from llamajax.config import command as cli
 from llamajax.config.data import DataConfig, SourceConfig, TokenizerConfig
-from llamajax.config.file import keys
+from llamajax.config.keys import keys
 from llamajax.config.machine import HardwareConfig, XlaConfig
 from llamajax.config.model import ModelConfig, RopeScalingConfig
 from llamajax.config.parallel import DistributedConfig, MeshConfig

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from llamajax.config.data import DataConfig, SourceConfig, TokenizerConfig
-from llamajax.config.file import keys
+from llamajax.config.keys import keys
 from llamajax.config.machine import HardwareConfig, XlaConfig
 from llamajax.config.model import ModelConfig, RopeScalingConfig
 from llamajax.config.parallel import DistributedConfig, MeshConfig

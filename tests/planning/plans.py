@@ -12,7 +12,7 @@ from llamajax.config.run import Config
 from llamajax.config.training import TrainConfig
 from llamajax.parallel.allowance import Allowance
 from llamajax.planning.cost.replay import replay
-from llamajax.planning.fitting import Suggestion, changed
+from llamajax.planning.fitting import Suggestion
 from llamajax.planning.memory import KINDS, MemoryPlan, Tensor
 from llamajax.planning.plan import Plan, Schedule, mesh_sizes, planned_machine
 from llamajax.planning.xla.buffers import BufferAssignment
@@ -90,7 +90,7 @@ def plan(*, config: Config = CONFIG, peak_bytes: int = 60 * GIB) -> Plan:
     changes = {"train.grad_accum_steps": 4}
     suggestion = Suggestion(
         changes=changes,
-        config=changed(config, changes),
+        config=config.changed(changes),
         flops_ratio=1.0,
         memory=memory(),
         step_time_s=2 * made.chosen.timeline.step_time_s,

@@ -9,7 +9,7 @@ import pytest
 from llamajax.config.file import load_config
 from llamajax.config.run import Config
 from llamajax.parallel.allowance import allowance
-from llamajax.planning.fitting import changed, executed_flops
+from llamajax.planning.fitting import executed_flops
 from llamajax.planning.memory import fuses_attention, minimum_state_bytes
 from llamajax.planning.plan import make_plan, mesh_sizes
 from llamajax.planning.tell.figures import figures
@@ -27,7 +27,7 @@ def golden() -> dict[str, Any]:
 
 def shipped(name: str) -> Config:
     config, changes = plans()[name]
-    return changed(load_config(CONFIGS / f"{config}.yaml"), changes)
+    return load_config(CONFIGS / f"{config}.yaml").changed(changes)
 
 
 def test_every_plan_is_kept():

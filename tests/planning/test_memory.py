@@ -14,7 +14,6 @@ from llamajax.kernels.cudnn import workspace_bytes
 from llamajax.parallel import mesh
 from llamajax.parallel.allowance import VARIABLE
 from llamajax.planning import memory
-from llamajax.planning.fitting import changed
 from llamajax.planning.xla.buffers import read_buffer_assignment
 from llamajax.planning.xla.compile import CompiledStep, lower
 from llamajax.planning.xla.hlo import parse
@@ -92,24 +91,24 @@ def test_the_minimum_splits_all_matrices_over_all_shards():
     norms = (2 * 2 + 1) * 32
     matrices = CONFIG.model.num_params - norms
     assert memory.minimum_state_bytes(CONFIG) == 12 * (matrices // 8 + norms)
-    half = changed(CONFIG, {"optimizer.moment_dtype": "bfloat16"})
+    half = CONFIG.changed({"optimizer.moment_dtype": "bfloat16"})
     assert memory.minimum_state_bytes(half) == 8 * (matrices // 8 + norms)
-    replicated = changed(CONFIG, {"mesh.data": 4, "mesh.fsdp": 1})
+    replicated = CONFIG.changed({"mesh.data": 4, "mesh.fsdp": 1})
     assert memory.minimum_state_bytes(replicated) == 12 * (matrices // 2 + norms)
 
 
 def test_the_estimate_follows_what_changes():
     base = memory.estimate(CONFIG).by_kind
-    more_rows = memory.estimate(changed(CONFIG, {"train.grad_accum_steps": 1})).by_kind
+    more_rows = memory.estimate(CONFIG.changed({"train.grad_accum_steps": 1})).by_kind
     assert more_rows["activations"] == 2 * base["activations"]
     assert more_rows["gradients"] < base["gradients"]  # no sum over micro-batches beside the micro-batch's own
-    narrow = changed(CONFIG, {"model.param_dtype": "bfloat16"})  # whose micro-batches' sum is fp32 all the same
+    narrow = CONFIG.changed({"model.param_dtype": "bfloat16"})  # whose micro-batches' sum is fp32 all the same
     shard = memory.minimum_state_bytes(CONFIG) // 12
     assert base["gradients"] - memory.estimate(narrow).by_kind["gradients"] == 2 * shard
-    half = memory.estimate(changed(CONFIG, {"optimizer.moment_dtype": "bfloat16"})).by_kind
+    half = memory.estimate(CONFIG.changed({"optimizer.moment_dtype": "bfloat16"})).by_kind
     assert half["optimizer"] == base["optimizer"] // 2
     kept = [
-        memory.estimate(changed(CONFIG, {"model.remat": policy})).by_kind["activations"]
+        memory.estimate(CONFIG.changed({"model.remat": policy})).by_kind["activations"]
         for policy in ("full", "save_attention", "save_attention_qkv", "save_attention_qkv_mlp", "none")
     ]
     assert kept == sorted(kept)
@@ -164,8 +163,8 @@ def test_the_estimate_knows_the_workspace_too():
     rows, tensor = 32 // 2 // 4, 2
     expected = workspace_bytes(rows, model.num_heads // tensor, model.num_kv_heads // tensor, config.data.seq_len, 16)
     assert memory.estimate(config).by_kind["workspace"] == expected > 0
-    assert memory.estimate(changed(config, {"model.attention_kernel": "plain"})).by_kind["workspace"] == 0
-    assert memory.estimate(changed(config, {"model.compute_dtype": "float32"})).by_kind["workspace"] == 0
+    assert memory.estimate(config.changed({"model.attention_kernel": "plain"})).by_kind["workspace"] == 0
+    assert memory.estimate(config.changed({"model.compute_dtype": "float32"})).by_kind["workspace"] == 0
 
 
 def test_moments_that_round_away_are_no_way_out():

@@ -8,7 +8,6 @@ from llamajax.config.machine import HardwareConfig, XlaConfig
 from llamajax.config.parallel import MeshConfig
 from llamajax.errors import ConfigError
 from llamajax.planning import plan as planning_schedule
-from llamajax.planning.fitting import changed
 from llamajax.planning.plan import Alternative, Plan, make_plan, plan_problems
 from tests.planning import plans
 
@@ -115,7 +114,7 @@ def test_alternatives_are_every_other_way(compiled, monkeypatch, can_pipeline, s
     config = with_xla(latency_profile=source, pipeline_gathers=True)
     plan = make_plan(config, alternatives=True)
     tried = [({}, plan.chosen), *((other.changes, other.schedule) for other in plan.alternatives)]
-    ways = [(way.xla.pipeline_gathers, way.xla.latency_profile) for way in (changed(config, c) for c, _ in tried)]
+    ways = [(way.xla.pipeline_gathers, way.xla.latency_profile) for way in (config.changed(c) for c, _ in tried)]
     if source is not None:
         ways.append((True, None))  # the one that is compiled first
     assert len(ways) == len(set(ways)) == len(compiled)

@@ -15,7 +15,7 @@ from llamajax.config.parallel import MeshConfig
 from llamajax.config.run import Config
 from llamajax.config.training import TrainConfig
 from llamajax.errors import ConfigError, EnvironmentMismatchError
-from llamajax.planning.fitting import changed, suggestions
+from llamajax.planning.fitting import suggestions
 from llamajax.planning.memory import MemoryPlan, estimate, memory_plan, minimum_state_bytes
 from llamajax.planning.xla import compile as planning_compile
 from llamajax.planning.xla.compile import CompiledStep, CompilerMissingError, check_compiler, compile_for
@@ -160,7 +160,7 @@ def test_missing_tools_of_cuda_are_told_with_the_remedy(compiler, monkeypatch, m
 
 @pytest.mark.slow
 def test_what_is_suggested_was_compiled_and_fits(compiler):
-    too_large = changed(CONFIG, {"model.remat": "none", "hardware.gpu": "a100-40gb", "train.global_batch_size": 256})
+    too_large = CONFIG.changed({"model.remat": "none", "hardware.gpu": "a100-40gb", "train.global_batch_size": 256})
     assert not estimate(too_large).fits
     seconds: list[Config] = []
 
