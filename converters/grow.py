@@ -17,11 +17,10 @@ from converters.tokenizer_formats import BpeTokenizer, read_tokenizer
 from converters.tokenizer_growth import MIN_SAVED, learn_pieces
 from converters.tokenizer_weights import Rows, write_weights
 from llamajax.config.data import SourceConfig
-from llamajax.config.yaml_text import show
 from llamajax.data.sources import Source
 from llamajax.data.tokenizer import Tokenizer, load_tokenizer, sample_texts
 from llamajax.disk import made_whole
-from llamajax.errors import ConfigError, DataError, UserError
+from llamajax.errors import ConfigError, DataError, UserError, show
 from llamajax.parallel.exit import exit_code
 from llamajax.weights.hf_files import read_travelling, travelling_files
 from llamajax.weights.safetensors import Stored, open_model, read_json

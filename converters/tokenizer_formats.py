@@ -15,8 +15,7 @@ from sentencepiece.sentencepiece_model_pb2 import ModelProto  # pyright: ignore[
 from tokenizers import Regex, pre_tokenizers
 
 from converters.tokenizer_growth import Vocabulary, new_merges
-from llamajax.config.yaml_text import show
-from llamajax.errors import ConfigError
+from llamajax.errors import ConfigError, show
 from llamajax.weights.safetensors import parse_json
 
 JSON_FILE, MODEL_FILE = "tokenizer.json", "tokenizer.model"

@@ -48,3 +48,9 @@ class DivergedError(UserError):
     """Gradients stayed non-finite; running the same command again would not help."""
 
     exit_code = 93
+
+
+def show(text: str) -> str:
+    """Text as it can stand in a message of one line."""
+    short = text if len(text) <= 60 else f"{text[:57]}..."
+    return short if short.isprintable() else repr(short)

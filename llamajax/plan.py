@@ -22,7 +22,7 @@ OPTIONS = {
 def main() -> int:
     """Reads the command line and plans; returns the exit code."""
     flags = {"--alternatives": "Also compile with other settings of xla, and tell which are fastest."}
-    # Without `parse_run_args`: the data need not be on the machine that plans.
+    # Without `Config.file_problems`: the data need not be on the machine that plans.
     arguments = parse_args(prog="python -m llamajax.plan", root=Config, flags=flags, options=OPTIONS)
     # XLA warns of programs that are too large; the plan says so itself, and what to do.
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")

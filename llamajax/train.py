@@ -1,14 +1,13 @@
 """Train a Llama: `python -m llamajax.train --config configs/x.yaml`."""
 
-from llamajax.config.command import parse_run_args
+from llamajax.config.command import parse_args
+from llamajax.config.run import Config
 
 
 def main() -> None:
     """Reads the command line, trains, and ends the process."""
-    arguments = parse_run_args(
-        prog="python -m llamajax.train",
-        flags={"--dry_run": "Build, compile and report everything, then stop before the first step."},
-    )
+    flags = {"--dry_run": "Build, compile and report everything, then stop before the first step."}
+    arguments = parse_args(prog="python -m llamajax.train", root=Config, flags=flags, check=Config.file_problems)
     # Only now: --help and mistakes in the configuration do not wait for the seconds that importing jax takes.
     from llamajax.training.run import main as train
 

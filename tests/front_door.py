@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from llamajax.config import command as cli
+from llamajax.config.run import Config
 
 TRAIN_FLAGS = {"--dry_run": "Compile, then stop."}
 
@@ -36,7 +37,9 @@ def refuse(capsys: pytest.CaptureFixture[str], text: str | bytes | None, *argume
         Path("my.yaml").write_bytes(text if isinstance(text, bytes) else text.encode())
         arguments = ("--config", "my.yaml", *arguments)
     with pytest.raises(SystemExit) as exit_info:
-        cli.parse_run_args(arguments, prog="python -m llamajax.train", flags=TRAIN_FLAGS)
+        cli.parse_args(
+            arguments, prog="python -m llamajax.train", root=Config, flags=TRAIN_FLAGS, check=Config.file_problems
+        )
     captured = capsys.readouterr()
     assert exit_info.value.code == 2
     assert captured.out == ""

@@ -20,13 +20,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Generic, Union
 
-from llamajax.config.file import Root, config_to_dict, dump_config, file_problems, load_config, read_config
+from llamajax.config.file import Root, dump_config, read_config
 from llamajax.config.keys import keys
 from llamajax.config.run import Config
-from llamajax.config.yaml_text import Place, Problems, show
-from llamajax.errors import ConfigError
-
-__all__ = ["Arguments", "config_to_dict", "dump_config", "load_config", "parse_args", "parse_run_args"]
+from llamajax.config.yaml_text import Place, Problems
+from llamajax.errors import ConfigError, show
 
 _FLAGS = {
     "--print_config": "Print the resulting configuration, which is itself a valid FILE, and stop.",
@@ -43,17 +41,6 @@ class Arguments(Generic[Root]):
     """Those of the entry point's own flags that were given, such as `--dry_run`."""
     options: Mapping[str, str]
     """Value of each of the entry point's own options that was given, such as `--json`."""
-
-
-def parse_run_args(
-    argv: Sequence[str] | None = None,
-    *,
-    prog: str,
-    flags: Mapping[str, str] | None = None,
-    options: Mapping[str, tuple[str, str]] | None = None,
-) -> Arguments[Config]:
-    """Reads the command line of an entry point that takes a run's configuration; see `parse_args`."""
-    return parse_args(argv, prog=prog, root=Config, flags=flags, options=options, check=file_problems)
 
 
 def parse_args(

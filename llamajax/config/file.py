@@ -1,47 +1,29 @@
 """A YAML file and dotted overrides become a `Config`, or every mistake in them is named; and back to YAML.
 
-What holds for `Config` holds for every frozen dataclass with a method `problems`: the settings of the other entry points.
+What holds for `Config` holds for all `Settings`, those of the other entry points too.
 """
 
 import dataclasses
-import difflib
-import glob
-import math
 import os
 import re
 import types
 import typing
 from collections.abc import Callable, Iterable, Sequence
-from typing import Annotated, Any, ClassVar, Literal, Protocol, TypeVar, Union
+from typing import Annotated, Any, TypeVar, Union
 
 import yaml
 
 from llamajax.config.keys import item_type, join, keys, unknown_key
+from llamajax.config.rules import Settings
 from llamajax.config.run import Config
-from llamajax.config.yaml_text import MAX_BYTES, Node, Place, Problems, read_yaml, show
-from llamajax.errors import ConfigError
-
-
-class Settings(Protocol):
-    """What a command line can be read into: a frozen dataclass that knows its rules."""
-
-    __dataclass_fields__: ClassVar[dict[str, Any]]
-
-    def problems(self) -> list[str]:
-        """What is wrong between sections: one `key: rule; remedy` line each."""
-        ...
-
+from llamajax.config.scalars import other_reading, read_scalar
+from llamajax.config.yaml_text import MAX_BYTES, Node, Place, Problems, read_file, read_yaml
+from llamajax.errors import ConfigError, show
 
 Root = TypeVar("Root", bound=Settings)
 
 _INVALID: Any = object()
 """Stands for a value that cannot be built; the reason is noted."""
-
-_TYPE_NAMES = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
-_WHOLE = r"(0|[1-9][0-9]*|[1-9][0-9]{0,2}(_[0-9]{3})+)"
-_INTEGER = re.compile(rf"[-+]?{_WHOLE}")
-_NUMBER = re.compile(rf"[-+]?({_WHOLE}(\.[0-9]*)?|\.[0-9]+)([eE][-+]?[0-9]+)?")
-_YAML_1_1 = yaml.resolver.Resolver()
 
 
 def load_config(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Config:
@@ -76,7 +58,7 @@ def read_config(
     Raises:
         ConfigError: everything in `problems`, with what is found here.
     """
-    root = _read_file(path, problems) if path is not None else Node({}, Place(0, "command line"))
+    root = read_file(path, problems) if path is not None else Node({}, Place(0, "command line"))
     builder = _Builder(problems, root_class)
     repeatable = {key for key, _, field in keys(root_class) if field.metadata.get("repeatable")}
     for index, (key, text) in enumerate(overrides):
@@ -106,18 +88,18 @@ def read_value(config: Config, key: str, text: str) -> Any:
     """
     problems, place = Problems(), Place(0, show(f"--{key}"))
     builder = _Builder(problems, Config)
-    found = builder.override(_tree(config_to_dict(config), place), key, text, place)
+    found = builder.override(_skeleton(config_to_dict(config), place), key, text, place)
     value = builder.value(*found, key) if found else None
     builder.add_missing()
     problems.raise_if_any()
     return value
 
 
-def _tree(value: Any, place: Place) -> Node:
+def _skeleton(value: Any, place: Place) -> Node:
     """The sections, lists and keys of `config_to_dict`, without the values."""
     if isinstance(value, dict):
-        return Node({name: _tree(inner, place) for name, inner in value.items()}, place)
-    return Node([_tree(item, place) for item in value] if isinstance(value, list) else "", place)
+        return Node({name: _skeleton(inner, place) for name, inner in value.items()}, place)
+    return Node([_skeleton(item, place) for item in value] if isinstance(value, list) else "", place)
 
 
 def config_to_dict(config: Settings) -> dict[str, Any]:
@@ -139,43 +121,10 @@ class _Dumper(yaml.SafeDumper):
 
 
 def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
-    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style='"' if _other_reading(text) else None)
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style='"' if other_reading(text) else None)
 
 
 _Dumper.add_representer(str, _represent_text)
-
-
-def _read_file(path: str, problems: Problems) -> Node:
-    """The keys and values in a file; raises what is wrong if there are none."""
-    name = show(path)
-    whole = Place(0, name)
-    try:
-        with open(path, "rb") as file:
-            data = file.read(MAX_BYTES + 1)
-    except FileNotFoundError:
-        folder, base = os.path.split(path)
-        others = os.listdir(folder or ".") if os.path.isdir(folder or ".") else []
-        close = difflib.get_close_matches(base, others, n=1)
-        problems.stop(whole, "no such file" + (f"; did you mean {show(os.path.join(folder, close[0]))}?" if close else ""))
-    except (OSError, ValueError) as error:  # ValueError: a path with a NUL in it
-        problems.stop(whole, f"cannot be read: {(isinstance(error, OSError) and error.strerror) or error}")
-    if len(data) > MAX_BYTES:
-        problems.stop(whole, "is larger than 1 MiB, so this cannot be a configuration")
-
-    def place(line: int) -> Place:
-        return Place(line, f"{name}:{line}")
-
-    try:
-        text = data.decode()
-    except UnicodeDecodeError as error:
-        line = data.count(b"\n", 0, error.start) + 1
-        problems.stop(place(line), f"byte 0x{data[error.start]:02x} is not UTF-8 text; save the file as UTF-8")
-    root = read_yaml(text, place, problems)
-    if root is None:
-        raise problems.error()
-    if not isinstance(root.content, dict):
-        problems.stop(root.place, f"must hold sections with keys, not {root.describe()}")
-    return root
 
 
 def _place_of(key: str, root: Node) -> Place:
@@ -189,31 +138,6 @@ def _place_of(key: str, root: Node) -> Place:
         else:
             break
     return node.place
-
-
-def file_problems(config: Config) -> list[str]:
-    """What the configuration names and this machine does not have: one `key: rule; remedy` line each."""
-    problems = []
-    folders = {"run_dir": config.run_dir, "data.cache_dir": config.data.cache_dir}
-    files = {
-        f"data.sources.{i}.paths.{j}": p for i, source in enumerate(config.data.sources) for j, p in enumerate(source.paths)
-    }
-    for key, path in (
-        ("data.tokenizer.path", config.data.tokenizer.path),
-        ("data.chat_template", config.data.chat_template),
-    ):
-        if path is not None:
-            files[key] = glob.escape(path)
-    for key, path in (folders | files).items():
-        path_at_home = os.path.expanduser(path)
-        if path_at_home.startswith("~"):
-            problems.append(f"{key}: {show(path)} is in no known home directory; write the path out")
-        elif key in folders:
-            if os.path.exists(path_at_home) and not os.path.isdir(path_at_home):
-                problems.append(f"{key}: {show(path)} is not a directory; choose another")
-        elif not os.path.isfile(path_at_home) and not any(map(os.path.isfile, glob.iglob(path_at_home, recursive=True))):
-            problems.append(f"{key}: no file matches {show(path)}; relative paths start at {show(os.getcwd())}")
-    return problems
 
 
 class _Builder:
@@ -307,7 +231,7 @@ class _Builder:
             items = [self.value(inner, item, join(key, str(index))) for index, item in enumerate(node.content)]
             return _INVALID if any(item is _INVALID for item in items) else tuple(items)
         try:
-            return _scalar(kind, node)
+            return read_scalar(kind, node)
         except ConfigError as error:
             return self._invalid(node.place, key, str(error))
 
@@ -326,60 +250,3 @@ class _Builder:
         for key, place in self.missing.items():
             if key not in self.meant:
                 self.problems.add(place, "required, but missing", key)
-
-
-def _scalar(kind: Any, node: Node) -> Any:
-    """A number, truth value or text; raises `ConfigError` with the rule that is broken."""
-    choices = typing.get_args(kind)
-    rule = f"must be {_TYPE_NAMES.get(kind) or 'one of ' + ', '.join(choices)}"
-    text = node.content
-    if not isinstance(text, str) or node.is_null():
-        raise ConfigError(f"{rule}, not {node.describe()}")
-    if typing.get_origin(kind) is Literal:
-        if text not in choices:
-            close = difflib.get_close_matches(text.lower(), choices, n=1)
-            raise ConfigError(f"{rule}, not {node.describe()}" + (f"; did you mean {close[0]}?" if close else ""))
-        return text
-    if kind is str:
-        if node.style == "plain" and (reading := _other_reading(text)):
-            raise ConfigError(f'{rule}, but YAML reads {show(text)} as {reading}; write "{show(text)}"')
-        if any(character == "\0" or "\ud800" <= character <= "\udfff" for character in text):
-            raise ConfigError(f"{rule}, but {show(text)} holds something that is no character")
-        return text
-    if node.style == "quoted" and (_NUMBER.fullmatch(text) or text in ("true", "false")):
-        raise ConfigError(f"{rule}, but quotes make {show(text)} text; remove them")
-    return {bool: _truth_value, int: _integer, float: _number}[kind](rule, text)
-
-
-def _truth_value(rule: str, text: str) -> bool:
-    if text not in ("true", "false"):
-        raise ConfigError(f"{rule}, not {show(text)}")
-    return text == "true"
-
-
-def _integer(rule: str, text: str) -> int:
-    if _INTEGER.fullmatch(text):
-        # int() is quadratic and refuses thousands of digits.
-        if len(text) > 30 or abs(int(text)) >= 2**63:
-            raise ConfigError(f"{rule} below 2**63, not {show(text)}")
-        return int(text)
-    remedy = ""
-    if re.fullmatch(r"[-+]?0[0-9]{1,18}", text):
-        remedy = f"; a leading zero means octal to some, write {int(text)}"
-    elif _NUMBER.fullmatch(text) and abs(number := float(text)) < 2**63 and number == int(number):
-        remedy = f"; write {int(number)}"
-    raise ConfigError(f"{rule}, not {show(text)}{remedy}")
-
-
-def _number(rule: str, text: str) -> float:
-    if not _NUMBER.fullmatch(text) or math.isinf(number := float(text)):
-        raise ConfigError(f"{rule} (finite, such as 0.1 or 3e-4), not {show(text)}")
-    return number
-
-
-def _other_reading(text: str) -> str | None:
-    """What plain text is to some YAML reader, if it is not text."""
-    tag = _YAML_1_1.resolve(yaml.ScalarNode, text, (True, False)).rpartition(":")[2]
-    if tag == "str":
-        return "float" if _NUMBER.fullmatch(text) else None
-    return tag

@@ -1,10 +1,11 @@
 """The rules that settings obey: a bound is part of its field's type, a rule between settings belongs to their section."""
 
+import dataclasses
 import functools
 import typing
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from llamajax.errors import ConfigError
 
@@ -32,34 +33,37 @@ Seed = Annotated[int, Bound(lambda value: 0 <= value < 2**32, "must be at least 
 
 
 @functools.cache
-def _bounds(section: type) -> tuple[tuple[str, tuple[Bound, ...]], ...]:
+def _bounds(settings: type["Settings"]) -> dict[str, list[Bound]]:
     """The bounds of every field, as its type or its type when it is set says them."""
-    kinds = typing.get_type_hints(section, include_extras=True)
-    return tuple(
-        (name, tuple(bound for part in (kind, *typing.get_args(kind)) for bound in getattr(part, "__metadata__", ())))
-        for name, kind in kinds.items()
-    )
+    return {
+        field.name: [
+            bound for kind in (field.type, *typing.get_args(field.type)) for bound in getattr(kind, "__metadata__", ())
+        ]
+        for field in dataclasses.fields(settings)
+    }
 
 
-def out_of_bounds(section: Any) -> Iterator[str]:
-    """One `key: rule` line for every field of a dataclass that breaks a bound of its type, the first that it breaks."""
-    for name, bounds in _bounds(type(section)):
-        value = getattr(section, name)
-        broken = next((bound.rule for bound in bounds if value is not None and not bound.holds(value)), None)
-        if broken:
-            yield f"{name}: {value} {broken}"
+class Settings:
+    """Base of all settings, which are frozen dataclasses."""
 
-
-class Section:
-    """Base of the sections: dataclasses that cannot be built when a bound or a rule is broken."""
+    __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]
 
     def broken_rules(self) -> Iterator[str]:
         """One `key: rule; remedy` line for every rule between settings that does not hold; bounds may not hold either."""
         yield from ()
 
     def problems(self) -> list[str]:
-        """What is wrong, bounds first: one `key: rule; remedy` line each."""
-        return [*out_of_bounds(self), *self.broken_rules()]
+        """What is wrong: one `key: rule; remedy` line for every setting out of bounds and every broken rule."""
+        out_of_bounds = []
+        for name, bounds in _bounds(type(self)).items():
+            value = getattr(self, name)
+            broken = [bound.rule for bound in bounds if value is not None and not bound.holds(value)]
+            out_of_bounds += [f"{name}: {value} {rule}" for rule in broken[:1]]
+        return [*out_of_bounds, *self.broken_rules()]
+
+
+class Section(Settings):
+    """Settings that cannot be built when something is wrong."""
 
     def __post_init__(self) -> None:
         """Raises `ConfigError` with all problems."""

@@ -5,7 +5,9 @@ Derived numbers are properties and are never written back. Only the standard lib
 here, so that `--help`, launchers and tools need no jax.
 """
 
-from collections.abc import Mapping
+import glob
+import os
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,14 +16,14 @@ from llamajax.config.keys import with_values
 from llamajax.config.machine import HardwareConfig, XlaConfig
 from llamajax.config.model import ModelConfig
 from llamajax.config.parallel import DistributedConfig, MeshConfig, axes_of, num_parts, product
-from llamajax.config.rules import Seed, out_of_bounds
+from llamajax.config.rules import Seed, Settings
 from llamajax.config.training import CheckpointConfig, OptimizerConfig, SampleConfig, TrainConfig
 from llamajax.config.watch import MetricsConfig, ProfileConfig
-from llamajax.errors import ConfigError
+from llamajax.errors import ConfigError, show
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config:
+class Config(Settings):
     """One complete run."""
 
     run_dir: str
@@ -69,39 +71,29 @@ class Config:
             raise ConfigError("\n".join(problems))
         return config
 
-    def problems(self) -> list[str]:
-        """What is wrong between sections, and over emulated or planned devices: one `key: rule; remedy` line each."""
-        train, optimizer, data, model = self.train, self.optimizer, self.data, self.model
-        last_traced = (self.profile.start_step or 0) + self.profile.num_steps - 1
+    def broken_rules(self) -> Iterator[str]:
+        """Those between sections, and of the placement over emulated or planned devices."""
+        train, optimizer, data, model, profile = self.train, self.optimizer, self.data, self.model, self.profile
+        if not self.run_dir:
+            yield "run_dir: must not be empty"
+        if data.seq_len > model.max_seq_len:
+            remedy = "shorten the rows or raise it"
+            yield f"data.seq_len: {data.seq_len} is above model.max_seq_len={model.max_seq_len}; {remedy}"
         decaying = optimizer.warmup_steps + (optimizer.decay_steps or 0)
-        rules = (
-            (bool(self.run_dir), "run_dir: must not be empty"),
-            (
-                data.seq_len <= model.max_seq_len,
-                f"data.seq_len: {data.seq_len} is above model.max_seq_len={model.max_seq_len}; shorten the rows or raise it",
-            ),
-            (
-                decaying <= train.num_steps,
-                f"optimizer.warmup_steps: warm-up and decay take {decaying} steps, above train.num_steps={train.num_steps}",
-            ),
-            (
-                self.profile.start_step is None or last_traced <= train.num_steps,
-                f"profile.start_step: steps {self.profile.start_step} to {last_traced} reach beyond"
-                f" train.num_steps={train.num_steps}",
-            ),
-            (
-                train.eval_every is None or data.held_out_fraction > 0,
-                "train.eval_every: there is nothing to evaluate on with data.held_out_fraction=0",
-            ),
-        )
-        problems = [*out_of_bounds(self), *(message for holds, message in rules if not holds)]
+        if decaying > train.num_steps:
+            yield f"optimizer.warmup_steps: warm-up and decay take {decaying} steps, above train.num_steps={train.num_steps}"
+        last_traced = (profile.start_step or 0) + profile.num_steps - 1
+        if profile.start_step is not None and last_traced > train.num_steps:
+            steps = f"steps {profile.start_step} to {last_traced}"
+            yield f"profile.start_step: {steps} reach beyond train.num_steps={train.num_steps}"
+        if train.eval_every is not None and data.held_out_fraction <= 0:
+            yield "train.eval_every: there is nothing to evaluate on with data.held_out_fraction=0"
         if self.mesh.num_cpu_devices is not None and not self.distributed.enabled:
-            problems += self.placement_problems(self.mesh.num_cpu_devices)
+            yield from self.placement_problems(self.mesh.num_cpu_devices)
         elif self.mesh.num_cpu_devices is None and self.hardware.gpu != "none":
             planned = self.hardware
             where = f"hardware: {planned.nodes} nodes x {planned.gpus_per_node} GPUs; gpu: none leaves it out"
-            problems += [f"{problem} ({where})" for problem in self.placement_problems(planned.num_devices)]
-        return problems
+            yield from (f"{problem} ({where})" for problem in self.placement_problems(planned.num_devices))
 
     def placement_problems(self, num_devices: int) -> list[str]:
         """What does not divide over `num_devices` devices: one `key: rule; remedy` line each."""
@@ -139,3 +131,25 @@ class Config:
             f"global batch {train.global_batch_size} sequences x {seq_len} tokens = {tokens:,} tokens"
             f" = {per_device} per device x {replicas} data-parallel devices x {train.grad_accum_steps} accumulation steps"
         )
+
+    def file_problems(self) -> list[str]:
+        """What the configuration names and this machine does not have: one `key: rule; remedy` line each."""
+        problems = []
+        folders = {"run_dir": self.run_dir, "data.cache_dir": self.data.cache_dir}
+        files = {
+            f"data.sources.{i}.paths.{j}": path
+            for i, source in enumerate(self.data.sources)
+            for j, path in enumerate(source.paths)
+        }
+        named = {"data.tokenizer.path": self.data.tokenizer.path, "data.chat_template": self.data.chat_template}
+        files |= {key: glob.escape(path) for key, path in named.items() if path is not None}
+        for key, path in (folders | files).items():
+            path_at_home = os.path.expanduser(path)
+            if path_at_home.startswith("~"):
+                problems.append(f"{key}: {show(path)} is in no known home directory; write the path out")
+            elif key in folders:
+                if os.path.exists(path_at_home) and not os.path.isdir(path_at_home):
+                    problems.append(f"{key}: {show(path)} is not a directory; choose another")
+            elif not os.path.isfile(path_at_home) and not any(map(os.path.isfile, glob.iglob(path_at_home, recursive=True))):
+                problems.append(f"{key}: no file matches {show(path)}; relative paths start at {show(os.getcwd())}")
+        return problems

@@ -1,17 +1,19 @@
-"""Strict YAML: text becomes a tree that knows the line of everything in it and has no types yet.
+"""Strict YAML: a file becomes a tree that knows the line of everything in it and has no types yet.
 
 Ordinary YAML loading changes what people wrote without a word (`017` is 15, `1:30` is 90, `no` is False,
 `3e-4` is text, the second of two equal keys wins) and forgets where it stood. Here every scalar stays text
 until somebody knows which type it must have.
 """
 
+import difflib
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, NoReturn
 
 import yaml
 
-from llamajax.errors import ConfigError
+from llamajax.errors import ConfigError, show
 
 MAX_BYTES = 1 << 20
 MAX_VALUES = 10_000
@@ -92,25 +94,53 @@ class Node:
         return "nothing" if self.style == "plain" else "empty text"
 
 
-def show(text: str) -> str:
-    """Text as it can stand in a message of one line."""
-    short = text if len(text) <= 60 else f"{text[:57]}..."
-    return short if short.isprintable() else repr(short)
+def read_file(path: str, problems: Problems) -> Node:
+    """The keys and values in a YAML file; raises what is wrong if there are none."""
+    name = show(path)
+    whole = Place(0, name)
+    try:
+        with open(path, "rb") as file:
+            data = file.read(MAX_BYTES + 1)
+    except FileNotFoundError:
+        folder, base = os.path.split(path)
+        others = os.listdir(folder or ".") if os.path.isdir(folder or ".") else []
+        close = difflib.get_close_matches(base, others, n=1)
+        problems.stop(whole, "no such file" + (f"; did you mean {show(os.path.join(folder, close[0]))}?" if close else ""))
+    except (OSError, ValueError) as error:  # ValueError: a path with a NUL in it
+        problems.stop(whole, f"cannot be read: {(isinstance(error, OSError) and error.strerror) or error}")
+    if len(data) > MAX_BYTES:
+        problems.stop(whole, "is larger than 1 MiB, so this cannot be a configuration")
+
+    def place(line: int) -> Place:
+        return Place(line, f"{name}:{line}")
+
+    try:
+        text = data.decode()
+    except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start) + 1
+        problems.stop(place(line), f"byte 0x{data[error.start]:02x} is not UTF-8 text; save the file as UTF-8")
+    root = read_yaml(text, place, problems)
+    if root is None:
+        raise problems.error()
+    if not isinstance(root.content, dict):
+        problems.stop(root.place, f"must hold sections with keys, not {root.describe()}")
+    return root
 
 
 def read_yaml(text: str, place: Callable[[int], Place], problems: Problems) -> Node | None:
     """The one document in `text`; None when it cannot be read, with the reason noted.
 
-    Duplicate keys and keys that are not names are noted as well; the rest is read on. Reading stops at the first
-    anchor or tag and at the limits above, so that no text takes long.
+    Duplicate keys and keys that are not names are noted as well. Reading stops at the first anchor or tag and at the
+    limits above, so that no text takes long.
 
     Args:
         place: where a line (counted from 1) of `text` is.
     """
     try:
-        return _Reader(text, place, problems).document()
+        return _tree(_Loader(text).document(), place, problems)
     except _RefusedError as error:
-        problems.add(place(error.line), str(error))
+        message, line = error.args
+        problems.add(place(line + 1), message)
     except yaml.MarkedYAMLError as error:
         problems.add(*_explain(error, place))
     except yaml.reader.ReaderError as error:
@@ -131,73 +161,62 @@ def _explain(error: yaml.MarkedYAMLError, place: Callable[[int], Place]) -> tupl
 
 
 class _RefusedError(Exception):
-    """Valid YAML that no configuration needs."""
-
-    def __init__(self, line: int, message: str) -> None:
-        """`line` counts from 0, as PyYAML does."""
-        super().__init__(message)
-        self.line = line + 1
+    """What PyYAML could read, but no configuration needs; and its line, counted from 0."""
 
 
-class _Reader:
-    """Turns the events that PyYAML finds in a text into nodes."""
+class _Loader(yaml.SafeLoader):
+    """PyYAML's maker of nodes, with a look at each before it is made."""
 
-    def __init__(self, text: str, place: Callable[[int], Place], problems: Problems) -> None:
-        self.loader = yaml.SafeLoader(text)
-        self.place, self.problems, self.num_values = place, problems, 0
+    depth = num_values = 0
 
-    def next_event(self) -> Any:
-        try:
-            return self.loader.get_event()
-        except (ValueError, OverflowError) as error:  # from chr() and int(), which PyYAML gives any escape or version
-            raise _RefusedError(self.loader.line, f"not valid YAML: {show(str(error))}") from error
-
-    def document(self) -> Node:
-        self.next_event()
-        if isinstance(start := self.next_event(), yaml.StreamEndEvent):
-            raise _RefusedError(start.start_mark.line, "holds no settings")
-        node = self.node(self.next_event(), None, depth=0)
-        self.next_event()
-        if not isinstance(end := self.next_event(), yaml.StreamEndEvent):
-            raise _RefusedError(end.start_mark.line, "a second document begins; keep one of them")
-        return node
-
-    def node(self, event: Any, place: Place | None, depth: int) -> Node:
-        """The value that begins with `event`, `depth` levels deep; `place` is its key's, if it has one."""
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        event = self.peek_event()
         line = event.start_mark.line
         self.num_values += 1
         if isinstance(event, yaml.AliasEvent) or event.anchor is not None:
-            raise _RefusedError(line, "anchors and aliases are not supported; write the value out, or quote & and *")
+            raise _RefusedError("anchors and aliases are not supported; write the value out, or quote & and *", line)
         if event.tag is not None:
             tag = show(event.tag.replace("tag:yaml.org,2002:", "!!"))
-            raise _RefusedError(line, f"the tag {tag} is not supported; write a plain value, or quote !")
-        if depth > MAX_DEPTH:
-            raise _RefusedError(line, f"nested deeper than {MAX_DEPTH} levels")
+            raise _RefusedError(f"the tag {tag} is not supported; write a plain value, or quote !", line)
+        if self.depth > MAX_DEPTH:
+            raise _RefusedError(f"nested deeper than {MAX_DEPTH} levels", line)
         if self.num_values > MAX_VALUES:
-            raise _RefusedError(line, f"more than {MAX_VALUES:,} values, so this cannot be a configuration")
-        place = place or self.place(line + 1)
-        if isinstance(event, yaml.ScalarEvent):
-            return Node(event.value, place, "quoted" if event.style else "plain")
-        if isinstance(event, yaml.SequenceStartEvent):
-            return Node(self.items(depth), place)
-        return Node(self.entries(depth), place)
+            raise _RefusedError(f"more than {MAX_VALUES:,} values, so this cannot be a configuration", line)
+        self.depth += 1
+        node = super().compose_node(parent, index)
+        self.depth -= 1
+        return node
 
-    def items(self, depth: int) -> list[Node]:
-        items = []
-        while not isinstance(event := self.next_event(), yaml.SequenceEndEvent):
-            items.append(self.node(event, None, depth + 1))
-        return items
+    def document(self) -> yaml.Node:
+        """The one document of the text."""
+        try:
+            if not self.check_node():
+                raise _RefusedError("holds no settings", self.peek_event().start_mark.line)
+            document = self.get_node()
+            if self.check_node():
+                raise _RefusedError("a second document begins; keep one of them", self.peek_event().start_mark.line)
+        except (ValueError, OverflowError) as error:  # from chr() and int(), which PyYAML gives any escape or version
+            raise _RefusedError(f"not valid YAML: {show(str(error))}", self.line) from error
+        assert document is not None
+        return document
 
-    def entries(self, depth: int) -> dict[str, Node]:
-        entries: dict[str, Node] = {}
-        while not isinstance(event := self.next_event(), yaml.MappingEndEvent):
-            key = self.node(event, None, depth + 1)
-            value = self.node(self.next_event(), key.place, depth + 1)
-            if not isinstance(key.content, str):
-                self.problems.add(key.place, f"a key must be a name, not {key.describe()}")
-            elif key.content in entries:
-                first = entries[key.content].place
-                self.problems.add(key.place, f"duplicate key '{show(key.content)}', also at {first.text}; keep one")
-            else:
-                entries[key.content] = value
-        return entries
+
+def _tree(node: yaml.Node, place: Callable[[int], Place], problems: Problems, at: Place | None = None) -> Node:
+    """A node of PyYAML's as one of ours; `at` is where its key is, if it has one."""
+    at = at or place(node.start_mark.line + 1)
+    if isinstance(node, yaml.ScalarNode):
+        return Node(node.value, at, "quoted" if node.style else "plain")
+    if isinstance(node, yaml.SequenceNode):
+        return Node([_tree(item, place, problems) for item in node.value], at)
+    entries: dict[str, Node] = {}
+    for key_node, value_node in node.value:
+        key = _tree(key_node, place, problems)
+        value = _tree(value_node, place, problems, key.place)
+        if not isinstance(key.content, str):
+            problems.add(key.place, f"a key must be a name, not {key.describe()}")
+        elif key.content in entries:
+            first = entries[key.content].place
+            problems.add(key.place, f"duplicate key '{show(key.content)}', also at {first.text}; keep one")
+        else:
+            entries[key.content] = value
+    return Node(entries, at)

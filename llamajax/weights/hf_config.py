@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from llamajax.config.model import DType, ModelConfig, RopeScalingConfig
-from llamajax.config.yaml_text import show
-from llamajax.errors import ConfigError
+from llamajax.errors import ConfigError, show
 from llamajax.weights.architectures import ARCHITECTURES, LLAMA, MISTRAL, Architecture, architecture_of
 from llamajax.weights.safetensors import read_json
 

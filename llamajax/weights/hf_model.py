@@ -9,10 +9,9 @@ from typing import Any, Literal
 import numpy as np
 
 from llamajax.config.model import DType, ModelConfig
-from llamajax.config.yaml_text import show
 from llamajax.data.tokenizer import load_tokenizer
 from llamajax.data.tokenizer_files import has_vocabulary
-from llamajax.errors import ConfigError
+from llamajax.errors import ConfigError, show
 from llamajax.weights import names
 from llamajax.weights.architectures import architecture_of
 from llamajax.weights.hf_config import read_config, read_ends

@@ -18,8 +18,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from llamajax.config.yaml_text import show
-from llamajax.errors import ConfigError
+from llamajax.errors import ConfigError, show
 
 DTYPES = {"F32": np.dtype(np.float32), "BF16": np.dtype(ml_dtypes.bfloat16), "F16": np.dtype(np.float16)}
 CODES = {dtype: code for code, dtype in DTYPES.items()}

@@ -3,6 +3,7 @@
 import dataclasses
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -10,9 +11,11 @@ from front_door import MINIMAL, TRAIN_FLAGS, changed, refuse
 
 from llamajax.config import command as cli
 from llamajax.config.data import SourceConfig
+from llamajax.config.file import load_config
 from llamajax.config.keys import keys
 from llamajax.config.model import RopeScalingConfig
 from llamajax.config.parallel import MeshConfig
+from llamajax.config.rules import Settings
 from llamajax.config.run import Config
 from llamajax.config.training import CheckpointConfig, OptimizerConfig, SampleConfig
 from llamajax.config.watch import MetricsConfig
@@ -75,7 +78,7 @@ def test_a_mistake_on_the_command_line_is_one_line(capsys, arguments, expected):
 
 def test_overrides_take_text_as_it_is_and_lists_and_sections_as_yaml():
     Path("my.yaml").write_text(MINIMAL)
-    arguments = cli.parse_run_args(
+    arguments = cli.parse_args(
         [
             "--model.num_layers", "3", "--optimizer.learning_rate=1e-3", "--dry_run", "--config=my.yaml",
             "--mesh.fsdp", "-1", "--run_dir", "2024", "--sample.prompt=--no: [x=1", "--checkpoint.save_every", "null",
@@ -84,9 +87,10 @@ def test_overrides_take_text_as_it_is_and_lists_and_sections_as_yaml():
             "--metrics.wandb_project=", "--optimizer.no_weight_decay=[]",
         ],
         prog="llamajax",
+        root=Config,
         flags=TRAIN_FLAGS,
     )  # fmt: skip
-    expected = cli.load_config("my.yaml")
+    expected = load_config("my.yaml")
     expected = dataclasses.replace(
         expected,
         run_dir="2024",
@@ -104,33 +108,31 @@ def test_overrides_take_text_as_it_is_and_lists_and_sections_as_yaml():
 
 def test_overrides_can_give_what_the_file_lacks():
     Path("my.yaml").write_text(changed("  learning_rate: 3e-4\n", "  b1: 0.5\n").replace("  seq_len: 128\n", ""))
-    config = cli.load_config(
-        "my.yaml", ["optimizer.learning_rate=1", "data.seq_len=64", "mesh.tensor=2", "sample.prompt=a=b"]
-    )
+    config = load_config("my.yaml", ["optimizer.learning_rate=1", "data.seq_len=64", "mesh.tensor=2", "sample.prompt=a=b"])
     assert config.optimizer == OptimizerConfig(learning_rate=1.0, b1=0.5)
     assert config.data.seq_len == 64
     assert config.mesh == MeshConfig(tensor=2)
     assert config.sample.prompt == "a=b"
     with pytest.raises(ConfigError, match=r"^--sample: needs a value"):
-        cli.load_config("my.yaml", ["optimizer.learning_rate=1", "data.seq_len=64", "sample"])
+        load_config("my.yaml", ["optimizer.learning_rate=1", "data.seq_len=64", "sample"])
 
 
 def test_print_config_is_a_file_that_gives_the_same_run(capsys):
     Path("my.yaml").write_text(MINIMAL)
     overrides = ["--data.tokenizer.path", "on/another/machine.json", "--optimizer.eps", "1e-12"]
     with pytest.raises(SystemExit) as exit_info:
-        cli.parse_run_args(["--config", "my.yaml", "--print_config", *overrides], prog="llamajax")
+        cli.parse_args(["--config", "my.yaml", "--print_config", *overrides], prog="llamajax", root=Config)
     assert exit_info.value.code == 0
     Path("printed.yaml").write_text(capsys.readouterr().out)
-    expected = cli.load_config(
+    expected = load_config(
         "my.yaml", [f"{key[2:]}={value}" for key, value in zip(overrides[::2], overrides[1::2], strict=True)]
     )
-    assert cli.load_config("printed.yaml") == expected
+    assert load_config("printed.yaml") == expected
 
 
 def test_help_tells_every_setting_with_its_type_default_and_meaning(capsys):
     with pytest.raises(SystemExit) as exit_info:
-        cli.parse_run_args(["--model.num_layers", "--help"], prog="python -m llamajax.train")
+        cli.parse_args(["--model.num_layers", "--help"], prog="python -m llamajax.train", root=Config)
     assert exit_info.value.code == 0
     text = capsys.readouterr().out
     assert text.startswith("usage: python -m llamajax.train --config FILE")
@@ -144,7 +146,7 @@ def test_help_tells_every_setting_with_its_type_default_and_meaning(capsys):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ToolConfig:
+class ToolConfig(Settings):
     """Settings of a tool."""
 
     model: str
@@ -156,8 +158,9 @@ class ToolConfig:
     mesh: MeshConfig = dataclasses.field(default_factory=MeshConfig)
     """Devices."""
 
-    def problems(self) -> list[str]:
-        return [] if self.prompt else ["prompt: must not be empty"]
+    def broken_rules(self) -> Iterator[str]:
+        if not self.prompt:
+            yield "prompt: must not be empty"
 
 
 def parse_tool_args(*arguments: str) -> cli.Arguments[ToolConfig]:
@@ -207,7 +210,8 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     """A process of its own that parses its command line, and says at its end whether that has cost an import of jax."""
     program = (
         "import atexit, sys; atexit.register(lambda: print('jax' in sys.modules, file=sys.stderr))\n"
-        "from llamajax.config import command as cli; print(cli.parse_run_args(prog='llamajax').config.train.num_steps)"
+        "from llamajax.config import command as cli; from llamajax.config.run import Config\n"
+        "print(cli.parse_args(prog='llamajax', root=Config).config.train.num_steps)"
     )
     return subprocess.run([sys.executable, "-c", program, *arguments], capture_output=True, text=True, check=False)
 

@@ -9,8 +9,8 @@ import pytest
 import yaml
 from front_door import MINIMAL, changed, refuse
 
-from llamajax.config import command as cli
 from llamajax.config.data import DataConfig, SourceConfig, TokenizerConfig
+from llamajax.config.file import config_to_dict, dump_config, load_config
 from llamajax.config.keys import keys
 from llamajax.config.machine import HardwareConfig, XlaConfig
 from llamajax.config.model import ModelConfig, RopeScalingConfig
@@ -271,7 +271,7 @@ def test_values_may_be_written_as_people_do():
         + "  b2: 0\nsample:\n  prompt: |\n    no\n  temperature: 1.\ncheckpoint: {save_every: ~, async_save: false}\n"
     )
     Path("my.yaml").write_text("\ufeff" + text, newline="\r\n")  # as some editors write it
-    config = cli.load_config("my.yaml")
+    config = load_config("my.yaml")
     assert config.optimizer == OptimizerConfig(learning_rate=5e-4, b2=0.0)
     assert type(config.optimizer.b2) is float
     assert config.train.num_steps == 1_000_000
@@ -283,7 +283,7 @@ def test_values_may_be_written_as_people_do():
 def test_the_devices_of_several_processes_are_not_judged_by_one():
     text = MINIMAL + "mesh: {num_cpu_devices: 2, tensor: 4}\ndistributed: {enabled: true}\n"
     Path("my.yaml").write_text(text)
-    assert cli.load_config("my.yaml").mesh.tensor == 4
+    assert load_config("my.yaml").mesh.tensor == 4
 
 
 def test_a_dumped_configuration_is_complete_and_loads_to_an_equal_one():
@@ -293,10 +293,10 @@ def test_a_dumped_configuration_is_complete_and_loads_to_an_equal_one():
             value = value[int(name)] if name.isdecimal() else getattr(value, name)
         sources = [getattr(source, field.name) for source in EVERYTHING.data.sources] if ".0." in key else [value]
         assert any(value != field.default for value in sources), f"{key} is as by default"
-    text = cli.dump_config(EVERYTHING)
+    text = dump_config(EVERYTHING)
     Path("my.yaml").write_text(text)
-    assert cli.load_config("my.yaml") == EVERYTHING
-    assert yaml.safe_load(text) == cli.config_to_dict(EVERYTHING)
+    assert load_config("my.yaml") == EVERYTHING
+    assert yaml.safe_load(text) == config_to_dict(EVERYTHING)
     assert "eps: 1.0e-300" in text
     assert 'path: "3e-4"' in text
 
@@ -312,7 +312,7 @@ FRAGMENTS = [
 def test_whatever_the_file_holds_is_a_configuration_or_a_mistake():
     generator = random.Random(0)
     sample = "sample:\n  prompt: Once upon a time there was a quick brown fox that wrote a configuration\n"
-    seeds = [MINIMAL + sample] * 9 + [cli.dump_config(EVERYTHING)]
+    seeds = [MINIMAL + sample] * 9 + [dump_config(EVERYTHING)]
     num_good = 0
     for _ in range(2000):
         text = generator.choice(seeds)
@@ -328,12 +328,12 @@ def test_whatever_the_file_holds_is_a_configuration_or_a_mistake():
         Path("my.yaml").write_bytes(data)
         told = ""
         try:
-            config = cli.load_config("my.yaml")
+            config = load_config("my.yaml")
         except ConfigError as error:
             told = str(error)
         else:
             num_good += 1
-            Path("again.yaml").write_text(cli.dump_config(config))
-            assert cli.load_config("again.yaml") == config
+            Path("again.yaml").write_text(dump_config(config))
+            assert load_config("again.yaml") == config
         assert all(re.match(r"my\.yaml(:\d+)?: \S", line) for line in told.split("\n") if told)
     assert num_good > 20

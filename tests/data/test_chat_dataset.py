@@ -9,7 +9,6 @@ import pytest
 
 from llamajax import data
 from llamajax.config.data import SourceConfig, TokenizerConfig
-from llamajax.config.file import file_problems
 from llamajax.data import groups, shards
 from llamajax.data.chat import load_chat_template
 from llamajax.data.shards import read_shard
@@ -299,6 +298,6 @@ def test_a_tokenizer_can_be_trained_on_what_is_said(tmp_path):
 
 def test_a_template_file_that_is_not_there_is_found_before_the_run(tmp_path, tokenizer):
     source, _ = chat_source(tmp_path, "chat.jsonl", 1)
-    assert not [problem for problem in file_problems(chat_config(tmp_path, source)) if problem.startswith("data.chat")]
-    problems = file_problems(chat_config(tmp_path, source, chat_template="nowhere.jinja"))
+    assert not [problem for problem in chat_config(tmp_path, source).file_problems() if problem.startswith("data.chat")]
+    problems = chat_config(tmp_path, source, chat_template="nowhere.jinja").file_problems()
     assert f"data.chat_template: no file matches nowhere.jinja; relative paths start at {Path.cwd()}" in problems
