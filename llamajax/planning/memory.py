@@ -5,38 +5,19 @@ no time and without the compiler, to choose what is worth compiling.
 """
 
 import math
-import re
 from collections import Counter
 from dataclasses import dataclass
-from typing import Literal
 
 from llamajax.config.gpus import planned_gpu
 from llamajax.config.run import Config
 from llamajax.kernels.cudnn import planned_obstacle, workspace_bytes
 from llamajax.kernels.plain import MAX_CHUNK_SCORES
 from llamajax.parallel.allowance import Allowance, allowance, memory_fraction, room
+from llamajax.planning.scopes import MEMORY_KINDS, MemoryKind, Namer
 from llamajax.planning.xla.buffers import Buffer
 from llamajax.planning.xla.compile import CompiledStep
 from llamajax.planning.xla.hlo import Computation, Instruction, Module, arrays
 from llamajax.step.loss import MAX_CHUNK_LOGITS
-
-Kind = Literal[
-    "parameters", "optimizer", "batch", "gradients", "activations", "logits", "collectives", "temporaries", "gaps",
-    "workspace",
-]  # fmt: skip
-KINDS: dict[Kind, str] = {
-    "parameters": "master weights",
-    "optimizer": "AdamW's two moments",
-    "batch": "the batch and counters",
-    "gradients": "gradients: the stored shards, and what is not scattered yet",
-    "activations": "saved by the forward pass for the backward pass",
-    "logits": "logits and what the loss makes of them",
-    "collectives": "weights gathered for compute, and other buffers of collectives",
-    "temporaries": "everything else that is alive at the fullest moment",
-    "gaps": "unused between the arrays at that moment",
-    "workspace": "cuDNN's own while it computes attention; counted whole, though that may be at another moment",
-}
-"""What a byte is for; the texts are for people."""
 
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 
@@ -45,7 +26,7 @@ _DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 class Tensor:
     """An array alive at the fullest moment."""
 
-    kind: Kind
+    kind: MemoryKind
     name: str
     """For people, such as `layers/mlp gate_up, recomputed`."""
     dtype: str
@@ -60,7 +41,7 @@ class Tensor:
 class MemoryPlan:
     """One device's memory in bytes."""
 
-    by_kind: dict[Kind, int]
+    by_kind: dict[MemoryKind, int]
     """What the peak consists of; adds up to `peak_bytes`."""
     argument_bytes: int
     """State and batch, held all the time."""
@@ -101,9 +82,10 @@ class MemoryPlan:
 def memory_plan(step: CompiledStep, module: Module) -> MemoryPlan:
     """The memory of a compiled step, whose parsed `hlo` is `module`."""
     buffers = step.buffers
-    namer = _Namer(step.config, buffers.arguments)
-    tensors = sorted(map(namer.tensor, (*buffers.arguments, *buffers.peak)), key=lambda tensor: -tensor.size)
-    by_kind: Counter[Kind] = Counter(dict.fromkeys(KINDS, 0))
+    namer = Namer(module, buffers.arguments)
+    alive = (_tensor(buffer, *namer.tell(buffer)) for buffer in (*buffers.arguments, *buffers.peak))
+    tensors = sorted(alive, key=lambda tensor: -tensor.size)
+    by_kind: Counter[MemoryKind] = Counter(dict.fromkeys(MEMORY_KINDS, 0))
     for tensor in tensors:
         by_kind[tensor.kind] += tensor.size
     by_kind["temporaries"] += buffers.other_bytes
@@ -164,7 +146,7 @@ def estimate(config: Config) -> MemoryPlan:
     layer = tokens * wide * (10 * D + 2 * heads + 2 * qkv + 4 * F) + 3 * scores * 4
     shard = minimum_state_bytes(config) // (stored + 2 * moment)
     loss = min(MAX_CHUNK_LOGITS, tokens * V) * (4 + 2 * wide)
-    by_kind: dict[Kind, int] = {
+    by_kind: dict[MemoryKind, int] = {
         "parameters": stored * shard,
         "optimizer": 2 * moment * shard,
         "batch": 16 * rows * config.train.grad_accum_steps * config.data.seq_len // sequence,
@@ -188,6 +170,12 @@ def estimate(config: Config) -> MemoryPlan:
         allowance=allowance(axes),
         training_fraction=memory_fraction(config),
         tensors=(),
+    )
+
+
+def _tensor(buffer: Buffer, kind: MemoryKind, name: str) -> Tensor:
+    return Tensor(
+        kind=kind, name=name, dtype=buffer.dtype, shape=buffer.shape, size=buffer.size, instruction=buffer.instruction
     )
 
 
@@ -225,138 +213,3 @@ def _workspace(instruction: Instruction, computation: Computation) -> int:
     (queries,), (keys,) = (list(arrays(shape)) for shape in computation.operand_shapes(instruction)[:2])
     batch, seq_len, heads, head_dim = queries.dims
     return 0 if known else workspace_bytes(batch, heads, keys.dims[2], seq_len, head_dim)
-
-
-def num_communicators(module: Module) -> int:
-    """Different divisions of the devices into groups of more than one, among all collectives of a program."""
-    groups = {
-        instruction.replica_groups(module.num_devices).tobytes()
-        for computation in module.computations.values()
-        for instruction in computation.instructions.values()
-        if instruction.opcode.removesuffix("-start") in _COLLECTIVES and "replica_groups" in instruction.attributes
-        if instruction.replica_groups(module.num_devices).shape[1] > 1
-    }
-    return len(groups)
-
-
-_COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute", "ragged-all-to-all")
-_EQUATIONS = {
-    "BTD,DKCH->BTKCH": "qkv",
-    "BTKGH,BSKH->BKGTS": "attention scores",
-    "BKGTS,BSKH->BTKGH": "attention output",
-    "BTKGH,KGHD->BTD": "output projection",
-    "BTD,DCF->BTCF": "gate_up",
-    "BTF,FD->BTD": "down projection",
-    "nD,vD->nv": "logits",
-    "nv,vD->nD": "gradient of hidden states",
-    "nv,nD->vD": "gradient of head",
-}
-"""The model's and the loss's matmuls by their einsum."""
-_SCOPES = {
-    "embed": "embed",
-    "attention": "layers/attention",
-    "mlp": "layers/mlp",
-    "final_norm": "final_norm",
-    "loss": "loss",
-}
-_HLO_DTYPES = {"float32": "f32", "bfloat16": "bf16"}
-
-
-class _Namer:
-    """Tells what a buffer is from its scopes in the program, and its size among those that the model makes."""
-
-    def __init__(self, config: Config, arguments: tuple[Buffer, ...]):
-        model, axes = config.model, config.mesh.axis_sizes(config.hardware.num_devices)
-        tensor = axes["tensor"]
-        self._layers = model.num_layers
-        self._vocab = model.vocab_size // tensor
-        self._param_dtype = _HLO_DTYPES[model.param_dtype]
-        rows = config.train.global_batch_size // config.train.grad_accum_steps // (axes["data"] * axes["fsdp"])
-        tokens = rows * config.data.seq_len // axes["sequence"]
-        heads, kv_heads = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
-        self._activations = {
-            tokens * 2 * model.mlp_dim // tensor: "gate_up",
-            tokens * model.mlp_dim // tensor: "gated",
-            tokens * (heads + 2 * kv_heads) // tensor: "qkv",
-            tokens * heads // tensor: "attention output",
-            tokens * model.embed_dim: "hidden states",
-        }
-        # Stored: a device's shard of a parameter, all layers together. Gathered: one layer's weight, ready for compute.
-        self._stored: dict[tuple[int, ...], str] = {}
-        self._gathered: dict[int, str] = {}
-        for argument in arguments:
-            path = _argument_path(argument.op_name)
-            if not path.startswith("model."):
-                continue
-            name, count = path.removeprefix("model.").replace(".", "/"), math.prod(argument.shape)
-            self._stored.setdefault(argument.shape, name)
-            if len(argument.shape) > 1 and "norm" not in name and "bias" not in name:
-                per_layer = count // self._layers if name.startswith("layers") else count
-                self._gathered.setdefault(per_layer * axes["fsdp"], name)
-
-    def tensor(self, buffer: Buffer) -> Tensor:
-        kind, name = self._argument(buffer) if buffer.opcode == "parameter" else self._temporary(buffer)
-        return Tensor(
-            kind=kind,
-            name=name,
-            dtype=buffer.dtype,
-            shape=buffer.shape,
-            size=buffer.size,
-            instruction=buffer.instruction,
-        )
-
-    def _argument(self, buffer: Buffer) -> tuple[Kind, str]:
-        path = _argument_path(buffer.op_name)
-        kind: Kind = (
-            "parameters" if path.startswith("model.") else "optimizer" if ".nu." in path or ".mu." in path else "batch"
-        )
-        return kind, path
-
-    def _temporary(self, buffer: Buffer) -> tuple[Kind, str]:
-        count, path = math.prod(buffer.shape), buffer.op_name
-        phase = _phase(path)
-        scope = next((_SCOPES[part] for part in re.split(r"[/()]", path) if part in _SCOPES), "")
-        gathered = self._gathered.get(count) if count not in self._activations else None
-        if buffer.opcode.startswith(_COLLECTIVES):
-            weight = self._gathered.get(count)
-            if weight is not None and buffer.opcode.startswith("all-gather"):
-                return "collectives", f"{weight}, gathered"
-            return "collectives", f"{scope or 'step'} {buffer.opcode.removesuffix('-start')} ({phase})"
-        if buffer.dtype in (self._param_dtype, "f32") and buffer.shape in self._stored:  # "f32": summed over micro-batches
-            return "gradients", f"gradient of {self._stored[buffer.shape]}"
-        if buffer.dtype == self._param_dtype and sorted(buffer.shape) in map(sorted, self._stored):
-            weight = next(name for shape, name in self._stored.items() if sorted(shape) == sorted(buffer.shape))
-            return "temporaries", f"{weight} or its gradient, copied to another layout"
-        if gathered is not None:
-            if phase == "backward" or buffer.dtype == "f32":
-                return "gradients", f"gradient of {gathered}, not scattered yet"
-            return "collectives", f"{gathered}, gathered"
-        what = self._what(buffer, phase)
-        if scope == "loss":
-            return "logits", f"loss {what}"
-        if len(buffer.shape) > 1 and buffer.shape[0] == self._layers and phase == "forward":
-            return "activations", f"{self._activations.get(count // self._layers, what)} of every layer"
-        return "temporaries", f"{scope or 'layers'} {what}" + (", recomputed" if phase == "recomputed" else "")
-
-    def _what(self, buffer: Buffer, phase: str) -> str:
-        """What a buffer is within its scope: by its matmul, else by its size, else by the primitive that makes it."""
-        count = math.prod(buffer.shape)
-        if self._vocab in buffer.shape and phase == "forward":
-            return "logits"
-        parts = buffer.op_name.split("/")
-        if count in self._activations:
-            return f"gradient of {self._activations[count]}" if phase == "backward" else self._activations[count]
-        equation = next((_EQUATIONS[part] for part in parts if part in _EQUATIONS), None)
-        return equation or re.sub(r"\W+", " ", parts[-1]).strip() or buffer.instruction
-
-
-def _argument_path(op_name: str) -> str:
-    """`model.layers.mlp.w_down` for the argument `state.model.layers.mlp.w_down.value`."""
-    return op_name.removeprefix("state.").removesuffix(".value")
-
-
-def _phase(op_name: str) -> str:
-    """Where in the step: `forward`, `backward`, `recomputed` (forward again, within backward) or `update`."""
-    if "rematted_computation" in op_name:
-        return "recomputed"
-    return "backward" if "transpose(" in op_name else "forward" if "jvp(" in op_name else "update"

@@ -13,8 +13,9 @@ from llamajax.config.training import TrainConfig
 from llamajax.parallel.allowance import Allowance
 from llamajax.planning.cost.replay import replay
 from llamajax.planning.fitting import Suggestion
-from llamajax.planning.memory import KINDS, MemoryPlan, Tensor
+from llamajax.planning.memory import MemoryPlan, Tensor
 from llamajax.planning.plan import Plan, Schedule, mesh_sizes, planned_machine
+from llamajax.planning.scopes import MEMORY_KINDS
 from llamajax.planning.xla.buffers import BufferAssignment
 from llamajax.planning.xla.compile import CompiledStep
 from llamajax.planning.xla.hlo import Module, parse
@@ -50,7 +51,8 @@ def step(config: Config = CONFIG, **changes) -> CompiledStep:
 
 
 def memory(peak_bytes: int = 60 * GIB) -> MemoryPlan:
-    by_kind = dict.fromkeys(KINDS, 0) | {"parameters": 10 * GIB, "optimizer": 20 * GIB, "temporaries": peak_bytes - 30 * GIB}
+    state = {"parameters": 10 * GIB, "optimizer": 20 * GIB}
+    by_kind = dict.fromkeys(MEMORY_KINDS, 0) | state | {"temporaries": peak_bytes - 30 * GIB}
     tensor = Tensor(
         kind="parameters", name="model.[bold]", dtype="f32", shape=(4, 256), size=10 * GIB, instruction="param.1"
     )

@@ -1,67 +1,21 @@
 """A device's memory: formulas against hand counts, and a compiled step told in the words of training."""
 
 import dataclasses
-import re
 
-import jax
 import pytest
 
-from llamajax.config.gpus import planned_gpu
-from llamajax.config.machine import HardwareConfig
-from llamajax.config.parallel import MeshConfig
-from llamajax.config.training import OptimizerConfig, TrainConfig
+from llamajax.config.training import OptimizerConfig
 from llamajax.kernels.cudnn import workspace_bytes
-from llamajax.parallel import mesh
 from llamajax.parallel.allowance import VARIABLE
 from llamajax.planning import memory
-from llamajax.planning.xla.buffers import read_buffer_assignment
-from llamajax.planning.xla.compile import CompiledStep, lower
+from llamajax.planning.cost.network import num_communicators
 from llamajax.planning.xla.hlo import parse
+from tests.planning.compiled import CONFIG, compiled_step
 from tests.planning.modules import module
-from tests.tiny import tiny_config
-
-CONFIG = tiny_config(
-    hardware=HardwareConfig(gpu="h100"),
-    mesh=MeshConfig(fsdp=4, tensor=2),
-    train=TrainConfig(num_steps=10, global_batch_size=32, grad_accum_steps=2),
-)
 
 
-@pytest.fixture(scope="module")
-def step(tmp_path_factory) -> CompiledStep:
-    """The tiny step, compiled for eight CPU devices: real buffers, though not a GPU's."""
-    jax.set_mesh(mesh.make_mesh(CONFIG.mesh))
-    folder = tmp_path_factory.mktemp("dump")
-    options = {"xla_dump_to": str(folder), "xla_dump_hlo_as_proto": True}
-    compiled = lower(CONFIG).compile(compiler_options=options)
-    (proto,) = folder.glob("*jit_train_step*after_optimizations.hlo.pb")
-    hlo = compiled.as_text()
-    assert hlo is not None
-    return CompiledStep(
-        config=CONFIG,
-        gpu=planned_gpu(CONFIG.hardware),
-        hlo=hlo,
-        buffers=read_buffer_assignment(proto.read_bytes()),
-        peak_bytes=0,
-        options={},
-        compile_s=0.0,
-        jax_version=jax.__version__,
-    )
-
-
-SCOPES = (
-    "embed", "layers", "attention", "qkv", "attend", "scores", "output_projection", "mlp", "gate_up", "gated",
-    "down_projection", "final_norm", "loss", "logits", "d_hidden", "d_head", "gather_weight", "update",
-)  # fmt: skip
-
-
-@pytest.mark.parametrize("scope", SCOPES)
-def test_the_step_is_written_in_the_scopes_that_plans_are_told_by(step, scope):
-    """`jax.named_scope` in model and step is how plans know what belongs to what."""
-    assert scope in {part for name in re.findall(r'op_name="([^"]*)"', step.hlo) for part in re.split(r"[/():]", name)}
-
-
-def test_the_kinds_add_up_and_the_state_is_what_the_formula_says(step):
+def test_the_kinds_add_up_and_the_state_is_what_the_formula_says():
+    step = compiled_step()
     plan = memory.memory_plan(step, parse(step.hlo))
     norms = (2 * 2 + 1) * 32  # not split
     shard = (CONFIG.model.num_params - norms) // 8 + norms
@@ -74,17 +28,6 @@ def test_the_kinds_add_up_and_the_state_is_what_the_formula_says(step):
     assert plan.peak_bytes == plan.argument_bytes + plan.temp_bytes + step.buffers.other_bytes
     assert plan.capacity_bytes == 84_942_979_072
     assert plan.fits
-
-
-def test_every_tensor_has_a_name(step):
-    plan = memory.memory_plan(step, parse(step.hlo))
-    sizes = [tensor.size for tensor in plan.tensors]
-    assert sizes == sorted(sizes, reverse=True)
-    names = {tensor.name: tensor.kind for tensor in plan.tensors}
-    assert names["model.layers.mlp.w_gate_up"] == "parameters"
-    assert names["opt_state[0].nu.layers.mlp.w_gate_up"] == "optimizer"
-    assert names["gradient of layers/mlp/w_gate_up"] == "gradients"
-    assert all(tensor.name.strip() for tensor in plan.tensors)
 
 
 def test_the_minimum_splits_all_matrices_over_all_shards():
@@ -132,13 +75,15 @@ def test_what_xla_may_take_is_training_s_part_of_the_card(monkeypatch):
     assert larger.budget_bytes == int(0.971 * larger.capacity_bytes)  # the rest is NCCL's and CUDA's
 
 
-def test_communicators_are_the_different_groups(step):
-    plan, groups = memory.memory_plan(step, parse(step.hlo)), memory.num_communicators(parse(step.hlo))
+def test_communicators_are_the_different_groups():
+    step = compiled_step()
+    plan, groups = memory.memory_plan(step, parse(step.hlo)), num_communicators(parse(step.hlo))
     assert 2 <= groups <= plan.allowance.num_communicators == 3
 
 
-def test_cudnn_s_workspace_is_counted_where_xla_does_not_know_it(step):
+def test_cudnn_s_workspace_is_counted_where_xla_does_not_know_it():
     """Llama 3 70B and Llama 3.2 1B as shipped: two rows of 64 heads over 8, four of 32 over 8, one GPU each."""
+    step = compiled_step()
     plain = memory.memory_plan(step, parse(step.hlo))
     assert plain.by_kind["workspace"] == 0
     for batch, heads, width, expected in ((2, 64, 128, 1 << 30), (4, 32, 64, 1 << 29)):

@@ -13,7 +13,7 @@ from typing import Literal
 from llamajax.planning.cost.gpu import Machine
 from llamajax.planning.xla.hlo import Array, Computation, Instruction, Module, Shape, arrays, num_bytes, num_elements
 
-Kind = Literal["matmul", "attention", "memory", "copy"]
+KernelKind = Literal["matmul", "attention", "memory", "copy"]
 """What a kernel mostly does: matrix products, fused attention, moving device memory, moving between host and device."""
 
 
@@ -21,7 +21,7 @@ Kind = Literal["matmul", "attention", "memory", "copy"]
 class Cost:
     """One execution of one instruction."""
 
-    kind: Kind
+    kind: KernelKind
     seconds: float
     flops: int = 0
     """Floating-point operations of matrix products; two per multiply-add. Others are not counted."""

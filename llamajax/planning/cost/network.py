@@ -117,6 +117,18 @@ def collective(
     return Collective(instruction.name, kind, axis_of(groups, mesh), n, m, whole, wire, seconds)
 
 
+def num_communicators(module: Module) -> int:
+    """Different divisions of the devices into groups of more than one, among all collectives of a program."""
+    groups = {
+        instruction.replica_groups(module.num_devices).tobytes()
+        for computation in module.computations.values()
+        for instruction in computation.instructions.values()
+        if collective_kind(instruction.opcode) and "replica_groups" in instruction.attributes
+        if instruction.replica_groups(module.num_devices).shape[1] > 1
+    }
+    return len(groups)
+
+
 def ring_seconds(passed: float, steps: int, node_steps: int, n: int, m: int, machine: Machine) -> float:
     """A ring of `n` devices on `m` nodes, as an all-gather or a reduce-scatter runs along it.
 

@@ -43,10 +43,10 @@ import jax
 import llamajax
 from llamajax.config.gpus import planned_gpu
 from llamajax.config.run import Config
-from llamajax.planning.cost.network import least_wire_bytes
+from llamajax.planning.cost.network import least_wire_bytes, num_communicators
 from llamajax.planning.cost.timeline import CollectiveUse
 from llamajax.planning.fitting import executed_flops
-from llamajax.planning.memory import estimate, minimum_state_bytes, num_communicators
+from llamajax.planning.memory import estimate, minimum_state_bytes
 from llamajax.planning.plan import Alternative, Plan, Schedule, mesh_sizes
 from llamajax.planning.search import Sweep
 

@@ -11,8 +11,8 @@ from typing import Any
 
 from llamajax.config.gpus import planned_gpu
 from llamajax.planning.cost.timeline import LANES, Loop, Timeline, layer_loops, perfetto
-from llamajax.planning.memory import KINDS
 from llamajax.planning.plan import Plan
+from llamajax.planning.scopes import MEMORY_KINDS
 from llamajax.planning.tell.text import DISCLAIMER
 from llamajax.units import format_bytes, format_count
 
@@ -125,7 +125,7 @@ def _cards(told: Figures) -> Iterator[str]:
 def _memory(told: Figures) -> str:
     """One bar: what lies in the card's memory, up to its capacity or beyond."""
     total, capacity = told["peak_bytes"] + told["allowance_bytes"], told["capacity_bytes"]
-    parts = [(kind, size, KINDS[kind]) for kind, size in told["memory"].items() if size]
+    parts = [(kind, size, MEMORY_KINDS[kind]) for kind, size in told["memory"].items() if size]
     parts.append(("beside XLA", told["allowance_bytes"], "CUDA context, libraries, NCCL"))
     if total < capacity:
         parts.append(("free", capacity - total, "free"))

@@ -11,8 +11,8 @@ from rich.table import Table
 from llamajax.config.gpus import planned_gpu
 from llamajax.config.run import Config
 from llamajax.parallel.allowance import VARIABLE, Allowance
-from llamajax.planning.memory import KINDS, Kind
 from llamajax.planning.plan import Plan, Schedule
+from llamajax.planning.scopes import MEMORY_KINDS, MemoryKind
 from llamajax.units import format_bytes, format_count
 from llamajax.watch import console
 from llamajax.watch.console import log
@@ -109,11 +109,11 @@ def _print_memory(schedule: Schedule) -> None:
 def _what(kind: str, allowance: Allowance) -> str:
     if kind == "beside XLA":
         return f"MiB: {str(allowance).partition(': ')[2]}"
-    meanings: dict[str, str] = {**KINDS}
+    meanings: dict[str, str] = {**MEMORY_KINDS}
     return meanings.get(kind, "")
 
 
-def _by_kind(by_kind: Mapping[Kind, int]) -> str:
+def _by_kind(by_kind: Mapping[MemoryKind, int]) -> str:
     return ", ".join(f"{kind} {format_bytes(size)}" for kind, size in by_kind.items() if size)
 
 

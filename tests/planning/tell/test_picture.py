@@ -7,7 +7,7 @@ import re
 import pytest
 
 from llamajax.planning.cost.timeline import Event, Loop, layer_loops
-from llamajax.planning.memory import KINDS
+from llamajax.planning.scopes import MEMORY_KINDS
 from llamajax.planning.search import Sweep
 from llamajax.planning.tell import figures, picture
 from tests.planning import plans
@@ -68,7 +68,9 @@ def bars(text: str, style: str) -> list[float]:
 
 def test_every_kind_of_memory_has_a_colour():
     style = page().partition("<style>")[2].partition("</style>")[0]
-    assert [kind for kind in (*KINDS, "beside", "free") if f".{kind} {{" not in style and f".{kind}," not in style] == []
+    assert [
+        kind for kind in (*MEMORY_KINDS, "beside", "free") if f".{kind} {{" not in style and f".{kind}," not in style
+    ] == []
 
 
 def test_the_memory_is_to_scale():

@@ -1,0 +1,163 @@
+"""What an array of the compiled step is for, told from the scopes of the program.
+
+The contract with model and step is `jax.named_scope`: the names below, which `tests/planning/test_scopes.py` finds in a
+compiled step, and the names of the state's arrays. Where jax and XLA say nothing of a scope, an array is told by its
+shape among those of the program's own arguments and gathers.
+"""
+
+import itertools
+import math
+import operator
+import re
+from collections.abc import Iterator
+from typing import Literal
+
+from llamajax.planning.cost.network import collective_kind
+from llamajax.planning.xla.buffers import Buffer
+from llamajax.planning.xla.hlo import Computation, Instruction, Module, arrays
+
+MemoryKind = Literal[
+    "parameters", "optimizer", "batch", "gradients", "activations", "logits", "collectives", "temporaries", "gaps",
+    "workspace",
+]  # fmt: skip
+MEMORY_KINDS: dict[MemoryKind, str] = {
+    "parameters": "master weights",
+    "optimizer": "AdamW's two moments",
+    "batch": "the batch and counters",
+    "gradients": "gradients: the stored shards, and what is not scattered yet",
+    "activations": "saved by the forward pass for the backward pass",
+    "logits": "logits and what the loss makes of them",
+    "collectives": "weights gathered for compute, and other buffers of collectives",
+    "temporaries": "everything else that is alive at the fullest moment",
+    "gaps": "unused between the arrays at that moment",
+    "workspace": "cuDNN's own while it computes attention; counted whole, though that may be at another moment",
+}
+"""What a byte is for; the texts are for people."""
+
+LAYERS = "layers"
+"""Around the stack: what is directly in it, the stack keeps of every layer."""
+PLACES = {
+    "embed": "embed", LAYERS: "layers", "attention": "layers/attention", "mlp": "layers/mlp", "final_norm": "final_norm",
+    "loss": "loss", "update": "update",
+}  # fmt: skip
+"""Parts of the step, and what people are told of them."""
+VALUES = {
+    "qkv": "qkv", "scores": "attention scores", "attend": "attention output", "output_projection": "output projection",
+    "gate_up": "gate_up", "gated": "gated", "down_projection": "down projection", "logits": "logits",
+    "d_hidden": "gradient of hidden states", "d_head": "gradient of head",
+}  # fmt: skip
+"""What is made inside of them."""
+WEIGHT = "gather_weight"
+"""Around what turns a stored weight into the one that compute takes."""
+
+
+SCOPES = (*PLACES, *VALUES, WEIGHT)
+
+_RESIDUAL = ("embed", "attention", "mlp", "final_norm")
+"""Places whose own arrays [B, T, D], outside of inner scopes, are hidden states: sums and norms."""
+_WEIGHTS = {
+    "embed": "embedding", "loss": "head", "d_head": "head", "qkv": "qkv weight", "output_projection": "output weight",
+    "gate_up": "gate_up weight", "down_projection": "down weight",
+}  # fmt: skip
+"""Scopes that use a weight, and which."""
+
+
+class Namer:
+    """Tells what the buffers of one compiled step are."""
+
+    def __init__(self, module: Module, arguments: tuple[Buffer, ...]):
+        weights = [argument for argument in arguments if _argument_path(argument.op_name).startswith("model.")]
+        self._param_dtypes = {weight.dtype for weight in weights}
+        # A device's shard of a weight, all layers together; the first of a shape gives it its name.
+        self._stored = {weight.shape: _weight_name(weight) for weight in reversed(weights)}
+        self._gathered = _gathered_sizes(module)
+        # Of one micro-batch [micro-batches, B, T] on the device.
+        self._tokens = {math.prod(a.shape[1:]) for a in arguments if a.op_name.startswith("batch")}
+        self._stacked = dict(_stacked(module))
+
+    def tell(self, buffer: Buffer) -> tuple[MemoryKind, str]:
+        """What a buffer is for, and its name for people, such as `layers/mlp gate_up, recomputed`."""
+        if buffer.opcode == "parameter":
+            path = _argument_path(buffer.op_name)
+            is_moment = ".nu." in path or ".mu." in path
+            return "parameters" if path.startswith("model.") else "optimizer" if is_moment else "batch", path
+        phase, scopes = _phase(buffer.op_name), _scopes(buffer.op_name)
+        is_gather, scopes = WEIGHT in scopes, [scope for scope in scopes if scope != WEIGHT] or ["step"]
+        place = next((PLACES[scope] for scope in reversed(scopes) if scope in PLACES), "step")
+        weight = _WEIGHTS.get(scopes[-1], "weight")
+        weight = f"{place} {weight}" if place.startswith("layers") else weight
+        if kind := collective_kind(buffer.opcode.removesuffix("-done")):
+            is_gather = is_gather and kind == "all-gather"
+            return "collectives", f"{weight}, gathered" if is_gather else f"{place} {kind} ({phase})"
+        if buffer.dtype in (*self._param_dtypes, "f32") and buffer.shape in self._stored:  # "f32": summed over micro-batches
+            return "gradients", f"gradient of {self._stored[buffer.shape]}"
+        if buffer.dtype in self._param_dtypes:
+            for shape, stored in self._stored.items():
+                if sorted(shape) == sorted(buffer.shape):
+                    return "temporaries", f"{stored} or its gradient, copied to another layout"
+        is_residual = scopes[-1] in _RESIDUAL and not is_gather and len(buffer.shape) == 3
+        # The lookup's gradient [D, V] may have as many rows as there are tokens.
+        is_activation = is_residual or (scopes[-1] != "embed" and self._has_tokens(buffer))
+        is_weight = is_gather or (scopes[-1] in _WEIGHTS and not is_activation)
+        if is_weight and math.prod(buffer.shape) in self._gathered:
+            if phase == "backward" or buffer.dtype == "f32":
+                return "gradients", f"gradient of {weight}, not scattered yet"
+            return "collectives", f"{weight}, gathered"
+        if scopes == [LAYERS] and phase == "forward" and buffer.shape in self._stacked:
+            return "activations", f"{self._stacked[buffer.shape]} of every layer"
+        primitive = re.sub(r"\W+", " ", buffer.op_name.split("/")[-1]).strip() or buffer.instruction
+        value = "hidden states" if is_residual else VALUES.get(scopes[-1])
+        what = primitive if value is None else f"gradient of {value}" if phase == "backward" else value
+        again = ", recomputed" if phase == "recomputed" else ""
+        return "logits" if place == "loss" else "temporaries", f"{place} {what}{again}"
+
+    def _has_tokens(self, buffer: Buffer) -> bool:
+        """Whether the first dims are the tokens of a micro-batch, as they are of activations and their gradients."""
+        return not self._tokens.isdisjoint(itertools.accumulate(buffer.shape, operator.mul))
+
+
+def _gathered_sizes(module: Module) -> set[int]:
+    """Elements of the weights as compute takes them: what gathers give, or, where every device has all, narrow copies."""
+    made = [i for c in module.computations.values() for i in c.instructions.values() if _scopes(i.op_name)[-1:] == [WEIGHT]]
+    gathers = [i for i in made if i.opcode in ("all-gather", "all-gather-done")]
+    return {array.num_elements for instruction in gathers or made for array in arrays(instruction.shape)}
+
+
+def _stacked(module: Module) -> Iterator[tuple[tuple[int, ...], str]]:
+    """Shapes of the stacks that the forward pass saves of every layer, and what each is a stack of."""
+    for computation in module.computations.values():
+        for instruction in computation.instructions.values():
+            name = instruction.op_name
+            if instruction.opcode == "dynamic-update-slice" and _phase(name) == "forward" and _scopes(name) == [LAYERS]:
+                scopes = [_scopes(source.op_name) for source in _sources(computation, instruction.operands[1])]
+                value = next((VALUES[own[-1]] for own in scopes if own and own[-1] in VALUES), "hidden states")
+                yield from ((array.dims, value) for array in arrays(instruction.shape))
+
+
+def _sources(computation: Computation, name: str) -> Iterator[Instruction]:
+    """An instruction, what its first operand is made by, and so on."""
+    instruction = computation.instructions[name]
+    yield instruction
+    if instruction.operands:
+        yield from _sources(computation, instruction.operands[0])
+
+
+def _scopes(op_name: str) -> list[str]:
+    """The known scopes of an instruction, outer to inner."""
+    return [part for part in re.split(r"[/():]", op_name) if part in SCOPES]
+
+
+def _phase(op_name: str) -> str:
+    """Where in the step: `forward`, `backward`, `recomputed` (forward again, within backward) or `update`."""
+    if "rematted_computation" in op_name:
+        return "recomputed"
+    return "backward" if "transpose(" in op_name else "forward" if "jvp(" in op_name else "update"
+
+
+def _argument_path(op_name: str) -> str:
+    """`model.layers.mlp.w_down` for the argument `state.model.layers.mlp.w_down.value`."""
+    return op_name.removeprefix("state.").removesuffix(".value")
+
+
+def _weight_name(weight: Buffer) -> str:
+    return _argument_path(weight.op_name).removeprefix("model.").replace(".", "/")

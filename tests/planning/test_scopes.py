@@ -1,0 +1,80 @@
+"""The contract between plans and the program: its scopes, and what arrays are told by them."""
+
+import re
+
+import pytest
+
+from llamajax.planning.memory import memory_plan
+from llamajax.planning.scopes import SCOPES, Namer
+from llamajax.planning.xla.buffers import Buffer
+from llamajax.planning.xla.hlo import parse
+from tests.planning.compiled import compiled_step
+from tests.planning.modules import module
+
+STEP = "jit(train_step)/while/body/closed_call"
+FORWARD, BACKWARD = f"{STEP}/jvp(layers)/while/body", f"{STEP}/transpose(jvp(layers))/while/body/closed_call/checkpoint"
+
+
+@pytest.mark.parametrize("scope", SCOPES)
+def test_the_step_is_written_in_the_scopes_that_plans_are_told_by(scope):
+    """`jax.named_scope` in model and step is how plans know what belongs to what."""
+    names = re.findall(r'op_name="([^"]*)"', compiled_step().hlo)
+    assert scope in {part for name in names for part in re.split(r"[/():]", name)}
+
+
+def test_every_tensor_has_a_name():
+    step = compiled_step()
+    plan = memory_plan(step, parse(step.hlo))
+    sizes = [tensor.size for tensor in plan.tensors]
+    assert sizes == sorted(sizes, reverse=True)
+    names = {tensor.name: tensor.kind for tensor in plan.tensors}
+    assert names["model.layers.mlp.w_gate_up"] == "parameters"
+    assert names["opt_state[0].nu.layers.mlp.w_gate_up"] == "optimizer"
+    assert names["gradient of layers/mlp/w_gate_up"] == "gradients"
+    assert all(tensor.name.strip() for tensor in plan.tensors)
+
+
+def buffer(op_name: str, *shape: int, opcode: str = "fusion", dtype: str = "bf16") -> Buffer:
+    return Buffer(instruction="fusion.1", opcode=opcode, op_name=op_name, dtype=dtype, shape=shape, size=1)
+
+
+WEIGHT = buffer("state.model.layers.mlp.w_down.value", 4, 96, 8, opcode="parameter", dtype="f32")
+BATCH = buffer("batch['tokens']", 3, 2, 32, opcode="parameter")
+PROGRAM = module(
+    f"""%w = bf16[96,16]{{1,0}} parameter(0)
+    %all = bf16[96,64]{{1,0}} all-gather(%w), metadata={{op_name="{FORWARD}/mlp/gather_weight/reshard"}}
+    %stack = bf16[4,2,32,96]{{3,2,1,0}} parameter(1)
+    %made = bf16[1,2,32,96]{{3,2,1,0}} bitcast(%w), metadata={{op_name="{FORWARD}/mlp/gated/mul"}}
+    %saved = bf16[4,2,32,96]{{3,2,1,0}} dynamic-update-slice(%stack, %made), metadata={{op_name="{FORWARD}/while"}}"""
+)
+NAMED = (
+    (WEIGHT, "parameters", "model.layers.mlp.w_down"),
+    (buffer("state.opt_state[0].mu.layers.mlp.w_down.value", 4, 96, 8, opcode="parameter"), "optimizer",
+     "opt_state[0].mu.layers.mlp.w_down"),
+    (BATCH, "batch", "batch['tokens']"),
+    (buffer("jit(train_step)/while", 4, 96, 8, dtype="f32"), "gradients", "gradient of layers/mlp/w_down"),
+    (buffer("jit(train_step)/while", 8, 4, 96, dtype="f32"), "temporaries",
+     "layers/mlp/w_down or its gradient, copied to another layout"),
+    (buffer(f"{FORWARD}/mlp/gather_weight/reshard", 96, 64, opcode="all-gather"), "collectives",
+     "layers/mlp weight, gathered"),
+    (buffer(f"{FORWARD}/attention/attend/all_gather", 2, 64, opcode="all-gather-start"), "collectives",
+     "layers/attention all-gather (forward)"),
+    (buffer(f"{FORWARD}/mlp/down_projection/dot_general", 96, 64), "collectives", "layers/mlp down weight, gathered"),
+    (buffer(f"{BACKWARD}/mlp/down_projection/transpose", 96, 64), "gradients",
+     "gradient of layers/mlp down weight, not scattered yet"),
+    (buffer(f"{BACKWARD}/mlp/reduce_sum", 2, 32, 96), "temporaries", "layers/mlp gradient of hidden states"),
+    (buffer(f"{STEP}/jvp(layers)/broadcast_in_dim", 4, 2, 32, 96), "activations", "gated of every layer"),
+    (buffer(f"{BACKWARD}/rematted_computation/mlp/gated/mul", 2, 32, 99), "temporaries", "layers/mlp gated, recomputed"),
+    (buffer(f"{BACKWARD}/mlp/gate_up/add_any", 2, 32, 2, 96), "temporaries", "layers/mlp gradient of gate_up"),
+    (buffer(f"{STEP}/jvp(loss)/shard_map/while/body/logits/exp", 7, 9, dtype="f32"), "logits", "loss logits"),
+    (buffer(f"{STEP}/transpose(jvp(embed))/scatter-add", 64, 96, dtype="f32"), "gradients",
+     "gradient of embedding, not scattered yet"),
+    (buffer(f"{BACKWARD}/mlp/gate_up/dot_general", 64, 2, 48), "temporaries", "layers/mlp gradient of gate_up"),
+    (buffer("jit(train_step)/update/mul", 7, dtype="f32"), "temporaries", "update mul"),
+    (buffer("", 7), "temporaries", "step fusion.1"),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("array", "kind", "name"), NAMED)
+def test_an_array_is_told_by_its_scopes(array, kind, name):
+    assert Namer(PROGRAM, (WEIGHT, BATCH)).tell(array) == (kind, name)
