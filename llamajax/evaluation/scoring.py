@@ -45,7 +45,7 @@ def score(model: Llama, tokens: jax.Array, targets: jax.Array) -> tuple[jax.Arra
         _score_on_device,
         in_specs=(spec("batch", "seq", None), spec("vocab", "embed"), token_spec),
         out_specs=(token_spec, token_spec),
-    )(hidden, model.output_weight(), targets)
+    )(hidden, model.output_weight()[...], targets)
     counted = targets != IGNORE
     sums = jnp.sum(jnp.where(counted, logprobs, 0.0), axis=1), jnp.all(~counted | greedy, axis=1)
     return jax.reshard(sums, P(None))

@@ -18,7 +18,7 @@ from llamajax.kernels.plain import attend
 from llamajax.model.kv_cache import Past, attend_past
 from llamajax.model.layers import RMSNorm, normal, residual_std
 from llamajax.model.rope import apply_rope
-from llamajax.parallel.sharding import gather, spec
+from llamajax.parallel.zero import weight
 
 KeyValue = tuple[jax.Array, jax.Array]
 """Keys and values of some tokens, each [B, T, K, H], the keys turned by their positions."""
@@ -47,10 +47,13 @@ class Attention(nnx.Module):
         D, K, H, dtype = config.embed_dim, config.num_kv_heads, config.head_dim, config.param_dtype
         G = config.num_heads // K
         qkv_key, o_key = jax.random.split(key)
-        self.wqkv = normal(qkv_key, (D, K, G + 2, H), ("embed", "kv_heads", None, "head_dim"), config.init_std, dtype)
-        self.wo = normal(o_key, (K, G, H, D), ("kv_heads", None, "head_dim", "embed"), residual_std(config), dtype)
-        bias_spec = spec("kv_heads", None, "head_dim")
-        self.qkv_bias = nnx.Param(jnp.zeros((K, G + 2, H), dtype, out_sharding=bias_spec)) if config.qkv_bias else None
+        heads = ("kv_heads", None, "head_dim")
+        init = normal(qkv_key, config.init_std)
+        self.wqkv = weight((D, K, G + 2, H), dtype, stored=("embed", *heads), compute=(None, *heads), init=init)
+        init = normal(o_key, residual_std(config))
+        self.wo = weight((K, G, H, D), dtype, stored=(*heads, "embed"), compute=(*heads, None), init=init)
+        bias = weight((K, G + 2, H), dtype, stored=heads, compute=None, init=jnp.zeros) if config.qkv_bias else None
+        self.qkv_bias = bias
         self.q_norm = RMSNorm(H, config) if config.qk_norm else None
         self.k_norm = RMSNorm(H, config) if config.qk_norm else None
         self.window = config.sliding_window
@@ -61,7 +64,6 @@ class Attention(nnx.Module):
 
         With `past`, T is 1: the newest token of each row sees the cached ones before it, and no segments.
         """
-        wo = gather(self.wo[...], "kv_heads", None, "head_dim", None, dtype=x.dtype)
         q, k, v = self._project(x, rows)
         with jax.named_scope("attend"):
             if past is not None:
@@ -72,7 +74,7 @@ class Attention(nnx.Module):
                 out = attend(q, k, v, rows.segment_ids, self.window)
             out = checkpoint_name(out, "attention")
         with jax.named_scope("output_projection"):
-            return jnp.einsum("BTKGH,KGHD->BTD", out, wo, out_sharding=jax.typeof(x).sharding.spec), (k, v)
+            return jnp.einsum("BTKGH,KGHD->BTD", out, self.wo[...], out_sharding=jax.typeof(x).sharding.spec), (k, v)
 
     def _is_fused(self, q: jax.Array, rows: Rows) -> bool:
         """Whether cuDNN computes the attention.
@@ -89,9 +91,8 @@ class Attention(nnx.Module):
 
     def _project(self, x: jax.Array, rows: Rows) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Queries [B, T, K, G, H], keys and values [B, T, K, H], the first two turned by their positions."""
-        wqkv = gather(self.wqkv[...], None, "kv_heads", None, "head_dim", dtype=x.dtype)
         with jax.named_scope("qkv"):
-            qkv = jnp.einsum("BTD,DKCH->BTKCH", x, wqkv)
+            qkv = jnp.einsum("BTD,DKCH->BTKCH", x, self.wqkv[...])
             if self.qkv_bias is not None:
                 # Added in fp32, so that its gradient, a sum over all tokens, is summed in fp32.
                 qkv = (qkv.astype(jnp.float32) + self.qkv_bias[...].astype(jnp.float32)[None, None]).astype(x.dtype)

@@ -1,6 +1,7 @@
 """The parts of a decoder that look at one token at a time: token embedding, RMSNorm and the SwiGLU MLP."""
 
 import math
+from collections.abc import Callable
 from functools import partial
 
 import jax
@@ -11,14 +12,13 @@ from jax.ad_checkpoint import checkpoint_name
 
 from llamajax.config.model import ModelConfig
 from llamajax.config.parallel import axes_of
-from llamajax.parallel.sharding import gather, spec
+from llamajax.parallel.sharding import spec
+from llamajax.parallel.zero import weight
 
 
-def normal(
-    key: jax.Array, shape: tuple[int, ...], logical_axes: tuple[str | None, ...], std: float, dtype: jax.typing.DTypeLike
-) -> nnx.Param:
-    """A parameter drawn from N(0, std^2), each device drawing its own part; the values do not depend on the mesh."""
-    return nnx.Param(std * jax.random.normal(key, shape, dtype, out_sharding=spec(*logical_axes)))
+def normal(key: jax.Array, std: float) -> Callable[..., jax.Array]:
+    """Draws initial values from N(0, std^2), which do not depend on the mesh."""
+    return lambda *shape_and_dtype, out_sharding: std * jax.random.normal(key, *shape_and_dtype, out_sharding=out_sharding)
 
 
 def residual_std(config: ModelConfig) -> float:
@@ -58,7 +58,7 @@ class RMSNorm(nnx.Module):
 
     def __init__(self, size: int, config: ModelConfig):
         self.eps = config.norm_eps
-        self.scale = nnx.Param(jnp.ones((size,), config.param_dtype, out_sharding=spec(None)))
+        self.scale = weight((size,), config.param_dtype, stored=(None,), compute=None, init=jnp.ones)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """[..., size] -> [..., size] of x's dtype; computed in fp32."""
@@ -74,17 +74,17 @@ class MLP(nnx.Module):
     def __init__(self, config: ModelConfig, key: jax.Array):
         D, F, dtype = config.embed_dim, config.mlp_dim, config.param_dtype
         gate_up_key, down_key = jax.random.split(key)
-        self.w_gate_up = normal(gate_up_key, (D, 2, F), ("embed", None, "mlp"), config.init_std, dtype)
-        self.w_down = normal(down_key, (F, D), ("mlp", "embed"), residual_std(config), dtype)
+        init = normal(gate_up_key, config.init_std)
+        self.w_gate_up = weight((D, 2, F), dtype, stored=("embed", None, "mlp"), compute=(None, None, "mlp"), init=init)
+        init = normal(down_key, residual_std(config))
+        self.w_down = weight((F, D), dtype, stored=("mlp", "embed"), compute=("mlp", None), init=init)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """[B, T, D] -> [B, T, D] of x's dtype."""
-        w_gate_up = gather(self.w_gate_up[...], None, None, "mlp", dtype=x.dtype)
-        w_down = gather(self.w_down[...], "mlp", None, dtype=x.dtype)
         with jax.named_scope("gate_up"):
-            gate_up = checkpoint_name(jnp.einsum("BTD,DCF->BTCF", x, w_gate_up), "gate_up")
+            gate_up = checkpoint_name(jnp.einsum("BTD,DCF->BTCF", x, self.w_gate_up[...]), "gate_up")
             gate, up = gate_up[:, :, 0], gate_up[:, :, 1]
         with jax.named_scope("gated"):
             gated = jax.nn.silu(gate) * up
         with jax.named_scope("down_projection"):
-            return jnp.einsum("BTF,FD->BTD", gated, w_down, out_sharding=jax.typeof(x).sharding.spec)
+            return jnp.einsum("BTF,FD->BTD", gated, self.w_down[...], out_sharding=jax.typeof(x).sharding.spec)

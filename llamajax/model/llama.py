@@ -12,15 +12,18 @@ from llamajax.model.attention import Attention, KeyValue, Rows
 from llamajax.model.kv_cache import KVCache, Past, append, write_prompt
 from llamajax.model.layers import MLP, RMSNorm, embed, normal
 from llamajax.model.rope import positions_from_segment_ids, rope_tables
-from llamajax.parallel.sharding import gather, spec
+from llamajax.parallel.sharding import ONE_DEVICE, spec
+from llamajax.parallel.stack import run_layers
+from llamajax.parallel.zero import gathered, weight
 
 _SAVED_BY_REMAT = {
+    "none": None,
     "full": (),
     "save_attention": ("attention",),
     "save_attention_qkv": ("attention", "qkv"),
     "save_attention_qkv_mlp": ("attention", "qkv", "gate_up"),
 }
-"""Which of a layer's named values (`checkpoint_name`) the forward pass keeps, beside the layer's input."""
+"""Which of a layer's named values (`checkpoint_name`) the forward pass keeps, beside the layer's input; None: all of it."""
 
 
 class Layer(nnx.Module):
@@ -52,11 +55,12 @@ class Llama(nnx.Module):
         V, D, dtype = config.vocab_size, config.embed_dim, config.param_dtype
         embedding_key, layers_key, head_key = jax.random.split(key, 3)
         self.config = config
-        self.embedding = normal(embedding_key, (V, D), ("vocab", "embed"), config.init_std, dtype)
+        table = partial(weight, (V, D), dtype, stored=("vocab", "embed"), compute=("vocab", None))
+        self.embedding = table(init=normal(embedding_key, config.init_std))
         # One Layer whose parameters have a leading dim L, for scan: compile time does not grow with depth.
         self.layers = jax.vmap(partial(Layer, config))(jax.random.split(layers_key, config.num_layers))
         self.final_norm = RMSNorm(D, config)
-        self.head = None if config.tie_embeddings else normal(head_key, (V, D), ("vocab", "embed"), config.init_std, dtype)
+        self.head = None if config.tie_embeddings else table(init=normal(head_key, config.init_std))
 
     def __call__(
         self, tokens: jax.Array, segment_ids: jax.Array | None = None, positions: jax.Array | None = None
@@ -64,8 +68,8 @@ class Llama(nnx.Module):
         """fp32 logits [B, T, V]; arguments as for `hidden`."""
         x = self.hidden(tokens, segment_ids, positions)
         with jax.named_scope("head"):
-            weight = gather(self.output_weight(), "vocab", None, dtype=x.dtype)
-            return jnp.einsum("BTD,VD->BTV", x, weight, preferred_element_type=jnp.float32)
+            head = gathered(self.output_weight(), x.dtype)
+            return jnp.einsum("BTD,VD->BTV", x, head[...], preferred_element_type=jnp.float32)
 
     def hidden(
         self, tokens: jax.Array, segment_ids: jax.Array | None = None, positions: jax.Array | None = None
@@ -82,14 +86,10 @@ class Llama(nnx.Module):
         x = self._embed(tokens, "seq")
         rows = self._rows(tokens, *(None, None) if config.attend_across_documents else (segment_ids, positions))
 
-        def run_layer(x: jax.Array, layer: Layer) -> tuple[jax.Array, None]:
+        def run_layer(x: jax.Array, layer: Layer, _: None) -> tuple[jax.Array, None]:
             return layer(x, rows)[0], None
 
-        if config.remat != "none":  # "none" also keeps the gathered copies: every weight, whole, in compute_dtype
-            policy = jax.checkpoint_policies.save_only_these_names(*_SAVED_BY_REMAT[config.remat])
-            run_layer = jax.checkpoint(run_layer, policy=policy, prevent_cse=False)
-        with jax.named_scope("layers"):
-            x, _ = jax.lax.scan(run_layer, x, self.layers)
+        x, _ = run_layers(self.layers, run_layer, x, dtype=x.dtype, saved=_SAVED_BY_REMAT[config.remat])
         with jax.named_scope("final_norm"):
             return self.final_norm(x)
 
@@ -109,15 +109,14 @@ class Llama(nnx.Module):
         x = self._embed(tokens, "seq")
         rows = self._rows(tokens, None, None)
 
-        def run_layer(carry: tuple[jax.Array, jax.Array, jax.Array], indexed: tuple[jax.Array, Layer]):
+        def run_layer(carry: tuple[jax.Array, jax.Array, jax.Array], layer: Layer, index: jax.Array):
             x, keys, values = carry
-            index, layer = indexed
             x, (k, v) = layer(x, rows)
             return (x, write_prompt(keys, index, k), write_prompt(values, index, v)), None
 
         # Carried, not stacked up: a carried cache is written where it lies.
-        layers = (jnp.arange(self.config.num_layers), self.layers)
-        (x, keys, values), _ = jax.lax.scan(run_layer, (x, cache.keys, cache.values), layers)
+        carry, numbers = (x, cache.keys, cache.values), jnp.arange(self.config.num_layers)
+        (x, keys, values), _ = run_layers(self.layers, run_layer, carry, numbers, dtype=x.dtype)
         is_last = jnp.arange(tokens.shape[1])[None, :] == lengths[:, None] - 1
         x = jnp.sum(jnp.where(is_last[:, :, None], x, 0), axis=1, keepdims=True)
         return self._next_token_logits(x), KVCache(keys, values, lengths)
@@ -137,16 +136,22 @@ class Llama(nnx.Module):
         x = self._embed(tokens, None)
         rows = Rows(*rope_tables(positions, self.config), segment_ids=None)
 
-        def run_layer(x: jax.Array, layer_and_past: tuple[Layer, jax.Array, jax.Array]) -> tuple[jax.Array, KeyValue]:
-            layer, keys, values = layer_and_past
-            return layer(x, rows, Past(keys, values, cache.lengths))
+        def run_layer(x: jax.Array, layer: Layer, cached: KeyValue) -> tuple[jax.Array, KeyValue]:
+            return layer(x, rows, Past(*cached, cache.lengths))
 
-        x, (k, v) = jax.lax.scan(run_layer, x, (self.layers, cache.keys, cache.values))
+        x, (k, v) = run_layers(self.layers, run_layer, x, (cache.keys, cache.values), dtype=x.dtype)
         return self._next_token_logits(x), append(cache, k, v)
 
-    def output_weight(self) -> jax.Array:
+    def output_weight(self) -> nnx.Param:
         """The head as stored, [V, D] in `param_dtype` and sharded; the embedding table when they are tied."""
-        return self.embedding[...] if self.head is None else self.head[...]
+        return self.embedding if self.head is None else self.head
+
+    @staticmethod
+    def shapes(config: ModelConfig) -> "Llama":
+        """The model with the shape and dtype of every array in its place; needs no mesh, and no device is touched."""
+        with jax.set_mesh(None), jax.sharding.use_abstract_mesh(ONE_DEVICE):
+            model = jax.eval_shape(lambda: Llama(config, jax.random.key(0)))
+        return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), model)
 
     def _embed(self, tokens: jax.Array, seq: str | None) -> jax.Array:
         with jax.named_scope("embed"):
@@ -157,8 +162,8 @@ class Llama(nnx.Module):
         with jax.named_scope("final_norm"):
             x = self.final_norm(x)[:, 0]
         with jax.named_scope("head"):
-            weight = gather(self.output_weight(), "vocab", None, dtype=x.dtype)
-            logits = jnp.einsum("BD,VD->BV", x, weight, preferred_element_type=jnp.float32)
+            head = gathered(self.output_weight(), x.dtype)
+            logits = jnp.einsum("BD,VD->BV", x, head[...], preferred_element_type=jnp.float32)
             return jax.reshard(logits, spec("batch", None))
 
     def _rows(self, tokens: jax.Array, segment_ids: jax.Array | None, positions: jax.Array | None) -> Rows:

@@ -46,7 +46,7 @@ def loss_fn(model: Llama, batch: Mapping[str, jax.Array], *, z_loss_weight: floa
     hidden = model.hidden(batch["tokens"], batch["segment_ids"], batch["positions"])
     targets = jax.reshard(batch["targets"], spec("batch", "seq"))
     with jax.named_scope("loss"):
-        sums = token_losses(hidden, model.output_weight(), targets, z_loss_weight)
+        sums = token_losses(hidden, model.output_weight()[...], targets, z_loss_weight)
     return sums.loss, sums
 
 

@@ -11,7 +11,6 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import jax
 import numpy as np
 
 from llamajax.checkpoint.read import named_arrays
@@ -80,9 +79,8 @@ TABLE = (
 
 @functools.cache
 def our_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Shape of every array of the model, by its name in a checkpoint; needs a current mesh."""
-    model = jax.eval_shape(lambda key: Llama(config, key), jax.random.key(0))
-    return {name: leaf.shape for name, leaf in named_arrays({"model": model}).items()}
+    """Shape of every array of the model, by its name in a checkpoint."""
+    return {name: leaf.shape for name, leaf in named_arrays({"model": Llama.shapes(config)}).items()}
 
 
 def is_stacked(array: str) -> bool:
@@ -101,7 +99,7 @@ def rows_dim(array: str) -> int:
 
 
 def hf_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Shape of every tensor of theirs, by name, in the order of `TABLE`, layer by layer; needs a current mesh."""
+    """Shape of every tensor of theirs, by name, in the order of `TABLE`, layer by layer."""
     ours = our_shapes(config)
     table = [tensor for tensor in TABLE if tensor.array in ours]
     per_layer, others = [t for t in table if t.is_stacked], [t for t in table if not t.is_stacked]

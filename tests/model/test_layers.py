@@ -10,6 +10,7 @@ from llamajax.config.parallel import MeshConfig
 from llamajax.model.layers import MLP, RMSNorm, embed, normal, residual_std
 from llamajax.parallel import mesh
 from llamajax.parallel.sharding import spec
+from llamajax.parallel.zero import gathered
 
 CONFIG = ModelConfig(vocab_size=8, embed_dim=16, mlp_dim=24, num_layers=8, num_heads=1, num_kv_heads=1, head_dim=2)
 
@@ -69,16 +70,15 @@ def test_rms_norm_is_computed_in_fp32_whatever_its_input():
 def test_mlp_is_swiglu():
     mlp = MLP(CONFIG, jax.random.key(0))
     x = _activations(2, "float32")
-    out = jax.jit(lambda mlp, x: mlp(x))(mlp, x)
+    out = jax.jit(lambda mlp, x: gathered(mlp, x.dtype)(x))(mlp, x)
     w_gate_up, w_down = np.asarray(mlp.w_gate_up[...], np.float64), np.asarray(mlp.w_down[...], np.float64)
     gate, up = np.asarray(x) @ w_gate_up[:, 0], np.asarray(x) @ w_gate_up[:, 1]
     np.testing.assert_allclose(out, (gate / (1 + np.exp(-gate)) * up) @ w_down, atol=1e-8)
     assert jax.typeof(out).sharding.spec == spec("batch", "seq", None)
 
 
-def test_parameters_are_normal_and_sharded():
-    param = normal(jax.random.key(3), (256, 64), ("mlp", "embed"), 0.5, "float32")
-    assert jax.typeof(param[...]).sharding.spec == spec("mlp", "embed")
-    np.testing.assert_allclose(np.std(param[...]), 0.5, rtol=0.02)
-    np.testing.assert_allclose(np.mean(param[...]), 0.0, atol=0.02)
+def test_initial_values_are_normal():
+    values = normal(jax.random.key(3), 0.5)((256, 64), "float32", out_sharding=spec("mlp", "embed"))
+    np.testing.assert_allclose(np.std(values), 0.5, rtol=0.02)
+    np.testing.assert_allclose(np.mean(values), 0.0, atol=0.02)
     assert residual_std(CONFIG) == CONFIG.init_std / 4

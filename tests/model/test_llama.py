@@ -4,6 +4,7 @@ import dataclasses
 from collections import Counter
 from collections.abc import Iterator
 
+import chex
 import jax
 import jax.extend.core
 import jax.numpy as jnp
@@ -67,6 +68,13 @@ def test_biases_and_head_norms_are_born_sharded_and_as_many_as_the_config_says()
         "layers.attention.q_norm.scale.value": ((2, 4), spec("layers", None)),
         "layers.attention.k_norm.scale.value": ((2, 4), spec("layers", None)),
     }
+
+
+def test_shapes_need_no_mesh():
+    model = _llama()
+    with jax.set_mesh(None):
+        shapes = Llama.shapes(CONFIG)
+    chex.assert_trees_all_equal_shapes_and_dtypes(shapes, model)
 
 
 def test_initial_values_do_not_depend_on_the_mesh():

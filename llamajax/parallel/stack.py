@@ -1,0 +1,44 @@
+"""Runs a stack of layers: the one place where a layer's weights are gathered and where it is decided what is recomputed."""
+
+from collections.abc import Callable, Collection
+from typing import Any
+
+import jax
+from jax.typing import DTypeLike
+
+from llamajax.parallel.zero import gathered
+
+
+@jax.named_scope("layers")
+def run_layers(
+    layers: Any,
+    run_layer: Callable[[Any, Any, Any], tuple[Any, Any]],
+    carry: Any,
+    inputs: Any = None,
+    *,
+    dtype: DTypeLike,
+    saved: Collection[str] | None = None,
+) -> tuple[Any, Any]:
+    """Runs layers one after the other, as one loop: compile time does not grow with their number.
+
+    Args:
+        layers: the layers as one tree, whose weights have a leading dim L.
+        run_layer: from the carry, a layer with gathered weights and its inputs to the next carry and the layer's results.
+        carry: what the first layer is given.
+        inputs: a tree whose arrays have a leading dim L: what each layer is given of its own.
+        dtype: that weights are gathered in.
+        saved: names (`checkpoint_name`) of what the forward pass keeps of a layer for the backward pass, beside the carry
+            it was given; all else is computed again, and weights are gathered again. None: everything is kept, with the
+            gathered weights.
+
+    Returns:
+        What the last layer gave on, and the results of all layers with a leading dim L.
+    """
+
+    def step(carry: Any, layer_and_inputs: tuple[Any, Any]) -> tuple[Any, Any]:
+        layer, own_inputs = layer_and_inputs
+        return run_layer(carry, gathered(layer, dtype), own_inputs)
+
+    if saved is not None:
+        step = jax.checkpoint(step, policy=jax.checkpoint_policies.save_only_these_names(*saved), prevent_cse=False)
+    return jax.lax.scan(step, carry, (layers, inputs))
