@@ -50,7 +50,7 @@ def parse_args(
     root: type[Root],
     flags: Mapping[str, str] | None = None,
     options: Mapping[str, tuple[str, str]] | None = None,
-    check: Callable[[Root], list[str]] = lambda config: [],
+    check: Callable[[Root], list[str]] | None = None,
 ) -> Arguments[Root]:
     """Reads the command line of an entry point.
 
@@ -73,9 +73,7 @@ def parse_args(
     try:
         problems = Problems()
         path, overrides, given_flags, given_options = _split(arguments, root, known_flags, known_options, problems)
-        config = read_config(
-            root, path, overrides, problems, check=(lambda config: []) if "--print_config" in given_flags else check
-        )
+        config = read_config(root, path, overrides, problems, check=None if "--print_config" in given_flags else check)
     except ConfigError as error:
         print(error, file=sys.stderr)
         sys.exit(error.exit_code)
@@ -143,27 +141,25 @@ def _help(prog: str, root: type, flags: Mapping[str, str], options: Mapping[str,
     def entry(option: str, text: str) -> list[str]:
         return [f"  {option}", *textwrap.wrap(text, width, initial_indent=" " * 6, subsequent_indent=" " * 6)]
 
-    is_run = root is Config
-    config_option = "--config FILE" if is_run else "[--config FILE]"
-    lines = [f"usage: {prog} {config_option} [--KEY VALUE ...] {' '.join(f'[{flag}]' for flag in flags)}", ""]
-    lines += entry("--config FILE", "The YAML file of the run." if is_run else "A YAML file with any of the settings below.")
-    lines += entry(
-        "--KEY VALUE, --KEY=VALUE",
-        f"Any setting below, over what FILE says{': --train.num_steps 100' if is_run else ''}. Lists and whole sections are"
-        f" written as YAML{chr(58) + ' --data.sources ' + repr('[{kind: stdlib}]') if is_run else ''}. null leaves a setting"
-        " unset.",
-    )
-    for option, (value, text) in options.items():
-        lines += entry(f"{option} {value}", text)
-    for flag, text in flags.items():
-        lines += entry(flag, text)
+    file, number, several, top = "[--config FILE]", "", "", "settings"
+    if is_run := root is Config:
+        file, top = "--config FILE", "the run"
+        number, several = ": --train.num_steps 100", ": --data.sources '[{kind: stdlib}]'"
+    own = {
+        "--config FILE": "The YAML file of the run." if is_run else "A YAML file with any of the settings below.",
+        "--KEY VALUE, --KEY=VALUE": f"Any setting below, over what FILE says{number}. Lists and whole sections are written"
+        f" as YAML{several}. null leaves a setting unset.",
+        **{f"{option} {value}": text for option, (value, text) in options.items()},
+        **flags,
+    }
+    lines = [f"usage: {prog} {file} [--KEY VALUE ...] {' '.join(f'[{flag}]' for flag in flags)}", ""]
+    lines += itertools.chain.from_iterable(entry(option, text) for option, text in own.items())
     docs: dict[tuple[str, str], str] = {}
     sections: dict[str, list[str]] = {}
     for key, section, field in keys(root):
         docs |= _docstrings(section.__module__)
         above = key.rpartition(".")[0]
-        name = above or ("the run" if is_run else "settings")
-        title = textwrap.fill(f"{name}: {docs[section.__name__, '']}", width, subsequent_indent=" " * 6)
+        title = textwrap.fill(f"{above or top}: {docs[section.__name__, '']}", width, subsequent_indent=" " * 6)
         settings = sections.setdefault(above, ["", title])
         if not dataclasses.is_dataclass(field.type):
             settings += entry(

@@ -35,7 +35,7 @@ def load_config(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> 
         ConfigError: one `file:line: key: rule; remedy` line for every mistake.
     """
     pairs = [(key, text if equals else None) for key, equals, text in (item.partition("=") for item in overrides)]
-    return read_config(Config, os.fspath(path), pairs, Problems(), check=lambda config: [])
+    return read_config(Config, os.fspath(path), pairs, Problems())
 
 
 def read_config(
@@ -43,8 +43,7 @@ def read_config(
     path: str | None,
     overrides: Sequence[tuple[str, str | None]],
     problems: Problems,
-    *,
-    check: Callable[[Root], list[str]],
+    check: Callable[[Root], list[str]] | None = None,
 ) -> Root:
     """The settings in `path`, changed by (key, text) overrides; the text None is a value that was forgotten.
 
@@ -73,7 +72,7 @@ def read_config(
     config = builder.section(root_class, root, "")
     builder.add_missing()
     problems.raise_if_any()
-    for rule in config.problems() + check(config):
+    for rule in config.problems() + (check(config) if check else []):
         key, _, message = rule.partition(": ")
         problems.add(_place_of(key, root), message, key)
     problems.raise_if_any()
@@ -152,26 +151,22 @@ class _Builder:
 
     def override(self, root: Node, key: str, text: str | None, place: Place) -> tuple[Any, Node] | None:
         """Puts `text` at a dotted key of the tree; its type and node, unless that cannot be."""
-        node, kind, below = root, self.root_class, ""
-        repeatable = False
+        node, kind, above, repeatable = root, self.root_class, "", False
         for name in key.split("."):
-            above, below = below, join(below, name)
             if dataclasses.is_dataclass(kind):
-                field_types = {field.name: field.type for field in dataclasses.fields(kind)}
-                if name not in field_types:
-                    self.add_unknown(place, below, field_types)
-                    return None
+                fields = {field.name: field for field in dataclasses.fields(kind)}
+                if name not in fields:
+                    return self.add_unknown(place, join(above, name), fields)
                 if not isinstance(node.content, dict):
                     return None  # nor is it a section in the file, which is told with its line
-                repeatable = "repeatable" in kind.__dataclass_fields__[name].metadata
-                kind = field_types[name]
+                kind, repeatable = fields[name].type, "repeatable" in fields[name].metadata
                 node = node.content.setdefault(name, Node({} if dataclasses.is_dataclass(kind) else "", place))
             elif isinstance(node.content, list) and re.fullmatch("[0-9]{1,4}", name) and int(name) < len(node.content):
                 node, kind = node.content[int(name)], item_type(kind)
             else:
                 inner = f"{len(node.content)} item(s), counted from 0" if isinstance(node.content, list) else "no keys"
-                self.problems.add(place, f"no such key; {above} has {inner}")
-                return None
+                return self.problems.add(place, f"no such key; {above} has {inner}")
+            above = join(above, name)
         if text is None and kind is bool:
             text = "true"
         if text is None:

@@ -49,27 +49,20 @@ def unknown_key(root: Any, key: str, siblings: Iterable[str]) -> tuple[str, list
 
 
 def with_values(part: Any, changes: Mapping[str, Any], root: type, above: str = "") -> Any:
-    """A part of settings with `changes`, keys below it to values, made at once; a value may be a whole section.
-
-    Args:
-        part: a section, a list of sections, or a value, which has no keys below it.
-        changes: dotted keys, an item of a list by its number.
-        root: class of the whole settings.
-        above: the part's own key.
+    """What is at the key `above` of settings of class `root`, a section or a list, with values put at keys below it.
 
     Raises:
-        ConfigError: a key does not exist, or a section breaks a rule: `key: rule; remedy` lines.
+        ConfigError: there is no such key, or a section with its new values breaks a rule: `key: rule; remedy` lines.
     """
-    if dataclasses.is_dataclass(part):
-        held = {field.name: getattr(part, field.name) for field in dataclasses.fields(part)}
-    else:
-        held = {str(index): item for index, item in enumerate(part)} if isinstance(part, tuple) else {}
+    is_section = dataclasses.is_dataclass(part)
+    items = part if isinstance(part, tuple) else ()
+    held = dict(vars(part)) if is_section else {str(index): item for index, item in enumerate(items)}
     below: dict[str, dict[str, Any]] = {}
     for key, value in changes.items():
         name, _, rest = key.partition(".")
         if name not in held:
-            inner = f"{above} has {f'{len(held)} item(s), counted from 0' if held else 'no keys'}"
-            remedy = unknown_key(root, join(above, name), held)[0] if dataclasses.is_dataclass(part) else inner
+            known = f"{above} has {', '.join(held) or 'no keys'}"
+            remedy = unknown_key(root, join(above, name), held)[0] if is_section else known
             raise ConfigError(f"unknown key '{join(above, name)}'; {remedy}")
         if rest:
             below.setdefault(name, {})[rest] = value
@@ -77,6 +70,6 @@ def with_values(part: Any, changes: Mapping[str, Any], root: type, above: str = 
             held[name] = value
     held |= {name: with_values(held[name], several, root, join(above, name)) for name, several in below.items()}
     try:
-        return type(part)(**held) if dataclasses.is_dataclass(part) else tuple(held.values())
+        return type(part)(**held) if is_section else tuple(held.values())
     except ConfigError as error:
         raise ConfigError("\n".join(join(above, rule) for rule in str(error).splitlines())) from error

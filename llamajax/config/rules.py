@@ -12,12 +12,10 @@ from llamajax.errors import ConfigError
 
 @dataclass(frozen=True)
 class Bound:
-    """Says in the type of a field which values it takes."""
+    """Says in a field's type which values it takes: those that `holds` is true of, and None; `rule` tells of others."""
 
     holds: Callable[[Any], bool]
-    """Whether a value that is not None is one of them."""
     rule: str
-    """What is told of another, behind its key and itself."""
 
 
 PositiveInt = Annotated[int, Bound(lambda value: value > 0, "must be positive")]
@@ -34,13 +32,9 @@ Seed = Annotated[int, Bound(lambda value: 0 <= value < 2**32, "must be at least 
 
 @functools.cache
 def _bounds(settings: type["Settings"]) -> dict[str, list[Bound]]:
-    """The bounds of every field, as its type or its type when it is set says them."""
-    return {
-        field.name: [
-            bound for kind in (field.type, *typing.get_args(field.type)) for bound in getattr(kind, "__metadata__", ())
-        ]
-        for field in dataclasses.fields(settings)
-    }
+    """The bounds of every field, from its type or from a part of it, as in `PositiveInt | None`."""
+    kinds = {field.name: (field.type, *typing.get_args(field.type)) for field in dataclasses.fields(settings)}
+    return {name: [bound for kind in some for bound in getattr(kind, "__metadata__", ())] for name, some in kinds.items()}
 
 
 class Settings:
@@ -54,12 +48,12 @@ class Settings:
 
     def problems(self) -> list[str]:
         """What is wrong: one `key: rule; remedy` line for every setting out of bounds and every broken rule."""
-        out_of_bounds = []
+        problems = []
         for name, bounds in _bounds(type(self)).items():
             value = getattr(self, name)
             broken = [bound.rule for bound in bounds if value is not None and not bound.holds(value)]
-            out_of_bounds += [f"{name}: {value} {rule}" for rule in broken[:1]]
-        return [*out_of_bounds, *self.broken_rules()]
+            problems += [f"{name}: {value} {rule}" for rule in broken[:1]]
+        return [*problems, *self.broken_rules()]
 
 
 class Section(Settings):
