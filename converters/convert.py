@@ -8,6 +8,7 @@ import jax
 
 from converters.hf_export import Export, ExportDType, read_checkpoint
 from converters.hf_import import read_directory
+from llamajax.config.formulas import num_params
 from llamajax.config.parallel import MeshConfig
 from llamajax.disk import made_whole
 from llamajax.errors import ConfigError
@@ -52,7 +53,7 @@ def convert(
             print(f"wrote      {speed}, checked and on the disk", flush=True)
             if verify is not False and isinstance(plan, Export) and plan.has_tokenizer:
                 print(f"verify     {plan.verify_ids(unfinished)}", flush=True)
-            if verify or (verify is None and plan.config.num_params < VERIFY_BELOW):
+            if verify or (verify is None and num_params(plan.config) < VERIFY_BELOW):
                 print(f"verify     {plan.verify(unfinished)}", flush=True)
     print(f"done       {out}")
 

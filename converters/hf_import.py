@@ -12,6 +12,7 @@ import llamajax
 from converters.blocks import BlockArray, block_shape
 from converters.verify import compare_logits
 from llamajax.checkpoint.write import Checkpointer
+from llamajax.config.formulas import num_params
 from llamajax.config.model import DType, ModelConfig
 from llamajax.config.training import CheckpointConfig
 from llamajax.weights import names
@@ -37,7 +38,7 @@ class Import:
         num_files = len({stored.file for stored in self.model.tensors.values()})
         return (
             f"read       {self.model.source}: {architecture_of(self.config, self.model.model_type).name}"
-            f" of {self.config.num_params:,} parameters in {num_files} file(s); kept as {self.config.param_dtype},"
+            f" of {num_params(self.config):,} parameters in {num_files} file(s); kept as {self.config.param_dtype},"
             f" with {', '.join(self.model.files) or 'no tokenizer'}"
         )
 

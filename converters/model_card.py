@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from llamajax.checkpoint.read import say
+from llamajax.config.formulas import num_params
 from llamajax.config.model import ModelConfig
 from llamajax.errors import UserError
 from llamajax.watch.run_log import METRICS_FILE, read_run
@@ -37,7 +38,7 @@ def model_card(found: Pretrained, architecture: Architecture, dtype: str, licens
 def _model(config: ModelConfig, architecture: Architecture, dtype: str) -> str:
     window = f", sliding window of {config.sliding_window:,}" if config.sliding_window else ""
     return (
-        f"A {architecture.name} of {config.num_params:,} parameters in {dtype}: {config.num_layers} layers, width"
+        f"A {architecture.name} of {num_params(config):,} parameters in {dtype}: {config.num_layers} layers, width"
         f" {config.embed_dim}, {config.num_heads} query and {config.num_kv_heads} key/value heads, {config.vocab_size:,}"
         f" tokens, context of {config.max_seq_len:,}{window}."
     )

@@ -17,6 +17,7 @@ from typing import Any, Literal
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # XLA warns of programs that are too large, and some were
 
 from llamajax.config.data import DataConfig, SourceConfig
+from llamajax.config.formulas import mesh_sizes, num_params
 from llamajax.config.machine import HardwareConfig
 from llamajax.config.model import ModelConfig
 from llamajax.config.parallel import MeshConfig
@@ -26,7 +27,7 @@ from llamajax.planning.cost.gpu import Machine
 from llamajax.planning.cost.network import all_reduce_seconds, ring_seconds
 from llamajax.planning.cost.replay import replay
 from llamajax.planning.cost.timeline import Timeline
-from llamajax.planning.plan import make_plan, mesh_sizes, planned_machine
+from llamajax.planning.plan import make_plan, planned_machine
 from llamajax.planning.xla.compile import compile_for, prepare_environment
 from llamajax.planning.xla.hlo import parse
 from llamajax.watch.console import CONSOLE
@@ -232,7 +233,7 @@ def step_seconds(run: Run, timeline: Timeline) -> float:
         return timeline.step_time_s
     machine, model, micro_batches = run.machine, run.model, run.grad_accum_steps
     mesh = mesh_sizes(run.config)
-    layer = model.num_params / model.num_layers / run.tensor
+    layer = num_params(model) / model.num_layers / run.tensor
     weights = _along(mesh["fsdp"], mesh["tensor"], 2 * layer, machine)
     gradients = _along(mesh["fsdp"], mesh["tensor"], run.gradient_bytes * layer, machine)
     if run.exchange == "hsdp":
@@ -273,7 +274,7 @@ def their_compute(run: Run, timeline: Timeline) -> float:
     model, calibration, gpu = run.model, run.machine.calibration, run.machine.gpu
     moved = run.unfused * model.embed_dim * model.num_layers * run.tokens
     if run.gradient_bytes == 4 and run.exchange in ("zero3", "zero1 every micro-batch"):
-        moved += 6 * model.num_params / run.tensor * run.grad_accum_steps  # bf16 gradients, copied into fp32 to be sent
+        moved += 6 * num_params(model) / run.tensor * run.grad_accum_steps  # bf16 gradients, copied into fp32 to be sent
     moving = moved / (gpu.memory_bandwidth * calibration.memory_efficiency)
     if run.attention == "cudnn":
         return timeline.compute_s + moving

@@ -12,6 +12,7 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType
 
 from llamajax.config.file import load_config
+from llamajax.config.formulas import num_params
 from llamajax.config.parallel import AXES
 from llamajax.parallel.sharding import spec
 from llamajax.step.batch import FIELDS, micro_batch_size
@@ -124,7 +125,7 @@ def test_every_config_for_a_cluster_traces_on_its_mesh(path):
         batch = dict.fromkeys(FIELDS, jax.ShapeDtypeStruct(shape, jax.numpy.int32, sharding=sharding))
         state = jax.eval_shape(functools.partial(init_state, config))
         state, metrics = jax.eval_shape(functools.partial(train_step, config), state, batch)
-    assert sum(leaf.size for leaf in jax.tree.leaves(state.model)) == config.model.num_params
+    assert sum(leaf.size for leaf in jax.tree.leaves(state.model)) == num_params(config.model)
     assert metrics["loss"].shape == ()
 
 

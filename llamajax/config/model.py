@@ -88,21 +88,6 @@ class ModelConfig(Section):
         if min(self.num_heads, self.num_kv_heads) > 0 and self.num_heads % self.num_kv_heads:
             yield f"num_kv_heads: {self.num_kv_heads} must divide num_heads={self.num_heads}"
 
-    @property
-    def num_matmul_params(self) -> int:
-        """Parameters that take part in a matmul: all but norms and the input embedding; the head counts."""
-        attention = self.embed_dim * self.head_dim * 2 * (self.num_heads + self.num_kv_heads)
-        mlp = 3 * self.embed_dim * self.mlp_dim
-        return self.num_layers * (attention + mlp) + self.vocab_size * self.embed_dim
-
-    @property
-    def num_params(self) -> int:
-        norms = (2 * self.num_layers + 1) * self.embed_dim
-        qk_norms = 2 * self.num_layers * self.head_dim if self.qk_norm else 0
-        biases = self.num_layers * (self.num_heads + 2 * self.num_kv_heads) * self.head_dim if self.qkv_bias else 0
-        embedding = 0 if self.tie_embeddings else self.vocab_size * self.embed_dim
-        return self.num_matmul_params + norms + qk_norms + biases + embedding
-
     def undivided(self, axes: Mapping[str, int]) -> list[str]:
         """What of the model does not divide over mesh axes of these sizes: one line each."""
         sizes = {"embed": "embed_dim", "kv_heads": "num_kv_heads", "mlp": "mlp_dim", "vocab": "vocab_size"}
@@ -112,14 +97,3 @@ class ModelConfig(Section):
             for axis in axes_of(dim)
             if getattr(self, name) % axes[axis]
         ]
-
-    def flops_per_token(self, seq_len: int, *, full_attention: bool = False) -> int:
-        """Training FLOPs per token (forward and backward); recomputation is never counted.
-
-        Six per matmul parameter, plus attention scores and values: `6*L*N*H*seq_len` when only the causal half
-        counts, `12*L*N*H*seq_len` when the full square does (PaLM, arXiv:2204.02311, appendix B). A sliding window W
-        leaves `2*W - W**2/seq_len` of the former's `seq_len`, and W of the latter's.
-        """
-        window = min(self.sliding_window or seq_len, seq_len)
-        keys = 2 * window if full_attention else 2 * window - window**2 // seq_len
-        return 6 * self.num_matmul_params + 6 * self.num_layers * self.num_heads * self.head_dim * keys

@@ -7,7 +7,7 @@ from typing import Any
 
 from llamajax.config.run import Config
 from llamajax.errors import ConfigError
-from llamajax.planning.memory import MemoryPlan, estimate, fuses_attention
+from llamajax.planning.memory import MemoryPlan, estimate, planned_flops
 
 ESTIMATE_MARGIN = 1.1
 """Candidates are compiled although what is expected of them is this much above the card: it is that inexact."""
@@ -101,53 +101,6 @@ def candidates(config: Config, shortfall: float = 1.0) -> Iterator[Candidate]:
         )
 
 
-@dataclass(frozen=True, kw_only=True)
-class ExecutedFlops:
-    """Matmul FLOPs of a step over all devices."""
-
-    weights: float
-    """Products with weights, forward and backward."""
-    recomputed: float
-    """Of these, what `model.remat` computes a second time."""
-    attention: float
-    """Products of queries with keys and of weights with values, forward and backward, and what is computed again."""
-
-    @property
-    def total(self) -> float:
-        return self.weights + self.recomputed + self.attention
-
-
-def executed_flops(config: Config) -> ExecutedFlops:
-    """What the step of `config` computes on the GPUs of its `hardware`, told from the configuration alone.
-
-    Attention is two products forward and five backward, which computes the scores anew: of the visible part in a fused
-    kernel, of the whole square otherwise.
-    """
-    model, seq_len, fused_attention = config.model, config.data.seq_len, fuses_attention(config)
-    D, F, L = model.embed_dim, model.mlp_dim, model.num_layers
-    heads, kv_heads = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
-    # Also what the policies keep is not enough to leave out the output projection: the MLP's input needs it.
-    again = {
-        "none": 0.0,
-        "save_attention_qkv_mlp": D * heads,
-        "save_attention_qkv": D * heads + 2 * D * F,
-        "save_attention": D * heads + 2 * D * F + D * (heads + 2 * kv_heads),
-        "full": D * heads + 2 * D * F + D * (heads + 2 * kv_heads),
-    }[model.remat]
-    # Two FLOPs per multiply-add, and six products in `flops_per_token`: it counts four of the backward pass.
-    product = (
-        (model.flops_per_token(seq_len) - 6 * model.num_matmul_params) / 6 if fused_attention else 2 * L * heads * seq_len
-    )
-    # The fused kernel keeps what its backward pass needs inside, where no policy reaches it.
-    products = 7 + (2 if model.remat != "none" and (fused_attention or model.remat == "full") else 0)
-    tokens = config.train.global_batch_size * seq_len
-    return ExecutedFlops(
-        weights=6.0 * model.num_matmul_params * tokens,
-        recomputed=2.0 * L * again * tokens,
-        attention=products * product * tokens,
-    )
-
-
 def _smallest(config: Config, choices: Iterable[tuple[Changes, ...]], shortfall: float) -> Candidate | None:
     """The first choice whose changes together are enough, and no fewer of them."""
     for parts in choices:
@@ -173,7 +126,7 @@ def _if_it_fits(config: Config, changes: Changes, shortfall: float) -> Candidate
     expected = estimate(candidate)
     if shortfall * expected.peak_bytes > ESTIMATE_MARGIN * expected.budget_bytes:
         return None
-    ratio = executed_flops(candidate).total / executed_flops(config).total
+    ratio = planned_flops(candidate).total / planned_flops(config).total
     return Candidate(changes=changes, config=candidate, flops_ratio=ratio)
 
 

@@ -8,6 +8,7 @@ import math
 from collections import Counter
 from dataclasses import dataclass
 
+from llamajax.config.formulas import ExecutedFlops, executed_flops, expected_bytes, mesh_sizes
 from llamajax.config.gpus import planned_gpu
 from llamajax.config.run import Config
 from llamajax.kernels.cudnn import planned_obstacle, workspace_bytes
@@ -18,8 +19,6 @@ from llamajax.planning.xla.buffers import Buffer
 from llamajax.planning.xla.compile import CompiledStep
 from llamajax.planning.xla.hlo import Computation, Instruction, Module, arrays
 from llamajax.step.loss import MAX_CHUNK_LOGITS
-
-_DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +90,6 @@ def memory_plan(step: CompiledStep, module: Module) -> MemoryPlan:
     by_kind["temporaries"] += buffers.other_bytes
     by_kind["gaps"] += buffers.gap_bytes
     by_kind["workspace"] += _attention_workspace(module)
-    axes = step.config.mesh.axis_sizes(step.config.hardware.num_devices)
     return MemoryPlan(
         by_kind=dict(by_kind),
         argument_bytes=buffers.argument_bytes,
@@ -99,65 +97,17 @@ def memory_plan(step: CompiledStep, module: Module) -> MemoryPlan:
         peak_bytes=sum(by_kind.values()),
         host_bytes=buffers.host_bytes,
         capacity_bytes=step.gpu.memory_bytes,
-        allowance=allowance(axes),
+        allowance=allowance(mesh_sizes(step.config)),
         training_fraction=memory_fraction(step.config),
         tensors=tuple(tensors),
     )
 
 
-def minimum_state_bytes(config: Config) -> int:
-    """Bytes of weights and moments per device when every matrix is split over all devices that may split it (ZeRO-3).
-
-    Norms and biases, a thousandth of the rest, are whole on every device.
-    """
-    model, axes = config.model, config.mesh.axis_sizes(config.hardware.num_devices)
-    matrices = model.num_matmul_params + (0 if model.tie_embeddings else model.vocab_size * model.embed_dim)
-    per_param = _DTYPE_BYTES[model.param_dtype] + 2 * _DTYPE_BYTES[config.optimizer.moment_dtype]
-    return per_param * (matrices // (axes["fsdp"] * axes["tensor"]) + model.num_params - matrices)
-
-
 def estimate(config: Config) -> MemoryPlan:
-    """The memory of `config` by formulas; good to some 15%, for choosing what to compile and where no compiler is.
-
-    Weights, moments and gradients: their sizes over the shards. Activations: what `model.remat` keeps of every layer.
-    Temporaries: the larger of a layer's backward pass (its hidden states, gate and up with their gradients, attention
-    scores in chunks) and of one chunk of logits.
-    """
-    model, axes = config.model, config.mesh.axis_sizes(config.hardware.num_devices)
-    fsdp, tensor, sequence = axes["fsdp"], axes["tensor"], axes["sequence"]
-    stored, moment = _DTYPE_BYTES[model.param_dtype], _DTYPE_BYTES[config.optimizer.moment_dtype]
-    wide = _DTYPE_BYTES[model.compute_dtype]
-    D, L, V, F = model.embed_dim, model.num_layers, model.vocab_size // tensor, model.mlp_dim // tensor
-    heads = model.num_heads * model.head_dim // tensor
-    qkv = heads + 2 * model.num_kv_heads * model.head_dim // tensor
-    rows = config.train.global_batch_size // config.train.grad_accum_steps // (axes["data"] * fsdp)
-    tokens = rows * config.data.seq_len // sequence
-    layer_params = (model.num_params - 2 * model.vocab_size * D) // L // tensor
-
-    saved = {
-        "full": D,
-        "save_attention": D + heads,
-        "save_attention_qkv": D + heads + qkv,
-        "save_attention_qkv_mlp": D + heads + qkv + 2 * F,
-        "none": 14 * D + heads + 2 * qkv + 4 * F,  # most of the hidden states also widened to fp32
-    }[model.remat]
-    kept_weights = L * layer_params * wide if model.remat == "none" else 0
-    scores = min(MAX_CHUNK_SCORES, tokens * config.data.seq_len * model.num_heads // tensor)
-    layer = tokens * wide * (10 * D + 2 * heads + 2 * qkv + 4 * F) + 3 * scores * 4
-    shard = minimum_state_bytes(config) // (stored + 2 * moment)
-    loss = min(MAX_CHUNK_LOGITS, tokens * V) * (4 + 2 * wide)
-    by_kind: dict[MemoryKind, int] = {
-        "parameters": stored * shard,
-        "optimizer": 2 * moment * shard,
-        "batch": 16 * rows * config.train.grad_accum_steps * config.data.seq_len // sequence,
-        "gradients": (stored + (4 if config.train.grad_accum_steps > 1 else 0)) * shard + 4 * V * D,  # the sum is fp32
-        "activations": L * tokens * saved * wide,
-        "logits": max(0, loss - layer),
-        "collectives": 2 * D * F * wide + kept_weights,
-        "temporaries": layer,
-        "gaps": 0,
-        "workspace": _planned_workspace(config),
-    }
+    """The memory of `config` by formulas, see `expected_bytes`: for choosing what to compile and where no compiler is."""
+    expected = expected_bytes(config, max_chunk_scores=MAX_CHUNK_SCORES, max_chunk_logits=MAX_CHUNK_LOGITS)
+    expected["workspace"] = _planned_workspace(config)
+    by_kind: dict[MemoryKind, int] = {kind: expected.get(kind, 0) for kind in MEMORY_KINDS}
     state = by_kind["parameters"] + by_kind["optimizer"] + by_kind["batch"]
     peak = sum(by_kind.values())
     return MemoryPlan(
@@ -167,7 +117,7 @@ def estimate(config: Config) -> MemoryPlan:
         peak_bytes=peak,
         host_bytes=0,
         capacity_bytes=planned_gpu(config.hardware).memory_bytes,
-        allowance=allowance(axes),
+        allowance=allowance(mesh_sizes(config)),
         training_fraction=memory_fraction(config),
         tensors=(),
     )
@@ -181,14 +131,18 @@ def _tensor(buffer: Buffer, kind: MemoryKind, name: str) -> Tensor:
 
 def fuses_attention(config: Config) -> bool:
     """Whether cuDNN computes attention when `config` is trained on the GPUs of its `hardware`."""
-    axes = config.mesh.axis_sizes(config.hardware.num_devices)
-    return config.model.attention_kernel != "plain" and planned_obstacle(config.model, axes) is None
+    return config.model.attention_kernel != "plain" and planned_obstacle(config.model, mesh_sizes(config)) is None
+
+
+def planned_flops(config: Config) -> ExecutedFlops:
+    """What the step of `config` computes on the GPUs of its `hardware`, told from the configuration alone."""
+    return executed_flops(config, fused_attention=fuses_attention(config))
 
 
 def _planned_workspace(config: Config) -> int:
     if not fuses_attention(config):
         return 0
-    model, axes = config.model, config.mesh.axis_sizes(config.hardware.num_devices)
+    model, axes = config.model, mesh_sizes(config)
     rows = config.train.global_batch_size // config.train.grad_accum_steps // (axes["data"] * axes["fsdp"])
     heads, kv_heads = model.num_heads // axes["tensor"], model.num_kv_heads // axes["tensor"]
     return workspace_bytes(rows, heads, kv_heads, config.data.seq_len, model.head_dim)

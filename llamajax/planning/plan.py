@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from llamajax.config.formulas import mesh_sizes
 from llamajax.config.gpus import planned_gpu
 from llamajax.config.run import Config
 from llamajax.errors import ConfigError
@@ -88,11 +89,6 @@ def planned_machine(config: Config) -> Machine:
         ConfigError: it names no GPU.
     """
     return Machine(gpu=planned_gpu(config.hardware), gpus_per_node=config.hardware.gpus_per_node)
-
-
-def mesh_sizes(config: Config) -> dict[str, int]:
-    """Sizes of the mesh axes on the planned cluster, outer to inner."""
-    return config.mesh.axis_sizes(config.hardware.num_devices)
 
 
 def make_plan(

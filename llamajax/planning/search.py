@@ -6,10 +6,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from llamajax.config.file import read_value
+from llamajax.config.formulas import mesh_sizes
 from llamajax.config.run import Config
 from llamajax.errors import ConfigError
 from llamajax.planning.fitting import Changes
-from llamajax.planning.plan import Plan, by_latencies, make_plan, mesh_sizes, plan_problems, replayed
+from llamajax.planning.plan import Plan, by_latencies, make_plan, plan_problems, replayed
 
 _PRICES = ("hardware.price_per_gpu_hour", "hardware.token_budget")
 """Settings that change neither program nor schedule."""

@@ -9,6 +9,7 @@ import re
 import jax
 import jaxlib.version
 
+from llamajax.config.formulas import layer_matrix_bytes
 from llamajax.config.run import Config
 from llamajax.errors import ConfigError, EnvironmentMismatchError
 
@@ -40,7 +41,7 @@ def compiler_options(config: Config, num_devices: int, *, latency_profile: str |
         # pipelining, a layer's weights in one piece leave nothing to hide behind.
         options["xla_gpu_pipeline_all_gather"] = "COLLECTIVE_PIPELINING_MODE_ON"
         for collective in ("all_gather", "reduce_scatter"):
-            options[f"xla_gpu_{collective}_combine_threshold_bytes"] = str(_layer_bytes(config))
+            options[f"xla_gpu_{collective}_combine_threshold_bytes"] = str(layer_matrix_bytes(config.model))
     if latency_profile is not None:
         options["xla_gpu_pgle_profile_file_or_directory_path"] = latency_profile
     return options | dict(map(_parse, config.xla.flags))
@@ -75,13 +76,6 @@ def compile_with(lowered: jax.stages.Lowered, options: dict[str, Option]) -> jax
                 f"TMPDIR: NVIDIA's assembler cannot write to {unwritable[1]}; set it to a directory that can be written to"
             ) from error
         raise
-
-
-def _layer_bytes(config: Config) -> int:
-    """Bytes of one layer's matrices as compute takes them; at least, if the devices split heads and MLP."""
-    model = config.model
-    matrices = (model.num_matmul_params - model.vocab_size * model.embed_dim) // model.num_layers
-    return matrices * (2 if model.compute_dtype == "bfloat16" else 4)
 
 
 def _parse(flag: str) -> tuple[str, Option]:

@@ -19,6 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 import llamajax
+from llamajax.config.formulas import num_params
 from llamajax.config.run import Config
 from llamajax.parallel import processes
 from llamajax.units import format_bytes, format_count, format_duration
@@ -101,7 +102,7 @@ def print_header(config: Config) -> None:
     if config.model.param_dtype == "bfloat16":
         log(
             "warning    model.param_dtype: bfloat16 master weights lose every update below 1/512 of its weight, most of"
-            f" those at small learning rates; float32 takes {format_bytes(2 * config.model.num_params)} more in all"
+            f" those at small learning rates; float32 takes {format_bytes(2 * num_params(config.model))} more in all"
         )
     log(f"batch      {config.batch_arithmetic(len(devices))}")
 

@@ -18,6 +18,7 @@ import jax
 import numpy as np
 
 import llamajax
+from llamajax.config.formulas import flops_per_token, num_params
 from llamajax.config.run import Config
 from llamajax.errors import ConfigError
 from llamajax.watch import console, run_log
@@ -177,7 +178,7 @@ class MetricsWriter:
             "mesh": {axis: size for axis, size in config.mesh.axis_sizes(self._num_devices).items() if size > 1},
             "peak_flops_per_device": self._peak.flops_per_sec,
             "peak_flops_source": self._peak.source,
-            "num_params": config.model.num_params,
+            "num_params": num_params(config.model),
             "num_steps": config.train.num_steps,
             "tokens_per_step": self._tokens_per_step,
             "config_sha256": hashlib.sha256(text.encode()).hexdigest(),
@@ -197,8 +198,8 @@ class MetricsWriter:
             "perf/data_wait_s": data_wait_s,
             "perf/tokens_per_sec": tokens_per_sec,
             "perf/tokens_per_sec_per_device": tokens_per_sec / self._num_devices,
-            "perf/mfu": model.flops_per_token(seq_len) * share_per_flop,
-            "perf/mfu_full_attention": model.flops_per_token(seq_len, full_attention=True) * share_per_flop,
+            "perf/mfu": flops_per_token(model, seq_len) * share_per_flop,
+            "perf/mfu_full_attention": flops_per_token(model, seq_len, full_attention=True) * share_per_flop,
         }
 
     def _write(self, record: Record) -> None:

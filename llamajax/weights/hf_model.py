@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from llamajax.config.formulas import num_params
 from llamajax.config.model import DType, ModelConfig
 from llamajax.data.tokenizer import load_tokenizer
 from llamajax.data.tokenizer_files import has_vocabulary
@@ -93,9 +94,9 @@ def read_model(source: Path, dtype: DType | None) -> HfModel:
 def _check_tensors(source: Path, config: ModelConfig, tensors: dict[str, Stored]) -> dict[str, Stored]:
     """The tensors that `config` asks for, after comparing names and shapes."""
     num_stored = sum(stored.nbytes // stored.dtype.itemsize for stored in tensors.values())
-    if config.num_params > 2 * num_stored + 1_000_000:  # too large a model to list all that is missing
+    if num_params(config) > 2 * num_stored + 1_000_000:  # too large a model to list all that is missing
         raise ConfigError(
-            f"{source / 'config.json'}: describes {config.num_params:,} parameters, but the files hold {num_stored:,};"
+            f"{source / 'config.json'}: describes {num_params(config):,} parameters, but the files hold {num_stored:,};"
             " download the whole model"
         )
     shapes = names.hf_shapes(config)

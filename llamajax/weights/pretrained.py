@@ -24,6 +24,7 @@ from llamajax.checkpoint.read import (
     read_step,
     say,
 )
+from llamajax.config.formulas import num_params
 from llamajax.config.model import ModelConfig, RopeScalingConfig
 from llamajax.data.tokenizer import Tokenizer, load_tokenizer
 from llamajax.data.tokenizer_files import find_vocabulary
@@ -69,7 +70,7 @@ class Pretrained:
     def about(self) -> str:
         """The model in a line."""
         kind = "model" if self.tensors is None else f"Hugging Face {self.architecture.name}"
-        return f"{self.source}: {kind} of {self.config.num_params:,} parameters in {self.config.param_dtype}"
+        return f"{self.source}: {kind} of {num_params(self.config):,} parameters in {self.config.param_dtype}"
 
     @property
     def architecture(self) -> Architecture:

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from llamajax.config.formulas import num_params
 from llamajax.config.model import ModelConfig
 from llamajax.config.parallel import MeshConfig
 from llamajax.model import Llama
@@ -41,7 +42,7 @@ def test_parameters_are_born_sharded_and_as_many_as_the_config_says(tied: bool):
     jax.set_mesh(mesh.make_mesh(MIXED))
     config = dataclasses.replace(CONFIG, tie_embeddings=tied, param_dtype="bfloat16")
     model = jax.jit(Llama, static_argnums=0).eval_shape(config, jax.random.key(0))
-    assert sum(leaf.size for leaf in jax.tree.leaves(model)) == config.num_params
+    assert sum(leaf.size for leaf in jax.tree.leaves(model)) == num_params(config)
     assert {leaf.dtype for leaf in jax.tree.leaves(model)} == {jnp.dtype("bfloat16")}
     table = {"embedding.value": spec("vocab", "embed")}
     head = {} if tied else {"head.value": spec("vocab", "embed")}
@@ -61,7 +62,7 @@ def test_biases_and_head_norms_are_born_sharded_and_as_many_as_the_config_says()
     config = dataclasses.replace(CONFIG, qkv_bias=True, qk_norm=True)
     model = jax.jit(Llama, static_argnums=0).eval_shape(config, jax.random.key(0))
     plain = dict(_leaves(jax.jit(Llama, static_argnums=0).eval_shape(CONFIG, jax.random.key(0))))
-    assert sum(leaf.size for leaf in jax.tree.leaves(model)) == config.num_params
+    assert sum(leaf.size for leaf in jax.tree.leaves(model)) == num_params(config)
     added = {path: (leaf.shape, leaf.sharding.spec) for path, leaf in _leaves(model) if path not in plain}
     assert added == {
         "layers.attention.qkv_bias.value": ((2, 2, 4, 4), spec("layers", "kv_heads", None, "head_dim")),

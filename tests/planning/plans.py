@@ -4,6 +4,7 @@ import dataclasses
 import pathlib
 
 from llamajax.config.data import DataConfig, SourceConfig
+from llamajax.config.formulas import mesh_sizes
 from llamajax.config.gpus import planned_gpu
 from llamajax.config.machine import HardwareConfig
 from llamajax.config.model import ModelConfig
@@ -14,8 +15,8 @@ from llamajax.parallel.allowance import Allowance
 from llamajax.planning.cost.replay import replay
 from llamajax.planning.fitting import Suggestion
 from llamajax.planning.memory import MemoryPlan, Tensor
-from llamajax.planning.plan import Plan, Schedule, mesh_sizes, planned_machine
-from llamajax.planning.scopes import MEMORY_KINDS
+from llamajax.planning.plan import Plan, Schedule, planned_machine
+from llamajax.planning.scopes import MEMORY_KINDS, MemoryKind
 from llamajax.planning.xla.buffers import BufferAssignment
 from llamajax.planning.xla.compile import CompiledStep
 from llamajax.planning.xla.hlo import Module, parse
@@ -51,8 +52,8 @@ def step(config: Config = CONFIG, **changes) -> CompiledStep:
 
 
 def memory(peak_bytes: int = 60 * GIB) -> MemoryPlan:
-    state = {"parameters": 10 * GIB, "optimizer": 20 * GIB}
-    by_kind = dict.fromkeys(MEMORY_KINDS, 0) | state | {"temporaries": peak_bytes - 30 * GIB}
+    state: dict[MemoryKind, int] = {"parameters": 10 * GIB, "optimizer": 20 * GIB, "temporaries": peak_bytes - 30 * GIB}
+    by_kind = dict.fromkeys(MEMORY_KINDS, 0) | state
     tensor = Tensor(
         kind="parameters", name="model.[bold]", dtype="f32", shape=(4, 256), size=10 * GIB, instruction="param.1"
     )

@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from llamajax.config.file import dump_config
+from llamajax.config.formulas import num_params
 from llamajax.config.machine import HardwareConfig
 from llamajax.planning import command as plan
 from llamajax.planning.xla import compile as planning_compile
@@ -127,6 +128,6 @@ def test_a_real_plan(tmp_path):
     assert outcome.stdout.startswith("verdict    fits")
     told = json.loads((tmp_path / "json").read_text())
     assert told["not_understood"] == {}
-    assert told["num_params"] == plans.CONFIG.model.num_params
+    assert told["num_params"] == num_params(plans.CONFIG.model)
     assert told["argument_bytes"] == pytest.approx(told["zero_minimum_bytes"], rel=0.05)
     assert told["with_profile"] is not None

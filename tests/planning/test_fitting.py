@@ -3,12 +3,13 @@
 import pytest
 
 from llamajax.config.data import DataConfig, SourceConfig
+from llamajax.config.formulas import flops_per_token, num_matmul_params
 from llamajax.config.machine import HardwareConfig
 from llamajax.config.model import ModelConfig
 from llamajax.config.parallel import MeshConfig
 from llamajax.config.training import OptimizerConfig, TrainConfig
-from llamajax.planning.fitting import ESTIMATE_MARGIN, candidates, executed_flops
-from llamajax.planning.memory import estimate, fuses_attention
+from llamajax.planning.fitting import ESTIMATE_MARGIN, candidates
+from llamajax.planning.memory import estimate, fuses_attention, planned_flops
 from tests.tiny import tiny_config
 
 LLAMA_8B = tiny_config(
@@ -53,12 +54,12 @@ def test_what_is_enough_alone_comes_first_and_in_no_pair():
 def test_recomputation_has_its_price(fused):
     policies = ("none", "save_attention_qkv_mlp", "save_attention_qkv", "save_attention", "full")
     base = LLAMA_8B.changed({"model.attend_across_documents": fused})
-    flops = [executed_flops(base.changed({"model.remat": policy})).total for policy in policies]
+    flops = [planned_flops(base.changed({"model.remat": policy})).total for policy in policies]
     assert flops == sorted(flops)
     assert len(set(flops)) == (4 if fused else 5)
     # Seven products of queries with keys or of weights with values, where the formula counts six causal ones.
-    tokens, weights = 128 * 8192, 6 * LLAMA_8B.model.num_matmul_params
-    attention = LLAMA_8B.model.flops_per_token(8192, full_attention=not fused) - weights
+    tokens, weights = 128 * 8192, 6 * num_matmul_params(LLAMA_8B.model)
+    attention = flops_per_token(LLAMA_8B.model, 8192, full_attention=not fused) - weights
     assert flops[0] == (weights + 7 / 6 * attention) * tokens
     # All but the head and the last matmul of the MLP once more.
     assert 1.2 < flops[-1] / flops[0] < 4 / 3
@@ -80,7 +81,7 @@ def test_whether_attention_is_fused_follows_from_the_configuration(changes):
     assert not fuses_attention(fused.changed(changes))
     model, tokens = LLAMA_8B.model, 128 * 8192
     product = 2 * model.num_layers * model.num_heads * model.head_dim * tokens
-    assert executed_flops(fused).attention == pytest.approx(7 * product * (1024 - 1024**2 / 8192 / 2))
+    assert planned_flops(fused).attention == pytest.approx(7 * product * (1024 - 1024**2 / 8192 / 2))
     plain = fused.changed({"model.attention_kernel": "plain"})
-    assert executed_flops(plain).attention == 7 * product * 8192  # as it is computed: all scores, then masked
-    assert executed_flops(plain).weights == executed_flops(fused).weights == 6 * model.num_matmul_params * tokens
+    assert planned_flops(plain).attention == 7 * product * 8192  # as it is computed: all scores, then masked
+    assert planned_flops(plain).weights == planned_flops(fused).weights == 6 * num_matmul_params(model) * tokens

@@ -7,11 +7,11 @@ import jax
 import pytest
 
 from llamajax.config.file import load_config
+from llamajax.config.formulas import mesh_sizes, minimum_state_bytes
 from llamajax.config.run import Config
 from llamajax.parallel.allowance import allowance
-from llamajax.planning.fitting import executed_flops
-from llamajax.planning.memory import fuses_attention, minimum_state_bytes
-from llamajax.planning.plan import make_plan, mesh_sizes
+from llamajax.planning.memory import fuses_attention, planned_flops
+from llamajax.planning.plan import make_plan
 from llamajax.planning.tell.figures import figures
 from scripts.plans import BETTER, CONFIGS, DOCUMENTED, GOLDEN, plans, wrong
 
@@ -40,7 +40,7 @@ def test_every_plan_is_kept():
 @pytest.mark.parametrize("name", plans())
 def test_what_is_expected_of_a_program_is_what_its_configuration_asks_for(name):
     wanted, config = golden()["expected"][name], shipped(name)
-    flops = executed_flops(config)
+    flops = planned_flops(config)
     assert fuses_attention(config) == (wanted["attention_kernel"] == "cudnn")
     assert allowance(mesh_sizes(config)).num_communicators == wanted["num_communicators"]
     assert {"weights": flops.weights, "recomputed": flops.recomputed, "attention": flops.attention} == pytest.approx(

@@ -10,6 +10,7 @@ import pytest
 from jax.sharding import NamedSharding
 
 from llamajax.config.data import DataConfig, SourceConfig
+from llamajax.config.formulas import least_wire_bytes, num_matmul_params
 from llamajax.config.gpus import planned_gpu
 from llamajax.config.machine import HardwareConfig, XlaConfig
 from llamajax.config.model import ModelConfig
@@ -20,7 +21,6 @@ from llamajax.errors import ConfigError, EnvironmentMismatchError
 from llamajax.parallel.mesh import make_mesh
 from llamajax.planning import latencies as profile
 from llamajax.planning.cost.gpu import Machine
-from llamajax.planning.cost.network import least_wire_bytes
 from llamajax.planning.cost.replay import replay
 from llamajax.planning.latencies import latency_profile, latency_source, read_profile, training_profile
 from llamajax.planning.xla import hlo
@@ -107,7 +107,7 @@ def test_the_real_step_is_understood_and_its_exposed_time_shrinks(tmp_path):
     # products forward, two again, and five backward or four, if XLA sees that the scores are already there.
     model, tokens = CONFIG.model, 2 * 2048
     head = model.vocab_size * model.embed_dim
-    layers = model.num_matmul_params - head
+    layers = num_matmul_params(model) - head
     weights = 6 * head + 8 * layers - 2 * model.num_layers * model.embed_dim * model.mlp_dim
     square = 2 * model.num_layers * model.num_heads * model.head_dim * 2048
     assert any(before.flops == pytest.approx(tokens * (weights + n * square), rel=0.01) for n in (8, 9))

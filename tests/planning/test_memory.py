@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 
+from llamajax.config.formulas import minimum_state_bytes, num_params
 from llamajax.config.training import OptimizerConfig
 from llamajax.kernels.cudnn import workspace_bytes
 from llamajax.parallel.allowance import VARIABLE
@@ -18,7 +19,7 @@ def test_the_kinds_add_up_and_the_state_is_what_the_formula_says():
     step = compiled_step()
     plan = memory.memory_plan(step, parse(step.hlo))
     norms = (2 * 2 + 1) * 32  # not split
-    shard = (CONFIG.model.num_params - norms) // 8 + norms
+    shard = (num_params(CONFIG.model) - norms) // 8 + norms
     assert plan.by_kind["parameters"] == 4 * shard
     assert plan.by_kind["optimizer"] == 8 * shard
     rows, counters = 32 // 4, 4 + 4 + 8 + 4 + 4 + 4  # step, two optax counts, key, skipped steps
@@ -30,23 +31,13 @@ def test_the_kinds_add_up_and_the_state_is_what_the_formula_says():
     assert plan.fits
 
 
-def test_the_minimum_splits_all_matrices_over_all_shards():
-    norms = (2 * 2 + 1) * 32
-    matrices = CONFIG.model.num_params - norms
-    assert memory.minimum_state_bytes(CONFIG) == 12 * (matrices // 8 + norms)
-    half = CONFIG.changed({"optimizer.moment_dtype": "bfloat16"})
-    assert memory.minimum_state_bytes(half) == 8 * (matrices // 8 + norms)
-    replicated = CONFIG.changed({"mesh.data": 4, "mesh.fsdp": 1})
-    assert memory.minimum_state_bytes(replicated) == 12 * (matrices // 2 + norms)
-
-
 def test_the_estimate_follows_what_changes():
     base = memory.estimate(CONFIG).by_kind
     more_rows = memory.estimate(CONFIG.changed({"train.grad_accum_steps": 1})).by_kind
     assert more_rows["activations"] == 2 * base["activations"]
     assert more_rows["gradients"] < base["gradients"]  # no sum over micro-batches beside the micro-batch's own
     narrow = CONFIG.changed({"model.param_dtype": "bfloat16"})  # whose micro-batches' sum is fp32 all the same
-    shard = memory.minimum_state_bytes(CONFIG) // 12
+    shard = minimum_state_bytes(CONFIG) // 12
     assert base["gradients"] - memory.estimate(narrow).by_kind["gradients"] == 2 * shard
     half = memory.estimate(CONFIG.changed({"optimizer.moment_dtype": "bfloat16"})).by_kind
     assert half["optimizer"] == base["optimizer"] // 2
@@ -56,7 +47,7 @@ def test_the_estimate_follows_what_changes():
     ]
     assert kept == sorted(kept)
     assert len(set(kept)) == 5
-    assert base["parameters"] + base["optimizer"] == memory.minimum_state_bytes(CONFIG)
+    assert base["parameters"] + base["optimizer"] == minimum_state_bytes(CONFIG)
 
 
 def test_what_xla_may_take_is_training_s_part_of_the_card(monkeypatch):

@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 
+from llamajax.config.formulas import num_params
 from llamajax.planning.cost.timeline import Timeline
 from scripts import plan_accuracy
 
@@ -36,13 +37,13 @@ def test_in_turn_nothing_is_hidden():
     """512 GPUs in pairs: fp32 gradients and bf16 weights of half the model, by rings of 256 over 64 nodes."""
     run = RUNS["Megatron-LLaMA 13B, 512 A100, plain"]
     compute = plan_accuracy.their_compute(run, TIMELINE)
-    inter = 6 * run.model.num_params / 2 * 255 / 256 / 4 / run.machine.node_link
+    inter = 6 * num_params(run.model) / 2 * 255 / 256 / 4 / run.machine.node_link
     assert plan_accuracy.step_seconds(run, TIMELINE) - compute == pytest.approx(inter, rel=0.1)  # and latencies
 
 
 def test_hidden_exchange_slows_what_hides_it():
     run = dataclasses.replace(RUNS["NeMo Llama-3.1-8B, 8 H100"], grad_accum_steps=1)
-    exchange = 6 * run.model.num_params * 7 / 8 / run.machine.gpu_link
+    exchange = 6 * num_params(run.model) * 7 / 8 / run.machine.gpu_link
     slowdown = run.machine.calibration.compute_slowdown
     edges = exchange / run.model.num_layers
     assert plan_accuracy.step_seconds(run, TIMELINE) == pytest.approx(

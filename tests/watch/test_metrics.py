@@ -15,6 +15,7 @@ import pytest
 from tiny import tiny_config
 
 from llamajax.config.data import DataConfig, SourceConfig
+from llamajax.config.formulas import num_params
 from llamajax.config.model import ModelConfig
 from llamajax.config.training import TrainConfig
 from llamajax.config.watch import MetricsConfig
@@ -202,7 +203,7 @@ def test_events_tell_the_story_of_the_run(config):
     ]
     start = events(config)[0]
     assert (start["devices"], start["device_kind"], start["mesh"]) == (8, "cpu", {"fsdp": 8})
-    assert (start["num_params"], start["num_steps"], start["tokens_per_step"]) == (config.model.num_params, 10, 32 * 16)
+    assert (start["num_params"], start["num_steps"], start["tokens_per_step"]) == (num_params(config.model), 10, 32 * 16)
     assert (start["peak_flops_per_device"], start["peak_flops_source"]) == (1e12, "a test")
     assert events(config)[3]["config_sha256"] == start["config_sha256"]
 

@@ -130,7 +130,7 @@ class CostModel:
 
     def _attention(self, instruction: Instruction, operands: list[Shape], size: int) -> Cost:
         """cuDNN's fused attention: two matrix products forward, five backward, of what a query sees: under a causal mask
-        half of the square, and with a sliding window as `ModelConfig.flops_per_token` has it."""
+        half of the square, and with a sliding window as `config.formulas.flops_per_token` has it."""
         calibration = self.machine.calibration
         config = instruction.backend_config["cudnn_fmha_backend_config"]
         batch, heads, queries, keys = (int(dim) for dim in config["intermediate_tensor_shape"]["dimensions"])

@@ -11,7 +11,6 @@ from typing import Literal
 
 import numpy as np
 
-from llamajax.config.run import Config
 from llamajax.planning.cost.gpu import Machine
 from llamajax.planning.xla.hlo import Computation, Instruction, Module, num_bytes
 
@@ -204,28 +203,3 @@ def _differing_axes(groups: np.ndarray, mesh: Mapping[str, int]) -> list[str]:
     """The axes along which devices of one group lie apart."""
     coordinates = np.unravel_index(groups, list(mesh.values()))
     return [axis for axis, places in zip(mesh, coordinates, strict=True) if (places != places[:, :1]).any()]
-
-
-def least_wire_bytes(config: Config, mesh: Mapping[str, int]) -> float:
-    """Bytes that a device must send per step with the parallelism of `mesh`, summed over links; nothing sends less.
-
-    Rings over n devices pass (n - 1) / n of an array on. Fully sharded (`fsdp`): every micro-batch gathers the layers
-    forward and again backward, unless what is gathered is kept (`model.remat: none`), and embedding and head once; and
-    scatters the gradients of all. `data`: gradients of the own shard are reduced once.
-    `tensor`: each layer reduces its two outputs forward and their gradients backward. `sequence`: each layer gathers
-    keys and values forward and again backward, and scatters their gradients.
-    """
-    model, train = config.model, config.train
-    width = {"bfloat16": 2, "float32": 4}[model.compute_dtype]
-    part = {axis: (size - 1) / size for axis, size in mesh.items()}
-    weights = width * model.num_params / mesh["tensor"]
-    ends = width * model.vocab_size * model.embed_dim * (1 if model.tie_embeddings else 2) / mesh["tensor"]
-    rows = train.global_batch_size / (mesh["data"] * mesh["fsdp"])
-    tokens = rows * config.data.seq_len / mesh["sequence"]
-    activations = width * tokens * model.embed_dim
-    keys_and_values = width * rows * config.data.seq_len * 2 * model.num_kv_heads * model.head_dim / mesh["tensor"]
-    return (
-        ((2 if model.remat == "none" else 3) * (weights - ends) + 2 * ends) * train.grad_accum_steps * part["fsdp"]
-        + 2 * weights / mesh["fsdp"] * part["data"]
-        + model.num_layers * (4 * 2 * activations * part["tensor"] + 3 * keys_and_values * part["sequence"])
-    )

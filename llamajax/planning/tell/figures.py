@@ -8,7 +8,7 @@ Bytes, FLOPs and seconds are per step and device unless said otherwise; shares a
   of the rest only what formulas tell is there.
 - The run: `run`, `gpu`, `nodes`, `gpus_per_node`, `num_devices`, `mesh` (axis: size), `num_params`, `tokens_per_step` (of
   all devices), `model_flops` (of all devices, causal, without recomputation), `zero_minimum_bytes` (weights and moments,
-  evenly over all devices that can share them), `least_wire_bytes` (see `planning.network`), `checkpoint_bytes` (one
+  evenly over all devices that can share them), `least_wire_bytes` (see `config.formulas`), `checkpoint_bytes` (one
   checkpoint of all devices: weights and moments).
 - `options`: what the compiler was told. `latency_profile`: `auto` for the cost model's, the file, or null for none, also
   where `auto` would not help. `num_compilations`; `compile_s`: of all of them together.
@@ -41,18 +41,24 @@ from typing import Any
 import jax
 
 import llamajax
+from llamajax.config.formulas import (
+    flops_per_token,
+    least_wire_bytes,
+    mesh_sizes,
+    minimum_state_bytes,
+    num_params,
+    state_bytes_per_param,
+)  # fmt: skip
 from llamajax.config.gpus import planned_gpu
 from llamajax.config.run import Config
-from llamajax.planning.cost.network import least_wire_bytes, num_communicators
+from llamajax.planning.cost.network import num_communicators
 from llamajax.planning.cost.timeline import CollectiveUse
-from llamajax.planning.fitting import executed_flops
-from llamajax.planning.memory import estimate, minimum_state_bytes
-from llamajax.planning.plan import Alternative, Plan, Schedule, mesh_sizes
+from llamajax.planning.memory import estimate, planned_flops
+from llamajax.planning.plan import Alternative, Plan, Schedule
 from llamajax.planning.search import Sweep
 
 SCHEMA_VERSION = 2
 _PEAK_TENSORS = 20
-_DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 _PROFILE_OPTION = "xla_gpu_pgle_profile_file_or_directory_path"
 _ALTERNATIVE = ("peak_bytes", "fits", "step_time_s", "exposed_comm_s", "exposed_fraction", "sync_collectives_in_loops")
 
@@ -61,7 +67,6 @@ def analytic_figures(config: Config) -> dict[str, Any]:
     """What formulas tell of `config`; needs no compiler."""
     hardware, model = config.hardware, config.model
     tokens = config.train.global_batch_size * config.data.seq_len
-    per_param = _DTYPE_BYTES[model.param_dtype] + 2 * _DTYPE_BYTES[config.optimizer.moment_dtype]
     return {
         "schema_version": SCHEMA_VERSION,
         "llamajax": llamajax.__version__,
@@ -72,13 +77,13 @@ def analytic_figures(config: Config) -> dict[str, Any]:
         "gpus_per_node": hardware.gpus_per_node,
         "num_devices": hardware.num_devices,
         "mesh": mesh_sizes(config),
-        "num_params": model.num_params,
+        "num_params": num_params(model),
         "tokens_per_step": tokens,
-        "model_flops": model.flops_per_token(config.data.seq_len) * tokens,
+        "model_flops": flops_per_token(model, config.data.seq_len) * tokens,
         "capacity_bytes": planned_gpu(hardware).memory_bytes,
         "zero_minimum_bytes": minimum_state_bytes(config),
         "least_wire_bytes": least_wire_bytes(config, mesh_sizes(config)),
-        "checkpoint_bytes": model.num_params * per_param,
+        "checkpoint_bytes": num_params(model) * state_bytes_per_param(config),
     }
 
 
@@ -146,7 +151,7 @@ def schedule_figures(config: Config, schedule: Schedule) -> dict[str, Any]:
     num_devices, seq_len = config.hardware.num_devices, config.data.seq_len
     tokens_per_sec = config.train.global_batch_size * seq_len / num_devices / timeline.step_time_s
     least, sent = least_wire_bytes(config, mesh_sizes(config)), sum(timeline.wire_bytes.values())
-    counted = executed_flops(config).total
+    counted = planned_flops(config).total
     return {
         "capacity_bytes": memory.capacity_bytes,
         "fits": memory.fits,
@@ -175,8 +180,8 @@ def schedule_figures(config: Config, schedule: Schedule) -> dict[str, Any]:
         "wire_bytes_by_link": timeline.wire_bytes,
         "wire_bytes_factor": sent / least if least else None,
         "tokens_per_sec_per_device": tokens_per_sec,
-        "mfu": config.model.flops_per_token(seq_len) * tokens_per_sec / gpu.peak_flops,
-        "mfu_full_attention": config.model.flops_per_token(seq_len, full_attention=True) * tokens_per_sec / gpu.peak_flops,
+        "mfu": flops_per_token(config.model, seq_len) * tokens_per_sec / gpu.peak_flops,
+        "mfu_full_attention": flops_per_token(config.model, seq_len, full_attention=True) * tokens_per_sec / gpu.peak_flops,
         "hfu": timeline.flops / timeline.step_time_s / gpu.peak_flops,
         "flops": timeline.flops,
         "flops_factor": (timeline.flops - timeline.rematerialized_flops) * num_devices / counted,

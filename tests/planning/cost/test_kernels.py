@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 
+from llamajax.config.formulas import flops_per_token, num_matmul_params
 from llamajax.planning.cost.kernels import Cost, CostModel, Dot, dot_seconds
 from tests.planning.modules import MACHINE, SHARE, memory_s, module
 from tests.tiny import tiny_config
@@ -227,7 +228,7 @@ def test_a_window_costs_what_the_formula_counts(window):
     """Forward and backward are 7 products; the formula has 6."""
     model = tiny_config().model
     model = dataclasses.replace(model, num_heads=1, num_kv_heads=1, head_dim=128, num_layers=1, sliding_window=window)
-    formula = model.flops_per_token(32768) - 6 * model.num_matmul_params
+    formula = flops_per_token(model, 32768) - 6 * num_matmul_params(model)
     q, flops = "%q = bf16[1,32768,1,128]{3,2,1,0} parameter(0)", 0
     for direction in ("", "Backward"):
         line = '%o = (bf16[1,1,32768,128]{3,1,2,0}, u8[0]{0}) custom-call(%q), custom_call_target="__cudnn$fmhaSoftmax'

@@ -5,12 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from llamajax.config.data import DataConfig, SourceConfig
-from llamajax.config.model import ModelConfig
-from llamajax.config.parallel import MeshConfig
-from llamajax.config.run import Config
-from llamajax.config.training import OptimizerConfig, TrainConfig
-from llamajax.planning.cost.network import Collective, axis_of, collective, least_wire_bytes
+from llamajax.planning.cost.network import Collective, axis_of, collective
 from tests.planning.modules import MACHINE, SHARE, module
 
 GPU_LINK = 100e9 * SHARE.gpu_link_efficiency
@@ -127,36 +122,6 @@ def test_axes(groups, axis):
 def test_a_group_of_one_sends_nothing():
     alone = found("all-gather(%x), replica_groups={{0},{1},{2},{3},{4},{5},{6},{7}}, dimensions={0}")
     assert sum(alone.wire_bytes.values()) == 0
-
-
-MODEL = ModelConfig(vocab_size=1000, embed_dim=64, mlp_dim=256, num_layers=10, num_heads=8, num_kv_heads=2, head_dim=8)
-
-
-def least(mesh: dict[str, int], model: ModelConfig = MODEL, **train: int) -> float:
-    config = Config(
-        run_dir="run",
-        model=model,
-        data=DataConfig(sources=(SourceConfig(kind="stdlib"),), seq_len=128),
-        mesh=MeshConfig(**mesh),
-        train=TrainConfig(num_steps=1, global_batch_size=16, **train),
-        optimizer=OptimizerConfig(learning_rate=1e-3),
-    )
-    return least_wire_bytes(config, {"data": 1, "fsdp": 1, "sequence": 1, "tensor": 1} | mesh)
-
-
-def test_least_bytes():
-    """ZeRO-3 sends 6N(n-1)/n bytes per micro-batch in bfloat16, 4 for what is gathered once; replicas of it 4N(n-1)/n of
-    their shards once."""
-    N, ends = MODEL.num_params, 2 * 1000 * 64
-    sharded = 6 * N - 2 * ends
-    assert least({"fsdp": 8}) == pytest.approx(sharded * 7 / 8)
-    assert least({"fsdp": 8}, grad_accum_steps=2) == pytest.approx(2 * sharded * 7 / 8)
-    assert least({"fsdp": 8}, dataclasses.replace(MODEL, remat="none")) == pytest.approx(4 * N * 7 / 8)
-    assert least({"data": 2, "fsdp": 4}, grad_accum_steps=2) == pytest.approx(2 * sharded * 3 / 4 + 4 * N / 4 / 2)
-    assert least({"data": 4}) == pytest.approx(4 * N * 3 / 4)
-    tokens = 16 * 128
-    assert least({"tensor": 2}) == pytest.approx(10 * 4 * 2 * (2 * tokens * 64) / 2)
-    assert least({"sequence": 4}) == pytest.approx(10 * 3 * (2 * tokens * 2 * 2 * 8) * 3 / 4)
 
 
 def test_a_faster_network_changes_only_what_crosses_it():

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from llamajax.config.data import DataConfig, SourceConfig
+from llamajax.config.formulas import minimum_state_bytes
 from llamajax.config.machine import HardwareConfig, XlaConfig
 from llamajax.config.model import ModelConfig
 from llamajax.config.parallel import MeshConfig
@@ -16,7 +17,7 @@ from llamajax.config.run import Config
 from llamajax.config.training import TrainConfig
 from llamajax.errors import ConfigError, EnvironmentMismatchError
 from llamajax.planning.fitting import suggestions
-from llamajax.planning.memory import MemoryPlan, estimate, memory_plan, minimum_state_bytes
+from llamajax.planning.memory import MemoryPlan, estimate, memory_plan
 from llamajax.planning.xla import compile as planning_compile
 from llamajax.planning.xla.compile import CompiledStep, CompilerMissingError, check_compiler, compile_for
 from llamajax.planning.xla.hlo import parse

@@ -1,0 +1,184 @@
+"""What a run takes, by arithmetic: parameters, FLOPs and bytes. Nothing is compiled or measured, and no jax is needed.
+
+Dims as in the model: D embed, N query heads, K kv heads, H head dim, F mlp, V vocab, L layers. "Planned" is what is told
+of the cluster in `config.hardware`.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from llamajax.config.model import ModelConfig
+from llamajax.config.run import Config
+
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
+
+
+def num_matmul_params(model: ModelConfig) -> int:
+    """Parameters that take part in a matmul: all but norms and the input embedding; the head counts."""
+    attention = model.embed_dim * model.head_dim * 2 * (model.num_heads + model.num_kv_heads)
+    mlp = 3 * model.embed_dim * model.mlp_dim
+    return model.num_layers * (attention + mlp) + model.vocab_size * model.embed_dim
+
+
+def num_params(model: ModelConfig) -> int:
+    """All parameters."""
+    norms = (2 * model.num_layers + 1) * model.embed_dim
+    qk_norms = 2 * model.num_layers * model.head_dim if model.qk_norm else 0
+    biases = model.num_layers * (model.num_heads + 2 * model.num_kv_heads) * model.head_dim if model.qkv_bias else 0
+    embedding = 0 if model.tie_embeddings else model.vocab_size * model.embed_dim
+    return num_matmul_params(model) + norms + qk_norms + biases + embedding
+
+
+def layer_matrix_bytes(model: ModelConfig) -> int:
+    """Bytes of one layer's matrices as compute takes them; at least, if the devices split heads and MLP."""
+    matrices = (num_matmul_params(model) - model.vocab_size * model.embed_dim) // model.num_layers
+    return matrices * DTYPE_BYTES[model.compute_dtype]
+
+
+def flops_per_token(model: ModelConfig, seq_len: int, *, full_attention: bool = False) -> int:
+    """Training FLOPs per token (forward and backward); recomputation is never counted.
+
+    Six per matmul parameter, plus attention scores and values: `6*L*N*H*seq_len` when only the causal half
+    counts, `12*L*N*H*seq_len` when the full square does (PaLM, arXiv:2204.02311, appendix B). A sliding window W
+    leaves `2*W - W**2/seq_len` of the former's `seq_len`, and W of the latter's.
+    """
+    window = min(model.sliding_window or seq_len, seq_len)
+    keys = 2 * window if full_attention else 2 * window - window**2 // seq_len
+    return 6 * num_matmul_params(model) + 6 * model.num_layers * model.num_heads * model.head_dim * keys
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExecutedFlops:
+    """Matmul FLOPs of a step over all devices."""
+
+    weights: float
+    """Products with weights, forward and backward."""
+    recomputed: float
+    """Of these, what `model.remat` computes a second time."""
+    attention: float
+    """Products of queries with keys and of weights with values, forward and backward, and what is computed again."""
+
+    @property
+    def total(self) -> float:
+        return self.weights + self.recomputed + self.attention
+
+
+def executed_flops(config: Config, *, fused_attention: bool) -> ExecutedFlops:
+    """What a step computes.
+
+    Attention is two products forward and five backward, which computes the scores anew: of the visible part in a fused
+    kernel, of the whole square otherwise.
+    """
+    model, seq_len = config.model, config.data.seq_len
+    D, F, L = model.embed_dim, model.mlp_dim, model.num_layers
+    heads, kv_heads = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
+    # Also what the policies keep is not enough to leave out the output projection: the MLP's input needs it.
+    again = {
+        "none": 0.0,
+        "save_attention_qkv_mlp": D * heads,
+        "save_attention_qkv": D * heads + 2 * D * F,
+        "save_attention": D * heads + 2 * D * F + D * (heads + 2 * kv_heads),
+        "full": D * heads + 2 * D * F + D * (heads + 2 * kv_heads),
+    }[model.remat]
+    matmul_flops = 6 * num_matmul_params(model)
+    # Two FLOPs per multiply-add, and six products in `flops_per_token`: it counts four of the backward pass.
+    product = (flops_per_token(model, seq_len) - matmul_flops) / 6 if fused_attention else 2 * L * heads * seq_len
+    # The fused kernel keeps what its backward pass needs inside, where no policy reaches it.
+    products = 7 + (2 if model.remat != "none" and (fused_attention or model.remat == "full") else 0)
+    tokens = config.train.global_batch_size * seq_len
+    return ExecutedFlops(
+        weights=float(matmul_flops) * tokens, recomputed=2.0 * L * again * tokens, attention=products * product * tokens
+    )
+
+
+def mesh_sizes(config: Config) -> dict[str, int]:
+    """Sizes of the mesh axes on the planned cluster, outer to inner."""
+    return config.mesh.axis_sizes(config.hardware.num_devices)
+
+
+def state_bytes_per_param(config: Config) -> int:
+    """Bytes of a weight and its two moments."""
+    return DTYPE_BYTES[config.model.param_dtype] + 2 * DTYPE_BYTES[config.optimizer.moment_dtype]
+
+
+def minimum_state_bytes(config: Config) -> int:
+    """Bytes of weights and moments per device when every matrix is split over all devices that may split it (ZeRO-3).
+
+    Norms and biases, a thousandth of the rest, are whole on every device.
+    """
+    model, mesh = config.model, mesh_sizes(config)
+    matrices = num_matmul_params(model) + (0 if model.tie_embeddings else model.vocab_size * model.embed_dim)
+    shard = matrices // (mesh["fsdp"] * mesh["tensor"]) + num_params(model) - matrices
+    return state_bytes_per_param(config) * shard
+
+
+def expected_bytes(config: Config, *, max_chunk_scores: int, max_chunk_logits: int) -> dict[str, int]:
+    """Bytes on a planned device by what they are for; good to some 15%.
+
+    Weights, moments and gradients: their sizes over the shards. Activations: what `model.remat` keeps of every layer.
+    Temporaries: the larger of a layer's backward pass (its hidden states, gate and up with their gradients, attention
+    scores in chunks) and of one chunk of logits.
+
+    Args:
+        config: the run.
+        max_chunk_scores: attention scores alive at once, where no kernel is fused.
+        max_chunk_logits: logits alive at once.
+    """
+    model, mesh = config.model, mesh_sizes(config)
+    fsdp, tensor, sequence = mesh["fsdp"], mesh["tensor"], mesh["sequence"]
+    stored, moment = DTYPE_BYTES[model.param_dtype], DTYPE_BYTES[config.optimizer.moment_dtype]
+    wide = DTYPE_BYTES[model.compute_dtype]
+    D, L, V, F = model.embed_dim, model.num_layers, model.vocab_size // tensor, model.mlp_dim // tensor
+    heads = model.num_heads * model.head_dim // tensor
+    qkv = heads + 2 * model.num_kv_heads * model.head_dim // tensor
+    rows = config.train.global_batch_size // config.train.grad_accum_steps // (mesh["data"] * fsdp)
+    tokens = rows * config.data.seq_len // sequence
+    layer_params = (num_params(model) - 2 * model.vocab_size * D) // L // tensor
+
+    saved = {
+        "full": D,
+        "save_attention": D + heads,
+        "save_attention_qkv": D + heads + qkv,
+        "save_attention_qkv_mlp": D + heads + qkv + 2 * F,
+        "none": 14 * D + heads + 2 * qkv + 4 * F,  # most of the hidden states also widened to fp32
+    }[model.remat]
+    kept_weights = L * layer_params * wide if model.remat == "none" else 0
+    scores = min(max_chunk_scores, tokens * config.data.seq_len * model.num_heads // tensor)
+    layer = tokens * wide * (10 * D + 2 * heads + 2 * qkv + 4 * F) + 3 * scores * 4
+    shard = minimum_state_bytes(config) // state_bytes_per_param(config)
+    loss = min(max_chunk_logits, tokens * V) * (4 + 2 * wide)
+    return {
+        "parameters": stored * shard,
+        "optimizer": 2 * moment * shard,
+        "batch": 16 * rows * config.train.grad_accum_steps * config.data.seq_len // sequence,
+        "gradients": (stored + (4 if config.train.grad_accum_steps > 1 else 0)) * shard + 4 * V * D,  # the sum is fp32
+        "activations": L * tokens * saved * wide,
+        "logits": max(0, loss - layer),
+        "collectives": 2 * D * F * wide + kept_weights,
+        "temporaries": layer,
+    }
+
+
+def least_wire_bytes(config: Config, mesh: Mapping[str, int]) -> float:
+    """Bytes that a device must send per step with the parallelism of `mesh`, summed over links; nothing sends less.
+
+    Rings over n devices pass (n - 1) / n of an array on. Fully sharded (`fsdp`): every micro-batch gathers the layers
+    forward and again backward, unless what is gathered is kept (`model.remat: none`), and embedding and head once; and
+    scatters the gradients of all. `data`: gradients of the own shard are reduced once.
+    `tensor`: each layer reduces its two outputs forward and their gradients backward. `sequence`: each layer gathers
+    keys and values forward and again backward, and scatters their gradients.
+    """
+    model, train = config.model, config.train
+    width = DTYPE_BYTES[model.compute_dtype]
+    part = {axis: (size - 1) / size for axis, size in mesh.items()}
+    weights = width * num_params(model) / mesh["tensor"]
+    ends = width * model.vocab_size * model.embed_dim * (1 if model.tie_embeddings else 2) / mesh["tensor"]
+    rows = train.global_batch_size / (mesh["data"] * mesh["fsdp"])
+    tokens = rows * config.data.seq_len / mesh["sequence"]
+    activations = width * tokens * model.embed_dim
+    keys_and_values = width * rows * config.data.seq_len * 2 * model.num_kv_heads * model.head_dim / mesh["tensor"]
+    return (
+        ((2 if model.remat == "none" else 3) * (weights - ends) + 2 * ends) * train.grad_accum_steps * part["fsdp"]
+        + 2 * weights / mesh["fsdp"] * part["data"]
+        + model.num_layers * (4 * 2 * activations * part["tensor"] + 3 * keys_and_values * part["sequence"])
+    )

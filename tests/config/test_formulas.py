@@ -1,0 +1,90 @@
+"""Parameters, FLOPs and bytes against published figures and hand counts."""
+
+import dataclasses
+
+import pytest
+
+from llamajax.config import formulas
+from llamajax.config.data import DataConfig, SourceConfig
+from llamajax.config.machine import HardwareConfig
+from llamajax.config.model import ModelConfig
+from llamajax.config.parallel import MeshConfig
+from llamajax.config.run import Config
+from llamajax.config.training import OptimizerConfig, TrainConfig
+from tests.tiny import tiny_config
+
+LLAMA_2_7B = ModelConfig(
+    vocab_size=32000, embed_dim=4096, mlp_dim=11008, num_layers=32, num_heads=32, num_kv_heads=32, head_dim=128
+)
+LLAMA_3_8B = ModelConfig(
+    vocab_size=128256, embed_dim=4096, mlp_dim=14336, num_layers=32, num_heads=32, num_kv_heads=8, head_dim=128,
+    max_seq_len=8192,
+)  # fmt: skip
+LLAMA_3_2_1B = ModelConfig(
+    vocab_size=128256, embed_dim=2048, mlp_dim=8192, num_layers=16, num_heads=32, num_kv_heads=8, head_dim=64,
+    tie_embeddings=True,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("model", "num_params"),
+    [(LLAMA_2_7B, 6_738_415_616), (LLAMA_3_8B, 8_030_261_248), (LLAMA_3_2_1B, 1_235_814_400)],
+)
+def test_num_params_of_published_models(model, num_params):
+    assert formulas.num_params(model) == num_params
+
+
+def test_flops_per_token_of_llama_3_8b():
+    matmuls = 6 * (formulas.num_params(LLAMA_3_8B) - 128256 * 4096 - 65 * 4096)  # all but the embedding and the norms
+    scores_and_values = 2 * 2 * 32 * 32 * 128 * 8192  # two matmuls of two FLOPs, layers, heads, head_dim, keys
+    assert formulas.flops_per_token(LLAMA_3_8B, 8192, full_attention=True) == matmuls + 3 * scores_and_values
+    assert formulas.flops_per_token(LLAMA_3_8B, 8192) == matmuls + 3 * scores_and_values // 2
+    assert round(formulas.flops_per_token(LLAMA_3_8B, 8192) / 1e9, 2) == 51.47
+    assert round(formulas.flops_per_token(LLAMA_3_8B, 8192, full_attention=True) / 1e9, 2) == 57.91
+
+
+def test_a_tied_head_costs_flops_but_no_parameters():
+    untied = dataclasses.replace(LLAMA_3_2_1B, tie_embeddings=False)
+    assert formulas.num_params(untied) - formulas.num_params(LLAMA_3_2_1B) == 128256 * 2048
+    assert formulas.flops_per_token(untied, 2048) == formulas.flops_per_token(LLAMA_3_2_1B, 2048)
+
+
+MODEL = ModelConfig(vocab_size=1000, embed_dim=64, mlp_dim=256, num_layers=10, num_heads=8, num_kv_heads=2, head_dim=8)
+
+
+def least(mesh: dict[str, int], model: ModelConfig = MODEL, **train: int) -> float:
+    config = Config(
+        run_dir="run",
+        model=model,
+        data=DataConfig(sources=(SourceConfig(kind="stdlib"),), seq_len=128),
+        mesh=MeshConfig(**mesh),
+        train=TrainConfig(num_steps=1, global_batch_size=16, **train),
+        optimizer=OptimizerConfig(learning_rate=1e-3),
+    )
+    return formulas.least_wire_bytes(config, {"data": 1, "fsdp": 1, "sequence": 1, "tensor": 1} | mesh)
+
+
+def test_least_bytes():
+    """ZeRO-3 sends 6N(n-1)/n bytes per micro-batch in bfloat16, 4 for what is gathered once; replicas of it 4N(n-1)/n of
+    their shards once."""
+    N, ends = formulas.num_params(MODEL), 2 * 1000 * 64
+    sharded = 6 * N - 2 * ends
+    assert least({"fsdp": 8}) == pytest.approx(sharded * 7 / 8)
+    assert least({"fsdp": 8}, grad_accum_steps=2) == pytest.approx(2 * sharded * 7 / 8)
+    assert least({"fsdp": 8}, dataclasses.replace(MODEL, remat="none")) == pytest.approx(4 * N * 7 / 8)
+    assert least({"data": 2, "fsdp": 4}, grad_accum_steps=2) == pytest.approx(2 * sharded * 3 / 4 + 4 * N / 4 / 2)
+    assert least({"data": 4}) == pytest.approx(4 * N * 3 / 4)
+    tokens = 16 * 128
+    assert least({"tensor": 2}) == pytest.approx(10 * 4 * 2 * (2 * tokens * 64) / 2)
+    assert least({"sequence": 4}) == pytest.approx(10 * 3 * (2 * tokens * 2 * 2 * 8) * 3 / 4)
+
+
+def test_the_minimum_splits_all_matrices_over_all_shards():
+    run = tiny_config(hardware=HardwareConfig(gpu="h100"), mesh=MeshConfig(fsdp=4, tensor=2))
+    norms = (2 * 2 + 1) * 32
+    matrices = formulas.num_params(run.model) - norms
+    assert formulas.minimum_state_bytes(run) == 12 * (matrices // 8 + norms)
+    half = run.changed({"optimizer.moment_dtype": "bfloat16"})
+    assert formulas.minimum_state_bytes(half) == 8 * (matrices // 8 + norms)
+    replicated = run.changed({"mesh.data": 4, "mesh.fsdp": 1})
+    assert formulas.minimum_state_bytes(replicated) == 12 * (matrices // 2 + norms)
