@@ -7,6 +7,7 @@ from pathlib import Path
 
 import jax
 import numpy as np
+from jaxtyping import Array, Float32, Int32
 
 from llamajax.checkpoint.read import restore
 from llamajax.config.model import ModelConfig
@@ -68,8 +69,13 @@ def _not_finite(hf_dir: Path) -> str:
 
 
 def _our_logits(
-    run_dir: Path, step: int, config: ModelConfig, dtype: str, tokens: np.ndarray, positions: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
+    run_dir: Path,
+    step: int,
+    config: ModelConfig,
+    dtype: str,
+    tokens: Int32[np.ndarray, "B T"],
+    positions: Int32[np.ndarray, "B T"],
+) -> tuple[Float32[np.ndarray, "B T V"], Float32[np.ndarray, "B T V"]]:
     """The logits, and those after every weight was moved up or down by about its last fp32 bit."""
     config = dataclasses.replace(config, compute_dtype="float32", remat="none")
     abstract = jax.eval_shape(lambda key: Llama(config, key), jax.random.key(0))
@@ -80,8 +86,10 @@ def _our_logits(
 
 
 @partial(jax.jit, static_argnames="dtype")
-def _logits(model: Llama, tokens: np.ndarray, positions: np.ndarray, by: float, *, dtype: str) -> jax.Array:
-    """fp32 [B, T, V], from weights rounded to `dtype`, each then moved up or down by the share `by` of itself."""
+def _logits(
+    model: Llama, tokens: Int32[Array, "B T"], positions: Int32[Array, "B T"], by: float, *, dtype: str
+) -> Float32[Array, "B T V"]:
+    """Of weights rounded to `dtype`, each then moved up or down by the share `by` of itself."""
     leaves, structure = jax.tree.flatten(model)
     keys = jax.random.split(jax.random.key(0), len(leaves))
     signs = [jax.random.rademacher(key, weight.shape, "float32") for key, weight in zip(keys, leaves, strict=True)]
@@ -89,7 +97,9 @@ def _logits(model: Llama, tokens: np.ndarray, positions: np.ndarray, by: float, 
     return jax.tree.unflatten(structure, moved)(tokens, None, positions)
 
 
-def _hf_logits(hf_dir: Path, dtype: str, tokens: np.ndarray, positions: np.ndarray) -> np.ndarray:
+def _hf_logits(
+    hf_dir: Path, dtype: str, tokens: Int32[np.ndarray, "B T"], positions: Int32[np.ndarray, "B T"]
+) -> Float32[np.ndarray, "B T V"]:
     import torch  # an optional dependency
     import transformers
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from jaxtyping import Bool, Int32
 
 from llamajax.data.conversations import Message
 from llamajax.data.tokenizer import Tokenizer
@@ -183,10 +184,9 @@ def _default_template(config: object, where: Path) -> str | None:
 class Encoded(NamedTuple):
     """A conversation as tokens."""
 
-    ids: np.ndarray
-    """int32 [num_tokens]."""
-    learnt: np.ndarray
-    """bool [num_tokens]: what the assistant says, the token that ends its turn included."""
+    ids: Int32[np.ndarray, "T"]
+    learnt: Bool[np.ndarray, "T"]
+    """What the assistant says, the token that ends its turn included."""
 
 
 def encode_conversation(template: ChatTemplate, tokenizer: Tokenizer, messages: Sequence[Message]) -> Encoded:
@@ -212,9 +212,9 @@ def encode_conversation(template: ChatTemplate, tokenizer: Tokenizer, messages: 
     return Encoded(np.concatenate(parts), np.concatenate(learnt))
 
 
-def encode_prompt(template: ChatTemplate, tokenizer: Tokenizer, messages: Sequence[Message]) -> np.ndarray:
-    """The tokens of a conversation up to where the assistant's next turn begins, int32: those that `encode_conversation`
-    has before that turn.
+def encode_prompt(template: ChatTemplate, tokenizer: Tokenizer, messages: Sequence[Message]) -> Int32[np.ndarray, "T"]:
+    """The tokens of a conversation up to where the assistant's next turn begins: those that `encode_conversation` has
+    before that turn.
 
     Raises:
         DataError: the template refuses the messages.

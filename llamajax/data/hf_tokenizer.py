@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import tokenizers
+from jaxtyping import Int32
 
 from llamajax.data.tokenizer_base import Tokenizer, text_bytes
 from llamajax.data.tokenizer_files import JSON_FILE, Settings, read_settings
@@ -64,11 +65,11 @@ class HuggingFaceTokenizer(Tokenizer):
         self.bos_token = self._tokenizer.id_to_token(self.bos_id) if has_bos else None
         self.eos_token = None if settings.is_null("eos_token") else self._tokenizer.id_to_token(self.eos_id)
 
-    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+    def encode_batch(self, texts: Sequence[str]) -> list[Int32[np.ndarray, "_"]]:
         encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array(encoding.ids, np.int32) for encoding in encodings]
 
-    def encode_template_parts(self, parts: Sequence[str]) -> list[np.ndarray]:
+    def encode_template_parts(self, parts: Sequence[str]) -> list[Int32[np.ndarray, "_"]]:
         tokenizer, without_prefix, prefixes_sections = self._for_templates
         added = tokenizer.get_added_tokens_decoder()
         after_text = False

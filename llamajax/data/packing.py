@@ -9,15 +9,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from jaxtyping import Bool, Int32, Int64, Integer
 
 from llamajax.step.batch import IGNORE
 
 WINDOW = 2**17
 """Documents that are packed together: enough to fill rows, few enough to keep neighbours near each other on the disk."""
 
-Row = dict[str, np.ndarray]
-"""int32 [seq_len] each: `tokens`; `targets`, `IGNORE` where none is to be learnt; `segment_ids`, the documents counted
-from 1 and 0 for padding; `positions`, from 0 in every segment."""
+Row = dict[str, Int32[np.ndarray, "T"]]
+"""`tokens`; `targets`, `IGNORE` where none is to be learnt; `segment_ids`, the documents counted from 1 and 0 for padding;
+`positions`, from 0 in every segment."""
 
 
 @dataclass(frozen=True)
@@ -27,23 +28,23 @@ class Packing:
     Piece p has the `lengths[p]` pairs that start with token `starts[p]`; row r holds pieces `rows[r]` to `rows[r + 1]`.
     """
 
-    rows: np.ndarray
-    """int64 [num_rows + 1]."""
-    starts: np.ndarray
-    """int64 [num_pieces]: place of the piece's first token among all tokens."""
-    lengths: np.ndarray
-    """int32 [num_pieces], at most `seq_len`."""
+    rows: Int64[np.ndarray, "ends"]
+    """One more than there are rows."""
+    starts: Int64[np.ndarray, "pieces"]
+    """Place of the piece's first token among all tokens."""
+    lengths: Int32[np.ndarray, "pieces"]
+    """At most `seq_len`."""
 
     def __len__(self) -> int:
         return len(self.rows) - 1
 
 
-def pack(starts: np.ndarray, lengths: np.ndarray, seq_len: int) -> Packing:
+def pack(starts: Int64[np.ndarray, "documents"], lengths: Int64[np.ndarray, "documents"], seq_len: int) -> Packing:
     """Packs documents into as few rows as best fit needs, `WINDOW` documents at a time.
 
     Args:
-        starts: int64 [num_documents], place of each document's first token among all tokens.
-        lengths: int64 [num_documents], tokens of each document, at least 2.
+        starts: place of each document's first token among all tokens.
+        lengths: tokens of each document, at least 2.
         seq_len: pairs per row.
     """
     windows = [
@@ -110,10 +111,10 @@ def _best_fit_decreasing(lengths: np.ndarray, capacity: int) -> np.ndarray:
     return row_of_piece
 
 
-def fill_row(pieces: Sequence[np.ndarray], seq_len: int, learnt: Sequence[np.ndarray] = ()) -> Row:
+def fill_row(pieces: Sequence[Integer[np.ndarray, "_"]], seq_len: int, learnt: Sequence[Bool[np.ndarray, "_"]] = ()) -> Row:
     """A row of the given stretches of tokens; each has one token more than it takes positions: the last target.
 
-    `learnt` has the stretches' targets that count, bool, one less than tokens each; without it all do.
+    `learnt` has the stretches' targets that count, one less than tokens each; without it all do.
     """
     row = {name: np.zeros(seq_len, np.int32) for name in ("tokens", "targets", "segment_ids", "positions")}
     row["targets"].fill(IGNORE)

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import sentencepiece
 from google.protobuf.message import DecodeError
+from jaxtyping import Int32
 from sentencepiece.sentencepiece_model_pb2 import ModelProto  # pyright: ignore[reportAttributeAccessIssue]
 from tokenizers import AddedToken
 
@@ -70,10 +71,10 @@ class SentencePieceTokenizer(Tokenizer):
         model.normalizer_spec.add_dummy_prefix = False
         self._without_prefix = sentencepiece.SentencePieceProcessor(model_proto=model.SerializeToString())
 
-    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+    def encode_batch(self, texts: Sequence[str]) -> list[Int32[np.ndarray, "_"]]:
         return self._encode([self._cut([text], self._in_texts)[0] for text in texts])
 
-    def encode_template_parts(self, parts: Sequence[str]) -> list[np.ndarray]:
+    def encode_template_parts(self, parts: Sequence[str]) -> list[Int32[np.ndarray, "_"]]:
         """Control pieces such as `</s>` become their tokens, as user-defined ones do in any text."""
         return self._encode(self._cut(parts, self._in_templates))
 

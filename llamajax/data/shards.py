@@ -6,26 +6,23 @@ that is killed loses the shard it was at, and the next one goes on from there. O
 """
 
 import itertools
-import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
-import rich.progress
+from jaxtyping import Bool, Int64
 
 from llamajax import disk
 from llamajax.data import cache
 from llamajax.data.chat import ChatTemplate, Encoded, encode_conversation
 from llamajax.data.groups import GROUP_BYTES, FileGroup
+from llamajax.data.progress import Progress
 from llamajax.data.sources import Document
 from llamajax.data.split import plain_hash
 from llamajax.data.tokenizer import Tokenizer
 from llamajax.errors import DataError
-from llamajax.parallel import processes
 
 SHARD_BYTES = GROUP_BYTES
 """Text per shard: some ten seconds of work, which is what a kill can lose."""
@@ -35,8 +32,6 @@ BATCH_BYTES = 2**23
 """Text handed to the tokenizer at once, for its threads to share."""
 DOCUMENT_BYTES = 64
 """What a document, and a message of a conversation, count for beside their text: short ones take memory as well."""
-REPORT_EVERY_S = 10.0
-"""Seconds between progress lines where there is no terminal to animate."""
 
 _FOLDER = "shards-2"
 """Says how shards are written; the name of an entry says which documents they hold."""
@@ -80,13 +75,13 @@ class Shard:
         """Documents that the source gave for this shard."""
         return len(self.hashes) + self.num_empty + self.num_bad
 
-    def is_learnt(self, start: int, end: int) -> np.ndarray:
-        """bool [end - start]: which of these tokens of conversations are learnt."""
+    def is_learnt(self, start: int, end: int) -> Bool[np.ndarray, "{end}-{start}"]:
+        """Which of these tokens of conversations are learnt."""
         assert self.learnt is not None
         return np.unpackbits(self.learnt[start // 8 : -(-end // 8)])[start % 8 :][: end - start].astype(bool)
 
-    def first_learnt(self) -> np.ndarray:
-        """int64 [num_documents]: which of a document's tokens is the first that is learnt; past its end if none is.
+    def first_learnt(self) -> Int64[np.ndarray, "documents"]:
+        """Which of a document's tokens is the first that is learnt; past its end if none is.
 
         That is never the one that begins it, which follows nothing.
         """
@@ -189,7 +184,7 @@ def _complete(
     tokenizer: Tokenizer,
     template: ChatTemplate | None,
     cache_dir: Path,
-    progress: "Progress",
+    progress: Progress,
     log: Callable[[str], None],
     *,
     wait: bool,
@@ -244,7 +239,7 @@ def _next_shard(
     group: FileGroup,
     tokenizer: Tokenizer,
     template: ChatTemplate | None,
-    progress: "Progress",
+    progress: Progress,
 ) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
     """Tokenizes documents until the shard is full or they end, conversations with their template; the fields of `Shard`."""
     dtype = np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32
@@ -334,62 +329,3 @@ def _encode_conversations(
         except DataError as error:
             leave_out(f"{where}: {error}")
     return encoded
-
-
-class Progress:
-    """Shows how tokenizing goes: a moving bar on a terminal, now and then a line where there is none."""
-
-    def __init__(self, total_bytes: int, log: Callable[[str], None], *, animate: bool = True) -> None:
-        self._total_bytes = total_bytes
-        self._log = log
-        self._finished_bytes = self._read_bytes = self._text_bytes = self._documents = 0
-        self._started = self._reported = time.monotonic()
-        self._bar = rich.progress.Progress(
-            "tokenizing",
-            rich.progress.BarColumn(),
-            rich.progress.TaskProgressColumn(),
-            "{task.fields[speed]}",
-            rich.progress.TimeRemainingColumn(),
-            disable=not animate or not sys.stdout.isatty() or not total_bytes or processes.rank() > 0,
-            transient=True,
-        )
-        self._task = self._bar.add_task("", total=total_bytes, speed="")
-
-    def __enter__(self) -> Self:
-        self._bar.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self._bar.stop()
-        if self._documents and error is None:
-            self._log(
-                f"tokenized  {self._documents:,} documents in {time.monotonic() - self._started:.1f} s, {self._speed()}"
-            )
-
-    def advance(self, num_documents: int, text_bytes: int, group_bytes_read: int) -> None:
-        """Counts documents that were tokenized, and how far into the group's files they reach."""
-        self._documents += num_documents
-        self._text_bytes += text_bytes
-        self._read_bytes = max(self._read_bytes, self._finished_bytes + group_bytes_read)
-        self._show()
-
-    def finish_group(self, group_bytes: int) -> None:
-        """Counts a whole group as done, whoever did it."""
-        self._finished_bytes += group_bytes
-        self._read_bytes = self._finished_bytes
-        self._show()
-
-    def _show(self) -> None:
-        self._bar.update(self._task, completed=self._read_bytes, speed=self._speed())
-        now = time.monotonic()
-        if self._bar.disable and self._documents and now - self._reported >= REPORT_EVERY_S:
-            self._reported = now
-            done = min(self._read_bytes / self._total_bytes, 1.0) if self._total_bytes else 0.0
-            left = f", {(now - self._started) * (1 / done - 1):.0f} s left" if done else ""
-            self._log(f"tokenizing {done:.0%}, {self._speed()}{left}")
-
-    def _speed(self) -> str:
-        seconds = max(time.monotonic() - self._started, 1e-9)
-        return f"{self._documents / seconds:,.0f} documents/s, {self._text_bytes / seconds / 1e6:.1f} MB/s"

@@ -3,6 +3,7 @@
 import hashlib
 
 import numpy as np
+from jaxtyping import Bool, UInt64
 
 HEAD_CHARS = 2**20
 """Characters of a text that decide; what is longer may be read in pieces, which stay together."""
@@ -24,6 +25,6 @@ def plain_hash(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
-def is_held_out(hashes: np.ndarray | int, fraction: float) -> np.ndarray | bool:
+def is_held_out(hashes: UInt64[np.ndarray, "documents"] | int, fraction: float) -> Bool[np.ndarray, "documents"] | bool:
     """Whether documents with these hashes are held out, when `fraction` of all documents is."""
     return hashes < int(fraction * 2.0**64)

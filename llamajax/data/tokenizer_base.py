@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
+from jaxtyping import Int32
 
 from llamajax.data.tokenizer_files import MODEL_FILE, Settings
 from llamajax.errors import DataError
@@ -37,8 +38,8 @@ class Tokenizer(abc.ABC):
     """How a chat template writes the token that begins a text; None if the tokenizer has none for that alone."""
     eos_token: str | None
     """How a chat template writes the token that ends a text or turn."""
-    token_bytes: np.ndarray
-    """int32 [vocab_size]: UTF-8 bytes of text that each token stands for; 0 for tokens that stand for none.
+    token_bytes: Int32[np.ndarray, "V"]
+    """UTF-8 bytes of text that each token stands for; 0 for tokens that stand for none.
 
     Over the tokens of a text they add up to its length, unless the tokenizer itself adds or drops text (as Llama 2's,
     which puts a space before it).
@@ -64,19 +65,19 @@ class Tokenizer(abc.ABC):
         self.sha256 = hashlib.sha256(b"".join((reading, *hashes))).hexdigest()
 
     @abc.abstractmethod
-    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """The token ids of each text, int32; special tokens written in a text are read as plain text."""
+    def encode_batch(self, texts: Sequence[str]) -> list[Int32[np.ndarray, "_"]]:
+        """The token ids of each text; special tokens written in a text are read as plain text."""
 
     def encode_prompt(self, text: str) -> list[int]:
         """The token ids of a text to go on from, with `prefix`; if there are none, what begins a document."""
         return [*self.prefix, *self.encode_batch([text])[0].tolist()] or [self.bos_id]
 
-    def encode_template(self, text: str) -> np.ndarray:
-        """The token ids of a text that a chat template wrote, int32: special tokens written in it become those tokens."""
+    def encode_template(self, text: str) -> Int32[np.ndarray, "T"]:
+        """The token ids of a text that a chat template wrote: special tokens written in it become those tokens."""
         return self.encode_template_parts([text])[0]
 
     @abc.abstractmethod
-    def encode_template_parts(self, parts: Sequence[str]) -> list[np.ndarray]:
+    def encode_template_parts(self, parts: Sequence[str]) -> list[Int32[np.ndarray, "_"]]:
         """As `encode_template`, of the consecutive parts of one text: no token lies across two of them.
 
         A tokenizer that puts a space before a text does so before the first part only.

@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jaxtyping import Int32
 from rich.table import Table
 
 from llamajax import data
@@ -200,7 +201,9 @@ def whole_batch(size: int) -> int:
     return -(-size // shards) * shards
 
 
-def add_up(model: Llama, batches: Iterable[tuple[str, Batch]], token_bytes: np.ndarray) -> tuple[dict[str, Losses], float]:
+def add_up(
+    model: Llama, batches: Iterable[tuple[str, Batch]], token_bytes: Int32[np.ndarray, "V"]
+) -> tuple[dict[str, Losses], float]:
     """The losses of named batches by name, and the seconds it took after compiling."""
     compiled: jax.stages.Compiled | None = None
     started = 0.0

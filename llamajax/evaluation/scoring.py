@@ -6,6 +6,7 @@ Only sums over a row leave the devices, and the logits of few tokens exist at on
 import jax
 import jax.numpy as jnp
 from jax import P
+from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from llamajax.config.parallel import axes_of
 from llamajax.model import Llama
@@ -27,16 +28,18 @@ def row_length(num_tokens: int, multiple: int) -> int:
 
 
 @jax.jit
-def score(model: Llama, tokens: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
+def score(
+    model: Llama, tokens: Int32[Array, "B T"], targets: Int32[Array, "B T"]
+) -> tuple[Float32[Array, "B"], Bool[Array, "B"]]:
     """How likely the targets of each row are, and whether each of them is the likeliest token at its place.
 
     Args:
         model: the Llama.
-        tokens: int32 [B, T], each row one text from its start, padded on the right with any token.
-        targets: int32 [B, T], the token after each, or `IGNORE`.
+        tokens: each row one text from its start, padded on the right with any token.
+        targets: the token after each, or `IGNORE`.
 
     Returns:
-        fp32 [B], sum of the logarithms of the targets' probabilities; bool [B]; both on every device.
+        The sum of the logarithms of the targets' probabilities, and whether all are likeliest; both on every device.
     """
     hidden = model.hidden(tokens)
     targets = jax.reshard(targets, spec("batch", "seq"))
@@ -51,8 +54,10 @@ def score(model: Llama, tokens: jax.Array, targets: jax.Array) -> tuple[jax.Arra
     return jax.reshard(sums, P(None))
 
 
-def _score_on_device(hidden: jax.Array, weight: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """One device's part of `score`: hidden [b, t, D], weight [v, d], targets [b, t]; fp32 and bool [b, t]."""
+def _score_on_device(
+    hidden: Float[Array, "b t D"], weight: Float[Array, "v d"], targets: Int32[Array, "b t"]
+) -> tuple[Float32[Array, "b t"], Bool[Array, "b t"]]:
+    """One device's part of `score`."""
     head = jax.lax.all_gather(weight.astype(hidden.dtype), axes_of("embed"), axis=1, tiled=True)  # [v, D]
     vocab_ids = jax.lax.axis_index(axes_of("vocab")) * head.shape[0] + jnp.arange(head.shape[0])
 

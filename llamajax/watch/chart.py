@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from jaxtyping import Float64, Int64
 
 WIDTH, HEIGHT = 720, 270
 _LEFT, _RIGHT, _TOP, _BOTTOM = 58, WIDTH - 28, 10, HEIGHT - 38
@@ -23,10 +24,10 @@ class Line:
     """One curve."""
 
     name: str
-    steps: np.ndarray
-    """[n] int64, rising."""
-    values: np.ndarray
-    """[n] float64; values that are not finite leave a gap."""
+    steps: Int64[np.ndarray, "points"]
+    """Rising."""
+    values: Float64[np.ndarray, "points"]
+    """Those that are not finite leave a gap."""
     noisy: bool = False
     """Draw the values faintly and medians of short stretches over them."""
     dots: bool = False

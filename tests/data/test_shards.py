@@ -200,21 +200,6 @@ def test_many_tokens_fill_a_shard_whatever_the_text(tmp_path, tokenizer, monkeyp
     assert all(500 <= len(shard.tokens) < 1000 for shard in made[:-1])
 
 
-def test_progress_never_ends_in_infinity(monkeypatch):
-    monkeypatch.setattr(shards, "REPORT_EVERY_S", -1.0)
-    for total in (0, 1000):
-        log = []
-        progress = shards.Progress(total, log.append)
-        for bytes_read in (0, 300, 2000):
-            progress.advance(1, 3, bytes_read)
-        progress.finish_group(1000)
-        assert len(log) == 4
-        assert log[0].startswith("tokenizing 0%, ")
-        assert "left" not in log[0]
-        assert not [line for line in log if "inf" in line or "nan" in line or "-" in line]
-        assert ("s left" in log[1]) == (total > 0)
-
-
 def test_large_vocabularies_take_four_bytes(tmp_path, tokenizer):
     write_documents(tmp_path / "a.jsonl", 3)
     tokenizer.vocab_size = 2**16 + 1

@@ -175,7 +175,9 @@ def test_only_the_last_token_of_a_prompt_meets_the_head():
     V = 1000  # a size that nothing else has
     config = dataclasses.replace(GROUPED, vocab_size=V)
     model = jax.jit(Llama, static_argnums=0).eval_shape(config, jax.random.key(0))
-    program = jax.make_jaxpr(lambda model: model.prefill(PROMPTS, LENGTHS, KVCache.empty(config, B, S)))(model)
+    program = jax.make_jaxpr(
+        lambda model: model.prefill(jnp.asarray(PROMPTS), jnp.asarray(LENGTHS), KVCache.empty(config, B, S))
+    )(model)
     shapes = re.findall(r"f32\[([^]]*)]", re.sub(r"@(\w+|\([^)]*\))", "", str(program)))
     assert {shape for shape in shapes if str(V) in shape.split(",")} == {f"{V},{config.embed_dim}", f"{B},{V}"}
 

@@ -165,13 +165,20 @@ def test_packed_documents_read_as_if_they_were_alone():
     np.testing.assert_allclose(packed[0, 3:7], alone[1, :4], atol=1e-5)
 
 
+def _batch(tokens: np.ndarray, targets: np.ndarray, segment_ids: np.ndarray) -> dict[str, np.ndarray]:
+    """With positions counted from the start of each segment."""
+    starts = np.argmax(segment_ids[:, :, None] == segment_ids[:, None, :], axis=1)
+    positions = (np.arange(tokens.shape[1]) - starts).astype(np.int32)
+    return {"tokens": tokens, "targets": targets, "segment_ids": segment_ids, "positions": positions}
+
+
 def test_padding_has_no_gradient_and_never_makes_a_nan():
     jax.set_mesh(mesh.make_mesh(MIXED))
     tokens = np.full((4, 8), 31, np.int32)  # 31 is only ever padding
     tokens[:2, :5] = np.random.default_rng(0).integers(0, 31, (2, 5))
     segment_ids = np.where(tokens == 31, 0, 1).astype(np.int32)  # rows 2 and 3 are nothing but padding
     targets = np.where(segment_ids == 1, 7, IGNORE).astype(np.int32)
-    batch = {"tokens": tokens, "targets": targets, "segment_ids": segment_ids, "positions": None}
+    batch = _batch(tokens, targets, segment_ids)
 
     gradients, sums = jax.jit(jax.grad(loss_fn, has_aux=True), static_argnames="z_loss_weight")(
         _llama(), batch, z_loss_weight=1e-3
@@ -210,7 +217,7 @@ def test_window_biases_and_head_norms_give_the_same_loss_and_gradients_on_every_
     config = dataclasses.replace(CONFIG, sliding_window=3, qkv_bias=True, qk_norm=True)
     segment_ids = np.sort(np.random.default_rng(1).integers(1, 3, (4, 8)), axis=1).astype(np.int32)
     tokens, targets = np.random.default_rng(0).integers(0, 32, (2, 4, 8)).astype(np.int32)
-    batch = {"tokens": tokens, "targets": targets, "segment_ids": segment_ids, "positions": None}
+    batch = _batch(tokens, targets, segment_ids)
 
     def loss_and_gradients() -> tuple[jax.Array, Llama]:
         grad = jax.jit(jax.value_and_grad(loss_fn, has_aux=True), static_argnames="z_loss_weight")
@@ -227,13 +234,10 @@ def test_window_biases_and_head_norms_give_the_same_loss_and_gradients_on_every_
         np.testing.assert_allclose(ours, theirs, atol=1e-5, rtol=1e-5, err_msg=path)
 
 
-def _batch() -> dict:
-    tokens, targets = np.random.default_rng(0).integers(0, 32, (2, 2, 8)).astype(np.int32)
-    return {"tokens": tokens, "targets": targets, "segment_ids": None, "positions": None}
-
-
 def _loss(model: Llama) -> jax.Array:
-    return loss_fn(model, _batch(), z_loss_weight=0.0)[0]
+    tokens, targets = np.random.default_rng(0).integers(0, 32, (2, 2, 8)).astype(np.int32)
+    batch = jax.tree.map(jnp.asarray, _batch(tokens, targets, np.ones_like(tokens)))
+    return loss_fn(model, batch, z_loss_weight=0.0)[0]
 
 
 def test_remat_policies_keep_what_they_say():

@@ -201,7 +201,7 @@ def test_logits_and_gradients_equal_transformers(variant: str):
     @jax.jit
     def value_and_gradients(model: Llama):
         def loss(model: Llama) -> tuple[jax.Array, jax.Array]:
-            logits = model(tokens, None, positions)
+            logits = model(jnp.asarray(tokens), None, jnp.asarray(positions))
             one_hot = jax.nn.one_hot(targets, model.config.vocab_size)  # all zero where ignored
             return -jnp.sum(jax.nn.log_softmax(logits) * one_hot), logits
 
@@ -219,12 +219,13 @@ def test_training_loss_on_a_mesh_equals_transformers(variant: str):
     jax.set_mesh(mesh.make_mesh(MeshConfig(fsdp=2, sequence=2, tensor=2)))
     model = _llama(dataclasses.replace(_config(variant), remat="full"))
     tokens, targets, positions = _inputs(model.config)
-    batch = {"tokens": tokens, "targets": targets, "segment_ids": np.ones_like(tokens), "positions": positions}
+    arrays = {"tokens": tokens, "targets": targets, "segment_ids": np.ones_like(tokens), "positions": positions}
+    batch = jax.tree.map(jnp.asarray, arrays)
 
     @jax.jit
     def value_and_gradients(model: Llama):
         (loss, _), gradients = jax.value_and_grad(loss_fn, has_aux=True)(model, batch, z_loss_weight=0.0)
-        return loss, model(tokens, None, positions), gradients
+        return loss, model(batch["tokens"], None, batch["positions"]), gradients
 
     _assert_parity(model, *value_and_gradients(model))
 
@@ -242,6 +243,6 @@ def test_bf16_is_as_close_to_fp32_as_transformers_bf16(variant: str):
         exact = _hf_logits(hf, tokens, positions).numpy()
         hf.to(torch.bfloat16).model.rotary_emb.inv_freq = frequencies  # which from_pretrained keeps in fp32 too
         theirs = _hf_logits(hf, tokens, positions).float().numpy()
-    ours = np.asarray(jax.jit(lambda model: model(tokens, None, positions))(model))
+    ours = np.asarray(jax.jit(lambda model: model(jnp.asarray(tokens), None, jnp.asarray(positions)))(model))
     ours_rms, theirs_rms = (np.sqrt(np.mean(np.square(logits - exact))) for logits in (ours, theirs))
     assert 0 < ours_rms <= 1.2 * theirs_rms

@@ -1,0 +1,73 @@
+"""How far tokenizing is, for people to see."""
+
+import sys
+import time
+from collections.abc import Callable
+from types import TracebackType
+from typing import Self
+
+import rich.progress
+
+from llamajax.parallel import processes
+
+REPORT_EVERY_S = 10.0
+"""Seconds between lines where there is no terminal to animate."""
+
+
+class Progress:
+    """Shows how tokenizing goes: a moving bar on a terminal, now and then a line where there is none."""
+
+    def __init__(self, total_bytes: int, log: Callable[[str], None], *, animate: bool = True) -> None:
+        self._total_bytes = total_bytes
+        self._log = log
+        self._finished_bytes = self._read_bytes = self._text_bytes = self._documents = 0
+        self._started = self._reported = time.monotonic()
+        self._bar = rich.progress.Progress(
+            "tokenizing",
+            rich.progress.BarColumn(),
+            rich.progress.TaskProgressColumn(),
+            "{task.fields[speed]}",
+            rich.progress.TimeRemainingColumn(),
+            disable=not animate or not sys.stdout.isatty() or not total_bytes or processes.rank() > 0,
+            transient=True,
+        )
+        self._task = self._bar.add_task("", total=total_bytes, speed="")
+
+    def __enter__(self) -> Self:
+        self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._bar.stop()
+        if self._documents and error is None:
+            self._log(
+                f"tokenized  {self._documents:,} documents in {time.monotonic() - self._started:.1f} s, {self._speed()}"
+            )
+
+    def advance(self, num_documents: int, text_bytes: int, group_bytes_read: int) -> None:
+        """Counts documents that were tokenized, and how far into the group's files they reach."""
+        self._documents += num_documents
+        self._text_bytes += text_bytes
+        self._read_bytes = max(self._read_bytes, self._finished_bytes + group_bytes_read)
+        self._show()
+
+    def finish_group(self, group_bytes: int) -> None:
+        """Counts a whole group as done, whoever did it."""
+        self._finished_bytes += group_bytes
+        self._read_bytes = self._finished_bytes
+        self._show()
+
+    def _show(self) -> None:
+        self._bar.update(self._task, completed=self._read_bytes, speed=self._speed())
+        now = time.monotonic()
+        if self._bar.disable and self._documents and now - self._reported >= REPORT_EVERY_S:
+            self._reported = now
+            done = min(self._read_bytes / self._total_bytes, 1.0) if self._total_bytes else 0.0
+            left = f", {(now - self._started) * (1 / done - 1):.0f} s left" if done else ""
+            self._log(f"tokenizing {done:.0%}, {self._speed()}{left}")
+
+    def _speed(self) -> str:
+        seconds = max(time.monotonic() - self._started, 1e-9)
+        return f"{self._documents / seconds:,.0f} documents/s, {self._text_bytes / seconds / 1e6:.1f} MB/s"
