@@ -29,7 +29,7 @@ from llamajax.planning.cost.replay import replay
 from llamajax.planning.cost.timeline import Timeline
 from llamajax.planning.plan import make_plan, planned_machine
 from llamajax.planning.xla.compile import compile_for, prepare_environment
-from llamajax.planning.xla.hlo import parse
+from llamajax.planning.xla.parse import parse
 from llamajax.watch.console import CONSOLE
 
 DOCUMENT = Path(__file__).parents[1] / "docs" / "plan_accuracy.md"

@@ -25,7 +25,8 @@ from llamajax.planning.cost.gpu import Machine
 from llamajax.planning.cost.replay import latencies, replay
 from llamajax.planning.cost.timeline import Timeline
 from llamajax.planning.xla.buffers import decode
-from llamajax.planning.xla.hlo import Module, parse
+from llamajax.planning.xla.hlo import Module
+from llamajax.planning.xla.parse import parse
 from llamajax.step.compile import compile_with, compiler_options
 
 _COST = re.compile(r'\s*costs\s*:?\s*\{\s*name\s*:\s*"([^"\\]*)"\s*,?\s*cost_us\s*:\s*([-+.\w]+)\s*\}\s*')

@@ -19,7 +19,8 @@ from llamajax.planning.fitting import Suggestion, suggestions
 from llamajax.planning.latencies import Rank, latency_profile, latency_source, rank, read_profile
 from llamajax.planning.memory import MemoryPlan, memory_plan
 from llamajax.planning.xla.compile import CompiledStep, compile_for
-from llamajax.planning.xla.hlo import Module, parse
+from llamajax.planning.xla.hlo import Module
+from llamajax.planning.xla.parse import parse
 from llamajax.step.compile import CAN_PIPELINE, check_flags
 
 

@@ -4,7 +4,8 @@ import dataclasses
 
 from llamajax.config.gpus import find_gpu
 from llamajax.planning.cost.gpu import Machine
-from llamajax.planning.xla import hlo
+from llamajax.planning.xla.hlo import Module
+from llamajax.planning.xla.parse import parse
 
 _H100 = find_gpu("NVIDIA H100 80GB HBM3")
 assert _H100 is not None
@@ -23,7 +24,7 @@ def memory_s(num_bytes: float) -> float:
     return SHARE.kernel_s + num_bytes / (1e12 * SHARE.memory_efficiency)
 
 
-def module(entry: str, computations: str = "", *, num_devices: int = 8) -> hlo.Module:
+def module(entry: str, computations: str = "", *, num_devices: int = 8) -> Module:
     """The module with these lines as its ENTRY, the last of them its result, and these computations.
 
     A computation is written `name: line; line ...`, its last line the result, one computation per paragraph.
@@ -33,7 +34,7 @@ def module(entry: str, computations: str = "", *, num_devices: int = 8) -> hlo.M
         if paragraph:
             name, lines = paragraph.split(":\n", 1)
             text += _computation(f"%{name.strip()}", lines)
-    return hlo.parse(text + _computation("ENTRY %main", entry))
+    return parse(text + _computation("ENTRY %main", entry))
 
 
 def _computation(name: str, text: str) -> str:

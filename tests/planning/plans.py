@@ -19,7 +19,8 @@ from llamajax.planning.plan import Plan, Schedule, planned_machine
 from llamajax.planning.scopes import MEMORY_KINDS, MemoryKind
 from llamajax.planning.xla.buffers import BufferAssignment
 from llamajax.planning.xla.compile import CompiledStep
-from llamajax.planning.xla.hlo import Module, parse
+from llamajax.planning.xla.hlo import Module
+from llamajax.planning.xla.parse import parse
 from tests.tiny import tiny_config
 
 HLO = (pathlib.Path(__file__).parent / "hlo" / "fsdp_jax_0.10.hlo").read_text()

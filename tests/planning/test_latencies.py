@@ -23,8 +23,8 @@ from llamajax.planning import latencies as profile
 from llamajax.planning.cost.gpu import Machine
 from llamajax.planning.cost.replay import replay
 from llamajax.planning.latencies import latency_profile, latency_source, read_profile, training_profile
-from llamajax.planning.xla import hlo
 from llamajax.planning.xla.compile import compile_for, lower, planned_mesh
+from llamajax.planning.xla.parse import parse
 from llamajax.training.run import gpu_options
 from tests.planning.modules import MACHINE, memory_s, module
 
@@ -67,7 +67,7 @@ def test_tells_microseconds_by_the_name_at_scheduling():
 
 @pytest.mark.parametrize("version", ["0.10", "0.12"])
 def test_covers_every_kernel_and_collective_that_is_scheduled(version):
-    program = hlo.parse((FIXTURES / f"fsdp_jax_{version}.hlo").read_text())
+    program = parse((FIXTURES / f"fsdp_jax_{version}.hlo").read_text())
     found = costs(latency_profile(program, MACHINE, MESH))
     loops = [i for c in program.computations.values() for i in c.instructions.values() if i.opcode == "while"]
     scheduled = [program.entry, *(program.computations[name] for loop in loops for name in loop.called("body", "condition"))]
@@ -98,7 +98,7 @@ def test_the_real_step_is_understood_and_its_exposed_time_shrinks(tmp_path):
 
     machine = Machine(gpu=planned_gpu(CONFIG.hardware), gpus_per_node=8)
     mesh = {"data": 1, "fsdp": 16, "sequence": 1, "tensor": 1}
-    blind = hlo.parse(compile_for(CONFIG).hlo)
+    blind = parse(compile_for(CONFIG).hlo)
     before = replay(blind, machine, mesh)
     assert not before.not_understood
     assert {use.collective.axis for use in before.collectives} == {"fsdp"}
@@ -116,7 +116,7 @@ def test_the_real_step_is_understood_and_its_exposed_time_shrinks(tmp_path):
 
     file = tmp_path / "profile.pbtxt"
     file.write_text(latency_profile(blind, machine, mesh))
-    informed = hlo.parse(compile_for(CONFIG, latency_profile=str(file)).hlo)
+    informed = parse(compile_for(CONFIG, latency_profile=str(file)).hlo)
     after = replay(informed, machine, mesh)
     assert after.flops == before.flops
     assert list(informed.entry.instructions) != list(blind.entry.instructions)

@@ -10,7 +10,7 @@ from llamajax.kernels.cudnn import workspace_bytes
 from llamajax.parallel.allowance import VARIABLE
 from llamajax.planning import memory
 from llamajax.planning.cost.network import num_communicators
-from llamajax.planning.xla.hlo import parse
+from llamajax.planning.xla.parse import parse
 from tests.planning.compiled import CONFIG, compiled_step
 from tests.planning.modules import module
 

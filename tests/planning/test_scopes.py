@@ -7,7 +7,7 @@ import pytest
 from llamajax.planning.memory import memory_plan
 from llamajax.planning.scopes import SCOPES, Namer
 from llamajax.planning.xla.buffers import Buffer
-from llamajax.planning.xla.hlo import parse
+from llamajax.planning.xla.parse import parse
 from tests.planning.compiled import compiled_step
 from tests.planning.modules import module
 

@@ -6,7 +6,7 @@ import pytest
 
 from llamajax.planning.cost.replay import replay
 from llamajax.planning.cost.timeline import Event, Loop, Timeline
-from llamajax.planning.xla import hlo
+from llamajax.planning.xla.parse import parse
 from tests.planning.modules import MACHINE, SHARE, memory_s, module
 
 FIXTURES = pathlib.Path(__file__).parent.parent / "hlo"
@@ -208,7 +208,7 @@ def test_replays_what_xla_scheduled(version):
 
     The last layer's backward pass is peeled off its loop by XLA. A layer takes 2 products forward, 1 again, 4 backward.
     """
-    module = hlo.parse((FIXTURES / f"fsdp_jax_{version}.hlo").read_text())
+    module = parse((FIXTURES / f"fsdp_jax_{version}.hlo").read_text())
     timeline = replay(module, MACHINE, {"data": 2, "fsdp": 4, "tensor": 2})
     assert not timeline.not_understood
     assert timeline.flops == 4 * 7 * 2 * 2048 * 1024 * 2048

@@ -8,7 +8,7 @@ import pytest
 
 from llamajax.planning.cost.replay import replay
 from llamajax.planning.cost.timeline import LANES, Event, Loop, Timeline, layer_loops, perfetto
-from llamajax.planning.xla import hlo
+from llamajax.planning.xla.parse import parse
 from tests.planning.modules import MACHINE
 
 FIXTURE = pathlib.Path(__file__).parent.parent / "hlo" / "fsdp_jax_0.10.hlo"
@@ -52,7 +52,7 @@ def test_a_long_trace_shows_the_first_and_last_iterations():
 
 
 def test_the_trace_of_a_real_module_has_every_lane_in_order():
-    found = replay(hlo.parse(FIXTURE.read_text()), MACHINE, {"data": 2, "fsdp": 4, "tensor": 2})
+    found = replay(parse(FIXTURE.read_text()), MACHINE, {"data": 2, "fsdp": 4, "tensor": 2})
     slices = [event for event in perfetto(found)["traceEvents"] if event["ph"] == "X"]
     for lane in range(3):
         own = [event for event in slices if event["tid"] == lane]
@@ -64,7 +64,7 @@ def test_the_trace_of_a_real_module_has_every_lane_in_order():
 
 
 def test_finds_the_loops_over_layers():
-    found = replay(hlo.parse(FIXTURE.read_text()), MACHINE, {"data": 2, "fsdp": 4, "tensor": 2})
+    found = replay(parse(FIXTURE.read_text()), MACHINE, {"data": 2, "fsdp": 4, "tensor": 2})
     loops = layer_loops(found)
     assert loops is not None
     forward, backward = loops

@@ -13,7 +13,7 @@ from llamajax.planning.cost.timeline import Event, Loop
 from llamajax.planning.plan import planned_machine
 from llamajax.planning.xla.buffers import Buffer, read_buffer_assignment
 from llamajax.planning.xla.compile import planned_mesh
-from llamajax.planning.xla.hlo import parse
+from llamajax.planning.xla.parse import parse
 from tests.planning.plans import CONFIG
 
 

@@ -20,7 +20,7 @@ from llamajax.planning.fitting import suggestions
 from llamajax.planning.memory import MemoryPlan, estimate, memory_plan
 from llamajax.planning.xla import compile as planning_compile
 from llamajax.planning.xla.compile import CompiledStep, CompilerMissingError, check_compiler, compile_for
-from llamajax.planning.xla.hlo import parse
+from llamajax.planning.xla.parse import parse
 from tests.tiny import tiny_config
 
 CONFIG = tiny_config(
