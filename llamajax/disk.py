@@ -67,11 +67,7 @@ def write_atomically(path: Path, *chunks: bytes | memoryview) -> None:
         with contextlib.suppress(OSError):  # a full disk shall not be kept full
             temporary.unlink(missing_ok=True)
         raise
-    directory = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(directory)
-    finally:
-        os.close(directory)
+    sync(path.parent)
 
 
 def sync(path: Path) -> None:

@@ -13,11 +13,10 @@ from typing import Any, Generic, TypeVar
 import jax
 import jax.numpy as jnp
 import orbax.checkpoint as ocp
-from jax import P
-from jax.sharding import AbstractMesh, NamedSharding
 
 from llamajax.checkpoint import manifest
 from llamajax.errors import CheckpointError, EnvironmentMismatchError
+from llamajax.parallel.mesh import concretise
 from llamajax.parallel.processes import everyones
 from llamajax.watch.console import say
 
@@ -37,6 +36,11 @@ class Restored(Generic[State]):
     files: Path
     """Directory with the files given to `save`; a running writer may delete it in time."""
 
+    @property
+    def hf(self) -> dict[str, Any] | None:
+        """What the Hugging Face files that the run started from said, where ours have no place for it."""
+        return self.meta.get("hf")
+
 
 def restore(
     run_dir: Path | str, abstract_state: State, step: int | None = None, *, partial: bool = False
@@ -54,22 +58,42 @@ def restore(
         CheckpointError: there is no good checkpoint, or its arrays are not those of `abstract_state`.
     """
     directory = Path(run_dir).expanduser().absolute() / "checkpoints"
-    if step is None:
-        step, damaged = newest_good(directory)
-        if step is None:
-            raise CheckpointError(none_good_line(directory, damaged))
-        for bad, found in damaged.items():
-            say(f"{damage_line(directory, bad, found)}; reading step {step} instead")
-    else:
+    if step is not None:
         _require_step(step, everyones(steps_in(directory))[0], directory)
+    step_dir = _good_step(directory, step)
+    try:
+        return read_step(step_dir, abstract_state, partial=partial)
+    except Exception as error:
+        if not step_dir.exists():
+            raise CheckpointError(f"{step_dir} was deleted by its run while it was read; try again") from error
+        raise
+
+
+def find_step(path: Path) -> Path | None:
+    """The verified step that `path` names: the newest good one of a run's directory, or RUN/checkpoints/STEP itself.
+
+    Processes call this together. None if the path is neither.
+
+    Raises:
+        CheckpointError: the run has no good step, or the one named is damaged.
+    """
+    if path.parent.name == "checkpoints" and path.name.isdecimal() and path.is_dir():
+        return _good_step(path.parent, int(path.name))
+    return _good_step(path / "checkpoints") if (path / "checkpoints").is_dir() else None
+
+
+def _good_step(directory: Path, step: int | None = None) -> Path:
+    """Where the step is, verified; without one the newest good one, and damaged newer ones are named on stderr."""
+    if step is not None:
         if found := damage(directory / str(step)):
             raise CheckpointError(f"{damage_line(directory, step, found)}; choose another step")
-    try:
-        return read_step(directory / str(step), abstract_state, partial=partial)
-    except Exception as error:
-        if not (directory / str(step)).exists():
-            raise CheckpointError(f"{directory / str(step)} was deleted by its run while it was read; try again") from error
-        raise
+        return directory / str(step)
+    newest, damaged = newest_good(directory)
+    if newest is None:
+        raise CheckpointError(none_good_line(directory, damaged))
+    for bad, found in damaged.items():
+        say(f"{damage_line(directory, bad, found)}; reading step {newest} instead")
+    return directory / str(newest)
 
 
 def read_meta(run_dir: Path, step: int | None = None) -> dict[str, Any]:
@@ -98,25 +122,6 @@ def read_meta(run_dir: Path, step: int | None = None) -> dict[str, Any]:
 def latest_step(run_dir: Path) -> int | None:
     """The newest committed step of a run, unverified; None if there is none."""
     return max(steps_in(run_dir / "checkpoints"), default=None)
-
-
-def concretise(abstract_state: State) -> State:
-    """`abstract_state` on the current mesh, as arrays can be restored onto it.
-
-    `jax.eval_shape` under `jax.set_mesh` knows partitions but no devices, and gives scalars no sharding at all:
-    partitions are laid over the mesh, the rest is replicated. Leaves that already name devices stay.
-    """
-    mesh = jax.sharding.get_mesh()
-
-    def leaf(array: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-        sharding = array.sharding
-        if sharding is None:
-            sharding = NamedSharding(mesh, P())
-        elif isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, AbstractMesh):
-            sharding = NamedSharding(mesh, sharding.spec)
-        return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding)
-
-    return jax.tree.map(leaf, abstract_state)
 
 
 def read_step(directory: Path, abstract_state: State, *, partial: bool) -> Restored[State]:

@@ -9,10 +9,12 @@ import re
 import types
 import typing
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Annotated, Any, TypeVar, Union
 
 import yaml
 
+from llamajax import disk
 from llamajax.config.keys import item_type, join, keys, unknown_key
 from llamajax.config.rules import Settings
 from llamajax.config.run import Config
@@ -108,6 +110,21 @@ def config_to_dict(config: Settings) -> dict[str, Any]:
         return {name: list(value) if isinstance(value, tuple) else value for name, value in items}
 
     return dataclasses.asdict(config, dict_factory=plain)
+
+
+def write_config(config: Settings, path: Path) -> None:
+    """Keeps the configuration in a file, whole or not at all; it can itself be run."""
+    text = dump_config(config)
+    disk.write_atomically(path, text.encode())
+
+
+def dotted(tree: Any, prefix: str = "") -> dict[str, Any]:
+    """Everything in nested dicts and lists by its dotted key, such as `mesh.fsdp` or `data.sources.0.kind`."""
+    if not isinstance(tree, dict | list):
+        return {prefix: tree}
+    items = tree.items() if isinstance(tree, dict) else enumerate(tree)
+    inner = (dotted(value, f"{prefix}.{key}" if prefix else str(key)) for key, value in items)
+    return {key: value for part in inner for key, value in part.items()}
 
 
 def dump_config(config: Settings) -> str:

@@ -4,11 +4,12 @@ import logging
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh
+from jax import P
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
 from llamajax.config.parallel import AXES, DistributedConfig, MeshConfig
 from llamajax.config.run import Config
@@ -22,6 +23,8 @@ _CPU_COLLECTIVE_FLAGS = (
     "--xla_cpu_collective_call_warn_stuck_timeout_seconds=600",
     "--xla_cpu_collective_call_terminate_timeout_seconds=1200",
 )
+
+Tree = TypeVar("Tree")
 
 _DRIVER = Path("/proc/driver/nvidia")
 
@@ -73,7 +76,7 @@ def connect(config: MeshConfig, distributed: DistributedConfig, *, memory_fracti
     """
     os.environ.setdefault(allowance.VARIABLE, str(memory_fraction))
     select_platform(config)
-    processes.join(distributed)
+    processes.join_run(distributed)
     try:
         jax.devices()
     except (RuntimeError, AssertionError) as error:  # a missing plugin ends in an assertion of jax's
@@ -104,9 +107,27 @@ def start(config: Config) -> Mesh:
         EnvironmentMismatchError: the machine is not what the configuration asks for.
     """
     connect(config.mesh, config.distributed, memory_fraction=allowance.memory_fraction(config))
-    problems = config.placement_problems(jax.device_count())
-    if problems:
-        raise ConfigError("\n".join(problems))
     mesh = make_mesh(config.mesh)
+    if problems := config.placement_problems(mesh.size):
+        raise ConfigError("\n".join(problems))
     jax.set_mesh(mesh)
     return mesh
+
+
+def concretise(abstract_state: Tree) -> Tree:
+    """`abstract_state` on the current mesh, as arrays can be restored onto it.
+
+    `jax.eval_shape` under `jax.set_mesh` knows partitions but no devices, and gives scalars no sharding at all:
+    partitions are laid over the mesh, the rest is replicated. Leaves that already name devices stay.
+    """
+    mesh = jax.sharding.get_mesh()
+
+    def leaf(array: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        sharding = array.sharding
+        if sharding is None:
+            sharding = NamedSharding(mesh, P())
+        elif isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, AbstractMesh):
+            sharding = NamedSharding(mesh, sharding.spec)
+        return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding)
+
+    return jax.tree.map(leaf, abstract_state)

@@ -68,6 +68,22 @@ def everyones(value: Any, about: str = "") -> list[Any]:
     return [value] if _peers is None else _peers.everyones(value, about)
 
 
+def check_same_everywhere(own: dict[str, Any]) -> None:
+    """Refuses to go on when the processes of the run do not have the same settings, or data; all call this together.
+
+    Raises:
+        EnvironmentMismatchError: naming the processes that differ from the first, and in what.
+    """
+    first = everyones(own if rank() == 0 else None)[0]
+    differing_here = [key for key in first | own if key not in own or key not in first or own[key] != first[key]]
+    for number, differing in enumerate(everyones(differing_here)):
+        if differing:
+            raise EnvironmentMismatchError(
+                f"process {number} differs from process 0 in {', '.join(differing)}; give all the same configuration and"
+                " data"
+            )
+
+
 def can_stop(stoppable: Stoppable | None) -> None:
     """From here on it is `stoppable` that a request to stop stops, in every process at the same moment."""
     global _stoppable
@@ -81,7 +97,7 @@ def uninterrupted() -> Iterator[None]:
         yield
 
 
-def join(config: DistributedConfig) -> None:
+def join_run(config: DistributedConfig) -> None:
     """Connects this process to the others of the run, if `config.enabled`; before any other use of jax.
 
     Raises:

@@ -27,7 +27,7 @@ from llamajax.planning.cost.timeline import Timeline
 from llamajax.planning.xla.buffers import decode
 from llamajax.planning.xla.hlo import Module
 from llamajax.planning.xla.parse import parse
-from llamajax.step.compile import compile_with, compiler_options
+from llamajax.step.compile import Option, compile_with, compiler_options
 
 _COST = re.compile(r'\s*costs\s*:?\s*\{\s*name\s*:\s*"([^"\\]*)"\s*,?\s*cost_us\s*:\s*([-+.\w]+)\s*\}\s*')
 
@@ -80,6 +80,25 @@ def read_profile(path: str) -> str:
             ' costs { name: "fusion.1" cost_us: 2.5 }, or write auto'
         )
     return _as_text(costs)
+
+
+def compile_here(config: Config, lowered: jax.stages.Lowered) -> jax.stages.Compiled:
+    """Compiles training's step for the devices of the current mesh; all processes call this together.
+
+    Args:
+        config: the run.
+        lowered: its step, lowered for that mesh.
+
+    Raises:
+        ConfigError: `config.xla` says what this jaxlib does not know; see `training_profile` too.
+    """
+    options = gpu_options(config, lowered) if jax.default_backend() == "gpu" else {}
+    return compile_with(lowered, options)
+
+
+def gpu_options(config: Config, lowered: jax.stages.Lowered) -> dict[str, Option]:
+    """What XLA is told of training's step on GPUs, as plans tell it; all processes call this together."""
+    return compiler_options(config, jax.device_count(), latency_profile=training_profile(config, lowered))
 
 
 def training_profile(config: Config, lowered: jax.stages.Lowered) -> str | None:

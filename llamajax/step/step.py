@@ -12,8 +12,9 @@ from jax import lax
 
 from llamajax.config.run import Config
 from llamajax.model import Llama
+from llamajax.parallel.mesh import concretise
 from llamajax.parallel.sharding import spec
-from llamajax.step.batch import IGNORE, Batch
+from llamajax.step.batch import FIELDS, IGNORE, Batch, batch_sharding, micro_batch_size
 from llamajax.step.loss import LossSums, loss_fn
 from llamajax.step.optim import learning_rate, make_optimizer
 
@@ -103,6 +104,23 @@ def train_step(config: Config, state: TrainState, batch: Batch) -> tuple[TrainSt
     metrics, grads = loss_and_grads(config, state.model, batch)
     state, update_metrics = apply_gradients(config, state, grads, metrics["tokens"])
     return state, metrics | update_metrics
+
+
+def abstract_state(config: Config) -> TrainState:
+    """The state of a run as `jax.ShapeDtypeStruct`, with shardings of the current mesh; no array is made."""
+    return concretise(jax.eval_shape(functools.partial(init_state, config)))
+
+
+def lower(config: Config, state: TrainState) -> jax.stages.Lowered:
+    """`train_step` of `config`, traced and lowered for the current mesh; no array is made.
+
+    Args:
+        config: the run.
+        state: its `abstract_state`.
+    """
+    shape = (config.train.grad_accum_steps, micro_batch_size(config), config.data.seq_len)
+    batch = dict.fromkeys(FIELDS, jax.ShapeDtypeStruct(shape, jnp.int32, sharding=batch_sharding()))
+    return train_step.lower(config, state, batch)
 
 
 @jax.named_scope("update")

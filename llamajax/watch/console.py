@@ -21,9 +21,10 @@ from rich.text import Text
 import llamajax
 from llamajax.config.formulas import num_params
 from llamajax.config.run import Config
+from llamajax.errors import UserError
 from llamajax.parallel import processes
 from llamajax.units import format_bytes, format_count, format_duration
-from llamajax.watch.run_log import FINAL_STEPS, METRICS_FILE, Record, RunSummary
+from llamajax.watch.run_log import FINAL_STEPS, METRICS_FILE, Record, RunSummary, read_run, summarize
 
 
 class Screen(Console):
@@ -294,8 +295,20 @@ class _Speeds:
         return f"MFU {self.mfu:.1%} ({self.mfu_full_attention:.1%} full attention)"
 
 
+def print_end(run_dir: Path, checkpoint: Path) -> None:
+    """The last words of a run; what is wrong with its log is told, and costs nothing more."""
+    try:
+        run = read_run(run_dir)
+    except (UserError, OSError) as error:
+        say(str(error))
+        return
+    if run.warning is not None:
+        say(run.warning)
+    print_summary(run_dir, summarize(run), checkpoint)
+
+
 def print_summary(run_dir: Path, summary: RunSummary, checkpoint: Path | None) -> None:
-    """The last words of a run: what came out, how fast, and where everything lies."""
+    """What came out, how fast, and where everything lies."""
 
     def known(value: float | None, form: str) -> str:
         return "-" if value is None else format(value, form)

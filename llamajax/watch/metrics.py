@@ -145,7 +145,7 @@ class MetricsWriter:
         """Notes in `events.jsonl` that something happened to the run, with the newest finished step."""
         if self._is_main_process:
             record = {"time": round(time.time(), 3), "event": name, "step": self._last_step, **facts}
-            self._events_file.append(f"{run_log.encode(record)}\n".encode())
+            self._events_file.append_record(f"{run_log.encode(record)}\n".encode())
 
     def _open_sinks(self, stack: contextlib.ExitStack) -> None:
         config = self._config
@@ -203,7 +203,7 @@ class MetricsWriter:
         }
 
     def _write(self, record: Record) -> None:
-        self._metrics_file.append(f"{run_log.encode(record)}\n".encode())
+        self._metrics_file.append_record(f"{run_log.encode(record)}\n".encode())
         if self._tensorboard:
             self._tensorboard.write(record)
         if self._wandb:
@@ -248,7 +248,7 @@ class _TensorBoard:
         data = event.SerializeToString()
         length = struct.pack("<Q", len(data))
         checksums = [struct.pack("<I", self._checksum(part)) for part in (length, data)]
-        self._file.append(length + checksums[0] + data + checksums[1])
+        self._file.append_record(length + checksums[0] + data + checksums[1])
 
 
 def _wandb_run(run_dir: Path, config: Config) -> Any:

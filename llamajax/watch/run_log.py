@@ -70,7 +70,7 @@ class Appender:
         self._num_lost = 0
         self._problem: str | None = None
 
-    def append(self, record: bytes) -> None:
+    def append_record(self, record: bytes) -> None:
         """Writes a record and those that wait, or keeps them; never fails."""
         self._kept.append(record)
         if len(self._kept) > MOST_KEPT:
@@ -106,7 +106,7 @@ class Appender:
 
     def __exit__(self, *exc_info: object) -> None:
         if self._kept:
-            self.append(self._kept.pop())
+            self.append_record(self._kept.pop())
         if self._kept:
             num_lost = self._num_lost + len(self._kept)
             self._say(f"{self._path}: records lost: {num_lost:,}; {self._problem}")

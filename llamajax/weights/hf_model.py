@@ -34,6 +34,8 @@ class HfModel:
     stored_dtype: str
     """What an export has by default: `config.param_dtype`, or float16 where that is what the files have."""
     special_tokens: dict[str, Any]
+    ends: tuple[int, ...]
+    """Tokens that end what the model writes, by its own configurations."""
     tensors: Mapping[str, Stored]
     """The weights, by their Hugging Face name."""
     license: str | None
@@ -75,18 +77,25 @@ def read_model(source: Path, dtype: DType | None) -> HfModel:
     stored_dtypes = {stored.dtype for stored in tensors.values()}
     as_stored: Literal["float32", "bfloat16"] = "bfloat16" if stored_dtypes == {DTYPES["BF16"]} else "float32"
     config, special_tokens = read_config(body, config_path, dtype or as_stored)
-    read_ends(source, special_tokens, config)  # which is refused here rather than when the model is to write
+    ends = read_ends(source, special_tokens, config)
     tensors = _check_tensors(source, config, tensors)
+    license = read_license(source / "README.md")
     files = read_travelling(travelling_files(source))
-    _check_tokenizer(source, files)
+    if has_vocabulary(files):
+        try:
+            load_tokenizer(source)  # which training would have to, later
+        except Exception as error:  # a damaged file makes the tokenizer libraries raise anything
+            reason = (str(error) or type(error).__name__).splitlines()[0]
+            raise ConfigError(f"{source}: the tokenizer cannot be read: {reason}; download it again") from error
     return HfModel(
         source=source,
         config=config,
         model_type=body["model_type"],
         stored_dtype="float16" if dtype is None and stored_dtypes == {DTYPES["F16"]} else config.param_dtype,
         special_tokens=special_tokens,
+        ends=ends,
         tensors=tensors,
-        license=read_license(source / "README.md"),
+        license=license,
         files=files,
     )
 
@@ -128,14 +137,3 @@ def _equal(first: Stored, second: Stored) -> bool:
     rows = max(1, (64 << 20) // (first.nbytes // first.shape[0]))
     starts = range(0, first.shape[0], rows)
     return all(np.array_equal(first.read(at, at + rows), second.read(at, at + rows)) for at in starts)
-
-
-def _check_tokenizer(source: Path, files: Mapping[str, bytes]) -> None:
-    """Refuses a tokenizer that training could not load later."""
-    if not has_vocabulary(files):
-        return
-    try:
-        load_tokenizer(source)
-    except Exception as error:  # a damaged file makes the tokenizer libraries raise anything
-        reason = (str(error) or type(error).__name__).splitlines()[0]
-        raise ConfigError(f"{source}: the tokenizer cannot be read: {reason}; download it again") from error

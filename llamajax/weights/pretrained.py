@@ -16,13 +16,9 @@ from jax.sharding import NamedSharding
 
 from llamajax.checkpoint.read import (
     concretise,
-    damage,
-    damage_line,
+    find_step,
     named_arrays,
-    newest_good,
-    none_good_line,
     read_step,
-    say,
 )
 from llamajax.config.formulas import num_params
 from llamajax.config.model import ModelConfig, RopeScalingConfig
@@ -112,8 +108,8 @@ class Pretrained:
         """
         self.check(config)
         model = self._restore(config) if self.tensors is None else self._read(config, self.tensors)
-        finite = named_arrays({"model": _are_finite(model)})
-        if bad := [name for name, is_finite in finite.items() if not is_finite]:
+        finite = _are_finite(model)
+        if bad := [name for name, is_finite in named_arrays({"model": finite}).items() if not is_finite]:
             raise CheckpointError(
                 f"{self.source}: {', '.join(bad)} holds values that are no finite numbers; take weights from before that"
             )
@@ -152,21 +148,11 @@ def open_pretrained(path: Path) -> Pretrained:
         ConfigError: it is none of these, or a Hugging Face model that cannot be read.
     """
     path = path.expanduser().absolute()
-    if path.parent.name == "checkpoints" and path.name.isdecimal() and path.is_dir():
-        if found := damage(path):
-            raise CheckpointError(f"{damage_line(path.parent, int(path.name), found)}; choose another step")
-        return _open_step(path)
-    if (path / "checkpoints").is_dir():
-        step, damaged = newest_good(path / "checkpoints")
-        if step is None:
-            raise CheckpointError(none_good_line(path / "checkpoints", damaged))
-        for bad, found in damaged.items():
-            say(f"{damage_line(path / 'checkpoints', bad, found)}; reading step {step} instead")
-        return _open_step(path / "checkpoints" / str(step))
+    if (step_dir := find_step(path)) is not None:
+        return _open_step(step_dir)
     if (path / "config.json").is_file():
         model = read_model(path, None)
-        ends = read_ends(path, model.special_tokens, model.config)
-        return Pretrained(path, model.config, path, model.special_tokens, ends, model.hf, {}, model.tensors)
+        return Pretrained(path, model.config, path, model.special_tokens, model.ends, model.hf, {}, model.tensors)
     if not path.is_dir():
         raise ConfigError(f"{path}: there is no such directory; give a run, RUN/checkpoints/STEP or a Hugging Face model")
     raise ConfigError(

@@ -155,7 +155,7 @@ from llamajax.config.training import CheckpointConfig; from llamajax.config.para
 from llamajax.errors import CheckpointError, SaveError
 run_dir, port, process_id = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
 mesh.select_platform(MeshConfig(num_cpu_devices=2))
-processes.join(DistributedConfig(
+processes.join_run(DistributedConfig(
     enabled=True, coordinator_address=f"127.0.0.1:{port}", num_processes=2, process_id=process_id))
 jax.set_mesh(mesh.make_mesh(MeshConfig(fsdp=4)))
 
@@ -240,7 +240,7 @@ from llamajax.errors import EnvironmentMismatchError
 from llamajax.checkpoint.read import newest_good
 run_dir, port, process_id = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
 mesh.select_platform(MeshConfig(num_cpu_devices=1))
-processes.join(DistributedConfig(
+processes.join_run(DistributedConfig(
     enabled=True, coordinator_address=f"127.0.0.1:{port}", num_processes=2, process_id=process_id))
 for look in (lambda: Checkpointer(run_dir, CheckpointConfig()), lambda: newest_good(run_dir / "checkpoints")):
     try:

@@ -15,6 +15,7 @@ from llamajax.checkpoint import write as checkpoint
 from llamajax.config.file import load_config
 from llamajax.data.loader import Loader
 from llamajax.errors import SaveError
+from llamajax.training import loop
 from llamajax.training import run as train
 from tests import runs
 
@@ -54,15 +55,15 @@ def config(tmp_path_factory):
     """27 steps, saved every five; compiled once for all runs."""
     path = runs.write_config(tmp_path_factory.mktemp("full_disk"), num_steps=27, eval_every=None, eval_batches=0)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(train, "compile_step", one_program(train.compile_step))
+        patch.setattr(train, "compile_here", one_program(train.compile_here))
         yield load_config(path, ["metrics.tensorboard=true"])
 
 
-def one_program(compile_step):
+def one_program(compile_here):
     programs = []
 
-    def compile_or_reuse(config, abstract_state):
-        programs.extend(() if programs else (compile_step(config, abstract_state),))
+    def compile_or_reuse(config, lowered):
+        programs.extend(() if programs else (compile_here(config, lowered),))
         return programs[0]
 
     return compile_or_reuse
@@ -77,7 +78,7 @@ def run(monkeypatch, config, run_dir, before_step) -> None:
             before_step(position + 1)
             return position, batch
 
-    monkeypatch.setattr(train, "Loader", Watched)
+    monkeypatch.setattr(loop, "Loader", Watched)
     train.run(dataclasses.replace(config, run_dir=str(run_dir)))
 
 

@@ -193,7 +193,7 @@ from llamajax.data.loader import Loader
 from tests.data.test_loader import Rows, config_for
 
 mesh.select_platform(MeshConfig(num_cpu_devices=4))
-processes.join(DistributedConfig(
+processes.join_run(DistributedConfig(
     enabled=True, coordinator_address=sys.argv[1], num_processes=2, process_id=int(sys.argv[2])
 ))
 jax.set_mesh(mesh.make_mesh(MeshConfig(data=2, fsdp=2, sequence=2)))

@@ -20,12 +20,11 @@ from llamajax.config.parallel import MeshConfig
 from llamajax.config.run import Config
 from llamajax.data.tokenizer import train_sentencepiece
 from llamajax.errors import ConfigError, DataError, EnvironmentMismatchError
+from llamajax.evaluation import held_out, scoring
 from llamajax.evaluation import run as evaluate
-from llamajax.evaluation import scoring
 from llamajax.model import Llama
 from llamajax.parallel.mesh import make_mesh
 from llamajax.training import run as train
-from llamajax.training.stop import StopSignal
 from llamajax.watch import console
 from llamajax.weights.pretrained import open_pretrained
 from tests import runs
@@ -100,7 +99,7 @@ def test_some_batches_are_those_of_evaluations_while_training(finished, capsys):
     assert (results["num_batches"], results["batch_size"]) == (2, 4)
     dataset = data.prepare(config, log=lambda line: None)
     found = open_pretrained(Path(finished.run_dir))
-    expected = train.evaluate(config, found.load(found.config), dataset, StopSignal())
+    expected = held_out.evaluate(config, found.load(found.config), dataset)
     assert expected is not None
     assert results["loss"] == pytest.approx(expected["loss"], rel=1e-6)
     assert results["sources"] == {}

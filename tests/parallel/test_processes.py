@@ -21,7 +21,7 @@ from llamajax.parallel.exit import end_process, exit_code
 
 def work():
     with stop.StopSignal() as signals:
-        processes.join(DistributedConfig(
+        processes.join_run(DistributedConfig(
             enabled=True, coordinator_address=sys.argv[1], num_processes=int(sys.argv[4]), process_id=rank,
             heartbeat_timeout_s=int(sys.argv[3]), initialization_timeout_s=int(sys.argv[5]),
         ))

@@ -22,10 +22,10 @@ from llamajax.parallel.mesh import make_mesh
 from llamajax.planning import latencies as profile
 from llamajax.planning.cost.gpu import Machine
 from llamajax.planning.cost.replay import replay
-from llamajax.planning.latencies import latency_profile, latency_source, read_profile, training_profile
-from llamajax.planning.xla.compile import compile_for, lower, planned_mesh
+from llamajax.planning.latencies import gpu_options, latency_profile, latency_source, read_profile, training_profile
+from llamajax.planning.xla.compile import compile_for, planned_mesh
 from llamajax.planning.xla.parse import parse
-from llamajax.training.run import gpu_options
+from llamajax.step.step import abstract_state, lower
 from tests.planning.modules import MACHINE, memory_s, module
 
 FIXTURES = pathlib.Path(__file__).parent / "hlo"
@@ -272,7 +272,7 @@ def test_training_makes_its_profile_once(tmp_path, monkeypatch):
     data = dataclasses.replace(CONFIG.data, cache_dir=str(tmp_path))
     config = dataclasses.replace(CONFIG, data=data)
     with jax.set_mesh(planned_mesh(config)):
-        lowered = lower(config)
+        lowered = lower(config, abstract_state(config))
         made = gpu_options(config, lowered)
         path = pathlib.Path(str(made["xla_gpu_pgle_profile_file_or_directory_path"]))
         told = path.read_text()

@@ -5,7 +5,6 @@ XLA's compiler for GPUs comes with jax's CUDA plugin and needs no driver: it is 
 with all its memory laid out; it cannot be run here.
 """
 
-import functools
 import importlib.metadata
 import tempfile
 import time
@@ -15,19 +14,16 @@ from pathlib import Path
 
 import jax
 import jaxlib.version
-import numpy as np
 from jax.experimental import topologies
 
-from llamajax.checkpoint.read import concretise
 from llamajax.config.gpus import Gpu, planned_gpu
 from llamajax.config.run import Config
 from llamajax.errors import ConfigError, EnvironmentMismatchError, UserError
 from llamajax.parallel.mesh import make_mesh
 from llamajax.planning.xla.buffers import BufferAssignment, read_buffer_assignment
 from llamajax.planning.xla.target import target_config
-from llamajax.step.batch import FIELDS, batch_sharding, micro_batch_size
 from llamajax.step.compile import Option, compile_with, compiler_options
-from llamajax.step.step import init_state, train_step
+from llamajax.step.step import abstract_state, lower
 
 PLUGINS = ("jax-cuda13-plugin", "jax-cuda12-plugin")
 REMEDY = "pip install 'llamajax[plan]'"
@@ -107,7 +103,7 @@ def compile_for(
     told = {name: value for name, value in told.items() if not name.startswith("xla_dump_")}
     with jax.set_mesh(mesh), tempfile.TemporaryDirectory(prefix="llamajax-plan-") as folder:
         try:
-            lowered = lower(config)
+            lowered = lower(config, abstract_state(config))
         except EnvironmentMismatchError as error:
             raise CompilerMissingError(f"{error}; or {REMEDY}") from error
         try:
@@ -151,11 +147,3 @@ def planned_mesh(config: Config) -> jax.sharding.Mesh:
         topology=f"{cluster.nodes}x1x{cluster.gpus_per_node}",
     )
     return make_mesh(config.mesh, topology.devices)
-
-
-def lower(config: Config) -> jax.stages.Lowered:
-    """The training step of `config`, traced and lowered for the current mesh; no array is made."""
-    state = concretise(jax.eval_shape(functools.partial(init_state, config)))
-    shape = (config.train.grad_accum_steps, micro_batch_size(config), config.data.seq_len)
-    batch = dict.fromkeys(FIELDS, jax.ShapeDtypeStruct(shape, np.int32, sharding=batch_sharding()))
-    return train_step.lower(config, state, batch)

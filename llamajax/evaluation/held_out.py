@@ -1,0 +1,46 @@
+"""The loss on held-out documents while a run goes on."""
+
+import math
+from collections.abc import Callable, Iterator
+
+import numpy as np
+
+from llamajax import data
+from llamajax.config.run import Config
+from llamajax.data.loader import held_out_batches
+from llamajax.model import Llama
+from llamajax.step.batch import Batch
+from llamajax.step.step import eval_step, one_behind
+
+
+def evaluate(
+    config: Config, model: Llama, dataset: data.Dataset, is_stopping: Callable[[], bool] = lambda: False
+) -> dict[str, float] | None:
+    """Held-out loss in nats per token and in bits per byte of text, over the same rows every time; NaN without targets.
+
+    None if `is_stopping`, which is asked before every batch, says so before the end.
+    """
+    token_bytes = np.zeros(config.model.vocab_size, np.int32)
+    token_bytes[: dataset.tokenizer.vocab_size] = dataset.tokenizer.token_bytes
+    nats, num_tokens, num_bytes = 0.0, 0, 0
+    stopped = False
+
+    def batches() -> Iterator[Batch]:
+        nonlocal stopped
+        for batch in held_out_batches(dataset, config):
+            stopped = is_stopping()
+            if stopped:
+                return
+            yield batch
+
+    results = (eval_step(model, batch, token_bytes) for batch in batches())
+    for sums, count in one_behind(results):
+        nats += float(sums.cross_entropy)
+        num_tokens += int(sums.num_tokens)
+        num_bytes += int(count)
+    if stopped:
+        return None
+    return {
+        "loss": nats / num_tokens if num_tokens else math.nan,
+        "bits_per_byte": nats / math.log(2) / num_bytes if num_bytes else math.nan,
+    }
