@@ -34,17 +34,12 @@ from llamajax.checkpoint.array_writer import ArrayWriter, reason
 from llamajax.checkpoint.read import (
     Restored,
     State,
-    concretise,
     damage_line,
     is_key,
-    latest_step,
     named_arrays,
     newest_good,
     none_good_line,
-    read_meta,
     read_step,
-    restore,
-    say,
     steps_in,
 )
 from llamajax.checkpoint.run_lock import check_seen_by_all, lock_run
@@ -53,8 +48,7 @@ from llamajax.errors import CheckpointError, SaveError, UserError
 from llamajax.parallel import processes
 from llamajax.parallel.processes import everyones
 from llamajax.units import format_bytes
-
-__all__ = ["Checkpointer", "Restored", "concretise", "latest_step", "read_meta", "restore"]
+from llamajax.watch.console import say
 
 # Seconds after which the processes of a run stop waiting for each other to write a checkpoint, and to hash it.
 _TIMEOUT_S = 3600

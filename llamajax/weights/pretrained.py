@@ -15,17 +15,18 @@ from jax import P
 from jax.sharding import NamedSharding
 
 from llamajax.checkpoint.read import (
-    concretise,
     find_step,
     named_arrays,
     read_step,
 )
 from llamajax.config.formulas import num_params
 from llamajax.config.model import ModelConfig, RopeScalingConfig
-from llamajax.data.tokenizer import Tokenizer, load_tokenizer
+from llamajax.data.tokenizer import load_tokenizer
+from llamajax.data.tokenizer_base import Tokenizer
 from llamajax.data.tokenizer_files import find_vocabulary
 from llamajax.errors import CheckpointError, ConfigError
 from llamajax.model import Llama
+from llamajax.parallel.mesh import concretise
 from llamajax.weights import names
 from llamajax.weights.architectures import Architecture, architecture_of
 from llamajax.weights.hf_config import SPECIAL_TOKENS, read_ends

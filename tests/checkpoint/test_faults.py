@@ -15,7 +15,8 @@ import pytest
 from jax import P
 
 from llamajax.checkpoint import manifest
-from llamajax.checkpoint.write import Checkpointer, restore
+from llamajax.checkpoint.read import restore
+from llamajax.checkpoint.write import Checkpointer
 from llamajax.config.parallel import MeshConfig
 from llamajax.config.training import CheckpointConfig
 from llamajax.errors import CheckpointError
@@ -150,7 +151,8 @@ import jax, jax.numpy as jnp, numpy as np
 from jax import P
 from jax.experimental import multihost_utils
 from llamajax.parallel import mesh, processes
-from llamajax.checkpoint.write import Checkpointer, restore
+from llamajax.checkpoint.write import Checkpointer
+from llamajax.checkpoint.read import restore
 from llamajax.config.training import CheckpointConfig; from llamajax.config.parallel import DistributedConfig, MeshConfig
 from llamajax.errors import CheckpointError, SaveError
 run_dir, port, process_id = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])

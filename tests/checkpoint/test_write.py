@@ -21,11 +21,13 @@ from jax import P
 
 from llamajax.checkpoint import manifest
 from llamajax.checkpoint import write as checkpoint
-from llamajax.checkpoint.write import Checkpointer, concretise, latest_step, read_meta, restore
+from llamajax.checkpoint.read import latest_step, read_meta, restore
+from llamajax.checkpoint.write import Checkpointer
 from llamajax.config.parallel import MeshConfig
 from llamajax.config.training import CheckpointConfig
 from llamajax.errors import CheckpointError, SaveError
 from llamajax.parallel import mesh
+from llamajax.parallel.mesh import concretise
 
 CONFIG = CheckpointConfig(keep_last=2)
 TOKENIZER = random.Random(0).randbytes(5000)

@@ -8,11 +8,10 @@ import jax
 import numpy as np
 import pytest
 
-from llamajax.checkpoint.read import concretise
 from llamajax.config.parallel import MeshConfig
 from llamajax.config.run import Config
 from llamajax.parallel.mesh import make_mesh
-from llamajax.step.step import apply_gradients, init_state, loss_and_grads
+from llamajax.step.step import abstract_state, apply_gradients, init_state, loss_and_grads
 from tests.tiny import random_rows, single_device_mesh, tiny_config, to_device
 
 MESHES = [sizes for sizes in itertools.product((1, 2, 4, 8), repeat=4) if np.prod(sizes) == 8]
@@ -51,7 +50,7 @@ def first_state():
 
 def initial_state(config: Config):
     """The state of step 0, laid over the current mesh; that drawing it there gives the same is tested with the model."""
-    abstract = concretise(jax.eval_shape(functools.partial(init_state, config)))
+    abstract = abstract_state(config)
     return jax.tree.map(lambda x, like: jax.device_put(x, like.sharding), first_state(), abstract)
 
 

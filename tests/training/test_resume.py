@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import functools
 import json
 import pathlib
 import random
@@ -15,11 +14,11 @@ import jax
 import numpy as np
 import pytest
 
-from llamajax.checkpoint.read import concretise, restore
+from llamajax.checkpoint.read import restore
 from llamajax.config.file import load_config
 from llamajax.config.run import Config
 from llamajax.parallel.mesh import make_mesh
-from llamajax.step.step import init_state
+from llamajax.step.step import abstract_state
 from tests import runs
 
 NUM_STEPS = 100
@@ -37,7 +36,7 @@ def unbroken(tmp_path_factory) -> pathlib.Path:
 def restored_arrays(config: Config, run_dir: pathlib.Path) -> list[np.ndarray]:
     """Every array of the newest checkpoint, restored on the mesh of `config`: weights, moments, counters, key."""
     jax.set_mesh(make_mesh(config.mesh))
-    state = restore(run_dir, concretise(jax.eval_shape(functools.partial(init_state, config)))).state
+    state = restore(run_dir, abstract_state(config)).state
     state = dataclasses.replace(state, rng=jax.random.key_data(state.rng))
     return [np.asarray(leaf) for leaf in jax.tree.leaves(state)]
 
