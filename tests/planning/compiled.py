@@ -12,7 +12,8 @@ from llamajax.config.parallel import MeshConfig
 from llamajax.config.training import TrainConfig
 from llamajax.parallel import mesh
 from llamajax.planning.xla.buffers import read_buffer_assignment
-from llamajax.planning.xla.compile import CompiledStep, lower
+from llamajax.planning.xla.compile import CompiledStep
+from llamajax.step.step import abstract_state, lower
 from tests.tiny import tiny_config
 
 CONFIG = tiny_config(
@@ -25,7 +26,9 @@ CONFIG = tiny_config(
 @functools.cache
 def compiled_step() -> CompiledStep:
     with tempfile.TemporaryDirectory() as folder, jax.set_mesh(mesh.make_mesh(CONFIG.mesh)):
-        compiled = lower(CONFIG).compile(compiler_options={"xla_dump_to": folder, "xla_dump_hlo_as_proto": True})
+        compiled = lower(CONFIG, abstract_state(CONFIG)).compile(
+            compiler_options={"xla_dump_to": folder, "xla_dump_hlo_as_proto": True}
+        )
         (proto,) = Path(folder).glob("*jit_train_step*after_optimizations.hlo.pb")
         buffers = read_buffer_assignment(proto.read_bytes())
     hlo = compiled.as_text()
