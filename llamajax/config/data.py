@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 from llamajax.config.rules import Bound, NonNegativeInt, PositiveInt, Section, ShareBelowOne
 
+ChatFormat = Literal["messages", "sharegpt", "alpaca"]
 Weight = Annotated[float, Bound(lambda value: value > 0, "must be positive; remove the source to leave it out")]
 
 
@@ -23,7 +24,7 @@ class SourceConfig(Section):
     names here, by links or overlapping globs, is read once; to read one more often, raise `weight`."""
     text_key: str = "text"
     """`jsonl`, `parquet`: the field or column with the text."""
-    chat_format: Literal["messages", "sharegpt", "alpaca"] = "messages"
+    chat_format: ChatFormat = "messages"
     """`chat`: how a line holds its conversation. `messages`: a list of {role, content}. `sharegpt`: `conversations`, a
     list of {from, value}, and perhaps `system`. `alpaca`: instruction, output, and perhaps input and system."""
     max_bad_records: NonNegativeInt = 0

@@ -1,6 +1,8 @@
 """Lines of chat data to conversations, in the three forms that they are commonly written in."""
 
-from typing import Literal, NamedTuple, cast
+from typing import NamedTuple, cast
+
+from llamajax.config.data import ChatFormat
 
 Message = dict[str, str]
 """`role` (system, user, assistant or tool) and `content`."""
@@ -22,7 +24,7 @@ class Conversation(NamedTuple):
     """`file:line`."""
 
 
-def messages_of(record: dict[str, object], chat_format: Literal["messages", "sharegpt", "alpaca"]) -> list[Message]:
+def messages_of(record: dict[str, object], chat_format: ChatFormat) -> list[Message]:
     """The conversation in a line of chat data.
 
     - `messages` (OpenAI): `{"messages": [{"role": "user", "content": "..."}, ...]}`.

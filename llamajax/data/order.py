@@ -5,15 +5,13 @@ import math
 import sys
 from collections.abc import Sequence
 from fractions import Fraction
+from typing import Any
 
 import grain
-import grain.sources
 import grain.transforms
 
 
-def training_order(
-    sources: Sequence[grain.sources.RandomAccessDataSource], weights: Sequence[float], seed: int
-) -> grain.MapDataset:
+def training_order(sources: Sequence[Sequence[Any]], weights: Sequence[float], seed: int) -> grain.MapDataset:
     """All sources without end: `order[position]` is a row.
 
     Each source is gone through in epochs, shuffled anew in every epoch; the sources alternate in proportion to their

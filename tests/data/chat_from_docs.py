@@ -5,7 +5,8 @@ import importlib
 import inspect
 import json
 from pathlib import Path
-from typing import Literal
+
+from llamajax.config.data import ChatFormat
 
 MODULES = (
     "argparse", "base64", "bisect", "calendar", "collections", "configparser", "contextlib", "copy", "csv", "dataclasses",
@@ -56,9 +57,7 @@ def conversations(count: int) -> list[list[dict[str, str]]]:
     return made
 
 
-def write_chat_jsonl(
-    path: Path, count: int, chat_format: Literal["messages", "sharegpt", "alpaca"] = "messages"
-) -> list[list[dict[str, str]]]:
+def write_chat_jsonl(path: Path, count: int, chat_format: ChatFormat = "messages") -> list[list[dict[str, str]]]:
     """Writes `count` conversations to a JSONL file and returns their messages; `alpaca` has one question in each."""
     made = conversations(count)
     if chat_format == "alpaca":

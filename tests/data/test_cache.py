@@ -21,6 +21,7 @@ def test_arrays_come_back_mapped_from_the_file(tmp_path):
     file = cache.read_arrays(tmp_path / "a")
     assert file.info == {"last": True, "n": 3}
     assert list(file.arrays) == list(ARRAYS)
+    values = array = None
     for name, array in file.arrays.items():
         assert len(array) == len(ARRAYS[name])
         for part in (slice(None), slice(5, None), slice(None, -1), slice(7, 7), slice(3, 40_000), slice(9, 2)):

@@ -1,10 +1,9 @@
 """Chat templates: rendered as transformers does, learnt is what the assistant says, and hostile ones do no harm."""
 
-import gc
 import json
 import re
-import subprocess
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +15,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from llamajax.data import chat
 from llamajax.data.chat import ChatTemplate, encode_conversation, encode_prompt, load_chat_template
 from llamajax.data.conversations import messages_of
-from llamajax.data.tokenizer import load_tokenizer, train_sentencepiece
+from llamajax.data.tokenizer import Tokenizer, load_tokenizer, train_sentencepiece
 from llamajax.errors import DataError
 from tests import real_tokenizers
 from tests.data.chat_from_docs import conversations, record_of
@@ -52,6 +51,12 @@ GOLDEN = {
     "plain": "<s>### System\nBe kind.\n\n### User\nHi\n\n### Assistant\n⟦Hello</s>⟧\n"
     "### User\nBye\nnow\n\n### Assistant\n⟦So long!</s>⟧\n",
 }
+
+
+def read_template(path: Path, tokenizer: Tokenizer) -> ChatTemplate:
+    template = load_chat_template(path, tokenizer)
+    assert template is not None
+    return template
 
 
 @pytest.fixture
@@ -98,7 +103,7 @@ def spelt(tokenizer, text):
 @pytest.mark.parametrize("name", GOLDEN)
 def test_golden_text_and_tokens(spelling, name):
     tokenizer = spelling(*ENDS[name])
-    template = load_chat_template(TEMPLATES / f"{name}.jinja", tokenizer)
+    template = read_template(TEMPLATES / f"{name}.jinja", tokenizer)
     messages = [SYSTEM, *TURNS]
     text = GOLDEN[name].replace("⟦", "").replace("⟧", "")
     assert template.render(messages, add_generation_prompt=False) == text
@@ -114,7 +119,7 @@ def test_golden_text_and_tokens(spelling, name):
 @pytest.mark.parametrize("name", GOLDEN)
 def test_every_format_gives_the_same_tokens(spelling, name, chat_format):
     tokenizer = spelling(*ENDS[name])
-    template = load_chat_template(TEMPLATES / f"{name}.jinja", tokenizer)
+    template = read_template(TEMPLATES / f"{name}.jinja", tokenizer)
     messages = [SYSTEM, *TURNS[:2]]
     read = messages_of(record_of(messages, chat_format), chat_format)
     ids, learnt = encode_conversation(template, tokenizer, read)
@@ -176,7 +181,7 @@ def test_transformers_has_the_same_tokens_and_mask(tmp_path, spelling):
     theirs = PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "tokenizer.json"), bos_token="<s>", eos_token="</s>")
     template = ChatTemplate(marked, tokenizer, "")
     for messages in [TURNS, *conversations(20)]:
-        expected = theirs.apply_chat_template(
+        expected: Any = theirs.apply_chat_template(
             messages, chat_template=marked, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
         )
         ids, learnt = encode_conversation(template, tokenizer, messages)
@@ -218,7 +223,7 @@ def test_a_conversation_has_the_tokens_that_transformers_serves(tmp_path, name):
     path = real_tokenizers.llama3(tmp_path)
     path.with_name("added_tokens.json").write_text('{"<|im_start|>": 128256, "<|im_end|>": 128257}')
     tokenizer = load_tokenizer(path)
-    template = load_chat_template(TEMPLATES / f"{name}.jinja", tokenizer)
+    template = read_template(TEMPLATES / f"{name}.jinja", tokenizer)
     theirs = AutoTokenizer.from_pretrained(tmp_path, chat_template=template.text)
     ids, _ = encode_conversation(template, tokenizer, [SYSTEM, *TURNS])
     assert ids.tolist() == theirs.apply_chat_template([SYSTEM, *TURNS])["input_ids"]
@@ -238,7 +243,7 @@ def sentencepiece(folder):
 def test_learnt_is_exactly_what_the_assistant_says(tmp_path, name):
     """On help texts, with a tokenizer that has no token of any chat: its pieces could reach across the marks."""
     tokenizer = sentencepiece(tmp_path)
-    template = load_chat_template(TEMPLATES / f"{name}.jinja", tokenizer)
+    template = read_template(TEMPLATES / f"{name}.jinja", tokenizer)
     end = {"chatml": "<|im_end|>", "llama3": "<|eot_id|>"}.get(name, "")
     for messages in conversations(60):
         ids, learnt = encode_conversation(template, tokenizer, messages)
@@ -269,18 +274,22 @@ def test_where_a_template_is_found(tmp_path, spelling):
     config = json.loads((tmp_path / "tokenizer_config.json").read_text())
     assert load_chat_template(tmp_path, tokenizer) is None
 
-    def configured(value):
+    def configure(value: object) -> None:
         (tmp_path / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": value}))
-        return load_chat_template(tmp_path, tokenizer)
+
+    def configured(value: object) -> ChatTemplate:
+        configure(value)
+        return read_template(tmp_path, tokenizer)
 
     assert configured("text").text == "text"
     assert configured([{"name": "rag", "template": "a"}, {"name": "default", "template": "b"}]).text == "b"
-    assert configured(None) is None
+    configure(None)
+    assert load_chat_template(tmp_path, tokenizer) is None
     (tmp_path / "chat_template.jinja").write_text("file\n")
     first = configured("text")
     assert first.text == "file\n"
     (tmp_path / "other.jinja").write_text("file\n")
-    assert load_chat_template(tmp_path / "other.jinja", tokenizer).sha256 == first.sha256 != configured("text").text
+    assert read_template(tmp_path / "other.jinja", tokenizer).sha256 == first.sha256 != configured("text").text
 
 
 @pytest.mark.parametrize(
@@ -314,87 +323,3 @@ def test_a_template_that_is_not_there_or_too_large(tmp_path, tokenizer, monkeypa
     (tmp_path / "large.jinja").write_text("x" * 11)
     with pytest.raises(DataError, match=r"large.jinja: chat template: the file is larger than 10 bytes; name another"):
         load_chat_template(tmp_path / "large.jinja", tokenizer)
-
-
-HOSTILE = {
-    "a class": "{{ ''.__class__.__mro__[1].__subclasses__() }}",
-    "another module": "{{ cycler.__init__.__globals__.os.popen('id') }}",
-    "a format string past the sandbox": "{% set n = namespace() %}{% set n.__html__ = '{0}'.format %}{{ n }}",
-    "a namespace by name": "{{ namespace(__html__=1) }}",
-    "a file": "{% include '/etc/passwd' %}",
-    "an import": "{% import 'os' as os %}",
-    "a change of the messages": "{{ messages.append(1) }}",
-    "a change of a message": "{{ messages[0].update(role='x') }}",
-    "a large range": "{% for x in range(10**8) %}{% endfor %}",
-    "too much text": "{% for x in range(9999) %}{{ 'a' * 10000 }}{% endfor %}",
-    "a power": "{{ (messages | length + 8) ** (9 ** (9 ** 9)) }}",
-    "a product": "{{ 'a' * 10 ** 11 * messages | length }}",
-    "a wide field": "{{ messages | string | center(10 ** 11) }}",
-    "text that doubles": "{% set n = namespace(x='aaaa') %}{% for i in range(99) %}{% set n.x = n.x ~ n.x %}{% endfor %}",
-    "loops in loops": "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
-    "recursion": "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
-    "half a character": r"{{ '\ud800' }}",
-    "lines in its complaint": "{{ raise_exception('a\nb\r\n' * 9999) }}",
-}
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "{{ raise_exception.__globals__ }}",
-        "{{ strftime_now.__code__ }}",
-        "{{ '{0.__class__}'.format(messages) }}",
-        "{{ messages | attr('__class__') }}",
-        "{{ self.__init__ }}{{ config }}{{ open }}{{ __import__ }}{{ os }}",
-    ],
-)
-def test_what_is_hidden_is_empty(template, text):
-    assert template(text).render(TURNS, add_generation_prompt=True) == ""
-
-
-@pytest.mark.parametrize("text", HOSTILE.values(), ids=HOSTILE.keys())
-def test_a_hostile_template_is_one_line(tokenizer, monkeypatch, text):
-    monkeypatch.setattr(chat, "MAX_CPU_S", 0)  # which leaves up to a second
-    monkeypatch.setattr(chat, "MAX_MEMORY_BYTES", 2**28)
-    with pytest.raises(DataError, match=r"^some.jinja: chat template: ") as caught:
-        ChatTemplate(text, tokenizer, "some.jinja").render(TURNS, add_generation_prompt=True)
-    message = str(caught.value)
-    assert len(message.splitlines()) == 1
-    assert len(message) < 500
-    assert "Traceback" not in message
-
-
-@pytest.mark.slow
-def test_a_template_may_take_its_time_for_every_conversation_anew(tokenizer, monkeypatch):
-    monkeypatch.setattr(chat, "MAX_CPU_S", 1)
-    busy = "{% for a in range(3000) %}{% for b in range(500) %}{% endfor %}{% endfor %}{{ messages[0].content }}"
-    template = ChatTemplate(busy, tokenizer, "some.jinja")
-    for number in range(40):
-        message = {"role": "user", "content": str(number)}
-        assert template.render([message], add_generation_prompt=True) == str(number)
-
-
-def test_a_refusal_names_the_reason_and_leaves_the_template_usable(template):
-    strict = template("{% if messages[0].role != 'user' %}{{ raise_exception('the user\n begins') }}{% endif %}ok")
-    message = r"^some.jinja: chat template: refuses the conversation: the user begins; correct the one or the other$"
-    with pytest.raises(DataError, match=message):
-        strict.render([SYSTEM], add_generation_prompt=False)
-    assert strict.render(TURNS, add_generation_prompt=False) == "ok"
-
-
-def test_messages_cannot_forge_a_mark_or_run(template):
-    plain = template("{% for m in messages %}{{ m.content }}{% endfor %}")
-    content = "{{ 1 + 1 }}{% generation %}\ue000x\ue001\u2028\0"
-    assert plain.render([{"role": "user", "content": content}], add_generation_prompt=False) == content
-
-
-def test_the_process_ends_with_its_template(template):
-    made = template("a")
-    process = made._process
-    assert process.poll() is None
-    del made
-    gc.collect()
-    assert process.returncode is not None
-    with pytest.raises(subprocess.TimeoutExpired):
-        (kept := template("b"))._process.wait(0)
-    assert kept.text == "b"

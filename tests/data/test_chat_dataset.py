@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from llamajax import data
-from llamajax.config.data import SourceConfig, TokenizerConfig
+from llamajax.config.data import ChatFormat, SourceConfig, TokenizerConfig
 from llamajax.data import groups, shards
 from llamajax.data.chat import load_chat_template
 from llamajax.data.shards import read_shard
@@ -29,7 +29,7 @@ def tokenizer(tmp_path):
     return load_tokenizer(path)
 
 
-def chat_source(tmp_path, name, count, chat_format="messages", **fields):
+def chat_source(tmp_path, name, count, chat_format: ChatFormat = "messages", **fields):
     written = write_chat_jsonl(tmp_path / name, count, chat_format)
     return SourceConfig(kind="chat", paths=(str(tmp_path / name),), chat_format=chat_format, **fields), written
 
@@ -69,7 +69,9 @@ def test_every_answer_is_learnt_once_and_nothing_else(tmp_path, tokenizer, chat_
         found.append((text.removeprefix("### ").partition("\n")[0], said_in(targets, tokenizer)))
     expected = [(messages[0]["role"].capitalize(), answers(messages)) for messages in written]
     assert sorted(found) == sorted(expected)
-    assert dataset.template_sha256 == load_chat_template(Path(PLAIN), tokenizer).sha256
+    template = load_chat_template(Path(PLAIN), tokenizer)
+    assert template is not None
+    assert dataset.template_sha256 == template.sha256
 
 
 def test_golden_row(tmp_path, tokenizer):
@@ -205,7 +207,7 @@ def test_shards_go_on_where_they_stopped(tmp_path, tokenizer, monkeypatch):
     learnt = sum(shard.is_learnt(0, len(shard.tokens)).sum() for shard in all_shards)
     targets = np.concatenate([row["targets"] for row in epoch(dataset, num_rows(dataset))])
     assert learnt == (targets != IGNORE).sum()
-    assert all(len(shard.learnt) == -(-len(shard.tokens) // 8) for shard in all_shards)
+    assert all(shard.learnt and len(shard.learnt) == -(-len(shard.tokens) // 8) for shard in all_shards)
 
 
 def test_the_template_comes_along(tmp_path, tokenizer):

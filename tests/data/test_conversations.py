@@ -6,8 +6,9 @@ import json
 import pytest
 import zstandard
 
-from llamajax.config.data import DataConfig, SourceConfig
+from llamajax.config.data import ChatFormat, DataConfig, SourceConfig
 from llamajax.data import sources
+from llamajax.data.conversations import Conversation
 from llamajax.data.sources import Source
 from llamajax.errors import ConfigError, DataError
 from tests.data.chat_from_docs import write_chat_jsonl
@@ -16,13 +17,17 @@ ASKED = {"role": "user", "content": "Q"}
 ANSWERED = {"role": "assistant", "content": "A"}
 
 
-def documents(path, chat_format="messages"):
+def documents(path, chat_format: ChatFormat = "messages"):
     source = Source(SourceConfig(kind="chat", paths=(str(path),), chat_format=chat_format), "data.sources[0]")
     return list(source.documents(source.files()))
 
 
-def read(path, chat_format="messages"):
-    return [document.conversation.messages for document in documents(path, chat_format)]
+def conversations(path, chat_format: ChatFormat = "messages") -> list[Conversation]:
+    return [document.conversation for document in documents(path, chat_format) if document.conversation]
+
+
+def read(path, chat_format: ChatFormat = "messages"):
+    return [conversation.messages for conversation in conversations(path, chat_format)]
 
 
 @pytest.mark.parametrize("chat_format", ["messages", "sharegpt", "alpaca"])
@@ -33,7 +38,7 @@ def test_conversations_come_back(tmp_path, chat_format, suffix):
     compress = {"": bytes, ".gz": gzip.compress, ".zst": zstandard.ZstdCompressor().compress}[suffix]
     path.write_bytes(compress(path.read_bytes()))
     assert read(path, chat_format) == written
-    places = [document.conversation.where for document in documents(path, chat_format)]
+    places = [conversation.where for conversation in conversations(path, chat_format)]
     assert places == [f"{path}:{line}" for line in range(1, 31)]
 
 

@@ -360,6 +360,7 @@ def test_few_shards_are_mapped_at_once(many_shards, monkeypatch):
 def test_a_signal_while_a_tokenizer_is_made_is_not_hidden(tmp_path, monkeypatch):
     """Its handler may raise SystemExit at any document; here at the first, then at the second, and so on."""
     source = jsonl_source(tmp_path, "a.jsonl", random_texts(3))
+    kill_at = 0
     for kill_at in range(1, 10):
         config = config_for(tmp_path, source, tokenizer=TokenizerConfig(), cache_dir=str(tmp_path / str(kill_at)))
         calls = itertools.count(1)

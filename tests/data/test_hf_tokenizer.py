@@ -5,6 +5,7 @@ import json
 import pytest
 import transformers
 
+from llamajax.data.hf_tokenizer import HuggingFaceTokenizer
 from llamajax.data.tokenizer import load_tokenizer
 from llamajax.errors import DataError
 from tests import real_tokenizers as real
@@ -39,6 +40,7 @@ def alone(path, directory):
 
 def test_an_ordinary_piece_neither_begins_nor_ends_a_text(qwen2, tmp_path):
     for tokenizer in (load_tokenizer(qwen2), alone(qwen2, tmp_path)):
+        assert isinstance(tokenizer, HuggingFaceTokenizer)
         assert tuple(map(tokenizer._tokenizer.token_to_id, ("<s>", "</s>"))) == QWEN_ORDINARY
         assert (tokenizer.bos_id, tokenizer.eos_id) == (QWEN_END, QWEN_END)
         assert (tokenizer.bos_token, tokenizer.eos_token) == (None, "<|endoftext|>")

@@ -4,6 +4,7 @@ import dataclasses
 import subprocess
 import sys
 import threading
+from typing import Any
 
 import jax
 import numpy as np
@@ -31,7 +32,7 @@ MESHES = [
 class Rows:
     """Stands in for a dataset: rows that say at which position they are, and remembers who was asked for."""
 
-    def __init__(self, seq_len=16, num_held_out=0, bad_position=None):
+    def __init__(self, seq_len: int = 16, num_held_out: int = 0, bad_position: int | None = None):
         self.seq_len = seq_len
         self.asked = []
         self.bad_position = bad_position
@@ -46,6 +47,11 @@ class Rows:
             raise ValueError(f"row {position}")
         self.asked.append(position)
         return self._row(position)
+
+
+def stand_in(**fields: Any) -> Any:
+    """`Rows`, where a `Dataset` is asked for."""
+    return Rows(**fields)
 
 
 def config_for(global_batch_size=32, grad_accum_steps=1, **train):
@@ -63,7 +69,7 @@ def config_for(global_batch_size=32, grad_accum_steps=1, **train):
 @pytest.mark.parametrize("grad_accum_steps", [1, 4])
 def test_the_same_rows_in_the_same_places_on_every_mesh(mesh, grad_accum_steps):
     jax.set_mesh(make_mesh(mesh))
-    with Loader(Rows(), config_for(32, grad_accum_steps), start_step=3) as loader:
+    with Loader(stand_in(), config_for(32, grad_accum_steps), start_step=3) as loader:
         for expected_step in (3, 4):
             step, batch = next(loader)
             assert step == expected_step
@@ -81,7 +87,7 @@ def test_the_same_rows_in_the_same_places_on_every_mesh(mesh, grad_accum_steps):
 
 def test_each_row_is_fetched_once_though_several_devices_need_parts_of_it():
     jax.set_mesh(make_mesh(MeshConfig(fsdp=2, sequence=2, tensor=2)))
-    rows = Rows()
+    rows = stand_in()
     with Loader(rows, config_for(8, 2), start_step=0) as loader:
         for _ in range(3):
             next(loader)
@@ -98,7 +104,7 @@ def test_processes_fetch_what_their_devices_need_and_agree(mesh, monkeypatch):
     index_of = sharding.devices_indices_map(shape)
     asked_by = []
     for devices in (jax.devices()[:4], jax.devices()[4:]):
-        rows = Rows()
+        rows = stand_in()
         monkeypatch.setattr(
             jax.NamedSharding,
             "addressable_devices_indices_map",
@@ -122,7 +128,7 @@ def test_processes_fetch_what_their_devices_need_and_agree(mesh, monkeypatch):
 
 
 def test_resuming_is_starting_at_a_step():
-    with Loader(Rows(), config_for(), start_step=0) as whole, Loader(Rows(), config_for(), start_step=2) as resumed:
+    with Loader(stand_in(), config_for(), start_step=0) as whole, Loader(stand_in(), config_for(), start_step=2) as resumed:
         for _ in range(2):
             next(whole)
         for _ in range(3):
@@ -132,7 +138,7 @@ def test_resuming_is_starting_at_a_step():
 
 
 def test_batches_are_prepared_ahead_and_the_wait_is_measured():
-    rows = Rows()
+    rows = stand_in()
     config = dataclasses.replace(config_for(), data=dataclasses.replace(config_for().data, prefetch_steps=3))
     with Loader(rows, config, start_step=0) as loader:
         next(loader)
@@ -148,7 +154,7 @@ def loader_threads():
 
 
 def test_mistakes_surface_and_no_thread_stays():
-    with Loader(Rows(bad_position=70), config_for(), start_step=0) as loader:
+    with Loader(stand_in(bad_position=70), config_for(), start_step=0) as loader:
         assert len(loader_threads()) == 1
         assert [next(loader)[0] for _ in range(2)] == [0, 1]
         with pytest.raises(ValueError, match="row 70"):
@@ -158,13 +164,13 @@ def test_mistakes_surface_and_no_thread_stays():
 
 
 def test_the_thread_ends_when_the_block_is_left_by_an_error():
-    with pytest.raises(RuntimeError, match="stop"), Loader(Rows(), config_for(), start_step=0):
+    with pytest.raises(RuntimeError, match="stop"), Loader(stand_in(), config_for(), start_step=0):
         raise RuntimeError("stop")
     assert loader_threads() == []
 
 
 def test_held_out_batches_are_fixed_and_padded():
-    rows = Rows(num_held_out=21)
+    rows = stand_in(num_held_out=21)
     config = config_for(32, 4, eval_batches=16)
     for _ in range(2):
         batches = list(held_out_batches(rows, config))
@@ -180,7 +186,7 @@ def test_held_out_batches_are_fixed_and_padded():
         )
         == 2
     )
-    assert list(held_out_batches(Rows(), config)) == []
+    assert list(held_out_batches(stand_in(), config)) == []
     assert rows.asked == []
 
 
@@ -197,7 +203,7 @@ processes.join_run(DistributedConfig(
     enabled=True, coordinator_address=sys.argv[1], num_processes=2, process_id=int(sys.argv[2])
 ))
 jax.set_mesh(mesh.make_mesh(MeshConfig(data=2, fsdp=2, sequence=2)))
-rows = Rows()
+rows = stand_in()
 with Loader(rows, config_for(16, 2), start_step=1) as loader:
     step, batch = next(loader)
     for shard in batch["tokens"].addressable_shards:
@@ -224,7 +230,7 @@ def test_two_real_processes():
 def test_ids_that_the_model_has_no_embedding_for_are_told():
     config = config_for()
     config = dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_size=32_000))
-    with Loader(Rows(), config, start_step=0) as loader:
+    with Loader(stand_in(), config, start_step=0) as loader:
         next(loader)  # whose ids go to 31,015
         with pytest.raises(DataError, match=r"cache_dir: token id 32000 is not among the 32000 rows of"):
             next(loader)

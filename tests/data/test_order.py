@@ -1,16 +1,23 @@
 """The order is a function of seed and position: exact proportions, a new shuffle per epoch, random access."""
 
 import collections
+from collections.abc import Iterable
+from typing import Any
 
+import grain
 import numpy as np
 import pytest
 
 from llamajax.data.order import Proportions, training_order
 
 
+def rows_at(order: grain.MapDataset, positions: Iterable[int]) -> list[Any]:
+    return [order[position] for position in positions]
+
+
 def test_each_epoch_is_another_permutation():
     order = training_order([range(100)], [1.0], seed=0)
-    epochs = [tuple(order[position] for position in range(start, start + 100)) for start in range(0, 500, 100)]
+    epochs = [tuple(rows_at(order, range(start, start + 100))) for start in range(0, 500, 100)]
     assert all(sorted(epoch) == list(range(100)) for epoch in epochs)
     assert len(set(epochs)) == 5
 
@@ -29,13 +36,13 @@ def test_seeds_give_unrelated_orders():
     epochs = set()
     for seed in range(4):
         order = training_order([range(40)], [1.0], seed=seed)
-        epochs |= {tuple(order[position] for position in range(start, start + 40)) for start in range(0, 160, 40)}
+        epochs |= {tuple(rows_at(order, range(start, start + 40))) for start in range(0, 160, 40)}
     assert len(epochs) == 16
 
 
 def test_sources_of_equal_length_are_not_shuffled_alike():
     order = training_order([range(60), range(100, 160)], [1.0, 1.0], seed=0)
-    rows = [order[position] for position in range(120)]
+    rows = rows_at(order, range(120))
     assert [row for row in rows if row < 100] != [row - 100 for row in rows if row >= 100]
 
 
@@ -62,6 +69,6 @@ def test_grain_rounds_where_we_do_not():
 
 def test_each_source_is_repeated_at_its_own_pace():
     order = training_order([range(10), range(100, 200)], [1.0, 1.0], seed=0)
-    rows = [order[position] for position in range(200)]
+    rows = rows_at(order, range(200))
     assert collections.Counter(row for row in rows if row < 100) == dict.fromkeys(range(10), 10)
     assert sorted(row for row in rows if row >= 100) == list(range(100, 200))

@@ -8,7 +8,7 @@ import pytest
 
 from llamajax import data, disk
 from llamajax.config.data import TokenizerConfig
-from llamajax.data import cache, groups, shards
+from llamajax.data import cache, groups, rows, shards
 from llamajax.errors import DataError
 from tests.data.test_dataset import config_for, epoch, jsonl_source, num_rows, random_texts
 
@@ -90,7 +90,7 @@ def test_what_is_deleted_while_it_is_needed_is_made_again(tmp_path, config):
     dataset = data.prepare(config, log=log.append)
     expected = all_rows(dataset)
     shutil.rmtree(cached(tmp_path, "*.shard")[0].parents[1])
-    data.rows._shard.cache_clear()
+    rows._shard.cache_clear()
     np.testing.assert_equal(all_rows(dataset), expected)
     assert [line for line in log if line.startswith("damaged")]
 
@@ -99,7 +99,7 @@ def test_what_cannot_be_made_again_ends_in_one_line(tmp_path, config):
     dataset = data.prepare(config, log=lambda line: None)
     for path in cached(tmp_path, "*.shard"):
         path.unlink()
-    data.rows._shard.cache_clear()
+    rows._shard.cache_clear()
     (tmp_path / "a.jsonl").write_text('{"text": "other"}\n')
     with pytest.raises(DataError, match=r"a.jsonl: data.sources\[0\].paths: was changed while it was read"):
         all_rows(dataset)

@@ -112,8 +112,13 @@ def test_small_files_are_grouped_and_a_new_file_leaves_the_old_groups(tmp_path, 
 def test_what_decides_the_documents_decides_the_entry(tmp_path, tokenizer):
     write_documents(tmp_path / "a.jsonl", 3)
     entries = set()
-    for kind, key in (("jsonl", "text"), ("jsonl", "body"), ("text", "text")):
-        source = Source(SourceConfig(kind=kind, paths=(str(tmp_path / "a.jsonl"),), text_key=key), "data.sources[0]")
+    paths = (str(tmp_path / "a.jsonl"),)
+    for config in (
+        SourceConfig(kind="jsonl", paths=paths),
+        SourceConfig(kind="jsonl", paths=paths, text_key="body"),
+        SourceConfig(kind="text", paths=paths),
+    ):
+        source = Source(config, "data.sources[0]")
         entries |= {shards_entry(group, tokenizer, tmp_path) for group in group_files(source, tmp_path / "cache", print)}
     assert len(entries) == 3
 
@@ -301,11 +306,14 @@ def children(tmp_path, tokenizer):
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=os.environ) as process:
 
         def ask(cache, kill_at):
+            assert process.stdin
+            assert process.stdout
             process.stdin.write(json.dumps({"cache": cache, "kill_at": kill_at}) + "\n")
             process.stdin.flush()
             return json.loads(process.stdout.readline())
 
         yield ask
+        assert process.stdin
         process.stdin.close()
         assert process.wait() == 0
 
@@ -333,10 +341,8 @@ def test_killed_at_any_moment_and_resumed(tmp_path, children):
 
 def test_killed_again_and_again_it_still_arrives(tmp_path, children):
     (unbroken,) = children("unbroken", [0])
-    for _ in range(unbroken["events"]):
-        (outcome,) = children("stubborn", [15])  # events per life: enough for a shard, not for all
-        if "written" in outcome:
-            break
+    lives = (children("stubborn", [15])[0] for _ in range(unbroken["events"]))  # events: enough for a shard, not for all
+    outcome = next(outcome for outcome in lives if "written" in outcome)
     assert outcome["written"] < unbroken["written"] / 2
     for name, blob in contents(tmp_path / "unbroken").items():
         if name.endswith(".shard"):

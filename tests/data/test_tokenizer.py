@@ -10,6 +10,7 @@ import sentencepiece
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
+from llamajax.data.sentencepiece_tokenizer import SentencePieceTokenizer
 from llamajax.data.tokenizer import TRAINING_CHUNK_CHARS, load_tokenizer, sample_texts, train_sentencepiece
 from llamajax.errors import ConfigError, DataError
 
@@ -303,6 +304,7 @@ def test_special_tokens_in_a_template_and_its_parts(tmp_path, make):
 
 def test_user_defined_pieces_are_found(tmp_path):
     tokenizer = from_elsewhere(tmp_path, user_defined_symbols=["<|im_end|>"], control_symbols=["<|x|>", "<|x|>y"])
+    assert isinstance(tokenizer, SentencePieceTokenizer)
     (end, x, xy) = (tokenizer._processor.piece_to_id(piece) for piece in ("<|im_end|>", "<|x|>", "<|x|>y"))
     ids = tokenizer.encode_template("en<|im_end|>en<|x|>y<|x|>").tolist()
     assert [ids.count(token) for token in (end, x, xy)] == [1, 1, 1]
