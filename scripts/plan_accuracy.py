@@ -23,11 +23,11 @@ from llamajax.config.model import ModelConfig
 from llamajax.config.parallel import MeshConfig
 from llamajax.config.run import Config
 from llamajax.config.training import OptimizerConfig, TrainConfig
-from llamajax.planning.cost.gpu import Machine
+from llamajax.planning.cost.gpu import Machine, planned_machine
 from llamajax.planning.cost.network import all_reduce_seconds, ring_seconds
 from llamajax.planning.cost.replay import replay
 from llamajax.planning.cost.timeline import Timeline
-from llamajax.planning.plan import make_plan, planned_machine
+from llamajax.planning.plan import make_plan
 from llamajax.planning.xla.compile import compile_for, prepare_environment
 from llamajax.planning.xla.parse import parse
 from llamajax.watch.console import CONSOLE

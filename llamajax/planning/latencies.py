@@ -6,22 +6,23 @@ to hide them, where there is anything to hide them behind. XLA finds instruction
 scheduling, which the first compilation's text tells.
 """
 
+import functools
+import math
 import re
 import struct
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import jax
 
 from llamajax import disk
-from llamajax.config.gpus import planned_gpu
 from llamajax.config.run import Config
 from llamajax.data import cache
 from llamajax.errors import ConfigError, EnvironmentMismatchError
 from llamajax.parallel.allowance import memory_fraction
 from llamajax.parallel.processes import everyones
-from llamajax.planning.cost.gpu import Machine
+from llamajax.planning.cost.gpu import Machine, planned_machine
 from llamajax.planning.cost.replay import latencies, replay
 from llamajax.planning.cost.timeline import Timeline
 from llamajax.planning.xla.buffers import decode
@@ -30,16 +31,16 @@ from llamajax.planning.xla.parse import parse
 from llamajax.step.compile import Option, compile_with, compiler_options
 
 _COST = re.compile(r'\s*costs\s*:?\s*\{\s*name\s*:\s*"([^"\\]*)"\s*,?\s*cost_us\s*:\s*([-+.\w]+)\s*\}\s*')
-
-
+_FILE = "latencies.pbtxt"
+"""The ending tells XLA that it is text."""
 _GUESSES = "# XLA's own guesses are better here\n"
 """Stands in for the latencies that the cost model made, where they do not help."""
 
-Rank = tuple[bool, float]
-"""Of one schedule among others of the same program: the least is the best."""
+Preference = tuple[bool, float]
+"""For one schedule among others of the same program: the least is the best."""
 
 
-def rank(timeline: Timeline, *, fits: bool) -> Rank:
+def preference(timeline: Timeline, *, fits: bool) -> Preference:
     """The one that fits before one that does not, and then the faster one: latencies can also mislead the scheduler."""
     return not fits, timeline.step_time_s
 
@@ -50,21 +51,21 @@ def latency_source(config: Config, num_devices: int) -> str | None:
     return None if source == "auto" and (config.hardware.gpu == "none" or num_devices == 1) else source
 
 
-def latency_profile(module: Module, machine: Machine, mesh: Mapping[str, int]) -> str:
+def latency_text(module: Module, machine: Machine, mesh: Mapping[str, int]) -> str:
     """A `tensorflow.profiler.ProfiledInstructionsProto` in text format; file names of it end with `.pbtxt`.
 
     Args:
-        module: the program as scheduled without a profile.
+        module: the program as scheduled without latencies.
         machine: what it runs on.
         mesh: sizes of the mesh axes, outer to inner.
     """
     return _as_text({name: seconds * 1e6 for name, seconds in latencies(module, machine, mesh).items()})
 
 
-def read_profile(path: str) -> str:
-    """The latencies in a file that a person names, text or binary, as `latency_profile` writes them.
+def read_latencies(path: str) -> str:
+    """The latencies in a file that a person names, text or binary, as `latency_text` writes them.
 
-    XLA itself goes on without a word when it cannot read a profile.
+    XLA itself goes on without a word when it cannot read them.
 
     Raises:
         ConfigError: there is no such file, or it holds no latencies.
@@ -90,91 +91,97 @@ def compile_here(config: Config, lowered: jax.stages.Lowered) -> jax.stages.Comp
         lowered: its step, lowered for that mesh.
 
     Raises:
-        ConfigError: `config.xla` says what this jaxlib does not know; see `training_profile` too.
+        ConfigError: `config.xla` says what this jaxlib does not know; see `gpu_options` too.
     """
     options = gpu_options(config, lowered) if jax.default_backend() == "gpu" else {}
     return compile_with(lowered, options)
 
 
 def gpu_options(config: Config, lowered: jax.stages.Lowered) -> dict[str, Option]:
-    """What XLA is told of training's step on GPUs, as plans tell it; all processes call this together."""
-    return compiler_options(config, jax.device_count(), latency_profile=training_profile(config, lowered))
-
-
-def training_profile(config: Config, lowered: jax.stages.Lowered) -> str | None:
-    """The file with the latencies that training's step is scheduled by, the same ones in all processes; None for none.
+    """What XLA is told of training's step on GPUs, the same in all processes, which call this together.
 
     What the cost model tells of a program, and whether it helps, is kept in `data.cache_dir`; it takes two more compilations
-    when the first process does not have it. All processes call this together.
-
-    Args:
-        config: the run.
-        lowered: its step, lowered for the current mesh.
+    when the first process does not have it.
 
     Raises:
-        ConfigError: see `read_profile`.
-        EnvironmentMismatchError: the processes were given different files.
+        ConfigError: see `read_latencies`.
+        EnvironmentMismatchError: the processes were given different files of latencies.
     """
-    source = latency_source(config, jax.sharding.get_mesh().size)
+    mesh = dict(jax.sharding.get_mesh().shape)
+    num_devices = math.prod(mesh.values())
+    options = functools.partial(compiler_options, config, num_devices)
+    source = latency_source(config, num_devices)
+    folder = Path(config.data.cache_dir).expanduser() / "latencies"
     if source is None:
-        return None
-    if source == "auto":
-        entry, text = _made_profile(config, lowered)
-    else:
-        text = read_profile(source)
-        entry = _entry(config, cache.digest(text))
-        entries = everyones(entry.name)
-        if other := next((rank for rank, name in enumerate(entries) if name != entries[0]), None):
-            raise EnvironmentMismatchError(
-                f"xla.latency_profile: {source} of process {other} is not that of process 0; give all the same file"
-            )
-    path = entry / "latencies.pbtxt"
-    with disk.locked(entry):
-        if not path.exists() or path.read_text() != text:
-            disk.write_atomically(path, text.encode())
-    return None if text == _GUESSES else str(path)
-
-
-def _made_profile(config: Config, lowered: jax.stages.Lowered) -> tuple[Path, str]:
-    """Where the first process keeps the latencies of `lowered`, and its latencies: two hosts may choose other kernels."""
-    machine = Machine(gpu=planned_gpu(config.hardware), gpus_per_node=config.hardware.gpus_per_node)
-    mesh = jax.sharding.get_mesh()
-    options = compiler_options(config, mesh.size)
-    described = [lowered.as_text(), options, repr(machine), repr(machine.calibration), dict(mesh.shape), jax.__version__]
-    entry = _entry(config, cache.digest("latencies-2", described))
-    path = entry / "latencies.pbtxt"
-    kept = everyones(path.read_text() if path.exists() else "")[0]
-    if kept != _GUESSES and not _text_costs(kept.encode()):
-        kept = everyones(_judged_profile(config, lowered, machine))[0]
-    return entry, kept
-
-
-def _judged_profile(config: Config, lowered: jax.stages.Lowered, machine: Machine) -> str:
-    """The latencies of `lowered`, or `_GUESSES` where scheduling by them does not help."""
-    mesh = jax.sharding.get_mesh()
+        return options()
+    if source != "auto":
+        text = _same_file(source)
+        return options(latencies=_keep(folder / cache.digest(text), text))
+    machine = planned_machine(config)
     budget = memory_fraction(config) * machine.gpu.memory_bytes
+    described = [lowered.as_text(), options(), repr(machine), repr(machine.calibration), mesh, jax.__version__]
+    entry = folder / cache.digest("latencies-2", described)
+    path = entry / _FILE
+    # Those of the first process: two hosts may choose other kernels.
+    text = everyones(path.read_text() if path.exists() else "")[0]
+    if text != _GUESSES and not _text_costs(text.encode()):
+        text = everyones(_judged(lowered, options, machine, mesh, budget))[0]
+    kept = _keep(entry, text)
+    return options(latencies=None if text == _GUESSES else kept)
 
-    def compiled(latencies: str | None) -> tuple[Module, Rank]:
-        step = compile_with(lowered, compiler_options(config, mesh.size, latency_profile=latencies))
+
+def _same_file(source: str) -> str:
+    """The latencies in a file, which must be those of every process."""
+    text = read_latencies(source)
+    digests = everyones(cache.digest(text))
+    if other := next((number for number, digest in enumerate(digests) if digest != digests[0]), None):
+        raise EnvironmentMismatchError(
+            f"xla.latency_profile: {source} of process {other} is not that of process 0; give all the same file"
+        )
+    return text
+
+
+def _judged(
+    lowered: jax.stages.Lowered,
+    options: Callable[..., dict[str, Option]],
+    machine: Machine,
+    mesh: Mapping[str, int],
+    budget: float,
+) -> str:
+    """The latencies of `lowered`, or `_GUESSES` where scheduling by them does not help.
+
+    Args:
+        lowered: the step.
+        options: makes the compiler's options, with a file of latencies.
+        machine: what it runs on.
+        mesh: sizes of the mesh axes, outer to inner.
+        budget: bytes that it may take of a device.
+    """
+
+    def compiled(file: str | None) -> tuple[Module, Preference]:
+        step = compile_with(lowered, options(latencies=file))
         hlo, memory = step.as_text(), step.memory_analysis()
         assert hlo is not None
         assert memory is not None
         results = memory.output_size_in_bytes - memory.alias_size_in_bytes
         needed = memory.argument_size_in_bytes + results + memory.temp_size_in_bytes
         module = parse(hlo)
-        return module, rank(replay(module, machine, dict(mesh.shape)), fits=needed <= budget)
+        return module, preference(replay(module, machine, mesh), fits=needed <= budget)
 
-    blind, guessed = compiled(None)
-    text = latency_profile(blind, machine, dict(mesh.shape))
+    module, guessed = compiled(None)
+    text = latency_text(module, machine, mesh)
     with tempfile.TemporaryDirectory(prefix="llamajax-latencies-") as folder:
-        path = Path(folder) / "latencies.pbtxt"
-        path.write_text(text)
-        _, known = compiled(str(path))
-    return text if known < guessed else _GUESSES
+        _, informed = compiled(_keep(Path(folder), text))
+    return text if informed < guessed else _GUESSES
 
 
-def _entry(config: Config, key: str) -> Path:
-    return Path(config.data.cache_dir).expanduser() / "latencies" / key
+def _keep(folder: Path, text: str) -> str:
+    """The file in `folder` that holds `text`."""
+    path = folder / _FILE
+    with disk.locked(folder):
+        if not path.exists() or path.read_text() != text:
+            disk.write_atomically(path, text.encode())
+    return str(path)
 
 
 def _as_text(costs: Mapping[str, float]) -> str:

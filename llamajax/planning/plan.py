@@ -8,15 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from llamajax.config.formulas import mesh_sizes
-from llamajax.config.gpus import planned_gpu
 from llamajax.config.run import Config
 from llamajax.errors import ConfigError
 from llamajax.kernels.cudnn import planned_obstacle
-from llamajax.planning.cost.gpu import Machine
+from llamajax.planning.cost.gpu import planned_machine
 from llamajax.planning.cost.replay import replay
 from llamajax.planning.cost.timeline import Timeline
 from llamajax.planning.fitting import Suggestion, suggestions
-from llamajax.planning.latencies import Rank, latency_profile, latency_source, rank, read_profile
+from llamajax.planning.latencies import Preference, latency_source, latency_text, preference, read_latencies
 from llamajax.planning.memory import MemoryPlan, memory_plan
 from llamajax.planning.xla.compile import CompiledStep, compile_for
 from llamajax.planning.xla.hlo import Module
@@ -49,9 +48,9 @@ class Plan:
     """What is known of a configuration before it runs."""
 
     config: Config
-    without_profile: Schedule
+    guessed: Schedule
     """Scheduled by XLA's own guesses."""
-    with_profile: Schedule | None
+    informed: Schedule | None
     """Scheduled by the latencies of `xla.latency_profile`; None: it asks for none."""
     alternatives: tuple[Alternative, ...] = ()
     """Other settings that were tried; XLA's own guesses, where latencies are asked for, are not among them."""
@@ -61,35 +60,22 @@ class Plan:
     @property
     def chosen(self) -> Schedule:
         """The one that training runs; `auto` takes latencies where they help."""
-        if self.with_profile is None:
-            return self.without_profile
+        if self.informed is None:
+            return self.guessed
         if self.config.xla.latency_profile != "auto":
-            return self.with_profile
-        return min(self.without_profile, self.with_profile, key=_rank)
+            return self.informed
+        return min(self.guessed, self.informed, key=_preference)
 
     @property
     def best_changes(self) -> dict[str, Any]:
         """The settings of `xla` with which the step fits and is fastest, where they are others; empty if it is as it is."""
-        guesses = Alternative(changes={"xla.latency_profile": None}, schedule=self.without_profile)
+        guesses = Alternative(changes={"xla.latency_profile": None}, schedule=self.guessed)
         tried = [Alternative(changes={}, schedule=self.chosen), guesses, *self.alternatives]
-        return min(tried, key=lambda alternative: _rank(alternative.schedule)).changes
-
-    @property
-    def machine(self) -> Machine:
-        return planned_machine(self.config)
+        return min(tried, key=lambda alternative: _preference(alternative.schedule)).changes
 
 
-def _rank(schedule: Schedule) -> Rank:
-    return rank(schedule.timeline, fits=schedule.memory.fits)
-
-
-def planned_machine(config: Config) -> Machine:
-    """The cluster that `config.hardware` describes.
-
-    Raises:
-        ConfigError: it names no GPU.
-    """
-    return Machine(gpu=planned_gpu(config.hardware), gpus_per_node=config.hardware.gpus_per_node)
+def _preference(schedule: Schedule) -> Preference:
+    return preference(schedule.timeline, fits=schedule.memory.fits)
 
 
 def make_plan(
@@ -105,13 +91,13 @@ def make_plan(
 
     Raises:
         CompilerMissingError: XLA's compiler for GPUs is not installed.
-        ConfigError: see `compile_for` and `read_profile`.
+        ConfigError: see `compile_for` and `read_latencies`.
     """
     if config.xla.latency_profile not in (None, "auto"):
-        read_profile(config.xla.latency_profile)
+        read_latencies(config.xla.latency_profile)
     doing("compiling the step")
-    blind = replayed(compile_for(config), config)
-    plan = Plan(config=config, without_profile=blind, with_profile=by_latencies(blind, config))
+    guessed = replayed(compile_for(config), config)
+    plan = Plan(config=config, guessed=guessed, informed=by_latencies(guessed, config))
     if alternatives:
         doing("compiling it with other settings of xla")
         plan = dataclasses.replace(plan, alternatives=tuple(_alternatives(plan)))
@@ -134,22 +120,22 @@ def plan_problems(config: Config) -> list[str]:
         if config.xla.flags:
             check_flags(config)
         if config.xla.latency_profile not in (None, "auto"):
-            read_profile(config.xla.latency_profile)
+            read_latencies(config.xla.latency_profile)
     except ConfigError as error:
         problems.append(str(error))
     return problems
 
 
-def by_latencies(blind: Schedule, config: Config) -> Schedule | None:
-    """The step, of which `blind` is the schedule by guesses, by the latencies that training tries; None: it tries none."""
+def by_latencies(guessed: Schedule, config: Config) -> Schedule | None:
+    """The step, of which `guessed` is the schedule by guesses, by the latencies that training tries; None: it tries none."""
     source = latency_source(config, config.hardware.num_devices)
     if source is None:
         return None
-    made = latency_profile(blind.module, planned_machine(config), mesh_sizes(config)) if source == "auto" else None
+    made = latency_text(guessed.module, planned_machine(config), mesh_sizes(config)) if source == "auto" else None
     with tempfile.TemporaryDirectory(prefix="llamajax-plan-") as folder:
         path = Path(folder) / "latencies.pbtxt"
-        path.write_text(made or read_profile(source), encoding="utf-8")
-        return replayed(compile_for(config, latency_profile=str(path)), config)
+        path.write_text(made or read_latencies(source), encoding="utf-8")
+        return replayed(compile_for(config, latencies=str(path)), config)
 
 
 def _alternatives(plan: Plan) -> Iterator[Alternative]:
@@ -159,24 +145,24 @@ def _alternatives(plan: Plan) -> Iterator[Alternative]:
     own = plan.config.xla
     for pipelined in (own.pipeline_gathers, not own.pipeline_gathers) if CAN_PIPELINE else (own.pipeline_gathers,):
         changes: dict[str, Any] = {} if pipelined == own.pipeline_gathers else {"xla.pipeline_gathers": pipelined}
-        guessed, known = changes | {"xla.latency_profile": None}, changes | {"xla.latency_profile": "auto"}
-        blind = plan.without_profile
+        guessing, informing = changes | {"xla.latency_profile": None}, changes | {"xla.latency_profile": "auto"}
+        guessed = plan.guessed
         if changes:
-            config = plan.config.changed(guessed)
-            blind = replayed(compile_for(config), config)
-            yield Alternative(changes=guessed, schedule=blind)
+            config = plan.config.changed(guessing)
+            guessed = replayed(compile_for(config), config)
+            yield Alternative(changes=guessing, schedule=guessed)
         if changes or own.latency_profile != "auto":
-            schedule = by_latencies(blind, plan.config.changed(known))
+            schedule = by_latencies(guessed, plan.config.changed(informing))
             assert schedule is not None
-            yield Alternative(changes=known, schedule=schedule)
+            yield Alternative(changes=informing, schedule=schedule)
 
 
 def memory_and_time(config: Config) -> tuple[MemoryPlan, float]:
     """Of the step as training runs it; of the one by XLA's own guesses, if that does not fit."""
-    blind = replayed(compile_for(config), config)
-    found = blind
-    if blind.memory.fits:
-        found = Plan(config=config, without_profile=blind, with_profile=by_latencies(blind, config)).chosen
+    guessed = replayed(compile_for(config), config)
+    found = guessed
+    if guessed.memory.fits:
+        found = Plan(config=config, guessed=guessed, informed=by_latencies(guessed, config)).chosen
     return found.memory, found.timeline.step_time_s
 
 

@@ -80,11 +80,11 @@ def _tell(doing: Callable[[str], None], where: str, what: str) -> None:
 
 def _replay(base: Plan, config: Config, *, new_latencies: bool) -> Plan:
     """`base` on the cluster of `config`; the schedule by latencies is compiled anew where these are others."""
-    blind, profiled = replayed(base.without_profile.step, config), base.with_profile
-    if profiled is not None:
+    guessed, informed = replayed(base.guessed.step, config), base.informed
+    if informed is not None:
         anew = new_latencies and config.xla.latency_profile == "auto"
-        profiled = by_latencies(blind, config) if anew else replayed(profiled.step, config)
-    return Plan(config=config, without_profile=blind, with_profile=profiled)
+        informed = by_latencies(guessed, config) if anew else replayed(informed.step, config)
+    return Plan(config=config, guessed=guessed, informed=informed)
 
 
 def _with_value(config: Config, key: str, text: str) -> Config:

@@ -19,7 +19,7 @@ CAN_PIPELINE = jaxlib.version.__version_info__ >= (0, 11)
 """Whether XLA pipelines collectives over a loop's iterations at a fair price: before, it took eight more GiB for 3%."""
 
 
-def compiler_options(config: Config, num_devices: int, *, latency_profile: str | None = None) -> dict[str, Option]:
+def compiler_options(config: Config, num_devices: int, *, latencies: str | None = None) -> dict[str, Option]:
     """The options to compile `config`'s training step with, for GPUs.
 
     What they are worth differs from program to program (jaxlib 0.12.0.1, cost model of `llamajax.planning`): of the step of
@@ -30,7 +30,7 @@ def compiler_options(config: Config, num_devices: int, *, latency_profile: str |
     Args:
         config: the run; `config.xla.flags` replace what is set here.
         num_devices: devices of the run.
-        latency_profile: file with the costs of instructions that the scheduler is to go by.
+        latencies: file with the costs of instructions that the scheduler is to go by.
     """
     options: dict[str, Option] = {}
     if num_devices > 1:
@@ -42,8 +42,8 @@ def compiler_options(config: Config, num_devices: int, *, latency_profile: str |
         options["xla_gpu_pipeline_all_gather"] = "COLLECTIVE_PIPELINING_MODE_ON"
         for collective in ("all_gather", "reduce_scatter"):
             options[f"xla_gpu_{collective}_combine_threshold_bytes"] = str(layer_matrix_bytes(config.model))
-    if latency_profile is not None:
-        options["xla_gpu_pgle_profile_file_or_directory_path"] = latency_profile
+    if latencies is not None:
+        options["xla_gpu_pgle_profile_file_or_directory_path"] = latencies
     return options | dict(map(_parse, config.xla.flags))
 
 

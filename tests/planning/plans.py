@@ -12,10 +12,11 @@ from llamajax.config.parallel import MeshConfig
 from llamajax.config.run import Config
 from llamajax.config.training import TrainConfig
 from llamajax.parallel.allowance import Allowance
+from llamajax.planning.cost.gpu import planned_machine
 from llamajax.planning.cost.replay import replay
 from llamajax.planning.fitting import Suggestion
 from llamajax.planning.memory import MemoryPlan, Tensor
-from llamajax.planning.plan import Plan, Schedule, planned_machine
+from llamajax.planning.plan import Plan, Schedule
 from llamajax.planning.scopes import MEMORY_KINDS, MemoryKind
 from llamajax.planning.xla.buffers import BufferAssignment
 from llamajax.planning.xla.compile import CompiledStep
@@ -86,8 +87,8 @@ def plan(*, config: Config = CONFIG, peak_bytes: int = 60 * GIB) -> Plan:
     blind = schedule(peak_bytes=peak_bytes, seconds=1e-3, config=config)
     made = Plan(
         config=config,
-        without_profile=blind,
-        with_profile=schedule(peak_bytes=peak_bytes, config=config),
+        guessed=blind,
+        informed=schedule(peak_bytes=peak_bytes, config=config),
     )
     if made.chosen.memory.fits:
         return made

@@ -19,12 +19,13 @@ from llamajax.config.run import Config
 from llamajax.config.training import OptimizerConfig, TrainConfig
 from llamajax.errors import ConfigError, EnvironmentMismatchError
 from llamajax.parallel.mesh import make_mesh
-from llamajax.planning import latencies as profile
+from llamajax.planning import latencies
 from llamajax.planning.cost.gpu import Machine
 from llamajax.planning.cost.replay import replay
-from llamajax.planning.latencies import gpu_options, latency_profile, latency_source, read_profile, training_profile
+from llamajax.planning.latencies import gpu_options, latency_source, latency_text, read_latencies
 from llamajax.planning.xla.compile import compile_for, planned_mesh
 from llamajax.planning.xla.parse import parse
+from llamajax.step.compile import Option
 from llamajax.step.step import abstract_state, lower
 from tests.planning.modules import MACHINE, memory_s, module
 
@@ -57,7 +58,7 @@ def test_tells_microseconds_by_the_name_at_scheduling():
         %while = (f32[1000000]{0}) while(%t), condition=%cond, body=%body, backend_config={"known_trip_count":{"n":"3"}}""",
         body,
     )
-    assert costs(latency_profile(program, MACHINE, {"data": 8})) == {
+    assert costs(latency_text(program, MACHINE, {"data": 8})) == {
         "a": pytest.approx(memory_s(12e6) * 1e6, abs=1e-3),
         "y": pytest.approx(memory_s(8e6) * 1e6, abs=1e-3),
         "while": pytest.approx(3 * memory_s(8e6) * 1e6, abs=1e-3),
@@ -68,7 +69,7 @@ def test_tells_microseconds_by_the_name_at_scheduling():
 @pytest.mark.parametrize("version", ["0.10", "0.12"])
 def test_covers_every_kernel_and_collective_that_is_scheduled(version):
     program = parse((FIXTURES / f"fsdp_jax_{version}.hlo").read_text())
-    found = costs(latency_profile(program, MACHINE, MESH))
+    found = costs(latency_text(program, MACHINE, MESH))
     loops = [i for c in program.computations.values() for i in c.instructions.values() if i.opcode == "while"]
     scheduled = [program.entry, *(program.computations[name] for loop in loops for name in loop.called("body", "condition"))]
     for computation in scheduled:
@@ -115,8 +116,8 @@ def test_the_real_step_is_understood_and_its_exposed_time_shrinks(tmp_path):
     assert sum(before.wire_bytes.values()) == pytest.approx(least_wire_bytes(CONFIG, mesh), rel=0.01)
 
     file = tmp_path / "profile.pbtxt"
-    file.write_text(latency_profile(blind, machine, mesh))
-    informed = parse(compile_for(CONFIG, latency_profile=str(file)).hlo)
+    file.write_text(latency_text(blind, machine, mesh))
+    informed = parse(compile_for(CONFIG, latencies=str(file)).hlo)
     after = replay(informed, machine, mesh)
     assert after.flops == before.flops
     assert list(informed.entry.instructions) != list(blind.entry.instructions)
@@ -145,7 +146,7 @@ def binary(costs: dict[str, float]) -> bytes:
 def test_a_measured_profile_is_text_or_binary(tmp_path, content):
     file = tmp_path / "measured"
     file.write_bytes(content)
-    assert read_profile(str(file)) == TEXT
+    assert read_latencies(str(file)) == TEXT
 
 
 @pytest.mark.parametrize(
@@ -165,7 +166,7 @@ def test_what_holds_no_latencies_is_refused_in_one_line(tmp_path, content):
     file = tmp_path / "measured.pbtxt"
     file.write_bytes(content)
     with pytest.raises(ConfigError, match="holds no latencies") as caught:
-        read_profile(str(file))
+        read_latencies(str(file))
     assert str(caught.value).startswith("xla.latency_profile: ")
     assert "\n" not in str(caught.value)
 
@@ -174,7 +175,7 @@ def test_what_holds_no_latencies_is_refused_in_one_line(tmp_path, content):
 def test_a_file_that_cannot_be_read_is_refused(tmp_path, monkeypatch, path):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match=r"^xla\.latency_profile: .* cannot be read: "):
-        read_profile(path)
+        read_latencies(path)
 
 
 @pytest.fixture
@@ -192,8 +193,12 @@ def lowered(monkeypatch):
         compilations.append(options)
         return (faster if "xla_gpu_pgle_profile_file_or_directory_path" in options else lowered).compile()
 
-    monkeypatch.setattr(profile, "compile_with", compile_with)
+    monkeypatch.setattr(latencies, "compile_with", compile_with)
     return made, compilations
+
+
+def latency_file(config, lowered) -> Option | None:
+    return gpu_options(config, lowered).get("xla_gpu_pgle_profile_file_or_directory_path")
 
 
 def with_xla(tmp_path, **settings) -> Config:
@@ -208,7 +213,7 @@ def test_training_uses_the_file_that_the_plan_reads(tmp_path, lowered):
     config = with_xla(tmp_path, latency_profile=str(file))
     path = gpu_options(config, made)["xla_gpu_pgle_profile_file_or_directory_path"]
     assert str(path).endswith(".pbtxt")  # what XLA takes for text
-    assert pathlib.Path(str(path)).read_text() == read_profile(str(file)) == TEXT
+    assert pathlib.Path(str(path)).read_text() == read_latencies(str(file)) == TEXT
     assert compilations == []
     file.write_text("garbage")
     with pytest.raises(ConfigError, match="holds no latencies"):
@@ -218,7 +223,7 @@ def test_training_uses_the_file_that_the_plan_reads(tmp_path, lowered):
 def test_processes_with_different_files_do_not_start(tmp_path, lowered, monkeypatch):
     file = tmp_path / "measured.pbtxt"
     file.write_text(TEXT)
-    monkeypatch.setattr(profile, "everyones", lambda value: [value, "another"])
+    monkeypatch.setattr(latencies, "everyones", lambda value: [value, "another"])
     with pytest.raises(EnvironmentMismatchError, match=r"^xla\.latency_profile: .* of process 1 is not that of process 0"):
         gpu_options(with_xla(tmp_path, latency_profile=str(file)), lowered[0])
 
@@ -236,32 +241,34 @@ def test_no_latencies_where_none_are_asked_for_or_nothing_is_known(tmp_path, low
 
 def test_latencies_are_made_once_per_program_and_made_anew_when_the_file_is_damaged(tmp_path, lowered):
     made, compilations = lowered
-    path = pathlib.Path(str(training_profile(with_xla(tmp_path), made)))
+    path = pathlib.Path(str(latency_file(with_xla(tmp_path), made)))
     text = path.read_text()
     assert costs(text)
-    assert training_profile(with_xla(tmp_path), made) == str(path)
+    assert latency_file(with_xla(tmp_path), made) == str(path)
     assert len(compilations) == 2
     path.write_text("garbage")
-    assert training_profile(with_xla(tmp_path), made) == str(path)
+    assert latency_file(with_xla(tmp_path), made) == str(path)
     assert (path.read_text(), len(compilations)) == (text, 4)
     pipelined = with_xla(tmp_path, flags=("xla_gpu_enable_while_loop_double_buffering=true",))
-    assert training_profile(pipelined, made) != str(path)
+    assert latency_file(pipelined, made) != str(path)
     assert len(compilations) == 6
 
 
 def test_latencies_that_do_not_help_are_left_out_of_training_as_of_plans(tmp_path, lowered, monkeypatch):
     made, compilations = lowered
-    monkeypatch.setattr(profile, "compile_with", lambda lowered, options: compilations.append(options) or lowered.compile())
+    monkeypatch.setattr(
+        latencies, "compile_with", lambda lowered, options: compilations.append(options) or lowered.compile()
+    )
     for _ in range(2):
-        assert training_profile(with_xla(tmp_path), made) is None
+        assert latency_file(with_xla(tmp_path), made) is None
         assert len(compilations) == 2
 
 
 def test_the_first_process_tells_the_others_its_latencies(tmp_path, lowered, monkeypatch):
     """Two hosts may have chosen other kernels; all must schedule alike, and compile together or not at all."""
     made, compilations = lowered
-    monkeypatch.setattr(profile, "everyones", lambda value: [TEXT, value])
-    path = training_profile(with_xla(tmp_path), made)
+    monkeypatch.setattr(latencies, "everyones", lambda value: [TEXT, value])
+    path = latency_file(with_xla(tmp_path), made)
     assert pathlib.Path(str(path)).read_text() == TEXT
     assert compilations == []
 
@@ -278,7 +285,7 @@ def test_training_makes_its_profile_once(tmp_path, monkeypatch):
         told = path.read_text()
         assert "all-gather-start" in told
         assert "reduce-scatter" in told
-        monkeypatch.setattr(profile, "compile_with", None)
+        monkeypatch.setattr(latencies, "compile_with", None)
         assert gpu_options(config, lowered) == made
         assert path.read_text() == told
         assert lowered.compile(compiler_options=made)

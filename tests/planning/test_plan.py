@@ -22,7 +22,7 @@ def test_auto_takes_latencies_where_they_help_and_a_file_is_always_used():
     def plan(source, blind, profiled, *others) -> Plan:
         alternatives = tuple(Alternative(changes={"n": number}, schedule=other) for number, other in enumerate(others))
         config = with_xla(latency_profile=source)
-        return Plan(config=config, without_profile=blind, with_profile=profiled, alternatives=alternatives)
+        return Plan(config=config, guessed=blind, informed=profiled, alternatives=alternatives)
 
     for blind, profiled, helps in (
         (slow, fast, True),
@@ -47,10 +47,10 @@ def compiled(monkeypatch):
     """Compilations in place of real ones; gives what they were told: whether gathers are pipelined, and the latencies."""
     told = []
 
-    def compile_for(config, *, latency_profile=None):
+    def compile_for(config, *, latencies=None):
         text = None
-        if latency_profile is not None:
-            with open(latency_profile) as file:
+        if latencies is not None:
+            with open(latencies) as file:
                 text = file.read()
         told.append((config.xla.pipeline_gathers, text))
         return plans.step(config)
@@ -65,7 +65,7 @@ def with_xla(**settings):
 
 
 def test_the_second_compilation_is_told_the_latencies(compiled):
-    assert make_plan(plans.CONFIG).with_profile is not None
+    assert make_plan(plans.CONFIG).informed is not None
     (_, blind), (_, latencies) = compiled
     assert blind is None
     assert latencies.count("costs { name: ") > 20
@@ -81,7 +81,7 @@ def test_the_second_compilation_is_told_the_latencies(compiled):
 )
 def test_one_compilation_where_training_has_no_latencies(compiled, monkeypatch, config):
     monkeypatch.setattr(planning_schedule, "replay", lambda module, machine, mesh: plans.schedule().timeline)
-    assert make_plan(config).with_profile is None
+    assert make_plan(config).informed is None
     assert [text for _, text in compiled] == [None]
 
 
@@ -90,7 +90,7 @@ def test_a_profile_of_ones_own_is_what_is_told(compiled, tmp_path):
     file.write_text(FILE)
     config = with_xla(latency_profile=str(file))
     plan = make_plan(config)
-    assert plan.chosen is plan.with_profile
+    assert plan.chosen is plan.informed
     assert [text for _, text in compiled] == [None, FILE]
 
 
@@ -153,7 +153,7 @@ def test_what_does_not_fit_gets_suggestions(compiled, monkeypatch):
     monkeypatch.setattr(planning_schedule, "suggestions", suggestions)
     plan = make_plan(plans.CONFIG)
     assert plan.suggestions == (suggestion,)
-    assert asked == [(plan.chosen.memory, plan.without_profile.timeline.step_time_s)]
+    assert asked == [(plan.chosen.memory, plan.guessed.timeline.step_time_s)]
     assert len(compiled) == 3  # what does not fit by guesses is not compiled by latencies
 
 

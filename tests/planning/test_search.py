@@ -115,9 +115,9 @@ def test_bandwidths_change_the_latencies_and_prices_nothing(compiled):
     assert whole == []
     assert again == list(found.configs)
     assert [plan.config for plan in (slow, same, fast)] == list(found.configs)
-    seconds = [plan.without_profile.timeline.exposed_comm_s for plan in (slow, same, fast)]
+    seconds = [plan.guessed.timeline.exposed_comm_s for plan in (slow, same, fast)]
     assert seconds[0] > seconds[1] > seconds[2]
-    assert same.with_profile is not None
+    assert same.informed is not None
     assert same.chosen.timeline == dataclasses.replace(base.chosen.timeline)
     again.clear()
     for plan in run_sweep(read_sweep("hardware.price_per_gpu_hour=1,3", CONFIG), base):

@@ -17,7 +17,7 @@ def with_flags(*flags: str):
 def test_every_option_is_known_to_this_jaxlib():
     lowered = jax.jit(lambda x: x + 1).lower(1.0)
     config = tiny_config(xla=XlaConfig(pipeline_gathers=True))
-    compile_with(lowered, compiler_options(config, 512, latency_profile="costs.pbtxt"))
+    compile_with(lowered, compiler_options(config, 512, latencies="costs.pbtxt"))
 
 
 def test_the_users_flags_replace_ours():

@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass
 
-from llamajax.config.gpus import Gpu
+from llamajax.config.gpus import Gpu, planned_gpu
+from llamajax.config.run import Config
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,3 +80,12 @@ class Machine:
     def node_link(self) -> float:
         """Bytes per second, each way, of one GPU's equal part of its node's connection to the network."""
         return self.gpu.node_bandwidth / self.gpus_per_node * self.calibration.node_link_efficiency
+
+
+def planned_machine(config: Config) -> Machine:
+    """The cluster that `config.hardware` describes.
+
+    Raises:
+        ConfigError: it names no GPU.
+    """
+    return Machine(gpu=planned_gpu(config.hardware), gpus_per_node=config.hardware.gpus_per_node)

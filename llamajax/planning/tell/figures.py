@@ -104,7 +104,7 @@ def figures(plan: Plan, sweep: Sweep | None = None, plans: Sequence[Plan] = ()) 
     chosen, config = plan.chosen, plan.config
     own = schedule_figures(config, chosen)
     others = [alternative.schedule for alternative in plan.alternatives]
-    tries = [schedule for schedule in (plan.without_profile, plan.with_profile, *others) if schedule is not None]
+    tries = [schedule for schedule in (plan.guessed, plan.informed, *others) if schedule is not None]
     own_s = own["step_time_s"]
     suggested = [
         {
@@ -128,14 +128,14 @@ def figures(plan: Plan, sweep: Sweep | None = None, plans: Sequence[Plan] = ()) 
             "compiled": True,
             "jax_version": chosen.step.jax_version,
             "options": {key: value for key, value in chosen.step.options.items() if key != _PROFILE_OPTION},
-            "latency_profile": config.xla.latency_profile if chosen is plan.with_profile else None,
+            "latency_profile": config.xla.latency_profile if chosen is plan.informed else None,
             "num_compilations": len(tries),
             "compile_s": sum(schedule.step.compile_s for schedule in tries),
         }
         | own
         | {
-            "without_profile": schedule_figures(config, plan.without_profile),
-            "with_profile": plan.with_profile and schedule_figures(config, plan.with_profile),
+            "without_profile": schedule_figures(config, plan.guessed),
+            "with_profile": plan.informed and schedule_figures(config, plan.informed),
             "alternatives": [_alternative(config, alternative) for alternative in plan.alternatives],
             "best_changes": plan.best_changes,
             "suggestions": suggested,

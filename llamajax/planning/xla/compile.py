@@ -80,14 +80,14 @@ def check_compiler() -> None:
 
 
 def compile_for(
-    config: Config, *, options: Mapping[str, Option] | None = None, latency_profile: str | None = None
+    config: Config, *, options: Mapping[str, Option] | None = None, latencies: str | None = None
 ) -> CompiledStep:
     """Compiles the training step of `config` for `config.hardware`.
 
     Args:
         config: the run.
         options: XLA options over those that training sets.
-        latency_profile: file with the costs of instructions that the scheduler is to go by.
+        latencies: file with the costs of instructions that the scheduler is to go by.
 
     Raises:
         CompilerMissingError: XLA's compiler for GPUs is not installed.
@@ -99,7 +99,7 @@ def compile_for(
         raise ConfigError("\n".join(problems))
     started = time.monotonic()
     mesh = planned_mesh(config)
-    told = compiler_options(config, mesh.size, latency_profile=latency_profile) | dict(options or {})
+    told = compiler_options(config, mesh.size, latencies=latencies) | dict(options or {})
     told = {name: value for name, value in told.items() if not name.startswith("xla_dump_")}
     with jax.set_mesh(mesh), tempfile.TemporaryDirectory(prefix="llamajax-plan-") as folder:
         try:

@@ -54,7 +54,7 @@ def test_both_schedules_are_told_and_that_of_training_leads():
     assert told["without_profile"]["step_time_s"] == pytest.approx(told["step_time_s"] + 1e-3)
     assert set(PROMISED) - {"num_devices", "num_params", "compile_s"} <= told["without_profile"].keys()
     config = dataclasses.replace(plans.CONFIG, xla=XlaConfig(latency_profile=None))
-    told = figures.figures(dataclasses.replace(plans.plan(config=config), with_profile=None))
+    told = figures.figures(dataclasses.replace(plans.plan(config=config), informed=None))
     assert (told["latency_profile"], told["with_profile"], told["compile_s"]) == (None, None, 1.5)
 
 
@@ -101,7 +101,7 @@ def test_what_is_expected_of_a_program_comes_from_its_configuration():
 
 
 def test_efficiency_is_relative_to_the_first_value():
-    made = (plans.plan(), dataclasses.replace(plans.plan(), with_profile=None))
+    made = (plans.plan(), dataclasses.replace(plans.plan(), informed=None))
     told = figures.figures(made[0], Sweep(key="k", values=("a", "b"), configs=(plans.CONFIG,) * 2), made)
     first, second = told["sweep"]["rows"]
     assert first["efficiency"] == 1.0

@@ -105,7 +105,7 @@ def test_what_is_too_short_to_see_is_joined():
 
     made = plans.plan()
     timeline = dataclasses.replace(made.chosen.timeline, events=(loop("jvp()/dot"), loop("transpose(jvp())/dot")))
-    text = page(dataclasses.replace(made, with_profile=dataclasses.replace(made.chosen, timeline=timeline)))
+    text = page(dataclasses.replace(made, informed=dataclasses.replace(made.chosen, timeline=timeline)))
     assert text.count("<title>matmul: k (jvp()/dot) and 4999 more, 5 ms</title>") == 1
     assert text.count("<title>memory: last") == 2
     assert len(text) < 20_000
@@ -114,7 +114,7 @@ def test_what_is_too_short_to_see_is_joined():
 def test_a_step_without_layers_to_draw_says_so():
     made = plans.plan()
     bare = dataclasses.replace(made.chosen, timeline=dataclasses.replace(made.chosen.timeline, events=()))
-    assert "no loop over its layers" in page(dataclasses.replace(made, with_profile=bare))
+    assert "no loop over its layers" in page(dataclasses.replace(made, informed=bare))
 
 
 def test_a_sweep_becomes_bars():

@@ -82,7 +82,7 @@ def test_a_share_that_leaves_too_little_is_told(printed):
     told = figures.figures(plan)
     memory = dataclasses.replace(plan.chosen.memory, training_fraction=0.97)
     chosen = dataclasses.replace(plan.chosen, memory=memory)
-    report.print_plan(dataclasses.replace(plan, with_profile=chosen), told)
+    report.print_plan(dataclasses.replace(plan, informed=chosen), told)
     assert "set        XLA_PYTHON_CLIENT_MEM_FRACTION=0.949 or less" in printed.getvalue()
 
 

@@ -8,9 +8,9 @@ import pytest
 from jax.ad_checkpoint import checkpoint_name
 
 from llamajax.config.formulas import mesh_sizes
+from llamajax.planning.cost.gpu import planned_machine
 from llamajax.planning.cost.replay import replay
 from llamajax.planning.cost.timeline import Event, Loop
-from llamajax.planning.plan import planned_machine
 from llamajax.planning.xla.buffers import Buffer, read_buffer_assignment
 from llamajax.planning.xla.compile import planned_mesh
 from llamajax.planning.xla.parse import parse
