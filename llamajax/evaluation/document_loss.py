@@ -1,6 +1,5 @@
 """The loss of a model on documents: the rows that training makes of them, scored as training scores them."""
 
-import dataclasses
 import functools
 import itertools
 import math
@@ -88,7 +87,7 @@ def evaluate_documents(
     if config.num_batches is None and len(run_config.data.sources) > 1:
         parts = {}
         for index, source in enumerate(run_config.data.sources):
-            alone = dataclasses.replace(run_config, data=dataclasses.replace(run_config.data, sources=(source,)))
+            alone = run_config.changed({"data.sources": (source,)})
             parts[f"data.sources[{index}] {source.kind}"] = Part(
                 alone, data.prepare(alone, log=lambda line: None, tokenizer=tokenizer)
             )
@@ -135,8 +134,7 @@ class Part:
         """So many of them."""
         num_batches = self.num_batches(config)
         if config.split == "held_out":
-            train = dataclasses.replace(self.run_config.train, eval_batches=num_batches)
-            yield from held_out_batches(self.dataset, dataclasses.replace(self.run_config, train=train))
+            yield from held_out_batches(self.dataset, self.run_config.changed({"train.eval_batches": num_batches}))
             return
         with Loader(self.dataset, self.run_config, 0) as loader:
             yield from (batch for _, batch in itertools.islice(loader, num_batches))
@@ -177,22 +175,19 @@ def adapt_run(run_config: Config, path: Path, config: EvaluateConfig, model: Mod
     seq_shards = num_parts("seq", jax.sharding.get_mesh().shape)
     if seq_len % seq_shards:
         raise ConfigError(f"mesh.sequence: {seq_shards} must divide the {seq_len} tokens of a row; change it or seq_len")
-    return dataclasses.replace(
-        run_config,
-        model=model,
-        data=dataclasses.replace(
-            run_config.data,
-            seq_len=seq_len,
-            tokenizer=dataclasses.replace(run_config.data.tokenizer, path=None),
-        ),
-        train=dataclasses.replace(
-            run_config.train,
-            global_batch_size=whole_batch(config.batch_size or micro_batch_size(run_config)),
-            grad_accum_steps=1,
-            eval_every=None,
-            eval_batches=0,  # `prepare` need not find any; `Part.batches` says how many
-        ),
-    )
+    changes = {
+        "model": model,
+        "data.seq_len": seq_len,
+        "data.tokenizer.path": None,
+        "train.global_batch_size": whole_batch(config.batch_size or micro_batch_size(run_config)),
+        "train.grad_accum_steps": 1,
+        "train.eval_every": None,
+        "train.eval_batches": 0,  # `prepare` need not find any; `Part.batches` says how many
+        "mesh": config.mesh,
+        "distributed": config.distributed,
+        "hardware.gpu": "none",  # of the run, not of this machine
+    }
+    return run_config.changed(changes)
 
 
 def whole_batch(size: int) -> int:

@@ -4,7 +4,6 @@ While it is full, this process may not write files of more than 8,000 bytes: a l
 whose errors take the way of every error of `write`. Checkpoints are larger, and metrics.jsonl before step 20.
 """
 
-import dataclasses
 import json
 import resource
 import threading
@@ -79,7 +78,7 @@ def run(monkeypatch, config, run_dir, before_step) -> None:
             return position, batch
 
     monkeypatch.setattr(loop, "Loader", Watched)
-    train.run(dataclasses.replace(config, run_dir=str(run_dir)))
+    train.run(config.changed({"run_dir": str(run_dir)}))
 
 
 def fill(disk, run_dir) -> None:

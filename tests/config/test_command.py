@@ -17,8 +17,7 @@ from llamajax.config.model import RopeScalingConfig
 from llamajax.config.parallel import MeshConfig
 from llamajax.config.rules import Settings
 from llamajax.config.run import Config
-from llamajax.config.training import CheckpointConfig, OptimizerConfig, SampleConfig
-from llamajax.config.watch import MetricsConfig
+from llamajax.config.training import OptimizerConfig
 from llamajax.errors import ConfigError
 
 
@@ -90,19 +89,18 @@ def test_overrides_take_text_as_it_is_and_lists_and_sections_as_yaml():
         root=Config,
         flags=TRAIN_FLAGS,
     )  # fmt: skip
-    expected = load_config("my.yaml")
-    expected = dataclasses.replace(
-        expected,
-        run_dir="2024",
-        model=dataclasses.replace(expected.model, num_layers=3, rope_scaling=RopeScalingConfig(kind="linear", factor=4.0)),
-        data=dataclasses.replace(
-            expected.data, sources=(SourceConfig(kind="stdlib"), SourceConfig(kind="text", paths=("*.yaml",), weight=0.5))
-        ),
-        optimizer=dataclasses.replace(expected.optimizer, learning_rate=1e-3, no_weight_decay=()),
-        sample=SampleConfig(prompt="--no: [x=1"),
-        checkpoint=CheckpointConfig(save_every=None),
-        metrics=MetricsConfig(wandb_project=""),
-    )
+    changes = {
+        "run_dir": "2024",
+        "model.num_layers": 3,
+        "model.rope_scaling": RopeScalingConfig(kind="linear", factor=4.0),
+        "data.sources": (SourceConfig(kind="stdlib"), SourceConfig(kind="text", paths=("*.yaml",), weight=0.5)),
+        "optimizer.learning_rate": 1e-3,
+        "optimizer.no_weight_decay": (),
+        "sample.prompt": "--no: [x=1",
+        "checkpoint.save_every": None,
+        "metrics.wandb_project": "",
+    }
+    expected = load_config("my.yaml").changed(changes)
     assert arguments == cli.Arguments(expected, frozenset({"--dry_run"}), {})
 
 

@@ -133,7 +133,7 @@ def test_mixed_with_texts_by_weight(tmp_path, tokenizer):
         if not of_chat:
             np.testing.assert_array_equal(row["targets"] != IGNORE, row["segment_ids"] > 0)
     assert len(dataset.held_out_rows) > 2
-    again = prepare(dataclasses.replace(config, data=dataclasses.replace(config.data, cache_dir=str(tmp_path / "other"))))
+    again = prepare(config.changed({"data.cache_dir": str(tmp_path / "other")}))
     assert again.fingerprint == dataset.fingerprint
     for position in range(80):
         np.testing.assert_equal(again.train_row(position), rows[position])

@@ -39,14 +39,9 @@ def config_for(tmp_path, *sources, seed=0, vocab_size=512, eval_batches=0, **fie
         "seq_len": 16, "held_out_fraction": 0.0, "cache_dir": str(tmp_path / "cache"),
         "tokenizer": TokenizerConfig(path=str(tmp_path / "letters.model")),
     } | fields  # fmt: skip
-    base = tiny_config()
-    return dataclasses.replace(
-        base,
-        seed=seed,
-        model=dataclasses.replace(base.model, vocab_size=vocab_size),
-        train=dataclasses.replace(base.train, eval_batches=eval_batches),
-        data=DataConfig(sources=sources, **fields),
-    )
+    data = DataConfig(sources=sources, **fields)
+    changes = {"seed": seed, "model.vocab_size": vocab_size, "train.eval_batches": eval_batches}
+    return tiny_config(data=data).changed(changes)
 
 
 def jsonl_source(tmp_path, name, texts, **fields):
@@ -176,7 +171,7 @@ def test_the_order_depends_on_the_seed_and_on_nothing_else(tmp_path, tokenizer):
     source = jsonl_source(tmp_path, "a.jsonl", random_texts(100))
     same = config_for(tmp_path, source)
     first = [row["tokens"].tolist() for row in epoch(data.prepare(same, log=lambda line: None), 30)]
-    elsewhere = dataclasses.replace(same, data=dataclasses.replace(same.data, cache_dir=str(tmp_path / "elsewhere")))
+    elsewhere = same.changed({"data.cache_dir": str(tmp_path / "elsewhere")})
     assert [row["tokens"].tolist() for row in epoch(data.prepare(elsewhere, log=lambda line: None), 30)] == first
     other = data.prepare(config_for(tmp_path, source, seed=1), log=lambda line: None)
     assert [row["tokens"].tolist() for row in epoch(other, 30)] != first

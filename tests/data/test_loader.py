@@ -1,6 +1,5 @@
 """Batches: the same rows on every mesh, each fetched once, ahead of time, without leaving a thread behind."""
 
-import dataclasses
 import subprocess
 import sys
 import threading
@@ -55,13 +54,9 @@ def stand_in(**fields: Any) -> Any:
 
 
 def config_for(global_batch_size=32, grad_accum_steps=1, **train):
-    base = tiny_config()
-    return dataclasses.replace(
-        base,
-        model=dataclasses.replace(base.model, vocab_size=2_000_000),
-        train=dataclasses.replace(
-            base.train, global_batch_size=global_batch_size, grad_accum_steps=grad_accum_steps, **train
-        ),
+    train |= {"global_batch_size": global_batch_size, "grad_accum_steps": grad_accum_steps}
+    return tiny_config(mesh=MeshConfig()).changed(
+        {"model.vocab_size": 2_000_000} | {f"train.{name}": value for name, value in train.items()}
     )
 
 
@@ -139,7 +134,7 @@ def test_resuming_is_starting_at_a_step():
 
 def test_batches_are_prepared_ahead_and_the_wait_is_measured():
     rows = stand_in()
-    config = dataclasses.replace(config_for(), data=dataclasses.replace(config_for().data, prefetch_steps=3))
+    config = config_for().changed({"data.prefetch_steps": 3})
     with Loader(rows, config, start_step=0) as loader:
         next(loader)
         assert loader.wait_s >= 0
@@ -178,14 +173,7 @@ def test_held_out_batches_are_fixed_and_padded():
         first_column = np.concatenate([np.asarray(batch["targets"])[0, :, 0] for batch in batches])
         assert first_column.tolist() == [*range(1000, 1021), IGNORE, IGNORE, IGNORE]
         assert not np.asarray(batches[-1]["segment_ids"])[0, 5:].any()
-    assert (
-        len(
-            list(
-                held_out_batches(rows, dataclasses.replace(config, train=dataclasses.replace(config.train, eval_batches=2)))
-            )
-        )
-        == 2
-    )
+    assert len(list(held_out_batches(rows, config.changed({"train.eval_batches": 2})))) == 2
     assert list(held_out_batches(stand_in(), config)) == []
     assert rows.asked == []
 
@@ -228,8 +216,7 @@ def test_two_real_processes():
 
 
 def test_ids_that_the_model_has_no_embedding_for_are_told():
-    config = config_for()
-    config = dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_size=32_000))
+    config = config_for().changed({"model.vocab_size": 32_000})
     with Loader(stand_in(), config, start_step=0) as loader:
         next(loader)  # whose ids go to 31,015
         with pytest.raises(DataError, match=r"cache_dir: token id 32000 is not among the 32000 rows of"):

@@ -1,6 +1,5 @@
 """Rows from the cache: whatever happens to a file of it, rows stay what they were, or one line says why not."""
 
-import dataclasses
 import shutil
 
 import numpy as np
@@ -107,7 +106,7 @@ def test_what_cannot_be_made_again_ends_in_one_line(tmp_path, config):
 
 def test_the_content_is_what_the_rows_are_read_from(tmp_path, config):
     dataset = data.prepare(config, log=lambda line: None)
-    elsewhere = dataclasses.replace(config, data=dataclasses.replace(config.data, cache_dir=str(tmp_path / "elsewhere")))
+    elsewhere = config.changed({"data.cache_dir": str(tmp_path / "elsewhere")})
     assert data.prepare(elsewhere, log=lambda line: None).content == dataset.content
     path = cached(tmp_path, "*.shard")[0]
     file = cache.read_arrays(path)
@@ -125,7 +124,7 @@ def test_a_file_system_without_locks_is_said(tmp_path, config, monkeypatch):
 
     expected = all_rows(data.prepare(config, log=lambda line: None))
     monkeypatch.setattr(disk.fcntl, "flock", refuse)
-    elsewhere = dataclasses.replace(config, data=dataclasses.replace(config.data, cache_dir=str(tmp_path / "elsewhere")))
+    elsewhere = config.changed({"data.cache_dir": str(tmp_path / "elsewhere")})
     log = []
     np.testing.assert_equal(all_rows(data.prepare(elsewhere, log=log.append)), expected)
     assert f"note       {tmp_path}/elsewhere has no file locks: every process tokenizes for itself" in log

@@ -1,6 +1,5 @@
 """Loss on documents: what training's own evaluation found, of any mesh and source, and one clear line for what cannot be."""
 
-import dataclasses
 import json
 import math
 import re
@@ -83,18 +82,15 @@ def test_every_source_by_itself_and_together(finished):
     weighted = (first["loss"] * first["tokens"] + second["loss"] * second["tokens"]) / results["tokens"]
     assert results["loss"] == pytest.approx(weighted)
     assert abs(first["loss"] - second["loss"]) > 0.01
-    alone = dataclasses.replace(finished.data, sources=finished.data.sources[1:])
-    tokenizer = dataclasses.replace(
-        finished.data.tokenizer, path=str(next(Path(finished.run_dir).rglob("*/tokenizer.model")))
-    )
-    alone = dataclasses.replace(finished, data=dataclasses.replace(alone, tokenizer=tokenizer))
+    tokenizer = str(next(Path(finished.run_dir).rglob("*/tokenizer.model")))
+    alone = finished.changed({"data.sources": finished.data.sources[1:], "data.tokenizer.path": tokenizer})
     rows = data.prepare(alone, log=lambda line: None).held_out_rows
     assert second["tokens"] == sum(int((rows[i]["targets"] >= 0).sum()) for i in range(len(rows)))
 
 
 def test_some_batches_are_those_of_evaluations_while_training(finished, capsys):
     """Against the function that training calls, on weights read back."""
-    config = dataclasses.replace(finished, train=dataclasses.replace(finished.train, eval_batches=2))
+    config = finished.changed({"train.eval_batches": 2})
     results = evaluate.run(settings(finished, num_batches=2))
     assert (results["num_batches"], results["batch_size"]) == (2, 4)
     dataset = data.prepare(config, log=lambda line: None)

@@ -117,16 +117,15 @@ def test_missing_cudnn_is_told_in_one_line(monkeypatch):
 @pytest.mark.usefixtures("gpu_compiler")
 @pytest.mark.parametrize(("window", "kv_heads"), [(None, 8), (512, 2)])
 def test_the_step_has_one_kernel_forward_and_one_backward(window, kv_heads):
-    model = dataclasses.replace(
-        CONFIG.model, attend_across_documents=True, sliding_window=window, num_kv_heads=kv_heads, remat="save_attention"
-    )
-    fused = compile_for(dataclasses.replace(CONFIG, model=model, mesh=MeshConfig(tensor=2)))
+    shape = {"model.sliding_window": window, "model.num_kv_heads": kv_heads}
+    config = CONFIG.changed(shape | {"model.attend_across_documents": True, "model.remat": "save_attention"})
+    fused = compile_for(config.changed({"mesh": MeshConfig(tensor=2)}))
     calls = re.findall(r'custom_call_target="(__cudnn\$\w+)"', fused.hlo)
     # Forward, once more in the backward pass, and backward; loops that XLA takes apart have each of them several times.
     assert set(calls) == {"__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward"}
     assert calls.count("__cudnn$fmhaSoftmax") == 2 * calls.count("__cudnn$fmhaSoftmaxBackward")
     if window is not None:
         assert f'"sliding_window_length":{window}' in fused.hlo.replace(" ", "")
-    plain = compile_for(dataclasses.replace(CONFIG, model=dataclasses.replace(model, attention_kernel="plain")))
+    plain = compile_for(config.changed({"model.attention_kernel": "plain"}))
     assert "__cudnn$fmha" not in plain.hlo
     assert fused.peak_bytes < plain.peak_bytes

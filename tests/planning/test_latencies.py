@@ -1,6 +1,5 @@
 """The latency profile: names as XLA's scheduler knows them, and what XLA makes of it."""
 
-import dataclasses
 import pathlib
 import re
 import struct
@@ -202,8 +201,7 @@ def latency_file(config, lowered) -> Option | None:
 
 
 def with_xla(tmp_path, **settings) -> Config:
-    data = dataclasses.replace(CONFIG.data, cache_dir=str(tmp_path / "cache"))
-    return dataclasses.replace(CONFIG, data=data, xla=XlaConfig(**settings))
+    return CONFIG.changed({"data.cache_dir": str(tmp_path / "cache"), "xla": XlaConfig(**settings)})
 
 
 def test_training_uses_the_file_that_the_plan_reads(tmp_path, lowered):
@@ -232,7 +230,7 @@ def test_no_latencies_where_none_are_asked_for_or_nothing_is_known(tmp_path, low
     made, compilations = lowered
     for config in (
         with_xla(tmp_path, latency_profile=None),
-        dataclasses.replace(with_xla(tmp_path), hardware=HardwareConfig()),
+        with_xla(tmp_path).changed({"hardware": HardwareConfig()}),
     ):
         assert "xla_gpu_pgle_profile_file_or_directory_path" not in gpu_options(config, made)
     assert compilations == []
@@ -276,8 +274,7 @@ def test_the_first_process_tells_the_others_its_latencies(tmp_path, lowered, mon
 @pytest.mark.slow
 @pytest.mark.usefixtures("gpu_compiler")
 def test_training_makes_its_profile_once(tmp_path, monkeypatch):
-    data = dataclasses.replace(CONFIG.data, cache_dir=str(tmp_path))
-    config = dataclasses.replace(CONFIG, data=data)
+    config = CONFIG.changed({"data.cache_dir": str(tmp_path)})
     with jax.set_mesh(planned_mesh(config)):
         lowered = lower(config, abstract_state(config))
         made = gpu_options(config, lowered)
@@ -289,6 +286,6 @@ def test_training_makes_its_profile_once(tmp_path, monkeypatch):
         assert gpu_options(config, lowered) == made
         assert path.read_text() == told
         assert lowered.compile(compiler_options=made)
-        other = dataclasses.replace(config, hardware=dataclasses.replace(config.hardware, node_bandwidth=50e9))
+        other = config.changed({"hardware.node_bandwidth": 50e9})
         with pytest.raises(TypeError):  # another network: it would be compiled again
             gpu_options(other, lowered)

@@ -94,10 +94,11 @@ def test_cudnn_s_workspace_is_counted_where_xla_does_not_know_it():
 
 def test_the_estimate_knows_the_workspace_too():
     assert memory.estimate(CONFIG).by_kind["workspace"] == 0  # documents are closed: the plain kernel
-    model = dataclasses.replace(CONFIG.model, attend_across_documents=True, head_dim=16, compute_dtype="bfloat16")
-    config = dataclasses.replace(CONFIG, model=model)
+    config = CONFIG.changed({"model.attend_across_documents": True, "model.head_dim": 16, "model.compute_dtype": "bfloat16"})
     rows, tensor = 32 // 2 // 4, 2
-    expected = workspace_bytes(rows, model.num_heads // tensor, model.num_kv_heads // tensor, config.data.seq_len, 16)
+    expected = workspace_bytes(
+        rows, config.model.num_heads // tensor, config.model.num_kv_heads // tensor, config.data.seq_len, 16
+    )
     assert memory.estimate(config).by_kind["workspace"] == expected > 0
     assert memory.estimate(config.changed({"model.attention_kernel": "plain"})).by_kind["workspace"] == 0
     assert memory.estimate(config.changed({"model.compute_dtype": "float32"})).by_kind["workspace"] == 0

@@ -61,7 +61,7 @@ def compiled(monkeypatch):
 
 
 def with_xla(**settings):
-    return dataclasses.replace(plans.CONFIG, xla=XlaConfig(**settings))
+    return plans.CONFIG.changed({"xla": XlaConfig(**settings)})
 
 
 def test_the_second_compilation_is_told_the_latencies(compiled):
@@ -75,7 +75,7 @@ def test_the_second_compilation_is_told_the_latencies(compiled):
     "config",
     [
         with_xla(latency_profile=None),
-        dataclasses.replace(plans.CONFIG, mesh=MeshConfig(), hardware=HardwareConfig(gpu="h100", gpus_per_node=1)),
+        plans.CONFIG.changed({"mesh": MeshConfig(), "hardware": HardwareConfig(gpu="h100", gpus_per_node=1)}),
     ],
     ids=["asked for none", "one device"],
 )

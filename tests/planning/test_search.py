@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from llamajax.config.machine import HardwareConfig, XlaConfig
+from llamajax.config.machine import HardwareConfig
 from llamajax.config.parallel import MeshConfig
 from llamajax.errors import ConfigError
 from llamajax.planning import plan as schedule
@@ -12,7 +12,7 @@ from llamajax.planning import search as sweep
 from llamajax.planning.search import read_sweep, run_sweep
 from tests.planning import plans
 
-CONFIG = dataclasses.replace(plans.CONFIG, mesh=MeshConfig(data=2, fsdp=4, tensor=2))
+CONFIG = plans.CONFIG.changed({"mesh": MeshConfig(data=2, fsdp=4, tensor=2)})
 
 
 def test_devices_scale_fsdp_and_the_batch():
@@ -26,13 +26,13 @@ def test_devices_scale_fsdp_and_the_batch():
 
 
 def test_the_token_budget_stays_that_of_the_run():
-    config = dataclasses.replace(CONFIG, hardware=HardwareConfig(gpu="h100", nodes=2))
+    config = CONFIG.changed({"hardware": HardwareConfig(gpu="h100", nodes=2)})
     for changed in read_sweep("hardware.gpus_per_node=16", config).configs:
         assert changed.hardware.token_budget == 1000 * 32 * 1024
 
 
 def test_an_automatic_axis_takes_the_new_devices():
-    config = dataclasses.replace(CONFIG, mesh=MeshConfig(data=2, tensor=2))
+    config = CONFIG.changed({"mesh.fsdp": -1})
     (changed,) = read_sweep("hardware.nodes=8", config).configs
     assert changed.mesh.axis_sizes(32)["fsdp"] == 8
 
@@ -131,7 +131,7 @@ def test_bandwidths_change_the_latencies_and_prices_nothing(compiled):
 def test_latencies_of_ones_own_are_those_of_any_network(compiled, tmp_path):
     file = tmp_path / "measured.pbtxt"
     file.write_text('costs { name: "a" cost_us: 1 }')
-    config = dataclasses.replace(CONFIG, xla=XlaConfig(latency_profile=str(file)))
+    config = CONFIG.changed({"xla.latency_profile": str(file)})
     base = plans.plan(config=config)
     (slow,) = run_sweep(read_sweep("hardware.node_bandwidth=1e9", config), base)
     assert slow.chosen.timeline.exposed_comm_s > base.chosen.timeline.exposed_comm_s

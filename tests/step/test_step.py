@@ -77,8 +77,7 @@ def test_a_batch_without_targets_changes_nothing():
 
 
 def test_gradients_of_micro_batches_are_summed_in_fp32():
-    config = tiny_config(train=dataclasses.replace(tiny_config().train, grad_accum_steps=2))
-    config = dataclasses.replace(config, model=dataclasses.replace(config.model, param_dtype="bfloat16"))
+    config = tiny_config().changed({"train.grad_accum_steps": 2, "model.param_dtype": "bfloat16"})
     model = init_state(config).model
     rows = random_rows(config, 0)
     batch = to_device(config, rows)
@@ -101,7 +100,7 @@ def test_clipping_scales_the_gradients_to_the_norm():
     _, grads = jax.jit(loss_and_grads, static_argnums=0)(config, init_state(config).model, batch)
     norm = float(jnp.sqrt(sum(jnp.sum(jnp.square(g)) for g in jax.tree.leaves(grads))))
     limit = norm / 3
-    clipped = dataclasses.replace(config, optimizer=dataclasses.replace(config.optimizer, grad_clip_norm=limit))
+    clipped = config.changed({"optimizer.grad_clip_norm": limit})
     state, metrics = train_step(clipped, init_state(clipped), batch)
     np.testing.assert_allclose(metrics["grad_norm"], norm, rtol=1e-5)
     # After one step the first moment is (1 - b1) times the gradient that the optimizer saw.
@@ -128,7 +127,7 @@ def test_evaluation_sums_what_training_averages():
 
 
 def test_ten_steps_learn_one_batch():
-    config = tiny_config(optimizer=dataclasses.replace(tiny_config().optimizer, learning_rate=3e-2))
+    config = tiny_config().changed({"optimizer.learning_rate": 3e-2})
     state, batch = init_state(config), to_device(config, random_rows(config, 0))
     losses = []
     for _ in range(10):

@@ -1,6 +1,5 @@
 """The same numbers on every mesh: loss, gradients and weights equal those of a single device, step after step."""
 
-import dataclasses
 import functools
 import itertools
 
@@ -67,8 +66,7 @@ def cases():
 
 @pytest.mark.parametrize(("sizes", "accumulation"), list(cases()))
 def test_steps_equal_those_of_one_device(sizes, accumulation):
-    config = tiny_config()
-    config = dataclasses.replace(config, train=dataclasses.replace(config.train, grad_accum_steps=accumulation))
+    config = tiny_config().changed({"train.grad_accum_steps": accumulation})
     mesh = make_mesh(MeshConfig(**dict(zip(("data", "fsdp", "sequence", "tensor"), sizes, strict=True))))
     for step, (ours, theirs) in enumerate(zip(run_steps(config, mesh), reference(), strict=True)):
         assert ours.keys() == theirs.keys()

@@ -1,6 +1,5 @@
 """A run as its user meets it: what is refused and how, what a dry run prints, traces, samples, and no leaks."""
 
-import dataclasses
 import gc
 import json
 import math
@@ -13,9 +12,7 @@ import threading
 import pytest
 
 from llamajax.checkpoint.write import Checkpointer
-from llamajax.config.data import TokenizerConfig
 from llamajax.config.file import load_config
-from llamajax.config.watch import ProfileConfig
 from llamajax.errors import CheckpointError, ConfigError, DataError, DivergedError
 from llamajax.training import run as train
 from tests import runs
@@ -29,10 +26,6 @@ def finished(tmp_path_factory):
     config = load_config(path, [*overrides, "metrics.tensorboard=true", "checkpoint.save_every=2"])
     train.run(config)
     return config
-
-
-def with_run_dir(config, run_dir, **sections):
-    return dataclasses.replace(config, run_dir=str(run_dir), **sections)
 
 
 def test_a_run_leaves_all_that_it_promises(finished):
@@ -62,11 +55,8 @@ def test_what_a_run_has_read_may_change_and_go(finished, tmp_path):
     (source / "files/LICENSE").write_text("as it was")
     tokenizer = pathlib.Path(shutil.copy(source / "files/tokenizer.model", tmp_path / "tokenizer.model"))
     before = tokenizer.read_bytes()
-    named = dataclasses.replace(finished.data, tokenizer=TokenizerConfig(path=str(tokenizer)))
-    every_step = dataclasses.replace(finished.checkpoint, save_every=1)
-    config = with_run_dir(
-        finished, tmp_path / "run", init_from=str(source), data=named, checkpoint=every_step, profile=ProfileConfig()
-    )
+    names = {"run_dir": str(tmp_path / "run"), "init_from": str(source), "data.tokenizer.path": str(tokenizer)}
+    config = finished.changed(names | {"checkpoint.save_every": 1, "profile.start_step": None})
 
     class Spoil(train.StopSignal):
         calls = 0
@@ -96,14 +86,14 @@ def test_a_damaged_log_is_named_when_a_run_is_over_and_does_no_harm(finished, tm
     for name in ("events.jsonl", "metrics.jsonl"):
         first, *rest = (run_dir / name).read_text().splitlines(keepends=True)
         (run_dir / name).write_text("".join([first, "{]\n", *rest]))
-    train.run(with_run_dir(finished, run_dir))
+    train.run(finished.changed({"run_dir": str(run_dir)}))
     captured = capsys.readouterr()
     assert f"{run_dir}/metrics.jsonl:2, {run_dir}/events.jsonl:2: no record, left out; restore the file" in captured.err
     assert "steps          4 of 4" in captured.out
 
 
 def test_a_dry_run_tells_everything_and_writes_nothing(finished, tmp_path, capsys):
-    train.run(with_run_dir(finished, tmp_path / "dry"), dry_run=True)
+    train.run(finished.changed({"run_dir": str(tmp_path / "dry")}), dry_run=True)
     output = capsys.readouterr().out
     for expected in ("8 x cpu", "= 2 per device", "layers.attention.wqkv", "parameters", "memory per device"):
         assert expected in output
@@ -111,16 +101,12 @@ def test_a_dry_run_tells_everything_and_writes_nothing(finished, tmp_path, capsy
 
 
 def test_other_settings_do_not_continue_a_run(finished):
-    changed = with_run_dir(finished, finished.run_dir, optimizer=dataclasses.replace(finished.optimizer, learning_rate=0.5))
     with pytest.raises(CheckpointError, match=r"optimizer\.learning_rate: 0\.01 -> 0\.5"):
-        train.run(changed)
-    other_rows = with_run_dir(finished, finished.run_dir, data=dataclasses.replace(finished.data, held_out_fraction=0.2))
+        train.run(finished.changed({"optimizer.learning_rate": 0.5}))
     with pytest.raises(CheckpointError, match="other documents"):
-        train.run(other_rows)
-    forced = dataclasses.replace(finished.checkpoint, allow_config_change=True)
-    larger = dataclasses.replace(finished.train, global_batch_size=16)
+        train.run(finished.changed({"data.held_out_fraction": 0.2}))
     with pytest.raises(CheckpointError, match="keep 8"):
-        train.run(with_run_dir(finished, finished.run_dir, train=larger, checkpoint=forced))
+        train.run(finished.changed({"train.global_batch_size": 16, "checkpoint.allow_config_change": True}))
 
 
 def test_a_second_writer_is_refused(finished):
@@ -133,9 +119,8 @@ def test_a_second_writer_is_refused(finished):
 
 def test_a_signal_during_an_evaluation_ends_it_after_the_batch_in_progress(finished, tmp_path):
     """The step is saved; the evaluation leaves no record, and is the next run's where it was the last."""
-    many = dataclasses.replace(finished.train, num_steps=2, eval_every=None, eval_batches=100)
-    held_out = dataclasses.replace(finished.data, held_out_fraction=0.4)
-    config = with_run_dir(finished, tmp_path / "run", train=many, data=held_out, profile=ProfileConfig())
+    many = {"train.num_steps": 2, "train.eval_every": None, "train.eval_batches": 100, "data.held_out_fraction": 0.4}
+    config = finished.changed(many | {"run_dir": str(tmp_path / "run"), "profile.start_step": None})
 
     class Terminate(train.StopSignal):
         calls = 0
@@ -158,9 +143,8 @@ def test_a_signal_during_an_evaluation_ends_it_after_the_batch_in_progress(finis
 
 def test_gradients_that_stay_infinite_end_the_run(finished, tmp_path, monkeypatch):
     """Weights of 1e30 overflow every step: all are skipped, the fifth in a row is the last, evaluations or not."""
-    model = dataclasses.replace(finished.model, init_std=1e30)
-    long = dataclasses.replace(finished.train, num_steps=50, max_nonfinite_steps=5, eval_every=1)
-    config = with_run_dir(finished, tmp_path / "run", model=model, train=long, profile=ProfileConfig())
+    long = {"train.num_steps": 50, "train.max_nonfinite_steps": 5, "train.eval_every": 1, "profile.start_step": None}
+    config = finished.changed(long | {"run_dir": str(tmp_path / "run"), "model.init_std": 1e30})
     with pytest.raises(DivergedError, match="step 5: gradients were not finite in 5 steps in a row"):
         train.run(config)
     with pytest.raises(SystemExit) as exit_info:
@@ -169,12 +153,11 @@ def test_gradients_that_stay_infinite_end_the_run(finished, tmp_path, monkeypatc
 
 
 def test_what_cannot_end_well_is_refused_before_the_first_step(finished, tmp_path):
-    long_prompt = dataclasses.replace(finished.sample, prompt="the model " * 50)
+    config = finished.changed({"run_dir": str(tmp_path / "run")})
     with pytest.raises(DataError, match=r"sample\.prompt: \d+ tokens leave no room in rows of 32"):
-        train.run(with_run_dir(finished, tmp_path / "run", sample=long_prompt))
-    misspelt = dataclasses.replace(finished.optimizer, no_weight_decay=("nrom",))
+        train.run(config.changed({"sample.prompt": "the model " * 50}))
     with pytest.raises(ConfigError, match=r"optimizer\.no_weight_decay: nrom"):
-        train.run(with_run_dir(finished, tmp_path / "run", optimizer=misspelt))
+        train.run(config.changed({"optimizer.no_weight_decay": ("nrom",)}))
     assert runs.steps_on_record(tmp_path / "run") == 0
 
 
@@ -192,9 +175,8 @@ def test_mistakes_end_in_one_line_and_their_exit_code(finished, tmp_path):
 def test_two_thousand_steps_leak_nothing(finished, tmp_path):
     """Memory, files and threads after the last thousand steps, with saves and evaluations, are those before them."""
     num_steps = 2000
-    train_section = dataclasses.replace(finished.train, num_steps=num_steps, eval_every=100)
-    saved = dataclasses.replace(finished.checkpoint, save_every=100, keep_last=2)
-    config = with_run_dir(finished, tmp_path / "run", train=train_section, checkpoint=saved, profile=ProfileConfig())
+    often = {"train.eval_every": 100, "checkpoint.save_every": 100, "checkpoint.keep_last": 2, "profile.start_step": None}
+    config = finished.changed(often | {"run_dir": str(tmp_path / "run"), "train.num_steps": num_steps})
     held: list[tuple[int, int, int]] = []
 
     class Watch(train.StopSignal):

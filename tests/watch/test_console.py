@@ -1,7 +1,6 @@
 """What a person sees: aligned lines when piped, a bar on a terminal, tables that add up."""
 
 import contextlib
-import dataclasses
 import io
 import re
 from pathlib import Path
@@ -214,7 +213,7 @@ def test_what_narrow_master_weights_cost_is_said(capsys):
     config = tiny_config()
     console.print_header(config)
     assert "param_dtype" not in capsys.readouterr().out
-    console.print_header(dataclasses.replace(config, model=dataclasses.replace(config.model, param_dtype="bfloat16")))
+    console.print_header(config.changed({"model.param_dtype": "bfloat16"}))
     warning = next(line for line in capsys.readouterr().out.splitlines() if "model.param_dtype: bfloat16" in line)
     assert "lose every update below 1/512 of its weight" in warning
     assert "float32 takes 56.3 KiB more in all" in warning

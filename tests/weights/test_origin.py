@@ -1,6 +1,5 @@
 """Training on from weights: they, the tokenizer and the small files come along; the optimizer starts fresh."""
 
-import dataclasses
 import json
 import pathlib
 import shutil
@@ -29,11 +28,10 @@ def base(tmp_path_factory) -> Config:
     return config
 
 
-def going_on(base: Config, directory: pathlib.Path, init_from: pathlib.Path, **sections) -> Config:
+def going_on(base: Config, directory: pathlib.Path, init_from: pathlib.Path, **changes) -> Config:
     """A run that starts from `init_from` with steps too small to move a weight."""
-    optimizer = dataclasses.replace(base.optimizer, learning_rate=1e-30, warmup_steps=0, weight_decay=0.0)
-    config = dataclasses.replace(base, run_dir=str(directory / "run"), init_from=str(init_from), optimizer=optimizer, seed=7)
-    return dataclasses.replace(config, **sections)
+    still = {"optimizer.learning_rate": 1e-30, "optimizer.warmup_steps": 0, "optimizer.weight_decay": 0.0}
+    return base.changed(still | {"run_dir": str(directory / "run"), "init_from": str(init_from), "seed": 7} | changes)
 
 
 def weights(run_dir: pathlib.Path | str, config: Config) -> dict[str, np.ndarray]:
@@ -56,7 +54,7 @@ def export(run_dir: str, out: pathlib.Path) -> pathlib.Path:
 def test_a_run_goes_on_from_a_hugging_face_directory_that_may_then_go(base, tmp_path, capsys):
     source = export(base.run_dir, tmp_path / "model")
     (source / "generation_config.json").write_text('{"eos_token_id": [2, 5], "temperature": 0.6}')
-    config = going_on(base, tmp_path, source, train=dataclasses.replace(base.train, num_steps=1))
+    config = going_on(base, tmp_path, source, **{"train.num_steps": 1})
     train.run(config)
     assert f"start      from {source}" in capsys.readouterr().out
     assert_same_weights(weights(config.run_dir, config), weights(base.run_dir, base))
@@ -71,8 +69,7 @@ def test_a_run_goes_on_from_a_hugging_face_directory_that_may_then_go(base, tmp_
     assert meta["config"]["init_from"] == str(source)
 
     shutil.rmtree(source)
-    train.run(dataclasses.replace(config, train=dataclasses.replace(config.train, num_steps=2),
-                                  checkpoint=dataclasses.replace(config.checkpoint, allow_config_change=True)))  # fmt: skip
+    train.run(config.changed({"train.num_steps": 2, "checkpoint.allow_config_change": True}))
     assert "resuming at step 1" in capsys.readouterr().out
     files = pathlib.Path(config.run_dir) / "checkpoints/2/files"
     assert json.loads((files / "generation_config.json").read_text())["temperature"] == 0.6
@@ -83,7 +80,7 @@ def test_a_run_goes_on_from_a_hugging_face_directory_that_may_then_go(base, tmp_
 @pytest.mark.slow
 def test_a_run_goes_on_from_a_checkpoint_in_another_type(base, tmp_path):
     step = pathlib.Path(base.run_dir) / "checkpoints/2"
-    config = going_on(base, tmp_path, step, model=dataclasses.replace(base.model, param_dtype="bfloat16"))
+    config = going_on(base, tmp_path, step, **{"model.param_dtype": "bfloat16"})
     train.run(config)
     expected = {name: array.astype(jax.numpy.bfloat16) for name, array in weights(base.run_dir, base).items()}
     assert_same_weights(weights(config.run_dir, config), expected)
@@ -92,7 +89,7 @@ def test_a_run_goes_on_from_a_checkpoint_in_another_type(base, tmp_path):
 def test_another_model_is_refused_before_anything_is_compiled(base, tmp_path, capsys):
     run_dir = pathlib.Path(base.run_dir)
     with pytest.raises(ConfigError) as caught:
-        train.run(going_on(base, tmp_path, run_dir, model=dataclasses.replace(base.model, num_layers=3, rope_theta=5e5)))
+        train.run(going_on(base, tmp_path, run_dir, **{"model.num_layers": 3, "model.rope_theta": 5e5}))
     theirs = f"is not that of {run_dir / 'checkpoints/2'}; it must be"
     assert str(caught.value).splitlines() == [
         f"model.num_layers: 3 {theirs} 2",

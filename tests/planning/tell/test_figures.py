@@ -7,7 +7,6 @@ import re
 import pytest
 
 from llamajax.config.formulas import flops_per_token
-from llamajax.config.machine import XlaConfig
 from llamajax.planning.plan import Alternative
 from llamajax.planning.search import Sweep
 from llamajax.planning.tell import figures
@@ -53,7 +52,7 @@ def test_both_schedules_are_told_and_that_of_training_leads():
     assert told["step_time_s"] == told["with_profile"]["step_time_s"]
     assert told["without_profile"]["step_time_s"] == pytest.approx(told["step_time_s"] + 1e-3)
     assert set(PROMISED) - {"num_devices", "num_params", "compile_s"} <= told["without_profile"].keys()
-    config = dataclasses.replace(plans.CONFIG, xla=XlaConfig(latency_profile=None))
+    config = plans.CONFIG.changed({"xla.latency_profile": None})
     told = figures.figures(dataclasses.replace(plans.plan(config=config), informed=None))
     assert (told["latency_profile"], told["with_profile"], told["compile_s"]) == (None, None, 1.5)
 
@@ -64,8 +63,8 @@ def test_money():
     assert found["price_per_billion_tokens"] == pytest.approx(2 * 277.777, rel=1e-4)
     assert found["price"] == pytest.approx(found["price_per_billion_tokens"])
     assert found["days"] == pytest.approx(1e6 / 16 / 86400)
-    hardware = dataclasses.replace(plans.CONFIG.hardware, price_per_gpu_hour=None, token_budget=None)
-    found = figures.money(dataclasses.replace(plans.CONFIG, hardware=hardware), 1000.0)
+    config = plans.CONFIG.changed({"hardware.price_per_gpu_hour": None, "hardware.token_budget": None})
+    found = figures.money(config, 1000.0)
     assert (found["price"], found["price_per_billion_tokens"]) == (None, None)
     assert found["token_budget"] == 1000 * 32 * 1024
 
@@ -93,8 +92,7 @@ def test_alternatives_are_told_with_the_best():
 def test_what_is_expected_of_a_program_comes_from_its_configuration():
     """The module has no fused attention: where the configuration asks for it, its FLOPs are not those of the formula."""
     told = figures.figures(plans.plan())
-    model = dataclasses.replace(plans.CONFIG.model, attend_across_documents=True)
-    asked = figures.figures(plans.plan(config=dataclasses.replace(plans.CONFIG, model=model)))
+    asked = figures.figures(plans.plan(config=plans.CONFIG.changed({"model.attend_across_documents": True})))
     assert told["attention_kernel"] == asked["attention_kernel"] == "plain"
     assert asked["flops"] == told["flops"]
     assert asked["flops_factor"] > 1.01 * told["flops_factor"]

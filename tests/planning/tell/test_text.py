@@ -6,7 +6,6 @@ import io
 import pytest
 from rich.console import Console
 
-from llamajax.config.machine import XlaConfig
 from llamajax.planning.plan import Alternative
 from llamajax.planning.search import Sweep
 from llamajax.planning.tell import figures
@@ -94,7 +93,7 @@ def test_a_share_that_leaves_too_little_is_told(printed):
     ],
 )
 def test_schedules_are_named_by_what_they_are_by(printed, source, names):
-    plan = plans.plan(config=dataclasses.replace(plans.CONFIG, xla=XlaConfig(latency_profile=source)))
+    plan = plans.plan(config=plans.CONFIG.changed({"xla.latency_profile": source}))
     better = {"xla.pipeline_gathers": True, "xla.latency_profile": None}
     other = Alternative(changes=better, schedule=plans.schedule(seconds=-1e-6))
     plan = dataclasses.replace(plan, alternatives=(other,))

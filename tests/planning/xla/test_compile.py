@@ -122,7 +122,7 @@ def test_the_program_is_for_all_devices_and_tensor_stays_within_a_node(step):
 def test_the_current_mesh_stays(compiler):
     before = jax.sharding.get_mesh()
     with pytest.raises(ConfigError, match=r"xla\.flags: .* does not know xla_gpu_no_such_thing"):
-        compile_for(dataclasses.replace(CONFIG, xla=XlaConfig(flags=("xla_gpu_no_such_thing=1",))))
+        compile_for(CONFIG.changed({"xla.flags": ("xla_gpu_no_such_thing=1",)}))
     assert jax.sharding.get_mesh() == before
 
 
@@ -130,7 +130,7 @@ def test_the_current_mesh_stays(compiler):
 def test_where_xla_is_told_to_dump_its_programs_is_no_matter(compiler, tmp_path):
     """Of two configurations that differ in it only, the same program comes, and its memory; nothing is dumped."""
     flags = ("xla_dump_to=" + str(tmp_path), "xla_dump_hlo_module_re=none", "xla_dump_compress_protos=true")
-    config = dataclasses.replace(tiny_config(hardware=HardwareConfig(gpu="h100")), xla=XlaConfig(flags=flags))
+    config = tiny_config(hardware=HardwareConfig(gpu="h100"), xla=XlaConfig(flags=flags))
     step = compile_for(config)
     assert memory_plan(step, parse(step.hlo)).argument_bytes > 0
     assert not any(name.startswith("xla_dump") for name in step.options)
