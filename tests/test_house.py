@@ -4,6 +4,7 @@ import ast
 import functools
 import graphlib
 import pathlib
+import re
 import subprocess
 import sys
 
@@ -129,8 +130,47 @@ def test_every_config_for_a_cluster_traces_on_its_mesh(path):
     assert metrics["loss"].shape == ()
 
 
-def test_the_readme_maps_every_folder():
+def tracked_folders() -> set[str]:
     tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
-    folders = {parent.as_posix() for name in tracked for parent in pathlib.PurePath(name).parents} - {"."}
-    readme = (ROOT / "README.md").read_text()
-    assert not [folder for folder in sorted(folders) if not folder.startswith(".") and f"{folder}/" not in readme]
+    return {parent.as_posix() for name in tracked for parent in pathlib.PurePath(name).parents} - {"."}
+
+
+def test_the_readme_maps_every_file():
+    """Every folder has a row, or is named in one; every file of the packages is named in its folder's row, and no other."""
+    map_of_code = (ROOT / "README.md").read_text().partition("## The map")[2]
+    assert not [
+        folder
+        for folder in sorted(tracked_folders())
+        if not folder.startswith((".", "tests/")) and f"`{folder}/`" not in map_of_code
+    ]
+    rows = dict(re.findall(r"^\| `((?:llamajax|converters)[a-z_/]*)/` \| (.*) \|$", map_of_code, flags=re.MULTILINE))
+    for folder, text in rows.items():
+        files = {path.stem for path in (ROOT / folder).glob("*.py")} - {"__init__"}
+        assert set(re.findall(r"`([a-z_]+)`", text)) == files, folder
+
+
+def test_the_map_is_in_the_order_of_imports():
+    map_of_code = (ROOT / "README.md").read_text().partition("## The map")[2]
+    rooms = re.findall(r"^\| `llamajax/([a-z]+)/` ", map_of_code, flags=re.MULTILINE)
+    assert rooms == [room for room in ORDER if isinstance(room, str) and room != "converters"]
+
+
+def test_tests_mirror_the_package():
+    """tests/a/test_b.py is of llamajax/a/b.py, or of a folder's work as a whole."""
+    lone = []
+    for path in (ROOT / "tests").rglob("test_*.py"):
+        folder, stem = path.relative_to(ROOT / "tests").parent, path.stem.removeprefix("test_")
+        package = ROOT / folder if folder.parts[:1] == ("converters",) else ROOT / "llamajax" / folder
+        if not package.is_dir() or not (any(package.glob("*.py"))):
+            lone.append(f"{folder}/{stem}")
+    assert not lone
+
+
+def test_files_can_be_read_in_one_go():
+    """Budgets in lines; files that outgrow theirs want a second part, not a larger budget."""
+    lengths = {path: len(path.read_text().splitlines()) for path in [*FILES, *(ROOT / "tests").rglob("*.py")]}
+    assert not [path for path, length in lengths.items() if length > 400]
+    assert not [path for path, length in lengths.items() if path.parent.name == "config" and length > 300]
+    assert not [room for room in ORDER[-2] if lengths[ROOT / "llamajax" / f"{room}.py"] > 40]
+    of_packages = [lengths[path] for path in FILES]
+    assert sum(of_packages) / len(of_packages) < 180
