@@ -4,7 +4,7 @@ import functools
 import itertools
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,6 @@ from jaxtyping import Int32
 from rich.table import Table
 
 from llamajax import data
-from llamajax.checkpoint.read import say
 from llamajax.config.evaluate import EvaluateConfig
 from llamajax.config.file import load_config
 from llamajax.config.model import ModelConfig
@@ -28,10 +27,8 @@ from llamajax.model import Llama
 from llamajax.step.batch import Batch, micro_batch_size
 from llamajax.step.step import eval_step, one_behind
 from llamajax.watch import console
+from llamajax.watch.console import say
 from llamajax.weights.pretrained import Pretrained
-
-Track = Callable[[Iterable[Any], int, str], Iterator[Any]]
-"""Hands items on and shows how far they are: the items, how many, and what is done with them."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +58,7 @@ class Losses:
 
 
 def evaluate_documents(
-    config: EvaluateConfig, pretrained: Pretrained, model_config: ModelConfig, tokenizer: Tokenizer, track: Track
+    config: EvaluateConfig, pretrained: Pretrained, model_config: ModelConfig, tokenizer: Tokenizer
 ) -> dict[str, Any]:
     """Prints and returns loss, perplexity and bits per byte; of every source if all that is held out is evaluated.
 
@@ -70,7 +67,6 @@ def evaluate_documents(
         pretrained: the model.
         model_config: the same with the types to compute with.
         tokenizer: the model's.
-        track: shows progress.
 
     Raises:
         ConfigError: the documents are not named, or not for this model.
@@ -105,7 +101,7 @@ def evaluate_documents(
     model = pretrained.load(model_config)
     batches = ((name, batch) for name, part in parts.items() for batch in part.batches(config))
     token_bytes = np.pad(tokenizer.token_bytes, (0, model_config.vocab_size - tokenizer.vocab_size))
-    found, seconds = add_up(model, track(batches, total, "evaluating"), token_bytes)
+    found, seconds = add_up(model, console.track(batches, total, "evaluating"), token_bytes)
     losses = {name: found.get(name, Losses()) for name in parts}
     losses["all"] = functools.reduce(Losses.__add__, losses.values())
     speed = losses["all"].tokens / seconds

@@ -25,14 +25,13 @@ from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.tasks import TaskManager
 from lm_eval.utils import get_rolling_token_windows, handle_non_serializable, make_disjoint_window, make_table
 
-from llamajax.checkpoint.read import say
 from llamajax.config.evaluate import EvaluateConfig
 from llamajax.config.model import ModelConfig
 from llamajax.config.parallel import num_parts
 from llamajax.data.chat import ChatTemplate, Message, load_chat_template
 from llamajax.data.tokenizer import Tokenizer
 from llamajax.errors import ConfigError, DataError
-from llamajax.evaluation.document_loss import Track, whole_batch
+from llamajax.evaluation.document_loss import whole_batch
 from llamajax.evaluation.scoring import row_length, score
 from llamajax.generation.completion import Completer
 from llamajax.generation.prompts import find_ends
@@ -41,6 +40,7 @@ from llamajax.model import Llama
 from llamajax.parallel.sharding import spec
 from llamajax.step.batch import IGNORE, check_ids
 from llamajax.watch import console
+from llamajax.watch.console import say
 from llamajax.weights.pretrained import Pretrained
 
 ROWS_PER_DEVICE = 8
@@ -54,7 +54,7 @@ _GENERATION_SETTINGS = ("until", "max_gen_toks", "do_sample", "temperature", "to
 
 
 def evaluate_tasks(
-    config: EvaluateConfig, pretrained: Pretrained, model_config: ModelConfig, tokenizer: Tokenizer, track: Track
+    config: EvaluateConfig, pretrained: Pretrained, model_config: ModelConfig, tokenizer: Tokenizer
 ) -> dict[str, Any]:
     """Prints the harness's table of the tasks that `config` names; returns its results, ready for JSON.
 
@@ -63,7 +63,6 @@ def evaluate_tasks(
         pretrained: the model.
         model_config: the same with the types to compute with.
         tokenizer: the model's.
-        track: shows progress.
 
     Raises:
         ConfigError: a task does not exist, or cannot be given to this model.
@@ -85,7 +84,6 @@ def evaluate_tasks(
             end_ids=find_ends(pretrained.ends, tokenizer, template),
             max_seq_len=config.seq_len or model_config.max_seq_len,
             batch_size=whole_batch(config.batch_size or ROWS_PER_DEVICE * batch_shards),
-            track=track,
         ),
         task_dict=tasks,
         limit=limit,
@@ -154,7 +152,6 @@ class LlamaLM(TemplateLM):
         end_ids: Collection[int],
         max_seq_len: int,
         batch_size: int,
-        track: Track,
     ) -> None:
         """
         Args:
@@ -164,11 +161,10 @@ class LlamaLM(TemplateLM):
             end_ids: tokens that end a generated text.
             max_seq_len: longest row, tokens; longer contexts lose their beginning.
             batch_size: rows at once; a multiple of the devices that share a batch.
-            track: shows progress.
         """
         super().__init__()
         self._model, self._tokenizer, self._template = model, tokenizer, template
-        self._end_ids, self._max_seq_len, self._batch_size, self._track = end_ids, max_seq_len, batch_size, track
+        self._end_ids, self._max_seq_len, self._batch_size = end_ids, max_seq_len, batch_size
         self._seq_shards = num_parts("seq", jax.sharding.get_mesh().shape)
 
     @property
@@ -226,7 +222,7 @@ class LlamaLM(TemplateLM):
         longest_first = sorted(range(len(rows)), key=lambda number: -len(rows[number][0]))
         batches = [longest_first[at : at + self._batch_size] for at in range(0, len(rows), self._batch_size)]
         results: list[tuple[float, bool]] = [(0.0, True)] * len(rows)
-        for batch in self._track(batches, len(batches), "scoring"):
+        for batch in console.track(batches, len(batches), "scoring"):
             logprobs, greedy = self._score([rows[number] for number in batch])
             for number, logprob, is_greedy in zip(batch, logprobs.tolist(), greedy.tolist(), strict=False):
                 results[number] = logprob, is_greedy
@@ -305,6 +301,6 @@ class LlamaLM(TemplateLM):
             batch_size=self._batch_size,
         )
         finished = ((piece.row, piece.completion.text) for piece in pieces if piece.completion)
-        texts = dict(self._track(finished, len(prompts) * num_samples, "generating"))
+        texts = dict(console.track(finished, len(prompts) * num_samples, "generating"))
         samples = {context: cycle(range(p * num_samples, (p + 1) * num_samples)) for p, context in enumerate(counts)}
         return [texts[next(samples[context])] for context in contexts]

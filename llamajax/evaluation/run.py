@@ -5,13 +5,10 @@ import importlib.util
 import json
 import logging
 import os
-import time
-from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import jax
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from llamajax.config.evaluate import EvaluateConfig
 from llamajax.config.model import ModelConfig
@@ -20,7 +17,6 @@ from llamajax.errors import ConfigError, EnvironmentMismatchError
 from llamajax.evaluation.document_loss import evaluate_documents
 from llamajax.parallel import mesh
 from llamajax.parallel.exit import end_process, exit_code
-from llamajax.units import format_duration
 from llamajax.watch import console
 from llamajax.weights.pretrained import open_pretrained
 
@@ -40,13 +36,11 @@ def run(config: EvaluateConfig) -> dict[str, Any]:
     jax.set_mesh(mesh.make_mesh(config.mesh))
     check_placement(config, model_config)
     tokenizer = pretrained.tokenizer()
-    devices = jax.devices()
-    axes = " x ".join(f"{axis} {size}" for axis, size in jax.sharding.get_mesh().shape.items() if size > 1)
-    types = f"weights {model_config.param_dtype}, compute {model_config.compute_dtype}"
     console.log(f"model      {pretrained.about}")
-    console.log(f"devices    {len(devices)} x {devices[0].device_kind}; mesh {axes or 'of one device'}; {types}")
+    types = f"weights {model_config.param_dtype}, compute {model_config.compute_dtype}"
+    console.log(f"devices    {console.devices()}; {types}")
     if config.tasks is None:
-        results = evaluate_documents(config, pretrained, model_config, tokenizer, track)
+        results = evaluate_documents(config, pretrained, model_config, tokenizer)
     else:
         if not console.is_interactive() or jax.process_index() > 0:
             os.environ.setdefault("TQDM_DISABLE", "1")  # the harness's bars; read when it is imported
@@ -54,7 +48,7 @@ def run(config: EvaluateConfig) -> dict[str, Any]:
             logging.getLogger("lm_eval").setLevel(logging.ERROR)  # the first one tells its warnings
         from llamajax.evaluation.harness import evaluate_tasks
 
-        results = evaluate_tasks(config, pretrained, model_config, tokenizer, track)
+        results = evaluate_tasks(config, pretrained, model_config, tokenizer)
     results = {"model": str(pretrained.source)} | results
     if config.json is not None and jax.process_index() == 0:
         path = Path(config.json).expanduser()
@@ -76,30 +70,6 @@ def check_placement(config: EvaluateConfig, model: ModelConfig) -> None:
         problems.append(f"seq_len: {config.seq_len} is above the model's max_seq_len={model.max_seq_len}; lower it")
     if problems:
         raise ConfigError("\n".join(problems))
-
-
-def track(items: Iterable[Any], total: int, what: str) -> Iterator[Any]:
-    """Hands items on and shows how far they are: a bar on a terminal, a line after each tenth elsewhere."""
-    if console.is_interactive() and jax.process_index() == 0:
-        columns = (
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("ETA"),
-            TimeRemainingColumn(),
-        )
-        with Progress(*columns, console=console.CONSOLE, transient=True) as bar:
-            yield from bar.track(items, total=total, description=what)
-        return
-    started = tenths = 0
-    for done, item in enumerate(items, start=1):
-        yield item
-        if done == 1:  # which compiled, too
-            started = time.monotonic()
-        elif done * 10 // total > tenths:
-            tenths = done * 10 // total
-            left = (time.monotonic() - started) / (done - 1) * (total - done)
-            console.log(f"{what} {done:>{len(str(total))}}/{total}  ETA {format_duration(left)}")
 
 
 def main(config: EvaluateConfig) -> None:

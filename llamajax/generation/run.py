@@ -12,7 +12,6 @@ from typing import TextIO
 import jax
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from llamajax.checkpoint.read import say
 from llamajax.config.generate import GenerateConfig
 from llamajax.config.model import ModelConfig
 from llamajax.config.parallel import MeshConfig
@@ -26,6 +25,7 @@ from llamajax.model import Llama
 from llamajax.parallel import mesh
 from llamajax.parallel.exit import end_process, exit_code
 from llamajax.watch import console
+from llamajax.watch.console import say
 from llamajax.weights.pretrained import Pretrained, open_pretrained
 
 
@@ -106,9 +106,7 @@ def load(config: GenerateConfig, pretrained: Pretrained) -> Llama:
     """The model in the types that are asked for, on a mesh made for it."""
     model = choose_types(config, pretrained.config)
     jax.set_mesh(mesh.make_mesh(choose_mesh(config.mesh, model, jax.device_count())))
-    devices, axes = jax.devices(), jax.sharding.get_mesh().shape
-    split = " x ".join(f"{axis} {size}" for axis, size in axes.items() if size > 1)
-    say(f"devices    {len(devices)} x {devices[0].device_kind}; mesh {split or 'of one device'}; {model.param_dtype}")
+    say(f"devices    {console.devices()}; {model.param_dtype}")
     return pretrained.load(model)
 
 

@@ -7,11 +7,12 @@ import shlex
 import sys
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Self
 
 import jax
+from rich import progress
 from rich.console import Console, Group
 from rich.live import Live
 from rich.progress_bar import ProgressBar
@@ -70,6 +71,24 @@ def say(line: str) -> None:
             print(line, file=sys.stderr, flush=True)
 
 
+def track(items: Iterable[Any], total: int, what: str) -> Iterator[Any]:
+    """Hands items on and shows how far they are: a bar on a terminal, a line after each tenth elsewhere."""
+    if is_interactive() and jax.process_index() == 0:
+        columns = ("{task.description}", progress.BarColumn(), progress.MofNCompleteColumn(), "ETA")
+        with progress.Progress(*columns, progress.TimeRemainingColumn(), console=CONSOLE, transient=True) as bar:
+            yield from bar.track(items, total=total, description=what)
+        return
+    started = tenths = 0
+    for done, item in enumerate(items, start=1):
+        yield item
+        if done == 1:  # which compiled, too
+            started = time.monotonic()
+        elif done * 10 // total > tenths:
+            tenths = done * 10 // total
+            left = (time.monotonic() - started) / (done - 1) * (total - done)
+            log(f"{what} {done:>{len(str(total))}}/{total}  ETA {format_duration(left)}")
+
+
 def print_stream(prompt: str, pieces: Iterable[str]) -> None:
     """Prints a prompt and, as they come, the pieces of text that go on from it.
 
@@ -88,15 +107,19 @@ def print_stream(prompt: str, pieces: Iterable[str]) -> None:
     show("\n")
 
 
+def devices(where: str = "") -> str:
+    """The devices of the current mesh and how it lies over them."""
+    axes = " x ".join(f"{axis} {size}" for axis, size in jax.sharding.get_mesh().shape.items() if size > 1)
+    return f"{jax.device_count()} x {jax.devices()[0].device_kind}{where}; mesh {axes or 'of one device'}"
+
+
 def print_header(config: Config) -> None:
     """What is about to run, and where: versions, devices, mesh, batch."""
-    devices = jax.devices()
-    axes = " x ".join(f"{axis} {size}" for axis, size in jax.sharding.get_mesh().shape.items() if size > 1)
-    processes = f"{jax.process_count()} process{'es' if jax.process_count() > 1 else ''}"
+    in_processes = f" in {jax.process_count()} process{'es' if jax.process_count() > 1 else ''}"
     log(f"llamajax   {llamajax.__version__}, jax {jax.__version__}, Python {platform.python_version()}")
     log(f"run        {config.run_dir}")
-    log(f"devices    {len(devices)} x {devices[0].device_kind} in {processes}; mesh {axes or 'of one device'}")
-    if devices[0].platform == "cpu" and config.mesh.num_cpu_devices is None:
+    log(f"devices    {devices(in_processes)}")
+    if jax.default_backend() == "cpu" and config.mesh.num_cpu_devices is None:
         log(
             "warning    jax found no accelerator; on the GPUs of this machine, install llamajax[cuda13] and check the driver"
         )
@@ -105,7 +128,7 @@ def print_header(config: Config) -> None:
             "warning    model.param_dtype: bfloat16 master weights lose every update below 1/512 of its weight, most of"
             f" those at small learning rates; float32 takes {format_bytes(2 * num_params(config.model))} more in all"
         )
-    log(f"batch      {config.batch_arithmetic(len(devices))}")
+    log(f"batch      {config.batch_arithmetic(jax.device_count())}")
 
 
 def parameter_table(tree: Any) -> Table:

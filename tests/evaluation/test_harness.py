@@ -103,7 +103,7 @@ def language_model(directory: Path, mesh: MeshConfig, **settings) -> harness.Lla
     jax.set_mesh(make_mesh(mesh))
     found = open_pretrained(directory)
     tokenizer = found.tokenizer()
-    defaults = {"template": None, "max_seq_len": 128, "batch_size": 16, "track": lambda items, total, what: iter(items)}
+    defaults = {"template": None, "max_seq_len": 128, "batch_size": 16}
     model = found.load(dataclasses.replace(found.config, compute_dtype="float32"))
     return harness.LlamaLM(model, tokenizer, end_ids=find_ends((1,), tokenizer, None), **(defaults | settings))
 

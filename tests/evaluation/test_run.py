@@ -239,10 +239,10 @@ def test_scores_are_those_of_all_logits_whatever_the_mesh_and_chunks(monkeypatch
 
 def test_progress_is_a_line_for_every_tenth(monkeypatch, capsys):
     monkeypatch.setattr(console, "is_interactive", lambda: False)
-    assert list(evaluate.track(iter(range(40)), 40, "scoring")) == list(range(40))
+    assert list(console.track(iter(range(40)), 40, "scoring")) == list(range(40))
     lines = capsys.readouterr().out.splitlines()
     assert [line.split("  ETA")[0] for line in lines] == [f"scoring {n:>2}/40" for n in range(4, 41, 4)]
-    assert list(evaluate.track(iter(range(3)), 3, "scoring")) == [0, 1, 2]
+    assert list(console.track(iter(range(3)), 3, "scoring")) == [0, 1, 2]
 
 
 @pytest.mark.slow
