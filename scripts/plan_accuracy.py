@@ -3,7 +3,7 @@
     python scripts/plan_accuracy.py
 
 Compiles every run for its cluster, without a GPU (extra `plan`), and writes the tables into the document between their
-marks: some five minutes on two cores. All runs share the constants of `llamajax/planning/machine.py`; published speeds
+marks: some five minutes on two cores. All runs share the constants of `llamajax/planning/cost/gpu.py`; published speeds
 are only compared with.
 """
 

@@ -1,1 +1,1 @@
-"""TODO"""
+"""How good a model is."""

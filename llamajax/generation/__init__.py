@@ -1,1 +1,1 @@
-"""TODO"""
+"""Text from a model."""

@@ -117,7 +117,7 @@ def join_run(config: DistributedConfig) -> None:
         atexit.register(_peers.leave)
     own_side = meeting.host_and_port(bind_address)
     coordinator = (own_side[0] if meeting.is_loopback(own_side[0]) else "127.0.0.1", port) if own_rank == 0 else (host, port)
-    # SIGTERM is ours (llamajax.stop), and we notice what is lost: jax's own clock, which aborts, comes later.
+    # SIGTERM is ours (llamajax.training.stop), and we notice what is lost: jax's own clock, which aborts, comes later.
     jax.config.update("jax_enable_preemption_service", False)
     try:
         jax.distributed.initialize(

@@ -1,1 +1,1 @@
-"""TODO"""
+"""A run from its start to its end."""

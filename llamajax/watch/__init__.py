@@ -1,1 +1,1 @@
-"""TODO"""
+"""What a run measures, shows and keeps of itself."""
