@@ -1,16 +1,15 @@
-"""Attention in one kernel: NVIDIA cuDNN's, as jax offers it. Scores never reach the GPU's memory.
-
-The plain form beside it is `llamajax.kernels.plain.attend`.
-"""
+"""Attention in one kernel: NVIDIA cuDNN's, as jax offers it. Scores never reach the GPU's memory."""
 
 from collections.abc import Mapping
 from functools import partial
 
 import jax
+from jaxtyping import Array, Float
 
 from llamajax.config.model import ModelConfig
 from llamajax.config.parallel import num_parts
 from llamajax.errors import EnvironmentMismatchError
+from llamajax.kernels.plain import Mask
 from llamajax.parallel.sharding import spec
 
 MAX_HEAD_DIM = 128
@@ -18,18 +17,15 @@ MAX_HEAD_DIM = 128
 _PLATFORMS = ("gpu", "cuda")
 
 
-def obstacle(q: jax.Array | jax.ShapeDtypeStruct, segment_ids: jax.Array | jax.ShapeDtypeStruct | None) -> str | None:
-    """Why cuDNN cannot do this attention on the devices of the current mesh; None if it can.
-
-    Args:
-        q: [B, T, K, G, H] queries.
-        segment_ids: int32 [B, T], or None if every row is one document.
-    """
+def obstacle(q: jax.Array | jax.ShapeDtypeStruct, mask: Mask, *, with_lse: bool = False) -> str | None:
+    """Why cuDNN cannot do this attention of queries [B, T, K, G, H] on the devices of the current mesh; None if it can."""
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.abstract_device is None or mesh.abstract_device.platform not in _PLATFORMS:
         return "it needs NVIDIA GPUs"
+    if with_lse:
+        return "jax gives its log-sum-exp in 16 bits and without a gradient"
     splits_rows = num_parts("seq", mesh.shape) > 1
-    return _limit(str(q.dtype), q.shape[-1], closes_documents=segment_ids is not None, splits_rows=splits_rows)
+    return _limit(str(q.dtype), q.shape[-1], closes_documents=mask.segment_ids is not None, splits_rows=splits_rows)
 
 
 def planned_obstacle(model: ModelConfig, axes: Mapping[str, int]) -> str | None:
@@ -75,17 +71,14 @@ def workspace_bytes(batch: int, heads: int, kv_heads: int, seq_len: int, head_di
     return batch * heads * seq_len * per_query
 
 
-def cudnn_attention(q: jax.Array, k: jax.Array, v: jax.Array, window: int | None) -> jax.Array:
-    """Causal attention, as `llamajax.kernels.plain.attend` without segments; only where there is no `obstacle`.
-
-    Args:
-        q: [B, T, K, G, H] queries by the kv head they share, sharded ("batch", "seq", "kv_heads", None, "head_dim").
-        k: [B, T, K, H] keys, sharded ("batch", "seq", "kv_heads", "head_dim").
-        v: [B, T, K, H] values, likewise.
-        window: newest keys, its own included, that a query sees; None: all.
-
-    Returns:
-        [B, T, K, G, H] of q's dtype and sharding; scores and softmax are fp32.
+def attend(
+    q: Float[Array, "B T K G H"],
+    k: Float[Array, "B T K H"],
+    v: Float[Array, "B T K H"],
+    window: int | None,
+    scale: float,
+) -> Float[Array, "B T K G H"]:
+    """As `llamajax.kernels.attention.attend`, only where there is no `obstacle`.
 
     Raises:
         EnvironmentMismatchError: cuDNN is not installed.
@@ -93,17 +86,21 @@ def cudnn_attention(q: jax.Array, k: jax.Array, v: jax.Array, window: int | None
     q_spec, kv_spec = spec("batch", "seq", "kv_heads", None, "head_dim"), spec("batch", "seq", "kv_heads", "head_dim")
     # jax's cuDNN calls do not say over which axes their results vary.
     return jax.shard_map(
-        partial(_on_device, window=window), in_specs=(q_spec, kv_spec, kv_spec), out_specs=q_spec, check_vma=False
+        partial(_attend_on_device, window=window, scale=scale),
+        in_specs=(q_spec, kv_spec, kv_spec),
+        out_specs=q_spec,
+        check_vma=False,
     )(q, k, v)
 
 
-def _on_device(q: jax.Array, k: jax.Array, v: jax.Array, *, window: int | None) -> jax.Array:
+def _attend_on_device(q: jax.Array, k: jax.Array, v: jax.Array, *, window: int | None, scale: float) -> jax.Array:
     b, t, K, G, H = q.shape
     try:
         out = jax.nn.dot_product_attention(
             q.reshape(b, t, K * G, H),
             k,
             v,
+            scale=scale,
             is_causal=True,
             local_window_size=None if window is None else (window - 1, 0),
             implementation="cudnn",

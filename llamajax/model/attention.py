@@ -4,6 +4,7 @@ What Mistral and Qwen change is told by the configuration: a sliding window (arX
 and values (arXiv:2407.10671), norms of queries and keys (arXiv:2505.09388).
 """
 
+import math
 from typing import NamedTuple
 
 import jax
@@ -12,12 +13,9 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from llamajax.config.model import ModelConfig
-from llamajax.errors import ConfigError
-from llamajax.kernels.cudnn import cudnn_attention, obstacle
-from llamajax.kernels.plain import attend
-from llamajax.model.kv_cache import Past, attend_past
+from llamajax.kernels.attention import Mask, Past, attend
 from llamajax.model.layers import RMSNorm, normal, residual_std
-from llamajax.model.rope import apply_rope
+from llamajax.model.rope import apply_rope, score_factor
 from llamajax.parallel.zero import weight
 
 KeyValue = tuple[jax.Array, jax.Array]
@@ -56,6 +54,7 @@ class Attention(nnx.Module):
         self.qkv_bias = bias
         self.q_norm = RMSNorm(H, config) if config.qk_norm else None
         self.k_norm = RMSNorm(H, config) if config.qk_norm else None
+        self.scale = score_factor(config) / math.sqrt(H)
         self.window = config.sliding_window
         self.kernel = config.attention_kernel
 
@@ -66,28 +65,11 @@ class Attention(nnx.Module):
         """
         q, k, v = self._project(x, rows)
         with jax.named_scope("attend"):
-            if past is not None:
-                out = attend_past(q, k, v, past, self.window)
-            elif self._is_fused(q, rows):
-                out = cudnn_attention(q, k, v, self.window)
-            else:
-                out = attend(q, k, v, rows.segment_ids, self.window)
+            mask = Mask(window=self.window, segment_ids=rows.segment_ids)
+            out, _ = attend(q, k, v, mask, self.scale, past=past, kernel=self.kernel)
             out = checkpoint_name(out, "attention")
         with jax.named_scope("output_projection"):
             return jnp.einsum("BTKGH,KGHD->BTD", out, self.wo[...], out_sharding=jax.typeof(x).sharding.spec), (k, v)
-
-    def _is_fused(self, q: jax.Array, rows: Rows) -> bool:
-        """Whether cuDNN computes the attention.
-
-        Raises:
-            ConfigError: it was asked for and cannot.
-        """
-        if self.kernel == "plain":
-            return False
-        reason = obstacle(q, rows.segment_ids)
-        if reason is not None and self.kernel == "cudnn":
-            raise ConfigError(f"model.attention_kernel: cudnn cannot be used: {reason}; or set auto")
-        return reason is None
 
     def _project(self, x: jax.Array, rows: Rows) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Queries [B, T, K, G, H], keys and values [B, T, K, H], the first two turned by their positions."""

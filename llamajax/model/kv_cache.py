@@ -7,7 +7,6 @@ over the tensor axis, so the cache of a long text takes no more of a device than
 import math
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -44,17 +43,6 @@ class KVCache:
         shape = (config.num_layers, batch_size, config.num_kv_heads, num_slots, config.head_dim)
         keys, values = (jnp.zeros(shape, config.compute_dtype, out_sharding=_CACHE_SPEC) for _ in range(2))
         return KVCache(keys, values, jnp.zeros((batch_size,), jnp.int32, out_sharding=spec("batch")))
-
-
-class Past(NamedTuple):
-    """One layer's part of a cache."""
-
-    keys: jax.Array
-    """[B, K, S, H]."""
-    values: jax.Array
-    """[B, K, S, H]."""
-    lengths: jax.Array
-    """int32 [B]."""
 
 
 def write_prompt(cached: jax.Array, layer: jax.Array, new: jax.Array) -> jax.Array:
@@ -96,55 +84,3 @@ def append(cache: KVCache, k: jax.Array, v: jax.Array) -> KVCache:
 
     keys, values = write(cache.keys, k, cache.lengths), write(cache.values, v, cache.lengths)
     return KVCache(keys, values, cache.lengths + 1)
-
-
-def attend_past(q: jax.Array, k: jax.Array, v: jax.Array, past: Past, window: int | None) -> jax.Array:
-    """softmax(q k^T / sqrt(H)) v over each row's cached keys and its newest one.
-
-    Args:
-        q: [B, 1, K, G, H] queries of the newest tokens.
-        k: [B, 1, K, H] their own keys, not yet in the cache.
-        v: [B, 1, K, H] their own values, likewise.
-        past: the layer's cache.
-        window: newest keys, its own included, that a query sees; None: all.
-
-    Returns:
-        [B, 1, K, G, H] of q's dtype; scores and softmax are fp32.
-    """
-    q_spec, kv_spec = spec("batch", None, "kv_heads", None, "head_dim"), spec("batch", None, "kv_heads", "head_dim")
-    past_spec = spec("batch", "kv_heads", "seq", "head_dim")
-    return jax.shard_map(
-        partial(_attend_past_on_device, window=window),
-        in_specs=(q_spec, kv_spec, kv_spec, past_spec, past_spec, spec("batch")),
-        out_specs=q_spec,
-    )(q, k, v, *past)
-
-
-def _attend_past_on_device(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    past_keys: jax.Array,
-    past_values: jax.Array,
-    lengths: jax.Array,
-    *,
-    window: int | None,
-) -> jax.Array:
-    """One device's part of `attend_past`; every device of the sequence axis sums over its slots, then they meet."""
-    q, k, v = q[:, 0], k[:, 0], v[:, 0]
-    own_slots, scale = past_keys.shape[2], 1 / math.sqrt(q.shape[-1])
-    slots = jax.lax.axis_index(axes_of("seq")) * own_slots + jnp.arange(own_slots)
-    visible = slots[None, :] < lengths[:, None]
-    if window is not None:
-        visible = visible & (slots[None, :] > lengths[:, None] - window)
-    scores = jnp.einsum("BKGH,BKSH->BKGS", q, past_keys, preferred_element_type=jnp.float32) * scale
-    scores = jnp.where(visible[:, None, None, :], scores, -jnp.inf)
-    newest = jnp.einsum("BKGH,BKH->BKG", q, k, preferred_element_type=jnp.float32) * scale
-
-    largest = jnp.maximum(jax.lax.pmax(jnp.max(scores, axis=-1), axes_of("seq")), newest)
-    exps, newest_exp = jnp.exp(scores - largest[..., None]), jnp.exp(newest - largest)
-    total = jax.lax.psum(jnp.sum(exps, axis=-1), axes_of("seq")) + newest_exp
-    weights, newest_weight = (exps / total[..., None]).astype(q.dtype), (newest_exp / total).astype(q.dtype)
-    out = jnp.einsum("BKGS,BKSH->BKGH", weights, past_values, preferred_element_type=jnp.float32)
-    out = jax.lax.psum(out, axes_of("seq")) + newest_weight[..., None] * v[:, :, None, :].astype(jnp.float32)
-    return out.astype(q.dtype)[:, None]

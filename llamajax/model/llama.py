@@ -8,8 +8,9 @@ import jax.numpy as jnp
 from flax import nnx
 
 from llamajax.config.model import ModelConfig
+from llamajax.kernels.attention import Past
 from llamajax.model.attention import Attention, KeyValue, Rows
-from llamajax.model.kv_cache import KVCache, Past, append, write_prompt
+from llamajax.model.kv_cache import KVCache, append, write_prompt
 from llamajax.model.layers import MLP, RMSNorm, embed, normal
 from llamajax.model.rope import positions_from_segment_ids, rope_tables
 from llamajax.parallel.sharding import ONE_DEVICE, spec

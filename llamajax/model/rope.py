@@ -45,6 +45,16 @@ def inverse_frequencies(config: ModelConfig) -> np.ndarray:
             return (1 - kept) * plain / np.float32(scaling.factor) + kept * plain
 
 
+def score_factor(config: ModelConfig) -> float:
+    """What attention's scores are multiplied by because frequencies are stretched, beside 1 / sqrt(H).
+
+    The square of transformers' `attention_factor`, which is put on queries and on keys there.
+    """
+    match config.rope_scaling.kind:
+        case "none" | "linear" | "llama3":
+            return 1.0
+
+
 def rope_tables(positions: jax.Array, config: ModelConfig) -> tuple[jax.Array, jax.Array]:
     """Cosine and sine of every position's angles, both fp32 [B, T, H/2], for int32 positions [B, T]."""
     angles = positions.astype(jnp.float32)[:, :, None] * inverse_frequencies(config)[None, None, :]

@@ -11,9 +11,10 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 from llamajax.config.parallel import AXES, MeshConfig
 from llamajax.config.training import TrainConfig
-from llamajax.errors import ConfigError, EnvironmentMismatchError
-from llamajax.kernels.cudnn import cudnn_attention, obstacle, planned_obstacle, workspace_bytes
-from llamajax.kernels.plain import attend
+from llamajax.errors import EnvironmentMismatchError
+from llamajax.kernels import cudnn, plain
+from llamajax.kernels.cudnn import obstacle, planned_obstacle, workspace_bytes
+from llamajax.kernels.plain import Mask
 from llamajax.model import Llama
 from llamajax.parallel import mesh
 from llamajax.parallel.sharding import spec
@@ -21,6 +22,7 @@ from llamajax.planning.xla.compile import compile_for
 from tests.planning.plans import CONFIG
 from tests.tiny import random_rows, tiny_config
 
+SCALE = 0.4
 H100 = AbstractDevice(device_kind="NVIDIA H100 80GB HBM3", num_cores=None, platform="cuda")
 
 
@@ -43,9 +45,9 @@ def mesh_of(device: AbstractDevice, **sizes: int) -> AbstractMesh:
 )
 def test_what_cudnn_can_do(dtype, head_dim, packed, sizes, reason):
     q = jax.ShapeDtypeStruct((8, 16, 2, 2, head_dim), dtype)
-    segment_ids = jax.ShapeDtypeStruct((8, 16), jnp.int32) if packed else None
+    mask = Mask(segment_ids=jnp.zeros((8, 16), jnp.int32) if packed else None)
     with jax.sharding.use_abstract_mesh(mesh_of(H100, **sizes)):
-        found = obstacle(q, segment_ids)
+        found = obstacle(q, mask)
     assert (found is None) if reason is None else (found is not None and reason in found)
     if dtype != "float16":  # which no configuration has
         model = dataclasses.replace(
@@ -59,13 +61,6 @@ def test_what_cudnn_can_do(dtype, head_dim, packed, sizes, reason):
 def test_the_workspace_by_hand(kv_heads, full_heads):
     """fp32 gradients of the queries and one sum per query and head; shared heads' gradients in 16 bits first."""
     assert workspace_bytes(2, 8, kv_heads, 1024, 128) == 2 * 8 * 1024 * (128 * (4 + full_heads) + 4)
-
-
-def test_a_cpu_has_no_cudnn():
-    config = dataclasses.replace(tiny_config().model, attention_kernel="cudnn", attend_across_documents=True)
-    message = r"model.attention_kernel: cudnn cannot be used: it needs NVIDIA GPUs; or set auto"
-    with pytest.raises(ConfigError, match=message):
-        Llama(config, jax.random.key(0))(jnp.zeros((8, 16), jnp.int32))
 
 
 def test_open_documents_are_one():
@@ -97,9 +92,9 @@ def test_what_cudnn_is_asked_for_is_what_the_plain_form_computes(monkeypatch, wi
 
         return jax.jit(jax.grad(weighted, argnums=(0, 1, 2), has_aux=True))(q, k, v)
 
-    fused = results(lambda q, k, v: cudnn_attention(q, k, v, window))
-    plain = results(lambda q, k, v: attend(q, k, v, None, window))
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), fused, plain)
+    by_cudnn = results(lambda q, k, v: cudnn.attend(q, k, v, window, SCALE))
+    by_plain = results(lambda q, k, v: plain.attend(q, k, v, Mask(window=window), SCALE)[0])
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), by_cudnn, by_plain)
 
 
 def test_missing_cudnn_is_told_in_one_line(monkeypatch):
@@ -110,7 +105,7 @@ def test_missing_cudnn_is_told_in_one_line(monkeypatch):
     q = jax.device_put(jnp.zeros((8, 16, 8, 2, 8)), spec("batch", "seq", "kv_heads", None, "head_dim"))
     kv = jax.device_put(jnp.zeros((8, 16, 8, 8)), spec("batch", "seq", "kv_heads", "head_dim"))
     with pytest.raises(EnvironmentMismatchError, match=r"^cuDNN, .* was not found; .* model.attention_kernel: plain"):
-        jax.jit(cudnn_attention, static_argnums=3)(q, kv, kv, None)
+        jax.jit(cudnn.attend, static_argnums=(3, 4))(q, kv, kv, None, SCALE)
 
 
 @pytest.mark.slow

@@ -10,9 +10,11 @@ import pytest
 
 from llamajax.config.model import ModelConfig, RopeScalingConfig
 from llamajax.config.parallel import MeshConfig
-from llamajax.model.rope import apply_rope, inverse_frequencies, positions_from_segment_ids, rope_tables
+from llamajax.model import Llama, attention
+from llamajax.model.rope import apply_rope, inverse_frequencies, positions_from_segment_ids, rope_tables, score_factor
 from llamajax.parallel import mesh
 from llamajax.parallel.sharding import spec
+from tests.tiny import tiny_config
 
 CONFIG = ModelConfig(
     vocab_size=8, embed_dim=8, mlp_dim=8, num_layers=1, num_heads=1, num_kv_heads=1, head_dim=128, rope_theta=5e5
@@ -50,6 +52,23 @@ def test_frequencies_are_to_the_bit_those_of_transformers():
         scaling = RopeScalingConfig(kind=kind, factor=1.0 if kind == "none" else 8.0)
         config = dataclasses.replace(CONFIG, head_dim=head_dim, rope_theta=theta, rope_scaling=scaling)
         assert hashlib.sha256(inverse_frequencies(config).tobytes()).hexdigest()[:16] == expected, (head_dim, theta, kind)
+
+
+def test_the_score_factor_multiplies_the_scores(monkeypatch):
+    """By 0, a token takes the mean of all that it sees, wherever they stand."""
+    model = dataclasses.replace(tiny_config().model, num_layers=1)
+    tokens, apart = (
+        np.arange(64, dtype=np.int32).reshape(8, 8),
+        jnp.broadcast_to(jnp.arange(0, 64, 8), (8, 8)),
+    )
+
+    def logits(factor: float, positions: jax.Array | None) -> np.ndarray:
+        monkeypatch.setattr(attention, "score_factor", lambda _: factor)
+        return np.asarray(jax.jit(lambda: Llama(model, jax.random.key(0))(tokens, positions=positions))())
+
+    assert score_factor(model) == 1.0
+    np.testing.assert_array_equal(logits(0.0, None), logits(0.0, apart))
+    assert np.abs(logits(1.0, None) - logits(1.0, apart)).max() > 0.01
 
 
 def test_linear_scaling_divides_every_frequency():

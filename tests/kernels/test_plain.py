@@ -1,4 +1,6 @@
-"""`attend` against a loop over queries, with and without a window, and what its backward pass keeps."""
+"""The plain form against a loop over queries, with and without a window, and what its backward pass keeps."""
+
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -7,11 +9,12 @@ import pytest
 
 from llamajax.config.parallel import MeshConfig
 from llamajax.kernels import plain
-from llamajax.kernels.plain import attend
+from llamajax.kernels.plain import Mask
 from llamajax.parallel import mesh
 from llamajax.parallel.sharding import spec
 
 B, T, K, G, H = 2, 8, 2, 3, 4
+SCALE = 0.4
 SEGMENT_IDS = np.array([[1, 1, 1, 2, 2, 2, 2, 3], [1, 1, 1, 1, 1, 0, 0, 0]], np.int32)
 
 
@@ -31,13 +34,25 @@ def _segments() -> jax.Array:
     return jax.device_put(SEGMENT_IDS, spec("batch", "seq"))
 
 
-def _attend_by_loop(q: np.ndarray, k: np.ndarray, v: np.ndarray, segment_ids: np.ndarray, window: int) -> np.ndarray:
-    out = np.zeros(q.shape)
+def attend(
+    q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array | None, window: int | None = None
+) -> tuple[jax.Array, jax.Array]:
+    out, lse = plain.attend(q, k, v, Mask(window=window, segment_ids=segment_ids), SCALE, with_lse=True)
+    assert lse is not None
+    return out, lse
+
+
+def _attend_by_loop(
+    q: np.ndarray, k: np.ndarray, v: np.ndarray, segment_ids: np.ndarray, window: int
+) -> tuple[np.ndarray, np.ndarray]:
+    out, lse = np.zeros(q.shape), np.zeros(q.shape[:-1])
     for b, t, head, g in np.ndindex(B, T, K, G):
         keys = [s for s in range(max(0, t + 1 - window), t + 1) if segment_ids[b, s] == segment_ids[b, t]]
-        weights = np.exp(k[b, keys, head] @ q[b, t, head, g] / np.sqrt(H))
+        scores = SCALE * k[b, keys, head] @ q[b, t, head, g]
+        weights = np.exp(scores)
         out[b, t, head, g] = weights @ v[b, keys, head] / weights.sum()
-    return out
+        lse[b, t, head, g] = jax.nn.logsumexp(scores)
+    return out, lse
 
 
 @pytest.mark.parametrize(
@@ -54,18 +69,21 @@ def _attend_by_loop(q: np.ndarray, k: np.ndarray, v: np.ndarray, segment_ids: np
 )
 def test_equals_a_loop_over_queries(dtype: str, packed: bool, window: int | None):
     q, k, v = _inputs(dtype)
-    out = jax.jit(attend, static_argnums=4)(q, k, v, _segments() if packed else None, window)
-    expected = _attend_by_loop(
+    out, lse = jax.jit(attend, static_argnums=4)(q, k, v, _segments() if packed else None, window)
+    expected, expected_lse = _attend_by_loop(
         *(np.asarray(x, np.float64) for x in (q, k, v)), SEGMENT_IDS if packed else np.ones_like(SEGMENT_IDS), window or T
     )
     assert out.dtype == dtype
     assert jax.typeof(out).sharding.spec == spec("batch", "seq", "kv_heads", None, None)
+    assert lse.dtype == jnp.float32
+    assert jax.typeof(lse).sharding.spec == spec("batch", "seq", "kv_heads", None)
+    np.testing.assert_allclose(lse, expected_lse, atol=1e-6 if dtype == "float32" else 0.02)
     np.testing.assert_allclose(np.asarray(out, np.float64), expected, atol=1e-6 if dtype == "float32" else 0.02)
 
 
 def test_scores_and_softmax_are_fp32_for_bf16_inputs():
     # Read in the program: on the CPU, XLA may leave out a rounding to bf16, so the values cannot tell.
-    jaxpr = str(jax.make_jaxpr(attend)(*_inputs("bfloat16"), _segments()))
+    jaxpr = str(jax.make_jaxpr(lambda *args: attend(*args)[0])(*_inputs("bfloat16"), _segments()))
     exps = [line for line in jaxpr.splitlines() if "= exp" in line]
     assert exps
     assert all(":f32[" in line for line in exps)
@@ -73,7 +91,9 @@ def test_scores_and_softmax_are_fp32_for_bf16_inputs():
 
 
 def test_scores_are_recomputed_not_kept():
-    _, backward = jax.eval_shape(lambda *args: jax.vjp(lambda *qkv: attend(*qkv, _segments()), *args), *_inputs("float32"))
+    _, backward = jax.eval_shape(
+        lambda *args: jax.vjp(lambda *qkv: attend(*qkv, _segments())[0], *args), *_inputs("float32")
+    )
     kept = [leaf.shape for leaf in jax.tree.leaves(backward)]
     assert (B, T, K, G, H) in kept
     assert not [shape for shape in kept if shape[-2:] == (T, T)]
@@ -86,12 +106,12 @@ def test_chunks_of_queries_change_nothing(monkeypatch, window: int | None):
     def out_and_gradients(chunk_scores: int) -> list[np.ndarray]:
         monkeypatch.setattr(plain, "MAX_CHUNK_SCORES", chunk_scores)
 
-        def summed(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
-            out = attend(q, k, v, _segments(), window)
-            return jnp.sum(out**2), out
+        def summed(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, Any]:
+            out, lse = attend(q, k, v, _segments(), window)
+            return jnp.sum(out**2) + jnp.sum(jnp.sin(lse)), (out, lse)
 
-        (_, out), gradients = jax.jit(jax.value_and_grad(summed, argnums=(0, 1, 2), has_aux=True))(*_inputs("float32"))
-        return [np.asarray(x) for x in (out, *gradients)]
+        (_, outs), gradients = jax.jit(jax.value_and_grad(summed, argnums=(0, 1, 2), has_aux=True))(*_inputs("float32"))
+        return [np.asarray(x) for x in (*outs, *gradients)]
 
     whole, chunked = out_and_gradients(2**20), out_and_gradients(G * 2 * T)
     for left, right in zip(whole, chunked, strict=True):
