@@ -8,6 +8,7 @@ from llamajax.config.parallel import axes_of
 from llamajax.config.rules import Bound, PositiveFloat, PositiveInt, PositiveIntOrUnset, Section
 
 DType = Literal["float32", "bfloat16"]
+AttentionKernel = Literal["auto", "cudnn", "plain"]
 EvenInt = Annotated[PositiveInt, Bound(lambda value: value % 2 == 0, "must be even: rotary positions turn pairs")]
 
 
@@ -77,7 +78,7 @@ class ModelConfig(Section):
     fine-tuning's are; gradients are summed in float32 either way."""
     compute_dtype: DType = "bfloat16"
     """Type of activations, matmuls and the weight copies that collectives carry."""
-    attention_kernel: Literal["auto", "cudnn", "plain"] = "auto"
+    attention_kernel: AttentionKernel = "auto"
     """What computes attention while training: `cudnn` is one fused kernel on NVIDIA GPUs, for rows that are not split
     (mesh.sequence 1) and whose documents see each other; `plain` runs everywhere; `auto` is cudnn where it can be."""
     remat: Literal["none", "save_attention_qkv_mlp", "save_attention_qkv", "save_attention", "full"] = "full"

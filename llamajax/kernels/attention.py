@@ -1,41 +1,37 @@
 """The one door to attention: what a query sees, and which kernel computes it."""
 
-from typing import Literal
-
-from jaxtyping import Array, Float, Float32
-
+from llamajax.config.model import AttentionKernel
 from llamajax.errors import ConfigError
 from llamajax.kernels import cached, cudnn, plain
 from llamajax.kernels.cached import Past
-from llamajax.kernels.plain import Mask
+from llamajax.kernels.plain import Keys, LogSumExp, Mask, Queries
 
 
 def attend(
-    q: Float[Array, "B T K G H"],
-    k: Float[Array, "B T K H"],
-    v: Float[Array, "B T K H"],
+    q: Queries,
+    k: Keys,
+    v: Keys,
     mask: Mask,
     scale: float,
     *,
     past: Past | None = None,
-    kernel: Literal["auto", "cudnn", "plain"] = "auto",
+    kernel: AttentionKernel = "auto",
     with_lse: bool = False,
-) -> tuple[Float[Array, "B T K G H"], Float32[Array, "B T K G"] | None]:
+) -> tuple[Queries, LogSumExp | None]:
     """softmax(scale * q k^T) v over the keys a query may see, scores and softmax in fp32.
 
     Args:
-        q: queries by the kv head they share, sharded ("batch", "seq", "kv_heads", None, "head_dim").
-        k: keys of the same tokens, sharded ("batch", "seq", "kv_heads", "head_dim").
-        v: their values, likewise.
+        q: queries.
+        k: keys of the same tokens.
+        v: their values.
         mask: which keys a query sees.
         scale: of the scores.
         past: keys and values of each row's tokens before; then T is 1, not split, and the mask has no segments.
         kernel: what computes it; `auto` is cuDNN's where it can, else the plain form. A past has a form of its own.
-        with_lse: also give the logarithm of the sum of the exponentials of each query's scores, to put parts of the
-            keys together by.
+        with_lse: whether to give the log-sum-exp of the scores, by which attention to parts of the keys is put together.
 
     Returns:
-        As `q`, of its dtype and sharding; and the log-sum-exp where it is asked for, sharded as q's first dims.
+        The mean values, of q's dtype and sharding; and the log-sum-exp where it is asked for, sharded as q's first dims.
 
     Raises:
         ConfigError: cuDNN was asked for and cannot.

@@ -4,12 +4,11 @@ from collections.abc import Mapping
 from functools import partial
 
 import jax
-from jaxtyping import Array, Float
 
 from llamajax.config.model import ModelConfig
 from llamajax.config.parallel import num_parts
 from llamajax.errors import EnvironmentMismatchError
-from llamajax.kernels.plain import Mask
+from llamajax.kernels.plain import Keys, Mask, Queries
 from llamajax.parallel.sharding import spec
 
 MAX_HEAD_DIM = 128
@@ -71,44 +70,35 @@ def workspace_bytes(batch: int, heads: int, kv_heads: int, seq_len: int, head_di
     return batch * heads * seq_len * per_query
 
 
-def attend(
-    q: Float[Array, "B T K G H"],
-    k: Float[Array, "B T K H"],
-    v: Float[Array, "B T K H"],
-    window: int | None,
-    scale: float,
-) -> Float[Array, "B T K G H"]:
+def attend(q: Queries, k: Keys, v: Keys, window: int | None, scale: float) -> Queries:
     """As `llamajax.kernels.attention.attend`, only where there is no `obstacle`.
 
     Raises:
         EnvironmentMismatchError: cuDNN is not installed.
     """
     q_spec, kv_spec = spec("batch", "seq", "kv_heads", None, "head_dim"), spec("batch", "seq", "kv_heads", "head_dim")
+
     # jax's cuDNN calls do not say over which axes their results vary.
-    return jax.shard_map(
-        partial(_attend_on_device, window=window, scale=scale),
-        in_specs=(q_spec, kv_spec, kv_spec),
-        out_specs=q_spec,
-        check_vma=False,
-    )(q, k, v)
+    @partial(jax.shard_map, in_specs=(q_spec, kv_spec, kv_spec), out_specs=q_spec, check_vma=False)
+    def on_device(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        b, t, K, G, H = q.shape
+        try:
+            out = jax.nn.dot_product_attention(
+                q.reshape(b, t, K * G, H),
+                k,
+                v,
+                scale=scale,
+                is_causal=True,
+                local_window_size=None if window is None else (window - 1, 0),
+                implementation="cudnn",
+            )
+        except RuntimeError as error:
+            if "cuDNN" not in str(error):
+                raise
+            raise EnvironmentMismatchError(
+                "cuDNN, which computes attention, was not found; install nvidia-cudnn-cu13,"
+                " or set model.attention_kernel: plain"
+            ) from error
+        return out.reshape(q.shape)
 
-
-def _attend_on_device(q: jax.Array, k: jax.Array, v: jax.Array, *, window: int | None, scale: float) -> jax.Array:
-    b, t, K, G, H = q.shape
-    try:
-        out = jax.nn.dot_product_attention(
-            q.reshape(b, t, K * G, H),
-            k,
-            v,
-            scale=scale,
-            is_causal=True,
-            local_window_size=None if window is None else (window - 1, 0),
-            implementation="cudnn",
-        )
-    except RuntimeError as error:
-        if "cuDNN" not in str(error):
-            raise
-        raise EnvironmentMismatchError(
-            "cuDNN, which computes attention, was not found; install nvidia-cudnn-cu13, or set model.attention_kernel: plain"
-        ) from error
-    return out.reshape(q.shape)
+    return on_device(q, k, v)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from llamajax.config.model import ModelConfig
+from llamajax.config.model import AttentionKernel, ModelConfig
 from llamajax.kernels.attention import Mask, Past, attend
 from llamajax.model.layers import RMSNorm, normal, residual_std
 from llamajax.model.rope import apply_rope, score_factor
@@ -56,7 +56,7 @@ class Attention(nnx.Module):
         self.k_norm = RMSNorm(H, config) if config.qk_norm else None
         self.scale = score_factor(config) / math.sqrt(H)
         self.window = config.sliding_window
-        self.kernel = config.attention_kernel
+        self.kernel: AttentionKernel = config.attention_kernel
 
     def __call__(self, x: jax.Array, rows: Rows, past: Past | None = None) -> tuple[jax.Array, KeyValue]:
         """[B, T, D] -> [B, T, D] of x's dtype; and the keys and values of these tokens, each [B, T, K, H].

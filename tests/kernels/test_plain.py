@@ -1,5 +1,6 @@
 """The plain form against a loop over queries, with and without a window, and what its backward pass keeps."""
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -45,6 +46,7 @@ def attend(
 def _attend_by_loop(
     q: np.ndarray, k: np.ndarray, v: np.ndarray, segment_ids: np.ndarray, window: int
 ) -> tuple[np.ndarray, np.ndarray]:
+    q, k, v = q.astype(np.float64), k.astype(np.float64), v.astype(np.float64)
     out, lse = np.zeros(q.shape), np.zeros(q.shape[:-1])
     for b, t, head, g in np.ndindex(B, T, K, G):
         keys = [s for s in range(max(0, t + 1 - window), t + 1) if segment_ids[b, s] == segment_ids[b, t]]
@@ -70,9 +72,8 @@ def _attend_by_loop(
 def test_equals_a_loop_over_queries(dtype: str, packed: bool, window: int | None):
     q, k, v = _inputs(dtype)
     out, lse = jax.jit(attend, static_argnums=4)(q, k, v, _segments() if packed else None, window)
-    expected, expected_lse = _attend_by_loop(
-        *(np.asarray(x, np.float64) for x in (q, k, v)), SEGMENT_IDS if packed else np.ones_like(SEGMENT_IDS), window or T
-    )
+    ids = SEGMENT_IDS if packed else np.ones_like(SEGMENT_IDS)
+    expected, expected_lse = _attend_by_loop(np.asarray(q), np.asarray(k), np.asarray(v), ids, window or T)
     assert out.dtype == dtype
     assert jax.typeof(out).sharding.spec == spec("batch", "seq", "kv_heads", None, None)
     assert lse.dtype == jnp.float32
@@ -91,9 +92,10 @@ def test_scores_and_softmax_are_fp32_for_bf16_inputs():
 
 
 def test_scores_are_recomputed_not_kept():
-    _, backward = jax.eval_shape(
-        lambda *args: jax.vjp(lambda *qkv: attend(*qkv, _segments())[0], *args), *_inputs("float32")
-    )
+    def out(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        return attend(q, k, v, _segments())[0]
+
+    _, backward = jax.eval_shape(partial(jax.vjp, out), *_inputs("float32"))
     kept = [leaf.shape for leaf in jax.tree.leaves(backward)]
     assert (B, T, K, G, H) in kept
     assert not [shape for shape in kept if shape[-2:] == (T, T)]

@@ -57,10 +57,7 @@ def test_frequencies_are_to_the_bit_those_of_transformers():
 def test_the_score_factor_multiplies_the_scores(monkeypatch):
     """By 0, a token takes the mean of all that it sees, wherever they stand."""
     model = dataclasses.replace(tiny_config().model, num_layers=1)
-    tokens, apart = (
-        np.arange(64, dtype=np.int32).reshape(8, 8),
-        jnp.broadcast_to(jnp.arange(0, 64, 8), (8, 8)),
-    )
+    tokens, apart = jnp.arange(64).reshape(8, 8), jnp.broadcast_to(jnp.arange(0, 64, 8), (8, 8))
 
     def logits(factor: float, positions: jax.Array | None) -> np.ndarray:
         monkeypatch.setattr(attention, "score_factor", lambda _: factor)
