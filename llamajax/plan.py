@@ -27,7 +27,7 @@ def main() -> int:
     # XLA warns of programs that are too large; the plan says so itself, and what to do.
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     # Only now: --help and mistakes in the configuration do not wait for the seconds that importing jax takes.
-    from llamajax.planning.command import main as plan
+    from llamajax.planning.run import main as plan
 
     return plan(arguments.config, alternatives="--alternatives" in arguments.flags, options=arguments.options)
 

@@ -34,9 +34,7 @@ class Candidate:
 class Suggestion:
     """A changed configuration that was compiled and fits."""
 
-    changes: Changes
-    config: Config
-    flops_ratio: float
+    candidate: Candidate
     memory: MemoryPlan
     step_time_s: float
 
@@ -68,15 +66,7 @@ def suggestions(
         if not needed.fits:
             shortfall = max(shortfall, _shortfall(candidate.config, needed))
             continue
-        found.append(
-            Suggestion(
-                changes=candidate.changes,
-                config=candidate.config,
-                flops_ratio=candidate.flops_ratio,
-                memory=needed,
-                step_time_s=seconds,
-            )
-        )
+        found.append(Suggestion(candidate=candidate, memory=needed, step_time_s=seconds))
     return found
 
 

@@ -21,19 +21,14 @@ from llamajax.planning.xla.hlo import Computation, Instruction, Module, arrays
 from llamajax.step.loss import MAX_CHUNK_LOGITS
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Tensor:
     """An array alive at the fullest moment."""
 
+    buffer: Buffer
     kind: MemoryKind
     name: str
     """For people, such as `layers/mlp gate_up, recomputed`."""
-    dtype: str
-    shape: tuple[int, ...]
-    size: int
-    """Bytes."""
-    instruction: str
-    """The HLO instruction that makes it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,11 +77,11 @@ def memory_plan(step: CompiledStep, module: Module) -> MemoryPlan:
     """The memory of a compiled step, whose parsed `hlo` is `module`."""
     buffers = step.buffers
     namer = Namer(module, buffers.arguments)
-    alive = (_tensor(buffer, *namer.tell(buffer)) for buffer in (*buffers.arguments, *buffers.peak))
-    tensors = sorted(alive, key=lambda tensor: -tensor.size)
+    alive = sorted((*buffers.arguments, *buffers.peak), key=lambda buffer: -buffer.size)
+    tensors = tuple(Tensor(buffer, *namer.tell(buffer)) for buffer in alive)
     by_kind: Counter[MemoryKind] = Counter(dict.fromkeys(MEMORY_KINDS, 0))
     for tensor in tensors:
-        by_kind[tensor.kind] += tensor.size
+        by_kind[tensor.kind] += tensor.buffer.size
     by_kind["temporaries"] += buffers.other_bytes
     by_kind["gaps"] += buffers.gap_bytes
     by_kind["workspace"] += _attention_workspace(module)
@@ -96,10 +91,10 @@ def memory_plan(step: CompiledStep, module: Module) -> MemoryPlan:
         temp_bytes=buffers.arena_bytes,
         peak_bytes=sum(by_kind.values()),
         host_bytes=buffers.host_bytes,
-        capacity_bytes=step.gpu.memory_bytes,
+        capacity_bytes=planned_gpu(step.config.hardware).memory_bytes,
         allowance=allowance(mesh_sizes(step.config)),
         training_fraction=memory_fraction(step.config),
-        tensors=tuple(tensors),
+        tensors=tensors,
     )
 
 
@@ -120,12 +115,6 @@ def estimate(config: Config) -> MemoryPlan:
         allowance=allowance(mesh_sizes(config)),
         training_fraction=memory_fraction(config),
         tensors=(),
-    )
-
-
-def _tensor(buffer: Buffer, kind: MemoryKind, name: str) -> Tensor:
-    return Tensor(
-        kind=kind, name=name, dtype=buffer.dtype, shape=buffer.shape, size=buffer.size, instruction=buffer.instruction
     )
 
 

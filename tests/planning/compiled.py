@@ -6,7 +6,6 @@ from pathlib import Path
 
 import jax
 
-from llamajax.config.gpus import planned_gpu
 from llamajax.config.machine import HardwareConfig
 from llamajax.config.parallel import MeshConfig
 from llamajax.config.training import TrainConfig
@@ -35,7 +34,6 @@ def compiled_step() -> CompiledStep:
     assert hlo is not None
     return CompiledStep(
         config=CONFIG,
-        gpu=planned_gpu(CONFIG.hardware),
         hlo=hlo,
         buffers=buffers,
         peak_bytes=0,

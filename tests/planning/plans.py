@@ -5,7 +5,6 @@ import pathlib
 
 from llamajax.config.data import DataConfig, SourceConfig
 from llamajax.config.formulas import mesh_sizes
-from llamajax.config.gpus import planned_gpu
 from llamajax.config.machine import HardwareConfig
 from llamajax.config.model import ModelConfig
 from llamajax.config.parallel import MeshConfig
@@ -14,11 +13,11 @@ from llamajax.config.training import TrainConfig
 from llamajax.parallel.allowance import Allowance
 from llamajax.planning.cost.gpu import planned_machine
 from llamajax.planning.cost.replay import replay
-from llamajax.planning.fitting import Suggestion
+from llamajax.planning.fitting import Candidate, Suggestion
 from llamajax.planning.memory import MemoryPlan, Tensor
 from llamajax.planning.plan import Plan, Schedule
 from llamajax.planning.scopes import MEMORY_KINDS, MemoryKind
-from llamajax.planning.xla.buffers import BufferAssignment
+from llamajax.planning.xla.buffers import Buffer, BufferAssignment
 from llamajax.planning.xla.compile import CompiledStep
 from llamajax.planning.xla.hlo import Module
 from llamajax.planning.xla.parse import parse
@@ -42,7 +41,6 @@ def step(config: Config = CONFIG, **changes) -> CompiledStep:
     """What a compiler could have returned for `config`."""
     made = CompiledStep(
         config=config,
-        gpu=planned_gpu(config.hardware),
         hlo=HLO,
         buffers=BufferAssignment(arguments=(), other_bytes=0, arena_bytes=0, host_bytes=0, peak=()),
         peak_bytes=0,
@@ -56,9 +54,8 @@ def step(config: Config = CONFIG, **changes) -> CompiledStep:
 def memory(peak_bytes: int = 60 * GIB) -> MemoryPlan:
     state: dict[MemoryKind, int] = {"parameters": 10 * GIB, "optimizer": 20 * GIB, "temporaries": peak_bytes - 30 * GIB}
     by_kind = dict.fromkeys(MEMORY_KINDS, 0) | state
-    tensor = Tensor(
-        kind="parameters", name="model.[bold]", dtype="f32", shape=(4, 256), size=10 * GIB, instruction="param.1"
-    )
+    buffer = Buffer(instruction="param.1", opcode="parameter", op_name="", dtype="f32", shape=(4, 256), size=10 * GIB)
+    tensor = Tensor(buffer, "parameters", "model.[bold]")
     return MemoryPlan(
         by_kind=by_kind,
         argument_bytes=30 * GIB,
@@ -94,9 +91,7 @@ def plan(*, config: Config = CONFIG, peak_bytes: int = 60 * GIB) -> Plan:
         return made
     changes = {"train.grad_accum_steps": 4}
     suggestion = Suggestion(
-        changes=changes,
-        config=config.changed(changes),
-        flops_ratio=1.0,
+        candidate=Candidate(changes=changes, config=config.changed(changes), flops_ratio=1.0),
         memory=memory(),
         step_time_s=2 * made.chosen.timeline.step_time_s,
     )

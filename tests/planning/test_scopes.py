@@ -25,7 +25,7 @@ def test_the_step_is_written_in_the_scopes_that_plans_are_told_by(scope):
 def test_every_tensor_has_a_name():
     step = compiled_step()
     plan = memory_plan(step, parse(step.hlo))
-    sizes = [tensor.size for tensor in plan.tensors]
+    sizes = [tensor.buffer.size for tensor in plan.tensors]
     assert sizes == sorted(sizes, reverse=True)
     names = {tensor.name: tensor.kind for tensor in plan.tensors}
     assert names["model.layers.mlp.w_gate_up"] == "parameters"

@@ -106,21 +106,19 @@ def figures(plan: Plan, sweep: Sweep | None = None, plans: Sequence[Plan] = ()) 
     others = [alternative.schedule for alternative in plan.alternatives]
     tries = [schedule for schedule in (plan.guessed, plan.informed, *others) if schedule is not None]
     own_s = own["step_time_s"]
+    devices = config.hardware.num_devices
+    offers = sorted(plan.suggestions, key=lambda offer: offer.step_time_s * offer.candidate.config.hardware.num_devices)
     suggested = [
         {
-            "changes": suggestion.changes,
-            "peak_bytes": suggestion.memory.peak_bytes,
-            "fits": suggestion.memory.fits,
-            "step_time_s": suggestion.step_time_s,
-            "step_time_ratio": suggestion.step_time_s / own_s,
-            "gpu_time_ratio": suggestion.step_time_s
-            / own_s
-            * (suggestion.config.hardware.num_devices / config.hardware.num_devices),
-            "flops_ratio": suggestion.flops_ratio,
+            "changes": offer.candidate.changes,
+            "peak_bytes": offer.memory.peak_bytes,
+            "fits": offer.memory.fits,
+            "step_time_s": offer.step_time_s,
+            "step_time_ratio": offer.step_time_s / own_s,
+            "gpu_time_ratio": offer.step_time_s / own_s * (offer.candidate.config.hardware.num_devices / devices),
+            "flops_ratio": offer.candidate.flops_ratio,
         }
-        for suggestion in sorted(
-            plan.suggestions, key=lambda change: change.step_time_s * change.config.hardware.num_devices
-        )
+        for offer in offers
     ]
     return (
         analytic_figures(config)
@@ -153,29 +151,18 @@ def schedule_figures(config: Config, schedule: Schedule) -> dict[str, Any]:
     least, sent = least_wire_bytes(config, mesh_sizes(config)), sum(timeline.wire_bytes.values())
     counted = planned_flops(config).total
     return {
-        "capacity_bytes": memory.capacity_bytes,
-        "fits": memory.fits,
-        "argument_bytes": memory.argument_bytes,
-        "temp_bytes": memory.temp_bytes,
-        "peak_bytes": memory.peak_bytes,
-        "host_bytes": memory.host_bytes,
+        **_named(memory, "capacity_bytes", "fits", "argument_bytes", "temp_bytes", "peak_bytes", "host_bytes"),
         "allowance_bytes": memory.allowance.total_bytes,
         "num_communicators": num_communicators(schedule.module),
         "memory": memory.by_kind,
         "memory_fraction": memory.memory_fraction,
         "training_memory_fraction": memory.training_fraction,
         "peak_tensors": [
-            {"name": t.name, "kind": t.kind, "dtype": t.dtype, "shape": list(t.shape), "bytes": t.size}
+            {"name": t.name, "kind": t.kind, "dtype": t.buffer.dtype, "shape": list(t.buffer.shape), "bytes": t.buffer.size}
             for t in memory.tensors[:_PEAK_TENSORS]
         ],
-        "step_time_s": timeline.step_time_s,
-        "compute_s": timeline.compute_s,
-        "compute_by_kind": timeline.compute_by_kind,
-        "slowdown_s": timeline.slowdown_s,
-        "comm_s": timeline.comm_s,
-        "exposed_comm_s": timeline.exposed_comm_s,
-        "exposed_copy_s": timeline.exposed_copy_s,
-        "exposed_fraction": timeline.exposed_fraction,
+        **_named(timeline, "step_time_s", "compute_s", "compute_by_kind", "slowdown_s", "comm_s"),
+        **_named(timeline, "exposed_comm_s", "exposed_copy_s", "exposed_fraction"),
         "wire_bytes": sent,
         "wire_bytes_by_link": timeline.wire_bytes,
         "wire_bytes_factor": sent / least if least else None,
@@ -199,22 +186,18 @@ def _alternative(config: Config, alternative: Alternative) -> dict[str, Any]:
 
 
 def _collective(use: CollectiveUse) -> dict[str, Any]:
-    collective = use.collective
     return {
-        "name": collective.name,
-        "kind": collective.kind,
-        "axis": collective.axis,
-        "group_size": collective.group_size,
-        "num_nodes": collective.num_nodes,
-        "link": collective.link,
-        "bytes": collective.num_bytes,
-        "count": use.count,
-        "seconds": use.seconds,
+        **_named(use.collective, "name", "kind", "axis", "group_size", "num_nodes", "link"),
+        "bytes": use.collective.num_bytes,
+        **_named(use, "count", "seconds"),
         "hidden_s": use.hidden_s if use.hidden_s > 1e-9 * use.seconds else 0.0,  # without the sums' rounding
-        "exposed_s": use.exposed_s,
-        "is_sync": use.is_sync,
-        "in_loop": use.in_loop,
+        **_named(use, "exposed_s", "is_sync", "in_loop"),
     }
+
+
+def _named(of: Any, *names: str) -> dict[str, Any]:
+    """Figures that are written under the names that they have here."""
+    return {name: getattr(of, name) for name in names}
 
 
 def money(config: Config, tokens_per_sec_per_device: float) -> dict[str, float | None]:

@@ -97,7 +97,8 @@ def _print_memory(schedule: Schedule) -> None:
     _print(table)
     tensors = _table("largest tensors at that moment", "GiB", "kind", "dtype", "shape", numbers=(1,))
     for t in memory.tensors[:_TENSORS]:
-        tensors.add_row(escape(t.name), f"{t.size / 2**30:.2f}", t.kind, t.dtype, " x ".join(map(str, t.shape)))
+        shape = " x ".join(map(str, t.buffer.shape))
+        tensors.add_row(escape(t.name), f"{t.buffer.size / 2**30:.2f}", t.kind, t.buffer.dtype, shape)
     _print(tensors)
     log(f"share      training takes {kept:.1%} of the card for XLA's arrays, which need {memory.memory_fraction:.1%}")
     if not memory.fits and kept < memory.memory_fraction <= memory.room:

@@ -8,7 +8,6 @@ with all its memory laid out; it cannot be run here.
 import importlib.metadata
 import tempfile
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,7 +15,7 @@ import jax
 import jaxlib.version
 from jax.experimental import topologies
 
-from llamajax.config.gpus import Gpu, planned_gpu
+from llamajax.config.gpus import planned_gpu
 from llamajax.config.run import Config
 from llamajax.errors import ConfigError, EnvironmentMismatchError, UserError
 from llamajax.parallel.mesh import make_mesh
@@ -45,7 +44,6 @@ class CompiledStep:
     """The training step as one device of the cluster would run it."""
 
     config: Config
-    gpu: Gpu
     hlo: str
     """The scheduled module, as text."""
     buffers: BufferAssignment
@@ -79,14 +77,11 @@ def check_compiler() -> None:
         raise CompilerMissingError(f"{found} does not fit jaxlib {jaxlib.version.__version__}; {REMEDY}")
 
 
-def compile_for(
-    config: Config, *, options: Mapping[str, Option] | None = None, latencies: str | None = None
-) -> CompiledStep:
+def compile_for(config: Config, *, latencies: str | None = None) -> CompiledStep:
     """Compiles the training step of `config` for `config.hardware`.
 
     Args:
         config: the run.
-        options: XLA options over those that training sets.
         latencies: file with the costs of instructions that the scheduler is to go by.
 
     Raises:
@@ -94,12 +89,11 @@ def compile_for(
         ConfigError: the configuration names no GPU, cannot be laid over the cluster, or sets an unknown XLA option.
     """
     check_compiler()
-    gpu = planned_gpu(config.hardware)
     if problems := config.placement_problems(config.hardware.num_devices):
         raise ConfigError("\n".join(problems))
     started = time.monotonic()
     mesh = planned_mesh(config)
-    told = compiler_options(config, mesh.size, latencies=latencies) | dict(options or {})
+    told = compiler_options(config, mesh.size, latencies=latencies)
     told = {name: value for name, value in told.items() if not name.startswith("xla_dump_")}
     with jax.set_mesh(mesh), tempfile.TemporaryDirectory(prefix="llamajax-plan-") as folder:
         try:
@@ -122,7 +116,6 @@ def compile_for(
     assert hlo is not None
     return CompiledStep(
         config=config,
-        gpu=gpu,
         hlo=hlo,
         buffers=buffers,
         peak_bytes=stats.peak_memory_in_bytes,

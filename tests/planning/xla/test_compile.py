@@ -175,5 +175,5 @@ def test_what_is_suggested_was_compiled_and_fits(compiler):
     assert [suggestion.step_time_s for suggestion in found] == sorted(suggestion.step_time_s for suggestion in found)
     for suggestion in found:
         assert suggestion.memory.fits
-        assert suggestion.changes
-        assert isinstance(suggestion.config, Config)
+        assert suggestion.candidate.changes
+        assert isinstance(suggestion.candidate.config, Config)

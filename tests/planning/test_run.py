@@ -10,7 +10,7 @@ import pytest
 from llamajax.config.file import dump_config
 from llamajax.config.formulas import num_params
 from llamajax.config.machine import HardwareConfig
-from llamajax.planning import command as plan
+from llamajax.planning import run as plan
 from llamajax.planning.xla import compile as planning_compile
 from tests.planning import plans
 from tests.tiny import tiny_config
