@@ -7,29 +7,26 @@ from llamajax.config.command import parse_args
 from llamajax.config.run import Config
 
 OPTIONS = {
-    "--json": ("FILE", "Write all figures; the docstring of llamajax/planning/tell/figures.py describes them."),
-    "--trace": ("FILE", "Write the timeline of a step, for ui.perfetto.dev."),
-    "--hlo": ("FILE", "Write the compiled and scheduled program."),
-    "--picture": ("FILE.html", "Write a page with drawings of a layer's timeline and of the memory."),
-    "--sweep": (
-        "KEY=VALUE,VALUE",
-        "Also plan for other values of one setting, such as hardware.nodes=4,8,16; with the devices mesh.fsdp and"
-        " train.global_batch_size grow.",
-    ),
+    "--json FILE": "Write all figures; the docstring of llamajax/planning/tell/figures.py describes them.",
+    "--trace FILE": "Write the timeline of a step, for ui.perfetto.dev.",
+    "--hlo FILE": "Write the compiled and scheduled program.",
+    "--picture FILE.html": "Write a page with drawings of a layer's timeline and of the memory.",
+    "--sweep KEY=VALUE,VALUE": "Also plan for other values of one setting, such as hardware.nodes=4,8,16; with the devices"
+    " mesh.fsdp and train.global_batch_size grow.",
+    "--alternatives": "Also compile with other settings of xla, and tell which are fastest.",
 }
 
 
 def main() -> int:
     """Reads the command line and plans; returns the exit code."""
-    flags = {"--alternatives": "Also compile with other settings of xla, and tell which are fastest."}
     # Without `Config.file_problems`: the data need not be on the machine that plans.
-    arguments = parse_args(prog="python -m llamajax.plan", root=Config, flags=flags, options=OPTIONS)
+    arguments = parse_args(prog="python -m llamajax.plan", root=Config, options=OPTIONS)
     # XLA warns of programs that are too large; the plan says so itself, and what to do.
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     # Only now: --help and mistakes in the configuration do not wait for the seconds that importing jax takes.
     from llamajax.planning.run import main as plan
 
-    return plan(arguments.config, alternatives="--alternatives" in arguments.flags, options=arguments.options)
+    return plan(arguments.config, alternatives="--alternatives" in arguments.options, options=arguments.options)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ import pytest
 from llamajax.config import command as cli
 from llamajax.config.run import Config
 
-TRAIN_FLAGS = {"--dry_run": "Compile, then stop."}
+TRAIN_OPTIONS = {"--dry_run": "Compile, then stop."}
 
 MINIMAL = """\
 run_dir: runs/tiny
@@ -38,7 +38,7 @@ def refuse(capsys: pytest.CaptureFixture[str], text: str | bytes | None, *argume
         arguments = ("--config", "my.yaml", *arguments)
     with pytest.raises(SystemExit) as exit_info:
         cli.parse_args(
-            arguments, prog="python -m llamajax.train", root=Config, flags=TRAIN_FLAGS, check=Config.file_problems
+            arguments, prog="python -m llamajax.train", root=Config, options=TRAIN_OPTIONS, check=Config.file_problems
         )
     captured = capsys.readouterr()
     assert exit_info.value.code == 2

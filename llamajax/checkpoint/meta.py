@@ -6,7 +6,8 @@ import jax
 
 import llamajax
 from llamajax.checkpoint.read import Restored
-from llamajax.config.file import config_to_dict, dotted
+from llamajax.config.file import config_to_dict
+from llamajax.config.keys import dotted
 from llamajax.config.run import Config
 from llamajax.data.dataset import Dataset
 from llamajax.errors import CheckpointError

@@ -37,10 +37,8 @@ class Arguments(Generic[Root]):
     """A command line without mistakes."""
 
     config: Root
-    flags: frozenset[str]
-    """Those of the entry point's own flags that were given, such as `--dry_run`."""
     options: Mapping[str, str]
-    """Value of each of the entry point's own options that was given, such as `--json`."""
+    """Those of the entry point's own options that were given, such as `--json`, and their values; of a flag, none."""
 
 
 def parse_args(
@@ -48,8 +46,7 @@ def parse_args(
     *,
     prog: str,
     root: type[Root],
-    flags: Mapping[str, str] | None = None,
-    options: Mapping[str, tuple[str, str]] | None = None,
+    options: Mapping[str, str] | None = None,
     check: Callable[[Root], list[str]] | None = None,
 ) -> Arguments[Root]:
     """Reads the command line of an entry point.
@@ -61,50 +58,44 @@ def parse_args(
         argv: the arguments; None: those of this process.
         prog: the command as people type it, such as `python -m llamajax.train`.
         root: the dataclass of the settings; `--config` may be left out unless it is `Config`.
-        flags: the entry point's own options without a value, and their meaning.
-        options: the entry point's own options with a value: name of the value, and meaning.
+        options: the entry point's own, `--json FILE` or without a value, as `--dry_run`, and their meaning.
         check: gives what this machine lacks for settings that break no rule, a `key: rule; remedy` line each.
     """
-    arguments = sys.argv[1:] if argv is None else argv
-    known_flags, known_options = _FLAGS | dict(flags or {}), dict(options or {})
+    arguments, own = sys.argv[1:] if argv is None else argv, options or {}
     if "--help" in arguments or "-h" in arguments:
-        print(_help(prog, root, known_flags, known_options))
+        print(_help(prog, root, own))
         sys.exit(0)
     try:
         problems = Problems()
-        path, overrides, given_flags, given_options = _split(arguments, root, known_flags, known_options, problems)
-        config = read_config(root, path, overrides, problems, check=None if "--print_config" in given_flags else check)
+        known = {option: value for option, _, value in (option.partition(" ") for option in (*_FLAGS, *own))}
+        path, overrides, given = _split(arguments, root, known, problems)
+        config = read_config(root, path, overrides, problems, check=None if "--print_config" in given else check)
     except ConfigError as error:
         print(error, file=sys.stderr)
         sys.exit(error.exit_code)
-    if "--print_config" in given_flags:
+    if "--print_config" in given:
         print(dump_config(config), end="")
         sys.exit(0)
-    return Arguments(config, frozenset(given_flags), given_options)
+    return Arguments(config, given)
 
 
 def _split(
-    arguments: Sequence[str],
-    root: type,
-    known_flags: Mapping[str, str],
-    known_options: Mapping[str, tuple[str, str]],
-    problems: Problems,
-) -> tuple[str | None, list[tuple[str, str | None]], set[str], dict[str, str]]:
-    """The value of `--config`, the (key, text) overrides, flags and options; a text that was forgotten is None.
+    arguments: Sequence[str], root: type, known: Mapping[str, str], problems: Problems
+) -> tuple[str | None, list[tuple[str, str | None]], dict[str, str]]:
+    """The value of `--config`, the (key, text) overrides, where None is a text that was forgotten, and the options given.
 
     Not argparse, nor what builds on it: those stop at the first mistake and let the last of two equal options win.
     """
     paths: list[str | None] = []
     overrides: list[tuple[str, str | None]] = []
-    flags: set[str] = set()
     options: dict[str, str] = {}
     settings = [field.name for field in dataclasses.fields(root)]
     rest = list(reversed(arguments))
     while rest:
         option, equals, text = rest.pop().partition("=")
         place, name = Place(0, show(option)), option.removeprefix("--")
-        if option in known_flags:
-            flags.add(option)
+        if known.get(option) == "":
+            options[option] = ""
             if equals:
                 problems.add(place, "takes no value")
             continue
@@ -114,15 +105,14 @@ def _split(
         value = text if equals else rest.pop() if rest and not rest[-1].startswith("--") else None
         if option == "--config":
             paths.append(value)
-        elif option in known_options:
-            if not value:
-                problems.add(place, f"needs a value; write {option} {known_options[option][0]}")
-            elif option in options:
-                problems.add(place, "given twice; keep one")
-            else:
-                options[option] = value
+        elif option in known and not value:
+            problems.add(place, f"needs a value; write {option} {known[option]}")
+        elif option in options:
+            problems.add(place, "given twice; keep one")
+        elif option in known:
+            options[option] = value or ""
         elif name.partition(".")[0] not in settings and (
-            close := difflib.get_close_matches(option, ["--config", *known_flags, *known_options], n=1, cutoff=0.8)
+            close := difflib.get_close_matches(option, ["--config", *known], n=1, cutoff=0.8)
         ):
             problems.add(place, f"is no option; did you mean {close[0]}?")
         else:
@@ -131,10 +121,10 @@ def _split(
     if not path and (paths or root is Config):
         rule = "required" if not paths else "given more than once" if all(paths) else "needs a value"
         problems.stop(Place(0, "--config"), f"{rule}; write --config FILE, or --help for every setting")
-    return path, overrides, flags, options
+    return path, overrides, options
 
 
-def _help(prog: str, root: type, flags: Mapping[str, str], options: Mapping[str, tuple[str, str]]) -> str:
+def _help(prog: str, root: type, options: Mapping[str, str]) -> str:
     """All options and settings, by section, with types, defaults and meaning."""
     width = min(shutil.get_terminal_size().columns, 120)
 
@@ -145,11 +135,12 @@ def _help(prog: str, root: type, flags: Mapping[str, str], options: Mapping[str,
     if is_run := root is Config:
         file, top = "--config FILE", "the run"
         number, several = ": --train.num_steps 100", ": --data.sources '[{kind: stdlib}]'"
+    flags = _FLAGS | {option: text for option, text in options.items() if " " not in option}
     own = {
         "--config FILE": "The YAML file of the run." if is_run else "A YAML file with any of the settings below.",
         "--KEY VALUE, --KEY=VALUE": f"Any setting below, over what FILE says{number}. Lists and whole sections are written"
         f" as YAML{several}. null leaves a setting unset.",
-        **{f"{option} {value}": text for option, (value, text) in options.items()},
+        **{option: text for option, text in options.items() if " " in option},
         **flags,
     }
     lines = [f"usage: {prog} {file} [--KEY VALUE ...] {' '.join(f'[{flag}]' for flag in flags)}", ""]

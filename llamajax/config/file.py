@@ -118,15 +118,6 @@ def write_config(config: Settings, path: Path) -> None:
     disk.write_atomically(path, text.encode())
 
 
-def dotted(tree: Any, prefix: str = "") -> dict[str, Any]:
-    """Everything in nested dicts and lists by its dotted key, such as `mesh.fsdp` or `data.sources.0.kind`."""
-    if not isinstance(tree, dict | list):
-        return {prefix: tree}
-    items = tree.items() if isinstance(tree, dict) else enumerate(tree)
-    inner = (dotted(value, f"{prefix}.{key}" if prefix else str(key)) for key, value in items)
-    return {key: value for part in inner for key, value in part.items()}
-
-
 def dump_config(config: Settings) -> str:
     """Every setting as YAML, which reads back to an equal configuration."""
     return yaml.dump(config_to_dict(config), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
@@ -135,12 +126,11 @@ def dump_config(config: Settings) -> str:
 class _Dumper(yaml.SafeDumper):
     """Also quotes text that YAML readers disagree about, such as `3e-4`."""
 
+    def represent_str(self, data: str) -> yaml.ScalarNode:
+        return self.represent_scalar("tag:yaml.org,2002:str", data, style='"' if other_reading(data) else None)
 
-def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
-    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style='"' if other_reading(text) else None)
 
-
-_Dumper.add_representer(str, _represent_text)
+_Dumper.add_representer(str, _Dumper.represent_str)
 
 
 def _place_of(key: str, root: Node) -> Place:

@@ -42,13 +42,9 @@ def read_scalar(kind: Any, node: Node) -> Any:
         return text
     if node.style == "quoted" and (_NUMBER.fullmatch(text) or text in ("true", "false")):
         raise ConfigError(f"{rule}, but quotes make {show(text)} text; remove them")
-    return {bool: _truth_value, int: _integer, float: _number}[kind](rule, text)
-
-
-def _truth_value(rule: str, text: str) -> bool:
-    if text not in ("true", "false"):
+    if kind is bool and text not in ("true", "false"):
         raise ConfigError(f"{rule}, not {show(text)}")
-    return text == "true"
+    return text == "true" if kind is bool else _integer(rule, text) if kind is int else _number(rule, text)
 
 
 def _integer(rule: str, text: str) -> int:

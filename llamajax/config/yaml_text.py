@@ -153,10 +153,9 @@ def _explain(error: yaml.MarkedYAMLError, place: Callable[[int], Place]) -> tupl
     """A syntax error in one line, with a remedy where it is known."""
     reason = ", ".join(part for part in (error.context, error.problem) if part)
     remedy = next((f"; {remedy}" for cause, remedy in _REMEDIES.items() if cause in reason), "")
-    start, end = error.context_mark or error.problem_mark, error.problem_mark or error.context_mark
-    if start is None or end is None:
-        return place(1), f"not valid YAML: {show(reason)}"
-    begun = f" (begun in line {start.line + 1})" if start.line < end.line else ""
+    start, end = error.context_mark, error.problem_mark
+    assert end is not None  # what scans and parses always says where
+    begun = f" (begun in line {start.line + 1})" if start is not None and start.line < end.line else ""
     return place(end.line + 1), f"not valid YAML: {' '.join(reason.split())[:200]}{begun}{remedy}"
 
 

@@ -9,7 +9,8 @@ from llamajax import data
 from llamajax.checkpoint.meta import check_same_run
 from llamajax.checkpoint.read import latest_step
 from llamajax.checkpoint.write import Checkpointer
-from llamajax.config.file import config_to_dict, dotted, write_config
+from llamajax.config.file import config_to_dict, write_config
+from llamajax.config.keys import dotted
 from llamajax.config.run import Config
 from llamajax.generation.completion import encode_prompt, stream_text
 from llamajax.parallel import mesh

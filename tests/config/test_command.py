@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from front_door import MINIMAL, TRAIN_FLAGS, changed, refuse
+from front_door import MINIMAL, TRAIN_OPTIONS, changed, refuse
 
 from llamajax.config import command as cli
 from llamajax.config.data import SourceConfig
@@ -87,7 +87,7 @@ def test_overrides_take_text_as_it_is_and_lists_and_sections_as_yaml():
         ],
         prog="llamajax",
         root=Config,
-        flags=TRAIN_FLAGS,
+        options=TRAIN_OPTIONS,
     )  # fmt: skip
     changes = {
         "run_dir": "2024",
@@ -101,7 +101,7 @@ def test_overrides_take_text_as_it_is_and_lists_and_sections_as_yaml():
         "metrics.wandb_project": "",
     }
     expected = load_config("my.yaml").changed(changes)
-    assert arguments == cli.Arguments(expected, frozenset({"--dry_run"}), {})
+    assert arguments == cli.Arguments(expected, {"--dry_run": ""})
 
 
 def test_overrides_can_give_what_the_file_lacks():
@@ -162,7 +162,7 @@ class ToolConfig(Settings):
 
 
 def parse_tool_args(*arguments: str) -> cli.Arguments[ToolConfig]:
-    return cli.parse_args(arguments, prog="tool", root=ToolConfig, options={"--json": ("FILE", "Where to write.")})
+    return cli.parse_args(arguments, prog="tool", root=ToolConfig, options={"--json FILE": "Where to write."})
 
 
 def test_any_dataclass_is_a_command_line(capsys):
@@ -170,7 +170,7 @@ def test_any_dataclass_is_a_command_line(capsys):
         "--prompt", "[INST] 1", "--chat", "--model=m", "--prompt", "null", "--mesh.tensor", "2", "--json", "out"
     )
     expected = ToolConfig(model="m", prompt=("[INST] 1", "null"), chat=True, mesh=MeshConfig(tensor=2))
-    assert arguments == cli.Arguments(expected, frozenset(), {"--json": "out"})
+    assert arguments == cli.Arguments(expected, {"--json": "out"})
 
     Path("tool.yaml").write_text("model: m\nprompt: [from file]\n")
     assert parse_tool_args("--config", "tool.yaml").config.prompt == ("from file",)
