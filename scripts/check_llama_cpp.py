@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import llama_cpp
+import llama_cpp  # pyright: ignore[reportMissingImports] (of this script alone)
 import numpy as np
 import torch
 import transformers
-from llama_cpp import Llama
+from llama_cpp import Llama  # pyright: ignore[reportMissingImports]
 
 from converters.convert import main as run_converter
 from converters.hf_cli import parse_args

@@ -8,8 +8,11 @@ import os
 import random
 import shutil
 import threading
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -46,7 +49,7 @@ class Tiny(nnx.Module):
 @dataclasses.dataclass
 class TinyState:
     model: Tiny
-    opt_state: optax.OptState
+    opt_state: Any
     step: jax.Array
     key: jax.Array
 
@@ -54,7 +57,8 @@ class TinyState:
 def init(seed: int, width: int = 16, dtype: jnp.dtype = jnp.float32) -> TinyState:
     key, rest = jax.random.split(jax.random.key(seed))
     model = Tiny(key, width, dtype)
-    opt_state = optax.adam(1e-3).init(model)
+    weights: Any = model  # optax's types know dicts and tuples only
+    opt_state = optax.adam(1e-3).init(weights)
     opt_state = jax.tree.map(lambda x: x + jnp.ones((), x.dtype) / 3 if x.dtype == jnp.float32 else x, opt_state)
     return TinyState(model, opt_state, jnp.int32(seed), rest)
 
@@ -77,7 +81,9 @@ def bits(tree) -> list[bytes]:
     return [np.asarray(x).tobytes() for x in leaves]
 
 
-def save(run_dir: Path, steps: list[int], config: CheckpointConfig = CONFIG, **files: bytes) -> None:
+def save(
+    run_dir: Path, steps: list[int], config: CheckpointConfig = CONFIG, files: Mapping[str, bytes] = MappingProxyType({})
+) -> None:
     with Checkpointer(run_dir, config) as checkpointer:
         for step in steps:
             checkpointer.save(step, state_of(step), META | {"step": step}, files)
@@ -97,7 +103,7 @@ def two_steps(tmp_path_factory) -> Path:
     """A run with steps 10 and 20; copy it before changing it."""
     run_dir = tmp_path_factory.mktemp("run")
     use_mesh()
-    save(run_dir, [10, 20], **{"tokenizer.model": TOKENIZER})
+    save(run_dir, [10, 20], files={"tokenizer.model": TOKENIZER})
     return run_dir
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from typing import Any
 
 import jax
 import numpy as np
@@ -102,7 +103,7 @@ def test_transformers_writes_the_same_text(trained, tmp_path):
     ours = json.loads(output.read_text())
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
     ids = tokenizer(prompt, return_tensors="pt")
-    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
     with torch.no_grad():
         theirs = model.generate(**ids, do_sample=False, max_new_tokens=16, pad_token_id=0)[0, ids["input_ids"].shape[1] :]
     assert tokenizer.decode(theirs, skip_special_tokens=True) == ours["text"]

@@ -1,6 +1,7 @@
 """lm-evaluation-harness on our models: the log-likelihoods and texts of transformers, few programs, no torch."""
 
 import dataclasses
+import functools
 import json
 import math
 import os
@@ -8,6 +9,7 @@ import random
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -27,7 +29,7 @@ from tests.converters.models import write_model
 
 pytest.importorskip("lm_eval")
 
-from lm_eval.api.instance import Instance
+from lm_eval.api.instance import Instance, OutputType
 
 from llamajax.evaluation import harness
 
@@ -108,7 +110,7 @@ def language_model(directory: Path, mesh: MeshConfig, **settings) -> harness.Lla
     return harness.LlamaLM(model, tokenizer, end_ids=find_ends((1,), tokenizer, None), **(defaults | settings))
 
 
-def requests(kind: str, arguments: list[tuple]) -> list[Instance]:
+def requests(kind: OutputType, arguments: list[tuple]) -> list[Instance]:
     return [Instance(kind, {}, each, 0) for each in arguments]
 
 
@@ -238,10 +240,11 @@ def test_few_programs_for_all_lengths():
 
 def test_programs_are_compiled_once_per_length(model_dir):
     ours = language_model(model_dir, MeshConfig(), batch_size=8)
-    before = score._cache_size()
+    programs: Any = score  # jax's types hide how many there are
+    before = programs._cache_size()
     rows = [(("", ""), [0] * n, [3]) for n in range(33, 60)]
     results = ours._loglikelihood_tokens(rows)
-    assert score._cache_size() == before + 2
+    assert programs._cache_size() == before + 2
     alone = ours._loglikelihood_tokens(rows[-1:])
     assert math.isclose(results[-1][0], alone[0][0], abs_tol=1e-5), "padding and neighbours change nothing"
 
@@ -267,8 +270,8 @@ def test_a_prompt_is_what_the_chat_template_writes(model_dir):
     assert plain.tokenizer_name != ours.tokenizer_name
 
 
-def settings(model_dir: Path, tasks_dir: Path, **changes) -> EvaluateConfig:
-    defaults = {"tasks": "colours", "include_path": str(tasks_dir), "compute_dtype": "float32"}
+def settings(model_dir: Path, tasks_dir: Path, **changes: Any) -> EvaluateConfig:
+    defaults: dict[str, Any] = {"tasks": "colours", "include_path": str(tasks_dir), "compute_dtype": "float32"}
     return EvaluateConfig(model=str(model_dir), **(defaults | changes))
 
 
@@ -304,7 +307,7 @@ def test_own_tasks_end_to_end(model_dir, tasks_dir, tmp_path, capsys):
 def test_what_cannot_be_evaluated_is_one_line(changes, error, message, model_dir, tasks_dir, monkeypatch):
     if changes.get("tasks") == "colous":  # reading the harness's own thousands of tasks takes ten seconds
         manager = harness.TaskManager
-        monkeypatch.setattr(harness, "TaskManager", lambda **options: manager(**options | {"include_defaults": False}))
+        monkeypatch.setattr(harness, "TaskManager", functools.partial(manager, include_defaults=False))
     with pytest.raises(error, match=message) as raised:
         evaluate.run(settings(model_dir, tasks_dir, **changes))
     assert "\n" not in str(raised.value)

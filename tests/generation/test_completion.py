@@ -4,6 +4,7 @@ import functools
 import io
 import logging
 import re
+from typing import Any
 
 import jax
 import numpy as np
@@ -44,6 +45,9 @@ class Letters:
         return "".join(chr(int(i) - 3 + ord("a")) for i in ids)
 
 
+LETTERS: Any = Letters()  # where a `Tokenizer` is asked for
+
+
 class Parts:
     """A tokenizer whose token i is the i-th of given bytes."""
 
@@ -56,7 +60,8 @@ class Parts:
 
 def told(parts: list[bytes], stop: tuple[str, ...]) -> tuple[list[str], bool]:
     """The pieces of a text that comes in these parts, and whether it was stopped."""
-    stream, pieces = TextStream(Parts(parts), [], stop), []
+    tokenizer: Any = Parts(parts)
+    stream, pieces = TextStream(tokenizer, [], stop), []
     for token in range(len(parts)):
         pieces.append(stream.push(token))
         if stream.stopped:
@@ -140,7 +145,7 @@ def model_on(mesh: str):
 def make_completer(mesh: str, *, sampling=GREEDY, seed=0, max_seq_len=32, end_ids=(), tokenizer=None):
     jax.set_mesh(MESHES[mesh]())
     settings = {"sampling": sampling, "key": jax.random.key(seed), "max_seq_len": max_seq_len, "end_ids": end_ids}
-    return Completer(model_on(mesh), tokenizer or Letters(), **settings)
+    return Completer(model_on(mesh), tokenizer or LETTERS, **settings)
 
 
 def completions(completer, prompts, *, max_tokens=8, **settings):
@@ -189,7 +194,9 @@ def test_prompts_one_by_one_compile_once_and_write_the_cache_in_place(greedy, ca
     (decode,) = (program for (step, _), program in completer._programs.items() if step.__name__ == "_decode")
     model, num_slots = CONFIG.model, 16
     cache_bytes = 2 * 4 * model.num_layers * num_slots * model.num_kv_heads * model.head_dim
-    assert decode.memory_analysis().alias_size_in_bytes >= cache_bytes
+    memory = decode.memory_analysis()
+    assert memory is not None
+    assert memory.alias_size_in_bytes >= cache_bytes
 
 
 def test_samples_differ_and_depend_neither_on_mesh_nor_batch():
@@ -246,12 +253,12 @@ def test_no_prompts_no_pieces():
 def test_a_sample_of_a_run(greedy):
     jax.set_mesh(MESHES["one device"]())
     settings = {"max_tokens": 1000, "temperature": 0.0, "key": jax.random.key(0), "seq_len": 12}
-    pieces = stream_text(model_on("one device"), Letters(), "abc", **settings)
+    pieces = stream_text(model_on("one device"), LETTERS, "abc", **settings)
     tokens = greedy[0][0][: greedy[0][0].index(2)] if 2 in greedy[0][0] else greedy[0][0]
-    assert "".join(pieces) == Letters().decode(tokens)
+    assert "".join(pieces) == LETTERS.decode(tokens)
 
 
 def test_a_sample_without_room_is_refused():
-    assert encode_prompt(Letters(), "abc", 5) == [1, 3, 4, 5]
+    assert encode_prompt(LETTERS, "abc", 5) == [1, 3, 4, 5]
     with pytest.raises(DataError, match="4 tokens leave no room in rows of 4"):
-        encode_prompt(Letters(), "abc", 4)
+        encode_prompt(LETTERS, "abc", 4)

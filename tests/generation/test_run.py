@@ -214,8 +214,8 @@ def test_the_mesh_that_is_chosen_fits_any_number_of_devices(num_devices, num_kv_
 
 def start(run_dir: pathlib.Path, *arguments: str) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "llamajax.generate", "--model", str(run_dir), *arguments]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    return subprocess.Popen(command, text=True, env=runs.environment(run_dir.parent), **pipes)
+    env = runs.environment(run_dir.parent)
+    return subprocess.Popen(command, text=True, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
 
 def test_the_command_itself(run_dir, tmp_path):

@@ -1,5 +1,7 @@
 """Filters keep what transformers keeps; draws follow the probabilities and depend on seeds and position alone."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -72,7 +74,8 @@ def test_filters_keep_what_transformers_keeps(sampling):
     settings = {"top_k": sampling.top_k or 0, "top_p": sampling.top_p, "min_p": sampling.min_p}
     generation_config = GenerationConfig(do_sample=True, temperature=sampling.temperature, **settings)
     generation_config._eos_token_tensor = None
-    processors = Mixin()._get_logits_processor(generation_config, logits_processor=LogitsProcessorList())
+    mixin: Any = Mixin()
+    processors = mixin._get_logits_processor(generation_config, logits_processor=LogitsProcessorList())
     warpers = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper)
     assert processors
     assert all(isinstance(processor, warpers) for processor in processors)

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import re
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -44,8 +45,8 @@ LENGTHS = np.array([8, 1, 5, 7, 3, 2, 6, 4], np.int32)
 PROMPTS = np.random.default_rng(2).integers(0, 64, (B, T)).astype(np.int32)
 NUM_STEPS = 7
 
-PREFILL = jax.jit(Llama.prefill, donate_argnums=3)
-DECODE = jax.jit(Llama.decode, donate_argnums=2)
+PREFILL: Any = jax.jit(Llama.prefill, donate_argnums=3)  # jax's types hide how many programs there are
+DECODE: Any = jax.jit(Llama.decode, donate_argnums=2)
 
 
 def _llama(config: ModelConfig) -> Llama:
@@ -141,6 +142,7 @@ def test_the_cache_is_written_where_it_lies(axes: str):
     lengths = jax.device_put(LENGTHS, spec("batch"))
     for step in (PREFILL.lower(model, tokens, lengths, cache), DECODE.lower(model, lengths, cache)):
         memory = step.compile().memory_analysis()
+        assert memory is not None
         assert memory.alias_size_in_bytes >= num_bytes
         assert memory.temp_size_in_bytes < num_bytes / 2
 

@@ -3,6 +3,7 @@
 import dataclasses
 from collections import Counter
 from collections.abc import Iterator
+from typing import Any
 
 import chex
 import jax
@@ -32,7 +33,7 @@ def _llama(config: ModelConfig = CONFIG) -> Llama:
     return jax.jit(Llama, static_argnums=0)(config, jax.random.key(0))
 
 
-def _leaves(tree) -> Iterator[tuple[str, jax.Array]]:
+def _leaves(tree) -> Iterator[tuple[str, Any]]:
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         yield jax.tree_util.keystr(path, simple=True, separator="."), leaf
 

@@ -24,8 +24,8 @@ TINY = ModelConfig(
 )  # fmt: skip
 
 
-def _stretched(**changes: float) -> RopeScalingConfig:
-    return RopeScalingConfig(**({"kind": "llama3", "factor": 8.0, "original_max_seq_len": 8192} | changes))
+def _stretched(factor: float = 8.0, original_max_seq_len: int = 8192) -> RopeScalingConfig:
+    return RopeScalingConfig(kind="llama3", factor=factor, original_max_seq_len=original_max_seq_len)
 
 
 VARIANTS = {

@@ -2,6 +2,7 @@
 
 import dataclasses
 import hashlib
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -40,7 +41,7 @@ def test_plain_frequencies_are_powers_of_theta():
 def test_frequencies_are_to_the_bit_those_of_transformers():
     """As torch computes them without vector instructions (ATEN_CPU_CAPABILITY=default), hashed; with them, torch 2.13 has
     other last bits on some CPUs."""
-    published = {
+    published: dict[tuple[int, float, Literal["none", "linear", "llama3"]], str] = {
         (128, 1e4, "none"): "4b659c349432de9f",
         (128, 5e5, "none"): "dde15c3172417735",
         (64, 5e5, "llama3"): "29fc7f650b240e44",

@@ -1,6 +1,7 @@
 """What is left of a card for XLA's arrays: the same for a plan and for the training that it is of."""
 
 import os
+from typing import Any
 
 import pytest
 
@@ -22,7 +23,7 @@ def _environment(monkeypatch):
     monkeypatch.delenv(VARIABLE)
 
 
-def on(gpu="a100-40gb", **axes):
+def on(gpu: Any = "a100-40gb", **axes):
     return tiny_config(
         hardware=HardwareConfig(gpu=gpu), mesh=MeshConfig(**axes), train=TrainConfig(num_steps=10, global_batch_size=32)
     )

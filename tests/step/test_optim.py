@@ -1,5 +1,7 @@
 """Schedules at their corners, AdamW against the textbook update, decay by name, bfloat16 moments."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -38,7 +40,7 @@ def test_cosine_is_half_way_in_the_middle():
 def test_one_update_is_adamw():
     config = OptimizerConfig(learning_rate=0.1, schedule="constant", weight_decay=0.5, b1=0.9, b2=0.95, eps=1e-8)
     optimizer = make_optimizer(config, num_steps=3)
-    params = {"w": jnp.array([1.0, -2.0]), "norm": jnp.array([1.0, -2.0])}
+    params: Any = {"w": jnp.array([1.0, -2.0]), "norm": jnp.array([1.0, -2.0])}
     grads = {"w": jnp.array([0.3, 0.01]), "norm": jnp.array([0.3, 0.01])}
     state = optimizer.init(params)
     m, v, w = np.zeros(2), np.zeros(2), {name: np.array(p) for name, p in params.items()}
@@ -75,7 +77,8 @@ def test_bfloat16_moments_are_stored_narrow_and_follow_the_float32_ones():
     for dtype in ("float32", "bfloat16"):
         config = OptimizerConfig(learning_rate=1e-2, moment_dtype=dtype, schedule="constant")
         optimizer = make_optimizer(config, num_steps=50)
-        p, state = params, optimizer.init(params)
+        p: Any = params
+        state = optimizer.init(params)
         assert {x.dtype.name for x in jax.tree.leaves(state) if jnp.issubdtype(x.dtype, jnp.floating)} == {dtype}
         for step in range(50):
             grads = {"w": p["w"] + 0.1 * jax.random.normal(jax.random.key(step), (64,))}

@@ -5,6 +5,7 @@ import io
 import re
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -122,9 +123,10 @@ def test_parameter_table_adds_up(abstract):
     tree = sharded_tree()
     if abstract:
         tree = jax.eval_shape(lambda tree: tree, tree)
-    screen = Console(file=io.StringIO(), width=200, highlight=False)
+    written = io.StringIO()
+    screen = Console(file=written, width=200, highlight=False)
     screen.print(console.parameter_table(tree))
-    rows = [re.split(r"  +", line.strip()) for line in screen.file.getvalue().splitlines()]
+    rows = [re.split(r"  +", line.strip()) for line in written.getvalue().splitlines()]
     assert rows == [
         ["parameter", "shape", "dtype", "split over", "per device", "all"],
         ["embed", "64 x 32", "float32", "tensor, fsdp", "2.00 KiB", "8.00 KiB"],
@@ -136,9 +138,10 @@ def test_parameter_table_adds_up(abstract):
 
 
 def test_an_array_without_sharding_counts_as_replicated():
-    screen = Console(file=io.StringIO(), width=200)
+    written = io.StringIO()
+    screen = Console(file=written, width=200)
     screen.print(console.parameter_table([jax.ShapeDtypeStruct((256, 4), jnp.float32)]))
-    assert re.search(r"total +1,024 +4.00 KiB +4.00 KiB", screen.file.getvalue())
+    assert re.search(r"total +1,024 +4.00 KiB +4.00 KiB", written.getvalue())
 
 
 def test_memory_summary():
@@ -162,11 +165,13 @@ def test_memory_of_a_gpu_program():
         peak_memory_in_bytes=7 * 2**30,
         host_temp_size_in_bytes=2**30,
     )
-    assert console.memory_summary(SimpleNamespace(memory_analysis=lambda: stats)) == (
+    program: Any = SimpleNamespace(memory_analysis=lambda: stats)
+    assert console.memory_summary(program) == (
         "memory per device 8.00 GiB: arguments 3.00 GiB, outputs 1.00 GiB (1.00 GiB in place of arguments),"
         " temporary 5.00 GiB, in use at the peak 7.00 GiB, offloaded to the host 1.00 GiB"
     )
-    assert "does not tell" in console.memory_summary(SimpleNamespace(memory_analysis=lambda: None))
+    untold: Any = SimpleNamespace(memory_analysis=lambda: None)
+    assert "does not tell" in console.memory_summary(untold)
 
 
 def test_summary_names_everything_a_person_goes_on_with(capsys):

@@ -217,7 +217,7 @@ def read_tensorboard(run_dir):
         data = path.read_bytes()
         while data:  # TFRecord: length, its checksum, the event, its checksum
             (length,) = struct.unpack("<Q", data[:8])
-            event = event_pb2.Event.FromString(data[12 : 12 + length])
+            event = event_pb2.Event.FromString(data[12 : 12 + length])  # pyright: ignore[reportAttributeAccessIssue] (made at run time)
             points += [(event.step, value.tag, value.simple_value) for value in event.summary.value]
             purges += [event.step] * (event.WhichOneof("what") == "session_log")
             data = data[16 + length :]
