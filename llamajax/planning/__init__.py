@@ -1,1 +1,1 @@
-"""What a run needs and how fast it is, before it runs: the very program, compiled for the cluster without having one."""
+"""See a run before it is paid for: its memory, time and price on GPUs that are not there."""

@@ -142,20 +142,12 @@ def _same_file(source: str) -> str:
 
 
 def _judged(
-    lowered: jax.stages.Lowered,
-    options: Callable[..., dict[str, Option]],
-    machine: Machine,
-    mesh: Mapping[str, int],
+    lowered: jax.stages.Lowered, options: Callable[..., dict[str, Option]], machine: Machine, mesh: Mapping[str, int],
     budget: float,
-) -> str:
+) -> str:  # fmt: skip
     """The latencies of `lowered`, or `_GUESSES` where scheduling by them does not help.
 
-    Args:
-        lowered: the step.
-        options: makes the compiler's options, with a file of latencies.
-        machine: what it runs on.
-        mesh: sizes of the mesh axes, outer to inner.
-        budget: bytes that it may take of a device.
+    `options` makes the compiler's options, with a file of latencies; `budget` is the bytes that a device has for arrays.
     """
 
     def compiled(file: str | None) -> tuple[Module, Preference]:

@@ -17,12 +17,12 @@ from llamajax.parallel.allowance import Allowance, allowance, memory_fraction, r
 from llamajax.planning.scopes import MEMORY_KINDS, MemoryKind, Namer
 from llamajax.planning.xla.buffers import Buffer
 from llamajax.planning.xla.compile import CompiledStep
-from llamajax.planning.xla.hlo import Computation, Instruction, Module, arrays
+from llamajax.planning.xla.hlo import Module, arrays
 from llamajax.step.loss import MAX_CHUNK_LOGITS
 
 
 @dataclass(frozen=True)
-class Tensor:
+class PeakTensor:
     """An array alive at the fullest moment."""
 
     buffer: Buffer
@@ -50,7 +50,7 @@ class MemoryPlan:
     """Beside XLA's arrays."""
     training_fraction: float
     """Of the card, what training takes for XLA's arrays."""
-    tensors: tuple[Tensor, ...]
+    tensors: tuple[PeakTensor, ...]
     """What is alive at the fullest moment, largest first."""
 
     @property
@@ -78,7 +78,7 @@ def memory_plan(step: CompiledStep, module: Module) -> MemoryPlan:
     buffers = step.buffers
     namer = Namer(module, buffers.arguments)
     alive = sorted((*buffers.arguments, *buffers.peak), key=lambda buffer: -buffer.size)
-    tensors = tuple(Tensor(buffer, *namer.tell(buffer)) for buffer in alive)
+    tensors = tuple(PeakTensor(buffer, *namer.tell(buffer)) for buffer in alive)
     by_kind: Counter[MemoryKind] = Counter(dict.fromkeys(MEMORY_KINDS, 0))
     for tensor in tensors:
         by_kind[tensor.kind] += tensor.buffer.size
@@ -139,20 +139,15 @@ def _planned_workspace(config: Config) -> int:
 
 def _attention_workspace(module: Module) -> int:
     """The largest that cuDNN takes; none where XLA knows it, which then lays it out with the temporary arrays."""
-    return max(
-        (
-            _workspace(instruction, computation)
-            for computation in module.computations.values()
-            for instruction in computation.instructions.values()
-            if "__cudnn$fmhaSoftmaxBackward" in instruction.attributes.get("custom_call_target", "")
-        ),
-        default=0,
-    )
-
-
-def _workspace(instruction: Instruction, computation: Computation) -> int:
-    """Of one backward pass, from the shapes of its queries [B, T, N, H] and keys [B, S, K, H]."""
-    known = max(array.num_elements for array in arrays(instruction.shape) if array.dtype == "u8")
-    (queries,), (keys,) = (list(arrays(shape)) for shape in computation.operand_shapes(instruction)[:2])
-    batch, seq_len, heads, head_dim = queries.dims
-    return 0 if known else workspace_bytes(batch, heads, keys.dims[2], seq_len, head_dim)
+    largest = 0
+    for computation in module.computations.values():
+        for instruction in computation.instructions.values():
+            if "__cudnn$fmhaSoftmaxBackward" not in instruction.attributes.get("custom_call_target", ""):
+                continue
+            known = max(array.num_elements for array in arrays(instruction.shape) if array.dtype == "u8")
+            # Queries [B, T, N, H] and keys [B, S, K, H].
+            (queries,), (keys,) = (list(arrays(shape)) for shape in computation.operand_shapes(instruction)[:2])
+            batch, seq_len, heads, head_dim = queries.dims
+            if not known:
+                largest = max(largest, workspace_bytes(batch, heads, keys.dims[2], seq_len, head_dim))
+    return largest

@@ -51,14 +51,14 @@ def run(config: Config, *, alternatives: bool = False, options: Mapping[str, str
     except CompilerMissingError as missing:
         told = figures.estimated_figures(config, str(missing))
         text.print_estimate(config, told)
-        write(options, "--json", lambda: json.dumps(told, indent=1))
+        write_output(options, "--json", lambda: json.dumps(told, indent=1))
         raise
     told = figures.figures(plan, sweep, plans)
     text.print_plan(plan, told)
-    write(options, "--json", lambda: json.dumps(told, indent=1))
-    write(options, "--trace", lambda: json.dumps(perfetto(plan.chosen.timeline)))
-    write(options, "--hlo", lambda: plan.chosen.step.hlo)
-    write(options, "--picture", lambda: picture.page(plan, told))
+    write_output(options, "--json", lambda: json.dumps(told, indent=1))
+    write_output(options, "--trace", lambda: json.dumps(perfetto(plan.chosen.timeline)))
+    write_output(options, "--hlo", lambda: plan.chosen.step.hlo)
+    write_output(options, "--picture", lambda: picture.page(plan, told))
 
 
 def check_outputs(options: Mapping[str, str]) -> None:
@@ -87,7 +87,7 @@ def check_outputs(options: Mapping[str, str]) -> None:
         raise ConfigError("\n".join(problems))
 
 
-def write(options: Mapping[str, str], option: str, content: Callable[[], str]) -> None:
+def write_output(options: Mapping[str, str], option: str, content: Callable[[], str]) -> None:
     """Writes `content` to the file that `option` names, if it was given."""
     if option not in options:
         return

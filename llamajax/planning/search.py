@@ -1,7 +1,6 @@
 """What-if: the same plan for several values of one setting."""
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -69,13 +68,9 @@ def run_sweep(sweep: Sweep, base: Plan, *, doing: Callable[[str], None] = lambda
             doing(f"{sweep.key}={value}")
             plans.append(_replay(base, config, new_latencies=sweep.key in _BANDWIDTHS))
         else:
-            told = functools.partial(_tell, doing, f"{sweep.key}={value}")
-            plans.append(make_plan(config, suggest=False, doing=told))
+            where = f"{sweep.key}={value}: "
+            plans.append(make_plan(config, suggest=False, doing=lambda what, where=where: doing(where + what)))
     return tuple(plans)
-
-
-def _tell(doing: Callable[[str], None], where: str, what: str) -> None:
-    doing(f"{where}: {what}")
 
 
 def _replay(base: Plan, config: Config, *, new_latencies: bool) -> Plan:

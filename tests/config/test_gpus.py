@@ -10,7 +10,7 @@ from llamajax.config.machine import HardwareConfig
 from llamajax.config.parallel import MeshConfig
 from llamajax.errors import ConfigError
 from llamajax.parallel import mesh
-from llamajax.planning.xla.target import target_config
+from llamajax.planning.xla.compile import target_config
 from llamajax.watch import peak as peak_module
 from llamajax.watch.peak import measure_matmul_flops, peak_flops
 

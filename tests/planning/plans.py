@@ -14,7 +14,7 @@ from llamajax.parallel.allowance import Allowance
 from llamajax.planning.cost.gpu import planned_machine
 from llamajax.planning.cost.replay import replay
 from llamajax.planning.fitting import Candidate, Suggestion
-from llamajax.planning.memory import MemoryPlan, Tensor
+from llamajax.planning.memory import MemoryPlan, PeakTensor
 from llamajax.planning.plan import Plan, Schedule
 from llamajax.planning.scopes import MEMORY_KINDS, MemoryKind
 from llamajax.planning.xla.buffers import Buffer, BufferAssignment
@@ -55,7 +55,7 @@ def memory(peak_bytes: int = 60 * GIB) -> MemoryPlan:
     state: dict[MemoryKind, int] = {"parameters": 10 * GIB, "optimizer": 20 * GIB, "temporaries": peak_bytes - 30 * GIB}
     by_kind = dict.fromkeys(MEMORY_KINDS, 0) | state
     buffer = Buffer(instruction="param.1", opcode="parameter", op_name="", dtype="f32", shape=(4, 256), size=10 * GIB)
-    tensor = Tensor(buffer, "parameters", "model.[bold]")
+    tensor = PeakTensor(buffer, "parameters", "model.[bold]")
     return MemoryPlan(
         by_kind=by_kind,
         argument_bytes=30 * GIB,

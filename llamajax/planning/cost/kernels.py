@@ -43,13 +43,11 @@ _SAME_SIZE_OPCODES = {
     "round-nearest-even", "rsqrt", "select", "shift-left", "shift-right-arithmetic", "shift-right-logical", "sign",
     "sine", "sqrt", "stochastic-convert", "subtract", "tan", "tanh", "transpose", "xor",
 }  # fmt: skip
-_WHOLE_OPERAND_OPCODES = {"dot", "sort"}
 _SCALED_OPCODES = {"reduce", "concatenate", "pad", "reduce-window"}
-_SOURCE_OPCODES = {"iota", "rng", "rng-bit-generator", "rng-get-and-update-state", "constant", "parameter"}
-_UNDERSTOOD = (
-    _SAME_SIZE_OPCODES | _WHOLE_OPERAND_OPCODES | _SCALED_OPCODES | _SOURCE_OPCODES | _FREE_OPCODES
-    | {"broadcast", "slice", "dynamic-slice", "gather", "dynamic-update-slice", "scatter", "fusion"}
-)  # fmt: skip
+_UNDERSTOOD = _SAME_SIZE_OPCODES | _SCALED_OPCODES | _FREE_OPCODES | {
+    "dot", "sort", "iota", "rng", "rng-bit-generator", "rng-get-and-update-state", "broadcast", "slice", "dynamic-slice",
+    "gather", "dynamic-update-slice", "scatter", "fusion",
+}  # fmt: skip
 _GEMM_TARGETS = ("__cublas$", "__cudnn$gemm")
 _PEAK_SHARE = {"f64": 1 / 16, "f32": 1 / 2, "s8": 2.0, "u8": 2.0}
 """Tensor-core rate against bfloat16's; f32 runs as TF32, XLA's default. Types of eight bits double it."""

@@ -14,7 +14,7 @@ import numpy as np
 from llamajax.planning.cost.gpu import Machine
 from llamajax.planning.xla.hlo import Computation, Instruction, Module, num_bytes
 
-Link = Literal["intra_node", "inter_node"]
+LinkKind = Literal["intra_node", "inter_node"]
 
 _KINDS = (
     "all-gather", "reduce-scatter", "all-reduce", "all-to-all", "ragged-all-to-all", "collective-permute",
@@ -62,12 +62,12 @@ class Collective:
     """Nodes that one group spans."""
     num_bytes: int
     """Of the whole array: gathered, reduced, or exchanged."""
-    wire_bytes: dict[Link, float]
+    wire_bytes: dict[LinkKind, float]
     """Sent by a device, on average over devices."""
     seconds: float
 
     @property
-    def link(self) -> Link:
+    def link(self) -> LinkKind:
         """The slowest kind of link that it needs."""
         return "inter_node" if self.num_nodes > 1 else "intra_node"
 
@@ -112,7 +112,7 @@ def collective(
         case _:
             seconds = ring_seconds(passed, n - 1, m - 1, n, m, machine)
             inter = passed / g if m > 1 else 0.0
-    wire: dict[Link, float] = {"intra_node": passed - inter, "inter_node": inter}
+    wire: dict[LinkKind, float] = {"intra_node": passed - inter, "inter_node": inter}
     return Collective(instruction.name, kind, axis_of(groups, mesh), n, m, whole, wire, seconds)
 
 
@@ -179,7 +179,7 @@ def _permute(instruction: Instruction, sent: int, num_devices: int, machine: Mac
     nodes = pairs // machine.gpus_per_node
     crossing = int((nodes[:, 0] != nodes[:, 1]).sum())
     moving = int((pairs[:, 0] != pairs[:, 1]).sum())
-    wire: dict[Link, float] = {
+    wire: dict[LinkKind, float] = {
         "intra_node": sent * (moving - crossing) / num_devices,
         "inter_node": sent * crossing / num_devices,
     }

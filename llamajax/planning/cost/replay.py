@@ -12,7 +12,7 @@ from typing import Literal
 
 from llamajax.planning.cost.gpu import Machine
 from llamajax.planning.cost.kernels import FREE, CostModel
-from llamajax.planning.cost.network import Collective, Link, collective, collective_kind
+from llamajax.planning.cost.network import Collective, LinkKind, collective, collective_kind
 from llamajax.planning.cost.timeline import LANES, CollectiveUse, Event, Lane, Loop, Timeline
 from llamajax.planning.xla.hlo import Computation, Instruction, Module
 
@@ -44,7 +44,7 @@ def replay(module: Module, machine: Machine, mesh: Mapping[str, int]) -> Timelin
         for key in replayer.collectives
         if tally.count[key]
     )  # fmt: skip
-    wire: dict[Link, float] = {"intra_node": 0.0, "inter_node": 0.0}
+    wire: dict[LinkKind, float] = {"intra_node": 0.0, "inter_node": 0.0}
     for use in uses:
         for link, size in use.collective.wire_bytes.items():
             wire[link] += use.count * size

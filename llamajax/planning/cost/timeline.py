@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from llamajax.planning.cost.network import Collective, Link
+from llamajax.planning.cost.network import Collective, LinkKind
 
 Lane = Literal["compute", "intra_node", "inter_node", "copy"]
 """`copy` carries asynchronous copies, to the host or within the device."""
@@ -79,7 +79,7 @@ class Timeline:
     """Waiting for collectives."""
     exposed_copy_s: float
     """Waiting for asynchronous copies."""
-    wire_bytes: dict[Link, float]
+    wire_bytes: dict[LinkKind, float]
     """Sent by a device, on average over devices."""
     flops: int
     """Executed in matrix products, recomputation included."""
@@ -110,18 +110,9 @@ def perfetto(timeline: Timeline, *, max_events: int = 50_000) -> dict[str, Any]:
         for lane in LANES
     ]
     for event, start in _flat(timeline.events, 0.0, shorten):
-        trace.append(
-            {
-                "ph": "X",
-                "pid": 0,
-                "tid": LANES.index(event.lane),
-                "name": event.name,
-                "cat": event.kind,
-                "ts": start * 1e6,
-                "dur": event.seconds * 1e6,
-                "args": {"op_name": event.op_name},
-            }
-        )
+        args, lane = {"op_name": event.op_name}, LANES.index(event.lane)
+        times = {"ts": start * 1e6, "dur": event.seconds * 1e6}
+        trace.append({"ph": "X", "pid": 0, "tid": lane, "name": event.name, "cat": event.kind, **times, "args": args})
     return {"traceEvents": trace, "displayTimeUnit": "ms"}
 
 

@@ -1,1 +1,1 @@
-"""TODO"""
+"""What a plan says: in figures, as text, as a page with drawings."""

@@ -13,10 +13,8 @@ from llamajax.config.gpus import planned_gpu
 from llamajax.planning.cost.timeline import LANES, Loop, Timeline, layer_loops, perfetto
 from llamajax.planning.plan import Plan
 from llamajax.planning.scopes import MEMORY_KINDS
-from llamajax.planning.tell.text import DISCLAIMER
+from llamajax.planning.tell.text import DISCLAIMER, Figures
 from llamajax.units import format_bytes, format_count
-
-Figures = Mapping[str, Any]
 
 _WIDTH, _LEFT, _LANE, _GAP = 1200, 104, 34, 12
 _RIGHT = _WIDTH - 8

@@ -1,7 +1,7 @@
 """The training step, compiled for a cluster on a machine that has no GPU.
 
 XLA's compiler for GPUs comes with jax's CUDA plugin and needs no driver: it is told what the card can do
-(`hardware.target_config`) and how many there are. The result is the very program that training would run, scheduled and
+(`target_config`) and how many there are. The result is the very program that training would run, scheduled and
 with all its memory laid out; it cannot be run here.
 """
 
@@ -15,12 +15,11 @@ import jax
 import jaxlib.version
 from jax.experimental import topologies
 
-from llamajax.config.gpus import planned_gpu
+from llamajax.config.gpus import Gpu, planned_gpu
 from llamajax.config.run import Config
 from llamajax.errors import ConfigError, EnvironmentMismatchError, UserError
 from llamajax.parallel.mesh import make_mesh
 from llamajax.planning.xla.buffers import BufferAssignment, read_buffer_assignment
-from llamajax.planning.xla.target import target_config
 from llamajax.step.compile import Option, compile_with, compiler_options
 from llamajax.step.step import abstract_state, lower
 
@@ -89,6 +88,7 @@ def compile_for(config: Config, *, latencies: str | None = None) -> CompiledStep
         ConfigError: the configuration names no GPU, cannot be laid over the cluster, or sets an unknown XLA option.
     """
     check_compiler()
+    planned_gpu(config.hardware)  # refuses a cluster that names none
     if problems := config.placement_problems(config.hardware.num_devices):
         raise ConfigError("\n".join(problems))
     started = time.monotonic()
@@ -140,3 +140,41 @@ def planned_mesh(config: Config) -> jax.sharding.Mesh:
         topology=f"{cluster.nodes}x1x{cluster.gpus_per_node}",
     )
     return make_mesh(config.mesh, topology.devices)
+
+
+def target_config(gpu: Gpu) -> str:
+    """What XLA must know to compile for `gpu` without having one: a `stream_executor.GpuTargetConfigProto` as text."""
+    major, minor = gpu.compute_capability
+    extension = "ACCELERATED_FEATURES" if major >= 9 else "NONE"
+    return f"""
+gpu_device_info {{
+  threads_per_block_limit: 1024
+  threads_per_warp: 32
+  shared_memory_per_block: 49152
+  shared_memory_per_core: {gpu.shared_memory_per_core}
+  threads_per_core_limit: 2048
+  core_count: {gpu.cores}
+  fpus_per_core: {gpu.fp32_lanes}
+  block_dim_limit_x: 2147483647
+  block_dim_limit_y: 65535
+  block_dim_limit_z: 65535
+  memory_bandwidth: {int(gpu.memory_bandwidth)}
+  l2_cache_size: {gpu.l2_bytes}
+  clock_rate_ghz: {gpu.clock_ghz}
+  device_memory_size: {gpu.memory_bytes}
+  shared_memory_per_block_optin: {gpu.shared_memory_per_block}
+  cuda_compute_capability {{ major: {major} minor: {minor} feature_extension: {extension} }}
+  registers_per_core_limit: 65536
+  registers_per_block_limit: 65536
+  thread_dim_limit_x: 1024
+  thread_dim_limit_y: 1024
+  thread_dim_limit_z: 64
+  driver_version: "13.0.0"
+  runtime_version: "12.8.0"
+  compile_time_toolkit_version: "12.8.0"
+  dnn_version: "9.10.0"
+}}
+platform_name: "CUDA"
+dnn_version_info {{ major: 9 minor: 10 }}
+device_description_str: "{gpu.description}"
+"""
