@@ -12,7 +12,6 @@ import jax
 
 from llamajax.config.evaluate import EvaluateConfig
 from llamajax.config.model import ModelConfig
-from llamajax.config.parallel import MeshConfig
 from llamajax.errors import ConfigError, EnvironmentMismatchError
 from llamajax.evaluation.document_loss import evaluate_documents
 from llamajax.parallel import mesh
@@ -30,7 +29,6 @@ def run(config: EvaluateConfig) -> dict[str, Any]:
     if config.tasks is not None and importlib.util.find_spec("lm_eval") is None:
         raise EnvironmentMismatchError("tasks: lm-eval is not installed; run pip install 'llamajax[eval]'")
     mesh.connect(config.mesh, config.distributed)
-    jax.set_mesh(mesh.make_mesh(MeshConfig(data=-1, fsdp=1)))  # any model can be looked at on that
     pretrained = open_pretrained(Path(config.model))
     model_config = choose_types(config, pretrained.config)
     jax.set_mesh(mesh.make_mesh(config.mesh))

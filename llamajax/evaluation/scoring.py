@@ -8,9 +8,9 @@ import jax.numpy as jnp
 from jax import P
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
-from llamajax.config.parallel import axes_of
 from llamajax.model import Llama
 from llamajax.parallel.sharding import spec
+from llamajax.parallel.vocabulary import split_softmax, whole_rows
 from llamajax.step.batch import IGNORE
 from llamajax.step.loss import MAX_CHUNK_LOGITS
 
@@ -58,16 +58,13 @@ def _score_on_device(
     hidden: Float[Array, "b t D"], weight: Float[Array, "v d"], targets: Int32[Array, "b t"]
 ) -> tuple[Float32[Array, "b t"], Bool[Array, "b t"]]:
     """One device's part of `score`."""
-    head = jax.lax.all_gather(weight.astype(hidden.dtype), axes_of("embed"), axis=1, tiled=True)  # [v, D]
-    vocab_ids = jax.lax.axis_index(axes_of("vocab")) * head.shape[0] + jnp.arange(head.shape[0])
+    head, vocab_ids = whole_rows(weight, hidden.dtype)
 
     def score_token(token: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         x, target = token  # [D], []
         logits = jnp.einsum("D,vD->v", x, head, preferred_element_type=jnp.float32)
-        largest = jax.lax.pmax(jnp.max(logits), axes_of("vocab"))
-        own_sums = jnp.sum(jnp.exp(logits - largest)), jnp.sum(jnp.where(vocab_ids == target, logits, 0.0))
-        exp_sum, target_logit = jax.lax.psum(own_sums, axes_of("vocab"))
-        return target_logit - largest - jnp.log(exp_sum), target_logit == largest
+        softmax = split_softmax(logits, vocab_ids == target)
+        return softmax.target - softmax.largest - jnp.log(softmax.total), softmax.target == softmax.largest
 
     tokens = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
     chunk = max(1, MAX_CHUNK_LOGITS // head.shape[0])

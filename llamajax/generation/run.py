@@ -44,7 +44,6 @@ def run(config: GenerateConfig) -> None:
         prompts = [prompt.in_chat(config.system) for prompt in prompts]
 
     mesh.connect(config.mesh, config.distributed)
-    jax.set_mesh(mesh.make_mesh(MeshConfig(data=-1, fsdp=1)))  # any model can be looked at on that
     pretrained = open_pretrained(Path(config.model))
     say(f"model      {pretrained.about}")
     tokenizer = pretrained.tokenizer()

@@ -2,17 +2,13 @@
 
 import math
 from collections.abc import Callable
-from functools import partial
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax import P
 from jax.ad_checkpoint import checkpoint_name
 
 from llamajax.config.model import ModelConfig
-from llamajax.config.parallel import axes_of
-from llamajax.parallel.sharding import spec
 from llamajax.parallel.zero import weight
 
 
@@ -25,32 +21,6 @@ def residual_std(config: ModelConfig) -> float:
     """Initial standard deviation of the 2L matmuls that add to the residual stream, so that their sum does not
     grow with depth (GPT-2, section 2.3)."""
     return config.init_std / math.sqrt(2 * config.num_layers)
-
-
-def embed(table: jax.Array, tokens: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
-    """The rows of table [V, D], stored ("vocab", "embed"), for int32 tokens [B, T]: [B, T, D] of `dtype`.
-
-    Every device looks its tokens up in its part of the vocabulary. Written with collectives by hand, because a sharded
-    lookup and its transpose, a scatter, would otherwise be left to XLA's guess. The result is sharded as the tokens are.
-    """
-    token_spec = jax.typeof(tokens).sharding.spec
-    token_axes = axes_of("batch") if token_spec[1] is None else axes_of("batch") + axes_of("seq")
-
-    @partial(jax.shard_map, in_specs=(spec("vocab", "embed"), token_spec), out_specs=P(*token_spec, None))
-    def look_up(table: jax.Array, tokens: jax.Array) -> jax.Array:
-        # Varying before the gather: the transpose first scatters the gradient over `embed`, then reduces what is left.
-        reduced_last = tuple(axis for axis in token_axes if axis not in axes_of("embed"))
-        with jax.named_scope("gather_weight"):
-            rows = jax.lax.pcast(table.astype(dtype), reduced_last, to="varying")
-            rows = jax.lax.all_gather(rows, axes_of("embed"), axis=1, tiled=True)
-        # fp32 only locally: the transpose adds up the gradients of all tokens with the same id, and a bf16 sum stops
-        # growing after a few hundred of them.
-        index = tokens - jax.lax.axis_index(axes_of("vocab")) * rows.shape[0]
-        index = jnp.where(index < 0, rows.shape[0], index)  # out of bounds like any other row that lies elsewhere
-        found = rows.astype(jnp.float32).at[index].get(mode="fill", fill_value=0).astype(dtype)
-        return jax.lax.psum(found, axes_of("vocab"))
-
-    return look_up(table, tokens)
 
 
 class RMSNorm(nnx.Module):

@@ -11,10 +11,11 @@ from llamajax.config.model import ModelConfig
 from llamajax.kernels.attention import Past
 from llamajax.model.attention import Attention, KeyValue, Rows
 from llamajax.model.kv_cache import KVCache, append, write_prompt
-from llamajax.model.layers import MLP, RMSNorm, embed, normal
+from llamajax.model.layers import MLP, RMSNorm, normal
 from llamajax.model.rope import positions_from_segment_ids, rope_tables
 from llamajax.parallel.sharding import ONE_DEVICE, spec
 from llamajax.parallel.stack import run_layers
+from llamajax.parallel.vocabulary import look_up
 from llamajax.parallel.zero import gathered, weight
 
 _SAVED_BY_REMAT = {
@@ -156,7 +157,7 @@ class Llama(nnx.Module):
 
     def _embed(self, tokens: jax.Array, seq: str | None) -> jax.Array:
         with jax.named_scope("embed"):
-            return embed(self.embedding[...], jax.reshard(tokens, spec("batch", seq)), self.config.compute_dtype)
+            return look_up(self.embedding[...], jax.reshard(tokens, spec("batch", seq)), self.config.compute_dtype)
 
     def _next_token_logits(self, x: jax.Array) -> jax.Array:
         """fp32 [B, V], sharded ("batch", None), of residual streams [B, 1, D]."""

@@ -13,10 +13,12 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import P
+from jaxtyping import Array, Float, Int32
 
 from llamajax.config.parallel import axes_of
 from llamajax.model import Llama
 from llamajax.parallel.sharding import spec
+from llamajax.parallel.vocabulary import split_softmax, whole_rows
 from llamajax.step.batch import IGNORE
 
 MAX_CHUNK_LOGITS = 2**28
@@ -50,26 +52,28 @@ def loss_fn(model: Llama, batch: Mapping[str, jax.Array], *, z_loss_weight: floa
     return sums.loss, sums
 
 
-def token_losses(hidden: jax.Array, weight: jax.Array, targets: jax.Array, z_loss_weight: float) -> LossSums:
+def _token_losses(
+    hidden: Float[Array, "B T D"], weight: Float[Array, "V D"], targets: Int32[Array, "B T"], z_loss_weight: float
+) -> LossSums:
     """The losses of all counted tokens, summed; only `.loss` has a gradient.
 
     Args:
-        hidden: [B, T, D] in the compute dtype, sharded ("batch", "seq", None).
-        weight: [V, D] head in the parameter dtype, sharded ("vocab", "embed").
-        targets: int32 [B, T], in [0, V) or `IGNORE`, sharded ("batch", "seq").
+        hidden: in the compute dtype, sharded ("batch", "seq", None).
+        weight: the head in the parameter dtype, sharded ("vocab", "embed").
+        targets: in [0, V) or `IGNORE`, sharded ("batch", "seq").
         z_loss_weight: weight of the squared log-partition function.
     """
-    return _token_losses(hidden, weight, targets, z_loss_weight)
-
-
-def _sums(hidden: jax.Array, weight: jax.Array, targets: jax.Array, z_loss_weight: float) -> LossSums:
     return _sums_and_gradients(hidden, weight, targets, z_loss_weight)[0]  # the compiler drops the rest
+
+
+Gradients = tuple[Float[Array, "B T D"], Float[Array, "V E"]]
+"""For hidden and weight, in their dtypes and shardings; E is the part of D that a device stores, or all of it."""
 
 
 def _sums_and_gradients(
     hidden: jax.Array, weight: jax.Array, targets: jax.Array, z_loss_weight: float
-) -> tuple[LossSums, tuple[jax.Array, jax.Array]]:
-    """`token_losses`, and the gradients of its `.loss` for hidden and weight, in their dtypes and shardings."""
+) -> tuple[LossSums, Gradients]:
+    """`token_losses`, and the gradients of its `.loss`."""
     hidden_spec, weight_spec = spec("batch", "seq", None), spec("vocab", "embed")
     return jax.shard_map(
         partial(_on_device, z_loss_weight=z_loss_weight),
@@ -78,36 +82,29 @@ def _sums_and_gradients(
     )(hidden, weight, targets)
 
 
-def _scale_gradients(
-    z_loss_weight: float, gradients: tuple[jax.Array, jax.Array], cotangents: LossSums
-) -> tuple[jax.Array, jax.Array, None]:
+def _scale_gradients(z_loss_weight: float, gradients: Gradients, cotangents: LossSums) -> tuple[jax.Array, jax.Array, None]:
     d_hidden, d_weight = gradients
     scale = cotangents.loss
     return (scale * d_hidden).astype(d_hidden.dtype), (scale * d_weight).astype(d_weight.dtype), None
 
 
-_token_losses = jax.custom_vjp(_sums, nondiff_argnums=(3,))
-_token_losses.defvjp(_sums_and_gradients, _scale_gradients)
+token_losses = jax.custom_vjp(_token_losses, nondiff_argnums=(3,))
+token_losses.defvjp(_sums_and_gradients, _scale_gradients)
 
 
 def _on_device(
-    hidden: jax.Array, weight: jax.Array, targets: jax.Array, *, z_loss_weight: float
-) -> tuple[LossSums, tuple[jax.Array, jax.Array]]:
-    """One device's part of `_sums_and_gradients`: hidden [b, t, D], weight [v, d], targets [b, t]."""
+    hidden: Float[Array, "B T D"], weight: Float[Array, "V E"], targets: Int32[Array, "B T"], *, z_loss_weight: float
+) -> tuple[LossSums, Gradients]:
+    """One device's part of `_sums_and_gradients`."""
     token_axes = axes_of("batch") + axes_of("seq")
-    with jax.named_scope("gather_weight"):
-        head = jax.lax.all_gather(weight.astype(hidden.dtype), axes_of("embed"), axis=1, tiled=True)  # [v, D]
-    vocab_ids = jax.lax.axis_index(axes_of("vocab")) * head.shape[0] + jnp.arange(head.shape[0])
+    head, vocab_ids = whole_rows(weight, hidden.dtype)
 
     def add_chunk(d_head: jax.Array, chunk: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, tuple[LossSums, jax.Array]]:
         x, target = chunk  # [n, D], [n]
         with jax.named_scope("logits"):
             counted, is_target = target != IGNORE, target[:, None] == vocab_ids[None, :]
             logits = jnp.einsum("nD,vD->nv", x, head, preferred_element_type=jnp.float32)
-            largest = jax.lax.pmax(jnp.max(logits, axis=-1), axes_of("vocab"))
-            exps = jnp.exp(logits - largest[:, None])
-            own_sums = jnp.sum(exps, axis=-1), jnp.sum(jnp.where(is_target, logits, 0.0), axis=-1)
-            exp_sum, target_logit = jax.lax.psum(own_sums, axes_of("vocab"))
+            exps, exp_sum, largest, target_logit = split_softmax(logits, is_target)
             lse = jnp.log(exp_sum) + largest
             cross_entropy = jnp.sum(jnp.where(counted, lse - target_logit, 0.0))
             z_loss = jnp.sum(jnp.where(counted, z_loss_weight * jnp.square(lse), 0.0))

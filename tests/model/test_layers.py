@@ -7,7 +7,7 @@ import pytest
 
 from llamajax.config.model import ModelConfig
 from llamajax.config.parallel import MeshConfig
-from llamajax.model.layers import MLP, RMSNorm, embed, normal, residual_std
+from llamajax.model.layers import MLP, RMSNorm, normal, residual_std
 from llamajax.parallel import mesh
 from llamajax.parallel.sharding import spec
 from llamajax.parallel.zero import gathered
@@ -23,36 +23,6 @@ def _mesh():
 def _activations(seed: int, dtype: str) -> jax.Array:
     x = np.random.default_rng(seed).standard_normal((2, 4, CONFIG.embed_dim))
     return jax.device_put(jnp.asarray(x, dtype), spec("batch", "seq", None))
-
-
-@pytest.mark.parametrize("axes", [MeshConfig(fsdp=2, sequence=2, tensor=2), MeshConfig(data=2, tensor=4)], ids=str)
-def test_embedding_looks_up_every_token_wherever_its_row_lies(axes: MeshConfig):
-    jax.set_mesh(mesh.make_mesh(axes))
-    rng = np.random.default_rng(0)
-    values, tokens = rng.standard_normal((32, 4)).astype(np.float32), rng.integers(0, 32, (4, 8)).astype(np.int32)
-    cotangent = rng.standard_normal((4, 8, 4)).astype(np.float32)
-    table, tokens_on_mesh = jax.device_put(values, spec("vocab", "embed")), jax.device_put(tokens, spec("batch", "seq"))
-
-    @jax.jit
-    def look_up_and_back(table: jax.Array) -> tuple[jax.Array, jax.Array]:
-        x, backward = jax.vjp(lambda table: embed(table, tokens_on_mesh, "float32"), table)
-        return x, backward(jax.reshard(cotangent, spec("batch", "seq", None)))[0]
-
-    x, gradient = look_up_and_back(table)
-    expected = np.zeros_like(values)
-    np.add.at(expected, tokens, cotangent)
-    np.testing.assert_array_equal(x, values[tokens])
-    np.testing.assert_allclose(gradient, expected, atol=1e-5)
-    assert jax.typeof(gradient) == jax.typeof(table)
-
-
-def test_embedding_gradient_of_a_frequent_token_is_summed_in_fp32():
-    table = jax.device_put(np.ones((32, 4), np.float32), spec("vocab", "embed"))
-    tokens = jax.device_put(np.zeros((2, 2048), np.int32), spec("batch", "seq"))
-    gradient = jax.jit(jax.grad(lambda table: jnp.sum(embed(table, tokens, "bfloat16").astype(jnp.float32))))(table)
-    gradient = np.asarray(gradient)
-    np.testing.assert_array_equal(gradient[0], 4096)  # a bf16 sum stops growing at 256
-    np.testing.assert_array_equal(gradient[1:], 0)
 
 
 def test_rms_norm_is_computed_in_fp32_whatever_its_input():
