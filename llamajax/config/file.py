@@ -105,17 +105,14 @@ def _skeleton(value: Any, place: Place) -> Node:
 
 def config_to_dict(config: Settings) -> dict[str, Any]:
     """Every field as plain dicts, lists, numbers and text, ready for JSON and YAML."""
-
-    def plain(items: list[tuple[str, Any]]) -> dict[str, Any]:
-        return {name: list(value) if isinstance(value, tuple) else value for name, value in items}
-
-    return dataclasses.asdict(config, dict_factory=plain)
+    return dataclasses.asdict(
+        config, dict_factory=lambda items: {name: list(x) if isinstance(x, tuple) else x for name, x in items}
+    )
 
 
 def write_config(config: Settings, path: Path) -> None:
     """Keeps the configuration in a file, whole or not at all; it can itself be run."""
-    text = dump_config(config)
-    disk.write_atomically(path, text.encode())
+    disk.write_atomically(path, dump_config(config).encode())
 
 
 def dump_config(config: Settings) -> str:

@@ -1,7 +1,4 @@
-"""Settings of the entry points that work with a model that is there; written like those of `llamajax.config.run`.
-
-Only the standard library is imported here.
-"""
+"""Settings of `python -m llamajax.generate`."""
 
 import os
 from collections.abc import Iterator
