@@ -137,8 +137,13 @@ def parameter_table(tree: Any) -> Table:
     An array without a sharding counts as replicated.
     """
     table = Table(box=None, padding=(0, 2, 0, 0), show_footer=True, header_style="bold", footer_style="bold")
+    table.add_column("parameter", footer="total", overflow="fold")
+    table.add_column("shape")
+    table.add_column("dtype")
+    table.add_column("split over")
+    table.add_column("per device", justify="right")
+    table.add_column("all", justify="right")
     num_params, total_bytes, device_bytes = 0, 0, 0
-    rows = []
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         shard_shape = leaf.shape if leaf.sharding is None else leaf.sharding.shard_shape(leaf.shape)
         leaf_bytes = leaf.size * leaf.dtype.itemsize
@@ -146,17 +151,10 @@ def parameter_table(tree: Any) -> Table:
         num_params, total_bytes, device_bytes = num_params + leaf.size, total_bytes + leaf_bytes, device_bytes + shard_bytes
         name = jax.tree_util.keystr(path, simple=True, separator=".").removesuffix(".value")
         shape = " x ".join(map(str, leaf.shape)) or "scalar"
-        rows.append((
-            name, shape, leaf.dtype.name, _split_over(leaf.sharding), format_bytes(shard_bytes), format_bytes(leaf_bytes),
-        ))  # fmt: skip
-    table.add_column("parameter", footer="total", overflow="fold")
-    table.add_column("shape", footer=f"{num_params:,}")
-    table.add_column("dtype")
-    table.add_column("split over")
-    table.add_column("per device", justify="right", footer=format_bytes(device_bytes))
-    table.add_column("all", justify="right", footer=format_bytes(total_bytes))
-    for row in rows:
-        table.add_row(*row)
+        each = format_bytes(shard_bytes), format_bytes(leaf_bytes)
+        table.add_row(name, shape, leaf.dtype.name, _split_over(leaf.sharding), *each)
+    table.columns[1].footer = f"{num_params:,}"
+    table.columns[4].footer, table.columns[5].footer = format_bytes(device_bytes), format_bytes(total_bytes)
     return table
 
 
@@ -208,9 +206,7 @@ class Progress:
         self._since_line: list[Record] = []
         self._latest: deque[Record] = deque(maxlen=_SMOOTHED_STEPS)
         self._first: tuple[int, float] | None = None
-        self._live = None
-        if is_interactive():
-            self._live = Live(get_renderable=self._render, console=CONSOLE, refresh_per_second=4)
+        self._live = Live(get_renderable=self._render, console=CONSOLE, refresh_per_second=4) if is_interactive() else None
 
     def __enter__(self) -> Self:
         if self._live:
@@ -253,7 +249,7 @@ class Progress:
         return (
             f"step {self._step:>{width}}/{self._num_steps}  loss {values['train/loss']:7.4f}"
             f"  grad norm {values['train/grad_norm']:7.3f}  lr {values['train/learning_rate']:.2e}"
-            f"  {speeds.tokens_per_sec:9,.0f} tok/s  {speeds.mfu_text()}  {speeds.step_time_s:7.3f} s/step"
+            f"  {speeds.tokens_per_sec:9,.0f} tok/s  {speeds.mfu}  {speeds.step_time_s:7.3f} s/step"
             f"  data wait {speeds.data_wait:5.1%}  ETA {self._eta()}{skipped}"
         )
 
@@ -285,7 +281,7 @@ class Progress:
         speeds, values = _Speeds(self._latest), self._latest[-1]
         figures = [
             f"{speeds.tokens_per_sec:,.0f} tok/s",
-            speeds.mfu_text(),
+            speeds.mfu,
             f"data wait {speeds.data_wait:.1%}",
             f"grad norm {values['train/grad_norm']:.2f}",
             f"lr {values['train/learning_rate']:.2e}",
@@ -310,12 +306,8 @@ class _Speeds:
 
         self.step_time_s = seconds / len(records)
         self.tokens_per_sec = mean_rate("perf/tokens_per_sec")
-        self.mfu = mean_rate("perf/mfu")
-        self.mfu_full_attention = mean_rate("perf/mfu_full_attention")
+        self.mfu = f"MFU {mean_rate('perf/mfu'):.1%} ({mean_rate('perf/mfu_full_attention'):.1%} full attention)"
         self.data_wait = sum(record["perf/data_wait_s"] for record in records) / seconds
-
-    def mfu_text(self) -> str:
-        return f"MFU {self.mfu:.1%} ({self.mfu_full_attention:.1%} full attention)"
 
 
 def print_end(run_dir: Path, checkpoint: Path) -> None:
@@ -330,7 +322,7 @@ def print_end(run_dir: Path, checkpoint: Path) -> None:
     print_summary(run_dir, summarize(run), checkpoint)
 
 
-def print_summary(run_dir: Path, summary: RunSummary, checkpoint: Path | None) -> None:
+def print_summary(run_dir: Path, summary: RunSummary, checkpoint: Path) -> None:
     """What came out, how fast, and where everything lies."""
 
     def known(value: float | None, form: str) -> str:
@@ -348,7 +340,7 @@ def print_summary(run_dir: Path, summary: RunSummary, checkpoint: Path | None) -
         f" of which {format_duration(summary.steps_time_s)} in steps,"
         f" {summary.restarts} restart{'' if summary.restarts == 1 else 's'}",
         "run": str(run_dir),
-        "checkpoint": "-" if checkpoint is None else str(checkpoint),
+        "checkpoint": str(checkpoint),
         "metrics": str(run_dir / METRICS_FILE),
         "report": f"python -m llamajax.report {shlex.quote(str(run_dir))}",
     }

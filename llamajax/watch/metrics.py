@@ -9,9 +9,8 @@ import platform
 import secrets
 import struct
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import jax
@@ -22,7 +21,7 @@ from llamajax.config.formulas import flops_per_token, num_params
 from llamajax.config.run import Config
 from llamajax.errors import ConfigError
 from llamajax.watch import console, run_log
-from llamajax.watch.peak import PeakFlops, peak_flops
+from llamajax.watch.peak import peak_flops
 from llamajax.watch.run_log import Record
 
 TENSORBOARD_DIR = "tensorboard"
@@ -40,23 +39,12 @@ class MetricsWriter:
     Every process calls every method: a process that did not fetch could run many steps ahead. Only the first one writes.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        *,
-        start_step: int,
-        num_devices: int | None = None,
-        peak: PeakFlops | None = None,
-        is_main_process: bool | None = None,
-    ):
-        """Prepares to log the steps after `start_step`.
+    def __init__(self, config: Config, *, start_step: int):
+        """Prepares to log the steps after `start_step`; measures, within half a second, the peak of devices not known.
 
         Args:
             config: the run.
             start_step: finished steps so far.
-            num_devices: devices of all processes; default: what jax says.
-            peak: what MFU is a share of; default: looked up, or measured within half a second.
-            is_main_process: whether this process writes; default: process 0 does.
 
         Raises:
             ConfigError: an optional package is missing.
@@ -65,23 +53,23 @@ class MetricsWriter:
         self._config = config
         self.run_dir = Path(config.run_dir).expanduser()
         self._start_step = self._last_step = start_step
-        self._num_devices = jax.device_count() if num_devices is None else num_devices
-        self._peak = peak_flops(config.model.compute_dtype) if peak is None else peak
-        self._is_main_process = jax.process_index() == 0 if is_main_process is None else is_main_process
+        self._tokens_per_step = config.train.global_batch_size * config.data.seq_len
+        self._num_devices = jax.device_count()
+        self._peak = peak_flops(config.model.compute_dtype)
+        self._is_main_process = jax.process_index() == 0
         self._held: tuple[int, Mapping[str, Any], float] | None = None
         self._clock = 0.0
         console.log(f"peak       {self._peak}")
 
     def __enter__(self) -> Self:
-        self._sinks = contextlib.ExitStack()
-        if self._is_main_process:
-            with contextlib.ExitStack() as stack:  # closes what was opened if opening the next one fails
+        with contextlib.ExitStack() as stack:  # closes what was opened if opening the next one fails
+            if self._is_main_process:
                 self._open_sinks(stack)
-                self._sinks = stack.pop_all()
+            self._sinks = stack.pop_all()
         self._clock = time.perf_counter()
         return self
 
-    def __exit__(self, exc_type: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None) -> None:
+    def __exit__(self, exc_type: object, exc: BaseException | None, traceback: object) -> None:
         with self._sinks:
             if exc is None:
                 self.flush()
@@ -157,36 +145,28 @@ class MetricsWriter:
         run_log.drop_torn_line(events_path)
         self._metrics_file = stack.enter_context(run_log.Appender(metrics_path, console.say))
         self._events_file = stack.enter_context(run_log.Appender(events_path, console.say))
-        self._tensorboard = self._wandb = None
+        self._others: list[Callable[[Record], object]] = []
         if config.metrics.tensorboard:
-            self._tensorboard = stack.enter_context(_TensorBoard(self.run_dir, self._start_step))
+            self._others.append(stack.enter_context(_tensorboard(self.run_dir, self._start_step)))
         if config.metrics.wandb:
-            self._wandb = stack.enter_context(_wandb_run(self.run_dir, config))
+            self._others.append(stack.enter_context(_wandb_run(self.run_dir, config)).log)
         self._progress = stack.enter_context(console.Progress(config, self._start_step))
-        self.event("start", **self._start_facts())
-
-    def _start_facts(self) -> Record:
-        config = self._config
-        text = json.dumps(dataclasses.asdict(config), sort_keys=True)
-        return {
-            "llamajax": llamajax.__version__,
-            "jax": jax.__version__,
-            "python": platform.python_version(),
-            "devices": self._num_devices,
-            "device_kind": jax.devices()[0].device_kind,
-            "processes": jax.process_count(),
-            "mesh": {axis: size for axis, size in config.mesh.axis_sizes(self._num_devices).items() if size > 1},
-            "peak_flops_per_device": self._peak.flops_per_sec,
-            "peak_flops_source": self._peak.source,
-            "num_params": num_params(config.model),
-            "num_steps": config.train.num_steps,
-            "tokens_per_step": self._tokens_per_step,
-            "config_sha256": hashlib.sha256(text.encode()).hexdigest(),
-        }
-
-    @property
-    def _tokens_per_step(self) -> int:
-        return self._config.train.global_batch_size * self._config.data.seq_len
+        self.event(
+            "start",
+            llamajax=llamajax.__version__,
+            jax=jax.__version__,
+            python=platform.python_version(),
+            devices=self._num_devices,
+            device_kind=jax.devices()[0].device_kind,
+            processes=jax.process_count(),
+            mesh={axis: size for axis, size in config.mesh.axis_sizes(self._num_devices).items() if size > 1},
+            peak_flops_per_device=self._peak.flops_per_sec,
+            peak_flops_source=self._peak.source,
+            num_params=num_params(config.model),
+            num_steps=config.train.num_steps,
+            tokens_per_step=self._tokens_per_step,
+            config_sha256=hashlib.sha256(json.dumps(dataclasses.asdict(config), sort_keys=True).encode()).hexdigest(),
+        )
 
     def _perf(self, step_time_s: float, data_wait_s: float) -> Record:
         """Speeds of one step. Every position of the batch counts as a token: the device works on padding as well."""
@@ -204,51 +184,45 @@ class MetricsWriter:
 
     def _write(self, record: Record) -> None:
         self._metrics_file.append_record(f"{run_log.encode(record)}\n".encode())
-        if self._tensorboard:
-            self._tensorboard.write(record)
-        if self._wandb:
-            self._wandb.log(record)
+        for write in self._others:
+            write(record)
 
 
-class _TensorBoard:
-    """An event file. Not by tensorboardX's own writer: a full disk ends its thread, for which the run then waits forever."""
+@contextlib.contextmanager
+def _tensorboard(run_dir: Path, start_step: int) -> Iterator[Callable[[Record], None]]:
+    """Adds the numbers of a step to an event file.
 
-    def __init__(self, run_dir: Path, start_step: int) -> None:
-        # Takes a second to import where torch is installed.
-        from tensorboardX.proto import event_pb2, summary_pb2
-        from tensorboardX.record_writer import masked_crc32c
+    Not by tensorboardX's own writer: a full disk ends its thread, for which the run then waits forever.
+    """
+    # Takes a second to import where torch is installed.
+    from tensorboardX.proto import event_pb2, summary_pb2
+    from tensorboardX.record_writer import masked_crc32c
 
-        events: Any = event_pb2
-        summaries: Any = summary_pb2
-        self._event, self._summary, self._checksum = events.Event, summaries.Summary, masked_crc32c
-        directory = run_dir / TENSORBOARD_DIR
-        directory.mkdir(exist_ok=True)
-        now = time.time()
-        name = f"events.out.tfevents.{int(now)}.{platform.node()}.{start_step}"
-        self._file = run_log.Appender(directory / name, console.say)
-        self._append(events.Event(wall_time=now, file_version="brain.Event:2"))
+    events: Any = event_pb2
+    summaries: Any = summary_pb2
+    directory = run_dir / TENSORBOARD_DIR
+    directory.mkdir(exist_ok=True)
+    now = time.time()
+    name = f"events.out.tfevents.{int(now)}.{platform.node()}.{start_step}"
+    with run_log.Appender(directory / name, console.say) as file:
+
+        def append(**content: Any) -> None:
+            """As a TFRecord: length, its checksum, the event, its checksum."""
+            data = events.Event(**content).SerializeToString()
+            length = struct.pack("<Q", len(data))
+            checksums = [struct.pack("<I", masked_crc32c(part)) for part in (length, data)]
+            file.append_record(length + checksums[0] + data + checksums[1])
+
+        def write(record: Record) -> None:
+            numbers = {name: value for name, value in record.items() if name not in ("step", "time")}
+            values = [summaries.Summary.Value(tag=name, simple_value=value) for name, value in numbers.items()]
+            append(wall_time=record["time"], step=record["step"], summary=summaries.Summary(value=values))
+
+        append(wall_time=now, file_version="brain.Event:2")
         # TensorBoard hides points of an earlier start that are computed again.
         start = events.SessionLog(status=events.SessionLog.START)
-        self._append(events.Event(wall_time=now, step=start_step + 1, session_log=start))
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self._file.__exit__(*exc_info)
-
-    def write(self, record: Record) -> None:
-        """Adds the numbers of a step."""
-        numbers = {name: value for name, value in record.items() if name not in ("step", "time")}
-        values = [self._summary.Value(tag=name, simple_value=value) for name, value in numbers.items()]
-        self._append(self._event(wall_time=record["time"], step=record["step"], summary=self._summary(value=values)))
-
-    def _append(self, event: Any) -> None:
-        """As a TFRecord: length, its checksum, the event, its checksum."""
-        data = event.SerializeToString()
-        length = struct.pack("<Q", len(data))
-        checksums = [struct.pack("<I", self._checksum(part)) for part in (length, data)]
-        self._file.append_record(length + checksums[0] + data + checksums[1])
+        append(wall_time=now, step=start_step + 1, session_log=start)
+        yield write
 
 
 def _wandb_run(run_dir: Path, config: Config) -> Any:

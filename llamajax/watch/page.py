@@ -5,6 +5,7 @@ Reads what the run wrote (`run_log`); the run may still be going on. The page ne
 
 import html
 import sys
+from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -14,7 +15,6 @@ from llamajax.watch import run_log
 from llamajax.watch.chart import WIDTH, Line, line_chart
 from llamajax.watch.run_log import RunLog, RunSummary
 
-CONFIG_FILE = "config.yaml"
 _NEWEST_STARTS = 50
 
 _LOADS_NOTHING = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
@@ -90,7 +90,7 @@ def write_report(run_dir: Path, output: Path | None = None) -> Path:
     log = run_log.read_run(run_dir)
     if log.warning is not None:
         print(log.warning, file=sys.stderr)
-    config_path = run_dir / CONFIG_FILE
+    config_path = run_dir / "config.yaml"
     config = config_path.read_text(encoding="utf-8") if config_path.is_file() else None
     output = output or run_dir / "report.html"
     try:
@@ -129,48 +129,37 @@ def _page(name: str, log: RunLog, config: str | None) -> str:
 
 
 def _cards(summary: RunSummary) -> str:
-    def known(value: float | None, form: str) -> str:
-        return "&ndash;" if value is None else format(value, form)
-
-    def count(value: float | None) -> str:
-        return "&ndash;" if value is None else format_count(value)
+    def known(value: float | None, text: Callable[[float], str]) -> str:
+        return "&ndash;" if value is None else text(value)
 
     in_steps = format_duration(summary.steps_time_s)
     restarts = f"{summary.restarts} restart{'' if summary.restarts == 1 else 's'}"
-    wall_time = "&ndash;" if summary.wall_time_s is None else format_duration(summary.wall_time_s)
+    per_device = known(summary.tokens_per_sec_per_device, format_count)
+    loss, share = "{:.4f}".format, "{:.1%}".format
     cards = (
-        ("train loss", known(summary.train_loss, ".4f"), f"mean of the last {min(run_log.FINAL_STEPS, summary.step)} steps"),
-        ("held-out loss", known(summary.eval_loss, ".4f"), "newest evaluation"),
-        ("bits per byte", known(summary.eval_bits_per_byte, ".4f"), "on held-out text"),
-        ("tokens", count(summary.tokens), f"in {summary.step:,} steps"),
-        ("parameters", count(summary.num_params), f"{known(summary.num_params, ',')}"),
-        (
-            "tokens per second",
-            count(summary.tokens_per_sec),
-            f"{count(summary.tokens_per_sec_per_device)} per device, median",
-        ),
-        ("MFU", known(summary.mfu, ".1%"), f"{known(summary.mfu_full_attention, '.1%')} counting full attention, median"),
-        ("wall time", wall_time, f"{in_steps} in steps, {restarts}"),
+        ("train loss", known(summary.train_loss, loss), f"mean of the last {min(run_log.FINAL_STEPS, summary.step)} steps"),
+        ("held-out loss", known(summary.eval_loss, loss), "newest evaluation"),
+        ("bits per byte", known(summary.eval_bits_per_byte, loss), "on held-out text"),
+        ("tokens", known(summary.tokens, format_count), f"in {summary.step:,} steps"),
+        ("parameters", known(summary.num_params, format_count), known(summary.num_params, "{:,}".format)),
+        ("tokens per second", known(summary.tokens_per_sec, format_count), f"{per_device} per device, median"),
+        ("MFU", known(summary.mfu, share), f"{known(summary.mfu_full_attention, share)} counting full attention, median"),
+        ("wall time", known(summary.wall_time_s, format_duration), f"{in_steps} in steps, {restarts}"),
     )
     return "".join(f"<div><dt>{label}</dt><dd>{value}</dd><small>{note}</small></div>" for label, value, note in cards)
 
 
 def _charts(log: RunLog) -> str:
-    def number(value: float) -> str:
-        return f"{value:.4g}"
-
     def percent(value: float) -> str:
         return f"{100 * value:.3g}%"
 
-    def seconds(value: float) -> str:
-        return f"{value:.3g} s"
-
+    number = "{:.4g}".format
     plans = (
         ("Loss (nats per token)", number, False, {"train": "train/loss", "held-out": "eval/loss"}),
         ("Learning rate", number, True, {"learning rate": "train/learning_rate"}),
         ("Gradient norm, before clipping", number, True, {"gradient norm": "train/grad_norm"}),
         ("Tokens per second, all devices", format_count, True, {"tokens/s": "perf/tokens_per_sec"}),
-        ("Time per step", seconds, True, {"step": "perf/step_time_s", "waiting for data": "perf/data_wait_s"}),
+        ("Time per step", "{:.3g} s".format, True, {"step": "perf/step_time_s", "waiting for data": "perf/data_wait_s"}),
         (
             "Model FLOPs utilization",
             percent,
@@ -221,9 +210,7 @@ def _starts(log: RunLog) -> str:
     if not rows:
         return ""
     note = f" (the newest {_NEWEST_STARTS} of {len(rows)})" if len(rows) > _NEWEST_STARTS else ""
-    head = "".join(
-        f"<th>{title}</th>" for title in ("started", "from step", "devices", "mesh", "versions", "config", "ended")
-    )
+    head = "<th>started</th><th>from step</th><th>devices</th><th>mesh</th><th>versions</th><th>config</th><th>ended</th>"
     return f'<h2>Starts{note}</h2><div class="wide"><table><tr>{head}</tr>{"".join(rows[-_NEWEST_STARTS:])}</table></div>'
 
 

@@ -175,9 +175,8 @@ def read_run(run_dir: Path) -> RunLog:
             damaged.append(f"{metrics_path}: step {record['step']}")
             continue
         for key, value in numbers.items():
-            steps, values = columns[key]
-            steps.append(record["step"])
-            values.append(value)
+            columns[key][0].append(record["step"])
+            columns[key][1].append(value)
     if not columns:
         raise ConfigError(f"{metrics_path}: holds no step yet; try again after the first one")
 

@@ -26,8 +26,13 @@ from llamajax.watch.peak import PeakFlops
 PEAK = PeakFlops(flops_per_sec=1e12, source="a test")
 
 
-def open_writer(config, start_step=0, **settings):
-    return metrics.MetricsWriter(config, start_step=start_step, peak=PEAK, **settings)
+@pytest.fixture(autouse=True)
+def known_peak(monkeypatch):
+    monkeypatch.setattr(metrics, "peak_flops", lambda _: PEAK)
+
+
+def open_writer(config, start_step=0):
+    return metrics.MetricsWriter(config, start_step=start_step)
 
 
 def step_values(step, **others):
@@ -124,7 +129,7 @@ def test_broken_numbers_are_kept(config):
     assert (record["train/loss"], record["train/grad_norm"]) == ("NaN", "Infinity")
 
 
-def test_speeds_of_llama_3_8b_by_hand(tmp_path, clock):
+def test_speeds_of_llama_3_8b_by_hand(tmp_path, clock, monkeypatch):
     config = tiny_config(
         str(tmp_path),
         model=ModelConfig(
@@ -134,8 +139,8 @@ def test_speeds_of_llama_3_8b_by_hand(tmp_path, clock):
         data=DataConfig(sources=(SourceConfig(kind="stdlib"),), seq_len=8192),
         train=TrainConfig(num_steps=10, global_batch_size=16),
     )  # fmt: skip
-    peak = PeakFlops(flops_per_sec=989.5e12, source="a test")
-    with metrics.MetricsWriter(config, start_step=0, peak=peak, num_devices=8) as writer:
+    monkeypatch.setattr(metrics, "peak_flops", lambda _: PeakFlops(flops_per_sec=989.5e12, source="a test"))
+    with open_writer(config) as writer:
         writer.write(1, step_values(1))
         clock.now += 2.0
         record = writer.write(2, step_values(2), data_wait_s=0.25)
@@ -167,8 +172,9 @@ def test_evaluations_and_checkpoints_are_no_steps_time(config, clock):
     assert [r.get("eval/loss") for r in records(config)] == [None, 3.0, None]
 
 
-def test_only_the_first_process_writes_but_all_fetch(config, capsys):
-    with open_writer(config, is_main_process=False) as writer:
+def test_only_the_first_process_writes_but_all_fetch(config, capsys, monkeypatch):
+    monkeypatch.setattr(jax, "process_index", lambda: 1)
+    with open_writer(config) as writer:
         writer.write(1, step_values(1))
         record = writer.write(2, step_values(2))
         assert record is not None
