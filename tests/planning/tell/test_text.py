@@ -9,7 +9,7 @@ from rich.console import Console
 from llamajax.planning.plan import Alternative
 from llamajax.planning.search import Sweep
 from llamajax.planning.tell import figures
-from llamajax.planning.tell import text as report
+from llamajax.planning.tell.text import print_estimate, print_plan
 from llamajax.watch import console
 from tests.planning import plans
 
@@ -23,7 +23,7 @@ def printed(monkeypatch):
 
 def test_the_verdict_comes_first_and_then_everything(printed):
     plan = plans.plan()
-    report.print_plan(plan, figures.figures(plan))
+    print_plan(plan, figures.figures(plan))
     text = printed.getvalue()
     first, second = text.splitlines()[:2]
     assert first.startswith("verdict    fits: 64.0 GiB of 79.1 GiB per GPU; ")
@@ -52,14 +52,14 @@ def test_synchronous_collectives_are_counted_with_their_price(printed):
     plan = plans.plan()
     told = figures.figures(plan)
     collectives = [use | {"is_sync": True, "in_loop": True, "exposed_s": 0.5} for use in told["collectives"][:2]]
-    report.print_plan(plan, told | {"collectives": collectives, "sync_collectives_in_loops": 2})
+    print_plan(plan, told | {"collectives": collectives, "sync_collectives_in_loops": 2})
     assert "2 collectives in loops hide behind nothing" in printed.getvalue()
     assert "every iteration, 1 s per step" in printed.getvalue()
 
 
 def test_what_does_not_fit_is_said_with_what_does(printed):
     plan = plans.plan(peak_bytes=90 * plans.GIB)
-    report.print_plan(plan, figures.figures(plan))
+    print_plan(plan, figures.figures(plan))
     text = printed.getvalue()
     assert text.startswith("verdict    does not fit: 94.0 GiB of 79.1 GiB")
     assert "missing" in text
@@ -70,7 +70,7 @@ def test_what_does_not_fit_is_said_with_what_does(printed):
 
 def test_a_full_card_needs_a_larger_share_for_jax(printed):
     plan = plans.plan(peak_bytes=74 * plans.GIB)
-    report.print_plan(plan, figures.figures(plan))
+    print_plan(plan, figures.figures(plan))
     text = printed.getvalue()
     assert text.startswith("verdict    does not fit: ")
     assert "set        XLA_PYTHON_CLIENT_MEM_FRACTION=0.936, here and for training, and it fits" in text
@@ -81,7 +81,7 @@ def test_a_share_that_leaves_too_little_is_told(printed):
     told = figures.figures(plan)
     memory = dataclasses.replace(plan.chosen.memory, training_fraction=0.97)
     chosen = dataclasses.replace(plan.chosen, memory=memory)
-    report.print_plan(dataclasses.replace(plan, informed=chosen), told)
+    print_plan(dataclasses.replace(plan, informed=chosen), told)
     assert "set        XLA_PYTHON_CLIENT_MEM_FRACTION=0.949 or less" in printed.getvalue()
 
 
@@ -97,7 +97,7 @@ def test_schedules_are_named_by_what_they_are_by(printed, source, names):
     better = {"xla.pipeline_gathers": True, "xla.latency_profile": None}
     other = Alternative(changes=better, schedule=plans.schedule(seconds=-1e-6))
     plan = dataclasses.replace(plan, alternatives=(other,))
-    report.print_plan(plan, figures.figures(plan))
+    print_plan(plan, figures.figures(plan))
     lines = printed.getvalue().splitlines()
     for name in (*names, "XLA's own guesses, gathers pipelined "):
         assert any(line.startswith(name) for line in lines)
@@ -107,21 +107,21 @@ def test_schedules_are_named_by_what_they_are_by(printed, source, names):
 
 def test_without_a_change_that_fits_the_way_out_is_told(printed):
     plan = plans.plan(peak_bytes=90 * plans.GIB)
-    report.print_plan(plan, figures.figures(plan) | {"suggestions": []})
+    print_plan(plan, figures.figures(plan) | {"suggestions": []})
     assert "no change that was tried fits" in printed.getvalue()
 
 
 def test_a_sweep_is_a_table(printed):
     made = (plans.plan(), plans.plan())
     told = figures.figures(made[0], Sweep(key="hardware.nodes", values=("4", "8"), configs=(plans.CONFIG,) * 2), made)
-    report.print_plan(made[0], told)
+    print_plan(made[0], told)
     text = printed.getvalue()
     assert "efficiency" in text
     assert "weak scaling" in text
 
 
 def test_an_estimate_says_that_nothing_was_compiled(printed):
-    report.print_estimate(plans.CONFIG, figures.estimated_figures(plans.CONFIG, "no compiler"))
+    print_estimate(plans.CONFIG, figures.estimated_figures(plans.CONFIG, "no compiler"))
     first, *rest = printed.getvalue().splitlines()
     assert first.startswith("verdict    probably fits: about")
     assert first.endswith("by formulas; nothing was compiled")
