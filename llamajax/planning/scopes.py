@@ -49,8 +49,6 @@ VALUES = {
 """What is made inside of them."""
 WEIGHT = "gather_weight"
 """Around what turns a stored weight into the one that compute takes."""
-
-
 SCOPES = (*PLACES, *VALUES, WEIGHT)
 
 _RESIDUAL = ("embed", "attention", "mlp", "final_norm")

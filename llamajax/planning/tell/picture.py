@@ -100,20 +100,14 @@ def _cards(told: Figures) -> Iterator[str]:
     waits = told["exposed_fraction"]
     blind = told["without_profile"]["exposed_fraction"]
     price = told["price_per_billion_tokens"]
+    of_card = f"{format_bytes(total)} of {format_bytes(told['capacity_bytes'])}"
+    cost = "no price is set" if price is None else f"{price:,.2f} per billion tokens"
     cards = (
-        (
-            "memory",
-            "fits" if told["fits"] else "does not fit",
-            f"{format_bytes(total)} of {format_bytes(told['capacity_bytes'])}",
-        ),
+        ("memory", "fits" if told["fits"] else "does not fit", of_card),
         ("tokens per second and GPU", f"{told['tokens_per_sec_per_device']:,.0f}", f"{told['step_time_s']:.4g} s per step"),
         ("MFU", f"{told['mfu']:.1%}", f"{told['mfu_full_attention']:.1%} counting full attention"),
         ("waiting for communication", f"{waits:.1%}", f"{blind:.1%} scheduled without latencies"),
-        (
-            f"{format_count(told['token_budget'])} tokens",
-            f"{told['days']:,.1f} days",
-            "no price is set" if price is None else f"{price:,.2f} per billion tokens",
-        ),
+        (f"{format_count(told['token_budget'])} tokens", f"{told['days']:,.1f} days", cost),
     )
     for index, (title, value, note) in enumerate(cards):
         bad = ' class="bad"' if index == 0 and not told["fits"] else ""

@@ -10,7 +10,7 @@ from rich.table import Table
 
 from llamajax.config.gpus import planned_gpu
 from llamajax.config.run import Config
-from llamajax.parallel.allowance import VARIABLE, Allowance
+from llamajax.parallel.allowance import VARIABLE
 from llamajax.planning.plan import Plan, Schedule
 from llamajax.planning.scopes import MEMORY_KINDS, MemoryKind
 from llamajax.units import format_bytes, format_count
@@ -89,9 +89,10 @@ def _print_memory(schedule: Schedule) -> None:
     left = capacity - memory.peak_bytes - allowed
     table = _table("memory per GPU at the fullest moment", "GiB", "of the card", "what it is", numbers=(1, 2))
     rows = [*memory.by_kind.items(), ("beside XLA", allowed), ("left" if left >= 0 else "missing", abs(left))]
+    meanings: dict[str, str] = {**MEMORY_KINDS, "beside XLA": f"MiB: {str(memory.allowance).partition(': ')[2]}"}
     for kind, size in rows:
         if size:
-            table.add_row(kind, f"{size / 2**30:.2f}", f"{size / capacity:.1%}", _what(kind, memory.allowance))
+            table.add_row(kind, f"{size / 2**30:.2f}", f"{size / capacity:.1%}", meanings.get(kind, ""))
     if memory.host_bytes:
         table.add_row("host", f"{memory.host_bytes / 2**30:.2f}", "", "in the host's memory")
     _print(table)
@@ -105,13 +106,6 @@ def _print_memory(schedule: Schedule) -> None:
         log(f"set        {VARIABLE}={memory.memory_fraction:.3f}, here and for training, and it fits")
     elif kept > memory.room:
         log(f"set        {VARIABLE}={memory.room:.3f} or less: what is beside XLA's arrays needs more than is left")
-
-
-def _what(kind: str, allowance: Allowance) -> str:
-    if kind == "beside XLA":
-        return f"MiB: {str(allowance).partition(': ')[2]}"
-    meanings: dict[str, str] = {**MEMORY_KINDS}
-    return meanings.get(kind, "")
 
 
 def _by_kind(by_kind: Mapping[MemoryKind, int]) -> str:
