@@ -211,15 +211,14 @@ def _mesh_groups(text: str) -> np.ndarray:
         pieces += [(name, cut) for cut in cuts[:-1]]
         dims += [high // low for low, high in itertools.pairwise(cuts)]
     grouped = [
-        pieces.index(piece) for name, outer, size in parts for piece in pieces if _is_within(piece, name, outer, size)
+        dim
+        for part, outer, size in parts
+        for dim, (name, cut) in enumerate(pieces)
+        if name == part and outer <= cut < outer * size
     ]
     rest = [dim for dim in range(len(dims)) if dim not in grouped]
     devices = _device_ids(found[2], math.prod(dims)).reshape(dims)
     return devices.transpose(rest + grouped).reshape(-1, math.prod(dims[dim] for dim in grouped))
-
-
-def _is_within(piece: tuple[str, int], name: str, outer: int, size: int) -> bool:
-    return piece[0] == name and outer <= piece[1] < outer * size
 
 
 def _device_ids(text: str | None, count: int) -> np.ndarray:

@@ -14,13 +14,8 @@ _ARRAY = re.compile(r"([a-z]\w*)\[([^\]]*)\](?:\{([^}]*)\})?")
 _BRACKET_OR_QUOTED = re.compile(r'"(?:\\.|[^"\\])*"|[\[\](){},]')
 _ARITHMETIC = {"add": operator.add, "subtract": operator.sub}
 _COMPARISONS = {
-    "LT": operator.lt,
-    "LE": operator.le,
-    "GT": operator.gt,
-    "GE": operator.ge,
-    "NE": operator.ne,
-    "EQ": operator.eq,
-}
+    "LT": operator.lt, "LE": operator.le, "GT": operator.gt, "GE": operator.ge, "NE": operator.ne, "EQ": operator.eq,
+}  # fmt: skip
 _MAX_TRIPS = 100_000
 """Of a loop that is counted by running its counter."""
 _COMMENT = re.compile(r"/\*.*?\*/")
@@ -132,12 +127,9 @@ def _scalar(name: str, computation: Computation, computations: dict[str, Computa
         return None
     if instruction.opcode == "copy":
         return values[0]
-    compute = (
-        _COMPARISONS[instruction.attributes["direction"]]
-        if instruction.opcode == "compare"
-        else _ARITHMETIC[instruction.opcode]
-    )
-    return int(compute(*values))
+    if instruction.opcode == "compare":
+        return int(_COMPARISONS[instruction.attributes["direction"]](*values))
+    return int(_ARITHMETIC[instruction.opcode](*values))
 
 
 @functools.lru_cache(maxsize=100_000)
