@@ -11,6 +11,8 @@ import numpy as np
 from jax import P
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
+from llamajax.config.file import config_to_dict
+from llamajax.config.keys import dotted
 from llamajax.config.parallel import AXES, DistributedConfig, MeshConfig
 from llamajax.config.run import Config
 from llamajax.errors import ConfigError, EnvironmentMismatchError
@@ -104,9 +106,12 @@ def start(config: Config) -> Mesh:
 
     Raises:
         ConfigError: the model or batch cannot be divided over the mesh.
-        EnvironmentMismatchError: the machine is not what the configuration asks for.
+        EnvironmentMismatchError: the machine is not what the configuration asks for, or processes have other settings.
     """
     connect(config.mesh, config.distributed, memory_fraction=allowance.memory_fraction(config))
+    settings = dotted(config_to_dict(config))
+    own = ("distributed.", "data.cache_dir")  # of each process
+    processes.check_same_everywhere({key: value for key, value in settings.items() if not key.startswith(own)})
     mesh = make_mesh(config.mesh)
     if problems := config.placement_problems(mesh.size):
         raise ConfigError("\n".join(problems))

@@ -40,31 +40,21 @@ class TrainState:
     """Those whose gradients were not finite, since the last one whose were, int32."""
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def init_state(config: Config) -> TrainState:
-    """The state before the first step, born sharded over the current mesh; equal on every mesh for one seed."""
-    return _first_state(config, Llama(config.model, _keys(config)[0]))
-
-
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
-def init_state_from(config: Config, model: Llama) -> TrainState:
-    """The state before the first step of a run that starts from given weights."""
-    return _first_state(config, model)
+def init_state(config: Config, model: Llama | None = None) -> TrainState:
+    """The state before the first step, born sharded over the current mesh; equal on every mesh for one seed.
 
-
-def _keys(config: Config) -> tuple[jax.Array, jax.Array]:
-    """For the initial weights, and for what is drawn later."""
+    Args:
+        config: the run.
+        model: weights to start from, which are used up; None: they are drawn.
+    """
     model_key, rng = jax.random.split(jax.random.key(config.seed))
-    return model_key, rng
-
-
-def _first_state(config: Config, model: Any) -> TrainState:  # optax's types know dicts and tuples only
-    _, rng = _keys(config)
+    weights: Any = Llama(config.model, model_key) if model is None else model  # optax's types know dicts and tuples only
     zero = jnp.zeros((), jnp.int32)
     return TrainState(
         step=zero,
-        model=model,
-        opt_state=make_optimizer(config.optimizer, config.train.num_steps).init(model),
+        model=weights,
+        opt_state=make_optimizer(config.optimizer, config.train.num_steps).init(weights),
         rng=rng,
         skipped_steps=zero,
         skipped_in_a_row=zero,

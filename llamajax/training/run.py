@@ -9,8 +9,7 @@ from llamajax import data
 from llamajax.checkpoint.meta import check_same_run
 from llamajax.checkpoint.read import latest_step
 from llamajax.checkpoint.write import Checkpointer
-from llamajax.config.file import config_to_dict, write_config
-from llamajax.config.keys import dotted
+from llamajax.config.file import write_config
 from llamajax.config.run import Config
 from llamajax.generation.completion import encode_prompt, stream_text
 from llamajax.parallel import mesh
@@ -18,7 +17,7 @@ from llamajax.parallel.exit import end_process, exit_code
 from llamajax.parallel.processes import check_same_everywhere, everyones
 from llamajax.planning.latencies import compile_here
 from llamajax.step import optim
-from llamajax.step.step import TrainState, abstract_state, init_state, init_state_from, lower
+from llamajax.step.step import TrainState, abstract_state, init_state, lower
 from llamajax.training.loop import train
 from llamajax.training.stop import StopSignal
 from llamajax.watch import console, metrics
@@ -36,8 +35,6 @@ def run(config: Config, *, dry_run: bool = False) -> None:
     metrics.check_packages(config)
     with StopSignal() as stop:
         mesh.start(config)
-        settings = dotted(config_to_dict(config)).items()
-        check_same_everywhere({k: v for k, v in settings if not k.startswith(("distributed.", "data.cache_dir"))})
         console.print_header(config)
         run_dir = Path(config.run_dir).expanduser()
         pretrained = None
@@ -70,8 +67,7 @@ def run(config: Config, *, dry_run: bool = False) -> None:
                 state, start_step = restored.state, restored.step
             elif pretrained is not None:
                 console.log(f"start      from {pretrained.about}")
-                model = pretrained.load(config.model)
-                state, start_step = init_state_from(config, model), 0
+                state, start_step = init_state(config, pretrained.load(config.model)), 0
             else:
                 console.log(f"start      from scratch, seed {config.seed}")
                 state, start_step = init_state(config), 0
