@@ -62,7 +62,7 @@ def restore(
         _require_step(step, everyones(steps_in(directory))[0], directory)
     step_dir = _good_step(directory, step)
     try:
-        return read_step(step_dir, abstract_state, partial=partial)
+        return read_step(step_dir, concretise(abstract_state), partial=partial)
     except Exception as error:
         if not step_dir.exists():
             raise CheckpointError(f"{step_dir} was deleted by its run while it was read; try again") from error
@@ -125,8 +125,8 @@ def latest_step(run_dir: Path) -> int | None:
 
 
 def read_step(directory: Path, abstract_state: State, *, partial: bool) -> Restored[State]:
-    """Restores a verified step directory after comparing it with `abstract_state`."""
-    wanted = named_arrays(concretise(abstract_state))
+    """Restores a verified step directory after comparing it with `abstract_state`, which names devices (`concretise`)."""
+    wanted = named_arrays(abstract_state)
     saved = json.loads((directory / "arrays.json").read_text())
     differences = _differences(wanted, {name: _text(**about) for name, about in saved.items()}, partial=partial)
     if differences:

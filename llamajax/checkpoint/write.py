@@ -46,6 +46,7 @@ from llamajax.checkpoint.run_lock import check_seen_by_all, lock_run
 from llamajax.config.training import CheckpointConfig
 from llamajax.errors import CheckpointError, SaveError, UserError
 from llamajax.parallel import processes
+from llamajax.parallel.mesh import concretise
 from llamajax.parallel.processes import everyones
 from llamajax.units import format_bytes
 from llamajax.watch.console import say
@@ -225,6 +226,7 @@ class Checkpointer:
                 (self._directory / str(bad)).rename(aside)
             say(f"{damage_line(self._directory, bad, damaged[bad])}; moved to {bad}.damaged, going on from step {step}")
         self._newest = step
+        abstract_state = concretise(abstract_state)
         return read_step(self._directory / str(step), abstract_state, partial=False)
 
     def wait(self) -> None:

@@ -65,12 +65,10 @@ def run(config: Config, *, dry_run: bool = False) -> None:
                 check_same_run(config, restored, dataset.fingerprint)
                 console.log(f"start      resuming at step {restored.step}")
                 state, start_step = restored.state, restored.step
-            elif pretrained is not None:
-                console.log(f"start      from {pretrained.about}")
-                state, start_step = init_state(config, pretrained.load(config.model)), 0
             else:
-                console.log(f"start      from scratch, seed {config.seed}")
-                state, start_step = init_state(config), 0
+                console.log(f"start      from {f'scratch, seed {config.seed}' if pretrained is None else pretrained.about}")
+                model = None if pretrained is None else pretrained.load(config.model)
+                state, start_step = init_state(config, model), 0
             if jax.process_index() == 0:
                 write_config(config, run_dir / "config.yaml")
             everyones("ready")  # the first collective of devices waits for half a minute only

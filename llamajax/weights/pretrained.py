@@ -125,7 +125,7 @@ class Pretrained:
     def _restore(self, config: ModelConfig) -> Llama:
         as_stored = dataclasses.replace(config, param_dtype=self.config.param_dtype)
         try:
-            model = read_step(self.source, {"model": _abstract_model(as_stored)}, partial=True).state["model"]
+            model = read_step(self.source, concretise({"model": _abstract_model(as_stored)}), partial=True).state["model"]
         except Exception as error:
             if not self.source.exists():
                 raise CheckpointError(f"{self.source} was deleted by its run while it was read; try again") from error
