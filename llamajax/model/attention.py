@@ -11,26 +11,25 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float, Int32
 
 from llamajax.config.model import AttentionKernel, ModelConfig
-from llamajax.kernels.attention import Mask, Past, attend
+from llamajax.kernels.attention import Keys, Mask, Past, Queries, attend
 from llamajax.model.layers import RMSNorm, normal, residual_std
-from llamajax.model.rope import apply_rope, score_factor
+from llamajax.model.rope import RopeTable, apply_rope, score_factor
 from llamajax.parallel.zero import weight
 
-KeyValue = tuple[jax.Array, jax.Array]
-"""Keys and values of some tokens, each [B, T, K, H], the keys turned by their positions."""
+KeyValue = tuple[Keys, Keys]
+"""Keys, turned by their positions, and values of some tokens."""
 
 
 class Rows(NamedTuple):
     """What every layer's attention needs to know of the batch's rows; made once, before the layers."""
 
-    cos: jax.Array
-    """fp32 [B, T, H/2]: rotary table."""
-    sin: jax.Array
-    """fp32 [B, T, H/2]: rotary table."""
-    segment_ids: jax.Array | None
-    """int32 [B, T]: document of each token; None: every row is one document."""
+    cos: RopeTable
+    sin: RopeTable
+    segment_ids: Int32[Array, "B T"] | None
+    """Document of each token; None: every row is one document."""
 
 
 class Attention(nnx.Module):
@@ -58,8 +57,10 @@ class Attention(nnx.Module):
         self.window = config.sliding_window
         self.kernel: AttentionKernel = config.attention_kernel
 
-    def __call__(self, x: jax.Array, rows: Rows, past: Past | None = None) -> tuple[jax.Array, KeyValue]:
-        """[B, T, D] -> [B, T, D] of x's dtype; and the keys and values of these tokens, each [B, T, K, H].
+    def __call__(
+        self, x: Float[Array, "B T D"], rows: Rows, past: Past | None = None
+    ) -> tuple[Float[Array, "B T D"], KeyValue]:
+        """What is added to the residual stream, of x's dtype; and the keys and values of these tokens.
 
         With `past`, T is 1: the newest token of each row sees the cached ones before it, and no segments.
         """
@@ -71,8 +72,8 @@ class Attention(nnx.Module):
         with jax.named_scope("output_projection"):
             return jnp.einsum("BTKGH,KGHD->BTD", out, self.wo[...], out_sharding=jax.typeof(x).sharding.spec), (k, v)
 
-    def _project(self, x: jax.Array, rows: Rows) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Queries [B, T, K, G, H], keys and values [B, T, K, H], the first two turned by their positions."""
+    def _project(self, x: Float[Array, "B T D"], rows: Rows) -> tuple[Queries, Keys, Keys]:
+        """Queries, keys and values, the first two turned by their positions."""
         with jax.named_scope("qkv"):
             qkv = jnp.einsum("BTD,DKCH->BTKCH", x, self.wqkv[...])
             if self.qkv_bias is not None:

@@ -11,11 +11,14 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 from jax.experimental.layout import Layout, with_layout_constraint
+from jaxtyping import Array, Float, Int32
 
 from llamajax.config.model import ModelConfig
 from llamajax.config.parallel import axes_of, num_parts
+from llamajax.kernels.attention import Keys
 from llamajax.parallel.sharding import spec
 
+Cached = Float[Array, "L B K S H"]
 _CACHE_SPEC = spec("layers", "batch", "kv_heads", "seq", "head_dim")
 
 
@@ -24,13 +27,13 @@ _CACHE_SPEC = spec("layers", "batch", "kv_heads", "seq", "head_dim")
 class KVCache:
     """What all layers keep of the tokens that B rows have read, in S slots per row."""
 
-    keys: jax.Array
-    """[L, B, K, S, H] in `compute_dtype`, turned by their positions; sharded ("layers", "batch", "kv_heads", "seq").
-    Heads before slots, or the attention's batched matmuls would copy the whole cache into this order at every step."""
-    values: jax.Array
-    """[L, B, K, S, H], likewise."""
-    lengths: jax.Array
-    """int32 [B], sharded ("batch"): tokens read so far. What lies in later slots is never looked at."""
+    keys: Cached
+    """Turned by their positions, in `compute_dtype`; sharded ("layers", "batch", "kv_heads", "seq"). Heads before slots, or
+    the attention's batched matmuls would copy the whole cache into this order at every step."""
+    values: Cached
+    """Likewise."""
+    lengths: Int32[Array, "B"]
+    """Sharded ("batch"): tokens read so far. What lies in later slots is never looked at."""
 
     @staticmethod
     def empty(config: ModelConfig, batch_size: int, max_seq_len: int) -> "KVCache":
@@ -45,8 +48,8 @@ class KVCache:
         return KVCache(keys, values, jnp.zeros((batch_size,), jnp.int32, out_sharding=spec("batch")))
 
 
-def write_prompt(cached: jax.Array, layer: jax.Array, new: jax.Array) -> jax.Array:
-    """`cached` [L, B, K, S, H] with a prompt's keys or values, `new` [B, T, K, H], in a layer's first T slots.
+def write_prompt(cached: Cached, layer: Int32[Array, ""], new: Keys) -> Cached:
+    """`cached` with a prompt's keys or values in a layer's first T slots.
 
     The slots after them are cleared.
     """
@@ -67,8 +70,8 @@ def write_prompt(cached: jax.Array, layer: jax.Array, new: jax.Array) -> jax.Arr
     return write(cached, layer, new)
 
 
-def append(cache: KVCache, k: jax.Array, v: jax.Array) -> KVCache:
-    """The cache with one more token per row, whose keys and values are [L, B, 1, K, H].
+def append(cache: KVCache, k: Float[Array, "L B 1 K H"], v: Float[Array, "L B 1 K H"]) -> KVCache:
+    """The cache with one more token per row, whose keys and values these are.
 
     All layers at once, after the last has read its past: only then can the cache be written where it lies.
     """

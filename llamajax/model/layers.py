@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float
 
 from llamajax.config.model import ModelConfig
 from llamajax.parallel.zero import weight
@@ -30,8 +31,8 @@ class RMSNorm(nnx.Module):
         self.eps = config.norm_eps
         self.scale = weight((size,), config.param_dtype, stored=(None,), compute=None, init=jnp.ones)
 
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """[..., size] -> [..., size] of x's dtype; computed in fp32."""
+    def __call__(self, x: Float[Array, "*dims D"]) -> Float[Array, "*dims D"]:
+        """Of x's dtype; computed in fp32."""
         wide = x.astype(jnp.float32)
         inverse_rms = jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + self.eps)
         scale = jnp.expand_dims(self.scale[...].astype(jnp.float32), range(x.ndim - 1))
@@ -49,8 +50,8 @@ class MLP(nnx.Module):
         init = normal(down_key, residual_std(config))
         self.w_down = weight((F, D), dtype, stored=("mlp", "embed"), compute=("mlp", None), init=init)
 
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """[B, T, D] -> [B, T, D] of x's dtype."""
+    def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        """What is added to the residual stream, of x's dtype."""
         with jax.named_scope("gate_up"):
             gate_up = checkpoint_name(jnp.einsum("BTD,DCF->BTCF", x, self.w_gate_up[...]), "gate_up")
             gate, up = gate_up[:, :, 0], gate_up[:, :, 1]

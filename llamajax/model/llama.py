@@ -6,6 +6,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jaxtyping import Array, Float, Float32, Int32
 
 from llamajax.config.model import ModelConfig
 from llamajax.kernels.attention import Past
@@ -18,6 +19,8 @@ from llamajax.parallel.stack import run_layers
 from llamajax.parallel.vocabulary import look_up
 from llamajax.parallel.zero import gathered, weight
 
+Tokens = Int32[Array, "B T"]
+"""Of each row's tokens: their ids, or the ids of their documents, or their positions."""
 _SAVED_BY_REMAT = {
     "none": None,
     "full": (),
@@ -38,8 +41,10 @@ class Layer(nnx.Module):
         self.mlp_norm = RMSNorm(config.embed_dim, config)
         self.mlp = MLP(config, mlp_key)
 
-    def __call__(self, x: jax.Array, rows: Rows, past: Past | None = None) -> tuple[jax.Array, KeyValue]:
-        """[B, T, D] -> [B, T, D]; and the tokens' keys and values. `past` as for `Attention`."""
+    def __call__(
+        self, x: Float[Array, "B T D"], rows: Rows, past: Past | None = None
+    ) -> tuple[Float[Array, "B T D"], KeyValue]:
+        """The residual stream behind the layer; and the tokens' keys and values. `past` as for `Attention`."""
         with jax.named_scope("attention"):
             out, key_value = self.attention(self.attention_norm(x), rows, past)
             x = x + out
@@ -65,24 +70,24 @@ class Llama(nnx.Module):
         self.head = None if config.tie_embeddings else table(init=normal(head_key, config.init_std))
 
     def __call__(
-        self, tokens: jax.Array, segment_ids: jax.Array | None = None, positions: jax.Array | None = None
-    ) -> jax.Array:
-        """fp32 logits [B, T, V]; arguments as for `hidden`."""
+        self, tokens: Tokens, segment_ids: Tokens | None = None, positions: Tokens | None = None
+    ) -> Float32[Array, "B T V"]:
+        """Logits; arguments as for `hidden`."""
         x = self.hidden(tokens, segment_ids, positions)
         with jax.named_scope("head"):
             head = gathered(self.output_weight(), x.dtype)
             return jnp.einsum("BTD,VD->BTV", x, head[...], preferred_element_type=jnp.float32)
 
     def hidden(
-        self, tokens: jax.Array, segment_ids: jax.Array | None = None, positions: jax.Array | None = None
-    ) -> jax.Array:
-        """The normed states that the head reads, [B, T, D] in `compute_dtype`.
+        self, tokens: Tokens, segment_ids: Tokens | None = None, positions: Tokens | None = None
+    ) -> Float[Array, "B T D"]:
+        """The normed states that the head reads, in `compute_dtype`.
 
         Args:
-            tokens: int32 [B, T]. B must be divisible by the devices that share the batch, T by the sequence axis.
-            segment_ids: int32 [B, T]; a token sees only tokens with its own id. 0 is padding. None: a row is one document,
+            tokens: B must be divisible by the devices that share the batch, T by the sequence axis.
+            segment_ids: a token sees only tokens with its own id. 0 is padding. None: a row is one document,
                 and so it is with `attend_across_documents`.
-            positions: int32 [B, T] for the rotary embedding. None: counted from the start of each segment.
+            positions: for the rotary embedding. None: counted from the start of each segment.
         """
         config = self.config
         x = self._embed(tokens, "seq")
@@ -95,17 +100,17 @@ class Llama(nnx.Module):
         with jax.named_scope("final_norm"):
             return self.final_norm(x)
 
-    def prefill(self, tokens: jax.Array, lengths: jax.Array, cache: KVCache) -> tuple[jax.Array, KVCache]:
+    def prefill(self, tokens: Tokens, lengths: Int32[Array, "B"], cache: KVCache) -> tuple[Float32[Array, "B V"], KVCache]:
         """Reads prompts into the cache, from its first slot on; what it held before is gone.
 
         Args:
-            tokens: int32 [B, T], each row one prompt from its start, padded on the right with any token. T is at most
+            tokens: each row one prompt from its start, padded on the right with any token. T is at most
                 the cache's slots. B must be divisible by the devices that share the batch, T by the sequence axis.
-            lengths: int32 [B]: tokens of each prompt; 0 for a row that is not used.
+            lengths: tokens of each prompt; 0 for a row that is not used.
             cache: of `KVCache.empty`; donate it, and it is written in place.
 
         Returns:
-            fp32 logits [B, V] at each row's last token, sharded ("batch", None), and the cache.
+            Logits at each row's last token, sharded ("batch", None), and the cache.
         """
         lengths = jax.reshard(lengths, spec("batch"))
         x = self._embed(tokens, "seq")
@@ -123,23 +128,23 @@ class Llama(nnx.Module):
         x = jnp.sum(jnp.where(is_last[:, :, None], x, 0), axis=1, keepdims=True)
         return self._next_token_logits(x), KVCache(keys, values, lengths)
 
-    def decode(self, tokens: jax.Array, cache: KVCache) -> tuple[jax.Array, KVCache]:
+    def decode(self, tokens: Int32[Array, "B"], cache: KVCache) -> tuple[Float32[Array, "B V"], KVCache]:
         """Reads one more token per row, at position `cache.lengths`. A row whose slots are full cannot keep its token, so
         what it reads after that is wrong; the other rows are not disturbed.
 
         Args:
-            tokens: int32 [B].
+            tokens: one for each row.
             cache: what the rows have read so far; donate it, and it is written in place.
 
         Returns:
-            fp32 logits [B, V] of the tokens to come, sharded ("batch", None), and the cache, every row one longer.
+            Logits of the tokens to come, sharded ("batch", None), and the cache, every row one longer.
         """
         tokens, positions = jax.reshard(tokens, spec("batch"))[:, None], cache.lengths[:, None]
         x = self._embed(tokens, None)
         rows = Rows(*rope_tables(positions, self.config), segment_ids=None)
 
-        def run_layer(x: jax.Array, layer: Layer, cached: KeyValue) -> tuple[jax.Array, KeyValue]:
-            return layer(x, rows, Past(*cached, cache.lengths))
+        def run_layer(x: jax.Array, layer: Layer, cached: tuple[jax.Array, ...]) -> tuple[jax.Array, KeyValue]:
+            return layer(x, rows, Past(cached[0], cached[1], cache.lengths))
 
         x, (k, v) = run_layers(self.layers, run_layer, x, (cache.keys, cache.values), dtype=x.dtype)
         return self._next_token_logits(x), append(cache, k, v)
@@ -155,12 +160,12 @@ class Llama(nnx.Module):
             model = jax.eval_shape(lambda: Llama(config, jax.random.key(0)))
         return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), model)
 
-    def _embed(self, tokens: jax.Array, seq: str | None) -> jax.Array:
+    def _embed(self, tokens: Tokens, seq: str | None) -> Float[Array, "B T D"]:
         with jax.named_scope("embed"):
             return look_up(self.embedding[...], jax.reshard(tokens, spec("batch", seq)), self.config.compute_dtype)
 
-    def _next_token_logits(self, x: jax.Array) -> jax.Array:
-        """fp32 [B, V], sharded ("batch", None), of residual streams [B, 1, D]."""
+    def _next_token_logits(self, x: Float[Array, "B 1 D"]) -> Float32[Array, "B V"]:
+        """Of residual streams; sharded ("batch", None)."""
         with jax.named_scope("final_norm"):
             x = self.final_norm(x)[:, 0]
         with jax.named_scope("head"):
@@ -168,7 +173,7 @@ class Llama(nnx.Module):
             logits = jnp.einsum("BD,VD->BV", x, head[...], preferred_element_type=jnp.float32)
             return jax.reshard(logits, spec("batch", None))
 
-    def _rows(self, tokens: jax.Array, segment_ids: jax.Array | None, positions: jax.Array | None) -> Rows:
+    def _rows(self, tokens: Tokens, segment_ids: Tokens | None, positions: Tokens | None) -> Rows:
         if segment_ids is not None:
             segment_ids = jax.reshard(segment_ids, spec("batch", "seq"))
         if positions is None:

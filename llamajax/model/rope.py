@@ -6,16 +6,19 @@ from decimal import Context, Decimal
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Float, Float32, Int32
 
 from llamajax.config.model import ModelConfig
 from llamajax.parallel.sharding import spec
 
+RopeTable = Float32[Array, "B T half"]
+"""Of every token, a number for each pair of head dims."""
 _EXACT = Context(prec=30)
 """Digits of a power before it is rounded to fp32's seven."""
 
 
-def inverse_frequencies(config: ModelConfig) -> np.ndarray:
-    """Radians per position of each pair of head dims, fp32 [H/2], stretched by `config.rope_scaling`.
+def inverse_frequencies(config: ModelConfig) -> Float32[np.ndarray, "half"]:
+    """Radians per position of each pair of head dims, stretched by `config.rope_scaling`.
 
     fp32 step by step as published, not rounded once at the end: at position 100,000 a frequency that is off by its last
     bit turns the head by 0.01 rad away from what the published weights were trained with.
@@ -55,14 +58,14 @@ def score_factor(config: ModelConfig) -> float:
             return 1.0
 
 
-def rope_tables(positions: jax.Array, config: ModelConfig) -> tuple[jax.Array, jax.Array]:
-    """Cosine and sine of every position's angles, both fp32 [B, T, H/2], for int32 positions [B, T]."""
+def rope_tables(positions: Int32[Array, "B T"], config: ModelConfig) -> tuple[RopeTable, RopeTable]:
+    """Cosine and sine of every position's angles."""
     angles = positions.astype(jnp.float32)[:, :, None] * inverse_frequencies(config)[None, None, :]
     return jnp.cos(angles), jnp.sin(angles)
 
 
-def apply_rope(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """Turns the heads of x [B, T, K, C, H] by their positions, in fp32; the result has x's dtype.
+def apply_rope(x: Float[Array, "B T K C H"], cos: RopeTable, sin: RopeTable) -> Float[Array, "B T K C H"]:
+    """Turns the heads of x by their positions, in fp32; the result has x's dtype.
 
     Dim i is paired with dim i + H/2: the layout of Hugging Face weights, not Meta's interleaved one.
     """
@@ -71,8 +74,8 @@ def apply_rope(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
 
 
-def positions_from_segment_ids(segment_ids: jax.Array) -> jax.Array:
-    """Positions that restart at 0 wherever the segment id changes: int32 [B, T] -> int32 [B, T]."""
+def positions_from_segment_ids(segment_ids: Int32[Array, "B T"]) -> Int32[Array, "B T"]:
+    """Positions that restart at 0 wherever the segment id changes."""
     # A document may begin on another device's part of the row, so look at whole rows; they are only integers.
     whole = jax.reshard(segment_ids, spec("batch", None))
     rows = jax.lax.broadcasted_iota(jnp.int32, whole.shape, 1, out_sharding=spec("batch", None))
