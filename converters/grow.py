@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+from rich.progress import Progress
 
 from converters.tokenizer_formats import BpeTokenizer, read_tokenizer
 from converters.tokenizer_growth import MIN_SAVED, learn_pieces
@@ -44,7 +44,6 @@ _TEXTS_AT_ONCE = 128
 class Model:
     """A Hugging Face model that was looked at and can grow."""
 
-    directory: Path
     config: Mapping[str, Any]
     """Content of config.json."""
     tensors: Mapping[str, Stored]
@@ -55,11 +54,6 @@ class Model:
     loaded: Tokenizer
     """The same, as training would use it."""
 
-    @property
-    def tables(self) -> list[str]:
-        """The tensors with a row per token."""
-        return [name for name in (EMBEDDING, HEAD) if name in self.tensors]
-
 
 @dataclass(frozen=True)
 class Corpus:
@@ -67,8 +61,6 @@ class Corpus:
 
     learnt: Sequence[str]
     held_out: Sequence[str]
-    about: str
-    """Where they are from, in a line."""
 
 
 def grow(arguments: argparse.Namespace, progress: Progress) -> None:
@@ -86,7 +78,6 @@ def grow(arguments: argparse.Namespace, progress: Progress) -> None:
     _say(f"read       {source}: {vocabulary.first_new_id:,} tokens, from {', '.join(model.tokenizer.files)}")
     config = SourceConfig(kind=arguments.kind, paths=tuple(arguments.corpus), text_key=arguments.text_key)
     corpus = read_corpus(Source(config, "corpus"), arguments.train_max_bytes, progress)
-    _say(f"corpus     {corpus.about}")
     pieces = _learn(model, corpus, arguments.num_pieces, progress)
     num_tokens = vocabulary.first_new_id + len(pieces)
     multiple = arguments.pad_vocab_multiple
@@ -106,11 +97,9 @@ def grow(arguments: argparse.Namespace, progress: Progress) -> None:
         )
         rows = Rows(vocabulary.first_new_id, vocabulary.encode(pieces), num_rows)
         started = time.monotonic()
-        total = sum(stored.nbytes for stored in model.tensors.values())
-        task = progress.add_task("writing", total=total)
-        nbytes = write_weights(
-            source, model.tensors, model.tables, rows, unfinished, lambda count: progress.advance(task, count)
-        )
+        task = progress.add_task("writing", total=sum(stored.nbytes for stored in model.tensors.values()))
+        tables = [name for name in (EMBEDDING, HEAD) if name in model.tensors]
+        nbytes = write_weights(source, model.tensors, tables, rows, unfinished, lambda count: progress.advance(task, count))
         seconds = time.monotonic() - started
         _say(f"wrote      {nbytes / 1e6:,.0f} MB in {seconds:.1f} s, {nbytes / 1e6 / seconds:,.0f} MB/s")
     _say(f"done       {out}")
@@ -133,15 +122,10 @@ def read_model(source: Path) -> Model:
         )
     config = read_json(source / "config.json")
     tensors = open_model(source)
-    others = [
-        name
-        for name in tensors
-        if not name.startswith("model.layers.") and name not in (EMBEDDING, HEAD, "model.norm.weight")
-    ]
-    if others:
-        raise ConfigError(f"{tensors[others[0]].file}: {show(others[0])} is no tensor of a Llama; choose a Llama")
-    needed = [EMBEDDING] if config.get("tie_word_embeddings") else [EMBEDDING, HEAD]
-    for name in needed:
+    for name, stored in tensors.items():
+        if not name.startswith("model.layers.") and name not in (EMBEDDING, HEAD, "model.norm.weight"):
+            raise ConfigError(f"{stored.file}: {show(name)} is no tensor of a Llama; choose a Llama")
+    for name in (EMBEDDING,) if config.get("tie_word_embeddings") else (EMBEDDING, HEAD):
         if name not in tensors:
             raise ConfigError(f"{source}: {name} is missing; download the whole model")
     num_rows = config.get("vocab_size")
@@ -168,11 +152,11 @@ def read_model(source: Path) -> Model:
             " rows; use the tokenizer that belongs to the model"
         )
     left_out = {"tokenizer.json", "tokenizer.model"} - tokenizer.files.keys()
-    return Model(source, config, tensors, {name: files[name] for name in files.keys() - left_out}, tokenizer, loaded)
+    return Model(config, tensors, {name: files[name] for name in files.keys() - left_out}, tokenizer, loaded)
 
 
 def read_corpus(source: Source, max_bytes: int, progress: Progress) -> Corpus:
-    """Samples the corpus.
+    """Samples the corpus, and says how much of it.
 
     Raises:
         DataError: a file cannot be read, or there is too little text.
@@ -192,12 +176,11 @@ def read_corpus(source: Source, max_bytes: int, progress: Progress) -> Corpus:
     held_out = parts[::HELD_OUT_EVERY]
     learnt = [part for place, part in enumerate(parts) if place % HELD_OUT_EVERY]
     learnt_bytes, held_out_bytes = (sum(len(part.encode()) for part in some) for some in (learnt, held_out))
-    return Corpus(
-        learnt,
-        held_out,
-        f"{num_bytes / 1e6:,.1f} MB in {len(files):,} file(s); {learnt_bytes / 1e6:,.1f} MB of it to learn from,"
-        f" {held_out_bytes / 1e6:,.1f} MB to measure on",
+    _say(
+        f"corpus     {num_bytes / 1e6:,.1f} MB in {len(files):,} file(s); {learnt_bytes / 1e6:,.1f} MB of it to learn from,"
+        f" {held_out_bytes / 1e6:,.1f} MB to measure on"
     )
+    return Corpus(learnt, held_out)
 
 
 def _learn(model: Model, corpus: Corpus, num_pieces: int, progress: Progress) -> list[str]:
@@ -248,10 +231,9 @@ def _worth(old: Tokenizer, new: Tokenizer, corpus: Corpus) -> Iterator[str]:
     )
     counts = (counts + count(new, corpus.learnt))[old.vocab_size :]
     yield f"used       {np.count_nonzero(counts):,} of {len(counts):,} new pieces in this sample"
-    frequent = np.argsort(-counts, kind="stable")[:_SHOWN_PIECES]
-    longest = np.argsort(-new.token_bytes[old.vocab_size :], kind="stable")[:_SHOWN_PIECES]
-    for name, chosen in (("frequent", frequent), ("longest", longest)):
-        yield f"{name:<10} " + " ".join(_text_of(new, old.vocab_size + int(place)) for place in chosen)
+    for name, sizes in (("frequent", counts), ("longest", new.token_bytes[old.vocab_size :])):
+        largest = np.argsort(-sizes, kind="stable")[:_SHOWN_PIECES]
+        yield f"{name:<10} " + " ".join(_text_of(new, old.vocab_size + int(place)) for place in largest)
 
 
 def _batches(texts: Sequence[str]) -> Iterator[Sequence[str]]:
@@ -267,10 +249,9 @@ def _text_of(tokenizer: Tokenizer, token: int) -> str:
 
 def main(arguments: argparse.Namespace) -> int:
     """Runs one command, and returns the exit code."""
-    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
 
     def run() -> None:
-        with Progress(*columns, transient=True, disable=not sys.stdout.isatty()) as progress:
+        with Progress(transient=True, disable=not sys.stdout.isatty()) as progress:
             grow(arguments, progress)
 
     return exit_code(

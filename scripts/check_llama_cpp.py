@@ -24,7 +24,7 @@ import transformers
 from llama_cpp import Llama  # pyright: ignore[reportMissingImports]
 
 from converters.convert import main as run_converter
-from converters.hf_cli import parse_args
+from converters.hf import parse_args
 from llamajax.config.generate import GenerateConfig
 from llamajax.config.parallel import MeshConfig
 from llamajax.data.tokenizer import load_tokenizer

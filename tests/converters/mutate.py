@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from converters import convert
-from converters.hf_cli import parse_args
+from converters.hf import parse_args
 from converters.hf_tokenizer import convert_sentencepiece
 from llamajax.data.tokenizer import train_sentencepiece
 from llamajax.errors import ConfigError

@@ -15,7 +15,7 @@ import yaml
 
 from converters import blocks
 from converters.convert import main
-from converters.hf_cli import parse_args
+from converters.hf import parse_args
 from llamajax.checkpoint.read import restore
 from llamajax.checkpoint.write import Checkpointer
 from llamajax.config.file import load_config

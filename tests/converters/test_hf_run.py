@@ -10,7 +10,7 @@ import pytest
 import transformers
 
 from converters import convert
-from converters.hf_cli import parse_args
+from converters.hf import parse_args
 from llamajax.checkpoint.read import restore
 from llamajax.config.evaluate import EvaluateConfig
 from llamajax.config.file import load_config

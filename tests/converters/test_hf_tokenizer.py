@@ -11,7 +11,7 @@ import tokenizers
 import transformers
 
 from converters import convert
-from converters.hf_cli import parse_args
+from converters.hf import parse_args
 from converters.hf_tokenizer import tokenizer_files
 from llamajax.data.tokenizer import load_tokenizer, train_sentencepiece
 from tests import real_tokenizers as real

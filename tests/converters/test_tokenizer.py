@@ -23,9 +23,9 @@ import tokenizers
 import transformers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors, trainers
 
-from converters import convert, grow, hf_cli
+from converters import convert, grow, hf
 from converters.hf_tokenizer import tokenizer_files
-from converters.tokenizer_cli import parse_args
+from converters.tokenizer import parse_args
 from converters.tokenizer_formats import BpeTokenizer
 from llamajax.data.tokenizer import load_tokenizer, sample_texts, train_sentencepiece
 
@@ -237,7 +237,7 @@ def test_a_grown_model_grows_again_and_is_imported(grown, tmp_path):
     old, new = (transformers.AutoTokenizer.from_pretrained(tmp_path / name).get_vocab() for name in ("hf", "out"))
     assert new.items() >= old.items()
     assert len(new) == len(old) + 80
-    assert convert.main(hf_cli.parse_args(["import", str(tmp_path / "out"), str(tmp_path / "run"), "--no-verify"])) == 0
+    assert convert.main(hf.parse_args(["import", str(tmp_path / "out"), str(tmp_path / "run"), "--no-verify"])) == 0
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])

@@ -11,7 +11,7 @@ import pytest
 import safetensors.numpy
 
 from converters import convert
-from converters.hf_cli import parse_args
+from converters.hf import parse_args
 from converters.verify import compare_logits
 from llamajax.config.model import ModelConfig
 from llamajax.errors import CheckpointError

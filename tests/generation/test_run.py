@@ -13,7 +13,7 @@ import sys
 import pytest
 
 from converters import convert
-from converters.hf_cli import parse_args
+from converters.hf import parse_args
 from llamajax.config.file import load_config
 from llamajax.config.generate import GenerateConfig
 from llamajax.config.parallel import MeshConfig

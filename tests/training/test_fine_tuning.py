@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from converters import convert
-from converters.hf_cli import parse_args
+from converters.hf import parse_args
 from llamajax.checkpoint.read import read_meta
 from llamajax.config.file import load_config
 from llamajax.data.chat import load_chat_template

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from converters import convert
-from converters.hf_cli import parse_args
+from converters.hf import parse_args
 from llamajax.checkpoint.read import named_arrays, read_meta, restore
 from llamajax.config.file import load_config
 from llamajax.config.run import Config

@@ -12,7 +12,7 @@ import pytest
 import safetensors.numpy
 
 from converters import convert
-from converters.hf_cli import parse_args
+from converters.hf import parse_args
 from llamajax.checkpoint import manifest
 from llamajax.checkpoint.read import named_arrays
 from llamajax.config.evaluate import EvaluateConfig
