@@ -4,7 +4,8 @@ import functools
 import itertools
 import math
 import time
-from collections.abc import Iterable, Iterator
+from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -84,9 +85,8 @@ def evaluate_documents(
         parts = {}
         for index, source in enumerate(run_config.data.sources):
             alone = run_config.changed({"data.sources": (source,)})
-            parts[f"data.sources[{index}] {source.kind}"] = Part(
-                alone, data.prepare(alone, log=lambda line: None, tokenizer=tokenizer)
-            )
+            of_source = data.prepare(alone, log=lambda line: None, tokenizer=tokenizer)
+            parts[f"data.sources[{index}] {source.kind}"] = Part(alone, of_source)
     total = sum(part.num_batches(config) for part in parts.values())
     if not total:
         raise DataError(
@@ -102,7 +102,7 @@ def evaluate_documents(
     batches = ((name, batch) for name, part in parts.items() for batch in part.batches(config))
     token_bytes = np.pad(tokenizer.token_bytes, (0, model_config.vocab_size - tokenizer.vocab_size))
     found, seconds = add_up(model, console.track(batches, total, "evaluating"), token_bytes)
-    losses = {name: found.get(name, Losses()) for name in parts}
+    losses = {name: found[name] for name in parts}
     losses["all"] = functools.reduce(Losses.__add__, losses.values())
     speed = losses["all"].tokens / seconds
     print_losses(losses, speed)
@@ -193,24 +193,16 @@ def whole_batch(size: int) -> int:
 
 
 def add_up(
-    model: Llama, batches: Iterable[tuple[str, Batch]], token_bytes: Int32[np.ndarray, "V"]
-) -> tuple[dict[str, Losses], float]:
-    """The losses of named batches by name, and the seconds it took after compiling."""
-    compiled: jax.stages.Compiled | None = None
-    started = 0.0
-
-    def results() -> Iterator[tuple[str, Any]]:
-        nonlocal compiled, started
-        for name, batch in batches:
-            if compiled is None:
-                compiled = eval_step.lower(model, batch, token_bytes).compile()
-                started = time.monotonic()
-            yield name, compiled(model, batch, token_bytes)
-
-    losses: dict[str, Losses] = {}
-    for name, (sums, num_bytes) in one_behind(results()):
-        of_batch = Losses(float(sums.cross_entropy), int(sums.num_tokens), int(num_bytes))
-        losses[name] = losses.get(name, Losses()) + of_batch
+    model: Llama, batches: Iterator[tuple[str, Batch]], token_bytes: Int32[np.ndarray, "V"]
+) -> tuple[defaultdict[str, Losses], float]:
+    """The losses of named batches, at least one, by name, and the seconds it took after compiling."""
+    first = next(batches)
+    compiled = eval_step.lower(model, first[1], token_bytes).compile()
+    started = time.monotonic()
+    results = ((name, compiled(model, batch, token_bytes)) for name, batch in itertools.chain([first], batches))
+    losses: defaultdict[str, Losses] = defaultdict(Losses)
+    for name, (sums, num_bytes) in one_behind(results):
+        losses[name] += Losses(float(sums.cross_entropy), int(sums.num_tokens), int(num_bytes))
     return losses, time.monotonic() - started
 
 

@@ -209,16 +209,13 @@ class LlamaLM(TemplateLM):
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[tuple[str, str], list[int], list[int]]], **kwargs: Any
     ) -> list[tuple[float, bool]]:
-        rows = [
-            (np.array((context + targets)[-self._max_seq_len - 1 :], np.int32), len(targets))
-            for _, context, targets in requests
-        ]
-        for number, (_, num_targets) in enumerate(rows):
-            if num_targets > self._max_seq_len:
-                text = requests[number][0][1]
+        rows = []
+        for (_, text), context, targets in requests:
+            if len(targets) > self._max_seq_len:
                 raise ConfigError(
-                    f"seq_len: {self._max_seq_len} is below the {num_targets} tokens of the answer {text[:40]!r}; raise it"
+                    f"seq_len: {self._max_seq_len} is below the {len(targets)} tokens of the answer {text[:40]!r}; raise it"
                 )
+            rows.append((np.array((context + targets)[-self._max_seq_len - 1 :], np.int32), len(targets)))
         longest_first = sorted(range(len(rows)), key=lambda number: -len(rows[number][0]))
         batches = [longest_first[at : at + self._batch_size] for at in range(0, len(rows), self._batch_size)]
         results: list[tuple[float, bool]] = [(0.0, True)] * len(rows)

@@ -1,7 +1,7 @@
 """The loss on held-out documents while a run goes on."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import numpy as np
 
@@ -9,7 +9,6 @@ from llamajax import data
 from llamajax.config.run import Config
 from llamajax.data.loader import held_out_batches
 from llamajax.model import Llama
-from llamajax.step.batch import Batch
 from llamajax.step.step import eval_step, one_behind
 
 
@@ -20,26 +19,16 @@ def evaluate(
 
     None if `is_stopping`, which is asked before every batch, says so before the end.
     """
-    token_bytes = np.zeros(config.model.vocab_size, np.int32)
-    token_bytes[: dataset.tokenizer.vocab_size] = dataset.tokenizer.token_bytes
+    token_bytes = np.pad(dataset.tokenizer.token_bytes, (0, config.model.vocab_size - dataset.tokenizer.vocab_size))
     nats, num_tokens, num_bytes = 0.0, 0, 0
-    stopped = False
-
-    def batches() -> Iterator[Batch]:
-        nonlocal stopped
-        for batch in held_out_batches(dataset, config):
-            stopped = is_stopping()
-            if stopped:
-                return
-            yield batch
-
-    results = (eval_step(model, batch, token_bytes) for batch in batches())
-    for sums, count in one_behind(results):
+    batches = held_out_batches(dataset, config)
+    for result in one_behind(None if is_stopping() else eval_step(model, batch, token_bytes) for batch in batches):
+        if result is None:
+            return None
+        sums, count = result
         nats += float(sums.cross_entropy)
         num_tokens += int(sums.num_tokens)
         num_bytes += int(count)
-    if stopped:
-        return None
     return {
         "loss": nats / num_tokens if num_tokens else math.nan,
         "bits_per_byte": nats / math.log(2) / num_bytes if num_bytes else math.nan,

@@ -21,7 +21,6 @@ from llamajax.errors import ConfigError
 from llamajax.generation.completion import Completer, Completion, Piece, Stats, check_prompts
 from llamajax.generation.prompts import Prompt, find_ends, read_prompts
 from llamajax.generation.sampling import Sampling
-from llamajax.model import Llama
 from llamajax.parallel import mesh
 from llamajax.parallel.exit import end_process, exit_code
 from llamajax.watch import console
@@ -53,8 +52,11 @@ def run(config: GenerateConfig) -> None:
     max_seq_len = longest_sequence(config, pretrained.config)
     check_prompts(token_ids, max_seq_len, pretrained.config.vocab_size)
 
+    model_config = choose_types(config, pretrained.config)
+    jax.set_mesh(mesh.make_mesh(choose_mesh(config.mesh, model_config, jax.device_count())))
+    say(f"devices    {console.devices()}; {model_config.param_dtype}")
     completer = Completer(
-        load(config, pretrained),
+        pretrained.load(model_config),
         tokenizer,
         sampling=Sampling(temperature=config.temperature, top_k=config.top_k, top_p=config.top_p, min_p=config.min_p),
         key=jax.random.key(config.seed),
@@ -101,14 +103,6 @@ def longest_sequence(config: GenerateConfig, model: ModelConfig) -> int:
     return config.max_seq_len or model.max_seq_len
 
 
-def load(config: GenerateConfig, pretrained: Pretrained) -> Llama:
-    """The model in the types that are asked for, on a mesh made for it."""
-    model = choose_types(config, pretrained.config)
-    jax.set_mesh(mesh.make_mesh(choose_mesh(config.mesh, model, jax.device_count())))
-    say(f"devices    {console.devices()}; {model.param_dtype}")
-    return pretrained.load(model)
-
-
 def choose_types(config: GenerateConfig, model: ModelConfig) -> ModelConfig:
     """The model with the types to keep weights in and to compute with."""
     compute_dtype = model.compute_dtype if config.compute_dtype == "auto" else config.compute_dtype
@@ -128,8 +122,7 @@ def choose_mesh(config: MeshConfig, model: ModelConfig, num_devices: int) -> Mes
     if config == MeshConfig(num_cpu_devices=config.num_cpu_devices):
         tensor = math.gcd(num_devices, model.num_kv_heads, model.mlp_dim, model.vocab_size)
         return dataclasses.replace(config, data=num_devices // tensor, fsdp=1, tensor=tensor)
-    axes = config.axis_sizes(num_devices)
-    if problems := model.undivided(axes):
+    if problems := model.undivided(config.axis_sizes(num_devices)):
         raise ConfigError("\n".join(f"{problem}; leave mesh out to have it chosen" for problem in problems))
     return config
 
@@ -147,7 +140,7 @@ def write(
         batch_size=config.batch_size,
     )
     if config.output is not None:
-        with open_output(config.output) as output:
+        with create(config.output) if jax.process_index() == 0 else contextlib.nullcontext() as output:
             for row, completion in in_order(pieces, num_rows):
                 prompt, sample = prompts[row // config.num_samples], row % config.num_samples
                 given = {"prompt": prompt.text} if prompt.messages is None else {"messages": prompt.messages}
@@ -163,22 +156,16 @@ def write(
             console.print_stream(prompt.text, ["" if prompt.messages is None else "\n", completion.text, "\n"])
 
 
-@contextlib.contextmanager
-def open_output(path: str) -> Iterator[TextIO | None]:
-    """A new file; None in all processes but the first.
+def create(path: str) -> TextIO:
+    """A new file, to write to.
 
     Raises:
         ConfigError: it cannot be made.
     """
-    if jax.process_index() != 0:
-        yield None
-        return
     try:
-        file = Path(path).expanduser().open("x", encoding="utf-8")
+        return Path(path).expanduser().open("x", encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"output: {path}: {error.strerror}; choose another file") from error
-    with file:
-        yield file
 
 
 def in_order(pieces: Iterator[Piece], num_rows: int) -> Iterator[tuple[int, Completion]]:
