@@ -7,7 +7,6 @@ import os
 import secrets
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 _NO_LOCKS = {errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK}
@@ -79,12 +78,11 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-@contextmanager
+@contextlib.contextmanager
 def made_whole(out: Path) -> Iterator[Path]:
     """A directory to fill, which gets the name `out` at the end, or is removed if something goes wrong."""
     unfinished = out.absolute().with_name(f".{out.name}.{os.getpid()}.writing")
-    unfinished.parent.mkdir(parents=True, exist_ok=True)
-    unfinished.mkdir()
+    unfinished.mkdir(parents=True)
     try:
         yield unfinished
         for path in unfinished.rglob("*"):

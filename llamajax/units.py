@@ -1,5 +1,7 @@
 """Numbers with units, for people."""
 
+from datetime import timedelta
+
 
 def format_bytes(num_bytes: float) -> str:
     """`1.50 GiB`; binary units, three significant digits."""
@@ -22,8 +24,4 @@ def format_count(count: float) -> str:
 
 def format_duration(seconds: float) -> str:
     """`0:00:07`, `3:25:45`, `2 days 3:25:45`."""
-    minutes, seconds = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    days, hours = divmod(hours, 24)
-    clock = f"{hours}:{minutes:02}:{seconds:02}"
-    return f"{days} day{'s' if days > 1 else ''} {clock}" if days else clock
+    return str(timedelta(seconds=round(seconds))).replace(",", "")

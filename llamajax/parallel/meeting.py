@@ -203,16 +203,10 @@ def find(config: DistributedConfig) -> tuple[str, int, int, Sequence[int] | None
         )
     except (ValueError, RuntimeError, KeyError) as error:
         raise EnvironmentMismatchError(f"distributed: jax cannot read what the launcher says: {error}; {_SET}") from error
-    unset = [
-        name
-        for name, value in (("coordinator_address", address), ("num_processes", num_processes), ("process_id", own_rank))
-        if value is None
-    ]
-    if unset:
-        raise EnvironmentMismatchError(f"distributed: {', '.join(unset)} could not be found; {_SET}")
-    assert address is not None
-    assert num_processes is not None
-    assert own_rank is not None
+    if address is None or num_processes is None or own_rank is None:
+        found = {"coordinator_address": address, "num_processes": num_processes, "process_id": own_rank}
+        unset = ", ".join(name for name, value in found.items() if value is None)
+        raise EnvironmentMismatchError(f"distributed: {unset} could not be found; {_SET}")
     if own_rank >= num_processes:
         raise EnvironmentMismatchError(
             f"distributed.process_id: {own_rank} must be below the number of processes, {num_processes}; correct it"

@@ -109,7 +109,6 @@ def join_run(config: DistributedConfig) -> None:
     address, num_processes, own_rank, local_device_ids = meeting.find(config)
     host, port = meeting.host_and_port(address)
     bind_address = os.environ.get("JAX_COORDINATOR_BIND_ADDRESS") or meeting.bind_address_for(host, port)
-    links = []
     if num_processes > 1:
         meet = meeting.receive_all if own_rank == 0 else meeting.call_on_first
         links = meet(address, bind_address, num_processes, own_rank, config.initialization_timeout_s)

@@ -78,13 +78,12 @@ def track(items: Iterable[Any], total: int, what: str) -> Iterator[Any]:
         with progress.Progress(*columns, progress.TimeRemainingColumn(), console=CONSOLE, transient=True) as bar:
             yield from bar.track(items, total=total, description=what)
         return
-    started = tenths = 0
+    started = 0.0
     for done, item in enumerate(items, start=1):
         yield item
         if done == 1:  # which compiled, too
             started = time.monotonic()
-        elif done * 10 // total > tenths:
-            tenths = done * 10 // total
+        elif done * 10 // total > (done - 1) * 10 // total:
             left = (time.monotonic() - started) / (done - 1) * (total - done)
             log(f"{what} {done:>{len(str(total))}}/{total}  ETA {format_duration(left)}")
 
