@@ -18,7 +18,8 @@ from converters.tokenizer_growth import MIN_SAVED, learn_pieces
 from converters.tokenizer_weights import Rows, write_weights
 from llamajax.config.data import SourceConfig
 from llamajax.data.sources import Source
-from llamajax.data.tokenizer import Tokenizer, load_tokenizer, sample_texts
+from llamajax.data.tokenizer import load_tokenizer, sample_texts
+from llamajax.data.tokenizer_base import Tokenizer
 from llamajax.disk import made_whole
 from llamajax.errors import ConfigError, DataError, UserError, show
 from llamajax.parallel.exit import exit_code

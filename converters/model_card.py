@@ -4,10 +4,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-from llamajax.checkpoint.read import say
 from llamajax.config.formulas import num_params
 from llamajax.config.model import ModelConfig
 from llamajax.errors import UserError
+from llamajax.watch.console import say
 from llamajax.watch.run_log import METRICS_FILE, read_run
 from llamajax.weights.architectures import Architecture
 from llamajax.weights.pretrained import Pretrained

@@ -37,7 +37,7 @@ def list_files(directory: Path) -> list[str]:
     return sorted(path for path in paths if path != MANIFEST)
 
 
-def digest(directory: Path, paths: Iterable[str]) -> dict[str, Record]:
+def records_of(directory: Path, paths: Iterable[str]) -> dict[str, Record]:
     """The record of each file in `paths`, which are relative to `directory`.
 
     Raises:
@@ -113,5 +113,5 @@ def _record(path: Path) -> Record:
 
 def _text(records: Mapping[str, Record]) -> bytes:
     """The whole manifest, to the byte."""
-    digest_of_table = hashlib.sha256(json.dumps(records, sort_keys=True).encode()).hexdigest()
-    return (json.dumps({"files": dict(records), "sha256": digest_of_table}, indent=1) + "\n").encode()
+    sha256 = hashlib.sha256(json.dumps(records, sort_keys=True).encode()).hexdigest()
+    return (json.dumps({"files": dict(records), "sha256": sha256}, indent=1) + "\n").encode()

@@ -44,6 +44,7 @@ from llamajax.checkpoint.read import (
 )
 from llamajax.checkpoint.run_lock import check_seen_by_all, lock_run
 from llamajax.config.training import CheckpointConfig
+from llamajax.disk import sync
 from llamajax.errors import CheckpointError, SaveError, UserError
 from llamajax.parallel import processes
 from llamajax.parallel.mesh import concretise
@@ -286,7 +287,7 @@ class Checkpointer:
     def _hash_share(self, saving: Path) -> None:
         """Leaves the records of this process's share of the arrays' files for process 0."""
         paths = [path for path in manifest.list_files(saving) if path.startswith("state/")]
-        records = manifest.digest(saving, paths[jax.process_index() :: jax.process_count()])
+        records = manifest.records_of(saving, paths[jax.process_index() :: jax.process_count()])
         (saving / f"hashes.{jax.process_index()}.json").write_text(json.dumps(records))
 
     def _finish(self, step: int, saving: Path, small: Mapping[str, bytes]) -> None:
@@ -295,13 +296,13 @@ class Checkpointer:
             (saving / "files").mkdir()
             for name, content in small.items():
                 (saving / name).write_bytes(content)
-            records = manifest.digest(saving, small)
+            records = manifest.records_of(saving, small)
             for share in saving.glob("hashes.*.json"):
                 records |= json.loads(share.read_text())
                 share.unlink()
             manifest.write(saving, records)
             saving.rename(self._directory / str(step))
-            manifest.sync(self._directory)
+            sync(self._directory)
         self._delete_old()
 
     def _together(self, work: Callable[[], object], *, first_only: bool = False) -> None:

@@ -37,7 +37,7 @@ class DamagedError(DataError):
         self.reason = reason
 
 
-def digest(*parts: object) -> str:
+def key_of(*parts: object) -> str:
     """SHA-256 of the parts, which must be JSON values, in order."""
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 

@@ -14,7 +14,7 @@ import numpy as np
 from jaxtyping import Bool, Int32
 
 from llamajax.data.conversations import Message
-from llamajax.data.tokenizer import Tokenizer
+from llamajax.data.tokenizer_base import Tokenizer
 from llamajax.errors import DataError
 
 TEMPLATE_FILE = "chat_template.jinja"

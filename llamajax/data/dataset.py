@@ -18,7 +18,8 @@ from llamajax.data.rows import HELD_OUT, SIDES, TRAIN, PackedSource, cache_error
 from llamajax.data.shards import tokenize
 from llamajax.data.sources import Source
 from llamajax.data.split import is_held_out
-from llamajax.data.tokenizer import Tokenizer, load_tokenizer, sample_texts, train_sentencepiece
+from llamajax.data.tokenizer import load_tokenizer, sample_texts, train_sentencepiece
+from llamajax.data.tokenizer_base import Tokenizer
 from llamajax.errors import ConfigError, DataError
 
 _TOKENIZER_FORMAT = "tokenizer-3"
@@ -127,8 +128,8 @@ def _prepare(
         tokenizer=tokenizer,
         held_out_rows=cast(Sequence[Row], held_out.shuffle(seed=0)),
         summary=tuple(summary),
-        fingerprint=cache.digest(tokenizer.sha256, [of_source.rows_key for of_source in packed], shares),
-        content=cache.digest([of_source.content for of_source in packed]),
+        fingerprint=cache.key_of(tokenizer.sha256, [of_source.rows_key for of_source in packed], shares),
+        content=cache.key_of([of_source.content for of_source in packed]),
         epochs_per_row=dict(zip((source.key for source in sources), epochs, strict=True)),
         order=training_order([rows for rows, _ in sides], weights, config.seed),
         files=tokenizer.files if template is None else tokenizer.files | {TEMPLATE_FILE: template.text.encode()},
@@ -164,7 +165,7 @@ def _tokenizer(
 
     contents = [group.content for group in groups]
     max_bytes = data.tokenizer.train_max_bytes
-    key = cache.digest(_TOKENIZER_FORMAT, contents, data.held_out_fraction, vocab_size, max_bytes)
+    key = cache.key_of(_TOKENIZER_FORMAT, contents, data.held_out_fraction, vocab_size, max_bytes)
     entry = cache_dir / "tokenizers" / key
     path = entry / "tokenizer.model"
     if not cache.is_whole(path):

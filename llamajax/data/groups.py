@@ -113,7 +113,7 @@ def group_files(source: Source, cache_dir: Path, log: Callable[[str], None]) -> 
     for files, of_files, content in zip(groups, identities, contents, strict=True):
         suffixes = [path.suffix for path in files]  # they decide how JSONL is decompressed
         of_kind = source.config.chat_format if source.config.kind == "chat" else source.config.text_key
-        key = cache.digest(source.config.kind, of_kind, suffixes, content)
+        key = cache.key_of(source.config.kind, of_kind, suffixes, content)
         described.append(FileGroup(source, tuple(files), key, tuple(of_files)))
     return described
 
@@ -130,11 +130,11 @@ def content_hashes(
     Raises:
         DataError: a file cannot be read.
     """
-    paths = [cache_dir / "content" / cache.digest(of_group) / "hash" for of_group in identities]
+    paths = [cache_dir / "content" / cache.key_of(of_group) / "hash" for of_group in identities]
     hashes = [_known_hash(path) for path in paths]
     unknown = [index for index, known in enumerate(hashes) if known is None]
     if unknown:
-        with disk.locked(cache_dir / "hashing" / cache.digest(identities)):
+        with disk.locked(cache_dir / "hashing" / cache.key_of(identities)):
             for index in unknown:
                 hashes[index] = _known_hash(paths[index])
                 if hashes[index] is None and paths[index].exists():

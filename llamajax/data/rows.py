@@ -17,7 +17,7 @@ from llamajax.data.packing import Row, fill_row, pack
 from llamajax.data.shards import Shard, read_shard, remake, shard_paths, shards_entry
 from llamajax.data.sources import Source
 from llamajax.data.split import is_held_out
-from llamajax.data.tokenizer import Tokenizer
+from llamajax.data.tokenizer_base import Tokenizer
 from llamajax.errors import DataError
 
 MAX_MAPPED_SHARDS = 2**12
@@ -59,7 +59,7 @@ class PackedSource:
         entries = [shards_entry(group, tokenizer, cache_dir, template) for group in groups]
         self._groups = dict(zip(entries, groups, strict=True))
         self.shards = [path for entry in entries for path in shard_paths(entry)]
-        key = cache.digest(_ROWS, [entry.name for entry in entries], seq_len, held_out_fraction)
+        key = cache.key_of(_ROWS, [entry.name for entry in entries], seq_len, held_out_fraction)
         self._entry = cache_dir / _FOLDER / key
         self.counts = self.reading(lambda: Counts.of(self.shards))
         self._shard_starts = np.cumsum([0, *self.counts.tokens_of_shard]).tolist()
@@ -68,7 +68,7 @@ class PackedSource:
         self._packings = self.reading(self._read_packings)
         moved = any(packing.info["num_moved"] for packing in self._packings.values())
         other_rules = [_SPLIT] * moved + [_SPACE_SIGNS] * bool(self.counts.space_signs)
-        self.rows_key = cache.digest(key, *other_rules) if other_rules else key
+        self.rows_key = cache.key_of(key, *other_rules) if other_rules else key
         """Hash of all that decides the rows: files, tokenizer, split and length of the rows. Rules that came later are in
         it where they change a row, so that a run goes on wherever its rows are the same."""
 

@@ -21,7 +21,7 @@ from llamajax.data.groups import GROUP_BYTES, FileGroup
 from llamajax.data.progress import Progress
 from llamajax.data.sources import Document
 from llamajax.data.split import plain_hash
-from llamajax.data.tokenizer import Tokenizer
+from llamajax.data.tokenizer_base import Tokenizer
 from llamajax.errors import DataError
 
 SHARD_BYTES = GROUP_BYTES
@@ -98,7 +98,7 @@ def shards_entry(group: FileGroup, tokenizer: Tokenizer, cache_dir: Path, templa
     if group.is_chat:
         assert template is not None
         key += [_CONVERSATIONS, template.sha256]
-    return cache_dir / _FOLDER / cache.digest(*key)
+    return cache_dir / _FOLDER / cache.key_of(*key)
 
 
 def tokenize(

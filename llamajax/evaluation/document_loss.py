@@ -22,7 +22,8 @@ from llamajax.config.model import ModelConfig
 from llamajax.config.parallel import num_parts
 from llamajax.config.run import Config
 from llamajax.data.loader import Loader, held_out_batches
-from llamajax.data.tokenizer import Tokenizer, load_tokenizer
+from llamajax.data.tokenizer import load_tokenizer
+from llamajax.data.tokenizer_base import Tokenizer
 from llamajax.errors import ConfigError, DataError
 from llamajax.model import Llama
 from llamajax.step.batch import Batch, micro_batch_size

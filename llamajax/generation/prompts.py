@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from llamajax.data import chat
-from llamajax.data.chat import ChatTemplate, Message
-from llamajax.data.tokenizer import Tokenizer
+from llamajax.data.chat import ChatTemplate
+from llamajax.data.conversations import Message
+from llamajax.data.tokenizer_base import Tokenizer
 from llamajax.errors import DataError
 
 

@@ -16,7 +16,7 @@ from llamajax.config.generate import GenerateConfig
 from llamajax.config.model import ModelConfig
 from llamajax.config.parallel import MeshConfig
 from llamajax.data.chat import ChatTemplate, load_chat_template
-from llamajax.data.tokenizer import Tokenizer
+from llamajax.data.tokenizer_base import Tokenizer
 from llamajax.errors import ConfigError
 from llamajax.generation.completion import Completer, Completion, Piece, Stats, check_prompts
 from llamajax.generation.prompts import Prompt, find_ends, read_prompts

@@ -116,11 +116,11 @@ def gpu_options(config: Config, lowered: jax.stages.Lowered) -> dict[str, Option
         return options()
     if source != "auto":
         text = _same_file(source)
-        return options(latencies=_keep(folder / cache.digest(text), text))
+        return options(latencies=_keep(folder / cache.key_of(text), text))
     machine = planned_machine(config)
     budget = memory_fraction(config) * machine.gpu.memory_bytes
     described = [lowered.as_text(), options(), repr(machine), repr(machine.calibration), mesh, jax.__version__]
-    entry = folder / cache.digest("latencies-2", described)
+    entry = folder / cache.key_of("latencies-2", described)
     path = entry / _FILE
     # Those of the first process: two hosts may choose other kernels.
     text = everyones(path.read_text() if path.exists() else "")[0]
@@ -133,7 +133,7 @@ def gpu_options(config: Config, lowered: jax.stages.Lowered) -> dict[str, Option
 def _same_file(source: str) -> str:
     """The latencies in a file, which must be those of every process."""
     text = read_latencies(source)
-    digests = everyones(cache.digest(text))
+    digests = everyones(cache.key_of(text))
     if other := next((number for number, digest in enumerate(digests) if digest != digests[0]), None):
         raise EnvironmentMismatchError(
             f"xla.latency_profile: {source} of process {other} is not that of process 0; give all the same file"

@@ -1,1 +1,1 @@
-"""TODO"""
+"""Weights to start from: other checkpoints and Hugging Face directories, read piece by piece."""

@@ -55,7 +55,7 @@ _ALL = slice(None)
 _SLAB_BYTES = 2 << 20
 """Read at a time: what stays in the processor's cache until it is transposed."""
 
-TABLE = (
+TENSORS = (
     Tensor("model.embed_tokens.weight", "model.embedding"),
     Tensor(f"{_LAYER}.input_layernorm.weight", f"{_OURS}.attention_norm.scale"),
     Tensor(f"{_LAYER}.self_attn.q_proj.weight", f"{_OURS}.attention.wqkv", (_ALL, _ALL, slice(-2)), in_dims=1),
@@ -90,7 +90,7 @@ def is_stacked(array: str) -> bool:
 
 def tensors_of(array: str) -> list[Tensor]:
     """The tensors that make up one of our arrays (or one layer of it)."""
-    return [tensor for tensor in TABLE if tensor.array == array]
+    return [tensor for tensor in TENSORS if tensor.array == array]
 
 
 def rows_dim(array: str) -> int:
@@ -99,9 +99,9 @@ def rows_dim(array: str) -> int:
 
 
 def hf_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Shape of every tensor of theirs, by name, in the order of `TABLE`, layer by layer."""
+    """Shape of every tensor of theirs, by name, in the order of `TENSORS`, layer by layer."""
     ours = our_shapes(config)
-    table = [tensor for tensor in TABLE if tensor.array in ours]
+    table = [tensor for tensor in TENSORS if tensor.array in ours]
     per_layer, others = [t for t in table if t.is_stacked], [t for t in table if not t.is_stacked]
     order = [(others[0], 0)]
     order += [(tensor, layer) for layer in range(config.num_layers) for tensor in per_layer]

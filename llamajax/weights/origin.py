@@ -4,7 +4,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from llamajax.data.tokenizer import Tokenizer, load_tokenizer
+from llamajax.data.tokenizer import load_tokenizer
+from llamajax.data.tokenizer_base import Tokenizer
 from llamajax.data.tokenizer_files import has_vocabulary
 from llamajax.weights.hf_files import read_travelling, travelling_files
 

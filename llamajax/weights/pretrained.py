@@ -35,7 +35,7 @@ from llamajax.weights.safetensors import Stored
 
 Index = tuple[slice, ...]
 
-FREE_TO_CHANGE = (
+MAY_DIFFER = (
     "param_dtype", "compute_dtype", "remat", "attention_kernel", "attend_across_documents", "init_std", "max_seq_len",
     "rope_scaling",
 )  # fmt: skip
@@ -81,7 +81,7 @@ class Pretrained:
     def check(self, config: ModelConfig) -> None:
         """Raises `ConfigError` if `config` is of another model, with a line for every setting that must not differ."""
         here, theirs = dataclasses.asdict(config), dataclasses.asdict(self.config)
-        if wrong := [key for key in here if key not in FREE_TO_CHANGE and here[key] != theirs[key]]:
+        if wrong := [key for key in here if key not in MAY_DIFFER and here[key] != theirs[key]]:
             lines = (f"model.{key}: {here[key]} is not that of {self.source}; it must be {theirs[key]}" for key in wrong)
             raise ConfigError("\n".join(lines))
 
@@ -100,7 +100,7 @@ class Pretrained:
         vocabulary's table.
 
         Args:
-            config: the model's, but for the settings in `FREE_TO_CHANGE`.
+            config: the model's, but for the settings in `MAY_DIFFER`.
 
         Raises:
             ConfigError: `config` is of another model.

@@ -15,7 +15,8 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from llamajax.data import chat
 from llamajax.data.chat import ChatTemplate, encode_conversation, encode_prompt, load_chat_template
 from llamajax.data.conversations import messages_of
-from llamajax.data.tokenizer import Tokenizer, load_tokenizer, train_sentencepiece
+from llamajax.data.tokenizer import load_tokenizer, train_sentencepiece
+from llamajax.data.tokenizer_base import Tokenizer
 from llamajax.errors import DataError
 from tests import real_tokenizers
 from tests.data.chat_from_docs import conversations, record_of

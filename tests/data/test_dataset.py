@@ -277,9 +277,9 @@ def test_the_fingerprint_is_that_of_the_first_version_where_the_rows_are(tmp_pat
     log = []
     dataset = data.prepare(config_for(tmp_path, source, held_out_fraction=0.5), log=log.append)
     (group,) = groups.group_files(Source(source, "data.sources[0]"), tmp_path / "cache", log.append)
-    of_shards = cache.digest("shard-1", 2**26, tokenizer.sha256, group.content)
-    of_rows = cache.digest("packing-1", [of_shards], 16, 0.5)
-    assert (dataset.fingerprint == cache.digest(tokenizer.sha256, [of_rows], [1])) == same
+    of_shards = cache.key_of("shard-1", 2**26, tokenizer.sha256, group.content)
+    of_rows = cache.key_of("packing-1", [of_shards], 16, 0.5)
+    assert (dataset.fingerprint == cache.key_of(tokenizer.sha256, [of_rows], [1])) == same
 
 
 def test_bad_records_are_counted_and_bounded(tmp_path, tokenizer):

@@ -211,7 +211,7 @@ def rewritten(run: Path, step_dir: Path, **model) -> Path:
     meta["config"]["model"] |= model
     (step_dir / "meta.json").write_text(json.dumps(meta))
     (step_dir / "manifest.json").unlink()
-    manifest.write(step_dir, manifest.digest(step_dir, manifest.list_files(step_dir)))
+    manifest.write(step_dir, manifest.records_of(step_dir, manifest.list_files(step_dir)))
     return step_dir
 
 
