@@ -10,6 +10,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 from jax import P
+from jaxtyping import Array, Float32, Int32, UInt32
 
 from llamajax.parallel.sharding import spec
 
@@ -28,8 +29,8 @@ class Sampling:
     """Keep tokens that are at least this share as likely as the likeliest (arXiv:2407.01082)."""
 
 
-def keep_likely(scores: jax.Array, sampling: Sampling) -> jax.Array:
-    """One row's scores [V] (logits divided by the temperature), with -inf for tokens that the filters drop.
+def keep_likely(scores: Float32[Array, "V"], sampling: Sampling) -> Float32[Array, "V"]:
+    """One row's scores (logits divided by the temperature), with -inf for tokens that the filters drop.
 
     At least one token is left.
     """
@@ -48,21 +49,25 @@ def keep_likely(scores: jax.Array, sampling: Sampling) -> jax.Array:
 
 
 def next_tokens(
-    logits: jax.Array, row_seeds: jax.Array, positions: jax.Array, key: jax.Array, sampling: Sampling
-) -> tuple[jax.Array, jax.Array]:
+    logits: Float32[Array, "B V"],
+    row_seeds: UInt32[Array, "B"],
+    positions: Int32[Array, "B"],
+    key: jax.Array,
+    sampling: Sampling,
+) -> tuple[Int32[Array, "B"], Float32[Array, "B"]]:
     """One token per row, and the logarithm of the probability that the model itself gives it.
 
     Every device works on its own rows.
 
     Args:
-        logits: fp32 [B, V], sharded ("batch", None).
-        row_seeds: uint32 [B], sharded ("batch"): rows with equal numbers draw alike.
-        positions: int32 [B], sharded ("batch"): place of the new token in its sequence.
+        logits: sharded ("batch", None).
+        row_seeds: sharded ("batch"): rows with equal numbers draw alike.
+        positions: sharded ("batch"): place of the new token in its sequence.
         key: a PRNG key, the same on all devices.
         sampling: how to choose.
 
     Returns:
-        int32 and fp32 [B], replicated.
+        Both on every device.
     """
 
     @partial(jax.shard_map, in_specs=(spec("batch", None), spec("batch"), spec("batch"), P()), out_specs=spec("batch"))
