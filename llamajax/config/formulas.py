@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from llamajax.config.model import ModelConfig
+from llamajax.config.parallel import num_parts
 from llamajax.config.run import Config
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
@@ -125,13 +126,13 @@ def expected_bytes(config: Config, *, max_chunk_scores: int, max_chunk_logits: i
         max_chunk_logits: logits alive at once.
     """
     model, mesh = config.model, mesh_sizes(config)
-    fsdp, tensor, sequence = mesh["fsdp"], mesh["tensor"], mesh["sequence"]
+    tensor, sequence = mesh["tensor"], mesh["sequence"]
     stored, moment = DTYPE_BYTES[model.param_dtype], DTYPE_BYTES[config.optimizer.moment_dtype]
     wide = DTYPE_BYTES[model.compute_dtype]
     D, L, V, F = model.embed_dim, model.num_layers, model.vocab_size // tensor, model.mlp_dim // tensor
     heads = model.num_heads * model.head_dim // tensor
     qkv = heads + 2 * model.num_kv_heads * model.head_dim // tensor
-    rows = config.train.global_batch_size // config.train.grad_accum_steps // (mesh["data"] * fsdp)
+    rows = config.train.global_batch_size // config.train.grad_accum_steps // num_parts("batch", mesh)
     tokens = rows * config.data.seq_len // sequence
     layer_params = (num_params(model) - 2 * model.vocab_size * D) // L // tensor
 
@@ -173,7 +174,7 @@ def least_wire_bytes(config: Config, mesh: Mapping[str, int]) -> float:
     part = {axis: (size - 1) / size for axis, size in mesh.items()}
     weights = width * num_params(model) / mesh["tensor"]
     ends = width * model.vocab_size * model.embed_dim * (1 if model.tie_embeddings else 2) / mesh["tensor"]
-    rows = train.global_batch_size / (mesh["data"] * mesh["fsdp"])
+    rows = train.global_batch_size / num_parts("batch", mesh)
     tokens = rows * config.data.seq_len / mesh["sequence"]
     activations = width * tokens * model.embed_dim
     keys_and_values = width * rows * config.data.seq_len * 2 * model.num_kv_heads * model.head_dim / mesh["tensor"]
