@@ -5,8 +5,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import safetensors.numpy
 
+from converters.convert import main
+from converters.hf import parse_args
 from llamajax.config.model import ModelConfig, RopeScalingConfig
 from llamajax.weights.hf_config import write_config
 
@@ -83,3 +86,16 @@ def assert_same_bits(found: dict[str, np.ndarray], expected: dict[str, np.ndarra
     for name, array in expected.items():
         assert found[name].dtype == array.dtype
         assert found[name].tobytes() == array.tobytes(), name
+
+
+def convert(*arguments: object) -> int:
+    return main(parse_args([str(argument) for argument in arguments]))
+
+
+def refuse(capsys: pytest.CaptureFixture[str], tmp_path: Path, *options: str, verb: str = "import", code: int = 2) -> str:
+    """The line with which the conversion of `tmp_path / "hf"` is refused, after which nothing but it is there."""
+    assert convert(verb, tmp_path / "hf", tmp_path / "out", "--no-verify", *options) == code
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1, error
+    assert {path.name for path in tmp_path.iterdir()} == {"hf"}
+    return error

@@ -1,19 +1,15 @@
 """From a configuration to rows: golden rows, the split, mixtures, the cache and what is refused."""
 
 import dataclasses
-import functools
 import itertools
 import json
-import os
-import resource
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 from llamajax import data
 from llamajax.config.data import DataConfig, SourceConfig, TokenizerConfig
-from llamajax.data import cache, groups, shards
+from llamajax.data import cache, groups
 from llamajax.data import dataset as dataset_module
 from llamajax.data import rows as rows_module
 from llamajax.data.sources import Source
@@ -26,12 +22,16 @@ from tests.tiny import tiny_config
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 
-@pytest.fixture
-def tokenizer(tmp_path):
+def letters_tokenizer(tmp_path):
     """One token per letter: 26 characters, a space and 259 fixed ones."""
     path = tmp_path / "letters.model"
     path.write_bytes(train_sentencepiece([LETTERS + " "], vocab_size=286))
     return load_tokenizer(path)
+
+
+@pytest.fixture
+def tokenizer(tmp_path):
+    return letters_tokenizer(tmp_path)
 
 
 def config_for(tmp_path, *sources, seed=0, vocab_size=512, eval_batches=0, **fields):
@@ -311,45 +311,6 @@ def test_why_there_is_nothing_to_train_on(tmp_path, tokenizer):
     fraction = (split_hash("abc") + 2**40) / 2**64
     with pytest.raises(DataError, match=r"paths: has no document to train on: all 1 are held out; add documents, or lower"):
         data.prepare(config_for(tmp_path, source, held_out_fraction=fraction), log=lambda line: None)
-
-
-@pytest.fixture
-def many_shards(tmp_path, tokenizer, monkeypatch):
-    """A configuration whose documents fill many shards."""
-    monkeypatch.setattr(shards, "SHARD_BYTES", 20)
-    texts = [text + "some letters" for text in random_texts(120)]
-    return config_for(tmp_path, jsonl_source(tmp_path, "a.jsonl", texts), held_out_fraction=0.2, eval_batches=1)
-
-
-def mapped_shards():
-    return {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if line.endswith(".shard")}
-
-
-def test_more_shards_than_a_process_may_open(tmp_path, many_shards):
-    open_now = max(map(int, os.listdir("/proc/self/fd")))
-    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (open_now + 20, limits[1]))
-    try:
-        for _ in range(2):  # made, and found in the cache
-            dataset = data.prepare(many_shards, log=lambda line: None)
-            epoch(dataset, num_rows(dataset))
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-    assert len(list(tmp_path.rglob("*.shard"))) > 60
-
-
-def test_few_shards_are_mapped_at_once(many_shards, monkeypatch):
-    assert rows_module._shard.cache_info().maxsize == rows_module.MAX_MAPPED_SHARDS < 65_530
-    before = mapped_shards()
-    dataset = data.prepare(many_shards, log=lambda line: None)
-    assert mapped_shards() <= before
-    expected = epoch(dataset, num_rows(dataset))
-    rows_module._shard.cache_clear()
-    assert mapped_shards() == set()
-    monkeypatch.setattr(rows_module, "_shard", functools.lru_cache(3)(rows_module._shard.__wrapped__))
-    for position, row in enumerate(expected):
-        np.testing.assert_equal(dataset.train_row(position), row)
-        assert 1 <= len(mapped_shards()) <= 3
 
 
 def test_a_signal_while_a_tokenizer_is_made_is_not_hidden(tmp_path, monkeypatch):

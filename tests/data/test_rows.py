@@ -1,6 +1,10 @@
 """Rows from the cache: whatever happens to a file of it, rows stay what they were, or one line says why not."""
 
+import functools
+import os
+import resource
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -9,7 +13,7 @@ from llamajax import data, disk
 from llamajax.config.data import TokenizerConfig
 from llamajax.data import cache, groups, rows, shards
 from llamajax.errors import DataError
-from tests.data.test_dataset import config_for, epoch, jsonl_source, num_rows, random_texts
+from tests.data.test_dataset import config_for, epoch, jsonl_source, letters_tokenizer, num_rows, random_texts
 
 
 @pytest.fixture
@@ -128,3 +132,43 @@ def test_a_file_system_without_locks_is_said(tmp_path, config, monkeypatch):
     log = []
     np.testing.assert_equal(all_rows(data.prepare(elsewhere, log=log.append)), expected)
     assert f"note       {tmp_path}/elsewhere has no file locks: every process tokenizes for itself" in log
+
+
+@pytest.fixture
+def many_shards(tmp_path, monkeypatch):
+    """A configuration whose documents fill many shards."""
+    letters_tokenizer(tmp_path)
+    monkeypatch.setattr(shards, "SHARD_BYTES", 20)
+    texts = [text + "some letters" for text in random_texts(120)]
+    return config_for(tmp_path, jsonl_source(tmp_path, "a.jsonl", texts), held_out_fraction=0.2, eval_batches=1)
+
+
+def mapped_shards():
+    return {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if line.endswith(".shard")}
+
+
+def test_more_shards_than_a_process_may_open(tmp_path, many_shards):
+    open_now = max(map(int, os.listdir("/proc/self/fd")))
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (open_now + 20, limits[1]))
+    try:
+        for _ in range(2):  # made, and found in the cache
+            dataset = data.prepare(many_shards, log=lambda line: None)
+            epoch(dataset, num_rows(dataset))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert len(list(tmp_path.rglob("*.shard"))) > 60
+
+
+def test_few_shards_are_mapped_at_once(many_shards, monkeypatch):
+    assert rows._shard.cache_info().maxsize == rows.MAX_MAPPED_SHARDS < 65_530
+    before = mapped_shards()
+    dataset = data.prepare(many_shards, log=lambda line: None)
+    assert mapped_shards() <= before
+    expected = epoch(dataset, num_rows(dataset))
+    rows._shard.cache_clear()
+    assert mapped_shards() == set()
+    monkeypatch.setattr(rows, "_shard", functools.lru_cache(3)(rows._shard.__wrapped__))
+    for position, row in enumerate(expected):
+        np.testing.assert_equal(dataset.train_row(position), row)
+        assert 1 <= len(mapped_shards()) <= 3
