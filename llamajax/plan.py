@@ -26,7 +26,7 @@ def main() -> int:
     # Only now: --help and mistakes in the configuration do not wait for the seconds that importing jax takes.
     from llamajax.planning.run import main as plan
 
-    return plan(arguments.config, alternatives="--alternatives" in arguments.options, options=arguments.options)
+    return plan(arguments.config, arguments.options)
 
 
 if __name__ == "__main__":

@@ -23,20 +23,22 @@ from llamajax.planning.tell import figures, picture, text
 from llamajax.planning.xla.compile import CompilerMissingError, check_compiler, prepare_environment
 from llamajax.watch.console import CONSOLE, is_interactive
 
+FILES = ("--json", "--trace", "--hlo", "--picture")
+"""Options that name a file to write."""
 
-def run(config: Config, *, alternatives: bool = False, options: Mapping[str, str] | None = None) -> None:
+
+def run(config: Config, options: Mapping[str, str]) -> None:
     """Plans `config`, prints the plan and writes the files that `options` names.
 
     Args:
         config: the run.
-        alternatives: compile it with other settings of `xla` too.
-        options: files to write, by the option that names them, and `--sweep`.
+        options: of the command line: files to write, by the option that names them; `--sweep`; and `--alternatives`, to
+            compile it with other settings of `xla` too.
 
     Raises:
         CompilerMissingError: XLA's compiler for GPUs is missing; what formulas tell is printed all the same.
         ConfigError: no GPU is named, the cluster cannot be divided so, or a file cannot be written.
     """
-    options = options or {}
     prepare_environment()
     planned_gpu(config.hardware)
     if problems := plan_problems(config):
@@ -46,7 +48,7 @@ def run(config: Config, *, alternatives: bool = False, options: Mapping[str, str
     try:
         check_compiler()
         with waiting() as doing:
-            plan = make_plan(config, alternatives=alternatives, doing=doing)
+            plan = make_plan(config, alternatives="--alternatives" in options, doing=doing)
             plans = run_sweep(sweep, plan, doing=doing) if sweep else ()
     except CompilerMissingError as missing:
         told = figures.estimated_figures(config, str(missing))
@@ -63,7 +65,7 @@ def run(config: Config, *, alternatives: bool = False, options: Mapping[str, str
 
 def check_outputs(options: Mapping[str, str]) -> None:
     """Raises `ConfigError` for files that cannot be written, before minutes are spent on what goes into them."""
-    files = {option: Path(path).expanduser() for option, path in options.items() if option != "--sweep"}
+    files = {option: Path(path).expanduser() for option, path in options.items() if option in FILES}
     problems = [
         f"{option}: {path}: is the file of another option too; name a file for each"
         for option, path in files.items()
@@ -108,10 +110,10 @@ def waiting() -> Iterator[Callable[[str], None]]:
         yield status.update
 
 
-def main(config: Config, *, alternatives: bool = False, options: Mapping[str, str]) -> int:
+def main(config: Config, options: Mapping[str, str]) -> int:
     """Plans, and returns the exit code."""
     return exit_code(
-        lambda: run(config, alternatives=alternatives, options=options),
+        lambda: run(config, options),
         memory_remedy="model.remat: full, more train.grad_accum_steps, or a larger mesh.fsdp or mesh.tensor",
         disk="the disk",
         disk_remedy="see to it and try again",

@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from llamajax import plan as plan_command
 from llamajax.config.file import dump_config
 from llamajax.config.formulas import num_params
 from llamajax.config.machine import HardwareConfig
@@ -38,6 +39,21 @@ def test_all_files_are_written(planned, tmp_path, capsys):
     assert json.loads((tmp_path / "b.json").read_text())["traceEvents"]
     assert (tmp_path / "c.hlo").read_text() == plans.HLO
     assert (tmp_path / "d.html").read_text().startswith("<!DOCTYPE html>")
+
+
+def test_alternatives_are_a_matter_of_the_command_line(planned, monkeypatch, tmp_path, capsys):
+    (tmp_path / "run.yaml").write_text(dump_config(plans.CONFIG))
+    told = []
+
+    def make_plan(config, *, alternatives, doing):
+        told.append(alternatives)
+        return plans.plan(config=config)
+
+    monkeypatch.setattr(plan, "make_plan", make_plan)
+    for more in ([], ["--alternatives"], ["--alternatives", "--json", str(tmp_path / "a.json")]):
+        monkeypatch.setattr(sys, "argv", ["plan", "--config", str(tmp_path / "run.yaml"), *more])
+        assert plan_command.main() == 0, capsys.readouterr().err
+    assert told == [False, True, True]
 
 
 def test_a_plan_that_does_not_fit_is_a_plan(planned, monkeypatch, capsys):
