@@ -23,8 +23,8 @@ from llamajax.data.tokenizer_base import Tokenizer
 from llamajax.disk import made_whole
 from llamajax.errors import ConfigError, DataError, UserError, show
 from llamajax.parallel.exit import exit_code
-from llamajax.weights.hf_files import read_travelling, travelling_files
-from llamajax.weights.safetensors import Stored, open_model, read_json
+from llamajax.weights.hf_files import read_bytes, read_directory
+from llamajax.weights.safetensors import Stored
 
 HELD_OUT_EVERY = 10
 """Of so many parts of the corpus, one is not learnt from but measured on."""
@@ -121,8 +121,8 @@ def read_model(source: Path) -> Model:
             f"{source}: is a run or checkpoint of llamajax; export it and grow that:"
             f" python -m converters.hf export {source} HF_DIR"
         )
-    config = read_json(source / "config.json")
-    tensors = open_model(source)
+    found = read_directory(source)
+    config, tensors, files = found.config, found.tensors, found.files
     for name, stored in tensors.items():
         if not name.startswith("model.layers.") and name not in (EMBEDDING, HEAD, "model.norm.weight"):
             raise ConfigError(f"{stored.file}: {show(name)} is no tensor of a Llama; choose a Llama")
@@ -138,7 +138,8 @@ def read_model(source: Path) -> Model:
                 " the files are of two models"
             )
     card = source / "README.md"
-    files = read_travelling([*travelling_files(source), *([card] if card.is_file() else [])])
+    if card.is_file():
+        files[card.name] = read_bytes(card)
     try:
         loaded = load_tokenizer(source)
         tokenizer = read_tokenizer(source, files)

@@ -22,7 +22,7 @@ from llamajax.generation.prompts import find_ends
 from llamajax.weights import names
 from llamajax.weights.architectures import Architecture
 from llamajax.weights.hf_config import write_config
-from llamajax.weights.hf_files import TOKENIZERS, read_travelling, travelling_files
+from llamajax.weights.hf_files import TOKENIZERS, read_travelling
 from llamajax.weights.names import Box
 from llamajax.weights.pretrained import Pretrained, open_pretrained
 from llamajax.weights.safetensors import Writer
@@ -209,7 +209,7 @@ def read_checkpoint(source: Path, dtype: ExportDType | None, license: str | None
         raise CheckpointError(f"{found.source}: has no {missing[0]}, as this version's model has; export it with its own")
     assert {name: tuple(saved[name]["shape"]) for name in shapes} == shapes
     assert {saved[name]["dtype"] for name in shapes} <= set(get_args(DType))
-    files = read_travelling(travelling_files(found.files))
+    files = read_travelling(found.files)
     if TOKENIZERS & files.keys():
         files |= tokenizer_files(files, found.tokenizer())
     return Export(found, dtype or found.meta.get("stored_dtype") or found.config.param_dtype, license, files)

@@ -13,11 +13,11 @@ from converters.blocks import BlockArray, block_shape
 from converters.verify import compare_logits
 from llamajax.checkpoint.write import Checkpointer
 from llamajax.config.formulas import num_params
-from llamajax.config.model import DType, ModelConfig
+from llamajax.config.model import ModelConfig
 from llamajax.config.training import CheckpointConfig
 from llamajax.weights import names
 from llamajax.weights.architectures import architecture_of
-from llamajax.weights.hf_model import HfModel, read_model
+from llamajax.weights.hf_model import HfModel
 from llamajax.weights.names import Box
 
 
@@ -36,21 +36,22 @@ class Import:
     def about(self) -> str:
         """What was found, in a line."""
         num_files = len({stored.file for stored in self.model.tensors.values()})
+        architecture, directory = architecture_of(self.config, self.model.hf["model_type"]), self.model.directory
         return (
-            f"read       {self.model.source}: {architecture_of(self.config, self.model.model_type).name}"
+            f"read       {directory.path}: {architecture.name}"
             f" of {num_params(self.config):,} parameters in {num_files} file(s); kept as {self.config.param_dtype},"
-            f" with {', '.join(self.model.files) or 'no tokenizer'}"
+            f" with {', '.join(directory.files) or 'no tokenizer'}"
         )
 
     def write(self, out: Path) -> int:
         """Fills the directory `out`: checkpoint, `model.yaml` and small files. Returns the bytes of weights read."""
-        for name, content in self.model.files.items():
+        for name, content in self.model.directory.files.items():
             (out / name).write_bytes(content)
         # Training has its own types: master weights in float32, whatever they are stored in.
         types = {"param_dtype": ModelConfig.param_dtype, "compute_dtype": ModelConfig.compute_dtype}
         (out / "model.yaml").write_text(
-            f"# The model of {self.model.source.name}, for a configuration that trains on from it; types and remat are"
-            " free.\n" + yaml.safe_dump({"model": dataclasses.asdict(self.config) | types}, sort_keys=False)
+            f"# The model of {self.model.directory.path.name}, for a configuration that trains on from it; types and remat"
+            " are free.\n" + yaml.safe_dump({"model": dataclasses.asdict(self.config) | types}, sort_keys=False)
         )
         meta = {
             "llamajax": llamajax.__version__,
@@ -61,12 +62,12 @@ class Import:
         }
         arrays = {name: self._array(name, shape) for name, shape in names.our_shapes(self.config).items()}
         with Checkpointer(out, CheckpointConfig(async_save=False), use_ocdbt=False) as checkpointer:
-            checkpointer.save(0, arrays, meta, self.model.files)
+            checkpointer.save(0, arrays, meta, self.model.directory.files)
         return sum(stored.nbytes for stored in self.model.tensors.values())
 
     def verify(self, out: Path) -> str:
         """Compares the logits of source and checkpoint; see `compare_logits`."""
-        return compare_logits(self.model.source, out, 0, self.config, self.config.param_dtype)
+        return compare_logits(self.model.directory.path, out, 0, self.config, self.config.param_dtype)
 
     def _array(self, name: str, shape: tuple[int, ...]) -> BlockArray:
         dtype = np.dtype(jax.numpy.dtype(self.config.param_dtype))
@@ -82,8 +83,3 @@ class Import:
             return block
 
         return BlockArray(shape, dtype, block_shape(shape, dtype, names.rows_dim(name)), make)
-
-
-def read_directory(source: Path, dtype: DType | None) -> Import:
-    """Looks at the Hugging Face model in `source`; see `read_model`."""
-    return Import(read_model(source, dtype))

@@ -9,13 +9,10 @@ from sentencepiece.sentencepiece_model_pb2 import ModelProto  # pyright: ignore[
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 from tokenizers import Tokenizer as HuggingFace
 
-from llamajax.data.tokenizer_base import Tokenizer
-from llamajax.data.tokenizer_files import JSON_FILE, MODEL_FILE, Settings, read_settings
+from llamajax.data.tokenizer_base import SPACE, Tokenizer
+from llamajax.data.tokenizer_files import JSON_FILE, MODEL_FILE, TokenizerFiles, parse_files
 
-_SPACE = "\u2581"
-"""What SentencePiece writes for a space."""
 _KINDS = ModelProto.SentencePiece
-_ALONE = Settings(values={}, added=())
 
 
 def tokenizer_files(files: Mapping[str, bytes], tokenizer: Tokenizer) -> dict[str, bytes]:
@@ -32,13 +29,13 @@ def tokenizer_files(files: Mapping[str, bytes], tokenizer: Tokenizer) -> dict[st
     config = {"bos_token": tokenizer.bos_token, "eos_token": tokenizer.eos_token, **known}
     body = files.get(JSON_FILE)
     if body is None:
-        settings = read_settings(tokenizer.source, files)
+        beside = parse_files(tokenizer.source, files)
         bos_id = tokenizer.prefix[0] if tokenizer.prefix else None
-        body = convert_sentencepiece(files[MODEL_FILE], bos_id, settings)
+        body = convert_sentencepiece(files[MODEL_FILE], bos_id, beside)
         if body is None:
             return {}
-        config |= settings.values
-        if settings.added:  # llama.cpp numbers none by itself
+        config |= beside.values
+        if beside.added:  # llama.cpp numbers none by itself
             config["added_tokens_decoder"] = {str(entry.pop("id")): entry for entry in json.loads(body)["added_tokens"]}
     model = json.loads(body)["model"]
     if model.get("unk_token") is not None:
@@ -52,13 +49,13 @@ def tokenizer_files(files: Mapping[str, bytes], tokenizer: Tokenizer) -> dict[st
     return {JSON_FILE: body} | ({} if config == known else {"tokenizer_config.json": text.encode()})
 
 
-def convert_sentencepiece(model_file: bytes, bos_id: int | None, settings: Settings = _ALONE) -> bytes | None:
+def convert_sentencepiece(model_file: bytes, bos_id: int | None, beside: TokenizerFiles | None = None) -> bytes | None:
     """The `tokenizer.json` of a SentencePiece model, with the same ids for every text.
 
     Args:
         model_file: content of `tokenizer.model`.
         bos_id: what a text is begun with; None: nothing.
-        settings: what the files beside it say: tokens that are added to it, and whether only the beginning of a text is
+        beside: what the files beside it say: tokens that are added to it, and whether only the beginning of a text is
             begun with a space, if it has none, or also what follows on special and added tokens.
 
     Returns:
@@ -70,21 +67,23 @@ def convert_sentencepiece(model_file: bytes, bos_id: int | None, settings: Setti
         return None
     defined = [piece.piece for piece in model.pieces if piece.type == _KINDS.USER_DEFINED]
     tokenizer = HuggingFace(_bpe(model, whole_words=bool(defined)))
-    prefixes_once = rules.add_dummy_prefix and settings.values.get("legacy") is False
+    prefixes_once = rules.add_dummy_prefix and beside is not None and beside.values.get("legacy") is False
     tokenizer.normalizer = normalizers.Sequence(_normalizers(rules, prefixes=rules.add_dummy_prefix and not prefixes_once))
     steps = []
     if prefixes_once:
-        steps.append(pre_tokenizers.Metaspace(_SPACE, "first", split=False))  # unless the text begins with one
+        steps.append(pre_tokenizers.Metaspace(SPACE, "first", split=False))  # unless the text begins with one
     if defined:
         # SentencePiece finds these first, the longest first, and puts its space before a text only, not behind them.
-        pattern = "|".join(re.escape(piece.replace(" ", _SPACE)) for piece in sorted(defined, key=len, reverse=True))
+        pattern = "|".join(re.escape(piece.replace(" ", SPACE)) for piece in sorted(defined, key=len, reverse=True))
         steps.append(pre_tokenizers.Split(Regex(pattern), "isolated"))
     if steps:
         tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)
     strip = [decoders.Strip(" ", 1, 0)] if rules.add_dummy_prefix else []
-    tokenizer.decoder = decoders.Sequence([decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), *strip])
+    tokenizer.decoder = decoders.Sequence([decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), *strip])
     special = [piece.piece for piece in model.pieces if piece.type in (_KINDS.UNKNOWN, _KINDS.CONTROL)]
-    added = {text: AddedToken(text, special=True) for text in special} | {new.content: new for _, new in settings.added}
+    added = {text: AddedToken(text, special=True) for text in special} | {
+        new.content: new for _, new in (beside.added if beside is not None else ())
+    }
     for token in added.values():
         # Normalized, it would be looked for with what is put before a text.
         flags = {key: getattr(token, key) for key in ("lstrip", "rstrip", "single_word", "special")}
@@ -125,14 +124,14 @@ def _normalizers(rules: Any, *, prefixes: bool) -> list[normalizers.Normalizer]:
         found.append(normalizers.Precompiled(rules.precompiled_charsmap))
     if rules.remove_extra_whitespaces:
         found += [
-            normalizers.Replace(Regex(rf"\A +|[ {_SPACE}]+\z"), ""),
+            normalizers.Replace(Regex(rf"\A +|[ {SPACE}]+\z"), ""),
             normalizers.Replace(Regex(" {2,}"), " "),
         ]
     if prefixes:
-        found.append(normalizers.Prepend(_SPACE))
-    return [*found, normalizers.Replace(" ", _SPACE)]
+        found.append(normalizers.Prepend(SPACE))
+    return [*found, normalizers.Replace(" ", SPACE)]
 
 
 def _puts_space_first(body: bytes) -> bool:
     first = HuggingFace.from_str(body.decode()).encode("a", add_special_tokens=False).tokens[0]
-    return first.startswith(_SPACE)
+    return first.startswith(SPACE)

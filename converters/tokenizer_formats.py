@@ -15,13 +15,11 @@ from sentencepiece.sentencepiece_model_pb2 import ModelProto  # pyright: ignore[
 from tokenizers import Regex, pre_tokenizers
 
 from converters.tokenizer_growth import Vocabulary, new_merges
+from llamajax.data.tokenizer_base import SPACE
+from llamajax.data.tokenizer_files import JSON_FILE, MODEL_FILE
 from llamajax.errors import ConfigError, show
-from llamajax.weights.safetensors import parse_json
+from llamajax.weights.hf_files import parse_json
 
-JSON_FILE, MODEL_FILE = "tokenizer.json", "tokenizer.model"
-
-_SPACE = "\u2581"
-"""What SentencePiece writes for a space."""
 _BYTE_PIECE = re.compile(r"<0x[0-9A-F]{2}>")
 _MAX_PIECE_CHARS = 16
 """Of SentencePiece, where nobody asks for another."""
@@ -204,4 +202,4 @@ def _normal_pieces(model: Any) -> dict[str, int]:
 
 
 def _sentencepiece_words(text: str) -> list[str]:
-    return [word.replace(" ", _SPACE) for word, _ in _WORDS.pre_tokenize_str(text.replace(_SPACE, " "))]
+    return [word.replace(" ", SPACE) for word, _ in _WORDS.pre_tokenize_str(text.replace(SPACE, " "))]

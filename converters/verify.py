@@ -13,7 +13,7 @@ from llamajax.checkpoint.read import restore
 from llamajax.config.model import ModelConfig
 from llamajax.errors import CheckpointError, ConfigError
 from llamajax.model import Llama
-from llamajax.weights.safetensors import open_model
+from llamajax.weights.hf_files import open_model
 
 _ALLOWED = 16
 """Times what nudging every weight by its last fp32 bit does to the logits (root mean squares). Right conversions stay below

@@ -1,5 +1,6 @@
 """What a checkpoint says about itself beside its arrays, and whether a run may go on from it."""
 
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -8,6 +9,7 @@ import llamajax
 from llamajax.checkpoint.read import Restored
 from llamajax.config.file import config_to_dict
 from llamajax.config.keys import dotted
+from llamajax.config.model import ModelConfig, RopeScalingConfig
 from llamajax.config.run import Config
 from llamajax.data.dataset import Dataset
 from llamajax.errors import CheckpointError
@@ -35,6 +37,23 @@ def checkpoint_meta(config: Config, step: int, dataset: Dataset, hf: dict[str, A
         "mesh": dict(jax.sharding.get_mesh().shape),
     }
     return meta if hf is None else meta | {"hf": hf}
+
+
+def model_config(meta: dict[str, Any], step_dir: Path) -> ModelConfig:
+    """The model that the checkpoint in `step_dir` is of.
+
+    Raises:
+        CheckpointError: it is none of this version.
+    """
+    try:
+        fields: dict[str, Any] = dict(meta["config"]["model"])
+        fields["rope_scaling"] = RopeScalingConfig(**fields["rope_scaling"])
+        fields["attention_kernel"] = "auto"  # belongs to the machine that trained, not to the model
+        return ModelConfig(**fields)
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"{step_dir}: was not written by this version's model ({error}); read it with its own"
+        ) from error
 
 
 def check_same_run(config: Config, restored: Restored[Any], fingerprint: str) -> None:

@@ -16,7 +16,7 @@ import orbax.checkpoint as ocp
 
 from llamajax.checkpoint import manifest
 from llamajax.errors import CheckpointError, EnvironmentMismatchError
-from llamajax.parallel.mesh import concretise
+from llamajax.parallel.mesh import concretise, named_arrays
 from llamajax.parallel.processes import everyones
 from llamajax.watch.console import say
 
@@ -169,15 +169,6 @@ def _differences(wanted: dict[str, jax.ShapeDtypeStruct], saved: dict[str, str],
 
 def _text(dtype: str, shape: Sequence[int]) -> str:
     return f"{dtype}[{','.join(map(str, shape))}]"
-
-
-def named_arrays(state: Any) -> dict[str, Any]:
-    """The leaves by their path in the tree, `model.layers.up`; the order is that of `jax.tree.leaves`."""
-    paths, _ = jax.tree.flatten_with_path(state)
-    # An nnx.Param is a node with the one leaf `value`, which says nothing.
-    named = {jax.tree_util.keystr(path, simple=True, separator=".").removesuffix(".value"): leaf for path, leaf in paths}
-    assert len(named) == len(paths), "two leaves have one name"
-    return named
 
 
 def is_key(array: Any) -> bool:

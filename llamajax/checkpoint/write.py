@@ -36,7 +36,6 @@ from llamajax.checkpoint.read import (
     State,
     damage_line,
     is_key,
-    named_arrays,
     newest_good,
     none_good_line,
     read_step,
@@ -47,7 +46,7 @@ from llamajax.config.training import CheckpointConfig
 from llamajax.disk import sync
 from llamajax.errors import CheckpointError, SaveError, UserError
 from llamajax.parallel import processes
-from llamajax.parallel.mesh import concretise
+from llamajax.parallel.mesh import concretise, named_arrays
 from llamajax.parallel.processes import everyones
 from llamajax.units import format_bytes
 from llamajax.watch.console import say

@@ -5,14 +5,13 @@ import itertools
 import json
 import re
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 
 import numpy as np
 import tokenizers
 from jaxtyping import Int32
 
 from llamajax.data.tokenizer_base import Tokenizer, text_bytes
-from llamajax.data.tokenizer_files import JSON_FILE, Settings, read_settings
+from llamajax.data.tokenizer_files import JSON_FILE, TokenizerFiles
 from llamajax.errors import DataError
 
 KNOWN_BOS = ("<s>", "<|begin_of_text|>", "<|endoftext|>")
@@ -29,16 +28,17 @@ class HuggingFaceTokenizer(Tokenizer):
     name: only special tokens count, for Qwen's vocabulary also has an ordinary `<s>`.
     """
 
-    def __init__(self, source: Path, files: dict[str, bytes]) -> None:
-        super().__init__(source, files)
-        settings = read_settings(source, files)
+    def __init__(self, files: TokenizerFiles) -> None:
+        super().__init__(files)
         try:
-            self._tokenizer = tokenizers.Tokenizer.from_str(files[JSON_FILE].decode())
+            self._tokenizer = tokenizers.Tokenizer.from_str(files.contents[JSON_FILE].decode())
             model = json.loads(self._tokenizer.to_str())
         except Exception as error:  # the library raises nothing narrower
             reason = str(error).splitlines()[0]
-            raise DataError(f"{source}: data.tokenizer.path: is not a tokenizer.json: {reason}; replace the file") from error
-        self.new_tokens = self._add_tokens(settings)
+            raise DataError(
+                f"{files.source}: data.tokenizer.path: is not a tokenizer.json: {reason}; replace the file"
+            ) from error
+        self.new_tokens = self._add_tokens()
         self._tokenizer.encode_special_tokens = True
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
@@ -47,23 +47,19 @@ class HuggingFaceTokenizer(Tokenizer):
         self.token_bytes = self._count_bytes(vocabulary, model)
         self.prefix, suffix = self._frame()
         added = {token.content for token in self._tokenizer.get_added_tokens_decoder().values()}
-        bos_id, eos_id = (
-            next(
-                (token for token in (self._named_end(settings, key, vocabulary.get), *framed, *known) if token is not None),
-                None,
-            )
-            for key, framed, known in (
-                ("bos_token", self.prefix, [vocabulary[name] for name in KNOWN_BOS if name in added]),
-                ("eos_token", suffix, [vocabulary[name] for name in KNOWN_EOS if name in added]),
-            )
-        )
+
+        def end(key: str, framed: tuple[int, ...], known: tuple[str, ...]) -> int | None:
+            named, others = self._named_end(key, vocabulary.get), (vocabulary[name] for name in known if name in added)
+            return next((token for token in (named, *framed, *others) if token is not None), None)
+
+        bos_id, eos_id = end("bos_token", self.prefix, KNOWN_BOS), end("eos_token", suffix, KNOWN_EOS)
         self._set_ends(bos_id, eos_id, "put a tokenizer_config.json with bos_token and eos_token beside it")
         # A configuration that says null (Qwen's) means it, although documents are then begun with another token. Where no
         # file says anything, what ends texts is not taken for what begins them.
-        says_bos = settings.special_token("bos_token") or self.prefix or bos_id != eos_id
-        has_bos = bos_id is not None and says_bos and not settings.is_null("bos_token")
+        says_bos = "bos_token" in files.ends or self.prefix or bos_id != eos_id
+        has_bos = bos_id is not None and says_bos and "bos_token" not in files.denied
         self.bos_token = self._tokenizer.id_to_token(self.bos_id) if has_bos else None
-        self.eos_token = None if settings.is_null("eos_token") else self._tokenizer.id_to_token(self.eos_id)
+        self.eos_token = None if "eos_token" in files.denied else self._tokenizer.id_to_token(self.eos_id)
 
     def encode_batch(self, texts: Sequence[str]) -> list[Int32[np.ndarray, "_"]]:
         encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
@@ -109,15 +105,15 @@ class HuggingFaceTokenizer(Tokenizer):
     def decode(self, ids: Iterable[int]) -> str:
         return self._tokenizer.decode([int(token) for token in ids])
 
-    def _add_tokens(self, settings: Settings) -> tuple[str, ...]:
+    def _add_tokens(self) -> tuple[str, ...]:
         """Adds what the files beside it list; what they only name, if it is not added yet. Returns those that are new."""
-        unknown = [new.content for _, new in settings.added if self._tokenizer.token_to_id(new.content) is None]
+        unknown = [new.content for _, new in self._found.added if self._tokenizer.token_to_id(new.content) is None]
         known = {token.content for token in self._tokenizer.get_added_tokens_decoder().values()}
-        for token, new in settings.added:
-            has_place = self._tokenizer.token_to_id(new.content) is not None or new.content not in settings.ends
+        for token, new in self._found.added:
+            has_place = self._tokenizer.token_to_id(new.content) is not None or new.content not in self._found.ends.values()
             if token is not None or (new.content not in known and has_place):
                 self._tokenizer.add_tokens([new])
-        self._check_added(settings, self._tokenizer.token_to_id)
+        self._check_added(self._tokenizer.token_to_id)
         return tuple(unknown)
 
     def _frame(self) -> tuple[tuple[int, ...], tuple[int, ...]]:

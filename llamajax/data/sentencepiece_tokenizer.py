@@ -3,7 +3,6 @@
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
 
 import numpy as np
 import sentencepiece
@@ -13,7 +12,7 @@ from sentencepiece.sentencepiece_model_pb2 import ModelProto  # pyright: ignore[
 from tokenizers import AddedToken
 
 from llamajax.data.tokenizer_base import SPACE, Tokenizer, text_bytes
-from llamajax.data.tokenizer_files import MODEL_FILE, read_settings
+from llamajax.data.tokenizer_files import MODEL_FILE, TokenizerFiles
 from llamajax.errors import DataError
 
 
@@ -25,18 +24,17 @@ class SentencePieceTokenizer(Tokenizer):
     false in the configuration, only the first text is, and none that has one: as transformers' readers have it.
     """
 
-    def __init__(self, source: Path, files: dict[str, bytes]) -> None:
-        super().__init__(source, files)
-        settings = read_settings(source, files)
+    def __init__(self, files: TokenizerFiles) -> None:
+        super().__init__(files)
         kinds = ModelProto.SentencePiece
         try:
-            model = ModelProto.FromString(files[MODEL_FILE])
+            model = ModelProto.FromString(files.contents[MODEL_FILE])
             added = {piece.piece: AddedToken(piece.piece, special=True) for piece in model.pieces
                      if piece.type in (kinds.CONTROL, kinds.UNKNOWN)}  # fmt: skip
             ids = {piece.piece: token for token, piece in enumerate(model.pieces)}
             num_pieces = len(model.pieces)
-            for token, new in settings.added:
-                if new.content not in ids and not (token is None and new.content in settings.ends):
+            for token, new in files.added:
+                if new.content not in ids and not (token is None and new.content in files.ends.values()):
                     ids[new.content] = len(model.pieces)
                     model.pieces.add(piece=new.content, type=kinds.CONTROL if new.special else kinds.USER_DEFINED)
             self.new_tokens = tuple(text for text in ids if ids[text] >= num_pieces)
@@ -44,29 +42,29 @@ class SentencePieceTokenizer(Tokenizer):
             self._processor.LoadFromSerializedProto(model.SerializeToString())
         except (DecodeError, RuntimeError) as error:
             raise DataError(
-                f"{source}: data.tokenizer.path: is not a SentencePiece model; if it came with Llama 3 or later,"
+                f"{files.source}: data.tokenizer.path: is not a SentencePiece model; if it came with Llama 3 or later,"
                 " use the tokenizer.json of the Hugging Face release"
             ) from error
-        self._check_added(settings, ids.get)
+        self._check_added(ids.get)
         self.vocab_size = self._processor.get_piece_size()
-        named_bos, named_eos = (self._named_end(settings, key, ids.get) for key in ("bos_token", "eos_token"))
+        named_bos, named_eos = (self._named_end(key, ids.get) for key in ("bos_token", "eos_token"))
         own_bos, own_eos = (token if token >= 0 else None for token in (self._processor.bos_id(), self._processor.eos_id()))
         bos_id, eos_id = (own if named is None else named for named, own in ((named_bos, own_bos), (named_eos, own_eos)))
         self._set_ends(bos_id, eos_id, "use a model with a bos or eos piece")
         self.bos_token, self.eos_token = (
-            None if token is None or settings.is_null(key) else self._processor.id_to_piece(token)
+            None if token is None or key in files.denied else self._processor.id_to_piece(token)
             for key, token in (("bos_token", bos_id), ("eos_token", eos_id))
         )
-        has_prefix = self.bos_token is not None and settings.values.get("add_bos_token") is not False
+        has_prefix = self.bos_token is not None and files.values.get("add_bos_token") is not False
         self.prefix = (self.bos_id,) if has_prefix else ()
         byte_counts = {kinds.BYTE: lambda _: 1, kinds.NORMAL: text_bytes, kinds.USER_DEFINED: text_bytes}
         self.token_bytes = np.array(
             [byte_counts[piece.type](piece.piece) if piece.type in byte_counts else 0 for piece in model.pieces], np.int32
         )
-        added |= {new.content: new for _, new in settings.added}
+        added |= {new.content: new for _, new in files.added}
         self._in_templates = _Cutter(added.values(), ids)
         self._in_texts = _Cutter((new for new in added.values() if not new.special), ids)
-        self._prefixes_once = settings.values.get("legacy") is False
+        self._prefixes_once = files.values.get("legacy") is False
         self._strips_text = model.normalizer_spec.remove_extra_whitespaces
         model.normalizer_spec.add_dummy_prefix = False
         self._without_prefix = sentencepiece.SentencePieceProcessor(model_proto=model.SerializeToString())

@@ -12,7 +12,7 @@ import sentencepiece
 from llamajax.data.hf_tokenizer import HuggingFaceTokenizer
 from llamajax.data.sentencepiece_tokenizer import SentencePieceTokenizer
 from llamajax.data.tokenizer_base import Tokenizer
-from llamajax.data.tokenizer_files import JSON_FILE, find_vocabulary, read_files
+from llamajax.data.tokenizer_files import JSON_FILE, read_files
 from llamajax.errors import ConfigError, DataError
 
 TRAINING_CHUNK_CHARS = 2048
@@ -26,15 +26,16 @@ def load_tokenizer(path: Path) -> Tokenizer:
     Raises:
         DataError: there is no tokenizer, or it is damaged, or not of these kinds.
     """
-    try:
-        source = find_vocabulary(path) if path.is_dir() else path
-        if source is None:
-            raise DataError(f"{path}: data.tokenizer.path: has no tokenizer.json or tokenizer.model; name the file")
-        files = read_files(source)
-    except OSError as error:
-        where = error.filename or path
-        raise DataError(f"{where}: data.tokenizer.path: {error.strerror}; correct the path") from error
-    return HuggingFaceTokenizer(source, files) if JSON_FILE in files else SentencePieceTokenizer(source, files)
+    if (tokenizer := find_tokenizer(path)) is None:
+        raise DataError(f"{path}: data.tokenizer.path: has no tokenizer.json or tokenizer.model; name the file")
+    return tokenizer
+
+
+def find_tokenizer(path: Path) -> Tokenizer | None:
+    """As `load_tokenizer`; None if the path is a directory without a tokenizer."""
+    if (files := read_files(path)) is None:
+        return None
+    return HuggingFaceTokenizer(files) if JSON_FILE in files.contents else SentencePieceTokenizer(files)
 
 
 def sample_texts(texts: Iterable[str], max_bytes: int) -> list[str]:

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 from jaxtyping import Int32
 
-from llamajax.data.tokenizer_files import MODEL_FILE, Settings
+from llamajax.data.tokenizer_files import MODEL_FILE, TokenizerFiles
 from llamajax.errors import DataError
 
 _READING = b"2"
@@ -53,15 +53,15 @@ class Tokenizer(abc.ABC):
     sha256: str
     """Hash of the files' content, and of how they are read."""
 
-    def __init__(self, source: Path, files: dict[str, bytes]) -> None:
-        """Reads `files`, as of `read_files`; `source` is where they are from, for messages.
+    def __init__(self, files: TokenizerFiles) -> None:
+        """Builds it from its files; reads no other.
 
         Raises:
             DataError: the tokenizer is damaged, or cannot be read exactly.
         """
-        self.source, self.files = source, files
-        hashes = (hashlib.sha256(content).digest() for content in files.values())
-        reading = b"" if list(files) == [MODEL_FILE] else _READING
+        self.source, self.files, self._found = files.source, dict(files.contents), files
+        hashes = (hashlib.sha256(content).digest() for content in self.files.values())
+        reading = b"" if list(self.files) == [MODEL_FILE] else _READING
         self.sha256 = hashlib.sha256(b"".join((reading, *hashes))).hexdigest()
 
     @abc.abstractmethod
@@ -87,9 +87,9 @@ class Tokenizer(abc.ABC):
     def decode(self, ids: Iterable[int]) -> str:
         """The text of the ids; special tokens have none, and bytes that are not UTF-8 become U+FFFD."""
 
-    def _named_end(self, settings: Settings, key: str, ids: Callable[[str], int | None]) -> int | None:
+    def _named_end(self, key: str, ids: Callable[[str], int | None]) -> int | None:
         """The token that the configuration names under `key`, if it does."""
-        name = settings.special_token(key)
+        name = self._found.ends.get(key)
         if name is not None and ids(name) is None:
             raise DataError(f"{self.source}: {key}: {name!r}, as the files beside it say, is not in it; correct them")
         return None if name is None else ids(name)
@@ -100,9 +100,9 @@ class Tokenizer(abc.ABC):
             raise DataError(f"{self.source}: data.tokenizer.path: has no token to begin or end a document; {remedy}")
         self.bos_id, self.eos_id = ends[0], ends[-1]
 
-    def _check_added(self, settings: Settings, ids: Callable[[str], int | None]) -> None:
+    def _check_added(self, ids: Callable[[str], int | None]) -> None:
         """Refuses added tokens that readers would give other ids than the files do."""
-        for token, added in settings.added:
+        for token, added in self._found.added:
             if token not in (None, ids(added.content)):
                 raise DataError(
                     f"{self.source}: the files beside it give the added token {added.content!r} the id {token}, where it has"

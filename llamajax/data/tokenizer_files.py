@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,76 +18,70 @@ MODEL_FILE = "tokenizer.model"
 _MODEL_NAME = re.compile(r".+\.model(\.v\w+)?")
 """As Mistral calls them."""
 _CONFIG, _NAMES, _ADDED = "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"
-_KEYS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_ENDS = ("bos_token", "eos_token")
+_KEYS = (*_ENDS, "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 """Under these a configuration names special tokens, in the order in which transformers adds those that are missing."""
 
 
-def find_vocabulary(folder: Path) -> Path | None:
-    """The file in a directory, such as a checkpoint's, that has the tokenizer's vocabulary; None if none has, or it cannot
-    be told which of several that have other names."""
-    found = [file for file in folder.iterdir() if file.name == JSON_FILE or is_model(file)]
-    named = [file for file in found if file.name in (JSON_FILE, MODEL_FILE)]
-    # tokenizer.json before tokenizer.model: the latter may be Llama 3's tiktoken file
-    return min(named) if named else found[0] if len(found) == 1 else None
-
-
-def is_model(path: Path) -> bool:
-    """Whether a file has the name of a SentencePiece model."""
-    return _MODEL_NAME.fullmatch(path.name) is not None
-
-
-def has_vocabulary(files: Collection[str]) -> bool:
-    """Whether these names, as of `read_files`, are those of a tokenizer's files."""
-    return JSON_FILE in files or MODEL_FILE in files
-
-
-def read_files(vocabulary: Path) -> dict[str, bytes]:
-    """Name and content of a tokenizer's files; whatever the vocabulary's own name is, it comes first, as `JSON_FILE` or
-    `MODEL_FILE`, so that it is found again wherever the files are kept.
-
-    Raises:
-        OSError: a file cannot be read.
-    """
-    content = vocabulary.read_bytes()
-    is_json = vocabulary.suffix == ".json" or content.startswith(b"{")
-    files = {JSON_FILE if is_json else MODEL_FILE: content}
-    beside = (vocabulary.with_name(name) for name in (_CONFIG, _NAMES, _ADDED))
-    return files | {path.name: path.read_bytes() for path in beside if path.is_file()}
-
-
 @dataclass(frozen=True)
-class Settings:
-    """What the files beside a vocabulary say, as transformers reads them."""
+class TokenizerFiles:
+    """The files of a tokenizer, read: its vocabulary, and what those beside it say, as transformers reads them."""
 
+    source: Path
+    """The one with the vocabulary, for messages."""
+    contents: Mapping[str, bytes]
+    """By name; whatever the vocabulary's own name is, it comes first, as `JSON_FILE` or `MODEL_FILE`, so that it is found
+    again wherever the files are kept."""
     values: Mapping[str, Any]
     """Of tokenizer_config.json, and of special_tokens_map.json where that counts."""
     added: tuple[tuple[int | None, AddedToken], ...]
     """Tokens that are looked for in a text before the vocabulary is used, with their ids; None: the next one that is free,
     unless the vocabulary has the token. In the order in which they are added."""
-
-    def special_token(self, key: str) -> str | None:
-        """The token that is named under `key`, such as bos_token."""
-        return _content(self.values.get(key)) or None
-
-    @property
-    def ends(self) -> tuple[str | None, str | None]:
-        """What is named to begin and to end a text."""
-        return self.special_token("bos_token"), self.special_token("eos_token")
-
-    def is_null(self, key: str) -> bool:
-        """Whether it is said that there is no such token, as Qwen's configuration does of bos_token."""
-        return key in self.values and self.values[key] is None
+    ends: Mapping[str, str]
+    """What is named to begin and to end a text, under bos_token and eos_token."""
+    denied: frozenset[str]
+    """Those of bos_token and eos_token of which it is said that there is none, as Qwen's configuration does."""
 
 
-def read_settings(source: Path, files: Mapping[str, bytes]) -> Settings:
-    """Reads the files beside a vocabulary.
+def find_vocabulary(folder: Path) -> Path | None:
+    """The file in a directory, such as a checkpoint's, that has the tokenizer's vocabulary; None if none has, or it cannot
+    be told which of several that have other names."""
+    found = [file for file in folder.iterdir() if file.name == JSON_FILE or _MODEL_NAME.fullmatch(file.name)]
+    named = [file for file in found if file.name in (JSON_FILE, MODEL_FILE)]
+    # tokenizer.json before tokenizer.model: the latter may be Llama 3's tiktoken file
+    return min(named) if named else found[0] if len(found) == 1 else None
+
+
+def read_files(path: Path) -> TokenizerFiles | None:
+    """A tokenizer's files, by the one with its vocabulary or by their directory; None if that has none.
+
+    Raises:
+        DataError: a file cannot be read, or one beside the vocabulary is damaged.
+    """
+    try:
+        source = find_vocabulary(path) if path.is_dir() else path
+        if source is None:
+            return None
+        content = source.read_bytes()
+        is_json = source.suffix == ".json" or content.startswith(b"{")
+        beside = (source.with_name(name) for name in (_CONFIG, _NAMES, _ADDED))
+        contents = {JSON_FILE if is_json else MODEL_FILE: content}
+        contents |= {file.name: file.read_bytes() for file in beside if file.is_file()}
+    except OSError as error:
+        where = error.filename or path
+        raise DataError(f"{where}: data.tokenizer.path: {error.strerror}; correct the path") from error
+    return parse_files(source, contents)
+
+
+def parse_files(source: Path, files: Mapping[str, bytes]) -> TokenizerFiles:
+    """What the files of a tokenizer say.
 
     Added tokens are listed with ids in tokenizer_config.json, or else in added_tokens.json, which the others say are
     special; transformers also adds those that are only named.
 
     Args:
         source: where the vocabulary lies, for messages.
-        files: as of `read_files`.
+        files: name and content.
 
     Raises:
         DataError: a file is damaged.
@@ -113,7 +107,10 @@ def read_settings(source: Path, files: Mapping[str, bytes]) -> Settings:
         token.special = token.special or token.content in named
     known = {token.content for token in listed.values()}
     others = [(None, token) for content, token in named.items() if content not in known]
-    return Settings(values, (*sorted(listed.items(), key=lambda entry: entry[0]), *others))
+    ends = {key: token for key in _ENDS if (token := _content(values.get(key)))}
+    denied = frozenset(key for key in _ENDS if values.get(key, key) is None)
+    in_order = sorted(listed.items(), key=lambda entry: entry[0])
+    return TokenizerFiles(source, files, values, (*in_order, *others), ends, denied)
 
 
 def _read(source: Path, files: Mapping[str, bytes], name: str) -> dict[str, Any]:

@@ -136,3 +136,12 @@ def concretise(abstract_state: Tree) -> Tree:
         return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding)
 
     return jax.tree.map(leaf, abstract_state)
+
+
+def named_arrays(state: Any) -> dict[str, Any]:
+    """The leaves by their path in the tree, `model.layers.up`; the order is that of `jax.tree.leaves`."""
+    paths, _ = jax.tree.flatten_with_path(state)
+    # An nnx.Param is a node with the one leaf `value`, which says nothing.
+    named = {jax.tree_util.keystr(path, simple=True, separator=".").removesuffix(".value"): leaf for path, leaf in paths}
+    assert len(named) == len(paths), "two leaves have one name"
+    return named

@@ -8,7 +8,6 @@ from typing import Any
 from llamajax.config.model import DType, ModelConfig, RopeScalingConfig
 from llamajax.errors import ConfigError, show
 from llamajax.weights.architectures import ARCHITECTURES, LLAMA, MISTRAL, Architecture, architecture_of
-from llamajax.weights.safetensors import read_json
 
 SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
@@ -128,21 +127,22 @@ def _read_window(body: dict[str, Any], architecture: Architecture, path: Path) -
     return window
 
 
-def read_ends(directory: Path, special_tokens: Mapping[str, Any], config: ModelConfig) -> tuple[int, ...]:
-    """The tokens that end what the model writes: eos of its `config.json` and of `generation_config.json`, if there is one.
+def read_ends(
+    generation: Mapping[str, Any], directory: Path, special_tokens: Mapping[str, Any], config: ModelConfig
+) -> tuple[int, ...]:
+    """The tokens that end what the model writes: eos of its `config.json` and of `generation_config.json`.
 
     Args:
-        directory: where `generation_config.json` may be.
+        generation: content of `generation_config.json`, which may be empty.
+        directory: where it is, for messages.
         special_tokens: as `read_config` found them.
         config: of the model.
 
     Raises:
-        ConfigError: the file cannot be read, or has ids that the model lacks.
+        ConfigError: the file has ids that the model lacks.
     """
-    path = directory / "generation_config.json"
-    said = [special_tokens["eos_token_id"]]
-    if path.is_file():
-        said.append(_token_ids(read_json(path).get("eos_token_id"), "eos_token_id", path, config))
+    key, path = "eos_token_id", directory / "generation_config.json"
+    said = special_tokens[key], _token_ids(generation.get(key), key, path, config)
     ids = [token for ids in said for token in (ids if isinstance(ids, list) else [ids])]
     return tuple(dict.fromkeys(token for token in ids if token is not None))
 

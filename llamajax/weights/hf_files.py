@@ -1,50 +1,90 @@
-"""The small files that travel with a Hugging Face model: tokenizer, chat template, generation settings, licence."""
+"""What a Hugging Face directory holds: `config.json`, where its tensors are, and the small files that travel with them."""
 
 import json
+import os
 import re
-from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from llamajax.data.tokenizer_files import MODEL_FILE, find_vocabulary, is_model
-from llamajax.errors import ConfigError
-from llamajax.weights.safetensors import parse_json
+from llamajax.data.tokenizer_files import MODEL_FILE, find_vocabulary
+from llamajax.errors import ConfigError, show
+from llamajax.weights.safetensors import INDEX, SINGLE, Stored, stored_tensors
+
+TOKENIZERS = frozenset({"tokenizer.json", "tokenizer.model"})
+"""Either is a whole tokenizer, but for the names of its special tokens."""
+
+CONFIG, GENERATION = "config.json", "generation_config.json"
+
+LICENSE = r"[A-Za-z0-9][A-Za-z0-9.+-]{0,63}"
+"""How Hugging Face writes licences: `apache-2.0`, `llama3.1`, `other`."""
 
 _TRAVELLING = re.compile(
     r"tokenizer\.json|tokenizer\.model|tokenizer_config\.json|special_tokens_map\.json|added_tokens\.json"
     r"|chat_template\.jinja|generation_config\.json|(LICENSE|NOTICE|USE_POLICY)(\.txt|\.md)?"
 )
-
-TOKENIZERS = frozenset({"tokenizer.json", "tokenizer.model"})
-"""Either is a whole tokenizer, but for the names of its special tokens."""
-
-LICENSE = r"[A-Za-z0-9][A-Za-z0-9.+-]{0,63}"
-"""How Hugging Face writes licences: `apache-2.0`, `llama3.1`, `other`."""
-
+_PICKLES = {".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt"}
+_MAX_JSON_BYTES = 4_000_000  # thirty times what the largest Llama needs
 _MAX_BYTES = 64_000_000  # the largest tokenizer.json is a quarter of that
 
 
-def travelling_files(directory: Path) -> list[Path]:
-    """The files of `directory` that are kept with the weights, in order; the tokenizer's whatever its name."""
-    named = {path for path in directory.iterdir() if path.is_file() and _TRAVELLING.fullmatch(path.name)}
-    return sorted(named | ({vocabulary} if (vocabulary := find_vocabulary(directory)) else set()))
+@dataclass(frozen=True)
+class HfDirectory:
+    """A Hugging Face directory as it was read; whether it fits together is another matter."""
+
+    path: Path
+    name: str
+    """The model's: OWNER/NAME if it lies in the cache of Hugging Face's downloads, else the directory's."""
+    config: dict[str, Any]
+    """Content of `config.json`."""
+    generation: dict[str, Any]
+    """Content of `generation_config.json`; empty if there is none."""
+    license: str | None
+    """What its model card calls its licence."""
+    files: dict[str, bytes]
+    """Name and content of the tokenizer's and other small files."""
+    tensors: dict[str, Stored]
+    """All there are, by name."""
 
 
-def read_travelling(paths: Iterable[Path]) -> dict[str, bytes]:
-    """Name and content of each file, unchanged except for `auto_map`, which names code to run and is left out; a
-    SentencePiece model of another name becomes `tokenizer.model`.
+def read_directory(path: Path) -> HfDirectory:
+    """Reads everything in a model's directory but the tensors' values.
+
+    Raises:
+        ConfigError: a file is missing or damaged; says which in one line.
+    """
+    cached = re.fullmatch("models--(.+?)--(.+)", path.absolute().parent.parent.name)
+    return HfDirectory(
+        path=path,
+        name=f"{cached[1]}/{cached[2]}" if cached else path.absolute().name,
+        config=read_json(path / CONFIG),
+        generation=read_generation(path),
+        license=_read_license(path / "README.md"),
+        files=read_travelling(path),
+        tensors=open_model(path),
+    )
+
+
+def read_generation(directory: Path) -> dict[str, Any]:
+    """Content of `generation_config.json`, as of `read_json`; empty if there is none."""
+    path = directory / GENERATION
+    return read_json(path) if path.is_file() else {}
+
+
+def read_travelling(directory: Path) -> dict[str, bytes]:
+    """Name and content of the files of `directory` that are kept with the weights, in order; the tokenizer's whatever its
+    name: as `tokenizer.model`, if it is a SentencePiece model of another. All are unchanged except for `auto_map`, which
+    names code to run and is left out.
 
     Raises:
         ConfigError: a file cannot be read, or is not the JSON object it should be.
     """
+    vocabulary = find_vocabulary(directory)
+    named = {path for path in directory.iterdir() if path.is_file() and _TRAVELLING.fullmatch(path.name)}
     contents = {}
-    for path in paths:
-        try:
-            if path.stat().st_size > _MAX_BYTES:
-                raise ConfigError(f"{path}: is larger than {_MAX_BYTES // 10**6} MB; download the file again")
-            name = MODEL_FILE if is_model(path) else path.name
-            contents[name] = path.read_bytes()
-        except OSError as error:
-            raise ConfigError(f"{path}: {error.strerror}; give the directory of a complete Hugging Face model") from error
+    for path in sorted(named | ({vocabulary} if vocabulary else set())):
+        name = path.name if _TRAVELLING.fullmatch(path.name) else MODEL_FILE
+        contents[name] = read_bytes(path, _MAX_BYTES)
         if path.suffix == ".json" and path.name != "tokenizer.json":
             body = parse_json(path, contents[name])
             if body.pop("auto_map", None) is not None:
@@ -52,7 +92,7 @@ def read_travelling(paths: Iterable[Path]) -> dict[str, bytes]:
     return contents
 
 
-def read_license(model_card: Path) -> str | None:
+def _read_license(model_card: Path) -> str | None:
     """The licence's identifier in a model card, which is the line `license: ...` of the block at its beginning."""
     try:
         with model_card.open("rb") as file:
@@ -62,3 +102,116 @@ def read_license(model_card: Path) -> str | None:
     block = re.match(r"---\r?\n(.*?)\r?\n---", text, re.DOTALL)
     found = re.search(rf"^license:[ '\"]*({LICENSE})[ '\"]*\r?$", block[1], re.MULTILINE) if block else None
     return found[1] if found else None
+
+
+def read_bytes(path: Path, max_bytes: int = _MAX_BYTES) -> bytes:
+    """A file's content.
+
+    Raises:
+        ConfigError: it is missing, cannot be read or is too large.
+    """
+    try:
+        with path.open("rb") as file:
+            data = file.read(max_bytes + 1)
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}; give the directory of a complete Hugging Face model") from error
+    if len(data) > max_bytes:
+        raise ConfigError(f"{path}: is larger than {max_bytes // 10**6} MB; download the file again")
+    return data
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in a file.
+
+    Raises:
+        ConfigError: the file is missing, cannot be read, is too large or holds something else.
+    """
+    return parse_json(path, read_bytes(path, _MAX_JSON_BYTES))
+
+
+def parse_json(path: Path, data: bytes) -> dict[str, Any]:
+    """A JSON object; `path` is for messages.
+
+    Raises:
+        ConfigError: it is no JSON object, or has a key twice.
+    """
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) != len(pairs):
+            names = [name for name, _ in pairs]
+            raise ValueError(f"{show(next(name for name in names if names.count(name) > 1))} is there twice")
+        return found
+
+    def no_number(text: str) -> Any:
+        raise ValueError(f"{text} is no JSON number")
+
+    try:
+        body = json.loads(data.decode(), object_pairs_hook=unique, parse_constant=no_number)
+    except (ValueError, RecursionError) as error:
+        reason = "nested too deeply" if isinstance(error, RecursionError) else show(str(error))
+        raise ConfigError(f"{path}: is not valid JSON: {reason}; download the file again") from error
+    if not isinstance(body, dict):
+        raise ConfigError(f"{path}: must hold a JSON object; download the file again")
+    return body
+
+
+def open_model(directory: Path) -> dict[str, Stored]:
+    """Every tensor of a model directory, in one file or in shards with an index; headers are read and checked.
+
+    Raises:
+        ConfigError: there are no safetensors, or a file is damaged, or files and index do not agree.
+    """
+    weight_map = _read_index(directory)
+    tensors: dict[str, Stored] = {}
+    for file in [SINGLE] if weight_map is None else sorted(set(weight_map.values())):
+        for name, stored in _read_header(directory / file).items():
+            if name in tensors:
+                raise ConfigError(f"{stored.file}: {show(name)} is also in {tensors[name].file.name}; remove one of them")
+            if weight_map is not None and weight_map.get(name) != file:
+                raise ConfigError(f"{stored.file}: {show(name)} is not there according to {INDEX}; download both again")
+            tensors[name] = stored
+    for name, file in (weight_map or {}).items():
+        if name not in tensors:
+            raise ConfigError(f"{directory / file}: {show(name)} of {INDEX} is missing; download it again")
+    return tensors
+
+
+def _read_index(directory: Path) -> dict[str, str] | None:
+    """In which file each tensor is; None if all are in `SINGLE`."""
+    single, index = directory / SINGLE, directory / INDEX
+    if single.is_file() and index.is_file():
+        raise ConfigError(f"{directory}: has both {SINGLE} and {INDEX}; remove the one that does not belong")
+    if single.is_file():
+        return None
+    if not index.is_file():
+        names = sorted(path.name for path in directory.iterdir()) if directory.is_dir() else []
+        if pickles := [name for name in names if Path(name).suffix in _PICKLES]:
+            raise ConfigError(
+                f"{directory / show(pickles[0])}: pickles can run code and are not read; convert the model where you trust"
+                " it: transformers.AutoModelForCausalLM.from_pretrained(DIR).save_pretrained(OUT)"
+            )
+        raise ConfigError(f"{directory}: has neither {SINGLE} nor {INDEX}; give the directory of a Hugging Face model")
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise ConfigError(f"{index}: weight_map: must map tensor names to file names; download the file again")
+    for name, file in weight_map.items():
+        if not isinstance(file, str) or not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*\.safetensors", file):
+            raise ConfigError(
+                f"{index}: weight_map: {show(name)}: must name a .safetensors file of this directory,"
+                f" not {show(str(file))}; correct it"
+            )
+    return weight_map
+
+
+def _read_header(path: Path) -> dict[str, Stored]:
+    try:
+        with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            length = int.from_bytes(file.read(8), "little")
+            if not 2 <= length <= min(_MAX_JSON_BYTES, size - 8):
+                raise ConfigError(f"{path}: is truncated or no safetensors file; download it again")
+            header = parse_json(path, file.read(length))
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}; download the file") from error
+    return stored_tensors(path, header, 8 + length, size)

@@ -10,12 +10,15 @@ import itertools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
-from llamajax.checkpoint.read import named_arrays
 from llamajax.config.model import ModelConfig
+from llamajax.errors import ConfigError, show
 from llamajax.model import Llama
+from llamajax.parallel.mesh import named_arrays
+from llamajax.weights.architectures import architecture_of
 from llamajax.weights.safetensors import Stored
 
 Box = tuple[slice, ...]
@@ -35,11 +38,6 @@ class Tensor:
     in_dims: int | None = None
     """How many leading dims of the part are the input of a linear layer: 0 for its bias; None for norms and tables, which
     are equal."""
-
-    @property
-    def is_stacked(self) -> bool:
-        """Whether the array has one such tensor per layer."""
-        return is_stacked(self.array)
 
     @property
     def rows_dim(self) -> int:
@@ -101,12 +99,41 @@ def rows_dim(array: str) -> int:
 def hf_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Shape of every tensor of theirs, by name, in the order of `TENSORS`, layer by layer."""
     ours = our_shapes(config)
-    table = [tensor for tensor in TENSORS if tensor.array in ours]
-    per_layer, others = [t for t in table if t.is_stacked], [t for t in table if not t.is_stacked]
-    order = [(others[0], 0)]
-    order += [(tensor, layer) for layer in range(config.num_layers) for tensor in per_layer]
-    order += [(tensor, 0) for tensor in others[1:]]
-    return {tensor.hf_name.format(layer=layer): _hf_shape(tensor, ours[tensor.array]) for tensor, layer in order}
+    shapes = {}
+    for of_layer, some in itertools.groupby((t for t in TENSORS if t.array in ours), key=lambda t: is_stacked(t.array)):
+        of_one = {tensor.hf_name: _hf_shape(tensor, ours[tensor.array]) for tensor in some}
+        for layer in range(config.num_layers if of_layer else 1):
+            shapes |= {hf_name.format(layer=layer): shape for hf_name, shape in of_one.items()}
+    return shapes
+
+
+def tensors_for(config: ModelConfig, found: Mapping[str, Stored], directory: Path) -> dict[str, Stored]:
+    """Those of the tensors in `directory` that a model is made of, after comparing names and shapes.
+
+    Raises:
+        ConfigError: some are missing, of another shape, or of another model.
+    """
+    shapes = hf_shapes(config)
+    if missing := [name for name in shapes if name not in found]:
+        raise ConfigError(f"{directory}: {missing[0]} is missing, and {len(missing) - 1} more; download the whole model")
+    for name, shape in shapes.items():
+        if found[name].shape != shape:
+            raise ConfigError(
+                f"{found[name].file}: {name} is {list(found[name].shape)}, but config.json asks for {list(shape)};"
+                " the files are of two models"
+            )
+    extra = [name for name in found if name not in shapes]
+    if extra == ["lm_head.weight"] and config.tie_embeddings:
+        if not found["lm_head.weight"].equals(found["model.embed_tokens.weight"]):
+            raise ConfigError(
+                f"{found['lm_head.weight'].file}: lm_head.weight differs from model.embed_tokens.weight, but config.json"
+                " says tie_word_embeddings; correct that"
+            )
+    elif extra:
+        architecture = architecture_of(config).name
+        more = f", and {len(extra) - 1} more" if len(extra) > 1 else ""
+        raise ConfigError(f"{found[extra[0]].file}: {show(extra[0])} is no tensor of a {architecture}{more}; remove it")
+    return {name: found[name] for name in shapes}
 
 
 def _part_shape(tensor: Tensor, block_shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -114,7 +141,7 @@ def _part_shape(tensor: Tensor, block_shape: tuple[int, ...]) -> tuple[int, ...]
 
 
 def _hf_shape(tensor: Tensor, array_shape: tuple[int, ...]) -> tuple[int, ...]:
-    part = _part_shape(tensor, array_shape[1:] if tensor.is_stacked else array_shape)
+    part = _part_shape(tensor, array_shape[1:] if is_stacked(tensor.array) else array_shape)
     match tensor.in_dims:
         case None:
             return part
@@ -122,11 +149,6 @@ def _hf_shape(tensor: Tensor, array_shape: tuple[int, ...]) -> tuple[int, ...]:
             return (math.prod(part),)
         case in_dims:
             return math.prod(part[in_dims:]), math.prod(part[:in_dims])
-
-
-def whole(shape: tuple[int, ...]) -> Box:
-    """All of an array."""
-    return tuple(slice(0, size) for size in shape)
 
 
 def to_hf(tensor: Tensor, part: np.ndarray) -> np.ndarray:

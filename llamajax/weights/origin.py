@@ -4,10 +4,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from llamajax.data.tokenizer import load_tokenizer
+from llamajax.data.tokenizer import find_tokenizer
 from llamajax.data.tokenizer_base import Tokenizer
-from llamajax.data.tokenizer_files import has_vocabulary
-from llamajax.weights.hf_files import read_travelling, travelling_files
+from llamajax.weights.hf_files import read_travelling
 
 
 @dataclass(frozen=True)
@@ -29,5 +28,7 @@ def take_along(source: Path, hf: dict[str, Any] | None) -> Origin:
         ConfigError: a file cannot be read, or is not what its name says.
         DataError: there is a tokenizer that cannot be read.
     """
-    files = read_travelling(travelling_files(source)) if source.is_dir() else {}
-    return Origin(load_tokenizer(source) if has_vocabulary(files) else None, files, hf)
+    if not source.is_dir():
+        return Origin(hf=hf)
+    files = read_travelling(source)  # refuses damaged ones, as an import does
+    return Origin(find_tokenizer(source), files, hf)

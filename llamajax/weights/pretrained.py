@@ -14,22 +14,19 @@ import numpy as np
 from jax import P
 from jax.sharding import NamedSharding
 
-from llamajax.checkpoint.read import (
-    find_step,
-    named_arrays,
-    read_step,
-)
+from llamajax.checkpoint.meta import model_config
+from llamajax.checkpoint.read import find_step, read_step
 from llamajax.config.formulas import num_params
-from llamajax.config.model import ModelConfig, RopeScalingConfig
-from llamajax.data.tokenizer import load_tokenizer
+from llamajax.config.model import ModelConfig
+from llamajax.data.tokenizer import find_tokenizer, load_tokenizer
 from llamajax.data.tokenizer_base import Tokenizer
-from llamajax.data.tokenizer_files import find_vocabulary
 from llamajax.errors import CheckpointError, ConfigError
 from llamajax.model import Llama
-from llamajax.parallel.mesh import concretise
+from llamajax.parallel.mesh import concretise, named_arrays
 from llamajax.weights import names
 from llamajax.weights.architectures import Architecture, architecture_of
 from llamajax.weights.hf_config import SPECIAL_TOKENS, read_ends
+from llamajax.weights.hf_files import CONFIG, read_generation
 from llamajax.weights.hf_model import read_model
 from llamajax.weights.safetensors import Stored
 
@@ -150,38 +147,25 @@ def open_pretrained(path: Path) -> Pretrained:
     """
     path = path.expanduser().absolute()
     if (step_dir := find_step(path)) is not None:
-        return _open_step(step_dir)
-    if (path / "config.json").is_file():
+        meta = json.loads((step_dir / "meta.json").read_text())
+        config = model_config(meta, step_dir)
+        files = step_dir / "files"
+        special_tokens: dict[str, Any] = dict.fromkeys(SPECIAL_TOKENS)
+        if "hf" in meta:
+            special_tokens = meta["hf"]["special_tokens"]
+        elif files.is_dir() and (tokenizer := find_tokenizer(files)) is not None:
+            special_tokens |= {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id}
+        ends = read_ends(read_generation(files), files, special_tokens, config)
+        return Pretrained(step_dir, config, files, special_tokens, ends, meta.get("hf"), meta, None)
+    if (path / CONFIG).is_file():
         model = read_model(path, None)
-        return Pretrained(path, model.config, path, model.special_tokens, model.ends, model.hf, {}, model.tensors)
+        return Pretrained(path, model.config, path, model.hf["special_tokens"], model.ends, model.hf, {}, model.tensors)
     if not path.is_dir():
         raise ConfigError(f"{path}: there is no such directory; give a run, RUN/checkpoints/STEP or a Hugging Face model")
     raise ConfigError(
         f"{path}: has neither checkpoints/, as a run has, nor config.json, as a Hugging Face model has, and is no"
         " RUN/checkpoints/STEP; give one of these"
     )
-
-
-def _open_step(step_dir: Path) -> Pretrained:
-    meta = json.loads((step_dir / "meta.json").read_text())
-    try:
-        fields: dict[str, Any] = dict(meta["config"]["model"])
-        fields["rope_scaling"] = RopeScalingConfig(**fields["rope_scaling"])
-        fields["attention_kernel"] = "auto"  # belongs to the machine that trained, not to the model
-        config = ModelConfig(**fields)
-    except (KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(
-            f"{step_dir}: was not written by this version's model ({error}); read it with its own"
-        ) from error
-    files = step_dir / "files"
-    special_tokens: dict[str, Any] = dict.fromkeys(SPECIAL_TOKENS)
-    if "hf" in meta:
-        special_tokens = meta["hf"]["special_tokens"]
-    elif files.is_dir() and find_vocabulary(files) is not None:
-        tokenizer = load_tokenizer(files)
-        special_tokens |= {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id}
-    ends = read_ends(files, special_tokens, config)
-    return Pretrained(step_dir, config, files, special_tokens, ends, meta.get("hf"), meta, None)
 
 
 def _abstract_model(config: ModelConfig) -> Llama:

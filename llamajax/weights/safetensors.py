@@ -9,7 +9,6 @@ import errno
 import json
 import math
 import os
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,11 +24,10 @@ CODES = {dtype: code for code, dtype in DTYPES.items()}
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
-_MAX_JSON_BYTES = 4_000_000  # thirty times what the largest Llama needs
 # Larger writes took five to ten times the processor time on a virtual machine (LOG.md), perhaps for huge pages.
 _WRITE_BYTES = 64 << 10
-
-_PICKLES = {".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt"}
+_EQUAL_BYTES = 64 << 20
+"""Compared at a time."""
 
 
 @dataclass(frozen=True)
@@ -59,117 +57,23 @@ class Stored:
             raise ConfigError(f"{self.file}: became shorter while it was read; see that nothing writes it and try again")
         return values.reshape(shape)
 
-
-def parse_json(path: Path, data: bytes) -> dict[str, Any]:
-    """A JSON object; `path` is for messages.
-
-    Raises:
-        ConfigError: it is no JSON object, or has a key twice.
-    """
-
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(pairs)
-        if len(found) != len(pairs):
-            names = [name for name, _ in pairs]
-            raise ValueError(f"{show(next(name for name in names if names.count(name) > 1))} is there twice")
-        return found
-
-    def no_number(text: str) -> Any:
-        raise ValueError(f"{text} is no JSON number")
-
-    try:
-        body = json.loads(data.decode(), object_pairs_hook=unique, parse_constant=no_number)
-    except (ValueError, RecursionError) as error:
-        reason = "nested too deeply" if isinstance(error, RecursionError) else show(str(error))
-        raise ConfigError(f"{path}: is not valid JSON: {reason}; download the file again") from error
-    if not isinstance(body, dict):
-        raise ConfigError(f"{path}: must hold a JSON object; download the file again")
-    return body
+    def equals(self, other: "Stored") -> bool:
+        """Whether both have the same shape, type and values."""
+        if (self.shape, self.dtype) != (other.shape, other.dtype):
+            return False
+        rows = max(1, _EQUAL_BYTES // (self.nbytes // self.shape[0]))
+        starts = range(0, self.shape[0], rows)
+        return all(np.array_equal(self.read(at, at + rows), other.read(at, at + rows)) for at in starts)
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in a file.
+def stored_tensors(path: Path, header: Mapping[str, Any], data_start: int, size: int) -> dict[str, Stored]:
+    """The tensors that the header of a file describes, behind which they fill bytes `data_start` to `size` exactly.
 
     Raises:
-        ConfigError: the file is missing, cannot be read, is too large or holds something else.
+        ConfigError: header or file are damaged, or of a type that no Llama is stored in.
     """
-    try:
-        with path.open("rb") as file:
-            data = file.read(_MAX_JSON_BYTES + 1)
-    except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}; give the directory of a complete Hugging Face model") from error
-    if len(data) > _MAX_JSON_BYTES:
-        raise ConfigError(f"{path}: is larger than {_MAX_JSON_BYTES // 10**6} MB; download the file again")
-    return parse_json(path, data)
-
-
-def open_model(directory: Path) -> dict[str, Stored]:
-    """Every tensor of a model directory, in one file or in shards with an index; headers are read and checked.
-
-    Raises:
-        ConfigError: there are no safetensors, or a file is damaged, or files and index do not agree.
-    """
-    single, index = directory / SINGLE, directory / INDEX
-    if single.is_file() and index.is_file():
-        raise ConfigError(f"{directory}: has both {SINGLE} and {INDEX}; remove the one that does not belong")
-    if single.is_file():
-        return read_header(single)
-    if not index.is_file():
-        names = sorted(path.name for path in directory.iterdir()) if directory.is_dir() else []
-        pickles = [name for name in names if Path(name).suffix in _PICKLES]
-        if pickles:
-            raise ConfigError(
-                f"{directory / show(pickles[0])}: pickles can run code and are not read; convert the model where you trust"
-                " it: transformers.AutoModelForCausalLM.from_pretrained(DIR).save_pretrained(OUT)"
-            )
-        raise ConfigError(f"{directory}: has neither {SINGLE} nor {INDEX}; give the directory of a Hugging Face model")
-    return _read_shards(directory, index)
-
-
-def _read_shards(directory: Path, index: Path) -> dict[str, Stored]:
-    weight_map = read_json(index).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise ConfigError(f"{index}: weight_map: must map tensor names to file names; download the file again")
-    for name, file in weight_map.items():
-        if not isinstance(file, str) or not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*\.safetensors", file):
-            raise ConfigError(
-                f"{index}: weight_map: {show(name)}: must name a .safetensors file of this directory,"
-                f" not {show(str(file))}; correct it"
-            )
-    tensors: dict[str, Stored] = {}
-    for file in sorted(set(weight_map.values())):
-        for name, stored in read_header(directory / file).items():
-            if name in tensors:
-                raise ConfigError(f"{stored.file}: {show(name)} is also in {tensors[name].file.name}; remove one of them")
-            if weight_map.get(name) != file:
-                raise ConfigError(f"{stored.file}: {show(name)} is not there according to {INDEX}; download both again")
-            tensors[name] = stored
-    missing = [name for name in weight_map if name not in tensors]
-    if missing:
-        raise ConfigError(
-            f"{directory / weight_map[missing[0]]}: {show(missing[0])} of {INDEX} is missing; download it again"
-        )
-    return tensors
-
-
-def read_header(path: Path) -> dict[str, Stored]:
-    """The tensors of a safetensors file, whose bytes must fill it exactly.
-
-    Raises:
-        ConfigError: the file is missing, damaged, truncated, or holds a type that no Llama is stored in.
-    """
-    try:
-        with path.open("rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            length = int.from_bytes(file.read(8), "little")
-            if not 2 <= length <= min(_MAX_JSON_BYTES, size - 8):
-                raise ConfigError(f"{path}: is truncated or no safetensors file; download it again")
-            header = parse_json(path, file.read(length))
-    except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}; download the file") from error
-    header.pop("__metadata__", None)
-    tensors = {name: _entry(path, name, entry, 8 + length) for name, entry in header.items()}
-    end = 8 + length
+    tensors = {name: _entry(path, name, entry, data_start) for name, entry in header.items() if name != "__metadata__"}
+    end = data_start
     for name, stored in sorted(tensors.items(), key=lambda item: (item[1].offset, item[1].nbytes)):
         if stored.offset != end:
             raise ConfigError(f"{path}: {show(name)} does not begin where the tensor before it ends; download it again")
@@ -249,8 +153,7 @@ class Writer:
             header[name] = {"dtype": CODES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
         text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)  # so that the tensors are aligned
-        for name, shape in shapes.items():
-            self._places[name] = Stored(path, dtype, shape, 8 + len(text) + header[name]["data_offsets"][0])
+        self._places |= stored_tensors(path, header, 8 + len(text), 8 + len(text) + end)
         file = self._files[path] = path.open("xb")
         file.write(len(text).to_bytes(8, "little") + text)
         file.truncate(8 + len(text) + end)

@@ -10,11 +10,12 @@ import pytest
 
 from converters import convert
 from converters.hf import parse_args
-from llamajax.checkpoint.read import named_arrays, read_meta, restore
+from llamajax.checkpoint.read import read_meta, restore
 from llamajax.config.file import load_config
 from llamajax.config.run import Config
 from llamajax.errors import ConfigError
 from llamajax.model import Llama
+from llamajax.parallel.mesh import named_arrays
 from llamajax.step.step import init_state
 from llamajax.training import run as train
 from tests import runs

@@ -14,7 +14,6 @@ import safetensors.numpy
 from converters import convert
 from converters.hf import parse_args
 from llamajax.checkpoint import manifest
-from llamajax.checkpoint.read import named_arrays
 from llamajax.config.evaluate import EvaluateConfig
 from llamajax.config.generate import GenerateConfig
 from llamajax.config.model import ModelConfig, RopeScalingConfig
@@ -23,7 +22,7 @@ from llamajax.data.tokenizer import train_sentencepiece
 from llamajax.errors import CheckpointError, ConfigError, DataError
 from llamajax.evaluation import run as evaluate
 from llamajax.generation import run as generate
-from llamajax.parallel.mesh import make_mesh
+from llamajax.parallel.mesh import make_mesh, named_arrays
 from llamajax.weights import pretrained
 from llamajax.weights.pretrained import open_pretrained
 from tests.converters.models import LLAMA3, SPECIAL, TINY, shard, write_model
