@@ -1,6 +1,5 @@
 """The loss of a model on documents: the rows that training makes of them, scored as training scores them."""
 
-import functools
 import itertools
 import math
 import time
@@ -104,7 +103,7 @@ def evaluate_documents(
     token_bytes = np.pad(tokenizer.token_bytes, (0, model_config.vocab_size - tokenizer.vocab_size))
     found, seconds = add_up(model, console.track(batches, total, "evaluating"), token_bytes)
     losses = {name: found[name] for name in parts}
-    losses["all"] = functools.reduce(Losses.__add__, losses.values())
+    losses["all"] = sum(losses.values(), Losses())
     speed = losses["all"].tokens / seconds
     print_losses(losses, speed)
     of_sources = {name: of_part.figures() for name, of_part in losses.items() if name != "all"}

@@ -32,7 +32,11 @@ def run(config: EvaluateConfig) -> dict[str, Any]:
     pretrained = open_pretrained(Path(config.model))
     model_config = choose_types(config, pretrained.config)
     jax.set_mesh(mesh.make_mesh(config.mesh))
-    check_placement(config, model_config)
+    problems = model_config.undivided(jax.sharding.get_mesh().shape)
+    if config.seq_len is not None and config.seq_len > model_config.max_seq_len:
+        problems.append(f"seq_len: {config.seq_len} is above the model's max_seq_len={model_config.max_seq_len}; lower it")
+    if problems:
+        raise ConfigError("\n".join(problems))
     tokenizer = pretrained.tokenizer()
     console.log(f"model      {pretrained.about}")
     types = f"weights {model_config.param_dtype}, compute {model_config.compute_dtype}"
@@ -59,15 +63,6 @@ def choose_types(config: EvaluateConfig, model: ModelConfig) -> ModelConfig:
     """The model with the types to compute with."""
     chosen = {"param_dtype": config.param_dtype, "compute_dtype": config.compute_dtype}
     return dataclasses.replace(model, **{key: dtype for key, dtype in chosen.items() if dtype != "auto"})
-
-
-def check_placement(config: EvaluateConfig, model: ModelConfig) -> None:
-    """Raises `ConfigError` if the model cannot be divided over the mesh, or rows are longer than it is meant for."""
-    problems = model.undivided(jax.sharding.get_mesh().shape)
-    if config.seq_len is not None and config.seq_len > model.max_seq_len:
-        problems.append(f"seq_len: {config.seq_len} is above the model's max_seq_len={model.max_seq_len}; lower it")
-    if problems:
-        raise ConfigError("\n".join(problems))
 
 
 def main(config: EvaluateConfig) -> None:

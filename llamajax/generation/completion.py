@@ -92,7 +92,6 @@ class TextStream:
     def finish(self) -> str:
         """The rest of the text, when no token follows."""
         self._held += self._decode()
-        self._incomplete = []
         return self._release(last=True)
 
     def _decode(self) -> str:
@@ -323,14 +322,7 @@ def encode_prompt(tokenizer: Tokenizer, prompt: str, seq_len: int) -> list[int]:
 
 
 def stream_text(
-    model: Llama,
-    tokenizer: Tokenizer,
-    prompt: str,
-    *,
-    max_tokens: int,
-    temperature: float,
-    key: jax.Array,
-    seq_len: int,
+    model: Llama, tokenizer: Tokenizer, prompt: str, *, max_tokens: int, temperature: float, key: jax.Array, seq_len: int
 ) -> Iterator[str]:
     """The continuation of a run's sample prompt in pieces, as the model writes it.
 

@@ -25,7 +25,7 @@ from llamajax.parallel import mesh
 from llamajax.parallel.exit import end_process, exit_code
 from llamajax.watch import console
 from llamajax.watch.console import say
-from llamajax.weights.pretrained import Pretrained, open_pretrained
+from llamajax.weights.pretrained import open_pretrained
 
 
 def run(config: GenerateConfig) -> None:
@@ -46,10 +46,17 @@ def run(config: GenerateConfig) -> None:
     pretrained = open_pretrained(Path(config.model))
     say(f"model      {pretrained.about}")
     tokenizer = pretrained.tokenizer()
-    has_messages = config.chat or any(prompt.messages is not None for prompt in prompts)
-    template = find_template(config, pretrained, tokenizer) if has_messages else None
+    template = None
+    if config.chat or any(prompt.messages is not None for prompt in prompts):
+        path = pretrained.files if config.chat_template is None else Path(config.chat_template).expanduser()
+        template = load_chat_template(path, tokenizer)
+        if template is None:
+            raise ConfigError(f"chat_template: {path} has none; name one, for example of configs/chat_templates")
     token_ids = [prompt.encode(tokenizer, template) for prompt in prompts]
-    max_seq_len = longest_sequence(config, pretrained.config)
+    meant_for = pretrained.config.max_seq_len
+    max_seq_len = config.max_seq_len or meant_for
+    if max_seq_len > meant_for:
+        raise ConfigError(f"max_seq_len: {max_seq_len} is more than the {meant_for} tokens that the model is meant for")
     check_prompts(token_ids, max_seq_len, pretrained.config.vocab_size)
 
     model_config = choose_types(config, pretrained.config)
@@ -74,33 +81,6 @@ def run(config: GenerateConfig) -> None:
         say_speed(completer.stats)
         raise
     say_speed(completer.stats)
-
-
-def find_template(config: GenerateConfig, pretrained: Pretrained, tokenizer: Tokenizer) -> ChatTemplate:
-    """The chat template to use.
-
-    Raises:
-        ConfigError: there is none.
-        DataError: it is malformed.
-    """
-    path = pretrained.files if config.chat_template is None else Path(config.chat_template).expanduser()
-    template = load_chat_template(path, tokenizer)
-    if template is None:
-        raise ConfigError(f"chat_template: {path} has none; name one, for example of configs/chat_templates")
-    return template
-
-
-def longest_sequence(config: GenerateConfig, model: ModelConfig) -> int:
-    """Tokens of prompt and continuation, at most.
-
-    Raises:
-        ConfigError: the settings want more than the model is meant for.
-    """
-    if config.max_seq_len is not None and config.max_seq_len > model.max_seq_len:
-        raise ConfigError(
-            f"max_seq_len: {config.max_seq_len} is more than the {model.max_seq_len} tokens that the model is meant for"
-        )
-    return config.max_seq_len or model.max_seq_len
 
 
 def choose_types(config: GenerateConfig, model: ModelConfig) -> ModelConfig:

@@ -253,12 +253,11 @@ def bind_address_for(host: str, port: int) -> str:
 
 
 def _listen_on(host: str, port: int) -> socket.socket:
-    if host != "::":
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        return socket.create_server((host, port), family=family, backlog=1024)
-    if socket.has_dualstack_ipv6():
-        return socket.create_server(("::", port), family=socket.AF_INET6, backlog=1024, dualstack_ipv6=True)
-    return socket.create_server(("", port), backlog=1024)
+    is_dual = host == "::" and socket.has_dualstack_ipv6()
+    if host == "::" and not is_dual:
+        host = ""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    return socket.create_server((host, port), family=family, backlog=1024, dualstack_ipv6=is_dual)
 
 
 def who_am_i() -> str:

@@ -5,6 +5,7 @@ import dataclasses
 import hashlib
 import importlib.util
 import json
+import math
 import platform
 import secrets
 import struct
@@ -142,7 +143,7 @@ class MetricsWriter:
         metrics_path.touch()
         events_path.touch()
         run_log.drop_later_steps(metrics_path, self._start_step)
-        run_log.drop_torn_line(events_path)
+        run_log.drop_later_steps(events_path, math.inf)  # no event goes, only a torn line
         self._metrics_file = stack.enter_context(run_log.Appender(metrics_path, console.say))
         self._events_file = stack.enter_context(run_log.Appender(events_path, console.say))
         self._others: list[Callable[[Record], object]] = []

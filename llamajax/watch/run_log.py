@@ -113,7 +113,7 @@ class Appender:
         self._file.close()
 
 
-def drop_later_steps(path: Path, last_step: int) -> None:
+def drop_later_steps(path: Path, last_step: float) -> None:
     """Cuts off the lines of steps after `last_step`, which will be computed again, and a last line torn by a kill.
 
     The log is in order, so that is one truncation: there is no moment at which a kill would lose more. A damaged line
@@ -127,11 +127,6 @@ def drop_later_steps(path: Path, last_step: int) -> None:
                 break
             end += len(line)
     os.truncate(path, end)
-
-
-def drop_torn_line(path: Path) -> None:
-    """Cuts off a last line that has no line end, because the process was killed while writing it."""
-    os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
 
 
 @dataclass(frozen=True, kw_only=True)
