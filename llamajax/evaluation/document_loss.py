@@ -104,11 +104,11 @@ def evaluate_documents(
     found, seconds = add_up(model, console.track(batches, total, "evaluating"), token_bytes)
     losses = {name: found[name] for name in parts}
     losses["all"] = sum(losses.values(), Losses())
+    figures = {name: of_part.figures() for name, of_part in losses.items()}
     speed = losses["all"].tokens / seconds
-    print_losses(losses, speed)
-    of_sources = {name: of_part.figures() for name, of_part in losses.items() if name != "all"}
+    print_losses(figures, speed)
     about = {"split": config.split, "seq_len": seq_len, "num_batches": total, "batch_size": size}
-    return about | losses["all"].figures() | {"tokens_per_sec": speed, "sources": of_sources}
+    return about | figures.pop("all") | {"tokens_per_sec": speed, "sources": figures}
 
 
 @dataclass(frozen=True)
@@ -206,15 +206,14 @@ def add_up(
     return losses, time.monotonic() - started
 
 
-def print_losses(losses: dict[str, Losses], tokens_per_sec: float) -> None:
+def print_losses(figures: dict[str, dict[str, Any]], tokens_per_sec: float) -> None:
     """The table of all sources and their sum."""
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
     for column in ("documents", "tokens", "bytes", "loss", "perplexity", "bits per byte"):
         table.add_column(column, justify="left" if column == "documents" else "right")
     forms = {"tokens": ",", "bytes": ",", "loss": ".4f", "perplexity": ",.4g", "bits_per_byte": ".4f"}
-    for name, of_part in losses.items():
-        figures = of_part.figures()
-        table.add_row(name, *("-" if figures[key] is None else format(figures[key], form) for key, form in forms.items()))
+    for name, found in figures.items():
+        table.add_row(name, *("-" if found[key] is None else format(found[key], form) for key, form in forms.items()))
     if jax.process_index() == 0:
         console.CONSOLE.print(table)
     console.log(f"speed      {tokens_per_sec:,.0f} tokens/s")

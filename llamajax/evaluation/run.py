@@ -39,8 +39,7 @@ def run(config: EvaluateConfig) -> dict[str, Any]:
         raise ConfigError("\n".join(problems))
     tokenizer = pretrained.tokenizer()
     console.log(f"model      {pretrained.about}")
-    types = f"weights {model_config.param_dtype}, compute {model_config.compute_dtype}"
-    console.log(f"devices    {console.devices()}; {types}")
+    console.log(f"devices    {console.devices()}; weights {model_config.param_dtype}, compute {model_config.compute_dtype}")
     if config.tasks is None:
         results = evaluate_documents(config, pretrained, model_config, tokenizer)
     else:
