@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import chex
 import jax
 import jax.numpy as jnp
 import optax
@@ -76,6 +77,7 @@ def loss_and_grads(config: Config, model: Llama, batch: Batch) -> tuple[dict[str
         grads, loss_sums = jax.grad(loss_fn, has_aux=True)(model, micro_batch, z_loss_weight=config.train.z_loss_weight)
         return jax.tree.map(jnp.add, sums, (grads, loss_sums)), None
 
+    chex.assert_equal_shape(list(batch.values()))
     zeros = (jax.tree.map(lambda weight: jnp.zeros_like(weight, jnp.float32), model), _no_losses())
     (grads, sums), _ = lax.scan(micro_step, zeros, batch)
     tokens = jnp.maximum(sums.num_tokens, 1)
@@ -119,6 +121,7 @@ def apply_gradients(
 ) -> tuple[TrainState, dict[str, jax.Array]]:
     """Clips and applies; gradients that are not finite, or of no tokens, leave weights and optimizer state as they are and
     are counted."""
+    chex.assert_trees_all_equal_shapes(grads, state.model)
     grad_norm = optax.tree.norm(grads)
     finite = jnp.isfinite(grad_norm)
     applied = finite & (tokens > 0)

@@ -5,6 +5,7 @@ import random
 import shutil
 from pathlib import Path
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -50,8 +51,8 @@ def test_everything_comes_back_bit_for_bit(tmp_path, two_steps):
     assert (restored.files / "tokenizer.model").read_bytes() == TOKENIZER
     assert jax.tree.structure(restored.state) == jax.tree.structure(expected)
     assert bits(restored.state) == bits(expected)
+    chex.assert_trees_all_equal_shapes_and_dtypes(restored.state, expected)
     for ours, theirs in zip(jax.tree.leaves(restored.state), jax.tree.leaves(expected), strict=True):
-        assert (ours.dtype, ours.shape) == (theirs.dtype, theirs.shape)
         assert ours.sharding.is_equivalent_to(theirs.sharding, ours.ndim)
     drawn, wanted = (jax.random.normal(state.key, (4,)) for state in (restored.state, expected))
     np.testing.assert_array_equal(drawn, wanted)

@@ -10,6 +10,7 @@ import signal
 import subprocess
 from collections.abc import Sequence
 
+import chex
 import jax
 import numpy as np
 import pytest
@@ -46,8 +47,7 @@ def assert_same_end(config: pathlib.Path, run_dir: pathlib.Path) -> None:
     unbroken_dir = config.parent / "run"
     assert runs.losses(run_dir) == runs.losses(unbroken_dir)
     ours, theirs = (restored_arrays(load_config(config), directory) for directory in (run_dir, unbroken_dir))
-    for left, right in zip(ours, theirs, strict=True):
-        np.testing.assert_array_equal(left, right)
+    chex.assert_trees_all_equal(ours, theirs)
 
 
 def starts(run_dir: pathlib.Path) -> list[int]:
@@ -138,8 +138,7 @@ def test_another_mesh_takes_over_with_the_same_arrays_and_rows(unbroken, tmp_pat
             shutil.rmtree(run_dir / "checkpoints" / str(step))
     mesh = ["mesh.data=2", "mesh.fsdp=4", "mesh.sequence=1", "mesh.tensor=1", "train.grad_accum_steps=1"]
     before, after = (restored_arrays(load_config(unbroken, overrides), run_dir) for overrides in ([], mesh))
-    for left, right in zip(before, after, strict=True):
-        np.testing.assert_array_equal(left, right)
+    chex.assert_trees_all_equal(before, after)
 
     runs.finish(runs.start(unbroken, f"--run_dir={run_dir}", *(f"--{override}" for override in mesh)))
     before, after = ([*runs.losses(path).values()][: NUM_STEPS // 2] for path in (unbroken.parent / "run", run_dir))
