@@ -75,7 +75,6 @@ def evaluate_tasks(
     random.seed(RANDOM_SEED)
     np.random.seed(EXAMPLES_SEED)  # noqa: NPY002  (which the harness draws from)
     tasks = load_tasks(config)
-    batch_shards = num_parts("batch", jax.sharding.get_mesh().shape)
     limit: Any = config.limit  # a share, too, whatever the harness's type says
     results: Any = evaluate(
         lm=LlamaLM(
@@ -84,7 +83,7 @@ def evaluate_tasks(
             template=template,
             end_ids=find_ends(pretrained.ends, tokenizer, template),
             max_seq_len=config.seq_len or model_config.max_seq_len,
-            batch_size=whole_batch(config.batch_size or ROWS_PER_DEVICE * batch_shards),
+            batch_size=whole_batch(config.batch_size or ROWS_PER_DEVICE * num_parts("batch", jax.sharding.get_mesh().shape)),
         ),
         task_dict=tasks,
         limit=limit,

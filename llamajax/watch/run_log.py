@@ -15,6 +15,7 @@ from array import array
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, Self
 
@@ -193,13 +194,12 @@ def _records(path: Path, damaged: list[str], has: str | None = None) -> Iterator
             try:
                 record = json.loads(line)
                 is_record = type(record["step"]) is int and 0 <= record["step"] < 2**63 and math.isfinite(record["time"])
-                is_record = is_record and (has is None or type(record[has]) is str)
+                if not is_record or (has is not None and type(record[has]) is not str):
+                    raise ValueError
             except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
-                record, is_record = {}, False
-            if is_record:
-                yield record
-            else:
                 damaged.append(f"{path}:{number}")
+            else:
+                yield record
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -237,11 +237,8 @@ class RunSummary:
 def summarize(log: RunLog) -> RunSummary:
     """The run in a dozen numbers."""
 
-    def newest(key: str) -> float | None:
-        return float(log.series[key][1][-1]) if key in log.series else None
-
-    def median(key: str) -> float | None:
-        return float(np.median(log.series[key][1])) if key in log.series else None
+    def known(figure: Callable[[np.ndarray], Any], key: str) -> float | None:
+        return float(figure(log.series[key][1])) if key in log.series else None
 
     starts = [event for event in log.events if event["event"] == "start"]
     facts = {key: value for key, value in starts[-1].items() if type(value) is int} if starts else {}
@@ -249,7 +246,7 @@ def summarize(log: RunLog) -> RunSummary:
     step = int(log.series["time"][0][-1])
     losses = log.series["train/loss"][1][-FINAL_STEPS:] if "train/loss" in log.series else np.array([])
     losses = losses[np.isfinite(losses)]  # those of skipped steps need not be
-    steps_time_s = float(log.series["perf/step_time_s"][1].sum()) if "perf/step_time_s" in log.series else 0.0
+    steps_time_s = known(np.sum, "perf/step_time_s") or 0.0
     wall_time_s = None
     if starts:
         # Added up between events, forward only: the clock may have been set back, or be that of another machine.
@@ -262,12 +259,12 @@ def summarize(log: RunLog) -> RunSummary:
         num_params=facts.get("num_params"),
         tokens=step * facts["tokens_per_step"] if "tokens_per_step" in facts else None,
         train_loss=float(losses.mean()) if losses.size else None,
-        eval_loss=newest("eval/loss"),
-        eval_bits_per_byte=newest("eval/bits_per_byte"),
-        tokens_per_sec=median("perf/tokens_per_sec"),
-        tokens_per_sec_per_device=median("perf/tokens_per_sec_per_device"),
-        mfu=median("perf/mfu"),
-        mfu_full_attention=median("perf/mfu_full_attention"),
+        eval_loss=known(itemgetter(-1), "eval/loss"),
+        eval_bits_per_byte=known(itemgetter(-1), "eval/bits_per_byte"),
+        tokens_per_sec=known(np.median, "perf/tokens_per_sec"),
+        tokens_per_sec_per_device=known(np.median, "perf/tokens_per_sec_per_device"),
+        mfu=known(np.median, "perf/mfu"),
+        mfu_full_attention=known(np.median, "perf/mfu_full_attention"),
         steps_time_s=steps_time_s,
         wall_time_s=wall_time_s,
         restarts=max(0, len(starts) - 1),
