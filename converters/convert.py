@@ -7,14 +7,13 @@ from pathlib import Path
 import jax
 
 from converters.hf_export import Export, ExportDType, read_checkpoint
-from converters.hf_import import Import
+from converters.hf_import import read_directory
 from llamajax.config.formulas import num_params
 from llamajax.config.parallel import MeshConfig
 from llamajax.disk import made_whole
 from llamajax.errors import ConfigError
 from llamajax.parallel.exit import exit_code
 from llamajax.parallel.mesh import make_mesh
-from llamajax.weights.hf_model import read_model
 
 VERIFY_BELOW = 2_000_000_000
 """Parameters; larger models are compared only on request, because both sides are then whole in memory, in fp32."""
@@ -43,7 +42,7 @@ def convert(
         started = time.monotonic()
         if command == "import":
             assert dtype != "float16"
-            plan = Import(read_model(source, dtype))
+            plan = read_directory(source, dtype)
         else:
             plan = read_checkpoint(source, dtype, license)
         print(plan.about, flush=True)

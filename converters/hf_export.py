@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import jax
 import numpy as np
@@ -20,16 +20,13 @@ from llamajax.data.chat import load_chat_template
 from llamajax.errors import CheckpointError, ConfigError
 from llamajax.generation.prompts import find_ends
 from llamajax.weights import names
-from llamajax.weights.architectures import Architecture
 from llamajax.weights.hf_config import write_config
 from llamajax.weights.hf_files import TOKENIZERS, read_travelling
 from llamajax.weights.names import Box
-from llamajax.weights.pretrained import Pretrained, open_pretrained
+from llamajax.weights.pretrained import ExportDType, Pretrained, open_pretrained
 from llamajax.weights.safetensors import Writer
 
 MAX_SHARD_BYTES = 5_000_000_000
-
-ExportDType = Literal["float32", "bfloat16", "float16"]
 
 _PIECE_BYTES = 16 << 20
 """Pieces of arrays up to this, or a quarter of the largest tensor, are copied in threads, each of which needs less than four
@@ -62,8 +59,8 @@ class Export:
     def about(self) -> str:
         """What was found, in a line."""
         return (
-            f"read       {self.found.about};"
-            f" written for {self._architecture.class_name} as {self.dtype}, with {', '.join(self.files) or 'no tokenizer'}"
+            f"read       {self.found.about}; written for {self.found.architecture.class_name} as {self.dtype},"
+            f" with {', '.join(self.files) or 'no tokenizer'}"
         )
 
     def write(self, out: Path) -> int:
@@ -77,14 +74,14 @@ class Export:
         of_config = special_tokens | {"eos_token_id": _with_ends(special_tokens["eos_token_id"], ends)}
         for name, content in self.files.items():
             (out / name).write_bytes(content)
-        _write_json(out / "config.json", write_config(self.config, of_config, self.dtype, self._architecture))
+        _write_json(out / "config.json", write_config(self.config, of_config, self.dtype, self.found.architecture))
         if "generation_config.json" not in self.files:
             _write_json(out / "generation_config.json", {"_from_model_config": True, **of_config})
         elif ends:
             generation = json.loads(self.files["generation_config.json"])
             known = generation.get("eos_token_id", special_tokens["eos_token_id"])
             _write_json(out / "generation_config.json", generation | {"eos_token_id": _with_ends(known, ends)})
-        (out / "README.md").write_text(model_card(self.found, self._architecture, self.dtype, self.license))
+        (out / "README.md").write_text(model_card(self.found, self.found.architecture, self.dtype, self.license))
         dtype = np.dtype(jax.numpy.dtype(self.dtype))
         try:
             with Writer(out, names.hf_shapes(self.config), dtype, MAX_SHARD_BYTES) as writer:
@@ -113,10 +110,6 @@ class Export:
         tokenizer = self.found.tokenizer()
         template = load_chat_template(self.found.files, tokenizer)
         return frozenset() if template is None else find_ends((), tokenizer, template)
-
-    @property
-    def _architecture(self) -> Architecture:
-        return self.found.architecture
 
 
 def _with_ends(known: int | list[int] | None, ends: frozenset[int]) -> int | list[int] | None:
@@ -212,4 +205,4 @@ def read_checkpoint(source: Path, dtype: ExportDType | None, license: str | None
     files = read_travelling(found.files)
     if TOKENIZERS & files.keys():
         files |= tokenizer_files(files, found.tokenizer())
-    return Export(found, dtype or found.meta.get("stored_dtype") or found.config.param_dtype, license, files)
+    return Export(found, dtype or found.stored_dtype, license, files)

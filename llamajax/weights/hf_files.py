@@ -32,7 +32,6 @@ _MAX_BYTES = 64_000_000  # the largest tokenizer.json is a quarter of that
 class HfDirectory:
     """A Hugging Face directory as it was read; whether it fits together is another matter."""
 
-    path: Path
     name: str
     """The model's: OWNER/NAME if it lies in the cache of Hugging Face's downloads, else the directory's."""
     config: dict[str, Any]
@@ -55,7 +54,6 @@ def read_directory(path: Path) -> HfDirectory:
     """
     cached = re.fullmatch("models--(.+?)--(.+)", path.absolute().parent.parent.name)
     return HfDirectory(
-        path=path,
         name=f"{cached[1]}/{cached[2]}" if cached else path.absolute().name,
         config=read_json(path / CONFIG),
         generation=read_generation(path),

@@ -2,11 +2,12 @@
 
 import dataclasses
 import json
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +18,7 @@ from jax.sharding import NamedSharding
 from llamajax.checkpoint.meta import model_config
 from llamajax.checkpoint.read import find_step, read_step
 from llamajax.config.formulas import num_params
-from llamajax.config.model import ModelConfig
+from llamajax.config.model import DType, ModelConfig
 from llamajax.data.tokenizer import find_tokenizer, load_tokenizer
 from llamajax.data.tokenizer_base import Tokenizer
 from llamajax.errors import CheckpointError, ConfigError
@@ -25,12 +26,15 @@ from llamajax.model import Llama
 from llamajax.parallel.mesh import concretise, named_arrays
 from llamajax.weights import names
 from llamajax.weights.architectures import Architecture, architecture_of
-from llamajax.weights.hf_config import SPECIAL_TOKENS, read_ends
-from llamajax.weights.hf_files import CONFIG, read_generation
-from llamajax.weights.hf_model import read_model
-from llamajax.weights.safetensors import Stored
+from llamajax.weights.hf_config import SPECIAL_TOKENS, read_config, read_ends
+from llamajax.weights.hf_files import CONFIG, read_directory, read_generation
+from llamajax.weights.safetensors import DTYPES, Stored
 
 Index = tuple[slice, ...]
+ExportDType = Literal["float32", "bfloat16", "float16"]
+
+_BUFFER = re.compile(r"model\.layers\.[0-9]+\.self_attn\.rotary_emb\.inv_freq")
+"""Old Llamas store these frequencies beside the weights; they follow from config.json."""
 
 MAY_DIFFER = (
     "param_dtype", "compute_dtype", "remat", "attention_kernel", "attend_across_documents", "init_std", "max_seq_len",
@@ -55,6 +59,8 @@ class Pretrained:
     """Tokens that end what the model writes, by its own configurations; Llama 3 and Qwen have several."""
     hf: dict[str, Any] | None
     """What Hugging Face's files said that ours have no place for, as checkpoints keep it; None if nothing did."""
+    stored_dtype: ExportDType
+    """What an export has by default: `config.param_dtype`, or float16 where that is what was imported."""
     meta: dict[str, Any]
     """What a checkpoint says about itself; empty for a Hugging Face directory."""
     tensors: Mapping[str, Stored] | None
@@ -156,16 +162,54 @@ def open_pretrained(path: Path) -> Pretrained:
         elif files.is_dir() and (tokenizer := find_tokenizer(files)) is not None:
             special_tokens |= {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id}
         ends = read_ends(read_generation(files), files, special_tokens, config)
-        return Pretrained(step_dir, config, files, special_tokens, ends, meta.get("hf"), meta, None)
+        stored_dtype = meta.get("stored_dtype", config.param_dtype)
+        return Pretrained(step_dir, config, files, special_tokens, ends, meta.get("hf"), stored_dtype, meta, None)
     if (path / CONFIG).is_file():
-        model = read_model(path, None)
-        return Pretrained(path, model.config, path, model.hf["special_tokens"], model.ends, model.hf, {}, model.tensors)
+        return open_directory(path)
     if not path.is_dir():
         raise ConfigError(f"{path}: there is no such directory; give a run, RUN/checkpoints/STEP or a Hugging Face model")
     raise ConfigError(
         f"{path}: has neither checkpoints/, as a run has, nor config.json, as a Hugging Face model has, and is no"
         " RUN/checkpoints/STEP; give one of these"
     )
+
+
+def open_directory(path: Path, dtype: DType | None = None) -> Pretrained:
+    """Looks at everything in a Hugging Face directory but the weights' values; needs a current mesh.
+
+    Args:
+        path: the directory.
+        dtype: type to keep the weights in; None: bfloat16 if all are, else float32, which holds them exactly.
+
+    Raises:
+        ConfigError: it is no model that can be read whole and without doubt; says why in one line.
+    """
+    found = read_directory(path)
+    tensors = {name: stored for name, stored in found.tensors.items() if not _BUFFER.fullmatch(name)}
+    stored_dtypes = {stored.dtype for stored in tensors.values()}
+    as_stored: Literal["float32", "bfloat16"] = "bfloat16" if stored_dtypes == {DTYPES["BF16"]} else "float32"
+    config, special_tokens = read_config(found.config, path / CONFIG, dtype or as_stored)
+    ends = read_ends(found.generation, path, special_tokens, config)
+    num_stored = sum(stored.nbytes // stored.dtype.itemsize for stored in tensors.values())
+    if num_params(config) > 2 * num_stored + 1_000_000:  # too large a model to list all that is missing
+        raise ConfigError(
+            f"{path / CONFIG}: describes {num_params(config):,} parameters, but the files hold {num_stored:,};"
+            " download the whole model"
+        )
+    tensors = names.tensors_for(config, tensors, path)
+    try:
+        find_tokenizer(path)  # which training would have to, later
+    except Exception as error:  # a damaged file makes the tokenizer libraries raise anything
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        raise ConfigError(f"{path}: the tokenizer cannot be read: {reason}; download it again") from error
+    hf = {
+        "source": found.name,
+        "model_type": found.config["model_type"],
+        "special_tokens": special_tokens,
+        "license": found.license,
+    }
+    stored_dtype = "float16" if dtype is None and stored_dtypes == {DTYPES["F16"]} else config.param_dtype
+    return Pretrained(path, config, path, special_tokens, ends, hf, stored_dtype, {}, tensors)
 
 
 def _abstract_model(config: ModelConfig) -> Llama:

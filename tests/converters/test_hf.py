@@ -23,8 +23,7 @@ from llamajax.config.training import CheckpointConfig
 from llamajax.model import Llama
 from llamajax.parallel.mesh import make_mesh
 from llamajax.weights.hf_config import read_config, write_config
-from llamajax.weights.hf_model import read_model
-from llamajax.weights.pretrained import open_pretrained
+from llamajax.weights.pretrained import open_directory, open_pretrained
 from tests.converters.models import (
     LLAMA3,
     SPECIAL,
@@ -191,7 +190,7 @@ def test_a_model_in_the_cache_of_downloads_is_told_by_its_name(tmp_path):
     (tmp_path / "models--meta-llama--Llama-3.2-1B/snapshots").mkdir(parents=True)
     snapshot = tmp_path / "models--meta-llama--Llama-3.2-1B/snapshots/4e20de"
     write_model(snapshot, TINY)
-    assert read_model(snapshot, None).hf["source"] == "meta-llama/Llama-3.2-1B"
+    assert (open_directory(snapshot).hf or {})["source"] == "meta-llama/Llama-3.2-1B"
 
 
 def test_small_files_travel_and_lose_their_auto_map(tmp_path):
@@ -288,7 +287,7 @@ def test_a_wrong_conversion_is_not_kept(tmp_path, capsys, monkeypatch):
     def mistaken(body: dict[str, Any], *rest: Any) -> Any:
         return read_config({**body, "rms_norm_eps": 0.5}, *rest)
 
-    monkeypatch.setattr("llamajax.weights.hf_model.read_config", mistaken)
+    monkeypatch.setattr("llamajax.weights.pretrained.read_config", mistaken)
     assert convert("import", tmp_path / "hf", tmp_path / "run") == 65
     assert "logits of transformers differ from ours" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]
