@@ -91,7 +91,7 @@ def test_transformers_computes_the_logits_of_an_exported_run(trained, tmp_path, 
     tokens = np.random.default_rng(0).integers(0, config.vocab_size, (8, 32), dtype=np.int32)
     with torch.no_grad():
         logits = theirs(torch.from_numpy(tokens).long()).logits.numpy()
-    np.testing.assert_allclose(jax.jit(lambda model: model(tokens))(model), logits, atol=1e-4, rtol=0)
+    np.testing.assert_allclose(jax.jit(lambda model: model(jax.numpy.asarray(tokens)))(model), logits, atol=1e-4, rtol=0)
 
 
 def test_transformers_writes_the_same_text(trained, tmp_path):
