@@ -58,7 +58,9 @@ class ArrayWriter:
         Returns:
             Futures, whose results are to be awaited: an error is raised there, and never here.
         """
-        chunks = {name: _save_args(name, array.nbytes) for name, array in arrays.items()}
+        # Layers one by one where they are no small matter: who reads a model, to export it, needs never hold all of them.
+        apart = {name for name, array in arrays.items() if ".layers." in name and array.nbytes > _MANY_BYTES}
+        chunks = {name: ocp.SaveArgs(shard_axes=(0,) if name in apart else ()) for name in arrays}
         request = ocp.args.PyTreeSave(arrays, save_args=chunks)
         try:
             with contextlib.closing(asyncio.new_event_loop()) as loop:
@@ -75,11 +77,6 @@ class ArrayWriter:
     def close(self) -> None:
         """Ends its threads."""
         self._handler.close()
-
-
-def _save_args(name: str, nbytes: int) -> ocp.SaveArgs:
-    """Layers one by one where they are no small matter: who reads a model, to export it, needs never hold all of them."""
-    return ocp.SaveArgs(shard_axes=(0,) if ".layers." in name and nbytes > _MANY_BYTES else ())
 
 
 def reason(error: Exception) -> str:

@@ -58,8 +58,8 @@ def restore(
         CheckpointError: there is no good checkpoint, or its arrays are not those of `abstract_state`.
     """
     directory = Path(run_dir).expanduser().absolute() / "checkpoints"
-    if step is not None:
-        _require_step(step, everyones(steps_in(directory))[0], directory)
+    if step is not None and step not in (steps := everyones(steps_in(directory))[0]):
+        raise CheckpointError(f"{directory} has no step {step}; it has {', '.join(map(str, steps)) or 'none'}")
     step_dir = _good_step(directory, step)
     try:
         return read_step(step_dir, concretise(abstract_state), partial=partial)
@@ -96,29 +96,6 @@ def _good_step(directory: Path, step: int | None = None) -> Path:
     return directory / str(newest)
 
 
-def read_meta(run_dir: Path, step: int | None = None) -> dict[str, Any]:
-    """What was given to `save` as `meta`, without reading any array; of the newest step where it is undamaged.
-
-    Raises:
-        CheckpointError: there is no such step.
-    """
-    directory = run_dir / "checkpoints"
-    steps = steps_in(directory)
-    if step is not None:
-        _require_step(step, steps, directory)
-        steps = [step]
-    damaged: dict[int, list[str]] = {}
-    for candidate in reversed(steps):
-        try:
-            record = manifest.read(directory / str(candidate))["meta.json"]
-            damaged[candidate] = manifest.problems(directory / str(candidate), {"meta.json": record})
-        except CheckpointError as error:
-            damaged[candidate] = [str(error)]
-        if not damaged[candidate]:
-            return json.loads((directory / str(candidate) / "meta.json").read_text())
-    raise CheckpointError(none_good_line(directory, damaged))
-
-
 def latest_step(run_dir: Path) -> int | None:
     """The newest committed step of a run, unverified; None if there is none."""
     return max(steps_in(run_dir / "checkpoints"), default=None)
@@ -134,7 +111,10 @@ def read_step(directory: Path, abstract_state: State, *, partial: bool) -> Resto
         raise CheckpointError(
             f"{directory} is of another state: {differences[0]}{more}; use the configuration in its meta.json"
         )
-    stored = {name: _key_data_struct(leaf) if is_key(leaf) else leaf for name, leaf in wanted.items()}
+    stored = {
+        name: jax.eval_shape(jax.random.key_data, leaf).update(sharding=leaf.sharding) if is_key(leaf) else leaf
+        for name, leaf in wanted.items()
+    }
     request = ocp.args.PyTreeRestore(
         item=stored, restore_args=ocp.checkpoint_utils.construct_restore_args(stored), partial_restore=partial
     )
@@ -150,11 +130,6 @@ def read_step(directory: Path, abstract_state: State, *, partial: bool) -> Resto
         meta=json.loads((directory / "meta.json").read_text()),
         files=directory / "files",
     )
-
-
-def _require_step(step: int, steps: list[int], directory: Path) -> None:
-    if step not in steps:
-        raise CheckpointError(f"{directory} has no step {step}; it has {', '.join(map(str, steps)) or 'none'}")
 
 
 def _differences(wanted: dict[str, jax.ShapeDtypeStruct], saved: dict[str, str], *, partial: bool) -> list[str]:
@@ -174,11 +149,6 @@ def _text(dtype: str, shape: Sequence[int]) -> str:
 def is_key(array: Any) -> bool:
     """Whether an array holds typed PRNG keys, which are stored as their key data."""
     return jnp.issubdtype(array.dtype, jax.dtypes.prng_key)
-
-
-def _key_data_struct(key: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-    data = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(key.shape, key.dtype))
-    return jax.ShapeDtypeStruct(data.shape, data.dtype, sharding=key.sharding)
 
 
 def steps_in(directory: Path) -> list[int]:

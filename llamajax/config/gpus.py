@@ -12,8 +12,7 @@ class Gpu:
     """One GPU model."""
 
     name: str
-    config_name: str
-    """What `hardware.gpu` calls it."""
+    """`hardware.gpu` calls it so, in small letters."""
     device_kinds: tuple[str, ...]
     """`device_kind` strings that jax reports for it."""
     peak_flops: float
@@ -53,7 +52,6 @@ class Gpu:
 # measured.
 _A100 = Gpu(
     name="A100-40GB",
-    config_name="a100-40gb",
     device_kinds=("NVIDIA A100-SXM4-40GB",),
     peak_flops=312e12,
     memory_bytes=42_331_013_120,
@@ -71,7 +69,6 @@ _A100 = Gpu(
 )
 _H100 = Gpu(
     name="H100",
-    config_name="h100",
     device_kinds=("NVIDIA H100 80GB HBM3",),
     peak_flops=989.5e12,
     memory_bytes=84_942_979_072,
@@ -92,7 +89,6 @@ GPUS = (
     dataclasses.replace(
         _A100,
         name="A100-80GB",
-        config_name="a100-80gb",
         device_kinds=("NVIDIA A100-SXM4-80GB",),
         memory_bytes=85_100_068_864,
         memory_bandwidth=2.03904e12,
@@ -102,7 +98,6 @@ GPUS = (
     dataclasses.replace(
         _H100,
         name="H200",
-        config_name="h200",
         device_kinds=("NVIDIA H200",),
         memory_bytes=151_397_597_184,
         memory_bandwidth=4.8e12,
@@ -117,9 +112,9 @@ def planned_gpu(config: HardwareConfig) -> Gpu:
     Raises:
         ConfigError: `config` names no GPU.
     """
-    gpu = next((gpu for gpu in GPUS if gpu.config_name == config.gpu), None)
+    gpu = next((gpu for gpu in GPUS if gpu.name.lower() == config.gpu), None)
     if gpu is None:
-        names = ", ".join(gpu.config_name for gpu in GPUS)
+        names = ", ".join(gpu.name.lower() for gpu in GPUS)
         raise ConfigError(f"hardware.gpu: a plan needs to know the GPU; set it to one of {names}")
     return dataclasses.replace(
         gpu,

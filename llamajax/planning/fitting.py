@@ -81,7 +81,10 @@ def candidates(config: Config, shortfall: float = 1.0) -> Iterator[Candidate]:
 
     Of changes of one kind only the smallest that is enough is offered, and none together with others that is enough alone.
     """
-    kinds = [list(kind) for kind in (_remat(config), _accumulation(config), _moments(config), *_mesh(config))]
+    stronger = _REMAT_STEPS[_REMAT_STEPS.index(config.model.remat) + 1 :]
+    moments = [{"optimizer.moment_dtype": "bfloat16"}] if config.optimizer.moment_dtype == "float32" else []
+    remat = [{"model.remat": policy} for policy in stronger]
+    kinds: list[list[Changes]] = [remat, list(_accumulation(config)), moments, *_mesh(config)]
     for count in (1, 2, 3):
         several = itertools.combinations(kinds, count)
         offers = [_smallest(config, itertools.product(*kinds_together), shortfall) for kinds_together in several]
@@ -120,11 +123,6 @@ def _if_it_fits(config: Config, changes: Changes, shortfall: float) -> Candidate
     return Candidate(changes=changes, config=candidate, flops_ratio=ratio)
 
 
-def _remat(config: Config) -> Iterator[Changes]:
-    now = _REMAT_STEPS.index(config.model.remat)
-    yield from ({"model.remat": policy} for policy in _REMAT_STEPS[now + 1 :])
-
-
 def _accumulation(config: Config) -> Iterator[Changes]:
     """Smaller micro-batches; the batch of a step stays."""
     train = config.train
@@ -132,11 +130,6 @@ def _accumulation(config: Config) -> Iterator[Changes]:
     yield from (
         {"train.grad_accum_steps": train.grad_accum_steps * times} for times in range(2, most + 1) if most % times == 0
     )
-
-
-def _moments(config: Config) -> Iterator[Changes]:
-    if config.optimizer.moment_dtype == "float32":
-        yield {"optimizer.moment_dtype": "bfloat16"}
 
 
 def _mesh(config: Config) -> Iterator[list[Changes]]:

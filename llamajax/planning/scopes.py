@@ -67,7 +67,9 @@ class Namer:
         weights = [argument for argument in arguments if _argument_path(argument.op_name).startswith("model.")]
         self._param_dtypes = {weight.dtype for weight in weights}
         # A device's shard of a weight, all layers together; the first of a shape gives it its name.
-        self._stored = {weight.shape: _weight_name(weight) for weight in reversed(weights)}
+        self._stored = {
+            w.shape: _argument_path(w.op_name).removeprefix("model.").replace(".", "/") for w in reversed(weights)
+        }
         self._gathered = _gathered_sizes(module)
         # Of one micro-batch [micro-batches, B, T] on the device.
         self._tokens = {math.prod(a.shape[1:]) for a in arguments if a.op_name.startswith("batch")}
@@ -155,7 +157,3 @@ def _phase(op_name: str) -> str:
 def _argument_path(op_name: str) -> str:
     """`model.layers.mlp.w_down` for the argument `state.model.layers.mlp.w_down.value`."""
     return op_name.removeprefix("state.").removesuffix(".value")
-
-
-def _weight_name(weight: Buffer) -> str:
-    return _argument_path(weight.op_name).removeprefix("model.").replace(".", "/")

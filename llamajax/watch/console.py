@@ -7,7 +7,7 @@ import shlex
 import sys
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Self
 
@@ -51,12 +51,6 @@ def log(text: str) -> None:
     """Prints one line, on the first process of the run only."""
     if jax.process_index() == 0:
         CONSOLE.print(text, markup=False, soft_wrap=True)
-
-
-def print_epochs(epochs: Mapping[str, float], num_steps: int) -> None:
-    """Prints how often a run goes through each of its sources."""
-    of_sources = ", ".join(f"{count:.2f} of {key}" for key, count in epochs.items())
-    log(f"epochs     {of_sources} in {num_steps:,} steps")
 
 
 def log_own(text: str) -> None:

@@ -13,7 +13,7 @@ import optax
 import pytest
 from jax import P
 
-from llamajax.checkpoint.read import latest_step, read_meta, restore
+from llamajax.checkpoint.read import latest_step, restore
 from llamajax.checkpoint.write import Checkpointer
 from llamajax.errors import CheckpointError
 from llamajax.parallel.mesh import concretise
@@ -83,11 +83,10 @@ def test_a_part_of_the_state_can_be_read_alone(two_steps):
 
 def test_an_older_step_is_read_on_request(two_steps):
     assert bits(restore(two_steps, abstract(), step=10).state) == bits(state_of(10))
-    assert read_meta(two_steps, step=10)["step"] == 10
-    assert read_meta(two_steps)["step"] == latest_step(two_steps) == 20
-    for read in (lambda: restore(two_steps, abstract(), step=15), lambda: read_meta(two_steps, step=15)):
-        with pytest.raises(CheckpointError, match="has no step 15; it has 10, 20"):
-            read()
+    assert restore(two_steps, abstract(), step=10).meta["step"] == 10
+    assert restore(two_steps, abstract()).meta["step"] == latest_step(two_steps) == 20
+    with pytest.raises(CheckpointError, match="has no step 15; it has 10, 20"):
+        restore(two_steps, abstract(), step=15)
 
 
 @pytest.mark.parametrize(
@@ -203,4 +202,4 @@ def test_a_run_without_a_good_step_is_refused_with_every_bad_file(tmp_path, two_
     with pytest.raises(CheckpointError, match=r"manifest\.json is missing; choose another step"):
         restore(run_dir, abstract(), step=20)
     with pytest.raises(CheckpointError, match="has no good checkpoint"):
-        read_meta(run_dir)
+        restore(run_dir, abstract())

@@ -59,7 +59,7 @@ def test_a_known_gpu_is_not_measured(monkeypatch):
     assert str(peak_flops("bfloat16")) == "989.5 TFLOP/s per device (H100 data sheet, bfloat16)"
 
 
-@pytest.mark.parametrize("gpu", GPUS, ids=lambda gpu: gpu.config_name)
+@pytest.mark.parametrize("gpu", GPUS, ids=lambda gpu: gpu.name.lower())
 def test_the_compiler_is_told_what_the_table_says(gpu):
     text = target_config(gpu)
     assert f"device_memory_size: {gpu.memory_bytes}\n" in text
@@ -90,4 +90,4 @@ def test_a_plan_needs_a_gpu():
 
 def test_every_gpu_that_can_be_configured_is_known():
     names = typing.get_args(typing.get_type_hints(HardwareConfig)["gpu"])
-    assert set(names) == {"none"} | {gpu.config_name for gpu in GPUS}
+    assert set(names) == {"none"} | {gpu.name.lower() for gpu in GPUS}

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -223,7 +224,7 @@ def test_scores_are_those_of_all_logits_whatever_the_mesh_and_chunks(monkeypatch
     tokens = rng.integers(0, config.vocab_size, (8, 16), dtype=np.int32)
     with jax.set_mesh(single_device_mesh()):
         model = jax.jit(Llama, static_argnums=0)(config, jax.random.key(0))
-        logprobs = np.asarray(jax.nn.log_softmax(jax.jit(lambda model: model(tokens))(model)))
+        logprobs = np.asarray(jax.nn.log_softmax(jax.jit(lambda model: model(jnp.asarray(tokens)))(model)))
     targets = rng.integers(0, config.vocab_size, (8, 16), dtype=np.int32)
     targets[:4] = logprobs[:4].argmax(axis=-1)
     targets[rng.random((8, 16)) < 0.4] = -1

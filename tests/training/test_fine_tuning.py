@@ -12,7 +12,7 @@ import pytest
 
 from converters import convert
 from converters.hf import parse_args
-from llamajax.checkpoint.read import read_meta
+from llamajax.checkpoint.read import latest_step
 from llamajax.config.file import load_config
 from llamajax.data.chat import load_chat_template
 from llamajax.data.tokenizer import load_tokenizer
@@ -61,7 +61,12 @@ def test_a_model_learns_to_answer_and_answers_alike_in_transformers(tmp_path):
 
     files = run_dir / "checkpoints/60/files"
     assert (files / "chat_template.jinja").read_text() == TEMPLATE.read_text()
-    assert read_meta(run_dir)["data"]["chat_template_sha256"] == hashlib.sha256(TEMPLATE.read_bytes()).hexdigest()
+    assert (
+        json.loads((run_dir / "checkpoints" / str(latest_step(run_dir)) / "meta.json").read_text())["data"][
+            "chat_template_sha256"
+        ]
+        == hashlib.sha256(TEMPLATE.read_bytes()).hexdigest()
+    )
 
     out = tmp_path / "hf"
     assert convert.main(parse_args(["export", str(run_dir), str(out)])) == 0

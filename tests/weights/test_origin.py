@@ -10,7 +10,7 @@ import pytest
 
 from converters import convert
 from converters.hf import parse_args
-from llamajax.checkpoint.read import read_meta, restore
+from llamajax.checkpoint.read import restore
 from llamajax.config.file import load_config
 from llamajax.config.run import Config
 from llamajax.errors import ConfigError
@@ -60,12 +60,12 @@ def test_a_run_goes_on_from_a_hugging_face_directory_that_may_then_go(base, tmp_
     assert f"start      from {source}" in capsys.readouterr().out
     assert_same_weights(weights(config.run_dir, config), weights(base.run_dir, base))
 
-    state = restore(config.run_dir, jax.eval_shape(lambda: init_state(config))).state
+    restored = restore(config.run_dir, jax.eval_shape(lambda: init_state(config)))
+    state, meta = restored.state, restored.meta
     assert int(state.step) == 1
     counts = [int(leaf) for name, leaf in named_arrays(state.opt_state).items() if name.endswith("count")]
     assert counts
     assert set(counts) == {1}, "the optimizer starts fresh"
-    meta = read_meta(pathlib.Path(config.run_dir))
     assert meta["hf"]["source"] == "model"
     assert meta["config"]["init_from"] == str(source)
 

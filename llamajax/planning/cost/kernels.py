@@ -89,7 +89,9 @@ class CostModel:
         needed = zip(body.parameters, self._needed(body), strict=True)
         read = [(parameter.shape, _bytes_of_elements(parameter.shape, elements)) for parameter, elements in needed]
         written = self._written(body)
-        over_the_bus = sum(size for shape, size in [*read, (body.root.shape, written)] if _on_host(shape))
+        over_the_bus = sum(
+            size for shape, size in [*read, (body.root.shape, written)] if any(a.on_host for a in arrays(shape))
+        )
         if over_the_bus:
             return self._host_copy(over_the_bus)
         return self._kernel(self._dots(body), sum(size for _, size in read) + written)
@@ -247,10 +249,6 @@ def _written_bytes(instruction: Instruction, computation: Computation) -> int:
 def _bytes_of_elements(shape: Shape, elements: int) -> int:
     total = num_elements(shape)
     return num_bytes(shape) * elements // total if total else 0
-
-
-def _on_host(shape: Shape) -> bool:
-    return any(array.on_host for array in arrays(shape))
 
 
 def _crosses_to_host(instruction: Instruction, operands: list[Shape]) -> bool:

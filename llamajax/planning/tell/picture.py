@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from llamajax.config.gpus import planned_gpu
-from llamajax.planning.cost.timeline import LANES, Loop, Timeline, layer_loops, perfetto
+from llamajax.planning.cost.timeline import LANES, Timeline, layer_loops, perfetto
 from llamajax.planning.plan import Plan
 from llamajax.planning.scopes import MEMORY_KINDS
 from llamajax.planning.tell.text import DISCLAIMER, Figures
@@ -155,14 +155,10 @@ def _layers(timeline: Timeline) -> Iterator[str]:
     longest = max(period for _, period, _ in usual)
     seen: set[str] = set()
     for title, loop, (_, period, events) in zip(("forward", "backward"), loops, usual, strict=True):
-        yield f"<h2>One layer {title}: {_time(period)}, {_runs(loop)}</h2>"
+        yield f"<h2>One layer {title}: {_time(period)}, {loop.num_iterations} times in a row</h2>"
         yield _lanes(dataclasses.replace(timeline, events=events), period, longest, seen)
     legend = "".join(f'<span class="{kind}"><i></i>{text}</span>' for kind, text in _KINDS.items() if kind in seen)
     yield f'<div class="legend">{legend}</div>'
-
-
-def _runs(loop: Loop) -> str:
-    return f"{loop.num_iterations} times in a row"
 
 
 def _lanes(layer: Timeline, period: float, longest: float, seen: set[str]) -> str:

@@ -12,7 +12,7 @@ from llamajax.config.gpus import planned_gpu
 from llamajax.config.run import Config
 from llamajax.parallel.allowance import VARIABLE
 from llamajax.planning.plan import Plan, Schedule
-from llamajax.planning.scopes import MEMORY_KINDS, MemoryKind
+from llamajax.planning.scopes import MEMORY_KINDS
 from llamajax.units import format_bytes, format_count
 from llamajax.watch import console
 from llamajax.watch.console import log
@@ -63,7 +63,8 @@ def print_estimate(config: Config, told: Figures) -> None:
     )
     _print_run(config, told)
     beside = format_bytes(memory["allowance_bytes"])
-    log(f"memory     estimated, per GPU: {_by_kind(memory['by_kind'])}; beside XLA {beside}")
+    kinds = ", ".join(f"{kind} {format_bytes(size)}" for kind, size in memory["by_kind"].items() if size)
+    log(f"memory     estimated, per GPU: {kinds}; beside XLA {beside}")
     log(f"FLOPs      {told['model_flops'] / told['num_devices']:.4g} per GPU and step, causal, without recomputation")
     log(f"network    {format_bytes(told['least_wire_bytes'])} per GPU and step at least, for this mesh")
 
@@ -106,10 +107,6 @@ def _print_memory(schedule: Schedule) -> None:
         log(f"set        {VARIABLE}={memory.memory_fraction:.3f}, here and for training, and it fits")
     elif kept > memory.room:
         log(f"set        {VARIABLE}={memory.room:.3f} or less: what is beside XLA's arrays needs more than is left")
-
-
-def _by_kind(by_kind: Mapping[MemoryKind, int]) -> str:
-    return ", ".join(f"{kind} {format_bytes(size)}" for kind, size in by_kind.items() if size)
 
 
 def _print_time(told: Figures) -> None:
