@@ -23,8 +23,8 @@ import torch
 import transformers
 from llama_cpp import Llama  # pyright: ignore[reportMissingImports]
 
+from converters.arguments import hf_arguments
 from converters.convert import main as run_converter
-from converters.hf import parse_args
 from llamajax.config.generate import GenerateConfig
 from llamajax.config.parallel import MeshConfig
 from llamajax.data.tokenizer import load_tokenizer
@@ -98,7 +98,7 @@ def import_kind(kind: Kind) -> Path:
 
 def convert(*arguments: object) -> None:
     """Runs `python -m converters.hf`."""
-    if code := run_converter(parse_args([*map(str, arguments)])):
+    if code := run_converter(hf_arguments([*map(str, arguments)])):
         sys.exit(code)
 
 

@@ -22,15 +22,12 @@ def training_order(sources: Sequence[Sequence[Any]], weights: Sequence[float], s
         weights: share of each source, relative to the others.
         seed: at least 0.
     """
-    shuffled = [
-        grain.MapDataset.source(rows).shuffle(seed=_source_seed(seed, index)).repeat() for index, rows in enumerate(sources)
-    ]
+    shuffled = []
+    for index, rows in enumerate(sources):
+        # Grain adds the epoch to a seed, so neighbouring seeds must not give neighbours.
+        own_seed = int.from_bytes(hashlib.sha256(f"{seed}/{index}".encode()).digest()[:4], "little")
+        shuffled.append(grain.MapDataset.source(rows).shuffle(seed=own_seed).repeat())
     return grain.MapDataset.select_from_datasets(shuffled, Proportions(weights))
-
-
-def _source_seed(seed: int, index: int) -> int:
-    """A seed below 2**32. Grain adds the epoch to it, so neighbouring seeds must not give neighbours."""
-    return int.from_bytes(hashlib.sha256(f"{seed}/{index}".encode()).digest()[:4], "little")
 
 
 class Proportions(grain.transforms.DatasetSelectionMap):

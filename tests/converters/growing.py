@@ -15,8 +15,8 @@ import transformers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors, trainers
 
 from converters import grow
+from converters.arguments import tokenizer_arguments
 from converters.hf_tokenizer import tokenizer_files
-from converters.tokenizer import parse_args
 from llamajax.data.tokenizer import load_tokenizer, train_sentencepiece
 
 STDLIB = Path(sysconfig.get_path("stdlib"))
@@ -126,4 +126,4 @@ def read_weights(directory: Path) -> dict[str, np.ndarray]:
 def run_grow(tmp_path: Path, *options: object, source: str = "hf", out: str = "out", text: str = NEW_TEXT) -> int:
     (tmp_path / "corpus.txt").write_text(text)
     arguments = [tmp_path / source, tmp_path / out, "--corpus", tmp_path / "corpus.txt", "--num_pieces", 80, *options]
-    return grow.main(parse_args(["grow", *map(str, arguments)]))
+    return grow.main(tokenizer_arguments(["grow", *map(str, arguments)]))

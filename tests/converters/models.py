@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
+from converters.arguments import hf_arguments
 from converters.convert import main
-from converters.hf import parse_args
 from llamajax.config.model import ModelConfig, RopeScalingConfig
 from llamajax.weights.hf_config import write_config
 
@@ -89,7 +89,7 @@ def assert_same_bits(found: dict[str, np.ndarray], expected: dict[str, np.ndarra
 
 
 def convert(*arguments: object) -> int:
-    return main(parse_args([str(argument) for argument in arguments]))
+    return main(hf_arguments([str(argument) for argument in arguments]))
 
 
 def refuse(capsys: pytest.CaptureFixture[str], tmp_path: Path, *options: str, verb: str = "import", code: int = 2) -> str:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from converters import convert
-from converters.hf import parse_args
+from converters.arguments import hf_arguments
 from converters.hf_tokenizer import convert_sentencepiece
 from llamajax.data.tokenizer import train_sentencepiece
 from llamajax.errors import ConfigError
@@ -76,7 +76,7 @@ def attempt(directory: Path) -> int:
     """Imports `directory / "hf"`; returns the exit code after checking what was said and left."""
     printed, told = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(told):
-        code = convert.main(parse_args([str(directory / "hf"), str(directory / "out"), "--no-verify"]))
+        code = convert.main(hf_arguments([str(directory / "hf"), str(directory / "out"), "--no-verify"]))
     error = told.getvalue()
     assert "Traceback" not in error, error
     if code == 0:

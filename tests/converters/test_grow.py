@@ -20,8 +20,8 @@ import safetensors.numpy
 import sentencepiece
 import transformers
 
-from converters import convert, grow, hf
-from converters.tokenizer import parse_args
+from converters import convert, grow
+from converters.arguments import hf_arguments, tokenizer_arguments
 from converters.tokenizer_formats import BpeTokenizer
 from llamajax.data.tokenizer import load_tokenizer, sample_texts
 from tests.converters.growing import (
@@ -136,7 +136,7 @@ def test_a_grown_model_grows_again_and_is_imported(grown, tmp_path):
     old, new = (transformers.AutoTokenizer.from_pretrained(tmp_path / name).get_vocab() for name in ("hf", "out"))
     assert new.items() >= old.items()
     assert len(new) == len(old) + 80
-    assert convert.main(hf.parse_args(["import", str(tmp_path / "out"), str(tmp_path / "run"), "--no-verify"])) == 0
+    assert convert.main(hf_arguments(["import", str(tmp_path / "out"), str(tmp_path / "run"), "--no-verify"])) == 0
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
@@ -346,7 +346,7 @@ def forget_a_piece(self: BpeTokenizer, pieces: Sequence[str]) -> dict[str, bytes
 )
 def test_a_wrong_command_line(options, capsys):
     with pytest.raises(SystemExit) as exit_info:
-        parse_args(["grow", "hf", "out", "--corpus", "a", "--num_pieces", "5", *options])
+        tokenizer_arguments(["grow", "hf", "out", "--corpus", "a", "--num_pieces", "5", *options])
     assert exit_info.value.code == 2
     assert options[0] in capsys.readouterr().err
 

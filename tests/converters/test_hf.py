@@ -14,7 +14,7 @@ import safetensors.numpy
 import yaml
 
 from converters import blocks
-from converters.hf import parse_args
+from converters.arguments import hf_arguments
 from llamajax.checkpoint.read import restore
 from llamajax.checkpoint.write import Checkpointer
 from llamajax.config.file import load_config
@@ -155,12 +155,12 @@ def test_float16_and_what_does_not_fit_it(tmp_path, capsys):
 
 
 def test_the_command_line(capsys):
-    assert parse_args(["a", "b"]) == parse_args(["import", "a", "b"])
-    assert parse_args(["--dtype", "bfloat16", "a", "b"]).dtype == "bfloat16"
-    assert parse_args(["export", "a", "b", "--license", "llama3.1"]).license == "llama3.1"
+    assert hf_arguments(["a", "b"]) == hf_arguments(["import", "a", "b"])
+    assert hf_arguments(["--dtype", "bfloat16", "a", "b"]).dtype == "bfloat16"
+    assert hf_arguments(["export", "a", "b", "--license", "llama3.1"]).license == "llama3.1"
     for wrong in ([], ["a"], ["a", "b", "--dtype", "float16"], ["export", "a", "b", "--license", "a b"]):
         with pytest.raises(SystemExit) as error:
-            parse_args(wrong)
+            hf_arguments(wrong)
         assert error.value.code == 2
     assert "no identifier such as apache-2.0" in capsys.readouterr().err
 

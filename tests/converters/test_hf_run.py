@@ -10,7 +10,7 @@ import pytest
 import transformers
 
 from converters import convert
-from converters.hf import parse_args
+from converters.arguments import hf_arguments
 from llamajax.checkpoint.read import restore
 from llamajax.config.evaluate import EvaluateConfig
 from llamajax.config.file import load_config
@@ -43,7 +43,7 @@ def trained(tmp_path_factory):
 
 
 def export(*arguments: object) -> int:
-    return convert.main(parse_args(["export", *map(str, arguments)]))
+    return convert.main(hf_arguments(["export", *map(str, arguments)]))
 
 
 def test_tokenizer_of_an_exported_run_gives_the_same_ids(trained, tmp_path):

@@ -11,7 +11,7 @@ import tokenizers
 import transformers
 
 from converters import convert
-from converters.hf import parse_args
+from converters.arguments import hf_arguments
 from converters.hf_tokenizer import tokenizer_files
 from llamajax.data.tokenizer import load_tokenizer, train_sentencepiece
 from tests import real_tokenizers as real
@@ -121,7 +121,7 @@ def test_a_space_before_prompts_is_put_by_llama_cpp_only_where_training_does(exp
 
 
 def export(*arguments: object) -> int:
-    return convert.main(parse_args(["export", *map(str, arguments)]))
+    return convert.main(hf_arguments(["export", *map(str, arguments)]))
 
 
 @pytest.fixture
@@ -134,7 +134,7 @@ def imported(tmp_path):
         write_model(out, tiny(vocab_size=vocab_size, num_layers=1, **changes))
         for path in (tmp_path / "files").iterdir():
             shutil.copy(path, out)
-        assert convert.main(parse_args([str(out), str(tmp_path / "imported"), "--no-verify"])) == 0
+        assert convert.main(hf_arguments([str(out), str(tmp_path / "imported"), "--no-verify"])) == 0
         return tmp_path / "imported"
 
     (tmp_path / "hf").mkdir()

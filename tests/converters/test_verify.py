@@ -11,7 +11,7 @@ import pytest
 import safetensors.numpy
 
 from converters import convert
-from converters.hf import parse_args
+from converters.arguments import hf_arguments
 from converters.verify import compare_logits
 from llamajax.config.model import ModelConfig
 from llamajax.errors import CheckpointError
@@ -48,7 +48,7 @@ def import_model(
     model["lm_head.weight"] *= np.float32(head)
     path = directory / "hf/model.safetensors"
     safetensors.numpy.save_file(model, path)
-    assert convert.main(parse_args([str(directory / "hf"), str(directory / "run"), "--no-verify"])) == 0
+    assert convert.main(hf_arguments([str(directory / "hf"), str(directory / "run"), "--no-verify"])) == 0
     body = json.loads((directory / "hf/config.json").read_text())
     model["theta"] = body.pop("rope_theta")
     change(model)

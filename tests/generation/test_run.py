@@ -13,7 +13,7 @@ import sys
 import pytest
 
 from converters import convert
-from converters.hf import parse_args
+from converters.arguments import hf_arguments
 from llamajax.config.file import load_config
 from llamajax.config.generate import GenerateConfig
 from llamajax.config.parallel import MeshConfig
@@ -57,7 +57,7 @@ def records(path: pathlib.Path) -> list[dict]:
 @pytest.fixture(scope="module")
 def hf_dir(run_dir):
     """The run's model for Hugging Face."""
-    assert convert.main(parse_args(["export", str(run_dir), str(run_dir.parent / "hf"), "--no-verify"])) == 0
+    assert convert.main(hf_arguments(["export", str(run_dir), str(run_dir.parent / "hf"), "--no-verify"])) == 0
     return run_dir.parent / "hf"
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from converters import convert
-from converters.hf import parse_args
+from converters.arguments import hf_arguments
 from llamajax.checkpoint.read import latest_step
 from llamajax.config.file import load_config
 from llamajax.data.chat import load_chat_template
@@ -69,7 +69,7 @@ def test_a_model_learns_to_answer_and_answers_alike_in_transformers(tmp_path):
     )
 
     out = tmp_path / "hf"
-    assert convert.main(parse_args(["export", str(run_dir), str(out)])) == 0
+    assert convert.main(hf_arguments(["export", str(run_dir), str(out)])) == 0
     theirs = transformers.AutoTokenizer.from_pretrained(out)
     talk = [{"role": "user", "content": questions_and_answers()[5][0]}]
     ids = theirs.apply_chat_template(talk, add_generation_prompt=True, return_dict=False)

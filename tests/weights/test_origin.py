@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from converters import convert
-from converters.hf import parse_args
+from converters.arguments import hf_arguments
 from llamajax.checkpoint.read import restore
 from llamajax.config.file import load_config
 from llamajax.config.run import Config
@@ -48,7 +48,7 @@ def assert_same_weights(ours: dict[str, np.ndarray], theirs: dict[str, np.ndarra
 
 
 def export(run_dir: str, out: pathlib.Path) -> pathlib.Path:
-    assert convert.main(parse_args(["export", run_dir, str(out), "--no-verify"])) == 0
+    assert convert.main(hf_arguments(["export", run_dir, str(out), "--no-verify"])) == 0
     return out
 
 

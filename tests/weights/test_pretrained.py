@@ -12,7 +12,7 @@ import pytest
 import safetensors.numpy
 
 from converters import convert
-from converters.hf import parse_args
+from converters.arguments import hf_arguments
 from llamajax.checkpoint import manifest
 from llamajax.config.evaluate import EvaluateConfig
 from llamajax.config.generate import GenerateConfig
@@ -43,7 +43,7 @@ def sources(request, tmp_path_factory) -> dict[str, Path]:
     directory = tmp_path_factory.mktemp(request.param)
     write_model(directory / "hf", CONFIG, DTYPES[request.param])
     shard(directory / "hf")
-    assert convert.main(parse_args(["import", str(directory / "hf"), str(directory / "run"), "--no-verify"])) == 0
+    assert convert.main(hf_arguments(["import", str(directory / "hf"), str(directory / "run"), "--no-verify"])) == 0
     return {"hf": directory / "hf", "run": directory / "run", "step": directory / "run/checkpoints/0"}
 
 
@@ -121,8 +121,8 @@ def test_what_is_told_of_a_model(sources):
 def test_tokens_that_end_a_text_are_those_of_both_configurations_everywhere(tmp_path):
     write_model(tmp_path / "hf", CONFIG)
     (tmp_path / "hf/generation_config.json").write_text('{"eos_token_id": [7, 2]}')
-    assert convert.main(parse_args(["import", str(tmp_path / "hf"), str(tmp_path / "run"), "--no-verify"])) == 0
-    assert convert.main(parse_args(["export", str(tmp_path / "run"), str(tmp_path / "back"), "--no-verify"])) == 0
+    assert convert.main(hf_arguments(["import", str(tmp_path / "hf"), str(tmp_path / "run"), "--no-verify"])) == 0
+    assert convert.main(hf_arguments(["export", str(tmp_path / "run"), str(tmp_path / "back"), "--no-verify"])) == 0
     for kind in ("hf", "run", "back"):
         assert open_pretrained(tmp_path / kind).ends == (2, 3, 7)
         assert open_pretrained(tmp_path / kind).special_tokens == SPECIAL
@@ -149,7 +149,7 @@ def test_generate_and_evaluate_compute_in_the_same_type(sources):
 def test_the_tokenizer_comes_along(tmp_path):
     write_model(tmp_path / "hf", dataclasses.replace(CONFIG, vocab_size=300))
     (tmp_path / "hf/tokenizer.model").write_bytes(train_sentencepiece(["a b c d"], vocab_size=270))
-    assert convert.main(parse_args(["import", str(tmp_path / "hf"), str(tmp_path / "run"), "--no-verify"])) == 0
+    assert convert.main(hf_arguments(["import", str(tmp_path / "hf"), str(tmp_path / "run"), "--no-verify"])) == 0
     tokenizers = [open_pretrained(tmp_path / kind).tokenizer() for kind in ("hf", "run")]
     assert tokenizers[0].sha256 == tokenizers[1].sha256
 

@@ -1,0 +1,96 @@
+"""The command lines of the converters; imports nothing heavy."""
+
+import argparse
+import re
+import sys
+from collections.abc import Sequence
+
+from llamajax.weights.hf_files import LICENSE
+
+
+def hf_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Of `python -m converters.hf`, in which `import` may be left out; exits with code 2 if they are wrong."""
+    argv = sys.argv[1:] if argv is None else list(argv)
+    if argv and argv[0] not in ("import", "export", "-h", "--help"):
+        argv = ["import", *argv]
+    parser = argparse.ArgumentParser(
+        prog="python -m converters.hf",
+        description="Convert Llama, Mistral, Qwen2 and Qwen3 models from and to Hugging Face.",
+        epilog="`python -m converters.hf HF_DIR OUT` imports.",
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    texts = {
+        "import": ("HF_DIR", "a directory with config.json and safetensors", "for training: a checkpoint, its model.yaml"),
+        "export": (
+            "RUN_OR_CHECKPOINT",
+            "a run's directory (its newest good step) or RUN/checkpoints/STEP",
+            "for transformers",
+        ),
+    }
+    dtypes = {"import": ("float32", "bfloat16"), "export": ("float32", "bfloat16", "float16")}
+    for name, (source, source_help, out_help) in texts.items():
+        command = commands.add_parser(name, help=f"write {out_help}")
+        command.add_argument("source", metavar=source, help=source_help)
+        command.add_argument("out", metavar="OUT", help=f"the directory to make: {out_help}")
+        command.add_argument("--dtype", choices=dtypes[name], help="type of the weights (default: as they are)")
+        command.add_argument(
+            "--verify",
+            action=argparse.BooleanOptionalAction,
+            help="compare the logits of both sides (default: below 2 billion parameters), which takes the whole model in"
+            " memory; an export also compares the ids of texts, unless --no-verify is given",
+        )
+        command.set_defaults(license=None)
+        if name == "export":
+            license_help = "identifier for the model card, such as apache-2.0 (default: that of the imported model)"
+            command.add_argument("--license", type=_license, help=license_help)
+    return parser.parse_args(argv)
+
+
+def _license(text: str) -> str:
+    if not re.fullmatch(LICENSE, text):
+        raise argparse.ArgumentTypeError(f"{text!r} is no identifier such as apache-2.0, mit or llama3.1")
+    return text
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number <= 0:
+        raise argparse.ArgumentTypeError(f"{number} must be positive")
+    return number
+
+
+def tokenizer_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Of `python -m converters.tokenizer`; exits with code 2 if they are wrong."""
+    parser = argparse.ArgumentParser(
+        prog="python -m converters.tokenizer", description="Change the tokenizer of a Hugging Face model."
+    )
+    grow = parser.add_subparsers(dest="command", required=True).add_parser(
+        "grow",
+        help="add pieces learnt from a corpus",
+        description="Learn new pieces from a corpus and add them to tokenizer and model; old tokens keep ids and rows.",
+    )
+    grow.add_argument("model", metavar="MODEL", help="a Hugging Face directory with config.json, safetensors and tokenizer")
+    grow.add_argument("out", metavar="OUT", help="the directory to make: the same model with the larger vocabulary")
+    grow.add_argument("--corpus", metavar="FILE_OR_GLOB", nargs="+", required=True, help="what to learn from")
+    grow.add_argument("--num_pieces", metavar="N", type=_positive, required=True, help="pieces to add")
+    grow.add_argument(
+        "--kind", choices=("text", "jsonl", "parquet"), default="text", help="of the corpus files (default: text)"
+    )
+    grow.add_argument(
+        "--text_key", metavar="KEY", default="text", help="jsonl, parquet: the field or column with the text (default: text)"
+    )
+    grow.add_argument(
+        "--train_max_bytes",
+        metavar="N",
+        type=_positive,
+        default=10_000_000,
+        help="bytes of text, spread over the corpus, to learn from and to measure on (default: 10,000,000)",
+    )
+    grow.add_argument(
+        "--pad_vocab_multiple",
+        metavar="M",
+        type=_positive,
+        default=64,
+        help="add rows of no token until M divides the vocabulary, so that devices can share it (default: 64; 1: none)",
+    )
+    return parser.parse_args(argv)
