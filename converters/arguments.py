@@ -5,8 +5,6 @@ import re
 import sys
 from collections.abc import Sequence
 
-from llamajax.weights.hf_files import LICENSE
-
 
 def hf_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Of `python -m converters.hf`, in which `import` may be left out; exits with code 2 if they are wrong."""
@@ -47,6 +45,8 @@ def hf_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def _license(text: str) -> str:
+    from llamajax.weights.hf_files import LICENSE  # with data's libraries, for which --help need not wait
+
     if not re.fullmatch(LICENSE, text):
         raise argparse.ArgumentTypeError(f"{text!r} is no identifier such as apache-2.0, mit or llama3.1")
     return text
