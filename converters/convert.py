@@ -7,7 +7,7 @@ from pathlib import Path
 import jax
 
 from converters.hf_export import Export, ExportDType, read_checkpoint
-from converters.hf_import import read_directory
+from converters.hf_import import open_import
 from llamajax.config.formulas import num_params
 from llamajax.config.parallel import MeshConfig
 from llamajax.disk import made_whole
@@ -42,7 +42,7 @@ def convert(
         started = time.monotonic()
         if command == "import":
             assert dtype != "float16"
-            plan = read_directory(source, dtype)
+            plan = open_import(source, dtype)
         else:
             plan = read_checkpoint(source, dtype, license)
         print(plan.about, flush=True)

@@ -15,7 +15,7 @@ from rich.progress import Progress
 
 from converters.tokenizer_formats import BpeTokenizer, read_tokenizer
 from converters.tokenizer_growth import MIN_SAVED, learn_pieces
-from converters.tokenizer_weights import Rows, write_weights
+from converters.tokenizer_weights import Growth, write_weights
 from llamajax.config.data import SourceConfig
 from llamajax.data.sources import Source
 from llamajax.data.tokenizer import load_tokenizer, sample_texts
@@ -96,7 +96,7 @@ def grow(arguments: argparse.Namespace, progress: Progress) -> None:
             f"vocabulary {model.config['vocab_size']:,} -> {num_rows:,} rows: {len(pieces):,} new tokens,"
             f" {num_rows - num_tokens:,} rows of no token"
         )
-        rows = Rows(vocabulary.first_new_id, vocabulary.encode(pieces), num_rows)
+        rows = Growth(vocabulary.first_new_id, vocabulary.encode(pieces), num_rows)
         started = time.monotonic()
         task = progress.add_task("writing", total=sum(stored.nbytes for stored in model.tensors.values()))
         tables = [name for name in (EMBEDDING, HEAD) if name in model.tensors]

@@ -20,7 +20,7 @@ from llamajax.data.chat import load_chat_template
 from llamajax.errors import CheckpointError, ConfigError
 from llamajax.generation.prompts import find_ends
 from llamajax.weights import names
-from llamajax.weights.hf_config import write_config
+from llamajax.weights.hf_config import hf_config_of
 from llamajax.weights.hf_files import TOKENIZERS, read_travelling
 from llamajax.weights.names import Box
 from llamajax.weights.pretrained import ExportDType, Pretrained, open_pretrained
@@ -74,7 +74,7 @@ class Export:
         of_config = special_tokens | {"eos_token_id": _with_ends(special_tokens["eos_token_id"], ends)}
         for name, content in self.files.items():
             (out / name).write_bytes(content)
-        _write_json(out / "config.json", write_config(self.config, of_config, self.dtype, self.found.architecture))
+        _write_json(out / "config.json", hf_config_of(self.config, of_config, self.dtype, self.found.architecture))
         if "generation_config.json" not in self.files:
             _write_json(out / "generation_config.json", {"_from_model_config": True, **of_config})
         elif ends:

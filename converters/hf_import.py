@@ -90,7 +90,7 @@ class Import:
         return BlockArray(shape, dtype, block_shape(shape, dtype, names.rows_dim(name)), make)
 
 
-def read_directory(source: Path, dtype: DType | None) -> Import:
+def open_import(source: Path, dtype: DType | None) -> Import:
     """Looks at the Hugging Face model in `source`; see `open_directory`."""
     found = open_directory(source, dtype)
     assert found.tensors is not None

@@ -17,7 +17,7 @@ _ROWS_AT_ONCE = 256
 
 
 @dataclass(frozen=True)
-class Rows:
+class Growth:
     """What the rows of a grown table are."""
 
     num_kept: int
@@ -30,7 +30,7 @@ class Rows:
 
 
 def write_weights(
-    source: Path, tensors: Mapping[str, Stored], tables: Sequence[str], rows: Rows, out: Path, wrote: Callable[[int], None]
+    source: Path, tensors: Mapping[str, Stored], tables: Sequence[str], rows: Growth, out: Path, wrote: Callable[[int], None]
 ) -> int:
     """Writes the files of a model again, with the same names and order of tensors. Returns the number of bytes.
 
@@ -92,7 +92,7 @@ def _blocks(stored: Stored, start: int = 0, stop: int | None = None) -> Iterator
         yield stored.read(at, min(at + step, stop))
 
 
-def _grown(stored: Stored, rows: Rows) -> Iterator[np.ndarray]:
+def _grown(stored: Stored, rows: Growth) -> Iterator[np.ndarray]:
     """All rows of a grown table, some at a time."""
     total = np.zeros(stored.shape[1:], np.float64)
     for block in _blocks(stored, 0, rows.num_kept):

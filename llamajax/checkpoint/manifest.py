@@ -22,7 +22,7 @@ MANIFEST = "manifest.json"
 _HASHING_THREADS = min(16, os.cpu_count() or 1)
 
 
-class Record(TypedDict):
+class FileRecord(TypedDict):
     """What a file must be: its size in bytes and the SHA-256 of its content in hexadecimal."""
 
     size: int
@@ -37,7 +37,7 @@ def list_files(directory: Path) -> list[str]:
     return sorted(path for path in paths if path != MANIFEST)
 
 
-def records_of(directory: Path, paths: Iterable[str]) -> dict[str, Record]:
+def records_of(directory: Path, paths: Iterable[str]) -> dict[str, FileRecord]:
     """The record of each file in `paths`, which are relative to `directory`.
 
     Raises:
@@ -48,7 +48,7 @@ def records_of(directory: Path, paths: Iterable[str]) -> dict[str, Record]:
         return dict(zip(paths, pool.map(lambda path: _record(directory / path), paths), strict=True))
 
 
-def write(directory: Path, records: Mapping[str, Record]) -> None:
+def write(directory: Path, records: Mapping[str, FileRecord]) -> None:
     """Writes the manifest, then makes it and everything else below `directory` survive a power failure.
 
     Raises:
@@ -61,7 +61,7 @@ def write(directory: Path, records: Mapping[str, Record]) -> None:
         sync(Path(parent))
 
 
-def read(directory: Path) -> dict[str, Record]:
+def read(directory: Path) -> dict[str, FileRecord]:
     """The records in the manifest of `directory`.
 
     Raises:
@@ -69,7 +69,7 @@ def read(directory: Path) -> dict[str, Record]:
     """
     try:
         content = (directory / MANIFEST).read_bytes()
-        records: dict[str, Record] = json.loads(content)["files"]
+        records: dict[str, FileRecord] = json.loads(content)["files"]
         intact = content == _text(records)
     except FileNotFoundError as error:
         raise CheckpointError(f"{MANIFEST} is missing") from error
@@ -82,7 +82,7 @@ def read(directory: Path) -> dict[str, Record]:
     return records
 
 
-def problems(directory: Path, records: Mapping[str, Record]) -> list[str]:
+def problems(directory: Path, records: Mapping[str, FileRecord]) -> list[str]:
     """What is wrong with the files in `records`, one `path: problem` text per file; empty if nothing is.
 
     Files that no record names are ignored: nothing reads them.
@@ -105,13 +105,13 @@ def problems(directory: Path, records: Mapping[str, Record]) -> list[str]:
         return [found for found in pool.map(problem, records) if found is not None]
 
 
-def _record(path: Path) -> Record:
+def _record(path: Path) -> FileRecord:
     with path.open("rb") as file:
         sha256 = hashlib.file_digest(file, "sha256").hexdigest()
         return {"size": file.tell(), "sha256": sha256}
 
 
-def _text(records: Mapping[str, Record]) -> bytes:
+def _text(records: Mapping[str, FileRecord]) -> bytes:
     """The whole manifest, to the byte."""
     sha256 = hashlib.sha256(json.dumps(records, sort_keys=True).encode()).hexdigest()
     return (json.dumps({"files": dict(records), "sha256": sha256}, indent=1) + "\n").encode()

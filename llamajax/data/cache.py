@@ -22,7 +22,7 @@ from llamajax.errors import DataError
 
 ALIGNMENT = 64
 """Bytes that the arrays of a file start at multiples of."""
-BLOCK_BYTES = 2**13
+CHECKSUM_BYTES = 2**13
 """Bytes of an array that share a checksum: compared within some microseconds where a few of them are wanted."""
 
 _HEAD_AT = 8 + hashlib.sha256().digest_size
@@ -69,8 +69,8 @@ class CheckedArray:
         assert step == 1
         start, stop = first * self.dtype.itemsize, max(first, end) * self.dtype.itemsize
         content = self._content.data
-        for at in range(start - start % BLOCK_BYTES, stop, BLOCK_BYTES):
-            if zlib.crc32(content[at : at + BLOCK_BYTES]) != self._checksums[at // BLOCK_BYTES]:
+        for at in range(start - start % CHECKSUM_BYTES, stop, CHECKSUM_BYTES):
+            if zlib.crc32(content[at : at + CHECKSUM_BYTES]) != self._checksums[at // CHECKSUM_BYTES]:
                 raise DamagedError(self._path, "is damaged")
         return self._content[start:stop].view(self.dtype)
 
@@ -107,7 +107,7 @@ def write_arrays(path: Path, arrays: dict[str, np.ndarray], info: dict[str, Any]
 
 
 def _checksums(content: memoryview) -> bytes:
-    blocks = (content[start : start + BLOCK_BYTES] for start in range(0, len(content), BLOCK_BYTES))
+    blocks = (content[start : start + CHECKSUM_BYTES] for start in range(0, len(content), CHECKSUM_BYTES))
     return np.array([zlib.crc32(block) for block in blocks], "<u4").tobytes()
 
 
@@ -159,5 +159,5 @@ def _hash_beside(path: Path) -> Path:
 def check_arrays(path: Path) -> None:
     """Reads the whole file of `write_arrays`; raises `DamagedError` if it is not what was written."""
     for array in read_arrays(path).arrays.values():
-        for start in range(0, len(array), BLOCK_BYTES):  # elements, so a part of the file at a time
-            array[start : start + BLOCK_BYTES]
+        for start in range(0, len(array), CHECKSUM_BYTES):  # elements, so a part of the file at a time
+            array[start : start + CHECKSUM_BYTES]

@@ -212,7 +212,7 @@ def encode_conversation(template: ChatTemplate, tokenizer: Tokenizer, messages: 
     return Encoded(np.concatenate(parts), np.concatenate(learnt))
 
 
-def encode_prompt(template: ChatTemplate, tokenizer: Tokenizer, messages: Sequence[Message]) -> Int32[np.ndarray, "T"]:
+def encode_messages(template: ChatTemplate, tokenizer: Tokenizer, messages: Sequence[Message]) -> Int32[np.ndarray, "T"]:
     """The tokens of a conversation up to where the assistant's next turn begins: those that `encode_conversation` has
     before that turn.
 

@@ -14,7 +14,7 @@ REPORT_EVERY_S = 10.0
 """Seconds between lines where there is no terminal to animate."""
 
 
-class Progress:
+class TokenizingProgress:
     """Shows how tokenizing goes: a moving bar on a terminal, now and then a line where there is none."""
 
     def __init__(self, total_bytes: int, log: Callable[[str], None], *, animate: bool = True) -> None:

@@ -18,7 +18,7 @@ from llamajax import disk
 from llamajax.data import cache
 from llamajax.data.chat import ChatTemplate, Encoded, encode_conversation
 from llamajax.data.groups import GROUP_BYTES, FileGroup
-from llamajax.data.progress import Progress
+from llamajax.data.progress import TokenizingProgress
 from llamajax.data.sources import Document
 from llamajax.data.split import plain_hash
 from llamajax.data.tokenizer_base import Tokenizer
@@ -127,7 +127,7 @@ def tokenize(
     missing = list(itertools.compress(groups, is_missing))
     if missing and not disk.has_locks(cache_dir):
         log(f"note       {cache_dir} has no file locks: every process tokenizes for itself")
-    with Progress(sum(group.num_bytes for group in missing), log) as progress:
+    with TokenizingProgress(sum(group.num_bytes for group in missing), log) as progress:
 
         def complete(group: FileGroup, *, wait: bool) -> bool:
             return _complete(group, tokenizer, template, cache_dir, progress, log, wait=wait)
@@ -149,7 +149,7 @@ def remake(
     template: ChatTemplate | None = None,
 ) -> None:
     """Makes the group's damaged shard again, unless another process did; arguments and errors as of `tokenize`."""
-    with Progress(group.num_bytes, log, animate=False) as progress:  # beside the training's own bar
+    with TokenizingProgress(group.num_bytes, log, animate=False) as progress:  # beside the training's own bar
         _complete(group, tokenizer, template, cache_dir, progress, log, wait=True, suspect=damaged)
 
 
@@ -184,7 +184,7 @@ def _complete(
     tokenizer: Tokenizer,
     template: ChatTemplate | None,
     cache_dir: Path,
-    progress: Progress,
+    progress: TokenizingProgress,
     log: Callable[[str], None],
     *,
     wait: bool,
@@ -239,7 +239,7 @@ def _next_shard(
     group: FileGroup,
     tokenizer: Tokenizer,
     template: ChatTemplate | None,
-    progress: Progress,
+    progress: TokenizingProgress,
 ) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
     """Tokenizes documents until the shard is full or they end, conversations with their template; the fields of `Shard`."""
     dtype = np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32

@@ -37,7 +37,7 @@ class Prompt:
         """
         if self.messages is not None:
             assert template is not None, "whoever has conversations finds a template first"
-            return chat.encode_prompt(template, tokenizer, self.messages).tolist()
+            return chat.encode_messages(template, tokenizer, self.messages).tolist()
         return tokenizer.encode_prompt(self.text)
 
 

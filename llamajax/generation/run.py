@@ -75,7 +75,7 @@ def run(config: GenerateConfig) -> None:
             assert template is not None
             talk(config, completer, tokenizer, template)
         else:
-            write(config, completer, prompts, token_ids)
+            write_texts(config, completer, prompts, token_ids)
     except KeyboardInterrupt:
         print()
         say_speed(completer.stats)
@@ -107,7 +107,7 @@ def choose_mesh(config: MeshConfig, model: ModelConfig, num_devices: int) -> Mes
     return config
 
 
-def write(
+def write_texts(
     config: GenerateConfig, completer: Completer, prompts: Sequence[Prompt], token_ids: Sequence[Sequence[int]]
 ) -> None:
     """All continuations: one alone as it is written, several when they and those before them are done."""

@@ -21,7 +21,7 @@ _ROPE_KEYS = {"default": {}, "linear": {"factor": "factor"}, "llama3": _LLAMA3_K
 """Their settings of each rope_type and ours."""
 
 
-def read_config(body: dict[str, Any], path: Path, param_dtype: DType) -> tuple[ModelConfig, dict[str, Any]]:
+def read_hf_config(body: dict[str, Any], path: Path, param_dtype: DType) -> tuple[ModelConfig, dict[str, Any]]:
     """Our configuration of the model that a `config.json` describes, and its ids of special tokens.
 
     Settings that are left out have the value transformers gives them.
@@ -135,7 +135,7 @@ def read_ends(
     Args:
         generation: content of `generation_config.json`, which may be empty.
         directory: where it is, for messages.
-        special_tokens: as `read_config` found them.
+        special_tokens: as `read_hf_config` found them.
         config: of the model.
 
     Raises:
@@ -204,7 +204,7 @@ def _positive(value: Any, key: str, path: Path) -> float:
     return float(value)
 
 
-def write_config(
+def hf_config_of(
     config: ModelConfig, special_tokens: dict[str, Any], dtype: str, architecture: Architecture | None = None
 ) -> dict[str, Any]:
     """A `config.json` with the fields of transformers 4, of transformers 5 and of all who read either.

@@ -26,7 +26,7 @@ from llamajax.model import Llama
 from llamajax.parallel.mesh import concretise, named_arrays
 from llamajax.weights import names
 from llamajax.weights.architectures import Architecture, architecture_of
-from llamajax.weights.hf_config import SPECIAL_TOKENS, read_config, read_ends
+from llamajax.weights.hf_config import SPECIAL_TOKENS, read_ends, read_hf_config
 from llamajax.weights.hf_files import CONFIG, read_directory, read_generation
 from llamajax.weights.safetensors import DTYPES, Stored
 
@@ -188,7 +188,7 @@ def open_directory(path: Path, dtype: DType | None = None) -> Pretrained:
     tensors = {name: stored for name, stored in found.tensors.items() if not _BUFFER.fullmatch(name)}
     stored_dtypes = {stored.dtype for stored in tensors.values()}
     as_stored: Literal["float32", "bfloat16"] = "bfloat16" if stored_dtypes == {DTYPES["BF16"]} else "float32"
-    config, special_tokens = read_config(found.config, path / CONFIG, dtype or as_stored)
+    config, special_tokens = read_hf_config(found.config, path / CONFIG, dtype or as_stored)
     ends = read_ends(found.generation, path, special_tokens, config)
     num_stored = sum(stored.nbytes // stored.dtype.itemsize for stored in tensors.values())
     if num_params(config) > 2 * num_stored + 1_000_000:  # too large a model to list all that is missing

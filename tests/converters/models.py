@@ -11,7 +11,7 @@ import safetensors.numpy
 from converters.arguments import hf_arguments
 from converters.convert import main
 from llamajax.config.model import ModelConfig, RopeScalingConfig
-from llamajax.weights.hf_config import write_config
+from llamajax.weights.hf_config import hf_config_of
 
 TINY = ModelConfig(
     vocab_size=96, embed_dim=32, mlp_dim=48, num_layers=3, num_heads=4, num_kv_heads=4, head_dim=8,
@@ -59,7 +59,7 @@ def write_model(directory: Path, config: ModelConfig, dtype: Any = np.float32) -
     directory.mkdir()
     safetensors.numpy.save_file(weights, directory / "model.safetensors", {"format": "pt"})
     name = {np.dtype(np.float32): "float32", np.dtype(np.float16): "float16"}.get(np.dtype(dtype), "bfloat16")
-    (directory / "config.json").write_text(json.dumps(write_config(config, SPECIAL, name)))
+    (directory / "config.json").write_text(json.dumps(hf_config_of(config, SPECIAL, name)))
     return weights
 
 

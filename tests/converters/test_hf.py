@@ -22,7 +22,7 @@ from llamajax.config.parallel import MeshConfig
 from llamajax.config.training import CheckpointConfig
 from llamajax.model import Llama
 from llamajax.parallel.mesh import make_mesh
-from llamajax.weights.hf_config import read_config, write_config
+from llamajax.weights.hf_config import hf_config_of, read_hf_config
 from llamajax.weights.pretrained import open_directory, open_pretrained
 from tests.converters.models import (
     LLAMA3,
@@ -147,7 +147,7 @@ def test_float16_and_what_does_not_fit_it(tmp_path, capsys):
     weights["model.layers.1.mlp.up_proj.weight"][3, 4] = 7e4
     (tmp_path / "model").mkdir()
     safetensors.numpy.save_file(weights, tmp_path / "model/model.safetensors")
-    (tmp_path / "model/config.json").write_text(json.dumps(write_config(TINY, SPECIAL, "float32")))
+    (tmp_path / "model/config.json").write_text(json.dumps(hf_config_of(TINY, SPECIAL, "float32")))
     assert convert("import", tmp_path / "model", tmp_path / "hf", "--no-verify") == 0
     shutil.rmtree(tmp_path / "model")
     error = refuse(capsys, tmp_path, "--dtype", "float16", verb="export")
@@ -256,7 +256,7 @@ def test_logits_of_transformers_own_models(variant, tmp_path, capsys):
     config = tiny(**VARIANTS[variant])
     # Only what transformers 5 writes itself: no fields of transformers 4.
     old = ("rope_theta", "rope_scaling", "torch_dtype")
-    fields = {key: value for key, value in write_config(config, SPECIAL, "float32").items() if key not in old}
+    fields = {key: value for key, value in hf_config_of(config, SPECIAL, "float32").items() if key not in old}
     torch.manual_seed(0)
     theirs = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**fields)).eval()
     for name, parameter in theirs.named_parameters():  # which transformers begins as zeros and ones
@@ -285,9 +285,9 @@ def test_a_wrong_conversion_is_not_kept(tmp_path, capsys, monkeypatch):
     write_model(tmp_path / "hf", TINY)
 
     def mistaken(body: dict[str, Any], *rest: Any) -> Any:
-        return read_config({**body, "rms_norm_eps": 0.5}, *rest)
+        return read_hf_config({**body, "rms_norm_eps": 0.5}, *rest)
 
-    monkeypatch.setattr("llamajax.weights.pretrained.read_config", mistaken)
+    monkeypatch.setattr("llamajax.weights.pretrained.read_hf_config", mistaken)
     assert convert("import", tmp_path / "hf", tmp_path / "run") == 65
     assert "logits of transformers differ from ours" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]

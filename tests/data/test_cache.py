@@ -99,7 +99,7 @@ def test_no_flipped_bit_is_read(tmp_path):
 def test_only_the_blocks_that_are_read_are_checked(tmp_path):
     path = tmp_path / "a"
     cache.write_arrays(path, {"tokens": ARRAYS["tokens"]}, {})
-    last = 2 * len(ARRAYS["tokens"]) // cache.BLOCK_BYTES * cache.BLOCK_BYTES // 2  # where the last block begins
+    last = 2 * len(ARRAYS["tokens"]) // cache.CHECKSUM_BYTES * cache.CHECKSUM_BYTES // 2  # where the last block begins
     flip(path, 8 * (path.stat().st_size - 1000))
     tokens = cache.read_arrays(path).arrays["tokens"]
     np.testing.assert_array_equal(tokens[:last], ARRAYS["tokens"][:last])

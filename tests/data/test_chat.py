@@ -13,7 +13,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from llamajax.data import chat
-from llamajax.data.chat import ChatTemplate, encode_conversation, encode_prompt, load_chat_template
+from llamajax.data.chat import ChatTemplate, encode_conversation, encode_messages, load_chat_template
 from llamajax.data.conversations import messages_of
 from llamajax.data.tokenizer import load_tokenizer, train_sentencepiece
 from llamajax.data.tokenizer_base import Tokenizer
@@ -214,7 +214,7 @@ def test_a_conversation_begins_as_the_template_says(spelling, bos, writes):
     ids, learnt = encode_conversation(template, tokenizer, TURNS[:2])
     golden = begin + "Hi</s>⟦Hello</s>⟧"
     assert (ids.tolist(), learnt.tolist()) == spelt(tokenizer, golden)
-    prompt = encode_prompt(template, tokenizer, TURNS[:1])
+    prompt = encode_messages(template, tokenizer, TURNS[:1])
     assert prompt.tolist() == ids[: len(prompt)].tolist()
 
 
@@ -228,7 +228,7 @@ def test_a_conversation_has_the_tokens_that_transformers_serves(tmp_path, name):
     theirs = AutoTokenizer.from_pretrained(tmp_path, chat_template=template.text)
     ids, _ = encode_conversation(template, tokenizer, [SYSTEM, *TURNS])
     assert ids.tolist() == theirs.apply_chat_template([SYSTEM, *TURNS])["input_ids"]
-    prompt = encode_prompt(template, tokenizer, [SYSTEM, *TURNS[:1]])
+    prompt = encode_messages(template, tokenizer, [SYSTEM, *TURNS[:1]])
     assert prompt.tolist() == theirs.apply_chat_template([SYSTEM, *TURNS[:1]], add_generation_prompt=True)["input_ids"]
     assert (ids[0] == tokenizer.bos_id) == (name != "chatml")
 
@@ -257,7 +257,7 @@ def test_learnt_is_exactly_what_the_assistant_says(tmp_path, name):
             assert all(turn[-1] == tokenizer.eos_id for turn in turns[1::2])
         for index, message in enumerate(messages):  # what is generated after is what is learnt after
             if message["role"] == "assistant":
-                prompt = encode_prompt(template, tokenizer, messages[:index])
+                prompt = encode_messages(template, tokenizer, messages[:index])
                 assert prompt.tolist() == ids[: len(prompt)].tolist()
                 assert learnt[len(prompt)]
                 assert not learnt[len(prompt) - 1]

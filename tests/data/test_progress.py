@@ -9,7 +9,7 @@ def test_progress_never_ends_in_infinity(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(progress, "REPORT_EVERY_S", -1.0)
     for total in (0, 1000):
         log: list[str] = []
-        shown = progress.Progress(total, log.append)
+        shown = progress.TokenizingProgress(total, log.append)
         for bytes_read in (0, 300, 2000):
             shown.advance(1, 3, bytes_read)
         shown.finish_group(1000)

@@ -6,7 +6,7 @@ import pytest
 
 from llamajax.config.model import RopeScalingConfig
 from llamajax.errors import ConfigError
-from llamajax.weights.hf_config import read_config, write_config
+from llamajax.weights.hf_config import hf_config_of, read_hf_config
 from tests.converters.models import SPECIAL, TINY, VARIANTS, tiny
 
 
@@ -29,9 +29,9 @@ from tests.converters.models import SPECIAL, TINY, VARIANTS, tiny
 )
 def test_what_transformers_reads_out_of_left_out_settings(variant, left_out, changes, expected):
     transformers = pytest.importorskip("transformers")
-    body = write_config(tiny(**VARIANTS[variant]), SPECIAL, "float32") | changes
+    body = hf_config_of(tiny(**VARIANTS[variant]), SPECIAL, "float32") | changes
     body = {key: value for key, value in body.items() if key not in left_out}
-    config, _ = read_config(body, Path("config.json"), "float32")
+    config, _ = read_hf_config(body, Path("config.json"), "float32")
     assert {key: getattr(config, key) for key in expected} == expected
     theirs = transformers.AutoConfig.for_model(**body)
     windows = {"sliding_attention": theirs.sliding_window, "full_attention": None}
@@ -56,15 +56,15 @@ def test_what_transformers_reads_out_of_left_out_settings(variant, left_out, cha
     ],
 )
 def test_layers_that_differ_are_not_read(variant, changes, message):
-    body = write_config(tiny(**VARIANTS[variant]), SPECIAL, "float32") | changes
+    body = hf_config_of(tiny(**VARIANTS[variant]), SPECIAL, "float32") | changes
     with pytest.raises(ConfigError, match=message) as error:
-        read_config(body, Path("config.json"), "float32")
+        read_hf_config(body, Path("config.json"), "float32")
     assert "\n" not in str(error.value)
 
 
 def test_a_model_that_no_architecture_fits():
     with pytest.raises(ConfigError, match="no architecture of transformers has qk_norm too"):
-        write_config(tiny(qkv_bias=True, qk_norm=True), SPECIAL, "float32")
+        hf_config_of(tiny(qkv_bias=True, qk_norm=True), SPECIAL, "float32")
 
 
 @pytest.mark.parametrize(
@@ -78,7 +78,7 @@ def test_a_model_that_no_architecture_fits():
     ],
 )
 def test_every_way_to_write_rotary_settings(rope, expected):
-    body = {key: value for key, value in write_config(TINY, SPECIAL, "float32").items() if not key.startswith("rope")}
-    config, special = read_config(body | rope, Path("config.json"), "float32")
+    body = {key: value for key, value in hf_config_of(TINY, SPECIAL, "float32").items() if not key.startswith("rope")}
+    config, special = read_hf_config(body | rope, Path("config.json"), "float32")
     assert (config.rope_theta, config.rope_scaling) == expected
     assert special == SPECIAL
