@@ -84,7 +84,8 @@ def evaluate_documents(
     if config.num_batches is None and len(run_config.data.sources) > 1:
         parts = {}
         for index, source in enumerate(run_config.data.sources):
-            alone = run_config.changed({"data.sources": (source,)})
+            template = run_config.data.chat_template if source.kind == "chat" else None
+            alone = run_config.changed({"data.sources": (source,), "data.chat_template": template})
             of_source = data.prepare(alone, log=lambda line: None, tokenizer=tokenizer)
             parts[f"data.sources[{index}] {source.kind}"] = Part(alone, of_source)
     total = sum(part.num_batches(config) for part in parts.values())

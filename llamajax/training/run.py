@@ -58,8 +58,7 @@ def run(config: Config, *, dry_run: bool = False) -> None:
             check_same_everywhere(
                 {"data (documents or tokenizer)": dataset.fingerprint, "tokenized documents": dataset.content}
             )
-            epochs = dataset.epochs(config.train.num_rows).items()
-            of_sources = ", ".join(f"{count:.2f} of {source}" for source, count in epochs)
+            of_sources = ", ".join(f"{n:.2f} of {key}" for key, n in dataset.epochs(config.train.num_rows).items())
             console.log(f"epochs     {of_sources} in {config.train.num_steps:,} steps")
             if config.sample.prompt is not None:
                 encode_prompt(dataset.tokenizer, config.sample.prompt, config.data.seq_len)

@@ -14,8 +14,9 @@ import numpy as np
 import pytest
 
 from llamajax import data
+from llamajax.config.data import SourceConfig
 from llamajax.config.evaluate import EvaluateConfig
-from llamajax.config.file import load_config
+from llamajax.config.file import dump_config, load_config
 from llamajax.config.parallel import MeshConfig
 from llamajax.config.run import Config
 from llamajax.data.tokenizer import train_sentencepiece
@@ -31,6 +32,7 @@ from tests import runs
 from tests.converters.models import write_model
 from tests.tiny import single_device_mesh, tiny_config
 
+TEMPLATES = Path(__file__).parents[2] / "configs" / "chat_templates"
 ALL_AXES = MeshConfig(fsdp=2, sequence=2, tensor=2)
 
 
@@ -87,6 +89,18 @@ def test_every_source_by_itself_and_together(finished):
     alone = finished.changed({"data.sources": finished.data.sources[1:], "data.tokenizer.path": tokenizer})
     rows = data.prepare(alone, log=lambda line: None).held_out_rows
     assert second["tokens"] == sum(int((rows[i]["targets"] >= 0).sum()) for i in range(len(rows)))
+
+
+def test_conversations_beside_other_documents(finished, tmp_path):
+    """The template belongs to the conversations: the other source is evaluated without it."""
+    talks = ([{"role": "user", "content": f"{i}?"}, {"role": "assistant", "content": "next"}] for i in range(100))
+    (tmp_path / "chat.jsonl").write_text("".join(json.dumps({"messages": talk}) + "\n" for talk in talks))
+    sources = (*finished.data.sources[1:], SourceConfig(kind="chat", paths=(str(tmp_path / "chat.jsonl"),)))
+    mixed = finished.changed({"data.sources": sources, "data.chat_template": str(TEMPLATES / "plain.jinja")})
+    (tmp_path / "mixed.yaml").write_text(dump_config(mixed))
+    results = evaluate.run(settings(finished, data=str(tmp_path / "mixed.yaml")))
+    assert list(results["sources"]) == ["data.sources[0] jsonl", "data.sources[1] chat"]
+    assert all(found["tokens"] > 0 for found in results["sources"].values())
 
 
 def test_some_batches_are_those_of_evaluations_while_training(finished, capsys):
