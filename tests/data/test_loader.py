@@ -184,7 +184,7 @@ import jax, numpy as np
 from llamajax.parallel import mesh, processes
 from llamajax.config.parallel import DistributedConfig, MeshConfig
 from llamajax.data.loader import Loader
-from tests.data.test_loader import Rows, config_for
+from tests.data.test_loader import config_for, stand_in
 
 mesh.select_platform(MeshConfig(num_cpu_devices=4))
 processes.join_run(DistributedConfig(

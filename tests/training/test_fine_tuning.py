@@ -20,7 +20,7 @@ from llamajax.training import run as train
 from tests import runs
 from tests.data.chat_from_docs import questions_and_answers, write_chat_jsonl
 
-TEMPLATE = pathlib.Path(__file__).parent.parent / "configs/chat_templates/plain.jinja"
+TEMPLATE = pathlib.Path(__file__).parents[2] / "configs/chat_templates/plain.jinja"
 
 
 def pretrain(directory: pathlib.Path) -> str:
