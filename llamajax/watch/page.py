@@ -18,67 +18,8 @@ from llamajax.watch.run_log import RunLog, RunSummary
 _NEWEST_STARTS = 50
 
 _LOADS_NOTHING = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
-_STYLE = """
-:root { --paper: #fff; --card: #f6f7f9; --ink: #1c2128; --soft: #667080; --line: #e1e4e9; --c0: #2563c9; --c1: #d9580d; }
-@media (prefers-color-scheme: dark) {
-  :root { --paper: #14171c; --card: #1d2127; --ink: #e6e9ee; --soft: #98a2b0; --line: #30363f;
-    --c0: #6ea6ff; --c1: #ff9a4d; }
-}
-:root { color-scheme: light dark; }
-body { margin: 0 auto; max-width: 1240px; padding: 28px 24px 60px; background: var(--paper); color: var(--ink);
-  font: 15px/1.5 system-ui, sans-serif; }
-h1 { font-size: 26px; margin: 0; overflow-wrap: anywhere; }
-h2 { font-size: 17px; margin: 36px 0 10px; }
-p { color: var(--soft); margin: 2px 0 22px; overflow-wrap: anywhere; }
-.cards { display: grid; grid-template-columns: repeat(4, 1fr); gap: 12px; }
-.cards > div { background: var(--card); border-radius: 10px; padding: 12px 16px; }
-.cards dt, .cards small { color: var(--soft); font-size: 13px; }
-.cards dd { margin: 0; font-size: 24px; font-weight: 600; font-variant-numeric: tabular-nums; }
-.charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 520px), 1fr)); gap: 28px;
-  margin-top: 34px; }
-figure { margin: 0; min-width: 0; }
-figcaption { display: flex; flex-wrap: wrap; gap: 2px 16px; align-items: baseline; }
-.key { color: var(--soft); font-size: 13px; }
-.key::before { content: ""; display: inline-block; width: 14px; height: 3px; border-radius: 2px; margin: 0 6px 3px 0;
-  background: var(--color); }
-.note { color: var(--soft); font-size: 12px; margin-left: auto; }
-svg { display: block; width: 100%; height: auto; touch-action: pan-y; }
-svg text { fill: var(--soft); font: 12px system-ui, sans-serif; font-variant-numeric: tabular-nums; }
-svg .x { text-anchor: middle; } svg .y { text-anchor: end; }
-.c0 { --color: var(--c0); } .c1 { --color: var(--c1); }
-path { fill: none; stroke: var(--color); stroke-width: 1.8; stroke-linejoin: round; }
-path.faint { opacity: .3; stroke-width: 1; }
-circle { fill: var(--color); }
-.grid { stroke: var(--line); } .tick { stroke: var(--soft); } .cursor { stroke: var(--soft); stroke-dasharray: 2 3; }
-.restart { stroke: var(--soft); stroke-dasharray: 5 4; opacity: .7; }
-output { display: block; min-height: 20px; padding-left: 8%; color: var(--soft); font-size: 13px;
-  font-variant-numeric: tabular-nums; }
-.wide { overflow-x: auto; }
-table { border-collapse: collapse; font-size: 14px; white-space: nowrap; }
-th { text-align: left; color: var(--soft); font-weight: 500; }
-th, td { padding: 4px 22px 4px 0; border-bottom: 1px solid var(--line); }
-pre { background: var(--card); border-radius: 10px; padding: 14px 18px; overflow-x: auto; font-size: 13px; }
-@media (max-width: 760px) { .cards { grid-template-columns: repeat(2, 1fr); } }
-"""
-
-_SCRIPT = """
-for (const figure of document.querySelectorAll("figure")) {
-  const svg = figure.querySelector("svg"), cursor = svg.querySelector(".cursor"), output = figure.querySelector("output");
-  const chart = JSON.parse(figure.querySelector("script").textContent), last = output.textContent;
-  svg.addEventListener("pointermove", event => {
-    const box = svg.getBoundingClientRect(), x = (event.clientX - box.left) * WIDTH / box.width;
-    const nearest = chart.x.reduce((best, place, i) => Math.abs(place - x) < Math.abs(chart.x[best] - x) ? i : best, 0);
-    cursor.setAttribute("x1", chart.x[nearest]);
-    cursor.setAttribute("x2", chart.x[nearest]);
-    output.textContent = chart.text[nearest];
-  });
-  svg.addEventListener("pointerleave", () => {
-    cursor.setAttribute("x1", -9);
-    cursor.setAttribute("x2", -9);
-    output.textContent = last;
-  });
-}
-""".replace("WIDTH", str(WIDTH))
+_STYLE = Path(__file__).with_name("page.css").read_text(encoding="utf-8")
+_SCRIPT = Path(__file__).with_name("page.js").read_text(encoding="utf-8").replace("WIDTH", str(WIDTH))
 
 
 def write_report(run_dir: Path, output: Path | None = None) -> Path:
@@ -113,7 +54,8 @@ def _page(name: str, log: RunLog, config: str | None) -> str:
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <meta http-equiv="Content-Security-Policy" content="{_LOADS_NOTHING}">
 <title>{html.escape(name)}</title>
-<style>{_STYLE}</style>
+<style>
+{_STYLE}</style>
 </head>
 <body>
 <h1>{html.escape(name)}</h1>
@@ -122,7 +64,8 @@ def _page(name: str, log: RunLog, config: str | None) -> str:
 <div class="charts">{_charts(log)}</div>
 {_starts(log)}
 {config_part}
-<script>{_SCRIPT}</script>
+<script>
+{_SCRIPT}</script>
 </body>
 </html>
 """

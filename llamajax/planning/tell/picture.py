@@ -7,6 +7,7 @@ import dataclasses
 import html
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from llamajax.config.gpus import planned_gpu
@@ -28,43 +29,7 @@ _KINDS = {
 }  # fmt: skip
 """Kinds of events with a colour of their own, in the words of the legend."""
 
-_STYLE = """
-:root { color-scheme: light dark; --paper: #fff; --card: #f6f7f9; --ink: #1c2128; --soft: #667080; --line: #e1e4e9;
-  --blue: #2563c9; --sky: #7fb2f0; --teal: #16897e; --green: #58a846; --violet: #7a52c7; --pink: #c74a8e; --orange: #d9780d;
-  --sand: #c9b37a; --grey: #a8b0bb; --red: #d1372c; }
-@media (prefers-color-scheme: dark) {
-  :root { --paper: #14171c; --card: #1d2127; --ink: #e6e9ee; --soft: #98a2b0; --line: #30363f; --blue: #5b93f0;
-    --sky: #3f6ea8; --teal: #3bb5a8; --green: #6fbf5c; --violet: #a286e6; --pink: #e07ab2; --orange: #f09a45;
-    --sand: #8f7f52; --grey: #6b7480; --red: #f0645a; }
-}
-body { margin: 0 auto; max-width: 1240px; padding: 28px 24px 60px; background: var(--paper); color: var(--ink);
-  font: 15px/1.5 system-ui, sans-serif; }
-h1 { font-size: 26px; margin: 0; overflow-wrap: anywhere; } h2 { font-size: 17px; margin: 34px 0 6px; }
-p { color: var(--soft); margin: 2px 0 14px; overflow-wrap: anywhere; }
-.cards { display: grid; grid-template-columns: repeat(5, 1fr); gap: 12px; margin: 18px 0 0; }
-.cards > div { background: var(--card); border-radius: 10px; padding: 12px 16px; }
-.cards dt, .cards small { color: var(--soft); font-size: 13px; }
-.cards dd { margin: 0; font-size: 23px; font-weight: 600; font-variant-numeric: tabular-nums; }
-.bad { color: var(--red); }
-svg { display: block; width: 100%; height: auto; }
-svg text { fill: var(--soft); font: 13px system-ui, sans-serif; font-variant-numeric: tabular-nums; }
-svg .end { text-anchor: end; } svg .mid { text-anchor: middle; }
-svg .inside { text-anchor: middle; fill: #fff; } svg .free + .inside { fill: var(--soft); }
-svg .value { fill: var(--ink); font-weight: 600; }
-.lane { fill: var(--card); } .tick { stroke: var(--ink); opacity: .15; } .limit { stroke: var(--ink); stroke-width: 2; }
-.legend { display: flex; flex-wrap: wrap; gap: 3px 18px; color: var(--soft); font-size: 13px; margin: 8px 0 0; }
-.legend i { display: inline-block; width: 12px; height: 12px; border-radius: 3px; margin-right: 6px; vertical-align: -1px;
-  background: var(--color); }
-rect { fill: var(--color); }
-rect.lane { fill: var(--card); }
-.matmul, .parameters { --color: var(--blue); } .attention, .optimizer { --color: var(--sky); }
-.memory, .batch { --color: var(--sand); } .copy, .temporaries { --color: var(--grey); } .wait { --color: var(--red); }
-.all-gather, .activations { --color: var(--green); } .reduce-scatter, .gradients { --color: var(--violet); }
-.all-reduce, .logits { --color: var(--pink); } .other, .collectives { --color: var(--orange); }
-.gaps { --color: var(--line); } .workspace, .beside { --color: var(--teal); } .free { --color: var(--card); }
-.missing { --color: var(--red); }
-@media (max-width: 760px) { .cards { grid-template-columns: repeat(2, 1fr); } }
-"""
+_STYLE = Path(__file__).with_name("picture.css").read_text(encoding="utf-8")
 
 
 def page(plan: Plan, told: Figures) -> str:
@@ -79,7 +44,8 @@ def page(plan: Plan, told: Figures) -> str:
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
 <title>{name}: plan</title>
-<style>{_STYLE}</style>
+<style>
+{_STYLE}</style>
 </head>
 <body>
 <h1>{name}</h1>
