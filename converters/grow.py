@@ -23,7 +23,7 @@ from llamajax.data.tokenizer_base import Tokenizer
 from llamajax.disk import made_whole
 from llamajax.errors import ConfigError, DataError, UserError, show
 from llamajax.parallel.exit import exit_code
-from llamajax.weights.hf_files import read_bytes, read_directory
+from llamajax.weights.hf_files import CONFIG, open_model, read_bytes, read_json, read_travelling
 from llamajax.weights.safetensors import Stored
 
 HELD_OUT_EVERY = 10
@@ -121,8 +121,7 @@ def read_model(source: Path) -> Model:
             f"{source}: is a run or checkpoint of llamajax; export it and grow that:"
             f" python -m converters.hf export {source} HF_DIR"
         )
-    found = read_directory(source)
-    config, tensors, files = found.config, found.tensors, found.files
+    config, files, tensors = read_json(source / CONFIG), read_travelling(source), open_model(source)
     for name, stored in tensors.items():
         if not name.startswith("model.layers.") and name not in (EMBEDDING, HEAD, "model.norm.weight"):
             raise ConfigError(f"{stored.file}: {show(name)} is no tensor of a Llama; choose a Llama")

@@ -15,6 +15,7 @@ from converters.hf_tokenizer import tokenizer_files
 from converters.model_card import model_card
 from converters.verify import compare_logits
 from converters.verify_ids import compare_ids
+from llamajax.checkpoint.read import unless_deleted
 from llamajax.config.model import DType, ModelConfig
 from llamajax.data.chat import load_chat_template
 from llamajax.errors import CheckpointError, ConfigError
@@ -23,7 +24,8 @@ from llamajax.weights import names
 from llamajax.weights.hf_config import hf_config_of
 from llamajax.weights.hf_files import TOKENIZERS, read_travelling
 from llamajax.weights.names import Box
-from llamajax.weights.pretrained import ExportDType, Pretrained, open_pretrained
+from llamajax.weights.opening import open_pretrained
+from llamajax.weights.pretrained import ExportDType, Pretrained
 from llamajax.weights.safetensors import Writer
 
 MAX_SHARD_BYTES = 5_000_000_000
@@ -70,7 +72,7 @@ class Export:
             CheckpointError: a running run deleted the step meanwhile.
             ConfigError: a weight is too large for `dtype`.
         """
-        special_tokens, ends = self.found.special_tokens, self._template_ends()
+        special_tokens, ends = self.found.special_tokens(), self._template_ends()
         of_config = special_tokens | {"eos_token_id": _with_ends(special_tokens["eos_token_id"], ends)}
         for name, content in self.files.items():
             (out / name).write_bytes(content)
@@ -83,15 +85,11 @@ class Export:
             _write_json(out / "generation_config.json", generation | {"eos_token_id": _with_ends(known, ends)})
         (out / "README.md").write_text(model_card(self.found, self.found.architecture, self.dtype, self.license))
         dtype = np.dtype(jax.numpy.dtype(self.dtype))
-        try:
-            with Writer(out, names.hf_shapes(self.config), dtype, MAX_SHARD_BYTES) as writer:
-                piece_bytes = max(_PIECE_BYTES, writer.largest_nbytes // 4)
-                for array in names.our_shapes(self.config):
-                    _copy_array(self.found.source, array, writer, dtype, piece_bytes)
-        except Exception as error:
-            if not self.found.source.exists():
-                raise CheckpointError(f"{self.found.source} was deleted by its run while it was read; try again") from error
-            raise
+        shapes = names.hf_shapes(self.config)
+        with unless_deleted(self.found.source), Writer(out, shapes, dtype, MAX_SHARD_BYTES) as writer:
+            piece_bytes = max(_PIECE_BYTES, writer.largest_nbytes // 4)
+            for array in names.our_shapes(self.config):
+                _copy_array(self.found.source, array, writer, dtype, piece_bytes)
         return writer.nbytes
 
     def verify_ids(self, out: Path) -> str:

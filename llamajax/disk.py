@@ -69,6 +69,13 @@ def write_atomically(path: Path, *chunks: bytes | memoryview) -> None:
     sync(path.parent)
 
 
+def keep(path: Path, content: bytes) -> None:
+    """Makes sure that a file, alone in its folder, holds `content`; takes the folder's lock."""
+    with locked(path.parent):
+        if not path.exists() or path.read_bytes() != content:
+            write_atomically(path, content)
+
+
 def sync(path: Path) -> None:
     """Waits until the file or directory `path` is on the disk itself."""
     descriptor = os.open(path, os.O_RDONLY)

@@ -30,7 +30,8 @@ from llamajax.config.parallel import MeshConfig
 from llamajax.data.tokenizer import load_tokenizer
 from llamajax.generation import run as generate
 from llamajax.parallel.mesh import make_mesh
-from llamajax.weights.pretrained import open_pretrained
+from llamajax.weights.loading import load_model
+from llamajax.weights.opening import open_pretrained
 from tests import real_tokenizers
 from tests.mixed_texts import TEXTS
 
@@ -154,7 +155,7 @@ def _compare_logits(source: Path, there: Llama) -> list[str]:
     config = dataclasses.replace(found.config, compute_dtype="float32", remat="none")
     T = min(128, config.max_seq_len)
     tokens = np.random.default_rng(0).integers(0, config.vocab_size, (1, T), dtype=np.int32)
-    model = found.load(config)
+    model = load_model(found, config)
     ours = np.asarray(jax.jit(lambda model: model(tokens))(model))[0]
     there.reset()
     there.eval(tokens[0].tolist())

@@ -6,12 +6,12 @@ import jax
 import pytest
 
 from llamajax.config.parallel import MeshConfig
-from llamajax.parallel import mesh
+from llamajax.parallel import mesh, startup
 from llamajax.planning.xla.compile import CompilerMissingError, check_compiler
 
 # The tests compile hundreds of tiny steps and run each for milliseconds; unoptimised code compiles three times as fast.
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0"
-mesh.select_platform(MeshConfig(num_cpu_devices=8))
+startup.select_platform(MeshConfig(num_cpu_devices=8))
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 

@@ -17,7 +17,8 @@ from llamajax.config.formulas import num_params
 from llamajax.config.parallel import AXES
 from llamajax.parallel.sharding import spec
 from llamajax.step.batch import FIELDS, micro_batch_size
-from llamajax.step.step import init_state, train_step
+from llamajax.step.state import init_state
+from llamajax.step.step import train_step
 
 ROOT = pathlib.Path(__file__).parent.parent
 ORDER = (
@@ -156,7 +157,7 @@ def test_the_map_is_in_the_order_of_imports():
 
 
 def test_tests_mirror_the_package():
-    """tests/a/test_b.py is of llamajax/a/b.py, or of a folder's work as a whole."""
+    """Tests of a folder of the package lie in the folder of the same name."""
     lone = []
     for path in (ROOT / "tests").rglob("test_*.py"):
         folder, stem = path.relative_to(ROOT / "tests").parent, path.stem.removeprefix("test_")

@@ -13,8 +13,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypedDict
 
+import jax
+
 from llamajax.disk import sync
-from llamajax.errors import CheckpointError
+from llamajax.errors import CheckpointError, EnvironmentMismatchError
+from llamajax.parallel.processes import everyones
 
 MANIFEST = "manifest.json"
 
@@ -103,6 +106,47 @@ def problems(directory: Path, records: Mapping[str, FileRecord]) -> list[str]:
 
     with ThreadPoolExecutor(_HASHING_THREADS) as pool:
         return [found for found in pool.map(problem, records) if found is not None]
+
+
+def damage(directory: Path) -> list[str]:
+    """What is wrong with the files of a step; every process checks a share and all return the same.
+
+    Raises:
+        EnvironmentMismatchError: another process sees damage where process 0 does not, so it sees another directory.
+    """
+
+    def check(rank: int) -> list[str]:
+        try:
+            records = sorted(read(directory).items())
+            return problems(directory, dict(records[rank :: jax.process_count()]))
+        except CheckpointError as error:
+            return [str(error)]
+
+    found = everyones(check(jax.process_index()))
+    doubted = [rank for rank in range(1, len(found)) if found[rank]]
+    if doubted:  # process 0 sets steps aside, and not on another's word
+        seen = everyones([check(rank) for rank in doubted] if jax.process_index() == 0 else None)[0]
+        for rank, confirmed in zip(doubted, seen, strict=True):
+            if not confirmed:
+                raise EnvironmentMismatchError(
+                    f"{directory}: {found[rank][0]} for process {rank}, but not for process 0; nothing was changed; see to"
+                    " the file system there, on which all processes must see the same"
+                )
+    return sorted({problem for share in found for problem in share})
+
+
+def damage_line(directory: Path, step: int, found: list[str]) -> str:
+    """One line that names a damaged step and its bad files."""
+    more = f" (and {len(found) - 10} more)" if len(found) > 10 else ""
+    return f"{directory / str(step)} is damaged: {', '.join(found[:10])}{more}"
+
+
+def none_good_line(directory: Path, damaged: dict[int, list[str]]) -> str:
+    """What to tell a user whose run has no step to restore: one line for every damaged one, and the remedy."""
+    if not damaged:
+        return f"{directory} has no checkpoint; is this the run_dir of a run that has saved one?"
+    lines = [damage_line(directory, step, found) for step, found in damaged.items()]
+    return "\n".join([*lines, f"{directory} has no good checkpoint; bring the files back, or choose another run_dir"])
 
 
 def _record(path: Path) -> FileRecord:

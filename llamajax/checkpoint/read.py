@@ -1,11 +1,11 @@
-"""Reading checkpoints: choosing a good step, comparing it with what is asked for, laying it over any mesh.
+"""Reading checkpoints: comparing a step with what is asked for, laying it over any mesh.
 
 The layout of a step is described in `llamajax.checkpoint.write`, which writes them.
 """
 
+import contextlib
 import json
-import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -14,11 +14,10 @@ import jax
 import jax.numpy as jnp
 import orbax.checkpoint as ocp
 
-from llamajax.checkpoint import manifest
-from llamajax.errors import CheckpointError, EnvironmentMismatchError
-from llamajax.parallel.mesh import concretise, named_arrays
+from llamajax.checkpoint.steps import good_step, steps_in
+from llamajax.errors import CheckpointError
+from llamajax.parallel.arrays import concretise, named_arrays
 from llamajax.parallel.processes import everyones
-from llamajax.watch.console import say
 
 State = TypeVar("State")
 
@@ -60,52 +59,32 @@ def restore(
     directory = Path(run_dir).expanduser().absolute() / "checkpoints"
     if step is not None and step not in (steps := everyones(steps_in(directory))[0]):
         raise CheckpointError(f"{directory} has no step {step}; it has {', '.join(map(str, steps)) or 'none'}")
-    step_dir = _good_step(directory, step)
-    try:
+    step_dir = good_step(directory, step)
+    with unless_deleted(step_dir):
         return read_step(step_dir, concretise(abstract_state), partial=partial)
+
+
+@contextlib.contextmanager
+def unless_deleted(step_dir: Path) -> Iterator[None]:
+    """Turns whatever goes wrong within into a `CheckpointError`, if the step was deleted by its run meanwhile."""
+    try:
+        yield
     except Exception as error:
         if not step_dir.exists():
             raise CheckpointError(f"{step_dir} was deleted by its run while it was read; try again") from error
         raise
 
 
-def find_step(path: Path) -> Path | None:
-    """The verified step that `path` names: the newest good one of a run's directory, or RUN/checkpoints/STEP itself.
-
-    Processes call this together. None if the path is neither.
-
-    Raises:
-        CheckpointError: the run has no good step, or the one named is damaged.
-    """
-    if path.parent.name == "checkpoints" and path.name.isdecimal() and path.is_dir():
-        return _good_step(path.parent, int(path.name))
-    return _good_step(path / "checkpoints") if (path / "checkpoints").is_dir() else None
-
-
-def _good_step(directory: Path, step: int | None = None) -> Path:
-    """Where the step is, verified; without one the newest good one, and damaged newer ones are named on stderr."""
-    if step is not None:
-        if found := damage(directory / str(step)):
-            raise CheckpointError(f"{damage_line(directory, step, found)}; choose another step")
-        return directory / str(step)
-    newest, damaged = newest_good(directory)
-    if newest is None:
-        raise CheckpointError(none_good_line(directory, damaged))
-    for bad, found in damaged.items():
-        say(f"{damage_line(directory, bad, found)}; reading step {newest} instead")
-    return directory / str(newest)
-
-
-def latest_step(run_dir: Path) -> int | None:
-    """The newest committed step of a run, unverified; None if there is none."""
-    return max(steps_in(run_dir / "checkpoints"), default=None)
-
-
 def read_step(directory: Path, abstract_state: State, *, partial: bool) -> Restored[State]:
     """Restores a verified step directory after comparing it with `abstract_state`, which names devices (`concretise`)."""
     wanted = named_arrays(abstract_state)
-    saved = json.loads((directory / "arrays.json").read_text())
-    differences = _differences(wanted, {name: _text(**about) for name, about in saved.items()}, partial=partial)
+    saved = {name: _text(**about) for name, about in json.loads((directory / "arrays.json").read_text()).items()}
+    differences = [f"{name} is missing in it" for name in wanted if name not in saved]
+    if not partial:
+        differences += [f"{name} is in it, but not in the state to restore" for name in saved if name not in wanted]
+    for name, leaf in wanted.items():
+        if name in saved and saved[name] != (text := _text(str(leaf.dtype), leaf.shape)):
+            differences.append(f"{name} is {saved[name]} in it, but {text} in the state to restore")
     if differences:
         more = f" (and {len(differences) - 1} more differences)" if len(differences) > 1 else ""
         raise CheckpointError(
@@ -132,14 +111,17 @@ def read_step(directory: Path, abstract_state: State, *, partial: bool) -> Resto
     )
 
 
-def _differences(wanted: dict[str, jax.ShapeDtypeStruct], saved: dict[str, str], *, partial: bool) -> list[str]:
-    found = [f"{name} is missing in it" for name in wanted if name not in saved]
-    if not partial:
-        found += [f"{name} is in it, but not in the state to restore" for name in saved if name not in wanted]
-    for name, leaf in wanted.items():
-        if name in saved and saved[name] != (text := _text(str(leaf.dtype), leaf.shape)):
-            found.append(f"{name} is {saved[name]} in it, but {text} in the state to restore")
-    return found
+def read_weights(directory: Path, abstract_model: Any, dtype: jax.typing.DTypeLike) -> list[jax.Array]:
+    """The leaves of the field `model` of a state, restored as `read_step` does and cast to `dtype`.
+
+    Raises:
+        CheckpointError: the checkpoint was deleted meanwhile, or is of another version of the model.
+    """
+    with unless_deleted(directory):
+        leaves = jax.tree.leaves(read_step(directory, {"model": abstract_model}, partial=True).state)
+    for i, array in enumerate(leaves):  # one by one, so that no array lives in both types longer than it takes to make it
+        leaves[i] = array.astype(dtype)
+    return leaves
 
 
 def _text(dtype: str, shape: Sequence[int]) -> str:
@@ -149,64 +131,3 @@ def _text(dtype: str, shape: Sequence[int]) -> str:
 def is_key(array: Any) -> bool:
     """Whether an array holds typed PRNG keys, which are stored as their key data."""
     return jnp.issubdtype(array.dtype, jax.dtypes.prng_key)
-
-
-def steps_in(directory: Path) -> list[int]:
-    """The committed steps, in order."""
-    names = [path.name for path in directory.iterdir()] if directory.is_dir() else []
-    return sorted(int(name) for name in names if re.fullmatch("0|[1-9][0-9]*", name))
-
-
-def newest_good(directory: Path) -> tuple[int | None, dict[int, list[str]]]:
-    """The newest step without damage, and what is wrong with the newer ones; the same on every process."""
-    damaged: dict[int, list[str]] = {}
-    while True:
-        # Listed anew each time: a running writer may have committed a step and deleted one meanwhile.
-        steps = everyones(steps_in(directory))[0]
-        step = max(set(steps) - damaged.keys(), default=None)
-        found = [] if step is None else damage(directory / str(step))
-        if not found:
-            return step, {bad: damaged[bad] for bad in damaged if bad in steps}
-        assert step is not None
-        damaged[step] = found
-
-
-def damage(directory: Path) -> list[str]:
-    """What is wrong with the files of a step; every process checks a share and all return the same.
-
-    Raises:
-        EnvironmentMismatchError: another process sees damage where process 0 does not, so it sees another directory.
-    """
-
-    def check(rank: int) -> list[str]:
-        try:
-            records = sorted(manifest.read(directory).items())
-            return manifest.problems(directory, dict(records[rank :: jax.process_count()]))
-        except CheckpointError as error:
-            return [str(error)]
-
-    found = everyones(check(jax.process_index()))
-    doubted = [rank for rank in range(1, len(found)) if found[rank]]
-    if doubted:  # process 0 sets steps aside, and not on another's word
-        seen = everyones([check(rank) for rank in doubted] if jax.process_index() == 0 else None)[0]
-        for rank, problems in zip(doubted, seen, strict=True):
-            if not problems:
-                raise EnvironmentMismatchError(
-                    f"{directory}: {found[rank][0]} for process {rank}, but not for process 0; nothing was changed; see to"
-                    " the file system there, on which all processes must see the same"
-                )
-    return sorted({problem for share in found for problem in share})
-
-
-def damage_line(directory: Path, step: int, found: list[str]) -> str:
-    """One line that names a damaged step and its bad files."""
-    more = f" (and {len(found) - 10} more)" if len(found) > 10 else ""
-    return f"{directory / str(step)} is damaged: {', '.join(found[:10])}{more}"
-
-
-def none_good_line(directory: Path, damaged: dict[int, list[str]]) -> str:
-    """What to tell a user whose run has no step to restore: one line for every damaged one, and the remedy."""
-    if not damaged:
-        return f"{directory} has no checkpoint; is this the run_dir of a run that has saved one?"
-    lines = [damage_line(directory, step, found) for step, found in damaged.items()]
-    return "\n".join([*lines, f"{directory} has no good checkpoint; bring the files back, or choose another run_dir"])

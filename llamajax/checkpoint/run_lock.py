@@ -11,7 +11,7 @@ from typing import IO
 
 import jax
 
-from llamajax.checkpoint.read import steps_in
+from llamajax.checkpoint.steps import steps_in
 from llamajax.errors import CheckpointError, EnvironmentMismatchError
 from llamajax.parallel import meeting
 from llamajax.parallel.processes import everyones

@@ -24,29 +24,21 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType, TracebackType
+from types import MappingProxyType
 from typing import IO, Any
 
 import jax
 
 from llamajax.checkpoint import manifest
 from llamajax.checkpoint.array_writer import ArrayWriter, reason
-from llamajax.checkpoint.read import (
-    Restored,
-    State,
-    damage_line,
-    is_key,
-    newest_good,
-    none_good_line,
-    read_step,
-    steps_in,
-)
+from llamajax.checkpoint.read import Restored, State, is_key, read_step
 from llamajax.checkpoint.run_lock import check_seen_by_all, lock_run
+from llamajax.checkpoint.steps import newest_good, steps_in
 from llamajax.config.training import CheckpointConfig
 from llamajax.disk import sync
 from llamajax.errors import CheckpointError, SaveError, UserError
 from llamajax.parallel import processes
-from llamajax.parallel.mesh import concretise, named_arrays
+from llamajax.parallel.arrays import named_arrays
 from llamajax.parallel.processes import everyones
 from llamajax.units import format_bytes
 from llamajax.watch.console import say
@@ -154,13 +146,14 @@ class Checkpointer:
         self._num_saves += 1
         # No two attempts share a directory: what a failed one still has in flight ends up in its own.
         saving = self._directory / f"{step}.{self._num_saves}.saving"
-        arrays = named_arrays(state)
-        about = {name: {"dtype": str(array.dtype), "shape": array.shape} for name, array in arrays.items()}
-        stored = {name: jax.random.key_data(array) if is_key(array) else array for name, array in arrays.items()}
-        small = {"meta.json": json.dumps(meta, indent=1).encode(), "arrays.json": json.dumps(about, indent=1).encode()}
-        small |= {f"files/{name}": content for name, content in files.items()}
+        num_bytes = sum(array.nbytes for array in jax.tree.leaves(state))
         with self._failing(step, saving):
-            self._together(lambda: self._make_room(saving, sum(array.nbytes for array in stored.values())), first_only=True)
+            self._together(lambda: self._make_room(saving, num_bytes), first_only=True)
+            arrays = named_arrays(state)
+            about = {name: {"dtype": str(array.dtype), "shape": array.shape} for name, array in arrays.items()}
+            stored = {name: jax.random.key_data(array) if is_key(array) else array for name, array in arrays.items()}
+            small = {"meta.json": json.dumps(meta, indent=1).encode(), "arrays.json": json.dumps(about, indent=1).encode()}
+            small |= {f"files/{name}": content for name, content in files.items()}
             writing = self._arrays.begin(saving / "state", stored)
             self._thread = threading.Thread(target=self._commit, args=(step, saving, writing, small), name=f"commit-{step}")
             self._thread.start()
@@ -208,7 +201,7 @@ class Checkpointer:
         Newer steps that are damaged are named on stderr and set aside.
 
         Args:
-            abstract_state: the pytree to restore, of `jax.ShapeDtypeStruct`; see `concretise`.
+            abstract_state: the pytree to restore, of `jax.ShapeDtypeStruct` that name devices, as of `concretise`.
 
         Raises:
             CheckpointError: no step is good, or its arrays differ in name, dtype or shape from `abstract_state`.
@@ -217,16 +210,16 @@ class Checkpointer:
         step, damaged = newest_good(self._directory)
         if step is None:
             if damaged:
-                raise CheckpointError(none_good_line(self._directory, damaged))
+                raise CheckpointError(manifest.none_good_line(self._directory, damaged))
             return None
         for bad in damaged:
             if jax.process_index() == 0:
                 aside = self._directory / f"{bad}.damaged"
                 shutil.rmtree(aside, ignore_errors=True)
                 (self._directory / str(bad)).rename(aside)
-            say(f"{damage_line(self._directory, bad, damaged[bad])}; moved to {bad}.damaged, going on from step {step}")
+            line = manifest.damage_line(self._directory, bad, damaged[bad])
+            say(f"{line}; moved to {bad}.damaged, going on from step {step}")
         self._newest = step
-        abstract_state = concretise(abstract_state)
         return read_step(self._directory / str(step), abstract_state, partial=False)
 
     def wait(self) -> None:
@@ -254,9 +247,7 @@ class Checkpointer:
     def __enter__(self) -> "Checkpointer":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if error is None:
             self.close()
             return

@@ -110,9 +110,19 @@ def config_to_dict(config: Settings) -> dict[str, Any]:
     )
 
 
+def dotted(tree: Any, above: str = "") -> dict[str, Any]:
+    """Everything in nested dicts and lists by its dotted key, such as `mesh.fsdp` or `data.sources.0.kind`."""
+    if not isinstance(tree, dict | list):
+        return {above: tree}
+    items = tree.items() if isinstance(tree, dict) else enumerate(tree)
+    inner = (dotted(value, join(above, str(key))) for key, value in items)
+    return {key: value for part in inner for key, value in part.items()}
+
+
 def write_config(config: Settings, path: Path) -> None:
     """Keeps the configuration in a file, whole or not at all; it can itself be run."""
-    disk.write_atomically(path, dump_config(config).encode())
+    text = dump_config(config)
+    disk.write_atomically(path, text.encode())
 
 
 def dump_config(config: Settings) -> str:

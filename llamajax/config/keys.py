@@ -30,15 +30,6 @@ def keys(section: Any, above: str = "") -> Iterator[tuple[str, Any, dataclasses.
             yield from keys(inner, f"{key}.0")
 
 
-def dotted(tree: Any, above: str = "") -> dict[str, Any]:
-    """Everything in nested dicts and lists by its dotted key, such as `mesh.fsdp` or `data.sources.0.kind`."""
-    if not isinstance(tree, dict | list):
-        return {above: tree}
-    items = tree.items() if isinstance(tree, dict) else enumerate(tree)
-    inner = (dotted(value, join(above, str(key))) for key, value in items)
-    return {key: value for part in inner for key, value in part.items()}
-
-
 def unknown_key(root: Any, key: str, siblings: Iterable[str]) -> tuple[str, list[str]]:
     """What is told of a key that settings of class `root` do not have, and the keys that it may be a misspelling of, here
     or in another section."""

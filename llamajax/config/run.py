@@ -6,6 +6,8 @@ here, so that `--help`, launchers and tools need no jax.
 """
 
 import glob
+import importlib.util
+import math
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -15,7 +17,7 @@ from llamajax.config.data import DataConfig
 from llamajax.config.keys import with_values
 from llamajax.config.machine import HardwareConfig, XlaConfig
 from llamajax.config.model import ModelConfig
-from llamajax.config.parallel import DistributedConfig, MeshConfig, axes_of, num_parts, product
+from llamajax.config.parallel import DistributedConfig, MeshConfig, axes_of, num_parts
 from llamajax.config.rules import Seed, Settings
 from llamajax.config.training import CheckpointConfig, OptimizerConfig, SampleConfig, TrainConfig
 from llamajax.config.watch import MetricsConfig, ProfileConfig
@@ -98,11 +100,15 @@ class Config(Settings):
     def placement_problems(self, num_devices: int) -> list[str]:
         """What does not divide over `num_devices` devices: one `key: rule; remedy` line each."""
         try:
-            axes = self.mesh.axis_sizes(num_devices)
+            return self.undivided(self.mesh.axis_sizes(num_devices))
         except ConfigError as error:
             return [str(error)]
+
+    def undivided(self, axes: Mapping[str, int]) -> list[str]:
+        """What of the model and batch does not divide over mesh axes of these sizes: one `key: rule; remedy` line each."""
         train = self.train
-        batch_shards = num_parts("batch", axes)
+        of_batch = {axis: axes[axis] for axis in axes_of("batch")}
+        batch_shards, over = math.prod(of_batch.values()), " x ".join(f"{axis}({size})" for axis, size in of_batch.items())
         micro_batch_size = train.global_batch_size // train.grad_accum_steps
         nearest = max(1, round(micro_batch_size / batch_shards)) * batch_shards * train.grad_accum_steps
         problems = self.model.undivided(axes)
@@ -112,7 +118,6 @@ class Config(Settings):
             if self.data.seq_len % axes[axis]
         ]
         if micro_batch_size % batch_shards:
-            over = product({axis: axes[axis] for axis in axes_of("batch")})
             problems.append(
                 f"train.global_batch_size: {train.global_batch_size} / grad_accum_steps({train.grad_accum_steps}) = "
                 f"{micro_batch_size} sequences cannot be split over {over} = {batch_shards} devices;"
@@ -135,6 +140,8 @@ class Config(Settings):
     def file_problems(self) -> list[str]:
         """What the configuration names and this machine does not have: one `key: rule; remedy` line each."""
         problems = []
+        if self.metrics.wandb and importlib.util.find_spec("wandb") is None:
+            problems.append("metrics.wandb: wandb is not installed; run pip install 'llamajax[wandb]', or turn it off")
         folders = {"run_dir": self.run_dir, "data.cache_dir": self.data.cache_dir}
         files = {
             f"data.sources.{i}.paths.{j}": path

@@ -20,7 +20,8 @@ from llamajax.config.file import load_config
 from llamajax.config.model import ModelConfig
 from llamajax.config.parallel import num_parts
 from llamajax.config.run import Config
-from llamajax.data.loader import Loader, held_out_batches
+from llamajax.data.batches import held_out_batches
+from llamajax.data.loader import Loader
 from llamajax.data.tokenizer import load_tokenizer
 from llamajax.data.tokenizer_base import Tokenizer
 from llamajax.errors import ConfigError, DataError
@@ -29,6 +30,7 @@ from llamajax.step.batch import Batch, micro_batch_size
 from llamajax.step.step import eval_step, one_behind
 from llamajax.watch import console
 from llamajax.watch.console import say
+from llamajax.weights.loading import load_model
 from llamajax.weights.pretrained import Pretrained
 
 
@@ -99,7 +101,7 @@ def evaluate_documents(
     rows_in_training = trained.train.eval_batches * micro_batch_size(trained)
     if config.num_batches is None and 0 < rows_in_training < len(dataset.held_out_rows):
         console.log(f"note       evaluations while training take the first {rows_in_training:,} rows only")
-    model = pretrained.load(model_config)
+    model = load_model(pretrained, model_config)
     batches = ((name, batch) for name, part in parts.items() for batch in part.batches(config))
     token_bytes = np.pad(tokenizer.token_bytes, (0, model_config.vocab_size - tokenizer.vocab_size))
     found, seconds = add_up(model, console.track(batches, total, "evaluating"), token_bytes)
@@ -215,6 +217,5 @@ def print_losses(figures: dict[str, dict[str, Any]], tokens_per_sec: float) -> N
     forms = {"tokens": ",", "bytes": ",", "loss": ".4f", "perplexity": ",.4g", "bits_per_byte": ".4f"}
     for name, found in figures.items():
         table.add_row(name, *("-" if found[key] is None else format(found[key], form) for key, form in forms.items()))
-    if jax.process_index() == 0:
-        console.CONSOLE.print(table)
+    console.print_table(table)
     console.log(f"speed      {tokens_per_sec:,.0f} tokens/s")

@@ -42,6 +42,7 @@ from llamajax.parallel.sharding import spec
 from llamajax.step.batch import IGNORE, check_ids
 from llamajax.watch import console
 from llamajax.watch.console import say
+from llamajax.weights.loading import load_model
 from llamajax.weights.pretrained import Pretrained
 
 ROWS_PER_DEVICE = 8
@@ -72,16 +73,17 @@ def evaluate_tasks(
     template = load_chat_template(pretrained.files, tokenizer) if config.apply_chat_template else None
     if config.apply_chat_template and template is None:
         raise ConfigError(f"apply_chat_template: {pretrained.files} has no chat template; put chat_template.jinja there")
+    end_ids = find_ends(pretrained.ends(), tokenizer, template)
     random.seed(RANDOM_SEED)
     np.random.seed(EXAMPLES_SEED)  # noqa: NPY002  (which the harness draws from)
     tasks = load_tasks(config)
     limit: Any = config.limit  # a share, too, whatever the harness's type says
     results: Any = evaluate(
         lm=LlamaLM(
-            pretrained.load(model_config),
+            load_model(pretrained, model_config),
             tokenizer,
             template=template,
-            end_ids=find_ends(pretrained.ends, tokenizer, template),
+            end_ids=end_ids,
             max_seq_len=config.seq_len or model_config.max_seq_len,
             batch_size=whole_batch(config.batch_size or ROWS_PER_DEVICE * num_parts("batch", jax.sharding.get_mesh().shape)),
         ),

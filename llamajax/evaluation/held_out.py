@@ -7,7 +7,7 @@ import numpy as np
 
 from llamajax import data
 from llamajax.config.run import Config
-from llamajax.data.loader import held_out_batches
+from llamajax.data.batches import held_out_batches
 from llamajax.model import Llama
 from llamajax.step.step import eval_step, one_behind
 

@@ -14,10 +14,10 @@ from llamajax.config.evaluate import EvaluateConfig
 from llamajax.config.model import ModelConfig
 from llamajax.errors import ConfigError, EnvironmentMismatchError
 from llamajax.evaluation.document_loss import evaluate_documents
-from llamajax.parallel import mesh
+from llamajax.parallel import mesh, startup
 from llamajax.parallel.exit import end_process, exit_code
 from llamajax.watch import console
-from llamajax.weights.pretrained import open_pretrained
+from llamajax.weights.opening import open_pretrained
 
 
 def run(config: EvaluateConfig) -> dict[str, Any]:
@@ -28,7 +28,7 @@ def run(config: EvaluateConfig) -> dict[str, Any]:
     """
     if config.tasks is not None and importlib.util.find_spec("lm_eval") is None:
         raise EnvironmentMismatchError("tasks: lm-eval is not installed; run pip install 'llamajax[eval]'")
-    mesh.connect(config.mesh, config.distributed)
+    startup.connect(config.mesh, config.distributed)
     pretrained = open_pretrained(Path(config.model))
     model_config = choose_types(config, pretrained.config)
     jax.set_mesh(mesh.make_mesh(config.mesh))

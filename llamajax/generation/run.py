@@ -21,11 +21,12 @@ from llamajax.errors import ConfigError
 from llamajax.generation.completion import Completer, Completion, Piece, Stats, check_prompts
 from llamajax.generation.prompts import Prompt, find_ends, read_prompts
 from llamajax.generation.sampling import Sampling
-from llamajax.parallel import mesh
+from llamajax.parallel import mesh, startup
 from llamajax.parallel.exit import end_process, exit_code
 from llamajax.watch import console
 from llamajax.watch.console import say
-from llamajax.weights.pretrained import open_pretrained
+from llamajax.weights.loading import load_model
+from llamajax.weights.opening import open_pretrained
 
 
 def run(config: GenerateConfig) -> None:
@@ -42,7 +43,7 @@ def run(config: GenerateConfig) -> None:
     if config.chat:
         prompts = [prompt.in_chat(config.system) for prompt in prompts]
 
-    mesh.connect(config.mesh, config.distributed)
+    startup.connect(config.mesh, config.distributed)
     pretrained = open_pretrained(Path(config.model))
     say(f"model      {pretrained.about}")
     tokenizer = pretrained.tokenizer()
@@ -52,6 +53,7 @@ def run(config: GenerateConfig) -> None:
         template = load_chat_template(path, tokenizer)
         if template is None:
             raise ConfigError(f"chat_template: {path} has none; name one, for example of configs/chat_templates")
+    end_ids = () if config.ignore_eos else find_ends(pretrained.ends(), tokenizer, template)
     token_ids = [prompt.encode(tokenizer, template) for prompt in prompts]
     meant_for = pretrained.config.max_seq_len
     max_seq_len = config.max_seq_len or meant_for
@@ -63,12 +65,12 @@ def run(config: GenerateConfig) -> None:
     jax.set_mesh(mesh.make_mesh(choose_mesh(config.mesh, model_config, jax.device_count())))
     say(f"devices    {console.devices()}; {model_config.param_dtype}")
     completer = Completer(
-        pretrained.load(model_config),
+        load_model(pretrained, model_config),
         tokenizer,
         sampling=Sampling(temperature=config.temperature, top_k=config.top_k, top_p=config.top_p, min_p=config.min_p),
         key=jax.random.key(config.seed),
         max_seq_len=max_seq_len,
-        end_ids=() if config.ignore_eos else find_ends(pretrained.ends, tokenizer, template),
+        end_ids=end_ids,
     )
     try:
         if config.is_talk:

@@ -14,6 +14,7 @@ from llamajax.model.attention import Attention, KeyValue, Rows
 from llamajax.model.kv_cache import KVCache, append, write_prompt
 from llamajax.model.layers import MLP, RMSNorm, normal
 from llamajax.model.rope import positions_from_segment_ids, rope_tables
+from llamajax.parallel.arrays import named_arrays
 from llamajax.parallel.sharding import ONE_DEVICE, spec
 from llamajax.parallel.stack import run_layers
 from llamajax.parallel.vocabulary import look_up
@@ -154,11 +155,11 @@ class Llama(nnx.Module):
         return self.embedding if self.head is None else self.head
 
     @staticmethod
-    def shapes(config: ModelConfig) -> "Llama":
-        """The model with the shape and dtype of every array in its place; needs no mesh, and no device is touched."""
+    def shapes(config: ModelConfig) -> dict[str, jax.ShapeDtypeStruct]:
+        """Shape and dtype of every array, by its path in the model; needs no mesh, and no device is touched."""
         with jax.set_mesh(None), jax.sharding.use_abstract_mesh(ONE_DEVICE):
             model = jax.eval_shape(lambda: Llama(config, jax.random.key(0)))
-        return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), model)
+        return {name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for name, leaf in named_arrays(model).items()}
 
     def _embed(self, tokens: Tokens, seq: str | None) -> Float[Array, "B T D"]:
         with jax.named_scope("embed"):

@@ -56,6 +56,19 @@ def room(capacity_bytes: int, beside: Allowance) -> float:
     return math.floor(1000 * (1 - beside.total_bytes / capacity_bytes)) / 1000
 
 
+def told_fraction() -> float | None:
+    """The share of a GPU's memory that the environment lets jax take for arrays, as `connect` does; None: it says nothing.
+
+    Raises:
+        EnvironmentMismatchError: it says what is no number.
+    """
+    text = os.environ.get(VARIABLE)
+    try:
+        return float(text) if text else None
+    except ValueError as error:
+        raise EnvironmentMismatchError(f"{VARIABLE}={text!r} must be a share of the GPU's memory, such as 0.9") from error
+
+
 def memory_fraction(config: Config) -> float:
     """Of the memory of the GPUs in `config.hardware`, what training takes for arrays.
 
@@ -64,13 +77,8 @@ def memory_fraction(config: Config) -> float:
     Raises:
         EnvironmentMismatchError: what the environment says is no number.
     """
-    if text := os.environ.get(VARIABLE):
-        try:
-            return float(text)
-        except ValueError as error:
-            raise EnvironmentMismatchError(
-                f"{VARIABLE}={text!r} must be a share of the GPU's memory, such as 0.9"
-            ) from error
+    if (told := told_fraction()) is not None:
+        return told
     if config.hardware.gpu == "none" or config.mesh.num_cpu_devices is not None:
         return MEMORY_FRACTION
     beside = allowance(config.mesh.axis_sizes(config.hardware.num_devices))

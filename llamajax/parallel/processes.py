@@ -15,12 +15,9 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NoReturn, Protocol
 
-import jax
-
-from llamajax.config.parallel import DistributedConfig
 from llamajax.errors import EnvironmentMismatchError
 from llamajax.parallel import meeting
 from llamajax.parallel.meeting import Link
@@ -68,14 +65,14 @@ def everyones(value: Any, about: str = "") -> list[Any]:
     return [value] if _peers is None else _peers.everyones(value, about)
 
 
-def check_same_everywhere(own: dict[str, Any]) -> None:
+def check_same_everywhere(own: Mapping[str, Any]) -> None:
     """Refuses to go on when the processes of the run do not have the same settings, or data; all call this together.
 
     Raises:
         EnvironmentMismatchError: naming the processes that differ from the first, and in what.
     """
-    first = everyones(own if rank() == 0 else None)[0]
-    differing_here = [key for key in first | own if key not in own or key not in first or own[key] != first[key]]
+    first = everyones(dict(own) if rank() == 0 else None)[0]
+    differing_here = [key for key in {**first, **own} if key not in own or key not in first or own[key] != first[key]]
     for number, differing in enumerate(everyones(differing_here)):
         if differing:
             raise EnvironmentMismatchError(
@@ -97,41 +94,11 @@ def uninterrupted() -> Iterator[None]:
         yield
 
 
-def join_run(config: DistributedConfig) -> None:
-    """Connects this process to the others of the run, if `config.enabled`; before any other use of jax.
-
-    Raises:
-        EnvironmentMismatchError: the others cannot be found or do not come, or the port cannot be used.
-    """
+def meet(rank: int, links: Sequence[Link], timeout_s: float) -> None:
+    """Takes the processes at the other ends of `links` for those of this run; see `Peers`."""
     global _peers
-    if not config.enabled or jax.distributed.is_initialized():
-        return
-    address, num_processes, own_rank, local_device_ids = meeting.find(config)
-    host, port = meeting.host_and_port(address)
-    bind_address = os.environ.get("JAX_COORDINATOR_BIND_ADDRESS") or meeting.bind_address_for(host, port)
-    if num_processes > 1:
-        meet = meeting.receive_all if own_rank == 0 else meeting.call_on_first
-        links = meet(address, bind_address, num_processes, own_rank, config.initialization_timeout_s)
-        _peers = Peers(own_rank, links, config.heartbeat_timeout_s)
-        atexit.register(_peers.leave)
-    own_side = meeting.host_and_port(bind_address)
-    coordinator = (own_side[0] if meeting.is_loopback(own_side[0]) else "127.0.0.1", port) if own_rank == 0 else (host, port)
-    # SIGTERM is ours (llamajax.training.stop), and we notice what is lost: jax's own clock, which aborts, comes later.
-    jax.config.update("jax_enable_preemption_service", False)
-    try:
-        jax.distributed.initialize(
-            coordinator_address=meeting.relay(coordinator),
-            num_processes=num_processes,
-            process_id=own_rank,
-            local_device_ids=local_device_ids,
-            cluster_detection_method="deactivate",
-            coordinator_bind_address=bind_address,
-            heartbeat_timeout_seconds=2 * config.heartbeat_timeout_s,
-            initialization_timeout=config.initialization_timeout_s,
-        )
-    except (ValueError, RuntimeError) as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise EnvironmentMismatchError(f"distributed: cannot join the other processes: {reason}; start all again") from error
+    _peers = Peers(rank, links, timeout_s)
+    atexit.register(_peers.leave)
 
 
 class Peers:

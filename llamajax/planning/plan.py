@@ -15,8 +15,10 @@ from llamajax.planning.cost.gpu import planned_machine
 from llamajax.planning.cost.replay import replay
 from llamajax.planning.cost.timeline import Timeline
 from llamajax.planning.fitting import Suggestion, suggestions
-from llamajax.planning.latencies import Preference, latency_source, latency_text, preference, read_latencies
+from llamajax.planning.judge import preference
+from llamajax.planning.latencies import FILE_NAME, latency_text, read_latencies
 from llamajax.planning.memory import MemoryPlan, memory_plan
+from llamajax.planning.scheduling import latency_source
 from llamajax.planning.xla.compile import CompiledStep, compile_for
 from llamajax.planning.xla.hlo import Module
 from llamajax.planning.xla.parse import parse
@@ -74,7 +76,7 @@ class Plan:
         return min(tried, key=lambda alternative: _preference(alternative.schedule)).changes
 
 
-def _preference(schedule: Schedule) -> Preference:
+def _preference(schedule: Schedule) -> tuple[bool, float]:
     return preference(schedule.timeline, fits=schedule.memory.fits)
 
 
@@ -131,10 +133,10 @@ def by_latencies(guessed: Schedule, config: Config) -> Schedule | None:
     source = latency_source(config, config.hardware.num_devices)
     if source is None:
         return None
-    made = latency_text(guessed.module, planned_machine(config), mesh_sizes(config)) if source == "auto" else None
+    text = latency_text(guessed.timeline.latencies) if source == "auto" else read_latencies(source)
     with tempfile.TemporaryDirectory(prefix="llamajax-plan-") as folder:
-        path = Path(folder) / "latencies.pbtxt"
-        path.write_text(made or read_latencies(source), encoding="utf-8")
+        path = Path(folder) / FILE_NAME
+        path.write_text(text, encoding="utf-8")
         return replayed(compile_for(config, latencies=str(path)), config)
 
 

@@ -1,4 +1,4 @@
-"""The XLA options of the training step: one table, used by training and by plans, so that both compile the same program.
+"""Compiling the training step; its XLA options are one table, so that training and plans compile the same program.
 
 They are given to the one compilation they are for, not to the process through XLA_FLAGS: an option that a jaxlib does not
 know is then an error to explain, where XLA_FLAGS would abort the process.
@@ -7,11 +7,15 @@ know is then an error to explain, where XLA_FLAGS would abort the process.
 import re
 
 import jax
+import jax.numpy as jnp
 import jaxlib.version
 
 from llamajax.config.formulas import layer_matrix_bytes
 from llamajax.config.run import Config
 from llamajax.errors import ConfigError, EnvironmentMismatchError
+from llamajax.step.batch import FIELDS, batch_sharding, micro_batch_size
+from llamajax.step.state import TrainState
+from llamajax.step.step import train_step
 
 Option = str | bool
 
@@ -50,6 +54,18 @@ def compiler_options(config: Config, num_devices: int, *, latencies: str | None 
 def check_flags(config: Config) -> None:
     """Raises `ConfigError` where `config.xla.flags` are none of this jaxlib's, at the price of compiling next to nothing."""
     compile_with(jax.jit(lambda: 0).lower(), dict(map(_parse, config.xla.flags)))
+
+
+def lower(config: Config, state: TrainState) -> jax.stages.Lowered:
+    """`train_step` of `config`, traced and lowered for the current mesh; no array is made.
+
+    Args:
+        config: the run.
+        state: its `llamajax.step.state.abstract_state`.
+    """
+    shape = (config.train.grad_accum_steps, micro_batch_size(config), config.data.seq_len)
+    batch = dict.fromkeys(FIELDS, jax.ShapeDtypeStruct(shape, jnp.int32, sharding=batch_sharding()))
+    return train_step.lower(config, state, batch)
 
 
 def compile_with(lowered: jax.stages.Lowered, options: dict[str, Option]) -> jax.stages.Compiled:

@@ -58,26 +58,23 @@ def make_optimizer(config: OptimizerConfig, num_steps: int) -> optax.GradientTra
     )
 
 
-def check_names(config: OptimizerConfig, params: Any) -> None:
-    """Raises `ConfigError` if a name in `no_weight_decay` is in no parameter's path, as a misspelt one would be.
+def decay_mask(config: OptimizerConfig, params: Any) -> Any:
+    """True for every parameter that weight decay applies to; same tree as `params`.
 
-    The names of the default are correct, whether or not a model has such parameters.
+    Raises:
+        ConfigError: a name in `no_weight_decay` is in no parameter's, as a misspelt one would be. The names of the default
+            are correct, whether or not a model has such parameters.
     """
-    paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
-    known = [*paths, *OptimizerConfig.no_weight_decay]
-    unused = [name for name in config.no_weight_decay if not any(name in path for path in known)]
+    paths, tree = jax.tree.flatten_with_path(params)
+    names = [jax.tree_util.keystr(path, simple=True, separator=".").removesuffix(".value") for path, _ in paths]
+    known = [*names, *OptimizerConfig.no_weight_decay]
+    unused = [part for part in config.no_weight_decay if not any(part in name for name in known)]
     if unused:
         raise ConfigError(
-            f"optimizer.no_weight_decay: {', '.join(unused)} is in no parameter's name; correct it or remove it"
-            " (--dry_run lists the names)"
+            f"optimizer.no_weight_decay: {', '.join(unused)} is in no parameter's name; correct it or remove it; the names"
+            f" are {', '.join(names)}"
         )
-
-
-def decay_mask(config: OptimizerConfig, params: Any) -> Any:
-    """True for every parameter that weight decay applies to; same tree as `params`."""
-    return jax.tree_util.tree_map_with_path(
-        lambda path, _: not any(name in jax.tree_util.keystr(path) for name in config.no_weight_decay), params
-    )
+    return jax.tree.unflatten(tree, [not any(part in name for part in config.no_weight_decay) for name in names])
 
 
 def _keep_in(inner: optax.GradientTransformation, dtype: jnp.dtype) -> optax.GradientTransformation:

@@ -2,7 +2,6 @@
 
 import functools
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import chex
@@ -13,53 +12,13 @@ from jax import lax
 
 from llamajax.config.run import Config
 from llamajax.model import Llama
-from llamajax.parallel.mesh import concretise
 from llamajax.parallel.sharding import spec
-from llamajax.step.batch import FIELDS, IGNORE, Batch, batch_sharding, micro_batch_size
+from llamajax.step.batch import IGNORE, Batch
 from llamajax.step.loss import LossSums, loss_fn
 from llamajax.step.optim import learning_rate, make_optimizer
+from llamajax.step.state import TrainState
 
 Result = TypeVar("Result")
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class TrainState:
-    """Everything a run carries from step to step; saved whole, restored whole."""
-
-    step: jax.Array
-    """Finished steps, int32; also the data position, because every step takes `global_batch_size` rows."""
-    model: Llama
-    """Master weights in `param_dtype`."""
-    opt_state: Any
-    """optax state, sharded as the weights are."""
-    rng: jax.Array
-    """Key for what is drawn after initialisation."""
-    skipped_steps: jax.Array
-    """Steps that were not applied, because gradients were not finite or no target was counted, int32."""
-    skipped_in_a_row: jax.Array
-    """Those whose gradients were not finite, since the last one whose were, int32."""
-
-
-@functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
-def init_state(config: Config, model: Llama | None = None) -> TrainState:
-    """The state before the first step, born sharded over the current mesh; equal on every mesh for one seed.
-
-    Args:
-        config: the run.
-        model: weights to start from, which are used up; None: they are drawn.
-    """
-    model_key, rng = jax.random.split(jax.random.key(config.seed))
-    weights: Any = Llama(config.model, model_key) if model is None else model  # optax's types know dicts and tuples only
-    zero = jnp.zeros((), jnp.int32)
-    return TrainState(
-        step=zero,
-        model=weights,
-        opt_state=make_optimizer(config.optimizer, config.train.num_steps).init(weights),
-        rng=rng,
-        skipped_steps=zero,
-        skipped_in_a_row=zero,
-    )
 
 
 def loss_and_grads(config: Config, model: Llama, batch: Batch) -> tuple[dict[str, jax.Array], Llama]:
@@ -96,23 +55,6 @@ def train_step(config: Config, state: TrainState, batch: Batch) -> tuple[TrainSt
     metrics, grads = loss_and_grads(config, state.model, batch)
     state, update_metrics = apply_gradients(config, state, grads, metrics["tokens"])
     return state, metrics | update_metrics
-
-
-def abstract_state(config: Config) -> TrainState:
-    """The state of a run as `jax.ShapeDtypeStruct`, with shardings of the current mesh; no array is made."""
-    return concretise(jax.eval_shape(functools.partial(init_state, config)))
-
-
-def lower(config: Config, state: TrainState) -> jax.stages.Lowered:
-    """`train_step` of `config`, traced and lowered for the current mesh; no array is made.
-
-    Args:
-        config: the run.
-        state: its `abstract_state`.
-    """
-    shape = (config.train.grad_accum_steps, micro_batch_size(config), config.data.seq_len)
-    batch = dict.fromkeys(FIELDS, jax.ShapeDtypeStruct(shape, jnp.int32, sharding=batch_sharding()))
-    return train_step.lower(config, state, batch)
 
 
 @jax.named_scope("update")

@@ -1,19 +1,20 @@
 """The loop of a run: steps, evaluations and checkpoints."""
 
+from collections.abc import Mapping
+from typing import Any
+
 import jax
 
 from llamajax import data
-from llamajax.checkpoint.meta import checkpoint_meta
 from llamajax.checkpoint.write import Checkpointer
 from llamajax.config.run import Config
 from llamajax.data.loader import Loader
 from llamajax.errors import DivergedError
 from llamajax.evaluation.held_out import evaluate
-from llamajax.step.step import TrainState
+from llamajax.step.state import TrainState
 from llamajax.training.stop import StopSignal
 from llamajax.watch import console, metrics, run_log
 from llamajax.watch.trace import trace
-from llamajax.weights.origin import Origin
 
 
 def train(
@@ -22,14 +23,29 @@ def train(
     start_step: int,
     compiled_step: jax.stages.Compiled,
     dataset: data.Dataset,
-    origin: Origin,
+    meta: dict[str, Any],
+    files: Mapping[str, bytes],
     checkpointer: Checkpointer,
     stop: StopSignal,
 ) -> tuple[TrainState, bool]:
-    """The loop: steps, evaluations and checkpoints, until the last step or a request to stop; whether it was that."""
+    """The loop: steps, evaluations and checkpoints, until the last step or a request to stop; whether it was that.
+
+    Args:
+        config: the run.
+        state: after `start_step` steps.
+        start_step: steps that are done.
+        compiled_step: `train_step` of the run.
+        dataset: what it trains on.
+        meta: what its checkpoints say about themselves.
+        files: name and content of what is kept with them.
+        checkpointer: writes them.
+        stop: the requests to stop.
+
+    Raises:
+        DivergedError: gradients were not finite in too many steps in a row.
+    """
     num_steps = config.train.num_steps
     step = saved_step = start_step
-    files = {**origin.files, **dataset.files}
     with (
         stop.at_end_of_step(),
         metrics.MetricsWriter(config, start_step=start_step) as writer,
@@ -37,6 +53,17 @@ def train(
         trace(config, start_step) as trace_before,
     ):
         writer.event("data", fingerprint=dataset.fingerprint, epochs=dataset.epochs(config.train.num_rows))
+
+        def check(record: run_log.Record | None) -> None:
+            if record is None or record["train/skipped_in_a_row"] < config.train.max_nonfinite_steps:
+                return
+            newest = checkpointer.newest
+            saved = f"step {newest} is the newest checkpoint" if newest is not None else "there is no checkpoint"
+            raise DivergedError(
+                f"step {record['step']}: gradients were not finite in {record['train/skipped_in_a_row']} steps in a row"
+                f" (train.max_nonfinite_steps={config.train.max_nonfinite_steps}); {saved}; lower optimizer.learning_rate or"
+                " warm up longer, in another run_dir or with checkpoint.allow_config_change"
+            )
 
         def evaluate_now() -> None:
             with writer.pause("evaluating"):
@@ -47,7 +74,8 @@ def train(
         def save() -> None:
             nonlocal saved_step
             with writer.pause("saving"):
-                checkpointer.save(step, state, checkpoint_meta(config, step, dataset, origin.hf), files)
+                of_step = meta | {"data": {"position": step * config.train.global_batch_size, **meta["data"]}}
+                checkpointer.save(step, state, of_step, files)
             writer.event("save")
             saved_step = step
 
@@ -59,15 +87,15 @@ def train(
             _, batch = next(loader)
             state, values = compiled_step(state, batch)
             step += 1
-            check_finite(config, writer.write(step, values, data_wait_s=loader.wait_s), checkpointer.newest)
+            check(writer.write(step, values, data_wait_s=loader.wait_s))
             if due(config.checkpoint.save_every) or checkpointer.retry_due(step):
-                check_finite(config, writer.flush(), checkpointer.newest)
+                check(writer.flush())
                 save()
             if due(config.train.eval_every) and step < num_steps:
-                check_finite(config, writer.flush(), checkpointer.newest)
+                check(writer.flush())
                 evaluate_now()
         trace_before(step + 1, state)
-        check_finite(config, writer.flush(), checkpointer.newest)
+        check(writer.flush())
         if step != saved_step:
             save()
         if step == num_steps and config.train.eval_batches and config.data.held_out_fraction:
@@ -77,19 +105,3 @@ def train(
     if stopped:
         console.log(f"stopped    at step {step}{', which is saved' if step else ''}; the same command goes on from there")
     return state, stopped
-
-
-def check_finite(config: Config, record: run_log.Record | None, saved_step: int | None) -> None:
-    """Stops the run once too many steps in a row had non-finite gradients.
-
-    Raises:
-        DivergedError: with the step and what to try.
-    """
-    if record is None or record["train/skipped_in_a_row"] < config.train.max_nonfinite_steps:
-        return
-    saved = f"step {saved_step} is the newest checkpoint" if saved_step is not None else "there is no checkpoint"
-    raise DivergedError(
-        f"step {record['step']}: gradients were not finite in {record['train/skipped_in_a_row']} steps in a row"
-        f" (train.max_nonfinite_steps={config.train.max_nonfinite_steps}); {saved}; lower optimizer.learning_rate or warm up"
-        " longer, in another run_dir or with checkpoint.allow_config_change"
-    )

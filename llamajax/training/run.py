@@ -6,24 +6,26 @@ from pathlib import Path
 import jax
 
 from llamajax import data
-from llamajax.checkpoint.meta import check_same_run
-from llamajax.checkpoint.read import latest_step
+from llamajax.checkpoint.meta import checkpoint_meta
+from llamajax.checkpoint.steps import latest_step
 from llamajax.checkpoint.write import Checkpointer
 from llamajax.config.file import write_config
 from llamajax.config.run import Config
 from llamajax.generation.completion import encode_prompt, stream_text
-from llamajax.parallel import mesh
+from llamajax.parallel import startup
 from llamajax.parallel.exit import end_process, exit_code
 from llamajax.parallel.processes import check_same_everywhere, everyones
-from llamajax.planning.latencies import compile_here
-from llamajax.step import optim
-from llamajax.step.step import TrainState, abstract_state, init_state, lower
+from llamajax.planning.scheduling import compile_here
+from llamajax.step.compile import lower
+from llamajax.step.state import abstract_state, init_state
 from llamajax.training.loop import train
+from llamajax.training.resume import check_same_run
 from llamajax.training.stop import StopSignal
-from llamajax.watch import console, metrics
+from llamajax.watch import console
 from llamajax.watch.console import say
+from llamajax.weights.loading import load_model
+from llamajax.weights.opening import open_pretrained
 from llamajax.weights.origin import Origin, take_along
-from llamajax.weights.pretrained import open_pretrained
 
 
 def run(config: Config, *, dry_run: bool = False) -> None:
@@ -32,18 +34,15 @@ def run(config: Config, *, dry_run: bool = False) -> None:
     Raises:
         UserError: one of `llamajax.errors`, when the configuration, data, machine or checkpoints do not allow it.
     """
-    metrics.check_packages(config)
     with StopSignal() as stop:
-        mesh.start(config)
-        console.print_header(config)
+        startup.start(config)
+        abstract = abstract_state(config)
+        console.print_header(config, abstract.model)
         run_dir = Path(config.run_dir).expanduser()
         pretrained = None
         if config.init_from is not None and everyones(latest_step(run_dir))[0] is None:
             pretrained = open_pretrained(Path(config.init_from))
             pretrained.check(config.model)
-        abstract = abstract_state(config)
-        console.print_parameters(abstract.model)
-        optim.check_names(config.optimizer, abstract.model)
         started = time.monotonic()
         compiled_step = compile_here(config, lower(config, abstract))
         console.log(f"compile    {time.monotonic() - started:.1f} s; {console.memory_summary(compiled_step)}")
@@ -55,46 +54,41 @@ def run(config: Config, *, dry_run: bool = False) -> None:
             source = restored if pretrained is None else pretrained
             origin = Origin() if config.init_from is None or source is None else take_along(source.files, source.hf)
             dataset = data.prepare(config, log=console.log, log_work=console.log_own, tokenizer=origin.tokenizer)
-            check_same_everywhere(
-                {"data (documents or tokenizer)": dataset.fingerprint, "tokenized documents": dataset.content}
-            )
+            same = {"data (documents or tokenizer)": dataset.fingerprint, "tokenized documents": dataset.content}
+            check_same_everywhere(same)
             of_sources = ", ".join(f"{n:.2f} of {key}" for key, n in dataset.epochs(config.train.num_rows).items())
             console.log(f"epochs     {of_sources} in {config.train.num_steps:,} steps")
             if config.sample.prompt is not None:
                 encode_prompt(dataset.tokenizer, config.sample.prompt, config.data.seq_len)
+            meta = checkpoint_meta(config, dataset, origin.hf)
             if restored is not None:
-                check_same_run(config, restored, dataset.fingerprint)
+                check_same_run(config, restored, meta)
+            if jax.process_index() == 0:
+                write_config(config, run_dir / "config.yaml")
+            if restored is not None:
                 console.log(f"start      resuming at step {restored.step}")
                 state, start_step = restored.state, restored.step
             else:
                 console.log(f"start      from {f'scratch, seed {config.seed}' if pretrained is None else pretrained.about}")
-                model = None if pretrained is None else pretrained.load(config.model)
+                model = None if pretrained is None else load_model(pretrained, config.model)
                 state, start_step = init_state(config, model), 0
-            if jax.process_index() == 0:
-                write_config(config, run_dir / "config.yaml")
             everyones("ready")  # the first collective of devices waits for half a minute only
-            state, stopped = train(config, state, start_step, compiled_step, dataset, origin, checkpointer, stop)
-            if not stopped:
-                write_sample(config, state, dataset)
+            files = {**origin.files, **dataset.files}
+            state, stopped = train(config, state, start_step, compiled_step, dataset, meta, files, checkpointer, stop)
+            if not stopped and config.sample.prompt is not None:
+                pieces = stream_text(
+                    state.model,
+                    dataset.tokenizer,
+                    config.sample.prompt,
+                    max_tokens=config.sample.max_tokens,
+                    temperature=config.sample.temperature,
+                    key=state.rng,
+                    seq_len=config.data.seq_len,
+                )
+                console.log("sample")
+                console.print_stream(config.sample.prompt, pieces)
         if jax.process_index() == 0 and int(state.step) > 0:
             console.print_end(run_dir, run_dir / "checkpoints" / str(int(state.step)))
-
-
-def write_sample(config: Config, state: TrainState, dataset: data.Dataset) -> None:
-    """Prints how the model goes on from the configured prompt, as it writes."""
-    if config.sample.prompt is None or int(state.step) < config.train.num_steps:
-        return
-    pieces = stream_text(
-        state.model,
-        dataset.tokenizer,
-        config.sample.prompt,
-        max_tokens=config.sample.max_tokens,
-        temperature=config.sample.temperature,
-        key=state.rng,
-        seq_len=config.data.seq_len,
-    )
-    console.log("sample")
-    console.print_stream(config.sample.prompt, pieces)
 
 
 def main(config: Config, *, dry_run: bool) -> None:

@@ -20,7 +20,6 @@ from rich.table import Table
 from rich.text import Text
 
 import llamajax
-from llamajax.config.formulas import num_params
 from llamajax.config.run import Config
 from llamajax.errors import UserError
 from llamajax.parallel import processes
@@ -82,6 +81,13 @@ def track(items: Iterable[Any], total: int, what: str) -> Iterator[Any]:
             log(f"{what} {done:>{len(str(total))}}/{total}  ETA {format_duration(left)}")
 
 
+def print_table(table: Table) -> None:
+    """Prints a table, on the first process of the run only; into a file, a row stays one line, however long."""
+    if jax.process_index() == 0:
+        screen = CONSOLE if is_interactive() else Screen(file=CONSOLE.file, width=1000)
+        screen.print(table)
+
+
 def print_stream(prompt: str, pieces: Iterable[str]) -> None:
     """Prints a prompt and, as they come, the pieces of text that go on from it.
 
@@ -106,12 +112,13 @@ def devices(where: str = "") -> str:
     return f"{jax.device_count()} x {jax.devices()[0].device_kind}{where}; mesh {axes or 'of one device'}"
 
 
-def print_header(config: Config) -> None:
-    """What is about to run, and where: versions, devices, mesh, batch."""
+def print_header(config: Config, model: Any) -> None:
+    """What is about to run, and where: versions, devices, mesh, batch, and every array of `model`."""
     in_processes = f" in {jax.process_count()} process{'es' if jax.process_count() > 1 else ''}"
     log(f"llamajax   {llamajax.__version__}, jax {jax.__version__}, Python {platform.python_version()}")
     log(f"run        {config.run_dir}")
     log(f"devices    {devices(in_processes)}")
+    num_params = sum(leaf.size for leaf in jax.tree.leaves(model))
     if jax.default_backend() == "cpu" and config.mesh.num_cpu_devices is None:
         log(
             "warning    jax found no accelerator; on the GPUs of this machine, install llamajax[cuda13] and check the driver"
@@ -119,9 +126,11 @@ def print_header(config: Config) -> None:
     if config.model.param_dtype == "bfloat16":
         log(
             "warning    model.param_dtype: bfloat16 master weights lose every update below 1/512 of its weight, most of"
-            f" those at small learning rates; float32 takes {format_bytes(2 * num_params(config.model))} more in all"
+            f" those at small learning rates; float32 takes {format_bytes(2 * num_params)} more in all"
         )
     log(f"batch      {config.batch_arithmetic(jax.device_count())}")
+    log(f"model      {format_count(num_params)} parameters ({num_params:,})")
+    print_table(parameter_table(model))
 
 
 def parameter_table(tree: Any) -> Table:
@@ -131,21 +140,17 @@ def parameter_table(tree: Any) -> Table:
     """
     table = Table(box=None, padding=(0, 2, 0, 0), show_footer=True, header_style="bold", footer_style="bold")
     table.add_column("parameter", footer="total", overflow="fold")
-    table.add_column("shape")
-    table.add_column("dtype")
-    table.add_column("split over")
-    table.add_column("per device", justify="right")
-    table.add_column("all", justify="right")
+    for name in ("shape", "dtype", "split over", "per device", "all"):
+        table.add_column(name, justify="right" if name in ("per device", "all") else "left")
     num_params, total_bytes, device_bytes = 0, 0, 0
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        name = jax.tree_util.keystr(path, simple=True, separator=".").removesuffix(".value")
+        shape, split = " x ".join(map(str, leaf.shape)) or "scalar", _split_over(leaf.sharding)
         shard_shape = leaf.shape if leaf.sharding is None else leaf.sharding.shard_shape(leaf.shape)
         leaf_bytes = leaf.size * leaf.dtype.itemsize
         shard_bytes = math.prod(shard_shape) * leaf.dtype.itemsize
         num_params, total_bytes, device_bytes = num_params + leaf.size, total_bytes + leaf_bytes, device_bytes + shard_bytes
-        name = jax.tree_util.keystr(path, simple=True, separator=".").removesuffix(".value")
-        shape = " x ".join(map(str, leaf.shape)) or "scalar"
-        each = format_bytes(shard_bytes), format_bytes(leaf_bytes)
-        table.add_row(name, shape, leaf.dtype.name, _split_over(leaf.sharding), *each)
+        table.add_row(name, shape, leaf.dtype.name, split, format_bytes(shard_bytes), format_bytes(leaf_bytes))
     table.columns[1].footer = f"{num_params:,}"
     table.columns[4].footer, table.columns[5].footer = format_bytes(device_bytes), format_bytes(total_bytes)
     return table
@@ -157,16 +162,6 @@ def _split_over(sharding: jax.sharding.Sharding | None) -> str:
         return "-"
     dims = ((axes,) if isinstance(axes, str) else axes or ("-",) for axes in sharding.spec)
     return ", ".join("+".join(axes) for axes in dims)
-
-
-def print_parameters(model: Any) -> None:
-    """The table of all parameters and their number."""
-    num_params = sum(leaf.size for leaf in jax.tree.leaves(model))
-    log(f"model      {format_count(num_params)} parameters ({num_params:,})")
-    if jax.process_index() == 0:
-        # Into a file, a row stays one line, however long.
-        screen = CONSOLE if is_interactive() else Screen(file=CONSOLE.file, width=1000)
-        screen.print(parameter_table(model))
 
 
 def memory_summary(compiled: jax.stages.Compiled) -> str:

@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import hashlib
-import importlib.util
 import json
 import math
 import platform
@@ -20,18 +19,11 @@ import numpy as np
 import llamajax
 from llamajax.config.formulas import flops_per_token, num_params
 from llamajax.config.run import Config
-from llamajax.errors import ConfigError
 from llamajax.watch import console, run_log
 from llamajax.watch.peak import peak_flops
 from llamajax.watch.run_log import Record
 
 TENSORBOARD_DIR = "tensorboard"
-
-
-def check_packages(config: Config) -> None:
-    """Raises `ConfigError` if the configuration asks for an optional package that is not installed."""
-    if config.metrics.wandb and importlib.util.find_spec("wandb") is None:
-        raise ConfigError("metrics.wandb: wandb is not installed; run pip install 'llamajax[wandb]', or turn it off")
 
 
 class MetricsWriter:
@@ -46,11 +38,7 @@ class MetricsWriter:
         Args:
             config: the run.
             start_step: finished steps so far.
-
-        Raises:
-            ConfigError: an optional package is missing.
         """
-        check_packages(config)
         self._config = config
         self.run_dir = Path(config.run_dir).expanduser()
         self._start_step = self._last_step = start_step

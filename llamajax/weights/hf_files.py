@@ -3,7 +3,6 @@
 import json
 import os
 import re
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,39 +27,10 @@ _MAX_JSON_BYTES = 4_000_000  # thirty times what the largest Llama needs
 _MAX_BYTES = 64_000_000  # the largest tokenizer.json is a quarter of that
 
 
-@dataclass(frozen=True)
-class HfDirectory:
-    """A Hugging Face directory as it was read; whether it fits together is another matter."""
-
-    name: str
-    """The model's: OWNER/NAME if it lies in the cache of Hugging Face's downloads, else the directory's."""
-    config: dict[str, Any]
-    """Content of `config.json`."""
-    generation: dict[str, Any]
-    """Content of `generation_config.json`; empty if there is none."""
-    license: str | None
-    """What its model card calls its licence."""
-    files: dict[str, bytes]
-    """Name and content of the tokenizer's and other small files."""
-    tensors: dict[str, Stored]
-    """All there are, by name."""
-
-
-def read_directory(path: Path) -> HfDirectory:
-    """Reads everything in a model's directory but the tensors' values.
-
-    Raises:
-        ConfigError: a file is missing or damaged; says which in one line.
-    """
-    cached = re.fullmatch("models--(.+?)--(.+)", path.absolute().parent.parent.name)
-    return HfDirectory(
-        name=f"{cached[1]}/{cached[2]}" if cached else path.absolute().name,
-        config=read_json(path / CONFIG),
-        generation=read_generation(path),
-        license=_read_license(path / "README.md"),
-        files=read_travelling(path),
-        tensors=open_model(path),
-    )
+def source_name(directory: Path) -> str:
+    """The model's name: OWNER/NAME if it lies in the cache of Hugging Face's downloads, else the directory's."""
+    cached = re.fullmatch("models--(.+?)--(.+)", directory.absolute().parent.parent.name)
+    return f"{cached[1]}/{cached[2]}" if cached else directory.absolute().name
 
 
 def read_generation(directory: Path) -> dict[str, Any]:
@@ -90,8 +60,8 @@ def read_travelling(directory: Path) -> dict[str, bytes]:
     return contents
 
 
-def _read_license(model_card: Path) -> str | None:
-    """The licence's identifier in a model card, which is the line `license: ...` of the block at its beginning."""
+def read_license(model_card: Path) -> str | None:
+    """The licence's identifier in a model card, which is the line `license: ...` of the block at its beginning, if any."""
     try:
         with model_card.open("rb") as file:
             text = file.read(64_000).decode(errors="replace")

@@ -17,7 +17,6 @@ import numpy as np
 from llamajax.config.model import ModelConfig
 from llamajax.errors import ConfigError, show
 from llamajax.model import Llama
-from llamajax.parallel.mesh import named_arrays
 from llamajax.weights.architectures import architecture_of
 from llamajax.weights.safetensors import Stored
 
@@ -78,7 +77,7 @@ TENSORS = (
 @functools.cache
 def our_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Shape of every array of the model, by its name in a checkpoint."""
-    return {name: leaf.shape for name, leaf in named_arrays({"model": Llama.shapes(config)}).items()}
+    return {f"model.{name}": leaf.shape for name, leaf in Llama.shapes(config).items()}
 
 
 def is_stacked(array: str) -> bool:
@@ -101,7 +100,12 @@ def hf_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     ours = our_shapes(config)
     shapes = {}
     for of_layer, some in itertools.groupby((t for t in TENSORS if t.array in ours), key=lambda t: is_stacked(t.array)):
-        of_one = {tensor.hf_name: _hf_shape(tensor, ours[tensor.array]) for tensor in some}
+        of_one = {}
+        for tensor in some:
+            in_dims = tensor.in_dims or 0
+            part = _part_shape(tensor, ours[tensor.array][of_layer:])
+            ins, outs = math.prod(part[:in_dims]), math.prod(part[in_dims:])
+            of_one[tensor.hf_name] = part if tensor.in_dims is None else (outs, ins) if in_dims else (outs,)
         for layer in range(config.num_layers if of_layer else 1):
             shapes |= {hf_name.format(layer=layer): shape for hf_name, shape in of_one.items()}
     return shapes
@@ -138,17 +142,6 @@ def tensors_for(config: ModelConfig, found: Mapping[str, Stored], directory: Pat
 
 def _part_shape(tensor: Tensor, block_shape: tuple[int, ...]) -> tuple[int, ...]:
     return np.broadcast_to(np.int8(0), block_shape)[tensor.part].shape
-
-
-def _hf_shape(tensor: Tensor, array_shape: tuple[int, ...]) -> tuple[int, ...]:
-    part = _part_shape(tensor, array_shape[1:] if is_stacked(tensor.array) else array_shape)
-    match tensor.in_dims:
-        case None:
-            return part
-        case 0:
-            return (math.prod(part),)
-        case in_dims:
-            return math.prod(part[in_dims:]), math.prod(part[:in_dims])
 
 
 def to_hf(tensor: Tensor, part: np.ndarray) -> np.ndarray:

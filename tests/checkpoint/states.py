@@ -19,6 +19,7 @@ from llamajax.checkpoint.write import Checkpointer
 from llamajax.config.parallel import MeshConfig
 from llamajax.config.training import CheckpointConfig
 from llamajax.parallel import mesh
+from llamajax.parallel.arrays import concretise
 
 CONFIG = CheckpointConfig(keep_last=2)
 TOKENIZER = random.Random(0).randbytes(5000)
@@ -56,7 +57,7 @@ def state_of(seed: int) -> TinyState:
 
 
 def abstract(**options) -> TinyState:
-    return jax.eval_shape(partial(init, **options), 0)
+    return concretise(jax.eval_shape(partial(init, **options), 0))
 
 
 def use_mesh(**sizes: int) -> None:

@@ -21,6 +21,7 @@ from llamajax.config.parallel import MeshConfig
 from llamajax.config.training import CheckpointConfig
 from llamajax.errors import CheckpointError
 from llamajax.parallel import mesh
+from llamajax.parallel.arrays import concretise
 from tests import runs
 
 
@@ -38,11 +39,11 @@ import resource, sys
 from pathlib import Path
 import jax, jax.numpy as jnp
 from jax import P
-from llamajax.parallel import mesh
+from llamajax.parallel import mesh, startup; from llamajax.parallel.arrays import concretise
 from llamajax.checkpoint.write import Checkpointer
 from llamajax.config.training import CheckpointConfig; from llamajax.config.parallel import MeshConfig
 from llamajax.errors import SaveError
-mesh.select_platform(MeshConfig(num_cpu_devices=2))
+startup.select_platform(MeshConfig(num_cpu_devices=2))
 jax.set_mesh(mesh.make_mesh(MeshConfig()))
 hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
 state = {f"w{i}": jnp.ones((256, 256), out_sharding=P("fsdp")) for i in range(4)}
@@ -81,10 +82,10 @@ from pathlib import Path
 from functools import partial
 import jax, jax.numpy as jnp
 from jax import P
-from llamajax.parallel import mesh
+from llamajax.parallel import mesh, startup; from llamajax.parallel.arrays import concretise
 from llamajax.checkpoint.write import Checkpointer
 from llamajax.config.training import CheckpointConfig; from llamajax.config.parallel import MeshConfig
-mesh.select_platform(MeshConfig(num_cpu_devices=2))
+startup.select_platform(MeshConfig(num_cpu_devices=2))
 jax.set_mesh(mesh.make_mesh(MeshConfig()))
 @partial(jax.jit, donate_argnums=0)
 def train_step(state):
@@ -93,7 +94,7 @@ def train_step(state):
 def init():
     return {"w": jnp.zeros((64, 256), out_sharding=P("fsdp")), "step": jnp.int32(0)}
 with Checkpointer(Path(sys.argv[1]), CheckpointConfig(keep_last=2)) as checkpointer:
-    restored = checkpointer.restore(jax.eval_shape(init))
+    restored = checkpointer.restore(concretise(jax.eval_shape(init)))
     state = init() if restored is None else restored.state
     while True:
         state = train_step(state)
@@ -124,7 +125,7 @@ def assert_a_killed_writer_loses_nothing(run_dir: Path, rng: random.Random) -> N
     committed = kill_a_writer(run_dir, rng)
     wanted = jax.eval_shape(lambda: {"w": jnp.zeros((64, 256), out_sharding=P("fsdp")), "step": jnp.zeros((), jnp.int32)})
     with Checkpointer(run_dir, CheckpointConfig(keep_last=2)) as checkpointer:
-        restored = checkpointer.restore(wanted)
+        restored = checkpointer.restore(concretise(wanted))
         assert restored is not None
         assert restored.step >= committed
         assert restored.meta == {"step": restored.step}
@@ -150,14 +151,14 @@ from pathlib import Path
 import jax, jax.numpy as jnp, numpy as np
 from jax import P
 from jax.experimental import multihost_utils
-from llamajax.parallel import mesh, processes
+from llamajax.parallel import mesh, startup; from llamajax.parallel.arrays import concretise
 from llamajax.checkpoint.write import Checkpointer
 from llamajax.checkpoint.read import restore
 from llamajax.config.training import CheckpointConfig; from llamajax.config.parallel import DistributedConfig, MeshConfig
 from llamajax.errors import CheckpointError, SaveError
 run_dir, port, process_id = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
-mesh.select_platform(MeshConfig(num_cpu_devices=2))
-processes.join_run(DistributedConfig(
+startup.select_platform(MeshConfig(num_cpu_devices=2))
+startup.join_run(DistributedConfig(
     enabled=True, coordinator_address=f"127.0.0.1:{port}", num_processes=2, process_id=process_id))
 jax.set_mesh(mesh.make_mesh(MeshConfig(fsdp=4)))
 
@@ -172,7 +173,7 @@ def expect_error(action):
         print("error:", error)
 
 with Checkpointer(run_dir, CheckpointConfig()) as checkpointer:
-    assert checkpointer.restore(jax.eval_shape(init, 0)) is None
+    assert checkpointer.restore(concretise(jax.eval_shape(init, 0))) is None
     for step in (1, 2):
         checkpointer.save(step, jax.jit(init)(step), {"step": step})
     checkpointer.wait()
@@ -194,7 +195,7 @@ if process_id == 0:
 multihost_utils.sync_global_devices("damaged")
 jax.set_mesh(mesh.make_mesh(MeshConfig(fsdp=2, tensor=2)))
 with Checkpointer(run_dir, CheckpointConfig()) as checkpointer:
-    restored = checkpointer.restore(jax.eval_shape(init, 0))
+    restored = checkpointer.restore(concretise(jax.eval_shape(init, 0)))
     checkpointer.save(2, restored.state, {})
 restored = restore(run_dir, jax.eval_shape(init, 0))
 for shard in restored.state["w"].addressable_shards:
@@ -235,14 +236,14 @@ TWO_VIEWS = """
 import sys
 from pathlib import Path
 import jax
-from llamajax.parallel import mesh, processes
+from llamajax.parallel import mesh, startup; from llamajax.parallel.arrays import concretise
 from llamajax.checkpoint.write import Checkpointer
 from llamajax.config.training import CheckpointConfig; from llamajax.config.parallel import DistributedConfig, MeshConfig
 from llamajax.errors import EnvironmentMismatchError
-from llamajax.checkpoint.read import newest_good
+from llamajax.checkpoint.steps import newest_good
 run_dir, port, process_id = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
-mesh.select_platform(MeshConfig(num_cpu_devices=1))
-processes.join_run(DistributedConfig(
+startup.select_platform(MeshConfig(num_cpu_devices=1))
+startup.join_run(DistributedConfig(
     enabled=True, coordinator_address=f"127.0.0.1:{port}", num_processes=2, process_id=process_id))
 for look in (lambda: Checkpointer(run_dir, CheckpointConfig()), lambda: newest_good(run_dir / "checkpoints")):
     try:

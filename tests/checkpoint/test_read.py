@@ -13,10 +13,10 @@ import optax
 import pytest
 from jax import P
 
-from llamajax.checkpoint.read import latest_step, restore
+from llamajax.checkpoint.read import restore
+from llamajax.checkpoint.steps import latest_step
 from llamajax.checkpoint.write import Checkpointer
 from llamajax.errors import CheckpointError
-from llamajax.parallel.mesh import concretise
 from tests.checkpoint.states import (
     CONFIG,
     META,
@@ -114,14 +114,6 @@ def test_missing_and_extra_arrays_are_refused(tmp_path, two_steps):
     other_key = jax.eval_shape(lambda: jax.random.key(0, impl="rbg"))
     with pytest.raises(CheckpointError, match=r"key is key<fry>\[\] in it, but key<rbg>\[\]"):
         restore(two_steps, dataclasses.replace(wanted, key=other_key))
-
-
-def test_concretise_names_devices_for_every_leaf():
-    use_mesh(fsdp=4, tensor=2)
-    leaves = jax.tree.leaves(concretise(abstract()))
-    assert all(isinstance(leaf.sharding.mesh, jax.sharding.Mesh) for leaf in leaves)
-    elsewhere = jax.ShapeDtypeStruct((4,), jnp.float32, sharding=jax.sharding.SingleDeviceSharding(jax.devices()[3]))
-    assert concretise(elsewhere).sharding == elsewhere.sharding
 
 
 def flip(content: bytes, rng: random.Random) -> bytes:

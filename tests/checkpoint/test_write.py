@@ -17,7 +17,8 @@ from jax import P
 
 from llamajax.checkpoint import manifest
 from llamajax.checkpoint import write as checkpoint
-from llamajax.checkpoint.read import latest_step, restore
+from llamajax.checkpoint.read import restore
+from llamajax.checkpoint.steps import latest_step
 from llamajax.checkpoint.write import Checkpointer
 from llamajax.config.training import CheckpointConfig
 from llamajax.errors import CheckpointError, SaveError

@@ -1,6 +1,8 @@
 """The rules of the sections, and the numbers derived from them."""
 
 import dataclasses
+import importlib.util
+from importlib.machinery import ModuleSpec
 from typing import Any
 
 import pytest
@@ -205,3 +207,17 @@ def test_batch_arithmetic_is_one_line_that_adds_up():
         "global batch 64 sequences x 4096 tokens = 262,144 tokens"
         " = 4 per device x 8 data-parallel devices x 2 accumulation steps"
     )
+
+
+def test_a_missing_package_is_named_with_its_remedy(monkeypatch):
+    def problems(*, wandb: bool) -> list[str]:
+        run = config(metrics=MetricsConfig(wandb=wandb))
+        return [problem for problem in run.file_problems() if problem.startswith("metrics.")]
+
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert problems(wandb=True) == [
+        "metrics.wandb: wandb is not installed; run pip install 'llamajax[wandb]', or turn it off"
+    ]
+    assert problems(wandb=False) == []
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: ModuleSpec(name, None))
+    assert problems(wandb=True) == []

@@ -23,7 +23,9 @@ from llamajax.config.training import CheckpointConfig
 from llamajax.model import Llama
 from llamajax.parallel.mesh import make_mesh
 from llamajax.weights.hf_config import hf_config_of, read_hf_config
-from llamajax.weights.pretrained import open_directory, open_pretrained
+from llamajax.weights.hf_model import open_directory
+from llamajax.weights.loading import load_model
+from llamajax.weights.opening import open_pretrained
 from tests.converters.models import (
     LLAMA3,
     SPECIAL,
@@ -48,7 +50,7 @@ def greedy(model_dir: Path, prompt: np.ndarray, num_tokens: int) -> np.ndarray:
     row[:, :length] = prompt
     with jax.set_mesh(single_device_mesh()):
         found = open_pretrained(model_dir)
-        model = found.load(dataclasses.replace(found.config, compute_dtype="float32", remat="none"))
+        model = load_model(found, dataclasses.replace(found.config, compute_dtype="float32", remat="none"))
         logits = jax.jit(lambda model, tokens: model(tokens))
         for at in range(length, row.shape[1]):
             row[:, at] = np.argmax(logits(model, row)[:, at - 1], axis=-1)
@@ -114,7 +116,7 @@ def test_a_run_on_eight_devices_is_exported_in_pieces(many_bytes, tmp_path, monk
     weights = write_model(tmp_path / "model", config)
     jax.set_mesh(make_mesh(MeshConfig(fsdp=4, tensor=2)))
     monkeypatch.setattr("llamajax.checkpoint.array_writer._MANY_BYTES", many_bytes)
-    state = {"model": open_pretrained(tmp_path / "model").load(config)}
+    state = {"model": load_model(open_pretrained(tmp_path / "model"), config)}
     with Checkpointer(tmp_path / "run", CheckpointConfig(async_save=False)) as checkpointer:
         checkpointer.save(3, state, {"config": {"model": dataclasses.asdict(config)}})
     stored = blocks.open_array(tmp_path / "run/checkpoints/3", "model.layers.mlp.w_down")
@@ -287,7 +289,7 @@ def test_a_wrong_conversion_is_not_kept(tmp_path, capsys, monkeypatch):
     def mistaken(body: dict[str, Any], *rest: Any) -> Any:
         return read_hf_config({**body, "rms_norm_eps": 0.5}, *rest)
 
-    monkeypatch.setattr("llamajax.weights.pretrained.read_hf_config", mistaken)
+    monkeypatch.setattr("llamajax.weights.hf_model.read_hf_config", mistaken)
     assert convert("import", tmp_path / "hf", tmp_path / "run") == 65
     assert "logits of transformers differ from ours" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from llamajax.config.parallel import MeshConfig
-from llamajax.data import loader as loader_module
-from llamajax.data.loader import Loader, held_out_batches
+from llamajax.data.batches import held_out_batches, make_batch
+from llamajax.data.loader import Loader
 from llamajax.errors import DataError
 from llamajax.parallel.mesh import make_mesh
 from llamajax.parallel.sharding import spec
@@ -111,7 +111,7 @@ def test_processes_fetch_what_their_devices_need_and_agree(mesh, monkeypatch):
             given[len(given)] = {device: part(index_of[device]) for device in of}
 
         monkeypatch.setattr(jax, "make_array_from_callback", keep)
-        loader_module._make_batch(lambda a, i, rows=rows: rows.train_row(16 * a + i), shape, sharding, 2_000_000)
+        make_batch(lambda a, i, rows=rows: rows.train_row(16 * a + i), shape, sharding, 2_000_000)
         for device in devices:
             expected = np.arange(32).reshape(2, 16, 1)[:, index_of[device][1]] * 1000 + np.arange(16)[index_of[device][2]]
             assert any(np.array_equal(arrays[device], expected) for arrays in given.values())
@@ -181,13 +181,13 @@ def test_held_out_batches_are_fixed_and_padded():
 PROCESS = """
 import sys
 import jax, numpy as np
-from llamajax.parallel import mesh, processes
+from llamajax.parallel import mesh, startup
 from llamajax.config.parallel import DistributedConfig, MeshConfig
 from llamajax.data.loader import Loader
 from tests.data.test_loader import config_for, stand_in
 
-mesh.select_platform(MeshConfig(num_cpu_devices=4))
-processes.join_run(DistributedConfig(
+startup.select_platform(MeshConfig(num_cpu_devices=4))
+startup.join_run(DistributedConfig(
     enabled=True, coordinator_address=sys.argv[1], num_processes=2, process_id=int(sys.argv[2])
 ))
 jax.set_mesh(mesh.make_mesh(MeshConfig(data=2, fsdp=2, sequence=2)))

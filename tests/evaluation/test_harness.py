@@ -24,7 +24,8 @@ from llamajax.evaluation import run as evaluate
 from llamajax.evaluation.scoring import row_length, score
 from llamajax.generation.prompts import find_ends
 from llamajax.parallel.mesh import make_mesh
-from llamajax.weights.pretrained import open_pretrained
+from llamajax.weights.loading import load_model
+from llamajax.weights.opening import open_pretrained
 from tests.converters.models import write_model
 
 pytest.importorskip("lm_eval")
@@ -106,7 +107,7 @@ def language_model(directory: Path, mesh: MeshConfig, **settings) -> harness.Lla
     found = open_pretrained(directory)
     tokenizer = found.tokenizer()
     defaults = {"template": None, "max_seq_len": 128, "batch_size": 16}
-    model = found.load(dataclasses.replace(found.config, compute_dtype="float32"))
+    model = load_model(found, dataclasses.replace(found.config, compute_dtype="float32"))
     return harness.LlamaLM(model, tokenizer, end_ids=find_ends((1,), tokenizer, None), **(defaults | settings))
 
 

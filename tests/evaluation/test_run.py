@@ -27,7 +27,8 @@ from llamajax.model import Llama
 from llamajax.parallel.mesh import make_mesh
 from llamajax.training import run as train
 from llamajax.watch import console
-from llamajax.weights.pretrained import open_pretrained
+from llamajax.weights.loading import load_model
+from llamajax.weights.opening import open_pretrained
 from tests import runs
 from tests.converters.models import write_model
 from tests.tiny import single_device_mesh, tiny_config
@@ -110,7 +111,7 @@ def test_some_batches_are_those_of_evaluations_while_training(finished, capsys):
     assert (results["num_batches"], results["batch_size"]) == (2, 4)
     dataset = data.prepare(config, log=lambda line: None)
     found = open_pretrained(Path(finished.run_dir))
-    expected = held_out.evaluate(config, found.load(found.config), dataset)
+    expected = held_out.evaluate(config, load_model(found, found.config), dataset)
     assert expected is not None
     assert results["loss"] == pytest.approx(expected["loss"], rel=1e-6)
     assert results["sources"] == {}

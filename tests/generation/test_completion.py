@@ -18,7 +18,7 @@ from llamajax.errors import DataError
 from llamajax.generation.completion import Completer, TextStream, check_prompts, encode_prompt, stream_text
 from llamajax.generation.sampling import Sampling
 from llamajax.parallel.mesh import make_mesh
-from llamajax.step.step import init_state
+from llamajax.step.state import init_state
 from tests.runs import WORDS
 from tests.tiny import single_device_mesh, tiny_config
 

@@ -9,7 +9,7 @@ from llamajax.config.machine import HardwareConfig
 from llamajax.config.parallel import MeshConfig
 from llamajax.config.training import TrainConfig
 from llamajax.errors import EnvironmentMismatchError
-from llamajax.parallel import mesh
+from llamajax.parallel import startup
 from llamajax.parallel.allowance import VARIABLE, Allowance, allowance, memory_fraction, room
 from llamajax.planning import memory
 from tests.tiny import tiny_config
@@ -60,8 +60,8 @@ def test_training_leaves_what_is_needed_beside_its_arrays():
 def test_what_training_sets_is_what_the_plan_counts_on(monkeypatch):
     config = on(data=2, fsdp=2, tensor=2)
     planned = memory.estimate(config).training_fraction
-    monkeypatch.setattr(mesh, "select_platform", lambda config: None)
-    mesh.start(config)
+    monkeypatch.setattr(startup, "select_platform", lambda config: None)
+    startup.start(config)
     assert float(os.environ[VARIABLE]) == planned < 0.92
 
 
@@ -69,7 +69,7 @@ def test_the_environment_decides_for_both(monkeypatch):
     monkeypatch.setenv(VARIABLE, "0.8")
     config = on(fsdp=8)
     assert memory.estimate(config).training_fraction == memory_fraction(config) == 0.8
-    mesh.connect(MeshConfig(), config.distributed)
+    startup.connect(MeshConfig(), config.distributed)
     assert os.environ[VARIABLE] == "0.8"
     monkeypatch.setenv(VARIABLE, "most")
     with pytest.raises(EnvironmentMismatchError, match=r"XLA_PYTHON_CLIENT_MEM_FRACTION='most' must be a share"):

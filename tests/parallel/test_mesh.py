@@ -2,7 +2,6 @@
 
 import ast
 import logging
-import os
 import pathlib
 import subprocess
 import sys
@@ -12,30 +11,6 @@ import pytest
 import llamajax
 from llamajax.config.parallel import AXES
 from llamajax.parallel import mesh
-from llamajax.step.step import one_behind
-
-LAUNCHES = """
-import jax, jax.numpy as jnp, numpy as np
-from llamajax.config.parallel import MeshConfig
-from llamajax.parallel import mesh
-
-mesh.select_platform(MeshConfig(num_cpu_devices=8))
-jax.set_mesh(mesh.make_mesh(MeshConfig(fsdp=8)))
-row = jax.P("fsdp")
-
-
-@jax.jit
-def step(x):
-    for _ in range(8):
-        x = jax.sharding.reshard(jnp.tanh(jax.sharding.reshard(x, jax.P()) + 1), row)
-    return x
-
-
-x = jax.device_put(np.ones((64, 64), np.float32), row)
-for _ in range(500):
-    x = step(x)
-print(float(x.sum()))
-"""
 
 ONE_MORE_AXIS = """
 import pathlib, sys, types
@@ -51,10 +26,10 @@ exec(source.replace(row, new_row + chr(10) + row), module.__dict__)
 
 import jax
 from llamajax.config.parallel import MeshConfig
-from llamajax.parallel import mesh
+from llamajax.parallel import mesh, startup
 from llamajax.parallel.sharding import spec
 
-mesh.select_platform(MeshConfig(num_cpu_devices=8))
+startup.select_platform(MeshConfig(num_cpu_devices=8))
 from llamajax.model import Llama
 from tests.tiny import random_rows, tiny_config
 
@@ -87,29 +62,6 @@ def test_nothing_else_names_the_axes_in_order():
     ]
     named = [(path, [value for value in values if value in AXES]) for path, values in literals]
     assert not [(path, axes) for path, axes in named if len(axes) > 2 and axes == sorted(axes, key=AXES.index)]
-
-
-def test_programs_may_be_queued_without_end():
-    # A deadlock of jaxlib's own, in its threads: only another process can be given up.
-    # XLA's options of this process would make every launch slower, so that none has to wait.
-    environment = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "PJRT_NPROC")}
-    child = subprocess.run([sys.executable, "-c", LAUNCHES], capture_output=True, text=True, timeout=60, env=environment)
-    assert child.returncode == 0, child.stderr
-    assert 0 < float(child.stdout) < 64 * 64
-
-
-def test_one_behind():
-    taken = []
-
-    def results():
-        for number in range(4):
-            taken.append(number)
-            yield number
-
-    late = one_behind(results())
-    assert [(number, taken[-1]) for number in late] == [(0, 1), (1, 2), (2, 3), (3, 3)]
-    assert list(one_behind([])) == []
-    assert list(one_behind([7])) == [7]
 
 
 @pytest.mark.parametrize("has_driver", [False, True])

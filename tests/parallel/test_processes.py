@@ -1,4 +1,4 @@
-"""Tests of llamajax.processes, meeting and stop: two real processes that fail, get lost and are stopped, in every role."""
+"""processes.py, meeting.py and stop.py: two real processes that fail, get lost and are stopped, in every role."""
 
 import re
 import signal
@@ -14,14 +14,14 @@ from tests import runs
 
 PROGRAM = """
 import hashlib, sys, threading, time
-from llamajax.parallel import processes; from llamajax.training import stop
+from llamajax.parallel import processes, startup; from llamajax.training import stop
 from llamajax.config.parallel import DistributedConfig
 from llamajax.errors import DataError
 from llamajax.parallel.exit import end_process, exit_code
 
 def work():
     with stop.StopSignal() as signals:
-        processes.join_run(DistributedConfig(
+        startup.join_run(DistributedConfig(
             enabled=True, coordinator_address=sys.argv[1], num_processes=int(sys.argv[4]), process_id=rank,
             heartbeat_timeout_s=int(sys.argv[3]), initialization_timeout_s=int(sys.argv[5]),
         ))

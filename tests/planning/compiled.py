@@ -12,7 +12,8 @@ from llamajax.config.training import TrainConfig
 from llamajax.parallel import mesh
 from llamajax.planning.xla.buffers import read_buffer_assignment
 from llamajax.planning.xla.compile import CompiledStep
-from llamajax.step.step import abstract_state, lower
+from llamajax.step.compile import lower
+from llamajax.step.state import abstract_state
 from tests.tiny import tiny_config
 
 CONFIG = tiny_config(

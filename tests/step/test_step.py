@@ -15,7 +15,8 @@ import pytest
 from llamajax.config.model import RopeScalingConfig
 from llamajax.parallel.mesh import make_mesh
 from llamajax.step.batch import FIELDS
-from llamajax.step.step import eval_step, init_state, loss_and_grads, train_step
+from llamajax.step.state import init_state
+from llamajax.step.step import eval_step, loss_and_grads, one_behind, train_step
 from tests.tiny import random_rows, tiny_config, to_device
 
 
@@ -158,3 +159,17 @@ def test_programs_do_not_depend_on_the_hosts_cpu():
     old_cpu = os.environ | {"NPY_DISABLE_CPU_FEATURES": " ".join(found)}
     there = subprocess.run(command, env=old_cpu, capture_output=True, text=True, check=True).stdout.strip()
     assert there == hash_of_program()
+
+
+def test_one_behind():
+    taken = []
+
+    def results():
+        for number in range(4):
+            taken.append(number)
+            yield number
+
+    late = one_behind(results())
+    assert [(number, taken[-1]) for number in late] == [(0, 1), (1, 2), (2, 3), (3, 3)]
+    assert list(one_behind([])) == []
+    assert list(one_behind([7])) == [7]

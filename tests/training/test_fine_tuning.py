@@ -12,7 +12,7 @@ import pytest
 
 from converters import convert
 from converters.arguments import hf_arguments
-from llamajax.checkpoint.read import latest_step
+from llamajax.checkpoint.steps import latest_step
 from llamajax.config.file import load_config
 from llamajax.data.chat import load_chat_template
 from llamajax.data.tokenizer import load_tokenizer

@@ -10,7 +10,8 @@ import pytest
 from llamajax.config.parallel import MeshConfig
 from llamajax.config.run import Config
 from llamajax.parallel.mesh import make_mesh
-from llamajax.step.step import abstract_state, apply_gradients, init_state, loss_and_grads
+from llamajax.step.state import abstract_state, init_state
+from llamajax.step.step import apply_gradients, loss_and_grads
 from tests.tiny import random_rows, single_device_mesh, tiny_config, to_device
 
 MESHES = [sizes for sizes in itertools.product((1, 2, 4, 8), repeat=4) if np.prod(sizes) == 8]

@@ -19,7 +19,7 @@ from llamajax.checkpoint.read import restore
 from llamajax.config.file import load_config
 from llamajax.config.run import Config
 from llamajax.parallel.mesh import make_mesh
-from llamajax.step.step import abstract_state
+from llamajax.step.state import abstract_state
 from tests import runs
 
 NUM_STEPS = 100

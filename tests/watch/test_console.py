@@ -18,6 +18,7 @@ from llamajax.config.parallel import MeshConfig
 from llamajax.config.training import TrainConfig
 from llamajax.config.watch import MetricsConfig
 from llamajax.parallel import mesh
+from llamajax.step.state import abstract_state
 from llamajax.watch import console, run_log
 
 
@@ -199,8 +200,8 @@ def test_summary_names_everything_a_person_goes_on_with(capsys):
 
 def test_header_and_long_lines_are_not_folded_when_piped(capsys):
     jax.set_mesh(mesh.make_mesh(MeshConfig(fsdp=2, sequence=2, tensor=2)))
-    console.print_header(tiny_config("x" * 300, mesh=MeshConfig(fsdp=2, sequence=2, tensor=2, num_cpu_devices=8)))
-    console.print_parameters(sharded_tree())
+    config = tiny_config("x" * 300, mesh=MeshConfig(fsdp=2, sequence=2, tensor=2, num_cpu_devices=8))
+    console.print_header(config, sharded_tree())
     lines = capsys.readouterr().out.splitlines()
     assert lines[1] == "run        " + "x" * 300
     assert lines[2] == "devices    8 x cpu in 1 process; mesh fsdp 2 x sequence 2 x tensor 2"
@@ -216,9 +217,10 @@ def test_a_model_cannot_speak_to_the_terminal(capsys):
 
 def test_what_narrow_master_weights_cost_is_said(capsys):
     config = tiny_config()
-    console.print_header(config)
+    model = abstract_state(config).model
+    console.print_header(config, model)
     assert "param_dtype" not in capsys.readouterr().out
-    console.print_header(config.changed({"model.param_dtype": "bfloat16"}))
+    console.print_header(config.changed({"model.param_dtype": "bfloat16"}), model)
     warning = next(line for line in capsys.readouterr().out.splitlines() if "model.param_dtype: bfloat16" in line)
     assert "lose every update below 1/512 of its weight" in warning
     assert "float32 takes 56.3 KiB more in all" in warning

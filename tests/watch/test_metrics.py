@@ -19,7 +19,7 @@ from llamajax.config.formulas import num_params
 from llamajax.config.model import ModelConfig
 from llamajax.config.training import TrainConfig
 from llamajax.config.watch import MetricsConfig
-from llamajax.errors import ConfigError, DivergedError
+from llamajax.errors import DivergedError
 from llamajax.watch import metrics, run_log
 from llamajax.watch.peak import PeakFlops
 
@@ -294,16 +294,6 @@ def test_wandb(tmp_path, monkeypatch):
     assert finished == [None, None]
     assert starts[0]["project"] == "llamas"
     assert starts[0]["id"] == starts[1]["id"], "a resumed run goes on in the same W&B run"
-
-
-def test_a_missing_package_is_named_with_its_remedy(config, monkeypatch, tmp_path):
-    monkeypatch.setattr(metrics.importlib.util, "find_spec", lambda name: None)
-    config = tiny_config(str(tmp_path), metrics=MetricsConfig(wandb=True))
-    with pytest.raises(ConfigError, match=r"metrics\.wandb: .* pip install 'llamajax\[wandb\]'"):
-        metrics.check_packages(config)
-    with pytest.raises(ConfigError, match="wandb"):
-        open_writer(config)
-    metrics.check_packages(tiny_config(str(tmp_path)))
 
 
 def test_the_log_is_readable_while_the_run_goes_on(config):

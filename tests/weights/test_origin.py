@@ -15,8 +15,8 @@ from llamajax.config.file import load_config
 from llamajax.config.run import Config
 from llamajax.errors import ConfigError
 from llamajax.model import Llama
-from llamajax.parallel.mesh import named_arrays
-from llamajax.step.step import init_state
+from llamajax.parallel.arrays import named_arrays
+from llamajax.step.state import init_state
 from llamajax.training import run as train
 from tests import runs
 

@@ -22,9 +22,11 @@ from llamajax.data.tokenizer import train_sentencepiece
 from llamajax.errors import CheckpointError, ConfigError, DataError
 from llamajax.evaluation import run as evaluate
 from llamajax.generation import run as generate
-from llamajax.parallel.mesh import make_mesh, named_arrays
-from llamajax.weights import pretrained
-from llamajax.weights.pretrained import open_pretrained
+from llamajax.model import Llama
+from llamajax.parallel.arrays import named_arrays
+from llamajax.parallel.mesh import make_mesh
+from llamajax.weights.loading import load_model
+from llamajax.weights.opening import open_pretrained
 from tests.converters.models import LLAMA3, SPECIAL, TINY, shard, write_model
 from tests.tiny import single_device_mesh
 
@@ -84,7 +86,7 @@ def test_the_same_bits_on_every_mesh(kind, mesh, sources):
         if mesh == "all":  # and cast
             dtype = "float32" if dtype == "bfloat16" else "bfloat16"
         config = dataclasses.replace(found.config, param_dtype=dtype, max_seq_len=8, rope_scaling=RopeScalingConfig())
-        arrays = named_arrays({"model": found.load(config)})
+        arrays = named_arrays({"model": load_model(found, config)})
         expected = expected_arrays(sources["hf"], config)
         assert arrays.keys() == expected.keys()
         for name, array in expected.items():
@@ -96,8 +98,8 @@ def test_what_is_loaded_has_the_sharding_of_a_fresh_model_and_may_be_donated(tmp
     write_model(tmp_path / "hf", CONFIG)
     jax.set_mesh(MESHES["all"]())
     found = open_pretrained(tmp_path / "hf")
-    model = found.load(found.config)
-    fresh = jax.jit(pretrained.Llama, static_argnums=0)(found.config, jax.random.key(0))
+    model = load_model(found, found.config)
+    fresh = jax.jit(Llama, static_argnums=0)(found.config, jax.random.key(0))
     assert jax.tree.structure(model) == jax.tree.structure(fresh)
     for array, other in zip(jax.tree.leaves(model), jax.tree.leaves(fresh), strict=True):
         assert array.sharding.is_equivalent_to(other.sharding, array.ndim)
@@ -113,7 +115,7 @@ def test_what_is_told_of_a_model(sources):
         assert "\n" not in found.about
         stored = found.config.param_dtype
         assert found.config == dataclasses.replace(CONFIG, param_dtype=stored, compute_dtype=stored)
-        assert found.special_tokens == SPECIAL
+        assert found.special_tokens() == SPECIAL
         with pytest.raises(DataError, match="has no tokenizer"):
             found.tokenizer()
 
@@ -124,8 +126,8 @@ def test_tokens_that_end_a_text_are_those_of_both_configurations_everywhere(tmp_
     assert convert.main(hf_arguments(["import", str(tmp_path / "hf"), str(tmp_path / "run"), "--no-verify"])) == 0
     assert convert.main(hf_arguments(["export", str(tmp_path / "run"), str(tmp_path / "back"), "--no-verify"])) == 0
     for kind in ("hf", "run", "back"):
-        assert open_pretrained(tmp_path / kind).ends == (2, 3, 7)
-        assert open_pretrained(tmp_path / kind).special_tokens == SPECIAL
+        assert open_pretrained(tmp_path / kind).ends() == (2, 3, 7)
+        assert open_pretrained(tmp_path / kind).special_tokens() == SPECIAL
     (tmp_path / "hf/generation_config.json").write_text('{"eos_token_id": 96}')
     with pytest.raises(ConfigError, match=r"generation_config.json: eos_token_id: 96 must be below vocab_size=96"):
         open_pretrained(tmp_path / "hf")
@@ -137,7 +139,7 @@ def test_weights_that_are_no_numbers_are_not_loaded(tmp_path):
     safetensors.numpy.save_file(weights, tmp_path / "hf/model.safetensors", {"format": "pt"})
     found = open_pretrained(tmp_path / "hf")
     with pytest.raises(CheckpointError, match=r"hf: model.layers.mlp.w_down holds values that are no finite numbers"):
-        found.load(found.config)
+        load_model(found, found.config)
 
 
 def test_generate_and_evaluate_compute_in_the_same_type(sources):
@@ -165,7 +167,7 @@ def test_the_tokenizer_comes_along(tmp_path):
 def test_a_configuration_of_another_model(change, message, sources):
     found = open_pretrained(sources["hf"])
     with pytest.raises(ConfigError, match=message):
-        found.load(dataclasses.replace(found.config, **change))
+        found.check(dataclasses.replace(found.config, **change))
 
 
 def test_what_is_no_model(tmp_path, sources):
@@ -200,7 +202,7 @@ def test_damage_is_found_before_anything_is_believed(tmp_path, sources, capsys):
     found = open_pretrained(steps / "0")
     shutil.rmtree(steps / "0")
     with pytest.raises(CheckpointError, match="was deleted by its run while it was read"):
-        found.load(found.config)
+        load_model(found, found.config)
 
 
 def rewritten(run: Path, step_dir: Path, **model) -> Path:

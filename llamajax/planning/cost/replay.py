@@ -63,14 +63,8 @@ def replay(module: Module, machine: Machine, mesh: Mapping[str, int]) -> Timelin
         sync_collectives_in_loops=sum(use.is_sync and use.in_loop for use in uses),
         not_understood=dict(replayer.costs.not_understood),
         events=tuple(tally.events),
+        latencies=replayer.latencies,
     )
-
-
-def latencies(module: Module, machine: Machine, mesh: Mapping[str, int]) -> dict[str, float]:
-    """Seconds of every kernel, transfer and loop, by the name that XLA's scheduler knows it by."""
-    replayer = _Replayer(module, machine, mesh)
-    replayer.run(module.entry, _Clock(), in_loop=False)
-    return replayer.latencies
 
 
 @dataclass

@@ -93,6 +93,8 @@ class Timeline:
     not_understood: dict[str, int]
     """Instructions whose cost is a guess, by opcode and call target."""
     events: tuple[Event | Loop, ...]
+    latencies: dict[str, float]
+    """Seconds of every kernel, transfer and loop, by the name that XLA's scheduler knows it by."""
 
     @property
     def exposed_fraction(self) -> float:

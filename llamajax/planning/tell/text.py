@@ -4,7 +4,6 @@ import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
@@ -248,8 +247,6 @@ def _table(*columns: str, numbers: tuple[int, ...]) -> Table:
 
 
 def _print(table: Table) -> None:
-    # Into a file, a row stays one line, however long.
-    screen = console.CONSOLE if console.is_interactive() else Console(file=console.CONSOLE.file, width=1000)
-    screen.print()
-    screen.print(table)
-    screen.print()
+    log("")
+    console.print_table(table)
+    log("")

@@ -20,8 +20,8 @@ from llamajax.config.run import Config
 from llamajax.errors import ConfigError, EnvironmentMismatchError, UserError
 from llamajax.parallel.mesh import make_mesh
 from llamajax.planning.xla.buffers import BufferAssignment, read_buffer_assignment
-from llamajax.step.compile import Option, compile_with, compiler_options
-from llamajax.step.step import abstract_state, lower
+from llamajax.step.compile import Option, compile_with, compiler_options, lower
+from llamajax.step.state import abstract_state
 
 PLUGINS = ("jax-cuda13-plugin", "jax-cuda12-plugin")
 REMEDY = "pip install 'llamajax[plan]'"

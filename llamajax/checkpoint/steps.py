@@ -1,0 +1,68 @@
+"""Which steps a run has, which of them are good, and which one is meant.
+
+The layout of a step is described in `llamajax.checkpoint.write`, which writes them.
+"""
+
+import re
+from pathlib import Path
+
+from llamajax.checkpoint import manifest
+from llamajax.errors import CheckpointError
+from llamajax.parallel.processes import everyones
+from llamajax.watch.console import say
+
+
+def latest_step(run_dir: Path) -> int | None:
+    """The newest committed step of a run, unverified; None if there is none."""
+    return max(steps_in(run_dir / "checkpoints"), default=None)
+
+
+def find_step(path: Path) -> Path | None:
+    """The verified step that `path` names: the newest good one of a run's directory, or RUN/checkpoints/STEP itself.
+
+    Processes call this together. None if the path is neither.
+
+    Raises:
+        CheckpointError: the run has no good step, or the one named is damaged.
+    """
+    is_step = path.parent.name == "checkpoints" and path.name.isdecimal() and path.is_dir()
+    directory, step = (path.parent, int(path.name)) if is_step else (path / "checkpoints", None)
+    return good_step(directory, step) if directory.is_dir() else None
+
+
+def good_step(directory: Path, step: int | None = None) -> Path:
+    """Where the step is, verified; without one the newest good one, and damaged newer ones are named on stderr.
+
+    Raises:
+        CheckpointError: the step is damaged, or no step is good.
+    """
+    if step is None:
+        step, damaged = newest_good(directory)
+        if step is None:
+            raise CheckpointError(manifest.none_good_line(directory, damaged))
+        for bad, found in damaged.items():
+            say(f"{manifest.damage_line(directory, bad, found)}; reading step {step} instead")
+    elif found := manifest.damage(directory / str(step)):
+        raise CheckpointError(f"{manifest.damage_line(directory, step, found)}; choose another step")
+    return directory / str(step)
+
+
+def steps_in(directory: Path) -> list[int]:
+    """The committed steps, in order."""
+    names = [path.name for path in directory.iterdir()] if directory.is_dir() else []
+    return sorted(int(name) for name in names if re.fullmatch("0|[1-9][0-9]*", name))
+
+
+def newest_good(directory: Path) -> tuple[int | None, dict[int, list[str]]]:
+    """The newest step without damage, and what is wrong with the newer ones; the same on every process."""
+    damaged: dict[int, list[str]] = {}
+    while True:
+        # Listed anew each time: a running writer may have committed a step and deleted one meanwhile.
+        own = steps_in(directory)
+        steps = everyones(own)[0]
+        step = max(set(steps) - damaged.keys(), default=None)
+        found = [] if step is None else manifest.damage(directory / str(step))
+        if not found:
+            return step, {bad: damaged[bad] for bad in damaged if bad in steps}
+        assert step is not None
+        damaged[step] = found

@@ -1,0 +1,141 @@
+"""How a process begins: what jax is told before it starts, the other processes, and the mesh."""
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from llamajax.config.file import config_to_dict, dotted
+from llamajax.config.parallel import DistributedConfig, MeshConfig
+from llamajax.config.run import Config
+from llamajax.errors import ConfigError, EnvironmentMismatchError
+from llamajax.parallel import allowance, meeting, processes
+from llamajax.parallel.allowance import MEMORY_FRACTION
+from llamajax.parallel.mesh import make_mesh
+
+# Emulated devices share the machine's cores, so a collective may have to wait for seconds until every
+# device's thread has had its turn; XLA's limits of seconds would end the process.
+_CPU_COLLECTIVE_FLAGS = (
+    "--xla_cpu_collective_call_warn_stuck_timeout_seconds=600",
+    "--xla_cpu_collective_call_terminate_timeout_seconds=1200",
+)
+
+
+def select_platform(config: MeshConfig) -> None:
+    """Chooses the CPU with `config.num_cpu_devices` emulated devices, if set; before any other use of jax.
+
+    Raises:
+        EnvironmentMismatchError: jax already runs with another platform or device count.
+    """
+    if config.num_cpu_devices is None:
+        return
+    flags = os.environ.get("XLA_FLAGS", "").split()
+    flags += [flag for flag in _CPU_COLLECTIVE_FLAGS if not any(f.startswith(flag.split("=")[0]) for f in flags)]
+    os.environ["XLA_FLAGS"] = " ".join(flags)
+    # A program over all devices needs a thread for each of them at once, and jaxlib before 0.12 lends the same threads to
+    # launches that wait for their turn (32 are in flight at most): with one thread per device both wait forever.
+    os.environ.setdefault("PJRT_NPROC", str(max(os.cpu_count() or 1, 2 * config.num_cpu_devices)))
+    try:
+        jax.config.update("jax_platforms", "cpu")
+        jax.config.update("jax_num_cpu_devices", config.num_cpu_devices)
+    except RuntimeError as error:
+        if jax.default_backend() != "cpu" or jax.local_device_count() != config.num_cpu_devices:
+            raise EnvironmentMismatchError(
+                f"mesh.num_cpu_devices: {config.num_cpu_devices} emulated devices are asked for, but jax already runs with"
+                f" {jax.local_device_count()} {jax.default_backend()} device(s); start a new process"
+            ) from error
+
+
+def join_run(config: DistributedConfig, settings: Mapping[str, Any] | None = None) -> None:
+    """Connects this process to the others of the run, if `config.enabled`; before any other use of jax.
+
+    Args:
+        config: where they are.
+        settings: what must be the same in all of them.
+
+    Raises:
+        EnvironmentMismatchError: the others cannot be found or do not come, have other settings, or the port cannot be
+            used.
+    """
+    if not config.enabled or jax.distributed.is_initialized():
+        return
+    address, num_processes, own_rank, local_device_ids = meeting.find(config)
+    host, port = meeting.host_and_port(address)
+    bind_address = os.environ.get("JAX_COORDINATOR_BIND_ADDRESS") or meeting.bind_address_for(host, port)
+    if num_processes > 1:
+        call = meeting.receive_all if own_rank == 0 else meeting.call_on_first
+        links = call(address, bind_address, num_processes, own_rank, config.initialization_timeout_s)
+        processes.meet(own_rank, links, config.heartbeat_timeout_s)
+        processes.check_same_everywhere(settings or {})
+    own_side = meeting.host_and_port(bind_address)
+    coordinator = (own_side[0] if meeting.is_loopback(own_side[0]) else "127.0.0.1", port) if own_rank == 0 else (host, port)
+    # SIGTERM is ours (llamajax.training.stop), and we notice what is lost: jax's own clock, which aborts, comes later.
+    jax.config.update("jax_enable_preemption_service", False)
+    try:
+        jax.distributed.initialize(
+            coordinator_address=meeting.relay(coordinator),
+            num_processes=num_processes,
+            process_id=own_rank,
+            local_device_ids=local_device_ids,
+            cluster_detection_method="deactivate",
+            coordinator_bind_address=bind_address,
+            heartbeat_timeout_seconds=2 * config.heartbeat_timeout_s,
+            initialization_timeout=config.initialization_timeout_s,
+        )
+    except (ValueError, RuntimeError) as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise EnvironmentMismatchError(f"distributed: cannot join the other processes: {reason}; start all again") from error
+
+
+def connect(
+    config: MeshConfig,
+    distributed: DistributedConfig,
+    *,
+    memory_fraction: float = MEMORY_FRACTION,
+    settings: Mapping[str, Any] | None = None,
+) -> None:
+    """Brings up jax with its devices and the other processes; before any other use of jax.
+
+    Args:
+        config: the mesh.
+        distributed: the other processes.
+        memory_fraction: share of a GPU's memory that jax takes for arrays, unless the environment says otherwise; the rest
+            is for CUDA, its libraries and NCCL.
+        settings: what must be the same in all processes.
+
+    Raises:
+        EnvironmentMismatchError: the machine is not what the configuration asks for, or processes have other settings.
+    """
+    os.environ.setdefault(allowance.VARIABLE, str(memory_fraction))
+    select_platform(config)
+    join_run(distributed, settings)
+    try:
+        jax.devices()
+    except (RuntimeError, AssertionError) as error:  # a missing plugin ends in an assertion of jax's
+        reason = str(error).strip().splitlines() or ["no device could be started"]
+        raise EnvironmentMismatchError(
+            f"jax cannot start its devices: {reason[0]}; check the driver and JAX_PLATFORMS, or set mesh.num_cpu_devices"
+        ) from error
+
+
+def start(config: Config) -> Mesh:
+    """Brings up jax for `config` and makes its mesh the current one for the whole process.
+
+    Raises:
+        ConfigError: the model or batch cannot be divided over the mesh.
+        EnvironmentMismatchError: the machine is not what the configuration asks for, or processes have other settings.
+    """
+    own = ("distributed.", "data.cache_dir")  # of each process
+    connect(
+        config.mesh,
+        config.distributed,
+        memory_fraction=allowance.memory_fraction(config),
+        settings={key: value for key, value in dotted(config_to_dict(config)).items() if not key.startswith(own)},
+    )
+    mesh = make_mesh(config.mesh)
+    if problems := config.undivided(mesh.shape):
+        raise ConfigError("\n".join(problems))
+    jax.set_mesh(mesh)
+    return mesh

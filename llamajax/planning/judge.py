@@ -1,0 +1,50 @@
+"""Which of two schedules of a program is the better one, and whether latencies make one that is."""
+
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import jax
+
+from llamajax.planning.cost.gpu import Machine
+from llamajax.planning.cost.replay import replay
+from llamajax.planning.cost.timeline import Timeline
+from llamajax.planning.latencies import FILE_NAME, latency_text
+from llamajax.planning.xla.parse import parse
+from llamajax.step.compile import Option, compile_with
+
+GUESSES = "# XLA's own guesses are better here\n"
+"""Stands in for the latencies that the cost model made, where they do not help."""
+
+
+def preference(timeline: Timeline, *, fits: bool) -> tuple[bool, float]:
+    """The least of several schedules' is the best one's: what fits before what does not, and then the faster one."""
+    return not fits, timeline.step_time_s
+
+
+def judged(
+    lowered: jax.stages.Lowered, options: Callable[..., dict[str, Option]], machine: Machine, mesh: Mapping[str, int],
+    budget: float,
+) -> str:  # fmt: skip
+    """The latencies of `lowered`, or `GUESSES` where scheduling by them does not help.
+
+    `options` makes the compiler's options, with a file of latencies; `budget` is the bytes that a device has for arrays.
+    """
+
+    def compiled(file: str | None) -> tuple[tuple[bool, float], Timeline]:
+        step = compile_with(lowered, options(latencies=file))
+        hlo, memory = step.as_text(), step.memory_analysis()
+        assert hlo is not None
+        assert memory is not None
+        results = memory.output_size_in_bytes - memory.alias_size_in_bytes
+        needed = memory.argument_size_in_bytes + results + memory.temp_size_in_bytes
+        timeline = replay(parse(hlo), machine, mesh)
+        return preference(timeline, fits=needed <= budget), timeline
+
+    guessed, timeline = compiled(None)
+    text = latency_text(timeline.latencies)
+    with tempfile.TemporaryDirectory(prefix="llamajax-latencies-") as folder:
+        path = Path(folder, FILE_NAME)
+        path.write_text(text)
+        informed, _ = compiled(str(path))
+    return text if informed < guessed else GUESSES

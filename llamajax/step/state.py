@@ -1,0 +1,58 @@
+"""What a run carries from step to step, and how it begins."""
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from llamajax.config.run import Config
+from llamajax.model import Llama
+from llamajax.parallel.arrays import concretise
+from llamajax.step.optim import make_optimizer
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class TrainState:
+    """Everything a run carries from step to step; saved whole, restored whole."""
+
+    step: jax.Array
+    """Finished steps, int32; also the data position, because every step takes `global_batch_size` rows."""
+    model: Llama
+    """Master weights in `param_dtype`."""
+    opt_state: Any
+    """optax state, sharded as the weights are."""
+    rng: jax.Array
+    """Key for what is drawn after initialisation."""
+    skipped_steps: jax.Array
+    """Steps that were not applied, because gradients were not finite or no target was counted, int32."""
+    skipped_in_a_row: jax.Array
+    """Those whose gradients were not finite, since the last one whose were, int32."""
+
+
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
+def init_state(config: Config, model: Llama | None = None) -> TrainState:
+    """The state before the first step, born sharded over the current mesh; equal on every mesh for one seed.
+
+    Args:
+        config: the run.
+        model: weights to start from, which are used up; None: they are drawn.
+    """
+    model_key, rng = jax.random.split(jax.random.key(config.seed))
+    weights: Any = Llama(config.model, model_key) if model is None else model  # optax's types know dicts and tuples only
+    zero = jnp.zeros((), jnp.int32)
+    return TrainState(
+        step=zero,
+        model=weights,
+        opt_state=make_optimizer(config.optimizer, config.train.num_steps).init(weights),
+        rng=rng,
+        skipped_steps=zero,
+        skipped_in_a_row=zero,
+    )
+
+
+def abstract_state(config: Config) -> TrainState:
+    """The state of a run as `jax.ShapeDtypeStruct`, with shardings of the current mesh; no array is made."""
+    return concretise(jax.eval_shape(functools.partial(init_state, config)))

@@ -1,0 +1,47 @@
+"""Weights to start from, of any kind: a run, one of its checkpoints, an imported model, a Hugging Face directory."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from llamajax.checkpoint.steps import find_step
+from llamajax.config.model import ModelConfig, RopeScalingConfig
+from llamajax.errors import CheckpointError, ConfigError
+from llamajax.weights.hf_files import CONFIG
+from llamajax.weights.hf_model import open_directory
+from llamajax.weights.pretrained import Pretrained
+
+
+def open_pretrained(path: Path) -> Pretrained:
+    """Finds out what `path` is and looks at everything but the weights; needs a current mesh.
+
+    Args:
+        path: a run's directory, whose newest good checkpoint is taken; RUN/checkpoints/STEP; a directory made by
+            `python -m converters.hf import`; or a Hugging Face directory. Processes call this together.
+
+    Raises:
+        CheckpointError: there is no good checkpoint, or not of this version's model.
+        ConfigError: it is none of these, or a Hugging Face model that cannot be read.
+    """
+    path = path.expanduser().absolute()
+    if (step_dir := find_step(path)) is not None:
+        meta = json.loads((step_dir / "meta.json").read_text())
+        try:
+            fields: dict[str, Any] = dict(meta["config"]["model"])
+            fields["rope_scaling"] = RopeScalingConfig(**fields["rope_scaling"])
+            fields["attention_kernel"] = "auto"  # belongs to the machine that trained, not to the model
+            config = ModelConfig(**fields)
+        except (KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(
+                f"{step_dir}: was not written by this version's model ({error}); read it with its own"
+            ) from error
+        stored_dtype = meta.get("stored_dtype", config.param_dtype)
+        return Pretrained(step_dir, config, step_dir / "files", meta.get("hf"), stored_dtype, meta, None)
+    if (path / CONFIG).is_file():
+        return open_directory(path)
+    if not path.is_dir():
+        raise ConfigError(f"{path}: there is no such directory; give a run, RUN/checkpoints/STEP or a Hugging Face model")
+    raise ConfigError(
+        f"{path}: has neither checkpoints/, as a run has, nor config.json, as a Hugging Face model has, and is no"
+        " RUN/checkpoints/STEP; give one of these"
+    )

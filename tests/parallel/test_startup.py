@@ -1,0 +1,37 @@
+"""Tests of llamajax.parallel.startup."""
+
+import os
+import subprocess
+import sys
+
+LAUNCHES = """
+import jax, jax.numpy as jnp, numpy as np
+from llamajax.config.parallel import MeshConfig
+from llamajax.parallel import mesh, startup
+
+startup.select_platform(MeshConfig(num_cpu_devices=8))
+jax.set_mesh(mesh.make_mesh(MeshConfig(fsdp=8)))
+row = jax.P("fsdp")
+
+
+@jax.jit
+def step(x):
+    for _ in range(8):
+        x = jax.sharding.reshard(jnp.tanh(jax.sharding.reshard(x, jax.P()) + 1), row)
+    return x
+
+
+x = jax.device_put(np.ones((64, 64), np.float32), row)
+for _ in range(500):
+    x = step(x)
+print(float(x.sum()))
+"""
+
+
+def test_programs_may_be_queued_without_end():
+    # A deadlock of jaxlib's own, in its threads: only another process can be given up.
+    # XLA's options of this process would make every launch slower, so that none has to wait.
+    environment = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "PJRT_NPROC")}
+    child = subprocess.run([sys.executable, "-c", LAUNCHES], capture_output=True, text=True, timeout=60, env=environment)
+    assert child.returncode == 0, child.stderr
+    assert 0 < float(child.stdout) < 64 * 64

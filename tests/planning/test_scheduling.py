@@ -1,0 +1,132 @@
+"""By what XLA schedules training's step: what is kept of it, and that all processes are told the same."""
+
+import pathlib
+
+import jax
+import pytest
+from jax.sharding import NamedSharding
+
+from llamajax.config.machine import HardwareConfig, XlaConfig
+from llamajax.config.parallel import MeshConfig
+from llamajax.config.run import Config
+from llamajax.errors import ConfigError, EnvironmentMismatchError
+from llamajax.parallel.mesh import make_mesh
+from llamajax.planning import judge, scheduling
+from llamajax.planning.latencies import read_latencies
+from llamajax.planning.scheduling import gpu_options, latency_source
+from llamajax.planning.xla.compile import planned_mesh
+from llamajax.step.compile import Option, lower
+from llamajax.step.state import abstract_state
+from tests.planning.profiles import CONFIG, COSTS, TEXT, binary, costs
+
+
+@pytest.fixture
+def lowered(monkeypatch):
+    """A program over eight devices that is no training step, and the options of the compilations for its latencies.
+
+    In place of a compiler that schedules by latencies: one that drops half of the program when it is told some.
+    """
+    jax.set_mesh(make_mesh(MeshConfig()))
+    x = jax.ShapeDtypeStruct((1 << 20,), "float32", sharding=NamedSharding(jax.sharding.get_mesh(), jax.P("fsdp")))
+    made, faster = jax.jit(lambda x: (x * 2, x.sum())).lower(x), jax.jit(lambda x: x.sum()).lower(x)
+    compilations = []
+
+    def compile_with(lowered, options):
+        compilations.append(options)
+        return (faster if "xla_gpu_pgle_profile_file_or_directory_path" in options else lowered).compile()
+
+    monkeypatch.setattr(judge, "compile_with", compile_with)
+    return made, compilations
+
+
+def latency_file(config, lowered) -> Option | None:
+    return gpu_options(config, lowered).get("xla_gpu_pgle_profile_file_or_directory_path")
+
+
+def with_xla(tmp_path, **settings) -> Config:
+    return CONFIG.changed({"data.cache_dir": str(tmp_path / "cache"), "xla": XlaConfig(**settings)})
+
+
+def test_training_uses_the_file_that_the_plan_reads(tmp_path, lowered):
+    file = tmp_path / "measured"
+    file.write_bytes(binary(COSTS))
+    made, compilations = lowered
+    config = with_xla(tmp_path, latency_profile=str(file))
+    path = gpu_options(config, made)["xla_gpu_pgle_profile_file_or_directory_path"]
+    assert str(path).endswith(".pbtxt")  # what XLA takes for text
+    assert pathlib.Path(str(path)).read_text() == read_latencies(str(file)) == TEXT
+    assert compilations == []
+    file.write_text("garbage")
+    with pytest.raises(ConfigError, match="holds no latencies"):
+        gpu_options(config, made)
+
+
+def test_processes_with_different_files_do_not_start(tmp_path, lowered, monkeypatch):
+    file = tmp_path / "measured.pbtxt"
+    file.write_text(TEXT)
+    monkeypatch.setattr(scheduling, "everyones", lambda value: [value, "another"])
+    with pytest.raises(EnvironmentMismatchError, match=r"^xla\.latency_profile: .* of process 1 is not that of process 0"):
+        gpu_options(with_xla(tmp_path, latency_profile=str(file)), lowered[0])
+
+
+def test_no_latencies_where_none_are_asked_for_or_nothing_is_known(tmp_path, lowered):
+    made, compilations = lowered
+    for config in (
+        with_xla(tmp_path, latency_profile=None),
+        with_xla(tmp_path).changed({"hardware": HardwareConfig()}),
+    ):
+        assert "xla_gpu_pgle_profile_file_or_directory_path" not in gpu_options(config, made)
+    assert compilations == []
+    assert [latency_source(CONFIG, devices) for devices in (1, 2)] == [None, "auto"]
+
+
+def test_latencies_are_made_once_per_program_and_made_anew_when_the_file_is_damaged(tmp_path, lowered):
+    made, compilations = lowered
+    path = pathlib.Path(str(latency_file(with_xla(tmp_path), made)))
+    text = path.read_text()
+    assert costs(text)
+    assert latency_file(with_xla(tmp_path), made) == str(path)
+    assert len(compilations) == 2
+    path.write_text("garbage")
+    assert latency_file(with_xla(tmp_path), made) == str(path)
+    assert (path.read_text(), len(compilations)) == (text, 4)
+    pipelined = with_xla(tmp_path, flags=("xla_gpu_enable_while_loop_double_buffering=true",))
+    assert latency_file(pipelined, made) != str(path)
+    assert len(compilations) == 6
+
+
+def test_latencies_that_do_not_help_are_left_out_of_training_as_of_plans(tmp_path, lowered, monkeypatch):
+    made, compilations = lowered
+    monkeypatch.setattr(judge, "compile_with", lambda lowered, options: compilations.append(options) or lowered.compile())
+    for _ in range(2):
+        assert latency_file(with_xla(tmp_path), made) is None
+        assert len(compilations) == 2
+
+
+def test_the_first_process_tells_the_others_its_latencies(tmp_path, lowered, monkeypatch):
+    """Two hosts may have chosen other kernels; all must schedule alike, and compile together or not at all."""
+    made, compilations = lowered
+    monkeypatch.setattr(scheduling, "everyones", lambda value: [TEXT, value])
+    path = latency_file(with_xla(tmp_path), made)
+    assert pathlib.Path(str(path)).read_text() == TEXT
+    assert compilations == []
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("gpu_compiler")
+def test_training_makes_its_profile_once(tmp_path, monkeypatch):
+    config = CONFIG.changed({"data.cache_dir": str(tmp_path)})
+    with jax.set_mesh(planned_mesh(config)):
+        lowered = lower(config, abstract_state(config))
+        made = gpu_options(config, lowered)
+        path = pathlib.Path(str(made["xla_gpu_pgle_profile_file_or_directory_path"]))
+        told = path.read_text()
+        assert "all-gather-start" in told
+        assert "reduce-scatter" in told
+        monkeypatch.setattr(judge, "compile_with", None)
+        assert gpu_options(config, lowered) == made
+        assert path.read_text() == told
+        assert lowered.compile(compiler_options=made)
+        other = config.changed({"hardware.node_bandwidth": 50e9})
+        with pytest.raises(TypeError):  # another network: it would be compiled again
+            gpu_options(other, lowered)
