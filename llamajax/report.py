@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from llamajax.errors import UserError
-from llamajax.watch.page import write_report
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -15,6 +14,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("run", type=Path, metavar="RUN", help="the run_dir of a run, finished or not")
     parser.add_argument("--output", type=Path, metavar="FILE", help="where to write the page; default: RUN/report.html")
     options = parser.parse_args(arguments)
+    from llamajax.watch.page import write_report  # with numpy, for which --help need not wait
+
     try:
         print(write_report(options.run.expanduser(), options.output))
     except UserError as error:
