@@ -4,6 +4,7 @@ They are given to the one compilation they are for, not to the process through X
 know is then an error to explain, where XLA_FLAGS would abort the process.
 """
 
+import os
 import re
 
 import jax
@@ -75,6 +76,11 @@ def compile_with(lowered: jax.stages.Lowered, options: dict[str, Option]) -> jax
         ConfigError: this jaxlib does not know an option, or not its value.
         EnvironmentMismatchError: the compiler cannot write its temporary files.
     """
+    folder = os.environ.get("TMPDIR")
+    if options and folder and not os.access(folder, os.W_OK | os.X_OK):  # jaxlib 0.12 would end the process
+        raise EnvironmentMismatchError(
+            f"TMPDIR: the compiler cannot write to {folder}; set it to a directory that can be written to"
+        )
     try:
         return lowered.compile(compiler_options=options)
     except jax.errors.JaxRuntimeError as error:
@@ -86,11 +92,6 @@ def compile_with(lowered: jax.stages.Lowered, options: dict[str, Option]) -> jax
         unfit = re.search(r"While setting option (\w+), (.*) is not a valid (.*) value", str(error))
         if unfit:
             raise ConfigError(f"xla.flags: {unfit[2]} is no {unfit[3]}, which {unfit[1]} takes; correct it") from error
-        unwritable = re.search(r"ptxas fatal *: Could not open output file '(.*)/", str(error))
-        if unwritable:
-            raise EnvironmentMismatchError(
-                f"TMPDIR: NVIDIA's assembler cannot write to {unwritable[1]}; set it to a directory that can be written to"
-            ) from error
         raise
 
 
