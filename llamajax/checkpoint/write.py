@@ -8,7 +8,7 @@ Layout, below the run directory::
         arrays.json            name -> dtype and shape of every array
         meta.json              what the caller wants to know again: resolved config, data position, versions, mesh
         files/                 what the caller wants to keep: the tokenizer's files
-        manifest.json          size and SHA-256 of all of the above (llamajax.manifest)
+        manifest.json          size and SHA-256 of all of the above (llamajax.checkpoint.manifest)
     checkpoints/1000.7.saving/ a step being written (the run's seventh), or what a killed process left of one
     checkpoints/1000.deleting/ a step being deleted, or what a killed process left of one
     checkpoints/1000.damaged/  a step that did not match its manifest and was set aside
