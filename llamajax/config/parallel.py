@@ -5,7 +5,7 @@ import difflib
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Annotated
+from typing import Annotated, Literal
 
 from llamajax.config.rules import Bound, NonNegativeInt, PositiveInt, PositiveIntOrUnset, Section
 from llamajax.errors import ConfigError
@@ -83,6 +83,19 @@ def num_parts(dim: str, sizes: Mapping[str, int]) -> int:
 def product(sizes: Mapping[str, int]) -> str:
     """`data(2) x fsdp(4)`, without an axis that takes the rest."""
     return " x ".join(f"{axis}({size})" for axis, size in sizes.items() if size != -1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelConfig(Section):
+    """In which form the mesh's devices share the work; every form gives the same numbers."""
+
+    stack: Literal["auto", "scan", "prefetch"] = "auto"
+    """How the layers run: `scan` gathers a layer's weights when it comes to it; `prefetch` gathers those of the next layer,
+    and reduces the gradients of the last one, while a layer computes."""
+
+
+PLAIN = ParallelConfig(stack="scan")
+"""The form that every mesh and every model can take."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,7 +17,7 @@ from llamajax.config.data import DataConfig
 from llamajax.config.keys import with_values
 from llamajax.config.machine import HardwareConfig, XlaConfig
 from llamajax.config.model import ModelConfig
-from llamajax.config.parallel import DistributedConfig, MeshConfig, axes_of, num_parts
+from llamajax.config.parallel import DistributedConfig, MeshConfig, ParallelConfig, axes_of, num_parts
 from llamajax.config.rules import Seed, Settings
 from llamajax.config.training import CheckpointConfig, OptimizerConfig, SampleConfig, TrainConfig
 from llamajax.config.watch import MetricsConfig, ProfileConfig
@@ -45,6 +45,8 @@ class Config(Settings):
     """Seed of the initial weights, the data order and the sample."""
     mesh: MeshConfig = field(default_factory=MeshConfig)
     """How the work is laid over the devices."""
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    """In which form they share it."""
     distributed: DistributedConfig = field(default_factory=DistributedConfig)
     """Several processes in one run."""
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)

@@ -9,6 +9,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Float32, Int32
 
 from llamajax.config.model import ModelConfig
+from llamajax.config.parallel import PLAIN, ParallelConfig
 from llamajax.kernels.attention import Past
 from llamajax.model.attention import Attention, KeyValue, Rows
 from llamajax.model.kv_cache import KVCache, append, write_prompt
@@ -80,7 +81,12 @@ class Llama(nnx.Module):
             return jnp.einsum("BTD,VD->BTV", x, head[...], preferred_element_type=jnp.float32)
 
     def hidden(
-        self, tokens: Tokens, segment_ids: Tokens | None = None, positions: Tokens | None = None
+        self,
+        tokens: Tokens,
+        segment_ids: Tokens | None = None,
+        positions: Tokens | None = None,
+        *,
+        parallel: ParallelConfig = PLAIN,
     ) -> Float[Array, "B T D"]:
         """The normed states that the head reads, in `compute_dtype`.
 
@@ -89,6 +95,7 @@ class Llama(nnx.Module):
             segment_ids: a token sees only tokens with its own id. 0 is padding. None: a row is one document,
                 and so it is with `attend_across_documents`.
             positions: for the rotary embedding. None: counted from the start of each segment.
+            parallel: the forms in which devices share the work.
         """
         config = self.config
         x = self._embed(tokens, "seq")

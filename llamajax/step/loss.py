@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import P
 from jaxtyping import Array, Float, Int32
 
-from llamajax.config.parallel import axes_of
+from llamajax.config.parallel import PLAIN, ParallelConfig, axes_of
 from llamajax.model import Llama
 from llamajax.parallel.sharding import spec
 from llamajax.parallel.vocabulary import split_softmax, whole_rows
@@ -37,15 +37,18 @@ class LossSums(NamedTuple):
     """int32 []: tokens counted."""
 
 
-def loss_fn(model: Llama, batch: Mapping[str, jax.Array], *, z_loss_weight: float) -> tuple[jax.Array, LossSums]:
+def loss_fn(
+    model: Llama, batch: Mapping[str, jax.Array], *, z_loss_weight: float, parallel: ParallelConfig = PLAIN
+) -> tuple[jax.Array, LossSums]:
     """The batch's summed loss, to differentiate and divide by a token count, and all its sums.
 
     Args:
         model: the Llama.
         batch: `tokens`, `targets`, `segment_ids` and `positions`, each int32 [B, T]; a target of `IGNORE` is not counted.
         z_loss_weight: weight of the squared log-partition function, which keeps logits small (PaLM, arXiv:2204.02311).
+        parallel: the forms in which devices share the work.
     """
-    hidden = model.hidden(batch["tokens"], batch["segment_ids"], batch["positions"])
+    hidden = model.hidden(batch["tokens"], batch["segment_ids"], batch["positions"], parallel=parallel)
     targets = jax.reshard(batch["targets"], spec("batch", "seq"))
     with jax.named_scope("loss"):
         sums = token_losses(hidden, model.output_weight()[...], targets, z_loss_weight)

@@ -33,7 +33,9 @@ def loss_and_grads(config: Config, model: Llama, batch: Batch) -> tuple[dict[str
     """
 
     def micro_step(sums: Any, micro_batch: Batch) -> tuple[Any, None]:
-        grads, loss_sums = jax.grad(loss_fn, has_aux=True)(model, micro_batch, z_loss_weight=config.train.z_loss_weight)
+        grads, loss_sums = jax.grad(loss_fn, has_aux=True)(
+            model, micro_batch, z_loss_weight=config.train.z_loss_weight, parallel=config.parallel
+        )
         return jax.tree.map(jnp.add, sums, (grads, loss_sums)), None
 
     chex.assert_equal_shape(list(batch.values()))

@@ -8,7 +8,7 @@ from llamajax.config.run import Config
 from llamajax.errors import CheckpointError
 
 MAY_CHANGE = (
-    "run_dir", "mesh", "distributed", "hardware", "xla", "data", "checkpoint", "metrics", "profile", "sample",
+    "run_dir", "mesh", "parallel", "distributed", "hardware", "xla", "data", "checkpoint", "metrics", "profile", "sample",
     "train.grad_accum_steps", "train.eval_every", "train.eval_batches", "train.max_nonfinite_steps", "model.remat",
     "model.attention_kernel",
 )  # fmt: skip
