@@ -7,10 +7,8 @@ Exit codes: 0 when there is a plan, whether it fits or not (the first line and `
 and when XLA's compiler for GPUs is missing: what formulas tell is then still printed, and written to `--json`.
 """
 
-import contextlib
 import json
-from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
+from collections.abc import Mapping
 
 from llamajax.config.gpus import planned_gpu
 from llamajax.config.run import Config
@@ -21,10 +19,13 @@ from llamajax.planning.plan import make_plan, plan_problems
 from llamajax.planning.search import read_sweep, run_sweep
 from llamajax.planning.tell import figures, picture, text
 from llamajax.planning.xla.compile import CompilerMissingError, check_compiler, prepare_environment
-from llamajax.watch.console import CONSOLE, is_interactive
+from llamajax.watch.console import waiting
+from llamajax.watch.outputs import check_outputs, write_output
 
 FILES = ("--json", "--trace", "--hlo", "--picture")
 """Options that name a file to write."""
+PAGES = ("--picture",)
+"""Those whose file is an HTML page."""
 
 
 def run(config: Config, options: Mapping[str, str]) -> None:
@@ -44,10 +45,10 @@ def run(config: Config, options: Mapping[str, str]) -> None:
     if problems := plan_problems(config):
         raise ConfigError("\n".join(problems))
     sweep = read_sweep(options["--sweep"], config) if "--sweep" in options else None
-    check_outputs(options)
+    check_outputs(options, FILES, PAGES)
     try:
         check_compiler()
-        with waiting() as doing:
+        with waiting("compiling") as doing:
             plan = make_plan(config, alternatives="--alternatives" in options, doing=doing)
             plans = run_sweep(sweep, plan, doing=doing) if sweep else ()
     except CompilerMissingError as missing:
@@ -61,53 +62,6 @@ def run(config: Config, options: Mapping[str, str]) -> None:
     write_output(options, "--trace", lambda: json.dumps(perfetto(plan.chosen.timeline)))
     write_output(options, "--hlo", lambda: plan.chosen.step.hlo)
     write_output(options, "--picture", lambda: picture.page(plan, told))
-
-
-def check_outputs(options: Mapping[str, str]) -> None:
-    """Raises `ConfigError` for files that cannot be written, before minutes are spent on what goes into them."""
-    files = {option: Path(path).expanduser() for option, path in options.items() if option in FILES}
-    problems = [
-        f"{option}: {path}: is the file of another option too; name a file for each"
-        for option, path in files.items()
-        if sum(path.absolute() == other.absolute() for other in files.values()) > 1
-    ]
-    for option, path in files.items():
-        is_new = not path.exists()
-        try:
-            with path.open("ab"):
-                pass
-            if is_new:
-                path.unlink()
-        except FileNotFoundError:
-            problems.append(f"{option}: {path}: there is no directory {path.parent}; make it, or name another file")
-        except OSError as error:
-            problems.append(f"{option}: {path} cannot be written: {error.strerror}; name another file")
-    name = options.get("--picture", ".html")
-    if not name.endswith(".html"):
-        problems.append(f"--picture: {name}: the picture is a page; name a file that ends with .html")
-    if problems:
-        raise ConfigError("\n".join(problems))
-
-
-def write_output(options: Mapping[str, str], option: str, content: Callable[[], str]) -> None:
-    """Writes `content` to the file that `option` names, if it was given."""
-    if option not in options:
-        return
-    path = Path(options[option]).expanduser()
-    try:
-        path.write_text(content(), encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"{option}: {path} cannot be written: {error.strerror}; name another file") from error
-
-
-@contextlib.contextmanager
-def waiting() -> Iterator[Callable[[str], None]]:
-    """Shows a person at a terminal what takes so long."""
-    if not is_interactive():
-        yield lambda what: None
-        return
-    with CONSOLE.status("compiling") as status:
-        yield status.update
 
 
 def main(config: Config, options: Mapping[str, str]) -> int:

@@ -7,7 +7,7 @@ import shlex
 import sys
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, Self
 
@@ -44,6 +44,16 @@ _SMOOTHED_STEPS = 20  # the live bar shows speeds over this many steps
 def is_interactive() -> bool:
     """Whether a person watches: rich's own answer also says yes to a log file when FORCE_COLOR is set."""
     return CONSOLE.file.isatty() and not CONSOLE.is_dumb_terminal
+
+
+@contextlib.contextmanager
+def waiting(what: str) -> Iterator[Callable[[str], None]]:
+    """Shows a person at a terminal what takes so long, `what` until it is told otherwise."""
+    if not is_interactive():
+        yield lambda what: None
+        return
+    with CONSOLE.status(what) as status:
+        yield status.update
 
 
 def log(text: str) -> None:

@@ -1,0 +1,55 @@
+"""The files that a command writes because options of its command line name them."""
+
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+
+from llamajax.errors import ConfigError
+
+
+def check_outputs(options: Mapping[str, str], files: Collection[str], pages: Collection[str] = ()) -> None:
+    """Raises `ConfigError` for files that cannot be written, before minutes are spent on what goes into them.
+
+    Args:
+        options: of the command line, with their values.
+        files: the options that name a file to write.
+        pages: those of them whose file is an HTML page.
+    """
+    named = {option: Path(path).expanduser() for option, path in options.items() if option in files}
+    problems = [
+        f"{option}: {path}: is the file of another option too; name a file for each"
+        for option, path in named.items()
+        if sum(path.absolute() == other.absolute() for other in named.values()) > 1
+    ]
+    for option, path in named.items():
+        is_new = not path.exists()
+        try:
+            with path.open("ab"):
+                pass
+            if is_new:
+                path.unlink()
+        except FileNotFoundError:
+            problems.append(f"{option}: {path}: there is no directory {path.parent}; make it, or name another file")
+        except OSError as error:
+            problems.append(f"{option}: {path} cannot be written: {error.strerror}; name another file")
+    problems += [
+        f"{option}: {path}: what it names is a page; name a file that ends with .html"
+        for option, path in named.items()
+        if option in pages and path.suffix != ".html"
+    ]
+    if problems:
+        raise ConfigError("\n".join(problems))
+
+
+def write_output(options: Mapping[str, str], option: str, content: Callable[[], str]) -> None:
+    """Writes `content` to the file that `option` names, if it was given.
+
+    Raises:
+        ConfigError: it cannot be written.
+    """
+    if option not in options:
+        return
+    path = Path(options[option]).expanduser()
+    try:
+        path.write_text(content(), encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{option}: {path} cannot be written: {error.strerror}; name another file") from error
