@@ -196,9 +196,10 @@ def read_checkpoint(source: Path, dtype: ExportDType | None, license: str | None
     assert found.architecture  # or there is none
     saved = json.loads((found.source / "arrays.json").read_text())
     shapes = names.our_shapes(found.config)
-    if missing := [name for name in shapes if name not in saved]:
-        raise CheckpointError(f"{found.source}: has no {missing[0]}, as this version's model has; export it with its own")
-    assert {name: tuple(saved[name]["shape"]) for name in shapes} == shapes
+    for name, shape in shapes.items():
+        if name not in saved or tuple(saved[name]["shape"]) != shape:
+            text = f"has no {name} of shape {list(shape)}, as this version's model has; export it with its own"
+            raise CheckpointError(f"{found.source}: {text}")
     assert {saved[name]["dtype"] for name in shapes} <= set(get_args(DType))
     files = read_travelling(found.files)
     if TOKENIZERS & files.keys():

@@ -1,3 +1,3 @@
 """llamajax trains LLaMA-family models with JAX, Flax and XLA."""
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import orbax.checkpoint as ocp
 
+import llamajax
 from llamajax.checkpoint.steps import good_step, steps_in
 from llamajax.errors import CheckpointError
 from llamajax.parallel.arrays import concretise, named_arrays
@@ -87,9 +88,10 @@ def read_step(directory: Path, abstract_state: State, *, partial: bool) -> Resto
             differences.append(f"{name} is {saved[name]} in it, but {text} in the state to restore")
     if differences:
         more = f" (and {len(differences) - 1} more differences)" if len(differences) > 1 else ""
-        raise CheckpointError(
-            f"{directory} is of another state: {differences[0]}{more}; use the configuration in its meta.json"
-        )
+        remedy = "use the configuration in its meta.json"
+        if (writer := json.loads((directory / "meta.json").read_text()).get("llamajax")) not in (None, llamajax.__version__):
+            remedy = f"llamajax {writer} wrote it: export it with that version and start from the export with init_from"
+        raise CheckpointError(f"{directory} is of another state: {differences[0]}{more}; {remedy}")
     stored = {
         name: jax.eval_shape(jax.random.key_data, leaf).update(sharding=leaf.sharding) if is_key(leaf) else leaf
         for name, leaf in wanted.items()

@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int32
 
 from llamajax.config.model import AttentionKernel, ModelConfig
 from llamajax.kernels.attention import Keys, Mask, Past, Queries, attend
-from llamajax.model.layers import RMSNorm, normal, residual_std
+from llamajax.model.layers import RMSNorm, normal, output_first, residual_std
 from llamajax.model.rope import RopeTable, apply_rope, score_factor
 from llamajax.parallel.zero import weight
 
@@ -36,7 +36,7 @@ class Attention(nnx.Module):
     """Fused q/k/v projection, rotary positions, attention, output projection.
 
     `wqkv` is [D, K, G + 2, H]: for each of the K kv heads its G query heads, then its key, then its value, so that
-    splitting kv heads over devices keeps a group together. `wo` is [K, G, H, D]. Query head n is k * G + g.
+    splitting kv heads over devices keeps a group together. `wo` is [D, K, G, H]. Query head n is k * G + g.
     `qkv_bias` is [K, G + 2, H], in the order of `wqkv`.
     """
 
@@ -47,8 +47,8 @@ class Attention(nnx.Module):
         heads = ("kv_heads", None, "head_dim")
         init = normal(qkv_key, config.init_std)
         self.wqkv = weight((D, K, G + 2, H), dtype, stored=("embed", *heads), compute=(None, *heads), init=init)
-        init = normal(o_key, residual_std(config))
-        self.wo = weight((K, G, H, D), dtype, stored=(*heads, "embed"), compute=(*heads, None), init=init)
+        init = output_first(normal(o_key, residual_std(config)))
+        self.wo = weight((D, K, G, H), dtype, stored=("embed", *heads), compute=(None, *heads), init=init)
         bias = weight((K, G + 2, H), dtype, stored=heads, compute=None, init=jnp.zeros) if config.qkv_bias else None
         self.qkv_bias = bias
         self.q_norm = RMSNorm(H, config) if config.qk_norm else None
@@ -70,7 +70,7 @@ class Attention(nnx.Module):
             out, _ = attend(q, k, v, mask, self.scale, past=past, kernel=self.kernel)
             out = checkpoint_name(out, "attention")
         with jax.named_scope("output_projection"):
-            return jnp.einsum("BTKGH,KGHD->BTD", out, self.wo[...], out_sharding=jax.typeof(x).sharding.spec), (k, v)
+            return jnp.einsum("BTKGH,DKGH->BTD", out, self.wo[...], out_sharding=jax.typeof(x).sharding.spec), (k, v)
 
     def _project(self, x: Float[Array, "B T D"], rows: Rows) -> tuple[Queries, Keys, Keys]:
         """Queries, keys and values, the first two turned by their positions."""

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from llamajax.config.model import ModelConfig
@@ -16,6 +17,16 @@ from llamajax.parallel.zero import weight
 def normal(key: jax.Array, std: float) -> Callable[..., jax.Array]:
     """Draws initial values from N(0, std^2), which do not depend on the mesh."""
     return lambda *shape_and_dtype, out_sharding: std * jax.random.normal(key, *shape_and_dtype, out_sharding=out_sharding)
+
+
+def output_first(init: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+    """The same initial values for a matrix whose output dim is its first instead of its last."""
+
+    def moved(shape: tuple[int, ...], dtype: DTypeLike, out_sharding: jax.P) -> jax.Array:
+        (first, *rest), (first_axes, *rest_axes) = shape, out_sharding
+        return jnp.moveaxis(init((*rest, first), dtype, out_sharding=jax.P(*rest_axes, first_axes)), -1, 0)
+
+    return moved
 
 
 def residual_std(config: ModelConfig) -> float:
@@ -47,8 +58,8 @@ class MLP(nnx.Module):
         gate_up_key, down_key = jax.random.split(key)
         init = normal(gate_up_key, config.init_std)
         self.w_gate_up = weight((D, 2, F), dtype, stored=("embed", None, "mlp"), compute=(None, None, "mlp"), init=init)
-        init = normal(down_key, residual_std(config))
-        self.w_down = weight((F, D), dtype, stored=("mlp", "embed"), compute=("mlp", None), init=init)
+        init = output_first(normal(down_key, residual_std(config)))
+        self.w_down = weight((D, F), dtype, stored=("embed", "mlp"), compute=(None, "mlp"), init=init)
 
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         """What is added to the residual stream, of x's dtype."""
@@ -58,4 +69,4 @@ class MLP(nnx.Module):
         with jax.named_scope("gated"):
             gated = jax.nn.silu(gate) * up
         with jax.named_scope("down_projection"):
-            return jnp.einsum("BTF,FD->BTD", gated, self.w_down[...], out_sharding=jax.typeof(x).sharding.spec)
+            return jnp.einsum("BTF,DF->BTD", gated, self.w_down[...], out_sharding=jax.typeof(x).sharding.spec)

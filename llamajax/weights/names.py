@@ -35,8 +35,8 @@ class Tensor:
     part: tuple[int | slice, ...] = ()
     """Index of its part, within one layer's block of a stacked array."""
     in_dims: int | None = None
-    """How many leading dims of the part are the input of a linear layer: 0 for its bias; None for norms and tables, which
-    are equal."""
+    """How many leading dims of the part are the input of a linear layer: 0 for its bias; None where theirs is equal, all
+    dims but the first taken together."""
 
     @property
     def rows_dim(self) -> int:
@@ -63,11 +63,11 @@ TENSORS = (
     Tensor(f"{_LAYER}.self_attn.v_proj.bias", f"{_OURS}.attention.qkv_bias", (_ALL, -1), in_dims=0),
     Tensor(f"{_LAYER}.self_attn.q_norm.weight", f"{_OURS}.attention.q_norm.scale"),
     Tensor(f"{_LAYER}.self_attn.k_norm.weight", f"{_OURS}.attention.k_norm.scale"),
-    Tensor(f"{_LAYER}.self_attn.o_proj.weight", f"{_OURS}.attention.wo", in_dims=3),
+    Tensor(f"{_LAYER}.self_attn.o_proj.weight", f"{_OURS}.attention.wo"),
     Tensor(f"{_LAYER}.post_attention_layernorm.weight", f"{_OURS}.mlp_norm.scale"),
     Tensor(f"{_LAYER}.mlp.gate_proj.weight", f"{_OURS}.mlp.w_gate_up", (_ALL, 0), in_dims=1),
     Tensor(f"{_LAYER}.mlp.up_proj.weight", f"{_OURS}.mlp.w_gate_up", (_ALL, 1), in_dims=1),
-    Tensor(f"{_LAYER}.mlp.down_proj.weight", f"{_OURS}.mlp.w_down", in_dims=1),
+    Tensor(f"{_LAYER}.mlp.down_proj.weight", f"{_OURS}.mlp.w_down"),
     Tensor("model.norm.weight", "model.final_norm.scale"),
     Tensor("lm_head.weight", "model.head"),
 )
@@ -105,7 +105,8 @@ def hf_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
             in_dims = tensor.in_dims or 0
             part = _part_shape(tensor, ours[tensor.array][of_layer:])
             ins, outs = math.prod(part[:in_dims]), math.prod(part[in_dims:])
-            of_one[tensor.hf_name] = part if tensor.in_dims is None else (outs, ins) if in_dims else (outs,)
+            equal = (part[0], math.prod(part[1:])) if len(part) > 1 else part
+            of_one[tensor.hf_name] = equal if tensor.in_dims is None else (outs, ins) if in_dims else (outs,)
         for layer in range(config.num_layers if of_layer else 1):
             shapes |= {hf_name.format(layer=layer): shape for hf_name, shape in of_one.items()}
     return shapes
@@ -147,7 +148,7 @@ def _part_shape(tensor: Tensor, block_shape: tuple[int, ...]) -> tuple[int, ...]
 def to_hf(tensor: Tensor, part: np.ndarray) -> np.ndarray:
     """Their tensor, or rows of it, from its part of our array (or of one layer of it); a copy where it is transposed."""
     if tensor.in_dims is None:
-        return part
+        return part.reshape(part.shape[0], -1) if part.ndim > 1 else part
     ins, outs = part.shape[: tensor.in_dims], part.shape[tensor.in_dims :]
     values = np.empty((math.prod(outs), math.prod(ins)) if ins else math.prod(outs), part.dtype)
     _copy(np.moveaxis(values.reshape(*outs, *ins), range(len(outs)), range(len(ins), part.ndim)), part)

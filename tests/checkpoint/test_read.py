@@ -195,3 +195,10 @@ def test_a_run_without_a_good_step_is_refused_with_every_bad_file(tmp_path, two_
         restore(run_dir, abstract(), step=20)
     with pytest.raises(CheckpointError, match="has no good checkpoint"):
         restore(run_dir, abstract())
+
+
+def test_arrays_of_another_version_are_refused_by_its_name(tmp_path):
+    with Checkpointer(tmp_path / "run", CONFIG) as checkpointer:
+        checkpointer.save(10, state_of(10), META | {"llamajax": "0.0.1"})
+    with pytest.raises(CheckpointError, match=r".*; llamajax 0\.0\.1 wrote it: export it with that"):
+        restore(tmp_path / "run", abstract(width=48))

@@ -120,10 +120,20 @@ def test_a_run_on_eight_devices_is_exported_in_pieces(many_bytes, tmp_path, monk
     with Checkpointer(tmp_path / "run", CheckpointConfig(async_save=False)) as checkpointer:
         checkpointer.save(3, state, {"config": {"model": dataclasses.asdict(config)}})
     stored = blocks.open_array(tmp_path / "run/checkpoints/3", "model.layers.mlp.w_down")
-    assert stored.block_shape == (3 if many_bytes else 1, 24, 8)
+    assert stored.block_shape == (3 if many_bytes else 1, 8, 24)
     monkeypatch.setattr("converters.hf_export._PIECE_BYTES", 5_000)
     assert convert("export", tmp_path / "run", tmp_path / "hf", "--no-verify") == 0
     assert_same_bits(read_weights(tmp_path / "hf"), weights)
+
+
+def test_a_checkpoint_of_another_layout_is_refused(tmp_path, capfd):
+    write_model(tmp_path / "model", TINY)
+    state = {"model": load_model(open_pretrained(tmp_path / "model"), TINY)}
+    other = dataclasses.asdict(dataclasses.replace(TINY, mlp_dim=2 * TINY.mlp_dim))
+    with Checkpointer(tmp_path / "run", CheckpointConfig(async_save=False)) as checkpointer:
+        checkpointer.save(3, state, {"config": {"model": other}})
+    assert convert("export", tmp_path / "run", tmp_path / "hf") == 65
+    assert "has no model.layers.mlp.w_down of shape" in capfd.readouterr().err
 
 
 def test_dtypes_widen_exactly_and_round_only_on_request(tmp_path):

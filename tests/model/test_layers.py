@@ -43,7 +43,7 @@ def test_mlp_is_swiglu():
     out = jax.jit(lambda mlp, x: gathered(mlp, x.dtype)(x))(mlp, x)
     w_gate_up, w_down = np.asarray(mlp.w_gate_up[...], np.float64), np.asarray(mlp.w_down[...], np.float64)
     gate, up = np.asarray(x) @ w_gate_up[:, 0], np.asarray(x) @ w_gate_up[:, 1]
-    np.testing.assert_allclose(out, (gate / (1 + np.exp(-gate)) * up) @ w_down, atol=1e-8)
+    np.testing.assert_allclose(out, (gate / (1 + np.exp(-gate)) * up) @ w_down.T, atol=1e-8)
     assert jax.typeof(out).sharding.spec == spec("batch", "seq", None)
 
 

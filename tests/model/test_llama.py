@@ -51,10 +51,10 @@ def test_parameters_are_born_sharded_and_as_many_as_the_config_says(tied: bool):
     assert {path: leaf.sharding.spec for path, leaf in _leaves(model)} == table | head | {
         "final_norm.scale.value": spec(None),
         "layers.attention.wqkv.value": spec("layers", "embed", "kv_heads", None, "head_dim"),
-        "layers.attention.wo.value": spec("layers", "kv_heads", None, "head_dim", "embed"),
+        "layers.attention.wo.value": spec("layers", "embed", "kv_heads", None, "head_dim"),
         "layers.attention_norm.scale.value": spec("layers", None),
         "layers.mlp.w_gate_up.value": spec("layers", "embed", None, "mlp"),
-        "layers.mlp.w_down.value": spec("layers", "mlp", "embed"),
+        "layers.mlp.w_down.value": spec("layers", "embed", "mlp"),
         "layers.mlp_norm.scale.value": spec("layers", None),
     }
 

@@ -88,11 +88,11 @@ def _hf_arrays(model: Llama) -> dict[str, np.ndarray]:
             f"model.layers.{i}.self_attn.q_proj.weight": wqkv[:, :, :-2].reshape(D, -1).T,
             f"model.layers.{i}.self_attn.k_proj.weight": wqkv[:, :, -2].reshape(D, -1).T,
             f"model.layers.{i}.self_attn.v_proj.weight": wqkv[:, :, -1].reshape(D, -1).T,
-            f"model.layers.{i}.self_attn.o_proj.weight": np.asarray(layers.attention.wo[...])[i].reshape(-1, D).T,
+            f"model.layers.{i}.self_attn.o_proj.weight": np.asarray(layers.attention.wo[...])[i].reshape(D, -1),
             f"model.layers.{i}.post_attention_layernorm.weight": np.asarray(layers.mlp_norm.scale[...])[i],
             f"model.layers.{i}.mlp.gate_proj.weight": gate_up[:, 0].T,
             f"model.layers.{i}.mlp.up_proj.weight": gate_up[:, 1].T,
-            f"model.layers.{i}.mlp.down_proj.weight": np.asarray(layers.mlp.w_down[...])[i].T,
+            f"model.layers.{i}.mlp.down_proj.weight": np.asarray(layers.mlp.w_down[...])[i],
         }
         if layers.attention.qkv_bias is not None:
             bias = np.asarray(layers.attention.qkv_bias[...])[i]

@@ -68,10 +68,10 @@ def expected_arrays(directory: Path, config: ModelConfig) -> dict[str, np.ndarra
         "model.embedding": weights["model.embed_tokens.weight"],
         "model.layers.attention_norm.scale": layers("input_layernorm"),
         "model.layers.attention.wqkv": np.concatenate([heads("q"), heads("k"), heads("v")], axis=3),
-        "model.layers.attention.wo": layers("self_attn.o_proj").swapaxes(1, 2).reshape(config.num_layers, K, -1, H, D),
+        "model.layers.attention.wo": layers("self_attn.o_proj").reshape(config.num_layers, D, K, -1, H),
         "model.layers.mlp_norm.scale": layers("post_attention_layernorm"),
         "model.layers.mlp.w_gate_up": np.stack([layers("mlp.gate_proj"), layers("mlp.up_proj")], 1).transpose(0, 3, 1, 2),
-        "model.layers.mlp.w_down": layers("mlp.down_proj").swapaxes(1, 2),
+        "model.layers.mlp.w_down": layers("mlp.down_proj"),
         "model.final_norm.scale": weights["model.norm.weight"],
         "model.head": weights["lm_head.weight"],
     }
