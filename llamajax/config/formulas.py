@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from llamajax.config.model import ModelConfig
-from llamajax.config.parallel import num_parts
+from llamajax.config.parallel import num_parts, splits_residual
 from llamajax.config.run import Config
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
@@ -74,12 +74,13 @@ def executed_flops(config: Config, *, fused_attention: bool) -> ExecutedFlops:
     D, F, L = model.embed_dim, model.mlp_dim, model.num_layers
     heads, kv_heads = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
     # Also what the policies keep is not enough to leave out the output projection: the MLP's input needs it.
+    output = 0 if _splits_residual_further(config) else D * heads
     again = {
         "none": 0.0,
-        "save_attention_qkv_mlp": D * heads,
-        "save_attention_qkv": D * heads + 2 * D * F,
-        "save_attention": D * heads + 2 * D * F + D * (heads + 2 * kv_heads),
-        "full": D * heads + 2 * D * F + D * (heads + 2 * kv_heads),
+        "save_attention_qkv_mlp": output,
+        "save_attention_qkv": output + 2 * D * F,
+        "save_attention": output + 2 * D * F + D * (heads + 2 * kv_heads),
+        "full": output + 2 * D * F + D * (heads + 2 * kv_heads),
     }[model.remat]
     matmul_flops = 6 * num_matmul_params(model)
     # Two FLOPs per multiply-add, and six products in `flops_per_token`: it counts four of the backward pass.
@@ -136,11 +137,12 @@ def expected_bytes(config: Config, *, max_chunk_scores: int, max_chunk_logits: i
     tokens = rows * config.data.seq_len // sequence
     layer_params = (num_params(model) - 2 * model.vocab_size * D) // L // tensor
 
+    residual = 2 * D // tensor if _splits_residual_further(config) else D  # also the one between attention and MLP
     saved = {
-        "full": D,
-        "save_attention": D + heads,
-        "save_attention_qkv": D + heads + qkv,
-        "save_attention_qkv_mlp": D + heads + qkv + 2 * F,
+        "full": residual,
+        "save_attention": residual + heads,
+        "save_attention_qkv": residual + heads + qkv,
+        "save_attention_qkv_mlp": residual + heads + qkv + 2 * F,
         "none": 14 * D + heads + 2 * qkv + 4 * F,  # most of the hidden states also widened to fp32
     }[model.remat]
     kept_weights = L * layer_params * wide if model.remat == "none" else 0
@@ -166,8 +168,9 @@ def least_wire_bytes(config: Config, mesh: Mapping[str, int]) -> float:
     Rings over n devices pass (n - 1) / n of an array on. Fully sharded (`fsdp`): every micro-batch gathers the layers
     forward and again backward, unless what is gathered is kept (`model.remat: none`), and embedding and head once; and
     scatters the gradients of all. `data`: gradients of the own shard are reduced once.
-    `tensor`: each layer reduces its two outputs forward and their gradients backward. `sequence`: each layer gathers
-    keys and values forward and again backward, and scatters their gradients.
+    `tensor`: attention and MLP each gather their tokens and scatter their outputs, and likewise backward, where they gather
+    the tokens again for the gradients of weights, unless what is gathered is kept; so do embedding and loss, once.
+    `sequence`: each layer gathers keys and values forward and again backward, and scatters their gradients.
     """
     model, train = config.model, config.train
     width = DTYPE_BYTES[model.compute_dtype]
@@ -181,5 +184,12 @@ def least_wire_bytes(config: Config, mesh: Mapping[str, int]) -> float:
     return (
         ((2 if model.remat == "none" else 3) * (weights - ends) + 2 * ends) * train.grad_accum_steps * part["fsdp"]
         + 2 * weights / mesh["fsdp"] * part["data"]
-        + model.num_layers * (4 * 2 * activations * part["tensor"] + 3 * keys_and_values * part["sequence"])
+        + (model.num_layers * (8 if model.remat == "none" else 10) + 4) * activations * part["tensor"]
+        + model.num_layers * 3 * keys_and_values * part["sequence"]
     )
+
+
+def _splits_residual_further(config: Config) -> bool:
+    """Whether planned devices that share matmuls have different tokens between them; then a layer keeps two residuals."""
+    mesh = mesh_sizes(config)
+    return mesh["tensor"] > 1 and splits_residual(config.data.seq_len, mesh)

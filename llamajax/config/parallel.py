@@ -23,10 +23,11 @@ class MeshConfig(Section):
     """Data-parallel replicas of the whole (sharded) state."""
     fsdp: AxisSize = field(default=-1, metadata={"splits": ("batch", "embed")})
     """Shards of parameters, gradients and optimizer state (ZeRO); also splits the batch."""
-    sequence: AxisSize = field(default=1, metadata={"splits": ("seq",)})
+    sequence: AxisSize = field(default=1, metadata={"splits": ("seq", "residual_seq")})
     """Shards of the sequence (context parallelism)."""
-    tensor: AxisSize = field(default=1, metadata={"splits": ("kv_heads", "mlp", "vocab")})
-    """Shards of heads, MLP and vocabulary (tensor parallelism)."""
+    tensor: AxisSize = field(default=1, metadata={"splits": ("kv_heads", "mlp", "vocab", "residual_seq")})
+    """Shards of heads, MLP and vocabulary (tensor parallelism), and between these of the tokens, where it divides a row's
+    part (sequence parallelism)."""
     num_cpu_devices: PositiveIntOrUnset = None
     """Emulate this many devices per process on the CPU; unset: use the accelerators that jax finds."""
 
@@ -78,6 +79,12 @@ def axes_of(dim: str) -> tuple[str, ...]:
 def num_parts(dim: str, sizes: Mapping[str, int]) -> int:
     """How many parts a dim is split into on a mesh whose axes have these sizes."""
     return math.prod(sizes[axis] for axis in axes_of(dim))
+
+
+def splits_residual(seq_len: int, sizes: Mapping[str, int]) -> bool:
+    """Whether the residual stream of rows of `seq_len` tokens is split over `residual_seq`, on axes of these sizes: only if
+    that divides them; else over `seq`, as all else is."""
+    return seq_len % num_parts("residual_seq", sizes) == 0
 
 
 def product(sizes: Mapping[str, int]) -> str:

@@ -41,7 +41,7 @@ def score(
     Returns:
         The sum of the logarithms of the targets' probabilities, and whether all are likeliest; both on every device.
     """
-    hidden = model.hidden(tokens)
+    hidden = jax.reshard(model.hidden(tokens), spec("batch", "seq", None))
     targets = jax.reshard(targets, spec("batch", "seq"))
     token_spec = spec("batch", "seq")
     logprobs, greedy = jax.shard_map(

@@ -17,6 +17,7 @@ from llamajax.config.model import AttentionKernel, ModelConfig
 from llamajax.kernels.attention import Keys, Mask, Past, Queries, attend
 from llamajax.model.layers import RMSNorm, normal, output_first, residual_std
 from llamajax.model.rope import RopeTable, apply_rope, score_factor
+from llamajax.parallel.tensor import gather_tokens, partial_spec, scatter_tokens
 from llamajax.parallel.zero import weight
 
 KeyValue = tuple[Keys, Keys]
@@ -70,12 +71,14 @@ class Attention(nnx.Module):
             out, _ = attend(q, k, v, mask, self.scale, past=past, kernel=self.kernel)
             out = checkpoint_name(out, "attention")
         with jax.named_scope("output_projection"):
-            return jnp.einsum("BTKGH,DKGH->BTD", out, self.wo[...], out_sharding=jax.typeof(x).sharding.spec), (k, v)
+            residual = jax.typeof(x).sharding.spec
+            parts = jnp.einsum("BTKGH,DKGH->BTD", out, self.wo[...], out_sharding=partial_spec(residual))
+            return scatter_tokens(parts, residual), (k, v)
 
     def _project(self, x: Float[Array, "B T D"], rows: Rows) -> tuple[Queries, Keys, Keys]:
         """Queries, keys and values, the first two turned by their positions."""
         with jax.named_scope("qkv"):
-            qkv = jnp.einsum("BTD,DKCH->BTKCH", x, self.wqkv[...])
+            qkv = jnp.einsum("BTD,DKCH->BTKCH", gather_tokens(x), self.wqkv[...])
             if self.qkv_bias is not None:
                 # Added in fp32, so that its gradient, a sum over all tokens, is summed in fp32.
                 qkv = (qkv.astype(jnp.float32) + self.qkv_bias[...].astype(jnp.float32)[None, None]).astype(x.dtype)

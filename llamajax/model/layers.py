@@ -11,6 +11,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from llamajax.config.model import ModelConfig
+from llamajax.parallel.tensor import gather_tokens, partial_spec, scatter_tokens
 from llamajax.parallel.zero import weight
 
 
@@ -64,9 +65,11 @@ class MLP(nnx.Module):
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         """What is added to the residual stream, of x's dtype."""
         with jax.named_scope("gate_up"):
-            gate_up = checkpoint_name(jnp.einsum("BTD,DCF->BTCF", x, self.w_gate_up[...]), "gate_up")
+            gate_up = checkpoint_name(jnp.einsum("BTD,DCF->BTCF", gather_tokens(x), self.w_gate_up[...]), "gate_up")
             gate, up = gate_up[:, :, 0], gate_up[:, :, 1]
         with jax.named_scope("gated"):
             gated = jax.nn.silu(gate) * up
         with jax.named_scope("down_projection"):
-            return jnp.einsum("BTF,DF->BTD", gated, self.w_down[...], out_sharding=jax.typeof(x).sharding.spec)
+            residual = jax.typeof(x).sharding.spec
+            parts = jnp.einsum("BTF,DF->BTD", gated, self.w_down[...], out_sharding=partial_spec(residual))
+            return scatter_tokens(parts, residual)

@@ -6,6 +6,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Float32, Int32
 
 from llamajax.config.model import ModelConfig
@@ -18,6 +19,7 @@ from llamajax.model.rope import positions_from_segment_ids, rope_tables
 from llamajax.parallel.arrays import named_arrays
 from llamajax.parallel.sharding import ONE_DEVICE, spec
 from llamajax.parallel.stack import run_layers
+from llamajax.parallel.tensor import gather_tokens, is_shared
 from llamajax.parallel.vocabulary import look_up
 from llamajax.parallel.zero import gathered, weight
 
@@ -49,7 +51,7 @@ class Layer(nnx.Module):
         """The residual stream behind the layer; and the tokens' keys and values. `past` as for `Attention`."""
         with jax.named_scope("attention"):
             out, key_value = self.attention(self.attention_norm(x), rows, past)
-            x = x + out
+            x = checkpoint_name(x + out, "residual")
         with jax.named_scope("mlp"):
             return x + self.mlp(self.mlp_norm(x)), key_value
 
@@ -78,7 +80,7 @@ class Llama(nnx.Module):
         x = self.hidden(tokens, segment_ids, positions)
         with jax.named_scope("head"):
             head = gathered(self.output_weight(), x.dtype)
-            return jnp.einsum("BTD,VD->BTV", x, head[...], preferred_element_type=jnp.float32)
+            return jnp.einsum("BTD,VD->BTV", gather_tokens(x), head[...], preferred_element_type=jnp.float32)
 
     def hidden(
         self,
@@ -104,7 +106,10 @@ class Llama(nnx.Module):
         def run_layer(x: jax.Array, layer: Layer, _: None) -> tuple[jax.Array, None]:
             return layer(x, rows)[0], None
 
-        x, _ = run_layers(self.layers, run_layer, x, dtype=x.dtype, saved=_SAVED_BY_REMAT[config.remat])
+        saved = _SAVED_BY_REMAT[config.remat]
+        if saved is not None and is_shared(x):
+            saved = (*saved, "residual")  # a part of the tokens; making it again would scatter the attention's output again
+        x, _ = run_layers(self.layers, run_layer, x, dtype=x.dtype, saved=saved)
         with jax.named_scope("final_norm"):
             return self.final_norm(x)
 

@@ -11,17 +11,19 @@ from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from llamajax.config.parallel import axes_of
 from llamajax.parallel.sharding import spec
+from llamajax.parallel.tensor import residual_spec, shared_axes
 
 
 def look_up(table: Float[Array, "V D"], ids: Int32[Array, "B T"], dtype: DTypeLike) -> Float[Array, "B T D"]:
-    """The ids' rows as `dtype`, sharded as the ids are. Every device looks ids up in its part of the rows.
+    """The ids' rows as `dtype`, laid out by `residual_spec`. Every device looks ids up in its part of the rows.
 
     A sharded lookup and its transpose, a scatter, would otherwise be left to XLA's guess.
     """
     id_spec = jax.typeof(ids).sharding.spec
     id_axes = axes_of("batch") if id_spec[1] is None else axes_of("batch") + axes_of("seq")
+    out_spec = residual_spec(ids.shape, id_spec)
 
-    @partial(jax.shard_map, in_specs=(spec("vocab", "embed"), id_spec), out_specs=P(*id_spec, None))
+    @partial(jax.shard_map, in_specs=(spec("vocab", "embed"), id_spec), out_specs=out_spec)
     def on_device(table: jax.Array, ids: jax.Array) -> jax.Array:
         # Varying before the gather: the transpose first scatters the gradient over `embed`, then reduces what is left.
         reduced_last = tuple(axis for axis in id_axes if axis not in axes_of("embed"))
@@ -33,9 +35,16 @@ def look_up(table: Float[Array, "V D"], ids: Int32[Array, "B T"], dtype: DTypeLi
         index = ids - jax.lax.axis_index(axes_of("vocab")) * rows.shape[0]
         index = jnp.where(index < 0, rows.shape[0], index)  # out of bounds like any other row that lies elsewhere
         found = rows.astype(jnp.float32).at[index].get(mode="fill", fill_value=0).astype(dtype)
-        return jax.lax.psum(found, axes_of("vocab"))
+        return sum_tokens(found, out_spec)
 
     return on_device(table, ids)
+
+
+def sum_tokens(x: Float[Array, "b t D"], out_spec: P) -> Float[Array, "b t_out D"]:
+    """On one device, within `shard_map`: its part of the sum of what the devices of `vocab` have, for `residual_spec`."""
+    if axes := shared_axes(out_spec):
+        return jax.lax.psum_scatter(x, axes, scatter_dimension=1, tiled=True)
+    return jax.lax.psum(x, axes_of("vocab"))
 
 
 def whole_rows(part: Float[Array, "v d"], dtype: DTypeLike) -> tuple[Float[Array, "v D"], Int32[Array, "v"]]:

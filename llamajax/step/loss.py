@@ -18,7 +18,8 @@ from jaxtyping import Array, Float, Int32
 from llamajax.config.parallel import PLAIN, ParallelConfig, axes_of
 from llamajax.model import Llama
 from llamajax.parallel.sharding import spec
-from llamajax.parallel.vocabulary import split_softmax, whole_rows
+from llamajax.parallel.tensor import shared_axes
+from llamajax.parallel.vocabulary import split_softmax, sum_tokens, whole_rows
 from llamajax.step.batch import IGNORE
 
 MAX_CHUNK_LOGITS = 2**28
@@ -61,7 +62,7 @@ def _token_losses(
     """The losses of all counted tokens, summed; only `.loss` has a gradient.
 
     Args:
-        hidden: in the compute dtype, sharded ("batch", "seq", None).
+        hidden: in the compute dtype, sharded as `look_up` lays tokens out.
         weight: the head in the parameter dtype, sharded ("vocab", "embed").
         targets: in [0, V) or `IGNORE`, sharded ("batch", "seq").
         z_loss_weight: weight of the squared log-partition function.
@@ -77,9 +78,9 @@ def _sums_and_gradients(
     hidden: jax.Array, weight: jax.Array, targets: jax.Array, z_loss_weight: float
 ) -> tuple[LossSums, Gradients]:
     """`token_losses`, and the gradients of its `.loss`."""
-    hidden_spec, weight_spec = spec("batch", "seq", None), spec("vocab", "embed")
+    hidden_spec, weight_spec = jax.typeof(hidden).sharding.spec, spec("vocab", "embed")
     return jax.shard_map(
-        partial(_on_device, z_loss_weight=z_loss_weight),
+        partial(_on_device, hidden_spec=hidden_spec, z_loss_weight=z_loss_weight),
         in_specs=(hidden_spec, weight_spec, spec("batch", "seq")),
         out_specs=(P(), (hidden_spec, weight_spec)),
     )(hidden, weight, targets)
@@ -96,11 +97,18 @@ token_losses.defvjp(_sums_and_gradients, _scale_gradients)
 
 
 def _on_device(
-    hidden: Float[Array, "B T D"], weight: Float[Array, "V E"], targets: Int32[Array, "B T"], *, z_loss_weight: float
+    hidden: Float[Array, "b t_own D"],
+    weight: Float[Array, "v E"],
+    targets: Int32[Array, "b t"],
+    *,
+    hidden_spec: P,
+    z_loss_weight: float,
 ) -> tuple[LossSums, Gradients]:
     """One device's part of `_sums_and_gradients`."""
     token_axes = axes_of("batch") + axes_of("seq")
     head, vocab_ids = whole_rows(weight, hidden.dtype)
+    if axes := shared_axes(hidden_spec):
+        hidden = jax.lax.all_gather(hidden, axes, axis=1, tiled=True)
 
     def add_chunk(d_head: jax.Array, chunk: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, tuple[LossSums, jax.Array]]:
         x, target = chunk  # [n, D], [n]
@@ -115,7 +123,7 @@ def _on_device(
             d_logits = exps * ((1 + 2 * z_loss_weight * lse) / exp_sum)[:, None] - is_target
             d_logits = jnp.where(counted[:, None], d_logits, 0.0).astype(x.dtype)
         with jax.named_scope("d_hidden"):
-            d_x = jax.lax.psum(jnp.einsum("nv,vD->nD", d_logits, head), axes_of("vocab"))
+            d_x = jnp.einsum("nv,vD->nD", d_logits, head)
         with jax.named_scope("d_head"):
             d_head += jnp.einsum("nv,nD->vD", d_logits, x, preferred_element_type=jnp.float32)
         return d_head, (sums, d_x)
@@ -124,7 +132,7 @@ def _on_device(
     d_head = jax.lax.pcast(jnp.zeros(head.shape, jnp.float32), token_axes + axes_of("vocab"), to="varying")
     d_head, (chunk_sums, d_x) = jax.lax.scan(add_chunk, d_head, _chunks(hidden, targets, vocab_size=head.shape[0]))
     sums = LossSums(*(jax.lax.psum(jnp.sum(chunk_sum, axis=0), token_axes) for chunk_sum in chunk_sums))
-    d_hidden = d_x.reshape(-1, hidden.shape[-1])[: targets.size].reshape(hidden.shape)
+    d_hidden = sum_tokens(d_x.reshape(-1, hidden.shape[-1])[: targets.size].reshape(hidden.shape), hidden_spec)
     d_weight = jax.lax.psum_scatter(d_head.astype(hidden.dtype), axes_of("embed"), scatter_dimension=1, tiled=True)
     d_weight = jax.lax.psum(d_weight, tuple(axis for axis in token_axes if axis not in axes_of("embed")))
     return sums, (d_hidden, d_weight.astype(weight.dtype))

@@ -75,7 +75,10 @@ def test_least_bytes():
     assert least({"data": 2, "fsdp": 4}, grad_accum_steps=2) == pytest.approx(2 * sharded * 3 / 4 + 4 * N / 4 / 2)
     assert least({"data": 4}) == pytest.approx(4 * N * 3 / 4)
     tokens = 16 * 128
-    assert least({"tensor": 2}) == pytest.approx(10 * 4 * 2 * (2 * tokens * 64) / 2)
+    assert least({"tensor": 2}) == pytest.approx((10 * 10 + 4) * (2 * tokens * 64) / 2)
+    assert least({"tensor": 2}, dataclasses.replace(MODEL, remat="none")) == pytest.approx(
+        (10 * 8 + 4) * (2 * tokens * 64) / 2
+    )
     assert least({"sequence": 4}) == pytest.approx(10 * 3 * (2 * tokens * 2 * 2 * 8) * 3 / 4)
 
 

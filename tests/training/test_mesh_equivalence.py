@@ -2,13 +2,16 @@
 
 import functools
 import itertools
+from typing import Any
 
 import jax
 import numpy as np
 import pytest
 
+from llamajax.config.data import DataConfig, SourceConfig
 from llamajax.config.parallel import MeshConfig
 from llamajax.config.run import Config
+from llamajax.config.training import TrainConfig
 from llamajax.parallel.mesh import make_mesh
 from llamajax.step.state import abstract_state, init_state
 from llamajax.step.step import apply_gradients, loss_and_grads
@@ -16,6 +19,11 @@ from tests.tiny import random_rows, single_device_mesh, tiny_config, to_device
 
 MESHES = [sizes for sizes in itertools.product((1, 2, 4, 8), repeat=4) if np.prod(sizes) == 8]
 """Every way to lay eight devices over (data, fsdp, sequence, tensor)."""
+ODD = tiny_config(
+    data=DataConfig(sources=(SourceConfig(kind="stdlib"),), seq_len=10),
+    train=TrainConfig(num_steps=3, global_batch_size=32),
+)
+"""Rows that `sequence` divides and `sequence` times `tensor` does not."""
 EVERYDAY = [((1, 8, 1, 1), 1), ((1, 2, 2, 2), 2), ((2, 2, 1, 2), 4), ((2, 1, 4, 1), 1)]
 
 
@@ -31,7 +39,7 @@ def run_steps(config: Config, mesh: jax.sharding.Mesh) -> list[dict[str, np.ndar
         state, metrics = apply_gradients(config, state, grads, losses["tokens"])
         return state, losses | metrics, grads
 
-    first_state()
+    first_state(config)
     jax.set_mesh(mesh)
     state, history = initial_state(config), []
     compiled = step_with_grads.lower(state, to_device(config, random_rows(config, 0))).compile()
@@ -43,20 +51,20 @@ def run_steps(config: Config, mesh: jax.sharding.Mesh) -> list[dict[str, np.ndar
 
 
 @functools.cache
-def first_state():
+def first_state(config: Config):
     jax.set_mesh(single_device_mesh())
-    return init_state(tiny_config())
+    return init_state(config)
 
 
 def initial_state(config: Config):
     """The state of step 0, laid over the current mesh; that drawing it there gives the same is tested with the model."""
     abstract = abstract_state(config)
-    return jax.tree.map(lambda x, like: jax.device_put(x, like.sharding), first_state(), abstract)
+    return jax.tree.map(lambda x, like: jax.device_put(x, like.sharding), first_state(config), abstract)
 
 
 @functools.cache
-def reference() -> list[dict[str, np.ndarray]]:
-    return run_steps(tiny_config(), single_device_mesh())
+def reference(config: Config) -> list[dict[str, np.ndarray]]:
+    return run_steps(config, single_device_mesh())
 
 
 def cases():
@@ -67,9 +75,20 @@ def cases():
 
 @pytest.mark.parametrize(("sizes", "accumulation"), list(cases()))
 def test_steps_equal_those_of_one_device(sizes, accumulation):
-    config = tiny_config().changed({"train.grad_accum_steps": accumulation})
+    check(tiny_config(), sizes, {"train.grad_accum_steps": accumulation})
+
+
+@pytest.mark.parametrize(
+    "sizes", [(1, 2, 1, 4), *(pytest.param(s, marks=pytest.mark.slow) for s in [(1, 1, 1, 8), (2, 1, 2, 2)])]
+)
+def test_odd_sizes_equal_those_of_one_device(sizes):
+    check(ODD, sizes, {"model.remat": "full"})
+
+
+def check(config: Config, sizes: tuple[int, ...], changes: dict[str, Any]) -> None:
+    """Runs a changed configuration on a mesh, and as it is on one device."""
     mesh = make_mesh(MeshConfig(**dict(zip(("data", "fsdp", "sequence", "tensor"), sizes, strict=True))))
-    for step, (ours, theirs) in enumerate(zip(run_steps(config, mesh), reference(), strict=True)):
+    for step, (ours, theirs) in enumerate(zip(run_steps(config.changed(changes), mesh), reference(config), strict=True)):
         assert ours.keys() == theirs.keys()
         for name in theirs:
             np.testing.assert_allclose(ours[name], theirs[name], rtol=0, atol=1e-5, err_msg=f"step {step}: {name}")
