@@ -14,6 +14,12 @@ class UserError(ValueError):
     exit_code = 1
 
 
+class UnequalError(UserError):
+    """Numbers of a run's mesh and forms that are not one device's."""
+
+    exit_code = 1
+
+
 class ConfigError(UserError):
     """A configuration that cannot run. One line per problem, all problems at once."""
 

@@ -24,8 +24,8 @@ ROOT = pathlib.Path(__file__).parent.parent
 ORDER = (
     ("errors", "units", "disk"),
     "config", "parallel", "watch", "kernels", "model", "step", "data", "checkpoint", "weights", "planning", "generation",
-    "evaluation", "training",
-    ("train", "generate", "evaluate", "plan", "report"),
+    "evaluation", "verification", "training",
+    ("train", "generate", "evaluate", "plan", "verify", "report"),
     "converters",
 )  # fmt: skip
 """The rooms of the house, from the ground up: words for everybody, folders, commands, and what stands beside the package.

@@ -1,0 +1,193 @@
+"""A run scaled down to a few devices: sizes shrink, what they have in common with the mesh stays.
+
+Every axis that is split stays split. Every size keeps its divisibility by each axis and by each product of axes, and by
+twice these; whether it is odd; and whether it is below them, as key/value heads may be below the tensor axis. So what the
+configured mesh divides evenly, replicates or pads is divided, replicated or padded here too.
+"""
+
+import itertools
+import math
+import typing
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from llamajax.config.data import DataConfig
+from llamajax.config.file import config_to_dict, dotted
+from llamajax.config.keys import keys
+from llamajax.config.model import DType, ModelConfig
+from llamajax.config.parallel import AXES, PLAIN, DistributedConfig, MeshConfig, axes_of, num_parts, product
+from llamajax.config.run import Config
+from llamajax.config.watch import ProfileConfig
+from llamajax.errors import ConfigError
+
+USUAL_DEVICES, MOST_DEVICES = 8, 64
+NUM_STEPS = 5
+LEARNING_RATE = 3e-3
+"""Moves weights by a percent or so in five steps, so that what is computed with stale ones shows."""
+LEAST_EPS = 3e-2
+"""Adam divides by the root of the second moment: where a gradient is next to nothing, its rounding would decide the sign of
+a whole step. This much in the denominator, about the size of a usual gradient, bounds what rounding can do to a weight."""
+
+Splits = Sequence[tuple[int, int]]
+"""Into how many parts the configured mesh may split a size, and into how many the scaled one."""
+
+
+def configured_axes(config: Config) -> dict[str, int]:
+    """Sizes of the mesh axes of the run. Where nothing tells the number of its devices, an axis that takes the rest counts
+    as `USUAL_DEVICES`."""
+    mesh, distributed = config.mesh, config.distributed
+    fixed = [size for axis in AXES if (size := getattr(mesh, axis)) != -1]
+    if mesh.num_cpu_devices is not None and (not distributed.enabled or distributed.num_processes):
+        return mesh.axis_sizes(mesh.num_cpu_devices * (distributed.num_processes or 1))
+    if mesh.num_cpu_devices is None and config.hardware.gpu != "none":
+        return mesh.axis_sizes(config.hardware.num_devices)
+    return mesh.axis_sizes(math.prod(fixed) * (1 if len(fixed) == len(AXES) else USUAL_DEVICES))
+
+
+def scaled_axes(sizes: Mapping[str, int], num_devices: int | None = None) -> dict[str, int]:
+    """Sizes of the axes on at most `num_devices` devices: divisors of the configured ones, or 2 for even and 3 for odd ones;
+    None: `USUAL_DEVICES`, or as many as keep every axis split.
+
+    Raises:
+        ConfigError: so many devices cannot keep every axis split.
+    """
+
+    def choices(size: int) -> list[int]:
+        least = 1 if size == 1 else 2 + size % 2
+        return sorted({least, *(n for n in range(least, MOST_DEVICES + 1) if size % n == 0 and n % 2 == size % 2)})
+
+    all_choices = [choices(size) for size in sizes.values()]
+    needed = math.prod(several[0] for several in all_choices)
+    num_devices = max(USUAL_DEVICES, needed) if num_devices is None else num_devices
+    if needed > num_devices:
+        mesh = product({axis: size for axis, size in sizes.items() if size > 1})
+        raise ConfigError(f"--devices: {num_devices} cannot keep every axis of {mesh} split; take {needed} or more")
+
+    def rank(scaled: tuple[int, ...]) -> tuple[int, float]:
+        return math.prod(scaled), -max(size / own for size, own in zip(sizes.values(), scaled, strict=True))
+
+    best = max((some for some in itertools.product(*all_choices) if math.prod(some) <= num_devices), key=rank)
+    return dict(zip(sizes, best, strict=True))
+
+
+def scale_down(config: Config, configured: Mapping[str, int], scaled: Mapping[str, int]) -> Config:
+    """The run on a mesh of emulated devices whose axes have the sizes `scaled`: small, in fp32 and five steps long.
+
+    Args:
+        config: the run.
+        configured: sizes of its mesh axes.
+        scaled: of `scaled_axes`.
+
+    Raises:
+        ConfigError: no small sizes keep the rules that the configured ones keep.
+    """
+    splits = all_splits(configured, scaled)
+    train, optimizer = config.train, config.optimizer
+    seq_len = _scaled_size(config.data.seq_len, max(32, 8 * num_parts("seq", scaled)), splits)
+    replicas = num_parts("batch", configured)
+    accumulated = _few(train.grad_accum_steps, 2)
+    per_device = _few(max(1, train.global_batch_size // train.grad_accum_steps // replicas), 2)
+    return config.changed(
+        _scaled_model(config.model, scaled_heads(config.model, configured, scaled), splits)
+        | {key: "float32" for key, _, field in keys(Config) if DType in (field.type, *typing.get_args(field.type))}
+        | {
+            "mesh": MeshConfig(**scaled, num_cpu_devices=math.prod(scaled.values())),
+            "distributed": DistributedConfig(),
+            "profile": ProfileConfig(),
+            "model.attention_kernel": "plain",
+            "model.sliding_window": _scaled_window(config.model, config.data, configured, scaled, seq_len),
+            "data.seq_len": seq_len,
+            "train.num_steps": NUM_STEPS,
+            "train.grad_accum_steps": accumulated,
+            "train.global_batch_size": accumulated * per_device * num_parts("batch", scaled),
+            "optimizer.learning_rate": LEARNING_RATE,
+            "optimizer.eps": max(LEAST_EPS, optimizer.eps),
+            "optimizer.warmup_steps": min(optimizer.warmup_steps, 2),
+            "optimizer.decay_steps": optimizer.decay_steps and min(optimizer.decay_steps, 2),
+        }
+    )
+
+
+def all_splits(configured: Mapping[str, int], scaled: Mapping[str, int]) -> Splits:
+    """Every product of axes."""
+    split = [axis for axis in configured if configured[axis] > 1]
+    groups = itertools.chain.from_iterable(itertools.combinations(split, n) for n in range(len(split) + 1))
+    return [(math.prod(configured[axis] for axis in group), math.prod(scaled[axis] for axis in group)) for group in groups]
+
+
+def scaled_heads(model: ModelConfig, configured: Mapping[str, int], scaled: Mapping[str, int]) -> tuple[int, int]:
+    """Key/value heads, and query heads per key/value head: the fewest that fit the axes that split heads or rows."""
+    axes = [axis for axis in configured if axis in axes_of("kv_heads") + axes_of("seq")]
+    splits = all_splits({axis: configured[axis] for axis in axes}, {axis: scaled[axis] for axis in axes})
+    groups = model.num_heads // model.num_kv_heads
+
+    def candidates() -> Iterator[tuple[int, int]]:
+        for own_groups in (n for n in range(1, 9) if n <= groups and n % 2 == groups % 2 and (n == 1) == (groups == 1)):
+            most = min(model.num_kv_heads, 2 * max(after for _, after in splits))
+            yield from ((kv_heads, own_groups) for kv_heads in range(1, most + 1))
+
+    def misfit(candidate: tuple[int, int]) -> tuple[int, ...]:
+        kv_heads, own_groups = candidate
+        of_keys = _misfit(model.num_kv_heads, kv_heads, splits)
+        of_queries = _misfit(model.num_heads, kv_heads * own_groups, splits)
+        return *map(sum, zip(of_keys, of_queries, strict=True)), kv_heads * own_groups
+
+    return min(candidates(), key=misfit)
+
+
+def on_one_device(config: Config) -> Config:
+    """The same run in the plainest form there is: one device, one micro-batch, nothing recomputed."""
+    plain = {"parallel": PLAIN, "train.grad_accum_steps": 1, "model.remat": "none"}
+    return config.changed({"mesh": MeshConfig(num_cpu_devices=1), **plain})
+
+
+def changes(config: Config, scaled: Config) -> dict[str, tuple[Any, Any]]:
+    """Every setting that is another one in `scaled`: its dotted key, the configured and the verified value."""
+    before, after = dotted(config_to_dict(config)), dotted(config_to_dict(scaled))
+    return {key: (before.get(key), value) for key, value in after.items() if before.get(key) != value}
+
+
+def _few(number: int, most: int) -> int:
+    """`most` or one more of them, odd if `number` is; fewer if these are all."""
+    return min(number, most + number % 2)
+
+
+def _misfit(size: int, own: int, splits: Splits) -> tuple[int, int, int]:
+    """How often `own` is not divided by what divides `size`: the splits, and twice them, because some forms split a part in
+    two. How often it is else another neighbour of the splits. And whether it is another kind of number by itself."""
+
+    def relations(n: int, parts: int) -> tuple[bool, ...]:
+        return n % parts == 0, parts % n == 0, n < parts
+
+    real = [(before, after) for before, after in splits if before > 1]
+    lost = sum(size % (times * before) == 0 and own % (times * after) != 0 for before, after in real for times in (1, 2))
+    others = sum(relations(size, before) != relations(own, after) for before, after in real)
+    return lost, others, (size % 2 != own % 2) + ((size == 1) != (own == 1))
+
+
+def _scaled_size(size: int, target: int, splits: Splits) -> int:
+    """The size next to `target` that is to the scaled splits what `size` is to the configured ones."""
+    most = min(size, target + 2 * max(after for _, after in splits))
+    return min(range(1, most + 1), key=lambda own: (*_misfit(size, own, splits), abs(own - target)))
+
+
+def _scaled_model(model: ModelConfig, heads: tuple[int, int], splits: Splits) -> dict[str, Any]:
+    targets = {"vocab_size": 96, "embed_dim": 32, "mlp_dim": 48}
+    sizes = {name: _scaled_size(getattr(model, name), target, splits) for name, target in targets.items()}
+    kv_heads, groups = heads
+    sizes |= {"num_kv_heads": kv_heads, "num_heads": kv_heads * groups}
+    sizes |= {"num_layers": _few(model.num_layers, 4), "head_dim": min(model.head_dim, 8)}
+    # Sums of D terms keep their size of one: no score or gradient is so small or so large that rounding would show.
+    init_std = 1 / math.sqrt(sizes["embed_dim"])
+    return {f"model.{name}": value for name, value in (sizes | {"init_std": init_std}).items()}
+
+
+def _scaled_window(
+    model: ModelConfig, data: DataConfig, configured: Mapping[str, int], scaled: Mapping[str, int], seq_len: int
+) -> int | None:
+    """As many devices' parts of a row wide as the configured window, and narrower than a row if that is."""
+    window = model.sliding_window
+    if window is None or window >= data.seq_len:
+        return window
+    of_part = window * num_parts("seq", configured) / data.seq_len
+    return max(1 + (window > 1), min(seq_len - 1, round(of_part * seq_len / num_parts("seq", scaled))))

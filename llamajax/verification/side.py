@@ -1,0 +1,118 @@
+"""One side of a comparison: the first steps of a run, and all that is seen of them from outside."""
+
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+
+from llamajax.config.run import Config
+from llamajax.parallel.arrays import named_arrays
+from llamajax.parallel.mesh import make_mesh
+from llamajax.step.batch import FIELDS, Batch, batch_sharding, micro_batch_size
+from llamajax.step.state import TrainState, abstract_state, init_state
+from llamajax.step.step import apply_gradients, loss_and_grads
+from llamajax.verification.rows import make_rows
+
+Place = tuple[int, ...]
+"""Of a device: its index along each mesh axis."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one device holds of an array."""
+
+    index: tuple[slice, ...]
+    """Where in the whole."""
+    value: np.ndarray
+
+
+@dataclass(frozen=True)
+class Seen:
+    """An array, as its devices hold it."""
+
+    whole: np.ndarray
+    parts: Mapping[Place, Part]
+
+
+@dataclass(frozen=True)
+class Step:
+    """What came out of one optimizer step; the first one of a side is the state before any, without scalars."""
+
+    scalars: Mapping[str, float]
+    """`tokens`, `loss` and `gradient norm`."""
+    arrays: Mapping[str, Mapping[str, Seen]]
+    """`gradient`, `first moment`, `second moment` and `weight` of every parameter, by kind and name."""
+
+
+@dataclass(frozen=True)
+class Side:
+    """The same first steps, on one mesh and in one form."""
+
+    axes: Mapping[str, int]
+    """Sizes of the mesh axes."""
+    num_micro_batches: int
+    """That each step is summed over."""
+    steps: tuple[Step, ...]
+
+
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
+def step_with_gradients(config: Config, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array], Any]:
+    """`llamajax.step.step.train_step`, which also gives the gradients."""
+    metrics, grads = loss_and_grads(config, state.model, batch)
+    state, update_metrics = apply_gradients(config, state, grads, metrics["tokens"])
+    return state, metrics | update_metrics, grads
+
+
+def program(config: Config) -> str:
+    """What `run_side` compiles for a step; forms that make no difference on a mesh have the same one."""
+    jax.set_mesh(_mesh(config))
+    shape = (config.train.grad_accum_steps, micro_batch_size(config), config.data.seq_len)
+    batch = dict.fromkeys(FIELDS, jax.ShapeDtypeStruct(shape, np.int32, sharding=batch_sharding()))
+    return step_with_gradients.lower(config, abstract_state(config), batch).as_text()
+
+
+def run_side(config: Config, num_steps: int, doing: Callable[[str], None]) -> Side:
+    """Trains `num_steps` steps on the first devices that there are, from weights that it draws itself.
+
+    Args:
+        config: the run, whose mesh names all of its sizes.
+        num_steps: steps.
+        doing: is told what takes so long.
+    """
+    mesh = _mesh(config)
+    jax.set_mesh(mesh)
+    places = {device: tuple(map(int, place)) for place, device in np.ndenumerate(mesh.devices)}
+
+    def seen(tree: Any) -> dict[str, Seen]:
+        return {name: _seen(array, places) for name, array in named_arrays(tree).items()}
+
+    def kept(state: TrainState) -> dict[str, dict[str, Seen]]:
+        moments = {kind: optax.tree.get(state.opt_state, name) for kind, name in _MOMENTS.items()}
+        return {kind: seen(tree) for kind, tree in (moments | {"weight": state.model}).items()}
+
+    doing("making the state")
+    state = init_state(config)
+    steps = [Step({}, kept(state))]
+    for step in range(1, num_steps + 1):
+        doing("compiling" if step == 1 else f"step {step} of {num_steps}")
+        state, metrics, grads = step_with_gradients(config, state, make_rows(config, step))
+        scalars = {name: float(metrics[metric]) for name, metric in _SCALARS.items()}
+        steps.append(Step(scalars, {"gradient": seen(grads)} | kept(state)))
+    return Side(dict(mesh.shape), config.train.grad_accum_steps, tuple(steps))
+
+
+def _mesh(config: Config) -> jax.sharding.Mesh:
+    return make_mesh(config.mesh, jax.devices()[: config.mesh.num_cpu_devices])
+
+
+_SCALARS = {"tokens": "tokens", "loss": "loss", "gradient norm": "grad_norm"}
+_MOMENTS = {"first moment": "mu", "second moment": "nu"}
+
+
+def _seen(array: jax.Array, places: Mapping[Any, Place]) -> Seen:
+    parts = {places[shard.device]: Part(shard.index, np.asarray(shard.data)) for shard in array.addressable_shards}
+    return Seen(np.asarray(array), parts)

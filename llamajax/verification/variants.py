@@ -1,0 +1,89 @@
+"""Other forms of a run: those that `auto` may stand for, and plainer ones, to see which makes a difference go away."""
+
+import dataclasses
+import math
+import typing
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from llamajax.config.keys import join
+from llamajax.config.parallel import AXES, PLAIN, MeshConfig, ParallelConfig
+from llamajax.config.run import Config
+from llamajax.errors import ConfigError
+from llamajax.verification.comparison import first_difference
+from llamajax.verification.side import Side, run_side
+
+
+@dataclasses.dataclass(frozen=True)
+class Trial:
+    """The same steps with one setting made plain."""
+
+    key: str
+    value: Any
+    cured: bool
+    """Whether nothing differs with it."""
+
+
+def possible_forms(config: Config) -> dict[str, Config]:
+    """The run as it is configured, and in each form that a setting of `auto` may stand for, one at a time: what is chosen
+    depends on sizes and devices, and the scaled run has others."""
+    forms = {"configured": config}
+    for field in dataclasses.fields(ParallelConfig):
+        key, values = join("parallel", field.name), typing.get_args(field.type)
+        if "auto" in values and getattr(config.parallel, field.name) == "auto":
+            forms |= {
+                f"{key}: {value}": changed
+                for value in values
+                if value != "auto"
+                for changed in _allowed(config, {key: value})
+            }
+    return forms
+
+
+def run_trials(config: Config, truth: Side, num_steps: int, doing: Callable[[str], None]) -> list[Trial]:
+    """Tries every single change that makes the run plainer.
+
+    Args:
+        config: the run on emulated devices, which differs from `truth`.
+        truth: the same on one device.
+        num_steps: steps to take, as many as it took to differ.
+        doing: is told what takes so long.
+    """
+
+    def is_cured(changed: Config, what: str) -> bool:
+        side = run_side(changed, num_steps, lambda stage: doing(f"{what}: {stage}"))
+        return first_difference(side, truth) is None
+
+    return [Trial(key, value, is_cured(changed, f"with {key}: {value}")) for key, value, changed in plainer(config)]
+
+
+def suspects(side: Side, trials: Sequence[Trial]) -> dict[str, int]:
+    """What sums may have gone wrong over, with sizes: what made the difference go away when it was not divided, or all."""
+    cured = {trial.key.removeprefix("mesh.") for trial in trials if trial.cured}
+    factors = {**side.axes, "micro-batches": side.num_micro_batches}
+    names = [name for name in factors if name in cured or (name == "micro-batches" and "train.grad_accum_steps" in cured)]
+    return {name: factors[name] for name in names or factors}
+
+
+def _allowed(config: Config, changes: dict[str, Any]) -> list[Config]:
+    """The changed run, unless that breaks a rule."""
+    try:
+        return [config.changed(changes)]
+    except ConfigError:
+        return []
+
+
+def plainer(config: Config) -> Iterator[tuple[str, Any, Config]]:
+    """The run with each axis in turn not split, each form plain, one micro-batch, nothing recomputed; where that is not
+    so already, and all its rules allow it."""
+    sizes = {axis: getattr(config.mesh, axis) for axis in AXES}
+    settings: list[tuple[str, Any]] = [(join("mesh", axis), 1) for axis, size in sizes.items() if size > 1]
+    settings += [(join("parallel", field.name), getattr(PLAIN, field.name)) for field in dataclasses.fields(PLAIN)]
+    settings += [("train.grad_accum_steps", 1), ("model.remat", "none")]
+    for key, value in settings:
+        section, _, name = key.partition(".")
+        if getattr(getattr(config, section), name) == value:
+            continue
+        rest = sizes | {name: value} if section == "mesh" else sizes
+        mesh = MeshConfig(**rest, num_cpu_devices=math.prod(rest.values()))
+        yield from ((key, value, own) for own in _allowed(config, {"mesh": mesh} if section == "mesh" else {key: value}))

@@ -1,0 +1,212 @@
+"""Faults in parallel code, put in at the source: what devices do together goes wrong, where there is more than one.
+
+Each is a context; nothing that was compiled within one is used outside.
+"""
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+
+from llamajax.model import llama
+from llamajax.step import step
+from llamajax.verification import side
+
+
+@contextlib.contextmanager
+def put_in(target: Any, name: str, make: Callable[[Any], Any]) -> Iterator[None]:
+    """`target.name` becomes what `make` makes of it."""
+    compiled: Any = side.step_with_gradients  # jax's type of it does not tell of its cache
+    compiled.clear_cache()
+    with mock.patch.object(target, name, make(getattr(target, name))):
+        yield
+    compiled.clear_cache()
+
+
+def _several() -> bool:
+    return jax.sharding.get_abstract_mesh().size > 1
+
+
+def _over(axes: Any, axis: str) -> bool:
+    return axis in ((axes,) if isinstance(axes, str) else tuple(axes))
+
+
+def scaled_sum(axis: str, factor: Callable[[int], float]):
+    """Every sum over `axis` that is written by hand is scaled by a function of the axis' size."""
+
+    def make(psum):
+        def wrong(x, axes, **options):
+            scale = factor(jax.lax.axis_size(axis)) if _over(axes, axis) else 1
+            return jax.tree.map(lambda value: (value * scale).astype(value.dtype), psum(x, axes, **options))
+
+        return wrong
+
+    return put_in(jax.lax, "psum", make)
+
+
+def first_part_only(axis: str):
+    """Every sum over `axis` written by hand is the first device's part."""
+
+    def make(psum):
+        def wrong(x, axes, **options):
+            if _over(axes, axis):
+                x = jax.tree.map(lambda value: jnp.where(jax.lax.axis_index(axis) == 0, value, 0), x)
+            return psum(x, axes, **options)
+
+        return wrong
+
+    return put_in(jax.lax, "psum", make)
+
+
+def mean_scatter(axis: str):
+    """Every reduce-scatter over `axis` written by hand divides by its size."""
+    return _scattered(axis, lambda part: part / jax.lax.axis_size(axis))
+
+
+def lost_scatter(axis: str):
+    """Every reduce-scatter over `axis` written by hand leaves the last device with nothing."""
+    return _scattered(axis, lambda part: jnp.where(jax.lax.axis_index(axis) == jax.lax.axis_size(axis) - 1, 0, part))
+
+
+def turned_scatter(axis: str):
+    """Every reduce-scatter over `axis` written by hand gives each device the part of another."""
+
+    def turn(part: jax.Array) -> jax.Array:
+        size = jax.lax.axis_size(axis)
+        return jax.lax.ppermute(part, axis, [(i, (i + 1) % size) for i in range(size)])
+
+    return _scattered(axis, turn)
+
+
+def _scattered(axis: str, change: Callable[[jax.Array], jax.Array]):
+    def make(psum_scatter):
+        def wrong(x, axes, **options):
+            part = psum_scatter(x, axes, **options)
+            return change(part) if _over(axes, axis) else part
+
+        return wrong
+
+    return put_in(jax.lax, "psum_scatter", make)
+
+
+def turned_gather(along: str):
+    """Every gather over an axis that is written by hand puts each device's part one place further."""
+
+    def make(all_gather):
+        def wrong(x, axes, *, axis: int, **options):
+            whole = all_gather(x, axes, axis=axis, **options)
+            return jnp.roll(whole, x.shape[axis], axis) if _over(axes, along) else whole
+
+        return wrong
+
+    return put_in(jax.lax, "all_gather", make)
+
+
+def next_index(axis: str):
+    """Every device takes itself for the next one along `axis`."""
+
+    def make(axis_index):
+        def wrong(axes):
+            own = axis_index(axes)
+            return (own + 1) % jax.lax.axis_size(axis) if _over(axes, axis) else own
+
+        return wrong
+
+    return put_in(jax.lax, "axis_index", make)
+
+
+def next_layer():
+    """Off by one: each layer computes with the weights of the next."""
+    return _with_layers(lambda weights: jnp.roll(weights, -1, axis=0))
+
+
+def lost_gradients_of_layer(layer: int):
+    """The gradients of one layer are dropped."""
+
+    def lose(weights: jax.Array) -> jax.Array:
+        is_lost = (jnp.arange(weights.shape[0]) == layer).reshape(-1, *[1] * (weights.ndim - 1))
+        return jnp.where(is_lost, jax.lax.stop_gradient(weights), weights)
+
+    return _with_layers(lose)
+
+
+def _with_layers(change: Callable[[jax.Array], jax.Array]):
+    def make(run_layers):
+        def wrong(layers, *given, **options):
+            return run_layers(jax.tree.map(change, layers) if _several() else layers, *given, **options)
+
+        return wrong
+
+    return put_in(llama, "run_layers", make)
+
+
+def dropped_micro_batch():
+    """The last micro-batch is left out."""
+
+    def make(right):
+        return lambda config, model, batch: right(config, model, {name: x[:-1] for name, x in batch.items()})
+
+    return _where_several(side, "loss_and_grads", make)
+
+
+def mean_of_means():
+    """Each micro-batch is divided by its own number of tokens, and then by the number of micro-batches."""
+
+    def make(right):
+        def wrong(config, model, batch):
+            own = [
+                right(config, model, {name: x[i : i + 1] for name, x in batch.items()})
+                for i in range(config.train.grad_accum_steps)
+            ]
+            losses, grads = jax.tree.map(lambda *values: sum(values) / len(values), *own)
+            return losses | {"tokens": sum(each["tokens"] for each, _ in own)}, grads
+
+        return wrong
+
+    return _where_several(side, "loss_and_grads", make)
+
+
+def swapped_dims(name: str):
+    """The last two dims of a gradient, which are of one size, are swapped."""
+
+    def make(right):
+        def wrong(config, model, batch):
+            losses, grads = right(config, model, batch)
+            return losses, jax.tree_util.tree_map_with_path(
+                lambda path, x: jnp.swapaxes(x, -1, -2) if name in jax.tree_util.keystr(path) else x, grads
+            )
+
+        return wrong
+
+    return _where_several(side, "loss_and_grads", make)
+
+
+def stale_moments(after: int):
+    """The optimizer's moments are handed on as they were, from the step after this many."""
+
+    def make(right):
+        def wrong(config, state, grads, tokens):
+            done, metrics = right(config, state, grads, tokens)
+            kept = jax.tree.map(
+                lambda new, old: jnp.where(state.step < after, new, old) if new.ndim else new,
+                done.opt_state,
+                state.opt_state,
+            )
+            return dataclasses.replace(done, opt_state=kept), metrics
+
+        return wrong
+
+    return _where_several(side, "apply_gradients", make)
+
+
+def norm_without_one_part():
+    """Gradients are clipped by a norm that half of the sum is missing from."""
+    return _where_several(step.optax.tree, "norm", lambda right: lambda tree: right(tree) / 2**0.5)
+
+
+def _where_several(target: Any, name: str, make: Callable[[Any], Any]):
+    return put_in(target, name, lambda right: lambda *given: (make(right) if _several() else right)(*given))

@@ -1,0 +1,112 @@
+"""The figures, the text and the page of a verification, made from small sides."""
+
+import html.parser
+import json
+import re
+
+import numpy as np
+
+from llamajax.config.parallel import MeshConfig
+from llamajax.verification import text
+from llamajax.verification.figures import figures, form_figures
+from llamajax.verification.page import page
+from llamajax.verification.side import Side
+from llamajax.verification.variants import Trial
+from tests.tiny import tiny_config
+from tests.verification.sides import only, side
+
+CONFIG = tiny_config("runs/<tiny>", mesh=MeshConfig(fsdp=2, tensor=4, num_cpu_devices=8))
+VERIFIED = CONFIG.changed({"model.num_layers": 1, "optimizer.eps": 0.03})
+TRIALS = [Trial("mesh.fsdp", 1, True), Trial("mesh.tensor", 1, False)]
+BROKEN = side(only(1, "gradient", ("head",), lambda value: value * np.nan), tokens=200)
+
+
+def told(ours: Side | None = None) -> dict:
+    ours = ours or side()
+    rows = [form_figures("configured", None, side(), side()), form_figures("parallel.<a>: b", None, ours, side())]
+    clues, trials = (["a <clue>", "another"], TRIALS) if ours is BROKEN else ([], [])
+    return figures(CONFIG, VERIFIED, rows, ours, side(), clues, trials, 12.0)
+
+
+def test_figures_say_what_was_verified_and_what_came_out():
+    found = told()
+    assert found["equal"]
+    assert found["form"] == "configured"
+    assert found["largest_difference"] == 0
+    assert (found["mesh"], found["num_devices"]) == ({"data": 1, "fsdp": 2, "sequence": 1, "tensor": 4}, 8)
+    assert found["changes"] == {
+        "model.num_layers": {"configured": 2, "verified": 1},
+        "optimizer.eps": {"configured": 1e-8, "verified": 0.03},
+    }
+    assert [tensor["name"] for tensor in found["tensors"]] == ["embedding", "layers.mlp.w_down", "head"]
+    assert found["tensors"][2]["shape"] == [8, 4]
+    assert found["steps"][0]["tokens"] == 100
+    assert found["first_difference"] is None
+
+
+def test_figures_of_a_difference_are_json_without_infinities():
+    found = told(BROKEN)
+    assert json.loads(json.dumps(found, allow_nan=False)) == found
+    assert not found["equal"]
+    assert found["form"] == "parallel.<a>: b"
+    assert [row["equal"] for row in found["forms"]] == [True, False]
+    assert found["first_difference"] == {"step": 1, "kind": "tokens", "name": "", "shape": [], "difference": 1.0}
+    assert [tensor["equal"] for tensor in found["tensors"]] == [True, True, False]
+    assert found["tensors"][2]["gradient"] is None
+    assert found["trials"][0] == {"key": "mesh.fsdp", "value": 1, "cured": True}
+
+
+def test_the_text_ends_with_the_verdict(capsys):
+    text.print_verification(told())
+    out = capsys.readouterr().out
+    assert (
+        "verdict    equal: loss, gradients, moments and weights of 2 steps on 8 devices are one device's within 1e-05" in out
+    )
+    assert "differs" not in out
+    text.print_verification(told(BROKEN))
+    out = capsys.readouterr().out
+    assert (
+        "verdict    different: 1 of 3 tensors after 2 steps on 8 devices with parallel.<a>: b; step 1: tokens differs" in out
+    )
+    assert "cause      a <clue>\n           another\n" in out
+    assert "tried      it goes away with mesh.fsdp: 1; it stays with mesh.tensor: 1" in out
+    assert re.search(r"head +8 x 4 +not finite +0 +0 +0 +differs", out)
+
+
+def test_a_page_has_everything_and_loads_nothing():
+    for found in (told(), told(BROKEN)):
+        content = page(found)
+        assert not re.findall(r"""(?:src|href|url|@import|<script)\s*[=(>]""", content)
+        assert "default-src 'none'" in content
+        assert "<h1>&lt;tiny&gt;</h1>" in content
+        assert content.count("<circle") == 4 * 3
+        assert ("a &lt;clue&gt;" in content) is (not found["equal"])
+        assert "parallel.&lt;a&gt;: b" in content
+        checker = Checker()
+        checker.feed(content)
+        assert checker.stack == []
+
+
+def test_what_differs_lies_beyond_the_line():
+    content = page(told(BROKEN))
+    limit = float(re.findall(r'class="limit" x1="([\d.]+)"', content)[0])
+    at = [float(x) for x in re.findall(r'<circle class="gradient" cx="([\d.]+)"', content)]
+    assert [x > limit for x in at] == [False, False, True]
+
+
+class Checker(html.parser.HTMLParser):
+    """Collects tags that are not closed."""
+
+    def __init__(self):
+        super().__init__()
+        self.stack: list[str] = []
+
+    def handle_starttag(self, tag, attrs):
+        if tag != "meta":
+            self.stack.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        pass
+
+    def handle_endtag(self, tag):
+        assert self.stack.pop() == tag

@@ -1,0 +1,90 @@
+"""`python -m llamajax.verify`: exit codes, messages, files; and whole verifications."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from llamajax.config.file import dump_config
+from llamajax.config.parallel import PLAIN, MeshConfig
+from llamajax.config.run import Config
+from llamajax.verification import run as verification
+from tests.tiny import tiny_config
+from tests.verification import faults
+
+
+@pytest.fixture(autouse=True)
+def _environment(monkeypatch):
+    """What a verification tells XLA is no matter of other tests."""
+    monkeypatch.setenv("XLA_FLAGS", "")
+
+
+def config(**mesh: int) -> Config:
+    return tiny_config(mesh=MeshConfig(**mesh, num_cpu_devices=8), parallel=PLAIN)
+
+
+def test_a_mesh_is_verified(tmp_path, capsys):
+    files = {"--json": str(tmp_path / "a.json"), "--page": str(tmp_path / "a.html")}
+    assert verification.main(config(data=2, fsdp=2, tensor=2), files) == 0
+    captured = capsys.readouterr()
+    assert captured.err == ""
+    assert captured.out.startswith(
+        "run        unused\nmesh       data 2 x fsdp 2 x tensor 2, verified as data 2 x fsdp 2 x tensor 2\n"
+    )
+    assert "verdict    equal: " in captured.out
+    told = json.loads((tmp_path / "a.json").read_text())
+    assert told["equal"]
+    assert len(told["steps"]) == 5
+    assert 0 < told["largest_difference"] < told["tolerance"]
+    assert (tmp_path / "a.html").read_text().startswith("<!DOCTYPE html>")
+
+
+@pytest.mark.slow
+def test_a_fault_ends_with_code_1_and_its_cause(tmp_path, capsys):
+    with faults.turned_gather("sequence"):
+        assert verification.main(config(fsdp=4, sequence=2), {"--json": str(tmp_path / "a.json")}) == 1
+    captured = capsys.readouterr()
+    (line,) = captured.err.splitlines()
+    assert line.startswith("step 1: loss differs by ")
+    assert "likely cause: the forward pass is wrong already; it goes away with mesh.sequence: 1; it stays with" in line
+    assert not json.loads((tmp_path / "a.json").read_text())["equal"]
+
+
+def test_one_device_has_nothing_to_verify(capsys):
+    assert verification.main(tiny_config(mesh=MeshConfig(num_cpu_devices=1)), {}) == 0
+    assert capsys.readouterr().out.startswith("verdict    nothing to verify: the run has one device;")
+
+
+@pytest.mark.parametrize(
+    ("mesh", "options", "message"),
+    [
+        ({"fsdp": 8}, {"--devices": "1"}, "--devices: 1 must be a number from 2 to 64"),
+        ({"fsdp": 8}, {"--devices": "65"}, "--devices: 65 must be a number from 2 to 64"),
+        ({"fsdp": 8}, {"--devices": "eight"}, "--devices: eight must be a number from 2 to 64"),
+        ({"fsdp": 2, "sequence": 2, "tensor": 2}, {"--devices": "4"}, "take 8 or more"),
+        ({"fsdp": 8}, {"--page": "a.png"}, "--page: a.png: what it names is a page"),
+        ({"fsdp": 8}, {"--json": "missing/a"}, "--json: missing/a: there is no directory missing"),
+    ],
+)
+def test_mistakes_end_with_code_2_before_anything_runs(mesh, options, message, monkeypatch, capsys):
+    monkeypatch.setattr(verification, "certify", None)
+    assert verification.main(config(**mesh), options) == 2
+    captured = capsys.readouterr()
+    assert message in captured.err
+    assert "Traceback" not in captured.err
+
+
+def test_a_mesh_that_the_run_does_not_divide_over_is_refused(capsys):
+    assert verification.main(tiny_config(mesh=MeshConfig(fsdp=3)), {}) == 2
+    assert "model.embed_dim: 32 must be divisible by mesh.fsdp=3" in capsys.readouterr().err
+
+
+def test_the_command_line_answers_without_jax(tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text(dump_config(config(fsdp=8)))
+    command = [sys.executable, "-X", "importtime", "-m", "llamajax.verify", "--config", str(file), "--device", "4"]
+    outcome = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert outcome.returncode == 2
+    assert outcome.stderr.splitlines()[-1] == "--device: is no option; did you mean --devices?"
+    assert "| jax" not in outcome.stderr
