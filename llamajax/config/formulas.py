@@ -4,11 +4,12 @@ Dims as in the model: D embed, N query heads, K kv heads, H head dim, F mlp, V v
 of the cluster in `config.hardware`.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from llamajax.config.model import ModelConfig
-from llamajax.config.parallel import num_parts, splits_residual
+from llamajax.config.parallel import SequenceForm, num_parts, splits_residual
 from llamajax.config.run import Config
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
@@ -68,7 +69,7 @@ def executed_flops(config: Config, *, fused_attention: bool) -> ExecutedFlops:
     """What a step computes.
 
     Attention is two products forward and five backward, which computes the scores anew: of the visible part in a fused
-    kernel, of the whole square otherwise.
+    kernel; otherwise of the whole square, or of what a ring comes to, which of its 4 n^2 pairs of chunks is 2 n^2 + n.
     """
     model, seq_len = config.model, config.data.seq_len
     D, F, L = model.embed_dim, model.mlp_dim, model.num_layers
@@ -85,6 +86,9 @@ def executed_flops(config: Config, *, fused_attention: bool) -> ExecutedFlops:
     matmul_flops = 6 * num_matmul_params(model)
     # Two FLOPs per multiply-add, and six products in `flops_per_token`: it counts four of the backward pass.
     product = (flops_per_token(model, seq_len) - matmul_flops) / 6 if fused_attention else 2 * L * heads * seq_len
+    if config.parallel.sequence == "ring" and not fused_attention:
+        parts = num_parts("seq", mesh_sizes(config))
+        product *= (2 * parts + 1) / (4 * parts) if parts > 1 else 1
     # The fused kernel keeps what its backward pass needs inside, where no policy reaches it.
     products = 7 + (2 if model.remat != "none" and (fused_attention or model.remat == "full") else 0)
     tokens = config.train.global_batch_size * seq_len
@@ -110,7 +114,7 @@ def minimum_state_bytes(config: Config) -> int:
     """
     model, mesh = config.model, mesh_sizes(config)
     matrices = num_matmul_params(model) + (0 if model.tie_embeddings else model.vocab_size * model.embed_dim)
-    shard = matrices // (mesh["fsdp"] * mesh["tensor"]) + num_params(model) - matrices
+    shard = matrices // (num_parts("embed", mesh) * mesh["tensor"]) + num_params(model) - matrices
     return state_bytes_per_param(config) * shard
 
 
@@ -165,28 +169,52 @@ def expected_bytes(config: Config, *, max_chunk_scores: int, max_chunk_logits: i
 def least_wire_bytes(config: Config, mesh: Mapping[str, int]) -> float:
     """Bytes that a device must send per step with the parallelism of `mesh`, summed over links; nothing sends less.
 
-    Rings over n devices pass (n - 1) / n of an array on. Fully sharded (`fsdp`): every micro-batch gathers the layers
-    forward and again backward, unless what is gathered is kept (`model.remat: none`), and embedding and head once; and
-    scatters the gradients of all. `data`: gradients of the own shard are reduced once.
+    Rings over n devices pass (n - 1) / n of an array on. Fully sharded: every micro-batch gathers the layers forward and
+    again backward, unless what is gathered is kept (`model.remat: none`), and embedding and head once; and scatters the
+    gradients of all. Axes that share tokens and not the state: gradients of the own shard are reduced once.
     `tensor`: attention and MLP each gather their tokens and scatter their outputs, and likewise backward, where they gather
     the tokens again for the gradients of weights, unless what is gathered is kept; so do embedding and loss, once.
-    `sequence`: each layer gathers keys and values forward and again backward, and scatters their gradients.
+    `sequence`: see `sequence_numbers`.
     """
     model, train = config.model, config.train
     width = DTYPE_BYTES[model.compute_dtype]
-    part = {axis: (size - 1) / size for axis, size in mesh.items()}
+    shards = num_parts("embed", mesh)
+    replicas = num_parts("batch", mesh) * num_parts("seq", mesh) / shards
     weights = width * num_params(model) / mesh["tensor"]
     ends = width * model.vocab_size * model.embed_dim * (1 if model.tie_embeddings else 2) / mesh["tensor"]
     rows = train.global_batch_size / num_parts("batch", mesh)
     tokens = rows * config.data.seq_len / mesh["sequence"]
     activations = width * tokens * model.embed_dim
-    keys_and_values = width * rows * config.data.seq_len * 2 * model.num_kv_heads * model.head_dim / mesh["tensor"]
     return (
-        ((2 if model.remat == "none" else 3) * (weights - ends) + 2 * ends) * train.grad_accum_steps * part["fsdp"]
-        + 2 * weights / mesh["fsdp"] * part["data"]
-        + (model.num_layers * (8 if model.remat == "none" else 10) + 4) * activations * part["tensor"]
-        + model.num_layers * 3 * keys_and_values * part["sequence"]
+        ((2 if model.remat == "none" else 3) * (weights - ends) + 2 * ends) * train.grad_accum_steps * (shards - 1) / shards
+        + 2 * weights / shards * (replicas - 1) / replicas
+        + (model.num_layers * (8 if model.remat == "none" else 10) + 4) * activations * (mesh["tensor"] - 1) / mesh["tensor"]
+        + model.num_layers * width * tokens * sequence_numbers(config, mesh, config.parallel.sequence)
     )
+
+
+def sequence_numbers(config: Config, mesh: Mapping[str, int], form: SequenceForm) -> float:
+    """Numbers per own token that a device sends in a layer to see rows that are split, forward and backward.
+
+    `gather`: keys and values forward, again backward unless they are kept, and their gradients. `ring`: the same in as many
+    hops, and those of a forward pass that is computed again, whose first hop serves the backward pass too. `ulysses`:
+    queries, keys, values and output, each to its heads and each gradient back, and what is computed again; kv heads fewer
+    than the devices are sent to each that needs them.
+    """
+    model = config.model
+    parts, H = num_parts("seq", mesh), model.head_dim
+    heads, kv_heads = (n // num_parts("kv_heads", mesh) for n in (model.num_heads, model.num_kv_heads))
+    keys_and_values = 2 * kv_heads * H
+    if form == "ulysses":
+        copied = keys_and_values * parts // math.gcd(kv_heads, parts)
+        forward = 2 * heads * H + copied
+        again = {"none": 0, "full": forward}.get(model.remat, heads * H + copied)
+        return (2 * forward + again) * (parts - 1) / parts
+    if form == "ring":
+        hops = 3 * (parts - 1) + (parts - 2 if model.remat == "full" and parts > 1 else 0)
+    else:
+        hops = (2 if model.remat == "none" else 3) * (parts - 1)
+    return keys_and_values * hops
 
 
 def _splits_residual_further(config: Config) -> bool:

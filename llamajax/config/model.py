@@ -80,7 +80,8 @@ class ModelConfig(Section):
     """Type of activations, matmuls and the weight copies that collectives carry."""
     attention_kernel: AttentionKernel = "auto"
     """What computes attention while training: `cudnn` is one fused kernel on NVIDIA GPUs, for rows that are not split
-    (mesh.sequence 1) and whose documents see each other; `plain` runs everywhere; `auto` is cudnn where it can be."""
+    (mesh.sequence 1, or parallel.sequence ulysses) and whose documents see each other; `plain` runs everywhere; `auto` is
+    cudnn where it can be."""
     remat: Literal["none", "save_attention_qkv_mlp", "save_attention_qkv", "save_attention", "full"] = "full"
     """What the backward pass recomputes: `none` keeps everything, `full` keeps each layer's input only,
     `save_*` also keep the named matmul outputs."""

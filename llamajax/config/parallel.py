@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 from llamajax.config.rules import Bound, NonNegativeInt, PositiveInt, PositiveIntOrUnset, Section
 from llamajax.errors import ConfigError
 
+SequenceForm = Literal["auto", "gather", "ring", "ulysses"]
 AxisSize = Annotated[int, Bound(lambda value: value == -1 or value > 0, "must be positive, or -1 for the rest")]
 
 
@@ -99,9 +100,13 @@ class ParallelConfig(Section):
     stack: Literal["auto", "scan", "prefetch"] = "auto"
     """How the layers run: `scan` gathers a layer's weights when it comes to it; `prefetch` gathers those of the next layer,
     and reduces the gradients of the last one, while a layer computes."""
+    sequence: SequenceForm = "auto"
+    """How attention sees rows that `mesh.sequence` splits: `gather` brings all keys and values of a row to every device;
+    `ring` passes them from device to device while others compute, and `data.seq_len` must be a multiple of twice the axis;
+    `ulysses` exchanges tokens for heads, so that a device has whole rows of some heads, which the axis must divide."""
 
 
-PLAIN = ParallelConfig(stack="scan")
+PLAIN = ParallelConfig(stack="scan", sequence="gather")
 """The form that every mesh and every model can take."""
 
 

@@ -17,7 +17,7 @@ from llamajax.config.data import DataConfig
 from llamajax.config.keys import with_values
 from llamajax.config.machine import HardwareConfig, XlaConfig
 from llamajax.config.model import ModelConfig
-from llamajax.config.parallel import DistributedConfig, MeshConfig, ParallelConfig, axes_of, num_parts
+from llamajax.config.parallel import DistributedConfig, MeshConfig, ParallelConfig, SequenceForm, axes_of, num_parts
 from llamajax.config.rules import Seed, Settings
 from llamajax.config.training import CheckpointConfig, OptimizerConfig, SampleConfig, TrainConfig
 from llamajax.config.watch import MetricsConfig, ProfileConfig
@@ -119,6 +119,7 @@ class Config(Settings):
             for axis in axes_of("seq")
             if self.data.seq_len % axes[axis]
         ]
+        problems += self.sequence_problems(self.parallel.sequence, axes)
         if micro_batch_size % batch_shards:
             problems.append(
                 f"train.global_batch_size: {train.global_batch_size} / grad_accum_steps({train.grad_accum_steps}) = "
@@ -126,6 +127,23 @@ class Config(Settings):
                 f" the nearest batch that can is {nearest}"
             )
         return problems
+
+    def sequence_problems(self, form: SequenceForm, axes: Mapping[str, int]) -> list[str]:
+        """What keeps rows that axes of these sizes split from taking `form`: one `key: rule; remedy` line each."""
+        parts, tensor, seq_len = num_parts("seq", axes), num_parts("kv_heads", axes), self.data.seq_len
+        heads, num_heads = self.model.num_heads // tensor, self.model.num_heads
+        if form == "ring" and parts > 1 and seq_len % parts == 0 and seq_len % (2 * parts):
+            nearest = max(1, round(seq_len / 2 / parts)) * 2 * parts
+            return [
+                f"data.seq_len: {seq_len} must be divisible by 2 * mesh.sequence={2 * parts} for parallel.sequence: ring;"
+                f" make it {nearest}, or choose gather"
+            ]
+        if form == "ulysses" and heads % parts:
+            return [
+                f"parallel.sequence: ulysses cannot divide num_heads({num_heads}) / mesh.tensor({tensor}) = {heads} heads"
+                f" over mesh.sequence={parts}; choose ring or gather, or an axis that divides them"
+            ]
+        return []
 
     def batch_arithmetic(self, num_devices: int) -> str:
         """The batch in one line, for people to check."""

@@ -6,7 +6,7 @@ from functools import partial
 import jax
 
 from llamajax.config.model import ModelConfig
-from llamajax.config.parallel import num_parts
+from llamajax.config.parallel import SequenceForm, num_parts
 from llamajax.errors import EnvironmentMismatchError
 from llamajax.kernels.plain import Keys, Mask, Queries
 from llamajax.parallel.sharding import spec
@@ -16,25 +16,28 @@ MAX_HEAD_DIM = 128
 _PLATFORMS = ("gpu", "cuda")
 
 
-def obstacle(q: jax.Array | jax.ShapeDtypeStruct, mask: Mask, *, with_lse: bool = False) -> str | None:
+def obstacle(
+    q: jax.Array | jax.ShapeDtypeStruct, mask: Mask, *, sequence: SequenceForm = "gather", with_lse: bool = False
+) -> str | None:
     """Why cuDNN cannot do this attention of queries [B, T, K, G, H] on the devices of the current mesh; None if it can."""
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.abstract_device is None or mesh.abstract_device.platform not in _PLATFORMS:
         return "it needs NVIDIA GPUs"
     if with_lse:
         return "jax gives its log-sum-exp in 16 bits and without a gradient"
-    splits_rows = num_parts("seq", mesh.shape) > 1
+    splits_rows = sequence != "ulysses" and num_parts("seq", mesh.shape) > 1
     return _limit(str(q.dtype), q.shape[-1], closes_documents=mask.segment_ids is not None, splits_rows=splits_rows)
 
 
-def planned_obstacle(model: ModelConfig, axes: Mapping[str, int]) -> str | None:
+def planned_obstacle(model: ModelConfig, axes: Mapping[str, int], sequence: SequenceForm) -> str | None:
     """The same for training `model` on GPUs, told from its configuration.
 
     Args:
         model: the network.
         axes: sizes of the mesh axes.
+        sequence: the form of attention over rows that they split.
     """
-    splits_rows = num_parts("seq", axes) > 1
+    splits_rows = sequence != "ulysses" and num_parts("seq", axes) > 1
     closes_documents = not model.attend_across_documents
     return _limit(model.compute_dtype, model.head_dim, closes_documents=closes_documents, splits_rows=splits_rows)
 
@@ -47,7 +50,7 @@ def _limit(dtype: str, head_dim: int, *, closes_documents: bool, splits_rows: bo
     if closes_documents:
         return "documents of one row are closed to each other; model.attend_across_documents opens them"
     if splits_rows:
-        return "mesh.sequence splits the rows, and its causal mask begins with the row"
+        return "mesh.sequence splits the rows, and its causal mask begins with the row; parallel.sequence: ulysses would not"
     return None
 
 
@@ -77,28 +80,28 @@ def attend(q: Queries, k: Keys, v: Keys, window: int | None, scale: float) -> Qu
         EnvironmentMismatchError: cuDNN is not installed.
     """
     q_spec, kv_spec = spec("batch", "seq", "kv_heads", None, "head_dim"), spec("batch", "seq", "kv_heads", "head_dim")
-
+    on_device = partial(attend_to_rows, window=window, scale=scale)
     # jax's cuDNN calls do not say over which axes their results vary.
-    @partial(jax.shard_map, in_specs=(q_spec, kv_spec, kv_spec), out_specs=q_spec, check_vma=False)
-    def on_device(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-        b, t, K, G, H = q.shape
-        try:
-            out = jax.nn.dot_product_attention(
-                q.reshape(b, t, K * G, H),
-                k,
-                v,
-                scale=scale,
-                is_causal=True,
-                local_window_size=None if window is None else (window - 1, 0),
-                implementation="cudnn",
-            )
-        except RuntimeError as error:
-            if "cuDNN" not in str(error):
-                raise
-            raise EnvironmentMismatchError(
-                "cuDNN, which computes attention, was not found; install nvidia-cudnn-cu13,"
-                " or set model.attention_kernel: plain"
-            ) from error
-        return out.reshape(q.shape)
+    return jax.shard_map(on_device, in_specs=(q_spec, kv_spec, kv_spec), out_specs=q_spec, check_vma=False)(q, k, v)
 
-    return on_device(q, k, v)
+
+def attend_to_rows(q: jax.Array, k: jax.Array, v: jax.Array, *, window: int | None, scale: float) -> jax.Array:
+    """On one device, within `shard_map`: as `attend`, of whole rows."""
+    b, t, K, G, H = q.shape
+    try:
+        out = jax.nn.dot_product_attention(
+            q.reshape(b, t, K * G, H),
+            k,
+            v,
+            scale=scale,
+            is_causal=True,
+            local_window_size=None if window is None else (window - 1, 0),
+            implementation="cudnn",
+        )
+    except RuntimeError as error:
+        if "cuDNN" not in str(error):
+            raise
+        raise EnvironmentMismatchError(
+            "cuDNN, which computes attention, was not found; install nvidia-cudnn-cu13, or set model.attention_kernel: plain"
+        ) from error
+    return out.reshape(q.shape)

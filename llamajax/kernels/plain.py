@@ -42,43 +42,77 @@ def attend(
     def on_device(
         q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array | None
     ) -> tuple[jax.Array, jax.Array | None]:
-        def whole_rows(x: jax.Array) -> jax.Array:
-            return jax.lax.all_gather(x, axes_of("seq"), axis=1, tiled=True)
-
-        # Widened behind the collective and narrowed in every chunk, so that the chunks' gradients add up in fp32.
-        wide_k, wide_v = whole_rows(k).astype(jnp.float32), whole_rows(v).astype(jnp.float32)
-        kv_segment_ids = None if segment_ids is None else whole_rows(segment_ids)
-        (b, t, K, G, _), S = q.shape, wide_k.shape[1]
-        rows = jnp.broadcast_to(jax.lax.axis_index(axes_of("seq")) * t + jnp.arange(t), (b, t))
-
-        # Like a fused kernel, the backward pass recomputes the scores from q, k and v instead of keeping them.
-        @partial(jax.checkpoint, prevent_cse=False)
-        def attend_chunk(chunk: tuple[jax.Array, jax.Array, jax.Array | None]) -> tuple[jax.Array, jax.Array | None]:
-            q, rows, segment_ids = chunk
-            visible = jnp.arange(S)[None, None, :] <= rows[:, :, None]
-            if mask.window is not None:
-                visible = visible & (jnp.arange(S)[None, None, :] > rows[:, :, None] - mask.window)
-            if segment_ids is not None and kv_segment_ids is not None:
-                visible = visible & (segment_ids[:, :, None] == kv_segment_ids[:, None, :])
-            with jax.named_scope("scores"):
-                scores = jnp.einsum("BTKGH,BSKH->BKGTS", q, wide_k.astype(q.dtype), preferred_element_type=jnp.float32)
-                scores = jnp.where(visible[:, None, None], scores * scale, jnp.finfo(jnp.float32).min)
-                weights = jax.nn.softmax(scores, axis=-1).astype(q.dtype)
-            lse = jnp.moveaxis(jax.nn.logsumexp(scores, axis=-1), -1, 1) if with_lse else None
-            return jnp.einsum("BKGTS,BSKH->BTKGH", weights, wide_v.astype(q.dtype)), lse
-
-        num_chunks = next(
-            n for n in range(1, t + 1) if t % n == 0 and (b * K * G * (t // n) * S <= MAX_CHUNK_SCORES or n == t)
-        )
-        if num_chunks == 1:
-            return attend_chunk((q, rows, segment_ids))
-
-        def split(x: jax.Array) -> jax.Array:
-            return jnp.moveaxis(x.reshape(b, num_chunks, t // num_chunks, *x.shape[2:]), 1, 0)
-
-        def join(x: jax.Array) -> jax.Array:
-            return jnp.moveaxis(x, 0, 1).reshape(b, t, *x.shape[3:])
-
-        return jax.tree.map(join, jax.lax.map(attend_chunk, jax.tree.map(split, (q, rows, segment_ids))))
+        k, v, kv_segment_ids = jax.tree.map(whole_rows, (k, v, segment_ids))
+        first = jax.lax.axis_index(axes_of("seq")) * q.shape[1]
+        own_mask = Mask(window=mask.window, segment_ids=segment_ids)
+        return attend_to_rows(q, k, v, own_mask, scale, first=first, kv_segment_ids=kv_segment_ids, with_lse=with_lse)
 
     return on_device(q, k, v, mask.segment_ids)
+
+
+def whole_rows(x: jax.Array) -> jax.Array:
+    """On one device, within `shard_map`: [b, T, ...] of the [b, t, ...] that each device of the sequence axis has."""
+    return jax.lax.all_gather(x, axes_of("seq"), axis=1, tiled=True)
+
+
+def attend_to_rows(
+    q: Float[Array, "b t K G H"],
+    k: Float[Array, "b S K H"],
+    v: Float[Array, "b S K H"],
+    mask: Mask,
+    scale: float,
+    *,
+    first: int | Int32[Array, ""],
+    kv_segment_ids: Int32[Array, "b S"] | None,
+    with_lse: bool,
+) -> tuple[Float[Array, "b t K G H"], Float32[Array, "b t K G"] | None]:
+    """On one device, within `shard_map`: as the door, of queries that begin at index `first` of their rows to whole rows.
+
+    The mask has the queries' segments, `kv_segment_ids` are the keys'; both or neither.
+    """
+    # Widened behind all collectives and narrowed in every chunk, so that the chunks' gradients add up in fp32.
+    wide_k, wide_v = k.astype(jnp.float32), v.astype(jnp.float32)
+    (b, t, K, G, _), S = q.shape, k.shape[1]
+    rows = jnp.broadcast_to(first + jnp.arange(t), (b, t))
+
+    # Like a fused kernel, the backward pass recomputes the scores from q, k and v instead of keeping them.
+    @partial(jax.checkpoint, prevent_cse=False)
+    def attend_chunk(chunk: tuple[jax.Array, jax.Array, jax.Array | None]) -> tuple[jax.Array, jax.Array | None]:
+        # As one with the queries: alone, masks are the same for all layers and would be made once and kept, whole.
+        q, rows, segment_ids = jax.lax.optimization_barrier(chunk)
+        visible = jnp.arange(S)[None, None, :] <= rows[:, :, None]
+        if mask.window is not None:
+            visible = visible & (jnp.arange(S)[None, None, :] > rows[:, :, None] - mask.window)
+        if segment_ids is not None and kv_segment_ids is not None:
+            visible = visible & (segment_ids[:, :, None] == kv_segment_ids[:, None, :])
+        with jax.named_scope("scores"):
+            scores = jnp.einsum("BTKGH,BSKH->BKGTS", q, wide_k.astype(q.dtype), preferred_element_type=jnp.float32)
+            scores = jnp.where(visible[:, None, None], scores * scale, jnp.finfo(jnp.float32).min)
+            weights = jax.nn.softmax(scores, axis=-1).astype(q.dtype)
+        lse = jnp.moveaxis(jax.nn.logsumexp(scores, axis=-1), -1, 1) if with_lse else None
+        return jnp.einsum("BKGTS,BSKH->BTKGH", weights, wide_v.astype(q.dtype)), lse
+
+    whole = q, rows, mask.segment_ids
+    parts = num_chunks(b * K * G * S, t)
+    if parts == 1:
+        return attend_chunk(whole)
+    return jax.tree.map(join, jax.lax.map(attend_chunk, jax.tree.map(partial(split, parts=parts), whole)))
+
+
+def num_chunks(scores_per_query: int, num_queries: int) -> int:
+    """The fewest equal chunks of queries whose scores keep to `MAX_CHUNK_SCORES`; at most one for each query."""
+    return next(
+        n
+        for n in range(1, num_queries + 1)
+        if num_queries % n == 0 and (scores_per_query * (num_queries // n) <= MAX_CHUNK_SCORES or n == num_queries)
+    )
+
+
+def split(x: jax.Array, parts: int) -> jax.Array:
+    """[parts, b, t / parts, ...] of [b, t, ...]."""
+    return jnp.moveaxis(x.reshape(x.shape[0], parts, x.shape[1] // parts, *x.shape[2:]), 1, 0)
+
+
+def join(x: jax.Array) -> jax.Array:
+    """What `split` has divided."""
+    return jnp.moveaxis(x, 0, 1).reshape(x.shape[1], x.shape[0] * x.shape[2], *x.shape[3:])

@@ -14,6 +14,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int32
 
 from llamajax.config.model import AttentionKernel, ModelConfig
+from llamajax.config.parallel import SequenceForm
 from llamajax.kernels.attention import Keys, Mask, Past, Queries, attend
 from llamajax.model.layers import RMSNorm, normal, output_first, residual_std
 from llamajax.model.rope import RopeTable, apply_rope, score_factor
@@ -59,17 +60,17 @@ class Attention(nnx.Module):
         self.kernel: AttentionKernel = config.attention_kernel
 
     def __call__(
-        self, x: Float[Array, "B T D"], rows: Rows, past: Past | None = None
+        self, x: Float[Array, "B T D"], rows: Rows, past: Past | None = None, *, sequence: SequenceForm = "gather"
     ) -> tuple[Float[Array, "B T D"], KeyValue]:
         """What is added to the residual stream, of x's dtype; and the keys and values of these tokens.
 
-        With `past`, T is 1: the newest token of each row sees the cached ones before it, and no segments.
+        With `past`, T is 1: the newest token of each row sees the cached ones before it, and no segments. `sequence` is how
+        rows that are split are seen.
         """
         q, k, v = self._project(x, rows)
         with jax.named_scope("attend"):
             mask = Mask(window=self.window, segment_ids=rows.segment_ids)
-            out, _ = attend(q, k, v, mask, self.scale, past=past, kernel=self.kernel)
-            out = checkpoint_name(out, "attention")
+            out, _ = attend(q, k, v, mask, self.scale, past=past, kernel=self.kernel, sequence=sequence)
         with jax.named_scope("output_projection"):
             residual = jax.typeof(x).sharding.spec
             parts = jnp.einsum("BTKGH,DKGH->BTD", out, self.wo[...], out_sharding=partial_spec(residual))

@@ -10,13 +10,14 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Float32, Int32
 
 from llamajax.config.model import ModelConfig
-from llamajax.config.parallel import PLAIN, ParallelConfig
+from llamajax.config.parallel import PLAIN, ParallelConfig, SequenceForm
 from llamajax.kernels.attention import Past
 from llamajax.model.attention import Attention, KeyValue, Rows
 from llamajax.model.kv_cache import KVCache, append, write_prompt
 from llamajax.model.layers import MLP, RMSNorm, normal
 from llamajax.model.rope import positions_from_segment_ids, rope_tables
 from llamajax.parallel.arrays import named_arrays
+from llamajax.parallel.sequence import laid_out
 from llamajax.parallel.sharding import ONE_DEVICE, spec
 from llamajax.parallel.stack import run_layers
 from llamajax.parallel.tensor import gather_tokens, is_shared
@@ -46,11 +47,11 @@ class Layer(nnx.Module):
         self.mlp = MLP(config, mlp_key)
 
     def __call__(
-        self, x: Float[Array, "B T D"], rows: Rows, past: Past | None = None
+        self, x: Float[Array, "B T D"], rows: Rows, past: Past | None = None, *, sequence: SequenceForm = "gather"
     ) -> tuple[Float[Array, "B T D"], KeyValue]:
-        """The residual stream behind the layer; and the tokens' keys and values. `past` as for `Attention`."""
+        """The residual stream behind the layer; and the tokens' keys and values. Arguments as for `Attention`."""
         with jax.named_scope("attention"):
-            out, key_value = self.attention(self.attention_norm(x), rows, past)
+            out, key_value = self.attention(self.attention_norm(x), rows, past, sequence=sequence)
             x = checkpoint_name(x + out, "residual")
         with jax.named_scope("mlp"):
             return x + self.mlp(self.mlp_norm(x)), key_value
@@ -90,21 +91,22 @@ class Llama(nnx.Module):
         *,
         parallel: ParallelConfig = PLAIN,
     ) -> Float[Array, "B T D"]:
-        """The normed states that the head reads, in `compute_dtype`.
+        """The normed states that the head reads, in `compute_dtype`, laid out as `llamajax.parallel.sequence.laid_out` does.
 
         Args:
             tokens: B must be divisible by the devices that share the batch, T by the sequence axis.
             segment_ids: a token sees only tokens with its own id. 0 is padding. None: a row is one document,
                 and so it is with `attend_across_documents`.
             positions: for the rotary embedding. None: counted from the start of each segment.
-            parallel: the forms in which devices share the work.
+            parallel: the forms in which devices share the work; for a `ring`, T must be divisible by twice its devices.
         """
-        config = self.config
-        x = self._embed(tokens, "seq")
-        rows = self._rows(tokens, *(None, None) if config.attend_across_documents else (segment_ids, positions))
+        config, sequence = self.config, parallel.sequence
+        known = (None, None) if config.attend_across_documents else (segment_ids, positions)
+        rows = self._rows(tokens, *known, sequence=sequence)
+        x = self._embed(laid_out(tokens, sequence))
 
         def run_layer(x: jax.Array, layer: Layer, _: None) -> tuple[jax.Array, None]:
-            return layer(x, rows)[0], None
+            return layer(x, rows, sequence=sequence)[0], None
 
         saved = _SAVED_BY_REMAT[config.remat]
         if saved is not None and is_shared(x):
@@ -126,7 +128,7 @@ class Llama(nnx.Module):
             Logits at each row's last token, sharded ("batch", None), and the cache.
         """
         lengths = jax.reshard(lengths, spec("batch"))
-        x = self._embed(tokens, "seq")
+        x = self._embed(laid_out(tokens, "gather"))
         rows = self._rows(tokens, None, None)
 
         def run_layer(carry: tuple[jax.Array, jax.Array, jax.Array], layer: Layer, index: jax.Array):
@@ -153,7 +155,7 @@ class Llama(nnx.Module):
             Logits of the tokens to come, sharded ("batch", None), and the cache, every row one longer.
         """
         tokens, positions = jax.reshard(tokens, spec("batch"))[:, None], cache.lengths[:, None]
-        x = self._embed(tokens, None)
+        x = self._embed(tokens)
         rows = Rows(*rope_tables(positions, self.config), segment_ids=None)
 
         def run_layer(x: jax.Array, layer: Layer, cached: tuple[jax.Array, ...]) -> tuple[jax.Array, KeyValue]:
@@ -173,9 +175,9 @@ class Llama(nnx.Module):
             model = jax.eval_shape(lambda: Llama(config, jax.random.key(0)))
         return {name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for name, leaf in named_arrays(model).items()}
 
-    def _embed(self, tokens: Tokens, seq: str | None) -> Float[Array, "B T D"]:
+    def _embed(self, tokens: Tokens) -> Float[Array, "B T D"]:
         with jax.named_scope("embed"):
-            return look_up(self.embedding[...], jax.reshard(tokens, spec("batch", seq)), self.config.compute_dtype)
+            return look_up(self.embedding[...], tokens, self.config.compute_dtype)
 
     def _next_token_logits(self, x: Float[Array, "B 1 D"]) -> Float32[Array, "B V"]:
         """Of residual streams; sharded ("batch", None)."""
@@ -186,10 +188,10 @@ class Llama(nnx.Module):
             logits = jnp.einsum("BD,VD->BV", x, head[...], preferred_element_type=jnp.float32)
             return jax.reshard(logits, spec("batch", None))
 
-    def _rows(self, tokens: Tokens, segment_ids: Tokens | None, positions: Tokens | None) -> Rows:
-        if segment_ids is not None:
-            segment_ids = jax.reshard(segment_ids, spec("batch", "seq"))
+    def _rows(
+        self, tokens: Tokens, segment_ids: Tokens | None, positions: Tokens | None, *, sequence: SequenceForm = "gather"
+    ) -> Rows:
         if positions is None:
             positions = positions_from_segment_ids(jnp.zeros_like(tokens) if segment_ids is None else segment_ids)
-        cos, sin = rope_tables(jax.reshard(positions, spec("batch", "seq")), self.config)
-        return Rows(cos, sin, segment_ids)
+        cos, sin = rope_tables(laid_out(positions, sequence), self.config)
+        return Rows(cos, sin, None if segment_ids is None else laid_out(segment_ids, sequence))

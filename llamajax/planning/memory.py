@@ -121,7 +121,8 @@ def estimate(config: Config) -> MemoryPlan:
 
 def fuses_attention(config: Config) -> bool:
     """Whether cuDNN computes attention when `config` is trained on the GPUs of its `hardware`."""
-    return config.model.attention_kernel != "plain" and planned_obstacle(config.model, mesh_sizes(config)) is None
+    reason = planned_obstacle(config.model, mesh_sizes(config), config.parallel.sequence)
+    return config.model.attention_kernel != "plain" and reason is None
 
 
 def planned_flops(config: Config) -> ExecutedFlops:
@@ -134,7 +135,8 @@ def _planned_workspace(config: Config) -> int:
         return 0
     model, axes = config.model, mesh_sizes(config)
     rows = config.train.global_batch_size // config.train.grad_accum_steps // num_parts("batch", axes)
-    heads, kv_heads = model.num_heads // axes["tensor"], model.num_kv_heads // axes["tensor"]
+    tensor, sequence = axes["tensor"], axes["sequence"]
+    heads, kv_heads = model.num_heads // tensor // sequence, max(1, model.num_kv_heads // tensor // sequence)
     return workspace_bytes(rows, heads, kv_heads, config.data.seq_len, model.head_dim)
 
 

@@ -116,7 +116,7 @@ def plan_problems(config: Config) -> list[str]:
     problems = [*config.placement_problems(config.hardware.num_devices)]
     problems += [problem for problem in config.problems() if not any(problem.startswith(known) for known in problems)]
     if not problems and config.model.attention_kernel == "cudnn":
-        reason = planned_obstacle(config.model, mesh_sizes(config))
+        reason = planned_obstacle(config.model, mesh_sizes(config), config.parallel.sequence)
         problems += [f"model.attention_kernel: cudnn cannot be used: {reason}; or set auto"] if reason else []
     try:
         if config.xla.flags:

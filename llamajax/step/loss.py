@@ -17,6 +17,7 @@ from jaxtyping import Array, Float, Int32
 
 from llamajax.config.parallel import PLAIN, ParallelConfig, axes_of
 from llamajax.model import Llama
+from llamajax.parallel.sequence import laid_out
 from llamajax.parallel.sharding import spec
 from llamajax.parallel.tensor import shared_axes
 from llamajax.parallel.vocabulary import split_softmax, sum_tokens, whole_rows
@@ -50,7 +51,7 @@ def loss_fn(
         parallel: the forms in which devices share the work.
     """
     hidden = model.hidden(batch["tokens"], batch["segment_ids"], batch["positions"], parallel=parallel)
-    targets = jax.reshard(batch["targets"], spec("batch", "seq"))
+    targets = laid_out(batch["targets"], parallel.sequence)  # as the hidden states are; a sum has no order
     with jax.named_scope("loss"):
         sums = token_losses(hidden, model.output_weight()[...], targets, z_loss_weight)
     return sums.loss, sums

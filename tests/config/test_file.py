@@ -14,7 +14,7 @@ from llamajax.config.file import config_to_dict, dump_config, load_config
 from llamajax.config.keys import keys
 from llamajax.config.machine import HardwareConfig, XlaConfig
 from llamajax.config.model import ModelConfig, RopeScalingConfig
-from llamajax.config.parallel import DistributedConfig, MeshConfig
+from llamajax.config.parallel import DistributedConfig, MeshConfig, ParallelConfig
 from llamajax.config.run import Config
 from llamajax.config.training import CheckpointConfig, OptimizerConfig, SampleConfig, TrainConfig
 from llamajax.config.watch import MetricsConfig, ProfileConfig
@@ -53,6 +53,7 @@ EVERYTHING = Config(
     init_from="0x1",
     seed=4_294_967_295,
     mesh=MeshConfig(data=2, fsdp=1, sequence=2, tensor=-1, num_cpu_devices=4),
+    parallel=ParallelConfig(stack="prefetch", sequence="ring"),
     distributed=DistributedConfig(
         enabled=True, coordinator_address="host:1", num_processes=2, process_id=1, heartbeat_timeout_s=9,
         initialization_timeout_s=8,

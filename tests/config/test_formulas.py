@@ -1,6 +1,7 @@
 """Parameters, FLOPs and bytes against published figures and hand counts."""
 
 import dataclasses
+from typing import Any
 
 import pytest
 
@@ -8,7 +9,7 @@ from llamajax.config import formulas
 from llamajax.config.data import DataConfig, SourceConfig
 from llamajax.config.machine import HardwareConfig
 from llamajax.config.model import ModelConfig
-from llamajax.config.parallel import MeshConfig
+from llamajax.config.parallel import MeshConfig, SequenceForm
 from llamajax.config.run import Config
 from llamajax.config.training import OptimizerConfig, TrainConfig
 from tests.tiny import tiny_config
@@ -79,7 +80,37 @@ def test_least_bytes():
     assert least({"tensor": 2}, dataclasses.replace(MODEL, remat="none")) == pytest.approx(
         (10 * 8 + 4) * (2 * tokens * 64) / 2
     )
-    assert least({"sequence": 4}) == pytest.approx(10 * 3 * (2 * tokens * 2 * 2 * 8) * 3 / 4)
+    whole = 2 * tokens * 2 * 2 * 8
+    assert least({"sequence": 4}) == pytest.approx(10 * 3 * whole * 3 / 4 + 4 * N * 3 / 4)
+
+
+def sent(form: SequenceForm, parts: int, tensor: int = 1, **model: Any) -> float:
+    run = tiny_config(model=dataclasses.replace(MODEL, **model))
+    return formulas.sequence_numbers(run, {"data": 1, "fsdp": 1, "sequence": parts, "tensor": tensor}, form)
+
+
+def test_what_a_form_of_split_rows_sends_by_hand():
+    """Eight heads of eight numbers, two of them keys' and values'; per token that a device has."""
+    keys_and_values = 2 * 2 * 8
+    assert sent("gather", 4) == sent("auto", 4) == keys_and_values * 3 * 3
+    assert sent("gather", 4, remat="none") == keys_and_values * 2 * 3
+    assert sent("ring", 4, remat="save_attention") == keys_and_values * 3 * 3
+    assert sent("ring", 4) == keys_and_values * (3 * 3 + 2)
+    assert sent("ring", 2) == keys_and_values * 3
+    forward = 2 * 8 * 8 + 2 * keys_and_values  # four devices need a copy each of two heads
+    assert sent("ulysses", 4) == 3 * forward * 3 / 4
+    assert sent("ulysses", 4, remat="none") == 2 * forward * 3 / 4
+    assert sent("ulysses", 4, remat="save_attention") == (2 * forward + forward - 8 * 8) * 3 / 4
+    assert sent("ulysses", 2) == 3 * (2 * 8 * 8 + keys_and_values) / 2
+    assert sent("ulysses", 2, tensor=2) == 3 * (2 * 4 * 8 + 2 * 2 * 8) / 2
+    assert [sent(form, 1) for form in ("gather", "ring", "ulysses")] == [0, 0, 0]
+
+
+def test_a_ring_computes_hardly_more_than_half_of_the_scores():
+    run = tiny_config(hardware=HardwareConfig(gpu="h100"), mesh=MeshConfig(fsdp=2, sequence=4))
+    whole = formulas.executed_flops(run, fused_attention=False).attention
+    in_ring = formulas.executed_flops(run.changed({"parallel.sequence": "ring"}), fused_attention=False).attention
+    assert in_ring == whole * (4 * 4 - (4 * 3) // 2 - 1) / (4 * 4)
 
 
 def test_the_minimum_splits_all_matrices_over_all_shards():

@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib.util
+import re
 from importlib.machinery import ModuleSpec
 from typing import Any
 
@@ -11,7 +12,7 @@ from llamajax.config.data import DataConfig, SourceConfig, TokenizerConfig
 from llamajax.config.keys import keys
 from llamajax.config.machine import HardwareConfig, XlaConfig
 from llamajax.config.model import ModelConfig, RopeScalingConfig
-from llamajax.config.parallel import DistributedConfig, MeshConfig
+from llamajax.config.parallel import DistributedConfig, MeshConfig, ParallelConfig
 from llamajax.config.rules import Section
 from llamajax.config.run import Config
 from llamajax.config.training import CheckpointConfig, OptimizerConfig, SampleConfig, TrainConfig
@@ -183,6 +184,27 @@ def test_what_cannot_be_divided_over_the_mesh_is_named(model, seq_len, mesh, key
     (problem,) = run.placement_problems(8)
     assert problem.startswith(f"{key}: ")
     assert config().placement_problems(8) == []
+
+
+@pytest.mark.parametrize(
+    ("form", "seq_len", "axes", "problem"),
+    [
+        ("ring", 4096, {"sequence": 8}, None),
+        ("ring", 4104, {"sequence": 8}, "data.seq_len: 4104 must be divisible by 2 . mesh.sequence=16 .*; make it 4096, or"),
+        ("ring", 4097, {}, None),
+        ("gather", 4104, {"sequence": 8}, None),
+        ("ulysses", 4096, {"sequence": 4, "tensor": 8}, None),
+        ("ulysses", 4096, {"sequence": 8, "tensor": 8}, r"parallel.sequence: ulysses cannot divide .* = 4 heads over mesh"),
+        ("auto", 4104, {"sequence": 8, "tensor": 8}, None),
+    ],
+)
+def test_what_a_form_of_split_rows_needs_is_told_in_one_line(form, seq_len, axes, problem):
+    data = DataConfig(sources=(SourceConfig(kind="stdlib"),), seq_len=seq_len)
+    model = dataclasses.replace(LLAMA_2_7B, max_seq_len=8192)
+    run = config(data=data, model=model, mesh=MeshConfig(**axes), parallel=ParallelConfig(sequence=form))
+    problems = run.placement_problems(64)
+    assert len(problems) == (problem is not None)
+    assert problem is None or re.match(problem, problems[0])
 
 
 @pytest.mark.parametrize(

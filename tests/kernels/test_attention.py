@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 from llamajax.errors import ConfigError
-from llamajax.kernels import attention, cudnn, plain
+from llamajax.kernels import attention, cudnn, plain, ring, ulysses
 from llamajax.kernels.plain import Mask
 from llamajax.model import Llama
 from tests.kernels.test_cudnn import H100, mesh_of
@@ -33,6 +33,19 @@ def test_the_first_kernel_that_can_is_taken(monkeypatch, dtype: str, mask: Mask,
     with jax.sharding.use_abstract_mesh(mesh_of(H100, fsdp=8)):
         out, _ = attention.attend(q, kv, kv, mask, 1.0, **how)
     assert out is outs[taken]
+
+
+@pytest.mark.parametrize(
+    ("sequence", "devices", "taken"),
+    [("auto", 8, plain), ("ring", 8, ring), ("ulysses", 8, ulysses), ("ring", 1, plain), ("ulysses", 1, plain)],
+)
+def test_split_rows_are_seen_in_the_form_that_is_asked_for(monkeypatch, sequence: Any, devices: int, taken: Any):
+    q, kv = jnp.zeros((2, 4, 2, 3, 8)), jnp.zeros((2, 4, 2, 8))
+    outs = {kernel: jnp.zeros_like(q) for kernel in (plain, ring, ulysses)}
+    for kernel in outs:
+        monkeypatch.setattr(kernel, "attend", lambda *_, kernel=kernel, **__: (outs[kernel], None))
+    with jax.sharding.use_abstract_mesh(mesh_of(H100, fsdp=8 // devices, sequence=devices)):
+        assert attention.attend(q, kv, kv, Mask(), 1.0, sequence=sequence)[0] is outs[taken]
 
 
 def test_what_cudnn_cannot_give_is_told_in_one_line():

@@ -54,7 +54,18 @@ def test_what_cudnn_can_do(dtype, head_dim, packed, sizes, reason):
             tiny_config().model, compute_dtype=dtype, head_dim=head_dim, attend_across_documents=not packed
         )
         axes = MeshConfig(**({"fsdp": 1} | sizes)).axis_sizes(8)
-        assert planned_obstacle(model, axes) == found
+        assert planned_obstacle(model, axes, "gather") == found
+
+
+def test_ulysses_gives_cudnn_whole_rows():
+    """Where a ring, and gathered keys and values, leave it a part of them."""
+    q, axes = jax.ShapeDtypeStruct((8, 16, 2, 2, 128), "bfloat16"), {"data": 1, "fsdp": 4, "sequence": 2, "tensor": 1}
+    model = dataclasses.replace(tiny_config().model, compute_dtype="bfloat16", head_dim=128, attend_across_documents=True)
+    with jax.sharding.use_abstract_mesh(mesh_of(H100, **axes)):
+        for form in ("auto", "gather", "ring", "ulysses"):
+            found = obstacle(q, Mask(), sequence=form)
+            assert (found is None) == (form == "ulysses")
+            assert planned_obstacle(model, axes, form) == found
 
 
 @pytest.mark.parametrize(("kv_heads", "full_heads"), [(8, 0), (2, 2 * 2), (1, 2 * 2)])

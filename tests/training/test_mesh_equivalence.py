@@ -85,6 +85,28 @@ def test_odd_sizes_equal_those_of_one_device(sizes):
     check(ODD, sizes, {"model.remat": "full"})
 
 
+@pytest.mark.parametrize(
+    ("form", "sizes", "model"),
+    [
+        ("ring", (1, 2, 2, 2), {"model.remat": "save_attention"}),
+        ("ulysses", (1, 1, 4, 2), {"model.remat": "full"}),
+        *(
+            pytest.param(form, sizes, model, marks=pytest.mark.slow)
+            for form, sizes, model in [
+                ("ring", (2, 1, 4, 1), {"model.sliding_window": 5}),
+                ("ring", (1, 1, 8, 1), {"model.remat": "full"}),
+                ("ring", (2, 1, 2, 2), {"model.attend_across_documents": True}),
+                ("ulysses", (2, 2, 2, 1), {"model.sliding_window": 5}),
+                ("ulysses", (1, 1, 8, 1), {"model.num_kv_heads": 2, "model.remat": "save_attention_qkv"}),
+                ("ulysses", (1, 2, 2, 2), {"model.attend_across_documents": True}),
+            ]
+        ),
+    ],
+)
+def test_every_form_of_split_rows_equals_one_device(form, sizes, model):
+    check(tiny_config().changed({"train.num_steps": 5} | model), sizes, {"parallel.sequence": form})
+
+
 def check(config: Config, sizes: tuple[int, ...], changes: dict[str, Any]) -> None:
     """Runs a changed configuration on a mesh, and as it is on one device."""
     mesh = make_mesh(MeshConfig(**dict(zip(("data", "fsdp", "sequence", "tensor"), sizes, strict=True))))

@@ -1,0 +1,47 @@
+"""Which form attention takes over rows that are split, by arithmetic."""
+
+from collections.abc import Mapping
+
+from llamajax.config.formulas import DTYPE_BYTES, sequence_numbers
+from llamajax.config.parallel import SequenceForm, num_parts
+from llamajax.config.run import Config
+from llamajax.kernels.cudnn import planned_obstacle
+from llamajax.units import format_bytes
+
+
+def sequence_form(config: Config, axes: Mapping[str, int]) -> tuple[SequenceForm, str]:
+    """The form that `parallel.sequence` names, or that `auto` comes to for training on GPUs; and why, in one line.
+
+    A fused kernel is worth more than any bytes: the plain form moves every score through the GPU's memory several times.
+    Without one, a ring computes hardly more than the half of the scores that causal rows need, and hides what it sends. Else
+    what sends less is taken.
+
+    Args:
+        config: the run.
+        axes: sizes of the mesh axes.
+    """
+    parts = num_parts("seq", axes)
+    if parts == 1:
+        return "gather", "no row is split"
+    if config.parallel.sequence != "auto":
+        return config.parallel.sequence, "parallel.sequence says so"
+    if config.mesh.num_cpu_devices is not None:
+        return "gather", "emulated devices hide nothing"
+    tokens = config.train.global_batch_size / config.train.grad_accum_steps / num_parts("batch", axes)
+    tokens *= config.data.seq_len / parts
+    width = DTYPE_BYTES[config.model.compute_dtype]
+
+    def sent(form: SequenceForm) -> float:
+        return width * tokens * sequence_numbers(config, axes, form)
+
+    forms: tuple[SequenceForm, ...] = ("gather", "ring", "ulysses")
+    possible = [form for form in forms if not config.sequence_problems(form, axes)]
+    bytes_of_forms = ", ".join(f"{format_bytes(sent(form))} by {form}" for form in possible)
+    told = f"a device sends per layer and micro-batch {bytes_of_forms}"
+    can_fuse = config.model.attention_kernel != "plain" and planned_obstacle(config.model, axes, "ulysses") is None
+    if "ulysses" in possible and can_fuse:
+        return "ulysses", f"whole rows can be one fused kernel's; {told}"
+    if "ring" in possible:
+        share = (2 * parts + 1) / (4 * parts)
+        return "ring", f"it computes {share:.0%} of the scores that whole rows have, and hides what it sends; {told}"
+    return min(possible, key=sent), f"it sends least; {told}"

@@ -1,0 +1,204 @@
+"""Ring attention (arXiv:2310.01889): keys and values travel from device to device while each attends to those that it has.
+
+Rows lie in the zigzag order of `llamajax.parallel.sequence`: a device has an early and a late half of its tokens. It attends
+to its own first. At step s it has the keys and values of the device s places before it, and of the four pairs of halves it
+attends to two, which are seen whole: its late queries see the early keys of every other device; and if these are of a device
+earlier in the row, its early queries see the early keys, else its late queries see the late keys. So all have the same work.
+The keys and values of the next step are on their way meanwhile, and the sums of their gradients follow them.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Bool, Float, Float32, Int32
+
+from llamajax.config.parallel import axes_of
+from llamajax.kernels.block import Gradients, Part, Place, attend_block, attend_block_backward, merge
+from llamajax.kernels.plain import Keys, LogSumExp, Mask, Queries
+from llamajax.parallel.sequence import pass_on, zigzag_indices
+from llamajax.parallel.sharding import spec
+
+Tree = TypeVar("Tree")
+SegmentIds = Int32[Array, "B T"] | None
+Block = tuple[jax.Array, ...]
+"""Keys and values of one device's tokens."""
+_Q = spec("batch", "seq", "kv_heads", None, "head_dim")
+_KV = spec("batch", "seq", "kv_heads", "head_dim")
+_LSE = spec("batch", "seq", "kv_heads", None)
+_TOKENS = spec("batch", "seq")
+
+
+def attend(q: Queries, k: Keys, v: Keys, mask: Mask, scale: float) -> tuple[Queries, LogSumExp]:
+    """As `llamajax.kernels.attention.attend`, over rows in zigzag order that more than one device shares."""
+    return _attend(q, k, v, mask.segment_ids, mask.window, scale)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+def _attend(
+    q: Queries, k: Keys, v: Keys, segment_ids: SegmentIds, window: int | None, scale: float
+) -> tuple[Queries, LogSumExp]:
+    on_device = partial(_forward, window=window, scale=scale)
+    return jax.shard_map(on_device, in_specs=(_Q, _KV, _KV, _TOKENS), out_specs=(_Q, _LSE))(q, k, v, segment_ids)
+
+
+def _attend_and_keep(
+    q: Queries, k: Keys, v: Keys, segment_ids: SegmentIds, window: int | None, scale: float
+) -> tuple[tuple[Queries, LogSumExp], tuple[Any, ...]]:
+    # Named here, so that who keeps `attention` has all that the backward pass needs, and the ring turns only once.
+    out, lse = (checkpoint_name(x, "attention") for x in _attend(q, k, v, segment_ids, window, scale))
+    return (out, lse), (q, k, v, segment_ids, out, lse)
+
+
+def _gradients(
+    window: int | None, scale: float, kept: tuple[Any, ...], cotangents: tuple[Queries, LogSumExp]
+) -> tuple[Queries, Keys, Keys, None]:
+    on_device = partial(_backward, window=window, scale=scale)
+    in_specs = (_Q, _KV, _KV, _TOKENS, _Q, _LSE, _Q, _LSE)
+    return *jax.shard_map(on_device, in_specs=in_specs, out_specs=(_Q, _KV, _KV))(*kept, *cotangents), None
+
+
+_attend.defvjp(_attend_and_keep, _gradients)
+
+
+def _forward(
+    q: Float[Array, "b t K G H"],
+    k: Float[Array, "b t K H"],
+    v: Float[Array, "b t K H"],
+    segment_ids: Int32[Array, "b t"] | None,
+    *,
+    window: int | None,
+    scale: float,
+) -> tuple[Float[Array, "b t K G H"], Float32[Array, "b t K G"]]:
+    """One device's part of `_attend`."""
+    source_of = _sources(*q.shape[:2], segment_ids)
+    num_devices, own = jax.lax.axis_size(axes_of("seq")), source_of(0)
+    early, late = _cut((q, own.place))
+
+    def attend_to(queries: tuple[jax.Array, Place], keys: tuple[Block, Place]) -> Part:
+        return attend_block(queries[0], *keys[0], queries[1], keys[1], window=window, scale=scale)
+
+    def add_block(parts: tuple[Part, Part], block: Block, step: int | jax.Array) -> tuple[Part, Part]:
+        source = source_of(step)
+        early_keys, late_keys = _cut((block, source.place))
+        of_late = attend_to(late, early_keys)
+        of_either = attend_to(_choose(source.is_later, late, early), _choose(source.is_later, late_keys, early_keys))
+        nothing = of_either._replace(lse=jnp.full_like(of_either.lse, -jnp.inf))
+        of_early_too, of_late_too = _choose(source.is_later, (nothing, of_either), (of_either, nothing))
+        return merge(parts[0], of_early_too), merge(merge(parts[1], of_late), of_late_too)
+
+    def turn(carry: tuple[tuple[Part, Part], Block], step: jax.Array) -> tuple[tuple[tuple[Part, Part], Block], None]:
+        parts, block = carry
+        following = pass_on(*block)
+        return (add_block(parts, block, step), following), None
+
+    following = pass_on(k, v)
+    early_keys, late_keys = _cut(((k, v), own.place))
+    parts = attend_to(early, early_keys), merge(attend_to(late, late_keys), attend_to(late, early_keys))
+    (parts, block), _ = jax.lax.scan(turn, (parts, following), jnp.arange(1, num_devices - 1))
+    out, lse = _join(*add_block(parts, block, num_devices - 1))
+    return out.astype(q.dtype), lse
+
+
+def _backward(
+    q: Float[Array, "b t K G H"],
+    k: Float[Array, "b t K H"],
+    v: Float[Array, "b t K H"],
+    segment_ids: Int32[Array, "b t"] | None,
+    out: Float[Array, "b t K G H"],
+    lse: Float32[Array, "b t K G"],
+    d_out: Float[Array, "b t K G H"],
+    d_lse: Float32[Array, "b t K G"],
+    *,
+    window: int | None,
+    scale: float,
+) -> tuple[Float[Array, "b t K G H"], Float[Array, "b t K H"], Float[Array, "b t K H"]]:
+    """One device's part of `_gradients`.
+
+    The gradients of a block begin at the device after its own and follow it around, added up in fp32 and sent in the dtype
+    of the keys, as a reduce-scatter would. What its own device adds waits there, and the part of it by late queries is
+    computed last, while the sums are on their way home.
+    """
+    source_of = _sources(*q.shape[:2], segment_ids)
+    num_devices, own = jax.lax.axis_size(axes_of("seq")), source_of(0)
+    d_lse = d_lse - jnp.sum(out.astype(jnp.float32) * d_out.astype(jnp.float32), axis=-1)
+    early, late = _cut((q, lse, d_out, d_lse, own.place))
+
+    def gradients(queries: tuple[Any, ...], keys: tuple[Block, Place]) -> Gradients:
+        (q, *others, place), (block, block_place) = queries, keys
+        return attend_block_backward(q, *block, *others, place, block_place, window=window, scale=scale)
+
+    def add_block(d_q: tuple[jax.Array, jax.Array], block: Block, step: int | jax.Array) -> tuple[Any, Block]:
+        source = source_of(step)
+        early_keys, late_keys = _cut((block, source.place))
+        of_late = gradients(late, early_keys)
+        of_either = gradients(_choose(source.is_later, late, early), _choose(source.is_later, late_keys, early_keys))
+        nothing = jax.tree.map(jnp.zeros_like, of_either)
+        of_early_too, of_late_too = _choose(source.is_later, (nothing, of_either), (of_either, nothing))
+        d_q = d_q[0] + of_early_too.q, d_q[1] + of_late.q + of_late_too.q
+        return d_q, _join((of_late.k + of_early_too.k, of_late.v + of_early_too.v), (of_late_too.k, of_late_too.v))
+
+    def add(sums: Block, d_block: Block) -> Block:
+        return jax.tree.map(lambda x, y: (x + y).astype(x.dtype), sums, d_block)
+
+    def turn(carry: tuple[Any, Block, Block], step: jax.Array) -> tuple[tuple[Any, Block, Block], None]:
+        d_q, block, sums = carry
+        *following, d_k, d_v = pass_on(*block, *sums)
+        d_q, d_block = add_block(d_q, block, step)
+        return (d_q, tuple(following), add((d_k, d_v), d_block)), None
+
+    block = pass_on(k, v)
+    early_keys, late_keys = _cut(((k, v), own.place))
+    of_early, of_late = gradients(early, early_keys), gradients(late, late_keys)
+    following = pass_on(*block)  # of no use, and left out by the compiler, where there are but two devices
+    d_q, d_block = add_block((of_early.q, of_late.q), block, 1)
+    sums = d_block[0].astype(k.dtype), d_block[1].astype(v.dtype)
+    (d_q, block, sums), _ = jax.lax.scan(turn, (d_q, following, sums), jnp.arange(2, num_devices - 1))
+    if num_devices > 2:
+        sums = pass_on(*sums)
+        d_q, d_block = add_block(d_q, block, num_devices - 1)
+        sums = add(sums, d_block)
+    sums = pass_on(*sums)
+    last = gradients(late, early_keys)
+    d_own = _join((of_early.k + last.k, of_early.v + last.v), (of_late.k, of_late.v))
+    return _join(d_q[0], d_q[1] + last.q).astype(q.dtype), *add(sums, d_own)
+
+
+class _Source(NamedTuple):
+    """The device that a block of keys and values is of."""
+
+    place: Place
+    """Of its tokens."""
+    is_later: Bool[Array, ""]
+    """Whether its early tokens are later in the row than those of the device that has the block."""
+
+
+def _sources(batch: int, length: int, segment_ids: jax.Array | None) -> Callable[[int | jax.Array], _Source]:
+    """For a device's tokens [batch, length]: by the step, whose block it has."""
+    axes = axes_of("seq")
+    everyones = None if segment_ids is None else jax.lax.all_gather(segment_ids, axes)
+
+    def source_of(step: int | jax.Array) -> _Source:
+        own = jax.lax.axis_index(axes)
+        device = (own - step) % jax.lax.axis_size(axes)
+        indices = jnp.broadcast_to(zigzag_indices(device, length), (batch, length))
+        return _Source(Place(indices, None if everyones is None else everyones[device]), device > own)
+
+    return source_of
+
+
+def _choose(condition: Bool[Array, ""], one: Tree, other: Tree) -> Tree:
+    return jax.tree.map(partial(jnp.where, condition), one, other)
+
+
+def _cut(tree: Tree) -> tuple[Tree, Tree]:
+    """The early and the late tokens of a device."""
+    middle = jax.tree.leaves(tree)[0].shape[1] // 2
+    return jax.tree.map(lambda x: x[:, :middle], tree), jax.tree.map(lambda x: x[:, middle:], tree)
+
+
+def _join(early: Tree, late: Tree) -> Tree:
+    return jax.tree.map(lambda x, y: jnp.concatenate([x, y], axis=1), early, late)

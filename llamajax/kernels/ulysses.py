@@ -1,0 +1,61 @@
+"""Attention by DeepSpeed-Ulysses (arXiv:2309.14509): devices that split rows exchange tokens for heads, attend to whole rows
+of their heads, and exchange the results back."""
+
+import math
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+
+from llamajax.config.parallel import axes_of
+from llamajax.kernels import cudnn, plain
+from llamajax.kernels.plain import Keys, LogSumExp, Mask, Queries
+from llamajax.parallel.sharding import spec
+
+
+def attend(
+    q: Queries, k: Keys, v: Keys, mask: Mask, scale: float, *, fused: bool, with_lse: bool = False
+) -> tuple[Queries, LogSumExp | None]:
+    """As `llamajax.kernels.attention.attend`; a device's query heads must be divisible by the sequence axis.
+
+    Kv heads that are not are repeated until they are, each for an equal part of its query heads. Nothing sends less: where
+    every device needs a head, every device must be sent its whole rows.
+
+    Args:
+        q: see there.
+        k: see there.
+        v: see there.
+        mask: see there.
+        scale: see there.
+        fused: let cuDNN attend, which has no `obstacle`.
+        with_lse: see there; the fused kernel has none.
+    """
+    q_spec, kv_spec = spec("batch", "seq", "kv_heads", None, "head_dim"), spec("batch", "seq", "kv_heads", "head_dim")
+    in_specs, out_specs = (q_spec, kv_spec, kv_spec, spec("batch", "seq")), (q_spec, spec("batch", "seq", "kv_heads", None))
+
+    # jax's cuDNN calls do not say over which axes their results vary.
+    @partial(jax.shard_map, in_specs=in_specs, out_specs=out_specs, check_vma=not fused)
+    def on_device(
+        q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array | None
+    ) -> tuple[jax.Array, jax.Array | None]:
+        (b, t, K, G, H), axes = q.shape, axes_of("seq")
+        num_devices = jax.lax.axis_size(axes)
+        copies = num_devices // math.gcd(K, num_devices)
+        to_heads = partial(jax.lax.all_to_all, axis_name=axes, split_axis=2, concat_axis=1, tiled=True)
+        to_tokens = partial(jax.lax.all_to_all, axis_name=axes, split_axis=1, concat_axis=2, tiled=True)
+
+        def repeated(x: jax.Array) -> jax.Array:
+            # Widened, so that the copies' gradients add up in fp32; what is sent is narrow.
+            return jnp.repeat(x.astype(jnp.float32), copies, axis=2).astype(x.dtype) if copies > 1 else x
+
+        q = to_heads(q.reshape(b, t, K * copies, G // copies, H))
+        k, v = to_heads(repeated(k)), to_heads(repeated(v))
+        if fused:
+            out, lse = cudnn.attend_to_rows(q, k, v, window=mask.window, scale=scale), None
+        else:
+            ids = None if segment_ids is None else plain.whole_rows(segment_ids)
+            rows = Mask(window=mask.window, segment_ids=ids)
+            out, lse = plain.attend_to_rows(q, k, v, rows, scale, first=0, kv_segment_ids=ids, with_lse=with_lse)
+        return to_tokens(out).reshape(b, t, K, G, H), None if lse is None else to_tokens(lse).reshape(b, t, K, G)
+
+    return on_device(q, k, v, mask.segment_ids)
