@@ -4,6 +4,7 @@ Dims as in the model: D embed, N query heads, K kv heads, H head dim, F mlp, V v
 of the cluster in `config.hardware`.
 """
 
+import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -29,6 +30,11 @@ def num_params(model: ModelConfig) -> int:
     biases = model.num_layers * (model.num_heads + 2 * model.num_kv_heads) * model.head_dim if model.qkv_bias else 0
     embedding = 0 if model.tie_embeddings else model.vocab_size * model.embed_dim
     return num_matmul_params(model) + norms + qk_norms + biases + embedding
+
+
+def computed_model(model: ModelConfig, mesh: Mapping[str, int]) -> ModelConfig:
+    """The model as devices compute it: with a copy of a kv head each, where these are fewer."""
+    return dataclasses.replace(model, num_kv_heads=model.computed_kv_heads(mesh))
 
 
 def layer_matrix_bytes(model: ModelConfig) -> int:
@@ -71,7 +77,7 @@ def executed_flops(config: Config, *, fused_attention: bool) -> ExecutedFlops:
     Attention is two products forward and five backward, which computes the scores anew: of the visible part in a fused
     kernel; otherwise of the whole square, or of what a ring comes to, which of its 4 n^2 pairs of chunks is 2 n^2 + n.
     """
-    model, seq_len = config.model, config.data.seq_len
+    model, seq_len = computed_model(config.model, mesh_sizes(config)), config.data.seq_len
     D, F, L = model.embed_dim, model.mlp_dim, model.num_layers
     heads, kv_heads = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
     # Also what the policies keep is not enough to leave out the output projection: the MLP's input needs it.
@@ -131,15 +137,16 @@ def expected_bytes(config: Config, *, max_chunk_scores: int, max_chunk_logits: i
         max_chunk_logits: logits alive at once.
     """
     model, mesh = config.model, mesh_sizes(config)
+    computed = computed_model(model, mesh)
     tensor, sequence = mesh["tensor"], mesh["sequence"]
     stored, moment = DTYPE_BYTES[model.param_dtype], DTYPE_BYTES[config.optimizer.moment_dtype]
     wide = DTYPE_BYTES[model.compute_dtype]
     D, L, V, F = model.embed_dim, model.num_layers, model.vocab_size // tensor, model.mlp_dim // tensor
     heads = model.num_heads * model.head_dim // tensor
-    qkv = heads + 2 * model.num_kv_heads * model.head_dim // tensor
+    qkv = heads + 2 * computed.num_kv_heads * model.head_dim // tensor
     rows = config.train.global_batch_size // config.train.grad_accum_steps // num_parts("batch", mesh)
     tokens = rows * config.data.seq_len // sequence
-    layer_params = (num_params(model) - 2 * model.vocab_size * D) // L // tensor
+    layer_params = (num_params(computed) - 2 * model.vocab_size * D) // L // tensor
 
     residual = 2 * D // tensor if _splits_residual_further(config) else D  # also the one between attention and MLP
     saved = {
@@ -174,9 +181,10 @@ def least_wire_bytes(config: Config, mesh: Mapping[str, int]) -> float:
     gradients of all. Axes that share tokens and not the state: gradients of the own shard are reduced once.
     `tensor`: attention and MLP each gather their tokens and scatter their outputs, and likewise backward, where they gather
     the tokens again for the gradients of weights, unless what is gathered is kept; so do embedding and loss, once.
-    `sequence`: see `sequence_numbers`.
+    `sequence`: see `sequence_numbers`. Where kv heads are fewer than the devices of `tensor`, they exchange what each stores
+    of attention's matrices before they gather it.
     """
-    model, train = config.model, config.train
+    model, train = computed_model(config.model, mesh), config.train
     width = DTYPE_BYTES[model.compute_dtype]
     shards = num_parts("embed", mesh)
     replicas = num_parts("batch", mesh) * num_parts("seq", mesh) / shards
@@ -185,8 +193,14 @@ def least_wire_bytes(config: Config, mesh: Mapping[str, int]) -> float:
     rows = train.global_batch_size / num_parts("batch", mesh)
     tokens = rows * config.data.seq_len / mesh["sequence"]
     activations = width * tokens * model.embed_dim
+    exchanged = 0
+    if model.num_kv_heads > config.model.num_kv_heads:
+        heads = 2 * (model.num_heads + model.num_kv_heads)
+        exchanged = width * model.num_layers * model.embed_dim * heads * model.head_dim / (shards * mesh["tensor"])
+    passes = 2 if model.remat == "none" else 3
     return (
-        ((2 if model.remat == "none" else 3) * (weights - ends) + 2 * ends) * train.grad_accum_steps * (shards - 1) / shards
+        (passes * (weights - ends) + 2 * ends) * train.grad_accum_steps * (shards - 1) / shards
+        + passes * exchanged * train.grad_accum_steps * (mesh["tensor"] - 1) / mesh["tensor"]
         + 2 * weights / shards * (replicas - 1) / replicas
         + (model.num_layers * (8 if model.remat == "none" else 10) + 4) * activations * (mesh["tensor"] - 1) / mesh["tensor"]
         + model.num_layers * width * tokens * sequence_numbers(config, mesh, config.parallel.sequence)
@@ -201,7 +215,7 @@ def sequence_numbers(config: Config, mesh: Mapping[str, int], form: SequenceForm
     queries, keys, values and output, each to its heads and each gradient back, and what is computed again; kv heads fewer
     than the devices are sent to each that needs them.
     """
-    model = config.model
+    model = computed_model(config.model, mesh)
     parts, H = num_parts("seq", mesh), model.head_dim
     heads, kv_heads = (n // num_parts("kv_heads", mesh) for n in (model.num_heads, model.num_kv_heads))
     keys_and_values = 2 * kv_heads * H

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from llamajax.config.parallel import axes_of
+from llamajax.config.parallel import axes_of, num_parts, product
 from llamajax.config.rules import Bound, PositiveFloat, PositiveInt, PositiveIntOrUnset, Section
 
 DType = Literal["float32", "bfloat16"]
@@ -90,12 +90,36 @@ class ModelConfig(Section):
         if min(self.num_heads, self.num_kv_heads) > 0 and self.num_heads % self.num_kv_heads:
             yield f"num_kv_heads: {self.num_kv_heads} must divide num_heads={self.num_heads}"
 
+    def computed_kv_heads(self, axes: Mapping[str, int]) -> int:
+        """Key/value heads as devices on axes of these sizes compute with them: where more devices split them than there are,
+        every device has a copy of one, with its share of the query heads."""
+        return max(self.num_kv_heads, num_parts("kv_heads", axes))
+
     def undivided(self, axes: Mapping[str, int]) -> list[str]:
         """What of the model does not divide over mesh axes of these sizes: one line each."""
-        sizes = {"embed": "embed_dim", "kv_heads": "num_kv_heads", "mlp": "mlp_dim", "vocab": "vocab_size"}
-        return [
+        problems = [
             f"model.{name}: {getattr(self, name)} must be divisible by mesh.{axis}={axes[axis]}"
-            for dim, name in sizes.items()
+            for dim, name in {"embed": "embed_dim", "mlp": "mlp_dim"}.items()
             for axis in axes_of(dim)
             if getattr(self, name) % axes[axis]
         ]
+        heads, parts = self.computed_kv_heads(axes), num_parts("kv_heads", axes)
+        over = " x ".join(f"mesh.{axis}={axes[axis]}" for axis in axes_of("kv_heads"))
+        if heads % parts or heads % self.num_kv_heads or self.num_heads % heads:
+            problems.append(
+                f"model.num_kv_heads: {self.num_kv_heads} must be divisible by {over},"
+                f" or divide it where it divides num_heads={self.num_heads}"
+            )
+        whole = [name for name, dim in _SPLIT_OR_WHOLE.items() if getattr(self, name) % num_parts(dim, axes)]
+        columns = num_parts("embed_tensor", axes)
+        if whole and not problems and self.embed_dim % columns:
+            by = product({axis: axes[axis] for axis in axes_of("embed_tensor")})
+            problems.append(
+                f"model.{whole[0]}: {getattr(self, whole[0])} is not divisible by {over}; then embed_dim={self.embed_dim}"
+                f" must be divisible by {by} = {columns}"
+            )
+        return problems
+
+
+_SPLIT_OR_WHOLE = {"num_kv_heads": "kv_heads", "vocab_size": "vocab"}
+"""What need not divide; matrices are then stored split along `embed_tensor` instead."""

@@ -22,13 +22,13 @@ class MeshConfig(Section):
     # `splits` are the dims of arrays that lie along an axis.
     data: AxisSize = field(default=1, metadata={"splits": ("batch",)})
     """Data-parallel replicas of the whole (sharded) state."""
-    fsdp: AxisSize = field(default=-1, metadata={"splits": ("batch", "embed")})
+    fsdp: AxisSize = field(default=-1, metadata={"splits": ("batch", "embed", "embed_tensor")})
     """Shards of parameters, gradients and optimizer state (ZeRO); also splits the batch."""
     sequence: AxisSize = field(default=1, metadata={"splits": ("seq", "residual_seq")})
     """Shards of the sequence (context parallelism)."""
-    tensor: AxisSize = field(default=1, metadata={"splits": ("kv_heads", "mlp", "vocab", "residual_seq")})
+    tensor: AxisSize = field(default=1, metadata={"splits": ("kv_heads", "mlp", "vocab", "residual_seq", "embed_tensor")})
     """Shards of heads, MLP and vocabulary (tensor parallelism), and between these of the tokens, where it divides a row's
-    part (sequence parallelism)."""
+    part (sequence parallelism). Key/value heads may be fewer, if they divide it; a vocabulary may be of any size."""
     num_cpu_devices: PositiveIntOrUnset = None
     """Emulate this many devices per process on the CPU; unset: use the accelerators that jax finds."""
 

@@ -3,6 +3,8 @@
 Only sums over a row leave the devices, and the logits of few tokens exist at once.
 """
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 from jax import P
@@ -41,29 +43,30 @@ def score(
     Returns:
         The sum of the logarithms of the targets' probabilities, and whether all are likeliest; both on every device.
     """
+    weight = model.output_weight()[...]
     hidden = jax.reshard(model.hidden(tokens), spec("batch", "seq", None))
     targets = jax.reshard(targets, spec("batch", "seq"))
     token_spec = spec("batch", "seq")
     logprobs, greedy = jax.shard_map(
-        _score_on_device,
-        in_specs=(spec("batch", "seq", None), spec("vocab", "embed"), token_spec),
+        partial(_score_on_device, table=jax.typeof(weight)),
+        in_specs=(spec("batch", "seq", None), jax.typeof(weight).sharding.spec, token_spec),
         out_specs=(token_spec, token_spec),
-    )(hidden, model.output_weight()[...], targets)
+    )(hidden, weight, targets)
     counted = targets != IGNORE
     sums = jnp.sum(jnp.where(counted, logprobs, 0.0), axis=1), jnp.all(~counted | greedy, axis=1)
     return jax.reshard(sums, P(None))
 
 
 def _score_on_device(
-    hidden: Float[Array, "b t D"], weight: Float[Array, "v d"], targets: Int32[Array, "b t"]
+    hidden: Float[Array, "b t D"], weight: Float[Array, "v d"], targets: Int32[Array, "b t"], *, table: jax.ShapeDtypeStruct
 ) -> tuple[Float32[Array, "b t"], Bool[Array, "b t"]]:
     """One device's part of `score`."""
-    head, vocab_ids = whole_rows(weight, hidden.dtype)
+    head, vocab_ids = whole_rows(weight, table, hidden.dtype)
 
     def score_token(token: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         x, target = token  # [D], []
         logits = jnp.einsum("D,vD->v", x, head, preferred_element_type=jnp.float32)
-        softmax = split_softmax(logits, vocab_ids == target)
+        softmax, _ = split_softmax(logits, vocab_ids, target)
         return softmax.target - softmax.largest - jnp.log(softmax.total), softmax.target == softmax.largest
 
     tokens = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)

@@ -11,13 +11,15 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int32
 
 from llamajax.config.model import AttentionKernel, ModelConfig
-from llamajax.config.parallel import SequenceForm
+from llamajax.config.parallel import SequenceForm, num_parts
 from llamajax.kernels.attention import Keys, Mask, Past, Queries, attend
 from llamajax.model.layers import RMSNorm, normal, output_first, residual_std
 from llamajax.model.rope import RopeTable, apply_rope, score_factor
+from llamajax.parallel.sharding import spec
 from llamajax.parallel.tensor import gather_tokens, partial_spec, scatter_tokens
 from llamajax.parallel.zero import weight
 
@@ -40,17 +42,22 @@ class Attention(nnx.Module):
     `wqkv` is [D, K, G + 2, H]: for each of the K kv heads its G query heads, then its key, then its value, so that
     splitting kv heads over devices keeps a group together. `wo` is [D, K, G, H]. Query head n is k * G + g.
     `qkv_bias` is [K, G + 2, H], in the order of `wqkv`.
+
+    Where there are more devices than kv heads to split over them, these are stored whole, and compute takes one kv head per
+    device: each a copy of one of the K, with its share of that one's query heads.
     """
 
     def __init__(self, config: ModelConfig, key: jax.Array):
         D, K, H, dtype = config.embed_dim, config.num_kv_heads, config.head_dim, config.param_dtype
         G = config.num_heads // K
         qkv_key, o_key = jax.random.split(key)
-        heads = ("kv_heads", None, "head_dim")
+        is_split = K % _num_parts() == 0
+        heads = ("kv_heads" if is_split else None, None, "head_dim")
+        stored, compute = ("embed" if is_split else "embed_tensor", *heads), (None, "kv_heads", None, "head_dim")
         init = normal(qkv_key, config.init_std)
-        self.wqkv = weight((D, K, G + 2, H), dtype, stored=("embed", *heads), compute=(None, *heads), init=init)
+        self.wqkv = weight((D, K, G + 2, H), dtype, stored=stored, compute=compute, init=init, arrange=_split_qkv)
         init = output_first(normal(o_key, residual_std(config)))
-        self.wo = weight((D, K, G, H), dtype, stored=("embed", *heads), compute=(None, *heads), init=init)
+        self.wo = weight((D, K, G, H), dtype, stored=stored, compute=compute, init=init, arrange=_split_queries)
         bias = weight((K, G + 2, H), dtype, stored=heads, compute=None, init=jnp.zeros) if config.qkv_bias else None
         self.qkv_bias = bias
         self.q_norm = RMSNorm(H, config) if config.qk_norm else None
@@ -82,9 +89,40 @@ class Attention(nnx.Module):
             qkv = jnp.einsum("BTD,DKCH->BTKCH", gather_tokens(x), self.wqkv[...])
             if self.qkv_bias is not None:
                 # Added in fp32, so that its gradient, a sum over all tokens, is summed in fp32.
-                qkv = (qkv.astype(jnp.float32) + self.qkv_bias[...].astype(jnp.float32)[None, None]).astype(x.dtype)
+                bias = _split_qkv(self.qkv_bias[...][None], jnp.float32)
+                qkv = (qkv.astype(jnp.float32) + bias[None]).astype(x.dtype)
             qkv = checkpoint_name(qkv, "qkv")
             q, k, v = qkv[:, :, :, :-2], qkv[:, :, :, -2:-1], qkv[:, :, :, -1]
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         return apply_rope(q, rows.cos, rows.sin), apply_rope(k, rows.cos, rows.sin)[:, :, :, 0], v
+
+
+def _num_parts() -> int:
+    return num_parts("kv_heads", jax.sharding.get_abstract_mesh().shape)
+
+
+def _split_qkv(w: Float[Array, "E K C H"], dtype: DTypeLike) -> Float[Array, "E J M H"]:
+    """`wqkv` by the J kv heads that compute takes, in `dtype`; copied in its own, in which the copies' gradients add up."""
+    E, K, C, H = w.shape
+    if (J := max(K, _num_parts())) == K:
+        return w.astype(dtype)
+    lies = jax.typeof(w).sharding.spec
+    queries = jax.lax.reshape(w[:, :, :-2], (E, J, K * (C - 2) // J, H), out_sharding=lies)
+    shared = jnp.repeat(w[:, :, -2:], J // K, axis=1, out_sharding=lies)
+    return _split_heads(jnp.concatenate([queries, shared], axis=2).astype(dtype))
+
+
+def _split_queries(w: Float[Array, "E K G H"], dtype: DTypeLike) -> Float[Array, "E J M H"]:
+    """The same of `wo`."""
+    E, K, G, H = w.shape
+    if (J := max(K, _num_parts())) == K:
+        return w.astype(dtype)
+    queries = jax.lax.reshape(w, (E, J, K * G // J, H), out_sharding=jax.typeof(w).sharding.spec)
+    return _split_heads(queries.astype(dtype))
+
+
+def _split_heads(w: Float[Array, "E J M H"]) -> Float[Array, "E J M H"]:
+    """Each device sends each other one the rows it stores of that one's head: an all-to-all of what they need."""
+    columns = "embed" if jax.typeof(w).sharding.spec[0] is not None else None
+    return jax.reshard(w, spec(columns, "kv_heads", None, "head_dim"))

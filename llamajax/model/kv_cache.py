@@ -43,7 +43,8 @@ class KVCache:
         """
         parts = num_parts("seq", jax.sharding.get_abstract_mesh().shape)
         num_slots = math.ceil(max_seq_len / parts) * parts
-        shape = (config.num_layers, batch_size, config.num_kv_heads, num_slots, config.head_dim)
+        heads = config.computed_kv_heads(jax.sharding.get_abstract_mesh().shape)
+        shape = (config.num_layers, batch_size, heads, num_slots, config.head_dim)
         keys, values = (jnp.zeros(shape, config.compute_dtype, out_sharding=_CACHE_SPEC) for _ in range(2))
         return KVCache(keys, values, jnp.zeros((batch_size,), jnp.int32, out_sharding=spec("batch")))
 

@@ -20,9 +20,9 @@ from llamajax.parallel.arrays import named_arrays
 from llamajax.parallel.sequence import laid_out
 from llamajax.parallel.sharding import ONE_DEVICE, spec
 from llamajax.parallel.stack import run_layers
-from llamajax.parallel.tensor import gather_tokens, is_shared
-from llamajax.parallel.vocabulary import look_up
-from llamajax.parallel.zero import gathered, weight
+from llamajax.parallel.tensor import is_shared
+from llamajax.parallel.vocabulary import logits, look_up, stored_dims
+from llamajax.parallel.zero import weight
 
 Tokens = Int32[Array, "B T"]
 """Of each row's tokens: their ids, or the ids of their documents, or their positions."""
@@ -67,7 +67,7 @@ class Llama(nnx.Module):
         V, D, dtype = config.vocab_size, config.embed_dim, config.param_dtype
         embedding_key, layers_key, head_key = jax.random.split(key, 3)
         self.config = config
-        table = partial(weight, (V, D), dtype, stored=("vocab", "embed"), compute=("vocab", None))
+        table = partial(weight, (V, D), dtype, stored=stored_dims(V), compute=None)
         self.embedding = table(init=normal(embedding_key, config.init_std))
         # One Layer whose parameters have a leading dim L, for scan: compile time does not grow with depth.
         self.layers = jax.vmap(partial(Layer, config))(jax.random.split(layers_key, config.num_layers))
@@ -80,8 +80,7 @@ class Llama(nnx.Module):
         """Logits; arguments as for `hidden`."""
         x = self.hidden(tokens, segment_ids, positions)
         with jax.named_scope("head"):
-            head = gathered(self.output_weight(), x.dtype)
-            return jnp.einsum("BTD,VD->BTV", gather_tokens(x), head[...], preferred_element_type=jnp.float32)
+            return logits(jax.reshard(x, spec("batch", "seq", None)), self.output_weight()[...])
 
     def hidden(
         self,
@@ -184,9 +183,7 @@ class Llama(nnx.Module):
         with jax.named_scope("final_norm"):
             x = self.final_norm(x)[:, 0]
         with jax.named_scope("head"):
-            head = gathered(self.output_weight(), x.dtype)
-            logits = jnp.einsum("BD,VD->BV", x, head[...], preferred_element_type=jnp.float32)
-            return jax.reshard(logits, spec("batch", None))
+            return jax.reshard(logits(x, self.output_weight()[...]), spec("batch", None))
 
     def _rows(
         self, tokens: Tokens, segment_ids: Tokens | None, positions: Tokens | None, *, sequence: SequenceForm = "gather"

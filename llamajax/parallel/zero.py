@@ -20,7 +20,13 @@ Dims = tuple[str | None, ...]
 
 
 def weight(
-    shape: tuple[int, ...], dtype: DTypeLike, *, stored: Dims, compute: Dims | None, init: Callable[..., jax.Array]
+    shape: tuple[int, ...],
+    dtype: DTypeLike,
+    *,
+    stored: Dims,
+    compute: Dims | None,
+    init: Callable[..., jax.Array],
+    arrange: Callable[[jax.Array, DTypeLike], jax.Array] | None = None,
 ) -> nnx.Param:
     """A parameter with its initial value, of which each device makes its own part.
 
@@ -30,8 +36,9 @@ def weight(
         stored: its dims as it lies between steps, for `spec`.
         compute: its dims as it is gathered for compute; None: it is read as it is stored, in its own dtype.
         init: makes the value from shape, dtype and `out_sharding`, such as `jnp.ones`.
+        arrange: makes of the stored array another one, of the given dtype, that is gathered in its place.
     """
-    return nnx.Param(init(shape, dtype, out_sharding=spec(*stored)), compute=compute)
+    return nnx.Param(init(shape, dtype, out_sharding=spec(*stored)), compute=compute, arrange=arrange)
 
 
 def gathered(tree: Tree, dtype: DTypeLike) -> Tree:
@@ -47,10 +54,11 @@ def gathered(tree: Tree, dtype: DTypeLike) -> Tree:
         if param.compute is None:
             return param
         with jax.named_scope("/".join([key.name for key in path[:-1]] + ["gather_weight"])):
-            stored = jax.typeof(param[...]).sharding.spec
+            own = param[...].astype(dtype) if param.arrange is None else param.arrange(param[...], dtype)
+            stored = jax.typeof(own).sharding.spec
             own_axes = {axis for entry in stored for axis in (entry if isinstance(entry, tuple) else (entry,))}
-            own_part = jax.reshard(param[...].astype(dtype), P(*stored, reduced=token_axes - own_axes))
+            own_part = jax.reshard(own, P(*stored, reduced=token_axes - own_axes))
             copy = jax.reshard(own_part, P(*spec(*param.compute), reduced=token_axes))
-            return nnx.Param(copy, compute=param.compute)
+            return nnx.Param(copy, compute=param.compute, arrange=None)
 
     return jax.tree_util.tree_map_with_path(gather, tree, is_leaf=lambda node: isinstance(node, nnx.Param))

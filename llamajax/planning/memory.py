@@ -136,7 +136,7 @@ def _planned_workspace(config: Config) -> int:
     model, axes = config.model, mesh_sizes(config)
     rows = config.train.global_batch_size // config.train.grad_accum_steps // num_parts("batch", axes)
     tensor, sequence = axes["tensor"], axes["sequence"]
-    heads, kv_heads = model.num_heads // tensor // sequence, max(1, model.num_kv_heads // tensor // sequence)
+    heads, kv_heads = model.num_heads // tensor // sequence, max(1, model.computed_kv_heads(axes) // tensor // sequence)
     return workspace_bytes(rows, heads, kv_heads, config.data.seq_len, model.head_dim)
 
 

@@ -20,7 +20,7 @@ from llamajax.model import Llama
 from llamajax.parallel.sequence import laid_out
 from llamajax.parallel.sharding import spec
 from llamajax.parallel.tensor import shared_axes
-from llamajax.parallel.vocabulary import split_softmax, sum_tokens, whole_rows
+from llamajax.parallel.vocabulary import scattered_rows, split_softmax, sum_tokens, whole_rows
 from llamajax.step.batch import IGNORE
 
 MAX_CHUNK_LOGITS = 2**28
@@ -64,7 +64,7 @@ def _token_losses(
 
     Args:
         hidden: in the compute dtype, sharded as `look_up` lays tokens out.
-        weight: the head in the parameter dtype, sharded ("vocab", "embed").
+        weight: the head in the parameter dtype, as it is stored.
         targets: in [0, V) or `IGNORE`, sharded ("batch", "seq").
         z_loss_weight: weight of the squared log-partition function.
     """
@@ -79,11 +79,11 @@ def _sums_and_gradients(
     hidden: jax.Array, weight: jax.Array, targets: jax.Array, z_loss_weight: float
 ) -> tuple[LossSums, Gradients]:
     """`token_losses`, and the gradients of its `.loss`."""
-    hidden_spec, weight_spec = jax.typeof(hidden).sharding.spec, spec("vocab", "embed")
+    hidden_spec, table = jax.typeof(hidden).sharding.spec, jax.typeof(weight)
     return jax.shard_map(
-        partial(_on_device, hidden_spec=hidden_spec, z_loss_weight=z_loss_weight),
-        in_specs=(hidden_spec, weight_spec, spec("batch", "seq")),
-        out_specs=(P(), (hidden_spec, weight_spec)),
+        partial(_on_device, hidden_spec=hidden_spec, table=table, z_loss_weight=z_loss_weight),
+        in_specs=(hidden_spec, table.sharding.spec, spec("batch", "seq")),
+        out_specs=(P(), (hidden_spec, table.sharding.spec)),
     )(hidden, weight, targets)
 
 
@@ -103,20 +103,21 @@ def _on_device(
     targets: Int32[Array, "b t"],
     *,
     hidden_spec: P,
+    table: jax.ShapeDtypeStruct,
     z_loss_weight: float,
 ) -> tuple[LossSums, Gradients]:
     """One device's part of `_sums_and_gradients`."""
     token_axes = axes_of("batch") + axes_of("seq")
-    head, vocab_ids = whole_rows(weight, hidden.dtype)
+    head, vocab_ids = whole_rows(weight, table, hidden.dtype)
     if axes := shared_axes(hidden_spec):
         hidden = jax.lax.all_gather(hidden, axes, axis=1, tiled=True)
 
     def add_chunk(d_head: jax.Array, chunk: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, tuple[LossSums, jax.Array]]:
         x, target = chunk  # [n, D], [n]
         with jax.named_scope("logits"):
-            counted, is_target = target != IGNORE, target[:, None] == vocab_ids[None, :]
+            counted = target != IGNORE
             logits = jnp.einsum("nD,vD->nv", x, head, preferred_element_type=jnp.float32)
-            exps, exp_sum, largest, target_logit = split_softmax(logits, is_target)
+            (exps, exp_sum, largest, target_logit), is_target = split_softmax(logits, vocab_ids, target)
             lse = jnp.log(exp_sum) + largest
             cross_entropy = jnp.sum(jnp.where(counted, lse - target_logit, 0.0))
             z_loss = jnp.sum(jnp.where(counted, z_loss_weight * jnp.square(lse), 0.0))
@@ -134,7 +135,7 @@ def _on_device(
     d_head, (chunk_sums, d_x) = jax.lax.scan(add_chunk, d_head, _chunks(hidden, targets, vocab_size=head.shape[0]))
     sums = LossSums(*(jax.lax.psum(jnp.sum(chunk_sum, axis=0), token_axes) for chunk_sum in chunk_sums))
     d_hidden = sum_tokens(d_x.reshape(-1, hidden.shape[-1])[: targets.size].reshape(hidden.shape), hidden_spec)
-    d_weight = jax.lax.psum_scatter(d_head.astype(hidden.dtype), axes_of("embed"), scatter_dimension=1, tiled=True)
+    d_weight = scattered_rows(d_head.astype(hidden.dtype), table)
     d_weight = jax.lax.psum(d_weight, tuple(axis for axis in token_axes if axis not in axes_of("embed")))
     return sums, (d_hidden, d_weight.astype(weight.dtype))
 

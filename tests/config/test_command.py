@@ -54,7 +54,7 @@ ARGUMENTS = [
     (["--run_dir", "\udcff"], "--run_dir: must be text, but '\\udcff' holds something that is no character"),
     (["--sample.prompt", "\ud800\n"], "--sample.prompt: must be text, but '\\ud800\\n' holds"),
     (["--data.seq_len", "8192"], "--data.seq_len: 8192 is above model.max_seq_len=4096"),
-    (["--mesh.num_cpu_devices=8", "--mesh.tensor=8"], "my.yaml:8: model.num_kv_heads: 4 must be divisible by mesh.tensor=8"),
+    (["--mesh.num_cpu_devices=16", "--mesh.tensor=16"], "my.yaml:8: model.num_kv_heads: 4 must be divisible by mesh."),
     (["--data.tokenizer.path", "no.json"], "--data.tokenizer.path: no file matches no.json; relative paths start at"),
     (["--config", "other.yaml"], "--config: given more than once; write --config FILE"),
     (["--config"], "--config: needs a value; write --config FILE"),

@@ -80,6 +80,9 @@ def test_least_bytes():
     assert least({"tensor": 2}, dataclasses.replace(MODEL, remat="none")) == pytest.approx(
         (10 * 8 + 4) * (2 * tokens * 64) / 2
     )
+    few = dataclasses.replace(MODEL, num_kv_heads=4)  # as devices compute the 2: with a copy each
+    exchanged = 3 * 2 * 10 * (64 * 8 * 2 * (8 + 4)) / (2 * 4) * 3 / 4
+    assert least({"fsdp": 2, "tensor": 4}) == pytest.approx(least({"fsdp": 2, "tensor": 4}, few) + exchanged)
     whole = 2 * tokens * 2 * 2 * 8
     assert least({"sequence": 4}) == pytest.approx(10 * 3 * whole * 3 / 4 + 4 * N * 3 / 4)
 

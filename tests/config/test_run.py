@@ -171,9 +171,11 @@ def test_axis_sizes():
     ("model", "seq_len", "mesh", "key"),
     [
         ({"embed_dim": 100}, 4096, MeshConfig(), "model.embed_dim"),
-        ({"num_kv_heads": 4}, 4096, MeshConfig(tensor=8), "model.num_kv_heads"),
+        ({"num_heads": 36, "num_kv_heads": 4}, 4096, MeshConfig(tensor=8), "model.num_kv_heads"),
+        ({"num_heads": 24, "num_kv_heads": 3}, 4096, MeshConfig(tensor=8), "model.num_kv_heads"),
         ({"mlp_dim": 1001}, 4096, MeshConfig(tensor=8), "model.mlp_dim"),
-        ({"vocab_size": 32001}, 4096, MeshConfig(tensor=8), "model.vocab_size"),
+        ({"vocab_size": 32001, "embed_dim": 4100}, 4096, MeshConfig(tensor=8), "model.vocab_size"),
+        ({"num_kv_heads": 4, "embed_dim": 4100}, 4096, MeshConfig(tensor=8), "model.num_kv_heads"),
         ({}, 4095, MeshConfig(sequence=8), "data.seq_len"),
         ({}, 4096, MeshConfig(tensor=3), "mesh"),
     ],
@@ -184,6 +186,12 @@ def test_what_cannot_be_divided_over_the_mesh_is_named(model, seq_len, mesh, key
     (problem,) = run.placement_problems(8)
     assert problem.startswith(f"{key}: ")
     assert config().placement_problems(8) == []
+
+
+def test_a_vocabulary_and_kv_heads_need_not_divide():
+    odd = dataclasses.replace(LLAMA_2_7B, vocab_size=32001, num_kv_heads=2)
+    assert config(model=odd, mesh=MeshConfig(tensor=8)).placement_problems(16) == []
+    assert [odd.computed_kv_heads({"tensor": size}) for size in (1, 2, 8)] == [2, 2, 8]
 
 
 @pytest.mark.parametrize(

@@ -126,6 +126,18 @@ def test_a_run_on_eight_devices_is_exported_in_pieces(many_bytes, tmp_path, monk
     assert_same_bits(read_weights(tmp_path / "hf"), weights)
 
 
+def test_a_run_whose_heads_and_vocabulary_do_not_divide_is_exported_as_it_came(tmp_path):
+    config = tiny(num_heads=8, num_kv_heads=2, vocab_size=61, qkv_bias=True)
+    weights = write_model(tmp_path / "model", config)
+    jax.set_mesh(make_mesh(MeshConfig(fsdp=2, tensor=4)))
+    model = load_model(open_pretrained(tmp_path / "model"), config)
+    assert model.embedding[...].sharding.shard_shape((61, 32)) == (61, 4)
+    with Checkpointer(tmp_path / "run", CheckpointConfig(async_save=False)) as checkpointer:
+        checkpointer.save(3, {"model": model}, {"config": {"model": dataclasses.asdict(config)}})
+    assert convert("export", tmp_path / "run", tmp_path / "hf", "--no-verify") == 0
+    assert_same_bits(read_weights(tmp_path / "hf"), weights)
+
+
 def test_a_checkpoint_of_another_layout_is_refused(tmp_path, capfd):
     write_model(tmp_path / "model", TINY)
     state = {"model": load_model(open_pretrained(tmp_path / "model"), TINY)}

@@ -191,7 +191,7 @@ def refused(changes: dict, finished: Config, directory: Path) -> EvaluateConfig:
         ({"data": "all.yaml"}, DataError, "data.held_out_fraction: 0.* of the documents is none; raise it, or set split"),
         ({"seq_len": 8192}, ConfigError, "seq_len: 8192 is above the model's max_seq_len=4096; lower it"),
         ({"seq_len": 31}, ConfigError, "mesh.sequence: 2 must divide the 31 tokens of a row"),
-        ({"mesh": MeshConfig(tensor=4)}, ConfigError, "model.num_kv_heads: 2 must be divisible by mesh.tensor=4"),
+        ({"mesh": MeshConfig(tensor=8)}, ConfigError, "model.num_kv_heads: 2 must be divisible by mesh.tensor=8"),
         ({"mesh": MeshConfig(fsdp=3)}, ConfigError, "mesh: .* but there are 8 devices"),
     ],
     ids=lambda value: str(value) if isinstance(value, dict) else "",

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from llamajax.config.data import DataConfig, SourceConfig
+from llamajax.config.model import ModelConfig
 from llamajax.config.parallel import MeshConfig
 from llamajax.config.run import Config
 from llamajax.config.training import TrainConfig
@@ -20,10 +21,14 @@ from tests.tiny import random_rows, single_device_mesh, tiny_config, to_device
 MESHES = [sizes for sizes in itertools.product((1, 2, 4, 8), repeat=4) if np.prod(sizes) == 8]
 """Every way to lay eight devices over (data, fsdp, sequence, tensor)."""
 ODD = tiny_config(
+    model=ModelConfig(
+        vocab_size=61, embed_dim=32, mlp_dim=64, num_layers=2, num_heads=16, num_kv_heads=2, head_dim=4,
+        compute_dtype="float32", remat="none", init_std=0.2, qkv_bias=True, qk_norm=True,
+    ),
     data=DataConfig(sources=(SourceConfig(kind="stdlib"),), seq_len=10),
     train=TrainConfig(num_steps=3, global_batch_size=32),
-)
-"""Rows that `sequence` divides and `sequence` times `tensor` does not."""
+)  # fmt: skip
+"""Less that divides: tokens of a row between matmuls, ids of the vocabulary, kv heads."""
 EVERYDAY = [((1, 8, 1, 1), 1), ((1, 2, 2, 2), 2), ((2, 2, 1, 2), 4), ((2, 1, 4, 1), 1)]
 
 

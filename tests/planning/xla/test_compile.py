@@ -74,12 +74,15 @@ def test_a_compiler_of_another_version_is_told(monkeypatch):
         check_compiler()
 
 
+UNEVEN = dataclasses.replace(CONFIG.model, num_heads=40)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"hardware": HardwareConfig()}, r"hardware\.gpu: .*a100-40gb, a100-80gb, h100, h200"),
         ({"hardware": HardwareConfig(gpu="h100", nodes=3)}, "mesh: .* 24 devices"),
-        ({"mesh": MeshConfig(fsdp=1, tensor=16)}, r"model\.num_kv_heads: 8 must be divisible by mesh\.tensor=16"),
+        ({"mesh": MeshConfig(fsdp=1, tensor=16), "model": UNEVEN}, r"model\.num_kv_heads: 8 must be divisible by mesh\.ten"),
     ],
 )
 def test_what_cannot_be_laid_over_the_cluster_is_refused(monkeypatch, changes, message):
