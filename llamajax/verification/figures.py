@@ -9,7 +9,8 @@
 - `steps`: for each `step` the `tokens`, `loss` and `gradient_norm` of the mesh; `one_device`: the same there; `differences`:
   relative.
 - `tensors`: `name`, `shape`, and the largest relative difference over all steps and devices of its `gradient`,
-  `first_moment`, `second_moment` and `weight`, in units of the largest entry on one device; `equal`.
+  `first_moment`, `second_moment` and `weight`, in units of the largest entry on one device; `equal`. Where there is a
+  `first_difference`, the steps after it are left out: all that comes of it differs there.
 - `first_difference`: null, or the `step`, `kind`, `name` and `shape` of what differs first, and its `difference`; `clues`:
   what it tells; `trials`: single changes (`key`, `value`) and whether they make it go away (`cured`).
 
@@ -78,6 +79,7 @@ def figures(
     """
     found = differences(ours, truth)
     first = first_difference(ours, truth)
+    until = [difference for difference in found if first is None or difference.step <= first.step]
     names = sorted({difference.name for difference in found if difference.name}, key=forward_order)
     return {
         "schema_version": SCHEMA_VERSION,
@@ -98,7 +100,7 @@ def figures(
         "largest_difference": _finite(max(difference.relative for difference in found)),
         "seconds": seconds,
         "steps": [_step(step, ours, truth, found) for step in range(1, len(ours.steps))],
-        "tensors": [_tensor(name, [difference for difference in found if difference.name == name]) for name in names],
+        "tensors": [_tensor(name, [difference for difference in until if difference.name == name]) for name in names],
         "first_difference": first and _first(first),
         "clues": list(clues),
         "trials": [vars(trial) for trial in trials],
@@ -117,7 +119,9 @@ def _step(step: int, ours: Side, truth: Side, found: Sequence[Difference]) -> di
 
 
 def _tensor(name: str, found: Sequence[Difference]) -> dict[str, Any]:
-    largest = {kind: max(difference.relative for difference in found if difference.kind == kind) for kind in KINDS}
+    largest = {
+        kind: max((difference.relative for difference in found if difference.kind == kind), default=0.0) for kind in KINDS
+    }
     return {
         "name": name,
         "shape": list(found[0].shape),

@@ -38,7 +38,7 @@ def page(told: Figures) -> str:
 in fp32 &middot; {forms} &middot; llamajax {told["llamajax"]}, jax {html.escape(told["jax_version"])}</p>
 <dl class="cards">{"".join(_cards(told))}</dl>
 {"".join(_cause(told))}
-<h2>Largest difference of every tensor from one device's, in units of its largest entry</h2>
+<h2>Largest difference of every tensor from one device's{_until(told)}, in units of its largest entry</h2>
 {_drawing(told)}
 <h2>Steps</h2>
 {_steps(told)}
@@ -74,6 +74,10 @@ def _cause(told: Figures) -> Iterator[str]:
     lines = [*told["clues"], text.trials(told)]
     items = "".join(f"<li>{html.escape(line)}</li>" for line in lines if line)
     yield f'<h2 class="bad">{html.escape(text.first_difference(told))}</h2><ul>{items}</ul>'
+
+
+def _until(told: Figures) -> str:
+    return "" if told["equal"] else f" up to step {told['first_difference']['step']}"
 
 
 def _drawing(told: Figures) -> str:

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from llamajax.model import llama
-from llamajax.step import step
+from llamajax.step import loss, step
 from llamajax.verification import side
 
 
@@ -60,6 +60,28 @@ def first_part_only(axis: str):
         return wrong
 
     return put_in(jax.lax, "psum", make)
+
+
+def never_summed(axis: str):
+    """The head's sums leave `axis` out, and nothing checks that its devices have the same copies then."""
+
+    class Lax:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(jax.lax, name)
+
+        def psum(self, x: Any, axes: Any, **options: Any) -> Any:
+            return jax.lax.psum(x, tuple(other for other in axes if other != axis), **options)
+
+    class Jax:
+        lax = Lax()
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(jax, name)
+
+        def shard_map(self, on_device: Any, **options: Any) -> Any:
+            return jax.shard_map(on_device, check_vma=not _several(), **options)
+
+    return put_in(loss, "jax", lambda _: Jax())
 
 
 def mean_scatter(axis: str):

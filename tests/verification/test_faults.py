@@ -63,6 +63,7 @@ def test_parts_given_to_the_wrong_devices():
 
 
 SLOW_FAULTS = [
+    (faults.never_summed("sequence"), "1 tokens", "gradient of embedding has copies that differ along sequence: what its"),
     (faults.lost_scatter("fsdp"), "1 gradient of head", "differs only where fsdp is 1 of 0 to 1"),
     (faults.scaled_sum("fsdp", lambda n: n), "1 tokens", "summed once too often over fsdp or sequence or tensor or micro"),
     (faults.first_part_only("sequence"), "1 tokens", "the number of tokens is"),

@@ -56,6 +56,15 @@ def test_figures_of_a_difference_are_json_without_infinities():
     assert found["trials"][0] == {"key": "mesh.fsdp", "value": 1, "cured": True}
 
 
+def test_tensors_are_told_up_to_the_step_that_differs_first():
+    ours = side(
+        lambda step, kind, name, value: -value if step == 2 or (step, kind, name) == (1, "weight", "head") else value
+    )
+    assert [tensor["equal"] for tensor in told(ours)["tensors"]] == [True, True, False]
+    before = side(only(0, "weight", ("head",), np.negative))
+    assert [tensor["weight"] for tensor in told(before)["tensors"]] == [0, 0, 2]
+
+
 def test_the_text_ends_with_the_verdict(capsys):
     text.print_verification(told())
     out = capsys.readouterr().out
@@ -66,11 +75,18 @@ def test_the_text_ends_with_the_verdict(capsys):
     text.print_verification(told(BROKEN))
     out = capsys.readouterr().out
     assert (
-        "verdict    different: 1 of 3 tensors after 2 steps on 8 devices with parallel.<a>: b; step 1: tokens differs" in out
+        "verdict    different: 2 steps on 8 devices with parallel.<a>: b are not one device's; step 1: tokens differs" in out
     )
     assert "cause      a <clue>\n           another\n" in out
     assert "tried      it goes away with mesh.fsdp: 1; it stays with mesh.tensor: 1" in out
     assert re.search(r"head +8 x 4 +not finite +0 +0 +0 +differs", out)
+
+
+def test_trials_that_all_fail_are_told_too():
+    found = told(BROKEN)
+    assert text.trials({"trials": found["trials"][1:]}) == "none of these makes it go away: mesh.tensor: 1"
+    assert text.trials({"trials": found["trials"][:1]}) == "it goes away with mesh.fsdp: 1"
+    assert text.trials({"trials": []}) == ""
 
 
 def test_a_page_has_everything_and_loads_nothing():
