@@ -123,7 +123,7 @@ def scaled_heads(model: ModelConfig, configured: Mapping[str, int], scaled: Mapp
 
     def candidates() -> Iterator[tuple[int, int]]:
         for own_groups in (n for n in range(1, 9) if n <= groups and n % 2 == groups % 2 and (n == 1) == (groups == 1)):
-            most = min(model.num_kv_heads, 2 * max(after for _, after in splits))
+            most = min(model.num_kv_heads, 2 + 2 * max(after for _, after in splits))
             yield from ((kv_heads, own_groups) for kv_heads in range(1, most + 1))
 
     def misfit(candidate: tuple[int, int]) -> tuple[int, ...]:

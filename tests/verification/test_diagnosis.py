@@ -57,6 +57,21 @@ def test_parts_in_the_wrong_places():
     assert clue.startswith("has parts in the wrong places along fsdp: device 0 has the part of 1, device 1 has")
 
 
+def test_parts_that_are_nearly_right_are_in_their_places():
+    """Also where all of them are the same."""
+    alike = np.tile(array("embedding")[:4], (2, 1))
+    for truth, split in ((array("head"), SPLITS["head"]), (alike, ("fsdp", None))):
+        ours = laid_out(
+            truth + np.float32(1e-4) * np.arange(truth.size, dtype=np.float32).reshape(truth.shape) / truth.size, split
+        )
+        assert not [clue for clue in array_clues(ours, truth, AXES, FACTORS, stacked=False) if "wrong places" in clue]
+
+
+def test_the_fewest_axes_explain_a_factor():
+    (clue,) = scalar_clues("loss", 4, 1, {"data": 2, "fsdp": 2, "tensor": 4})
+    assert clue.endswith("as if summed once too often over tensor")
+
+
 def test_layers_off_by_one():
     (clue,) = told(np.roll(array(W), -1, axis=0))
     assert clue == "has in layer 0 what belongs to layer 1, and so on: the layers are off by one"
@@ -115,6 +130,7 @@ def test_a_loss_without_a_pattern_tells_nothing_by_itself():
         (side(only(2, "weight", ("head",), np.negative)), "up to step 1 all is equal"),
         (side(only(0, "weight", ("head",), np.negative)), "the initial weights or moments differ"),
         (side(only(1, "gradient", ("head",), np.negative)), "of the gradients only that one differs"),
+        (side(only(1, "gradient", ("embedding",), np.negative)), "of the gradients only that one differs"),
         (side(only(1, "gradient", ("head", W), np.negative)), f"of the gradients only those of head, {W} differ"),
         (
             side(only(1, "gradient", ("embedding", W), np.negative)),

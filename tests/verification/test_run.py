@@ -76,8 +76,8 @@ def test_mistakes_end_with_code_2_before_anything_runs(mesh, options, message, m
 
 
 def test_a_mesh_that_the_run_does_not_divide_over_is_refused(capsys):
-    assert verification.main(tiny_config(mesh=MeshConfig(fsdp=3)), {}) == 2
-    assert "model.embed_dim: 32 must be divisible by mesh.fsdp=3" in capsys.readouterr().err
+    assert verification.main(tiny_config(mesh=MeshConfig(fsdp=3)).changed({"model.embed_dim": 128}), {}) == 2
+    assert "model.embed_dim: 128 must be divisible by mesh.fsdp=3" in capsys.readouterr().err
 
 
 def test_the_command_line_answers_without_jax(tmp_path):

@@ -17,6 +17,7 @@ from llamajax.config.run import Config
 from llamajax.config.training import OptimizerConfig, TrainConfig
 from llamajax.errors import ConfigError
 from llamajax.verification.scaling import (
+    LEAST_EPS,
     changes,
     configured_axes,
     on_one_device,
@@ -64,6 +65,7 @@ def large(axes: dict[str, int], model: ModelConfig = MODEL, **changed) -> Config
         (mesh(fsdp=11, tensor=2), None, mesh(fsdp=3, tensor=2)),
         (mesh(fsdp=9, tensor=5), None, mesh(fsdp=3, tensor=3)),
         (mesh(fsdp=8), 2, mesh(fsdp=2)),
+        (mesh(fsdp=6, tensor=2), None, mesh(fsdp=2, tensor=2)),  # 3 x 2 would be more, but odd
     ],
 )
 def test_every_axis_that_is_split_stays_split(configured, num_devices, scaled):
@@ -105,7 +107,8 @@ def test_what_a_product_of_axes_divides_it_divides(axes):
 
 
 @pytest.mark.parametrize(
-    ("kv_heads", "tensor", "own_tensor", "scaled"), [(4, 8, 8, 4), (2, 8, 8, 2), (4, 8, 2, 1), (8, 16, 4, 2), (12, 8, 4, 6)]
+    ("kv_heads", "tensor", "own_tensor", "scaled"),
+    [(4, 8, 8, 4), (2, 8, 8, 2), (4, 8, 2, 1), (8, 16, 4, 2), (12, 8, 4, 6), (3, 1, 1, 3)],
 )
 def test_key_value_heads_that_the_axis_does_not_divide_stay_so(kv_heads, tensor, own_tensor, scaled):
     """Fewer than the axis, and dividing it; or more, and no multiple."""
@@ -113,6 +116,12 @@ def test_key_value_heads_that_the_axis_does_not_divide_stay_so(kv_heads, tensor,
     own, groups = scaled_heads(model, mesh(fsdp=4, tensor=tensor), mesh(fsdp=4, tensor=own_tensor))
     assert own == scaled
     assert groups > 1
+
+
+@pytest.mark.parametrize(("num_heads", "groups"), [(8, 1), (24, 3), (64, 2)])
+def test_groups_of_query_heads_stay_one_even_or_odd(num_heads, groups):
+    model = dataclasses.replace(MODEL, num_heads=num_heads)
+    assert scaled_heads(model, mesh(fsdp=4), mesh(fsdp=4)) == (2, groups)
 
 
 def test_what_does_not_divide_still_does_not():
@@ -137,6 +146,8 @@ def test_the_model_stays_what_it_is():
     for name in ("schedule", "b1", "b2", "weight_decay", "grad_clip_norm", "no_weight_decay", "min_lr_ratio"):
         assert getattr(small.optimizer, name) == getattr(optimizer, name)
     assert small.optimizer.decay_steps == 2
+    assert small.optimizer.eps == LEAST_EPS
+    assert scale_down(config.changed({"optimizer.eps": 0.1}), axes, axes).optimizer.eps == 0.1
     assert (small.train.z_loss_weight, small.seed, small.parallel) == (1e-4, 7, config.parallel)
     dtypes = small.model.param_dtype, small.model.compute_dtype, small.optimizer.moment_dtype
     assert dtypes == ("float32",) * 3
