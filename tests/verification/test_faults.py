@@ -4,7 +4,7 @@ import functools
 
 import pytest
 
-from llamajax.config.parallel import MeshConfig
+from llamajax.config.parallel import PLAIN, MeshConfig
 from llamajax.config.run import Config
 from llamajax.verification.comparison import first_difference
 from llamajax.verification.diagnosis import clues
@@ -18,7 +18,7 @@ from tests.verification import faults
 def scaled() -> Config:
     """fsdp 2 x sequence 2 x tensor 2, two micro-batches, three layers; heads as many as a head is wide."""
     mesh = MeshConfig(fsdp=2, sequence=2, tensor=2, num_cpu_devices=8)
-    config = tiny_config().changed({"mesh": mesh, "train.grad_accum_steps": 2, "model.num_layers": 3})
+    config = tiny_config(parallel=PLAIN).changed({"mesh": mesh, "train.grad_accum_steps": 2, "model.num_layers": 3})
     axes = configured_axes(config)
     return scale_down(config, axes, axes)
 
