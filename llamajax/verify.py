@@ -7,8 +7,7 @@ from llamajax.config.command import parse_args
 from llamajax.config.run import Config
 
 OPTIONS = {
-    "--devices N": "Emulate at most this many devices, 2 to 64; by default 8, or as many as keep every axis of the mesh"
-    " split.",
+    "--devices N": "Emulate at most this many devices, 2 to 64; by default 8, or as many as keep what matters of the mesh.",
     "--json FILE": "Write all figures; the docstring of llamajax/verification/figures.py describes them.",
     "--page FILE.html": "Write a page with every tensor's difference.",
 }

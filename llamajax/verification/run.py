@@ -20,7 +20,7 @@ from llamajax.parallel.exit import exit_code
 from llamajax.verification import text
 from llamajax.verification.certificate import certify
 from llamajax.verification.page import page
-from llamajax.verification.scaling import MOST_DEVICES, changes, configured_axes, scale_down, scaled_axes
+from llamajax.verification.scaling import MOST_DEVICES, changes, configured_axes, fitting_axes, scale_down, scaled_axes
 from llamajax.watch import console
 from llamajax.watch.console import log
 from llamajax.watch.outputs import check_outputs, write_output
@@ -53,7 +53,7 @@ def run(config: Config, options: Mapping[str, str]) -> None:
             soft_wrap=True,
         )
         return
-    scaled = scaled_axes(configured, num_devices)
+    scaled = scaled_axes(configured, num_devices) if num_devices else fitting_axes(config.model, configured)
     verified = scale_down(config, configured, scaled)
     # Fast code for five steps of a tiny model is not worth its compilation.
     os.environ["XLA_FLAGS"] = f"--xla_backend_optimization_level=0 {os.environ.get('XLA_FLAGS', '')}".strip()

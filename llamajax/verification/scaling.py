@@ -70,6 +70,17 @@ def scaled_axes(sizes: Mapping[str, int], num_devices: int | None = None) -> dic
     return dict(zip(sizes, best, strict=True))
 
 
+def fitting_axes(model: ModelConfig, sizes: Mapping[str, int]) -> dict[str, int]:
+    """`scaled_axes` on the usual number of devices; or on twice or four times as many, where key/value heads that are fewer
+    than the devices that split them could not stay so on less."""
+    usual = scaled_axes(sizes)
+    for axes in (usual, *(scaled_axes(sizes, times * math.prod(usual.values())) for times in (2, 4))):
+        kv_heads, _ = scaled_heads(model, sizes, axes)
+        if (kv_heads < num_parts("kv_heads", axes)) == (model.num_kv_heads < num_parts("kv_heads", sizes)):
+            return axes
+    return usual
+
+
 def scale_down(config: Config, configured: Mapping[str, int], scaled: Mapping[str, int]) -> Config:
     """The run on a mesh of emulated devices whose axes have the sizes `scaled`: small, in fp32 and five steps long.
 

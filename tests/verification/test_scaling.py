@@ -20,6 +20,7 @@ from llamajax.verification.scaling import (
     LEAST_EPS,
     changes,
     configured_axes,
+    fitting_axes,
     on_one_device,
     scale_down,
     scaled_axes,
@@ -116,6 +117,15 @@ def test_key_value_heads_that_the_axis_does_not_divide_stay_so(kv_heads, tensor,
     own, groups = scaled_heads(model, mesh(fsdp=4, tensor=tensor), mesh(fsdp=4, tensor=own_tensor))
     assert own == scaled
     assert groups > 1
+
+
+def test_heads_fewer_than_the_axis_take_more_devices_where_eight_cannot_keep_them_so():
+    few = dataclasses.replace(MODEL, num_kv_heads=4)
+    axes = mesh(fsdp=2, sequence=2, tensor=8)
+    assert fitting_axes(MODEL, axes) == mesh(fsdp=2, sequence=2, tensor=2)
+    assert fitting_axes(few, axes) == axes
+    assert scaled_heads(few, axes, axes)[0] == 4
+    assert fitting_axes(few, mesh(tensor=8)) == mesh(tensor=8)
 
 
 @pytest.mark.parametrize(("num_heads", "groups"), [(8, 1), (24, 3), (64, 2)])
