@@ -217,7 +217,7 @@ def sequence_numbers(config: Config, mesh: Mapping[str, int], form: SequenceForm
     """
     model = computed_model(config.model, mesh)
     parts, H = num_parts("seq", mesh), model.head_dim
-    heads, kv_heads = (n // num_parts("kv_heads", mesh) for n in (model.num_heads, model.num_kv_heads))
+    heads, kv_heads = (n // num_parts("kv_heads", mesh) for n in (model.num_heads, model.computed_kv_heads(mesh)))
     keys_and_values = 2 * kv_heads * H
     if form == "ulysses":
         copied = keys_and_values * parts // math.gcd(kv_heads, parts)

@@ -106,6 +106,7 @@ def test_what_a_form_of_split_rows_sends_by_hand():
     assert sent("ulysses", 4, remat="save_attention") == (2 * forward + forward - 8 * 8) * 3 / 4
     assert sent("ulysses", 2) == 3 * (2 * 8 * 8 + keys_and_values) / 2
     assert sent("ulysses", 2, tensor=2) == 3 * (2 * 4 * 8 + 2 * 2 * 8) / 2
+    assert sent("ring", 2, tensor=4) == 2 * 8 * 3  # a copy of a head for each of four
     assert [sent(form, 1) for form in ("gather", "ring", "ulysses")] == [0, 0, 0]
 
 

@@ -104,6 +104,8 @@ def test_odd_sizes_equal_those_of_one_device(sizes):
                 ("ulysses", (2, 2, 2, 1), {"model.sliding_window": 5}),
                 ("ulysses", (1, 1, 8, 1), {"model.num_kv_heads": 2, "model.remat": "save_attention_qkv"}),
                 ("ulysses", (1, 2, 2, 2), {"model.attend_across_documents": True}),
+                ("ring", (1, 1, 2, 4), {"model.num_kv_heads": 2}),
+                ("ulysses", (1, 1, 2, 4), {"model.num_kv_heads": 2}),
             ]
         ),
     ],
