@@ -35,7 +35,7 @@ def sequence_form(config: Config, axes: Mapping[str, int]) -> tuple[SequenceForm
         return width * tokens * sequence_numbers(config, axes, form)
 
     forms: tuple[SequenceForm, ...] = ("gather", "ring", "ulysses")
-    possible = [form for form in forms if not config.sequence_problems(form, axes)]
+    possible: list[SequenceForm] = [form for form in forms if not config.sequence_problems(form, axes)]
     bytes_of_forms = ", ".join(f"{format_bytes(sent(form))} by {form}" for form in possible)
     told = f"a device sends per layer and micro-batch {bytes_of_forms}"
     can_fuse = config.model.attention_kernel != "plain" and planned_obstacle(config.model, axes, "ulysses") is None

@@ -24,7 +24,7 @@ from llamajax.parallel.sharding import spec
 
 Tree = TypeVar("Tree")
 SegmentIds = Int32[Array, "B T"] | None
-Block = tuple[jax.Array, ...]
+Block = tuple[jax.Array, jax.Array]
 """Keys and values of one device's tokens."""
 _Q = spec("batch", "seq", "kv_heads", None, "head_dim")
 _KV = spec("batch", "seq", "kv_heads", "head_dim")
@@ -49,7 +49,7 @@ def _attend_and_keep(
     q: Queries, k: Keys, v: Keys, segment_ids: SegmentIds, window: int | None, scale: float
 ) -> tuple[tuple[Queries, LogSumExp], tuple[Any, ...]]:
     # Named here, so that who keeps `attention` has all that the backward pass needs, and the ring turns only once.
-    out, lse = (checkpoint_name(x, "attention") for x in _attend(q, k, v, segment_ids, window, scale))
+    out, lse = checkpoint_name(_attend(q, k, v, segment_ids, window, scale), "attention")
     return (out, lse), (q, k, v, segment_ids, out, lse)
 
 
@@ -57,8 +57,8 @@ def _gradients(
     window: int | None, scale: float, kept: tuple[Any, ...], cotangents: tuple[Queries, LogSumExp]
 ) -> tuple[Queries, Keys, Keys, None]:
     on_device = partial(_backward, window=window, scale=scale)
-    in_specs = (_Q, _KV, _KV, _TOKENS, _Q, _LSE, _Q, _LSE)
-    return *jax.shard_map(on_device, in_specs=in_specs, out_specs=(_Q, _KV, _KV))(*kept, *cotangents), None
+    in_specs, arguments = (_Q, _KV, _KV, _TOKENS, _Q, _LSE, _Q, _LSE), [*kept, *cotangents]
+    return *jax.shard_map(on_device, in_specs=in_specs, out_specs=(_Q, _KV, _KV))(*arguments), None
 
 
 _attend.defvjp(_attend_and_keep, _gradients)
@@ -74,7 +74,7 @@ def _forward(
     scale: float,
 ) -> tuple[Float[Array, "b t K G H"], Float32[Array, "b t K G"]]:
     """One device's part of `_attend`."""
-    source_of = _sources(*q.shape[:2], segment_ids)
+    source_of = _sources(q.shape[0], q.shape[1], segment_ids)
     num_devices, own = jax.lax.axis_size(axes_of("seq")), source_of(0)
     early, late = _cut((q, own.place))
 
@@ -92,10 +92,10 @@ def _forward(
 
     def turn(carry: tuple[tuple[Part, Part], Block], step: jax.Array) -> tuple[tuple[tuple[Part, Part], Block], None]:
         parts, block = carry
-        following = pass_on(*block)
+        following = _pass_on(block)
         return (add_block(parts, block, step), following), None
 
-    following = pass_on(k, v)
+    following = _pass_on((k, v))
     early_keys, late_keys = _cut(((k, v), own.place))
     parts = attend_to(early, early_keys), merge(attend_to(late, late_keys), attend_to(late, early_keys))
     (parts, block), _ = jax.lax.scan(turn, (parts, following), jnp.arange(1, num_devices - 1))
@@ -122,14 +122,14 @@ def _backward(
     of the keys, as a reduce-scatter would. What its own device adds waits there, and the part of it by late queries is
     computed last, while the sums are on their way home.
     """
-    source_of = _sources(*q.shape[:2], segment_ids)
+    source_of = _sources(q.shape[0], q.shape[1], segment_ids)
     num_devices, own = jax.lax.axis_size(axes_of("seq")), source_of(0)
     d_lse = d_lse - jnp.sum(out.astype(jnp.float32) * d_out.astype(jnp.float32), axis=-1)
     early, late = _cut((q, lse, d_out, d_lse, own.place))
 
     def gradients(queries: tuple[Any, ...], keys: tuple[Block, Place]) -> Gradients:
-        (q, *others, place), (block, block_place) = queries, keys
-        return attend_block_backward(q, *block, *others, place, block_place, window=window, scale=scale)
+        (q, lse, d_out, d_lse, place), ((k, v), k_place) = queries, keys
+        return attend_block_backward(q, k, v, lse, d_out, d_lse, place, k_place, window=window, scale=scale)
 
     def add_block(d_q: tuple[jax.Array, jax.Array], block: Block, step: int | jax.Array) -> tuple[Any, Block]:
         source = source_of(step)
@@ -146,25 +146,30 @@ def _backward(
 
     def turn(carry: tuple[Any, Block, Block], step: jax.Array) -> tuple[tuple[Any, Block, Block], None]:
         d_q, block, sums = carry
-        *following, d_k, d_v = pass_on(*block, *sums)
+        next_k, next_v, d_k, d_v = pass_on(*block, *sums)
         d_q, d_block = add_block(d_q, block, step)
-        return (d_q, tuple(following), add((d_k, d_v), d_block)), None
+        return (d_q, (next_k, next_v), add((d_k, d_v), d_block)), None
 
-    block = pass_on(k, v)
+    block = _pass_on((k, v))
     early_keys, late_keys = _cut(((k, v), own.place))
     of_early, of_late = gradients(early, early_keys), gradients(late, late_keys)
-    following = pass_on(*block)  # of no use, and left out by the compiler, where there are but two devices
+    following = _pass_on(block)  # of no use, and left out by the compiler, where there are but two devices
     d_q, d_block = add_block((of_early.q, of_late.q), block, 1)
     sums = d_block[0].astype(k.dtype), d_block[1].astype(v.dtype)
     (d_q, block, sums), _ = jax.lax.scan(turn, (d_q, following, sums), jnp.arange(2, num_devices - 1))
     if num_devices > 2:
-        sums = pass_on(*sums)
+        sums = _pass_on(sums)
         d_q, d_block = add_block(d_q, block, num_devices - 1)
         sums = add(sums, d_block)
-    sums = pass_on(*sums)
+    sums = _pass_on(sums)
     last = gradients(late, early_keys)
     d_own = _join((of_early.k + last.k, of_early.v + last.v), (of_late.k, of_late.v))
     return _join(d_q[0], d_q[1] + last.q).astype(q.dtype), *add(sums, d_own)
+
+
+def _pass_on(block: Block) -> Block:
+    k, v = pass_on(*block)
+    return k, v
 
 
 class _Source(NamedTuple):

@@ -63,7 +63,7 @@ def _arguments(T: int) -> tuple[jax.Array, jax.Array, jax.Array]:
 def test_nothing_of_scores_is_kept():
     T = 32
     q, k, v = _arguments(T)
-    _, backward = jax.eval_shape(partial(jax.vjp, lambda *x: ring_attend(*x, Mask(), SCALE)[0]), q, k, v)
+    _, backward = jax.eval_shape(partial(jax.vjp, lambda q, k, v: ring_attend(q, k, v, Mask(), SCALE)[0]), q, k, v)
     kept = [leaf.shape for leaf in jax.tree.leaves(backward)]
     assert max(np.prod(shape) for shape in kept) == q.size
 
@@ -96,7 +96,7 @@ def test_keys_travel_once_around_and_their_gradients_once(monkeypatch):
     hops = []
     permute = jax.lax.ppermute
     monkeypatch.setattr(jax.lax, "ppermute", lambda x, *ring: (hops.append(x.shape[0]), permute(x, *ring))[1])
-    jax.make_jaxpr(jax.grad(lambda *x: jnp.sum(ring_attend(*x, Mask(), SCALE)[0]), argnums=(0, 1, 2)))(q, k, v)
+    jax.make_jaxpr(jax.grad(lambda q, k, v: jnp.sum(ring_attend(q, k, v, Mask(), SCALE)[0]), argnums=(0, 1, 2)))(q, k, v)
     # Forward: the first hop, and the loop's body, which runs twice. Backward: the first, the second, the loop's body, which
     # runs once, of keys, values and their gradients; and the last two of the gradients.
     assert hops == [2, 2, 2, 2, 4, 2, 2]
