@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 from llamajax.config.rules import Bound, NonNegativeInt, PositiveInt, PositiveIntOrUnset, Section
 from llamajax.errors import ConfigError
 
+TensorForm = Literal["auto", "collective", "ring"]
 SequenceForm = Literal["auto", "gather", "ring", "ulysses"]
 AxisSize = Annotated[int, Bound(lambda value: value == -1 or value > 0, "must be positive, or -1 for the rest")]
 
@@ -105,8 +106,12 @@ class ParallelConfig(Section):
     `ring` passes them from device to device while others compute, and `data.seq_len` must be a multiple of twice the axis;
     `ulysses` exchanges tokens for heads, so that a device has whole rows of some heads, which the axis must divide."""
 
+    tensor: TensorForm = "auto"
+    """How tokens come to the matmuls that `mesh.tensor` splits, and their sums back: `collective` gathers before and
+    scatters behind; `ring` passes tokens and sums from device to device while these multiply."""
 
-PLAIN = ParallelConfig(stack="scan", sequence="gather")
+
+PLAIN = ParallelConfig(stack="scan", sequence="gather", tensor="collective")
 """The form that every mesh and every model can take."""
 
 

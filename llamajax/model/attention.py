@@ -15,12 +15,12 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int32
 
 from llamajax.config.model import AttentionKernel, ModelConfig
-from llamajax.config.parallel import SequenceForm, num_parts
+from llamajax.config.parallel import SequenceForm, TensorForm, num_parts
 from llamajax.kernels.attention import Keys, Mask, Past, Queries, attend
 from llamajax.model.layers import RMSNorm, normal, output_first, residual_std
 from llamajax.model.rope import RopeTable, apply_rope, score_factor
+from llamajax.parallel.matmul import gathered_matmul, scattered_matmul
 from llamajax.parallel.sharding import spec
-from llamajax.parallel.tensor import gather_tokens, partial_spec, scatter_tokens
 from llamajax.parallel.zero import weight
 
 KeyValue = tuple[Keys, Keys]
@@ -67,26 +67,30 @@ class Attention(nnx.Module):
         self.kernel: AttentionKernel = config.attention_kernel
 
     def __call__(
-        self, x: Float[Array, "B T D"], rows: Rows, past: Past | None = None, *, sequence: SequenceForm = "gather"
+        self,
+        x: Float[Array, "B T D"],
+        rows: Rows,
+        past: Past | None = None,
+        *,
+        sequence: SequenceForm = "gather",
+        tensor: TensorForm = "collective",
     ) -> tuple[Float[Array, "B T D"], KeyValue]:
         """What is added to the residual stream, of x's dtype; and the keys and values of these tokens.
 
         With `past`, T is 1: the newest token of each row sees the cached ones before it, and no segments. `sequence` is how
-        rows that are split are seen.
+        rows that are split are seen, `tensor` how tokens come to the matmuls that devices share.
         """
-        q, k, v = self._project(x, rows)
+        q, k, v = self._project(x, rows, tensor)
         with jax.named_scope("attend"):
             mask = Mask(window=self.window, segment_ids=rows.segment_ids)
             out, _ = attend(q, k, v, mask, self.scale, past=past, kernel=self.kernel, sequence=sequence)
         with jax.named_scope("output_projection"):
-            residual = jax.typeof(x).sharding.spec
-            parts = jnp.einsum("BTKGH,DKGH->BTD", out, self.wo[...], out_sharding=partial_spec(residual))
-            return scatter_tokens(parts, residual), (k, v)
+            return scattered_matmul(out, self.wo[...], jax.typeof(x).sharding.spec, tensor), (k, v)
 
-    def _project(self, x: Float[Array, "B T D"], rows: Rows) -> tuple[Queries, Keys, Keys]:
+    def _project(self, x: Float[Array, "B T D"], rows: Rows, tensor: TensorForm) -> tuple[Queries, Keys, Keys]:
         """Queries, keys and values, the first two turned by their positions."""
         with jax.named_scope("qkv"):
-            qkv = jnp.einsum("BTD,DKCH->BTKCH", gather_tokens(x), self.wqkv[...])
+            qkv = gathered_matmul(x, self.wqkv[...], tensor)
             if self.qkv_bias is not None:
                 # Added in fp32, so that its gradient, a sum over all tokens, is summed in fp32.
                 bias = _split_qkv(self.qkv_bias[...][None], jnp.float32)

@@ -11,7 +11,8 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from llamajax.config.model import ModelConfig
-from llamajax.parallel.tensor import gather_tokens, partial_spec, scatter_tokens
+from llamajax.config.parallel import TensorForm
+from llamajax.parallel.matmul import gathered_matmul, scattered_matmul
 from llamajax.parallel.zero import weight
 
 
@@ -62,14 +63,12 @@ class MLP(nnx.Module):
         init = output_first(normal(down_key, residual_std(config)))
         self.w_down = weight((D, F), dtype, stored=("embed", "mlp"), compute=(None, "mlp"), init=init)
 
-    def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-        """What is added to the residual stream, of x's dtype."""
+    def __call__(self, x: Float[Array, "B T D"], tensor: TensorForm = "collective") -> Float[Array, "B T D"]:
+        """What is added to the residual stream, of x's dtype. `tensor` is how tokens come to matmuls that devices share."""
         with jax.named_scope("gate_up"):
-            gate_up = checkpoint_name(jnp.einsum("BTD,DCF->BTCF", gather_tokens(x), self.w_gate_up[...]), "gate_up")
+            gate_up = checkpoint_name(gathered_matmul(x, self.w_gate_up[...], tensor), "gate_up")
             gate, up = gate_up[:, :, 0], gate_up[:, :, 1]
         with jax.named_scope("gated"):
             gated = jax.nn.silu(gate) * up
         with jax.named_scope("down_projection"):
-            residual = jax.typeof(x).sharding.spec
-            parts = jnp.einsum("BTF,DF->BTD", gated, self.w_down[...], out_sharding=partial_spec(residual))
-            return scatter_tokens(parts, residual)
+            return scattered_matmul(gated, self.w_down[...], jax.typeof(x).sharding.spec, tensor)

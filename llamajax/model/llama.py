@@ -10,7 +10,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Float32, Int32
 
 from llamajax.config.model import ModelConfig
-from llamajax.config.parallel import PLAIN, ParallelConfig, SequenceForm
+from llamajax.config.parallel import PLAIN, ParallelConfig, SequenceForm, TensorForm
 from llamajax.kernels.attention import Past
 from llamajax.model.attention import Attention, KeyValue, Rows
 from llamajax.model.kv_cache import KVCache, append, write_prompt
@@ -47,14 +47,20 @@ class Layer(nnx.Module):
         self.mlp = MLP(config, mlp_key)
 
     def __call__(
-        self, x: Float[Array, "B T D"], rows: Rows, past: Past | None = None, *, sequence: SequenceForm = "gather"
+        self,
+        x: Float[Array, "B T D"],
+        rows: Rows,
+        past: Past | None = None,
+        *,
+        sequence: SequenceForm = "gather",
+        tensor: TensorForm = "collective",
     ) -> tuple[Float[Array, "B T D"], KeyValue]:
         """The residual stream behind the layer; and the tokens' keys and values. Arguments as for `Attention`."""
         with jax.named_scope("attention"):
-            out, key_value = self.attention(self.attention_norm(x), rows, past, sequence=sequence)
+            out, key_value = self.attention(self.attention_norm(x), rows, past, sequence=sequence, tensor=tensor)
             x = checkpoint_name(x + out, "residual")
         with jax.named_scope("mlp"):
-            return x + self.mlp(self.mlp_norm(x)), key_value
+            return x + self.mlp(self.mlp_norm(x), tensor), key_value
 
 
 class Llama(nnx.Module):
@@ -105,7 +111,7 @@ class Llama(nnx.Module):
         x = self._embed(laid_out(tokens, sequence))
 
         def run_layer(x: jax.Array, layer: Layer, _: None) -> tuple[jax.Array, None]:
-            return layer(x, rows, sequence=sequence)[0], None
+            return layer(x, rows, sequence=sequence, tensor=parallel.tensor)[0], None
 
         saved = _SAVED_BY_REMAT[config.remat]
         if saved is not None and is_shared(x):

@@ -62,7 +62,7 @@ def test_a_softmax_over_all_rows(num_rows):
 
     def on_device(part: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         rows, ids = whole_rows(part, whole, "float32")
-        softmax, is_target = split_softmax(100 * rows.T[:4], ids, targets)
+        softmax, is_target = split_softmax(100 * rows.T[:4], ids, jnp.asarray(targets))
         own_sums = jnp.sum(softmax.exps, axis=-1), jnp.sum(is_target, axis=-1)
         return jnp.log(softmax.total) + softmax.largest, softmax.target, jax.lax.psum(own_sums, "tensor")
 

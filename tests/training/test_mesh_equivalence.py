@@ -29,6 +29,8 @@ ODD = tiny_config(
     train=TrainConfig(num_steps=3, global_batch_size=32),
 )  # fmt: skip
 """Less that divides: tokens of a row between matmuls, ids of the vocabulary, kv heads."""
+SHARED = [(1, 2, 1, 4), *(pytest.param(sizes, marks=pytest.mark.slow) for sizes in [(1, 1, 1, 8), (2, 1, 2, 2)])]
+"""Of these meshes, some that share matmuls."""
 EVERYDAY = [((1, 8, 1, 1), 1), ((1, 2, 2, 2), 2), ((2, 2, 1, 2), 4), ((2, 1, 4, 1), 1)]
 
 
@@ -83,9 +85,7 @@ def test_steps_equal_those_of_one_device(sizes, accumulation):
     check(tiny_config(), sizes, {"train.grad_accum_steps": accumulation})
 
 
-@pytest.mark.parametrize(
-    "sizes", [(1, 2, 1, 4), *(pytest.param(s, marks=pytest.mark.slow) for s in [(1, 1, 1, 8), (2, 1, 2, 2)])]
-)
+@pytest.mark.parametrize("sizes", SHARED)
 def test_odd_sizes_equal_those_of_one_device(sizes):
     check(ODD, sizes, {"model.remat": "full"})
 
@@ -112,6 +112,11 @@ def test_odd_sizes_equal_those_of_one_device(sizes):
 )
 def test_every_form_of_split_rows_equals_one_device(form, sizes, model):
     check(tiny_config().changed({"train.num_steps": 5} | model), sizes, {"parallel.sequence": form})
+
+
+@pytest.mark.parametrize("sizes", SHARED)
+def test_a_ring_over_the_tensor_axis_equals_one_device(sizes):
+    check(tiny_config(), sizes, {"model.remat": "full", "parallel.tensor": "ring"})
 
 
 def check(config: Config, sizes: tuple[int, ...], changes: dict[str, Any]) -> None:

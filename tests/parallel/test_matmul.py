@@ -1,0 +1,96 @@
+"""Shared matmuls give the same numbers, types and bytes whichever way tokens and sums come to the devices."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import P
+
+from llamajax.config.parallel import MeshConfig, TensorForm
+from llamajax.parallel import mesh
+from llamajax.parallel.matmul import gathered_matmul, scattered_matmul, tensor_form
+from llamajax.parallel.sharding import spec
+from tests.planning.plans import CONFIG
+
+B, T, D, C, F = 4, 16, 6, 2, 8
+FORMS: tuple[TensorForm, ...] = ("collective", "ring", "auto")
+MESHES = [MeshConfig(fsdp=2, tensor=4), MeshConfig(fsdp=1, sequence=2, tensor=4), MeshConfig(data=2, fsdp=2, tensor=2)]
+
+
+def pair(operands: list[jax.Array], form: TensorForm) -> jax.Array:
+    """A matmul of each kind, with a product between that tells tokens and outputs apart."""
+    x, up, down = operands
+    token_axes = frozenset({"data", "fsdp", "sequence"})
+    up, down = (jax.reshard(w, P(*jax.typeof(w).sharding.spec, reduced=token_axes)) for w in (up, down))
+    first, second = jnp.unstack(gathered_matmul(x, up, form), axis=2)
+    return scattered_matmul(first * second, down, jax.typeof(x).sharding.spec, form)
+
+
+def operands(dtype: str = "float32", residual: str = "residual_seq") -> list[jax.Array]:
+    rng = np.random.default_rng(0)
+    dims = (("batch", residual, None), (None, None, "mlp"), (None, "mlp"))
+    shapes = ((B, T, D), (D, C, F), (D, F))
+    drawn = (rng.standard_normal(shape).astype(dtype) for shape in shapes)
+    return [jax.device_put(array, spec(*own)) for array, own in zip(drawn, dims, strict=True)]
+
+
+@pytest.mark.parametrize("residual", ["residual_seq", "seq"])
+@pytest.mark.parametrize("sizes", MESHES, ids=str)
+def test_both_forms_give_the_dense_product_and_its_gradients(sizes, residual):
+    jax.set_mesh(mesh.make_mesh(sizes))
+    placed = operands(residual=residual)
+    x, up, down = map(np.asarray, placed)
+    cotangent = np.random.default_rng(1).standard_normal((B, T, D)).astype(np.float32)
+
+    def dense(x: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
+        wide = jnp.einsum("BTD,DCF->BTCF", x, up)
+        return jnp.einsum("BTF,DF->BTD", wide[:, :, 0] * wide[:, :, 1], down)
+
+    expected, pull_back = jax.vjp(dense, x, up, down)
+    for form in FORMS:
+        out, backward = jax.vjp(jax.jit(functools.partial(pair, form=form)), placed)
+        np.testing.assert_allclose(out, expected, atol=1e-4)
+        assert jax.typeof(out) == jax.typeof(placed[0])
+        (gradients,) = backward(jax.device_put(cotangent, jax.typeof(out).sharding.spec))
+        for ours, theirs, like in zip(gradients, pull_back(cotangent), placed, strict=True):
+            np.testing.assert_allclose(ours, theirs, atol=1e-3)
+            assert jax.typeof(ours) == jax.typeof(like)
+
+
+def test_a_ring_passes_each_part_on_once_per_other_device():
+    jax.set_mesh(mesh.make_mesh(MeshConfig(fsdp=2, tensor=4)))
+
+    def total(operands: list[jax.Array]) -> jax.Array:
+        return jnp.sum(pair(operands, "ring"))
+
+    program = str(jax.make_jaxpr(jax.grad(total))(operands("bfloat16")))
+    passed = re.findall(r"(\w+)\[([\d,]+)\]\S* = ppermute\[", program)
+    assert passed == [("bf16", f"{B // 2},{T // 4},{D}")] * (4 * 3)  # forward and backward, three hops each
+    assert not re.findall(r"= (?:all_gather|reduce_scatter|psum\w*|all_to_all)\[", program)
+
+
+@pytest.mark.parametrize(
+    ("axes", "changes", "form", "reason"),
+    [
+        ({"fsdp": 16}, {}, "collective", "no matmul is shared"),
+        ({"tensor": 4}, {}, "ring", "2,048 tokens per hop"),
+        ({"tensor": 4}, {"train.grad_accum_steps": 2}, "collective", "1,024 tokens per hop"),
+        ({"tensor": 4, "sequence": 2}, {}, "ring", "2,048 tokens per hop"),
+        ({"tensor": 2}, {}, "collective", "2 devices send too little"),
+        ({"tensor": 2}, {"data.seq_len": 1023}, "collective", "mesh.tensor does not divide"),
+        ({"tensor": 8}, {"parallel.tensor": "ring"}, "ring", "parallel.tensor says so"),
+    ],
+)
+def test_the_form_and_its_reason(axes, changes, form, reason):
+    config = CONFIG.changed({"mesh": MeshConfig(**({"fsdp": -1} | axes))} | changes)
+    chosen, why = tensor_form(config, config.mesh.axis_sizes(16))
+    assert (chosen, why[: len(reason)]) == (form, reason)
+    assert "\n" not in why
+
+
+def test_emulated_devices_gather():
+    config = CONFIG.changed({"mesh": MeshConfig(tensor=2, num_cpu_devices=8)})
+    assert tensor_form(config, config.mesh.axis_sizes(8)) == ("collective", "emulated devices hide nothing")
