@@ -59,7 +59,7 @@ def gathered_matmul(x: Float[Array, "B T D"], w: Float[Array, "D *N"], form: Ten
     """
     if form == "ring" and is_shared(x):
         return _gathered_ring(x, w)
-    return jax.lax.dot_general(gather_tokens(x), w, (((2,), (0,)), ((), ())))
+    return jnp.einsum("BTD,D...->BT...", gather_tokens(x), w)
 
 
 def scattered_matmul(
@@ -75,7 +75,9 @@ def scattered_matmul(
     """
     if form == "ring" and _size(shared_axes(residual)) > 1:
         return _scattered_ring(residual, y, w)
-    return scatter_tokens(jax.lax.dot_general(y, w, _over_outputs(y), out_sharding=partial_spec(residual)), residual)
+    outputs = "NMO"[: w.ndim - 1]
+    parts = jnp.einsum(f"BT{outputs},D{outputs}->BTD", y, w, out_sharding=partial_spec(residual))
+    return scatter_tokens(parts, residual)
 
 
 def _over_outputs(y: jax.Array) -> Any:

@@ -69,6 +69,7 @@ def test_a_ring_passes_each_part_on_once_per_other_device():
     program = str(jax.make_jaxpr(jax.grad(total))(operands("bfloat16")))
     passed = re.findall(r"(\w+)\[([\d,]+)\]\S* = ppermute\[", program)
     assert passed == [("bf16", f"{B // 2},{T // 4},{D}")] * (4 * 3)  # forward and backward, three hops each
+    assert program.count("= optimization_barrier") == 4 * 3  # what keeps hops and matmuls side by side
     assert not re.findall(r"= (?:all_gather|reduce_scatter|psum\w*|all_to_all)\[", program)
 
 
