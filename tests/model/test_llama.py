@@ -315,3 +315,13 @@ def test_depth_does_not_grow_the_program():
     jax.set_mesh(mesh.make_mesh(MIXED))
     sizes = [len(list(_equations(_gradient_jaxpr(dataclasses.replace(CONFIG, num_layers=L))))) for L in (2, 7)]
     assert sizes[0] == sizes[1]
+
+
+@pytest.mark.parametrize(("axes", "kept"), [(MIXED, 2), (MeshConfig(data=2, sequence=4), 1)], ids=["shared", "own"])
+def test_devices_that_share_matmuls_keep_the_residual_between_attention_and_mlp(axes: MeshConfig, kept: int):
+    jax.set_mesh(mesh.make_mesh(axes))
+    model = jax.jit(Llama, static_argnums=0).eval_shape(CONFIG, jax.random.key(0))
+    _, backward = jax.eval_shape(
+        lambda model: jax.vjp(lambda model: model.hidden(jnp.zeros((2, 8), jnp.int32)), model), model
+    )
+    assert [leaf.shape for leaf in jax.tree.leaves(backward)].count((CONFIG.num_layers, 2, 8, CONFIG.embed_dim)) == kept
