@@ -11,6 +11,7 @@ from llamajax.config.rules import Bound, NonNegativeInt, PositiveInt, PositiveIn
 from llamajax.errors import ConfigError
 
 TensorForm = Literal["auto", "collective", "ring"]
+StackForm = Literal["auto", "scan", "prefetch"]
 SequenceForm = Literal["auto", "gather", "ring", "ulysses"]
 AxisSize = Annotated[int, Bound(lambda value: value == -1 or value > 0, "must be positive, or -1 for the rest")]
 
@@ -98,14 +99,13 @@ def product(sizes: Mapping[str, int]) -> str:
 class ParallelConfig(Section):
     """In which form the mesh's devices share the work; every form gives the same numbers."""
 
-    stack: Literal["auto", "scan", "prefetch"] = "auto"
+    stack: StackForm = "auto"
     """How the layers run: `scan` gathers a layer's weights when it comes to it; `prefetch` gathers those of the next layer,
     and reduces the gradients of the last one, while a layer computes."""
     sequence: SequenceForm = "auto"
     """How attention sees rows that `mesh.sequence` splits: `gather` brings all keys and values of a row to every device;
     `ring` passes them from device to device while others compute, and `data.seq_len` must be a multiple of twice the axis;
     `ulysses` exchanges tokens for heads, so that a device has whole rows of some heads, which the axis must divide."""
-
     tensor: TensorForm = "auto"
     """How tokens come to the matmuls that `mesh.tensor` splits, and their sums back: `collective` gathers before and
     scatters behind; `ring` passes tokens and sums from device to device while these multiply."""

@@ -17,6 +17,7 @@ from llamajax.model.kv_cache import KVCache, append, write_prompt
 from llamajax.model.layers import MLP, RMSNorm, normal
 from llamajax.model.rope import positions_from_segment_ids, rope_tables
 from llamajax.parallel.arrays import named_arrays
+from llamajax.parallel.prefetch import run_prefetching
 from llamajax.parallel.sequence import laid_out
 from llamajax.parallel.sharding import ONE_DEVICE, spec
 from llamajax.parallel.stack import run_layers
@@ -52,15 +53,31 @@ class Layer(nnx.Module):
         rows: Rows,
         past: Past | None = None,
         *,
-        sequence: SequenceForm = "gather",
-        tensor: TensorForm = "collective",
+        parallel: ParallelConfig = PLAIN,
     ) -> tuple[Float[Array, "B T D"], KeyValue]:
-        """The residual stream behind the layer; and the tokens' keys and values. Arguments as for `Attention`."""
-        with jax.named_scope("attention"):
-            out, key_value = self.attention(self.attention_norm(x), rows, past, sequence=sequence, tensor=tensor)
-            x = checkpoint_name(x + out, "residual")
-        with jax.named_scope("mlp"):
-            return x + self.mlp(self.mlp_norm(x), tensor), key_value
+        """The residual stream behind the layer; and the tokens' keys and values. `rows` and `past` as for `Attention`."""
+        of_attention, of_mlp = self.by_parts()
+        x, key_value = _attention_part(of_attention, x, rows, parallel, past)
+        return _mlp_part(of_mlp, x, parallel), key_value
+
+    def by_parts(self) -> tuple[tuple[RMSNorm, Attention], tuple[RMSNorm, MLP]]:
+        """The weights of `_attention_part` and those of `_mlp_part`."""
+        return (self.attention_norm, self.attention), (self.mlp_norm, self.mlp)
+
+
+def _attention_part(
+    weights: tuple[RMSNorm, Attention], x: jax.Array, rows: Rows, parallel: ParallelConfig, past: Past | None = None
+) -> tuple[jax.Array, KeyValue]:
+    norm, attention = weights
+    with jax.named_scope("attention"):
+        out, key_value = attention(norm(x), rows, past, sequence=parallel.sequence, tensor=parallel.tensor)
+        return checkpoint_name(x + out, "residual"), key_value
+
+
+def _mlp_part(weights: tuple[RMSNorm, MLP], x: jax.Array, parallel: ParallelConfig) -> jax.Array:
+    norm, mlp = weights
+    with jax.named_scope("mlp"):
+        return x + mlp(norm(x), parallel.tensor)
 
 
 class Llama(nnx.Module):
@@ -110,13 +127,24 @@ class Llama(nnx.Module):
         rows = self._rows(tokens, *known, sequence=sequence)
         x = self._embed(laid_out(tokens, sequence))
 
-        def run_layer(x: jax.Array, layer: Layer, _: None) -> tuple[jax.Array, None]:
-            return layer(x, rows, sequence=sequence, tensor=parallel.tensor)[0], None
-
         saved = _SAVED_BY_REMAT[config.remat]
         if saved is not None and is_shared(x):
             saved = (*saved, "residual")  # a part of the tokens; making it again would scatter the attention's output again
-        x, _ = run_layers(self.layers, run_layer, x, dtype=x.dtype, saved=saved)
+        if parallel.stack == "prefetch":
+
+            def attend(weights: tuple[RMSNorm, Attention], x: jax.Array, rows: Rows) -> jax.Array:
+                return _attention_part(weights, x, rows, parallel)[0]
+
+            def transform(weights: tuple[RMSNorm, MLP], x: jax.Array, _: Rows) -> jax.Array:
+                return _mlp_part(weights, x, parallel)
+
+            x = run_prefetching(self.layers.by_parts(), (attend, transform), x, rows, dtype=x.dtype, saved=saved)
+        else:
+
+            def run_layer(x: jax.Array, layer: Layer, _: None) -> tuple[jax.Array, None]:
+                return layer(x, rows, parallel=parallel)[0], None
+
+            x, _ = run_layers(self.layers, run_layer, x, dtype=x.dtype, saved=saved)
         with jax.named_scope("final_norm"):
             return self.final_norm(x)
 

@@ -53,7 +53,8 @@ def gathered(tree: Tree, dtype: DTypeLike) -> Tree:
     def gather(path: tuple[Any, ...], param: nnx.Param) -> nnx.Param:
         if param.compute is None:
             return param
-        with jax.named_scope("/".join([key.name for key in path[:-1]] + ["gather_weight"])):
+        name = [key.name for key in path[:-1] if isinstance(key, jax.tree_util.GetAttrKey)]
+        with jax.named_scope("/".join([*name, "gather_weight"])):
             own = param[...].astype(dtype) if param.arrange is None else param.arrange(param[...], dtype)
             stored = jax.typeof(own).sharding.spec
             own_axes = {axis for entry in stored for axis in (entry if isinstance(entry, tuple) else (entry,))}

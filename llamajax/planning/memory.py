@@ -19,6 +19,7 @@ from llamajax.planning.scopes import MEMORY_KINDS, MemoryKind, Namer
 from llamajax.planning.xla.buffers import Buffer
 from llamajax.planning.xla.compile import CompiledStep
 from llamajax.planning.xla.hlo import Module, arrays
+from llamajax.step.forms import with_forms
 from llamajax.step.loss import MAX_CHUNK_LOGITS
 
 
@@ -101,6 +102,7 @@ def memory_plan(step: CompiledStep, module: Module) -> MemoryPlan:
 
 def estimate(config: Config) -> MemoryPlan:
     """The memory of `config` by formulas, see `expected_bytes`: for choosing what to compile and where no compiler is."""
+    config, _ = with_forms(config, mesh_sizes(config))
     expected = expected_bytes(config, max_chunk_scores=MAX_CHUNK_SCORES, max_chunk_logits=MAX_CHUNK_LOGITS)
     expected["workspace"] = _planned_workspace(config)
     by_kind: dict[MemoryKind, int] = {kind: expected.get(kind, 0) for kind in MEMORY_KINDS}
@@ -127,6 +129,7 @@ def fuses_attention(config: Config) -> bool:
 
 def planned_flops(config: Config) -> ExecutedFlops:
     """What the step of `config` computes on the GPUs of its `hardware`, told from the configuration alone."""
+    config, _ = with_forms(config, mesh_sizes(config))
     return executed_flops(config, fused_attention=fuses_attention(config))
 
 

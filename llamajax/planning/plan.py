@@ -23,6 +23,7 @@ from llamajax.planning.xla.compile import CompiledStep, compile_for
 from llamajax.planning.xla.hlo import Module
 from llamajax.planning.xla.parse import parse
 from llamajax.step.compile import CAN_PIPELINE, check_flags
+from llamajax.step.forms import with_forms
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,7 +117,8 @@ def plan_problems(config: Config) -> list[str]:
     problems = [*config.placement_problems(config.hardware.num_devices)]
     problems += [problem for problem in config.problems() if not any(problem.startswith(known) for known in problems)]
     if not problems and config.model.attention_kernel == "cudnn":
-        reason = planned_obstacle(config.model, mesh_sizes(config), config.parallel.sequence)
+        in_forms, _ = with_forms(config, mesh_sizes(config))
+        reason = planned_obstacle(config.model, mesh_sizes(config), in_forms.parallel.sequence)
         problems += [f"model.attention_kernel: cudnn cannot be used: {reason}; or set auto"] if reason else []
     try:
         if config.xla.flags:

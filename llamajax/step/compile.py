@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import jaxlib.version
 
 from llamajax.config.formulas import layer_matrix_bytes
+from llamajax.config.parallel import num_parts
 from llamajax.config.run import Config
 from llamajax.errors import ConfigError, EnvironmentMismatchError
 from llamajax.step.batch import FIELDS, batch_sharding, micro_batch_size
@@ -33,7 +34,7 @@ def compiler_options(config: Config, num_devices: int, *, latencies: str | None 
     more. So `config.xla` decides, and `python -m llamajax.plan --alternatives` tells what it should say.
 
     Args:
-        config: the run; `config.xla.flags` replace what is set here.
+        config: the run, its forms chosen; `config.xla.flags` replace what is set here.
         num_devices: devices of the run.
         latencies: file with the costs of instructions that the scheduler is to go by.
     """
@@ -41,7 +42,18 @@ def compiler_options(config: Config, num_devices: int, *, latencies: str | None 
     if num_devices > 1:
         # Off by default for A100, where every collective would then block the GPU.
         options["xla_gpu_enable_latency_hiding_scheduler"] = True
-    if num_devices > 1 and CAN_PIPELINE and config.xla.pipeline_gathers:
+    if num_devices > 1 and config.parallel.stack == "prefetch":
+        # One collective per layer and direction: just below a layer's bytes the gather falls apart.
+        layer = layer_matrix_bytes(config.model) // num_parts("mlp", config.mesh.axis_sizes(num_devices))
+        for collective in ("all_gather", "reduce_scatter"):
+            options[f"xla_gpu_{collective}_combine_threshold_bytes"] = str(layer + layer // 50)
+        # The two buffers for weights change places with every layer, which costs a copy unless two layers make an iteration.
+        options["xla_gpu_enable_while_loop_double_buffering"] = True
+        # `model.remat` says what is computed again; XLA counts the loop's stacks once per layer of an iteration.
+        options["xla_disable_hlo_passes"] = "rematerialization"
+        if CAN_PIPELINE:
+            options["xla_gpu_pipeline_all_gather"] = "COLLECTIVE_PIPELINING_MODE_OFF"
+    if num_devices > 1 and config.parallel.stack == "scan" and CAN_PIPELINE and config.xla.pipeline_gathers:
         # The next layer's weights come during this one, in one collective per layer. Only together: without the
         # pipelining, a layer's weights in one piece leave nothing to hide behind.
         options["xla_gpu_pipeline_all_gather"] = "COLLECTIVE_PIPELINING_MODE_ON"

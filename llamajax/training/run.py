@@ -17,6 +17,7 @@ from llamajax.parallel.exit import end_process, exit_code
 from llamajax.parallel.processes import check_same_everywhere, everyones
 from llamajax.planning.scheduling import compile_here
 from llamajax.step.compile import lower
+from llamajax.step.forms import with_forms
 from llamajax.step.state import abstract_state, init_state
 from llamajax.training.loop import train
 from llamajax.training.resume import check_same_run
@@ -38,13 +39,16 @@ def run(config: Config, *, dry_run: bool = False) -> None:
         startup.start(config)
         abstract = abstract_state(config)
         console.print_header(config, abstract.model)
+        in_forms, forms = with_forms(config, jax.sharding.get_mesh().shape)
+        for setting, told in forms.items():
+            console.log(f"{setting:10} {told}")
         run_dir = Path(config.run_dir).expanduser()
         pretrained = None
         if config.init_from is not None and everyones(latest_step(run_dir))[0] is None:
             pretrained = open_pretrained(Path(config.init_from))
             pretrained.check(config.model)
         started = time.monotonic()
-        compiled_step = compile_here(config, lower(config, abstract))
+        compiled_step = compile_here(in_forms, lower(in_forms, abstract))
         console.log(f"compile    {time.monotonic() - started:.1f} s; {console.memory_summary(compiled_step)}")
         if dry_run:
             return

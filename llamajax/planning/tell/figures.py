@@ -56,6 +56,7 @@ from llamajax.planning.cost.timeline import CollectiveUse
 from llamajax.planning.memory import estimate, planned_flops
 from llamajax.planning.plan import Alternative, Plan, Schedule
 from llamajax.planning.search import Sweep
+from llamajax.step.forms import with_forms
 
 SCHEMA_VERSION = 2
 _PEAK_TENSORS = 20
@@ -89,6 +90,7 @@ def analytic_figures(config: Config) -> dict[str, Any]:
 
 def estimated_figures(config: Config, missing: str) -> dict[str, Any]:
     """`analytic_figures`, with an estimate of the memory, for a machine without XLA's compiler for GPUs."""
+    config, forms = with_forms(config, mesh_sizes(config))
     memory = estimate(config)
     expected = {
         "by_kind": memory.by_kind,
@@ -96,12 +98,12 @@ def estimated_figures(config: Config, missing: str) -> dict[str, Any]:
         "allowance_bytes": memory.allowance.total_bytes,
         "fits": memory.fits,
     }
-    return analytic_figures(config) | {"compiled": False, "missing": missing, "memory_estimate": expected}
+    return analytic_figures(config) | {"compiled": False, "forms": forms, "missing": missing, "memory_estimate": expected}
 
 
 def figures(plan: Plan, sweep: Sweep | None = None, plans: Sequence[Plan] = ()) -> dict[str, Any]:
     """Everything about a plan, and about the `plans` of a sweep; see this module's docstring."""
-    chosen, config = plan.chosen, plan.config
+    chosen, (config, forms) = plan.chosen, with_forms(plan.config, mesh_sizes(plan.config))
     own = schedule_figures(config, chosen)
     others = [alternative.schedule for alternative in plan.alternatives]
     tries = [schedule for schedule in (plan.guessed, plan.informed, *others) if schedule is not None]
@@ -124,6 +126,7 @@ def figures(plan: Plan, sweep: Sweep | None = None, plans: Sequence[Plan] = ()) 
         analytic_figures(config)
         | {
             "compiled": True,
+            "forms": forms,
             "jax_version": chosen.step.jax_version,
             "options": {key: value for key, value in chosen.step.options.items() if key != _PROFILE_OPTION},
             "latency_profile": config.xla.latency_profile if chosen is plan.informed else None,

@@ -76,6 +76,8 @@ def _print_run(config: Config, told: Figures) -> None:
     log(f"run        {told['run']}: {format_count(told['num_params'])} parameters ({told['num_params']:,})")
     log(f"devices    {told['num_devices']} x {gpu.name} in {nodes}{network}; mesh {mesh}")
     log(f"batch      {config.batch_arithmetic(told['num_devices'])}")
+    for setting, form in told["forms"].items():
+        log(f"{setting:10} {form}")
     held = f", {format_bytes(told['argument_bytes'])} as compiled with the batch" if told.get("argument_bytes") else ""
     log(
         f"state      at least {format_bytes(told['zero_minimum_bytes'])} of weights and moments per GPU{held};"

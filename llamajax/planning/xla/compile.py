@@ -15,12 +15,14 @@ import jax
 import jaxlib.version
 from jax.experimental import topologies
 
+from llamajax.config.formulas import mesh_sizes
 from llamajax.config.gpus import Gpu, planned_gpu
 from llamajax.config.run import Config
 from llamajax.errors import ConfigError, EnvironmentMismatchError, UserError
 from llamajax.parallel.mesh import make_mesh
 from llamajax.planning.xla.buffers import BufferAssignment, read_buffer_assignment
 from llamajax.step.compile import Option, compile_with, compiler_options, lower
+from llamajax.step.forms import with_forms
 from llamajax.step.state import abstract_state
 
 PLUGINS = ("jax-cuda13-plugin", "jax-cuda12-plugin")
@@ -92,6 +94,7 @@ def compile_for(config: Config, *, latencies: str | None = None) -> CompiledStep
     if problems := config.placement_problems(config.hardware.num_devices):
         raise ConfigError("\n".join(problems))
     started = time.monotonic()
+    config, _ = with_forms(config, mesh_sizes(config))
     mesh = planned_mesh(config)
     told = compiler_options(config, mesh.size, latencies=latencies)
     told = {name: value for name, value in told.items() if not name.startswith("xla_dump_")}
