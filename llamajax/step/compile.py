@@ -47,8 +47,9 @@ def compiler_options(config: Config, num_devices: int, *, latencies: str | None 
         layer = layer_matrix_bytes(config.model) // num_parts("mlp", config.mesh.axis_sizes(num_devices))
         for collective in ("all_gather", "reduce_scatter"):
             options[f"xla_gpu_{collective}_combine_threshold_bytes"] = str(layer + layer // 50)
-        # The two buffers for weights change places with every layer, which costs a copy unless two layers make an iteration.
-        options["xla_gpu_enable_while_loop_double_buffering"] = True
+        # The two buffers for weights change places with every layer, which costs a copy unless two layers make an iteration;
+        # but without latencies the scheduler hides less in it.
+        options["xla_gpu_enable_while_loop_double_buffering"] = latencies is not None
         # `model.remat` says what is computed again; XLA counts the loop's stacks once per layer of an iteration.
         options["xla_disable_hlo_passes"] = "rematerialization"
         if CAN_PIPELINE:
