@@ -1,0 +1,94 @@
+"""Layers whose communication is hidden give what layers in a plain loop give, and keep no more than is said."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+
+from llamajax.config.parallel import MeshConfig
+from llamajax.parallel.mesh import make_mesh
+from llamajax.parallel.prefetch import run_prefetching
+from llamajax.parallel.sharding import spec
+from llamajax.parallel.stack import run_layers
+from llamajax.parallel.zero import weight
+
+B, T, D = 8, 4, 8
+SAVED = [None, (), ("projected",)]
+
+
+class Matrix(nnx.Module):
+    """A matrix, split for storage, and a scale, which is read as it is stored."""
+
+    def __init__(self, key: jax.Array):
+        def draw(shape: tuple[int, ...], dtype: str, out_sharding: jax.P) -> jax.Array:
+            return jax.random.normal(key, shape, dtype, out_sharding=out_sharding) / 5
+
+        self.w = weight((D, D), "float32", stored=("embed", "mlp"), compute=(None, None), init=draw)
+        self.scale = weight((D,), "float32", stored=(None,), compute=None, init=jnp.ones)
+
+
+def first_part(matrix: Matrix, x: jax.Array, shared: jax.Array) -> jax.Array:
+    projected = checkpoint_name(jnp.einsum("BTD,DE->BTE", x, matrix.w[...]), "projected")
+    return x + jnp.sin(projected) * matrix.scale[...][None, None] + shared
+
+
+def second_part(matrix: Matrix, x: jax.Array, shared: jax.Array) -> jax.Array:
+    return x + jnp.tanh(jnp.einsum("BTD,DE->BTE", x * shared, matrix.w[...])) * matrix.scale[...][None, None]
+
+
+def layers(num_layers: int) -> tuple[Matrix, Matrix]:
+    first, second = jax.random.split(jax.random.key(0))
+    return tuple(jax.vmap(Matrix)(jax.random.split(key, num_layers)) for key in (first, second))
+
+
+def plain(weights: tuple[Matrix, Matrix], x: jax.Array, shared: jax.Array, _: object) -> jax.Array:
+    def run(x: jax.Array, layer: tuple[Matrix, Matrix], _: None) -> tuple[jax.Array, None]:
+        return second_part(layer[1], first_part(layer[0], x, shared), shared), None
+
+    return run_layers(weights, run, x, dtype="float32")[0]
+
+
+def prefetching(weights: tuple[Matrix, Matrix], x: jax.Array, shared: jax.Array, saved: tuple[str, ...] | None) -> jax.Array:
+    return run_prefetching(weights, (first_part, second_part), x, shared, dtype="float32", saved=saved)
+
+
+def value_and_gradients(run, weights, x, shared, saved):
+    def total(weights, x):
+        return jnp.sum(jnp.cos(run(weights, x, shared, saved)))
+
+    return jax.jit(jax.value_and_grad(total, argnums=(0, 1)))(weights, x)
+
+
+@pytest.mark.parametrize("num_layers", [1, 2, 3, 6])
+@pytest.mark.parametrize("saved", SAVED, ids=str)
+def test_values_and_gradients_are_those_of_a_plain_loop(num_layers, saved):
+    jax.set_mesh(make_mesh(MeshConfig(data=2, fsdp=2, tensor=2)))
+    rng = np.random.default_rng(num_layers)
+    x, shared = (jax.device_put(rng.standard_normal((B, T, D), np.float32), spec("batch", "seq", None)) for _ in range(2))
+    weights = layers(num_layers)
+    expected, expected_grads = value_and_gradients(plain, weights, x, shared, None)
+    found, grads = value_and_gradients(prefetching, weights, x, shared, saved)
+    np.testing.assert_allclose(found, expected, rtol=1e-6)
+    for grad, like, stored in zip(*map(jax.tree.leaves, (grads, expected_grads, (weights, x))), strict=True):
+        np.testing.assert_allclose(grad, like, rtol=0, atol=1e-5 * np.abs(like).max())
+        assert np.abs(like).max() > 1e-3
+        assert jax.typeof(grad) == jax.typeof(stored)
+
+
+@pytest.mark.parametrize(("saved", "stacks"), [((), 1), (("projected",), 3)], ids=str)
+def test_a_stack_is_kept_of_what_parts_are_given_and_of_what_is_named(saved, stacks):
+    """With no names, of the layer's input alone; of gathered weights and of what layers share, nothing."""
+    jax.set_mesh(make_mesh(MeshConfig(fsdp=8)))
+    x = jax.device_put(np.zeros((B, T, D), np.float32), spec("batch", "seq", None))
+
+    def out(weights, x):
+        return prefetching(weights, x, x, saved)
+
+    _, backward = jax.eval_shape(functools.partial(jax.vjp, out), layers(4), x)
+    shapes = [leaf.shape for leaf in jax.tree.leaves(backward)]
+    assert shapes.count((3, B, T, D)) == stacks  # of all layers but the last
+    assert sum(len(shape) == 3 and shape[0] == 3 for shape in shapes) == 0
