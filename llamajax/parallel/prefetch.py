@@ -117,8 +117,9 @@ class _Stack:
         """
         if self.saved == ():
             (part,), (own,) = self.parts, weights
-            _, pull_back = jax.vjp(lambda own, x: part(own, x, shared), own, kept)
-            pull_back, dx, meanwhile = jax.lax.optimization_barrier((pull_back, dx, meanwhile))
+            run = jax.checkpoint(lambda own, x: part(own, x, shared), policy=_is_expensive, prevent_cse=False)
+            _, pull_back = jax.vjp(run, own, kept)
+            pull_back, meanwhile = jax.lax.optimization_barrier((pull_back, meanwhile))
             d_own, dx = pull_back(dx)
             return (d_own,), dx, meanwhile
         d_weights: list[Any] = []
@@ -139,6 +140,17 @@ class _Stack:
 def _at(stacked: Any, index: int | jax.Array) -> Any:
     """By number: a slice such as `stacked[1:]` would copy what is saved of all layers."""
     return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, index, keepdims=False), stacked)
+
+
+_ELEMENTWISE = frozenset({
+    "add", "broadcast_in_dim", "concatenate", "convert_element_type", "copy", "div", "exp", "expand_dims", "integer_pow",
+    "logistic", "max", "mul", "neg", "reshape", "rsqrt", "slice", "split", "square", "squeeze", "sub", "tanh", "transpose",
+})  # fmt: skip
+
+
+def _is_expensive(primitive: Any, *_: Any, **__: Any) -> bool:
+    """What crosses the barrier between the phases: all else is fused into what uses it, as without a barrier."""
+    return primitive.name not in _ELEMENTWISE
 
 
 def _last(stored: Any) -> int:

@@ -51,7 +51,7 @@ def compiler_options(config: Config, num_devices: int, *, latencies: str | None 
         # but without latencies the scheduler hides less in it.
         options["xla_gpu_enable_while_loop_double_buffering"] = latencies is not None
         # `model.remat` says what is computed again; XLA counts the loop's stacks once per layer of an iteration.
-        options["xla_disable_hlo_passes"] = "rematerialization"
+        options["xla_disable_hlo_passes"] = "rematerialization,all-gather-to-collective-permute-simplifier"
         if CAN_PIPELINE:
             options["xla_gpu_pipeline_all_gather"] = "COLLECTIVE_PIPELINING_MODE_OFF"
     if num_devices > 1 and config.parallel.stack == "scan" and CAN_PIPELINE and config.xla.pipeline_gathers:
