@@ -10,7 +10,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Float32, Int32
 
 from llamajax.config.model import ModelConfig
-from llamajax.config.parallel import PLAIN, ParallelConfig, SequenceForm, TensorForm
+from llamajax.config.parallel import PLAIN, ParallelConfig, SequenceForm
 from llamajax.kernels.attention import Past
 from llamajax.model.attention import Attention, KeyValue, Rows
 from llamajax.model.kv_cache import KVCache, append, write_prompt

@@ -26,6 +26,7 @@ SECTIONS: dict[type, dict[str, Any]] = {
     RopeScalingConfig: {},
     ModelConfig: dataclasses.asdict(LLAMA_2_7B) | {"rope_scaling": RopeScalingConfig()},
     MeshConfig: {},
+    ParallelConfig: {},
     DistributedConfig: {},
     SourceConfig: {"kind": "stdlib"},
     TokenizerConfig: {},
@@ -121,7 +122,7 @@ def test_a_section_names_every_field_that_breaks_a_rule(section, changes, keys):
 
 
 def test_every_section_is_tested():
-    assert {section for section, _, _ in BROKEN} == SECTIONS.keys()
+    assert {section for section, _, _ in BROKEN} | {ParallelConfig} == SECTIONS.keys()  # whose settings have no rules
     assert {section for _, section, _ in keys(Config)} - {Config} == SECTIONS.keys()
     assert all(issubclass(section, Section) for section in SECTIONS)
 

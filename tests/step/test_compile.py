@@ -1,9 +1,13 @@
 """The XLA options of the training step: types, precedence, and options that a jaxlib does not know."""
 
+import dataclasses
+
 import jax
 import pytest
 
+from llamajax.config.formulas import layer_matrix_bytes
 from llamajax.config.machine import XlaConfig
+from llamajax.config.parallel import PLAIN, MeshConfig
 from llamajax.errors import ConfigError
 from llamajax.step import compile as xla_flags
 from llamajax.step.compile import compile_with, compiler_options
@@ -16,8 +20,10 @@ def with_flags(*flags: str):
 
 def test_every_option_is_known_to_this_jaxlib():
     lowered = jax.jit(lambda x: x + 1).lower(1.0)
-    config = tiny_config(xla=XlaConfig(pipeline_gathers=True))
-    compile_with(lowered, compiler_options(config, 512, latencies="costs.pbtxt"))
+    for stack in ("scan", "prefetch"):
+        parallel = dataclasses.replace(PLAIN, stack=stack)
+        config = tiny_config(xla=XlaConfig(pipeline_gathers=True), parallel=parallel)
+        compile_with(lowered, compiler_options(config, 512, latencies="costs.pbtxt"))
 
 
 def test_the_users_flags_replace_ours():
@@ -60,8 +66,8 @@ def test_one_device_has_nothing_to_hide():
 
 
 def test_gathers_are_pipelined_where_it_is_asked_for_and_jaxlib_can(monkeypatch):
-    asked = tiny_config(xla=XlaConfig(pipeline_gathers=True))
-    plain = compiler_options(tiny_config(), 8)
+    asked = tiny_config(xla=XlaConfig(pipeline_gathers=True), parallel=PLAIN)
+    plain = compiler_options(tiny_config(parallel=PLAIN), 8)
     assert plain == {"xla_gpu_enable_latency_hiding_scheduler": True}
     monkeypatch.setattr(xla_flags, "CAN_PIPELINE", True)
     added = compiler_options(asked, 8).keys() - plain.keys()
@@ -73,3 +79,13 @@ def test_gathers_are_pipelined_where_it_is_asked_for_and_jaxlib_can(monkeypatch)
     assert compiler_options(tiny_config(), 8) == plain
     monkeypatch.setattr(xla_flags, "CAN_PIPELINE", False)
     assert compiler_options(asked, 8) == plain
+
+
+def test_a_layer_is_one_collective_where_it_is_prefetched():
+    config = tiny_config(parallel=dataclasses.replace(PLAIN, stack="prefetch"), mesh=MeshConfig(fsdp=4, tensor=2))
+    options = compiler_options(config, 8)
+    layer = layer_matrix_bytes(config.model) // 2
+    for collective in ("all_gather", "reduce_scatter"):
+        assert layer < int(options[f"xla_gpu_{collective}_combine_threshold_bytes"]) < 1.05 * layer
+    assert not options["xla_gpu_enable_while_loop_double_buffering"]
+    assert compiler_options(config, 8, latencies="file")["xla_gpu_enable_while_loop_double_buffering"]

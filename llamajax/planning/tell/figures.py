@@ -10,6 +10,7 @@ Bytes, FLOPs and seconds are per step and device unless said otherwise; shares a
   all devices), `model_flops` (of all devices, causal, without recomputation), `zero_minimum_bytes` (weights and moments,
   evenly over all devices that can share them), `least_wire_bytes` (see `config.formulas`), `checkpoint_bytes` (one
   checkpoint of all devices: weights and moments).
+- `forms`: by setting of `parallel` the form that was chosen, and why.
 - `options`: what the compiler was told. `latency_profile`: `auto` for the cost model's, the file, or null for none, also
   where `auto` would not help. `num_compilations`; `compile_s`: of all of them together.
 - The schedule that training runs: `capacity_bytes`, `fits`, `argument_bytes`, `temp_bytes`, `peak_bytes`, `host_bytes`,

@@ -125,4 +125,4 @@ def test_an_estimate_says_that_nothing_was_compiled(printed):
     first, *rest = printed.getvalue().splitlines()
     assert first.startswith("verdict    probably fits: about")
     assert first.endswith("by formulas; nothing was compiled")
-    assert len(rest) == 7
+    assert len(rest) == 9

@@ -1,0 +1,58 @@
+"""What `auto` comes to: told with its reason, the same for whoever asks, never against what is asked for."""
+
+import pytest
+
+from llamajax.config.machine import HardwareConfig
+from llamajax.config.parallel import MeshConfig, ParallelConfig
+from llamajax.config.run import Config
+from llamajax.step.forms import stack_form, with_forms
+from tests.tiny import tiny_config
+
+ON_H100 = HardwareConfig(gpu="h100")
+
+
+def planned(hardware: HardwareConfig = ON_H100, **mesh: int) -> tuple[Config, dict[str, int]]:
+    config = tiny_config(hardware=hardware, mesh=MeshConfig(**mesh))
+    return config, config.mesh.axis_sizes(8)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "form", "reason"),
+    [
+        ({"fsdp": 8}, "prefetch", "of weights come from 8 devices"),
+        ({"data": 8, "fsdp": 1}, "prefetch", "of gradients are reduced"),
+        ({"tensor": 8, "fsdp": 1}, "scan", "nothing to gather"),
+        ({"fsdp": 8, "num_cpu_devices": 8}, "scan", "emulated devices hide nothing"),
+    ],
+    ids=str,
+)
+def test_weights_are_prefetched_where_there_is_something_to_hide(mesh, form, reason):
+    found, told = stack_form(*planned(**mesh))
+    assert found == form
+    assert reason in told
+
+
+def test_weights_are_not_prefetched_where_they_would_not_fit():
+    config, axes = planned(fsdp=8)
+    wide = config.changed({"model.mlp_dim": 2**26})
+    form, reason = stack_form(wide, axes)
+    assert form == "scan"
+    assert "more, for four layers' weights, would hardly fit" in reason
+    assert stack_form(wide.changed({"hardware.gpu": "none"}), axes)[0] == "prefetch"
+
+
+def test_what_is_asked_for_is_taken():
+    config, axes = planned(fsdp=2, sequence=2, tensor=2)
+    asked = ParallelConfig(stack="scan", sequence="ring", tensor="ring")
+    chosen, told = with_forms(config.changed({"parallel": asked}), axes)
+    assert chosen.parallel == asked
+    assert told == {setting: f"{getattr(asked, setting)}: parallel.{setting} says so" for setting in told}
+    assert set(told) == {"stack", "sequence", "tensor"}
+
+
+def test_nothing_stays_open_and_only_choices_are_told():
+    config, axes = planned(fsdp=8)
+    chosen, told = with_forms(config, axes)
+    assert "auto" not in vars(chosen.parallel).values()
+    assert set(told) == {"stack"}
+    assert with_forms(chosen, axes)[0] == chosen
