@@ -13,7 +13,7 @@ OPTIONS = {
     "--picture FILE.html": "Write a page with drawings of a layer's timeline and of the memory.",
     "--sweep KEY=VALUE,VALUE": "Also plan for other values of one setting, such as hardware.nodes=4,8,16; with the devices"
     " mesh.fsdp and train.global_batch_size grow.",
-    "--alternatives": "Also compile with other settings of xla, and tell which are fastest.",
+    "--alternatives": "Also compile with other settings, and tell which are fastest.",
 }
 
 

@@ -81,7 +81,7 @@ def executed_flops(config: Config, *, fused_attention: bool) -> ExecutedFlops:
     D, F, L = model.embed_dim, model.mlp_dim, model.num_layers
     heads, kv_heads = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
     # Also what the policies keep is not enough to leave out the output projection: the MLP's input needs it.
-    output = 0 if _splits_residual_further(config) else D * heads
+    output = 0 if _keeps_two_residuals(config) else D * heads
     again = {
         "none": 0.0,
         "save_attention_qkv_mlp": output,
@@ -148,7 +148,8 @@ def expected_bytes(config: Config, *, max_chunk_scores: int, max_chunk_logits: i
     tokens = rows * config.data.seq_len // sequence
     layer_params = (num_params(computed) - 2 * model.vocab_size * D) // L // tensor
 
-    residual = 2 * D // tensor if _splits_residual_further(config) else D  # also the one between attention and MLP
+    residual = D // tensor if tensor > 1 and splits_residual(config.data.seq_len, mesh) else D
+    residual *= 2 if _keeps_two_residuals(config) else 1
     saved = {
         "full": residual,
         "save_attention": residual + heads,
@@ -156,7 +157,7 @@ def expected_bytes(config: Config, *, max_chunk_scores: int, max_chunk_logits: i
         "save_attention_qkv_mlp": residual + heads + qkv + 2 * F,
         "none": 14 * D + heads + 2 * qkv + 4 * F,  # most of the hidden states also widened to fp32
     }[model.remat]
-    kept_weights = L * layer_params * wide if model.remat == "none" else 0
+    kept_weights = L * layer_params * wide if _keeps_weights(config) else 0
     scores = min(max_chunk_scores, tokens * config.data.seq_len * model.num_heads // tensor)
     layer = tokens * wide * (10 * D + 2 * heads + 2 * qkv + 4 * F) + 3 * scores * 4
     shard = minimum_state_bytes(config) // state_bytes_per_param(config)
@@ -231,7 +232,14 @@ def sequence_numbers(config: Config, mesh: Mapping[str, int], form: SequenceForm
     return keys_and_values * hops
 
 
-def _splits_residual_further(config: Config) -> bool:
-    """Whether planned devices that share matmuls have different tokens between them; then a layer keeps two residuals."""
+def _keeps_two_residuals(config: Config) -> bool:
+    """Whether a layer keeps the residual between attention and MLP too: where planned devices that share matmuls have
+    different tokens between them, and where layers are prefetched part by part."""
     mesh = mesh_sizes(config)
-    return mesh["tensor"] > 1 and splits_residual(config.data.seq_len, mesh)
+    by_parts = config.parallel.stack == "prefetch" and config.model.remat not in ("none", "full")
+    return by_parts or (mesh["tensor"] > 1 and splits_residual(config.data.seq_len, mesh))
+
+
+def _keeps_weights(config: Config) -> bool:
+    """Whether what is gathered for the forward pass is kept for the backward pass."""
+    return config.model.remat == "none" and config.parallel.stack != "prefetch"

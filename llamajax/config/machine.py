@@ -40,9 +40,6 @@ class XlaConfig(Section):
     """Costs of the step's instructions, for the scheduler that hides communication: a file, or `auto` for what the cost
     model of `llamajax.plan` tells of the GPUs in `hardware`, where that makes the step faster; it takes two compilations
     more when a program is first trained. null: XLA's own guesses, as with `auto` where no GPU is named, or only one."""
-    pipeline_gathers: bool = False
-    """Gather a layer's weights while the one before computes, in one collective per layer; without effect before jaxlib
-    0.11, which cannot. Some programs get faster by it, on slow networks above all: `llamajax.plan --alternatives` tells."""
     flags: tuple[str, ...] = ()
     """More XLA options, `name=value` each, over those that llamajax sets; for example
     [xla_gpu_enable_while_loop_double_buffering=true]. Lists are written as YAML. Plans leave `xla_dump_*` out."""

@@ -22,7 +22,7 @@ from llamajax.planning.scheduling import latency_source
 from llamajax.planning.xla.compile import CompiledStep, compile_for
 from llamajax.planning.xla.hlo import Module
 from llamajax.planning.xla.parse import parse
-from llamajax.step.compile import CAN_PIPELINE, check_flags
+from llamajax.step.compile import check_flags
 from llamajax.step.forms import with_forms
 
 
@@ -39,7 +39,7 @@ class Schedule:
 
 @dataclass(frozen=True, kw_only=True)
 class Alternative:
-    """The step under other settings of `xla`."""
+    """The step under other settings of `xla` and `parallel`."""
 
     changes: dict[str, Any]
     """Dotted keys to values."""
@@ -71,7 +71,7 @@ class Plan:
 
     @property
     def best_changes(self) -> dict[str, Any]:
-        """The settings of `xla` with which the step fits and is fastest, where they are others; empty if it is as it is."""
+        """The settings with which the step fits and is fastest, where they are others; empty if it is as it is."""
         guesses = Alternative(changes={"xla.latency_profile": None}, schedule=self.guessed)
         tried = [Alternative(changes={}, schedule=self.chosen), guesses, *self.alternatives]
         return min(tried, key=lambda alternative: _preference(alternative.schedule)).changes
@@ -89,7 +89,7 @@ def make_plan(
     Args:
         config: the run.
         suggest: look for changes with which it fits, if it does not; that takes up to eleven compilations more.
-        alternatives: also compile it with other settings of `xla`.
+        alternatives: also compile it with the other `parallel.stack` and `xla.latency_profile`.
         doing: told what is being done, for people who wait.
 
     Raises:
@@ -102,7 +102,7 @@ def make_plan(
     guessed = replayed(compile_for(config), config)
     plan = Plan(config=config, guessed=guessed, informed=by_latencies(guessed, config))
     if alternatives:
-        doing("compiling it with other settings of xla")
+        doing("compiling it with other settings")
         plan = dataclasses.replace(plan, alternatives=tuple(_alternatives(plan)))
     if plan.chosen.memory.fits or not suggest:
         return plan
@@ -143,19 +143,19 @@ def by_latencies(guessed: Schedule, config: Config) -> Schedule | None:
 
 
 def _alternatives(plan: Plan) -> Iterator[Alternative]:
-    """Every other way to pipeline and to schedule; a program of one device has neither."""
+    """Every other way to run the layers and to schedule; a program of one device has neither."""
     if plan.config.hardware.num_devices == 1:
         return
-    own = plan.config.xla
-    for pipelined in (own.pipeline_gathers, not own.pipeline_gathers) if CAN_PIPELINE else (own.pipeline_gathers,):
-        changes: dict[str, Any] = {} if pipelined == own.pipeline_gathers else {"xla.pipeline_gathers": pipelined}
+    latency_profile = plan.config.xla.latency_profile
+    chosen, _ = with_forms(plan.config, mesh_sizes(plan.config))
+    for changes in ({}, {"parallel.stack": "scan" if chosen.parallel.stack == "prefetch" else "prefetch"}):
         guessing, informing = changes | {"xla.latency_profile": None}, changes | {"xla.latency_profile": "auto"}
         guessed = plan.guessed
         if changes:
             config = plan.config.changed(guessing)
             guessed = replayed(compile_for(config), config)
             yield Alternative(changes=guessing, schedule=guessed)
-        if changes or own.latency_profile != "auto":
+        if changes or latency_profile != "auto":
             schedule = by_latencies(guessed, plan.config.changed(informing))
             assert schedule is not None
             yield Alternative(changes=informing, schedule=schedule)

@@ -34,7 +34,7 @@ def run(config: Config, options: Mapping[str, str]) -> None:
     Args:
         config: the run.
         options: of the command line: files to write, by the option that names them; `--sweep`; and `--alternatives`, to
-            compile it with other settings of `xla` too.
+            compile it with other settings too.
 
     Raises:
         CompilerMissingError: XLA's compiler for GPUs is missing; what formulas tell is printed all the same.

@@ -21,17 +21,12 @@ from llamajax.step.step import train_step
 
 Option = str | bool
 
-CAN_PIPELINE = jaxlib.version.__version_info__ >= (0, 11)
-"""Whether XLA pipelines collectives over a loop's iterations at a fair price: before, it took eight more GiB for 3%."""
+PIPELINES = jaxlib.version.__version_info__ >= (0, 11)
+"""Whether XLA may bring gathers forward by iterations of its own, which gets in the way of ours."""
 
 
 def compiler_options(config: Config, num_devices: int, *, latencies: str | None = None) -> dict[str, Option]:
     """The options to compile `config`'s training step with, for GPUs.
-
-    What they are worth differs from program to program (jaxlib 0.12.0.1, cost model of `llamajax.planning`): of the step of
-    Llama-2 70B on 512 A100, 31.9% waits for communication with the scheduler alone, 25.2% with latencies too, and 21.9%
-    when gathers are pipelined as well; of that of Llama-3.1 405B on 1,024 H100, 12.9%, 9.8% and then 15.2%, for 10 GiB
-    more. So `config.xla` decides, and `python -m llamajax.plan --alternatives` tells what it should say.
 
     Args:
         config: the run, its forms chosen; `config.xla.flags` replace what is set here.
@@ -42,6 +37,12 @@ def compiler_options(config: Config, num_devices: int, *, latencies: str | None 
     if num_devices > 1:
         # Off by default for A100, where every collective would then block the GPU.
         options["xla_gpu_enable_latency_hiding_scheduler"] = True
+        # It makes of a gather whose own part is taken back a permute between no devices, which gives zeros (jaxlib 0.10.2).
+        disabled = ["all-gather-to-collective-permute-simplifier"]
+        if config.parallel.stack == "prefetch":
+            # `model.remat` says what is computed again; XLA counts a loop's stacks anew for each layer of an iteration.
+            disabled.append("rematerialization")
+        options["xla_disable_hlo_passes"] = ",".join(disabled)
     if num_devices > 1 and config.parallel.stack == "prefetch":
         # One collective per layer and direction: just below a layer's bytes the gather falls apart.
         layer = layer_matrix_bytes(config.model) // num_parts("mlp", config.mesh.axis_sizes(num_devices))
@@ -50,16 +51,8 @@ def compiler_options(config: Config, num_devices: int, *, latencies: str | None 
         # The two buffers for weights change places with every layer, which costs a copy unless two layers make an iteration;
         # but without latencies the scheduler hides less in it.
         options["xla_gpu_enable_while_loop_double_buffering"] = latencies is not None
-        # `model.remat` says what is computed again; XLA counts the loop's stacks once per layer of an iteration.
-        options["xla_disable_hlo_passes"] = "rematerialization,all-gather-to-collective-permute-simplifier"
-        if CAN_PIPELINE:
+        if PIPELINES:
             options["xla_gpu_pipeline_all_gather"] = "COLLECTIVE_PIPELINING_MODE_OFF"
-    if num_devices > 1 and config.parallel.stack == "scan" and CAN_PIPELINE and config.xla.pipeline_gathers:
-        # The next layer's weights come during this one, in one collective per layer. Only together: without the
-        # pipelining, a layer's weights in one piece leave nothing to hide behind.
-        options["xla_gpu_pipeline_all_gather"] = "COLLECTIVE_PIPELINING_MODE_ON"
-        for collective in ("all_gather", "reduce_scatter"):
-            options[f"xla_gpu_{collective}_combine_threshold_bytes"] = str(layer_matrix_bytes(config.model))
     if latencies is not None:
         options["xla_gpu_pgle_profile_file_or_directory_path"] = latencies
     return options | dict(map(_parse, config.xla.flags))

@@ -64,7 +64,7 @@ EVERYTHING = Config(
         gpu="h200", nodes=3, gpus_per_node=4, gpu_bandwidth=1e9, node_bandwidth=2.5, price_per_gpu_hour=0.1,
         token_budget=1e12,
     ),
-    xla=XlaConfig(latency_profile="costs.pbtxt", pipeline_gathers=True, flags=("xla_a=true", "xla_b=1e3")),
+    xla=XlaConfig(latency_profile="costs.pbtxt", flags=("xla_a=true", "xla_b=1e3")),
     profile=ProfileConfig(start_step=1, num_steps=2),
     sample=SampleConfig(prompt="Once: upon # a time ", max_tokens=3, temperature=0.0),
 )  # fmt: skip

@@ -44,7 +44,7 @@ def test_auto_takes_latencies_where_they_help_and_a_file_is_always_used():
 
 @pytest.fixture
 def compiled(monkeypatch):
-    """Compilations in place of real ones; gives what they were told: whether gathers are pipelined, and the latencies."""
+    """Compilations in place of real ones; gives what they were told: how the layers run, and the latencies."""
     told = []
 
     def compile_for(config, *, latencies=None):
@@ -52,7 +52,7 @@ def compiled(monkeypatch):
         if latencies is not None:
             with open(latencies) as file:
                 text = file.read()
-        told.append((config.xla.pipeline_gathers, text))
+        told.append((config.parallel.stack, text))
         return plans.step(config)
 
     monkeypatch.setattr(planning_schedule, "compile_for", compile_for)
@@ -107,18 +107,18 @@ def test_a_profile_that_holds_none_is_refused_before_anything_is_compiled(compil
     assert compiled == []
 
 
-@pytest.mark.parametrize("can_pipeline", [True, False])
+@pytest.mark.parametrize("stack", ["auto", "scan", "prefetch"])
 @pytest.mark.parametrize("source", ["auto", None])
-def test_alternatives_are_every_other_way(compiled, monkeypatch, can_pipeline, source):
-    monkeypatch.setattr(planning_schedule, "CAN_PIPELINE", can_pipeline)
-    config = with_xla(latency_profile=source, pipeline_gathers=True)
+def test_alternatives_are_every_other_way(compiled, stack, source):
+    config = plans.CONFIG.changed({"xla.latency_profile": source, "parallel.stack": stack})
     plan = make_plan(config, alternatives=True)
     tried = [({}, plan.chosen), *((other.changes, other.schedule) for other in plan.alternatives)]
-    ways = [(way.xla.pipeline_gathers, way.xla.latency_profile) for way in (config.changed(c) for c, _ in tried)]
+    ways = [(way.parallel.stack, way.xla.latency_profile) for way in (config.changed(c) for c, _ in tried)]
     if source is not None:
-        ways.append((True, None))  # the one that is compiled first
+        ways.append((stack, None))  # the one that is compiled first
     assert len(ways) == len(set(ways)) == len(compiled)
-    assert set(ways) == {(p, s) for p in ((True, False) if can_pipeline else (True,)) for s in ("auto", None)}
+    other = "scan" if stack != "scan" else "prefetch"
+    assert set(ways) == {(s, by) for s in (stack, other) for by in ("auto", None)}
     assert sum(text is not None for _, text in compiled) == len(ways) // 2
 
 

@@ -9,7 +9,6 @@ from llamajax.config.formulas import layer_matrix_bytes
 from llamajax.config.machine import XlaConfig
 from llamajax.config.parallel import PLAIN, MeshConfig
 from llamajax.errors import ConfigError
-from llamajax.step import compile as xla_flags
 from llamajax.step.compile import compile_with, compiler_options
 from tests.tiny import tiny_config
 
@@ -22,7 +21,7 @@ def test_every_option_is_known_to_this_jaxlib():
     lowered = jax.jit(lambda x: x + 1).lower(1.0)
     for stack in ("scan", "prefetch"):
         parallel = dataclasses.replace(PLAIN, stack=stack)
-        config = tiny_config(xla=XlaConfig(pipeline_gathers=True), parallel=parallel)
+        config = tiny_config(parallel=parallel)
         compile_with(lowered, compiler_options(config, 512, latencies="costs.pbtxt"))
 
 
@@ -63,22 +62,6 @@ def test_flags_are_written_as_name_and_value(flag):
 
 def test_one_device_has_nothing_to_hide():
     assert compiler_options(tiny_config(), 1) == {}
-
-
-def test_gathers_are_pipelined_where_it_is_asked_for_and_jaxlib_can(monkeypatch):
-    asked = tiny_config(xla=XlaConfig(pipeline_gathers=True), parallel=PLAIN)
-    plain = compiler_options(tiny_config(parallel=PLAIN), 8)
-    assert plain == {"xla_gpu_enable_latency_hiding_scheduler": True}
-    monkeypatch.setattr(xla_flags, "CAN_PIPELINE", True)
-    added = compiler_options(asked, 8).keys() - plain.keys()
-    assert added == {
-        "xla_gpu_pipeline_all_gather",
-        "xla_gpu_all_gather_combine_threshold_bytes",
-        "xla_gpu_reduce_scatter_combine_threshold_bytes",
-    }
-    assert compiler_options(tiny_config(), 8) == plain
-    monkeypatch.setattr(xla_flags, "CAN_PIPELINE", False)
-    assert compiler_options(asked, 8) == plain
 
 
 def test_a_layer_is_one_collective_where_it_is_prefetched():

@@ -119,6 +119,33 @@ def test_a_ring_over_the_tensor_axis_equals_one_device(sizes):
     check(tiny_config(), sizes, {"model.remat": "full", "parallel.tensor": "ring"})
 
 
+@pytest.mark.parametrize(
+    ("sizes", "changes"),
+    [
+        ((2, 2, 1, 2), {"model.remat": "full", "train.grad_accum_steps": 2}),
+        ((1, 2, 2, 2), {"model.remat": "save_attention_qkv"}),
+        *(
+            pytest.param(sizes, changes, marks=pytest.mark.slow)
+            for sizes, changes in [
+                ((1, 8, 1, 1), {"model.remat": "none"}),
+                ((8, 1, 1, 1), {"model.remat": "save_attention"}),
+                ((2, 4, 1, 1), {"model.remat": "save_attention_qkv_mlp", "train.grad_accum_steps": 4}),
+                ((1, 4, 2, 1), {"model.remat": "full", "parallel.sequence": "ring"}),
+                ((1, 2, 4, 1), {"model.remat": "save_attention", "parallel.sequence": "ulysses"}),
+                ((1, 2, 1, 4), {"model.remat": "full", "parallel.tensor": "ring"}),
+                ((1, 2, 2, 2), {"model.remat": "full", "parallel.tensor": "ring", "parallel.sequence": "ring"}),
+                ((2, 1, 2, 2), {"model.remat": "none", "train.grad_accum_steps": 2}),
+            ]
+        ),
+    ],
+    ids=str,
+)
+def test_layers_that_hide_what_they_send_equal_one_device(sizes, changes):
+    check(
+        tiny_config().changed({"train.num_steps": 5, "model.num_layers": 4}), sizes, {"parallel.stack": "prefetch"} | changes
+    )
+
+
 def check(config: Config, sizes: tuple[int, ...], changes: dict[str, Any]) -> None:
     """Runs a changed configuration on a mesh, and as it is on one device."""
     mesh = make_mesh(MeshConfig(**dict(zip(("data", "fsdp", "sequence", "tensor"), sizes, strict=True))))

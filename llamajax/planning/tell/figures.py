@@ -25,7 +25,7 @@ Bytes, FLOPs and seconds are per step and device unless said otherwise; shares a
   `sync_collectives_in_loops`; `not_understood` (instructions whose cost is a guess); `collectives` (name, kind, axis,
   group_size, num_nodes, link, bytes, count, seconds, hidden_s, exposed_s, is_sync, in_loop).
 - `without_profile`: the same group for the schedule by XLA's own guesses; `with_profile`: that by latencies, or null.
-- `alternatives`, with other settings of `xla`: `changes`, `peak_bytes`, `fits`, `step_time_s`, `exposed_comm_s`,
+- `alternatives`, with other settings: `changes`, `peak_bytes`, `fits`, `step_time_s`, `exposed_comm_s`,
   `exposed_fraction`, `sync_collectives_in_loops`. `best_changes`: of all that were compiled, those that fit and are fastest.
 - `suggestions`, where it does not fit: `changes`, `peak_bytes`, `fits`, `step_time_s`, `step_time_ratio` (over this
   plan's), `gpu_time_ratio` (the same times devices), `flops_ratio`. All were compiled; the cheapest comes first.

@@ -179,7 +179,6 @@ def _sum(uses: Iterable[Figures], name: str) -> Any:
 def _print_schedules(config: Config, told: Figures) -> None:
     names = ("step", "exposed", "of the step", "sync in loops", "peak", "")
     table = _table("scheduled by", *names, numbers=(1, 2, 3, 4, 5))
-    pipelined = config.xla.pipeline_gathers
     rows = [
         ({"xla.latency_profile": None}, told["without_profile"]),
         ({"xla.latency_profile": config.xla.latency_profile}, told["with_profile"]),
@@ -188,9 +187,9 @@ def _print_schedules(config: Config, told: Figures) -> None:
         if own:
             by = changes["xla.latency_profile"]
             name = {None: "XLA's own guesses", "auto": "the cost model's latencies"}.get(by, f"the latencies in {by}")
-            if "xla.pipeline_gathers" in changes:
-                name += f", gathers {'not ' if pipelined else ''}pipelined"
-            in_training = by == told["latency_profile"] and "xla.pipeline_gathers" not in changes
+            if "parallel.stack" in changes:
+                name += f", layers by {changes['parallel.stack']}"
+            in_training = by == told["latency_profile"] and "parallel.stack" not in changes
             table.add_row(
                 escape(name), f"{own['step_time_s']:.4g} s", f"{own['exposed_comm_s']:.3g} s",
                 f"{own['exposed_fraction']:.1%}", str(own["sync_collectives_in_loops"]), format_bytes(own["peak_bytes"]),

@@ -94,15 +94,15 @@ def test_a_share_that_leaves_too_little_is_told(printed):
 )
 def test_schedules_are_named_by_what_they_are_by(printed, source, names):
     plan = plans.plan(config=plans.CONFIG.changed({"xla.latency_profile": source}))
-    better = {"xla.pipeline_gathers": True, "xla.latency_profile": None}
+    better = {"parallel.stack": "scan", "xla.latency_profile": None}
     other = Alternative(changes=better, schedule=plans.schedule(seconds=-1e-6))
     plan = dataclasses.replace(plan, alternatives=(other,))
     print_plan(plan, figures.figures(plan))
     lines = printed.getvalue().splitlines()
-    for name in (*names, "XLA's own guesses, gathers pipelined "):
+    for name in (*names, "XLA's own guesses, layers by scan "):
         assert any(line.startswith(name) for line in lines)
     assert [line for line in lines if line.endswith("training's  ")] == [line for line in lines if line.startswith(names[1])]
-    assert "set        xla.pipeline_gathers: true, xla.latency_profile: null: of these the best" in lines
+    assert "set        parallel.stack: scan, xla.latency_profile: null: of these the best" in lines
 
 
 def test_without_a_change_that_fits_the_way_out_is_told(printed):
