@@ -11,6 +11,7 @@ from jaxtyping import Array, Float, Float32, Int32
 
 from llamajax.config.model import ModelConfig
 from llamajax.config.parallel import PLAIN, ParallelConfig, SequenceForm
+from llamajax.kernels import cudnn
 from llamajax.kernels.attention import Past
 from llamajax.model.attention import Attention, KeyValue, Rows
 from llamajax.model.kv_cache import KVCache, append, write_prompt
@@ -35,6 +36,8 @@ _SAVED_BY_REMAT = {
     "save_attention_qkv_mlp": ("attention", "qkv", "gate_up"),
 }
 """Which of a layer's named values (`checkpoint_name`) the forward pass keeps, beside the layer's input; None: all of it."""
+_DEAR = jax.checkpoint_policies.save_from_both_policies(jax.checkpoint_policies.save_any_names_but_these(), cudnn.is_kernel)
+"""Of a layer: what has a name, and what a fused kernel gives its backward pass."""
 
 
 class Layer(nnx.Module):
@@ -138,7 +141,8 @@ class Llama(nnx.Module):
             def transform(weights: tuple[RMSNorm, MLP], x: jax.Array, _: Rows) -> jax.Array:
                 return _mlp_part(weights, x, parallel)
 
-            x = run_prefetching(self.layers.by_parts(), (attend, transform), x, rows, dtype=x.dtype, saved=saved)
+            parts = attend, transform
+            x = run_prefetching(self.layers.by_parts(), parts, x, rows, dtype=x.dtype, saved=saved, made_first=_DEAR)
         else:
 
             def run_layer(x: jax.Array, layer: Layer, _: None) -> tuple[jax.Array, None]:

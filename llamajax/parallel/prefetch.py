@@ -20,6 +20,9 @@ from llamajax.parallel.zero import gathered
 Part = Callable[[Any, Any, Any], Any]
 """A part of a layer: from its gathered weights, the activations and what all layers share to the next activations."""
 
+Policy = Callable[..., bool]
+"""Of `jax.checkpoint`: whether the results of a primitive are kept."""
+
 
 @jax.named_scope("layers")
 def run_prefetching(
@@ -30,6 +33,7 @@ def run_prefetching(
     *,
     dtype: DTypeLike,
     saved: Collection[str] | None,
+    made_first: Policy,
 ) -> Any:
     """Runs layers one after the other, each of them part by part.
 
@@ -43,13 +47,15 @@ def run_prefetching(
             computed again. Beside these it keeps what each part is given, so that the backward pass of the last part is the
             first phase; with no names only what the layer is given, and to compute it again is the first phase. None:
             everything is kept. Gathered weights never are.
+        made_first: what of a layer that is computed again as a whole is made in the first phase, and not again in the
+            second: all that is dear. What is cheap is better fused into what uses it than carried over.
 
     Returns:
         What the last layer gave on.
     """
     if saved is not None and not saved:
         parts, weights = (partial(_in_turn, tuple(parts)),), (tuple(weights),)
-    stack = _Stack(tuple(parts), dtype, None if saved is None else tuple(saved))
+    stack = _Stack(tuple(parts), dtype, None if saved is None else tuple(saved), made_first)
     return _run(stack, tuple(weights), shared, x)
 
 
@@ -65,7 +71,8 @@ class _Kept:
     """A pull-back (`jax.vjp`) without those of its arrays that are at hand again when it is needed."""
 
     leaves: tuple[jax.Array, ...]
-    tree: jax.tree_util.PyTreeDef
+    tree: Any
+    """The pull-back's own structure."""
     places: tuple[int | None, ...]
     """Of each array of the pull-back: its place among those at hand; None: it is the next of `leaves`."""
 
@@ -88,6 +95,7 @@ class _Stack:
     parts: tuple[Part, ...]
     dtype: DTypeLike
     saved: tuple[str, ...] | None
+    made_first: Policy
 
     def gather(self, stored: Any, index: int | jax.Array) -> Any:
         return gathered(_at(stored, index), self.dtype)
@@ -117,7 +125,7 @@ class _Stack:
         """
         if self.saved == ():
             (part,), (own,) = self.parts, weights
-            run = jax.checkpoint(lambda own, x: part(own, x, shared), policy=_is_expensive, prevent_cse=False)
+            run = jax.checkpoint(lambda own, x: part(own, x, shared), policy=self.made_first, prevent_cse=False)
             _, pull_back = jax.vjp(run, own, kept)
             pull_back, meanwhile = jax.lax.optimization_barrier((pull_back, meanwhile))
             d_own, dx = pull_back(dx)
@@ -140,17 +148,6 @@ class _Stack:
 def _at(stacked: Any, index: int | jax.Array) -> Any:
     """By number: a slice such as `stacked[1:]` would copy what is saved of all layers."""
     return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, index, keepdims=False), stacked)
-
-
-_ELEMENTWISE = frozenset({
-    "add", "broadcast_in_dim", "concatenate", "convert_element_type", "copy", "div", "exp", "expand_dims", "integer_pow",
-    "logistic", "max", "mul", "neg", "reshape", "rsqrt", "slice", "split", "square", "squeeze", "sub", "tanh", "transpose",
-})  # fmt: skip
-
-
-def _is_expensive(primitive: Any, *_: Any, **__: Any) -> bool:
-    """What crosses the barrier between the phases: all else is fused into what uses it, as without a barrier."""
-    return primitive.name not in _ELEMENTWISE
 
 
 def _last(stored: Any) -> int:

@@ -17,6 +17,7 @@ from llamajax.parallel.stack import run_layers
 from llamajax.parallel.zero import weight
 
 B, T, D = 8, 4, 8
+NAMED = jax.checkpoint_policies.save_any_names_but_these()
 SAVED = [None, (), ("projected",)]
 
 
@@ -42,7 +43,8 @@ def second_part(matrix: Matrix, x: jax.Array, shared: jax.Array) -> jax.Array:
 
 def layers(num_layers: int) -> tuple[Matrix, Matrix]:
     first, second = jax.random.split(jax.random.key(0))
-    return tuple(jax.vmap(Matrix)(jax.random.split(key, num_layers)) for key in (first, second))
+    make = jax.vmap(Matrix)
+    return make(jax.random.split(first, num_layers)), make(jax.random.split(second, num_layers))
 
 
 def plain(weights: tuple[Matrix, Matrix], x: jax.Array, shared: jax.Array, _: object) -> jax.Array:
@@ -53,7 +55,7 @@ def plain(weights: tuple[Matrix, Matrix], x: jax.Array, shared: jax.Array, _: ob
 
 
 def prefetching(weights: tuple[Matrix, Matrix], x: jax.Array, shared: jax.Array, saved: tuple[str, ...] | None) -> jax.Array:
-    return run_prefetching(weights, (first_part, second_part), x, shared, dtype="float32", saved=saved)
+    return run_prefetching(weights, (first_part, second_part), x, shared, dtype="float32", saved=saved, made_first=NAMED)
 
 
 def value_and_gradients(run, weights, x, shared, saved):
