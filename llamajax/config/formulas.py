@@ -198,7 +198,9 @@ def least_wire_bytes(config: Config, mesh: Mapping[str, int]) -> float:
     if model.num_kv_heads > config.model.num_kv_heads:
         heads = 2 * (model.num_heads + model.num_kv_heads)
         exchanged = width * model.num_layers * model.embed_dim * heads * model.head_dim / (shards * mesh["tensor"])
-    passes = 2 if model.remat == "none" else 3
+    # Prefetched layers turn round at the last, whose weights serve both passes.
+    prefetched = 3 - 1 / model.num_layers
+    passes = 2 if _keeps_weights(config) else prefetched if config.parallel.stack == "prefetch" else 3
     return (
         (passes * (weights - ends) + 2 * ends) * train.grad_accum_steps * (shards - 1) / shards
         + passes * exchanged * train.grad_accum_steps * (mesh["tensor"] - 1) / mesh["tensor"]

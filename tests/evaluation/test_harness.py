@@ -302,7 +302,7 @@ def test_own_tasks_end_to_end(model_dir, tasks_dir, tmp_path, capsys):
         ({"include_path": "nowhere"}, ConfigError, "include_path: nowhere is no directory"),
         ({"seq_len": 256}, ConfigError, "seq_len: 256 is above the model's max_seq_len=128"),
         ({"tasks": "write", "seq_len": 4}, ConfigError, "seq_len: 4 leaves no room before the 4 tokens that a task writes"),
-        ({"mesh": MeshConfig(tensor=8)}, ConfigError, "model.num_kv_heads: 4 must be divisible by mesh.tensor=8"),
+        ({"mesh": MeshConfig(tensor=6)}, ConfigError, "does not divide the 8 devices"),
     ],
 )
 def test_what_cannot_be_evaluated_is_one_line(changes, error, message, model_dir, tasks_dir, monkeypatch):

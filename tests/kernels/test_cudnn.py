@@ -124,6 +124,7 @@ def test_missing_cudnn_is_told_in_one_line(monkeypatch):
 @pytest.mark.parametrize(("window", "kv_heads"), [(None, 8), (512, 2)])
 def test_the_step_has_one_kernel_forward_and_one_backward(window, kv_heads):
     shape = {"model.sliding_window": window, "model.num_kv_heads": kv_heads}
+    shape |= {"parallel.stack": "scan"}  # which takes no layer out of its loop
     config = CONFIG.changed(shape | {"model.attend_across_documents": True, "model.remat": "save_attention"})
     fused = compile_for(config.changed({"mesh": MeshConfig(tensor=2)}))
     calls = re.findall(r'custom_call_target="(__cudnn\$\w+)"', fused.hlo)
