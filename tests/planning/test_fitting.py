@@ -50,13 +50,21 @@ def test_what_is_enough_alone_comes_first_and_in_no_pair():
         assert not expected_to_fit(LLAMA_8B.changed({key: value}))
 
 
-@pytest.mark.parametrize("fused", [True, False])
-def test_recomputation_has_its_price(fused):
+@pytest.mark.parametrize(
+    ("stack", "fused", "prices"),
+    [
+        ("scan", False, 5),
+        ("scan", True, 4),  # a kernel's results are kept by `full` too
+        ("prefetch", False, 4),  # what attention gives the MLP is kept, so that no output projection is left to repeat
+        ("prefetch", True, 5),  # and `full` keeps it not
+    ],
+)
+def test_recomputation_has_its_price(stack, fused, prices):
     policies = ("none", "save_attention_qkv_mlp", "save_attention_qkv", "save_attention", "full")
-    base = LLAMA_8B.changed({"model.attend_across_documents": fused})
+    base = LLAMA_8B.changed({"model.attend_across_documents": fused, "parallel.stack": stack})
     flops = [planned_flops(base.changed({"model.remat": policy})).total for policy in policies]
     assert flops == sorted(flops)
-    assert len(set(flops)) == (4 if fused else 5)
+    assert len(set(flops)) == prices
     # Seven products of queries with keys or of weights with values, where the formula counts six causal ones.
     tokens, weights = 128 * 8192, 6 * num_matmul_params(LLAMA_8B.model)
     attention = flops_per_token(LLAMA_8B.model, 8192, full_attention=not fused) - weights
