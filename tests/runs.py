@@ -59,11 +59,10 @@ def free_address() -> str:
 
 
 def start(config: pathlib.Path, *overrides: str, directory: pathlib.Path | None = None) -> subprocess.Popen[str]:
-    """The command, running, in another working `directory` if that is given."""
-    pipe, env = subprocess.PIPE, environment(config.parent) | {"PYTHONPATH": str(ROOT)}
-    return subprocess.Popen(
-        command(config, *overrides), stdout=pipe, stderr=subprocess.STDOUT, text=True, env=env, cwd=directory
-    )
+    """The command, running, in another working `directory` if that is given; a step that was compiled before is loaded."""
+    env = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+    told = command(config, f"--xla.compilation_cache={config.parent / 'programs'}", *overrides)
+    return subprocess.Popen(told, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env, cwd=directory)
 
 
 def finish(process: subprocess.Popen[str], expected_code: int = 0) -> str:

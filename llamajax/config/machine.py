@@ -40,6 +40,10 @@ class XlaConfig(Section):
     """Costs of the step's instructions, for the scheduler that hides communication: a file, or `auto` for what the cost
     model of `llamajax.plan` tells of the GPUs in `hardware`, where that makes the step faster; it takes two compilations
     more when a program is first trained. null: XLA's own guesses, as with `auto` where no GPU is named, or only one."""
+    compilation_cache: str | None = "auto"
+    """Where compiled programs are kept, so that a second start loads what the first compiled: a directory that nobody else
+    may write to, shared by all processes; `auto` for `~/.cache/llamajax/compiled` (or in XDG_CACHE_HOME), on GPUs only.
+    null: nowhere. 4 GiB at most; what was not used for longest goes first."""
     flags: tuple[str, ...] = ()
     """More XLA options, `name=value` each, over those that llamajax sets; for example
     [xla_gpu_enable_while_loop_double_buffering=true]. Lists are written as YAML. Plans leave `xla_dump_*` out."""
@@ -47,6 +51,8 @@ class XlaConfig(Section):
     def broken_rules(self) -> Iterator[str]:
         if self.latency_profile == "":
             yield "latency_profile: must not be empty; name a file, auto, or null for none"
+        if self.compilation_cache == "":
+            yield "compilation_cache: must not be empty; name a directory, auto, or null for none"
         for flag in self.flags:
             if not flag.startswith("xla_") or "=" not in flag or flag.endswith("="):
                 yield f"flags: {flag!r} must be written xla_NAME=VALUE, without dashes in front"

@@ -163,6 +163,8 @@ class Config(Settings):
         if self.metrics.wandb and importlib.util.find_spec("wandb") is None:
             problems.append("metrics.wandb: wandb is not installed; run pip install 'llamajax[wandb]', or turn it off")
         folders = {"run_dir": self.run_dir, "data.cache_dir": self.data.cache_dir}
+        if self.xla.compilation_cache not in (None, "auto"):
+            folders["xla.compilation_cache"] = self.xla.compilation_cache
         files = {
             f"data.sources.{i}.paths.{j}": path
             for i, source in enumerate(self.data.sources)

@@ -14,7 +14,7 @@ from llamajax.config.evaluate import EvaluateConfig
 from llamajax.config.model import ModelConfig
 from llamajax.errors import ConfigError, EnvironmentMismatchError
 from llamajax.evaluation.document_loss import evaluate_documents
-from llamajax.parallel import mesh, startup
+from llamajax.parallel import compilation_cache, mesh, startup
 from llamajax.parallel.exit import end_process, exit_code
 from llamajax.watch import console
 from llamajax.weights.opening import open_pretrained
@@ -29,6 +29,7 @@ def run(config: EvaluateConfig) -> dict[str, Any]:
     if config.tasks is not None and importlib.util.find_spec("lm_eval") is None:
         raise EnvironmentMismatchError("tasks: lm-eval is not installed; run pip install 'llamajax[eval]'")
     startup.connect(config.mesh, config.distributed)
+    compilation_cache.start("auto", console.say)
     pretrained = open_pretrained(Path(config.model))
     model_config = choose_types(config, pretrained.config)
     jax.set_mesh(mesh.make_mesh(config.mesh))

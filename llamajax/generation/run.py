@@ -21,7 +21,7 @@ from llamajax.errors import ConfigError
 from llamajax.generation.completion import Completer, Completion, Piece, Stats, check_prompts
 from llamajax.generation.prompts import Prompt, find_ends, read_prompts
 from llamajax.generation.sampling import Sampling
-from llamajax.parallel import mesh, startup
+from llamajax.parallel import compilation_cache, mesh, startup
 from llamajax.parallel.exit import end_process, exit_code
 from llamajax.watch import console
 from llamajax.watch.console import say
@@ -44,6 +44,7 @@ def run(config: GenerateConfig) -> None:
         prompts = [prompt.in_chat(config.system) for prompt in prompts]
 
     startup.connect(config.mesh, config.distributed)
+    compilation_cache.start("auto", say)
     pretrained = open_pretrained(Path(config.model))
     say(f"model      {pretrained.about}")
     tokenizer = pretrained.tokenizer()

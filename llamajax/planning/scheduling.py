@@ -5,14 +5,19 @@ Plans and training decide alike.
 
 import functools
 import math
+import os
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import jax
+import jaxlib.version
 
 from llamajax import disk
 from llamajax.config.run import Config
 from llamajax.data import cache
 from llamajax.errors import EnvironmentMismatchError
+from llamajax.parallel import compilation_cache
 from llamajax.parallel.allowance import MEMORY_FRACTION, told_fraction
 from llamajax.parallel.processes import everyones
 from llamajax.planning.cost.gpu import planned_machine
@@ -27,7 +32,28 @@ def latency_source(config: Config, num_devices: int) -> str | None:
     return None if source == "auto" and (config.hardware.gpu == "none" or num_devices == 1) else source
 
 
-def compile_here(config: Config, lowered: jax.stages.Lowered) -> jax.stages.Compiled:
+@dataclass(frozen=True, kw_only=True)
+class Compilation:
+    """Training's step, compiled for the devices of this run, or loaded."""
+
+    step: jax.stages.Compiled
+    options: dict[str, Option]
+    """What the compiler was told."""
+    from_cache: bool
+    """Whether jax had it from an earlier compilation."""
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What decides how the program came out, for the run's log."""
+        return {
+            "jaxlib": jaxlib.version.__version__,
+            "device_kind": jax.devices()[0].device_kind,
+            "options": self.options,
+            "xla_flags": os.environ.get("XLA_FLAGS", ""),
+        }
+
+
+def compile_here(config: Config, lowered: jax.stages.Lowered) -> Compilation:
     """Compiles training's step for the devices of the current mesh; all processes call this together.
 
     Args:
@@ -38,7 +64,9 @@ def compile_here(config: Config, lowered: jax.stages.Lowered) -> jax.stages.Comp
         ConfigError: `config.xla` says what this jaxlib does not know; see `gpu_options` too.
     """
     options = gpu_options(config, lowered) if jax.default_backend() == "gpu" else {}
-    return compile_with(lowered, options)
+    with compilation_cache.loaded() as loaded:
+        step = compile_with(lowered, options)
+    return Compilation(step=step, options=options, from_cache=bool(loaded))
 
 
 def gpu_options(config: Config, lowered: jax.stages.Lowered) -> dict[str, Option]:

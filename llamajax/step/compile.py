@@ -6,6 +6,7 @@ know is then an error to explain, where XLA_FLAGS would abort the process.
 
 import os
 import re
+from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
@@ -56,6 +57,12 @@ def compiler_options(config: Config, num_devices: int, *, latencies: str | None 
     if latencies is not None:
         options["xla_gpu_pgle_profile_file_or_directory_path"] = latencies
     return options | dict(map(_parse, config.xla.flags))
+
+
+def told(options: Mapping[str, Option], device_kind: str) -> str:
+    """The options in one line, each as `config.xla.flags` takes it, and for which jaxlib and devices they are."""
+    written = [f"{name}={str(value).lower() if isinstance(value, bool) else value}" for name, value in options.items()]
+    return f"jaxlib {jaxlib.version.__version__}, {device_kind}: {' '.join(written) or 'none'}"
 
 
 def check_flags(config: Config) -> None:

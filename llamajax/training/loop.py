@@ -3,14 +3,13 @@
 from collections.abc import Mapping
 from typing import Any
 
-import jax
-
 from llamajax import data
 from llamajax.checkpoint.write import Checkpointer
 from llamajax.config.run import Config
 from llamajax.data.loader import Loader
 from llamajax.errors import DivergedError
 from llamajax.evaluation.held_out import evaluate
+from llamajax.planning.scheduling import Compilation
 from llamajax.step.state import TrainState
 from llamajax.training.stop import StopSignal
 from llamajax.watch import console, metrics, run_log
@@ -21,7 +20,7 @@ def train(
     config: Config,
     state: TrainState,
     start_step: int,
-    compiled_step: jax.stages.Compiled,
+    compilation: Compilation,
     dataset: data.Dataset,
     meta: dict[str, Any],
     files: Mapping[str, bytes],
@@ -34,7 +33,7 @@ def train(
         config: the run.
         state: after `start_step` steps.
         start_step: steps that are done.
-        compiled_step: `train_step` of the run.
+        compilation: `train_step` of the run.
         dataset: what it trains on.
         meta: what its checkpoints say about themselves.
         files: name and content of what is kept with them.
@@ -52,6 +51,7 @@ def train(
         Loader(dataset, config, start_step) as loader,
         trace(config, start_step) as trace_before,
     ):
+        writer.event("compile", from_cache=compilation.from_cache, **compilation.facts)
         writer.event("data", fingerprint=dataset.fingerprint, epochs=dataset.epochs(config.train.num_rows))
 
         def check(record: run_log.Record | None) -> None:
@@ -85,7 +85,7 @@ def train(
         while step < num_steps and not stop.requested():
             trace_before(step + 1, state)
             _, batch = next(loader)
-            state, values = compiled_step(state, batch)
+            state, values = compilation.step(state, batch)
             step += 1
             check(writer.write(step, values, data_wait_s=loader.wait_s))
             if due(config.checkpoint.save_every) or checkpointer.retry_due(step):

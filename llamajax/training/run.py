@@ -1,5 +1,6 @@
 """The whole story of a training run: read `run` from top to bottom."""
 
+import os
 import time
 from pathlib import Path
 
@@ -12,11 +13,11 @@ from llamajax.checkpoint.write import Checkpointer
 from llamajax.config.file import write_config
 from llamajax.config.run import Config
 from llamajax.generation.completion import encode_prompt, stream_text
-from llamajax.parallel import startup
+from llamajax.parallel import compilation_cache, startup
 from llamajax.parallel.exit import end_process, exit_code
 from llamajax.parallel.processes import check_same_everywhere, everyones
 from llamajax.planning.scheduling import compile_here
-from llamajax.step.compile import lower
+from llamajax.step.compile import lower, told
 from llamajax.step.forms import with_forms
 from llamajax.step.state import abstract_state, init_state
 from llamajax.training.loop import train
@@ -40,16 +41,21 @@ def run(config: Config, *, dry_run: bool = False) -> None:
         abstract = abstract_state(config)
         console.print_header(config, abstract.model)
         in_forms, forms = with_forms(config, jax.sharding.get_mesh().shape)
-        for setting, told in forms.items():
-            console.log(f"{setting:10} {told}")
+        for setting, form in forms.items():
+            console.log(f"{setting:10} {form}")
         run_dir = Path(config.run_dir).expanduser()
         pretrained = None
         if config.init_from is not None and everyones(latest_step(run_dir))[0] is None:
             pretrained = open_pretrained(Path(config.init_from))
             pretrained.check(config.model)
         started = time.monotonic()
-        compiled_step = compile_here(in_forms, lower(in_forms, abstract))
-        console.log(f"compile    {time.monotonic() - started:.1f} s; {console.memory_summary(compiled_step)}")
+        same = (str(run_dir.absolute()), os.path.expanduser(config.data.cache_dir), os.environ.get("XLA_FLAGS"))
+        compilation_cache.start(config.xla.compilation_cache, say, run=repr(same))
+        compilation = compile_here(in_forms, lower(in_forms, abstract))
+        console.log(f"options    {told(compilation.options, jax.devices()[0].device_kind)}")
+        programs = jax.config.values["jax_compilation_cache_dir"]
+        came = f", loaded from {programs}" if compilation.from_cache else ""
+        console.log(f"compile    {time.monotonic() - started:.1f} s{came}; {console.memory_summary(compilation.step)}")
         if dry_run:
             return
 
@@ -78,7 +84,7 @@ def run(config: Config, *, dry_run: bool = False) -> None:
                 state, start_step = init_state(config, model), 0
             everyones("ready")  # the first collective of devices waits for half a minute only
             files = {**origin.files, **dataset.files}
-            state, stopped = train(config, state, start_step, compiled_step, dataset, meta, files, checkpointer, stop)
+            state, stopped = train(config, state, start_step, compilation, dataset, meta, files, checkpointer, stop)
             if not stopped and config.sample.prompt is not None:
                 pieces = stream_text(
                     state.model,

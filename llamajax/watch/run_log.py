@@ -4,7 +4,7 @@
 evaluation (`eval/*`). A line starts with its `step`, the number of finished optimizer steps, and its `time` (seconds since
 1970). Floats are written so that they read back bit for bit; JSON has no other numbers, so the rest are the strings
 "NaN", "Infinity" and "-Infinity" (protobuf's JSON mapping does the same). `events.jsonl` holds what happened: every start,
-save (begun) and stop; it only ever grows.
+compilation (with its XLA options), save (begun) and stop; it only ever grows.
 """
 
 import json
@@ -137,7 +137,8 @@ class RunLog:
     series: dict[str, tuple[np.ndarray, np.ndarray]]
     """Metric name to its steps (int64, rising) and values (float64)."""
     events: list[Record]
-    """In order; each has `time`, `step` and `event`, one of `start`, `save` (begun) and `stop`."""
+    """In order; each has `time`, `step` and `event`, one of `start`, `compile` (with the
+    final XLA options), `data`, `save` (begun) and `stop`."""
     damaged: tuple[str, ...]
     """The places of lines that are no records and are left out, `metrics.jsonl:7`."""
 

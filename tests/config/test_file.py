@@ -64,7 +64,7 @@ EVERYTHING = Config(
         gpu="h200", nodes=3, gpus_per_node=4, gpu_bandwidth=1e9, node_bandwidth=2.5, price_per_gpu_hour=0.1,
         token_budget=1e12,
     ),
-    xla=XlaConfig(latency_profile="costs.pbtxt", flags=("xla_a=true", "xla_b=1e3")),
+    xla=XlaConfig(latency_profile="costs.pbtxt", compilation_cache="~/programs", flags=("xla_a=true", "xla_b=1e3")),
     profile=ProfileConfig(start_step=1, num_steps=2),
     sample=SampleConfig(prompt="Once: upon # a time ", max_tokens=3, temperature=0.0),
 )  # fmt: skip
@@ -168,6 +168,7 @@ EDITS = [
     ("kind: stdlib", "kind: text\n      paths:\n        - '*.yaml'\n        - no/**/*.txt", "15: data.sources.0.paths.1: "),
     ("kind: stdlib", "{kind: text, paths: [.]}", "12: data.sources.0.paths.0: no file matches .;"),
     ("runs/tiny", "my.yaml", "1: run_dir: my.yaml is not a directory; choose another"),
+    ("", "xla: {compilation_cache: my.yaml}\n", "19: xla.compilation_cache: my.yaml is not a directory; choose another"),
     ("runs/tiny", "~nobody-of-that-name/run", "1: run_dir: ~nobody-of-that-name/run is in no known home directory;"),
     # Text that is not the YAML of a configuration.
     ("", "run_dir: b\n", "19: duplicate key 'run_dir', also at my.yaml:1; keep one"),

@@ -15,7 +15,7 @@ from llamajax.planning import judge, scheduling
 from llamajax.planning.latencies import read_latencies
 from llamajax.planning.scheduling import gpu_options, latency_source
 from llamajax.planning.xla.compile import planned_mesh
-from llamajax.step.compile import Option, lower
+from llamajax.step.compile import Option, compiler_options, lower
 from llamajax.step.state import abstract_state
 from tests.planning.profiles import CONFIG, COSTS, TEXT, binary, costs
 
@@ -59,6 +59,17 @@ def test_training_uses_the_file_that_the_plan_reads(tmp_path, lowered):
     file.write_text("garbage")
     with pytest.raises(ConfigError, match="holds no latencies"):
         gpu_options(config, made)
+
+
+def test_the_final_options_are_kept_with_what_was_compiled(tmp_path, lowered, monkeypatch):
+    flag = "xla_gpu_memory_limit_slop_factor"
+    config = with_xla(tmp_path, latency_profile=None, flags=(f"{flag}=90",))
+    assert scheduling.compile_here(config, lowered[0]).options == {}  # the CPU takes none
+    monkeypatch.setattr(scheduling.jax, "default_backend", lambda: "gpu")
+    compilation = scheduling.compile_here(config, lowered[0])
+    assert compilation.options == compiler_options(config, 8)
+    assert compilation.facts["options"][flag] == "90"
+    assert not compilation.from_cache
 
 
 def test_processes_with_different_files_do_not_start(tmp_path, lowered, monkeypatch):

@@ -3,13 +3,14 @@
 import dataclasses
 
 import jax
+import jaxlib.version
 import pytest
 
 from llamajax.config.formulas import layer_matrix_bytes
 from llamajax.config.machine import XlaConfig
 from llamajax.config.parallel import PLAIN, MeshConfig
 from llamajax.errors import ConfigError
-from llamajax.step.compile import compile_with, compiler_options
+from llamajax.step.compile import compile_with, compiler_options, told
 from tests.tiny import tiny_config
 
 
@@ -52,6 +53,18 @@ def test_what_this_jaxlib_does_not_know_is_told_in_one_line(flag, message):
     assert message in str(caught.value)
     assert str(caught.value).startswith("xla.flags: ")
     assert "\n" not in str(caught.value)
+
+
+def test_what_is_told_can_be_given_as_flags():
+    """Every option as it was, whatever its type, after the jaxlib and the devices that it is for."""
+    parallel = dataclasses.replace(PLAIN, stack="prefetch")
+    options = compiler_options(tiny_config(parallel=parallel), 8) | {"xla_a": "LHS=1", "xla_b": False}
+    line = told(options, "NVIDIA H100 80GB HBM3")
+    start = f"jaxlib {jaxlib.version.__version__}, NVIDIA H100 80GB HBM3: "
+    assert line.startswith(f"{start}xla_")
+    flags = line.removeprefix(start).split(" ")
+    assert compiler_options(with_flags(*flags), 1) == options
+    assert told({}, "cpu") == f"jaxlib {jaxlib.version.__version__}, cpu: none"
 
 
 @pytest.mark.parametrize("flag", ["--xla_a=1", "xla_a", "xla_a=", "a=1"])

@@ -9,6 +9,7 @@ import shutil
 import signal
 import threading
 
+import jaxlib.version
 import pytest
 
 from llamajax.checkpoint.write import Checkpointer
@@ -35,6 +36,11 @@ def test_a_run_leaves_all_that_it_promises(finished):
     records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     assert [record["step"] for record in records if "eval/bits_per_byte" in record] == [2, 4]
     assert {"train/loss", "train/grad_norm", "perf/mfu", "perf/mfu_full_attention", "perf/data_wait_s"} < records[0].keys()
+    events = [json.loads(line) for line in (run_dir / "events.jsonl").read_text().splitlines()]
+    (compilation,) = (event for event in events if event["event"] == "compile")
+    assert compilation["jaxlib"] == jaxlib.version.__version__
+    assert (compilation["device_kind"], compilation["options"], compilation["from_cache"]) == ("cpu", {}, False)
+    assert compilation["xla_flags"] == os.environ["XLA_FLAGS"]
     assert list((run_dir / "profile").rglob("*.trace.json.gz"))
     assert list((run_dir / "tensorboard").glob("events*"))
 

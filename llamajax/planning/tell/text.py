@@ -12,6 +12,7 @@ from llamajax.config.run import Config
 from llamajax.parallel.allowance import VARIABLE
 from llamajax.planning.plan import Plan, Schedule
 from llamajax.planning.scopes import MEMORY_KINDS
+from llamajax.step import compile as compiler
 from llamajax.units import format_bytes, format_count
 from llamajax.watch import console
 from llamajax.watch.console import log
@@ -27,6 +28,7 @@ def print_plan(plan: Plan, told: Figures) -> None:
     log(f"           {DISCLAIMER}")
     _print_run(plan.config, told)
     count = told["num_compilations"]
+    log(f"options    {compiler.told(told['options'], planned_gpu(plan.config.hardware).name)}")
     log(f"compile    {count} compilation{'s' if count > 1 else ''}, {told['compile_s']:.1f} s, jax {told['jax_version']}")
     _print_memory(plan.chosen)
     _print_time(told)

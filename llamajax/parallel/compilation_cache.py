@@ -1,0 +1,158 @@
+"""Compiled programs, kept on disk by jax: what was compiled once is loaded when it is started again.
+
+Who can write such a program runs code in the process that loads it, so the folder is the user's alone. Processes of one run
+load a program together or compile it together: those that compile share out the trials of kernels and wait for each other's,
+for hours if one has nothing to try. So they see the same folder, which is of their run alone; only the first one writes.
+"""
+
+import contextlib
+import hashlib
+import os
+import re
+import secrets
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import jax
+
+from llamajax.parallel.processes import everyones, rank
+
+MOST_BYTES = 4 * 2**30
+"""Of all programs together; what was not used for longest goes first."""
+_SEEN_S = 5  # in which what the first process writes must be seen by the others
+_NOT_SHARED = (
+    "is not what process 0 sees: name a folder that all share, and give all the same run_dir, data.cache_dir, XLA_FLAGS"
+    " and drivers"
+)
+_HIT = "/jax/compilation_cache/cache_hits"
+_UNUSABLE = re.compile(r"Error (reading|writing) persistent compilation cache entry for '(\w+)': (.*)", re.DOTALL)
+
+
+def start(place: str | None, say: Callable[[str], object], *, run: str | None = None) -> None:
+    """Has jax keep and load compiled programs; before the first is compiled, and all processes call this together.
+
+    Leaves jax alone where the environment names a cache already (JAX_COMPILATION_CACHE_DIR). A folder that is not safe or
+    cannot be used costs a line, and time.
+
+    Args:
+        place: `xla.compilation_cache`: a directory; `auto` for the user's own, on GPUs; None to keep nothing.
+        say: takes a line when programs cannot be kept.
+        run: tells the run from all others, alike in its processes; without it, several processes keep nothing.
+    """
+    several = len(everyones(None)) > 1
+    on_cpu = place == "auto" and jax.default_backend() == "cpu"  # which refuses its own programs, or crashes on them
+    if place is None or on_cpu or jax.config.values["jax_compilation_cache_dir"] or (several and run is None):
+        return
+    root = folder = users_folder() if place == "auto" else Path(place).expanduser().absolute()
+    obstacle = make_private(root)
+    if several and obstacle is None:
+        of_run = f"{run} {jax.devices()[0].client.platform_version}"  # jax keeps programs by drivers and libraries, too
+        folder = root / hashlib.sha256(of_run.encode()).hexdigest()[:16]
+        obstacle = make_private(folder)
+    if rank() == 0 and obstacle is None:
+        with contextlib.suppress(OSError):
+            for path in folder.rglob("*") if several else ():
+                path.touch()  # others that remove what is old leave it
+        prune(root, MOST_BYTES)
+    obstacles = everyones(obstacle)
+    if several and not any(obstacles):
+        obstacles = everyones(None if _is_shared(folder) else _NOT_SHARED)
+    for process, found in enumerate(obstacles):
+        if found is not None:
+            of = f" (process {process})" if process else ""
+            say(f"xla.compilation_cache: {folder}{of} {found}; every start compiles")
+            return
+    _tell_shortly(folder, say)
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+
+
+def users_folder() -> Path:
+    """Where programs are kept unless another place is named: in the user's cache (XDG_CACHE_HOME, or ~/.cache)."""
+    cache = os.environ.get("XDG_CACHE_HOME", "")
+    return Path(cache if os.path.isabs(cache) else os.path.expanduser("~/.cache")) / "llamajax" / "compiled"
+
+
+def make_private(folder: Path) -> str | None:
+    """Makes the folder, with those above it, for this user alone; what keeps it from being trusted, if anything does."""
+    if "~" in folder.parts:
+        return "is in no known home directory; write the path out, or set XDG_CACHE_HOME"
+    try:
+        for path in (*reversed(folder.parents), folder):
+            if not path.exists():
+                path.mkdir(mode=0o700, exist_ok=True)
+        status = folder.stat()
+    except OSError as error:
+        return f"cannot be made or read: {error.strerror}"
+    if status.st_uid != os.geteuid():
+        return "belongs to another user, whose programs are not run; name one of your own"
+    if status.st_mode & 0o022:
+        return "can be written by others, whose programs are not run; chmod 700 it, once nothing is in it"
+    return None
+
+
+def prune(folder: Path, most_bytes: int) -> None:
+    """Removes the files that were not used for longest, until the rest is no larger."""
+    files = []
+    for path in folder.rglob("*"):
+        with contextlib.suppress(OSError):  # another run has removed it
+            status = path.stat()
+            if path.is_file():
+                files.append((max(status.st_atime, status.st_mtime), status.st_size, path))
+    total = 0
+    for _, size, path in sorted(files, reverse=True):
+        total += size
+        if total > most_bytes:
+            with contextlib.suppress(OSError):
+                path.unlink()
+
+
+def _is_shared(folder: Path) -> bool:
+    """Whether this process sees what the first one writes into the folder."""
+    token = folder / f"{secrets.token_hex(8)}.seen"
+    if rank() == 0:
+        with contextlib.suppress(OSError):
+            token.touch()
+    name, deadline = everyones(token.name)[0], time.monotonic() + _SEEN_S
+    while not (seen := (folder / name).exists()) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    everyones("looked")
+    if rank() == 0:
+        token.unlink(missing_ok=True)
+    return seen
+
+
+def _tell_shortly(folder: Path, say: Callable[[str], object]) -> None:
+    """From here on a program that cannot be read or written costs a line, and is removed, as jax writes over none."""
+    show = warnings.showwarning
+
+    def show_warning(message: Warning | str, *args: object, **kwargs: object) -> None:
+        found = _UNUSABLE.match(str(message))
+        if found is None:
+            show(message, *args, **kwargs)  # pyright: ignore[reportArgumentType]
+            return
+        doing, program, reason = found.groups()
+        say(f"{folder}: {program}: {doing} failed: {(reason.splitlines() or [''])[0]}; it is compiled")
+        for path in folder.glob(f"{program}-*") if rank() == 0 else ():
+            with contextlib.suppress(OSError):
+                path.unlink()
+
+    warnings.filterwarnings("always", message=_UNUSABLE.pattern)
+    warnings.showwarning = show_warning
+
+
+@contextlib.contextmanager
+def loaded() -> Iterator[list[str]]:
+    """Fills the list with an event for every program that is loaded and not compiled while the block runs."""
+    events: list[str] = []
+
+    def listen(event: str, **_: str | int) -> None:
+        if event == _HIT:
+            events.append(event)
+
+    jax.monitoring.register_event_listener(listen)
+    try:
+        yield events
+    finally:
+        jax.monitoring.unregister_event_listener(listen)
