@@ -12,7 +12,8 @@ from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from llamajax.model import Llama
 from llamajax.parallel.sharding import spec
-from llamajax.parallel.vocabulary import split_softmax, whole_rows
+from llamajax.parallel.vocabulary import row_ids, split_softmax
+from llamajax.parallel.zero import gathered
 from llamajax.step.batch import IGNORE
 from llamajax.step.loss import MAX_CHUNK_LOGITS
 
@@ -43,25 +44,25 @@ def score(
     Returns:
         The sum of the logarithms of the targets' probabilities, and whether all are likeliest; both on every device.
     """
-    weight = model.output_weight()[...]
     hidden = jax.reshard(model.hidden(tokens), spec("batch", "seq", None))
+    head = gathered(model.output_weight(), hidden.dtype)[...]
     targets = jax.reshard(targets, spec("batch", "seq"))
     token_spec = spec("batch", "seq")
     logprobs, greedy = jax.shard_map(
-        partial(_score_on_device, table=jax.typeof(weight)),
-        in_specs=(spec("batch", "seq", None), jax.typeof(weight).sharding.spec, token_spec),
+        partial(_score_on_device, vocab_size=model.config.vocab_size),
+        in_specs=(spec("batch", "seq", None), jax.typeof(head).sharding.spec, token_spec),
         out_specs=(token_spec, token_spec),
-    )(hidden, weight, targets)
+    )(hidden, head, targets)
     counted = targets != IGNORE
     sums = jnp.sum(jnp.where(counted, logprobs, 0.0), axis=1), jnp.all(~counted | greedy, axis=1)
     return jax.reshard(sums, P(None))
 
 
 def _score_on_device(
-    hidden: Float[Array, "b t D"], weight: Float[Array, "v d"], targets: Int32[Array, "b t"], *, table: jax.ShapeDtypeStruct
+    hidden: Float[Array, "b t D"], head: Float[Array, "v D"], targets: Int32[Array, "b t"], *, vocab_size: int
 ) -> tuple[Float32[Array, "b t"], Bool[Array, "b t"]]:
     """One device's part of `score`."""
-    head, vocab_ids = whole_rows(weight, table, hidden.dtype)
+    vocab_ids = row_ids(head, vocab_size)
 
     def score_token(token: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         x, target = token  # [D], []

@@ -23,8 +23,8 @@ from llamajax.parallel.sequence import laid_out
 from llamajax.parallel.sharding import ONE_DEVICE, spec
 from llamajax.parallel.stack import run_layers
 from llamajax.parallel.tensor import is_shared
-from llamajax.parallel.vocabulary import logits, look_up, stored_dims
-from llamajax.parallel.zero import weight
+from llamajax.parallel.vocabulary import logits, look_up, table
+from llamajax.parallel.zero import gathered
 
 Tokens = Int32[Array, "B T"]
 """Of each row's tokens: their ids, or the ids of their documents, or their positions."""
@@ -93,12 +93,11 @@ class Llama(nnx.Module):
         V, D, dtype = config.vocab_size, config.embed_dim, config.param_dtype
         embedding_key, layers_key, head_key = jax.random.split(key, 3)
         self.config = config
-        table = partial(weight, (V, D), dtype, stored=stored_dims(V), compute=None)
-        self.embedding = table(init=normal(embedding_key, config.init_std))
+        self.embedding = table(V, D, dtype, normal(embedding_key, config.init_std))
         # One Layer whose parameters have a leading dim L, for scan: compile time does not grow with depth.
         self.layers = jax.vmap(partial(Layer, config))(jax.random.split(layers_key, config.num_layers))
         self.final_norm = RMSNorm(D, config)
-        self.head = None if config.tie_embeddings else table(init=normal(head_key, config.init_std))
+        self.head = None if config.tie_embeddings else table(V, D, dtype, normal(head_key, config.init_std))
 
     def __call__(
         self, tokens: Tokens, segment_ids: Tokens | None = None, positions: Tokens | None = None
@@ -106,7 +105,7 @@ class Llama(nnx.Module):
         """Logits; arguments as for `hidden`."""
         x = self.hidden(tokens, segment_ids, positions)
         with jax.named_scope("head"):
-            return logits(jax.reshard(x, spec("batch", "seq", None)), self.output_weight()[...])
+            return self._logits(jax.reshard(x, spec("batch", "seq", None)))
 
     def hidden(
         self,
@@ -214,14 +213,17 @@ class Llama(nnx.Module):
 
     def _embed(self, tokens: Tokens) -> Float[Array, "B T D"]:
         with jax.named_scope("embed"):
-            return look_up(self.embedding[...], tokens, self.config.compute_dtype)
+            return look_up(gathered(self.embedding, self.config.compute_dtype)[...], tokens)
+
+    def _logits(self, x: Float[Array, "*B D"]) -> Float32[Array, "*B V"]:
+        return logits(x, gathered(self.output_weight(), x.dtype)[...], self.config.vocab_size)
 
     def _next_token_logits(self, x: Float[Array, "B 1 D"]) -> Float32[Array, "B V"]:
         """Of residual streams; sharded ("batch", None)."""
         with jax.named_scope("final_norm"):
             x = self.final_norm(x)[:, 0]
         with jax.named_scope("head"):
-            return jax.reshard(logits(x, self.output_weight()[...]), spec("batch", None))
+            return jax.reshard(self._logits(x), spec("batch", None))
 
     def _rows(
         self, tokens: Tokens, segment_ids: Tokens | None, positions: Tokens | None, *, sequence: SequenceForm = "gather"

@@ -4,11 +4,13 @@ It is stored with its rows along `vocab` and its columns along `embed`; where it
 along `embed_tensor`. Devices then exchange columns for rows, the last of which may be none.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 from jax import P
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Float32, Int32
@@ -16,39 +18,58 @@ from jaxtyping import Array, Bool, Float, Float32, Int32
 from llamajax.config.parallel import axes_of, num_parts
 from llamajax.parallel.sharding import spec
 from llamajax.parallel.tensor import residual_spec, shared_axes
+from llamajax.parallel.zero import weight
 
 _NO_ID = -2
 """Of a row that fills a device's part up; no id and no target of the loss."""
 
 
-def stored_dims(num_rows: int) -> tuple[str | None, str]:
-    """The dims of a table as it is stored on the current mesh."""
-    parts = num_parts("vocab", jax.sharding.get_abstract_mesh().shape)
-    return ("vocab", "embed") if num_rows % parts == 0 else (None, "embed_tensor")
+def table(num_rows: int, num_columns: int, dtype: DTypeLike, init: Callable[..., jax.Array]) -> nnx.Param:
+    """A `weight` [V, D] whose copy for compute is [R, D]: R is V, rounded up to what the devices of `vocab` can share."""
+    even = num_rows % num_parts("vocab", jax.sharding.get_abstract_mesh().shape) == 0
+    return weight(
+        (num_rows, num_columns),
+        dtype,
+        stored=("vocab", "embed") if even else (None, "embed_tensor"),
+        compute=("vocab", None),
+        init=init,
+        arrange=None if even else _exchange,
+    )
 
 
-def look_up(table: Float[Array, "V D"], ids: Int32[Array, "B T"], dtype: DTypeLike) -> Float[Array, "B T D"]:
-    """The ids' rows as `dtype`, laid out by `residual_spec`. Every device looks ids up in its part of the rows.
+def _exchange(stored: Float[Array, "V D"], dtype: DTypeLike) -> Float[Array, "R D"]:
+    """As `dtype`, and by rows along `vocab`: columns along `embed` alone."""
+
+    @partial(jax.shard_map, in_specs=jax.typeof(stored).sharding.spec, out_specs=spec("vocab", "embed"))
+    def on_device(part: jax.Array) -> jax.Array:
+        fill = -part.shape[0] % jax.lax.axis_size(axes_of("vocab"))
+        return jax.lax.all_to_all(jnp.pad(part, ((0, fill), (0, 0))), axes_of("vocab"), 0, 1, tiled=True)
+
+    return on_device(stored.astype(dtype))
+
+
+def look_up(table: Float[Array, "R D"], ids: Int32[Array, "B T"]) -> Float[Array, "B T D"]:
+    """The ids' rows, laid out by `residual_spec`. Every device looks ids up in its part of the rows.
 
     A sharded lookup and its transpose, a scatter, would otherwise be left to XLA's guess.
+
+    Args:
+        table: its copy for compute; every device adds up the gradients of its own tokens.
+        ids: below V.
     """
-    id_spec = jax.typeof(ids).sharding.spec
-    table_spec = jax.typeof(table).sharding.spec
-    id_axes = axes_of("batch") if id_spec[1] is None else axes_of("batch") + axes_of("seq")
+    id_spec, table_spec = jax.typeof(ids).sharding.spec, jax.typeof(table).sharding.spec
     out_spec = residual_spec(ids.shape, id_spec)
+    if id_spec[1] is None:  # the devices of `seq` have the same tokens
+        table_spec = P(*table_spec.partitions, reduced=table_spec.reduced - frozenset(axes_of("seq")))
+        table = jax.reshard(table, table_spec)
 
     @partial(jax.shard_map, in_specs=(table_spec, id_spec), out_specs=out_spec)
-    def on_device(table: jax.Array, ids: jax.Array) -> jax.Array:
-        # Varying before the gather: the transpose first scatters the gradient over `embed`, then reduces what is left.
-        reduced_last = tuple(axis for axis in id_axes if axis not in axes_of("embed"))
-        with jax.named_scope("gather_weight"):
-            rows = jax.lax.pcast(table.astype(dtype), reduced_last, to="varying")
-            rows = jax.lax.all_gather(_own_rows(rows, table_spec), axes_of("embed"), axis=1, tiled=True)
+    def on_device(rows: jax.Array, ids: jax.Array) -> jax.Array:
         # fp32 only locally: the transpose adds up the gradients of all places with the same id, and a bf16 sum stops
         # growing after a few hundred of them.
         index = ids - jax.lax.axis_index(axes_of("vocab")) * rows.shape[0]
         index = jnp.where(index < 0, rows.shape[0], index)  # out of bounds like any other row that lies elsewhere
-        found = rows.astype(jnp.float32).at[index].get(mode="fill", fill_value=0).astype(dtype)
+        found = rows.astype(jnp.float32).at[index].get(mode="fill", fill_value=0).astype(rows.dtype)
         return sum_tokens(found, out_spec)
 
     return on_device(table, ids)
@@ -61,53 +82,22 @@ def sum_tokens(x: Float[Array, "b t D"], out_spec: P) -> Float[Array, "b t_out D
     return jax.lax.psum(x, axes_of("vocab"))
 
 
-def whole_rows(
-    part: Float[Array, "v d"], table: jax.ShapeDtypeStruct, dtype: DTypeLike
-) -> tuple[Float[Array, "r D"], Int32[Array, "r"]]:
-    """On one device, within `shard_map`: the rows of a table that it computes with, whole and as `dtype`, and their ids.
-
-    Args:
-        part: what the device stores of the table.
-        table: shape and sharding of all of it (`jax.typeof`).
-        dtype: of the rows.
-    """
-    with jax.named_scope("gather_weight"):
-        rows = _own_rows(part.astype(dtype), table.sharding.spec)
-        rows = jax.lax.all_gather(rows, axes_of("embed"), axis=1, tiled=True)
+def row_ids(rows: Float[Array, "r D"], num_rows: int) -> Int32[Array, "r"]:
+    """On one device, within `shard_map`: the ids of the rows that it computes with, of `num_rows` in all."""
     ids = jax.lax.axis_index(axes_of("vocab")) * rows.shape[0] + jnp.arange(rows.shape[0])
-    return rows, jnp.where(ids < table.shape[0], ids, _NO_ID)
+    return jnp.where(ids < num_rows, ids, _NO_ID)
 
 
-def scattered_rows(rows: Float[Array, "r D"], table: jax.ShapeDtypeStruct) -> Float[Array, "v d"]:
-    """The reverse: what a device stores of the sum over `embed` of what devices have of the rows."""
-    part = jax.lax.psum_scatter(rows, axes_of("embed"), scatter_dimension=1, tiled=True)
-    if table.sharding.spec == spec("vocab", "embed"):
-        return part
-    return jax.lax.all_to_all(part, axes_of("vocab"), 1, 0, tiled=True)[: table.shape[0]]
-
-
-def _own_rows(part: Float[Array, "v d"], table_spec: P) -> Float[Array, "r c"]:
-    """The rows that a device computes with, of columns along `embed`."""
-    if table_spec == spec("vocab", "embed"):
-        return part
-    fill = -part.shape[0] % jax.lax.axis_size(axes_of("vocab"))
-    return jax.lax.all_to_all(jnp.pad(part, ((0, fill), (0, 0))), axes_of("vocab"), 0, 1, tiled=True)
-
-
-def logits(x: Float[Array, "*B D"], table: Float[Array, "V D"]) -> Float32[Array, "*B V"]:
-    """x's products with all rows, in fp32, sharded as x is; split over `vocab` where that divides the rows."""
-    *dims, _ = x_spec = jax.typeof(x).sharding.spec
-    whole = jax.typeof(table)
-
-    @partial(jax.shard_map, in_specs=(x_spec, whole.sharding.spec), out_specs=P(*dims, *spec("vocab")))
-    def on_device(x: jax.Array, part: jax.Array) -> jax.Array:
-        rows, _ = whole_rows(part, whole, x.dtype)
-        return jnp.einsum("...D,vD->...v", x, rows, preferred_element_type=jnp.float32)
-
-    scores = on_device(x, table)
-    if scores.shape[-1] == table.shape[0]:
+def logits(x: Float[Array, "*B D"], table: Float[Array, "R D"], num_rows: int) -> Float32[Array, "*B V"]:
+    """x's products with all `num_rows` rows of a table, of which it gets the copy for compute; in fp32, sharded as x is, and
+    split over `vocab` where that divides the rows."""
+    *dims, _ = jax.typeof(x).sharding.spec
+    rows = jax.reshard(table, spec("vocab", None))  # for any x: the devices of an axis need not have different ones
+    out_spec = P(*dims, *spec("vocab"))
+    scores = jnp.einsum("...D,VD->...V", x, rows, preferred_element_type=jnp.float32, out_sharding=out_spec)
+    if scores.shape[-1] == num_rows:
         return scores
-    return jax.reshard(scores, P(*dims, None))[..., : table.shape[0]]
+    return jax.reshard(scores, P(*dims, None))[..., :num_rows]
 
 
 class SplitSoftmax(NamedTuple):

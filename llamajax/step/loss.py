@@ -20,7 +20,8 @@ from llamajax.model import Llama
 from llamajax.parallel.sequence import laid_out
 from llamajax.parallel.sharding import spec
 from llamajax.parallel.tensor import shared_axes
-from llamajax.parallel.vocabulary import scattered_rows, split_softmax, sum_tokens, whole_rows
+from llamajax.parallel.vocabulary import row_ids, split_softmax, sum_tokens
+from llamajax.parallel.zero import gathered
 from llamajax.step.batch import IGNORE
 
 MAX_CHUNK_LOGITS = 2**28
@@ -53,62 +54,75 @@ def loss_fn(
     hidden = model.hidden(batch["tokens"], batch["segment_ids"], batch["positions"], parallel=parallel)
     targets = laid_out(batch["targets"], parallel.sequence)  # as the hidden states are; a sum has no order
     with jax.named_scope("loss"):
-        sums = token_losses(hidden, model.output_weight()[...], targets, z_loss_weight)
+        head = gathered(model.output_weight(), hidden.dtype)[...]
+        sums = token_losses(hidden, head, targets, z_loss_weight, model.config.vocab_size)
     return sums.loss, sums
 
 
 def _token_losses(
-    hidden: Float[Array, "B T D"], weight: Float[Array, "V D"], targets: Int32[Array, "B T"], z_loss_weight: float
+    hidden: Float[Array, "B T D"],
+    head: Float[Array, "R D"],
+    targets: Int32[Array, "B T"],
+    z_loss_weight: float,
+    vocab_size: int,
 ) -> LossSums:
     """The losses of all counted tokens, summed; only `.loss` has a gradient.
 
     Args:
         hidden: in the compute dtype, sharded as `look_up` lays tokens out.
-        weight: the head in the parameter dtype, as it is stored.
+        head: its copy for compute, in the same dtype, whose gradient is left to be summed where the copy was reduced.
         targets: in [0, V) or `IGNORE`, sharded ("batch", "seq").
         z_loss_weight: weight of the squared log-partition function.
+        vocab_size: V; rows of the head behind it are none.
     """
-    return _sums_and_gradients(hidden, weight, targets, z_loss_weight)[0]  # the compiler drops the rest
+    return _sums_and_gradients(hidden, head, targets, z_loss_weight, vocab_size)[0]  # the compiler drops the rest
 
 
-Gradients = tuple[Float[Array, "B T D"], Float[Array, "V E"]]
-"""For hidden and weight, in their dtypes and shardings; E is the part of D that a device stores, or all of it."""
+Gradients = tuple[Float[Array, "B T D"], Float[Array, "R D"]]
+"""For hidden and head, in their dtype."""
 
 
 def _sums_and_gradients(
-    hidden: jax.Array, weight: jax.Array, targets: jax.Array, z_loss_weight: float
+    hidden: jax.Array, head: jax.Array, targets: jax.Array, z_loss_weight: float, vocab_size: int
 ) -> tuple[LossSums, Gradients]:
     """`token_losses`, and the gradients of its `.loss`."""
-    hidden_spec, table = jax.typeof(hidden).sharding.spec, jax.typeof(weight)
+    hidden_spec, head_spec = jax.typeof(hidden).sharding.spec, jax.typeof(head).sharding.spec
+    left_open = head_spec.reduced
+    on_device = partial(
+        _on_device, hidden_spec=hidden_spec, left_open=left_open, z_loss_weight=z_loss_weight, vocab_size=vocab_size
+    )
     return jax.shard_map(
-        partial(_on_device, hidden_spec=hidden_spec, table=table, z_loss_weight=z_loss_weight),
-        in_specs=(hidden_spec, table.sharding.spec, spec("batch", "seq")),
-        out_specs=(P(), (hidden_spec, table.sharding.spec)),
-    )(hidden, weight, targets)
+        on_device,
+        in_specs=(hidden_spec, head_spec, spec("batch", "seq")),
+        out_specs=(P(), (hidden_spec, P(*head_spec.partitions, unreduced=left_open))),
+    )(hidden, head, targets)
 
 
-def _scale_gradients(z_loss_weight: float, gradients: Gradients, cotangents: LossSums) -> tuple[jax.Array, jax.Array, None]:
-    d_hidden, d_weight = gradients
+def _scale_gradients(
+    z_loss_weight: float, vocab_size: int, gradients: Gradients, cotangents: LossSums
+) -> tuple[jax.Array, jax.Array, None]:
+    d_hidden, d_head = gradients
     scale = cotangents.loss
-    return (scale * d_hidden).astype(d_hidden.dtype), (scale * d_weight).astype(d_weight.dtype), None
+    head_scale = jax.reshard(scale, P(reduced=jax.typeof(d_head).sharding.spec.unreduced))
+    return (scale * d_hidden).astype(d_hidden.dtype), (head_scale * d_head).astype(d_head.dtype), None
 
 
-token_losses = jax.custom_vjp(_token_losses, nondiff_argnums=(3,))
+token_losses = jax.custom_vjp(_token_losses, nondiff_argnums=(3, 4))
 token_losses.defvjp(_sums_and_gradients, _scale_gradients)
 
 
 def _on_device(
     hidden: Float[Array, "b t_own D"],
-    weight: Float[Array, "v E"],
+    head: Float[Array, "r D"],
     targets: Int32[Array, "b t"],
     *,
     hidden_spec: P,
-    table: jax.ShapeDtypeStruct,
+    left_open: frozenset[str],
     z_loss_weight: float,
+    vocab_size: int,
 ) -> tuple[LossSums, Gradients]:
-    """One device's part of `_sums_and_gradients`."""
-    token_axes = axes_of("batch") + axes_of("seq")
-    head, vocab_ids = whole_rows(weight, table, hidden.dtype)
+    """One device's part of `_sums_and_gradients`; the gradient of the head is not summed over the axes `left_open`."""
+    token_axes, vocab_ids = axes_of("batch") + axes_of("seq"), row_ids(head, vocab_size)
     if axes := shared_axes(hidden_spec):
         hidden = jax.lax.all_gather(hidden, axes, axis=1, tiled=True)
 
@@ -130,14 +144,13 @@ def _on_device(
             d_head += jnp.einsum("nv,nD->vD", d_logits, x, preferred_element_type=jnp.float32)
         return d_head, (sums, d_x)
 
-    # Every device adds up its own tokens' gradients in fp32 over all chunks; the devices meet once, after the loop.
+    # Every device adds up its own tokens' gradients in fp32 over all chunks.
     d_head = jax.lax.pcast(jnp.zeros(head.shape, jnp.float32), token_axes + axes_of("vocab"), to="varying")
     d_head, (chunk_sums, d_x) = jax.lax.scan(add_chunk, d_head, _chunks(hidden, targets, vocab_size=head.shape[0]))
     sums = LossSums(*(jax.lax.psum(jnp.sum(chunk_sum, axis=0), token_axes) for chunk_sum in chunk_sums))
     d_hidden = sum_tokens(d_x.reshape(-1, hidden.shape[-1])[: targets.size].reshape(hidden.shape), hidden_spec)
-    d_weight = scattered_rows(d_head.astype(hidden.dtype), table)
-    d_weight = jax.lax.psum(d_weight, tuple(axis for axis in token_axes if axis not in axes_of("embed")))
-    return sums, (d_hidden, d_weight.astype(weight.dtype))
+    d_head = jax.lax.psum(d_head.astype(head.dtype), tuple(axis for axis in token_axes if axis not in left_open))
+    return sums, (d_hidden, d_head)
 
 
 def _chunks(hidden: jax.Array, targets: jax.Array, *, vocab_size: int) -> tuple[jax.Array, jax.Array]:

@@ -11,6 +11,7 @@ import pytest
 from llamajax.config.parallel import MeshConfig
 from llamajax.parallel import mesh
 from llamajax.parallel.sharding import spec
+from llamajax.parallel.zero import gathered, weight
 from llamajax.step import loss
 from llamajax.step.batch import IGNORE
 from llamajax.step.loss import LossSums, token_losses
@@ -28,6 +29,14 @@ def _inputs(dtype: str = "float32") -> tuple[jax.Array, jax.Array, jax.Array]:
         jax.device_put(rng.standard_normal((V, D)).astype(np.float32), spec("vocab", "embed")),
         jax.device_put(targets, spec("batch", "seq")),
     )
+
+
+def _losses(hidden: jax.Array, head: jax.Array, targets: jax.Array, z_loss_weight: float) -> LossSums:
+    """`token_losses` of a head as it is stored."""
+    param = weight(
+        head.shape, head.dtype, stored=("vocab", "embed"), compute=("vocab", None), init=lambda *_, out_sharding: head
+    )
+    return token_losses(hidden, gathered(param, hidden.dtype)[...], targets, z_loss_weight, V)
 
 
 def _plain(hidden: jax.Array, weight: jax.Array, targets: jax.Array, z_loss_weight: float) -> LossSums:
@@ -51,7 +60,7 @@ def _value_and_gradients(function, *inputs, z_loss_weight: float):
 
 def _assert_equals_plain(z_loss_weight: float) -> None:
     inputs = _inputs()
-    sums, gradients = _value_and_gradients(token_losses, *inputs, z_loss_weight=z_loss_weight)
+    sums, gradients = _value_and_gradients(_losses, *inputs, z_loss_weight=z_loss_weight)
     on_host = [jnp.asarray(np.asarray(x)) for x in inputs]
     plain_sums, plain_gradients = _value_and_gradients(_plain, *on_host, z_loss_weight=z_loss_weight)
     for ours, plain in zip(sums, plain_sums, strict=True):
@@ -80,7 +89,7 @@ def test_logits_are_never_alive_for_more_than_a_chunk(monkeypatch: pytest.Monkey
     jax.set_mesh(mesh.make_mesh(MESHES[0]))
     inputs = _inputs()
     program = (
-        jax.jit(jax.grad(lambda hidden, weight, targets: token_losses(hidden, weight, targets, 0.1).loss, (0, 1)))
+        jax.jit(jax.grad(lambda hidden, weight, targets: _losses(hidden, weight, targets, 0.1).loss, (0, 1)))
         .lower(*inputs)
         .as_text()
     )
@@ -96,7 +105,7 @@ def test_evaluation_computes_no_gradients():
     inputs = _inputs()
 
     def loss_of(hidden: jax.Array, weight: jax.Array, targets: jax.Array) -> jax.Array:
-        return token_losses(hidden, weight, targets, 0.0).loss
+        return _losses(hidden, weight, targets, 0.0).loss
 
     def flops(function: Callable[..., Any]) -> float:
         analysis = jax.jit(function).lower(*inputs).compile().cost_analysis()
@@ -109,7 +118,7 @@ def test_evaluation_computes_no_gradients():
 def test_z_loss_by_hand():
     jax.set_mesh(mesh.make_mesh(MESHES[0]))
     hidden, weight, targets = _inputs()
-    sums = jax.jit(token_losses, static_argnums=3)(jnp.zeros_like(hidden), weight, targets, 0.5)
+    sums = jax.jit(_losses, static_argnums=3)(jnp.zeros_like(hidden), weight, targets, 0.5)
     assert int(sums.num_tokens) == B * T - 4  # all logits are 0, so every token's lse is log V
     np.testing.assert_allclose(sums.cross_entropy, 20 * np.log(V), rtol=1e-6)
     np.testing.assert_allclose(sums.loss, 20 * (np.log(V) + 0.5 * np.log(V) ** 2), rtol=1e-6)
@@ -120,7 +129,7 @@ def test_z_loss_by_hand():
 def test_nothing_counted_is_zero_not_nan():
     jax.set_mesh(mesh.make_mesh(MESHES[0]))
     hidden, weight, targets = _inputs()
-    sums, gradients = _value_and_gradients(token_losses, hidden, weight, jnp.full_like(targets, IGNORE), z_loss_weight=0.1)
+    sums, gradients = _value_and_gradients(_losses, hidden, weight, jnp.full_like(targets, IGNORE), z_loss_weight=0.1)
     assert sums == (0, 0, 0)
     assert all(np.all(np.asarray(gradient) == 0) for gradient in gradients)
 
@@ -128,7 +137,7 @@ def test_nothing_counted_is_zero_not_nan():
 def test_large_logits_do_not_overflow():
     jax.set_mesh(mesh.make_mesh(MESHES[0]))
     hidden, weight, targets = _inputs()
-    sums, gradients = _value_and_gradients(token_losses, 1e3 * hidden, weight, targets, z_loss_weight=0.0)
+    sums, gradients = _value_and_gradients(_losses, 1e3 * hidden, weight, targets, z_loss_weight=0.0)
     assert np.isfinite(sums.loss)
     assert all(np.isfinite(gradient).all() for gradient in gradients)
 
@@ -136,9 +145,9 @@ def test_large_logits_do_not_overflow():
 def test_bf16_head_gradient_is_summed_in_fp32_over_chunks(monkeypatch: pytest.MonkeyPatch):
     jax.set_mesh(mesh.make_mesh(MeshConfig(data=2, tensor=4)))
     inputs = _inputs("bfloat16")
-    sums, whole = _value_and_gradients(token_losses, *inputs, z_loss_weight=0.0)
+    sums, whole = _value_and_gradients(_losses, *inputs, z_loss_weight=0.0)
     monkeypatch.setattr(loss, "MAX_CHUNK_LOGITS", V // 4)
-    chunked_sums, chunked = _value_and_gradients(token_losses, *inputs, z_loss_weight=0.0)
+    chunked_sums, chunked = _value_and_gradients(_losses, *inputs, z_loss_weight=0.0)
     np.testing.assert_allclose(sums.loss, chunked_sums.loss, rtol=1e-6)
     assert whole[0].dtype == jnp.bfloat16
     assert whole[1].dtype == jnp.float32
