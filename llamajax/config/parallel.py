@@ -13,6 +13,9 @@ from llamajax.errors import ConfigError
 TensorForm = Literal["auto", "collective", "ring"]
 StackForm = Literal["auto", "scan", "prefetch"]
 SequenceForm = Literal["auto", "gather", "ring", "ulysses"]
+Reduction = Literal["auto", "micro", "step"]
+ZeroStage = Annotated[int, Bound(lambda value: value in (1, 2, 3), "must be 1, 2 or 3")]
+ZeroStageOrNone = Annotated[int, Bound(lambda value: value in (0, 1), "must be 0 or 1")]
 AxisSize = Annotated[int, Bound(lambda value: value == -1 or value > 0, "must be positive, or -1 for the rest")]
 
 
@@ -102,6 +105,17 @@ class ParallelConfig(Section):
     stack: StackForm = "auto"
     """How the layers run: `scan` gathers a layer's weights when it comes to it; `prefetch` gathers those of the next layer,
     and reduces the gradients of the last one, while a layer computes."""
+    zero: ZeroStage = 3
+    """What `mesh.fsdp` splits (ZeRO): weights and optimizer state between steps (1), gradients of micro-batches as well (2),
+    weights during the step as well (3). Below 3 every device has all weights, as `compute_dtype`, for the step; at 1 it also
+    has all their gradients, in float32, until they are reduced at its end."""
+    zero_data: ZeroStageOrNone = 0
+    """The same for `mesh.data`: a replica of everything along that axis (0), or weights and optimizer state split between
+    steps (1): gathered over it once per step, and gradients reduced over it once."""
+    grad_reduce: Reduction = "auto"
+    """When gradients are summed over devices that do not split them: after every `micro` batch, or at the end of the `step`,
+    which sends them once however many micro-batches there are. With it embedding, head and first layer are gathered and
+    reduced once too, for which a device holds them whole."""
     sequence: SequenceForm = "auto"
     """How attention sees rows that `mesh.sequence` splits: `gather` brings all keys and values of a row to every device;
     `ring` passes them from device to device while others compute, and `data.seq_len` must be a multiple of twice the axis;
@@ -110,8 +124,12 @@ class ParallelConfig(Section):
     """How tokens come to the matmuls that `mesh.tensor` splits, and their sums back: `collective` gathers before and
     scatters behind; `ring` passes tokens and sums from device to device while these multiply."""
 
+    def broken_rules(self) -> Iterator[str]:
+        if self.zero == 1 and self.grad_reduce == "micro":
+            yield "grad_reduce: micro scatters gradients after every micro-batch, which is zero: 2; choose that, or step"
 
-PLAIN = ParallelConfig(stack="scan", sequence="gather", tensor="collective")
+
+PLAIN = ParallelConfig(stack="scan", sequence="gather", tensor="collective", grad_reduce="micro")
 """The form that every mesh and every model can take."""
 
 

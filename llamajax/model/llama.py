@@ -114,6 +114,8 @@ class Llama(nnx.Module):
         positions: Tokens | None = None,
         *,
         parallel: ParallelConfig = PLAIN,
+        copies: "Llama | None" = None,
+        first: Layer | None = None,
     ) -> Float[Array, "B T D"]:
         """The normed states that the head reads, in `compute_dtype`, laid out as `llamajax.parallel.sequence.laid_out` does.
 
@@ -123,11 +125,13 @@ class Llama(nnx.Module):
                 and so it is with `attend_across_documents`.
             positions: for the rotary embedding. None: counted from the start of each segment.
             parallel: the forms in which devices share the work; for a `ring`, T must be divisible by twice its devices.
+            copies: this model, gathered before.
+            first: its first layer, gathered before, which then gets that one's gradient; for a `prefetch` stack.
         """
         config, sequence = self.config, parallel.sequence
         known = (None, None) if config.attend_across_documents else (segment_ids, positions)
         rows = self._rows(tokens, *known, sequence=sequence)
-        x = self._embed(laid_out(tokens, sequence))
+        x = self._embed(laid_out(tokens, sequence), None if copies is None else copies.embedding)
 
         saved = _SAVED_BY_REMAT[config.remat]
         if saved is not None and is_shared(x):
@@ -140,14 +144,24 @@ class Llama(nnx.Module):
             def transform(weights: tuple[RMSNorm, MLP], x: jax.Array, _: Rows) -> jax.Array:
                 return _mlp_part(weights, x, parallel)
 
-            parts = attend, transform
-            x = run_prefetching(self.layers.by_parts(), parts, x, rows, dtype=x.dtype, saved=saved, made_first=_DEAR)
+            x = run_prefetching(
+                self.layers.by_parts(),
+                (attend, transform),
+                x,
+                rows,
+                dtype=x.dtype,
+                saved=saved,
+                made_first=_DEAR,
+                copies=None if copies is None else copies.layers.by_parts(),
+                first=None if first is None else first.by_parts(),
+            )
         else:
 
             def run_layer(x: jax.Array, layer: Layer, _: None) -> tuple[jax.Array, None]:
                 return layer(x, rows, parallel=parallel)[0], None
 
-            x, _ = run_layers(self.layers, run_layer, x, dtype=x.dtype, saved=saved)
+            layers = None if copies is None else copies.layers
+            x, _ = run_layers(self.layers, run_layer, x, dtype=x.dtype, saved=saved, copies=layers)
         with jax.named_scope("final_norm"):
             return self.final_norm(x)
 
@@ -211,9 +225,9 @@ class Llama(nnx.Module):
             model = jax.eval_shape(lambda: Llama(config, jax.random.key(0)))
         return {name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for name, leaf in named_arrays(model).items()}
 
-    def _embed(self, tokens: Tokens) -> Float[Array, "B T D"]:
+    def _embed(self, tokens: Tokens, copy: nnx.Param | None = None) -> Float[Array, "B T D"]:
         with jax.named_scope("embed"):
-            return look_up(gathered(self.embedding, self.config.compute_dtype)[...], tokens)
+            return look_up(gathered(self.embedding, self.config.compute_dtype, copy)[...], tokens)
 
     def _logits(self, x: Float[Array, "*B D"]) -> Float32[Array, "*B V"]:
         return logits(x, gathered(self.output_weight(), x.dtype)[...], self.config.vocab_size)

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from llamajax.parallel.zero import gathered
+from llamajax.parallel.zero import gathered, no_gradient
 
 Part = Callable[[Any, Any, Any], Any]
 """A part of a layer: from its gathered weights, the activations and what all layers share to the next activations."""
@@ -34,6 +34,8 @@ def run_prefetching(
     dtype: DTypeLike,
     saved: Collection[str] | None,
     made_first: Policy,
+    copies: Sequence[Any] | None = None,
+    first: Sequence[Any] | None = None,
 ) -> Any:
     """Runs layers one after the other, each of them part by part.
 
@@ -49,14 +51,18 @@ def run_prefetching(
             everything is kept. Gathered weights never are.
         made_first: what of a layer that is computed again as a whole is made in the first phase, and not again in the
             second: all that is dear. What is cheap is better fused into what uses it than carried over.
+        copies: `weights`, gathered before.
+        first: those of the first layer, gathered before: the layers then begin with nothing to wait for. They get that
+            layer's gradient, for which `weights` get zeros, so that they end with nothing to reduce.
 
     Returns:
         What the last layer gave on.
     """
     if saved is not None and not saved:
-        parts, weights = (partial(_in_turn, tuple(parts)),), (tuple(weights),)
+        parts = (partial(_in_turn, tuple(parts)),)
+        weights, copies, first = ((tuple(own),) if own is not None else None for own in (weights, copies, first))
     stack = _Stack(tuple(parts), dtype, None if saved is None else tuple(saved), made_first)
-    return _run(stack, tuple(weights), shared, x)
+    return _run(stack, weights, copies, first, shared, x)
 
 
 def _in_turn(parts: tuple[Part, ...], weights: tuple[Any, ...], x: Any, shared: Any) -> Any:
@@ -97,8 +103,8 @@ class _Stack:
     saved: tuple[str, ...] | None
     made_first: Policy
 
-    def gather(self, stored: Any, index: int | jax.Array) -> Any:
-        return gathered(_at(stored, index), self.dtype)
+    def gather(self, stored: Any, copies: Any, index: int | jax.Array) -> Any:
+        return gathered(_at(stored, index), self.dtype) if copies is None else _at(copies, index)
 
     def layer(self, weights: Any, shared: Any, x: Any) -> tuple[Any, Any]:
         """The activations behind a layer, and what its backward pass needs."""
@@ -155,40 +161,44 @@ def _last(stored: Any) -> int:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _run(stack: _Stack, stored: Any, shared: Any, x: Any) -> Any:
-    return _forward(stack, stored, shared, x)[0]
+def _run(stack: _Stack, stored: Any, copies: Any, first: Any, shared: Any, x: Any) -> Any:
+    return _forward(stack, stored, copies, first, shared, x)[0]
 
 
-def _forward(stack: _Stack, stored: Any, shared: Any, x: Any) -> tuple[Any, Any]:
+def _forward(stack: _Stack, stored: Any, copies: Any, first: Any, shared: Any, x: Any) -> tuple[Any, Any]:
     def step(carry: Any, index: jax.Array) -> tuple[Any, Any]:
         x, weights = carry
-        upcoming = stack.gather(stored, index + 1)
+        upcoming = stack.gather(stored, copies, index + 1)
         x, kept = stack.layer(weights, shared, x)
         return (x, upcoming), kept
 
-    (x, weights), kept = jax.lax.scan(step, (x, stack.gather(stored, 0)), jnp.arange(_last(stored)))
+    begin = stack.gather(stored, copies, 0) if first is None else first
+    (x, weights), kept = jax.lax.scan(step, (x, begin), jnp.arange(_last(stored)))
     x, kept_last = stack.layer(weights, shared, x)
-    return x, (stored, shared, kept, weights, kept_last)
+    return x, (stored, copies, first, shared, kept, weights, kept_last)
 
 
-def _backward(stack: _Stack, residuals: Any, dx: Any) -> tuple[Any, None, Any]:
-    stored, shared, kept, weights, kept_last = residuals
-    last, grads = _last(stored), jax.tree.map(jnp.zeros_like, stored)
-    if last == 0:
-        d_weights, dx, _ = stack.layer_back(weights, shared, kept_last, dx, ())
-        return stack.reduce_into(grads, stored, 0, d_weights), None, dx
+def _backward(stack: _Stack, residuals: Any, dx: Any) -> tuple[Any, None, Any, None, Any]:
+    stored, copies, first, shared, kept, weights, kept_last = residuals
+    last, grads = _last(stored), jax.tree.map(lambda x: no_gradient(x, x.dtype), stored)
 
     def step(carry: Any, index: jax.Array) -> tuple[Any, None]:
         dx, weights, above, grads = carry
-        upcoming = stack.gather(stored, index - 1)
+        upcoming = stack.gather(stored, copies, index - 1)
         d_weights, dx, (upcoming, above) = stack.layer_back(weights, shared, _at(kept, index), dx, (upcoming, above))
         return (dx, upcoming, d_weights, stack.reduce_into(grads, stored, index + 1, above)), None
 
-    above, dx, upcoming = stack.layer_back(weights, shared, kept_last, dx, stack.gather(stored, last - 1))
-    (dx, weights, above, grads), _ = jax.lax.scan(step, (dx, upcoming, above, grads), jnp.arange(last - 1, 0, -1))
-    d_weights, dx, above = stack.layer_back(weights, shared, _at(kept, 0), dx, above)
-    grads = stack.reduce_into(grads, stored, 1, above)
-    return stack.reduce_into(grads, stored, 0, d_weights), None, dx
+    if last > 0:
+        upcoming = stack.gather(stored, copies, last - 1)
+        above, dx, weights = stack.layer_back(weights, shared, kept_last, dx, upcoming)
+        (dx, weights, above, grads), _ = jax.lax.scan(step, (dx, weights, above, grads), jnp.arange(last - 1, 0, -1))
+        d_first, dx, above = stack.layer_back(weights, shared, _at(kept, 0), dx, above)
+        grads = stack.reduce_into(grads, stored, 1, above)
+    else:
+        d_first, dx, _ = stack.layer_back(weights, shared, kept_last, dx, ())
+    if first is None:
+        return stack.reduce_into(grads, stored, 0, d_first), None, None, None, dx
+    return grads, None, d_first, None, dx
 
 
 _run.defvjp(_forward, _backward)

@@ -18,6 +18,7 @@ def run_layers(
     *,
     dtype: DTypeLike,
     saved: Collection[str] | None = None,
+    copies: Any = None,
 ) -> tuple[Any, Any]:
     """Runs layers one after the other, as one loop: compile time does not grow with their number.
 
@@ -30,15 +31,16 @@ def run_layers(
         saved: names (`checkpoint_name`) of what the forward pass keeps of a layer for the backward pass, beside the carry
             it was given; all else is computed again, and weights are gathered again. None: everything is kept, with the
             gathered weights.
+        copies: `layers`, gathered before.
 
     Returns:
         What the last layer gave on, and the results of all layers with a leading dim L.
     """
 
-    def step(carry: Any, layer_and_inputs: tuple[Any, Any]) -> tuple[Any, Any]:
-        layer, own_inputs = layer_and_inputs
-        return run_layer(carry, gathered(layer, dtype), own_inputs)
+    def step(carry: Any, of_layer: tuple[Any, Any, Any]) -> tuple[Any, Any]:
+        layer, own_copies, own_inputs = of_layer
+        return run_layer(carry, gathered(layer, dtype, own_copies), own_inputs)
 
     if saved is not None:
         step = jax.checkpoint(step, policy=jax.checkpoint_policies.save_only_these_names(*saved), prevent_cse=False)
-    return jax.lax.scan(step, carry, (layers, inputs))
+    return jax.lax.scan(step, carry, (layers, copies, inputs))

@@ -33,12 +33,14 @@ def table(num_rows: int, num_columns: int, dtype: DTypeLike, init: Callable[...,
         stored=("vocab", "embed") if even else (None, "embed_tensor"),
         compute=("vocab", None),
         init=init,
-        arrange=None if even else _exchange,
+        arrange=_exchange,
     )
 
 
 def _exchange(stored: Float[Array, "V D"], dtype: DTypeLike) -> Float[Array, "R D"]:
-    """As `dtype`, and by rows along `vocab`: columns along `embed` alone."""
+    """As `dtype`, with rows along `vocab` and columns along `embed`."""
+    if axes_of("embed_tensor") != jax.typeof(stored).sharding.spec[1]:
+        return stored.astype(dtype)
 
     @partial(jax.shard_map, in_specs=jax.typeof(stored).sharding.spec, out_specs=spec("vocab", "embed"))
     def on_device(part: jax.Array) -> jax.Array:

@@ -4,11 +4,13 @@ A weight says once how it is stored and how it is laid out for compute. Stored w
 device, and neither are the optimizer's moments, which are made from it.
 """
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Collection, Iterable
 from functools import partial
 from typing import Any, TypeVar
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jax import P
 from jax.typing import DTypeLike
@@ -18,6 +20,8 @@ from llamajax.parallel.sharding import spec
 
 Tree = TypeVar("Tree")
 Dims = tuple[str | None, ...]
+DATA = tuple(axis for axis in axes_of("batch") if axis not in axes_of("embed"))
+"""The axis along which weights are stored as often as it has devices, unless they are split over it too."""
 
 
 def weight(
@@ -39,7 +43,7 @@ def weight(
         init: makes the value from shape, dtype and `out_sharding`, such as `jnp.ones`.
         arrange: makes of the stored array another one, of the given dtype, that is gathered in its place.
     """
-    return nnx.Param(init(shape, dtype, out_sharding=spec(*stored)), stored=stored, compute=compute, arrange=arrange)
+    return nnx.Param(init(shape, dtype, out_sharding=spec(*stored)), compute=compute, arrange=arrange)
 
 
 def gathered(tree: Tree, dtype: DTypeLike, copies: Tree | None = None) -> Tree:
@@ -76,12 +80,58 @@ def _gather(tree: Tree, dtype: DTypeLike) -> Tree:
             return param
         name = [key.name for key in path[:-1] if isinstance(key, jax.tree_util.GetAttrKey)]
         with jax.named_scope("/".join([*name, "gather_weight"])):
-            own = param[...].astype(dtype) if param.arrange is None else param.arrange(param[...], dtype)
-            own_part = jax.reshard(own, P(*_partitions(own), reduced=token_axes() - _axes_that_split(own)))
-            copy = jax.reshard(own_part, P(*spec(*param.compute), reduced=token_axes()))
-            return nnx.Param(copy, stored=param.stored, compute=None, arrange=None)
+            own = _arranged(param, dtype)
+            own_part = jax.reshard(own, P(*_partitions(own), reduced=token_axes() - _axes(_partitions(own))))
+            copy = jax.reshard(own_part, P(*[None] * _num_stacked(param), *spec(*param.compute), reduced=token_axes()))
+            return nnx.Param(copy, compute=None, arrange=None)
 
     return jax.tree_util.tree_map_with_path(gather, tree, is_leaf=_is_weight)
+
+
+def split_over_data(tree: Tree) -> Tree:
+    """The same weights, stored split over `data` too where that divides what a device has of them."""
+    sizes = jax.sharding.get_abstract_mesh().shape
+
+    def split(param: nnx.Param) -> nnx.Param:
+        entries = list(map(_tuple, _partitions(param[...])))
+        for dim, axes in enumerate(entries):
+            parts = math.prod(sizes[axis] for axis in (*DATA, *axes))
+            if set(axes) & set(axes_of("embed")) and param.shape[dim] % parts == 0:
+                entries[dim] = (*DATA, *axes)
+        return param.replace(jax.reshard(param[...], P(*entries)))
+
+    return jax.tree.map(split, tree, is_leaf=_is_weight)
+
+
+def whole_over_data(tree: Tree, dtype: DTypeLike, *, left_open: Collection[str] = ()) -> Tree:
+    """The same weights, no longer split over `data`.
+
+    Args:
+        tree: the weights.
+        dtype: of those that this changes, and of their gradients on the way back.
+        left_open: of the axes that split tokens, those over which gradients are summed on the way back, and not before.
+    """
+    sizes = jax.sharding.get_abstract_mesh().shape
+    left_open = frozenset(axis for axis in left_open if sizes[axis] > 1)
+
+    def join(param: nnx.Param) -> nnx.Param:
+        if param.compute is None:
+            return param
+        stored = _partitions(param[...])
+        if not left_open - _axes(stored) and not any(sizes[axis] > 1 for axis in _axes(stored) & set(DATA)):
+            return param
+        entries = P(*(tuple(axis for axis in _tuple(entry) if axis not in DATA) for entry in stored))
+        own = _arranged(param.replace(jax.reshard(param[...].astype(dtype), entries)), dtype)
+        own_part = jax.reshard(own, P(*_partitions(own), reduced=left_open - _axes(_partitions(own))))
+        return nnx.Param(own_part, compute=param.compute, arrange=None)
+
+    return jax.tree.map(join, tree, is_leaf=_is_weight)
+
+
+def no_gradient(x: jax.Array, dtype: DTypeLike) -> jax.Array:
+    """Zeros that lie as the gradient of `x` does."""
+    lies = jax.typeof(x).sharding.spec
+    return jnp.zeros(x.shape, dtype, out_sharding=P(*lies.partitions, unreduced=lies.reduced))
 
 
 def token_axes() -> frozenset[str]:
@@ -96,9 +146,27 @@ def _is_weight(node: Any) -> bool:
     return isinstance(node, nnx.Param)
 
 
+def _arranged(param: nnx.Param, dtype: DTypeLike) -> jax.Array:
+    if param.arrange is None:
+        return param[...].astype(dtype)
+    arrange = partial(param.arrange, dtype=dtype)
+    for _ in range(_num_stacked(param)):
+        arrange = jax.vmap(arrange)
+    return arrange(param[...])
+
+
+def _num_stacked(param: nnx.Param) -> int:
+    """Leading dims of a stack of layers."""
+    return param.ndim - len(param.compute)
+
+
 def _partitions(x: jax.Array) -> tuple[Any, ...]:
     return jax.typeof(x).sharding.spec.partitions
 
 
-def _axes_that_split(x: jax.Array) -> frozenset[str]:
-    return frozenset(axis for entry in _partitions(x) for axis in (entry if isinstance(entry, tuple) else (entry,)) if axis)
+def _axes(partitions: Iterable[Any]) -> frozenset[str]:
+    return frozenset(axis for entry in partitions for axis in _tuple(entry))
+
+
+def _tuple(entry: Any) -> tuple[str, ...]:
+    return () if entry is None else (entry,) if isinstance(entry, str) else entry

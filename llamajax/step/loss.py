@@ -17,6 +17,7 @@ from jaxtyping import Array, Float, Int32
 
 from llamajax.config.parallel import PLAIN, ParallelConfig, axes_of
 from llamajax.model import Llama
+from llamajax.model.llama import Layer
 from llamajax.parallel.sequence import laid_out
 from llamajax.parallel.sharding import spec
 from llamajax.parallel.tensor import shared_axes
@@ -41,7 +42,13 @@ class LossSums(NamedTuple):
 
 
 def loss_fn(
-    model: Llama, batch: Mapping[str, jax.Array], *, z_loss_weight: float, parallel: ParallelConfig = PLAIN
+    model: Llama,
+    batch: Mapping[str, jax.Array],
+    *,
+    z_loss_weight: float,
+    parallel: ParallelConfig = PLAIN,
+    copies: Llama | None = None,
+    first: Layer | None = None,
 ) -> tuple[jax.Array, LossSums]:
     """The batch's summed loss, to differentiate and divide by a token count, and all its sums.
 
@@ -50,11 +57,14 @@ def loss_fn(
         batch: `tokens`, `targets`, `segment_ids` and `positions`, each int32 [B, T]; a target of `IGNORE` is not counted.
         z_loss_weight: weight of the squared log-partition function, which keeps logits small (PaLM, arXiv:2204.02311).
         parallel: the forms in which devices share the work.
+        copies: the model, gathered before.
+        first: its first layer, see `Llama.hidden`.
     """
-    hidden = model.hidden(batch["tokens"], batch["segment_ids"], batch["positions"], parallel=parallel)
+    rows = batch["tokens"], batch["segment_ids"], batch["positions"]
+    hidden = model.hidden(*rows, parallel=parallel, copies=copies, first=first)
     targets = laid_out(batch["targets"], parallel.sequence)  # as the hidden states are; a sum has no order
     with jax.named_scope("loss"):
-        head = gathered(model.output_weight(), hidden.dtype)[...]
+        head = gathered(model.output_weight(), hidden.dtype, None if copies is None else copies.output_weight())[...]
         sums = token_losses(hidden, head, targets, z_loss_weight, model.config.vocab_size)
     return sums.loss, sums
 
@@ -150,7 +160,7 @@ def _on_device(
     sums = LossSums(*(jax.lax.psum(jnp.sum(chunk_sum, axis=0), token_axes) for chunk_sum in chunk_sums))
     d_hidden = sum_tokens(d_x.reshape(-1, hidden.shape[-1])[: targets.size].reshape(hidden.shape), hidden_spec)
     d_head = jax.lax.psum(d_head.astype(head.dtype), tuple(axis for axis in token_axes if axis not in left_open))
-    return sums, (d_hidden, d_head)
+    return sums, (d_hidden, jax.lax.pcast(d_head, tuple(left_open), to="unreduced"))
 
 
 def _chunks(hidden: jax.Array, targets: jax.Array, *, vocab_size: int) -> tuple[jax.Array, jax.Array]:

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from llamajax.config.run import Config
 from llamajax.model import Llama
 from llamajax.parallel.arrays import concretise
+from llamajax.parallel.zero import split_over_data
 from llamajax.step.optim import make_optimizer
 
 
@@ -42,6 +43,8 @@ def init_state(config: Config, model: Llama | None = None) -> TrainState:
     """
     model_key, rng = jax.random.split(jax.random.key(config.seed))
     weights: Any = Llama(config.model, model_key) if model is None else model  # optax's types know dicts and tuples only
+    if config.parallel.zero_data == 1:
+        weights = split_over_data(weights)
     zero = jnp.zeros((), jnp.int32)
     return TrainState(
         step=zero,

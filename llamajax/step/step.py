@@ -13,7 +13,9 @@ from jax import lax
 from llamajax.config.run import Config
 from llamajax.model import Llama
 from llamajax.parallel.sharding import spec
+from llamajax.parallel.zero import no_gradient, whole_over_data
 from llamajax.step.batch import IGNORE, Batch
+from llamajax.step.held import Held, copies, hold
 from llamajax.step.loss import LossSums, loss_fn
 from llamajax.step.optim import learning_rate, make_optimizer
 from llamajax.step.state import TrainState
@@ -32,15 +34,23 @@ def loss_and_grads(config: Config, model: Llama, batch: Batch) -> tuple[dict[str
         scalars; and the gradients, a `Llama` in float32 whatever the parameters are, in their shardings.
     """
 
-    def micro_step(sums: Any, micro_batch: Batch) -> tuple[Any, None]:
-        grads, loss_sums = jax.grad(loss_fn, has_aux=True)(
-            model, micro_batch, z_loss_weight=config.train.z_loss_weight, parallel=config.parallel
+    held, pull_back = jax.vjp(functools.partial(hold, config), model)
+    whole = copies(config, held)
+
+    def micro_loss(held: Held, micro_batch: Batch) -> tuple[jax.Array, LossSums]:
+        z_loss_weight, parallel = config.train.z_loss_weight, config.parallel
+        return loss_fn(
+            held.model, micro_batch, z_loss_weight=z_loss_weight, parallel=parallel, copies=whole, first=held.first
         )
-        return jax.tree.map(jnp.add, sums, (grads, loss_sums)), None
+
+    def micro_step(sums: Any, micro_batch: Batch) -> tuple[Any, None]:
+        return jax.tree.map(jnp.add, sums, jax.grad(micro_loss, has_aux=True)(held, micro_batch)), None
 
     chex.assert_equal_shape(list(batch.values()))
-    zeros = (jax.tree.map(lambda weight: jnp.zeros_like(weight, jnp.float32), model), _no_losses())
+    zeros = (jax.tree.map(lambda weight: no_gradient(weight, jnp.float32), held), _no_losses())
     (grads, sums), _ = lax.scan(micro_step, zeros, batch)
+    (grads,) = pull_back(jax.tree.map(lambda grad, weight: grad.astype(weight.dtype), grads, held))
+    grads = jax.tree.map(lambda grad: grad.astype(jnp.float32), grads)
     tokens = jnp.maximum(sums.num_tokens, 1)
     loss = sums.cross_entropy / sums.num_tokens  # no number where there is nothing to take the mean of
     return {"loss": loss, "tokens": sums.num_tokens}, jax.tree.map(lambda g: g / tokens, grads)
@@ -105,6 +115,8 @@ def eval_step(model: Llama, batch: Batch, token_bytes: jax.Array) -> tuple[LossS
         batch: the batch.
         token_bytes: bytes that each token stands for, int32 [V].
     """
+
+    model = whole_over_data(model, model.config.compute_dtype)
 
     def micro_step(sums: LossSums, micro_batch: Batch) -> tuple[LossSums, None]:
         _, loss_sums = loss_fn(model, micro_batch, z_loss_weight=0.0)
