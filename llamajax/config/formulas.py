@@ -114,14 +114,32 @@ def state_bytes_per_param(config: Config) -> int:
 
 
 def minimum_state_bytes(config: Config) -> int:
-    """Bytes of weights and moments per device when every matrix is split over all devices that may split it (ZeRO-3).
+    """Bytes of weights and moments per device when every matrix is split over all devices that may split it, which all
+    stages of ZeRO do between steps.
 
     Norms and biases, a thousandth of the rest, are whole on every device.
     """
-    model, mesh = config.model, mesh_sizes(config)
+    mesh = mesh_sizes(config)
+    shards = num_parts("embed", mesh) * mesh["tensor"] * (mesh["data"] if config.parallel.zero_data else 1)
+    return state_bytes_per_param(config) * _params_per_device(config.model, shards)
+
+
+def _params_per_device(model: ModelConfig, shards: int) -> int:
     matrices = num_matmul_params(model) + (0 if model.tie_embeddings else model.vocab_size * model.embed_dim)
-    shard = matrices // (num_parts("embed", mesh) * mesh["tensor"]) + num_params(model) - matrices
-    return state_bytes_per_param(config) * shard
+    return matrices // shards + num_params(model) - matrices
+
+
+def params_gathered_once(config: Config, mesh: Mapping[str, int]) -> int:
+    """Parameters that a device has whole, but for `tensor`, from the first micro-batch of a step to the last, and reduces
+    the gradients of at its end: embedding, head and, where layers are prefetched, the first; all for `zero: 1`."""
+    model, parallel = computed_model(config.model, mesh), config.parallel
+    ends = model.vocab_size * model.embed_dim * (1 if model.tie_embeddings else 2)
+    layer = (num_matmul_params(model) - model.vocab_size * model.embed_dim) // model.num_layers
+    if parallel.zero == 1:
+        return (ends + layer * model.num_layers) // mesh["tensor"]
+    if parallel.grad_reduce != "step":
+        return 0
+    return (ends + (layer if parallel.stack == "prefetch" else 0)) // mesh["tensor"]
 
 
 def expected_bytes(config: Config, *, max_chunk_scores: int, max_chunk_logits: int) -> dict[str, int]:
@@ -161,15 +179,18 @@ def expected_bytes(config: Config, *, max_chunk_scores: int, max_chunk_logits: i
     scores = min(max_chunk_scores, tokens * config.data.seq_len * model.num_heads // tensor)
     layer = tokens * wide * (10 * D + 2 * heads + 2 * qkv + 4 * F) + 3 * scores * 4
     shard = minimum_state_bytes(config) // state_bytes_per_param(config)
+    own = _params_per_device(model, num_parts("embed", mesh) * tensor)
+    whole, summed = params_gathered_once(config, mesh), 4 if config.train.grad_accum_steps > 1 else 0  # the sum is fp32
+    copied = _params_per_device(model, tensor) if config.parallel.zero < 3 else whole + (own if _copies_own(config) else 0)
     loss = min(max_chunk_logits, tokens * V) * (4 + 2 * wide)
     return {
         "parameters": stored * shard,
         "optimizer": 2 * moment * shard,
         "batch": 16 * rows * config.train.grad_accum_steps * config.data.seq_len // sequence,
-        "gradients": (stored + (4 if config.train.grad_accum_steps > 1 else 0)) * shard + 4 * V * D,  # the sum is fp32
+        "gradients": (stored + summed) * own + (wide + summed) * whole + 4 * V * D,
         "activations": L * tokens * saved * wide,
         "logits": max(0, loss - layer),
-        "collectives": 2 * D * F * wide + kept_weights,
+        "collectives": 2 * D * F * wide + kept_weights + wide * copied,
         "temporaries": layer,
     }
 
@@ -177,9 +198,11 @@ def expected_bytes(config: Config, *, max_chunk_scores: int, max_chunk_logits: i
 def least_wire_bytes(config: Config, mesh: Mapping[str, int]) -> float:
     """Bytes that a device must send per step with the parallelism of `mesh`, summed over links; nothing sends less.
 
-    Rings over n devices pass (n - 1) / n of an array on. Fully sharded: every micro-batch gathers the layers forward and
-    again backward, unless what is gathered is kept (`model.remat: none`), and embedding and head once; and scatters the
-    gradients of all. Axes that share tokens and not the state: gradients of the own shard are reduced once.
+    Rings over n devices pass (n - 1) / n of an array on. `zero: 3`: every micro-batch gathers the layers forward and again
+    backward, unless what is gathered is kept (`model.remat: none`), and embedding and head once; and scatters the gradients
+    of all. Below that all is gathered once per step, and `zero: 1` scatters once too; so it is with embedding, head and, of
+    prefetched layers, the first, where `grad_reduce` is `step`. Axes that share tokens and not the state: gradients of the
+    own shard are reduced for every micro-batch, or once.
     `tensor`: attention and MLP each gather their tokens and scatter their outputs, and likewise backward, where they gather
     the tokens again for the gradients of weights, unless what is gathered is kept; so do embedding and loss, once.
     `sequence`: see `sequence_numbers`. Where kv heads are fewer than the devices of `tensor`, they exchange what each stores
@@ -198,13 +221,27 @@ def least_wire_bytes(config: Config, mesh: Mapping[str, int]) -> float:
     if model.num_kv_heads > config.model.num_kv_heads:
         heads = 2 * (model.num_heads + model.num_kv_heads)
         exchanged = width * model.num_layers * model.embed_dim * heads * model.head_dim / (shards * mesh["tensor"])
-    # Prefetched layers turn round at the last, whose weights serve both passes.
-    prefetched = 3 - 1 / model.num_layers
-    passes = 2 if _keeps_weights(config) else prefetched if config.parallel.stack == "prefetch" else 3
+    # Prefetched layers turn round at the last, whose weights serve both passes; and the first may be gathered once.
+    layers, first = weights - ends, (weights - ends) / model.num_layers
+    parallel, micro_batches = config.parallel, train.grad_accum_steps
+    at_the_end = parallel.grad_reduce == "step" or parallel.zero == 1
+    prefetches = parallel.stack == "prefetch"
+    passes = 2 if _keeps_weights(config) else 3 - 1 / model.num_layers if prefetches else 3
+    if parallel.zero == 1:
+        sharded = 2 * weights
+    elif parallel.zero == 2:
+        late = (ends + (first if prefetches else 0)) if at_the_end else 0
+        sharded = weights + late + (weights - late) * micro_batches
+    elif at_the_end:
+        sharded = 2 * ends + passes * layers * micro_batches
+        sharded += 2 * first * (1 - micro_batches) if prefetches else 0
+    else:
+        sharded = (passes * layers + 2 * ends) * micro_batches
+    reductions = 1 if at_the_end or parallel.zero_data else micro_batches
     return (
-        (passes * (weights - ends) + 2 * ends) * train.grad_accum_steps * (shards - 1) / shards
-        + passes * exchanged * train.grad_accum_steps * (mesh["tensor"] - 1) / mesh["tensor"]
-        + 2 * weights / shards * (replicas - 1) / replicas
+        sharded * (shards - 1) / shards
+        + passes * exchanged * micro_batches * (mesh["tensor"] - 1) / mesh["tensor"]
+        + 2 * weights / shards * (replicas - 1) / replicas * reductions
         + (model.num_layers * (8 if model.remat == "none" else 10) + 4) * activations * (mesh["tensor"] - 1) / mesh["tensor"]
         + model.num_layers * width * tokens * sequence_numbers(config, mesh, config.parallel.sequence)
     )
@@ -245,3 +282,10 @@ def _keeps_two_residuals(config: Config) -> bool:
 def _keeps_weights(config: Config) -> bool:
     """Whether what is gathered for the forward pass is kept for the backward pass."""
     return config.model.remat == "none" and config.parallel.stack != "prefetch"
+
+
+def _copies_own(config: Config) -> bool:
+    """Whether a device's own part of the layers has a narrow copy for the step, whose gradients are reduced at its end."""
+    mesh = mesh_sizes(config)
+    replicas = num_parts("batch", mesh) * num_parts("seq", mesh) // num_parts("embed", mesh)
+    return replicas > 1 and (config.parallel.grad_reduce == "step" or config.parallel.zero_data == 1)

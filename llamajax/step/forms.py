@@ -3,9 +3,9 @@
 import dataclasses
 from collections.abc import Mapping
 
-from llamajax.config.formulas import expected_bytes, layer_matrix_bytes
+from llamajax.config.formulas import DTYPE_BYTES, expected_bytes, layer_matrix_bytes, params_gathered_once
 from llamajax.config.gpus import planned_gpu
-from llamajax.config.parallel import StackForm, num_parts
+from llamajax.config.parallel import Reduction, StackForm, num_parts
 from llamajax.config.run import Config
 from llamajax.kernels.forms import sequence_form
 from llamajax.kernels.plain import MAX_CHUNK_SCORES
@@ -31,7 +31,12 @@ def with_forms(config: Config, axes: Mapping[str, int]) -> tuple[Config, dict[st
         "tensor": tensor_form(config, axes),
     }
     parallel = dataclasses.replace(config.parallel, **{setting: form for setting, (form, _) in chosen.items()})
-    told = {setting: f"{form}: {reason}" for setting, (form, reason) in chosen.items() if axes.get(setting) != 1}
+    chosen["grad_reduce"] = reduction_form(dataclasses.replace(config, parallel=parallel), axes)
+    parallel = dataclasses.replace(parallel, grad_reduce=chosen["grad_reduce"][0])
+    no_choice = {axis for axis, size in axes.items() if size == 1}
+    if config.train.grad_accum_steps == 1:
+        no_choice.add("grad_reduce")
+    told = {setting: f"{form}: {reason}" for setting, (form, reason) in chosen.items() if setting not in no_choice}
     return dataclasses.replace(config, parallel=parallel), told
 
 
@@ -50,6 +55,34 @@ def stack_form(config: Config, axes: Mapping[str, int]) -> tuple[StackForm, str]
     if shards == 1:
         return "prefetch", f"{format_bytes(layer)} of gradients are reduced while the layer below computes"
     return "prefetch", f"{format_bytes(layer)} of weights come from {shards} devices while the layer before computes"
+
+
+def reduction_form(config: Config, axes: Mapping[str, int]) -> tuple[Reduction, str]:
+    """When gradients are reduced, and why, in one line; of a run whose layers' form is chosen."""
+    parallel, micro_batches = config.parallel, config.train.grad_accum_steps
+    if parallel.grad_reduce != "auto":
+        return parallel.grad_reduce, "parallel.grad_reduce says so"
+    if parallel.zero == 1:
+        return "step", "parallel.zero: 1 keeps them whole until then"
+    shards = num_parts("embed", axes)
+    replicas = num_parts("batch", axes) * num_parts("seq", axes) // shards
+    if shards * replicas == 1:
+        return "micro", "there is nothing to reduce"
+    if micro_batches == 1:
+        return "micro", "there is one micro-batch"
+    late = dataclasses.replace(config, parallel=dataclasses.replace(parallel, grad_reduce="step"))
+    width = DTYPE_BYTES[config.model.compute_dtype]
+    ends = 2 * width * params_gathered_once(late, axes) * (shards - 1) // shards
+    layers = 2 * layer_matrix_bytes(config.model) * config.model.num_layers // num_parts("mlp", axes) // shards
+    layers = 0 if parallel.zero_data else layers * (replicas - 1) // replicas
+    often, once = ends + (0 if parallel.stack == "prefetch" else layers), ends + layers
+    if once > often * micro_batches:
+        wait = f"{format_bytes(often)} cannot be hidden {micro_batches} times"
+        return "micro", f"{wait}; at the end it would be {format_bytes(once)}"
+    more = PREFETCHED_LAYERS * layer_matrix_bytes(config.model) // num_parts("mlp", axes)
+    if not _fits(late, more if parallel.stack == "prefetch" else 0):
+        return "micro", "embedding, head and first layer, whole for the step, would hardly fit"
+    return "step", f"{format_bytes(once)} cannot be hidden, once, and not {format_bytes(often)} {micro_batches} times"
 
 
 def _fits(config: Config, more: int) -> bool:

@@ -9,7 +9,7 @@ from llamajax.config import formulas
 from llamajax.config.data import DataConfig, SourceConfig
 from llamajax.config.machine import HardwareConfig
 from llamajax.config.model import ModelConfig
-from llamajax.config.parallel import MeshConfig, SequenceForm
+from llamajax.config.parallel import MeshConfig, ParallelConfig, SequenceForm
 from llamajax.config.run import Config
 from llamajax.config.training import OptimizerConfig, TrainConfig
 from tests.tiny import tiny_config
@@ -53,12 +53,13 @@ def test_a_tied_head_costs_flops_but_no_parameters():
 MODEL = ModelConfig(vocab_size=1000, embed_dim=64, mlp_dim=256, num_layers=10, num_heads=8, num_kv_heads=2, head_dim=8)
 
 
-def least(mesh: dict[str, int], model: ModelConfig = MODEL, **train: int) -> float:
+def least(mesh: dict[str, int], model: ModelConfig = MODEL, parallel: ParallelConfig | None = None, **train: int) -> float:
     config = Config(
         run_dir="run",
         model=model,
         data=DataConfig(sources=(SourceConfig(kind="stdlib"),), seq_len=128),
         mesh=MeshConfig(**mesh),
+        parallel=parallel or ParallelConfig(),
         train=TrainConfig(num_steps=1, global_batch_size=16, **train),
         optimizer=OptimizerConfig(learning_rate=1e-3),
     )
@@ -67,13 +68,13 @@ def least(mesh: dict[str, int], model: ModelConfig = MODEL, **train: int) -> flo
 
 def test_least_bytes():
     """ZeRO-3 sends 6N(n-1)/n bytes per micro-batch in bfloat16, 4 for what is gathered once; replicas of it 4N(n-1)/n of
-    their shards once."""
+    their shards."""
     N, ends = formulas.num_params(MODEL), 2 * 1000 * 64
     sharded = 6 * N - 2 * ends
     assert least({"fsdp": 8}) == pytest.approx(sharded * 7 / 8)
     assert least({"fsdp": 8}, grad_accum_steps=2) == pytest.approx(2 * sharded * 7 / 8)
     assert least({"fsdp": 8}, dataclasses.replace(MODEL, remat="none")) == pytest.approx(4 * N * 7 / 8)
-    assert least({"data": 2, "fsdp": 4}, grad_accum_steps=2) == pytest.approx(2 * sharded * 3 / 4 + 4 * N / 4 / 2)
+    assert least({"data": 2, "fsdp": 4}, grad_accum_steps=2) == pytest.approx(2 * sharded * 3 / 4 + 2 * 4 * N / 4 / 2)
     assert least({"data": 4}) == pytest.approx(4 * N * 3 / 4)
     tokens = 16 * 128
     assert least({"tensor": 2}) == pytest.approx((10 * 10 + 4) * (2 * tokens * 64) / 2)
@@ -85,6 +86,31 @@ def test_least_bytes():
     assert least({"fsdp": 2, "tensor": 4}) == pytest.approx(least({"fsdp": 2, "tensor": 4}, few) + exchanged)
     whole = 2 * tokens * 2 * 2 * 8
     assert least({"sequence": 4}) == pytest.approx(10 * 3 * whole * 3 / 4 + 4 * N * 3 / 4)
+
+
+@pytest.mark.parametrize("data", [1, 2])
+def test_stages_of_zero_and_reductions_at_the_end_send_less(data):
+    """By hand, for four micro-batches over four shards: what passes once per step, and what every time."""
+    N, ends = formulas.num_params(MODEL), 2 * 1000 * 64
+    layers = N - ends
+    first = layers / 10
+
+    def found(**parallel: Any) -> float:
+        return least({"data": data, "fsdp": 4}, parallel=ParallelConfig(**parallel), grad_accum_steps=4)
+
+    def expected(once: float, every: float, reductions: int) -> Any:
+        replicas = reductions * 2 * 2 * (N / 4) * (data - 1) / data
+        return pytest.approx(2 * (once + 4 * every) * 3 / 4 + replicas)
+
+    assert found(zero=3, grad_reduce="micro", stack="scan") == expected(0, 3 * layers + 2 * ends, 4)
+    assert found(zero=3, grad_reduce="step", stack="scan") == expected(2 * ends, 3 * layers, 1)
+    begun = expected(2 * (ends + first), 3 * layers - 3 * first, 1)
+    assert found(zero=3, grad_reduce="step", stack="prefetch") == begun
+    assert found(zero=2, grad_reduce="micro", stack="prefetch") == expected(N, N, 4)
+    assert found(zero=2, grad_reduce="step", stack="scan") == expected(N + ends, layers, 1)
+    assert found(zero=2, grad_reduce="step", stack="prefetch") == expected(N + ends + first, layers - first, 1)
+    assert found(zero=1) == expected(2 * N, 0, 1)
+    assert found(zero=3, grad_reduce="micro", stack="scan", zero_data=1) == expected(0, 3 * layers + 2 * ends, 1)
 
 
 def sent(form: SequenceForm, parts: int, tensor: int = 1, **model: Any) -> float:
@@ -126,3 +152,30 @@ def test_the_minimum_splits_all_matrices_over_all_shards():
     assert formulas.minimum_state_bytes(half) == 8 * (matrices // 8 + norms)
     replicated = run.changed({"mesh.data": 4, "mesh.fsdp": 1})
     assert formulas.minimum_state_bytes(replicated) == 12 * (matrices // 2 + norms)
+    assert formulas.minimum_state_bytes(replicated.changed({"parallel.zero_data": 1})) == 12 * (matrices // 8 + norms)
+
+
+def test_what_is_gathered_once_per_step_is_counted():
+    run = tiny_config(hardware=HardwareConfig(gpu="h100"), mesh=MeshConfig(fsdp=4, tensor=2))
+    run = run.changed({"train.grad_accum_steps": 2, "parallel.grad_reduce": "micro"})
+    mesh = {"data": 1, "fsdp": 4, "sequence": 1, "tensor": 2}
+    tables, all_matrices = 2 * 64 * 32, formulas.num_params(run.model) - (2 * 2 + 1) * 32
+    layer = (all_matrices - tables) // 2
+    whole = {
+        "micro, scan": 0,
+        "step, scan": tables // 2,
+        "step, prefetch": (tables + layer) // 2,
+        "auto, scan": all_matrices // 2,
+    }
+    for form, params in whole.items():
+        reduction, stack = form.split(", ")
+        zero = 1 if reduction == "auto" else 3
+        changed = run.changed({"parallel.grad_reduce": reduction, "parallel.stack": stack, "parallel.zero": zero})
+        assert formulas.params_gathered_once(changed, mesh) == params, form
+        micro = run.changed({"parallel.stack": stack})
+        more = formulas.expected_bytes(changed, max_chunk_scores=1, max_chunk_logits=1)
+        less = formulas.expected_bytes(micro, max_chunk_scores=1, max_chunk_logits=1)
+        # Of what is whole: the copy, its gradient, and the sum of these, which is fp32.
+        assert more["gradients"] - less["gradients"] == (4 + 4) * params
+        wide = 4 * (params + ((2 * 2 + 1) * 32 if zero == 1 else 0))
+        assert more["collectives"] - less["collectives"] == wide

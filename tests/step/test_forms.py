@@ -43,11 +43,11 @@ def test_weights_are_not_prefetched_where_they_would_not_fit():
 
 def test_what_is_asked_for_is_taken():
     config, axes = planned(fsdp=2, sequence=2, tensor=2)
-    asked = ParallelConfig(stack="scan", sequence="ring", tensor="ring")
-    chosen, told = with_forms(config.changed({"parallel": asked}), axes)
+    asked = ParallelConfig(stack="scan", sequence="ring", tensor="ring", grad_reduce="step")
+    chosen, told = with_forms(config.changed({"parallel": asked, "train.grad_accum_steps": 2}), axes)
     assert chosen.parallel == asked
     assert told == {setting: f"{getattr(asked, setting)}: parallel.{setting} says so" for setting in told}
-    assert set(told) == {"stack", "sequence", "tensor"}
+    assert set(told) == {"stack", "sequence", "tensor", "grad_reduce"}
 
 
 def test_nothing_stays_open_and_only_choices_are_told():
@@ -56,3 +56,28 @@ def test_nothing_stays_open_and_only_choices_are_told():
     assert "auto" not in vars(chosen.parallel).values()
     assert set(told) == {"stack"}
     assert with_forms(chosen, axes)[0] == chosen
+
+
+@pytest.mark.parametrize(
+    ("mesh", "changes", "form", "reason"),
+    [
+        ({"fsdp": 8}, {}, "step", "cannot be hidden, once, and not"),
+        ({"data": 4, "fsdp": 2}, {"model.num_layers": 32}, "micro", "cannot be hidden 2 times; at the end it would be"),
+        ({"data": 4, "fsdp": 2}, {"model.num_layers": 32, "parallel.zero_data": 1}, "step", "once, and not"),
+        ({"data": 4, "fsdp": 2}, {"model.num_layers": 32, "parallel.stack": "scan"}, "step", "once, and not"),
+        ({"fsdp": 8}, {"train.grad_accum_steps": 1}, "micro", "there is one micro-batch"),
+        ({"fsdp": 8}, {"parallel.zero": 1}, "step", "keeps them whole until then"),
+        ({"fsdp": 8}, {"model.vocab_size": 2**27}, "micro", "would hardly fit"),
+        ({"fsdp": 1, "tensor": 8}, {}, "micro", "nothing to reduce"),
+    ],
+    ids=str,
+)
+def test_gradients_are_reduced_when_the_least_is_waited_for(mesh, changes, form, reason):
+    config, axes = planned(**mesh)
+    chosen, told = with_forms(config.changed({"train.grad_accum_steps": 2} | changes), axes)
+    assert chosen.parallel.grad_reduce == form
+    if chosen.train.grad_accum_steps == 1:
+        assert "grad_reduce" not in told
+    else:
+        assert told["grad_reduce"].startswith(f"{form}: ")
+        assert reason in told["grad_reduce"]
