@@ -13,7 +13,7 @@ from jaxtyping import Array, Float
 from llamajax.config.model import ModelConfig
 from llamajax.config.parallel import TensorForm
 from llamajax.parallel.matmul import gathered_matmul, scattered_matmul
-from llamajax.parallel.zero import weight
+from llamajax.parallel.zero import scaled, weight
 
 
 def normal(key: jax.Array, std: float) -> Callable[..., jax.Array]:
@@ -42,14 +42,13 @@ class RMSNorm(nnx.Module):
 
     def __init__(self, size: int, config: ModelConfig):
         self.eps = config.norm_eps
-        self.scale = weight((size,), config.param_dtype, stored=(None,), compute=None, init=jnp.ones)
+        self.scale = weight((size,), config.param_dtype, stored=(None,), compute=None, init=jnp.ones, late=True)
 
     def __call__(self, x: Float[Array, "*dims D"]) -> Float[Array, "*dims D"]:
         """Of x's dtype; computed in fp32."""
         wide = x.astype(jnp.float32)
         inverse_rms = jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + self.eps)
-        scale = jnp.expand_dims(self.scale[...].astype(jnp.float32), range(x.ndim - 1))
-        return (wide * inverse_rms * scale).astype(x.dtype)
+        return scaled(wide * inverse_rms, self.scale[...].astype(jnp.float32)).astype(x.dtype)
 
 
 class MLP(nnx.Module):

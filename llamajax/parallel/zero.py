@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import P
 from jax.typing import DTypeLike
+from jaxtyping import Array, Float
 
 from llamajax.config.parallel import axes_of
 from llamajax.parallel.sharding import spec
@@ -32,6 +33,7 @@ def weight(
     compute: Dims | None,
     init: Callable[..., jax.Array],
     arrange: Callable[[jax.Array, DTypeLike], jax.Array] | None = None,
+    late: bool = False,
 ) -> nnx.Param:
     """A parameter with its initial value, of which each device makes its own part.
 
@@ -42,8 +44,10 @@ def weight(
         compute: its dims as it is gathered for compute; None: it is read as it is stored, in its own dtype.
         init: makes the value from shape, dtype and `out_sharding`, such as `jnp.ones`.
         arrange: makes of the stored array another one, of the given dtype, that is gathered in its place.
+        late: whether gradients of one that is read as it is stored are always summed at the end of the step, all at once:
+            of something small, used by `scaled`, for which to wait in every layer would not pay.
     """
-    return nnx.Param(init(shape, dtype, out_sharding=spec(*stored)), compute=compute, arrange=arrange)
+    return nnx.Param(init(shape, dtype, out_sharding=spec(*stored)), compute=compute, arrange=arrange, late=late)
 
 
 def gathered(tree: Tree, dtype: DTypeLike, copies: Tree | None = None) -> Tree:
@@ -83,7 +87,7 @@ def _gather(tree: Tree, dtype: DTypeLike) -> Tree:
             own = _arranged(param, dtype)
             own_part = jax.reshard(own, P(*_partitions(own), reduced=token_axes() - _axes(_partitions(own))))
             copy = jax.reshard(own_part, P(*[None] * _num_stacked(param), *spec(*param.compute), reduced=token_axes()))
-            return nnx.Param(copy, compute=None, arrange=None)
+            return nnx.Param(copy, compute=None, arrange=None, late=False)
 
     return jax.tree_util.tree_map_with_path(gather, tree, is_leaf=_is_weight)
 
@@ -97,7 +101,7 @@ def split_over_data(tree: Tree) -> Tree:
         for dim, axes in enumerate(entries):
             parts = math.prod(sizes[axis] for axis in (*DATA, *axes))
             if set(axes) & set(axes_of("embed")) and param.shape[dim] % parts == 0:
-                entries[dim] = (*DATA, *axes)
+                entries[dim] = (*axes, *DATA)  # innermost, so that what a device has together is one piece
         return param.replace(jax.reshard(param[...], P(*entries)))
 
     return jax.tree.map(split, tree, is_leaf=_is_weight)
@@ -109,23 +113,39 @@ def whole_over_data(tree: Tree, dtype: DTypeLike, *, left_open: Collection[str] 
     Args:
         tree: the weights.
         dtype: of those that this changes, and of their gradients on the way back.
-        left_open: of the axes that split tokens, those over which gradients are summed on the way back, and not before.
+        left_open: of the axes that split tokens, those over which gradients are summed on the way back, and not before; for
+            `late` ones it is all of them.
     """
     sizes = jax.sharding.get_abstract_mesh().shape
     left_open = frozenset(axis for axis in left_open if sizes[axis] > 1)
 
     def join(param: nnx.Param) -> nnx.Param:
-        if param.compute is None:
-            return param
         stored = _partitions(param[...])
+        if param.compute is None:
+            return param.replace(jax.reshard(param[...], P(*stored, reduced=token_axes()))) if param.late else param
         if not left_open - _axes(stored) and not any(sizes[axis] > 1 for axis in _axes(stored) & set(DATA)):
             return param
         entries = P(*(tuple(axis for axis in _tuple(entry) if axis not in DATA) for entry in stored))
         own = _arranged(param.replace(jax.reshard(param[...].astype(dtype), entries)), dtype)
         own_part = jax.reshard(own, P(*_partitions(own), reduced=left_open - _axes(_partitions(own))))
-        return nnx.Param(own_part, compute=param.compute, arrange=None)
+        return nnx.Param(own_part, compute=param.compute, arrange=None, late=False)
 
     return jax.tree.map(join, tree, is_leaf=_is_weight)
+
+
+@jax.custom_vjp
+def scaled(x: Float[Array, "*dims D"], scale: Float[Array, "D"]) -> Float[Array, "*dims D"]:
+    """Their product, for a `late` weight, whose gradient is left to be summed where the weight was reduced."""
+    return x * jnp.expand_dims(jax.reshard(scale, P(None)), range(x.ndim - 1))
+
+
+def _scaled_back(residuals: tuple[jax.Array, jax.Array], d_out: jax.Array) -> tuple[jax.Array, jax.Array]:
+    x, scale = residuals
+    lies = P(None, unreduced=jax.typeof(scale).sharding.spec.reduced)
+    return scaled(d_out, scale), jax.lax.reduce_sum(d_out * x, range(x.ndim - 1), out_sharding=lies)
+
+
+scaled.defvjp(lambda x, scale: (scaled(x, scale), (x, scale)), _scaled_back)
 
 
 def no_gradient(x: jax.Array, dtype: DTypeLike) -> jax.Array:
