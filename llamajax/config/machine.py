@@ -38,8 +38,9 @@ class XlaConfig(Section):
 
     latency_profile: str | None = "auto"
     """Costs of the step's instructions, for the scheduler that hides communication: a file, or `auto` for what the cost
-    model of `llamajax.plan` tells of the GPUs in `hardware`, where that makes the step faster; it takes two compilations
-    more when a program is first trained. null: XLA's own guesses, as with `auto` where no GPU is named, or only one."""
+    model of `llamajax.plan` tells of the GPUs in `hardware`, where that makes the step faster; it takes two or three
+    compilations more when a program is first trained. null: XLA's own guesses, as with `auto` where no GPU is named, or
+    only one."""
     compilation_cache: str | None = "auto"
     """Where compiled programs are kept, so that a second start loads what the first compiled: a directory that nobody else
     may write to, shared by all processes; `auto` for `~/.cache/llamajax/compiled` (or in XDG_CACHE_HOME), on GPUs only.

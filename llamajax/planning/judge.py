@@ -31,8 +31,8 @@ def judged(
     `options` makes the compiler's options, with a file of latencies; `budget` is the bytes that a device has for arrays.
     """
 
-    def compiled(file: str | None) -> tuple[tuple[bool, float], Timeline]:
-        step = compile_with(lowered, options(latencies=file))
+    def compiled(told: dict[str, Option]) -> tuple[tuple[bool, float], Timeline]:
+        step = compile_with(lowered, told)
         hlo, memory = step.as_text(), step.memory_analysis()
         assert hlo is not None
         assert memory is not None
@@ -41,10 +41,12 @@ def judged(
         timeline = replay(parse(hlo), machine, mesh)
         return preference(timeline, fits=needed <= budget), timeline
 
-    guessed, timeline = compiled(None)
+    guessed, timeline = compiled(options())
+    if (untimed := options(untimed=True)) != options():
+        _, timeline = compiled(untimed)
     text = latency_text(timeline.latencies)
     with tempfile.TemporaryDirectory(prefix="llamajax-latencies-") as folder:
         path = Path(folder, FILE_NAME)
         path.write_text(text)
-        informed, _ = compiled(str(path))
+        informed, _ = compiled(options(latencies=str(path)))
     return text if informed < guessed else GUESSES

@@ -16,9 +16,6 @@ from llamajax.planning.xla.buffers import decode
 
 _COST = re.compile(r'\s*costs\s*:?\s*\{\s*name\s*:\s*"([^"\\]*)"\s*,?\s*cost_us\s*:\s*([-+.\w]+)\s*\}\s*')
 
-_COPIES = ("", ".double_buffer_clone", ".peeled_double_buffer")
-"""What XLA adds to the names of instructions where it makes two iterations of a loop one."""
-
 FILE_NAME = "latencies.pbtxt"
 """The ending tells XLA that it is text."""
 
@@ -29,7 +26,7 @@ def latency_text(latencies: Mapping[str, float]) -> str:
     Args:
         latencies: seconds by instruction, as `Timeline` has them of the program scheduled without latencies.
     """
-    return _as_text({name + copy: seconds * 1e6 for name, seconds in latencies.items() for copy in _COPIES})
+    return _as_text({name: seconds * 1e6 for name, seconds in latencies.items()})
 
 
 def read_latencies(path: str) -> str:

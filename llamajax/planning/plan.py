@@ -4,6 +4,7 @@ import dataclasses
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from llamajax.planning.scheduling import latency_source
 from llamajax.planning.xla.compile import CompiledStep, compile_for
 from llamajax.planning.xla.hlo import Module
 from llamajax.planning.xla.parse import parse
-from llamajax.step.compile import check_flags
+from llamajax.step.compile import check_flags, compiler_options
 from llamajax.step.forms import with_forms
 
 
@@ -135,7 +136,12 @@ def by_latencies(guessed: Schedule, config: Config) -> Schedule | None:
     source = latency_source(config, config.hardware.num_devices)
     if source is None:
         return None
-    text = latency_text(guessed.timeline.latencies) if source == "auto" else read_latencies(source)
+    if source == "auto":
+        options = partial(compiler_options, guessed.step.config, config.hardware.num_devices)
+        untimed = guessed if options() == options(untimed=True) else replayed(compile_for(config, untimed=True), config)
+        text = latency_text(untimed.timeline.latencies)
+    else:
+        text = read_latencies(source)
     with tempfile.TemporaryDirectory(prefix="llamajax-plan-") as folder:
         path = Path(folder) / FILE_NAME
         path.write_text(text, encoding="utf-8")

@@ -72,8 +72,8 @@ def compile_here(config: Config, lowered: jax.stages.Lowered) -> Compilation:
 def gpu_options(config: Config, lowered: jax.stages.Lowered) -> dict[str, Option]:
     """What XLA is told of training's step on GPUs, the same in all processes, which call this together.
 
-    What the cost model tells of a program, and whether it helps, is kept in `data.cache_dir`; it takes two more compilations
-    when the first process does not have it.
+    What the cost model tells of a program, and whether it helps, is kept in `data.cache_dir`; it takes two or three more
+    compilations when the first process does not have it.
 
     Raises:
         ConfigError: see `read_latencies`.
@@ -94,7 +94,7 @@ def gpu_options(config: Config, lowered: jax.stages.Lowered) -> dict[str, Option
     machine = planned_machine(config)
     budget = (told_fraction() or MEMORY_FRACTION) * machine.gpu.memory_bytes
     described = [lowered.as_text(), options(), repr(machine), repr(machine.calibration), mesh, jax.__version__]
-    path = folder / cache.key_of("latencies-2", described) / FILE_NAME
+    path = folder / cache.key_of("latencies-3", described) / FILE_NAME
     # Those of the first process: two hosts may choose other kernels.
     text = everyones(path.read_text() if path.exists() else "")[0]
     if text != GUESSES and not text_costs(text.encode()):

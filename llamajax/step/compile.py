@@ -26,13 +26,16 @@ PIPELINES = jaxlib.version.__version_info__ >= (0, 11)
 """Whether XLA may bring gathers forward by iterations of its own, which gets in the way of ours."""
 
 
-def compiler_options(config: Config, num_devices: int, *, latencies: str | None = None) -> dict[str, Option]:
+def compiler_options(
+    config: Config, num_devices: int, *, latencies: str | None = None, untimed: bool = False
+) -> dict[str, Option]:
     """The options to compile `config`'s training step with, for GPUs.
 
     Args:
         config: the run, its forms chosen; `config.xla.flags` replace what is set here.
         num_devices: devices of the run.
         latencies: file with the costs of instructions that the scheduler is to go by.
+        untimed: for the program that such a file is made from, which has the same names and is scheduled without.
     """
     options: dict[str, Option] = {}
     if num_devices > 1:
@@ -51,7 +54,7 @@ def compiler_options(config: Config, num_devices: int, *, latencies: str | None 
             options[f"xla_gpu_{collective}_combine_threshold_bytes"] = str(layer + layer // 50)
         # The two buffers for weights change places with every layer, which costs a copy unless two layers make an iteration;
         # but without latencies the scheduler hides less in it, and of a loop over micro-batches it would keep two as well.
-        double = latencies is not None and config.train.grad_accum_steps == 1
+        double = (untimed or latencies is not None) and config.train.grad_accum_steps == 1
         options["xla_gpu_enable_while_loop_double_buffering"] = double
         if PIPELINES:
             options["xla_gpu_pipeline_all_gather"] = "COLLECTIVE_PIPELINING_MODE_OFF"

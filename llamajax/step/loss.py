@@ -60,6 +60,7 @@ def loss_fn(
         copies: the model, gathered before.
         first: its first layer, see `Llama.hidden`.
     """
+    model = _with_ends_apart(model, copies)
     rows = batch["tokens"], batch["segment_ids"], batch["positions"]
     hidden = model.hidden(*rows, parallel=parallel, copies=copies, first=first)
     targets = laid_out(batch["targets"], parallel.sequence)  # as the hidden states are; a sum has no order
@@ -67,6 +68,16 @@ def loss_fn(
         head = gathered(model.output_weight(), hidden.dtype, None if copies is None else copies.output_weight())[...]
         sums = token_losses(hidden, head, targets, z_loss_weight, model.config.vocab_size)
     return sums.loss, sums
+
+
+def _with_ends_apart(model: Llama, copies: Llama | None) -> Llama:
+    """The same, with the embedding gathered before the head and its gradient reduced behind that of the head: XLA would make
+    one collective of the two, which then waits for the later one and hides behind nothing."""
+    model = jax.tree.map(lambda weight: weight, model)
+    model.embedding = gathered(model.embedding, model.config.compute_dtype, None if copies is None else copies.embedding)
+    if model.head is not None:
+        model.embedding, model.head = jax.lax.optimization_barrier((model.embedding, model.head))
+    return model
 
 
 def _token_losses(

@@ -4,11 +4,13 @@ import dataclasses
 
 import pytest
 
+from llamajax.config.formulas import mesh_sizes
 from llamajax.config.machine import HardwareConfig, XlaConfig
 from llamajax.config.parallel import MeshConfig
 from llamajax.errors import ConfigError
 from llamajax.planning import plan as planning_schedule
 from llamajax.planning.plan import Alternative, Plan, make_plan, plan_problems
+from llamajax.step.forms import with_forms
 from tests.planning import plans
 
 FILE = 'costs { name: "all-gather-start" cost_us: 7.000 }\n'
@@ -42,18 +44,22 @@ def test_auto_takes_latencies_where_they_help_and_a_file_is_always_used():
     assert plan(None, slow, None, fast).best_changes == {"n": 0}
 
 
+LEARNT = "learnt"
+
+
 @pytest.fixture
 def compiled(monkeypatch):
-    """Compilations in place of real ones; gives what they were told: how the layers run, and the latencies."""
+    """Compilations in place of real ones; gives what they were told: how the layers run, and the latencies, for which
+    `LEARNT` stands where these are to be learnt."""
     told = []
 
-    def compile_for(config, *, latencies=None):
-        text = None
+    def compile_for(config, *, latencies=None, untimed=False):
+        text = LEARNT if untimed else None
         if latencies is not None:
             with open(latencies) as file:
                 text = file.read()
         told.append((config.parallel.stack, text))
-        return plans.step(config)
+        return plans.step(with_forms(config, mesh_sizes(config))[0])
 
     monkeypatch.setattr(planning_schedule, "compile_for", compile_for)
     monkeypatch.setattr(planning_schedule, "memory_plan", lambda step, module: plans.memory())
@@ -64,10 +70,10 @@ def with_xla(**settings):
     return plans.CONFIG.changed({"xla": XlaConfig(**settings)})
 
 
-def test_the_second_compilation_is_told_the_latencies(compiled):
+def test_the_last_compilation_is_told_the_latencies(compiled):
     assert make_plan(plans.CONFIG).informed is not None
-    (_, blind), (_, latencies) = compiled
-    assert blind is None
+    blind, learnt, latencies = (text for _, text in compiled)
+    assert (blind, learnt) == (None, LEARNT)
     assert latencies.count("costs { name: ") > 20
 
 
@@ -110,16 +116,20 @@ def test_a_profile_that_holds_none_is_refused_before_anything_is_compiled(compil
 @pytest.mark.parametrize("stack", ["auto", "scan", "prefetch"])
 @pytest.mark.parametrize("source", ["auto", None])
 def test_alternatives_are_every_other_way(compiled, stack, source):
-    config = plans.CONFIG.changed({"xla.latency_profile": source, "parallel.stack": stack})
+    changes = {"xla.latency_profile": source, "parallel.stack": stack, "train.grad_accum_steps": 1}
+    config = plans.CONFIG.changed(changes)
     plan = make_plan(config, alternatives=True)
     tried = [({}, plan.chosen), *((other.changes, other.schedule) for other in plan.alternatives)]
     ways = [(way.parallel.stack, way.xla.latency_profile) for way in (config.changed(c) for c, _ in tried)]
     if source is not None:
         ways.append((stack, None))  # the one that is compiled first
-    assert len(ways) == len(set(ways)) == len(compiled)
+    tried = [(form, text) for form, text in compiled if text != LEARNT]
+    assert len(ways) == len(set(ways)) == len(tried)
     other = "scan" if stack != "scan" else "prefetch"
     assert set(ways) == {(s, by) for s in (stack, other) for by in ("auto", None)}
-    assert sum(text is not None for _, text in compiled) == len(ways) // 2
+    assert sum(text is not None for _, text in tried) == len(ways) // 2
+    # A prefetching program is another one by latencies, whose names these must have.
+    assert [form for form, text in compiled if text == LEARNT] == ["auto" if stack == "auto" else "prefetch"]
 
 
 def test_what_stands_in_the_way_of_a_plan_is_known_before_compiling():
@@ -154,11 +164,13 @@ def test_what_does_not_fit_gets_suggestions(compiled, monkeypatch):
     plan = make_plan(plans.CONFIG)
     assert plan.suggestions == (suggestion,)
     assert asked == [(plan.chosen.memory, plan.guessed.timeline.step_time_s)]
-    assert len(compiled) == 3  # what does not fit by guesses is not compiled by latencies
+    assert sum(text != LEARNT for _, text in compiled) == 3  # what does not fit by guesses is not compiled by latencies
 
 
 def test_suggestions_are_compiled_as_training_would(compiled):
     memory, seconds = planning_schedule.memory_and_time(plans.CONFIG)
     assert memory.fits
     assert seconds > 0
-    assert [text is None for _, text in compiled] == [True, False]
+    blind, learnt, latencies = (text for _, text in compiled)
+    assert (blind, learnt) == (None, LEARNT)
+    assert latencies.startswith("costs {")

@@ -19,6 +19,8 @@ from llamajax.step.compile import Option, compiler_options, lower
 from llamajax.step.state import abstract_state
 from tests.planning.profiles import CONFIG, COSTS, TEXT, binary, costs
 
+PROFILE = "xla_gpu_pgle_profile_file_or_directory_path"
+
 
 @pytest.fixture
 def lowered(monkeypatch):
@@ -33,14 +35,14 @@ def lowered(monkeypatch):
 
     def compile_with(lowered, options):
         compilations.append(options)
-        return (faster if "xla_gpu_pgle_profile_file_or_directory_path" in options else lowered).compile()
+        return (faster if PROFILE in options else lowered).compile()
 
     monkeypatch.setattr(judge, "compile_with", compile_with)
     return made, compilations
 
 
 def latency_file(config, lowered) -> Option | None:
-    return gpu_options(config, lowered).get("xla_gpu_pgle_profile_file_or_directory_path")
+    return gpu_options(config, lowered).get(PROFILE)
 
 
 def with_xla(tmp_path, **settings) -> Config:
@@ -52,7 +54,7 @@ def test_training_uses_the_file_that_the_plan_reads(tmp_path, lowered):
     file.write_bytes(binary(COSTS))
     made, compilations = lowered
     config = with_xla(tmp_path, latency_profile=str(file))
-    path = gpu_options(config, made)["xla_gpu_pgle_profile_file_or_directory_path"]
+    path = gpu_options(config, made)[PROFILE]
     assert str(path).endswith(".pbtxt")  # what XLA takes for text
     assert pathlib.Path(str(path)).read_text() == read_latencies(str(file)) == TEXT
     assert compilations == []
@@ -86,7 +88,7 @@ def test_no_latencies_where_none_are_asked_for_or_nothing_is_known(tmp_path, low
         with_xla(tmp_path, latency_profile=None),
         with_xla(tmp_path).changed({"hardware": HardwareConfig()}),
     ):
-        assert "xla_gpu_pgle_profile_file_or_directory_path" not in gpu_options(config, made)
+        assert PROFILE not in gpu_options(config, made)
     assert compilations == []
     assert [latency_source(CONFIG, devices) for devices in (1, 2)] == [None, "auto"]
 
@@ -104,6 +106,17 @@ def test_latencies_are_made_once_per_program_and_made_anew_when_the_file_is_dama
     pipelined = with_xla(tmp_path, flags=("xla_gpu_enable_while_loop_double_buffering=true",))
     assert latency_file(pipelined, made) != str(path)
     assert len(compilations) == 6
+
+
+def test_latencies_are_told_of_the_program_that_goes_by_them(tmp_path, lowered):
+    """Which has other names where it is more than scheduled anew."""
+    made, compilations = lowered
+    config = with_xla(tmp_path).changed({"parallel.stack": "prefetch", "mesh.fsdp": -1, "train.grad_accum_steps": 1})
+    path = latency_file(config, made)
+    guessed, untimed, informed = compilations
+    assert informed.items() - untimed.items() == {(PROFILE, informed[PROFILE])}
+    assert guessed != untimed
+    assert path is not None
 
 
 def test_latencies_that_do_not_help_are_left_out_of_training_as_of_plans(tmp_path, lowered, monkeypatch):
@@ -130,7 +143,7 @@ def test_training_makes_its_profile_once(tmp_path, monkeypatch):
     with jax.set_mesh(planned_mesh(config)):
         lowered = lower(config, abstract_state(config))
         made = gpu_options(config, lowered)
-        path = pathlib.Path(str(made["xla_gpu_pgle_profile_file_or_directory_path"]))
+        path = pathlib.Path(str(made[PROFILE]))
         told = path.read_text()
         assert "all-gather-start" in told
         assert "reduce-scatter" in told

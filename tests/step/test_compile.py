@@ -84,4 +84,8 @@ def test_a_layer_is_one_collective_where_it_is_prefetched():
     for collective in ("all_gather", "reduce_scatter"):
         assert layer < int(options[f"xla_gpu_{collective}_combine_threshold_bytes"]) < 1.05 * layer
     assert not options["xla_gpu_enable_while_loop_double_buffering"]
-    assert compiler_options(config, 8, latencies="file")["xla_gpu_enable_while_loop_double_buffering"]
+    informed = compiler_options(config, 8, latencies="file")
+    assert informed["xla_gpu_enable_while_loop_double_buffering"]
+    assert informed == compiler_options(config, 8, untimed=True) | {"xla_gpu_pgle_profile_file_or_directory_path": "file"}
+    several = config.changed({"train.grad_accum_steps": 2})
+    assert not compiler_options(several, 8, latencies="file")["xla_gpu_enable_while_loop_double_buffering"]

@@ -78,12 +78,13 @@ def check_compiler() -> None:
         raise CompilerMissingError(f"{found} does not fit jaxlib {jaxlib.version.__version__}; {REMEDY}")
 
 
-def compile_for(config: Config, *, latencies: str | None = None) -> CompiledStep:
+def compile_for(config: Config, *, latencies: str | None = None, untimed: bool = False) -> CompiledStep:
     """Compiles the training step of `config` for `config.hardware`.
 
     Args:
         config: the run.
         latencies: file with the costs of instructions that the scheduler is to go by.
+        untimed: see `compiler_options`.
 
     Raises:
         CompilerMissingError: XLA's compiler for GPUs is not installed.
@@ -96,7 +97,7 @@ def compile_for(config: Config, *, latencies: str | None = None) -> CompiledStep
     started = time.monotonic()
     config, _ = with_forms(config, mesh_sizes(config))
     mesh = planned_mesh(config)
-    told = compiler_options(config, mesh.size, latencies=latencies)
+    told = compiler_options(config, mesh.size, latencies=latencies, untimed=untimed)
     told = {name: value for name, value in told.items() if not name.startswith("xla_dump_")}
     with jax.set_mesh(mesh), tempfile.TemporaryDirectory(prefix="llamajax-plan-") as folder:
         try:
