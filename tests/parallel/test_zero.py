@@ -9,7 +9,7 @@ from flax import nnx
 from llamajax.config.parallel import MeshConfig
 from llamajax.parallel import mesh
 from llamajax.parallel.sharding import spec
-from llamajax.parallel.zero import gathered, weight
+from llamajax.parallel.zero import gathered, no_gradient, scaled, split_over_data, token_axes, weight, whole_over_data
 
 
 class Parts(nnx.Module):
@@ -47,3 +47,72 @@ def test_a_module_is_gathered_whole_and_its_gradient_is_scattered(sizes):
     np.testing.assert_array_equal(np.asarray(ready.matrix[...], np.float32), np.arange(32).reshape(8, 4))
     assert jax.typeof(gradients.matrix[...]) == jax.typeof(parts.matrix[...])
     np.testing.assert_array_equal(gradients.matrix[...], np.full((8, 4), 64))
+
+
+def test_copies_made_before_serve_as_well_and_the_weights_get_their_gradient():
+    jax.set_mesh(mesh.make_mesh(MESHES[1]))
+    parts = Parts()
+    x = jax.device_put(np.arange(64, dtype=np.float32).reshape(8, 2, 4), spec("batch", "seq", None))
+
+    def total(parts: Parts, copies: Parts | None) -> jax.Array:
+        ready = gathered(parts, "float32", copies)
+        return jnp.sum(jnp.sin(jnp.einsum("BTD,FD->BTF", x, ready.matrix[...])) * ready.scale[...].sum())
+
+    copies = jax.jit(gathered, static_argnums=1)(parts, "float32")
+    expected = jax.jit(jax.grad(total))(parts, None)
+    found = jax.jit(jax.grad(total))(parts, copies)
+    for ours, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+        assert jax.typeof(ours) == jax.typeof(theirs)
+    others = jax.tree.map(lambda x: 2 * x, copies)
+    assert float(jax.jit(total)(parts, others)) != float(jax.jit(total)(parts, copies))  # they are what is computed with
+
+
+def test_what_is_split_over_data_too_comes_back_and_waits_for_its_gradient():
+    jax.set_mesh(mesh.make_mesh(MESHES[1]))
+    parts = Parts()
+    split = jax.jit(split_over_data)(parts)
+    assert split.matrix[...].sharding.shard_shape((8, 4)) == (4, 1)
+    assert split.scale[...].sharding.is_fully_replicated
+
+    def join(parts: Parts, left_open: tuple[str, ...]) -> Parts:
+        return whole_over_data(parts, "bfloat16", left_open=left_open)
+
+    joined = jax.jit(join, static_argnums=1)(split, ())
+    assert joined.matrix.dtype == jnp.bfloat16
+    assert jax.typeof(joined.matrix[...]).sharding.spec == spec("mlp", "embed")
+    np.testing.assert_array_equal(joined.matrix[...], np.arange(32).reshape(8, 4))
+    same = jax.jit(join, static_argnums=1)(parts, ())
+    assert same.matrix.dtype == jnp.float32  # nothing to do
+
+    waiting, back = jax.jit(lambda parts: jax.vjp(lambda parts: join(parts, ("data", "sequence")), parts))(split)
+    lies = jax.typeof(waiting.matrix[...]).sharding.spec
+    assert (lies.partitions, lies.reduced) == (tuple(spec("mlp", "embed")), {"data"})
+
+    def ones(x: jax.Array) -> jax.Array:
+        zeros = no_gradient(x, x.dtype)
+        assert not np.any(zeros)
+        return jnp.ones(x.shape, x.dtype, out_sharding=jax.typeof(zeros).sharding.spec)
+
+    (gradient,) = jax.jit(back)(jax.tree.map(ones, waiting))
+    assert jax.typeof(gradient.matrix[...]) == jax.typeof(split.matrix[...])
+    np.testing.assert_array_equal(gradient.matrix[...], np.full((8, 4), 2))  # one of each device along data
+
+
+@pytest.mark.parametrize("late", [True, False])
+def test_a_scaled_dim_is_a_product_whose_gradient_may_wait(late):
+    jax.set_mesh(mesh.make_mesh(MESHES[1]))
+    rng = np.random.default_rng(0)
+    values, scale = rng.standard_normal((8, 2, 4), np.float32), rng.standard_normal(4, np.float32)
+    x = jax.device_put(values, spec("batch", "seq", None))
+    reduced = token_axes() if late else frozenset()
+    weight = jax.jit(lambda: jax.reshard(jnp.asarray(scale), jax.P(None, reduced=reduced)))()
+
+    def total(x: jax.Array, weight: jax.Array) -> jax.Array:
+        return jnp.sum(jnp.sin(scaled(x, weight)))
+
+    d_x, d_weight = jax.jit(jax.grad(total, (0, 1)))(x, weight)
+    np.testing.assert_allclose(d_x, np.cos(values * scale) * scale, rtol=1e-5)
+    assert jax.typeof(d_weight).sharding.spec.unreduced == reduced
+    summed = jax.jit(lambda g: jax.reshard(g, jax.P(None)))(d_weight)
+    np.testing.assert_allclose(summed, (np.cos(values * scale) * values).sum((0, 1)), rtol=1e-5)

@@ -29,6 +29,9 @@ ODD = tiny_config(
     train=TrainConfig(num_steps=3, global_batch_size=32),
 )  # fmt: skip
 """Less that divides: tokens of a row between matmuls, ids of the vocabulary, kv heads."""
+TINY, TIED = tiny_config(), tiny_config().changed({"model.tie_embeddings": True})
+# One weight's gradient is 2e-8 among ones of 4e-3, whose rounding is 3e-9: with an eps of 1e-8 Adam would make a step of it.
+ROUNDED = {"train.num_steps": 5, "optimizer.eps": 1e-5}
 SHARED = [(1, 2, 1, 4), *(pytest.param(sizes, marks=pytest.mark.slow) for sizes in [(1, 1, 1, 8), (2, 1, 2, 2)])]
 """Of these meshes, some that share matmuls."""
 EVERYDAY = [((1, 8, 1, 1), 1), ((1, 2, 2, 2), 2), ((2, 2, 1, 2), 4), ((2, 1, 4, 1), 1)]
@@ -111,9 +114,7 @@ def test_odd_sizes_equal_those_of_one_device(sizes):
     ],
 )
 def test_every_form_of_split_rows_equals_one_device(form, sizes, model):
-    # A larger eps: Adam makes a whole step of the rounding of a gradient that is all but zero.
-    config = tiny_config().changed({"train.num_steps": 5, "optimizer.eps": 1e-5} | model)
-    check(config, sizes, {"parallel.sequence": form})
+    check(tiny_config().changed(ROUNDED | model), sizes, {"parallel.sequence": form})
 
 
 @pytest.mark.parametrize("sizes", SHARED)
@@ -146,6 +147,45 @@ def test_layers_that_hide_what_they_send_equal_one_device(sizes, changes):
     check(
         tiny_config().changed({"train.num_steps": 5, "model.num_layers": 4}), sizes, {"parallel.stack": "prefetch"} | changes
     )
+
+
+@pytest.mark.parametrize(
+    ("base", "sizes", "changes"),
+    [
+        (TINY, (2, 2, 2, 1), {"zero": 1, "accumulation": 2}),
+        (TINY, (2, 4, 1, 1), {"zero": 2, "zero_data": 1, "grad_reduce": "step", "stack": "prefetch", "accumulation": 2}),
+        (ODD, (2, 1, 1, 4), {"zero_data": 1, "stack": "prefetch", "grad_reduce": "step", "accumulation": 2}),
+        *(
+            pytest.param(base, sizes, changes, marks=pytest.mark.slow)
+            for base, sizes, changes in [
+                (TINY, (1, 8, 1, 1), {"grad_reduce": "step", "stack": "prefetch", "accumulation": 4, "remat": "none"}),
+                (TINY, (2, 2, 1, 2), {"grad_reduce": "step", "accumulation": 2}),
+                (TINY, (4, 2, 1, 1), {"grad_reduce": "micro", "accumulation": 4, "stack": "prefetch"}),
+                (TINY, (8, 1, 1, 1), {"zero_data": 1, "grad_reduce": "step", "stack": "prefetch", "accumulation": 4}),
+                (TINY, (4, 2, 1, 1), {"zero_data": 1, "accumulation": 2}),
+                (TINY, (2, 2, 2, 1), {"zero_data": 1, "zero": 1, "accumulation": 2, "remat": "full"}),
+                (TINY, (1, 2, 1, 4), {"zero": 1, "stack": "prefetch", "remat": "full"}),
+                (TINY, (1, 4, 2, 1), {"zero": 2}),
+                (TINY, (2, 2, 1, 2), {"zero": 2, "stack": "prefetch", "remat": "save_attention", "accumulation": 4}),
+                (
+                    TINY,
+                    (1, 2, 2, 2),
+                    {"zero": 1, "stack": "prefetch", "sequence": "ring", "tensor": "ring", "accumulation": 2},
+                ),
+                (TINY, (1, 2, 4, 1), {"zero": 2, "stack": "prefetch", "sequence": "ulysses", "grad_reduce": "step"}),
+                (TIED, (2, 2, 1, 2), {"zero_data": 1, "grad_reduce": "step", "stack": "prefetch", "accumulation": 2}),
+                (ODD, (2, 2, 1, 2), {"zero": 1, "stack": "prefetch", "accumulation": 2}),
+                (ODD, (1, 2, 1, 4), {"zero": 2, "stack": "prefetch", "grad_reduce": "step", "accumulation": 2}),
+            ]
+        ),
+    ],
+    ids=str,
+)
+def test_stages_of_zero_and_times_of_reduction_equal_one_device(base, sizes, changes):
+    own_names = {"accumulation": "train.grad_accum_steps", "remat": "model.remat"}
+    keys = {own_names.get(name, f"parallel.{name}"): value for name, value in changes.items()}
+    num_steps = base.train.num_steps if base is ODD else 5
+    check(base.changed(ROUNDED | {"train.num_steps": num_steps}), sizes, keys)
 
 
 def check(config: Config, sizes: tuple[int, ...], changes: dict[str, Any]) -> None:
