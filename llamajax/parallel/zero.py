@@ -113,16 +113,15 @@ def whole_over_data(tree: Tree, dtype: DTypeLike, *, left_open: Collection[str] 
     Args:
         tree: the weights.
         dtype: of those that this changes, and of their gradients on the way back.
-        left_open: of the axes that split tokens, those over which gradients are summed on the way back, and not before; for
-            `late` ones it is all of them.
+        left_open: of the axes that split tokens, those over which gradients are summed on the way back, and not before.
     """
     sizes = jax.sharding.get_abstract_mesh().shape
     left_open = frozenset(axis for axis in left_open if sizes[axis] > 1)
 
     def join(param: nnx.Param) -> nnx.Param:
-        stored = _partitions(param[...])
         if param.compute is None:
-            return param.replace(jax.reshard(param[...], P(*stored, reduced=token_axes()))) if param.late else param
+            return param
+        stored = _partitions(param[...])
         if not left_open - _axes(stored) and not any(sizes[axis] > 1 for axis in _axes(stored) & set(DATA)):
             return param
         entries = P(*(tuple(axis for axis in _tuple(entry) if axis not in DATA) for entry in stored))
@@ -131,6 +130,17 @@ def whole_over_data(tree: Tree, dtype: DTypeLike, *, left_open: Collection[str] 
         return nnx.Param(own_part, compute=param.compute, arrange=None, late=False)
 
     return jax.tree.map(join, tree, is_leaf=_is_weight)
+
+
+def summed_late(tree: Tree) -> Tree:
+    """The same weights, of which `late` ones have their gradients summed on the way back, and not before."""
+
+    def lay_out(param: nnx.Param) -> nnx.Param:
+        if not param.late:
+            return param
+        return param.replace(jax.reshard(param[...], P(*_partitions(param[...]), reduced=token_axes())))
+
+    return jax.tree.map(lay_out, tree, is_leaf=_is_weight)
 
 
 @jax.custom_vjp

@@ -8,7 +8,7 @@ import jax
 from llamajax.config.run import Config
 from llamajax.model import Llama
 from llamajax.model.llama import Layer
-from llamajax.parallel.zero import DATA, gathered, token_axes, whole_over_data
+from llamajax.parallel.zero import DATA, gathered, summed_late, token_axes, whole_over_data
 
 
 @jax.tree_util.register_dataclass
@@ -27,7 +27,7 @@ def hold(config: Config, model: Llama) -> Held:
     parallel, dtype = config.parallel, config.model.compute_dtype
     at_the_end = parallel.grad_reduce == "step"
     left_open = token_axes() if at_the_end else DATA if parallel.zero_data else ()
-    held = whole_over_data(model, dtype, left_open=left_open)
+    held = summed_late(whole_over_data(model, dtype, left_open=left_open))
     if parallel.zero == 1:
         return Held(gathered(held, dtype), None)
     first = None

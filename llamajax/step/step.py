@@ -34,8 +34,12 @@ def loss_and_grads(config: Config, model: Llama, batch: Batch) -> tuple[dict[str
         scalars; and the gradients, a `Llama` in float32 whatever the parameters are, in their shardings.
     """
 
-    held, pull_back = jax.vjp(functools.partial(hold, config), model)
+    held = hold(config, model)
     whole = copies(config, held)
+    # Of float32 weights, whose gradients are not rounded where they need not travel.
+    wide, pull_back = jax.vjp(
+        functools.partial(hold, config), jax.tree.map(lambda weight: weight.astype(jnp.float32), model)
+    )
 
     def micro_loss(held: Held, micro_batch: Batch) -> tuple[jax.Array, LossSums]:
         z_loss_weight, parallel = config.train.z_loss_weight, config.parallel
@@ -49,8 +53,7 @@ def loss_and_grads(config: Config, model: Llama, batch: Batch) -> tuple[dict[str
     chex.assert_equal_shape(list(batch.values()))
     zeros = (jax.tree.map(lambda weight: no_gradient(weight, jnp.float32), held), _no_losses())
     (grads, sums), _ = lax.scan(micro_step, zeros, batch)
-    (grads,) = pull_back(jax.tree.map(lambda grad, weight: grad.astype(weight.dtype), grads, held))
-    grads = jax.tree.map(lambda grad: grad.astype(jnp.float32), grads)
+    (grads,) = pull_back(jax.tree.map(lambda grad, weight: grad.astype(weight.dtype), grads, wide))
     tokens = jnp.maximum(sums.num_tokens, 1)
     loss = sums.cross_entropy / sums.num_tokens  # no number where there is nothing to take the mean of
     return {"loss": loss, "tokens": sums.num_tokens}, jax.tree.map(lambda g: g / tokens, grads)

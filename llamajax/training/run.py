@@ -16,6 +16,7 @@ from llamajax.generation.completion import encode_prompt, stream_text
 from llamajax.parallel import compilation_cache, startup
 from llamajax.parallel.exit import end_process, exit_code
 from llamajax.parallel.processes import check_same_everywhere, everyones
+from llamajax.parallel.zero import whole_over_data
 from llamajax.planning.scheduling import compile_here
 from llamajax.step.compile import lower, told
 from llamajax.step.forms import with_forms
@@ -87,7 +88,7 @@ def run(config: Config, *, dry_run: bool = False) -> None:
             state, stopped = train(config, state, start_step, compilation, dataset, meta, files, checkpointer, stop)
             if not stopped and config.sample.prompt is not None:
                 pieces = stream_text(
-                    state.model,
+                    whole_over_data(state.model, config.model.compute_dtype),
                     dataset.tokenizer,
                     config.sample.prompt,
                     max_tokens=config.sample.max_tokens,

@@ -53,7 +53,9 @@ EVERYTHING = Config(
     init_from="0x1",
     seed=4_294_967_295,
     mesh=MeshConfig(data=2, fsdp=1, sequence=2, tensor=-1, num_cpu_devices=4),
-    parallel=ParallelConfig(stack="prefetch", sequence="ring", tensor="ring"),
+    parallel=ParallelConfig(
+        stack="prefetch", zero=2, zero_data=1, grad_reduce="step", sequence="ring", tensor="ring"
+    ),
     distributed=DistributedConfig(
         enabled=True, coordinator_address="host:1", num_processes=2, process_id=1, heartbeat_timeout_s=9,
         initialization_timeout_s=8,
