@@ -19,6 +19,8 @@ from llamajax.model import Llama
 from llamajax.parallel import mesh
 from llamajax.parallel.sharding import spec
 from llamajax.planning.xla.compile import compile_for
+from llamajax.planning.xla.hlo import Computation, Module
+from llamajax.planning.xla.parse import parse
 from tests.planning.plans import CONFIG
 from tests.tiny import random_rows, tiny_config
 
@@ -119,18 +121,28 @@ def test_missing_cudnn_is_told_in_one_line(monkeypatch):
         jax.jit(cudnn.attend, static_argnums=(3, 4))(q, kv, kv, None, SCALE)
 
 
+def num_runs(module: Module, computation: Computation, kernel: str) -> int:
+    """How often a kernel runs in one run of a computation, loops and all."""
+    total = 0
+    for instruction in computation.instructions.values():
+        total += instruction.attributes.get("custom_call_target", "").strip('"') == kernel
+        inner = instruction.called("body", "calls", "to_apply", "called_computations")
+        total += (instruction.trip_count or 1) * sum(num_runs(module, module.computations[name], kernel) for name in inner)
+    return total
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("gpu_compiler")
-@pytest.mark.parametrize(("window", "kv_heads"), [(None, 8), (512, 2)])
-def test_the_step_has_one_kernel_forward_and_one_backward(window, kv_heads):
-    shape = {"model.sliding_window": window, "model.num_kv_heads": kv_heads}
-    shape |= {"parallel.stack": "scan"}  # which takes no layer out of its loop
+@pytest.mark.parametrize(("window", "kv_heads", "stack"), [(None, 8, "scan"), (512, 2, "scan"), (512, 2, "prefetch")])
+def test_the_step_has_one_kernel_forward_and_one_backward(window, kv_heads, stack):
+    shape = {"model.sliding_window": window, "model.num_kv_heads": kv_heads, "parallel.stack": stack}
     config = CONFIG.changed(shape | {"model.attend_across_documents": True, "model.remat": "save_attention"})
     fused = compile_for(config.changed({"mesh": MeshConfig(tensor=2)}))
-    calls = re.findall(r'custom_call_target="(__cudnn\$\w+)"', fused.hlo)
-    # Forward, once more in the backward pass, and backward; loops that XLA takes apart have each of them several times.
-    assert set(calls) == {"__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward"}
-    assert calls.count("__cudnn$fmhaSoftmax") == 2 * calls.count("__cudnn$fmhaSoftmaxBackward")
+    assert set(re.findall(r"__cudnn\$\w+", fused.hlo)) == {"__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward"}
+    module, layers = parse(fused.hlo), config.model.num_layers
+    # Forward, once more in the backward pass, and backward, in every layer.
+    assert num_runs(module, module.entry, "__cudnn$fmhaSoftmax") == 2 * layers
+    assert num_runs(module, module.entry, "__cudnn$fmhaSoftmaxBackward") == layers
     if window is not None:
         assert f'"sliding_window_length":{window}' in fused.hlo.replace(" ", "")
     plain = compile_for(config.changed({"model.attention_kernel": "plain"}))
