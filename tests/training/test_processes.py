@@ -1,0 +1,84 @@
+"""Two and four processes on loopback have the losses of one process on the same mesh, in every form."""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import jaxlib.version
+import numpy as np
+import pytest
+
+from tests import runs
+
+NUM_DEVICES = 4
+FORMS: dict[str, dict[str, object]] = {
+    "scan, two micro-batches": {"mesh.fsdp": 4, "parallel.stack": "scan", "train.grad_accum_steps": 2},
+    "prefetch": {"mesh.fsdp": 4, "parallel.stack": "prefetch"},
+    "data and fsdp": {"mesh.data": 2, "mesh.fsdp": 2},
+    "tensor": {"mesh.tensor": 4, "parallel.tensor": "collective"},
+    "tensor, in a ring": {"mesh.tensor": 4, "parallel.tensor": "ring"},
+    "sequence, gathered": {"mesh.sequence": 4, "parallel.sequence": "gather"},
+    "sequence, in a ring": {"mesh.sequence": 4, "parallel.sequence": "ring"},
+    "sequence, by Ulysses": {"mesh.sequence": 4, "parallel.sequence": "ulysses"},
+}
+"""A mesh of four devices and what differs from the defaults; the axis that is split lies across processes."""
+QUICK = " --xla_cpu_use_fusion_emitters=false" if jaxlib.version.__version_info__ < (0, 11) else ""
+"""Halves the time to compile; later versions do not know it, and end the process."""
+
+PROGRAM = """
+import json, sys
+from llamajax.config.file import load_config
+from llamajax.parallel.exit import end_process, exit_code
+from llamajax.training.run import run
+
+path, forms, *together = sys.argv[1:]
+def work():
+    for name, overrides in json.loads(forms).items():
+        run(load_config(path, [*overrides, *together]))
+end_process(exit_code(work, memory_remedy="", disk="", disk_remedy=""), distributed=bool(together))
+"""
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory):
+    return runs.write_config(tmp_path_factory.mktemp("processes"), num_steps=5, eval_every=None, eval_batches=0)
+
+
+@pytest.fixture(scope="module")
+def losses(config):
+    """Losses by number of processes and form; every process goes through all forms."""
+    return {count: _losses(config, count) for count in (1, 2, 4)}
+
+
+def _losses(config: pathlib.Path, count: int) -> dict[str, list[float]]:
+    run_dirs = {name: config.parent / f"{count}" / name for name in FORMS}
+    one = {"mesh.data": 1, "mesh.fsdp": 1, "mesh.sequence": 1, "mesh.tensor": 1, "checkpoint.save_every": 1000}
+    one |= {"mesh.num_cpu_devices": NUM_DEVICES // count, "train.grad_accum_steps": 1}
+    forms = {
+        name: [f"{key}={value}" for key, value in (one | form | {"run_dir": run_dirs[name]}).items()]
+        for name, form in FORMS.items()
+    }
+    together = ["distributed.enabled=true", f"distributed.num_processes={count}"]
+    together.append(f"distributed.coordinator_address={runs.free_address()}")
+    environment = os.environ | {"PYTHONPATH": str(runs.ROOT), "XLA_FLAGS": os.environ["XLA_FLAGS"] + QUICK}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", PROGRAM, str(config), json.dumps(forms)]
+            + ([*together, f"distributed.process_id={rank}"] if count > 1 else []),
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment,
+        )
+        for rank in range(count)
+    ]  # fmt: skip
+    outputs = [runs.finish(process) for process in processes]
+    assert outputs[0].count(f"{NUM_DEVICES} x cpu in {count} process") == len(FORMS)
+    return {name: [float.fromhex(loss) for loss in runs.losses(run_dirs[name]).values()] for name in FORMS}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("count", [2, 4])
+def test_several_processes_train_as_one(losses, form, count):
+    assert len(losses[1][form]) == 5
+    np.testing.assert_allclose(losses[count][form], losses[1][form], rtol=0, atol=1e-6)
