@@ -79,7 +79,13 @@ def _forward(
     early, late = _cut((q, own.place))
 
     def attend_to(queries: tuple[jax.Array, Place], keys: tuple[Block, Place]) -> Part:
-        return attend_block(queries[0], *keys[0], queries[1], keys[1], window=window, scale=scale)
+        def attend() -> Part:
+            return attend_block(queries[0], *keys[0], queries[1], keys[1], window=window, scale=scale)
+
+        def see_nothing(part: Part) -> Part:
+            return Part(jnp.zeros_like(part.out), jnp.full_like(part.lse, -jnp.inf))
+
+        return _where_seen(queries[1], keys[1], window, attend, see_nothing)
 
     def add_block(parts: tuple[Part, Part], block: Block, step: int | jax.Array) -> tuple[Part, Part]:
         source = source_of(step)
@@ -129,7 +135,11 @@ def _backward(
 
     def gradients(queries: tuple[Any, ...], keys: tuple[Block, Place]) -> Gradients:
         (q, lse, d_out, d_lse, place), ((k, v), k_place) = queries, keys
-        return attend_block_backward(q, k, v, lse, d_out, d_lse, place, k_place, window=window, scale=scale)
+
+        def differentiate() -> Gradients:
+            return attend_block_backward(q, k, v, lse, d_out, d_lse, place, k_place, window=window, scale=scale)
+
+        return _where_seen(place, k_place, window, differentiate, partial(jax.tree.map, jnp.zeros_like))
 
     def add_block(d_q: tuple[jax.Array, jax.Array], block: Block, step: int | jax.Array) -> tuple[Any, Block]:
         source = source_of(step)
@@ -165,6 +175,22 @@ def _backward(
     last = gradients(late, early_keys)
     d_own = _join((of_early.k + last.k, of_early.v + last.v), (of_late.k, of_late.v))
     return _join(d_q[0], d_q[1] + last.q).astype(q.dtype), *add(sums, d_own)
+
+
+def _where_seen(
+    q_place: Place, k_place: Place, window: int | None, compute: Callable[[], Tree], nothing: Callable[[Tree], Tree]
+) -> Tree:
+    """What `compute` returns; for tokens so far apart that no window reaches, what `nothing` makes of its like."""
+    if window is None:
+        return compute()
+    like = jax.eval_shape(compute)
+
+    def skip() -> Tree:
+        results = nothing(jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like))
+        return jax.tree.map(lambda x, y: jax.lax.pcast(x, tuple(y.manual_axis_type.varying), to="varying"), results, like)
+
+    nearest = q_place.indices[0, 0] - k_place.indices[0, -1]
+    return jax.lax.cond(nearest < window, compute, skip)
 
 
 def _pass_on(block: Block) -> Block:

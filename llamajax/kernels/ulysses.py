@@ -6,6 +6,7 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from llamajax.config.parallel import axes_of
 from llamajax.kernels import cudnn, plain
@@ -50,6 +51,8 @@ def attend(
 
         q = to_heads(q.reshape(b, t, K * copies, G // copies, H))
         k, v = to_heads(repeated(k)), to_heads(repeated(v))
+        # Named, so that who computes a layer again before its backward pass exchanges no more for it than once.
+        q, k, v = checkpoint_name((q, k, v), "exchanged")
         if fused:
             out, lse = cudnn.attend_to_rows(q, k, v, window=mask.window, scale=scale), None
         else:

@@ -90,6 +90,25 @@ def test_no_gradient_comes_from_the_future():
     np.testing.assert_array_equal(depends, (distance >= 0) & (distance < 6))
 
 
+def test_blocks_that_no_window_reaches_are_not_computed():
+    """Values that are no numbers would show there, though no token sees them; chunks are of four tokens."""
+    T, window = 32, 4
+    q, k, v = _arguments(T)
+    order = zigzag(4, T)
+    first = order < 4
+    v = jax.device_put(jnp.where(first[None, :, None, None], jnp.nan, v), jax.typeof(v).sharding.spec)
+
+    @jax.jit
+    def there_and_back(q: jax.Array) -> tuple[jax.Array, jax.Array]:
+        out, backward = jax.vjp(lambda q: ring_attend(q, k, v, Mask(window=window), SCALE)[0], q)
+        return out, backward(jnp.ones_like(out))[0]
+
+    for values in there_and_back(q):
+        clean = np.isfinite(np.asarray(values)).all((0, 2, 3, 4))
+        # The second chunk still sees the first; its device's late one takes a share of zero of the same numbers.
+        np.testing.assert_array_equal(clean, (order >= 8) & (order // 4 != 6))
+
+
 def test_keys_travel_once_around_and_their_gradients_once(monkeypatch):
     """Counted in the program of four devices: three hops forward, three backward, and three of the gradients."""
     q, k, v = _arguments(16)
