@@ -14,6 +14,8 @@ from llamajax.config.parallel import SequenceForm, num_parts, splits_residual
 from llamajax.config.run import Config
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
+PREFETCHED_LAYERS = 3
+"""Of whose weights prefetching keeps something whole at once: this layer's, the next one's, and gradients of one."""
 
 
 def num_matmul_params(model: ModelConfig) -> int:
@@ -145,9 +147,10 @@ def params_gathered_once(config: Config, mesh: Mapping[str, int]) -> int:
 def expected_bytes(config: Config, *, max_chunk_scores: int, max_chunk_logits: int) -> dict[str, int]:
     """Bytes on a planned device by what they are for; good to some 15%.
 
-    Weights, moments and gradients: their sizes over the shards. Activations: what `model.remat` keeps of every layer.
-    Temporaries: the larger of a layer's backward pass (its hidden states, gate and up with their gradients, attention
-    scores in chunks) and of one chunk of logits.
+    Weights, moments and gradients: their sizes over the shards. Activations: what `model.remat` keeps of every layer. The
+    rest is alive in turn, so that the larger counts: in a layer's backward pass its hidden states, gate and up with their
+    gradients, attention scores in chunks and gathered weights; in the loss the head with its gradient in fp32, as summed up
+    and as one chunk of logits adds to it, and that chunk.
 
     Args:
         config: the run.
@@ -166,8 +169,8 @@ def expected_bytes(config: Config, *, max_chunk_scores: int, max_chunk_logits: i
     tokens = rows * config.data.seq_len // sequence
     layer_params = (num_params(computed) - 2 * model.vocab_size * D) // L // tensor
 
-    residual = D // tensor if tensor > 1 and splits_residual(config.data.seq_len, mesh) else D
-    residual *= 2 if _keeps_two_residuals(config) else 1
+    stream = D // tensor if tensor > 1 and splits_residual(config.data.seq_len, mesh) else D
+    residual = stream * 2 if _keeps_two_residuals(config) else stream
     saved = {
         "full": residual,
         "save_attention": residual + heads,
@@ -177,20 +180,24 @@ def expected_bytes(config: Config, *, max_chunk_scores: int, max_chunk_logits: i
     }[model.remat]
     kept_weights = L * layer_params * wide if _keeps_weights(config) else 0
     scores = min(max_chunk_scores, tokens * config.data.seq_len * model.num_heads // tensor)
-    layer = tokens * wide * (10 * D + 2 * heads + 2 * qkv + 4 * F) + 3 * scores * 4
+    layer = tokens * wide * (4 * D + 6 * stream + 2 * heads + 2 * qkv + 4 * F) + 3 * scores * 4
     shard = minimum_state_bytes(config) // state_bytes_per_param(config)
     own = _params_per_device(model, num_parts("embed", mesh) * tensor)
     whole, summed = params_gathered_once(config, mesh), 4 if config.train.grad_accum_steps > 1 else 0  # the sum is fp32
     copied = _params_per_device(model, tensor) if config.parallel.zero < 3 else whole + (own if _copies_own(config) else 0)
-    loss = min(max_chunk_logits, tokens * V) * (4 + 2 * wide)
+    loss = min(max_chunk_logits, tokens * V) * (4 + 2 * wide) + V * D * (wide + 2 * 4)
+    collectives = 2 * D * F * wide + kept_weights
+    if config.parallel.stack == "prefetch":
+        matrices = layer_matrix_bytes(computed) // tensor
+        collectives, loss = PREFETCHED_LAYERS * matrices, loss + matrices
     return {
         "parameters": stored * shard,
         "optimizer": 2 * moment * shard,
         "batch": 16 * rows * config.train.grad_accum_steps * config.data.seq_len // sequence,
-        "gradients": (stored + summed) * own + (wide + summed) * whole + 4 * V * D,
+        "gradients": (stored + summed) * own + (wide + summed) * whole,
         "activations": L * tokens * saved * wide,
-        "logits": max(0, loss - layer),
-        "collectives": 2 * D * F * wide + kept_weights + wide * copied,
+        "logits": max(0, loss - layer - collectives),
+        "collectives": collectives + wide * copied,
         "temporaries": layer,
     }
 

@@ -103,7 +103,8 @@ class Namer:
             if phase == "backward" or buffer.dtype == "f32":
                 return "gradients", f"gradient of {weight}, not scattered yet"
             return "collectives", f"{weight}, gathered"
-        if scopes == [LAYERS] and phase == "forward" and buffer.shape in self._stacked:
+        is_kept = (scopes == [LAYERS] and phase == "forward") or scopes == ["step"]  # no scope: as XLA makes room for stacks
+        if is_kept and buffer.shape in self._stacked:
             return "activations", f"{self._stacked[buffer.shape]} of every layer"
         primitive = re.sub(r"\W+", " ", buffer.op_name.split("/")[-1]).strip() or buffer.instruction
         value = "hidden states" if is_residual else VALUES.get(scopes[-1])
@@ -130,7 +131,8 @@ def _stacked(module: Module) -> Iterator[tuple[tuple[int, ...], str]]:
             name = instruction.op_name
             if instruction.opcode == "dynamic-update-slice" and _phase(name) == "forward" and _scopes(name) == [LAYERS]:
                 scopes = [_scopes(source.op_name) for source in _sources(computation, instruction.operands[1])]
-                value = next((VALUES[own[-1]] for own in scopes if own and own[-1] in VALUES), "hidden states")
+                made_in = next((own[-1] for own in scopes if own and own != [LAYERS]), LAYERS)
+                value = VALUES.get(made_in, "hidden states")
                 yield from ((array.dims, value) for array in arrays(instruction.shape))
 
 

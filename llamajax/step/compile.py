@@ -16,12 +16,15 @@ from llamajax.config.formulas import layer_matrix_bytes
 from llamajax.config.parallel import num_parts
 from llamajax.config.run import Config
 from llamajax.errors import ConfigError, EnvironmentMismatchError
+from llamajax.parallel.allowance import memory_fraction
 from llamajax.step.batch import FIELDS, batch_sharding, micro_batch_size
 from llamajax.step.state import TrainState
 from llamajax.step.step import train_step
 
 Option = str | bool
 
+_ASSUMED_FRACTION = 0.80
+"""Of a GPU's memory, what XLA's scheduler counts on (`GetSchedulerMemoryLimit`), whatever the process takes."""
 PIPELINES = jaxlib.version.__version_info__ >= (0, 11)
 """Whether XLA may bring gathers forward by iterations of its own, which gets in the way of ours."""
 
@@ -41,20 +44,26 @@ def compiler_options(
     if num_devices > 1:
         # Off by default for A100, where every collective would then block the GPU.
         options["xla_gpu_enable_latency_hiding_scheduler"] = True
+        # In percent: what arrays may take. Where the scheduler thinks that full, it hides nothing, without a word.
+        options["xla_gpu_memory_limit_slop_factor"] = str(int(100 * memory_fraction(config) / _ASSUMED_FRACTION))
         # It makes of a gather whose own part is taken back a permute between no devices, which gives zeros (jaxlib 0.10.2).
         disabled = ["all-gather-to-collective-permute-simplifier"]
         if config.parallel.stack == "prefetch":
             # `model.remat` says what is computed again; XLA counts a loop's stacks anew for each layer of an iteration.
             disabled.append("rematerialization")
         options["xla_disable_hlo_passes"] = ",".join(disabled)
+        if config.parallel.tensor == "ring":
+            # Weights come from other nodes while tokens pass within one: one at a time, they would wait for every hop.
+            options["xla_gpu_experimental_parallel_collective_overlap_limit"] = "2"
     if num_devices > 1 and config.parallel.stack == "prefetch":
         # One collective per layer and direction: just below a layer's bytes the gather falls apart.
         layer = layer_matrix_bytes(config.model) // num_parts("mlp", config.mesh.axis_sizes(num_devices))
         for collective in ("all_gather", "reduce_scatter"):
             options[f"xla_gpu_{collective}_combine_threshold_bytes"] = str(layer + layer // 50)
         # The two buffers for weights change places with every layer, which costs a copy unless two layers make an iteration;
-        # but without latencies the scheduler hides less in it, and of a loop over micro-batches it would keep two as well.
-        double = (untimed or latencies is not None) and config.train.grad_accum_steps == 1
+        # but without latencies the scheduler hides less in it, and of a loop over micro-batches it would keep two as well;
+        # of two micro-batches there is then no loop.
+        double = (untimed or latencies is not None) and config.train.grad_accum_steps <= 2
         options["xla_gpu_enable_while_loop_double_buffering"] = double
         if PIPELINES:
             options["xla_gpu_pipeline_all_gather"] = "COLLECTIVE_PIPELINING_MODE_OFF"

@@ -3,7 +3,13 @@
 import dataclasses
 from collections.abc import Mapping
 
-from llamajax.config.formulas import DTYPE_BYTES, expected_bytes, layer_matrix_bytes, params_gathered_once
+from llamajax.config.formulas import (
+    DTYPE_BYTES,
+    PREFETCHED_LAYERS,
+    expected_bytes,
+    layer_matrix_bytes,
+    params_gathered_once,
+)
 from llamajax.config.gpus import planned_gpu
 from llamajax.config.parallel import Reduction, StackForm, num_parts
 from llamajax.config.run import Config
@@ -13,9 +19,6 @@ from llamajax.parallel.allowance import memory_fraction
 from llamajax.parallel.matmul import tensor_form
 from llamajax.step.loss import MAX_CHUNK_LOGITS
 from llamajax.units import format_bytes
-
-PREFETCHED_LAYERS = 4
-"""Layers of weights that prefetching keeps more than a scan does: the next one's, and gradients of two, unreduced."""
 
 
 def with_forms(config: Config, axes: Mapping[str, int]) -> tuple[Config, dict[str, str]]:
@@ -50,8 +53,8 @@ def stack_form(config: Config, axes: Mapping[str, int]) -> tuple[StackForm, str]
     if config.mesh.num_cpu_devices is not None:
         return "scan", "emulated devices hide nothing"
     layer = layer_matrix_bytes(config.model) // num_parts("mlp", axes)
-    if not _fits(config, PREFETCHED_LAYERS * layer):
-        return "scan", f"{format_bytes(PREFETCHED_LAYERS * layer)} more, for four layers' weights, would hardly fit"
+    if not _fits(config.changed({"parallel.stack": "prefetch"})):
+        return "scan", f"{format_bytes(PREFETCHED_LAYERS * layer)} for three layers' weights would hardly fit"
     if shards == 1:
         return "prefetch", f"{format_bytes(layer)} of gradients are reduced while the layer below computes"
     return "prefetch", f"{format_bytes(layer)} of weights come from {shards} devices while the layer before computes"
@@ -79,15 +82,14 @@ def reduction_form(config: Config, axes: Mapping[str, int]) -> tuple[Reduction, 
     if once > often * micro_batches:
         wait = f"{format_bytes(often)} cannot be hidden {micro_batches} times"
         return "micro", f"{wait}; at the end it would be {format_bytes(once)}"
-    more = PREFETCHED_LAYERS * layer_matrix_bytes(config.model) // num_parts("mlp", axes)
-    if not _fits(late, more if parallel.stack == "prefetch" else 0):
+    if not _fits(late):
         return "micro", "embedding, head and first layer, whole for the step, would hardly fit"
     return "step", f"{format_bytes(once)} cannot be hidden, once, and not {format_bytes(often)} {micro_batches} times"
 
 
-def _fits(config: Config, more: int) -> bool:
-    """Whether so many bytes more should fit the planned GPU by the formulas; true if none is named."""
+def _fits(config: Config) -> bool:
+    """Whether a run should fit the planned GPU by the formulas; true if none is named."""
     if config.hardware.gpu == "none":
         return True
     expected = expected_bytes(config, max_chunk_scores=MAX_CHUNK_SCORES, max_chunk_logits=MAX_CHUNK_LOGITS)
-    return sum(expected.values()) + more <= memory_fraction(config) * planned_gpu(config.hardware).memory_bytes
+    return sum(expected.values()) <= memory_fraction(config) * planned_gpu(config.hardware).memory_bytes

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 from jax import P
 from jaxtyping import Array, Float, Int32
 
@@ -65,9 +66,20 @@ def loss_fn(
     hidden = model.hidden(*rows, parallel=parallel, copies=copies, first=first)
     targets = laid_out(batch["targets"], parallel.sequence)  # as the hidden states are; a sum has no order
     with jax.named_scope("loss"):
-        head = gathered(model.output_weight(), hidden.dtype, None if copies is None else copies.output_weight())[...]
+        hidden, output = _back_at_once(hidden, model.output_weight())
+        head = gathered(output, hidden.dtype, None if copies is None else copies.output_weight())[...]
         sums = token_losses(hidden, head, targets, z_loss_weight, model.config.vocab_size)
     return sums.loss, sums
+
+
+@jax.custom_vjp
+def _back_at_once(hidden: jax.Array, head: nnx.Param) -> tuple[jax.Array, nnx.Param]:
+    """The same, none of whose gradients is used before both are there: else that of the head, which is whole until it is
+    scattered, would wait for that beside the backward pass of all layers."""
+    return hidden, head
+
+
+_back_at_once.defvjp(lambda *both: (both, None), lambda _, gradients: jax.lax.optimization_barrier(gradients))
 
 
 def _with_ends_apart(model: Llama, copies: Llama | None) -> Llama:

@@ -179,3 +179,17 @@ def test_what_is_gathered_once_per_step_is_counted():
         assert more["gradients"] - less["gradients"] == (4 + 4) * params
         wide = 4 * (params + ((2 * 2 + 1) * 32 if zero == 1 else 0))
         assert more["collectives"] - less["collectives"] == wide
+
+
+def test_what_is_alive_in_turn_counts_once():
+    run = tiny_config(hardware=HardwareConfig(gpu="h100"), mesh=MeshConfig(fsdp=8))
+    bounds = {"max_chunk_scores": 2**20, "max_chunk_logits": 2**20}
+    scan = formulas.expected_bytes(run, **bounds)
+    prefetched = formulas.expected_bytes(run.changed({"parallel.stack": "prefetch"}), **bounds)
+    assert prefetched["collectives"] == 3 * formulas.layer_matrix_bytes(run.model)
+    assert {kind for kind in scan if scan[kind] != prefetched[kind]} == {"collectives"}
+    assert scan["logits"] == 0
+    large = formulas.expected_bytes(run.changed({"model.vocab_size": 2**20}), **bounds)
+    loss = 2**20 * (4 + 2 * 4) + 2**20 * run.model.embed_dim * (4 + 8)  # a chunk in fp32, the head and its gradient twice
+    assert large["logits"] + large["temporaries"] + large["collectives"] == loss
+    assert large["temporaries"] == scan["temporaries"]

@@ -45,7 +45,12 @@ PROGRAM = module(
     %all = bf16[96,64]{{1,0}} all-gather(%w), metadata={{op_name="{FORWARD}/mlp/gather_weight/reshard"}}
     %stack = bf16[4,2,32,96]{{3,2,1,0}} parameter(1)
     %made = bf16[1,2,32,96]{{3,2,1,0}} bitcast(%w), metadata={{op_name="{FORWARD}/mlp/gated/mul"}}
-    %saved = bf16[4,2,32,96]{{3,2,1,0}} dynamic-update-slice(%stack, %made), metadata={{op_name="{FORWARD}/while"}}"""
+    %saved = bf16[4,2,32,96]{{3,2,1,0}} dynamic-update-slice(%stack, %made), metadata={{op_name="{FORWARD}/while"}}
+    %out = bf16[1,2,16,64]{{3,2,1,0}} bitcast(%w), metadata={{op_name="{FORWARD}/attention/output_projection/ppermute"}}
+    %residual = bf16[1,2,16,64]{{3,2,1,0}} add(%out, %out), metadata={{op_name="{FORWARD}/attention/add"}}
+    %kept = bf16[1,2,16,64]{{3,2,1,0}} bitcast(%residual), metadata={{op_name="{FORWARD}/broadcast_in_dim"}}
+    %stack.1 = bf16[4,2,16,64]{{3,2,1,0}} parameter(2)
+    %saved.1 = bf16[4,2,16,64]{{3,2,1,0}} dynamic-update-slice(%stack.1, %kept), metadata={{op_name="{FORWARD}/while"}}"""
 )
 NAMED = (
     (WEIGHT, "parameters", "model.layers.mlp.w_down"),
@@ -64,6 +69,8 @@ NAMED = (
      "gradient of layers/mlp down weight, not scattered yet"),
     (buffer(f"{BACKWARD}/mlp/reduce_sum", 2, 32, 96), "temporaries", "layers/mlp gradient of hidden states"),
     (buffer(f"{STEP}/jvp(layers)/broadcast_in_dim", 4, 2, 32, 96), "activations", "gated of every layer"),
+    (buffer(STEP, 4, 2, 16, 64), "activations", "hidden states of every layer"),
+    (buffer(STEP, 4, 2, 16, 65), "temporaries", "step closed_call"),
     (buffer(f"{BACKWARD}/rematted_computation/mlp/gated/mul", 2, 32, 99), "temporaries", "layers/mlp gated, recomputed"),
     (buffer(f"{BACKWARD}/mlp/gate_up/add_any", 2, 32, 2, 96), "temporaries", "layers/mlp gradient of gate_up"),
     (buffer(f"{STEP}/jvp(loss)/shard_map/while/body/logits/exp", 7, 9, dtype="f32"), "logits", "loss logits"),

@@ -87,5 +87,20 @@ def test_a_layer_is_one_collective_where_it_is_prefetched():
     informed = compiler_options(config, 8, latencies="file")
     assert informed["xla_gpu_enable_while_loop_double_buffering"]
     assert informed == compiler_options(config, 8, untimed=True) | {"xla_gpu_pgle_profile_file_or_directory_path": "file"}
-    several = config.changed({"train.grad_accum_steps": 2})
-    assert not compiler_options(several, 8, latencies="file")["xla_gpu_enable_while_loop_double_buffering"]
+    for micro_batches, doubles in ((2, True), (4, False)):
+        several = compiler_options(config.changed({"train.grad_accum_steps": micro_batches}), 8, latencies="file")
+        assert several["xla_gpu_enable_while_loop_double_buffering"] == doubles
+
+
+def test_the_scheduler_counts_on_the_memory_that_arrays_may_take(monkeypatch):
+    name = "xla_gpu_memory_limit_slop_factor"
+    assert compiler_options(tiny_config(), 8)[name] == "115"  # 92% of the card for the 80% that XLA assumes
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.6")
+    assert compiler_options(tiny_config(), 8)[name] == "75"
+
+
+@pytest.mark.parametrize(("stack", "tensor"), [("prefetch", "collective"), ("prefetch", "ring"), ("scan", "ring")])
+def test_weights_do_not_wait_for_the_hops_of_a_ring(stack, tensor):
+    options = compiler_options(tiny_config(parallel=dataclasses.replace(PLAIN, stack=stack, tensor=tensor)), 8)
+    limit = options.get("xla_gpu_experimental_parallel_collective_overlap_limit")
+    assert limit == ("2" if tensor == "ring" else None)

@@ -37,7 +37,7 @@ def test_weights_are_not_prefetched_where_they_would_not_fit():
     wide = config.changed({"model.mlp_dim": 2**26})
     form, reason = stack_form(wide, axes)
     assert form == "scan"
-    assert "more, for four layers' weights, would hardly fit" in reason
+    assert "for three layers' weights would hardly fit" in reason
     assert stack_form(wide.changed({"hardware.gpu": "none"}), axes)[0] == "prefetch"
 
 

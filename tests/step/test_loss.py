@@ -13,8 +13,10 @@ from llamajax.parallel import mesh
 from llamajax.parallel.sharding import spec
 from llamajax.parallel.zero import gathered, weight
 from llamajax.step import loss
-from llamajax.step.batch import IGNORE
+from llamajax.step.batch import FIELDS, IGNORE
 from llamajax.step.loss import LossSums, token_losses
+from llamajax.step.state import abstract_state
+from tests.tiny import tiny_config
 
 B, T, D, V = 4, 6, 8, 32
 MESHES = [MeshConfig(fsdp=2, sequence=2, tensor=2), MeshConfig(data=2, tensor=4), MeshConfig(data=2, fsdp=2, sequence=2)]
@@ -152,3 +154,16 @@ def test_bf16_head_gradient_is_summed_in_fp32_over_chunks(monkeypatch: pytest.Mo
     assert whole[0].dtype == jnp.bfloat16
     assert whole[1].dtype == jnp.float32
     np.testing.assert_allclose(whole[1], chunked[1], rtol=2**-7, atol=1e-5)  # one rounding to bf16 apart
+
+
+def test_the_heads_gradient_is_scattered_before_the_layers_backward_pass_begins():
+    """Nothing else would: it is whole until then, and as large as several layers."""
+    jax.set_mesh(mesh.make_mesh(MESHES[0]))
+    config = tiny_config()
+    tokens = jax.NamedSharding(jax.sharding.get_mesh(), spec("batch", "seq"))
+    batch = dict.fromkeys(FIELDS, jax.ShapeDtypeStruct((8, 32), jnp.int32, sharding=tokens))
+    gradient = jax.grad(lambda model, batch: loss.loss_fn(model, batch, z_loss_weight=0.0)[0])
+    program = jax.make_jaxpr(gradient)(abstract_state(config).model, batch)
+    barriers = [eqn for eqn in program.eqns if eqn.primitive.name == "optimization_barrier"]
+    shapes = {(8, 32, config.model.embed_dim), (config.model.vocab_size, config.model.embed_dim)}
+    assert any({out.aval.shape for out in eqn.outvars} == shapes for eqn in barriers)
