@@ -29,8 +29,10 @@ GOLDEN = ROOT / "tests" / "planning" / "golden.json"
 _13B = "llama2_13b_32xa100_80gb"
 VARIANTS: dict[str, tuple[str, dict[str, int]]] = {
     "llama2_13b_256xa100_80gb": (_13B, {"hardware.nodes": 32, "mesh.fsdp": 256, "train.grad_accum_steps": 1}),
+    "llama2_70b_tensor8_512xa100_40gb": ("llama2_70b_512xa100_40gb", {"mesh.fsdp": 64, "mesh.tensor": 8}),
+    "llama3_1_70b_tensor8_256xh100": ("llama3_1_70b_256xh100", {"mesh.data": 1, "mesh.fsdp": 32, "mesh.tensor": 8}),
 }
-"""Plans of a configuration on another cluster: its name and what is overridden."""
+"""Plans of a configuration on another cluster or mesh: its name and what is overridden."""
 GOLDEN_KEYS = ("peak_bytes", "exposed_comm_s", "step_time_s")
 DOCUMENTED = "0.10.2"
 """The jax whose plans people read."""
