@@ -183,7 +183,8 @@ def expected_bytes(config: Config, *, max_chunk_scores: int, max_chunk_logits: i
     layer = tokens * wide * (4 * D + 6 * stream + 2 * heads + 2 * qkv + 4 * F) + 3 * scores * 4
     shard = minimum_state_bytes(config) // state_bytes_per_param(config)
     own = _params_per_device(model, num_parts("embed", mesh) * tensor)
-    whole, summed = params_gathered_once(config, mesh), 4 if config.train.grad_accum_steps > 1 else 0  # the sum is fp32
+    whole = params_gathered_once(config, mesh)
+    summed = DTYPE_BYTES[config.train.grad_accum_dtype] if config.train.grad_accum_steps > 1 else 0
     copied = _params_per_device(model, tensor) if config.parallel.zero < 3 else whole + (own if _copies_own(config) else 0)
     loss = min(max_chunk_logits, tokens * V) * (4 + 2 * wide) + V * D * (wide + 2 * 4)
     collectives = 2 * D * F * wide + kept_weights

@@ -69,6 +69,8 @@ class TrainConfig(Section):
     """Sequences per optimizer step, over all devices."""
     grad_accum_steps: PositiveInt = 1
     """Micro-batches that one optimizer step is summed over."""
+    grad_accum_dtype: DType = "float32"
+    """Type of that sum. bfloat16 halves its memory, and loses of every micro-batch what is below 1/256 of the sum."""
     z_loss_weight: NonNegativeFloat = 0.0
     """Weight of the squared log-partition added to the loss (PaLM, arXiv:2204.02311, section 5)."""
     max_nonfinite_steps: PositiveInt = 5
@@ -82,6 +84,8 @@ class TrainConfig(Section):
         accumulated, batch_size = self.grad_accum_steps, self.global_batch_size
         if min(accumulated, batch_size) > 0 and batch_size % accumulated:
             yield f"grad_accum_steps: {accumulated} must divide global_batch_size={batch_size}"
+        if accumulated == 1 and self.grad_accum_dtype != "float32":
+            yield f"grad_accum_dtype: {self.grad_accum_dtype} has no effect with grad_accum_steps=1; remove it"
         if self.eval_every is not None and self.eval_batches <= 0:
             yield f"eval_every: {self.eval_every} needs eval_batches above 0"
 

@@ -33,7 +33,6 @@ def loss_and_grads(config: Config, model: Llama, batch: Batch) -> tuple[dict[str
         `loss` (cross-entropy without z-loss, nats per token; NaN if there are none) and `tokens`, float32 and int32
         scalars; and the gradients, a `Llama` in float32 whatever the parameters are, in their shardings.
     """
-
     held = hold(config, model)
     whole = copies(config, held)
     # Of float32 weights, whose gradients are not rounded where they need not travel.
@@ -48,10 +47,11 @@ def loss_and_grads(config: Config, model: Llama, batch: Batch) -> tuple[dict[str
         )
 
     def micro_step(sums: Any, micro_batch: Batch) -> tuple[Any, None]:
-        return jax.tree.map(jnp.add, sums, jax.grad(micro_loss, has_aux=True)(held, micro_batch)), None
+        own = jax.grad(micro_loss, has_aux=True)(held, micro_batch)
+        return jax.tree.map(lambda total, x: (total + x).astype(total.dtype), sums, own), None
 
     chex.assert_equal_shape(list(batch.values()))
-    zeros = (jax.tree.map(lambda weight: no_gradient(weight, jnp.float32), held), _no_losses())
+    zeros = (jax.tree.map(lambda weight: no_gradient(weight, config.train.grad_accum_dtype), held), _no_losses())
     (grads, sums), _ = lax.scan(micro_step, zeros, batch)
     (grads,) = pull_back(jax.tree.map(lambda grad, weight: grad.astype(weight.dtype), grads, wide))
     tokens = jnp.maximum(sums.num_tokens, 1)

@@ -43,8 +43,8 @@ EVERYTHING = Config(
         chat_template="true", held_out_fraction=1e-05, cache_dir="~", prefetch_steps=7,
     ),
     train=TrainConfig(
-        num_steps=12_345_678, global_batch_size=12, grad_accum_steps=3, z_loss_weight=1e-4, max_nonfinite_steps=1,
-        eval_every=5, eval_batches=2,
+        num_steps=12_345_678, global_batch_size=12, grad_accum_steps=3, grad_accum_dtype="bfloat16", z_loss_weight=1e-4,
+        max_nonfinite_steps=1, eval_every=5, eval_batches=2,
     ),
     optimizer=OptimizerConfig(
         learning_rate=3e-4, schedule="wsd", warmup_steps=3, decay_steps=4, min_lr_ratio=0.0, b1=0.8, b2=0.5, eps=1e-300,

@@ -96,6 +96,18 @@ def test_gradients_of_micro_batches_are_summed_in_fp32():
     jax.tree.map(check, grads, *(part for _, part in parts))
 
 
+def test_a_sum_in_16_bits_loses_what_is_small_beside_it():
+    config = tiny_config().changed({"train.grad_accum_steps": 2})
+    batch, model = to_device(config, random_rows(config, 0)), init_state(config).model
+    step = jax.jit(loss_and_grads, static_argnums=0)
+    _, exact = step(config, model, batch)
+    _, narrow = step(config.changed({"train.grad_accum_dtype": "bfloat16"}), model, batch)
+    for ours, theirs in zip(jax.tree.leaves(narrow), jax.tree.leaves(exact), strict=True):
+        assert ours.dtype == jnp.float32
+        np.testing.assert_allclose(ours, theirs, rtol=2**-6, atol=2**-6 * float(np.abs(theirs).max()))
+        assert np.any(np.asarray(ours) != np.asarray(theirs))
+
+
 def test_clipping_scales_the_gradients_to_the_norm():
     config = tiny_config()
     batch = to_device(config, random_rows(config, 0))
