@@ -91,6 +91,14 @@ def wrong(name: str, told: dict[str, Any], golden: dict[str, Any]) -> list[str]:
             f"{flops:.4g} FLOPs are executed, {flops / formula:.3f} of the {formula:.4g} that are expected",
         ),
         (
+            0.99 < told["wire_bytes_factor"] <= 1.03,
+            f"it sends {told['wire_bytes_factor']:.3f} of the least for its forms",
+        ),
+        (
+            told["sync_collectives_in_loops"] == 0,
+            f"{told['sync_collectives_in_loops']} collectives in loops run while nothing else does",
+        ),
+        (
             told["num_communicators"] <= wanted["num_communicators"],
             f"it needs {told['num_communicators']} communicators, and {wanted['num_communicators']} are expected",
         ),

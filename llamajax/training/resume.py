@@ -9,8 +9,8 @@ from llamajax.errors import CheckpointError
 
 MAY_CHANGE = (
     "run_dir", "mesh", "parallel", "distributed", "hardware", "xla", "data", "checkpoint", "metrics", "profile", "sample",
-    "train.grad_accum_steps", "train.eval_every", "train.eval_batches", "train.max_nonfinite_steps", "model.remat",
-    "model.attention_kernel",
+    "train.grad_accum_steps", "train.grad_accum_dtype", "train.eval_every", "train.eval_batches",
+    "train.max_nonfinite_steps", "model.remat", "model.attention_kernel",
 )  # fmt: skip
 """Settings that a resumed run may change: beyond rounding, they do not change what is computed. The data is compared
 by its fingerprint, so that it may move."""

@@ -1,0 +1,130 @@
+"""One model in every parallel form, planned on one cluster: docs/forms.svg, drawn from the figures in docs/forms.json.
+
+    python scripts/forms.py [--draw]
+
+Compiles Llama-3.1 8B for 64 H100 in each form (extra `plan`), some ten minutes on two cores, and keeps what came out; with
+`--draw` it draws what is kept.
+"""
+
+import html
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+FIGURES, PICTURE = ROOT / "docs" / "forms.json", ROOT / "docs" / "forms.svg"
+BASE = {
+    "hardware.gpu": "h100", "hardware.nodes": 8, "train.global_batch_size": 256, "train.grad_accum_steps": 2,
+    "model.remat": "save_attention",
+}  # fmt: skip
+WIDTH, ROW, TOP, BAR = 1240, 34, 88, 900
+COLUMNS = {
+    "form": 14, "each device has its part of": 240, "wins": 450, "sent": 690, "peak": 790,
+    "step: computing, slowed by collectives, waiting": BAR,
+}  # fmt: skip
+PALE, RED = "#666666", "#d62728"
+
+
+@dataclass(frozen=True)
+class Form:
+    """A form, in words, and the settings that make it."""
+
+    name: str
+    splits: str
+    """What each device has a part of."""
+    wins: str
+    """Where it is the one to choose."""
+    changes: dict[str, Any]
+
+
+_STATE, _MATMULS = "weights, gradients, moments", "the same, matmuls, tokens"
+_IN_NODES, _TENSOR = {"mesh.data": 8, "mesh.fsdp": 8}, {"mesh.fsdp": 8, "mesh.tensor": 8}
+_SEQUENCE = {"mesh.fsdp": 8, "mesh.sequence": 8}
+FORMS = (
+    Form("ZeRO-3", _STATE, "almost always", {"mesh.fsdp": 64}),
+    Form("ZeRO-3, plain loop", _STATE, "where memory is short", {"mesh.fsdp": 64, "parallel.stack": "scan"}),
+    Form("ZeRO-2", "gradients, moments", "with many micro-batches", {"mesh.fsdp": 64, "parallel.zero": 2}),
+    Form("ZeRO-1", "moments", "small models, slow networks", {"mesh.fsdp": 64, "parallel.zero": 1}),
+    Form("ZeRO-3 in nodes, copies across", _STATE, "where a node holds the state", _IN_NODES),
+    Form("ZeRO-3 in nodes, ZeRO-1 across", _STATE, "slow networks between nodes", _IN_NODES | {"parallel.zero_data": 1}),
+    Form("tensor, collectives", _MATMULS, "below a row per device", _TENSOR | {"parallel.tensor": "collective"}),
+    Form("tensor, ring", _MATMULS, "the same, with long rows", _TENSOR | {"parallel.tensor": "ring"}),
+    Form("sequence, gathered", "the same, rows", "few devices to a row", _SEQUENCE | {"parallel.sequence": "gather"}),
+    Form("sequence, ring", "the same, rows", "the longest rows", _SEQUENCE | {"parallel.sequence": "ring"}),
+    Form("sequence, Ulysses", "the same, rows", "long rows, fused attention", _SEQUENCE | {"parallel.sequence": "ulysses"}),
+)
+
+
+def planned(form: Form) -> dict[str, float]:
+    """The step of the base in a form; seconds, and bytes of one GPU."""
+    from llamajax.config.file import load_config
+    from llamajax.planning.plan import make_plan
+
+    config = load_config(str(ROOT / "configs" / "llama3_1_8b_8xh200.yaml")).changed(BASE | form.changes)
+    chosen = make_plan(config, suggest=False).chosen
+    timeline, memory = chosen.timeline, chosen.memory
+    return {
+        "step_time_s": timeline.step_time_s,
+        "compute_s": timeline.compute_s,
+        "slowdown_s": timeline.slowdown_s,
+        "wait_s": timeline.exposed_comm_s + timeline.exposed_copy_s,
+        "wire_bytes": sum(timeline.wire_bytes.values()),
+        "peak_bytes": memory.peak_bytes,
+        "budget_bytes": memory.budget_bytes,
+    }
+
+
+def drawn(figures: dict[str, dict[str, float]]) -> str:
+    """The picture, as SVG: a row per form, its bar as long as its step."""
+    longest, height = max(told["step_time_s"] for told in figures.values()), TOP + ROW * len(FORMS) + 30
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" font-family="sans-serif" font-size="14">',
+        "<title>Llama-3.1 8B on 64 H100 in every parallel form, as planned</title>",
+        f'<rect width="{WIDTH}" height="{height}" fill="#ffffff"/>',
+        _text(14, 30, "Llama-3.1 8B on 64 H100 in 8 nodes, 2 Mi tokens per step, in every form", size=18),
+        *(_text(x, 66, head, colour=PALE) for head, x in COLUMNS.items()),
+    ]
+    for row, form in enumerate(FORMS):
+        parts += _row(form, figures[form.name], TOP + ROW * row, (WIDTH - BAR - 150) / longest)
+    told = "Predicted, not measured. Sent and peak: per GPU; a peak in red is more than the card has."
+    return "\n".join([*parts, _text(14, height - 12, told, colour=PALE), "</svg>", ""])
+
+
+def _row(form: Form, told: dict[str, float], y: int, per_second: float) -> Iterator[str]:
+    fits = told["peak_bytes"] <= told["budget_bytes"]
+    ink = "#000000" if fits else RED
+    sent, peak = (f"{told[key] / 2**30:,.0f} GiB" for key in ("wire_bytes", "peak_bytes"))
+    cells = zip(COLUMNS.values(), (form.name, form.splits, form.wins, sent, peak), strict=False)
+    yield f'<line x1="14" x2="{WIDTH - 14}" y1="{y - 10}" y2="{y - 10}" stroke="#dddddd"/>'
+    yield from (_text(x, y + 14, text, colour=ink if text == peak else "#000000") for x, text in cells)
+    x = float(BAR)
+    for colour, key in (("#4c78a8", "compute_s"), ("#9ecae9", "slowdown_s"), (RED, "wait_s")):
+        yield f'<rect x="{x:.1f}" y="{y}" width="{per_second * told[key]:.1f}" height="18" fill="{colour}"/>'
+        x += per_second * told[key]
+    step = f"{told['step_time_s']:.2f} s, {told['wait_s'] / told['step_time_s']:.1%} waits"
+    yield _text(x + 8, y + 14, step if fits else "does not fit", colour=ink)
+
+
+def _text(x: float, y: float, text: str, *, size: int = 14, colour: str = "#000000") -> str:
+    return f'<text x="{x:.1f}" y="{y}" font-size="{size}" fill="{colour}">{html.escape(text)}</text>'
+
+
+def main(arguments: list[str]) -> None:
+    """Plans, if not told otherwise, and draws."""
+    if arguments != ["--draw"]:
+        from llamajax.planning.xla.compile import prepare_environment
+
+        prepare_environment()
+        figures = {}
+        for number, form in enumerate(FORMS, 1):
+            figures[form.name] = planned(form)
+            print(f"{number} of {len(FORMS)}  {form.name}: {figures[form.name]['step_time_s']:.2f} s", flush=True)
+        FIGURES.write_text(json.dumps(figures, indent=1) + "\n")
+    PICTURE.write_text(drawn(json.loads(FIGURES.read_text())))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,26 @@
+"""The picture of all forms is that of the figures that are kept."""
+
+import json
+import xml.etree.ElementTree as ElementTree
+
+from llamajax.config.file import load_config
+from llamajax.step.forms import with_forms
+from scripts.forms import BASE, FIGURES, FORMS, PICTURE, ROOT, drawn
+
+
+def test_the_picture_is_drawn_from_the_figures():
+    figures = json.loads(FIGURES.read_text())
+    assert list(figures) == [form.name for form in FORMS]
+    assert PICTURE.read_text() == drawn(figures)
+    texts = [text.text for text in ElementTree.fromstring(PICTURE.read_text()).iter("{http://www.w3.org/2000/svg}text")]
+    for form in FORMS:
+        assert {form.name, form.splits, form.wins} <= set(texts)
+    for told in figures.values():
+        assert told["compute_s"] + told["slowdown_s"] + told["wait_s"] <= 1.0001 * told["step_time_s"]
+
+
+def test_every_form_is_another_one():
+    base = load_config(str(ROOT / "configs" / "llama3_1_8b_8xh200.yaml"))
+    configs = [base.changed(BASE | form.changes) for form in FORMS]
+    chosen = [with_forms(config, config.mesh.axis_sizes(64))[0] for config in configs]
+    assert len({(config.mesh, config.parallel) for config in chosen}) == len(FORMS)
