@@ -12,6 +12,7 @@ from llamajax.planning.cost.replay import replay
 from llamajax.planning.latencies import latency_text, read_latencies
 from llamajax.planning.xla.compile import compile_for
 from llamajax.planning.xla.parse import parse
+from llamajax.step.forms import with_forms
 from tests.planning.modules import MACHINE, memory_s, module
 from tests.planning.profiles import CONFIG, COSTS, TEXT, binary, costs
 
@@ -61,23 +62,20 @@ def test_covers_every_kernel_and_collective_that_is_scheduled(version):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("gpu_compiler")
-@pytest.mark.parametrize(("stack", "rows"), [("scan", 32), ("prefetch", 128)])
-def test_the_real_step_is_understood_and_its_exposed_time_shrinks(tmp_path, stack, rows):
-    """The training step itself, compiled for 16 H100 with half a network, without and with its profile.
-
-    Prefetched layers leave it something to do where a layer computes for longer than it sends.
-    """
-    config = CONFIG.changed({"parallel.stack": stack, "train.global_batch_size": rows})
-    machine = Machine(gpu=planned_gpu(config.hardware), gpus_per_node=8)
+@pytest.mark.parametrize("stack", ["scan", "prefetch"])
+def test_the_real_step_is_understood_and_its_exposed_time_shrinks(tmp_path, stack):
+    """The training step itself, compiled for 16 H100 with half a network, without and with its profile."""
     mesh = {"data": 1, "fsdp": 16, "sequence": 1, "tensor": 1}
-    blind = parse(compile_for(config).hlo)
+    config, _ = with_forms(CONFIG.changed({"parallel.stack": stack}), mesh)
+    machine = Machine(gpu=planned_gpu(config.hardware), gpus_per_node=8)
+    blind = parse(compile_for(config, untimed=True).hlo)
     before = replay(blind, machine, mesh)
     assert not before.not_understood
     assert {use.collective.axis for use in before.collectives} == {"fsdp"}
 
     # Forward, backward, and all that full remat runs again: everything but the MLP's last product. Attention takes two
     # products forward, two again, and five backward or four, if XLA sees that the scores are already there.
-    model, tokens = config.model, rows // 16 * 2048
+    model, tokens = config.model, 2 * 2048
     head = model.vocab_size * model.embed_dim
     layers = num_matmul_params(model) - head
     weights = 6 * head + 8 * layers - 2 * model.num_layers * model.embed_dim * model.mlp_dim
@@ -93,7 +91,6 @@ def test_the_real_step_is_understood_and_its_exposed_time_shrinks(tmp_path, stac
     assert after.flops == before.flops
     assert list(informed.entry.instructions) != list(blind.entry.instructions)
     assert after.exposed_comm_s < before.exposed_comm_s
-    assert after.step_time_s < before.step_time_s
 
 
 @pytest.mark.parametrize(
