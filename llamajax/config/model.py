@@ -98,10 +98,10 @@ class ModelConfig(Section):
     def undivided(self, axes: Mapping[str, int]) -> list[str]:
         """What of the model does not divide over mesh axes of these sizes: one line each."""
         problems = [
-            f"model.{name}: {getattr(self, name)} must be divisible by mesh.{axis}={axes[axis]}"
+            f"model.{name}: {getattr(self, name)} must be divisible by "
+            + " x ".join(f"mesh.{axis}={axes[axis]}" for axis in axes_of(dim) if axes[axis] > 1)
             for dim, name in {"embed": "embed_dim", "mlp": "mlp_dim"}.items()
-            for axis in axes_of(dim)
-            if getattr(self, name) % axes[axis]
+            if getattr(self, name) % num_parts(dim, axes)
         ]
         heads, parts = self.computed_kv_heads(axes), num_parts("kv_heads", axes)
         over = " x ".join(f"mesh.{axis}={axes[axis]}" for axis in axes_of("kv_heads"))

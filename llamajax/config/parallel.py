@@ -29,8 +29,8 @@ class MeshConfig(Section):
     """Data-parallel replicas of the whole (sharded) state."""
     fsdp: AxisSize = field(default=-1, metadata={"splits": ("batch", "embed", "embed_tensor")})
     """Shards of parameters, gradients and optimizer state (ZeRO); also splits the batch."""
-    sequence: AxisSize = field(default=1, metadata={"splits": ("seq", "residual_seq")})
-    """Shards of the sequence (context parallelism)."""
+    sequence: AxisSize = field(default=1, metadata={"splits": ("seq", "residual_seq", "embed", "embed_tensor")})
+    """Shards of the sequence (context parallelism); its devices have different tokens, so they share the state as well."""
     tensor: AxisSize = field(default=1, metadata={"splits": ("kv_heads", "mlp", "vocab", "residual_seq", "embed_tensor")})
     """Shards of heads, MLP and vocabulary (tensor parallelism), and between these of the tokens, where it divides a row's
     part (sequence parallelism). Key/value heads may be fewer, if they divide it; a vocabulary may be of any size."""

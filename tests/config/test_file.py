@@ -163,7 +163,6 @@ EDITS = [
     ("", "mesh: {num_cpu_devices: 8, data: 3}\n", "19: mesh: data(3) x sequence(1) x tensor(1) = 3 does not divide the 8 d"),
     ("", "mesh: {num_cpu_devices: 8, fsdp: 2}\n", "19: mesh: data(1) x fsdp(2) x sequence(1) x tensor(1) = 2, but there"),
     ("", "mesh: {num_cpu_devices: 16, tensor: 16}\n", "8: model.num_kv_heads: 4 must be divisible by mesh.tensor=16"),
-    ("", "mesh: {num_cpu_devices: 12, sequence: 3}\n", "13: data.seq_len: 128 must be divisible by mesh.sequence=3"),
     ("", "mesh: {num_cpu_devices: 32}\n", "16: train.global_batch_size: 16 / grad_accum_steps(1) = 16 sequences cannot"),
     # Files that are named and do not exist.
     ("seq_len: 128", "seq_len: 128\n  tokenizer: {path: no.model}", "14: data.tokenizer.path: no file matches no.model;"),

@@ -85,7 +85,7 @@ def test_least_bytes():
     exchanged = 3 * 2 * 10 * (64 * 8 * 2 * (8 + 4)) / (2 * 4) * 3 / 4
     assert least({"fsdp": 2, "tensor": 4}) == pytest.approx(least({"fsdp": 2, "tensor": 4}, few) + exchanged)
     whole = 2 * tokens * 2 * 2 * 8
-    assert least({"sequence": 4}) == pytest.approx(10 * 3 * whole * 3 / 4 + 4 * N * 3 / 4)
+    assert least({"sequence": 4}) == pytest.approx(10 * 3 * whole * 3 / 4 + sharded * 3 / 4)
 
 
 @pytest.mark.parametrize("data", [1, 2])

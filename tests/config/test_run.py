@@ -179,6 +179,7 @@ def test_axis_sizes():
         ({"vocab_size": 32001, "embed_dim": 4100}, 4096, MeshConfig(tensor=8), "model.vocab_size"),
         ({"num_kv_heads": 4, "embed_dim": 4100}, 4096, MeshConfig(tensor=8), "model.num_kv_heads"),
         ({}, 4095, MeshConfig(sequence=8), "data.seq_len"),
+        ({"embed_dim": 100}, 4096, MeshConfig(fsdp=2, sequence=4), "model.embed_dim"),
         ({}, 4096, MeshConfig(tensor=3), "mesh"),
     ],
 )

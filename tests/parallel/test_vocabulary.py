@@ -32,10 +32,10 @@ def test_embedding_looks_up_every_token_wherever_its_row_lies(axes: MeshConfig, 
     jax.set_mesh(mesh.make_mesh(axes))
     rng = np.random.default_rng(0)
     values, tokens = (
-        rng.standard_normal((num_rows, 4)).astype(np.float32),
+        rng.standard_normal((num_rows, 8)).astype(np.float32),
         rng.integers(0, num_rows, (4, 8)).astype(np.int32),
     )
-    cotangent = rng.standard_normal((4, 8, 4)).astype(np.float32)
+    cotangent = rng.standard_normal((4, 8, 8)).astype(np.float32)
     stored = stored_table(values)
     tokens_on_mesh = jax.device_put(tokens, spec("batch", "seq"))
 

@@ -19,7 +19,7 @@ class Parts(nnx.Module):
         def count(shape: tuple[int, ...], dtype: str, out_sharding: jax.P) -> jax.Array:
             return jax.reshard(jnp.arange(np.prod(shape), dtype=dtype).reshape(shape), out_sharding)
 
-        self.matrix = weight((8, 4), "float32", stored=("mlp", "embed"), compute=("mlp", None), init=count)
+        self.matrix = weight((8, 8), "float32", stored=("mlp", "embed"), compute=("mlp", None), init=count)
         self.scale = weight((4,), "float32", stored=(None,), compute=None, init=jnp.ones)
 
 
@@ -31,7 +31,7 @@ def test_a_module_is_gathered_whole_and_its_gradient_is_scattered(sizes):
     jax.set_mesh(mesh.make_mesh(sizes))
     parts = Parts()
     assert jax.typeof(parts.matrix[...]).sharding.spec == spec("mlp", "embed")
-    x = jax.device_put(np.ones((8, 8, 4), np.float32), spec("batch", "seq", None))
+    x = jax.device_put(np.ones((8, 8, 8), np.float32), spec("batch", "seq", None))
 
     def total(parts: Parts, x: jax.Array) -> tuple[jax.Array, Parts]:
         ready = gathered(parts, "bfloat16")
@@ -44,15 +44,15 @@ def test_a_module_is_gathered_whole_and_its_gradient_is_scattered(sizes):
         "tensor", None, reduced=frozenset({"data", "fsdp", "sequence"})
     )
     assert ready.scale.dtype == jnp.float32
-    np.testing.assert_array_equal(np.asarray(ready.matrix[...], np.float32), np.arange(32).reshape(8, 4))
+    np.testing.assert_array_equal(np.asarray(ready.matrix[...], np.float32), np.arange(64).reshape(8, 8))
     assert jax.typeof(gradients.matrix[...]) == jax.typeof(parts.matrix[...])
-    np.testing.assert_array_equal(gradients.matrix[...], np.full((8, 4), 64))
+    np.testing.assert_array_equal(gradients.matrix[...], np.full((8, 8), 64))
 
 
 def test_copies_made_before_serve_as_well_and_the_weights_get_their_gradient():
     jax.set_mesh(mesh.make_mesh(MESHES[1]))
     parts = Parts()
-    x = jax.device_put(np.arange(64, dtype=np.float32).reshape(8, 2, 4), spec("batch", "seq", None))
+    x = jax.device_put(np.arange(128, dtype=np.float32).reshape(8, 2, 8), spec("batch", "seq", None))
 
     def total(parts: Parts, copies: Parts | None) -> jax.Array:
         ready = gathered(parts, "float32", copies)
@@ -72,7 +72,7 @@ def test_what_is_split_over_data_too_comes_back_and_waits_for_its_gradient():
     jax.set_mesh(mesh.make_mesh(MESHES[1]))
     parts = Parts()
     split = jax.jit(split_over_data)(parts)
-    assert split.matrix[...].sharding.shard_shape((8, 4)) == (4, 1)
+    assert split.matrix[...].sharding.shard_shape((8, 8)) == (4, 2)
     assert split.scale[...].sharding.is_fully_replicated
 
     def join(parts: Parts, left_open: tuple[str, ...]) -> Parts:
@@ -81,7 +81,7 @@ def test_what_is_split_over_data_too_comes_back_and_waits_for_its_gradient():
     joined = jax.jit(join, static_argnums=1)(split, ())
     assert joined.matrix.dtype == jnp.bfloat16
     assert jax.typeof(joined.matrix[...]).sharding.spec == spec("mlp", "embed")
-    np.testing.assert_array_equal(joined.matrix[...], np.arange(32).reshape(8, 4))
+    np.testing.assert_array_equal(joined.matrix[...], np.arange(64).reshape(8, 8))
     same = jax.jit(join, static_argnums=1)(parts, ())
     assert same.matrix.dtype == jnp.float32  # nothing to do
 
@@ -94,7 +94,7 @@ def test_what_is_split_over_data_too_comes_back_and_waits_for_its_gradient():
 
     (gradient,) = jax.jit(back)(jax.tree.map(ones, waiting))
     assert jax.typeof(gradient.matrix[...]) == jax.typeof(split.matrix[...])
-    np.testing.assert_array_equal(gradient.matrix[...], np.full((8, 4), 2))  # one of each device along data
+    np.testing.assert_array_equal(gradient.matrix[...], np.full((8, 8), 2))  # one of each device along data
 
 
 @pytest.mark.parametrize("late", [True, False])
