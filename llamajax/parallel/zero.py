@@ -146,7 +146,8 @@ def summed_late(tree: Tree) -> Tree:
 @jax.custom_vjp
 def scaled(x: Float[Array, "*dims D"], scale: Float[Array, "D"]) -> Float[Array, "*dims D"]:
     """Their product, for a `late` weight, whose gradient is left to be summed where the weight was reduced."""
-    return x * jnp.expand_dims(jax.reshard(scale, P(None)), range(x.ndim - 1))
+    plain = jax.reshard(scale, P(None)) if jax.typeof(scale).sharding.spec.reduced else scale
+    return x * jnp.expand_dims(plain, range(x.ndim - 1))
 
 
 def _scaled_back(residuals: tuple[jax.Array, jax.Array], d_out: jax.Array) -> tuple[jax.Array, jax.Array]:
