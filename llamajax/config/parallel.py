@@ -107,8 +107,8 @@ class ParallelConfig(Section):
     and reduces the gradients of the last one, while a layer computes."""
     zero: ZeroStage = 3
     """What `mesh.fsdp` and `mesh.sequence` split (ZeRO): weights and optimizer state between steps (1), gradients of
-    micro-batches as well (2), weights during the step as well (3). Below 3 every device has all weights, as `compute_dtype`, for the step; at 1 it also
-    has all their gradients, in float32, until they are reduced at its end."""
+    micro-batches as well (2), weights during the step as well (3). Below 3 every device has all weights, as
+    `compute_dtype`, for the step; at 1 it also has all their gradients, in float32, until they are reduced at its end."""
     zero_data: ZeroStageOrNone = 0
     """The same for `mesh.data`: a replica of everything along that axis (0), or weights and optimizer state split between
     steps (1): gathered over it once per step, and gradients reduced over it once."""
