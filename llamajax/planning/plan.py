@@ -36,6 +36,8 @@ class Schedule:
     """`step.hlo`, parsed."""
     memory: MemoryPlan
     timeline: Timeline
+    untimed: CompiledStep | None = None
+    """What its latencies were told of, where that was compiled for nothing else."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,16 +138,19 @@ def by_latencies(guessed: Schedule, config: Config) -> Schedule | None:
     source = latency_source(config, config.hardware.num_devices)
     if source is None:
         return None
+    untimed = None
     if source == "auto":
         options = partial(compiler_options, guessed.step.config, config.hardware.num_devices)
-        untimed = guessed if options() == options(untimed=True) else replayed(compile_for(config, untimed=True), config)
-        text = latency_text(untimed.timeline.latencies)
+        if options() != options(untimed=True):
+            untimed = replayed(compile_for(config, untimed=True), config)
+        text = latency_text((untimed or guessed).timeline.latencies)
     else:
         text = read_latencies(source)
     with tempfile.TemporaryDirectory(prefix="llamajax-plan-") as folder:
         path = Path(folder) / FILE_NAME
         path.write_text(text, encoding="utf-8")
-        return replayed(compile_for(config, latencies=str(path)), config)
+        informed = replayed(compile_for(config, latencies=str(path)), config)
+    return dataclasses.replace(informed, untimed=None if untimed is None else untimed.step)
 
 
 def _alternatives(plan: Plan) -> Iterator[Alternative]:

@@ -110,6 +110,7 @@ def figures(plan: Plan, sweep: Sweep | None = None, plans: Sequence[Plan] = ()) 
     tries = [schedule for schedule in (plan.guessed, plan.informed, *others) if schedule is not None]
     own_s = own["step_time_s"]
     devices = config.hardware.num_devices
+    compilations = [step for schedule in tries for step in (schedule.step, schedule.untimed) if step is not None]
     offers = sorted(plan.suggestions, key=lambda offer: offer.step_time_s * offer.candidate.config.hardware.num_devices)
     suggested = [
         {
@@ -131,8 +132,8 @@ def figures(plan: Plan, sweep: Sweep | None = None, plans: Sequence[Plan] = ()) 
             "jax_version": chosen.step.jax_version,
             "options": {key: value for key, value in chosen.step.options.items() if key != _PROFILE_OPTION},
             "latency_profile": config.xla.latency_profile if chosen is plan.informed else None,
-            "num_compilations": len(tries),
-            "compile_s": sum(schedule.step.compile_s for schedule in tries),
+            "num_compilations": len(compilations),
+            "compile_s": sum(step.compile_s for step in compilations),
         }
         | own
         | {
