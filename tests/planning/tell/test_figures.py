@@ -86,6 +86,9 @@ def test_alternatives_are_told_with_the_best():
     assert [row["changes"] for row in told["alternatives"]] == [slower.changes, faster.changes]
     assert told["alternatives"][0]["step_time_s"] == pytest.approx(told["step_time_s"] + 1)
     assert (told["num_compilations"], told["compile_s"]) == (4, 6.0)
+    learnt = dataclasses.replace(slower, schedule=dataclasses.replace(slower.schedule, untimed=slower.schedule.step))
+    told = figures.figures(dataclasses.replace(plans.plan(), alternatives=(learnt, faster)))
+    assert (told["num_compilations"], told["compile_s"]) == (5, 7.5)
     assert figures.figures(plans.plan())["best_changes"] == {}
 
 
