@@ -58,11 +58,11 @@ def run_prefetching(
     Returns:
         What the last layer gave on.
     """
+    trees = tuple(None if tree is None else tuple(tree) for tree in (weights, copies, first))
     if saved is not None and not saved:
-        parts = (partial(_in_turn, tuple(parts)),)
-        weights, copies, first = ((tuple(own),) if own is not None else None for own in (weights, copies, first))
+        parts, trees = (partial(_in_turn, tuple(parts)),), tuple(None if tree is None else (tree,) for tree in trees)
     stack = _Stack(tuple(parts), dtype, None if saved is None else tuple(saved), made_first)
-    return _run(stack, weights, copies, first, shared, x)
+    return _run(stack, *trees, shared, x)
 
 
 def _in_turn(parts: tuple[Part, ...], weights: tuple[Any, ...], x: Any, shared: Any) -> Any:

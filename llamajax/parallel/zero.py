@@ -102,7 +102,7 @@ def split_over_data(tree: Tree) -> Tree:
             parts = math.prod(sizes[axis] for axis in (*DATA, *axes))
             if set(axes) & set(axes_of("embed")) and param.shape[dim] % parts == 0:
                 entries[dim] = (*axes, *DATA)  # innermost, so that what a device has together is one piece
-        return param.replace(jax.reshard(param[...], P(*entries)))
+        return _moved(param, jax.reshard(param[...], P(*entries)))
 
     return jax.tree.map(split, tree, is_leaf=_is_weight)
 
@@ -125,7 +125,7 @@ def whole_over_data(tree: Tree, dtype: DTypeLike, *, left_open: Collection[str] 
         if not left_open - _axes(stored) and not any(sizes[axis] > 1 for axis in _axes(stored) & set(DATA)):
             return param
         entries = P(*(tuple(axis for axis in _tuple(entry) if axis not in DATA) for entry in stored))
-        own = _arranged(param.replace(jax.reshard(param[...].astype(dtype), entries)), dtype)
+        own = _arranged(_moved(param, jax.reshard(param[...].astype(dtype), entries)), dtype)
         own_part = jax.reshard(own, P(*_partitions(own), reduced=left_open - _axes(_partitions(own))))
         return nnx.Param(own_part, compute=param.compute, arrange=None, late=False)
 
@@ -138,7 +138,7 @@ def summed_late(tree: Tree) -> Tree:
     def lay_out(param: nnx.Param) -> nnx.Param:
         if not param.late:
             return param
-        return param.replace(jax.reshard(param[...], P(*_partitions(param[...]), reduced=token_axes())))
+        return _moved(param, jax.reshard(param[...], P(*_partitions(param[...]), reduced=token_axes())))
 
     return jax.tree.map(lay_out, tree, is_leaf=_is_weight)
 
@@ -175,6 +175,10 @@ def token_axes() -> frozenset[str]:
 
 def _is_weight(node: Any) -> bool:
     return isinstance(node, nnx.Param)
+
+
+def _moved(param: nnx.Param, value: jax.Array) -> nnx.Param:
+    return nnx.Param(value, compute=param.compute, arrange=param.arrange, late=param.late)
 
 
 def _arranged(param: nnx.Param, dtype: DTypeLike) -> jax.Array:

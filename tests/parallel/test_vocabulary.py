@@ -18,7 +18,8 @@ def stored_table(values: np.ndarray) -> nnx.Param:
         assert shape == values.shape
         return jnp.asarray(values, dtype, device=jax.NamedSharding(jax.sharding.get_mesh(), out_sharding))
 
-    return table(*values.shape, "float32", init)
+    num_rows, num_columns = values.shape
+    return table(num_rows, num_columns, "float32", init)
 
 
 @pytest.fixture(autouse=True)

@@ -25,7 +25,7 @@ MATRIX, LATE = frozenset({"model.layers.attention.wqkv"}), frozenset({"model.lay
         ({"zero": 1}, TABLES | MATRIX, {}),
         ({"zero": 2, "grad_reduce": "step"}, TABLES, {MATRIX: {"data"}}),
     ],
-    ids=str,
+    ids=["micro", "step, scan", "step", "zero_data", "zero 1", "zero 2"],
 )
 def test_what_is_whole_and_over_which_axes_gradients_wait(changes, whole, waiting):
     jax.set_mesh(make_mesh(MeshConfig(data=2, fsdp=2, sequence=2)))
