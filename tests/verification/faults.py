@@ -62,40 +62,29 @@ def first_part_only(axis: str):
     return put_in(jax.lax, "psum", make)
 
 
-def never_summed(axis: str):
-    """The head's sums leave `axis` out, and nothing checks that its devices have the same copies then."""
+def never_summed(name: str, axis: str):
+    """A gradient is another one on every device of `axis`, and nothing checks that its copies are alike."""
 
-    class Lax:
-        def __getattr__(self, name: str) -> Any:
-            return getattr(jax.lax, name)
+    def differ(x: jax.Array) -> jax.Array:
+        lies = jax.typeof(x).sharding.spec
+        own = jax.shard_map(lambda x: x * (1 + jax.lax.axis_index(axis)), in_specs=lies, out_specs=lies, check_vma=False)
+        return own(x)
 
-        def psum(self, x: Any, axes: Any, **options: Any) -> Any:
-            return jax.lax.psum(x, tuple(other for other in axes if other != axis), **options)
-
-    class Jax:
-        lax = Lax()
-
-        def __getattr__(self, name: str) -> Any:
-            return getattr(jax, name)
-
-        def shard_map(self, on_device: Any, **options: Any) -> Any:
-            return jax.shard_map(on_device, check_vma=not _several(), **options)
-
-    return put_in(loss, "jax", lambda _: Jax())
+    return _with_gradient(name, differ)
 
 
 def mean_scatter(axis: str):
-    """Every reduce-scatter over `axis` written by hand divides by its size."""
+    """The gradients of embedding and head, scattered over `axis`, are divided by its size."""
     return _scattered(axis, lambda part: part / jax.lax.axis_size(axis))
 
 
 def lost_scatter(axis: str):
-    """Every reduce-scatter over `axis` written by hand leaves the last device with nothing."""
+    """Of these, the last device gets nothing."""
     return _scattered(axis, lambda part: jnp.where(jax.lax.axis_index(axis) == jax.lax.axis_size(axis) - 1, 0, part))
 
 
 def turned_scatter(axis: str):
-    """Every reduce-scatter over `axis` written by hand gives each device the part of another."""
+    """Of these, each device gets the part of another."""
 
     def turn(part: jax.Array) -> jax.Array:
         size = jax.lax.axis_size(axis)
@@ -105,27 +94,36 @@ def turned_scatter(axis: str):
 
 
 def _scattered(axis: str, change: Callable[[jax.Array], jax.Array]):
-    def make(psum_scatter):
-        def wrong(x, axes, **options):
-            part = psum_scatter(x, axes, **options)
-            return change(part) if _over(axes, axis) else part
+    @jax.custom_vjp
+    def same(x: jax.Array) -> jax.Array:
+        return x
+
+    def back(_: None, part: jax.Array) -> tuple[jax.Array]:
+        lies = jax.typeof(part).sharding.spec
+        return (jax.shard_map(change, in_specs=lies, out_specs=lies)(part),)
+
+    same.defvjp(lambda x: (x, None), back)
+
+    def make(gathered):
+        def wrong(weights, *given):
+            return gathered(jax.tree.map(same, weights) if _several() else weights, *given)
 
         return wrong
 
-    return put_in(jax.lax, "psum_scatter", make)
+    return put_in(loss, "gathered", make)
 
 
-def turned_gather(along: str):
-    """Every gather over an axis that is written by hand puts each device's part one place further."""
+def turned_gather():
+    """Every gather of embedding and head puts each device's columns one place further."""
 
-    def make(all_gather):
-        def wrong(x, axes, *, axis: int, **options):
-            whole = all_gather(x, axes, axis=axis, **options)
-            return jnp.roll(whole, x.shape[axis], axis) if _over(axes, along) else whole
+    def make(gathered):
+        def wrong(*given):
+            whole = gathered(*given)
+            return jax.tree.map(lambda x: jnp.roll(x, x.shape[-1] // 2, -1), whole) if _several() else whole
 
         return wrong
 
-    return put_in(jax.lax, "all_gather", make)
+    return put_in(loss, "gathered", make)
 
 
 def next_index(axis: str):
@@ -150,8 +148,8 @@ def lost_gradients_of_layer(layer: int):
     """The gradients of one layer are dropped."""
 
     def lose(weights: jax.Array) -> jax.Array:
-        is_lost = (jnp.arange(weights.shape[0]) == layer).reshape(-1, *[1] * (weights.ndim - 1))
-        return jnp.where(is_lost, jax.lax.stop_gradient(weights), weights)
+        lost = jax.lax.stop_gradient(weights[layer : layer + 1])
+        return jnp.concatenate([weights[:layer], lost, weights[layer + 1 :]])
 
     return _with_layers(lose)
 
@@ -194,12 +192,15 @@ def mean_of_means():
 
 def swapped_dims(name: str):
     """The last two dims of a gradient, which are of one size, are swapped."""
+    return _with_gradient(name, lambda x: jnp.swapaxes(x, -1, -2))
 
+
+def _with_gradient(name: str, change: Callable[[jax.Array], jax.Array]):
     def make(right):
         def wrong(config, model, batch):
             losses, grads = right(config, model, batch)
             return losses, jax.tree_util.tree_map_with_path(
-                lambda path, x: jnp.swapaxes(x, -1, -2) if name in jax.tree_util.keystr(path) else x, grads
+                lambda path, x: change(x) if name in jax.tree_util.keystr(path) else x, grads
             )
 
         return wrong

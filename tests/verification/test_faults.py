@@ -52,7 +52,7 @@ def test_a_mean_in_place_of_a_sum():
     assert told == [
         "gradient of head is 0.5 times what it should be in all entries, as if divided by the size of fsdp:"
         " a mean where a sum belongs, or a sum that is missing",
-        "the loss is equal, and of the gradients only that one differs: how they are summed",
+        "the loss is equal, and of the gradients only those of head, embedding differ: how they are summed",
     ]
 
 
@@ -63,12 +63,16 @@ def test_parts_given_to_the_wrong_devices():
 
 
 SLOW_FAULTS = [
-    (faults.never_summed("sequence"), "1 tokens", "gradient of embedding has copies that differ along sequence: what its"),
+    (
+        faults.never_summed("final_norm", "sequence"),
+        "1 gradient of final_norm.scale",
+        "gradient of final_norm.scale has copies that differ along sequence: what its",
+    ),
     (faults.lost_scatter("fsdp"), "1 gradient of head", "differs only where fsdp is 1 of 0 to 1"),
     (faults.scaled_sum("fsdp", lambda n: n), "1 tokens", "summed once too often over fsdp or sequence or tensor or micro"),
     (faults.first_part_only("sequence"), "1 tokens", "the number of tokens is"),
     (faults.first_part_only("tensor"), "1 loss", "the forward pass is wrong already"),
-    (faults.turned_gather("fsdp"), "1 loss", "the forward pass is wrong already"),
+    (faults.turned_gather(), "1 loss", "the forward pass is wrong already"),
     (faults.next_index("tensor"), "1 loss", "the forward pass is wrong already"),
     (faults.next_layer(), "1 loss", "the forward pass is wrong already"),
     (faults.lost_gradients_of_layer(1), "1 gradient of layers.mlp.w_down", "differs only in layer 1 of 0 to 2"),
