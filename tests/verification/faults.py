@@ -113,8 +113,21 @@ def _scattered(axis: str, change: Callable[[jax.Array], jax.Array]):
     return put_in(loss, "gathered", make)
 
 
-def turned_gather():
-    """Every gather of embedding and head puts each device's columns one place further."""
+def turned_gather(along: str):
+    """Every gather over an axis that is written by hand puts each device's part one place further."""
+
+    def make(all_gather):
+        def wrong(x, axes, *, axis: int, **options):
+            whole = all_gather(x, axes, axis=axis, **options)
+            return jnp.roll(whole, x.shape[axis], axis) if _over(axes, along) else whole
+
+        return wrong
+
+    return put_in(jax.lax, "all_gather", make)
+
+
+def turned_tables():
+    """What is gathered of embedding and head lies in the wrong columns."""
 
     def make(gathered):
         def wrong(*given):

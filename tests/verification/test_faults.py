@@ -72,7 +72,7 @@ SLOW_FAULTS = [
     (faults.scaled_sum("fsdp", lambda n: n), "1 tokens", "summed once too often over fsdp or sequence or tensor or micro"),
     (faults.first_part_only("sequence"), "1 tokens", "the number of tokens is"),
     (faults.first_part_only("tensor"), "1 loss", "the forward pass is wrong already"),
-    (faults.turned_gather(), "1 loss", "the forward pass is wrong already"),
+    (faults.turned_tables(), "1 loss", "the forward pass is wrong already"),
     (faults.next_index("tensor"), "1 loss", "the forward pass is wrong already"),
     (faults.next_layer(), "1 loss", "the forward pass is wrong already"),
     (faults.lost_gradients_of_layer(1), "1 gradient of layers.mlp.w_down", "differs only in layer 1 of 0 to 2"),
