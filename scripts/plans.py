@@ -27,9 +27,22 @@ CONFIGS = ROOT / "configs"
 PLANS = ROOT / "docs" / "plans"
 GOLDEN = ROOT / "tests" / "planning" / "golden.json"
 _13B = "llama2_13b_32xa100_80gb"
-VARIANTS: dict[str, tuple[str, dict[str, int]]] = {
+_8B, _7B = "llama3_1_8b_8xh200", "llama2_7b_8xa100_80gb"
+_ROWS = {
+    "mesh.fsdp": 1,
+    "mesh.sequence": 8,
+    "train.global_batch_size": 1,
+    "train.grad_accum_steps": 1,
+    "model.remat": "full",
+}
+_128KI = _ROWS | {"hardware.gpu": "h100", "data.seq_len": 1 << 17, "model.max_seq_len": 1 << 17}
+_1MI = _ROWS | {"data.seq_len": 1 << 20, "model.max_seq_len": 1 << 20}
+VARIANTS: dict[str, tuple[str, dict[str, int | str]]] = {
     "llama2_13b_256xa100_80gb": (_13B, {"hardware.nodes": 32, "mesh.fsdp": 256, "train.grad_accum_steps": 1}),
     "llama2_70b_tensor8_512xa100_40gb": ("llama2_70b_512xa100_40gb", {"mesh.fsdp": 64, "mesh.tensor": 8}),
+    "llama2_7b_1mi_ulysses_8xa100_80gb": (_7B, _1MI | {"parallel.sequence": "ulysses"}),
+    "llama3_1_8b_128ki_ring_8xh100": (_8B, _128KI | {"parallel.sequence": "ring"}),
+    "llama3_1_8b_128ki_ulysses_8xh100": (_8B, _128KI | {"parallel.sequence": "ulysses"}),
     "llama3_1_70b_tensor8_256xh100": ("llama3_1_70b_256xh100", {"mesh.data": 1, "mesh.fsdp": 32, "mesh.tensor": 8}),
 }
 """Plans of a configuration on another cluster or mesh: its name and what is overridden."""
@@ -42,9 +55,11 @@ BETTER = 1.005
 """Other settings must be faster by more than this to be better."""
 
 
-def plans() -> dict[str, tuple[str, dict[str, int]]]:
+def plans() -> dict[str, tuple[str, dict[str, int | str]]]:
     """Configuration and overrides by the name of the plan."""
-    shipped: dict[str, tuple[str, dict[str, int]]] = {path.stem: (path.stem, {}) for path in CONFIGS.glob("llama*.yaml")}
+    shipped: dict[str, tuple[str, dict[str, int | str]]] = {
+        path.stem: (path.stem, {}) for path in CONFIGS.glob("llama*.yaml")
+    }
     return dict(sorted((shipped | VARIANTS).items()))
 
 

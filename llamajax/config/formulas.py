@@ -82,14 +82,12 @@ def executed_flops(config: Config, *, fused_attention: bool) -> ExecutedFlops:
     model, seq_len = computed_model(config.model, mesh_sizes(config)), config.data.seq_len
     D, F, L = model.embed_dim, model.mlp_dim, model.num_layers
     heads, kv_heads = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
-    # Also what the policies keep is not enough to leave out the output projection: the MLP's input needs it.
-    output = 0 if _keeps_two_residuals(config) else D * heads
     again = {
-        "none": 0.0,
-        "save_attention_qkv_mlp": output,
-        "save_attention_qkv": output + 2 * D * F,
-        "save_attention": output + 2 * D * F + D * (heads + 2 * kv_heads),
-        "full": output + 2 * D * F + D * (heads + 2 * kv_heads),
+        "none": 0,
+        "save_attention_qkv_mlp": 0,
+        "save_attention_qkv": 2 * D * F,
+        "save_attention": 2 * D * F + D * (heads + 2 * kv_heads),
+        "full": 2 * D * F + D * (heads + 2 * kv_heads) + (0 if _keeps_two_residuals(config) else D * heads),
     }[model.remat]
     matmul_flops = 6 * num_matmul_params(model)
     # Two FLOPs per multiply-add, and six products in `flops_per_token`: it counts four of the backward pass.
@@ -280,11 +278,10 @@ def sequence_numbers(config: Config, mesh: Mapping[str, int], form: SequenceForm
 
 
 def _keeps_two_residuals(config: Config) -> bool:
-    """Whether a layer keeps the residual between attention and MLP too: where planned devices that share matmuls have
-    different tokens between them, and where layers are prefetched part by part."""
+    """Whether a layer keeps the residual between attention and MLP too: where anything but its input is kept, and where
+    planned devices that share matmuls have different tokens between them."""
     mesh = mesh_sizes(config)
-    by_parts = config.parallel.stack == "prefetch" and config.model.remat not in ("none", "full")
-    return by_parts or (mesh["tensor"] > 1 and splits_residual(config.data.seq_len, mesh))
+    return config.model.remat != "full" or (mesh["tensor"] > 1 and splits_residual(config.data.seq_len, mesh))
 
 
 def _keeps_weights(config: Config) -> bool:

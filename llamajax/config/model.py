@@ -84,7 +84,7 @@ class ModelConfig(Section):
     cudnn where it can be."""
     remat: Literal["none", "save_attention_qkv_mlp", "save_attention_qkv", "save_attention", "full"] = "full"
     """What the backward pass recomputes: `none` keeps everything, `full` keeps each layer's input only,
-    `save_*` also keep the named matmul outputs."""
+    `save_*` also what is added up behind attention, and the named matmul outputs."""
 
     def broken_rules(self) -> Iterator[str]:
         if min(self.num_heads, self.num_kv_heads) > 0 and self.num_heads % self.num_kv_heads:

@@ -31,9 +31,9 @@ Tokens = Int32[Array, "B T"]
 _SAVED_BY_REMAT = {
     "none": None,
     "full": (),
-    "save_attention": ("attention",),
-    "save_attention_qkv": ("attention", "qkv"),
-    "save_attention_qkv_mlp": ("attention", "qkv", "gate_up"),
+    "save_attention": ("residual", "attention"),
+    "save_attention_qkv": ("residual", "attention", "qkv"),
+    "save_attention_qkv_mlp": ("residual", "attention", "qkv", "gate_up"),
 }
 """Which of a layer's named values (`checkpoint_name`) the forward pass keeps, beside the layer's input; None: all of it."""
 _DEAR = jax.checkpoint_policies.save_from_both_policies(jax.checkpoint_policies.save_any_names_but_these(), cudnn.is_kernel)
@@ -134,8 +134,8 @@ class Llama(nnx.Module):
         x = self._embed(laid_out(tokens, sequence), None if copies is None else copies.embedding)
 
         saved = _SAVED_BY_REMAT[config.remat]
-        if saved is not None and is_shared(x):
-            saved = (*saved, "residual")  # a part of the tokens; making it again would scatter the attention's output again
+        if config.remat == "full" and is_shared(x):
+            saved = ("residual",)  # a part of the tokens; making it again would scatter the attention's output again
         if parallel.stack == "prefetch":
 
             def attend(weights: tuple[RMSNorm, Attention], x: jax.Array, rows: Rows) -> jax.Array:

@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import P
 from jax.typing import DTypeLike
 
 from llamajax.parallel.zero import gathered, no_gradient
@@ -148,12 +149,28 @@ class _Stack:
         """`grads` of all layers with those of one, which are unreduced."""
         _, pull_back = jax.vjp(partial(gathered, dtype=self.dtype), _at(stored, 0))
         (reduced,) = pull_back(d_weights)
-        return jax.tree.map(lambda all, one: jax.lax.dynamic_update_index_in_dim(all, one, index, 0), grads, reduced)
+        return jax.tree.map(lambda all, one: _with(all, one, index), grads, reduced)
 
 
 def _at(stacked: Any, index: int | jax.Array) -> Any:
     """By number: a slice such as `stacked[1:]` would copy what is saved of all layers."""
     return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, index, keepdims=False), stacked)
+
+
+def _with(stacked: jax.Array, one: jax.Array, index: int | jax.Array) -> jax.Array:
+    return jax.lax.dynamic_update_index_in_dim(stacked, one, index, 0)
+
+
+def _room(x: jax.Array, like: Sequence[jax.ShapeDtypeStruct], count: int) -> tuple[jax.Array, list[jax.Array]]:
+    """`x`, and zeros for `count` of each of `like`, which take no memory before `x` is there: plain zeros depend on nothing,
+    so that XLA may make those of the next micro-batch while this one's are in use."""
+    zeros, x = jax.lax.optimization_barrier(([jnp.zeros((), one.dtype) for one in like], x))
+
+    def stacked(zero: jax.Array, one: jax.ShapeDtypeStruct) -> jax.Array:
+        lies = one.sharding.update(spec=P(None, *one.sharding.spec))
+        return jax.lax.broadcast(zero, (count, *one.shape), out_sharding=lies)
+
+    return x, list(map(stacked, zeros, like))
 
 
 def _last(stored: Any) -> int:
@@ -166,14 +183,22 @@ def _run(stack: _Stack, stored: Any, copies: Any, first: Any, shared: Any, x: An
 
 
 def _forward(stack: _Stack, stored: Any, copies: Any, first: Any, shared: Any, x: Any) -> tuple[Any, Any]:
-    def step(carry: Any, index: jax.Array) -> tuple[Any, Any]:
-        x, weights = carry
+    def step(carry: Any, index: jax.Array) -> tuple[Any, None]:
+        x, weights, kept = carry
         upcoming = stack.gather(stored, copies, index + 1)
-        x, kept = stack.layer(weights, shared, x)
-        return (x, upcoming), kept
+        x, own = stack.layer(weights, shared, x)
+        return (
+            x,
+            upcoming,
+            [_with(stacked, one, index) for stacked, one in zip(kept, jax.tree.leaves(own), strict=True)],
+        ), None
 
-    begin = stack.gather(stored, copies, 0) if first is None else first
-    (x, weights), kept = jax.lax.scan(step, (x, begin), jnp.arange(_last(stored)))
+    last, kept = _last(stored), []
+    weights = stack.gather(stored, copies, 0) if first is None else first
+    if last > 0:
+        like = jax.eval_shape(lambda weights, x: jax.tree.leaves(stack.layer(weights, shared, x)[1]), weights, x)
+        x, room = _room(x, like, last)
+        (x, weights, kept), _ = jax.lax.scan(step, (x, weights, room), jnp.arange(last))
     x, kept_last = stack.layer(weights, shared, x)
     return x, (stored, copies, first, shared, kept, weights, kept_last)
 
@@ -182,17 +207,20 @@ def _backward(stack: _Stack, residuals: Any, dx: Any) -> tuple[Any, None, Any, N
     stored, copies, first, shared, kept, weights, kept_last = residuals
     last, grads = _last(stored), jax.tree.map(lambda x: no_gradient(x, x.dtype), stored)
 
+    def kept_of(index: int | jax.Array) -> Any:
+        return jax.tree.unflatten(jax.tree.structure(kept_last), _at(kept, index))
+
     def step(carry: Any, index: jax.Array) -> tuple[Any, None]:
         dx, weights, above, grads = carry
         upcoming = stack.gather(stored, copies, index - 1)
-        d_weights, dx, (upcoming, above) = stack.layer_back(weights, shared, _at(kept, index), dx, (upcoming, above))
+        d_weights, dx, (upcoming, above) = stack.layer_back(weights, shared, kept_of(index), dx, (upcoming, above))
         return (dx, upcoming, d_weights, stack.reduce_into(grads, stored, index + 1, above)), None
 
     if last > 0:
         upcoming = stack.gather(stored, copies, last - 1)
         above, dx, weights = stack.layer_back(weights, shared, kept_last, dx, upcoming)
         (dx, weights, above, grads), _ = jax.lax.scan(step, (dx, weights, above, grads), jnp.arange(last - 1, 0, -1))
-        d_first, dx, above = stack.layer_back(weights, shared, _at(kept, 0), dx, above)
+        d_first, dx, above = stack.layer_back(weights, shared, kept_of(0), dx, above)
         grads = stack.reduce_into(grads, stored, 1, above)
     else:
         d_first, dx, _ = stack.layer_back(weights, shared, kept_last, dx, ())

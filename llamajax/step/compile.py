@@ -61,10 +61,8 @@ def compiler_options(
         for collective in ("all_gather", "reduce_scatter"):
             options[f"xla_gpu_{collective}_combine_threshold_bytes"] = str(layer + layer // 50)
         # The two buffers for weights change places with every layer, which costs a copy unless two layers make an iteration;
-        # but without latencies the scheduler hides less in it, and of a loop over micro-batches it would keep two as well;
-        # of two micro-batches there is then no loop.
-        double = (untimed or latencies is not None) and config.train.grad_accum_steps <= 2
-        options["xla_gpu_enable_while_loop_double_buffering"] = double
+        # but without latencies the scheduler hides less in it.
+        options["xla_gpu_enable_while_loop_double_buffering"] = untimed or latencies is not None
         if PIPELINES:
             options["xla_gpu_pipeline_all_gather"] = "COLLECTIVE_PIPELINING_MODE_OFF"
     if latencies is not None:

@@ -47,6 +47,9 @@ def loss_and_grads(config: Config, model: Llama, batch: Batch) -> tuple[dict[str
         )
 
     def micro_step(sums: Any, micro_batch: Batch) -> tuple[Any, None]:
+        if config.train.grad_accum_steps > 1:
+            # Where XLA makes straight lines of the loop, the next micro-batch would begin before this one ends.
+            sums, micro_batch = lax.optimization_barrier((sums, micro_batch))
         own = jax.grad(micro_loss, has_aux=True)(held, micro_batch)
         return jax.tree.map(lambda total, x: (total + x).astype(total.dtype), sums, own), None
 

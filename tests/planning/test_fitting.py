@@ -51,17 +51,15 @@ def test_what_is_enough_alone_comes_first_and_in_no_pair():
 
 
 @pytest.mark.parametrize(
-    ("stack", "fused", "prices"),
+    ("fused", "prices"),
     [
-        ("scan", False, 5),
-        ("scan", True, 4),  # a kernel's results are kept by `full` too
-        ("prefetch", False, 4),  # what attention gives the MLP is kept, so that no output projection is left to repeat
-        ("prefetch", True, 5),  # and `full` keeps it not
+        (False, 4),  # what is added up behind attention is kept, so that no output projection is left to repeat
+        (True, 5),  # and `full` keeps it not
     ],
 )
-def test_recomputation_has_its_price(stack, fused, prices):
+def test_recomputation_has_its_price(fused, prices):
     policies = ("none", "save_attention_qkv_mlp", "save_attention_qkv", "save_attention", "full")
-    base = LLAMA_8B.changed({"model.attend_across_documents": fused, "parallel.stack": stack})
+    base = LLAMA_8B.changed({"model.attend_across_documents": fused})
     flops = [planned_flops(base.changed({"model.remat": policy})).total for policy in policies]
     assert flops == sorted(flops)
     assert len(set(flops)) == prices

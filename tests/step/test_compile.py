@@ -87,9 +87,6 @@ def test_a_layer_is_one_collective_where_it_is_prefetched():
     informed = compiler_options(config, 8, latencies="file")
     assert informed["xla_gpu_enable_while_loop_double_buffering"]
     assert informed == compiler_options(config, 8, untimed=True) | {"xla_gpu_pgle_profile_file_or_directory_path": "file"}
-    for micro_batches, doubles in ((2, True), (4, False)):
-        several = compiler_options(config.changed({"train.grad_accum_steps": micro_batches}), 8, latencies="file")
-        assert several["xla_gpu_enable_while_loop_double_buffering"] == doubles
 
 
 def test_the_scheduler_counts_on_the_memory_that_arrays_may_take(monkeypatch):
