@@ -131,6 +131,7 @@ class Llama(nnx.Module):
         config, sequence = self.config, parallel.sequence
         known = (None, None) if config.attend_across_documents else (segment_ids, positions)
         rows = self._rows(tokens, *known, sequence=sequence)
+        rows, tokens = jax.lax.optimization_barrier((rows, tokens))  # none of them before this micro-batch's turn
         x = self._embed(laid_out(tokens, sequence), None if copies is None else copies.embedding)
 
         saved = _SAVED_BY_REMAT[config.remat]

@@ -44,7 +44,8 @@ def run_prefetching(
         weights: of each part a tree, whose weights have a leading dim L.
         parts: what a layer consists of.
         x: what the first layer is given.
-        shared: what every part of every layer is given too; it gets no gradient.
+        shared: what every part of every layer is given too; it gets no gradient. The memory for what the layers keep is
+            taken when it is there.
         dtype: that weights are gathered in.
         saved: names (`checkpoint_name`) of what the forward pass keeps of a layer for the backward pass; all else is
             computed again. Beside these it keeps what each part is given, so that the backward pass of the last part is the
@@ -161,16 +162,16 @@ def _with(stacked: jax.Array, one: jax.Array, index: int | jax.Array) -> jax.Arr
     return jax.lax.dynamic_update_index_in_dim(stacked, one, index, 0)
 
 
-def _room(x: jax.Array, like: Sequence[jax.ShapeDtypeStruct], count: int) -> tuple[jax.Array, list[jax.Array]]:
-    """`x`, and zeros for `count` of each of `like`, which take no memory before `x` is there: plain zeros depend on nothing,
-    so that XLA may make those of the next micro-batch while this one's are in use."""
-    zeros, x = jax.lax.optimization_barrier(([jnp.zeros((), one.dtype) for one in like], x))
+def _room(like: Sequence[jax.ShapeDtypeStruct], count: int, shared: Any) -> list[jax.Array]:
+    """Zeros for `count` of each of `like`, which take no memory before `shared` is there: plain zeros depend on nothing, so
+    that XLA may make those of the next micro-batch while this one's are in use."""
+    zeros, _ = jax.lax.optimization_barrier(([jnp.zeros((), one.dtype) for one in like], shared))
 
     def stacked(zero: jax.Array, one: jax.ShapeDtypeStruct) -> jax.Array:
         lies = one.sharding.update(spec=P(None, *one.sharding.spec))
         return jax.lax.broadcast(zero, (count, *one.shape), out_sharding=lies)
 
-    return x, list(map(stacked, zeros, like))
+    return list(map(stacked, zeros, like))
 
 
 def _last(stored: Any) -> int:
@@ -197,8 +198,7 @@ def _forward(stack: _Stack, stored: Any, copies: Any, first: Any, shared: Any, x
     weights = stack.gather(stored, copies, 0) if first is None else first
     if last > 0:
         like = jax.eval_shape(lambda weights, x: jax.tree.leaves(stack.layer(weights, shared, x)[1]), weights, x)
-        x, room = _room(x, like, last)
-        (x, weights, kept), _ = jax.lax.scan(step, (x, weights, room), jnp.arange(last))
+        (x, weights, kept), _ = jax.lax.scan(step, (x, weights, _room(like, last, shared)), jnp.arange(last))
     x, kept_last = stack.layer(weights, shared, x)
     return x, (stored, copies, first, shared, kept, weights, kept_last)
 
