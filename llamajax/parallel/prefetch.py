@@ -13,7 +13,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import P
 from jax.typing import DTypeLike
 
 from llamajax.parallel.zero import gathered, no_gradient
@@ -168,7 +167,8 @@ def _room(like: Sequence[jax.ShapeDtypeStruct], count: int, shared: Any) -> list
     zeros, _ = jax.lax.optimization_barrier(([jnp.zeros((), one.dtype) for one in like], shared))
 
     def stacked(zero: jax.Array, one: jax.ShapeDtypeStruct) -> jax.Array:
-        lies = one.sharding.update(spec=P(None, *one.sharding.spec))
+        spec = one.sharding.spec
+        lies = one.sharding.update(spec=spec.update(partitions=(None, *spec.partitions)))
         return jax.lax.broadcast(zero, (count, *one.shape), out_sharding=lies)
 
     return list(map(stacked, zeros, like))
