@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from llamajax.config.data import DataConfig, SourceConfig
-from llamajax.config.formulas import minimum_state_bytes
+from llamajax.config.formulas import layer_matrix_bytes, minimum_state_bytes
 from llamajax.config.machine import HardwareConfig, XlaConfig
 from llamajax.config.model import ModelConfig
 from llamajax.config.parallel import MeshConfig
@@ -180,3 +180,18 @@ def test_what_is_suggested_was_compiled_and_fits(compiler):
         assert suggestion.memory.fits
         assert suggestion.candidate.changes
         assert isinstance(suggestion.candidate.config, Config)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("compiler")
+@pytest.mark.parametrize(("remat", "micro_batches"), [("full", 1), ("save_attention", 2)])
+def test_prefetched_layers_take_five_layers_weights_more_than_a_plain_loop(remat, micro_batches):
+    """Though XLA makes straight lines of loops: no micro-batch's memory beside another's."""
+    config = CONFIG.changed({
+        "mesh.fsdp": 16, "mesh.tensor": 1, "train.global_batch_size": 128 * micro_batches,
+        "train.grad_accum_steps": micro_batches, "model.remat": remat, "parallel.grad_reduce": "micro",
+    })  # fmt: skip
+    plain, prefetched = (
+        compile_for(config.changed({"parallel.stack": stack}), untimed=True).peak_bytes for stack in ("scan", "prefetch")
+    )
+    assert prefetched <= plain + 5 * layer_matrix_bytes(config.model)
