@@ -35,3 +35,9 @@ def named_arrays(state: Any) -> dict[str, Any]:
     named = {jax.tree_util.keystr(path, simple=True, separator=".").removesuffix(".value"): leaf for path, leaf in paths}
     assert len(named) == len(paths), "two leaves have one name"
     return named
+
+
+def after(x: jax.Array, others: Any) -> jax.Array:
+    """`x`, which is not there before `others` are. Zeros depend on nothing, so that XLA may make those that a micro-batch
+    begins with while the one before needs the memory."""
+    return jax.lax.optimization_barrier((x, others))[0]

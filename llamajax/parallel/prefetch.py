@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from llamajax.parallel.arrays import after
 from llamajax.parallel.zero import gathered, no_gradient
 
 Part = Callable[[Any, Any, Any], Any]
@@ -161,17 +162,11 @@ def _with(stacked: jax.Array, one: jax.Array, index: int | jax.Array) -> jax.Arr
     return jax.lax.dynamic_update_index_in_dim(stacked, one, index, 0)
 
 
-def _room(like: Sequence[jax.ShapeDtypeStruct], count: int, shared: Any) -> list[jax.Array]:
-    """Zeros for `count` of each of `like`, which take no memory before `shared` is there: plain zeros depend on nothing, so
-    that XLA may make those of the next micro-batch while this one's are in use."""
-    zeros, _ = jax.lax.optimization_barrier(([jnp.zeros((), one.dtype) for one in like], shared))
-
-    def stacked(zero: jax.Array, one: jax.ShapeDtypeStruct) -> jax.Array:
-        spec = one.sharding.spec
-        lies = one.sharding.update(spec=spec.update(partitions=(None, *spec.partitions)))
-        return jax.lax.broadcast(zero, (count, *one.shape), out_sharding=lies)
-
-    return list(map(stacked, zeros, like))
+def _room(one: jax.ShapeDtypeStruct, count: int, shared: Any) -> jax.Array:
+    """Zeros for `count` of what is like `one`."""
+    spec = one.sharding.spec
+    lies = one.sharding.update(spec=spec.update(partitions=(None, *spec.partitions)))
+    return jax.lax.broadcast(after(jnp.zeros((), one.dtype), shared), (count, *one.shape), out_sharding=lies)
 
 
 def _last(stored: Any) -> int:
@@ -198,14 +193,15 @@ def _forward(stack: _Stack, stored: Any, copies: Any, first: Any, shared: Any, x
     weights = stack.gather(stored, copies, 0) if first is None else first
     if last > 0:
         like = jax.eval_shape(lambda weights, x: jax.tree.leaves(stack.layer(weights, shared, x)[1]), weights, x)
-        (x, weights, kept), _ = jax.lax.scan(step, (x, weights, _room(like, last, shared)), jnp.arange(last))
+        room = [_room(one, last, shared) for one in like]
+        (x, weights, kept), _ = jax.lax.scan(step, (x, weights, room), jnp.arange(last))
     x, kept_last = stack.layer(weights, shared, x)
     return x, (stored, copies, first, shared, kept, weights, kept_last)
 
 
 def _backward(stack: _Stack, residuals: Any, dx: Any) -> tuple[Any, None, Any, None, Any]:
     stored, copies, first, shared, kept, weights, kept_last = residuals
-    last, grads = _last(stored), jax.tree.map(lambda x: no_gradient(x, x.dtype), stored)
+    last, grads = _last(stored), jax.tree.map(lambda x: no_gradient(x, after(jnp.zeros((), x.dtype), dx)), stored)
 
     def kept_of(index: int | jax.Array) -> Any:
         return jax.tree.unflatten(jax.tree.structure(kept_last), _at(kept, index))

@@ -159,10 +159,10 @@ def _scaled_back(residuals: tuple[jax.Array, jax.Array], d_out: jax.Array) -> tu
 scaled.defvjp(lambda x, scale: (scaled(x, scale), (x, scale)), _scaled_back)
 
 
-def no_gradient(x: jax.Array, dtype: DTypeLike) -> jax.Array:
-    """Zeros that lie as the gradient of `x` does."""
+def no_gradient(x: jax.Array, zero: jax.Array) -> jax.Array:
+    """Zeros of the dtype of one, a scalar, that lie as the gradient of `x` does."""
     lies = jax.typeof(x).sharding.spec
-    return jnp.zeros(x.shape, dtype, out_sharding=P(*lies.partitions, unreduced=lies.reduced))
+    return jax.lax.broadcast(zero, x.shape, out_sharding=P(*lies.partitions, unreduced=lies.reduced))
 
 
 def token_axes() -> frozenset[str]:

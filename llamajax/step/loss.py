@@ -19,6 +19,7 @@ from jaxtyping import Array, Float, Int32
 from llamajax.config.parallel import PLAIN, ParallelConfig, axes_of
 from llamajax.model import Llama
 from llamajax.model.llama import Layer
+from llamajax.parallel.arrays import after
 from llamajax.parallel.sequence import laid_out
 from llamajax.parallel.sharding import spec
 from llamajax.parallel.tensor import shared_axes
@@ -178,7 +179,8 @@ def _on_device(
         return d_head, (sums, d_x)
 
     # Every device adds up its own tokens' gradients in fp32 over all chunks.
-    d_head = jax.lax.pcast(jnp.zeros(head.shape, jnp.float32), token_axes + axes_of("vocab"), to="varying")
+    zero = jax.lax.pcast(jnp.zeros((), jnp.float32), token_axes + axes_of("vocab"), to="varying")
+    d_head = jnp.broadcast_to(after(zero, hidden), head.shape)
     d_head, (chunk_sums, d_x) = jax.lax.scan(add_chunk, d_head, _chunks(hidden, targets, vocab_size=head.shape[0]))
     sums = LossSums(*(jax.lax.psum(jnp.sum(chunk_sum, axis=0), token_axes) for chunk_sum in chunk_sums))
     d_hidden = sum_tokens(d_x.reshape(-1, hidden.shape[-1])[: targets.size].reshape(hidden.shape), hidden_spec)

@@ -54,7 +54,8 @@ def loss_and_grads(config: Config, model: Llama, batch: Batch) -> tuple[dict[str
         return jax.tree.map(lambda total, x: (total + x).astype(total.dtype), sums, own), None
 
     chex.assert_equal_shape(list(batch.values()))
-    zeros = (jax.tree.map(lambda weight: no_gradient(weight, config.train.grad_accum_dtype), held), _no_losses())
+    zero = jnp.zeros((), config.train.grad_accum_dtype)
+    zeros = (jax.tree.map(lambda weight: no_gradient(weight, zero), held), _no_losses())
     (grads, sums), _ = lax.scan(micro_step, zeros, batch)
     (grads,) = pull_back(jax.tree.map(lambda grad, weight: grad.astype(weight.dtype), grads, wide))
     tokens = jnp.maximum(sums.num_tokens, 1)

@@ -90,7 +90,7 @@ def test_what_is_split_over_data_too_comes_back_and_waits_for_its_gradient():
     assert (lies.partitions, lies.reduced) == (tuple(spec("mlp", "embed")), {"data"})
 
     def ones(x: jax.Array) -> jax.Array:
-        return jnp.ones(x.shape, x.dtype, out_sharding=jax.typeof(no_gradient(x, x.dtype)).sharding.spec)
+        return jnp.ones(x.shape, x.dtype, out_sharding=jax.typeof(no_gradient(x, jnp.zeros((), x.dtype))).sharding.spec)
 
     (gradient,) = jax.jit(back)(jax.tree.map(ones, waiting))
     assert jax.typeof(gradient.matrix[...]) == jax.typeof(split.matrix[...])
