@@ -41,6 +41,10 @@ VARIANTS: dict[str, tuple[str, dict[str, int | str]]] = {
     "llama2_13b_256xa100_80gb": (_13B, {"hardware.nodes": 32, "mesh.fsdp": 256, "train.grad_accum_steps": 1}),
     "llama2_70b_tensor8_512xa100_40gb": ("llama2_70b_512xa100_40gb", {"mesh.fsdp": 64, "mesh.tensor": 8}),
     "llama2_7b_1mi_ulysses_8xa100_80gb": (_7B, _1MI | {"parallel.sequence": "ulysses"}),
+    "llama3_1_8b_512xh100": (
+        _8B,
+        {"hardware.gpu": "h100", "hardware.nodes": 64, "train.global_batch_size": 512, "train.grad_accum_steps": 1},
+    ),
     "llama3_1_8b_128ki_ring_8xh100": (_8B, _128KI | {"parallel.sequence": "ring"}),
     "llama3_1_8b_128ki_ulysses_8xh100": (_8B, _128KI | {"parallel.sequence": "ulysses"}),
     "llama3_1_70b_tensor8_256xh100": ("llama3_1_70b_256xh100", {"mesh.data": 1, "mesh.fsdp": 32, "mesh.tensor": 8}),
