@@ -43,7 +43,13 @@ VARIANTS: dict[str, tuple[str, dict[str, int | str]]] = {
     "llama2_7b_1mi_ulysses_8xa100_80gb": (_7B, _1MI | {"parallel.sequence": "ulysses"}),
     "llama3_1_8b_512xh100": (
         _8B,
-        {"hardware.gpu": "h100", "hardware.nodes": 64, "train.global_batch_size": 512, "train.grad_accum_steps": 1},
+        {
+            "hardware.gpu": "h100",
+            "hardware.nodes": 64,
+            "mesh.fsdp": 512,
+            "train.global_batch_size": 512,
+            "train.grad_accum_steps": 1,
+        },
     ),
     "llama3_1_8b_128ki_ring_8xh100": (_8B, _128KI | {"parallel.sequence": "ring"}),
     "llama3_1_8b_128ki_ulysses_8xh100": (_8B, _128KI | {"parallel.sequence": "ulysses"}),
