@@ -3,8 +3,8 @@
     python scripts/faults.py [NAME ...]
 
 Each fault is a change of one place in a copy of the project, whose tests then run until one fails: those of the fault's own
-room first, then the comparison of every form with one device. Half an hour on two cores. With names, only these are tried
-and nothing is written.
+room first, then the comparison of every form with one device. All of these must pass without a fault before one is tried.
+Half an hour on two cores. With names, only these are tried and nothing is written.
 """
 
 import os
@@ -59,16 +59,20 @@ def tried(fault: Fault, folder: Path) -> str | None:
     assert right.count(fault.old) == 1, f"{fault.name}: {fault.file} has it {right.count(fault.old)} times"
     path.write_text(right.replace(fault.old, fault.new))
     try:
-        for tests in (f"tests/{fault.tests}.py", FORMS):
-            command = [sys.executable, "-m", "pytest", "-x", "-q", "-n", "0", "-p", "no:cacheprovider", tests]
-            environment = os.environ | {"PYTHONPATH": str(folder)}
-            done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
-            if failed := re.search(r"^(?:FAILED|ERROR) (\S+)", done.stdout, flags=re.MULTILINE):
-                return failed[1].removeprefix("tests/")
-            assert done.returncode == 0, done.stdout + done.stderr
-        return None
+        return failing(f"tests/{fault.tests}.py", folder) or failing(FORMS, folder)
     finally:
         path.write_text(right)
+
+
+def failing(tests: str, folder: Path) -> str | None:
+    """The first of the tests that fails in a copy of the project."""
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-n", "0", "-p", "no:cacheprovider", tests]
+    environment = os.environ | {"PYTHONPATH": str(folder)}
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    if failed := re.search(r"^(?:FAILED|ERROR) (\S+)", done.stdout, flags=re.MULTILINE):
+        return failed[1].removeprefix("tests/")
+    assert done.returncode == 0, done.stdout + done.stderr
+    return None
 
 
 def main(names: list[str]) -> None:
@@ -80,6 +84,9 @@ def main(names: list[str]) -> None:
         for part in ("llamajax", "tests", "configs", "pyproject.toml", "README.md"):
             copy = shutil.copytree if (ROOT / part).is_dir() else shutil.copy
             copy(ROOT / part, folder / part)
+        for tests in sorted({f"tests/{fault.tests}.py" for fault in chosen} | {FORMS}):
+            if failed := failing(tests, folder):
+                raise SystemExit(f"{failed} fails without any fault; mend that first")
         for number, fault in enumerate(chosen, 1):
             killer = tried(fault, folder)
             rows.append(f"| {fault.name} | `{fault.file}` | {f'`{killer}`' if killer else '**none**'} |")

@@ -39,10 +39,11 @@ def computed_model(model: ModelConfig, mesh: Mapping[str, int]) -> ModelConfig:
     return dataclasses.replace(model, num_kv_heads=model.computed_kv_heads(mesh))
 
 
-def layer_matrix_bytes(model: ModelConfig) -> int:
-    """Bytes of one layer's matrices as compute takes them; at least, if the devices split heads and MLP."""
-    matrices = (num_matmul_params(model) - model.vocab_size * model.embed_dim) // model.num_layers
-    return matrices * DTYPE_BYTES[model.compute_dtype]
+def layer_matrix_bytes(model: ModelConfig, mesh: Mapping[str, int]) -> int:
+    """Bytes of one layer's matrices as a device computes with them, gathered."""
+    computed = computed_model(model, mesh)
+    matrices = (num_matmul_params(computed) - model.vocab_size * model.embed_dim) // model.num_layers
+    return matrices * DTYPE_BYTES[model.compute_dtype] // num_parts("mlp", mesh)
 
 
 def flops_per_token(model: ModelConfig, seq_len: int, *, full_attention: bool = False) -> int:
@@ -87,7 +88,9 @@ def executed_flops(config: Config, *, fused_attention: bool) -> ExecutedFlops:
         "save_attention_qkv_mlp": 0,
         "save_attention_qkv": 2 * D * F,
         "save_attention": 2 * D * F + D * (heads + 2 * kv_heads),
-        "full": 2 * D * F + D * (heads + 2 * kv_heads) + (0 if _keeps_two_residuals(config) else D * heads),
+        "full": 2 * D * F
+        + D * (heads + 2 * kv_heads)
+        + (0 if _keeps_two_residuals(config, mesh_sizes(config)) else D * heads),
     }[model.remat]
     matmul_flops = 6 * num_matmul_params(model)
     # Two FLOPs per multiply-add, and six products in `flops_per_token`: it counts four of the backward pass.
@@ -119,9 +122,12 @@ def minimum_state_bytes(config: Config) -> int:
 
     Norms and biases, a thousandth of the rest, are whole on every device.
     """
-    mesh = mesh_sizes(config)
+    return state_bytes_per_param(config) * _stored_params(config, mesh_sizes(config))
+
+
+def _stored_params(config: Config, mesh: Mapping[str, int]) -> int:
     shards = num_parts("embed", mesh) * mesh["tensor"] * (mesh["data"] if config.parallel.zero_data else 1)
-    return state_bytes_per_param(config) * _params_per_device(config.model, shards)
+    return _params_per_device(config.model, shards)
 
 
 def _params_per_device(model: ModelConfig, shards: int) -> int:
@@ -142,8 +148,10 @@ def params_gathered_once(config: Config, mesh: Mapping[str, int]) -> int:
     return (ends + (layer if parallel.stack == "prefetch" else 0)) // mesh["tensor"]
 
 
-def expected_bytes(config: Config, *, max_chunk_scores: int, max_chunk_logits: int) -> dict[str, int]:
-    """Bytes on a planned device by what they are for; good to some 15%.
+def expected_bytes(
+    config: Config, mesh: Mapping[str, int], *, max_chunk_scores: int, max_chunk_logits: int
+) -> dict[str, int]:
+    """Bytes on a device by what they are for; good to some 15%.
 
     Weights, moments and gradients: their sizes over the shards. Activations: what `model.remat` keeps of every layer. The
     rest is alive in turn, so that the larger counts: in a layer's backward pass its hidden states, gate and up with their
@@ -152,10 +160,11 @@ def expected_bytes(config: Config, *, max_chunk_scores: int, max_chunk_logits: i
 
     Args:
         config: the run.
+        mesh: sizes of the mesh axes.
         max_chunk_scores: attention scores alive at once, where no kernel is fused.
         max_chunk_logits: logits alive at once.
     """
-    model, mesh = config.model, mesh_sizes(config)
+    model = config.model
     computed = computed_model(model, mesh)
     tensor, sequence = mesh["tensor"], mesh["sequence"]
     stored, moment = DTYPE_BYTES[model.param_dtype], DTYPE_BYTES[config.optimizer.moment_dtype]
@@ -168,7 +177,7 @@ def expected_bytes(config: Config, *, max_chunk_scores: int, max_chunk_logits: i
     layer_params = (num_params(computed) - 2 * model.vocab_size * D) // L // tensor
 
     stream = D // tensor if tensor > 1 and splits_residual(config.data.seq_len, mesh) else D
-    residual = stream * 2 if _keeps_two_residuals(config) else stream
+    residual = stream * 2 if _keeps_two_residuals(config, mesh) else stream
     saved = {
         "full": residual,
         "save_attention": residual + heads,
@@ -179,15 +188,17 @@ def expected_bytes(config: Config, *, max_chunk_scores: int, max_chunk_logits: i
     kept_weights = L * layer_params * wide if _keeps_weights(config) else 0
     scores = min(max_chunk_scores, tokens * config.data.seq_len * model.num_heads // tensor)
     layer = tokens * wide * (4 * D + 6 * stream + 2 * heads + 2 * qkv + 4 * F) + 3 * scores * 4
-    shard = minimum_state_bytes(config) // state_bytes_per_param(config)
+    shard = _stored_params(config, mesh)
     own = _params_per_device(model, num_parts("embed", mesh) * tensor)
     whole = params_gathered_once(config, mesh)
     summed = DTYPE_BYTES[config.train.grad_accum_dtype] if config.train.grad_accum_steps > 1 else 0
-    copied = _params_per_device(model, tensor) if config.parallel.zero < 3 else whole + (own if _copies_own(config) else 0)
+    copied = (
+        _params_per_device(model, tensor) if config.parallel.zero < 3 else whole + (own if _copies_own(config, mesh) else 0)
+    )
     loss = min(max_chunk_logits, tokens * V) * (4 + 2 * wide) + V * D * (wide + 2 * 4)
     collectives = 2 * D * F * wide + kept_weights
     if config.parallel.stack == "prefetch":
-        matrices = layer_matrix_bytes(computed) // tensor
+        matrices = layer_matrix_bytes(model, mesh)
         collectives, loss = PREFETCHED_LAYERS * matrices, loss + matrices
     return {
         "parameters": stored * shard,
@@ -277,10 +288,9 @@ def sequence_numbers(config: Config, mesh: Mapping[str, int], form: SequenceForm
     return keys_and_values * hops
 
 
-def _keeps_two_residuals(config: Config) -> bool:
+def _keeps_two_residuals(config: Config, mesh: Mapping[str, int]) -> bool:
     """Whether a layer keeps the residual between attention and MLP too: where anything but its input is kept, and where
-    planned devices that share matmuls have different tokens between them."""
-    mesh = mesh_sizes(config)
+    devices that share matmuls have different tokens between them."""
     return config.model.remat != "full" or (mesh["tensor"] > 1 and splits_residual(config.data.seq_len, mesh))
 
 
@@ -289,8 +299,7 @@ def _keeps_weights(config: Config) -> bool:
     return config.model.remat == "none" and config.parallel.stack != "prefetch"
 
 
-def _copies_own(config: Config) -> bool:
+def _copies_own(config: Config, mesh: Mapping[str, int]) -> bool:
     """Whether a device's own part of the layers has a narrow copy for the step, whose gradients are reduced at its end."""
-    mesh = mesh_sizes(config)
     replicas = num_parts("batch", mesh) * num_parts("seq", mesh) // num_parts("embed", mesh)
     return replicas > 1 and (config.parallel.grad_reduce == "step" or config.parallel.zero_data == 1)

@@ -9,7 +9,8 @@ from llamajax.config.rules import PositiveFloatOrUnset, PositiveInt, Section
 
 @dataclass(frozen=True, kw_only=True)
 class HardwareConfig(Section):
-    """The machines that `llamajax.plan` plans for; training takes the devices that jax finds and ignores this."""
+    """The machines that `llamajax.plan` plans for. Training takes the devices that jax finds; from here it knows how much
+    they hold and how fast they are, where it chooses forms and schedules (`parallel`, `xla.latency_profile`)."""
 
     gpu: Literal["none", "a100-40gb", "a100-80gb", "h100", "h200"] = "none"
     """GPU of every node, all of them SXM modules; `none`: there is nothing to plan for."""
@@ -47,7 +48,8 @@ class XlaConfig(Section):
     null: nowhere. 4 GiB at most; what was not used for longest goes first."""
     flags: tuple[str, ...] = ()
     """More XLA options, `name=value` each, over those that llamajax sets; for example
-    [xla_gpu_enable_while_loop_double_buffering=true]. Lists are written as YAML. Plans leave `xla_dump_*` out."""
+    [xla_gpu_enable_while_loop_double_buffering=true]. Lists are written as YAML. Passes named in
+    xla_disable_hlo_passes are disabled beside those that llamajax disables. Plans leave `xla_dump_*` out."""
 
     def broken_rules(self) -> Iterator[str]:
         if self.latency_profile == "":

@@ -26,7 +26,7 @@ class MeshConfig(Section):
     # Nothing else names the axes in order: outer to inner, the more an axis communicates, the closer its devices lie.
     # `splits` are the dims of arrays that lie along an axis.
     data: AxisSize = field(default=1, metadata={"splits": ("batch",)})
-    """Data-parallel replicas of the whole (sharded) state."""
+    """Data-parallel replicas of the whole (sharded) state, unless `parallel.zero_data` splits that too."""
     fsdp: AxisSize = field(default=-1, metadata={"splits": ("batch", "embed", "embed_tensor")})
     """Shards of parameters, gradients and optimizer state (ZeRO); also splits the batch."""
     sequence: AxisSize = field(default=1, metadata={"splits": ("seq", "residual_seq", "embed", "embed_tensor")})
@@ -108,7 +108,8 @@ class ParallelConfig(Section):
     zero: ZeroStage = 3
     """What `mesh.fsdp` and `mesh.sequence` split (ZeRO): weights and optimizer state between steps (1), gradients of
     micro-batches as well (2), weights during the step as well (3). Below 3 every device has all weights, as
-    `compute_dtype`, for the step; at 1 it also has all their gradients, in float32, until they are reduced at its end."""
+    `compute_dtype`, for the step; at 1 it also has all their gradients, as `train.grad_accum_dtype`, until they are reduced
+    at its end."""
     zero_data: ZeroStageOrNone = 0
     """The same for `mesh.data`: a replica of everything along that axis (0), or weights and optimizer state split between
     steps (1): gathered over it once per step, and gradients reduced over it once."""

@@ -17,7 +17,15 @@ from llamajax.config.data import DataConfig
 from llamajax.config.keys import with_values
 from llamajax.config.machine import HardwareConfig, XlaConfig
 from llamajax.config.model import ModelConfig
-from llamajax.config.parallel import DistributedConfig, MeshConfig, ParallelConfig, SequenceForm, axes_of, num_parts
+from llamajax.config.parallel import (
+    DistributedConfig,
+    MeshConfig,
+    ParallelConfig,
+    SequenceForm,
+    axes_of,
+    num_parts,
+    splits_residual,
+)
 from llamajax.config.rules import Seed, Settings
 from llamajax.config.training import CheckpointConfig, OptimizerConfig, SampleConfig, TrainConfig
 from llamajax.config.watch import MetricsConfig, ProfileConfig
@@ -120,6 +128,12 @@ class Config(Settings):
             if self.data.seq_len % axes[axis]
         ]
         problems += self.sequence_problems(self.parallel.sequence, axes)
+        shares = num_parts("residual_seq", axes)
+        if self.parallel.tensor == "ring" and axes["tensor"] > 1 and not splits_residual(self.data.seq_len, axes):
+            problems.append(
+                f"data.seq_len: {self.data.seq_len} must be divisible by mesh.sequence x mesh.tensor={shares} for"
+                f" parallel.tensor: ring; make it {max(1, round(self.data.seq_len / shares)) * shares}, or choose collective"
+            )
         if micro_batch_size % batch_shards:
             problems.append(
                 f"train.global_batch_size: {train.global_batch_size} / grad_accum_steps({train.grad_accum_steps}) = "

@@ -102,8 +102,9 @@ def memory_plan(step: CompiledStep, module: Module) -> MemoryPlan:
 
 def estimate(config: Config) -> MemoryPlan:
     """The memory of `config` by formulas, see `expected_bytes`: for choosing what to compile and where no compiler is."""
-    config, _ = with_forms(config, mesh_sizes(config))
-    expected = expected_bytes(config, max_chunk_scores=MAX_CHUNK_SCORES, max_chunk_logits=MAX_CHUNK_LOGITS)
+    mesh = mesh_sizes(config)
+    config, _ = with_forms(config, mesh)
+    expected = expected_bytes(config, mesh, max_chunk_scores=MAX_CHUNK_SCORES, max_chunk_logits=MAX_CHUNK_LOGITS)
     expected["workspace"] = _planned_workspace(config)
     by_kind: dict[MemoryKind, int] = {kind: expected.get(kind, 0) for kind in MEMORY_KINDS}
     state = by_kind["parameters"] + by_kind["optimizer"] + by_kind["batch"]
@@ -115,7 +116,7 @@ def estimate(config: Config) -> MemoryPlan:
         peak_bytes=peak,
         host_bytes=0,
         capacity_bytes=planned_gpu(config.hardware).memory_bytes,
-        allowance=allowance(mesh_sizes(config)),
+        allowance=allowance(mesh),
         training_fraction=memory_fraction(config),
         tensors=(),
     )

@@ -13,7 +13,6 @@ import jax.numpy as jnp
 import jaxlib.version
 
 from llamajax.config.formulas import layer_matrix_bytes
-from llamajax.config.parallel import num_parts
 from llamajax.config.run import Config
 from llamajax.errors import ConfigError, EnvironmentMismatchError
 from llamajax.parallel.allowance import memory_fraction
@@ -25,6 +24,7 @@ Option = str | bool
 
 _ASSUMED_FRACTION = 0.80
 """Of a GPU's memory, what XLA's scheduler counts on (`GetSchedulerMemoryLimit`), whatever the process takes."""
+_DISABLED = "xla_disable_hlo_passes"
 PIPELINES = jaxlib.version.__version_info__ >= (0, 11)
 """Whether XLA may bring gathers forward by iterations of its own, which gets in the way of ours."""
 
@@ -35,7 +35,8 @@ def compiler_options(
     """The options to compile `config`'s training step with, for GPUs.
 
     Args:
-        config: the run, its forms chosen; `config.xla.flags` replace what is set here.
+        config: the run, its forms chosen; `config.xla.flags` replace what is set here, and passes that they disable are
+            disabled as well as those that would compute wrong numbers.
         num_devices: devices of the run.
         latencies: file with the costs of instructions that the scheduler is to go by.
         untimed: for the program that such a file is made from, which has the same names and is scheduled without.
@@ -51,13 +52,13 @@ def compiler_options(
         if config.parallel.stack == "prefetch":
             # `model.remat` says what is computed again; XLA counts a loop's stacks anew for each layer of an iteration.
             disabled.append("rematerialization")
-        options["xla_disable_hlo_passes"] = ",".join(disabled)
+        options[_DISABLED] = ",".join(disabled)
         if config.parallel.tensor == "ring":
             # Weights come from other nodes while tokens pass within one: one at a time, they would wait for every hop.
             options["xla_gpu_experimental_parallel_collective_overlap_limit"] = "2"
     if num_devices > 1 and config.parallel.stack == "prefetch":
         # One collective per layer and direction: just below a layer's bytes the gather falls apart.
-        layer = layer_matrix_bytes(config.model) // num_parts("mlp", config.mesh.axis_sizes(num_devices))
+        layer = layer_matrix_bytes(config.model, config.mesh.axis_sizes(num_devices))
         for collective in ("all_gather", "reduce_scatter"):
             options[f"xla_gpu_{collective}_combine_threshold_bytes"] = str(layer + layer // 50)
         # The two buffers for weights change places with every layer, which costs a copy unless two layers make an iteration;
@@ -67,7 +68,10 @@ def compiler_options(
             options["xla_gpu_pipeline_all_gather"] = "COLLECTIVE_PIPELINING_MODE_OFF"
     if latencies is not None:
         options["xla_gpu_pgle_profile_file_or_directory_path"] = latencies
-    return options | dict(map(_parse, config.xla.flags))
+    own = dict(map(_parse, config.xla.flags))
+    if _DISABLED in options and _DISABLED in own:
+        own[_DISABLED] = f"{options[_DISABLED]},{own[_DISABLED]}"
+    return options | own
 
 
 def told(options: Mapping[str, Option], device_kind: str) -> str:

@@ -52,8 +52,8 @@ def stack_form(config: Config, axes: Mapping[str, int]) -> tuple[StackForm, str]
         return "scan", "there is nothing to gather or to reduce"
     if config.mesh.num_cpu_devices is not None:
         return "scan", "emulated devices hide nothing"
-    layer = layer_matrix_bytes(config.model) // num_parts("mlp", axes)
-    if not _fits(config.changed({"parallel.stack": "prefetch"})):
+    layer = layer_matrix_bytes(config.model, axes)
+    if not _fits(config.changed({"parallel.stack": "prefetch"}), axes):
         return "scan", f"{format_bytes(PREFETCHED_LAYERS * layer)} for three layers' weights would hardly fit"
     if shards == 1:
         return "prefetch", f"{format_bytes(layer)} of gradients are reduced while the layer below computes"
@@ -76,20 +76,20 @@ def reduction_form(config: Config, axes: Mapping[str, int]) -> tuple[Reduction, 
     late = dataclasses.replace(config, parallel=dataclasses.replace(parallel, grad_reduce="step"))
     width = DTYPE_BYTES[config.model.compute_dtype]
     ends = 2 * width * params_gathered_once(late, axes) * (shards - 1) // shards
-    layers = 2 * layer_matrix_bytes(config.model) * config.model.num_layers // num_parts("mlp", axes) // shards
+    layers = 2 * layer_matrix_bytes(config.model, axes) * config.model.num_layers // shards
     layers = 0 if parallel.zero_data else layers * (replicas - 1) // replicas
     often, once = ends + (0 if parallel.stack == "prefetch" else layers), ends + layers
     if once > often * micro_batches:
         wait = f"{format_bytes(often)} cannot be hidden {micro_batches} times"
         return "micro", f"{wait}; at the end it would be {format_bytes(once)}"
-    if not _fits(late):
+    if not _fits(late, axes):
         return "micro", "embedding, head and first layer, whole for the step, would hardly fit"
     return "step", f"{format_bytes(once)} cannot be hidden, once, and not {format_bytes(often)} {micro_batches} times"
 
 
-def _fits(config: Config) -> bool:
-    """Whether a run should fit the planned GPU by the formulas; true if none is named."""
-    if config.hardware.gpu == "none":
+def _fits(config: Config, axes: Mapping[str, int]) -> bool:
+    """Whether a run should fit the planned GPU by the formulas; true if none is named, or devices are emulated."""
+    if config.hardware.gpu == "none" or config.mesh.num_cpu_devices is not None:
         return True
-    expected = expected_bytes(config, max_chunk_scores=MAX_CHUNK_SCORES, max_chunk_logits=MAX_CHUNK_LOGITS)
+    expected = expected_bytes(config, axes, max_chunk_scores=MAX_CHUNK_SCORES, max_chunk_logits=MAX_CHUNK_LOGITS)
     return sum(expected.values()) <= memory_fraction(config) * planned_gpu(config.hardware).memory_bytes

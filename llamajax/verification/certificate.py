@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 
+from llamajax.config.parallel import ParallelConfig
 from llamajax.config.run import Config
 from llamajax.verification.comparison import first_difference
 from llamajax.verification.diagnosis import clues
@@ -16,12 +17,13 @@ from llamajax.verification.variants import possible_forms, run_trials, suspects
 from llamajax.watch.console import log
 
 
-def certify(config: Config, verified: Config, doing: Callable[[str], None]) -> dict[str, Any]:
+def certify(config: Config, verified: Config, trained: ParallelConfig, doing: Callable[[str], None]) -> dict[str, Any]:
     """Runs the steps on one device and on the mesh, in each possible form; tries what makes a difference go away.
 
     Args:
         config: the run.
         verified: of `llamajax.verification.scaling.scale_down`.
+        trained: the forms that it is trained in: of `llamajax.step.forms.with_forms`.
         doing: is told what takes so long.
 
     Returns:
@@ -30,7 +32,7 @@ def certify(config: Config, verified: Config, doing: Callable[[str], None]) -> d
     started = time.monotonic()
     with jax.default_matmul_precision("highest"):
         truth = _timed_side("one device", on_one_device(verified), doing)
-        forms = possible_forms(verified)
+        forms = possible_forms(verified, trained)
         sides: dict[str, Side] = {}
         first_with: dict[str, str] = {}
         rows = []
@@ -44,7 +46,8 @@ def certify(config: Config, verified: Config, doing: Callable[[str], None]) -> d
         first = first_difference(ours, truth)
         trials = run_trials(forms[shown], truth, first.step, doing) if first else []
     causes = clues(ours, truth, suspects(ours, trials))
-    return figures(config, verified, rows, ours, truth, causes, trials, time.monotonic() - started)
+    in_forms = config.changed({"parallel": trained}), verified.changed({"parallel": trained})
+    return figures(*in_forms, rows, ours, truth, causes, trials, time.monotonic() - started)
 
 
 def _timed_side(name: str, config: Config, doing: Callable[[str], None]) -> Side:

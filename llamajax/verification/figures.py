@@ -2,9 +2,9 @@
 
 - `schema_version` (1), `llamajax`, `jax_version`, `run`; `mesh` and `verified_mesh` (sizes of the axes, as configured and on
   `num_devices` emulated devices), `parallel` (the forms), `changes` (settings that were scaled: `configured`, `verified`).
-- `forms`: the run as configured and in each form that an `auto` in `parallel` may stand for: `form`, `same_as` (another one
+- `forms`: the run as it is trained and in each form that an `auto` may stand for: `form`, `same_as` (another one
   that compiles to the same program, or null), `equal`, `largest_difference`. What follows is about the first one that
-  differs, or about the run as configured; `form` says which.
+  differs, or about the run as it is trained; `form` says which.
 - `equal`, `tolerance`, `largest_difference`; `seconds` that it took.
 - `steps`: for each `step` the `tokens`, `loss` and `gradient_norm` of the mesh; `one_device`: the same there; `differences`:
   relative.
@@ -68,7 +68,7 @@ def figures(
     """Everything about a verification; see this module's docstring.
 
     Args:
-        config: the run as it is configured.
+        config: the run, in the forms that it is trained in.
         verified: scaled down.
         forms: of `form_figures`.
         ours: the steps in the first of them that differs, or in the first.

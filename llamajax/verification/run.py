@@ -17,6 +17,7 @@ from llamajax.config.run import Config
 from llamajax.errors import ConfigError, UnequalError, show
 from llamajax.parallel import startup
 from llamajax.parallel.exit import exit_code
+from llamajax.step.forms import with_forms
 from llamajax.verification import text
 from llamajax.verification.certificate import certify
 from llamajax.verification.page import page
@@ -55,16 +56,17 @@ def run(config: Config, options: Mapping[str, str]) -> None:
         return
     scaled = scaled_axes(configured, num_devices) if num_devices else fitting_axes(config.model, configured)
     verified = scale_down(config, configured, scaled)
+    trained = with_forms(config, configured)[0].parallel
     # Fast code for five steps of a tiny model is not worth its compilation.
     os.environ["XLA_FLAGS"] = f"--xla_backend_optimization_level=0 {os.environ.get('XLA_FLAGS', '')}".strip()
     startup.connect(verified.mesh, verified.distributed)
     log(f"run        {config.run_dir}")
     log(f"mesh       {text.mesh(configured)}, verified as {text.mesh(scaled)}")
-    log(f"forms      {', '.join(f'{name} {value}' for name, value in vars(verified.parallel).items())}")
+    log(f"forms      {', '.join(f'{name} {value}' for name, value in vars(trained).items())}")
     log("")
     text.print_changes(changes(config, verified))
     with console.waiting("starting") as doing:
-        told = certify(config, verified, doing)
+        told = certify(config, verified, trained, doing)
     log("")
     text.print_verification(told)
     write_output(options, "--json", lambda: json.dumps(told, indent=1))

@@ -24,10 +24,10 @@ class Trial:
     """Whether nothing differs with it."""
 
 
-def possible_forms(config: Config) -> dict[str, Config]:
-    """The run as it is configured, and in each form that a setting of `auto` may stand for, one at a time: what is chosen
-    depends on sizes and devices, and the scaled run has others."""
-    forms = {"configured": config}
+def possible_forms(config: Config, trained: ParallelConfig) -> dict[str, Config]:
+    """The run in the forms that are `trained`, and in each that a setting of `auto` may stand for, one at a time: what is
+    chosen depends on sizes and devices, and the scaled run has others."""
+    forms = {"trained": config.changed({"parallel": trained})}
     for field in dataclasses.fields(ParallelConfig):
         key, values = join("parallel", field.name), typing.get_args(field.type)
         if "auto" in values and getattr(config.parallel, field.name) == "auto":

@@ -173,8 +173,8 @@ def test_what_is_gathered_once_per_step_is_counted():
         changed = run.changed({"parallel.grad_reduce": reduction, "parallel.stack": stack, "parallel.zero": zero})
         assert formulas.params_gathered_once(changed, mesh) == params, form
         micro = run.changed({"parallel.stack": stack})
-        more = formulas.expected_bytes(changed, max_chunk_scores=1, max_chunk_logits=1)
-        less = formulas.expected_bytes(micro, max_chunk_scores=1, max_chunk_logits=1)
+        more = formulas.expected_bytes(changed, formulas.mesh_sizes(changed), max_chunk_scores=1, max_chunk_logits=1)
+        less = formulas.expected_bytes(micro, formulas.mesh_sizes(micro), max_chunk_scores=1, max_chunk_logits=1)
         # Of what is whole: the copy, its gradient, and the sum of these, which is fp32.
         assert more["gradients"] - less["gradients"] == (4 + 4) * params
         wide = 4 * (params + ((2 * 2 + 1) * 32 if zero == 1 else 0))
@@ -184,12 +184,12 @@ def test_what_is_gathered_once_per_step_is_counted():
 def test_what_is_alive_in_turn_counts_once():
     run = tiny_config(hardware=HardwareConfig(gpu="h100"), mesh=MeshConfig(fsdp=8))
     bounds = {"max_chunk_scores": 2**20, "max_chunk_logits": 2**20}
-    scan = formulas.expected_bytes(run, **bounds)
-    prefetched = formulas.expected_bytes(run.changed({"parallel.stack": "prefetch"}), **bounds)
-    assert prefetched["collectives"] == 3 * formulas.layer_matrix_bytes(run.model)
+    scan = formulas.expected_bytes(run, formulas.mesh_sizes(run), **bounds)
+    prefetched = formulas.expected_bytes(run.changed({"parallel.stack": "prefetch"}), formulas.mesh_sizes(run), **bounds)
+    assert prefetched["collectives"] == 3 * formulas.layer_matrix_bytes(run.model, formulas.mesh_sizes(run))
     assert {kind for kind in scan if scan[kind] != prefetched[kind]} == {"collectives"}
     assert scan["logits"] == 0
-    large = formulas.expected_bytes(run.changed({"model.vocab_size": 2**20}), **bounds)
+    large = formulas.expected_bytes(run.changed({"model.vocab_size": 2**20}), formulas.mesh_sizes(run), **bounds)
     loss = 2**20 * (4 + 2 * 4) + 2**20 * run.model.embed_dim * (4 + 8)  # a chunk in fp32, the head and its gradient twice
     assert large["logits"] + large["temporaries"] + large["collectives"] == loss
     assert large["temporaries"] == scan["temporaries"]

@@ -218,6 +218,17 @@ def test_what_a_form_of_split_rows_needs_is_told_in_one_line(form, seq_len, axes
     assert problem is None or re.match(problem, problems[0])
 
 
+def test_a_ring_of_matmuls_needs_rows_that_it_can_divide():
+    run = config(mesh=MeshConfig(tensor=8), parallel=ParallelConfig(tensor="ring"))
+    (problem,) = run.changed({"data.seq_len": 4090}).placement_problems(64)
+    assert problem == (
+        "data.seq_len: 4090 must be divisible by mesh.sequence x mesh.tensor=8 for parallel.tensor: ring;"
+        " make it 4088, or choose collective"
+    )
+    assert run.changed({"data.seq_len": 4088}).placement_problems(64) == []
+    assert run.changed({"data.seq_len": 4090, "mesh.tensor": 1}).placement_problems(64) == []
+
+
 @pytest.mark.parametrize(
     ("batch", "accum"), [(1, 1), (3, 1), (7, 1), (12, 1), (20, 1), (21, 1), (63, 1), (65, 1), (3, 3), (36, 3), (63, 3)]
 )

@@ -6,7 +6,7 @@ import jax
 import jaxlib.version
 import pytest
 
-from llamajax.config.formulas import layer_matrix_bytes
+from llamajax.config.formulas import layer_matrix_bytes, num_matmul_params
 from llamajax.config.machine import XlaConfig
 from llamajax.config.parallel import PLAIN, MeshConfig
 from llamajax.errors import ConfigError
@@ -80,13 +80,32 @@ def test_one_device_has_nothing_to_hide():
 def test_a_layer_is_one_collective_where_it_is_prefetched():
     config = tiny_config(parallel=dataclasses.replace(PLAIN, stack="prefetch"), mesh=MeshConfig(fsdp=4, tensor=2))
     options = compiler_options(config, 8)
-    layer = layer_matrix_bytes(config.model) // 2
+    layer = layer_matrix_bytes(config.model, config.mesh.axis_sizes(8))
     for collective in ("all_gather", "reduce_scatter"):
         assert layer < int(options[f"xla_gpu_{collective}_combine_threshold_bytes"]) < 1.05 * layer
     assert not options["xla_gpu_enable_while_loop_double_buffering"]
     informed = compiler_options(config, 8, latencies="file")
     assert informed["xla_gpu_enable_while_loop_double_buffering"]
     assert informed == compiler_options(config, 8, untimed=True) | {"xla_gpu_pgle_profile_file_or_directory_path": "file"}
+
+
+def test_a_layer_of_copied_heads_is_one_collective_too():
+    config = tiny_config(parallel=dataclasses.replace(PLAIN, stack="prefetch"), mesh=MeshConfig(tensor=8))
+    config = config.changed({"model.num_heads": 8, "model.num_kv_heads": 2})
+    computed = num_matmul_params(config.changed({"model.num_kv_heads": 8}).model)
+    layer = 2 * (computed - config.model.vocab_size * config.model.embed_dim) // config.model.num_layers // 8
+    options = compiler_options(config.changed({"model.compute_dtype": "bfloat16"}), 8)
+    assert layer < int(options["xla_gpu_all_gather_combine_threshold_bytes"]) < 1.05 * layer
+
+
+def test_passes_that_compute_wrong_numbers_stay_disabled():
+    base = {"mesh": MeshConfig(fsdp=8), "parallel": dataclasses.replace(PLAIN, stack="prefetch")}
+    ours = compiler_options(tiny_config(**base), 8)["xla_disable_hlo_passes"]
+    flags = ("xla_disable_hlo_passes=a,b", "xla_gpu_enable_latency_hiding_scheduler=false")
+    options = compiler_options(tiny_config(**base, xla=XlaConfig(flags=flags)), 8)
+    assert options["xla_disable_hlo_passes"] == f"{ours},a,b"
+    assert "all-gather-to-collective-permute-simplifier" in str(ours)
+    assert options["xla_gpu_enable_latency_hiding_scheduler"] is False
 
 
 def test_the_scheduler_counts_on_the_memory_that_arrays_may_take(monkeypatch):

@@ -23,7 +23,7 @@ BROKEN = side(only(1, "gradient", ("head",), lambda value: value * np.nan), toke
 
 def told(ours: Side | None = None) -> dict:
     ours = ours or side()
-    rows = [form_figures("configured", None, side(), side()), form_figures("parallel.<a>: b", None, ours, side())]
+    rows = [form_figures("trained", None, side(), side()), form_figures("parallel.<a>: b", None, ours, side())]
     clues, trials = (["a <clue>", "another"], TRIALS) if ours is BROKEN else ([], [])
     return figures(CONFIG, VERIFIED, rows, ours, side(), clues, trials, 12.0)
 
@@ -31,7 +31,7 @@ def told(ours: Side | None = None) -> dict:
 def test_figures_say_what_was_verified_and_what_came_out():
     found = told()
     assert found["equal"]
-    assert found["form"] == "configured"
+    assert found["form"] == "trained"
     assert found["largest_difference"] == 0
     assert (found["mesh"], found["num_devices"]) == ({"data": 1, "fsdp": 2, "sequence": 1, "tensor": 4}, 8)
     assert found["changes"] == {

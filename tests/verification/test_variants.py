@@ -12,8 +12,10 @@ MESH = MeshConfig(fsdp=4, tensor=2, num_cpu_devices=8)
 
 
 def test_each_form_that_auto_may_stand_for_is_verified():
-    forms = possible_forms(tiny_config(mesh=MESH))
-    assert forms["configured"].parallel == ParallelConfig()
+    trained = ParallelConfig(stack="prefetch", sequence="gather", tensor="ring", grad_reduce="step")
+    forms = possible_forms(tiny_config(mesh=MESH), trained)
+    assert next(iter(forms)) == "trained"
+    assert forms["trained"].parallel == trained
     for field in dataclasses.fields(ParallelConfig):
         if field.default == "auto":
             assert any(f"parallel.{field.name}: {value}" in forms for value in typing.get_args(field.type))
@@ -22,7 +24,7 @@ def test_each_form_that_auto_may_stand_for_is_verified():
 
 def test_what_is_set_is_verified_as_it_is():
     set_forms = dataclasses.replace(PLAIN, stack="scan")
-    assert not [name for name in possible_forms(tiny_config(mesh=MESH, parallel=set_forms)) if "stack" in name]
+    assert not [name for name in possible_forms(tiny_config(mesh=MESH, parallel=set_forms), set_forms) if "stack" in name]
 
 
 def test_each_plainer_run_has_one_setting_less():

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from llamajax.config.data import DataConfig, SourceConfig
-from llamajax.config.formulas import layer_matrix_bytes, minimum_state_bytes
+from llamajax.config.formulas import layer_matrix_bytes, mesh_sizes, minimum_state_bytes
 from llamajax.config.machine import HardwareConfig, XlaConfig
 from llamajax.config.model import ModelConfig
 from llamajax.config.parallel import MeshConfig
@@ -194,4 +194,4 @@ def test_prefetched_layers_take_five_layers_weights_more_than_a_plain_loop(remat
     plain, prefetched = (
         compile_for(config.changed({"parallel.stack": stack}), untimed=True).peak_bytes for stack in ("scan", "prefetch")
     )
-    assert prefetched <= plain + 5 * layer_matrix_bytes(config.model)
+    assert prefetched <= plain + 5 * layer_matrix_bytes(config.model, mesh_sizes(config))
