@@ -164,8 +164,7 @@ def expected_bytes(
         max_chunk_scores: attention scores alive at once, where no kernel is fused.
         max_chunk_logits: logits alive at once.
     """
-    model = config.model
-    computed = computed_model(model, mesh)
+    model, computed = config.model, computed_model(config.model, mesh)
     tensor, sequence = mesh["tensor"], mesh["sequence"]
     stored, moment = DTYPE_BYTES[model.param_dtype], DTYPE_BYTES[config.optimizer.moment_dtype]
     wide = DTYPE_BYTES[model.compute_dtype]
@@ -192,9 +191,10 @@ def expected_bytes(
     own = _params_per_device(model, num_parts("embed", mesh) * tensor)
     whole = params_gathered_once(config, mesh)
     summed = DTYPE_BYTES[config.train.grad_accum_dtype] if config.train.grad_accum_steps > 1 else 0
-    copied = (
-        _params_per_device(model, tensor) if config.parallel.zero < 3 else whole + (own if _copies_own(config, mesh) else 0)
-    )
+    # A device's own part of the layers, whose gradients are reduced at the step's end, has a narrow copy.
+    replicas = num_parts("batch", mesh) * sequence // num_parts("embed", mesh)
+    late = replicas > 1 and (config.parallel.grad_reduce == "step" or config.parallel.zero_data == 1)
+    copied = _params_per_device(model, tensor) if config.parallel.zero < 3 else whole + (own if late else 0)
     loss = min(max_chunk_logits, tokens * V) * (4 + 2 * wide) + V * D * (wide + 2 * 4)
     collectives = 2 * D * F * wide + kept_weights
     if config.parallel.stack == "prefetch":
@@ -297,9 +297,3 @@ def _keeps_two_residuals(config: Config, mesh: Mapping[str, int]) -> bool:
 def _keeps_weights(config: Config) -> bool:
     """Whether what is gathered for the forward pass is kept for the backward pass."""
     return config.model.remat == "none" and config.parallel.stack != "prefetch"
-
-
-def _copies_own(config: Config, mesh: Mapping[str, int]) -> bool:
-    """Whether a device's own part of the layers has a narrow copy for the step, whose gradients are reduced at its end."""
-    replicas = num_parts("batch", mesh) * num_parts("seq", mesh) // num_parts("embed", mesh)
-    return replicas > 1 and (config.parallel.grad_reduce == "step" or config.parallel.zero_data == 1)
