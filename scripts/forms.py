@@ -46,8 +46,8 @@ _SEQUENCE = {"mesh.fsdp": 8, "mesh.sequence": 8}
 FORMS = (
     Form("ZeRO-3", _STATE, "almost always", {"mesh.fsdp": 64}),
     Form("ZeRO-3, plain loop", _STATE, "where memory is short", {"mesh.fsdp": 64, "parallel.stack": "scan"}),
-    Form("ZeRO-2", "gradients, moments", "with many micro-batches", {"mesh.fsdp": 64, "parallel.zero": 2}),
-    Form("ZeRO-1", "moments", "small models, slow networks", {"mesh.fsdp": 64, "parallel.zero": 1}),
+    Form("ZeRO-2", "stored weights, moments, gradients", "with many micro-batches", {"mesh.fsdp": 64, "parallel.zero": 2}),
+    Form("ZeRO-1", "stored weights, moments", "small models, slow networks", {"mesh.fsdp": 64, "parallel.zero": 1}),
     Form("ZeRO-3 in nodes, copies across", _STATE, "where a node holds the state", _IN_NODES),
     Form("ZeRO-3 in nodes, ZeRO-1 across", _STATE, "slow networks between nodes", _IN_NODES | {"parallel.zero_data": 1}),
     Form("tensor, collectives", _MATMULS, "below a row per device", _TENSOR | {"parallel.tensor": "collective"}),
