@@ -10,6 +10,7 @@ import hashlib
 import os
 import re
 import secrets
+import stat
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -21,6 +22,7 @@ from llamajax.parallel.processes import everyones, rank
 
 MOST_BYTES = 4 * 2**30
 """Of all programs together; what was not used for longest goes first."""
+_OWN = "llamajax-programs"  # below a named folder, which may hold the user's files
 _SEEN_S = 5  # in which what the first process writes must be seen by the others
 _NOT_SHARED = (
     "is not what process 0 sees: name a folder that all share, and give all the same run_dir, data.cache_dir, XLA_FLAGS"
@@ -33,20 +35,29 @@ _UNUSABLE = re.compile(r"Error (reading|writing) persistent compilation cache en
 def start(place: str | None, say: Callable[[str], object], *, run: str | None = None) -> None:
     """Has jax keep and load compiled programs; before the first is compiled, and all processes call this together.
 
-    Leaves jax alone where the environment names a cache already (JAX_COMPILATION_CACHE_DIR). A folder that is not safe or
-    cannot be used costs a line, and time.
+    Leaves jax alone where the environment of all processes names a cache already (JAX_COMPILATION_CACHE_DIR). A folder that
+    is not safe or cannot be used, or an environment of some processes only, costs a line, and time.
 
     Args:
-        place: `xla.compilation_cache`: a directory; `auto` for the user's own, on GPUs; None to keep nothing.
+        place: `xla.compilation_cache`: a directory, to hold a folder of our own;
+            `auto` for the user's own, on GPUs; None to keep nothing.
         say: takes a line when programs cannot be kept.
         run: tells the run from all others, alike in its processes; without it, several processes keep nothing.
     """
-    several = len(everyones(None)) > 1
-    on_cpu = place == "auto" and jax.default_backend() == "cpu"  # which refuses its own programs, or crashes on them
-    if place is None or on_cpu or jax.config.values["jax_compilation_cache_dir"] or (several and run is None):
+    named = everyones(bool(jax.config.values["jax_compilation_cache_dir"]))
+    several = len(named) > 1
+    if any(named) and not all(named):
+        of = ", ".join(str(process) for process, names in enumerate(named) if names)
+        say(f"JAX_COMPILATION_CACHE_DIR is set in process {of} only; set it in all or none; every start compiles")
+        jax.config.update("jax_compilation_cache_dir", None)
         return
-    root = folder = users_folder() if place == "auto" else Path(place).expanduser().absolute()
+    on_cpu = place == "auto" and jax.default_backend() == "cpu"  # which refuses its own programs, or crashes on them
+    if place is None or on_cpu or all(named) or (several and run is None):
+        return
+    root = folder = users_folder() if place == "auto" else Path(place).expanduser().absolute() / _OWN
     obstacle = make_private(root)
+    if place != "auto" and obstacle is None and _others_can_replace_in(root.parent):
+        obstacle = "is in a directory that others can write to; chmod go-w that, or name another"
     if several and obstacle is None:
         of_run = f"{run} {jax.devices()[0].client.platform_version}"  # jax keeps programs by drivers and libraries, too
         folder = root / hashlib.sha256(of_run.encode()).hexdigest()[:16]
@@ -75,7 +86,7 @@ def users_folder() -> Path:
 
 
 def make_private(folder: Path) -> str | None:
-    """Makes the folder, with those above it, for this user alone; what keeps it from being trusted, if anything does."""
+    """Makes our own folder, with those above it, for this user alone; what keeps it from being trusted, if anything does."""
     if "~" in folder.parts:
         return "is in no known home directory; write the path out, or set XDG_CACHE_HOME"
     try:
@@ -89,11 +100,22 @@ def make_private(folder: Path) -> str | None:
         return "belongs to another user, whose programs are not run; name one of your own"
     if status.st_mode & 0o022:
         return "can be written by others, whose programs are not run; chmod 700 it, once nothing is in it"
+    if status.st_mode & 0o077:
+        try:
+            folder.chmod(0o700)
+        except OSError as error:
+            return f"cannot be made private: {error.strerror}"
     return None
 
 
+def _others_can_replace_in(folder: Path) -> bool:
+    """Whether another user may rename what is not theirs in the folder."""
+    mode = folder.stat().st_mode
+    return bool(mode & 0o022) and not mode & stat.S_ISVTX
+
+
 def prune(folder: Path, most_bytes: int) -> None:
-    """Removes the files that were not used for longest, until the rest is no larger."""
+    """Removes the files of our own folder that were not used for longest, until the rest is no larger."""
     files = []
     for path in folder.rglob("*"):
         with contextlib.suppress(OSError):  # another run has removed it

@@ -72,16 +72,40 @@ def test_the_folder_and_those_it_needs_are_made_for_the_user_alone(tmp_path, uma
 @pytest.mark.parametrize(("bits", "is_trusted"), [(0o700, True), (0o755, True), (0o770, False), (0o702, False)])
 def test_programs_that_others_could_have_written_are_not_run(tmp_path, bits, is_trusted):
     told = []
-    (tmp_path / "programs").mkdir()
-    (tmp_path / "programs").chmod(bits)
-    compilation_cache.start(str(tmp_path / "programs"), told.append)
+    own = tmp_path / "llamajax-programs"
+    own.mkdir()
+    own.chmod(bits)
+    compilation_cache.start(str(tmp_path), told.append)
     assert (jax.config.values["jax_compilation_cache_dir"] is not None) == is_trusted
     if not is_trusted:
         (line,) = told
-        assert line.startswith(f"xla.compilation_cache: {tmp_path}/programs can be written by others, ")
+        assert line.startswith(f"xla.compilation_cache: {own} can be written by others, ")
         assert "chmod 700" in line
         assert "\n" not in line
-    assert mode(tmp_path / "programs") == bits
+    assert mode(own) == (0o700 if is_trusted else bits)
+
+
+@pytest.mark.parametrize(("bits", "is_trusted"), [(0o755, True), (0o1777, True), (0o775, False), (0o777, False)])
+def test_where_others_could_replace_the_folder_it_is_not_used(tmp_path, bits, is_trusted):
+    told = []
+    tmp_path.chmod(bits)
+    compilation_cache.start(str(tmp_path), told.append)
+    assert (jax.config.values["jax_compilation_cache_dir"] is not None) == is_trusted
+    assert ["is in a directory that others can write to" in line for line in told] == [True] * (not is_trusted)
+    assert mode(tmp_path) == bits
+
+
+def test_what_lies_beside_the_programs_is_kept(tmp_path, monkeypatch):
+    monkeypatch.setattr(compilation_cache, "MOST_BYTES", 10)
+    own = tmp_path / "llamajax-programs"
+    own.mkdir(mode=0o700)
+    (tmp_path / "mine").mkdir()
+    files = [tmp_path / "weights", tmp_path / "mine" / "jit_step-cache", own / "jit_step-cache"]
+    for path in files:
+        path.write_bytes(bytes(100))
+        os.utime(path, (0, 0))
+    compilation_cache.start(str(tmp_path), print)
+    assert [path.exists() for path in files] == [True, True, False]
 
 
 def test_another_users_folder_is_not_used(tmp_path):
@@ -90,10 +114,7 @@ def test_another_users_folder_is_not_used(tmp_path):
         folder = tmp_path / "programs"
         folder.mkdir(mode=0o700)
         os.chown(folder, 12345, -1)
-    told = []
-    compilation_cache.start(str(folder), told.append)
-    assert jax.config.values["jax_compilation_cache_dir"] is None
-    assert "belongs to another user" in told[0]
+    assert "belongs to another user" in str(compilation_cache.make_private(folder))
 
 
 def test_where_no_folder_can_be_made_nothing_is_kept(tmp_path):
@@ -128,11 +149,11 @@ def test_a_damaged_program_is_compiled_and_kept_anew(tmp_path, damage):
     told = []
     compilation_cache.start(str(tmp_path), told.append)
     _, expected = compile_again()
-    (path,) = tmp_path.glob("jit__lambda*-cache")
+    (path,) = tmp_path.rglob("jit__lambda*-cache")
     path.write_bytes(damage(path.read_bytes()))
     assert compile_again() == (False, expected)
     (line,) = told
-    assert line.startswith(f"{tmp_path}: jit__lambda")
+    assert line.startswith(f"{tmp_path}/llamajax-programs: jit__lambda")
     assert "reading failed: " in line
     assert "\n" not in line
     assert compile_again() == (True, expected)
@@ -151,7 +172,7 @@ def test_a_disk_that_takes_no_more_costs_a_line_and_leaves_nothing_torn(tmp_path
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
         signal.signal(signal.SIGXFSZ, handler)
     assert any("jit__lambda" in line and "writing failed: " in line for line in told)
-    assert not any(tmp_path.glob("jit__lambda*"))
+    assert not any(tmp_path.rglob("jit__lambda*"))
     told.clear()
     assert [compile_again()[0] for _ in range(2)] == [False, True]
     assert told == []
@@ -194,7 +215,7 @@ x = jax.ShapeDtypeStruct((8,), "float32", sharding=jax.NamedSharding(make_mesh(M
 for name in names:
     jax.clear_caches()
     jax_cache.reset_cache()
-    jax.config.update("jax_compilation_cache_dir", None)
+    jax.config.update("jax_compilation_cache_dir", folder if name == "all" or name == f"only {rank}" else None)
     compilation_cache.start(folder, print, run=name or None)
     with compilation_cache.loaded() as loaded:
         jax.jit(lambda x: jnp.sin(x).sum()).lower(x).compile()
@@ -225,7 +246,7 @@ def test_processes_share_a_folder_of_their_run(tmp_path):
     assert folders[0] == folders[1] != folders[2]
     assert folders[3] == "None"
     for folder in map(pathlib.Path, folders[:3]):
-        assert folder.parent == tmp_path
+        assert folder.parent == tmp_path / "llamajax-programs"
         assert mode(folder) == 0o700
 
 
@@ -235,3 +256,10 @@ def test_processes_that_see_different_folders_keep_nothing(tmp_path):
         assert lines[-1] == "0 None"
         assert "(process 1) is not what process 0 sees" in lines[0]
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+
+
+def test_an_environment_of_one_process_is_told_by_all_and_the_next_run_meets(tmp_path):
+    for lines in together(["only 1", "all", "one"], tmp_path):
+        assert lines[0].startswith("JAX_COMPILATION_CACHE_DIR is set in process 1 only; ")
+        assert lines[1:3] == ["0 None", f"0 {tmp_path}"]
+        assert lines[3].startswith(f"0 {tmp_path}/llamajax-programs/")
