@@ -45,8 +45,8 @@ class XlaConfig(Section):
     compilation_cache: str | None = "auto"
     """Where compiled programs are kept, so that a second start loads what the first compiled: a directory that nobody else
     may write to, shared by all processes; they lie in its folder `llamajax-programs`, and nothing beside that is touched.
-    `auto` for `~/.cache/llamajax/compiled` (or in XDG_CACHE_HOME), on GPUs only. null: nowhere. 4 GiB at most; what was not
-    used for longest goes first."""
+    `auto` for `~/.cache/llamajax/compiled` (or in XDG_CACHE_HOME), on GPUs only. null: nowhere. Of more than 4 GiB a run
+    that starts removes what was not used for longest."""
     flags: tuple[str, ...] = ()
     """More XLA options, `name=value` each, over those that llamajax sets; for example
     [xla_gpu_enable_while_loop_double_buffering=true]. Lists are written as YAML. Passes named in
