@@ -179,22 +179,19 @@ def _run(stack: _Stack, stored: Any, copies: Any, first: Any, shared: Any, x: An
 
 
 def _forward(stack: _Stack, stored: Any, copies: Any, first: Any, shared: Any, x: Any) -> tuple[Any, Any]:
-    def step(carry: Any, index: jax.Array) -> tuple[Any, None]:
+    def step(index: jax.Array, carry: Any) -> Any:
         x, weights, kept = carry
         upcoming = stack.gather(stored, copies, index + 1)
         x, own = stack.layer(weights, shared, x)
-        return (
-            x,
-            upcoming,
-            [_with(stacked, one, index) for stacked, one in zip(kept, jax.tree.leaves(own), strict=True)],
-        ), None
+        return x, upcoming, [_with(stacked, one, index) for stacked, one in zip(kept, jax.tree.leaves(own), strict=True)]
 
     last, kept = _last(stored), []
     weights = stack.gather(stored, copies, 0) if first is None else first
     if last > 0:
         like = jax.eval_shape(lambda weights, x: jax.tree.leaves(stack.layer(weights, shared, x)[1]), weights, x)
         room = [_room(one, last, shared) for one in like]
-        (x, weights, kept), _ = jax.lax.scan(step, (x, weights, room), jnp.arange(last))
+        # Counted, not given numbers: XLA copies beside the computation where the place follows from the loop's own count.
+        x, weights, kept = jax.lax.fori_loop(0, last, step, (x, weights, room))
     x, kept_last = stack.layer(weights, shared, x)
     return x, (stored, copies, first, shared, kept, weights, kept_last)
 
@@ -206,16 +203,17 @@ def _backward(stack: _Stack, residuals: Any, dx: Any) -> tuple[Any, None, Any, N
     def kept_of(index: int | jax.Array) -> Any:
         return jax.tree.unflatten(jax.tree.structure(kept_last), _at(kept, index))
 
-    def step(carry: Any, index: jax.Array) -> tuple[Any, None]:
+    def step(count: jax.Array, carry: Any) -> Any:
         dx, weights, above, grads = carry
+        index = last - 1 - count
         upcoming = stack.gather(stored, copies, index - 1)
         d_weights, dx, (upcoming, above) = stack.layer_back(weights, shared, kept_of(index), dx, (upcoming, above))
-        return (dx, upcoming, d_weights, stack.reduce_into(grads, stored, index + 1, above)), None
+        return dx, upcoming, d_weights, stack.reduce_into(grads, stored, index + 1, above)
 
     if last > 0:
         upcoming = stack.gather(stored, copies, last - 1)
         above, dx, weights = stack.layer_back(weights, shared, kept_last, dx, upcoming)
-        (dx, weights, above, grads), _ = jax.lax.scan(step, (dx, weights, above, grads), jnp.arange(last - 1, 0, -1))
+        dx, weights, above, grads = jax.lax.fori_loop(0, last - 1, step, (dx, weights, above, grads))
         d_first, dx, above = stack.layer_back(weights, shared, kept_of(0), dx, above)
         grads = stack.reduce_into(grads, stored, 1, above)
     else:
