@@ -16,6 +16,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from llamajax.config.parallel import axes_of, num_parts
+from llamajax.parallel.arrays import after
 from llamajax.parallel.sharding import spec
 from llamajax.parallel.tensor import residual_spec, shared_axes
 from llamajax.parallel.zero import weight
@@ -67,14 +68,32 @@ def look_up(table: Float[Array, "R D"], ids: Int32[Array, "B T"]) -> Float[Array
 
     @partial(jax.shard_map, in_specs=(table_spec, id_spec), out_specs=out_spec)
     def on_device(rows: jax.Array, ids: jax.Array) -> jax.Array:
-        # fp32 only locally: the transpose adds up the gradients of all places with the same id, and a bf16 sum stops
-        # growing after a few hundred of them.
         index = ids - jax.lax.axis_index(axes_of("vocab")) * rows.shape[0]
         index = jnp.where(index < 0, rows.shape[0], index)  # out of bounds like any other row that lies elsewhere
-        found = rows.astype(jnp.float32).at[index].get(mode="fill", fill_value=0).astype(rows.dtype)
-        return sum_tokens(found, out_spec)
+        return sum_tokens(_rows_at(rows, index), out_spec)
 
     return on_device(table, ids)
+
+
+@jax.custom_vjp
+def _rows_at(rows: jax.Array, index: jax.Array) -> jax.Array:
+    """Rows by their index; zeros where it is out of bounds."""
+    return rows.at[index].get(mode="fill", fill_value=0)
+
+
+def _rows_at_forward(rows: jax.Array, index: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    return _rows_at(rows, index), (rows, index)
+
+
+def _rows_at_backward(residuals: tuple[jax.Array, jax.Array], d_found: jax.Array) -> tuple[jax.Array, None]:
+    rows, index = residuals
+    # In fp32: a bf16 sum of the gradients of all places with the same id stops growing after a few hundred of them.
+    zeros = jnp.broadcast_to(after(jnp.zeros((), jnp.float32), d_found), rows.shape)
+    summed = zeros.at[index].add(d_found.astype(jnp.float32), mode="drop").astype(rows.dtype)
+    return jax.lax.pcast(summed, tuple(jax.typeof(rows).manual_axis_type.reduced), to="unreduced"), None
+
+
+_rows_at.defvjp(_rows_at_forward, _rows_at_backward)
 
 
 def sum_tokens(x: Float[Array, "b t D"], out_spec: P) -> Float[Array, "b t_out D"]:
