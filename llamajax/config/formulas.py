@@ -171,7 +171,7 @@ def expected_bytes(
     D, L, V, F = model.embed_dim, model.num_layers, model.vocab_size // tensor, model.mlp_dim // tensor
     heads = model.num_heads * model.head_dim // tensor
     qkv = heads + 2 * computed.num_kv_heads * model.head_dim // tensor
-    rows = config.train.global_batch_size // config.train.grad_accum_steps // num_parts("batch", mesh)
+    rows = config.rows_per_device(mesh)
     tokens = rows * config.data.seq_len // sequence
     layer_params = (num_params(computed) - 2 * model.vocab_size * D) // L // tensor
 

@@ -159,16 +159,18 @@ class Config(Settings):
             ]
         return []
 
+    def rows_per_device(self, axes: Mapping[str, int]) -> int:
+        """Rows of a micro-batch that a device computes, alone or with those that share them."""
+        return self.train.global_batch_size // self.train.grad_accum_steps // num_parts("batch", axes)
+
     def batch_arithmetic(self, num_devices: int) -> str:
         """The batch in one line, for people to check."""
         axes = self.mesh.axis_sizes(num_devices)
-        replicas = num_parts("batch", axes)
         train, seq_len = self.train, self.data.seq_len
-        tokens = train.global_batch_size * seq_len
-        per_device = train.global_batch_size // replicas // train.grad_accum_steps
         return (
-            f"global batch {train.global_batch_size} sequences x {seq_len} tokens = {tokens:,} tokens"
-            f" = {per_device} per device x {replicas} data-parallel devices x {train.grad_accum_steps} accumulation steps"
+            f"global batch {train.global_batch_size} sequences x {seq_len} tokens ="
+            f" {train.global_batch_size * seq_len:,} tokens = {self.rows_per_device(axes)} per device x"
+            f" {num_parts('batch', axes)} data-parallel devices x {train.grad_accum_steps} accumulation steps"
         )
 
     def file_problems(self) -> list[str]:

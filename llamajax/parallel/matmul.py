@@ -42,7 +42,7 @@ def tensor_form(config: Config, axes: Mapping[str, int]) -> tuple[TensorForm, st
         return "collective", f"mesh.tensor does not divide the tokens of a row of {config.data.seq_len}"
     if devices < LEAST_DEVICES:
         return "collective", f"{devices} devices send too little to gain from a ring"
-    rows = config.train.global_batch_size // config.train.grad_accum_steps // num_parts("batch", axes)
+    rows = config.rows_per_device(axes)
     tokens = rows * config.data.seq_len // num_parts("residual_seq", axes)
     if tokens < LEAST_TOKENS:
         return "collective", f"{tokens:,} tokens per hop are too few for matmuls of their own"

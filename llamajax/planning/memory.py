@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 from llamajax.config.formulas import ExecutedFlops, executed_flops, expected_bytes, mesh_sizes
 from llamajax.config.gpus import planned_gpu
-from llamajax.config.parallel import num_parts
 from llamajax.config.run import Config
 from llamajax.kernels.cudnn import planned_obstacle, workspace_bytes
 from llamajax.kernels.plain import MAX_CHUNK_SCORES
@@ -138,7 +137,7 @@ def _planned_workspace(config: Config) -> int:
     if not fuses_attention(config):
         return 0
     model, axes = config.model, mesh_sizes(config)
-    rows = config.train.global_batch_size // config.train.grad_accum_steps // num_parts("batch", axes)
+    rows = config.rows_per_device(axes)
     tensor, sequence = axes["tensor"], axes["sequence"]
     heads, kv_heads = model.num_heads // tensor // sequence, max(1, model.computed_kv_heads(axes) // tensor // sequence)
     return workspace_bytes(rows, heads, kv_heads, config.data.seq_len, model.head_dim)
