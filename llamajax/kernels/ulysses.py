@@ -41,15 +41,15 @@ def attend(
     ) -> tuple[jax.Array, jax.Array | None]:
         (b, t, K, G, H), axes = q.shape, axes_of("seq")
         num_devices = jax.lax.axis_size(axes)
-        copies = num_devices // math.gcd(K, num_devices)
+        repeats = num_devices // math.gcd(K, num_devices)
         to_heads = partial(jax.lax.all_to_all, axis_name=axes, split_axis=2, concat_axis=1, tiled=True)
         to_tokens = partial(jax.lax.all_to_all, axis_name=axes, split_axis=1, concat_axis=2, tiled=True)
 
         def repeated(x: jax.Array) -> jax.Array:
-            # Widened, so that the copies' gradients add up in fp32; what is sent is narrow.
-            return jnp.repeat(x.astype(jnp.float32), copies, axis=2).astype(x.dtype) if copies > 1 else x
+            # Widened, so that the gradients of repeated heads add up in fp32; what is sent is narrow.
+            return jnp.repeat(x.astype(jnp.float32), repeats, axis=2).astype(x.dtype) if repeats > 1 else x
 
-        q = to_heads(q.reshape(b, t, K * copies, G // copies, H))
+        q = to_heads(q.reshape(b, t, K * repeats, G // repeats, H))
         k, v = to_heads(repeated(k)), to_heads(repeated(v))
         # Named, so that who computes a layer again before its backward pass exchanges no more for it than once.
         q, k, v = checkpoint_name((q, k, v), "exchanged")
