@@ -203,17 +203,16 @@ def _backward(stack: _Stack, residuals: Any, dx: Any) -> tuple[Any, None, Any, N
     def kept_of(index: int | jax.Array) -> Any:
         return jax.tree.unflatten(jax.tree.structure(kept_last), _at(kept, index))
 
-    def step(count: jax.Array, carry: Any) -> Any:
+    def step(carry: Any, index: jax.Array) -> Any:
         dx, weights, above, grads = carry
-        index = last - 1 - count
         upcoming = stack.gather(stored, copies, index - 1)
         d_weights, dx, (upcoming, above) = stack.layer_back(weights, shared, kept_of(index), dx, (upcoming, above))
-        return dx, upcoming, d_weights, stack.reduce_into(grads, stored, index + 1, above)
+        return (dx, upcoming, d_weights, stack.reduce_into(grads, stored, index + 1, above)), None
 
     if last > 0:
         upcoming = stack.gather(stored, copies, last - 1)
         above, dx, weights = stack.layer_back(weights, shared, kept_last, dx, upcoming)
-        dx, weights, above, grads = jax.lax.fori_loop(0, last - 1, step, (dx, weights, above, grads))
+        (dx, weights, above, grads), _ = jax.lax.scan(step, (dx, weights, above, grads), jnp.arange(last - 1, 0, -1))
         d_first, dx, above = stack.layer_back(weights, shared, kept_of(0), dx, above)
         grads = stack.reduce_into(grads, stored, 1, above)
     else:
