@@ -89,8 +89,10 @@ def _rows_at_backward(residuals: tuple[jax.Array, jax.Array], d_found: jax.Array
     rows, index = residuals
     # In fp32: a bf16 sum of the gradients of all places with the same id stops growing after a few hundred of them.
     zeros = jnp.broadcast_to(after(jnp.zeros((), jnp.float32), d_found), rows.shape)
-    summed = zeros.at[index].add(d_found.astype(jnp.float32), mode="drop").astype(rows.dtype)
-    return jax.lax.pcast(summed, tuple(jax.typeof(rows).manual_axis_type.reduced), to="unreduced"), None
+    summed = zeros.at[index].add(d_found.astype(jnp.float32), mode="drop")
+    lies, varies = jax.typeof(rows).manual_axis_type, jax.typeof(d_found).manual_axis_type.varying
+    summed = jax.lax.psum(summed, tuple(sorted(varies - lies.varying - lies.reduced))).astype(rows.dtype)
+    return jax.lax.pcast(summed, tuple(sorted(lies.reduced)), to="unreduced"), None
 
 
 _rows_at.defvjp(_rows_at_forward, _rows_at_backward)
