@@ -218,14 +218,20 @@ def test_a_conversation_begins_as_the_template_says(spelling, bos, writes):
     assert prompt.tolist() == ids[: len(prompt)].tolist()
 
 
-@pytest.mark.parametrize("name", ["chatml", "llama3", "plain"])
-def test_a_conversation_has_the_tokens_that_transformers_serves(tmp_path, name):
-    """With a tokenizer that begins every other text: a template that does not write its bos token gets none."""
-    path = real_tokenizers.llama3(tmp_path)
+@pytest.fixture(scope="module")
+def llama3(tmp_path_factory):
+    """Llama 3's tokenizer, with ChatML's two tokens, as we and as transformers read it."""
+    path = real_tokenizers.llama3(tmp_path_factory.mktemp("llama3"))
     path.with_name("added_tokens.json").write_text('{"<|im_start|>": 128256, "<|im_end|>": 128257}')
-    tokenizer = load_tokenizer(path)
+    return load_tokenizer(path), AutoTokenizer.from_pretrained(path.parent)
+
+
+@pytest.mark.parametrize("name", ["chatml", "llama3", "plain"])
+def test_a_conversation_has_the_tokens_that_transformers_serves(llama3, name):
+    """With a tokenizer that begins every other text: a template that does not write its bos token gets none."""
+    tokenizer, theirs = llama3
     template = read_template(TEMPLATES / f"{name}.jinja", tokenizer)
-    theirs = AutoTokenizer.from_pretrained(tmp_path, chat_template=template.text)
+    theirs.chat_template = template.text
     ids, _ = encode_conversation(template, tokenizer, [SYSTEM, *TURNS])
     assert ids.tolist() == theirs.apply_chat_template([SYSTEM, *TURNS])["input_ids"]
     prompt = encode_messages(template, tokenizer, [SYSTEM, *TURNS[:1]])

@@ -20,11 +20,11 @@ from tests.kernels.split_rows import SCALE, check, check_bf16
         ({"sequence": 4}, {"window": 7, "packed": False}),  # two heads for four devices
         ({"sequence": 4}, {"K": 1, "G": 4}),
         ({"sequence": 4}, {"K": 6, "G": 2}),  # six heads for four devices: twelve of which each has three
-        ({"sequence": 8}, {"K": 8, "G": 1}),
+        pytest.param({"sequence": 8}, {"K": 8, "G": 1}, marks=pytest.mark.slow),
         ({"sequence": 3, "fsdp": 2}, {"T": 15, "K": 3, "window": 4}),
         ({"fsdp": 2, "sequence": 2, "tensor": 2}, {"window": 20}),
         ({"sequence": 4, "tensor": 2}, {"G": 4, "packed": False}),
-        ({"data": 2, "sequence": 2}, {"packed": False}),
+        pytest.param({"data": 2, "sequence": 2}, {"packed": False}, marks=pytest.mark.slow),
     ],
     ids=str,
 )

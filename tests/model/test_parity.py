@@ -46,7 +46,7 @@ VARIANTS = {
     "qwen3": {"num_kv_heads": 2, "qk_norm": True, "head_dim": 16, "rope_theta": 1e6, "norm_eps": 1e-6},
     "qwen3-tied": {"qk_norm": True, "tie_embeddings": True},
 }
-RARE = ("mistral-narrowest", "qwen2-tied", "qwen3-tied")
+RARE = ("llama2-70b", "llama3", "llama3.1-short", "llama3.3", "mistral-narrowest", "qwen2-tied", "qwen3-tied")
 """Those that only the slow tests look at."""
 
 B, T = 2, 12

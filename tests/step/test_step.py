@@ -111,11 +111,11 @@ def test_a_sum_in_16_bits_loses_what_is_small_beside_it():
 def test_clipping_scales_the_gradients_to_the_norm():
     config = tiny_config()
     batch = to_device(config, random_rows(config, 0))
-    _, grads = jax.jit(loss_and_grads, static_argnums=0)(config, init_state(config).model, batch)
+    state = init_state(config)
+    _, grads = jax.jit(loss_and_grads, static_argnums=0)(config, state.model, batch)
     norm = float(jnp.sqrt(sum(jnp.sum(jnp.square(g)) for g in jax.tree.leaves(grads))))
     limit = norm / 3
-    clipped = config.changed({"optimizer.grad_clip_norm": limit})
-    state, metrics = train_step(clipped, init_state(clipped), batch)
+    state, metrics = train_step(config.changed({"optimizer.grad_clip_norm": limit}), state, batch)
     np.testing.assert_allclose(metrics["grad_norm"], norm, rtol=1e-5)
     # After one step the first moment is (1 - b1) times the gradient that the optimizer saw.
     jax.tree.map(lambda m, g: np.testing.assert_allclose(m, 0.1 * g / 3, rtol=1e-4, atol=1e-9), state.opt_state[0].mu, grads)

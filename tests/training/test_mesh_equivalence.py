@@ -34,7 +34,7 @@ TINY, TIED = tiny_config(), tiny_config().changed({"model.tie_embeddings": True}
 ROUNDED = {"train.num_steps": 5, "optimizer.eps": 1e-5}
 SHARED = [(1, 2, 1, 4), *(pytest.param(sizes, marks=pytest.mark.slow) for sizes in [(1, 1, 1, 8), (2, 1, 2, 2)])]
 """Of these meshes, some that share matmuls."""
-EVERYDAY = [((1, 8, 1, 1), 1), ((1, 2, 2, 2), 2), ((2, 2, 1, 2), 4), ((2, 1, 4, 1), 1)]
+EVERYDAY = [((1, 8, 1, 1), 1), ((1, 2, 2, 2), 2), ((2, 2, 1, 2), 4)]
 
 
 def run_steps(config: Config, mesh: jax.sharding.Mesh) -> list[dict[str, np.ndarray]]:
@@ -152,12 +152,12 @@ def test_layers_that_hide_what_they_send_equal_one_device(sizes, changes):
 @pytest.mark.parametrize(
     ("base", "sizes", "changes"),
     [
-        (TINY, (2, 2, 2, 1), {"zero": 1, "accumulation": 2}),
         (TINY, (2, 4, 1, 1), {"zero": 2, "zero_data": 1, "grad_reduce": "step", "stack": "prefetch", "accumulation": 2}),
-        (ODD, (2, 1, 1, 4), {"zero_data": 1, "stack": "prefetch", "grad_reduce": "step", "accumulation": 2}),
         *(
             pytest.param(base, sizes, changes, marks=pytest.mark.slow)
             for base, sizes, changes in [
+                (TINY, (2, 2, 2, 1), {"zero": 1, "accumulation": 2}),
+                (ODD, (2, 1, 1, 4), {"zero_data": 1, "stack": "prefetch", "grad_reduce": "step", "accumulation": 2}),
                 (TINY, (1, 8, 1, 1), {"grad_reduce": "step", "stack": "prefetch", "accumulation": 4, "remat": "none"}),
                 (TINY, (2, 2, 1, 2), {"grad_reduce": "step", "accumulation": 2}),
                 (TINY, (4, 2, 1, 1), {"grad_reduce": "micro", "accumulation": 4, "stack": "prefetch"}),

@@ -103,7 +103,7 @@ def test_a_run_killed_twenty_times_ends_like_the_unbroken_one(unbroken, tmp_path
     assert_same_end(unbroken, tmp_path / "run")
 
 
-@pytest.mark.parametrize("distributed", [False, True])
+@pytest.mark.parametrize("distributed", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_sigterm_saves_the_step_in_progress_and_exits_with_0(unbroken, tmp_path, distributed):
     """Also where jax.distributed takes the signal, as in a Slurm job of one task."""
     run_dir, override = tmp_path / "run", f"--run_dir={tmp_path / 'run'}"
