@@ -66,9 +66,10 @@ def test_the_score_factor_multiplies_the_scores(monkeypatch):
         return [np.asarray(jax.jit(lambda p: model(tokens, positions=p))(positions)) for positions in (None, apart)]
 
     assert score_factor(config) == 1.0
-    np.testing.assert_array_equal(*logits(0.0))
-    near, far = logits(1.0)
-    assert np.abs(near - far).max() > 0.01
+    here, there = logits(0.0)
+    np.testing.assert_array_equal(here, there)
+    here, there = logits(1.0)
+    assert np.abs(here - there).max() > 0.01
 
 
 def test_linear_scaling_divides_every_frequency():
