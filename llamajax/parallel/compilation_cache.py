@@ -13,10 +13,12 @@ import secrets
 import stat
 import time
 import warnings
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import jax
+from jax._src import compilation_cache as jax_cache  # how programs are packed has no public name
 
 from llamajax.parallel.processes import everyones, rank
 
@@ -76,6 +78,8 @@ def start(place: str | None, say: Callable[[str], object], *, run: str | None = 
             say(f"xla.compilation_cache: {folder}{of} {found}; every start compiles")
             return
     _tell_shortly(folder, say)
+    # With a checksum. jax's zstd has none, and a program with one wrong bit would be run.
+    jax_cache.compress_executable, jax_cache.decompress_executable = zlib.compress, zlib.decompress
     jax.config.update("jax_compilation_cache_dir", str(folder))
 
 

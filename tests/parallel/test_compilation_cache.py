@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 import warnings
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -144,7 +145,21 @@ def test_by_default_it_is_the_users_cache_and_on_gpus(tmp_path, monkeypatch):
     assert told == []
 
 
-@pytest.mark.parametrize("damage", [lambda whole: whole[: len(whole) // 2], lambda whole: b"", lambda whole: b"x" * 999])
+def other_bit(whole: bytes, at: float) -> bytes:
+    """One bit of a file is another; `at` from 0, its first byte, to 1."""
+    index = int(at * (len(whole) - 1))
+    return whole[:index] + bytes([whole[index] ^ 1]) + whole[index + 1 :]
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda whole: whole[: len(whole) // 2],
+        lambda whole: b"",
+        lambda whole: b"x" * 999,
+        *(partial(other_bit, at=at) for at in (0.0, 0.1, 0.3, 0.5, 0.7, 0.9, 1.0)),
+    ],
+)
 def test_a_damaged_program_is_compiled_and_kept_anew(tmp_path, damage):
     told = []
     compilation_cache.start(str(tmp_path), told.append)
