@@ -326,10 +326,13 @@ def print_summary(run_dir: Path, summary: RunSummary, checkpoint: Path) -> None:
     def known(value: float | None, form: str) -> str:
         return "-" if value is None else format(value, form)
 
+    held_out = "not evaluated" if summary.eval_loss is None else f"{summary.eval_loss:.4f}"
+    if summary.eval_bits_per_byte is not None:
+        held_out += f", {summary.eval_bits_per_byte:.4f} bits per byte"
     rows = {
         "steps": f"{summary.step:,} of {known(summary.num_steps, ',')}, {known(summary.tokens, ',')} tokens",
         "train loss": f"{known(summary.train_loss, '.4f')} (mean of the last {min(FINAL_STEPS, summary.step)} steps)",
-        "held-out loss": f"{known(summary.eval_loss, '.4f')}, {known(summary.eval_bits_per_byte, '.4f')} bits per byte",
+        "held-out loss": held_out,
         "speed": f"{known(summary.tokens_per_sec, ',.0f')} tokens/s,"
         f" {known(summary.tokens_per_sec_per_device, ',.0f')} per device (median)",
         "MFU": f"{known(summary.mfu, '.1%')} (median),"

@@ -1,6 +1,7 @@
 """What a person sees: aligned lines when piped, a bar on a terminal, tables that add up."""
 
 import contextlib
+import dataclasses
 import io
 import re
 from pathlib import Path
@@ -175,13 +176,15 @@ def test_memory_of_a_gpu_program():
     assert "does not tell" in console.memory_summary(untold)
 
 
+SUMMARY = run_log.RunSummary(
+    step=1500, num_steps=1500, num_params=7, tokens=1_500_000, train_loss=2.5, eval_loss=2.625, eval_bits_per_byte=1.25,
+    tokens_per_sec=12_345.6, tokens_per_sec_per_device=1543.2, mfu=0.4, mfu_full_attention=0.44, steps_time_s=100.0,
+    wall_time_s=3725.0, restarts=2, stop_reason="finished",
+)  # fmt: skip
+
+
 def test_summary_names_everything_a_person_goes_on_with(capsys):
-    summary = run_log.RunSummary(
-        step=1500, num_steps=1500, num_params=7, tokens=1_500_000, train_loss=2.5, eval_loss=2.625, eval_bits_per_byte=1.25,
-        tokens_per_sec=12_345.6, tokens_per_sec_per_device=1543.2, mfu=0.4, mfu_full_attention=0.44, steps_time_s=100.0,
-        wall_time_s=3725.0, restarts=2, stop_reason="finished",
-    )  # fmt: skip
-    console.print_summary(Path("runs/a b"), summary, Path("runs/a b/checkpoints/1500"))
+    console.print_summary(Path("runs/a b"), SUMMARY, Path("runs/a b/checkpoints/1500"))
     lines = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
     assert lines[0].startswith("finished")
     assert lines[1:] == [
@@ -196,6 +199,16 @@ def test_summary_names_everything_a_person_goes_on_with(capsys):
         "metrics        runs/a b/metrics.jsonl",
         "report         python -m llamajax.report 'runs/a b'",
     ]
+
+
+@pytest.mark.parametrize(
+    ("loss", "bits", "told"),
+    [(None, None, "not evaluated"), (2.625, None, "2.6250"), (2.5, 1.25, "2.5000, 1.2500 bits per byte")],
+)
+def test_summary_of_what_was_evaluated(capsys, loss, bits, told):
+    summary = dataclasses.replace(SUMMARY, eval_loss=loss, eval_bits_per_byte=bits)
+    console.print_summary(Path("run"), summary, Path("run/checkpoints/2"))
+    assert f"held-out loss  {told}" in [line.rstrip() for line in capsys.readouterr().out.splitlines()]
 
 
 def test_header_and_long_lines_are_not_folded_when_piped(capsys):
