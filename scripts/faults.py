@@ -4,7 +4,7 @@
 
 Each fault is a change of one place in a copy of the project, whose tests then run until one fails: those of the fault's own
 room first, then the comparison of every form with one device. All of these must pass without a fault before one is tried.
-Half an hour on two cores. With names, only these are tried and nothing is written.
+A quarter of an hour on two cores. With names, only these are tried and nothing is written.
 """
 
 import os

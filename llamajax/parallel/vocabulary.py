@@ -90,6 +90,7 @@ def _rows_at_backward(residuals: tuple[jax.Array, jax.Array], d_found: jax.Array
     # In fp32: a bf16 sum of the gradients of all places with the same id stops growing after a few hundred of them.
     zeros = jnp.broadcast_to(after(jnp.zeros((), jnp.float32), d_found), rows.shape)
     summed = zeros.at[index].add(d_found.astype(jnp.float32), mode="drop")
+    # Devices with the same rows add up what they found, now or, over the axes `reduced`, when the layers' gradients are.
     lies, varies = jax.typeof(rows).manual_axis_type, jax.typeof(d_found).manual_axis_type.varying
     summed = jax.lax.psum(summed, tuple(sorted(varies - lies.varying - lies.reduced))).astype(rows.dtype)
     return jax.lax.pcast(summed, tuple(sorted(lies.reduced)), to="unreduced"), None

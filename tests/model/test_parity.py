@@ -46,8 +46,8 @@ VARIANTS = {
     "qwen3": {"num_kv_heads": 2, "qk_norm": True, "head_dim": 16, "rope_theta": 1e6, "norm_eps": 1e-6},
     "qwen3-tied": {"qk_norm": True, "tie_embeddings": True},
 }
-RARE = ("llama2-70b", "llama3", "llama3.1-short", "llama3.3", "mistral-narrowest", "qwen2-tied", "qwen3-tied")
-"""Those that only the slow tests look at."""
+LEFT_TO_SLOW = ("llama2-70b", "llama3", "llama3.1-short", "llama3.3", "mistral-narrowest", "qwen2-tied", "qwen3-tied")
+"""Those that have their like among the others; the slow tests look at them."""
 
 B, T = 2, 12
 
@@ -191,7 +191,7 @@ def _assert_parity(model: Llama, loss: np.ndarray, logits: np.ndarray, gradients
 
 
 @pytest.mark.parametrize(
-    "variant", [pytest.param(name, marks=pytest.mark.slow if name in RARE else ()) for name in VARIANTS]
+    "variant", [pytest.param(name, marks=pytest.mark.slow if name in LEFT_TO_SLOW else ()) for name in VARIANTS]
 )
 def test_logits_and_gradients_equal_transformers(variant: str):
     jax.set_mesh(single_device_mesh())
