@@ -8,7 +8,7 @@ from llamajax.config.parallel import axes_of, num_parts, product
 from llamajax.config.rules import Bound, PositiveFloat, PositiveInt, PositiveIntOrUnset, Section
 
 DType = Literal["float32", "bfloat16"]
-AttentionKernel = Literal["auto", "cudnn", "plain"]
+AttentionKernel = Literal["auto", "pallas", "cudnn", "plain"]
 EvenInt = Annotated[PositiveInt, Bound(lambda value: value % 2 == 0, "must be even: rotary positions turn pairs")]
 
 
@@ -79,9 +79,10 @@ class ModelConfig(Section):
     compute_dtype: DType = "bfloat16"
     """Type of activations, matmuls and the weight copies that collectives carry."""
     attention_kernel: AttentionKernel = "auto"
-    """What computes attention while training: `cudnn` is one fused kernel on NVIDIA GPUs, for rows that are not split
-    (mesh.sequence 1, or parallel.sequence ulysses) and whose documents see each other; `plain` runs everywhere; `auto` is
-    cudnn where it can be."""
+    """What computes attention: `cudnn` is NVIDIA's fused kernel, for rows that are not split (mesh.sequence 1, or
+    parallel.sequence ulysses) and whose documents see each other; `pallas` is llamajax's own, for all rows, which skips what
+    documents and windows hide; both are for GPUs and 16-bit types. `plain` runs everywhere. `auto` is the first of them that
+    can; on a GPU, `plain` is told with a warning. A kernel that is named and cannot is an error."""
     remat: Literal["none", "save_attention_qkv_mlp", "save_attention_qkv", "save_attention", "full"] = "full"
     """What the backward pass recomputes: `none` keeps everything, `full` keeps each layer's input only,
     `save_*` also what is added up behind attention, and the named matmul outputs."""

@@ -5,9 +5,9 @@ from jax.ad_checkpoint import checkpoint_name
 
 from llamajax.config.model import AttentionKernel
 from llamajax.config.parallel import SequenceForm, num_parts
-from llamajax.errors import ConfigError
-from llamajax.kernels import cached, cudnn, plain, ring, ulysses
+from llamajax.kernels import cached, cudnn, pallas, plain, ring, ulysses
 from llamajax.kernels.cached import Past
+from llamajax.kernels.choice import GPU_PLATFORMS, Kernel, Site, choose
 from llamajax.kernels.plain import Keys, LogSumExp, Mask, Queries
 
 
@@ -32,32 +32,56 @@ def attend(
         mask: which keys a query sees.
         scale: of the scores.
         past: keys and values of each row's tokens before; then T is 1, not split, and the mask has no segments.
-        kernel: what computes it; `auto` is cuDNN's where it can, else the plain form. A past has a form of its own.
+        kernel: what computes it, see `llamajax.kernels.choice`. A past has a form of its own.
         sequence: how rows that are split are seen; `auto` is `gather`. For `ring`, tokens lie as
             `llamajax.parallel.sequence.laid_out` lays them.
         with_lse: whether to give the log-sum-exp of the scores, by which attention to parts of the keys is put together.
 
     Returns:
-        The mean values, of q's dtype and sharding, which remat knows as `attention`; and the log-sum-exp where it is asked
-        for, sharded as q's first dims.
+        The mean values, of q's dtype and sharding; and the log-sum-exp where it is asked for, sharded as q's first dims.
+        What the backward pass needs of them remat knows as `attention`, or by `cudnn.is_kernel`.
 
     Raises:
-        ConfigError: cuDNN was asked for and cannot.
+        ConfigError: the kernel was asked for and cannot.
     """
     if past is not None:
         return cached.attend(q, k, v, past, mask.window, scale, with_lse=with_lse)
-    is_split = num_parts("seq", jax.sharding.get_abstract_mesh().shape) > 1
-    reason = cudnn.obstacle(q, mask, sequence=sequence, with_lse=with_lse) if kernel != "plain" else None
-    if kernel == "cudnn" and reason is not None:
-        raise ConfigError(f"model.attention_kernel: cudnn cannot be used: {reason}; or set auto")
-    fused = kernel != "plain" and reason is None
+    chosen, is_gpu, is_split = _choice(kernel, q, mask, sequence, with_lse=with_lse), _is_gpu(), _splits_rows()
     if sequence == "ring" and is_split:
-        out, lse = ring.attend(q, k, v, mask, scale)
-        return out, lse if with_lse else None
-    if sequence == "ulysses" and is_split:
-        out, lse = ulysses.attend(q, k, v, mask, scale, fused=fused, with_lse=with_lse)
-    elif fused:
+        out, lse = ring.attend(q, k, v, mask, scale, kernel=chosen, interpret=not is_gpu)
+    elif sequence == "ulysses" and is_split:
+        out, lse = ulysses.attend(q, k, v, mask, scale, kernel=chosen, interpret=not is_gpu, with_lse=with_lse)
+    elif chosen == "pallas":
+        out, lse = pallas.attend(q, k, v, mask, scale, interpret=not is_gpu)
+    elif chosen == "cudnn":
         out, lse = cudnn.attend(q, k, v, mask.window, scale), None
     else:
         out, lse = plain.attend(q, k, v, mask, scale, with_lse=with_lse)
-    return checkpoint_name(out, "attention"), lse
+        out = checkpoint_name(out, "attention")
+    return out, lse if with_lse else None
+
+
+def with_sight(
+    mask: Mask, q: jax.ShapeDtypeStruct, *, kernel: AttentionKernel = "auto", sequence: SequenceForm = "gather"
+) -> Mask:
+    """The mask with what the kernel finds out of it, once for all layers; for queries like `q`, see `attend`."""
+    if _choice(kernel, q, mask, sequence) != "pallas" or (sequence == "ring" and _splits_rows()):
+        return mask
+    return pallas.see(mask, q.shape[:2], q.shape[-1], sequence)
+
+
+def _choice(
+    kernel: AttentionKernel, q: jax.Array | jax.ShapeDtypeStruct, mask: Mask, form: SequenceForm, *, with_lse: bool = False
+) -> Kernel:
+    closes_documents = mask.segment_ids is not None
+    site = Site(_is_gpu(), str(q.dtype), q.shape[-1], closes_documents, form, _splits_rows(), with_lse)
+    return choose(kernel, site)[0]
+
+
+def _is_gpu() -> bool:
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    return device is not None and device.platform in GPU_PLATFORMS
+
+
+def _splits_rows() -> bool:
+    return num_parts("seq", jax.sharding.get_abstract_mesh().shape) > 1

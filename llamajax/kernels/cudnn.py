@@ -1,58 +1,13 @@
 """Attention in one kernel: NVIDIA cuDNN's, as jax offers it. Scores never reach the GPU's memory."""
 
-from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
 import jax
 
-from llamajax.config.model import ModelConfig
-from llamajax.config.parallel import SequenceForm, num_parts
 from llamajax.errors import EnvironmentMismatchError
-from llamajax.kernels.plain import Keys, Mask, Queries
+from llamajax.kernels.plain import Keys, Queries
 from llamajax.parallel.sharding import spec
-
-MAX_HEAD_DIM = 128
-"""Widest head that cuDNN takes on every GPU with bfloat16; Hopper's would go to 256."""
-_PLATFORMS = ("gpu", "cuda")
-
-
-def obstacle(
-    q: jax.Array | jax.ShapeDtypeStruct, mask: Mask, *, sequence: SequenceForm = "gather", with_lse: bool = False
-) -> str | None:
-    """Why cuDNN cannot do this attention of queries [B, T, K, G, H] on the devices of the current mesh; None if it can."""
-    mesh = jax.sharding.get_abstract_mesh()
-    if mesh.abstract_device is None or mesh.abstract_device.platform not in _PLATFORMS:
-        return "it needs NVIDIA GPUs"
-    if with_lse:
-        return "jax gives its log-sum-exp in 16 bits and without a gradient"
-    splits_rows = sequence != "ulysses" and num_parts("seq", mesh.shape) > 1
-    return _limit(str(q.dtype), q.shape[-1], closes_documents=mask.segment_ids is not None, splits_rows=splits_rows)
-
-
-def planned_obstacle(model: ModelConfig, axes: Mapping[str, int], sequence: SequenceForm) -> str | None:
-    """The same for training `model` on GPUs, told from its configuration.
-
-    Args:
-        model: the network.
-        axes: sizes of the mesh axes.
-        sequence: the form of attention over rows that they split.
-    """
-    splits_rows = sequence != "ulysses" and num_parts("seq", axes) > 1
-    closes_documents = not model.attend_across_documents
-    return _limit(model.compute_dtype, model.head_dim, closes_documents=closes_documents, splits_rows=splits_rows)
-
-
-def _limit(dtype: str, head_dim: int, *, closes_documents: bool, splits_rows: bool) -> str | None:
-    if dtype not in ("bfloat16", "float16"):
-        return f"model.compute_dtype is {dtype}, and it takes bfloat16 and float16"
-    if head_dim % 8 or head_dim > MAX_HEAD_DIM:
-        return f"model.head_dim is {head_dim}, and it takes multiples of 8 up to {MAX_HEAD_DIM}"
-    if closes_documents:
-        return "documents of one row are closed to each other; model.attend_across_documents opens them"
-    if splits_rows:
-        return "mesh.sequence splits the rows, and its causal mask begins with the row; parallel.sequence: ulysses would not"
-    return None
 
 
 def workspace_bytes(batch: int, heads: int, kv_heads: int, seq_len: int, head_dim: int) -> int:
@@ -80,7 +35,7 @@ def is_kernel(primitive: Any, *_: Any, **__: Any) -> bool:
 
 
 def attend(q: Queries, k: Keys, v: Keys, window: int | None, scale: float) -> Queries:
-    """As `llamajax.kernels.attention.attend`, only where there is no `obstacle`.
+    """As `llamajax.kernels.attention.attend`, only where there is no `llamajax.kernels.choice.obstacle`.
 
     Raises:
         EnvironmentMismatchError: cuDNN is not installed.

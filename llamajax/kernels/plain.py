@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int32
 
 from llamajax.config.parallel import axes_of
+from llamajax.kernels.tiles import Sight
 from llamajax.parallel.sharding import spec
 
 MAX_CHUNK_SCORES = 2**28
@@ -21,6 +22,7 @@ LogSumExp = Float32[Array, "B T K G"]
 """Logarithm of the sum of the exponentials of each query's scores."""
 
 
+@partial(jax.tree_util.register_dataclass, data_fields=["segment_ids", "sight"], meta_fields=["window"])
 @dataclass(frozen=True, kw_only=True)
 class Mask:
     """Which keys a query sees: that at its own row index, and those before it that all of these leave."""
@@ -29,6 +31,8 @@ class Mask:
     """The newest keys, its own included; None: all."""
     segment_ids: Int32[Array, "B T"] | None = None
     """Those with its own id, sharded ("batch", "seq"); None: every row is one document."""
+    sight: Sight | None = None
+    """The same for a kernel that skips what is not seen; None: it finds out itself."""
 
 
 def attend(

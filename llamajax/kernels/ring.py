@@ -17,7 +17,9 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from llamajax.config.parallel import axes_of
-from llamajax.kernels.block import Gradients, Part, Place, attend_block, attend_block_backward, merge
+from llamajax.kernels import block, pallas_block
+from llamajax.kernels.block import Gradients, Part, Place, merge
+from llamajax.kernels.choice import Kernel
 from llamajax.kernels.plain import Keys, LogSumExp, Mask, Queries
 from llamajax.parallel.sequence import pass_on, zigzag_indices
 from llamajax.parallel.sharding import spec
@@ -32,33 +34,57 @@ _LSE = spec("batch", "seq", "kv_heads", None)
 _TOKENS = spec("batch", "seq")
 
 
-def attend(q: Queries, k: Keys, v: Keys, mask: Mask, scale: float) -> tuple[Queries, LogSumExp]:
-    """As `llamajax.kernels.attention.attend`, over rows in zigzag order that more than one device shares."""
-    return _attend(q, k, v, mask.segment_ids, mask.window, scale)
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(4, 5))
-def _attend(
-    q: Queries, k: Keys, v: Keys, segment_ids: SegmentIds, window: int | None, scale: float
+def attend(
+    q: Queries, k: Keys, v: Keys, mask: Mask, scale: float, *, kernel: Kernel = "plain", interpret: bool = False
 ) -> tuple[Queries, LogSumExp]:
-    on_device = partial(_forward, window=window, scale=scale)
-    return jax.shard_map(on_device, in_specs=(_Q, _KV, _KV, _TOKENS), out_specs=(_Q, _LSE))(q, k, v, segment_ids)
+    """As `llamajax.kernels.attention.attend`, over rows in zigzag order that more than one device shares."""
+    return _attend(q, k, v, mask.segment_ids, _Blocks(mask.window, scale, kernel == "pallas", interpret))
+
+
+class _Blocks(NamedTuple):
+    """How blocks are attended to."""
+
+    window: int | None
+    scale: float
+    fused: bool
+    """By a kernel, which skips itself what no query sees."""
+    interpret: bool
+
+    def attend(self, q: jax.Array, k: jax.Array, v: jax.Array, q_place: Place, k_place: Place) -> Part:
+        how = {"window": self.window, "scale": self.scale}
+        if self.fused:
+            return pallas_block.attend_block(q, k, v, q_place, k_place, **how, interpret=self.interpret)
+        return block.attend_block(q, k, v, q_place, k_place, **how)
+
+    def gradients(self, *arrays: Any) -> Gradients:
+        how = {"window": self.window, "scale": self.scale}
+        if self.fused:
+            return pallas_block.attend_block_backward(*arrays, **how, interpret=self.interpret)
+        return block.attend_block_backward(*arrays, **how)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _attend(q: Queries, k: Keys, v: Keys, segment_ids: SegmentIds, blocks: _Blocks) -> tuple[Queries, LogSumExp]:
+    on_device = partial(_forward, blocks=blocks)
+    in_specs, out_specs = (_Q, _KV, _KV, _TOKENS), (_Q, _LSE)
+    # Pallas calls do not say over which axes their results vary.
+    return jax.shard_map(on_device, in_specs=in_specs, out_specs=out_specs, check_vma=not blocks.fused)(q, k, v, segment_ids)
 
 
 def _attend_and_keep(
-    q: Queries, k: Keys, v: Keys, segment_ids: SegmentIds, window: int | None, scale: float
+    q: Queries, k: Keys, v: Keys, segment_ids: SegmentIds, blocks: _Blocks
 ) -> tuple[tuple[Queries, LogSumExp], tuple[Any, ...]]:
     # Named here, so that who keeps `attention` has all that the backward pass needs, and the ring turns only once.
-    out, lse = checkpoint_name(_attend(q, k, v, segment_ids, window, scale), "attention")
+    out, lse = checkpoint_name(_attend(q, k, v, segment_ids, blocks), "attention")
     return (out, lse), (q, k, v, segment_ids, out, lse)
 
 
 def _gradients(
-    window: int | None, scale: float, kept: tuple[Any, ...], cotangents: tuple[Queries, LogSumExp]
+    blocks: _Blocks, kept: tuple[Any, ...], cotangents: tuple[Queries, LogSumExp]
 ) -> tuple[Queries, Keys, Keys, None]:
-    on_device = partial(_backward, window=window, scale=scale)
-    in_specs, arguments = (_Q, _KV, _KV, _TOKENS, _Q, _LSE, _Q, _LSE), [*kept, *cotangents]
-    return *jax.shard_map(on_device, in_specs=in_specs, out_specs=(_Q, _KV, _KV))(*arguments), None
+    on_device, in_specs = partial(_backward, blocks=blocks), (_Q, _KV, _KV, _TOKENS, _Q, _LSE, _Q, _LSE)
+    run = jax.shard_map(on_device, in_specs=in_specs, out_specs=(_Q, _KV, _KV), check_vma=not blocks.fused)
+    return *run(*kept, *cotangents), None
 
 
 _attend.defvjp(_attend_and_keep, _gradients)
@@ -70,8 +96,7 @@ def _forward(
     v: Float[Array, "b t K H"],
     segment_ids: Int32[Array, "b t"] | None,
     *,
-    window: int | None,
-    scale: float,
+    blocks: _Blocks,
 ) -> tuple[Float[Array, "b t K G H"], Float32[Array, "b t K G"]]:
     """One device's part of `_attend`."""
     source_of = _sources(q.shape[0], q.shape[1], segment_ids)
@@ -80,12 +105,12 @@ def _forward(
 
     def attend_to(queries: tuple[jax.Array, Place], keys: tuple[Block, Place]) -> Part:
         def attend() -> Part:
-            return attend_block(queries[0], *keys[0], queries[1], keys[1], window=window, scale=scale)
+            return blocks.attend(queries[0], *keys[0], queries[1], keys[1])
 
         def see_nothing(part: Part) -> Part:
             return Part(jnp.zeros_like(part.out), jnp.full_like(part.lse, -jnp.inf))
 
-        return _where_seen(queries[1], keys[1], window, attend, see_nothing)
+        return _where_seen(queries[1], keys[1], blocks, attend, see_nothing)
 
     def add_block(parts: tuple[Part, Part], block: Block, step: int | jax.Array) -> tuple[Part, Part]:
         source = source_of(step)
@@ -119,8 +144,7 @@ def _backward(
     d_out: Float[Array, "b t K G H"],
     d_lse: Float32[Array, "b t K G"],
     *,
-    window: int | None,
-    scale: float,
+    blocks: _Blocks,
 ) -> tuple[Float[Array, "b t K G H"], Float[Array, "b t K H"], Float[Array, "b t K H"]]:
     """One device's part of `_gradients`.
 
@@ -137,9 +161,9 @@ def _backward(
         (q, lse, d_out, d_lse, place), ((k, v), k_place) = queries, keys
 
         def differentiate() -> Gradients:
-            return attend_block_backward(q, k, v, lse, d_out, d_lse, place, k_place, window=window, scale=scale)
+            return blocks.gradients(q, k, v, lse, d_out, d_lse, place, k_place)
 
-        return _where_seen(place, k_place, window, differentiate, partial(jax.tree.map, jnp.zeros_like))
+        return _where_seen(place, k_place, blocks, differentiate, partial(jax.tree.map, jnp.zeros_like))
 
     def add_block(d_q: tuple[jax.Array, jax.Array], block: Block, step: int | jax.Array) -> tuple[Any, Block]:
         source = source_of(step)
@@ -178,10 +202,10 @@ def _backward(
 
 
 def _where_seen(
-    q_place: Place, k_place: Place, window: int | None, compute: Callable[[], Tree], nothing: Callable[[Tree], Tree]
+    q_place: Place, k_place: Place, blocks: _Blocks, compute: Callable[[], Tree], nothing: Callable[[Tree], Tree]
 ) -> Tree:
     """What `compute` returns; for tokens so far apart that no window reaches, what `nothing` makes of its like."""
-    if window is None:
+    if blocks.window is None or blocks.fused:
         return compute()
     like = jax.eval_shape(compute)
 
@@ -190,7 +214,7 @@ def _where_seen(
         return jax.tree.map(lambda x, y: jax.lax.pcast(x, tuple(y.manual_axis_type.varying), to="varying"), results, like)
 
     nearest = q_place.indices[0, 0] - k_place.indices[0, -1]
-    return jax.lax.cond(nearest < window, compute, skip)
+    return jax.lax.cond(nearest < blocks.window, compute, skip)
 
 
 def _pass_on(block: Block) -> Block:

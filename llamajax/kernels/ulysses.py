@@ -3,19 +3,29 @@ of their heads, and exchange the results back."""
 
 import math
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from llamajax.config.parallel import axes_of
-from llamajax.kernels import cudnn, plain
+from llamajax.kernels import cudnn, pallas, plain
+from llamajax.kernels.choice import Kernel
 from llamajax.kernels.plain import Keys, LogSumExp, Mask, Queries
 from llamajax.parallel.sharding import spec
 
 
 def attend(
-    q: Queries, k: Keys, v: Keys, mask: Mask, scale: float, *, fused: bool, with_lse: bool = False
+    q: Queries,
+    k: Keys,
+    v: Keys,
+    mask: Mask,
+    scale: float,
+    *,
+    kernel: Kernel,
+    interpret: bool = False,
+    with_lse: bool = False,
 ) -> tuple[Queries, LogSumExp | None]:
     """As `llamajax.kernels.attention.attend`; a device's query heads must be divisible by the sequence axis.
 
@@ -28,17 +38,21 @@ def attend(
         v: see there.
         mask: see there.
         scale: see there.
-        fused: let cuDNN attend, which has no `obstacle`.
-        with_lse: see there; the fused kernel has none.
+        kernel: what computes it.
+        interpret: see `llamajax.kernels.pallas.attend_to_rows`.
+        with_lse: see there; cuDNN has none.
     """
     q_spec, kv_spec = spec("batch", "seq", "kv_heads", None, "head_dim"), spec("batch", "seq", "kv_heads", "head_dim")
-    in_specs, out_specs = (q_spec, kv_spec, kv_spec, spec("batch", "seq")), (q_spec, spec("batch", "seq", "kv_heads", None))
+    if kernel == "pallas" and mask.sight is None:
+        mask = pallas.see(mask, q.shape[:2], q.shape[-1], "ulysses")
+    # What plain attention needs of the mask, or a kernel has made of it.
+    seen = mask.segment_ids if kernel == "plain" else mask.sight
+    in_specs = q_spec, kv_spec, kv_spec, jax.tree.map(lambda x: jax.typeof(x).sharding.spec, seen)
+    out_specs = q_spec, spec("batch", "seq", "kv_heads", None)
 
-    # jax's cuDNN calls do not say over which axes their results vary.
-    @partial(jax.shard_map, in_specs=in_specs, out_specs=out_specs, check_vma=not fused)
-    def on_device(
-        q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array | None
-    ) -> tuple[jax.Array, jax.Array | None]:
+    # Calls of kernels do not say over which axes their results vary.
+    @partial(jax.shard_map, in_specs=in_specs, out_specs=out_specs, check_vma=kernel == "plain")
+    def on_device(q: jax.Array, k: jax.Array, v: jax.Array, seen: Any) -> tuple[jax.Array, jax.Array | None]:
         (b, t, K, G, H), axes = q.shape, axes_of("seq")
         num_devices = jax.lax.axis_size(axes)
         repeats = num_devices // math.gcd(K, num_devices)
@@ -53,12 +67,16 @@ def attend(
         k, v = to_heads(repeated(k)), to_heads(repeated(v))
         # Named, so that who computes a layer again before its backward pass exchanges no more for it than once.
         q, k, v = checkpoint_name((q, k, v), "exchanged")
-        if fused:
-            out, lse = cudnn.attend_to_rows(q, k, v, window=mask.window, scale=scale), None
-        else:
-            ids = None if segment_ids is None else plain.whole_rows(segment_ids)
-            rows = Mask(window=mask.window, segment_ids=ids)
-            out, lse = plain.attend_to_rows(q, k, v, rows, scale, first=0, kv_segment_ids=ids, with_lse=with_lse)
+        match kernel:
+            case "cudnn":
+                out, lse = cudnn.attend_to_rows(q, k, v, window=mask.window, scale=scale), None
+            case "pallas":
+                out, lse = pallas.attend_to_rows(q, k, v, seen, window=mask.window, scale=scale, interpret=interpret)
+            case "plain":
+                ids = None if seen is None else plain.whole_rows(seen)
+                rows = Mask(window=mask.window, segment_ids=ids)
+                out, lse = plain.attend_to_rows(q, k, v, rows, scale, first=0, kv_segment_ids=ids, with_lse=with_lse)
+                out = checkpoint_name(out, "attention")
         return to_tokens(out).reshape(b, t, K, G, H), None if lse is None else to_tokens(lse).reshape(b, t, K, G)
 
-    return on_device(q, k, v, mask.segment_ids)
+    return on_device(q, k, v, seen)

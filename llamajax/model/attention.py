@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array, Float
 
 from llamajax.config.model import AttentionKernel, ModelConfig
 from llamajax.config.parallel import SequenceForm, TensorForm, num_parts
@@ -32,8 +32,8 @@ class Rows(NamedTuple):
 
     cos: RopeTable
     sin: RopeTable
-    segment_ids: Int32[Array, "B T"] | None
-    """Document of each token; None: every row is one document."""
+    mask: Mask
+    """What a token sees."""
 
 
 class Attention(nnx.Module):
@@ -63,7 +63,6 @@ class Attention(nnx.Module):
         self.q_norm = RMSNorm(H, config) if config.qk_norm else None
         self.k_norm = RMSNorm(H, config) if config.qk_norm else None
         self.scale = score_factor(config) / math.sqrt(H)
-        self.window = config.sliding_window
         self.kernel: AttentionKernel = config.attention_kernel
 
     def __call__(
@@ -82,8 +81,7 @@ class Attention(nnx.Module):
         """
         q, k, v = self._project(x, rows, tensor)
         with jax.named_scope("attend"):
-            mask = Mask(window=self.window, segment_ids=rows.segment_ids)
-            out, _ = attend(q, k, v, mask, self.scale, past=past, kernel=self.kernel, sequence=sequence)
+            out, _ = attend(q, k, v, rows.mask, self.scale, past=past, kernel=self.kernel, sequence=sequence)
         with jax.named_scope("output_projection"):
             return scattered_matmul(out, self.wo[...], jax.typeof(x).sharding.spec, tensor), (k, v)
 

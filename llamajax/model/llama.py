@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Float32, Int32
 from llamajax.config.model import ModelConfig
 from llamajax.config.parallel import PLAIN, ParallelConfig, SequenceForm
 from llamajax.kernels import cudnn
-from llamajax.kernels.attention import Past
+from llamajax.kernels.attention import Mask, Past, with_sight
 from llamajax.model.attention import Attention, KeyValue, Rows
 from llamajax.model.kv_cache import KVCache, append, write_prompt
 from llamajax.model.layers import MLP, RMSNorm, normal
@@ -21,14 +21,14 @@ from llamajax.parallel.arrays import named_arrays
 from llamajax.parallel.prefetch import run_prefetching
 from llamajax.parallel.sequence import laid_out
 from llamajax.parallel.sharding import ONE_DEVICE, spec
-from llamajax.parallel.stack import run_layers
+from llamajax.parallel.stack import Policy, run_layers
 from llamajax.parallel.tensor import is_shared
 from llamajax.parallel.vocabulary import logits, look_up, table
 from llamajax.parallel.zero import gathered
 
 Tokens = Int32[Array, "B T"]
 """Of each row's tokens: their ids, or the ids of their documents, or their positions."""
-_SAVED_BY_REMAT = {
+_SAVED_BY_REMAT: dict[str, tuple[str, ...] | None] = {
     "none": None,
     "full": (),
     "save_attention": ("residual", "attention"),
@@ -38,6 +38,14 @@ _SAVED_BY_REMAT = {
 """Which of a layer's named values (`checkpoint_name`) the forward pass keeps, beside the layer's input; None: all of it."""
 _DEAR = jax.checkpoint_policies.save_from_both_policies(jax.checkpoint_policies.save_any_names_but_these(), cudnn.is_kernel)
 """Of a layer: what has a name, and what a fused kernel gives its backward pass."""
+
+
+def _policy(saved: tuple[str, ...] | None) -> Policy | None:
+    """That saves what has these names. cuDNN's kernel is jax's own, inside which nothing has a name."""
+    if not saved:
+        return saved if saved is None else jax.checkpoint_policies.nothing_saveable
+    named = jax.checkpoint_policies.save_only_these_names(*saved)
+    return jax.checkpoint_policies.save_from_both_policies(named, cudnn.is_kernel) if "attention" in saved else named
 
 
 class Layer(nnx.Module):
@@ -151,7 +159,7 @@ class Llama(nnx.Module):
                 x,
                 rows,
                 dtype=x.dtype,
-                saved=saved,
+                saved=_policy(saved),
                 made_first=_DEAR,
                 copies=None if copies is None else copies.layers.by_parts(),
                 first=None if first is None else first.by_parts(),
@@ -162,7 +170,7 @@ class Llama(nnx.Module):
                 return layer(x, rows, parallel=parallel)[0], None
 
             layers = None if copies is None else copies.layers
-            x, _ = run_layers(self.layers, run_layer, x, dtype=x.dtype, saved=saved, copies=layers)
+            x, _ = run_layers(self.layers, run_layer, x, dtype=x.dtype, saved=_policy(saved), copies=layers)
         with jax.named_scope("final_norm"):
             return self.final_norm(x)
 
@@ -207,7 +215,7 @@ class Llama(nnx.Module):
         """
         tokens, positions = jax.reshard(tokens, spec("batch"))[:, None], cache.lengths[:, None]
         x = self._embed(tokens)
-        rows = Rows(*rope_tables(positions, self.config), segment_ids=None)
+        rows = Rows(*rope_tables(positions, self.config), Mask(window=self.config.sliding_window))
 
         def run_layer(x: jax.Array, layer: Layer, cached: tuple[jax.Array, ...]) -> tuple[jax.Array, KeyValue]:
             return layer(x, rows, Past(cached[0], cached[1], cache.lengths))
@@ -245,5 +253,10 @@ class Llama(nnx.Module):
     ) -> Rows:
         if positions is None:
             positions = positions_from_segment_ids(jnp.zeros_like(tokens) if segment_ids is None else segment_ids)
-        cos, sin = rope_tables(laid_out(positions, sequence), self.config)
-        return Rows(cos, sin, None if segment_ids is None else laid_out(segment_ids, sequence))
+        config, (B, T) = self.config, tokens.shape
+        cos, sin = rope_tables(laid_out(positions, sequence), config)
+        ids = None if segment_ids is None else laid_out(segment_ids, sequence)
+        heads = config.num_kv_heads, config.num_heads // config.num_kv_heads, config.head_dim
+        q = jax.ShapeDtypeStruct((B, T, *heads), jnp.dtype(config.compute_dtype))
+        mask = Mask(window=config.sliding_window, segment_ids=ids)
+        return Rows(cos, sin, with_sight(mask, q, kernel=config.attention_kernel, sequence=sequence))

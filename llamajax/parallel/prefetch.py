@@ -6,7 +6,7 @@ the unreduced gradients of the layer they come from. In the backward pass a barr
 one collective runs at a time: the gather hides behind the first, the scatter behind the second.
 """
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -16,13 +16,13 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from llamajax.parallel.arrays import after
+from llamajax.parallel.stack import Policy
 from llamajax.parallel.zero import gathered, no_gradient
 
 Part = Callable[[Any, Any, Any], Any]
 """A part of a layer: from its gathered weights, the activations and what all layers share to the next activations."""
 
-Policy = Callable[..., bool]
-"""Of `jax.checkpoint`: whether the results of a primitive are kept."""
+_NOTHING = jax.checkpoint_policies.nothing_saveable
 
 
 @jax.named_scope("layers")
@@ -33,7 +33,7 @@ def run_prefetching(
     shared: Any = None,
     *,
     dtype: DTypeLike,
-    saved: Collection[str] | None,
+    saved: Policy | None,
     made_first: Policy,
     copies: Sequence[Any] | None = None,
     first: Sequence[Any] | None = None,
@@ -47,10 +47,10 @@ def run_prefetching(
         shared: what every part of every layer is given too; it gets no gradient. The memory for what the layers keep is
             taken when it is there.
         dtype: that weights are gathered in.
-        saved: names (`checkpoint_name`) of what the forward pass keeps of a layer for the backward pass; all else is
-            computed again. Beside these it keeps what each part is given, so that the backward pass of the last part is the
-            first phase; with no names only what the layer is given, and to compute it again is the first phase. None:
-            everything is kept. Gathered weights never are.
+        saved: what the forward pass keeps of a layer for the backward pass; all else is computed again. Beside that it
+            keeps what each part is given, so that the backward pass of the last part is the first phase; with
+            `jax.checkpoint_policies.nothing_saveable` only what the layer is given, and to compute it again is the first
+            phase. None: everything is kept. Gathered weights never are.
         made_first: what of a layer that is computed again as a whole is made in the first phase, and not again in the
             second: all that is dear. What is cheap is better fused into what uses it than carried over.
         copies: `weights`, gathered before.
@@ -61,9 +61,9 @@ def run_prefetching(
         What the last layer gave on.
     """
     trees = tuple(None if tree is None else tuple(tree) for tree in (weights, copies, first))
-    if saved is not None and not saved:
+    if saved is _NOTHING:
         parts, trees = (partial(_in_turn, tuple(parts)),), tuple(None if tree is None else (tree,) for tree in trees)
-    stack = _Stack(tuple(parts), dtype, None if saved is None else tuple(saved), made_first)
+    stack = _Stack(tuple(parts), dtype, saved, made_first)
     return _run(stack, *trees, shared, x)
 
 
@@ -102,7 +102,7 @@ class _Stack:
 
     parts: tuple[Part, ...]
     dtype: DTypeLike
-    saved: tuple[str, ...] | None
+    saved: Policy | None
     made_first: Policy
 
     def gather(self, stored: Any, copies: Any, index: int | jax.Array) -> Any:
@@ -110,7 +110,7 @@ class _Stack:
 
     def layer(self, weights: Any, shared: Any, x: Any) -> tuple[Any, Any]:
         """The activations behind a layer, and what its backward pass needs."""
-        if self.saved == ():
+        if self.saved is _NOTHING:
             (part,), (own,) = self.parts, weights
             return part(own, x, shared), x
         kept = []
@@ -120,8 +120,7 @@ class _Stack:
                 return part(own, x, shared)
 
             if self.saved is not None:
-                policy = jax.checkpoint_policies.save_only_these_names(*self.saved)
-                run = jax.checkpoint(run, policy=policy, prevent_cse=False)
+                run = jax.checkpoint(run, policy=self.saved, prevent_cse=False)
             x, pull_back = jax.vjp(run, own, x)
             kept.append(_Kept.of(pull_back, (own, shared)))
         return x, kept
@@ -131,7 +130,7 @@ class _Stack:
 
         `meanwhile` is made during the first phase or used after it, and comes back as it is to be used.
         """
-        if self.saved == ():
+        if self.saved is _NOTHING:
             (part,), (own,) = self.parts, weights
             run = jax.checkpoint(lambda own, x: part(own, x, shared), policy=self.made_first, prevent_cse=False)
             _, pull_back = jax.vjp(run, own, kept)

@@ -1,12 +1,15 @@
 """Runs a stack of layers: the one place where a layer's weights are gathered and where it is decided what is recomputed."""
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import Any
 
 import jax
 from jax.typing import DTypeLike
 
 from llamajax.parallel.zero import gathered
+
+Policy = Callable[..., bool]
+"""Of `jax.checkpoint`: whether the results of a primitive are kept."""
 
 
 @jax.named_scope("layers")
@@ -17,7 +20,7 @@ def run_layers(
     inputs: Any = None,
     *,
     dtype: DTypeLike,
-    saved: Collection[str] | None = None,
+    saved: Policy | None = None,
     copies: Any = None,
 ) -> tuple[Any, Any]:
     """Runs layers one after the other, as one loop: compile time does not grow with their number.
@@ -28,9 +31,8 @@ def run_layers(
         carry: what the first layer is given.
         inputs: a tree whose arrays have a leading dim L: what each layer is given of its own.
         dtype: that weights are gathered in.
-        saved: names (`checkpoint_name`) of what the forward pass keeps of a layer for the backward pass, beside the carry
-            it was given; all else is computed again, and weights are gathered again. None: everything is kept, with the
-            gathered weights.
+        saved: what the forward pass keeps of a layer for the backward pass, beside the carry it was given; all else is
+            computed again, and weights are gathered again. None: everything is kept, with the gathered weights.
         copies: `layers`, gathered before.
 
     Returns:
@@ -42,5 +44,5 @@ def run_layers(
         return run_layer(carry, gathered(layer, dtype, own_copies), own_inputs)
 
     if saved is not None:
-        step = jax.checkpoint(step, policy=jax.checkpoint_policies.save_only_these_names(*saved), prevent_cse=False)
+        step = jax.checkpoint(step, policy=saved, prevent_cse=False)
     return jax.lax.scan(step, carry, (layers, copies, inputs))

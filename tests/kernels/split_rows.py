@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from llamajax.config.model import AttentionKernel
 from llamajax.config.parallel import MeshConfig, SequenceForm
 from llamajax.kernels.attention import Mask, attend
 from llamajax.parallel.mesh import make_mesh
@@ -36,6 +37,7 @@ def results(
     window: int | None = None,
     packed: bool = True,
     dtype: str = "float32",
+    kernel: AttentionKernel = "auto",
 ) -> dict[str, np.ndarray]:
     """By `NAMES`, of two rows with heads of four numbers, for random gradients of `out` and `lse`."""
     sizes = {"data": data, "fsdp": fsdp, "sequence": sequence, "tensor": tensor}
@@ -53,7 +55,7 @@ def results(
     mask = Mask(window=window, segment_ids=jax.device_put(ids, spec("batch", "seq")) if packed else None)
 
     def weighted(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-        out, lse = attend(q, k, v, mask, SCALE, sequence=form, with_lse=True)
+        out, lse = attend(q, k, v, mask, SCALE, kernel=kernel, sequence=form, with_lse=True)
         assert lse is not None
         assert (out.dtype, lse.dtype) == (dtype, "float32")
         assert jax.typeof(out).sharding == jax.typeof(q).sharding
@@ -66,7 +68,7 @@ def results(
 
 def check(form: SequenceForm, axes: dict[str, int], **case: Any) -> None:
     """That the form on a mesh gives what one device gives, to 1e-5 in fp32."""
-    own, one = results(form, **axes, **case), results("gather", **case)
+    own, one = results(form, **axes, **case), results("gather", **case | {"kernel": "plain"})
     for name in NAMES:
         np.testing.assert_allclose(own[name], one[name], rtol=0, atol=1e-5, err_msg=name)
 

@@ -1,0 +1,94 @@
+"""Which kernel computes attention: told by the device, the shape and what queries see, with the reason."""
+
+from collections.abc import Mapping
+from typing import Literal, NamedTuple
+
+from llamajax.config.model import AttentionKernel, ModelConfig
+from llamajax.config.parallel import SequenceForm, num_parts
+from llamajax.errors import ConfigError
+
+Kernel = Literal["pallas", "cudnn", "plain"]
+GPU_PLATFORMS = ("gpu", "cuda")
+
+
+class Site(NamedTuple):
+    """What attention is to be computed, and on what."""
+
+    is_gpu: bool
+    dtype: str
+    head_dim: int
+    closes_documents: bool
+    form: SequenceForm
+    """How rows that are split are seen."""
+    splits_rows: bool
+    with_lse: bool = False
+    """Whether the log-sum-exp is asked for too."""
+
+    @staticmethod
+    def of(model: ModelConfig, axes: Mapping[str, int], form: SequenceForm, *, is_gpu: bool) -> "Site":
+        """Of training `model` on mesh axes of these sizes."""
+        closes_documents, splits_rows = not model.attend_across_documents, num_parts("seq", axes) > 1
+        return Site(is_gpu, model.compute_dtype, model.head_dim, closes_documents, form, splits_rows)
+
+
+def choose(asked: AttentionKernel, site: Site) -> tuple[Kernel, str]:
+    """The kernel that is asked for, or that `auto` comes to, and why, in one line.
+
+    Raises:
+        ConfigError: the one that is asked for cannot.
+    """
+    if asked != "auto":
+        if reason := obstacle(asked, site):
+            raise ConfigError(f"model.attention_kernel: {asked} cannot be used: {reason}; or set auto")
+        interpreted = asked == "pallas" and not site.is_gpu
+        return asked, "interpreted, which is slow: there is no GPU" if interpreted else "model.attention_kernel says so"
+    if not site.is_gpu:
+        return "plain", "there is no GPU"
+    if not (of_cudnn := obstacle("cudnn", site)):
+        return "cudnn", "the fastest that takes such rows"
+    if not (of_pallas := obstacle("pallas", site)):
+        return "pallas", f"cudnn cannot be used: {of_cudnn}"
+    return "plain", f"cudnn cannot be used: {of_cudnn}; nor can pallas: {of_pallas}"
+
+
+def obstacle(kernel: Kernel, site: Site) -> str | None:
+    """Why a kernel cannot compute it; None if it can."""
+    match kernel:
+        case "plain":
+            return None
+        case "pallas":
+            return _of_pallas(site)
+        case "cudnn":
+            return _of_cudnn(site)
+
+
+MAX_PALLAS_HEAD_DIM = 256
+"""Of which a tile and its gradients keep to a core's registers and shared memory."""
+
+
+def _of_pallas(site: Site) -> str | None:
+    if site.head_dim > MAX_PALLAS_HEAD_DIM:
+        return f"model.head_dim is {site.head_dim}, and it takes up to {MAX_PALLAS_HEAD_DIM}"
+    if site.is_gpu and site.dtype not in ("bfloat16", "float16"):
+        return f"model.compute_dtype is {site.dtype}, and on GPUs it takes bfloat16 and float16"
+    return None
+
+
+MAX_CUDNN_HEAD_DIM = 128
+"""Widest head that cuDNN takes on every GPU with bfloat16; Hopper's would go to 256."""
+
+
+def _of_cudnn(site: Site) -> str | None:
+    if not site.is_gpu:
+        return "it needs NVIDIA GPUs"
+    if site.with_lse:
+        return "jax gives its log-sum-exp in 16 bits and without a gradient"
+    if site.dtype not in ("bfloat16", "float16"):
+        return f"model.compute_dtype is {site.dtype}, and it takes bfloat16 and float16"
+    if site.head_dim % 8 or site.head_dim > MAX_CUDNN_HEAD_DIM:
+        return f"model.head_dim is {site.head_dim}, and it takes multiples of 8 up to {MAX_CUDNN_HEAD_DIM}"
+    if site.closes_documents:
+        return "documents of one row are closed to each other; model.attend_across_documents opens them"
+    if site.splits_rows and site.form != "ulysses":
+        return "mesh.sequence splits the rows, and its causal mask begins with the row; parallel.sequence: ulysses would not"
+    return None

@@ -1,0 +1,339 @@
+"""FlashAttention (arXiv:2205.14135, arXiv:2307.08691) in Pallas, which Triton compiles for NVIDIA GPUs: no score reaches the
+GPU's memory, and tiles of scores that no query sees are not computed.
+
+Query heads that share keys and values read the same ones. The backward pass computes the scores again, twice: once to add up
+the gradient of each query, once those of each key, so that no two programs add to one number and sums have one order.
+
+What is `on one device` is called within `shard_map`.
+"""
+
+import dataclasses
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Float32, Int32
+
+from llamajax.config.parallel import SequenceForm, axes_of
+from llamajax.kernels import pallas_kernels
+from llamajax.kernels.plain import Keys, LogSumExp, Mask, Queries, whole_rows
+from llamajax.kernels.tiles import Documents, Sight, Sizes, Tiles, TileSize, num_tiles, tiles
+from llamajax.parallel.sharding import spec
+
+
+class _Launch(NamedTuple):
+    """How kernels are compiled."""
+
+    sizes: Sizes
+    forward: triton.CompilerParams
+    of_queries: triton.CompilerParams
+    of_keys: triton.CompilerParams
+
+
+def see(mask: Mask, shape: tuple[int, int], head_dim: int, sequence: SequenceForm) -> Mask:
+    """The mask of rows [B, T] with its `sight`, made once for all layers: of whole rows in the form `ulysses`, else of those
+    parts of their queries that devices have. A ring makes its own at every step."""
+    is_whole = sequence == "ulysses"
+    by_queries, by_rows = spec("batch", None if is_whole else "seq"), spec("batch", None)
+    rows_differ = mask.segment_ids is not None
+    of_tiles = by_queries if rows_differ else jax.P(None, *by_queries[1:])
+    documents = Documents(by_queries, by_rows) if rows_differ else None
+    out_specs = Sight(Tiles(of_tiles, of_tiles), jax.P(*by_queries[1:]), documents)
+
+    @partial(jax.shard_map, in_specs=(spec("batch", "seq"),), out_specs=out_specs, check_vma=False)
+    def on_device(ids: jax.Array | None) -> Sight:
+        length = shape[1] // jax.lax.axis_size(axes_of("seq"))
+        whole = None if ids is None else whole_rows(ids)
+        if is_whole:
+            documents = None if whole is None else Documents(whole, whole)
+            return sight(shape[1], shape[1], head_dim, window=mask.window, documents=documents)
+        documents = None if ids is None or whole is None else Documents(ids, whole)
+        first = jax.lax.axis_index(axes_of("seq")) * length
+        return sight(length, shape[1], head_dim, offset=first, window=mask.window, documents=documents)
+
+    return dataclasses.replace(mask, sight=on_device(mask.segment_ids))
+
+
+def attend(q: Queries, k: Keys, v: Keys, mask: Mask, scale: float, *, interpret: bool) -> tuple[Queries, LogSumExp]:
+    """As the door. Queries stay on their part of the sequence; the keys and values of the whole row come to them."""
+    mask = mask if mask.sight is not None else see(mask, q.shape[:2], q.shape[-1], "gather")
+    assert mask.sight is not None
+    q_spec, kv_spec = spec("batch", "seq", "kv_heads", None, "head_dim"), spec("batch", "seq", "kv_heads", "head_dim")
+    in_specs = q_spec, kv_spec, kv_spec, jax.tree.map(lambda x: jax.typeof(x).sharding.spec, mask.sight)
+
+    # Pallas calls say not over which axes their results vary.
+    @partial(jax.shard_map, in_specs=in_specs, out_specs=(q_spec, spec("batch", "seq", "kv_heads", None)), check_vma=False)
+    def on_device(q: jax.Array, k: jax.Array, v: jax.Array, sight: Sight) -> tuple[jax.Array, jax.Array]:
+        k, v = whole_rows(k), whole_rows(v)
+        return attend_to_rows(q, k, v, sight, window=mask.window, scale=scale, interpret=interpret)
+
+    return on_device(q, k, v, mask.sight)
+
+
+def sight(
+    num_queries: int,
+    num_keys: int,
+    head_dim: int,
+    *,
+    offset: int | Int32[Array, ""] = 0,
+    window: int | None = None,
+    documents: Documents | None = None,
+) -> Sight:
+    """On one device: what consecutive queries see of consecutive keys, see `Mask`.
+
+    Args:
+        num_queries: their number.
+        num_keys: theirs.
+        head_dim: width of a head.
+        offset: index in their row of the first query less that of the first key.
+        window: see `Mask`.
+        documents: of the tokens.
+    """
+    q_ids, k_ids = documents or (None, None)
+    sizes = _launch(num_queries, num_keys, head_dim).sizes
+    seen = tiles(sizes, num_queries, num_keys, offset=offset, window=window, q_ids=q_ids, k_ids=k_ids)
+    return Sight(seen, jnp.reshape(jnp.asarray(offset, jnp.int32), (1,)), documents)
+
+
+def attend_to_rows(
+    q: Float[Array, "b t K G H"],
+    k: Float[Array, "b s K H"],
+    v: Float[Array, "b s K H"],
+    sight: Sight,
+    *,
+    window: int | None,
+    scale: float,
+    interpret: bool,
+) -> tuple[Float[Array, "b t K G H"], Float32[Array, "b t K G"]]:
+    """On one device: softmax(scale * q k^T) v over the keys that a query sees, softmax and sums in fp32; and the log-sum-exp
+    of its scores.
+
+    A query that sees no key has zeros, and -inf. Both results have gradients. Remat knows what the backward pass needs of
+    them as `attention`.
+
+    Args:
+        q: queries.
+        k: keys.
+        v: their values.
+        sight: what the function of that name makes for these.
+        window: the same as there.
+        scale: of the scores.
+        interpret: compute as jax does, on any device and slowly, what Triton would compile.
+    """
+    return _attend(q, k, v, sight, window, scale, interpret)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
+def _attend(
+    q: jax.Array, k: jax.Array, v: jax.Array, sight: Sight, window: int | None, scale: float, interpret: bool
+) -> tuple[jax.Array, jax.Array]:
+    return _attend_and_keep(q, k, v, sight, window, scale, interpret)[0]
+
+
+def _attend_and_keep(
+    q: jax.Array, k: jax.Array, v: jax.Array, sight: Sight, window: int | None, scale: float, interpret: bool
+) -> tuple[tuple[jax.Array, jax.Array], tuple[Any, ...]]:
+    out, lse = attend_part(q, k, v, sight, window=window, scale=scale, interpret=interpret)
+    # Named here, so that who keeps `attention` has all that the backward pass needs, and the kernel runs only once.
+    out, lse = checkpoint_name((out, lse), "attention")
+    return (out, by_query(lse, q.shape[2])), (q, k, v, sight, out, lse)
+
+
+def _gradients(
+    window: int | None, scale: float, interpret: bool, kept: tuple[Any, ...], cotangents: tuple[jax.Array, jax.Array]
+) -> tuple[jax.Array, jax.Array, jax.Array, None]:
+    q, k, v, sight, out, lse = kept
+    d_out, d_lse = cotangents
+    d_scores = by_head(d_lse - jnp.sum(out.astype(jnp.float32) * d_out.astype(jnp.float32), axis=-1))
+    gradients = part_gradients(q, k, v, lse, d_out, d_scores, sight, window=window, scale=scale, interpret=interpret)
+    return *gradients, None
+
+
+_attend.defvjp(_attend_and_keep, _gradients)
+
+
+def by_query(x: Float32[Array, "b N t"], num_kv_heads: int) -> Float32[Array, "b t K G"]:
+    """As the rest of the program has it what kernels have by head: one number for every query."""
+    b, N, t = x.shape
+    return jnp.moveaxis(x, 1, 2).reshape(b, t, num_kv_heads, N // num_kv_heads)
+
+
+def by_head(x: Float32[Array, "b t K G"]) -> Float32[Array, "b N t"]:
+    """The other way round."""
+    return jnp.moveaxis(x.reshape(*x.shape[:2], -1), 1, 2)
+
+
+def attend_part(
+    q: Float[Array, "b t K G H"],
+    k: Float[Array, "b s K H"],
+    v: Float[Array, "b s K H"],
+    sight: Sight,
+    *,
+    window: int | None,
+    scale: float,
+    interpret: bool,
+    dtype: DTypeLike | None = None,
+) -> tuple[Float[Array, "b t K G H"], Float32[Array, "b N t"]]:
+    """On one device: as `attend_to_rows`, without a derivative, in `dtype` (default: q's); the log-sum-exp by head."""
+    (b, t, K, G, H), s = q.shape, k.shape[1]
+    launch = _launch(t, s, H)
+    size = launch.sizes.for_queries
+    queries, keys = _own_tile(size.queries, H), _whole(num_tiles(s, size.keys) * size.keys, H, shared_by=G)
+    out, lse = pl.pallas_call(
+        partial(pallas_kernels.forward, pallas_kernels.Task(size, t, s, H, scale, window)),
+        grid=(num_tiles(t, size.queries), K * G, b),
+        in_specs=[*_specs(sight, queries.ids, keys.ids), queries.heads, keys.heads, keys.heads],
+        out_specs=[queries.heads, queries.numbers],
+        out_shape=[
+            jax.ShapeDtypeStruct((b, t, K * G, H), dtype or q.dtype),
+            jax.ShapeDtypeStruct((b, K * G, t), jnp.float32),
+        ],
+        compiler_params=launch.forward,
+        interpret=interpret,
+        name="attention_forward",
+    )(sight.tiles.of_queries, *_what_is_seen(sight), q.reshape(b, t, K * G, H), k, v)
+    return out.reshape(q.shape), lse
+
+
+def part_gradients(
+    q: Float[Array, "b t K G H"],
+    k: Float[Array, "b s K H"],
+    v: Float[Array, "b s K H"],
+    lse: Float32[Array, "b N t"],
+    d_out: Float[Array, "b t K G H"],
+    d_scores: Float32[Array, "b N t"],
+    sight: Sight,
+    *,
+    window: int | None,
+    scale: float,
+    interpret: bool,
+    dtype: DTypeLike | None = None,
+) -> tuple[Float[Array, "b t K G H"], Float[Array, "b s K H"], Float[Array, "b s K H"]]:
+    """On one device: what these keys add to the gradients of attention to all keys.
+
+    Args:
+        q: see `attend_to_rows`.
+        k: see there.
+        v: see there.
+        lse: over all keys that the queries see, in whichever part.
+        d_out: gradient of the whole output, in q's dtype.
+        d_scores: what the gradient of a score has beside that of its weight: the gradient of `lse`, less the product of
+            `d_out` and the whole output.
+        sight: see there.
+        window: see there.
+        scale: see there.
+        interpret: see there.
+        dtype: of the results; default: q's.
+
+    Returns:
+        For q, k and v.
+    """
+    (b, t, K, G, H), s = q.shape, k.shape[1]
+    launch = _launch(t, s, H)
+    arrays = q.reshape(b, t, K * G, H), k, v, d_out.reshape(b, t, K * G, H), lse, d_scores
+
+    size = launch.sizes.for_queries
+    queries, keys = _own_tile(size.queries, H), _whole(num_tiles(s, size.keys) * size.keys, H, shared_by=G)
+    d_q = pl.pallas_call(
+        partial(pallas_kernels.query_gradients, pallas_kernels.Task(size, t, s, H, scale, window)),
+        grid=(num_tiles(t, size.queries), K * G, b),
+        in_specs=[
+            *_specs(sight, queries.ids, keys.ids),
+            *(queries.heads, keys.heads, keys.heads, queries.heads, queries.numbers, queries.numbers),
+        ],
+        out_specs=queries.heads,
+        out_shape=jax.ShapeDtypeStruct((b, t, K * G, H), dtype or q.dtype),
+        compiler_params=launch.of_queries,
+        interpret=interpret,
+        name="attention_backward_queries",
+    )(sight.tiles.of_queries, *_what_is_seen(sight), *arrays)
+
+    size = launch.sizes.for_keys
+    queries, keys = _whole(num_tiles(t, size.queries) * size.queries, H, sharing=G), _own_tile(size.keys, H)
+    d_k, d_v = pl.pallas_call(
+        partial(pallas_kernels.key_gradients, pallas_kernels.Task(size, t, s, H, scale, window), group=G),
+        grid=(num_tiles(s, size.keys), K, b),
+        in_specs=[
+            *_specs(sight, queries.ids, keys.ids),
+            *(queries.heads, keys.heads, keys.heads, queries.heads, queries.numbers, queries.numbers),
+        ],
+        out_specs=[keys.heads, keys.heads],
+        out_shape=[jax.ShapeDtypeStruct(k.shape, dtype or k.dtype), jax.ShapeDtypeStruct(v.shape, dtype or v.dtype)],
+        compiler_params=launch.of_keys,
+        interpret=interpret,
+        name="attention_backward_keys",
+    )(sight.tiles.of_keys, *_what_is_seen(sight), *arrays)
+    return d_q.reshape(b, t, K, G, H), d_k, d_v
+
+
+class _Side(NamedTuple):
+    """What a program has of the queries or of the keys."""
+
+    heads: pl.BlockSpec
+    """Of [b, length, heads, H]."""
+    numbers: pl.BlockSpec
+    """Of [b, heads, length]."""
+    ids: pl.BlockSpec
+    """Of [b, length]."""
+
+
+def _own_tile(size: int, head_dim: int) -> _Side:
+    """One tile of one head."""
+    return _Side(
+        pl.BlockSpec((None, size, None, pl.next_power_of_2(head_dim)), lambda tile, head, row: (row, tile, head, 0)),
+        pl.BlockSpec((None, None, size), lambda tile, head, row: (row, head, tile)),
+        pl.BlockSpec((None, size), lambda tile, head, row: (row, tile)),
+    )
+
+
+def _whole(length: int, head_dim: int, *, shared_by: int = 1, sharing: int | None = None) -> _Side:
+    """All tiles: of the head that `shared_by` programs' heads share, or of all heads that are `sharing` the program's."""
+    return _Side(
+        pl.BlockSpec(
+            (None, length, sharing, pl.next_power_of_2(head_dim)), lambda _, head, row: (row, 0, head // shared_by, 0)
+        ),
+        pl.BlockSpec((None, sharing, length), lambda _, head, row: (row, head // shared_by, 0)),
+        pl.BlockSpec((None, length), lambda _, head, row: (row, 0)),
+    )
+
+
+def _specs(sight: Sight, q_ids: pl.BlockSpec, k_ids: pl.BlockSpec) -> list[pl.BlockSpec | None]:
+    """Of a side's tiles and of `_what_is_seen`."""
+    rows_differ = sight.tiles.of_queries.shape[0] > 1
+    tiles = pl.BlockSpec((None, None, 4), lambda tile, head, row: (row if rows_differ else 0, tile, 0))
+    offset = pl.BlockSpec((1,), lambda tile, head, row: (0,))
+    return [tiles, offset, *((q_ids, k_ids) if sight.documents is not None else (None, None))]
+
+
+def _what_is_seen(sight: Sight) -> tuple[jax.Array | None, ...]:
+    return sight.offset, *(sight.documents or (None, None))
+
+
+def _launch(num_queries: int, num_keys: int, head_dim: int) -> _Launch:
+    of_forward, of_queries, of_keys = _BY_WIDTH[max(64, pl.next_power_of_2(head_dim))]
+    options = (
+        triton.CompilerParams(num_warps=warps, num_stages=stages) for _, warps, stages in (of_forward, of_queries, of_keys)
+    )
+    lengths = num_queries, num_keys
+
+    def fitted(size: TileSize) -> TileSize:
+        return TileSize(*(min(side, max(_LEAST_SIDE, pl.next_power_of_2(n))) for side, n in zip(size, lengths, strict=True)))
+
+    return _Launch(Sizes(fitted(of_forward[0]), fitted(of_keys[0])), *options)
+
+
+_LEAST_SIDE = 16
+"""Of a tile, that tensor cores take."""
+
+_BY_WIDTH = {
+    64: ((TileSize(128, 64), 4, 3), (TileSize(128, 64), 4, 3), (TileSize(64, 64), 4, 3)),
+    128: ((TileSize(128, 64), 8, 3), (TileSize(128, 64), 8, 2), (TileSize(64, 64), 8, 2)),
+    256: ((TileSize(64, 64), 8, 2), (TileSize(64, 64), 8, 1), (TileSize(32, 64), 8, 1)),
+}
+"""By the width of heads: tile, warps and stages of the three kernels, the first two of which have one size of tile. The
+registers and shared memory of A100 and H100 hold them; an H100 spills some registers with heads of 256."""

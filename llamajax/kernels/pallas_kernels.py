@@ -1,0 +1,181 @@
+"""What a program of each attention kernel computes: one tile of queries against all keys that they see, or one tile of keys
+against all queries that see them. Refs are what `llamajax.kernels.pallas` gives a program of each array."""
+
+import math
+from collections.abc import Callable
+from functools import reduce
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton
+
+from llamajax.kernels.tiles import TileSize
+
+_LOG2_E = math.log2(math.e)
+_LOWEST = -1e30
+"""Below every score, and yet a number: the difference of two is one."""
+
+
+class Task(NamedTuple):
+    """What a kernel is compiled for."""
+
+    size: TileSize
+    num_queries: int
+    num_keys: int
+    head_dim: int
+    scale: float
+    window: int | None
+
+
+class Seen(NamedTuple):
+    """What tells a program which scores of its tiles are seen."""
+
+    tiles: Any
+    """Ref of four numbers, see `llamajax.kernels.tiles.Tiles`."""
+    offset: Any
+    """Ref of one: index in their row of the first query less that of the first key."""
+    q_ids: Any
+    """Ref of the queries' documents; None: every row is one."""
+    k_ids: Any
+    """And of the keys'."""
+
+
+def forward(task: Task, tiles: Any, offset: Any, q_ids: Any, k_ids: Any, q: Any, k: Any, v: Any, out: Any, lse: Any) -> None:
+    """Attention of one head's tile of queries, and the log-sum-exp."""
+    seen, first = Seen(tiles, offset, q_ids, k_ids), pl.program_id(0) * task.size.queries
+    queries = _Tile(task.size.queries, first, task.num_queries, task.head_dim, is_own=True)
+    own_q = queries.load(q)
+
+    def add(tile: jax.Array, sums: tuple[jax.Array, ...], masked: bool) -> tuple[jax.Array, ...]:
+        weighted, largest, total = sums
+        keys = _Tile(task.size.keys, tile * task.size.keys, task.num_keys, task.head_dim)
+        scores = _dot(own_q, keys.load(k).T) * (task.scale * _LOG2_E)
+        if masked:
+            scores = jnp.where(_visible(task, seen, queries, keys), scores, -jnp.inf)
+        larger = jnp.maximum(largest, jnp.max(scores, axis=1))
+        shrunk, exps = jnp.exp2(largest - larger), jnp.exp2(scores - larger[:, None])
+        weighted = shrunk[:, None] * weighted + _dot(exps.astype(own_q.dtype), keys.load(v))
+        return weighted, larger, shrunk * total + jnp.sum(exps, axis=1)
+
+    sums = jnp.zeros(own_q.shape, jnp.float32), jnp.full(own_q.shape[0], _LOWEST), jnp.zeros(own_q.shape[0], jnp.float32)
+    weighted, largest, total = _over_tiles(tiles, add, sums)
+    sees_any = total > 0
+    queries.store(out, weighted / jnp.where(sees_any, total, 1.0)[:, None])
+    queries.store(lse, jnp.where(sees_any, (largest + jnp.log2(total)) / _LOG2_E, -jnp.inf))
+
+
+def query_gradients(
+    task: Task, tiles: Any, offset: Any, q_ids: Any, k_ids: Any, q: Any, k: Any, v: Any, d_out: Any, lse: Any, d_scores: Any,
+    d_q: Any,
+) -> None:  # fmt: skip
+    """The gradient of one head's tile of queries."""
+    seen, first = Seen(tiles, offset, q_ids, k_ids), pl.program_id(0) * task.size.queries
+    queries = _Tile(task.size.queries, first, task.num_queries, task.head_dim, is_own=True)
+    own_q, own_d_out, own_lse, own_d_scores = (queries.load(array) for array in (q, d_out, lse, d_scores))
+
+    def add(tile: jax.Array, total: jax.Array, masked: bool) -> jax.Array:
+        keys = _Tile(task.size.keys, tile * task.size.keys, task.num_keys, task.head_dim)
+        own_k = keys.load(k)
+        weights = jnp.exp2(_dot(own_q, own_k.T) * (task.scale * _LOG2_E) - (own_lse * _LOG2_E)[:, None])
+        if masked:
+            weights = jnp.where(_visible(task, seen, queries, keys), weights, 0.0)
+        d_weights = _dot(own_d_out, keys.load(v).T)
+        return total + _dot((weights * (d_weights + own_d_scores[:, None])).astype(own_q.dtype), own_k)
+
+    queries.store(d_q, task.scale * _over_tiles(tiles, add, jnp.zeros(own_q.shape, jnp.float32)))
+
+
+def key_gradients(
+    task: Task, tiles: Any, offset: Any, q_ids: Any, k_ids: Any, q: Any, k: Any, v: Any, d_out: Any, lse: Any, d_scores: Any,
+    d_k: Any, d_v: Any, *, group: int,
+) -> None:  # fmt: skip
+    """The gradients of one kv head's tile of keys and values, by the `group` query heads that share them."""
+    seen, first = Seen(tiles, offset, q_ids, k_ids), pl.program_id(0) * task.size.keys
+    keys = _Tile(task.size.keys, first, task.num_keys, task.head_dim, is_own=True)
+    own_k, own_v = keys.load(k), keys.load(v)
+
+    def add_head(head: jax.Array, sums: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        def add(tile: jax.Array, sums: tuple[jax.Array, jax.Array], masked: bool) -> tuple[jax.Array, jax.Array]:
+            queries = _Tile(task.size.queries, tile * task.size.queries, task.num_queries, task.head_dim)
+            own_q, own_d_out = queries.load(q, head), queries.load(d_out, head)
+            scores = _dot(own_k, own_q.T) * (task.scale * _LOG2_E)  # by key, so that nothing computed is turned
+            weights = jnp.exp2(scores - (queries.load(lse, head) * _LOG2_E)[None, :])
+            if masked:
+                weights = jnp.where(_visible(task, seen, queries, keys, by_key=True), weights, 0.0)
+            d_weights = _dot(own_v, own_d_out.T) + queries.load(d_scores, head)[None, :]
+            d_k, d_v = sums
+            d_k += _dot((weights * d_weights).astype(own_k.dtype), own_q)
+            return d_k, d_v + _dot(weights.astype(own_k.dtype), own_d_out)
+
+        return _over_tiles(tiles, add, sums)
+
+    zeros = jnp.zeros(own_k.shape, jnp.float32)
+    sum_k, sum_v = jax.lax.fori_loop(0, group, add_head, (zeros, zeros))
+    keys.store(d_k, task.scale * sum_k)
+    keys.store(d_v, sum_v)
+
+
+class _Tile:
+    """`size` tokens from the `first` on, of the `length` on their side."""
+
+    def __init__(self, size: int, first: jax.Array, length: int, head_dim: int, *, is_own: bool = False) -> None:
+        """`is_own`: refs have no more of their side than the tile."""
+        self.indices, self.length, self.head_dim = first + jnp.arange(size), length, head_dim
+        self.place = () if is_own else (pl.ds(first, size),)
+        self.is_ragged = length % size != 0
+
+    def load(self, ref: Any, head: jax.Array | None = None) -> jax.Array:
+        """Of a ref of [tokens, width] or of one number per token, which may have several heads; zeros where nothing is."""
+        heads = () if head is None else (head,)
+        has_width = ref.ndim - len(heads) == 2
+        place = (*self.place, *heads) if has_width else (*heads, *self.place)
+        mask = self._mask(ref.shape[-1]) if has_width else self._mask()
+        return triton.load(ref.at[place] if place else ref, mask=mask, other=None if mask is None else 0)
+
+    def store(self, ref: Any, values: jax.Array) -> None:
+        """Into a ref that has the tile alone."""
+        mask = self._mask(ref.shape[-1]) if values.ndim == 2 else self._mask()
+        triton.store(ref, values.astype(ref.dtype), mask=mask)
+
+    def _mask(self, width: int | None = None) -> jax.Array | None:
+        """Of what there is: where the last tile is ragged, or the width of heads no power of two. None: all."""
+        masks = [self.indices < self.length] if self.is_ragged else []
+        if width is not None:
+            masks = [mask[:, None] for mask in masks]
+            masks += [(jnp.arange(width) < self.head_dim)[None, :]] if width != self.head_dim else []
+        return reduce(jnp.logical_and, masks) if masks else None
+
+
+def _visible(task: Task, seen: Seen, queries: _Tile, keys: _Tile, *, by_key: bool = False) -> jax.Array:
+    """Of the scores [queries, keys] of two tiles, or by key: whether each is seen."""
+
+    def by_score(of_queries: jax.Array, of_keys: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return (of_queries[None, :], of_keys[:, None]) if by_key else (of_queries[:, None], of_keys[None, :])
+
+    query, key = by_score(queries.indices, keys.indices)
+    distance = query + seen.offset[0] - key
+    visible = distance >= 0
+    if task.window is not None:
+        visible = visible & (distance < task.window)
+    if keys.is_ragged:
+        visible = visible & (key < keys.length)
+    if seen.q_ids is not None:
+        of_query, of_key = by_score(queries.load(seen.q_ids), keys.load(seen.k_ids))
+        visible = visible & (of_query == of_key)
+    return visible
+
+
+def _over_tiles(tiles: Any, add: Callable[[jax.Array, Any, bool], Any], sums: Any) -> Any:
+    """`add`s every tile of the other side to the sums, telling whether it needs a mask."""
+    first, whole_first, whole_end, end = (tiles[place] for place in range(4))
+    for begin, stop, masked in ((first, whole_first, True), (whole_first, whole_end, False), (whole_end, end, True)):
+        sums = jax.lax.fori_loop(begin, stop, lambda tile, sums, masked=masked: add(tile, sums, masked), sums)
+    return sums
+
+
+def _dot(x: jax.Array, y: jax.Array) -> jax.Array:
+    """In fp32, and of fp32 in no less."""
+    precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+    return jnp.dot(x, y, precision=precision, preferred_element_type=jnp.float32)

@@ -1,0 +1,134 @@
+"""Which tiles of the scores a kernel computes: those that queries see nothing of are skipped, those that they see all of
+need no mask. Made once per batch, from where tokens stand and which documents they are of."""
+
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int32
+
+_PADDING_LAST = jnp.iinfo(jnp.int32).max
+
+
+class TileSize(NamedTuple):
+    """Scores that are computed at once."""
+
+    queries: int
+    keys: int
+
+
+class Tiles(NamedTuple):
+    """Of a tile's side, the tiles along the other: from `[0]` to `[3]` some score is seen, and of those from `[1]` to `[2]`
+    every one. The first dim is 1 where all rows are alike."""
+
+    of_queries: Int32[Array, "b num_query_tiles 4"]
+    """Key tiles, by the size for queries."""
+    of_keys: Int32[Array, "b num_key_tiles 4"]
+    """Query tiles, by the size for keys."""
+
+
+class Documents(NamedTuple):
+    """Segment ids of the tokens on both sides of the scores."""
+
+    of_queries: Int32[Array, "b t"]
+    of_keys: Int32[Array, "b s"]
+
+
+class Sight(NamedTuple):
+    """What queries see of keys, for a kernel."""
+
+    tiles: Tiles
+    offset: Int32[Array, "1"]
+    """Index in their row of the first query less that of the first key."""
+    documents: Documents | None = None
+    """None: every row is one."""
+
+
+class Sizes(NamedTuple):
+    """Of the kernels that go through keys for each tile of queries, and of the one that goes through queries."""
+
+    for_queries: TileSize
+    for_keys: TileSize
+
+
+def tiles(
+    sizes: Sizes,
+    num_queries: int,
+    num_keys: int,
+    *,
+    offset: int | Int32[Array, ""],
+    window: int | None,
+    q_ids: Int32[Array, "b t"] | None = None,
+    k_ids: Int32[Array, "b s"] | None = None,
+) -> Tiles:
+    """The tiles of attention of consecutive queries to consecutive keys, see `llamajax.kernels.plain.Mask`.
+
+    Nothing is asked of the ids; the more tokens of a document stand together, the more tiles are skipped.
+
+    Args:
+        sizes: of tiles.
+        num_queries: t.
+        num_keys: s.
+        offset: index in their row of the first query less that of the first key.
+        window: see there.
+        q_ids: documents of the queries; None: every row is one.
+        k_ids: and of the keys.
+    """
+    see = partial(_seen, num_queries=num_queries, num_keys=num_keys, offset=offset, window=window, q_ids=q_ids, k_ids=k_ids)
+    some, all_seen = see(sizes.for_keys)
+    return Tiles(_ranges(*see(sizes.for_queries)), _ranges(jnp.swapaxes(some, 1, 2), jnp.swapaxes(all_seen, 1, 2)))
+
+
+def num_tiles(length: int, size: int) -> int:
+    """That cover `length` tokens."""
+    return -(-length // size)
+
+
+def _seen(
+    size: TileSize,
+    *,
+    num_queries: int,
+    num_keys: int,
+    offset: int | jax.Array,
+    window: int | None,
+    q_ids: jax.Array | None,
+    k_ids: jax.Array | None,
+) -> tuple[Bool[Array, "b i j"], Bool[Array, "b i j"]]:
+    """Of every tile: whether some score of it may be seen, and whether every one is."""
+    q_first = (offset + size.queries * jnp.arange(num_tiles(num_queries, size.queries)))[None, :, None]
+    k_first = (size.keys * jnp.arange(num_tiles(num_keys, size.keys)))[None, None, :]
+    q_last = jnp.minimum(q_first + size.queries, offset + num_queries) - 1
+    k_last = jnp.minimum(k_first + size.keys, num_keys) - 1
+    some, every = k_first <= q_last, (k_last <= q_first) & (k_first + size.keys <= num_keys)
+    if window is not None:
+        some, every = some & (q_first - k_last < window), every & (q_last - k_first < window)
+    if q_ids is not None and k_ids is not None:
+        (q_least, q_most), (k_least, k_most) = _range_of_ids(q_ids, size.queries), _range_of_ids(k_ids, size.keys)
+        q_least, q_most, k_least, k_most = q_least[:, :, None], q_most[:, :, None], k_least[:, None], k_most[:, None]
+        some = some & (q_least <= k_most) & (k_least <= q_most)
+        every = every & (q_least == q_most) & (k_least == k_most) & (q_least == k_least)
+    return some, every
+
+
+def _range_of_ids(ids: Int32[Array, "b t"], size: int) -> tuple[Int32[Array, "b n"], Int32[Array, "b n"]]:
+    """The least and the largest id of each tile."""
+    # Padding stands behind all documents and has the least id: so it would join the last tile of them to all before.
+    ids = jnp.where(ids == 0, _PADDING_LAST, ids)
+    length = ids.shape[1]
+    ids = jnp.pad(ids, ((0, 0), (0, num_tiles(length, size) * size - length)), mode="edge")
+    ids = ids.reshape(ids.shape[0], -1, size)
+    return jnp.min(ids, axis=2), jnp.max(ids, axis=2)
+
+
+def _ranges(some: Bool[Array, "b i j"], every: Bool[Array, "b i j"]) -> Int32[Array, "b i 4"]:
+    """See `Tiles`. Of tiles that are seen whole the first that stand together."""
+    count = some.shape[2]
+    first, end = jnp.argmax(some, axis=2), count - jnp.argmax(some[:, :, ::-1], axis=2)
+    end = jnp.where(jnp.any(some, axis=2), end, first)
+    has_whole = jnp.any(every, axis=2)
+    whole_first = jnp.where(has_whole, jnp.argmax(every, axis=2), end)
+    behind = ~every & (jnp.arange(count)[None, None, :] > whole_first[:, :, None])
+    whole_end = jnp.where(jnp.any(behind, axis=2), jnp.argmax(behind, axis=2), count)
+    whole_end = jnp.where(has_whole, whole_end, end)
+    return jnp.stack([first, whole_first, whole_end, end], axis=2).astype(jnp.int32)
