@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from llamajax.config.rules import Bound, NonNegativeInt, PositiveInt, Section, ShareBelowOne
+from llamajax.config.rules import Bound, NonNegativeInt, PositiveFloatOrUnset, PositiveInt, Section, ShareBelowOne
 
 ChatFormat = Literal["messages", "sharegpt", "alpaca"]
 Weight = Annotated[float, Bound(lambda value: value > 0, "must be positive; remove the source to leave it out")]
@@ -70,6 +70,9 @@ class DataConfig(Section):
     """Tokens per row; documents are packed into rows and see only themselves."""
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
     """Text to token ids."""
+    mean_document_length: PositiveFloatOrUnset = None
+    """Tokens of a document, on average; what plans count of attention where documents see only themselves. Unset: whole
+    rows. Training knows by itself."""
     chat_template: str | None = None
     """`chat` sources: a Jinja file that turns a conversation into text, as Hugging Face tokenizers have it; unset: the
     one beside the tokenizer."""

@@ -8,6 +8,7 @@ import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from llamajax.config.model import ModelConfig
 from llamajax.config.parallel import SequenceForm, num_parts, splits_residual
@@ -46,16 +47,40 @@ def layer_matrix_bytes(model: ModelConfig, mesh: Mapping[str, int]) -> int:
     return matrices * DTYPE_BYTES[model.compute_dtype] // num_parts("mlp", mesh)
 
 
-def flops_per_token(model: ModelConfig, seq_len: int, *, full_attention: bool = False) -> int:
+def flops_per_token(
+    model: ModelConfig, seq_len: int, *, full_attention: bool = False, document_length: float | None = None
+) -> int:
     """Training FLOPs per token (forward and backward); recomputation is never counted.
 
     Six per matmul parameter, plus attention scores and values: `6*L*N*H*seq_len` when only the causal half
     counts, `12*L*N*H*seq_len` when the full square does (PaLM, arXiv:2204.02311, appendix B). A sliding window W
-    leaves `2*W - W**2/seq_len` of the former's `seq_len`, and W of the latter's.
+    leaves `2*W - W**2/seq_len` of the former's `seq_len`, and W of the latter's. Of documents that are closed to each other
+    the former counts what they have of a row, if their mean length is given, and the latter whole rows.
     """
     window = min(model.sliding_window or seq_len, seq_len)
-    keys = 2 * window if full_attention else 2 * window - window**2 // seq_len
-    return 6 * num_matmul_params(model) + 6 * model.num_layers * model.num_heads * model.head_dim * keys
+    keys = window if full_attention else mean_keys(model, seq_len, document_length)
+    return 6 * num_matmul_params(model) + math.floor(12 * model.num_layers * model.num_heads * model.head_dim * keys)
+
+
+def keys_seen(model: ModelConfig, index: float, document_length: float | None) -> float:
+    """Keys that the query at an index of its row sees, its own not counted.
+
+    Documents that are closed to each other end by chance, wherever they are: so a query stands behind their mean length of
+    tokens of its own, or as many as the row and the window leave.
+    """
+    reach = min(index, model.sliding_window or index)
+    if document_length is None or model.attend_across_documents:
+        return reach
+    return document_length * -math.expm1(-reach / document_length)
+
+
+def mean_keys(model: ModelConfig, seq_len: int, document_length: float | None) -> float:
+    """`keys_seen`, on average over a row."""
+    window = min(model.sliding_window or seq_len, seq_len)
+    if document_length is None or model.attend_across_documents:
+        return window - window**2 / seq_len / 2
+    last = keys_seen(model, window, document_length)
+    return (document_length * (window - last) + (seq_len - window) * last) / seq_len
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,11 +99,21 @@ class ExecutedFlops:
         return self.weights + self.recomputed + self.attention
 
 
-def executed_flops(config: Config, *, fused_attention: bool) -> ExecutedFlops:
+class Scores(NamedTuple):
+    """Of attention, on average for each query and head: what kernels compute that skip what is not seen."""
+
+    by_queries: float
+    """Forward, and backward for the queries."""
+    by_keys: float
+    """Backward for the keys and values."""
+
+
+def executed_flops(config: Config, *, fused_attention: bool, scores: Scores | None = None) -> ExecutedFlops:
     """What a step computes.
 
     Attention is two products forward and five backward, which computes the scores anew: of the visible part in a fused
     kernel; otherwise of the whole square, or of what a ring comes to, which of its 4 n^2 pairs of chunks is 2 n^2 + n.
+    Kernels that compute `scores` take three products for the gradients of queries and four for those of keys.
     """
     model, seq_len = computed_model(config.model, mesh_sizes(config)), config.data.seq_len
     D, F, L = model.embed_dim, model.mlp_dim, model.num_layers
@@ -93,16 +128,19 @@ def executed_flops(config: Config, *, fused_attention: bool) -> ExecutedFlops:
         + (0 if _keeps_two_residuals(config, mesh_sizes(config)) else D * heads),
     }[model.remat]
     matmul_flops = 6 * num_matmul_params(model)
+    again_forward = 2 if model.remat == "full" else 0
     # Two FLOPs per multiply-add, and six products in `flops_per_token`: it counts four of the backward pass.
-    product = (flops_per_token(model, seq_len) - matmul_flops) / 6 if fused_attention else 2 * L * heads * seq_len
-    if config.parallel.sequence == "ring" and not fused_attention:
-        parts = num_parts("seq", mesh_sizes(config))
-        product *= (2 * parts + 1) / (4 * parts) if parts > 1 else 1
-    # The fused kernel keeps what its backward pass needs inside, where no policy reaches it.
-    products = 7 + (2 if model.remat != "none" and (fused_attention or model.remat == "full") else 0)
+    if scores is not None:
+        attention = 2 * L * heads * ((5 + again_forward) * scores.by_queries + 4 * scores.by_keys)
+    elif fused_attention:
+        attention = (7 + again_forward) * (flops_per_token(model, seq_len) - matmul_flops) / 6
+    else:
+        parts = num_parts("seq", mesh_sizes(config)) if config.parallel.sequence == "ring" else 1
+        share = (2 * parts + 1) / (4 * parts) if parts > 1 else 1
+        attention = (7 + again_forward) * 2 * L * heads * seq_len * share
     tokens = config.train.global_batch_size * seq_len
     return ExecutedFlops(
-        weights=float(matmul_flops) * tokens, recomputed=2.0 * L * again * tokens, attention=products * product * tokens
+        weights=float(matmul_flops) * tokens, recomputed=2.0 * L * again * tokens, attention=attention * tokens
     )
 
 

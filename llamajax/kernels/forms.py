@@ -3,9 +3,10 @@
 from collections.abc import Mapping
 
 from llamajax.config.formulas import DTYPE_BYTES, sequence_numbers
+from llamajax.config.model import ModelConfig
 from llamajax.config.parallel import SequenceForm, num_parts
 from llamajax.config.run import Config
-from llamajax.kernels.cudnn import planned_obstacle
+from llamajax.kernels.choice import Kernel, Site, obstacle
 from llamajax.units import format_bytes
 
 
@@ -38,10 +39,18 @@ def sequence_form(config: Config, axes: Mapping[str, int]) -> tuple[SequenceForm
     possible: list[SequenceForm] = [form for form in forms if not config.sequence_problems(form, axes)]
     bytes_of_forms = ", ".join(f"{format_bytes(sent(form))} by {form}" for form in possible)
     told = f"a device sends per layer and micro-batch {bytes_of_forms}"
-    can_fuse = config.model.attention_kernel != "plain" and planned_obstacle(config.model, axes, "ulysses") is None
+    can_fuse = _can_fuse(config.model, axes)
     if "ulysses" in possible and can_fuse:
         return "ulysses", f"whole rows can be one fused kernel's; {told}"
     if "ring" in possible:
         share = (2 * parts + 1) / (4 * parts)
         return "ring", f"it computes {share:.0%} of the scores that whole rows have, and hides what it sends; {told}"
     return min(possible, key=sent), f"it sends least; {told}"
+
+
+def _can_fuse(model: ModelConfig, axes: Mapping[str, int]) -> bool:
+    """Whether some kernel takes the whole rows that exchanged heads have."""
+    asked = model.attention_kernel
+    kernels: tuple[Kernel, ...] = ("cudnn", "pallas") if asked == "auto" else (asked,)
+    site = Site.of(model, axes, "ulysses", is_gpu=True)
+    return any(kernel != "plain" and obstacle(kernel, site) is None for kernel in kernels)

@@ -95,8 +95,9 @@ def sight(
         documents: of the tokens.
     """
     q_ids, k_ids = documents or (None, None)
-    sizes = _launch(num_queries, num_keys, head_dim).sizes
-    seen = tiles(sizes, num_queries, num_keys, offset=offset, window=window, q_ids=q_ids, k_ids=k_ids)
+    seen = tiles(
+        sizes(num_queries, num_keys, head_dim), num_queries, num_keys, offset=offset, window=window, q_ids=q_ids, k_ids=k_ids
+    )
     return Sight(seen, jnp.reshape(jnp.asarray(offset, jnp.int32), (1,)), documents)
 
 
@@ -269,6 +270,11 @@ def part_gradients(
         name="attention_backward_keys",
     )(sight.tiles.of_keys, *_what_is_seen(sight), *arrays)
     return d_q.reshape(b, t, K, G, H), d_k, d_v
+
+
+def sizes(num_queries: int, num_keys: int, head_dim: int) -> Sizes:
+    """Of the tiles that kernels compute of such scores."""
+    return _launch(num_queries, num_keys, head_dim).sizes
 
 
 class _Side(NamedTuple):

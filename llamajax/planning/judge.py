@@ -6,6 +6,7 @@ from pathlib import Path
 
 import jax
 
+from llamajax.config.formulas import Scores
 from llamajax.planning.cost.gpu import Machine
 from llamajax.planning.cost.replay import replay
 from llamajax.planning.cost.timeline import Timeline
@@ -24,11 +25,12 @@ def preference(timeline: Timeline, *, fits: bool) -> tuple[bool, float]:
 
 def judged(
     lowered: jax.stages.Lowered, options: Callable[..., dict[str, Option]], machine: Machine, mesh: Mapping[str, int],
-    budget: float,
+    scores: Scores | None, budget: float,
 ) -> str:  # fmt: skip
     """The latencies of `lowered`, or `GUESSES` where scheduling by them does not help.
 
-    `options` makes the compiler's options, with a file of latencies; `budget` is the bytes that a device has for arrays.
+    `options` makes the compiler's options, with a file of latencies; `scores` are as for `replay`; `budget` is the bytes
+    that a device has for arrays.
     """
 
     def compiled(told: dict[str, Option]) -> tuple[tuple[bool, float], Timeline]:
@@ -38,7 +40,7 @@ def judged(
         assert memory is not None
         results = memory.output_size_in_bytes - memory.alias_size_in_bytes
         needed = memory.argument_size_in_bytes + results + memory.temp_size_in_bytes
-        timeline = replay(parse(hlo), machine, mesh)
+        timeline = replay(parse(hlo), machine, mesh, scores)
         return preference(timeline, fits=needed <= budget), timeline
 
     guessed, timeline = compiled(options())

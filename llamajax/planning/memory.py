@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from llamajax.config.formulas import ExecutedFlops, executed_flops, expected_bytes, mesh_sizes
 from llamajax.config.gpus import planned_gpu
 from llamajax.config.run import Config
-from llamajax.kernels.cudnn import planned_obstacle, workspace_bytes
+from llamajax.kernels.cudnn import workspace_bytes
 from llamajax.kernels.plain import MAX_CHUNK_SCORES
 from llamajax.parallel.allowance import Allowance, allowance, memory_fraction, room
+from llamajax.planning.cost.attention import computed_scores, planned_kernel
 from llamajax.planning.scopes import MEMORY_KINDS, MemoryKind, Namer
 from llamajax.planning.xla.buffers import Buffer
 from llamajax.planning.xla.compile import CompiledStep
@@ -121,20 +122,15 @@ def estimate(config: Config) -> MemoryPlan:
     )
 
 
-def fuses_attention(config: Config) -> bool:
-    """Whether cuDNN computes attention when `config` is trained on the GPUs of its `hardware`."""
-    reason = planned_obstacle(config.model, mesh_sizes(config), config.parallel.sequence)
-    return config.model.attention_kernel != "plain" and reason is None
-
-
 def planned_flops(config: Config) -> ExecutedFlops:
     """What the step of `config` computes on the GPUs of its `hardware`, told from the configuration alone."""
     config, _ = with_forms(config, mesh_sizes(config))
-    return executed_flops(config, fused_attention=fuses_attention(config))
+    fused_attention = planned_kernel(config)[0] != "plain"
+    return executed_flops(config, fused_attention=fused_attention, scores=computed_scores(config))
 
 
 def _planned_workspace(config: Config) -> int:
-    if not fuses_attention(config):
+    if planned_kernel(config)[0] != "cudnn":
         return 0
     model, axes = config.model, mesh_sizes(config)
     rows = config.rows_per_device(axes)

@@ -11,7 +11,7 @@ from typing import Any
 from llamajax.config.formulas import mesh_sizes
 from llamajax.config.run import Config
 from llamajax.errors import ConfigError
-from llamajax.kernels.cudnn import planned_obstacle
+from llamajax.planning.cost.attention import planned_kernel, scores_of_calls
 from llamajax.planning.cost.gpu import planned_machine
 from llamajax.planning.cost.replay import replay
 from llamajax.planning.cost.timeline import Timeline
@@ -119,11 +119,9 @@ def plan_problems(config: Config) -> list[str]:
         return ["hardware.gpu: a plan needs to know the GPU"]
     problems = [*config.placement_problems(config.hardware.num_devices)]
     problems += [problem for problem in config.problems() if not any(problem.startswith(known) for known in problems)]
-    if not problems and config.model.attention_kernel == "cudnn":
-        in_forms, _ = with_forms(config, mesh_sizes(config))
-        reason = planned_obstacle(config.model, mesh_sizes(config), in_forms.parallel.sequence)
-        problems += [f"model.attention_kernel: cudnn cannot be used: {reason}; or set auto"] if reason else []
     try:
+        if not problems:
+            planned_kernel(with_forms(config, mesh_sizes(config))[0])
         if config.xla.flags:
             check_flags(config)
         if config.xla.latency_profile not in (None, "auto"):
@@ -188,5 +186,5 @@ def replayed(step: CompiledStep, config: Config) -> Schedule:
         step=step,
         module=module,
         memory=memory_plan(step, module),
-        timeline=replay(module, planned_machine(config), mesh_sizes(config)),
+        timeline=replay(module, planned_machine(config), mesh_sizes(config), scores_of_calls(step.config)),
     )

@@ -20,6 +20,7 @@ from llamajax.errors import EnvironmentMismatchError
 from llamajax.parallel import compilation_cache
 from llamajax.parallel.allowance import MEMORY_FRACTION, told_fraction
 from llamajax.parallel.processes import everyones
+from llamajax.planning.cost.attention import scores_of_calls
 from llamajax.planning.cost.gpu import planned_machine
 from llamajax.planning.judge import GUESSES, judged
 from llamajax.planning.latencies import FILE_NAME, read_latencies, text_costs
@@ -93,12 +94,13 @@ def gpu_options(config: Config, lowered: jax.stages.Lowered) -> dict[str, Option
         return options(latencies=str(path))
     machine = planned_machine(config)
     budget = (told_fraction() or MEMORY_FRACTION) * machine.gpu.memory_bytes
-    described = [lowered.as_text(), options(), repr(machine), repr(machine.calibration), mesh, jax.__version__]
+    scores = scores_of_calls(config)
+    described = [lowered.as_text(), options(), repr(machine), repr(machine.calibration), mesh, scores, jax.__version__]
     path = folder / cache.key_of("latencies-3", described) / FILE_NAME
     # Those of the first process: two hosts may choose other kernels.
     text = everyones(path.read_text() if path.exists() else "")[0]
     if text != GUESSES and not text_costs(text.encode()):
-        text = everyones(judged(lowered, options, machine, mesh, budget))[0]
+        text = everyones(judged(lowered, options, machine, mesh, scores, budget))[0]
     disk.keep(path, text.encode())
     return options(latencies=None if text == GUESSES else str(path))
 

@@ -5,11 +5,14 @@ of its bytes between chip and memory. Nothing is measured; the few constants are
 """
 
 import math
+import re
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
+from llamajax.config.formulas import Scores
+from llamajax.kernels.choice import Kernel
 from llamajax.planning.cost.gpu import Machine
 from llamajax.planning.xla.hlo import Array, Computation, Instruction, Module, Shape, arrays, num_bytes, num_elements
 
@@ -49,6 +52,9 @@ _UNDERSTOOD = _SAME_SIZE_OPCODES | _SCALED_OPCODES | _FREE_OPCODES | {
     "gather", "dynamic-update-slice", "scatter", "fusion",
 }  # fmt: skip
 _GEMM_TARGETS = ("__cublas$", "__cudnn$gemm")
+_CUDNN = "__cudnn$fmha"
+_TRITON = "__gpu$xla.gpu.triton"
+_KERNEL_NAME = re.compile(r'\bname = "(attention_\w+)"')
 _PEAK_SHARE = {"f64": 1 / 16, "f32": 1 / 2, "s8": 2.0, "u8": 2.0}
 """Tensor-core rate against bfloat16's; f32 runs as TF32, XLA's default. Types of eight bits double it."""
 
@@ -63,8 +69,10 @@ _TILE_START = 128
 class CostModel:
     """Costs of the instructions of one module on one machine; remembers what it did not understand."""
 
-    def __init__(self, module: Module, machine: Machine):
+    def __init__(self, module: Module, machine: Machine, scores: Scores | None = None):
+        """`scores`: what attention computes, where its kernels skip what is not seen."""
         self.module = module
+        self.scores = scores
         self.machine = machine
         self.not_understood: Counter[str] = Counter()
         """Instructions whose cost is only a guess, by opcode and call target."""
@@ -109,8 +117,10 @@ class CostModel:
         if target == "AllocateBuffer":
             return FREE
         size = sum(map(num_bytes, operands)) + num_bytes(instruction.shape)
-        if target.startswith("__cudnn$fmha"):
-            return self._attention(instruction, operands, size)
+        if target.startswith(_CUDNN):
+            return self._cudnn_attention(instruction, operands, size)
+        if kernel := _pallas_kernel(instruction):
+            return self._pallas_attention(kernel, operands, size)
         if not target.startswith(_GEMM_TARGETS):
             self.not_understood[f"custom-call {target}"] += 1
             return self._kernel([], size)
@@ -128,7 +138,7 @@ class CostModel:
     def _memory_seconds(self, size: int) -> float:
         return size / (self.machine.gpu.memory_bandwidth * self.machine.calibration.memory_efficiency)
 
-    def _attention(self, instruction: Instruction, operands: list[Shape], size: int) -> Cost:
+    def _cudnn_attention(self, instruction: Instruction, operands: list[Shape], size: int) -> Cost:
         """cuDNN's fused attention: two matrix products forward, five backward, of what a query sees: under a causal mask
         half of the square, and with a sliding window as `config.formulas.flops_per_token` has it."""
         calibration = self.machine.calibration
@@ -141,8 +151,23 @@ class CostModel:
             pairs = queries * window - window**2 // 2
         flops = (5 if backward else 2) * 2 * batch * heads * pairs * _array(operands[0]).dims[-1]
         efficiency = calibration.attention_backward_efficiency if backward else calibration.attention_efficiency
+        return self._attention(flops, efficiency, size)
+
+    def _pallas_attention(self, kernel: str, operands: list[Shape], size: int) -> Cost:
+        """One of `llamajax.kernels.pallas`: its products, of the tiles of scores that are seen."""
+        assert self.scores is not None
+        calibration = self.machine.calibration
+        products, per_query, efficiency = {
+            "attention_forward": (2, self.scores.by_queries, calibration.pallas_efficiency),
+            "attention_backward_queries": (3, self.scores.by_queries, calibration.pallas_backward_efficiency),
+            "attention_backward_keys": (4, self.scores.by_keys, calibration.pallas_backward_efficiency),
+        }[kernel]
+        queries = next(array for array in map(_array, operands) if len(array.dims) == 4)
+        return self._attention(round(products * 2 * queries.num_elements * per_query), efficiency, size)
+
+    def _attention(self, flops: int, efficiency: float, size: int) -> Cost:
         work = flops / (self.machine.gpu.peak_flops * efficiency)
-        return Cost("attention", calibration.kernel_s + max(work, self._memory_seconds(size)), flops, size)
+        return Cost("attention", self.machine.calibration.kernel_s + max(work, self._memory_seconds(size)), flops, size)
 
     def _dots(self, body: Computation) -> list["Dot"]:
         """Every matrix product inside a fusion, nested fusions included."""
@@ -211,6 +236,20 @@ class CostModel:
             _written_bytes(in_place[result.name], body) if result.name in in_place else num_bytes(result.shape)
             for result in _results(body)
         )
+
+
+def attention_kernel(module: Module) -> Kernel:
+    """What computes attention in a compiled step."""
+    calls = [i for c in module.computations.values() for i in c.instructions.values() if i.opcode == "custom-call"]
+    if any(_target(call).startswith(_CUDNN) for call in calls):
+        return "cudnn"
+    return "pallas" if any(map(_pallas_kernel, calls)) else "plain"
+
+
+def _pallas_kernel(call: Instruction) -> str | None:
+    """The name of a kernel of `llamajax.kernels.pallas`."""
+    found = _KERNEL_NAME.search(call.attributes["backend_config"]) if _target(call) == _TRITON else None
+    return found and found[1]
 
 
 def _results(body: Computation) -> Iterable[Instruction]:

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from llamajax.config.formulas import Scores
 from llamajax.planning.cost.gpu import Machine
 from llamajax.planning.cost.kernels import FREE, CostModel
 from llamajax.planning.cost.network import Collective, LinkKind, collective, collective_kind
@@ -26,15 +27,16 @@ _REMATERIALIZED = ".remat"
 _CONTROL_FLOW = ("while", "call", "conditional")
 
 
-def replay(module: Module, machine: Machine, mesh: Mapping[str, int]) -> Timeline:
+def replay(module: Module, machine: Machine, mesh: Mapping[str, int], scores: Scores | None = None) -> Timeline:
     """The timeline of one execution of `module`.
 
     Args:
         module: a scheduled module.
         machine: what it runs on.
         mesh: sizes of the mesh axes, outer to inner; their product is the number of devices.
+        scores: what attention computes, where its kernels skip what is not seen.
     """
-    replayer = _Replayer(module, machine, mesh)
+    replayer = _Replayer(module, machine, mesh, scores)
     tally = replayer.run(module.entry, _Clock(), in_loop=False)
     uses = tuple(
         CollectiveUse(
@@ -156,11 +158,11 @@ class _Op:
 class _Replayer:
     """One replay: what is known of instructions, and of loop bodies already run."""
 
-    def __init__(self, module: Module, machine: Machine, mesh: Mapping[str, int]):
+    def __init__(self, module: Module, machine: Machine, mesh: Mapping[str, int], scores: Scores | None):
         self.module = module
         self.machine = machine
         self.mesh = mesh
-        self.costs = CostModel(module, machine)
+        self.costs = CostModel(module, machine, scores)
         self.collectives: dict[Key, Collective] = {}
         self.is_sync: dict[Key, bool] = {}
         self.in_loop: set[Key] = set()

@@ -21,7 +21,7 @@ Bytes, FLOPs and seconds are per step and device unless said otherwise; shares a
   `exposed_fraction` (of the step); `wire_bytes` and `wire_bytes_by_link` (sent), `wire_bytes_factor` (over the least; null
   if that is zero); `tokens_per_sec_per_device`, `mfu` (causal attention), `mfu_full_attention`, `hfu` (of the FLOPs that
   are executed), `flops` (executed), `rematerialized_flops` (of them, what XLA computes again to save
-  memory), `flops_factor` (the others over the formula with `model.remat`), `attention_kernel` (`cudnn` or `plain`);
+  memory), `flops_factor` (the others over the formula with `model.remat`), `attention_kernel` (`cudnn`, `pallas`, `plain`);
   `sync_collectives_in_loops`; `not_understood` (instructions whose cost is a guess); `collectives` (name, kind, axis,
   group_size, num_nodes, link, bytes, count, seconds, hidden_s, exposed_s, is_sync, in_loop).
 - `without_profile`: the same group for the schedule by XLA's own guesses; `with_profile`: that by latencies, or null.
@@ -52,6 +52,7 @@ from llamajax.config.formulas import (
 )  # fmt: skip
 from llamajax.config.gpus import planned_gpu
 from llamajax.config.run import Config
+from llamajax.planning.cost.kernels import attention_kernel
 from llamajax.planning.cost.network import num_communicators
 from llamajax.planning.cost.timeline import CollectiveUse
 from llamajax.planning.memory import estimate, planned_flops
@@ -81,7 +82,8 @@ def analytic_figures(config: Config) -> dict[str, Any]:
         "mesh": mesh_sizes(config),
         "num_params": num_params(model),
         "tokens_per_step": tokens,
-        "model_flops": flops_per_token(model, config.data.seq_len) * tokens,
+        "model_flops": flops_per_token(model, config.data.seq_len, document_length=config.data.mean_document_length)
+        * tokens,
         "capacity_bytes": planned_gpu(hardware).memory_bytes,
         "zero_minimum_bytes": minimum_state_bytes(config),
         "least_wire_bytes": least_wire_bytes(config, mesh_sizes(config)),
@@ -152,6 +154,7 @@ def schedule_figures(config: Config, schedule: Schedule) -> dict[str, Any]:
     """Memory and time of one schedule of `config`."""
     memory, timeline, gpu = schedule.memory, schedule.timeline, planned_gpu(config.hardware)
     num_devices, seq_len = config.hardware.num_devices, config.data.seq_len
+    document_length = config.data.mean_document_length
     tokens_per_sec = config.train.global_batch_size * seq_len / num_devices / timeline.step_time_s
     least, sent = least_wire_bytes(config, mesh_sizes(config)), sum(timeline.wire_bytes.values())
     counted = planned_flops(config).total
@@ -172,13 +175,13 @@ def schedule_figures(config: Config, schedule: Schedule) -> dict[str, Any]:
         "wire_bytes_by_link": timeline.wire_bytes,
         "wire_bytes_factor": sent / least if least else None,
         "tokens_per_sec_per_device": tokens_per_sec,
-        "mfu": flops_per_token(config.model, seq_len) * tokens_per_sec / gpu.peak_flops,
+        "mfu": flops_per_token(config.model, seq_len, document_length=document_length) * tokens_per_sec / gpu.peak_flops,
         "mfu_full_attention": flops_per_token(config.model, seq_len, full_attention=True) * tokens_per_sec / gpu.peak_flops,
         "hfu": timeline.flops / timeline.step_time_s / gpu.peak_flops,
         "flops": timeline.flops,
         "flops_factor": (timeline.flops - timeline.rematerialized_flops) * num_devices / counted,
         "rematerialized_flops": timeline.rematerialized_flops,
-        "attention_kernel": "cudnn" if "attention" in timeline.compute_by_kind else "plain",
+        "attention_kernel": attention_kernel(schedule.module),
         "sync_collectives_in_loops": timeline.sync_collectives_in_loops,
         "not_understood": timeline.not_understood,
         "collectives": [_collective(use) for use in timeline.collectives],

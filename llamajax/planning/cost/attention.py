@@ -1,0 +1,50 @@
+"""What attention takes: which kernel computes it on the planned GPUs, and how much of the scores."""
+
+from llamajax.config.formulas import Scores, keys_seen, mesh_sizes
+from llamajax.config.parallel import num_parts
+from llamajax.config.run import Config
+from llamajax.kernels.choice import Kernel, Site, choose
+from llamajax.kernels.pallas import sizes
+from llamajax.kernels.tiles import TileSize, num_tiles
+
+
+def planned_kernel(config: Config) -> tuple[Kernel, str]:
+    """That computes attention when `config`, whose forms are chosen, is trained on the GPUs of its `hardware`; and why.
+
+    Raises:
+        ConfigError: the one that is asked for cannot.
+    """
+    site = Site.of(config.model, mesh_sizes(config), config.parallel.sequence, is_gpu=True)
+    return choose(config.model.attention_kernel, site)
+
+
+def computed_scores(config: Config) -> Scores | None:
+    """Of whole tiles, on the device that has most to compute; None: the kernel is none that skips tiles."""
+    if planned_kernel(config)[0] != "pallas":
+        return None
+    parts = num_parts("seq", mesh_sizes(config))
+    length = config.data.seq_len // parts
+    own = sizes(length, config.data.seq_len, config.model.head_dim)
+    return Scores(_mean(config, own.for_queries, parts), _mean(config, TileSize(*reversed(own.for_keys)), parts))
+
+
+def scores_of_calls(config: Config) -> Scores | None:
+    """The same, of each call of a kernel: around a ring a device's early and late queries see 2 n + 1 halves of keys."""
+    scores = computed_scores(config)
+    if scores is None or config.parallel.sequence != "ring":
+        return scores
+    parts = num_parts("seq", mesh_sizes(config))
+    return Scores(*(2 * each / (2 * parts + 1) for each in scores)) if parts > 1 else scores
+
+
+def _mean(config: Config, tile: TileSize, parts: int) -> float:
+    """Of a tile's queries. The last of `parts` that rows are split into have most to see where keys are gathered; a ring and
+    an exchange of heads share the work out."""
+    model, seq_len = config.model, config.data.seq_len
+    begin = seq_len - seq_len // parts if config.parallel.sequence == "gather" else 0
+    total, firsts = 0.0, range(begin, seq_len, tile.queries)
+    for first in firsts:
+        before = keys_seen(model, first, config.data.mean_document_length)
+        # Where what is seen begins within a tile, half of that one more on average.
+        total += min(first, before + (tile.keys / 2 if before < first else 0)) + tile.queries
+    return total / num_tiles(seq_len - begin, tile.queries)
