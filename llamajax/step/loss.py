@@ -164,7 +164,10 @@ def _on_device(
         x, target = chunk  # [n, D], [n]
         with jax.named_scope("logits"):
             counted = target != IGNORE
-            logits = jnp.einsum("nD,vD->nv", x, head, preferred_element_type=jnp.float32)
+            # Rounded to the compute dtype, as their gradients are: as fp32 they would take as long to read as to make. The
+            # barrier keeps XLA from leaving the rounding out.
+            rounded = jax.lax.optimization_barrier(jnp.einsum("nD,vD->nv", x, head))
+            logits = rounded.astype(jnp.float32)
             (exps, exp_sum, largest, target_logit), is_target = split_softmax(logits, vocab_ids, target)
             lse = jnp.log(exp_sum) + largest
             cross_entropy = jnp.sum(jnp.where(counted, lse - target_logit, 0.0))
