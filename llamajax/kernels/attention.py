@@ -67,7 +67,7 @@ def with_sight(
     """The mask with what the kernel finds out of it, once for all layers; for queries like `q`, see `attend`."""
     if _choice(kernel, q, mask, sequence) != "pallas" or (sequence == "ring" and _splits_rows()):
         return mask
-    return pallas.see(mask, q.shape[:2], q.shape[-1], sequence)
+    return pallas.see(mask, q.shape[1], q.shape[-1], sequence)
 
 
 def _choice(

@@ -35,33 +35,35 @@ class _Launch(NamedTuple):
     of_keys: triton.CompilerParams
 
 
-def see(mask: Mask, shape: tuple[int, int], head_dim: int, sequence: SequenceForm) -> Mask:
-    """The mask of rows [B, T] with its `sight`, made once for all layers: of whole rows in the form `ulysses`, else of those
-    parts of their queries that devices have. A ring makes its own at every step."""
-    is_whole = sequence == "ulysses"
-    by_queries, by_rows = spec("batch", None if is_whole else "seq"), spec("batch", None)
-    rows_differ = mask.segment_ids is not None
-    of_tiles = by_queries if rows_differ else jax.P(None, *by_queries[1:])
+def see(mask: Mask, seq_len: int, head_dim: int, sequence: SequenceForm) -> Mask:
+    """The mask of rows with its `sight`, made once for all layers: of whole rows in the form `ulysses`, else of those parts
+    of their queries that devices have. A ring makes its own at every step."""
+    is_whole, rows_differ = sequence == "ulysses", mask.segment_ids is not None
+    split_over = None if is_whole else "seq"
+    by_queries: Any = spec("batch", split_over)
+    by_rows: Any = spec("batch", None)
+    of_tiles: Any = by_queries if rows_differ else spec(None, split_over)
     documents = Documents(by_queries, by_rows) if rows_differ else None
-    out_specs = Sight(Tiles(of_tiles, of_tiles), jax.P(*by_queries[1:]), documents)
+    of_offset: Any = spec(split_over)
+    out_specs = Sight(Tiles(of_tiles, of_tiles), of_offset, documents)
 
     @partial(jax.shard_map, in_specs=(spec("batch", "seq"),), out_specs=out_specs, check_vma=False)
     def on_device(ids: jax.Array | None) -> Sight:
-        length = shape[1] // jax.lax.axis_size(axes_of("seq"))
+        length = seq_len // jax.lax.axis_size(axes_of("seq"))
         whole = None if ids is None else whole_rows(ids)
         if is_whole:
             documents = None if whole is None else Documents(whole, whole)
-            return sight(shape[1], shape[1], head_dim, window=mask.window, documents=documents)
+            return sight(seq_len, seq_len, head_dim, window=mask.window, documents=documents)
         documents = None if ids is None or whole is None else Documents(ids, whole)
         first = jax.lax.axis_index(axes_of("seq")) * length
-        return sight(length, shape[1], head_dim, offset=first, window=mask.window, documents=documents)
+        return sight(length, seq_len, head_dim, offset=first, window=mask.window, documents=documents)
 
     return dataclasses.replace(mask, sight=on_device(mask.segment_ids))
 
 
 def attend(q: Queries, k: Keys, v: Keys, mask: Mask, scale: float, *, interpret: bool) -> tuple[Queries, LogSumExp]:
     """As the door. Queries stay on their part of the sequence; the keys and values of the whole row come to them."""
-    mask = mask if mask.sight is not None else see(mask, q.shape[:2], q.shape[-1], "gather")
+    mask = mask if mask.sight is not None else see(mask, q.shape[1], q.shape[-1], "gather")
     assert mask.sight is not None
     q_spec, kv_spec = spec("batch", "seq", "kv_heads", None, "head_dim"), spec("batch", "seq", "kv_heads", "head_dim")
     in_specs = q_spec, kv_spec, kv_spec, jax.tree.map(lambda x: jax.typeof(x).sharding.spec, mask.sight)

@@ -50,17 +50,21 @@ class _Blocks(NamedTuple):
     """By a kernel, which skips itself what no query sees."""
     interpret: bool
 
-    def attend(self, q: jax.Array, k: jax.Array, v: jax.Array, q_place: Place, k_place: Place) -> Part:
-        how = {"window": self.window, "scale": self.scale}
+    def attend(self, *arguments: Any) -> Part:
+        """Of the same arguments as `attend_block`."""
         if self.fused:
-            return pallas_block.attend_block(q, k, v, q_place, k_place, **how, interpret=self.interpret)
-        return block.attend_block(q, k, v, q_place, k_place, **how)
+            attend = partial(pallas_block.attend_block, interpret=self.interpret)
+        else:
+            attend = block.attend_block
+        return attend(*arguments, window=self.window, scale=self.scale)
 
-    def gradients(self, *arrays: Any) -> Gradients:
-        how = {"window": self.window, "scale": self.scale}
+    def gradients(self, *arguments: Any) -> Gradients:
+        """Of the same as `attend_block_backward`."""
         if self.fused:
-            return pallas_block.attend_block_backward(*arrays, **how, interpret=self.interpret)
-        return block.attend_block_backward(*arrays, **how)
+            differentiate = partial(pallas_block.attend_block_backward, interpret=self.interpret)
+        else:
+            differentiate = block.attend_block_backward
+        return differentiate(*arguments, window=self.window, scale=self.scale)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(4,))

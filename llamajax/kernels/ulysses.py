@@ -44,7 +44,7 @@ def attend(
     """
     q_spec, kv_spec = spec("batch", "seq", "kv_heads", None, "head_dim"), spec("batch", "seq", "kv_heads", "head_dim")
     if kernel == "pallas" and mask.sight is None:
-        mask = pallas.see(mask, q.shape[:2], q.shape[-1], "ulysses")
+        mask = pallas.see(mask, q.shape[1], q.shape[-1], "ulysses")
     # What plain attention needs of the mask, or a kernel has made of it.
     seen = mask.segment_ids if kernel == "plain" else mask.sight
     in_specs = q_spec, kv_spec, kv_spec, jax.tree.map(lambda x: jax.typeof(x).sharding.spec, seen)

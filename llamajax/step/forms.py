@@ -13,6 +13,7 @@ from llamajax.config.formulas import (
 from llamajax.config.gpus import planned_gpu
 from llamajax.config.parallel import Reduction, StackForm, num_parts
 from llamajax.config.run import Config
+from llamajax.kernels.choice import Site, choose
 from llamajax.kernels.forms import sequence_form
 from llamajax.kernels.plain import MAX_CHUNK_SCORES
 from llamajax.parallel.allowance import memory_fraction
@@ -41,6 +42,21 @@ def with_forms(config: Config, axes: Mapping[str, int]) -> tuple[Config, dict[st
         no_choice.add("grad_reduce")
     told = {setting: f"{form}: {reason}" for setting, (form, reason) in chosen.items() if setting not in no_choice}
     return dataclasses.replace(config, parallel=parallel), told
+
+
+def attention_kernel(config: Config, axes: Mapping[str, int], *, is_gpu: bool) -> tuple[str, str | None]:
+    """Which kernel computes attention when `config`, whose forms are chosen, is trained, and why, in one line; and a warning
+    if it is none that a GPU deserves.
+
+    Raises:
+        ConfigError: the one that is asked for cannot.
+    """
+    asked = config.model.attention_kernel
+    kernel, reason = choose(asked, Site.of(config.model, axes, config.parallel.sequence, is_gpu=is_gpu))
+    told = f"{kernel}: {reason}"
+    if kernel != "plain" or asked == "plain" or not is_gpu:
+        return told, None
+    return told, "attention takes no fused kernel: its scores go through the GPU's memory, which takes several times as long"
 
 
 def stack_form(config: Config, axes: Mapping[str, int]) -> tuple[StackForm, str]:

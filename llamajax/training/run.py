@@ -19,7 +19,7 @@ from llamajax.parallel.processes import check_same_everywhere, everyones
 from llamajax.parallel.zero import whole_over_data
 from llamajax.planning.scheduling import compile_here
 from llamajax.step.compile import lower, told
-from llamajax.step.forms import with_forms
+from llamajax.step.forms import attention_kernel, with_forms
 from llamajax.step.state import abstract_state, init_state
 from llamajax.training.loop import train
 from llamajax.training.resume import check_same_run
@@ -41,9 +41,13 @@ def run(config: Config, *, dry_run: bool = False) -> None:
         startup.start(config)
         abstract = abstract_state(config)
         console.print_header(config, abstract.model)
-        in_forms, forms = with_forms(config, jax.sharding.get_mesh().shape)
-        for setting, form in forms.items():
+        mesh = jax.sharding.get_mesh().shape
+        in_forms, forms = with_forms(config, mesh)
+        kernel, warning = attention_kernel(in_forms, mesh, is_gpu=jax.default_backend() == "gpu")
+        for setting, form in (forms | {"attention": kernel}).items():
             console.log(f"{setting:10} {form}")
+        if warning is not None:
+            console.log(f"warning    {warning}")
         run_dir = Path(config.run_dir).expanduser()
         pretrained = None
         if config.init_from is not None and everyones(latest_step(run_dir))[0] is None:

@@ -9,20 +9,22 @@ from llamajax.kernels.forms import sequence_form
 from tests.planning.plans import CONFIG
 
 OPEN = {"model.attend_across_documents": True}
+PLAIN = {"model.attention_kernel": "plain"}
 
 
 @pytest.mark.parametrize(
     ("axes", "changes", "form", "reason"),
     [
         ({"fsdp": 16}, {}, "gather", "no row is split"),
-        ({"sequence": 4}, {}, "ring", "it computes 56% of the scores that whole rows have, and hides"),
-        ({"sequence": 2}, {}, "ring", "it computes 62% of"),
+        ({"sequence": 4}, PLAIN, "ring", "it computes 56% of the scores that whole rows have, and hides"),
+        ({"sequence": 2}, PLAIN, "ring", "it computes 62% of"),
+        ({"sequence": 4}, {}, "ulysses", "whole rows can be one fused kernel's"),
         ({"sequence": 4}, OPEN, "ulysses", "whole rows can be one fused kernel's"),
-        ({"sequence": 4}, OPEN | {"model.attention_kernel": "plain"}, "ring", "it computes"),
+        ({"sequence": 4}, {"model.attention_kernel": "cudnn"}, "ring", "it computes"),
         ({"sequence": 4}, {"parallel.sequence": "gather"}, "gather", "parallel.sequence says so"),
         ({"sequence": 4, "tensor": 4}, OPEN, "ring", r"it computes .*\w by gather, .*\w by ring$"),
-        ({"sequence": 8}, {"data.seq_len": 1016}, "ulysses", r"it sends least; .* by gather, .* by ulysses$"),
-        ({"sequence": 2}, {"data.seq_len": 1022, "model.num_kv_heads": 1}, "gather", "it sends least"),
+        ({"sequence": 8}, PLAIN | {"data.seq_len": 1016}, "ulysses", r"it sends least; .* by gather, .* by ulysses$"),
+        ({"sequence": 2}, PLAIN | {"data.seq_len": 1022, "model.num_kv_heads": 1}, "gather", "it sends least"),
         ({"sequence": 4, "tensor": 4}, {"data.seq_len": 1020}, "gather", "it sends least; .* by gather$"),
     ],
 )

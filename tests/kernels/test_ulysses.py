@@ -7,6 +7,7 @@ import pytest
 
 from llamajax.config.parallel import MeshConfig
 from llamajax.kernels import ulysses
+from llamajax.kernels.choice import Kernel
 from llamajax.kernels.plain import Mask
 from llamajax.parallel.mesh import make_mesh
 from llamajax.parallel.sharding import spec
@@ -53,15 +54,15 @@ def test_a_fused_kernel_gets_whole_rows_of_its_heads(monkeypatch, K, own_heads):
     q = jax.device_put(q, spec("batch", "seq", "kv_heads", None, "head_dim"))
     k, v = jax.device_put((k, v), spec("batch", "seq", "kv_heads", "head_dim"))
 
-    def results(fused: bool) -> list[jax.Array]:
+    def results(kernel: Kernel) -> list[jax.Array]:
         def weighted(q, k, v):
-            out, _ = ulysses.attend(q, k, v, Mask(window=5), SCALE, fused=fused)
+            out, _ = ulysses.attend(q, k, v, Mask(window=5), SCALE, kernel=kernel)
             return jnp.sum(out * jnp.cos(jnp.arange(8.0)).reshape(1, 1, 1, 1, 8)), out
 
         gradients, out = jax.jit(jax.grad(weighted, argnums=(0, 1, 2), has_aux=True))(q, k, v)
         return [out, *gradients]
 
     kv_heads, group = own_heads
-    for ours, theirs in zip(results(True), results(False), strict=True):
+    for ours, theirs in zip(results("cudnn"), results("plain"), strict=True):
         np.testing.assert_allclose(ours, theirs, atol=1e-5)
     assert set(shapes) == {((1, 16, kv_heads * group, 8), (1, 16, kv_heads, 8))}

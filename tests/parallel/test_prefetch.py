@@ -13,7 +13,7 @@ from llamajax.config.parallel import MeshConfig
 from llamajax.parallel.mesh import make_mesh
 from llamajax.parallel.prefetch import run_prefetching
 from llamajax.parallel.sharding import spec
-from llamajax.parallel.stack import run_layers
+from llamajax.parallel.stack import Policy, run_layers
 from llamajax.parallel.zero import weight
 
 B, T, D = 8, 4, 8
@@ -54,8 +54,16 @@ def plain(weights: tuple[Matrix, Matrix], x: jax.Array, shared: jax.Array, _: ob
     return run_layers(weights, run, x, dtype="float32")[0]
 
 
+def policy(saved: tuple[str, ...] | None) -> Policy | None:
+    if not saved:
+        return None if saved is None else jax.checkpoint_policies.nothing_saveable
+    return jax.checkpoint_policies.save_only_these_names(*saved)
+
+
 def prefetching(weights: tuple[Matrix, Matrix], x: jax.Array, shared: jax.Array, saved: tuple[str, ...] | None) -> jax.Array:
-    return run_prefetching(weights, (first_part, second_part), x, shared, dtype="float32", saved=saved, made_first=NAMED)
+    return run_prefetching(
+        weights, (first_part, second_part), x, shared, dtype="float32", saved=policy(saved), made_first=NAMED
+    )
 
 
 def value_and_gradients(run, weights, x, shared, saved):

@@ -10,9 +10,11 @@ from llamajax.config.file import load_config
 from llamajax.config.formulas import mesh_sizes, minimum_state_bytes
 from llamajax.config.run import Config
 from llamajax.parallel.allowance import allowance
-from llamajax.planning.memory import fuses_attention, planned_flops
+from llamajax.planning.cost.attention import planned_kernel
+from llamajax.planning.memory import planned_flops
 from llamajax.planning.plan import make_plan
 from llamajax.planning.tell.figures import figures
+from llamajax.step.forms import with_forms
 from scripts.plans import BETTER, CONFIGS, DOCUMENTED, GOLDEN, plans, wrong
 
 WORSE = 1.02
@@ -41,7 +43,7 @@ def test_every_plan_is_kept():
 def test_what_is_expected_of_a_program_is_what_its_configuration_asks_for(name):
     wanted, config = golden()["expected"][name], shipped(name)
     flops = planned_flops(config)
-    assert fuses_attention(config) == (wanted["attention_kernel"] == "cudnn")
+    assert planned_kernel(with_forms(config, mesh_sizes(config))[0])[0] == wanted["attention_kernel"]
     assert allowance(mesh_sizes(config)).num_communicators == wanted["num_communicators"]
     assert {"weights": flops.weights, "recomputed": flops.recomputed, "attention": flops.attention} == pytest.approx(
         wanted["flops"], rel=1e-9

@@ -238,7 +238,7 @@ class CostModel:
         )
 
 
-def attention_kernel(module: Module) -> Kernel:
+def compiled_attention(module: Module) -> Kernel:
     """What computes attention in a compiled step."""
     calls = [i for c in module.computations.values() for i in c.instructions.values() if i.opcode == "custom-call"]
     if any(_target(call).startswith(_CUDNN) for call in calls):

@@ -10,7 +10,8 @@ Bytes, FLOPs and seconds are per step and device unless said otherwise; shares a
   all devices), `model_flops` (of all devices, causal, without recomputation), `zero_minimum_bytes` (weights and moments,
   evenly over all devices that can share them), `least_wire_bytes` (see `config.formulas`), `checkpoint_bytes` (one
   checkpoint of all devices: weights and moments).
-- `forms`: by setting of `parallel` the form that was chosen, and why.
+- `forms`: by setting of `parallel` the form that was chosen, and why; and so for `attention` the kernel. `warning`: that
+  it is none that is fused, or null.
 - `options`: what the compiler was told. `latency_profile`: `auto` for the cost model's, the file, or null for none, also
   where `auto` would not help. `num_compilations`; `compile_s`: of all of them together.
 - The schedule that training runs: `capacity_bytes`, `fits`, `argument_bytes`, `temp_bytes`, `peak_bytes`, `host_bytes`,
@@ -52,13 +53,13 @@ from llamajax.config.formulas import (
 )  # fmt: skip
 from llamajax.config.gpus import planned_gpu
 from llamajax.config.run import Config
-from llamajax.planning.cost.kernels import attention_kernel
+from llamajax.planning.cost.kernels import compiled_attention
 from llamajax.planning.cost.network import num_communicators
 from llamajax.planning.cost.timeline import CollectiveUse
 from llamajax.planning.memory import estimate, planned_flops
 from llamajax.planning.plan import Alternative, Plan, Schedule
 from llamajax.planning.search import Sweep
-from llamajax.step.forms import with_forms
+from llamajax.step.forms import attention_kernel, with_forms
 
 SCHEMA_VERSION = 2
 _PEAK_TENSORS = 20
@@ -94,6 +95,8 @@ def analytic_figures(config: Config) -> dict[str, Any]:
 def estimated_figures(config: Config, missing: str) -> dict[str, Any]:
     """`analytic_figures`, with an estimate of the memory, for a machine without XLA's compiler for GPUs."""
     config, forms = with_forms(config, mesh_sizes(config))
+    kernel, warning = attention_kernel(config, mesh_sizes(config), is_gpu=True)
+    forms["attention"] = kernel
     memory = estimate(config)
     expected = {
         "by_kind": memory.by_kind,
@@ -101,12 +104,19 @@ def estimated_figures(config: Config, missing: str) -> dict[str, Any]:
         "allowance_bytes": memory.allowance.total_bytes,
         "fits": memory.fits,
     }
-    return analytic_figures(config) | {"compiled": False, "forms": forms, "missing": missing, "memory_estimate": expected}
+    return analytic_figures(config) | {
+        "compiled": False,
+        "forms": forms,
+        "warning": warning,
+        "missing": missing,
+        "memory_estimate": expected,
+    }
 
 
 def figures(plan: Plan, sweep: Sweep | None = None, plans: Sequence[Plan] = ()) -> dict[str, Any]:
     """Everything about a plan, and about the `plans` of a sweep; see this module's docstring."""
     chosen, (config, forms) = plan.chosen, with_forms(plan.config, mesh_sizes(plan.config))
+    kernel, warning = attention_kernel(config, mesh_sizes(config), is_gpu=True)
     own = schedule_figures(config, chosen)
     others = [alternative.schedule for alternative in plan.alternatives]
     tries = [schedule for schedule in (plan.guessed, plan.informed, *others) if schedule is not None]
@@ -130,7 +140,8 @@ def figures(plan: Plan, sweep: Sweep | None = None, plans: Sequence[Plan] = ()) 
         analytic_figures(config)
         | {
             "compiled": True,
-            "forms": forms,
+            "forms": forms | {"attention": kernel},
+            "warning": warning,
             "jax_version": chosen.step.jax_version,
             "options": {key: value for key, value in chosen.step.options.items() if key != _PROFILE_OPTION},
             "latency_profile": config.xla.latency_profile if chosen is plan.informed else None,
@@ -181,7 +192,7 @@ def schedule_figures(config: Config, schedule: Schedule) -> dict[str, Any]:
         "flops": timeline.flops,
         "flops_factor": (timeline.flops - timeline.rematerialized_flops) * num_devices / counted,
         "rematerialized_flops": timeline.rematerialized_flops,
-        "attention_kernel": attention_kernel(schedule.module),
+        "attention_kernel": compiled_attention(schedule.module),
         "sync_collectives_in_loops": timeline.sync_collectives_in_loops,
         "not_understood": timeline.not_understood,
         "collectives": [_collective(use) for use in timeline.collectives],

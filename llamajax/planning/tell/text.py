@@ -80,6 +80,8 @@ def _print_run(config: Config, told: Figures) -> None:
     log(f"batch      {config.batch_arithmetic(told['num_devices'])}")
     for setting, form in told["forms"].items():
         log(f"{setting:10} {form}")
+    if told["warning"] is not None:
+        log(f"warning    {told['warning']}")
     held = f", {format_bytes(told['argument_bytes'])} as compiled with the batch" if told.get("argument_bytes") else ""
     log(
         f"state      at least {format_bytes(told['zero_minimum_bytes'])} of weights and moments per GPU{held};"

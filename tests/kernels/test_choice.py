@@ -1,0 +1,75 @@
+"""Which kernel computes attention, and why: from what is to be computed alone."""
+
+import re
+from typing import Any
+
+import pytest
+
+from llamajax.config.model import AttentionKernel
+from llamajax.errors import ConfigError
+from llamajax.kernels.choice import Kernel, Site, choose, obstacle
+from tests.tiny import tiny_config
+
+OPEN = Site(is_gpu=True, dtype="bfloat16", head_dim=128, closes_documents=False, form="gather", splits_rows=False)
+
+
+@pytest.mark.parametrize(
+    ("changes", "kernel", "reason"),
+    [
+        ({}, "cudnn", "the fastest that takes such rows"),
+        ({"dtype": "float16", "head_dim": 64}, "cudnn", "the fastest"),
+        ({"closes_documents": True}, "pallas", "cudnn cannot be used: documents of one row .*attend_across_documents"),
+        ({"head_dim": 100}, "pallas", "cudnn cannot be used: model.head_dim is 100"),
+        ({"head_dim": 256}, "pallas", "cudnn cannot be used: model.head_dim is 256"),
+        ({"splits_rows": True}, "pallas", "cudnn cannot be used: mesh.sequence splits the rows"),
+        ({"splits_rows": True, "form": "ring"}, "pallas", "cudnn cannot be used: mesh.sequence splits the rows"),
+        ({"splits_rows": True, "form": "ulysses"}, "cudnn", "the fastest"),
+        ({"with_lse": True}, "pallas", "cudnn cannot be used: jax gives its log-sum-exp in 16 bits"),
+        ({"dtype": "float32"}, "plain", "compute_dtype is float32.*; nor can pallas: model.compute_dtype is float32"),
+        ({"head_dim": 264}, "plain", "; nor can pallas: model.head_dim is 264, and it takes up to 256"),
+        ({"is_gpu": False, "dtype": "float32"}, "plain", "there is no GPU"),
+    ],
+    ids=str,
+)
+def test_auto_is_the_first_that_can(changes: dict[str, Any], kernel: Kernel, reason: str):
+    found, why = choose("auto", OPEN._replace(**changes))
+    assert found == kernel
+    assert re.search(reason, why), why
+    assert "\n" not in why
+
+
+@pytest.mark.parametrize(
+    ("asked", "changes", "reason"),
+    [
+        ("cudnn", {"closes_documents": True}, "documents of one row are closed"),
+        ("cudnn", {"is_gpu": False}, "it needs NVIDIA GPUs"),
+        ("pallas", {"dtype": "float32"}, "compute_dtype is float32"),
+        ("pallas", {"head_dim": 512, "is_gpu": False}, "head_dim is 512"),
+    ],
+    ids=str,
+)
+def test_a_kernel_that_is_asked_for_and_cannot_is_an_error(asked: AttentionKernel, changes: dict[str, Any], reason: str):
+    message = rf"^model.attention_kernel: {asked} cannot be used: .*{reason}.*; or set auto$"
+    with pytest.raises(ConfigError, match=message):
+        choose(asked, OPEN._replace(**changes))
+
+
+@pytest.mark.parametrize("asked", ["pallas", "cudnn", "plain"])
+def test_a_kernel_that_is_asked_for_and_can_is_taken(asked: Kernel):
+    assert choose(asked, OPEN) == (asked, "model.attention_kernel says so")
+
+
+def test_without_a_gpu_pallas_is_interpreted():
+    assert choose("pallas", OPEN._replace(is_gpu=False, dtype="float32")) == (
+        "pallas",
+        "interpreted, which is slow: there is no GPU",
+    )
+
+
+@pytest.mark.parametrize("is_open", [True, False])
+@pytest.mark.parametrize("sequence", [1, 2])
+def test_the_site_of_a_configuration(is_open, sequence):
+    model = tiny_config().changed({"model.attend_across_documents": is_open, "model.compute_dtype": "bfloat16"}).model
+    site = Site.of(model, {"data": 1, "fsdp": 2, "sequence": sequence, "tensor": 1}, "ulysses", is_gpu=True)
+    assert site == Site(True, "bfloat16", model.head_dim, not is_open, "ulysses", sequence > 1)
+    assert obstacle("plain", site) is None
