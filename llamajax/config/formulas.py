@@ -307,8 +307,8 @@ def sequence_numbers(config: Config, mesh: Mapping[str, int], form: SequenceForm
 
     `gather`: keys and values forward, again backward unless they are kept, and their gradients. `ring`: the same in as many
     hops, and those of a forward pass that is computed again, whose first hop serves the backward pass too. `ulysses`:
-    queries, keys, values and output, each to its heads and each gradient back, and what is computed again; kv heads fewer
-    than the devices are sent to each that needs them.
+    queries, keys, values and output, each to its heads and each gradient back, and again unless they are kept; kv heads
+    fewer than the devices are sent to each that needs them.
     """
     model = computed_model(config.model, mesh)
     parts, H = num_parts("seq", mesh), model.head_dim
@@ -317,8 +317,7 @@ def sequence_numbers(config: Config, mesh: Mapping[str, int], form: SequenceForm
     if form == "ulysses":
         copied = keys_and_values * parts // math.gcd(kv_heads, parts)
         forward = 2 * heads * H + copied
-        again = {"none": 0, "full": forward}.get(model.remat, heads * H + copied)
-        return (2 * forward + again) * (parts - 1) / parts
+        return (2 if model.remat == "none" else 3) * forward * (parts - 1) / parts
     if form == "ring":
         hops = 3 * (parts - 1) + (parts - 2 if model.remat == "full" and parts > 1 else 0)
     else:

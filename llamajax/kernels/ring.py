@@ -52,18 +52,13 @@ class _Blocks(NamedTuple):
 
     def attend(self, *arguments: Any) -> Part:
         """Of the same arguments as `attend_block`."""
-        if self.fused:
-            attend = partial(pallas_block.attend_block, interpret=self.interpret)
-        else:
-            attend = block.attend_block
+        attend = partial(pallas_block.attend_block, interpret=self.interpret) if self.fused else block.attend_block
         return attend(*arguments, window=self.window, scale=self.scale)
 
     def gradients(self, *arguments: Any) -> Gradients:
         """Of the same as `attend_block_backward`."""
-        if self.fused:
-            differentiate = partial(pallas_block.attend_block_backward, interpret=self.interpret)
-        else:
-            differentiate = block.attend_block_backward
+        fused = partial(pallas_block.attend_block_backward, interpret=self.interpret)
+        differentiate = fused if self.fused else block.attend_block_backward
         return differentiate(*arguments, window=self.window, scale=self.scale)
 
 
@@ -86,9 +81,10 @@ def _attend_and_keep(
 def _gradients(
     blocks: _Blocks, kept: tuple[Any, ...], cotangents: tuple[Queries, LogSumExp]
 ) -> tuple[Queries, Keys, Keys, None]:
-    on_device, in_specs = partial(_backward, blocks=blocks), (_Q, _KV, _KV, _TOKENS, _Q, _LSE, _Q, _LSE)
-    run = jax.shard_map(on_device, in_specs=in_specs, out_specs=(_Q, _KV, _KV), check_vma=not blocks.fused)
-    return *run(*kept, *cotangents), None
+    on_device, arguments = partial(_backward, blocks=blocks), [*kept, *cotangents]
+    in_specs, out_specs = (_Q, _KV, _KV, _TOKENS, _Q, _LSE, _Q, _LSE), (_Q, _KV, _KV)
+    run = jax.shard_map(on_device, in_specs=in_specs, out_specs=out_specs, check_vma=not blocks.fused)
+    return *run(*arguments), None
 
 
 _attend.defvjp(_attend_and_keep, _gradients)

@@ -77,6 +77,7 @@ def attend(
                 rows = Mask(window=mask.window, segment_ids=ids)
                 out, lse = plain.attend_to_rows(q, k, v, rows, scale, first=0, kv_segment_ids=ids, with_lse=with_lse)
                 out = checkpoint_name(out, "attention")
-        return to_tokens(out).reshape(b, t, K, G, H), None if lse is None else to_tokens(lse).reshape(b, t, K, G)
+        out = checkpoint_name(to_tokens(out), "exchanged")
+        return out.reshape(b, t, K, G, H), None if lse is None else to_tokens(lse).reshape(b, t, K, G)
 
     return on_device(q, k, v, seen)

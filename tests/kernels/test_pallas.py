@@ -1,0 +1,245 @@
+"""The kernels in Pallas, interpreted, against attention by its definition; and as XLA compiles them for GPUs."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import AxisType, Mesh, NamedSharding
+
+from llamajax.config.parallel import AXES, MeshConfig
+from llamajax.kernels import pallas
+from llamajax.kernels.plain import Mask
+from llamajax.kernels.tiles import Documents
+from llamajax.parallel.mesh import make_mesh
+from llamajax.parallel.sharding import spec
+from llamajax.planning.xla.compile import compile_for, planned_mesh
+from llamajax.planning.xla.hlo import arrays
+from llamajax.planning.xla.parse import parse
+from tests.kernels.split_rows import check, check_bf16
+from tests.kernels.test_cudnn import num_runs
+from tests.planning.plans import CONFIG
+
+SCALE = 0.3
+
+
+@pytest.fixture(autouse=True)
+def _one_device():
+    jax.set_mesh(make_mesh(MeshConfig(), jax.devices()[:1]))
+
+
+def by_definition(
+    q: jax.Array, k: jax.Array, v: jax.Array, documents: Documents | None, offset: int, window: int | None
+) -> tuple[jax.Array, jax.Array]:
+    """In fp32, of all scores at once; a query that sees nothing has zeros, and -inf."""
+    q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
+    distance = offset + jnp.arange(q.shape[1])[:, None] - jnp.arange(k.shape[1])[None, :]
+    visible = ((distance >= 0) & (distance < (window or 10**6)))[None]
+    if documents is not None:
+        visible = visible & (documents.of_queries[:, :, None] == documents.of_keys[:, None, :])
+    visible = visible[:, None, None]
+    scores = SCALE * jnp.einsum("BTKGH,BSKH->BKGTS", q, k, precision="highest")
+    lse = jax.nn.logsumexp(scores, axis=-1, where=visible)
+    weights = jnp.where(visible, jnp.exp(scores - jnp.where(jnp.isfinite(lse), lse, 0.0)[..., None]), 0.0)
+    return jnp.einsum("BKGTS,BSKH->BTKGH", weights, v, precision="highest"), jnp.moveaxis(lse, -1, 1)
+
+
+def by_kernel(
+    q: jax.Array, k: jax.Array, v: jax.Array, documents: Documents | None, offset: int, window: int | None
+) -> tuple[jax.Array, jax.Array]:
+    @functools.partial(jax.shard_map, in_specs=jax.P(), out_specs=jax.P(), check_vma=False)
+    def on_device(q: jax.Array, k: jax.Array, v: jax.Array, documents: Documents | None) -> tuple[jax.Array, jax.Array]:
+        sight = pallas.sight(q.shape[1], k.shape[1], q.shape[-1], offset=offset, window=window, documents=documents)
+        return pallas.attend_to_rows(q, k, v, sight, window=window, scale=SCALE, interpret=True)
+
+    return on_device(q, k, v, documents)
+
+
+@st.composite
+def cases(draw) -> dict[str, Any]:
+    """Shapes, masks, ragged documents, windows, ratios of heads, offsets; some queries may see nothing."""
+    t, s = draw(st.integers(1, 200)), draw(st.integers(1, 200))
+    return {
+        "shape": (draw(st.integers(1, 2)), t, s, draw(st.integers(1, 2)), draw(st.sampled_from((1, 2, 3, 7)))),
+        "head_dim": draw(st.sampled_from((8, 64, 80, 96, 128))),
+        "offset": draw(st.sampled_from((0, s - t, 17, -9, 300))),
+        "window": draw(st.none() | st.integers(1, 150)),
+        "num_documents": draw(st.sampled_from((0, 1, 3, 30))),
+        "seed": draw(st.integers(0, 99)),
+    }
+
+
+def check_case(case: dict[str, Any], dtype: str, tolerance: float) -> None:
+    """Outputs, log-sum-exps and gradients for random gradients of both, in units of the largest."""
+    (B, T, S, K, G), H, rng = case["shape"], case["head_dim"], np.random.default_rng(case["seed"])
+    q, k, v = (jnp.asarray(rng.standard_normal(n), dtype) for n in ((B, T, K, G, H), (B, S, K, H), (B, S, K, H)))
+    d_out, d_lse = rng.standard_normal((B, T, K, G, H)), rng.standard_normal((B, T, K, G))
+    documents = None
+    if case["num_documents"]:
+        lengths = rng.integers(0, case["num_documents"], (2, B, max(T, S)))
+        of_queries, of_keys = np.sort(lengths, axis=2)[:, :, : max(T, S)].astype(np.int32)
+        documents = Documents(jnp.asarray(of_queries[:, :T]), jnp.asarray(of_keys[:, :S]))
+    where = documents, case["offset"], case["window"]
+
+    def results(attend: Any) -> list[np.ndarray]:
+        def weighted(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+            out, lse = attend(q, k, v, *where)
+            return jnp.sum(out * d_out) + jnp.sum(jnp.where(jnp.isfinite(lse), lse, 0.0) * d_lse), (out, lse)
+
+        gradients, outs = jax.jit(jax.grad(weighted, argnums=(0, 1, 2), has_aux=True))(q, k, v)
+        return [np.asarray(x, np.float32) for x in (*outs, *gradients)]
+
+    for name, own, true in zip(("out", "lse", "d_q", "d_k", "d_v"), results(by_kernel), results(by_definition), strict=True):
+        np.testing.assert_array_equal(np.isneginf(own), np.isneginf(true), err_msg=name)
+        own, true = (np.where(np.isneginf(x), 0, x) for x in (own, true))
+        assert np.abs(own - true).max() <= tolerance * max(np.abs(true).max(), 1e-3), (name, case)
+
+
+@settings(max_examples=8, derandomize=True, deadline=None)
+@given(cases())
+def test_fp32_is_attention_by_its_definition(case):
+    check_case(case, "float32", 1e-5)
+
+
+@settings(max_examples=6, derandomize=True, deadline=None)
+@given(cases())
+def test_bf16_is_near_it(case):
+    check_case(case, "bfloat16", 2e-2)
+
+
+@pytest.mark.slow
+@settings(max_examples=60, derandomize=True, deadline=None)
+@given(cases())
+def test_more_of_fp32(case):
+    check_case(case, "float32", 1e-5)
+
+
+@pytest.mark.parametrize(("head_dim", "length"), [(256, 150), (128, 260)])
+def test_wide_heads_and_rows_of_several_tiles(head_dim, length):
+    shape = (1, length, length, 1, 2)
+    case = {"shape": shape, "head_dim": head_dim, "offset": 0, "window": None, "num_documents": 3, "seed": 0}
+    check_case(case, "float32", 1e-5)
+
+
+def test_queries_that_see_nothing_have_zeros_and_no_gradient():
+    q, kv = jnp.ones((1, 20, 1, 1, 8)), jnp.ones((1, 20, 1, 8))
+    documents = Documents(jnp.ones((1, 20), jnp.int32), jnp.full((1, 20), 2, jnp.int32))
+    (out, lse), backward = jax.vjp(lambda *x: by_kernel(*x, documents, 0, None), q, kv, kv)
+    assert not np.any(out)
+    assert np.all(np.isneginf(lse))
+    for gradient in backward((jnp.ones_like(out), jnp.ones_like(lse))):
+        assert not np.any(gradient)
+
+
+@pytest.mark.parametrize(
+    ("form", "axes", "case"),
+    [
+        ("gather", {"fsdp": 2, "tensor": 2}, {"window": 5}),
+        ("gather", {"fsdp": 2, "sequence": 2, "tensor": 2}, {"packed": False}),
+        ("gather", {"sequence": 4}, {"window": 7}),
+        ("ulysses", {"sequence": 4}, {"window": 9, "K": 1, "G": 4}),
+        ("ulysses", {"fsdp": 2, "sequence": 2}, {"packed": False}),
+        ("ring", {"sequence": 2}, {}),
+        pytest.param("ring", {"sequence": 4}, {"window": 7, "packed": False}, marks=pytest.mark.slow),
+        pytest.param("ring", {"fsdp": 2, "sequence": 3}, {"T": 18, "window": 2}, marks=pytest.mark.slow),
+        pytest.param("ring", {"sequence": 2, "tensor": 2}, {"T": 64, "window": 20}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_split_rows_are_one_devices(form, axes, case):
+    check(form, axes, kernel="pallas", **case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["gather", "ring", "ulysses"])
+def test_split_rows_in_bf16_are_as_near_as_the_plain_form(form):
+    check_bf16(form, kernel="pallas")
+
+
+def test_what_is_seen_is_found_out_once_for_all_layers():
+    """Given to the door with the mask, it is not made again."""
+    jax.set_mesh(make_mesh(MeshConfig(fsdp=2), jax.devices()[:2]))
+    q, kv = jnp.zeros((2, 32, 1, 2, 8)), jnp.zeros((2, 32, 1, 8))
+    q, kv = jax.device_put((q, kv), (spec("batch", "seq", "kv_heads", None, None), spec("batch", "seq", "kv_heads", None)))
+    bare = Mask(segment_ids=jax.device_put(jnp.ones((2, 32), jnp.int32), spec("batch", "seq")))
+    mask = pallas.see(bare, 32, 8, "gather")
+    of_mask, of_bare = (
+        str(jax.make_jaxpr(lambda q, kv, m=m: pallas.attend(q, kv, kv, m, 1.0, interpret=True))(q, kv)) for m in (mask, bare)
+    )
+    assert "argmax" in of_bare
+    assert "argmax" not in of_mask
+
+
+@pytest.mark.usefixtures("gpu_compiler")
+@pytest.mark.parametrize(
+    ("gpu", "stack", "remat", "kernel"),
+    [
+        ("h100", "prefetch", "save_attention", "pallas"),
+        *(
+            pytest.param(*how, remat, kernel, marks=pytest.mark.slow)
+            for *how, kernel in (
+                ("h100", "scan", "pallas"),
+                ("a100-80gb", "prefetch", "pallas"),
+                ("h100", "prefetch", "cudnn"),
+            )
+            for remat in ("none", "save_attention_qkv_mlp", "save_attention_qkv", "save_attention", "full")
+        ),
+    ],
+)
+def test_the_step_runs_the_kernel_once_forward_and_once_backward(gpu, stack, remat, kernel):
+    """In a layer; again only where attention is computed again, which is what `full` asks for. And neither the scores of
+    rows nor the logits of tokens are arrays in fp32."""
+    open_documents = {"model.attend_across_documents": kernel == "cudnn"}
+    config = CONFIG.changed({"hardware.gpu": gpu, "model.remat": remat, "parallel.stack": stack} | open_documents)
+    config = config.changed({"model.vocab_size": 4096, "mesh": MeshConfig(fsdp=-1)})
+    module, layers = parse(compile_for(config).hlo), config.model.num_layers
+    names = ("__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward")
+    if kernel == "pallas":
+        names = ("attention_forward", "attention_backward_queries", "attention_backward_keys")
+    again = layers if remat == "full" else 0
+    assert [num_runs(module, name) for name in names] == [layers + again, *(layers for _ in names[1:])]
+    inside = {name for c in module.computations.values() for i in c.instructions.values() for name in i.called("calls")}
+    T, V = config.data.seq_len, config.model.vocab_size
+    for computation in module.computations.values():
+        if computation.name not in inside:  # what is inside a fusion is never an array in memory
+            made = [array for i in computation.instructions.values() for array in arrays(i.shape)]
+            assert not [array for array in made if array.dims[-2:] == (T, T)]
+            wide = [array for array in made if array.dtype == "f32" and array.dims[-1:] == (V,)]
+            # The head's gradient may lie like this; a device has eight times as many tokens.
+            assert not [array for array in wide if array.num_elements > config.model.embed_dim * V]
+
+
+@pytest.mark.usefixtures("gpu_compiler")
+@pytest.mark.parametrize("gpu", ["a100-80gb", "h100"])
+@pytest.mark.parametrize(
+    "head_dim", [64, 128, pytest.param(80, marks=pytest.mark.slow), pytest.param(256, marks=pytest.mark.slow)]
+)
+def test_gpus_compile_it_without_a_square_of_scores(gpu, head_dim):
+    """Three kernels, compiled by Triton for a GPU that is not here; no array is as large as the scores of one head."""
+    B, T, K, G = 1, 2048, 2, 2
+    devices = planned_mesh(CONFIG.changed({"hardware.gpu": gpu, "hardware.nodes": 1, "mesh": MeshConfig()})).devices
+    mesh = Mesh(devices.reshape(-1)[:1].reshape((1,) * len(AXES)), AXES, axis_types=(AxisType.Explicit,) * len(AXES))
+
+    def weighted(q: jax.Array, k: jax.Array, v: jax.Array, ids: jax.Array) -> jax.Array:
+        out, lse = pallas.attend(q, k, v, Mask(segment_ids=ids), SCALE, interpret=False)
+        return jnp.sum(out.astype(jnp.float32)) + jnp.sum(lse)
+
+    with jax.set_mesh(mesh):
+        heads = [(B, T, K, G, head_dim), (B, T, K, head_dim), (B, T, K, head_dim)]
+        lies = [spec("batch", "seq", *("kv_heads", None, None)[: len(n) - 2]) for n in heads]
+        like = [
+            jax.ShapeDtypeStruct(n, jnp.bfloat16, sharding=NamedSharding(mesh, where))
+            for n, where in zip(heads, lies, strict=True)
+        ]
+        ids = jax.ShapeDtypeStruct((B, T), jnp.int32, sharding=NamedSharding(mesh, spec("batch", "seq")))
+        compiled = jax.jit(jax.grad(weighted, argnums=(0, 1, 2))).lower(*like, ids).compile()
+    text, memory = compiled.as_text(), compiled.memory_analysis()
+    assert text is not None
+    assert memory is not None
+    for kernel in ("forward", "backward_queries", "backward_keys"):
+        assert text.count(f'name = "attention_{kernel}"') == 1
+    assert memory.temp_size_in_bytes < T * T * K * G
