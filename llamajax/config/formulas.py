@@ -7,8 +7,6 @@ of the cluster in `config.hardware`.
 import dataclasses
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import NamedTuple
 
 from llamajax.config.model import ModelConfig
 from llamajax.config.parallel import SequenceForm, num_parts, splits_residual
@@ -83,67 +81,6 @@ def mean_keys(model: ModelConfig, seq_len: int, document_length: float | None) -
     return (document_length * (window - last) + (seq_len - window) * last) / seq_len
 
 
-@dataclass(frozen=True, kw_only=True)
-class ExecutedFlops:
-    """Matmul FLOPs of a step over all devices."""
-
-    weights: float
-    """Products with weights, forward and backward."""
-    recomputed: float
-    """Of these, what `model.remat` computes a second time."""
-    attention: float
-    """Products of queries with keys and of weights with values, forward and backward, and what is computed again."""
-
-    @property
-    def total(self) -> float:
-        return self.weights + self.recomputed + self.attention
-
-
-class Scores(NamedTuple):
-    """Of attention, on average for each query and head: what kernels compute that skip what is not seen."""
-
-    by_queries: float
-    """Forward, and backward for the queries."""
-    by_keys: float
-    """Backward for the keys and values."""
-
-
-def executed_flops(config: Config, *, fused_attention: bool, scores: Scores | None = None) -> ExecutedFlops:
-    """What a step computes.
-
-    Attention is two products forward and five backward, which computes the scores anew: of the visible part in a fused
-    kernel; otherwise of the whole square, or of what a ring comes to, which of its 4 n^2 pairs of chunks is 2 n^2 + n.
-    Kernels that compute `scores` take three products for the gradients of queries and four for those of keys.
-    """
-    model, seq_len = computed_model(config.model, mesh_sizes(config)), config.data.seq_len
-    D, F, L = model.embed_dim, model.mlp_dim, model.num_layers
-    heads, kv_heads = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
-    again = {
-        "none": 0,
-        "save_attention_qkv_mlp": 0,
-        "save_attention_qkv": 2 * D * F,
-        "save_attention": 2 * D * F + D * (heads + 2 * kv_heads),
-        "full": 2 * D * F
-        + D * (heads + 2 * kv_heads)
-        + (0 if _keeps_two_residuals(config, mesh_sizes(config)) else D * heads),
-    }[model.remat]
-    matmul_flops = 6 * num_matmul_params(model)
-    again_forward = 2 if model.remat == "full" else 0
-    # Two FLOPs per multiply-add, and six products in `flops_per_token`: it counts four of the backward pass.
-    if scores is not None:
-        attention = 2 * L * heads * ((5 + again_forward) * scores.by_queries + 4 * scores.by_keys)
-    elif fused_attention:
-        attention = (7 + again_forward) * (flops_per_token(model, seq_len) - matmul_flops) / 6
-    else:
-        parts = num_parts("seq", mesh_sizes(config)) if config.parallel.sequence == "ring" else 1
-        share = (2 * parts + 1) / (4 * parts) if parts > 1 else 1
-        attention = (7 + again_forward) * 2 * L * heads * seq_len * share
-    tokens = config.train.global_batch_size * seq_len
-    return ExecutedFlops(
-        weights=float(matmul_flops) * tokens, recomputed=2.0 * L * again * tokens, attention=attention * tokens
-    )
-
-
 def mesh_sizes(config: Config) -> dict[str, int]:
     """Sizes of the mesh axes on the planned cluster, outer to inner."""
     return config.mesh.axis_sizes(config.hardware.num_devices)
@@ -214,7 +151,7 @@ def expected_bytes(
     layer_params = (num_params(computed) - 2 * model.vocab_size * D) // L // tensor
 
     stream = D // tensor if tensor > 1 and splits_residual(config.data.seq_len, mesh) else D
-    residual = stream * 2 if _keeps_two_residuals(config, mesh) else stream
+    residual = stream * 2 if keeps_two_residuals(config, mesh) else stream
     saved = {
         "full": residual,
         "save_attention": residual + heads,
@@ -325,7 +262,7 @@ def sequence_numbers(config: Config, mesh: Mapping[str, int], form: SequenceForm
     return keys_and_values * hops
 
 
-def _keeps_two_residuals(config: Config, mesh: Mapping[str, int]) -> bool:
+def keeps_two_residuals(config: Config, mesh: Mapping[str, int]) -> bool:
     """Whether a layer keeps the residual between attention and MLP too: where anything but its input is kept, and where
     devices that share matmuls have different tokens between them."""
     return config.model.remat != "full" or (mesh["tensor"] > 1 and splits_residual(config.data.seq_len, mesh))

@@ -7,7 +7,8 @@ from typing import Any
 
 from llamajax.config.run import Config
 from llamajax.errors import ConfigError
-from llamajax.planning.memory import MemoryPlan, estimate, planned_flops
+from llamajax.planning.cost.flops import planned_flops
+from llamajax.planning.memory import MemoryPlan, estimate
 
 ESTIMATE_MARGIN = 1.1
 """Candidates are compiled although what is expected of them is this much above the card: it is that inexact."""

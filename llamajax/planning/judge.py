@@ -6,7 +6,7 @@ from pathlib import Path
 
 import jax
 
-from llamajax.config.formulas import Scores
+from llamajax.planning.cost.attention import Scores
 from llamajax.planning.cost.gpu import Machine
 from llamajax.planning.cost.replay import replay
 from llamajax.planning.cost.timeline import Timeline

@@ -8,13 +8,13 @@ import math
 from collections import Counter
 from dataclasses import dataclass
 
-from llamajax.config.formulas import ExecutedFlops, executed_flops, expected_bytes, mesh_sizes
+from llamajax.config.formulas import expected_bytes, mesh_sizes
 from llamajax.config.gpus import planned_gpu
 from llamajax.config.run import Config
 from llamajax.kernels.cudnn import workspace_bytes
 from llamajax.kernels.plain import MAX_CHUNK_SCORES
 from llamajax.parallel.allowance import Allowance, allowance, memory_fraction, room
-from llamajax.planning.cost.attention import computed_scores, planned_kernel
+from llamajax.planning.cost.attention import planned_kernel
 from llamajax.planning.scopes import MEMORY_KINDS, MemoryKind, Namer
 from llamajax.planning.xla.buffers import Buffer
 from llamajax.planning.xla.compile import CompiledStep
@@ -120,13 +120,6 @@ def estimate(config: Config) -> MemoryPlan:
         training_fraction=memory_fraction(config),
         tensors=(),
     )
-
-
-def planned_flops(config: Config) -> ExecutedFlops:
-    """What the step of `config` computes on the GPUs of its `hardware`, told from the configuration alone."""
-    config, _ = with_forms(config, mesh_sizes(config))
-    fused_attention = planned_kernel(config)[0] != "plain"
-    return executed_flops(config, fused_attention=fused_attention, scores=computed_scores(config))
 
 
 def _planned_workspace(config: Config) -> int:

@@ -40,7 +40,7 @@ EVERYTHING = Config(
         ),
         seq_len=900,
         tokenizer=TokenizerConfig(path="3e-4", train_max_bytes=5),
-        chat_template="true", held_out_fraction=1e-05, cache_dir="~", prefetch_steps=7,
+        mean_document_length=1e3, chat_template="true", held_out_fraction=1e-05, cache_dir="~", prefetch_steps=7,
     ),
     train=TrainConfig(
         num_steps=12_345_678, global_batch_size=12, grad_accum_steps=3, grad_accum_dtype="bfloat16", z_loss_weight=1e-4,

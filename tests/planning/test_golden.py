@@ -11,7 +11,7 @@ from llamajax.config.formulas import mesh_sizes, minimum_state_bytes
 from llamajax.config.run import Config
 from llamajax.parallel.allowance import allowance
 from llamajax.planning.cost.attention import planned_kernel
-from llamajax.planning.memory import planned_flops
+from llamajax.planning.cost.flops import planned_flops
 from llamajax.planning.plan import make_plan
 from llamajax.planning.tell.figures import figures
 from llamajax.step.forms import with_forms

@@ -1,11 +1,22 @@
 """What attention takes: which kernel computes it on the planned GPUs, and how much of the scores."""
 
-from llamajax.config.formulas import Scores, keys_seen, mesh_sizes
+from typing import NamedTuple
+
+from llamajax.config.formulas import keys_seen, mesh_sizes
 from llamajax.config.parallel import num_parts
 from llamajax.config.run import Config
 from llamajax.kernels.choice import Kernel, Site, choose
 from llamajax.kernels.pallas import sizes
 from llamajax.kernels.tiles import TileSize, num_tiles
+
+
+class Scores(NamedTuple):
+    """Of attention, on average for each query and head: what kernels compute that skip what is not seen."""
+
+    by_queries: float
+    """Forward, and backward for the queries."""
+    by_keys: float
+    """Backward for the keys and values."""
 
 
 def planned_kernel(config: Config) -> tuple[Kernel, str]:

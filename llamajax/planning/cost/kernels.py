@@ -11,8 +11,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from llamajax.config.formulas import Scores
 from llamajax.kernels.choice import Kernel
+from llamajax.planning.cost.attention import Scores
 from llamajax.planning.cost.gpu import Machine
 from llamajax.planning.xla.hlo import Array, Computation, Instruction, Module, Shape, arrays, num_bytes, num_elements
 

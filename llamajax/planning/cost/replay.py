@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from llamajax.config.formulas import Scores
+from llamajax.planning.cost.attention import Scores
 from llamajax.planning.cost.gpu import Machine
 from llamajax.planning.cost.kernels import FREE, CostModel
 from llamajax.planning.cost.network import Collective, LinkKind, collective, collective_kind

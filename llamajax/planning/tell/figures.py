@@ -53,10 +53,11 @@ from llamajax.config.formulas import (
 )  # fmt: skip
 from llamajax.config.gpus import planned_gpu
 from llamajax.config.run import Config
+from llamajax.planning.cost.flops import planned_flops
 from llamajax.planning.cost.kernels import compiled_attention
 from llamajax.planning.cost.network import num_communicators
 from llamajax.planning.cost.timeline import CollectiveUse
-from llamajax.planning.memory import estimate, planned_flops
+from llamajax.planning.memory import estimate
 from llamajax.planning.plan import Alternative, Plan, Schedule
 from llamajax.planning.search import Sweep
 from llamajax.step.forms import attention_kernel, with_forms

@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 
 from llamajax.config.formulas import flops_per_token, num_matmul_params
-from llamajax.planning.cost.kernels import Cost, CostModel, Dot, dot_seconds
+from llamajax.planning.cost.attention import Scores
+from llamajax.planning.cost.kernels import Cost, CostModel, Dot, compiled_attention, dot_seconds
 from tests.planning.modules import MACHINE, SHARE, memory_s, module
 from tests.tiny import tiny_config
 
@@ -244,6 +245,34 @@ def test_a_window_costs_what_the_formula_counts(window):
         )
         flops += cost(f'{q}\n{line}{direction}", backend_config={config}').flops
     assert flops == pytest.approx(formula / 6 * 7 * 32768, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "products", "scores", "efficiency"),
+    [
+        ("attention_forward", 2, 2000.0, SHARE.pallas_efficiency),
+        ("attention_backward_queries", 3, 2000.0, SHARE.pallas_backward_efficiency),
+        ("attention_backward_keys", 4, 1600.0, SHARE.pallas_backward_efficiency),
+    ],
+)
+def test_own_attention_kernels_take_the_tiles_that_they_compute(kernel, products, scores, efficiency):
+    lines = [
+        "%tiles = s32[2,32,4]{2,1,0} parameter(0)",
+        "%offset = s32[1]{0} parameter(1)",
+        "%q = bf16[2,4096,16,128]{3,2,1,0} parameter(2)",
+        *(f"%{name} = bf16[2,4096,4,128]{{3,2,1,0}} parameter({i})" for i, name in enumerate("kv", 3)),
+        "%o = bf16[2,4096,16,128]{3,2,1,0} custom-call(%tiles, %offset, %q, %k, %v),"
+        ' custom_call_target="__gpu$xla.gpu.triton",'
+        f' backend_config={{grid_x = 32 : i32, ir = "ML\\EFR{{\\22", name = "{kernel}", num_stages = 3 : i32}}',
+    ]
+    program = module("\n".join(lines))
+    model = CostModel(program, MACHINE, Scores(by_queries=2000.0, by_keys=1600.0))
+    found = model.cost(program.entry.root, program.entry)
+    flops = products * 2 * 2 * 4096 * 16 * 128 * scores
+    assert (found.kind, found.flops) == ("attention", flops)
+    assert found.seconds == pytest.approx(SHARE.kernel_s + flops / (1e15 * efficiency))
+    assert compiled_attention(program) == "pallas"
+    assert not model.not_understood
 
 
 def test_copies_to_the_host_take_the_bus():

@@ -127,4 +127,11 @@ def test_an_estimate_says_that_nothing_was_compiled(printed):
     first, *rest = printed.getvalue().splitlines()
     assert first.startswith("verdict    probably fits: about")
     assert first.endswith("by formulas; nothing was compiled")
-    assert len(rest) == 9
+    assert len(rest) == 10
+    assert any(line.startswith("attention  pallas: cudnn cannot be used") for line in rest)
+
+
+def test_attention_that_no_kernel_computes_is_a_warning(printed):
+    config = plans.CONFIG.changed({"model.compute_dtype": "float32"})
+    print_estimate(config, figures.estimated_figures(config, "no compiler"))
+    assert "\nwarning    attention takes no fused kernel: " in printed.getvalue()
