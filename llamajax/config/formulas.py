@@ -45,19 +45,18 @@ def layer_matrix_bytes(model: ModelConfig, mesh: Mapping[str, int]) -> int:
     return matrices * DTYPE_BYTES[model.compute_dtype] // num_parts("mlp", mesh)
 
 
-def flops_per_token(
-    model: ModelConfig, seq_len: int, *, full_attention: bool = False, document_length: float | None = None
-) -> int:
+def flops_per_token(model: ModelConfig, seq_len: int, *, full_attention: bool = False, keys: float | None = None) -> int:
     """Training FLOPs per token (forward and backward); recomputation is never counted.
 
     Six per matmul parameter, plus attention scores and values: `6*L*N*H*seq_len` when only the causal half
     counts, `12*L*N*H*seq_len` when the full square does (PaLM, arXiv:2204.02311, appendix B). A sliding window W
     leaves `2*W - W**2/seq_len` of the former's `seq_len`, and W of the latter's. Of documents that are closed to each other
-    the former counts what they have of a row, if their mean length is given, and the latter whole rows.
+    the former counts the `keys` that a query sees on average, if they are given, and the latter whole rows.
     """
     window = min(model.sliding_window or seq_len, seq_len)
-    keys = window if full_attention else mean_keys(model, seq_len, document_length)
-    return 6 * num_matmul_params(model) + math.floor(12 * model.num_layers * model.num_heads * model.head_dim * keys)
+    keys = mean_keys(model, seq_len, None) if keys is None else keys
+    counted = window if full_attention else keys
+    return 6 * num_matmul_params(model) + math.floor(12 * model.num_layers * model.num_heads * model.head_dim * counted)
 
 
 def keys_seen(model: ModelConfig, index: float, document_length: float | None) -> float:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import cast
 
 import grain
+import numpy as np
 
 from llamajax import disk
 from llamajax.config.run import Config
@@ -23,6 +24,7 @@ from llamajax.data.tokenizer_base import Tokenizer
 from llamajax.errors import ConfigError, DataError
 
 _TOKENIZER_FORMAT = "tokenizer-3"
+_ROWS_LOOKED_AT = 64
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,11 @@ class Dataset:
     def epochs(self, num_rows: int) -> dict[str, float]:
         """How often this many training rows go through each source, by its key."""
         return {key: num_rows * per_row for key, per_row in self.epochs_per_row.items()}
+
+    def mean_keys(self, window: int | None) -> float:
+        """Tokens before a token in its document, or those that a window leaves, on average over the first rows."""
+        before = np.stack([self.train_row(position)["positions"] for position in range(_ROWS_LOOKED_AT)])
+        return float(np.mean(before if window is None else np.minimum(before, window)))
 
     def train_row(self, position: int) -> Row:
         """The row at a position of the run: row r of step s is at `s * global_batch_size + r`."""
@@ -244,10 +251,12 @@ def _describe(packed: PackedSource) -> str:
     source, counts, seq_len, num_rows = packed.source, packed.counts, packed.seq_len, packed.num_rows(TRAIN)
     skipped = f" ({counts.empty:,} empty ones skipped)" if counts.empty else ""
     full = f", {packed.num_targets(TRAIN) / (num_rows * seq_len):.2%} full" if num_rows else ""
+    tokens = sum(counts.tokens_of_shard)
     cut, left_out = packed.num_cut, sum(packed.num_left_out(side) for side in SIDES)
     return (
         f"data       {source.key} {source.config.kind}: {counts.documents:,} documents{skipped},"
-        f" {counts.text_bytes / 1e6:,.1f} MB, {sum(counts.tokens_of_shard):,} tokens; {num_rows:,} rows{full};"
+        f" {counts.text_bytes / 1e6:,.1f} MB, {tokens:,} tokens,"
+        f" {tokens / max(counts.documents, 1):,.0f} per document; {num_rows:,} rows{full};"
         f" held out: {packed.num_rows(HELD_OUT):,} rows"
         + (f"; {cut:,} conversations cut to {seq_len:,} tokens" if cut else "")
         + (f"; {left_out:,} left out, since no answer is within {seq_len:,} tokens" if left_out else "")

@@ -45,9 +45,10 @@ def train(
     """
     num_steps = config.train.num_steps
     step = saved_step = start_step
+    keys = None if config.model.attend_across_documents else dataset.mean_keys(config.model.sliding_window)
     with (
         stop.at_end_of_step(),
-        metrics.MetricsWriter(config, start_step=start_step) as writer,
+        metrics.MetricsWriter(config, start_step=start_step, keys=keys) as writer,
         Loader(dataset, config, start_step) as loader,
         trace(config, start_step) as trace_before,
     ):

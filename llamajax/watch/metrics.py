@@ -32,16 +32,18 @@ class MetricsWriter:
     Every process calls every method: a process that did not fetch could run many steps ahead. Only the first one writes.
     """
 
-    def __init__(self, config: Config, *, start_step: int):
+    def __init__(self, config: Config, *, start_step: int, keys: float | None = None):
         """Prepares to log the steps after `start_step`; measures, within half a second, the peak of devices not known.
 
         Args:
             config: the run.
             start_step: finished steps so far.
+            keys: that a query sees on average, where documents are closed to each other; see `flops_per_token`.
         """
         self._config = config
         self.run_dir = Path(config.run_dir).expanduser()
         self._start_step = self._last_step = start_step
+        self._keys = keys
         self._tokens_per_step = config.train.global_batch_size * config.data.seq_len
         self._num_devices = jax.device_count()
         self._peak = peak_flops(config.model.compute_dtype)
@@ -167,7 +169,7 @@ class MetricsWriter:
             "perf/data_wait_s": data_wait_s,
             "perf/tokens_per_sec": tokens_per_sec,
             "perf/tokens_per_sec_per_device": tokens_per_sec / self._num_devices,
-            "perf/mfu": flops_per_token(model, seq_len) * share_per_flop,
+            "perf/mfu": flops_per_token(model, seq_len, keys=self._keys) * share_per_flop,
             "perf/mfu_full_attention": flops_per_token(model, seq_len, full_attention=True) * share_per_flop,
         }
 

@@ -90,7 +90,8 @@ def test_golden_row(tmp_path, tokenizer):
     assert row["segment_ids"].tolist() == [1] * (n - 1) + [0] * (65 - n)
     assert row["positions"].tolist() == [*range(n - 1), *[0] * (65 - n)]
     assert dataset.summary == (
-        f"data       data.sources[0] chat: 1 documents, 0.0 MB, {n} tokens; 1 rows, {(n - 1) / 64:.2%} full;"
+        f"data       data.sources[0] chat: 1 documents, 0.0 MB, {n} tokens, {n} per document;"
+        f" 1 rows, {(n - 1) / 64:.2%} full;"
         " held out: 0 rows",
     )
 

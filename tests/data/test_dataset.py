@@ -86,7 +86,8 @@ def test_golden_rows(tmp_path, tokenizer):
     ]
     assert sorted(rows) == sorted(golden)
     assert dataset.summary == (
-        "data       data.sources[0] jsonl: 4 documents (1 empty ones skipped), 0.0 MB, 20 tokens; 3 rows, 88.89% full;"
+        "data       data.sources[0] jsonl: 4 documents (1 empty ones skipped), 0.0 MB, 20 tokens, 5 per document;"
+        " 3 rows, 88.89% full;"
         " held out: 0 rows",
     )
     assert len(dataset.held_out_rows) == 0

@@ -129,6 +129,24 @@ def test_broken_numbers_are_kept(config):
     assert (record["train/loss"], record["train/grad_norm"]) == ("NaN", "Infinity")
 
 
+def test_documents_that_are_closed_count_what_they_see(tmp_path, clock):
+    config = tiny_config(str(tmp_path))
+    records = []
+    for keys in (None, 3.0):
+        with metrics.MetricsWriter(config, start_step=0, keys=keys) as writer:
+            writer.write(1, step_values(1))
+            clock.now += 1.0
+            records.append(writer.flush())
+    whole, closed = records
+    assert whole is not None
+    assert closed is not None
+    model, half = config.model, config.data.seq_len / 2
+    per_key = 12 * model.num_layers * model.num_heads * model.head_dim
+    tokens = config.train.global_batch_size * config.data.seq_len / jax.device_count()
+    assert (whole["perf/mfu"] - closed["perf/mfu"]) * 1e12 == pytest.approx(tokens * per_key * (half - 3))
+    assert whole["perf/mfu_full_attention"] == closed["perf/mfu_full_attention"]
+
+
 def test_speeds_of_llama_3_8b_by_hand(tmp_path, clock, monkeypatch):
     config = tiny_config(
         str(tmp_path),

@@ -46,6 +46,7 @@ import llamajax
 from llamajax.config.formulas import (
     flops_per_token,
     least_wire_bytes,
+    mean_keys,
     mesh_sizes,
     minimum_state_bytes,
     num_params,
@@ -84,8 +85,7 @@ def analytic_figures(config: Config) -> dict[str, Any]:
         "mesh": mesh_sizes(config),
         "num_params": num_params(model),
         "tokens_per_step": tokens,
-        "model_flops": flops_per_token(model, config.data.seq_len, document_length=config.data.mean_document_length)
-        * tokens,
+        "model_flops": flops_per_token(model, config.data.seq_len, keys=_keys(config)) * tokens,
         "capacity_bytes": planned_gpu(hardware).memory_bytes,
         "zero_minimum_bytes": minimum_state_bytes(config),
         "least_wire_bytes": least_wire_bytes(config, mesh_sizes(config)),
@@ -166,7 +166,6 @@ def schedule_figures(config: Config, schedule: Schedule) -> dict[str, Any]:
     """Memory and time of one schedule of `config`."""
     memory, timeline, gpu = schedule.memory, schedule.timeline, planned_gpu(config.hardware)
     num_devices, seq_len = config.hardware.num_devices, config.data.seq_len
-    document_length = config.data.mean_document_length
     tokens_per_sec = config.train.global_batch_size * seq_len / num_devices / timeline.step_time_s
     least, sent = least_wire_bytes(config, mesh_sizes(config)), sum(timeline.wire_bytes.values())
     counted = planned_flops(config).total
@@ -187,7 +186,7 @@ def schedule_figures(config: Config, schedule: Schedule) -> dict[str, Any]:
         "wire_bytes_by_link": timeline.wire_bytes,
         "wire_bytes_factor": sent / least if least else None,
         "tokens_per_sec_per_device": tokens_per_sec,
-        "mfu": flops_per_token(config.model, seq_len, document_length=document_length) * tokens_per_sec / gpu.peak_flops,
+        "mfu": flops_per_token(config.model, seq_len, keys=_keys(config)) * tokens_per_sec / gpu.peak_flops,
         "mfu_full_attention": flops_per_token(config.model, seq_len, full_attention=True) * tokens_per_sec / gpu.peak_flops,
         "hfu": timeline.flops / timeline.step_time_s / gpu.peak_flops,
         "flops": timeline.flops,
@@ -198,6 +197,10 @@ def schedule_figures(config: Config, schedule: Schedule) -> dict[str, Any]:
         "not_understood": timeline.not_understood,
         "collectives": [_collective(use) for use in timeline.collectives],
     }
+
+
+def _keys(config: Config) -> float:
+    return mean_keys(config.model, config.data.seq_len, config.data.mean_document_length)
 
 
 def _alternative(config: Config, alternative: Alternative) -> dict[str, Any]:
