@@ -128,7 +128,7 @@ def test_wide_heads_and_rows_of_several_tiles(head_dim, length):
 def test_queries_that_see_nothing_have_zeros_and_no_gradient():
     q, kv = jnp.ones((1, 20, 1, 1, 8)), jnp.ones((1, 20, 1, 8))
     documents = Documents(jnp.ones((1, 20), jnp.int32), jnp.full((1, 20), 2, jnp.int32))
-    (out, lse), backward = jax.vjp(lambda *x: by_kernel(*x, documents, 0, None), q, kv, kv)
+    (out, lse), backward = jax.vjp(lambda q, k, v: by_kernel(q, k, v, documents, 0, None), q, kv, kv)
     assert not np.any(out)
     assert np.all(np.isneginf(lse))
     for gradient in backward((jnp.ones_like(out), jnp.ones_like(lse))):
