@@ -68,7 +68,7 @@ def attend(q: Queries, k: Keys, v: Keys, mask: Mask, scale: float, *, interpret:
     q_spec, kv_spec = spec("batch", "seq", "kv_heads", None, "head_dim"), spec("batch", "seq", "kv_heads", "head_dim")
     in_specs = q_spec, kv_spec, kv_spec, jax.tree.map(lambda x: jax.typeof(x).sharding.spec, mask.sight)
 
-    # Pallas calls say not over which axes their results vary.
+    # Pallas calls do not say over which axes their results vary.
     @partial(jax.shard_map, in_specs=in_specs, out_specs=(q_spec, spec("batch", "seq", "kv_heads", None)), check_vma=False)
     def on_device(q: jax.Array, k: jax.Array, v: jax.Array, sight: Sight) -> tuple[jax.Array, jax.Array]:
         k, v = whole_rows(k), whole_rows(v)
