@@ -23,10 +23,17 @@ class HardwareConfig(Section):
     node_bandwidth: PositiveFloatOrUnset = None
     """Bytes per second, each way, between one node and the network; unset: per GPU of the node 12.5e9 for A100 (four
     ports of 200 Gb/s for eight), 50e9 for H100 and H200 (a port of 400 Gb/s for each)."""
+    calibration: str | None = None
+    """Constants of the cost model that were measured on this GPU, with what they were measured by: a YAML file, see
+    `llamajax.config.calibration`. What it leaves out, and all if unset, is as built in."""
     price_per_gpu_hour: PositiveFloatOrUnset = None
     """Price of one GPU for one hour, in any currency; unset: no prices in the plan."""
     token_budget: PositiveFloatOrUnset = None
     """Tokens that time and price are told for; unset: those of `train.num_steps` steps."""
+
+    def broken_rules(self) -> Iterator[str]:
+        if self.calibration == "":
+            yield "calibration: must not be empty; name a file, or null for the built-in constants"
 
     @property
     def num_devices(self) -> int:

@@ -26,6 +26,7 @@ NonNegativeInt = Annotated[int, Bound(lambda value: value >= 0, "must not be neg
 NonNegativeFloat = Annotated[float, Bound(lambda value: value >= 0, "must not be negative")]
 AboveOne = Annotated[int, Bound(lambda value: value > 1, "must be above 1")]
 Share = Annotated[float, Bound(lambda value: 0 <= value <= 1, "must be between 0 and 1")]
+PositiveShare = Annotated[float, Bound(lambda value: 0 < value <= 1, "must be above 0 and at most 1")]
 ShareBelowOne = Annotated[float, Bound(lambda value: 0 <= value < 1, "must be at least 0 and below 1")]
 Seed = Annotated[int, Bound(lambda value: 0 <= value < 2**32, "must be at least 0 and below 2**32")]
 

@@ -186,7 +186,11 @@ class Config(Settings):
             for i, source in enumerate(self.data.sources)
             for j, path in enumerate(source.paths)
         }
-        named = {"data.tokenizer.path": self.data.tokenizer.path, "data.chat_template": self.data.chat_template}
+        named = {
+            "data.tokenizer.path": self.data.tokenizer.path,
+            "data.chat_template": self.data.chat_template,
+            "hardware.calibration": self.hardware.calibration,
+        }
         files |= {key: glob.escape(path) for key, path in named.items() if path is not None}
         for key, path in (folders | files).items():
             path_at_home = os.path.expanduser(path)

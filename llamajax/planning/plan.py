@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from llamajax.config.calibration import read_measurement
 from llamajax.config.formulas import mesh_sizes
 from llamajax.config.run import Config
 from llamajax.errors import ConfigError
@@ -97,10 +98,11 @@ def make_plan(
 
     Raises:
         CompilerMissingError: XLA's compiler for GPUs is not installed.
-        ConfigError: see `compile_for` and `read_latencies`.
+        ConfigError: see `compile_for`, `read_latencies` and `read_measurement`.
     """
     if config.xla.latency_profile not in (None, "auto"):
         read_latencies(config.xla.latency_profile)
+    read_measurement(config.hardware)
     doing("compiling the step")
     guessed = replayed(compile_for(config), config)
     plan = Plan(config=config, guessed=guessed, informed=by_latencies(guessed, config))
@@ -126,6 +128,7 @@ def plan_problems(config: Config) -> list[str]:
             check_flags(config)
         if config.xla.latency_profile not in (None, "auto"):
             read_latencies(config.xla.latency_profile)
+        read_measurement(config.hardware)
     except ConfigError as error:
         problems.append(str(error))
     return problems
@@ -180,7 +183,8 @@ def memory_and_time(config: Config) -> tuple[MemoryPlan, float]:
 
 
 def replayed(step: CompiledStep, config: Config) -> Schedule:
-    """`step` on the cluster of `config`, which may differ from the one it was compiled for in its bandwidths."""
+    """`step` on the cluster of `config`, which may differ from the one it was compiled for in its bandwidths and in the
+    constants of the cost model."""
     module = parse(step.hlo)
     return Schedule(
         step=step,

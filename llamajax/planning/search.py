@@ -12,7 +12,7 @@ from llamajax.planning.plan import Plan, by_latencies, make_plan, plan_problems,
 
 _PRICES = ("hardware.price_per_gpu_hour", "hardware.token_budget")
 """Settings that change neither program nor schedule."""
-_BANDWIDTHS = ("hardware.gpu_bandwidth", "hardware.node_bandwidth")
+_COSTS = ("hardware.gpu_bandwidth", "hardware.node_bandwidth", "hardware.calibration")
 """Settings that the compiler is not told, but that the cost model's latencies depend on."""
 _CLUSTER_SIZE = ("hardware.nodes", "hardware.gpus_per_node")
 
@@ -54,7 +54,7 @@ def read_sweep(text: str, config: Config) -> Sweep:
 
 
 def run_sweep(sweep: Sweep, base: Plan, *, doing: Callable[[str], None] = lambda what: None) -> tuple[Plan, ...]:
-    """A plan for each value. Where only bandwidths or prices differ from `base`, what is compiled is replayed.
+    """A plan for each value. Where only bandwidths, constants or prices differ from `base`, what is compiled is replayed.
 
     Raises:
         CompilerMissingError: XLA's compiler for GPUs is not installed.
@@ -63,9 +63,9 @@ def run_sweep(sweep: Sweep, base: Plan, *, doing: Callable[[str], None] = lambda
     for value, config in zip(sweep.values, sweep.configs, strict=True):
         if config == base.config:
             plans.append(base)
-        elif sweep.key in (*_PRICES, *_BANDWIDTHS):
+        elif sweep.key in (*_PRICES, *_COSTS):
             doing(f"{sweep.key}={value}")
-            plans.append(_replay(base, config, new_latencies=sweep.key in _BANDWIDTHS))
+            plans.append(_replay(base, config, new_latencies=sweep.key in _COSTS))
         else:
             where = f"{sweep.key}={value}: "
             plans.append(make_plan(config, suggest=False, doing=lambda what, where=where: doing(where + what)))

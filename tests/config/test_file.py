@@ -64,7 +64,7 @@ EVERYTHING = Config(
     metrics=MetricsConfig(log_every=1, tensorboard=True, wandb=True, wandb_project="true"),
     hardware=HardwareConfig(
         gpu="h200", nodes=3, gpus_per_node=4, gpu_bandwidth=1e9, node_bandwidth=2.5, price_per_gpu_hour=0.1,
-        token_budget=1e12,
+        token_budget=1e12, calibration="1e3",
     ),
     xla=XlaConfig(latency_profile="costs.pbtxt", compilation_cache="~/programs", flags=("xla_a=true", "xla_b=1e3")),
     profile=ProfileConfig(start_step=1, num_steps=2),

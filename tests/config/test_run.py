@@ -109,6 +109,7 @@ BROKEN = [
     (ProfileConfig, {"start_step": -1, "num_steps": 0}, ["start_step", "num_steps"]),
     (SampleConfig, {"max_tokens": 0, "temperature": -0.1}, ["max_tokens", "temperature"]),
     (HardwareConfig, {"nodes": 0, "gpu_bandwidth": 0.0, "token_budget": -1.0}, ["nodes", "gpu_bandwidth", "token_budget"]),
+    (HardwareConfig, {"calibration": ""}, ["calibration"]),
     (XlaConfig, {"latency_profile": "", "flags": ("--xla_a=1", "xla_b=", "xla_c=1")}, ["latency_profile", "flags", "flags"]),
     (XlaConfig, {"compilation_cache": ""}, ["compilation_cache"]),
 ]  # fmt: skip

@@ -4,6 +4,8 @@ import dataclasses
 
 import pytest
 
+from llamajax.config.calibration import Constants
+from llamajax.config.file import dump_config
 from llamajax.config.formulas import mesh_sizes
 from llamajax.config.machine import HardwareConfig, XlaConfig
 from llamajax.config.parallel import MeshConfig
@@ -11,6 +13,7 @@ from llamajax.errors import ConfigError
 from llamajax.planning import plan as planning_schedule
 from llamajax.planning.plan import Alternative, Plan, make_plan, plan_problems
 from llamajax.step.forms import with_forms
+from tests.config.test_calibration import MEASUREMENT
 from tests.planning import plans
 
 FILE = 'costs { name: "all-gather-start" cost_us: 7.000 }\n'
@@ -110,6 +113,27 @@ def test_a_profile_that_holds_none_is_refused_before_anything_is_compiled(compil
     file.unlink()
     with pytest.raises(ConfigError, match=r"^xla\.latency_profile: .*measured\.pbtxt cannot be read: No such file"):
         make_plan(config)
+    assert compiled == []
+
+
+def test_a_plan_takes_as_long_as_the_measured_constants_say(compiled, tmp_path):
+    file = tmp_path / "h100.yaml"
+    measured = plans.CONFIG.changed({"hardware.calibration": str(file)})
+    file.write_text(dump_config(dataclasses.replace(MEASUREMENT, constants=Constants(kernel_s=4e-6))))
+    built_in, twice = (make_plan(config).guessed.timeline for config in (plans.CONFIG, measured))
+    file.write_text(dump_config(dataclasses.replace(MEASUREMENT, constants=Constants(kernel_s=6e-6))))
+    thrice = make_plan(measured).guessed.timeline
+    assert twice.compute_s > built_in.compute_s
+    assert thrice.compute_s - twice.compute_s == pytest.approx(twice.compute_s - built_in.compute_s)
+
+
+def test_constants_that_break_a_rule_are_refused_before_anything_is_compiled(compiled, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "h100.yaml").write_text(dump_config(MEASUREMENT).replace("gpu: h100", "gpu: h200"))
+    config = plans.CONFIG.changed({"hardware.calibration": "h100.yaml"})
+    with pytest.raises(ConfigError, match=r"^h100\.yaml:1: gpu: measured on h200, but hardware\.gpu is h100; ") as caught:
+        make_plan(config)
+    assert plan_problems(config) == [str(caught.value)]
     assert compiled == []
 
 

@@ -13,6 +13,7 @@ from llamajax.config.formulas import num_params
 from llamajax.config.machine import HardwareConfig
 from llamajax.planning import run as plan
 from llamajax.planning.xla import compile as planning_compile
+from tests.config.test_calibration import MEASUREMENT
 from tests.planning import plans
 from tests.tiny import tiny_config
 
@@ -98,6 +99,20 @@ def test_mistakes_end_with_code_2_before_anything_is_compiled(
     assert message in captured.err
     assert "Traceback" not in captured.err
     assert list(tmp_path.iterdir()) == []
+
+
+def test_measured_constants_that_break_a_rule_end_with_code_2(planned, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(plan, "make_plan", None)
+    broken = dump_config(MEASUREMENT).replace("matmul_efficiency: 0.7", "matmul_efficiency: 7")
+    (tmp_path / "h100.yaml").write_text(broken)
+    config = plans.CONFIG.changed({"hardware.calibration": "h100.yaml"})
+    line = 1 + broken.splitlines().index("  matmul_efficiency: 7")
+    assert plan.main(config, options={}) == 2
+    assert capsys.readouterr().err == f"h100.yaml:{line}: constants.matmul_efficiency: 7.0 must be above 0 and at most 1\n"
+    (tmp_path / "h100.yaml").write_text(dump_config(MEASUREMENT))
+    assert plan.main(config.changed({"hardware.gpu": "h200"}), options={}) == 2
+    assert capsys.readouterr().err.startswith("h100.yaml:1: gpu: measured on h100, but hardware.gpu is h200; ")
 
 
 def test_a_file_that_is_there_already_is_kept_until_there_is_something_to_write(planned, monkeypatch, tmp_path, capsys):

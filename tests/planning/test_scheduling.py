@@ -1,11 +1,14 @@
 """By what XLA schedules training's step: what is kept of it, and that all processes are told the same."""
 
+import dataclasses
 import pathlib
 
 import jax
 import pytest
 from jax.sharding import NamedSharding
 
+from llamajax.config.calibration import Constants
+from llamajax.config.file import dump_config
 from llamajax.config.machine import HardwareConfig, XlaConfig
 from llamajax.config.parallel import MeshConfig
 from llamajax.config.run import Config
@@ -17,6 +20,7 @@ from llamajax.planning.scheduling import gpu_options, latency_source
 from llamajax.planning.xla.compile import planned_mesh
 from llamajax.step.compile import Option, compiler_options, lower
 from llamajax.step.state import abstract_state
+from tests.config.test_calibration import MEASUREMENT
 from tests.planning.profiles import CONFIG, COSTS, TEXT, binary, costs
 
 PROFILE = "xla_gpu_pgle_profile_file_or_directory_path"
@@ -106,6 +110,20 @@ def test_latencies_are_made_once_per_program_and_made_anew_when_the_file_is_dama
     pipelined = with_xla(tmp_path, flags=("xla_gpu_enable_while_loop_double_buffering=true",))
     assert latency_file(pipelined, made) != str(path)
     assert len(compilations) == 6
+
+
+def test_latencies_are_those_of_measured_constants(tmp_path, lowered):
+    made, compilations = lowered
+    file = tmp_path / "h100.yaml"
+    file.write_text(dump_config(dataclasses.replace(MEASUREMENT, constants=Constants(kernel_s=1e-4))))
+    built_in = latency_file(with_xla(tmp_path), made)
+    measured = latency_file(with_xla(tmp_path).changed({"hardware.calibration": str(file)}), made)
+    assert len(compilations) == 4
+    before, after = (costs(pathlib.Path(str(path)).read_text()) for path in (built_in, measured))
+    assert before.keys() == after.keys()
+    kernels = [name for name in before if after[name] != before[name]]
+    assert [after[name] - before[name] for name in kernels] == pytest.approx([98.0] * len(kernels), abs=1e-2)  # microseconds
+    assert kernels
 
 
 def test_latencies_are_told_of_the_program_that_goes_by_them(tmp_path, lowered):

@@ -1,15 +1,19 @@
 """What-if: the configurations that values make, and which of them are compiled."""
 
 import dataclasses
+import pathlib
 
 import pytest
 
+from llamajax.config.calibration import Constants
+from llamajax.config.file import dump_config
 from llamajax.config.machine import HardwareConfig
 from llamajax.config.parallel import MeshConfig
 from llamajax.errors import ConfigError
 from llamajax.planning import plan as schedule
 from llamajax.planning import search as sweep
 from llamajax.planning.search import read_sweep, run_sweep
+from tests.config.test_calibration import MEASUREMENT
 from tests.planning import plans
 
 CONFIG = plans.CONFIG.changed({"mesh": MeshConfig(data=2, fsdp=4, tensor=2)})
@@ -126,6 +130,21 @@ def test_bandwidths_change_the_latencies_and_prices_nothing(compiled):
     assert (whole, again) == ([], [])
     run_sweep(read_sweep("hardware.gpu=h100,h200", CONFIG), base)
     assert [config.hardware.gpu for config in whole] == ["h200"]
+
+
+def test_measured_constants_change_the_latencies_of_what_is_compiled(compiled, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    whole, again = compiled
+    file = pathlib.Path("h100.yaml")
+    file.write_text(dump_config(dataclasses.replace(MEASUREMENT, constants=Constants(kernel_s=1e-4))))
+    base = plans.plan()
+    same, slow = run_sweep(found := read_sweep(f"hardware.calibration=null,{file}", CONFIG), base)
+    assert same is base
+    assert (whole, again) == ([], [found.configs[1]])
+    assert slow.guessed.timeline.compute_s > base.guessed.timeline.compute_s
+    assert slow.chosen.timeline.compute_s > base.chosen.timeline.compute_s
+    with pytest.raises(ConfigError, match=r"^--sweep: hardware\.gpu=h200: h100\.yaml:1: gpu: measured on h100, but "):
+        read_sweep("hardware.gpu=h100,h200", CONFIG.changed({"hardware.calibration": str(file)}))
 
 
 def test_latencies_of_ones_own_are_those_of_any_network(compiled, tmp_path):

@@ -1,14 +1,18 @@
 """A cluster as the cost model sees it: the data sheets' figures, and the share of them that real programs reach."""
 
-from dataclasses import dataclass
+import dataclasses
+import functools
+from dataclasses import dataclass, field
 
+from llamajax.config.calibration import Constants, read_measurement
 from llamajax.config.gpus import Gpu, planned_gpu
 from llamajax.config.run import Config
 
 
 @dataclass(frozen=True, kw_only=True)
 class Calibration:
-    """Shares of the data sheet that a GPU architecture sustains, one fixed set for every model and cluster."""
+    """Shares of the data sheet that a GPU architecture sustains, one fixed set for every model and cluster; those that were
+    measured on a GPU may take their place (`hardware.calibration`)."""
 
     matmul_efficiency: float
     """Of the peak, by large square bfloat16 products in a long run."""
@@ -75,10 +79,17 @@ class Machine:
 
     gpu: Gpu
     gpus_per_node: int = 8
+    measured: Constants = field(default_factory=Constants)
+    """Take the place of the built-in ones."""
 
     @property
-    def calibration(self) -> Calibration:
+    def built_in(self) -> Calibration:
         return CALIBRATIONS[self.gpu.compute_capability[0]]
+
+    @functools.cached_property
+    def calibration(self) -> Calibration:
+        measured = {name: value for name, value in vars(self.measured).items() if value is not None}
+        return dataclasses.replace(self.built_in, **measured)
 
     @property
     def gpu_link(self) -> float:
@@ -95,6 +106,8 @@ def planned_machine(config: Config) -> Machine:
     """The cluster that `config.hardware` describes.
 
     Raises:
-        ConfigError: it names no GPU.
+        ConfigError: it names no GPU, or measured constants that cannot be used: see `read_measurement`.
     """
-    return Machine(gpu=planned_gpu(config.hardware), gpus_per_node=config.hardware.gpus_per_node)
+    hardware, measurement = config.hardware, read_measurement(config.hardware)
+    measured = measurement.constants if measurement is not None else Constants()
+    return Machine(gpu=planned_gpu(hardware), gpus_per_node=hardware.gpus_per_node, measured=measured)

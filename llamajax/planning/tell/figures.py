@@ -12,6 +12,8 @@ Bytes, FLOPs and seconds are per step and device unless said otherwise; shares a
   checkpoint of all devices: weights and moments).
 - `forms`: by setting of `parallel` the form that was chosen, and why; and so for `attention` the kernel. `warning`: that
   it is none that is fused, or null.
+- `calibration`: null, or the `file` of measured constants, the `device`, `date`, `commit` and `jax` of their measurement,
+  and those of the `constants` that differ from the built-in ones, by name: `built_in` and `measured`.
 - `options`: what the compiler was told. `latency_profile`: `auto` for the cost model's, the file, or null for none, also
   where `auto` would not help. `num_compilations`; `compile_s`: of all of them together.
 - The schedule that training runs: `capacity_bytes`, `fits`, `argument_bytes`, `temp_bytes`, `peak_bytes`, `host_bytes`,
@@ -43,6 +45,7 @@ from typing import Any
 import jax
 
 import llamajax
+from llamajax.config.calibration import read_measurement
 from llamajax.config.formulas import (
     flops_per_token,
     least_wire_bytes,
@@ -55,6 +58,7 @@ from llamajax.config.formulas import (
 from llamajax.config.gpus import planned_gpu
 from llamajax.config.run import Config
 from llamajax.planning.cost.flops import planned_flops
+from llamajax.planning.cost.gpu import planned_machine
 from llamajax.planning.cost.kernels import compiled_attention
 from llamajax.planning.cost.network import num_communicators
 from llamajax.planning.cost.timeline import CollectiveUse
@@ -143,6 +147,7 @@ def figures(plan: Plan, sweep: Sweep | None = None, plans: Sequence[Plan] = ()) 
             "compiled": True,
             "forms": forms | {"attention": kernel},
             "warning": warning,
+            "calibration": calibration_figures(config),
             "jax_version": chosen.step.jax_version,
             "options": {key: value for key, value in chosen.step.options.items() if key != _PROFILE_OPTION},
             "latency_profile": config.xla.latency_profile if chosen is plan.informed else None,
@@ -160,6 +165,24 @@ def figures(plan: Plan, sweep: Sweep | None = None, plans: Sequence[Plan] = ()) 
         | money(config, own["tokens_per_sec_per_device"])
         | {"sweep": sweep and {"key": sweep.key, "rows": sweep_rows(sweep, plans)}}
     )
+
+
+def calibration_figures(config: Config) -> dict[str, Any] | None:
+    """The measured constants that the cost model takes; None: all are as built in."""
+    measurement, machine = read_measurement(config.hardware), planned_machine(config)
+    if measurement is None:
+        return None
+    built_in, measured = vars(machine.built_in), vars(machine.calibration)
+    return {
+        "file": config.hardware.calibration,
+        **_named(measurement, "device", "date", "commit"),
+        "jax": measurement.versions.jax,
+        "constants": {
+            name: {"built_in": built_in[name], "measured": value}
+            for name, value in measured.items()
+            if value != built_in[name]
+        },
+    }
 
 
 def schedule_figures(config: Config, schedule: Schedule) -> dict[str, Any]:

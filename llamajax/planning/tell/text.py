@@ -27,6 +27,8 @@ def print_plan(plan: Plan, told: Figures) -> None:
     log(f"verdict    {verdict(told)}")
     log(f"           {DISCLAIMER}")
     _print_run(plan.config, told)
+    if told["calibration"]:
+        _print_calibration(told["calibration"])
     count = told["num_compilations"]
     log(f"options    {compiler.told(told['options'], planned_gpu(plan.config.hardware).name)}")
     log(f"compile    {count} compilation{'s' if count > 1 else ''}, {told['compile_s']:.1f} s, jax {told['jax_version']}")
@@ -86,6 +88,16 @@ def _print_run(config: Config, told: Figures) -> None:
     log(
         f"state      at least {format_bytes(told['zero_minimum_bytes'])} of weights and moments per GPU{held};"
         f" a checkpoint of all is {format_bytes(told['checkpoint_bytes'])}"
+    )
+
+
+def _print_calibration(told: Figures) -> None:
+    changes = ", ".join(
+        f"{name} {of['measured']:.4g} (built in: {of['built_in']:.4g})" for name, of in told["constants"].items()
+    )
+    log(
+        f"constants  {told['file']}, measured on {told['device']} on {told['date']}, jax {told['jax']}, commit"
+        f" {told['commit'][:12]}: {changes or 'none differs from the built-in ones'}"
     )
 
 

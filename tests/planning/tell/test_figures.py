@@ -6,10 +6,12 @@ import re
 
 import pytest
 
+from llamajax.config.file import dump_config
 from llamajax.config.formulas import flops_per_token
 from llamajax.planning.plan import Alternative
 from llamajax.planning.search import Sweep
 from llamajax.planning.tell import figures
+from tests.config.test_calibration import MEASUREMENT
 from tests.planning import plans
 
 PROMISED = (
@@ -29,6 +31,25 @@ def test_every_promised_key_is_there_and_described():
     for rows in (told["collectives"], told["peak_tensors"]):
         keys |= set(rows[0])
     assert not keys - described
+
+
+def test_measured_constants_are_told_beside_the_built_in_ones(tmp_path):
+    assert figures.figures(plans.plan())["calibration"] is None
+    file = tmp_path / "h100.yaml"
+    file.write_text(dump_config(MEASUREMENT))
+    told = figures.figures(plans.plan(config=plans.CONFIG.changed({"hardware.calibration": str(file)})))
+    assert told["calibration"] == {
+        "file": str(file),
+        "device": "NVIDIA H100 80GB HBM3",
+        "date": "2026-11-24",
+        "commit": "1234567",
+        "jax": "0.11.2",
+        "constants": {
+            "matmul_efficiency": {"built_in": 0.72, "measured": 0.7},
+            "kernel_s": {"built_in": 2e-6, "measured": 1.5e-6},
+            "compute_slowdown": {"built_in": 0.19, "measured": 0.0},
+        },
+    }
 
 
 def test_speeds_follow_from_the_step():

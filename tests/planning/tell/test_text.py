@@ -7,11 +7,14 @@ import jaxlib.version
 import pytest
 from rich.console import Console
 
+from llamajax.config.calibration import Constants
+from llamajax.config.file import dump_config
 from llamajax.planning.plan import Alternative
 from llamajax.planning.search import Sweep
 from llamajax.planning.tell import figures
 from llamajax.planning.tell.text import print_estimate, print_plan
 from llamajax.watch import console
+from tests.config.test_calibration import MEASUREMENT
 from tests.planning import plans
 
 
@@ -105,6 +108,25 @@ def test_schedules_are_named_by_what_they_are_by(printed, source, names):
         assert any(line.startswith(name) for line in lines)
     assert [line for line in lines if line.endswith("training's  ")] == [line for line in lines if line.startswith(names[1])]
     assert "set        parallel.stack: scan, xla.latency_profile: null: of these the best" in lines
+
+
+def test_measured_constants_are_one_line(printed, tmp_path):
+    plan = plans.plan()
+    print_plan(plan, figures.figures(plan))
+    assert "\nconstants " not in printed.getvalue()
+    for constants, told in (
+        (
+            MEASUREMENT.constants,
+            "matmul_efficiency 0.7 (built in: 0.72), kernel_s 1.5e-06 (built in: 2e-06), compute_slowdown",
+        ),
+        (Constants(matmul_efficiency=0.72), "none differs from the built-in ones"),
+    ):
+        file = tmp_path / "h100.yaml"
+        file.write_text(dump_config(dataclasses.replace(MEASUREMENT, constants=constants)))
+        plan = plans.plan(config=plans.CONFIG.changed({"hardware.calibration": str(file)}))
+        print_plan(plan, figures.figures(plan))
+        where = f"constants  {file}, measured on NVIDIA H100 80GB HBM3 on 2026-11-24, jax 0.11.2, commit 1234567: "
+        assert [line for line in printed.getvalue().splitlines() if line.startswith(where + told)]
 
 
 def test_without_a_change_that_fits_the_way_out_is_told(printed):
