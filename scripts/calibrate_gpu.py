@@ -1,0 +1,400 @@
+"""Measures on one GPU the constants by which plans tell time, and how far plans then are from real training steps.
+
+    python scripts/calibrate_gpu.py --output runs/h100.yaml
+
+Takes some minutes, and writes the file that `hardware.calibration` takes. Every constant is the value with which the cost
+model takes as long for a program as the GPU does: a loop over random data, compiled by XLA as training's step is, and
+replayed as plans replay that. Then come three runs that fit one card: measured, and planned with the built-in constants and
+with the measured ones. What is measured has a process of its own each time, so that it finds the GPU empty.
+
+`--device cpu` goes the same way at toy size, without a GPU: its file is marked, and no plan takes it.
+"""
+
+import dataclasses
+import itertools
+import math
+import multiprocessing
+import os
+import platform
+import shlex
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Collection, Iterator
+from concurrent.futures import Executor, ProcessPoolExecutor
+from dataclasses import dataclass
+from datetime import date
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # XLA warns of what it tries while it compiles
+
+import jax
+import jax.numpy as jnp
+import jaxlib.version
+import numpy as np
+from jax import lax
+
+import llamajax
+from llamajax.config.calibration import Measurement, Versions
+from llamajax.config.command import parse_args
+from llamajax.config.file import dump_config, load_config
+from llamajax.config.gpus import GPUS, Gpu, find_gpu
+from llamajax.config.parallel import DistributedConfig, MeshConfig
+from llamajax.config.rules import Settings
+from llamajax.config.run import Config
+from llamajax.errors import EnvironmentMismatchError
+from llamajax.kernels.cudnn import attend_to_rows
+from llamajax.parallel import startup
+from llamajax.parallel.exit import exit_code
+from llamajax.planning.cost.gpu import Machine
+from llamajax.planning.cost.replay import replay
+from llamajax.planning.plan import make_plan, replayed
+from llamajax.planning.scheduling import compile_here
+from llamajax.planning.xla.compile import check_compiler, prepare_environment
+from llamajax.planning.xla.hlo import Module
+from llamajax.planning.xla.parse import parse
+from llamajax.step.batch import Batch, batch_sharding
+from llamajax.step.compile import lower
+from llamajax.step.forms import with_forms
+from llamajax.step.state import abstract_state, init_state
+from llamajax.step.step import one_behind
+from llamajax.units import format_bytes
+from llamajax.watch.console import log_own, waiting
+from llamajax.watch.outputs import check_outputs, write_output
+
+ROOT = Path(__file__).parents[1]
+NOT_MEASURED = "not measured"
+Device = Literal["gpu", "cpu"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CalibrateConfig(Settings):
+    """What is measured, and where it is written."""
+
+    output: str
+    """The file to write, for `hardware.calibration`."""
+    device: Device = "gpu"
+    """`gpu`: the first that is visible. `cpu`: everything at toy size, to try the way."""
+
+
+class Sizes(NamedTuple):
+    """How much is measured: rows of square matrices, and elements of every array whose bytes count; and for how many
+    seconds: a loop, all loops before anything counts (a busy GPU lowers its clocks), and all that do."""
+
+    square: int
+    elements: int
+    loop_s: float
+    warm_s: float
+    measured_s: float
+
+
+SIZES = {"gpu": Sizes(8192, 2**28, 0.2, 3.0, 6.0), "cpu": Sizes(512, 2**20, 0.02, 0.1, 0.3)}
+_ONE = {"hardware.gpus_per_node": 1, "mesh.fsdp": 1, "train.grad_accum_steps": 1}
+_LLAMA = _ONE | {"train.global_batch_size": 8, "data.seq_len": 2048}
+_NARROW = _LLAMA | {"model.vocab_size": 32_000, "model.embed_dim": 1024, "model.mlp_dim": 4096, "model.num_heads": 16}
+_LONG = _LLAMA | {
+    "train.global_batch_size": 1, "data.seq_len": 32_768, "model.max_seq_len": 32_768, "model.num_heads": 16,
+    "model.head_dim": 128, "model.remat": "save_attention_qkv",
+}  # fmt: skip
+_TOY = _LLAMA | {
+    "model.vocab_size": 512, "model.embed_dim": 64, "model.mlp_dim": 128, "model.num_layers": 2, "model.num_heads": 4,
+    "model.num_kv_heads": 2, "model.head_dim": 16, "data.seq_len": 128, "mesh.num_cpu_devices": 1,
+}  # fmt: skip
+RUNS: dict[Device, dict[str, dict[str, Any]]] = {
+    "gpu": {"1B, rows of 2,048": _LLAMA, "width 1,024, rows of 2,048": _NARROW, "1B, heads of 128, rows of 32,768": _LONG},
+    "cpu": {"toy": _TOY, "toy, narrow": _TOY | {"model.embed_dim": 32}, "toy, long rows": _TOY | {"data.seq_len": 512}},
+}
+"""Changes to the shipped configuration of Llama-3.2 1B: runs on one device, of 40 GB if it is a GPU."""
+
+
+class Timing(NamedTuple):
+    """Of something that was repeated: the median, and over that what is between the 5th and the 95th percentile."""
+
+    seconds: float
+    spread: float
+
+
+def timed(results: Iterator[Any], warm_s: float, measured_s: float) -> Timing:
+    """Seconds from one result to the next, of a device that always has the next one to do."""
+    ends: list[float] = []
+    seconds: list[float] = []
+    for result in one_behind(results):
+        jax.block_until_ready(result)
+        ends.append(time.perf_counter())
+        seconds = [after - before for before, after in itertools.pairwise(ends) if before >= ends[0] + warm_s]
+        if len(seconds) >= 5 and ends[-1] >= ends[0] + warm_s + measured_s:
+            break
+    low, *_, high = statistics.quantiles(seconds, n=20, method="inclusive")
+    return Timing(median := statistics.median(seconds), (high - low) / median)
+
+
+Work = Callable[..., Any]
+Shapes = list[jax.ShapeDtypeStruct]
+
+
+def many_kernels(x: jax.Array) -> jax.Array:
+    """32 kernels that move next to nothing."""
+    for _ in range(32):
+        x = lax.optimization_barrier(1 - x)
+    return x
+
+
+def adamw(p: jax.Array, m: jax.Array, v: jax.Array, g: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """An update of [N] float32: elementwise."""
+    m, v = 0.9 * m + 0.1 * g, 0.95 * v + 0.05 * g * g
+    return p - 1e-3 * (m * lax.rsqrt(jnp.abs(v) + 1e-8) + 0.1 * p), m, v
+
+
+def rms_norm(x: jax.Array) -> jax.Array:
+    """Of rows [T, D] bfloat16: reductions."""
+    wide = x.astype(jnp.float32)
+    return (wide * lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + 1e-5)).astype(x.dtype)
+
+
+attention = partial(attend_to_rows, window=None, scale=128**-0.5)
+
+
+def attention_and_gradients(q: jax.Array, k: jax.Array, v: jax.Array, d_out: jax.Array) -> Any:
+    """Both passes."""
+    out, pull_back = jax.vjp(attention, q, k, v)
+    return out, pull_back(d_out)
+
+
+def programs(device: Device) -> dict[str, list[tuple[Work, Shapes]]]:
+    """What every constant is measured by, in this order: some take those before them as known."""
+    sizes, fp32, bf16 = SIZES[device], *(partial(jax.ShapeDtypeStruct, dtype=dtype) for dtype in (jnp.float32, jnp.bfloat16))
+    rows, square = bf16((sizes.elements // 2048, 2048)), bf16((sizes.square, sizes.square))
+    q, k = bf16((4, 4096, 8, 4, 128)), bf16((4, 4096, 8, 128))  # Llama-3's heads: four queries to a key
+    everywhere: dict[str, list[tuple[Work, Shapes]]] = {
+        "kernel_s": [(many_kernels, [fp32((1024,))])],
+        "memory_efficiency": [(adamw, [fp32((sizes.elements,))] * 4), (rms_norm, [rows])],
+        "matmul_efficiency": [(jnp.matmul, [square] * 2)],
+    }
+    if device == "cpu":
+        return everywhere
+    return everywhere | {
+        "attention_efficiency": [(attention, [q, k, k])],
+        "attention_backward_efficiency": [(attention_and_gradients, [q, k, k, q])],
+    }
+
+
+def repeated(work: Work, count: int, *arguments: jax.Array) -> Any:
+    """The last of `count` results of `work`. Each waits for the one before it, whose sign goes into all arguments: XLA can
+    leave none of it out, nor take it out of the loop."""
+
+    def again(_: int, carried: tuple[Any, Any]) -> tuple[Any, Any]:
+        sign = jnp.sign(jax.tree.leaves(carried[1])[0].ravel()[0])
+        marked = [
+            lax.dynamic_update_slice(x, sign.astype(x.dtype).reshape((1,) * x.ndim), (0,) * x.ndim) for x in carried[0]
+        ]
+        return marked, work(*marked)
+
+    return lax.fori_loop(1, count, again, (list(arguments), work(*arguments)))[1]
+
+
+def random(shapes: Shapes) -> list[jax.Array]:
+    """Normal numbers: zeros cost a GPU less."""
+    keys = jax.random.split(jax.random.key(0), len(shapes))
+    return [jax.random.normal(key, x.shape, x.dtype) for key, x in zip(keys, shapes, strict=True)]
+
+
+def measured(work: Work, shapes: Shapes, sizes: Sizes) -> tuple[Module, Timing]:
+    """`work` on random data, so often in one program that its launch does not matter: that program, and what it takes."""
+    arguments = random(shapes)
+
+    def loop(count: int, warm_s: float, measured_s: float) -> tuple[Module, Timing]:
+        program = jax.jit(partial(repeated, work, count)).lower(*arguments).compile()
+        results = (program(*arguments) for _ in itertools.repeat(None))
+        return parse(program.as_text() or ""), timed(results, warm_s, measured_s)
+
+    _, tried = loop(4, 0.0, 0.0)
+    return loop(max(4, math.ceil(4 * sizes.loop_s / tried.seconds)), sizes.warm_s, sizes.measured_s)
+
+
+def solved(name: str, modules: Collection[Module], seconds: float, machine: Machine) -> float:
+    """The value of the constant `name` with which the cost model takes so long for the programs, all together.
+
+    What it takes is linear in the seconds of a kernel, and in one over a share where nothing else bounds a kernel.
+    """
+
+    def constant(x: float) -> float:
+        return x if name == "kernel_s" else 1 / x
+
+    def told(x: float) -> float:
+        tried = with_constant(machine, name, constant(x))
+        return sum(replay(module, tried, {}).step_time_s for module in modules)
+
+    low, high = (1e-4, 2e-4) if name == "kernel_s" else (1e3, 2e3)
+    slope = (told(high) - told(low)) / (high - low)
+    return constant(low + (seconds - told(low)) / slope)
+
+
+def with_constant(machine: Machine, name: str, value: float) -> Machine:
+    """The machine with a constant as measured."""
+    return dataclasses.replace(machine, measured=dataclasses.replace(machine.measured, **{name: value}))
+
+
+def host_link(sizes: Sizes) -> dict[str, Timing]:
+    """Copies of `sizes.elements` float32 to pinned memory of the host, and back."""
+    memories = [jax.sharding.SingleDeviceSharding(jax.local_devices()[0], memory_kind=k) for k in ("pinned_host", "device")]
+    to_host, from_host = (jax.jit(partial(jax.device_put, device=memory)) for memory in memories)
+    (here,) = random([jax.ShapeDtypeStruct((sizes.elements,), jnp.float32)])
+    copies = {"to host": (to_host, here), "from host": (from_host, to_host(here))}
+    return {
+        way: timed((copy(x) for _ in itertools.repeat(None)), sizes.warm_s, sizes.measured_s)
+        for way, (copy, x) in copies.items()
+    }
+
+
+def data_sheet(device: Device, kind: str) -> Gpu:
+    """Of the GPU that jax calls `kind`, or raises `EnvironmentMismatchError`; an H100's stands in for the CPU's."""
+    gpu = find_gpu(kind if device == "gpu" else "NVIDIA H100 80GB HBM3")
+    if gpu is None:
+        names = ", ".join(name for known in GPUS for name in known.device_kinds)
+        raise EnvironmentMismatchError(f"--device gpu: plans know no {kind}; measure one of {names}, or take --device cpu")
+    return gpu
+
+
+def measure_constants(device: Device, command: str) -> Measurement:
+    """What `command` measures of the device; tells every constant as soon as it is known. Raises as `data_sheet` does."""
+    startup.connect(MeshConfig(num_cpu_devices=1 if device == "cpu" else None), DistributedConfig())
+    found, sizes = jax.local_devices()[0], SIZES[device]
+    gpu = data_sheet(device, found.device_kind)
+    machine = Machine(gpu=gpu)
+    rates = f"{gpu.peak_flops / 1e12:g} TFLOP/s, {gpu.memory_bandwidth / 1e12:.3g} TB/s"
+    log_own(f"device     {found.device_kind}, jax {jax.__version__}; efficiencies are of {gpu.name}'s data sheet: {rates}")
+
+    def known(name: str, value: float, timings: Collection[Timing]) -> Machine:
+        built_in, spread = getattr(machine.built_in, name), max(timing.spread for timing in timings)
+        log_own(f"{name:30} {value:<9.4g} (built in: {built_in:.4g}), spread {spread:.1%}")
+        return with_constant(machine, name, float(f"{value:.4g}"))
+
+    with waiting("measuring") as doing:
+        for name, several in programs(device).items():
+            doing(f"measuring {name}")
+            modules, timings = zip(*(measured(work, shapes, sizes) for work, shapes in several), strict=True)
+            machine = known(name, solved(name, modules, sum(timing.seconds for timing in timings), machine), timings)
+        doing("measuring host_bandwidth")
+        ways = host_link(sizes)
+        rate = {way: 4 * sizes.elements / timing.seconds for way, timing in ways.items()}
+        log_own(f"host link  {', '.join(f'{way} {rate[way] / 1e9:.1f} GB/s' for way in ways)}; the slower way counts")
+        machine = known("host_bandwidth", min(rate.values()), ways.values())
+    stay = [f"{name} {getattr(machine.built_in, name):g}" for name, of in vars(machine.measured).items() if of is None]
+    log_own(f"built in   {', '.join(stay)}: {NOT_MEASURED}; networks need more, and our kernels are not timed")
+    name: Any = "cpu" if device == "cpu" else gpu.name.lower()
+    return Measurement(
+        gpu=name, device=found.device_kind, date=str(date.today()), command=command, commit=commit(),
+        versions=Versions(
+            llamajax=llamajax.__version__, python=platform.python_version(), jax=jax.__version__,
+            jaxlib=jaxlib.version.__version__, platform=" ".join(found.client.platform_version.split()),
+        ),
+        constants=machine.measured,
+    )  # fmt: skip
+
+
+def commit() -> str:
+    """Of this checkout, marked `-dirty` where files have changed since; `unknown` where there is none."""
+    command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
+def measure_step(config: Config, device: Device) -> tuple[Timing, int | None]:
+    """Of training's own step: its time, and the most bytes of arrays at once, where the device tells them."""
+    startup.start(config)
+    in_forms, _ = with_forms(config, jax.sharding.get_mesh().shape)
+    step = compile_here(in_forms, lower(in_forms, abstract_state(config))).step
+    state, batch = init_state(config), random_batch(config)
+
+    def losses() -> Iterator[jax.Array]:
+        nonlocal state
+        while True:
+            state, metrics = step(state, batch)
+            yield metrics["loss"]
+
+    timing = timed(losses(), SIZES[device].warm_s, SIZES[device].measured_s)
+    stats = jax.local_devices()[0].memory_stats()
+    return timing, None if stats is None else stats["peak_bytes_in_use"]
+
+
+def random_batch(config: Config) -> Batch:
+    """Rows of one document each."""
+    rng, shape = np.random.default_rng(), (1, config.train.global_batch_size, config.data.seq_len)
+    tokens, targets = rng.integers(config.model.vocab_size, size=(2, *shape), dtype=np.int32)
+    ones = np.ones(shape, np.int32)
+    fields = {"tokens": tokens, "targets": targets, "segment_ids": ones, "positions": ones.cumsum(-1, dtype=np.int32) - 1}
+    return {name: jax.device_put(field, batch_sharding()) for name, field in fields.items()}
+
+
+def predicted(config: Config, file: str | None) -> tuple[int, float, float | None]:
+    """Bytes of arrays, seconds of a step by the built-in constants, and by those in the file."""
+    chosen = make_plan(config, suggest=False).chosen
+    calibrated = None
+    if file is not None:
+        calibrated = replayed(chosen.step, config.changed({"hardware.calibration": file})).timeline.step_time_s
+    return chosen.memory.peak_bytes, chosen.timeline.step_time_s, calibrated
+
+
+def compare(settings: CalibrateConfig, gpu: Gpu, pool: Executor) -> None:
+    """Measures and plans the runs, and tells how far apart they are; `pool` has a process for each."""
+    base = load_config(ROOT / "configs" / "llama3_2_1b_8xh100.yaml", [f"hardware.gpu={gpu.name.lower()}"])
+    on_gpu = settings.device == "gpu"
+    row("run", "measured" if on_gpu else "by the CPU", "spread", f"{gpu.name}, built in", f"{gpu.name}, as measured")
+
+    def off(form: Callable[[float], str], told: float | None, measured: float | None) -> str:
+        """A prediction, and how far it is from what was measured on the GPU."""
+        if told is None:
+            return NOT_MEASURED
+        return f"{form(told)} ({NOT_MEASURED if measured is None or not on_gpu else f'{told / measured - 1:+.1%}'})"
+
+    for name, changes in RUNS[settings.device].items():
+        config = base.changed(changes)
+        with waiting(f"training {name}"):
+            step, peak = pool.submit(measure_step, config, settings.device).result()
+        with waiting(f"planning {name}"):
+            planned_peak, built_in, calibrated = predicted(config, settings.output if on_gpu else None)
+        predictions = [off("{:.4g} s".format, told, step.seconds) for told in (built_in, calibrated)]
+        row(f"{name}: step", f"{step.seconds:.4g} s", f"{step.spread:.1%}", *predictions)
+        row(f"{name}: peak", NOT_MEASURED if peak is None else format_bytes(peak), "", off(format_bytes, planned_peak, peak))
+
+
+def row(*cells: str) -> None:
+    """Tells one line of the table."""
+    log_own("  ".join(cell.ljust(width) for cell, width in zip(cells, (38, 12, 6, 26, 26), strict=False)).rstrip())
+
+
+def run(settings: CalibrateConfig) -> None:
+    """Measures, writes and compares.
+
+    Raises:
+        CompilerMissingError: nothing can be planned here.
+        ConfigError: the file cannot be written.
+        EnvironmentMismatchError: there is no GPU, or none that is planned for.
+    """
+    named = {"--output": settings.output}
+    check_outputs(named, named)
+    check_compiler()
+    prepare_environment()  # this process only plans
+    os.environ["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), max_tasks_per_child=1) as pool:
+        measurement = pool.submit(measure_constants, settings.device, shlex.join(["python", *sys.argv])).result()
+        mark = "" if settings.device == "gpu" else "# Of a CPU, at toy size: for no plan.\n"
+        write_output(named, "--output", lambda: mark + dump_config(measurement))
+        log_own(f"wrote      {settings.output}, for hardware.calibration")
+        compare(settings, data_sheet(settings.device, measurement.device), pool)
+
+
+def main() -> int:
+    """Reads the command line and measures; returns the exit code."""
+    settings = parse_args(prog="python scripts/calibrate_gpu.py", root=CalibrateConfig).config
+    remedies = {"memory_remedy": "a GPU that nothing else uses", "disk_remedy": "see to it and try again"}
+    return exit_code(lambda: run(settings), disk=settings.output, **remedies)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,163 @@
+"""The program that measures a GPU's constants: its arithmetic without a GPU, and the whole of it at toy size on the CPU."""
+
+import dataclasses
+import itertools
+import subprocess
+import sys
+from concurrent.futures import Executor, Future
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from llamajax.config.calibration import Constants, Measurement, read_measurement
+from llamajax.config.file import load_config, read_config
+from llamajax.config.machine import HardwareConfig
+from llamajax.config.yaml_text import Problems
+from llamajax.errors import ConfigError, EnvironmentMismatchError
+from llamajax.planning.cost.gpu import Calibration, Machine
+from llamajax.planning.cost.replay import replay
+from llamajax.planning.plan import make_plan
+from llamajax.planning.xla.compile import planned_mesh
+from llamajax.planning.xla.hlo import Module
+from llamajax.planning.xla.parse import parse
+from scripts import calibrate_gpu
+from scripts.calibrate_gpu import CalibrateConfig, Timing, data_sheet, programs, repeated, solved, timed
+
+BASE = load_config(calibrate_gpu.ROOT / "configs" / "llama3_2_1b_8xh100.yaml")
+ONE = {"hardware.gpus_per_node": 1, "mesh.fsdp": 1}
+H100 = data_sheet("cpu", "cpu")
+
+
+@pytest.fixture(autouse=True)
+def _no_mesh(_mesh):
+    """As in a process that has not laid out its devices."""
+    jax.set_mesh(None)
+
+
+def compiled(work, shapes, device, count=5) -> Module:
+    arguments = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=jax.sharding.SingleDeviceSharding(device)) for x in shapes]
+    return parse(jax.jit(partial(repeated, work, count)).lower(*arguments).compile().as_text() or "")
+
+
+def test_every_result_of_a_loop_is_computed():
+    square = jax.ShapeDtypeStruct((64, 64), jnp.float32)
+    module = compiled(jnp.matmul, [square, square], jax.devices()[0], count=7)
+    assert replay(module, Machine(gpu=H100), {}).flops == 7 * 2 * 64**3
+
+
+def check_that_constants_come_back(found, device, gpu):
+    """A machine that takes as long as the cost model tells with known constants has these constants."""
+    known = Constants(
+        kernel_s=3e-6, memory_efficiency=0.7, matmul_efficiency=0.6, attention_efficiency=0.4,
+        attention_backward_efficiency=0.3,
+    )  # fmt: skip
+    machine, told = Machine(gpu=gpu), Machine(gpu=gpu, measured=known)
+    for name, several in found.items():
+        modules = [compiled(work, shapes, device) for work, shapes in several]
+        timelines = [replay(module, told, {}) for module in modules]
+        assert not any(timeline.not_understood for timeline in timelines)
+        value = solved(name, modules, sum(timeline.step_time_s for timeline in timelines), machine)
+        assert value == pytest.approx(getattr(known, name), rel=1e-3), name
+        machine = calibrate_gpu.with_constant(machine, name, value)
+    return machine.measured
+
+
+def test_constants_are_solved_for_from_what_the_cpu_runs():
+    measured = check_that_constants_come_back(programs("cpu"), jax.devices()[0], H100)
+    assert measured.attention_efficiency is None
+
+
+@pytest.mark.usefixtures("gpu_compiler")
+@pytest.mark.parametrize("gpu", ["h100", "a100-40gb"])
+def test_constants_are_solved_for_from_what_gpus_run(gpu):
+    """With cuDNN's attention, compiled for one that is not there."""
+    config = BASE.changed(ONE | {"hardware.gpu": gpu})
+    (device,) = planned_mesh(config).devices.flat
+    found = next(known for known in calibrate_gpu.GPUS if known.name.lower() == gpu)
+    check_that_constants_come_back(programs("gpu"), device, found)
+
+
+def test_what_is_not_measured_is_the_network_and_the_own_attention_kernels():
+    tried = {*programs("gpu"), "host_bandwidth"}
+    left = {field.name for field in dataclasses.fields(Calibration)} - tried
+    own = {"pallas_efficiency", "pallas_backward_efficiency"}
+    assert left == {"node_link_efficiency", "gpu_link_efficiency", "compute_slowdown"} | own
+
+
+def test_a_median_counts_only_what_comes_after_the_warm_up(monkeypatch):
+    """Results come after 0, 1, ... 5 seconds, and then every 10, but one takes 40."""
+    ends = itertools.chain(range(6), (15, 25, 65), itertools.count(75, 10))
+    monkeypatch.setattr(calibrate_gpu.time, "perf_counter", lambda: next(ends))
+    found = timed(iter(range(1000)), warm_s=5.0, measured_s=75.0)
+    assert next(ends) == 95  # the last that counted came when 5 + 75 seconds were over
+    assert found.seconds == 10
+    assert found.spread == pytest.approx(0.75 * 3, rel=0.1)  # of five, one took 40: the 95th percentile lies between
+
+
+@pytest.mark.parametrize("device", ["gpu", "cpu"])
+def test_the_runs_are_of_one_device(device):
+    for changes in calibrate_gpu.RUNS[device].values():
+        config = BASE.changed(changes)
+        assert config.hardware.num_devices == 1
+        assert not config.placement_problems(1)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("gpu_compiler")
+@pytest.mark.parametrize("changes", calibrate_gpu.RUNS["gpu"].values(), ids=calibrate_gpu.RUNS["gpu"])
+def test_the_runs_fit_the_smallest_card(changes):
+    assert make_plan(BASE.changed(changes | {"hardware.gpu": "a100-40gb"}), suggest=False).chosen.memory.fits
+
+
+def test_differences_are_those_from_what_was_measured(monkeypatch, capsys):
+    class Pool(Executor):
+        def submit(self, *_: Any, **__: Any) -> Future[Any]:
+            done: Future[Any] = Future()
+            done.set_result((Timing(0.2, 0.01), 2**34))
+            return done
+
+    monkeypatch.setattr(calibrate_gpu, "predicted", lambda config, file: (2**33, 0.19, 0.21 if file else None))
+    calibrate_gpu.compare(CalibrateConfig(output="h100.yaml"), H100, Pool())
+    head, step, peak, *others = capsys.readouterr().out.splitlines()
+    assert head.split() == ["run", "measured", "spread", "H100,", "built", "in", "H100,", "as", "measured"]
+    assert step.endswith("  0.2 s         1.0%    0.19 s (-5.0%)              0.21 s (+5.0%)")
+    assert peak.endswith("  16.0 GiB              8.00 GiB (-50.0%)")
+    assert len(others) == 4
+
+
+def test_a_gpu_that_is_not_planned_for_is_refused():
+    with pytest.raises(
+        EnvironmentMismatchError, match=r"^--device gpu: plans know no NVIDIA B300; measure one of NVIDIA A100-"
+    ):
+        data_sheet("gpu", "NVIDIA B300")
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("gpu_compiler")
+def test_the_whole_way_on_the_cpu(tmp_path):
+    command = [sys.executable, "scripts/calibrate_gpu.py", "--device", "cpu", "--output", str(tmp_path / "cpu.yaml")]
+    outcome = subprocess.run(command, cwd=calibrate_gpu.ROOT, capture_output=True, text=True, check=False)
+    assert outcome.returncode == 0, outcome.stderr
+    assert "\r" not in outcome.stdout
+    assert "\x1b" not in outcome.stdout
+    lines = outcome.stdout.splitlines()
+    for name in ("kernel_s", "memory_efficiency", "matmul_efficiency", "host_bandwidth"):
+        assert sum(line.startswith(f"{name} ") for line in lines) == 1
+    (built_in,) = (line for line in lines if line.startswith("built in "))
+    assert "node_link_efficiency 0.85" in built_in
+    assert "not measured" in built_in
+    steps = [line for line in lines if ": step " in line]
+    assert [line.count("not measured") for line in steps] == [2, 2, 2]  # of the H100: neither its step nor its constants
+
+    text = (tmp_path / "cpu.yaml").read_text()
+    assert text.startswith("# Of a CPU")
+    measurement = read_config(Measurement, str(tmp_path / "cpu.yaml"), (), Problems())
+    assert (measurement.gpu, measurement.device) == ("cpu", "cpu")
+    measured = {name for name, value in vars(measurement.constants).items() if value is not None}
+    assert measured == {*programs("cpu"), "host_bandwidth"}
+    with pytest.raises(ConfigError, match=r":2: gpu: measured on cpu, but hardware\.gpu is h100; "):
+        read_measurement(HardwareConfig(gpu="h100", calibration=str(Path(tmp_path, "cpu.yaml"))))
