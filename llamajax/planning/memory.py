@@ -104,7 +104,8 @@ def estimate(config: Config) -> MemoryPlan:
     """The memory of `config` by formulas, see `expected_bytes`: for choosing what to compile and where no compiler is."""
     mesh = mesh_sizes(config)
     config, _ = with_forms(config, mesh)
-    expected = expected_bytes(config, mesh, max_chunk_scores=MAX_CHUNK_SCORES, max_chunk_logits=MAX_CHUNK_LOGITS)
+    scores = MAX_CHUNK_SCORES if planned_kernel(config)[0] == "plain" else 0
+    expected = expected_bytes(config, mesh, max_chunk_scores=scores, max_chunk_logits=MAX_CHUNK_LOGITS)
     expected["workspace"] = _planned_workspace(config)
     by_kind: dict[MemoryKind, int] = {kind: expected.get(kind, 0) for kind in MEMORY_KINDS}
     state = by_kind["parameters"] + by_kind["optimizer"] + by_kind["batch"]

@@ -7,6 +7,7 @@ import pytest
 from llamajax.config.formulas import least_wire_bytes, num_matmul_params
 from llamajax.config.gpus import planned_gpu
 from llamajax.errors import ConfigError
+from llamajax.planning.cost.attention import scores_of_calls
 from llamajax.planning.cost.gpu import Machine
 from llamajax.planning.cost.replay import replay
 from llamajax.planning.latencies import latency_text, read_latencies
@@ -69,25 +70,27 @@ def test_the_real_step_is_understood_and_its_exposed_time_shrinks(tmp_path, stac
     config, _ = with_forms(CONFIG.changed({"parallel.stack": stack}), mesh)
     machine = Machine(gpu=planned_gpu(config.hardware), gpus_per_node=8)
     blind = parse(compile_for(config, untimed=True).hlo)
-    before = replay(blind, machine, mesh)
+    scores = scores_of_calls(config)
+    assert scores is not None
+    before = replay(blind, machine, mesh, scores)
     assert not before.not_understood
     assert {use.collective.axis for use in before.collectives} == {"fsdp"}
 
     # Forward, backward, and all that full remat runs again: everything but the MLP's last product. Attention takes two
-    # products forward, two again, and five backward or four, if XLA sees that the scores are already there.
+    # products forward, two again, and backward three for the queries and four for the keys.
     model, tokens = config.model, 2 * 2048
     head = model.vocab_size * model.embed_dim
     layers = num_matmul_params(model) - head
     weights = 6 * head + 8 * layers - 2 * model.num_layers * model.embed_dim * model.mlp_dim
-    square = 2 * model.num_layers * model.num_heads * model.head_dim * 2048
-    assert any(before.flops == pytest.approx(tokens * (weights + n * square), rel=0.01) for n in (8, 9))
+    seen = 2 * model.num_layers * model.num_heads * model.head_dim * (7 * scores.by_queries + 4 * scores.by_keys)
+    assert before.flops == pytest.approx(tokens * (weights + seen), rel=0.01)
 
     assert sum(before.wire_bytes.values()) == pytest.approx(least_wire_bytes(config, mesh), rel=0.01)
 
     file = tmp_path / "profile.pbtxt"
     file.write_text(latency_text(before.latencies))
     informed = parse(compile_for(config, latencies=str(file)).hlo)
-    after = replay(informed, machine, mesh)
+    after = replay(informed, machine, mesh, scores)
     assert after.flops == before.flops
     assert list(informed.entry.instructions) != list(blind.entry.instructions)
     assert after.exposed_comm_s < before.exposed_comm_s
