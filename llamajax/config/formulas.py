@@ -119,7 +119,7 @@ def params_gathered_once(config: Config, mesh: Mapping[str, int]) -> int:
         return (ends + layer * model.num_layers) // mesh["tensor"]
     if parallel.grad_reduce != "step":
         return 0
-    return (ends + (layer if parallel.stack == "prefetch" else 0)) // mesh["tensor"]
+    return (ends + (layer if parallel.prefetches else 0)) // mesh["tensor"]
 
 
 def expected_bytes(
@@ -171,7 +171,7 @@ def expected_bytes(
     copied = _params_per_device(model, tensor) if config.parallel.zero < 3 else whole + (own if late else 0)
     loss = min(max_chunk_logits, tokens * V) * (4 + 2 * wide) + V * D * (wide + 2 * 4)
     collectives = 2 * D * F * wide + kept_weights
-    if config.parallel.stack == "prefetch":
+    if config.parallel.prefetches:
         matrices = layer_matrix_bytes(model, mesh)
         collectives, loss = PREFETCHED_LAYERS * matrices, loss + matrices
     return {
@@ -216,7 +216,7 @@ def least_wire_bytes(config: Config, mesh: Mapping[str, int]) -> float:
     layers, first = weights - ends, (weights - ends) / model.num_layers
     parallel, micro_batches = config.parallel, train.grad_accum_steps
     at_the_end = parallel.grad_reduce == "step" or parallel.zero == 1
-    prefetches = parallel.stack == "prefetch"
+    prefetches = parallel.prefetches
     passes = 2 if _keeps_weights(config) else 3 - 1 / model.num_layers if prefetches else 3
     if parallel.zero == 1:
         sharded = 2 * weights
@@ -269,4 +269,4 @@ def keeps_two_residuals(config: Config, mesh: Mapping[str, int]) -> bool:
 
 def _keeps_weights(config: Config) -> bool:
     """Whether what is gathered for the forward pass is kept for the backward pass."""
-    return config.model.remat == "none" and config.parallel.stack != "prefetch"
+    return config.model.remat == "none" and not config.parallel.prefetches

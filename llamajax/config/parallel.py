@@ -11,7 +11,7 @@ from llamajax.config.rules import Bound, NonNegativeInt, PositiveInt, PositiveIn
 from llamajax.errors import ConfigError
 
 TensorForm = Literal["auto", "collective", "ring"]
-StackForm = Literal["auto", "scan", "prefetch"]
+StackForm = Literal["auto", "scan", "prefetch", "unrolled"]
 SequenceForm = Literal["auto", "gather", "ring", "ulysses"]
 Reduction = Literal["auto", "micro", "step"]
 ZeroStage = Annotated[int, Bound(lambda value: value in (1, 2, 3), "must be 1, 2 or 3")]
@@ -104,7 +104,8 @@ class ParallelConfig(Section):
 
     stack: StackForm = "auto"
     """How the layers run: `scan` gathers a layer's weights when it comes to it; `prefetch` gathers those of the next layer,
-    and reduces the gradients of the last one, while a layer computes."""
+    and reduces the gradients of the last one, while a layer computes; `unrolled` does the same without a loop, so that what
+    layers keep for the backward pass is not copied, in a program that grows with the layers."""
     zero: ZeroStage = 3
     """What `mesh.fsdp` and `mesh.sequence` split (ZeRO): weights and optimizer state between steps (1), gradients of
     micro-batches as well (2), weights during the step as well (3). Below 3 every device has all weights, as
@@ -124,6 +125,11 @@ class ParallelConfig(Section):
     tensor: TensorForm = "auto"
     """How tokens come to the matmuls that `mesh.tensor` splits, and their sums back: `collective` gathers before and
     scatters behind; `ring` passes tokens and sums from device to device while these multiply."""
+
+    @property
+    def prefetches(self) -> bool:
+        """Whether a layer's weights come while another computes."""
+        return self.stack in ("prefetch", "unrolled")
 
     def broken_rules(self) -> Iterator[str]:
         if self.zero == 1 and self.grad_reduce == "micro":

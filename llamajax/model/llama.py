@@ -145,7 +145,7 @@ class Llama(nnx.Module):
         saved = _SAVED_BY_REMAT[config.remat]
         if config.remat == "full" and is_shared(x):
             saved = ("residual",)  # a part of the tokens; making it again would scatter the attention's output again
-        if parallel.stack == "prefetch":
+        if parallel.prefetches:
 
             def attend(weights: tuple[RMSNorm, Attention], x: jax.Array, rows: Rows) -> jax.Array:
                 return _attention_part(weights, x, rows, parallel)[0]
@@ -161,6 +161,7 @@ class Llama(nnx.Module):
                 dtype=x.dtype,
                 saved=_policy(saved),
                 made_first=_DEAR,
+                unrolled=parallel.stack == "unrolled",
                 copies=None if copies is None else copies.layers.by_parts(),
                 first=None if first is None else first.by_parts(),
             )

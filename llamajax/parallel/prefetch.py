@@ -4,6 +4,10 @@ XLA's loops end with every layer, so that in a plain loop the first gather has n
 scatter nothing after it. Here the loops carry, beside the activations, the gathered weights of the layer they come to and
 the unreduced gradients of the layer they come from. In the backward pass a barrier parts each layer in two phases, because
 one collective runs at a time: the gather hides behind the first, the scatter behind the second.
+
+In a loop everything that a layer keeps for its backward pass is copied into a stack, and read from there. Written out layer by
+layer it stays where it was made, at the price of a program that grows with the layers; barriers then part the layers, which
+XLA would mix: gather all at once, and scatter at the end.
 """
 
 from collections.abc import Callable, Sequence
@@ -35,6 +39,7 @@ def run_prefetching(
     dtype: DTypeLike,
     saved: Policy | None,
     made_first: Policy,
+    unrolled: bool = False,
     copies: Sequence[Any] | None = None,
     first: Sequence[Any] | None = None,
 ) -> Any:
@@ -53,6 +58,7 @@ def run_prefetching(
             phase. None: everything is kept. Gathered weights never are.
         made_first: what of a layer that is computed again as a whole is made in the first phase, and not again in the
             second: all that is dear. What is cheap is better fused into what uses it than carried over.
+        unrolled: every layer is written out, and the program has no loop over them.
         copies: `weights`, gathered before.
         first: those of the first layer, gathered before: the layers then begin with nothing to wait for. They get that
             layer's gradient, for which `weights` get zeros, so that they end with nothing to reduce.
@@ -63,7 +69,7 @@ def run_prefetching(
     trees = tuple(None if tree is None else tuple(tree) for tree in (weights, copies, first))
     if saved is _NOTHING:
         parts, trees = (partial(_in_turn, tuple(parts)),), tuple(None if tree is None else (tree,) for tree in trees)
-    stack = _Stack(tuple(parts), dtype, saved, made_first)
+    stack = _Stack(tuple(parts), dtype, saved, made_first, unrolled)
     return _run(stack, *trees, shared, x)
 
 
@@ -104,6 +110,7 @@ class _Stack:
     dtype: DTypeLike
     saved: Policy | None
     made_first: Policy
+    unrolled: bool
 
     def gather(self, stored: Any, copies: Any, index: int | jax.Array) -> Any:
         return gathered(_at(stored, index), self.dtype) if copies is None else _at(copies, index)
@@ -145,11 +152,11 @@ class _Stack:
                 d_weights, dx, meanwhile = jax.lax.optimization_barrier((d_weights, dx, meanwhile))
         return tuple(d_weights), dx, meanwhile
 
-    def reduce_into(self, grads: Any, stored: Any, index: int | jax.Array, d_weights: Any) -> Any:
-        """`grads` of all layers with those of one, which are unreduced."""
+    def reduced(self, stored: Any, d_weights: Any) -> Any:
+        """Gradients of a layer's weights as they are stored, from those of the gathered ones, which are unreduced."""
         _, pull_back = jax.vjp(partial(gathered, dtype=self.dtype), _at(stored, 0))
         (reduced,) = pull_back(d_weights)
-        return jax.tree.map(lambda all, one: _with(all, one, index), grads, reduced)
+        return reduced
 
 
 def _at(stacked: Any, index: int | jax.Array) -> Any:
@@ -157,8 +164,8 @@ def _at(stacked: Any, index: int | jax.Array) -> Any:
     return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, index, keepdims=False), stacked)
 
 
-def _with(stacked: jax.Array, one: jax.Array, index: int | jax.Array) -> jax.Array:
-    return jax.lax.dynamic_update_index_in_dim(stacked, one, index, 0)
+def _with(stacked: Any, one: Any, index: int | jax.Array) -> Any:
+    return jax.tree.map(lambda all, own: jax.lax.dynamic_update_index_in_dim(all, own, index, 0), stacked, one)
 
 
 def _room(one: jax.ShapeDtypeStruct, count: int, shared: Any) -> jax.Array:
@@ -178,19 +185,27 @@ def _run(stack: _Stack, stored: Any, copies: Any, first: Any, shared: Any, x: An
 
 
 def _forward(stack: _Stack, stored: Any, copies: Any, first: Any, shared: Any, x: Any) -> tuple[Any, Any]:
-    def step(index: jax.Array, carry: Any) -> Any:
-        x, weights, kept = carry
+    def step(index: jax.Array, x: Any, weights: Any) -> tuple[Any, Any, Any]:
         upcoming = stack.gather(stored, copies, index + 1)
         x, own = stack.layer(weights, shared, x)
-        return x, upcoming, [_with(stacked, one, index) for stacked, one in zip(kept, jax.tree.leaves(own), strict=True)]
+        return x, upcoming, own
+
+    def step_of_loop(index: jax.Array, carry: Any) -> Any:
+        *carry, kept = carry
+        *carry, own = step(index, *carry)
+        return *carry, _with(kept, jax.tree.leaves(own), index)
 
     last, kept = _last(stored), []
     weights = stack.gather(stored, copies, 0) if first is None else first
-    if last > 0:
+    if stack.unrolled:
+        for number in range(last):
+            x, weights, own = step(*jax.lax.optimization_barrier((jnp.int32(number), x, weights)))
+            kept.append(own)
+    elif last > 0:
         like = jax.eval_shape(lambda weights, x: jax.tree.leaves(stack.layer(weights, shared, x)[1]), weights, x)
         room = [_room(one, last, shared) for one in like]
         # Counted, not given numbers: XLA copies beside the computation where the place follows from the loop's own count.
-        x, weights, kept = jax.lax.fori_loop(0, last, step, (x, weights, room))
+        x, weights, kept = jax.lax.fori_loop(0, last, step_of_loop, (x, weights, room))
     x, kept_last = stack.layer(weights, shared, x)
     return x, (stored, copies, first, shared, kept, weights, kept_last)
 
@@ -199,25 +214,48 @@ def _backward(stack: _Stack, residuals: Any, dx: Any) -> tuple[Any, None, Any, N
     stored, copies, first, shared, kept, weights, kept_last = residuals
     last, grads = _last(stored), jax.tree.map(lambda x: no_gradient(x, after(jnp.zeros((), x.dtype), dx)), stored)
 
+    def step(index: jax.Array, carry: Any, own: Any) -> tuple[Any, Any]:
+        """With the gradients of the layer above, reduced."""
+        dx, weights, above = carry
+        upcoming = stack.gather(stored, copies, index - 1)
+        d_weights, dx, (upcoming, above) = stack.layer_back(weights, shared, own, dx, (upcoming, above))
+        return (dx, upcoming, d_weights), stack.reduced(stored, above)
+
+    def step_of_loop(carry: Any, index: jax.Array) -> tuple[Any, None]:
+        carry, grads = carry
+        carry, reduced = step(index, carry, kept_of(index))
+        return (carry, _with(grads, reduced, index + 1)), None
+
     def kept_of(index: int | jax.Array) -> Any:
         return jax.tree.unflatten(jax.tree.structure(kept_last), _at(kept, index))
 
-    def step(carry: Any, index: jax.Array) -> Any:
-        dx, weights, above, grads = carry
-        upcoming = stack.gather(stored, copies, index - 1)
-        d_weights, dx, (upcoming, above) = stack.layer_back(weights, shared, kept_of(index), dx, (upcoming, above))
-        return (dx, upcoming, d_weights, stack.reduce_into(grads, stored, index + 1, above)), None
-
     if last > 0:
         upcoming = stack.gather(stored, copies, last - 1)
+        if stack.unrolled:
+            kept_last, dx = jax.lax.optimization_barrier((kept_last, dx))
         above, dx, weights = stack.layer_back(weights, shared, kept_last, dx, upcoming)
-        (dx, weights, above, grads), _ = jax.lax.scan(step, (dx, weights, above, grads), jnp.arange(last - 1, 0, -1))
-        d_first, dx, above = stack.layer_back(weights, shared, kept_of(0), dx, above)
-        grads = stack.reduce_into(grads, stored, 1, above)
+        carry = dx, weights, above
+        if stack.unrolled:
+            for number in range(last - 1, 0, -1):
+                # What is computed again must not be taken from the forward pass, which would have to keep it.
+                index, carry, own = jax.lax.optimization_barrier((jnp.int32(number), carry, kept[number]))
+                carry, reduced = step(index, carry, own)
+                index, carry, reduced = jax.lax.optimization_barrier((index, carry, reduced))
+                grads = _with(grads, reduced, index + 1)
+            carry, kept_first = jax.lax.optimization_barrier((carry, kept[0]))
+        else:
+            (carry, grads), _ = jax.lax.scan(step_of_loop, (carry, grads), jnp.arange(last - 1, 0, -1))
+            kept_first = kept_of(0)
+        dx, weights, above = carry
+        d_first, dx, above = stack.layer_back(weights, shared, kept_first, dx, above)
+        reduced = stack.reduced(stored, above)
+        if stack.unrolled:
+            d_first, dx, reduced = jax.lax.optimization_barrier((d_first, dx, reduced))
+        grads = _with(grads, reduced, 1)
     else:
         d_first, dx, _ = stack.layer_back(weights, shared, kept_last, dx, ())
     if first is None:
-        return stack.reduce_into(grads, stored, 0, d_first), None, None, None, dx
+        return _with(grads, stack.reduced(stored, d_first), 0), None, None, None, dx
     return grads, None, d_first, None, dx
 
 

@@ -55,6 +55,14 @@ class MemoryPlan:
     tensors: tuple[PeakTensor, ...]
     """What is alive at the fullest moment, largest first."""
 
+    def largest(self, count: int) -> list[tuple[PeakTensor, int]]:
+        """Tensors that are alike, of which together take most: one of them, and how many there are."""
+        alike: dict[tuple[str, str, tuple[int, ...]], list[PeakTensor]] = {}
+        for tensor in self.tensors:
+            alike.setdefault((tensor.name, tensor.buffer.dtype, tensor.buffer.shape), []).append(tensor)
+        groups = sorted(alike.values(), key=lambda group: -group[0].buffer.size * len(group))
+        return [(group[0], len(group)) for group in groups[:count]]
+
     @property
     def fits(self) -> bool:
         return self.peak_bytes <= self.budget_bytes

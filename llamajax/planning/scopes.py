@@ -106,11 +106,14 @@ class Namer:
         is_kept = (scopes == [LAYERS] and phase == "forward") or scopes == ["step"]  # no scope: as XLA makes room for stacks
         if is_kept and buffer.shape in self._stacked:
             return "activations", f"{self._stacked[buffer.shape]} of every layer"
+        # Layers that are not in a loop keep what they made where they made it.
+        is_kept_in_place = not self._stacked and phase == "forward" and (is_activation or place.startswith("layers"))
         primitive = re.sub(r"\W+", " ", buffer.op_name.split("/")[-1]).strip() or buffer.instruction
         value = "hidden states" if is_residual else VALUES.get(scopes[-1])
         what = primitive if value is None else f"gradient of {value}" if phase == "backward" else value
         again = ", recomputed" if phase == "recomputed" else ""
-        return "logits" if place == "loss" else "temporaries", f"{place} {what}{again}"
+        kind = "logits" if place == "loss" else "activations" if is_kept_in_place else "temporaries"
+        return kind, f"{place} {what}{again}"
 
     def _has_tokens(self, buffer: Buffer) -> bool:
         """Whether the first dims are the tokens of a micro-batch, as they are of activations and their gradients."""

@@ -49,21 +49,22 @@ def compiler_options(
         options["xla_gpu_memory_limit_slop_factor"] = str(int(100 * memory_fraction(config) / _ASSUMED_FRACTION))
         # It makes of a gather whose own part is taken back a permute between no devices, which gives zeros (jaxlib 0.10.2).
         disabled = ["all-gather-to-collective-permute-simplifier"]
-        if config.parallel.stack == "prefetch":
+        if config.parallel.prefetches:
             # `model.remat` says what is computed again; XLA counts a loop's stacks anew for each layer of an iteration.
             disabled.append("rematerialization")
         options[_DISABLED] = ",".join(disabled)
         if config.parallel.tensor == "ring":
             # Weights come from other nodes while tokens pass within one: one at a time, they would wait for every hop.
             options["xla_gpu_experimental_parallel_collective_overlap_limit"] = "2"
-    if num_devices > 1 and config.parallel.stack == "prefetch":
+    if num_devices > 1 and config.parallel.prefetches:
         # One collective per layer and direction: just below a layer's bytes the gather falls apart.
         layer = layer_matrix_bytes(config.model, config.mesh.axis_sizes(num_devices))
         for collective in ("all_gather", "reduce_scatter"):
             options[f"xla_gpu_{collective}_combine_threshold_bytes"] = str(layer + layer // 50)
-        # The two buffers for weights change places with every layer, which costs a copy unless two layers make an iteration;
-        # but without latencies the scheduler hides less in it.
-        options["xla_gpu_enable_while_loop_double_buffering"] = untimed or latencies is not None
+        if config.parallel.stack == "prefetch":
+            # The two buffers for weights change places with every layer, which costs a copy unless two layers make an
+            # iteration; but without latencies the scheduler hides less in it.
+            options["xla_gpu_enable_while_loop_double_buffering"] = untimed or latencies is not None
         if PIPELINES:
             options["xla_gpu_pipeline_all_gather"] = "COLLECTIVE_PIPELINING_MODE_OFF"
     if latencies is not None:

@@ -22,6 +22,10 @@ from llamajax.step.loss import MAX_CHUNK_LOGITS
 from llamajax.units import format_bytes
 
 
+MAX_UNROLLED_LAYERS = 40
+"""Of a program without a loop over them: with more XLA compiles for minutes."""
+
+
 def with_forms(config: Config, axes: Mapping[str, int]) -> tuple[Config, dict[str, str]]:
     """The run with every form of `parallel` chosen, and by setting in one line which and why, where there is a choice.
 
@@ -63,17 +67,23 @@ def stack_form(config: Config, axes: Mapping[str, int]) -> tuple[StackForm, str]
     """How the layers run, and why, in one line."""
     if config.parallel.stack != "auto":
         return config.parallel.stack, "parallel.stack says so"
-    shards = num_parts("embed", axes)
-    if num_parts("batch", axes) * num_parts("seq", axes) == 1:
-        return "scan", "there is nothing to gather or to reduce"
+    shards, is_alone = num_parts("embed", axes), num_parts("batch", axes) * num_parts("seq", axes) == 1
+    layer, num_layers = layer_matrix_bytes(config.model, axes), config.model.num_layers
+    form: StackForm = "unrolled" if num_layers <= MAX_UNROLLED_LAYERS else "prefetch"
     if config.mesh.num_cpu_devices is not None:
         return "scan", "emulated devices hide nothing"
-    layer = layer_matrix_bytes(config.model, axes)
-    if not _fits(config.changed({"parallel.stack": "prefetch"}), axes):
+    if is_alone and form == "prefetch":
+        return (
+            "scan",
+            f"there is nothing to gather or to reduce, and {num_layers} layers are many for a program without a loop",
+        )
+    if not _fits(config.changed({"parallel.stack": form}), axes):
         return "scan", f"{format_bytes(PREFETCHED_LAYERS * layer)} for three layers' weights would hardly fit"
+    if is_alone:
+        return form, f"what {num_layers} layers keep for the backward pass is not copied"
     if shards == 1:
-        return "prefetch", f"{format_bytes(layer)} of gradients are reduced while the layer below computes"
-    return "prefetch", f"{format_bytes(layer)} of weights come from {shards} devices while the layer before computes"
+        return form, f"{format_bytes(layer)} of gradients are reduced while the layer below computes"
+    return form, f"{format_bytes(layer)} of weights come from {shards} devices while the layer before computes"
 
 
 def reduction_form(config: Config, axes: Mapping[str, int]) -> tuple[Reduction, str]:
@@ -94,7 +104,7 @@ def reduction_form(config: Config, axes: Mapping[str, int]) -> tuple[Reduction, 
     ends = 2 * width * params_gathered_once(late, axes) * (shards - 1) // shards
     layers = 2 * layer_matrix_bytes(config.model, axes) * config.model.num_layers // shards
     layers = 0 if parallel.zero_data else layers * (replicas - 1) // replicas
-    often, once = ends + (0 if parallel.stack == "prefetch" else layers), ends + layers
+    often, once = ends + (0 if parallel.prefetches else layers), ends + layers
     if once > often * micro_batches:
         wait = f"{format_bytes(often)} cannot be hidden {micro_batches} times"
         return "micro", f"{wait}; at the end it would be {format_bytes(once)}"

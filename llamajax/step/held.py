@@ -32,7 +32,7 @@ def hold(config: Config, model: Llama) -> Held:
         return Held(gathered(held, dtype), None)
     first = None
     if at_the_end:
-        if parallel.stack == "prefetch":
+        if parallel.prefetches:
             first = gathered(jax.tree.map(lambda stacked: stacked[0], held.layers), dtype)
         held.embedding = gathered(held.embedding, dtype)
         held.head = None if held.head is None else gathered(held.head, dtype)

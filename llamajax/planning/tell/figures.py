@@ -19,7 +19,7 @@ Bytes, FLOPs and seconds are per step and device unless said otherwise; shares a
 - The schedule that training runs: `capacity_bytes`, `fits`, `argument_bytes`, `temp_bytes`, `peak_bytes`, `host_bytes`,
   `allowance_bytes` (beside XLA's arrays), `num_communicators` (of NCCL, of this program), `memory` (bytes by kind at the
   peak), `memory_fraction` (the least XLA_PYTHON_CLIENT_MEM_FRACTION), `training_memory_fraction` (the one of training),
-  `peak_tensors` (name, kind, dtype, shape, bytes); `step_time_s`, `compute_s` and
+  `peak_tensors` (name, kind, dtype, shape, bytes of one, count); `step_time_s`, `compute_s` and
   `compute_by_kind`, `slowdown_s` (of compute, by collectives beside it), `comm_s`, `exposed_comm_s`, `exposed_copy_s`,
   `exposed_fraction` (of the step); `wire_bytes` and `wire_bytes_by_link` (sent), `wire_bytes_factor` (over the least; null
   if that is zero); `tokens_per_sec_per_device`, `mfu` (causal attention), `mfu_full_attention`, `hfu` (of the FLOPs that
@@ -200,8 +200,15 @@ def schedule_figures(config: Config, schedule: Schedule) -> dict[str, Any]:
         "memory_fraction": memory.memory_fraction,
         "training_memory_fraction": memory.training_fraction,
         "peak_tensors": [
-            {"name": t.name, "kind": t.kind, "dtype": t.buffer.dtype, "shape": list(t.buffer.shape), "bytes": t.buffer.size}
-            for t in memory.tensors[:_PEAK_TENSORS]
+            {
+                "name": t.name,
+                "kind": t.kind,
+                "dtype": t.buffer.dtype,
+                "shape": list(t.buffer.shape),
+                "bytes": t.buffer.size,
+                "count": count,
+            }
+            for t, count in memory.largest(_PEAK_TENSORS)
         ],
         **_named(timeline, "step_time_s", "compute_s", "compute_by_kind", "slowdown_s", "comm_s"),
         **_named(timeline, "exposed_comm_s", "exposed_copy_s", "exposed_fraction"),

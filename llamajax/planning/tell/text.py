@@ -114,10 +114,10 @@ def _print_memory(schedule: Schedule) -> None:
     if memory.host_bytes:
         table.add_row("host", f"{memory.host_bytes / 2**30:.2f}", "", "in the host's memory")
     _print(table)
-    tensors = _table("largest tensors at that moment", "GiB", "kind", "dtype", "shape", numbers=(1,))
-    for t in memory.tensors[:_TENSORS]:
+    tensors = _table("largest tensors at that moment", "GiB", "kind", "dtype", "shape", "of them", numbers=(1, 5))
+    for t, count in memory.largest(_TENSORS):
         shape = " x ".join(map(str, t.buffer.shape))
-        tensors.add_row(escape(t.name), f"{t.buffer.size / 2**30:.2f}", t.kind, t.buffer.dtype, shape)
+        tensors.add_row(escape(t.name), f"{count * t.buffer.size / 2**30:.2f}", t.kind, t.buffer.dtype, shape, str(count))
     _print(tensors)
     log(f"share      training takes {kept:.1%} of the card for XLA's arrays, which need {memory.memory_fraction:.1%}")
     if not memory.fits and kept < memory.memory_fraction <= memory.room:
