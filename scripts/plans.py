@@ -56,7 +56,7 @@ VARIANTS: dict[str, tuple[str, dict[str, int | str]]] = {
     "llama3_1_70b_tensor8_256xh100": ("llama3_1_70b_256xh100", {"mesh.data": 1, "mesh.fsdp": 32, "mesh.tensor": 8}),
 }
 """Plans of a configuration on another cluster or mesh: its name and what is overridden."""
-GOLDEN_KEYS = ("peak_bytes", "exposed_comm_s", "step_time_s")
+GOLDEN_KEYS = ("peak_bytes", "exposed_comm_s", "step_time_s", "elementwise_bytes", "num_kernels")
 DOCUMENTED = "0.10.2"
 """The jax whose plans people read."""
 EXACT = 0.01

@@ -9,6 +9,9 @@ from llamajax.config.rules import Bound, PositiveFloat, PositiveInt, PositiveInt
 
 DType = Literal["float32", "bfloat16"]
 AttentionKernel = Literal["auto", "pallas", "cudnn", "plain"]
+Remat = Literal["auto", "none", "save_attention_qkv_mlp", "save_attention_qkv", "save_attention", "full"]
+REMATS: tuple[Remat, ...] = ("none", "save_attention_qkv_mlp", "save_attention_qkv", "save_attention", "full")
+"""From what keeps most to what keeps least."""
 EvenInt = Annotated[PositiveInt, Bound(lambda value: value % 2 == 0, "must be even: rotary positions turn pairs")]
 
 
@@ -83,9 +86,10 @@ class ModelConfig(Section):
     parallel.sequence ulysses) and whose documents see each other; `pallas` is llamajax's own, for all rows, which skips what
     documents and windows hide; both are for GPUs and 16-bit types. `plain` runs everywhere. `auto` is the first of them that
     can; on a GPU, `plain` is told with a warning. A kernel that is named and cannot is an error."""
-    remat: Literal["none", "save_attention_qkv_mlp", "save_attention_qkv", "save_attention", "full"] = "full"
+    remat: Remat = "full"
     """What the backward pass recomputes: `none` keeps everything, `full` keeps each layer's input only,
-    `save_*` also what is added up behind attention, and the named matmul outputs."""
+    `save_*` also what is added up behind attention, and the named matmul outputs. `auto` is the fastest that fits
+    `hardware.gpu` by the plan, for which the step is compiled with each."""
 
     def broken_rules(self) -> Iterator[str]:
         if min(self.num_heads, self.num_kv_heads) > 0 and self.num_heads % self.num_kv_heads:

@@ -39,8 +39,8 @@ def sequence_form(config: Config, axes: Mapping[str, int]) -> tuple[SequenceForm
     possible: list[SequenceForm] = [form for form in forms if not config.sequence_problems(form, axes)]
     bytes_of_forms = ", ".join(f"{format_bytes(sent(form))} by {form}" for form in possible)
     told = f"a device sends per layer and micro-batch {bytes_of_forms}"
-    can_fuse = _can_fuse(config.model, axes)
-    if "ulysses" in possible and can_fuse:
+    fused = can_fuse(config.model, axes, "ulysses")
+    if "ulysses" in possible and fused:
         return "ulysses", f"whole rows can be one fused kernel's; {told}"
     if "ring" in possible:
         share = (2 * parts + 1) / (4 * parts)
@@ -48,9 +48,9 @@ def sequence_form(config: Config, axes: Mapping[str, int]) -> tuple[SequenceForm
     return min(possible, key=sent), f"it sends least; {told}"
 
 
-def _can_fuse(model: ModelConfig, axes: Mapping[str, int]) -> bool:
-    """Whether some kernel takes the whole rows that exchanged heads have."""
+def can_fuse(model: ModelConfig, axes: Mapping[str, int], form: SequenceForm) -> bool:
+    """Whether some fused kernel computes attention in this form on GPUs."""
     asked = model.attention_kernel
     kernels: tuple[Kernel, ...] = ("cudnn", "pallas") if asked == "auto" else (asked,)
-    site = Site.of(model, axes, "ulysses", is_gpu=True)
+    site = Site.of(model, axes, form, is_gpu=True)
     return any(kernel != "plain" and obstacle(kernel, site) is None for kernel in kernels)

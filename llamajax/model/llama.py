@@ -9,7 +9,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Float32, Int32
 
-from llamajax.config.model import ModelConfig
+from llamajax.config.model import ModelConfig, Remat
 from llamajax.config.parallel import PLAIN, ParallelConfig, SequenceForm
 from llamajax.kernels import cudnn
 from llamajax.kernels.attention import Mask, Past, with_sight
@@ -28,8 +28,9 @@ from llamajax.parallel.zero import gathered
 
 Tokens = Int32[Array, "B T"]
 """Of each row's tokens: their ids, or the ids of their documents, or their positions."""
-_SAVED_BY_REMAT: dict[str, tuple[str, ...] | None] = {
+_SAVED_BY_REMAT: dict[Remat, tuple[str, ...] | None] = {
     "none": None,
+    "auto": None,  # where nobody has chosen, nobody trains
     "full": (),
     "save_attention": ("residual", "attention"),
     "save_attention_qkv": ("residual", "attention", "qkv"),
@@ -122,6 +123,7 @@ class Llama(nnx.Module):
         positions: Tokens | None = None,
         *,
         parallel: ParallelConfig = PLAIN,
+        remat: Remat | None = None,
         copies: "Llama | None" = None,
         first: Layer | None = None,
     ) -> Float[Array, "B T D"]:
@@ -133,6 +135,7 @@ class Llama(nnx.Module):
                 and so it is with `attend_across_documents`.
             positions: for the rotary embedding. None: counted from the start of each segment.
             parallel: the forms in which devices share the work; for a `ring`, T must be divisible by twice its devices.
+            remat: what is kept for the backward pass. None: as the configuration says.
             copies: this model, gathered before.
             first: its first layer, gathered before, which then gets that one's gradient; for a `prefetch` stack.
         """
@@ -142,8 +145,9 @@ class Llama(nnx.Module):
         rows, tokens = jax.lax.optimization_barrier((rows, tokens))  # none of them before this micro-batch's turn
         x = self._embed(laid_out(tokens, sequence), None if copies is None else copies.embedding)
 
-        saved = _SAVED_BY_REMAT[config.remat]
-        if config.remat == "full" and is_shared(x):
+        remat = remat or config.remat
+        saved = _SAVED_BY_REMAT[remat]
+        if remat == "full" and is_shared(x):
             saved = ("residual",)  # a part of the tokens; making it again would scatter the attention's output again
         if parallel.prefetches:
 

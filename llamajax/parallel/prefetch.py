@@ -5,9 +5,9 @@ scatter nothing after it. Here the loops carry, beside the activations, the gath
 the unreduced gradients of the layer they come from. In the backward pass a barrier parts each layer in two phases, because
 one collective runs at a time: the gather hides behind the first, the scatter behind the second.
 
-In a loop everything that a layer keeps for its backward pass is copied into a stack, and read from there. Written out layer by
-layer it stays where it was made, at the price of a program that grows with the layers; barriers then part the layers, which
-XLA would mix: gather all at once, and scatter at the end.
+In a loop everything that a layer keeps for its backward pass is copied into a stack, and read from there. Written out layer
+by layer it stays where it was made, at the price of a program that grows with the layers; barriers then part the layers,
+which XLA would mix: it would gather all weights at once, and scatter all gradients at the end.
 """
 
 from collections.abc import Callable, Sequence

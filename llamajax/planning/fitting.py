@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from llamajax.config.model import REMATS
 from llamajax.config.run import Config
 from llamajax.errors import ConfigError
 from llamajax.planning.cost.flops import planned_flops
@@ -13,9 +14,6 @@ from llamajax.planning.memory import MemoryPlan, estimate
 ESTIMATE_MARGIN = 1.1
 """Candidates are compiled although what is expected of them is this much above the card: it is that inexact."""
 MAX_COMPILES = 8
-
-_REMAT_STEPS = ("none", "save_attention_qkv_mlp", "save_attention_qkv", "save_attention", "full")
-"""From what keeps most to what keeps least."""
 
 Changes = dict[str, Any]
 """Dotted keys of a configuration to their new values."""
@@ -82,7 +80,7 @@ def candidates(config: Config, shortfall: float = 1.0) -> Iterator[Candidate]:
 
     Of changes of one kind only the smallest that is enough is offered, and none together with others that is enough alone.
     """
-    stronger = _REMAT_STEPS[_REMAT_STEPS.index(config.model.remat) + 1 :]
+    stronger = REMATS[REMATS.index(config.model.remat) + 1 :]
     moments = [{"optimizer.moment_dtype": "bfloat16"}] if config.optimizer.moment_dtype == "float32" else []
     remat = [{"model.remat": policy} for policy in stronger]
     kinds: list[list[Changes]] = [remat, list(_accumulation(config)), moments, *_mesh(config)]

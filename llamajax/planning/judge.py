@@ -1,7 +1,8 @@
-"""Which of two schedules of a program is the better one, and whether latencies make one that is."""
+"""Which of two programs is the better one: of a step with other settings, or scheduled by latencies."""
 
 import tempfile
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import jax
@@ -23,32 +24,37 @@ def preference(timeline: Timeline, *, fits: bool) -> tuple[bool, float]:
     return not fits, timeline.step_time_s
 
 
-def judged(
-    lowered: jax.stages.Lowered, options: Callable[..., dict[str, Option]], machine: Machine, mesh: Mapping[str, int],
-    scores: Scores | None, budget: float,
-) -> str:  # fmt: skip
-    """The latencies of `lowered`, or `GUESSES` where scheduling by them does not help.
+@dataclass(frozen=True, kw_only=True)
+class Judge:
+    """What programs are judged by."""
 
-    `options` makes the compiler's options, with a file of latencies; `scores` are as for `replay`; `budget` is the bytes
-    that a device has for arrays.
-    """
+    machine: Machine
+    mesh: Mapping[str, int]
+    scores: Scores | None
+    """See `replay`."""
+    budget: float
+    """Bytes that a device has for arrays."""
 
-    def compiled(told: dict[str, Option]) -> tuple[tuple[bool, float], Timeline]:
+    def compiled(self, lowered: jax.stages.Lowered, told: dict[str, Option]) -> tuple[tuple[bool, float], Timeline]:
+        """The preference for a program, which is compiled with these options, and what it does when."""
         step = compile_with(lowered, told)
         hlo, memory = step.as_text(), step.memory_analysis()
         assert hlo is not None
         assert memory is not None
         results = memory.output_size_in_bytes - memory.alias_size_in_bytes
         needed = memory.argument_size_in_bytes + results + memory.temp_size_in_bytes
-        timeline = replay(parse(hlo), machine, mesh, scores)
-        return preference(timeline, fits=needed <= budget), timeline
+        timeline = replay(parse(hlo), self.machine, self.mesh, self.scores)
+        return preference(timeline, fits=needed <= self.budget), timeline
 
-    guessed, timeline = compiled(options())
-    if (untimed := options(untimed=True)) != options():
-        _, timeline = compiled(untimed)
-    text = latency_text(timeline.latencies)
-    with tempfile.TemporaryDirectory(prefix="llamajax-latencies-") as folder:
-        path = Path(folder, FILE_NAME)
-        path.write_text(text)
-        informed, _ = compiled(options(latencies=str(path)))
-    return text if informed < guessed else GUESSES
+    def latencies(self, lowered: jax.stages.Lowered, options: Callable[..., dict[str, Option]]) -> str:
+        """Those of `lowered`, or `GUESSES` where scheduling by them does not help; `options` makes the compiler's, with a
+        file of latencies."""
+        guessed, timeline = self.compiled(lowered, options())
+        if (untimed := options(untimed=True)) != options():
+            _, timeline = self.compiled(lowered, untimed)
+        text = latency_text(timeline.latencies)
+        with tempfile.TemporaryDirectory(prefix="llamajax-latencies-") as folder:
+            path = Path(folder, FILE_NAME)
+            path.write_text(text)
+            informed, _ = self.compiled(lowered, options(latencies=str(path)))
+        return text if informed < guessed else GUESSES

@@ -8,19 +8,17 @@ import math
 from collections import Counter
 from dataclasses import dataclass
 
-from llamajax.config.formulas import expected_bytes, mesh_sizes
+from llamajax.config.formulas import mesh_sizes
 from llamajax.config.gpus import planned_gpu
 from llamajax.config.run import Config
 from llamajax.kernels.cudnn import workspace_bytes
-from llamajax.kernels.plain import MAX_CHUNK_SCORES
 from llamajax.parallel.allowance import Allowance, allowance, memory_fraction, room
 from llamajax.planning.cost.attention import planned_kernel
 from llamajax.planning.scopes import MEMORY_KINDS, MemoryKind, Namer
 from llamajax.planning.xla.buffers import Buffer
 from llamajax.planning.xla.compile import CompiledStep
 from llamajax.planning.xla.hlo import Module, arrays
-from llamajax.step.forms import with_forms
-from llamajax.step.loss import MAX_CHUNK_LOGITS
+from llamajax.step.forms import formula_bytes, with_forms
 
 
 @dataclass(frozen=True)
@@ -112,8 +110,7 @@ def estimate(config: Config) -> MemoryPlan:
     """The memory of `config` by formulas, see `expected_bytes`: for choosing what to compile and where no compiler is."""
     mesh = mesh_sizes(config)
     config, _ = with_forms(config, mesh)
-    scores = MAX_CHUNK_SCORES if planned_kernel(config)[0] == "plain" else 0
-    expected = expected_bytes(config, mesh, max_chunk_scores=scores, max_chunk_logits=MAX_CHUNK_LOGITS)
+    expected = formula_bytes(config, mesh)
     expected["workspace"] = _planned_workspace(config)
     by_kind: dict[MemoryKind, int] = {kind: expected.get(kind, 0) for kind in MEMORY_KINDS}
     state = by_kind["parameters"] + by_kind["optimizer"] + by_kind["batch"]

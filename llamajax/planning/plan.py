@@ -10,6 +10,7 @@ from typing import Any
 
 from llamajax.config.calibration import read_measurement
 from llamajax.config.formulas import mesh_sizes
+from llamajax.config.model import REMATS, Remat
 from llamajax.config.run import Config
 from llamajax.errors import ConfigError
 from llamajax.planning.cost.attention import planned_kernel, scores_of_calls
@@ -61,6 +62,8 @@ class Plan:
     """Scheduled by the latencies of `xla.latency_profile`; None: it asks for none."""
     alternatives: tuple[Alternative, ...] = ()
     """Other settings that were tried; XLA's own guesses, where latencies are asked for, are not among them."""
+    by_remat: dict[Remat, Schedule] = dataclasses.field(default_factory=dict)
+    """Under each `model.remat`, scheduled by XLA's own guesses; empty unless it was `auto`, which `config` is not."""
     suggestions: tuple[Suggestion, ...] = ()
     """What to change when `chosen` does not fit the card."""
 
@@ -103,9 +106,15 @@ def make_plan(
     if config.xla.latency_profile not in (None, "auto"):
         read_latencies(config.xla.latency_profile)
     read_measurement(config.hardware)
+    by_remat = {}
+    if config.model.remat == "auto":
+        for remat in REMATS:
+            doing(f"compiling the step with model.remat: {remat}")
+            by_remat[remat] = replayed(compile_for(config.changed({"model.remat": remat})), config)
+        config = config.changed({"model.remat": min(by_remat, key=lambda remat: _preference(by_remat[remat]))})
     doing("compiling the step")
-    guessed = replayed(compile_for(config), config)
-    plan = Plan(config=config, guessed=guessed, informed=by_latencies(guessed, config))
+    guessed = by_remat.get(config.model.remat) or replayed(compile_for(config), config)
+    plan = Plan(config=config, guessed=guessed, informed=by_latencies(guessed, config), by_remat=by_remat)
     if alternatives:
         doing("compiling it with other settings")
         plan = dataclasses.replace(plan, alternatives=tuple(_alternatives(plan)))
@@ -160,7 +169,8 @@ def _alternatives(plan: Plan) -> Iterator[Alternative]:
         return
     latency_profile = plan.config.xla.latency_profile
     chosen, _ = with_forms(plan.config, mesh_sizes(plan.config))
-    for changes in ({}, {"parallel.stack": "scan" if chosen.parallel.stack == "prefetch" else "prefetch"}):
+    other = "prefetch" if chosen.parallel.stack != "prefetch" else "scan"
+    for changes in ({}, {"parallel.stack": other}):
         guessing, informing = changes | {"xla.latency_profile": None}, changes | {"xla.latency_profile": "auto"}
         guessed = plan.guessed
         if changes:

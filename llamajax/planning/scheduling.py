@@ -4,8 +4,8 @@ Plans and training decide alike.
 """
 
 import functools
-import math
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ import jax
 import jaxlib.version
 
 from llamajax import disk
+from llamajax.config.model import REMATS, Remat
 from llamajax.config.run import Config
 from llamajax.data import cache
 from llamajax.errors import EnvironmentMismatchError
@@ -22,9 +23,11 @@ from llamajax.parallel.allowance import MEMORY_FRACTION, told_fraction
 from llamajax.parallel.processes import everyones
 from llamajax.planning.cost.attention import scores_of_calls
 from llamajax.planning.cost.gpu import planned_machine
-from llamajax.planning.judge import GUESSES, judged
+from llamajax.planning.judge import GUESSES, Judge
 from llamajax.planning.latencies import FILE_NAME, read_latencies, text_costs
-from llamajax.step.compile import Option, compile_with, compiler_options
+from llamajax.step.compile import Option, compile_with, compiler_options, lower
+from llamajax.step.forms import remat_policy, with_forms
+from llamajax.step.state import TrainState
 
 
 def latency_source(config: Config, num_devices: int) -> str | None:
@@ -80,8 +83,7 @@ def gpu_options(config: Config, lowered: jax.stages.Lowered) -> dict[str, Option
         ConfigError: see `read_latencies`.
         EnvironmentMismatchError: the processes were given different files of latencies.
     """
-    mesh = dict(jax.sharding.get_mesh().shape)
-    num_devices = math.prod(mesh.values())
+    num_devices = jax.sharding.get_mesh().size
     options = functools.partial(compiler_options, config, num_devices)
     source = latency_source(config, num_devices)
     folder = Path(config.data.cache_dir).expanduser() / "latencies"
@@ -92,17 +94,56 @@ def gpu_options(config: Config, lowered: jax.stages.Lowered) -> dict[str, Option
         path = folder / cache.key_of(text) / FILE_NAME
         disk.keep(path, text.encode())
         return options(latencies=str(path))
-    machine = planned_machine(config)
-    budget = (told_fraction() or MEMORY_FRACTION) * machine.gpu.memory_bytes
-    scores = scores_of_calls(config)
-    described = [lowered.as_text(), options(), repr(machine), repr(machine.calibration), mesh, scores, jax.__version__]
-    path = folder / cache.key_of("latencies-3", described) / FILE_NAME
+    judge = _judge(config)
+    path = folder / cache.key_of("latencies-4", [lowered.as_text(), options(), *_described(judge)]) / FILE_NAME
     # Those of the first process: two hosts may choose other kernels.
     text = everyones(path.read_text() if path.exists() else "")[0]
     if text != GUESSES and not text_costs(text.encode()):
-        text = everyones(judged(lowered, options, machine, mesh, scores, budget))[0]
+        text = everyones(judge.latencies(lowered, options))[0]
     disk.keep(path, text.encode())
     return options(latencies=None if text == GUESSES else str(path))
+
+
+def fastest_remat(config: Config, state: TrainState, doing: Callable[[str], None]) -> tuple[Remat, str]:
+    """What `model.remat` comes to on the devices of the mesh, and why, in one line; all processes call this together.
+
+    On GPUs that `hardware` names, the fastest that fits by the cost model, as in a plan: the step is compiled with each, and
+    what came out is kept in `data.cache_dir`. Elsewhere what formulas say.
+
+    Args:
+        config: the run.
+        state: its `abstract_state`.
+        doing: is told what takes so long.
+    """
+    mesh = dict(jax.sharding.get_mesh().shape)
+    if config.model.remat != "auto" or config.hardware.gpu == "none" or jax.default_backend() != "gpu":
+        return remat_policy(config, mesh)
+    plainest, _ = with_forms(config.changed({"model.remat": "none"}), mesh)
+    key = cache.key_of("remat-1", [lower(plainest, state).as_text(), *_described(_judge(plainest))])
+    path = Path(config.data.cache_dir).expanduser() / "remat" / key
+    kept = everyones(path.read_text() if path.exists() else "")[0]
+    if kept not in REMATS:
+        preferences: dict[Remat, tuple[bool, float]] = {}
+        for remat in REMATS:
+            doing(f"compiling the step with model.remat: {remat}")
+            tried, _ = with_forms(config.changed({"model.remat": remat}), mesh)
+            options = compiler_options(tried, jax.sharding.get_mesh().size)
+            preferences[remat], _ = _judge(tried).compiled(lower(tried, state), options)
+        kept = everyones(min(preferences, key=lambda remat: preferences[remat]))[0]
+    disk.keep(path, kept.encode())
+    return next(remat for remat in REMATS if remat == kept), "the fastest of five that fits by the cost model"
+
+
+def _judge(config: Config) -> Judge:
+    machine = planned_machine(config)
+    budget = (told_fraction() or MEMORY_FRACTION) * machine.gpu.memory_bytes
+    return Judge(machine=machine, mesh=dict(jax.sharding.get_mesh().shape), scores=scores_of_calls(config), budget=budget)
+
+
+def _described(judge: Judge) -> list[Any]:
+    """What decides a judgement, for the name of the file that keeps it."""
+    machine = judge.machine
+    return [repr(machine), repr(machine.calibration), judge.mesh, judge.scores, jax.__version__]
 
 
 def _same_file(source: str) -> str:

@@ -11,16 +11,16 @@ from llamajax.config.formulas import (
     params_gathered_once,
 )
 from llamajax.config.gpus import planned_gpu
+from llamajax.config.model import REMATS, Remat
 from llamajax.config.parallel import Reduction, StackForm, num_parts
 from llamajax.config.run import Config
 from llamajax.kernels.choice import Site, choose
-from llamajax.kernels.forms import sequence_form
+from llamajax.kernels.forms import can_fuse, sequence_form
 from llamajax.kernels.plain import MAX_CHUNK_SCORES
 from llamajax.parallel.allowance import memory_fraction
 from llamajax.parallel.matmul import tensor_form
 from llamajax.step.loss import MAX_CHUNK_LOGITS
 from llamajax.units import format_bytes
-
 
 MAX_UNROLLED_LAYERS = 40
 """Of a program without a loop over them: with more XLA compiles for minutes."""
@@ -33,6 +33,8 @@ def with_forms(config: Config, axes: Mapping[str, int]) -> tuple[Config, dict[st
         config: the run.
         axes: sizes of the mesh axes.
     """
+    asked, (remat, reason) = config.model.remat, remat_policy(config, axes)
+    config = config.changed({"model.remat": remat})
     chosen = {
         "stack": stack_form(config, axes),
         "sequence": sequence_form(config, axes),
@@ -44,6 +46,8 @@ def with_forms(config: Config, axes: Mapping[str, int]) -> tuple[Config, dict[st
     no_choice = {axis for axis, size in axes.items() if size == 1}
     if config.train.grad_accum_steps == 1:
         no_choice.add("grad_reduce")
+    if asked == "auto":
+        chosen["remat"] = remat, reason
     told = {setting: f"{form}: {reason}" for setting, (form, reason) in chosen.items() if setting not in no_choice}
     return dataclasses.replace(config, parallel=parallel), told
 
@@ -63,6 +67,21 @@ def attention_kernel(config: Config, axes: Mapping[str, int], *, is_gpu: bool) -
     return told, "attention takes no fused kernel: its scores go through the GPU's memory, which takes several times as long"
 
 
+def remat_policy(config: Config, axes: Mapping[str, int]) -> tuple[Remat, str]:
+    """What `model.remat` comes to by formulas, and why, in one line; whoever can compile finds out the fastest."""
+    asked = config.model.remat
+    if asked != "auto":
+        return asked, "model.remat says so"
+    if config.hardware.gpu == "none" or config.mesh.num_cpu_devices is not None:
+        return "full", "there is no GPU, or hardware.gpu does not say which, whose memory could be filled"
+    for remat in REMATS:
+        tried = config.changed({"model.remat": remat})
+        form, _ = stack_form(tried, axes)
+        if _fits(tried.changed({"parallel.stack": form}), axes):
+            return remat, "keeps most of what should fit"
+    return "full", "nothing should fit that keeps more"
+
+
 def stack_form(config: Config, axes: Mapping[str, int]) -> tuple[StackForm, str]:
     """How the layers run, and why, in one line."""
     if config.parallel.stack != "auto":
@@ -73,10 +92,7 @@ def stack_form(config: Config, axes: Mapping[str, int]) -> tuple[StackForm, str]
     if config.mesh.num_cpu_devices is not None:
         return "scan", "emulated devices hide nothing"
     if is_alone and form == "prefetch":
-        return (
-            "scan",
-            f"there is nothing to gather or to reduce, and {num_layers} layers are many for a program without a loop",
-        )
+        return "scan", f"there is nothing to gather or to reduce, and {num_layers} layers are many without a loop"
     if not _fits(config.changed({"parallel.stack": form}), axes):
         return "scan", f"{format_bytes(PREFETCHED_LAYERS * layer)} for three layers' weights would hardly fit"
     if is_alone:
@@ -113,9 +129,15 @@ def reduction_form(config: Config, axes: Mapping[str, int]) -> tuple[Reduction, 
     return "step", f"{format_bytes(once)} cannot be hidden, once, and not {format_bytes(often)} {micro_batches} times"
 
 
+def formula_bytes(config: Config, axes: Mapping[str, int]) -> dict[str, int]:
+    """`expected_bytes` of the step as it is computed on GPUs."""
+    form, _ = sequence_form(config, axes)
+    scores = 0 if can_fuse(config.model, axes, form) else MAX_CHUNK_SCORES
+    return expected_bytes(config, axes, max_chunk_scores=scores, max_chunk_logits=MAX_CHUNK_LOGITS)
+
+
 def _fits(config: Config, axes: Mapping[str, int]) -> bool:
     """Whether a run should fit the planned GPU by the formulas; true if none is named, or devices are emulated."""
     if config.hardware.gpu == "none" or config.mesh.num_cpu_devices is not None:
         return True
-    expected = expected_bytes(config, axes, max_chunk_scores=MAX_CHUNK_SCORES, max_chunk_logits=MAX_CHUNK_LOGITS)
-    return sum(expected.values()) <= memory_fraction(config) * planned_gpu(config.hardware).memory_bytes
+    return sum(formula_bytes(config, axes).values()) <= memory_fraction(config) * planned_gpu(config.hardware).memory_bytes

@@ -16,6 +16,7 @@ from flax import nnx
 from jax import P
 from jaxtyping import Array, Float, Int32
 
+from llamajax.config.model import Remat
 from llamajax.config.parallel import PLAIN, ParallelConfig, axes_of
 from llamajax.model import Llama
 from llamajax.model.llama import Layer
@@ -49,6 +50,7 @@ def loss_fn(
     *,
     z_loss_weight: float,
     parallel: ParallelConfig = PLAIN,
+    remat: Remat | None = None,
     copies: Llama | None = None,
     first: Layer | None = None,
 ) -> tuple[jax.Array, LossSums]:
@@ -59,12 +61,13 @@ def loss_fn(
         batch: `tokens`, `targets`, `segment_ids` and `positions`, each int32 [B, T]; a target of `IGNORE` is not counted.
         z_loss_weight: weight of the squared log-partition function, which keeps logits small (PaLM, arXiv:2204.02311).
         parallel: the forms in which devices share the work.
+        remat: see `Llama.hidden`.
         copies: the model, gathered before.
         first: its first layer, see `Llama.hidden`.
     """
     model = _with_ends_apart(model, copies)
     rows = batch["tokens"], batch["segment_ids"], batch["positions"]
-    hidden = model.hidden(*rows, parallel=parallel, copies=copies, first=first)
+    hidden = model.hidden(*rows, parallel=parallel, remat=remat, copies=copies, first=first)
     targets = laid_out(batch["targets"], parallel.sequence)  # as the hidden states are; a sum has no order
     with jax.named_scope("loss"):
         hidden, output = _back_at_once(hidden, model.output_weight())

@@ -41,10 +41,10 @@ def loss_and_grads(config: Config, model: Llama, batch: Batch) -> tuple[dict[str
     )
 
     def micro_loss(held: Held, micro_batch: Batch) -> tuple[jax.Array, LossSums]:
-        z_loss_weight, parallel = config.train.z_loss_weight, config.parallel
         return loss_fn(
-            held.model, micro_batch, z_loss_weight=z_loss_weight, parallel=parallel, copies=whole, first=held.first
-        )
+            held.model, micro_batch, z_loss_weight=config.train.z_loss_weight, parallel=config.parallel,
+            remat=config.model.remat, copies=whole, first=held.first,
+        )  # fmt: skip
 
     def micro_step(sums: Any, micro_batch: Batch) -> tuple[Any, None]:
         if config.train.grad_accum_steps > 1:

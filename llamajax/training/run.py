@@ -17,7 +17,7 @@ from llamajax.parallel import compilation_cache, startup
 from llamajax.parallel.exit import end_process, exit_code
 from llamajax.parallel.processes import check_same_everywhere, everyones
 from llamajax.parallel.zero import whole_over_data
-from llamajax.planning.scheduling import compile_here
+from llamajax.planning.scheduling import compile_here, fastest_remat
 from llamajax.step.compile import lower, told
 from llamajax.step.forms import attention_kernel, with_forms
 from llamajax.step.state import abstract_state, init_state
@@ -42,7 +42,9 @@ def run(config: Config, *, dry_run: bool = False) -> None:
         abstract = abstract_state(config)
         console.print_header(config, abstract.model)
         mesh = jax.sharding.get_mesh().shape
-        in_forms, forms = with_forms(config, mesh)
+        remat, reason = fastest_remat(config, abstract, say)
+        in_forms, forms = with_forms(config.changed({"model.remat": remat}), mesh)
+        forms |= {"remat": f"{remat}: {reason}"} if config.model.remat == "auto" else {}
         kernel, warning = attention_kernel(in_forms, mesh, is_gpu=jax.default_backend() == "gpu")
         for setting, form in (forms | {"attention": kernel}).items():
             console.log(f"{setting:10} {form}")

@@ -60,10 +60,13 @@ def policy(saved: tuple[str, ...] | None) -> Policy | None:
     return jax.checkpoint_policies.save_only_these_names(*saved)
 
 
-def prefetching(weights: tuple[Matrix, Matrix], x: jax.Array, shared: jax.Array, saved: tuple[str, ...] | None) -> jax.Array:
+def prefetching(
+    weights: tuple[Matrix, Matrix], x: jax.Array, shared: jax.Array, saved: tuple[str, ...] | None, *, unrolled: bool = False
+) -> jax.Array:
     return run_prefetching(
-        weights, (first_part, second_part), x, shared, dtype="float32", saved=policy(saved), made_first=NAMED
-    )
+        weights, (first_part, second_part), x, shared,
+        dtype="float32", saved=policy(saved), made_first=NAMED, unrolled=unrolled,
+    )  # fmt: skip
 
 
 def value_and_gradients(run, weights, x, shared, saved):
@@ -75,13 +78,14 @@ def value_and_gradients(run, weights, x, shared, saved):
 
 @pytest.mark.parametrize("num_layers", [1, 2, 3, 6])
 @pytest.mark.parametrize("saved", SAVED, ids=str)
-def test_values_and_gradients_are_those_of_a_plain_loop(num_layers, saved):
+@pytest.mark.parametrize("unrolled", [False, True], ids=["loop", "unrolled"])
+def test_values_and_gradients_are_those_of_a_plain_loop(num_layers, saved, unrolled):
     jax.set_mesh(make_mesh(MeshConfig(data=2, fsdp=2, tensor=2)))
     rng = np.random.default_rng(num_layers)
     x, shared = (jax.device_put(rng.standard_normal((B, T, D), np.float32), spec("batch", "seq", None)) for _ in range(2))
     weights = layers(num_layers)
     expected, expected_grads = value_and_gradients(plain, weights, x, shared, None)
-    found, grads = value_and_gradients(prefetching, weights, x, shared, saved)
+    found, grads = value_and_gradients(functools.partial(prefetching, unrolled=unrolled), weights, x, shared, saved)
     np.testing.assert_allclose(found, expected, rtol=1e-6)
     for grad, like, stored in zip(*map(jax.tree.leaves, (grads, expected_grads, (weights, x))), strict=True):
         np.testing.assert_allclose(grad, like, rtol=0, atol=1e-5 * np.abs(like).max())
@@ -102,3 +106,14 @@ def test_a_stack_is_kept_of_what_parts_are_given_and_of_what_is_named(saved, sta
     shapes = [leaf.shape for leaf in jax.tree.leaves(backward)]
     assert shapes.count((3, B, T, D)) == stacks  # of all layers but the last
     assert sum(len(shape) == 3 and shape[0] == 3 for shape in shapes) == 0
+
+
+@pytest.mark.parametrize(("saved", "kept"), [((), 1), (("projected",), 3)], ids=str)
+def test_unrolled_layers_keep_the_same_where_it_is_made(saved, kept):
+    jax.set_mesh(make_mesh(MeshConfig(fsdp=8)))
+    x = jax.device_put(np.zeros((B, T, D), np.float32), spec("batch", "seq", None))
+    run = functools.partial(prefetching, unrolled=True)
+    _, backward = jax.eval_shape(functools.partial(jax.vjp, lambda weights, x: run(weights, x, x, saved)), layers(4), x)
+    shapes = [leaf.shape for leaf in jax.tree.leaves(backward)]
+    assert shapes.count((B, T, D)) == 4 * kept + 1  # and what all layers share
+    assert not any(len(shape) == 4 for shape in shapes)

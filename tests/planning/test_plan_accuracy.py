@@ -12,7 +12,7 @@ RUNS = {run.name: run for run in plan_accuracy.RUNS}
 TIMELINE = Timeline(
     step_time_s=12.0, compute_s=8.0, slowdown_s=1.0, comm_s=5.0, exposed_comm_s=3.0, exposed_copy_s=0.0,
     wire_bytes={"intra_node": 0.0, "inter_node": 0.0}, flops=0, rematerialized_flops=0,
-    compute_by_kind={"matmul": 7.0, "attention": 1.0},
+    compute_by_kind={"matmul": 7.0, "attention": 1.0}, elementwise_bytes=0, num_kernels=0,
     collectives=(), sync_collectives_in_loops=0, not_understood={}, events=(), latencies={},
 )  # fmt: skip
 

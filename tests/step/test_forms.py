@@ -3,9 +3,10 @@
 import pytest
 
 from llamajax.config.machine import HardwareConfig
+from llamajax.config.model import REMATS
 from llamajax.config.parallel import MeshConfig, ParallelConfig
 from llamajax.config.run import Config
-from llamajax.step.forms import stack_form, with_forms
+from llamajax.step.forms import MAX_UNROLLED_LAYERS, stack_form, with_forms
 from tests.tiny import tiny_config
 
 ON_H100 = HardwareConfig(gpu="h100")
@@ -19,9 +20,9 @@ def planned(hardware: HardwareConfig = ON_H100, **mesh: int) -> tuple[Config, di
 @pytest.mark.parametrize(
     ("mesh", "form", "reason"),
     [
-        ({"fsdp": 8}, "prefetch", "of weights come from 8 devices"),
-        ({"data": 8, "fsdp": 1}, "prefetch", "of gradients are reduced"),
-        ({"tensor": 8, "fsdp": 1}, "scan", "nothing to gather"),
+        ({"fsdp": 8}, "unrolled", "of weights come from 8 devices"),
+        ({"data": 8, "fsdp": 1}, "unrolled", "of gradients are reduced"),
+        ({"tensor": 8, "fsdp": 1}, "unrolled", "keep for the backward pass is not copied"),
         ({"fsdp": 8, "num_cpu_devices": 8}, "scan", "emulated devices hide nothing"),
     ],
     ids=str,
@@ -32,13 +33,41 @@ def test_weights_are_prefetched_where_there_is_something_to_hide(mesh, form, rea
     assert reason in told
 
 
+def test_many_layers_stay_a_loop():
+    config, axes = planned(fsdp=8)
+    deep = config.changed({"model.num_layers": MAX_UNROLLED_LAYERS + 1})
+    assert stack_form(deep, axes)[0] == "prefetch"
+    form, reason = stack_form(deep, axes | {"fsdp": 1})
+    assert form == "scan"
+    assert "there is nothing to gather or to reduce, and 41 layers are many" in reason
+
+
+def test_remat_keeps_what_the_card_holds():
+    config, axes = planned(fsdp=8)
+    config = config.changed({"model.remat": "auto", "data.seq_len": 1024, "model.max_seq_len": 1024})
+    found = {}
+    for rows in (8, 1 << 15, 1 << 16, 1 << 20):
+        chosen, told = with_forms(config.changed({"train.global_batch_size": rows}), axes)
+        found[rows] = chosen.model.remat
+        assert told["remat"].startswith(f"{chosen.model.remat}: ")
+    assert found[8] == "none"
+    assert found[1 << 20] == "full"
+    kept = [REMATS.index(remat) for remat in found.values()]
+    assert kept == sorted(kept)
+    assert len(set(kept)) > 2
+    for blind in ({"hardware.gpu": "none"}, {"mesh.num_cpu_devices": 8}):
+        chosen, told = with_forms(config.changed(blind), axes)
+        assert (chosen.model.remat, told["remat"][:4]) == ("full", "full")
+    assert "remat" not in with_forms(config.changed({"model.remat": "none"}), axes)[1]
+
+
 def test_weights_are_not_prefetched_where_they_would_not_fit():
     config, axes = planned(fsdp=8)
     wide = config.changed({"model.mlp_dim": 2**26})
     form, reason = stack_form(wide, axes)
     assert form == "scan"
     assert "for three layers' weights would hardly fit" in reason
-    assert stack_form(wide.changed({"hardware.gpu": "none"}), axes)[0] == "prefetch"
+    assert stack_form(wide.changed({"hardware.gpu": "none"}), axes)[0] == "unrolled"
 
 
 def test_what_is_asked_for_is_taken():
@@ -96,4 +125,4 @@ def test_whether_a_run_fits_is_asked_of_the_mesh_it_has():
     config = tiny_config(hardware=ON_H100, mesh=MeshConfig(fsdp=-1))
     large = config.changed({"model.mlp_dim": 2**24, "model.num_layers": 8})
     assert stack_form(large, {"data": 1, "fsdp": 8, "sequence": 1, "tensor": 1})[0] == "scan"
-    assert stack_form(large, {"data": 1, "fsdp": 1024, "sequence": 1, "tensor": 1})[0] == "prefetch"
+    assert stack_form(large, {"data": 1, "fsdp": 1024, "sequence": 1, "tensor": 1})[0] == "unrolled"

@@ -133,6 +133,12 @@ def test_a_ring_over_the_tensor_axis_equals_one_device(sizes):
                 ((1, 8, 1, 1), {"model.remat": "none"}),
                 ((8, 1, 1, 1), {"model.remat": "save_attention"}),
                 ((2, 4, 1, 1), {"model.remat": "save_attention_qkv_mlp", "train.grad_accum_steps": 4}),
+                (
+                    (2, 4, 1, 1),
+                    {"parallel.stack": "unrolled", "model.remat": "save_attention_qkv", "train.grad_accum_steps": 2},
+                ),
+                ((1, 2, 2, 2), {"parallel.stack": "unrolled", "model.remat": "full", "parallel.tensor": "ring"}),
+                ((8, 1, 1, 1), {"parallel.stack": "unrolled", "parallel.zero_data": 1, "parallel.grad_reduce": "step"}),
                 ((1, 4, 2, 1), {"model.remat": "full", "parallel.sequence": "ring"}),
                 ((1, 2, 4, 1), {"model.remat": "save_attention", "parallel.sequence": "ulysses"}),
                 ((1, 2, 1, 4), {"model.remat": "full", "parallel.tensor": "ring"}),

@@ -61,6 +61,8 @@ def replay(module: Module, machine: Machine, mesh: Mapping[str, int], scores: Sc
         flops=tally.flops,
         rematerialized_flops=tally.rematerialized_flops,
         compute_by_kind=dict(tally.compute),
+        elementwise_bytes=tally.num_bytes["memory"] + tally.num_bytes["copy"],
+        num_kernels=tally.num_kernels,
         collectives=uses,
         sync_collectives_in_loops=sum(use.is_sync and use.in_loop for use in uses),
         not_understood=dict(replayer.costs.not_understood),
@@ -118,7 +120,9 @@ class _Tally:
     seconds: float = 0.0
     flops: int = 0
     rematerialized_flops: int = 0
+    num_kernels: int = 0
     compute: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    num_bytes: dict[str, int] = field(default_factory=lambda: defaultdict(int))
     slowdown: float = 0.0
     count: dict[Key, int] = field(default_factory=lambda: defaultdict(int))
     busy: dict[Key, float] = field(default_factory=lambda: defaultdict(float))
@@ -130,7 +134,8 @@ class _Tally:
         self.flops += times * other.flops
         self.rematerialized_flops += times * other.rematerialized_flops
         self.slowdown += times * other.slowdown
-        for name in ("compute", "count", "busy", "exposed"):
+        self.num_kernels += times * other.num_kernels
+        for name in ("compute", "num_bytes", "count", "busy", "exposed"):
             own = getattr(self, name)
             for key, value in getattr(other, name).items():
                 own[key] += times * value
@@ -150,6 +155,7 @@ class _Op:
     """Of the event."""
     seconds: float = 0.0
     flops: int = 0
+    num_bytes: int = 0
 
     def event(self, start: float, seconds: float) -> Event:
         return Event(self.lane, self.instruction.name, self.kind, self.instruction.op_name, start, seconds)
@@ -180,6 +186,8 @@ class _Replayer:
                 case "kernel":
                     tally.slowdown += clock.compute(op.seconds, self.machine.calibration.compute_slowdown)
                     tally.compute[op.kind] += op.seconds
+                    tally.num_kernels += 1
+                    tally.num_bytes[op.kind] += op.num_bytes
                     tally.flops += op.flops
                     if _REMATERIALIZED in op.instruction.name:
                         tally.rematerialized_flops += op.flops
@@ -189,6 +197,7 @@ class _Replayer:
                     ends[op.key] = (op.lane, sent + op.seconds)
                     tally.count[op.key] += 1
                     tally.busy[op.key] += op.seconds
+                    tally.num_bytes[op.kind] += op.num_bytes
                     tally.flops += op.flops
                     tally.events.append(op.event(sent - begin, op.seconds))
                     if in_loop:
@@ -270,8 +279,8 @@ class _Replayer:
         if cost is FREE:
             return []
         if instruction.opcode.endswith("-start"):
-            return [_Op("send", instruction, key, "copy", cost.kind, cost.seconds, cost.flops)]
-        return [_Op("kernel", instruction, key, "compute", cost.kind, cost.seconds, cost.flops)]
+            return [_Op("send", instruction, key, "copy", cost.kind, cost.seconds, cost.flops, cost.num_bytes)]
+        return [_Op("kernel", instruction, key, "compute", cost.kind, cost.seconds, cost.flops, cost.num_bytes)]
 
     def _hero(self, instruction: Instruction, computation: Computation) -> tuple[Instruction, Computation]:
         """What an instruction really does, and where it is written: a collective or call may be wrapped up."""

@@ -87,6 +87,10 @@ class Timeline:
     """Of them, what XLA computes again to save memory, beyond `model.remat`."""
     compute_by_kind: dict[str, float]
     """`compute_s` by what the kernels do."""
+    elementwise_bytes: int
+    """Read and written by kernels that multiply nothing, and by copies."""
+    num_kernels: int
+    """That the device runs one after the other."""
     collectives: tuple[CollectiveUse, ...]
     sync_collectives_in_loops: int
     """Collective instructions in loop bodies that hide behind nothing."""

@@ -19,17 +19,20 @@ Bytes, FLOPs and seconds are per step and device unless said otherwise; shares a
 - The schedule that training runs: `capacity_bytes`, `fits`, `argument_bytes`, `temp_bytes`, `peak_bytes`, `host_bytes`,
   `allowance_bytes` (beside XLA's arrays), `num_communicators` (of NCCL, of this program), `memory` (bytes by kind at the
   peak), `memory_fraction` (the least XLA_PYTHON_CLIENT_MEM_FRACTION), `training_memory_fraction` (the one of training),
-  `peak_tensors` (name, kind, dtype, shape, bytes of one, count); `step_time_s`, `compute_s` and
-  `compute_by_kind`, `slowdown_s` (of compute, by collectives beside it), `comm_s`, `exposed_comm_s`, `exposed_copy_s`,
-  `exposed_fraction` (of the step); `wire_bytes` and `wire_bytes_by_link` (sent), `wire_bytes_factor` (over the least; null
-  if that is zero); `tokens_per_sec_per_device`, `mfu` (causal attention), `mfu_full_attention`, `hfu` (of the FLOPs that
-  are executed), `flops` (executed), `rematerialized_flops` (of them, what XLA computes again to save
-  memory), `flops_factor` (the others over the formula with `model.remat`), `attention_kernel` (`cudnn`, `pallas`, `plain`);
-  `sync_collectives_in_loops`; `not_understood` (instructions whose cost is a guess); `collectives` (name, kind, axis,
-  group_size, num_nodes, link, bytes, count, seconds, hidden_s, exposed_s, is_sync, in_loop).
+  `peak_tensors` (name, kind, dtype, shape, bytes of one, count); `step_time_s`, `compute_s` and `compute_by_kind`,
+  `elementwise_bytes` (read and written by kernels that multiply nothing), `num_kernels`, `slowdown_s` (of compute, by
+  collectives beside it), `comm_s`, `exposed_comm_s`, `exposed_copy_s`, `exposed_fraction` (of the step); `wire_bytes` and
+  `wire_bytes_by_link` (sent), `wire_bytes_factor` (over the least; null if that is zero); `tokens_per_sec_per_device`,
+  `mfu` (causal attention), `mfu_full_attention`, `hfu` (of the FLOPs that are executed), `flops` (executed),
+  `rematerialized_flops` (of them, what XLA computes again to save memory), `flops_factor` (the others over the formula
+  with `model.remat`), `attention_kernel` (`cudnn`, `pallas`, `plain`); `sync_collectives_in_loops`; `not_understood`
+  (instructions whose cost is a guess); `collectives` (name, kind, axis, group_size, num_nodes, link, bytes, count,
+  seconds, hidden_s, exposed_s, is_sync, in_loop).
 - `without_profile`: the same group for the schedule by XLA's own guesses; `with_profile`: that by latencies, or null.
 - `alternatives`, with other settings: `changes`, `peak_bytes`, `fits`, `step_time_s`, `exposed_comm_s`,
   `exposed_fraction`, `sync_collectives_in_loops`. `best_changes`: of all that were compiled, those that fit and are fastest.
+- `by_remat`, where `model.remat` is `auto`: by each policy the share `recomputed` of the FLOPs, `peak_bytes`, `fits`,
+  `step_time_s`, `mfu`, `elementwise_bytes`, `num_kernels`, scheduled by XLA's own guesses.
 - `suggestions`, where it does not fit: `changes`, `peak_bytes`, `fits`, `step_time_s`, `step_time_ratio` (over this
   plan's), `gpu_time_ratio` (the same times devices), `flops_ratio`. All were compiled; the cheapest comes first.
 - `token_budget`, `days`, `price_per_billion_tokens`, `price` (null without `hardware.price_per_gpu_hour`).
@@ -56,6 +59,7 @@ from llamajax.config.formulas import (
     state_bytes_per_param,
 )  # fmt: skip
 from llamajax.config.gpus import planned_gpu
+from llamajax.config.model import Remat
 from llamajax.config.run import Config
 from llamajax.planning.cost.flops import planned_flops
 from llamajax.planning.cost.gpu import planned_machine
@@ -70,6 +74,7 @@ from llamajax.step.forms import attention_kernel, with_forms
 SCHEMA_VERSION = 2
 _PEAK_TENSORS = 20
 _PROFILE_OPTION = "xla_gpu_pgle_profile_file_or_directory_path"
+_OF_REMAT = ("peak_bytes", "fits", "step_time_s", "mfu", "elementwise_bytes", "num_kernels")
 _ALTERNATIVE = ("peak_bytes", "fits", "step_time_s", "exposed_comm_s", "exposed_fraction", "sync_collectives_in_loops")
 
 
@@ -122,9 +127,12 @@ def figures(plan: Plan, sweep: Sweep | None = None, plans: Sequence[Plan] = ()) 
     """Everything about a plan, and about the `plans` of a sweep; see this module's docstring."""
     chosen, (config, forms) = plan.chosen, with_forms(plan.config, mesh_sizes(plan.config))
     kernel, warning = attention_kernel(config, mesh_sizes(config), is_gpu=True)
+    if plan.by_remat:
+        forms |= {"remat": f"{config.model.remat}: the fastest of {len(plan.by_remat)} that fits"}
     own = schedule_figures(config, chosen)
     others = [alternative.schedule for alternative in plan.alternatives]
-    tries = [schedule for schedule in (plan.guessed, plan.informed, *others) if schedule is not None]
+    unlike = [schedule for schedule in plan.by_remat.values() if schedule is not plan.guessed]
+    tries = [schedule for schedule in (plan.guessed, plan.informed, *others, *unlike) if schedule is not None]
     own_s = own["step_time_s"]
     devices = config.hardware.num_devices
     compilations = [step for schedule in tries for step in (schedule.step, schedule.untimed) if step is not None]
@@ -160,11 +168,19 @@ def figures(plan: Plan, sweep: Sweep | None = None, plans: Sequence[Plan] = ()) 
             "with_profile": plan.informed and schedule_figures(config, plan.informed),
             "alternatives": [_alternative(config, alternative) for alternative in plan.alternatives],
             "best_changes": plan.best_changes,
+            "by_remat": {remat: _of_remat(plan.config, remat, schedule) for remat, schedule in plan.by_remat.items()},
             "suggestions": suggested,
         }
         | money(config, own["tokens_per_sec_per_device"])
         | {"sweep": sweep and {"key": sweep.key, "rows": sweep_rows(sweep, plans)}}
     )
+
+
+def _of_remat(config: Config, remat: Remat, schedule: Schedule) -> dict[str, Any]:
+    own = schedule_figures(config.changed({"model.remat": remat}), schedule)
+    flops = planned_flops(config.changed({"model.remat": remat}))
+    again = flops.total - planned_flops(config.changed({"model.remat": "none"})).total
+    return {"recomputed": again / flops.total} | {key: own[key] for key in _OF_REMAT}
 
 
 def calibration_figures(config: Config) -> dict[str, Any] | None:
@@ -210,7 +226,8 @@ def schedule_figures(config: Config, schedule: Schedule) -> dict[str, Any]:
             }
             for t, count in memory.largest(_PEAK_TENSORS)
         ],
-        **_named(timeline, "step_time_s", "compute_s", "compute_by_kind", "slowdown_s", "comm_s"),
+        **_named(timeline, "step_time_s", "compute_s", "compute_by_kind", "elementwise_bytes", "num_kernels"),
+        **_named(timeline, "slowdown_s", "comm_s"),
         **_named(timeline, "exposed_comm_s", "exposed_copy_s", "exposed_fraction"),
         "wire_bytes": sent,
         "wire_bytes_by_link": timeline.wire_bytes,

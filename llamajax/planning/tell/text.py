@@ -19,6 +19,8 @@ from llamajax.watch.console import log
 
 DISCLAIMER = "predicted, not measured; how far predictions are off published runs: docs/plan_accuracy.md"
 _TENSORS, _COLLECTIVES = 8, 12
+_CURVE_WIDTH = 40
+"""Characters that stand for the whole card."""
 Figures = Mapping[str, Any]
 
 
@@ -32,6 +34,8 @@ def print_plan(plan: Plan, told: Figures) -> None:
     count = told["num_compilations"]
     log(f"options    {compiler.told(told['options'], planned_gpu(plan.config.hardware).name)}")
     log(f"compile    {count} compilation{'s' if count > 1 else ''}, {told['compile_s']:.1f} s, jax {told['jax_version']}")
+    if told["by_remat"]:
+        _print_remats(plan.config, told)
     _print_memory(plan.chosen)
     _print_time(told)
     _print_collectives(told)
@@ -101,6 +105,22 @@ def _print_calibration(told: Figures) -> None:
     )
 
 
+def _print_remats(config: Config, told: Figures) -> None:
+    """Memory against recomputation, as a curve that lies on its side."""
+    names = ("GiB", "computed again", "step", "MFU", "", "")
+    table = _table("what the backward pass keeps", *names, numbers=(1, 2, 3, 4))
+    capacity = told["capacity_bytes"]
+    for remat, own in told["by_remat"].items():
+        share = min(own["peak_bytes"] / capacity, 1.0)
+        bar = "#" * round(_CURVE_WIDTH * share)
+        verdict = "chosen" if remat == config.model.remat else "" if own["fits"] else "does not fit"
+        table.add_row(
+            remat, f"{own['peak_bytes'] / 2**30:.1f}", f"{own['recomputed']:.1%}", f"{own['step_time_s']:.4g} s",
+            f"{own['mfu']:.1%}", f"{bar:.<{_CURVE_WIDTH}}", verdict,
+        )  # fmt: skip
+    _print(table)
+
+
 def _print_memory(schedule: Schedule) -> None:
     memory = schedule.memory
     allowed, capacity, kept = memory.allowance.total_bytes, memory.capacity_bytes, memory.training_fraction
@@ -143,6 +163,8 @@ def _print_time(told: Figures) -> None:
         f" {told['mfu_full_attention']:.1%} counting full attention; HFU {told['hfu']:.1%}"
         f" (executed FLOPs are {told['flops_factor']:.3f} of the formula{again})"
     )
+    elementwise = format_bytes(told["elementwise_bytes"])
+    log(f"kernels    {told['num_kernels']:,}; those that multiply nothing read and write {elementwise}")
     links = ", ".join(
         f"{format_bytes(size)} {link.replace('_', '-')}" for link, size in told["wire_bytes_by_link"].items() if size
     )

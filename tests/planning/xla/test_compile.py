@@ -185,13 +185,15 @@ def test_what_is_suggested_was_compiled_and_fits(compiler):
 @pytest.mark.slow
 @pytest.mark.usefixtures("compiler")
 @pytest.mark.parametrize(("remat", "micro_batches"), [("full", 1), ("save_attention", 2)])
-def test_prefetched_layers_take_five_layers_weights_more_than_a_plain_loop(remat, micro_batches):
-    """Though XLA makes straight lines of loops: no micro-batch's memory beside another's."""
+@pytest.mark.parametrize("stack", ["prefetch", "unrolled"])
+def test_prefetched_layers_take_five_layers_weights_more_than_a_plain_loop(remat, micro_batches, stack):
+    """Though XLA makes straight lines of loops: no micro-batch's memory beside another's; and though what is computed again
+    was computed before, in the same line: it is not kept."""
     config = CONFIG.changed({
         "mesh.fsdp": 16, "mesh.tensor": 1, "train.global_batch_size": 128 * micro_batches,
         "train.grad_accum_steps": micro_batches, "model.remat": remat, "parallel.grad_reduce": "micro",
     })  # fmt: skip
     plain, prefetched = (
-        compile_for(config.changed({"parallel.stack": stack}), untimed=True).peak_bytes for stack in ("scan", "prefetch")
+        compile_for(config.changed({"parallel.stack": form}), untimed=True).peak_bytes for form in ("scan", stack)
     )
     assert prefetched <= plain + 5 * layer_matrix_bytes(config.model, mesh_sizes(config))
