@@ -175,6 +175,17 @@ def _room(one: jax.ShapeDtypeStruct, count: int, shared: Any) -> jax.Array:
     return jax.lax.broadcast(after(jnp.zeros((), one.dtype), shared), (count, *one.shape), out_sharding=lies)
 
 
+def _before(others: Any, weights: Any) -> tuple[Any, Any]:
+    """The same, none of which is used before all are there: `others`, and those of a layer's weights that were gathered.
+    Scales are not: they are read where they are stored."""
+    leaves, tree = jax.tree.flatten(weights)
+    places = [place for place, leaf in enumerate(leaves) if leaf.ndim > 1]
+    others, whole = jax.lax.optimization_barrier((others, [leaves[place] for place in places]))
+    for place, leaf in zip(places, whole, strict=True):
+        leaves[place] = leaf
+    return others, jax.tree.unflatten(tree, leaves)
+
+
 def _last(stored: Any) -> int:
     return jax.tree.leaves(stored)[0].shape[0] - 1
 
@@ -199,7 +210,8 @@ def _forward(stack: _Stack, stored: Any, copies: Any, first: Any, shared: Any, x
     weights = stack.gather(stored, copies, 0) if first is None else first
     if stack.unrolled:
         for number in range(last):
-            x, weights, own = step(*jax.lax.optimization_barrier((jnp.int32(number), x, weights)))
+            (index, x), weights = _before((jnp.int32(number), x), weights)
+            x, weights, own = step(index, x, weights)
             kept.append(own)
     elif last > 0:
         like = jax.eval_shape(lambda weights, x: jax.tree.leaves(stack.layer(weights, shared, x)[1]), weights, x)
@@ -238,10 +250,12 @@ def _backward(stack: _Stack, residuals: Any, dx: Any) -> tuple[Any, None, Any, N
         if stack.unrolled:
             for number in range(last - 1, 0, -1):
                 # What is computed again must not be taken from the forward pass, which would have to keep it.
-                index, carry, own = jax.lax.optimization_barrier((jnp.int32(number), carry, kept[number]))
-                carry, reduced = step(index, carry, own)
-                index, carry, reduced = jax.lax.optimization_barrier((index, carry, reduced))
-                grads = _with(grads, reduced, index + 1)
+                dx, weights, above = carry
+                (index, own, dx, above), weights = _before((jnp.int32(number), kept[number], dx, above), weights)
+                carry, reduced = step(index, (dx, weights, above), own)
+                dx, weights, above = carry
+                (index, reduced, dx, above), weights = _before((index, reduced, dx, above), weights)
+                carry, grads = (dx, weights, above), _with(grads, reduced, index + 1)
             carry, kept_first = jax.lax.optimization_barrier((carry, kept[0]))
         else:
             (carry, grads), _ = jax.lax.scan(step_of_loop, (carry, grads), jnp.arange(last - 1, 0, -1))
