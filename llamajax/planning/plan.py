@@ -164,9 +164,7 @@ def by_latencies(guessed: Schedule, config: Config) -> Schedule | None:
 
 
 def _alternatives(plan: Plan) -> Iterator[Alternative]:
-    """Every other way to run the layers and to schedule; a program of one device has neither."""
-    if plan.config.hardware.num_devices == 1:
-        return
+    """Every other way to run the layers and to schedule, of which a program of one device has one."""
     latency_profile = plan.config.xla.latency_profile
     chosen, _ = with_forms(plan.config, mesh_sizes(plan.config))
     other = "prefetch" if chosen.parallel.stack != "prefetch" else "scan"
@@ -179,8 +177,8 @@ def _alternatives(plan: Plan) -> Iterator[Alternative]:
             yield Alternative(changes=guessing, schedule=guessed)
         if changes or latency_profile != "auto":
             schedule = by_latencies(guessed, plan.config.changed(informing))
-            assert schedule is not None
-            yield Alternative(changes=informing, schedule=schedule)
+            if schedule is not None:
+                yield Alternative(changes=informing, schedule=schedule)
 
 
 def memory_and_time(config: Config) -> tuple[MemoryPlan, float]:

@@ -8,6 +8,7 @@ from llamajax.config.calibration import Constants
 from llamajax.config.file import dump_config
 from llamajax.config.formulas import mesh_sizes
 from llamajax.config.machine import HardwareConfig, XlaConfig
+from llamajax.config.model import REMATS
 from llamajax.config.parallel import MeshConfig
 from llamajax.errors import ConfigError
 from llamajax.planning import plan as planning_schedule
@@ -74,9 +75,17 @@ def with_xla(**settings):
 
 
 def test_the_last_compilation_is_told_the_latencies(compiled):
-    assert make_plan(plans.CONFIG).informed is not None
+    assert make_plan(plans.CONFIG.changed({"parallel.stack": "prefetch"})).informed is not None
     blind, learnt, latencies = (text for _, text in compiled)
     assert (blind, learnt) == (None, LEARNT)
+    assert latencies.count("costs { name: ") > 20
+
+
+def test_without_a_loop_one_program_is_compiled_less(compiled):
+    """Whose instructions have the same names with latencies and without."""
+    assert make_plan(plans.CONFIG).informed is not None
+    blind, latencies = (text for _, text in compiled)
+    assert blind is None
     assert latencies.count("costs { name: ") > 20
 
 
@@ -137,7 +146,7 @@ def test_constants_that_break_a_rule_are_refused_before_anything_is_compiled(com
     assert compiled == []
 
 
-@pytest.mark.parametrize("stack", ["auto", "scan", "prefetch"])
+@pytest.mark.parametrize("stack", ["auto", "scan", "prefetch", "unrolled"])
 @pytest.mark.parametrize("source", ["auto", None])
 def test_alternatives_are_every_other_way(compiled, stack, source):
     changes = {"xla.latency_profile": source, "parallel.stack": stack, "train.grad_accum_steps": 1}
@@ -149,11 +158,35 @@ def test_alternatives_are_every_other_way(compiled, stack, source):
         ways.append((stack, None))  # the one that is compiled first
     tried = [(form, text) for form, text in compiled if text != LEARNT]
     assert len(ways) == len(set(ways)) == len(tried)
-    other = "scan" if stack != "scan" else "prefetch"
+    other = "scan" if stack == "prefetch" else "prefetch"
     assert set(ways) == {(s, by) for s in (stack, other) for by in ("auto", None)}
     assert sum(text is not None for _, text in tried) == len(ways) // 2
-    # A prefetching program is another one by latencies, whose names these must have.
-    assert [form for form, text in compiled if text == LEARNT] == ["auto" if stack == "auto" else "prefetch"]
+    # A loop that prefetches is another one by latencies, whose names these must have.
+    assert [form for form, text in compiled if text == LEARNT] == ["prefetch"]
+
+
+def test_remat_auto_is_the_fastest_that_fits(compiled, monkeypatch):
+    seconds = {"none": 0.0, "save_attention_qkv_mlp": 4.0, "save_attention_qkv": 2.0, "save_attention": 1.0, "full": 3.0}
+    needs = {"none": 90, "save_attention_qkv_mlp": 70, "save_attention_qkv": 60, "save_attention": 78, "full": 10}
+
+    def replayed(step, config):
+        remat = step.config.model.remat
+        return plans.schedule(peak_bytes=needs[remat] * plans.GIB, seconds=seconds[remat])
+
+    monkeypatch.setattr(planning_schedule, "replayed", replayed)
+    doing = []
+    config = plans.CONFIG.changed({"model.remat": "auto", "xla.latency_profile": None})
+    plan = make_plan(config, doing=doing.append)
+    fitting = [remat for remat, schedule in plan.by_remat.items() if schedule.memory.fits]
+    assert tuple(plan.by_remat) == REMATS
+    assert "none" not in fitting
+    assert plan.config.model.remat == min(fitting, key=lambda remat: seconds[remat])
+    assert plan.chosen is plan.by_remat[plan.config.model.remat]
+    assert len(compiled) == len(REMATS)
+    assert doing[:5] == [f"compiling the step with model.remat: {remat}" for remat in REMATS]
+    needs |= dict.fromkeys(REMATS, 90) | {"full": 85}
+    assert not make_plan(config, suggest=False).chosen.memory.fits
+    assert make_plan(plans.CONFIG).by_remat == {}
 
 
 def test_what_stands_in_the_way_of_a_plan_is_known_before_compiling():
@@ -192,7 +225,7 @@ def test_what_does_not_fit_gets_suggestions(compiled, monkeypatch):
 
 
 def test_suggestions_are_compiled_as_training_would(compiled):
-    memory, seconds = planning_schedule.memory_and_time(plans.CONFIG)
+    memory, seconds = planning_schedule.memory_and_time(plans.CONFIG.changed({"parallel.stack": "prefetch"}))
     assert memory.fits
     assert seconds > 0
     blind, learnt, latencies = (text for _, text in compiled)
