@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
+from jax.experimental.layout import Layout, with_layout_constraint
 
 from llamajax.config.run import Config
 from llamajax.model import Llama
@@ -58,6 +59,7 @@ def loss_and_grads(config: Config, model: Llama, batch: Batch) -> tuple[dict[str
     zeros = (jax.tree.map(lambda weight: no_gradient(weight, zero), held), _no_losses())
     (grads, sums), _ = lax.scan(micro_step, zeros, batch)
     (grads,) = pull_back(jax.tree.map(lambda grad, weight: grad.astype(weight.dtype), grads, wide))
+    grads = jax.tree.map(_laid_out_as_stored, grads)
     tokens = jnp.maximum(sums.num_tokens, 1)
     loss = sums.cross_entropy / sums.num_tokens  # no number where there is nothing to take the mean of
     return {"loss": loss, "tokens": sums.num_tokens}, jax.tree.map(lambda g: g / tokens, grads)
@@ -143,6 +145,12 @@ def one_behind(results: Iterable[Result]) -> Iterator[Result]:
         if len(behind) == 2:
             yield behind.pop(0)
     yield from behind
+
+
+def _laid_out_as_stored(grad: jax.Array) -> jax.Array:
+    """The same, row by row: XLA would else update in the layout of a scattered gradient, and copy all that is updated."""
+    lies, rows = jax.typeof(grad).sharding.spec, Layout(tuple(range(grad.ndim)))
+    return jax.shard_map(lambda own: with_layout_constraint(own, rows), in_specs=lies, out_specs=lies, check_vma=False)(grad)
 
 
 def _no_losses() -> LossSums:

@@ -16,6 +16,9 @@ from llamajax.config.parallel import MeshConfig
 from llamajax.config.run import Config
 from llamajax.config.training import TrainConfig
 from llamajax.errors import ConfigError, EnvironmentMismatchError
+from llamajax.planning.cost.attention import scores_of_calls
+from llamajax.planning.cost.gpu import planned_machine
+from llamajax.planning.cost.kernels import CostModel
 from llamajax.planning.fitting import suggestions
 from llamajax.planning.memory import MemoryPlan, estimate, memory_plan
 from llamajax.planning.xla import compile as planning_compile
@@ -102,6 +105,20 @@ def test_the_memory_is_xlas_own_to_the_byte(step):
     assert plan.peak_bytes == pytest.approx(estimate(CONFIG).peak_bytes, rel=0.25)
     assert plan.host_bytes == 0
     assert plan.fits
+
+
+@pytest.mark.slow
+def test_the_update_reads_and_writes_the_state_once(step):
+    """Weights and two moments are read and written, gradients read, and once more before, for their norm."""
+    module = parse(step.hlo)
+    costs = CostModel(module, planned_machine(CONFIG), scores_of_calls(step.config))
+    entry = module.entry.instructions.values()
+    update = [i for i in entry if "/update/" in i.op_name or i.opcode == "copy"]
+    norm = [i for i in update if i.op_name.endswith("reduce_sum")]
+    whole, of_norm = (sum(costs.cost(i, module.entry).num_bytes for i in some) for some in (update, norm))
+    state = minimum_state_bytes(CONFIG)
+    assert 1.0 <= (whole - of_norm) / (state * 7 / 3) <= 1.1
+    assert 1.0 <= of_norm / (state / 3) <= 1.1
 
 
 @pytest.mark.slow
