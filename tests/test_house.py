@@ -157,11 +157,11 @@ def test_the_map_is_in_the_order_of_imports():
 
 
 def test_tests_mirror_the_package():
-    """Tests of a folder of the package lie in the folder of the same name."""
+    """Tests of a folder of the package, or of what stands beside it, lie in the folder of the same name."""
     lone = []
     for path in (ROOT / "tests").rglob("test_*.py"):
         folder, stem = path.relative_to(ROOT / "tests").parent, path.stem.removeprefix("test_")
-        package = ROOT / folder if folder.parts[:1] == ("converters",) else ROOT / "llamajax" / folder
+        package = ROOT / folder if folder.parts[:1] in (("converters",), ("scripts",)) else ROOT / "llamajax" / folder
         if not package.is_dir() or not (any(package.glob("*.py"))):
             lone.append(f"{folder}/{stem}")
     assert not lone

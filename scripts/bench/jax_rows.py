@@ -1,0 +1,164 @@
+"""The rows of jax: `llamajax`, the real training step; `jax_naive`, plain jax; and their part of the ceiling.
+
+python -m scripts.bench.jax_rows TASK
+"""
+
+import os
+import re
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from llamajax.model import Llama
+from llamajax.parallel import startup
+from llamajax.parallel.allowance import MEMORY_FRACTION, VARIABLE
+from llamajax.parallel.arrays import named_arrays
+from llamajax.step.batch import batch_sharding
+from llamajax.step.compile import compile_with, compiler_options, lower
+from llamajax.step.forms import attention_kernel, with_forms
+from llamajax.step.state import abstract_state, init_state
+from llamajax.weights import names
+from llamajax.weights.place import read_array
+from scripts.bench.case import Case, Choice, digest, norms_by_kind
+from scripts.bench.child import Task, answer, first_that_fits, resident_bytes, timed_steps
+from scripts.bench.jax_ceiling import ceiling
+from scripts.bench.jax_naive import make as make_naive
+from scripts.bench.weights import open_weights
+
+Batches = list[dict[str, jax.Array]]
+_FUSED = re.compile(r'custom_call_target="__cudnn\$(fmha\w+)"|\bname = \\?"(attention_\w+)\\?"')
+"""Calls of cuDNN's kernels and of llamajax's own in a compiled program."""
+
+
+def fused_calls(hlo: str) -> dict[str, list[str]]:
+    """The kernels that compute attention in one, as a compiled program calls them: `forward` and `backward`."""
+    called = sorted({cudnn or own for cudnn, own in _FUSED.findall(hlo)})
+    return {
+        "forward": [name for name in called if "backward" not in name.lower()],
+        "backward": [name for name in called if "backward" in name.lower()],
+    }
+
+
+def llamajax(task: Task) -> dict[str, Any]:
+    """`llamajax.step.step.train_step`, with the forms, the options and the memory that training gives it."""
+    case = task.case
+    startup.start(case.config(Choice(micro_batch=case.rows, remat="none")))
+    return first_that_fits(task.choices, partial(_llamajax, task))
+
+
+def _llamajax(task: Task, choice: Choice) -> dict[str, Any]:
+    case, axes = task.case, jax.sharding.get_mesh().shape
+    config, _ = with_forms(case.config(choice), axes)
+    abstract, is_gpu = abstract_state(config), jax.default_backend() == "gpu"
+    lowered = lower(config, abstract)
+    compiled, compile_s = _compiled(lambda: compile_with(lowered, compiler_options(config, 1) if is_gpu else {}))
+
+    tensors = names.tensors_for(config.model, open_weights(Path(task.weights)), Path(task.weights))
+    leaves = [read_array(name, leaf, tensors) for name, leaf in named_arrays({"model": abstract.model}).items()]
+    model: Llama = jax.tree.unflatten(jax.tree.structure(abstract.model), leaves)
+    state = init_state(config, model)
+
+    def step(batch: dict[str, jax.Array]) -> jax.Array:
+        nonlocal state
+        state, metrics = compiled(state, batch)
+        return metrics["loss"]
+
+    def squares() -> Iterator[tuple[str, float]]:
+        arrays = named_arrays({"model": optax.tree.get(state.opt_state, "mu")})
+        for tensor in names.TENSORS:
+            if tensor.array in arrays:
+                part = (*(slice(None),) * names.is_stacked(tensor.array), *tensor.part)
+                yield tensor.hf_name, _sum_of_squares(arrays[tensor.array], part)
+
+    told, _ = attention_kernel(config, axes, is_gpu=is_gpu)
+    return _measured(case, _batches(case, choice, batch_sharding()), step, squares) | {
+        "compile_s": compile_s, "attention": fused_calls(compiled.as_text() or ""), "note": told,
+    }  # fmt: skip
+
+
+def jax_naive(task: Task) -> dict[str, Any]:
+    """See `scripts.bench.jax_naive`; with as much of the GPU's memory as llamajax takes."""
+    if task.case.is_toy:
+        jax.config.update("jax_platforms", "cpu")
+    os.environ.setdefault(VARIABLE, str(MEMORY_FRACTION))
+    return first_that_fits(task.choices, partial(_naive, task))
+
+
+def _naive(task: Task, choice: Choice) -> dict[str, Any]:
+    case = task.case
+    train_step, init = make_naive(case.config(choice), packed=case.packed)
+    tensors, batches = open_weights(Path(task.weights)), _batches(case, choice)
+    shapes = {name: jax.ShapeDtypeStruct(stored.shape, jnp.float32) for name, stored in tensors.items()}
+    lowered = jax.jit(train_step, donate_argnums=(0, 1)).lower(shapes, jax.eval_shape(init, shapes), batches[0])
+    compiled, compile_s = _compiled(lowered.compile)
+    params = {name: jnp.asarray(stored.read().astype(np.float32)) for name, stored in tensors.items()}
+    opt_state = jax.jit(init)(params)
+
+    def step(batch: dict[str, jax.Array]) -> jax.Array:
+        nonlocal params, opt_state
+        params, opt_state, loss = compiled(params, opt_state, batch)
+        return loss
+
+    def squares() -> Iterator[tuple[str, float]]:
+        for name, moment in optax.tree.get(opt_state, "mu").items():
+            yield name, _sum_of_squares(moment, ())
+
+    return _measured(case, batches, step, squares) | {
+        "compile_s": compile_s, "attention": fused_calls(compiled.as_text() or ""), "note": "XLA's attention",
+    }  # fmt: skip
+
+
+def _batches(case: Case, choice: Choice, sharding: Any = None) -> Batches:
+    """Of all steps, on the device, [micro-batches, B, T]."""
+    shape = (case.rows // choice.micro_batch, choice.micro_batch, case.seq_len)
+    return [
+        {name: jax.device_put(x.reshape(shape), sharding) for name, x in case.batch(step).items()}
+        for step in range(case.num_steps)
+    ]
+
+
+def _compiled(compile_: Callable[[], jax.stages.Compiled]) -> tuple[jax.stages.Compiled, float]:
+    """The program, if it fits, and the seconds that it took to make."""
+    clock = time.perf_counter()
+    compiled = compile_()
+    stats, limit = compiled.memory_analysis(), (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
+    if stats is not None and limit is not None:
+        needed = stats.argument_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes
+        if needed + stats.temp_size_in_bytes > limit:
+            raise MemoryError
+    return compiled, time.perf_counter() - clock
+
+
+def _measured(
+    case: Case, batches: Batches, step: Callable[[Any], jax.Array], squares: Callable[[], Iterator[tuple[str, float]]]
+) -> dict[str, Any]:
+    """The steps of a round. `squares` gives sums of the squares of Adam's first moments, which are a tenth of the first
+    step's gradients, by Hugging Face names."""
+    losses: list[jax.Array] = []
+    found = timed_steps(
+        lambda number: losses.append(step(batches[number])),
+        lambda: losses[-1].block_until_ready(),
+        lambda: norms_by_kind(squares()),
+    )
+    stats = jax.local_devices()[0].memory_stats() or {}
+    return found | {
+        "losses": [float(loss) for loss in losses],
+        "tokens": digest(np.stack([np.asarray(batch["tokens"]).reshape(case.rows, -1) for batch in batches])),
+        "peak_bytes": resident_bytes() if case.is_toy else stats["peak_bytes_in_use"],
+    }
+
+
+def _sum_of_squares(x: jax.Array, part: tuple[slice | int, ...]) -> float:
+    """In one kernel: a copy would count as memory of the row."""
+    return float(jax.jit(lambda x: jnp.sum(jnp.square(x[part].astype(jnp.float32))))(x))
+
+
+if __name__ == "__main__":
+    answer({"llamajax": llamajax, "jax_naive": jax_naive, "ceiling": ceiling})
