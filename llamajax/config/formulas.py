@@ -13,15 +13,17 @@ from llamajax.config.parallel import SequenceForm, num_parts, splits_residual
 from llamajax.config.run import Config
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
-PREFETCHED_LAYERS = 3
-"""Of whose weights prefetching keeps something whole at once: this layer's, the next one's, and gradients of one."""
+
+
+def layer_matrices(model: ModelConfig) -> dict[str, int]:
+    """Parameters of a layer's matrices."""
+    D, F, N, K, H = model.embed_dim, model.mlp_dim, model.num_heads, model.num_kv_heads, model.head_dim
+    return {"wqkv": D * (N + 2 * K) * H, "wo": D * N * H, "w_gate_up": D * 2 * F, "w_down": D * F}
 
 
 def num_matmul_params(model: ModelConfig) -> int:
     """Parameters that take part in a matmul: all but norms and the input embedding; the head counts."""
-    attention = model.embed_dim * model.head_dim * 2 * (model.num_heads + model.num_kv_heads)
-    mlp = 3 * model.embed_dim * model.mlp_dim
-    return model.num_layers * (attention + mlp) + model.vocab_size * model.embed_dim
+    return model.num_layers * sum(layer_matrices(model).values()) + model.vocab_size * model.embed_dim
 
 
 def num_params(model: ModelConfig) -> int:
@@ -39,10 +41,28 @@ def computed_model(model: ModelConfig, mesh: Mapping[str, int]) -> ModelConfig:
 
 
 def layer_matrix_bytes(model: ModelConfig, mesh: Mapping[str, int]) -> int:
+    """Bytes of one layer's matrices in the compute dtype, as their gradients are reduced in it."""
+    return (
+        sum(layer_matrices(computed_model(model, mesh)).values())
+        * DTYPE_BYTES[model.compute_dtype]
+        // num_parts("mlp", mesh)
+    )
+
+
+def gathered_layer_bytes(model: ModelConfig, mesh: Mapping[str, int]) -> int:
     """Bytes of one layer's matrices as a device computes with them, gathered."""
-    computed = computed_model(model, mesh)
-    matrices = (num_matmul_params(computed) - model.vocab_size * model.embed_dim) // model.num_layers
-    return matrices * DTYPE_BYTES[model.compute_dtype] // num_parts("mlp", mesh)
+    matrices = layer_matrices(computed_model(model, mesh))
+    return sum(size * factor_bytes(model, name) for name, size in matrices.items()) // num_parts("mlp", mesh)
+
+
+def prefetched_bytes(model: ModelConfig, mesh: Mapping[str, int]) -> int:
+    """Bytes of what prefetching keeps whole at once: weights of this layer and the next one, and gradients of one."""
+    return 2 * gathered_layer_bytes(model, mesh) + layer_matrix_bytes(model, mesh)
+
+
+def factor_bytes(model: ModelConfig, matrix: str) -> int:
+    """Bytes of a number as it is multiplied with a matrix of a layer, or is one of it."""
+    return 1 if matrix in model.float8_weights and model.matmul_dtype == "float8" else DTYPE_BYTES[model.compute_dtype]
 
 
 def flops_per_token(model: ModelConfig, seq_len: int, *, full_attention: bool = False, keys: float | None = None) -> int:
@@ -169,11 +189,13 @@ def expected_bytes(
     replicas = num_parts("batch", mesh) * sequence // num_parts("embed", mesh)
     late = replicas > 1 and (config.parallel.grad_reduce == "step" or config.parallel.zero_data == 1)
     copied = _params_per_device(model, tensor) if config.parallel.zero < 3 else whole + (own if late else 0)
+    # Matrices in float8 are there beside those they are made of, but for `zero: 2` as a device keeps these.
+    rounded = L * sum(layer_matrices(computed)[name] for name in model.float8_weights) // tensor
+    rounded = {1: rounded, 2: (1 - wide) * rounded, 3: rounded // num_parts("embed", mesh)}[config.parallel.zero]
     loss = min(max_chunk_logits, tokens * V) * (4 + 2 * wide) + V * D * (wide + 2 * 4)
     collectives = 2 * D * F * wide + kept_weights
     if config.parallel.prefetches:
-        matrices = layer_matrix_bytes(model, mesh)
-        collectives, loss = PREFETCHED_LAYERS * matrices, loss + matrices
+        collectives, loss = prefetched_bytes(model, mesh), loss + gathered_layer_bytes(model, mesh)
     return {
         "parameters": stored * shard,
         "optimizer": 2 * moment * shard,
@@ -181,7 +203,7 @@ def expected_bytes(
         "gradients": (stored + summed) * own + (wide + summed) * whole,
         "activations": L * tokens * saved * wide,
         "logits": max(0, loss - layer - collectives),
-        "collectives": collectives + wide * copied,
+        "collectives": collectives + wide * copied + rounded,
         "temporaries": layer,
     }
 
@@ -195,45 +217,51 @@ def least_wire_bytes(config: Config, mesh: Mapping[str, int]) -> float:
     prefetched layers, the first, where `grad_reduce` is `step`. Axes that share tokens and not the state: gradients of the
     own shard are reduced for every micro-batch, or once.
     `tensor`: attention and MLP each gather their tokens and scatter their outputs, and likewise backward, where they gather
-    the tokens again for the gradients of weights, unless what is gathered is kept; so do embedding and loss, once.
+    the tokens again for the gradients of weights, unless what is gathered is kept; so do embedding and loss, once. What is
+    gathered for a matmul in float8 is sent as such.
     `sequence`: see `sequence_numbers`. Where kv heads are fewer than the devices of `tensor`, they exchange what each stores
     of attention's matrices before they gather it.
     """
     model, train = computed_model(config.model, mesh), config.train
-    width = DTYPE_BYTES[model.compute_dtype]
+    width, factors = DTYPE_BYTES[model.compute_dtype], {name: factor_bytes(model, name) for name in layer_matrices(model)}
     shards = num_parts("embed", mesh)
     replicas = num_parts("batch", mesh) * num_parts("seq", mesh) / shards
     weights = width * num_params(model) / mesh["tensor"]
     ends = width * model.vocab_size * model.embed_dim * (1 if model.tie_embeddings else 2) / mesh["tensor"]
     rows = train.global_batch_size / num_parts("batch", mesh)
     tokens = rows * config.data.seq_len / mesh["sequence"]
-    activations = width * tokens * model.embed_dim
-    exchanged = 0
-    if model.num_kv_heads > config.model.num_kv_heads:
-        heads = 2 * (model.num_heads + model.num_kv_heads)
-        exchanged = width * model.num_layers * model.embed_dim * heads * model.head_dim / (shards * mesh["tensor"])
-    # Prefetched layers turn round at the last, whose weights serve both passes; and the first may be gathered once.
-    layers, first = weights - ends, (weights - ends) / model.num_layers
+    # Layers as they are gathered, and as their gradients are reduced; prefetched ones turn round at the last, whose weights
+    # serve both passes; and the first may be gathered once.
+    layers = weights - ends
+    saved = sum((width - factors[name]) * size for name, size in layer_matrices(model).items())
+    gathered = layers - model.num_layers * saved / mesh["tensor"]
     parallel, micro_batches = config.parallel, train.grad_accum_steps
     at_the_end = parallel.grad_reduce == "step" or parallel.zero == 1
     prefetches = parallel.prefetches
-    passes = 2 if _keeps_weights(config) else 3 - 1 / model.num_layers if prefetches else 3
+    gathers = 1 if _keeps_weights(config) else 2 - 1 / model.num_layers if prefetches else 2
+    often, first = gathers * gathered + layers, (gathered + layers) / model.num_layers
     if parallel.zero == 1:
         sharded = 2 * weights
     elif parallel.zero == 2:
-        late = (ends + (first if prefetches else 0)) if at_the_end else 0
-        sharded = weights + late + (weights - late) * micro_batches
+        late = (ends + (layers / model.num_layers if prefetches else 0)) if at_the_end else 0
+        sharded = ends + gathered + late + (weights - late) * micro_batches
     elif at_the_end:
-        sharded = 2 * ends + passes * layers * micro_batches
-        sharded += 2 * first * (1 - micro_batches) if prefetches else 0
+        sharded = 2 * ends + often * micro_batches
+        sharded += first * (1 - micro_batches) if prefetches else 0
     else:
-        sharded = (passes * layers + 2 * ends) * micro_batches
+        sharded = (often + 2 * ends) * micro_batches
+    exchanged = 0
+    if model.num_kv_heads > config.model.num_kv_heads:
+        sizes = {name: layer_matrices(model)[name] * (gathers * factors[name] + width) for name in ("wqkv", "wo")}
+        exchanged = model.num_layers * sum(sizes.values()) / (shards * mesh["tensor"])
+    again = 1 if model.remat == "none" else 2
+    passed = sum(again * factors[name] for name in ("wqkv", "w_gate_up")) + factors["wo"] + factors["w_down"] + 4 * width
     reductions = 1 if at_the_end or parallel.zero_data else micro_batches
     return (
         sharded * (shards - 1) / shards
-        + passes * exchanged * micro_batches * (mesh["tensor"] - 1) / mesh["tensor"]
+        + exchanged * micro_batches * (mesh["tensor"] - 1) / mesh["tensor"]
         + 2 * weights / shards * (replicas - 1) / replicas * reductions
-        + (model.num_layers * (8 if model.remat == "none" else 10) + 4) * activations * (mesh["tensor"] - 1) / mesh["tensor"]
+        + (model.num_layers * passed + 4 * width) * tokens * model.embed_dim * (mesh["tensor"] - 1) / mesh["tensor"]
         + model.num_layers * width * tokens * sequence_numbers(config, mesh, config.parallel.sequence)
     )
 

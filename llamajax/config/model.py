@@ -8,6 +8,10 @@ from llamajax.config.parallel import axes_of, num_parts, product
 from llamajax.config.rules import Bound, PositiveFloat, PositiveInt, PositiveIntOrUnset, Section
 
 DType = Literal["float32", "bfloat16"]
+MatmulDType = Literal["compute_dtype", "float8", "float8_unrounded"]
+MATRICES = "wqkv", "wo", "w_gate_up", "w_down"
+"""Of a layer: of queries, keys and values; of the attention's output; of the MLP's gate and input; of its output."""
+Matrix = Literal["wqkv", "wo", "w_gate_up", "w_down"]
 AttentionKernel = Literal["auto", "pallas", "cudnn", "plain"]
 Remat = Literal["auto", "none", "save_attention_qkv_mlp", "save_attention_qkv", "save_attention", "full"]
 REMATS: tuple[Remat, ...] = ("none", "save_attention_qkv_mlp", "save_attention_qkv", "save_attention", "full")
@@ -81,6 +85,14 @@ class ModelConfig(Section):
     fine-tuning's are; gradients are summed in float32 either way."""
     compute_dtype: DType = "bfloat16"
     """Type of activations, matmuls and the weight copies that collectives carry."""
+    matmul_dtype: MatmulDType = "compute_dtype"
+    """Type of the factors of layers' matmuls in training, forward and backward. `float8` doubles their rate on GPUs of
+    compute capability 8.9 and newer, and halves the weights that collectives carry in bfloat16: activations and weights are
+    rounded to e4m3, gradients to e5m2, each tensor scaled by its largest entry as it is then; sums are float32, results
+    `compute_dtype`. Embedding, head, attention scores, norms, evaluation and generation stay as they are.
+    `float8_unrounded` is the same program with nothing rounded, as `llamajax.verify` compares it."""
+    float8_exempt: tuple[Matrix, ...] = ()
+    """Matrices of every layer whose matmuls stay in `compute_dtype` with `matmul_dtype: float8`, such as [wo, w_down]."""
     attention_kernel: AttentionKernel = "auto"
     """What computes attention: `cudnn` is NVIDIA's fused kernel, for rows that are not split (mesh.sequence 1, or
     parallel.sequence ulysses) and whose documents see each other; `pallas` is llamajax's own, for all rows, which skips what
@@ -94,6 +106,16 @@ class ModelConfig(Section):
     def broken_rules(self) -> Iterator[str]:
         if min(self.num_heads, self.num_kv_heads) > 0 and self.num_heads % self.num_kv_heads:
             yield f"num_kv_heads: {self.num_kv_heads} must divide num_heads={self.num_heads}"
+        if self.float8_exempt and self.matmul_dtype == "compute_dtype":
+            yield "float8_exempt: has no effect with matmul_dtype=compute_dtype; set that to float8, or remove this"
+        if len(set(self.float8_exempt)) == len(MATRICES):
+            yield "float8_exempt: leaves no matmul in float8; set matmul_dtype to compute_dtype, or name fewer matrices"
+
+    @property
+    def float8_weights(self) -> tuple[str, ...]:
+        """Of a layer's `MATRICES`, those that training multiplies in float8."""
+        exempt = MATRICES if self.matmul_dtype == "compute_dtype" else self.float8_exempt
+        return tuple(name for name in MATRICES if name not in exempt)
 
     def computed_kv_heads(self, axes: Mapping[str, int]) -> int:
         """Key/value heads as devices on axes of these sizes compute with them: where more devices split them than there are,

@@ -1,6 +1,7 @@
 """Llama 1, 2, 3, 3.1, 3.2 and 3.3 (arXiv:2302.13971, 2307.09288, 2407.21783), Mistral, Qwen2 and Qwen3: one decoder,
 told apart by ModelConfig."""
 
+from dataclasses import dataclass
 from functools import partial
 
 import jax
@@ -92,6 +93,19 @@ def _mlp_part(weights: tuple[RMSNorm, MLP], x: jax.Array, parallel: ParallelConf
         return x + mlp(norm(x), parallel.tensor)
 
 
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Copies:
+    """Of a model's weights, what is computed with in their place: gathered before, or in float8; they get the gradients."""
+
+    layers: Layer
+    first: Layer | None = None
+    """Of `first` in `Llama.hidden`."""
+    embedding: nnx.Param | None = None
+    head: nnx.Param | None = None
+    """Of `Llama.output_weight`."""
+
+
 class Llama(nnx.Module):
     """The whole model as a pytree of `nnx.Param`s, each made in its sharding on the current mesh.
 
@@ -124,7 +138,7 @@ class Llama(nnx.Module):
         *,
         parallel: ParallelConfig = PLAIN,
         remat: Remat | None = None,
-        copies: "Llama | None" = None,
+        copies: Copies | None = None,
         first: Layer | None = None,
     ) -> Float[Array, "B T D"]:
         """The normed states that the head reads, in `compute_dtype`, laid out as `llamajax.parallel.sequence.laid_out` does.
@@ -136,7 +150,7 @@ class Llama(nnx.Module):
             positions: for the rotary embedding. None: counted from the start of each segment.
             parallel: the forms in which devices share the work; for a `ring`, T must be divisible by twice its devices.
             remat: what is kept for the backward pass. None: as the configuration says.
-            copies: this model, gathered before.
+            copies: of its weights.
             first: its first layer, gathered before, which then gets that one's gradient; for a `prefetch` stack.
         """
         config, sequence = self.config, parallel.sequence
@@ -168,6 +182,7 @@ class Llama(nnx.Module):
                 unrolled=parallel.stack == "unrolled",
                 copies=None if copies is None else copies.layers.by_parts(),
                 first=None if first is None else first.by_parts(),
+                first_copy=None if copies is None or copies.first is None else copies.first.by_parts(),
             )
         else:
 

@@ -1,7 +1,8 @@
 """Matmuls that devices share: by their outputs, of tokens that are gathered first; by their inputs, and scattered then.
 
 As a ring (arXiv:2305.06942), a device multiplies the tokens it has while it passes them on, or adds to a sum that passes by,
-so that the links work while the device computes. Bytes are those of the collectives.
+so that the links work while the device computes. Bytes are those of the collectives. With a weight in float8 all three
+products are of float8, tokens and their gradients pass as such, and sums as they come.
 """
 
 import math
@@ -14,9 +15,29 @@ import jax.numpy as jnp
 from jax import P
 from jaxtyping import Array, Float
 
-from llamajax.config.parallel import TensorForm, axes_of, num_parts, splits_residual
+from llamajax.config.parallel import TensorForm, num_parts, splits_residual
 from llamajax.config.run import Config
-from llamajax.parallel.tensor import SHARED, gather_tokens, is_shared, partial_spec, scatter_tokens, shared_axes
+from llamajax.parallel.float8 import (
+    Factor,
+    Float8,
+    as_factor,
+    as_gradient,
+    differentiable,
+    moved,
+    own_product,
+    product,
+    specs,
+    values,
+)
+from llamajax.parallel.tensor import (
+    SHARED,
+    gather_tokens,
+    is_shared,
+    partial_spec,
+    scatter_tokens,
+    shared_axes,
+    token_dims,
+)
 
 LEAST_TOKENS = 2048
 """That a device multiplies while it passes as many on; with fewer, small matmuls and hops cost more than they hide."""
@@ -49,21 +70,22 @@ def tensor_form(config: Config, axes: Mapping[str, int]) -> tuple[TensorForm, st
     return "ring", f"{tokens:,} tokens per hop are multiplied while others travel"
 
 
-def gathered_matmul(x: Float[Array, "B T D"], w: Float[Array, "D *N"], form: TensorForm) -> Float[Array, "B T *N"]:
+def gathered_matmul(x: Float[Array, "B T D"], w: Float[Array, "D *N"] | Float8, form: TensorForm) -> Float[Array, "B T *N"]:
     """x w for all tokens of a residual stream x, of x's dtype; w is split along one of its last dims, as the result is.
 
     Args:
         x: the residual stream, or what was made of it.
-        w: of x's dtype, gathered (`llamajax.parallel.zero`).
+        w: of x's dtype, or in float8; gathered (`llamajax.parallel.zero`).
         form: how the tokens come to the devices.
     """
-    if form == "ring" and is_shared(x):
-        return _gathered_ring(x, w)
+    rings, residual = form == "ring" and is_shared(x), jax.typeof(x).sharding.spec
+    if rings or isinstance(w, Float8):
+        return _gathered(rings, residual, x, *differentiable(w))
     return jnp.einsum("BTD,D...->BT...", gather_tokens(x), w)
 
 
 def scattered_matmul(
-    y: Float[Array, "B T *N"], w: Float[Array, "D *N"], residual: P, form: TensorForm
+    y: Float[Array, "B T *N"], w: Float[Array, "D *N"] | Float8, residual: P, form: TensorForm
 ) -> Float[Array, "B T D"]:
     """y w^T, summed over the devices that share it, for a residual stream that lies as `residual` says; of y's dtype.
 
@@ -73,14 +95,22 @@ def scattered_matmul(
         residual: how the result lies.
         form: how the sums come to the devices.
     """
-    if form == "ring" and _size(shared_axes(residual)) > 1:
-        return _scattered_ring(residual, y, w)
+    rings = form == "ring" and _size(shared_axes(residual)) > 1
+    if rings or isinstance(w, Float8):
+        return _scattered(rings, residual, y, *differentiable(w))
     outputs = "NMO"[: w.ndim - 1]
     parts = jnp.einsum(f"BT{outputs},D{outputs}->BTD", y, w, out_sharding=partial_spec(residual))
     return scatter_tokens(parts, residual)
 
 
-def _over_outputs(y: jax.Array) -> Any:
+_OVER_TOKENS = ((0, 1), (0, 1)), ((), ())
+
+
+def _over_embed(x: Factor) -> Any:
+    return ((x.ndim - 1,), (0,)), ((), ())
+
+
+def _over_outputs(y: Factor) -> Any:
     return ((tuple(range(2, y.ndim)), tuple(range(1, y.ndim - 1))), ((), ()))
 
 
@@ -89,103 +119,111 @@ def _size(axes: tuple[str, ...]) -> int:
     return max((sizes[axis] for axis in axes), default=1)
 
 
-@jax.custom_vjp
-def _gathered_ring(x: jax.Array, w: jax.Array) -> jax.Array:
-    return _gather(x, w)[0]
+# `w` is what is multiplied and has no gradient; that of the weight is `stand_in`'s.
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _gathered(rings: bool, residual: P, x: jax.Array, w: Factor, stand_in: jax.Array | None) -> jax.Array:
+    return _gather(rings, as_factor(x, w), w)[0]
 
 
-def _gathered_forward(x: jax.Array, w: jax.Array) -> tuple[jax.Array, Any]:
-    y, whole = _gather(x, w)
+def _gathered_forward(rings: bool, residual: P, x: jax.Array, w: Factor, stand_in: Any) -> tuple[jax.Array, Any]:
+    y, whole = _gather(rings, as_factor(x, w), w)
     return y, (whole, w)
 
 
-def _gathered_backward(kept: Any, d_y: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _gathered_backward(rings: bool, residual: P, kept: Any, d_y: jax.Array) -> tuple[jax.Array, None, jax.Array]:
     whole, w = kept
-    batch, *_ = jax.typeof(whole).sharding.spec
-    residual = P(batch, axes_of("residual_seq"), None)
-    return _scatter(residual, d_y, w), _weight_gradient(whole, d_y, w)
+    factor = as_gradient(d_y, w)
+    return _scatter(rings, residual, factor, w), None, _weight_gradient(whole, factor, w)
 
 
-_gathered_ring.defvjp(_gathered_forward, _gathered_backward)
+_gathered.defvjp(_gathered_forward, _gathered_backward)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _scattered_ring(residual: P, y: jax.Array, w: jax.Array) -> jax.Array:
-    return _scatter(residual, y, w)
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _scattered(rings: bool, residual: P, y: jax.Array, w: Factor, stand_in: jax.Array | None) -> jax.Array:
+    return _scatter(rings, residual, as_factor(y, w), w)
 
 
-def _scattered_forward(residual: P, y: jax.Array, w: jax.Array) -> tuple[jax.Array, Any]:
-    return _scatter(residual, y, w), (y, w)
+def _scattered_forward(rings: bool, residual: P, y: jax.Array, w: Factor, stand_in: Any) -> tuple[jax.Array, Any]:
+    factor = as_factor(y, w)
+    return _scatter(rings, residual, factor, w), (factor, w)
 
 
-def _scattered_backward(residual: P, kept: Any, d_x: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _scattered_backward(rings: bool, residual: P, kept: Any, d_x: jax.Array) -> tuple[jax.Array, None, jax.Array]:
     y, w = kept
-    d_y, whole = _gather(d_x, w)
-    return d_y, _weight_gradient(whole, y, w)
+    d_y, whole = _gather(rings, as_gradient(d_x, w), w)
+    return d_y, None, _weight_gradient(whole, y, w)
 
 
-_scattered_ring.defvjp(_scattered_forward, _scattered_backward)
+_scattered.defvjp(_scattered_forward, _scattered_backward)
 
 
-def _gather(x: Float[Array, "B T D"], w: Float[Array, "D *N"]) -> tuple[Float[Array, "B T *N"], Float[Array, "B T D"]]:
-    """x w for all tokens, and all of x."""
-    x_spec, w_spec = jax.typeof(x).sharding.spec, _spec(w)
-    batch, _, dim = x_spec
-    tokens, (_, *outputs) = (batch, axes_of("seq")), w_spec.partitions
+def _gather(rings: bool, x: Factor, w: Factor) -> tuple[jax.Array, Factor]:
+    """x w for all tokens, [B, T, *N], and all of x, [B, T, D]."""
+    x_spec, (_, *outputs) = _spec(x), _spec(w).partitions
+    tokens, dim = token_dims(x_spec), x_spec[2]
+    if not rings:
+        whole = moved(gather_tokens, x)
+        return product(whole, w, _over_embed(x), P(*tokens, *outputs)), whole
     (axis,) = shared_axes(x_spec)
 
     # That all devices have the same `whole` in the end is more than jax can see.
     @partial(
         jax.shard_map,
-        in_specs=(x_spec, w_spec),
+        in_specs=(specs(x), specs(w)),
         out_specs=(P(*tokens, *outputs), P(*tokens, dim)),
         check_vma=False,
     )
-    def on_device(x: jax.Array, w: jax.Array) -> tuple[jax.Array, jax.Array]:
-        n, own, length = jax.lax.axis_size(axis), jax.lax.axis_index(axis), x.shape[1]
-        whole = jnp.zeros((x.shape[0], n * length, x.shape[2]), x.dtype)
-        y = jnp.zeros((*whole.shape[:2], *w.shape[1:]), x.dtype)
+    def on_device(x: Factor, w: Factor) -> tuple[jax.Array, jax.Array]:
+        n, own = jax.lax.axis_size(axis), jax.lax.axis_index(axis)
+        B, length, D = x.shape
+        whole = jnp.zeros((B, n * length, D), values(x).dtype)
+        y = jnp.zeros((B, n * length, *w.shape[1:]), x.dtype)
         for step in range(n):
             start = (own - step) % n * length
-            product, passed = jnp.tensordot(x, w, 1), x
+            part, passed = own_product(x, w, _over_embed(x)), x
             if step < n - 1:
                 # Or the scheduler would pass everything on before it multiplies anything.
-                product, passed = jax.lax.optimization_barrier((product, _pass_on(x, axis)))
-            y = jax.lax.dynamic_update_slice_in_dim(y, product, start, axis=1)
-            whole = jax.lax.dynamic_update_slice_in_dim(whole, x, start, axis=1)
+                part, passed = jax.lax.optimization_barrier((part, moved(partial(_pass_on, axis=axis), x)))
+            y = jax.lax.dynamic_update_slice_in_dim(y, part, start, axis=1)
+            whole = jax.lax.dynamic_update_slice_in_dim(whole, values(x), start, axis=1)
             x = passed
         return y, whole
 
-    return on_device(x, w)
+    y, whole = on_device(x, w)
+    return y, moved(lambda _: whole, x)
 
 
-def _scatter(residual: P, y: Float[Array, "B T *N"], w: Float[Array, "D *N"]) -> Float[Array, "B T D"]:
+def _scatter(rings: bool, residual: P, y: Factor, w: Factor) -> Float[Array, "B T D"]:
     """y w^T, summed over the devices that share it, each with its own tokens."""
+    if not rings:
+        return scatter_tokens(product(y, w, _over_outputs(y), partial_spec(residual)), residual)
     (axis,) = shared_axes(residual)
 
-    @partial(jax.shard_map, in_specs=(jax.typeof(y).sharding.spec, _spec(w)), out_specs=residual)
-    def on_device(y: jax.Array, w: jax.Array) -> jax.Array:
+    @partial(jax.shard_map, in_specs=(specs(y), specs(w)), out_specs=residual)
+    def on_device(y: Factor, w: Factor) -> jax.Array:
         n, own = jax.lax.axis_size(axis), jax.lax.axis_index(axis)
         length = y.shape[1] // n
 
-        def product(y: jax.Array, step: int) -> jax.Array:
-            part = jax.lax.dynamic_slice_in_dim(y, (own - 1 - step) % n * length, length, axis=1)
-            return jax.lax.dot_general(part, w, _over_outputs(y))
+        def part(y: Factor, step: int) -> jax.Array:
+            start = (own - 1 - step) % n * length
+            own_tokens = moved(lambda y: jax.lax.dynamic_slice_in_dim(y, start, length, axis=1), y)
+            return own_product(own_tokens, w, _over_outputs(y))
 
-        total = product(y, 0)
+        total = part(y, 0)
         for step in range(1, n):
             # Or the scheduler would multiply everything before it passes anything on.
             total, y = jax.lax.optimization_barrier((total, y))
-            total = _pass_on(total, axis) + product(y, step)
+            total = _pass_on(total, axis) + part(y, step)
         return total
 
     return on_device(y, w)
 
 
-def _weight_gradient(x: Float[Array, "B T D"], y: Float[Array, "B T *N"], w: jax.Array) -> Float[Array, "D *N"]:
+def _weight_gradient(x: Factor, y: Factor, w: Factor) -> Float[Array, "D *N"]:
     """x^T y, whose sum over the devices with other tokens is left to do, as w's type has it."""
-    sharding = jax.typeof(w).sharding.spec
-    return jnp.tensordot(x, y, ((0, 1), (0, 1)), out_sharding=P(*sharding.partitions, unreduced=sharding.reduced))
+    sharding = _spec(w)
+    return product(x, y, _OVER_TOKENS, P(*sharding.partitions, unreduced=sharding.reduced))
 
 
 def _pass_on(x: jax.Array, axis: str) -> jax.Array:
@@ -193,5 +231,5 @@ def _pass_on(x: jax.Array, axis: str) -> jax.Array:
     return jax.lax.ppermute(x, axis, [(device, (device + 1) % n) for device in range(n)])
 
 
-def _spec(w: jax.Array) -> P:
-    return jax.typeof(w).sharding.spec
+def _spec(x: Factor) -> P:
+    return jax.typeof(values(x)).sharding.spec

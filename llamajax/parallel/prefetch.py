@@ -21,7 +21,7 @@ from jax.typing import DTypeLike
 
 from llamajax.parallel.arrays import after
 from llamajax.parallel.stack import Policy
-from llamajax.parallel.zero import gathered, no_gradient
+from llamajax.parallel.zero import gathered, no_gradient, stand_ins, with_stand_ins
 
 Part = Callable[[Any, Any, Any], Any]
 """A part of a layer: from its gathered weights, the activations and what all layers share to the next activations."""
@@ -42,6 +42,7 @@ def run_prefetching(
     unrolled: bool = False,
     copies: Sequence[Any] | None = None,
     first: Sequence[Any] | None = None,
+    first_copy: Sequence[Any] | None = None,
 ) -> Any:
     """Runs layers one after the other, each of them part by part.
 
@@ -59,14 +60,15 @@ def run_prefetching(
         made_first: what of a layer that is computed again as a whole is made in the first phase, and not again in the
             second: all that is dear. What is cheap is better fused into what uses it than carried over.
         unrolled: every layer is written out, and the program has no loop over them.
-        copies: `weights`, gathered before.
+        copies: what is gathered in place of `weights`, or was before.
         first: those of the first layer, gathered before: the layers then begin with nothing to wait for. They get that
             layer's gradient, for which `weights` get zeros, so that they end with nothing to reduce.
+        first_copy: what is used in place of `first`.
 
     Returns:
         What the last layer gave on.
     """
-    trees = tuple(None if tree is None else tuple(tree) for tree in (weights, copies, first))
+    trees = tuple(None if tree is None else tuple(tree) for tree in (weights, copies, first, first_copy))
     if saved is _NOTHING:
         parts, trees = (partial(_in_turn, tuple(parts)),), tuple(None if tree is None else (tree,) for tree in trees)
     stack = _Stack(tuple(parts), dtype, saved, made_first, unrolled)
@@ -113,7 +115,7 @@ class _Stack:
     unrolled: bool
 
     def gather(self, stored: Any, copies: Any, index: int | jax.Array) -> Any:
-        return gathered(_at(stored, index), self.dtype) if copies is None else _at(copies, index)
+        return gathered(_at(stored if copies is None else copies, index), self.dtype)
 
     def layer(self, weights: Any, shared: Any, x: Any) -> tuple[Any, Any]:
         """The activations behind a layer, and what its backward pass needs."""
@@ -123,12 +125,12 @@ class _Stack:
         kept = []
         for part, own in zip(self.parts, weights, strict=True):
 
-            def run(own: Any, x: Any, part: Part = part) -> Any:
-                return part(own, x, shared)
+            def run(into: Any, x: Any, part: Part = part, own: Any = own) -> Any:
+                return part(with_stand_ins(own, into), x, shared)
 
             if self.saved is not None:
                 run = jax.checkpoint(run, policy=self.saved, prevent_cse=False)
-            x, pull_back = jax.vjp(run, own, x)
+            x, pull_back = jax.vjp(run, stand_ins(own), x)
             kept.append(_Kept.of(pull_back, (own, shared)))
         return x, kept
 
@@ -139,8 +141,12 @@ class _Stack:
         """
         if self.saved is _NOTHING:
             (part,), (own,) = self.parts, weights
-            run = jax.checkpoint(lambda own, x: part(own, x, shared), policy=self.made_first, prevent_cse=False)
-            _, pull_back = jax.vjp(run, own, kept)
+
+            def run(into: Any, x: Any) -> Any:
+                return part(with_stand_ins(own, into), x, shared)
+
+            again = jax.checkpoint(run, policy=self.made_first, prevent_cse=False)
+            _, pull_back = jax.vjp(again, stand_ins(own), kept)
             pull_back, meanwhile = jax.lax.optimization_barrier((pull_back, meanwhile))
             d_own, dx = pull_back(dx)
             return (d_own,), dx, meanwhile
@@ -191,11 +197,11 @@ def _last(stored: Any) -> int:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _run(stack: _Stack, stored: Any, copies: Any, first: Any, shared: Any, x: Any) -> Any:
-    return _forward(stack, stored, copies, first, shared, x)[0]
+def _run(stack: _Stack, stored: Any, copies: Any, first: Any, first_copy: Any, shared: Any, x: Any) -> Any:
+    return _forward(stack, stored, copies, first, first_copy, shared, x)[0]
 
 
-def _forward(stack: _Stack, stored: Any, copies: Any, first: Any, shared: Any, x: Any) -> tuple[Any, Any]:
+def _forward(stack: _Stack, stored: Any, copies: Any, first: Any, first_copy: Any, shared: Any, x: Any) -> tuple[Any, Any]:
     def step(index: jax.Array, x: Any, weights: Any) -> tuple[Any, Any, Any]:
         upcoming = stack.gather(stored, copies, index + 1)
         x, own = stack.layer(weights, shared, x)
@@ -207,7 +213,7 @@ def _forward(stack: _Stack, stored: Any, copies: Any, first: Any, shared: Any, x
         return *carry, _with(kept, jax.tree.leaves(own), index)
 
     last, kept = _last(stored), []
-    weights = stack.gather(stored, copies, 0) if first is None else first
+    weights = stack.gather(stored, copies, 0) if first is None else first if first_copy is None else first_copy
     if stack.unrolled:
         for number in range(last):
             (index, x), weights = _before((jnp.int32(number), x), weights)
@@ -222,7 +228,7 @@ def _forward(stack: _Stack, stored: Any, copies: Any, first: Any, shared: Any, x
     return x, (stored, copies, first, shared, kept, weights, kept_last)
 
 
-def _backward(stack: _Stack, residuals: Any, dx: Any) -> tuple[Any, None, Any, None, Any]:
+def _backward(stack: _Stack, residuals: Any, dx: Any) -> tuple[Any, None, Any, None, None, Any]:
     stored, copies, first, shared, kept, weights, kept_last = residuals
     last, grads = _last(stored), jax.tree.map(lambda x: no_gradient(x, after(jnp.zeros((), x.dtype), dx)), stored)
 
@@ -269,8 +275,8 @@ def _backward(stack: _Stack, residuals: Any, dx: Any) -> tuple[Any, None, Any, N
     else:
         d_first, dx, _ = stack.layer_back(weights, shared, kept_last, dx, ())
     if first is None:
-        return _with(grads, stack.reduced(stored, d_first), 0), None, None, None, dx
-    return grads, None, d_first, None, dx
+        return _with(grads, stack.reduced(stored, d_first), 0), None, None, None, None, dx
+    return grads, None, d_first, None, None, dx
 
 
 _run.defvjp(_forward, _backward)

@@ -1,5 +1,8 @@
 """How an array whose dims have names lies on the mesh; which mesh axes split a dim stands in `config/parallel.py`."""
 
+from collections.abc import Iterable
+from typing import Any
+
 import jax
 from jax import P
 from jax.sharding import AbstractMesh, AxisType
@@ -29,3 +32,13 @@ def spec(*dims: str | None) -> jax.P:
             owner[axis] = dim
         entries.append(axes[0] if len(axes) == 1 else axes or None)
     return P(*entries)
+
+
+def axes_in(partitions: Iterable[Any]) -> frozenset[str]:
+    """The axes over which these partitions of an array split it."""
+    return frozenset(axis for entry in partitions for axis in as_tuple(entry))
+
+
+def as_tuple(entry: Any) -> tuple[str, ...]:
+    """One dim's partition."""
+    return () if entry is None else (entry,) if isinstance(entry, str) else entry

@@ -51,6 +51,11 @@ def scatter_tokens(x: Float[Array, "B T D"], residual: P) -> Float[Array, "B T D
     return jax.reshard(x, residual)
 
 
+def token_dims(spec: P) -> tuple[Any, Any]:
+    """How B and T are split in a matmul of tokens that lie as `spec` says before it or behind."""
+    batch, tokens, *_ = spec
+    return batch, axes_of("seq") if shared_axes(spec) else tokens
+
+
 def _matmul_dims(residual: P) -> tuple[Any, ...]:
-    batch, tokens, dim = residual
-    return batch, axes_of("seq") if shared_axes(residual) else tokens, dim
+    return *token_dims(residual), residual[2]

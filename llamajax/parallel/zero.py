@@ -4,8 +4,9 @@ A weight says once how it is stored and how it is laid out for compute. Stored w
 device, and neither are the optimizer's moments, which are made from it.
 """
 
+import dataclasses
 import math
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any, TypeVar
 
@@ -17,7 +18,8 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from llamajax.config.parallel import axes_of
-from llamajax.parallel.sharding import spec
+from llamajax.parallel.float8 import Factor, Float8, moved, rounded
+from llamajax.parallel.sharding import as_tuple, axes_in, spec
 
 Tree = TypeVar("Tree")
 Dims = tuple[str | None, ...]
@@ -61,9 +63,12 @@ def gathered(tree: Tree, dtype: DTypeLike, copies: Tree | None = None) -> Tree:
     Args:
         tree: the weights.
         dtype: of the copies.
-        copies: the copies, where they were made before; `tree` gets their gradient all the same.
+        copies: what is gathered in place of the weights, or was before; `tree` gets the gradient all the same.
     """
-    return _gather(tree, dtype) if copies is None else _as_if_gathered(dtype, tree, copies)
+    if copies is None:
+        return _gather(tree, dtype)
+    copies = _gather(copies, dtype)
+    return with_stand_ins(copies, _as_if_gathered(dtype, tree, stand_ins(copies)))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -84,12 +89,68 @@ def _gather(tree: Tree, dtype: DTypeLike) -> Tree:
             return param
         name = [key.name for key in path[:-1] if isinstance(key, jax.tree_util.GetAttrKey)]
         with jax.named_scope("/".join([*name, "gather_weight"])):
-            own = _arranged(param, dtype)
-            own_part = jax.reshard(own, P(*_partitions(own), reduced=token_axes() - _axes(_partitions(own))))
-            copy = jax.reshard(own_part, P(*[None] * _num_stacked(param), *spec(*param.compute), reduced=token_axes()))
-            return nnx.Param(copy, compute=None, arrange=None, late=False)
+            return _gathered(moved(partial(_laid_out, param, dtype), param[...]))
 
     return jax.tree_util.tree_map_with_path(gather, tree, is_leaf=_is_weight)
+
+
+def _laid_out(param: nnx.Param, dtype: DTypeLike, own: jax.Array) -> jax.Array:
+    own = _arranged(param, own, own.dtype if isinstance(param[...], Float8) else dtype)
+    own_part = jax.reshard(own, P(*_partitions(own), reduced=token_axes() - axes_in(_partitions(own))))
+    return jax.reshard(own_part, P(*[None] * _num_stacked(param), *spec(*param.compute), reduced=token_axes()))
+
+
+def in_float8(layers: Tree, names: Collection[str], form: DTypeLike, dtype: DTypeLike) -> Tree:
+    """A stack of layers, of whose matrices with these names each device's part is `rounded`, whole or still to be gathered,
+    so that a byte of each weight is sent; as `gathered` takes it for `copies`.
+
+    Args:
+        layers: weights with a leading dim L.
+        names: of those to round, as their module calls them.
+        form: as for `rounded`.
+        dtype: that weights are cast to before.
+    """
+
+    def narrow(path: tuple[Any, ...], param: nnx.Param) -> nnx.Param:
+        name = [key.name for key in path if isinstance(key, jax.tree_util.GetAttrKey)]
+        if name[-1] not in names:
+            return param
+        with jax.named_scope("/".join(["layers", *name, "gather_weight"])):
+            own, lies = param[...].astype(dtype), jax.typeof(param[...]).sharding.spec
+            narrow = rounded(jax.reshard(own, P(*lies.partitions)), form, num_stacked=1)
+            return _moved(param, moved(lambda narrow: jax.reshard(narrow, lies), narrow))
+
+    return jax.tree_util.tree_map_with_path(narrow, layers, is_leaf=_is_weight)
+
+
+def stand_ins(copies: Tree) -> Tree:
+    """What gradients of gathered weights go to: themselves, or, of those in eight bits, zeros that are never made."""
+
+    def stand_in(param: nnx.Param) -> nnx.Param:
+        copy = param[...]
+        if not isinstance(copy, Float8):
+            return param
+        lies = jax.typeof(copy.values).sharding.spec
+        zeros = jnp.zeros(copy.shape, copy.dtype, out_sharding=P(*lies.partitions))
+        return _gathered(jax.reshard(zeros, lies))
+
+    return jax.tree.map(stand_in, copies, is_leaf=_is_weight)
+
+
+def with_stand_ins(copies: Tree, stand_ins: Tree) -> Tree:
+    """The copies, to compute with so that their `stand_ins` get the gradients."""
+
+    def join(param: nnx.Param, stand_in: nnx.Param) -> nnx.Param:
+        copy = param[...]
+        if not isinstance(copy, Float8):
+            return stand_in
+        return _gathered(dataclasses.replace(copy, stand_in=stand_in[...]))
+
+    return jax.tree.map(join, copies, stand_ins, is_leaf=_is_weight)
+
+
+def _gathered(copy: Factor) -> nnx.Param:
+    return nnx.Param(copy, compute=None, arrange=None, late=False)
 
 
 def split_over_data(tree: Tree) -> Tree:
@@ -97,7 +158,7 @@ def split_over_data(tree: Tree) -> Tree:
     sizes = jax.sharding.get_abstract_mesh().shape
 
     def split(param: nnx.Param) -> nnx.Param:
-        entries = list(map(_tuple, _partitions(param[...])))
+        entries = list(map(as_tuple, _partitions(param[...])))
         for dim, axes in enumerate(entries):
             parts = math.prod(sizes[axis] for axis in (*DATA, *axes))
             if set(axes) & set(axes_of("embed")) and param.shape[dim] % parts == 0:
@@ -122,11 +183,11 @@ def whole_over_data(tree: Tree, dtype: DTypeLike, *, left_open: Collection[str] 
         if param.compute is None:
             return param
         stored = _partitions(param[...])
-        if not left_open - _axes(stored) and not any(sizes[axis] > 1 for axis in _axes(stored) & set(DATA)):
+        if not left_open - axes_in(stored) and not any(sizes[axis] > 1 for axis in axes_in(stored) & set(DATA)):
             return param
-        entries = P(*(tuple(axis for axis in _tuple(entry) if axis not in DATA) for entry in stored))
-        own = _arranged(_moved(param, jax.reshard(param[...].astype(dtype), entries)), dtype)
-        own_part = jax.reshard(own, P(*_partitions(own), reduced=left_open - _axes(_partitions(own))))
+        entries = P(*(tuple(axis for axis in as_tuple(entry) if axis not in DATA) for entry in stored))
+        own = _arranged(param, jax.reshard(param[...].astype(dtype), entries), dtype)
+        own_part = jax.reshard(own, P(*_partitions(own), reduced=left_open - axes_in(_partitions(own))))
         return nnx.Param(own_part, compute=param.compute, arrange=None, late=False)
 
     return jax.tree.map(join, tree, is_leaf=_is_weight)
@@ -177,17 +238,17 @@ def _is_weight(node: Any) -> bool:
     return isinstance(node, nnx.Param)
 
 
-def _moved(param: nnx.Param, value: jax.Array) -> nnx.Param:
+def _moved(param: nnx.Param, value: Factor) -> nnx.Param:
     return nnx.Param(value, compute=param.compute, arrange=param.arrange, late=param.late)
 
 
-def _arranged(param: nnx.Param, dtype: DTypeLike) -> jax.Array:
+def _arranged(param: nnx.Param, own: jax.Array, dtype: DTypeLike) -> jax.Array:
     if param.arrange is None:
-        return param[...].astype(dtype)
+        return own.astype(dtype)
     arrange = partial(param.arrange, dtype=dtype)
     for _ in range(_num_stacked(param)):
         arrange = jax.vmap(arrange)
-    return arrange(param[...])
+    return arrange(own)
 
 
 def _num_stacked(param: nnx.Param) -> int:
@@ -197,11 +258,3 @@ def _num_stacked(param: nnx.Param) -> int:
 
 def _partitions(x: jax.Array) -> tuple[Any, ...]:
     return jax.typeof(x).sharding.spec.partitions
-
-
-def _axes(partitions: Iterable[Any]) -> frozenset[str]:
-    return frozenset(axis for entry in partitions for axis in _tuple(entry))
-
-
-def _tuple(entry: Any) -> tuple[str, ...]:
-    return () if entry is None else (entry,) if isinstance(entry, str) else entry

@@ -10,6 +10,7 @@ from typing import Any
 
 from llamajax.config.calibration import read_measurement
 from llamajax.config.formulas import mesh_sizes
+from llamajax.config.gpus import planned_gpu
 from llamajax.config.model import REMATS, Remat
 from llamajax.config.run import Config
 from llamajax.errors import ConfigError
@@ -26,7 +27,7 @@ from llamajax.planning.xla.compile import CompiledStep, compile_for
 from llamajax.planning.xla.hlo import Module
 from llamajax.planning.xla.parse import parse
 from llamajax.step.compile import check_flags, compiler_options
-from llamajax.step.forms import with_forms
+from llamajax.step.forms import float8_matmuls, with_forms
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,6 +134,7 @@ def plan_problems(config: Config) -> list[str]:
     try:
         if not problems:
             planned_kernel(with_forms(config, mesh_sizes(config))[0])
+            float8_matmuls(config, planned_gpu(config.hardware).compute_capability)
         if config.xla.flags:
             check_flags(config)
         if config.xla.latency_profile not in (None, "auto"):

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import jaxlib.version
 
-from llamajax.config.formulas import layer_matrix_bytes
+from llamajax.config.formulas import gathered_layer_bytes, layer_matrix_bytes
 from llamajax.config.run import Config
 from llamajax.errors import ConfigError, EnvironmentMismatchError
 from llamajax.parallel.allowance import memory_fraction
@@ -58,9 +58,13 @@ def compiler_options(
             options["xla_gpu_experimental_parallel_collective_overlap_limit"] = "2"
     if num_devices > 1 and config.parallel.prefetches:
         # One collective per layer and direction: just below a layer's bytes the gather falls apart.
-        layer = layer_matrix_bytes(config.model, config.mesh.axis_sizes(num_devices))
-        for collective in ("all_gather", "reduce_scatter"):
-            options[f"xla_gpu_{collective}_combine_threshold_bytes"] = str(layer + layer // 50)
+        axes = config.mesh.axis_sizes(num_devices)
+        layer = {
+            "all_gather": gathered_layer_bytes(config.model, axes),
+            "reduce_scatter": layer_matrix_bytes(config.model, axes),
+        }
+        for collective, size in layer.items():
+            options[f"xla_gpu_{collective}_combine_threshold_bytes"] = str(size + size // 50)
         if config.parallel.stack == "prefetch":
             # The two buffers for weights change places with every layer, which costs a copy unless two layers make an
             # iteration; but without latencies the scheduler hides less in it.

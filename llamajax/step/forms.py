@@ -3,21 +3,26 @@
 import dataclasses
 from collections.abc import Mapping
 
+import jax
+
 from llamajax.config.formulas import (
     DTYPE_BYTES,
-    PREFETCHED_LAYERS,
     expected_bytes,
+    gathered_layer_bytes,
     layer_matrix_bytes,
     params_gathered_once,
+    prefetched_bytes,
 )
 from llamajax.config.gpus import planned_gpu
 from llamajax.config.model import REMATS, Remat
 from llamajax.config.parallel import Reduction, StackForm, num_parts
 from llamajax.config.run import Config
+from llamajax.errors import ConfigError
 from llamajax.kernels.choice import Site, choose
 from llamajax.kernels.forms import can_fuse, sequence_form
 from llamajax.kernels.plain import MAX_CHUNK_SCORES
 from llamajax.parallel.allowance import memory_fraction
+from llamajax.parallel.float8 import LEAST_CAPABILITY
 from llamajax.parallel.matmul import tensor_form
 from llamajax.step.loss import MAX_CHUNK_LOGITS
 from llamajax.units import format_bytes
@@ -82,24 +87,56 @@ def remat_policy(config: Config, axes: Mapping[str, int]) -> tuple[Remat, str]:
     return "full", "nothing should fit that keeps more"
 
 
+def float8_matmuls(config: Config, capability: tuple[int, ...] | None) -> dict[str, str]:
+    """`matmuls`: which of them training does in float8, in one line; nothing if none.
+
+    Args:
+        config: the run.
+        capability: CUDA's version of the GPUs' architecture; None: there are none.
+
+    Raises:
+        ConfigError: GPUs as old as these multiply nothing in float8.
+    """
+    model = config.model
+    if not model.float8_weights:
+        return {}
+    if capability is not None and capability < LEAST_CAPABILITY:
+        least, own = (".".join(map(str, version)) for version in (LEAST_CAPABILITY, capability))
+        raise ConfigError(
+            f"model.matmul_dtype: {model.matmul_dtype} needs GPUs of compute capability {least} or newer, such as H100,"
+            f" and these have {own}; set compute_dtype"
+        )
+    rate = "rounded to eight bits, but no faster: there is no GPU" if capability is None else "MFU counts bfloat16's peak"
+    return {"matmuls": f"{model.matmul_dtype} with {', '.join(model.float8_weights)} of each layer; {rate}"}
+
+
+def compute_capability() -> tuple[int, ...] | None:
+    """CUDA's version of the architecture of this process's GPUs; None: it has none."""
+    if jax.default_backend() != "gpu":
+        return None
+    return tuple(int(number) for number in jax.local_devices()[0].compute_capability.split("."))
+
+
 def stack_form(config: Config, axes: Mapping[str, int]) -> tuple[StackForm, str]:
     """How the layers run, and why, in one line."""
     if config.parallel.stack != "auto":
         return config.parallel.stack, "parallel.stack says so"
     shards, is_alone = num_parts("embed", axes), num_parts("batch", axes) * num_parts("seq", axes) == 1
-    layer, num_layers = layer_matrix_bytes(config.model, axes), config.model.num_layers
+    num_layers = config.model.num_layers
     form: StackForm = "unrolled" if num_layers <= MAX_UNROLLED_LAYERS else "prefetch"
     if config.mesh.num_cpu_devices is not None:
         return "scan", "emulated devices hide nothing"
     if is_alone and form == "prefetch":
         return "scan", f"there is nothing to gather or to reduce, and {num_layers} layers are many without a loop"
     if not _fits(config.changed({"parallel.stack": form}), axes):
-        return "scan", f"{format_bytes(PREFETCHED_LAYERS * layer)} for three layers' weights would hardly fit"
+        return "scan", f"{format_bytes(prefetched_bytes(config.model, axes))} for three layers' weights would hardly fit"
     if is_alone:
         return form, f"what {num_layers} layers keep for the backward pass is not copied"
     if shards == 1:
-        return form, f"{format_bytes(layer)} of gradients are reduced while the layer below computes"
-    return form, f"{format_bytes(layer)} of weights come from {shards} devices while the layer before computes"
+        reduced = format_bytes(layer_matrix_bytes(config.model, axes))
+        return form, f"{reduced} of gradients are reduced while the layer below computes"
+    gathered = format_bytes(gathered_layer_bytes(config.model, axes))
+    return form, f"{gathered} of weights come from {shards} devices while the layer before computes"
 
 
 def reduction_form(config: Config, axes: Mapping[str, int]) -> tuple[Reduction, str]:

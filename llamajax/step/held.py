@@ -7,8 +7,9 @@ import jax
 
 from llamajax.config.run import Config
 from llamajax.model import Llama
-from llamajax.model.llama import Layer
-from llamajax.parallel.zero import DATA, gathered, summed_late, token_axes, whole_over_data
+from llamajax.model.llama import Copies, Layer
+from llamajax.parallel.float8 import E4M3
+from llamajax.parallel.zero import DATA, gathered, in_float8, summed_late, token_axes, whole_over_data
 
 
 @jax.tree_util.register_dataclass
@@ -39,6 +40,23 @@ def hold(config: Config, model: Llama) -> Held:
     return Held(held, first)
 
 
-def copies(config: Config, held: Held) -> Llama | None:
-    """All weights whole, for `zero: 2`; they get no gradient."""
-    return gathered(held.model, config.model.compute_dtype) if config.parallel.zero == 2 else None
+def copies(config: Config, held: Held) -> Copies | None:
+    """What is computed with in place of held weights: with `zero: 2` all of them whole, and the layers' matrices in float8
+    in any case, each device's part of them unless they are whole. None: nothing is."""
+    model, names = config.model, config.model.float8_weights
+    whole = config.parallel.zero == 2
+    if not whole and not names:
+        return None
+    layers, first = held.model.layers, None
+    if names:
+        form = E4M3 if model.matmul_dtype == "float8" else model.compute_dtype
+        layers = in_float8(layers, names, form, model.compute_dtype)
+    if whole:
+        layers = gathered(layers, model.compute_dtype)
+    if names and held.first is not None:
+        first = gathered(jax.tree.map(lambda stacked: stacked[0], layers), model.compute_dtype)
+    if not whole:
+        return Copies(layers, first)
+    embedding = gathered(held.model.embedding, model.compute_dtype)
+    head = embedding if held.model.head is None else gathered(held.model.head, model.compute_dtype)
+    return Copies(layers, first, embedding, head)

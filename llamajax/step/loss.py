@@ -19,7 +19,7 @@ from jaxtyping import Array, Float, Int32
 from llamajax.config.model import Remat
 from llamajax.config.parallel import PLAIN, ParallelConfig, axes_of
 from llamajax.model import Llama
-from llamajax.model.llama import Layer
+from llamajax.model.llama import Copies, Layer
 from llamajax.parallel.arrays import after
 from llamajax.parallel.sequence import laid_out
 from llamajax.parallel.sharding import spec
@@ -51,7 +51,7 @@ def loss_fn(
     z_loss_weight: float,
     parallel: ParallelConfig = PLAIN,
     remat: Remat | None = None,
-    copies: Llama | None = None,
+    copies: Copies | None = None,
     first: Layer | None = None,
 ) -> tuple[jax.Array, LossSums]:
     """The batch's summed loss, to differentiate and divide by a token count, and all its sums.
@@ -62,7 +62,7 @@ def loss_fn(
         z_loss_weight: weight of the squared log-partition function, which keeps logits small (PaLM, arXiv:2204.02311).
         parallel: the forms in which devices share the work.
         remat: see `Llama.hidden`.
-        copies: the model, gathered before.
+        copies: of its weights.
         first: its first layer, see `Llama.hidden`.
     """
     model = _with_ends_apart(model, copies)
@@ -71,7 +71,7 @@ def loss_fn(
     targets = laid_out(batch["targets"], parallel.sequence)  # as the hidden states are; a sum has no order
     with jax.named_scope("loss"):
         hidden, output = _back_at_once(hidden, model.output_weight())
-        head = gathered(output, hidden.dtype, None if copies is None else copies.output_weight())[...]
+        head = gathered(output, hidden.dtype, None if copies is None else copies.head)[...]
         sums = token_losses(hidden, head, targets, z_loss_weight, model.config.vocab_size)
     return sums.loss, sums
 
@@ -86,7 +86,7 @@ def _back_at_once(hidden: jax.Array, head: nnx.Param) -> tuple[jax.Array, nnx.Pa
 _back_at_once.defvjp(lambda *both: (both, None), lambda _, gradients: jax.lax.optimization_barrier(gradients))
 
 
-def _with_ends_apart(model: Llama, copies: Llama | None) -> Llama:
+def _with_ends_apart(model: Llama, copies: Copies | None) -> Llama:
     """The same, with the embedding gathered before the head and its gradient reduced behind that of the head: XLA would make
     one collective of the two, which then waits for the later one and hides behind nothing."""
     model = jax.tree.map(lambda weight: weight, model)

@@ -1,5 +1,7 @@
 """Whether a run may go on from its checkpoint."""
 
+import dataclasses
+import functools
 from typing import Any
 
 from llamajax.checkpoint.read import Restored
@@ -36,6 +38,8 @@ def check_same_run(config: Config, restored: Restored[Any], meta: dict[str, Any]
     if config.checkpoint.allow_config_change:
         return
     before, now = dotted(restored.meta["config"]), dotted(meta["config"])
+    # What a setting that is younger than the run has by default is what it did.
+    before |= {key: _default(config, key) for key in now.keys() - before.keys()}
     changes = [
         f"{key}: {before.get(key)} -> {now.get(key)}"
         for key in sorted(before.keys() | now.keys())
@@ -48,3 +52,11 @@ def check_same_run(config: Config, restored: Restored[Any], meta: dict[str, Any]
             f"run_dir: {config.run_dir} holds a run with other settings ({'; '.join(changes)}); choose another run_dir,"
             " or set checkpoint.allow_config_change to go on with the new ones"
         )
+
+
+def _default(config: Config, key: str) -> Any:
+    """Of a setting; None for one that has none, such as the place in a list."""
+    *sections, name = key.split(".")
+    section = functools.reduce(lambda owner, part: getattr(owner, part, None), sections, config)
+    fields = dataclasses.fields(section) if dataclasses.is_dataclass(section) else ()
+    return next((field.default for field in fields if field.name == name), None)

@@ -19,7 +19,7 @@ from llamajax.parallel.processes import check_same_everywhere, everyones
 from llamajax.parallel.zero import whole_over_data
 from llamajax.planning.scheduling import compile_here, fastest_remat
 from llamajax.step.compile import lower, told
-from llamajax.step.forms import attention_kernel, with_forms
+from llamajax.step.forms import attention_kernel, compute_capability, float8_matmuls, with_forms
 from llamajax.step.state import abstract_state, init_state
 from llamajax.training.loop import train
 from llamajax.training.resume import check_same_run
@@ -46,7 +46,8 @@ def run(config: Config, *, dry_run: bool = False) -> None:
         in_forms, forms = with_forms(config.changed({"model.remat": remat}), mesh)
         forms |= {"remat": f"{remat}: {reason}"} if config.model.remat == "auto" else {}
         kernel, warning = attention_kernel(in_forms, mesh, is_gpu=jax.default_backend() == "gpu")
-        for setting, form in (forms | {"attention": kernel}).items():
+        matmuls = float8_matmuls(config, compute_capability())
+        for setting, form in (forms | {"attention": kernel} | matmuls).items():
             console.log(f"{setting:10} {form}")
         if warning is not None:
             console.log(f"warning    {warning}")

@@ -19,8 +19,8 @@ from llamajax.weights.safetensors import Stored
 ExportDType = Literal["float32", "bfloat16", "float16"]
 
 MAY_DIFFER = (
-    "param_dtype", "compute_dtype", "remat", "attention_kernel", "attend_across_documents", "init_std", "max_seq_len",
-    "rope_scaling",
+    "param_dtype", "compute_dtype", "matmul_dtype", "float8_exempt", "remat", "attention_kernel", "attend_across_documents",
+    "init_std", "max_seq_len", "rope_scaling",
 )  # fmt: skip
 """Settings of the model in which a run may differ from the weights it starts from."""
 

@@ -31,6 +31,7 @@ EVERYTHING = Config(
         norm_eps=1e-6, sliding_window=5, qkv_bias=True, qk_norm=True, tie_embeddings=True,
         attend_across_documents=True, attention_kernel="plain",
         init_std=1e-22, param_dtype="bfloat16", compute_dtype="float32", remat="none",
+        matmul_dtype="float8", float8_exempt=("wo",),
     ),
     data=DataConfig(
         sources=(

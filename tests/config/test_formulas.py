@@ -88,6 +88,24 @@ def test_least_bytes():
     assert least({"sequence": 4}) == pytest.approx(10 * 3 * whole * 3 / 4 + sharded * 3 / 4)
 
 
+@pytest.mark.parametrize("stack", ["scan", "prefetch"])
+def test_a_byte_of_each_weight_and_token_is_sent_for_matmuls_in_float8(stack):
+    parallel, matrices = ParallelConfig(stack=stack), formulas.layer_matrices(MODEL)
+    in_float8 = dataclasses.replace(MODEL, matmul_dtype="float8")
+    some = dataclasses.replace(in_float8, float8_exempt=("w_gate_up", "w_down"))
+    gathers = 20 if stack == "scan" else 19  # of ten layers
+    for model, named, gathered in ((in_float8, [*matrices], 4), (some, ["wqkv", "wo"], 2)):
+        saved = least({"fsdp": 8}, parallel=parallel) - least({"fsdp": 8}, model, parallel)
+        assert saved == pytest.approx(gathers * sum(matrices[name] for name in named) * 7 / 8)
+        tokens = 16 * 128 * 64
+        # Of each pair of matrices the first gathers its tokens and gathers them again, the second its gradients.
+        assert least({"tensor": 2}) - least({"tensor": 2}, model) == pytest.approx(10 * gathered // 2 * 3 * tokens / 2)
+    axes = {"data": 1, "fsdp": 8, "sequence": 1, "tensor": 2}
+    assert 2 * formulas.gathered_layer_bytes(in_float8, axes) == formulas.layer_matrix_bytes(MODEL, axes)
+    assert formulas.layer_matrix_bytes(in_float8, axes) == formulas.layer_matrix_bytes(MODEL, axes)
+    assert formulas.gathered_layer_bytes(MODEL, axes) == formulas.layer_matrix_bytes(MODEL, axes)
+
+
 @pytest.mark.parametrize("data", [1, 2])
 def test_stages_of_zero_and_reductions_at_the_end_send_less(data):
     """By hand, for four micro-batches over four shards: what passes once per step, and what every time."""

@@ -68,6 +68,8 @@ BROKEN = [
     (ModelConfig, {"head_dim": 127}, ["head_dim"]),
     (ModelConfig, {"head_dim": -1}, ["head_dim"]),
     (ModelConfig, {"rope_theta": 0.0, "norm_eps": 0.0, "init_std": 0.0}, ["rope_theta", "norm_eps", "init_std"]),
+    (ModelConfig, {"float8_exempt": ("wo",)}, ["float8_exempt"]),
+    (ModelConfig, {"matmul_dtype": "float8", "float8_exempt": ("wqkv", "wo", "w_gate_up", "w_down")}, ["float8_exempt"]),
     (MeshConfig, {"data": 0, "tensor": -2}, ["data", "tensor"]),
     (MeshConfig, {"sequence": -1}, ["sequence"]),
     (MeshConfig, {"num_cpu_devices": 0}, ["num_cpu_devices"]),

@@ -198,6 +198,10 @@ def test_what_stands_in_the_way_of_a_plan_is_known_before_compiling():
     assert plan_problems(plans.CONFIG) == []
     (line,) = problems(("model", {"attention_kernel": "cudnn"}))
     assert line.startswith("model.attention_kernel: cudnn cannot be used: documents of one row")
+    assert problems(("model", {"matmul_dtype": "float8"})) == []
+    in_float8 = plans.CONFIG.changed({"model.matmul_dtype": "float8", "hardware.gpu": "a100-80gb"})
+    (line,) = plan_problems(in_float8)
+    assert line.startswith("model.matmul_dtype: float8 needs GPUs of compute capability 8.9")
     (line,) = problems(("xla", {"flags": ("xla_gpu_no_such_thing=1",)}))
     assert "does not know xla_gpu_no_such_thing" in line
     (line,) = problems(("train", {"global_batch_size": 33}))

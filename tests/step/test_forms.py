@@ -6,7 +6,8 @@ from llamajax.config.machine import HardwareConfig
 from llamajax.config.model import REMATS
 from llamajax.config.parallel import MeshConfig, ParallelConfig
 from llamajax.config.run import Config
-from llamajax.step.forms import MAX_UNROLLED_LAYERS, stack_form, with_forms
+from llamajax.errors import ConfigError
+from llamajax.step.forms import MAX_UNROLLED_LAYERS, float8_matmuls, stack_form, with_forms
 from tests.tiny import tiny_config
 
 ON_H100 = HardwareConfig(gpu="h100")
@@ -126,3 +127,24 @@ def test_whether_a_run_fits_is_asked_of_the_mesh_it_has():
     large = config.changed({"model.mlp_dim": 2**24, "model.num_layers": 8})
     assert stack_form(large, {"data": 1, "fsdp": 8, "sequence": 1, "tensor": 1})[0] == "scan"
     assert stack_form(large, {"data": 1, "fsdp": 1024, "sequence": 1, "tensor": 1})[0] == "unrolled"
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (7, 0)])
+def test_gpus_without_float8_refuse_it_in_one_line(capability):
+    config, _ = planned()
+    assert float8_matmuls(config, capability) == {}
+    with pytest.raises(
+        ConfigError, match=r"^model\.matmul_dtype: float8 needs GPUs .* 8\.9 .*; set compute_dtype$"
+    ) as error:
+        float8_matmuls(config.changed({"model.matmul_dtype": "float8"}), capability)
+    assert f"these have {capability[0]}.{capability[1]}" in str(error.value)
+
+
+@pytest.mark.parametrize("capability", [(8, 9), (9, 0), (10, 0), None])
+def test_what_is_multiplied_in_float8_is_told(capability):
+    config, _ = planned()
+    exempt = config.changed({"model.matmul_dtype": "float8", "model.float8_exempt": ("wo",)})
+    (told,) = float8_matmuls(exempt, capability).values()
+    assert told.startswith("float8 with wqkv, w_gate_up, w_down of each layer; ")
+    assert ("no faster" in told) == (capability is None)
+    assert ("MFU counts bfloat16's peak" in told) == (capability is not None)

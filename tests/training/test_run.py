@@ -12,10 +12,12 @@ import threading
 import jaxlib.version
 import pytest
 
+from llamajax.checkpoint.read import Restored
 from llamajax.checkpoint.write import Checkpointer
-from llamajax.config.file import load_config
+from llamajax.config.file import config_to_dict, load_config
 from llamajax.errors import CheckpointError, ConfigError, DataError, DivergedError
 from llamajax.training import run as train
+from llamajax.training.resume import check_same_run
 from tests import runs
 
 
@@ -113,6 +115,25 @@ def test_other_settings_do_not_continue_a_run(finished):
         train.run(finished.changed({"data.held_out_fraction": 0.2}))
     with pytest.raises(CheckpointError, match="keep 8"):
         train.run(finished.changed({"train.global_batch_size": 16, "checkpoint.allow_config_change": True}))
+
+
+def test_a_run_goes_on_with_the_defaults_of_settings_that_are_younger(finished):
+    """Which its checkpoints say nothing of."""
+    data = {"position": 4 * finished.train.global_batch_size, "fingerprint": "same"}
+    old = config_to_dict(finished)
+    del old["model"]["matmul_dtype"]
+    del old["optimizer"]["b1"]
+    restored = Restored(step=4, state=None, meta={"config": old, "data": data}, files=pathlib.Path())
+
+    def check(changes):
+        config = finished.changed(changes)
+        check_same_run(config, restored, {"config": config_to_dict(config), "data": data})
+
+    check({})
+    with pytest.raises(CheckpointError, match=r"optimizer\.b1: 0\.9 -> 0\.8\); choose"):
+        check({"optimizer.b1": 0.8})
+    with pytest.raises(CheckpointError, match=r"model\.matmul_dtype: compute_dtype -> float8\); choose"):
+        check({"model.matmul_dtype": "float8"})
 
 
 def test_a_second_writer_is_refused(finished):

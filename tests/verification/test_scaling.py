@@ -162,6 +162,7 @@ def test_the_model_stays_what_it_is():
     dtypes = small.model.param_dtype, small.model.compute_dtype, small.optimizer.moment_dtype
     assert dtypes == ("float32",) * 3
     assert small.model.attention_kernel == "plain"
+    assert small.model.matmul_dtype == "compute_dtype"
     assert (small.model.num_layers, small.model.num_heads // small.model.num_kv_heads) == (4, 2)
 
 

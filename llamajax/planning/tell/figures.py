@@ -10,8 +10,8 @@ Bytes, FLOPs and seconds are per step and device unless said otherwise; shares a
   all devices), `model_flops` (of all devices, causal, without recomputation), `zero_minimum_bytes` (weights and moments,
   evenly over all devices that can share them), `least_wire_bytes` (see `config.formulas`), `checkpoint_bytes` (one
   checkpoint of all devices: weights and moments).
-- `forms`: by setting of `parallel` the form that was chosen, and why; and so for `attention` the kernel. `warning`: that
-  it is none that is fused, or null.
+- `forms`: by setting of `parallel` the form that was chosen, and why; and so for `attention` the kernel, and
+  for `matmuls` those in float8, if any are. `warning`: that attention's kernel is none that is fused, or null.
 - `calibration`: null, or the `file` of measured constants, the `device`, `date`, `commit` and `jax` of their measurement,
   and those of the `constants` that differ from the built-in ones, by name: `built_in` and `measured`.
 - `options`: what the compiler was told. `latency_profile`: `auto` for the cost model's, the file, or null for none, also
@@ -69,7 +69,7 @@ from llamajax.planning.cost.timeline import CollectiveUse
 from llamajax.planning.memory import estimate
 from llamajax.planning.plan import Alternative, Plan, Schedule
 from llamajax.planning.search import Sweep
-from llamajax.step.forms import attention_kernel, with_forms
+from llamajax.step.forms import attention_kernel, float8_matmuls, with_forms
 
 SCHEMA_VERSION = 2
 _PEAK_TENSORS = 20
@@ -105,8 +105,7 @@ def analytic_figures(config: Config) -> dict[str, Any]:
 def estimated_figures(config: Config, missing: str) -> dict[str, Any]:
     """`analytic_figures`, with an estimate of the memory, for a machine without XLA's compiler for GPUs."""
     config, forms = with_forms(config, mesh_sizes(config))
-    kernel, warning = attention_kernel(config, mesh_sizes(config), is_gpu=True)
-    forms["attention"] = kernel
+    kernels, warning = _kernels(config)
     memory = estimate(config)
     expected = {
         "by_kind": memory.by_kind,
@@ -116,17 +115,23 @@ def estimated_figures(config: Config, missing: str) -> dict[str, Any]:
     }
     return analytic_figures(config) | {
         "compiled": False,
-        "forms": forms,
+        "forms": forms | kernels,
         "warning": warning,
         "missing": missing,
         "memory_estimate": expected,
     }
 
 
+def _kernels(config: Config) -> tuple[dict[str, str], str | None]:
+    """What of `forms` is not of `parallel`, and `warning`."""
+    kernel, warning = attention_kernel(config, mesh_sizes(config), is_gpu=True)
+    return {"attention": kernel} | float8_matmuls(config, planned_gpu(config.hardware).compute_capability), warning
+
+
 def figures(plan: Plan, sweep: Sweep | None = None, plans: Sequence[Plan] = ()) -> dict[str, Any]:
     """Everything about a plan, and about the `plans` of a sweep; see this module's docstring."""
     chosen, (config, forms) = plan.chosen, with_forms(plan.config, mesh_sizes(plan.config))
-    kernel, warning = attention_kernel(config, mesh_sizes(config), is_gpu=True)
+    kernels, warning = _kernels(config)
     if plan.by_remat:
         forms |= {"remat": f"{config.model.remat}: the fastest of {len(plan.by_remat)} that fits"}
     own = schedule_figures(config, chosen)
@@ -153,7 +158,7 @@ def figures(plan: Plan, sweep: Sweep | None = None, plans: Sequence[Plan] = ()) 
         analytic_figures(config)
         | {
             "compiled": True,
-            "forms": forms | {"attention": kernel},
+            "forms": forms | kernels,
             "warning": warning,
             "calibration": calibration_figures(config),
             "jax_version": chosen.step.jax_version,

@@ -201,9 +201,11 @@ def test_cublas_calls_are_matrix_products():
         '["1"],"lhs_batch_dimensions":["0"],"rhs_batch_dimensions":["0"]}}}'
     )
     result = "(bf16[3,512,128]{2,1,0}, s8[4096]{0})"
-    line = f'%d = {result} custom-call(%a, %b), custom_call_target="__cublas$lt$matmul", backend_config={config}'
-    found = cost(OPERANDS + line)
+    call = f"%d = {result} custom-call(%a, %b), backend_config={config}, custom_call_target="
+    found = cost(f'{OPERANDS}{call}"__cublas$lt$matmul"')
     assert (found.kind, found.flops) == ("matmul", 2 * 3 * 512 * 256 * 128)
+    in_float8 = OPERANDS.replace("bf16", "f8e4m3fn")
+    assert cost(f'{in_float8}{call}"__cublas$lt$matmul$f8"').flops == found.flops
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib.metadata
+import re
 
 import jax
 import jaxlib.version
@@ -23,6 +24,7 @@ from llamajax.planning.fitting import suggestions
 from llamajax.planning.memory import MemoryPlan, estimate, memory_plan
 from llamajax.planning.xla import compile as planning_compile
 from llamajax.planning.xla.compile import CompiledStep, CompilerMissingError, check_compiler, compile_for
+from llamajax.planning.xla.hlo import arrays
 from llamajax.planning.xla.parse import parse
 from tests.tiny import tiny_config
 
@@ -197,6 +199,24 @@ def test_what_is_suggested_was_compiled_and_fits(compiler):
         assert suggestion.memory.fits
         assert suggestion.candidate.changes
         assert isinstance(suggestion.candidate.config, Config)
+
+
+def test_matmuls_multiply_and_collectives_carry_eight_bits(compiler):
+    changes = {"hardware.gpu": "h100", "model.matmul_dtype": "float8", "model.num_layers": 2, "train.grad_accum_steps": 1}
+    module = parse(compile_for(CONFIG.changed(changes)).hlo)
+    products, gathered = [], []
+    for computation in module.computations.values():
+        for instruction in computation.instructions.values():
+            dtypes = tuple(array.dtype for shape in computation.operand_shapes(instruction) for array in arrays(shape))
+            if instruction.opcode == "dot" and re.search("qkv|projection|gate_up", instruction.op_name):
+                products.append(dtypes)
+            if instruction.opcode == "all-gather-start" and "layers" in instruction.op_name:
+                gathered += dtypes
+    forward, backward = ("f8e4m3fn", "f8e4m3fn"), {"f8e4m3fn", "f8e5m2"}
+    assert products.count(forward) >= 4
+    assert sum(set(dtypes) == backward for dtypes in products) >= 8
+    assert all(dtypes == forward or set(dtypes) == backward for dtypes in products)
+    assert set(gathered) == {"f8e4m3fn", "f8e5m2"}  # weights and tokens; gradients of tokens, over the tensor axis
 
 
 @pytest.mark.slow
