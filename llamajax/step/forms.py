@@ -27,8 +27,9 @@ from llamajax.parallel.matmul import tensor_form
 from llamajax.step.loss import MAX_CHUNK_LOGITS
 from llamajax.units import format_bytes
 
-MAX_UNROLLED_LAYERS = 40
-"""Of a program without a loop over them: with more XLA compiles for minutes."""
+MAX_UNROLLED = 40
+"""Layers of a program without a loop over them, each counted as often as a ring goes through it: with more XLA compiles for
+minutes."""
 
 
 def with_forms(config: Config, axes: Mapping[str, int]) -> tuple[Config, dict[str, str]]:
@@ -123,7 +124,7 @@ def stack_form(config: Config, axes: Mapping[str, int]) -> tuple[StackForm, str]
         return config.parallel.stack, "parallel.stack says so"
     shards, is_alone = num_parts("embed", axes), num_parts("batch", axes) * num_parts("seq", axes) == 1
     num_layers = config.model.num_layers
-    form: StackForm = "unrolled" if num_layers <= MAX_UNROLLED_LAYERS else "prefetch"
+    form: StackForm = "unrolled" if num_layers * _ring_length(config, axes) <= MAX_UNROLLED else "prefetch"
     if config.mesh.num_cpu_devices is not None:
         return "scan", "emulated devices hide nothing"
     if is_alone and form == "prefetch":
@@ -137,6 +138,12 @@ def stack_form(config: Config, axes: Mapping[str, int]) -> tuple[StackForm, str]
         return form, f"{reduced} of gradients are reduced while the layer below computes"
     gathered = format_bytes(gathered_layer_bytes(config.model, axes))
     return form, f"{gathered} of weights come from {shards} devices while the layer before computes"
+
+
+def _ring_length(config: Config, axes: Mapping[str, int]) -> int:
+    """How many times as much of a program a layer is, because rings over devices go through it."""
+    by_rows = num_parts("seq", axes) if sequence_form(config, axes)[0] == "ring" else 1
+    return by_rows * (axes["tensor"] if tensor_form(config, axes)[0] == "ring" else 1)
 
 
 def reduction_form(config: Config, axes: Mapping[str, int]) -> tuple[Reduction, str]:

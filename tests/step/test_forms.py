@@ -7,7 +7,7 @@ from llamajax.config.model import REMATS
 from llamajax.config.parallel import MeshConfig, ParallelConfig
 from llamajax.config.run import Config
 from llamajax.errors import ConfigError
-from llamajax.step.forms import MAX_UNROLLED_LAYERS, float8_matmuls, stack_form, with_forms
+from llamajax.step.forms import MAX_UNROLLED, float8_matmuls, stack_form, with_forms
 from tests.tiny import tiny_config
 
 ON_H100 = HardwareConfig(gpu="h100")
@@ -36,11 +36,21 @@ def test_weights_are_prefetched_where_there_is_something_to_hide(mesh, form, rea
 
 def test_many_layers_stay_a_loop():
     config, axes = planned(fsdp=8)
-    deep = config.changed({"model.num_layers": MAX_UNROLLED_LAYERS + 1})
+    deep = config.changed({"model.num_layers": MAX_UNROLLED + 1})
     assert stack_form(deep, axes)[0] == "prefetch"
     form, reason = stack_form(deep, axes | {"fsdp": 1})
     assert form == "scan"
     assert "there is nothing to gather or to reduce, and 41 layers are many" in reason
+
+
+@pytest.mark.parametrize("ring", ["sequence", "tensor"])
+def test_rings_make_layers_longer(ring):
+    config, axes = planned(fsdp=2, **{ring: 4})
+    found = {
+        layers: stack_form(config.changed({f"parallel.{ring}": "ring", "model.num_layers": layers}), axes)[0]
+        for layers in (MAX_UNROLLED // 4, MAX_UNROLLED // 4 + 1)
+    }
+    assert list(found.values()) == ["unrolled", "prefetch"]
 
 
 def test_remat_keeps_what_the_card_holds():
