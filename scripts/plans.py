@@ -53,6 +53,7 @@ VARIANTS: dict[str, tuple[str, dict[str, int | str]]] = {
     ),
     "llama3_1_8b_128ki_ring_8xh100": (_8B, _128KI | {"parallel.sequence": "ring"}),
     "llama3_1_8b_128ki_ulysses_8xh100": (_8B, _128KI | {"parallel.sequence": "ulysses"}),
+    "llama3_2_1b_auto_8xh100": ("llama3_2_1b_8xh100", {"model.remat": "auto"}),
     "llama3_1_70b_tensor8_256xh100": ("llama3_1_70b_256xh100", {"mesh.data": 1, "mesh.fsdp": 32, "mesh.tensor": 8}),
 }
 """Plans of a configuration on another cluster or mesh: its name and what is overridden."""
@@ -181,6 +182,8 @@ def main(names: list[str]) -> None:
         if problems := wrong(name, told, golden):
             raise SystemExit("\n".join(problems))
         kept = {key: told[key] for key in GOLDEN_KEYS} | {"alternatives": alternatives(told)}
+        if told["by_remat"]:
+            kept["by_remat"] = {remat: own["elementwise_bytes"] for remat, own in told["by_remat"].items()}
         golden.setdefault(told["jax_version"], {})[name] = kept
         GOLDEN.write_text(json.dumps(golden, indent=1, sort_keys=True) + "\n")
         print(

@@ -71,5 +71,7 @@ def test_a_plan_contains_what_it_must_and_is_no_worse_than_it_was(name):
     assert told["peak_bytes"] <= WORSE * before["peak_bytes"]
     assert told["step_time_s"] == pytest.approx(before["step_time_s"], rel=WORSE - 1)
     assert told["elementwise_bytes"] <= WORSE * before["elementwise_bytes"]
+    for remat, kept_bytes in before.get("by_remat", {}).items():
+        assert told["by_remat"][remat]["elementwise_bytes"] <= WORSE * kept_bytes
     assert told["num_kernels"] <= WORSE * before["num_kernels"]
     assert told["exposed_comm_s"] <= WORSE * max(before["exposed_comm_s"], LEAST * before["step_time_s"])
