@@ -2,6 +2,7 @@
 
 import dataclasses
 import pathlib
+import types
 
 import jax
 import pytest
@@ -152,6 +153,39 @@ def test_the_first_process_tells_the_others_its_latencies(tmp_path, lowered, mon
     path = latency_file(with_xla(tmp_path), made)
     assert pathlib.Path(str(path)).read_text() == TEXT
     assert compilations == []
+
+
+def test_remat_auto_is_judged_once_and_for_all_processes(tmp_path, monkeypatch):
+    config = CONFIG.changed({"data.cache_dir": str(tmp_path), "model.remat": "auto"})
+    seconds = {"none": 0.0, "save_attention_qkv_mlp": 4.0, "save_attention_qkv": 2.0, "save_attention": 1.0, "full": 3.0}
+
+    def lower(config, state):
+        return types.SimpleNamespace(remat=config.model.remat, as_text=lambda: "the step")
+
+    def compiled(self, lowered, told):
+        return (lowered.remat == "none", seconds[lowered.remat]), None  # which does not fit
+
+    monkeypatch.setattr(scheduling, "lower", lower)
+    monkeypatch.setattr(judge.Judge, "compiled", compiled)
+    jax.set_mesh(make_mesh(MeshConfig(fsdp=8)))
+
+    def chosen(config):
+        doing = []
+        remat, _ = scheduling.fastest_remat(config, abstract_state(config), doing.append)
+        return remat, len(doing)
+
+    assert chosen(config) == ("none", 0)  # by formulas, on a CPU
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert chosen(config) == ("save_attention", 5)
+    assert chosen(config) == ("save_attention", 0)
+    (kept,) = (tmp_path / "remat").iterdir()
+    kept.write_text("garbage")
+    assert chosen(config) == ("save_attention", 5)
+    assert chosen(config.changed({"model.remat": "none"})) == ("none", 0)
+    assert chosen(config.changed({"hardware.gpu": "none"})) == ("full", 0)
+    monkeypatch.setattr(scheduling, "everyones", lambda value: ["save_attention_qkv", value])
+    assert chosen(config) == ("save_attention_qkv", 0)
+    assert kept.read_text() == "save_attention_qkv"
 
 
 @pytest.mark.slow
