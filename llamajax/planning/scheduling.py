@@ -120,7 +120,7 @@ def fastest_remat(config: Config, state: TrainState, doing: Callable[[str], None
         return remat_policy(config, mesh)
     plainest, _ = with_forms(config.changed({"model.remat": "none"}), mesh)
     key = cache.key_of("remat-1", [lower(plainest, state).as_text(), *_described(_judge(plainest))])
-    path = Path(config.data.cache_dir).expanduser() / "remat" / key
+    path = Path(config.data.cache_dir).expanduser() / "remat" / key / "policy"
     kept = everyones(path.read_text() if path.exists() else "")[0]
     if kept not in REMATS:
         preferences: dict[Remat, tuple[bool, float]] = {}
