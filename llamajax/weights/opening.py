@@ -29,7 +29,8 @@ def open_pretrained(path: Path) -> Pretrained:
         try:
             fields: dict[str, Any] = dict(meta["config"]["model"])
             fields["rope_scaling"] = RopeScalingConfig(**fields["rope_scaling"])
-            fields["attention_kernel"] = "auto"  # belongs to the machine that trained, not to the model
+            # What belongs to how it was trained, and on what, not to the model.
+            fields |= {"attention_kernel": "auto", "matmul_dtype": "compute_dtype", "float8_exempt": ()}
             config = ModelConfig(**fields)
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointError(
