@@ -45,7 +45,7 @@ def test_many_layers_stay_a_loop():
 
 @pytest.mark.parametrize("ring", ["sequence", "tensor"])
 def test_rings_make_layers_longer(ring):
-    config, axes = planned(fsdp=2, **{ring: 4})
+    config, axes = planned(ON_H100, fsdp=2, **{ring: 4})
     found = {
         layers: stack_form(config.changed({f"parallel.{ring}": "ring", "model.num_layers": layers}), axes)[0]
         for layers in (MAX_UNROLLED // 4, MAX_UNROLLED // 4 + 1)
