@@ -7,7 +7,7 @@ from llamajax.config.model import AttentionKernel
 from llamajax.config.parallel import SequenceForm, num_parts
 from llamajax.kernels import cached, cudnn, pallas, plain, ring, ulysses
 from llamajax.kernels.cached import Past
-from llamajax.kernels.choice import GPU_PLATFORMS, Kernel, Site, choose
+from llamajax.kernels.choice import Kernel, Site, choose, is_on_gpu
 from llamajax.kernels.plain import Keys, LogSumExp, Mask, Queries
 
 
@@ -46,7 +46,7 @@ def attend(
     """
     if past is not None:
         return cached.attend(q, k, v, past, mask.window, scale, with_lse=with_lse)
-    chosen, is_gpu, is_split = _choice(kernel, q, mask, sequence, with_lse=with_lse), _is_gpu(), _splits_rows()
+    chosen, is_gpu, is_split = _choice(kernel, q, mask, sequence, with_lse=with_lse), is_on_gpu(), _splits_rows()
     if sequence == "ring" and is_split:
         out, lse = ring.attend(q, k, v, mask, scale, kernel=chosen, interpret=not is_gpu)
     elif sequence == "ulysses" and is_split:
@@ -74,13 +74,8 @@ def _choice(
     kernel: AttentionKernel, q: jax.Array | jax.ShapeDtypeStruct, mask: Mask, form: SequenceForm, *, with_lse: bool = False
 ) -> Kernel:
     closes_documents = mask.segment_ids is not None
-    site = Site(_is_gpu(), str(q.dtype), q.shape[-1], closes_documents, form, _splits_rows(), with_lse)
+    site = Site(is_on_gpu(), str(q.dtype), q.shape[-1], closes_documents, form, _splits_rows(), with_lse)
     return choose(kernel, site)[0]
-
-
-def _is_gpu() -> bool:
-    device = jax.sharding.get_abstract_mesh().abstract_device
-    return device is not None and device.platform in GPU_PLATFORMS
 
 
 def _splits_rows() -> bool:

@@ -3,12 +3,20 @@
 from collections.abc import Mapping
 from typing import Literal, NamedTuple
 
+import jax
+
 from llamajax.config.model import AttentionKernel, ModelConfig
 from llamajax.config.parallel import SequenceForm, num_parts
 from llamajax.errors import ConfigError
 
 Kernel = Literal["pallas", "cudnn", "plain"]
 GPU_PLATFORMS = ("gpu", "cuda")
+
+
+def is_on_gpu() -> bool:
+    """Whether the current mesh is of GPUs, here or described ones."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    return device is not None and device.platform in GPU_PLATFORMS
 
 
 class Site(NamedTuple):

@@ -12,7 +12,8 @@ from jaxtyping import Array, Float
 
 from llamajax.config.model import ModelConfig
 from llamajax.config.parallel import TensorForm
-from llamajax.parallel.matmul import gathered_matmul, scattered_matmul
+from llamajax.kernels.swiglu import gated, gated_and_gradient
+from llamajax.parallel.matmul import Made, gathered_matmul, scattered_matmul
 from llamajax.parallel.zero import scaled, weight
 
 
@@ -62,12 +63,21 @@ class MLP(nnx.Module):
         init = output_first(normal(down_key, residual_std(config)))
         self.w_down = weight((D, F), dtype, stored=("embed", "mlp"), compute=(None, "mlp"), init=init)
 
-    def __call__(self, x: Float[Array, "B T D"], tensor: TensorForm = "collective") -> Float[Array, "B T D"]:
-        """What is added to the residual stream, of x's dtype. `tensor` is how tokens come to matmuls that devices share."""
+    def __call__(
+        self, x: Float[Array, "B T D"], tensor: TensorForm = "collective", *, gates_in_stack: bool = False
+    ) -> Float[Array, "B T D"]:
+        """What is added to the residual stream, of x's dtype.
+
+        Args:
+            x: the normed residual stream.
+            tensor: how tokens come to matmuls that devices share.
+            gates_in_stack: whether the backward pass takes `gate_up` from a stack of all layers, where XLA's own kernels
+                read it, and another needs a copy.
+        """
+        residual, w_down = jax.typeof(x).sharding.spec, self.w_down[...]
         with jax.named_scope("gate_up"):
             gate_up = checkpoint_name(gathered_matmul(x, self.w_gate_up[...], tensor), "gate_up")
-            gate, up = gate_up[:, :, 0], gate_up[:, :, 1]
-        with jax.named_scope("gated"):
-            gated = jax.nn.silu(gate) * up
         with jax.named_scope("down_projection"):
-            return scattered_matmul(gated, self.w_down[...], jax.typeof(x).sharding.spec, tensor)
+            if gates_in_stack:
+                return scattered_matmul(gated(gate_up), w_down, residual, tensor)
+            return scattered_matmul(gate_up, w_down, residual, tensor, made=Made(gated, gated_and_gradient))

@@ -67,11 +67,13 @@ class Layer(nnx.Module):
         past: Past | None = None,
         *,
         parallel: ParallelConfig = PLAIN,
+        gates_in_stack: bool = False,
     ) -> tuple[Float[Array, "B T D"], KeyValue]:
-        """The residual stream behind the layer; and the tokens' keys and values. `rows` and `past` as for `Attention`."""
+        """The residual stream behind the layer; and the tokens' keys and values. `rows` and `past` as for `Attention`,
+        `gates_in_stack` as for `MLP`."""
         of_attention, of_mlp = self.by_parts()
         x, key_value = _attention_part(of_attention, x, rows, parallel, past)
-        return _mlp_part(of_mlp, x, parallel), key_value
+        return _mlp_part(of_mlp, x, parallel, gates_in_stack=gates_in_stack), key_value
 
     def by_parts(self) -> tuple[tuple[RMSNorm, Attention], tuple[RMSNorm, MLP]]:
         """The weights of `_attention_part` and those of `_mlp_part`."""
@@ -87,10 +89,10 @@ def _attention_part(
         return checkpoint_name(x + out, "residual"), key_value
 
 
-def _mlp_part(weights: tuple[RMSNorm, MLP], x: jax.Array, parallel: ParallelConfig) -> jax.Array:
+def _mlp_part(weights: tuple[RMSNorm, MLP], x: jax.Array, parallel: ParallelConfig, *, gates_in_stack: bool) -> jax.Array:
     norm, mlp = weights
     with jax.named_scope("mlp"):
-        return x + mlp(norm(x), parallel.tensor)
+        return x + mlp(norm(x), parallel.tensor, gates_in_stack=gates_in_stack)
 
 
 @jax.tree_util.register_dataclass
@@ -163,13 +165,14 @@ class Llama(nnx.Module):
         saved = _SAVED_BY_REMAT[remat]
         if remat == "full" and is_shared(x):
             saved = ("residual",)  # a part of the tokens; making it again would scatter the attention's output again
+        gates_in_stack = parallel.stack != "unrolled" and "gate_up" in (saved or ())
         if parallel.prefetches:
 
             def attend(weights: tuple[RMSNorm, Attention], x: jax.Array, rows: Rows) -> jax.Array:
                 return _attention_part(weights, x, rows, parallel)[0]
 
             def transform(weights: tuple[RMSNorm, MLP], x: jax.Array, _: Rows) -> jax.Array:
-                return _mlp_part(weights, x, parallel)
+                return _mlp_part(weights, x, parallel, gates_in_stack=gates_in_stack)
 
             x = run_prefetching(
                 self.layers.by_parts(),
@@ -187,7 +190,7 @@ class Llama(nnx.Module):
         else:
 
             def run_layer(x: jax.Array, layer: Layer, _: None) -> tuple[jax.Array, None]:
-                return layer(x, rows, parallel=parallel)[0], None
+                return layer(x, rows, parallel=parallel, gates_in_stack=gates_in_stack)[0], None
 
             layers = None if copies is None else copies.layers
             x, _ = run_layers(self.layers, run_layer, x, dtype=x.dtype, saved=_policy(saved), copies=layers)

@@ -6,9 +6,9 @@ products are of float8, tokens and their gradients pass as such, and sums as the
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -84,8 +84,16 @@ def gathered_matmul(x: Float[Array, "B T D"], w: Float[Array, "D *N"] | Float8, 
     return jnp.einsum("BTD,D...->BT...", gather_tokens(x), w)
 
 
+class Made(NamedTuple):
+    """What is multiplied, where that is made of another array; the backward pass keeps the other one, and makes it again."""
+
+    of: Callable[[Array], Array]
+    with_gradient: Callable[[Array, Array], tuple[Array, Array]]
+    """From the other array and the gradient of what is made: what is made, and the gradient of the other array."""
+
+
 def scattered_matmul(
-    y: Float[Array, "B T *N"], w: Float[Array, "D *N"] | Float8, residual: P, form: TensorForm
+    y: Float[Array, "B T *N"], w: Float[Array, "D *N"] | Float8, residual: P, form: TensorForm, *, made: Made | None = None
 ) -> Float[Array, "B T D"]:
     """y w^T, summed over the devices that share it, for a residual stream that lies as `residual` says; of y's dtype.
 
@@ -94,10 +102,13 @@ def scattered_matmul(
         w: as for `gathered_matmul`.
         residual: how the result lies.
         form: how the sums come to the devices.
+        made: makes what is multiplied of y.
     """
+    if made is not None and isinstance(w, Float8):
+        y, made = made.of(y), None  # which is rounded, and then half as large: it is made by itself
     rings = form == "ring" and _size(shared_axes(residual)) > 1
-    if rings or isinstance(w, Float8):
-        return _scattered(rings, residual, y, *differentiable(w))
+    if rings or made is not None or isinstance(w, Float8):
+        return _scattered(rings, residual, made, y, *differentiable(w))
     outputs = "NMO"[: w.ndim - 1]
     parts = jnp.einsum(f"BT{outputs},D{outputs}->BTD", y, w, out_sharding=partial_spec(residual))
     return scatter_tokens(parts, residual)
@@ -139,19 +150,27 @@ def _gathered_backward(rings: bool, residual: P, kept: Any, d_y: jax.Array) -> t
 _gathered.defvjp(_gathered_forward, _gathered_backward)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _scattered(rings: bool, residual: P, y: jax.Array, w: Factor, stand_in: jax.Array | None) -> jax.Array:
-    return _scatter(rings, residual, as_factor(y, w), w)
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _scattered(
+    rings: bool, residual: P, made: Made | None, y: jax.Array, w: Factor, stand_in: jax.Array | None
+) -> jax.Array:
+    return _scattered_forward(rings, residual, made, y, w, stand_in)[0]
 
 
-def _scattered_forward(rings: bool, residual: P, y: jax.Array, w: Factor, stand_in: Any) -> tuple[jax.Array, Any]:
-    factor = as_factor(y, w)
-    return _scatter(rings, residual, factor, w), (factor, w)
+def _scattered_forward(
+    rings: bool, residual: P, made: Made | None, y: jax.Array, w: Factor, stand_in: Any
+) -> tuple[jax.Array, Any]:
+    factor = as_factor(y if made is None else made.of(y), w)
+    return _scatter(rings, residual, factor, w), (factor if made is None else y, w)
 
 
-def _scattered_backward(rings: bool, residual: P, kept: Any, d_x: jax.Array) -> tuple[jax.Array, None, jax.Array]:
+def _scattered_backward(
+    rings: bool, residual: P, made: Made | None, kept: Any, d_x: jax.Array
+) -> tuple[jax.Array, None, jax.Array]:
     y, w = kept
     d_y, whole = _gather(rings, as_gradient(d_x, w), w)
+    if made is not None:
+        y, d_y = made.with_gradient(y, d_y)
     return d_y, None, _weight_gradient(whole, y, w)
 
 

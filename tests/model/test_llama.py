@@ -255,7 +255,7 @@ def test_remat_policies_keep_what_they_say():
         "save_attention": {"attention"},
         "save_attention_qkv": {"attention", "qkv"},
         "save_attention_qkv_mlp": {"attention", "qkv", "gate_up"},
-        "none": {"attention"},  # and what qkv and gate_up are turned and split into
+        "none": {"attention", "gate_up"},  # and what qkv is turned and split into
     }
     sizes = []
     for remat, named in expected.items():

@@ -1,6 +1,7 @@
 """Shared matmuls give the same numbers, types and bytes whichever way tokens and sums come to the devices."""
 
 import functools
+import itertools
 import re
 
 import jax
@@ -11,7 +12,7 @@ from jax import P
 
 from llamajax.config.parallel import MeshConfig, TensorForm
 from llamajax.parallel import mesh
-from llamajax.parallel.matmul import gathered_matmul, scattered_matmul, tensor_form
+from llamajax.parallel.matmul import Made, gathered_matmul, scattered_matmul, tensor_form
 from llamajax.parallel.sharding import spec
 from tests.planning.plans import CONFIG
 
@@ -20,13 +21,23 @@ FORMS: tuple[TensorForm, ...] = ("collective", "ring", "auto")
 MESHES = [MeshConfig(fsdp=2, tensor=4), MeshConfig(fsdp=1, sequence=2, tensor=4), MeshConfig(data=2, fsdp=2, tensor=2)]
 
 
-def pair(operands: list[jax.Array], form: TensorForm) -> jax.Array:
-    """A matmul of each kind, with a product between that tells tokens and outputs apart."""
+def product(both: jax.Array) -> jax.Array:
+    return both[:, :, 0] * both[:, :, 1]
+
+
+def product_and_gradient(both: jax.Array, d_product: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return product(both), d_product[:, :, None] * both[:, :, ::-1]
+
+
+def pair(operands: list[jax.Array], form: TensorForm, *, makes: bool = False) -> jax.Array:
+    """A matmul of each kind, with a product between that tells tokens and outputs apart, or that the second `makes`."""
     x, up, down = operands
     token_axes = frozenset({"data", "fsdp", "sequence"})
     up, down = (jax.reshard(w, P(*jax.typeof(w).sharding.spec, reduced=token_axes)) for w in (up, down))
-    first, second = jnp.unstack(gathered_matmul(x, up, form), axis=2)
-    return scattered_matmul(first * second, down, jax.typeof(x).sharding.spec, form)
+    both, residual = gathered_matmul(x, up, form), jax.typeof(x).sharding.spec
+    if makes:
+        return scattered_matmul(both, down, residual, form, made=Made(product, product_and_gradient))
+    return scattered_matmul(product(both), down, residual, form)
 
 
 def operands(dtype: str = "float32", residual: str = "residual_seq") -> list[jax.Array]:
@@ -50,8 +61,8 @@ def test_both_forms_give_the_dense_product_and_its_gradients(sizes, residual):
         return jnp.einsum("BTF,DF->BTD", wide[:, :, 0] * wide[:, :, 1], down)
 
     expected, pull_back = jax.vjp(dense, x, up, down)
-    for form in FORMS:
-        out, backward = jax.vjp(jax.jit(functools.partial(pair, form=form)), placed)
+    for form, makes in itertools.product(FORMS, (False, True)):
+        out, backward = jax.vjp(jax.jit(functools.partial(pair, form=form, makes=makes)), placed)
         np.testing.assert_allclose(out, expected, atol=1e-4)
         assert jax.typeof(out) == jax.typeof(placed[0])
         (gradients,) = backward(jax.device_put(cotangent, jax.typeof(out).sharding.spec))

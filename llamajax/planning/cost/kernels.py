@@ -54,7 +54,7 @@ _UNDERSTOOD = _SAME_SIZE_OPCODES | _SCALED_OPCODES | _FREE_OPCODES | {
 _GEMM_TARGETS = ("__cublas$", "__cudnn$gemm")
 _CUDNN = "__cudnn$fmha"
 _TRITON = "__gpu$xla.gpu.triton"
-_KERNEL_NAME = re.compile(r'\bname = "(attention_\w+)"')
+_KERNEL_NAME = re.compile(r'\bname = "(\w+)"')
 _PEAK_SHARE = {"f64": 1 / 16, "f32": 1 / 2, "s8": 2.0, "u8": 2.0}
 """Tensor-core rate against bfloat16's; f32 runs as TF32, XLA's default. Types of eight bits double it."""
 
@@ -119,8 +119,11 @@ class CostModel:
         size = sum(map(num_bytes, operands)) + num_bytes(instruction.shape)
         if target.startswith(_CUDNN):
             return self._cudnn_attention(instruction, operands, size)
-        if kernel := _pallas_kernel(instruction):
+        kernel = _own_kernel(instruction)
+        if kernel.startswith("attention"):
             return self._pallas_attention(kernel, operands, size)
+        if kernel == "swiglu_gradient":
+            return self._kernel([], size)
         if not target.startswith(_GEMM_TARGETS):
             self.not_understood[f"custom-call {target}"] += 1
             return self._kernel([], size)
@@ -243,13 +246,13 @@ def compiled_attention(module: Module) -> Kernel:
     calls = [i for c in module.computations.values() for i in c.instructions.values() if i.opcode == "custom-call"]
     if any(_target(call).startswith(_CUDNN) for call in calls):
         return "cudnn"
-    return "pallas" if any(map(_pallas_kernel, calls)) else "plain"
+    return "pallas" if any(_own_kernel(call).startswith("attention") for call in calls) else "plain"
 
 
-def _pallas_kernel(call: Instruction) -> str | None:
-    """The name of a kernel of `llamajax.kernels.pallas`."""
+def _own_kernel(call: Instruction) -> str:
+    """The name of a kernel of `llamajax.kernels`; empty if it is none."""
     found = _KERNEL_NAME.search(call.attributes["backend_config"]) if _target(call) == _TRITON else None
-    return found and found[1]
+    return found[1] if found else ""
 
 
 def _results(body: Computation) -> Iterable[Instruction]:

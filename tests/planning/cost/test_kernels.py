@@ -277,6 +277,21 @@ def test_own_attention_kernels_take_the_tiles_that_they_compute(kernel, products
     assert not model.not_understood
 
 
+def test_the_own_kernel_of_swiglu_reads_and_writes_its_arrays():
+    lines = [
+        "%gate_up = bf16[4096,2,1024]{2,1,0} parameter(0)",
+        "%d = bf16[4096,1024]{1,0} parameter(1)",
+        "%o = (bf16[4096,1024]{1,0}, bf16[4096,2,1024]{2,1,0}) custom-call(%gate_up, %d),"
+        ' custom_call_target="__gpu$xla.gpu.triton",'
+        ' backend_config={grid_x = 512 : i32, ir = "ML", name = "swiglu_gradient", num_stages = 1 : i32}',
+    ]
+    program = module("\n".join(lines))
+    model = CostModel(program, MACHINE)
+    assert model.cost(program.entry.root, program.entry) == memory(6 * 4096 * 1024 * 2)
+    assert compiled_attention(program) == "plain"
+    assert not model.not_understood
+
+
 def test_copies_to_the_host_take_the_bus():
     found = cost("%x = f32[1000000]{0} parameter(0)\n%c = f32[1000000]{0:S(5)} copy(%x)")
     assert found == Cost("copy", about(SHARE.kernel_s + 4e6 / SHARE.host_bandwidth), 0, 4_000_000)
