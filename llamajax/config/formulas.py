@@ -176,7 +176,7 @@ def expected_bytes(
         "save_attention": residual + heads,
         "save_attention_qkv": residual + heads + qkv,
         "save_attention_qkv_mlp": residual + heads + qkv + 2 * F,
-        "none": 14 * D + heads + 2 * qkv + 4 * F,  # most of the hidden states also widened to fp32
+        "none": 14 * D + heads + 2 * qkv + 2 * F,  # most of the hidden states also widened to fp32
     }[model.remat]
     kept_weights = L * layer_params * wide if _keeps_weights(config) else 0
     scores = min(max_chunk_scores, tokens * config.data.seq_len * model.num_heads // tensor)
