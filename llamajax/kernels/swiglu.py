@@ -45,7 +45,8 @@ def gated_and_gradient(
 def own_gated_and_gradient(
     gate_up: Float[Array, "b t 2 f"], d_gated: Float[Array, "b t f"], *, interpret: bool
 ) -> tuple[Float[Array, "b t f"], Float[Array, "b t 2 f"]]:
-    """On one device: see `gated_and_gradient`; computed in fp32.
+    """On one device: see `gated_and_gradient`; computed in fp32, and written over what it is made of where nobody else reads
+    that.
 
     Args:
         gate_up: gates, and what they let through.
@@ -65,6 +66,7 @@ def own_gated_and_gradient(
             jax.ShapeDtypeStruct((b * t, 2, f), gate_up.dtype),
         ],
         compiler_params=triton.CompilerParams(num_warps=4, num_stages=1),
+        input_output_aliases={0: 1, 1: 0},
         interpret=interpret,
         name="swiglu_gradient",
     )(gate_up.reshape(b * t, 2, f), d_gated.reshape(b * t, f))
