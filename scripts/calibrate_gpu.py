@@ -46,9 +46,10 @@ from llamajax.config.parallel import DistributedConfig, MeshConfig
 from llamajax.config.rules import Settings
 from llamajax.config.run import Config
 from llamajax.errors import EnvironmentMismatchError
-from llamajax.kernels.cudnn import attend_to_rows
+from llamajax.kernels import cudnn, pallas
 from llamajax.parallel import startup
 from llamajax.parallel.exit import exit_code
+from llamajax.planning.cost.attention import Scores, computed_scores
 from llamajax.planning.cost.gpu import Machine
 from llamajax.planning.cost.replay import replay
 from llamajax.planning.plan import make_plan, replayed
@@ -154,20 +155,46 @@ def rms_norm(x: jax.Array) -> jax.Array:
     return (wide * lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + 1e-5)).astype(x.dtype)
 
 
-attention = partial(attend_to_rows, window=None, scale=128**-0.5)
+ATTENTION = {
+    "model.head_dim": 128, "model.attend_across_documents": True, "data.seq_len": 4096, "mesh.fsdp": 1,
+    "hardware.gpus_per_node": 1,
+}  # fmt: skip
+"""What is measured of it, as a change to the shipped configuration: whole rows of 4,096 tokens."""
 
 
-def attention_and_gradients(q: jax.Array, k: jax.Array, v: jax.Array, d_out: jax.Array) -> Any:
+def by_cudnn(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    return cudnn.attend_to_rows(q, k, v, window=None, scale=q.shape[-1] ** -0.5)
+
+
+def by_pallas(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    sight = pallas.sight(q.shape[1], k.shape[1], q.shape[-1])
+    return pallas.attend_to_rows(q, k, v, sight, window=None, scale=q.shape[-1] ** -0.5, interpret=False)[0]
+
+
+def and_gradients(attention: Work, q: jax.Array, k: jax.Array, v: jax.Array, d_out: jax.Array) -> Any:
     """Both passes."""
     out, pull_back = jax.vjp(attention, q, k, v)
     return out, pull_back(d_out)
+
+
+def computed_by_pallas() -> Scores:
+    """What its kernels compute of the scores."""
+    scores = computed_scores(shipped().changed(ATTENTION | {"model.attention_kernel": "pallas"}))
+    assert scores is not None
+    return scores
+
+
+def shipped() -> Config:
+    """The configuration of Llama-3.2 1B."""
+    return load_config(ROOT / "configs" / "llama3_2_1b_8xh100.yaml")
 
 
 def programs(device: Device) -> dict[str, list[tuple[Work, Shapes]]]:
     """What every constant is measured by, in this order: some take those before them as known."""
     sizes, fp32, bf16 = SIZES[device], *(partial(jax.ShapeDtypeStruct, dtype=dtype) for dtype in (jnp.float32, jnp.bfloat16))
     rows, square = bf16((sizes.elements // 2048, 2048)), bf16((sizes.square, sizes.square))
-    q, k = bf16((4, 4096, 8, 4, 128)), bf16((4, 4096, 8, 128))  # Llama-3's heads: four queries to a key
+    rows_of = 4, ATTENTION["data.seq_len"], 8
+    q, k = bf16((*rows_of, 4, 128)), bf16((*rows_of, 128))  # Llama-3's heads: four queries to a key
     everywhere: dict[str, list[tuple[Work, Shapes]]] = {
         "kernel_s": [(many_kernels, [fp32((1024,))])],
         "memory_efficiency": [(adamw, [fp32((sizes.elements,))] * 4), (rms_norm, [rows])],
@@ -176,8 +203,10 @@ def programs(device: Device) -> dict[str, list[tuple[Work, Shapes]]]:
     if device == "cpu":
         return everywhere
     return everywhere | {
-        "attention_efficiency": [(attention, [q, k, k])],
-        "attention_backward_efficiency": [(attention_and_gradients, [q, k, k, q])],
+        "attention_efficiency": [(by_cudnn, [q, k, k])],
+        "attention_backward_efficiency": [(partial(and_gradients, by_cudnn), [q, k, k, q])],
+        "pallas_efficiency": [(by_pallas, [q, k, k])],
+        "pallas_backward_efficiency": [(partial(and_gradients, by_pallas), [q, k, k, q])],
     }
 
 
@@ -223,9 +252,11 @@ def solved(name: str, modules: Collection[Module], seconds: float, machine: Mach
     def constant(x: float) -> float:
         return x if name == "kernel_s" else 1 / x
 
+    scores = computed_by_pallas()
+
     def told(x: float) -> float:
         tried = with_constant(machine, name, constant(x))
-        return sum(replay(module, tried, {}).step_time_s for module in modules)
+        return sum(replay(module, tried, {}, scores).step_time_s for module in modules)
 
     low, high = (1e-4, 2e-4) if name == "kernel_s" else (1e3, 2e3)
     slope = (told(high) - told(low)) / (high - low)
@@ -283,7 +314,7 @@ def measure_constants(device: Device, command: str) -> Measurement:
         log_own(f"host link  {', '.join(f'{way} {rate[way] / 1e9:.1f} GB/s' for way in ways)}; the slower way counts")
         machine = known("host_bandwidth", min(rate.values()), ways.values())
     stay = [f"{name} {getattr(machine.built_in, name):g}" for name, of in vars(machine.measured).items() if of is None]
-    log_own(f"built in   {', '.join(stay)}: {NOT_MEASURED}; networks need more, and our kernels are not timed")
+    log_own(f"built in   {', '.join(stay)}: {NOT_MEASURED}; networks need more than one GPU")
     name: Any = "cpu" if device == "cpu" else gpu.name.lower()
     return Measurement(
         gpu=name, device=found.device_kind, date=str(date.today()), command=command, commit=commit(),
@@ -342,7 +373,7 @@ def predicted(config: Config, file: str | None) -> tuple[int, float, float | Non
 
 def compare(settings: CalibrateConfig, gpu: Gpu, pool: Executor) -> None:
     """Measures and plans the runs, and tells how far apart they are; `pool` has a process for each."""
-    base = load_config(ROOT / "configs" / "llama3_2_1b_8xh100.yaml", [f"hardware.gpu={gpu.name.lower()}"])
+    base = shipped().changed({"hardware.gpu": gpu.name.lower()})
     on_gpu = settings.device == "gpu"
     row("run", "measured" if on_gpu else "by the CPU", "spread", f"{gpu.name}, built in", f"{gpu.name}, as measured")
 

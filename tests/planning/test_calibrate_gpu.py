@@ -53,12 +53,12 @@ def check_that_constants_come_back(found, device, gpu):
     """A machine that takes as long as the cost model tells with known constants has these constants."""
     known = Constants(
         kernel_s=3e-6, memory_efficiency=0.7, matmul_efficiency=0.6, attention_efficiency=0.4,
-        attention_backward_efficiency=0.3,
+        attention_backward_efficiency=0.3, pallas_efficiency=0.25, pallas_backward_efficiency=0.2,
     )  # fmt: skip
     machine, told = Machine(gpu=gpu), Machine(gpu=gpu, measured=known)
     for name, several in found.items():
         modules = [compiled(work, shapes, device) for work, shapes in several]
-        timelines = [replay(module, told, {}) for module in modules]
+        timelines = [replay(module, told, {}, calibrate_gpu.computed_by_pallas()) for module in modules]
         assert not any(timeline.not_understood for timeline in timelines)
         value = solved(name, modules, sum(timeline.step_time_s for timeline in timelines), machine)
         assert value == pytest.approx(getattr(known, name), rel=1e-3), name
@@ -74,18 +74,23 @@ def test_constants_are_solved_for_from_what_the_cpu_runs():
 @pytest.mark.usefixtures("gpu_compiler")
 @pytest.mark.parametrize("gpu", ["h100", "a100-40gb"])
 def test_constants_are_solved_for_from_what_gpus_run(gpu):
-    """With cuDNN's attention, compiled for one that is not there."""
+    """With attention by cuDNN and by llamajax's own kernels, compiled for one that is not there."""
     config = BASE.changed(ONE | {"hardware.gpu": gpu})
     (device,) = planned_mesh(config).devices.flat
     found = next(known for known in calibrate_gpu.GPUS if known.name.lower() == gpu)
     check_that_constants_come_back(programs("gpu"), device, found)
 
 
-def test_what_is_not_measured_is_the_network_and_the_own_attention_kernels():
-    tried = {*programs("gpu"), "host_bandwidth"}
-    left = {field.name for field in dataclasses.fields(Calibration)} - tried
-    own = {"pallas_efficiency", "pallas_backward_efficiency"}
-    assert left == {"node_link_efficiency", "gpu_link_efficiency", "compute_slowdown"} | own
+def test_what_is_not_measured_is_the_network():
+    left = {field.name for field in dataclasses.fields(Calibration)} - {*programs("gpu"), "host_bandwidth"}
+    assert left == {"node_link_efficiency", "gpu_link_efficiency", "compute_slowdown"}
+
+
+def test_attention_is_measured_by_the_kernels_of_plans():
+    """Which count the same scores: half of the square, and what of their tiles is beside it."""
+    scores = calibrate_gpu.computed_by_pallas()
+    seq_len = calibrate_gpu.shipped().changed(calibrate_gpu.ATTENTION).data.seq_len
+    assert seq_len / 2 < min(scores) <= max(scores) < seq_len / 2 + 128
 
 
 def test_a_median_counts_only_what_comes_after_the_warm_up(monkeypatch):
