@@ -29,7 +29,7 @@ from llamajax.kernels.choice import Kernel
 from llamajax.parallel.mesh import make_mesh
 from llamajax.parallel.sharding import spec
 
-KERNELS: tuple[Kernel, ...] = ("cudnn", "pallas", "plain")
+KERNELS: tuple[Kernel, ...] = ("cudnn", "tokamax", "pallas", "plain")
 TOLERANCE = 2e-2
 
 

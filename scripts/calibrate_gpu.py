@@ -46,7 +46,8 @@ from llamajax.config.parallel import DistributedConfig, MeshConfig
 from llamajax.config.rules import Settings
 from llamajax.config.run import Config
 from llamajax.errors import EnvironmentMismatchError
-from llamajax.kernels import cudnn, pallas
+from llamajax.kernels import cudnn, pallas, tokamax_kernel
+from llamajax.kernels.choice import Site, obstacle
 from llamajax.parallel import startup
 from llamajax.parallel.exit import exit_code
 from llamajax.planning.cost.attention import Scores, computed_scores
@@ -59,7 +60,7 @@ from llamajax.planning.xla.hlo import Module
 from llamajax.planning.xla.parse import parse
 from llamajax.step.batch import Batch, batch_sharding
 from llamajax.step.compile import lower
-from llamajax.step.forms import with_forms
+from llamajax.step.forms import compute_capability, with_forms
 from llamajax.step.state import abstract_state, init_state
 from llamajax.step.step import one_behind
 from llamajax.units import format_bytes
@@ -177,11 +178,17 @@ def and_gradients(attention: Work, q: jax.Array, k: jax.Array, v: jax.Array, d_o
     return out, pull_back(d_out)
 
 
-def computed_by_pallas() -> Scores:
-    """What its kernels compute of the scores."""
-    scores = computed_scores(shipped().changed(ATTENTION | {"model.attention_kernel": "pallas"}))
-    assert scores is not None
-    return scores
+def by_tokamax(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    return tokamax_kernel.attend_to_rows(q, k, v, None, window=None, scale=q.shape[-1] ** -0.5)
+
+
+def scores_behind(constant: str) -> Scores | None:
+    """What the attention kernel computes of the scores of which this constant tells; None: there is none, or its calls
+    themselves tell what they compute."""
+    kernel, *_ = constant.split("_")
+    if kernel not in ("pallas", "tokamax"):
+        return None
+    return computed_scores(shipped().changed(ATTENTION | {"model.attention_kernel": kernel}))
 
 
 def shipped() -> Config:
@@ -189,8 +196,9 @@ def shipped() -> Config:
     return load_config(ROOT / "configs" / "llama3_2_1b_8xh100.yaml")
 
 
-def programs(device: Device) -> dict[str, list[tuple[Work, Shapes]]]:
-    """What every constant is measured by, in this order: some take those before them as known."""
+def programs(device: Device, capability: tuple[int, ...] | None) -> dict[str, list[tuple[Work, Shapes]]]:
+    """What every constant is measured by, in this order: some take those before them as known. `capability` is the device's
+    version of CUDA's architectures."""
     sizes, fp32, bf16 = SIZES[device], *(partial(jax.ShapeDtypeStruct, dtype=dtype) for dtype in (jnp.float32, jnp.bfloat16))
     rows, square = bf16((sizes.elements // 2048, 2048)), bf16((sizes.square, sizes.square))
     rows_of = 4, ATTENTION["data.seq_len"], 8
@@ -202,12 +210,13 @@ def programs(device: Device) -> dict[str, list[tuple[Work, Shapes]]]:
     }
     if device == "cpu":
         return everywhere
-    return everywhere | {
-        "attention_efficiency": [(by_cudnn, [q, k, k])],
-        "attention_backward_efficiency": [(partial(and_gradients, by_cudnn), [q, k, k, q])],
-        "pallas_efficiency": [(by_pallas, [q, k, k])],
-        "pallas_backward_efficiency": [(partial(and_gradients, by_pallas), [q, k, k, q])],
-    }
+    kernels = {"attention": by_cudnn, "pallas": by_pallas}
+    if obstacle("tokamax", Site(True, "bfloat16", 128, False, "gather", False, capability=capability)) is None:
+        kernels["tokamax"] = by_tokamax
+    for kernel, attention in kernels.items():
+        everywhere[f"{kernel}_efficiency"] = [(attention, [q, k, k])]
+        everywhere[f"{kernel}_backward_efficiency"] = [(partial(and_gradients, attention), [q, k, k, q])]
+    return everywhere
 
 
 def repeated(work: Work, count: int, *arguments: jax.Array) -> Any:
@@ -252,7 +261,7 @@ def solved(name: str, modules: Collection[Module], seconds: float, machine: Mach
     def constant(x: float) -> float:
         return x if name == "kernel_s" else 1 / x
 
-    scores = computed_by_pallas()
+    scores = scores_behind(name)
 
     def told(x: float) -> float:
         tried = with_constant(machine, name, constant(x))
@@ -304,7 +313,7 @@ def measure_constants(device: Device, command: str) -> Measurement:
         return with_constant(machine, name, float(f"{value:.4g}"))
 
     with waiting("measuring") as doing:
-        for name, several in programs(device).items():
+        for name, several in programs(device, compute_capability()).items():
             doing(f"measuring {name}")
             modules, timings = zip(*(measured(work, shapes, sizes) for work, shapes in several), strict=True)
             machine = known(name, solved(name, modules, sum(timing.seconds for timing in timings), machine), timings)
@@ -314,7 +323,7 @@ def measure_constants(device: Device, command: str) -> Measurement:
         log_own(f"host link  {', '.join(f'{way} {rate[way] / 1e9:.1f} GB/s' for way in ways)}; the slower way counts")
         machine = known("host_bandwidth", min(rate.values()), ways.values())
     stay = [f"{name} {getattr(machine.built_in, name):g}" for name, of in vars(machine.measured).items() if of is None]
-    log_own(f"built in   {', '.join(stay)}: {NOT_MEASURED}; networks need more than one GPU")
+    log_own(f"built in   {', '.join(stay)}: {NOT_MEASURED}; networks need more than one GPU, tokamax its extra")
     name: Any = "cpu" if device == "cpu" else gpu.name.lower()
     return Measurement(
         gpu=name, device=found.device_kind, date=str(date.today()), command=command, commit=commit(),

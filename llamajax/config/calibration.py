@@ -21,6 +21,8 @@ class Constants(Section):
     attention_backward_efficiency: PositiveShare | None = None
     pallas_efficiency: PositiveShare | None = None
     pallas_backward_efficiency: PositiveShare | None = None
+    tokamax_efficiency: PositiveShare | None = None
+    tokamax_backward_efficiency: PositiveShare | None = None
     memory_efficiency: PositiveShare | None = None
     host_bandwidth: PositiveFloat | None = None
     node_link_efficiency: PositiveShare | None = None

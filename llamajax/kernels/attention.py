@@ -2,12 +2,13 @@
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
+from jax.extend.backend import get_default_device
 
 from llamajax.config.model import AttentionKernel
 from llamajax.config.parallel import SequenceForm, num_parts
-from llamajax.kernels import cached, cudnn, pallas, plain, ring, ulysses
+from llamajax.kernels import cached, cudnn, pallas, plain, ring, tokamax_kernel, ulysses
 from llamajax.kernels.cached import Past
-from llamajax.kernels.choice import Kernel, Site, choose, is_on_gpu
+from llamajax.kernels.choice import GPU_PLATFORMS, Kernel, Site, choose, is_on_gpu
 from llamajax.kernels.plain import Keys, LogSumExp, Mask, Queries
 
 
@@ -55,6 +56,8 @@ def attend(
         out, lse = pallas.attend(q, k, v, mask, scale, interpret=not is_gpu)
     elif chosen == "cudnn":
         out, lse = cudnn.attend(q, k, v, mask.window, scale), None
+    elif chosen == "tokamax":
+        out, lse = tokamax_kernel.attend(q, k, v, mask, scale), None
     else:
         out, lse = plain.attend(q, k, v, mask, scale, with_lse=with_lse)
         out = checkpoint_name(out, "attention")
@@ -65,7 +68,10 @@ def with_sight(
     mask: Mask, q: jax.ShapeDtypeStruct, *, kernel: AttentionKernel = "auto", sequence: SequenceForm = "gather"
 ) -> Mask:
     """The mask with what the kernel finds out of it, once for all layers; for queries like `q`, see `attend`."""
-    if _choice(kernel, q, mask, sequence) != "pallas" or (sequence == "ring" and _splits_rows()):
+    chosen = _choice(kernel, q, mask, sequence)
+    if chosen == "tokamax":
+        return tokamax_kernel.see(mask)
+    if chosen != "pallas" or (sequence == "ring" and _splits_rows()):
         return mask
     return pallas.see(mask, q.shape[1], q.shape[-1], sequence)
 
@@ -74,8 +80,15 @@ def _choice(
     kernel: AttentionKernel, q: jax.Array | jax.ShapeDtypeStruct, mask: Mask, form: SequenceForm, *, with_lse: bool = False
 ) -> Kernel:
     closes_documents = mask.segment_ids is not None
-    site = Site(is_on_gpu(), str(q.dtype), q.shape[-1], closes_documents, form, _splits_rows(), with_lse)
+    site = Site(is_on_gpu(), str(q.dtype), q.shape[-1], closes_documents, form, _splits_rows(), with_lse, _capability())
     return choose(kernel, site)[0]
+
+
+def _capability() -> tuple[int, ...] | None:
+    device = get_default_device()
+    if device.platform not in GPU_PLATFORMS:
+        return None
+    return tuple(int(number) for number in device.compute_capability.split("."))
 
 
 def _splits_rows() -> bool:

@@ -1,5 +1,7 @@
 """Which kernel computes attention: told by the device, the shape and what queries see, with the reason."""
 
+import importlib.metadata
+import sys
 from collections.abc import Mapping
 from typing import Literal, NamedTuple
 
@@ -9,7 +11,7 @@ from llamajax.config.model import AttentionKernel, ModelConfig
 from llamajax.config.parallel import SequenceForm, num_parts
 from llamajax.errors import ConfigError
 
-Kernel = Literal["pallas", "cudnn", "plain"]
+Kernel = Literal["pallas", "cudnn", "tokamax", "plain"]
 GPU_PLATFORMS = ("gpu", "cuda")
 
 
@@ -31,12 +33,22 @@ class Site(NamedTuple):
     splits_rows: bool
     with_lse: bool = False
     """Whether the log-sum-exp is asked for too."""
+    capability: tuple[int, ...] | None = None
+    """CUDA's version of the GPUs' architecture; None: not known."""
 
     @staticmethod
-    def of(model: ModelConfig, axes: Mapping[str, int], form: SequenceForm, *, is_gpu: bool) -> "Site":
+    def of(
+        model: ModelConfig,
+        axes: Mapping[str, int],
+        form: SequenceForm,
+        *,
+        is_gpu: bool,
+        capability: tuple[int, ...] | None = None,
+    ) -> "Site":
         """Of training `model` on mesh axes of these sizes."""
         closes_documents, splits_rows = not model.attend_across_documents, num_parts("seq", axes) > 1
-        return Site(is_gpu, model.compute_dtype, model.head_dim, closes_documents, form, splits_rows)
+        dtype, head_dim = model.compute_dtype, model.head_dim
+        return Site(is_gpu, dtype, head_dim, closes_documents, form, splits_rows, capability=capability)
 
 
 def choose(asked: AttentionKernel, site: Site) -> tuple[Kernel, str]:
@@ -68,6 +80,8 @@ def obstacle(kernel: Kernel, site: Site) -> str | None:
             return _of_pallas(site)
         case "cudnn":
             return _of_cudnn(site)
+        case "tokamax":
+            return _of_tokamax(site) or _missing()
 
 
 MAX_PALLAS_HEAD_DIM = 256
@@ -100,3 +114,44 @@ def _of_cudnn(site: Site) -> str | None:
     if site.splits_rows and site.form != "ulysses":
         return "mesh.sequence splits the rows, and its causal mask begins with the row; parallel.sequence: ulysses would not"
     return None
+
+
+MAX_TOKAMAX_HEAD_DIM = 128
+"""Widest head of which the sums of both gradients of a tile of keys keep to a core's registers."""
+TOKAMAX = "0.0.17"
+"""The version whose private modules `tokamax_kernel` takes; as in pyproject.toml."""
+HOPPER = 9
+"""Major version of the compute capability of H100 and H200."""
+
+
+def _of_tokamax(site: Site) -> str | None:
+    if not site.is_gpu:
+        return "it needs NVIDIA GPUs"
+    if site.capability is not None and site.capability[0] != HOPPER:
+        own = ".".join(map(str, site.capability))
+        return f"it is for GPUs of compute capability {HOPPER}.0, such as H100, and these have {own}"
+    if site.with_lse:
+        return "its backward pass takes no gradient of the log-sum-exp"
+    if site.dtype not in ("bfloat16", "float16"):
+        return f"model.compute_dtype is {site.dtype}, and it takes bfloat16 and float16"
+    if site.head_dim > MAX_TOKAMAX_HEAD_DIM:
+        return f"model.head_dim is {site.head_dim}, and it takes up to {MAX_TOKAMAX_HEAD_DIM}"
+    if site.splits_rows and site.form != "ulysses":
+        return "mesh.sequence splits the rows, and its causal mask begins with the row; parallel.sequence: ulysses would not"
+    return None
+
+
+def _missing() -> str | None:
+    """What tokamax lacks on this machine."""
+    python, own_jax = sys.version_info[:2], jax.__version_info__[:3]
+    if python < (3, 12):
+        return f"it needs Python 3.12 or newer, and this is {python[0]}.{python[1]}"
+    if own_jax < (0, 11, 1):
+        return f"it needs jax 0.11.1 or newer, and this is {jax.__version__}"
+    try:
+        found = importlib.metadata.version("tokamax")
+    except importlib.metadata.PackageNotFoundError:
+        return "the package is not installed; pip install 'llamajax[tokamax]'"
+    return (
+        None if found == TOKAMAX else f"it is version {found}, and only {TOKAMAX} is taken; pip install 'llamajax[tokamax]'"
+    )

@@ -22,7 +22,7 @@ LogSumExp = Float32[Array, "B T K G"]
 """Logarithm of the sum of the exponentials of each query's scores."""
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["segment_ids", "sight"], meta_fields=["window"])
+@partial(jax.tree_util.register_dataclass, data_fields=["segment_ids", "sight", "starts"], meta_fields=["window"])
 @dataclass(frozen=True, kw_only=True)
 class Mask:
     """Which keys a query sees: that at its own row index, and those before it that all of these leave."""
@@ -33,6 +33,9 @@ class Mask:
     """Those with its own id, sharded ("batch", "seq"); None: every row is one document."""
     sight: Sight | None = None
     """The same for a kernel that skips what is not seen; None: it finds out itself."""
+    starts: Int32[Array, "B T"] | None = None
+    """The same for a kernel that is told where each token's document begins in its whole row, sharded ("batch", None); None:
+    it finds out itself."""
 
 
 def attend(

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from llamajax.config.parallel import axes_of
-from llamajax.kernels import cudnn, pallas, plain
+from llamajax.kernels import cudnn, pallas, plain, tokamax_kernel
 from llamajax.kernels.choice import Kernel
 from llamajax.kernels.plain import Keys, LogSumExp, Mask, Queries
 from llamajax.parallel.sharding import spec
@@ -40,13 +40,15 @@ def attend(
         scale: see there.
         kernel: what computes it.
         interpret: see `llamajax.kernels.pallas.attend_to_rows`.
-        with_lse: see there; cuDNN has none.
+        with_lse: see there; cuDNN and tokamax have none.
     """
     q_spec, kv_spec = spec("batch", "seq", "kv_heads", None, "head_dim"), spec("batch", "seq", "kv_heads", "head_dim")
     if kernel == "pallas" and mask.sight is None:
         mask = pallas.see(mask, q.shape[1], q.shape[-1], "ulysses")
+    if kernel == "tokamax" and mask.starts is None:
+        mask = tokamax_kernel.see(mask)
     # What plain attention needs of the mask, or a kernel has made of it.
-    seen = mask.segment_ids if kernel == "plain" else mask.sight
+    seen = {"plain": mask.segment_ids, "pallas": mask.sight, "tokamax": mask.starts, "cudnn": None}[kernel]
     in_specs = q_spec, kv_spec, kv_spec, jax.tree.map(lambda x: jax.typeof(x).sharding.spec, seen)
     out_specs = q_spec, spec("batch", "seq", "kv_heads", None)
 
@@ -72,6 +74,8 @@ def attend(
                 out, lse = cudnn.attend_to_rows(q, k, v, window=mask.window, scale=scale), None
             case "pallas":
                 out, lse = pallas.attend_to_rows(q, k, v, seen, window=mask.window, scale=scale, interpret=interpret)
+            case "tokamax":
+                out, lse = tokamax_kernel.attend_to_rows(q, k, v, seen, window=mask.window, scale=scale), None
             case "plain":
                 ids = None if seen is None else plain.whole_rows(seen)
                 rows = Mask(window=mask.window, segment_ids=ids)

@@ -58,15 +58,21 @@ def with_forms(config: Config, axes: Mapping[str, int]) -> tuple[Config, dict[st
     return dataclasses.replace(config, parallel=parallel), told
 
 
-def attention_kernel(config: Config, axes: Mapping[str, int], *, is_gpu: bool) -> tuple[str, str | None]:
+def attention_kernel(config: Config, axes: Mapping[str, int], capability: tuple[int, ...] | None) -> tuple[str, str | None]:
     """Which kernel computes attention when `config`, whose forms are chosen, is trained, and why, in one line; and a warning
     if it is none that a GPU deserves.
+
+    Args:
+        config: the run.
+        axes: sizes of the mesh axes.
+        capability: CUDA's version of the GPUs' architecture; None: there are none.
 
     Raises:
         ConfigError: the one that is asked for cannot.
     """
-    asked = config.model.attention_kernel
-    kernel, reason = choose(asked, Site.of(config.model, axes, config.parallel.sequence, is_gpu=is_gpu))
+    asked, is_gpu = config.model.attention_kernel, capability is not None
+    site = Site.of(config.model, axes, config.parallel.sequence, is_gpu=is_gpu, capability=capability)
+    kernel, reason = choose(asked, site)
     told = f"{kernel}: {reason}"
     if kernel != "plain" or asked == "plain" or not is_gpu:
         return told, None

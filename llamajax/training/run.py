@@ -45,7 +45,7 @@ def run(config: Config, *, dry_run: bool = False) -> None:
         remat, reason = fastest_remat(config, abstract, say)
         in_forms, forms = with_forms(config.changed({"model.remat": remat}), mesh)
         forms |= {"remat": f"{remat}: {reason}"} if config.model.remat == "auto" else {}
-        kernel, warning = attention_kernel(in_forms, mesh, is_gpu=jax.default_backend() == "gpu")
+        kernel, warning = attention_kernel(in_forms, mesh, compute_capability())
         matmuls = float8_matmuls(config, compute_capability())
         for setting, form in (forms | {"attention": kernel} | matmuls).items():
             console.log(f"{setting:10} {form}")

@@ -22,7 +22,7 @@ from llamajax.parallel.allowance import MEMORY_FRACTION, VARIABLE
 from llamajax.parallel.arrays import named_arrays
 from llamajax.step.batch import batch_sharding
 from llamajax.step.compile import compile_with, compiler_options, lower
-from llamajax.step.forms import attention_kernel, with_forms
+from llamajax.step.forms import attention_kernel, compute_capability, with_forms
 from llamajax.step.state import abstract_state, init_state
 from llamajax.weights import names
 from llamajax.weights.place import read_array
@@ -77,7 +77,7 @@ def _llamajax(task: Task, choice: Choice) -> dict[str, Any]:
                 part = (*(slice(None),) * names.is_stacked(tensor.array), *tensor.part)
                 yield tensor.hf_name, _sum_of_squares(arrays[tensor.array], part)
 
-    told, _ = attention_kernel(config, axes, is_gpu=is_gpu)
+    told, _ = attention_kernel(config, axes, compute_capability())
     return _measured(case, _batches(case, choice, batch_sharding()), step, squares) | {
         "compile_s": compile_s, "attention": fused_calls(compiled.as_text() or ""), "note": told,
     }  # fmt: skip

@@ -9,9 +9,9 @@ from scripts.bench_attention import Case, run, seen_pairs, segment_ids, table
 
 def test_kernels_agree_and_none_is_timed_without_a_gpu(capsys):
     rows = run([Case(8, 32, 6)], toy=True)
-    assert [row["kernel"] for row in rows] == ["cudnn", "pallas", "plain"]
+    assert [row["kernel"] for row in rows] == ["cudnn", "tokamax", "pallas", "plain"]
     for row in rows:
-        if row["kernel"] == "cudnn":
+        if row["kernel"] in ("cudnn", "tokamax"):
             assert "it needs NVIDIA GPUs" in row["cannot"]
         else:
             assert row["error"] <= bench_attention.TOLERANCE

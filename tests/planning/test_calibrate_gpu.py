@@ -25,7 +25,7 @@ from llamajax.planning.xla.compile import planned_mesh
 from llamajax.planning.xla.hlo import Module
 from llamajax.planning.xla.parse import parse
 from scripts import calibrate_gpu
-from scripts.calibrate_gpu import CalibrateConfig, Timing, data_sheet, programs, repeated, solved, timed
+from scripts.calibrate_gpu import CalibrateConfig, Timing, data_sheet, programs, repeated, scores_behind, solved, timed
 
 BASE = load_config(calibrate_gpu.ROOT / "configs" / "llama3_2_1b_8xh100.yaml")
 ONE = {"hardware.gpus_per_node": 1, "mesh.fsdp": 1}
@@ -40,7 +40,8 @@ def _no_mesh(_mesh):
 
 def compiled(work, shapes, device, count=5) -> Module:
     arguments = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=jax.sharding.SingleDeviceSharding(device)) for x in shapes]
-    return parse(jax.jit(partial(repeated, work, count)).lower(*arguments).compile().as_text() or "")
+    with jax.default_device(device):
+        return parse(jax.jit(partial(repeated, work, count)).lower(*arguments).compile().as_text() or "")
 
 
 def test_every_result_of_a_loop_is_computed():
@@ -54,11 +55,12 @@ def check_that_constants_come_back(found, device, gpu):
     known = Constants(
         kernel_s=3e-6, memory_efficiency=0.7, matmul_efficiency=0.6, attention_efficiency=0.4,
         attention_backward_efficiency=0.3, pallas_efficiency=0.25, pallas_backward_efficiency=0.2,
+        tokamax_efficiency=0.55, tokamax_backward_efficiency=0.5,
     )  # fmt: skip
     machine, told = Machine(gpu=gpu), Machine(gpu=gpu, measured=known)
     for name, several in found.items():
         modules = [compiled(work, shapes, device) for work, shapes in several]
-        timelines = [replay(module, told, {}, calibrate_gpu.computed_by_pallas()) for module in modules]
+        timelines = [replay(module, told, {}, scores_behind(name)) for module in modules]
         assert not any(timeline.not_understood for timeline in timelines)
         value = solved(name, modules, sum(timeline.step_time_s for timeline in timelines), machine)
         assert value == pytest.approx(getattr(known, name), rel=1e-3), name
@@ -67,28 +69,34 @@ def check_that_constants_come_back(found, device, gpu):
 
 
 def test_constants_are_solved_for_from_what_the_cpu_runs():
-    measured = check_that_constants_come_back(programs("cpu"), jax.devices()[0], H100)
+    measured = check_that_constants_come_back(programs("cpu", None), jax.devices()[0], H100)
     assert measured.attention_efficiency is None
 
 
 @pytest.mark.usefixtures("gpu_compiler")
 @pytest.mark.parametrize("gpu", ["h100", "a100-40gb"])
 def test_constants_are_solved_for_from_what_gpus_run(gpu):
-    """With attention by cuDNN and by llamajax's own kernels, compiled for one that is not there."""
+    """With every kernel of attention that can be had, compiled for one that is not there."""
     config = BASE.changed(ONE | {"hardware.gpu": gpu})
     (device,) = planned_mesh(config).devices.flat
     found = next(known for known in calibrate_gpu.GPUS if known.name.lower() == gpu)
-    check_that_constants_come_back(programs("gpu"), device, found)
+    check_that_constants_come_back(programs("gpu", found.compute_capability), device, found)
 
 
 def test_what_is_not_measured_is_the_network():
-    left = {field.name for field in dataclasses.fields(Calibration)} - {*programs("gpu"), "host_bandwidth"}
-    assert left == {"node_link_efficiency", "gpu_link_efficiency", "compute_slowdown"}
+    left = {field.name for field in dataclasses.fields(Calibration)} - {*programs("gpu", (8, 0)), "host_bandwidth"}
+    assert left - {"tokamax_efficiency", "tokamax_backward_efficiency"} == {
+        "node_link_efficiency",
+        "gpu_link_efficiency",
+        "compute_slowdown",
+    }
 
 
 def test_attention_is_measured_by_the_kernels_of_plans():
     """Which count the same scores: half of the square, and what of their tiles is beside it."""
-    scores = calibrate_gpu.computed_by_pallas()
+    scores = scores_behind("pallas_backward_efficiency")
+    assert scores is not None
+    assert scores_behind("attention_efficiency") is scores_behind("kernel_s") is None
     seq_len = calibrate_gpu.shipped().changed(calibrate_gpu.ATTENTION).data.seq_len
     assert seq_len / 2 < min(scores) <= max(scores) < seq_len / 2 + 128
 
@@ -163,6 +171,6 @@ def test_the_whole_way_on_the_cpu(tmp_path):
     measurement = read_config(Measurement, str(tmp_path / "cpu.yaml"), (), Problems())
     assert (measurement.gpu, measurement.device) == ("cpu", "cpu")
     measured = {name for name, value in vars(measurement.constants).items() if value is not None}
-    assert measured == {*programs("cpu"), "host_bandwidth"}
+    assert measured == {*programs("cpu", None), "host_bandwidth"}
     with pytest.raises(ConfigError, match=r":2: gpu: measured on cpu, but hardware\.gpu is h100; "):
         read_measurement(HardwareConfig(gpu="h100", calibration=str(Path(tmp_path, "cpu.yaml"))))

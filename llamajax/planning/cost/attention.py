@@ -3,6 +3,7 @@
 from typing import NamedTuple
 
 from llamajax.config.formulas import keys_seen, mesh_sizes
+from llamajax.config.gpus import planned_gpu
 from llamajax.config.parallel import num_parts
 from llamajax.config.run import Config
 from llamajax.kernels.choice import Kernel, Site, choose
@@ -14,9 +15,13 @@ class Scores(NamedTuple):
     """Of attention, on average for each query and head: what kernels compute that skip what is not seen."""
 
     by_queries: float
-    """Forward, and backward for the queries."""
+    """Forward; and backward for the queries, of llamajax's own kernels."""
     by_keys: float
-    """Backward for the keys and values."""
+    """Backward for the keys and values; and for the queries, of tokamax's."""
+
+
+_TOKAMAX_TILE = TileSize(128, 128)
+"""Of tokamax's kernels, by its own rule for heads of 128 on Hopper: two of 64 at once, of queries or of keys."""
 
 
 def planned_kernel(config: Config) -> tuple[Kernel, str]:
@@ -25,13 +30,18 @@ def planned_kernel(config: Config) -> tuple[Kernel, str]:
     Raises:
         ConfigError: the one that is asked for cannot.
     """
-    site = Site.of(config.model, mesh_sizes(config), config.parallel.sequence, is_gpu=True)
+    capability = planned_gpu(config.hardware).compute_capability
+    site = Site.of(config.model, mesh_sizes(config), config.parallel.sequence, is_gpu=True, capability=capability)
     return choose(config.model.attention_kernel, site)
 
 
 def computed_scores(config: Config) -> Scores | None:
     """Of whole tiles, on the device that has most to compute; None: the kernel is none that skips tiles."""
-    if planned_kernel(config)[0] != "pallas":
+    kernel, _ = planned_kernel(config)
+    if kernel == "tokamax":
+        # Its backward pass skips what comes later in the row, but neither other documents nor what no window reaches.
+        return Scores(_mean(config, _TOKAMAX_TILE, 1), (config.data.seq_len + _TOKAMAX_TILE.keys) / 2)
+    if kernel != "pallas":
         return None
     parts = num_parts("seq", mesh_sizes(config))
     length = config.data.seq_len // parts

@@ -30,7 +30,7 @@ def planned_flops(config: Config) -> ExecutedFlops:
 
     Attention is two products forward and five backward, which computes the scores anew: of the visible part in a fused
     kernel; otherwise of the whole square, or of what a ring comes to, which of its 4 n^2 pairs of chunks is 2 n^2 + n.
-    llamajax's own kernels take three products for the gradients of queries and four for those of keys.
+    llamajax's own kernels and tokamax's take three products for the gradients of queries and four for those of keys.
     """
     config, _ = with_forms(config, mesh_sizes(config))
     model, seq_len = computed_model(config.model, mesh_sizes(config)), config.data.seq_len
@@ -49,7 +49,8 @@ def planned_flops(config: Config) -> ExecutedFlops:
     again_forward = 2 if model.remat == "full" else 0
     # Two FLOPs per multiply-add, and six products in `flops_per_token`: it counts four of the backward pass.
     if (scores := computed_scores(config)) is not None:
-        attention = 2 * L * heads * ((5 + again_forward) * scores.by_queries + 4 * scores.by_keys)
+        by_keys = 7 if planned_kernel(config)[0] == "tokamax" else 4
+        attention = 2 * L * heads * ((9 - by_keys + again_forward) * scores.by_queries + by_keys * scores.by_keys)
     elif planned_kernel(config)[0] == "cudnn":
         attention = (7 + again_forward) * (flops_per_token(model, seq_len) - matmul_flops) / 6
     else:

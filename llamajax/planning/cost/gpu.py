@@ -22,6 +22,9 @@ class Calibration:
     pallas_efficiency: float
     """Of the peak, by `llamajax.kernels.pallas` forward, causal, heads of 128, counting the tiles that it computes."""
     pallas_backward_efficiency: float
+    tokamax_efficiency: float
+    """The same of tokamax's kernels; on GPUs for which it has none, of no use."""
+    tokamax_backward_efficiency: float
     memory_efficiency: float
     """Of the memory bandwidth, by elementwise kernels and reductions."""
     host_bandwidth: float
@@ -43,10 +46,12 @@ class Calibration:
 # backward at 4K to 8K causal (FlashAttention-3, arXiv:2407.08608, figures 5 and 6: cuDNN); on A100, 180 together
 # (FlashAttention-2's benchmark), cuDNN at 0.82 of it. Nobody has measured llamajax's own kernels, which Triton compiles;
 # Triton's FlashAttention on H100 makes 353 TFLOP/s forward at 4K causal (FlashAttention-3, figure 5), which is taken for
-# A100 as well, where it is nearer to the best, and a sixth less for the backward passes. Memory: copies and fused updates
-# reach 0.85 to 0.9 on both. NVLink: nccl-tests' bus bandwidth of 230 of 300 GB/s and 360 of 450 GB/s. Network: nccl-tests
-# reach 0.8 to 0.9 of line rate where packets choose their way (InfiniBand, H100); A100 stand in clusters with Ethernet,
-# where flows collide (arXiv:2406.04594), and Megatron-LLaMA's 256 and 512 A100 with 4 x 200 Gb/s per node used 0.38 of it.
+# A100 as well, where it is nearer to the best, and a sixth less for the backward passes. tokamax on H100: its
+# authors' times, which it ships (version 0.0.17, data/autotuning; heads of 128, 4K and 8K causal), are 567 and 620 TFLOP/s
+# forward, 571 and 614 backward, where it computes seven products. Memory: copies and fused updates reach 0.85 to 0.9 on
+# both. NVLink: nccl-tests' bus bandwidth of 230 of 300 GB/s and 360 of 450 GB/s. Network: nccl-tests reach 0.8 to 0.9 of
+# line rate where packets choose their way (InfiniBand, H100); A100 stand in clusters with Ethernet, where flows collide
+# (arXiv:2406.04594), and Megatron-LLaMA's 256 and 512 A100 with 4 x 200 Gb/s per node used 0.38 of it.
 # Slow-down: 18.9% on average, measured on A100 and H100 (arXiv:2507.03114). Hosts: PCIe 4 and 5 with 16 lanes.
 CALIBRATIONS = {
     8: Calibration(
@@ -55,6 +60,8 @@ CALIBRATIONS = {
         attention_backward_efficiency=0.45,
         pallas_efficiency=0.36,
         pallas_backward_efficiency=0.30,
+        tokamax_efficiency=0.60,
+        tokamax_backward_efficiency=0.60,
         memory_efficiency=0.85,
         node_link_efficiency=0.38,
         host_bandwidth=25e9,
@@ -65,6 +72,8 @@ CALIBRATIONS = {
         attention_backward_efficiency=0.45,
         pallas_efficiency=0.36,
         pallas_backward_efficiency=0.30,
+        tokamax_efficiency=0.60,
+        tokamax_backward_efficiency=0.60,
         memory_efficiency=0.85,
         node_link_efficiency=0.85,
         host_bandwidth=50e9,

@@ -54,6 +54,7 @@ _UNDERSTOOD = _SAME_SIZE_OPCODES | _SCALED_OPCODES | _FREE_OPCODES | {
 _GEMM_TARGETS = ("__cublas$", "__cudnn$gemm")
 _CUDNN = "__cudnn$fmha"
 _TRITON = "__gpu$xla.gpu.triton"
+_MOSAIC = "mosaic_gpu"
 _KERNEL_NAME = re.compile(r'\bname = "(\w+)"')
 _PEAK_SHARE = {"f64": 1 / 16, "f32": 1 / 2, "s8": 2.0, "u8": 2.0}
 """Tensor-core rate against bfloat16's; f32 runs as TF32, XLA's default. Types of eight bits double it."""
@@ -119,6 +120,8 @@ class CostModel:
         size = sum(map(num_bytes, operands)) + num_bytes(instruction.shape)
         if target.startswith(_CUDNN):
             return self._cudnn_attention(instruction, operands, size)
+        if target.startswith(_MOSAIC):
+            return self._tokamax_attention(instruction, operands, size)
         kernel = _own_kernel(instruction)
         if kernel.startswith("attention"):
             return self._pallas_attention(kernel, operands, size)
@@ -167,6 +170,18 @@ class CostModel:
         }[kernel]
         queries = next(array for array in map(_array, operands) if len(array.dims) == 4)
         return self._attention(round(products * 2 * queries.num_elements * per_query), efficiency, size)
+
+    def _tokamax_attention(self, instruction: Instruction, operands: list[Shape], size: int) -> Cost:
+        """One of tokamax's, which have no names: forward it gives the output and two numbers of each query, backward the
+        gradient of the queries, or those of keys and values."""
+        assert self.scores is not None
+        calibration = self.machine.calibration
+        products, per_query, efficiency = {
+            3: (2, self.scores.by_queries, calibration.tokamax_efficiency),
+            1: (3, self.scores.by_keys, calibration.tokamax_backward_efficiency),
+            2: (4, self.scores.by_keys, calibration.tokamax_backward_efficiency),
+        }[len(list(arrays(instruction.shape)))]
+        return self._attention(round(products * 2 * _array(operands[0]).num_elements * per_query), efficiency, size)
 
     def _attention(self, flops: int, efficiency: float, size: int) -> Cost:
         work = flops / (self.machine.gpu.peak_flops * efficiency)
@@ -246,6 +261,8 @@ def compiled_attention(module: Module) -> Kernel:
     calls = [i for c in module.computations.values() for i in c.instructions.values() if i.opcode == "custom-call"]
     if any(_target(call).startswith(_CUDNN) for call in calls):
         return "cudnn"
+    if any(_target(call).startswith(_MOSAIC) for call in calls):
+        return "tokamax"
     return "pallas" if any(_own_kernel(call).startswith("attention") for call in calls) else "plain"
 
 

@@ -25,9 +25,9 @@ Bytes, FLOPs and seconds are per step and device unless said otherwise; shares a
   `wire_bytes_by_link` (sent), `wire_bytes_factor` (over the least; null if that is zero); `tokens_per_sec_per_device`,
   `mfu` (causal attention), `mfu_full_attention`, `hfu` (of the FLOPs that are executed), `flops` (executed),
   `rematerialized_flops` (of them, what XLA computes again to save memory), `flops_factor` (the others over the formula
-  with `model.remat`), `attention_kernel` (`cudnn`, `pallas`, `plain`); `sync_collectives_in_loops`; `not_understood`
-  (instructions whose cost is a guess); `collectives` (name, kind, axis, group_size, num_nodes, link, bytes, count,
-  seconds, hidden_s, exposed_s, is_sync, in_loop).
+  with `model.remat`), `attention_kernel` (`cudnn`, `pallas`, `tokamax`, `plain`); `sync_collectives_in_loops`;
+  `not_understood` (instructions whose cost is a guess); `collectives` (name, kind, axis, group_size, num_nodes, link,
+  bytes, count, seconds, hidden_s, exposed_s, is_sync, in_loop).
 - `without_profile`: the same group for the schedule by XLA's own guesses; `with_profile`: that by latencies, or null.
 - `alternatives`, with other settings: `changes`, `peak_bytes`, `fits`, `step_time_s`, `exposed_comm_s`,
   `exposed_fraction`, `sync_collectives_in_loops`. `best_changes`: of all that were compiled, those that fit and are fastest.
@@ -124,8 +124,9 @@ def estimated_figures(config: Config, missing: str) -> dict[str, Any]:
 
 def _kernels(config: Config) -> tuple[dict[str, str], str | None]:
     """What of `forms` is not of `parallel`, and `warning`."""
-    kernel, warning = attention_kernel(config, mesh_sizes(config), is_gpu=True)
-    return {"attention": kernel} | float8_matmuls(config, planned_gpu(config.hardware).compute_capability), warning
+    capability = planned_gpu(config.hardware).compute_capability
+    kernel, warning = attention_kernel(config, mesh_sizes(config), capability)
+    return {"attention": kernel} | float8_matmuls(config, capability), warning
 
 
 def figures(plan: Plan, sweep: Sweep | None = None, plans: Sequence[Plan] = ()) -> dict[str, Any]:

@@ -99,7 +99,9 @@ def compile_for(config: Config, *, latencies: str | None = None, untimed: bool =
     mesh = planned_mesh(config)
     told = compiler_options(config, mesh.size, latencies=latencies, untimed=untimed)
     told = {name: value for name, value in told.items() if not name.startswith("xla_dump_")}
-    with jax.set_mesh(mesh), tempfile.TemporaryDirectory(prefix="llamajax-plan-") as folder:
+    # The default device's architecture is what kernels are lowered for that ask for it, such as tokamax's.
+    planned = jax.default_device(mesh.devices.flat[0])
+    with jax.set_mesh(mesh), planned, tempfile.TemporaryDirectory(prefix="llamajax-plan-") as folder:
         try:
             lowered = lower(config, abstract_state(config))
         except EnvironmentMismatchError as error:

@@ -6,8 +6,9 @@ import pytest
 
 from llamajax.config.formulas import keys_seen, mean_keys
 from llamajax.config.parallel import MeshConfig
+from llamajax.kernels import choice
 from llamajax.kernels.pallas import sizes
-from llamajax.kernels.tiles import tiles
+from llamajax.kernels.tiles import Sizes, TileSize, tiles
 from llamajax.planning.cost.attention import computed_scores, planned_kernel, scores_of_calls
 from tests.planning.plans import CONFIG
 
@@ -71,6 +72,20 @@ def test_only_kernels_that_skip_tiles_have_scores(changes, kernel):
     config = CLOSED.changed(changes)
     assert planned_kernel(config)[0] == kernel
     assert (computed_scores(config) is not None) == (kernel == "pallas")
+
+
+@pytest.mark.parametrize("mean", [None, 1000.0])
+def test_tokamax_skips_documents_forward_only(monkeypatch, mean):
+    """Forward in tiles of 128 queries and keys; backward whole causal tiles, of which the last is full."""
+    monkeypatch.setattr(choice, "_missing", lambda: None)
+    changes = {"data.mean_document_length": mean, "model.compute_dtype": "bfloat16"}
+    found = computed_scores(CLOSED.changed(changes | {"model.attention_kernel": "tokamax"}))
+    tile = TileSize(128, 128)
+    ids = np.ones((1, LENGTH), np.int32) if mean is None else documents(mean, 40)
+    on_device = jnp.asarray(ids)
+    seen = tiles(Sizes(tile, tile), LENGTH, LENGTH, offset=0, window=None, q_ids=on_device, k_ids=on_device).of_queries
+    forward = float(np.sum(seen[:, :, 3] - seen[:, :, 0])) * tile.queries * tile.keys / len(ids) / LENGTH
+    assert found == pytest.approx((forward, (LENGTH + 128) / 2), rel=0.04 if mean else 1e-9)
 
 
 def test_devices_that_split_rows_share_them_out():

@@ -292,6 +292,32 @@ def test_the_own_kernel_of_swiglu_reads_and_writes_its_arrays():
     assert not model.not_understood
 
 
+@pytest.mark.parametrize(
+    ("results", "products", "scores", "efficiency"),
+    [
+        (("bf16[2,4096,16,128]", "f32[2,16,4096]", "f32[2,16,4096]"), 2, 2000.0, SHARE.tokamax_efficiency),
+        (("bf16[2,4096,16,128]",), 3, 2112.0, SHARE.tokamax_backward_efficiency),
+        (("bf16[2,4096,4,128]", "bf16[2,4096,4,128]"), 4, 2112.0, SHARE.tokamax_backward_efficiency),
+    ],
+    ids=("forward", "queries", "keys"),
+)
+def test_tokamax_skips_documents_forward_only(results, products, scores, efficiency):
+    lines = [
+        "%q = bf16[2,4096,16,128]{3,2,1,0} parameter(0)",
+        *(f"%{name} = bf16[2,4096,4,128]{{3,2,1,0}} parameter({i})" for i, name in enumerate("kv", 1)),
+        f"%o = {results[0] if len(results) == 1 else '(' + ', '.join(results) + ')'} custom-call(%q, %k, %v),"
+        ' custom_call_target="mosaic_gpu_v2", api_version=API_VERSION_TYPED_FFI, backend_config={module = "ML\\EFR{\\22"}',
+    ]
+    program = module("\n".join(lines))
+    model = CostModel(program, MACHINE, Scores(by_queries=2000.0, by_keys=2112.0))
+    found = model.cost(program.entry.root, program.entry)
+    flops = products * 2 * 2 * 4096 * 16 * 128 * scores
+    assert (found.kind, found.flops) == ("attention", flops)
+    assert found.seconds == pytest.approx(SHARE.kernel_s + flops / (1e15 * efficiency))
+    assert compiled_attention(program) == "tokamax"
+    assert not model.not_understood
+
+
 def test_copies_to_the_host_take_the_bus():
     found = cost("%x = f32[1000000]{0} parameter(0)\n%c = f32[1000000]{0:S(5)} copy(%x)")
     assert found == Cost("copy", about(SHARE.kernel_s + 4e6 / SHARE.host_bandwidth), 0, 4_000_000)
