@@ -267,7 +267,7 @@ def solved(name: str, modules: Collection[Module], seconds: float, machine: Mach
         tried = with_constant(machine, name, constant(x))
         return sum(replay(module, tried, {}, scores).step_time_s for module in modules)
 
-    low, high = (1e-4, 2e-4) if name == "kernel_s" else (1e3, 2e3)
+    low, high = (1e-4, 2e-4) if name == "kernel_s" else (1e6, 2e6)
     slope = (told(high) - told(low)) / (high - low)
     return constant(low + (seconds - told(low)) / slope)
 

@@ -104,9 +104,10 @@ def scattered_matmul(
         form: how the sums come to the devices.
         made: makes what is multiplied of y.
     """
-    if made is not None and isinstance(w, Float8):
-        y, made = made.of(y), None  # which is rounded, and then half as large: it is made by itself
     rings = form == "ring" and _size(shared_axes(residual)) > 1
+    if made is not None and (rings or isinstance(w, Float8)):
+        # By itself: XLA's kernels read the parts that a ring brings where they are, and round to eight bits what they make.
+        y, made = made.of(y), None
     if rings or made is not None or isinstance(w, Float8):
         return _scattered(rings, residual, made, y, *differentiable(w))
     outputs = "NMO"[: w.ndim - 1]
