@@ -77,13 +77,26 @@ def test_gpus_compile_it_for_any_width(gpu):
     assert memory.temp_size_in_bytes < 1024
 
 
+SHARED = {"mesh": MeshConfig(fsdp=-1, tensor=4)}
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("gpu_compiler")
-@pytest.mark.parametrize("remat", ["none", "save_attention_qkv_mlp", "full"])
 @pytest.mark.parametrize(
-    ("changes", "runs"), [({}, 1), ({"mesh": MeshConfig(fsdp=-1, tensor=4)}, 1), ({"model.matmul_dtype": "float8"}, 0)]
+    ("remat", "changes", "runs"),
+    [
+        ("none", {}, 1),
+        ("full", {}, 1),
+        ("save_attention_qkv_mlp", {}, 1),
+        ("save_attention", {"parallel.stack": "scan"}, 1),
+        ("save_attention_qkv_mlp", {"parallel.stack": "scan"}, 0),
+        ("full", SHARED | {"parallel.tensor": "collective"}, 1),
+        ("full", SHARED | {"parallel.tensor": "ring"}, 0),
+        ("full", {"model.matmul_dtype": "float8"}, 0),
+    ],
+    ids=str,
 )
-def test_a_layer_runs_it_once(remat, changes, runs):
+def test_a_layer_runs_it_once_where_it_reads_whole_gates(remat, changes, runs):
+    """And not where these come in parts, out of a stack of all layers or from a ring, or the product is rounded."""
     config = CONFIG.changed({"hardware.gpu": "h100", "model.remat": remat, "mesh": MeshConfig(fsdp=-1)} | changes)
-    module = parse(compile_for(config).hlo)
-    assert num_runs(module, "swiglu_gradient") == runs * config.model.num_layers
+    assert num_runs(parse(compile_for(config).hlo), "swiglu_gradient") == runs * config.model.num_layers
