@@ -1,50 +1,67 @@
-"""Attention's kernels beside each other, forward and backward, on the device that jax finds.
+"""Attention's kernels beside each other on one GPU, forward and backward.
 
     python scripts/bench_attention.py [--head_dims 64,128] [--seq_lens 2048,4096,8192] [--documents 0,1000] [--json FILE]
 
 One layer's attention of 16,384 tokens, 32 query heads over 8 kv heads, random bfloat16, causal; `documents` is their mean
-length in tokens, 0 for rows that are one document. Kernels take turns, so that a GPU that slows down slows all; the median
-of the rounds is told, and its TFLOP/s of what queries see (forward and backward: 3.5 times forward); spreads between
-quartiles are in the JSON. Every output and gradient is compared with the plain form's. Without a GPU, toy sizes prove the
-script, and times are not told.
+length in tokens, 0 for rows that are one document. Kernels are called as training calls them (`model.attention_kernel`) and
+take turns there and back (A B B A). Of each pass alone are told: the median of the rounds in ms; `spread`, the distance of
+their quartiles as a share of it; `of best`, the speed as a share of the fastest kernel's; `tflops`, of what queries see, a
+backward pass as 2.5 forward ones; and `peak`, the memory that its program needs.
+
+Exit code 1: a kernel failed, or has not the output and gradients of XLA's `plain` form. `--toy` tries all that on a CPU.
 """
 
 import argparse
+import importlib.util
+import itertools
 import json
+import os
 import statistics
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # for a machine where llamajax is not installed
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from rich.table import Table
 
-from llamajax.config.model import AttentionKernel
 from llamajax.config.parallel import MeshConfig
-from llamajax.errors import ConfigError
+from llamajax.errors import ConfigError, UserError
+from llamajax.kernels import choice
 from llamajax.kernels.attention import Mask, attend, with_sight
-from llamajax.kernels.choice import Kernel
+from llamajax.kernels.choice import Kernel, Site, is_on_gpu
 from llamajax.parallel.mesh import make_mesh
 from llamajax.parallel.sharding import spec
+from llamajax.step.forms import compute_capability
+from llamajax.units import format_bytes
+from llamajax.watch.console import log_own, print_table
+from llamajax.watch.outputs import check_outputs, write_output
+from scripts.bench import card
+from scripts.bench_gpu import about
 
-KERNELS: tuple[Kernel, ...] = ("cudnn", "tokamax", "pallas", "plain")
-TOLERANCE = 2e-2
+KERNELS: tuple[Kernel, ...] = ("plain", "pallas", "cudnn", "tokamax")
+PASSES = {"forward": 1.0, "backward": 2.5}
+"""With their products, in those of forward."""
+TOLERANCE = 2e-2  # of bfloat16's results, as a share of the largest number
 
 
 class Size(NamedTuple):
-    """Of what is measured, and how often."""
+    """Of what is measured, and how often: `calls` in each of `rounds`."""
 
     tokens: int
     heads: int
     kv_heads: int
     rounds: int
     calls: int
-    """In a round, one after the other."""
 
 
-GPU, TOY = Size(16_384, 32, 8, rounds=7, calls=10), Size(128, 2, 1, rounds=1, calls=1)
+GPU, TOY = Size(16_384, 32, 8, rounds=8, calls=10), Size(128, 2, 1, rounds=2, calls=1)
 
 
 class Case(NamedTuple):
@@ -54,6 +71,10 @@ class Case(NamedTuple):
     seq_len: int
     document_length: int
     """Mean, tokens; 0: rows are one document."""
+
+    def __str__(self) -> str:
+        documents = f"documents of {self.document_length:,}" if self.document_length else "one document each"
+        return f"heads of {self.head_dim}, rows of {self.seq_len:,}, {documents}"
 
 
 def segment_ids(case: Case, rows: int) -> np.ndarray | None:
@@ -72,120 +93,159 @@ def seen_pairs(ids: np.ndarray | None, rows: int, seq_len: int) -> int:
     return int(np.sum(index - np.maximum.accumulate(np.where(begins, index, 0), axis=1) + 1))
 
 
+def obstacle(kernel: Kernel, case: Case) -> str | None:
+    """Why a kernel cannot compute it here; None if it can."""
+    if kernel == "tokamax" and importlib.util.find_spec("tokamax") is None:
+        return "not installed"
+    is_packed, capability = case.document_length > 0, compute_capability()
+    site = Site(is_on_gpu(), "bfloat16", case.head_dim, is_packed, "gather", False, capability=capability)
+    return choice.obstacle(kernel, site)
+
+
+def compiled(kernel: Kernel, mask: Mask, heads: tuple[Any, Any, Any], d_out: Any) -> dict[str, jax.stages.Compiled]:
+    """`forward`, of q, k, v and the mask with its sight; `keep`, which makes of the same what the backward pass needs; and
+    `backward`, of that and the output's gradient. Arrays may be their shapes."""
+
+    def forward(q: jax.Array, k: jax.Array, v: jax.Array, mask: Mask) -> jax.Array:
+        return attend(q, k, v, mask, q.shape[-1] ** -0.5, kernel=kernel)[0]
+
+    def keep(q: jax.Array, k: jax.Array, v: jax.Array, mask: Mask) -> Callable[[jax.Array], Any]:
+        return jax.vjp(lambda q, k, v: forward(q, k, v, mask), q, k, v)[1]
+
+    def backward(pull_back: Callable[[jax.Array], Any], d_out: jax.Array) -> Any:
+        return pull_back(d_out)
+
+    kept = jax.jit(keep).lower(*heads, mask)
+    programs = {"keep": kept, "forward": jax.jit(forward).lower(*heads, mask)}
+    programs["backward"] = jax.jit(backward).lower(kept.out_info, d_out)
+    return {name: program.compile() for name, program in programs.items()}
+
+
 def measure(case: Case, size: Size, *, timed: bool) -> list[dict[str, Any]]:
-    """A row for each kernel: its times, or why it has none."""
-    rows, rng = max(1, size.tokens // case.seq_len), np.random.default_rng(0)
-    heads = (rows, case.seq_len, size.kv_heads)
-    shapes = ((*heads, size.heads // size.kv_heads, case.head_dim), (*heads, case.head_dim), (*heads, case.head_dim))
-
-    def drawn(shape: tuple[int, ...]) -> jax.Array:
-        values = jnp.asarray(rng.standard_normal(shape), jnp.bfloat16)
-        return jax.device_put(values, spec("batch", "seq", "kv_heads", *(None,) * (len(shape) - 3)))
-
-    (q, k, v), d_out, ids = map(drawn, shapes), drawn(shapes[0]), segment_ids(case, rows)
-    bare = Mask(segment_ids=None if ids is None else jax.device_put(ids, spec("batch", "seq")))
-    found: dict[Kernel, tuple[Callable[..., Any], Callable[..., Any]]] = {}
+    """A row for each kernel: its `error`, and of both passes time and memory; or why it `cannot`, or is `wrong`."""
+    rows = max(1, size.tokens // case.seq_len)
+    of_keys, ids = (rows, case.seq_len, size.kv_heads, case.head_dim), segment_ids(case, rows)
+    of_queries = (*of_keys[:3], size.heads // size.kv_heads, case.head_dim)
+    q, k, v, d_out = (_random(shape, seed) for seed, shape in enumerate((of_queries, of_keys, of_keys, of_queries)))
+    mask = Mask(segment_ids=None if ids is None else jax.device_put(ids, spec("batch", "seq")))
     told: dict[Kernel, dict[str, Any]] = {kernel: case._asdict() | {"kernel": kernel} for kernel in KERNELS}
-    truth: tuple[np.ndarray, ...] | None = None
-    for kernel in reversed(KERNELS):  # plain first
-        try:
-            mask = with_sight(bare, jax.ShapeDtypeStruct(q.shape, q.dtype), kernel=kernel)
-        except ConfigError as error:
-            told[kernel]["cannot"] = str(error)
+    calls: dict[tuple[Kernel, str], Callable[[], Any]] = {}
+    made: dict[tuple[Kernel, str], jax.stages.Compiled] = {}
+    truth: list[np.ndarray] = []
+    for kernel, row in told.items():
+        if reason := obstacle(kernel, case):
+            row["cannot"] = reason
             continue
-
-        def forward(
-            q: jax.Array, k: jax.Array, v: jax.Array, mask: Mask = mask, kernel: AttentionKernel = kernel
-        ) -> jax.Array:
-            return attend(q, k, v, mask, case.head_dim**-0.5, kernel=kernel)[0]
-
-        forward = jax.jit(forward)
-        both = jax.jit(lambda q, k, v, forward=forward: jax.vjp(forward, q, k, v)[1](d_out))
-        results = tuple(np.asarray(x, np.float32) for x in (forward(q, k, v), *both(q, k, v)))
-        truth = truth or results
-        told[kernel]["error"] = max(
-            float(np.abs(own - true).max() / np.abs(true).max()) for own, true in zip(results, truth, strict=True)
-        )
-        found[kernel] = forward, both
-    seconds: dict[tuple[Kernel, int], list[float]] = {}
-    for _ in range(size.rounds):
-        for kernel, functions in found.items():
-            for way, function in enumerate(functions):
-                seconds.setdefault((kernel, way), []).append(_seconds(function, (q, k, v), size.calls))
+        try:
+            seen = jax.jit(partial(with_sight, kernel=kernel))(mask, q)
+            programs = compiled(kernel, seen, (q, k, v), d_out)
+            backward = partial(programs["backward"], programs["keep"](q, k, v, seen), d_out)
+            both = {"forward": partial(programs["forward"], q, k, v, seen), "backward": backward}
+            results = [np.asarray(x, np.float32) for way in PASSES for x in jax.tree.leaves(both[way]())]
+        except (UserError, jax.errors.JaxRuntimeError, NotImplementedError) as error:
+            row["wrong"] = str(error).strip().partition("\n")[0][:200] or type(error).__name__
+            continue
+        truth = results if kernel == "plain" else truth
+        if truth:
+            off = [np.abs(own - true).max() / np.abs(true).max() for own, true in zip(results, truth, strict=True)]
+            row["error"] = float(np.max(off))
+            if not row["error"] <= TOLERANCE:
+                row["wrong"] = f"off the plain form by more than {TOLERANCE}"
+                continue
+        made |= {(kernel, way): programs[way] for way in PASSES}
+        calls |= {(kernel, way): call for way, call in both.items()}
     flops = 4 * seen_pairs(ids, rows, case.seq_len) * size.heads * case.head_dim
-    for (kernel, way), times in seconds.items() if timed else ():
-        name, work = (("forward", flops), ("forward_and_backward", 3.5 * flops))[way]
-        quartiles = statistics.quantiles(times, n=4)
+    taken = take_turns(calls, size)
+    for (kernel, way), seconds in taken.items() if timed else ():
+        low, median, high = statistics.quantiles(seconds, n=4)
+        best = min(statistics.median(times) for (_, other), times in taken.items() if other == way)
+        memory: Any = made[kernel, way].memory_analysis()
         told[kernel] |= {
-            f"{name}_s": statistics.median(times), f"{name}_spread_s": quartiles[2] - quartiles[0],
-            f"{name}_tflops": work / statistics.median(times) / 1e12,
+            f"{way}_ms": 1e3 * median, f"{way}_spread": (high - low) / median, f"{way}_of_best": best / median,
+            f"{way}_tflops": PASSES[way] * flops / median / 1e12, f"{way}_peak": memory.peak_memory_in_bytes,
         }  # fmt: skip
     return list(told.values())
 
 
-def _seconds(function: Callable[..., Any], arguments: tuple[jax.Array, ...], calls: int) -> float:
-    result = jax.block_until_ready(function(*arguments))
-    started = time.perf_counter()
-    for _ in range(calls):
-        result = function(*arguments)
-    jax.block_until_ready(result)
-    return (time.perf_counter() - started) / calls
+def _random(shape: tuple[int, ...], seed: int) -> jax.Array:
+    lies = spec("batch", "seq", "kv_heads", *(None,) * (len(shape) - 3))
+    return jax.device_put(jax.random.normal(jax.random.key(seed), shape, jnp.bfloat16), lies)
 
 
-def table(rows: list[dict[str, Any]]) -> str:
-    """For people: a line each."""
-    lines = [f"{'head':>5} {'seq':>6} {'docs':>6}  {'kernel':8} {'error':>8} {'forward':>20} {'forward + backward':>22}"]
+def take_turns(calls: Mapping[Any, Callable[[], Any]], size: Size) -> dict[Any, list[float]]:
+    """Seconds of each call in every round, by its name."""
+    taken = {which: list[float]() for which in calls}
+    for number in range(size.rounds):
+        for which in list(calls)[:: 1 if number % 2 == 0 else -1]:
+            result = jax.block_until_ready(calls[which]())
+            started = time.perf_counter()
+            for _ in range(size.calls):
+                result = calls[which]()
+            jax.block_until_ready(result)
+            taken[which].append((time.perf_counter() - started) / size.calls)
+    return taken
+
+
+_FORMS: dict[str, Callable[[Any], str]] = {"error": "{:.1e}".format}
+for _way in PASSES:
+    _FORMS |= {f"{_way}_ms": "{:.3f}".format, f"{_way}_spread": "{:.1%}".format, f"{_way}_of_best": "{:.0%}".format}
+    _FORMS |= {f"{_way}_tflops": "{:.0f}".format, f"{_way}_peak": format_bytes}
+
+
+def table(rows: Sequence[Mapping[str, Any]]) -> Table:
+    """Of one case, for people."""
+    shown = Table("kernel", box=None, padding=(0, 2, 0, 0), header_style="bold")
+    names = {name: None for row in rows for name in row if name not in (*Case._fields, "kernel")}
+    for name in names:
+        shown.add_column(name.replace("_", " "), justify="right" if name in _FORMS else "left")
     for row in rows:
-        where = f"{row['head_dim']:>5} {row['seq_len']:>6} {row['document_length'] or '-':>6}  {row['kernel']:8}"
-        if "cannot" in row:
-            lines.append(f"{where} {row['cannot']}")
-            continue
-        times = (
-            f"{row[f'{way}_s'] * 1e3:8.3f} ms {row[f'{way}_tflops']:5.0f} TF/s" if f"{way}_s" in row else "not measured"
-            for way in ("forward", "forward_and_backward")
-        )
-        lines.append(f"{where} {row['error']:8.1e} {' '.join(f'{text:>21}' for text in times)}")
-    return "\n".join(lines)
+        shown.add_row(row["kernel"], *(_FORMS.get(name, str)(row[name]) if name in row else "-" for name in names))
+    return shown
 
 
-def run(cases: list[Case], *, toy: bool) -> list[dict[str, Any]]:
-    """All cases, each told as it is done.
-
-    Raises:
-        SystemExit: a kernel's results are not the plain form's.
-    """
-    rows = []
-    jax.set_mesh(make_mesh(MeshConfig(), jax.devices()[:1]))
-    for case in cases:
-        rows += measure(case, TOY if toy else GPU, timed=not toy)
-        text = table(rows[-len(KERNELS) :]).split("\n", 1)
-        print(text[1] if len(rows) > len(KERNELS) else "\n".join(text), flush=True)
-    for row in rows:
-        if row.get("error", 0) > TOLERANCE:
-            off = f"{row['error']:.1e} off the plain form, and {TOLERANCE} is allowed"
-            raise SystemExit(f"{row['kernel']} is {off}: {row}")
-    return rows
-
-
-def main() -> None:
+def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[Case]]:
+    """The command line, and what it asks for; ends the process with exit code 2 where it is wrong."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--toy", action="store_true", help="on a CPU, rows of 64 tokens, documents of 16; no times")
     for name, default in (("head_dims", "64,128"), ("seq_lens", "2048,4096,8192"), ("documents", "0,1000")):
-        parser.add_argument(f"--{name}", default=default, help=f"default: {default}")
-    parser.add_argument("--json", type=Path, help="file for the rows and what they were measured with")
-    options = parser.parse_args()
-    head_dims, seq_lens, documents = (
-        [int(n) for n in text.split(",")] for text in (options.head_dims, options.seq_lens, options.documents)
-    )
-    toy = jax.default_backend() != "gpu"
-    if toy:
-        print("no GPU: toy sizes, and no times")
-        seq_lens, documents = [64], [n and 16 for n in documents]
-    cases = [Case(head_dim, seq_len, length) for head_dim in head_dims for seq_len in seq_lens for length in documents]
-    rows = run(cases, toy=toy)
-    if options.json is not None:
-        facts = {"device": jax.devices()[0].device_kind, "jax": jax.__version__, "toy": toy}
-        options.json.write_text(json.dumps(facts | {"rows": rows}, indent=1) + "\n")
+        parser.add_argument(f"--{name}", type=numbers, help=f"default: {default}", default=default)
+    parser.add_argument("--json", help="file for everything that was found")
+    found = parser.parse_args(arguments)
+    seq_lens, documents = ((64,), (0, 16)) if found.toy else (found.seq_lens, found.documents)
+    return found, list(itertools.starmap(Case, itertools.product(found.head_dims, seq_lens, documents)))
+
+
+def numbers(text: str) -> tuple[int, ...]:
+    return tuple(map(int, text.split(",")))
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Measures; returns the exit code."""
+    options, cases = parse(arguments)
+    named, rows = {"--json": options.json} if options.json else {}, list[dict[str, Any]]()
+    try:
+        check_outputs(named, named)
+        hardware = card.hardware(toy=options.toy)
+        if options.toy:
+            jax.config.update("jax_platforms", "cpu")
+        os.environ["CUDA_VISIBLE_DEVICES"] = card.index()
+        if not options.toy and jax.default_backend() != "gpu":
+            raise ConfigError("jax finds no GPU to measure on, where nvidia-smi does; pip install 'llamajax[cuda13]'")
+        jax.set_mesh(make_mesh(MeshConfig(), jax.devices()[:1]))
+        found = about(hardware) | {"toy": options.toy, "rows": rows}
+        log_own(f"device     {hardware['name']}{'; times and memory: not measured' if options.toy else ''}")
+        for case in cases:
+            log_own(f"\n{case}")
+            rows += measure(case, TOY if options.toy else GPU, timed=not options.toy)
+            print_table(table(rows[-len(KERNELS) :]))
+            write_output(named, "--json", lambda: json.dumps(found, indent=1) + "\n")
+    except UserError as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
+    wrong = sorted({row["kernel"] for row in rows if "wrong" in row})
+    log_own(f"wrong: {', '.join(wrong)}" if wrong else "no kernel is wrong")
+    return 1 if wrong else 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main(sys.argv[1:]))
