@@ -11,21 +11,26 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from llamajax.config.calibration import Constants, Measurement, read_measurement
-from llamajax.config.file import load_config, read_config
+from llamajax.config.file import dump_config, load_config, read_config
 from llamajax.config.machine import HardwareConfig
 from llamajax.config.yaml_text import Problems
 from llamajax.errors import ConfigError, EnvironmentMismatchError
+from llamajax.kernels import plain
+from llamajax.kernels.plain import Mask
+from llamajax.planning.cost.attention import planned_kernel
 from llamajax.planning.cost.gpu import Calibration, Machine
 from llamajax.planning.cost.replay import replay
-from llamajax.planning.plan import make_plan
-from llamajax.planning.xla.compile import planned_mesh
+from llamajax.planning.plan import make_plan, replayed
+from llamajax.planning.xla.compile import compile_for, planned_mesh
 from llamajax.planning.xla.hlo import Module
 from llamajax.planning.xla.parse import parse
 from scripts import calibrate_gpu
 from scripts.calibrate_gpu import CalibrateConfig, Timing, data_sheet, programs, repeated, scores_behind, solved, timed
+from tests.config.test_calibration import MEASUREMENT
 
 BASE = load_config(calibrate_gpu.ROOT / "configs" / "llama3_2_1b_8xh100.yaml")
 ONE = {"hardware.gpus_per_node": 1, "mesh.fsdp": 1}
@@ -102,6 +107,39 @@ def test_attention_is_measured_by_the_kernels_of_plans():
     assert seq_len / 2 < min(scores) <= max(scores) < seq_len / 2 + 128
 
 
+def test_what_is_measured_of_the_own_kernels_is_causal_attention():
+    """Forward and backward, as jax interprets them."""
+    q, k, v, d_out = calibrate_gpu.random(
+        [jax.ShapeDtypeStruct((2, 96, 2, *g, 16), jnp.float32) for g in ((2,), (), (), (2,))]
+    )
+    by_pallas = partial(calibrate_gpu.by_pallas, interpret=True)
+
+    def plainly(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        return plain.attend_to_rows(q, k, v, Mask(), 16**-0.5, first=0, kv_segment_ids=None, with_lse=False)[0]
+
+    found, true = (calibrate_gpu.and_gradients(attention, q, k, v, d_out) for attention in (by_pallas, plainly))
+    jax.tree.map(partial(np.testing.assert_allclose, atol=1e-5), found, true)
+
+
+@pytest.mark.usefixtures("gpu_compiler")
+def test_a_plan_goes_by_the_measured_rates_of_the_own_kernels(tmp_path):
+    """Each constant alone at half its rate: attention's share of a step is what is longer."""
+    closed = {"model.attend_across_documents": False, "model.num_layers": 2, "model.vocab_size": 512, "data.seq_len": 4096}
+    config = BASE.changed(ONE | closed | {"train.global_batch_size": 2, "train.grad_accum_steps": 1})
+    step = compile_for(config)
+    built_in = replayed(step, config).timeline
+    longer = {}
+    for name in ("pallas_efficiency", "pallas_backward_efficiency", "attention_efficiency", "tokamax_efficiency"):
+        slow = dataclasses.replace(MEASUREMENT, constants=Constants(**{name: getattr(Machine(gpu=H100).built_in, name) / 2}))
+        (tmp_path / "h100.yaml").write_text(dump_config(slow))
+        timeline = replayed(step, config.changed({"hardware.calibration": str(tmp_path / "h100.yaml")})).timeline
+        longer[name] = timeline.step_time_s - built_in.step_time_s
+    # Forward in two products, backward in seven, at 0.36 and 0.30 of the peak.
+    assert longer["pallas_backward_efficiency"] == pytest.approx(longer["pallas_efficiency"] * 7 / 2 * 0.36 / 0.30, rel=0.02)
+    assert longer["pallas_efficiency"] > 0
+    assert longer["attention_efficiency"] == longer["tokamax_efficiency"] == 0
+
+
 def test_a_median_counts_only_what_comes_after_the_warm_up(monkeypatch):
     """Results come after 0, 1, ... 5 seconds, and then every 10, but one takes 40."""
     ends = itertools.chain(range(6), (15, 25, 65), itertools.count(75, 10))
@@ -118,6 +156,12 @@ def test_the_runs_are_of_one_device(device):
         config = BASE.changed(changes)
         assert config.hardware.num_devices == 1
         assert not config.placement_problems(1)
+
+
+def test_runs_on_a_gpu_take_the_kernels_that_plans_take():
+    """cuDNN's, and llamajax's own: what is measured of both shows in a predicted step."""
+    on_gpu = [BASE.changed(changes | {"hardware.gpu": "h100"}) for changes in calibrate_gpu.RUNS["gpu"].values()]
+    assert [planned_kernel(config)[0] for config in on_gpu] == ["cudnn", "pallas", "cudnn"]
 
 
 @pytest.mark.slow
@@ -162,7 +206,8 @@ def test_the_whole_way_on_the_cpu(tmp_path):
     for name in ("kernel_s", "memory_efficiency", "matmul_efficiency", "host_bandwidth"):
         assert sum(line.startswith(f"{name} ") for line in lines) == 1
     (built_in,) = (line for line in lines if line.startswith("built in "))
-    assert "node_link_efficiency 0.85" in built_in
+    for constant in ("node_link_efficiency 0.85", "pallas_efficiency 0.36", "pallas_backward_efficiency 0.3,"):
+        assert constant in built_in
     assert "not measured" in built_in
     steps = [line for line in lines if ": step " in line]
     assert [line.count("not measured") for line in steps] == [2, 2, 2]  # of the H100: neither its step nor its constants
