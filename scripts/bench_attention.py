@@ -112,12 +112,9 @@ def compiled(kernel: Kernel, mask: Mask, heads: tuple[Any, Any, Any], d_out: Any
     def keep(q: jax.Array, k: jax.Array, v: jax.Array, mask: Mask) -> Callable[[jax.Array], Any]:
         return jax.vjp(lambda q, k, v: forward(q, k, v, mask), q, k, v)[1]
 
-    def backward(pull_back: Callable[[jax.Array], Any], d_out: jax.Array) -> Any:
-        return pull_back(d_out)
-
     kept = jax.jit(keep).lower(*heads, mask)
     programs = {"keep": kept, "forward": jax.jit(forward).lower(*heads, mask)}
-    programs["backward"] = jax.jit(backward).lower(kept.out_info, d_out)
+    programs["backward"] = jax.jit(lambda pull_back, d_out: pull_back(d_out)).lower(kept.out_info, d_out)
     return {name: program.compile() for name, program in programs.items()}
 
 
@@ -227,6 +224,7 @@ def main(arguments: Sequence[str]) -> int:
         check_outputs(named, named)
         hardware = card.hardware(toy=options.toy)
         if options.toy:
+            os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0"
             jax.config.update("jax_platforms", "cpu")
         os.environ["CUDA_VISIBLE_DEVICES"] = card.index()
         if not options.toy and jax.default_backend() != "gpu":
