@@ -140,6 +140,7 @@ def measure(case: Case, size: Size, *, timed: bool) -> list[dict[str, Any]]:
             both = {"forward": partial(programs["forward"], q, k, v, seen), "backward": backward}
             results = [np.asarray(x, np.float32) for way in PASSES for x in jax.tree.leaves(both[way]())]
         except (UserError, jax.errors.JaxRuntimeError, NotImplementedError) as error:
+            # Refused by the door, by XLA or the GPU, or by the kernel's library: told in its row and by the exit code.
             row["wrong"] = str(error).strip().partition("\n")[0][:200] or type(error).__name__
             continue
         truth = results if kernel == "plain" else truth

@@ -109,7 +109,7 @@ _attend.defvjp(_attend_and_keep, _gradients)
 def _kernel() -> Any:
     """The `tokamax.Op` forward, whose `vjp` is that backward."""
     # `tokamax.ops.gpu`, which has it under a public name, cannot be imported without jax-triton.
-    from tokamax._src.ops.attention import pallas_mosaic_gpu  # pyright: ignore[reportMissingImports]  # optional
+    from tokamax._src.ops.attention import pallas_mosaic_gpu  # pyright: ignore[reportMissingImports]  # an extra
 
     return pallas_mosaic_gpu.PallasMosaicGpuFlashAttention()
 
@@ -125,6 +125,6 @@ def _how(q: jax.Array, k: jax.Array, v: jax.Array, starts: jax.Array | None, sca
 
 def _own_sizes() -> Any:
     """Tiles by tokamax's rule for the shape. It ships tuned ones for a few shapes, and warns of every other."""
-    from tokamax import config  # pyright: ignore[reportMissingImports]  # optional
+    from tokamax import config  # pyright: ignore[reportMissingImports]  # an extra
 
     return config.ignore_autotuning_cache(True)
