@@ -189,6 +189,10 @@ def expected_bytes(
     replicas = num_parts("batch", mesh) * sequence // num_parts("embed", mesh)
     late = replicas > 1 and (config.parallel.grad_reduce == "step" or config.parallel.zero_data == 1)
     copied = _params_per_device(model, tensor) if config.parallel.zero < 3 else whole + (own if late else 0)
+    # What is held whole for the step has no gradient as it is stored until all else is done. But for `zero: 1`, which holds
+    # all, one such gradient of a micro-batch is there at a time: the head's is summed up before the embedding's is made.
+    held_back = whole if config.parallel.zero == 1 else min(whole, V * D)
+    gradients = (stored + summed) * (own - whole // num_parts("embed", mesh)) + wide * held_back + summed * whole
     # Matrices in float8 are there beside those they are made of, but for `zero: 2` as a device keeps these.
     rounded = L * sum(layer_matrices(computed)[name] for name in model.float8_weights) // tensor
     rounded = {1: rounded, 2: (1 - wide) * rounded, 3: rounded // num_parts("embed", mesh)}[config.parallel.zero]
@@ -200,7 +204,7 @@ def expected_bytes(
         "parameters": stored * shard,
         "optimizer": 2 * moment * shard,
         "batch": 16 * rows * config.train.grad_accum_steps * config.data.seq_len // sequence,
-        "gradients": (stored + summed) * own + (wide + summed) * whole,
+        "gradients": gradients,
         "activations": L * tokens * saved * wide,
         "logits": max(0, loss - layer - collectives),
         "collectives": collectives + wide * copied + rounded,

@@ -4,13 +4,14 @@ import dataclasses
 
 import pytest
 
-from llamajax.config.formulas import minimum_state_bytes, num_params
+from llamajax.config.formulas import mesh_sizes, minimum_state_bytes, num_params, params_gathered_once
 from llamajax.config.training import OptimizerConfig
 from llamajax.kernels.cudnn import workspace_bytes
 from llamajax.parallel.allowance import VARIABLE
 from llamajax.planning import memory
 from llamajax.planning.cost.network import num_communicators
 from llamajax.planning.xla.parse import parse
+from llamajax.step.forms import with_forms
 from tests.planning.compiled import CONFIG, compiled_step
 from tests.planning.modules import module
 
@@ -37,8 +38,11 @@ def test_the_estimate_follows_what_changes():
     assert more_rows["activations"] == 2 * base["activations"]
     assert more_rows["gradients"] < base["gradients"]  # no sum over micro-batches beside the micro-batch's own
     narrow = CONFIG.changed({"model.param_dtype": "bfloat16"})  # whose micro-batches' sum is fp32 all the same
-    shard = minimum_state_bytes(CONFIG) // 12
-    assert base["gradients"] - memory.estimate(narrow).by_kind["gradients"] == 2 * shard
+    mesh = mesh_sizes(CONFIG)
+    whole = params_gathered_once(with_forms(CONFIG, mesh)[0], mesh)
+    assert whole > 0
+    waiting = minimum_state_bytes(CONFIG) // 12 - whole // mesh["fsdp"]  # of what is whole there is no shard's gradient yet
+    assert base["gradients"] - memory.estimate(narrow).by_kind["gradients"] == 2 * waiting
     half = memory.estimate(CONFIG.changed({"optimizer.moment_dtype": "bfloat16"})).by_kind
     assert half["optimizer"] == base["optimizer"] // 2
     kept = [
