@@ -1,4 +1,4 @@
-"""Seeds faults into the parallel code, one at a time, and tells which test notices: the table of docs/faults.md.
+"""Seeds faults into parallel code and kernels, one at a time, and tells which test notices: the table of docs/faults.md.
 
     python scripts/faults.py [NAME ...]
 
@@ -25,7 +25,7 @@ DOCUMENT = ROOT / "docs" / "faults.md"
 FORMS = "tests/training/test_mesh_equivalence.py"
 HEAD = """# Faults that tests notice
 
-Each row is a fault in the code by which devices share work, seeded on its own into a copy of the project by
+Each row is a fault in the code by which devices share work or in a kernel, seeded on its own into a copy of the project by
 `python scripts/faults.py`, and the first test that then fails. What is changed stands in `scripts/faults.yaml`.
 
 Noticed: {noticed} of {tried}.

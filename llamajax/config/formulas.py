@@ -182,8 +182,7 @@ def expected_bytes(
     scores = min(max_chunk_scores, tokens * config.data.seq_len * model.num_heads // tensor)
     layer = tokens * wide * (4 * D + 6 * stream + 2 * heads + 2 * qkv + 4 * F) + 3 * scores * 4
     shard = _stored_params(config, mesh)
-    own = _params_per_device(model, num_parts("embed", mesh) * tensor)
-    whole = params_gathered_once(config, mesh)
+    own, whole = _params_per_device(model, num_parts("embed", mesh) * tensor), params_gathered_once(config, mesh)
     summed = DTYPE_BYTES[config.train.grad_accum_dtype] if config.train.grad_accum_steps > 1 else 0
     # A device's own part of the layers, whose gradients are reduced at the step's end, has a narrow copy.
     replicas = num_parts("batch", mesh) * sequence // num_parts("embed", mesh)
@@ -192,7 +191,6 @@ def expected_bytes(
     # What is held whole for the step has no gradient as it is stored until all else is done. But for `zero: 1`, which holds
     # all, one such gradient of a micro-batch is there at a time: the head's is summed up before the embedding's is made.
     held_back = whole if config.parallel.zero == 1 else min(whole, V * D)
-    gradients = (stored + summed) * (own - whole // num_parts("embed", mesh)) + wide * held_back + summed * whole
     # Matrices in float8 are there beside those they are made of, but for `zero: 2` as a device keeps these.
     rounded = L * sum(layer_matrices(computed)[name] for name in model.float8_weights) // tensor
     rounded = {1: rounded, 2: (1 - wide) * rounded, 3: rounded // num_parts("embed", mesh)}[config.parallel.zero]
@@ -204,7 +202,7 @@ def expected_bytes(
         "parameters": stored * shard,
         "optimizer": 2 * moment * shard,
         "batch": 16 * rows * config.train.grad_accum_steps * config.data.seq_len // sequence,
-        "gradients": gradients,
+        "gradients": (stored + summed) * (own - whole // num_parts("embed", mesh)) + wide * held_back + summed * whole,
         "activations": L * tokens * saved * wide,
         "logits": max(0, loss - layer - collectives),
         "collectives": collectives + wide * copied + rounded,
@@ -232,16 +230,14 @@ def least_wire_bytes(config: Config, mesh: Mapping[str, int]) -> float:
     replicas = num_parts("batch", mesh) * num_parts("seq", mesh) / shards
     weights = width * num_params(model) / mesh["tensor"]
     ends = width * model.vocab_size * model.embed_dim * (1 if model.tie_embeddings else 2) / mesh["tensor"]
-    rows = train.global_batch_size / num_parts("batch", mesh)
-    tokens = rows * config.data.seq_len / mesh["sequence"]
+    tokens = train.global_batch_size / num_parts("batch", mesh) * config.data.seq_len / mesh["sequence"]
     # Layers as they are gathered, and as their gradients are reduced; prefetched ones turn round at the last, whose weights
     # serve both passes; and the first may be gathered once.
     layers = weights - ends
     saved = sum((width - factors[name]) * size for name, size in layer_matrices(model).items())
     gathered = layers - model.num_layers * saved / mesh["tensor"]
-    parallel, micro_batches = config.parallel, train.grad_accum_steps
+    parallel, prefetches, micro_batches = config.parallel, config.parallel.prefetches, train.grad_accum_steps
     at_the_end = parallel.grad_reduce == "step" or parallel.zero == 1
-    prefetches = parallel.prefetches
     gathers = 1 if _keeps_weights(config) else 2 - 1 / model.num_layers if prefetches else 2
     often, first = gathers * gathered + layers, (gathered + layers) / model.num_layers
     if parallel.zero == 1:

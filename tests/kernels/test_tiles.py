@@ -53,17 +53,17 @@ def test_what_is_seen_is_computed_and_what_is_whole_needs_no_mask(case, for_quer
     check(np.asarray(found.of_keys)[0], visible.T, for_keys.keys, for_keys.queries)
 
 
-@pytest.mark.parametrize("padding", [0, 8])
+@pytest.mark.parametrize("padding", [0, 6, 8])
 def test_tiles_of_other_documents_are_skipped(padding):
-    """Four documents of 16 tokens, tiles of four: each sees its own four, and padding is not taken for an early document."""
+    """Four documents of 16 tokens, tiles of four: each sees its own four, and padding is not taken for an early document,
+    where it has tiles of its own nor where it begins in one of a document's."""
     ids = np.repeat(np.arange(1, 5, dtype=np.int32), 16)[None]
     ids[0, 64 - padding :] = 0
     size, on_device = TileSize(4, 4), jnp.asarray(ids)
     found = tiles(Sizes(size, size), 64, 64, offset=0, window=None, q_ids=on_device, k_ids=on_device)
     first, whole_first, whole_end, end = np.asarray(found.of_queries)[0].T
+    by_tile = ((ids[0][:, None] == ids[0]) & np.tri(64, dtype=bool)).reshape(16, 4, 16, 4)
+    some, whole = by_tile.any((1, 3)), by_tile.all((1, 3))
+    np.testing.assert_array_equal(first, some.argmax(1))
     np.testing.assert_array_equal(end, np.arange(1, 17))
-    starts = np.arange(16) // 4 * 4
-    starts[16 - padding // 4 :] = 16 - padding // 4
-    np.testing.assert_array_equal(first, starts)
-    # All but the tile on the diagonal is seen whole.
-    np.testing.assert_array_equal(np.where(end - first > 1, whole_end - whole_first, 0), end - first - 1)
+    np.testing.assert_array_equal(whole_end - whole_first, whole.sum(1))
