@@ -13,7 +13,7 @@ from llamajax import disk
 
 def test_a_file_that_could_not_be_written_is_not_there(tmp_path):
     with pytest.raises(TypeError):
-        disk.write_atomically(tmp_path / "a", b"half", "not bytes")  # pyright: ignore[reportArgumentType]
+        disk.write_atomically(tmp_path / "a", b"half", "not bytes")  # pyright: ignore[reportArgumentType] (the mistake)
     assert os.listdir(tmp_path) == []
 
 

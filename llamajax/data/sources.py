@@ -207,7 +207,7 @@ class Source:
         compression = {".gz": "gzip", ".zst": "zstd"}.get(path.suffix)
         with path.open("rb", buffering=0) as file:
             stream = pyarrow.CompressedInputStream(file, compression) if compression else file
-            lines = io.BufferedReader(stream, READ_BYTES)  # pyright: ignore[reportArgumentType]
+            lines = io.BufferedReader(stream, READ_BYTES)  # pyright: ignore[reportArgumentType] (pyarrow's reads like io's)
             number = 0
             while line := lines.readline(max_bytes + 1):
                 number += 1

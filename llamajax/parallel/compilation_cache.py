@@ -156,7 +156,7 @@ def _tell_shortly(folder: Path, say: Callable[[str], object]) -> None:
     def show_warning(message: Warning | str, *args: object, **kwargs: object) -> None:
         found = _UNUSABLE.match(str(message))
         if found is None:
-            show(message, *args, **kwargs)  # pyright: ignore[reportArgumentType]
+            show(message, *args, **kwargs)  # pyright: ignore[reportArgumentType] (as they came)
             return
         doing, program, reason = found.groups()
         say(f"{folder}: {program}: {doing} failed: {(reason.splitlines() or [''])[0]}; it is compiled")

@@ -45,7 +45,7 @@ class AdamW:
         """Applies gradients, which are sums over the tokens of the step, divided by how many there were and clipped."""
         optimizer = self._config
         self._count += 1
-        norm = torch.stack(torch._foreach_norm(grads, 2, torch.float32)).norm() / num_targets  # pyright: ignore[reportPrivateImportUsage]
+        norm = torch.stack(torch._foreach_norm(grads, 2, torch.float32)).norm() / num_targets  # pyright: ignore[reportPrivateImportUsage] (what torch's own optimizers call)
         factor = 1 / num_targets
         if optimizer.grad_clip_norm is not None:
             factor = factor * (optimizer.grad_clip_norm / norm).clamp(max=1)
@@ -162,7 +162,7 @@ def _trained(
             elif sums is None:
                 sums = [grad.float() for grad in grads]
             else:
-                torch._foreach_add_(sums, grads)  # pyright: ignore[reportPrivateImportUsage]
+                torch._foreach_add_(sums, grads)  # pyright: ignore[reportPrivateImportUsage] (as above)
         assert sums is not None
         optimizer.step(sums, num_targets)
 

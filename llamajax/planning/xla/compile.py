@@ -35,7 +35,7 @@ DUMP: dict[str, Option] = {
 
 
 class CompilerMissingError(UserError):
-    """XLA's compiler for GPUs is not installed, or of another version than jax."""
+    """XLA's compiler for GPUs is not installed, of another version than jax, or cannot be loaded."""
 
     exit_code = 2
 
@@ -135,16 +135,19 @@ def planned_mesh(config: Config) -> jax.sharding.Mesh:
     """The mesh of `config` over the GPUs that `config.hardware` describes; programs can be compiled for it, but not run.
 
     Raises:
+        CompilerMissingError: XLA's compiler for GPUs is installed, but jax could not load it.
         ConfigError: the configuration names no GPU, or its mesh does not fit their number.
     """
     cluster = config.hardware
+    target = target_config(planned_gpu(cluster))
     # Partitions x hosts x devices: as on a real cluster, where XLA takes every node for a partition of its own.
-    topology = topologies.get_topology_desc(
-        platform="cuda",
-        topology_name="plan",
-        target_config=target_config(planned_gpu(cluster)),
-        topology=f"{cluster.nodes}x1x{cluster.gpus_per_node}",
-    )
+    lies = f"{cluster.nodes}x1x{cluster.gpus_per_node}"
+    try:
+        topology = topologies.get_topology_desc(platform="cuda", topology_name="plan", target_config=target, topology=lies)
+    except NotImplementedError as error:
+        raise CompilerMissingError(
+            f"jax could not load its CUDA plugin, which compiles for GPUs ({error}); {REMEDY}"
+        ) from error
     return make_mesh(config.mesh, topology.devices)
 
 

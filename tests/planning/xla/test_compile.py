@@ -8,6 +8,7 @@ import jax
 import jaxlib.version
 import numpy as np
 import pytest
+from jax.experimental import topologies
 
 from llamajax.config.data import DataConfig, SourceConfig
 from llamajax.config.formulas import layer_matrix_bytes, mesh_sizes, minimum_state_bytes
@@ -168,6 +169,15 @@ def test_a_directory_for_temporary_files_that_is_missing_is_named(compiler, tmp_
 
 
 @pytest.mark.slow
+def test_a_compiler_that_jax_cannot_load_is_told_with_the_remedy(compiler, monkeypatch):
+    describe = topologies.get_topology_desc
+    monkeypatch.setattr(topologies, "get_topology_desc", lambda **known: describe(**known | {"platform": "unloaded"}))
+    with pytest.raises(
+        CompilerMissingError, match=r"could not load its CUDA plugin.*unloaded.*pip install 'llamajax\[plan\]'"
+    ):
+        compile_for(CONFIG)
+
+
 @pytest.mark.parametrize(
     "message",
     ["UNAVAILABLE: No PTX compilation provider is available.", "INTERNAL: libdevice not found at ./libdevice.10.bc"],

@@ -5,7 +5,7 @@ import pytest
 from scripts.bench.case import TOY, Case
 
 torch = pytest.importorskip("torch")
-from scripts.bench import torch_attention  # noqa: E402
+from scripts.bench import torch_attention  # noqa: E402  (these need torch)
 from scripts.bench.torch_rows import fused_kernels, micro_batches  # noqa: E402
 
 
