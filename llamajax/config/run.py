@@ -93,13 +93,14 @@ class Config(Settings):
             yield f"data.seq_len: {data.seq_len} is above model.max_seq_len={model.max_seq_len}; {remedy}"
         decaying = optimizer.warmup_steps + (optimizer.decay_steps or 0)
         if decaying > train.num_steps:
-            yield f"optimizer.warmup_steps: warm-up and decay take {decaying} steps, above train.num_steps={train.num_steps}"
+            took = f"warm-up and decay take {decaying} steps, above train.num_steps={train.num_steps}"
+            yield f"optimizer.warmup_steps: {took}; shorten them or train for more"
         last_traced = (profile.start_step or 0) + profile.num_steps - 1
         if profile.start_step is not None and last_traced > train.num_steps:
             steps = f"steps {profile.start_step} to {last_traced}"
-            yield f"profile.start_step: {steps} reach beyond train.num_steps={train.num_steps}"
+            yield f"profile.start_step: {steps} reach beyond train.num_steps={train.num_steps}; trace earlier ones"
         if train.eval_every is not None and data.held_out_fraction <= 0:
-            yield "train.eval_every: there is nothing to evaluate on with data.held_out_fraction=0"
+            yield "train.eval_every: data.held_out_fraction=0 leaves nothing to evaluate on; raise it or set null here"
         if self.mesh.num_cpu_devices is not None and not self.distributed.enabled:
             yield from self.placement_problems(self.mesh.num_cpu_devices)
         elif self.mesh.num_cpu_devices is None and self.hardware.gpu != "none":
