@@ -21,9 +21,15 @@ def _mesh():
     jax.set_mesh(mesh.make_mesh(MeshConfig()))
 
 
-@pytest.fixture
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if "gpu_compiler" in item.fixturenames:
+            item.add_marker("gpu_compiler")
+
+
+@pytest.fixture(scope="session")
 def gpu_compiler():
-    """Skips where XLA's compiler for GPUs (extra `plan`) is not installed; CI has it."""
+    """Skips where XLA's compiler for GPUs (extra `plan`) is not installed; CI has it for the tests so marked."""
     try:
         check_compiler()
     except CompilerMissingError as missing:

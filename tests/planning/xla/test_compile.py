@@ -41,20 +41,9 @@ CONFIG = tiny_config(
 """Four layers of 7B on two nodes."""
 
 
-@pytest.fixture
-def compiler():
-    try:
-        check_compiler()
-    except CompilerMissingError as missing:
-        pytest.skip(str(missing))
-
-
 @pytest.fixture(scope="module")
-def step() -> CompiledStep:
-    try:
-        return compile_for(CONFIG)
-    except CompilerMissingError as missing:
-        pytest.skip(str(missing))
+def step(gpu_compiler) -> CompiledStep:
+    return compile_for(CONFIG)
 
 
 def installed(monkeypatch, versions: dict[str, str]) -> None:
@@ -142,7 +131,7 @@ def test_the_program_is_for_all_devices_and_tensor_stays_within_a_node(step):
 
 
 @pytest.mark.slow
-def test_the_current_mesh_stays(compiler):
+def test_the_current_mesh_stays(gpu_compiler):
     before = jax.sharding.get_mesh()
     with pytest.raises(ConfigError, match=r"xla\.flags: .* does not know xla_gpu_no_such_thing"):
         compile_for(CONFIG.changed({"xla.flags": ("xla_gpu_no_such_thing=1",)}))
@@ -150,7 +139,7 @@ def test_the_current_mesh_stays(compiler):
 
 
 @pytest.mark.slow
-def test_where_xla_is_told_to_dump_its_programs_is_no_matter(compiler, tmp_path):
+def test_where_xla_is_told_to_dump_its_programs_is_no_matter(gpu_compiler, tmp_path):
     """Of two configurations that differ in it only, the same program comes, and its memory; nothing is dumped."""
     flags = ("xla_dump_to=" + str(tmp_path), "xla_dump_hlo_module_re=none", "xla_dump_compress_protos=true")
     config = tiny_config(hardware=HardwareConfig(gpu="h100"), xla=XlaConfig(flags=flags))
@@ -161,7 +150,7 @@ def test_where_xla_is_told_to_dump_its_programs_is_no_matter(compiler, tmp_path)
 
 
 @pytest.mark.slow
-def test_a_directory_for_temporary_files_that_is_missing_is_named(compiler, tmp_path, monkeypatch):
+def test_a_directory_for_temporary_files_that_is_missing_is_named(gpu_compiler, tmp_path, monkeypatch):
     monkeypatch.setenv("TMPDIR", str(tmp_path / "gone"))
     with pytest.raises(EnvironmentMismatchError, match=rf"^TMPDIR: .* cannot write to {tmp_path}/gone; set it to") as caught:
         compile_for(tiny_config(hardware=HardwareConfig(gpu="h100")))
@@ -169,7 +158,7 @@ def test_a_directory_for_temporary_files_that_is_missing_is_named(compiler, tmp_
 
 
 @pytest.mark.slow
-def test_a_compiler_that_jax_cannot_load_is_told_with_the_remedy(compiler, monkeypatch):
+def test_a_compiler_that_jax_cannot_load_is_told_with_the_remedy(gpu_compiler, monkeypatch):
     describe = topologies.get_topology_desc
     monkeypatch.setattr(topologies, "get_topology_desc", lambda **known: describe(**known | {"platform": "unloaded"}))
     with pytest.raises(
@@ -182,7 +171,7 @@ def test_a_compiler_that_jax_cannot_load_is_told_with_the_remedy(compiler, monke
     "message",
     ["UNAVAILABLE: No PTX compilation provider is available.", "INTERNAL: libdevice not found at ./libdevice.10.bc"],
 )
-def test_missing_tools_of_cuda_are_told_with_the_remedy(compiler, monkeypatch, message):
+def test_missing_tools_of_cuda_are_told_with_the_remedy(gpu_compiler, monkeypatch, message):
     def fail(lowered, options):
         raise jax.errors.JaxRuntimeError(message)
 
@@ -192,7 +181,7 @@ def test_missing_tools_of_cuda_are_told_with_the_remedy(compiler, monkeypatch, m
 
 
 @pytest.mark.slow
-def test_what_is_suggested_was_compiled_and_fits(compiler):
+def test_what_is_suggested_was_compiled_and_fits(gpu_compiler):
     too_large = CONFIG.changed({"model.remat": "none", "hardware.gpu": "a100-40gb", "train.global_batch_size": 256})
     assert not estimate(too_large).fits
     seconds: list[Config] = []
@@ -211,7 +200,7 @@ def test_what_is_suggested_was_compiled_and_fits(compiler):
         assert isinstance(suggestion.candidate.config, Config)
 
 
-def test_matmuls_multiply_and_collectives_carry_eight_bits(compiler):
+def test_matmuls_multiply_and_collectives_carry_eight_bits(gpu_compiler):
     changes = {"hardware.gpu": "h100", "model.matmul_dtype": "float8", "model.num_layers": 2, "train.grad_accum_steps": 1}
     module = parse(compile_for(CONFIG.changed(changes)).hlo)
     products, gathered = [], []
