@@ -2,7 +2,8 @@
 
 from collections.abc import Mapping
 
-from llamajax.config.formulas import DTYPE_BYTES, sequence_numbers
+from llamajax.config.communication import sequence_numbers
+from llamajax.config.formulas import DTYPE_BYTES
 from llamajax.config.model import ModelConfig
 from llamajax.config.parallel import SequenceForm, num_parts
 from llamajax.config.run import Config

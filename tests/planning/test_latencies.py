@@ -4,7 +4,8 @@ import pathlib
 
 import pytest
 
-from llamajax.config.formulas import least_wire_bytes, num_matmul_params
+from llamajax.config.communication import least_wire_bytes
+from llamajax.config.formulas import num_matmul_params
 from llamajax.config.gpus import planned_gpu
 from llamajax.errors import ConfigError
 from llamajax.planning.cost.attention import scores_of_calls

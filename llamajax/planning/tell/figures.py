@@ -8,7 +8,7 @@ Bytes, FLOPs and seconds are per step and device unless said otherwise; shares a
   of the rest only what formulas tell is there.
 - The run: `run`, `gpu`, `nodes`, `gpus_per_node`, `num_devices`, `mesh` (axis: size), `num_params`, `tokens_per_step` (of
   all devices), `model_flops` (of all devices, causal, without recomputation), `zero_minimum_bytes` (weights and moments,
-  evenly over all devices that can share them), `least_wire_bytes` (see `config.formulas`), `checkpoint_bytes` (one
+  evenly over all devices that can share them), `least_wire_bytes` (see `config.communication`), `checkpoint_bytes` (one
   checkpoint of all devices: weights and moments).
 - `forms`: by setting of `parallel` the form that was chosen, and why; and so for `attention` the kernel, and
   for `matmuls` those in float8, if any are. `warning`: that attention's kernel is none that is fused, or null.
@@ -49,9 +49,9 @@ import jax
 
 import llamajax
 from llamajax.config.calibration import read_measurement
+from llamajax.config.communication import least_wire_bytes
 from llamajax.config.formulas import (
     flops_per_token,
-    least_wire_bytes,
     mean_keys,
     mesh_sizes,
     minimum_state_bytes,
