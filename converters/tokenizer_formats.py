@@ -11,7 +11,7 @@ from typing import Any
 import sentencepiece
 import tokenizers
 from google.protobuf.message import DecodeError
-from sentencepiece.sentencepiece_model_pb2 import ModelProto  # pyright: ignore[reportAttributeAccessIssue] (made at run time)
+from sentencepiece.sentencepiece_model_pb2 import ModelProto  # pyright: ignore[reportAttributeAccessIssue] (protobuf makes it at run time)
 from tokenizers import Regex, pre_tokenizers
 
 from converters.tokenizer_growth import Vocabulary, new_merges

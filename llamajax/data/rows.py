@@ -209,7 +209,7 @@ class PackedRows(Sequence[Row]):
     def __len__(self) -> int:
         return self._packed.num_rows(self._side)
 
-    def __getitem__(self, index: int) -> Row:  # pyright: ignore[reportIncompatibleMethodOverride] (of no slice)
+    def __getitem__(self, index: int) -> Row:  # pyright: ignore[reportIncompatibleMethodOverride] (grain asks for no slice)
         return self._packed.row(self._side, index)
 
 

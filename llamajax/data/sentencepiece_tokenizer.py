@@ -8,7 +8,7 @@ import numpy as np
 import sentencepiece
 from google.protobuf.message import DecodeError
 from jaxtyping import Int32
-from sentencepiece.sentencepiece_model_pb2 import ModelProto  # pyright: ignore[reportAttributeAccessIssue] (made at run time)
+from sentencepiece.sentencepiece_model_pb2 import ModelProto  # pyright: ignore[reportAttributeAccessIssue] (protobuf makes it at run time)
 from tokenizers import AddedToken
 
 from llamajax.data.tokenizer_base import SPACE, Tokenizer, text_bytes

@@ -16,6 +16,7 @@ import warnings
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import jax
 from jax._src import compilation_cache as jax_cache  # how programs are packed has no public name
@@ -153,10 +154,10 @@ def _tell_shortly(folder: Path, say: Callable[[str], object]) -> None:
     """From here on a program that cannot be read or written costs a line, and is removed, as jax writes over none."""
     show = warnings.showwarning
 
-    def show_warning(message: Warning | str, *args: object, **kwargs: object) -> None:
+    def show_warning(message: Warning | str, *args: Any, **kwargs: Any) -> None:
         found = _UNUSABLE.match(str(message))
         if found is None:
-            show(message, *args, **kwargs)  # pyright: ignore[reportArgumentType] (as they came)
+            show(message, *args, **kwargs)
             return
         doing, program, reason = found.groups()
         say(f"{folder}: {program}: {doing} failed: {(reason.splitlines() or [''])[0]}; it is compiled")

@@ -82,6 +82,6 @@ def make(config: Config, *, packed: bool) -> tuple[Any, Any]:
             loss, grads = loss + own, jax.tree.map(jnp.add, grads, own_grads)
         grads = jax.tree.map(lambda grad: grad / num_targets, grads)
         updates, opt_state = optimizer.update(grads, opt_state, weights)
-        return optax.apply_updates(weights, updates), opt_state, loss / num_targets  # pyright: ignore[reportReturnType] (optax: any tree)
+        return optax.apply_updates(weights, updates), opt_state, loss / num_targets  # pyright: ignore[reportReturnType] (to optax any tree)
 
     return train_step, optimizer.init

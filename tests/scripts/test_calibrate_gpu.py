@@ -11,7 +11,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 from llamajax.config.calibration import Constants, Measurement, read_measurement
@@ -19,8 +18,6 @@ from llamajax.config.file import dump_config, load_config, read_config
 from llamajax.config.machine import HardwareConfig
 from llamajax.config.yaml_text import Problems
 from llamajax.errors import ConfigError, EnvironmentMismatchError
-from llamajax.kernels import plain
-from llamajax.kernels.plain import Mask
 from llamajax.planning.cost.attention import planned_kernel
 from llamajax.planning.cost.gpu import Calibration, Machine
 from llamajax.planning.cost.replay import replay
@@ -29,10 +26,11 @@ from llamajax.planning.xla.compile import compile_for, planned_mesh
 from llamajax.planning.xla.hlo import Module
 from llamajax.planning.xla.parse import parse
 from scripts import calibrate_gpu
-from scripts.calibrate_gpu import CalibrateConfig, Timing, data_sheet, programs, repeated, scores_behind, solved, timed
+from scripts.calibrate_gpu import CalibrateConfig, Timing, data_sheet, solved, timed
+from scripts.calibration.programs import ROOT, programs, repeated, scores_behind
 from tests.config.test_calibration import MEASUREMENT
 
-BASE = load_config(calibrate_gpu.ROOT / "configs" / "llama3_2_1b_8xh100.yaml")
+BASE = load_config(ROOT / "configs" / "llama3_2_1b_8xh100.yaml")
 ONE = {"hardware.gpus_per_node": 1, "mesh.fsdp": 1}
 H100 = data_sheet("cpu", "cpu")
 
@@ -96,29 +94,6 @@ def test_what_is_not_measured_is_the_network():
         "gpu_link_efficiency",
         "compute_slowdown",
     }
-
-
-def test_attention_is_measured_by_the_kernels_of_plans():
-    """Which count the same scores: half of the square, and what of their tiles is beside it."""
-    scores = scores_behind("pallas_backward_efficiency")
-    assert scores is not None
-    assert scores_behind("attention_efficiency") is scores_behind("kernel_s") is None
-    seq_len = calibrate_gpu.shipped().changed(calibrate_gpu.ATTENTION).data.seq_len
-    assert seq_len / 2 < min(scores) <= max(scores) < seq_len / 2 + 128
-
-
-def test_what_is_measured_of_the_own_kernels_is_causal_attention():
-    """Forward and backward, as jax interprets them."""
-    q, k, v, d_out = calibrate_gpu.random(
-        [jax.ShapeDtypeStruct((2, 96, 2, *g, 16), jnp.float32) for g in ((2,), (), (), (2,))]
-    )
-    by_pallas = partial(calibrate_gpu.by_pallas, interpret=True)
-
-    def plainly(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-        return plain.attend_to_rows(q, k, v, Mask(), 16**-0.5, first=0, kv_segment_ids=None, with_lse=False)[0]
-
-    found, true = (calibrate_gpu.and_gradients(attention, q, k, v, d_out) for attention in (by_pallas, plainly))
-    jax.tree.map(partial(np.testing.assert_allclose, atol=1e-5), found, true)
 
 
 @pytest.mark.usefixtures("gpu_compiler")
@@ -198,7 +173,7 @@ def test_a_gpu_that_is_not_planned_for_is_refused():
 @pytest.mark.usefixtures("gpu_compiler")
 def test_the_whole_way_on_the_cpu(tmp_path):
     command = [sys.executable, "scripts/calibrate_gpu.py", "--device", "cpu", "--output", str(tmp_path / "cpu.yaml")]
-    outcome = subprocess.run(command, cwd=calibrate_gpu.ROOT, capture_output=True, text=True, check=False)
+    outcome = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert outcome.returncode == 0, outcome.stderr
     assert "\r" not in outcome.stdout
     assert "\x1b" not in outcome.stdout

@@ -84,7 +84,7 @@ def test_the_page_loads_nothing_and_its_tags_match(tmp_path):
     without_void_tags = {"meta", "line", "path", "circle"}
 
     class Checker(html.parser.HTMLParser):
-        stack: list[str] = []  # noqa: RUF012  (of the one instance)
+        stack: list[str] = []  # noqa: RUF012  (one instance only)
 
         def handle_starttag(self, tag, attrs):
             if tag not in without_void_tags or tag == "line":

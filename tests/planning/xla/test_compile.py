@@ -157,7 +157,6 @@ def test_a_directory_for_temporary_files_that_is_missing_is_named(gpu_compiler, 
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.slow
 def test_a_compiler_that_jax_cannot_load_is_told_with_the_remedy(gpu_compiler, monkeypatch):
     describe = topologies.get_topology_desc
     monkeypatch.setattr(topologies, "get_topology_desc", lambda **known: describe(**known | {"platform": "unloaded"}))
@@ -219,7 +218,7 @@ def test_matmuls_multiply_and_collectives_carry_eight_bits(gpu_compiler):
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("compiler")
+@pytest.mark.usefixtures("gpu_compiler")
 @pytest.mark.parametrize(("remat", "micro_batches"), [("full", 1), ("save_attention", 2)])
 @pytest.mark.parametrize("stack", ["prefetch", "unrolled"])
 def test_prefetched_layers_take_five_layers_weights_more_than_a_plain_loop(remat, micro_batches, stack):

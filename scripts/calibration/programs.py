@@ -1,0 +1,137 @@
+"""The programs by which a GPU's constants are measured, and the loop in which each is repeated."""
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from llamajax.config.file import load_config
+from llamajax.config.run import Config
+from llamajax.kernels import cudnn, pallas, tokamax_kernel
+from llamajax.kernels.choice import Site, obstacle
+from llamajax.planning.cost.attention import Scores, computed_scores
+
+ROOT = Path(__file__).parents[2]
+Device = Literal["gpu", "cpu"]
+
+
+class Sizes(NamedTuple):
+    """How much is measured: rows of square matrices, and elements of every array whose bytes count; and for how many
+    seconds: a loop, all loops before anything counts (a busy GPU lowers its clocks), and all that do."""
+
+    square: int
+    elements: int
+    loop_s: float
+    warm_s: float
+    measured_s: float
+
+
+SIZES = {"gpu": Sizes(8192, 2**28, 0.2, 3.0, 6.0), "cpu": Sizes(512, 2**20, 0.02, 0.1, 0.3)}
+Work = Callable[..., Any]
+Shapes = list[jax.ShapeDtypeStruct]
+
+
+def many_kernels(x: jax.Array) -> jax.Array:
+    """32 kernels that move next to nothing."""
+    for _ in range(32):
+        x = lax.optimization_barrier(1 - x)
+    return x
+
+
+def adamw(p: jax.Array, m: jax.Array, v: jax.Array, g: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """An update of [N] float32: elementwise."""
+    m, v = 0.9 * m + 0.1 * g, 0.95 * v + 0.05 * g * g
+    return p - 1e-3 * (m * lax.rsqrt(jnp.abs(v) + 1e-8) + 0.1 * p), m, v
+
+
+def rms_norm(x: jax.Array) -> jax.Array:
+    """Of rows [T, D] bfloat16: reductions."""
+    wide = x.astype(jnp.float32)
+    return (wide * lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + 1e-5)).astype(x.dtype)
+
+
+ATTENTION = {
+    "model.head_dim": 128, "model.attend_across_documents": True, "data.seq_len": 4096, "mesh.fsdp": 1,
+    "hardware.gpus_per_node": 1,
+}  # fmt: skip
+"""What is measured of it, as a change to the shipped configuration: whole rows of 4,096 tokens."""
+
+
+def by_cudnn(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    return cudnn.attend_to_rows(q, k, v, window=None, scale=q.shape[-1] ** -0.5)
+
+
+def by_pallas(q: jax.Array, k: jax.Array, v: jax.Array, *, interpret: bool = False) -> jax.Array:
+    sight = pallas.sight(q.shape[1], k.shape[1], q.shape[-1])
+    return pallas.attend_to_rows(q, k, v, sight, window=None, scale=q.shape[-1] ** -0.5, interpret=interpret)[0]
+
+
+def and_gradients(attention: Work, q: jax.Array, k: jax.Array, v: jax.Array, d_out: jax.Array) -> Any:
+    """Both passes."""
+    out, pull_back = jax.vjp(attention, q, k, v)
+    return out, pull_back(d_out)
+
+
+def by_tokamax(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    return tokamax_kernel.attend_to_rows(q, k, v, None, window=None, scale=q.shape[-1] ** -0.5)
+
+
+def scores_behind(constant: str) -> Scores | None:
+    """What the attention kernel computes of the scores of which this constant tells; None: there is none, or its calls
+    themselves tell what they compute."""
+    kernel, *_ = constant.split("_")
+    if kernel not in ("pallas", "tokamax"):
+        return None
+    return computed_scores(shipped().changed(ATTENTION | {"model.attention_kernel": kernel}))
+
+
+def shipped() -> Config:
+    """The configuration of Llama-3.2 1B."""
+    return load_config(ROOT / "configs" / "llama3_2_1b_8xh100.yaml")
+
+
+def programs(device: Device, capability: tuple[int, ...] | None) -> dict[str, list[tuple[Work, Shapes]]]:
+    """What every constant is measured by, in this order: some take those before them as known. `capability` is the device's
+    version of CUDA's architectures."""
+    sizes, fp32, bf16 = SIZES[device], *(partial(jax.ShapeDtypeStruct, dtype=dtype) for dtype in (jnp.float32, jnp.bfloat16))
+    rows, square = bf16((sizes.elements // 2048, 2048)), bf16((sizes.square, sizes.square))
+    rows_of = 4, ATTENTION["data.seq_len"], 8
+    q, k = bf16((*rows_of, 4, 128)), bf16((*rows_of, 128))  # Llama-3's heads: four queries to a key
+    everywhere: dict[str, list[tuple[Work, Shapes]]] = {
+        "kernel_s": [(many_kernels, [fp32((1024,))])],
+        "memory_efficiency": [(adamw, [fp32((sizes.elements,))] * 4), (rms_norm, [rows])],
+        "matmul_efficiency": [(jnp.matmul, [square] * 2)],
+    }
+    if device == "cpu":
+        return everywhere
+    kernels = {"attention": by_cudnn, "pallas": by_pallas}
+    if obstacle("tokamax", Site(True, "bfloat16", 128, False, "gather", False, capability=capability)) is None:
+        kernels["tokamax"] = by_tokamax
+    for kernel, attention in kernels.items():
+        everywhere[f"{kernel}_efficiency"] = [(attention, [q, k, k])]
+        everywhere[f"{kernel}_backward_efficiency"] = [(partial(and_gradients, attention), [q, k, k, q])]
+    return everywhere
+
+
+def repeated(work: Work, count: int, *arguments: jax.Array) -> Any:
+    """The last of `count` results of `work`. Each waits for the one before it, whose sign goes into all arguments: XLA can
+    leave none of it out, nor take it out of the loop."""
+
+    def again(_: int, carried: tuple[Any, Any]) -> tuple[Any, Any]:
+        sign = jnp.sign(jax.tree.leaves(carried[1])[0].ravel()[0])
+        marked = [
+            lax.dynamic_update_slice(x, sign.astype(x.dtype).reshape((1,) * x.ndim), (0,) * x.ndim) for x in carried[0]
+        ]
+        return marked, work(*marked)
+
+    return lax.fori_loop(1, count, again, (list(arguments), work(*arguments)))[1]
+
+
+def random(shapes: Shapes) -> list[jax.Array]:
+    """Normal numbers: zeros cost a GPU less."""
+    keys = jax.random.split(jax.random.key(0), len(shapes))
+    return [jax.random.normal(key, x.shape, x.dtype) for key, x in zip(keys, shapes, strict=True)]
