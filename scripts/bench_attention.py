@@ -36,6 +36,7 @@ from llamajax.errors import ConfigError, UserError
 from llamajax.kernels import choice
 from llamajax.kernels.attention import Mask, attend, with_sight
 from llamajax.kernels.choice import Kernel, Site, is_on_gpu
+from llamajax.parallel.exit import end_with, exit_code
 from llamajax.parallel.mesh import make_mesh
 from llamajax.parallel.sharding import spec
 from llamajax.step.forms import compute_capability
@@ -205,46 +206,68 @@ def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[Case]]:
     """The command line, and what it asks for; ends the process with exit code 2 where it is wrong."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--toy", action="store_true", help="on a CPU, rows of 64 tokens, documents of 16; no times")
-    for name, default in (("head_dims", "64,128"), ("seq_lens", "2048,4096,8192"), ("documents", "0,1000")):
-        parser.add_argument(f"--{name}", type=numbers, help=f"default: {default}", default=default)
+    parser.add_argument("--head_dims", type=_several(1, 256), help="default: 64,128", default="64,128")
+    parser.add_argument("--seq_lens", type=_several(1, 2**20), help="tokens per row; default: 2048,4096,8192")
+    parser.add_argument("--documents", type=_several(0, 2**20), help="tokens in one, 0: the row; default: 0,1000")
     parser.add_argument("--json", help="file for everything that was found")
     found = parser.parse_args(arguments)
-    seq_lens, documents = ((64,), (0, 16)) if found.toy else (found.seq_lens, found.documents)
+    if found.toy and (found.seq_lens or found.documents):
+        parser.error("--toy has rows and documents of its own; leave --seq_lens and --documents out")
+    seq_lens = found.seq_lens or ((64,) if found.toy else (2048, 4096, 8192))
+    documents = found.documents or ((0, 16) if found.toy else (0, 1000))
     return found, list(itertools.starmap(Case, itertools.product(found.head_dims, seq_lens, documents)))
 
 
-def numbers(text: str) -> tuple[int, ...]:
-    return tuple(map(int, text.split(",")))
+def _several(least: int, most: int) -> Callable[[str], tuple[int, ...]]:
+    """Reads numbers with commas between them."""
+
+    def read(text: str) -> tuple[int, ...]:
+        numbers = text.split(",")
+        if wrong := [number for number in numbers if not number.isdecimal() or not least <= int(number) <= most]:
+            raise argparse.ArgumentTypeError(f"{wrong[0]!r} is no whole number from {least} to {most}")
+        return tuple(map(int, numbers))
+
+    return read
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Measures; returns the exit code."""
+    """Measures; returns the exit code: 1 where a kernel is wrong."""
     options, cases = parse(arguments)
+    wrong: set[str] = set()
+    code = exit_code(
+        lambda: wrong.update(measure_all(options, cases)),
+        memory_remedy="a GPU that nothing else uses", disk="stdout", disk_remedy="see to it and try again",
+    )  # fmt: skip
+    return code or bool(wrong)
+
+
+def measure_all(options: argparse.Namespace, cases: Sequence[Case]) -> set[str]:
+    """Measures and tells what is found; returns the kernels that are wrong.
+
+    Raises:
+        ConfigError: there is no GPU, or a file cannot be written.
+    """
     named, rows = {"--json": options.json} if options.json else {}, list[dict[str, Any]]()
-    try:
-        check_outputs(named, named)
-        hardware = card.hardware(toy=options.toy)
-        if options.toy:
-            os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0"
-            jax.config.update("jax_platforms", "cpu")
-        os.environ["CUDA_VISIBLE_DEVICES"] = card.index()
-        if not options.toy and jax.default_backend() != "gpu":
-            raise ConfigError("jax finds no GPU to measure on, where nvidia-smi does; pip install 'llamajax[cuda13]'")
-        jax.set_mesh(make_mesh(MeshConfig(), jax.devices()[:1]))
-        found = about(hardware) | {"toy": options.toy, "rows": rows}
-        log_own(f"device     {hardware['name']}{'; times and memory: not measured' if options.toy else ''}")
-        for case in cases:
-            log_own(f"\n{case}")
-            rows += measure(case, TOY if options.toy else GPU, timed=not options.toy)
-            print_table(table(rows[-len(KERNELS) :]))
-            write_output(named, "--json", lambda: json.dumps(found, indent=1) + "\n")
-    except UserError as error:
-        print(error, file=sys.stderr)
-        return error.exit_code
-    wrong = sorted({row["kernel"] for row in rows if "wrong" in row})
-    log_own(f"wrong: {', '.join(wrong)}" if wrong else "no kernel is wrong")
-    return 1 if wrong else 0
+    check_outputs(named, named)
+    hardware = card.hardware(toy=options.toy)
+    if options.toy:
+        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0"
+        jax.config.update("jax_platforms", "cpu")
+    os.environ["CUDA_VISIBLE_DEVICES"] = card.index()
+    if not options.toy and jax.default_backend() != "gpu":
+        raise ConfigError("jax finds no GPU to measure on, where nvidia-smi does; pip install 'llamajax[cuda13]'")
+    jax.set_mesh(make_mesh(MeshConfig(), jax.devices()[:1]))
+    found = about(hardware) | {"toy": options.toy, "rows": rows}
+    log_own(f"device     {hardware['name']}{'; times and memory: not measured' if options.toy else ''}")
+    for case in cases:
+        log_own(f"\n{case}")
+        rows += measure(case, TOY if options.toy else GPU, timed=not options.toy)
+        print_table(table(rows[-len(KERNELS) :]))
+        write_output(named, "--json", lambda: json.dumps(found, indent=1) + "\n")
+    wrong = {row["kernel"] for row in rows if "wrong" in row}
+    log_own(f"wrong: {', '.join(sorted(wrong))}" if wrong else "no kernel is wrong")
+    return wrong
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    end_with(lambda: main(sys.argv[1:]))

@@ -26,6 +26,7 @@ import importlib.metadata
 import importlib.util
 import itertools
 import json
+import math
 import os
 import platform
 import re
@@ -42,7 +43,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # for a machine where llamaj
 
 import jax
 
-from llamajax.errors import UserError
+from llamajax.parallel.exit import end_with, exit_code
 from llamajax.units import format_duration
 from llamajax.watch.console import log_own, print_table, waiting
 from llamajax.watch.outputs import check_outputs, write_output
@@ -52,6 +53,7 @@ from scripts.bench.checks import refusals
 from scripts.bench.child import Task
 from scripts.bench.figures import Run, ceiling, ceiling_figures, figures, peak_flops, table
 from scripts.bench.weights import write_weights
+from scripts.checkout import commit
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "torch", "triton", "transformers", "nvidia-cudnn-cu13")
 
@@ -67,7 +69,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--rows", type=_several(tuple(REMATS)), help=f"of {', '.join(REMATS)}; default: all that can be")
     parser.add_argument("--rounds", type=int, choices=range(1, 10), metavar="1-9", help="default: 2, or 1 with --toy")
     parser.add_argument("--choices", type=_choices, default={}, help="ROW=MICRO_BATCH:REMAT,..., instead of the rows' own")
-    parser.add_argument("--minutes", type=float, default=9.5, help="after which what still runs is ended; default: 9.5")
+    parser.add_argument("--minutes", type=_minutes, default=9.5, help="after which what still runs is ended; default: 9.5")
     parser.add_argument("--json", help="file for everything that was found")
     found = parser.parse_args(arguments)
     if found.toy and (found.models or found.seq):
@@ -91,6 +93,16 @@ def _several(known: Sequence[str]) -> Callable[[str], tuple[str, ...]]:
         return names
 
     return read
+
+
+def _minutes(text: str) -> float:
+    try:
+        minutes = float(text)
+    except ValueError:
+        minutes = math.nan
+    if not 0 <= minutes < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is no time that can be waited for")
+    return minutes
 
 
 def _choices(text: str) -> dict[str, Choice]:
@@ -213,42 +225,47 @@ def about(hardware: dict[str, Any]) -> dict[str, Any]:
     for name in PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[name] = importlib.metadata.version(name)
-    command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
-    try:
-        commit = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        commit = "unknown"
     return {
         "date": str(datetime.date.today()),
         "command": shlex.join(["python", *sys.argv]),
-        "commit": commit,
+        "commit": commit(),
         "hardware": hardware,
         "versions": versions,
     }
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Measures; returns the exit code."""
+    """Measures; returns the exit code: 1 where a row is refused."""
     options = parse(arguments)
+    refused: list[str] = []
+    code = exit_code(
+        lambda: refused.extend(measure(options)),
+        memory_remedy="a GPU that nothing else uses", disk=tempfile.gettempdir(), disk_remedy="see to it and try again",
+    )  # fmt: skip
+    return code or bool(refused)
+
+
+def measure(options: argparse.Namespace) -> list[str]:
+    """Measures all cases and tells what is found; returns those with the rows in them that are refused.
+
+    Raises:
+        ConfigError: there is no GPU, or a file cannot be written.
+    """
     named, cases = {"--json": options.json} if options.json else {}, list[dict[str, Any]]()
-    try:
-        jax.config.update("jax_platforms", "cpu")  # the GPU is for the processes that measure
-        check_outputs(named, named)
-        hardware = card.hardware(toy=options.toy)
-        log_own(f"device     {hardware['name']}")
-        found = about(hardware) | {"toy": options.toy, "cases": cases}
-        with tempfile.TemporaryDirectory(prefix="llamajax-bench-") as folder:
-            for case in Benchmark(options, hardware, Path(folder)).measure():
-                cases.append(case)
-                write_output(named, "--json", lambda: json.dumps(found, indent=1) + "\n")
-    except UserError as error:
-        print(error, file=sys.stderr)
-        return error.exit_code
-    refused = {str(Case(**case["case"])): [row for row, why in case["refused"].items() if why] for case in cases}
-    told = "; ".join(f"{case}: {', '.join(rows)}" for case, rows in refused.items() if rows)
-    log_own(f"refused: {told}" if told else "no row refused")
-    return 1 if told else 0
+    jax.config.update("jax_platforms", "cpu")  # the GPU is for the processes that measure
+    check_outputs(named, named)
+    hardware = card.hardware(toy=options.toy)
+    log_own(f"device     {hardware['name']}")
+    found = about(hardware) | {"toy": options.toy, "cases": cases}
+    with tempfile.TemporaryDirectory(prefix="llamajax-bench-") as folder:
+        for case in Benchmark(options, hardware, Path(folder)).measure():
+            cases.append(case)
+            write_output(named, "--json", lambda: json.dumps(found, indent=1) + "\n")
+    by_case = {str(Case(**case["case"])): [row for row, why in case["refused"].items() if why] for case in cases}
+    refused = [f"{case}: {', '.join(rows)}" for case, rows in by_case.items() if rows]
+    log_own(f"refused: {'; '.join(refused)}" if refused else "no row refused")
+    return refused
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    end_with(lambda: main(sys.argv[1:]))

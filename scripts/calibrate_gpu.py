@@ -18,7 +18,6 @@ import os
 import platform
 import shlex
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Collection, Iterator
@@ -47,7 +46,7 @@ from llamajax.config.rules import Settings
 from llamajax.config.run import Config
 from llamajax.errors import EnvironmentMismatchError
 from llamajax.parallel import startup
-from llamajax.parallel.exit import exit_code
+from llamajax.parallel.exit import end_with, exit_code
 from llamajax.planning.cost.gpu import Machine
 from llamajax.planning.cost.replay import replay
 from llamajax.planning.plan import make_plan, replayed
@@ -64,7 +63,6 @@ from llamajax.units import format_bytes
 from llamajax.watch.console import log_own, waiting
 from llamajax.watch.outputs import check_outputs, write_output
 from scripts.calibration.programs import (
-    ROOT,
     SIZES,
     Device,
     Shapes,
@@ -76,6 +74,7 @@ from scripts.calibration.programs import (
     scores_behind,
     shipped,
 )
+from scripts.checkout import commit
 
 NOT_MEASURED = "not measured"
 
@@ -233,15 +232,6 @@ def measure_constants(device: Device, command: str) -> Measurement:
     )  # fmt: skip
 
 
-def commit() -> str:
-    """Of this checkout, marked `-dirty` where files have changed since; `unknown` where there is none."""
-    command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
-    try:
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
-
-
 def measure_step(config: Config, device: Device) -> tuple[Timing, int | None]:
     """Of training's own step: its time, and the most bytes of arrays at once, where the device tells them."""
     startup.start(config)
@@ -335,4 +325,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end_with(main)

@@ -94,7 +94,7 @@ class Config(Settings):
         decaying = optimizer.warmup_steps + (optimizer.decay_steps or 0)
         if decaying > train.num_steps:
             took = f"warm-up and decay take {decaying} steps, above train.num_steps={train.num_steps}"
-            yield f"optimizer.warmup_steps: {took}; shorten them or train for more"
+            yield f"optimizer.warmup_steps: {took}; shorten warmup_steps or decay_steps, or train for more"
         last_traced = (profile.start_step or 0) + profile.num_steps - 1
         if profile.start_step is not None and last_traced > train.num_steps:
             steps = f"steps {profile.start_step} to {last_traced}"

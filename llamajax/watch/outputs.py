@@ -27,10 +27,11 @@ def check_outputs(options: Mapping[str, str], files: Collection[str], pages: Col
                 pass
             if is_new:
                 path.unlink()
-        except FileNotFoundError:
-            problems.append(f"{option}: {path}: there is no directory {path.parent}; make it, or name another file")
         except OSError as error:
-            problems.append(f"{option}: {path} cannot be written: {error.strerror}; name another file")
+            if isinstance(error, FileNotFoundError) and not path.parent.exists():
+                problems.append(f"{option}: {path}: there is no directory {path.parent}; make it, or name another file")
+            else:
+                problems.append(f"{option}: {path} cannot be written: {error.strerror}; name another file")
     problems += [
         f"{option}: {path}: what it names is a page; name a file that ends with .html"
         for option, path in named.items()

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -14,8 +13,8 @@ from llamajax.config.run import Config
 from llamajax.kernels import cudnn, pallas, tokamax_kernel
 from llamajax.kernels.choice import Site, obstacle
 from llamajax.planning.cost.attention import Scores, computed_scores
+from scripts.checkout import ROOT
 
-ROOT = Path(__file__).parents[2]
 Device = Literal["gpu", "cpu"]
 
 

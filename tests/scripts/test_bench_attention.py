@@ -98,9 +98,24 @@ def test_shapes_are_those_that_are_asked_for():
     assert cases == [Case(64, 2048, 0), Case(64, 2048, 1000), Case(64, 4096, 0), Case(64, 4096, 1000)]
     assert len(parse([])[1]) == 12
     assert {case.seq_len for case in parse(["--toy"])[1]} == {64}
+    assert parse(["--head_dims", "80", "--seq_lens", "32768", "--documents", "0"])[1] == [Case(80, 32768, 0)]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--head_dims", "wide"], "--head_dims: 'wide' is no whole number from 1 to 256"),
+        (["--head_dims", "64,0"], "--head_dims: '0' is no whole number from 1 to 256"),
+        (["--seq_lens", "1e3"], "--seq_lens: '1e3' is no whole number from 1 to 1048576"),
+        (["--documents", "-1"], "--documents: '-1' is no whole number from 0 to 1048576"),
+        (["--toy", "--documents", "0"], "--toy has rows and documents of its own; leave --seq_lens and --documents out"),
+    ],
+)
+def test_shapes_that_cannot_be_are_refused(arguments, message, capsys):
     with pytest.raises(SystemExit) as ended:
-        parse(["--head_dims", "wide"])
+        parse(arguments)
     assert ended.value.code == 2
+    assert message in capsys.readouterr().err
 
 
 def test_without_a_gpu_nothing_is_measured(monkeypatch, capsys):

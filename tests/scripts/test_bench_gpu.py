@@ -3,8 +3,11 @@
 import dataclasses
 import importlib.util
 import json
+import os
+import signal
 import subprocess
 import sys
+import time
 from typing import Any
 
 import numpy as np
@@ -225,6 +228,8 @@ def test_clocks_are_those_of_the_timed_steps(tmp_path):
             ["--choices", "llamajax=4:none,hf=2:save_attention"],
             "'hf=2:save_attention' must be such as llamajax=4:none, of hf: ",
         ),
+        (["--minutes", "nan"], "--minutes: 'nan' is no time that can be waited for"),
+        (["--minutes", "soon"], "--minutes: 'soon' is no time that can be waited for"),
     ],
 )
 def test_a_wrong_command_line_is_told(arguments, reason, capsys):
@@ -336,6 +341,20 @@ def test_the_whole_way_at_toy_size(tmp_path):
     for row in MEASURED:
         (only,) = case["measured"]["rows"][row]
         assert (len(only["losses"]), len(only["step_s"])) == (25, 4)
+
+
+def test_what_is_ended_leaves_no_process_and_no_weights(tmp_path):
+    command = [sys.executable, "scripts/bench_gpu.py", "--toy", "--rows", "llamajax"]
+    env = os.environ | {"TMPDIR": str(tmp_path)}
+    with subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.DEVNULL, start_new_session=True) as process:
+        while not [*tmp_path.glob("llamajax-bench-*/log")]:  # of the first process that measures
+            assert process.poll() is None
+            time.sleep(0.1)
+        process.terminate()
+    assert process.returncode == 128 + signal.SIGTERM
+    assert [*tmp_path.iterdir()] == []
+    with pytest.raises(ProcessLookupError):
+        os.killpg(process.pid, 0)
 
 
 @pytest.mark.slow
