@@ -4,8 +4,9 @@ Every message is one line: what is wrong, where (``file:line`` or the key), the 
 Our own invariants are ``assert``s and never end up here.
 """
 
-OUT_OF_MEMORY, INTERNAL_ERROR, DISK_ERROR = 5, 70, 74
-"""Exit codes for what is no `UserError`: the device's memory, a defect of ours, the disk."""
+OUT_OF_MEMORY, INTERNAL_ERROR, DISK_ERROR, TRY_AGAIN, GIVE_UP = 5, 70, 74, 75, 93
+"""Exit codes for what is no `UserError`: the device's memory, a defect of ours, the disk; what a new start may help (a process
+that was lost or stuck), and what it will not."""
 
 
 class UserError(ValueError):
@@ -53,7 +54,7 @@ class SaveError(UserError):
 class DivergedError(UserError):
     """Gradients stayed non-finite; running the same command again would not help."""
 
-    exit_code = 93
+    exit_code = GIVE_UP
 
 
 def show(text: str) -> str:

@@ -26,6 +26,7 @@ from llamajax.config.parallel import (
     num_parts,
     splits_residual,
 )
+from llamajax.config.recovery import RecoveryConfig, WatchdogConfig
 from llamajax.config.rules import Seed, Settings
 from llamajax.config.training import CheckpointConfig, OptimizerConfig, SampleConfig, TrainConfig
 from llamajax.config.watch import MetricsConfig, ProfileConfig
@@ -59,6 +60,10 @@ class Config(Settings):
     """Several processes in one run."""
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     """What is kept of the run."""
+    recovery: RecoveryConfig = field(default_factory=RecoveryConfig)
+    """What becomes of steps that went wrong."""
+    watchdog: WatchdogConfig = field(default_factory=WatchdogConfig)
+    """How long phases may take."""
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
     """What is shown."""
     profile: ProfileConfig = field(default_factory=ProfileConfig)

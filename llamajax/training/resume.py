@@ -10,7 +10,8 @@ from llamajax.config.run import Config
 from llamajax.errors import CheckpointError
 
 MAY_CHANGE = (
-    "run_dir", "mesh", "parallel", "distributed", "hardware", "xla", "data", "checkpoint", "metrics", "profile", "sample",
+    "run_dir", "mesh", "parallel", "distributed", "hardware", "xla", "data", "checkpoint", "recovery", "watchdog",
+    "metrics", "profile", "sample",
     "train.grad_accum_steps", "train.grad_accum_dtype", "train.eval_every", "train.eval_batches",
     "train.max_nonfinite_steps", "model.remat", "model.attention_kernel",
 )  # fmt: skip
