@@ -5,8 +5,8 @@ Our own invariants are ``assert``s and never end up here.
 """
 
 OUT_OF_MEMORY, INTERNAL_ERROR, DISK_ERROR, TRY_AGAIN, GIVE_UP = 5, 70, 74, 75, 93
-"""Exit codes for what is no `UserError`: the device's memory, a defect of ours, the disk; what a new start may help (a process
-that was lost or stuck), and what it will not."""
+"""Exit codes for what is no `UserError`: the device's memory, a defect of ours, the disk; what a new start may help (a
+process that was lost or stuck), and what it will not."""
 
 
 class UserError(ValueError):
