@@ -23,7 +23,7 @@ from llamajax.step.step import train_step
 ROOT = pathlib.Path(__file__).parent.parent
 ORDER = (
     ("errors", "units", "disk"),
-    "config", "parallel", "watch", "kernels", "model", "step", "data", "checkpoint", "weights", "planning", "generation",
+    "config", "launching", "parallel", "watch", "kernels", "model", "step", "data", "checkpoint", "weights", "planning", "generation",
     "evaluation", "verification", "training",
     ("train", "generate", "evaluate", "plan", "verify", "report"),
     "converters",
