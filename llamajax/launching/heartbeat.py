@@ -1,8 +1,8 @@
 """A sign of life of every process, which others on its host read, also when it cannot say anything any more.
 
-The launcher names a private directory in `LLAMAJAX_HEARTBEAT`; rank N (`LLAMAJAX_PROCESS_ID`) writes the file `N` there, in place, by one write of a
-fixed size: whenever something changes, and every half second from a thread. Where that thread does not get its turn, the
-time of the last `beat` tells.
+The launcher names a private directory in `LLAMAJAX_HEARTBEAT`; rank N (`LLAMAJAX_PROCESS_ID`) writes the file `N` there, in
+place, by one write of a fixed size: whenever something changes, and every half second from a thread. Where that thread does
+not get its turn, the time of the last `beat` tells.
 """
 
 import contextlib
