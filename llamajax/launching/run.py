@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from llamajax.config.launch import LaunchConfig
+from llamajax.config.run import Config
 from llamajax.errors import DISK_ERROR, GIVE_UP, TRY_AGAIN, UserError
 from llamajax.launching import addresses
 from llamajax.launching.cause import Cause, find_cause
@@ -50,7 +51,7 @@ def launch(config: LaunchConfig, program: Program) -> int:
             if signals.kill:
                 return 128 + (signals.stop or 0)
             if cause is None:
-                return DISK_ERROR if shown.is_lost else 0
+                return DISK_ERROR if shown.is_lost else config.stopped_code if _is_unfinished(program) else 0
             is_of_use = cause.exit_code in _CAN_HELP and program.run_dir is not None and config.max_restarts > 0
             if signals.stop is not None or not is_of_use:
                 return cause.exit_code
@@ -73,7 +74,7 @@ def launch(config: LaunchConfig, program: Program) -> int:
                 signals.wait(left)
             if signals.stop is not None:
                 shown.say(f"stopped by {signals.stop.name} before the restart; nothing was lost")
-                return 0
+                return config.stopped_code
 
 
 def _live(config: LaunchConfig, program: Program, shown: Output, signals: Signals) -> Cause | None:
@@ -130,6 +131,12 @@ def newest_step(run_dir: Path | None) -> int:
     checkpoints = run_dir / "checkpoints" if run_dir is not None else None
     names = os.listdir(checkpoints) if checkpoints is not None and checkpoints.is_dir() else []
     return max((int(name) for name in names if name.isascii() and name.isdecimal()), default=0)
+
+
+def _is_unfinished(program: Program) -> bool:
+    """Whether a training run has steps left; seen on every host, whichever got the signal that stopped it."""
+    is_training = isinstance(program.config, Config) and "--dry_run" not in program.arguments
+    return is_training and newest_step(program.run_dir) < program.config.train.num_steps
 
 
 def _record(program: Program, cause: Cause, step: int, after_s: float, shown: Output) -> None:
