@@ -114,7 +114,7 @@ def find_program(
     gpus = num_gpus(environment)
     is_given = any(argument.partition("=")[0] == _ENABLED for argument in arguments)
     joined = tuple(arguments) if is_given else (*arguments, _ENABLED, "true")
-    several = (config.num_processes or gpus) * hosts.count > 1
+    several = (config.num_processes or gpus or 1) * hosts.count > 1
     read = _read(config.module, joined if several else arguments)
     if read.mesh.num_cpu_devices:
         gpus = 0

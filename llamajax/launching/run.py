@@ -98,14 +98,16 @@ def _meeting_place(config: LaunchConfig, program: Program) -> tuple[str, str | N
 
 
 def _summary(program: Program) -> str:
-    ranks, several = program.ranks, program.num_local > 1
-    of_all = f", {ranks.start} to {ranks.stop - 1} of {program.num_processes}" if several else ""
-    where = f" on host {program.hosts.own} of {program.hosts.count}" if program.hosts.count > 1 else ""
-    of_all = of_all or (f", {ranks.start} of {program.num_processes}" if program.hosts.count > 1 else "")
-    each = " each" if several else ""
-    return (
-        f"{program.num_local} process{'es' if several else ''} of {program.module}{where}{of_all}, {program.devices}{each}"
-    )
+    """What runs here, in a line."""
+    several, hosts, ranks = program.num_local > 1, program.hosts, program.ranks
+    text = f"{program.num_local} process{'es' if several else ''} of {program.module}"
+    if hosts.count > 1:
+        text += f" on host {hosts.own} of {hosts.count}"
+    if program.num_processes > 1:
+        text += (
+            f": rank{f's {ranks.start} to {ranks.stop - 1}' if several else f' {ranks.start}'} of {program.num_processes}"
+        )
+    return f"{text}, {program.devices}{' each' if several else ''}"
 
 
 def _tell(config: LaunchConfig, program: Program) -> None:
@@ -135,8 +137,9 @@ def newest_step(run_dir: Path | None) -> int:
 
 def _is_unfinished(program: Program) -> bool:
     """Whether a training run has steps left; seen on every host, whichever got the signal that stopped it."""
-    is_training = isinstance(program.config, Config) and "--dry_run" not in program.arguments
-    return is_training and newest_step(program.run_dir) < program.config.train.num_steps
+    if not isinstance(program.config, Config) or "--dry_run" in program.arguments:
+        return False
+    return newest_step(program.run_dir) < program.config.train.num_steps
 
 
 def _record(program: Program, cause: Cause, step: int, after_s: float, shown: Output) -> None:
