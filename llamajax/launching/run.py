@@ -28,7 +28,7 @@ def main(config: LaunchConfig, arguments: Sequence[str], *, check: bool) -> int:
     try:
         program = find_program(config, arguments, find_hosts(os.environ))
         if check:
-            _tell(config, program)
+            _tell(program)
             return 0
         return launch(config, program)
     except UserError as error:
@@ -45,7 +45,7 @@ def launch(config: LaunchConfig, program: Program) -> int:
     newest = newest_step(program.run_dir)
     with Signals() as signals:
         while True:
-            cause = _live(config, program, shown, signals)
+            cause = _live(program, shown, signals)
             for line in () if cause is None else cause.lines:
                 shown.say(line)
             if signals.kill:
@@ -77,9 +77,9 @@ def launch(config: LaunchConfig, program: Program) -> int:
                 return config.stopped_code
 
 
-def _live(config: LaunchConfig, program: Program, shown: Output, signals: Signals) -> Cause | None:
+def _live(program: Program, shown: Output, signals: Signals) -> Cause | None:
     """One life of the processes; what ended it, None if they have done their part."""
-    address, bind_address = _meeting_place(config, program)
+    address, bind_address = _meeting_place(program)
     shown.say(f"{_summary(program)}{f'; they meet at {address}' if program.num_processes > 1 else ''}")
     with tempfile.TemporaryDirectory(prefix="llamajax-") as heartbeats:
         group = Group(program, shown, Path(heartbeats), address, bind_address)
@@ -87,13 +87,13 @@ def _live(config: LaunchConfig, program: Program, shown: Output, signals: Signal
     return find_cause(group.children, program.run_dir)
 
 
-def _meeting_place(config: LaunchConfig, program: Program) -> tuple[str, str | None]:
+def _meeting_place(program: Program) -> tuple[str, str | None]:
     """Where the processes meet, and where process 0 listens, unless it finds that out by itself."""
     hosts = program.hosts
     alone = f"{addresses.LOOPBACK}:{addresses.free_port()}" if hosts.count == 1 else hosts.coordinator
-    if config.interface is None or hosts.own > 0:
+    if program.interface is None or hosts.own > 0:
         return alone, None
-    named = addresses.join(addresses.interface_address(config.interface), addresses.host_and_port(alone)[1])
+    named = addresses.join(addresses.interface_address(program.interface), addresses.host_and_port(alone)[1])
     return named, named
 
 
@@ -110,9 +110,9 @@ def _summary(program: Program) -> str:
     return f"{text}, {program.devices}{' each' if several else ''}"
 
 
-def _tell(config: LaunchConfig, program: Program) -> None:
+def _tell(program: Program) -> None:
     """What would be started."""
-    address, bind_address = _meeting_place(config, program)
+    address, bind_address = _meeting_place(program)
     hosts = program.hosts
     print(f"hosts      {hosts.count}, this is host {hosts.own}; told by {hosts.told_by}")
     print(f"processes  {_summary(program)}")

@@ -53,6 +53,7 @@ def test_the_gpus_of_a_host_are_divided_among_its_processes_and_ranks_are_those_
     assert {one["LLAMAJAX_NUM_PROCESSES"] for one in told} == {str(len(ranks) * hosts.count)}
     assert {one["JAX_COORDINATOR_ADDRESS"] for one in told} == {"node0:99"}
     assert [one["JAX_LOCAL_DEVICE_IDS"] for one in told] == devices
+    assert [one.get("NCCL_SOCKET_IFNAME") for one in told] == ["lo" if hosts is ONE_HOST else None] * len(ranks)
     is_alone = len(ranks) * hosts.count == 1
     assert program.arguments[-2:] == (on_gpus(1)[-2:] if is_alone else ("--distributed.enabled", "true"))
     assert program.config.distributed.enabled != is_alone
