@@ -2,8 +2,8 @@
 
 A thread looks at the phases of the run (`llamajax.training.phases`). When one has outlasted its limit, the stacks of all
 threads go to a file, one line says what lasted too long, the other processes of the run are told, leave theirs, and all end
-with `TRY_AGAIN`. Those that wait for the stuck process outlast their limits with it: they let it speak first. What waits for
-other processes alone (an agreement, a lock) has no limit here: those have theirs, and one that is lost is noticed.
+with `TRY_AGAIN`. Those that wait for the stuck process outlast their limits with it: they let it speak first. Who waits for
+other processes to agree, or to give a lock free, has no limit: they have theirs, and one that is lost is noticed.
 
 A thread of Python does not run while native code holds the interpreter, nor in a process that was stopped. Then whoever
 reads the heartbeat from outside (`llamajax.launch`) sends SIGABRT, on which the stacks are written without it. Nothing here
@@ -24,6 +24,7 @@ from types import FrameType
 from typing import IO, Self
 
 from llamajax import disk
+from llamajax.checkpoint.write import Checkpointer
 from llamajax.config.recovery import WatchdogConfig
 from llamajax.data import progress
 from llamajax.errors import TRY_AGAIN
@@ -38,7 +39,10 @@ _STOPPED_S = 2.0  # by which a look that comes later means that the whole proces
 _WRITE_S = 1.0  # in which stacks must have been written: the disk may be what is stuck
 _LAST_WORD_S = 8.0  # after which the process ends, whatever keeps it from saying why
 
-_AGREEMENTS = {processes.Peers.everyones.__code__, inspect.unwrap(disk.locked).__code__, StopSignal.requested.__code__}
+_FOR_OTHERS = {
+    inspect.unwrap(function).__code__
+    for function in (processes.Peers.everyones, StopSignal.requested, disk.locked, Checkpointer._join)
+}  # in which a thread waits for what is watched itself: other processes, or the thread that commits
 _ARRAYS = "jax._src.array"  # the module in which a thread waits for the value of an array
 
 _WORDS = {
@@ -160,7 +164,7 @@ class Watchdog:
             if now < phase.deadline():
                 continue
             frame = sys._current_frames().get(thread)
-            if _is_in(_AGREEMENTS, frame):
+            if _is_in(_FOR_OTHERS, frame):
                 phase.restart(now)
             elif processes.peers() is not None and not phase.grace and _doing(phase, frame) == heartbeat.WAITING:
                 phase.grace = _GRACE_S
@@ -196,7 +200,7 @@ class Watchdog:
         os._exit(TRY_AGAIN)
 
     def _leave_stacks(self, reason: str, *, is_stuck: bool) -> None:
-        """Before this process ends because of another: that one was stuck, or lost while this one waited for long."""
+        """Before this process ends because of another: that one is stuck, or died after this one had waited for long."""
         now = time.monotonic()
         if is_stuck or any(phase.took(now) > phase.limit / 2 for _, phase in self._phases.running()):
             self._write_stacks(reason)
@@ -226,7 +230,7 @@ def _doing(phase: Phase, frame: FrameType | None) -> str:
     """What a thread does: as noted, or as its stack shows."""
     if phase.doing or frame is None:
         return phase.doing
-    if frame.f_globals.get("__name__") == _ARRAYS or _is_in(_AGREEMENTS, frame):
+    if frame.f_globals.get("__name__") == _ARRAYS or _is_in(_FOR_OTHERS, frame):
         return heartbeat.WAITING
     return ""
 
