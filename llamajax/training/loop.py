@@ -11,10 +11,12 @@ from llamajax.config.run import Config
 from llamajax.data.loader import Loader
 from llamajax.data.position import PassedOver, next_row
 from llamajax.evaluation.held_out import evaluate
+from llamajax.launching.heartbeat import WAITING
 from llamajax.planning.scheduling import Compilation
 from llamajax.step.state import TrainState
 from llamajax.training.bad_steps import BadSteps
 from llamajax.training.stop import StopSignal
+from llamajax.training.watchdog import Watchdog
 from llamajax.watch import console, metrics, run_log
 from llamajax.watch.trace import trace
 
@@ -43,6 +45,7 @@ def train(
     files: Mapping[str, bytes],
     checkpointer: Checkpointer,
     stop: StopSignal,
+    watchdog: Watchdog,
 ) -> tuple[TrainState, bool]:
     """The loop: steps, evaluations and checkpoints, until the last step or a request to stop; whether it was that.
 
@@ -56,11 +59,13 @@ def train(
         files: name and content of what is kept with them.
         checkpointer: writes them.
         stop: the requests to stop.
+        watchdog: ends the process when something takes too long.
 
     Raises:
         GoBack: a step went wrong; the caller is to go back and begin the loop again.
         DivergedError: one did, and the run has gone back often enough.
     """
+    watchdog.begin("first step")
     num_steps, rows_per_step, passed_over = config.train.num_steps, config.train.global_batch_size, start.passed_over
     state, step, saved_step = start.state, start.step, start.step
     bad_steps = BadSteps(config, start.recent_losses, len(passed_over))
@@ -76,10 +81,12 @@ def train(
         )
 
         def check(record: run_log.Record | None) -> None:
+            if record is not None:
+                watchdog.finished(record["step"])
             bad_steps.look(record, checkpointer.newest)
 
         def evaluate_now() -> None:
-            with writer.pause("evaluating"):
+            with watchdog.phase("evaluate"), writer.pause("evaluating"):
                 result = evaluate(config, state.model, dataset, num_eval_rows, stop.requested)
             if result is not None:
                 writer.write_eval(step, result)
@@ -93,7 +100,7 @@ def train(
 
         def save() -> None:
             nonlocal saved_step
-            with writer.pause("saving"):
+            with watchdog.phase("save"), writer.pause("saving"):
                 checkpointer.save(step, state, meta_of_step(), files)
             writer.event("save")
             saved_step = step
@@ -104,10 +111,13 @@ def train(
         save_due = False
         while step < num_steps and not stop.requested():
             trace_before(step + 1, state)
+            watchdog.doing("waiting for its batch")
             _, batch = next(loader)
+            watchdog.doing(WAITING)
             state, values = compilation.step(state, batch)
             step += 1
             check(writer.write(step, values, data_wait_s=loader.wait_s))
+            watchdog.doing("")
             save_due = save_due or due(config.checkpoint.save_every) or checkpointer.retry_due(step)
             if save_due:
                 check(writer.flush())
@@ -123,7 +133,8 @@ def train(
             save()
         if step == num_steps and config.train.eval_batches and config.data.held_out_fraction:
             evaluate_now()
-        checkpointer.finish(save_again=save)
+        with watchdog.phase("save"):
+            checkpointer.finish(save_again=save)
         stopped = stop.requested()
     if stopped:
         console.log(f"stopped    at step {step}{', which is saved' if step else ''}; the same command goes on from there")

@@ -1,5 +1,6 @@
 """The whole story of a training run: read `run` from top to bottom."""
 
+import functools
 import os
 import time
 from pathlib import Path
@@ -30,6 +31,7 @@ from llamajax.training.loop import Start, train
 from llamajax.training.resume import check_same_run
 from llamajax.training.rollback import agreed, go_back, read_passed_over
 from llamajax.training.stop import StopSignal
+from llamajax.training.watchdog import Watchdog
 from llamajax.watch import console
 from llamajax.watch.console import say
 from llamajax.watch.peak import peak_flops
@@ -45,12 +47,13 @@ def run(asked: Config, *, dry_run: bool = False) -> None:
     Raises:
         UserError: one of `llamajax.errors`, when the configuration, data, machine or checkpoints do not allow it.
     """
-    with StopSignal() as stop:
+    run_dir = Path(asked.run_dir).expanduser()
+    with StopSignal() as stop, Watchdog(asked.watchdog, run_dir) as watchdog:
         startup.begin(asked)
-        run_dir = Path(asked.run_dir).expanduser()
         fitted = elastic.fit(asked, run_dir)
         config = fitted.config
         startup.lay_out(config)
+        watchdog.begin("compile")
         abstract = abstract_state(config)
         console.print_header(config, abstract.model)
         if fitted.line is not None:
@@ -80,9 +83,13 @@ def run(asked: Config, *, dry_run: bool = False) -> None:
         if dry_run:
             return
 
-        with Checkpointer(run_dir, config.checkpoint, on_failure=say) as checkpointer:
+        watchdog.begin("load")
+        in_background = functools.partial(watchdog.phase, "save")
+        with Checkpointer(run_dir, config.checkpoint, on_failure=say, around_commit=in_background) as checkpointer:
+            watchdog.keep_stacks()
             passed_over = read_passed_over(run_dir, checkpointer)
             restored = checkpointer.restore(abstract)
+            watchdog.begin("load")
             source = restored if pretrained is None else pretrained
             origin = Origin() if config.init_from is None or source is None else take_along(source.files, source.hf)
             dataset = data.prepare(config, log=console.log, log_work=console.log_own, tokenizer=origin.tokenizer)
@@ -99,6 +106,7 @@ def run(asked: Config, *, dry_run: bool = False) -> None:
             num_rows = next_row(config.train.num_steps, config.train.global_batch_size, passed_over)
             of_sources = ", ".join(f"{n:.2f} of {key}" for key, n in dataset.epochs(num_rows).items())
             console.log(f"epochs     {of_sources} in {config.train.num_steps:,} steps")
+            watchdog.begin("load")
             if restored is not None:
                 console.log(f"start      resuming at step {restored.step}")
             else:
@@ -112,12 +120,14 @@ def run(asked: Config, *, dry_run: bool = False) -> None:
                     everyones("ready")  # the first collective of devices waits for half a minute only
                     try:
                         state, stopped = train(
-                            config, start, num_eval_rows, compilation, dataset, meta, files, checkpointer, stop
+                            config, start, num_eval_rows, compilation, dataset, meta, files, checkpointer, stop, watchdog
                         )
                         break
                     except GoBack as error:
                         bad = error.with_traceback(None)  # whose frames hold the state that went wrong
+                    watchdog.begin("load")
                     restored, passed_over = go_back(bad, config, abstract, checkpointer, passed_over)
+            watchdog.begin("evaluate")
             if not stopped and config.sample.prompt is not None:
                 pieces = stream_text(
                     whole_over_data(state.model, config.model.compute_dtype),
