@@ -44,6 +44,8 @@ _FOR_OTHERS = {
     for function in (processes.Peers.everyones, StopSignal.requested, disk.locked, Checkpointer._join)
 }  # in which a thread waits for what is watched itself: other processes, or the thread that commits
 _ARRAYS = "jax._src.array"  # the module in which a thread waits for the value of an array
+COMPILERS = ("jax._src.compiler", "jax._src.interpreters.mlir", "jax._src.interpreters.partial_eval")
+"""Modules in which jax compiles, lowers and traces."""
 
 _WORDS = {
     "start": "starting",
@@ -154,7 +156,7 @@ class Watchdog:
             self._tell()
 
     def _look(self, now: float) -> None:
-        """Extends what gets on or waits for others, and acts on what does not."""
+        """Extends what gets on, compiles or waits for others, and acts on what does not."""
         if (signs := progress.signs()) != self._signs:
             self._signs = signs
             for _, phase in self._phases.running():
@@ -166,7 +168,11 @@ class Watchdog:
             frame = sys._current_frames().get(thread)
             if _is_in(_FOR_OTHERS, frame):
                 phase.restart(now)
-            elif processes.peers() is not None and not phase.grace and _doing(phase, frame) == heartbeat.WAITING:
+            elif _is_compiling(frame):
+                phase.allow(self._phases.limit("compile"), SETTINGS["compile"])
+            if now < phase.deadline():
+                continue
+            if processes.peers() is not None and not phase.grace and _doing(phase, frame) == heartbeat.WAITING:
                 phase.grace = _GRACE_S
             elif self._phases.of(thread) is phase and now >= phase.deadline():
                 self._end(phase, _doing(phase, frame), now)
@@ -188,8 +194,7 @@ class Watchdog:
         if peers is not None and peers.is_ending():
             threading.Event().wait()  # with the other's reason, which is the first
         at = f"in step {self._step + 1}" if phase.kind == "step" else _WORDS[phase.kind]
-        setting = f"watchdog.{SETTINGS[phase.kind]}"
-        limit = f"above its limit of {phase.limit:.0f} s ({setting} raises it)"
+        limit = f"above its limit of {phase.limit:.0f} s (watchdog.{phase.setting} raises it)"
         what = f"stuck: {at} for {phase.took(now):.0f} s{f', {doing}' if doing else ''}, {limit}"
         where = self._write_stacks(what)
         line = f"{what}; stacks of all threads: {where}"
@@ -230,9 +235,20 @@ def _doing(phase: Phase, frame: FrameType | None) -> str:
     """What a thread does: as noted, or as its stack shows."""
     if phase.doing or frame is None:
         return phase.doing
+    if _is_compiling(frame):
+        return "compiling"
     if frame.f_globals.get("__name__") == _ARRAYS or _is_in(_FOR_OTHERS, frame):
         return heartbeat.WAITING
     return ""
+
+
+def _is_compiling(frame: FrameType | None) -> bool:
+    """Whether jax traces or compiles on the stack, as anything does that meets new shapes."""
+    while frame is not None:
+        if frame.f_globals.get("__name__") in COMPILERS:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _is_in(functions: set[object], frame: FrameType | None) -> bool:

@@ -1,6 +1,7 @@
 """Processes that are stuck are found in time, leave their stacks and end; the one that is stuck is named by all."""
 
 import contextlib
+import importlib.util
 import json
 import math
 import os
@@ -12,12 +13,13 @@ import sys
 import threading
 import time
 
+import jax
 import pytest
 
 from llamajax import disk
 from llamajax.config.recovery import WatchdogConfig
 from llamajax.data import progress
-from llamajax.training.watchdog import Watchdog
+from llamajax.training.watchdog import COMPILERS, Watchdog
 from tests import runs
 
 STEP_LIMIT_S = 4
@@ -67,9 +69,9 @@ train.main()
 class Listed(Watchdog):
     """Lists what would end the process."""
 
-    def __init__(self, run_dir):
+    def __init__(self, run_dir, **limits):
         self.ends = []
-        super().__init__(WatchdogConfig(**dict.fromkeys(LIMITS, LIMIT_S)), run_dir)
+        super().__init__(WatchdogConfig(**(dict.fromkeys(LIMITS, LIMIT_S) | limits)), run_dir)
 
     def _end(self, phase, doing, now):
         self.ends.append((phase.kind, doing))
@@ -100,6 +102,21 @@ def test_what_another_process_holds_is_waited_for(tmp_path):
             pass
     held.communicate()
     assert watchdog.ends == []
+
+
+def test_what_compiles_has_the_limit_of_compiling(tmp_path):
+    @jax.jit
+    def slowly_traced(x):
+        time.sleep(2 * LIMIT_S)
+        return x
+
+    for module in COMPILERS:
+        assert importlib.util.find_spec(module) is not None
+    with Listed(tmp_path, compile_s=60.0) as watchdog:
+        watchdog.begin("evaluate")
+        slowly_traced(1)
+        assert watchdog.ends == []
+        assert watchdog._phases.of(threading.get_ident()).setting == "compile_s"
 
 
 def test_loading_may_last_as_long_as_it_gets_on(tmp_path):
