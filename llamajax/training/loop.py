@@ -15,6 +15,7 @@ from llamajax.launching.heartbeat import WAITING
 from llamajax.planning.scheduling import Compilation
 from llamajax.step.state import TrainState
 from llamajax.training.bad_steps import BadSteps
+from llamajax.training.replicas import Replicas
 from llamajax.training.stop import StopSignal
 from llamajax.training.watchdog import Watchdog
 from llamajax.watch import console, metrics, run_log
@@ -40,6 +41,7 @@ def train(
     start: Start,
     num_eval_rows: int,
     compilation: Compilation,
+    replicas: Replicas,
     dataset: data.Dataset,
     meta: dict[str, Any],
     files: Mapping[str, bytes],
@@ -54,6 +56,7 @@ def train(
         start: where it begins.
         num_eval_rows: held-out rows of an evaluation.
         compilation: `train_step` of the run.
+        replicas: compares what devices hold alike, before every checkpoint too.
         dataset: what it trains on.
         meta: what its checkpoints say about themselves.
         files: name and content of what is kept with them.
@@ -64,6 +67,7 @@ def train(
     Raises:
         GoBack: a step went wrong; the caller is to go back and begin the loop again.
         DivergedError: one did, and the run has gone back often enough.
+        CorruptionError: a device is wrong again and again.
     """
     watchdog.begin("first step")
     num_steps, rows_per_step, passed_over = config.train.num_steps, config.train.global_batch_size, start.passed_over
@@ -98,8 +102,13 @@ def train(
             }
             return meta | {"data": position | meta["data"], "recent_losses": bad_steps.recent_losses}
 
+        def compare_replicas() -> None:
+            with writer.pause("comparing replicas"):
+                replicas.check(step, state, writer.event)
+
         def save() -> None:
             nonlocal saved_step
+            compare_replicas()
             with watchdog.phase("save"), writer.pause("saving"):
                 checkpointer.save(step, state, meta_of_step(), files)
             writer.event("save")
@@ -108,6 +117,7 @@ def train(
         def due(every: int | None) -> bool:
             return every is not None and step % every == 0
 
+        compare_replicas()
         save_due = False
         while step < num_steps and not stop.requested():
             trace_before(step + 1, state)
@@ -124,6 +134,9 @@ def train(
                 if not bad_steps.num_nonfinite:  # else it would take the place of a checkpoint to go back to
                     save()
                     save_due = False
+            elif replicas.due(step):
+                check(writer.flush())
+                compare_replicas()
             if due(config.train.eval_every) and step < num_steps:
                 check(writer.flush())
                 evaluate_now()

@@ -28,6 +28,7 @@ from llamajax.step.state import TrainState, abstract_state, init_state
 from llamajax.training import elastic
 from llamajax.training.bad_steps import GoBack
 from llamajax.training.loop import Start, train
+from llamajax.training.replicas import Replicas
 from llamajax.training.resume import check_same_run
 from llamajax.training.rollback import agreed, go_back, read_passed_over
 from llamajax.training.stop import StopSignal
@@ -80,6 +81,7 @@ def run(asked: Config, *, dry_run: bool = False) -> None:
         programs = jax.config.values["jax_compilation_cache_dir"]
         came = f", loaded from {programs}" if compilation.from_cache else ""
         console.log(f"compile    {time.monotonic() - started:.1f} s{came}; {console.memory_summary(compilation.step)}")
+        replicas = Replicas(config, abstract)
         if dry_run:
             return
 
@@ -120,7 +122,17 @@ def run(asked: Config, *, dry_run: bool = False) -> None:
                     everyones("ready")  # the first collective of devices waits for half a minute only
                     try:
                         state, stopped = train(
-                            config, start, num_eval_rows, compilation, dataset, meta, files, checkpointer, stop, watchdog
+                            config,
+                            start,
+                            num_eval_rows,
+                            compilation,
+                            replicas,
+                            dataset,
+                            meta,
+                            files,
+                            checkpointer,
+                            stop,
+                            watchdog,
                         )
                         break
                     except GoBack as error:
