@@ -1,9 +1,11 @@
 """Why the processes of a host ended: the one that failed first, and the others because of it."""
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from llamajax.errors import TRY_AGAIN
 from llamajax.launching.child import Child
 
 
@@ -57,8 +59,10 @@ def _why(child: Child, cause: int) -> str:
 
 
 def _stacks(run_dir: Path | None, child: Child) -> Path | None:
-    """The file that a stuck process has left of its threads; of this life, which has its process id alone."""
-    if run_dir is None:
+    """The file of this life in which a stuck process has written the stacks of its threads."""
+    if run_dir is None or child.exit_code != TRY_AGAIN:
         return None
-    found = [path for path in (run_dir / "stacks").glob(f"*.{child.rank}.txt") if path.stat().st_size]
-    return max(found, key=lambda path: path.stat().st_mtime, default=None)
+    began = time.time() - (time.monotonic() - child.started)
+    found = {path: path.stat() for path in (run_dir / "stacks").glob(f"*.{child.rank}.txt")}
+    written = [path for path, file in found.items() if file.st_size and file.st_mtime >= began]
+    return max(written, key=lambda path: found[path].st_mtime, default=None)

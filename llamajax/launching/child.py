@@ -99,14 +99,7 @@ class Child:
 
     def abort(self) -> None:
         """Lets a stuck process write down the stacks of its threads, which needs none of them, and end."""
-        if self._is_stopped():
-            self.stuck = "stopped by a signal"
-        elif self.last is not None:
-            self.stuck = self.last.doing or self.last.phase
-        else:
-            self.stuck = "it has not said what it does"
-        if self.last is not None:
-            self.stuck += f", in phase {self.last.phase} after step {self.last.step}"
+        self.stuck = "stopped by a signal" if self._is_stopped() else self._was_doing()
         for number in (signal.SIGABRT, signal.SIGCONT):  # the second one for a process that is stopped
             self.signal(number)
 
@@ -126,10 +119,17 @@ class Child:
             return stat.rpartition(")")[2].split()[0] in ("T", "t")
         return False
 
+    def _was_doing(self) -> str:
+        if self.last is None:
+            return "it has not said what it does"
+        return f"{self.last.doing or 'busy'}, in phase {self.last.phase} after step {self.last.step}"
+
     def how(self) -> str:
         """How it ended, in words."""
         if self.stuck:
             return f"was stuck: {self.stuck}"
+        if self.code == TRY_AGAIN and self.last is not None and self.ended_by is None:
+            return f"was stuck, and ended by itself: {self._was_doing()}"
         if self.is_ended:
             return "was ended by the launcher"
         if self.code < 0:

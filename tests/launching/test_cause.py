@@ -1,6 +1,8 @@
 """Tests of llamajax.launching.cause: whom the launcher names when all have ended."""
 
+import os
 import subprocess
+import time
 import types
 import typing
 
@@ -45,7 +47,7 @@ def child(rank: int, place: int, code: int, *, by: int | None = None, doing: str
         (  # nobody but those that wait: the devices themselves are stuck
             [child(0, 1, 75, doing=WAITING), child(1, 0, 75, doing=WAITING)], 1, 75,
             [
-                "process 1 (pid 101) ended with exit code 75, lost another process, or was stuck",
+                f"process 1 (pid 101) was stuck, and ended by itself: {WAITING}, in phase step after step 0",
                 "process 0 waited for process 1 until its own limit",
             ],
         ),
@@ -63,6 +65,18 @@ def test_the_first_cause_comes_first_and_the_others_with_their_reason(children, 
     cause = find_cause(children, None)
     assert cause is not None
     assert (cause.rank, cause.exit_code, list(cause.lines)) == (rank, exit_code, lines)
+
+
+def test_the_stacks_are_those_of_the_life_that_ended(tmp_path):
+    (tmp_path / "stacks").mkdir()
+    old, other, new = (tmp_path / "stacks" / f"{name}.txt" for name in ("1.1", "2.0", "2.1"))
+    for path in (old, other, new):
+        path.write_text("Thread ...")
+    os.utime(old, (0, 0))
+    cause = find_cause([child(1, 0, 75, doing="loading", started=time.monotonic() - 10)], tmp_path)
+    assert cause is not None
+    expected = f"process 1 (pid 101) was stuck, and ended by itself: loading, in phase step after step 0; stacks: {new}"
+    assert cause.lines == (expected,)
 
 
 def test_nothing_is_the_cause_of_a_good_end():

@@ -2,13 +2,17 @@
 
 import json
 import os
+import re
 import signal
+import subprocess
+import sys
 import time
 
 import pytest
 
 from llamajax.config.launch import LaunchConfig
 from llamajax.launching.run import backoff_s, newest_step
+from tests import runs
 from tests.launching.programs import Launch, runs_still, seconds_until_gone
 
 WAIT = """
@@ -128,7 +132,7 @@ def test_a_stopped_process_is_the_cause_of_what_others_say_about_it(tmp_path):
     _, lines = launch.end(75)
     (stopped,) = launch.pids(1)
     assert lines == [
-        f"process 1 (pid {stopped}) was stuck: stopped by a signal, in phase start after step 0",
+        f"process 1 (pid {stopped}) was stuck: stopped by a signal",
         "process 0 ended because of process 1",
     ]
 
@@ -203,6 +207,7 @@ def test_a_second_request_kills(tmp_path):
     launch.end(128 + signal.SIGTERM)
 
 
+@pytest.mark.slow
 def test_a_request_to_stop_is_heard_before_processes_hear_and_between_lives(tmp_path):
     launch = Launch(tmp_path, "(here / 'waits').touch(); time.sleep(600)", "--stopped_code", "75", num_processes=1)
     launch.wait_for_file("waits")
@@ -231,6 +236,36 @@ def test_a_mistake_is_told_once_and_nothing_is_started(tmp_path):
     output, errors = launch.process.communicate(timeout=120)
     assert (launch.process.returncode, output, len(errors.splitlines())) == (2, "", 2)
     assert not launch.pids(0)
+
+
+def launch(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """A launcher that says at its end whether it has imported jax."""
+    program = (
+        "import atexit, sys; atexit.register(lambda: print('jax' in sys.modules, file=sys.stderr))\n"
+        "from llamajax.launch import main; main()"
+    )
+    return subprocess.run([sys.executable, "-c", program, *arguments], capture_output=True, text=True, check=False)
+
+
+def test_a_check_says_what_would_run_and_where_it_listens_and_takes_no_jax(tmp_path):
+    settings = ("--config", str(runs.write_config(tmp_path)), "--mesh.num_cpu_devices", "4")
+    outcome = launch("-n", "2", "--check", "--", *settings)
+    assert (outcome.returncode, outcome.stderr) == (0, "False\n")
+    hosts, processes, meet, listens, command = outcome.stdout.splitlines()
+    assert hosts == "hosts      1, this is host 0; told by no cluster's variables"
+    assert processes == "processes  2 processes of llamajax.train: ranks 0 to 1 of 2, 4 emulated devices each"
+    address = meet.removeprefix("meet at    ")
+    assert re.fullmatch(r"127\.0\.0\.1:\d+", address)
+    assert listens == f"listens on {address} (process 0)"
+    assert command == f"command    python -m llamajax.train {' '.join(settings)} --distributed.enabled true"
+
+
+def test_options_of_the_program_stand_behind_a_dash(tmp_path):
+    outcome = launch("-n", "2", "--config", "x.yaml")
+    assert (outcome.returncode, outcome.stderr.splitlines()[0][:13]) == (2, "--: required;")
+    outcome = launch("-n", "0", "--", "--config", "x.yaml")
+    assert (outcome.returncode, outcome.stderr.splitlines()[0]) == (2, "--num_processes: 0 must be positive or unset")
+    assert "\n  -n N\n" in launch("--help").stdout
 
 
 def test_backoff_doubles_up_to_its_cap():

@@ -185,7 +185,7 @@ def test_a_killed_process_ends_the_others_training_with_one_line(unbroken, tmp_p
     processes = start_two(unbroken, f"--run_dir={run_dir}")
     runs.wait_until(lambda: runs.steps_on_record(run_dir) >= 4, processes)
     processes[victim].kill()
-    output = runs.finish(processes[1 - victim], expected_code=4)
+    output = runs.finish(processes[1 - victim], expected_code=75)
     assert output.splitlines()[-1].startswith(f"process {victim} (pid {processes[victim].pid} on ")
     assert "Traceback" not in output
     assert "Check failure" not in output
