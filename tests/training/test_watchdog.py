@@ -1,6 +1,7 @@
 """Processes that are stuck are found in time, leave their stacks and end; the one that is stuck is named by all."""
 
 import contextlib
+import dataclasses
 import importlib.util
 import json
 import math
@@ -71,7 +72,7 @@ class Listed(Watchdog):
 
     def __init__(self, run_dir, **limits):
         self.ends = []
-        super().__init__(WatchdogConfig(**(dict.fromkeys(LIMITS, LIMIT_S) | limits)), run_dir)
+        super().__init__(dataclasses.replace(WatchdogConfig(), **(dict.fromkeys(LIMITS, LIMIT_S) | limits)), run_dir)
 
     def _end(self, phase, doing, now):
         self.ends.append((phase.kind, doing))
@@ -116,7 +117,9 @@ def test_what_compiles_has_the_limit_of_compiling(tmp_path):
         watchdog.begin("evaluate")
         slowly_traced(1)
         assert watchdog.ends == []
-        assert watchdog._phases.of(threading.get_ident()).setting == "compile_s"
+        phase = watchdog._phases.of(threading.get_ident())
+        assert phase is not None
+        assert phase.setting == "compile_s"
 
 
 def test_loading_may_last_as_long_as_it_gets_on(tmp_path):
