@@ -101,7 +101,8 @@ def train(
             save()
         if step == num_steps and config.train.eval_batches and config.data.held_out_fraction:
             evaluate_now()
-        checkpointer.finish(save_again=save)
+        with writer.pause("saving"):
+            checkpointer.finish(save_again=save)
         stopped = stop.requested()
     if stopped:
         console.log(f"stopped    at step {step}{', which is saved' if step else ''}; the same command goes on from there")

@@ -24,7 +24,7 @@ from llamajax.step.state import abstract_state, init_state
 from llamajax.training.loop import train
 from llamajax.training.resume import check_same_run
 from llamajax.training.stop import StopSignal
-from llamajax.watch import console
+from llamajax.watch import console, life
 from llamajax.watch.console import say
 from llamajax.weights.loading import load_model
 from llamajax.weights.opening import open_pretrained
@@ -37,11 +37,13 @@ def run(config: Config, *, dry_run: bool = False) -> None:
     Raises:
         UserError: one of `llamajax.errors`, when the configuration, data, machine or checkpoints do not allow it.
     """
+    life.begin("start")
     with StopSignal() as stop:
         startup.start(config)
         abstract = abstract_state(config)
         console.print_header(config, abstract.model)
         mesh = jax.sharding.get_mesh().shape
+        life.begin("compile")
         remat, reason = fastest_remat(config, abstract, say)
         in_forms, forms = with_forms(config.changed({"model.remat": remat}), mesh)
         forms |= {"remat": f"{remat}: {reason}"} if config.model.remat == "auto" else {}
@@ -67,6 +69,7 @@ def run(config: Config, *, dry_run: bool = False) -> None:
         if dry_run:
             return
 
+        life.begin("load")
         with Checkpointer(run_dir, config.checkpoint, on_failure=say) as checkpointer:
             restored = checkpointer.restore(abstract)
             source = restored if pretrained is None else pretrained

@@ -340,6 +340,7 @@ def print_summary(run_dir: Path, summary: RunSummary, checkpoint: Path) -> None:
         "wall time": f"{format_duration(summary.wall_time_s or 0)},"
         f" of which {format_duration(summary.steps_time_s)} in steps,"
         f" {summary.restarts} restart{'' if summary.restarts == 1 else 's'}",
+        "goodput": str(summary.goodput or "-"),
         "run": str(run_dir),
         "checkpoint": str(checkpoint),
         "metrics": str(run_dir / METRICS_FILE),

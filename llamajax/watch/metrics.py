@@ -19,7 +19,7 @@ import numpy as np
 import llamajax
 from llamajax.config.formulas import flops_per_token, num_params
 from llamajax.config.run import Config
-from llamajax.watch import console, run_log
+from llamajax.watch import console, life, run_log
 from llamajax.watch.peak import peak_flops
 from llamajax.watch.run_log import Record
 
@@ -50,6 +50,7 @@ class MetricsWriter:
         self._is_main_process = jax.process_index() == 0
         self._held: tuple[int, Mapping[str, Any], float] | None = None
         self._clock = 0.0
+        self._is_paused = False
         console.log(f"peak       {self._peak}")
 
     def __enter__(self) -> Self:
@@ -101,13 +102,23 @@ class MetricsWriter:
 
     @contextlib.contextmanager
     def pause(self, doing: str) -> Iterator[None]:
-        """Around everything that is not a training step: flushes first, and the time inside is no step's time."""
+        """Around everything that is not a training step: flushes first, and the time inside is no step's time.
+
+        A pause within another one is part of that.
+        """
+        if self._is_paused:
+            yield
+            return
         self.flush()
         started = time.perf_counter()
+        self._is_paused = True
         if self._is_main_process:
             self._progress.doing(doing)
         yield
-        self._clock += time.perf_counter() - started
+        self._is_paused = False
+        seconds = time.perf_counter() - started
+        self._clock += seconds
+        self.event("pause", doing=doing, seconds=round(seconds, 3))
         if self._is_main_process:
             self._progress.doing("")
 
@@ -132,7 +143,7 @@ class MetricsWriter:
         metrics_path, events_path = self.run_dir / run_log.METRICS_FILE, self.run_dir / run_log.EVENTS_FILE
         metrics_path.touch()
         events_path.touch()
-        run_log.drop_later_steps(metrics_path, self._start_step)
+        dropped = run_log.drop_later_steps(metrics_path, self._start_step)
         run_log.drop_later_steps(events_path, math.inf)  # no event goes, only a torn line
         self._metrics_file = stack.enter_context(run_log.Appender(metrics_path, console.say))
         self._events_file = stack.enter_context(run_log.Appender(events_path, console.say))
@@ -144,6 +155,10 @@ class MetricsWriter:
         self._progress = stack.enter_context(console.Progress(config, self._start_step))
         self.event(
             "start",
+            **life.first_step(),
+            lost_steps=dropped.steps,
+            lost_s=round(dropped.seconds, 3),
+            newest_record=dropped.newest,
             llamajax=llamajax.__version__,
             jax=jax.__version__,
             python=platform.python_version(),

@@ -13,6 +13,7 @@ from llamajax.errors import ConfigError
 from llamajax.units import format_count, format_duration
 from llamajax.watch import run_log
 from llamajax.watch.chart import WIDTH, Line, line_chart
+from llamajax.watch.goodput import PARTS, Goodput
 from llamajax.watch.run_log import RunLog, RunSummary
 
 _NEWEST_STARTS = 50
@@ -22,13 +23,18 @@ _STYLE = Path(__file__).with_name("page.css").read_text(encoding="utf-8")
 _SCRIPT = Path(__file__).with_name("page.js").read_text(encoding="utf-8").replace("WIDTH", str(WIDTH))
 
 
-def write_report(run_dir: Path, output: Path | None = None) -> Path:
+def write_report(run_dir: Path, output: Path | None = None, log: RunLog | None = None) -> Path:
     """Writes the page about the run in `run_dir`; returns where it lies, by default `report.html` in the run.
+
+    Args:
+        run_dir: of the run.
+        output: the file to write.
+        log: what the run wrote down, if it has been read.
 
     Raises:
         ConfigError: there is no run with a finished step in `run_dir`, or `output` cannot be written.
     """
-    log = run_log.read_run(run_dir)
+    log = log or run_log.read_run(run_dir)
     if log.warning is not None:
         print(log.warning, file=sys.stderr)
     config_path = run_dir / "config.yaml"
@@ -61,6 +67,7 @@ def _page(name: str, log: RunLog, config: str | None) -> str:
 <h1>{html.escape(name)}</h1>
 <p>{html.escape(state)} &middot; {steps} &middot; newest record {_utc(newest)}</p>
 <dl class="cards">{_cards(summary)}</dl>
+{_goodput(summary.goodput)}
 <div class="charts">{_charts(log)}</div>
 {_starts(log)}
 {config_part}
@@ -90,6 +97,23 @@ def _cards(summary: RunSummary) -> str:
         ("wall time", known(summary.wall_time_s, format_duration), f"{in_steps} in steps, {restarts}"),
     )
     return "".join(f"<div><dt>{label}</dt><dd>{value}</dd><small>{note}</small></div>" for label, value, note in cards)
+
+
+def _goodput(split: Goodput | None) -> str:
+    """A bar of what the wall time went into, and a table of the same; parts without a second are left out."""
+    if split is None or not split.wall_s:
+        return ""
+    parts = {part: seconds for part, seconds in split.seconds.items() if seconds}
+    bar, rows = [], []
+    for part, seconds in sorted(parts.items(), key=lambda item: (item[0] != "productive", -item[1])):
+        share, color = seconds / split.wall_s, f"p{list(PARTS).index(part)}"
+        bar.append(f'<i class="{color}" style="flex-grow: {share:.5f}" title="{part} {share:.1%}"></i>')
+        cells = (f'<span class="key {color}">{part}</span>', f"{share:.1%}", f"{seconds / 3600:,.2f} h", PARTS[part])
+        rows.append(f"<tr>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>")
+    return (
+        f'<h2>Goodput {split.share:.1%} of {split.wall_s / 3600:,.2f} hours</h2><div class="bar">{"".join(bar)}</div>'
+        f'<div class="wide"><table class="parts">{"".join(rows)}</table></div>'
+    )
 
 
 def _charts(log: RunLog) -> str:
