@@ -108,8 +108,9 @@ def _total(series: Mapping[str, tuple[np.ndarray, np.ndarray]], key: str) -> flo
 def _number(event: Mapping[str, Any], key: str) -> float | None:
     """A fact that is a number of seconds, not negative; None if there is none."""
     value = event.get(key)
-    usable = type(value) in (int, float) and math.isfinite(value) and value >= 0
-    return float(value) if usable else None
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return None
+    return float(value) if math.isfinite(value) and value >= 0 else None
 
 
 def _began(start: Mapping[str, Any]) -> float:

@@ -146,7 +146,7 @@ def drop_later_steps(path: Path, last_step: float) -> Dropped:
     os.truncate(path, end)
     records = [record for line in [kept, *later] if (record := _record(line)) is not None]
     later_steps = [record for record in records if record["step"] > last_step]
-    times = [float(t) for record in later_steps if type(t := record.get("perf/step_time_s")) in (int, float)]
+    times = [time for record in later_steps if isinstance(time := record.get("perf/step_time_s"), float)]
     return Dropped(steps=len(times), seconds=math.fsum(times), newest=records[-1]["time"] if records else None)
 
 

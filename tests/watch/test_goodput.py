@@ -122,7 +122,7 @@ def test_going_back_within_a_process_loads_and_is_no_restart():
 
 
 def test_runs_of_older_versions():
-    """They wrote neither when their process began nor what they dropped: down time after a stop is known, the rest is not."""
+    """They wrote neither when their process began nor what they dropped; the time after a stop is known to be down."""
     events = [
         event("start", 1000),
         event("start", 1040, 2),
@@ -157,7 +157,7 @@ def test_every_second_has_one_part_in_any_story():
     for _ in range(500):
         events = [started(100, 200)]
         for _ in range(draw.randrange(12)):
-            facts = {
+            facts: dict[str, Any] = {
                 key: draw.choice([draw.uniform(0, 300), None]) for key in ("began", "start_s", "lost_s", "newest_record")
             }
             facts |= {"doing": "saving", "seconds": draw.uniform(0, 9), "reason": draw.choice(["finished", "stopped", "x"])}
