@@ -15,10 +15,9 @@ from jax.sharding import AxisType
 
 from llamajax.disk import write_atomically
 from llamajax.parallel.processes import Peers
+from llamajax.watch import run_log
 from llamajax.watch.stragglers import REPORT_EVERY, Comparison, Slow
 
-HOSTS_FILE = "hosts.json"
-"""In the run directory: medians of every process, as process 0 last knew them."""
 PROBE_SHARE = 0.005
 """Of the time of training that timing the devices may take."""
 
@@ -108,7 +107,7 @@ class Hosts:
                 for process in sorted(self._told)
             ]
             try:
-                write_atomically(run_dir / HOSTS_FILE, json.dumps(rows).encode())
+                write_atomically(run_dir / run_log.HOSTS_FILE, json.dumps(rows).encode())
             except OSError:
                 return  # the run needs it not, and its log tells of the disk
 

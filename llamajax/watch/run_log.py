@@ -27,6 +27,8 @@ from llamajax.watch.goodput import Goodput, goodput
 
 METRICS_FILE = "metrics.jsonl"
 EVENTS_FILE = "events.jsonl"
+HOSTS_FILE = "hosts.json"
+"""Medians of every process, as process 0 last knew them; see `llamajax.watch.hosts`."""
 MOST_KEPT = 100_000
 """Records kept in memory, of about 500 bytes each, while a log cannot be written."""
 FINAL_STEPS = 20
@@ -158,7 +160,7 @@ class RunLog:
     """Metric name to its steps (int64, rising) and values (float64)."""
     events: list[Record]
     """In order; each has `time`, `step` and `event`, such as `start`, `compile` (with the final XLA options), `data`, `save`
-    (begun), `pause` (ended) and `stop`."""
+    (begun), `pause` (ended), `slow` (a host is, or no longer) and `stop`."""
     damaged: tuple[str, ...]
     """The places of lines that are no records and are left out, `metrics.jsonl:7`."""
 

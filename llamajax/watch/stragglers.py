@@ -6,7 +6,7 @@ devices. Noise only ever adds time, so it is the least of several reports that i
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from jaxtyping import Float64
@@ -104,7 +104,7 @@ class Comparison:
             for key, slow in list(self._slow.items()):
                 if key[1] == kind and most[key[0]] - middle < enough / 2:
                     del self._slow[key]
-                    changed.append(Slow(**(vars(slow) | {"over": True})))
+                    changed.append(replace(slow, over=True))
         return changed
 
     def slowest(self) -> tuple[int, float] | None:

@@ -1,6 +1,7 @@
 """The page about a run: complete, self-contained, small, safe."""
 
 import html.parser
+import json
 import re
 import subprocess
 import sys
@@ -61,6 +62,7 @@ def test_everything_is_on_the_page(tmp_path):
     for title in TITLES:
         assert f"<b>{title}</b>" in page
     for text in (
+        "<h2>Goodput 49.0% of 0:00:50</h2>",
         "held-out",
         "waiting for data",
         "counting full attention",
@@ -116,6 +118,18 @@ def test_a_run_in_progress(tmp_path):
     assert page.count("<figure>") == 6
     (run_dir / "events.jsonl").unlink()
     assert "step 30 &middot;" in report.write_report(run_dir).read_text()
+
+
+def test_hosts_with_the_slowest_first(tmp_path):
+    run_dir = write_run(tmp_path / "run", 30)
+    rows = [{"process": n, "host": f"gpu0{n}", "step_time_s": 1.5, "device_s": 0.01 * (1 + n)} for n in range(2)]
+    (run_dir / "hosts.json").write_text(json.dumps(rows))
+    page = report.write_report(run_dir).read_text()
+    assert "<td>1</td><td>gpu01</td><td>1,500.0 ms</td><td>&ndash;</td><td>&ndash;</td><td>20.0 ms</td>" in page
+    assert page.index("gpu01") < page.index("gpu00")
+    for damaged in ("{}", "[1]", '[{"process": "x", "host": "a"}]', "[", '[{"process": 1}]'):
+        (run_dir / "hosts.json").write_text(damaged)
+        assert "Hosts" not in report.write_report(run_dir).read_text()
 
 
 def test_nothing_from_the_run_becomes_markup(tmp_path):
