@@ -22,7 +22,7 @@ PROBE_SHARE = 0.005
 """Of the time of training that timing the devices may take."""
 
 _ROUNDS = 3  # of the fixed program in a probe, of which the median counts
-_LONGEST = 7  # doublings of the steps between probes, where steps are short
+_LONGEST = 128 * REPORT_EVERY  # steps between probes, where steps are short
 _KEPT = 100  # reports of each process whose medians are told
 _WRITE_S = 60.0  # between writes of what is told
 
@@ -39,7 +39,6 @@ class Hosts:
         self._save_s: list[float] = []
         self._device_s: float | None = None
         self._every = REPORT_EVERY
-        self._step_time_s = 0.0
         self._told: dict[int, dict[str, deque[float]]] = defaultdict(lambda: defaultdict(lambda: deque(maxlen=_KEPT)))
         self._names: dict[int, str] = {}
         self._newest: dict[int, int] = {}
@@ -55,16 +54,18 @@ class Hosts:
 
     def probe_due(self, step: int) -> bool:
         """Whether to time the devices after `step`, when they are idle; as often as `PROBE_SHARE` lets it be."""
-        return step % self._every == 0
+        return step % self._every == 0 and bool(self._steps)
 
     def probe(self) -> None:
-        """Times the devices, which must be idle: some milliseconds."""
+        """Times the devices, which must be idle: some milliseconds. Some step must have been added."""
         began = time.perf_counter()
         self._device_s = self._devices_program.seconds()
         cost_s = time.perf_counter() - began
-        doublings = range(_LONGEST + 1)
-        every = (REPORT_EVERY * 2**n for n in doublings)
-        self._every = next((n for n in every if cost_s <= PROBE_SHARE * n * self._step_time_s), REPORT_EVERY * 2**_LONGEST)
+        affordable_s = PROBE_SHARE * self._every * statistics.fmean(step_time_s for step_time_s, _, _ in self._steps)
+        if cost_s > affordable_s:
+            self._every = min(2 * self._every, _LONGEST)
+        elif cost_s < affordable_s / 2:
+            self._every = max(self._every // 2, REPORT_EVERY)
 
     def report(self, step: int) -> tuple[list[Slow], dict[str, float]]:
         """Every `REPORT_EVERY` steps, sends the figures since the last report; on process 0, compares what it has.
@@ -74,8 +75,8 @@ class Hosts:
         """
         if step % REPORT_EVERY or not self._steps:
             return [], {}
-        self._step_time_s, data_s, host_s = (statistics.fmean(column) for column in zip(*self._steps, strict=True))
-        own = {"step": step, "data": data_s, "host": host_s, "step_time": self._step_time_s, "name": socket.gethostname()}
+        step_time_s, data_s, host_s = (statistics.fmean(column) for column in zip(*self._steps, strict=True))
+        own = {"step": step, "data": data_s, "host": host_s, "step_time": step_time_s, "name": socket.gethostname()}
         own |= {"device": self._device_s} if self._device_s is not None else {}
         own |= {"save": statistics.fmean(self._save_s)} if self._save_s else {}
         self._peers.report(own)
@@ -91,7 +92,7 @@ class Hosts:
                         self._told[process][kind].append(report[kind])
         slowest = self._comparison.slowest()
         metrics = {} if slowest is None else {"perf/slowest_process": slowest[0], "perf/slowest_ratio": slowest[1]}
-        return self._comparison.changes(self._step_time_s), metrics
+        return self._comparison.changes(step_time_s), metrics
 
     def name(self, process: int) -> str:
         """The host of a process that has reported."""
