@@ -1,4 +1,4 @@
-"""A page about a run: `python -m llamajax.report RUN [--output FILE]`."""
+"""A page about a run: `python -m llamajax.report RUN [--output FILE]`, or its figures as JSON."""
 
 import argparse
 import sys
@@ -9,15 +9,23 @@ from llamajax.errors import UserError
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Writes the page; returns the exit code."""
+    """Writes the page, or prints the figures; returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m llamajax.report", description="Write one HTML page about a run.")
     parser.add_argument("run", type=Path, metavar="RUN", help="the run_dir of a run, finished or not")
     parser.add_argument("--output", type=Path, metavar="FILE", help="where to write the page; default: RUN/report.html")
+    parser.add_argument("--json", action="store_true", help="print the run's figures as JSON, and write no page")
     options = parser.parse_args(arguments)
-    from llamajax.watch.page import write_report  # with numpy, for which --help need not wait
+    from llamajax.watch import page, run_log  # with numpy, for which --help need not wait
 
     try:
-        print(write_report(options.run.expanduser(), options.output))
+        run_dir = options.run.expanduser()
+        log = run_log.read_run(run_dir)
+        summary = run_log.summarize(log)
+        if options.json:
+            print(run_log.encode(summary.figures()))
+        else:
+            print(page.write_report(run_dir, options.output, log))
+            print(f"goodput {summary.goodput or 'is not known: no start is on record'}")
     except UserError as error:
         print(error, file=sys.stderr)
         return error.exit_code

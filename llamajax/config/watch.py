@@ -1,8 +1,11 @@
 """What is measured and traced while a run goes."""
 
 from dataclasses import dataclass
+from typing import Annotated
 
-from llamajax.config.rules import PositiveInt, PositiveIntOrUnset, Section
+from llamajax.config.rules import Bound, PositiveInt, PositiveIntOrUnset, Section
+
+RatioOrUnset = Annotated[float | None, Bound(lambda value: value is None or value > 1, "must be above 1")]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -12,6 +15,9 @@ class MetricsConfig(Section):
 
     log_every: PositiveInt = 10
     """Steps between lines on a terminal that is not interactive; the progress bar follows every step."""
+    straggler_ratio: RatioOrUnset = 1.15
+    """How many times as long as the median a process's devices take for a fixed program, or a step takes by what the
+    process alone waits and works for, when it is named as slow; the others wait for it in every step. Unset: nobody is."""
     tensorboard: bool = False
     """Also write TensorBoard event files to the run directory."""
     wandb: bool = False

@@ -134,6 +134,8 @@ class Peers:
         self._heard: dict[str, dict[int, Any]] = {}
         self._answers: dict[str, list[Any]] = {}
         self._rounds_changed = threading.Condition()
+        self.reports: dict[int, Any] = {}
+        """On process 0: the newest report of each process, by rank."""
         self._why_stop: str | None = None
         self._counts: dict[int, float] = {}
         self._counting = threading.RLock()
@@ -176,6 +178,13 @@ class Peers:
         with self._rounds_changed:
             self._rounds_changed.wait_for(lambda: name in self._answers)
             return self._answers.pop(name)
+
+    def report(self, values: Any) -> None:
+        """Sends process 0 the JSON `values`, in place of what it was sent before; waits for nobody."""
+        if self.rank == 0:
+            self.reports[0] = values
+        else:
+            self._links[0].send({"report": values})
 
     def leave(self) -> None:
         """Tells the others that this process will end, having done its part."""
@@ -235,6 +244,8 @@ class Peers:
                 link.leaving = True
             case {"stop": why}:
                 self.request_stop(why)
+            case {"report": values}:
+                self.reports[link.rank] = values
             case {"value": value, "of_round": name}:
                 self._hear(name, link.rank, value)
             case {"values": values, "of_round": name}:

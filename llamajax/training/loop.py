@@ -146,7 +146,7 @@ def train(
             save()
         if step == num_steps and config.train.eval_batches and config.data.held_out_fraction:
             evaluate_now()
-        with watchdog.phase("save"):
+        with watchdog.phase("save"), writer.pause("saving"):
             checkpointer.finish(save_again=save)
         stopped = stop.requested()
     if stopped:

@@ -33,7 +33,7 @@ from llamajax.training.resume import check_same_run
 from llamajax.training.rollback import agreed, go_back, read_passed_over
 from llamajax.training.stop import StopSignal
 from llamajax.training.watchdog import Watchdog
-from llamajax.watch import console
+from llamajax.watch import console, life
 from llamajax.watch.console import say
 from llamajax.watch.peak import peak_flops
 from llamajax.weights.loading import load_model
@@ -48,6 +48,7 @@ def run(asked: Config, *, dry_run: bool = False) -> None:
     Raises:
         UserError: one of `llamajax.errors`, when the configuration, data, machine or checkpoints do not allow it.
     """
+    life.begin("start")
     run_dir = Path(asked.run_dir).expanduser()
     with StopSignal() as stop, Watchdog(asked.watchdog, run_dir) as watchdog:
         startup.begin(asked)
@@ -55,6 +56,7 @@ def run(asked: Config, *, dry_run: bool = False) -> None:
         config = fitted.config
         startup.lay_out(config)
         watchdog.begin("compile")
+        life.begin("compile")
         abstract = abstract_state(config)
         console.print_header(config, abstract.model)
         if fitted.line is not None:
@@ -86,6 +88,7 @@ def run(asked: Config, *, dry_run: bool = False) -> None:
             return
 
         watchdog.begin("load")
+        life.begin("load")
         in_background = functools.partial(watchdog.phase, "save")
         with Checkpointer(run_dir, config.checkpoint, on_failure=say, around_commit=in_background) as checkpointer:
             watchdog.keep_stacks()

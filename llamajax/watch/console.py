@@ -276,7 +276,8 @@ class Progress:
         )
         if not self._latest:
             return Group(bar)
-        speeds, values = _Speeds(self._latest), self._latest[-1]
+        latest = list(self._latest)  # as it is now: another thread adds to it
+        speeds, values = _Speeds(latest), latest[-1]
         figures = [
             f"{speeds.tokens_per_sec:,.0f} tok/s",
             speeds.mfu,
@@ -296,7 +297,7 @@ class Progress:
 class _Speeds:
     """Speeds over several steps."""
 
-    def __init__(self, records: list[Record] | deque[Record]):
+    def __init__(self, records: list[Record]):
         seconds = sum(record["perf/step_time_s"] for record in records)
 
         def mean_rate(key: str) -> float:
@@ -340,6 +341,7 @@ def print_summary(run_dir: Path, summary: RunSummary, checkpoint: Path) -> None:
         "wall time": f"{format_duration(summary.wall_time_s or 0)},"
         f" of which {format_duration(summary.steps_time_s)} in steps,"
         f" {summary.restarts} restart{'' if summary.restarts == 1 else 's'}",
+        "goodput": str(summary.goodput or "-"),
         "run": str(run_dir),
         "checkpoint": str(checkpoint),
         "metrics": str(run_dir / METRICS_FILE),

@@ -19,11 +19,26 @@ import numpy as np
 import llamajax
 from llamajax.config.formulas import flops_per_token, num_params
 from llamajax.config.run import Config
-from llamajax.watch import console, run_log
+from llamajax.parallel import processes
+from llamajax.watch import console, life, run_log
+from llamajax.watch.hosts import Hosts
 from llamajax.watch.peak import peak_flops
 from llamajax.watch.run_log import Record
 
 TENSORBOARD_DIR = "tensorboard"
+
+
+@dataclasses.dataclass(kw_only=True)
+class _Held:
+    """A step that was dispatched, whose metrics are not fetched yet."""
+
+    step: int
+    values: Mapping[str, Any]
+    data_wait_s: float
+    arrived: float | None = None
+    """When they were there, if somebody waited for them."""
+    probe_s: float = 0.0
+    """Seconds after that in which the devices were timed."""
 
 
 class MetricsWriter:
@@ -48,15 +63,19 @@ class MetricsWriter:
         self._num_devices = jax.device_count()
         self._peak = peak_flops(config.model.compute_dtype)
         self._is_main_process = jax.process_index() == 0
-        self._held: tuple[int, Mapping[str, Any], float] | None = None
-        self._clock = 0.0
+        self._held: _Held | None = None
+        self._clock = self._free = 0.0
+        self._of_hosts: Record = {}
+        peers, ratio = processes.peers(), config.metrics.straggler_ratio
+        self._hosts = None if peers is None or ratio is None else Hosts(peers, jax.process_count(), ratio)
+        self._is_paused = False
 
     def __enter__(self) -> Self:
         with contextlib.ExitStack() as stack:  # closes what was opened if opening the next one fails
             if self._is_main_process:
                 self._open_sinks(stack)
             self._sinks = stack.pop_all()
-        self._clock = time.perf_counter()
+        self._clock = self._free = time.perf_counter()
         return self
 
     def __exit__(self, exc_type: object, exc: BaseException | None, traceback: object) -> None:
@@ -67,6 +86,8 @@ class MetricsWriter:
             else:  # what is held may be lost with the device, and fetching it would hide the error
                 lines = str(exc).splitlines()
                 reason = f"{type(exc).__name__}: {lines[0] if lines else ''}"
+            if self._hosts is not None:
+                self._hosts.write(self.run_dir, at_once=True)
             self.event("stop", reason=reason)
 
     def write(self, step: int, values: Mapping[str, Any], *, data_wait_s: float = 0.0) -> Record | None:
@@ -80,19 +101,31 @@ class MetricsWriter:
         Returns:
             The record of the step before, None if there is none; `train/*` is the same on every process, `perf/*` is not.
         """
+        host_s = time.perf_counter() - self._free - data_wait_s
         finished = self.flush()
-        self._held = (step, values, data_wait_s)
+        self._held = _Held(step=step, values=values, data_wait_s=data_wait_s)
+        if self._hosts is not None and finished is not None:
+            self._hosts.add_step(finished["perf/step_time_s"], data_wait_s, host_s)
+            if self._hosts.probe_due(step):
+                jax.block_until_ready(list(values.values()))
+                self._held.arrived = time.perf_counter()
+                self._hosts.probe()
+                self._held.probe_s = time.perf_counter() - self._held.arrived
+                self._free = time.perf_counter()
+            self._compare_hosts(step)
         return finished
 
     def flush(self) -> Record | None:
         """Waits for the newest step and writes its metrics, if that has not been done: see `write`."""
         if self._held is None:
             return None
-        (step, values, data_wait_s), self._held = self._held, None
-        fetched = {f"train/{name}": np.asarray(value).item() for name, value in jax.device_get(values).items()}
-        now = time.perf_counter()
-        record = {"step": step, "time": round(time.time(), 3), **fetched, **self._perf(now - self._clock, data_wait_s)}
-        self._clock, self._last_step = now, step
+        held, self._held = self._held, None
+        fetched = {f"train/{name}": np.asarray(value).item() for name, value in jax.device_get(held.values).items()}
+        self._free = time.perf_counter()
+        now = held.arrived or self._free
+        perf = self._perf(now - self._clock, held.data_wait_s) | self._of_hosts
+        record = {"step": held.step, "time": round(time.time(), 3), **fetched, **perf}
+        self._clock, self._last_step, self._of_hosts = now + held.probe_s, held.step, {}
         if self._is_main_process:
             self._write(record)
             self._progress.update(record)
@@ -100,13 +133,26 @@ class MetricsWriter:
 
     @contextlib.contextmanager
     def pause(self, doing: str) -> Iterator[None]:
-        """Around everything that is not a training step: flushes first, and the time inside is no step's time."""
+        """Around everything that is not a training step: flushes first, and the time inside is no step's time.
+
+        A pause within another one is part of that.
+        """
+        if self._is_paused:
+            yield
+            return
         self.flush()
         started = time.perf_counter()
+        self._is_paused = True
         if self._is_main_process:
             self._progress.doing(doing)
         yield
-        self._clock += time.perf_counter() - started
+        self._is_paused = False
+        seconds = time.perf_counter() - started
+        self._clock += seconds
+        self._free = time.perf_counter()
+        if self._hosts is not None and doing == "saving":
+            self._hosts.add_save(seconds)
+        self.event("pause", doing=doing, seconds=round(seconds, 3))
         if self._is_main_process:
             self._progress.doing("")
 
@@ -125,13 +171,24 @@ class MetricsWriter:
             record = {"time": round(time.time(), 3), "event": name, "step": self._last_step, **facts}
             self._events_file.append_record(f"{run_log.encode(record)}\n".encode())
 
+    def _compare_hosts(self, step: int) -> None:
+        """Tells who is slow, when that changes; on process 0, which alone hears of all."""
+        assert self._hosts is not None
+        changes, metrics = self._hosts.report(step)
+        self._of_hosts |= metrics
+        for change in changes:
+            host = self._hosts.name(change.process)
+            console.log(change.line(host))
+            self.event("slow", host=host, **dataclasses.asdict(change))
+        self._hosts.write(self.run_dir)
+
     def _open_sinks(self, stack: contextlib.ExitStack) -> None:
         config = self._config
         self.run_dir.mkdir(parents=True, exist_ok=True)
         metrics_path, events_path = self.run_dir / run_log.METRICS_FILE, self.run_dir / run_log.EVENTS_FILE
         metrics_path.touch()
         events_path.touch()
-        run_log.drop_later_steps(metrics_path, self._start_step)
+        dropped = run_log.drop_later_steps(metrics_path, self._start_step)
         run_log.drop_later_steps(events_path, math.inf)  # no event goes, only a torn line
         self._metrics_file = stack.enter_context(run_log.Appender(metrics_path, console.say))
         self._events_file = stack.enter_context(run_log.Appender(events_path, console.say))
@@ -143,6 +200,10 @@ class MetricsWriter:
         self._progress = stack.enter_context(console.Progress(config, self._start_step))
         self.event(
             "start",
+            **life.first_step(),
+            lost_steps=dropped.steps,
+            lost_s=round(dropped.seconds, 3),
+            newest_record=dropped.newest,
             llamajax=llamajax.__version__,
             jax=jax.__version__,
             python=platform.python_version(),

@@ -4,6 +4,7 @@ Reads what the run wrote (`run_log`); the run may still be going on. The page ne
 """
 
 import html
+import json
 import sys
 from collections.abc import Callable
 from datetime import UTC, datetime
@@ -13,35 +14,46 @@ from llamajax.errors import ConfigError
 from llamajax.units import format_count, format_duration
 from llamajax.watch import run_log
 from llamajax.watch.chart import WIDTH, Line, line_chart
+from llamajax.watch.goodput import PARTS, Goodput
 from llamajax.watch.run_log import RunLog, RunSummary
 
 _NEWEST_STARTS = 50
+_MOST_HOSTS = 64
+_OF_HOSTS = {
+    "step_time": "step", "data": "wait for its batch", "host": "between steps", "device": "devices, fixed program",
+    "save": "stall of a save",
+}  # fmt: skip
 
 _LOADS_NOTHING = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
 _STYLE = Path(__file__).with_name("page.css").read_text(encoding="utf-8")
 _SCRIPT = Path(__file__).with_name("page.js").read_text(encoding="utf-8").replace("WIDTH", str(WIDTH))
 
 
-def write_report(run_dir: Path, output: Path | None = None) -> Path:
+def write_report(run_dir: Path, output: Path | None = None, log: RunLog | None = None) -> Path:
     """Writes the page about the run in `run_dir`; returns where it lies, by default `report.html` in the run.
+
+    Args:
+        run_dir: of the run.
+        output: the file to write.
+        log: what the run wrote down, if it has been read.
 
     Raises:
         ConfigError: there is no run with a finished step in `run_dir`, or `output` cannot be written.
     """
-    log = run_log.read_run(run_dir)
+    log = log or run_log.read_run(run_dir)
     if log.warning is not None:
         print(log.warning, file=sys.stderr)
     config_path = run_dir / "config.yaml"
     config = config_path.read_text(encoding="utf-8") if config_path.is_file() else None
     output = output or run_dir / "report.html"
     try:
-        output.write_text(_page(run_dir.resolve().name, log, config), encoding="utf-8")
+        output.write_text(_page(run_dir.resolve().name, log, config, _hosts(run_dir)), encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"{output}: cannot be written: {error.strerror}; name another file with --output") from error
     return output
 
 
-def _page(name: str, log: RunLog, config: str | None) -> str:
+def _page(name: str, log: RunLog, config: str | None, hosts: str) -> str:
     summary = run_log.summarize(log)
     newest = max(float(log.series["time"][1][-1]), *(event["time"] for event in log.events), 0.0)
     state = summary.stop_reason or "running or killed"
@@ -61,7 +73,9 @@ def _page(name: str, log: RunLog, config: str | None) -> str:
 <h1>{html.escape(name)}</h1>
 <p>{html.escape(state)} &middot; {steps} &middot; newest record {_utc(newest)}</p>
 <dl class="cards">{_cards(summary)}</dl>
+{_goodput(summary.goodput)}
 <div class="charts">{_charts(log)}</div>
+{hosts}
 {_starts(log)}
 {config_part}
 <script>
@@ -90,6 +104,23 @@ def _cards(summary: RunSummary) -> str:
         ("wall time", known(summary.wall_time_s, format_duration), f"{in_steps} in steps, {restarts}"),
     )
     return "".join(f"<div><dt>{label}</dt><dd>{value}</dd><small>{note}</small></div>" for label, value, note in cards)
+
+
+def _goodput(split: Goodput | None) -> str:
+    """A bar of what the wall time went into, and a table of the same; parts without a second are left out."""
+    if split is None or not split.wall_s:
+        return ""
+    parts = {part: seconds for part, seconds in split.seconds.items() if seconds}
+    bar, rows = [], []
+    for part, seconds in sorted(parts.items(), key=lambda item: (item[0] != "productive", -item[1])):
+        share, color = seconds / split.wall_s, f"p{list(PARTS).index(part)}"
+        bar.append(f'<i class="{color}" style="flex-grow: {share:.5f}" title="{part} {share:.1%}"></i>')
+        cells = (f'<span class="key {color}">{part}</span>', f"{share:.1%}", format_duration(seconds), PARTS[part])
+        rows.append(f"<tr>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>")
+    return (
+        f'<h2>Goodput {split.share:.1%} of {format_duration(split.wall_s)}</h2><div class="bar">{"".join(bar)}</div>'
+        f'<div class="wide"><table class="parts">{"".join(rows)}</table></div>'
+    )
 
 
 def _charts(log: RunLog) -> str:
@@ -155,6 +186,24 @@ def _starts(log: RunLog) -> str:
     note = f" (the newest {_NEWEST_STARTS} of {len(rows)})" if len(rows) > _NEWEST_STARTS else ""
     head = "<th>started</th><th>from step</th><th>devices</th><th>mesh</th><th>versions</th><th>config</th><th>ended</th>"
     return f'<h2>Starts{note}</h2><div class="wide"><table><tr>{head}</tr>{"".join(rows[-_NEWEST_STARTS:])}</table></div>'
+
+
+def _hosts(run_dir: Path) -> str:
+    """A table of what every process takes for itself, the slowest devices first; nothing without a readable file of it."""
+    try:
+        rows = json.loads((run_dir / run_log.HOSTS_FILE).read_bytes())
+        rows.sort(key=lambda row: -row.get("device_s", 0.0))
+        cells = [
+            [f"{row['process']:,}", html.escape(str(row["host"]))]
+            + [f"{1e3 * row[f'{kind}_s']:,.1f} ms" if f"{kind}_s" in row else "&ndash;" for kind in _OF_HOSTS]
+            for row in rows
+        ]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return ""
+    note = f" (the {_MOST_HOSTS} slowest of {len(rows)})" if len(rows) > _MOST_HOSTS else ""
+    head = "".join(f"<th>{name}</th>" for name in ("process", "host", *_OF_HOSTS.values()))
+    body = "".join(f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>" for row in cells[:_MOST_HOSTS])
+    return f'<h2>Hosts, medians{note}</h2><div class="wide"><table class="hosts"><tr>{head}</tr>{body}</table></div>'
 
 
 def _utc(timestamp: float) -> str:

@@ -3,11 +3,13 @@
 `metrics.jsonl` holds numbers by step, in order: one line per optimizer step (`train/*`, `perf/*`) and one per
 evaluation (`eval/*`). A line starts with its `step`, the number of finished optimizer steps, and its `time` (seconds since
 1970). Floats are written so that they read back bit for bit; JSON has no other numbers, so the rest are the strings
-"NaN", "Infinity" and "-Infinity" (protobuf's JSON mapping does the same). `events.jsonl` holds what happened: every start,
-compilation (with its XLA options), save (begun), rollback and stop; it only ever grows. `rolled_back.jsonl` holds the
-lines of `metrics.jsonl` that a rollback took from there.
+"NaN", "Infinity" and "-Infinity" (protobuf's JSON mapping does the same). `events.jsonl` holds what happened: every start
+(when its process began, what it took until then, which steps it dropped), compilation (with its XLA options), save (begun),
+pause between steps, rollback and stop; it only ever grows. `rolled_back.jsonl` holds the lines of `metrics.jsonl` that a
+rollback took from there.
 """
 
+import itertools
 import json
 import math
 import os
@@ -15,7 +17,7 @@ import re
 from array import array
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from operator import itemgetter
 from pathlib import Path
 from typing import Any, Self
@@ -23,10 +25,13 @@ from typing import Any, Self
 import numpy as np
 
 from llamajax.errors import ConfigError
+from llamajax.watch.goodput import Goodput, goodput
 
 METRICS_FILE = "metrics.jsonl"
 EVENTS_FILE = "events.jsonl"
 ROLLED_BACK_FILE = "rolled_back.jsonl"
+HOSTS_FILE = "hosts.json"
+"""Medians of every process, as process 0 last knew them; see `llamajax.watch.hosts`."""
 MOST_KEPT = 100_000
 """Records kept in memory, of about 500 bytes each, while a log cannot be written."""
 FINAL_STEPS = 20
@@ -123,20 +128,38 @@ def later_steps(path: Path, last_step: int) -> bytes:
     return b"".join(line for line, match in matches if match and int(match[1]) > last_step)
 
 
-def drop_later_steps(path: Path, last_step: float) -> None:
+@dataclass(frozen=True, kw_only=True)
+class Dropped:
+    """What was in a log and is no more, as far as it could be read."""
+
+    steps: int
+    """Optimizer steps."""
+    seconds: float
+    """That they took."""
+    newest: float | None
+    """Time of the newest record, dropped or not; None if there was none."""
+
+
+def drop_later_steps(path: Path, last_step: float) -> Dropped:
     """Cuts off the lines of steps after `last_step`, which will be computed again, and a last line torn by a kill.
 
     The log is in order, so that is one truncation: there is no moment at which a kill would lose more. A damaged line
     before it stays as it is.
     """
-    end = 0
+    end, kept, later = 0, b"", []
     with path.open("rb") as file:
         for line in file:
             match = _STEP.match(line)
-            if not line.endswith(b"\n") or (match and int(match[1]) > last_step):
-                break
-            end += len(line)
+            if later or not line.endswith(b"\n") or (match and int(match[1]) > last_step):
+                later.append(line)
+            else:
+                end += len(line)
+                kept = line
     os.truncate(path, end)
+    records = [record for line in [kept, *later] if (record := _record(line)) is not None]
+    later_steps = [record for record in records if record["step"] > last_step]
+    times = [time for record in later_steps if isinstance(time := record.get("perf/step_time_s"), float)]
+    return Dropped(steps=len(times), seconds=math.fsum(times), newest=records[-1]["time"] if records else None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,8 +169,8 @@ class RunLog:
     series: dict[str, tuple[np.ndarray, np.ndarray]]
     """Metric name to its steps (int64, rising) and values (float64)."""
     events: list[Record]
-    """In order; each has `time`, `step` and `event`, one of `start`, `compile` (with the
-    final XLA options), `data`, `save` (begun), `rollback` (from `step` to `to_step`) and `stop`."""
+    """In order; each has `time`, `step` and `event`, such as `start`, `compile` (with the final XLA options), `data`, `save`
+    (begun), `pause` (ended), `slow` (a host is, or no longer), `rollback` (from `step` to `to_step`) and `stop`."""
     damaged: tuple[str, ...]
     """The places of lines that are no records and are left out, `metrics.jsonl:7`."""
 
@@ -201,15 +224,21 @@ def _records(path: Path, damaged: list[str], has: str | None = None) -> Iterator
         for number, line in enumerate(file, 1):
             if not line.endswith(b"\n"):
                 return
-            try:
-                record = json.loads(line)
-                is_record = type(record["step"]) is int and 0 <= record["step"] < 2**63 and math.isfinite(record["time"])
-                if not is_record or (has is not None and type(record[has]) is not str):
-                    raise ValueError
-            except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
+            record = _record(line, has)
+            if record is None:
                 damaged.append(f"{path}:{number}")
             else:
                 yield record
+
+
+def _record(line: bytes, has: str | None = None) -> Record | None:
+    """A line as a record with a step, a time and, if asked for, a text `has`; None if it is none."""
+    try:
+        record = json.loads(line)
+        is_record = type(record["step"]) is int and 0 <= record["step"] < 2**63 and math.isfinite(record["time"])
+        return record if is_record and (has is None or type(record[has]) is str) else None
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
+        return None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -239,9 +268,16 @@ class RunSummary:
     """Seconds spent in the steps that count."""
     wall_time_s: float | None
     """Seconds from the first start to the newest record, everything included; never less than `steps_time_s`."""
+    goodput: Goodput | None
+    """What they went into."""
     restarts: int
     stop_reason: str | None
     """`finished`, `stopped`, or the error; None while running, and after a kill."""
+
+    def figures(self) -> Record:
+        """All of it, by name, for programs."""
+        split = {"share": self.goodput.share, **asdict(self.goodput)} if self.goodput else None
+        return asdict(self) | {"goodput": split}
 
 
 def summarize(log: RunLog) -> RunSummary:
@@ -251,18 +287,17 @@ def summarize(log: RunLog) -> RunSummary:
         return float(figure(log.series[key][1])) if key in log.series else None
 
     starts = [event for event in log.events if event["event"] == "start"]
+    num_gone_back = sum(  # a process that goes back begins its loop again, and is the same one
+        event["event"] == "start" and "began" not in event and before["event"] == "rollback"
+        for before, event in itertools.pairwise(log.events)
+    )
     facts = {key: value for key, value in starts[-1].items() if type(value) is int} if starts else {}
     last_event = log.events[-1] if log.events else {}
     step = int(log.series["time"][0][-1])
     losses = log.series["train/loss"][1][-FINAL_STEPS:] if "train/loss" in log.series else np.array([])
     losses = losses[np.isfinite(losses)]  # those of skipped steps need not be
     steps_time_s = known(np.sum, "perf/step_time_s") or 0.0
-    wall_time_s = None
-    if starts:
-        # Added up between events, forward only: the clock may have been set back, or be that of another machine.
-        times = np.array([event["time"] for event in log.events[log.events.index(starts[0]) :]])
-        after_last = max(0.0, float(log.series["time"][1][-1]) - times[-1])
-        wall_time_s = max(steps_time_s, float(np.maximum(np.diff(times), 0).sum()) + after_last)
+    split = goodput(log.series, log.events)
     return RunSummary(
         step=step,
         num_steps=facts.get("num_steps"),
@@ -276,7 +311,8 @@ def summarize(log: RunLog) -> RunSummary:
         mfu=known(np.median, "perf/mfu"),
         mfu_full_attention=known(np.median, "perf/mfu_full_attention"),
         steps_time_s=steps_time_s,
-        wall_time_s=wall_time_s,
-        restarts=max(0, len(starts) - 1),
+        wall_time_s=None if split is None else split.wall_s,
+        goodput=split,
+        restarts=max(0, len(starts) - 1 - num_gone_back),
         stop_reason=last_event.get("reason") if last_event.get("event") == "stop" else None,
     )

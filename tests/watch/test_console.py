@@ -20,7 +20,7 @@ from llamajax.config.training import TrainConfig
 from llamajax.config.watch import MetricsConfig
 from llamajax.parallel import mesh
 from llamajax.step.state import abstract_state
-from llamajax.watch import console, run_log
+from llamajax.watch import console, goodput, run_log
 
 
 def record(step, *, loss=2.34567, step_time_s=0.5, skipped=0):
@@ -176,10 +176,14 @@ def test_memory_of_a_gpu_program():
     assert "does not tell" in console.memory_summary(untold)
 
 
+SPLIT = goodput.Goodput(
+    wall_s=200.0,
+    seconds=dict.fromkeys(goodput.PARTS, 0.0) | {"productive": 186.2, "data wait": 5.4, "compile": 8.38, "other": 0.02},
+)
 SUMMARY = run_log.RunSummary(
     step=1500, num_steps=1500, num_params=7, tokens=1_500_000, train_loss=2.5, eval_loss=2.625, eval_bits_per_byte=1.25,
     tokens_per_sec=12_345.6, tokens_per_sec_per_device=1543.2, mfu=0.4, mfu_full_attention=0.44, steps_time_s=100.0,
-    wall_time_s=3725.0, restarts=2, stop_reason="finished",
+    wall_time_s=3725.0, goodput=SPLIT, restarts=2, stop_reason="finished",
 )  # fmt: skip
 
 
@@ -194,6 +198,7 @@ def test_summary_names_everything_a_person_goes_on_with(capsys):
         "speed          12,346 tokens/s, 1,543 per device (median)",
         "MFU            40.0% (median), or 44.0% counting full attention",
         "wall time      1:02:05, of which 0:01:40 in steps, 2 restarts",
+        "goodput        93.1%: compile 4.2%, data wait 2.7%",
         "run            runs/a b",
         "checkpoint     runs/a b/checkpoints/1500",
         "metrics        runs/a b/metrics.jsonl",

@@ -1,6 +1,7 @@
 """The page about a run: complete, self-contained, small, safe."""
 
 import html.parser
+import json
 import re
 import subprocess
 import sys
@@ -61,6 +62,7 @@ def test_everything_is_on_the_page(tmp_path):
     for title in TITLES:
         assert f"<b>{title}</b>" in page
     for text in (
+        "<h2>Goodput 49.0% of 0:00:50</h2>",
         "held-out",
         "waiting for data",
         "counting full attention",
@@ -118,6 +120,18 @@ def test_a_run_in_progress(tmp_path):
     assert "step 30 &middot;" in report.write_report(run_dir).read_text()
 
 
+def test_hosts_with_the_slowest_first(tmp_path):
+    run_dir = write_run(tmp_path / "run", 30)
+    rows = [{"process": n, "host": f"gpu0{n}", "step_time_s": 1.5, "device_s": 0.01 * (1 + n)} for n in range(2)]
+    (run_dir / "hosts.json").write_text(json.dumps(rows))
+    page = report.write_report(run_dir).read_text()
+    assert "<td>1</td><td>gpu01</td><td>1,500.0 ms</td><td>&ndash;</td><td>&ndash;</td><td>20.0 ms</td>" in page
+    assert page.index("gpu01") < page.index("gpu00")
+    for damaged in ("{}", "[1]", '[{"process": "x", "host": "a"}]', "[", '[{"process": 1}]'):
+        (run_dir / "hosts.json").write_text(damaged)
+        assert "Hosts" not in report.write_report(run_dir).read_text()
+
+
 def test_nothing_from_the_run_becomes_markup(tmp_path):
     hostile = "<script>alert(1)</script>&\"'"
     run_dir = write_run(tmp_path / "<img onerror=x>", 30, device_kind=hostile)
@@ -168,6 +182,7 @@ def test_the_command_writes_where_it_is_told_and_needs_no_jax(tmp_path):
     )
     command = [sys.executable, "-c", code, str(run_dir), "--output", str(output)]
     outcome = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert outcome.stdout == f"{output}\n"
+    assert outcome.stdout.splitlines()[0] == str(output)
+    assert outcome.stdout.splitlines()[1:] == ["goodput 49.0%: other 50.0%, data wait 1.0%"]
     assert output.read_text().startswith("<!DOCTYPE html>")
     assert not (run_dir / "report.html").exists()

@@ -157,6 +157,7 @@ def test_summary(tmp_path):
         mfu_full_attention=None,
         steps_time_s=60.0,
         wall_time_s=100.0,
+        goodput=summary.goodput,
         restarts=1,
         stop_reason="finished",
     )

@@ -1,0 +1,142 @@
+"""What each process of a run takes for itself in a step: measured by all, sent to process 0 now and then, compared there."""
+
+import json
+import socket
+import statistics
+import time
+from collections import defaultdict, deque
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType
+
+from llamajax.disk import write_atomically
+from llamajax.parallel.processes import Peers
+from llamajax.watch import run_log
+from llamajax.watch.stragglers import REPORT_EVERY, Comparison, Slow
+
+PROBE_SHARE = 0.005
+"""Of the time of training that timing the devices may take."""
+
+_ROUNDS = 3  # of the fixed program in a probe, of which the median counts
+_LONGEST = 128 * REPORT_EVERY  # steps between probes, where steps are short
+_KEPT = 100  # reports of each process whose medians are told
+_WRITE_S = 60.0  # between writes of what is told
+
+
+class Hosts:
+    """The figures of this process and, on process 0, of all."""
+
+    def __init__(self, peers: Peers, num_processes: int, ratio: float) -> None:
+        """Compiles the fixed program for the devices of this process; see `Comparison` for `ratio`."""
+        self._peers = peers
+        self._comparison = Comparison(num_processes, ratio)
+        self._devices_program = DeviceProbe()
+        self._steps: list[tuple[float, float, float]] = []
+        self._save_s: list[float] = []
+        self._device_s: float | None = None
+        self._every = REPORT_EVERY
+        self._told: dict[int, dict[str, deque[float]]] = defaultdict(lambda: defaultdict(lambda: deque(maxlen=_KEPT)))
+        self._names: dict[int, str] = {}
+        self._newest: dict[int, int] = {}
+        self._written = time.monotonic()
+
+    def add_step(self, step_time_s: float, data_wait_s: float, host_s: float) -> None:
+        """Takes a finished step: seconds of all of it, of the wait for its batch, and between steps."""
+        self._steps.append((step_time_s, data_wait_s, max(0.0, host_s)))
+
+    def add_save(self, seconds: float) -> None:
+        """Takes the stall of a save."""
+        self._save_s.append(seconds)
+
+    def probe_due(self, step: int) -> bool:
+        """Whether to time the devices after `step`, when they are idle; as often as `PROBE_SHARE` lets it be."""
+        return step % self._every == 0 and bool(self._steps)
+
+    def probe(self) -> None:
+        """Times the devices, which must be idle: some milliseconds. Some step must have been added."""
+        began = time.perf_counter()
+        self._device_s = self._devices_program.seconds()
+        cost_s = time.perf_counter() - began
+        affordable_s = PROBE_SHARE * self._every * statistics.fmean(step_time_s for step_time_s, _, _ in self._steps)
+        if cost_s > affordable_s:
+            self._every = min(2 * self._every, _LONGEST)
+        elif cost_s < affordable_s / 2:
+            self._every = max(self._every // 2, REPORT_EVERY)
+
+    def report(self, step: int) -> tuple[list[Slow], dict[str, float]]:
+        """Every `REPORT_EVERY` steps, sends the figures since the last report; on process 0, compares what it has.
+
+        Returns:
+            Who has become slow or is no longer, and metrics; both empty in between and on other processes.
+        """
+        if step % REPORT_EVERY or not self._steps:
+            return [], {}
+        step_time_s, data_s, host_s = (statistics.fmean(column) for column in zip(*self._steps, strict=True))
+        own = {"step": step, "data": data_s, "host": host_s, "step_time": step_time_s, "name": socket.gethostname()}
+        own |= {"device": self._device_s} if self._device_s is not None else {}
+        own |= {"save": statistics.fmean(self._save_s)} if self._save_s else {}
+        self._peers.report(own)
+        self._steps, self._save_s, self._device_s = [], [], None
+        if self._peers.rank:
+            return [], {}
+        for process, report in list(self._peers.reports.items()):
+            if report["step"] > self._newest.get(process, 0):
+                self._newest[process], self._names[process] = report["step"], report["name"]
+                self._comparison.take(process, report)
+                for kind in ("step_time", "data", "host", "device", "save"):
+                    if kind in report:
+                        self._told[process][kind].append(report[kind])
+        slowest = self._comparison.slowest()
+        metrics = {} if slowest is None else {"perf/slowest_process": slowest[0], "perf/slowest_ratio": slowest[1]}
+        return self._comparison.changes(step_time_s), metrics
+
+    def name(self, process: int) -> str:
+        """The host of a process that has reported."""
+        return self._names[process]
+
+    def write(self, run_dir: Path, *, at_once: bool = False) -> None:
+        """On process 0: leaves the medians of all in the run directory, once a minute or `at_once`."""
+        if self._told and (at_once or time.monotonic() - self._written > _WRITE_S):
+            self._written = time.monotonic()
+            rows = [
+                {"process": process, "host": self._names[process]}
+                | {f"{kind}_s": statistics.median(values) for kind, values in self._told[process].items()}
+                for process in sorted(self._told)
+            ]
+            try:
+                write_atomically(run_dir / run_log.HOSTS_FILE, json.dumps(rows).encode())
+            except OSError:
+                return  # the run needs it not, and its log tells of the disk
+
+
+class DeviceProbe:
+    """A fixed program without collectives for each device of this process, the same in all: products of matrices."""
+
+    def __init__(self) -> None:
+        """Compiles it and runs it once."""
+        is_cpu = jax.default_backend() == "cpu"
+        size, self._repeats, dtype = (192, 8, jnp.float32) if is_cpu else (2048, 48, jnp.bfloat16)
+        self._programs: list[tuple[Any, jax.Array]] = []
+        for device in jax.local_devices():
+            # A mesh of this device alone: the process's mesh spans all devices and refuses arrays that live on one.
+            with jax.set_mesh(jax.make_mesh((1,), ("device",), axis_types=(AxisType.Auto,), devices=[device])):
+                matrix = jax.device_put(np.full((size, size), 1 / size, dtype), device)
+                program = jax.jit(self._products).lower(matrix).compile()
+                program(matrix).block_until_ready()
+                self._programs.append((program, matrix))
+
+    def _products(self, matrix: jax.Array) -> jax.Array:
+        return jax.lax.fori_loop(0, self._repeats, lambda _, product: product @ matrix, matrix)
+
+    def seconds(self) -> float:
+        """Until the slowest device is done, all beginning together: the median of three rounds."""
+        rounds = []
+        for _ in range(_ROUNDS):
+            began = time.perf_counter()
+            jax.block_until_ready([program(matrix) for program, matrix in self._programs])
+            rounds.append(time.perf_counter() - began)
+        return statistics.median(rounds)
