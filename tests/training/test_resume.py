@@ -170,7 +170,7 @@ def test_other_processes_and_devices_take_over_without_a_hand(tmp_path):
     config, run_dir = runs.write_config(tmp_path, num_steps=30, grad_accum_steps=1), tmp_path / "elastic"
     mesh = ("--mesh.fsdp=-1", "--mesh.sequence=1", "--mesh.tensor=1")
     runs.finish(runs.start(config, *mesh))
-    together = (f"--run_dir={run_dir}", *mesh)
+    together, outputs = (f"--run_dir={run_dir}", *mesh), [""]
     for num_steps, begin in {
         7: lambda: [runs.start(config, *together)],
         17: lambda: start_two(config, *together, num_devices=2),

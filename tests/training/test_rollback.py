@@ -98,7 +98,8 @@ def start(config, *overrides, **poison):
 
 def first_rows(path):
     """By step, as it was loaded last."""
-    return dict(tuple(map(int, line.split())) for line in path.read_text().splitlines())
+    pairs = (line.split() for line in path.read_text().splitlines())
+    return {int(step): int(first) for step, first in pairs}
 
 
 @pytest.mark.slow
