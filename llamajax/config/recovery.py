@@ -44,11 +44,12 @@ class RecoveryConfig(Section):
     """What becomes of steps that went wrong."""
 
     max_rollbacks: NonNegativeInt = 3
-    """How often the run may go back to its newest good checkpoint and pass over the rows that led to a bad step
-    (`train.max_nonfinite_steps`, `spike_zscore`); one more ends it with exit code 93. 0: the first ends it."""
+    """How often, in all its life, the run may go back to its newest good checkpoint before a bad step
+    (`train.max_nonfinite_steps`, `spike_zscore`) and pass over the rows that led there, which `passed_over.json` in its
+    directory tells; one more ends it with exit code 93. 0: the first ends it."""
     spike_zscore: PositiveFloatOrUnset = None
     """A loss is a spike when it lies this many robust standard deviations (1.4826 times the median absolute deviation)
-    above the median of the last `spike_window` steps. Unset: no loss is."""
+    above the median of the last `spike_window` steps. The noise of batches hardly reaches 5. Unset: no loss is."""
     spike_window: Window = 128
     """Steps that a loss is compared with."""
     checksum_every: PositiveIntOrUnset = 100

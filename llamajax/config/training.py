@@ -68,13 +68,15 @@ class TrainConfig(Section):
     global_batch_size: PositiveInt
     """Sequences per optimizer step, over all devices."""
     grad_accum_steps: PositiveInt = 1
-    """Micro-batches that one optimizer step is summed over."""
+    """Micro-batches that one optimizer step is summed over. A run that goes on with another mesh than it began with takes as
+    many as keep a device's rows at most what they were, unless this is changed by hand."""
     grad_accum_dtype: DType = "float32"
     """Type of that sum. bfloat16 halves its memory, and loses of every micro-batch what is below 1/256 of the sum."""
     z_loss_weight: NonNegativeFloat = 0.0
     """Weight of the squared log-partition added to the loss (PaLM, arXiv:2204.02311, section 5)."""
     max_nonfinite_steps: PositiveInt = 5
-    """Steps with non-finite gradients in a row after which the run stops; each is skipped and counted."""
+    """Steps with non-finite gradients in a row after which the run goes back (`recovery.max_rollbacks`); each is skipped and
+    counted."""
     eval_every: PositiveIntOrUnset = None
     """Steps between evaluations on held-out documents; unset: only after the last step."""
     eval_batches: NonNegativeInt = 16

@@ -2,7 +2,7 @@
 
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from llamajax.config.run import Config
@@ -51,12 +51,12 @@ class BadSteps:
         """Finite losses of the newest steps that were applied, `recovery.spike_window` at most, the newest last."""
         return list(self._losses)
 
-    def look(self, record: Record | None, newest: int | None) -> None:
+    def look(self, record: Record | None, newest: Callable[[], int | None]) -> None:
         """Takes the record of the next step, if there is one; the same in every process.
 
         Args:
             record: of `MetricsWriter.write` or `flush`.
-            newest: the newest checkpoint.
+            newest: finds out the newest checkpoint.
 
         Raises:
             GoBack: the step is a bad one.
@@ -81,12 +81,15 @@ class BadSteps:
                 self._go_back(what, step, step, newest, loss=loss, zscore=zscore)
         self._losses.append(loss)
 
-    def _go_back(self, what: str, first_step: int, last_step: int, newest: int | None, **facts: float) -> None:
+    def _go_back(self, what: str, first_step: int, last_step: int, newest: Callable[[], int | None], **facts: float) -> None:
         most = self._config.recovery.max_rollbacks
         if self._num_rollbacks < most:
             raise GoBack(f"step {last_step}: {what}", first_step=first_step, last_step=last_step, pass_over=True, **facts)
-        before = f"the run has gone back {self._num_rollbacks} times already" if most else "the run does not go back"
-        saved = f"step {newest} is the newest checkpoint" if newest is not None else "there is no checkpoint"
+        before = f"the run has gone back already, {self._num_rollbacks} of at most {most} times"
+        before = before if most else "the run does not go back"
+        saved = (
+            "there is no checkpoint" if (saved_step := newest()) is None else f"step {saved_step} is the newest checkpoint"
+        )
         raise DivergedError(
             f"step {last_step}: {what}, and {before} (recovery.max_rollbacks={most}); {saved}; lower optimizer.learning_rate"
             " or warm up longer, in another run_dir or with checkpoint.allow_config_change"

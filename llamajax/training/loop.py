@@ -1,5 +1,6 @@
 """The loop of a run: steps, evaluations and checkpoints."""
 
+import contextlib
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from llamajax.checkpoint.write import Checkpointer
 from llamajax.config.run import Config
 from llamajax.data.loader import Loader
 from llamajax.data.position import PassedOver, next_row
+from llamajax.errors import SaveError
 from llamajax.evaluation.held_out import evaluate
 from llamajax.launching.heartbeat import WAITING
 from llamajax.planning.scheduling import Compilation
@@ -87,7 +89,12 @@ def train(
         def check(record: run_log.Record | None) -> None:
             if record is not None:
                 watchdog.finished(record["step"])
-            bad_steps.look(record, checkpointer.newest)
+            bad_steps.look(record, newest)
+
+        def newest() -> int | None:
+            with contextlib.suppress(SaveError):  # which was told
+                checkpointer.wait()
+            return checkpointer.newest
 
         def evaluate_now() -> None:
             with watchdog.phase("evaluate"), writer.pause("evaluating"):

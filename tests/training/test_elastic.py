@@ -63,11 +63,11 @@ def test_other_settings_follow_where_they_must():
     assert for_devices(narrow, 4, began_on(narrow, 8)).train.grad_accum_dtype == "bfloat16"
 
 
-def checkpoint(run_dir: Path, step: int, config, *, began=None, mesh=None) -> Path:
+def checkpoint(run_dir: Path, step: int, config, *, mesh: dict[str, int] | None = None, began=None) -> Path:
     """A step that says of itself what a run's does, without arrays."""
     step_dir = run_dir / "checkpoints" / str(step)
     step_dir.mkdir(parents=True)
-    meta = {"config": config_to_dict(config), "mesh": mesh or began["mesh"]} | ({"began": began} if began else {})
+    meta = {"config": config_to_dict(config), "mesh": mesh} | ({} if began is None else {"began": began})
     (step_dir / "meta.json").write_text(json.dumps(meta))
     manifest.write(step_dir, manifest.records_of(step_dir, ["meta.json"]))
     return step_dir

@@ -148,17 +148,52 @@ def test_another_mesh_takes_over_with_the_same_arrays_and_rows(unbroken, tmp_pat
 
 
 def start_two(
-    config: pathlib.Path, *overrides: str, directories: Sequence[pathlib.Path | None] = (None, None)
+    config: pathlib.Path,
+    *overrides: str,
+    directories: Sequence[pathlib.Path | None] = (None, None),
+    num_devices: int = 4,
 ) -> list[subprocess.Popen[str]]:
-    """Two processes with four devices each, joined over loopback, each in its own working directory."""
+    """Two processes with so many devices each, joined over loopback, each in its own working directory."""
     together = [
-        *overrides, "--mesh.num_cpu_devices=4", "--distributed.enabled=true",
+        *overrides, f"--mesh.num_cpu_devices={num_devices}", "--distributed.enabled=true",
         f"--distributed.coordinator_address={runs.free_address()}", "--distributed.num_processes=2",
     ]  # fmt: skip
     return [
         runs.start(config, *together, f"--distributed.process_id={rank}", directory=directory)
         for rank, directory in enumerate(directories)
     ]
+
+
+@pytest.mark.slow
+def test_other_processes_and_devices_take_over_without_a_hand(tmp_path):
+    """One process of eight devices, two of two each, one of eight: the same command, killed in between; same losses."""
+    config, run_dir = runs.write_config(tmp_path, num_steps=30, grad_accum_steps=1), tmp_path / "elastic"
+    mesh = ("--mesh.fsdp=-1", "--mesh.sequence=1", "--mesh.tensor=1")
+    runs.finish(runs.start(config, *mesh))
+    together, outputs = (f"--run_dir={run_dir}", *mesh), [""]
+    for saved, begin in {
+        5: lambda: [runs.start(config, *together)],
+        15: lambda: start_two(config, *together, num_devices=2),
+    }.items():
+        processes = begin()
+        runs.wait_until(lambda: saved in runs.committed_steps(run_dir), processes)  # noqa: B023  (used at once)
+        for process in processes:
+            process.kill()
+        outputs = [process.communicate()[0] for process in processes]
+    said = "4 devices instead of 8: mesh fsdp 4, 2 accumulation steps of 4 rows (was 1 of 8), same global batch and rows"
+    assert f"elastic    {said}" in outputs[0]
+    assert "elastic    " not in runs.finish(runs.start(config, *together))
+    ours, theirs = ([float.fromhex(x) for x in runs.losses(path).values()] for path in (run_dir, tmp_path / "run"))
+    np.testing.assert_allclose(ours, theirs, rtol=1e-5)
+    ours, theirs = (eval_losses(path) for path in (run_dir, tmp_path / "run"))
+    assert list(ours) == list(theirs) == [10, 20, 30]
+    np.testing.assert_allclose(list(ours.values()), list(theirs.values()), rtol=1e-5)
+
+
+def eval_losses(run_dir: pathlib.Path) -> dict[int, float]:
+    """By step; of one that was evaluated twice, the last."""
+    records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return {record["step"]: record["eval/loss"] for record in records if "eval/loss" in record}
 
 
 @pytest.mark.slow

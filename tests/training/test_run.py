@@ -169,11 +169,16 @@ def test_a_signal_during_an_evaluation_ends_it_after_the_batch_in_progress(finis
 
 
 def test_gradients_that_stay_infinite_end_the_run(finished, tmp_path, monkeypatch):
-    """Weights of 1e30 overflow every step: all are skipped, the fifth in a row is the last, evaluations or not."""
+    """Weights of 1e30 overflow every step: all are skipped, the fifth in a row sends the run back to the beginning, three
+    times, and then is the last, evaluations or not."""
     long = {"train.num_steps": 50, "train.max_nonfinite_steps": 5, "train.eval_every": 1, "profile.start_step": None}
     config = finished.changed(long | {"run_dir": str(tmp_path / "run"), "model.init_std": 1e30})
     with pytest.raises(DivergedError, match="step 5: gradients were not finite in 5 steps in a row"):
         train.run(config)
+    passed_over = json.loads((tmp_path / "run" / "passed_over.json").read_text())
+    windows = [(window["after_step"], window["first_row"], window["num_rows"]) for window in passed_over]
+    assert windows == [(0, 0, 40), (0, 40, 40), (0, 80, 40)]
+    assert not runs.committed_steps(tmp_path / "run")
     with pytest.raises(SystemExit) as exit_info:
         train.main(config, dry_run=False)
     assert exit_info.value.code == DivergedError.exit_code
