@@ -36,7 +36,7 @@ HOSTILE = {
 FRAGMENTS = (
     "{{", "}}", "{%", "%}", "{#", "{% for x in range(999) %}", "{% endfor %}", "{{ messages", " | map('attr', '__class__') ",
     ".__class__", "['__globals__']", "{% set messages = 1 %}", "{% generation %}", "{% endgeneration %}", "\0", "'", '"',
-    "(" * 500, "{% if " * 300, "{{ lipsum.__globals__ }}", "{{ self._TemplateReference__context }}", "{% extends 'x' %}", 
+    "(" * 500, "{% if " * 300, "{{ lipsum.__globals__ }}", "{{ self._TemplateReference__context }}", "{% extends 'x' %}",
     "{{ 9 ** 9 ** 9 }}",
 )  # fmt: skip
 
