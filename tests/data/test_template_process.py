@@ -2,6 +2,7 @@
 
 import gc
 import subprocess
+from pathlib import Path
 
 import pytest
 
@@ -59,6 +60,12 @@ def test_a_refusal_names_the_reason_and_leaves_the_template_usable():
     with pytest.raises(DataError, match=message):
         strict.render([SYSTEM], add_generation_prompt=False)
     assert strict.render(TURNS, add_generation_prompt=False) == "ok"
+
+
+def test_the_users_keys_are_not_known_to_it(monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "a-secret")
+    made = template("a")
+    assert b"a-secret" not in Path(f"/proc/{made._process.pid}/environ").read_bytes()
 
 
 def test_messages_cannot_forge_a_mark_or_run():
