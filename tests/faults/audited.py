@@ -20,11 +20,12 @@ from llamajax.training.run import run
 from llamajax.weights.opening import open_pretrained
 from tests import runs
 from tests.converters.mutate import write_whole
-from tests.faults.bad_templates import HOSTILE
 from tests.tiny import tiny_config
 
 CANARY = "print(open('{canary}', 'w').write('ran'))"
-_TEMPLATE = [sys.executable, "-P", str(chat._PROCESS)]
+TEMPLATE = "{{ messages | attr('__class__') }}{{ raise_exception.__globals__ }}ok"
+"""Asks for what the sandbox hides, and goes on; those that are refused are in `bad_templates`."""
+_PROCESS = [sys.executable, "-P", str(chat._PROCESS)]
 
 
 def write_hostile(directory: Path, canary: Path) -> None:
@@ -40,7 +41,7 @@ def write_hostile(directory: Path, canary: Path) -> None:
     for name, extra in (("config.json", auto), ("tokenizer_config.json", {"AutoTokenizer": ["tokenization_evil.T", None]})):
         path = directory / name
         path.write_text(json.dumps(json.loads(path.read_text()) | {"auto_map": extra}))
-    (directory / "chat_template.jinja").write_text(HOSTILE["another module"])
+    (directory / "chat_template.jinja").write_text(TEMPLATE)
     (directory / "adapter_config.yaml").write_text(f'!!python/object/apply:builtins.exec ["{code}"]')
 
 
@@ -66,9 +67,9 @@ def watch(hostile: Path) -> list[str]:
                 noted.append(f"import {module}")
             case "pickle.find_class", (module, name):
                 noted.append(f"pickle {module}.{name}")
-            case "subprocess.Popen", (_, command, *_) if list(command) != _TEMPLATE:
+            case "subprocess.Popen", (_, command, *_) if list(command) != _PROCESS:
                 noted.append(f"subprocess {command}")
-            case (("os.system" | "os.exec" | "os.posix_spawn"), _) if arguments[1:2] != (_TEMPLATE,):
+            case (("os.system" | "os.exec" | "os.posix_spawn"), _) if arguments[1:2] != (_PROCESS,):
                 noted.append(f"{event} {arguments}")
             case (("socket.connect" | "socket.bind" | "socket.sendto"), (_, address)) if is_far(address):
                 noted.append(f"{event} {address}")
@@ -108,12 +109,8 @@ def main(directory: Path) -> None:
     from llamajax.generation.run import run as generate
 
     generate(GenerateConfig(model=str(directory / "exported"), prompt=("a b",), max_tokens=2, mesh=mesh))
-    template = ""
-    try:
-        generate(GenerateConfig(model=str(directory / "exported"), prompt=("a b",), chat=True, max_tokens=2, mesh=mesh))
-    except ValueError as error:
-        template = str(error)
-    found = {"noted": noted, "codes": [imported, exported], "listening": sorted(listening), "template": template}
+    generate(GenerateConfig(model=str(directory / "exported"), prompt=("a b",), chat=True, max_tokens=2, mesh=mesh))
+    found = {"noted": [*noted], "codes": [imported, exported], "listening": sorted(listening)}
     found["canary"] = (directory / "canary").exists()
     seen = len(noted)
     exec(compile("1", str(hostile / "x.py"), "exec"))  # what is looked for would be found

@@ -61,7 +61,7 @@ def _content(kind: str, rng: np.random.Generator) -> bytes:
             at = rng.integers(len(data))
             data = data[:at] + RAW[rng.integers(len(RAW))] + data[at:]
     if kind.endswith((".gz", ".zst")) and rng.random() < 0.1:
-        data = b'{"text": "' + b"a" * (64 * _LONGEST_LINE) + b'"}\n'
+        data = b'{"text": "' + b"a" * (16 * _LONGEST_LINE) + b'"}\n'
     if kind.endswith(".gz"):
         data = gzip.compress(data, 1)
     if kind.endswith(".zst"):
