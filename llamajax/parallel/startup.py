@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 from jax.sharding import Mesh
-from jaxlib import _jax  # where gloo listens has no public name
+from jaxlib import _jax  # pyright: ignore[reportAttributeAccessIssue] (where gloo listens has no public name)
 
 from llamajax.config.file import config_to_dict, dotted
 from llamajax.config.parallel import DistributedConfig, MeshConfig
