@@ -4,6 +4,8 @@ Every message is one line: what is wrong, where (``file:line`` or the key), the 
 Our own invariants are ``assert``s and never end up here.
 """
 
+import re
+
 OUT_OF_MEMORY, INTERNAL_ERROR, DISK_ERROR, TRY_AGAIN, GIVE_UP = 5, 70, 74, 75, 93
 """Exit codes for what is no `UserError`: the device's memory, a defect of ours, the disk; what a new start may help (a
 process that was lost or stuck), and what it will not."""
@@ -61,6 +63,11 @@ class DivergedError(UserError):
     """Gradients stayed non-finite; running the same command again would not help."""
 
     exit_code = GIVE_UP
+
+
+def without_passwords(text: str) -> str:
+    """The text with `...` for user and password in addresses such as https://USER:PASSWORD@HOST."""
+    return re.sub(r"(?<=://)[^\s/@:]*:[^\s/@]+@", "...@", text)
 
 
 def show(text: str) -> str:

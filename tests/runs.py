@@ -1,5 +1,6 @@
 """Real runs of the command line, small enough for tests: a YAML file, a process, and what it left behind."""
 
+import ipaddress
 import json
 import os
 import pathlib
@@ -56,6 +57,21 @@ def free_address() -> str:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         return f"127.0.0.1:{free.getsockname()[1]}"
+
+
+def listening(pid: int) -> set[str]:
+    """The addresses on which a process listens for connections, by any protocol of the internet."""
+    links = (link for link in pathlib.Path(f"/proc/{pid}/fd").iterdir() if link.is_symlink())
+    own = {os.readlink(link) for link in links}
+    found = set()
+    for table in ("tcp", "tcp6"):
+        for line in pathlib.Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
+            _, address, _, state, *_, inode = line.split()[:10]
+            if state == "0A" and f"socket:[{inode}]" in own:
+                words = bytes.fromhex(address.partition(":")[0])  # each of four bytes, as they lie in memory
+                host = ipaddress.ip_address(b"".join(words[at : at + 4][::-1] for at in range(0, len(words), 4)))
+                found.add(str(getattr(host, "ipv4_mapped", None) or host))
+    return found
 
 
 def start(config: pathlib.Path, *overrides: str, directory: pathlib.Path | None = None) -> subprocess.Popen[str]:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
-from llamajax.errors import ConfigError
+from llamajax.errors import ConfigError, without_passwords
 
 
 @dataclass(frozen=True)
@@ -54,6 +54,11 @@ class Settings:
             value = getattr(self, name)
             broken = [bound.rule for bound in bounds if value is not None and not bound.holds(value)]
             problems += [f"{name}: {value} {rule}" for rule in broken[:1]]
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            texts = [text for text in (value if isinstance(value, tuple) else [value]) if isinstance(text, str)]
+            if any(without_passwords(text) != text for text in texts):
+                problems.append(f"{field.name}: holds a password, and settings are kept with every checkpoint; remove it")
         return [*problems, *self.broken_rules()]
 
 

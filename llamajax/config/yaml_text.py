@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple, NoReturn
 
 import yaml
 
-from llamajax.errors import ConfigError, show
+from llamajax.errors import ConfigError, show, without_passwords
 
 MAX_BYTES = 1 << 20
 MAX_VALUES = 10_000
@@ -47,6 +47,7 @@ class Problems:
 
     def add(self, place: Place, message: str, key: str = "") -> None:
         """Notes one mistake, about `key` if the place does not say so; raises when more would only be noise."""
+        message = without_passwords(message)
         self._found.append((place, f"{key}: {message}" if key and place.text != f"--{key}" else message))
         if len(self._found) == MAX_PROBLEMS:
             self.stop(Place(2 * MAX_BYTES, place.text), "there are more mistakes; mend these first")

@@ -3,6 +3,7 @@
 import hashlib
 import itertools
 import json
+import os
 import subprocess
 import sys
 import weakref
@@ -30,6 +31,8 @@ MAX_CHARS = 2**24
 TRAINING_DATE = "2024-07-26"
 """Today, for a template that writes the date into conversations that are learnt: always the same, so that the data are."""
 
+_ENVIRONMENT = ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "PYTHONHOME", "PYTHONUSERBASE", "HOME", "TZ")
+"""What a template's process needs to find its libraries and the time; the user's keys are not for it."""
 _PROCESS = Path(__file__).with_name("template_process.py")
 
 
@@ -67,6 +70,7 @@ class ChatTemplate:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
+            env={name: os.environ[name] for name in _ENVIRONMENT if name in os.environ},
             start_new_session=True,  # Ctrl-C is ours alone; without us its stdin ends, and so does it
             text=True,
             encoding="ascii",

@@ -12,11 +12,14 @@ from jaxtyping import Int32
 
 from llamajax.data.tokenizer_base import Tokenizer, text_bytes
 from llamajax.data.tokenizer_files import JSON_FILE, TokenizerFiles
-from llamajax.errors import DataError
+from llamajax.errors import DataError, show
 
 KNOWN_BOS = ("<s>", "<|begin_of_text|>", "<|endoftext|>")
 KNOWN_EOS = ("</s>", "<|end_of_text|>", "<|endoftext|>")
 """Special tokens that begin and end a text in tokenizers of which no file says so."""
+
+MAX_IDS = 2**24
+"""Ids that a vocabulary may reach up to, a hundred times those of the largest: the library takes memory for each of them."""
 
 _BYTE_PIECE = re.compile(r"<0x[0-9A-F]{2}>")
 
@@ -31,7 +34,9 @@ class HuggingFaceTokenizer(Tokenizer):
     def __init__(self, files: TokenizerFiles) -> None:
         super().__init__(files)
         try:
-            self._tokenizer = tokenizers.Tokenizer.from_str(files.contents[JSON_FILE].decode())
+            text = files.contents[JSON_FILE].decode()
+            _check_ids(json.loads(text))
+            self._tokenizer = tokenizers.Tokenizer.from_str(text)
             model = json.loads(self._tokenizer.to_str())
         except Exception as error:  # the library raises nothing narrower
             reason = str(error).splitlines()[0]
@@ -144,6 +149,13 @@ class HuggingFaceTokenizer(Tokenizer):
         if unknown is not None:
             counts[unknown] = 0
         return counts
+
+
+def _check_ids(body: object) -> None:
+    match body:
+        case {"model": {"vocab": dict(vocabulary)}}:  # in a list, ids are places
+            if wrong := [token for token in vocabulary.values() if type(token) is int and token >= MAX_IDS]:
+                raise ValueError(f"gives a token the id {show(str(wrong[0]))}, where all are below {MAX_IDS:,}")
 
 
 def _steps(step: dict | None, list_key: str) -> list[dict]:

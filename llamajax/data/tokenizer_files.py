@@ -46,7 +46,8 @@ class TokenizerFiles:
 def find_vocabulary(folder: Path) -> Path | None:
     """The file in a directory, such as a checkpoint's, that has the tokenizer's vocabulary; None if none has, or it cannot
     be told which of several that have other names."""
-    found = [file for file in folder.iterdir() if file.name == JSON_FILE or _MODEL_NAME.fullmatch(file.name)]
+    files = (file for file in folder.iterdir() if file.is_file())  # what is read of a pipe may have no end
+    found = [file for file in files if file.name == JSON_FILE or _MODEL_NAME.fullmatch(file.name)]
     named = [file for file in found if file.name in (JSON_FILE, MODEL_FILE)]
     # tokenizer.json before tokenizer.model: the latter may be Llama 3's tiktoken file
     return min(named) if named else found[0] if len(found) == 1 else None

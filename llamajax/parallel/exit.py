@@ -10,7 +10,7 @@ from typing import NoReturn
 
 import jax
 
-from llamajax.errors import DISK_ERROR, INTERNAL_ERROR, OUT_OF_MEMORY, UserError
+from llamajax.errors import DISK_ERROR, INTERNAL_ERROR, OUT_OF_MEMORY, UserError, without_passwords
 from llamajax.parallel import processes
 
 
@@ -46,8 +46,9 @@ def exit_code(work: Callable[[], object], *, memory_remedy: str, disk: str, disk
 
 def _failed(reason: str, code: int, told: str | None = None) -> int:
     """Says why to the user (as `told`, if that is more) and to the other processes of the run; returns `code`."""
+    reason = without_passwords(reason)
     with contextlib.suppress(OSError):
-        print(told or reason, file=sys.stderr, flush=True)
+        print(without_passwords(told or reason), file=sys.stderr, flush=True)
     if (peers := processes.peers()) is not None:
         peers.tell_failure(reason, code)
     return code

@@ -1,11 +1,13 @@
 """How a process begins: what jax is told before it starts, the other processes, and the mesh."""
 
+import functools
 import os
 from collections.abc import Mapping
 from typing import Any
 
 import jax
 from jax.sharding import Mesh
+from jaxlib import _jax  # pyright: ignore[reportAttributeAccessIssue] (where gloo listens has no public name)
 
 from llamajax.config.file import config_to_dict, dotted
 from llamajax.config.parallel import DistributedConfig, MeshConfig
@@ -72,6 +74,8 @@ def join_run(config: DistributedConfig, settings: Mapping[str, Any] | None = Non
         links = call(address, bind_address, num_processes, own_rank, config.initialization_timeout_s)
         processes.meet(own_rank, links, config.heartbeat_timeout_s)
         processes.check_same_everywhere(settings or {})
+    if addresses.is_loopback(host):
+        listen_on_loopback()
     coordinator = (host, port)
     if own_rank == 0:
         coordinator = addresses.host_and_port(bind_address)
@@ -93,6 +97,15 @@ def join_run(config: DistributedConfig, settings: Mapping[str, Any] | None = Non
     except (ValueError, RuntimeError) as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise EnvironmentMismatchError(f"distributed: cannot join the other processes: {reason}; start all again") from error
+
+
+def listen_on_loopback() -> None:
+    """Lets the libraries that move data between processes listen where only this machine reaches them, since all are here.
+
+    By themselves gloo, of CPUs, listens on what the host's name resolves to, and NCCL on the first other interface.
+    """
+    _jax.make_gloo_tcp_collectives = functools.partial(_jax.make_gloo_tcp_collectives, hostname="127.0.0.1")
+    os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
 
 
 def connect(

@@ -45,13 +45,19 @@ def read_travelling(directory: Path) -> dict[str, bytes]:
     names code to run and is left out.
 
     Raises:
-        ConfigError: a file cannot be read, or is not the JSON object it should be.
+        ConfigError: a file cannot be read, or is not the JSON object it should be, or is a link to one of elsewhere, which
+            would be handed on with the model.
     """
+    root = directory.resolve()
+    # Downloads are links from snapshots/REVISION to blobs.
+    root = root.parent.parent if re.fullmatch("models--.+--.+", root.parent.parent.name) else root
     vocabulary = find_vocabulary(directory)
     named = {path for path in directory.iterdir() if path.is_file() and _TRAVELLING.fullmatch(path.name)}
     contents = {}
     for path in sorted(named | ({vocabulary} if vocabulary else set())):
         name = path.name if _TRAVELLING.fullmatch(path.name) else MODEL_FILE
+        if not path.resolve().is_relative_to(root):
+            raise ConfigError(f"{path}: is a link to {path.resolve()}, outside of the model; put the file itself there")
         contents[name] = read_bytes(path, _MAX_BYTES)
         if path.suffix == ".json" and path.name != "tokenizer.json":
             body = parse_json(path, contents[name])
@@ -173,6 +179,8 @@ def _read_index(directory: Path) -> dict[str, str] | None:
 
 
 def _read_header(path: Path) -> dict[str, Stored]:
+    if path.exists() and not path.is_file():  # a pipe may never answer
+        raise ConfigError(f"{path}: is not a regular file; download the file")
     try:
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size

@@ -1,10 +1,10 @@
 """Configuration files: every mistake is one line with its place, and what is right comes back unchanged."""
 
-import random
-import re
+import contextlib
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import yaml
 from front_door import MINIMAL, changed, refuse
@@ -20,6 +20,7 @@ from llamajax.config.run import Config
 from llamajax.config.training import CheckpointConfig, OptimizerConfig, SampleConfig, TrainConfig
 from llamajax.config.watch import MetricsConfig, ProfileConfig
 from llamajax.errors import ConfigError
+from tests.faults.bad_configs import mutated, read
 
 EVERYTHING = Config(
     run_dir="runs/1e3",
@@ -309,39 +310,14 @@ def test_a_dumped_configuration_is_complete_and_loads_to_an_equal_one():
     assert 'path: "3e-4"' in text
 
 
-FRAGMENTS = [
-    "*a", "&a ", "!!python/object:os.system ", "!x ", "- ", "? ", ": ", ":", "#", "{", "}", "[", "]", ",", "'", '"', "|\n",
-    ">-\n", "\t", "\n", "\r", "  ", "---\n", "...\n", "%YAML 1.1\n", "<<", "null", "~", "true", "no", "-1", "017", "1e3",
-    "1:30", "0x1f", ".nan", "9" * 5000, "\0", "\x85", "\u2028", "\ufeff", "é", "\ud800", '"\\UFFFFFFFF"', '"\\x"', "data",
-    "sources", "kind: text", "=", "@", "`",
-]  # fmt: skip
-
-
 def test_whatever_the_file_holds_is_a_configuration_or_a_mistake():
-    generator = random.Random(0)
+    rng = np.random.default_rng(0)
     sample = "sample:\n  prompt: Once upon a time there was a quick brown fox that wrote a configuration\n"
     seeds = [MINIMAL + sample] * 9 + [dump_config(EVERYTHING)]
     num_good = 0
     for _ in range(2000):
-        text = generator.choice(seeds)
-        for _ in range(generator.randint(1, 3)):
-            start = generator.randrange(len(text) + 1)
-            end = start + generator.choice((0, 0, 1, 1, 5, 50))
-            moved = generator.randrange(len(text) + 1)
-            new = generator.choice((generator.choice(FRAGMENTS), text[moved : moved + generator.randint(0, 60)]))
-            text = text[:start] + new + text[end:]
-        data = bytearray(text.encode("utf-8", "surrogatepass"))
-        if generator.random() < 0.05:
-            data[generator.randrange(len(data))] ^= 1 << generator.randrange(8)
-        Path("my.yaml").write_bytes(data)
-        told = ""
-        try:
-            config = load_config("my.yaml")
-        except ConfigError as error:
-            told = str(error)
-        else:
+        Path("my.yaml").write_bytes(mutated(seeds[rng.integers(len(seeds))], rng))
+        with contextlib.suppress(ConfigError):
+            read(Path("my.yaml"))
             num_good += 1
-            Path("again.yaml").write_text(dump_config(config))
-            assert load_config("again.yaml") == config
-        assert all(re.match(r"my\.yaml(:\d+)?: \S", line) for line in told.split("\n") if told)
     assert num_good > 20

@@ -1,6 +1,7 @@
 """Hugging Face directories that are not imported: each is refused in one line, and nothing is left behind."""
 
 import json
+import os
 from typing import Any
 
 import numpy as np
@@ -59,6 +60,18 @@ def test_files_that_are_not_read(tmp_path, capsys):
     assert "model.norm.weight is stored as I8" in refuse(capsys, tmp_path)
     (hf_dir / "config.json").unlink()
     assert "config.json: No such file" in refuse(capsys, tmp_path)
+
+
+def test_pipes_and_links_that_leave_the_model_are_not_read(tmp_path, capsys):
+    hf_dir = tmp_path / "hf"
+    write_model(hf_dir, TINY)
+    (hf_dir / "LICENSE").symlink_to("/proc/self/environ")
+    assert "LICENSE: is a link to /proc/" in refuse(capsys, tmp_path)
+    (hf_dir / "LICENSE").unlink()
+    shard(hf_dir)
+    (hf_dir / "model-00002-of-00003.safetensors").unlink()
+    os.mkfifo(hf_dir / "model-00002-of-00003.safetensors")
+    assert "model-00002-of-00003.safetensors: is not a regular file" in refuse(capsys, tmp_path)
 
 
 def test_shards_that_do_not_agree_with_their_index(tmp_path, capsys):

@@ -38,6 +38,16 @@ def alone(path, directory):
     return load_tokenizer(directory)
 
 
+def test_an_id_that_would_fill_the_memory_is_refused(tmp_path):
+    byte_level(tmp_path, ("[CLS]", "[SEP]"), {"eos_token": "[SEP]"})
+    path = tmp_path / "tokenizer.json"
+    body = json.loads(path.read_text())
+    body["model"]["vocab"]["a"] = 2**31
+    path.write_text(json.dumps(body))
+    with pytest.raises(DataError, match=r"tokenizer\.json: gives a token the id 2147483648, where all are below 16,777,216"):
+        load_tokenizer(path)
+
+
 def test_an_ordinary_piece_neither_begins_nor_ends_a_text(qwen2, tmp_path):
     for tokenizer in (load_tokenizer(qwen2), alone(qwen2, tmp_path)):
         assert isinstance(tokenizer, HuggingFaceTokenizer)

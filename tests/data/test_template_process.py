@@ -2,44 +2,20 @@
 
 import gc
 import subprocess
-from types import SimpleNamespace
-from typing import Any
+from pathlib import Path
 
 import pytest
 
 from llamajax.data import chat
 from llamajax.data.chat import ChatTemplate
 from llamajax.errors import DataError
+from tests.faults.bad_templates import HOSTILE, TOKENIZER, TURNS
 
-TOKENIZER: Any = SimpleNamespace(bos_token="<s>", eos_token="</s>")
 SYSTEM = {"role": "system", "content": "Be kind."}
-TURNS = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
 
 
 def template(text: str) -> ChatTemplate:
     return ChatTemplate(text, TOKENIZER, "some.jinja")
-
-
-HOSTILE = {
-    "a class": "{{ ''.__class__.__mro__[1].__subclasses__() }}",
-    "another module": "{{ cycler.__init__.__globals__.os.popen('id') }}",
-    "a format string past the sandbox": "{% set n = namespace() %}{% set n.__html__ = '{0}'.format %}{{ n }}",
-    "a namespace by name": "{{ namespace(__html__=1) }}",
-    "a file": "{% include '/etc/passwd' %}",
-    "an import": "{% import 'os' as os %}",
-    "a change of the messages": "{{ messages.append(1) }}",
-    "a change of a message": "{{ messages[0].update(role='x') }}",
-    "a large range": "{% for x in range(10**8) %}{% endfor %}",
-    "too much text": "{% for x in range(9999) %}{{ 'a' * 10000 }}{% endfor %}",
-    "a power": "{{ (messages | length + 8) ** (9 ** (9 ** 9)) }}",
-    "a product": "{{ 'a' * 10 ** 11 * messages | length }}",
-    "a wide field": "{{ messages | string | center(10 ** 11) }}",
-    "text that doubles": "{% set n = namespace(x='aaaa') %}{% for i in range(99) %}{% set n.x = n.x ~ n.x %}{% endfor %}",
-    "loops in loops": "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
-    "recursion": "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
-    "half a character": r"{{ '\ud800' }}",
-    "lines in its complaint": "{{ raise_exception('a\nb\r\n' * 9999) }}",
-}
 
 
 @pytest.mark.parametrize(
@@ -84,6 +60,12 @@ def test_a_refusal_names_the_reason_and_leaves_the_template_usable():
     with pytest.raises(DataError, match=message):
         strict.render([SYSTEM], add_generation_prompt=False)
     assert strict.render(TURNS, add_generation_prompt=False) == "ok"
+
+
+def test_the_users_keys_are_not_known_to_it(monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "a-secret")
+    made = template("a")
+    assert b"a-secret" not in Path(f"/proc/{made._process.pid}/environ").read_bytes()
 
 
 def test_messages_cannot_forge_a_mark_or_run():

@@ -193,6 +193,19 @@ def test_the_coordinator_of_one_machine_cannot_be_reached_from_others():
         socket.create_connection(("127.0.0.2", int(port)))
 
 
+def test_processes_of_one_machine_listen_to_nobody_else():
+    """Neither for the coordinator's clients nor for what devices send each other."""
+    body = (
+        "import os, jax, numpy as np; from jax.experimental import multihost_utils; from tests import runs;"
+        "print(jax.devices()[0].platform, multihost_utils.process_allgather(np.ones(1)).sum(), flush=True);"
+        "processes.everyones(1); print(runs.listening(os.getpid()), flush=True); processes.everyones(2)"
+    )
+    for process in start_joined(body):
+        said = end(process, 0)
+        assert "cpu 2.0" in said
+        assert "{'127.0.0.1'}" in said
+
+
 def test_garbage_at_the_door_harms_nobody():
     address = runs.free_address()
     host, port = address.split(":")
