@@ -1,6 +1,7 @@
 """A run that is about to be broken: its processes, the faults laid for it, and what it leaves behind."""
 
 import contextlib
+import importlib.util
 import json
 import os
 import pathlib
@@ -16,6 +17,7 @@ from tests import runs
 from tests.faults import scene
 from tests.faults.scene import End, Scene
 
+NO_LAUNCHER = importlib.util.find_spec("llamajax.launch") is None
 STARTS_S = 60.0
 """In which a run, if not held up, has begun to train."""
 ENDS_S = 120.0
@@ -37,6 +39,7 @@ class BrokenRun:
         environment: Mapping[str, str] | None = None,
         step_s: float = 0.03,
         run_dir: pathlib.Path | None = None,
+        cwd: pathlib.Path = runs.ROOT,
     ) -> None:
         """Prepares a run that is not started yet.
 
@@ -49,13 +52,14 @@ class BrokenRun:
             environment: variables besides the usual ones.
             step_s: seconds that a step takes at least.
             run_dir: another place for it.
+            cwd: working directory; `run_dir` is told relative to another one than the project's.
         """
-        self.scene, self.num_processes, self.by_hand = where, num_processes, by_hand
+        self.scene, self.num_processes, self.by_hand = where, num_processes, by_hand or NO_LAUNCHER
         self.settings = dict(settings or {})
         self.folder = where.new_directory(f"{num_processes}")
         self.run_dir = run_dir or self.folder / "run"
         self.processes: list[subprocess.Popen[bytes]] = []
-        self._launch = launch
+        self._launch, self._cwd = ("--backoff_s=0.1", "--max_restarts=20", *launch), cwd
         self._environment = where.environment(self.folder, step_s) | dict(environment or {})
         self._num_starts = 0
         for name in ("laid", "fired"):
@@ -72,7 +76,7 @@ class BrokenRun:
     def start(self) -> None:
         """Starts it, or starts it again; the same command each time."""
         self._num_starts += 1
-        own = {"run_dir": str(self.run_dir), **self.settings}
+        own = {"run_dir": str(self._told_run_dir), **self.settings}
         if not self.by_hand:
             launcher = [sys.executable, "-m", "llamajax.launch", "-n", str(self.num_processes), *self._launch]
             self._popen([*launcher, "--module", scene.CHILD, "--", *scene.arguments(self.scene.config, own)])
@@ -85,16 +89,28 @@ class BrokenRun:
             } if self.num_processes > 1 else {}  # fmt: skip
             self._popen(scene.command(self.scene.config, own | together))
 
-    def start_rank(self, rank: int, settings: Mapping[str, Any], environment: Mapping[str, str] | None = None) -> None:
+    @property
+    def _told_run_dir(self) -> pathlib.Path:
+        return self.run_dir if self._cwd == runs.ROOT else self.run_dir.relative_to(self._cwd)
+
+    def start_rank(
+        self,
+        rank: int,
+        settings: Mapping[str, Any],
+        environment: Mapping[str, str] | None = None,
+        cwd: pathlib.Path | None = None,
+    ) -> None:
         """Starts one process by hand, with what it needs to find the others in `settings`."""
         own = {"run_dir": str(self.run_dir), **self.settings, **settings, "distributed.process_id": rank}
-        self._popen(scene.command(self.scene.config, own), environment)
+        self._popen(scene.command(self.scene.config, own), environment, cwd)
 
-    def _popen(self, command: list[str], environment: Mapping[str, str] | None = None) -> None:
+    def _popen(
+        self, command: list[str], environment: Mapping[str, str] | None = None, cwd: pathlib.Path | None = None
+    ) -> None:
         log = self.folder / f"log.{len(list(self.folder.glob('log.*')))}"
         with log.open("wb") as file:
             process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT, cwd=runs.ROOT,
+                command, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT, cwd=cwd or self._cwd,
                 env=self._environment | dict(environment or {}), start_new_session=True,
             )  # fmt: skip
         self.processes.append(process)
@@ -145,6 +161,10 @@ class BrokenRun:
         with contextlib.suppress(FileNotFoundError):
             return json.loads((self.folder / "fired" / f"{point}.{rank}").read_text())
         return None
+
+    def release(self) -> None:
+        """Lets whoever is held (`hold`) go on."""
+        (self.folder / "release").touch()
 
     def wait(self, reached: Callable[[], bool], timeout_s: float, what: str, *, or_ended: bool = False) -> float:
         """Waits, for `timeout_s` seconds of a quiet machine; how long it took. That the run ends meanwhile is a failure,

@@ -67,6 +67,11 @@ def _meet_alone(fault: dict[str, Any]) -> None:
     everyones(None, about="what no other process asks for")
 
 
+def _hold(fault: dict[str, Any]) -> None:
+    while not (FOLDER / "release").exists():
+        time.sleep(0.01)
+
+
 def _deadlock(fault: dict[str, Any]) -> None:
     lock = threading.Lock()
     lock.acquire()
@@ -88,9 +93,10 @@ ACTIONS: dict[str, Callable[[dict[str, Any]], object]] = {
     "raise": _raise,
     "meet alone": _meet_alone,
     "deadlock": _deadlock,
+    "hold": _hold,
     "hold the GIL": _hold_gil,
     "spin": _spin,
-    "sleep": lambda fault: time.sleep(fault.get("for_s", 1_000_000)),
+    "sleep": lambda fault: time.sleep(1_000_000),
 }
 
 
@@ -192,6 +198,10 @@ def main() -> None:
     with (FOLDER / f"pids.{RANK}").open("a") as pids:
         pids.write(f"{os.getpid()}\n")
     hit("start")
+    if version := os.environ.get("LLAMAJAX_CAMPAIGN_JAX_VERSION"):
+        import jax
+
+        jax.__version__ = jax.version.__version__ = version
     lay_points()
     from llamajax import train
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from tests.faults import corruption, kills
+from tests.faults import corruption, disagreement, kills, preemption, races, soak
 from tests.faults.results import Result
 from tests.faults.scene import Scene
 
@@ -28,4 +28,9 @@ class Group:
 GROUPS = (
     Group("R1", "kills", "no committed step lost, no hand, every loss and array bit-equal", kills.run, 200, 4, 4),
     Group("R5", "damaged checkpoints", "all found, the bad file named, newest good step taken", corruption.run, 1000, 100, 0.2),
+    Group("R7", "preemptions", "exit 0 within 30 s, the step in progress saved, resumed bit-equal", preemption.run, 50, 0, 9),
+    Group("R13", "shared directories", "refused by one line, the first run unharmed", races.run_races, 30, 0, 9),
+    Group("R14", "odd places, SIGHUP", "works bit-equal, or one line", races.run_places, 24, 0, 9),
+    Group("R15", "20,000 steps", "memory grows by less than 1 MB per 1,000 steps, files and threads do not", soak.run, 20_000, 0, 0.015),
+    Group("R21", "an odd process", "refused before step 0 within 10 s, the odd one named", disagreement.run, 20, 0, 7),
 )

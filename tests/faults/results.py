@@ -10,6 +10,8 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+_TELL_EVERY_S = 10.0
+
 Figures = Mapping[str, float]
 """Measurements of one try by name; the name ends in its unit."""
 
@@ -82,6 +84,7 @@ def attempt(
         jobs: tries at once.
     """
     result, started = Result(name), time.monotonic()
+    told_at = started
     seeds = range(seed, seed + max(1, round(count / weight)))
     figures: dict[str, list[float]] = defaultdict(list)
 
@@ -105,7 +108,10 @@ def attempt(
                 result.passed += weight
                 for key, value in measured.items():
                     figures[key].append(value)
-            _tell_progress(name, result, done, len(seeds), started)
+            if (now := time.monotonic()) - told_at > _TELL_EVERY_S or done == len(seeds):
+                told_at, took = now, now - started
+                left = took / done * (len(seeds) - done)
+                tell(f"{name} {result.passed} of {result.tries} passed, {took:.0f} s, ETA {left:.0f} s")
     result.figures = {key: _told(values) for key, values in sorted(figures.items())}
     result.seconds = time.monotonic() - started
     return result
@@ -115,14 +121,6 @@ def _told(values: Sequence[float]) -> str:
     if len(values) == 1:
         return f"{values[0]:.3g}"
     return f"median {statistics.median(values):.3g}, at most {max(values):.3g}"
-
-
-def _tell_progress(name: str, result: Result, done: int, total: int, started: float) -> None:
-    """A line after each tenth, or after each try that takes long."""
-    now = time.monotonic() - started
-    if done * 10 // total > (done - 1) * 10 // total or now / done > 2:
-        left = now / done * (total - done)
-        tell(f"{name} {result.passed} of {result.tries} passed, {total - done} to go, {now:.0f} s, ETA {left:.0f} s")
 
 
 def tell(line: str) -> None:

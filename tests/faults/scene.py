@@ -104,7 +104,8 @@ def hashes(step_dir: pathlib.Path) -> dict[str, str]:
     """SHA-256 of every array of a checkpoint; read by tensorstore, so without the code that is tried."""
     found = {}
     for name, about in json.loads((step_dir / "arrays.json").read_text()).items():
-        kvstore = {"driver": "ocdbt", "base": f"file://{step_dir / 'state'}", "path": f"{name}/"}
+        base = {"driver": "file", "path": f"{step_dir / 'state'}/"}
+        kvstore = {"driver": "ocdbt", "base": base, "path": f"{name}/"}
         array = tensorstore.open({"driver": "zarr", "kvstore": kvstore}, open=True).result().read().result()
         found[name] = hashlib.sha256(f"{about}".encode() + array.tobytes()).hexdigest()
     assert found
