@@ -1,13 +1,11 @@
 """Train a Llama: `python -m llamajax.train --config configs/x.yaml`."""
 
-from llamajax.config.command import parse_args
-from llamajax.config.run import Config
+from llamajax.config.command import parse_run
 
 
 def main() -> None:
     """Reads the command line, trains, and ends the process."""
-    options = {"--dry_run": "Build, compile and report everything, then stop before the first step."}
-    arguments = parse_args(prog="python -m llamajax.train", root=Config, options=options, check=Config.file_problems)
+    arguments = parse_run()
     # Only now: --help and mistakes in the configuration do not wait for the seconds that importing jax takes.
     from llamajax.training.run import main as train
 

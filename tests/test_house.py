@@ -23,9 +23,9 @@ from llamajax.step.step import train_step
 ROOT = pathlib.Path(__file__).parent.parent
 ORDER = (
     ("errors", "units", "disk"),
-    "config", "parallel", "watch", "kernels", "model", "step", "data", "checkpoint", "weights", "planning", "generation",
-    "evaluation", "verification", "training",
-    ("train", "generate", "evaluate", "plan", "verify", "report"),
+    "config", "launching", "parallel", "watch", "kernels", "model", "step", "data", "checkpoint", "weights", "planning",
+    "generation", "evaluation", "verification", "training",
+    ("train", "launch", "generate", "evaluate", "plan", "verify", "report"),
     "converters",
 )  # fmt: skip
 """The rooms of the house, from the ground up: words for everybody, folders, commands, and what stands beside the package.

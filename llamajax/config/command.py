@@ -79,6 +79,12 @@ def parse_args(
     return Arguments(config, given)
 
 
+def parse_run(argv: Sequence[str] | None = None, *, prog: str = "python -m llamajax.train") -> Arguments[Config]:
+    """Reads the command line of a training run; see `parse_args`."""
+    options = {"--dry_run": "Build, compile and report everything, then stop before the first step."}
+    return parse_args(argv, prog=prog, root=Config, options=options, check=Config.file_problems)
+
+
 def _split(
     arguments: Sequence[str], root: type, known: Mapping[str, str], problems: Problems
 ) -> tuple[str | None, list[tuple[str, str | None]], dict[str, str]]:

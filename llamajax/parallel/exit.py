@@ -49,7 +49,7 @@ def _failed(reason: str, code: int, told: str | None = None) -> int:
     with contextlib.suppress(OSError):
         print(told or reason, file=sys.stderr, flush=True)
     if (peers := processes.peers()) is not None:
-        peers.tell_failure(reason)
+        peers.tell_failure(reason, code)
     return code
 
 

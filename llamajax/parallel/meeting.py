@@ -1,7 +1,6 @@
 """How the processes of a run find each other: addresses, the first connections, and jax's way to the coordinator."""
 
 import contextlib
-import ipaddress
 import json
 import os
 import resource
@@ -17,6 +16,7 @@ from jax._src.clusters import ClusterEnv  # what jax.distributed itself asks; no
 
 from llamajax.config.parallel import DistributedConfig
 from llamajax.errors import EnvironmentMismatchError
+from llamajax.launching.addresses import host_and_port
 
 _HELLO_S = 2.0  # in which whoever connects must say who it is
 _SEND_S = 10.0  # in which the other end must have taken what is sent
@@ -223,33 +223,6 @@ _SET = (
 def _reason(error: OSError) -> str:
     # create_server adds to the words of the system; those of the resolver have numbers below 0.
     return os.strerror(error.errno) if error.errno and error.errno > 0 else error.strerror or str(error)
-
-
-def host_and_port(address: str) -> tuple[str, int]:
-    """The parts of `host:port`.
-
-    Raises:
-        EnvironmentMismatchError: it is something else.
-    """
-    host, _, port = address.rpartition(":")
-    if not host or not port.isdecimal() or int(port) > 65535:
-        raise EnvironmentMismatchError(f"distributed.coordinator_address: {address!r} must be host:port; correct it")
-    return host.strip("[]"), int(port)
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only processes of the same machine can reach it."""
-    # Not what the name of the machine resolves to, which may be loopback here and an address elsewhere.
-    with contextlib.suppress(ValueError):
-        return ipaddress.ip_address(host).is_loopback
-    return host == "localhost"
-
-
-def bind_address_for(host: str, port: int) -> str:
-    """Where process 0 listens: nowhere but on this machine if that is where all are."""
-    if not is_loopback(host):
-        return f"[::]:{port}"
-    return f"[{host}]:{port}" if ":" in host else f"{host.replace('localhost', '127.0.0.1')}:{port}"
 
 
 def _listen_on(host: str, port: int) -> socket.socket:

@@ -18,14 +18,16 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NoReturn, Protocol
 
-from llamajax.errors import EnvironmentMismatchError
+from llamajax.errors import TRY_AGAIN, EnvironmentMismatchError
+from llamajax.launching import heartbeat
 from llamajax.parallel import meeting
 from llamajax.parallel.meeting import Link
 
 NOW = 0
 """Of `Stoppable.stop_after`: the process is to end at once."""
 
-_GRACE_S = 2.0  # in which a process may come to the same error by itself, before another's ends it
+_AWAIT_S = 2.0  # in which an error that follows from another process's is explained by it
+_GRACE_S = 1.0  # in which a process may come to the same error by itself, before another's ends it
 _TELL_S = 5.0  # in which others must have read what they are told
 _COMMIT_S = 60.0  # for which the end of a process waits for `uninterrupted`
 
@@ -122,19 +124,22 @@ class Peers:
         self._counting = threading.RLock()
         threading.Thread(target=self._listen, name="peers", daemon=True).start()
 
-    def tell_failure(self, reason: str) -> None:
-        """Tells the others why this process is about to end, and returns when they know; this is its last word."""
+    def tell_failure(self, reason: str, code: int) -> None:
+        """Tells the others why this process is about to end, and returns when they know; this is its last word.
+
+        They end with its exit code, so that whoever started them decides alike on every host.
+        """
         # Never given back: from here on, the process ends with its own error, not with another's.
         self._last_word.acquire()
         if self._failure is None:
             what = reason.splitlines()[0][:500]
             line = f"process {self.rank} ({meeting.who_am_i()}) failed: {what}; start all again when that is mended"
-            self._send_all({"failed": line, "grace_s": _GRACE_S})
+            self._send_all({"failed": line, "rank": self.rank, "code": code, "grace_s": _GRACE_S})
             self._all_told.wait(_TELL_S)
 
     def await_failure(self) -> None:
         """After an error that may be another process's: does not return if one failed, this process then ends with it."""
-        deadline = time.monotonic() + _GRACE_S
+        deadline = time.monotonic() + _AWAIT_S
         while time.monotonic() < deadline:
             if self._failure is not None:
                 threading.Event().wait()
@@ -194,11 +199,11 @@ class Peers:
 
     def _take(self, link: Link, message: dict[str, Any]) -> None:
         match message:
-            case {"failed": line, "grace_s": grace_s}:
+            case {"failed": line, "rank": rank, "code": code, "grace_s": grace_s}:
                 link.send({"told": True})
                 if self.rank == 0:
                     self._send_all(message, but=link)
-                self._end_with(line, grace_s)
+                self._end_with(line, rank, code, grace_s)
             case {"told": _}:
                 self._count_told(link)
             case {"leaving": _}:
@@ -224,21 +229,23 @@ class Peers:
     def _lose(self, link: Link, how: str) -> None:
         line = f"process {link.rank} ({link.who}) {how}, and start all again"
         if self.rank == 0 and self._failure is None:
-            self._send_all({"failed": line, "grace_s": 0}, but=link)
-        self._end_with(line, 0)
+            self._send_all({"failed": line, "rank": link.rank, "code": TRY_AGAIN, "grace_s": 0}, but=link)
+        self._end_with(line, link.rank, TRY_AGAIN, 0)
 
-    def _end_with(self, line: str, grace_s: float) -> None:
-        """Ends this process with another's failure, unless it fails by itself meanwhile."""
+    def _end_with(self, line: str, rank: int, code: int, grace_s: float) -> None:
+        """Ends this process because of another, `rank`, unless it fails by itself meanwhile."""
         if self._failure is None:
             self._failure = line
-            threading.Thread(target=self._end, args=(line, grace_s), daemon=True).start()
+            threading.Thread(target=self._end, args=(line, rank, code, grace_s), daemon=True).start()
 
-    def _end(self, line: str, grace_s: float) -> NoReturn:
+    def _end(self, line: str, rank: int, code: int, grace_s: float) -> NoReturn:
         time.sleep(grace_s)
         _committing.acquire(timeout=_COMMIT_S)
         with self._last_word:
-            print(line, file=sys.stderr, flush=True)
-            os._exit(EnvironmentMismatchError.exit_code)
+            heartbeat.of_this_process().tell(ended_by=rank)
+            with contextlib.suppress(OSError):
+                print(line, file=sys.stderr, flush=True)
+            os._exit(code)
 
     def _hear(self, name: str, rank: int, value: Any) -> None:
         """On process 0: one more value of a round of `everyones`."""

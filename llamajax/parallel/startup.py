@@ -11,6 +11,7 @@ from llamajax.config.file import config_to_dict, dotted
 from llamajax.config.parallel import DistributedConfig, MeshConfig
 from llamajax.config.run import Config
 from llamajax.errors import ConfigError, EnvironmentMismatchError
+from llamajax.launching import addresses
 from llamajax.parallel import allowance, meeting, processes
 from llamajax.parallel.allowance import MEMORY_FRACTION
 from llamajax.parallel.mesh import make_mesh
@@ -62,15 +63,20 @@ def join_run(config: DistributedConfig, settings: Mapping[str, Any] | None = Non
     if not config.enabled or jax.distributed.is_initialized():
         return
     address, num_processes, own_rank, local_device_ids = meeting.find(config)
-    host, port = meeting.host_and_port(address)
-    bind_address = os.environ.get("JAX_COORDINATOR_BIND_ADDRESS") or meeting.bind_address_for(host, port)
+    host, port = addresses.host_and_port(address)
+    bind_address = os.environ.get("JAX_COORDINATOR_BIND_ADDRESS", "")
+    if own_rank == 0 and not bind_address:
+        bind_address = addresses.bind_address_for(host, port)
     if num_processes > 1:
         call = meeting.receive_all if own_rank == 0 else meeting.call_on_first
         links = call(address, bind_address, num_processes, own_rank, config.initialization_timeout_s)
         processes.meet(own_rank, links, config.heartbeat_timeout_s)
         processes.check_same_everywhere(settings or {})
-    own_side = meeting.host_and_port(bind_address)
-    coordinator = (own_side[0] if meeting.is_loopback(own_side[0]) else "127.0.0.1", port) if own_rank == 0 else (host, port)
+    coordinator = (host, port)
+    if own_rank == 0:
+        coordinator = addresses.host_and_port(bind_address)
+        if coordinator[0] in ("::", "0.0.0.0"):
+            coordinator = (addresses.LOOPBACK, coordinator[1])
     # SIGTERM is ours (llamajax.training.stop), and we notice what is lost: jax's own clock, which aborts, comes later.
     jax.config.update("jax_enable_preemption_service", False)
     try:
@@ -80,7 +86,7 @@ def join_run(config: DistributedConfig, settings: Mapping[str, Any] | None = Non
             process_id=own_rank,
             local_device_ids=local_device_ids,
             cluster_detection_method="deactivate",
-            coordinator_bind_address=bind_address,
+            coordinator_bind_address=bind_address or None,
             heartbeat_timeout_seconds=2 * config.heartbeat_timeout_s,
             initialization_timeout=config.initialization_timeout_s,
         )

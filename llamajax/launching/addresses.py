@@ -1,0 +1,108 @@
+"""Where the processes of a run meet: addresses, ports and network interfaces of this machine."""
+
+import contextlib
+import fcntl
+import ipaddress
+import random
+import socket
+import struct
+import sys
+
+from llamajax.errors import EnvironmentMismatchError
+
+LOOPBACK = "127.0.0.1"
+
+_SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface
+_PORTS = range(20_000, 32_768)  # below those that the system gives to connections that begin here
+
+
+def host_and_port(address: str) -> tuple[str, int]:
+    """The parts of `host:port`.
+
+    Raises:
+        EnvironmentMismatchError: it is something else.
+    """
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal() or int(port) > 65535:
+        raise EnvironmentMismatchError(f"distributed.coordinator_address: {address!r} must be host:port; correct it")
+    return host.strip("[]"), int(port)
+
+
+def join(host: str, port: int) -> str:
+    """`host:port`, with an address of IPv6 in brackets."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only processes of the same machine can reach it."""
+    # Not what the name of the machine resolves to, which may be loopback here and an address elsewhere.
+    with contextlib.suppress(ValueError):
+        return ipaddress.ip_address(host).is_loopback
+    return host == "localhost"
+
+
+def bind_address_for(host: str, port: int) -> str:
+    """Where process 0 listens so that it is reached at `host`: nowhere else.
+
+    Loopback where that is where all are; the address of `host` that this machine has; only where it has none, as behind NAT,
+    or knows itself as loopback alone, every address, which a line on stderr says.
+    """
+    if is_loopback(host):
+        return join(host.replace("localhost", LOOPBACK), port)
+    for address in _resolved(host):
+        if not is_loopback(address) and _is_own(address):
+            return join(address, port)
+    reason = "is no address of this machine" if _resolved(host) else "is unknown here"
+    print(
+        f"warning    {host} {reason}: process 0 listens on every address of it, port {port}; --interface of"
+        " python -m llamajax.launch, or JAX_COORDINATOR_BIND_ADDRESS, names one",
+        file=sys.stderr,
+        flush=True,
+    )
+    return f"[::]:{port}"
+
+
+def _resolved(host: str) -> list[str]:
+    """The addresses of a host, IPv4 first; none if its name is unknown."""
+    with contextlib.suppress(OSError):
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+        return [str(address[0]) for family, *_, address in sorted(found, key=lambda entry: entry[0])]
+    return []
+
+
+def _is_own(address: str) -> bool:
+    """Whether it is an address of this machine."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.socket(family) as probe:
+        try:
+            probe.bind((address, 0))
+        except OSError:
+            return False
+    return True
+
+
+def interface_address(name: str) -> str:
+    """The address of a network interface, IPv4 if it has one.
+
+    Raises:
+        EnvironmentMismatchError: there is no such interface, or it has no address.
+    """
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket, contextlib.suppress(OSError):
+        request = struct.pack("256s", name.encode()[:15])
+        return socket.inet_ntoa(fcntl.ioctl(any_socket.fileno(), _SIOCGIFADDR, request)[20:24])
+    with contextlib.suppress(OSError), open("/proc/net/if_inet6") as table:
+        for line in table:
+            address, _, _, scope, _, of_interface = line.split()
+            if of_interface == name and scope != "20":  # link-local addresses are told by their interface only
+                return str(ipaddress.IPv6Address(int(address, 16)))
+    names = ", ".join(name for _, name in socket.if_nameindex())
+    raise EnvironmentMismatchError(f"interface: {name!r} has no address here; choose one of {names}")
+
+
+def free_port() -> int:
+    """A port of loopback where nobody listens."""
+    for port in random.sample(_PORTS, 100):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind((LOOPBACK, port))
+            return port
+    raise EnvironmentMismatchError(f"{LOOPBACK}: no port from {_PORTS.start} on is free; see what listens there")

@@ -1,0 +1,64 @@
+"""Why the processes of a host ended: the one that failed first, and the others because of it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from llamajax.launching.child import Child
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cause:
+    """What ended a life of the processes."""
+
+    rank: int
+    exit_code: int
+    """That of the command, unless a restart helps."""
+    lines: tuple[str, ...]
+    """For people: the first cause, and why each of the others ended."""
+
+
+def find_cause(children: Sequence[Child], run_dir: Path | None) -> Cause | None:
+    """The first cause of the end of all `children`; None if all have done their part.
+
+    A process that another one ended has said so in its heartbeat. Those that wait for a stuck one are late together with it,
+    so they are the cause only where no other is.
+    """
+    failed = [child for child in sorted(children, key=lambda child: child.place or 0) if child.code or child.stuck]
+    if not failed:
+        return None
+    own = [child for child in failed if child.stuck or (child.ended_by is None and not child.is_ended)]
+    active = [child for child in own if not child.waited]
+    if not own:  # a process of another host, or one that said nothing
+        rank, code, line = _elsewhere(failed)
+    else:
+        first = (active or own)[0]
+        stacks = _stacks(run_dir, first)
+        rank, code = first.rank, first.exit_code
+        line = f"process {rank} (pid {first.process.pid}) {first.how()}{f'; stacks: {stacks}' if stacks else ''}"
+    others = [f"process {child.rank} {_why(child, rank)}" for child in failed if child.rank != rank]
+    return Cause(rank=rank, exit_code=code, lines=(line, *others))
+
+
+def _elsewhere(failed: Sequence[Child]) -> tuple[int, int, str]:
+    first = next((child for child in failed if child.ended_by is not None), failed[0])
+    rank = first.rank if first.ended_by is None else first.ended_by
+    of_here = next((child for child in failed if child.rank == rank), None)
+    how = of_here.how() if of_here else f"of another host failed or was lost; see there (exit code {first.exit_code})"
+    return rank, first.exit_code, f"process {rank} {how}"
+
+
+def _why(child: Child, cause: int) -> str:
+    if child.is_ended and not child.stuck:
+        return f"was ended by the launcher, because of process {cause}"
+    if child.ended_by is not None:
+        return f"ended because of process {child.ended_by}"
+    return f"waited for process {cause} until its own limit" if child.waited else f"also {child.how()}"
+
+
+def _stacks(run_dir: Path | None, child: Child) -> Path | None:
+    """The file that a stuck process has left of its threads; of this life, which has its process id alone."""
+    if run_dir is None:
+        return None
+    found = [path for path in (run_dir / "stacks").glob(f"*.{child.rank}.txt") if path.stat().st_size]
+    return max(found, key=lambda path: path.stat().st_mtime, default=None)

@@ -1,0 +1,134 @@
+"""One process that the launcher started: how it is, and how it ended."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from llamajax.errors import TRY_AGAIN
+from llamajax.launching import heartbeat
+from llamajax.launching.heartbeat import WAITING, Beat
+
+_STALE_S = 2.0  # without a beat, after which a process holds Python's lock or is stopped, unless the machine is overloaded
+_MEANINGS = {
+    2: "configuration",
+    3: "data",
+    4: "machine or processes",
+    5: "out of device memory",
+    65: "no usable checkpoint",
+    70: "a defect of llamajax",
+    74: "disk",
+    TRY_AGAIN: "lost another process, or was stuck",
+    93: "gave up",
+}
+
+
+@dataclass(kw_only=True)
+class Child:
+    """A process of this host."""
+
+    rank: int
+    process: subprocess.Popen[bytes]
+    heartbeats: Path
+    """Directory of the heartbeats of all."""
+    started: float = field(default_factory=time.monotonic)
+    place: int | None = None
+    """Of those that ended, counted in their order; None: it runs."""
+    code: int = 0
+    """Exit code, or minus the signal that ended it."""
+    is_ended: bool = False
+    """Whether the launcher ended it, after others had."""
+    stuck: str = ""
+    """What it was stuck in, if it was."""
+    last: Beat | None = None
+    """What it said last."""
+
+    @property
+    def runs(self) -> bool:
+        """Whether it has not ended."""
+        return self.place is None
+
+    @property
+    def ended_by(self) -> int | None:
+        """The rank because of which it ended."""
+        return None if self.last is None else self.last.ended_by
+
+    @property
+    def waited(self) -> bool:
+        """Whether it ended as one that only waits for another: past its limit, but for the devices."""
+        is_late = bool(self.stuck) or self.code == TRY_AGAIN
+        return is_late and self.last is not None and self.last.doing == WAITING
+
+    @property
+    def exit_code(self) -> int:
+        """The code that it stands for: one that was stuck or killed may do better next time."""
+        return TRY_AGAIN if self.stuck or self.code < 0 else self.code
+
+    def has_ended(self) -> bool:
+        """Looks whether it has, and takes down how."""
+        pid = self.process.pid
+        found = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        self.last = heartbeat.read(self.heartbeats, self.rank) or self.last
+        if found is None:
+            return False
+        if found.si_status != 0:  # what it has started ends with it; its number is its own as long as nobody waited for it
+            self.kill()
+        self.code = self.process.wait()
+        return True
+
+    def late_s(self, now: float, start_s: float | None) -> float | None:
+        """Seconds since its limit, negative before; None: it has none.
+
+        Args:
+            now: `time.monotonic()`.
+            start_s: within which it must have said something; None: it need not.
+        """
+        if self.last is not None:
+            return None if self.last.deadline is None else now - self.last.deadline
+        return None if start_s is None else now - self.started - start_s
+
+    def is_suspect(self, now: float) -> bool:
+        """Whether others may have waited for it in vain: it does not beat any more, is past its limit, or stopped."""
+        if self.last is None:
+            return False
+        is_late = self.last.deadline is not None and now > self.last.deadline
+        return self.last.doing != WAITING and (is_late or now - self.last.beat > _STALE_S or self._is_stopped())
+
+    def abort(self, now: float) -> None:
+        """Lets a stuck process write down the stacks of its threads, which needs none of them, and end."""
+        at = "start" if self.last is None else f"{self.last.phase}, step {self.last.step}"
+        doing = self.last.doing if self.last is not None and self.last.doing else "without a sign of life"
+        self.stuck = f"{'stopped by a signal' if self._is_stopped() else doing} ({at})"
+        for number in (signal.SIGABRT, signal.SIGCONT):  # the second one for a process that is stopped
+            self.signal(number)
+
+    def signal(self, number: int) -> None:
+        """Sends a signal to the process alone."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.process.pid, number)
+
+    def kill(self) -> None:
+        """Kills the process and what it has started."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+
+    def _is_stopped(self) -> bool:
+        with contextlib.suppress(OSError):
+            stat = Path(f"/proc/{self.process.pid}/stat").read_text()
+            return stat.rpartition(")")[2].split()[0] in ("T", "t")
+        return False
+
+    def how(self) -> str:
+        """How it ended, in words."""
+        if self.stuck:
+            return f"was stuck: {self.stuck}"
+        if self.is_ended:
+            return "was ended by the launcher"
+        if self.code < 0:
+            name = signal.Signals(-self.code).name
+            return f"was ended by {name}{', by somebody or for want of memory' if name == 'SIGKILL' else ''}"
+        meaning = f", {_MEANINGS[self.code]}" if self.code in _MEANINGS else ""
+        return f"ended with exit code {self.code}{meaning}"

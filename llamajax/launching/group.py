@@ -1,0 +1,117 @@
+"""One life of the processes of this host: they start together and end together."""
+
+import itertools
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+from llamajax.errors import TRY_AGAIN
+from llamajax.launching import heartbeat, output
+from llamajax.launching.child import Child
+from llamajax.launching.output import Output
+from llamajax.launching.program import Program
+from llamajax.launching.signals import Signals
+
+_TICK_S = 0.25  # between looks at the heartbeats
+_GRACE_S = 1.75  # after the first one's end, in which others may end by themselves, in their own words
+_OVERDUE_S = 1.0  # after its limit, in which a process may act on it by itself
+_OTHERS_OVERDUE_S = 1.5  # after the limit of those that wait for another one, in which that one may show
+_DUMP_S = 1.0  # in which a stuck process must have written its stacks
+
+
+class Group:
+    """The processes of this host, in sessions of their own: what the terminal sends reaches them through the launcher."""
+
+    def __init__(self, program: Program, shown: Output, heartbeats: Path, address: str, bind_address: str | None) -> None:
+        """Starts them.
+
+        Args:
+            program: what they run.
+            shown: takes what they print; a single process has the launcher's own streams, and so its terminal.
+            heartbeats: an empty directory.
+            address: `host:port` where they meet.
+            bind_address: where process 0 listens; None: it finds out by itself.
+
+        Raises:
+            OSError: one cannot be started; those that were are killed.
+        """
+        self._start_s = program.start_s
+        self._end_at: float | None = None
+        self._abort_at: dict[int, float] = {}
+        self._places = itertools.count()
+        self._followers = []
+        self.children: list[Child] = []
+        streams = None if program.num_processes == 1 else subprocess.PIPE
+        try:
+            for rank in program.ranks:
+                told = program.environment(rank, address, bind_address) | {heartbeat.VARIABLE: str(heartbeats)}
+                process = subprocess.Popen(
+                    program.command(),
+                    env=os.environ | told,
+                    stdin=None if program.num_processes == 1 else subprocess.DEVNULL,
+                    stdout=streams,
+                    stderr=streams,
+                    start_new_session=True,
+                )
+                self.children.append(Child(rank=rank, process=process, heartbeats=heartbeats))
+                if streams is not None:
+                    self._followers += shown.follow(rank, process)
+        except OSError:
+            for child in self.children:
+                child.kill()
+                child.process.wait()
+            raise
+
+    def live(self, signals: Signals) -> None:
+        """Returns when all have ended: one that fails ends the others, a request to stop is passed on once."""
+        is_told = False
+        while running := [child for child in self.children if child.runs]:
+            signals.wait(_TICK_S)
+            now = time.monotonic()
+            for child in running:
+                if child.has_ended():
+                    child.place = next(self._places)
+                    if signals.stop is not None and child.code == -_passed_on(signals.stop):
+                        child.code = 0  # before it could hear; it had nothing to save
+                    if child.code and self._end_at is None:
+                        self._end_at = now + _GRACE_S
+            running = [child for child in running if child.runs]
+            if signals.kill:
+                self._end_at = now
+            elif signals.stop is not None and not is_told:
+                is_told = True
+                for child in running:
+                    child.signal(_passed_on(signals.stop))
+            self._abort_stuck(running, now)
+            for child in running:
+                if child.rank in self._abort_at and now > self._abort_at[child.rank] + _DUMP_S:
+                    child.kill()
+                elif self._end_at is not None and now >= self._end_at and not child.stuck:
+                    child.is_ended = True
+                    child.kill()
+        output.wait_for(self._followers, timeout_s=1.0)
+
+    def _abort_stuck(self, running: list[Child], now: float) -> None:
+        """Ends those that are stuck: they are past their limit, or others ended because they waited for them."""
+        if self._end_at is None:
+            late = [(child, child.late_s(now, self._start_s)) for child in running]
+            overdue = [(child, late_s) for child, late_s in late if late_s is not None and late_s > _OVERDUE_S]
+            # Those that wait for a stuck one are late at the same moment, or a little before.
+            stuck = [child for child, _ in overdue if child.last is None or child.last.doing != heartbeat.WAITING]
+            stuck = stuck or [child for child, late_s in overdue if late_s > _OTHERS_OVERDUE_S]
+        elif any(child.code == TRY_AGAIN for child in self.children if not child.runs):
+            stuck = [child for child in running if not child.stuck and child.is_suspect(now)]
+        else:
+            return
+        for child in stuck:
+            child.abort(now)
+            self._abort_at[child.rank] = now
+        if stuck and self._end_at is None:
+            self._end_at = now + _GRACE_S
+
+
+def _passed_on(number: signal.Signals) -> signal.Signals:
+    """What processes are sent: that the terminal is gone is no reason of their own."""
+    return signal.SIGTERM if number == signal.SIGHUP else number

@@ -1,0 +1,93 @@
+"""A sign of life of every process, which others on its host read, also when it cannot say anything any more.
+
+The launcher names a private directory in `LLAMAJAX_HEARTBEAT`; rank N (`LLAMAJAX_PROCESS_ID`) writes the file `N` there, in
+place, by one write of a fixed size: whenever something changes, and every half second from a thread. Where that thread does
+not get its turn, the time of the last `beat` tells.
+"""
+
+import contextlib
+import functools
+import json
+import os
+import threading
+import time
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+VARIABLE = "LLAMAJAX_HEARTBEAT"
+"""Environment variable with the directory; unset: nobody reads, nothing is written."""
+WAITING = "waiting for the devices"
+"""What `doing` says while a process waits for a result of the devices, and so perhaps for another process."""
+EVERY_S = 0.5
+"""Seconds between beats, at most."""
+
+_SIZE = 1024  # bytes
+_LONGEST = 80  # characters of a text, of four bytes at most
+
+
+@dataclass(frozen=True, kw_only=True)
+class Beat:
+    """What a process says about itself. Times are `time.monotonic()`, one clock for all processes of a Linux host."""
+
+    pid: int
+    phase: str = "start"
+    """What the run is at: start, compile, load, step, save, evaluate."""
+    doing: str = ""
+    """More exactly, for people; `WAITING` where it may be another process that is awaited."""
+    step: int = 0
+    """Finished optimizer steps."""
+    deadline: float | None = None
+    """When the process counts as stuck unless it has said something else by then; None: never."""
+    beat: float = 0.0
+    """When this was written."""
+    ended_by: int | None = None
+    """The rank because of which this process ends, if it ends because of another."""
+
+
+class Heartbeat:
+    """Writes the beats of this process; without a directory, does nothing."""
+
+    def __init__(self, directory: str | None, rank: int) -> None:
+        """Begins to beat if `directory` is there."""
+        self._beat = Beat(pid=os.getpid())
+        self._changing = threading.Lock()
+        self._file = None
+        if directory is not None:
+            with contextlib.suppress(OSError):  # the launcher has ended, so nobody reads
+                self._file = os.open(f"{directory}/{rank}", os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        if self._file is not None:
+            self.tell()
+            threading.Thread(target=self._keep_beating, name="heartbeat", daemon=True).start()
+
+    def tell(self, **changes: Any) -> None:
+        """Says what has changed: `phase`, `doing`, `step`, `deadline`, `ended_by`, see `Beat`; from any thread."""
+        with self._changing:
+            self._beat = replace(self._beat, **changes, beat=time.monotonic())
+            if self._file is None:
+                return
+            short = {"phase": self._beat.phase[:_LONGEST], "doing": self._beat.doing[:_LONGEST]}
+            text = json.dumps(asdict(self._beat) | short, ensure_ascii=False)
+            with contextlib.suppress(OSError):  # a full disk does not end the run
+                os.pwrite(self._file, text.encode(errors="replace").ljust(_SIZE), 0)
+
+    def _keep_beating(self) -> None:
+        while True:
+            time.sleep(EVERY_S)
+            self.tell()
+
+
+@functools.cache
+def of_this_process() -> Heartbeat:
+    """The heartbeat of this process, which begins with the first call."""
+    directory = os.environ.get(VARIABLE)
+    return Heartbeat(directory, 0 if directory is None else int(os.environ["LLAMAJAX_PROCESS_ID"]))
+
+
+def read(directory: str | Path, rank: int) -> Beat | None:
+    """The last beat of a rank; None if there is none, or it is just being written."""
+    with contextlib.suppress(OSError, ValueError, TypeError):
+        path = Path(directory, str(rank))
+        if (content := path.read_bytes()) == path.read_bytes():
+            return Beat(**json.loads(content))
+    return None

@@ -1,0 +1,67 @@
+"""What the processes print, line by line through the launcher: whole lines, told apart by rank."""
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from typing import IO
+
+_LONGEST = 1 << 16  # bytes of a line that are held until its end comes
+
+
+class Output:
+    """Standard output and standard error of the launcher, which all its processes share.
+
+    Lines of process 0 stand as they are, others after their rank in brackets. A process whose lines nobody takes waits, as
+    it would without a launcher; nothing is kept but the line that has not ended.
+    """
+
+    def __init__(self) -> None:
+        """Nothing has been printed."""
+        self.is_lost = False
+        """Whether something could not be written: the disk is full, or nobody reads."""
+        self._writing = {1: threading.Lock(), 2: threading.Lock()}
+
+    def say(self, text: str) -> None:
+        """A line of the launcher's own, on stderr."""
+        self._write(2, f"launch     {text}\n".encode(errors="replace"))
+
+    def follow(self, rank: int, process: subprocess.Popen[bytes]) -> list[threading.Thread]:
+        """Shows what a process prints, from now on; the threads end when it can print no more."""
+        assert process.stdout is not None
+        assert process.stderr is not None
+        prefix = f"[{rank}] ".encode() if rank else b""
+        streams = ((process.stdout, 1), (process.stderr, 2))
+        threads = [threading.Thread(target=self._follow, args=(*one, prefix), daemon=True) for one in streams]
+        for thread in threads:
+            thread.start()
+        return threads
+
+    def _follow(self, stream: IO[bytes], to: int, prefix: bytes) -> None:
+        rest = b""
+        with stream:
+            while data := os.read(stream.fileno(), _LONGEST):
+                *lines, rest = (rest + data).split(b"\n")
+                if len(rest) > _LONGEST:
+                    lines, rest = [*lines, rest], b""
+                self._write(to, b"".join(prefix + line + b"\n" for line in lines))
+        if rest:
+            self._write(to, prefix + rest + b"\n")
+
+    def _write(self, to: int, text: bytes) -> None:
+        rest = memoryview(text)
+        with self._writing[to]:
+            try:
+                while rest and not self.is_lost:
+                    rest = rest[os.write(to, rest) :]
+            except OSError:
+                self.is_lost = True
+
+
+def wait_for(threads: list[threading.Thread], timeout_s: float) -> None:
+    """Until all is shown; no longer where something that a process started still holds its streams."""
+    deadline = time.monotonic() + timeout_s
+    for thread in threads:
+        thread.join(max(deadline - time.monotonic(), 0))
+    sys.stdout.flush()

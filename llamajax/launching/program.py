@@ -1,0 +1,169 @@
+"""What the launcher starts: the program with its configuration, read once, and how processes and devices are numbered."""
+
+import dataclasses
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from llamajax.config.command import parse_args, parse_run
+from llamajax.config.evaluate import EvaluateConfig
+from llamajax.config.generate import GenerateConfig
+from llamajax.config.launch import LaunchConfig
+from llamajax.config.run import Config
+from llamajax.errors import ConfigError, EnvironmentMismatchError
+from llamajax.launching.hosts import COORDINATOR, Hosts, num_gpus
+
+AnyConfig = Config | EvaluateConfig | GenerateConfig
+
+_ENABLED = "--distributed.enabled"
+_BINDER = Path(__file__).with_name("bind.py")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Program:
+    """The processes that this host runs, and what of their configuration the launcher must know."""
+
+    module: str
+    arguments: tuple[str, ...]
+    config: AnyConfig
+    hosts: Hosts
+    num_local: int
+    """Processes on this host."""
+    gpus: int
+    """GPUs of this host that they share; 0 where the CPU computes."""
+
+    @property
+    def num_processes(self) -> int:
+        """Processes on all hosts."""
+        return self.num_local * self.hosts.count
+
+    @property
+    def ranks(self) -> range:
+        """Those of this host."""
+        return range(self.hosts.own * self.num_local, (self.hosts.own + 1) * self.num_local)
+
+    @property
+    def run_dir(self) -> Path | None:
+        """Of a training run, which goes on from its checkpoints; None: nothing is kept that a new start could use."""
+        return Path(self.config.run_dir).expanduser() if isinstance(self.config, Config) else None
+
+    @property
+    def start_s(self) -> float | None:
+        """Seconds within which a process must have told how it is; None: it need not."""
+        watchdog = self.config.watchdog if isinstance(self.config, Config) else None
+        return watchdog.start_s if watchdog is not None and watchdog.enabled else None
+
+    @property
+    def devices(self) -> str:
+        """Those of each process, for people."""
+        if emulated := self.config.mesh.num_cpu_devices:
+            return f"{emulated} emulated device{'s' if emulated > 1 else ''}"
+        per_process = self.gpus // self.num_local
+        return f"{per_process} GPU{'s' if per_process > 1 else ''}" if per_process else "the CPU"
+
+    def command(self) -> list[str]:
+        """Of every process: it ends with the launcher, even if that is killed."""
+        return [
+            sys.executable,
+            "-I",
+            "-S",
+            str(_BINDER),
+            str(os.getpid()),
+            sys.executable,
+            "-m",
+            self.module,
+            *self.arguments,
+        ]
+
+    def environment(self, rank: int, address: str, bind_address: str | None) -> dict[str, str]:
+        """What process `rank` is told, beside the launcher's own environment.
+
+        Args:
+            rank: of all processes of the run.
+            address: `host:port` where they meet.
+            bind_address: where process 0 listens; None: it finds out by itself.
+        """
+        told = {
+            "LLAMAJAX_NUM_PROCESSES": str(self.num_processes),
+            "LLAMAJAX_PROCESS_ID": str(rank),
+            COORDINATOR: address,
+            "PYTHONUNBUFFERED": "1",  # lines come when they are printed
+        }
+        if bind_address is not None:
+            told["JAX_COORDINATOR_BIND_ADDRESS"] = bind_address
+        if self.gpus:
+            share = self.gpus // self.num_local
+            first = (rank - self.ranks.start) * share
+            told["JAX_LOCAL_DEVICE_IDS"] = ",".join(map(str, range(first, first + share)))
+        return told
+
+
+def find_program(
+    config: LaunchConfig, arguments: Sequence[str], hosts: Hosts, environment: Mapping[str, str] = os.environ
+) -> Program:
+    """Reads the program's configuration, as each of its processes will.
+
+    Exits as the program itself does after mistakes, `--help` and `--print_config`.
+
+    Raises:
+        ConfigError: the configuration is not one of so many processes and devices.
+        EnvironmentMismatchError: the GPUs cannot be divided.
+    """
+    gpus = num_gpus(environment)
+    is_given = any(argument.partition("=")[0] == _ENABLED for argument in arguments)
+    joined = tuple(arguments) if is_given else (*arguments, _ENABLED, "true")
+    several = (config.num_processes or gpus) * hosts.count > 1
+    read = _read(config.module, joined if several else arguments)
+    if read.mesh.num_cpu_devices:
+        gpus = 0
+    num_local = config.num_processes or gpus or 1
+    if several and num_local * hosts.count == 1:  # there are GPUs, but the CPU emulates devices
+        several, read = False, _read(config.module, arguments)
+    if gpus % num_local:
+        raise EnvironmentMismatchError(
+            f"num_processes: {num_local} cannot divide the {gpus} GPUs of this host among them; choose another number, or"
+            " hide some by CUDA_VISIBLE_DEVICES"
+        )
+    program = Program(
+        module=config.module,
+        arguments=joined if several else tuple(arguments),
+        config=read,
+        hosts=hosts,
+        num_local=num_local,
+        gpus=gpus,
+    )
+    _check(program)
+    return program
+
+
+def _read(module: str, arguments: Sequence[str]) -> AnyConfig:
+    prog = f"python -m {module}"
+    match module:
+        case "llamajax.evaluate":
+            return parse_args(arguments, prog=prog, root=EvaluateConfig).config
+        case "llamajax.generate":
+            return parse_args(arguments, prog=prog, root=GenerateConfig, check=GenerateConfig.file_problems).config
+        case _:
+            return parse_run(arguments, prog=prog).config
+
+
+def _check(program: Program) -> None:
+    config, distributed = program.config, program.config.distributed
+    if program.num_processes > 1 and not distributed.enabled:
+        raise ConfigError(f"distributed.enabled: false, but {program.num_processes} processes are started; remove it")
+    for field in dataclasses.fields(distributed):
+        if (
+            field.name in ("coordinator_address", "num_processes", "process_id")
+            and getattr(distributed, field.name) is not None
+        ):
+            raise ConfigError(f"distributed.{field.name}: set, but it is for the launcher to say; remove it")
+    per_process = config.mesh.num_cpu_devices or program.gpus // program.num_local
+    if (
+        isinstance(config, Config)
+        and per_process
+        and (found := config.placement_problems(per_process * program.num_processes))
+    ):
+        of_all = f" ({program.num_processes} process{'es' if program.num_processes > 1 else ''} x {program.devices})"
+        raise ConfigError("\n".join(f"{problem}{of_all}" for problem in found))

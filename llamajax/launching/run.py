@@ -1,0 +1,149 @@
+"""The story of a launch: lives of the processes of this host, one after the other as long as that can help."""
+
+import json
+import os
+import shlex
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from llamajax.config.launch import LaunchConfig
+from llamajax.errors import DISK_ERROR, GIVE_UP, TRY_AGAIN, UserError
+from llamajax.launching import addresses
+from llamajax.launching.cause import Cause, find_cause
+from llamajax.launching.group import Group
+from llamajax.launching.hosts import find_hosts
+from llamajax.launching.output import Output
+from llamajax.launching.program import Program, find_program
+from llamajax.launching.signals import Signals
+
+_CAN_HELP = (DISK_ERROR, TRY_AGAIN)
+
+
+def main(config: LaunchConfig, arguments: Sequence[str], *, check: bool) -> int:
+    """Starts the program with its `arguments`, or with `check` tells what would be started; the exit code."""
+    try:
+        program = find_program(config, arguments, find_hosts(os.environ))
+        if check:
+            _tell(config, program)
+            return 0
+        return launch(config, program)
+    except UserError as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
+    except OSError as error:
+        print(f"launch: {error.filename or 'a process cannot be started'}: {error.strerror}", file=sys.stderr)
+        return DISK_ERROR if error.filename else 4
+
+
+def launch(config: LaunchConfig, program: Program) -> int:
+    """Starts the processes, and again after what a new start can help against; the exit code."""
+    shown, in_a_row = Output(), 0
+    newest = newest_step(program.run_dir)
+    with Signals() as signals:
+        while True:
+            cause = _live(config, program, shown, signals)
+            for line in () if cause is None else cause.lines:
+                shown.say(line)
+            if signals.kill:
+                return 128 + (signals.stop or 0)
+            if cause is None:
+                return DISK_ERROR if shown.is_lost else 0
+            is_of_use = cause.exit_code in _CAN_HELP and program.run_dir is not None and config.max_restarts > 0
+            if signals.stop is not None or not is_of_use:
+                return cause.exit_code
+            if (step := newest_step(program.run_dir)) > newest:
+                newest, in_a_row = step, 0
+            if in_a_row == config.max_restarts:
+                shown.say(
+                    f"gives up after {in_a_row} restart{'s' if in_a_row > 1 else ''} without a new checkpoint in"
+                    f" {program.run_dir} (max_restarts); see to the cause above and run the same command again"
+                )
+                return GIVE_UP
+            in_a_row += 1
+            after_s = backoff_s(config, in_a_row)
+            shown.say(
+                f"restart {in_a_row} of {config.max_restarts} without a new checkpoint in {after_s:g} s, from step {step}"
+            )
+            _record(program, cause, step, after_s, shown)
+            until = time.monotonic() + after_s
+            while signals.stop is None and (left := until - time.monotonic()) > 0:
+                signals.wait(left)
+            if signals.stop is not None:
+                shown.say(f"stopped by {signals.stop.name} before the restart; nothing was lost")
+                return 0
+
+
+def _live(config: LaunchConfig, program: Program, shown: Output, signals: Signals) -> Cause | None:
+    """One life of the processes; what ended it, None if they have done their part."""
+    address, bind_address = _meeting_place(config, program)
+    shown.say(f"{_summary(program)}{f'; they meet at {address}' if program.num_processes > 1 else ''}")
+    with tempfile.TemporaryDirectory(prefix="llamajax-") as heartbeats:
+        group = Group(program, shown, Path(heartbeats), address, bind_address)
+        group.live(signals)
+    return find_cause(group.children, program.run_dir)
+
+
+def _meeting_place(config: LaunchConfig, program: Program) -> tuple[str, str | None]:
+    """Where the processes meet, and where process 0 listens, unless it finds that out by itself."""
+    hosts = program.hosts
+    alone = f"{addresses.LOOPBACK}:{addresses.free_port()}" if hosts.count == 1 else hosts.coordinator
+    if config.interface is None or hosts.own > 0:
+        return alone, None
+    named = addresses.join(addresses.interface_address(config.interface), addresses.host_and_port(alone)[1])
+    return named, named
+
+
+def _summary(program: Program) -> str:
+    ranks, several = program.ranks, program.num_local > 1
+    of_all = f", {ranks.start} to {ranks.stop - 1} of {program.num_processes}" if several else ""
+    where = f" on host {program.hosts.own} of {program.hosts.count}" if program.hosts.count > 1 else ""
+    of_all = of_all or (f", {ranks.start} of {program.num_processes}" if program.hosts.count > 1 else "")
+    each = " each" if several else ""
+    return (
+        f"{program.num_local} process{'es' if several else ''} of {program.module}{where}{of_all}, {program.devices}{each}"
+    )
+
+
+def _tell(config: LaunchConfig, program: Program) -> None:
+    """What would be started."""
+    address, bind_address = _meeting_place(config, program)
+    hosts = program.hosts
+    print(f"hosts      {hosts.count}, this is host {hosts.own}; told by {hosts.told_by}")
+    print(f"processes  {_summary(program)}")
+    if program.num_processes > 1:
+        print(f"meet at    {address}")
+        if hosts.own == 0:
+            print(f"listens on {bind_address or addresses.bind_address_for(*addresses.host_and_port(address))} (process 0)")
+    print(f"command    python -m {shlex.join([program.module, *program.arguments])}")
+
+
+def backoff_s(config: LaunchConfig, restart: int) -> float:
+    """Seconds before a restart, the first one being 1."""
+    return min(config.backoff_s * 2 ** min(restart - 1, 60), config.max_backoff_s)
+
+
+def newest_step(run_dir: Path | None) -> int:
+    """The newest committed step of a run; 0 if there is none."""
+    checkpoints = run_dir / "checkpoints" if run_dir is not None else None
+    names = os.listdir(checkpoints) if checkpoints is not None and checkpoints.is_dir() else []
+    return max((int(name) for name in names if name.isascii() and name.isdecimal()), default=0)
+
+
+def _record(program: Program, cause: Cause, step: int, after_s: float, shown: Output) -> None:
+    """Writes the restart into the run's events, which no process of it writes now; a line that a kill tore stays apart."""
+    assert program.run_dir is not None
+    if program.hosts.own > 0 or not program.run_dir.is_dir():  # a run that has not begun has no events
+        return
+    facts = {"time": time.time(), "event": "restart", "step": step, "rank": cause.rank, "exit_code": cause.exit_code}
+    line = json.dumps(facts | {"cause": cause.lines[0], "after_s": after_s}, ensure_ascii=False) + "\n"
+    try:
+        with (program.run_dir / "events.jsonl").open("ab+") as events:
+            if events.tell():
+                events.seek(-1, os.SEEK_END)
+                line = line if events.read() == b"\n" else f"\n{line}"
+            events.write(line.encode(errors="replace"))
+    except OSError as error:
+        shown.say(f"{error.filename or program.run_dir}: the restart is not recorded: {error.strerror}")

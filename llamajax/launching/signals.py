@@ -1,0 +1,51 @@
+"""Signals to the launcher: requests to stop, and children that ended."""
+
+import select
+import signal
+import socket
+import time
+from typing import Self
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
+_SAME_S = 2.0  # in which signals are one and the same, as in llamajax.training.stop
+
+
+class Signals:
+    """The first of `SIGNALS` asks to stop, a second one to end at once; what is ignored at the start stays so."""
+
+    def __init__(self) -> None:
+        """Nothing has been asked."""
+        self.stop: signal.Signals | None = None
+        """The signal that asked to stop."""
+        self.kill = False
+        """Whether another one came."""
+        self._stopped_at = 0.0
+
+    def __enter__(self) -> Self:
+        self._hears, self._wakes = socket.socketpair()
+        for end in (self._hears, self._wakes):
+            end.setblocking(False)
+        heard = [number for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
+        self._before = {number: signal.signal(number, lambda *_: None) for number in (*heard, signal.SIGCHLD)}
+        self._wakeup_before = signal.set_wakeup_fd(self._wakes.fileno(), warn_on_full_buffer=False)
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        signal.set_wakeup_fd(self._wakeup_before)
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        self._hears.close()
+        self._wakes.close()
+
+    def wait(self, timeout_s: float) -> None:
+        """Until a signal comes, also that a child has ended, or time is over."""
+        if not select.select([self._hears], [], [], timeout_s)[0]:
+            return
+        for number in self._hears.recv(4096):
+            if number not in SIGNALS:
+                continue
+            if self.stop is None:
+                self.stop, self._stopped_at = signal.Signals(number), time.monotonic()
+            elif time.monotonic() - self._stopped_at > _SAME_S:
+                self.kill = True
