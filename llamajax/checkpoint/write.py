@@ -23,6 +23,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from types import MappingProxyType
 from typing import IO, Any
@@ -63,6 +64,7 @@ class Checkpointer:
         config: CheckpointConfig,
         *,
         on_failure: Callable[[str], object] | None = None,
+        around_commit: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext,
         use_ocdbt: bool = True,
     ) -> None:
         """Takes the run's lock, which lasts until `close` or the end of the process, and removes left-overs.
@@ -71,6 +73,7 @@ class Checkpointer:
             run_dir: the run's directory.
             config: when to save, and what to keep.
             on_failure: takes a line as soon as a save has failed, from any thread; None: `wait` is the first to tell.
+            around_commit: what is entered, in another thread, for as long as a save goes on in the background.
             use_ocdbt: without it every chunk of an array becomes a file, which converters write faster; both are read alike.
 
         Raises:
@@ -79,7 +82,7 @@ class Checkpointer:
         """
         self._config = config
         self._directory = run_dir.absolute() / "checkpoints"
-        self._on_failure = on_failure
+        self._on_failure, self._around_commit = on_failure, around_commit
         self._lock: IO[str] | None = None
         problem = None
         if jax.process_index() == 0:
@@ -267,7 +270,7 @@ class Checkpointer:
 
     def _commit(self, step: int, saving: Path, writing: Sequence[Any], small: Mapping[str, bytes]) -> None:
         """In its own thread, on every process: turns the directory `saving` into `<step>`, then deletes old steps."""
-        with self._failing(step, saving):
+        with self._around_commit(), self._failing(step, saving):
             self._together(lambda: [part.result(_TIMEOUT_S) for part in writing])
             self._together(lambda: self._arrays.finalize(saving / "state"), first_only=True)
             self._together(lambda: self._hash_share(saving))

@@ -15,18 +15,22 @@ class WatchdogConfig(Section):
     """How long each phase of a run may take. One that takes longer is stuck: the stacks of all its threads are written to
     `stacks/` in the run directory, and the process ends with exit code 75, which a launcher answers by a new start.
 
-    The limit of a phase is `factor` times the longest of its kind so far in this process, and at least the floor here."""
+    The limit of a phase is `factor` times the longest of its kind so far in this process, and at least the floor here. Each
+    process is answerable for its own phases: what it waits for other processes to agree on, or to give free, has no limit.
+    Time in which the whole process was stopped does not count. What keeps all of its threads from running (native code that
+    holds Python's interpreter) is noticed by the launcher only."""
 
     enabled: bool = True
-    """Watch at all."""
+    """Watch at all; without, a process that is stuck stands still until somebody ends it."""
     factor: Factor = 4.0
     """How many times the longest so far a phase may take."""
     start_s: PositiveFloat = 900.0
-    """From the start of the process to the mesh: imports, devices, the other processes."""
+    """Until the mesh is there: devices, the other processes."""
     compile_s: PositiveFloat = 3600.0
-    """Compiling, or loading what was compiled before."""
+    """Compiling, or loading what was compiled before; also the first step, which makes the connections between devices."""
     load_s: PositiveFloat = 1800.0
-    """Data and weights before the first step, from one sign of progress to the next."""
+    """The checkpoint, the data and the weights before the first step, each; of data, from one sign of progress to the
+    next."""
     step_s: PositiveFloat = 300.0
     """A training step, the wait for its batch included."""
     save_s: PositiveFloat = 1800.0

@@ -100,6 +100,11 @@ class Config(Settings):
         if decaying > train.num_steps:
             took = f"warm-up and decay take {decaying} steps, above train.num_steps={train.num_steps}"
             yield f"optimizer.warmup_steps: {took}; shorten warmup_steps or decay_steps, or train for more"
+        if self.distributed.enabled and self.watchdog.enabled:
+            wait_s, start_s = self.distributed.initialization_timeout_s, self.watchdog.start_s
+            if start_s <= wait_s:
+                rule = f"must be above distributed.initialization_timeout_s={wait_s}, in which processes may come"
+                yield f"watchdog.start_s: {start_s} {rule}; raise it"
         last_traced = (profile.start_step or 0) + profile.num_steps - 1
         if profile.start_step is not None and last_traced > train.num_steps:
             steps = f"steps {profile.start_step} to {last_traced}"

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from llamajax import disk
-from llamajax.data import cache
+from llamajax.data import cache, progress
 from llamajax.data.sources import Document, Source
 from llamajax.errors import DataError
 
@@ -74,7 +74,9 @@ class FileGroup:
         Raises:
             DataError: a file cannot be read, or has changed since it was hashed.
         """
-        yield from self.source.documents(self.files)
+        for document in self.source.documents(self.files):
+            progress.gets_on()
+            yield document
         self.check_unchanged()
 
     def check_unchanged(self) -> None:
@@ -184,5 +186,6 @@ def _hash_files(source: Source, files: Sequence[Path], stop: threading.Event) ->
                 if stop.is_set():
                     raise CancelledError
                 content.update(block)
+                progress.gets_on()
         combined.update(content.digest())
     return combined.hexdigest()

@@ -12,6 +12,19 @@ from llamajax.parallel import processes
 REPORT_EVERY_S = 10.0
 """Seconds between lines where there is no terminal to animate."""
 
+_signs = 0
+
+
+def signs() -> int:
+    """Grows while work on data gets on: what watches whether it does compares this with what it was."""
+    return _signs
+
+
+def gets_on() -> None:
+    """Says that work on data gets on; in any thread, as often as one likes."""
+    global _signs
+    _signs += 1  # one that another thread's overwrites is no loss
+
 
 class TokenizingProgress:
     """Shows how tokenizing goes: a moving bar on a terminal, now and then a line where there is none."""
@@ -57,6 +70,7 @@ class TokenizingProgress:
         self._show()
 
     def _show(self) -> None:
+        gets_on()
         self._bar.update(self._task, completed=self._read_bytes, speed=self._speed())
         now = time.monotonic()
         if self._bar.disable and self._documents and now - self._reported >= REPORT_EVERY_S:

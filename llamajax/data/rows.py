@@ -10,7 +10,7 @@ from typing import TypeVar
 import numpy as np
 
 from llamajax import disk
-from llamajax.data import cache
+from llamajax.data import cache, progress
 from llamajax.data.chat import ChatTemplate
 from llamajax.data.groups import ANNOUNCED_BYTES, FileGroup
 from llamajax.data.packing import Row, fill_row, pack
@@ -162,6 +162,7 @@ class PackedSource:
             starts, lengths, kept_lengths, is_left_out, hashes, plain_hashes = [], [], [], [], [], []
             shard_start = 0
             for path in self.shards:  # all that is kept of one is copied, so that it need not stay mapped
+                progress.gets_on()
                 shard = read_shard(path)
                 offsets = shard.offsets[:]
                 starts.append(offsets[:-1] + shard_start)

@@ -34,6 +34,7 @@ _COMMIT_S = 60.0  # for which the end of a process waits for `uninterrupted`
 _committing = threading.Lock()
 _peers: "Peers | None" = None
 _stoppable: "Stoppable | None" = None
+_before_end: "BeforeEnd | None" = None
 
 
 class Stoppable(Protocol):
@@ -45,6 +46,14 @@ class Stoppable(Protocol):
 
     def stop_after(self, count: float, why: str) -> None:
         """Stops at the moment of this number; at `NOW`, ends the process."""
+        ...
+
+
+class BeforeEnd(Protocol):
+    """What this process does before it ends because of another."""
+
+    def __call__(self, reason: str, *, is_stuck: bool) -> object:
+        """Takes the line that says why, and whether the other one told that it is stuck."""
         ...
 
 
@@ -89,6 +98,12 @@ def can_stop(stoppable: Stoppable | None) -> None:
     _stoppable = stoppable
 
 
+def before_end(work: BeforeEnd | None) -> None:
+    """From here on `work` is done before this process ends because another one was lost or stuck."""
+    global _before_end
+    _before_end = work
+
+
 @contextlib.contextmanager
 def uninterrupted() -> Iterator[None]:
     """Within, this process does not end because of another one; not for longer than a minute."""
@@ -124,17 +139,22 @@ class Peers:
         self._counting = threading.RLock()
         threading.Thread(target=self._listen, name="peers", daemon=True).start()
 
-    def tell_failure(self, reason: str, code: int) -> None:
+    def is_ending(self) -> bool:
+        """Whether this process is about to end because of another."""
+        return self._failure is not None
+
+    def tell_failure(self, reason: str, code: int, *, is_stuck: bool = False) -> None:
         """Tells the others why this process is about to end, and returns when they know; this is its last word.
 
-        They end with its exit code, so that whoever started them decides alike on every host.
+        They end with its exit code, so that whoever started them decides alike on every host; at once if it `is_stuck`.
         """
         # Never given back: from here on, the process ends with its own error, not with another's.
         self._last_word.acquire()
         if self._failure is None:
             what = reason.splitlines()[0][:500]
             line = f"process {self.rank} ({meeting.who_am_i()}) failed: {what}; start all again when that is mended"
-            self._send_all({"failed": line, "rank": self.rank, "code": code, "grace_s": _GRACE_S})
+            grace_s = 0 if is_stuck else _GRACE_S
+            self._send_all({"failed": line, "rank": self.rank, "code": code, "grace_s": grace_s, "is_stuck": is_stuck})
             self._all_told.wait(_TELL_S)
 
     def await_failure(self) -> None:
@@ -203,7 +223,7 @@ class Peers:
                 link.send({"told": True})
                 if self.rank == 0:
                     self._send_all(message, but=link)
-                self._end_with(line, rank, code, grace_s)
+                self._end_with(line, rank, code, grace_s, is_stuck=message.get("is_stuck", False))
             case {"told": _}:
                 self._count_told(link)
             case {"leaving": _}:
@@ -232,14 +252,16 @@ class Peers:
             self._send_all({"failed": line, "rank": link.rank, "code": TRY_AGAIN, "grace_s": 0}, but=link)
         self._end_with(line, link.rank, TRY_AGAIN, 0)
 
-    def _end_with(self, line: str, rank: int, code: int, grace_s: float) -> None:
+    def _end_with(self, line: str, rank: int, code: int, grace_s: float, *, is_stuck: bool = False) -> None:
         """Ends this process because of another, `rank`, unless it fails by itself meanwhile."""
         if self._failure is None:
             self._failure = line
-            threading.Thread(target=self._end, args=(line, rank, code, grace_s), daemon=True).start()
+            threading.Thread(target=self._end, args=(line, rank, code, grace_s, is_stuck), daemon=True).start()
 
-    def _end(self, line: str, rank: int, code: int, grace_s: float) -> NoReturn:
+    def _end(self, line: str, rank: int, code: int, grace_s: float, is_stuck: bool) -> NoReturn:
         time.sleep(grace_s)
+        if code == TRY_AGAIN and _before_end is not None:
+            _before_end(line, is_stuck=is_stuck)
         _committing.acquire(timeout=_COMMIT_S)
         with self._last_word:
             heartbeat.of_this_process().tell(ended_by=rank)

@@ -9,9 +9,11 @@ from llamajax.config.run import Config
 from llamajax.data.loader import Loader
 from llamajax.errors import DivergedError
 from llamajax.evaluation.held_out import evaluate
+from llamajax.launching.heartbeat import WAITING
 from llamajax.planning.scheduling import Compilation
 from llamajax.step.state import TrainState
 from llamajax.training.stop import StopSignal
+from llamajax.training.watchdog import Watchdog
 from llamajax.watch import console, metrics, run_log
 from llamajax.watch.trace import trace
 
@@ -26,6 +28,7 @@ def train(
     files: Mapping[str, bytes],
     checkpointer: Checkpointer,
     stop: StopSignal,
+    watchdog: Watchdog,
 ) -> tuple[TrainState, bool]:
     """The loop: steps, evaluations and checkpoints, until the last step or a request to stop; whether it was that.
 
@@ -39,10 +42,12 @@ def train(
         files: name and content of what is kept with them.
         checkpointer: writes them.
         stop: the requests to stop.
+        watchdog: ends the process when something takes too long.
 
     Raises:
         DivergedError: gradients were not finite in too many steps in a row.
     """
+    watchdog.begin("first step")
     num_steps = config.train.num_steps
     step = saved_step = start_step
     keys = None if config.model.attend_across_documents else dataset.mean_keys(config.model.sliding_window)
@@ -56,6 +61,8 @@ def train(
         writer.event("data", fingerprint=dataset.fingerprint, epochs=dataset.epochs(config.train.num_rows))
 
         def check(record: run_log.Record | None) -> None:
+            if record is not None:
+                watchdog.finished(record["step"])
             if record is None or record["train/skipped_in_a_row"] < config.train.max_nonfinite_steps:
                 return
             newest = checkpointer.newest
@@ -67,14 +74,14 @@ def train(
             )
 
         def evaluate_now() -> None:
-            with writer.pause("evaluating"):
+            with watchdog.phase("evaluate"), writer.pause("evaluating"):
                 result = evaluate(config, state.model, dataset, stop.requested)
             if result is not None:
                 writer.write_eval(step, result)
 
         def save() -> None:
             nonlocal saved_step
-            with writer.pause("saving"):
+            with watchdog.phase("save"), writer.pause("saving"):
                 of_step = meta | {"data": {"position": step * config.train.global_batch_size, **meta["data"]}}
                 checkpointer.save(step, state, of_step, files)
             writer.event("save")
@@ -85,10 +92,13 @@ def train(
 
         while step < num_steps and not stop.requested():
             trace_before(step + 1, state)
+            watchdog.doing("waiting for its batch")
             _, batch = next(loader)
+            watchdog.doing(WAITING)
             state, values = compilation.step(state, batch)
             step += 1
             check(writer.write(step, values, data_wait_s=loader.wait_s))
+            watchdog.doing("")
             if due(config.checkpoint.save_every) or checkpointer.retry_due(step):
                 check(writer.flush())
                 save()
@@ -101,7 +111,8 @@ def train(
             save()
         if step == num_steps and config.train.eval_batches and config.data.held_out_fraction:
             evaluate_now()
-        checkpointer.finish(save_again=save)
+        with watchdog.phase("save"):
+            checkpointer.finish(save_again=save)
         stopped = stop.requested()
     if stopped:
         console.log(f"stopped    at step {step}{', which is saved' if step else ''}; the same command goes on from there")

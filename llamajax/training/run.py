@@ -1,5 +1,6 @@
 """The whole story of a training run: read `run` from top to bottom."""
 
+import functools
 import os
 import time
 from pathlib import Path
@@ -24,6 +25,7 @@ from llamajax.step.state import abstract_state, init_state
 from llamajax.training.loop import train
 from llamajax.training.resume import check_same_run
 from llamajax.training.stop import StopSignal
+from llamajax.training.watchdog import Watchdog
 from llamajax.watch import console
 from llamajax.watch.console import say
 from llamajax.weights.loading import load_model
@@ -37,8 +39,10 @@ def run(config: Config, *, dry_run: bool = False) -> None:
     Raises:
         UserError: one of `llamajax.errors`, when the configuration, data, machine or checkpoints do not allow it.
     """
-    with StopSignal() as stop:
+    run_dir = Path(config.run_dir).expanduser()
+    with StopSignal() as stop, Watchdog(config.watchdog, run_dir) as watchdog:
         startup.start(config)
+        watchdog.begin("compile")
         abstract = abstract_state(config)
         console.print_header(config, abstract.model)
         mesh = jax.sharding.get_mesh().shape
@@ -51,7 +55,6 @@ def run(config: Config, *, dry_run: bool = False) -> None:
             console.log(f"{setting:10} {form}")
         if warning is not None:
             console.log(f"warning    {warning}")
-        run_dir = Path(config.run_dir).expanduser()
         pretrained = None
         if config.init_from is not None and everyones(latest_step(run_dir))[0] is None:
             pretrained = open_pretrained(Path(config.init_from))
@@ -67,8 +70,12 @@ def run(config: Config, *, dry_run: bool = False) -> None:
         if dry_run:
             return
 
-        with Checkpointer(run_dir, config.checkpoint, on_failure=say) as checkpointer:
+        watchdog.begin("load")
+        in_background = functools.partial(watchdog.phase, "save")
+        with Checkpointer(run_dir, config.checkpoint, on_failure=say, around_commit=in_background) as checkpointer:
+            watchdog.keep_stacks()
             restored = checkpointer.restore(abstract)
+            watchdog.begin("load")
             source = restored if pretrained is None else pretrained
             origin = Origin() if config.init_from is None or source is None else take_along(source.files, source.hf)
             dataset = data.prepare(config, log=console.log, log_work=console.log_own, tokenizer=origin.tokenizer)
@@ -83,6 +90,7 @@ def run(config: Config, *, dry_run: bool = False) -> None:
                 check_same_run(config, restored, meta)
             if jax.process_index() == 0:
                 write_config(config, run_dir / "config.yaml")
+            watchdog.begin("load")
             if restored is not None:
                 console.log(f"start      resuming at step {restored.step}")
                 state, start_step = restored.state, restored.step
@@ -92,7 +100,10 @@ def run(config: Config, *, dry_run: bool = False) -> None:
                 state, start_step = init_state(config, model), 0
             everyones("ready")  # the first collective of devices waits for half a minute only
             files = {**origin.files, **dataset.files}
-            state, stopped = train(config, state, start_step, compilation, dataset, meta, files, checkpointer, stop)
+            state, stopped = train(
+                config, state, start_step, compilation, dataset, meta, files, checkpointer, stop, watchdog
+            )
+            watchdog.begin("evaluate")
             if not stopped and config.sample.prompt is not None:
                 pieces = stream_text(
                     whole_over_data(state.model, config.model.compute_dtype),

@@ -1,0 +1,262 @@
+"""Ends a process that is stuck, and leaves behind where it was.
+
+A thread looks at the phases of the run (`llamajax.training.phases`). When one has outlasted its limit, the stacks of all
+threads go to a file, one line says what lasted too long, the other processes of the run are told, leave theirs, and all end
+with `TRY_AGAIN`. Those that wait for the stuck process outlast their limits with it: they let it speak first. What waits for
+other processes alone (an agreement, a lock) has no limit here: those have theirs, and one that is lost is noticed.
+
+A thread of Python does not run while native code holds the interpreter, nor in a process that was stopped. Then whoever
+reads the heartbeat from outside (`llamajax.launch`) sends SIGABRT, on which the stacks are written without it. Nothing here
+ends such a process by a clock of its own: that could not be told from one which its user has stopped and means to continue.
+"""
+
+import contextlib
+import faulthandler
+import inspect
+import math
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType
+from typing import IO, Self
+
+from llamajax import disk
+from llamajax.config.recovery import WatchdogConfig
+from llamajax.data import progress
+from llamajax.errors import TRY_AGAIN
+from llamajax.launching import heartbeat
+from llamajax.parallel import meeting, processes
+from llamajax.training.phases import SETTINGS, Phase, Phases
+from llamajax.training.stop import StopSignal
+
+_EVERY_S = 0.5  # between looks, at most
+_GRACE_S = 1.5  # in which a process that only waits for another lets that one speak
+_STOPPED_S = 2.0  # by which a look that comes later means that the whole process stood still
+_WRITE_S = 1.0  # in which stacks must have been written: the disk may be what is stuck
+_LAST_WORD_S = 8.0  # after which the process ends, whatever keeps it from saying why
+
+_AGREEMENTS = {processes.Peers.everyones.__code__, inspect.unwrap(disk.locked).__code__, StopSignal.requested.__code__}
+_ARRAYS = "jax._src.array"  # the module in which a thread waits for the value of an array
+
+_WORDS = {
+    "start": "starting",
+    "compile": "compiling",
+    "load": "loading",
+    "first step": "at its first step",
+    "save": "saving a checkpoint",
+    "evaluate": "evaluating",
+}
+
+
+class Watchdog:
+    """Watches the phases of one run; a context manager around it. Phases are those of the thread that tells them."""
+
+    def __init__(self, config: WatchdogConfig, run_dir: Path) -> None:
+        """Nothing is watched yet.
+
+        Args:
+            config: the limits.
+            run_dir: the run's directory, in which `stacks/` is made when there is something to write.
+        """
+        self._phases = Phases(config)
+        self._stacks = run_dir.absolute() / "stacks"
+        self._file: IO[str] | None = None
+        self._step = 0
+        self._signs = progress.signs()
+        self._ended = threading.Event()
+        self._ending = threading.Lock()
+        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._own = threading.get_ident()
+        # Who has enabled it already (pytest, python -X faulthandler) looks for stacks on stderr.
+        self._has_handler = not faulthandler.is_enabled()
+        if self._has_handler:
+            with contextlib.suppress(ValueError, OSError):  # stderr is no file
+                faulthandler.enable()
+        processes.before_end(self._leave_stacks)
+        self.begin("start")
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._ended.set()
+        self._thread.join()
+        processes.before_end(None)
+        if self._has_handler:
+            faulthandler.disable()
+        if self._file is not None:
+            self._file.close()
+            with contextlib.suppress(OSError):
+                path = Path(self._file.name)
+                if path.stat().st_size == 0:
+                    path.unlink()
+                self._stacks.rmdir()
+        heartbeat.of_this_process().tell(phase="end", doing="", deadline=None)
+
+    def begin(self, kind: str) -> None:
+        """The run begins another part of its story, a key of `phases.SETTINGS`."""
+        self._phases.begin(kind)
+        self._tell()
+
+    @contextlib.contextmanager
+    def phase(self, kind: str) -> Iterator[None]:
+        """Something within what this thread is at, whose clock stands still meanwhile."""
+        with self._phases.within(kind):
+            self._tell()
+            yield
+        self._tell()
+
+    def finished(self, step: int) -> None:
+        """So many steps are finished, and the next one is under way."""
+        self._step = step
+        self.begin("step")
+
+    def doing(self, what: str) -> None:
+        """What this thread does in the phase it is in; `heartbeat.WAITING` where it may be another process that is stuck."""
+        phase = self._phases.of(threading.get_ident())
+        assert phase is not None
+        phase.doing = what
+
+    def keep_stacks(self) -> None:
+        """From here on there is a file for what SIGABRT leaves; once the run's directory is this run's."""
+        with contextlib.suppress(OSError):  # stderr serves as well
+            for left_over in self._stacks.glob(f"*.{processes.rank()}.txt"):
+                if left_over.stat().st_size == 0:
+                    left_over.unlink()
+            self._file = self._open_file()
+            if self._has_handler:
+                faulthandler.enable(self._file)
+
+    def _open_file(self) -> IO[str]:
+        self._stacks.mkdir(mode=0o700, parents=True, exist_ok=True)
+        path = self._stacks / f"{time.strftime('%Y%m%dT%H%M%S')}.{processes.rank()}.txt"
+        return open(path, "a", opener=lambda name, flags: os.open(name, flags, 0o600))
+
+    def _watch(self) -> None:
+        looked = time.monotonic()
+        while True:
+            pause = min(_EVERY_S, max(0.01, self._phases.deadline() - looked))
+            if self._ended.wait(pause):
+                return
+            now = time.monotonic()
+            if now - looked - pause > _STOPPED_S:
+                self._phases.stand_still(now - looked - pause)
+            looked = now
+            self._look(now)
+            self._tell()
+
+    def _look(self, now: float) -> None:
+        """Extends what gets on or waits for others, and acts on what does not."""
+        if (signs := progress.signs()) != self._signs:
+            self._signs = signs
+            for _, phase in self._phases.running():
+                if phase.kind == "load":
+                    phase.restart(now)
+        for thread, phase in self._phases.running():
+            if now < phase.deadline():
+                continue
+            frame = sys._current_frames().get(thread)
+            if _is_in(_AGREEMENTS, frame):
+                phase.restart(now)
+            elif processes.peers() is not None and not phase.grace and _doing(phase, frame) == heartbeat.WAITING:
+                phase.grace = _GRACE_S
+            elif self._phases.of(thread) is phase and now >= phase.deadline():
+                self._end(phase, _doing(phase, frame), now)
+
+    def _tell(self) -> None:
+        """Lets the heartbeat say what the run is at."""
+        phase, deadline = self._phases.of(self._own), self._phases.deadline()
+        heartbeat.of_this_process().tell(
+            phase="" if phase is None else phase.kind,
+            doing="" if phase is None else _doing(phase, sys._current_frames().get(self._own)),
+            step=self._step,
+            deadline=None if deadline == math.inf else deadline,
+        )
+
+    def _end(self, phase: Phase, doing: str, now: float) -> None:
+        """Ends the process because of a phase that takes too long."""
+        threading.Thread(target=_end_after, args=(_LAST_WORD_S,), daemon=True).start()
+        peers = processes.peers()
+        if peers is not None and peers.is_ending():
+            threading.Event().wait()  # with the other's reason, which is the first
+        at = f"in step {self._step + 1}" if phase.kind == "step" else _WORDS[phase.kind]
+        setting = f"watchdog.{SETTINGS[phase.kind]}"
+        limit = f"above its limit of {phase.limit:.0f} s ({setting} raises it)"
+        what = f"stuck: {at} for {phase.took(now):.0f} s{f', {doing}' if doing else ''}, {limit}"
+        where = self._write_stacks(what)
+        line = f"{what}; stacks of all threads: {where}"
+        own = "" if peers is None else f"process {processes.rank()} "
+        _print(f"{own}({meeting.who_am_i()}) {line}")
+        if peers is not None:
+            peers.tell_failure(line, TRY_AGAIN, is_stuck=True)
+        os._exit(TRY_AGAIN)
+
+    def _leave_stacks(self, reason: str, *, is_stuck: bool) -> None:
+        """Before this process ends because of another: that one was stuck, or lost while this one waited for long."""
+        now = time.monotonic()
+        if is_stuck or any(phase.took(now) > phase.limit / 2 for _, phase in self._phases.running()):
+            self._write_stacks(reason)
+
+    def _write_stacks(self, reason: str) -> str:
+        """Writes the stacks of all threads; where to."""
+        names = "".join(f"Thread 0x{thread.ident:016x} is {thread.name}\n" for thread in threading.enumerate())
+        written = ""
+
+        def write() -> None:
+            nonlocal written
+            with contextlib.suppress(OSError):
+                file = self._file or self._open_file()
+                file.write(f"{reason}\n\n{names}\n")
+                file.flush()
+                faulthandler.dump_traceback(file)
+                written = file.name
+
+        with self._ending:
+            _within(_WRITE_S, write)
+            if not written:
+                _within(_WRITE_S, lambda: faulthandler.dump_traceback(sys.stderr))
+        return written or "above"
+
+
+def _doing(phase: Phase, frame: FrameType | None) -> str:
+    """What a thread does: as noted, or as its stack shows."""
+    if phase.doing or frame is None:
+        return phase.doing
+    if frame.f_globals.get("__name__") == _ARRAYS or _is_in(_AGREEMENTS, frame):
+        return heartbeat.WAITING
+    return ""
+
+
+def _is_in(functions: set[object], frame: FrameType | None) -> bool:
+    """Whether one of the functions is on the stack."""
+    while frame is not None:
+        if frame.f_code in functions:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _within(seconds: float, work: Callable[[], object]) -> None:
+    """Does something that may block, and leaves it to itself if it does."""
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    thread.join(seconds)
+
+
+def _print(line: str) -> None:
+    """Past what holds Python's own buffers; a reader who does not read must not keep the process."""
+
+    def write() -> None:
+        with contextlib.suppress(OSError):
+            os.write(2, f"{line}\n".encode())
+
+    _within(_WRITE_S, write)
+
+
+def _end_after(seconds: float) -> None:
+    time.sleep(seconds)
+    os._exit(TRY_AGAIN)

@@ -1,0 +1,115 @@
+"""Processes that are stuck are found in time, leave their stacks and end; the one that is stuck is named by all."""
+
+import contextlib
+import json
+import os
+import pathlib
+import re
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from tests import runs
+
+STEP_LIMIT_S = 4
+FOUND_S = STEP_LIMIT_S + 2
+"""Seconds after the last finished step within which a process must have found that it is stuck."""
+
+PROGRAM = """
+import ctypes, sys, threading, time
+from llamajax import train
+from llamajax.data.loader import Loader
+from llamajax.parallel import processes
+
+how, stuck_rank = sys.argv.pop(1), int(sys.argv.pop(1))
+
+def sleeps():
+    time.sleep(1_000_000)
+
+def deadlocks():
+    lock = threading.Lock()
+    with lock, lock:
+        pass
+
+def holds_the_interpreter():
+    ctypes.PyDLL(None).sleep(1_000_000)
+
+load = Loader._load
+def load_or_not(self, step):
+    if step == 6 and processes.rank() == stuck_rank:
+        globals()[how]()
+    return load(self, step)
+Loader._load = load_or_not
+train.main()
+"""
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory):
+    return runs.write_config(tmp_path_factory.mktemp("stuck"), eval_every=None, eval_batches=0)
+
+
+def start(config: pathlib.Path, how: str, stuck_rank: int, run_dir: pathlib.Path, *overrides: str) -> subprocess.Popen[str]:
+    told = [f"--{key}" for key in (f"run_dir={run_dir}", f"watchdog.step_s={STEP_LIMIT_S}", "checkpoint.save_every=1000")]
+    command = [sys.executable, "-c", PROGRAM, how, str(stuck_rank), "--config", str(config), *told, *overrides]
+    environment = runs.environment(config.parent) | {"PYTHONPATH": str(runs.ROOT)}
+    return subprocess.Popen(
+        command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=environment, cwd=config.parent
+    )
+
+
+def stacks_of(run_dir: pathlib.Path, rank: int) -> pathlib.Path:
+    (path,) = (run_dir / "stacks").glob(f"*.{rank}.txt")
+    assert path.parent.stat().st_mode & 0o777 == 0o700
+    assert path.stat().st_mode & 0o777 == 0o600
+    return path
+
+
+def found_after_s(run_dir: pathlib.Path, rank: int) -> float:
+    """Seconds from the last finished step to the stacks, by the clock of the processes."""
+    last = json.loads((run_dir / "metrics.jsonl").read_text().splitlines()[-1])
+    return stacks_of(run_dir, rank).stat().st_mtime - last["time"]
+
+
+@pytest.mark.slow
+def test_a_deadlock_is_found_and_the_process_ends(config, tmp_path):
+    process = start(config, "deadlocks", 0, tmp_path)
+    _, errors = process.communicate(timeout=300)
+    assert process.returncode == 75, errors
+    line = errors.splitlines()[-1]
+    pattern = r"\(pid \d+ on \S+\) stuck: in step \d for [4-6] s, waiting for its batch, above its limit of 4 s"
+    assert re.match(pattern, line), errors
+    assert f"(watchdog.step_s raises it); stacks of all threads: {stacks_of(tmp_path, 0)}" in line
+    assert "in deadlocks" in stacks_of(tmp_path, 0).read_text()
+    assert STEP_LIMIT_S <= found_after_s(tmp_path, 0) + 0.1 <= FOUND_S
+
+
+@pytest.mark.slow
+def test_the_process_that_is_stuck_is_named_by_those_that_wait_for_it(config, tmp_path):
+    together = ["--distributed.enabled=true", "--distributed.num_processes=2", "--mesh.num_cpu_devices=4"]
+    together.append(f"--distributed.coordinator_address={runs.free_address()}")
+    processes = [start(config, "sleeps", 1, tmp_path, *together, f"--distributed.process_id={rank}") for rank in range(2)]
+    errors = [process.communicate(timeout=300)[1] for process in processes]
+    assert [process.returncode for process in processes] == [75, 75], errors
+    assert f"process 1 (pid {processes[1].pid} on " in errors[0].splitlines()[-1]
+    assert "stuck: in step" in errors[0].splitlines()[-1]
+    assert "waiting for its batch" in errors[0].splitlines()[-1]
+    assert errors[1].splitlines()[-1].startswith(f"process 1 (pid {processes[1].pid} on ")
+    assert "in sleeps" in stacks_of(tmp_path, 1).read_text()
+    assert "jax/_src/array.py" in stacks_of(tmp_path, 0).read_text()
+    assert found_after_s(tmp_path, 1) <= FOUND_S
+
+
+@pytest.mark.slow
+def test_sigabrt_leaves_the_stacks_of_a_process_that_holds_the_interpreter(config, tmp_path):
+    process = start(config, "holds_the_interpreter", 0, tmp_path)
+    runs.wait_until(lambda: runs.steps_on_record(tmp_path) > 0, [process])
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(3)
+    assert process.poll() is None
+    os.kill(process.pid, signal.SIGABRT)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == -signal.SIGABRT, errors
+    assert "in holds_the_interpreter" in stacks_of(tmp_path, 0).read_text()
