@@ -4,6 +4,7 @@ Whatever updates an array that lies on several devices comes out of one reductio
 stay equal, bit for bit, unless memory, a link or a unit that computes changed one of them without a word.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -26,13 +27,18 @@ def holders(array: Any) -> np.ndarray:
     mesh, split = array.sharding.mesh, axes_in(array.sharding.spec)
     places = np.arange(mesh.size).reshape(mesh.devices.shape)
     split_first = sorted(range(places.ndim), key=lambda dim: mesh.axis_names[dim] not in split)
-    num_replicas = mesh.size // int(np.prod([mesh.shape[axis] for axis in split]))
+    num_replicas = mesh.size // math.prod(mesh.shape[axis] for axis in split)
     return places.transpose(split_first).reshape(-1, num_replicas)
 
 
 def replicated(state: Any) -> dict[str, Any]:
     """The arrays of `state` of which every part lies on several devices, by name."""
     return {name: array for name, array in named_arrays(state).items() if holders(array).shape[1] > 1}
+
+
+def held_bytes(arrays: Any) -> int:
+    """What one device holds of a tree of arrays, in bytes."""
+    return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(arrays))
 
 
 @jax.jit

@@ -84,9 +84,7 @@ class BadSteps:
     def _go_back(self, what: str, first_step: int, last_step: int, newest: int | None, **facts: float) -> None:
         most = self._config.recovery.max_rollbacks
         if self._num_rollbacks < most:
-            raise GoBack(
-                f"step {last_step}: {what}", first_step=first_step, last_step=last_step, pass_over=True, **facts
-            )
+            raise GoBack(f"step {last_step}: {what}", first_step=first_step, last_step=last_step, pass_over=True, **facts)
         before = f"the run has gone back {self._num_rollbacks} times already" if most else "the run does not go back"
         saved = f"step {newest} is the newest checkpoint" if newest is not None else "there is no checkpoint"
         raise DivergedError(
