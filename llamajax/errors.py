@@ -39,6 +39,12 @@ class EnvironmentMismatchError(UserError):
     exit_code = 4
 
 
+class CorruptionError(UserError):
+    """A device that computes or keeps wrong numbers, again and again; without it, the same command would do."""
+
+    exit_code = 4
+
+
 class CheckpointError(UserError):
     """A checkpoint that is damaged, of another model, or being written by another process."""
 

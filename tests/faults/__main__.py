@@ -2,7 +2,9 @@
 
 import argparse
 import json
+import os
 import pathlib
+import signal
 import sys
 import traceback
 
@@ -16,21 +18,42 @@ def main() -> int:
     """Runs the groups that are asked for, one after the other; 1 if anything failed."""
     told = _arguments()
     chosen = [group for group in GROUPS if not told.only or group.name in told.only]
-    done = []
+    counts = {group: told.count or (group.short if told.short else group.whole) for group in chosen}
+    about = sum(count * group.seconds for group, count in counts.items())
+    tell(f"{sum(map(bool, counts.values()))} groups, about {about / 60:.0f} min on two quiet cores")
+    done: list[Result] = []
     with Scene(told.slowness) as where:
-        for group in chosen:
-            count = told.count or (group.short if told.short else group.whole)
+        _end_with(where)
+        for group, count in counts.items():
             if count:
-                seconds = count * group.seconds
-                tell(f"{group.name} {group.title}: {count} tries, about {seconds / 60:.0f} min on two quiet cores")
+                tell(f"{group.name} {group.title}: {count} faults, about {count * group.seconds:.0f} s")
                 done.append(_run(group, count, told.seed, where, told.jobs))
                 tell(report.line(group, done[-1]))
-    if told.json is not None:
-        told.json.write_text(json.dumps(report.facts(told.seed, told.slowness) | {"groups": [r.to_json() for r in done]}, indent=1))
-    if told.write:
-        report.write(done, told.seed, told.slowness)
+                _keep(done, told)  # now, so that what is known stays known whatever comes
+    for result in done:
+        for failure in result.failures:
+            tell(f"{result.name} FAILED with --seed {failure.seed}, {failure.kind}: {failure.what}")
     tell(f"{sum(result.good for result in done)} of {len(done)} groups passed")
     return 0 if done and all(result.good for result in done) else 1
+
+
+def _keep(done: list[Result], told: argparse.Namespace) -> None:
+    if told.json is not None:
+        facts = report.facts(told.seed, told.slowness) | {"groups": [result.to_json() for result in done]}
+        told.json.write_text(json.dumps(facts, indent=1))
+    if told.write:
+        report.write(done, told.seed, told.slowness)
+
+
+def _end_with(where: Scene) -> None:
+    """Leaves nothing when this process is told to end."""
+
+    def end(number: int, _: object) -> None:
+        where.end()
+        os._exit(128 + number)
+
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, end)
 
 
 def _run(group: Group, count: int, seed: int, where: Scene, jobs: int) -> Result:

@@ -9,7 +9,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Self
 
@@ -212,13 +211,7 @@ class BrokenRun:
 
     def left(self) -> list[int]:
         """Processes of this run that are still there, whoever started them."""
-        mark = f"LLAMAJAX_CAMPAIGN={self.folder}".encode()
-        found = []
-        for path in pathlib.Path("/proc").glob("[0-9]*/environ"):
-            with contextlib.suppress(OSError):
-                if mark in path.read_bytes().split(b"\0"):
-                    found.append(int(path.parent.name))
-        return found
+        return scene.processes_of(self.folder)
 
     def must_leave_none(self) -> None:
         """Fails if a process is left some seconds after the run has ended."""
@@ -230,12 +223,7 @@ class BrokenRun:
 
     def end(self) -> None:
         """Kills whatever is left of it."""
-        deadline = time.monotonic() + 10
-        while (left := self.left()) and time.monotonic() < deadline:
-            for pid in left:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-            time.sleep(0.02)
+        scene.end_processes(self.folder)
         for process in self.processes:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(timeout=10)

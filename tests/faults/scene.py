@@ -1,10 +1,12 @@
 """What the campaign's runs need and share: a tiny configuration, data, compiled programs, and runs that nobody breaks."""
 
+import contextlib
 import hashlib
 import json
 import os
 import pathlib
 import shutil
+import signal
 import sys
 import tempfile
 import threading
@@ -47,6 +49,11 @@ class Scene:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
+        self.end()
+
+    def end(self) -> None:
+        """Kills every process of its runs and removes all files."""
+        end_processes(self.directory)
         shutil.rmtree(self.directory, ignore_errors=True)
 
     def new_directory(self, name: str) -> pathlib.Path:
@@ -78,6 +85,28 @@ class Scene:
 
 
 _MAKING = threading.Lock()
+
+
+def processes_of(folder: pathlib.Path) -> list[int]:
+    """Processes of the runs in `folder`, or of the run in it, whoever started them: all have its name in their environment."""
+    mark = b"LLAMAJAX_CAMPAIGN=" + os.fsencode(folder)
+    found = []
+    for path in pathlib.Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):
+            told = next((text for text in path.read_bytes().split(b"\0") if text.startswith(mark)), b"")
+            if told.removeprefix(mark)[:1] in (b"", b"/") and told:
+                found.append(int(path.parent.name))
+    return found
+
+
+def end_processes(folder: pathlib.Path) -> None:
+    """Kills what `processes_of` finds, until there is none."""
+    deadline = time.monotonic() + 10
+    while (left := processes_of(folder)) and time.monotonic() < deadline:
+        for pid in left:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.02)
 
 
 class End:

@@ -1,0 +1,179 @@
+"""Whether devices that should hold the same bits do, and what follows when they do not.
+
+Going back and computing the same steps again tells a particle that hit a memory cell once from a device that computes wrong.
+The devices' own majority could not mend the state: what one of them held went into everybody's gradients.
+"""
+
+import math
+import socket
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from llamajax.config.run import Config
+from llamajax.errors import CorruptionError
+from llamajax.parallel.arrays import named_arrays
+from llamajax.parallel.processes import everyones
+from llamajax.step.checksum import checksums, differing, held_bytes, holders, replicated
+from llamajax.training.bad_steps import GoBack
+from llamajax.units import format_bytes
+from llamajax.watch import console
+
+MAX_TOLD = 4
+"""Devices that a line names."""
+
+
+@dataclass(frozen=True)
+class Suspects:
+    """Devices, by their place in the mesh, that hold other bits than others."""
+
+    known: frozenset[int]
+    """Those that differ from most of the devices that hold the same part of an array."""
+    unknown: frozenset[int]
+    """Those of which one is wrong, and none is known to be: two of two, or half of several."""
+
+    def __bool__(self) -> bool:
+        return bool(self.known or self.unknown)
+
+    @property
+    def all(self) -> frozenset[int]:
+        return self.known | self.unknown
+
+    def among(self, places: frozenset[int]) -> "Suspects":
+        """Those that are in `places` too."""
+        return Suspects(self.known & places, self.unknown & places)
+
+
+class Replicas:
+    """Compares what several devices hold of the state; lasts from the start of a process to its end, however often the run
+    goes back."""
+
+    def __init__(self, config: Config, state: Any) -> None:
+        """Compiles the comparison and says what it covers; all processes call this together.
+
+        Args:
+            config: the run.
+            state: its `abstract_state`, or the state.
+        """
+        self._every = config.recovery.checksum_every
+        arrays = {} if self._every is None else replicated(state)
+        self._held_by = {name: holders(array) for name, array in arrays.items()}
+        self._compiled = checksums.lower(list(arrays.values())).compile() if arrays else None
+        self._devices = list(jax.sharding.get_mesh().devices.flat)
+        self._hosts = everyones(socket.gethostname())
+        self._good_step = math.inf
+        self._suspected: frozenset[int] = frozenset()
+        """Places of devices that differed, until they have been equal after step `again_at`."""
+        self._again_at = 0
+        self._facts: dict[str, Any] = {}
+        self._times_transient: Counter[int] = Counter()
+        if self._compiled is not None:
+            of, whole = (format_bytes(held_bytes(tree)) for tree in (arrays, state))
+            console.log(f"checksums  of {of} of {whole} per device, every {self._every} steps and before each checkpoint")
+        elif self._every is not None:
+            console.log("checksums  every array lies on one device only: there are no replicas to compare")
+
+    def due(self, step: int) -> bool:
+        """Whether to compare after `step`, if no checkpoint asks for it."""
+        if self._compiled is None or self._every is None:
+            return False
+        return step % self._every == 0 or (bool(self._suspected) and step == self._again_at)
+
+    def check(self, step: int, state: Any, event: Callable[..., object]) -> None:
+        """Returns when all replicas are equal; all processes call this together, and it ends for all of them alike.
+
+        Args:
+            step: finished steps.
+            state: after them.
+            event: takes name and facts of what is found, for the run's log.
+
+        Raises:
+            GoBack: devices differ; the steps since the newest checkpoint are to be computed again.
+            CorruptionError: they have differed before, and still do.
+        """
+        if self._compiled is None:
+            return
+        found = self._found(state)
+        if not found:
+            self._good_step = step
+            if self._suspected and step >= self._again_at:
+                self._acquit(step, event)
+            return
+        suspects, where = suspected(found, self._held_by), _first_of(found)
+        first_step = int(min(self._good_step, step)) + 1
+        self._facts = {"devices": self._ids(suspects.all), "arrays": list(found), "steps": [first_step, step]}
+        if again := suspects.among(self._suspected):
+            event("corruption", kind="lasting", **self._facts)
+            raise CorruptionError(
+                f"step {step}: {self._told(again)} in {where}, also after going back, so that it is no accident;"
+                f" {self._remedy(again)} and start the run again: it goes on from its newest checkpoint"
+            )
+        event("corruption", kind="suspected", **self._facts)
+        self._suspected, self._again_at = self._suspected | suspects.all, max(step, self._again_at)
+        what = f"step {step}: {self._told(suspects)} in {where}"
+        raise GoBack(what, first_step=first_step, last_step=step, pass_over=False)
+
+    def _found(self, state: Any) -> dict[str, list[int]]:
+        """See `differing`; in all processes what the first of them sees that sees anything, should what they see differ."""
+        assert self._compiled is not None
+        arrays = named_arrays(state)
+        table = np.asarray(self._compiled([arrays[name] for name in self._held_by]))
+        return next(filter(None, everyones(differing(table, self._held_by))), {})
+
+    def _acquit(self, step: int, event: Callable[..., object]) -> None:
+        """Tells that what the suspected devices differed in has not come back."""
+        event("corruption", kind="transient", **self._facts | {"devices": self._ids(self._suspected)})
+        self._times_transient.update(self._suspected)
+        times = max(self._times_transient[place] for place in self._suspected)
+        often = f", {times} times by now; have it looked at" if times > 1 else ""
+        who, self._suspected = self._names(self._suspected), frozenset()
+        console.say(f"step {step}: computed again, all replicas are equal: {who} differed by accident{often}")
+
+    def _remedy(self, suspects: Suspects) -> str:
+        hosts = sorted({self._hosts[self._devices[place].process_index] for place in suspects.all})
+        if len(hosts) > 1:
+            return f"take {' or '.join(hosts)} out"
+        return f"take {hosts[0]} out" if len(set(self._hosts)) > 1 else "leave it out or take another machine,"
+
+    def _ids(self, places: Iterable[int]) -> list[int]:
+        return [self._devices[place].id for place in sorted(places)]
+
+    def _told(self, suspects: Suspects) -> str:
+        if suspects.known:
+            holds = "holds other bits than its replicas" if len(suspects.all) == 1 else "hold other bits than their replicas"
+            return f"{self._names(suspects.all)} {holds}"
+        return f"{self._names(suspects.all)} hold different bits, and nobody can tell which is right,"
+
+    def _names(self, places: Iterable[int]) -> str:
+        devices = [self._devices[place] for place in sorted(places)]
+        told = [f"device {d.id} (process {d.process_index} on {self._hosts[d.process_index]})" for d in devices[:MAX_TOLD]]
+        return " and ".join([*told, f"{len(devices) - MAX_TOLD} more"] if len(devices) > MAX_TOLD else told)
+
+
+def suspected(found: Mapping[str, Iterable[int]], held_by: Mapping[str, np.ndarray]) -> Suspects:
+    """Who is to blame: a device that is wrong by majority in one array explains why halves differ in another.
+
+    Args:
+        found: of `differing`.
+        held_by: see there.
+    """
+    known: set[int] = set()
+    halves: list[set[int]] = []
+    for name, places in found.items():
+        for row in held_by[name]:
+            holding = set(map(int, row))
+            wrong = holding & set(places)
+            if wrong == holding:
+                halves.append(wrong)
+            else:
+                known |= wrong
+    return Suspects(frozenset(known), frozenset().union(*(half for half in halves if not half & known)))
+
+
+def _first_of(arrays: Mapping[str, object]) -> str:
+    first, *others = arrays
+    return first if not others else f"{first} and {len(others)} more"
