@@ -65,7 +65,9 @@ def _run(group: Group, count: int, seed: int, where: Scene, jobs: int) -> Result
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m tests.faults", description="Breaks runs, and proves that nothing is lost.")
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.faults", description="Breaks runs, and proves that nothing is lost."
+    )
     names = [group.name for group in GROUPS]
     parser.add_argument("--only", type=lambda text: text.split(","), default=[], help=f"groups, of {','.join(names)}")
     parser.add_argument("--short", action="store_true", help="a few tries of the quick groups, about a minute")

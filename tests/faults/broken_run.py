@@ -9,12 +9,13 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Self
 
 from tests import runs
 from tests.faults import scene
-from tests.faults.scene import End, Scene
+from tests.faults.scene import NUM_STEPS, End, Scene
 
 NO_LAUNCHER = importlib.util.find_spec("llamajax.launch") is None
 STARTS_S = 60.0
@@ -60,7 +61,8 @@ class BrokenRun:
         self.processes: list[subprocess.Popen[bytes]] = []
         self._launch, self._cwd = ("--backoff_s=0.1", "--max_restarts=20", *launch), cwd
         self._environment = where.environment(self.folder, step_s) | dict(environment or {})
-        self._num_starts = 0
+        self.started_at = 0.0
+        """When it was first started, in seconds since 1970."""
         for name in ("laid", "fired"):
             (self.folder / name).mkdir()
 
@@ -74,7 +76,7 @@ class BrokenRun:
 
     def start(self) -> None:
         """Starts it, or starts it again; the same command each time."""
-        self._num_starts += 1
+        self.started_at = self.started_at or time.time()
         own = {"run_dir": str(self._told_run_dir), **self.settings}
         if not self.by_hand:
             launcher = [sys.executable, "-m", "llamajax.launch", "-n", str(self.num_processes), *self._launch]
@@ -179,6 +181,13 @@ class BrokenRun:
 
         return scene.wait_until(looks, timeout_s * self.scene.slowness, f"{what} ({self.last_line})")
 
+    def wait_or_end(self, seconds: float) -> bool:
+        """Waits that long; whether the run still goes on."""
+        deadline = time.monotonic() + seconds
+        while self.running and time.monotonic() < deadline:
+            time.sleep(0.05)
+        return self.running
+
     def wait_for_fault(self, point: str, rank: int, timeout_s: float = ENDS_S) -> dict[str, Any]:
         """Waits until a fault has happened."""
         self.wait(lambda: self.fired(point, rank) is not None, timeout_s, f"fault {point} of rank {rank}", or_ended=True)
@@ -237,7 +246,7 @@ def golden(where: Scene, num_processes: int, settings: Mapping[str, Any]) -> End
     def make() -> End:
         with BrokenRun(where, num_processes, numbers, by_hand=True, step_s=0) as run:
             run.start()
-            codes = run.finish(timeout_s=STARTS_S + ENDS_S)
+            codes = run.finish(STARTS_S + ENDS_S + 0.2 * int(numbers.get("train.num_steps", NUM_STEPS)))
             assert not any(codes), f"a run that nobody broke ended with {codes}: {run.output[-2000:]}"
             return End(run.run_dir)
 

@@ -6,6 +6,7 @@ Without a fault, nothing is done at a point but to look for one.
 """
 
 import ctypes
+import errno
 import functools
 import itertools
 import json
@@ -87,10 +88,35 @@ def _spin(fault: dict[str, Any]) -> None:
     deque(itertools.repeat(0), maxlen=0)  # a loop in C, without end, at full speed, that looks for no signal
 
 
+def _fail_to_read(fault: dict[str, Any]) -> None:
+    raise OSError(errno.EIO, os.strerror(errno.EIO), "text.jsonl")
+
+
+def _flip_next(fault: dict[str, Any]) -> None:
+    PacedStep.flips = True
+
+
+def flipped(state: Any) -> Any:
+    """The state with another bit in one device's part of its largest array."""
+    import jax
+    import numpy as np
+
+    leaves, structure = jax.tree.flatten(state)
+    index = max(range(len(leaves)), key=lambda i: leaves[i].size)
+    parts = [np.array(shard.data) for shard in leaves[index].addressable_shards]
+    parts[0].reshape(-1).view(np.uint8)[parts[0].nbytes // 2] ^= 1
+    devices = [shard.device for shard in leaves[index].addressable_shards]
+    arrays = [jax.device_put(part, device) for part, device in zip(parts, devices, strict=True)]
+    leaves[index] = jax.make_array_from_single_device_arrays(leaves[index].shape, leaves[index].sharding, arrays)
+    return jax.tree.unflatten(structure, leaves)
+
+
 ACTIONS: dict[str, Callable[[dict[str, Any]], object]] = {
     "kill": _kill,
     "stop": lambda fault: os.kill(os.getpid(), signal.SIGSTOP),
     "raise": _raise,
+    "fail to read": _fail_to_read,
+    "flip a bit": _flip_next,
     "meet alone": _meet_alone,
     "deadlock": _deadlock,
     "hold": _hold,
@@ -119,6 +145,9 @@ def patch(owner: Any, name: str, before: str | None, after: str | None = None) -
 class PacedStep:
     """The compiled step with points around it. Takes at least `STEP_S`, as one of a real model would for whoever watches."""
 
+    flips = False
+    """Whether a bit of the next state is to flip."""
+
     def __init__(self, compiled: Any) -> None:
         self._compiled = compiled
         self._free_at = time.monotonic()
@@ -130,9 +159,11 @@ class PacedStep:
         time.sleep(max(0.0, self._free_at - time.monotonic()))
         self._free_at = time.monotonic() + STEP_S
         hit("step")
-        outcome = self._compiled(state, batch)
+        state, values = self._compiled(state, batch)
         hit("after step")
-        return outcome
+        if self.flips:
+            type(self).flips, state = False, flipped(state)
+        return state, values
 
 
 STEP_S = float(os.environ.get("LLAMAJAX_CAMPAIGN_STEP_S", "0.03"))

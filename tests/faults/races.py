@@ -89,7 +89,10 @@ def run_places(count: int, seed: int, where: Scene, jobs: int) -> Result:
                 return {}
             wanted = a_try.rng.randint(3, 40)
             run.wait(lambda: run.step >= wanted, ENDS_S, f"step {wanted}")
-            run.signal(run.pids()[0], signal.SIGHUP if a_try.kind == "SIGHUP" else a_try.rng.choice([signal.SIGTERM, signal.SIGKILL]))
+            run.signal(
+                run.pids()[0],
+                signal.SIGHUP if a_try.kind == "SIGHUP" else a_try.rng.choice([signal.SIGTERM, signal.SIGKILL]),
+            )
             run.wait(lambda: not run.running, ENDS_S, "end")
             newest = scene.newest_whole(run.run_dir)
             run.start()
@@ -109,7 +112,7 @@ def place(kind: str, folder: pathlib.Path) -> tuple[pathlib.Path, pathlib.Path]:
         case "unicode":
             return folder / "läuft – 実行 🏃" / "run", runs.ROOT
         case "spaces and quotes":
-            return folder / "it's a \"run\" (1) [x] $HOME %d" / "run", runs.ROOT
+            return folder / 'it\'s a "run" (1) [x] $HOME %d' / "run", runs.ROOT
         case "200 characters":
             return folder / ("x" * 200) / "run", runs.ROOT
         case "a link":

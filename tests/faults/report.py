@@ -41,8 +41,6 @@ These runs are on one machine, on emulated devices, over loopback. Not shown by 
 
 def line(group: Group, result: Result) -> str:
     """One group in a line."""
-    if result.missing is not None:
-        return f"{group.name} {group.title}: not tried: {result.missing}"
     measured = "; ".join(f"{key} {value}" for key, value in result.figures.items())
     verdict = "passed" if result.good else "FAILED"
     return f"{group.name} {group.title}: {verdict}, {result.passed} of {result.tries}, {result.seconds:.0f} s; {measured}"
@@ -75,8 +73,6 @@ def write(results: list[Result], seed: int, slowness: float) -> None:
         measured = "; ".join(f"{key}: {value}" for key, value in result.figures.items())
         failed = "".join(f"; seed {failure.seed} ({failure.kind}) failed: {failure.what}" for failure in result.failures[:3])
         cells = [group.name, group.title, group.target, str(result.tries), str(result.passed), measured + failed, when]
-        if result.missing is not None:
-            cells[3:6] = ["0", "", f"not tried: {result.missing}"]
         rows[result.name] = "| " + " | ".join(cell.replace("|", "/").replace("\n", " ") for cell in cells) + " |"
     ordered = [rows[group.name] for group in GROUPS if group.name in rows]
     DOCUMENT.write_text(HEAD + TABLE + "\n".join(ordered) + "\n" + TAIL)

@@ -41,7 +41,7 @@ class Scene:
         settings["train"]["grad_accum_steps"] = 1
         settings["checkpoint"] = {"save_every": SAVE_EVERY, "keep_last": 2}
         self.config.write_text(json.dumps(settings))
-        self._golden: dict[tuple[Any, ...], "End"] = {}
+        self._golden: dict[tuple[Any, ...], End] = {}
         self._making_golden = threading.Lock()
         self._num_runs = 0
 
@@ -121,7 +121,9 @@ class End:
     def must_equal(self, golden: Self) -> None:
         """Fails unless this is the same end, to the bit."""
         differing = [step for step, loss in golden.losses.items() if self.losses.get(step) != loss]
-        assert not differing, f"loss of step {differing[0]} is {self.losses.get(differing[0])}: {golden.losses[differing[0]]}"
+        assert not differing, (
+            f"loss of step {differing[0]} is {self.losses.get(differing[0])}: {golden.losses[differing[0]]}"
+        )
         assert len(self.losses) == len(golden.losses), f"{len(self.losses)} steps on record: {len(golden.losses)}"
         assert self.step == golden.step, f"last checkpoint {self.step}: {golden.step}"
         names = [name for name, sha256 in golden.arrays.items() if self.arrays.get(name) != sha256]
