@@ -195,7 +195,7 @@ class BrokenRun:
         assert fault is not None, f"the run ended before it came to {point}: {self.last_line}"
         return fault
 
-    def finish(self, timeout_s: float = ENDS_S) -> list[int]:
+    def finish(self, timeout_s: float = ENDS_S) -> list[int | None]:
         """Exit codes of all that were started by the campaign, once they have ended."""
         self.wait(lambda: not self.running, timeout_s, "end of the run")
         return self.codes

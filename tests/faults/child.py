@@ -1,8 +1,8 @@
 """llamajax.train, with places where the campaign can break it: `python -m tests.faults.child --config ...`.
 
-A fault is a file `<folder>/laid/<point>.<rank>` that says what to do. Whoever comes to the point first on that rank moves it
-to `<folder>/fired/`, with the moment, and does it: once, whatever is started again. The folder is named by LLAMAJAX_CAMPAIGN.
-Without a fault, nothing is done at a point but to look for one.
+A fault is a file `<folder>/laid/<point>.<rank>` that says what to do. Whoever comes to the point first on that rank
+moves it to `<folder>/fired/`, with the moment, and does it: once, whatever is started again. LLAMAJAX_CAMPAIGN names the
+folder. Without a fault, nothing is done at a point but to look for one.
 """
 
 import ctypes
@@ -220,7 +220,7 @@ def _patch_disk(write: Any) -> None:
             hit("deleting")
         rmtree(path, *args, **kwargs)
 
-    pathlib.Path.rename = rename_with_point
+    pathlib.Path.rename = rename_with_point  # pyright: ignore[reportAttributeAccessIssue]
     write.shutil.rmtree = rmtree_with_point
 
 
@@ -232,7 +232,7 @@ def main() -> None:
     if version := os.environ.get("LLAMAJAX_CAMPAIGN_JAX_VERSION"):
         import jax
 
-        jax.__version__ = jax.version.__version__ = version
+        jax.__version__ = version
     lay_points()
     from llamajax import train
 

@@ -26,29 +26,15 @@ class Group:
 
 
 GROUPS = (
-    Group("R1", "kills", "no committed step lost, no hand, every loss and array bit-equal", kills.run, 200, 4, 4),
-    Group(
-        "R5", "damaged checkpoints", "all found, the bad file named, newest good step taken", corruption.run, 1000, 100, 0.2
-    ),
-    Group(
-        "R7", "preemptions", "exit 0 within 30 s, the step in progress saved, resumed bit-equal", preemption.run, 50, 0, 9
-    ),
-    Group("R8", "an exception on one rank", "its traceback first and alone, all down within 5 s", exceptions.run, 28, 0, 6),
-    Group(
-        "R9", "hangs", "found within the limit + 2 s, stacks of all ranks, restarted, bit-equal", hangs.run_hangs, 40, 0, 15
-    ),
-    Group("R18", "native hangs", "as R9, though no thread of Python runs", hangs.run_native, 16, 0, 15),
+    Group("R1", "kills", "no committed step lost, no hand, losses and arrays bit-equal", kills.run, 200, 4, 4),
+    Group("R5", "damaged checkpoints", "found, the bad file named, newest good step taken", corruption.run, 1000, 100, 0.2),
+    Group("R7", "preemptions", "exit 0 within 30 s, the step saved, resumed bit-equal", preemption.run, 50, 0, 9),
+    Group("R8", "an exception on one rank", "its traceback alone, all down within 5 s", exceptions.run, 28, 0, 6),
+    Group("R9", "hangs", "found within limit + 2 s, stacks of all, restarted, bit-equal", hangs.run_hangs, 40, 0, 15),
     Group("R13", "shared directories", "refused by one line, the first run unharmed", races.run_races, 30, 0, 9),
     Group("R14", "odd places, SIGHUP", "works bit-equal, or one line", races.run_places, 24, 0, 9),
-    Group(
-        "R15",
-        "20,000 steps",
-        "memory grows by less than 1 MB per 1,000 steps, files and threads do not",
-        soak.run,
-        20_000,
-        0,
-        0.015,
-    ),
+    Group("R15", "a soak", "memory grows < 1 MB per 1,000 steps, files and threads do not", soak.run, 20_000, 0, 0.015),
     Group("R16", "a fault a minute", "97% recovered without a hand, end state equal", mixed.run, 30, 0, 62),
+    Group("R18", "native hangs", "as R9, though no thread of Python runs", hangs.run_native, 16, 0, 15),
     Group("R21", "an odd process", "refused before step 0 within 10 s, the odd one named", disagreement.run, 20, 0, 7),
 )

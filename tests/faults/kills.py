@@ -74,7 +74,8 @@ def await_steps(killed: BrokenRun, rng: random.Random) -> None:
 def kill_now(killed: BrokenRun, ranks: list[int]) -> None:
     """Kills these processes at once."""
     pids = killed.pids()
-    assert all([killed.signal(pids[rank], signal.SIGKILL) for rank in ranks]), "had ended before it could be killed"
+    were_there = [killed.signal(pids[rank], signal.SIGKILL) for rank in ranks]
+    assert all(were_there), "had ended before it could be killed"
 
 
 def start_by_hand(killed: BrokenRun) -> None:

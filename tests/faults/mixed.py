@@ -1,4 +1,4 @@
-"""R16: something breaks every minute, of all kinds, in one long run; it goes on by itself and ends as if nothing had been."""
+"""R16: every minute something else breaks in one long run, which goes on by itself and ends as if nothing had been."""
 
 import contextlib
 import json

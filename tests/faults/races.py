@@ -110,7 +110,7 @@ def place(kind: str, folder: pathlib.Path) -> tuple[pathlib.Path, pathlib.Path]:
     real.mkdir()
     match kind:
         case "unicode":
-            return folder / "läuft – 実行 🏃" / "run", runs.ROOT
+            return folder / "läuft 実行 🏃" / "run", runs.ROOT
         case "spaces and quotes":
             return folder / 'it\'s a "run" (1) [x] $HOME %d' / "run", runs.ROOT
         case "200 characters":

@@ -5,6 +5,7 @@ import os
 import platform
 import re
 import subprocess
+from pathlib import Path
 from typing import Any
 
 from tests import runs
@@ -14,16 +15,17 @@ from tests.faults.results import Result
 DOCUMENT = runs.ROOT / "docs" / "reliability.md"
 HEAD = """# Reliability, as tried
 
-What becomes of runs that are broken on purpose, by `python -m tests.faults --write`. Tiny runs are broken many times in every
-way below, and compared with runs that nobody touched: every step's loss and every array of the last checkpoint, to the bit.
+What becomes of runs that are broken on purpose, by `python -m tests.faults --write`. Tiny runs are broken many times in
+every way below, and compared with runs that nobody touched: every step's loss and every array of the last checkpoint, to the
+bit.
 """
 TABLE = """
 | | faults | target | tried | passed | measured | when, where |
 | --- | --- | --- | --- | --- | --- | --- |
 """
 TAIL = """
-Failures name their seed: `python -m tests.faults --only GROUP --count 1 --seed SEED` makes the same try again. What is left to
-chance is drawn from the seed; when the operating system lets a process run is not.
+Failures name their seed: `python -m tests.faults --only GROUP --count 1 --seed SEED` makes the same try again. What is left
+to chance is drawn from the seed; when the operating system lets a process run is not.
 
 ## What only a cluster can show
 
@@ -84,7 +86,7 @@ def _rows() -> dict[str, str]:
 
 
 def _processor() -> str:
-    found = re.search(r"^model name\s*: (.*)$", open("/proc/cpuinfo").read(), flags=re.MULTILINE)
+    found = re.search(r"^model name\s*: (.*)$", Path("/proc/cpuinfo").read_text(), flags=re.MULTILINE)
     return found[1] if found else platform.machine()
 
 

@@ -88,7 +88,7 @@ _MAKING = threading.Lock()
 
 
 def processes_of(folder: pathlib.Path) -> list[int]:
-    """Processes of the runs in `folder`, or of the run in it, whoever started them: all have its name in their environment."""
+    """Processes of the runs in `folder`, whoever started them: its name is in their environment."""
     mark = b"LLAMAJAX_CAMPAIGN=" + os.fsencode(folder)
     found = []
     for path in pathlib.Path("/proc").glob("[0-9]*/environ"):
