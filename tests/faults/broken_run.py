@@ -22,7 +22,7 @@ STARTS_S = 60.0
 """In which a run, if not held up, has begun to train."""
 ENDS_S = 120.0
 """In which a run, if not held up, has done all its steps."""
-_CHANGE_NOTHING = ("watchdog.", "checkpoint.", "xla.")
+_CHANGE_NOTHING = ("watchdog.", "distributed.", "checkpoint.", "xla.")
 
 
 class BrokenRun:
@@ -226,9 +226,9 @@ class BrokenRun:
         """Fails if a process is left some seconds after the run has ended."""
         scene.wait_until(lambda: not self.left(), 5 * self.scene.slowness, "end of all processes of the run")
 
-    def must_equal_golden(self) -> None:
+    def must_equal_golden(self, environment: Mapping[str, str] | None = None) -> None:
         """Fails unless the run has ended as one that nobody broke, to the bit."""
-        End(self.run_dir).must_equal(golden(self.scene, self.num_processes, self.settings))
+        End(self.run_dir).must_equal(golden(self.scene, self.num_processes, self.settings, environment))
 
     def end(self) -> None:
         """Kills whatever is left of it."""
@@ -238,19 +238,21 @@ class BrokenRun:
                 process.wait(timeout=10)
 
 
-def golden(where: Scene, num_processes: int, settings: Mapping[str, Any]) -> End:
+def golden(
+    where: Scene, num_processes: int, settings: Mapping[str, Any], environment: Mapping[str, str] | None = None
+) -> End:
     """How the run ends if nobody breaks it; the same program, started by hand once."""
 
     numbers = {key: value for key, value in settings.items() if not key.startswith(_CHANGE_NOTHING)}
 
     def make() -> End:
-        with BrokenRun(where, num_processes, numbers, by_hand=True, step_s=0) as run:
+        with BrokenRun(where, num_processes, numbers, by_hand=True, environment=environment, step_s=0) as run:
             run.start()
             codes = run.finish(STARTS_S + ENDS_S + 0.2 * int(numbers.get("train.num_steps", NUM_STEPS)))
             assert not any(codes), f"a run that nobody broke ended with {codes}: {run.output[-2000:]}"
             return End(run.run_dir)
 
-    return where.golden(num_processes, numbers, make)
+    return where.golden(num_processes, numbers | dict(environment or {}), make)
 
 
 @contextlib.contextmanager

@@ -6,6 +6,7 @@ folder. Without a fault, nothing is done at a point but to look for one.
 """
 
 import ctypes
+import dataclasses
 import errno
 import functools
 import itertools
@@ -92,23 +93,19 @@ def _fail_to_read(fault: dict[str, Any]) -> None:
     raise OSError(errno.EIO, os.strerror(errno.EIO), "text.jsonl")
 
 
-def _flip_next(fault: dict[str, Any]) -> None:
-    PacedStep.flips = True
+def _flip_bits(fault: dict[str, Any]) -> None:
+    PacedStep.flips = -1 if fault.get("always") else 1
 
 
 def flipped(state: Any) -> Any:
-    """The state with another bit in one device's part of its largest array."""
+    """The state with one other bit in what this process's first device holds."""
     import jax
-    import numpy as np
 
-    leaves, structure = jax.tree.flatten(state)
-    index = max(range(len(leaves)), key=lambda i: leaves[i].size)
-    parts = [np.array(shard.data) for shard in leaves[index].addressable_shards]
-    parts[0].reshape(-1).view(np.uint8)[parts[0].nbytes // 2] ^= 1
-    devices = [shard.device for shard in leaves[index].addressable_shards]
-    arrays = [jax.device_put(part, device) for part, device in zip(parts, devices, strict=True)]
-    leaves[index] = jax.make_array_from_single_device_arrays(leaves[index].shape, leaves[index].sharding, arrays)
-    return jax.tree.unflatten(structure, leaves)
+    from tests.faults import flips
+
+    (flip,) = flips.random_flips(state, 1, seed=os.getpid())
+    place = [*jax.sharding.get_mesh().devices.flat].index(jax.local_devices()[0])
+    return flips.flipped(state, dataclasses.replace(flip, place=place))
 
 
 ACTIONS: dict[str, Callable[[dict[str, Any]], object]] = {
@@ -116,7 +113,7 @@ ACTIONS: dict[str, Callable[[dict[str, Any]], object]] = {
     "stop": lambda fault: os.kill(os.getpid(), signal.SIGSTOP),
     "raise": _raise,
     "fail to read": _fail_to_read,
-    "flip a bit": _flip_next,
+    "flip bits": _flip_bits,
     "meet alone": _meet_alone,
     "deadlock": _deadlock,
     "hold": _hold,
@@ -145,8 +142,8 @@ def patch(owner: Any, name: str, before: str | None, after: str | None = None) -
 class PacedStep:
     """The compiled step with points around it. Takes at least `STEP_S`, as one of a real model would for whoever watches."""
 
-    flips = False
-    """Whether a bit of the next state is to flip."""
+    flips = 0
+    """Steps after which a bit of the state flips; -1: all."""
 
     def __init__(self, compiled: Any) -> None:
         self._compiled = compiled
@@ -161,8 +158,8 @@ class PacedStep:
         hit("step")
         state, values = self._compiled(state, batch)
         hit("after step")
-        if self.flips:
-            type(self).flips, state = False, flipped(state)
+        if PacedStep.flips:
+            PacedStep.flips, state = min(0, PacedStep.flips), flipped(state)
         return state, values
 
 
@@ -171,14 +168,12 @@ STEP_S = float(os.environ.get("LLAMAJAX_CAMPAIGN_STEP_S", "0.03"))
 
 def lay_points() -> None:
     """Puts the points into the product."""
-    import dataclasses
-
     from llamajax.checkpoint import write
     from llamajax.data.loader import Loader
     from llamajax.training import loop, run
     from llamajax.watch.metrics import MetricsWriter
 
-    patch(run.startup, "start", "join")
+    patch(run.startup, "join_run", "join")
     patch(run.data, "prepare", "prepare")
     patch(run.console, "print_end", "end")
     patch(write.Checkpointer, "restore", "load", "loaded")
@@ -201,6 +196,26 @@ def lay_points() -> None:
 
     run.compile_here = compile_with_points
     _patch_disk(write)
+    if poison := os.environ.get("LLAMAJAX_CAMPAIGN_POISON"):
+        _poison(*poison.split(":"))
+
+
+def _poison(does: str, token: str) -> None:
+    """Has batches with the token give a spike of the loss, or gradients that are not finite: in the step as compiled."""
+    import jax
+    import jax.numpy as jnp
+
+    from llamajax.step import step
+
+    loss_and_grads, factor = step.loss_and_grads, {"spike": 100.0}.get(does) or float(does)
+
+    def poisoned(config: Any, model: Any, batch: Any) -> Any:
+        metrics, grads = loss_and_grads(config, model, batch)
+        by = jnp.where(jnp.any(batch["tokens"] == int(token)), factor, 1.0)
+        loss = metrics["loss"] * (by if does == "spike" else 1.0)
+        return metrics | {"loss": loss}, jax.tree.map(lambda gradient: gradient * by, grads)
+
+    step.loss_and_grads = poisoned
 
 
 def _patch_disk(write: Any) -> None:

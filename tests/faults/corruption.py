@@ -68,7 +68,7 @@ def run(count: int, seed: int, where: Scene, jobs: int) -> Result:
     from llamajax.config.parallel import MeshConfig
     from llamajax.parallel.startup import select_platform
 
-    select_platform(MeshConfig(num_cpu_devices=1))
+    select_platform(MeshConfig(num_cpu_devices=8))
     golden(where, 2, {})
     with BrokenRun(where, 2, by_hand=True, step_s=0) as whole:
         whole.start()

@@ -1,6 +1,5 @@
 """R21: one process of a run is not like the others; all are refused before the first step, and the odd one is named."""
 
-import json
 import pathlib
 import shutil
 import time
@@ -9,7 +8,7 @@ from typing import Any
 
 from llamajax.errors import EnvironmentMismatchError
 from tests import runs
-from tests.faults import results
+from tests.faults import results, scene
 from tests.faults.broken_run import BrokenRun
 from tests.faults.results import Figures, Result, Try
 from tests.faults.scene import Scene
@@ -41,7 +40,7 @@ def run(count: int, seed: int, where: Scene, jobs: int) -> Result:
             usual = refused.folder / "usual"
             usual.mkdir()
             shutil.copy(where.directory / "text.jsonl", usual)
-            train_tokenizer(usual, num_lines=300)
+            scene.train_tokenizer(usual / "text.jsonl", usual / "tokenizer.model")
             its, environment, cwd = oddity(a_try.kind, refused.folder, usual)
             settings = {
                 "distributed.enabled": "true", "distributed.coordinator_address": runs.free_address(),
@@ -69,18 +68,6 @@ def run(count: int, seed: int, where: Scene, jobs: int) -> Result:
     return results.attempt("R21", list(SETTINGS), count, seed, one, jobs=jobs)
 
 
-def train_tokenizer(folder: pathlib.Path, num_lines: int) -> None:
-    """Leaves a `tokenizer.model` of the first lines of the text there."""
-    import sentencepiece
-
-    lines = (folder / "text.jsonl").read_text().splitlines()[:num_lines]
-    with (folder / "tokenizer.model").open("wb") as model:
-        sentencepiece.SentencePieceTrainer.Train(
-            sentence_iterator=(json.loads(line)["text"] for line in lines), model_writer=model, vocab_size=320,
-            model_type="bpe", byte_fallback=True, minloglevel=2, hard_vocab_limit=False,
-        )  # fmt: skip
-
-
 def oddity(kind: str, folder: pathlib.Path, usual: pathlib.Path) -> tuple[dict[str, Any], dict[str, str], pathlib.Path]:
     """What the odd process is started with: settings, environment, working directory."""
     other = folder / "other"
@@ -92,7 +79,7 @@ def oddity(kind: str, folder: pathlib.Path, usual: pathlib.Path) -> tuple[dict[s
             return {"data.cache_dir": str(folder / "cache")}, {}, other
         case "tokenizer":
             shutil.copytree(usual, other)
-            train_tokenizer(other, num_lines=100)
+            scene.train_tokenizer(other / "text.jsonl", other / "tokenizer.model", num_lines=100)
             return {"data.cache_dir": str(folder / "cache")}, {}, other
         case "code":
             shutil.copytree(runs.ROOT / "llamajax", other / "llamajax", ignore=shutil.ignore_patterns("__pycache__"))

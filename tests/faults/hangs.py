@@ -79,9 +79,10 @@ def _run(
 
 
 def limits(limit_s: float) -> dict[str, str]:
-    """Settings by which every phase of a run has the same limit."""
-    phases = ("start", "compile", "load", "step", "save", "evaluate")
-    return {f"watchdog.{phase}_s": f"{limit_s:g}" for phase in phases} | {"watchdog.factor": "1.5"}
+    """Settings by which every phase of a run has the same limit, but for the start, in which processes wait for others."""
+    phases = ("compile", "load", "step", "save", "evaluate")
+    together = {"watchdog.start_s": f"{4 * limit_s:g}", "distributed.initialization_timeout_s": f"{3 * limit_s:.0f}"}
+    return {f"watchdog.{phase}_s": f"{limit_s:g}" for phase in phases} | together | {"watchdog.factor": "1.5"}
 
 
 def stacks(stuck: BrokenRun) -> list[str]:

@@ -52,7 +52,7 @@ def hold_gil(run: BrokenRun, rng: random.Random) -> None:
 
 
 def flip_bit(run: BrokenRun, rng: random.Random) -> None:
-    at(run, rng, "after step", "flip a bit")
+    at(run, rng, "after step", "flip bits")
 
 
 def at(run: BrokenRun, rng: random.Random, point: str, do: str) -> None:

@@ -11,9 +11,11 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Self
 
+import numpy as np
+import sentencepiece
 import tensorstore
 
 from tests import runs
@@ -132,15 +134,20 @@ class End:
 
 
 def hashes(step_dir: pathlib.Path) -> dict[str, str]:
-    """SHA-256 of every array of a checkpoint; read by tensorstore, so without the code that is tried."""
-    found = {}
-    for name, about in json.loads((step_dir / "arrays.json").read_text()).items():
+    """SHA-256 of every array of a checkpoint."""
+    found = {
+        name: hashlib.sha256(f"{array.dtype} {array.shape}".encode() + array.tobytes()) for name, array in arrays(step_dir)
+    }
+    assert found
+    return {name: sha256.hexdigest() for name, sha256 in found.items()}
+
+
+def arrays(step_dir: pathlib.Path) -> Iterator[tuple[str, np.ndarray]]:
+    """Name and content of every array of a checkpoint; read by tensorstore, so without the code that is tried."""
+    for name in json.loads((step_dir / "arrays.json").read_text()):
         base = {"driver": "file", "path": f"{step_dir / 'state'}/"}
         kvstore = {"driver": "ocdbt", "base": base, "path": f"{name}/"}
-        array = tensorstore.open({"driver": "zarr", "kvstore": kvstore}, open=True).result().read().result()
-        found[name] = hashlib.sha256(f"{about}".encode() + array.tobytes()).hexdigest()
-    assert found
-    return found
+        yield name, tensorstore.open({"driver": "zarr", "kvstore": kvstore}, open=True).result().read().result()
 
 
 def whole(step_dir: pathlib.Path) -> bool:
@@ -178,6 +185,16 @@ def wait_until(reached: Callable[[], bool], timeout_s: float, what: str) -> floa
 
 def command(config: pathlib.Path, settings: Mapping[str, Any], module: str = CHILD) -> list[str]:
     return [sys.executable, "-m", module, *arguments(config, settings)]
+
+
+def train_tokenizer(text: pathlib.Path, path: pathlib.Path, num_lines: int = 300) -> None:
+    """Makes a `tokenizer.model` of the first lines of a text."""
+    lines = text.read_text().splitlines()[:num_lines]
+    with path.open("wb") as model:
+        sentencepiece.SentencePieceTrainer.Train(
+            sentence_iterator=(json.loads(line)["text"] for line in lines), model_writer=model, vocab_size=320,
+            model_type="bpe", byte_fallback=True, minloglevel=2, hard_vocab_limit=False,
+        )  # fmt: skip
 
 
 def arguments(config: pathlib.Path, settings: Mapping[str, Any]) -> list[str]:
