@@ -31,18 +31,8 @@ GROUPS = (
     Group("R7", "preemptions", "exit 0 within 30 s, the step saved, resumed bit-equal", preemption.run, 50, 0, 9),
     Group("R8", "an exception on one rank", "its traceback alone, all down within 5 s", exceptions.run, 28, 0, 6),
     Group("R9", "hangs", "found within limit + 2 s, stacks of all, restarted, bit-equal", hangs.run_hangs, 40, 0, 15),
-    Group(
-        "R10",
-        "bad batches",
-        "skipped or passed over, no bad checkpoint, equal to the bit",
-        numbers.run_bad_batches,
-        25,
-        0,
-        12,
-    ),
-    Group(
-        "R11", "flipped bits", "found at the next check, told from a bad device, undone", bad_numbers.run_flips, 100, 0, 2
-    ),
+    Group("R10", "bad batches", "skipped or passed over, none saved, bit-equal", bad_numbers.run_bad_batches, 25, 0, 12),
+    Group("R11", "flipped bits", "found at the next check, a bad device told, undone", bad_numbers.run_flips, 100, 0, 2),
     Group("R13", "shared directories", "refused by one line, the first run unharmed", races.run_races, 30, 0, 9),
     Group("R14", "odd places, SIGHUP", "works bit-equal, or one line", races.run_places, 24, 0, 9),
     Group("R15", "a soak", "memory grows < 1 MB per 1,000 steps, files and threads do not", soak.run, 20_000, 0, 0.015),
