@@ -154,7 +154,7 @@ class BrokenRun:
     def lay(self, point: str, rank: int, do: str, **how: Any) -> None:
         """Lays a fault for the next time that the rank comes to the point."""
         hidden = self.folder / "laid" / f".{point}.{rank}"
-        hidden.write_text(json.dumps({"do": do, **how}))
+        hidden.write_text(json.dumps({"do": do, "point": point, **how}))
         hidden.rename(self.folder / "laid" / f"{point}.{rank}")
 
     def fired(self, point: str, rank: int) -> dict[str, Any] | None:

@@ -22,11 +22,6 @@ from collections.abc import Callable
 from typing import Any
 
 FOLDER = pathlib.Path(os.environ["LLAMAJAX_CAMPAIGN"])
-POINTS = (
-    "start", "join", "compile", "prepare", "load", "loaded", "loader", "step", "after step", "callback", "evaluate",
-    "save", "write", "finalize", "hash", "manifest", "rename", "committed", "delete", "deleting", "end",
-)  # fmt: skip
-"""In the order in which a run comes to them."""
 
 
 def own_rank() -> int:
@@ -40,6 +35,7 @@ RANK = own_rank()
 
 def hit(point: str) -> None:
     """Does what is laid at `point` for this rank, if anything is."""
+    time.sleep(SLOWER.get(point, 0.0))
     laid, fired = FOLDER / "laid" / f"{point}.{RANK}", FOLDER / "fired" / f"{point}.{RANK}"
     try:
         fault = json.loads(laid.read_text())
@@ -50,6 +46,10 @@ def hit(point: str) -> None:
     taken.write_text(json.dumps({"at": time.monotonic(), "pid": os.getpid(), **fault}))
     taken.rename(fired)
     ACTIONS[fault["do"]](fault)
+
+
+SLOWER: dict[str, float] = {}
+"""Seconds that are lost at a point every time."""
 
 
 def _kill(fault: dict[str, Any]) -> None:
@@ -115,6 +115,7 @@ ACTIONS: dict[str, Callable[[dict[str, Any]], object]] = {
     "fail to read": _fail_to_read,
     "flip bits": _flip_bits,
     "meet alone": _meet_alone,
+    "slow down": lambda fault: SLOWER.update({fault["point"]: fault["by_s"]}),
     "deadlock": _deadlock,
     "hold": _hold,
     "hold the GIL": _hold_gil,
@@ -184,7 +185,7 @@ def lay_points() -> None:
     patch(write.Checkpointer, "_delete_old", "committed")
     patch(write.Checkpointer, "_finish_deleting", "delete")
     patch(Loader, "_load", "loader")
-    patch(MetricsWriter, "write", "callback")
+    patch(MetricsWriter, "write", "callback", "reported")
     patch(loop, "evaluate", "evaluate")
 
     compile_here = run.compile_here
