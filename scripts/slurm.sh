@@ -1,13 +1,18 @@
 #!/usr/bin/env bash
-# One process per GPU on four nodes of eight: sbatch scripts/slurm.sh configs/x.yaml [--KEY VALUE ...]
-# Slurm sends SIGTERM two minutes before the end: the run saves, exits with 0, and goes on when it is queued again.
+# Four nodes of eight GPUs, one launcher on each: sbatch scripts/slurm.sh configs/x.yaml [--KEY VALUE ...]
+# Slurm sends SIGTERM two minutes before the end: the run saves and exits with 0, and goes on when it is queued again. When a
+# node fails, or the job is preempted, Slurm queues it again by itself.
 #SBATCH --job-name=llamajax
 #SBATCH --nodes=4
-#SBATCH --ntasks-per-node=8
+#SBATCH --exclusive
+#SBATCH --ntasks-per-node=1
 #SBATCH --gpus-per-node=8
 #SBATCH --signal=TERM@120
 #SBATCH --requeue
+#SBATCH --open-mode=append
 set -euo pipefail
 config=$1
 shift
-exec srun --kill-on-bad-exit=1 .venv/bin/python -m llamajax.train --config "$config" --distributed.enabled true "$@"
+# All of a node's cores for the one task, which would else have one.
+exec srun --nodes="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 --cpu-bind=none --kill-on-bad-exit=1 \
+  .venv/bin/python -m llamajax.launch -- --config "$config" "$@"

@@ -1,22 +1,51 @@
 """What a checkpoint says about itself beside its arrays."""
 
+import json
+from pathlib import Path
 from typing import Any
 
 import jax
 
 import llamajax
+from llamajax.checkpoint import manifest
+from llamajax.checkpoint.steps import steps_in
 from llamajax.config.file import config_to_dict
 from llamajax.config.run import Config
 from llamajax.data.dataset import Dataset
+from llamajax.errors import CheckpointError
 
 
-def checkpoint_meta(config: Config, dataset: Dataset, hf: dict[str, Any] | None) -> dict[str, Any]:
-    """What the checkpoints of a run say about themselves, whatever their step."""
+def checkpoint_meta(config: Config, dataset: Dataset, hf: dict[str, Any] | None, began: dict[str, Any]) -> dict[str, Any]:
+    """What the checkpoints of a run say about themselves, whatever their step.
+
+    Args:
+        config: the run, as its user wrote it.
+        dataset: what it trains on.
+        hf: what the Hugging Face files that it started from said.
+        began: `mesh` and `grad_accum_steps` that it began with.
+    """
     meta = {
         "llamajax": llamajax.__version__,
         "jax": jax.__version__,
         "config": config_to_dict(config),
         "data": {"fingerprint": dataset.fingerprint, "chat_template_sha256": dataset.template_sha256},
         "mesh": dict(jax.sharding.get_mesh().shape),
+        "began": began,
     }
     return meta if hf is None else meta | {"hf": hf}
+
+
+def read_meta(step_dir: Path) -> dict[str, Any] | None:
+    """What a step says about itself; None if its manifest does not vouch for that. Its arrays are not looked at."""
+    try:
+        records = {"meta.json": manifest.read(step_dir)["meta.json"]}
+        return None if manifest.problems(step_dir, records) else json.loads((step_dir / "meta.json").read_text())
+    except (CheckpointError, KeyError, OSError):
+        return None
+
+
+def newest_meta(run_dir: Path) -> dict[str, Any] | None:
+    """That of a run's newest step that has one; None if there is none. For what is the same in all steps of a run."""
+    steps = reversed(steps_in(run_dir / "checkpoints"))
+    metas = (read_meta(run_dir / "checkpoints" / str(step)) for step in steps)
+    return next((meta for meta in metas if meta is not None), None)

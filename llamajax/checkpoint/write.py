@@ -198,19 +198,20 @@ class Checkpointer:
             save_again()
         self.wait()
 
-    def restore(self, abstract_state: State) -> Restored[State] | None:
+    def restore(self, abstract_state: State, *, before: int | None = None) -> Restored[State] | None:
         """The newest good step, on the shardings of `abstract_state`; None if the run has no committed step.
 
         Newer steps that are damaged are named on stderr and set aside.
 
         Args:
             abstract_state: the pytree to restore, of `jax.ShapeDtypeStruct` that name devices, as of `concretise`.
+            before: only steps below this one count; None: all. See `drop` for the others.
 
         Raises:
             CheckpointError: no step is good, or its arrays differ in name, dtype or shape from `abstract_state`.
         """
         self.wait()
-        step, damaged = newest_good(self._directory)
+        step, damaged = newest_good(self._directory, before)
         if step is None:
             if damaged:
                 raise CheckpointError(manifest.none_good_line(self._directory, damaged))
@@ -224,6 +225,15 @@ class Checkpointer:
             say(f"{line}; moved to {bad}.damaged, going on from step {step}")
         self._newest = step
         return read_step(self._directory / str(step), abstract_state, partial=False)
+
+    def drop(self, steps: Sequence[int]) -> None:
+        """Deletes committed steps that the run has gone back behind; the same in every process."""
+        if jax.process_index() == 0 and steps:
+            for step in steps:
+                (self._directory / str(step)).rename(self._directory / f"{step}.deleting")
+            sync(self._directory)
+            self._finish_deleting()
+        self._newest = everyones(max(steps_in(self._directory), default=None))[0]
 
     def wait(self) -> None:
         """Returns when the save in progress, if any, is committed.

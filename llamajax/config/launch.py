@@ -17,12 +17,16 @@ class LaunchConfig(Section):
     """Processes on this host, the same number on every host; its GPUs are divided among them. Unset: one per GPU, or one
     where there is none and where the CPU emulates devices (`mesh.num_cpu_devices`, for each process)."""
     interface: str | None = None
-    """The network interface, such as eth0, on which process 0 listens for the others. Unset: the one that has the address of
-    the coordinator; with one host loopback, which other machines do not reach."""
+    """The network interface, such as eth0, on which process 0 listens for the others, and NCCL unless NCCL_SOCKET_IFNAME
+    says otherwise. Unset: the one that has the address of the coordinator; with one host loopback, which other machines do
+    not reach."""
     max_restarts: NonNegativeInt = 3
     """Restarts of a training run in a row without a new checkpoint in between; then the exit code is 93. What can help is
     tried only: after exit codes 74 and 75, and signals that nobody sent to the launcher. 0: never, exit codes are passed
     on."""
+    stopped_code: NonNegativeInt = 0
+    """Exit code of a training run that was stopped by a signal, and saved, before its last step. A cluster that takes 0 for
+    done, as Kubernetes does, needs another one to start it again: 75."""
     backoff_s: PositiveFloat = 1.0
     """Seconds before the first restart in a row; twice as many before each further one."""
     max_backoff_s: PositiveFloat = 60.0

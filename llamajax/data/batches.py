@@ -11,17 +11,18 @@ from llamajax.data.packing import Row, fill_row
 from llamajax.step.batch import FIELDS, Batch, batch_sharding, check_ids, micro_batch_size
 
 
-def held_out_batches(dataset: Dataset, config: Config) -> Iterator[Batch]:
-    """The held-out rows in batches of one micro-batch [1, B, T], the same every time, `train.eval_batches` at most.
+def held_out_batches(dataset: Dataset, config: Config, num_rows: int) -> Iterator[Batch]:
+    """The first `num_rows` held-out rows, or all there are, in batches of one micro-batch [1, B, T].
 
     The last batch is filled up with rows that have no targets. There is none if nothing is held out.
     """
     rows, seq_len = dataset.held_out_rows, config.data.seq_len
     size, sharding = micro_batch_size(config), batch_sharding()
-    for first in range(0, min(len(rows), config.train.eval_batches * size), size):
+    num_rows = min(len(rows), num_rows)
+    for first in range(0, num_rows, size):
 
         def row(_: int, i: int, first: int = first) -> Row:
-            return rows[first + i] if first + i < len(rows) else fill_row([], seq_len)
+            return rows[first + i] if first + i < num_rows else fill_row([], seq_len)
 
         yield make_batch(row, (1, size, seq_len), sharding, config.model.vocab_size)
 

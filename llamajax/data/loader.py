@@ -2,6 +2,7 @@
 
 import time
 from collections import deque
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Self
 
@@ -9,22 +10,23 @@ from llamajax.config.run import Config
 from llamajax.data.batches import make_batch
 from llamajax.data.dataset import Dataset
 from llamajax.data.packing import Row
+from llamajax.data.position import PassedOver, next_row
 from llamajax.step.batch import Batch, batch_sharding, micro_batch_size
 
 
 class Loader:
     """Gives `(step, batch)` for `start_step`, `start_step + 1` and so on, without end.
 
-    Row i of micro-batch a of step s is the dataset's row `s * global_batch_size + a * (global_batch_size /
-    grad_accum_steps) + i`, whatever the mesh. A thread prepares `data.prefetch_steps` batches ahead; what goes wrong in
-    it is raised by `next`. Use it as a context manager, or call `close`.
+    Row i of micro-batch a of step s is the dataset's row `next_row(s) + a * (global_batch_size / grad_accum_steps) + i`,
+    whatever the mesh, with `next_row` of `llamajax.data.position`. A thread prepares `data.prefetch_steps` batches ahead;
+    what goes wrong in it is raised by `next`. Use it as a context manager, or call `close`.
     """
 
-    def __init__(self, dataset: Dataset, config: Config, start_step: int) -> None:
+    def __init__(self, dataset: Dataset, config: Config, start_step: int, passed_over: Sequence[PassedOver] = ()) -> None:
         self.wait_s = 0.0
         """Seconds that the last `next` had to wait for its batch."""
         self._dataset = dataset
-        self._global_batch_size = config.train.global_batch_size
+        self._global_batch_size, self._passed_over = config.train.global_batch_size, passed_over
         self._shape = (config.train.grad_accum_steps, micro_batch_size(config), config.data.seq_len)
         self._sharding, self._vocab_size = batch_sharding(), config.model.vocab_size
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="loader")
@@ -61,7 +63,7 @@ class Loader:
         self._next_step += 1
 
     def _load(self, step: int) -> Batch:
-        first = step * self._global_batch_size
+        first = next_row(step, self._global_batch_size, self._passed_over)
 
         def row(a: int, i: int) -> Row:
             return self._dataset.train_row(first + a * self._shape[1] + i)

@@ -133,7 +133,7 @@ class Part:
         """So many of them."""
         num_batches = self.num_batches(config)
         if config.split == "held_out":
-            yield from held_out_batches(self.dataset, self.run_config.changed({"train.eval_batches": num_batches}))
+            yield from held_out_batches(self.dataset, self.run_config, num_batches * micro_batch_size(self.run_config))
             return
         with Loader(self.dataset, self.run_config, 0) as loader:
             yield from (batch for _, batch in itertools.islice(loader, num_batches))

@@ -13,15 +13,15 @@ from llamajax.step.step import eval_step, one_behind
 
 
 def evaluate(
-    config: Config, model: Llama, dataset: data.Dataset, is_stopping: Callable[[], bool] = lambda: False
+    config: Config, model: Llama, dataset: data.Dataset, num_rows: int, is_stopping: Callable[[], bool] = lambda: False
 ) -> dict[str, float] | None:
-    """Held-out loss in nats per token and in bits per byte of text, over the same rows every time; NaN without targets.
+    """Held-out loss in nats per token and in bits per byte of text, over the first `num_rows` rows; NaN without targets.
 
     None if `is_stopping`, which is asked before every batch, says so before the end.
     """
     token_bytes = np.pad(dataset.tokenizer.token_bytes, (0, config.model.vocab_size - dataset.tokenizer.vocab_size))
     nats, num_tokens, num_bytes = 0.0, 0, 0
-    batches = held_out_batches(dataset, config)
+    batches = held_out_batches(dataset, config, num_rows)
     for result in one_behind(None if is_stopping() else eval_step(model, batch, token_bytes) for batch in batches):
         if result is None:
             return None

@@ -52,10 +52,9 @@ def bind_address_for(host: str, port: int) -> str:
     for address in _resolved(host):
         if not is_loopback(address) and _is_own(address):
             return join(address, port)
-    reason = "is no address of this machine" if _resolved(host) else "is unknown here"
     print(
-        f"warning    {host} {reason}: process 0 listens on every address of it, port {port}; --interface of"
-        " python -m llamajax.launch, or JAX_COORDINATOR_BIND_ADDRESS, names one",
+        f"warning    {host} stands for no address of this machine that others reach: process 0 listens on every address it"
+        f" has, port {port}; name one by --interface of python -m llamajax.launch, or JAX_COORDINATOR_BIND_ADDRESS",
         file=sys.stderr,
         flush=True,
     )

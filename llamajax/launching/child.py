@@ -93,15 +93,20 @@ class Child:
     def is_suspect(self, now: float) -> bool:
         """Whether others may have waited for it in vain: it does not beat any more, is past its limit, or stopped."""
         if self.last is None:
-            return False
+            return self._is_stopped()
         is_late = self.last.deadline is not None and now > self.last.deadline
         return self.last.doing != WAITING and (is_late or now - self.last.beat > _STALE_S or self._is_stopped())
 
-    def abort(self, now: float) -> None:
+    def abort(self) -> None:
         """Lets a stuck process write down the stacks of its threads, which needs none of them, and end."""
-        at = "start" if self.last is None else f"{self.last.phase}, step {self.last.step}"
-        doing = self.last.doing if self.last is not None and self.last.doing else "without a sign of life"
-        self.stuck = f"{'stopped by a signal' if self._is_stopped() else doing} ({at})"
+        if self._is_stopped():
+            self.stuck = "stopped by a signal"
+        elif self.last is not None:
+            self.stuck = self.last.doing or self.last.phase
+        else:
+            self.stuck = "it has not said what it does"
+        if self.last is not None:
+            self.stuck += f", in phase {self.last.phase} after step {self.last.step}"
         for number in (signal.SIGABRT, signal.SIGCONT):  # the second one for a process that is stopped
             self.signal(number)
 

@@ -101,12 +101,12 @@ class Group:
             # Those that wait for a stuck one are late at the same moment, or a little before.
             stuck = [child for child, _ in overdue if child.last is None or child.last.doing != heartbeat.WAITING]
             stuck = stuck or [child for child, late_s in overdue if late_s > _OTHERS_OVERDUE_S]
-        elif any(child.code == TRY_AGAIN for child in self.children if not child.runs):
-            stuck = [child for child in running if not child.stuck and child.is_suspect(now)]
         else:
-            return
+            lost = [child.ended_by for child in self.children if not child.runs and child.code == TRY_AGAIN]
+            suspects = [child for child in running if child.rank in lost or child.is_suspect(now)] if lost else []
+            stuck = [child for child in suspects if not child.stuck]
         for child in stuck:
-            child.abort(now)
+            child.abort()
             self._abort_at[child.rank] = now
         if stuck and self._end_at is None:
             self._end_at = now + _GRACE_S

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from llamajax.errors import EnvironmentMismatchError
+from llamajax.launching.addresses import join
 
 COORDINATOR = "JAX_COORDINATOR_ADDRESS"
 
@@ -63,8 +64,8 @@ def _open_mpi(environment: Mapping[str, str]) -> Hosts | None:
         raise EnvironmentMismatchError("Open MPI starts several launchers on this host; use mpirun --map-by ppr:1:node")
     count = _number(environment, "OMPI_COMM_WORLD_SIZE")
     # The machine of mpirun, which is that of rank 0 unless it is told otherwise. Not there from Open MPI 5 on.
-    root = re.match(r"(\d+)\.\d+;tcp6?://\[?([^,\]:]+|[^,\]]+)", environment.get("OMPI_MCA_orte_hnp_uri", ""))
-    found = f"{root[2]}:{_port(int(root[1]) >> 12)}" if root else ""
+    root = re.match(r"(\d+)\.\d+;(?:tcp://([^,:]+)|tcp6://\[([^,\]]+))", environment.get("OMPI_MCA_orte_hnp_uri", ""))
+    found = join(root[2] or root[3], _port(int(root[1]) >> 12)) if root else ""
     return Hosts(
         count=count,
         own=_number(environment, "OMPI_COMM_WORLD_RANK"),

@@ -33,6 +33,8 @@ class Program:
     """Processes on this host."""
     gpus: int
     """GPUs of this host that they share; 0 where the CPU computes."""
+    interface: str | None
+    """The network interface that they use; None: any, but loopback alone with one host."""
 
     @property
     def num_processes(self) -> int:
@@ -78,13 +80,14 @@ class Program:
         ]
 
     def environment(self, rank: int, address: str, bind_address: str | None) -> dict[str, str]:
-        """What process `rank` is told, beside the launcher's own environment.
+        """What process `rank` is told, over the launcher's own environment.
 
         Args:
             rank: of all processes of the run.
             address: `host:port` where they meet.
             bind_address: where process 0 listens; None: it finds out by itself.
         """
+        interface = self.interface or ("lo" if self.hosts.count == 1 else None)
         told = {
             "LLAMAJAX_NUM_PROCESSES": str(self.num_processes),
             "LLAMAJAX_PROCESS_ID": str(rank),
@@ -96,6 +99,8 @@ class Program:
         if self.gpus:
             share = self.gpus // self.num_local
             first = (rank - self.ranks.start) * share
+            if interface is not None and "NCCL_SOCKET_IFNAME" not in os.environ:
+                told["NCCL_SOCKET_IFNAME"] = interface
             told["JAX_LOCAL_DEVICE_IDS"] = ",".join(map(str, range(first, first + share)))
         return told
 
@@ -114,7 +119,7 @@ def find_program(
     gpus = num_gpus(environment)
     is_given = any(argument.partition("=")[0] == _ENABLED for argument in arguments)
     joined = tuple(arguments) if is_given else (*arguments, _ENABLED, "true")
-    several = (config.num_processes or gpus) * hosts.count > 1
+    several = (config.num_processes or gpus or 1) * hosts.count > 1
     read = _read(config.module, joined if several else arguments)
     if read.mesh.num_cpu_devices:
         gpus = 0
@@ -133,6 +138,7 @@ def find_program(
         hosts=hosts,
         num_local=num_local,
         gpus=gpus,
+        interface=config.interface,
     )
     _check(program)
     return program

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from llamajax.config.launch import LaunchConfig
+from llamajax.config.run import Config
 from llamajax.errors import DISK_ERROR, GIVE_UP, TRY_AGAIN, UserError
 from llamajax.launching import addresses
 from llamajax.launching.cause import Cause, find_cause
@@ -27,7 +28,7 @@ def main(config: LaunchConfig, arguments: Sequence[str], *, check: bool) -> int:
     try:
         program = find_program(config, arguments, find_hosts(os.environ))
         if check:
-            _tell(config, program)
+            _tell(program)
             return 0
         return launch(config, program)
     except UserError as error:
@@ -44,13 +45,13 @@ def launch(config: LaunchConfig, program: Program) -> int:
     newest = newest_step(program.run_dir)
     with Signals() as signals:
         while True:
-            cause = _live(config, program, shown, signals)
+            cause = _live(program, shown, signals)
             for line in () if cause is None else cause.lines:
                 shown.say(line)
             if signals.kill:
                 return 128 + (signals.stop or 0)
             if cause is None:
-                return DISK_ERROR if shown.is_lost else 0
+                return DISK_ERROR if shown.is_lost else config.stopped_code if _is_unfinished(program) else 0
             is_of_use = cause.exit_code in _CAN_HELP and program.run_dir is not None and config.max_restarts > 0
             if signals.stop is not None or not is_of_use:
                 return cause.exit_code
@@ -73,12 +74,12 @@ def launch(config: LaunchConfig, program: Program) -> int:
                 signals.wait(left)
             if signals.stop is not None:
                 shown.say(f"stopped by {signals.stop.name} before the restart; nothing was lost")
-                return 0
+                return config.stopped_code
 
 
-def _live(config: LaunchConfig, program: Program, shown: Output, signals: Signals) -> Cause | None:
+def _live(program: Program, shown: Output, signals: Signals) -> Cause | None:
     """One life of the processes; what ended it, None if they have done their part."""
-    address, bind_address = _meeting_place(config, program)
+    address, bind_address = _meeting_place(program)
     shown.say(f"{_summary(program)}{f'; they meet at {address}' if program.num_processes > 1 else ''}")
     with tempfile.TemporaryDirectory(prefix="llamajax-") as heartbeats:
         group = Group(program, shown, Path(heartbeats), address, bind_address)
@@ -86,30 +87,32 @@ def _live(config: LaunchConfig, program: Program, shown: Output, signals: Signal
     return find_cause(group.children, program.run_dir)
 
 
-def _meeting_place(config: LaunchConfig, program: Program) -> tuple[str, str | None]:
+def _meeting_place(program: Program) -> tuple[str, str | None]:
     """Where the processes meet, and where process 0 listens, unless it finds that out by itself."""
     hosts = program.hosts
     alone = f"{addresses.LOOPBACK}:{addresses.free_port()}" if hosts.count == 1 else hosts.coordinator
-    if config.interface is None or hosts.own > 0:
+    if program.interface is None or hosts.own > 0:
         return alone, None
-    named = addresses.join(addresses.interface_address(config.interface), addresses.host_and_port(alone)[1])
+    named = addresses.join(addresses.interface_address(program.interface), addresses.host_and_port(alone)[1])
     return named, named
 
 
 def _summary(program: Program) -> str:
-    ranks, several = program.ranks, program.num_local > 1
-    of_all = f", {ranks.start} to {ranks.stop - 1} of {program.num_processes}" if several else ""
-    where = f" on host {program.hosts.own} of {program.hosts.count}" if program.hosts.count > 1 else ""
-    of_all = of_all or (f", {ranks.start} of {program.num_processes}" if program.hosts.count > 1 else "")
-    each = " each" if several else ""
-    return (
-        f"{program.num_local} process{'es' if several else ''} of {program.module}{where}{of_all}, {program.devices}{each}"
-    )
+    """What runs here, in a line."""
+    several, hosts, ranks = program.num_local > 1, program.hosts, program.ranks
+    text = f"{program.num_local} process{'es' if several else ''} of {program.module}"
+    if hosts.count > 1:
+        text += f" on host {hosts.own} of {hosts.count}"
+    if program.num_processes > 1:
+        text += (
+            f": rank{f's {ranks.start} to {ranks.stop - 1}' if several else f' {ranks.start}'} of {program.num_processes}"
+        )
+    return f"{text}, {program.devices}{' each' if several else ''}"
 
 
-def _tell(config: LaunchConfig, program: Program) -> None:
+def _tell(program: Program) -> None:
     """What would be started."""
-    address, bind_address = _meeting_place(config, program)
+    address, bind_address = _meeting_place(program)
     hosts = program.hosts
     print(f"hosts      {hosts.count}, this is host {hosts.own}; told by {hosts.told_by}")
     print(f"processes  {_summary(program)}")
@@ -130,6 +133,13 @@ def newest_step(run_dir: Path | None) -> int:
     checkpoints = run_dir / "checkpoints" if run_dir is not None else None
     names = os.listdir(checkpoints) if checkpoints is not None and checkpoints.is_dir() else []
     return max((int(name) for name in names if name.isascii() and name.isdecimal()), default=0)
+
+
+def _is_unfinished(program: Program) -> bool:
+    """Whether a training run has steps left; seen on every host, whichever got the signal that stopped it."""
+    if not isinstance(program.config, Config) or "--dry_run" in program.arguments:
+        return False
+    return newest_step(program.run_dir) < program.config.train.num_steps
 
 
 def _record(program: Program, cause: Cause, step: int, after_s: float, shown: Output) -> None:

@@ -27,14 +27,15 @@ class Signals:
         for end in (self._hears, self._wakes):
             end.setblocking(False)
         heard = [number for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
-        self._before = {number: signal.signal(number, lambda *_: None) for number in (*heard, signal.SIGCHLD)}
-        self._wakeup_before = signal.set_wakeup_fd(self._wakes.fileno(), warn_on_full_buffer=False)
+        for number in (*heard, signal.SIGCHLD):
+            signal.signal(number, lambda *_: None)
+        signal.set_wakeup_fd(self._wakes.fileno(), warn_on_full_buffer=False)
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        signal.set_wakeup_fd(self._wakeup_before)
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
+        for number in SIGNALS:
+            signal.signal(number, signal.SIG_IGN)  # the launcher ends, with the exit code of its processes
+        signal.set_wakeup_fd(-1)
         self._hears.close()
         self._wakes.close()
 

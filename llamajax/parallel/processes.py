@@ -53,7 +53,7 @@ class BeforeEnd(Protocol):
     """What this process does before it ends because of another."""
 
     def __call__(self, reason: str, *, is_stuck: bool) -> object:
-        """Takes the line that says why, and whether the other one told that it is stuck."""
+        """Takes the line that says why, and whether the other one is stuck, not dead."""
         ...
 
 
@@ -205,7 +205,8 @@ class Peers:
                         selector.unregister(key.fileobj)
                         self._count_told(key.data)  # or has no need to be
                         if not key.data.leaving:
-                            self._lose(key.data, "ended without a word: killed, or with its machine; see there")
+                            how = "ended without a word: killed, or with its machine; see there"
+                            self._lose(key.data, how, is_stuck=False)
                     for message in messages or ():
                         self._take(key.data, message)
                 now = time.monotonic()
@@ -215,15 +216,19 @@ class Peers:
                 for link in self._links.values():
                     if not link.leaving and now - link.heard > self._timeout_s:
                         setting = "distributed.heartbeat_timeout_s"
-                        self._lose(link, f"gave no sign of life for {self._timeout_s} s ({setting}); end what is left")
+                        self._lose(
+                            link,
+                            f"gave no sign of life for {self._timeout_s} s ({setting}); end what is left",
+                            is_stuck=True,
+                        )
 
     def _take(self, link: Link, message: dict[str, Any]) -> None:
         match message:
-            case {"failed": line, "rank": rank, "code": code, "grace_s": grace_s}:
+            case {"failed": line, "rank": rank, "code": code, "grace_s": grace_s, "is_stuck": is_stuck}:
                 link.send({"told": True})
                 if self.rank == 0:
                     self._send_all(message, but=link)
-                self._end_with(line, rank, code, grace_s, is_stuck=message.get("is_stuck", False))
+                self._end_with(line, rank, code, grace_s, is_stuck)
             case {"told": _}:
                 self._count_told(link)
             case {"leaving": _}:
@@ -246,13 +251,14 @@ class Peers:
         if self._told == self._links.keys():
             self._all_told.set()
 
-    def _lose(self, link: Link, how: str) -> None:
+    def _lose(self, link: Link, how: str, *, is_stuck: bool) -> None:
         line = f"process {link.rank} ({link.who}) {how}, and start all again"
         if self.rank == 0 and self._failure is None:
-            self._send_all({"failed": line, "rank": link.rank, "code": TRY_AGAIN, "grace_s": 0}, but=link)
-        self._end_with(line, link.rank, TRY_AGAIN, 0)
+            message = {"failed": line, "rank": link.rank, "code": TRY_AGAIN, "grace_s": 0, "is_stuck": is_stuck}
+            self._send_all(message, but=link)
+        self._end_with(line, link.rank, TRY_AGAIN, 0, is_stuck)
 
-    def _end_with(self, line: str, rank: int, code: int, grace_s: float, *, is_stuck: bool = False) -> None:
+    def _end_with(self, line: str, rank: int, code: int, grace_s: float, is_stuck: bool) -> None:
         """Ends this process because of another, `rank`, unless it fails by itself meanwhile."""
         if self._failure is None:
             self._failure = line

@@ -127,10 +127,20 @@ def connect(
 
 
 def start(config: Config) -> Mesh:
-    """Brings up jax for `config` and makes its mesh the current one for the whole process.
+    """Brings up jax for `config` and makes its mesh the current one for the whole process: `begin`, then `lay_out`.
 
     Raises:
         ConfigError: the model or batch cannot be divided over the mesh.
+        EnvironmentMismatchError: the machine is not what the configuration asks for, or processes have other settings.
+    """
+    begin(config)
+    return lay_out(config)
+
+
+def begin(config: Config) -> None:
+    """Brings up jax for the processes of `config`, with its devices.
+
+    Raises:
         EnvironmentMismatchError: the machine is not what the configuration asks for, or processes have other settings.
     """
     own = ("distributed.", "data.cache_dir")  # of each process
@@ -140,6 +150,14 @@ def start(config: Config) -> Mesh:
         memory_fraction=allowance.memory_fraction(config),
         settings={key: value for key, value in dotted(config_to_dict(config)).items() if not key.startswith(own)},
     )
+
+
+def lay_out(config: Config) -> Mesh:
+    """Makes the mesh of `config` the current one for the whole process.
+
+    Raises:
+        ConfigError: the model or batch cannot be divided over it.
+    """
     mesh = make_mesh(config.mesh)
     if problems := config.undivided(mesh.shape):
         raise ConfigError("\n".join(problems))

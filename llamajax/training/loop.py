@@ -1,28 +1,47 @@
 """The loop of a run: steps, evaluations and checkpoints."""
 
-from collections.abc import Mapping
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from llamajax import data
 from llamajax.checkpoint.write import Checkpointer
 from llamajax.config.run import Config
 from llamajax.data.loader import Loader
-from llamajax.errors import DivergedError
+from llamajax.data.position import PassedOver, next_row
 from llamajax.evaluation.held_out import evaluate
 from llamajax.launching.heartbeat import WAITING
 from llamajax.planning.scheduling import Compilation
 from llamajax.step.state import TrainState
+from llamajax.training.bad_steps import BadSteps
+from llamajax.training.replicas import Replicas
 from llamajax.training.stop import StopSignal
 from llamajax.training.watchdog import Watchdog
 from llamajax.watch import console, metrics, run_log
 from llamajax.watch.trace import trace
 
 
+@dataclass(frozen=True)
+class Start:
+    """Where the loop begins."""
+
+    state: TrainState
+    """After `step` steps; the first one uses it up."""
+    step: int = 0
+    """Finished steps."""
+    passed_over: tuple[PassedOver, ...] = ()
+    """Rows that the run does not take."""
+    recent_losses: Sequence[float] = ()
+    """What the next losses are compared with; see `BadSteps`."""
+
+
 def train(
     config: Config,
-    state: TrainState,
-    start_step: int,
+    start: Start,
+    num_eval_rows: int,
     compilation: Compilation,
+    replicas: Replicas,
     dataset: data.Dataset,
     meta: dict[str, Any],
     files: Mapping[str, bytes],
@@ -34,9 +53,10 @@ def train(
 
     Args:
         config: the run.
-        state: after `start_step` steps.
-        start_step: steps that are done.
+        start: where it begins.
+        num_eval_rows: held-out rows of an evaluation.
         compilation: `train_step` of the run.
+        replicas: compares what devices hold alike, before every checkpoint too.
         dataset: what it trains on.
         meta: what its checkpoints say about themselves.
         files: name and content of what is kept with them.
@@ -45,51 +65,60 @@ def train(
         watchdog: ends the process when something takes too long.
 
     Raises:
-        DivergedError: gradients were not finite in too many steps in a row.
+        GoBack: a step went wrong; the caller is to go back and begin the loop again.
+        DivergedError: one did, and the run has gone back often enough.
+        CorruptionError: a device is wrong again and again.
     """
     watchdog.begin("first step")
-    num_steps = config.train.num_steps
-    step = saved_step = start_step
+    num_steps, rows_per_step, passed_over = config.train.num_steps, config.train.global_batch_size, start.passed_over
+    state, step, saved_step = start.state, start.step, start.step
+    bad_steps = BadSteps(config, start.recent_losses, len(passed_over))
     keys = None if config.model.attend_across_documents else dataset.mean_keys(config.model.sliding_window)
     with (
-        stop.at_end_of_step(),
-        metrics.MetricsWriter(config, start_step=start_step, keys=keys) as writer,
-        Loader(dataset, config, start_step) as loader,
-        trace(config, start_step) as trace_before,
+        metrics.MetricsWriter(config, start_step=step, keys=keys) as writer,
+        Loader(dataset, config, step, passed_over) as loader,
+        trace(config, step) as trace_before,
     ):
         writer.event("compile", from_cache=compilation.from_cache, **compilation.facts)
-        writer.event("data", fingerprint=dataset.fingerprint, epochs=dataset.epochs(config.train.num_rows))
+        writer.event(
+            "data", fingerprint=dataset.fingerprint, epochs=dataset.epochs(next_row(num_steps, rows_per_step, passed_over))
+        )
 
         def check(record: run_log.Record | None) -> None:
             if record is not None:
                 watchdog.finished(record["step"])
-            if record is None or record["train/skipped_in_a_row"] < config.train.max_nonfinite_steps:
-                return
-            newest = checkpointer.newest
-            saved = f"step {newest} is the newest checkpoint" if newest is not None else "there is no checkpoint"
-            raise DivergedError(
-                f"step {record['step']}: gradients were not finite in {record['train/skipped_in_a_row']} steps in a row"
-                f" (train.max_nonfinite_steps={config.train.max_nonfinite_steps}); {saved}; lower optimizer.learning_rate or"
-                " warm up longer, in another run_dir or with checkpoint.allow_config_change"
-            )
+            bad_steps.look(record, checkpointer.newest)
 
         def evaluate_now() -> None:
             with watchdog.phase("evaluate"), writer.pause("evaluating"):
-                result = evaluate(config, state.model, dataset, stop.requested)
+                result = evaluate(config, state.model, dataset, num_eval_rows, stop.requested)
             if result is not None:
                 writer.write_eval(step, result)
 
+        def meta_of_step() -> dict[str, Any]:
+            position = {
+                "position": next_row(step, rows_per_step, passed_over),
+                "passed_over": [dataclasses.asdict(window) for window in passed_over],
+            }
+            return meta | {"data": position | meta["data"], "recent_losses": bad_steps.recent_losses}
+
+        def compare_replicas() -> None:
+            with writer.pause("comparing replicas"):
+                replicas.check(step, state, writer.event)
+
         def save() -> None:
             nonlocal saved_step
+            compare_replicas()
             with watchdog.phase("save"), writer.pause("saving"):
-                of_step = meta | {"data": {"position": step * config.train.global_batch_size, **meta["data"]}}
-                checkpointer.save(step, state, of_step, files)
+                checkpointer.save(step, state, meta_of_step(), files)
             writer.event("save")
             saved_step = step
 
         def due(every: int | None) -> bool:
             return every is not None and step % every == 0
 
+        compare_replicas()
+        save_due = False
         while step < num_steps and not stop.requested():
             trace_before(step + 1, state)
             watchdog.doing("waiting for its batch")
@@ -99,9 +128,15 @@ def train(
             step += 1
             check(writer.write(step, values, data_wait_s=loader.wait_s))
             watchdog.doing("")
-            if due(config.checkpoint.save_every) or checkpointer.retry_due(step):
+            save_due = save_due or due(config.checkpoint.save_every) or checkpointer.retry_due(step)
+            if save_due:
                 check(writer.flush())
-                save()
+                if not bad_steps.num_nonfinite:  # else it would take the place of a checkpoint to go back to
+                    save()
+                    save_due = False
+            elif replicas.due(step):
+                check(writer.flush())
+                compare_replicas()
             if due(config.train.eval_every) and step < num_steps:
                 check(writer.flush())
                 evaluate_now()

@@ -29,6 +29,8 @@ class Phase:
 
     kind: str
     """A key of `SETTINGS`."""
+    setting: str
+    """Of `WatchdogConfig`, which raises its limit."""
     limit: float
     """Seconds that it may take; infinite if nobody watches."""
     resumed: float
@@ -51,6 +53,11 @@ class Phase:
     def restart(self, now: float) -> None:
         """Sets its clock to 0."""
         self.resumed, self.spent, self.grace = now, 0.0, 0.0
+
+    def allow(self, limit: float, setting: str) -> None:
+        """Lets it take as long as what it has turned out to be, by that one's setting."""
+        if limit > self.limit:
+            self.limit, self.setting = limit, setting
 
 
 class Phases:
@@ -124,7 +131,7 @@ class Phases:
             phase.resumed += seconds
 
     def _new(self, kind: str) -> Phase:
-        return Phase(kind=kind, limit=self.limit(kind), resumed=self._clock())
+        return Phase(kind=kind, setting=SETTINGS[kind], limit=self.limit(kind), resumed=self._clock())
 
     def _learn(self, done: Phase) -> None:
         if done.kind != _NOT_LEARNT:

@@ -7,7 +7,9 @@ from typing import Any
 from llamajax.checkpoint.read import Restored
 from llamajax.config.file import dotted
 from llamajax.config.run import Config
+from llamajax.data.position import next_row
 from llamajax.errors import CheckpointError
+from llamajax.training.rollback import parse_passed_over
 
 MAY_CHANGE = (
     "run_dir", "mesh", "parallel", "distributed", "hardware", "xla", "data", "checkpoint", "recovery", "watchdog",
@@ -31,10 +33,12 @@ def check_same_run(config: Config, restored: Restored[Any], meta: dict[str, Any]
         CheckpointError: naming every setting that differs.
     """
     position, batch_size = restored.meta["data"]["position"], config.train.global_batch_size
-    if position != restored.step * batch_size:
+    passed_over = parse_passed_over(restored.meta["data"].get("passed_over", ()))
+    if position != next_row(restored.step, batch_size, passed_over):
+        rows = position - sum(window.num_rows for window in passed_over)
         raise CheckpointError(
             f"train.global_batch_size: {batch_size} would skip or repeat data, because the run's {restored.step} steps took"
-            f" {position} rows; keep {position // restored.step}, or choose another run_dir"
+            f" {rows} rows; keep {restored.meta['config']['train']['global_batch_size']}, or choose another run_dir"
         )
     if config.checkpoint.allow_config_change:
         return

@@ -9,42 +9,56 @@ import jax
 
 from llamajax import data
 from llamajax.checkpoint.meta import checkpoint_meta
+from llamajax.checkpoint.read import Restored
 from llamajax.checkpoint.steps import latest_step
 from llamajax.checkpoint.write import Checkpointer
 from llamajax.config.file import write_config
 from llamajax.config.run import Config
+from llamajax.data.position import PassedOver, next_row
 from llamajax.generation.completion import encode_prompt, stream_text
 from llamajax.parallel import compilation_cache, startup
 from llamajax.parallel.exit import end_process, exit_code
 from llamajax.parallel.processes import check_same_everywhere, everyones
 from llamajax.parallel.zero import whole_over_data
 from llamajax.planning.scheduling import compile_here, fastest_remat
+from llamajax.step.batch import micro_batch_size
 from llamajax.step.compile import lower, told
 from llamajax.step.forms import attention_kernel, compute_capability, float8_matmuls, with_forms
-from llamajax.step.state import abstract_state, init_state
-from llamajax.training.loop import train
+from llamajax.step.state import TrainState, abstract_state, init_state
+from llamajax.training import elastic
+from llamajax.training.bad_steps import GoBack
+from llamajax.training.loop import Start, train
+from llamajax.training.replicas import Replicas
 from llamajax.training.resume import check_same_run
+from llamajax.training.rollback import agreed, go_back, read_passed_over
 from llamajax.training.stop import StopSignal
 from llamajax.training.watchdog import Watchdog
 from llamajax.watch import console
 from llamajax.watch.console import say
+from llamajax.watch.peak import peak_flops
 from llamajax.weights.loading import load_model
 from llamajax.weights.opening import open_pretrained
 from llamajax.weights.origin import Origin, take_along
+from llamajax.weights.pretrained import Pretrained
 
 
-def run(config: Config, *, dry_run: bool = False) -> None:
-    """Trains as `config` says, resuming what its run directory holds; with `dry_run`, stops after compiling.
+def run(asked: Config, *, dry_run: bool = False) -> None:
+    """Trains as `asked`, resuming what its run directory holds; with `dry_run`, stops after compiling.
 
     Raises:
         UserError: one of `llamajax.errors`, when the configuration, data, machine or checkpoints do not allow it.
     """
-    run_dir = Path(config.run_dir).expanduser()
-    with StopSignal() as stop, Watchdog(config.watchdog, run_dir) as watchdog:
-        startup.start(config)
+    run_dir = Path(asked.run_dir).expanduser()
+    with StopSignal() as stop, Watchdog(asked.watchdog, run_dir) as watchdog:
+        startup.begin(asked)
+        fitted = elastic.fit(asked, run_dir)
+        config = fitted.config
+        startup.lay_out(config)
         watchdog.begin("compile")
         abstract = abstract_state(config)
         console.print_header(config, abstract.model)
+        if fitted.line is not None:
+            console.log(f"elastic    {fitted.line}")
         mesh = jax.sharding.get_mesh().shape
         remat, reason = fastest_remat(config, abstract, say)
         in_forms, forms = with_forms(config.changed({"model.remat": remat}), mesh)
@@ -67,6 +81,7 @@ def run(config: Config, *, dry_run: bool = False) -> None:
         programs = jax.config.values["jax_compilation_cache_dir"]
         came = f", loaded from {programs}" if compilation.from_cache else ""
         console.log(f"compile    {time.monotonic() - started:.1f} s{came}; {console.memory_summary(compilation.step)}")
+        replicas = Replicas(config, abstract)
         if dry_run:
             return
 
@@ -74,6 +89,7 @@ def run(config: Config, *, dry_run: bool = False) -> None:
         in_background = functools.partial(watchdog.phase, "save")
         with Checkpointer(run_dir, config.checkpoint, on_failure=say, around_commit=in_background) as checkpointer:
             watchdog.keep_stacks()
+            passed_over = read_passed_over(run_dir, checkpointer)
             restored = checkpointer.restore(abstract)
             watchdog.begin("load")
             source = restored if pretrained is None else pretrained
@@ -81,28 +97,48 @@ def run(config: Config, *, dry_run: bool = False) -> None:
             dataset = data.prepare(config, log=console.log, log_work=console.log_own, tokenizer=origin.tokenizer)
             same = {"data (documents or tokenizer)": dataset.fingerprint, "tokenized documents": dataset.content}
             check_same_everywhere(same)
-            of_sources = ", ".join(f"{n:.2f} of {key}" for key, n in dataset.epochs(config.train.num_rows).items())
-            console.log(f"epochs     {of_sources} in {config.train.num_steps:,} steps")
             if config.sample.prompt is not None:
                 encode_prompt(dataset.tokenizer, config.sample.prompt, config.data.seq_len)
-            meta = checkpoint_meta(config, dataset, origin.hf)
+            meta = checkpoint_meta(asked, dataset, origin.hf, fitted.began)
             if restored is not None:
-                check_same_run(config, restored, meta)
+                check_same_run(asked, restored, meta)
+                passed_over = agreed(run_dir, passed_over, restored)
             if jax.process_index() == 0:
-                write_config(config, run_dir / "config.yaml")
+                write_config(asked, run_dir / "config.yaml")
+            num_rows = next_row(config.train.num_steps, config.train.global_batch_size, passed_over)
+            of_sources = ", ".join(f"{n:.2f} of {key}" for key, n in dataset.epochs(num_rows).items())
+            console.log(f"epochs     {of_sources} in {config.train.num_steps:,} steps")
             watchdog.begin("load")
             if restored is not None:
                 console.log(f"start      resuming at step {restored.step}")
-                state, start_step = restored.state, restored.step
             else:
                 console.log(f"start      from {f'scratch, seed {config.seed}' if pretrained is None else pretrained.about}")
-                model = None if pretrained is None else load_model(pretrained, config.model)
-                state, start_step = init_state(config, model), 0
-            everyones("ready")  # the first collective of devices waits for half a minute only
+            console.log(f"peak       {peak_flops(config.model.compute_dtype)}")
             files = {**origin.files, **dataset.files}
-            state, stopped = train(
-                config, state, start_step, compilation, dataset, meta, files, checkpointer, stop, watchdog
-            )
+            num_eval_rows = config.train.eval_batches * micro_batch_size(asked)
+            with stop.at_end_of_step():
+                while True:
+                    start = start_from(restored, config, pretrained, passed_over)
+                    everyones("ready")  # the first collective of devices waits for half a minute only
+                    try:
+                        state, stopped = train(
+                            config,
+                            start,
+                            num_eval_rows,
+                            compilation,
+                            replicas,
+                            dataset,
+                            meta,
+                            files,
+                            checkpointer,
+                            stop,
+                            watchdog,
+                        )
+                        break
+                    except GoBack as error:
+                        bad = error.with_traceback(None)  # whose frames hold the state that went wrong
+                    watchdog.begin("load")
+                    restored, passed_over = go_back(bad, config, abstract, checkpointer, passed_over)
             watchdog.begin("evaluate")
             if not stopped and config.sample.prompt is not None:
                 pieces = stream_text(
@@ -118,6 +154,17 @@ def run(config: Config, *, dry_run: bool = False) -> None:
                 console.print_stream(config.sample.prompt, pieces)
         if jax.process_index() == 0 and int(state.step) > 0:
             console.print_end(run_dir, run_dir / "checkpoints" / str(int(state.step)))
+
+
+def start_from(
+    restored: Restored[TrainState] | None, config: Config, pretrained: Pretrained | None, passed_over: tuple[PassedOver, ...]
+) -> Start:
+    """Where the loop begins: behind a checkpoint, or with the weights that the run begins with."""
+    if restored is not None:
+        return Start(restored.state, restored.step, passed_over, restored.meta.get("recent_losses", ()))
+    assert config.init_from is None or pretrained is not None, "a run that was resumed has a checkpoint to go back to"
+    model = None if pretrained is None else load_model(pretrained, config.model)
+    return Start(init_state(config, model), passed_over=passed_over)
 
 
 def main(config: Config, *, dry_run: bool) -> None:

@@ -2,8 +2,8 @@
 
 A thread looks at the phases of the run (`llamajax.training.phases`). When one has outlasted its limit, the stacks of all
 threads go to a file, one line says what lasted too long, the other processes of the run are told, leave theirs, and all end
-with `TRY_AGAIN`. Those that wait for the stuck process outlast their limits with it: they let it speak first. What waits for
-other processes alone (an agreement, a lock) has no limit here: those have theirs, and one that is lost is noticed.
+with `TRY_AGAIN`. Those that wait for the stuck process outlast their limits with it: they let it speak first. Who waits for
+other processes to agree, or to give a lock free, has no limit: they have theirs, and one that is lost is noticed.
 
 A thread of Python does not run while native code holds the interpreter, nor in a process that was stopped. Then whoever
 reads the heartbeat from outside (`llamajax.launch`) sends SIGABRT, on which the stacks are written without it. Nothing here
@@ -24,6 +24,7 @@ from types import FrameType
 from typing import IO, Self
 
 from llamajax import disk
+from llamajax.checkpoint.write import Checkpointer
 from llamajax.config.recovery import WatchdogConfig
 from llamajax.data import progress
 from llamajax.errors import TRY_AGAIN
@@ -38,8 +39,13 @@ _STOPPED_S = 2.0  # by which a look that comes later means that the whole proces
 _WRITE_S = 1.0  # in which stacks must have been written: the disk may be what is stuck
 _LAST_WORD_S = 8.0  # after which the process ends, whatever keeps it from saying why
 
-_AGREEMENTS = {processes.Peers.everyones.__code__, inspect.unwrap(disk.locked).__code__, StopSignal.requested.__code__}
+_FOR_OTHERS = {
+    inspect.unwrap(function).__code__
+    for function in (processes.Peers.everyones, StopSignal.requested, disk.locked, Checkpointer._join)
+}  # in which a thread waits for what is watched itself: other processes, or the thread that commits
 _ARRAYS = "jax._src.array"  # the module in which a thread waits for the value of an array
+COMPILERS = ("jax._src.compiler", "jax._src.interpreters.mlir", "jax._src.interpreters.partial_eval")
+"""Modules in which jax compiles, lowers and traces."""
 
 _WORDS = {
     "start": "starting",
@@ -150,7 +156,7 @@ class Watchdog:
             self._tell()
 
     def _look(self, now: float) -> None:
-        """Extends what gets on or waits for others, and acts on what does not."""
+        """Extends what gets on, compiles or waits for others, and acts on what does not."""
         if (signs := progress.signs()) != self._signs:
             self._signs = signs
             for _, phase in self._phases.running():
@@ -160,9 +166,13 @@ class Watchdog:
             if now < phase.deadline():
                 continue
             frame = sys._current_frames().get(thread)
-            if _is_in(_AGREEMENTS, frame):
+            if _is_in(_FOR_OTHERS, frame):
                 phase.restart(now)
-            elif processes.peers() is not None and not phase.grace and _doing(phase, frame) == heartbeat.WAITING:
+            elif _is_compiling(frame):
+                phase.allow(self._phases.limit("compile"), SETTINGS["compile"])
+            if now < phase.deadline():
+                continue
+            if processes.peers() is not None and not phase.grace and _doing(phase, frame) == heartbeat.WAITING:
                 phase.grace = _GRACE_S
             elif self._phases.of(thread) is phase and now >= phase.deadline():
                 self._end(phase, _doing(phase, frame), now)
@@ -184,8 +194,7 @@ class Watchdog:
         if peers is not None and peers.is_ending():
             threading.Event().wait()  # with the other's reason, which is the first
         at = f"in step {self._step + 1}" if phase.kind == "step" else _WORDS[phase.kind]
-        setting = f"watchdog.{SETTINGS[phase.kind]}"
-        limit = f"above its limit of {phase.limit:.0f} s ({setting} raises it)"
+        limit = f"above its limit of {phase.limit:.0f} s (watchdog.{phase.setting} raises it)"
         what = f"stuck: {at} for {phase.took(now):.0f} s{f', {doing}' if doing else ''}, {limit}"
         where = self._write_stacks(what)
         line = f"{what}; stacks of all threads: {where}"
@@ -196,7 +205,7 @@ class Watchdog:
         os._exit(TRY_AGAIN)
 
     def _leave_stacks(self, reason: str, *, is_stuck: bool) -> None:
-        """Before this process ends because of another: that one was stuck, or lost while this one waited for long."""
+        """Before this process ends because of another: that one is stuck, or died after this one had waited for long."""
         now = time.monotonic()
         if is_stuck or any(phase.took(now) > phase.limit / 2 for _, phase in self._phases.running()):
             self._write_stacks(reason)
@@ -226,9 +235,20 @@ def _doing(phase: Phase, frame: FrameType | None) -> str:
     """What a thread does: as noted, or as its stack shows."""
     if phase.doing or frame is None:
         return phase.doing
-    if frame.f_globals.get("__name__") == _ARRAYS or _is_in(_AGREEMENTS, frame):
+    if _is_compiling(frame):
+        return "compiling"
+    if frame.f_globals.get("__name__") == _ARRAYS or _is_in(_FOR_OTHERS, frame):
         return heartbeat.WAITING
     return ""
+
+
+def _is_compiling(frame: FrameType | None) -> bool:
+    """Whether jax traces or compiles on the stack, as anything does that meets new shapes."""
+    while frame is not None:
+        if frame.f_globals.get("__name__") in COMPILERS:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _is_in(functions: set[object], frame: FrameType | None) -> bool:

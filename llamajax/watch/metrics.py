@@ -50,7 +50,6 @@ class MetricsWriter:
         self._is_main_process = jax.process_index() == 0
         self._held: tuple[int, Mapping[str, Any], float] | None = None
         self._clock = 0.0
-        console.log(f"peak       {self._peak}")
 
     def __enter__(self) -> Self:
         with contextlib.ExitStack() as stack:  # closes what was opened if opening the next one fails

@@ -1,5 +1,6 @@
 """What model FLOPs utilization (MFU) is a share of: the peak of the devices."""
 
+import functools
 import time
 from dataclasses import dataclass
 
@@ -40,6 +41,7 @@ def peak_flops(dtype: jax.typing.DTypeLike) -> PeakFlops:
     return PeakFlops(flops_per_sec=measure_matmul_flops(dtype) / sharers, source=source)
 
 
+@functools.cache
 def measure_matmul_flops(dtype: jax.typing.DTypeLike, *, min_seconds: float = 0.01) -> float:
     """FLOP/s of the best of five square matmuls on one local device, large enough to take `min_seconds` each."""
     device = jax.local_devices()[0]

@@ -4,7 +4,8 @@
 evaluation (`eval/*`). A line starts with its `step`, the number of finished optimizer steps, and its `time` (seconds since
 1970). Floats are written so that they read back bit for bit; JSON has no other numbers, so the rest are the strings
 "NaN", "Infinity" and "-Infinity" (protobuf's JSON mapping does the same). `events.jsonl` holds what happened: every start,
-compilation (with its XLA options), save (begun) and stop; it only ever grows.
+compilation (with its XLA options), save (begun), rollback and stop; it only ever grows. `rolled_back.jsonl` holds the
+lines of `metrics.jsonl` that a rollback took from there.
 """
 
 import json
@@ -25,6 +26,7 @@ from llamajax.errors import ConfigError
 
 METRICS_FILE = "metrics.jsonl"
 EVENTS_FILE = "events.jsonl"
+ROLLED_BACK_FILE = "rolled_back.jsonl"
 MOST_KEPT = 100_000
 """Records kept in memory, of about 500 bytes each, while a log cannot be written."""
 FINAL_STEPS = 20
@@ -114,6 +116,13 @@ class Appender:
         self._file.close()
 
 
+def later_steps(path: Path, last_step: int) -> bytes:
+    """The whole lines of steps after `last_step`."""
+    lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+    matches = ((line, _STEP.match(line)) for line in lines if line.endswith(b"\n"))
+    return b"".join(line for line, match in matches if match and int(match[1]) > last_step)
+
+
 def drop_later_steps(path: Path, last_step: float) -> None:
     """Cuts off the lines of steps after `last_step`, which will be computed again, and a last line torn by a kill.
 
@@ -138,7 +147,7 @@ class RunLog:
     """Metric name to its steps (int64, rising) and values (float64)."""
     events: list[Record]
     """In order; each has `time`, `step` and `event`, one of `start`, `compile` (with the
-    final XLA options), `data`, `save` (begun) and `stop`."""
+    final XLA options), `data`, `save` (begun), `rollback` (from `step` to `to_step`) and `stop`."""
     damaged: tuple[str, ...]
     """The places of lines that are no records and are left out, `metrics.jsonl:7`."""
 

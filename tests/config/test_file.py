@@ -15,6 +15,7 @@ from llamajax.config.keys import keys
 from llamajax.config.machine import HardwareConfig, XlaConfig
 from llamajax.config.model import ModelConfig, RopeScalingConfig
 from llamajax.config.parallel import DistributedConfig, MeshConfig, ParallelConfig
+from llamajax.config.recovery import WatchdogConfig
 from llamajax.config.run import Config
 from llamajax.config.training import CheckpointConfig, OptimizerConfig, SampleConfig, TrainConfig
 from llamajax.config.watch import MetricsConfig, ProfileConfig
@@ -68,6 +69,9 @@ EVERYTHING = Config(
         token_budget=1e12, calibration="1e3",
     ),
     xla=XlaConfig(latency_profile="costs.pbtxt", compilation_cache="~/programs", flags=("xla_a=true", "xla_b=1e3")),
+    watchdog=WatchdogConfig(
+        enabled=False, factor=1.5, start_s=0.5, compile_s=1e9, load_s=2.0, step_s=3.0, save_s=4.0, evaluate_s=5.0
+    ),
     profile=ProfileConfig(start_step=1, num_steps=2),
     sample=SampleConfig(prompt="Once: upon # a time ", max_tokens=3, temperature=0.0),
 )  # fmt: skip

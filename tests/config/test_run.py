@@ -13,6 +13,7 @@ from llamajax.config.keys import keys
 from llamajax.config.machine import HardwareConfig, XlaConfig
 from llamajax.config.model import ModelConfig, RopeScalingConfig
 from llamajax.config.parallel import DistributedConfig, MeshConfig, ParallelConfig
+from llamajax.config.recovery import WatchdogConfig
 from llamajax.config.rules import Section
 from llamajax.config.run import Config
 from llamajax.config.training import CheckpointConfig, OptimizerConfig, SampleConfig, TrainConfig
@@ -39,6 +40,7 @@ SECTIONS: dict[type, dict[str, Any]] = {
     SampleConfig: {},
     HardwareConfig: {},
     XlaConfig: {},
+    WatchdogConfig: {},
 }
 """The least that every section needs."""
 
@@ -114,6 +116,7 @@ BROKEN = [
     (HardwareConfig, {"calibration": ""}, ["calibration"]),
     (XlaConfig, {"latency_profile": "", "flags": ("--xla_a=1", "xla_b=", "xla_c=1")}, ["latency_profile", "flags", "flags"]),
     (XlaConfig, {"compilation_cache": ""}, ["compilation_cache"]),
+    (WatchdogConfig, {"factor": 1.0, "step_s": 0.0, "save_s": -1.0}, ["factor", "step_s", "save_s"]),
 ]  # fmt: skip
 
 
@@ -141,6 +144,7 @@ def test_every_section_is_tested():
             "optimizer.warmup_steps",
         ),
         ({"profile": ProfileConfig(start_step=99, num_steps=3)}, "profile.start_step"),
+        ({"distributed": DistributedConfig(enabled=True), "watchdog": WatchdogConfig(start_s=300.0)}, "watchdog.start_s"),
         ({"seed": -1}, "seed"),
         ({"seed": 2**32}, "seed"),
         (

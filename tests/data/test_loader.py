@@ -12,6 +12,7 @@ import pytest
 from llamajax.config.parallel import MeshConfig
 from llamajax.data.batches import held_out_batches, make_batch
 from llamajax.data.loader import Loader
+from llamajax.data.position import PassedOver
 from llamajax.errors import DataError
 from llamajax.parallel.mesh import make_mesh
 from llamajax.parallel.sharding import spec
@@ -166,16 +167,30 @@ def test_the_thread_ends_when_the_block_is_left_by_an_error():
 
 def test_held_out_batches_are_fixed_and_padded():
     rows = stand_in(num_held_out=21)
-    config = config_for(32, 4, eval_batches=16)
+    config = config_for(32, 4)
     for _ in range(2):
-        batches = list(held_out_batches(rows, config))
+        batches = list(held_out_batches(rows, config, 128))
         assert [batch["tokens"].shape for batch in batches] == [(1, 8, 16)] * 3
         first_column = np.concatenate([np.asarray(batch["targets"])[0, :, 0] for batch in batches])
         assert first_column.tolist() == [*range(1000, 1021), IGNORE, IGNORE, IGNORE]
         assert not np.asarray(batches[-1]["segment_ids"])[0, 5:].any()
-    assert len(list(held_out_batches(rows, config.changed({"train.eval_batches": 2})))) == 2
-    assert list(held_out_batches(stand_in(), config)) == []
+    assert len(list(held_out_batches(rows, config, 16))) == 2
+    assert list(held_out_batches(stand_in(), config, 128)) == []
     assert rows.asked == []
+
+
+@pytest.mark.parametrize("grad_accum_steps", [1, 2, 4])
+def test_the_same_rows_are_held_out_whatever_the_accumulation(grad_accum_steps):
+    rows, config = stand_in(num_held_out=21), config_for(32, grad_accum_steps)
+    column = [np.asarray(batch["targets"])[0, :, 0] for batch in held_out_batches(rows, config, 18)]
+    assert [row for row in np.concatenate(column) if row != IGNORE] == [*range(1000, 1018)]
+
+
+def test_rows_that_were_passed_over_are_not_loaded():
+    passed_over = [PassedOver(after_step=4, first_row=128, num_rows=64, reason="step 6: bad", time=0.0)]
+    with Loader(stand_in(), config_for(32, 2), 3, passed_over) as loader:
+        firsts = [int(next(loader)[1]["targets"].min()) for _ in range(3)]
+    assert firsts == [96, 192, 224]
 
 
 PROCESS = """
@@ -184,6 +199,7 @@ import jax, numpy as np
 from llamajax.parallel import mesh, startup
 from llamajax.config.parallel import DistributedConfig, MeshConfig
 from llamajax.data.loader import Loader
+from llamajax.data.position import PassedOver
 from tests.data.test_loader import config_for, stand_in
 
 startup.select_platform(MeshConfig(num_cpu_devices=4))

@@ -111,7 +111,7 @@ def test_some_batches_are_those_of_evaluations_while_training(finished, capsys):
     assert (results["num_batches"], results["batch_size"]) == (2, 4)
     dataset = data.prepare(config, log=lambda line: None)
     found = open_pretrained(Path(finished.run_dir))
-    expected = held_out.evaluate(config, load_model(found, found.config), dataset)
+    expected = held_out.evaluate(config, load_model(found, found.config), dataset, num_rows=2 * 4)
     assert expected is not None
     assert results["loss"] == pytest.approx(expected["loss"], rel=1e-6)
     assert results["sources"] == {}

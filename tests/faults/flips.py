@@ -35,11 +35,13 @@ def random_flips(state: Any, number: int, seed: int = 0) -> Iterator[Flip]:
 
 
 def flipped(state: State, flip: Flip) -> State:
-    """The same state, all of whose other bits are where they were; all devices must be this process's."""
+    """The same state, all of whose other bits are where they were; for each process to call, one of which has the device."""
     leaves, structure = jax.tree.flatten(state)
     index = list(named_arrays(state)).index(flip.array)
     whole, device = _data(leaves[index]), jax.sharding.get_mesh().devices.flat[flip.place]
     parts = {shard.device: shard.data for shard in whole.addressable_shards}
+    if device not in parts:
+        return state
     part = np.array(parts[device])
     part.reshape(-1).view(np.uint8)[flip.bit // 8] ^= 1 << flip.bit % 8
     parts[device] = jax.device_put(part, device)

@@ -1,5 +1,6 @@
 """Limits of phases, by a clock that only moves when told to."""
 
+import contextlib
 import math
 import threading
 
@@ -80,9 +81,9 @@ def test_the_clock_of_the_outer_phase_stands_still(phases, clock):
 
 
 def test_a_phase_that_ends_by_an_error_teaches_nothing(phases, clock):
-    with pytest.raises(OSError, match="full"), phases.within("save"):
+    with contextlib.suppress(OSError), phases.within("save"):
         clock.now += 29
-        raise OSError("full")
+        raise OSError
     assert phases.limit("save") == 30
     assert phases.deadline() == math.inf
 

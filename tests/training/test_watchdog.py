@@ -1,21 +1,41 @@
 """Processes that are stuck are found in time, leave their stacks and end; the one that is stuck is named by all."""
 
 import contextlib
+import importlib.util
 import json
+import math
 import os
 import pathlib
 import re
 import signal
 import subprocess
 import sys
+import threading
+import time
 
+import jax
 import pytest
 
+from llamajax import disk
+from llamajax.config.recovery import WatchdogConfig
+from llamajax.data import progress
+from llamajax.training.watchdog import COMPILERS, Watchdog
 from tests import runs
 
 STEP_LIMIT_S = 4
 FOUND_S = STEP_LIMIT_S + 2
 """Seconds after the last finished step within which a process must have found that it is stuck."""
+
+LIMITS = [name for name in WatchdogConfig.__dataclass_fields__ if name.endswith("_s")]
+LIMIT_S = 1.0
+
+HOLDS_LOCK = """
+import fcntl, sys, time
+lock = open(sys.argv[1], "ab")
+fcntl.flock(lock, fcntl.LOCK_EX)
+print("held", flush=True)
+time.sleep(2)
+"""
 
 PROGRAM = """
 import ctypes, sys, threading, time
@@ -46,6 +66,101 @@ train.main()
 """
 
 
+class Listed(Watchdog):
+    """Lists what would end the process."""
+
+    def __init__(self, run_dir, **limits):
+        self.ends = []
+        super().__init__(WatchdogConfig(**(dict.fromkeys(LIMITS, LIMIT_S) | limits)), run_dir)
+
+    def _end(self, phase, doing, now):
+        self.ends.append((phase.kind, doing))
+        phase.limit = math.inf
+
+    def await_end(self):
+        """Returns once something would have ended the process."""
+        deadline = time.monotonic() + 60
+        while not self.ends and time.monotonic() < deadline:
+            time.sleep(0.05)
+
+
+def test_what_lasts_too_long_is_found_with_what_it_did(tmp_path):
+    with Listed(tmp_path) as watchdog:
+        watchdog.finished(1)
+        watchdog.doing("waiting for its batch")
+        watchdog.await_end()
+    assert watchdog.ends == [("step", "waiting for its batch")]
+
+
+def test_what_another_process_holds_is_waited_for(tmp_path):
+    held = subprocess.Popen([sys.executable, "-c", HOLDS_LOCK, str(tmp_path / "lock")], stdout=subprocess.PIPE)
+    assert held.stdout is not None
+    held.stdout.readline()
+    with Listed(tmp_path) as watchdog:
+        watchdog.begin("load")
+        with disk.locked(tmp_path):
+            pass
+    held.communicate()
+    assert watchdog.ends == []
+
+
+def test_what_compiles_has_the_limit_of_compiling(tmp_path):
+    @jax.jit
+    def slowly_traced(x):
+        time.sleep(2 * LIMIT_S)
+        return x
+
+    for module in COMPILERS:
+        assert importlib.util.find_spec(module) is not None
+    with Listed(tmp_path, compile_s=60.0) as watchdog:
+        watchdog.begin("evaluate")
+        slowly_traced(1)
+        assert watchdog.ends == []
+        assert watchdog._phases.of(threading.get_ident()).setting == "compile_s"
+
+
+def test_loading_may_last_as_long_as_it_gets_on(tmp_path):
+    with Listed(tmp_path) as watchdog:
+        watchdog.begin("load")
+        for _ in range(20):
+            time.sleep(LIMIT_S / 10)
+            progress.gets_on()
+        assert watchdog.ends == []
+        watchdog.await_end()
+    assert watchdog.ends == [("load", "")]
+
+
+def test_a_save_in_the_background_is_watched(tmp_path):
+    def save():
+        with watchdog.phase("save"):
+            watchdog.await_end()
+
+    with Listed(tmp_path) as watchdog:
+        saving = threading.Thread(target=save)
+        saving.start()
+        while saving.is_alive():
+            watchdog.finished(1)
+            time.sleep(0.01)
+    assert watchdog.ends == [("save", "")]
+
+
+def test_a_file_for_stacks_stays_only_if_there_are_some(tmp_path):
+    left_over = tmp_path / "stacks" / "20260101T000000.0.txt"
+    left_over.parent.mkdir(mode=0o700)
+    left_over.touch()
+    with Listed(tmp_path) as watchdog:
+        watchdog.keep_stacks()
+        assert not left_over.exists()
+        assert stacks_of(tmp_path, 0).stat().st_size == 0
+    assert not (tmp_path / "stacks").exists()
+    with Listed(tmp_path) as watchdog:
+        watchdog.keep_stacks()
+        watchdog._leave_stacks("process 1 is stuck", is_stuck=True)
+    text = stacks_of(tmp_path, 0).read_text()
+    assert text.startswith("process 1 is stuck\n")
+    assert "in test_a_file_for_stacks_stays_only_if_there_are_some" in text
+
+
 @pytest.fixture(scope="module")
 def config(tmp_path_factory):
     return runs.write_config(tmp_path_factory.mktemp("stuck"), eval_every=None, eval_batches=0)
@@ -62,7 +177,7 @@ def start(config: pathlib.Path, how: str, stuck_rank: int, run_dir: pathlib.Path
 
 def stacks_of(run_dir: pathlib.Path, rank: int) -> pathlib.Path:
     (path,) = (run_dir / "stacks").glob(f"*.{rank}.txt")
-    assert path.parent.stat().st_mode & 0o777 == 0o700
+    assert path.parent.stat().st_mode & 0o077 == 0
     assert path.stat().st_mode & 0o777 == 0o600
     return path
 

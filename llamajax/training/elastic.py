@@ -1,0 +1,134 @@
+"""A run that goes on with other devices than it began with: same global batch, same rows, other accumulation."""
+
+import itertools
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from llamajax.checkpoint.meta import newest_meta
+from llamajax.config.keys import with_values
+from llamajax.config.parallel import axes_of, num_parts
+from llamajax.config.run import Config
+from llamajax.errors import ConfigError
+from llamajax.parallel.processes import everyones
+
+_TOLD = 6  # numbers of devices that would do, in a message
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """A run as it fits the devices that there are."""
+
+    config: Config
+    """Its settings, with the `train.grad_accum_steps` of this mesh; `hardware` names as many GPUs as there are."""
+    began: dict[str, Any]
+    """`mesh` (axis to size) and `grad_accum_steps` of its beginning, or since its user last changed the latter."""
+    line: str | None
+    """What differs from that, for people; None if nothing does."""
+
+
+def fit(config: Config, run_dir: Path) -> Fitted:
+    """Chooses accumulation anew if the run in `run_dir` goes on with another mesh; all processes call this together.
+
+    A device then holds at most the rows of a micro-batch that it held when the run began, in as few micro-batches as that
+    takes; on the mesh of the beginning these are those of the configuration. Who changes `train.grad_accum_steps` by hand
+    gets what they ask for, and a run that begins anyway.
+
+    Args:
+        config: the run, as its user wrote it.
+        run_dir: its directory, which may not be there yet.
+
+    Raises:
+        ConfigError: the rows cannot be divided over these devices, with the numbers of devices that they can be.
+    """
+    meta = everyones(newest_meta(run_dir) if jax.process_index() == 0 else None)[0]
+    num_devices, asked = jax.device_count(), config.train.grad_accum_steps
+    before = {} if meta is None else meta["config"].get("train", {})
+    of_batch = ("grad_accum_steps", "global_batch_size")
+    if meta is None or any(before.get(name) != getattr(config.train, name) for name in of_batch):
+        return Fitted(config, {"mesh": config.mesh.axis_sizes(num_devices), "grad_accum_steps": asked}, None)
+    began = meta.get("began", {"mesh": meta["mesh"], "grad_accum_steps": asked})
+    try:
+        fitted = for_devices(config, num_devices, began)
+    except ConfigError as error:
+        others = _numbers_that_do(config, num_devices, began)
+        raise ConfigError(
+            f"{str(error).splitlines()[0]}; the run in {run_dir} began on {_num_devices(began)} devices and cannot go on"
+            f" with {num_devices}, but with {others or 'another mesh'}"
+        ) from error
+    return Fitted(fitted, began, _line(fitted, num_devices, began))
+
+
+def for_devices(config: Config, num_devices: int, began: Mapping[str, Any]) -> Config:
+    """The run as it goes on with so many devices.
+
+    Args:
+        config: the run, as its user wrote it.
+        num_devices: over all processes.
+        began: `mesh` and `grad_accum_steps` of its beginning.
+
+    Raises:
+        ConfigError: model or rows cannot be divided over them: one `key: rule` line each.
+    """
+    mesh, train = config.mesh.axis_sizes(num_devices), config.train
+    if mesh == began["mesh"]:
+        return config
+    shards, rows = num_parts("batch", mesh), train.global_batch_size
+    if rows % shards:
+        over = " x ".join(f"{axis}({mesh[axis]})" for axis in axes_of("batch") if mesh[axis] > 1)
+        raise ConfigError(f"train.global_batch_size: {rows} rows cannot be divided over {over}")
+    most, per_device = rows_per_device(train.global_batch_size, began), rows // shards
+    steps = next(n for n in range(1, per_device + 1) if per_device % n == 0 and per_device // n <= most)
+    changes: dict[str, Any] = {"train.grad_accum_steps": steps}
+    if steps == 1:
+        changes["train.grad_accum_dtype"] = "float32"  # the only one that is allowed where there is no sum
+    if config.hardware.gpu != "none":  # chooses forms by it
+        per_node = math.gcd(num_devices, config.hardware.gpus_per_node)
+        changes |= {"hardware.gpus_per_node": per_node, "hardware.nodes": num_devices // per_node}
+    fitted = with_values(config, changes, Config)  # rules between sections look at other numbers of devices too
+    if problems := fitted.undivided(mesh):
+        raise ConfigError("\n".join(problems))
+    return fitted
+
+
+def rows_per_device(global_batch_size: int, began: Mapping[str, Any]) -> int:
+    """Rows of a micro-batch that a device held when the run began."""
+    return global_batch_size // began["grad_accum_steps"] // num_parts("batch", began["mesh"])
+
+
+def _numbers_that_do(config: Config, num_devices: int, began: Mapping[str, Any]) -> str:
+    """The nearest numbers of devices that the run can go on with, for people."""
+
+    def does(number: int) -> bool:
+        try:
+            for_devices(config, number, began)
+        except ConfigError:
+            return False
+        return True
+
+    fewer = itertools.islice(filter(does, range(num_devices - 1, 0, -1)), _TOLD // 2)
+    more = itertools.islice(filter(does, range(num_devices + 1, 2 * max(num_devices, _num_devices(began)) + 1)), _TOLD // 2)
+    *all_but_last, last = ["", *map(str, sorted([*fewer, *more]))]
+    return f"{', '.join(all_but_last[1:])} or {last}" if all_but_last[1:] else last
+
+
+def _line(config: Config, num_devices: int, began: Mapping[str, Any]) -> str | None:
+    train, mesh, before = config.train, config.mesh.axis_sizes(num_devices), _num_devices(began)
+    if num_devices == before and train.grad_accum_steps == began["grad_accum_steps"]:
+        return None
+    instead = f"{num_devices} devices instead of {before}" if num_devices != before else "another mesh than it began with"
+    axes = " x ".join(f"{axis} {size}" for axis, size in mesh.items() if size > 1) or "of one device"
+    now, then = train.grad_accum_steps, began["grad_accum_steps"]
+    steps = f"{now} accumulation step{'s' if now > 1 else ''} of {train.global_batch_size // now} rows"
+    same = "same global batch and rows"
+    if now != then and train.grad_accum_dtype != "float32":
+        same += f", but other rounding: train.grad_accum_dtype={train.grad_accum_dtype}"
+    return f"{instead}: mesh {axes}, {steps} (was {then} of {train.global_batch_size // then}), {same}"
+
+
+def _num_devices(began: Mapping[str, Any]) -> int:
+    return math.prod(began["mesh"].values())

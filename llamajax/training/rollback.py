@@ -1,0 +1,147 @@
+"""Going back: from a bad step to the newest good checkpoint before it, past the rows that led there.
+
+Whatever moment a process is killed at, the same command goes on as if it had not been: `passed_over.json` in the run's
+directory is written, whole, before anything is removed; without it the run meets the bad step again, with it the checkpoints
+behind the place that it went back to are no longer its own, and go.
+"""
+
+import contextlib
+import dataclasses
+import json
+import time
+from pathlib import Path
+from typing import Any, TypeVar
+
+import jax
+
+from llamajax.checkpoint.meta import read_meta
+from llamajax.checkpoint.read import Restored
+from llamajax.checkpoint.steps import steps_in
+from llamajax.checkpoint.write import Checkpointer
+from llamajax.config.run import Config
+from llamajax.data.position import PassedOver, next_row
+from llamajax.disk import write_atomically
+from llamajax.errors import CheckpointError, SaveError
+from llamajax.parallel.processes import everyones
+from llamajax.training.bad_steps import GoBack
+from llamajax.watch import console, run_log
+
+State = TypeVar("State")
+PASSED_OVER_FILE = "passed_over.json"
+
+
+def read_passed_over(run_dir: Path, checkpointer: Checkpointer) -> tuple[PassedOver, ...]:
+    """What the run in `run_dir` has passed over; removes checkpoints that it has gone back behind, if a kill left any.
+
+    All processes call this together, and return the same.
+
+    Raises:
+        CheckpointError: the record is damaged.
+    """
+    problem, content, left = None, [], []
+    if jax.process_index() == 0:
+        try:
+            path = run_dir / PASSED_OVER_FILE
+            content = json.loads(path.read_bytes()) if path.exists() else []
+            left = steps_left_behind(run_dir / "checkpoints", parse_passed_over(content))
+        except (ValueError, TypeError, RecursionError) as error:
+            problem = f"{run_dir / PASSED_OVER_FILE} is damaged ({error}); bring it back, or remove it: the run then goes by"
+            problem += " what its newest checkpoint knows"
+    problem, content, left = everyones((problem, content, left))[0]
+    if problem is not None:
+        raise CheckpointError(problem)
+    checkpointer.drop(left)
+    return parse_passed_over(content)
+
+
+def steps_left_behind(directory: Path, passed_over: tuple[PassedOver, ...]) -> list[int]:
+    """The checkpoints in `directory` that were saved before the run went back to an earlier step."""
+    left = []
+    for step in steps_in(directory):
+        if any(step > window.after_step for window in passed_over) and (meta := read_meta(directory / str(step))):
+            known = len(meta["data"].get("passed_over", ()))
+            if any(step > window.after_step for window in passed_over[known:]):
+                left.append(step)
+    return left
+
+
+def agreed(run_dir: Path, passed_over: tuple[PassedOver, ...], restored: Restored[Any]) -> tuple[PassedOver, ...]:
+    """What the run has passed over by its record and by its checkpoint, of which one may have been lost in part.
+
+    Raises:
+        CheckpointError: they contradict each other.
+    """
+    saved = parse_passed_over(restored.meta["data"].get("passed_over", []))
+    if saved[: len(passed_over)] != passed_over[: len(saved)]:
+        raise CheckpointError(
+            f"{run_dir / PASSED_OVER_FILE} is not of the run whose checkpoint {restored.step} is there; bring the run's own"
+            " back, or remove it: the run then goes by what its checkpoint knows"
+        )
+    return max(saved, passed_over, key=len)
+
+
+def go_back(
+    bad: GoBack,
+    config: Config,
+    abstract_state: State,
+    checkpointer: Checkpointer,
+    passed_over: tuple[PassedOver, ...],
+) -> tuple[Restored[State] | None, tuple[PassedOver, ...]]:
+    """Goes back to the newest good checkpoint before a bad step; all processes call this together.
+
+    Args:
+        bad: what went wrong, and when.
+        config: the run.
+        abstract_state: of its state, as of `Checkpointer.restore`.
+        checkpointer: of the run.
+        passed_over: what it has passed over so far.
+
+    Returns:
+        The checkpoint, None for the beginning; and what the run passes over from here on.
+
+    Raises:
+        CheckpointError: it has checkpoints, but none of them is good.
+        OSError: the record cannot be written.
+    """
+    run_dir, rows_per_step = Path(config.run_dir).expanduser(), config.train.global_batch_size
+    with contextlib.suppress(SaveError):  # which was told; it is not the one to go back to
+        checkpointer.wait()
+    restored = checkpointer.restore(abstract_state, before=bad.first_step)
+    if restored is None and bad.pass_over:  # in the middle of skipped steps, which leave weights as they are
+        restored = checkpointer.restore(abstract_state)
+    step = 0 if restored is None else restored.step
+    first, end = (next_row(n, rows_per_step, passed_over) for n in (step, bad.last_step))
+    first_row, num_rows = (first, end - first) if bad.pass_over else (first, 0)
+    now = everyones(round(time.time(), 3))[0]
+    if bad.pass_over:
+        window = PassedOver(after_step=step, first_row=first_row, num_rows=num_rows, reason=bad.reason, time=now)
+        passed_over = (*passed_over, window)
+    rows = f"passing over rows {first_row:,} to {end - 1:,}" if bad.pass_over else "computing the steps since again"
+    of = f" ({len(passed_over)} of at most {config.recovery.max_rollbacks} times)" if bad.pass_over else ""
+    where = f"step {step}" if restored is not None else "the beginning"
+    console.log(f"rollback   {bad.reason}; going back to {where}, {rows}{of}")
+    if jax.process_index() == 0:
+        with run_log.Appender(run_dir / run_log.ROLLED_BACK_FILE, console.say) as file:
+            file.append_record(run_log.later_steps(run_dir / run_log.METRICS_FILE, step))
+        event = {"time": now, "event": "rollback", "step": bad.last_step, "to_step": step, "first_row": first_row}
+        event |= {"num_rows": num_rows, "reason": bad.reason, **bad.facts}
+        with run_log.Appender(run_dir / run_log.EVENTS_FILE, console.say) as file:
+            file.append_record(f"{run_log.encode(event)}\n".encode())
+        if bad.pass_over:
+            content = json.dumps([dataclasses.asdict(window) for window in passed_over], indent=1)
+            write_atomically(run_dir / PASSED_OVER_FILE, content.encode())
+    everyones("recorded")
+    checkpointer.drop([later for later in steps_in(run_dir / "checkpoints") if later > step])
+    return restored, passed_over
+
+
+def parse_passed_over(content: Any) -> tuple[PassedOver, ...]:
+    """What `passed_over.json` or a checkpoint holds.
+
+    Raises:
+        TypeError: that is no such list.
+    """
+    windows = tuple(PassedOver(**window) for window in content)
+    if not all(type(n) is int and n >= 0 for w in windows for n in (w.after_step, w.first_row, w.num_rows)):
+        raise TypeError("positions are not numbers")
+    return windows

@@ -1,0 +1,104 @@
+"""Tests of llamajax.launching.program: ranks, devices, and mistakes that show before anything is started."""
+
+import json
+
+import pytest
+
+from llamajax.config.launch import LaunchConfig
+from llamajax.errors import ConfigError, EnvironmentMismatchError
+from llamajax.launching.hosts import Hosts
+from llamajax.launching.program import Program, find_program
+from tests import runs
+
+ONE_HOST = Hosts()
+TWO_HOSTS = Hosts(count=2, own=1, coordinator="node0:99")
+
+
+@pytest.fixture
+def find(tmp_path):
+    """Finds the program on a host with so many GPUs."""
+    path = runs.write_config(tmp_path)
+
+    def find(
+        *arguments: str, processes: int | None = None, hosts: Hosts = ONE_HOST, gpus: int = 0, module: str = "llamajax.train"
+    ) -> Program:
+        environment = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, range(gpus)))}
+        config = LaunchConfig(num_processes=processes, module=module)
+        return find_program(config, ["--config", str(path), *arguments], hosts, environment)
+
+    return find
+
+
+def on_gpus(data: int) -> tuple[str, ...]:
+    mesh = json.dumps({"data": data, "fsdp": 2, "sequence": 2, "tensor": 2})
+    return ("--mesh", mesh, "--train.global_batch_size", "64")
+
+
+@pytest.mark.parametrize(
+    ("hosts", "processes", "ranks", "devices"),
+    [
+        (ONE_HOST, None, range(8), [str(gpu) for gpu in range(8)]),
+        (ONE_HOST, 2, range(2), ["0,1,2,3", "4,5,6,7"]),
+        (ONE_HOST, 1, range(1), ["0,1,2,3,4,5,6,7"]),
+        (TWO_HOSTS, None, range(8, 16), [str(gpu) for gpu in range(8)]),
+        (TWO_HOSTS, 1, range(1, 2), ["0,1,2,3,4,5,6,7"]),
+    ],
+)
+def test_the_gpus_of_a_host_are_divided_among_its_processes_and_ranks_are_those_of_all_hosts(
+    find, hosts, processes, ranks, devices
+):
+    program = find(*on_gpus(hosts.count), processes=processes, hosts=hosts, gpus=8)
+    told = [program.environment(rank, "node0:99", None) for rank in program.ranks]
+    assert [one["LLAMAJAX_PROCESS_ID"] for one in told] == [str(rank) for rank in ranks]
+    assert {one["LLAMAJAX_NUM_PROCESSES"] for one in told} == {str(len(ranks) * hosts.count)}
+    assert {one["JAX_COORDINATOR_ADDRESS"] for one in told} == {"node0:99"}
+    assert [one["JAX_LOCAL_DEVICE_IDS"] for one in told] == devices
+    assert [one.get("NCCL_SOCKET_IFNAME") for one in told] == ["lo" if hosts is ONE_HOST else None] * len(ranks)
+    is_alone = len(ranks) * hosts.count == 1
+    assert program.arguments[-2:] == (on_gpus(1)[-2:] if is_alone else ("--distributed.enabled", "true"))
+    assert program.config.distributed.enabled != is_alone
+
+
+def test_emulated_devices_are_of_each_process_and_gpus_do_not_count(find):
+    alone = find(gpus=8)
+    assert (alone.num_processes, alone.devices, alone.config.distributed.enabled) == (1, "8 emulated devices", False)
+    two = find("--mesh.num_cpu_devices", "4", processes=2, gpus=8)
+    assert (two.num_processes, two.devices) == (2, "4 emulated devices")
+    told = two.environment(1, "127.0.0.1:9", "10.0.0.1:9")
+    assert "JAX_LOCAL_DEVICE_IDS" not in told
+    assert told["JAX_COORDINATOR_BIND_ADDRESS"] == "10.0.0.1:9"
+
+
+def test_what_the_launcher_must_know_is_that_of_the_program(find, tmp_path):
+    program = find("--watchdog.start_s", "7")
+    assert (program.run_dir, program.start_s) == (tmp_path / "run", 7.0)
+    assert find("--watchdog.enabled", "false").start_s is None
+
+
+def test_a_program_that_keeps_nothing_has_no_run_directory():
+    program = find_program(LaunchConfig(module="llamajax.evaluate"), ["--model", "m"], Hosts(), {"CUDA_VISIBLE_DEVICES": ""})
+    assert (program.run_dir, program.start_s) == (None, None)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "processes", "gpus", "line"),
+    [
+        ((), 2, 0, r"^mesh: .* = 8, but there are 16 devices; .* \(2 processes x 8 emulated devices\)$"),
+        (on_gpus(1), 3, 8, "^num_processes: 3 cannot divide the 8 GPUs of this host among them; choose another number"),
+        (("--distributed.enabled", "false"), 1, 0, None),
+        (
+            ("--mesh.num_cpu_devices=4", "--mesh.tensor=1", "--distributed.enabled=false"), 2, 0,
+            "^distributed.enabled: false, but 2 processes are started; remove it$",
+        ),
+        (
+            ("--mesh.num_cpu_devices=4", "--distributed.num_processes=2"), 2, 0,
+            "^distributed.num_processes: set, but it is for the launcher to say; remove it$",
+        ),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_is_one_line(find, arguments, processes, gpus, line):
+    if line is None:
+        assert find(*arguments, processes=processes, gpus=gpus).num_processes == 1
+        return
+    with pytest.raises((ConfigError, EnvironmentMismatchError), match=line):
+        find(*arguments, processes=processes, gpus=gpus)

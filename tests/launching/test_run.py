@@ -1,0 +1,246 @@
+"""The launcher with real processes, of a few lines each: how they end, and when they start again."""
+
+import json
+import os
+import signal
+import time
+
+import pytest
+
+from llamajax.config.launch import LaunchConfig
+from llamajax.launching.run import backoff_s, newest_step
+from tests.launching.programs import Launch, runs_still, seconds_until_gone
+
+WAIT = """
+def stop(*_):
+    with (here / f"heard.{rank}").open("a") as file:
+        file.write("x")
+    if END:
+        sys.exit(0)
+for number in (signal.SIGTERM, signal.SIGINT):
+    signal.signal(number, stop)
+(here / f"waits.{rank}").touch()
+while True:
+    time.sleep(0.05)
+"""
+
+
+@pytest.mark.slow
+def test_lines_of_all_ranks_come_whole_and_told_apart(tmp_path):
+    """Also those that a pipe does not hold, and one without an end."""
+    body = """
+    for number in range(200):
+        print(f"{rank} " + "x" * 1000 * (number % 50), flush=number % 7 == 0)
+    print("error", rank, file=sys.stderr)
+    print(rank, "the end", end="")
+    """
+    launch = Launch(tmp_path, body, num_processes=4)
+    output, errors = launch.process.communicate(timeout=120)
+    assert launch.process.returncode == 0
+    for rank in range(4):
+        prefix = f"[{rank}] " if rank else ""
+        printed = [*(f"{rank} {'x' * 1000 * (number % 50)}" for number in range(200)), f"{rank} the end"]
+        assert [line for line in output.splitlines() if line.startswith(f"{prefix}{rank} ")] == [prefix + x for x in printed]
+        assert f"{prefix}error {rank}" in errors.splitlines()
+
+
+def test_who_is_killed_ends_all_with_what_they_started_and_is_named(tmp_path):
+    body = """
+    child = subprocess.Popen(["sleep", "600"])
+    (here / f"child.{rank}.new").write_text(str(child.pid))
+    (here / f"child.{rank}.new").rename(here / f"child.{rank}")
+    time.sleep(600)
+    """
+    launch = Launch(tmp_path, body, "--max_restarts", "0")
+    for rank in range(2):
+        launch.wait_for_file(f"child.{rank}")
+    (killed,), (other,) = launch.pids(1), launch.pids(0)
+    grandchildren = [int((tmp_path / f"child.{rank}").read_text()) for rank in range(2)]
+    assert all(map(runs_still, grandchildren))
+    os.kill(killed, signal.SIGKILL)
+    assert seconds_until_gone(killed, other, *grandchildren) < 20  # two, on a machine that is not busy
+    _, lines = launch.end(75)
+    assert lines == [
+        f"process 1 (pid {killed}) was ended by SIGKILL, by somebody or for want of memory",
+        "process 0 was ended by the launcher, because of process 1",
+    ]
+
+
+def test_a_failure_that_a_new_start_cannot_help_is_passed_on(tmp_path):
+    """The first cause comes first, whoever ended because of it and however fast."""
+    body = """
+    if rank == 0:
+        sys.exit(3)
+    while heartbeat.read(os.environ[heartbeat.VARIABLE], 0) is None and (here / "lives.0").exists() is False:
+        time.sleep(0.01)
+    heartbeat.of_this_process().tell(ended_by=0)
+    sys.exit(3)
+    """
+    launch = Launch(tmp_path, body)
+    _, lines = launch.end(3)
+    (first,) = launch.pids(0)
+    assert lines == [f"process 0 (pid {first}) ended with exit code 3, data", "process 1 ended because of process 0"]
+
+
+@pytest.mark.parametrize("others", [pytest.param("are ended", marks=pytest.mark.slow), "end by themselves"])
+def test_a_stuck_process_is_named_and_not_those_that_wait_for_it(tmp_path, others):
+    """It holds Python's lock, and its stacks are written all the same; the other's limit comes first."""
+    body = f"""
+    import faulthandler
+    beat = heartbeat.of_this_process()
+    while not all((here / f"lives.{{number}}").exists() for number in range(2)):
+        time.sleep(0.01)
+    limit = time.monotonic() + 0.5
+    if rank == 1:
+        (here / "run" / "stacks").mkdir()
+        faulthandler.enable(open(here / "run" / "stacks" / "20260101T000000.1.txt", "w"))
+        beat.tell(phase="step", doing="loading a batch", step=7, deadline=limit + 0.3)
+        hold_python()
+    beat.tell(phase="step", doing=heartbeat.WAITING, step=7, deadline=limit)
+    time.sleep(1)
+    if {others == "end by themselves"}:
+        sys.exit(75)
+    time.sleep(600)
+    """
+    launch = Launch(tmp_path, body, "--max_restarts", "0")
+    _, lines = launch.end(75)
+    (stuck,) = launch.pids(1)
+    stacks = tmp_path / "run" / "stacks" / "20260101T000000.1.txt"
+    assert lines[0] == (f"process 1 (pid {stuck}) was stuck: loading a batch, in phase step after step 7; stacks: {stacks}")
+    expected = {"are ended": "was ended by the launcher, because of", "end by themselves": "waited for"}[others]
+    assert lines[1].startswith(f"process 0 {expected} process 1")
+    assert "hold_python" in stacks.read_text()
+
+
+@pytest.mark.slow
+def test_a_stopped_process_is_the_cause_of_what_others_say_about_it(tmp_path):
+    body = """
+    beat = heartbeat.of_this_process()
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    while heartbeat.read(os.environ[heartbeat.VARIABLE], 1) is None:
+        time.sleep(0.01)
+    time.sleep(0.5)
+    beat.tell(ended_by=1)
+    sys.exit(75)
+    """
+    launch = Launch(tmp_path, body, "--max_restarts", "0")
+    _, lines = launch.end(75)
+    (stopped,) = launch.pids(1)
+    assert lines == [
+        f"process 1 (pid {stopped}) was stuck: stopped by a signal, in phase start after step 0",
+        "process 0 ended because of process 1",
+    ]
+
+
+@pytest.mark.slow
+def test_a_process_that_never_says_anything_is_stuck(tmp_path):
+    launch = Launch(tmp_path, WAIT, "--max_restarts", "0", program=["--watchdog.start_s", "1"], num_processes=1)
+    _, errors = launch.process.communicate(timeout=120)
+    assert launch.process.returncode == 75
+    assert "was stuck: it has not said what it does" in errors
+
+
+def test_without_progress_it_gives_up_and_says_so(tmp_path):
+    launch = Launch(tmp_path, "os.kill(os.getpid(), signal.SIGKILL)", "--max_restarts", "2", num_processes=1)
+    _, lines = launch.end(93)
+    waits = [line for line in lines if line.startswith("restart")]
+    assert waits == [f"restart {n} of 2 without a new checkpoint in {s} s, from step 0" for n, s in ((1, "0.1"), (2, "0.2"))]
+    assert lines[-1].startswith(f"gives up after 2 restarts without a new checkpoint in {tmp_path / 'run'} (max_restarts)")
+    assert len(launch.pids(0)) == 3
+    events = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
+    facts = [(event["event"], event["step"], event["rank"], event["exit_code"], event["after_s"]) for event in events]
+    assert facts == [("restart", 0, 0, 75, 0.1), ("restart", 0, 0, 75, 0.2)]
+    assert (
+        events[0]["cause"] == f"process 0 (pid {launch.pids(0)[0]}) was ended by SIGKILL, by somebody or for want of memory"
+    )
+
+
+@pytest.mark.slow
+def test_with_progress_it_goes_on_as_long_as_it_takes(tmp_path):
+    """A line that a kill tore in the run's events stays apart."""
+    body = """
+    if life == 5:
+        sys.exit(0)
+    commit(10 * life)
+    with (here / "run" / "events.jsonl").open("a") as file:
+        file.write('{"torn')
+    sys.exit(74)
+    """
+    launch = Launch(tmp_path, body, "--max_restarts", "1", num_processes=1)
+    launch.end(0)
+    records = (tmp_path / "run" / "events.jsonl").read_text().splitlines()
+    assert records[::2] == ['{"torn'] * 4
+    assert [json.loads(record)["step"] for record in records[1::2]] == [10, 20, 30, 40]
+    assert {json.loads(record)["exit_code"] for record in records[1::2]} == {74}
+
+
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, *(pytest.param(n, marks=pytest.mark.slow) for n in (signal.SIGINT, signal.SIGHUP))]
+)
+def test_a_request_to_stop_is_passed_on_once_and_ends_it(tmp_path, number):
+    launch = Launch(tmp_path, WAIT.replace("END", "True"))
+    for rank in range(2):
+        launch.wait_for_file(f"waits.{rank}")
+    for _ in range(3):
+        launch.process.send_signal(number)
+        time.sleep(0.05)
+    assert launch.end(0) == ([], [])
+    assert [(tmp_path / f"heard.{rank}").read_text() for rank in range(2)] == ["x", "x"]
+    assert [len(launch.pids(rank)) for rank in range(2)] == [1, 1]
+
+
+@pytest.mark.slow
+def test_a_second_request_kills(tmp_path):
+    launch = Launch(tmp_path, WAIT.replace("END", "False"))
+    for rank in range(2):
+        launch.wait_for_file(f"waits.{rank}")
+    launch.process.terminate()
+    for rank in range(2):
+        launch.wait_for_file(f"heard.{rank}")
+    time.sleep(2.1)
+    launch.process.terminate()
+    launch.end(128 + signal.SIGTERM)
+
+
+def test_a_request_to_stop_is_heard_before_processes_hear_and_between_lives(tmp_path):
+    launch = Launch(tmp_path, "(here / 'waits').touch(); time.sleep(600)", "--stopped_code", "75", num_processes=1)
+    launch.wait_for_file("waits")
+    launch.process.terminate()
+    launch.end(75)
+    (tmp_path / "again").mkdir()
+    launch = Launch(tmp_path / "again", "sys.exit(75)", "--backoff_s", "600", "--max_backoff_s", "600")
+    launch.wait_for((tmp_path / "again" / "run" / "events.jsonl").exists)
+    launch.process.send_signal(signal.SIGINT)
+    _, lines = launch.end(0)
+    assert lines[-1] == "stopped by SIGINT before the restart; nothing was lost"
+
+
+@pytest.mark.slow
+def test_processes_end_with_a_launcher_that_is_killed(tmp_path):
+    launch = Launch(tmp_path, WAIT.replace("END", "False"))
+    for rank in range(2):
+        launch.wait_for_file(f"waits.{rank}")
+    launch.process.kill()
+    assert seconds_until_gone(*launch.pids(0), *launch.pids(1)) < 20
+    launch.process.communicate()
+
+
+def test_a_mistake_is_told_once_and_nothing_is_started(tmp_path):
+    launch = Launch(tmp_path, WAIT, program=["--train.num_steps", "0", "--model.num_layer", "3"])
+    output, errors = launch.process.communicate(timeout=120)
+    assert (launch.process.returncode, output, len(errors.splitlines())) == (2, "", 2)
+    assert not launch.pids(0)
+
+
+def test_backoff_doubles_up_to_its_cap():
+    config = LaunchConfig(backoff_s=1.0, max_backoff_s=60.0)
+    assert [backoff_s(config, restart) for restart in range(1, 9)] == [1, 2, 4, 8, 16, 32, 60, 60]
+    assert backoff_s(config, 10**6) == 60
+
+
+def test_only_committed_steps_count(tmp_path):
+    assert newest_step(None) == newest_step(tmp_path) == 0
+    for name in ("5", "12", "30.orbax-checkpoint-tmp", "40.damaged", "x"):
+        (tmp_path / "checkpoints" / name).mkdir(parents=True)
+    assert newest_step(tmp_path) == 12

@@ -1,0 +1,153 @@
+"""Going back: exact, durable, and bounded, whatever moment the run is killed at."""
+
+import json
+import os
+import pathlib
+import shutil
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from llamajax.checkpoint.read import Restored
+from llamajax.checkpoint.write import Checkpointer
+from llamajax.config.training import CheckpointConfig
+from llamajax.data.position import PassedOver
+from llamajax.errors import CheckpointError
+from llamajax.training.rollback import PASSED_OVER_FILE, agreed, read_passed_over, steps_left_behind
+from tests import runs
+from tests.checkpoint import states
+
+
+def window(after_step, first_row=0, num_rows=8):
+    """As JSON has it."""
+    return {"after_step": after_step, "first_row": first_row, "num_rows": num_rows, "reason": "step 9: bad", "time": 1.5}
+
+
+def save_steps(run_dir, steps):
+    """Checkpoints, by step, with what the run had passed over when each was saved."""
+    states.use_mesh()
+    with Checkpointer(run_dir, CheckpointConfig(keep_last=9)) as checkpointer:
+        for step, passed_over in steps.items():
+            checkpointer.save(step, states.state_of(step), {"data": {"passed_over": passed_over}})
+
+
+def test_checkpoints_behind_the_place_that_a_run_went_back_to_go(tmp_path):
+    """After a kill between the record and their removal; those saved since know of it, and stay."""
+    first, second = window(4), window(6)
+    save_steps(tmp_path, {2: [], 4: [], 5: [], 6: [first], 7: [first], 8: [first, second]})
+    (tmp_path / PASSED_OVER_FILE).write_text(json.dumps([first, second]))
+    with Checkpointer(tmp_path, states.CONFIG) as checkpointer:
+        passed_over = read_passed_over(tmp_path, checkpointer)
+        assert passed_over == (PassedOver(**first), PassedOver(**second))
+        assert states.names_in(tmp_path) == ["2", "4", "6", "8"]
+        assert checkpointer.newest == 8
+        checkpointer.drop([8])
+        assert checkpointer.newest == 6
+        restored = checkpointer.restore(states.abstract(), before=6)
+        assert restored is not None
+        assert restored.step == 4
+
+
+def test_steps_whose_own_words_are_damaged_are_not_removed_for_them(tmp_path):
+    """They are set aside with all they hold when they are to be restored."""
+    save_steps(tmp_path, {2: [], 5: []})
+    (tmp_path / "checkpoints" / "5" / "meta.json").write_text("{}")
+    assert steps_left_behind(tmp_path / "checkpoints", (PassedOver(**window(2)),)) == []
+
+
+def restored_with(passed_over):
+    return Restored(step=9, state=None, meta={"data": {"passed_over": passed_over}}, files=pathlib.Path())
+
+
+def test_what_one_of_record_and_checkpoint_lost_the_other_knows():
+    both = (PassedOver(**window(2)), PassedOver(**window(4)))
+    assert agreed(pathlib.Path(), both, restored_with([])) == both
+    assert agreed(pathlib.Path(), both, restored_with([window(2)])) == both
+    assert agreed(pathlib.Path(), (), restored_with([window(2), window(4)])) == both
+    with pytest.raises(CheckpointError, match=r"passed_over.json is not of the run whose checkpoint 9 is there; bring"):
+        agreed(pathlib.Path(), both, restored_with([window(3)]))
+
+
+@pytest.mark.parametrize("content", ["[{", '{"after_step": 3}', "[3]", json.dumps([window(-1)]), json.dumps([window("4")])])
+def test_a_damaged_record_is_named(tmp_path, content):
+    save_steps(tmp_path, {2: []})
+    (tmp_path / PASSED_OVER_FILE).write_text(content)
+    with (
+        Checkpointer(tmp_path, states.CONFIG) as checkpointer,
+        pytest.raises(CheckpointError, match=r"passed_over.json is damaged \(.*\); bring it back, or remove it") as info,
+    ):
+        read_passed_over(tmp_path, checkpointer)
+    assert "\n" not in str(info.value)
+
+
+POISON = {"nan": [60, 68], "spike": [170]}
+"""Steps 8 and 9 are skipped, of which the second is one too many; the run goes on from step 5 with row 72, so that row 170 is
+in step 18; from step 15 it goes on with row 176."""
+FIRST_ROWS = {step: 8 * (step - 1) + (step > 5) * 32 + (step > 15) * 24 for step in range(1, 21)}
+
+
+def start(config, *overrides, **poison):
+    train = ["--config", str(config), "--train.max_nonfinite_steps=2", "--recovery.spike_zscore=20", *overrides]
+    train += ["--recovery.spike_window=16", f"--xla.compilation_cache={config.parent / 'programs'}"]
+    command = [sys.executable, "-m", "tests.training.poisoned", json.dumps(POISON | poison), *train]
+    env = os.environ | {"PYTHONPATH": str(runs.ROOT)}
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env)
+
+
+def first_rows(path):
+    """By step, as it was loaded last."""
+    return dict(tuple(map(int, line.split())) for line in path.read_text().splitlines())
+
+
+@pytest.mark.slow
+def test_a_run_goes_back_past_bad_rows_and_kills_change_nothing(tmp_path):
+    """Killed before and after the first rollback is recorded, and after the second: the end is that of the run that is not."""
+    config = runs.write_config(tmp_path)
+    unbroken, broken = tmp_path / "run", tmp_path / "broken"
+    output = runs.finish(start(config, rows=str(tmp_path / "rows")))
+    lines = [line for line in output.splitlines() if line.startswith("rollback ")]
+    assert len(lines) == 2
+    assert lines[0].endswith(
+        "step 9: gradients were not finite in 2 steps in a row (train.max_nonfinite_steps=2); going back to step 5, passing"
+        " over rows 40 to 71 (1 of at most 3 times)"
+    )
+    assert lines[1].endswith("going back to step 15, passing over rows 152 to 175 (2 of at most 3 times)")
+    rows = first_rows(tmp_path / "rows")
+    assert {step: rows[step] for step in FIRST_ROWS} == FIRST_ROWS
+    assert len(runs.losses(unbroken)) == 20
+    assert runs.committed_steps(unbroken) == {5, 10, 15, 20}
+
+    events = [json.loads(line) for line in (unbroken / "events.jsonl").read_text().splitlines()]
+    rollbacks = [event for event in events if event["event"] == "rollback"]
+    assert [(event["step"], event["to_step"], event["first_row"], event["num_rows"]) for event in rollbacks] == [
+        (9, 5, 40, 32), (18, 15, 152, 24),
+    ]  # fmt: skip
+    assert rollbacks[1]["loss"] > 50
+    assert rollbacks[1]["zscore"] > 20
+    dropped = [json.loads(line) for line in (unbroken / "rolled_back.jsonl").read_text().splitlines()]
+    assert {6, 7, 8, 9, 16, 17, 18} <= {record["step"] for record in dropped}
+    meta = json.loads((unbroken / "checkpoints" / "20" / "meta.json").read_text())
+    assert meta["data"]["position"] == FIRST_ROWS[20] + 8
+    assert meta["data"]["passed_over"] == json.loads((unbroken / PASSED_OVER_FILE).read_text())
+
+    for kill in ("before", "after", "after"):
+        runs.finish(start(config, f"--run_dir={broken}", kill=kill), expected_code=-signal.SIGKILL)
+    runs.finish(start(config, f"--run_dir={broken}"))
+    assert runs.losses(broken) == runs.losses(unbroken)
+    hashes = [json.loads((run / "checkpoints/20/arrays.json").read_text()) for run in (unbroken, broken)]
+    assert hashes[0] == hashes[1]
+    metas = [json.loads((run / "checkpoints/20/meta.json").read_text()) for run in (unbroken, broken)]
+    for meta in metas:
+        for passed_over in meta["data"]["passed_over"]:
+            del passed_over["time"]
+    assert metas[0]["data"] == metas[1]["data"]
+    assert metas[0]["recent_losses"] == metas[1]["recent_losses"]
+
+    shutil.rmtree(broken)
+    last = runs.finish(start(config, f"--run_dir={broken}", "--recovery.max_rollbacks=1"), expected_code=93).splitlines()[-1]
+    assert last.startswith("step 18: loss 5")
+    assert (
+        last.count("the run has gone back 1 times already (recovery.max_rollbacks=1); step 15 is the newest checkpoint") == 1
+    )
