@@ -17,9 +17,9 @@ POISON = "☠"
 """In documents whose batches spoil a step; a text of three bytes, each a token that no other document has."""
 POISON_TOKEN = 3 + POISON.encode()[0]
 BAD = {
-    "NaN in a batch": ("nan", 0.02),
-    "Inf in a batch": ("inf", 0.02),
-    "NaN again and again": ("nan", 0.12),
+    "NaN in a batch": ("nan", 0.01),
+    "Inf in a batch": ("inf", 0.01),
+    "NaN again and again": ("nan", 0.03),
     "NaN without end": ("nan", 1.0),
     "spikes of the loss": ("spike", 0.02),
 }
