@@ -87,8 +87,8 @@ def check_same_everywhere(own: Mapping[str, Any]) -> None:
     for number, differing in enumerate(everyones(differing_here)):
         if differing:
             raise EnvironmentMismatchError(
-                f"process {number} differs from process 0 in {', '.join(differing)}; give all the same configuration and"
-                " data"
+                f"process {number} differs from process 0 in {', '.join(differing)}; give all the same configuration,"
+                " code and data"
             )
 
 

@@ -1,11 +1,14 @@
 """How a process begins: what jax is told before it starts, the other processes, and the mesh."""
 
 import functools
+import hashlib
 import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import jax
+import jaxlib.version
 from jax.sharding import Mesh
 from jaxlib import _jax  # pyright: ignore[reportAttributeAccessIssue] (where gloo listens has no public name)
 
@@ -157,12 +160,23 @@ def begin(config: Config) -> None:
         EnvironmentMismatchError: the machine is not what the configuration asks for, or processes have other settings.
     """
     own = ("distributed.", "data.cache_dir")  # of each process
+    settings = {key: value for key, value in dotted(config_to_dict(config)).items() if not key.startswith(own)}
     connect(
         config.mesh,
         config.distributed,
         memory_fraction=allowance.memory_fraction(config),
-        settings={key: value for key, value in dotted(config_to_dict(config)).items() if not key.startswith(own)},
+        settings=settings | (_installed() if config.distributed.enabled else {}),
     )
+
+
+def _installed() -> dict[str, str]:
+    """What computes on this host, which must be the same on all."""
+    root, code = Path(__file__).parents[1], hashlib.sha256()
+    for path in sorted(root.rglob("*.py")):
+        content = path.read_bytes()
+        code.update(f"{path.relative_to(root).as_posix()} {len(content)}\n".encode() + content)
+    versions = {"jax": jax.__version__, "jaxlib": jaxlib.version.__version__}
+    return {"llamajax (its code)": code.hexdigest(), **versions}
 
 
 def lay_out(config: Config) -> Mesh:

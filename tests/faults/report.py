@@ -1,0 +1,94 @@
+"""The results of the campaign as people read them: lines while it runs, and docs/reliability.md."""
+
+import datetime
+import os
+import platform
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+from tests import runs
+from tests.faults.groups import GROUPS, Group
+from tests.faults.results import Result
+
+DOCUMENT = runs.ROOT / "docs" / "reliability.md"
+HEAD = """# Reliability, as tried
+
+What becomes of runs that are broken on purpose, by `python -m tests.faults --write`. Tiny runs are broken many times in
+every way below, and compared with runs that nobody touched: every step's loss and every array of the last checkpoint, to the
+bit.
+"""
+TABLE = """
+| | faults | target | tried | passed | measured | when, where |
+| --- | --- | --- | --- | --- | --- | --- |
+"""
+TAIL = """
+Failures name their seed: `python -m tests.faults --only GROUP --count 1 --seed SEED` makes the same try again. What is left
+to chance is drawn from the seed; when the operating system lets a process run is not.
+
+## What only a cluster can show
+
+These runs are on one machine, on emulated devices, over loopback. Not shown by them:
+
+- lost hosts, switches and links: here a lost host is a killed process group;
+- NCCL's own ways to fail: hangs inside a collective on a GPU, and whether the process can still write its stacks then;
+- GPU errors (Xid, ECC, a card that falls off the bus), memory that an ended process has not given back yet, and bits that
+  flip in real hardware;
+- NFS and Lustre: locks, attribute caches and rename are tried as far as a local disk and a library between can imitate them;
+- hosts whose clocks differ, and preemption by a real scheduler (Slurm's and Kubernetes' signals are sent by hand here);
+- the time that thousands of processes take to meet, to restore, and to agree that one is lost.
+"""
+
+
+def line(group: Group, result: Result) -> str:
+    """One group in a line."""
+    measured = "; ".join(f"{key} {value}" for key, value in result.figures.items())
+    verdict = "passed" if result.good else "FAILED"
+    return f"{group.name} {group.title}: {verdict}, {result.passed} of {result.tries}, {result.seconds:.0f} s; {measured}"
+
+
+def facts(seed: int, slowness: float) -> dict[str, Any]:
+    """When, where and of what the results are."""
+    git = ["git", "-C", str(runs.ROOT)]
+    commit = subprocess.run([*git, "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, check=False)
+    changed = subprocess.run([*git, "status", "--porcelain"], capture_output=True, text=True, check=False)
+    return {
+        "date": datetime.date.today().isoformat(),
+        "commit": commit.stdout.strip() + (" with changes" if changed.stdout.strip() else ""),
+        "machine": f"{os.cpu_count()} x {_processor()}, {_memory_gib():.0f} GiB, {platform.system()} {platform.release()}",
+        "python": platform.python_version(),
+        "seed": seed,
+        "slowness": slowness,
+    }
+
+
+def write(results: list[Result], seed: int, slowness: float) -> None:
+    """Puts the rows of `results` into the document; those of other groups stay."""
+    rows = _rows()
+    about = facts(seed, slowness)
+    slow = f", limits of time x {slowness:g}" if slowness != 1 else ""
+    when = f"{about['date']}, {about['commit']}, Python {about['python']}, {about['machine']}, seed {seed}{slow}"
+    groups = {group.name: group for group in GROUPS}
+    for result in results:
+        group = groups[result.name]
+        measured = "; ".join(f"{key}: {value}" for key, value in result.figures.items())
+        failed = "".join(f"; seed {failure.seed} ({failure.kind}) failed: {failure.what}" for failure in result.failures[:3])
+        cells = [group.name, group.title, group.target, str(result.tries), str(result.passed), measured + failed, when]
+        rows[result.name] = "| " + " | ".join(cell.replace("|", "/").replace("\n", " ") for cell in cells) + " |"
+    ordered = [rows[group.name] for group in GROUPS if group.name in rows]
+    DOCUMENT.write_text(HEAD + TABLE + "\n".join(ordered) + "\n" + TAIL)
+
+
+def _rows() -> dict[str, str]:
+    text = DOCUMENT.read_text() if DOCUMENT.exists() else ""
+    return {match[1]: match[0] for match in re.finditer(r"^\| (\w+) \| .* \|$", text, flags=re.MULTILINE)}
+
+
+def _processor() -> str:
+    found = re.search(r"^model name\s*: (.*)$", Path("/proc/cpuinfo").read_text(), flags=re.MULTILINE)
+    return found[1] if found else platform.machine()
+
+
+def _memory_gib() -> float:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
