@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 from llamajax.checkpoint import manifest
+from llamajax.disk import names_in
 from llamajax.errors import CheckpointError
 from llamajax.parallel.processes import everyones
 from llamajax.watch.console import say
@@ -49,17 +50,21 @@ def good_step(directory: Path, step: int | None = None) -> Path:
 
 def steps_in(directory: Path) -> list[int]:
     """The committed steps, in order."""
-    names = [path.name for path in directory.iterdir()] if directory.is_dir() else []
-    return sorted(int(name) for name in names if re.fullmatch("0|[1-9][0-9]*", name))
+    return sorted(int(name) for name in names_in(directory) if re.fullmatch("0|[1-9][0-9]*", name))
 
 
-def newest_good(directory: Path) -> tuple[int | None, dict[int, list[str]]]:
-    """The newest step without damage, and what is wrong with the newer ones; the same on every process."""
+def newest_good(directory: Path, before: int | None = None) -> tuple[int | None, dict[int, list[str]]]:
+    """The newest step without damage, and what is wrong with the newer ones; the same on every process.
+
+    Args:
+        directory: where the steps are.
+        before: only steps below this one are looked at; None: all.
+    """
     damaged: dict[int, list[str]] = {}
     while True:
         # Listed anew each time: a running writer may have committed a step and deleted one meanwhile.
         own = steps_in(directory)
-        steps = everyones(own)[0]
+        steps = [step for step in everyones(own)[0] if before is None or step < before]
         step = max(set(steps) - damaged.keys(), default=None)
         found = [] if step is None else manifest.damage(directory / str(step))
         if not found:

@@ -72,11 +72,17 @@ def train(
             if result is not None:
                 writer.write_eval(step, result)
 
+        def meta_of_step() -> dict[str, Any]:
+            return meta | {"data": {"position": step * config.train.global_batch_size, **meta["data"]}}
+
+        def save_locally() -> None:
+            with writer.pause("saving"):
+                checkpointer.save_locally(step, state, meta_of_step(), files)
+
         def save() -> None:
             nonlocal saved_step
             with writer.pause("saving"):
-                of_step = meta | {"data": {"position": step * config.train.global_batch_size, **meta["data"]}}
-                checkpointer.save(step, state, of_step, files)
+                checkpointer.save(step, state, meta_of_step(), files)
             writer.event("save")
             saved_step = step
 
@@ -92,6 +98,9 @@ def train(
             if due(config.checkpoint.save_every) or checkpointer.retry_due(step):
                 check(writer.flush())
                 save()
+            elif due(config.checkpoint.local_every):
+                check(writer.flush())
+                save_locally()
             if due(config.train.eval_every) and step < num_steps:
                 check(writer.flush())
                 evaluate_now()

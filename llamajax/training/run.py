@@ -6,7 +6,7 @@ from pathlib import Path
 
 import jax
 
-from llamajax import data
+from llamajax import data, disk
 from llamajax.checkpoint.meta import checkpoint_meta
 from llamajax.checkpoint.steps import latest_step
 from llamajax.checkpoint.write import Checkpointer
@@ -84,7 +84,7 @@ def run(config: Config, *, dry_run: bool = False) -> None:
             if jax.process_index() == 0:
                 write_config(config, run_dir / "config.yaml")
             if restored is not None:
-                console.log(f"start      resuming at step {restored.step}")
+                console.log(f"start      resuming at step {restored.step}{restored.place}")
                 state, start_step = restored.state, restored.step
             else:
                 console.log(f"start      from {f'scratch, seed {config.seed}' if pretrained is None else pretrained.about}")
@@ -111,6 +111,7 @@ def run(config: Config, *, dry_run: bool = False) -> None:
 
 def main(config: Config, *, dry_run: bool) -> None:
     """Runs, and ends the process."""
+    disk.keep_from_others()
     code = exit_code(
         lambda: run(config, dry_run=dry_run),
         memory_remedy="model.remat: full, more train.grad_accum_steps, or a larger mesh.fsdp or mesh.tensor",
