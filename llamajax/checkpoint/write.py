@@ -350,12 +350,14 @@ class Checkpointer:
         except OSError as error:
             if jax.process_index() == 0:
                 shutil.rmtree(saving, ignore_errors=True)
+            if self._defect is not None:
+                return
             newest = (
                 "there is no checkpoint yet" if self._newest is None else f"step {self._newest} is the newest checkpoint"
             )
             failing = f"{self._directory}: step {step} cannot be saved: {error}"
             self._failure = SaveError(f"{failing}; see to the disk and run the same command again; {newest}")
-            if self._on_failure is not None and self._defect is None:
+            if self._on_failure is not None:
                 self._on_failure(f"{failing}; it will be tried again; {newest}")
         except Exception as error:
             self._defect = error

@@ -5,6 +5,7 @@ import json
 import shutil
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -88,7 +89,8 @@ def test_a_state_saved_while_its_buffers_are_donated_is_the_old_one(tmp_path, co
     step(step(state))
     restored = checkpointer.restore(wanted)
     assert restored is not None
-    assert np.all(np.asarray(restored.state["w"]) == restored.step == 1)
+    assert restored.step == 1
+    assert np.all(np.asarray(restored.state["w"]) == 1)
     checkpointer.close()
 
 
@@ -172,10 +174,11 @@ def test_a_disk_that_fails_is_told_and_tried_again(tmp_path, config, monkeypatch
 
 
 def test_the_settings_belong_together():
-    for settings, wrong in (
+    wrong: list[tuple[dict[str, Any], str]] = [
         ({"local_dir": "/x"}, "local_dir: /x needs local_every"),
         ({"local_every": 5}, "local_every: 5 needs local_dir"),
         ({"local_dir": "/x", "local_every": 10, "save_every": 10}, "local_every: 10 must be below save_every=10"),
-    ):
-        with pytest.raises(ConfigError, match=wrong):
+    ]
+    for settings, line in wrong:
+        with pytest.raises(ConfigError, match=line):
             CheckpointConfig(**settings)
