@@ -162,10 +162,10 @@ def test_a_disk_that_fails_is_told_and_tried_again(tmp_path, config, monkeypatch
 
     monkeypatch.setattr(local_tier.manifest, "write_file", write)
     with Checkpointer(tmp_path / "run", config) as checkpointer:
+        assert checkpointer._local is not None
         for step in range(1, 6):
             failing = step < 3
             checkpointer.save_locally(step, state_of(step), META, {})
-            assert checkpointer._local is not None
             checkpointer._local.wait()
         assert steps_in(checkpointer._local._directory) == [3, 4, 5][-2:]
     lines = capfd.readouterr().err.splitlines()
