@@ -4,44 +4,140 @@ import contextlib
 import errno
 import fcntl
 import os
+import re
 import secrets
 import shutil
-from collections.abc import Iterator
+import socket
+import time
+import zlib
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TypeVar
 
-_NO_LOCKS = {errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK}
+# How file systems say that they have no locks; ENOTSUPP is what Linux's own ones let through for EOPNOTSUPP.
+_ENOTSUPP = 524
+_NO_LOCKS = {errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL, _ENOTSUPP}
+
+# What a disk or its server may get over: a read that failed with one of these is tried again after each of the pauses.
+_PASSING = {errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EREMOTEIO, errno.EAGAIN}
+_PAUSES_S = (0.5, 2, 5)
+
+# Seconds after which an unfinished file of another host has no writer.
+_ABANDONED_S = 24 * 3600
+
+T = TypeVar("T")
+
+
+def _boot() -> str:
+    """Tells this host from all others, and from itself before it was started anew."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return socket.gethostname()
+
+
+BOOT = _boot()
+"""Of this host: alike in all processes that share its kernel, whose locks hold among them on every file system."""
+_HOST = f"{zlib.crc32(BOOT.encode()):08x}"
+
+
+def keep_from_others() -> None:
+    """From here on, files and directories that this process makes are closed to users outside its group (0640, 0750)."""
+    os.umask(os.umask(0o077) | 0o027)
+
+
+def make_folder(folder: Path, mode: int = 0o750) -> None:
+    """Makes a directory if it is not there, and those above it that are missing, all with this mode less the umask.
+
+    Raises:
+        OSError: it cannot be made.
+    """
+    if not folder.is_dir():
+        if not folder.parent.exists():
+            make_folder(folder.parent, mode)
+        folder.mkdir(mode, exist_ok=True)
+
+
+def names_in(folder: Path) -> list[str]:
+    """What the directory holds now, on its server; nothing where it is not there.
+
+    To open a directory is to ask the server, on NFS too. To look a name up is not: that it is missing is remembered there
+    for up to a minute, also of the directory's own name, which is why those above it are opened.
+    """
+    try:
+        return os.listdir(folder)
+    except (FileNotFoundError, NotADirectoryError):
+        if folder.parent != folder:
+            names_in(folder.parent)
+        return []
+
+
+def read_again(read: Callable[[], T]) -> T:
+    """What `read` returns; where the disk fails in a way that may pass, after up to three more attempts.
+
+    Raises:
+        OSError: the last one failed too, or in another way.
+    """
+    for pause_s in _PAUSES_S:
+        try:
+            return read()
+        except OSError as error:
+            if error.errno not in _PASSING:
+                raise
+        time.sleep(pause_s)
+    return read()
 
 
 @contextlib.contextmanager
 def locked(entry: Path, *, wait: bool = True) -> Iterator[bool]:
     """Holds the entry's lock while the block runs; the kernel releases it when a process dies.
 
-    Where the file system has no locks nobody waits: several processes may then make the same files, each of them whole.
+    Where the file system has no locks, or one for each host only, nobody waits: several processes may then make the same
+    files, each of them whole.
 
     Yields:
         Whether the block may write; False only without `wait`, when another process has the lock.
     """
-    entry.mkdir(parents=True, exist_ok=True)
+    make_folder(entry, 0o700)
     with (entry / "lock").open("ab") as lock:
         try:
-            is_locked = _flock(lock.fileno(), fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+            is_locked = flock(lock.fileno(), fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
         except BlockingIOError:
             yield False
             return
-        for leftover in entry.glob("*.tmp") if is_locked else ():  # of a process that was killed while it held the lock
-            leftover.unlink()
+        if is_locked:
+            _remove_leftovers(entry, lock.fileno())
         yield True
+
+
+def _remove_leftovers(entry: Path, lock: int) -> None:
+    """Removes what a process was writing when it was killed while it held the lock.
+
+    The lock may hold among the processes of one host only (Lustre's `localflock`, NFS's `nolock`), which nobody can see.
+    What another host has begun is therefore left to it for a day, by the clock of the file system.
+    """
+    os.utime(lock)
+    now = os.fstat(lock).st_mtime
+    for leftover in entry.glob("*.tmp"):
+        host = re.search(r"[.]([0-9a-f]{8})[.][0-9a-f]{8}[.]tmp$", leftover.name)
+        with contextlib.suppress(FileNotFoundError):
+            if host is None or host[1] == _HOST or now - leftover.stat().st_mtime > _ABANDONED_S:
+                leftover.unlink()
 
 
 def has_locks(folder: Path) -> bool:
     """Whether files in the folder, which is made if it is not there, can be locked."""
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder, 0o700)
     with (folder / "lock").open("ab") as lock:
-        return _flock(lock.fileno(), fcntl.LOCK_SH)
+        return flock(lock.fileno(), fcntl.LOCK_SH)
 
 
-def _flock(descriptor: int, operation: int) -> bool:
-    """Locks the file; False if its file system has no locks."""
+def flock(descriptor: int, operation: int) -> bool:
+    """Locks the file; False if its file system has no locks.
+
+    Raises:
+        BlockingIOError: another process has the lock, and the operation does not wait.
+    """
     try:
         fcntl.flock(descriptor, operation)
     except OSError as error:
@@ -54,7 +150,7 @@ def _flock(descriptor: int, operation: int) -> bool:
 def write_atomically(path: Path, *chunks: bytes | memoryview) -> None:
     """Writes a file that is, whatever happens, either whole or not there. The entry's lock must be held."""
     # A name of its own, for file systems without locks.
-    temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
+    temporary = path.with_name(f"{path.name}.{_HOST}.{secrets.token_hex(4)}.tmp")
     try:
         with temporary.open("wb") as file:
             for chunk in chunks:

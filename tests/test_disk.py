@@ -75,3 +75,60 @@ def test_a_lock_dies_with_its_process(tmp_path):
         with disk.locked(tmp_path) as mine:
             assert mine
     assert os.listdir(tmp_path) == ["lock"]
+
+
+def test_what_another_host_is_writing_is_left_to_it(tmp_path, monkeypatch):
+    """The lock may hold among the processes of one host only."""
+    with disk.locked(tmp_path):
+        pass
+    own, others, old = (tmp_path / f"a.{host}.12345678.tmp" for host in (disk._HOST, "00000000", "00000001"))
+    for path in (own, others, old):
+        path.write_text("half")
+    os.utime(old, (1, 1))
+    with disk.locked(tmp_path):
+        assert sorted(os.listdir(tmp_path)) == [others.name, "lock"]
+
+
+@pytest.mark.parametrize("num_failures", [0, 3, 4])
+def test_a_read_that_fails_is_tried_again(monkeypatch, num_failures):
+    pauses: list[float] = []
+    monkeypatch.setattr(disk.time, "sleep", pauses.append)
+
+    def read() -> str:
+        if len(attempts) < num_failures:
+            attempts.append("failed")
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return "read"
+
+    attempts: list[str] = []
+    if num_failures < 4:
+        assert disk.read_again(read) == "read"
+    else:
+        with pytest.raises(OSError, match="Input/output error"):
+            disk.read_again(read)
+    assert pauses == [0.5, 2, 5][:num_failures]
+
+
+def test_what_is_not_there_is_not_waited_for(tmp_path, monkeypatch):
+    monkeypatch.setattr(disk.time, "sleep", lambda _: pytest.fail("waits"))
+    with pytest.raises(FileNotFoundError):
+        disk.read_again((tmp_path / "a").read_bytes)
+    assert disk.names_in(tmp_path / "a" / "b") == []
+
+
+def test_folders_are_closed_to_others(tmp_path):
+    umask = os.umask(0)
+    try:
+        disk.make_folder(tmp_path / "runs" / "a")
+        with disk.locked(tmp_path / "cache" / "entry"):
+            disk.write_atomically(tmp_path / "cache" / "entry" / "b", b"")
+        disk.keep_from_others()
+        (tmp_path / "c").mkdir()
+        (tmp_path / "c" / "d").touch()
+        modes = {str(path.relative_to(tmp_path)): path.stat().st_mode & 0o777 for path in tmp_path.rglob("*")}
+    finally:
+        os.umask(umask)
+    assert modes | {"cache/entry/b": 0, "cache/entry/lock": 0} == {
+        "runs": 0o750, "runs/a": 0o750, "cache": 0o700, "cache/entry": 0o700, "cache/entry/b": 0, "cache/entry/lock": 0,
+        "c": 0o750, "c/d": 0o640,
+    }  # fmt: skip

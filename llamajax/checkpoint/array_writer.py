@@ -23,6 +23,9 @@ from etils import epath  # Orbax's paths
 # Arrays of more have their layers stored one by one.
 _MANY_BYTES = 16 << 20
 
+# A file is hashed from its beginning to its end: in files of at most this, a large state is hashed by all threads at once.
+_FILE_BYTES = 512 << 20
+
 
 def _is_news(record: logging.LogRecord) -> bool:
     if not record.exc_info:
@@ -50,6 +53,7 @@ class ArrayWriter:
 
     def __init__(self, *, use_ocdbt: bool) -> None:
         """Without `use_ocdbt` every chunk of an array becomes a file."""
+        self._use_ocdbt = use_ocdbt
         self._handler = ocp.PyTreeCheckpointHandler(use_compression=False, use_ocdbt=use_ocdbt)
 
     def begin(self, directory: Path, arrays: dict[str, jax.Array]) -> list[Any]:
@@ -61,7 +65,8 @@ class ArrayWriter:
         # Layers one by one where they are no small matter: who reads a model, to export it, needs never hold all of them.
         apart = {name for name, array in arrays.items() if ".layers." in name and array.nbytes > _MANY_BYTES}
         chunks = {name: ocp.SaveArgs(shard_axes=(0,) if name in apart else ()) for name in arrays}
-        request = ocp.args.PyTreeSave(arrays, save_args=chunks)
+        most = _FILE_BYTES if self._use_ocdbt else None
+        request = ocp.args.PyTreeSave(arrays, save_args=chunks, ocdbt_target_data_file_size=most)
         try:
             with contextlib.closing(asyncio.new_event_loop()) as loop:
                 return loop.run_until_complete(self._handler.async_save(epath.Path(directory), args=request)) or []
@@ -79,11 +84,17 @@ class ArrayWriter:
         self._handler.close()
 
 
+def os_error(error: Exception) -> OSError | None:
+    """The error of the file system that TensorStore met; None if it is another's."""
+    if isinstance(error, OSError):
+        return error
+    code = re.search(r"os_error_code='(\d+)'", str(error))
+    return OSError(int(code[1]), os.strerror(int(code[1]))) if code else None
+
+
 def reason(error: Exception) -> str:
     """An error of the file system or of Orbax in a few words."""
-    code = re.search(r"os_error_code='(\d+)'", str(error))
-    if code:
-        return os.strerror(int(code[1]))
+    error = os_error(error) or error
     if isinstance(error, OSError) and error.strerror:
         return error.strerror + (f": {error.filename}" if error.filename else "")
     return (str(error) or type(error).__name__).splitlines()[0][:200]

@@ -15,7 +15,7 @@ from typing import TypedDict
 
 import jax
 
-from llamajax.disk import sync
+from llamajax.disk import read_again, sync
 from llamajax.errors import CheckpointError, EnvironmentMismatchError
 from llamajax.parallel.processes import everyones
 
@@ -51,6 +51,28 @@ def records_of(directory: Path, paths: Iterable[str]) -> dict[str, FileRecord]:
         return dict(zip(paths, pool.map(lambda path: _record(directory / path), paths), strict=True))
 
 
+def write_file(path: Path, content: bytes | memoryview) -> FileRecord:
+    """Writes a file; its record is of what it is to hold, whatever the disk makes of it.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    with path.open("xb") as file:
+        file.write(content)
+    return {"size": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+
+
+def shares(sizes: Mapping[str, int], num_processes: int) -> list[list[str]]:
+    """The files of these sizes in bytes, divided so that each process gets about as many bytes; alike in all of them."""
+    divided: list[list[str]] = [[] for _ in range(num_processes)]
+    loads = [0] * num_processes
+    for path in sorted(sizes, key=lambda path: (-sizes[path], path)):
+        least = loads.index(min(loads))
+        divided[least].append(path)
+        loads[least] += sizes[path]
+    return divided
+
+
 def write(directory: Path, records: Mapping[str, FileRecord]) -> None:
     """Writes the manifest, then makes it and everything else below `directory` survive a power failure.
 
@@ -69,15 +91,14 @@ def read(directory: Path) -> dict[str, FileRecord]:
 
     Raises:
         CheckpointError: the manifest is missing or damaged; the message says only that.
+        OSError: the disk fails.
     """
     try:
-        content = (directory / MANIFEST).read_bytes()
+        content = read_again((directory / MANIFEST).read_bytes)
         records: dict[str, FileRecord] = json.loads(content)["files"]
         intact = content == _text(records)
     except FileNotFoundError as error:
         raise CheckpointError(f"{MANIFEST} is missing") from error
-    except OSError as error:
-        raise CheckpointError(f"{MANIFEST} cannot be read: {error.strerror}") from error
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise CheckpointError(f"{MANIFEST} is damaged") from error
     if not intact:
@@ -89,6 +110,9 @@ def problems(directory: Path, records: Mapping[str, FileRecord]) -> list[str]:
     """What is wrong with the files in `records`, one `path: problem` text per file; empty if nothing is.
 
     Files that no record names are ignored: nothing reads them.
+
+    Raises:
+        OSError: the disk fails, which says nothing of the files.
     """
 
     def problem(path: str) -> str | None:
@@ -96,12 +120,10 @@ def problems(directory: Path, records: Mapping[str, FileRecord]) -> list[str]:
             size = (directory / path).stat().st_size
             if size != records[path]["size"]:
                 return f"{path} has {size} bytes instead of {records[path]['size']}"
-            if _record(directory / path) != records[path]:
+            if read_again(lambda: _record(directory / path)) != records[path]:
                 return f"{path} does not match its SHA-256"
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
             return f"{path} is missing"
-        except OSError as error:
-            return f"{path} cannot be read: {error.strerror}"
         return None
 
     with ThreadPoolExecutor(_HASHING_THREADS) as pool:
@@ -113,16 +135,26 @@ def damage(directory: Path) -> list[str]:
 
     Raises:
         EnvironmentMismatchError: another process sees damage where process 0 does not, so it sees another directory.
+        OSError: the disk fails for one of them, after several attempts; the same in all.
     """
 
     def check(rank: int) -> list[str]:
         try:
-            records = sorted(read(directory).items())
-            return problems(directory, dict(records[rank :: jax.process_count()]))
+            records = read(directory)
+            share = shares({path: record["size"] for path, record in records.items()}, jax.process_count())[rank]
+            return problems(directory, {path: records[path] for path in share})
         except CheckpointError as error:
             return [str(error)]
 
-    found = everyones(check(jax.process_index()))
+    found, failure = [], None
+    try:
+        found = check(jax.process_index())
+    except OSError as error:
+        failure = (error.errno, error.strerror, str(error.filename or directory))
+    failures, found = zip(*everyones((failure, found)), strict=True)
+    for failure in failures:
+        if failure is not None:
+            raise OSError(*failure)
     doubted = [rank for rank in range(1, len(found)) if found[rank]]
     if doubted:  # process 0 sets steps aside, and not on another's word
         seen = everyones([check(rank) for rank in doubted] if jax.process_index() == 0 else None)[0]

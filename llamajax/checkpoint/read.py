@@ -15,7 +15,9 @@ import jax.numpy as jnp
 import orbax.checkpoint as ocp
 
 import llamajax
+from llamajax.checkpoint.array_writer import os_error
 from llamajax.checkpoint.steps import good_step, steps_in
+from llamajax.disk import read_again
 from llamajax.errors import CheckpointError
 from llamajax.parallel.arrays import concretise, named_arrays
 from llamajax.parallel.processes import everyones
@@ -35,6 +37,8 @@ class Restored(Generic[State]):
     """What was given to `save`."""
     files: Path
     """Directory with the files given to `save`; a running writer may delete it in time."""
+    place: str = ""
+    """Where it was read from, if not from the run's checkpoints alone; to follow its step in a line."""
 
     @property
     def hf(self) -> dict[str, Any] | None:
@@ -99,8 +103,17 @@ def read_step(directory: Path, abstract_state: State, *, partial: bool) -> Resto
     request = ocp.args.PyTreeRestore(
         item=stored, restore_args=ocp.checkpoint_utils.construct_restore_args(stored), partial_restore=partial
     )
-    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
-        arrays = reader.restore(directory / "state", args=request)
+
+    def read() -> Any:
+        try:
+            with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
+                return reader.restore(directory / "state", args=request)
+        except Exception as error:
+            if (failed := os_error(error)) is None:
+                raise
+            raise OSError(failed.errno, failed.strerror, str(directory / "state")) from error
+
+    arrays = read_again(read)
     leaves = [
         jax.random.wrap_key_data(arrays[name], dtype=leaf.dtype) if is_key(leaf) else arrays[name]
         for name, leaf in wanted.items()

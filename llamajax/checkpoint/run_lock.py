@@ -1,55 +1,233 @@
-"""The run's directory is one: one process at a time writes it, and all processes of the run see the same."""
+"""The run's directory is one: one process at a time writes it, and all processes of the run see the same.
 
-import errno
+A lock (`.lock`) tells at once, and ends with its process; but on Lustre with `localflock`, or NFS with `nolock`, it holds
+among the processes of one host only, and says nothing of that. So who writes the run also keeps a lease, `.owner`: a file
+that it changes every few seconds. Another host waits until it has not changed for longer, by its own clock alone. A process
+that was stopped or cut off meanwhile finds another's token there before its next checkpoint, and commits nothing.
+"""
+
+import contextlib
+import dataclasses
 import fcntl
+import json
 import os
 import secrets
 import socket
+import threading
 import time
+from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
 
 import jax
 
+from llamajax import disk
 from llamajax.checkpoint.steps import steps_in
 from llamajax.errors import CheckpointError, EnvironmentMismatchError
 from llamajax.parallel import meeting
 from llamajax.parallel.processes import everyones
-from llamajax.watch.console import say
+from llamajax.watch.console import say, say_own
 
-# Seconds in which what one process writes must be seen by the others.
-_SEEN_S = 5
+# Seconds in which what one process writes must be seen by the others (NFS may remember for 60 what it saw), and after which
+# they say that they wait.
+_SEEN_S, _WAITING_S = 75, 5
 
-# How file systems say that they have no locks; ENOTSUPP is what Linux's own ones let through for EOPNOTSUPP.
-_ENOTSUPP = 524
-_NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL, _ENOTSUPP}
+# Seconds between changes of the lease; without one for which another host may take it over, also where the lock is held:
+# servers keep those of a host that is gone, NFS for 90.
+_BEAT_S, _LEASE_S, _LOCKED_LEASE_S = 3, 15, 120
+
+# In which one of two that take over at the same moment finds the other's token.
+_SETTLE_S = 1
+
+_BYTES = 512  # of the lease, whose length never changes
 
 
-def lock_run(run_dir: Path) -> IO[str]:
-    """The open, locked lock file of `run_dir`; the lock ends when it is closed, also by the end of the process.
-
-    Raises:
-        CheckpointError: another process has it.
-        OSError: `run_dir` cannot be written.
-    """
-    run_dir.mkdir(parents=True, exist_ok=True)
-    lock = (run_dir / ".lock").open("a+")
+def _pid_namespace() -> str:
+    """Tells processes whose ids are of one kind from those in other containers."""
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        lock.seek(0)
-        holder = lock.read().strip() or "another process"
-        lock.close()
-        raise CheckpointError(f"{run_dir} is being written by {holder}; stop that, or choose another run_dir") from error
-    except OSError as error:
-        if error.errno not in _NO_LOCKS:
-            lock.close()
+        return os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return ""
+
+
+def _started(pid: int) -> str | None:
+    """When the process with this id started, in ticks since the host did; None if there is none."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    except (OSError, IndexError):
+        return None
+
+
+@dataclass(frozen=True)
+class _Lease:
+    """What `.owner` says of a process."""
+
+    token: str
+    pid: int
+    host: str
+    boot: str
+    pid_namespace: str
+    started: str | None
+    beat: int
+    """Changes of the lease so far."""
+
+    @property
+    def who(self) -> str:
+        """The process, for people."""
+        return f"process {self.pid} on {self.host}"
+
+
+class RunLock:
+    """That this process alone writes the run, until `release` or the end of the process."""
+
+    def __init__(self, run_dir: Path) -> None:
+        """Takes the run; waits for at most 15 s if a process of another host had it and may have been killed, for two
+        minutes if its lock is there still.
+
+        Raises:
+            CheckpointError: another process writes the run.
+            OSError: `run_dir` cannot be written.
+        """
+        disk.make_folder(run_dir)
+        self._run_dir, self._path = run_dir, run_dir / ".owner"
+        token = secrets.token_hex(16)
+        here = (os.getpid(), socket.gethostname()[:64], disk.BOOT, _pid_namespace(), _started(os.getpid()))
+        self._lease = _Lease(token, *here, beat=0)
+        self._taken_by: str | None = None
+        self._ending = threading.Event()
+        self._file = (run_dir / ".lock").open("a+")
+        try:
+            self._take()
+        except BaseException:
+            self._file.close()
             raise
-        say(f"{run_dir}: this file system has no locks; see to it that nothing else writes this run")
-    lock.truncate(0)
-    lock.write(f"process {os.getpid()} on {socket.gethostname()}\n")
-    lock.flush()
-    return lock
+        self._thread = threading.Thread(target=self._keep, name="owner", daemon=True)
+        self._thread.start()
+
+    @property
+    def token(self) -> str:
+        """Of this process and this lock, as no other has it."""
+        return self._lease.token
+
+    def check(self, *, anew: bool = True) -> None:
+        """Makes sure that the run is still this process's.
+
+        Args:
+            anew: reads the lease; else tells what was found at its last change.
+
+        Raises:
+            CheckpointError: another process has taken it over.
+            OSError: the lease cannot be read.
+        """
+        if anew:
+            self._look()
+        if self._taken_by is not None:
+            raise CheckpointError(
+                f"{self._run_dir}: {self._taken_by} has taken this run over, while this process was stopped or cut off from"
+                " it; nothing was committed since; leave the run to that one, or stop it and run the same command again"
+            )
+
+    def release(self) -> None:
+        """Gives the run back; a second call does nothing."""
+        if self._file.closed:
+            return
+        self._ending.set()
+        self._thread.join()
+        with contextlib.suppress(OSError):
+            self._look()
+            if self._taken_by is None:
+                self._path.unlink(missing_ok=True)
+        self._file.close()
+
+    def _take(self) -> None:
+        is_free = self._lock()
+        found = self._read()
+        ended = self._has_ended(found, is_free)
+        if ended is None:
+            assert found is not None
+            self._outwait(found, is_free=is_free)
+        elif not ended:
+            self._refuse(found)
+        try:
+            self._write(is_new=found is None or not self._path.exists())
+        except FileExistsError:  # another was faster, where locks do not help
+            self._refuse(self._read())
+        if ended is None:
+            time.sleep(_SETTLE_S)
+            self._look()
+            if self._taken_by is not None:
+                self._refuse(self._read())
+
+    def _lock(self) -> bool | None:
+        """Whether this process has the lock now; None where there are none."""
+        try:
+            is_locked = disk.flock(self._file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        if not is_locked:
+            say(f"{self._run_dir}: this file system has no locks; see to it that nothing else writes this run")
+        return is_locked or None
+
+    def _has_ended(self, found: _Lease | None, is_free: bool | None) -> bool | None:
+        """Whether the process that had the run is gone; None if only time can tell."""
+        if found is None:
+            return is_free is not False
+        if found.boot != self._lease.boot:
+            return None
+        is_near = found.pid_namespace == self._lease.pid_namespace
+        if is_near and found.started is not None and _started(found.pid) == found.started:
+            return False
+        return None if is_free is None and not is_near else is_free is not False
+
+    def _outwait(self, found: _Lease, *, is_free: bool | None) -> None:
+        """Returns once the process of another host that had the run has shown no sign of life for long enough."""
+        limit_s = _LOCKED_LEASE_S if is_free is False else _LEASE_S
+        say(f"waiting    {limit_s} s for a sign of life of {found.who}, which wrote {self._run_dir} last")
+        deadline = time.monotonic() + limit_s
+        while time.monotonic() < deadline:
+            time.sleep(min(1, _BEAT_S))
+            now = self._read()
+            if now != found and now is not None:
+                self._refuse(now)
+            if now is None or (is_free is False and self._lock()):
+                return
+
+    def _refuse(self, holder: _Lease | None) -> None:
+        who = "another process" if holder is None else holder.who
+        raise CheckpointError(f"{self._run_dir} is being written by {who}; stop that, or choose another run_dir")
+
+    def _keep(self) -> None:
+        """In its own thread: changes the lease, until it is another's."""
+        while not self._ending.wait(_BEAT_S):
+            with contextlib.suppress(OSError):  # the next time may be better
+                self._look()
+                if self._taken_by is not None:
+                    return
+                self._lease = dataclasses.replace(self._lease, beat=self._lease.beat + 1)
+                self._write(is_new=not self._path.exists())
+
+    def _look(self) -> None:
+        found = self._read()
+        if found is not None and found.token != self.token:
+            self._taken_by = found.who
+
+    def _read(self) -> _Lease | None:
+        """The lease; None if there is none. Opened each time: only then NFS asks the server."""
+        try:
+            content = self._path.read_text()
+        except FileNotFoundError:
+            return None
+        try:
+            return _Lease(**json.loads(content))
+        except (ValueError, TypeError):  # written this very moment, or not by us
+            return _Lease(content, 0, "another host", "", "", None, 0)
+
+    def _write(self, *, is_new: bool) -> None:
+        """In place: a new file under an old name is seen late by other hosts."""
+        descriptor = os.open(self._path, os.O_WRONLY | (os.O_CREAT | os.O_EXCL if is_new else 0), 0o640)
+        try:
+            os.pwrite(descriptor, json.dumps(vars(self._lease)).encode().ljust(_BYTES), 0)
+        finally:
+            os.close(descriptor)
 
 
 def check_seen_by_all(directory: Path) -> None:
@@ -64,10 +242,14 @@ def check_seen_by_all(directory: Path) -> None:
     if jax.process_index() == 0:
         token.touch()
     name, steps, first = everyones((token.name, steps_in(directory), str(directory)))[0]
-    deadline = time.monotonic() + _SEEN_S
-    while not (seen := (directory / name).exists() and steps_in(directory) == steps):
-        if time.monotonic() > deadline:
+    began, is_told = time.monotonic(), False
+    while not (seen := name in disk.names_in(directory) and steps_in(directory) == steps):
+        waited_s = time.monotonic() - began
+        if waited_s > _SEEN_S:
             break
+        if waited_s > _WAITING_S and not is_told:
+            say_own(f"waiting    {_SEEN_S} s to see in {directory} what process 0 does")
+            is_told = True
         time.sleep(0.1)
     others = everyones(None if seen else f"{directory} ({meeting.who_am_i()})")
     if jax.process_index() == 0:

@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 from llamajax.checkpoint import manifest
+from llamajax.disk import names_in
 from llamajax.errors import CheckpointError
 from llamajax.parallel.processes import everyones
 from llamajax.watch.console import say
@@ -49,8 +50,7 @@ def good_step(directory: Path, step: int | None = None) -> Path:
 
 def steps_in(directory: Path) -> list[int]:
     """The committed steps, in order."""
-    names = [path.name for path in directory.iterdir()] if directory.is_dir() else []
-    return sorted(int(name) for name in names if re.fullmatch("0|[1-9][0-9]*", name))
+    return sorted(int(name) for name in names_in(directory) if re.fullmatch("0|[1-9][0-9]*", name))
 
 
 def newest_good(directory: Path, before: int | None = None) -> tuple[int | None, dict[int, list[str]]]:

@@ -2,16 +2,17 @@
 
 Layout, below the run directory::
 
-    .lock                      held by the one process that writes the run
+    .lock, .owner              of the one process that writes the run (llamajax.checkpoint.run_lock)
     checkpoints/1000/          a committed step
         state/                 every array of the state, an Orbax PyTree checkpoint under the names in arrays.json
         arrays.json            name -> dtype and shape of every array
         meta.json              what the caller wants to know again: resolved config, data position, versions, mesh
         files/                 what the caller wants to keep: the tokenizer's files
         manifest.json          size and SHA-256 of all of the above (llamajax.checkpoint.manifest)
-    checkpoints/1000.7.saving/ a step being written (the run's seventh), or what a killed process left of one
+    checkpoints/1000.*.7.saving/  a step being written (the seventh of a process), or what a killed process left of one
     checkpoints/1000.deleting/ a step being deleted, or what a killed process left of one
     checkpoints/1000.damaged/  a step that did not match its manifest and was set aside
+    checkpoints/.identity      tells the run from others that were in the same place (llamajax.checkpoint.local_tier)
 
 A step appears by one rename, after its manifest and all it lists are on the disk, and disappears by one rename, so
 a process killed at any moment leaves only whole steps and left-overs that the next writer removes.
@@ -26,23 +27,25 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import MappingProxyType
-from typing import IO, Any
+from typing import Any
 
 import jax
 
-from llamajax.checkpoint import manifest
+from llamajax.checkpoint import manifest, retention
 from llamajax.checkpoint.array_writer import ArrayWriter, reason
-from llamajax.checkpoint.read import Restored, State, is_key, read_step
-from llamajax.checkpoint.run_lock import check_seen_by_all, lock_run
-from llamajax.checkpoint.steps import newest_good, steps_in
+from llamajax.checkpoint.local_tier import LocalTier, name_of
+from llamajax.checkpoint.newest import restore_newest
+from llamajax.checkpoint.read import Restored, State, is_key
+from llamajax.checkpoint.run_lock import RunLock, check_seen_by_all
+from llamajax.checkpoint.steps import steps_in
 from llamajax.config.training import CheckpointConfig
-from llamajax.disk import sync
+from llamajax.disk import make_folder, sync
 from llamajax.errors import CheckpointError, SaveError, UserError
 from llamajax.parallel import processes
 from llamajax.parallel.arrays import named_arrays
 from llamajax.parallel.processes import everyones
 from llamajax.units import format_bytes
-from llamajax.watch.console import say
+from llamajax.watch.console import say, say_own
 
 # Seconds after which the processes of a run stop waiting for each other to write a checkpoint, and to hash it.
 _TIMEOUT_S = 3600
@@ -83,24 +86,27 @@ class Checkpointer:
         self._config = config
         self._directory = run_dir.absolute() / "checkpoints"
         self._on_failure, self._around_commit = on_failure, around_commit
-        self._lock: IO[str] | None = None
-        problem = None
+        self._lock: RunLock | None = None
+        problem = token = identity = None
         if jax.process_index() == 0:
             try:
-                self._lock = lock_run(run_dir)
+                self._lock = RunLock(run_dir)
+                token = self._lock.token[:16]
                 if self._directory.is_symlink() and not self._directory.exists():
                     problem = f"{self._directory} is a link to {self._directory.readlink()}, which is not there; mount it or"
                     raise CheckpointError(f"{problem} remove the link")
-                self._remove_unfinished()
+                retention.remove_unfinished(self._directory)
                 for left_over in self._directory.glob("*.seen"):
                     left_over.unlink()
-                self._finish_deleting()
-                self._directory.mkdir(exist_ok=True)
+                retention.finish_deleting(self._directory, say)
+                make_folder(self._directory)
+                identity = None if config.local_dir is None else name_of(self._directory)
             except CheckpointError as error:
                 problem = str(error)
             except OSError as error:
                 problem = f"{run_dir} cannot be written: {reason(error)}; choose another run_dir"
-        problem, self._newest = everyones((problem, max(steps_in(self._directory), default=None)))[0]
+        about = (problem, max(steps_in(self._directory), default=None), token, identity)
+        problem, self._newest, self._token, identity = everyones(about)[0]
         try:
             if problem is not None:
                 raise CheckpointError(problem)
@@ -114,6 +120,9 @@ class Checkpointer:
         self._num_saves = 0
         self._look_at: int | None = None
         self._patience = 1
+        self._local: LocalTier | None = None
+        if config.local_dir is not None:
+            self._local = LocalTier(Path(config.local_dir).expanduser().absolute() / identity, self._token, say_own)
         self._arrays = ArrayWriter(use_ocdbt=use_ocdbt)
 
     @property
@@ -137,6 +146,8 @@ class Checkpointer:
         """
         began = time.monotonic()
         self._join()
+        if self._lock is not None:
+            self._lock.check(anew=False)
         if (waited := time.monotonic() - began) > 1:
             say(f"step {step}: waited {waited:.1f} s for the previous checkpoint; raise checkpoint.save_every")
         if self._newest is not None and step <= self._newest:
@@ -148,10 +159,13 @@ class Checkpointer:
         self._look_at, self._failure = step + self._patience, None
         self._num_saves += 1
         # No two attempts share a directory: what a failed one still has in flight ends up in its own.
-        saving = self._directory / f"{step}.{self._num_saves}.saving"
+        saving = self._directory / f"{step}.{self._token}.{self._num_saves}.saving"
         num_bytes = sum(array.nbytes for array in jax.tree.leaves(state))
         with self._failing(step, saving):
+            began = time.monotonic()
             self._together(lambda: self._make_room(saving, num_bytes), first_only=True)
+            if (waited := time.monotonic() - began) > 1:
+                say(f"step {step}: waited {waited:.1f} s for the disk of {self._directory}, which is slow")
             arrays = named_arrays(state)
             about = {name: {"dtype": str(array.dtype), "shape": array.shape} for name, array in arrays.items()}
             stored = {name: jax.random.key_data(array) if is_key(array) else array for name, array in arrays.items()}
@@ -163,12 +177,19 @@ class Checkpointer:
         if not self._config.async_save:
             self._join()
 
+    def save_locally(self, step: int, state: Any, meta: dict[str, Any], files: Mapping[str, bytes]) -> None:
+        """Starts saving `step` on the disk of this host, beside what `save` does; arguments as there. No error is raised."""
+        assert self._local is not None
+        self._local.save(step, state, meta, files)
+
     def retry_due(self, step: int) -> bool:
         """Whether a save has failed and it is time to save the present state, after `step`, in its place.
 
         Every process asks after every step. Looks are 1, 2, 4, ... steps apart, the more the longer saves take or fail,
         so that saving again and again does not keep the run from training.
         """
+        if self._lock is not None:
+            self._lock.check(anew=False)
         if self._look_at is None or step < self._look_at:
             return False
         if any(everyones(self._thread is not None and self._thread.is_alive())):
@@ -201,7 +222,7 @@ class Checkpointer:
     def restore(self, abstract_state: State, *, before: int | None = None) -> Restored[State] | None:
         """The newest good step, on the shardings of `abstract_state`; None if the run has no committed step.
 
-        Newer steps that are damaged are named on stderr and set aside.
+        Newer steps that are damaged are named on stderr and set aside; see `restore_newest`.
 
         Args:
             abstract_state: the pytree to restore, of `jax.ShapeDtypeStruct` that name devices, as of `concretise`.
@@ -209,30 +230,19 @@ class Checkpointer:
 
         Raises:
             CheckpointError: no step is good, or its arrays differ in name, dtype or shape from `abstract_state`.
+            OSError: the disk fails.
         """
         self.wait()
-        step, damaged = newest_good(self._directory, before)
-        if step is None:
-            if damaged:
-                raise CheckpointError(manifest.none_good_line(self._directory, damaged))
-            return None
-        for bad in damaged:
-            if jax.process_index() == 0:
-                aside = self._directory / f"{bad}.damaged"
-                shutil.rmtree(aside, ignore_errors=True)
-                (self._directory / str(bad)).rename(aside)
-            line = manifest.damage_line(self._directory, bad, damaged[bad])
-            say(f"{line}; moved to {bad}.damaged, going on from step {step}")
-        self._newest = step
-        return read_step(self._directory / str(step), abstract_state, partial=False)
+        if self._local is not None:
+            self._local.wait()
+        restored, self._newest = restore_newest(self._directory, self._local, abstract_state, before)
+        return restored
 
     def drop(self, steps: Sequence[int]) -> None:
         """Deletes committed steps that the run has gone back behind; the same in every process."""
         if jax.process_index() == 0 and steps:
-            for step in steps:
-                (self._directory / str(step)).rename(self._directory / f"{step}.deleting")
+            retention.delete(self._directory, steps, say)
             sync(self._directory)
-            self._finish_deleting()
         self._newest = everyones(max(steps_in(self._directory), default=None))[0]
 
     def wait(self) -> None:
@@ -254,6 +264,8 @@ class Checkpointer:
         """
         try:
             self.wait()
+            if self._local is not None and self._newest is not None:
+                self._local.clear(up_to=self._newest)
         finally:
             self._release()
 
@@ -271,8 +283,10 @@ class Checkpointer:
         self._release()
 
     def _make_room(self, saving: Path, num_bytes: int) -> None:
-        self._remove_unfinished()
-        self._directory.mkdir(parents=True, exist_ok=True)
+        assert self._lock is not None
+        self._lock.check()
+        retention.remove_unfinished(self._directory)
+        make_folder(self._directory)
         disk = shutil.disk_usage(self._directory)  # not of the run's: it may be a link
         if disk.free < num_bytes and disk.total:
             raise OSError(f"it takes {format_bytes(num_bytes)}, but only {format_bytes(disk.free)} are free")
@@ -289,21 +303,25 @@ class Checkpointer:
 
     def _hash_share(self, saving: Path) -> None:
         """Leaves the records of this process's share of the arrays' files for process 0."""
-        paths = [path for path in manifest.list_files(saving) if path.startswith("state/")]
-        records = manifest.records_of(saving, paths[jax.process_index() :: jax.process_count()])
+        sizes = {path: (saving / path).stat().st_size for path in manifest.list_files(saving) if path.startswith("state/")}
+        records = manifest.records_of(saving, manifest.shares(sizes, jax.process_count())[jax.process_index()])
         (saving / f"hashes.{jax.process_index()}.json").write_text(json.dumps(records))
 
     def _finish(self, step: int, saving: Path, small: Mapping[str, bytes]) -> None:
         """On process 0: adds what is not arrays, then makes the directory `saving` the step, and deletes old ones."""
+        assert self._lock is not None
         with processes.uninterrupted():  # all have done their part, so the step is good whatever becomes of them
             (saving / "files").mkdir()
-            for name, content in small.items():
-                (saving / name).write_bytes(content)
-            records = manifest.records_of(saving, small)
+            records = {name: manifest.write_file(saving / name, content) for name, content in small.items()}
             for share in saving.glob("hashes.*.json"):
                 records |= json.loads(share.read_text())
                 share.unlink()
+            # Another process may not have seen all files, or other sizes: on NFS, what it knows may be old.
+            unseen = [path for path in manifest.list_files(saving) if path not in records]
+            records |= manifest.records_of(saving, unseen)
             manifest.write(saving, records)
+            # Who takes a run over removes what others are writing there: if it does so from here on, the rename fails.
+            self._lock.check()
             saving.rename(self._directory / str(step))
             sync(self._directory)
         self._delete_old()
@@ -320,7 +338,7 @@ class Checkpointer:
                 work()
         except Exception as error:
             problem = reason(error)
-            if not isinstance(error, OSError | ValueError | jax.errors.JaxRuntimeError):
+            if isinstance(error, UserError) or not isinstance(error, OSError | ValueError | jax.errors.JaxRuntimeError):
                 self._defect = error
         problems = everyones(problem, about="save")
         for rank, problem in enumerate(problems):
@@ -335,6 +353,8 @@ class Checkpointer:
         except OSError as error:
             if jax.process_index() == 0:
                 shutil.rmtree(saving, ignore_errors=True)
+            if self._defect is not None:
+                return
             newest = (
                 "there is no checkpoint yet" if self._newest is None else f"step {self._newest} is the newest checkpoint"
             )
@@ -345,23 +365,10 @@ class Checkpointer:
         except Exception as error:
             self._defect = error
 
-    def _remove_unfinished(self) -> None:
-        for left_over in self._directory.glob("*.saving"):
-            shutil.rmtree(left_over, ignore_errors=True)  # threads of a save that failed may still write there
-
     def _delete_old(self) -> None:
-        for step in steps_in(self._directory)[: -self._config.keep_last]:
-            if self._config.keep_every is None or step % self._config.keep_every:
-                (self._directory / str(step)).rename(self._directory / f"{step}.deleting")
-        self._finish_deleting()
-
-    def _finish_deleting(self) -> None:
-        """Removes what is renamed to be deleted. What cannot be removed costs space, not the run."""
-        for doomed in self._directory.glob("*.deleting"):
-            try:
-                shutil.rmtree(doomed)
-            except OSError as error:
-                say(f"{doomed} cannot be deleted: {reason(error)}; the next checkpoint tries again")
+        kept_for_good = self._config.keep_every
+        old = steps_in(self._directory)[: -self._config.keep_last]
+        retention.delete(self._directory, [step for step in old if kept_for_good is None or step % kept_for_good], say)
 
     def _join(self) -> None:
         """Ends the thread of the save in progress, if any; raises what is a defect of ours."""
@@ -378,4 +385,4 @@ class Checkpointer:
 
     def _unlock(self) -> None:
         if self._lock is not None:
-            self._lock.close()
+            self._lock.release()

@@ -192,6 +192,8 @@ class Config(Settings):
         folders = {"run_dir": self.run_dir, "data.cache_dir": self.data.cache_dir}
         if self.xla.compilation_cache not in (None, "auto"):
             folders["xla.compilation_cache"] = self.xla.compilation_cache
+        if self.checkpoint.local_dir is not None:
+            folders["checkpoint.local_dir"] = self.checkpoint.local_dir
         files = {
             f"data.sources.{i}.paths.{j}": path
             for i, source in enumerate(self.data.sources)

@@ -110,6 +110,12 @@ class CheckpointConfig(Section):
     """Checkpoints whose step is a multiple of this are kept for good."""
     async_save: bool = True
     """Write in the background while training goes on."""
+    local_dir: str | None = None
+    """A fast disk of each host, such as `/local/scratch`, to save on more often: every process what lies on its devices, in
+    a private directory of the run. A start goes on from the newest step that is whole for all processes, there or in
+    `run_dir`, whatever hosts have lost their disks. Unset: `run_dir` alone."""
+    local_every: PositiveIntOrUnset = None
+    """Steps between saves in `local_dir`, of which the newest two are kept. One that fails is told and tried again."""
     allow_config_change: bool = False
     """Resume although settings that change the result differ from those the run was started with."""
 
@@ -117,6 +123,12 @@ class CheckpointConfig(Section):
         save_every, keep_every = self.save_every or 0, self.keep_every or 0
         if min(save_every, keep_every) > 0 and keep_every % save_every:
             yield f"keep_every: {keep_every} must be a multiple of save_every={save_every}"
+        if self.local_dir is not None and self.local_every is None:
+            yield f"local_dir: {self.local_dir} needs local_every; set it to steps below save_every, or remove this"
+        if self.local_every is not None and self.local_dir is None:
+            yield f"local_every: {self.local_every} needs local_dir; name a fast disk of each host, or remove this"
+        if min(save_every, self.local_every or 0) > 0 and (self.local_every or 0) >= save_every:
+            yield f"local_every: {self.local_every} must be below save_every={save_every}; save more often locally"
 
 
 @dataclass(frozen=True, kw_only=True)

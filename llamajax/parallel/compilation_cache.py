@@ -21,6 +21,7 @@ from typing import Any
 import jax
 from jax._src import compilation_cache as jax_cache  # how programs are packed has no public name
 
+from llamajax.disk import names_in
 from llamajax.parallel.processes import everyones, rank
 
 MOST_BYTES = 4 * 2**30
@@ -142,7 +143,7 @@ def _is_shared(folder: Path) -> bool:
         with contextlib.suppress(OSError):
             token.touch()
     name, deadline = everyones(token.name)[0], time.monotonic() + _SEEN_S
-    while not (seen := (folder / name).exists()) and time.monotonic() < deadline:
+    while not (seen := name in names_in(folder)) and time.monotonic() < deadline:
         time.sleep(0.1)
     everyones("looked")
     if rank() == 0:

@@ -113,6 +113,11 @@ def train(
             with writer.pause("comparing replicas"):
                 replicas.check(step, state, writer.event)
 
+        def save_locally() -> None:
+            compare_replicas()
+            with watchdog.phase("save"), writer.pause("saving"):
+                checkpointer.save_locally(step, state, meta_of_step(), files)
+
         def save() -> None:
             nonlocal saved_step
             compare_replicas()
@@ -141,6 +146,10 @@ def train(
                 if not bad_steps.num_nonfinite:  # else it would take the place of a checkpoint to go back to
                     save()
                     save_due = False
+            elif due(config.checkpoint.local_every):
+                check(writer.flush())
+                if not bad_steps.num_nonfinite:
+                    save_locally()
             elif replicas.due(step):
                 check(writer.flush())
                 compare_replicas()

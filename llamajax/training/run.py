@@ -7,7 +7,7 @@ from pathlib import Path
 
 import jax
 
-from llamajax import data
+from llamajax import data, disk
 from llamajax.checkpoint.meta import checkpoint_meta
 from llamajax.checkpoint.read import Restored
 from llamajax.checkpoint.steps import latest_step
@@ -113,7 +113,7 @@ def run(asked: Config, *, dry_run: bool = False) -> None:
             console.log(f"epochs     {of_sources} in {config.train.num_steps:,} steps")
             watchdog.begin("load")
             if restored is not None:
-                console.log(f"start      resuming at step {restored.step}")
+                console.log(f"start      resuming at step {restored.step}{restored.place}")
             else:
                 console.log(f"start      from {f'scratch, seed {config.seed}' if pretrained is None else pretrained.about}")
             console.log(f"peak       {peak_flops(config.model.compute_dtype)}")
@@ -172,6 +172,7 @@ def start_from(
 
 def main(config: Config, *, dry_run: bool) -> None:
     """Runs, and ends the process."""
+    disk.keep_from_others()
     code = exit_code(
         lambda: run(config, dry_run=dry_run),
         memory_remedy="model.remat: full, more train.grad_accum_steps, or a larger mesh.fsdp or mesh.tensor",

@@ -74,6 +74,13 @@ def say(line: str) -> None:
             print(line, file=sys.stderr, flush=True)
 
 
+def say_own(line: str) -> None:
+    """Prints a line of any process to stderr, with its number if it is not the first."""
+    with contextlib.suppress(OSError):
+        told = line if not processes.rank() else f"{line} (process {processes.rank()})"
+        print(told, file=sys.stderr, flush=True)
+
+
 def track(items: Iterable[Any], total: int, what: str) -> Iterator[Any]:
     """Hands items on and shows how far they are: a bar on a terminal, a line after each tenth elsewhere."""
     if is_interactive() and jax.process_index() == 0:

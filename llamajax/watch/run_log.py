@@ -76,6 +76,7 @@ class Appender:
         self._size = path.stat().st_size
         self._kept: deque[bytes] = deque()
         self._num_lost = 0
+        self._is_torn = False
         self._problem: str | None = None
 
     def append_record(self, record: bytes) -> None:
@@ -100,14 +101,16 @@ class Appender:
                 self._problem, self._num_lost = None, 0
 
     def _write(self, record: bytes) -> None:
-        rest = memoryview(record)
+        if self._is_torn:
+            self._file.truncate(self._size)
+        rest, self._is_torn = memoryview(record), True
         try:
             while rest:
                 rest = rest[self._file.write(rest) :]
         except OSError:
-            self._file.truncate(self._size)  # no part of a record stays
+            self._file.truncate(self._size)  # no part of a record stays; where that fails too, the next attempt begins so
             raise
-        self._size += len(record)
+        self._size, self._is_torn = self._size + len(record), False
 
     def __enter__(self) -> Self:
         return self

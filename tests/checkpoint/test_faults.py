@@ -240,7 +240,9 @@ from llamajax.parallel import mesh, startup; from llamajax.parallel.arrays impor
 from llamajax.checkpoint.write import Checkpointer
 from llamajax.config.training import CheckpointConfig; from llamajax.config.parallel import DistributedConfig, MeshConfig
 from llamajax.errors import EnvironmentMismatchError
+from llamajax.checkpoint import run_lock
 from llamajax.checkpoint.steps import newest_good
+run_lock._SEEN_S = 3
 run_dir, port, process_id = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
 startup.select_platform(MeshConfig(num_cpu_devices=1))
 startup.join_run(DistributedConfig(

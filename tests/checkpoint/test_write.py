@@ -224,3 +224,10 @@ def test_a_run_dir_that_cannot_be_written_is_refused(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match="cannot be written: Not a directory"):
         Checkpointer(tmp_path / "file" / "run", CONFIG)
+
+
+def test_processes_divide_the_bytes_and_not_the_files():
+    sizes = {f"small{i}": 1 for i in range(90)} | {"large0": 100, "large1": 90, "large2": 80}
+    divided = manifest.shares(sizes, 4)
+    assert sorted(path for share in divided for path in share) == sorted(sizes)
+    assert [sum(sizes[path] for path in share) for share in divided] == [100, 90, 85, 85]

@@ -1,0 +1,64 @@
+"""Where a run goes on: the newest step that is whole, of its checkpoints and of its local tier."""
+
+import dataclasses
+from pathlib import Path
+
+import jax
+
+from llamajax.checkpoint import manifest, retention
+from llamajax.checkpoint.local_tier import LocalTier
+from llamajax.checkpoint.read import Restored, State, read_step
+from llamajax.checkpoint.steps import newest_good, steps_in
+from llamajax.errors import CheckpointError
+from llamajax.parallel.processes import everyones
+from llamajax.watch.console import say
+
+
+def restore_newest(
+    directory: Path, local: LocalTier | None, abstract_state: State, before: int | None
+) -> tuple[Restored[State] | None, int | None]:
+    """Reads that step, for the one process or processes that write the run; all call this together.
+
+    Checkpoints that are damaged and newer are named and set aside; local steps that are newer are deleted, as they are of
+    steps that will be computed again, perhaps otherwise.
+
+    Args:
+        directory: of the checkpoints.
+        local: the local tier, if the run has one.
+        abstract_state: the pytree to restore, with devices.
+        before: only steps below this one count; None: all.
+
+    Returns:
+        The step, None if there is none; and the newest checkpoint, which is only known to be good if it is that step.
+
+    Raises:
+        CheckpointError: no step is good, or its arrays differ in name, dtype or shape from `abstract_state`.
+        OSError: the disk fails.
+    """
+
+    def newest_local(above: int | None) -> tuple[int | None, str]:
+        return (None, "") if local is None else local.newest(abstract_state, above=above or 0, before=before)
+
+    newest = max((step for step in everyones(steps_in(directory))[0] if before is None or step < before), default=None)
+    step, why = newest_local(newest)
+    if step is None:
+        newest, damaged = newest_good(directory, before)
+        if damaged:
+            step, why = newest_local(newest)
+        if damaged and newest is None and step is None:
+            raise CheckpointError(manifest.none_good_line(directory, damaged))
+        for bad in damaged:
+            if jax.process_index() == 0:
+                retention.set_aside(directory, bad)
+            line = manifest.damage_line(directory, bad, damaged[bad])
+            say(f"{line}; moved to {bad}.damaged, going on from step {newest if step is None else step}")
+    if local is not None:
+        local.drop_above(step or newest or 0)
+    if step is not None:
+        assert local is not None
+        place = f" from the local tier ({directory}: {'none' if newest is None else newest})"
+        return dataclasses.replace(local.read(step, abstract_state), place=place), newest
+    if newest is None:
+        return None, None
+    restored = read_step(directory / str(newest), abstract_state, partial=False)
+    return dataclasses.replace(restored, place=f" ({why})" if why else ""), newest

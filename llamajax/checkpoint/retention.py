@@ -1,0 +1,40 @@
+"""How steps go: by one rename within their directory, so that a process killed at any moment leaves whole ones only."""
+
+import shutil
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from llamajax.checkpoint.array_writer import reason
+
+
+def remove_unfinished(directory: Path) -> None:
+    """Removes what killed or failed processes left of steps that they were writing."""
+    for left_over in directory.glob("*.saving"):
+        shutil.rmtree(left_over, ignore_errors=True)  # threads of a save that failed may still write there
+
+
+def set_aside(directory: Path, step: int) -> None:
+    """Gives a damaged step another name, in place of what had it."""
+    aside = directory / f"{step}.damaged"
+    shutil.rmtree(aside, ignore_errors=True)
+    (directory / str(step)).rename(aside)
+
+
+def delete(directory: Path, steps: Iterable[int], say: Callable[[str], object]) -> None:
+    """Deletes steps, and what is left of others. What cannot be removed costs space, not the run: `say` takes a line.
+
+    Raises:
+        OSError: a step cannot be renamed.
+    """
+    for step in steps:
+        (directory / str(step)).rename(directory / f"{step}.deleting")
+    finish_deleting(directory, say)
+
+
+def finish_deleting(directory: Path, say: Callable[[str], object]) -> None:
+    """Removes what is renamed to be deleted; see `delete`."""
+    for doomed in directory.glob("*.deleting"):
+        try:
+            shutil.rmtree(doomed)
+        except OSError as error:
+            say(f"{doomed} cannot be deleted: {reason(error)}; the next checkpoint tries again")

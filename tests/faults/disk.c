@@ -1,0 +1,158 @@
+/* A disk that is slow, full or failing: preloaded into a process (LD_PRELOAD), it stands before the C library's calls for
+   files below $DISK_ROOT. $DISK_CONTROL, which is read at every call, holds five numbers: milliseconds that a call takes; one
+   in how many writes fails with EIO, and one in how many reads (0: none); bytes that fit before ENOSPC (-1: all), from the
+   last change of that file on; whether what does not fit is written in part. Renames are listed in $DISK_CONTROL.renames. */
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <errno.h>
+#include <fcntl.h>
+#include <limits.h>
+#include <stdarg.h>
+#include <stdatomic.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/stat.h>
+#include <sys/types.h>
+#include <sys/uio.h>
+#include <time.h>
+#include <unistd.h>
+
+#define NEXT(name) ((__typeof__(&name))dlsym(RTLD_NEXT, #name))
+
+static atomic_long writes, reads, written;
+static _Atomic(long long) changed;
+
+struct disk { long latency_ms, write_eio, read_eio, room, torn; };
+
+static int is_below(const char *path) {
+    const char *root = getenv("DISK_ROOT");
+    return root && path && strncmp(path, root, strlen(root)) == 0;
+}
+
+static int is_file_below(int descriptor) {
+    char link[64], path[PATH_MAX];
+    snprintf(link, sizeof link, "/proc/self/fd/%d", descriptor);
+    ssize_t length = readlink(link, path, sizeof path - 1);
+    if (length <= 0) return 0;
+    path[length] = 0;
+    return is_below(path);
+}
+
+static struct disk now(void) {
+    struct disk disk = {0, 0, 0, -1, 0};
+    char text[128] = "";
+    int file = (int)NEXT(open)(getenv("DISK_CONTROL"), O_RDONLY);
+    struct stat status;
+    if (file >= 0) {
+        if (NEXT(read)(file, text, sizeof text - 1) > 0)
+            sscanf(text, "%ld %ld %ld %ld %ld", &disk.latency_ms, &disk.write_eio, &disk.read_eio, &disk.room, &disk.torn);
+        fstat(file, &status);
+        long long at = status.st_mtim.tv_sec * 1000000000LL + status.st_mtim.tv_nsec;
+        if (atomic_exchange(&changed, at) != at) atomic_store(&written, 0);
+        close(file);
+    }
+    struct timespec pause = {disk.latency_ms / 1000, disk.latency_ms % 1000 * 1000000};
+    if (disk.latency_ms) nanosleep(&pause, NULL);
+    return disk;
+}
+
+static int fails(atomic_long *count, long one_in) {
+    if (one_in <= 0 || atomic_fetch_add(count, 1) % one_in != one_in - 1) return 0;
+    errno = EIO;
+    return 1;
+}
+
+/* How many of the bytes fit; -1, with errno set, if none do. */
+static ssize_t room_for(int descriptor, size_t size) {
+    if (!is_file_below(descriptor)) return size;
+    struct disk disk = now();
+    if (fails(&writes, disk.write_eio)) return -1;
+    long before = atomic_fetch_add(&written, size);
+    if (disk.room < 0 || before + (long)size <= disk.room) return size;
+    if (disk.torn && before < disk.room) return disk.room - before;
+    errno = ENOSPC;
+    return -1;
+}
+
+ssize_t write(int descriptor, const void *bytes, size_t size) {
+    ssize_t fits = room_for(descriptor, size);
+    return fits < 0 ? -1 : NEXT(write)(descriptor, bytes, fits);
+}
+
+ssize_t pwrite(int descriptor, const void *bytes, size_t size, off_t offset) {
+    ssize_t fits = room_for(descriptor, size);
+    return fits < 0 ? -1 : NEXT(pwrite)(descriptor, bytes, fits, offset);
+}
+
+ssize_t pwrite64(int descriptor, const void *bytes, size_t size, off64_t offset) {
+    ssize_t fits = room_for(descriptor, size);
+    return fits < 0 ? -1 : NEXT(pwrite64)(descriptor, bytes, fits, offset);
+}
+
+ssize_t writev(int descriptor, const struct iovec *parts, int count) {
+    size_t size = 0;
+    for (int i = 0; i < count; i++) size += parts[i].iov_len;
+    ssize_t fits = room_for(descriptor, size);
+    if (fits < 0) return -1;
+    if ((size_t)fits == size) return NEXT(writev)(descriptor, parts, count);
+    size_t first = parts[0].iov_len < (size_t)fits ? parts[0].iov_len : (size_t)fits;
+    return NEXT(write)(descriptor, parts[0].iov_base, first);
+}
+
+ssize_t read(int descriptor, void *bytes, size_t size) {
+    if (is_file_below(descriptor) && fails(&reads, now().read_eio)) return -1;
+    return NEXT(read)(descriptor, bytes, size);
+}
+
+ssize_t pread(int descriptor, void *bytes, size_t size, off_t offset) {
+    if (is_file_below(descriptor) && fails(&reads, now().read_eio)) return -1;
+    return NEXT(pread)(descriptor, bytes, size, offset);
+}
+
+ssize_t pread64(int descriptor, void *bytes, size_t size, off64_t offset) {
+    if (is_file_below(descriptor) && fails(&reads, now().read_eio)) return -1;
+    return NEXT(pread64)(descriptor, bytes, size, offset);
+}
+
+int fsync(int descriptor) {
+    if (is_file_below(descriptor) && fails(&writes, now().write_eio)) return -1;
+    return NEXT(fsync)(descriptor);
+}
+
+int fdatasync(int descriptor) {
+    if (is_file_below(descriptor) && fails(&writes, now().write_eio)) return -1;
+    return NEXT(fdatasync)(descriptor);
+}
+
+static int renamed(const char *from, const char *to) {
+    if (!is_below(from) && !is_below(to)) return 0;
+    if (fails(&writes, now().write_eio)) return -1;
+    char name[PATH_MAX], line[2 * PATH_MAX + 4];
+    snprintf(name, sizeof name, "%s.renames", getenv("DISK_CONTROL"));
+    int length = snprintf(line, sizeof line, "%s\t%s\n", from, to);
+    int file = NEXT(open)(name, O_WRONLY | O_CREAT | O_APPEND, 0600);
+    if (file < 0 || NEXT(write)(file, line, length) != length) abort();
+    close(file);
+    return 0;
+}
+
+int rename(const char *from, const char *to) {
+    return renamed(from, to) ? -1 : NEXT(rename)(from, to);
+}
+
+int renameat(int from_directory, const char *from, int to_directory, const char *to) {
+    return renamed(from, to) ? -1 : NEXT(renameat)(from_directory, from, to_directory, to);
+}
+
+#define OPEN(name)                                                                    \
+    int name(const char *path, int flags, ...) {                                      \
+        va_list more;                                                                 \
+        va_start(more, flags);                                                        \
+        mode_t mode = flags & (O_CREAT | __O_TMPFILE) ? va_arg(more, mode_t) : 0;     \
+        va_end(more);                                                                 \
+        if (is_below(path)) now();                                                    \
+        return NEXT(name)(path, flags, mode);                                         \
+    }
+OPEN(open)
+OPEN(open64)
