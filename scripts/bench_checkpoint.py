@@ -76,7 +76,7 @@ def measure(directory: Path, port: int, rank: int, num_processes: int, num_bytes
     began = time.monotonic()
     for name in range(num_names):
         part = {f"a{name}": {f"w{i}": like for i in range(num_arrays)}}
-        restored = read_step(step, part, partial=True)
+        restored: Any = read_step(step, part, partial=True)
         jax.block_until_ready(restored.state)
         for i in (0, num_arrays - 1):
             shard = np.asarray(restored.state[f"a{name}"][f"w{i}"].addressable_shards[0].data)
