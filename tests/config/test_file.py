@@ -15,7 +15,7 @@ from llamajax.config.keys import keys
 from llamajax.config.machine import HardwareConfig, XlaConfig
 from llamajax.config.model import ModelConfig, RopeScalingConfig
 from llamajax.config.parallel import DistributedConfig, MeshConfig, ParallelConfig
-from llamajax.config.recovery import WatchdogConfig
+from llamajax.config.recovery import RecoveryConfig, WatchdogConfig
 from llamajax.config.run import Config
 from llamajax.config.training import CheckpointConfig, OptimizerConfig, SampleConfig, TrainConfig
 from llamajax.config.watch import MetricsConfig, ProfileConfig
@@ -63,8 +63,11 @@ EVERYTHING = Config(
         enabled=True, coordinator_address="host:1", num_processes=2, process_id=1, heartbeat_timeout_s=9,
         initialization_timeout_s=8,
     ),
-    checkpoint=CheckpointConfig(save_every=4, keep_last=9, keep_every=8, async_save=False, allow_config_change=True),
-    metrics=MetricsConfig(log_every=1, tensorboard=True, wandb=True, wandb_project="true"),
+    checkpoint=CheckpointConfig(
+        save_every=4, keep_last=9, keep_every=8, async_save=False, allow_config_change=True, local_dir="1e3", local_every=2
+    ),
+    recovery=RecoveryConfig(max_rollbacks=1, spike_zscore=1e-5, spike_window=16, checksum_every=7),
+    metrics=MetricsConfig(log_every=1, straggler_ratio=1e6, tensorboard=True, wandb=True, wandb_project="true"),
     hardware=HardwareConfig(
         gpu="h200", nodes=3, gpus_per_node=4, gpu_bandwidth=1e9, node_bandwidth=2.5, price_per_gpu_hour=0.1,
         token_budget=1e12, calibration="1e3",

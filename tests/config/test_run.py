@@ -13,7 +13,7 @@ from llamajax.config.keys import keys
 from llamajax.config.machine import HardwareConfig, XlaConfig
 from llamajax.config.model import ModelConfig, RopeScalingConfig
 from llamajax.config.parallel import DistributedConfig, MeshConfig, ParallelConfig
-from llamajax.config.recovery import WatchdogConfig
+from llamajax.config.recovery import RecoveryConfig, WatchdogConfig
 from llamajax.config.rules import Section
 from llamajax.config.run import Config
 from llamajax.config.training import CheckpointConfig, OptimizerConfig, SampleConfig, TrainConfig
@@ -40,6 +40,7 @@ SECTIONS: dict[type, dict[str, Any]] = {
     SampleConfig: {},
     HardwareConfig: {},
     XlaConfig: {},
+    RecoveryConfig: {},
     WatchdogConfig: {},
 }
 """The least that every section needs."""
@@ -109,13 +110,19 @@ BROKEN = [
     (CheckpointConfig, {"keep_last": 0}, ["keep_last"]),
     (CheckpointConfig, {"keep_every": -7}, ["keep_every"]),
     (CheckpointConfig, {"keep_every": 1500}, ["keep_every"]),
-    (MetricsConfig, {"log_every": 0}, ["log_every"]),
+    (CheckpointConfig, {"local_dir": "/fast"}, ["local_dir"]),
+    (CheckpointConfig, {"local_every": 5}, ["local_every"]),
+    (CheckpointConfig, {"save_every": 5, "local_dir": "/fast", "local_every": 5}, ["local_every"]),
+    (MetricsConfig, {"log_every": 0, "straggler_ratio": 1.0}, ["log_every", "straggler_ratio"]),
     (ProfileConfig, {"start_step": -1, "num_steps": 0}, ["start_step", "num_steps"]),
     (SampleConfig, {"max_tokens": 0, "temperature": -0.1}, ["max_tokens", "temperature"]),
     (HardwareConfig, {"nodes": 0, "gpu_bandwidth": 0.0, "token_budget": -1.0}, ["nodes", "gpu_bandwidth", "token_budget"]),
     (HardwareConfig, {"calibration": ""}, ["calibration"]),
     (XlaConfig, {"latency_profile": "", "flags": ("--xla_a=1", "xla_b=", "xla_c=1")}, ["latency_profile", "flags", "flags"]),
     (XlaConfig, {"compilation_cache": ""}, ["compilation_cache"]),
+    (RecoveryConfig, {"max_rollbacks": -1, "spike_window": 15}, ["max_rollbacks", "spike_window"]),
+    (RecoveryConfig, {"spike_zscore": 0.0, "checksum_every": 0}, ["spike_zscore", "checksum_every"]),
+    (RecoveryConfig, {"spike_zscore": 8.0, "max_rollbacks": 0}, ["spike_zscore"]),
     (WatchdogConfig, {"factor": 1.0, "step_s": 0.0, "save_s": -1.0}, ["factor", "step_s", "save_s"]),
 ]  # fmt: skip
 
