@@ -116,9 +116,11 @@ def _remove_leftovers(entry: Path, lock: int) -> None:
     The lock may hold among the processes of one host only (Lustre's `localflock`, NFS's `nolock`), which nobody can see.
     What another host has begun is therefore left to it for a day, by the clock of the file system.
     """
+    if not (leftovers := list(entry.glob("*.tmp"))):
+        return
     os.utime(lock)
     now = os.fstat(lock).st_mtime
-    for leftover in entry.glob("*.tmp"):
+    for leftover in leftovers:
         host = re.search(r"[.]([0-9a-f]{8})[.][0-9a-f]{8}[.]tmp$", leftover.name)
         with contextlib.suppress(FileNotFoundError):
             if host is None or host[1] == _HOST or now - leftover.stat().st_mtime > _ABANDONED_S:

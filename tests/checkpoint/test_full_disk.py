@@ -7,6 +7,8 @@ whose errors take the way of every error of `write`. Checkpoints are larger, and
 import json
 import resource
 import threading
+import time
+import types
 
 import pytest
 
@@ -112,7 +114,9 @@ def test_a_save_that_failed_is_told_at_once_and_made_good_soon(disk, config, tmp
 
 def test_the_last_state_is_saved_once_there_is_room(disk, config, tmp_path, monkeypatch):
     """However many saves failed before."""
-    monkeypatch.setattr(checkpoint.time, "sleep", lambda seconds: disk.make_room())
+    monkeypatch.setattr(
+        checkpoint, "time", types.SimpleNamespace(monotonic=time.monotonic, sleep=lambda _: disk.make_room())
+    )
     run(monkeypatch, config, tmp_path, lambda step: fill(disk, tmp_path) if step == FULL_AT else None)
     assert runs.committed_steps(tmp_path) == {5, 10, 15, 27}
     assert list(runs.losses(tmp_path)) == list(range(1, 28))
@@ -122,7 +126,7 @@ def test_the_last_state_is_saved_once_there_is_room(disk, config, tmp_path, monk
 
 
 def test_a_run_whose_state_cannot_be_saved_says_so_and_goes_on_from_the_newest(disk, config, tmp_path, monkeypatch, capfd):
-    monkeypatch.setattr(checkpoint.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(checkpoint, "time", types.SimpleNamespace(monotonic=time.monotonic, sleep=lambda _: None))
     with pytest.raises(SaveError) as caught:
         run(monkeypatch, config, tmp_path, lambda step: fill(disk, tmp_path) if step == FULL_AT else None)
     disk.make_room()

@@ -42,7 +42,10 @@ def test_rules_look_at_the_result_alone():
         ({"model.num_layer": 3}, "unknown key 'model.num_layer'; did you mean 'model.num_layers'?"),
         ({"num_layers": 3}, "unknown key 'num_layers'; did you mean 'model.num_layers'?"),
         ({"modle.num_layers": 3}, "unknown key 'modle'; did you mean 'model'?"),
-        ({"metrics.xyzzy": 3}, "unknown key 'metrics.xyzzy'; metrics has log_every, tensorboard, wandb, wandb_project"),
+        (
+            {"metrics.xyzzy": 3},
+            "unknown key 'metrics.xyzzy'; metrics has log_every, straggler_ratio, tensorboard, wandb, wandb_project",
+        ),
         ({"data.sources.1.weight": 3}, "unknown key 'data.sources.1'; data.sources has 0"),
         ({"model.num_layers.x": 3}, "unknown key 'model.num_layers.x'; model.num_layers has no keys"),
         ({"train.num_steps": 0}, "train.num_steps: 0 must be positive"),
