@@ -73,7 +73,8 @@ def train(
     """
     watchdog.begin("first step")
     num_steps, rows_per_step, passed_over = config.train.num_steps, config.train.global_batch_size, start.passed_over
-    state, step, saved_step = start.state, start.step, start.step
+    state, step = start.state, start.step
+    saved_step = checkpointer.newest or 0  # below `step` where the run goes on from a local disk, which may be lost
     bad_steps = BadSteps(config, start.recent_losses, len(passed_over))
     keys = None if config.model.attend_across_documents else dataset.mean_keys(config.model.sliding_window)
     with (
