@@ -33,7 +33,7 @@ from llamajax.training.resume import check_same_run
 from llamajax.training.rollback import agreed, go_back, read_passed_over
 from llamajax.training.stop import StopSignal
 from llamajax.training.watchdog import Watchdog
-from llamajax.watch import console, life
+from llamajax.watch import console
 from llamajax.watch.console import say
 from llamajax.watch.peak import peak_flops
 from llamajax.weights.loading import load_model
@@ -48,7 +48,6 @@ def run(asked: Config, *, dry_run: bool = False) -> None:
     Raises:
         UserError: one of `llamajax.errors`, when the configuration, data, machine or checkpoints do not allow it.
     """
-    life.begin("start")
     run_dir = Path(asked.run_dir).expanduser()
     with StopSignal() as stop, Watchdog(asked.watchdog, run_dir) as watchdog:
         startup.begin(asked)
@@ -56,7 +55,6 @@ def run(asked: Config, *, dry_run: bool = False) -> None:
         config = fitted.config
         startup.lay_out(config)
         watchdog.begin("compile")
-        life.begin("compile")
         abstract = abstract_state(config)
         console.print_header(config, abstract.model)
         if fitted.line is not None:
@@ -88,15 +86,13 @@ def run(asked: Config, *, dry_run: bool = False) -> None:
             return
 
         watchdog.begin("load")
-        life.begin("load")
         in_background = functools.partial(watchdog.phase, "save")
         with Checkpointer(run_dir, config.checkpoint, on_failure=say, around_commit=in_background) as checkpointer:
             watchdog.keep_stacks()
             passed_over = read_passed_over(run_dir, checkpointer)
             restored = checkpointer.restore(abstract)
             watchdog.begin("load")
-            source = restored if pretrained is None else pretrained
-            origin = Origin() if config.init_from is None or source is None else take_along(source.files, source.hf)
+            origin = origin_of(config, restored, pretrained)
             dataset = data.prepare(config, log=console.log, log_work=console.log_own, tokenizer=origin.tokenizer)
             same = {"data (documents or tokenizer)": dataset.fingerprint, "tokenized documents": dataset.content}
             check_same_everywhere(same)
@@ -140,6 +136,7 @@ def run(asked: Config, *, dry_run: bool = False) -> None:
                         break
                     except GoBack as error:
                         bad = error.with_traceback(None)  # whose frames hold the state that went wrong
+                        del start, restored  # which hold the one that it began with
                     watchdog.begin("load")
                     restored, passed_over = go_back(bad, config, abstract, checkpointer, passed_over)
             watchdog.begin("evaluate")
@@ -157,6 +154,12 @@ def run(asked: Config, *, dry_run: bool = False) -> None:
                 console.print_stream(config.sample.prompt, pieces)
         if jax.process_index() == 0 and int(state.step) > 0:
             console.print_end(run_dir, run_dir / "checkpoints" / str(int(state.step)))
+
+
+def origin_of(config: Config, restored: Restored[TrainState] | None, pretrained: Pretrained | None) -> Origin:
+    """What the run takes along: of the weights that it begins with, or as its checkpoint has kept it."""
+    source = restored if pretrained is None else pretrained
+    return Origin() if config.init_from is None or source is None else take_along(source.files, source.hf)
 
 
 def start_from(
