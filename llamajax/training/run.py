@@ -27,7 +27,7 @@ from llamajax.step.forms import attention_kernel, compute_capability, float8_mat
 from llamajax.step.state import TrainState, abstract_state, init_state
 from llamajax.training import elastic
 from llamajax.training.bad_steps import GoBack
-from llamajax.training.loop import Start, train
+from llamajax.training.loop import Start, Trainer
 from llamajax.training.replicas import Replicas
 from llamajax.training.resume import check_same_run
 from llamajax.training.rollback import agreed, go_back, read_passed_over
@@ -113,26 +113,24 @@ def run(asked: Config, *, dry_run: bool = False) -> None:
             else:
                 console.log(f"start      from {f'scratch, seed {config.seed}' if pretrained is None else pretrained.about}")
             console.log(f"peak       {peak_flops(config.model.compute_dtype)}")
-            files = {**origin.files, **dataset.files}
-            num_eval_rows = config.train.eval_batches * micro_batch_size(asked)
+            trainer = Trainer(
+                config=config,
+                num_eval_rows=config.train.eval_batches * micro_batch_size(asked),
+                compilation=compilation,
+                replicas=replicas,
+                dataset=dataset,
+                meta=meta,
+                files={**origin.files, **dataset.files},
+                checkpointer=checkpointer,
+                stop=stop,
+                watchdog=watchdog,
+            )
             with stop.at_end_of_step():
                 while True:
                     start = start_from(restored, config, pretrained, passed_over)
                     everyones("ready")  # the first collective of devices waits for half a minute only
                     try:
-                        state, stopped = train(
-                            config,
-                            start,
-                            num_eval_rows,
-                            compilation,
-                            replicas,
-                            dataset,
-                            meta,
-                            files,
-                            checkpointer,
-                            stop,
-                            watchdog,
-                        )
+                        state, stopped = trainer.train(start)
                         break
                     except GoBack as error:
                         bad = error.with_traceback(None)  # whose frames hold the state that went wrong
