@@ -60,7 +60,7 @@ class SaveError(UserError):
 
 
 class DivergedError(UserError):
-    """Gradients stayed non-finite; running the same command again would not help."""
+    """Steps keep going wrong, as often as the run may go back; running the same command again would not help."""
 
     exit_code = GIVE_UP
 

@@ -276,8 +276,7 @@ class Checkpointer:
         if error is None:
             self.close()
             return
-        if self._thread is not None:
-            self._thread.join()
+        self._await_thread()
         if self._on_failure is None and (failure := self._defect or self._failure) is not None:
             say(str(failure))
         self._release()
@@ -370,11 +369,14 @@ class Checkpointer:
         old = steps_in(self._directory)[: -self._config.keep_last]
         retention.delete(self._directory, [step for step in old if kept_for_good is None or step % kept_for_good], say)
 
-    def _join(self) -> None:
-        """Ends the thread of the save in progress, if any; raises what is a defect of ours."""
+    def _await_thread(self) -> None:
         if self._thread is not None:
             self._thread.join()
             self._thread = None
+
+    def _join(self) -> None:
+        """Ends the thread of the save in progress, if any; raises what is a defect of ours."""
+        self._await_thread()
         if self._defect is not None:
             defect, self._defect = self._defect, None
             raise defect

@@ -66,7 +66,7 @@ def launch(config: LaunchConfig, program: Program) -> int:
             in_a_row += 1
             after_s = backoff_s(config, in_a_row)
             shown.say(
-                f"restart {in_a_row} of {config.max_restarts} without a new checkpoint in {after_s:g} s, from step {step}"
+                f"restart in {after_s:g} s, from step {step} ({in_a_row} of {config.max_restarts} without a new checkpoint)"
             )
             _record(program, cause, step, after_s, shown)
             until = time.monotonic() + after_s

@@ -40,7 +40,7 @@ def exit_code(work: Callable[[], object], *, memory_remedy: str, disk: str, disk
         first_line = (str(error).splitlines() or [""])[0]
         if isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(error):
             return _failed(f"out of device memory: {first_line}; try {memory_remedy}", OUT_OF_MEMORY)
-        return _failed(f"{type(error).__name__}: {first_line}", INTERNAL_ERROR, traceback.format_exc())
+        return _failed(f"{type(error).__name__}: {first_line}", INTERNAL_ERROR, traceback.format_exc().rstrip())
     return 0
 
 

@@ -154,7 +154,8 @@ class Peers:
         self._last_word.acquire()
         if self._failure is None:
             what = reason.splitlines()[0][:500]
-            line = f"process {self.rank} ({meeting.who_am_i()}) failed: {what}; start all again when that is mended"
+            remedy = _remedy("; start all again when that is mended", code)
+            line = f"process {self.rank} ({meeting.who_am_i()}) failed: {what}{remedy}"
             grace_s = 0 if is_stuck else _GRACE_S
             self._send_all({"failed": line, "rank": self.rank, "code": code, "grace_s": grace_s, "is_stuck": is_stuck})
             self._all_told.wait(_TELL_S)
@@ -214,8 +215,8 @@ class Peers:
                         selector.unregister(key.fileobj)
                         self._count_told(key.data)  # or has no need to be
                         if not key.data.leaving:
-                            how = "ended without a word: killed, or with its machine; see there"
-                            self._lose(key.data, how, is_stuck=False)
+                            how = "ended without a word: killed, or with its machine"
+                            self._lose(key.data, how, "; see there, and start all again", is_stuck=False)
                     for message in messages or ():
                         self._take(key.data, message)
                 now = time.monotonic()
@@ -227,7 +228,8 @@ class Peers:
                         setting = "distributed.heartbeat_timeout_s"
                         self._lose(
                             link,
-                            f"gave no sign of life for {self._timeout_s} s ({setting}); end what is left",
+                            f"gave no sign of life for {self._timeout_s} s ({setting})",
+                            "; end what is left, and start all again",
                             is_stuck=True,
                         )
 
@@ -262,8 +264,8 @@ class Peers:
         if self._told == self._links.keys():
             self._all_told.set()
 
-    def _lose(self, link: Link, how: str, *, is_stuck: bool) -> None:
-        line = f"process {link.rank} ({link.who}) {how}, and start all again"
+    def _lose(self, link: Link, how: str, remedy: str, *, is_stuck: bool) -> None:
+        line = f"process {link.rank} ({link.who}) {how}{_remedy(remedy, TRY_AGAIN)}"
         if self.rank == 0 and self._failure is None:
             message = {"failed": line, "rank": link.rank, "code": TRY_AGAIN, "grace_s": 0, "is_stuck": is_stuck}
             self._send_all(message, but=link)
@@ -327,6 +329,11 @@ class Peers:
         for link in self._links.values():
             while link.receive(deadline - time.monotonic()) is not None:
                 pass
+
+
+def _remedy(text: str, code: int) -> str:
+    """What is left for people to do; nothing where a launcher, which has heartbeats written, starts all again."""
+    return "" if code == TRY_AGAIN and heartbeat.VARIABLE in os.environ else text
 
 
 def _freeze() -> float:

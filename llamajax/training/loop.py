@@ -38,133 +38,135 @@ class Start:
     """What the next losses are compared with; see `BadSteps`."""
 
 
-def train(
-    config: Config,
-    start: Start,
-    num_eval_rows: int,
-    compilation: Compilation,
-    replicas: Replicas,
-    dataset: data.Dataset,
-    meta: dict[str, Any],
-    files: Mapping[str, bytes],
-    checkpointer: Checkpointer,
-    stop: StopSignal,
-    watchdog: Watchdog,
-) -> tuple[TrainState, bool]:
-    """The loop: steps, evaluations and checkpoints, until the last step or a request to stop; whether it was that.
+@dataclass(frozen=True, kw_only=True)
+class Trainer:
+    """The loop of a run, which begins again when the run goes back: what stays the same however often it does."""
 
-    Args:
-        config: the run.
-        start: where it begins.
-        num_eval_rows: held-out rows of an evaluation.
-        compilation: `train_step` of the run.
-        replicas: compares what devices hold alike, before every checkpoint too.
-        dataset: what it trains on.
-        meta: what its checkpoints say about themselves.
-        files: name and content of what is kept with them.
-        checkpointer: writes them.
-        stop: the requests to stop.
-        watchdog: ends the process when something takes too long.
+    config: Config
+    """The run."""
+    num_eval_rows: int
+    """Held-out rows of an evaluation."""
+    compilation: Compilation
+    """`train_step` of the run."""
+    replicas: Replicas
+    """Compares what devices hold alike, before every checkpoint too."""
+    dataset: data.Dataset
+    """What it trains on."""
+    meta: dict[str, Any]
+    """What its checkpoints say about themselves."""
+    files: Mapping[str, bytes]
+    """Name and content of what is kept with them."""
+    checkpointer: Checkpointer
+    """Writes them."""
+    stop: StopSignal
+    """The requests to stop."""
+    watchdog: Watchdog
+    """Ends the process when something takes too long."""
 
-    Raises:
-        GoBack: a step went wrong; the caller is to go back and begin the loop again.
-        DivergedError: one did, and the run has gone back often enough.
-        CorruptionError: a device is wrong again and again.
-    """
-    watchdog.begin("first step")
-    num_steps, rows_per_step, passed_over = config.train.num_steps, config.train.global_batch_size, start.passed_over
-    state, step, saved_step = start.state, start.step, start.step
-    bad_steps = BadSteps(config, start.recent_losses, len(passed_over))
-    keys = None if config.model.attend_across_documents else dataset.mean_keys(config.model.sliding_window)
-    with (
-        metrics.MetricsWriter(config, start_step=step, keys=keys) as writer,
-        Loader(dataset, config, step, passed_over) as loader,
-        trace(config, step) as trace_before,
-    ):
-        writer.event("compile", from_cache=compilation.from_cache, **compilation.facts)
-        writer.event(
-            "data", fingerprint=dataset.fingerprint, epochs=dataset.epochs(next_row(num_steps, rows_per_step, passed_over))
-        )
+    def train(self, start: Start) -> tuple[TrainState, bool]:
+        """Steps, evaluations and checkpoints, until the last step or a request to stop; whether it was that.
 
-        def check(record: run_log.Record | None) -> None:
-            if record is not None:
-                watchdog.finished(record["step"])
-            bad_steps.look(record, newest)
+        Raises:
+            GoBack: a step went wrong; the caller is to go back and train from there.
+            DivergedError: one did, and the run has gone back often enough.
+            CorruptionError: a device is wrong again and again.
+        """
+        self.watchdog.begin("first step")
+        config, passed_over = self.config, start.passed_over
+        num_steps, rows_per_step = config.train.num_steps, config.train.global_batch_size
+        state, step = start.state, start.step
+        saved_step = self.checkpointer.newest or 0  # below `step` where the run goes on from a local disk, which may be lost
+        bad_steps = BadSteps(config, start.recent_losses, len(passed_over))
+        keys = None if config.model.attend_across_documents else self.dataset.mean_keys(config.model.sliding_window)
+        with (
+            metrics.MetricsWriter(config, start_step=step, keys=keys) as writer,
+            Loader(self.dataset, config, step, passed_over) as loader,
+            trace(config, step) as trace_before,
+        ):
+            writer.event("compile", from_cache=self.compilation.from_cache, **self.compilation.facts)
+            epochs = self.dataset.epochs(next_row(num_steps, rows_per_step, passed_over))
+            writer.event("data", fingerprint=self.dataset.fingerprint, epochs=epochs)
 
-        def newest() -> int | None:
-            with contextlib.suppress(SaveError):  # which was told
-                checkpointer.wait()
-            return checkpointer.newest
+            def check(record: run_log.Record | None) -> None:
+                if record is not None:
+                    self.watchdog.finished(record["step"])
+                bad_steps.look(record, newest)
 
-        def evaluate_now() -> None:
-            with watchdog.phase("evaluate"), writer.pause("evaluating"):
-                result = evaluate(config, state.model, dataset, num_eval_rows, stop.requested)
-            if result is not None:
-                writer.write_eval(step, result)
+            def newest() -> int | None:
+                with contextlib.suppress(SaveError):  # which was told
+                    self.checkpointer.wait()
+                return self.checkpointer.newest
 
-        def meta_of_step() -> dict[str, Any]:
-            position = {
-                "position": next_row(step, rows_per_step, passed_over),
-                "passed_over": [dataclasses.asdict(window) for window in passed_over],
-            }
-            return meta | {"data": position | meta["data"], "recent_losses": bad_steps.recent_losses}
+            def evaluate_now() -> None:
+                with self.watchdog.phase("evaluate"), writer.pause("evaluating"):
+                    result = evaluate(config, state.model, self.dataset, self.num_eval_rows, self.stop.requested)
+                if result is not None:
+                    writer.write_eval(step, result)
 
-        def compare_replicas() -> None:
-            with writer.pause("comparing replicas"):
-                replicas.check(step, state, writer.event)
+            def meta_of_step() -> dict[str, Any]:
+                position = {
+                    "position": next_row(step, rows_per_step, passed_over),
+                    "passed_over": [dataclasses.asdict(window) for window in passed_over],
+                }
+                return self.meta | {"data": position | self.meta["data"], "recent_losses": bad_steps.recent_losses}
 
-        def save_locally() -> None:
-            compare_replicas()
-            with watchdog.phase("save"), writer.pause("saving"):
-                checkpointer.save_locally(step, state, meta_of_step(), files)
+            def compare_replicas() -> None:
+                with writer.pause("comparing replicas"):
+                    self.replicas.check(step, state, writer.event)
 
-        def save() -> None:
-            nonlocal saved_step
-            compare_replicas()
-            with watchdog.phase("save"), writer.pause("saving"):
-                checkpointer.save(step, state, meta_of_step(), files)
-            writer.event("save")
-            saved_step = step
-
-        def due(every: int | None) -> bool:
-            return every is not None and step % every == 0
-
-        compare_replicas()
-        save_due = False
-        while step < num_steps and not stop.requested():
-            trace_before(step + 1, state)
-            watchdog.doing("waiting for its batch")
-            _, batch = next(loader)
-            watchdog.doing(WAITING)
-            state, values = compilation.step(state, batch)
-            step += 1
-            check(writer.write(step, values, data_wait_s=loader.wait_s))
-            watchdog.doing("")
-            save_due = save_due or due(config.checkpoint.save_every) or checkpointer.retry_due(step)
-            if save_due:
-                check(writer.flush())
-                if not bad_steps.num_nonfinite:  # else it would take the place of a checkpoint to go back to
-                    save()
-                    save_due = False
-            elif due(config.checkpoint.local_every):
-                check(writer.flush())
-                if not bad_steps.num_nonfinite:
-                    save_locally()
-            elif replicas.due(step):
-                check(writer.flush())
+            def save_locally() -> None:
                 compare_replicas()
-            if due(config.train.eval_every) and step < num_steps:
-                check(writer.flush())
+                with self.watchdog.phase("save"), writer.pause("saving"):
+                    self.checkpointer.save_locally(step, state, meta_of_step(), self.files)
+
+            def save() -> None:
+                nonlocal saved_step
+                compare_replicas()
+                with self.watchdog.phase("save"), writer.pause("saving"):
+                    self.checkpointer.save(step, state, meta_of_step(), self.files)
+                writer.event("save")
+                saved_step = step
+
+            def due(every: int | None) -> bool:
+                return every is not None and step % every == 0
+
+            compare_replicas()
+            save_due = False
+            while step < num_steps and not self.stop.requested():
+                trace_before(step + 1, state)
+                self.watchdog.doing("waiting for its batch")
+                _, batch = next(loader)
+                self.watchdog.doing(WAITING)
+                state, values = self.compilation.step(state, batch)
+                step += 1
+                check(writer.write(step, values, data_wait_s=loader.wait_s))
+                self.watchdog.doing("")
+                save_due = save_due or due(config.checkpoint.save_every) or self.checkpointer.retry_due(step)
+                if save_due:
+                    check(writer.flush())
+                    if not bad_steps.num_nonfinite:  # else it would take the place of a checkpoint to go back to
+                        save()
+                        save_due = False
+                elif due(config.checkpoint.local_every):
+                    check(writer.flush())
+                    if not bad_steps.num_nonfinite:
+                        save_locally()
+                elif self.replicas.due(step):
+                    check(writer.flush())
+                    compare_replicas()
+                if due(config.train.eval_every) and step < num_steps:
+                    check(writer.flush())
+                    evaluate_now()
+            trace_before(step + 1, state)
+            check(writer.flush())
+            if step != saved_step:
+                save()
+            if step == num_steps and config.train.eval_batches and config.data.held_out_fraction:
                 evaluate_now()
-        trace_before(step + 1, state)
-        check(writer.flush())
-        if step != saved_step:
-            save()
-        if step == num_steps and config.train.eval_batches and config.data.held_out_fraction:
-            evaluate_now()
-        with watchdog.phase("save"), writer.pause("saving"):
-            checkpointer.finish(save_again=save)
-        stopped = stop.requested()
-    if stopped:
-        console.log(f"stopped    at step {step}{', which is saved' if step else ''}; the same command goes on from there")
-    return state, stopped
+            with self.watchdog.phase("save"), writer.pause("saving"):
+                self.checkpointer.finish(save_again=save)
+            stopped = self.stop.requested()
+        if stopped:
+            saved = ", which is saved" if step else ""
+            console.log(f"stopped    at step {step}{saved}; the same command goes on from there")
+        return state, stopped

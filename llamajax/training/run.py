@@ -27,13 +27,13 @@ from llamajax.step.forms import attention_kernel, compute_capability, float8_mat
 from llamajax.step.state import TrainState, abstract_state, init_state
 from llamajax.training import elastic
 from llamajax.training.bad_steps import GoBack
-from llamajax.training.loop import Start, train
+from llamajax.training.loop import Start, Trainer
 from llamajax.training.replicas import Replicas
 from llamajax.training.resume import check_same_run
 from llamajax.training.rollback import agreed, go_back, read_passed_over
 from llamajax.training.stop import StopSignal
 from llamajax.training.watchdog import Watchdog
-from llamajax.watch import console, life
+from llamajax.watch import console
 from llamajax.watch.console import say
 from llamajax.watch.peak import peak_flops
 from llamajax.weights.loading import load_model
@@ -48,7 +48,6 @@ def run(asked: Config, *, dry_run: bool = False) -> None:
     Raises:
         UserError: one of `llamajax.errors`, when the configuration, data, machine or checkpoints do not allow it.
     """
-    life.begin("start")
     run_dir = Path(asked.run_dir).expanduser()
     with StopSignal() as stop, Watchdog(asked.watchdog, run_dir) as watchdog:
         startup.begin(asked)
@@ -56,7 +55,6 @@ def run(asked: Config, *, dry_run: bool = False) -> None:
         config = fitted.config
         startup.lay_out(config)
         watchdog.begin("compile")
-        life.begin("compile")
         abstract = abstract_state(config)
         console.print_header(config, abstract.model)
         if fitted.line is not None:
@@ -88,15 +86,13 @@ def run(asked: Config, *, dry_run: bool = False) -> None:
             return
 
         watchdog.begin("load")
-        life.begin("load")
         in_background = functools.partial(watchdog.phase, "save")
         with Checkpointer(run_dir, config.checkpoint, on_failure=say, around_commit=in_background) as checkpointer:
             watchdog.keep_stacks()
             passed_over = read_passed_over(run_dir, checkpointer)
             restored = checkpointer.restore(abstract)
             watchdog.begin("load")
-            source = restored if pretrained is None else pretrained
-            origin = Origin() if config.init_from is None or source is None else take_along(source.files, source.hf)
+            origin = origin_of(config, restored, pretrained)
             dataset = data.prepare(config, log=console.log, log_work=console.log_own, tokenizer=origin.tokenizer)
             same = {"data (documents or tokenizer)": dataset.fingerprint, "tokenized documents": dataset.content}
             check_same_everywhere(same)
@@ -117,29 +113,28 @@ def run(asked: Config, *, dry_run: bool = False) -> None:
             else:
                 console.log(f"start      from {f'scratch, seed {config.seed}' if pretrained is None else pretrained.about}")
             console.log(f"peak       {peak_flops(config.model.compute_dtype)}")
-            files = {**origin.files, **dataset.files}
-            num_eval_rows = config.train.eval_batches * micro_batch_size(asked)
+            trainer = Trainer(
+                config=config,
+                num_eval_rows=config.train.eval_batches * micro_batch_size(asked),
+                compilation=compilation,
+                replicas=replicas,
+                dataset=dataset,
+                meta=meta,
+                files={**origin.files, **dataset.files},
+                checkpointer=checkpointer,
+                stop=stop,
+                watchdog=watchdog,
+            )
             with stop.at_end_of_step():
                 while True:
                     start = start_from(restored, config, pretrained, passed_over)
                     everyones("ready")  # the first collective of devices waits for half a minute only
                     try:
-                        state, stopped = train(
-                            config,
-                            start,
-                            num_eval_rows,
-                            compilation,
-                            replicas,
-                            dataset,
-                            meta,
-                            files,
-                            checkpointer,
-                            stop,
-                            watchdog,
-                        )
+                        state, stopped = trainer.train(start)
                         break
                     except GoBack as error:
                         bad = error.with_traceback(None)  # whose frames hold the state that went wrong
+                        del start, restored  # which hold the one that it began with
                     watchdog.begin("load")
                     restored, passed_over = go_back(bad, config, abstract, checkpointer, passed_over)
             watchdog.begin("evaluate")
@@ -157,6 +152,12 @@ def run(asked: Config, *, dry_run: bool = False) -> None:
                 console.print_stream(config.sample.prompt, pieces)
         if jax.process_index() == 0 and int(state.step) > 0:
             console.print_end(run_dir, run_dir / "checkpoints" / str(int(state.step)))
+
+
+def origin_of(config: Config, restored: Restored[TrainState] | None, pretrained: Pretrained | None) -> Origin:
+    """What the run takes along: of the weights that it begins with, or as its checkpoint has kept it."""
+    source = restored if pretrained is None else pretrained
+    return Origin() if config.init_from is None or source is None else take_along(source.files, source.hf)
 
 
 def start_from(

@@ -32,6 +32,7 @@ from llamajax.launching import heartbeat
 from llamajax.parallel import meeting, processes
 from llamajax.training.phases import SETTINGS, Phase, Phases
 from llamajax.training.stop import StopSignal
+from llamajax.watch import life
 
 _EVERY_S = 0.5  # between looks, at most
 _GRACE_S = 1.5  # in which a process that only waits for another lets that one speak
@@ -41,7 +42,7 @@ _LAST_WORD_S = 8.0  # after which the process ends, whatever keeps it from sayin
 
 _FOR_OTHERS = {
     inspect.unwrap(function).__code__
-    for function in (processes.Peers.everyones, StopSignal.requested, disk.locked, Checkpointer._join)
+    for function in (processes.Peers.everyones, StopSignal.requested, disk.locked, Checkpointer._await_thread)
 }  # in which a thread waits for what is watched itself: other processes, or the thread that commits
 _ARRAYS = "jax._src.array"  # the module in which a thread waits for the value of an array
 COMPILERS = ("jax._src.compiler", "jax._src.interpreters.mlir", "jax._src.interpreters.partial_eval")
@@ -106,6 +107,8 @@ class Watchdog:
     def begin(self, kind: str) -> None:
         """The run begins another part of its story, a key of `phases.SETTINGS`."""
         self._phases.begin(kind)
+        if kind in life.PHASES:
+            life.begin(kind)
         self._tell()
 
     @contextlib.contextmanager

@@ -5,12 +5,15 @@ import time
 from itertools import pairwise
 from pathlib import Path
 
+PHASES = ("start", "compile", "load")
+"""In their order."""
+
 _phases: list[tuple[str, float]] = []
 _is_first = True
 
 
 def begin(phase: str) -> None:
-    """From now on a run is in `phase`: `start`, with which it begins, `compile` or `load`.
+    """From now on a run is in `phase`, one of `PHASES`; `start` begins it, and after its first step there are no others.
 
     The first run of a process began with the process.
     """
@@ -18,6 +21,8 @@ def begin(phase: str) -> None:
     now = time.monotonic()
     if phase == "start":
         _phases.clear()
+    elif not _phases:  # it loads again, to go back
+        return
     _phases.append((phase, now - _age_s() if _is_first else now))
     _is_first = False
 

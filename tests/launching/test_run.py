@@ -149,7 +149,8 @@ def test_without_progress_it_gives_up_and_says_so(tmp_path):
     launch = Launch(tmp_path, "os.kill(os.getpid(), signal.SIGKILL)", "--max_restarts", "2", num_processes=1)
     _, lines = launch.end(93)
     waits = [line for line in lines if line.startswith("restart")]
-    assert waits == [f"restart {n} of 2 without a new checkpoint in {s} s, from step 0" for n, s in ((1, "0.1"), (2, "0.2"))]
+    told = "restart in {} s, from step 0 ({} of 2 without a new checkpoint)"
+    assert waits == [told.format(0.1, 1), told.format(0.2, 2)]
     assert lines[-1].startswith(f"gives up after 2 restarts without a new checkpoint in {tmp_path / 'run'} (max_restarts)")
     assert len(launch.pids(0)) == 3
     events = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]

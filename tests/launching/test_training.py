@@ -65,7 +65,7 @@ def test_a_run_of_which_a_process_is_killed_goes_on_by_itself_with_the_same_loss
         f"process 1 (pid {pid}) was ended by SIGKILL, by somebody or for want of memory",
         "process 0 ended because of process 1",
     ]
-    assert lines[3].startswith("restart 1 of 3 without a new checkpoint in 1 s, from step ")
+    assert lines[3].startswith("restart in 1 s, from step ")
     assert runs.losses(run_dir) == runs.losses(tmp_path / "whole" / "run")
 
 
