@@ -168,7 +168,7 @@ class LocalTier:
     def read(self, step: int, abstract_state: State) -> Restored[State]:
         """Restores a step that `newest` has found."""
         directory = self._directory / str(step)
-        about = json.loads((directory / "parts.json").read_text())["arrays"]
+        about = manifest.read_json(directory / "parts.json")["arrays"]
         places = [(name, _slices_of(part)) for name in about for part in about[name]["parts"]]
         files = {place: f"{number}.bin" for number, place in enumerate(places)}
         leaves = []
@@ -186,7 +186,7 @@ class LocalTier:
         return Restored(
             step=step,
             state=jax.tree.unflatten(jax.tree.structure(abstract_state), leaves),
-            meta=json.loads((directory / "meta.json").read_text()),
+            meta=manifest.read_json(directory / "meta.json"),
             files=directory / "files",
         )
 
@@ -228,8 +228,8 @@ class LocalTier:
         try:
             if found := manifest.problems(directory, manifest.read(directory)):
                 return None, f"has a damaged part: {found[0]}"
-            saved = json.loads((directory / "parts.json").read_text())
-            meta = json.loads((directory / "meta.json").read_text())
+            saved = manifest.read_json(directory / "parts.json")
+            meta = manifest.read_json(directory / "meta.json")
         except (CheckpointError, OSError) as error:
             return None, f"has a damaged part: {error}"
         if passed_over and is_left_behind(step, len(meta["data"].get("passed_over", ())), passed_over):

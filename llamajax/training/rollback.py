@@ -20,7 +20,7 @@ from llamajax.checkpoint.steps import steps_in
 from llamajax.checkpoint.write import Checkpointer
 from llamajax.config.run import Config
 from llamajax.data.position import PassedOver, is_left_behind, next_row
-from llamajax.disk import write_atomically
+from llamajax.disk import read_again, write_atomically
 from llamajax.errors import CheckpointError, SaveError
 from llamajax.parallel.processes import everyones
 from llamajax.training.bad_steps import GoBack
@@ -42,7 +42,7 @@ def read_passed_over(run_dir: Path, checkpointer: Checkpointer) -> tuple[PassedO
     if jax.process_index() == 0:
         try:
             path = run_dir / PASSED_OVER_FILE
-            content = json.loads(path.read_bytes()) if path.exists() else []
+            content = json.loads(read_again(path.read_bytes)) if path.exists() else []
             left = steps_left_behind(run_dir / "checkpoints", parse_passed_over(content))
         except (ValueError, TypeError, RecursionError) as error:
             problem = f"{run_dir / PASSED_OVER_FILE} is damaged ({error}); bring it back, or remove it: the run then goes by"

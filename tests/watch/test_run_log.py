@@ -4,6 +4,7 @@ import json
 import math
 import struct
 import threading
+from typing import Any
 
 import pytest
 
@@ -192,7 +193,8 @@ def test_a_slow_disk_is_told_once_and_not_waited_for(tmp_path, monkeypatch):
     told: list[str] = []
     path = tmp_path / "metrics.jsonl"
     with run_log.Appender(path, told.append) as file:
-        slow = file._file = SlowFile(file._file)
+        slow: Any = SlowFile(file._file)
+        file._file = slow
         for number in range(100):
             file.append_record(b"%d\n" % number)
         slow.is_let.set()
