@@ -149,8 +149,12 @@ def flock(descriptor: int, operation: int) -> bool:
     return True
 
 
-def write_atomically(path: Path, *chunks: bytes | memoryview) -> None:
-    """Writes a file that is, whatever happens, either whole or not there. The entry's lock must be held."""
+def write_atomically(path: Path, *chunks: bytes | memoryview, keep: bool = False) -> None:
+    """Writes a file that is, whatever happens, either whole or not there. The entry's lock must be held.
+
+    With `keep`, one that is there by then stays: where locks do not help, another host may have made the same file, and have
+    mapped it, which NFS does not let it read any more once it is replaced.
+    """
     # A name of its own, for file systems without locks.
     temporary = path.with_name(f"{path.name}.{_HOST}.{secrets.token_hex(4)}.tmp")
     try:
@@ -159,12 +163,25 @@ def write_atomically(path: Path, *chunks: bytes | memoryview) -> None:
                 file.write(chunk)
             file.flush()
             os.fsync(file.fileno())
-        temporary.replace(path)
+        if not keep or not _link(temporary, path):
+            temporary.replace(path)
     except BaseException:
         with contextlib.suppress(OSError):  # a full disk shall not be kept full
             temporary.unlink(missing_ok=True)
         raise
     sync(path.parent)
+
+
+def _link(temporary: Path, path: Path) -> bool:
+    """Gives the file its name, unless another has it; False where the file system has no links."""
+    try:
+        path.hardlink_to(temporary)
+    except FileExistsError:
+        pass
+    except OSError:
+        return False
+    temporary.unlink()
+    return True
 
 
 def keep(path: Path, content: bytes) -> None:

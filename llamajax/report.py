@@ -5,6 +5,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from llamajax.disk import keep_from_others
 from llamajax.errors import UserError
 
 
@@ -17,6 +18,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     from llamajax.watch import page, run_log  # with numpy, for which --help need not wait
 
+    keep_from_others()
     try:
         run_dir = options.run.expanduser()
         log = run_log.read_run(run_dir)

@@ -6,26 +6,38 @@
 
 The state is of arrays as a run has them, over several processes on loopback. To save 20 GB from less memory, each array in
 memory is saved under several names (`--names`): all bytes are copied, written, hashed and read back, but those in memory are
-fewer. They are read back name by name. The directory is left as it was. The kernel keeps what was just written in its memory
-where it can: `sha256sum`, verifying and reading profit alike.
+fewer. They are read back name by name. How it gets on is said on standard error. The directory is left as it was, also when
+this is killed. The kernel keeps what was just written in its memory where it can: `sha256sum`, verifying and reading profit
+alike.
 """
 
 import argparse
+import contextlib
+import datetime
 import json
 import os
+import platform
+import re
 import resource
+import shlex
 import shutil
 import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 _ARRAY_BYTES = 128 << 20  # of the largest arrays, on each process
+_COPIES = 2  # of what is in memory, at most, while it is saved
+_PROCESS_BYTES = 700 << 20  # of a process before it has a state
 _ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(_ROOT))
+
+from scripts.checkout import commit  # noqa: E402
 
 
 def measure(directory: Path, port: int, rank: int, num_processes: int, num_bytes: int, num_names: int) -> dict[str, Any]:
@@ -58,6 +70,7 @@ def measure(directory: Path, port: int, rank: int, num_processes: int, num_bytes
     jax.block_until_ready(state)
     before = _memory()
     everyones("ready")
+    _say(f"saving {num_arrays} arrays under {num_names} names", rank)
     with Checkpointer(directory, CheckpointConfig()) as checkpointer:
         began = time.monotonic()
         checkpointer.save(1, state, {})
@@ -66,6 +79,7 @@ def measure(directory: Path, port: int, rank: int, num_processes: int, num_bytes
         everyones("written")
         write_s = time.monotonic() - began
     save_memory = _memory()
+    _say("verifying", rank)
     step = directory / "checkpoints" / "1"
     began = time.monotonic()
     found = manifest.damage(step)
@@ -75,6 +89,7 @@ def measure(directory: Path, port: int, rank: int, num_processes: int, num_bytes
     like = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=jax.NamedSharding(jax.sharding.get_mesh(), P("fsdp")))
     began = time.monotonic()
     for name in range(num_names):
+        _say(f"reading {name + 1} of {num_names}", rank)
         part = {f"a{name}": {f"w{i}": like for i in range(num_arrays)}}
         restored: Any = read_step(step, part, partial=True)
         jax.block_until_ready(restored.state)
@@ -97,7 +112,67 @@ def _memory() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
+def _say(what: str, rank: int = 0) -> None:
+    if rank == 0:
+        print(f"{datetime.datetime.now():%H:%M:%S} {what}", file=sys.stderr, flush=True)
+
+
+def _end_with_parent() -> None:
+    """In a thread: ends this process when the one that started it has ended, of whatever."""
+    sys.stdin.read()
+    os._exit(1)
+
+
+@contextlib.contextmanager
+def _folder(parent: Path) -> Iterator[Path]:
+    """A directory that goes at the end, also when this process is killed: another one waits for that."""
+    folder = tempfile.mkdtemp(prefix="bench_checkpoint.", dir=parent)
+    remover = ["sh", "-c", 'cat && sleep 1 && rm -rf "$0"', folder]  # the others have ended by then
+    with subprocess.Popen(remover, stdin=subprocess.PIPE, start_new_session=True):
+        yield Path(folder)
+
+
+def _tell_size(directory: Path, done: threading.Event) -> None:
+    """In a thread: how much of the checkpoint is on the disk."""
+    while not done.wait(10):
+        with contextlib.suppress(FileNotFoundError):
+            size = sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
+            if size:
+                _say(f"{size / 1e9:.1f} GB are on the disk")
+
+
+def _fit(arguments: argparse.Namespace) -> None:
+    """Sets `names` by the memory that is free, unless they are given; exits if that or the disk does not suffice."""
+    num_bytes = int(arguments.gigabytes * 1e9)
+    found = re.search(r"^MemAvailable: *(\d+) kB$", Path("/proc/meminfo").read_text(), flags=re.MULTILINE)
+    available = int(found[1]) * 1024 if found else num_bytes
+    of_state = available // 2 - arguments.processes * _PROCESS_BYTES
+    least = -(-_COPIES * num_bytes // of_state) if of_state > 0 else sys.maxsize
+    arguments.names = arguments.names or least
+    if arguments.names < least:
+        sys.exit(
+            f"--gigabytes {arguments.gigabytes:g} does not fit into half of the {available / 1e9:.1f} GB of memory that are"
+            f" free; give arrays more names than --names {arguments.names}, leave that out, or take fewer --processes"
+        )
+    free = shutil.disk_usage(arguments.directory).free
+    if 1.05 * num_bytes > free:
+        sys.exit(f"{arguments.directory}: {free / 1e9:.1f} GB are free; name another --directory, or fewer --gigabytes")
+
+
+def _about() -> dict[str, Any]:
+    """When, with what and where this was measured."""
+    processor = re.search(r"^model name\s*: (.*)$", Path("/proc/cpuinfo").read_text(), flags=re.MULTILINE)
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    return {
+        "date": str(datetime.date.today()),
+        "command": shlex.join(["python", *sys.argv]),
+        "commit": commit(),
+        "machine": f"{os.cpu_count()} x {processor[1] if processor else platform.machine()}, {memory:.0f} GiB",
+    }
+
+
 def _timed(command: Sequence[str], **options: Any) -> float:
+    _say(command[0] if command[0] != "xargs" else "sha256sum, on all cores")
     began = time.monotonic()
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, **options)
     return time.monotonic() - began
@@ -113,12 +188,17 @@ def _run(arguments: argparse.Namespace, directory: Path) -> dict[str, Any]:
     own = [sys.executable, __file__, "--directory", str(directory / "run"), "--names", str(arguments.names)]
     own += ["--gigabytes", str(arguments.gigabytes), "--processes", str(arguments.processes), "--port", str(port)]
     workers = [
-        subprocess.Popen([*own, "--rank", str(rank)], stdout=subprocess.PIPE, text=True, env=env)
+        subprocess.Popen([*own, "--rank", str(rank)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env)
         for rank in range(arguments.processes)
     ]
+    done = threading.Event()
+    threading.Thread(target=_tell_size, args=(directory / "run", done), daemon=True).start()
     try:
-        outputs = [worker.communicate()[0] for worker in workers]
+        outputs = [worker.stdout.read() for worker in workers if worker.stdout is not None]
+        for worker in workers:
+            worker.wait()
     finally:
+        done.set()
         for worker in workers:
             worker.kill()
     if any(worker.returncode for worker in workers):
@@ -169,7 +249,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gigabytes", type=float, default=1.0, help="size of the state, in units of 1e9 bytes")
     parser.add_argument("--processes", type=int, default=4, help="processes that save it together")
-    parser.add_argument("--names", type=int, default=1, help="names under which each array in memory is saved")
+    parser.add_argument(
+        "--names", type=int, help="names under which each array in memory is saved; default: as memory asks for"
+    )
     parser.add_argument("--directory", type=Path, default=Path(tempfile.gettempdir()), help="where it is saved")
     parser.add_argument("--json", type=Path, help="also writes the figures to this file")
     parser.add_argument("--toy", action="store_true", help="a small state of two processes, to see that it works")
@@ -179,12 +261,16 @@ def main() -> None:
     if arguments.toy:
         arguments.gigabytes, arguments.processes, arguments.names = 0.032, 2, 2
     if arguments.rank is not None:
+        threading.Thread(target=_end_with_parent, daemon=True).start()
         num_bytes = int(arguments.gigabytes * 1e9)
         own = (arguments.port, arguments.rank, arguments.processes, num_bytes, arguments.names)
         print(json.dumps(measure(arguments.directory, *own)))
         return
-    with tempfile.TemporaryDirectory(prefix="bench_checkpoint.", dir=arguments.directory) as directory:
-        figures = _run(arguments, Path(directory))
+    _fit(arguments)
+    about = _about()
+    with _folder(arguments.directory) as directory:
+        figures = about | _run(arguments, directory)
+    print(f"{about['date']}, {about['commit']}, {about['machine']}: {about['command']}")
     print(table(figures))
     if arguments.json is not None:
         arguments.json.write_text(json.dumps(figures, indent=1) + "\n")

@@ -5,6 +5,7 @@ import fcntl
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -114,6 +115,19 @@ def test_what_is_not_there_is_not_waited_for(tmp_path, monkeypatch):
     with pytest.raises(FileNotFoundError):
         disk.read_again((tmp_path / "a").read_bytes)
     assert disk.names_in(tmp_path / "a" / "b") == []
+
+
+@pytest.mark.parametrize("has_links", [True, False])
+def test_a_file_that_another_host_made_meanwhile_stays(tmp_path, monkeypatch, has_links):
+    """Where files can have several names; elsewhere the newer of the two, which are the same, takes its place."""
+    if not has_links:
+        monkeypatch.setattr(Path, "hardlink_to", lambda *_: (_ for _ in ()).throw(OSError(errno.EPERM, "no links")))
+    disk.write_atomically(tmp_path / "a", b"theirs", keep=True)
+    disk.write_atomically(tmp_path / "a", b"ours", keep=True)
+    assert (tmp_path / "a").read_bytes() == (b"theirs" if has_links else b"ours")
+    disk.write_atomically(tmp_path / "a", b"damaged no more")
+    assert (tmp_path / "a").read_bytes() == b"damaged no more"
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
 
 
 def test_folders_are_closed_to_others(tmp_path):

@@ -103,13 +103,13 @@ def test_hostile_directories_run_no_code_and_open_no_door(tmp_path):
 
 
 @pytest.mark.slow
-def test_secrets_are_in_nothing_that_is_written_or_said(tmp_path):
+def test_what_is_written_or_said_holds_no_secrets_and_is_closed_to_others(tmp_path):
     config = runs.write_config(tmp_path, num_steps=2, eval_every=None, eval_batches=0)
-    run_dir, exported = tmp_path / "run", tmp_path / "exported"
+    run_dir, exported, local = tmp_path / "run", tmp_path / "exported", tmp_path / "local"
     own = ["--mesh.num_cpu_devices", "1"]
     one = ["--mesh.fsdp", "1", "--mesh.sequence", "1", "--mesh.tensor", "1", *own]
     commands = {
-        "llamajax.train": ["--config", str(config), *one],
+        "llamajax.train": ["--config", str(config), *one, f"--checkpoint.local_dir={local}", "--checkpoint.local_every=1"],
         "converters.hf": ["export", str(run_dir), str(exported), "--no-verify"],
         "llamajax.generate": ["--model", str(exported), "--prompt", "the", "--max_tokens", "2", *own],
         "llamajax.report": [str(run_dir)],
@@ -133,6 +133,7 @@ def test_secrets_are_in_nothing_that_is_written_or_said(tmp_path):
             capture_output=True,
             text=True,
             check=False,
+            umask=0,
         )
         assert done.returncode == code, (module, done.stderr)
         said += done.stdout + done.stderr
@@ -141,3 +142,8 @@ def test_secrets_are_in_nothing_that_is_written_or_said(tmp_path):
     for secret in (*SECRETS.values(), "proxypassword", "urlpassword"):
         assert secret not in said
         assert not [path for path, content in written.items() if secret.encode() in content]
+
+    folders = {run_dir: 0o027, exported: 0o027, tmp_path / "cache": 0o077, local: 0o077}
+    made = [(path, bits) for folder, bits in folders.items() for path in (folder, *folder.rglob("*"))]
+    assert not [path for path, bits in made if path.is_dir() and path.stat().st_mode & bits]
+    assert not [path for path, _ in made if path.stat().st_mode & 0o027]

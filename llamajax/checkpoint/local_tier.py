@@ -11,17 +11,17 @@ Every process keeps what lies on its own devices, by itself: nothing is shared, 
             manifest.json      as in a checkpoint (llamajax.checkpoint.manifest)
         3/1240.saving/         a step being written; see llamajax.checkpoint.retention
 
-A step counts when every process has its part of it, whole, from the same start, and exactly what its devices need now.
+A step counts when every process has its part of it, whole, from the same start, and exactly what its devices need now;
+not when the run has gone back behind it since.
 """
 
-import hashlib
 import json
 import os
 import secrets
 import shutil
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,7 @@ from llamajax.checkpoint import manifest, retention
 from llamajax.checkpoint.array_writer import reason
 from llamajax.checkpoint.read import Restored, State, is_key
 from llamajax.checkpoint.steps import steps_in
+from llamajax.data.position import PassedOver, is_left_behind
 from llamajax.disk import make_folder, sync, write_atomically
 from llamajax.errors import CheckpointError
 from llamajax.parallel.arrays import named_arrays
@@ -45,17 +46,16 @@ Slices = tuple[tuple[int, int], ...]
 """A part of an array: start and end along each of its dims."""
 
 
-def name_of(checkpoints: Path) -> str:
-    """The run's directory in `checkpoint.local_dir`, as no other run has it: not one that was in its place before, either.
+def identity_of(checkpoints: Path) -> str:
+    """What tells the run from all that have been in its place.
 
     Raises:
-        OSError: what makes it so cannot be read or kept beside the run's checkpoints.
+        OSError: it cannot be read or kept beside the run's checkpoints.
     """
-    identity, run_dir = checkpoints / ".identity", checkpoints.parent
-    if not identity.exists():
-        write_atomically(identity, secrets.token_hex(16).encode())
-    sha256 = hashlib.sha256(f"{run_dir} {identity.read_text()}".encode()).hexdigest()
-    return f"{run_dir.name}-{sha256[:16]}"
+    path = checkpoints / ".identity"
+    if not path.exists():
+        write_atomically(path, secrets.token_hex(16).encode())
+    return path.read_text()
 
 
 class LocalTier:
@@ -136,13 +136,17 @@ class LocalTier:
                 self._tell(f"{self._directory}: step {step} is saved; {self._num_failures} before it could not be")
             self._num_failures = 0
 
-    def newest(self, abstract_state: Any, *, above: int, before: int | None) -> tuple[int | None, str]:
+    def newest(
+        self, abstract_state: Any, *, above: int, before: int | None, passed_over: Sequence[PassedOver]
+    ) -> tuple[int | None, str]:
         """The newest step of which every process has what its devices need; all call this together.
 
         Args:
             abstract_state: the state to restore, with devices.
             above: only steps above this one are looked at.
             before: only steps below this one are; None: all.
+            passed_over: what the run has passed over. A host that was elsewhere meanwhile, or whose disk failed, may have
+                steps that the run has gone back behind.
 
         Returns:
             The step, None if there is none; and why a newer one is passed over, empty if there is none.
@@ -150,7 +154,9 @@ class LocalTier:
         here = everyones([step for step in self._steps() if step > above and (before is None or step < before)])
         why = ""
         for step in sorted({step for steps in here for step in steps}, reverse=True):
-            found: list[tuple[str | None, str]] = [tuple(about) for about in everyones(self._examine(step, abstract_state))]
+            found: list[tuple[str | None, str]] = [
+                tuple(about) for about in everyones(self._examine(step, abstract_state, passed_over))
+            ]
             problems = [f"process {rank} {problem}" for rank, (_, problem) in enumerate(found) if problem]
             if not problems and len({start for start, _ in found}) > 1:
                 problems = ["its parts are of different starts"]
@@ -162,7 +168,7 @@ class LocalTier:
     def read(self, step: int, abstract_state: State) -> Restored[State]:
         """Restores a step that `newest` has found."""
         directory = self._directory / str(step)
-        about = json.loads((directory / "parts.json").read_text())["arrays"]
+        about = manifest.read_json(directory / "parts.json")["arrays"]
         places = [(name, _slices_of(part)) for name in about for part in about[name]["parts"]]
         files = {place: f"{number}.bin" for number, place in enumerate(places)}
         leaves = []
@@ -180,7 +186,7 @@ class LocalTier:
         return Restored(
             step=step,
             state=jax.tree.unflatten(jax.tree.structure(abstract_state), leaves),
-            meta=json.loads((directory / "meta.json").read_text()),
+            meta=manifest.read_json(directory / "meta.json"),
             files=directory / "files",
         )
 
@@ -214,7 +220,7 @@ class LocalTier:
         except OSError:
             return []
 
-    def _examine(self, step: int, abstract_state: Any) -> tuple[str | None, str]:
+    def _examine(self, step: int, abstract_state: Any, passed_over: Sequence[PassedOver]) -> tuple[str | None, str]:
         """The start in which the step was saved, and why this process cannot use it; empty if it can."""
         directory = self._directory / str(step)
         if not directory.is_dir():
@@ -222,9 +228,12 @@ class LocalTier:
         try:
             if found := manifest.problems(directory, manifest.read(directory)):
                 return None, f"has a damaged part: {found[0]}"
-            saved = json.loads((directory / "parts.json").read_text())
+            saved = manifest.read_json(directory / "parts.json")
+            meta = manifest.read_json(directory / "meta.json")
         except (CheckpointError, OSError) as error:
             return None, f"has a damaged part: {error}"
+        if passed_over and is_left_behind(step, len(meta["data"].get("passed_over", ())), passed_over):
+            return None, "has it from before the run went back"
         wanted = named_arrays(abstract_state)
         for name, leaf in wanted.items():
             about = saved["arrays"].get(name)

@@ -11,7 +11,7 @@ import os
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TypedDict
+from typing import Any, TypedDict
 
 import jax
 
@@ -128,6 +128,15 @@ def problems(directory: Path, records: Mapping[str, FileRecord]) -> list[str]:
 
     with ThreadPoolExecutor(_HASHING_THREADS) as pool:
         return [found for found in pool.map(problem, records) if found is not None]
+
+
+def read_json(path: Path) -> Any:
+    """What a small file of a step holds, for which its manifest vouches.
+
+    Raises:
+        OSError: the disk fails, after several attempts.
+    """
+    return json.loads(read_again(path.read_bytes))
 
 
 def damage(directory: Path) -> list[str]:

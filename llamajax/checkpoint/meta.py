@@ -1,6 +1,5 @@
 """What a checkpoint says about itself beside its arrays."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +38,7 @@ def read_meta(step_dir: Path) -> dict[str, Any] | None:
     """What a step says about itself; None if its manifest does not vouch for that. Its arrays are not looked at."""
     try:
         records = {"meta.json": manifest.read(step_dir)["meta.json"]}
-        return None if manifest.problems(step_dir, records) else json.loads((step_dir / "meta.json").read_text())
+        return None if manifest.problems(step_dir, records) else manifest.read_json(step_dir / "meta.json")
     except (CheckpointError, KeyError, OSError):
         return None
 

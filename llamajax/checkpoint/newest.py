@@ -1,6 +1,7 @@
 """Where a run goes on: the newest step that is whole, of its checkpoints and of its local tier."""
 
 import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
 
 import jax
@@ -9,13 +10,18 @@ from llamajax.checkpoint import manifest, retention
 from llamajax.checkpoint.local_tier import LocalTier
 from llamajax.checkpoint.read import Restored, State, read_step
 from llamajax.checkpoint.steps import newest_good, steps_in
+from llamajax.data.position import PassedOver
 from llamajax.errors import CheckpointError
 from llamajax.parallel.processes import everyones
 from llamajax.watch.console import say
 
 
 def restore_newest(
-    directory: Path, local: LocalTier | None, abstract_state: State, before: int | None
+    directory: Path,
+    local: LocalTier | None,
+    abstract_state: State,
+    before: int | None,
+    passed_over: Sequence[PassedOver],
 ) -> tuple[Restored[State] | None, int | None]:
     """Reads that step, for the one process or processes that write the run; all call this together.
 
@@ -27,6 +33,7 @@ def restore_newest(
         local: the local tier, if the run has one.
         abstract_state: the pytree to restore, with devices.
         before: only steps below this one count; None: all.
+        passed_over: what the run has passed over; a local step from before it went back behind that does not count.
 
     Returns:
         The step, None if there is none; and the newest checkpoint, which is only known to be good if it is that step.
@@ -37,7 +44,9 @@ def restore_newest(
     """
 
     def newest_local(above: int | None) -> tuple[int | None, str]:
-        return (None, "") if local is None else local.newest(abstract_state, above=above or 0, before=before)
+        if local is None:
+            return None, ""
+        return local.newest(abstract_state, above=above or 0, before=before, passed_over=passed_over)
 
     newest = max((step for step in everyones(steps_in(directory))[0] if before is None or step < before), default=None)
     step, why = newest_local(newest)

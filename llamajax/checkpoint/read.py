@@ -4,7 +4,6 @@ The layout of a step is described in `llamajax.checkpoint.write`, which writes t
 """
 
 import contextlib
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +14,7 @@ import jax.numpy as jnp
 import orbax.checkpoint as ocp
 
 import llamajax
+from llamajax.checkpoint import manifest
 from llamajax.checkpoint.array_writer import os_error
 from llamajax.checkpoint.steps import good_step, steps_in
 from llamajax.disk import read_again
@@ -83,7 +83,7 @@ def unless_deleted(step_dir: Path) -> Iterator[None]:
 def read_step(directory: Path, abstract_state: State, *, partial: bool) -> Restored[State]:
     """Restores a verified step directory after comparing it with `abstract_state`, which names devices (`concretise`)."""
     wanted = named_arrays(abstract_state)
-    saved = {name: _text(**about) for name, about in json.loads((directory / "arrays.json").read_text()).items()}
+    saved = {name: _text(**about) for name, about in manifest.read_json(directory / "arrays.json").items()}
     differences = [f"{name} is missing in it" for name in wanted if name not in saved]
     if not partial:
         differences += [f"{name} is in it, but not in the state to restore" for name in saved if name not in wanted]
@@ -93,7 +93,7 @@ def read_step(directory: Path, abstract_state: State, *, partial: bool) -> Resto
     if differences:
         more = f" (and {len(differences) - 1} more differences)" if len(differences) > 1 else ""
         remedy = "use the configuration in its meta.json"
-        if (writer := json.loads((directory / "meta.json").read_text()).get("llamajax")) not in (None, llamajax.__version__):
+        if (writer := manifest.read_json(directory / "meta.json").get("llamajax")) not in (None, llamajax.__version__):
             remedy = f"llamajax {writer} wrote it: export it with that version and start from the export with init_from"
         raise CheckpointError(f"{directory} is of another state: {differences[0]}{more}; {remedy}")
     stored = {
@@ -121,7 +121,7 @@ def read_step(directory: Path, abstract_state: State, *, partial: bool) -> Resto
     return Restored(
         step=int(directory.name),
         state=jax.tree.unflatten(jax.tree.structure(abstract_state), leaves),
-        meta=json.loads((directory / "meta.json").read_text()),
+        meta=manifest.read_json(directory / "meta.json"),
         files=directory / "files",
     )
 

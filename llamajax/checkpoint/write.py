@@ -33,12 +33,13 @@ import jax
 
 from llamajax.checkpoint import manifest, retention
 from llamajax.checkpoint.array_writer import ArrayWriter, reason
-from llamajax.checkpoint.local_tier import LocalTier, name_of
+from llamajax.checkpoint.local_tier import LocalTier, identity_of
 from llamajax.checkpoint.newest import restore_newest
 from llamajax.checkpoint.read import Restored, State, is_key
 from llamajax.checkpoint.run_lock import RunLock, check_seen_by_all
 from llamajax.checkpoint.steps import steps_in
 from llamajax.config.training import CheckpointConfig
+from llamajax.data.position import PassedOver
 from llamajax.disk import make_folder, sync
 from llamajax.errors import CheckpointError, SaveError, UserError
 from llamajax.parallel import processes
@@ -87,7 +88,7 @@ class Checkpointer:
         self._directory = run_dir.absolute() / "checkpoints"
         self._on_failure, self._around_commit = on_failure, around_commit
         self._lock: RunLock | None = None
-        problem = token = identity = None
+        problem = token = local_name = None
         if jax.process_index() == 0:
             try:
                 self._lock = RunLock(run_dir)
@@ -100,13 +101,14 @@ class Checkpointer:
                     left_over.unlink()
                 retention.finish_deleting(self._directory, say)
                 make_folder(self._directory)
-                identity = None if config.local_dir is None else name_of(self._directory)
+                if config.local_dir is not None:
+                    local_name = config.local_name(self._directory.parent, identity_of(self._directory))
             except CheckpointError as error:
                 problem = str(error)
             except OSError as error:
                 problem = f"{run_dir} cannot be written: {reason(error)}; choose another run_dir"
-        about = (problem, max(steps_in(self._directory), default=None), token, identity)
-        problem, self._newest, self._token, identity = everyones(about)[0]
+        about = (problem, max(steps_in(self._directory), default=None), token, local_name)
+        problem, self._newest, self._token, local_name = everyones(about)[0]
         try:
             if problem is not None:
                 raise CheckpointError(problem)
@@ -122,7 +124,7 @@ class Checkpointer:
         self._patience = 1
         self._local: LocalTier | None = None
         if config.local_dir is not None:
-            self._local = LocalTier(Path(config.local_dir).expanduser().absolute() / identity, self._token, say_own)
+            self._local = LocalTier(Path(config.local_dir).expanduser().absolute() / local_name, self._token, say_own)
         self._arrays = ArrayWriter(use_ocdbt=use_ocdbt)
 
     @property
@@ -219,7 +221,9 @@ class Checkpointer:
             save_again()
         self.wait()
 
-    def restore(self, abstract_state: State, *, before: int | None = None) -> Restored[State] | None:
+    def restore(
+        self, abstract_state: State, *, before: int | None = None, passed_over: Sequence[PassedOver] = ()
+    ) -> Restored[State] | None:
         """The newest good step, on the shardings of `abstract_state`; None if the run has no committed step.
 
         Newer steps that are damaged are named on stderr and set aside; see `restore_newest`.
@@ -227,6 +231,8 @@ class Checkpointer:
         Args:
             abstract_state: the pytree to restore, of `jax.ShapeDtypeStruct` that name devices, as of `concretise`.
             before: only steps below this one count; None: all. See `drop` for the others.
+            passed_over: what the run has passed over; steps that a host saved before the run went back behind them do not
+                count, and checkpoints of that kind are dropped already.
 
         Raises:
             CheckpointError: no step is good, or its arrays differ in name, dtype or shape from `abstract_state`.
@@ -235,7 +241,7 @@ class Checkpointer:
         self.wait()
         if self._local is not None:
             self._local.wait()
-        restored, self._newest = restore_newest(self._directory, self._local, abstract_state, before)
+        restored, self._newest = restore_newest(self._directory, self._local, abstract_state, before, passed_over)
         return restored
 
     def drop(self, steps: Sequence[int]) -> None:

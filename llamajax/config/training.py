@@ -1,7 +1,9 @@
 """How a run goes: optimizer, steps, checkpoints, the sample at its end."""
 
+import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Literal
 
 from llamajax.config.model import DType
@@ -118,6 +120,15 @@ class CheckpointConfig(Section):
     """Steps between saves in `local_dir`, of which the newest two are kept. One that fails is told and tried again."""
     allow_config_change: bool = False
     """Resume although settings that change the result differ from those the run was started with."""
+
+    def local_name(self, run_dir: Path, identity: str) -> str:
+        """The directory of a run in `local_dir`.
+
+        Args:
+            run_dir: the run's own, absolute.
+            identity: tells it from other runs that were in the same place: what its `checkpoints/.identity` holds.
+        """
+        return f"{run_dir.name}-{hashlib.sha256(f'{run_dir} {identity}'.encode()).hexdigest()[:16]}"
 
     def broken_rules(self) -> Iterator[str]:
         save_every, keep_every = self.save_every or 0, self.keep_every or 0

@@ -85,8 +85,10 @@ class ArrayFile:
     """Of the file's head, with all checksums: it tells contents apart without reading them."""
 
 
-def write_arrays(path: Path, arrays: dict[str, np.ndarray], info: dict[str, Any]) -> None:
+def write_arrays(path: Path, arrays: dict[str, np.ndarray], info: dict[str, Any], *, keep: bool = False) -> None:
     """Writes one-dimensional arrays and a few JSON values to one file, atomically; the same arrays give the same bytes.
+
+    `keep` is for a file that was not there when the work began: see `write_atomically`.
 
     The file: the length of the head in 8 bytes, little-endian; the SHA-256 of the head; the head in JSON, with each
     array's dtype, length and place and the CRC-32 of its blocks; the arrays, each at a multiple of `ALIGNMENT`.
@@ -103,7 +105,7 @@ def write_arrays(path: Path, arrays: dict[str, np.ndarray], info: dict[str, Any]
         size += array.nbytes + padding
     head = json.dumps({"arrays": layout, "size": size, "info": info}).encode()
     head += b" " * (-(_HEAD_AT + len(head)) % ALIGNMENT)
-    write_atomically(path, len(head).to_bytes(8, "little"), hashlib.sha256(head).digest(), head, *chunks)
+    write_atomically(path, len(head).to_bytes(8, "little"), hashlib.sha256(head).digest(), head, *chunks, keep=keep)
 
 
 def _checksums(content: memoryview) -> bytes:

@@ -33,3 +33,10 @@ def next_row(step: int, global_batch_size: int, passed_over: Sequence[PassedOver
         if window.after_step <= step:
             return window.first_row + window.num_rows + (step - window.after_step) * global_batch_size
     return step * global_batch_size
+
+
+def is_left_behind(step: int, num_known: int, passed_over: Sequence[PassedOver]) -> bool:
+    """Whether the run has gone back to an earlier step since a state after `step` was saved, which knew of the first
+    `num_known` rows passed over.
+    """
+    return any(step > window.after_step for window in passed_over[num_known:])

@@ -157,6 +157,7 @@ class PackedSource:
         with disk.locked(self._entry):
             if self._is_packed():
                 return
+            is_new = {side: not self._packing_path(side).exists() for side in SIDES}
             if self.counts.text_bytes >= ANNOUNCED_BYTES:
                 self._log(f"packing    {self.counts.documents:,} documents of {self.source.key}")
             starts, lengths, kept_lengths, is_left_out, hashes, plain_hashes = [], [], [], [], [], []
@@ -185,7 +186,7 @@ class PackedSource:
                     "num_left_out": int((chosen & left_out).sum()),
                     "num_moved": int((chosen & moved).sum()),
                 }
-                cache.write_arrays(self._packing_path(side), vars(packing), info)
+                cache.write_arrays(self._packing_path(side), vars(packing), info, keep=is_new[side])
 
     def _is_packed(self) -> bool:
         paths = [self._packing_path(side) for side in SIDES]

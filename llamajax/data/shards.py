@@ -203,6 +203,7 @@ def _complete(
         last = False
         for number in itertools.count():
             path = _shard_path(entry, number)
+            is_new = not path.exists()
             shard = _intact(path, log, wholly=path == suspect)
             if shard is not None and shard.first == num_documents:
                 num_documents, last = num_documents + shard.num_read, shard.last
@@ -211,7 +212,7 @@ def _complete(
                 next(itertools.islice(documents, unread, unread), None)
                 arrays, info = _next_shard(documents, num_documents, group, tokenizer, template, progress)
                 group.check_unchanged()
-                cache.write_arrays(path, arrays, info)
+                cache.write_arrays(path, arrays, info, keep=is_new)
                 num_documents += len(arrays["hashes"]) + info["num_empty"] + info["num_bad"]
                 num_passed, last = num_documents, info["last"]
             if last:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from llamajax.config.launch import LaunchConfig
 from llamajax.config.run import Config
+from llamajax.disk import keep_from_others
 from llamajax.errors import DISK_ERROR, GIVE_UP, TRY_AGAIN, UserError
 from llamajax.launching import addresses
 from llamajax.launching.cause import Cause, find_cause
@@ -25,6 +26,7 @@ _CAN_HELP = (DISK_ERROR, TRY_AGAIN)
 
 def main(config: LaunchConfig, arguments: Sequence[str], *, check: bool) -> int:
     """Starts the program with its `arguments`, or with `check` tells what would be started; the exit code."""
+    keep_from_others()
     try:
         program = find_program(config, arguments, find_hosts(os.environ))
         if check:
@@ -42,7 +44,7 @@ def main(config: LaunchConfig, arguments: Sequence[str], *, check: bool) -> int:
 def launch(config: LaunchConfig, program: Program) -> int:
     """Starts the processes, and again after what a new start can help against; the exit code."""
     shown, in_a_row = Output(), 0
-    newest = newest_step(program.run_dir)
+    newest = saved_step(program)
     with Signals() as signals:
         while True:
             cause = _live(program, shown, signals)
@@ -55,7 +57,7 @@ def launch(config: LaunchConfig, program: Program) -> int:
             is_of_use = cause.exit_code in _CAN_HELP and program.run_dir is not None and config.max_restarts > 0
             if signals.stop is not None or not is_of_use:
                 return cause.exit_code
-            if (step := newest_step(program.run_dir)) > newest:
+            if (step := saved_step(program)) > newest:
                 newest, in_a_row = step, 0
             if in_a_row == config.max_restarts:
                 shown.say(
@@ -130,9 +132,25 @@ def backoff_s(config: LaunchConfig, restart: int) -> float:
 
 def newest_step(run_dir: Path | None) -> int:
     """The newest committed step of a run; 0 if there is none."""
-    checkpoints = run_dir / "checkpoints" if run_dir is not None else None
-    names = os.listdir(checkpoints) if checkpoints is not None and checkpoints.is_dir() else []
-    return max((int(name) for name in names if name.isascii() and name.isdecimal()), default=0)
+    return max(_steps_in(run_dir / "checkpoints"), default=0) if run_dir is not None else 0
+
+
+def saved_step(program: Program) -> int:
+    """The newest step that the run has committed, or that all processes of this host have in the local tier."""
+    shared, run_dir, config = newest_step(program.run_dir), program.run_dir, program.config
+    if not isinstance(config, Config) or run_dir is None or config.checkpoint.local_dir is None:
+        return shared
+    try:
+        identity = (run_dir / "checkpoints" / ".identity").read_text()
+    except OSError:
+        return shared
+    local = Path(config.checkpoint.local_dir).expanduser() / config.checkpoint.local_name(run_dir.absolute(), identity)
+    return max(shared, *set.intersection(*(_steps_in(local / str(rank)) for rank in program.ranks)), 0)
+
+
+def _steps_in(directory: Path) -> set[int]:
+    names = os.listdir(directory) if directory.is_dir() else []
+    return {int(name) for name in names if name.isascii() and name.isdecimal()}
 
 
 def _is_unfinished(program: Program) -> bool:

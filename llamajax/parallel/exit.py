@@ -10,12 +10,13 @@ from typing import NoReturn
 
 import jax
 
+from llamajax.disk import keep_from_others
 from llamajax.errors import DISK_ERROR, INTERNAL_ERROR, OUT_OF_MEMORY, UserError, without_passwords
 from llamajax.parallel import processes
 
 
 def exit_code(work: Callable[[], object], *, memory_remedy: str, disk: str, disk_remedy: str) -> int:
-    """Runs a command.
+    """Runs a command; what it makes is closed to users outside its group.
 
     Args:
         work: the command.
@@ -26,6 +27,7 @@ def exit_code(work: Callable[[], object], *, memory_remedy: str, disk: str, disk
     Returns:
         0, or the code of what went wrong, which has been said.
     """
+    keep_from_others()
     try:
         work()
     except UserError as error:

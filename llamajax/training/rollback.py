@@ -19,8 +19,8 @@ from llamajax.checkpoint.read import Restored
 from llamajax.checkpoint.steps import steps_in
 from llamajax.checkpoint.write import Checkpointer
 from llamajax.config.run import Config
-from llamajax.data.position import PassedOver, next_row
-from llamajax.disk import write_atomically
+from llamajax.data.position import PassedOver, is_left_behind, next_row
+from llamajax.disk import read_again, write_atomically
 from llamajax.errors import CheckpointError, SaveError
 from llamajax.parallel.processes import everyones
 from llamajax.training.bad_steps import GoBack
@@ -42,7 +42,7 @@ def read_passed_over(run_dir: Path, checkpointer: Checkpointer) -> tuple[PassedO
     if jax.process_index() == 0:
         try:
             path = run_dir / PASSED_OVER_FILE
-            content = json.loads(path.read_bytes()) if path.exists() else []
+            content = json.loads(read_again(path.read_bytes)) if path.exists() else []
             left = steps_left_behind(run_dir / "checkpoints", parse_passed_over(content))
         except (ValueError, TypeError, RecursionError) as error:
             problem = f"{run_dir / PASSED_OVER_FILE} is damaged ({error}); bring it back, or remove it: the run then goes by"
@@ -58,10 +58,9 @@ def steps_left_behind(directory: Path, passed_over: tuple[PassedOver, ...]) -> l
     """The checkpoints in `directory` that were saved before the run went back to an earlier step."""
     left = []
     for step in steps_in(directory):
-        if any(step > window.after_step for window in passed_over) and (meta := read_meta(directory / str(step))):
-            known = len(meta["data"].get("passed_over", ()))
-            if any(step > window.after_step for window in passed_over[known:]):
-                left.append(step)
+        meta = read_meta(directory / str(step)) if is_left_behind(step, 0, passed_over) else None
+        if meta is not None and is_left_behind(step, len(meta["data"].get("passed_over", ())), passed_over):
+            left.append(step)
     return left
 
 
@@ -106,9 +105,9 @@ def go_back(
     run_dir, rows_per_step = Path(config.run_dir).expanduser(), config.train.global_batch_size
     with contextlib.suppress(SaveError):  # which was told; it is not the one to go back to
         checkpointer.wait()
-    restored = checkpointer.restore(abstract_state, before=bad.first_step)
+    restored = checkpointer.restore(abstract_state, before=bad.first_step, passed_over=passed_over)
     if restored is None and bad.pass_over:  # in the middle of skipped steps, which leave weights as they are
-        restored = checkpointer.restore(abstract_state)
+        restored = checkpointer.restore(abstract_state, passed_over=passed_over)
     step = 0 if restored is None else restored.step
     first, end = (next_row(n, rows_per_step, passed_over) for n in (step, bad.last_step))
     first_row, num_rows = (first, end - first) if bad.pass_over else (first, 0)

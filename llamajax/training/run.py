@@ -7,7 +7,7 @@ from pathlib import Path
 
 import jax
 
-from llamajax import data, disk
+from llamajax import data
 from llamajax.checkpoint.meta import checkpoint_meta
 from llamajax.checkpoint.read import Restored
 from llamajax.checkpoint.steps import latest_step
@@ -90,7 +90,7 @@ def run(asked: Config, *, dry_run: bool = False) -> None:
         with Checkpointer(run_dir, config.checkpoint, on_failure=say, around_commit=in_background) as checkpointer:
             watchdog.keep_stacks()
             passed_over = read_passed_over(run_dir, checkpointer)
-            restored = checkpointer.restore(abstract)
+            restored = checkpointer.restore(abstract, passed_over=passed_over)
             watchdog.begin("load")
             origin = origin_of(config, restored, pretrained)
             dataset = data.prepare(config, log=console.log, log_work=console.log_own, tokenizer=origin.tokenizer)
@@ -173,7 +173,6 @@ def start_from(
 
 def main(config: Config, *, dry_run: bool) -> None:
     """Runs, and ends the process."""
-    disk.keep_from_others()
     code = exit_code(
         lambda: run(config, dry_run=dry_run),
         memory_remedy="model.remat: full, more train.grad_accum_steps, or a larger mesh.fsdp or mesh.tensor",

@@ -1,8 +1,10 @@
 """What each process of a run takes for itself in a step: measured by all, sent to process 0 now and then, compared there."""
 
+import contextlib
 import json
 import socket
 import statistics
+import threading
 import time
 from collections import defaultdict, deque
 from pathlib import Path
@@ -43,6 +45,7 @@ class Hosts:
         self._names: dict[int, str] = {}
         self._newest: dict[int, int] = {}
         self._written = time.monotonic()
+        self._writer: threading.Thread | None = None
 
     def add_step(self, step_time_s: float, data_wait_s: float, host_s: float) -> None:
         """Takes a finished step: seconds of all of it, of the wait for its batch, and between steps."""
@@ -99,18 +102,26 @@ class Hosts:
         return self._names[process]
 
     def write(self, run_dir: Path, *, at_once: bool = False) -> None:
-        """On process 0: leaves the medians of all in the run directory, once a minute or `at_once`."""
-        if self._told and (at_once or time.monotonic() - self._written > _WRITE_S):
+        """On process 0: leaves the medians of all in the run directory, once a minute, or `at_once` and waits for that."""
+        if self._writer is not None and (at_once or not self._writer.is_alive()):
+            self._writer.join()
+            self._writer = None
+        if self._told and self._writer is None and (at_once or time.monotonic() - self._written > _WRITE_S):
             self._written = time.monotonic()
             rows = [
                 {"process": process, "host": self._names[process]}
                 | {f"{kind}_s": statistics.median(values) for kind, values in self._told[process].items()}
                 for process in sorted(self._told)
             ]
-            try:
-                write_atomically(run_dir / run_log.HOSTS_FILE, json.dumps(rows).encode())
-            except OSError:
-                return  # the run needs it not, and its log tells of the disk
+            self._writer = threading.Thread(target=_write, args=(run_dir / run_log.HOSTS_FILE, json.dumps(rows).encode()))
+            self._writer.start()
+            if at_once:
+                self._writer.join()
+
+
+def _write(path: Path, content: bytes) -> None:
+    with contextlib.suppress(OSError):  # the run needs it not, and its log tells of the disk
+        write_atomically(path, content)
 
 
 class DeviceProbe:

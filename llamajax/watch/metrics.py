@@ -145,6 +145,8 @@ class MetricsWriter:
         self._is_paused = True
         if self._is_main_process:
             self._progress.doing(doing)
+            if doing == "saving":  # a run that goes on from the checkpoint computes none of these steps again
+                self._metrics_file.wait()
         yield
         self._is_paused = False
         seconds = time.perf_counter() - started

@@ -14,9 +14,12 @@ import json
 import math
 import os
 import re
+import threading
+import time
 from array import array
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from operator import itemgetter
 from pathlib import Path
@@ -40,6 +43,9 @@ FINAL_STEPS = 20
 Record = dict[str, Any]
 """One line of a log: names to numbers or texts."""
 
+# Seconds that a record waits for its disk, and after which one where none had to is no longer slow.
+_PATIENCE_S, _CALM_S = 1, 60
+
 _STEP = re.compile(rb'\{"step": (\d+),')
 
 
@@ -55,10 +61,11 @@ def encode(record: Mapping[str, Any]) -> str:
 
 
 class Appender:
-    """A file that grows by whole records, also through times when its disk is full: what it does not take is kept and
-    written later, in order. A context manager, which ends with a last attempt.
+    """A file that grows by whole records, also through times when its disk is full or slow: what it does not take is kept
+    and written later, in order. A context manager, which ends with a last attempt.
 
-    A record is handed to the operating system at once, so a killed process loses none that could be written.
+    A record is with the operating system when `append_record` returns, so a killed process loses none that could be written;
+    on a slow disk, none that `wait` waited for.
     """
 
     def __init__(self, path: Path, say: Callable[[str], object]) -> None:
@@ -66,7 +73,8 @@ class Appender:
 
         Args:
             path: the file, which nothing else writes.
-            say: takes a line when the file cannot be written, when it can again, and when records are lost.
+            say: takes a line, from any thread, when the file cannot be written or is slow, when that is over, and when
+                records are lost.
 
         Raises:
             OSError: it cannot be opened.
@@ -75,30 +83,78 @@ class Appender:
         self._file = path.open("ab", buffering=0)
         self._size = path.stat().st_size
         self._kept: deque[bytes] = deque()
-        self._num_lost = 0
-        self._is_torn = False
+        self._num_late = self._num_lost = 0
+        self._is_torn = self._is_slow = False
+        self._slow_at = -math.inf
         self._problem: str | None = None
+        self._lock = threading.Lock()
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix=path.name)
+        self._attempt: Future[None] | None = None
+        """Set while what is kept is being written."""
 
     def append_record(self, record: bytes) -> None:
-        """Writes a record and those that wait, or keeps them; never fails."""
-        self._kept.append(record)
-        if len(self._kept) > MOST_KEPT:
-            self._kept.popleft()
-            self._num_lost += 1
-        num_late = len(self._kept) - 1
-        try:
-            while self._kept:
-                self._write(self._kept[0])
+        """Writes a record and those that wait, or keeps them; never fails, and waits for a slow disk once only."""
+        with self._lock:
+            self._kept.append(record)
+            while len(self._kept) > MOST_KEPT:
                 self._kept.popleft()
-        except OSError as error:
-            if self._problem is None:
-                self._problem = error.strerror or str(error)
-                self._say(f"{self._path}: cannot be written: {self._problem}; the run goes on and writes it when it can")
-        else:
-            if self._problem is not None:
-                lost = f", lost: {self._num_lost:,}" if self._num_lost else ""
-                self._say(f"{self._path}: is written again; records that came late: {num_late:,}{lost}")
-                self._problem, self._num_lost = None, 0
+                self._num_lost += 1
+        attempt = self._begin()
+        try:
+            if not self._is_slow:
+                attempt.result(_PATIENCE_S)
+        except TimeoutError:
+            self._is_slow = True
+            self._say(f"{self._path}: its disk is slow; the run goes on and writes it when it can")
+
+    def wait(self) -> None:
+        """Returns when every record is written, or could not be."""
+        if (attempt := self._attempt) is not None:
+            attempt.result()
+
+    def _begin(self) -> Future[None]:
+        """The attempt under way, or a new one."""
+        with self._lock:
+            self._attempt = self._attempt or self._writer.submit(self._write_kept)
+            return self._attempt
+
+    def _write_kept(self) -> None:
+        """In a thread of its own: writes until nothing is kept, or the disk fails."""
+        while (records := self._take()) is not None:
+            began = time.monotonic()
+            try:
+                self._write(b"".join(records))
+            except OSError as error:
+                with self._lock:
+                    self._kept.extendleft(reversed(records))
+                    self._num_late, self._attempt = len(self._kept), None
+                if self._problem is None:
+                    self._problem = error.strerror or str(error)
+                    self._say(f"{self._path}: cannot be written: {self._problem}; the run goes on and writes it when it can")
+                return
+            finally:
+                if (now := time.monotonic()) - began > _PATIENCE_S:
+                    self._slow_at = now
+
+    def _take(self) -> list[bytes] | None:
+        """The next record, or all where each write takes long; None if there is none, and the attempt is over."""
+        with self._lock:
+            if self._kept:
+                records = list(self._kept) if self._is_slow and self._problem is None else [self._kept[0]]
+                for _ in records:
+                    self._kept.popleft()
+                return records
+            self._attempt = None
+            problem, self._problem = self._problem, None
+            is_over = self._is_slow and time.monotonic() - self._slow_at > _CALM_S
+            self._is_slow = self._is_slow and not is_over
+        if problem is not None:
+            lost = f", lost: {self._num_lost:,}" if self._num_lost else ""
+            self._say(f"{self._path}: is written again; records that came late: {self._num_late:,}{lost}")
+            self._num_lost = 0
+        if is_over:
+            self._say(f"{self._path}: its disk is no longer slow; every record is written")
+        return None
 
     def _write(self, record: bytes) -> None:
         if self._is_torn:
@@ -116,8 +172,8 @@ class Appender:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        if self._kept:
-            self.append_record(self._kept.pop())
+        self._begin().result()
+        self._writer.shutdown()
         if self._kept:
             num_lost = self._num_lost + len(self._kept)
             self._say(f"{self._path}: records lost: {num_lost:,}; {self._problem}")

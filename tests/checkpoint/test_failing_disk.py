@@ -31,8 +31,8 @@ disk._PAUSES_S = (0.01, 0.01, 0.01)
 state = {f"w{i}": jnp.ones((128, 256), out_sharding=P("fsdp")) for i in range(3)}
 wanted = jax.eval_shape(lambda: state)
 
-def set_disk(latency_ms=0, write_eio=0, read_eio=0, room=-1, torn=0):
-    control.write_text(f"{latency_ms} {write_eio} {read_eio} {room} {torn}")
+def set_disk(latency_ms=0, write_eio=0, read_eio=0, room=-1, torn=0, error=errno.ENOSPC):
+    control.write_text(f"{latency_ms} {write_eio} {read_eio} {room} {torn} {error}")
 
 def failing(step):
     try:
@@ -40,7 +40,7 @@ def failing(step):
         checkpointer.wait()
         print(f"step {step}: saved")
     except SaveError as error:
-        print(str(error).partition("/checkpoints: ")[2].partition(";")[0])
+        print(": ".join(str(error).partition("/checkpoints: ")[2].partition(";")[0].split(": ")[:2]))
     set_disk()
     print("newest", restore(run_dir, wanted).step)
 
@@ -49,6 +49,9 @@ with Checkpointer(run_dir, config) as checkpointer:
     failing(1)
     for torn in (0, 1):
         set_disk(room=100_000, torn=torn)
+        failing(2)
+    for error in (errno.EDQUOT, errno.EROFS):
+        set_disk(room=0, error=error)
         failing(2)
     set_disk(write_eio=7)
     failing(2)
@@ -79,7 +82,7 @@ def test_no_fault_costs_a_good_step_or_goes_untold(tmp_path):
     library, control, run_dir = tmp_path / "disk.so", tmp_path / "control", tmp_path / "disk" / "run"
     source = str(ROOT / "tests/faults/disk.c")
     subprocess.run(["cc", "-shared", "-fPIC", "-O1", "-o", str(library), source, "-ldl"], check=True)
-    control.write_text("0 0 0 -1 0")
+    control.write_text("0 0 0 -1 0 0")
     env = os.environ | {"LD_PRELOAD": str(library), "DISK_ROOT": str(tmp_path / "disk"), "DISK_CONTROL": str(control)}
     command = [sys.executable, "-c", PROGRAM, str(run_dir), str(control)]
     process = subprocess.run(command, env=env | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=300)
@@ -88,6 +91,8 @@ def test_no_fault_costs_a_good_step_or_goes_untold(tmp_path):
         "step 1: saved",
         "newest 1",
         *["step 2 cannot be saved: No space left on device", "newest 1"] * 2,
+        *["step 2 cannot be saved: Disk quota exceeded", "newest 1"],
+        *["step 2 cannot be saved: Read-only file system", "newest 1"],
         "step 2 cannot be saved: Input/output error",
         "newest 1",
         *["step 5: saved", "newest 5", "step 6: saved", "newest 6", "step 7: saved", "newest 7"],

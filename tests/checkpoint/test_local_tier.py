@@ -52,6 +52,8 @@ def steps_in(directory: Path) -> list[int]:
 def test_the_newest_step_of_both_tiers_is_restored(tmp_path, config):
     here = fill(tmp_path / "run", config, shared=[10], local=[20, 30, 40])
     assert steps_in(here) == [30, 40]
+    identity = (tmp_path / "run/checkpoints/.identity").read_text()
+    assert here == tmp_path / "local" / config.local_name(tmp_path / "run", identity) / "0"
     with Checkpointer(tmp_path / "run", config) as checkpointer:
         restored = checkpointer.restore(abstract())
         assert restored is not None

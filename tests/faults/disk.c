@@ -1,7 +1,8 @@
 /* A disk that is slow, full or failing: preloaded into a process (LD_PRELOAD), it stands before the C library's calls for
-   files below $DISK_ROOT. $DISK_CONTROL, which is read at every call, holds five numbers: milliseconds that a call takes; one
-   in how many writes fails with EIO, and one in how many reads (0: none); bytes that fit before ENOSPC (-1: all), from the
-   last change of that file on; whether what does not fit is written in part. Renames are listed in $DISK_CONTROL.renames. */
+   files below $DISK_ROOT. $DISK_CONTROL, which is read at every call, holds six numbers: milliseconds that a call takes; one
+   in how many writes fails with EIO, and one in how many reads (0: none); bytes that fit (-1: all), from the last change of
+   that file on; whether what does not fit is written in part; the error for what does not fit (EROFS: nothing is opened for
+   writing, made or renamed either). Renames are listed in $DISK_CONTROL.renames. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <errno.h>
@@ -23,7 +24,7 @@
 static atomic_long writes, reads, written;
 static _Atomic(long long) changed;
 
-struct disk { long latency_ms, write_eio, read_eio, room, torn; };
+struct disk { long latency_ms, write_eio, read_eio, room, torn, error; };
 
 static int is_below(const char *path) {
     const char *root = getenv("DISK_ROOT");
@@ -40,13 +41,14 @@ static int is_file_below(int descriptor) {
 }
 
 static struct disk now(void) {
-    struct disk disk = {0, 0, 0, -1, 0};
+    struct disk disk = {0, 0, 0, -1, 0, ENOSPC};
     char text[128] = "";
     int file = (int)NEXT(open)(getenv("DISK_CONTROL"), O_RDONLY);
     struct stat status;
     if (file >= 0) {
         if (NEXT(read)(file, text, sizeof text - 1) > 0)
-            sscanf(text, "%ld %ld %ld %ld %ld", &disk.latency_ms, &disk.write_eio, &disk.read_eio, &disk.room, &disk.torn);
+            sscanf(text, "%ld %ld %ld %ld %ld %ld", &disk.latency_ms, &disk.write_eio, &disk.read_eio, &disk.room, &disk.torn,
+                   &disk.error);
         fstat(file, &status);
         long long at = status.st_mtim.tv_sec * 1000000000LL + status.st_mtim.tv_nsec;
         if (atomic_exchange(&changed, at) != at) atomic_store(&written, 0);
@@ -63,6 +65,12 @@ static int fails(atomic_long *count, long one_in) {
     return 1;
 }
 
+static int is_read_only(struct disk disk) {
+    if (disk.room < 0 || disk.error != EROFS) return 0;
+    errno = EROFS;
+    return 1;
+}
+
 /* How many of the bytes fit; -1, with errno set, if none do. */
 static ssize_t room_for(int descriptor, size_t size) {
     if (!is_file_below(descriptor)) return size;
@@ -71,7 +79,7 @@ static ssize_t room_for(int descriptor, size_t size) {
     long before = atomic_fetch_add(&written, size);
     if (disk.room < 0 || before + (long)size <= disk.room) return size;
     if (disk.torn && before < disk.room) return disk.room - before;
-    errno = ENOSPC;
+    errno = disk.error;
     return -1;
 }
 
@@ -127,7 +135,8 @@ int fdatasync(int descriptor) {
 
 static int renamed(const char *from, const char *to) {
     if (!is_below(from) && !is_below(to)) return 0;
-    if (fails(&writes, now().write_eio)) return -1;
+    struct disk disk = now();
+    if (is_read_only(disk) || fails(&writes, disk.write_eio)) return -1;
     char name[PATH_MAX], line[2 * PATH_MAX + 4];
     snprintf(name, sizeof name, "%s.renames", getenv("DISK_CONTROL"));
     int length = snprintf(line, sizeof line, "%s\t%s\n", from, to);
@@ -145,13 +154,18 @@ int renameat(int from_directory, const char *from, int to_directory, const char 
     return renamed(from, to) ? -1 : NEXT(renameat)(from_directory, from, to_directory, to);
 }
 
+int mkdir(const char *path, mode_t mode) {
+    return is_below(path) && is_read_only(now()) ? -1 : NEXT(mkdir)(path, mode);
+}
+
 #define OPEN(name)                                                                    \
     int name(const char *path, int flags, ...) {                                      \
         va_list more;                                                                 \
         va_start(more, flags);                                                        \
         mode_t mode = flags & (O_CREAT | __O_TMPFILE) ? va_arg(more, mode_t) : 0;     \
         va_end(more);                                                                 \
-        if (is_below(path)) now();                                                    \
+        if (is_below(path) && is_read_only(now()) && flags & (O_WRONLY | O_RDWR))     \
+            return -1;                                                                \
         return NEXT(name)(path, flags, mode);                                         \
     }
 OPEN(open)

@@ -11,9 +11,13 @@ import time
 import pytest
 
 from llamajax.config.launch import LaunchConfig
-from llamajax.launching.run import backoff_s, newest_step
+from llamajax.config.training import CheckpointConfig
+from llamajax.launching.hosts import Hosts
+from llamajax.launching.program import Program
+from llamajax.launching.run import backoff_s, newest_step, saved_step
 from tests import runs
 from tests.launching.programs import Launch, runs_still, seconds_until_gone
+from tests.tiny import tiny_config
 
 WAIT = """
 def stop(*_):
@@ -280,3 +284,19 @@ def test_only_committed_steps_count(tmp_path):
     for name in ("5", "12", "30.orbax-checkpoint-tmp", "40.damaged", "x"):
         (tmp_path / "checkpoints" / name).mkdir(parents=True)
     assert newest_step(tmp_path) == 12
+
+
+def test_steps_of_the_local_tier_count_where_every_process_of_the_host_has_them(tmp_path):
+    checkpoint = CheckpointConfig(local_dir=str(tmp_path / "local"), local_every=5)
+    config = tiny_config(str(tmp_path / "run"), checkpoint=checkpoint)
+    program = Program(
+        module="llamajax.train", arguments=(), config=config, hosts=Hosts(), num_local=2, gpus=0, interface=None
+    )
+    assert saved_step(program) == 0
+    (tmp_path / "run/checkpoints/10").mkdir(parents=True)
+    assert saved_step(program) == 10
+    (tmp_path / "run/checkpoints/.identity").write_text("this run")
+    for name in ("0/15", "0/20", "0/25.saving", "1/15", "1/25"):
+        (tmp_path / "local" / checkpoint.local_name(tmp_path / "run", "this run") / name).mkdir(parents=True)
+        (tmp_path / "local" / checkpoint.local_name(tmp_path / "run", "another") / name / "30").mkdir(parents=True)
+    assert saved_step(program) == 15

@@ -10,14 +10,18 @@ import sys
 
 import pytest
 
+from llamajax.checkpoint.local_tier import LocalTier
 from llamajax.checkpoint.read import Restored
 from llamajax.checkpoint.write import Checkpointer
 from llamajax.config.training import CheckpointConfig
 from llamajax.data.position import PassedOver
 from llamajax.errors import CheckpointError
-from llamajax.training.rollback import PASSED_OVER_FILE, agreed, read_passed_over, steps_left_behind
+from llamajax.training import rollback
+from llamajax.training.bad_steps import GoBack
+from llamajax.training.rollback import PASSED_OVER_FILE, agreed, go_back, read_passed_over, steps_left_behind
 from tests import runs
 from tests.checkpoint import states
+from tests.tiny import tiny_config
 
 
 def window(after_step, first_row=0, num_rows=8):
@@ -55,6 +59,57 @@ def test_steps_whose_own_words_are_damaged_are_not_removed_for_them(tmp_path):
     save_steps(tmp_path, {2: [], 5: []})
     (tmp_path / "checkpoints" / "5" / "meta.json").write_text("{}")
     assert steps_left_behind(tmp_path / "checkpoints", (PassedOver(**window(2)),)) == []
+
+
+class Killed(BaseException):
+    pass
+
+
+@pytest.mark.parametrize("moment", ["before the record", "before the removal", "after it", "after a local save"])
+def test_no_kill_brings_back_a_local_step_that_the_run_went_back_behind(tmp_path, monkeypatch, moment):
+    """Nor does a disk of a host that failed when the step was to be deleted, or was elsewhere."""
+    states.use_mesh()
+    settings = CheckpointConfig(local_dir=str(tmp_path / "local"), local_every=5)
+    config = tiny_config(str(tmp_path / "run"), checkpoint=settings)
+    bad = GoBack("step 35: bad", first_step=25, last_step=35, pass_over=True)
+    killed_in = {"before the record": (rollback, "write_atomically"), "before the removal": (Checkpointer, "drop")}
+
+    def save_locally(checkpointer, step, passed_over):
+        checkpointer.save_locally(step, states.state_of(step), {"data": {"passed_over": passed_over}}, {})
+        checkpointer._local.wait()
+
+    def die(*_):
+        raise Killed
+
+    def live_and_die():
+        with monkeypatch.context() as patched, Checkpointer(tmp_path / "run", settings) as checkpointer:
+            for step in (10, 28):
+                checkpointer.save(step, states.state_of(step), {"data": {"passed_over": []}})
+            for step in (20, 30):
+                save_locally(checkpointer, step, [])
+            patched.setattr(LocalTier, "drop_above", lambda *_: None)
+            if moment in killed_in:
+                patched.setattr(*killed_in[moment], die)
+            restored, _ = go_back(bad, config, states.abstract(), checkpointer, ())
+            assert restored is not None
+            assert restored.step == 20
+            if moment == "after a local save":
+                save_locally(checkpointer, 25, json.loads((tmp_path / "run" / PASSED_OVER_FILE).read_text()))
+            die()
+
+    with pytest.raises(Killed):
+        live_and_die()
+    with Checkpointer(tmp_path / "run", settings) as checkpointer:
+        passed_over = read_passed_over(tmp_path / "run", checkpointer)
+        restored = checkpointer.restore(states.abstract(), passed_over=passed_over)
+        assert restored is not None
+        if moment == "before the record":  # it will meet the bad step again
+            assert (restored.step, passed_over) == (30, ())
+            return
+        assert restored.step == (25 if moment == "after a local save" else 20)
+        assert agreed(tmp_path / "run", passed_over, restored) == passed_over
+        assert [(window.after_step, window.first_row, window.num_rows) for window in passed_over] == [(20, 640, 480)]
+        assert states.names_in(tmp_path / "run") == [".identity", "10"]
 
 
 def restored_with(passed_over):

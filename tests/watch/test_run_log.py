@@ -3,6 +3,8 @@
 import json
 import math
 import struct
+import threading
+from typing import Any
 
 import pytest
 
@@ -168,3 +170,40 @@ def test_the_training_loss_of_the_summary_leaves_out_skipped_steps(tmp_path):
     metrics = [{"step": s, "time": 1.0, "train/loss": loss} for s, loss in enumerate(losses, start=1)]
     (tmp_path / "metrics.jsonl").write_text("".join(run_log.encode(record) + "\n" for record in metrics))
     assert run_log.summarize(run_log.read_run(tmp_path)).train_loss == 3.0
+
+
+class SlowFile:
+    """A disk that takes a write when it is let, and counts them."""
+
+    def __init__(self, file):
+        self._file, self.is_let, self.writes = file, threading.Event(), []
+
+    def write(self, content):
+        assert self.is_let.wait(60)
+        self.writes.append(bytes(content))
+        return self._file.write(content)
+
+    def __getattr__(self, name):
+        return getattr(self._file, name)
+
+
+def test_a_slow_disk_is_told_once_and_not_waited_for(tmp_path, monkeypatch):
+    monkeypatch.setattr(run_log, "_PATIENCE_S", 0.05)
+    monkeypatch.setattr(run_log, "_CALM_S", 0)
+    told: list[str] = []
+    path = tmp_path / "metrics.jsonl"
+    with run_log.Appender(path, told.append) as file:
+        slow: Any = SlowFile(file._file)
+        file._file = slow
+        for number in range(100):
+            file.append_record(b"%d\n" % number)
+        slow.is_let.set()
+        file.wait()
+        assert path.read_text() == "".join(f"{number}\n" for number in range(100))
+        assert len(slow.writes) == 2  # the one that was slow, and the rest
+        file.append_record(b"100\n")
+        assert slow.writes[-1] == b"100\n"
+    assert told == [
+        f"{path}: its disk is slow; the run goes on and writes it when it can",
+        f"{path}: its disk is no longer slow; every record is written",
+    ]
