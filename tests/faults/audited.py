@@ -1,5 +1,5 @@
-"""Imports, trains, evaluates, exports and generates with directories made to do harm, and prints as JSON what Python was asked
-to do meanwhile that it should not: `python -m tests.faults.audited DIRECTORY`."""
+"""Imports, trains, evaluates, exports and generates with directories made to do harm, and prints as JSON what Python was
+asked to do meanwhile that it should not: `python -m tests.faults.audited DIRECTORY`."""
 
 import dataclasses
 import ipaddress
