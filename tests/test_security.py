@@ -67,6 +67,16 @@ def test_versions_with_known_holes_are_not_installed(package, least):
     assert all(tuple(map(int, version.split("."))) >= least for version in locked)
 
 
+def test_the_lock_for_clusters_has_a_hash_of_every_file_and_the_same_versions():
+    plain, hashed = ((runs.ROOT / name).read_text() for name in ("requirements.lock", "requirements.cuda13.lock"))
+    entries = re.findall(r"^([a-z0-9-]+)==(\S+).*((?:\n    --hash=sha256:[0-9a-f]{64}(?: \\)?)+)$", hashed, re.MULTILINE)
+    assert len(entries) == len(re.findall(r"^\w", hashed, re.MULTILINE)) > 50
+    locked = set(re.findall(r"^([a-z0-9-]+)==(\S+)", plain, re.MULTILINE))
+    ours = {(name, version) for name, version, _ in entries if not name.startswith("nvidia-")}  # there they are torch's
+    assert not ours - locked
+    assert {"jax", "jax-cuda13-plugin", "orbax-checkpoint"} <= {name for name, _ in ours}
+
+
 def test_passwords_in_addresses_are_not_told():
     assert without_passwords("s3://me:secret@host/x: no; see https://h") == "s3://...@host/x: no; see https://h"
     assert without_passwords("ssh://git@github.com") == "ssh://git@github.com"
@@ -110,8 +120,9 @@ def test_secrets_are_in_nothing_that_is_written_or_said(tmp_path):
     run_dir, exported = tmp_path / "run", tmp_path / "exported"
     own = ["--mesh.num_cpu_devices", "1"]
     one = ["--mesh.fsdp", "1", "--mesh.sequence", "1", "--mesh.tensor", "1", *own]
+    kept = ["--xla.compilation_cache", str(tmp_path / "programs"), "--checkpoint.local_dir", str(tmp_path / "local")]
     commands = {
-        "llamajax.train": ["--config", str(config), *one],
+        "llamajax.launch": ["-n", "1", "--", "--config", str(config), *one, *kept, "--checkpoint.local_every", "1"],
         "converters.hf": ["export", str(run_dir), str(exported), "--no-verify"],
         "llamajax.generate": ["--model", str(exported), "--prompt", "the", "--max_tokens", "2", *own],
         "llamajax.report": [str(run_dir)],
