@@ -79,7 +79,7 @@ def prepare(directory: Path):
         shutil.copytree(whole, step)
         files = [path for path in sorted(step.rglob("*")) if path.is_file() and path.stat().st_size < _SMALL_BYTES]
         own = [step / "meta.json", step / "arrays.json"]
-        for path in rng.permutation(np.array([*own * 4, *files]))[: rng.integers(1, 3)]:
+        for path in dict.fromkeys(rng.permutation(np.array([*own * 4, *files]))[: rng.integers(1, 3)]):
             mutate(path, rng)
         if rng.random() < 0.1:
             (step / "files" / "link").symlink_to("/dev/zero")
