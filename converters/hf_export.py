@@ -15,7 +15,7 @@ from converters.hf_tokenizer import tokenizer_files
 from converters.model_card import model_card
 from converters.verify import compare_logits
 from converters.verify_ids import compare_ids
-from llamajax.checkpoint.read import unless_deleted
+from llamajax.checkpoint.read import saved_arrays, unless_deleted
 from llamajax.config.model import DType, ModelConfig
 from llamajax.data.chat import load_chat_template
 from llamajax.errors import CheckpointError, ConfigError
@@ -194,13 +194,12 @@ def read_checkpoint(source: Path, dtype: ExportDType | None, license: str | None
     if found.tensors is not None:
         raise ConfigError(f"{source}: is a Hugging Face directory already; give a run or RUN/checkpoints/STEP")
     assert found.architecture  # or there is none
-    saved = json.loads((found.source / "arrays.json").read_text())
+    saved = saved_arrays(found.source)
     shapes = names.our_shapes(found.config)
     for name, shape in shapes.items():
-        if name not in saved or tuple(saved[name]["shape"]) != shape:
+        if name not in saved or saved[name][0] not in get_args(DType) or saved[name][1] != shape:
             text = f"has no {name} of shape {list(shape)}, as this version's model has; export it with its own"
             raise CheckpointError(f"{found.source}: {text}")
-    assert {saved[name]["dtype"] for name in shapes} <= set(get_args(DType))
     files = read_travelling(found.files)
     if TOKENIZERS & files.keys():
         files |= tokenizer_files(files, found.tokenizer())

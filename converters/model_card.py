@@ -50,9 +50,10 @@ def _training(found: Pretrained) -> str:
     if step == 0:
         return f"Written by llamajax at step 0; {start}."
     trained = f"Trained with llamajax for {step:,} steps"
-    if "data" in found.meta:
-        tokens = found.meta["data"]["position"] * found.meta["config"]["data"]["seq_len"]
-        trained += f" on {tokens:,} tokens (padding included)"
+    match found.meta:
+        case {"data": {"position": int(rows)}, "config": {"data": {"seq_len": int(seq_len)}}}:
+            tokens = rows * seq_len
+            trained += f" on {tokens:,} tokens (padding included)"
     loss = _held_out_loss(found.source.parent.parent, step)
     return f"{trained}; {start}." + ("" if loss is None else f" Loss on held-out documents: {loss:.4f} nats per token.")
 

@@ -65,6 +65,16 @@ def test_versions_with_known_holes_are_not_installed(package, least):
     assert all(tuple(map(int, version.split("."))) >= least for version in locked)
 
 
+def test_the_lock_for_clusters_has_a_hash_of_every_file_and_the_same_versions():
+    plain, hashed = ((runs.ROOT / name).read_text() for name in ("requirements.lock", "requirements.cuda13.lock"))
+    entries = re.findall(r"^([a-z0-9-]+)==(\S+).*((?:\n    --hash=sha256:[0-9a-f]{64}(?: \\)?)+)$", hashed, re.MULTILINE)
+    assert len(entries) == len(re.findall(r"^\w", hashed, re.MULTILINE)) > 50
+    locked = set(re.findall(r"^([a-z0-9-]+)==(\S+)", plain, re.MULTILINE))
+    ours = {(name, version) for name, version, _ in entries if not name.startswith("nvidia-")}  # there they are torch's
+    assert not ours - locked
+    assert {"jax", "jax-cuda13-plugin", "orbax-checkpoint"} <= {name for name, _ in ours}
+
+
 def test_passwords_in_addresses_are_not_told():
     assert without_passwords("s3://me:secret@host/x: no; see https://h") == "s3://...@host/x: no; see https://h"
     assert without_passwords("ssh://git@github.com") == "ssh://git@github.com"
@@ -90,7 +100,7 @@ def test_inputs_that_are_damaged_are_read_or_refused():
 
 @pytest.mark.slow
 def test_hostile_directories_run_no_code_and_open_no_door(tmp_path):
-    """Import, training, export and generation, as Python itself sees them from inside."""
+    """Import, training, evaluation, export and generation, as Python itself sees them from inside."""
     command = [sys.executable, "-m", "tests.faults.audited", str(tmp_path)]
     process = subprocess.run(
         command, cwd=runs.ROOT, env=os.environ | {"PYTHONPATH": str(runs.ROOT)}, capture_output=True, text=True, check=False
@@ -98,7 +108,7 @@ def test_hostile_directories_run_no_code_and_open_no_door(tmp_path):
     assert process.returncode == 0, process.stderr
     found = json.loads(process.stdout.splitlines()[-1])
     control = found.pop("control")
-    assert any(note.startswith("exec ") for note in control)
+    assert {"exec", "open"} <= {note.split()[0] for note in control}
     assert found == {"noted": [], "codes": [0, 0], "listening": [], "canary": False}
 
 
@@ -108,8 +118,9 @@ def test_what_is_written_or_said_holds_no_secrets_and_is_closed_to_others(tmp_pa
     run_dir, exported, local = tmp_path / "run", tmp_path / "exported", tmp_path / "local"
     own = ["--mesh.num_cpu_devices", "1"]
     one = ["--mesh.fsdp", "1", "--mesh.sequence", "1", "--mesh.tensor", "1", *own]
+    kept = ["--xla.compilation_cache", str(tmp_path / "programs"), "--checkpoint.local_dir", str(local)]
     commands = {
-        "llamajax.train": ["--config", str(config), *one, f"--checkpoint.local_dir={local}", "--checkpoint.local_every=1"],
+        "llamajax.launch": ["-n", "1", "--", "--config", str(config), *one, *kept, "--checkpoint.local_every", "1"],
         "converters.hf": ["export", str(run_dir), str(exported), "--no-verify"],
         "llamajax.generate": ["--model", str(exported), "--prompt", "the", "--max_tokens", "2", *own],
         "llamajax.report": [str(run_dir)],

@@ -36,10 +36,10 @@ def _is_news(record: logging.LogRecord) -> bool:
 
 
 def _is_late(unraisable: "sys.UnraisableHookArgs") -> bool:
-    return isinstance(unraisable.exc_value, RuntimeError) and str(unraisable.exc_value) == "Event loop is closed"
+    return str(unraisable.exc_value).startswith(("Event loop is closed", "Encountered error while reading array index"))
 
 
-# A failed write makes Orbax raise one error, which we tell in one line, log a traceback for every array, leave coroutines
+# What fails makes Orbax raise one error, which we tell in one line, log a traceback for every array, leave coroutines
 # behind, and end the event loop to which TensorStore then reports what became of the other arrays.
 logging.getLogger("absl").addFilter(_is_news)
 logging.getLogger("asyncio").addFilter(_is_news)

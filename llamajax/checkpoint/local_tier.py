@@ -31,7 +31,7 @@ import numpy as np
 
 from llamajax.checkpoint import manifest, retention
 from llamajax.checkpoint.array_writer import reason
-from llamajax.checkpoint.read import Restored, State, is_key
+from llamajax.checkpoint.read import Restored, State, is_key, read_object
 from llamajax.checkpoint.steps import steps_in
 from llamajax.data.position import PassedOver, is_left_behind
 from llamajax.disk import make_folder, sync, write_atomically
@@ -168,7 +168,7 @@ class LocalTier:
     def read(self, step: int, abstract_state: State) -> Restored[State]:
         """Restores a step that `newest` has found."""
         directory = self._directory / str(step)
-        about = manifest.read_json(directory / "parts.json")["arrays"]
+        about = read_object(directory, "parts.json")["arrays"]
         places = [(name, _slices_of(part)) for name in about for part in about[name]["parts"]]
         files = {place: f"{number}.bin" for number, place in enumerate(places)}
         leaves = []
@@ -186,7 +186,7 @@ class LocalTier:
         return Restored(
             step=step,
             state=jax.tree.unflatten(jax.tree.structure(abstract_state), leaves),
-            meta=manifest.read_json(directory / "meta.json"),
+            meta=read_object(directory, "meta.json"),
             files=directory / "files",
         )
 
@@ -228,8 +228,8 @@ class LocalTier:
         try:
             if found := manifest.problems(directory, manifest.read(directory)):
                 return None, f"has a damaged part: {found[0]}"
-            saved = manifest.read_json(directory / "parts.json")
-            meta = manifest.read_json(directory / "meta.json")
+            saved = read_object(directory, "parts.json")
+            meta = read_object(directory, "meta.json")
         except (CheckpointError, OSError) as error:
             return None, f"has a damaged part: {error}"
         if passed_over and is_left_behind(step, len(meta["data"].get("passed_over", ())), passed_over):

@@ -5,12 +5,14 @@ checkpoint from a damaged one. `manifest.json` holds the size and SHA-256 of eve
 the SHA-256 of that table.
 """
 
+import errno
 import hashlib
 import json
 import os
+import stat
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, TypedDict
 
 import jax
@@ -23,6 +25,8 @@ MANIFEST = "manifest.json"
 
 # hashlib lets go of the interpreter lock, so threads hash in parallel.
 _HASHING_THREADS = min(16, os.cpu_count() or 1)
+
+_NOT_THERE = {errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG, errno.ELOOP}
 
 
 class FileRecord(TypedDict):
@@ -96,7 +100,7 @@ def read(directory: Path) -> dict[str, FileRecord]:
     try:
         content = read_again((directory / MANIFEST).read_bytes)
         records: dict[str, FileRecord] = json.loads(content)["files"]
-        intact = content == _text(records)
+        intact = content == _text(records) and all(_is_below(path, record) for path, record in records.items())
     except FileNotFoundError as error:
         raise CheckpointError(f"{MANIFEST} is missing") from error
     except (ValueError, KeyError, TypeError, RecursionError) as error:
@@ -117,26 +121,21 @@ def problems(directory: Path, records: Mapping[str, FileRecord]) -> list[str]:
 
     def problem(path: str) -> str | None:
         try:
-            size = (directory / path).stat().st_size
-            if size != records[path]["size"]:
+            status = (directory / path).stat()
+            if not stat.S_ISREG(status.st_mode):  # what is read of a pipe or a device may have no end
+                return f"{path} is not a regular file"
+            if (size := status.st_size) != records[path]["size"]:
                 return f"{path} has {size} bytes instead of {records[path]['size']}"
             if read_again(lambda: _record(directory / path)) != records[path]:
                 return f"{path} does not match its SHA-256"
-        except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+        except OSError as error:
+            if error.errno not in _NOT_THERE:
+                raise
             return f"{path} is missing"
         return None
 
     with ThreadPoolExecutor(_HASHING_THREADS) as pool:
         return [found for found in pool.map(problem, records) if found is not None]
-
-
-def read_json(path: Path) -> Any:
-    """What a small file of a step holds, for which its manifest vouches.
-
-    Raises:
-        OSError: the disk fails, after several attempts.
-    """
-    return json.loads(read_again(path.read_bytes))
 
 
 def damage(directory: Path) -> list[str]:
@@ -194,6 +193,15 @@ def _record(path: Path) -> FileRecord:
     with path.open("rb") as file:
         sha256 = hashlib.file_digest(file, "sha256").hexdigest()
         return {"size": file.tell(), "sha256": sha256}
+
+
+def _is_below(path: str, record: Any) -> bool:
+    """Whether it is an entry as `write` makes them: of a file below the directory."""
+    match record:
+        case {"size": int(), "sha256": str()}:
+            plain = PurePosixPath(path)
+            return path.isprintable() and plain.as_posix() == path and not plain.is_absolute() and ".." not in plain.parts
+    return False
 
 
 def _text(records: Mapping[str, FileRecord]) -> bytes:

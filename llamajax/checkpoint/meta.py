@@ -7,6 +7,7 @@ import jax
 
 import llamajax
 from llamajax.checkpoint import manifest
+from llamajax.checkpoint.read import read_object
 from llamajax.checkpoint.steps import steps_in
 from llamajax.config.file import config_to_dict
 from llamajax.config.run import Config
@@ -38,7 +39,7 @@ def read_meta(step_dir: Path) -> dict[str, Any] | None:
     """What a step says about itself; None if its manifest does not vouch for that. Its arrays are not looked at."""
     try:
         records = {"meta.json": manifest.read(step_dir)["meta.json"]}
-        return None if manifest.problems(step_dir, records) else manifest.read_json(step_dir / "meta.json")
+        return None if manifest.problems(step_dir, records) else read_object(step_dir, "meta.json")
     except (CheckpointError, KeyError, OSError):
         return None
 

@@ -14,15 +14,16 @@ import jax.numpy as jnp
 import orbax.checkpoint as ocp
 
 import llamajax
-from llamajax.checkpoint import manifest
-from llamajax.checkpoint.array_writer import os_error
+from llamajax.checkpoint.array_writer import os_error, reason
 from llamajax.checkpoint.steps import good_step, steps_in
 from llamajax.disk import read_again
-from llamajax.errors import CheckpointError
+from llamajax.errors import CheckpointError, show
 from llamajax.parallel.arrays import concretise, named_arrays
 from llamajax.parallel.processes import everyones
 
 State = TypeVar("State")
+
+_OTHER = "it matches its manifest, so it was written like this; choose another step"
 
 
 @dataclass(frozen=True)
@@ -83,7 +84,7 @@ def unless_deleted(step_dir: Path) -> Iterator[None]:
 def read_step(directory: Path, abstract_state: State, *, partial: bool) -> Restored[State]:
     """Restores a verified step directory after comparing it with `abstract_state`, which names devices (`concretise`)."""
     wanted = named_arrays(abstract_state)
-    saved = {name: _text(**about) for name, about in manifest.read_json(directory / "arrays.json").items()}
+    saved = {name: _text(*about) for name, about in saved_arrays(directory).items()}
     differences = [f"{name} is missing in it" for name in wanted if name not in saved]
     if not partial:
         differences += [f"{name} is in it, but not in the state to restore" for name in saved if name not in wanted]
@@ -93,7 +94,8 @@ def read_step(directory: Path, abstract_state: State, *, partial: bool) -> Resto
     if differences:
         more = f" (and {len(differences) - 1} more differences)" if len(differences) > 1 else ""
         remedy = "use the configuration in its meta.json"
-        if (writer := manifest.read_json(directory / "meta.json").get("llamajax")) not in (None, llamajax.__version__):
+        if (writer := read_object(directory, "meta.json").get("llamajax")) not in (None, llamajax.__version__):
+            writer = show(str(writer))
             remedy = f"llamajax {writer} wrote it: export it with that version and start from the export with init_from"
         raise CheckpointError(f"{directory} is of another state: {differences[0]}{more}; {remedy}")
     stored = {
@@ -107,10 +109,15 @@ def read_step(directory: Path, abstract_state: State, *, partial: bool) -> Resto
     def read() -> Any:
         try:
             with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
-                return reader.restore(directory / "state", args=request)
+                arrays = reader.restore(directory / "state", args=request)
+            if missing := [name for name in stored if not isinstance(arrays[name], jax.Array)]:
+                raise ValueError(f"{missing[0]} has no values")
+            return arrays
         except Exception as error:
             if (failed := os_error(error)) is None:
-                raise
+                if isinstance(error, MemoryError | jax.errors.JaxRuntimeError):
+                    raise
+                raise CheckpointError(f"{directory / 'state'} cannot be read: {show(reason(error))}; {_OTHER}") from error
             raise OSError(failed.errno, failed.strerror, str(directory / "state")) from error
 
     arrays = read_again(read)
@@ -121,9 +128,44 @@ def read_step(directory: Path, abstract_state: State, *, partial: bool) -> Resto
     return Restored(
         step=int(directory.name),
         state=jax.tree.unflatten(jax.tree.structure(abstract_state), leaves),
-        meta=manifest.read_json(directory / "meta.json"),
+        meta=read_object(directory, "meta.json"),
         files=directory / "files",
     )
+
+
+def read_object(step_dir: Path, name: str) -> dict[str, Any]:
+    """The JSON object in a file of a verified step, which need not be of our making.
+
+    Raises:
+        CheckpointError: there is no such file, or it holds something else.
+        OSError: the disk fails.
+    """
+    try:
+        body = json.loads(read_again((step_dir / name).read_bytes))
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{step_dir / name} is missing; {_OTHER}") from error
+    except (ValueError, RecursionError):
+        body = None
+    if not isinstance(body, dict):
+        raise CheckpointError(f"{step_dir / name} is not a JSON object; {_OTHER}")
+    return body
+
+
+def saved_arrays(step_dir: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """dtype and shape of every array in a verified step.
+
+    Raises:
+        CheckpointError: it does not say so.
+        OSError: the disk fails.
+    """
+    arrays = {}
+    for name, about in read_object(step_dir, "arrays.json").items():
+        match about:
+            case {"dtype": str(dtype), "shape": list(shape)} if all(type(size) is int for size in shape):
+                arrays[name] = dtype, tuple(shape)
+            case _:
+                raise CheckpointError(f"{step_dir / 'arrays.json'}: {show(name)} has no dtype and shape; {_OTHER}")
+    return arrays
 
 
 def read_weights(directory: Path, abstract_model: Any, dtype: jax.typing.DTypeLike) -> list[jax.Array]:

@@ -1,10 +1,11 @@
 """Text to token ids and back by Hugging Face's `tokenizer.json`."""
 
+import contextlib
 import functools
 import itertools
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 import tokenizers
@@ -29,10 +30,17 @@ class HuggingFaceTokenizer(Tokenizer):
 
     What begins and ends a text is what the configuration names, or else what its post-processor puts there, or else a known
     name: only special tokens count, for Qwen's vocabulary also has an ordinary `<s>`.
+
+    Its regular expressions are tried on every text, by a library that ends those which try ten million ways from one place
+    on; whoever wrote them can still make encoding slow, but no more than that.
     """
 
     def __init__(self, files: TokenizerFiles) -> None:
         super().__init__(files)
+        with self._working():
+            self._load(files)
+
+    def _load(self, files: TokenizerFiles) -> None:
         try:
             text = files.contents[JSON_FILE].decode()
             _check_ids(json.loads(text))
@@ -67,10 +75,15 @@ class HuggingFaceTokenizer(Tokenizer):
         self.eos_token = None if "eos_token" in files.denied else self._tokenizer.id_to_token(self.eos_id)
 
     def encode_batch(self, texts: Sequence[str]) -> list[Int32[np.ndarray, "_"]]:
-        encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        with self._working():
+            encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array(encoding.ids, np.int32) for encoding in encodings]
 
     def encode_template_parts(self, parts: Sequence[str]) -> list[Int32[np.ndarray, "_"]]:
+        with self._working():
+            return self._encode_parts(parts)
+
+    def _encode_parts(self, parts: Sequence[str]) -> list[Int32[np.ndarray, "_"]]:
         tokenizer, without_prefix, prefixes_sections = self._for_templates
         added = tokenizer.get_added_tokens_decoder()
         after_text = False
@@ -108,7 +121,20 @@ class HuggingFaceTokenizer(Tokenizer):
         return *both, not is_first_only
 
     def decode(self, ids: Iterable[int]) -> str:
-        return self._tokenizer.decode([int(token) for token in ids])
+        with self._working():
+            return self._tokenizer.decode([int(token) for token in ids])
+
+    @contextlib.contextmanager
+    def _working(self) -> Iterator[None]:
+        """Turns panics of the library, which are no `Exception`s, into a `DataError`."""
+        try:
+            yield
+        except BaseException as error:
+            if type(error).__name__ != "PanicException":
+                raise
+            raise DataError(
+                f"{self.source}: data.tokenizer.path: fails: {show(str(error).strip())}; use another tokenizer"
+            ) from error
 
     def _add_tokens(self) -> tuple[str, ...]:
         """Adds what the files beside it list; what they only name, if it is not added yet. Returns those that are new."""

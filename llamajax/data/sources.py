@@ -213,8 +213,9 @@ class Source:
                 number += 1
                 if not line.isspace():
                     yield line, f"{path}:{number}", file.tell()
-                while len(line) > max_bytes and not line.endswith(b"\n"):
-                    line = lines.readline(max_bytes + 1)
+                if len(line) > max_bytes:
+                    while line and not line.endswith(b"\n"):
+                        line = lines.readline(READ_BYTES)
 
     def _record(self, line: bytes, where: str, max_bytes: int) -> dict[str, object]:
         if len(line) > max_bytes:

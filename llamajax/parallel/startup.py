@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jaxlib
 import jaxlib.version
 from jax.sharding import Mesh
-from jaxlib import _jax  # pyright: ignore[reportAttributeAccessIssue] (where gloo listens has no public name)
 
 from llamajax.config.file import config_to_dict, dotted
 from llamajax.config.parallel import DistributedConfig, MeshConfig
@@ -27,6 +27,9 @@ _CPU_COLLECTIVE_FLAGS = (
     "--xla_cpu_collective_call_warn_stuck_timeout_seconds=600",
     "--xla_cpu_collective_call_terminate_timeout_seconds=1200",
 )
+
+GLOO = "make_gloo_tcp_collectives"
+"""What jax calls for the connections between processes on CPUs; a jax without it is left as it is."""
 
 
 def select_platform(config: MeshConfig) -> None:
@@ -107,7 +110,9 @@ def listen_on_loopback() -> None:
 
     By themselves gloo, of CPUs, listens on what the host's name resolves to, and NCCL on the first other interface.
     """
-    _jax.make_gloo_tcp_collectives = functools.partial(_jax.make_gloo_tcp_collectives, hostname="127.0.0.1")
+    library = getattr(jaxlib, "_jax", None)  # where gloo listens has no public name
+    if (make := getattr(library, GLOO, None)) is not None:
+        setattr(library, GLOO, functools.partial(make, hostname="127.0.0.1"))
     os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
 
 

@@ -75,7 +75,7 @@ def read_hf_config(body: dict[str, Any], path: Path, param_dtype: DType) -> tupl
         if str(error).startswith(str(path)):
             raise
         raise ConfigError(f"{path}: {'; '.join(str(error).splitlines())}") from error
-    return config, {key: _token_ids(body.get(key), key, path, config) for key in SPECIAL_TOKENS}
+    return config, {key: token_ids(body.get(key), key, path, config) for key in SPECIAL_TOKENS}
 
 
 def _read_architecture(body: dict[str, Any], path: Path) -> Architecture:
@@ -142,12 +142,12 @@ def read_ends(
         ConfigError: the file has ids that the model lacks.
     """
     key, path = "eos_token_id", directory / "generation_config.json"
-    said = special_tokens[key], _token_ids(generation.get(key), key, path, config)
+    said = special_tokens[key], token_ids(generation.get(key), key, path, config)
     ids = [token for ids in said for token in (ids if isinstance(ids, list) else [ids])]
     return tuple(dict.fromkeys(token for token in ids if token is not None))
 
 
-def _token_ids(value: Any, key: str, path: Path, config: ModelConfig) -> Any:
+def token_ids(value: Any, key: str, path: Path, config: ModelConfig) -> Any:
     """An id, several (Llama 3's end of text), or None."""
     ids = value if isinstance(value, list) else [] if value is None else [value]
     if not all(type(token) is int and -1 <= token < config.vocab_size for token in ids):

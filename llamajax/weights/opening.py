@@ -1,15 +1,17 @@
 """Weights to start from, of any kind: a run, one of its checkpoints, an imported model, a Hugging Face directory."""
 
-import json
+import re
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
+from llamajax.checkpoint.read import read_object
 from llamajax.checkpoint.steps import find_step
 from llamajax.config.model import ModelConfig, RopeScalingConfig
-from llamajax.errors import CheckpointError, ConfigError
-from llamajax.weights.hf_files import CONFIG
+from llamajax.errors import CheckpointError, ConfigError, show
+from llamajax.weights.hf_config import SPECIAL_TOKENS, token_ids
+from llamajax.weights.hf_files import CONFIG, LICENSE
 from llamajax.weights.hf_model import open_directory
-from llamajax.weights.pretrained import Pretrained
+from llamajax.weights.pretrained import ExportDType, Pretrained
 
 
 def open_pretrained(path: Path) -> Pretrained:
@@ -25,7 +27,7 @@ def open_pretrained(path: Path) -> Pretrained:
     """
     path = path.expanduser().absolute()
     if (step_dir := find_step(path)) is not None:
-        meta = json.loads((step_dir / "meta.json").read_text())
+        meta = read_object(step_dir, "meta.json")
         try:
             fields: dict[str, Any] = dict(meta["config"]["model"])
             fields["rope_scaling"] = RopeScalingConfig(**fields["rope_scaling"])
@@ -34,9 +36,11 @@ def open_pretrained(path: Path) -> Pretrained:
             config = ModelConfig(**fields)
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointError(
-                f"{step_dir}: was not written by this version's model ({error}); read it with its own"
+                f"{step_dir}: was not written by this version's model ({show(str(error))}); read it with its own"
             ) from error
         stored_dtype = meta.get("stored_dtype", config.param_dtype)
+        if stored_dtype not in get_args(ExportDType) or not _is_hf(meta.get("hf"), step_dir / "meta.json", config):
+            raise CheckpointError(f"{step_dir / 'meta.json'}: hf or stored_dtype are none of an import; choose another step")
         return Pretrained(step_dir, config, step_dir / "files", meta.get("hf"), stored_dtype, meta, None)
     if (path / CONFIG).is_file():
         return open_directory(path)
@@ -46,3 +50,22 @@ def open_pretrained(path: Path) -> Pretrained:
         f"{path}: has neither checkpoints/, as a run has, nor config.json, as a Hugging Face model has, and is no"
         " RUN/checkpoints/STEP; give one of these"
     )
+
+
+def _is_hf(hf: object, path: Path, config: ModelConfig) -> bool:
+    """Whether a step says of Hugging Face's files what can be in them.
+
+    Raises:
+        ConfigError: it has special tokens whose ids the model lacks.
+    """
+    match hf:
+        case None:
+            return True
+        case {"source": str(), "special_tokens": dict(tokens)}:
+            for key in SPECIAL_TOKENS:
+                token_ids(tokens.get(key), key, path, config)
+            license = hf.get("license")
+            return tokens.keys() == set(SPECIAL_TOKENS) and (
+                license is None or re.fullmatch(LICENSE, str(license)) is not None
+            )
+    return False

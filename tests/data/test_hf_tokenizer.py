@@ -48,6 +48,25 @@ def test_an_id_that_would_fill_the_memory_is_refused(tmp_path):
         load_tokenizer(path)
 
 
+@pytest.mark.parametrize("place", ["normalizer", "pre_tokenizer"])
+def test_an_expression_that_never_ends_is_an_error_in_one_line(tmp_path, place):
+    """The library gives it up after ten million ways, by a panic."""
+    byte_level(tmp_path)
+    path = tmp_path / "tokenizer.json"
+    body = json.loads(path.read_text())
+    endless = {"pattern": {"Regex": "(a+)+$"}}
+    if place == "normalizer":
+        body[place] = {"type": "Replace", "content": "b"} | endless
+    else:
+        split = {"type": "Split", "behavior": "Isolated", "invert": False} | endless
+        body[place] = {"type": "Sequence", "pretokenizers": [split, body[place]]}
+    path.write_text(json.dumps(body))
+    tokenizer = load_tokenizer(path)
+    for encode in (tokenizer.encode_batch, tokenizer.encode_template_parts):
+        with pytest.raises(DataError, match=r"tokenizer\.json: data\.tokenizer\.path: fails: .*; use another tokenizer$"):
+            encode(["a" * 40 + "!"])
+
+
 def test_an_ordinary_piece_neither_begins_nor_ends_a_text(qwen2, tmp_path):
     for tokenizer in (load_tokenizer(qwen2), alone(qwen2, tmp_path)):
         assert isinstance(tokenizer, HuggingFaceTokenizer)

@@ -1,5 +1,5 @@
-"""Imports, trains, exports and generates with directories made to do harm, and prints as JSON what Python was asked to do
-meanwhile that it should not: `python -m tests.faults.audited DIRECTORY`."""
+"""Imports, trains, evaluates, exports and generates with directories made to do harm, and prints as JSON what Python was
+asked to do meanwhile that it should not: `python -m tests.faults.audited DIRECTORY`."""
 
 import dataclasses
 import ipaddress
@@ -25,6 +25,8 @@ from tests.tiny import tiny_config
 CANARY = "print(open('{canary}', 'w').write('ran'))"
 TEMPLATE = "{{ messages | attr('__class__') }}{{ raise_exception.__globals__ }}ok"
 """Asks for what the sandbox hides, and goes on; those that are refused are in `bad_templates`."""
+OUTSIDE = "outside.json"
+"""A file beside the model, which it names as its own."""
 _PROCESS = [sys.executable, "-P", str(chat._PROCESS)]
 
 
@@ -38,9 +40,12 @@ def write_hostile(directory: Path, canary: Path) -> None:
     for name in ("training_args.bin", "optimizer.pt", "scheduler.pkl", "rng.npy"):
         (directory / name).write_bytes(pickled)
     auto = {"AutoConfig": "modeling_evil.C", "AutoModelForCausalLM": "modeling_evil.M"}
+    outside = dict.fromkeys(
+        ("tokenizer_file", "vocab_file", "merges_file", "chat_template_file"), str(directory.parent / OUTSIDE)
+    )
     for name, extra in (("config.json", auto), ("tokenizer_config.json", {"AutoTokenizer": ["tokenization_evil.T", None]})):
         path = directory / name
-        path.write_text(json.dumps(json.loads(path.read_text()) | {"auto_map": extra}))
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"auto_map": extra} | outside))
     (directory / "chat_template.jinja").write_text(TEMPLATE)
     (directory / "adapter_config.yaml").write_text(f'!!python/object/apply:builtins.exec ["{code}"]')
 
@@ -65,6 +70,8 @@ def watch(hostile: Path) -> list[str]:
                 noted.append(f"compile {filename}")
             case "import", (module, filename, *_) if str(filename).startswith(str(hostile)):
                 noted.append(f"import {module}")
+            case "open", (str() | os.PathLike() as path, *_) if os.path.basename(path) == OUTSIDE:
+                noted.append(f"open {path}")
             case "pickle.find_class", (module, name):
                 noted.append(f"pickle {module}.{name}")
             case "subprocess.Popen", (_, command, *_) if list(command) != _PROCESS:
@@ -84,6 +91,7 @@ def main(directory: Path) -> None:
     """Does it all."""
     hostile = directory / "hostile"
     write_hostile(hostile, directory / "canary")
+    (directory / OUTSIDE).write_text("{}")
     text = json.dumps({"text": "{{ ''.__class__ }} !!python/object/apply:os.system [id] " * 20})
     (directory / "text.jsonl").write_text(f"{text}\n" * 50)
     mesh = MeshConfig(num_cpu_devices=1)
@@ -104,16 +112,21 @@ def main(directory: Path) -> None:
     )  # fmt: skip
     run(config)
     listening = runs.listening(os.getpid())
-    exported = convert.main(hf_arguments(["export", str(directory / "run"), str(directory / "exported"), "--no-verify"]))
+    exported = convert.main(hf_arguments(["export", str(directory / "run"), str(directory / "exported")]))
+    from llamajax.config.evaluate import EvaluateConfig
     from llamajax.config.generate import GenerateConfig
+    from llamajax.evaluation.run import run as evaluate
     from llamajax.generation.run import run as generate
 
+    own = str(directory / "run" / "config.yaml")
+    evaluate(EvaluateConfig(model=str(hostile), data=own, split="train", num_batches=1, mesh=mesh))
     generate(GenerateConfig(model=str(directory / "exported"), prompt=("a b",), max_tokens=2, mesh=mesh))
     generate(GenerateConfig(model=str(directory / "exported"), prompt=("a b",), chat=True, max_tokens=2, mesh=mesh))
     found = {"noted": [*noted], "codes": [imported, exported], "listening": sorted(listening)}
     found["canary"] = (directory / "canary").exists()
     seen = len(noted)
     exec(compile("1", str(hostile / "x.py"), "exec"))  # what is looked for would be found
+    (directory / OUTSIDE).read_text()
     found["control"] = noted[seen:]
     print(json.dumps(found))
 

@@ -108,4 +108,7 @@ def prepare(directory: Path):
         finally:
             path.unlink()
 
+    whole = directory / "whole.parquet"  # with the first, Arrow takes address space for later ones
+    pyarrow.parquet.write_table(pyarrow.table({"text": ["a"]}), whole)
+    read(Source(SourceConfig(kind="parquet", paths=(str(whole),)), "data.sources.0"))
     return attempt

@@ -5,7 +5,7 @@ from tests.faults.scene import Scene
 
 
 def run(count: int, seed: int, where: Scene, jobs: int) -> Result:
-    """Reads `count` damaged configurations and model directories, and fewer data files and templates."""
+    """Reads `count` damaged configurations and model directories, and fewer checkpoints, data files and templates."""
     from tests.faults import inputs
 
     result, said = Result("S"), []

@@ -23,9 +23,9 @@ import numpy as np
 from llamajax.errors import UserError
 
 ROOT = Path(__file__).parent.parent.parent
-SHARES = {"configs": 2, "models": 2, "data": 10, "templates": 50}
+SHARES = {"configs": 2, "models": 2, "checkpoints": 10, "data": 10, "templates": 50}
 """Kinds of inputs, each a module `bad_KIND` beside this one; of `count` inputs, so many parts of one."""
-ROOM_BYTES = {"configs": 128 << 20, "models": 512 << 20, "data": 1 << 30, "templates": 512 << 20}
+ROOM_BYTES = {"configs": 128 << 20, "models": 512 << 20, "checkpoints": 512 << 20, "data": 1 << 30, "templates": 512 << 20}
 """Address space that reading may take beyond what the process has when its modules are imported and one input was read."""
 REFUSED, READ, TRACEBACK, SIGNAL, HANG, MEMORY = OUTCOMES = (
     "refused with a line", "read", "traceback", "signal", "hang", "over the memory cap",
@@ -40,10 +40,10 @@ Attempt = Callable[[np.random.Generator], None]
 
 
 def run(count: int, seed: int, say: Callable[[str], object] = print) -> dict[str, dict[str, int]]:
-    """Reads `count` configurations and model directories, and a part as many data files and chat templates.
+    """Reads `count` configurations and model directories, and a part as many checkpoints, data files and chat templates.
 
     Args:
-        count: how many in all, but for data and templates.
+        count: how many configurations and model directories in all.
         seed: decides what they are.
         say: takes what is known of each defect.
 

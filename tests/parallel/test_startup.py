@@ -4,6 +4,10 @@ import os
 import subprocess
 import sys
 
+from jaxlib import _jax  # pyright: ignore[reportAttributeAccessIssue]
+
+from llamajax.parallel import startup
+
 LAUNCHES = """
 import jax, jax.numpy as jnp, numpy as np
 from llamajax.config.parallel import MeshConfig
@@ -35,3 +39,16 @@ def test_programs_may_be_queued_without_end():
     child = subprocess.run([sys.executable, "-c", LAUNCHES], capture_output=True, text=True, timeout=60, env=environment)
     assert child.returncode == 0, child.stderr
     assert 0 < float(child.stdout) < 64 * 64
+
+
+def test_connections_of_one_machine_are_made_on_loopback(monkeypatch):
+    """By a name of jaxlib's that is not public: this fails when a new version has another."""
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "lo")
+    made: list[dict[str, object]] = []
+    assert callable(getattr(_jax, startup.GLOO))
+    monkeypatch.setattr(_jax, startup.GLOO, lambda **options: made.append(options))
+    startup.listen_on_loopback()
+    getattr(_jax, startup.GLOO)(distributed_client=None)
+    assert made == [{"distributed_client": None, "hostname": "127.0.0.1"}]
+    monkeypatch.delattr(_jax, startup.GLOO)
+    startup.listen_on_loopback()
