@@ -78,20 +78,14 @@ class Hosts:
         self._num_unprobed = 0
 
     def report(self, step: int) -> tuple[list[Slow], dict[str, float]]:
-        """Every `REPORT_EVERY` steps, sends the figures since the last report; on process 0, compares what it has.
+        """Every `REPORT_EVERY` steps, sends the figures since the last report; a step later, process 0 compares what it has.
 
         Returns:
             Who has become slow or is no longer, and metrics; both empty in between and on other processes.
         """
-        if step % REPORT_EVERY or not self._steps:
-            return [], {}
-        step_time_s, data_s, host_s = (statistics.fmean(column) for column in zip(*self._steps, strict=True))
-        own = {"step": step, "data": data_s, "host": host_s, "step_time": step_time_s, "name": socket.gethostname()}
-        own |= {"device": self._device_s} if self._device_s is not None else {}
-        own |= {"save": statistics.fmean(self._save_s)} if self._save_s else {}
-        self._peers.report(own)
-        self._steps, self._save_s, self._device_s = [], [], None
-        if self._peers.rank:
+        if step % REPORT_EVERY == 0 and self._steps:
+            self._send(step)
+        if self._peers.rank or step % REPORT_EVERY != 1 or 0 not in self._peers.reports:
             return [], {}
         for process, report in list(self._peers.reports.items()):
             if report["step"] > self._newest.get(process, 0):
@@ -102,7 +96,15 @@ class Hosts:
                         self._told[process][kind].append(report[kind])
         slowest = self._comparison.slowest()
         metrics = {} if slowest is None else {"perf/slowest_process": slowest[0], "perf/slowest_ratio": slowest[1]}
-        return self._comparison.changes(step_time_s), metrics
+        return self._comparison.changes(self._peers.reports[0]["step_time"]), metrics
+
+    def _send(self, step: int) -> None:
+        step_time_s, data_s, host_s = (statistics.fmean(column) for column in zip(*self._steps, strict=True))
+        own = {"step": step, "data": data_s, "host": host_s, "step_time": step_time_s, "name": socket.gethostname()}
+        own |= {"device": self._device_s} if self._device_s is not None else {}
+        own |= {"save": statistics.fmean(self._save_s)} if self._save_s else {}
+        self._peers.report(own)
+        self._steps, self._save_s, self._device_s = [], [], None
 
     def name(self, process: int) -> str:
         """The host of a process that has reported."""

@@ -1,7 +1,8 @@
 """Which host of a run is slower than the others: pure comparison of what each measured of itself.
 
 In lockstep all hosts have the same step time, whoever is to blame, so each tells what is its own: how long its devices had
-nothing to do for want of a batch, or because the host was at work between steps, and what a fixed program takes on them. Several reports in a row must show it, since noise mostly adds time, and only now and then.
+nothing to do for want of a batch, or because the host was at work between steps, and what a fixed program takes on them.
+Several reports in a row must show it, since noise mostly adds time, and only now and then.
 """
 
 from collections.abc import Mapping
