@@ -104,6 +104,8 @@ class MetricsWriter:
         host_s = time.perf_counter() - self._free - data_wait_s
         was_late = self._held is not None and self._held.arrived is None and _is_computed(self._held.values)
         finished = self.flush()
+        if finished is None:
+            self._free = time.perf_counter()
         self._held = _Held(step=step, values=values, data_wait_s=data_wait_s)
         if self._hosts is not None and finished is not None:
             self._hosts.add_step(finished["perf/step_time_s"], data_wait_s, host_s, was_late=was_late)
