@@ -20,6 +20,7 @@ PARTS = {
     "load": "checkpoint and its verification, weights, data",
     "save": "stalls: until a checkpoint has left the devices, and for the last one",
     "evaluation": "on held-out documents",
+    "replicas": "comparing what devices hold alike",
     "restart": "no process: from the end of one to the start of the next",
     "lost work": "steps computed again or dropped, and what no record tells of before a process was lost",
     "other": "everything else",
@@ -27,7 +28,7 @@ PARTS = {
 """What a second of a run may go into, and what that means."""
 
 _OF_START = {"start": "start_s", "compile": "compile_s", "load": "load_s"}
-_OF_PAUSES = {"saving": "save", "evaluating": "evaluation"}
+_OF_PAUSES = {"saving": "save", "evaluating": "evaluation", "comparing replicas": "replicas"}
 _ENDS_WELL = ("finished", "stopped")
 
 

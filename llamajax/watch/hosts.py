@@ -24,7 +24,6 @@ PROBE_SHARE = 0.005
 """Of the time of training that timing the devices may take."""
 
 _ROUNDS = 3  # of the fixed program in a probe, of which the median counts
-_LONGEST = 128 * REPORT_EVERY  # steps between probes, where steps are short
 _KEPT = 100  # reports of each process whose medians are told
 _WRITE_S = 60.0  # between writes of what is told
 
@@ -37,19 +36,28 @@ class Hosts:
         self._peers = peers
         self._comparison = Comparison(num_processes, ratio)
         self._devices_program = DeviceProbe()
+        self._probe_cost_s = _ROUNDS * self._devices_program.seconds()
+        self._num_unprobed = 1
         self._steps: list[tuple[float, float, float]] = []
         self._save_s: list[float] = []
         self._device_s: float | None = None
-        self._every = REPORT_EVERY
         self._told: dict[int, dict[str, deque[float]]] = defaultdict(lambda: defaultdict(lambda: deque(maxlen=_KEPT)))
         self._names: dict[int, str] = {}
         self._newest: dict[int, int] = {}
         self._written = time.monotonic()
         self._writer: threading.Thread | None = None
 
-    def add_step(self, step_time_s: float, data_wait_s: float, host_s: float) -> None:
-        """Takes a finished step: seconds of all of it, of the wait for its batch, and between steps."""
-        self._steps.append((step_time_s, data_wait_s, max(0.0, host_s)))
+    def add_step(self, step_time_s: float, data_wait_s: float, host_s: float, *, was_late: bool) -> None:
+        """Takes a step.
+
+        Args:
+            step_time_s: seconds of all of it.
+            data_wait_s: of the wait for a batch.
+            host_s: of what this process did besides, before it dispatched the next step.
+            was_late: whether its devices were done before that; else they waited for neither, and nor did the others.
+        """
+        self._num_unprobed += 1
+        self._steps.append((step_time_s, data_wait_s * was_late, max(0.0, host_s) * was_late))
 
     def add_save(self, seconds: float) -> None:
         """Takes the stall of a save."""
@@ -57,34 +65,30 @@ class Hosts:
 
     def probe_due(self, step: int) -> bool:
         """Whether to time the devices after `step`, when they are idle; as often as `PROBE_SHARE` lets it be."""
-        return step % self._every == 0 and bool(self._steps)
+        if step % REPORT_EVERY or not self._steps:
+            return False
+        affordable_s = PROBE_SHARE * statistics.median(step_time_s for step_time_s, _, _ in self._steps)
+        # By powers of 2, so that all processes do it after the same steps: the others wait for each that does.
+        every = REPORT_EVERY
+        while every * affordable_s < self._probe_cost_s:
+            every *= 2
+        return step % every == 0 and self._num_unprobed >= every
 
     def probe(self) -> None:
-        """Times the devices, which must be idle: some milliseconds. Some step must have been added."""
-        began = time.perf_counter()
+        """Times the devices, which must be idle: some milliseconds."""
         self._device_s = self._devices_program.seconds()
-        cost_s = time.perf_counter() - began
-        affordable_s = PROBE_SHARE * self._every * statistics.fmean(step_time_s for step_time_s, _, _ in self._steps)
-        if cost_s > affordable_s:
-            self._every = min(2 * self._every, _LONGEST)
-        elif cost_s < affordable_s / 2:
-            self._every = max(self._every // 2, REPORT_EVERY)
+        self._probe_cost_s = _ROUNDS * self._device_s
+        self._num_unprobed = 0
 
     def report(self, step: int) -> tuple[list[Slow], dict[str, float]]:
-        """Every `REPORT_EVERY` steps, sends the figures since the last report; on process 0, compares what it has.
+        """Every `REPORT_EVERY` steps, sends the figures since the last report; a step later, process 0 compares what it has.
 
         Returns:
             Who has become slow or is no longer, and metrics; both empty in between and on other processes.
         """
-        if step % REPORT_EVERY or not self._steps:
-            return [], {}
-        step_time_s, data_s, host_s = (statistics.fmean(column) for column in zip(*self._steps, strict=True))
-        own = {"step": step, "data": data_s, "host": host_s, "step_time": step_time_s, "name": socket.gethostname()}
-        own |= {"device": self._device_s} if self._device_s is not None else {}
-        own |= {"save": statistics.fmean(self._save_s)} if self._save_s else {}
-        self._peers.report(own)
-        self._steps, self._save_s, self._device_s = [], [], None
-        if self._peers.rank:
+        if step % REPORT_EVERY == 0 and self._steps:
+            self._send(step)
+        if self._peers.rank or step % REPORT_EVERY != 1 or 0 not in self._peers.reports:
             return [], {}
         for process, report in list(self._peers.reports.items()):
             if report["step"] > self._newest.get(process, 0):
@@ -95,7 +99,15 @@ class Hosts:
                         self._told[process][kind].append(report[kind])
         slowest = self._comparison.slowest()
         metrics = {} if slowest is None else {"perf/slowest_process": slowest[0], "perf/slowest_ratio": slowest[1]}
-        return self._comparison.changes(step_time_s), metrics
+        return self._comparison.changes(self._peers.reports[0]["step_time"]), metrics
+
+    def _send(self, step: int) -> None:
+        step_time_s, data_s, host_s = (statistics.fmean(column) for column in zip(*self._steps, strict=True))
+        own = {"step": step, "data": data_s, "host": host_s, "step_time": step_time_s, "name": socket.gethostname()}
+        own |= {"device": self._device_s} if self._device_s is not None else {}
+        own |= {"save": statistics.fmean(self._save_s)} if self._save_s else {}
+        self._peers.report(own)
+        self._steps, self._save_s, self._device_s = [], [], None
 
     def name(self, process: int) -> str:
         """The host of a process that has reported."""
@@ -130,7 +142,7 @@ class DeviceProbe:
     def __init__(self) -> None:
         """Compiles it and runs it once."""
         is_cpu = jax.default_backend() == "cpu"
-        size, self._repeats, dtype = (192, 8, jnp.float32) if is_cpu else (2048, 48, jnp.bfloat16)
+        size, self._repeats, dtype = (192, 4, jnp.float32) if is_cpu else (2048, 48, jnp.bfloat16)
         self._programs: list[tuple[Any, jax.Array]] = []
         for device in jax.local_devices():
             # A mesh of this device alone: the process's mesh spans all devices and refuses arrays that live on one.

@@ -102,10 +102,13 @@ class MetricsWriter:
             The record of the step before, None if there is none; `train/*` is the same on every process, `perf/*` is not.
         """
         host_s = time.perf_counter() - self._free - data_wait_s
+        was_late = self._held is not None and self._held.arrived is None and _is_computed(self._held.values)
         finished = self.flush()
+        if finished is None:
+            self._free = time.perf_counter()
         self._held = _Held(step=step, values=values, data_wait_s=data_wait_s)
         if self._hosts is not None and finished is not None:
-            self._hosts.add_step(finished["perf/step_time_s"], data_wait_s, host_s)
+            self._hosts.add_step(finished["perf/step_time_s"], data_wait_s, host_s, was_late=was_late)
             if self._hosts.probe_due(step):
                 jax.block_until_ready(list(values.values()))
                 self._held.arrived = time.perf_counter()
@@ -239,6 +242,11 @@ class MetricsWriter:
         self._metrics_file.append_record(f"{run_log.encode(record)}\n".encode())
         for write in self._others:
             write(record)
+
+
+def _is_computed(values: Mapping[str, Any]) -> bool:
+    """Whether nobody would wait for them."""
+    return all(value.is_ready() for value in values.values() if isinstance(value, jax.Array))
 
 
 @contextlib.contextmanager

@@ -20,7 +20,7 @@ from llamajax.watch.run_log import RunLog, RunSummary
 _NEWEST_STARTS = 50
 _MOST_HOSTS = 64
 _OF_HOSTS = {
-    "step_time": "step", "data": "wait for its batch", "host": "between steps", "device": "devices, fixed program",
+    "step_time": "step", "data": "idle for a batch", "host": "idle between steps", "device": "devices, fixed program",
     "save": "stall of a save",
 }  # fmt: skip
 

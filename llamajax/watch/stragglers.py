@@ -1,8 +1,8 @@
 """Which host of a run is slower than the others: pure comparison of what each measured of itself.
 
-In lockstep all hosts have the same step time, whoever is to blame, so each tells what is its own: the wait for its batches,
-the time between the arrival of a step's metrics and the dispatch of the next step, and what a fixed program takes on its
-devices. Noise only ever adds time, so it is the least of several reports that is compared.
+In lockstep all hosts have the same step time, whoever is to blame, so each tells what is its own: how long its devices had
+nothing to do for want of a batch, or because the host was at work between steps, and what a fixed program takes on them.
+Several reports in a row must show it, since noise mostly adds time, and only now and then.
 """
 
 from collections.abc import Mapping
@@ -15,11 +15,13 @@ KINDS = {"device": "computes", "data": "waits for its batches", "host": "takes b
 """What is compared, and what a slow host does."""
 REPORT_EVERY = 10
 """Steps between reports of a host."""
-REPORTS = 4
-"""Reports in a row, all of which must be slow: 40 steps, and at most 10 until they are compared."""
+REPORTS = 5
+"""Reports in a row of which the median is compared: moments 40 steps apart, or means over all of 50 steps."""
 
+_THROUGHOUT = 0.81  # of the median's difference that all of them must show, on average: more than 40 steps of 50
 _LEAST_S = 0.002  # that a host must lose in a step by its data or between steps
-_NOISE = 5.0  # robust standard deviations, of one host's reports or between hosts, that are no difference
+_OWN_NOISE = 3.5  # robust standard deviations of one host's reports that are no difference
+_NOISE_BETWEEN = 5.0  # of the hosts' medians, likewise
 _REMEMBERED = 16  # reports of each host that say how much they vary
 _LEAST_DIFFERENCES = 8  # between a host's reports, of all hosts, without which that is not known
 
@@ -80,43 +82,48 @@ class Comparison:
         changed = []
         for kind, reports in self._reports.items():
             newest = reports[:, -REPORTS:]
-            least, most = newest.min(axis=1), newest.max(axis=1)
-            known = np.isfinite(least)
+            level = np.median(newest, axis=1)
+            known = np.isfinite(level)
             differences = np.abs(np.diff(reports, axis=1))
             differences = differences[np.isfinite(differences)]
             if known.sum() < 2 or len(differences) < _LEAST_DIFFERENCES:
                 continue
             own_noise = 1.4826 * float(np.median(differences)) / np.sqrt(2)
-            # Of two processes, the lower median is the faster one.
-            middle = float(np.quantile(least[known], 0.5, method="lower"))
+            middle = _middle(level)
             unit = middle if kind == "device" else step_time_s
-            enough = max((self._ratio - 1) * unit, 0.0 if kind == "device" else _LEAST_S)
-            for process in np.flatnonzero(known & (least - middle >= enough)):
+            enough = max((self._ratio - 1) * unit, 0.0 if kind == "device" else _LEAST_S, _OWN_NOISE * own_noise)
+            for process in np.flatnonzero(known & (level - middle >= enough)):
                 key = int(process), kind
-                noise = max(own_noise, _noise_between(least[known & (np.arange(len(least)) != process)]))
-                if key not in self._slow and least[process] - middle >= _NOISE * noise:
+                needed = max(enough, _NOISE_BETWEEN * _noise_between(level[known & (np.arange(len(level)) != process)]))
+                more = level[process] - middle
+                throughout = np.minimum(newest[process] - middle, more).mean() >= _THROUGHOUT * more
+                if key not in self._slow and more >= needed and throughout:
                     slow = Slow(
-                        process=key[0], kind=kind, seconds=float(least[process]), median_s=middle,
+                        process=key[0], kind=kind, seconds=float(level[process]), median_s=middle,
                         since=int(self._steps[kind][process, -REPORTS]),
                     )  # fmt: skip
                     self._slow[key] = slow
                     changed.append(slow)
             for key, slow in list(self._slow.items()):
-                if key[1] == kind and most[key[0]] - middle < enough / 2:
+                if key[1] == kind and level[key[0]] - middle < enough / 2:
                     del self._slow[key]
                     changed.append(replace(slow, over=True))
         return changed
 
     def slowest(self) -> tuple[int, float] | None:
         """The process whose devices are slowest, and how many times the median's time they take; None if not known."""
-        least = self._reports["device"][:, -REPORTS:].min(axis=1)
-        known = np.isfinite(least)
-        if known.sum() < 2:
+        level = np.median(self._reports["device"][:, -REPORTS:], axis=1)
+        if np.isfinite(level).sum() < 2:
             return None
-        process = int(np.nanargmax(least))
-        return process, float(least[process] / np.quantile(least[known], 0.5, method="lower"))
+        process = int(np.nanargmax(level))
+        return process, float(level[process] / _middle(level))
 
 
-def _noise_between(least: Float64[np.ndarray, "others"]) -> float:
+def _middle(level: Float64[np.ndarray, "processes"]) -> float:
+    """The median of those that are known; of two, the faster one."""
+    return float(np.quantile(level[np.isfinite(level)], 0.5, method="lower"))
+
+
+def _noise_between(level: Float64[np.ndarray, "others"]) -> float:
     """Robust standard deviation of what the others take, whose machines need not be alike."""
-    return 1.4826 * float(np.median(np.abs(least - np.median(least))))
+    return 1.4826 * float(np.median(np.abs(level - np.median(level))))

@@ -12,8 +12,9 @@ SLOWER = 0.2
 """Share of a step that the slow process takes more."""
 STEPS = 50
 """Within which it must be named."""
-KINDS = {"batches that come late": ("loader", 1 + SLOWER), "a slow host": ("reported", SLOWER)}
-"""Where it loses time, and what it takes there as a share of a step."""
+KINDS = {"batches that come late": ("loader", 1 + SLOWER), "a slow host": ("reported", 1 + SLOWER)}
+"""Where it loses time, and what it takes there as a share of a step: what is less than a step is done while the devices
+compute the one before."""
 
 
 def run(count: int, seed: int, where: Scene, jobs: int) -> Result:

@@ -5,12 +5,14 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 
 import pytest
 
 from llamajax.errors import EnvironmentMismatchError
 from llamajax.launching import addresses
 from llamajax.parallel import meeting
+from llamajax.parallel.processes import Peers
 from tests import runs
 
 PROGRAM = """
@@ -243,3 +245,22 @@ def test_the_first_process_may_have_more_connections_than_a_process_has_files():
     for other in others:
         other.close()
     assert output == "100\n"
+
+
+def test_the_newest_report_of_each_process_lies_at_the_first():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        ends = [meeting.Link(socket.create_connection(server.getsockname())), meeting.Link(server.accept()[0])]
+    ends[0].rank = 1  # of the process at its other end
+    first, second = (Peers(rank, [end], timeout_s=60) for rank, end in enumerate(ends))
+    try:
+        first.report({"step": 10})
+        for step in (10, 20):
+            second.report({"step": step, "data": 0.25})
+        deadline = time.monotonic() + 60
+        while first.reports.get(1, {}).get("step") != 20 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert first.reports == {0: {"step": 10}, 1: {"step": 20, "data": 0.25}}
+        assert second.reports == {}
+    finally:
+        first.leave()
+        second.leave()

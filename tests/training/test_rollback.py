@@ -1,6 +1,7 @@
 """Going back: exact, durable, and bounded, whatever moment the run is killed at."""
 
 import json
+import math
 import os
 import pathlib
 import shutil
@@ -19,6 +20,7 @@ from llamajax.errors import CheckpointError
 from llamajax.training import rollback
 from llamajax.training.bad_steps import GoBack
 from llamajax.training.rollback import PASSED_OVER_FILE, agreed, go_back, read_passed_over, steps_left_behind
+from llamajax.watch import run_log
 from tests import runs
 from tests.checkpoint import states
 from tests.tiny import tiny_config
@@ -184,6 +186,13 @@ def test_a_run_goes_back_past_bad_rows_and_kills_change_nothing(tmp_path):
     assert rollbacks[1]["zscore"] > 20
     dropped = [json.loads(line) for line in (unbroken / "rolled_back.jsonl").read_text().splitlines()]
     assert {6, 7, 8, 9, 16, 17, 18} <= {record["step"] for record in dropped}
+    summary = run_log.summarize(run_log.read_run(unbroken))
+    assert summary.restarts == 0, "going back is none"
+    assert summary.goodput is not None
+    assert math.fsum(summary.goodput.seconds.values()) == pytest.approx(summary.wall_time_s)
+    lost_s = sum(event["lost_s"] for event in events if event["event"] == "start")
+    assert lost_s == pytest.approx(sum(record["perf/step_time_s"] for record in dropped), abs=0.01), "once"
+    assert summary.goodput.seconds["lost work"] >= lost_s
     meta = json.loads((unbroken / "checkpoints" / "20" / "meta.json").read_text())
     assert meta["data"]["position"] == FIRST_ROWS[20] + 8
     assert meta["data"]["passed_over"] == json.loads((unbroken / PASSED_OVER_FILE).read_text())

@@ -52,13 +52,13 @@ def test_one_life():
         event("pause", 1080, 2, doing="saving", seconds=3.0),
         event("save", 1080, 2),
         event("pause", 1090, 3, doing="evaluating", seconds=1.5),
-        event("pause", 1099, 4, doing="comparing", seconds=0.25),
+        event("pause", 1099, 4, doing="comparing replicas", seconds=0.25),
         event("stop", 1100, 4, reason="finished"),
     ]
     parts = split(steps(1068, 1076, 1088, 1098), events)
     assert parts == {
         "productive": 24.0, "data wait": 8.0, "compile": 20.0, "start": 30.0, "load": 10.0, "save": 3.0, "evaluation": 1.5,
-        "other": 3.5,
+        "replicas": 0.25, "other": 3.25,
     }  # fmt: skip
 
 

@@ -20,7 +20,7 @@ from llamajax.config.model import ModelConfig
 from llamajax.config.training import TrainConfig
 from llamajax.config.watch import MetricsConfig
 from llamajax.errors import DivergedError
-from llamajax.watch import metrics, run_log
+from llamajax.watch import hosts, metrics, run_log
 from llamajax.watch.peak import PeakFlops
 
 PEAK = PeakFlops(flops_per_sec=1e12, source="a test")
@@ -188,6 +188,47 @@ def test_evaluations_and_checkpoints_are_no_steps_time(config, clock):
         clock.now += 4.0
     assert [r.get("perf/step_time_s") for r in records(config)] == [3.0, None, 4.5]
     assert [r.get("eval/loss") for r in records(config)] == [None, 3.0, None]
+
+
+def test_a_pause_is_an_event_and_one_within_it_is_part_of_it(config, clock):
+    with open_writer(config) as writer:
+        writer.write(1, step_values(1))
+        clock.now += 1.0
+        with writer.pause("saving"):
+            clock.now += 2.0
+            with writer.pause("comparing replicas"):
+                clock.now += 1.0
+        with writer.pause("evaluating"):
+            clock.now += 0.5
+    pauses = [(e["doing"], e["seconds"], e["step"]) for e in events(config) if e["event"] == "pause"]
+    assert pauses == [("saving", 3.0, 1), ("evaluating", 0.5, 1)]
+
+
+def test_devices_are_timed_when_they_are_idle_and_that_is_no_steps_time(config, clock, monkeypatch):
+    sent = []
+
+    def takes(seconds):
+        clock.now += seconds
+        return seconds
+
+    monkeypatch.setattr(
+        metrics.processes,
+        "peers",
+        lambda: SimpleNamespace(rank=1, reports={}, report=lambda values: sent.append(dict(values))),
+    )
+    monkeypatch.setattr(hosts, "DeviceProbe", lambda: SimpleNamespace(seconds=lambda: takes(0.001)))
+    monkeypatch.setattr(jax, "block_until_ready", lambda _: takes(1.0))
+    with open_writer(config) as writer:
+        for step in range(1, 26):
+            clock.now += step not in (11, 21)  # whose devices begin when the timing, in write, has ended
+            writer.write(step, step_values(step), data_wait_s=0.25 * (step not in (11, 21)))
+        clock.now += 1.0
+    times = [record["perf/step_time_s"] for record in records(config)]
+    assert times == pytest.approx([2.0] + [1.0] * 24), "but for the first, before which a second went by"
+    assert [(report["step"], report["device"]) for report in sent] == [(10, 0.001), (20, 0.001)]
+    assert sent[0]["data"] == pytest.approx(0.25)
+    assert sent[0]["host"] == pytest.approx(0.75)
+    assert sent[1]["host"] == pytest.approx(0.75 * 0.9), "after a timing nobody was late"
 
 
 def test_only_the_first_process_writes_but_all_fetch(config, capsys, monkeypatch):

@@ -68,7 +68,7 @@ def test_a_report_counts_once_and_those_who_say_nothing_are_left_out():
             comparison.take(process, {"step": 10, "device": seconds, "data": 0.0, "host": 0.0})
     assert comparison.changes(STEP_S) == []
     assert comparison.slowest() is None
-    for step in (20, 30, 40, 50):
+    for step in (20, 30, 40, 50, 60):
         for process, seconds in enumerate((0.01, 0.02)):
             comparison.take(process, {"step": step, "device": seconds, "data": 0.0, "host": 0.0})
     (named,) = comparison.changes(STEP_S)
