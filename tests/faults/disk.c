@@ -1,7 +1,8 @@
 /* A disk that is slow, full or failing: preloaded into a process (LD_PRELOAD), it stands before the C library's calls for
-   files below $DISK_ROOT. $DISK_CONTROL, which is read at every call, holds five numbers: milliseconds that a call takes; one
-   in how many writes fails with EIO, and one in how many reads (0: none); bytes that fit before ENOSPC (-1: all), from the
-   last change of that file on; whether what does not fit is written in part. Renames are listed in $DISK_CONTROL.renames. */
+   files below $DISK_ROOT. $DISK_CONTROL, which is read at every call, holds up to seven numbers: milliseconds that a call
+   takes; one in how many writes fails with EIO, and one in how many reads (0: none); bytes that fit before ENOSPC (-1: all),
+   from the last change of that file on; whether what does not fit is written in part; the error in place of ENOSPC (0: that);
+   KiB that are written in a second (0: any number). Renames are listed in $DISK_CONTROL.renames; $DISK_CONTROL.failed has a byte for every call that failed. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <errno.h>
@@ -23,7 +24,7 @@
 static atomic_long writes, reads, written;
 static _Atomic(long long) changed;
 
-struct disk { long latency_ms, write_eio, read_eio, room, torn; };
+struct disk { long latency_ms, write_eio, read_eio, room, torn, full, kib_per_s; };
 
 static int is_below(const char *path) {
     const char *root = getenv("DISK_ROOT");
@@ -39,28 +40,46 @@ static int is_file_below(int descriptor) {
     return is_below(path);
 }
 
+static void wait_ms(long ms) {
+    struct timespec pause = {ms / 1000, ms % 1000 * 1000000};
+    if (ms > 0) nanosleep(&pause, NULL);
+}
+
 static struct disk now(void) {
-    struct disk disk = {0, 0, 0, -1, 0};
+    struct disk disk = {0, 0, 0, -1, 0, ENOSPC, 0};
     char text[128] = "";
     int file = (int)NEXT(open)(getenv("DISK_CONTROL"), O_RDONLY);
     struct stat status;
     if (file >= 0) {
         if (NEXT(read)(file, text, sizeof text - 1) > 0)
-            sscanf(text, "%ld %ld %ld %ld %ld", &disk.latency_ms, &disk.write_eio, &disk.read_eio, &disk.room, &disk.torn);
+            sscanf(text, "%ld %ld %ld %ld %ld %ld %ld", &disk.latency_ms, &disk.write_eio, &disk.read_eio, &disk.room,
+                   &disk.torn, &disk.full, &disk.kib_per_s);
         fstat(file, &status);
         long long at = status.st_mtim.tv_sec * 1000000000LL + status.st_mtim.tv_nsec;
         if (atomic_exchange(&changed, at) != at) atomic_store(&written, 0);
         close(file);
     }
-    struct timespec pause = {disk.latency_ms / 1000, disk.latency_ms % 1000 * 1000000};
-    if (disk.latency_ms) nanosleep(&pause, NULL);
+    if (!disk.full) disk.full = ENOSPC;
+    wait_ms(disk.latency_ms);
     return disk;
 }
 
+static void note(const char *suffix, const char *line, size_t length) {
+    char name[PATH_MAX];
+    snprintf(name, sizeof name, "%s.%s", getenv("DISK_CONTROL"), suffix);
+    int file = NEXT(open)(name, O_WRONLY | O_CREAT | O_APPEND, 0600);
+    if (file < 0 || NEXT(write)(file, line, length) != (ssize_t)length) abort();
+    close(file);
+}
+
+static int fail(int error) {
+    note("failed", ".", 1);
+    errno = error;
+    return -1;
+}
+
 static int fails(atomic_long *count, long one_in) {
-    if (one_in <= 0 || atomic_fetch_add(count, 1) % one_in != one_in - 1) return 0;
-    errno = EIO;
-    return 1;
+    return one_in > 0 && atomic_fetch_add(count, 1) % one_in == one_in - 1 && fail(EIO);
 }
 
 /* How many of the bytes fit; -1, with errno set, if none do. */
@@ -68,11 +87,11 @@ static ssize_t room_for(int descriptor, size_t size) {
     if (!is_file_below(descriptor)) return size;
     struct disk disk = now();
     if (fails(&writes, disk.write_eio)) return -1;
+    if (disk.kib_per_s) wait_ms((long)size * 1000 / 1024 / disk.kib_per_s);
     long before = atomic_fetch_add(&written, size);
     if (disk.room < 0 || before + (long)size <= disk.room) return size;
     if (disk.torn && before < disk.room) return disk.room - before;
-    errno = ENOSPC;
-    return -1;
+    return fail(disk.full);
 }
 
 ssize_t write(int descriptor, const void *bytes, size_t size) {
@@ -128,12 +147,8 @@ int fdatasync(int descriptor) {
 static int renamed(const char *from, const char *to) {
     if (!is_below(from) && !is_below(to)) return 0;
     if (fails(&writes, now().write_eio)) return -1;
-    char name[PATH_MAX], line[2 * PATH_MAX + 4];
-    snprintf(name, sizeof name, "%s.renames", getenv("DISK_CONTROL"));
-    int length = snprintf(line, sizeof line, "%s\t%s\n", from, to);
-    int file = NEXT(open)(name, O_WRONLY | O_CREAT | O_APPEND, 0600);
-    if (file < 0 || NEXT(write)(file, line, length) != length) abort();
-    close(file);
+    char line[2 * PATH_MAX + 4];
+    note("renames", line, snprintf(line, sizeof line, "%s\t%s\n", from, to));
     return 0;
 }
 
