@@ -26,7 +26,9 @@ STEP_S = 0.25
 SAVE_EVERY = 20
 """Steps, so 5 s."""
 LIMIT_S = 8.0
-"""Of every phase."""
+"""Of every other phase."""
+COMPILES_S = 40.0
+"""Limit of compiling, which nobody has done before this run."""
 RECOVERS_S = 120.0
 """In which the run must have done new steps."""
 SHARE = 0.97
@@ -111,7 +113,8 @@ def run(count: int, seed: int, where: Scene, jobs: int) -> Result:
     settings = {
         "train.num_steps": num_steps, "train.eval_every": 10 * SAVE_EVERY, "mesh.data": 2, "mesh.fsdp": 1,
         "checkpoint.save_every": SAVE_EVERY, "checkpoint.keep_last": 3, "recovery.checksum_every": SAVE_EVERY,
-        **limits(LIMIT_S * where.slowness), **bad_batches(where, folder, num_steps, max(2, count // 5), rng),
+        **limits(LIMIT_S * where.slowness), "watchdog.compile_s": COMPILES_S * where.slowness,
+        **bad_batches(where, folder, num_steps, max(2, count // 5), rng),
     }  # fmt: skip
     poison = {"LLAMAJAX_CAMPAIGN_POISON": f"nan:{POISON_TOKEN}"}
     faults = FAULTS | {
