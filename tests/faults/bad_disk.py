@@ -27,7 +27,7 @@ class Disk:
     read_eio: int = 0
     room: int = -1
     torn: int = 0
-    full: int = errno.ENOSPC
+    error: int = errno.ENOSPC
     kib_per_s: int = 0
 
 
@@ -39,10 +39,10 @@ DISKS = {
     "EIO in every 50th read, after a kill": Disk(read_eio=50),
     "full in the middle of a save": Disk(room=50_000),
     "full, and writes in part": Disk(room=50_000, torn=1),
-    "full by quota": Disk(room=20_000, full=errno.EDQUOT),
+    "full by quota": Disk(room=20_000, error=errno.EDQUOT),
     "full from the start": Disk(room=0),
 }
-TELLS = ("cannot be written", "cannot be saved", "for the disk of", "for the previous", "restart 1 of")
+TELLS = ("cannot be written", "cannot be saved", "disk is slow", "for the disk of", "for the previous", "restart 1 of")
 """In one of these words."""
 
 

@@ -1,8 +1,9 @@
 /* A disk that is slow, full or failing: preloaded into a process (LD_PRELOAD), it stands before the C library's calls for
    files below $DISK_ROOT. $DISK_CONTROL, which is read at every call, holds up to seven numbers: milliseconds that a call
-   takes; one in how many writes fails with EIO, and one in how many reads (0: none); bytes that fit before ENOSPC (-1: all),
-   from the last change of that file on; whether what does not fit is written in part; the error in place of ENOSPC (0: that);
-   KiB that are written in a second (0: any number). Renames are listed in $DISK_CONTROL.renames; $DISK_CONTROL.failed has a byte for every call that failed. */
+   takes; one in how many writes fails with EIO, and one in how many reads (0: none); bytes that fit (-1: all), from the last
+   change of that file on; whether what does not fit is written in part; the error for what does not fit (EROFS: nothing is
+   opened for writing, made or renamed either); KiB that are written in a second (0: any number). Renames are listed in
+   $DISK_CONTROL.renames; $DISK_CONTROL.failed has a byte for every call that failed. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <errno.h>
@@ -24,7 +25,7 @@
 static atomic_long writes, reads, written;
 static _Atomic(long long) changed;
 
-struct disk { long latency_ms, write_eio, read_eio, room, torn, full, kib_per_s; };
+struct disk { long latency_ms, write_eio, read_eio, room, torn, error, kib_per_s; };
 
 static int is_below(const char *path) {
     const char *root = getenv("DISK_ROOT");
@@ -53,13 +54,12 @@ static struct disk now(void) {
     if (file >= 0) {
         if (NEXT(read)(file, text, sizeof text - 1) > 0)
             sscanf(text, "%ld %ld %ld %ld %ld %ld %ld", &disk.latency_ms, &disk.write_eio, &disk.read_eio, &disk.room,
-                   &disk.torn, &disk.full, &disk.kib_per_s);
+                   &disk.torn, &disk.error, &disk.kib_per_s);
         fstat(file, &status);
         long long at = status.st_mtim.tv_sec * 1000000000LL + status.st_mtim.tv_nsec;
         if (atomic_exchange(&changed, at) != at) atomic_store(&written, 0);
         close(file);
     }
-    if (!disk.full) disk.full = ENOSPC;
     wait_ms(disk.latency_ms);
     return disk;
 }
@@ -82,6 +82,10 @@ static int fails(atomic_long *count, long one_in) {
     return one_in > 0 && atomic_fetch_add(count, 1) % one_in == one_in - 1 && fail(EIO);
 }
 
+static int is_read_only(struct disk disk) {
+    return disk.room >= 0 && disk.error == EROFS && fail(EROFS);
+}
+
 /* How many of the bytes fit; -1, with errno set, if none do. */
 static ssize_t room_for(int descriptor, size_t size) {
     if (!is_file_below(descriptor)) return size;
@@ -91,7 +95,7 @@ static ssize_t room_for(int descriptor, size_t size) {
     long before = atomic_fetch_add(&written, size);
     if (disk.room < 0 || before + (long)size <= disk.room) return size;
     if (disk.torn && before < disk.room) return disk.room - before;
-    return fail(disk.full);
+    return fail(disk.error);
 }
 
 ssize_t write(int descriptor, const void *bytes, size_t size) {
@@ -146,7 +150,8 @@ int fdatasync(int descriptor) {
 
 static int renamed(const char *from, const char *to) {
     if (!is_below(from) && !is_below(to)) return 0;
-    if (fails(&writes, now().write_eio)) return -1;
+    struct disk disk = now();
+    if (is_read_only(disk) || fails(&writes, disk.write_eio)) return -1;
     char line[2 * PATH_MAX + 4];
     note("renames", line, snprintf(line, sizeof line, "%s\t%s\n", from, to));
     return 0;
@@ -160,13 +165,20 @@ int renameat(int from_directory, const char *from, int to_directory, const char 
     return renamed(from, to) ? -1 : NEXT(renameat)(from_directory, from, to_directory, to);
 }
 
+int mkdir(const char *path, mode_t mode) {
+    return is_below(path) && is_read_only(now()) ? -1 : NEXT(mkdir)(path, mode);
+}
+
 #define OPEN(name)                                                                    \
     int name(const char *path, int flags, ...) {                                      \
         va_list more;                                                                 \
         va_start(more, flags);                                                        \
         mode_t mode = flags & (O_CREAT | __O_TMPFILE) ? va_arg(more, mode_t) : 0;     \
         va_end(more);                                                                 \
-        if (is_below(path)) now();                                                    \
+        if (is_below(path)) {                                                         \
+            struct disk disk = now();                                                 \
+            if (flags & (O_WRONLY | O_RDWR) && is_read_only(disk)) return -1;         \
+        }                                                                             \
         return NEXT(name)(path, flags, mode);                                         \
     }
 OPEN(open)

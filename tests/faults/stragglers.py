@@ -12,9 +12,9 @@ SLOWER = 0.2
 """Share of a step that the slow process takes more."""
 STEPS = 50
 """Within which it must be named."""
-KINDS = {"batches that come late": ("loader", 1 + SLOWER, 4), "a slow host": ("reported", SLOWER, 0)}
-"""Where it loses time; what it takes there every time, and at first, as shares of a step: batches that were loaded ahead
-have to be used up before one comes late."""
+KINDS = {"batches that come late": ("loader", 1 + SLOWER, 4), "a slow host": ("reported", 1 + SLOWER, 0)}
+"""Where it loses time; what it takes there every time, and at first, as shares of a step: what is less than a step is done
+while the devices compute the one before, and batches that were loaded ahead have to be used up before one comes late."""
 
 
 def run(count: int, seed: int, where: Scene, jobs: int) -> Result:
