@@ -81,7 +81,8 @@ def preempt(run: BrokenRun, rng: random.Random) -> None:
 
 
 def damage_newest(run: BrokenRun, rng: random.Random) -> None:
-    """A bit of the newest checkpoint flips, and the run has to restore."""
+    """A bit of the newest checkpoint flips, and the run has to restore; there must be an older one."""
+    run.wait(lambda: len(runs.committed_steps(run.run_dir)) > 1, ENDS_S, "the second checkpoint")
     newest = run.run_dir / "checkpoints" / str(scene.newest_whole(run.run_dir))
     with contextlib.suppress(FileNotFoundError):  # retention was faster
         path = rng.choice(sorted(path for path in (newest / "state").rglob("d/*") if path.is_file()))
