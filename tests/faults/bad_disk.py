@@ -108,9 +108,9 @@ def run(count: int, seed: int, where: Scene, jobs: int) -> Result:
             assert "Traceback" not in run.output, run.output[-1500:]
             assert all(start >= committed for start in run.starts[1:]), f"started from {run.starts}, not from {committed}"
             run.must_equal_golden()
-            steps = step - committed
+            steps, starts = max(0, step - committed), len(run.starts)
         shutil.rmtree(folder, ignore_errors=True)
-        return {"s until it is told": took, "steps done on a bad disk": max(0, steps), "starts": len(run.starts)}
+        return {"s until it is told": took, "steps done on a bad disk": steps, "starts": starts}
 
     return results.attempt("R19", list(DISKS), count, seed, one, jobs=jobs)
 
