@@ -135,6 +135,7 @@ def _greet(listener: socket.socket, links: dict[int, Link], num_processes: int) 
         case _:
             link.close()
             return None
+    print(f"refused    {reason}", file=sys.stderr, flush=True)
     link.send({"failed": f"distributed: {reason}"})
     link.close()
     return None

@@ -22,7 +22,7 @@ STARTS_S = 60.0
 """In which a run, if not held up, has begun to train."""
 ENDS_S = 120.0
 """In which a run, if not held up, has done all its steps."""
-_CHANGE_NOTHING = ("watchdog.", "distributed.", "checkpoint.", "xla.")
+_CHANGE_NOTHING = ("watchdog.", "distributed.", "checkpoint.", "xla.", "data.cache_dir")
 
 
 class BrokenRun:

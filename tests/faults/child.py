@@ -108,6 +108,11 @@ def flipped(state: Any) -> Any:
     return flips.flipped(state, dataclasses.replace(flip, place=place))
 
 
+def _slow_down(fault: dict[str, Any]) -> None:
+    SLOWER[fault["point"]] = fault["by_s"]
+    time.sleep(fault["first_s"])
+
+
 ACTIONS: dict[str, Callable[[dict[str, Any]], object]] = {
     "kill": _kill,
     "stop": lambda fault: os.kill(os.getpid(), signal.SIGSTOP),
@@ -115,7 +120,7 @@ ACTIONS: dict[str, Callable[[dict[str, Any]], object]] = {
     "fail to read": _fail_to_read,
     "flip bits": _flip_bits,
     "meet alone": _meet_alone,
-    "slow down": lambda fault: SLOWER.update({fault["point"]: fault["by_s"]}),
+    "slow down": _slow_down,
     "deadlock": _deadlock,
     "hold": _hold,
     "hold the GIL": _hold_gil,
@@ -145,18 +150,18 @@ class PacedStep:
 
     flips = 0
     """Steps after which a bit of the state flips; -1: all."""
+    done_at = 0.0
+    """When the devices will have done the steps that they were given."""
 
     def __init__(self, compiled: Any) -> None:
         self._compiled = compiled
-        self._free_at = time.monotonic()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._compiled, name)
 
     def __call__(self, state: Any, batch: Any) -> Any:
-        time.sleep(max(0.0, self._free_at - time.monotonic()))
-        self._free_at = time.monotonic() + STEP_S
         hit("step")
+        PacedStep.done_at = max(PacedStep.done_at, time.monotonic()) + STEP_S
         state, values = self._compiled(state, batch)
         hit("after step")
         if PacedStep.flips:
@@ -165,6 +170,21 @@ class PacedStep:
 
 
 STEP_S = float(os.environ.get("LLAMAJAX_CAMPAIGN_STEP_S", "0.03"))
+
+
+def _pace(writer: Any) -> None:
+    """Has the metrics of a step arrive when its devices are done: whoever waits for them waits for that."""
+    flush, done_at = writer.flush, 0.0
+
+    @functools.wraps(flush)
+    def paced(self: Any) -> Any:
+        nonlocal done_at
+        if self._held is not None:  # a step, behind which another one may have been dispatched since
+            time.sleep(max(0.0, done_at - time.monotonic()))
+        done_at = PacedStep.done_at
+        return flush(self)
+
+    writer.flush = paced
 
 
 def lay_points() -> None:
@@ -183,9 +203,10 @@ def lay_points() -> None:
     patch(write.ArrayWriter, "finalize", "finalize")
     patch(write.Checkpointer, "_hash_share", "hash")
     patch(write.Checkpointer, "_delete_old", "committed")
-    patch(write.Checkpointer, "_finish_deleting", "delete")
+    patch(write.retention, "finish_deleting", "delete")
     patch(Loader, "_load", "loader")
     patch(MetricsWriter, "write", "callback", "reported")
+    _pace(MetricsWriter)
     patch(loop, "evaluate", "evaluate")
 
     compile_here = run.compile_here

@@ -44,9 +44,10 @@ def run(count: int, seed: int, where: Scene, jobs: int) -> Result:
             its, environment, cwd = oddity(a_try.kind, refused.folder, usual)
             settings = {
                 "distributed.enabled": "true", "distributed.coordinator_address": runs.free_address(),
-                # Others wait for the right process in place of the odd one, as long as they would for one that comes late.
-                "distributed.num_processes": NUM_PROCESSES, "distributed.initialization_timeout_s": 8,
-                "mesh.data": NUM_PROCESSES, "mesh.fsdp": 1, "train.global_batch_size": 2 * NUM_PROCESSES,
+                # So long do others wait for the right process in place of the odd one, which may still come.
+                "distributed.initialization_timeout_s": round(5 * where.slowness),
+                "distributed.num_processes": NUM_PROCESSES, "mesh.data": NUM_PROCESSES, "mesh.fsdp": 1,
+                "train.global_batch_size": 2 * NUM_PROCESSES,
                 "data.sources": '[{"kind": "jsonl", "paths": ["text.jsonl"]}]', "data.tokenizer.path": "tokenizer.model",
             }  # fmt: skip
             started = time.monotonic()

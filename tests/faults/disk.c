@@ -1,8 +1,9 @@
 /* A disk that is slow, full or failing: preloaded into a process (LD_PRELOAD), it stands before the C library's calls for
-   files below $DISK_ROOT. $DISK_CONTROL, which is read at every call, holds six numbers: milliseconds that a call takes; one
-   in how many writes fails with EIO, and one in how many reads (0: none); bytes that fit (-1: all), from the last change of
-   that file on; whether what does not fit is written in part; the error for what does not fit (EROFS: nothing is opened for
-   writing, made or renamed either). Renames are listed in $DISK_CONTROL.renames. */
+   files below $DISK_ROOT. $DISK_CONTROL, which is read at every call, holds up to seven numbers: milliseconds that a call
+   takes; one in how many writes fails with EIO, and one in how many reads (0: none); bytes that fit (-1: all), from the last
+   change of that file on; whether what does not fit is written in part; the error for what does not fit (EROFS: nothing is
+   opened for writing, made or renamed either); KiB that are written in a second (0: any number). Renames are listed in
+   $DISK_CONTROL.renames; $DISK_CONTROL.failed has a byte for every call that failed. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <errno.h>
@@ -24,7 +25,7 @@
 static atomic_long writes, reads, written;
 static _Atomic(long long) changed;
 
-struct disk { long latency_ms, write_eio, read_eio, room, torn, error; };
+struct disk { long latency_ms, write_eio, read_eio, room, torn, error, kib_per_s; };
 
 static int is_below(const char *path) {
     const char *root = getenv("DISK_ROOT");
@@ -40,35 +41,49 @@ static int is_file_below(int descriptor) {
     return is_below(path);
 }
 
+static void wait_ms(long ms) {
+    struct timespec pause = {ms / 1000, ms % 1000 * 1000000};
+    if (ms > 0) nanosleep(&pause, NULL);
+}
+
 static struct disk now(void) {
-    struct disk disk = {0, 0, 0, -1, 0, ENOSPC};
+    struct disk disk = {0, 0, 0, -1, 0, ENOSPC, 0};
     char text[128] = "";
     int file = (int)NEXT(open)(getenv("DISK_CONTROL"), O_RDONLY);
     struct stat status;
     if (file >= 0) {
         if (NEXT(read)(file, text, sizeof text - 1) > 0)
-            sscanf(text, "%ld %ld %ld %ld %ld %ld", &disk.latency_ms, &disk.write_eio, &disk.read_eio, &disk.room, &disk.torn,
-                   &disk.error);
+            sscanf(text, "%ld %ld %ld %ld %ld %ld %ld", &disk.latency_ms, &disk.write_eio, &disk.read_eio, &disk.room,
+                   &disk.torn, &disk.error, &disk.kib_per_s);
         fstat(file, &status);
         long long at = status.st_mtim.tv_sec * 1000000000LL + status.st_mtim.tv_nsec;
         if (atomic_exchange(&changed, at) != at) atomic_store(&written, 0);
         close(file);
     }
-    struct timespec pause = {disk.latency_ms / 1000, disk.latency_ms % 1000 * 1000000};
-    if (disk.latency_ms) nanosleep(&pause, NULL);
+    wait_ms(disk.latency_ms);
     return disk;
 }
 
+static void note(const char *suffix, const char *line, size_t length) {
+    char name[PATH_MAX];
+    snprintf(name, sizeof name, "%s.%s", getenv("DISK_CONTROL"), suffix);
+    int file = NEXT(open)(name, O_WRONLY | O_CREAT | O_APPEND, 0600);
+    if (file < 0 || NEXT(write)(file, line, length) != (ssize_t)length) abort();
+    close(file);
+}
+
+static int fail(int error) {
+    note("failed", ".", 1);
+    errno = error;
+    return -1;
+}
+
 static int fails(atomic_long *count, long one_in) {
-    if (one_in <= 0 || atomic_fetch_add(count, 1) % one_in != one_in - 1) return 0;
-    errno = EIO;
-    return 1;
+    return one_in > 0 && atomic_fetch_add(count, 1) % one_in == one_in - 1 && fail(EIO);
 }
 
 static int is_read_only(struct disk disk) {
-    if (disk.room < 0 || disk.error != EROFS) return 0;
-    errno = EROFS;
-    return 1;
+    return disk.room >= 0 && disk.error == EROFS && fail(EROFS);
 }
 
 /* How many of the bytes fit; -1, with errno set, if none do. */
@@ -76,11 +91,11 @@ static ssize_t room_for(int descriptor, size_t size) {
     if (!is_file_below(descriptor)) return size;
     struct disk disk = now();
     if (fails(&writes, disk.write_eio)) return -1;
+    if (disk.kib_per_s) wait_ms((long)size * 1000 / 1024 / disk.kib_per_s);
     long before = atomic_fetch_add(&written, size);
     if (disk.room < 0 || before + (long)size <= disk.room) return size;
     if (disk.torn && before < disk.room) return disk.room - before;
-    errno = disk.error;
-    return -1;
+    return fail(disk.error);
 }
 
 ssize_t write(int descriptor, const void *bytes, size_t size) {
@@ -137,12 +152,8 @@ static int renamed(const char *from, const char *to) {
     if (!is_below(from) && !is_below(to)) return 0;
     struct disk disk = now();
     if (is_read_only(disk) || fails(&writes, disk.write_eio)) return -1;
-    char name[PATH_MAX], line[2 * PATH_MAX + 4];
-    snprintf(name, sizeof name, "%s.renames", getenv("DISK_CONTROL"));
-    int length = snprintf(line, sizeof line, "%s\t%s\n", from, to);
-    int file = NEXT(open)(name, O_WRONLY | O_CREAT | O_APPEND, 0600);
-    if (file < 0 || NEXT(write)(file, line, length) != length) abort();
-    close(file);
+    char line[2 * PATH_MAX + 4];
+    note("renames", line, snprintf(line, sizeof line, "%s\t%s\n", from, to));
     return 0;
 }
 
@@ -164,8 +175,10 @@ int mkdir(const char *path, mode_t mode) {
         va_start(more, flags);                                                        \
         mode_t mode = flags & (O_CREAT | __O_TMPFILE) ? va_arg(more, mode_t) : 0;     \
         va_end(more);                                                                 \
-        if (is_below(path) && is_read_only(now()) && flags & (O_WRONLY | O_RDWR))     \
-            return -1;                                                                \
+        if (is_below(path)) {                                                         \
+            struct disk disk = now();                                                 \
+            if (flags & (O_WRONLY | O_RDWR) && is_read_only(disk)) return -1;         \
+        }                                                                             \
         return NEXT(name)(path, flags, mode);                                         \
     }
 OPEN(open)

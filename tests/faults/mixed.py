@@ -2,18 +2,23 @@
 
 import contextlib
 import json
+import pathlib
 import random
-import resource
+import shutil
 import signal
 import statistics
 import time
 from collections.abc import Callable
+from typing import Any
 
+from tests import runs
 from tests.faults import scene
-from tests.faults.broken_run import ENDS_S, STARTS_S, BrokenRun, broken, golden
+from tests.faults.bad_disk import WELL, Disk, FaultyDisk
+from tests.faults.bad_numbers import POISON, POISON_TOKEN
+from tests.faults.broken_run import ENDS_S, STARTS_S, BrokenRun, broken
 from tests.faults.hangs import limits
 from tests.faults.results import Failure, Result, tell
-from tests.faults.scene import Scene
+from tests.faults.scene import End, Scene
 
 EVERY_S = 60.0
 """Between faults."""
@@ -21,13 +26,15 @@ STEP_S = 0.25
 SAVE_EVERY = 20
 """Steps, so 5 s."""
 LIMIT_S = 8.0
-"""Of every phase."""
+"""Of every other phase."""
+COMPILES_S = 40.0
+"""Limit of compiling, which nobody has done before this run."""
 RECOVERS_S = 120.0
 """In which the run must have done new steps."""
 SHARE = 0.97
 """Of the faults that it must recover from without a hand."""
-FULL_S = 10.0
-"""For which the disk takes nothing."""
+BAD_DISK_S = 10.0
+"""For which the disk takes nothing, or takes long."""
 
 
 def kill_one(run: BrokenRun, rng: random.Random) -> None:
@@ -73,20 +80,9 @@ def preempt(run: BrokenRun, rng: random.Random) -> None:
     run.start()
 
 
-def fill_disk(run: BrokenRun, rng: random.Random) -> None:
-    """No file grows for a while: as a full disk, but for this run alone."""
-    pids = run.pids()
-    before = {pid: resource.prlimit(pid, resource.RLIMIT_FSIZE) for pid in pids}
-    for pid in pids:
-        resource.prlimit(pid, resource.RLIMIT_FSIZE, (100, before[pid][1]))
-    time.sleep(FULL_S)
-    for pid in pids:
-        with contextlib.suppress(ProcessLookupError):
-            resource.prlimit(pid, resource.RLIMIT_FSIZE, before[pid])
-
-
 def damage_newest(run: BrokenRun, rng: random.Random) -> None:
-    """A bit of the newest checkpoint flips, and the run has to restore."""
+    """A bit of the newest checkpoint flips, and the run has to restore; there must be an older one."""
+    run.wait(lambda: len(runs.committed_steps(run.run_dir)) > 1, ENDS_S, "the second checkpoint")
     newest = run.run_dir / "checkpoints" / str(scene.newest_whole(run.run_dir))
     with contextlib.suppress(FileNotFoundError):  # retention was faster
         path = rng.choice(sorted(path for path in (newest / "state").rglob("d/*") if path.is_file()))
@@ -104,35 +100,46 @@ FAULTS: dict[str, Callable[[BrokenRun, random.Random], None]] = {
     "the GIL held": hold_gil,
     "a preemption": preempt,
     "a bit flipped in memory": flip_bit,
-    "a full disk": fill_disk,
     "the newest checkpoint damaged, then a kill": damage_newest,
 }
 
 
 def run(count: int, seed: int, where: Scene, jobs: int) -> Result:
-    """One run of two processes under the launcher, `count` faults; then compares its end with that of an unbroken one."""
+    """One run of two processes under the launcher, `count` faults beside bad batches; then compares its end with that of an
+    unbroken one, which passes over the same rows."""
     result, started, rng = Result("R16", tries=count), time.monotonic(), random.Random(seed)
+    folder = where.new_directory("mixed")
+    disk = FaultyDisk(where, folder)
     num_steps = int(0.85 * count * EVERY_S / STEP_S)
     settings = {
         "train.num_steps": num_steps, "train.eval_every": 10 * SAVE_EVERY, "mesh.data": 2, "mesh.fsdp": 1,
         "checkpoint.save_every": SAVE_EVERY, "checkpoint.keep_last": 3, "recovery.checksum_every": SAVE_EVERY,
-        **limits(LIMIT_S * where.slowness),
+        **limits(LIMIT_S * where.slowness), "watchdog.compile_s": COMPILES_S * where.slowness,
+        **bad_batches(where, folder, num_steps, max(2, count // 5), rng),
     }  # fmt: skip
-    golden(where, 2, settings)
-    hands = 0
+    poison = {"LLAMAJAX_CAMPAIGN_POISON": f"nan:{POISON_TOKEN}"}
+    faults = FAULTS | {
+        "a full disk": lambda run, rng: make_bad(disk, Disk(room=0)),
+        "a slow disk": lambda run, rng: make_bad(disk, Disk(latency_ms=100)),
+    }
+    hands, kinds = 0, list(faults)
     began = time.monotonic()
-    with broken(where, 2, settings, step_s=STEP_S) as tried:
+    with broken(
+        where, 2, settings, step_s=STEP_S, environment=poison | disk.environment, run_dir=disk.root / "run"
+    ) as tried:
         tried.wait(lambda: tried.step > SAVE_EVERY, STARTS_S + ENDS_S, "the first checkpoint")
         for number in range(count):
-            kind = list(FAULTS)[number % len(FAULTS)] if number < len(FAULTS) else rng.choice(list(FAULTS))
+            if number % len(kinds) == 0:
+                rng.shuffle(kinds)
+            kind = kinds[number % len(kinds)]
             due = began + (number + 1) * EVERY_S
             if not tried.wait_or_end(due - time.monotonic()):
                 result.tries = number  # it was faster than the faults
                 break
-            step, result.kinds[kind] = tried.step, result.kinds.get(kind, 0) + 1
+            num_records, result.kinds[kind] = records(tried), result.kinds.get(kind, 0) + 1
             try:
-                FAULTS[kind](tried, rng)
-                tried.wait(lambda: tried.step > step + 1 or done(tried, num_steps), RECOVERS_S, f"recovery from {kind}")  # noqa: B023
+                faults[kind](tried, rng)
+                recover(tried, num_records, num_steps, kind)
                 result.passed += 1
             except AssertionError as error:
                 hands += 1
@@ -144,21 +151,72 @@ def run(count: int, seed: int, where: Scene, jobs: int) -> Result:
             tell(f"R16 {number + 1} of {count}: {kind}; step {tried.step} of {num_steps}, {hands} hands")
         codes = tried.finish(num_steps * STEP_S + STARTS_S + ENDS_S)
         took = time.monotonic() - began
+        rollbacks = sum(event["event"] == "rollback" and event["num_rows"] > 0 for event in tried.events)
         try:
             assert codes[-1] == 0, f"ended with {codes[-1]}: {tried.last_line}"
-            tried.must_equal_golden()
+            assert rollbacks, "no bad batch was passed over"
+            End(tried.run_dir).must_equal(unbroken(where, settings, poison, tried.run_dir))
         except AssertionError as error:
             result.failures.append(Failure(seed, "the end of the run", str(error)))
             result.passed = 0
         ideal, num_starts = ideal_s(tried, num_steps), len(tried.starts)
+    shutil.rmtree(folder, ignore_errors=True)
     result.least_passed = SHARE
     result.figures = {
         "recovered without a hand": f"{result.passed} of {result.tries}",
         "goodput": f"{ideal / took:.1%} ({ideal:.0f} s without faults, {took:.0f} s with one every {EVERY_S:.0f} s)",
         "starts": str(num_starts),
+        "bad batches passed over": str(rollbacks),
     }
     result.seconds = time.monotonic() - started
     return result
+
+
+def recover(run: BrokenRun, num_records: int, num_steps: int, kind: str) -> None:
+    """Waits until it has done new steps."""
+    run.wait(lambda: records(run) > num_records + 1 or done(run, num_steps), RECOVERS_S, f"recovery from {kind}")
+
+
+def bad_batches(
+    where: Scene, folder: pathlib.Path, num_steps: int, num_bad: int, rng: random.Random
+) -> dict[str, str | int]:
+    """Settings of a run on a text of its own, about as long as it trains; some documents make gradients that are not finite,
+    after which the run goes back and passes over rows."""
+    words = [" ".join(rng.choices(runs.WORDS, k=rng.randint(10, 30))) for _ in range(num_steps * 8 * 32 // 20)]
+    for number in rng.sample(range(len(words)), num_bad):
+        words[number] = f"{POISON} {words[number]}"
+    (folder / "text.jsonl").write_text("".join(f"{json.dumps({'text': text})}\n" for text in words))
+    scene.train_tokenizer(where.directory / "text.jsonl", folder / "tokenizer.model")
+    return {
+        "data.sources": json.dumps([{"kind": "jsonl", "paths": [str(folder / "text.jsonl")]}]),
+        "data.tokenizer.path": str(folder / "tokenizer.model"),
+        "train.max_nonfinite_steps": 1,
+        "recovery.max_rollbacks": 1000,
+    }
+
+
+def unbroken(where: Scene, settings: dict[str, Any], poison: dict[str, str], tried: pathlib.Path) -> End:
+    """How a run ends that nobody breaks, and that is told from the beginning which rows to pass over."""
+    with BrokenRun(where, 2, settings, by_hand=True, environment=poison, step_s=0) as run:
+        run.run_dir.mkdir()
+        shutil.copy(tried / "passed_over.json", run.run_dir)
+        run.start()
+        codes = run.finish(STARTS_S + ENDS_S + 0.2 * settings["train.num_steps"])
+        assert not any(codes), f"a run that nobody broke ended with {codes}: {run.output[-2000:]}"
+        return End(run.run_dir)
+
+
+def make_bad(faulty: FaultyDisk, disk: Disk) -> None:
+    """For a while, and for the run's files alone."""
+    faulty.be(disk)
+    time.sleep(BAD_DISK_S)
+    faulty.be(WELL)
+
+
+def records(run: BrokenRun) -> int:
+    """Steps that it has done in all, those that it went back behind included."""
+    path = run.run_dir / "rolled_back.jsonl"
+    return run.step + (path.read_bytes().count(b'"train/loss"') if path.exists() else 0)
 
 
 def done(run: BrokenRun, num_steps: int) -> bool:
