@@ -38,6 +38,8 @@ _BEAT_S, _LEASE_S, _LOCKED_LEASE_S = 3, 15, 120
 # In which one of two that take over at the same moment finds the other's token.
 _SETTLE_S = 1
 
+_GIVEN_BACK = -1  # in place of the changes of a lease: its process is done, and one that it took over from shall know of it
+
 _BYTES = 512  # of the lease, whose length never changes
 
 
@@ -68,7 +70,7 @@ class _Lease:
     pid_namespace: str
     started: str | None
     beat: int
-    """Changes of the lease so far."""
+    """Changes of the lease so far, or `_GIVEN_BACK`."""
 
     @property
     def who(self) -> str:
@@ -135,7 +137,8 @@ class RunLock:
         with contextlib.suppress(OSError):
             self._look()
             if self._taken_by is None:
-                self._path.unlink(missing_ok=True)
+                self._lease = dataclasses.replace(self._lease, beat=_GIVEN_BACK)
+                self._write(is_new=not self._path.exists())
         self._file.close()
 
     def _take(self) -> None:
@@ -169,7 +172,7 @@ class RunLock:
 
     def _has_ended(self, found: _Lease | None, is_free: bool | None) -> bool | None:
         """Whether the process that had the run is gone; None if only time can tell."""
-        if found is None:
+        if found is None or found.beat == _GIVEN_BACK:
             return is_free is not False
         if found.boot != self._lease.boot:
             return None
@@ -186,9 +189,10 @@ class RunLock:
         while time.monotonic() < deadline:
             time.sleep(min(1, _BEAT_S))
             now = self._read()
-            if now != found and now is not None:
+            is_free_now = now is None or now.beat == _GIVEN_BACK
+            if now != found and not is_free_now:
                 self._refuse(now)
-            if now is None or (is_free is False and self._lock()):
+            if is_free_now or (is_free is False and self._lock()):
                 return
 
     def _refuse(self, holder: _Lease | None) -> None:

@@ -246,7 +246,8 @@ class MetricsWriter:
 
 def _is_computed(values: Mapping[str, Any]) -> bool:
     """Whether nobody would wait for them."""
-    return all(value.is_ready() for value in values.values() if isinstance(value, jax.Array))
+    arrays: list[Any] = [value for value in values.values() if isinstance(value, jax.Array)]
+    return all(array.is_ready() for array in arrays)
 
 
 @contextlib.contextmanager

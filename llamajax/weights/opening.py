@@ -61,10 +61,10 @@ def _is_hf(hf: object, path: Path, config: ModelConfig) -> bool:
     match hf:
         case None:
             return True
-        case {"source": str(), "special_tokens": dict(tokens)}:
+        case {"source": str(), "special_tokens": dict(tokens), **others}:
             for key in SPECIAL_TOKENS:
                 token_ids(tokens.get(key), key, path, config)
-            license = hf.get("license")
+            license = others.get("license")
             return tokens.keys() == set(SPECIAL_TOKENS) and (
                 license is None or re.fullmatch(LICENSE, str(license)) is not None
             )

@@ -40,7 +40,17 @@ def test_a_run_given_back_is_taken_at_once_by_any_host(tmp_path, monkeypatch, ca
     as_other_host(monkeypatch)
     RunLock(tmp_path).release()
     assert capfd.readouterr().err == ""
-    assert sorted(os.listdir(tmp_path)) == [".lock"]
+    assert sorted(os.listdir(tmp_path)) == [".lock", ".owner"]
+
+
+def test_a_stopped_process_learns_of_one_that_took_the_run_over_and_is_done(tmp_path, monkeypatch, soon, local_locks):
+    monkeypatch.setattr(run_lock, "_BEAT_S", 600)
+    first = RunLock(tmp_path)
+    as_other_host(monkeypatch)
+    RunLock(tmp_path).release()
+    with pytest.raises(CheckpointError, match=r"process \d+ on \S+ has taken this run over, while this process was stopped"):
+        first.check()
+    first.release()
 
 
 def test_a_process_of_another_host_that_lives_keeps_the_run(tmp_path, monkeypatch, soon, local_locks, capfd):
