@@ -4,6 +4,7 @@ The layout of a step is described in `llamajax.checkpoint.write`, which writes t
 """
 
 import contextlib
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
