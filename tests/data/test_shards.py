@@ -265,7 +265,7 @@ def build(kill_at, cache_dir):
     pathlib.Path.replace = counted(pathlib.Path.replace)
     tokenizer.SentencePieceTokenizer.encode_batch = counted(tokenizer.SentencePieceTokenizer.encode_batch)
     write_arrays, written = cache.write_arrays, []
-    cache.write_arrays = lambda path, *rest: (written.append(path), write_arrays(path, *rest))
+    cache.write_arrays = lambda path, *rest, **how: (written.append(path), write_arrays(path, *rest, **how))
     source = sources.Source(SourceConfig(kind="jsonl", paths=(str(folder / "*.jsonl"),)), "data.sources[0]")
     files = groups.group_files(source, cache_dir, lambda line: None)
     shards.tokenize(files, tokenizer.load_tokenizer(folder / "tokenizer.model"), cache_dir, lambda line: None)

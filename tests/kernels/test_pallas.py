@@ -105,6 +105,7 @@ def test_fp32_is_attention_by_its_definition(case):
     check_case(case, "float32", 1e-5)
 
 
+@pytest.mark.slow
 @settings(max_examples=6, derandomize=True, deadline=None)
 @given(cases())
 def test_bf16_is_near_it(case):

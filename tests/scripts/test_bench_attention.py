@@ -128,6 +128,7 @@ def test_without_a_gpu_nothing_is_measured(monkeypatch, capsys):
     )
 
 
+@pytest.mark.slow
 def test_the_whole_of_it_at_toy_size(tmp_path):
     command = [
         sys.executable,

@@ -68,6 +68,7 @@ def arrays(config: Config) -> list[np.ndarray]:
     return [np.asarray(array) for array in jax.tree.leaves(dataclasses.replace(state, rng=jax.random.key_data(state.rng)))]
 
 
+@pytest.mark.slow
 def test_what_flips_once_changes_nothing_but_the_time(start, untouched, capsys):
     """Before the first checkpoint, between two, and just before the last."""
     touched = start("touched", {2: FIRST, 7: MOMENT, 12: LAST})

@@ -123,6 +123,7 @@ def assert_close_to_unbroken(config: pathlib.Path, run_dir: pathlib.Path) -> Non
     np.testing.assert_allclose(ours, theirs, rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_another_mesh_takes_over_with_the_same_arrays_and_rows(unbroken, tmp_path):
     """From fsdp x sequence x tensor to data x fsdp, half way: equal arrays, then the losses of the unbroken run."""
     run_dir = tmp_path / "run"
