@@ -70,7 +70,7 @@ def _arguments() -> argparse.Namespace:
     )
     names = [group.name for group in GROUPS]
     parser.add_argument("--only", type=lambda text: text.split(","), default=[], help=f"groups, of {','.join(names)}")
-    parser.add_argument("--short", action="store_true", help="a few tries of the quick groups, about two minutes")
+    parser.add_argument("--short", action="store_true", help="a few tries of the quick groups, four minutes")
     parser.add_argument("--count", type=int, help="tries of each group")
     parser.add_argument("--seed", type=int, default=0, help="of the first try; a failure names its own")
     parser.add_argument("--jobs", type=int, default=1, help="tries at once")
