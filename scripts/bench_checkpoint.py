@@ -37,7 +37,7 @@ _PROCESS_BYTES = 700 << 20  # of a process before it has a state
 _ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(_ROOT))
 
-from scripts.checkout import commit  # noqa: E402
+from scripts.checkout import commit  # noqa: E402  (found by the path above)
 
 
 def measure(directory: Path, port: int, rank: int, num_processes: int, num_bytes: int, num_names: int) -> dict[str, Any]:

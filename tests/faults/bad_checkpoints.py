@@ -57,7 +57,7 @@ def _sign(step: Path, rng: np.random.Generator) -> None:
             case 0:
                 records[NAMES[rng.integers(len(NAMES))]] = records[some]
             case 1:
-                records[some] = VALUES[rng.integers(len(VALUES))]  # pyright: ignore[reportArgumentType]
+                records[some] = VALUES[rng.integers(len(VALUES))]  # pyright: ignore[reportArgumentType] (wrong on purpose)
             case _:
                 del records[some]
     (step / manifest.MANIFEST).write_bytes(manifest._text(records))

@@ -257,7 +257,7 @@ def _patch_disk(write: Any) -> None:
             hit("deleting")
         rmtree(path, *args, **kwargs)
 
-    pathlib.Path.rename = rename_with_point  # pyright: ignore[reportAttributeAccessIssue]
+    pathlib.Path.rename = rename_with_point  # pyright: ignore[reportAttributeAccessIssue] (a fault)
     write.shutil.rmtree = rmtree_with_point
 
 

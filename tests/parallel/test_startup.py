@@ -4,7 +4,7 @@ import os
 import subprocess
 import sys
 
-from jaxlib import _jax  # pyright: ignore[reportAttributeAccessIssue]
+from jaxlib import _jax  # pyright: ignore[reportAttributeAccessIssue] (a module without types)
 
 from llamajax.parallel import startup
 

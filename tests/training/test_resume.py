@@ -96,6 +96,13 @@ def test_a_run_killed_twice_ends_like_the_unbroken_one(unbroken, tmp_path):
     assert_same_end(unbroken, tmp_path / "run")
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_a_run_killed_twenty_times_ends_like_the_unbroken_one(unbroken, tmp_path):
+    kill_and_resume(unbroken, tmp_path / "run", num_kills=20, seed=1)
+    assert_same_end(unbroken, tmp_path / "run")
+
+
 @pytest.mark.parametrize("distributed", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_sigterm_saves_the_step_in_progress_and_exits_with_0(unbroken, tmp_path, distributed):
     """Also where jax.distributed takes the signal, as in a Slurm job of one task."""
