@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import math
 import socket
 import statistics
 import threading
@@ -23,7 +24,7 @@ from llamajax.watch.stragglers import REPORT_EVERY, Comparison, Slow
 PROBE_SHARE = 0.005
 """Of the time of training that timing the devices may take."""
 
-_ROUNDS = 3  # of the fixed program in a probe, of which the median counts
+_FEWEST_ROUNDS, _MOST_ROUNDS = 3, 32  # of the fixed program in a probe
 _KEPT = 100  # reports of each process whose medians are told
 _WRITE_S = 60.0  # between writes of what is told
 
@@ -34,9 +35,11 @@ class Hosts:
     def __init__(self, peers: Peers, num_processes: int, ratio: float) -> None:
         """Compiles the fixed program for the devices of this process; see `Comparison` for `ratio`."""
         self._peers = peers
+        peers.reports.clear()  # those of before the run went back are of later steps, and would hide what comes
         self._comparison = Comparison(num_processes, ratio)
         self._devices_program = DeviceProbe()
-        self._probe_cost_s = _ROUNDS * self._devices_program.seconds()
+        self._round_s = self._devices_program.seconds(_FEWEST_ROUNDS)
+        self._num_rounds = _FEWEST_ROUNDS
         self._num_unprobed = 1
         self._steps: list[tuple[float, float, float]] = []
         self._save_s: list[float] = []
@@ -70,14 +73,14 @@ class Hosts:
         affordable_s = PROBE_SHARE * statistics.median(step_time_s for step_time_s, _, _ in self._steps)
         # By powers of 2, so that all processes do it after the same steps: the others wait for each that does.
         every = REPORT_EVERY
-        while every * affordable_s < self._probe_cost_s:
+        while every * affordable_s < _FEWEST_ROUNDS * self._round_s:
             every *= 2
+        self._num_rounds = max(_FEWEST_ROUNDS, min(_MOST_ROUNDS, int(every * affordable_s / self._round_s)))
         return step % every == 0 and self._num_unprobed >= every
 
     def probe(self) -> None:
-        """Times the devices, which must be idle: some milliseconds."""
-        self._device_s = self._devices_program.seconds()
-        self._probe_cost_s = _ROUNDS * self._device_s
+        """Times the devices, which must be idle, for as long as `probe_due` has found that it may: some milliseconds."""
+        self._round_s = self._device_s = self._devices_program.seconds(self._num_rounds)
         self._num_unprobed = 0
 
     def report(self, step: int) -> tuple[list[Slow], dict[str, float]]:
@@ -155,11 +158,15 @@ class DeviceProbe:
     def _products(self, matrix: jax.Array) -> jax.Array:
         return jax.lax.fori_loop(0, self._repeats, lambda _, product: product @ matrix, matrix)
 
-    def seconds(self) -> float:
-        """Until the slowest device is done, all beginning together: the median of three rounds."""
+    def seconds(self, num_rounds: int) -> float:
+        """Of a round, all devices beginning together, until the slowest is done: the mean of all but the slowest tenth.
+
+        A mean, as what slows a device down may do so by turns, in slices of milliseconds; without the slowest, of which one
+        that something else held up would outweigh all others.
+        """
         rounds = []
-        for _ in range(_ROUNDS):
+        for _ in range(num_rounds):
             began = time.perf_counter()
             jax.block_until_ready([program(matrix) for program, matrix in self._programs])
             rounds.append(time.perf_counter() - began)
-        return statistics.median(rounds)
+        return statistics.fmean(sorted(rounds)[: num_rounds - math.ceil(num_rounds / 10)])

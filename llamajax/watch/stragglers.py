@@ -21,7 +21,7 @@ REPORTS = 5
 _THROUGHOUT = 0.81  # of the median's difference that all of them must show, on average: more than 40 steps of 50
 _LEAST_S = 0.002  # that a host must lose in a step by its data or between steps
 _OWN_NOISE = 3.5  # robust standard deviations of one host's reports that are no difference
-_NOISE_BETWEEN = 5.0  # of the hosts' medians, likewise
+_NOISE_BETWEEN = 4.0  # of the hosts' medians, likewise
 _REMEMBERED = 16  # reports of each host that say how much they vary
 _LEAST_DIFFERENCES = 8  # between a host's reports, of all hosts, without which that is not known
 
