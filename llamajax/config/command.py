@@ -11,6 +11,7 @@ import functools
 import inspect
 import itertools
 import json
+import os
 import shutil
 import sys
 import textwrap
@@ -63,8 +64,7 @@ def parse_args(
     """
     arguments, own = sys.argv[1:] if argv is None else argv, options or {}
     if "--help" in arguments or "-h" in arguments:
-        print(_help(prog, root, own))
-        sys.exit(0)
+        _end_with(f"{_help(prog, root, own)}\n")
     try:
         problems = Problems()
         known = {option: value for option, _, value in (option.partition(" ") for option in (*_FLAGS, *own))}
@@ -74,9 +74,17 @@ def parse_args(
         print(error, file=sys.stderr)
         sys.exit(error.exit_code)
     if "--print_config" in given:
-        print(dump_config(config), end="")
-        sys.exit(0)
+        _end_with(dump_config(config))
     return Arguments(config, given)
+
+
+def _end_with(text: str) -> typing.NoReturn:
+    """Prints what was asked for, and ends; who reads no further, as `head`, has what they wanted."""
+    try:
+        print(text, end="", flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter would try again
+    sys.exit(0)
 
 
 def parse_run(argv: Sequence[str] | None = None, *, prog: str = "python -m llamajax.train") -> Arguments[Config]:

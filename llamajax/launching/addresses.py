@@ -49,9 +49,8 @@ def bind_address_for(host: str, port: int) -> str:
     """
     if is_loopback(host):
         return join(host.replace("localhost", LOOPBACK), port)
-    for address in _resolved(host):
-        if not is_loopback(address) and _is_own(address):
-            return join(address, port)
+    if found := own_addresses(host):
+        return join(found[0], port)
     print(
         f"warning    {host} stands for no address of this machine that others reach: process 0 listens on every address it"
         f" has, port {port}; name one by --interface of python -m llamajax.launch, or JAX_COORDINATOR_BIND_ADDRESS",
@@ -59,6 +58,11 @@ def bind_address_for(host: str, port: int) -> str:
         flush=True,
     )
     return f"[::]:{port}"
+
+
+def own_addresses(host: str) -> list[str]:
+    """The addresses of `host` that this machine has and others reach, IPv4 first."""
+    return [address for address in _resolved(host) if not is_loopback(address) and _is_own(address)]
 
 
 def _resolved(host: str) -> list[str]:

@@ -18,7 +18,7 @@ _MEANINGS = {
     3: "data",
     4: "machine or processes",
     5: "out of device memory",
-    65: "no usable checkpoint",
+    65: "checkpoints or run directory",
     70: "a defect of llamajax",
     74: "disk",
     TRY_AGAIN: "lost another process, or was stuck",

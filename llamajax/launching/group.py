@@ -38,6 +38,7 @@ class Group:
             OSError: one cannot be started; those that were are killed.
         """
         self._start_s = program.start_s
+        self._is_training = program.run_dir is not None
         self._end_at: float | None = None
         self._abort_at: dict[int, float] = {}
         self._places = itertools.count()
@@ -73,7 +74,7 @@ class Group:
             for child in running:
                 if child.has_ended():
                     child.place = next(self._places)
-                    if signals.stop is not None and child.code == -_passed_on(signals.stop):
+                    if self._is_training and signals.stop and child.code in (-signal.SIGTERM, -signals.stop):
                         child.code = 0  # before it could hear; it had nothing to save
                     if child.code and self._end_at is None:
                         self._end_at = now + _GRACE_S
@@ -83,12 +84,14 @@ class Group:
             elif signals.stop is not None and not is_told:
                 is_told = True
                 for child in running:
-                    child.signal(_passed_on(signals.stop))
+                    # Who has said nothing yet does not hear either: of SIGINT, Python would show where it was.
+                    is_deaf = self._is_training and child.last is None
+                    child.signal(signal.SIGTERM if is_deaf else _passed_on(signals.stop))
             self._abort_stuck(running, now)
             for child in running:
                 if child.rank in self._abort_at and now > self._abort_at[child.rank] + _DUMP_S:
                     child.kill()
-                elif self._end_at is not None and now >= self._end_at and not child.stuck:
+                elif self._end_at is not None and now >= self._end_at + _more_s(child, signals) and not child.stuck:
                     child.is_ended = True
                     child.kill()
         output.wait_for(self._followers, timeout_s=1.0)
@@ -110,6 +113,11 @@ class Group:
             self._abort_at[child.rank] = now
         if stuck and self._end_at is None:
             self._end_at = now + _GRACE_S
+
+
+def _more_s(child: Child, signals: Signals) -> float:
+    """Seconds that a process is left longer than others: while it makes a save count."""
+    return heartbeat.COMMIT_S if not signals.kill and child.last is not None and child.last.commits else 0.0
 
 
 def _passed_on(number: signal.Signals) -> signal.Signals:

@@ -21,6 +21,8 @@ WAITING = "waiting for the devices"
 """What `doing` says while a process waits for a result of the devices, and so perhaps for another process."""
 EVERY_S = 0.5
 """Seconds between beats, at most."""
+COMMIT_S = 60.0
+"""Seconds for which a process that makes a save count does not end because of another one."""
 
 _SIZE = 1024  # bytes
 _LONGEST = 80  # characters of a text, of four bytes at most
@@ -43,6 +45,8 @@ class Beat:
     """When this was written."""
     ended_by: int | None = None
     """The rank because of which this process ends, if it ends because of another."""
+    commits: bool = False
+    """Whether it makes a save count, and so does not end because of another."""
 
 
 class Heartbeat:
@@ -61,7 +65,7 @@ class Heartbeat:
             threading.Thread(target=self._keep_beating, name="heartbeat", daemon=True).start()
 
     def tell(self, **changes: Any) -> None:
-        """Says what has changed: `phase`, `doing`, `step`, `deadline`, `ended_by`, see `Beat`; from any thread."""
+        """Says what has changed: `phase`, `doing`, `step`, `deadline`, `ended_by`, `commits` of `Beat`; from any thread."""
         with self._changing:
             self._beat = replace(self._beat, **changes, beat=time.monotonic())
             if self._file is None:

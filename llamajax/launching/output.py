@@ -2,26 +2,27 @@
 
 import os
 import subprocess
-import sys
 import threading
 import time
 from typing import IO
 
 _LONGEST = 1 << 16  # bytes of a line that are held until its end comes
+_CHATTER = b"[Gloo] Rank "  # begins what gloo, of CPUs, prints of every group of devices: dozens of lines that say nothing
 
 
 class Output:
     """Standard output and standard error of the launcher, which all its processes share.
 
-    Lines of process 0 stand as they are, others after their rank in brackets. A process whose lines nobody takes waits, as
-    it would without a launcher; nothing is kept but the line that has not ended.
+    Lines of process 0 stand as they are, others after their rank in brackets; gloo's of its connections are left out. A
+    process whose lines nobody takes waits, as it would without a launcher; nothing is kept but the line that has not ended.
     """
 
     def __init__(self) -> None:
         """Nothing has been printed."""
         self.is_lost = False
         """Whether something could not be written: the disk is full, or nobody reads."""
-        self._writing = {1: threading.Lock(), 2: threading.Lock()}
+        one = threading.Lock()  # of what may be one pipe, which takes long writes in parts
+        self._writing = {1: one, 2: one if os.path.sameopenfile(1, 2) else threading.Lock()}
 
     def say(self, text: str) -> None:
         """A line of the launcher's own, on stderr."""
@@ -45,7 +46,7 @@ class Output:
                 *lines, rest = (rest + data).split(b"\n")
                 if len(rest) > _LONGEST:
                     lines, rest = [*lines, rest], b""
-                self._write(to, b"".join(prefix + line + b"\n" for line in lines))
+                self._write(to, b"".join(prefix + line + b"\n" for line in lines if not line.startswith(_CHATTER)))
         if rest:
             self._write(to, prefix + rest + b"\n")
 
@@ -53,9 +54,9 @@ class Output:
         rest = memoryview(text)
         with self._writing[to]:
             try:
-                while rest and not self.is_lost:
+                while rest:
                     rest = rest[os.write(to, rest) :]
-            except OSError:
+            except OSError:  # what comes later may find room again, and the other stream is not lost with this one
                 self.is_lost = True
 
 
@@ -64,4 +65,3 @@ def wait_for(threads: list[threading.Thread], timeout_s: float) -> None:
     deadline = time.monotonic() + timeout_s
     for thread in threads:
         thread.join(max(deadline - time.monotonic(), 0))
-    sys.stdout.flush()

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from llamajax.config.launch import LaunchConfig
 from llamajax.config.run import Config
-from llamajax.disk import keep_from_others
-from llamajax.errors import DISK_ERROR, GIVE_UP, TRY_AGAIN, UserError
+from llamajax.disk import keep_from_others, names_in
+from llamajax.errors import DISK_ERROR, GIVE_UP, TRY_AGAIN, EnvironmentMismatchError, UserError
 from llamajax.launching import addresses
 from llamajax.launching.cause import Cause, find_cause
 from llamajax.launching.group import Group
@@ -48,17 +48,19 @@ def launch(config: LaunchConfig, program: Program) -> int:
     with Signals() as signals:
         while True:
             cause = _live(program, shown, signals)
+            if signals.kill:
+                shown.say("ended all processes at once, at a second signal")
+                return 128 + (signals.stop or 0)
             for line in () if cause is None else cause.lines:
                 shown.say(line)
-            if signals.kill:
-                return 128 + (signals.stop or 0)
             if cause is None:
                 return DISK_ERROR if shown.is_lost else config.stopped_code if _is_unfinished(program) else 0
             is_of_use = cause.exit_code in _CAN_HELP and program.run_dir is not None and config.max_restarts > 0
             if signals.stop is not None or not is_of_use:
                 return cause.exit_code
             if (step := saved_step(program)) > newest:
-                newest, in_a_row = step, 0
+                in_a_row = 0
+            newest = step  # lower where the run has gone back, from where it counts anew
             if in_a_row == config.max_restarts:
                 shown.say(
                     f"gives up after {in_a_row} restart{'s' if in_a_row > 1 else ''} without a new checkpoint in"
@@ -93,9 +95,18 @@ def _meeting_place(program: Program) -> tuple[str, str | None]:
     """Where the processes meet, and where process 0 listens, unless it finds that out by itself."""
     hosts = program.hosts
     alone = f"{addresses.LOOPBACK}:{addresses.free_port()}" if hosts.count == 1 else hosts.coordinator
-    if program.interface is None or hosts.own > 0:
+    if hosts.own > 0:
         return alone, None
-    named = addresses.join(addresses.interface_address(program.interface), addresses.host_and_port(alone)[1])
+    if program.interface is None:  # on one host loopback, whatever the environment says for runs of several
+        return alone, alone if hosts.count == 1 else os.environ.get("JAX_COORDINATOR_BIND_ADDRESS")
+    host, port = addresses.host_and_port(alone)
+    own = addresses.interface_address(program.interface)
+    named = addresses.join(own, port)
+    if hosts.count > 1 and (found := addresses.own_addresses(host)) and own not in found:
+        raise EnvironmentMismatchError(
+            f"interface: {program.interface} has {own}, but the other hosts come to {host}, which is {found[0]} here; set"
+            f" JAX_COORDINATOR_ADDRESS={named} on all hosts"
+        )
     return named, named
 
 
@@ -149,8 +160,7 @@ def saved_step(program: Program) -> int:
 
 
 def _steps_in(directory: Path) -> set[int]:
-    names = os.listdir(directory) if directory.is_dir() else []
-    return {int(name) for name in names if name.isascii() and name.isdecimal()}
+    return {int(name) for name in names_in(directory) if name.isascii() and name.isdecimal()}
 
 
 def _is_unfinished(program: Program) -> bool:

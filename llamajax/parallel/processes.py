@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NoReturn, Protocol
 
-from llamajax.errors import TRY_AGAIN, EnvironmentMismatchError
+from llamajax.errors import TRY_AGAIN, EnvironmentMismatchError, without_passwords
 from llamajax.launching import heartbeat
 from llamajax.parallel import meeting
 from llamajax.parallel.meeting import Link
@@ -29,7 +29,6 @@ NOW = 0
 _AWAIT_S = 2.0  # in which an error that follows from another process's is explained by it
 _GRACE_S = 1.0  # in which a process may come to the same error by itself, before another's ends it
 _TELL_S = 5.0  # in which others must have read what they are told
-_COMMIT_S = 60.0  # for which the end of a process waits for `uninterrupted`
 
 _committing = threading.Lock()
 _peers: "Peers | None" = None
@@ -108,14 +107,31 @@ def before_end(work: BeforeEnd | None) -> None:
 def uninterrupted() -> Iterator[None]:
     """Within, this process does not end because of another one; not for longer than a minute."""
     with _committing:
-        yield
+        heartbeat.of_this_process().tell(commits=True)
+        try:
+            yield
+        finally:
+            heartbeat.of_this_process().tell(commits=False)
 
 
 def meet(rank: int, links: Sequence[Link], timeout_s: float) -> None:
     """Takes the processes at the other ends of `links` for those of this run; see `Peers`."""
     global _peers
     _peers = Peers(rank, links, timeout_s)
-    atexit.register(_peers.leave)
+    atexit.register(_at_exit)
+
+
+def _at_exit() -> None:
+    """Tells the others that this process ends, and why where nobody caught an exception: jax's own end would then wait for
+    them."""
+    assert _peers is not None
+    if (error := getattr(sys, "last_value", None)) is None:
+        _peers.leave()
+        return
+    _peers.tell_failure(without_passwords(f"{type(error).__name__}: {error}"), 1)
+    with contextlib.suppress(OSError):
+        sys.stdout.flush()
+    os._exit(1)
 
 
 class Peers:
@@ -281,7 +297,7 @@ class Peers:
         time.sleep(grace_s)
         if code == TRY_AGAIN and _before_end is not None:
             _before_end(line, is_stuck=is_stuck)
-        _committing.acquire(timeout=_COMMIT_S)
+        _committing.acquire(timeout=heartbeat.COMMIT_S)
         with self._last_word:
             heartbeat.of_this_process().tell(ended_by=rank)
             with contextlib.suppress(OSError):

@@ -16,7 +16,7 @@ from llamajax.config.file import config_to_dict, dotted
 from llamajax.config.parallel import DistributedConfig, MeshConfig
 from llamajax.config.run import Config
 from llamajax.errors import ConfigError, EnvironmentMismatchError
-from llamajax.launching import addresses
+from llamajax.launching import addresses, heartbeat
 from llamajax.parallel import allowance, meeting, processes
 from llamajax.parallel.allowance import MEMORY_FRACTION
 from llamajax.parallel.mesh import make_mesh
@@ -145,6 +145,7 @@ def connect(
         raise EnvironmentMismatchError(
             f"jax cannot start its devices: {reason[0]}; check the driver and JAX_PLATFORMS, or set mesh.num_cpu_devices"
         ) from error
+    heartbeat.of_this_process()  # a program without a watchdog is alive from here on, and has no limit
 
 
 def start(config: Config) -> Mesh:

@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+import os
 import platform
 import shlex
 import sys
@@ -22,6 +23,7 @@ from rich.text import Text
 import llamajax
 from llamajax.config.run import Config
 from llamajax.errors import UserError
+from llamajax.launching import heartbeat
 from llamajax.parallel import processes
 from llamajax.units import format_bytes, format_count, format_duration
 from llamajax.watch.run_log import FINAL_STEPS, METRICS_FILE, Record, RunSummary, read_run, summarize
@@ -34,6 +36,10 @@ class Screen(Console):
         """As `Console.print`; never fails for want of a place to print to."""
         with contextlib.suppress(OSError):
             super().print(*args, **kwargs)
+
+    def on_broken_pipe(self) -> None:
+        """Prints nothing from here on; rich's own answer ends the process."""
+        self.quiet = True
 
 
 CONSOLE = Screen(highlight=False)
@@ -64,7 +70,7 @@ def log(text: str) -> None:
 
 def log_own(text: str) -> None:
     """Prints one line of any process, with its number if it is not the first."""
-    CONSOLE.print(text if not processes.rank() else f"{text} (process {processes.rank()})", markup=False, soft_wrap=True)
+    CONSOLE.print(_with_rank(text), markup=False, soft_wrap=True)
 
 
 def say(line: str) -> None:
@@ -77,8 +83,13 @@ def say(line: str) -> None:
 def say_own(line: str) -> None:
     """Prints a line of any process to stderr, with its number if it is not the first."""
     with contextlib.suppress(OSError):
-        told = line if not processes.rank() else f"{line} (process {processes.rank()})"
-        print(told, file=sys.stderr, flush=True)
+        print(_with_rank(line), file=sys.stderr, flush=True)
+
+
+def _with_rank(line: str) -> str:
+    """With the number of a process that is not the first, unless a launcher puts it before every line."""
+    is_told = not processes.rank() or heartbeat.VARIABLE in os.environ
+    return line if is_told else f"{line} (process {processes.rank()})"
 
 
 def track(items: Iterable[Any], total: int, what: str) -> Iterator[Any]:

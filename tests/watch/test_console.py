@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import io
+import os
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -59,6 +60,17 @@ def test_a_full_disk_behind_standard_output_ends_nothing(monkeypatch):
         console.print_stream("a prompt", ["a", " piece"])
         with contextlib.suppress(OSError):
             full.close()
+
+
+def test_a_reader_that_has_gone_ends_nothing(monkeypatch):
+    reads, writes = os.pipe()
+    os.close(reads)
+    closed = open(writes, "w", buffering=1)  # noqa: SIM115  (to close it fails, too)
+    monkeypatch.setattr(console, "CONSOLE", console.Screen(file=closed))
+    console.log("a line")
+    console.log("another")
+    with contextlib.suppress(BrokenPipeError):
+        closed.close()
 
 
 def test_plain_lines(capsys):
