@@ -21,6 +21,7 @@ _NO_LOCKS = {errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL, _ENOTSU
 # What a disk or its server may get over: a read that failed with one of these is tried again after each of the pauses.
 _PASSING = {errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EREMOTEIO, errno.EAGAIN}
 _PAUSES_S = (0.5, 2, 5)
+_FULL = {errno.ENOSPC, errno.EDQUOT}
 
 # Seconds after which an unfinished file of another host has no writer.
 _ABANDONED_S = 24 * 3600
@@ -70,6 +71,11 @@ def names_in(folder: Path) -> list[str]:
         if folder.parent != folder:
             names_in(folder.parent)
         return []
+
+
+def may_pass(error: OSError) -> bool:
+    """Whether the disk may get over it without a hand, or somebody may make room: what failed is worth another attempt."""
+    return error.errno in _PASSING | _FULL
 
 
 def read_again(read: Callable[[], T]) -> T:

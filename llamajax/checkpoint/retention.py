@@ -1,5 +1,6 @@
 """How steps go: by one rename within their directory, so that a process killed at any moment leaves whole ones only."""
 
+import secrets
 import shutil
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -27,7 +28,7 @@ def delete(directory: Path, steps: Iterable[int], say: Callable[[str], object]) 
         OSError: a step cannot be renamed.
     """
     for step in steps:
-        (directory / str(step)).rename(directory / f"{step}.deleting")
+        (directory / str(step)).rename(directory / f"{step}.{secrets.token_hex(4)}.deleting")
     finish_deleting(directory, say)
 
 

@@ -10,7 +10,7 @@ Layout, below the run directory::
         files/                 what the caller wants to keep: the tokenizer's files
         manifest.json          size and SHA-256 of all of the above (llamajax.checkpoint.manifest)
     checkpoints/1000.*.7.saving/  a step being written (the seventh of a process), or what a killed process left of one
-    checkpoints/1000.deleting/ a step being deleted, or what a killed process left of one
+    checkpoints/1000.*.deleting/ a step being deleted, or what a killed process left of one
     checkpoints/1000.damaged/  a step that did not match its manifest and was set aside
     checkpoints/.identity      tells the run from others that were in the same place (llamajax.checkpoint.local_tier)
 
@@ -19,6 +19,7 @@ a process killed at any moment leaves only whole steps and left-overs that the n
 """
 
 import contextlib
+import errno
 import json
 import shutil
 import threading
@@ -40,7 +41,7 @@ from llamajax.checkpoint.run_lock import RunLock, check_seen_by_all
 from llamajax.checkpoint.steps import steps_in
 from llamajax.config.training import CheckpointConfig
 from llamajax.data.position import PassedOver
-from llamajax.disk import make_folder, sync
+from llamajax.disk import make_folder, may_pass, read_again, sync
 from llamajax.errors import CheckpointError, SaveError, UserError
 from llamajax.parallel import processes
 from llamajax.parallel.arrays import named_arrays
@@ -82,6 +83,7 @@ class Checkpointer:
 
         Raises:
             CheckpointError: another process writes this run, or `run_dir` cannot be written.
+            SaveError: it cannot be written now, for want of room or a disk that fails.
             EnvironmentMismatchError: the processes do not all see the same `run_dir`.
         """
         self._config = config
@@ -89,6 +91,7 @@ class Checkpointer:
         self._on_failure, self._around_commit = on_failure, around_commit
         self._lock: RunLock | None = None
         problem = token = local_name = None
+        is_passing = False
         if jax.process_index() == 0:
             try:
                 self._lock = RunLock(run_dir)
@@ -106,12 +109,13 @@ class Checkpointer:
             except CheckpointError as error:
                 problem = str(error)
             except OSError as error:
-                problem = f"{run_dir} cannot be written: {reason(error)}; choose another run_dir"
-        about = (problem, max(steps_in(self._directory), default=None), token, local_name)
-        problem, self._newest, self._token, local_name = everyones(about)[0]
+                problem = f"{run_dir} cannot be written: {reason(error)}; see to the disk, or choose another run_dir"
+                is_passing = may_pass(error)
+        about = (problem, is_passing, max(steps_in(self._directory), default=None), token, local_name)
+        problem, is_passing, self._newest, self._token, local_name = everyones(about)[0]
         try:
             if problem is not None:
-                raise CheckpointError(problem)
+                raise SaveError(problem) if is_passing else CheckpointError(problem)
             check_seen_by_all(self._directory)
         except UserError:
             self._unlock()
@@ -174,9 +178,10 @@ class Checkpointer:
             small = {"meta.json": json.dumps(meta, indent=1).encode(), "arrays.json": json.dumps(about, indent=1).encode()}
             small |= {f"files/{name}": content for name, content in files.items()}
             writing = self._arrays.begin(saving / "state", stored)
-            self._thread = threading.Thread(target=self._commit, args=(step, saving, writing, small), name=f"commit-{step}")
-            self._thread.start()
-        if not self._config.async_save:
+            thread = threading.Thread(target=self._commit, args=(step, saving, writing, small), name=f"commit-{step}")
+            thread.start()
+            self._thread = thread
+        if self._thread is None or not self._config.async_save:  # for a process that failed here, the others' threads wait
             self._join()
 
     def save_locally(self, step: int, state: Any, meta: dict[str, Any], files: Mapping[str, bytes]) -> None:
@@ -244,9 +249,25 @@ class Checkpointer:
         restored, self._newest = restore_newest(self._directory, self._local, abstract_state, before, passed_over)
         return restored
 
+    def check(self) -> None:
+        """Makes sure that the run is still this process's, before something other than a save changes it.
+
+        Raises:
+            CheckpointError: another process has taken it over.
+            OSError: that cannot be found out.
+        """
+        if self._lock is not None:
+            read_again(self._lock.check)
+
     def drop(self, steps: Sequence[int]) -> None:
-        """Deletes committed steps that the run has gone back behind; the same in every process."""
+        """Deletes committed steps that the run has gone back behind; the same in every process.
+
+        Raises:
+            CheckpointError: another process has taken the run over; nothing is deleted.
+            OSError: they cannot be deleted.
+        """
         if jax.process_index() == 0 and steps:
+            self.check()
             retention.delete(self._directory, steps, say)
             sync(self._directory)
         self._newest = everyones(max(steps_in(self._directory), default=None))[0]
@@ -283,7 +304,7 @@ class Checkpointer:
             self.close()
             return
         self._await_thread()
-        if self._on_failure is None and (failure := self._defect or self._failure) is not None:
+        if (failure := self._defect or (self._failure if self._on_failure is None else None)) is not None:
             say(str(failure))
         self._release()
 
@@ -327,9 +348,18 @@ class Checkpointer:
             manifest.write(saving, records)
             # Who takes a run over removes what others are writing there: if it does so from here on, the rename fails.
             self._lock.check()
-            saving.rename(self._directory / str(step))
+            try:
+                saving.rename(self._directory / str(step))
+            except OSError as error:
+                if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                    raise
+                # The same step, of an attempt that failed after its rename.
+                shutil.rmtree(saving, ignore_errors=True)
             sync(self._directory)
-        self._delete_old()
+        try:
+            self._delete_old()
+        except OSError as error:  # costs space, not the step
+            say(f"{self._directory}: older steps cannot be deleted: {reason(error)}; the next checkpoint tries again")
 
     def _together(self, work: Callable[[], object], *, first_only: bool = False) -> None:
         """Does one part of a save in every process, or in the first only.

@@ -35,10 +35,10 @@ def check_same_run(config: Config, restored: Restored[Any], meta: dict[str, Any]
     position, batch_size = restored.meta["data"]["position"], config.train.global_batch_size
     passed_over = parse_passed_over(restored.meta["data"].get("passed_over", ()))
     if position != next_row(restored.step, batch_size, passed_over):
-        rows = position - sum(window.num_rows for window in passed_over)
+        batch_size_before = restored.meta["config"]["train"]["global_batch_size"]
         raise CheckpointError(
             f"train.global_batch_size: {batch_size} would skip or repeat data, because the run's {restored.step} steps took"
-            f" {rows} rows; keep {restored.meta['config']['train']['global_batch_size']}, or choose another run_dir"
+            f" {restored.step * batch_size_before} rows; keep {batch_size_before}, or choose another run_dir"
         )
     if config.checkpoint.allow_config_change:
         return

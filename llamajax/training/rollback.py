@@ -59,7 +59,9 @@ def steps_left_behind(directory: Path, passed_over: tuple[PassedOver, ...]) -> l
     left = []
     for step in steps_in(directory):
         meta = read_meta(directory / str(step)) if is_left_behind(step, 0, passed_over) else None
-        if meta is not None and is_left_behind(step, len(meta["data"].get("passed_over", ())), passed_over):
+        known = () if meta is None else parse_passed_over(meta["data"].get("passed_over", ()))
+        is_own = meta is not None and known == passed_over[: len(known)]  # else `agreed` tells of it
+        if is_own and is_left_behind(step, len(known), passed_over):
             left.append(step)
     return left
 
@@ -99,7 +101,7 @@ def go_back(
         The checkpoint, None for the beginning; and what the run passes over from here on.
 
     Raises:
-        CheckpointError: it has checkpoints, but none of them is good.
+        CheckpointError: it has checkpoints, but none of them is good; or another process has taken the run over.
         OSError: the record cannot be written.
     """
     run_dir, rows_per_step = Path(config.run_dir).expanduser(), config.train.global_batch_size
@@ -119,6 +121,7 @@ def go_back(
     of = f" ({len(passed_over)} of at most {config.recovery.max_rollbacks} times)" if bad.pass_over else ""
     where = f"step {step}" if restored is not None else "the beginning"
     console.log(f"rollback   {bad.reason}; going back to {where}, {rows}{of}")
+    checkpointer.check()  # to restore takes long enough to lose the run meanwhile
     if jax.process_index() == 0:
         with run_log.Appender(run_dir / run_log.ROLLED_BACK_FILE, console.say) as file:
             file.append_record(run_log.later_steps(run_dir / run_log.METRICS_FILE, step))

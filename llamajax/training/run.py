@@ -128,6 +128,7 @@ def run(asked: Config, *, dry_run: bool = False) -> None:
             with stop.at_end_of_step():
                 while True:
                     start = start_from(restored, config, pretrained, passed_over)
+                    checkpointer.check()  # before its logs are cut
                     everyones("ready")  # the first collective of devices waits for half a minute only
                     try:
                         state, stopped = trainer.train(start)

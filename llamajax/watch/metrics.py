@@ -107,15 +107,16 @@ class MetricsWriter:
         if finished is None:
             self._free = time.perf_counter()
         self._held = _Held(step=step, values=values, data_wait_s=data_wait_s)
-        if self._hosts is not None and finished is not None:
-            self._hosts.add_step(finished["perf/step_time_s"], data_wait_s, host_s, was_late=was_late)
-            if self._hosts.probe_due(step):
-                jax.block_until_ready(list(values.values()))
-                self._held.arrived = time.perf_counter()
-                self._hosts.probe()
-                self._held.probe_s = time.perf_counter() - self._held.arrived
-                self._free = time.perf_counter()
-            self._compare_hosts(step)
+        if self._hosts is not None:
+            if finished is not None:
+                self._hosts.add_step(finished["perf/step_time_s"], data_wait_s, host_s, was_late=was_late)
+                if self._hosts.probe_due(step):
+                    jax.block_until_ready(list(values.values()))
+                    self._held.arrived = time.perf_counter()
+                    self._hosts.probe()
+                    self._held.probe_s = time.perf_counter() - self._held.arrived
+                    self._free = time.perf_counter()
+            self._compare_hosts(step)  # also where a pause has fetched the step before
         return finished
 
     def flush(self) -> Record | None:

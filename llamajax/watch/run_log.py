@@ -182,9 +182,11 @@ class Appender:
 
 def later_steps(path: Path, last_step: int) -> bytes:
     """The whole lines of steps after `last_step`."""
-    lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
-    matches = ((line, _STEP.match(line)) for line in lines if line.endswith(b"\n"))
-    return b"".join(line for line, match in matches if match and int(match[1]) > last_step)
+    if not path.exists():
+        return b""
+    with path.open("rb") as file:
+        matches = ((line, _STEP.match(line)) for line in file if line.endswith(b"\n"))
+        return b"".join(line for line, match in matches if match and int(match[1]) > last_step)
 
 
 @dataclass(frozen=True, kw_only=True)

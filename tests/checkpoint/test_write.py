@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from jax import P
 
-from llamajax.checkpoint import manifest
+from llamajax.checkpoint import manifest, run_lock
 from llamajax.checkpoint import write as checkpoint
 from llamajax.checkpoint.read import restore
 from llamajax.checkpoint.steps import latest_step
@@ -218,6 +218,61 @@ def test_nothing_leaks(tmp_path):
         checkpointer.wait()
         assert resources() == before
     assert resources() <= before
+
+
+@pytest.mark.parametrize(
+    ("number", "error"),
+    [(errno.ENOSPC, SaveError), (errno.EDQUOT, SaveError), (errno.EIO, SaveError), (errno.EACCES, CheckpointError)],
+)
+def test_what_keeps_a_run_from_starting_may_pass_or_not(tmp_path, monkeypatch, number, error):
+    def fail(*_, **__):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(run_lock.RunLock, "_write", fail)
+    with pytest.raises(error, match=f"cannot be written: {os.strerror(number)}; see to the disk"):
+        Checkpointer(tmp_path, CONFIG)
+
+
+def test_what_fails_after_the_rename_costs_no_step(tmp_path, monkeypatch):
+    """The directory cannot be synchronised: the save counts as failed, and the next one finds the step that is there."""
+    told, sync = [], checkpoint.sync
+
+    def fail_once(path):
+        if path.name == "checkpoints" and (path / "1").exists() and not told:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        sync(path)
+
+    monkeypatch.setattr(checkpoint, "sync", fail_once)
+    with Checkpointer(tmp_path, CONFIG, on_failure=told.append) as checkpointer:
+        checkpointer.save(1, state_of(1), META)
+        checkpointer.finish(save_again=lambda: checkpointer.save(1, state_of(1), META))
+    (line,) = told
+    assert "step 1 cannot be saved: Input/output error" in line
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir() if path.name[0] != ".") == ["1"]
+    assert restore(tmp_path, abstract()).step == 1
+
+
+def test_steps_that_cannot_be_deleted_cost_no_new_one(tmp_path, monkeypatch, capfd):
+    def fail(*_):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(checkpoint.retention, "delete", fail)
+    with Checkpointer(tmp_path, CONFIG) as checkpointer:
+        checkpointer.save(1, state_of(1), META)
+        checkpointer.wait()
+        assert checkpointer.newest == 1
+    assert "older steps cannot be deleted: Input/output error" in capfd.readouterr().err
+
+
+def test_who_has_lost_the_run_deletes_nothing_of_it(tmp_path):
+    with Checkpointer(tmp_path, CONFIG) as checkpointer:
+        checkpointer.save(1, state_of(1), META)
+        checkpointer.wait()
+        lease = tmp_path / ".owner"
+        lease.write_text(json.dumps(json.loads(lease.read_text()) | {"token": "another's"}))
+        with pytest.raises(CheckpointError, match="has taken this run over"):
+            checkpointer.drop([1])
+        assert (tmp_path / "checkpoints" / "1").exists()
 
 
 def test_a_run_dir_that_cannot_be_written_is_refused(tmp_path):

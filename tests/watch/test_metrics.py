@@ -216,7 +216,7 @@ def test_devices_are_timed_when_they_are_idle_and_that_is_no_steps_time(config, 
         "peers",
         lambda: SimpleNamespace(rank=1, reports={}, report=lambda values: sent.append(dict(values))),
     )
-    monkeypatch.setattr(hosts, "DeviceProbe", lambda: SimpleNamespace(seconds=lambda: takes(0.001)))
+    monkeypatch.setattr(hosts, "DeviceProbe", lambda: SimpleNamespace(seconds=lambda num_rounds: takes(0.001)))
     monkeypatch.setattr(jax, "block_until_ready", lambda _: takes(1.0))
     with open_writer(config) as writer:
         for step in range(1, 26):
