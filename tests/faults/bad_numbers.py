@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from llamajax.errors import DivergedError
+from llamajax.errors import CorruptionError, DivergedError
 from tests.faults import results, scene
 from tests.faults.broken_run import ENDS_S, STARTS_S, BrokenRun, golden
 from tests.faults.results import Failure, Figures, Result, Try
@@ -55,12 +55,13 @@ def run_bad_batches(count: int, seed: int, where: Scene, jobs: int) -> Result:
                 assert "Traceback" not in spoilt.output
                 return {"rollbacks": len(rollbacks)}
             assert codes[-1] == 0, f"ended with {codes}: {spoilt.last_line}"
-            skipped = json.loads((spoilt.run_dir / "metrics.jsonl").read_text().splitlines()[-2])
+            records = map(json.loads, (spoilt.run_dir / "metrics.jsonl").read_text().splitlines())
+            num_skipped = [record["train/skipped_steps"] for record in records if "train/skipped_steps" in record][-1]
             if does == "spike" or a_try.kind == "NaN again and again":
                 assert rollbacks, "it never went back"
                 assert all(event["num_rows"] > 0 for event in rollbacks)
             else:
-                assert skipped.get("train/skipped_steps", 1) > 0, "no step was skipped"
+                assert num_skipped > 0, "no step was skipped"
             spoilt.must_equal_golden(environment)
         return {"rollbacks": len(rollbacks)}
 
@@ -72,7 +73,8 @@ def poisoned(where: Scene, folder: pathlib.Path, share: float, seed: int) -> dic
     draw = np.random.default_rng(seed)
     lines = (where.directory / "text.jsonl").read_text().splitlines()
     texts = [json.loads(line)["text"] for line in lines]
-    texts = [f"{POISON} {text}" if draw.random() < share else text for text in texts]
+    for number in draw.choice(len(texts), round(share * len(texts)), replace=False):
+        texts[number] = f"{POISON} {texts[number]}"
     (folder / "text.jsonl").write_text("".join(f"{json.dumps({'text': text})}\n" for text in texts))
     scene.train_tokenizer(where.directory / "text.jsonl", folder / "tokenizer.model")
     return {
@@ -123,6 +125,7 @@ def _flip_in_a_run(where: Scene, a_try: Try) -> Figures:
         spoilt.wait(lambda: spoilt.step >= wanted, STARTS_S + ENDS_S, f"step {wanted}")
         spoilt.lay("after step", rank, "flip bits", always="again" in a_try.kind, seed=a_try.seed)
         spoilt.wait_for_fault("after step", rank)
+        on_record = spoilt.step
         if "kill" in a_try.kind:
             spoilt.wait(lambda: bool(corruptions(spoilt)), ENDS_S, "finding it", or_ended=True)
             for pid in spoilt.pids():
@@ -133,9 +136,11 @@ def _flip_in_a_run(where: Scene, a_try: Try) -> Figures:
         codes = spoilt.finish()
         found = corruptions(spoilt)
         assert found, "it was not found"
-        late = found[0]["step"] - wanted
+        late = found[0]["step"] - on_record
+        # Replicas are compared before every save; two steps may have been under way.
+        assert late <= scene.SAVE_EVERY + 2, f"found {late} steps later"
         if "again" in a_try.kind:
-            assert codes[-1] not in (0, 70, None), f"ended with {codes}: {spoilt.last_line}"
+            assert codes[-1] == CorruptionError.exit_code, f"ended with {codes}: {spoilt.last_line}"
             assert found[-1]["kind"] == "lasting", f"told to be {found[-1]['kind']}"
             assert "Traceback" not in spoilt.output
         else:

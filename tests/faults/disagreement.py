@@ -1,6 +1,7 @@
 """R21: one process of a run is not like the others; all are refused before the first step, and the odd one is named."""
 
 import pathlib
+import re
 import shutil
 import time
 from collections.abc import Mapping
@@ -60,7 +61,8 @@ def run(count: int, seed: int, where: Scene, jobs: int) -> Result:
             took = time.monotonic() - started
             assert refused.step == 0, "it trained"
             assert set(codes) == {EnvironmentMismatchError.exit_code}, f"ended with {codes}: {refused.output[-1500:]}"
-            assert f"process {odd} " in refused.output, f"process {odd} is not named: {refused.last_line}"
+            named = set(re.findall(r"process (\d+) (?:differs from process 0 in|of \d+ \()", refused.output))
+            assert named == {str(odd)}, f"processes {sorted(named)} are named, not {odd}: {refused.last_line}"
             assert "Traceback" not in refused.output, refused.output[-1500:]
             assert took < LIMIT_S * where.slowness, f"took {took:.1f} s"
             refused.must_leave_none()

@@ -40,7 +40,7 @@ class Group:
 
 
 GROUPS = (
-    Group("R1", "kills", "no committed step lost, no hand, losses and arrays bit-equal", kills.run, 200, 8, 4),
+    Group("R1", "kills", "no committed step lost, no hand, losses and arrays bit-equal", kills.run, 200, 8, 10),
     Group("R5", "damaged checkpoints", "found, the bad file named, newest good step taken", corruption.run, 1000, 20, 0.2),
     Group("R7", "preemptions", "exit 0 within 30 s, the step saved, resumed bit-equal", preemption.run, 50, 2, 9),
     Group("R8", "an exception on one rank", "its traceback alone, all down within 5 s", exceptions.run, 28, 1, 6),
@@ -54,6 +54,14 @@ GROUPS = (
     Group("R16", "a fault a minute", "97% recovered without a hand, end state equal", mixed.run, 30, 0, 62),
     Group("R18", "native hangs", "as R9, though no thread of Python runs", hangs.run_native, 16, 1, 15),
     Group("R19", "bad disks", "told, no good step lost, ends bit-equal without a hand", bad_disk.run, 24, 0, 40),
-    Group("R21", "an odd process", "refused before step 0 within 10 s, the odd one named", disagreement.run, 20, 0, 7),
+    Group(
+        "R21",
+        "an odd process",
+        "refused before step 0 within 10 s, the odd one named",
+        disagreement.run,
+        20,
+        0,
+        7,
+    ),
     Group("S", "hostile inputs", "read or refused: no traceback, signal, hang; memory capped", hostile.run, 10_000, 0, 0.02),
 )

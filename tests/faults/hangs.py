@@ -73,6 +73,8 @@ def _run(
             stuck.must_leave_none()
             must_have_stacks(stuck)
             stuck.must_equal_golden()
+            lives = max(len((stuck.folder / f"pids.{each}").read_text().split()) for each in range(stuck.num_processes))
+            assert lives == 2, f"started {lives} times, which is {lives - 2} false alarms"
         return {"s from the fault until it is found": found}
 
     return results.attempt(name, kinds, count, seed, one, jobs=jobs)

@@ -18,7 +18,7 @@ KINDS = [f"{whom}, in {moment}" for moment, whom in itertools.product(MOMENTS, W
 
 
 def run(count: int, seed: int, where: Scene, jobs: int) -> Result:
-    """Stops `count` runs of one, two or four processes, half of them by two signals in a row."""
+    """Stops `count` runs of one, two or four processes, half of them by two signals at once, which are one request."""
 
     def one(a_try: Try) -> Figures:
         num_processes = a_try.rng.choice([1, 2, 2, 4])

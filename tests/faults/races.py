@@ -39,7 +39,7 @@ def run_races(count: int, seed: int, where: Scene, jobs: int) -> Result:
                     first.lay(point, 0, "kill")
                     first.wait_for_fault(point, 0)
                     first.wait(lambda: not first.running, STARTS_S, "end of what was killed", or_ended=True)
-                    first.start()
+                    go_on(first, point)
             else:
                 first.wait(lambda: first.step >= wanted, ENDS_S, f"step {wanted}")
             if a_try.kind.startswith("another"):  # after the first has ended in the middle
@@ -62,6 +62,16 @@ def run_races(count: int, seed: int, where: Scene, jobs: int) -> Result:
     return results.attempt("R13", list(OTHERS), count, seed, one, jobs=jobs)
 
 
+def go_on(killed: BrokenRun, point: str) -> None:
+    """Starts what was killed while old checkpoints were to go; it must go on from the newest, which was committed before."""
+    saved = [event["step"] for event in killed.events if event["event"] == "save"]
+    newest, num_starts = scene.newest_whole(killed.run_dir), len(killed.starts)
+    assert point == "delete" or newest >= saved[-1], f"killed at {point}, it has step {newest}, not {saved[-1]}"
+    killed.start()
+    killed.wait(lambda: len(killed.starts) > num_starts, STARTS_S, "next start")
+    assert killed.starts[num_starts] >= newest, f"went on from {killed.starts[num_starts]}, not from {newest}"
+
+
 def must_be_refused(where: Scene, first: BrokenRun, settings: Mapping[str, Any]) -> None:
     """A second run in the directory of the first ends at once, with one line."""
     with broken(where, 1, settings, by_hand=True, run_dir=first.run_dir) as second:
@@ -78,7 +88,8 @@ def run_places(count: int, seed: int, where: Scene, jobs: int) -> Result:
         golden(where, 1, {})
         folder = where.new_directory("place")
         run_dir, cwd = place(a_try.kind, folder)
-        with BrokenRun(where, 1, by_hand=True, run_dir=run_dir, cwd=cwd) as run:
+        hangs_up = a_try.kind == "SIGHUP"  # of a terminal, to the launcher
+        with BrokenRun(where, 1, by_hand=not hangs_up, run_dir=run_dir, cwd=cwd) as run:
             run.start()
             if a_try.kind == "read-only":
                 codes = run.finish()
@@ -89,12 +100,13 @@ def run_places(count: int, seed: int, where: Scene, jobs: int) -> Result:
                 return {}
             wanted = a_try.rng.randint(3, 40)
             run.wait(lambda: run.step >= wanted, ENDS_S, f"step {wanted}")
-            run.signal(
-                run.pids()[0],
-                signal.SIGHUP if a_try.kind == "SIGHUP" else a_try.rng.choice([signal.SIGTERM, signal.SIGKILL]),
-            )
+            if hangs_up:
+                run.signal(run.processes[-1].pid, signal.SIGHUP)
+            else:
+                run.signal(run.pids()[0], a_try.rng.choice([signal.SIGTERM, signal.SIGKILL]))
             run.wait(lambda: not run.running, ENDS_S, "end")
             newest = scene.newest_whole(run.run_dir)
+            assert not hangs_up or (run.codes == [0] and newest == run.step), f"{run.codes}, step {newest} of {run.step}"
             run.start()
             assert run.finish()[-1] == 0, run.last_line
             assert run.starts[-1] == newest

@@ -30,6 +30,7 @@ def run(count: int, seed: int, where: Scene, jobs: int) -> Result:
             since = slowed.step
             slowed.wait(lambda: bool(named(slowed.output)), STARTS_S + ENDS_S, f"naming process {rank}")
             took = slowed.step - since
+            slowed.wait(lambda: slowed.step >= since + took + STEPS, STARTS_S + ENDS_S, "as many steps more", or_ended=True)
             assert named(slowed.output) == {rank}, f"processes {named(slowed.output)} are named, not {rank}"
             assert took <= STEPS, f"named after {took} steps"
         return {"steps until it is named": took}
