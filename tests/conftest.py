@@ -25,6 +25,8 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if "gpu_compiler" in item.fixturenames:
             item.add_marker("gpu_compiler")
+    # Files are given to workers in this order: the one that takes longest must not be the last.
+    items.sort(key=lambda item: item.path.name != "test_campaign.py")
 
 
 @pytest.fixture(scope="session")

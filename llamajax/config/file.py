@@ -110,6 +110,22 @@ def config_to_dict(config: Settings) -> dict[str, Any]:
     )
 
 
+def settings_of(root_class: type[Root], tree: Any) -> Root:
+    """The settings that `config_to_dict` made `tree` of; files that hold it need not be of our making.
+
+    Raises:
+        ConfigError: it is none, or breaks a rule: a line for every mistake.
+    """
+    problems = Problems()
+    builder = _Builder(problems, root_class)
+    node = read_yaml(yaml.dump(tree, Dumper=_Dumper), lambda line: Place(0, "stored"), problems)
+    settings = builder.section(root_class, node, "") if node is not None else None
+    builder.add_missing()
+    problems.raise_if_any()
+    assert isinstance(settings, root_class)
+    return settings
+
+
 def dotted(tree: Any, above: str = "") -> dict[str, Any]:
     """Everything in nested dicts and lists by its dotted key, such as `mesh.fsdp` or `data.sources.0.kind`."""
     if not isinstance(tree, dict | list):

@@ -6,7 +6,8 @@ from typing import Any, get_args
 
 from llamajax.checkpoint.read import read_object
 from llamajax.checkpoint.steps import find_step
-from llamajax.config.model import ModelConfig, RopeScalingConfig
+from llamajax.config.file import settings_of
+from llamajax.config.model import ModelConfig
 from llamajax.errors import CheckpointError, ConfigError, show
 from llamajax.weights.hf_config import SPECIAL_TOKENS, token_ids
 from llamajax.weights.hf_files import CONFIG, LICENSE
@@ -30,10 +31,9 @@ def open_pretrained(path: Path) -> Pretrained:
         meta = read_object(step_dir, "meta.json")
         try:
             fields: dict[str, Any] = dict(meta["config"]["model"])
-            fields["rope_scaling"] = RopeScalingConfig(**fields["rope_scaling"])
             # What belongs to how it was trained, and on what, not to the model.
             fields |= {"attention_kernel": "auto", "matmul_dtype": "compute_dtype", "float8_exempt": ()}
-            config = ModelConfig(**fields)
+            config = settings_of(ModelConfig, fields)
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointError(
                 f"{step_dir}: was not written by this version's model ({show(str(error))}); read it with its own"

@@ -7,14 +7,21 @@ import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from llamajax.config.generate import GenerateConfig
 from llamajax.config.launch import LaunchConfig
 from llamajax.config.training import CheckpointConfig
+from llamajax.errors import EnvironmentMismatchError
+from llamajax.launching import addresses
+from llamajax.launching.group import Group
 from llamajax.launching.hosts import Hosts
+from llamajax.launching.output import Output
 from llamajax.launching.program import Program
-from llamajax.launching.run import backoff_s, newest_step, saved_step
+from llamajax.launching.run import _meeting_place, backoff_s, newest_step, saved_step
 from tests import runs
 from tests.launching.programs import Launch, runs_still, seconds_until_gone
 from tests.tiny import tiny_config
@@ -271,6 +278,53 @@ def test_options_of_the_program_stand_behind_a_dash(tmp_path):
     outcome = launch("-n", "0", "--", "--config", "x.yaml")
     assert (outcome.returncode, outcome.stderr.splitlines()[0]) == (2, "--num_processes: 0 must be positive or unset")
     assert "\n  -n N\n" in launch("--help").stdout
+
+
+def program_on(hosts, interface=None, **settings):
+    return Program(
+        module="llamajax.train", arguments=(), config=tiny_config(**settings), hosts=hosts, num_local=2, gpus=0,
+        interface=interface,
+    )  # fmt: skip
+
+
+def test_processes_of_one_host_meet_on_loopback_whatever_the_environment_says(monkeypatch):
+    monkeypatch.setenv("JAX_COORDINATOR_BIND_ADDRESS", "0.0.0.0:8476")
+    address, bind_address = _meeting_place(program_on(Hosts()))
+    assert re.fullmatch(r"127\.0\.0\.1:\d+", address)
+    assert bind_address == address
+    several = Hosts(count=2, own=0, coordinator="gpu003:1234")
+    assert _meeting_place(program_on(several)) == ("gpu003:1234", "0.0.0.0:8476")
+
+
+def test_an_interface_to_which_the_other_hosts_do_not_come_is_refused(monkeypatch):
+    program = program_on(Hosts(count=2, own=0, coordinator="gpu003:1234"), "lo")
+    assert _meeting_place(program) == ("127.0.0.1:1234", "127.0.0.1:1234"), "where the name says nothing of this host"
+    monkeypatch.setattr(addresses, "own_addresses", lambda host: ["10.0.0.3"])
+    with pytest.raises(EnvironmentMismatchError, match=r"come to gpu003, which is 10\.0\.0\.3 here; set JAX_COORD"):
+        _meeting_place(program)
+
+
+@pytest.mark.parametrize(
+    ("config", "code"), [(GenerateConfig(model="x", prompt=("a",)), -signal.SIGTERM), (tiny_config(), 0)]
+)
+def test_what_saves_nothing_and_is_stopped_has_not_succeeded(tmp_path, monkeypatch, config, code):
+    """A run that was not yet listening has lost nothing."""
+    says = "pathlib.Path(__file__).with_suffix('.there').touch()"
+    (tmp_path / "waits.py").write_text(f"import pathlib, time; {says}; time.sleep(60)")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    program = Program(module="waits", arguments=(), config=config, hosts=Hosts(), num_local=1, gpus=0, interface=None)
+    signals: Any = SimpleNamespace(stop=None, kill=False)
+
+    def wait(seconds):
+        time.sleep(seconds)
+        if (tmp_path / "waits.there").exists():
+            signals.stop = signal.SIGTERM
+
+    signals.wait = wait
+    group = Group(program, Output(), tmp_path, "127.0.0.1:1", None)
+    group.live(signals)
+    (child,) = group.children
+    assert child.code == code
 
 
 def test_backoff_doubles_up_to_its_cap():

@@ -56,6 +56,14 @@ def test_checkpoints_behind_the_place_that_a_run_went_back_to_go(tmp_path):
         assert restored.step == 4
 
 
+def test_the_record_of_another_run_removes_nothing(tmp_path):
+    save_steps(tmp_path, {2: [], 5: [window(4)], 6: [window(4)]})
+    (tmp_path / PASSED_OVER_FILE).write_text(json.dumps([window(3), window(2)]))
+    with Checkpointer(tmp_path, states.CONFIG) as checkpointer:
+        read_passed_over(tmp_path, checkpointer)
+    assert states.names_in(tmp_path) == ["2", "5", "6"]
+
+
 def test_steps_whose_own_words_are_damaged_are_not_removed_for_them(tmp_path):
     """They are set aside with all they hold when they are to be restored."""
     save_steps(tmp_path, {2: [], 5: []})

@@ -46,6 +46,13 @@ def test_a_slow_loader_of_another_process_is_named_and_told_in_the_file(of_first
     assert [(row["process"], row["data_s"]) for row in rows] == [(0, pytest.approx(0.001)), (1, 0.3)]
 
 
+def test_reports_of_before_the_run_went_back_are_not_compared(of_first):
+    _, peers = of_first
+    peers.reports |= {0: {"step": 100}, 1: {"step": 100}}
+    hosts.Hosts(peers, 2, 1.15)
+    assert not peers.reports
+
+
 def test_what_the_devices_did_not_wait_for_delays_nobody(of_first):
     figures, peers = of_first
     for _ in range(10):

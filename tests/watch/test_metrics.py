@@ -231,6 +231,21 @@ def test_devices_are_timed_when_they_are_idle_and_that_is_no_steps_time(config, 
     assert sent[1]["host"] == pytest.approx(0.75 * 0.9), "after a timing nobody was late"
 
 
+def test_hosts_are_compared_also_behind_a_pause(config):
+    """A checkpoint after every tenth step fetches its metrics before the next one is there."""
+    compared = []
+    with open_writer(config) as writer:
+        writer._hosts = SimpleNamespace(
+            add_step=lambda *_, **__: None, probe_due=lambda step: False, write=lambda *_, **__: None,
+            report=lambda step: (compared.append(step) or [], {}),
+        )  # fmt: skip
+        for step in range(1, 32):
+            writer.write(step, step_values(step))
+            if step % 10 == 0:
+                writer.flush()
+    assert compared == list(range(1, 32))
+
+
 def test_only_the_first_process_writes_but_all_fetch(config, capsys, monkeypatch):
     monkeypatch.setattr(jax, "process_index", lambda: 1)
     with open_writer(config) as writer:
