@@ -29,6 +29,10 @@ Failures name their seed: `python -m tests.faults --only GROUP --count 1 --seed 
 `--count` for R15, R16, S and the flips in one of eight devices, which are made in one go. What is left to chance is drawn
 from the seed; when the operating system lets a process run is not.
 
+Tried by tests of their own, which CI runs: resuming to the bit, the order of data whatever the mesh, other numbers of hosts
+and devices (`tests/training`, `tests/data`), full and failing disks call by call (`tests/checkpoint`), no code from files,
+no ports, no secrets (`tests/test_security.py`). `scripts/bench_checkpoint.py` measures what a save costs.
+
 ## What only a cluster can show
 
 These runs are on one machine, on emulated devices, over loopback. Not shown by them:
