@@ -16,8 +16,8 @@ EVERY = 100
 """Steps between saves, and between evaluations."""
 MOST_MB = 1.0
 """Growth of resident memory per 1,000 steps, in the second half: by the hundredth save or so, what malloc keeps for each of
-the many threads of a save has come to its size. 0.15 are TensorStore's: 630 bytes for each of the two dozen metrics that
-Orbax asks it for at a save."""
+the many threads of a save has come to its size. 0.2 are TensorStore's, which does not give back what Orbax
+asks it for at a save: 630 bytes for each of two dozen metrics, 70 for each of a hundred parts of its specifications."""
 MOST_THREADS = 0.5
 """Growth of their number per 1,000 steps, of ten saves: between saves TensorStore keeps now more, now fewer."""
 STEP_S = 0.5
