@@ -7,6 +7,7 @@ not compressed: weights hardly shrink (7%), and without it saving and restoring 
 import asyncio
 import concurrent.futures
 import contextlib
+import glob
 import logging
 import os
 import re
@@ -76,8 +77,21 @@ class ArrayWriter:
             return [failed]
 
     def finalize(self, directory: Path) -> None:
-        """Joins the parts that all processes have written; called by the first one."""
-        self._handler.finalize(epath.Path(directory))
+        """Joins the parts that all processes have written; called by the first one.
+
+        Raises:
+            OSError: the disk fails.
+            ValueError: Orbax finds an array incomplete, or no part at all, of which it says nothing itself.
+        """
+        with contextlib.ExitStack() as stack:
+            if glob.has_magic(str(directory)):
+                # Orbax takes the whole path for a pattern, finds no parts, and joins nothing: it gets another name.
+                descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+                stack.callback(os.close, descriptor)
+                directory = Path(f"/proc/self/fd/{descriptor}")
+            self._handler.finalize(epath.Path(directory))
+            if self._use_ocdbt and not (directory / "manifest.ocdbt").exists():
+                raise ValueError("no array has been written")
 
     def close(self) -> None:
         """Ends its threads."""

@@ -275,6 +275,15 @@ def test_who_has_lost_the_run_deletes_nothing_of_it(tmp_path):
         assert (tmp_path / "checkpoints" / "1").exists()
 
 
+@pytest.mark.parametrize("name", ["run [1]", "what?*", "[!x]", "it's \"a\" run %d $HOME"])
+def test_a_run_dir_may_have_any_name(tmp_path, name):
+    """Also one that is a pattern for file names."""
+    with Checkpointer(tmp_path / name, CONFIG) as checkpointer:
+        checkpointer.save(1, state_of(1), META)
+    restored = restore(tmp_path / name, abstract())
+    assert bits(restored.state) == bits(state_of(1))
+
+
 def test_a_run_dir_that_cannot_be_written_is_refused(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match="cannot be written: Not a directory"):
