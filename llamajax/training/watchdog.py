@@ -3,7 +3,8 @@
 A thread looks at the phases of the run (`llamajax.training.phases`). When one has outlasted its limit, the stacks of all
 threads go to a file, one line says what lasted too long, the other processes of the run are told, leave theirs, and all end
 with `TRY_AGAIN`. Those that wait for the stuck process outlast their limits with it: they let it speak first. Who waits for
-other processes to agree, or to give a lock free, has no limit: they have theirs, and one that is lost is noticed.
+other processes to agree, or to give a lock free, may take longer by what takes longest, as they have limits of their own;
+but not for ever, since each may wait for the others. While a run starts and loads there is no limit to that.
 
 A thread of Python does not run while native code holds the interpreter, nor in a process that was stopped. Then whoever
 reads the heartbeat from outside (`llamajax.launch`) sends SIGABRT, on which the stacks are written without it. Nothing here
@@ -44,6 +45,7 @@ _FOR_OTHERS = {
     inspect.unwrap(function).__code__
     for function in (processes.Peers.everyones, StopSignal.requested, disk.locked, Checkpointer._await_thread)
 }  # in which a thread waits for what is watched itself: other processes, or the thread that commits
+_TOGETHER = ("step", "save", "evaluate")  # what processes are at while others are at a step
 _ARRAYS = "jax._src.array"  # the module in which a thread waits for the value of an array
 COMPILERS = ("jax._src.compiler", "jax._src.interpreters.mlir", "jax._src.interpreters.partial_eval")
 """Modules in which jax compiles, lowers and traces."""
@@ -170,7 +172,7 @@ class Watchdog:
                 continue
             frame = sys._current_frames().get(thread)
             if _is_in(_FOR_OTHERS, frame):
-                phase.restart(now)
+                self._wait_on(phase, now)
             elif _is_compiling(frame):
                 phase.allow(self._phases.limit("compile"), SETTINGS["compile"])
             if now < phase.deadline():
@@ -179,6 +181,14 @@ class Watchdog:
                 phase.grace = _GRACE_S
             elif self._phases.of(thread) is phase and now >= phase.deadline():
                 self._end(phase, _doing(phase, frame), now)
+
+    def _wait_on(self, phase: Phase, now: float) -> None:
+        """Lets a phase that waits for others take what they may take besides."""
+        if phase.kind not in (*_TOGETHER, "first step"):
+            phase.restart(now)
+            return
+        longest = max(_TOGETHER, key=self._phases.limit)
+        phase.allow(self._phases.limit(phase.kind) + self._phases.limit(longest), SETTINGS[longest])
 
     def _tell(self) -> None:
         """Lets the heartbeat say what the run is at."""

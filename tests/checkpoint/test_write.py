@@ -275,7 +275,7 @@ def test_who_has_lost_the_run_deletes_nothing_of_it(tmp_path):
         assert (tmp_path / "checkpoints" / "1").exists()
 
 
-@pytest.mark.parametrize("name", ["run [1]", "what?*", "[!x]", "it's \"a\" run %d $HOME"])
+@pytest.mark.parametrize("name", ["run [1]", "what?*", "[!x]", 'it\'s "a" run %d $HOME'])
 def test_a_run_dir_may_have_any_name(tmp_path, name):
     """Also one that is a pattern for file names."""
     with Checkpointer(tmp_path / name, CONFIG) as checkpointer:

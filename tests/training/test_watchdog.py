@@ -105,6 +105,32 @@ def test_what_another_process_holds_is_waited_for(tmp_path):
     assert watchdog.ends == []
 
 
+def test_who_waits_for_others_at_a_step_may_take_longer_but_not_for_ever(tmp_path):
+    """Two processes may each wait for an answer of the other."""
+    program = HOLDS_LOCK.replace("sleep(2)", "sleep(600)")
+    held = subprocess.Popen([sys.executable, "-c", program, str(tmp_path / "lock")], stdout=subprocess.PIPE)
+    assert held.stdout is not None
+    held.stdout.readline()
+    took = []
+
+    def let_go():
+        watchdog.await_end()
+        took.append(time.monotonic() - began)
+        held.kill()
+
+    with Listed(tmp_path, save_s=2 * LIMIT_S) as watchdog:
+        watchdog.finished(1)
+        began = time.monotonic()
+        releasing = threading.Thread(target=let_go)
+        releasing.start()
+        with disk.locked(tmp_path):
+            pass
+        releasing.join()
+    held.communicate()
+    assert watchdog.ends == [("step", "waiting for the devices")]
+    assert took[0] >= 3 * LIMIT_S
+
+
 def test_what_compiles_has_the_limit_of_compiling(tmp_path):
     @jax.jit
     def slowly_traced(x):
