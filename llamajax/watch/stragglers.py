@@ -13,14 +13,14 @@ from jaxtyping import Float64
 
 KINDS = {"device": "computes", "data": "waits for its batches", "host": "takes between steps"}
 """What is compared, and what a slow host does."""
-REPORT_EVERY = 10
+REPORT_EVERY = 8
 """Steps between reports of a host."""
 REPORTS = 5
-"""Reports in a row of which the median is compared: moments 40 steps apart, or means over all of 50 steps."""
+"""Reports in a row of which the median is compared: moments 32 steps apart, or means over all of 40 steps."""
 
-_THROUGHOUT = 0.81  # of the median's difference that all of them must show, on average: more than 40 steps of 50
+_THROUGHOUT = 0.81  # of the median's difference that all of them must show, on average: more than 32 steps of 40
 _LEAST_S = 0.002  # that a host must lose in a step by its data or between steps
-_OWN_NOISE = 3.5  # robust standard deviations of one host's reports that are no difference
+_OWN_NOISE = 4.0  # robust standard deviations of one host's reports that are no difference
 _NOISE_BETWEEN = 4.0  # of the hosts' medians, likewise
 _REMEMBERED = 16  # reports of each host that say how much they vary
 _LEAST_DIFFERENCES = 8  # between a host's reports, of all hosts, without which that is not known
@@ -90,7 +90,7 @@ class Comparison:
                 continue
             own_noise = 1.4826 * float(np.median(differences)) / np.sqrt(2)
             middle = _middle(level)
-            unit = middle if kind == "device" else step_time_s
+            unit = middle if kind == "device" else step_time_s / self._ratio  # what a step would take without that
             enough = max((self._ratio - 1) * unit, 0.0 if kind == "device" else _LEAST_S, _OWN_NOISE * own_noise)
             for process in np.flatnonzero(known & (level - middle >= enough)):
                 key = int(process), kind

@@ -2,9 +2,11 @@
 
 import contextlib
 import itertools
+import json
 import os
 import pathlib
 import re
+import statistics
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -21,10 +23,11 @@ STEPS = 50
 KINDS = {
     "batches that come late": ("loader", 0.1, 1 + SLOWER, 4),
     "a slow host": ("reported", 0.1, 1 + SLOWER, 0),
-    "half of a core": ("", 0.3, 0, 0),
+    "a core that another program has first": ("", 0.3, 0, 0),
 }
-"""Where it loses time; seconds of a step; what it takes there every time, and at first, as shares of a step: what is less
-than a step is done while the devices compute the one before, and batches that were loaded ahead have to be used up first."""
+"""Where it loses time; seconds that a step takes at least; what it takes there every time, and at first, as shares of what a
+step took: what is less than a step is done while the devices compute the one before, and batches that were loaded ahead have
+to be used up first."""
 
 
 def run(count: int, seed: int, where: Scene, jobs: int) -> Result:
@@ -41,10 +44,11 @@ def run(count: int, seed: int, where: Scene, jobs: int) -> Result:
             slowed.wait(lambda: slowed.step > steps, STARTS_S + ENDS_S, f"step {steps}")
             assert not named(slowed.output), f"process {named(slowed.output)} is named before one is slow"
             if point:
-                slowed.lay(point, rank, "slow down", by_s=share * step_s, first_s=at_first * step_s)
+                took_s = step_time_s(slowed)
+                slowed.lay(point, rank, "slow down", by_s=share * took_s, first_s=at_first * took_s)
                 slowed.wait_for_fault(point, rank)
             else:
-                stack.enter_context(computing_on(rank))
+                stack.enter_context(computing_before(slowed, rank))
             since = slowed.step
             slowed.wait(lambda: bool(named(slowed.output)), STARTS_S + ENDS_S, f"naming process {rank}")
             took = slowed.step - since
@@ -70,12 +74,21 @@ def give_each_a_core(slowed: BrokenRun) -> None:
                 os.sched_setaffinity(int(thread.name), {core})
 
 
+def step_time_s(slowed: BrokenRun) -> float:
+    """What the newest steps took."""
+    records = [json.loads(line) for line in (slowed.run_dir / "metrics.jsonl").read_text().splitlines()]
+    return statistics.median(record["perf/step_time_s"] for record in records[-30:] if "perf/step_time_s" in record)
+
+
 @contextlib.contextmanager
-def computing_on(place: int) -> Iterator[None]:
-    """Meanwhile, another program computes on one core without end."""
+def computing_before(slowed: BrokenRun, rank: int) -> Iterator[None]:
+    """Meanwhile, another program computes on the core of one process without end, and has ten times its share of it."""
     cores = sorted(os.sched_getaffinity(0))
+    for thread in pathlib.Path(f"/proc/{slowed.pids()[rank]}/task").iterdir():
+        with contextlib.suppress(ProcessLookupError):
+            os.setpriority(os.PRIO_PROCESS, int(thread.name), 10)
     with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as busy:
-        os.sched_setaffinity(busy.pid, {cores[place % len(cores)]})
+        os.sched_setaffinity(busy.pid, {cores[rank % len(cores)]})
         try:
             yield
         finally:

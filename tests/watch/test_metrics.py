@@ -220,15 +220,15 @@ def test_devices_are_timed_when_they_are_idle_and_that_is_no_steps_time(config, 
     monkeypatch.setattr(jax, "block_until_ready", lambda _: takes(1.0))
     with open_writer(config) as writer:
         for step in range(1, 26):
-            clock.now += step not in (11, 21)  # whose devices begin when the timing, in write, has ended
-            writer.write(step, step_values(step), data_wait_s=0.25 * (step not in (11, 21)))
+            clock.now += step not in (9, 17, 25)  # whose devices begin when the timing, in write, has ended
+            writer.write(step, step_values(step), data_wait_s=0.25 * (step not in (9, 17, 25)))
         clock.now += 1.0
     times = [record["perf/step_time_s"] for record in records(config)]
     assert times == pytest.approx([2.0] + [1.0] * 24), "but for the first, before which a second went by"
-    assert [(report["step"], report["device"]) for report in sent] == [(10, 0.001), (20, 0.001)]
+    assert [(report["step"], report["device"]) for report in sent] == [(8, 0.001), (16, 0.001), (24, 0.001)]
     assert sent[0]["data"] == pytest.approx(0.25)
     assert sent[0]["host"] == pytest.approx(0.75)
-    assert sent[1]["host"] == pytest.approx(0.75 * 0.9), "after a timing nobody was late"
+    assert sent[1]["host"] == pytest.approx(0.75 * 7 / 8), "after a timing nobody was late"
 
 
 def test_hosts_are_compared_also_behind_a_pause(config):
