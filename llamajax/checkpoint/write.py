@@ -19,7 +19,6 @@ a process killed at any moment leaves only whole steps and left-overs that the n
 """
 
 import contextlib
-import errno
 import json
 import shutil
 import threading
@@ -32,7 +31,7 @@ from typing import Any
 
 import jax
 
-from llamajax.checkpoint import manifest, retention
+from llamajax.checkpoint import commit, retention
 from llamajax.checkpoint.array_writer import ArrayWriter, reason
 from llamajax.checkpoint.local_tier import LocalTier, identity_of
 from llamajax.checkpoint.newest import restore_newest
@@ -43,7 +42,6 @@ from llamajax.config.training import CheckpointConfig
 from llamajax.data.position import PassedOver
 from llamajax.disk import make_folder, may_pass, read_again, sync
 from llamajax.errors import CheckpointError, SaveError, UserError
-from llamajax.parallel import processes
 from llamajax.parallel.arrays import named_arrays
 from llamajax.parallel.processes import everyones
 from llamajax.units import format_bytes
@@ -323,39 +321,14 @@ class Checkpointer:
         with self._around_commit(), self._failing(step, saving):
             self._together(lambda: [part.result(_TIMEOUT_S) for part in writing])
             self._together(lambda: self._arrays.finalize(saving / "state"), first_only=True)
-            self._together(lambda: self._hash_share(saving))
+            self._together(lambda: commit.hash_share(saving))
             self._together(lambda: self._finish(step, saving, small), first_only=True)
             self._newest = step
 
-    def _hash_share(self, saving: Path) -> None:
-        """Leaves the records of this process's share of the arrays' files for process 0."""
-        sizes = {path: (saving / path).stat().st_size for path in manifest.list_files(saving) if path.startswith("state/")}
-        records = manifest.records_of(saving, manifest.shares(sizes, jax.process_count())[jax.process_index()])
-        (saving / f"hashes.{jax.process_index()}.json").write_text(json.dumps(records))
-
     def _finish(self, step: int, saving: Path, small: Mapping[str, bytes]) -> None:
-        """On process 0: adds what is not arrays, then makes the directory `saving` the step, and deletes old ones."""
+        """On process 0: makes the directory `saving` the step, and deletes old ones."""
         assert self._lock is not None
-        with processes.uninterrupted():  # all have done their part, so the step is good whatever becomes of them
-            (saving / "files").mkdir()
-            records = {name: manifest.write_file(saving / name, content) for name, content in small.items()}
-            for share in saving.glob("hashes.*.json"):
-                records |= json.loads(share.read_text())
-                share.unlink()
-            # Another process may not have seen all files, or other sizes: on NFS, what it knows may be old.
-            unseen = [path for path in manifest.list_files(saving) if path not in records]
-            records |= manifest.records_of(saving, unseen)
-            manifest.write(saving, records)
-            # Who takes a run over removes what others are writing there: if it does so from here on, the rename fails.
-            self._lock.check()
-            try:
-                saving.rename(self._directory / str(step))
-            except OSError as error:
-                if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
-                    raise
-                # The same step, of an attempt that failed after its rename.
-                shutil.rmtree(saving, ignore_errors=True)
-            sync(self._directory)
+        commit.make_step(saving, self._directory / str(step), small, self._lock.check)
         try:
             self._delete_old()
         except OSError as error:  # costs space, not the step

@@ -73,6 +73,7 @@ def run(config: GenerateConfig) -> None:
         max_seq_len=max_seq_len,
         end_ids=end_ids,
     )
+    console.CONSOLE.ends_with_reader = config.output is None
     try:
         if config.is_talk:
             assert template is not None

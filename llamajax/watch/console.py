@@ -37,8 +37,13 @@ class Screen(Console):
         with contextlib.suppress(OSError):
             super().print(*args, **kwargs)
 
+    ends_with_reader = False
+    """Whether the process has nothing to do but print, and so ends when nobody reads."""
+
     def on_broken_pipe(self) -> None:
-        """Prints nothing from here on; rich's own answer ends the process."""
+        """Ends the process, as rich does, or prints nothing from here on."""
+        if self.ends_with_reader:
+            super().on_broken_pipe()
         self.quiet = True
 
 

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from jax import P
 
-from llamajax.checkpoint import manifest, run_lock
+from llamajax.checkpoint import commit, manifest, run_lock
 from llamajax.checkpoint import write as checkpoint
 from llamajax.checkpoint.read import restore
 from llamajax.checkpoint.steps import latest_step
@@ -235,14 +235,14 @@ def test_what_keeps_a_run_from_starting_may_pass_or_not(tmp_path, monkeypatch, n
 
 def test_what_fails_after_the_rename_costs_no_step(tmp_path, monkeypatch):
     """The directory cannot be synchronised: the save counts as failed, and the next one finds the step that is there."""
-    told, sync = [], checkpoint.sync
+    told, sync = [], commit.sync
 
     def fail_once(path):
         if path.name == "checkpoints" and (path / "1").exists() and not told:
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         sync(path)
 
-    monkeypatch.setattr(checkpoint, "sync", fail_once)
+    monkeypatch.setattr(commit, "sync", fail_once)
     with Checkpointer(tmp_path, CONFIG, on_failure=told.append) as checkpointer:
         checkpointer.save(1, state_of(1), META)
         checkpointer.finish(save_again=lambda: checkpointer.save(1, state_of(1), META))

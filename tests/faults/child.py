@@ -201,7 +201,7 @@ def lay_points() -> None:
     patch(write.Checkpointer, "save", "save")
     patch(write.Checkpointer, "_commit", "write")
     patch(write.ArrayWriter, "finalize", "finalize")
-    patch(write.Checkpointer, "_hash_share", "hash")
+    patch(write.commit, "hash_share", "hash")
     patch(write.Checkpointer, "_delete_old", "committed")
     patch(write.retention, "finish_deleting", "delete")
     patch(Loader, "_load", "loader")
@@ -242,7 +242,7 @@ def _poison(does: str, token: str) -> None:
 
 def _patch_disk(write: Any) -> None:
     """Points between the operations by which a step appears and disappears."""
-    patch(write.manifest, "write", "manifest")
+    patch(write.commit.manifest, "write", "manifest")
     rename, rmtree = pathlib.Path.rename, write.shutil.rmtree
 
     def rename_with_point(path: pathlib.Path, target: Any) -> pathlib.Path:

@@ -7,6 +7,7 @@ import sys
 import types
 from importlib.machinery import ModuleSpec
 from types import SimpleNamespace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -235,10 +236,11 @@ def test_hosts_are_compared_also_behind_a_pause(config):
     """A checkpoint after every tenth step fetches its metrics before the next one is there."""
     compared = []
     with open_writer(config) as writer:
-        writer._hosts = SimpleNamespace(
+        listed: Any = SimpleNamespace(
             add_step=lambda *_, **__: None, probe_due=lambda step: False, write=lambda *_, **__: None,
             report=lambda step: (compared.append(step) or [], {}),
         )  # fmt: skip
+        writer._hosts = listed
         for step in range(1, 32):
             writer.write(step, step_values(step))
             if step % 10 == 0:
