@@ -21,8 +21,8 @@ class Output:
         """Nothing has been printed."""
         self.is_lost = False
         """Whether something could not be written: the disk is full, or nobody reads."""
-        one = threading.Lock()  # of what may be one pipe, which takes long writes in parts
-        self._writing = {1: one, 2: one if os.path.sameopenfile(1, 2) else threading.Lock()}
+        one = threading.Lock()  # of both, which may be one pipe: that takes long writes in parts
+        self._writing = {1: one, 2: one if _are_one(1, 2) else threading.Lock()}
 
     def say(self, text: str) -> None:
         """A line of the launcher's own, on stderr."""
@@ -58,6 +58,13 @@ class Output:
                     rest = rest[os.write(to, rest) :]
             except OSError:  # what comes later may find room again, and the other stream is not lost with this one
                 self.is_lost = True
+
+
+def _are_one(first: int, second: int) -> bool:
+    try:
+        return os.path.sameopenfile(first, second)
+    except OSError:  # one is closed
+        return False
 
 
 def wait_for(threads: list[threading.Thread], timeout_s: float) -> None:

@@ -54,14 +54,6 @@ GROUPS = (
     Group("R16", "a fault a minute", "97% recovered without a hand, end state equal", mixed.run, 30, 0, 62),
     Group("R18", "native hangs", "as R9, though no thread of Python runs", hangs.run_native, 16, 1, 15),
     Group("R19", "bad disks", "told, no good step lost, ends bit-equal without a hand", bad_disk.run, 24, 0, 40),
-    Group(
-        "R21",
-        "an odd process",
-        "refused before step 0 within 10 s, the odd one named",
-        disagreement.run,
-        20,
-        0,
-        7,
-    ),
+    Group("R21", "an odd process", "refused before step 0 within 10 s, the odd one named", disagreement.run, 20, 0, 7),
     Group("S", "hostile inputs", "read or refused: no traceback, signal, hang; memory capped", hostile.run, 10_000, 0, 0.02),
 )

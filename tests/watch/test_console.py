@@ -65,12 +65,14 @@ def test_a_full_disk_behind_standard_output_ends_nothing(monkeypatch):
 def test_a_reader_that_has_gone_ends_nothing(monkeypatch):
     reads, writes = os.pipe()
     os.close(reads)
-    closed = open(writes, "w", buffering=1)  # noqa: SIM115  (to close it fails, too)
-    monkeypatch.setattr(console, "CONSOLE", console.Screen(file=closed))
-    console.log("a line")
-    console.log("another")
-    with contextlib.suppress(BrokenPipeError):
-        closed.close()
+    with contextlib.suppress(BrokenPipeError), open(writes, "w", buffering=1) as closed:  # to close it fails, too
+        screen = console.Screen(file=closed)
+        monkeypatch.setattr(console, "CONSOLE", screen)
+        console.log("a line")
+        assert screen.quiet
+        screen.quiet, screen.ends_with_reader = False, True
+        with pytest.raises(SystemExit):
+            console.log("another, of a command that has nothing to do but print")
 
 
 def test_plain_lines(capsys):
