@@ -84,14 +84,16 @@ class Hosts:
         self._num_unprobed = 0
 
     def report(self, step: int) -> tuple[list[Slow], dict[str, float]]:
-        """Every `REPORT_EVERY` steps, sends the figures since the last report; a step later, process 0 compares what it has.
+        """Every `REPORT_EVERY` steps, sends the figures since the last report; two steps later, process 0 compares what it has.
+
+        Not one step later: that is dispatched as soon as the devices are timed, when what the others send is still on its way.
 
         Returns:
             Who has become slow or is no longer, and metrics; both empty in between and on other processes.
         """
         if step % REPORT_EVERY == 0 and self._steps:
             self._send(step)
-        if self._peers.rank or step % REPORT_EVERY != 1 or 0 not in self._peers.reports:
+        if self._peers.rank or step % REPORT_EVERY != 2 or 0 not in self._peers.reports:
             return [], {}
         for process, report in list(self._peers.reports.items()):
             if report["step"] > self._newest.get(process, 0):

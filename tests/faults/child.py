@@ -113,6 +113,10 @@ def _slow_down(fault: dict[str, Any]) -> None:
     time.sleep(fault["first_s"])
 
 
+def _slow_down_device(fault: dict[str, Any]) -> None:
+    PacedStep.slower = fault["by"]
+
+
 ACTIONS: dict[str, Callable[[dict[str, Any]], object]] = {
     "kill": _kill,
     "stop": lambda fault: os.kill(os.getpid(), signal.SIGSTOP),
@@ -121,6 +125,7 @@ ACTIONS: dict[str, Callable[[dict[str, Any]], object]] = {
     "flip bits": _flip_bits,
     "meet alone": _meet_alone,
     "slow down": _slow_down,
+    "slow down the device": _slow_down_device,
     "deadlock": _deadlock,
     "hold": _hold,
     "hold the GIL": _hold_gil,
@@ -152,6 +157,8 @@ class PacedStep:
     """Steps after which a bit of the state flips; -1: all."""
     done_at = 0.0
     """When the devices will have done the steps that they were given."""
+    slower = 0.0
+    """Share of its time that whatever the devices compute takes more."""
 
     def __init__(self, compiled: Any) -> None:
         self._compiled = compiled
@@ -161,7 +168,7 @@ class PacedStep:
 
     def __call__(self, state: Any, batch: Any) -> Any:
         hit("step")
-        PacedStep.done_at = max(PacedStep.done_at, time.monotonic()) + STEP_S
+        PacedStep.done_at = max(PacedStep.done_at, time.monotonic()) + (1 + PacedStep.slower) * STEP_S
         state, values = self._compiled(state, batch)
         hit("after step")
         if PacedStep.flips:
@@ -170,21 +177,53 @@ class PacedStep:
 
 
 STEP_S = float(os.environ.get("LLAMAJAX_CAMPAIGN_STEP_S", "0.03"))
+PROBE_S = 0.003
 
 
-def _pace(writer: Any) -> None:
-    """Has the metrics of a step arrive when its devices are done: whoever waits for them waits for that."""
-    flush, done_at = writer.flush, 0.0
+def _pace(metrics: Any) -> None:
+    """Has the metrics of a step arrive when its devices are done: whoever waits or looks for them finds that."""
+    writer, hosts = metrics.MetricsWriter, metrics.Hosts
+    flush, is_computed, probe_due, held_done_at = writer.flush, metrics._is_computed, hosts.probe_due, 0.0
 
     @functools.wraps(flush)
-    def paced(self: Any) -> Any:
-        nonlocal done_at
+    def paced_flush(self: Any) -> Any:
+        nonlocal held_done_at
         if self._held is not None:  # a step, behind which another one may have been dispatched since
-            time.sleep(max(0.0, done_at - time.monotonic()))
-        done_at = PacedStep.done_at
+            time.sleep(max(0.0, held_done_at - time.monotonic()))
+        held_done_at = PacedStep.done_at
         return flush(self)
 
-    writer.flush = paced
+    @functools.wraps(probe_due)
+    def paced_probe_due(self: Any, step: int) -> bool:
+        due = probe_due(self, step)
+        if due:  # the writer waits for the devices then
+            time.sleep(max(0.0, PacedStep.done_at - time.monotonic()))
+        return due
+
+    writer.flush, hosts.probe_due = paced_flush, paced_probe_due
+    metrics._is_computed = lambda values: time.monotonic() >= held_done_at and is_computed(values)
+
+
+def _pace_probe(probe: Any) -> None:
+    """Has the fixed program take its time likewise; that of cores that other processes use too would say nothing."""
+    prepare = probe.__init__
+
+    def paced(program: Any) -> Callable[[Any], Any]:
+        def run(matrix: Any) -> Any:
+            done_at = time.monotonic() + (1 + PacedStep.slower) * PROBE_S
+            product = program(matrix).block_until_ready()
+            time.sleep(max(0.0, done_at - time.monotonic()))
+            return product
+
+        return run
+
+    @functools.wraps(prepare)
+    def paced_prepare(self: Any) -> None:
+        prepare(self)
+        self._programs = [(paced(program), matrix) for program, matrix in self._programs]
+
+    probe.__init__ = paced_prepare
+    patch(probe, "seconds", "device")
 
 
 def lay_points() -> None:
@@ -192,7 +231,7 @@ def lay_points() -> None:
     from llamajax.checkpoint import write
     from llamajax.data.loader import Loader
     from llamajax.training import loop, run
-    from llamajax.watch.metrics import MetricsWriter
+    from llamajax.watch import hosts, metrics
 
     patch(run.startup, "join_run", "join")
     patch(run.data, "prepare", "prepare")
@@ -205,8 +244,9 @@ def lay_points() -> None:
     patch(write.Checkpointer, "_delete_old", "committed")
     patch(write.retention, "finish_deleting", "delete")
     patch(Loader, "_load", "loader")
-    patch(MetricsWriter, "write", "callback", "reported")
-    _pace(MetricsWriter)
+    patch(metrics.MetricsWriter, "write", "callback", "reported")
+    _pace(metrics)
+    _pace_probe(hosts.DeviceProbe)
     patch(loop, "evaluate", "evaluate")
 
     compile_here = run.compile_here
