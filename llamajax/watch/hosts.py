@@ -84,9 +84,9 @@ class Hosts:
         self._num_unprobed = 0
 
     def report(self, step: int) -> tuple[list[Slow], dict[str, float]]:
-        """Every `REPORT_EVERY` steps, sends the figures since the last report; two steps later, process 0 compares what it has.
+        """Every `REPORT_EVERY` steps, sends the figures since the last report; two steps later, process 0 compares all.
 
-        Not one step later: that is dispatched as soon as the devices are timed, when what the others send is still on its way.
+        The next step is dispatched as soon as the devices are timed, when what the others send is still on its way.
 
         Returns:
             Who has become slow or is no longer, and metrics; both empty in between and on other processes.

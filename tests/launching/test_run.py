@@ -59,6 +59,54 @@ def test_lines_of_all_ranks_come_whole_and_told_apart(tmp_path):
         assert f"{prefix}error {rank}" in errors.splitlines()
 
 
+@pytest.mark.parametrize("lost", ["stdout", pytest.param("stderr", marks=pytest.mark.slow)])
+def test_a_reader_that_leaves_ends_nobody_and_takes_no_other_line(tmp_path, lost):
+    """More is printed than a pipe holds: who waited for a reader would never end."""
+    body = """
+    while not (here / "left").exists():
+        time.sleep(0.01)
+    for stream in (sys.stdout, sys.stderr):
+        for number in range(100):
+            print("x" * 1000, file=stream)
+        print(rank, "the end", file=stream)
+    (here / f"ended.{rank}").touch()
+    """
+    launch = Launch(tmp_path, body)
+    gone, left = launch.process.stdout, launch.process.stderr
+    if lost == "stderr":
+        gone, left = left, gone
+    assert gone is not None
+    assert left is not None
+    gone.close()
+    (tmp_path / "left").touch()
+    with left:
+        lines = left.read().splitlines()
+    assert launch.process.wait(timeout=120) == 74
+    assert all((tmp_path / f"ended.{rank}").exists() for rank in range(2))
+    assert {"0 the end", "[1] 1 the end"} <= set(lines)
+
+
+@pytest.mark.slow
+def test_a_commit_is_not_cut_short_by_anothers_end(tmp_path):
+    body = """
+    beat = heartbeat.of_this_process()
+    if rank == 0:
+        beat.tell(commits=True)
+        (here / "commits").touch()
+        time.sleep(4)
+        (here / "committed").touch()
+        beat.tell(commits=False)
+        time.sleep(600)
+    while not (here / "commits").exists():
+        time.sleep(0.01)
+    os.kill(os.getpid(), signal.SIGKILL)
+    """
+    launch = Launch(tmp_path, body, "--max_restarts", "0")
+    _, lines = launch.end(75)
+    assert lines[-1] == "process 0 was ended by the launcher, because of process 1"
+    assert (tmp_path / "committed").exists()
+
+
 def test_who_is_killed_ends_all_with_what_they_started_and_is_named(tmp_path):
     body = """
     child = subprocess.Popen(["sleep", "600"])
@@ -231,6 +279,17 @@ def test_a_request_to_stop_is_heard_before_processes_hear_and_between_lives(tmp_
     launch.process.send_signal(signal.SIGINT)
     _, lines = launch.end(0)
     assert lines[-1] == "stopped by SIGINT before the restart; nothing was lost"
+
+
+@pytest.mark.slow
+def test_an_interrupt_before_processes_hear_shows_no_traceback(tmp_path):
+    launch = Launch(tmp_path, "(here / f'waits.{rank}').touch(); time.sleep(600)")
+    for rank in range(2):
+        launch.wait_for_file(f"waits.{rank}")
+    launch.process.send_signal(signal.SIGINT)
+    _, errors = launch.process.communicate(timeout=120)
+    assert launch.process.returncode == 0
+    assert "Traceback" not in errors
 
 
 @pytest.mark.slow

@@ -105,6 +105,18 @@ def test_what_ends_one_process_is_told_by_the_others(victim):
     assert re.fullmatch(rf"process {victim} \(pid .*\) failed: x.jsonl:2: bad; correct it; start all again .*", line)
 
 
+@pytest.mark.parametrize("victim", [0, 1])
+def test_what_nobody_catches_is_told_by_the_others(victim, monkeypatch):
+    """As in a program of the user's own, whose last line is not ours."""
+    program = PROGRAM.replace(PROGRAM.splitlines()[-1], "work()")
+    monkeypatch.setattr(sys.modules[__name__], "PROGRAM", program)
+    processes = start_joined(f"if rank == {victim}: raise KeyError('no such column')\n        {WAIT}")
+    *_, last = end(processes[victim], 1)
+    assert last == "KeyError: 'no such column'"
+    (line,) = end(processes[1 - victim], 1)
+    assert re.fullmatch(rf"process {victim} \(pid .*\) failed: KeyError: 'no such column'; start all again .*", line)
+
+
 def test_an_error_that_all_find_is_everyones_own():
     processes = start_joined("raise DataError('no text')")
     assert [end(process, 3) for process in processes] == [["no text"], ["no text"]]

@@ -1,11 +1,14 @@
 """Tests of llamajax.parallel.startup."""
 
+import functools
 import os
 import subprocess
 import sys
 
 from jaxlib import _jax  # pyright: ignore[reportAttributeAccessIssue] (a module without types)
 
+from llamajax.config.parallel import DistributedConfig, MeshConfig
+from llamajax.launching import heartbeat
 from llamajax.parallel import startup
 
 LAUNCHES = """
@@ -52,3 +55,14 @@ def test_connections_of_one_machine_are_made_on_loopback(monkeypatch):
     assert made == [{"distributed_client": None, "hostname": "127.0.0.1"}]
     monkeypatch.delattr(_jax, startup.GLOO)
     startup.listen_on_loopback()
+
+
+def test_a_program_that_has_connected_has_told_that_it_is_alive(tmp_path, monkeypatch):
+    """One without a watchdog says nothing else, and must not count as one that never began."""
+    monkeypatch.setenv(heartbeat.VARIABLE, str(tmp_path))
+    monkeypatch.setenv("LLAMAJAX_PROCESS_ID", "3")
+    monkeypatch.setattr(heartbeat, "of_this_process", functools.cache(heartbeat.of_this_process.__wrapped__))
+    startup.connect(MeshConfig(num_cpu_devices=8), DistributedConfig())
+    beat = heartbeat.read(tmp_path, 3)
+    assert beat is not None
+    assert (beat.phase, beat.deadline) == ("start", None)
