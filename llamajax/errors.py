@@ -6,9 +6,11 @@ Our own invariants are ``assert``s and never end up here.
 
 import re
 
-OUT_OF_MEMORY, INTERNAL_ERROR, DISK_ERROR, TRY_AGAIN, GIVE_UP = 5, 70, 74, 75, 93
-"""Exit codes for what is no `UserError`: the device's memory, a defect of ours, the disk; what a new start may help (a
-process that was lost or stuck), and what it will not."""
+OUT_OF_MEMORY, DEVICE_ERROR, INTERNAL_ERROR, DISK_ERROR, TRY_AGAIN, GIVE_UP = 5, 69, 70, 74, 75, 93
+"""Exit codes for what is no `UserError`: the device's memory, a device or network that failed, a defect of ours, the disk;
+what a new start may help (a process that was lost or stuck), and what it will not."""
+CAN_HELP = (DEVICE_ERROR, DISK_ERROR, TRY_AGAIN)
+"""Those after which a new start may get further."""
 
 
 class UserError(ValueError):

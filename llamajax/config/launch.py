@@ -22,7 +22,7 @@ class LaunchConfig(Section):
     not reach."""
     max_restarts: NonNegativeInt = 3
     """Restarts of a training run in a row without a new checkpoint in between; then the exit code is 93. Only where they can
-    help: after exit codes 74 and 75, and after signals that nobody sent to the launcher. 0: never, exit codes are passed
+    help: after exit codes 69, 74 and 75, and after signals that nobody sent to the launcher. 0: never, exit codes are passed
     on."""
     stopped_code: NonNegativeInt = 0
     """Exit code of a training run that was stopped by a signal, and saved, before its last step. A cluster that takes 0 for

@@ -16,9 +16,9 @@ class WatchdogConfig(Section):
     `stacks/` in the run directory, and the process ends with exit code 75, which a launcher answers by a new start.
 
     The limit of a phase is `factor` times the longest of its kind so far in this process, and at least the floor here. Each
-    process is answerable for its own phases: what it waits for other processes to agree on, or to give free, has no limit.
-    Time in which the whole process was stopped does not count. What keeps all of its threads from running (native code that
-    holds Python's interpreter) is noticed by the launcher only."""
+    process is answerable for its own phases: where it waits for other processes to agree on something, or to give it free,
+    it may take as long as they may besides. Time in which the whole process was stopped does not count. What keeps all of
+    its threads from running (native code that holds Python's interpreter) is noticed by the launcher only."""
 
     enabled: bool = True
     """Watch at all; without, a process that is stuck stands still until somebody ends it."""

@@ -18,6 +18,8 @@ class Cause:
     """That of the command, unless a restart helps."""
     lines: tuple[str, ...]
     """For people: the first cause, and why each of the others ended."""
+    is_left: bool = False
+    """Whether a process is still there that could not be killed: a new one would find its device taken."""
 
 
 def find_cause(children: Sequence[Child], run_dir: Path | None) -> Cause | None:
@@ -39,7 +41,7 @@ def find_cause(children: Sequence[Child], run_dir: Path | None) -> Cause | None:
         rank, code = first.rank, first.exit_code
         line = f"process {rank} (pid {first.process.pid}) {first.how()}{f'; stacks: {stacks}' if stacks else ''}"
     others = [f"process {child.rank} {_why(child, rank)}" for child in failed if child.rank != rank]
-    return Cause(rank=rank, exit_code=code, lines=(line, *others))
+    return Cause(rank=rank, exit_code=code, lines=(line, *others), is_left=any(child.is_left for child in children))
 
 
 def _elsewhere(failed: Sequence[Child]) -> tuple[int, int, str]:
@@ -51,7 +53,7 @@ def _elsewhere(failed: Sequence[Child]) -> tuple[int, int, str]:
 
 
 def _why(child: Child, cause: int) -> str:
-    if child.is_ended and not child.stuck:
+    if child.is_ended and not child.stuck and not child.is_left:
         return f"was ended by the launcher, because of process {cause}"
     if child.ended_by is not None:
         return f"ended because of process {child.ended_by}"
@@ -63,6 +65,9 @@ def _stacks(run_dir: Path | None, child: Child) -> Path | None:
     if run_dir is None or child.exit_code != TRY_AGAIN:
         return None
     began = time.time() - (time.monotonic() - child.started)
-    found = {path: path.stat() for path in (run_dir / "stacks").glob(f"*.{child.rank}.txt")}
+    try:
+        found = {path: path.stat() for path in (run_dir / "stacks").glob(f"*.{child.rank}.txt")}
+    except OSError:
+        return None
     written = [path for path, file in found.items() if file.st_size and file.st_mtime >= began]
     return max(written, key=lambda path: found[path].st_mtime, default=None)

@@ -8,7 +8,7 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from llamajax.errors import TRY_AGAIN
+from llamajax.errors import DEVICE_ERROR, TRY_AGAIN
 from llamajax.launching import heartbeat
 from llamajax.launching.heartbeat import WAITING, Beat
 
@@ -19,6 +19,7 @@ _MEANINGS = {
     4: "machine or processes",
     5: "out of device memory",
     65: "checkpoints or run directory",
+    DEVICE_ERROR: "a device or the network failed",
     70: "a defect of llamajax",
     74: "disk",
     TRY_AGAIN: "lost another process, or was stuck",
@@ -43,6 +44,10 @@ class Child:
     """Whether the launcher ended it, after others had."""
     stuck: str = ""
     """What it was stuck in, if it was."""
+    killed: float | None = None
+    """When it was first killed, if it was."""
+    is_left: bool = False
+    """Whether it could not be killed, and is still there."""
     last: Beat | None = None
     """What it said last."""
 
@@ -110,6 +115,7 @@ class Child:
 
     def kill(self) -> None:
         """Kills the process and what it has started."""
+        self.killed = self.killed or time.monotonic()
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
 
@@ -126,6 +132,9 @@ class Child:
 
     def how(self) -> str:
         """How it ended, in words."""
+        if self.is_left:
+            of_what = f"was stuck ({self.stuck}), and " if self.stuck else ""
+            return f"{of_what}cannot be killed: the system waits for a device or a disk"
         if self.stuck:
             return f"was stuck: {self.stuck}"
         if self.code == TRY_AGAIN and self.last is not None and self.ended_by is None:

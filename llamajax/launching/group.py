@@ -19,6 +19,8 @@ _GRACE_S = 1.75  # after the first one's end, in which others may end by themsel
 _OVERDUE_S = 1.0  # after its limit, in which a process may act on it by itself
 _OTHERS_OVERDUE_S = 1.5  # after the limit of those that wait for another one, in which that one may show
 _DUMP_S = 1.0  # in which a stuck process must have written its stacks
+_UNKILLABLE_S = 30.0  # after which a process that was killed is given up
+_STOPPED_S = 2.0  # by which a look that comes later means that all stood still, and in which they may then say something
 
 
 class Group:
@@ -35,18 +37,20 @@ class Group:
             bind_address: where process 0 listens; None: it finds out by itself.
 
         Raises:
-            OSError: one cannot be started; those that were are killed.
+            OSError: one cannot be started, or has no room for its heartbeat; those that were are killed.
         """
         self._start_s = program.start_s
         self._is_training = program.run_dir is not None
         self._end_at: float | None = None
         self._abort_at: dict[int, float] = {}
+        self._looks_at = 0.0
         self._places = itertools.count()
         self._followers = []
         self.children: list[Child] = []
         streams = None if program.num_processes == 1 else subprocess.PIPE
         try:
             for rank in program.ranks:
+                heartbeat.prepare(heartbeats, rank)
                 told = program.environment(rank, address, bind_address) | {heartbeat.VARIABLE: str(heartbeats)}
                 process = subprocess.Popen(
                     program.command(),
@@ -67,17 +71,18 @@ class Group:
 
     def live(self, signals: Signals) -> None:
         """Returns when all have ended: one that fails ends the others, a request to stop is passed on once."""
-        is_told = False
+        is_told, looked = False, time.monotonic()
         while running := [child for child in self.children if child.runs]:
             signals.wait(_TICK_S)
             now = time.monotonic()
+            if now - looked > _TICK_S + _STOPPED_S:
+                self._looks_at = now + _STOPPED_S
+            looked = now
             for child in running:
                 if child.has_ended():
-                    child.place = next(self._places)
-                    if self._is_training and signals.stop and child.code in (-signal.SIGTERM, -signals.stop):
-                        child.code = 0  # before it could hear; it had nothing to save
-                    if child.code and self._end_at is None:
-                        self._end_at = now + _GRACE_S
+                    self._take_end(child, signals, now)
+                elif child.killed is not None and now > child.killed + _UNKILLABLE_S:
+                    child.place, child.code, child.is_left = next(self._places), -signal.SIGKILL, True
             running = [child for child in running if child.runs]
             if signals.kill:
                 self._end_at = now
@@ -96,8 +101,20 @@ class Group:
                     child.kill()
         output.wait_for(self._followers, timeout_s=1.0)
 
+    def _take_end(self, child: Child, signals: Signals, now: float) -> None:
+        """Takes down what the end of a process means for the others."""
+        child.place = next(self._places)
+        if self._is_training and signals.stop is None and self._end_at is None and _was_told_to_stop(child):
+            signals.ask(signal.SIGTERM)  # one that has met the others would have told them
+        if self._is_training and signals.stop and child.code in (-signal.SIGTERM, -signals.stop):
+            child.code = 0  # before it could hear; it had nothing to save
+        if child.code and self._end_at is None:
+            self._end_at = now + _GRACE_S
+
     def _abort_stuck(self, running: list[Child], now: float) -> None:
         """Ends those that are stuck: they are past their limit, or others ended because they waited for them."""
+        if now < self._looks_at:
+            return
         if self._end_at is None:
             late = [(child, child.late_s(now, self._start_s)) for child in running]
             overdue = [(child, late_s) for child, late_s in late if late_s is not None and late_s > _OVERDUE_S]
@@ -113,6 +130,12 @@ class Group:
             self._abort_at[child.rank] = now
         if stuck and self._end_at is None:
             self._end_at = now + _GRACE_S
+
+
+def _was_told_to_stop(child: Child) -> bool:
+    """Whether somebody has stopped a process alone, by SIGTERM before it could hear or before it had met the others."""
+    is_starting = child.last is None or child.last.phase == "start"
+    return is_starting and (child.code == -signal.SIGTERM or (child.code == 0 and child.last is not None))
 
 
 def _more_s(child: Child, signals: Signals) -> float:

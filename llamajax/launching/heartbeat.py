@@ -81,6 +81,17 @@ class Heartbeat:
             self.tell()
 
 
+def prepare(directory: Path, rank: int) -> None:
+    """Takes the room on the disk that the beats of a rank need.
+
+    Raises:
+        OSError: there is none.
+    """
+    path = directory / str(rank)
+    path.touch(0o600)
+    path.write_bytes(b" " * _SIZE)
+
+
 @functools.cache
 def of_this_process() -> Heartbeat:
     """The heartbeat of this process, which begins with the first call."""

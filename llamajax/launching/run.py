@@ -12,7 +12,7 @@ from pathlib import Path
 from llamajax.config.launch import LaunchConfig
 from llamajax.config.run import Config
 from llamajax.disk import keep_from_others, names_in
-from llamajax.errors import DISK_ERROR, GIVE_UP, TRY_AGAIN, EnvironmentMismatchError, UserError
+from llamajax.errors import CAN_HELP, DISK_ERROR, GIVE_UP, EnvironmentMismatchError, UserError
 from llamajax.launching import addresses
 from llamajax.launching.cause import Cause, find_cause
 from llamajax.launching.group import Group
@@ -20,8 +20,6 @@ from llamajax.launching.hosts import find_hosts
 from llamajax.launching.output import Output
 from llamajax.launching.program import Program, find_program
 from llamajax.launching.signals import Signals
-
-_CAN_HELP = (DISK_ERROR, TRY_AGAIN)
 
 
 def main(config: LaunchConfig, arguments: Sequence[str], *, check: bool) -> int:
@@ -44,10 +42,16 @@ def main(config: LaunchConfig, arguments: Sequence[str], *, check: bool) -> int:
 def launch(config: LaunchConfig, program: Program) -> int:
     """Starts the processes, and again after what a new start can help against; the exit code."""
     shown, in_a_row = Output(), 0
-    newest = saved_step(program)
+    newest = _saved_step(program, 0, shown)
     with Signals() as signals:
         while True:
-            cause = _live(program, shown, signals)
+            try:
+                cause = _live(program, shown, signals)
+            except OSError as error:
+                if not in_a_row:
+                    raise
+                line = f"{error.filename or 'a process'}: cannot be started: {error.strerror}"
+                cause = Cause(rank=program.ranks.start, exit_code=DISK_ERROR, lines=(line,))
             if signals.kill:
                 shown.say("ended all processes at once, at a second signal")
                 return 128 + (signals.stop or 0)
@@ -55,10 +59,10 @@ def launch(config: LaunchConfig, program: Program) -> int:
                 shown.say(line)
             if cause is None:
                 return DISK_ERROR if shown.is_lost else config.stopped_code if _is_unfinished(program) else 0
-            is_of_use = cause.exit_code in _CAN_HELP and program.run_dir is not None and config.max_restarts > 0
-            if signals.stop is not None or not is_of_use:
+            is_of_use = cause.exit_code in CAN_HELP and program.run_dir is not None and config.max_restarts > 0
+            if signals.stop is not None or not is_of_use or cause.is_left:
                 return cause.exit_code
-            if (step := saved_step(program)) > newest:
+            if (step := _saved_step(program, newest, shown)) > newest:
                 in_a_row = 0
             newest = step  # lower where the run has gone back, from where it counts anew
             if in_a_row == config.max_restarts:
@@ -156,7 +160,19 @@ def saved_step(program: Program) -> int:
     except OSError:
         return shared
     local = Path(config.checkpoint.local_dir).expanduser() / config.checkpoint.local_name(run_dir.absolute(), identity)
-    return max(shared, *set.intersection(*(_steps_in(local / str(rank)) for rank in program.ranks)), 0)
+    try:
+        return max(shared, *set.intersection(*(_steps_in(local / str(rank)) for rank in program.ranks)), 0)
+    except OSError:  # nothing is left of that disk
+        return shared
+
+
+def _saved_step(program: Program, newest: int, shown: Output) -> int:
+    """`saved_step`; the `newest` known where the disk fails, which may be what the processes have ended by."""
+    try:
+        return saved_step(program)
+    except OSError as error:
+        shown.say(f"{error.filename or program.run_dir}: cannot be read: {error.strerror}; taken for no new checkpoint")
+        return newest
 
 
 def _steps_in(directory: Path) -> set[int]:
@@ -167,7 +183,10 @@ def _is_unfinished(program: Program) -> bool:
     """Whether a training run has steps left; seen on every host, whichever got the signal that stopped it."""
     if not isinstance(program.config, Config) or "--dry_run" in program.arguments:
         return False
-    return newest_step(program.run_dir) < program.config.train.num_steps
+    try:
+        return newest_step(program.run_dir) < program.config.train.num_steps
+    except OSError:  # the next start will see
+        return True
 
 
 def _record(program: Program, cause: Cause, step: int, after_s: float, shown: Output) -> None:

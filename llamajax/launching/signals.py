@@ -39,6 +39,10 @@ class Signals:
         self._hears.close()
         self._wakes.close()
 
+    def ask(self, number: signal.Signals) -> None:
+        """Asks to stop, as if the signal had come."""
+        self.stop, self._stopped_at = number, time.monotonic()
+
     def wait(self, timeout_s: float) -> None:
         """Until a signal comes, also that a child has ended, or time is over."""
         if not select.select([self._hears], [], [], timeout_s)[0]:
@@ -47,6 +51,6 @@ class Signals:
             if number not in SIGNALS:
                 continue
             if self.stop is None:
-                self.stop, self._stopped_at = signal.Signals(number), time.monotonic()
+                self.ask(signal.Signals(number))
             elif time.monotonic() - self._stopped_at > _SAME_S:
                 self.kill = True

@@ -22,7 +22,7 @@ import jax
 from jax._src import compilation_cache as jax_cache  # how programs are packed has no public name
 
 from llamajax.disk import names_in
-from llamajax.parallel.processes import everyones, rank
+from llamajax.parallel.processes import everyones, of_first, rank
 
 MOST_BYTES = 4 * 2**30
 """Of all programs together; what was not used for longest goes first."""
@@ -142,7 +142,7 @@ def _is_shared(folder: Path) -> bool:
     if rank() == 0:
         with contextlib.suppress(OSError):
             token.touch()
-    name, deadline = everyones(token.name)[0], time.monotonic() + _SEEN_S
+    name, deadline = of_first(token.name), time.monotonic() + _SEEN_S
     while not (seen := name in names_in(folder)) and time.monotonic() < deadline:
         time.sleep(0.1)
     everyones("looked")

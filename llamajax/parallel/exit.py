@@ -11,8 +11,12 @@ from typing import NoReturn
 import jax
 
 from llamajax.disk import keep_from_others
-from llamajax.errors import DISK_ERROR, INTERNAL_ERROR, OUT_OF_MEMORY, UserError, without_passwords
+from llamajax.errors import DEVICE_ERROR, DISK_ERROR, INTERNAL_ERROR, OUT_OF_MEMORY, UserError, without_passwords
 from llamajax.parallel import processes
+
+_OF_DEVICES = ("INTERNAL", "UNKNOWN", "UNAVAILABLE", "ABORTED", "CANCELLED", "DEADLINE_EXCEEDED", "DATA_LOSS")
+"""How errors of jax's runtime begin that need not come back: a card that has failed, a connection that broke. Some programs
+that cannot run end alike, at every start."""
 
 
 def exit_code(work: Callable[[], object], *, memory_remedy: str, disk: str, disk_remedy: str) -> int:
@@ -42,7 +46,9 @@ def exit_code(work: Callable[[], object], *, memory_remedy: str, disk: str, disk
         first_line = (str(error).splitlines() or [""])[0]
         if isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(error):
             return _failed(f"out of device memory: {first_line}; try {memory_remedy}", OUT_OF_MEMORY)
-        return _failed(f"{type(error).__name__}: {first_line}", INTERNAL_ERROR, traceback.format_exc().rstrip())
+        is_of_devices = isinstance(error, jax.errors.JaxRuntimeError) and first_line.startswith(_OF_DEVICES)
+        code = DEVICE_ERROR if is_of_devices else INTERNAL_ERROR
+        return _failed(f"{type(error).__name__}: {first_line}", code, traceback.format_exc().rstrip())
     return 0
 
 

@@ -21,6 +21,7 @@ from llamajax.launching.addresses import host_and_port
 _HELLO_S = 2.0  # in which whoever connects must say who it is
 _SEND_S = 10.0  # in which the other end must have taken what is sent
 _WAITING_S = 10.0  # after which a process says what it waits for
+_LONGEST_HELLO, _LONGEST = 1 << 12, 1 << 26  # bytes of a message of whoever knocks, and of a process of the run
 _LINGER_S = 8.0  # for which jax does not notice that its connection has ended: longer than a process's last words take
 
 
@@ -37,6 +38,8 @@ class Link:
         """When it last sent something."""
         self.leaving = False
         """Whether it said that it will end."""
+        self.longest = _LONGEST_HELLO
+        """Bytes that a message may have."""
         self._connection = connection
         self._unread = b""
         self._sending = threading.Lock()
@@ -48,18 +51,22 @@ class Link:
 
     def send(self, message: dict[str, Any]) -> None:
         """Sends; that the other end is gone shows where it is read."""
+        self.send_line(line_of(message))
+
+    def send_line(self, line: bytes) -> None:
+        """Sends what `line_of` has made of a message."""
         with self._sending, contextlib.suppress(OSError):
             self._connection.settimeout(_SEND_S)
-            self._connection.sendall(json.dumps(message).encode() + b"\n")
+            self._connection.sendall(line)
 
     def receive(self, timeout_s: float = _SEND_S) -> list[dict[str, Any]] | None:
         """What has come, waiting for something to come; None when the other end is gone, or in time nothing came."""
         with contextlib.suppress(OSError, ValueError):
             self._connection.settimeout(max(timeout_s, 0.001))
-            data = self._connection.recv(1 << 16)
+            data = self._connection.recv(1 << 18)
             *lines, self._unread = (self._unread + data).split(b"\n")
             messages = [json.loads(line) for line in lines]
-            if data and len(self._unread) < 1 << 20 and all(isinstance(message, dict) for message in messages):
+            if data and len(self._unread) <= self.longest and all(isinstance(message, dict) for message in messages):
                 self.heard = time.monotonic()
                 return messages
         return None
@@ -67,6 +74,11 @@ class Link:
     def close(self) -> None:
         """Ends the connection."""
         self._connection.close()
+
+
+def line_of(message: dict[str, Any]) -> bytes:
+    """A message as it is sent, which is made once for all who get it."""
+    return json.dumps(message).encode() + b"\n"
 
 
 def receive_all(address: str, bind_address: str, num_processes: int, own_rank: int, timeout_s: float) -> list[Link]:
@@ -130,7 +142,7 @@ def _greet(listener: socket.socket, links: dict[int, Link], num_processes: int) 
         case [{"rank": int(rank), "who": str(who)}] if rank in links:
             reason = f"process {rank} is there already ({links[rank].who}); give {who} another process_id"
         case [{"rank": int(rank), "who": str(who)}]:
-            link.rank, link.who = rank, who
+            link.rank, link.who, link.longest = rank, who, _LONGEST
             return link
         case _:
             link.close()
@@ -155,6 +167,7 @@ def call_on_first(address: str, bind_address: str, num_processes: int, own_rank:
         except OSError as error:
             reason = _reason(error)
         else:
+            link.longest = _LONGEST
             link.send({"rank": own_rank, "of": num_processes, "who": who_am_i()})
             # Process 0 waits for the others as long as this one would, from its own start on.
             match link.receive(2 * timeout_s):

@@ -29,6 +29,7 @@ NOW = 0
 _AWAIT_S = 2.0  # in which an error that follows from another process's is explained by it
 _GRACE_S = 1.0  # in which a process may come to the same error by itself, before another's ends it
 _TELL_S = 5.0  # in which others must have read what they are told
+_STOPPED_S = 2.0  # by which a look that comes later means that this process stood still
 
 _committing = threading.Lock()
 _peers: "Peers | None" = None
@@ -75,13 +76,18 @@ def everyones(value: Any, about: str = "") -> list[Any]:
     return [value] if _peers is None else _peers.everyones(value, about)
 
 
+def of_first(value: Any) -> Any:
+    """The JSON `value` of process 0, in every process; all call this together, however late, whatever their own value is."""
+    return everyones(value if rank() == 0 else None)[0]
+
+
 def check_same_everywhere(own: Mapping[str, Any]) -> None:
     """Refuses to go on when the processes of the run do not have the same settings, or data; all call this together.
 
     Raises:
         EnvironmentMismatchError: naming the processes that differ from the first, and in what.
     """
-    first = everyones(dict(own) if rank() == 0 else None)[0]
+    first = of_first(dict(own))
     differing_here = [key for key in {**first, **own} if key not in own or key not in first or own[key] != first[key]]
     for number, differing in enumerate(everyones(differing_here)):
         if differing:
@@ -139,6 +145,8 @@ class Peers:
 
     def __init__(self, rank: int, links: Sequence[Link], timeout_s: float) -> None:
         """Begins to listen to `links`; who says nothing for `timeout_s` seconds is lost."""
+        for link in links:  # the first ones to come had nothing to say until the last one came
+            link.heard = time.monotonic()
         self.rank = rank
         self._links = {link.rank: link for link in links}
         self._timeout_s = timeout_s
@@ -220,7 +228,7 @@ class Peers:
 
     def _listen(self) -> None:
         interval = self._timeout_s / 10
-        next_sign = 0.0
+        looked = next_sign = time.monotonic()
         with selectors.DefaultSelector() as selector:
             for link in self._links.values():
                 selector.register(link, selectors.EVENT_READ, link)
@@ -236,18 +244,20 @@ class Peers:
                     for message in messages or ():
                         self._take(key.data, message)
                 now = time.monotonic()
+                if now - looked > interval + _STOPPED_S:  # all may have been stopped, and this one has not listened
+                    for link in self._links.values():
+                        link.heard = now
+                looked = now
                 if now >= next_sign:
                     self._send_all({"alive": True})
                     next_sign = now + interval
-                for link in self._links.values():
-                    if not link.leaving and now - link.heard > self._timeout_s:
-                        setting = "distributed.heartbeat_timeout_s"
-                        self._lose(
-                            link,
-                            f"gave no sign of life for {self._timeout_s} s ({setting})",
-                            "; end what is left, and start all again",
-                            is_stuck=True,
-                        )
+                    self._look_for_the_silent(now)
+
+    def _look_for_the_silent(self, now: float) -> None:
+        for link in self._links.values():
+            if not link.leaving and now - link.heard > self._timeout_s:
+                how = f"gave no sign of life for {self._timeout_s} s (distributed.heartbeat_timeout_s)"
+                self._lose(link, how, "; end what is left, and start all again", is_stuck=True)
 
     def _take(self, link: Link, message: dict[str, Any]) -> None:
         match message:
@@ -335,9 +345,10 @@ class Peers:
             _stop_after(agreed, str(self._why_stop))
 
     def _send_all(self, message: dict[str, Any], but: Link | None = None) -> None:
+        line = meeting.line_of(message)
         for link in self._links.values():
             if link is not but:
-                link.send(message)
+                link.send_line(line)
 
     def _drain(self) -> None:
         """Reads until the others have ended: what is unread when a process ends may cost them what it said last."""

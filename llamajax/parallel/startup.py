@@ -28,6 +28,8 @@ _CPU_COLLECTIVE_FLAGS = (
     "--xla_cpu_collective_call_terminate_timeout_seconds=1200",
 )
 
+_JAX_NOTICES_S = 7 * 86_400  # without a sign of life, after which jax takes a process for lost: a job may be suspended
+
 GLOO = "make_gloo_tcp_collectives"
 """What jax calls for the connections between processes on CPUs; a jax without it is left as it is."""
 
@@ -87,7 +89,7 @@ def join_run(config: DistributedConfig, settings: Mapping[str, Any] | None = Non
         coordinator = addresses.host_and_port(bind_address)
         if coordinator[0] in ("::", "0.0.0.0"):
             coordinator = (addresses.LOOPBACK, coordinator[1])
-    # SIGTERM is ours (llamajax.training.stop), and we notice what is lost: jax's own clock, which aborts, comes later.
+    # SIGTERM is ours (llamajax.training.stop), and we notice what is lost; jax's own clock aborts.
     jax.config.update("jax_enable_preemption_service", False)
     try:
         jax.distributed.initialize(
@@ -97,7 +99,7 @@ def join_run(config: DistributedConfig, settings: Mapping[str, Any] | None = Non
             local_device_ids=local_device_ids,
             cluster_detection_method="deactivate",
             coordinator_bind_address=bind_address or None,
-            heartbeat_timeout_seconds=2 * config.heartbeat_timeout_s,
+            heartbeat_timeout_seconds=_JAX_NOTICES_S,
             initialization_timeout=config.initialization_timeout_s,
         )
     except (ValueError, RuntimeError) as error:

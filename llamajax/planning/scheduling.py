@@ -20,7 +20,7 @@ from llamajax.data import cache
 from llamajax.errors import EnvironmentMismatchError
 from llamajax.parallel import compilation_cache
 from llamajax.parallel.allowance import MEMORY_FRACTION, told_fraction
-from llamajax.parallel.processes import everyones
+from llamajax.parallel.processes import everyones, of_first
 from llamajax.planning.cost.attention import scores_of_calls
 from llamajax.planning.cost.gpu import planned_machine
 from llamajax.planning.judge import GUESSES, Judge
@@ -97,9 +97,9 @@ def gpu_options(config: Config, lowered: jax.stages.Lowered) -> dict[str, Option
     judge = _judge(config)
     path = folder / cache.key_of("latencies-4", [lowered.as_text(), options(), *_described(judge)]) / FILE_NAME
     # Those of the first process: two hosts may choose other kernels.
-    text = everyones(path.read_text() if path.exists() else "")[0]
+    text = of_first(path.read_text() if path.exists() else "")
     if text != GUESSES and not text_costs(text.encode()):
-        text = everyones(judge.latencies(lowered, options))[0]
+        text = of_first(judge.latencies(lowered, options))
     disk.keep(path, text.encode())
     return options(latencies=None if text == GUESSES else str(path))
 
@@ -121,7 +121,7 @@ def fastest_remat(config: Config, state: TrainState, doing: Callable[[str], None
     plainest, _ = with_forms(config.changed({"model.remat": "none"}), mesh)
     key = cache.key_of("remat-1", [lower(plainest, state).as_text(), *_described(_judge(plainest))])
     path = Path(config.data.cache_dir).expanduser() / "remat" / key / "policy"
-    kept = everyones(path.read_text() if path.exists() else "")[0]
+    kept = of_first(path.read_text() if path.exists() else "")
     if kept not in REMATS:
         preferences: dict[Remat, tuple[bool, float]] = {}
         for remat in REMATS:
@@ -129,7 +129,7 @@ def fastest_remat(config: Config, state: TrainState, doing: Callable[[str], None
             tried, _ = with_forms(config.changed({"model.remat": remat}), mesh)
             options = compiler_options(tried, jax.sharding.get_mesh().size)
             preferences[remat], _ = _judge(tried).compiled(lower(tried, state), options)
-        kept = everyones(min(preferences, key=lambda remat: preferences[remat]))[0]
+        kept = of_first(min(preferences, key=lambda remat: preferences[remat]))
     disk.keep(path, kept.encode())
     return next(remat for remat in REMATS if remat == kept), "the fastest of five that fits by the cost model"
 

@@ -18,7 +18,7 @@ from llamajax.data.position import PassedOver, next_row
 from llamajax.generation.completion import encode_prompt, stream_text
 from llamajax.parallel import compilation_cache, startup
 from llamajax.parallel.exit import end_process, exit_code
-from llamajax.parallel.processes import check_same_everywhere, everyones
+from llamajax.parallel.processes import check_same_everywhere, everyones, of_first
 from llamajax.parallel.zero import whole_over_data
 from llamajax.planning.scheduling import compile_here, fastest_remat
 from llamajax.step.batch import micro_batch_size
@@ -70,7 +70,7 @@ def run(asked: Config, *, dry_run: bool = False) -> None:
         if warning is not None:
             console.log(f"warning    {warning}")
         pretrained = None
-        if config.init_from is not None and everyones(latest_step(run_dir))[0] is None:
+        if config.init_from is not None and of_first(latest_step(run_dir)) is None:
             pretrained = open_pretrained(Path(config.init_from))
             pretrained.check(config.model)
         started = time.monotonic()

@@ -39,6 +39,7 @@ _EVERY_S = 0.5  # between looks, at most
 _GRACE_S = 1.5  # in which a process that only waits for another lets that one speak
 _STOPPED_S = 2.0  # by which a look that comes later means that the whole process stood still
 _WRITE_S = 1.0  # in which stacks must have been written: the disk may be what is stuck
+_END_S = 600.0  # for the end of the process behind the run: above jax's own limit for it, five minutes
 _LAST_WORD_S = 8.0  # after which the process ends, whatever keeps it from saying why
 
 _FOR_OTHERS = {
@@ -104,7 +105,7 @@ class Watchdog:
                 if path.stat().st_size == 0:
                     path.unlink()
                 self._stacks.rmdir()
-        heartbeat.of_this_process().tell(phase="end", doing="", deadline=None)
+        heartbeat.of_this_process().tell(phase="end", doing="", deadline=time.monotonic() + _END_S)
 
     def begin(self, kind: str) -> None:
         """The run begins another part of its story, a key of `phases.SETTINGS`."""

@@ -2,7 +2,7 @@
 
 import time
 
-from llamajax.launching.heartbeat import EVERY_S, Heartbeat, read
+from llamajax.launching.heartbeat import EVERY_S, Heartbeat, prepare, read
 
 
 def test_what_is_told_is_read(tmp_path):
@@ -16,6 +16,16 @@ def test_what_is_told_is_read(tmp_path):
     assert (beat.pid, beat.phase, beat.step, beat.deadline, beat.ended_by) == (before.pid, "save", 10**9, 12.5, 2)
     assert beat.doing == "ü" * 80
     assert (tmp_path / "3").stat().st_size == 1024
+    assert (tmp_path / "3").stat().st_mode & 0o777 == 0o600
+
+
+def test_room_is_taken_beforehand_and_says_nothing(tmp_path):
+    prepare(tmp_path, 3)
+    size = (tmp_path / "3").stat().st_size
+    assert read(tmp_path, 3) is None
+    Heartbeat(str(tmp_path), 3)
+    assert read(tmp_path, 3) is not None
+    assert (tmp_path / "3").stat().st_size == size
     assert (tmp_path / "3").stat().st_mode & 0o777 == 0o600
 
 

@@ -7,21 +7,14 @@ import signal
 import subprocess
 import sys
 import time
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
-from llamajax.config.generate import GenerateConfig
-from llamajax.config.launch import LaunchConfig
-from llamajax.config.training import CheckpointConfig
 from llamajax.errors import EnvironmentMismatchError
 from llamajax.launching import addresses
-from llamajax.launching.group import Group
 from llamajax.launching.hosts import Hosts
-from llamajax.launching.output import Output
 from llamajax.launching.program import Program
-from llamajax.launching.run import _meeting_place, backoff_s, newest_step, saved_step
+from llamajax.launching.run import _meeting_place
 from tests import runs
 from tests.launching.programs import Launch, runs_still, seconds_until_gone
 from tests.tiny import tiny_config
@@ -363,53 +356,18 @@ def test_an_interface_to_which_the_other_hosts_do_not_come_is_refused(monkeypatc
         _meeting_place(program)
 
 
-@pytest.mark.parametrize(
-    ("config", "code"), [(GenerateConfig(model="x", prompt=("a",)), -signal.SIGTERM), (tiny_config(), 0)]
-)
-def test_what_saves_nothing_and_is_stopped_has_not_succeeded(tmp_path, monkeypatch, config, code):
-    """A run that was not yet listening has lost nothing."""
-    says = "pathlib.Path(__file__).with_suffix('.there').touch()"
-    (tmp_path / "waits.py").write_text(f"import pathlib, time; {says}; time.sleep(60)")
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    program = Program(module="waits", arguments=(), config=config, hosts=Hosts(), num_local=1, gpus=0, interface=None)
-    signals: Any = SimpleNamespace(stop=None, kill=False)
-
-    def wait(seconds):
-        time.sleep(seconds)
-        if (tmp_path / "waits.there").exists():
-            signals.stop = signal.SIGTERM
-
-    signals.wait = wait
-    group = Group(program, Output(), tmp_path, "127.0.0.1:1", None)
-    group.live(signals)
-    (child,) = group.children
-    assert child.code == code
-
-
-def test_backoff_doubles_up_to_its_cap():
-    config = LaunchConfig(backoff_s=1.0, max_backoff_s=60.0)
-    assert [backoff_s(config, restart) for restart in range(1, 9)] == [1, 2, 4, 8, 16, 32, 60, 60]
-    assert backoff_s(config, 10**6) == 60
-
-
-def test_only_committed_steps_count(tmp_path):
-    assert newest_step(None) == newest_step(tmp_path) == 0
-    for name in ("5", "12", "30.orbax-checkpoint-tmp", "40.damaged", "x"):
-        (tmp_path / "checkpoints" / name).mkdir(parents=True)
-    assert newest_step(tmp_path) == 12
-
-
-def test_steps_of_the_local_tier_count_where_every_process_of_the_host_has_them(tmp_path):
-    checkpoint = CheckpointConfig(local_dir=str(tmp_path / "local"), local_every=5)
-    config = tiny_config(str(tmp_path / "run"), checkpoint=checkpoint)
-    program = Program(
-        module="llamajax.train", arguments=(), config=config, hosts=Hosts(), num_local=2, gpus=0, interface=None
-    )
-    assert saved_step(program) == 0
-    (tmp_path / "run/checkpoints/10").mkdir(parents=True)
-    assert saved_step(program) == 10
-    (tmp_path / "run/checkpoints/.identity").write_text("this run")
-    for name in ("0/15", "0/20", "0/25.saving", "1/15", "1/25"):
-        (tmp_path / "local" / checkpoint.local_name(tmp_path / "run", "this run") / name).mkdir(parents=True)
-        (tmp_path / "local" / checkpoint.local_name(tmp_path / "run", "another") / name / "30").mkdir(parents=True)
-    assert saved_step(program) == 15
+@pytest.mark.parametrize("hears", [True, False])
+def test_a_process_stopped_alone_before_it_has_met_the_others_stops_them(tmp_path, hears):
+    """They would wait for it until their own limit."""
+    body = f"""
+    if {hears}:
+        heartbeat.of_this_process().tell(phase="start")
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    (here / f"waits.{{rank}}").touch()
+    time.sleep(600)
+    """
+    launch = Launch(tmp_path, body)
+    for rank in range(2):
+        launch.wait_for_file(f"waits.{rank}")
+    os.kill(launch.pids(1)[0], signal.SIGTERM)
+    assert launch.end(0) == ([], [])

@@ -5,7 +5,10 @@ import signal
 import subprocess
 import sys
 
+import jax
 import pytest
+
+from llamajax.parallel.exit import exit_code
 
 COMPILING = """
 import threading, time
@@ -50,3 +53,29 @@ def test_output_that_cannot_be_written_is_a_matter_of_the_disk(code):
         command = [sys.executable, "-c", program]
         outcome = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, env=buffered, check=False)
     assert (outcome.returncode, outcome.stderr) == (code or 74, b"")
+
+
+@pytest.mark.parametrize(
+    ("message", "code"),
+    [
+        ("INTERNAL: Failed to synchronize: CUDA_ERROR_ECC_UNCORRECTABLE: uncorrectable ECC error encountered", 69),
+        ("INTERNAL: NCCL operation ncclGroupEnd() failed: unhandled system error", 69),
+        ("UNAVAILABLE: the coordinator is gone", 69),
+        ("INVALID_ARGUMENT: Executable expected shape f32[2]", 70),
+        ("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 1 bytes", 5),
+    ],
+)
+def test_what_fails_outside_the_program_may_be_tried_again(capsys, message, code):
+    def work():
+        raise jax.errors.JaxRuntimeError(message)
+
+    assert exit_code(work, memory_remedy="less", disk="x", disk_remedy="y") == code
+    assert message in capsys.readouterr().err
+
+
+def test_the_same_words_of_a_program_are_a_defect(capsys):
+    def work():
+        raise RuntimeError("INTERNAL: not jax's")
+
+    assert exit_code(work, memory_remedy="less", disk="x", disk_remedy="y") == 70
+    assert "Traceback" in capsys.readouterr().err

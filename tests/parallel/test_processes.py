@@ -1,11 +1,13 @@
 """processes.py, meeting.py and stop.py: two real processes that fail, get lost and are stopped, in every role."""
 
+import contextlib
 import re
 import signal
 import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 
 import pytest
 
@@ -260,12 +262,47 @@ def test_the_first_process_may_have_more_connections_than_a_process_has_files():
     assert output == "100\n"
 
 
-def test_the_newest_report_of_each_process_lies_at_the_first():
+def test_processes_that_are_stopped_together_go_on_together():
+    """As by a scheduler that suspends a job, for longer than a process may be silent."""
+    body = "time.sleep(8); print(processes.everyones(rank), flush=True)"
+    processes = start_joined(body, heartbeat_timeout_s=2)
+    for process in processes:
+        process.send_signal(signal.SIGSTOP)
+    time.sleep(6)
+    for process in processes:
+        process.send_signal(signal.SIGCONT)
+    assert [end(process, 0) for process in processes] == [["[0, 1]"]] * 2
+
+
+def test_what_processes_tell_each_other_may_be_long():
+    """A thousand of them tell everybody a thousand times as much as one of them says."""
+    processes = start_joined("print(sum(map(len, processes.everyones('x' * 3_000_000))))")
+    assert [end(process, 0) for process in processes] == [["6000000"]] * 2
+
+
+@contextlib.contextmanager
+def linked(heard_before_s: float = 0.0) -> Iterator[list[Peers]]:
+    """Two ends that take each other for a process of the run; connected so long ago."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         ends = [meeting.Link(socket.create_connection(server.getsockname())), meeting.Link(server.accept()[0])]
     ends[0].rank = 1  # of the process at its other end
-    first, second = (Peers(rank, [end], timeout_s=60) for rank, end in enumerate(ends))
+    for end in ends:
+        end.heard -= heard_before_s
+    both = [Peers(rank, [end], timeout_s=60) for rank, end in enumerate(ends)]
     try:
+        yield both
+    finally:
+        for peers in both:
+            peers.leave()
+
+
+def test_who_came_long_before_the_last_one_is_not_lost():
+    with linked(heard_before_s=1000) as (first, _):
+        assert all(time.monotonic() - link.heard < 60 for link in first._links.values())
+
+
+def test_the_newest_report_of_each_process_lies_at_the_first():
+    with linked() as (first, second):
         first.report({"step": 10})
         for step in (10, 20):
             second.report({"step": step, "data": 0.25})
@@ -274,6 +311,3 @@ def test_the_newest_report_of_each_process_lies_at_the_first():
             time.sleep(0.01)
         assert first.reports == {0: {"step": 10}, 1: {"step": 20, "data": 0.25}}
         assert second.reports == {}
-    finally:
-        first.leave()
-        second.leave()

@@ -149,7 +149,7 @@ def test_latencies_that_do_not_help_are_left_out_of_training_as_of_plans(tmp_pat
 def test_the_first_process_tells_the_others_its_latencies(tmp_path, lowered, monkeypatch):
     """Two hosts may have chosen other kernels; all must schedule alike, and compile together or not at all."""
     made, compilations = lowered
-    monkeypatch.setattr(scheduling, "everyones", lambda value: [TEXT, value])
+    monkeypatch.setattr(scheduling, "of_first", lambda value: TEXT)
     path = latency_file(with_xla(tmp_path), made)
     assert pathlib.Path(str(path)).read_text() == TEXT
     assert compilations == []
@@ -183,7 +183,7 @@ def test_remat_auto_is_judged_once_and_for_all_processes(tmp_path, monkeypatch):
     assert chosen(config) == ("save_attention", 5)
     assert chosen(config.changed({"model.remat": "none"})) == ("none", 0)
     assert chosen(config.changed({"hardware.gpu": "none"})) == ("full", 0)
-    monkeypatch.setattr(scheduling, "everyones", lambda value: ["save_attention_qkv", value])
+    monkeypatch.setattr(scheduling, "of_first", lambda value: "save_attention_qkv")
     assert chosen(config) == ("save_attention_qkv", 0)
     assert kept.read_text() == "save_attention_qkv"
 
