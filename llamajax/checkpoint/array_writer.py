@@ -14,6 +14,7 @@ import re
 import sys
 import traceback
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,8 @@ _MANY_BYTES = 16 << 20
 
 # A file is hashed from its beginning to its end: in files of at most this, a large state is hashed by all threads at once.
 _FILE_BYTES = 512 << 20
+
+_OF_PROCESS = "ocdbt.process_"  # how Orbax calls the directories of what each process writes
 
 
 def _is_news(record: logging.LogRecord) -> bool:
@@ -96,6 +99,16 @@ class ArrayWriter:
     def close(self) -> None:
         """Ends its threads."""
         self._handler.close()
+
+
+def files_of(directory: Path, rank: int) -> Iterator[Path]:
+    """The files in a finalized directory that process `rank` has written, by their place; the first process has the others,
+    which are small in the OCDBT format, and all without it.
+    """
+    own = f"{_OF_PROCESS}{rank}"
+    for parent, folders, names in os.walk(directory / own if rank else directory):
+        folders[:] = [name for name in folders if name == own or not name.startswith(_OF_PROCESS)]
+        yield from (Path(parent) / name for name in names)
 
 
 def os_error(error: Exception) -> OSError | None:

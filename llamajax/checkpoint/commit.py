@@ -1,4 +1,4 @@
-"""How a directory that all processes have written becomes a step: hashed by all, then renamed by the first one."""
+"""How a directory becomes a step: written and hashed by all processes, then renamed by the first one."""
 
 import errno
 import json
@@ -8,20 +8,38 @@ from pathlib import Path
 
 import jax
 
-from llamajax.checkpoint import manifest
-from llamajax.disk import sync
+from llamajax.checkpoint import manifest, retention
+from llamajax.checkpoint.array_writer import files_of
+from llamajax.disk import make_folder, sync
 from llamajax.parallel import processes
+from llamajax.units import format_bytes
+
+
+def make_room(saving: Path, num_bytes: int) -> None:
+    """On process 0: makes the directory for a step of so many bytes, and removes what is left of others.
+
+    Raises:
+        OSError: there is no room, or the disk fails.
+    """
+    retention.remove_unfinished(saving.parent)
+    make_folder(saving.parent)
+    disk = shutil.disk_usage(saving.parent)  # not of the run's: it may be a link
+    if disk.free < num_bytes and disk.total:
+        raise OSError(f"it takes {format_bytes(num_bytes)}, but only {format_bytes(disk.free)} are free")
+    (saving / "state").mkdir(parents=True)
 
 
 def hash_share(saving: Path) -> None:
-    """Leaves the records of this process's share of the arrays' files for process 0.
+    """Brings this process's share of the arrays' files onto the disk itself, and leaves their records for process 0.
+
+    Each hashes what it has written: it looks at no other file, and asks no server for what is in its memory.
 
     Raises:
         OSError: a file cannot be read, or the records cannot be written.
     """
-    sizes = {path: (saving / path).stat().st_size for path in manifest.list_files(saving) if path.startswith("state/")}
-    records = manifest.records_of(saving, manifest.shares(sizes, jax.process_count())[jax.process_index()])
-    (saving / f"hashes.{jax.process_index()}.json").write_text(json.dumps(records))
+    rank = jax.process_index()
+    paths = [path.relative_to(saving).as_posix() for path in files_of(saving / "state", rank)]
+    (saving / f"hashes.{rank}.json").write_text(json.dumps(manifest.records_of(saving, paths)))
 
 
 def make_step(saving: Path, step_dir: Path, small: Mapping[str, bytes], check: Callable[[], object]) -> None:
@@ -42,7 +60,7 @@ def make_step(saving: Path, step_dir: Path, small: Mapping[str, bytes], check: C
         for share in saving.glob("hashes.*.json"):
             records |= json.loads(share.read_text())
             share.unlink()
-        # Another process may not have seen all files, or other sizes: on NFS, what it knows may be old.
+        # Another process may not have seen all its files: on NFS, what it knows may be old.
         unseen = [path for path in manifest.list_files(saving) if path not in records]
         records |= manifest.records_of(saving, unseen)
         manifest.write(saving, records)

@@ -39,7 +39,7 @@ from llamajax.errors import CheckpointError
 from llamajax.parallel.arrays import named_arrays
 from llamajax.parallel.processes import everyones
 
-_KEPT = 2
+_KEPT = 3  # a host that is one step behind the others, and writes the next one, still has one that all have
 _THREADS = min(8, os.cpu_count() or 1)
 
 Slices = tuple[tuple[int, int], ...]
@@ -84,6 +84,7 @@ class LocalTier:
         self.wait()
         if (waited := time.monotonic() - began) > 1:
             self._tell(f"step {step}: waited {waited:.1f} s for the previous local checkpoint; raise checkpoint.local_every")
+        self.drop_above(step)
         if self._num_failures and self._num_passed < 2**self._num_failures - 1:
             self._num_passed += 1
             return
@@ -192,8 +193,11 @@ class LocalTier:
 
     def drop_above(self, step: int) -> None:
         """Deletes the steps that the run has not come to, or has gone back behind."""
+        if not (newer := [found for found in self._steps() if found > step]):
+            return
+        self.wait()
         try:
-            retention.delete(self._directory, [newer for newer in self._steps() if newer > step], self._tell)
+            retention.delete(self._directory, newer, self._tell)
         except OSError as error:
             self._tell(f"{self._directory}: {reason(error)}; what is newer than step {step} there is not believed")
 
@@ -215,6 +219,7 @@ class LocalTier:
             self._thread = None
 
     def _steps(self) -> list[int]:
+        """None where the disk fails, be it for good: this host then has nothing, and others need not."""
         try:
             return steps_in(self._directory)
         except OSError:
@@ -223,7 +228,7 @@ class LocalTier:
     def _examine(self, step: int, abstract_state: Any, passed_over: Sequence[PassedOver]) -> tuple[str | None, str]:
         """The start in which the step was saved, and why this process cannot use it; empty if it can."""
         directory = self._directory / str(step)
-        if not directory.is_dir():
+        if step not in self._steps():
             return None, "has nothing of it"
         try:
             if found := manifest.problems(directory, manifest.read(directory)):

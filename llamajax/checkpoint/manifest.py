@@ -10,21 +10,27 @@ import hashlib
 import json
 import os
 import stat
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, TypedDict
 
 import jax
 
+from llamajax.data import progress
 from llamajax.disk import read_again, sync
 from llamajax.errors import CheckpointError, EnvironmentMismatchError
-from llamajax.parallel.processes import everyones
+from llamajax.parallel.processes import everyones, of_first
 
 MANIFEST = "manifest.json"
 
 # hashlib lets go of the interpreter lock, so threads hash in parallel.
 _HASHING_THREADS = min(16, os.cpu_count() or 1)
+
+_BLOCK_BYTES = 1 << 20  # that are hashed at once
+
+_TOLD = 10  # bad files that a line names, and that a process tells the others
 
 _NOT_THERE = {errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG, errno.ELOOP}
 
@@ -36,6 +42,19 @@ class FileRecord(TypedDict):
     sha256: str
 
 
+@dataclass(frozen=True)
+class Damage:
+    """What is wrong with the files of a step; false if nothing is."""
+
+    told: list[str]
+    """One `path: problem` text for each of the first bad files."""
+    number: int
+    """Of all bad files."""
+
+    def __bool__(self) -> bool:
+        return self.number > 0
+
+
 def list_files(directory: Path) -> list[str]:
     """The paths of all files below `directory`, relative to it, sorted; the manifest itself is left out."""
     paths = (
@@ -45,24 +64,31 @@ def list_files(directory: Path) -> list[str]:
 
 
 def records_of(directory: Path, paths: Iterable[str]) -> dict[str, FileRecord]:
-    """The record of each file in `paths`, which are relative to `directory`.
+    """The record of each file in `paths`, which are relative to `directory`; they then are on the disk itself.
 
     Raises:
-        OSError: a file cannot be read.
+        OSError: a file cannot be read, or what is in it not be written.
     """
+
+    def record(path: str) -> FileRecord:
+        sync(directory / path)
+        return _record(directory / path)
+
     paths = list(paths)
     with ThreadPoolExecutor(_HASHING_THREADS) as pool:
-        return dict(zip(paths, pool.map(lambda path: _record(directory / path), paths), strict=True))
+        return dict(zip(paths, pool.map(record, paths), strict=True))
 
 
 def write_file(path: Path, content: bytes | memoryview) -> FileRecord:
-    """Writes a file; its record is of what it is to hold, whatever the disk makes of it.
+    """Writes a file onto the disk itself; its record is of what it is to hold, whatever the disk makes of it.
 
     Raises:
         OSError: it cannot be written.
     """
     with path.open("xb") as file:
         file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
     return {"size": len(content), "sha256": hashlib.sha256(content).hexdigest()}
 
 
@@ -78,15 +104,18 @@ def shares(sizes: Mapping[str, int], num_processes: int) -> list[list[str]]:
 
 
 def write(directory: Path, records: Mapping[str, FileRecord]) -> None:
-    """Writes the manifest, then makes it and everything else below `directory` survive a power failure.
+    """Writes the manifest; it and everything else below `directory` then survive a power failure.
+
+    Args:
+        directory: what the manifest is of.
+        records: of all files there, which `records_of` and `write_file` have brought onto the disk itself.
 
     Raises:
         OSError: something cannot be written.
     """
     (directory / MANIFEST).write_bytes(_text(records))
-    for parent, _, names in os.walk(directory):
-        for name in names:
-            sync(Path(parent) / name)
+    sync(directory / MANIFEST)
+    for parent, _, _ in os.walk(directory):
         sync(Path(parent))
 
 
@@ -118,6 +147,11 @@ def problems(directory: Path, records: Mapping[str, FileRecord]) -> list[str]:
     Raises:
         OSError: the disk fails, which says nothing of the files.
     """
+    return list(_problems(directory, records).values())
+
+
+def _problems(directory: Path, records: Mapping[str, FileRecord]) -> dict[str, str]:
+    """Those of `problems`, by path."""
 
     def problem(path: str) -> str | None:
         try:
@@ -135,53 +169,61 @@ def problems(directory: Path, records: Mapping[str, FileRecord]) -> list[str]:
         return None
 
     with ThreadPoolExecutor(_HASHING_THREADS) as pool:
-        return [found for found in pool.map(problem, records) if found is not None]
+        found = zip(records, pool.map(problem, records), strict=True)
+        return {path: text for path, text in found if text is not None}
 
 
-def damage(directory: Path) -> list[str]:
+def damage(directory: Path) -> Damage:
     """What is wrong with the files of a step; every process checks a share and all return the same.
 
     Raises:
         EnvironmentMismatchError: another process sees damage where process 0 does not, so it sees another directory.
         OSError: the disk fails for one of them, after several attempts; the same in all.
     """
-
-    def check(rank: int) -> list[str]:
-        try:
-            records = read(directory)
-            share = shares({path: record["size"] for path, record in records.items()}, jax.process_count())[rank]
-            return problems(directory, {path: records[path] for path in share})
-        except CheckpointError as error:
-            return [str(error)]
-
-    found, failure = [], None
+    records: dict[str, FileRecord] = {}
+    own: dict[str, str] = {}
+    failure = None
     try:
-        found = check(jax.process_index())
+        records = read(directory)
+        share = shares({path: record["size"] for path, record in records.items()}, jax.process_count())[jax.process_index()]
+        own = _problems(directory, {path: records[path] for path in share})
+    except CheckpointError as error:
+        own = {MANIFEST: str(error)}
     except OSError as error:
         failure = (error.errno, error.strerror, str(error.filename or directory))
-    failures, found = zip(*everyones((failure, found)), strict=True)
+    failures, found, numbers = zip(*everyones((failure, dict(sorted(own.items())[:_TOLD]), len(own))), strict=True)
     for failure in failures:
         if failure is not None:
             raise OSError(*failure)
     doubted = [rank for rank in range(1, len(found)) if found[rank]]
     if doubted:  # process 0 sets steps aside, and not on another's word
-        seen = everyones([check(rank) for rank in doubted] if jax.process_index() == 0 else None)[0]
-        for rank, confirmed in zip(doubted, seen, strict=True):
-            if not confirmed:
+        seen = of_first(_seen_too(directory, records, found) if jax.process_index() == 0 else None)
+        for rank in doubted:
+            if rank not in seen:
                 raise EnvironmentMismatchError(
-                    f"{directory}: {found[rank][0]} for process {rank}, but not for process 0; nothing was changed; see to"
-                    " the file system there, on which all processes must see the same"
+                    f"{directory}: {next(iter(found[rank].values()))} for process {rank}, but not for process 0; nothing was"
+                    " changed; see to the file system there, on which all processes must see the same"
                 )
-    return sorted({problem for share in found for problem in share})
+    told = sorted({text for share in found for text in share.values()})
+    return Damage(told[:_TOLD], len(told) + sum(numbers) - sum(map(len, found)))  # all name the manifest, if it is that
 
 
-def damage_line(directory: Path, step: int, found: list[str]) -> str:
+def _seen_too(directory: Path, records: Mapping[str, FileRecord], found: Sequence[Mapping[str, str]]) -> list[int]:
+    """On process 0: the processes that name a file that is bad here too. `found` is what all name, `records` are its own."""
+    if MANIFEST in found[0]:  # it cannot tell what is good
+        return list(range(len(found)))
+    named = {path for share in found[1:] for path in share} & records.keys()
+    bad = _problems(directory, {path: records[path] for path in sorted(named)})
+    return [rank for rank, share in enumerate(found) if share.keys() & bad.keys()]
+
+
+def damage_line(directory: Path, step: int, found: Damage) -> str:
     """One line that names a damaged step and its bad files."""
-    more = f" (and {len(found) - 10} more)" if len(found) > 10 else ""
-    return f"{directory / str(step)} is damaged: {', '.join(found[:10])}{more}"
+    rest = found.number - len(found.told)
+    return f"{directory / str(step)} is damaged: {', '.join(found.told)}{f' (and {rest} more)' if rest else ''}"
 
 
-def none_good_line(directory: Path, damaged: dict[int, list[str]]) -> str:
+def none_good_line(directory: Path, damaged: Mapping[int, Damage]) -> str:
     """What to tell a user whose run has no step to restore: one line for every damaged one, and the remedy."""
     if not damaged:
         return f"{directory} has no checkpoint; is this the run_dir of a run that has saved one?"
@@ -190,9 +232,13 @@ def none_good_line(directory: Path, damaged: dict[int, list[str]]) -> str:
 
 
 def _record(path: Path) -> FileRecord:
-    with path.open("rb") as file:
-        sha256 = hashlib.file_digest(file, "sha256").hexdigest()
-        return {"size": file.tell(), "sha256": sha256}
+    sha256, size = hashlib.sha256(), 0
+    with path.open("rb", buffering=0) as file:
+        while block := file.read(_BLOCK_BYTES):
+            sha256.update(block)
+            size += len(block)
+            progress.gets_on()
+    return {"size": size, "sha256": sha256.hexdigest()}
 
 
 def _is_below(path: str, record: Any) -> bool:

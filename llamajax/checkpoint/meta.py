@@ -36,16 +36,24 @@ def checkpoint_meta(config: Config, dataset: Dataset, hf: dict[str, Any] | None,
 
 
 def read_meta(step_dir: Path) -> dict[str, Any] | None:
-    """What a step says about itself; None if its manifest does not vouch for that. Its arrays are not looked at."""
+    """What a step says about itself; None if its manifest does not vouch for that. Its arrays are not looked at.
+
+    Raises:
+        OSError: the disk fails, which says nothing of the step.
+    """
     try:
         records = {"meta.json": manifest.read(step_dir)["meta.json"]}
         return None if manifest.problems(step_dir, records) else read_object(step_dir, "meta.json")
-    except (CheckpointError, KeyError, OSError):
+    except (CheckpointError, KeyError):
         return None
 
 
 def newest_meta(run_dir: Path) -> dict[str, Any] | None:
-    """That of a run's newest step that has one; None if there is none. For what is the same in all steps of a run."""
+    """That of a run's newest step that has one; None if there is none. For what is the same in all steps of a run.
+
+    Raises:
+        OSError: the disk fails.
+    """
     steps = reversed(steps_in(run_dir / "checkpoints"))
     metas = (read_meta(run_dir / "checkpoints" / str(step)) for step in steps)
     return next((meta for meta in metas if meta is not None), None)

@@ -12,8 +12,12 @@ from llamajax.checkpoint.read import Restored, State, read_step
 from llamajax.checkpoint.steps import newest_good, steps_in
 from llamajax.data.position import PassedOver
 from llamajax.errors import CheckpointError
-from llamajax.parallel.processes import everyones
+from llamajax.parallel.processes import of_first
 from llamajax.watch.console import say
+
+
+class NoneGoodError(CheckpointError):
+    """A run has steps, and all of them are damaged; the same in every process."""
 
 
 def restore_newest(
@@ -25,8 +29,8 @@ def restore_newest(
 ) -> tuple[Restored[State] | None, int | None]:
     """Reads that step, for the one process or processes that write the run; all call this together.
 
-    Checkpoints that are damaged and newer are named and set aside; local steps that are newer are deleted, as they are of
-    steps that will be computed again, perhaps otherwise.
+    Checkpoints that are damaged and newer are named and set aside. Local steps that are newer stay until the run goes on:
+    who asked for another model is refused, and shall find them.
 
     Args:
         directory: of the checkpoints.
@@ -39,7 +43,8 @@ def restore_newest(
         The step, None if there is none; and the newest checkpoint, which is only known to be good if it is that step.
 
     Raises:
-        CheckpointError: no step is good, or its arrays differ in name, dtype or shape from `abstract_state`.
+        NoneGoodError: no step is good.
+        CheckpointError: its arrays differ in name, dtype or shape from `abstract_state`.
         OSError: the disk fails.
     """
 
@@ -48,21 +53,19 @@ def restore_newest(
             return None, ""
         return local.newest(abstract_state, above=above or 0, before=before, passed_over=passed_over)
 
-    newest = max((step for step in everyones(steps_in(directory))[0] if before is None or step < before), default=None)
+    newest = max((step for step in of_first(steps_in(directory)) if before is None or step < before), default=None)
     step, why = newest_local(newest)
     if step is None:
         newest, damaged = newest_good(directory, before)
         if damaged:
             step, why = newest_local(newest)
         if damaged and newest is None and step is None:
-            raise CheckpointError(manifest.none_good_line(directory, damaged))
+            raise NoneGoodError(manifest.none_good_line(directory, damaged))
         for bad in damaged:
             if jax.process_index() == 0:
                 retention.set_aside(directory, bad)
             line = manifest.damage_line(directory, bad, damaged[bad])
             say(f"{line}; moved to {bad}.damaged, going on from step {newest if step is None else step}")
-    if local is not None:
-        local.drop_above(step or newest or 0)
     if step is not None:
         assert local is not None
         place = f" from the local tier ({directory}: {'none' if newest is None else newest})"

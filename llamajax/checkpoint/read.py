@@ -20,7 +20,7 @@ from llamajax.checkpoint.steps import good_step, steps_in
 from llamajax.disk import read_again
 from llamajax.errors import CheckpointError, show
 from llamajax.parallel.arrays import concretise, named_arrays
-from llamajax.parallel.processes import everyones
+from llamajax.parallel.processes import of_first
 
 State = TypeVar("State")
 
@@ -64,7 +64,7 @@ def restore(
         CheckpointError: there is no good checkpoint, or its arrays are not those of `abstract_state`.
     """
     directory = Path(run_dir).expanduser().absolute() / "checkpoints"
-    if step is not None and step not in (steps := everyones(steps_in(directory))[0]):
+    if step is not None and step not in (steps := of_first(steps_in(directory))):
         raise CheckpointError(f"{directory} has no step {step}; it has {', '.join(map(str, steps)) or 'none'}")
     step_dir = good_step(directory, step)
     with unless_deleted(step_dir):

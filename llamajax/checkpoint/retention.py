@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from llamajax.checkpoint.array_writer import reason
+from llamajax.checkpoint.steps import steps_in
+from llamajax.config.training import CheckpointConfig
 
 
 def remove_unfinished(directory: Path) -> None:
@@ -30,6 +32,12 @@ def delete(directory: Path, steps: Iterable[int], say: Callable[[str], object]) 
     for step in steps:
         (directory / str(step)).rename(directory / f"{step}.{secrets.token_hex(4)}.deleting")
     finish_deleting(directory, say)
+
+
+def delete_old(directory: Path, config: CheckpointConfig, say: Callable[[str], object]) -> None:
+    """Deletes the steps that are not to be kept; see `delete`."""
+    old = steps_in(directory)[: -config.keep_last]
+    delete(directory, [step for step in old if config.keep_every is None or step % config.keep_every], say)
 
 
 def finish_deleting(directory: Path, say: Callable[[str], object]) -> None:

@@ -24,7 +24,7 @@ from llamajax import disk
 from llamajax.checkpoint.steps import steps_in
 from llamajax.errors import CheckpointError, EnvironmentMismatchError
 from llamajax.parallel import meeting
-from llamajax.parallel.processes import everyones
+from llamajax.parallel.processes import everyones, of_first
 from llamajax.watch.console import say, say_own
 
 # Seconds in which what one process writes must be seen by the others (NFS may remember for 60 what it saw), and after which
@@ -52,10 +52,11 @@ def _pid_namespace() -> str:
 
 
 def _started(pid: int) -> str | None:
-    """When the process with this id started, in ticks since the host did; None if there is none."""
+    """When the process with this id started, in ticks since the host did; None if there is none, or it has ended."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
-    except (OSError, IndexError):
+        state, *others = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return None if state in {"Z", "X"} else others[18]  # nobody has asked yet what became of it
+    except (OSError, ValueError, IndexError):
         return None
 
 
@@ -245,7 +246,7 @@ def check_seen_by_all(directory: Path) -> None:
     token = directory / f"{secrets.token_hex(8)}.seen"
     if jax.process_index() == 0:
         token.touch()
-    name, steps, first, boot = everyones((token.name, steps_in(directory), str(directory), disk.BOOT))[0]
+    name, steps, first, boot = of_first((token.name, steps_in(directory), str(directory), disk.BOOT))
     # What a machine remembers of a file system is the same for all its processes.
     limit_s = _WAITING_S if boot == disk.BOOT else _SEEN_S
     began, is_told = time.monotonic(), False

@@ -9,7 +9,7 @@ from pathlib import Path
 from llamajax.checkpoint import manifest
 from llamajax.disk import names_in
 from llamajax.errors import CheckpointError
-from llamajax.parallel.processes import everyones
+from llamajax.parallel.processes import of_first
 from llamajax.watch.console import say
 
 
@@ -53,21 +53,19 @@ def steps_in(directory: Path) -> list[int]:
     return sorted(int(name) for name in names_in(directory) if re.fullmatch("0|[1-9][0-9]*", name))
 
 
-def newest_good(directory: Path, before: int | None = None) -> tuple[int | None, dict[int, list[str]]]:
+def newest_good(directory: Path, before: int | None = None) -> tuple[int | None, dict[int, manifest.Damage]]:
     """The newest step without damage, and what is wrong with the newer ones; the same on every process.
 
     Args:
         directory: where the steps are.
         before: only steps below this one are looked at; None: all.
     """
-    damaged: dict[int, list[str]] = {}
+    damaged: dict[int, manifest.Damage] = {}
     while True:
         # Listed anew each time: a running writer may have committed a step and deleted one meanwhile.
         own = steps_in(directory)
-        steps = [step for step in everyones(own)[0] if before is None or step < before]
+        steps = [step for step in of_first(own) if before is None or step < before]
         step = max(set(steps) - damaged.keys(), default=None)
-        found = [] if step is None else manifest.damage(directory / str(step))
-        if not found:
+        if step is None or not (found := manifest.damage(directory / str(step))):
             return step, {bad: damaged[bad] for bad in damaged if bad in steps}
-        assert step is not None
         damaged[step] = found

@@ -43,15 +43,14 @@ from llamajax.data.position import PassedOver
 from llamajax.disk import make_folder, may_pass, read_again, sync
 from llamajax.errors import CheckpointError, SaveError, UserError
 from llamajax.parallel.arrays import named_arrays
-from llamajax.parallel.processes import everyones
-from llamajax.units import format_bytes
+from llamajax.parallel.processes import everyones, of_first
 from llamajax.watch.console import say, say_own
 
 # Seconds after which the processes of a run stop waiting for each other to write a checkpoint, and to hash it.
 _TIMEOUT_S = 3600
 
-# Pauses before the last state of a run is saved again. SIGTERM leaves 30 s on most machines.
-_LAST_PAUSES_S = (1, 2, 4)
+_LAST_PAUSES_S = (1, 2, 4)  # before the last state of a run is saved again; SIGTERM leaves 30 s on most machines
+_FAILED_S = 1.0  # for the save in progress of a process that has failed, for whose word others wait
 
 
 class Checkpointer:
@@ -110,7 +109,7 @@ class Checkpointer:
                 problem = f"{run_dir} cannot be written: {reason(error)}; see to the disk, or choose another run_dir"
                 is_passing = may_pass(error)
         about = (problem, is_passing, max(steps_in(self._directory), default=None), token, local_name)
-        problem, is_passing, self._newest, self._token, local_name = everyones(about)[0]
+        problem, is_passing, self._newest, self._token, local_name = of_first(about)
         try:
             if problem is not None:
                 raise SaveError(problem) if is_passing else CheckpointError(problem)
@@ -121,9 +120,8 @@ class Checkpointer:
         self._thread: threading.Thread | None = None
         self._failure: SaveError | None = None
         self._defect: Exception | None = None
-        self._num_saves = 0
         self._look_at: int | None = None
-        self._patience = 1
+        self._num_saves, self._patience = 0, 1
         self._local: LocalTier | None = None
         if config.local_dir is not None:
             self._local = LocalTier(Path(config.local_dir).expanduser().absolute() / local_name, self._token, say_own)
@@ -159,6 +157,8 @@ class Checkpointer:
                 f"{self._directory}: step {step} cannot be saved after step {self._newest}; restore from there"
                 " or choose another run_dir"
             )
+        if self._local is not None:
+            self._local.drop_above(step)
         self._patience = 1 if self._failure is None else 2 * self._patience
         self._look_at, self._failure = step + self._patience, None
         self._num_saves += 1
@@ -257,18 +257,24 @@ class Checkpointer:
         if self._lock is not None:
             read_again(self._lock.check)
 
-    def drop(self, steps: Sequence[int]) -> None:
+    def drop(self, steps: Sequence[int], *, local_above: int | None = None) -> None:
         """Deletes committed steps that the run has gone back behind; the same in every process.
+
+        Args:
+            steps: those.
+            local_above: with it, what hosts have saved of steps above this one goes too.
 
         Raises:
             CheckpointError: another process has taken the run over; nothing is deleted.
             OSError: they cannot be deleted.
         """
+        if self._local is not None and local_above is not None:
+            self._local.drop_above(local_above)
         if jax.process_index() == 0 and steps:
             self.check()
             retention.delete(self._directory, steps, say)
             sync(self._directory)
-        self._newest = everyones(max(steps_in(self._directory), default=None))[0]
+        self._newest = of_first(max(steps_in(self._directory), default=None))
 
     def wait(self) -> None:
         """Returns when the save in progress, if any, is committed.
@@ -301,7 +307,8 @@ class Checkpointer:
         if error is None:
             self.close()
             return
-        self._await_thread()
+        if not self._await_thread(None if jax.process_count() == 1 else _FAILED_S):
+            return  # it and the lock end with the process
         if (failure := self._defect or (self._failure if self._on_failure is None else None)) is not None:
             say(str(failure))
         self._release()
@@ -309,12 +316,7 @@ class Checkpointer:
     def _make_room(self, saving: Path, num_bytes: int) -> None:
         assert self._lock is not None
         self._lock.check()
-        retention.remove_unfinished(self._directory)
-        make_folder(self._directory)
-        disk = shutil.disk_usage(self._directory)  # not of the run's: it may be a link
-        if disk.free < num_bytes and disk.total:
-            raise OSError(f"it takes {format_bytes(num_bytes)}, but only {format_bytes(disk.free)} are free")
-        (saving / "state").mkdir(parents=True)
+        commit.make_room(saving, num_bytes)
 
     def _commit(self, step: int, saving: Path, writing: Sequence[Any], small: Mapping[str, bytes]) -> None:
         """In its own thread, on every process: turns the directory `saving` into `<step>`, then deletes old steps."""
@@ -330,7 +332,7 @@ class Checkpointer:
         assert self._lock is not None
         commit.make_step(saving, self._directory / str(step), small, self._lock.check)
         try:
-            self._delete_old()
+            retention.delete_old(self._directory, self._config, say)
         except OSError as error:  # costs space, not the step
             say(f"{self._directory}: older steps cannot be deleted: {reason(error)}; the next checkpoint tries again")
 
@@ -373,15 +375,14 @@ class Checkpointer:
         except Exception as error:
             self._defect = error
 
-    def _delete_old(self) -> None:
-        kept_for_good = self._config.keep_every
-        old = steps_in(self._directory)[: -self._config.keep_last]
-        retention.delete(self._directory, [step for step in old if kept_for_good is None or step % kept_for_good], say)
-
-    def _await_thread(self) -> None:
+    def _await_thread(self, timeout_s: float | None = None) -> bool:
+        """Waits for the thread of the save in progress, if any; whether it has ended."""
         if self._thread is not None:
-            self._thread.join()
+            self._thread.join(timeout_s)
+            if self._thread.is_alive():
+                return False
             self._thread = None
+        return True
 
     def _join(self) -> None:
         """Ends the thread of the save in progress, if any; raises what is a defect of ours."""

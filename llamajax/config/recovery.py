@@ -29,12 +29,12 @@ class WatchdogConfig(Section):
     compile_s: PositiveFloat = 3600.0
     """Compiling, or loading what was compiled before; also the first step, which makes the connections between devices."""
     load_s: PositiveFloat = 1800.0
-    """The checkpoint, the data and the weights before the first step, each; of data, from one sign of progress to the
-    next."""
+    """The checkpoint, the data and the weights before the first step, each; of data, and of a checkpoint's hashes, from one
+    sign of progress to the next."""
     step_s: PositiveFloat = 300.0
     """A training step, the wait for its batch included."""
     save_s: PositiveFloat = 1800.0
-    """A checkpoint, also while it is written in the background."""
+    """A checkpoint, also while it is written in the background; its hashes as in `load_s`."""
     evaluate_s: PositiveFloat = 1800.0
     """An evaluation, or the sample at the end."""
 

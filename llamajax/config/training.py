@@ -117,7 +117,7 @@ class CheckpointConfig(Section):
     a private directory of the run. A start goes on from the newest step that is whole for all processes, there or in
     `run_dir`, whatever hosts have lost their disks. Unset: `run_dir` alone."""
     local_every: PositiveIntOrUnset = None
-    """Steps between saves in `local_dir`, of which the newest two are kept. One that fails is told and tried again."""
+    """Steps between saves in `local_dir`, of which the newest three are kept. One that fails is told and tried again."""
     allow_config_change: bool = False
     """Resume although settings that change the result differ from those the run was started with."""
 

@@ -1,4 +1,4 @@
-"""How far tokenizing is, for people to see."""
+"""Whether work gets on, for what watches it, and how far tokenizing is, for people to see."""
 
 import sys
 import time
@@ -16,12 +16,12 @@ _signs = 0
 
 
 def signs() -> int:
-    """Grows while work on data gets on: what watches whether it does compares this with what it was."""
+    """Grows while work on data or checkpoints gets on: what watches whether it does compares this with what it was."""
     return _signs
 
 
 def gets_on() -> None:
-    """Says that work on data gets on; in any thread, as often as one likes."""
+    """Says that such work gets on; in any thread, as often as one likes."""
     global _signs
     _signs += 1  # one that another thread's overwrites is no loss
 

@@ -69,11 +69,11 @@ def differing(table: np.ndarray, held_by: Mapping[str, np.ndarray]) -> dict[str,
     found: dict[str, list[int]] = {}
     for column, (name, places) in zip(table.T, held_by.items(), strict=True):
         sums = column[places]
-        for own, holding in zip(sums, places, strict=True):
+        differ = (sums != sums[:, :1]).any(axis=1)
+        for own, holding in zip(sums[differ], places[differ], strict=True):
             values, counts = np.unique(own, return_counts=True)
-            if len(values) > 1:
-                most = 2 * counts.max() > len(own)
-                found.setdefault(name, []).extend(holding[own != values[counts.argmax()]] if most else holding)
+            most = 2 * counts.max() > len(own)
+            found.setdefault(name, []).extend(holding[own != values[counts.argmax()]] if most else holding)
     return {name: sorted(map(int, places)) for name, places in found.items()}
 
 

@@ -14,7 +14,7 @@ from llamajax.config.keys import with_values
 from llamajax.config.parallel import axes_of, num_parts
 from llamajax.config.run import Config
 from llamajax.errors import ConfigError
-from llamajax.parallel.processes import everyones
+from llamajax.parallel.processes import of_first
 
 _TOLD = 6  # numbers of devices that would do, in a message
 
@@ -44,8 +44,9 @@ def fit(config: Config, run_dir: Path) -> Fitted:
 
     Raises:
         ConfigError: the rows cannot be divided over these devices, with the numbers of devices that they can be.
+        OSError: the disk fails, so that nobody knows whether the run begins.
     """
-    meta = everyones(newest_meta(run_dir) if jax.process_index() == 0 else None)[0]
+    meta = of_first(newest_meta(run_dir) if jax.process_index() == 0 else None)
     num_devices, asked = jax.device_count(), config.train.grad_accum_steps
     before = {} if meta is None else meta["config"].get("train", {})
     of_batch = ("grad_accum_steps", "global_batch_size")

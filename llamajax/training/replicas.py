@@ -122,7 +122,9 @@ class Replicas:
         assert self._compiled is not None
         arrays = named_arrays(state)
         table = np.asarray(self._compiled([arrays[name] for name in self._held_by]))
-        return next(filter(None, everyones(differing(table, self._held_by))), {})
+        found = differing(table, self._held_by)
+        first = next((rank for rank, finds in enumerate(everyones(bool(found))) if finds), None)
+        return {} if first is None else everyones(found if jax.process_index() == first else None)[first]
 
     def _acquit(self, step: int, event: Callable[..., object]) -> None:
         """Tells that what the suspected devices differed in has not come back."""

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import jax
 
 from llamajax.checkpoint.meta import read_meta
+from llamajax.checkpoint.newest import NoneGoodError
 from llamajax.checkpoint.read import Restored
 from llamajax.checkpoint.steps import steps_in
 from llamajax.checkpoint.write import Checkpointer
@@ -22,7 +23,7 @@ from llamajax.config.run import Config
 from llamajax.data.position import PassedOver, is_left_behind, next_row
 from llamajax.disk import read_again, write_atomically
 from llamajax.errors import CheckpointError, SaveError
-from llamajax.parallel.processes import everyones
+from llamajax.parallel.processes import everyones, of_first
 from llamajax.training.bad_steps import GoBack
 from llamajax.watch import console, run_log
 
@@ -37,6 +38,7 @@ def read_passed_over(run_dir: Path, checkpointer: Checkpointer) -> tuple[PassedO
 
     Raises:
         CheckpointError: the record is damaged.
+        OSError: the disk fails; nothing is removed.
     """
     problem, content, left = None, [], []
     if jax.process_index() == 0:
@@ -47,7 +49,7 @@ def read_passed_over(run_dir: Path, checkpointer: Checkpointer) -> tuple[PassedO
         except (ValueError, TypeError, RecursionError) as error:
             problem = f"{run_dir / PASSED_OVER_FILE} is damaged ({error}); bring it back, or remove it: the run then goes by"
             problem += " what its newest checkpoint knows"
-    problem, content, left = everyones((problem, content, left))[0]
+    problem, content, left = of_first((problem, content, left))
     if problem is not None:
         raise CheckpointError(problem)
     checkpointer.drop(left)
@@ -55,7 +57,11 @@ def read_passed_over(run_dir: Path, checkpointer: Checkpointer) -> tuple[PassedO
 
 
 def steps_left_behind(directory: Path, passed_over: tuple[PassedOver, ...]) -> list[int]:
-    """The checkpoints in `directory` that were saved before the run went back to an earlier step."""
+    """The checkpoints in `directory` that were saved before the run went back to an earlier step.
+
+    Raises:
+        OSError: the disk fails, and one that cannot be asked would be taken for the run's own.
+    """
     left = []
     for step in steps_in(directory):
         meta = read_meta(directory / str(step)) if is_left_behind(step, 0, passed_over) else None
@@ -90,6 +96,8 @@ def go_back(
 ) -> tuple[Restored[State] | None, tuple[PassedOver, ...]]:
     """Goes back to the newest good checkpoint before a bad step; all processes call this together.
 
+    If that is where the run went back to the last time, past other rows, it is the one before it.
+
     Args:
         bad: what went wrong, and when.
         config: the run.
@@ -110,10 +118,17 @@ def go_back(
     restored = checkpointer.restore(abstract_state, before=bad.first_step, passed_over=passed_over)
     if restored is None and bad.pass_over:  # in the middle of skipped steps, which leave weights as they are
         restored = checkpointer.restore(abstract_state, passed_over=passed_over)
+    elif restored is not None and bad.pass_over and passed_over and passed_over[-1].after_step == restored.step:
+        # It did not help to go on from there with other rows: what is wrong came before it.
+        again, restored = restored.step, None  # whose arrays would take the room of the other's
+        with contextlib.suppress(NoneGoodError):
+            restored = checkpointer.restore(abstract_state, before=again, passed_over=passed_over)
+        if restored is None:
+            restored = checkpointer.restore(abstract_state, before=bad.first_step, passed_over=passed_over)
     step = 0 if restored is None else restored.step
     first, end = (next_row(n, rows_per_step, passed_over) for n in (step, bad.last_step))
     first_row, num_rows = (first, end - first) if bad.pass_over else (first, 0)
-    now = everyones(round(time.time(), 3))[0]
+    now = of_first(round(time.time(), 3))
     if bad.pass_over:
         window = PassedOver(after_step=step, first_row=first_row, num_rows=num_rows, reason=bad.reason, time=now)
         passed_over = (*passed_over, window)
@@ -133,7 +148,7 @@ def go_back(
             content = json.dumps([dataclasses.asdict(window) for window in passed_over], indent=1)
             write_atomically(run_dir / PASSED_OVER_FILE, content.encode())
     everyones("recorded")
-    checkpointer.drop([later for later in steps_in(run_dir / "checkpoints") if later > step])
+    checkpointer.drop([later for later in steps_in(run_dir / "checkpoints") if later > step], local_above=step)
     return restored, passed_over
 
 

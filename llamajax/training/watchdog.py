@@ -166,7 +166,7 @@ class Watchdog:
         if (signs := progress.signs()) != self._signs:
             self._signs = signs
             for _, phase in self._phases.running():
-                if phase.kind == "load":
+                if phase.kind in ("load", "save"):
                     phase.restart(now)
         for thread, phase in self._phases.running():
             if now < phase.deadline():

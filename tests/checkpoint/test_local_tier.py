@@ -2,6 +2,7 @@
 
 import errno
 import json
+import os
 import shutil
 from functools import partial
 from pathlib import Path
@@ -16,7 +17,7 @@ from jax import P
 from llamajax.checkpoint import local_tier
 from llamajax.checkpoint.write import Checkpointer
 from llamajax.config.training import CheckpointConfig
-from llamajax.errors import ConfigError
+from llamajax.errors import CheckpointError, ConfigError
 from tests.checkpoint.states import META, TOKENIZER, abstract, bits, names_in, state_of, use_mesh
 
 
@@ -50,15 +51,15 @@ def steps_in(directory: Path) -> list[int]:
 
 
 def test_the_newest_step_of_both_tiers_is_restored(tmp_path, config):
-    here = fill(tmp_path / "run", config, shared=[10], local=[20, 30, 40])
-    assert steps_in(here) == [30, 40]
+    here = fill(tmp_path / "run", config, shared=[5], local=[10, 20, 30, 40])
+    assert steps_in(here) == [20, 30, 40]
     identity = (tmp_path / "run/checkpoints/.identity").read_text()
     assert here == tmp_path / "local" / config.local_name(tmp_path / "run", identity) / "0"
     with Checkpointer(tmp_path / "run", config) as checkpointer:
         restored = checkpointer.restore(abstract())
         assert restored is not None
-        assert (restored.step, checkpointer.newest) == (40, 10)
-        assert restored.place == f" from the local tier ({tmp_path}/run/checkpoints: 10)"
+        assert (restored.step, checkpointer.newest) == (40, 5)
+        assert restored.place == f" from the local tier ({tmp_path}/run/checkpoints: 5)"
         assert restored.meta == META | {"step": 40}
         assert (restored.files / "tokenizer.model").read_bytes() == TOKENIZER
         assert bits(restored.state) == bits(state_of(40))
@@ -121,7 +122,58 @@ def test_a_step_that_is_not_whole_does_not_count(tmp_path, config, loss, monkeyp
         assert restored is not None
         assert (restored.step, bits(restored.state)) == (10, bits(state_of(10)))
         assert why in restored.place
-    assert not here.exists() or steps_in(here) == []
+        checkpointer.save_locally(15, restored.state, META, {})
+    assert steps_in(here) == [15]
+
+
+def test_who_asks_for_another_model_finds_all_local_steps_again(tmp_path, config):
+    here = fill(tmp_path / "run", config, shared=[10], local=[20, 30])
+    with (
+        Checkpointer(tmp_path / "run", config) as checkpointer,
+        pytest.raises(CheckpointError, match="is of another state"),
+    ):
+        checkpointer.restore(abstract(width=24))
+    assert steps_in(here) == [20, 30]
+    with Checkpointer(tmp_path / "run", config) as checkpointer:
+        restored = checkpointer.restore(abstract())
+        assert restored is not None
+        assert restored.step == 30
+
+
+def test_steps_that_a_run_has_not_come_to_go_when_it_saves(tmp_path, config):
+    here = fill(tmp_path / "run", config, shared=[10], local=[20, 30])
+    (here / "30/0.bin").unlink()
+    with Checkpointer(tmp_path / "run", config) as checkpointer:
+        restored = checkpointer.restore(abstract())
+        assert restored is not None
+        checkpointer.save(25, restored.state, META)
+        assert steps_in(here) == [20]
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.EACCES, errno.ESTALE])
+def test_a_host_whose_disk_is_dead_has_nothing_and_the_run_goes_on(tmp_path, config, number, monkeypatch):
+    here = fill(tmp_path / "run", config, shared=[10], local=[20])
+
+    def dead(call):
+        def fail(path, *args, **kwargs):
+            if Path(path).is_relative_to(tmp_path / "local"):
+                raise OSError(number, os.strerror(number), str(path))
+            return call(path, *args, **kwargs)
+
+        return fail
+
+    for name in ("stat", "listdir", "open"):
+        monkeypatch.setattr(os, name, dead(getattr(os, name)))
+    # The other process has the step, so that this one is asked for it.
+    several = lambda value: [value, ["start", ""] if isinstance(value, tuple) else [20]]  # noqa: E731
+    monkeypatch.setattr(local_tier, "everyones", several)
+    with Checkpointer(tmp_path / "run", config) as checkpointer:
+        restored = checkpointer.restore(abstract())
+        assert restored is not None
+        assert restored.step == 10
+        assert restored.place == " (local step 20 is not whole: process 0 has nothing of it)"
+    monkeypatch.undo()
+    assert steps_in(here) == [20]
 
 
 def test_a_damaged_checkpoint_gives_way_to_an_older_local_step(tmp_path, config, capfd):
@@ -140,7 +192,7 @@ def test_going_back_leaves_nothing_newer(tmp_path, config):
         restored = checkpointer.restore(abstract(), before=30)
         assert restored is not None
         assert restored.step == 20
-        checkpointer.drop([30])
+        checkpointer.drop([30], local_above=20)
         assert checkpointer.newest == 10
         assert steps_in(here) == [20]
     assert names_in(tmp_path / "run") == [".identity", "10"]
@@ -169,7 +221,7 @@ def test_a_disk_that_fails_is_told_and_tried_again(tmp_path, config, monkeypatch
             failing = step < 3
             checkpointer.save_locally(step, state_of(step), META, {})
             checkpointer._local.wait()
-        assert steps_in(checkpointer._local._directory) == [3, 4, 5][-2:]
+        assert steps_in(checkpointer._local._directory) == [3, 4, 5]
     lines = capfd.readouterr().err.splitlines()
     assert lines[0].endswith("step 1 cannot be saved: Disk quota exceeded; it will be tried again, and the run goes on")
     assert lines[1].endswith("step 3 is saved; 1 before it could not be")

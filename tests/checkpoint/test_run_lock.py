@@ -1,6 +1,8 @@
 """One process writes a run: on file systems whose locks hold on one host only, too, and when it was stopped meanwhile."""
 
+import dataclasses
 import fcntl
+import json
 import os
 import subprocess
 import sys
@@ -127,6 +129,23 @@ def test_a_killed_process_is_outwaited_by_other_hosts_only(tmp_path, monkeypatch
                 as_other_host(patch)
             RunLock(tmp_path).release()
         assert ("waiting    " in capfd.readouterr().err) == other_host
+
+
+def test_a_process_that_ended_does_not_live_on_because_nobody_asked_what_became_of_it(tmp_path, soon):
+    first = RunLock(tmp_path)
+    first._ending.set()
+    first._thread.join()
+    first._file.close()
+    with subprocess.Popen(["sleep", "600"]) as child:
+        started = run_lock._started(child.pid)
+        assert started is not None
+        changed = dataclasses.replace(first._lease, pid=child.pid, started=started, token="another's")
+        (tmp_path / ".owner").write_text(json.dumps(vars(changed)))
+        with pytest.raises(CheckpointError, match=f"is being written by process {child.pid} on"):
+            RunLock(tmp_path)
+        child.kill()
+        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+        RunLock(tmp_path).release()
 
 
 def test_a_lock_that_outlives_its_host_is_outwaited(tmp_path, monkeypatch, soon):

@@ -290,6 +290,55 @@ def test_a_run_dir_that_cannot_be_written_is_refused(tmp_path):
         Checkpointer(tmp_path / "file" / "run", CONFIG)
 
 
+def test_each_process_hashes_what_it_has_written_and_looks_at_nothing_else(tmp_path, monkeypatch):
+    own = ["state/ocdbt.process_0/d/a", "state/_METADATA", "state/manifest.ocdbt", "state/d/b"]
+    others = {
+        1: ["state/ocdbt.process_1/d/c", "state/ocdbt.process_1/manifest.ocdbt"],
+        10: ["state/ocdbt.process_10/d/e"],
+        11: [],
+    }
+    for path in [*own, *(path for paths in others.values() for path in paths)]:
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text(path)
+    looked, scandir = [], os.scandir
+    monkeypatch.setattr(os, "scandir", lambda path: looked.append(Path(path)) or scandir(path))
+    for rank, paths in {0: own, **others}.items():
+        monkeypatch.setattr(jax, "process_index", lambda rank=rank: rank)
+        looked.clear()
+        commit.hash_share(tmp_path)
+        assert json.loads((tmp_path / f"hashes.{rank}.json").read_text()) == manifest.records_of(tmp_path, paths)
+        places = [path.relative_to(tmp_path / "state").parts[:1] for path in looked]
+        assert set(places) <= ({(), ("d",), ("ocdbt.process_0",)} if rank == 0 else {(f"ocdbt.process_{rank}",)})
+
+
+def test_everything_is_on_the_disk_before_a_step_appears_and_large_files_before_that_is_due(tmp_path, monkeypatch):
+    fsync, make_step, rename = os.fsync, commit.make_step, Path.rename
+    synced: set[str] = set()
+    at: dict[str, set[str]] = {}
+
+    def remember(descriptor):
+        synced.add(os.readlink(f"/proc/self/fd/{descriptor}"))
+        fsync(descriptor)
+
+    def make(saving, *args):
+        at["arrays"] = {str(path) for path in (saving / "state").rglob("*") if path.is_file()} - synced
+        synced.difference_update([str(path) for path in (saving / "state").rglob("*")])
+        make_step(saving, *args)
+
+    def rename_when(path, target):
+        if path.name.endswith(".saving"):
+            of_arrays = {str(file) for file in (path / "state").rglob("*") if file.is_file()}
+            at["again"] = of_arrays & synced
+            at["others"] = {str(path), *map(str, path.rglob("*"))} - of_arrays - synced
+        return rename(path, target)
+
+    monkeypatch.setattr(os, "fsync", remember)
+    monkeypatch.setattr(commit, "make_step", make)
+    monkeypatch.setattr(Path, "rename", rename_when)
+    save(tmp_path, [1], files={"tokenizer.model": b"of a run"})
+    assert at == {"arrays": set(), "again": set(), "others": set()}
+
+
 def test_processes_divide_the_bytes_and_not_the_files():
     sizes = {f"small{i}": 1 for i in range(90)} | {"large0": 100, "large1": 90, "large2": 80}
     divided = manifest.shares(sizes, 4)

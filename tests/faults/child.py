@@ -241,7 +241,7 @@ def lay_points() -> None:
     patch(write.Checkpointer, "_commit", "write")
     patch(write.ArrayWriter, "finalize", "finalize")
     patch(write.commit, "hash_share", "hash")
-    patch(write.Checkpointer, "_delete_old", "committed")
+    patch(write.retention, "delete_old", "committed")
     patch(write.retention, "finish_deleting", "delete")
     patch(Loader, "_load", "loader")
     patch(metrics.MetricsWriter, "write", "callback", "reported")

@@ -14,6 +14,7 @@ LIMIT_S = 5.0
 POINTS = {
     "the loader": "loader", "a step": "step", "a callback": "callback", "the thread that saves": "hash",
     "an evaluation": "evaluate", "reading the data": "prepare", "restoring": "load",
+    "a step while a save hangs": "step",
 }  # fmt: skip
 """What fails, and its point."""
 KINDS = [f"{what}, {count} processes" for count, what in itertools.product((2, 4), POINTS)]
@@ -26,6 +27,9 @@ def run(count: int, seed: int, where: Scene, jobs: int) -> Result:
         what, _, processes = a_try.kind.partition(", ")
         with broken(where, int(processes[0])) as failed:
             rank, point = a_try.rng.randrange(failed.num_processes), POINTS[what]
+            if what.endswith("a save hangs"):
+                failed.lay("hash", a_try.rng.randrange(failed.num_processes), "hold")
+                failed.wait(lambda: bool(list((failed.folder / "fired").glob("hash.*"))), STARTS_S + ENDS_S, "a save")
             failed.lay(point, rank, "raise")
             raised_at = failed.wait_for_fault(point, rank, STARTS_S + ENDS_S)["at"]
             codes = failed.finish()

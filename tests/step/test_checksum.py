@@ -119,6 +119,17 @@ def test_the_most_are_right_and_of_two_nobody_knows():
     assert differing(table, held_by)["a"] == [0, 1, 2, 3]
 
 
+def test_only_parts_that_differ_are_looked_at_one_by_one(monkeypatch):
+    """Of a large run there are many parts, of each array."""
+    places = np.arange(4096).reshape(-1, 4)
+    table = np.repeat(np.arange(1024, dtype=np.uint32), 4)[:, None]
+    table[4001] += 1
+    looked, unique = [], np.unique
+    monkeypatch.setattr(np, "unique", lambda *args, **kwargs: looked.append(args) or unique(*args, **kwargs))
+    assert differing(table, {"a": places}) == {"a": [4001]}
+    assert len(looked) == 1
+
+
 def test_the_state_is_read_once_and_nothing_is_copied(gpu_compiler):
     """By XLA's compiler for 256 H100: what it needs beside the state is partial sums, and each array has one reader."""
     config = load_config(Path(__file__).parents[2] / "configs/llama3_1_70b_256xh100.yaml")

@@ -1,10 +1,13 @@
 """Other devices, same run: accumulation follows, rows do not."""
 
+import errno
 import json
+import os
 from pathlib import Path
 
 import pytest
 
+from llamajax import disk
 from llamajax.checkpoint import manifest
 from llamajax.config.file import config_to_dict
 from llamajax.config.machine import HardwareConfig
@@ -104,6 +107,19 @@ def test_a_step_that_is_damaged_is_not_asked(tmp_path):
     meta.write_text(meta.read_text().replace("16", "32"))
     checkpoint(tmp_path, 7, config, began=began_on(config, 16)).joinpath("manifest.json").unlink()
     assert fit(config, tmp_path).config.train.grad_accum_steps == 2
+
+
+def test_a_run_whose_checkpoints_cannot_be_read_now_is_not_taken_for_a_new_one(tmp_path, monkeypatch):
+    config = config_of(48)
+    checkpoint(tmp_path, 5, config, began=began_on(config, 16))
+
+    def fail(_):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(disk, "_PAUSES_S", ())
+    monkeypatch.setattr(Path, "read_bytes", fail)
+    with pytest.raises(OSError, match="Input/output error"):
+        fit(config, tmp_path)
 
 
 def test_who_changes_the_accumulation_gets_it(tmp_path):

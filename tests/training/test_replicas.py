@@ -11,6 +11,7 @@ from llamajax.config.recovery import RecoveryConfig
 from llamajax.errors import CorruptionError
 from llamajax.parallel.mesh import make_mesh
 from llamajax.parallel.sharding import spec
+from llamajax.training import replicas
 from llamajax.training.bad_steps import GoBack
 from llamajax.training.replicas import Replicas, Suspects, suspected
 from tests.faults.flips import Flip, flipped
@@ -101,6 +102,22 @@ def test_another_device_that_differs_lets_the_run_go_back_once_more(capsys):
     run.check(200)
     assert run.kinds() == ["suspected", "suspected", "transient"]
     assert run.events[-1][1]["devices"] == [2, 5]
+
+
+def test_of_several_processes_that_see_something_one_tells_it(monkeypatch):
+    """So that what is sent does not grow with their number; all go by what the first of them sees."""
+    run = Run(data=4, fsdp=2)
+    seen, sent = {"up": [5]}, []
+
+    def of_four(value):
+        sent.append(value)
+        return [False, True, True, True] if isinstance(value, bool) else [None, seen, None, None]
+
+    monkeypatch.setattr(replicas, "everyones", of_four)
+    monkeypatch.setattr(jax, "process_index", lambda: 2)
+    with pytest.raises(GoBack, match=r"device 5 .* in up"):
+        run.check(200, OF_2)
+    assert sent == [True, None]
 
 
 def test_of_two_that_differ_nobody_knows_which():

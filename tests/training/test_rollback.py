@@ -1,5 +1,6 @@
 """Going back: exact, durable, and bounded, whatever moment the run is killed at."""
 
+import errno
 import json
 import math
 import os
@@ -11,11 +12,12 @@ import sys
 
 import pytest
 
+from llamajax import disk
 from llamajax.checkpoint.local_tier import LocalTier
 from llamajax.checkpoint.read import Restored
 from llamajax.checkpoint.write import Checkpointer
 from llamajax.config.training import CheckpointConfig
-from llamajax.data.position import PassedOver
+from llamajax.data.position import PassedOver, next_row
 from llamajax.errors import CheckpointError
 from llamajax.training import rollback
 from llamajax.training.bad_steps import GoBack
@@ -71,6 +73,55 @@ def test_steps_whose_own_words_are_damaged_are_not_removed_for_them(tmp_path):
     assert steps_left_behind(tmp_path / "checkpoints", (PassedOver(**window(2)),)) == []
 
 
+def test_steps_that_cannot_be_asked_now_are_not_taken_for_the_runs_own(tmp_path, monkeypatch):
+    save_steps(tmp_path, {2: [], 5: []})
+
+    def fail(_):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(disk, "_PAUSES_S", ())
+    monkeypatch.setattr(pathlib.Path, "read_bytes", fail)
+    with pytest.raises(OSError, match="Input/output error"):
+        steps_left_behind(tmp_path / "checkpoints", (PassedOver(**window(2)),))
+
+
+@pytest.mark.parametrize(
+    ("steps", "damaged", "expected"), [([10, 20], [], 10), ([5, 10, 20], [10], 5), ([10, 20], [10], 20), ([20], [], 20)]
+)
+def test_what_goes_wrong_again_from_the_same_step_goes_back_to_an_older_one(tmp_path, steps, damaged, expected):
+    """Where there is a good one; its rows are counted from there, and those since are passed over."""
+    save_steps(tmp_path, {step: [] for step in steps})
+    for step in damaged:
+        (tmp_path / "checkpoints" / str(step) / "meta.json").unlink()
+    config = tiny_config(str(tmp_path), checkpoint=CheckpointConfig(keep_last=9))
+    rows, before = config.train.global_batch_size, (PassedOver(**window(20, first_row=640, num_rows=160)),)
+    bad = GoBack("step 25: bad", first_step=25, last_step=25, pass_over=True)
+    with Checkpointer(tmp_path, config.checkpoint) as checkpointer:
+        restored, passed_over = go_back(bad, config, states.abstract(), checkpointer, before)
+        assert restored is not None
+        assert (restored.step, checkpointer.newest) == (expected, expected)
+        assert states.bits(restored.state) == states.bits(states.state_of(expected))
+    assert passed_over[:-1] == before
+    assert (passed_over[-1].after_step, passed_over[-1].first_row) == (expected, next_row(expected, rows, before))
+    assert next_row(expected, rows, passed_over) == next_row(25, rows, before)
+    assert json.loads((tmp_path / PASSED_OVER_FILE).read_text())[-1]["after_step"] == expected
+    left = {str(step) for step in steps if step <= expected}
+    assert {name for name in states.names_in(tmp_path) if name.isdecimal()} == left
+
+
+def test_what_goes_wrong_again_from_another_step_does_not(tmp_path):
+    """Nor do steps that are only computed again."""
+    save_steps(tmp_path, {10: [], 20: []})
+    config = tiny_config(str(tmp_path), checkpoint=CheckpointConfig(keep_last=9))
+    with Checkpointer(tmp_path, config.checkpoint) as checkpointer:
+        for after_step, pass_over in [(20, False), (10, True)]:
+            bad = GoBack("step 25: bad", first_step=25, last_step=25, pass_over=pass_over)
+            before = (PassedOver(**window(after_step)),)
+            restored, _ = go_back(bad, config, states.abstract(), checkpointer, before)
+            assert restored is not None
+            assert restored.step == 20
+
+
 class Killed(BaseException):
     pass
 
@@ -88,7 +139,7 @@ def test_no_kill_brings_back_a_local_step_that_the_run_went_back_behind(tmp_path
         checkpointer.save_locally(step, states.state_of(step), {"data": {"passed_over": passed_over}}, {})
         checkpointer._local.wait()
 
-    def die(*_):
+    def die(*_, **__):
         raise Killed
 
     def live_and_die():
