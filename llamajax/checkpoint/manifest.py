@@ -233,7 +233,7 @@ def none_good_line(directory: Path, damaged: Mapping[int, Damage]) -> str:
 
 def _record(path: Path) -> FileRecord:
     sha256, size = hashlib.sha256(), 0
-    with path.open("rb", buffering=0) as file:
+    with path.open("rb") as file:
         while block := file.read(_BLOCK_BYTES):
             sha256.update(block)
             size += len(block)
