@@ -84,7 +84,6 @@ class LocalTier:
         self.wait()
         if (waited := time.monotonic() - began) > 1:
             self._tell(f"step {step}: waited {waited:.1f} s for the previous local checkpoint; raise checkpoint.local_every")
-        self.drop_above(step)
         if self._num_failures and self._num_passed < 2**self._num_failures - 1:
             self._num_passed += 1
             return
@@ -112,6 +111,8 @@ class LocalTier:
             make_folder(self._directory, 0o700)
             retention.remove_unfinished(self._directory)
             num_bytes = sum(part.nbytes for part in parts)
+            if shutil.disk_usage(self._directory).free < num_bytes:  # for as many: rather fewer than none that is new
+                retention.delete(self._directory, self._steps()[: 1 - _KEPT], self._tell)
             if (free := shutil.disk_usage(self._directory).free) < num_bytes:
                 raise OSError(f"it takes {num_bytes:,} bytes, but only {free:,} are free")
             (saving / "files").mkdir(parents=True)

@@ -157,8 +157,6 @@ class Checkpointer:
                 f"{self._directory}: step {step} cannot be saved after step {self._newest}; restore from there"
                 " or choose another run_dir"
             )
-        if self._local is not None:
-            self._local.drop_above(step)
         self._patience = 1 if self._failure is None else 2 * self._patience
         self._look_at, self._failure = step + self._patience, None
         self._num_saves += 1
@@ -257,19 +255,19 @@ class Checkpointer:
         if self._lock is not None:
             read_again(self._lock.check)
 
-    def drop(self, steps: Sequence[int], *, local_above: int | None = None) -> None:
-        """Deletes committed steps that the run has gone back behind; the same in every process.
+    def go_on_from(self, step: int) -> None:
+        """After `check`, deletes what this host has saved of later steps: the run does them again, perhaps otherwise."""
+        self.check()
+        if self._local is not None:
+            self._local.drop_above(step)
 
-        Args:
-            steps: those.
-            local_above: with it, what hosts have saved of steps above this one goes too.
+    def drop(self, steps: Sequence[int]) -> None:
+        """Deletes committed steps that the run has gone back behind; the same in every process.
 
         Raises:
             CheckpointError: another process has taken the run over; nothing is deleted.
             OSError: they cannot be deleted.
         """
-        if self._local is not None and local_above is not None:
-            self._local.drop_above(local_above)
         if jax.process_index() == 0 and steps:
             self.check()
             retention.delete(self._directory, steps, say)

@@ -34,7 +34,8 @@ class WatchdogConfig(Section):
     step_s: PositiveFloat = 300.0
     """A training step, the wait for its batch included."""
     save_s: PositiveFloat = 1800.0
-    """A checkpoint, also while it is written in the background; its hashes as in `load_s`."""
+    """A checkpoint, also while it is written in the background; of its hashes, from one sign of progress to the next, while
+    the other processes wait as long as twice this."""
     evaluate_s: PositiveFloat = 1800.0
     """An evaluation, or the sample at the end."""
 

@@ -12,6 +12,9 @@ from llamajax.errors import DEVICE_ERROR, TRY_AGAIN
 from llamajax.launching import heartbeat
 from llamajax.launching.heartbeat import WAITING, Beat
 
+LEFT = "cannot be killed: the system waits for a device or a disk"
+"""How one is that does not end although it was killed."""
+
 _STALE_S = 2.0  # without a beat, after which a process holds Python's lock or is stopped, unless the machine is overloaded
 _MEANINGS = {
     2: "configuration",
@@ -47,7 +50,7 @@ class Child:
     killed: float | None = None
     """When it was first killed, if it was."""
     is_left: bool = False
-    """Whether it could not be killed, and is still there."""
+    """Whether it is still there although it was killed long ago."""
     last: Beat | None = None
     """What it said last."""
 
@@ -134,7 +137,7 @@ class Child:
         """How it ended, in words."""
         if self.is_left:
             of_what = f"was stuck ({self.stuck}), and " if self.stuck else ""
-            return f"{of_what}cannot be killed: the system waits for a device or a disk"
+            return of_what + LEFT
         if self.stuck:
             return f"was stuck: {self.stuck}"
         if self.code == TRY_AGAIN and self.last is not None and self.ended_by is None:

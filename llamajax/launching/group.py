@@ -9,7 +9,7 @@ from pathlib import Path
 
 from llamajax.errors import TRY_AGAIN
 from llamajax.launching import heartbeat, output
-from llamajax.launching.child import Child
+from llamajax.launching.child import LEFT, Child
 from llamajax.launching.output import Output
 from llamajax.launching.program import Program
 from llamajax.launching.signals import Signals
@@ -19,7 +19,8 @@ _GRACE_S = 1.75  # after the first one's end, in which others may end by themsel
 _OVERDUE_S = 1.0  # after its limit, in which a process may act on it by itself
 _OTHERS_OVERDUE_S = 1.5  # after the limit of those that wait for another one, in which that one may show
 _DUMP_S = 1.0  # in which a stuck process must have written its stacks
-_UNKILLABLE_S = 30.0  # after which a process that was killed is given up
+_DIES_S = 30.0  # in which a process that was killed ends
+_GIVEN_UP_S = 300.0  # after which it is given up: what the system waits for may come back until then
 _STOPPED_S = 2.0  # by which a look that comes later means that all stood still, and in which they may then say something
 
 
@@ -44,6 +45,7 @@ class Group:
         self._end_at: float | None = None
         self._abort_at: dict[int, float] = {}
         self._looks_at = 0.0
+        self._shown, self._is_alone = shown, program.hosts.count == 1
         self._places = itertools.count()
         self._followers = []
         self.children: list[Child] = []
@@ -81,8 +83,8 @@ class Group:
             for child in running:
                 if child.has_ended():
                     self._take_end(child, signals, now)
-                elif child.killed is not None and now > child.killed + _UNKILLABLE_S:
-                    child.place, child.code, child.is_left = next(self._places), -signal.SIGKILL, True
+                elif child.killed is not None and now > child.killed + _DIES_S:
+                    self._bear_with(child, now)
             running = [child for child in running if child.runs]
             if signals.kill:
                 self._end_at = now
@@ -101,15 +103,33 @@ class Group:
                     child.kill()
         output.wait_for(self._followers, timeout_s=1.0)
 
+    def _bear_with(self, child: Child, now: float) -> None:
+        """Waits for a process that does not die, says so, and gives it up at last."""
+        assert child.killed is not None
+        if not child.is_left:
+            self._shown.say(f"process {child.rank} (pid {child.process.pid}) {LEFT}")
+            child.is_left = True
+        if now > child.killed + _GIVEN_UP_S:
+            child.place, child.code = next(self._places), -signal.SIGKILL
+
     def _take_end(self, child: Child, signals: Signals, now: float) -> None:
         """Takes down what the end of a process means for the others."""
-        child.place = next(self._places)
-        if self._is_training and signals.stop is None and self._end_at is None and _was_told_to_stop(child):
+        child.place, child.is_left = next(self._places), False
+        if self._is_training and signals.stop is None and self._end_at is None and self._was_told_to_stop(child):
             signals.ask(signal.SIGTERM)  # one that has met the others would have told them
         if self._is_training and signals.stop and child.code in (-signal.SIGTERM, -signals.stop):
             child.code = 0  # before it could hear; it had nothing to save
         if child.code and self._end_at is None:
             self._end_at = now + _GRACE_S
+
+    def _was_told_to_stop(self, child: Child) -> bool:
+        """Whether somebody has stopped a process alone, by SIGTERM before it could hear or before it had met the others.
+
+        Where there are other hosts, what it did not hear lets all start again: nobody could tell theirs.
+        """
+        if child.last is None:
+            return child.code == -signal.SIGTERM and self._is_alone
+        return child.code == 0 and child.last.phase == "start" and child.last.deadline is not None
 
     def _abort_stuck(self, running: list[Child], now: float) -> None:
         """Ends those that are stuck: they are past their limit, or others ended because they waited for them."""
@@ -130,12 +150,6 @@ class Group:
             self._abort_at[child.rank] = now
         if stuck and self._end_at is None:
             self._end_at = now + _GRACE_S
-
-
-def _was_told_to_stop(child: Child) -> bool:
-    """Whether somebody has stopped a process alone, by SIGTERM before it could hear or before it had met the others."""
-    is_starting = child.last is None or child.last.phase == "start"
-    return is_starting and (child.code == -signal.SIGTERM or (child.code == 0 and child.last is not None))
 
 
 def _more_s(child: Child, signals: Signals) -> float:

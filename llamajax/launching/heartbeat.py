@@ -88,8 +88,11 @@ def prepare(directory: Path, rank: int) -> None:
         OSError: there is none.
     """
     path = directory / str(rank)
-    path.touch(0o600)
-    path.write_bytes(b" " * _SIZE)
+    try:
+        path.touch(0o600)
+        path.write_bytes(b" " * _SIZE)
+    except OSError as error:  # which does not always say where
+        raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 @functools.cache

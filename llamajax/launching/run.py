@@ -192,11 +192,13 @@ def _is_unfinished(program: Program) -> bool:
 def _record(program: Program, cause: Cause, step: int, after_s: float, shown: Output) -> None:
     """Writes the restart into the run's events, which no process of it writes now; a line that a kill tore stays apart."""
     assert program.run_dir is not None
-    if program.hosts.own > 0 or not program.run_dir.is_dir():  # a run that has not begun has no events
+    if program.hosts.own > 0:
         return
     facts = {"time": time.time(), "event": "restart", "step": step, "rank": cause.rank, "exit_code": cause.exit_code}
     line = json.dumps(facts | {"cause": cause.lines[0], "after_s": after_s}, ensure_ascii=False) + "\n"
     try:
+        if not program.run_dir.is_dir():  # a run that has not begun has no events
+            return
         with (program.run_dir / "events.jsonl").open("ab+") as events:
             if events.tell():
                 events.seek(-1, os.SEEK_END)

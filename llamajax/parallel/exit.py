@@ -77,6 +77,7 @@ def end_process(code: int, *, distributed: bool) -> NoReturn:
             code = code or DISK_ERROR
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())  # the interpreter would try again, and exit with 120
     if (code and distributed) or code > 128:
+        processes.await_commit()
         os._exit(code)
     sys.exit(code)
 

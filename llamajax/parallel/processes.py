@@ -16,7 +16,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NoReturn, Protocol
+from typing import Any, Protocol
 
 from llamajax.errors import TRY_AGAIN, EnvironmentMismatchError, without_passwords
 from llamajax.launching import heartbeat
@@ -118,6 +118,12 @@ def uninterrupted() -> Iterator[None]:
             yield
         finally:
             heartbeat.of_this_process().tell(commits=False)
+
+
+def await_commit() -> bool:
+    """Before this process ends as it is: waits for what is done `uninterrupted`, for a minute at most, and lets nothing more
+    begin; whether it has come to its end."""
+    return _committing.acquire(timeout=heartbeat.COMMIT_S)
 
 
 def meet(rank: int, links: Sequence[Link], timeout_s: float) -> None:
@@ -228,12 +234,17 @@ class Peers:
 
     def _listen(self) -> None:
         interval = self._timeout_s / 10
-        looked = next_sign = time.monotonic()
+        next_sign = time.monotonic()
         with selectors.DefaultSelector() as selector:
             for link in self._links.values():
                 selector.register(link, selectors.EVENT_READ, link)
             while True:
-                for key, _ in selector.select(interval):
+                began = time.monotonic()
+                ready = selector.select(interval)
+                if (now := time.monotonic()) - began > interval + _STOPPED_S:  # all may have stood still
+                    for link in self._links.values():
+                        link.heard = now
+                for key, _ in ready:
                     messages = key.data.receive()
                     if messages is None:
                         selector.unregister(key.fileobj)
@@ -243,15 +254,10 @@ class Peers:
                             self._lose(key.data, how, "; see there, and start all again", is_stuck=False)
                     for message in messages or ():
                         self._take(key.data, message)
-                now = time.monotonic()
-                if now - looked > interval + _STOPPED_S:  # all may have been stopped, and this one has not listened
-                    for link in self._links.values():
-                        link.heard = now
-                looked = now
-                if now >= next_sign:
+                if time.monotonic() >= next_sign:
+                    next_sign = time.monotonic() + interval
                     self._send_all({"alive": True})
-                    next_sign = now + interval
-                    self._look_for_the_silent(now)
+                    self._look_for_the_silent(time.monotonic())
 
     def _look_for_the_silent(self, now: float) -> None:
         for link in self._links.values():
@@ -303,16 +309,19 @@ class Peers:
             self._failure = line
             threading.Thread(target=self._end, args=(line, rank, code, grace_s, is_stuck), daemon=True).start()
 
-    def _end(self, line: str, rank: int, code: int, grace_s: float, is_stuck: bool) -> NoReturn:
+    def _end(self, line: str, rank: int, code: int, grace_s: float, is_stuck: bool) -> None:
         time.sleep(grace_s)
         if code == TRY_AGAIN and _before_end is not None:
             _before_end(line, is_stuck=is_stuck)
-        _committing.acquire(timeout=heartbeat.COMMIT_S)
-        with self._last_word:
-            heartbeat.of_this_process().tell(ended_by=rank)
-            with contextlib.suppress(OSError):
-                print(line, file=sys.stderr, flush=True)
-            os._exit(code)
+        is_committed = await_commit()
+        if not self._last_word.acquire(blocking=False):  # it ends by itself, and has said why
+            if is_committed:
+                _committing.release()
+            return
+        heartbeat.of_this_process().tell(ended_by=rank)
+        with contextlib.suppress(OSError):
+            print(line, file=sys.stderr, flush=True)
+        os._exit(code)
 
     def _hear(self, name: str, rank: int, value: Any) -> None:
         """On process 0: one more value of a round of `everyones`."""

@@ -39,6 +39,8 @@ class Phase:
     """Seconds on its clock until then."""
     doing: str = ""
     """More exactly, for people."""
+    longest: float = 0.0
+    """Seconds that its clock has shown at most."""
     grace: float = 0.0
     """Seconds above its limit, in which another process may say that it is the one that is stuck."""
 
@@ -52,6 +54,7 @@ class Phase:
 
     def restart(self, now: float) -> None:
         """Sets its clock to 0."""
+        self.longest = max(self.longest, self.took(now))
         self.resumed, self.spent, self.grace = now, 0.0, 0.0
 
     def allow(self, limit: float, setting: str) -> None:
@@ -135,4 +138,4 @@ class Phases:
 
     def _learn(self, done: Phase) -> None:
         if done.kind != _NOT_LEARNT:
-            self._longest[done.kind] = max(self._longest.get(done.kind, 0.0), done.took(self._clock()))
+            self._longest[done.kind] = max(self._longest.get(done.kind, 0.0), done.longest, done.took(self._clock()))

@@ -148,7 +148,7 @@ def go_back(
             content = json.dumps([dataclasses.asdict(window) for window in passed_over], indent=1)
             write_atomically(run_dir / PASSED_OVER_FILE, content.encode())
     everyones("recorded")
-    checkpointer.drop([later for later in steps_in(run_dir / "checkpoints") if later > step], local_above=step)
+    checkpointer.drop([later for later in steps_in(run_dir / "checkpoints") if later > step])
     return restored, passed_over
 
 

@@ -32,7 +32,7 @@ from llamajax.training.replicas import Replicas
 from llamajax.training.resume import check_same_run
 from llamajax.training.rollback import agreed, go_back, read_passed_over
 from llamajax.training.stop import StopSignal
-from llamajax.training.watchdog import Watchdog
+from llamajax.training.watchdog import Watchdog, process_ends
 from llamajax.watch import console
 from llamajax.watch.console import say
 from llamajax.watch.peak import peak_flops
@@ -128,7 +128,7 @@ def run(asked: Config, *, dry_run: bool = False) -> None:
             with stop.at_end_of_step():
                 while True:
                     start = start_from(restored, config, pretrained, passed_over)
-                    checkpointer.check()  # before its logs are cut
+                    checkpointer.go_on_from(start.step)  # before its logs are cut
                     everyones("ready")  # the first collective of devices waits for half a minute only
                     try:
                         state, stopped = trainer.train(start)
@@ -180,4 +180,5 @@ def main(config: Config, *, dry_run: bool) -> None:
         disk=config.run_dir,
         disk_remedy="see to the disk and run the same command again",
     )
+    process_ends(config.watchdog)
     end_process(code, distributed=config.distributed.enabled)

@@ -39,7 +39,7 @@ _EVERY_S = 0.5  # between looks, at most
 _GRACE_S = 1.5  # in which a process that only waits for another lets that one speak
 _STOPPED_S = 2.0  # by which a look that comes later means that the whole process stood still
 _WRITE_S = 1.0  # in which stacks must have been written: the disk may be what is stuck
-_END_S = 600.0  # for the end of the process behind the run: above jax's own limit for it, five minutes
+_END_S = 600.0  # for the end of a process: above jax's own limit for it, five minutes
 _LAST_WORD_S = 8.0  # after which the process ends, whatever keeps it from saying why
 
 _FOR_OTHERS = {
@@ -59,6 +59,12 @@ _WORDS = {
     "save": "saving a checkpoint",
     "evaluate": "evaluating",
 }
+
+
+def process_ends(config: WatchdogConfig) -> None:
+    """From here on the process has but to end; whoever reads the heartbeat from outside sees to that."""
+    if config.enabled:
+        heartbeat.of_this_process().tell(phase="end", doing="", deadline=time.monotonic() + _END_S)
 
 
 class Watchdog:
@@ -105,7 +111,7 @@ class Watchdog:
                 if path.stat().st_size == 0:
                     path.unlink()
                 self._stacks.rmdir()
-        heartbeat.of_this_process().tell(phase="end", doing="", deadline=time.monotonic() + _END_S)
+        heartbeat.of_this_process().tell(phase="end", doing="", deadline=None)
 
     def begin(self, kind: str) -> None:
         """The run begins another part of its story, a key of `phases.SETTINGS`."""
@@ -192,7 +198,9 @@ class Watchdog:
         phase.allow(self._phases.limit(phase.kind) + self._phases.limit(longest), SETTINGS[longest])
 
     def _tell(self) -> None:
-        """Lets the heartbeat say what the run is at."""
+        """Lets the heartbeat say what the run is at, as long as it is watched: a save may still go on then."""
+        if self._ended.is_set():
+            return
         phase, deadline = self._phases.of(self._own), self._phases.deadline()
         heartbeat.of_this_process().tell(
             phase="" if phase is None else phase.kind,

@@ -6,6 +6,7 @@ import os
 import shutil
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -122,6 +123,7 @@ def test_a_step_that_is_not_whole_does_not_count(tmp_path, config, loss, monkeyp
         assert restored is not None
         assert (restored.step, bits(restored.state)) == (10, bits(state_of(10)))
         assert why in restored.place
+        checkpointer.go_on_from(10)
         checkpointer.save_locally(15, restored.state, META, {})
     assert steps_in(here) == [15]
 
@@ -140,14 +142,25 @@ def test_who_asks_for_another_model_finds_all_local_steps_again(tmp_path, config
         assert restored.step == 30
 
 
-def test_steps_that_a_run_has_not_come_to_go_when_it_saves(tmp_path, config):
+def test_steps_that_a_run_has_not_come_to_go_when_it_goes_on(tmp_path, config):
     here = fill(tmp_path / "run", config, shared=[10], local=[20, 30])
     (here / "30/0.bin").unlink()
     with Checkpointer(tmp_path / "run", config) as checkpointer:
         restored = checkpointer.restore(abstract())
         assert restored is not None
-        checkpointer.save(25, restored.state, META)
+        assert steps_in(here) == [20, 30]
+        checkpointer.go_on_from(restored.step)
         assert steps_in(here) == [20]
+
+
+def test_a_disk_with_room_for_three_steps_keeps_the_newest_two(tmp_path, config, monkeypatch):
+    """With three kept it would never take another one."""
+    here = fill(tmp_path / "run", config, shared=[], local=[10, 20, 30])
+    num_bytes = sum(array.nbytes for array in jax.tree.leaves(state_of(40)))
+    free = lambda _: SimpleNamespace(free=(3 - len(list(here.glob("?0")))) * num_bytes)  # noqa: E731
+    monkeypatch.setattr(local_tier.shutil, "disk_usage", free)
+    fill(tmp_path / "run", config, shared=[], local=[40])
+    assert steps_in(here) == [20, 30, 40]
 
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.EACCES, errno.ESTALE])
@@ -192,7 +205,8 @@ def test_going_back_leaves_nothing_newer(tmp_path, config):
         restored = checkpointer.restore(abstract(), before=30)
         assert restored is not None
         assert restored.step == 20
-        checkpointer.drop([30], local_above=20)
+        checkpointer.drop([30])
+        checkpointer.go_on_from(20)
         assert checkpointer.newest == 10
         assert steps_in(here) == [20]
     assert names_in(tmp_path / "run") == [".identity", "10"]

@@ -307,6 +307,7 @@ def test_each_process_hashes_what_it_has_written_and_looks_at_nothing_else(tmp_p
         looked.clear()
         commit.hash_share(tmp_path)
         assert json.loads((tmp_path / f"hashes.{rank}.json").read_text()) == manifest.records_of(tmp_path, paths)
+        assert looked
         places = [path.relative_to(tmp_path / "state").parts[:1] for path in looked]
         assert set(places) <= ({(), ("d",), ("ocdbt.process_0",)} if rank == 0 else {(f"ocdbt.process_{rank}",)})
 

@@ -35,12 +35,13 @@ def group_of(tmp_path, monkeypatch, body: str, num_local: int = 1) -> Group:
     return Group(program, Output(), beats, "127.0.0.1:1", None)
 
 
-def test_a_process_that_cannot_be_killed_is_given_up_and_told(tmp_path, monkeypatch):
+def test_a_process_that_cannot_be_killed_is_given_up_and_told(tmp_path, monkeypatch, capfd):
     """As one whose device's driver hangs: the system does not end it, whoever asks."""
     group = group_of(tmp_path, monkeypatch, "if rank == 0: sys.exit(70)\ntime.sleep(600)", num_local=2)
     left, kill = group.children[1], Child.kill
     monkeypatch.setattr(Child, "kill", lambda child: setattr(child, "killed", child.killed or time.monotonic()))
-    monkeypatch.setattr("llamajax.launching.group._UNKILLABLE_S", 0.5)
+    monkeypatch.setattr("llamajax.launching.group._DIES_S", 0.5)
+    monkeypatch.setattr("llamajax.launching.group._GIVEN_UP_S", 1.0)
     try:
         group.live(cast("Signals", SimpleNamespace(stop=None, kill=False, wait=time.sleep)))
         cause = find_cause(group.children, None)
@@ -49,7 +50,9 @@ def test_a_process_that_cannot_be_killed_is_given_up_and_told(tmp_path, monkeypa
         left.process.wait()
     assert cause is not None
     assert (cause.exit_code, cause.is_left) == (70, True)
-    assert cause.lines[1] == "process 1 also cannot be killed: the system waits for a device or a disk"
+    told = "cannot be killed: the system waits for a device or a disk"
+    assert cause.lines[1] == f"process 1 also {told}"
+    assert capfd.readouterr().err == f"launch     process 1 (pid {left.process.pid}) {told}\n"
 
 
 @pytest.mark.parametrize("pause_s", [0.1, 3.0])

@@ -5,10 +5,11 @@ import os
 
 from llamajax.config.launch import LaunchConfig
 from llamajax.config.training import CheckpointConfig
+from llamajax.launching.cause import Cause
 from llamajax.launching.hosts import Hosts
 from llamajax.launching.output import Output
 from llamajax.launching.program import Program
-from llamajax.launching.run import _is_unfinished, _saved_step, backoff_s, newest_step, saved_step
+from llamajax.launching.run import _is_unfinished, _record, _saved_step, backoff_s, newest_step, saved_step
 from tests.tiny import tiny_config
 
 
@@ -65,3 +66,13 @@ def test_a_disk_that_fails_is_no_end_of_the_launcher(tmp_path, monkeypatch, capf
     expected = f"launch     {tmp_path}/run/checkpoints: cannot be read: Input/output error; taken for no new checkpoint\n"
     assert capfd.readouterr().err == expected
     assert _is_unfinished(program)
+    stat = os.stat
+
+    def fails_too(path, **how):
+        if str(path).startswith(failing):
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+        return stat(path, **how)
+
+    monkeypatch.setattr(os, "stat", fails_too)
+    _record(program, Cause(rank=0, exit_code=74, lines=("it ended",)), 7, 1.0, Output())
+    assert capfd.readouterr().err == f"launch     {tmp_path}/run: the restart is not recorded: Input/output error\n"

@@ -361,7 +361,7 @@ def test_a_process_stopped_alone_before_it_has_met_the_others_stops_them(tmp_pat
     """They would wait for it until their own limit."""
     body = f"""
     if {hears}:
-        heartbeat.of_this_process().tell(phase="start")
+        heartbeat.of_this_process().tell(phase="start", deadline=time.monotonic() + 600)
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     (here / f"waits.{{rank}}").touch()
     time.sleep(600)

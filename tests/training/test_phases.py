@@ -121,8 +121,12 @@ def test_progress_begins_the_limit_anew(phases, clock):
     phases.begin("load")
     clock.now += 49
     phase = phases.of(threading.get_ident())
+    assert phase is not None
     phase.restart(clock.now)
     assert phases.deadline() == clock.now + 50
+    clock.now += 2
+    phases.begin("load")
+    assert phases.limit("load") == 4 * 49, "what it took until then is what the next may take"
 
 
 def test_without_a_watchdog_nothing_has_a_limit(clock):
