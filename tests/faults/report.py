@@ -31,7 +31,8 @@ from the seed; when the operating system lets a process run is not.
 
 Tried by tests of their own, which CI runs: resuming to the bit, the order of data whatever the mesh, other numbers of hosts
 and devices (`tests/training`, `tests/data`), full and failing disks call by call (`tests/checkpoint`), no code from files,
-no ports, no secrets (`tests/test_security.py`). `scripts/bench_checkpoint.py` measures what a save costs.
+no ports, no secrets (`tests/test_security.py`). `scripts/bench_checkpoint.py` measures what a save costs: for 20 GB of four
+processes training waited 0.07 s, and they were written at 0.65 of what `dd` writes on the same disk (LOG.md, 2026-11-25).
 
 ## What only a cluster can show
 
