@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import time
+import types
 from collections.abc import Callable, Sequence
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -112,3 +113,8 @@ def wait_until(reached: Callable[[], bool], processes: Sequence[subprocess.Popen
     while not reached() and all(process.poll() is None for process in processes):
         assert time.monotonic() < deadline, "nothing happened for ten minutes"
         time.sleep(0.005)
+
+
+def time_with(sleep: Callable[[float], object]) -> types.SimpleNamespace:
+    """The module `time` with another `sleep`, for one module alone: threads that others have started sleep as before."""
+    return types.SimpleNamespace(**{**vars(time), "sleep": sleep})

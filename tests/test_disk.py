@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from llamajax import disk
+from tests import runs
 
 
 def test_a_file_that_could_not_be_written_is_not_there(tmp_path):
@@ -93,7 +94,7 @@ def test_what_another_host_is_writing_is_left_to_it(tmp_path, monkeypatch):
 @pytest.mark.parametrize("num_failures", [0, 3, 4])
 def test_a_read_that_fails_is_tried_again(monkeypatch, num_failures):
     pauses: list[float] = []
-    monkeypatch.setattr(disk.time, "sleep", pauses.append)
+    monkeypatch.setattr(disk, "time", runs.time_with(pauses.append))
 
     def read() -> str:
         if len(attempts) < num_failures:
@@ -111,7 +112,7 @@ def test_a_read_that_fails_is_tried_again(monkeypatch, num_failures):
 
 
 def test_what_is_not_there_is_not_waited_for(tmp_path, monkeypatch):
-    monkeypatch.setattr(disk.time, "sleep", lambda _: pytest.fail("waits"))
+    monkeypatch.setattr(disk, "time", runs.time_with(lambda _: pytest.fail("waits")))
     with pytest.raises(FileNotFoundError):
         disk.read_again((tmp_path / "a").read_bytes)
     assert disk.names_in(tmp_path / "a" / "b") == []

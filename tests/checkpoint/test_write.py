@@ -22,6 +22,7 @@ from llamajax.checkpoint.steps import latest_step
 from llamajax.checkpoint.write import Checkpointer
 from llamajax.config.training import CheckpointConfig
 from llamajax.errors import CheckpointError, SaveError
+from tests import runs
 from tests.checkpoint.states import CONFIG, META, abstract, bits, names_in, save, save_two_steps, state_of, use_mesh
 
 
@@ -163,7 +164,7 @@ def test_a_failed_save_is_told_at_once_and_tried_again_more_and_more_rarely(tmp_
 
 def test_the_last_save_is_tried_for_some_seconds(tmp_path, monkeypatch):
     pauses: list[float] = []
-    monkeypatch.setattr(checkpoint.time, "sleep", pauses.append)
+    monkeypatch.setattr(checkpoint, "time", runs.time_with(pauses.append))
     told: list[str] = []
     with Checkpointer(tmp_path, CONFIG, on_failure=told.append) as checkpointer:
         checkpointer.save(1, state_of(1), META, UNWRITABLE)

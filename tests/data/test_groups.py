@@ -12,6 +12,7 @@ from llamajax.data import groups
 from llamajax.data.groups import group_files
 from llamajax.data.sources import Source
 from llamajax.errors import DataError
+from tests import runs
 
 
 def grouped(*paths, cache_dir, log=print):
@@ -66,7 +67,7 @@ def test_unchanged_files_are_hashed_once(tmp_path, monkeypatch, hashed):
 def test_a_file_of_the_future_is_hashed_once(tmp_path, monkeypatch, hashed):
     """Its time does not tell when it was changed, but a wait does."""
     waits = []
-    monkeypatch.setattr(groups.time, "sleep", waits.append)
+    monkeypatch.setattr(groups, "time", runs.time_with(waits.append))
     (tmp_path / "a").write_text("a")
     age(tmp_path / "a", -1000)
     first = content(tmp_path / "a", cache_dir=tmp_path / "cache")

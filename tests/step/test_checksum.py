@@ -147,4 +147,4 @@ def test_the_state_is_read_once_and_nothing_is_copied(gpu_compiler):
     for name in parameters:
         (reader,) = re.findall(rf"= (.*)\({re.escape(name)}\)", entry)
         assert reader.endswith("fusion")
-    assert len(re.findall(r" all-gather-start\(", entry)) == 1
+    assert len(re.findall(r" all-gather(?:-start)?\(", entry)) == 1  # jax 0.12 does not split it
