@@ -1,13 +1,15 @@
 """What the processes print, line by line through the launcher: whole lines, told apart by rank."""
 
 import os
+import re
 import subprocess
 import threading
 import time
 from typing import IO
 
 _LONGEST = 1 << 16  # bytes of a line that are held until its end comes
-_CHATTER = b"[Gloo] Rank "  # begins what gloo, of CPUs, prints of every group of devices: dozens of lines that say nothing
+# What gloo, of CPUs, prints of every group of devices: dozens of lines that say nothing, at times torn by each other.
+_CHATTER = re.compile(rb"\[Gloo\] Rank |\d+ is connected to \d+ peer ranks")
 
 
 class Output:
@@ -46,7 +48,7 @@ class Output:
                 *lines, rest = (rest + data).split(b"\n")
                 if len(rest) > _LONGEST:
                     lines, rest = [*lines, rest], b""
-                self._write(to, b"".join(prefix + line + b"\n" for line in lines if not line.startswith(_CHATTER)))
+                self._write(to, b"".join(prefix + line + b"\n" for line in lines if not _CHATTER.match(line)))
         if rest:
             self._write(to, prefix + rest + b"\n")
 

@@ -6,7 +6,7 @@ import sys
 import time
 
 PROGRAM = """
-import json, time
+import json, time, llamajax
 time.sleep(0.3)
 from llamajax.watch import life
 told = [life.first_step()]
