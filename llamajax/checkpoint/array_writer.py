@@ -111,12 +111,15 @@ def files_of(directory: Path, rank: int) -> Iterator[Path]:
         yield from (Path(parent) / name for name in names)
 
 
-def os_error(error: Exception) -> OSError | None:
-    """The error of the file system that TensorStore met; None if it is another's."""
-    if isinstance(error, OSError):
-        return error
-    code = re.search(r"os_error_code='(\d+)'", str(error))
-    return OSError(int(code[1]), os.strerror(int(code[1]))) if code else None
+def os_error(error: BaseException | None) -> OSError | None:
+    """The error of the file system that TensorStore met; None if it is another's. Orbax may have made its own of it."""
+    while error is not None:
+        if isinstance(error, OSError):
+            return error
+        if code := re.search(r"os_error_code='(\d+)'", str(error)):
+            return OSError(int(code[1]), os.strerror(int(code[1])))
+        error = error.__cause__
+    return None
 
 
 def reason(error: Exception) -> str:

@@ -64,7 +64,7 @@ with Checkpointer(run_dir, config) as checkpointer:
     failing(5)
     failing(6)
     failing(7)
-    set_disk(read_eio=40)
+    set_disk(read_eio=20)
     print("read", restore(run_dir, wanted).step)
     set_disk(read_eio=1)
     try:

@@ -48,7 +48,7 @@ def fill(run_dir: Path, config: CheckpointConfig, shared: list[int], local: list
 
 
 def steps_in(directory: Path) -> list[int]:
-    return sorted(int(path.name) for path in directory.iterdir())
+    return sorted(int(path.name) for path in directory.iterdir() if path.name.isdecimal())
 
 
 def test_the_newest_step_of_both_tiers_is_restored(tmp_path, config):
@@ -116,7 +116,10 @@ def test_a_step_that_is_not_whole_does_not_count(tmp_path, config, loss, monkeyp
     elif loss == "layout":
         use_mesh(fsdp=4, tensor=2)
     else:  # of two processes, of which the other has saved the step in an earlier start
-        several = lambda value: [value, ["another", ""]] if isinstance(value, tuple) else [value]  # noqa: E731
+
+        def several(value):
+            return [value, ["another", ""]] if isinstance(value, tuple) else [value]
+
         monkeypatch.setattr(local_tier, "everyones", several)
     with Checkpointer(tmp_path / "run", config) as checkpointer:
         restored = checkpointer.restore(abstract())
@@ -157,8 +160,11 @@ def test_a_disk_with_room_for_three_steps_keeps_the_newest_two(tmp_path, config,
     """With three kept it would never take another one."""
     here = fill(tmp_path / "run", config, shared=[], local=[10, 20, 30])
     num_bytes = sum(array.nbytes for array in jax.tree.leaves(state_of(40)))
-    free = lambda _: SimpleNamespace(free=(3 - len(list(here.glob("?0")))) * num_bytes)  # noqa: E731
-    monkeypatch.setattr(local_tier.shutil, "disk_usage", free)
+
+    def disk_usage(_):
+        return SimpleNamespace(free=(3 - len(steps_in(here))) * num_bytes)
+
+    monkeypatch.setattr(local_tier.shutil, "disk_usage", disk_usage)
     fill(tmp_path / "run", config, shared=[], local=[40])
     assert steps_in(here) == [20, 30, 40]
 
@@ -178,7 +184,10 @@ def test_a_host_whose_disk_is_dead_has_nothing_and_the_run_goes_on(tmp_path, con
     for name in ("stat", "listdir", "open"):
         monkeypatch.setattr(os, name, dead(getattr(os, name)))
     # The other process has the step, so that this one is asked for it.
-    several = lambda value: [value, ["start", ""] if isinstance(value, tuple) else [20]]  # noqa: E731
+
+    def several(value):
+        return [value, ["start", ""] if isinstance(value, tuple) else [20]]
+
     monkeypatch.setattr(local_tier, "everyones", several)
     with Checkpointer(tmp_path / "run", config) as checkpointer:
         restored = checkpointer.restore(abstract())

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from jax import P
 
-from llamajax.checkpoint import commit, manifest, run_lock
+from llamajax.checkpoint import array_writer, commit, manifest, run_lock
 from llamajax.checkpoint import write as checkpoint
 from llamajax.checkpoint.read import restore
 from llamajax.checkpoint.steps import latest_step
@@ -346,3 +346,18 @@ def test_processes_divide_the_bytes_and_not_the_files():
     divided = manifest.shares(sizes, 4)
     assert sorted(path for share in divided for path in share) == sorted(sizes)
     assert [sum(sizes[path] for path in share) for share in divided] == [100, 90, 85, 85]
+
+
+def test_an_error_of_the_disk_is_one_also_where_orbax_has_raised_another_for_it():
+    """Else a disk that fails while a step is read would pass for a step that was written wrong."""
+    told = ValueError("UNKNOWN: Error reading: Failed to read 65536 bytes: Input/output error [os_error_code='5']")
+    try:
+        try:
+            raise told
+        except ValueError as error:
+            raise RuntimeError("Encountered error while reading array index: (slice(0, 64, 1),)") from error
+    except RuntimeError as error:
+        found = array_writer.os_error(error)
+    assert found is not None
+    assert found.errno == errno.EIO
+    assert array_writer.os_error(ValueError("of another kind")) is None
