@@ -14,12 +14,17 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
+from llamajax.errors import DataError, DiskError, UserError
+
 # How file systems say that they have no locks; ENOTSUPP is what Linux's own ones let through for EOPNOTSUPP.
 _ENOTSUPP = 524
 _NO_LOCKS = {errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL, _ENOTSUPP}
 
 # What a disk or its server may get over: a read that failed with one of these is tried again after each of the pauses.
-_PASSING = {errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EREMOTEIO, errno.EAGAIN}
+_PASSING = {
+    errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EREMOTEIO, errno.EAGAIN,
+    errno.ENOTCONN, errno.ESHUTDOWN, errno.EHOSTDOWN,  # Lustre's, of a client that its server has shut out for a while
+}  # fmt: skip
 _PAUSES_S = (0.5, 2, 5)
 _FULL = {errno.ENOSPC, errno.EDQUOT}
 
@@ -73,9 +78,32 @@ def names_in(folder: Path) -> list[str]:
         return []
 
 
+def files_below(folder: Path) -> Iterator[tuple[Path, list[str], list[str]]]:
+    """Every directory from `folder` on, with the names of directories, which may be taken out, and of files in it.
+
+    Raises:
+        OSError: one cannot be listed, which `os.walk` would leave out without a word; one that is not there has no names.
+    """
+
+    def failed(error: OSError) -> None:
+        if not isinstance(error, FileNotFoundError):
+            raise error
+
+    for parent, folders, names in os.walk(folder, onerror=failed):
+        yield Path(parent), folders, names
+
+
 def may_pass(error: OSError) -> bool:
     """Whether the disk may get over it without a hand, or somebody may make room: what failed is worth another attempt."""
     return error.errno in _PASSING | _FULL
+
+
+def cannot_read(error: OSError, where: object, remedy: str) -> UserError:
+    """What to raise where a file of the user's cannot be read: it is the disk's fault, which may pass, or the file's."""
+    reason = error.strerror or str(error).splitlines()[0]  # pyarrow's have no number at times
+    if may_pass(error):
+        return DiskError(f"{where}: {reason}; see to the disk and run the same command again")
+    return DataError(f"{where}: {reason}; {remedy}")
 
 
 def read_again(read: Callable[[], T]) -> T:

@@ -43,16 +43,28 @@ class EnvironmentMismatchError(UserError):
     exit_code = 4
 
 
+class NotMetError(UserError):
+    """Processes that do not come together in time; those of a host that is away may come to the next start."""
+
+    exit_code = TRY_AGAIN
+
+
 class CorruptionError(UserError):
     """A device that computes or keeps wrong numbers, again and again; without it, the same command would do."""
 
-    exit_code = 4
+    exit_code = 6
 
 
 class CheckpointError(UserError):
     """A checkpoint that is damaged, of another model, or being written by another process."""
 
     exit_code = 65
+
+
+class DiskError(UserError):
+    """A disk that fails or is full where data is read or kept; nothing is wrong with the data."""
+
+    exit_code = DISK_ERROR
 
 
 class SaveError(UserError):

@@ -147,3 +147,21 @@ def test_folders_are_closed_to_others(tmp_path):
         "runs": 0o750, "runs/a": 0o750, "cache": 0o700, "cache/entry": 0o700, "cache/entry/b": 0, "cache/entry/lock": 0,
         "c": 0o750, "c/d": 0o640,
     }  # fmt: skip
+
+
+def test_a_folder_that_cannot_be_listed_is_not_left_out(tmp_path, monkeypatch):
+    (tmp_path / "a" / "b").mkdir(parents=True)
+    (tmp_path / "a" / "file").touch()
+    found = [(folder.name, names) for folder, _, names in disk.files_below(tmp_path / "a")]
+    assert found == [("a", ["file"]), ("b", [])]
+    assert list(disk.files_below(tmp_path / "missing")) == []
+    scandir = os.scandir
+
+    def fails(path):
+        if str(path).endswith("/b"):
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", fails)
+    with pytest.raises(OSError, match=f"Input/output error: '{tmp_path}/a/b'"):
+        list(disk.files_below(tmp_path / "a"))

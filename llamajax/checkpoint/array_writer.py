@@ -22,6 +22,8 @@ import jax
 import orbax.checkpoint as ocp
 from etils import epath  # Orbax's paths
 
+from llamajax.disk import files_below
+
 # Arrays of more have their layers stored one by one.
 _MANY_BYTES = 16 << 20
 
@@ -106,9 +108,9 @@ def files_of(directory: Path, rank: int) -> Iterator[Path]:
     which are small in the OCDBT format, and all without it.
     """
     own = f"{_OF_PROCESS}{rank}"
-    for parent, folders, names in os.walk(directory / own if rank else directory):
+    for parent, folders, names in files_below(directory / own if rank else directory):
         folders[:] = [name for name in folders if name == own or not name.startswith(_OF_PROCESS)]
-        yield from (Path(parent) / name for name in names)
+        yield from (parent / name for name in names)
 
 
 def os_error(error: BaseException | None) -> OSError | None:

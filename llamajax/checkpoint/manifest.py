@@ -19,7 +19,7 @@ from typing import Any, TypedDict
 import jax
 
 from llamajax.data import progress
-from llamajax.disk import read_again, sync
+from llamajax.disk import files_below, read_again, sync
 from llamajax.errors import CheckpointError, EnvironmentMismatchError
 from llamajax.parallel.processes import everyones, of_first
 
@@ -33,6 +33,7 @@ _BLOCK_BYTES = 1 << 20  # that are hashed at once
 _TOLD = 10  # bad files that a line names, and that a process tells the others
 
 _NOT_THERE = {errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG, errno.ELOOP}
+_DAMAGED = {errno.EBADMSG, errno.EUCLEAN}  # a file system that keeps checksums says so
 
 
 class FileRecord(TypedDict):
@@ -57,10 +58,8 @@ class Damage:
 
 def list_files(directory: Path) -> list[str]:
     """The paths of all files below `directory`, relative to it, sorted; the manifest itself is left out."""
-    paths = (
-        (Path(parent) / name).relative_to(directory).as_posix() for parent, _, names in os.walk(directory) for name in names
-    )
-    return sorted(path for path in paths if path != MANIFEST)
+    paths = (parent / name for parent, _, names in files_below(directory) for name in names)
+    return sorted(path.relative_to(directory).as_posix() for path in paths if path != directory / MANIFEST)
 
 
 def records_of(directory: Path, paths: Iterable[str]) -> dict[str, FileRecord]:
@@ -115,8 +114,8 @@ def write(directory: Path, records: Mapping[str, FileRecord]) -> None:
     """
     (directory / MANIFEST).write_bytes(_text(records))
     sync(directory / MANIFEST)
-    for parent, _, _ in os.walk(directory):
-        sync(Path(parent))
+    for parent, _, _ in files_below(directory):
+        sync(parent)
 
 
 def read(directory: Path) -> dict[str, FileRecord]:
@@ -155,7 +154,7 @@ def _problems(directory: Path, records: Mapping[str, FileRecord]) -> dict[str, s
 
     def problem(path: str) -> str | None:
         try:
-            status = (directory / path).stat()
+            status = read_again((directory / path).stat)
             if not stat.S_ISREG(status.st_mode):  # what is read of a pipe or a device may have no end
                 return f"{path} is not a regular file"
             if (size := status.st_size) != records[path]["size"]:
@@ -163,9 +162,11 @@ def _problems(directory: Path, records: Mapping[str, FileRecord]) -> dict[str, s
             if read_again(lambda: _record(directory / path)) != records[path]:
                 return f"{path} does not match its SHA-256"
         except OSError as error:
-            if error.errno not in _NOT_THERE:
-                raise
-            return f"{path} is missing"
+            if error.errno in _NOT_THERE:
+                return f"{path} is missing"
+            if error.errno in _DAMAGED:
+                return f"{path} is damaged, says its file system"
+            raise OSError(error.errno, error.strerror, str(directory / path)) from error
         return None
 
     with ThreadPoolExecutor(_HASHING_THREADS) as pool:

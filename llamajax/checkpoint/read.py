@@ -13,6 +13,7 @@ from typing import Any, Generic, TypeVar
 import jax
 import jax.numpy as jnp
 import orbax.checkpoint as ocp
+from etils import epath
 
 import llamajax
 from llamajax.checkpoint.array_writer import os_error, reason
@@ -20,7 +21,7 @@ from llamajax.checkpoint.steps import good_step, steps_in
 from llamajax.disk import read_again
 from llamajax.errors import CheckpointError, show
 from llamajax.parallel.arrays import concretise, named_arrays
-from llamajax.parallel.processes import of_first
+from llamajax.parallel.processes import everyones, of_first
 
 State = TypeVar("State")
 
@@ -109,8 +110,9 @@ def read_step(directory: Path, abstract_state: State, *, partial: bool) -> Resto
 
     def read() -> Any:
         try:
-            with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
-                arrays = reader.restore(directory / "state", args=request)
+            # Not by Orbax's Checkpointer: there, processes that have read wait half a minute for those that have not.
+            with contextlib.closing(ocp.PyTreeCheckpointHandler()) as reader:
+                arrays = reader.restore(epath.Path(directory / "state"), args=request)
             if missing := [name for name in stored if not isinstance(arrays[name], jax.Array)]:
                 raise ValueError(f"{missing[0]} has no values")
             return arrays
@@ -122,6 +124,7 @@ def read_step(directory: Path, abstract_state: State, *, partial: bool) -> Resto
             raise OSError(failed.errno, failed.strerror, str(directory / "state")) from error
 
     arrays = read_again(read)
+    everyones("read")
     leaves = [
         jax.random.wrap_key_data(arrays[name], dtype=leaf.dtype) if is_key(leaf) else arrays[name]
         for name, leaf in wanted.items()

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 from llamajax.checkpoint import manifest
-from llamajax.disk import names_in
+from llamajax.disk import names_in, read_again
 from llamajax.errors import CheckpointError
 from llamajax.parallel.processes import of_first
 from llamajax.watch.console import say
@@ -50,7 +50,7 @@ def good_step(directory: Path, step: int | None = None) -> Path:
 
 def steps_in(directory: Path) -> list[int]:
     """The committed steps, in order."""
-    return sorted(int(name) for name in names_in(directory) if re.fullmatch("0|[1-9][0-9]*", name))
+    return sorted(int(name) for name in read_again(lambda: names_in(directory)) if re.fullmatch("0|[1-9][0-9]*", name))
 
 
 def newest_good(directory: Path, before: int | None = None) -> tuple[int | None, dict[int, manifest.Damage]]:

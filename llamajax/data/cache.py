@@ -9,6 +9,7 @@ then read.
 
 import hashlib
 import json
+import os
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +18,7 @@ from typing import Any
 import numpy as np
 import pyarrow
 
-from llamajax.disk import write_atomically
+from llamajax.disk import may_pass, read_again, write_atomically
 from llamajax.errors import DataError
 
 ALIGNMENT = 64
@@ -117,13 +118,20 @@ def read_arrays(path: Path) -> ArrayFile:
     """The arrays, memory-mapped, and the JSON values of a file of `write_arrays`; only its head is read and checked.
 
     Raises:
-        DamagedError: the file cannot be read, or its head is not what was written.
+        DamagedError: the file is not there, or its head is not what was written.
+        OSError: the disk fails, after several attempts.
     """
-    try:
+
+    def mapped() -> np.ndarray:
         # Not NumPy's memory map: that one keeps a file descriptor, of which a process may have only some hundreds.
         with pyarrow.memory_map(str(path)) as file:
-            whole = np.frombuffer(file.read_buffer(), np.uint8)
+            return np.frombuffer(file.read_buffer(), np.uint8)
+
+    try:
+        whole = read_again(mapped)
     except OSError as error:
+        if error.errno is not None and may_pass(error):
+            raise OSError(error.errno, os.strerror(error.errno), str(path)) from error
         raise DamagedError(path, error.strerror or str(error)) from error
     arrays_at = _HEAD_AT + int.from_bytes(whole[:8].tobytes(), "little")
     head, sha256 = whole[_HEAD_AT:arrays_at].tobytes(), whole[8:_HEAD_AT].tobytes()

@@ -16,6 +16,7 @@ from jaxtyping import Bool, Int32
 
 from llamajax.data.conversations import Message
 from llamajax.data.tokenizer_base import Tokenizer
+from llamajax.disk import cannot_read
 from llamajax.errors import DataError
 
 TEMPLATE_FILE = "chat_template.jinja"
@@ -157,7 +158,7 @@ def load_chat_template(path: Path, tokenizer: Tokenizer) -> ChatTemplate | None:
         text = _default_template(json.loads(_read(config)), config)
         return None if text is None else ChatTemplate(text, tokenizer, str(config))
     except OSError as error:
-        raise DataError(f"{error.filename or path}: chat template: {error.strerror}; correct the path") from error
+        raise cannot_read(error, f"{error.filename or path}: chat template", "correct the path") from error
     except UnicodeError as error:
         raise DataError(f"{path}: chat template: is not UTF-8; convert the file, for example with iconv") from error
     except (json.JSONDecodeError, RecursionError) as error:

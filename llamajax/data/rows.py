@@ -18,7 +18,7 @@ from llamajax.data.shards import Shard, read_shard, remake, shard_paths, shards_
 from llamajax.data.sources import Source
 from llamajax.data.split import is_held_out
 from llamajax.data.tokenizer_base import Tokenizer
-from llamajax.errors import DataError
+from llamajax.errors import DataError, DiskError, UserError
 
 MAX_MAPPED_SHARDS = 2**12
 """Shards that stay mapped after a row was read from them; Linux lets a process have 65,530 maps of any kind."""
@@ -103,6 +103,7 @@ class PackedSource:
 
         Raises:
             DataError: that cannot be done.
+            OSError: the disk fails.
         """
         return self.reading(lambda: self._row(self._packings[side].arrays, index))
 
@@ -246,9 +247,10 @@ class Counts:
         )  # fmt: skip
 
 
-def cache_error(error: OSError, cache_dir: Path) -> DataError:
+def cache_error(error: OSError, cache_dir: Path) -> UserError:
     """The one line about a cache that cannot be used; sources and tokenizers report their own."""
-    return DataError(f"data.cache_dir: {error}; make {cache_dir} writable, free space there, or name another")
+    kind = DiskError if disk.may_pass(error) else DataError
+    return kind(f"data.cache_dir: {error}; make {cache_dir} writable, free space there, or name another")
 
 
 @functools.lru_cache(MAX_MAPPED_SHARDS)

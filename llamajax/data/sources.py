@@ -22,6 +22,7 @@ import pyarrow.parquet
 from llamajax.config.data import SourceConfig
 from llamajax.data.conversations import Conversation, messages_of
 from llamajax.data.split import HEAD_CHARS, split_hash
+from llamajax.disk import cannot_read
 from llamajax.errors import DataError
 
 MAX_DOCUMENT_CHARS = 2 * HEAD_CHARS
@@ -126,11 +127,19 @@ class Source:
 
     @contextlib.contextmanager
     def reading(self, path: Path) -> Iterator[None]:
-        """Turns what goes wrong with a file of this source in the block into a `DataError` that names it."""
+        """Turns what goes wrong with a file of this source in the block into an error that names it.
+
+        Raises:
+            DataError: something is wrong with the file.
+            DiskError: the disk fails.
+        """
         try:
             yield
-        except (OSError, pyarrow.ArrowException) as error:
-            reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
+        except OSError as error:
+            where = f"{path}: {self.key}.paths: cannot be read"
+            raise cannot_read(error, where, "replace or remove the file") from error
+        except pyarrow.ArrowException as error:
+            reason = str(error).splitlines()[0]
             raise self._error(str(path), f"cannot be read: {reason}; replace or remove the file") from error
 
     def _stdlib_files(self) -> list[Path]:
@@ -273,7 +282,7 @@ class Source:
         try:
             mode = path.stat().st_mode
         except OSError as error:
-            raise self._error(str(path), f"{error.strerror}; correct or remove the path") from error
+            raise cannot_read(error, f"{path}: {self.key}.paths", "correct or remove the path") from error
         if stat.S_ISDIR(mode):
             raise self._error(str(path), f"is a directory; name its files, for example {path}/**/*")
         if not stat.S_ISREG(mode):

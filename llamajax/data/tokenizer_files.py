@@ -9,6 +9,7 @@ from typing import Any
 
 from tokenizers import AddedToken
 
+from llamajax.disk import cannot_read
 from llamajax.errors import DataError
 
 JSON_FILE = "tokenizer.json"
@@ -69,8 +70,7 @@ def read_files(path: Path) -> TokenizerFiles | None:
         contents = {JSON_FILE if is_json else MODEL_FILE: content}
         contents |= {file.name: file.read_bytes() for file in beside if file.is_file()}
     except OSError as error:
-        where = error.filename or path
-        raise DataError(f"{where}: data.tokenizer.path: {error.strerror}; correct the path") from error
+        raise cannot_read(error, f"{error.filename or path}: data.tokenizer.path", "correct the path") from error
     return parse_files(source, contents)
 
 

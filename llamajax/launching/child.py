@@ -21,12 +21,17 @@ _MEANINGS = {
     3: "data",
     4: "machine or processes",
     5: "out of device memory",
+    6: "a device is wrong again and again",
     65: "checkpoints or run directory",
     DEVICE_ERROR: "a device or the network failed",
     70: "a defect of llamajax",
     74: "disk",
-    TRY_AGAIN: "lost another process, or was stuck",
+    TRY_AGAIN: "lost or missed another process, or was stuck",
     93: "gave up",
+}
+_OF_SIGNALS = {
+    "SIGKILL": ", by somebody or for want of memory",
+    "SIGBUS": ", for want of shared memory, or of what a disk that fails or is full should give",
 }
 
 
@@ -146,6 +151,6 @@ class Child:
             return "was ended by the launcher"
         if self.code < 0:
             name = signal.Signals(-self.code).name
-            return f"was ended by {name}{', by somebody or for want of memory' if name == 'SIGKILL' else ''}"
+            return f"was ended by {name}{_OF_SIGNALS.get(name, '')}"
         meaning = f", {_MEANINGS[self.code]}" if self.code in _MEANINGS else ""
         return f"ended with exit code {self.code}{meaning}"

@@ -12,12 +12,13 @@ from llamajax.config.evaluate import EvaluateConfig
 from llamajax.config.generate import GenerateConfig
 from llamajax.config.launch import LaunchConfig
 from llamajax.config.run import Config
+from llamajax.disk import names_in
 from llamajax.errors import ConfigError, EnvironmentMismatchError
 from llamajax.launching.hosts import COORDINATOR, Hosts, num_gpus
 
 AnyConfig = Config | EvaluateConfig | GenerateConfig
 
-_ENABLED = "--distributed.enabled"
+_CONFIG, _ENABLED = "--config", "--distributed.enabled"
 _BINDER = Path(__file__).with_name("bind.py")
 
 
@@ -35,6 +36,10 @@ class Program:
     """GPUs of this host that they share; 0 where the CPU computes."""
     interface: str | None
     """The network interface that they use; None: any, but loopback alone with one host."""
+    config_file: Path | None = None
+    """What `--config` names."""
+    config_text: bytes = b""
+    """What it held when it was read."""
 
     @property
     def num_processes(self) -> int:
@@ -78,6 +83,22 @@ class Program:
             self.module,
             *self.arguments,
         ]
+
+    def with_config_in(self, folder: Path) -> "Program":
+        """The same, with a copy of its configuration in `folder`: who edits the file meanwhile prepares another run."""
+        if self.config_file is None:
+            return self
+        copy = folder / "config" / self.config_file.name
+        try:
+            copy.parent.mkdir()
+            copy.write_bytes(self.config_text)
+        except OSError:  # a full disk does not end the run
+            return self
+        index = next(i for i, argument in enumerate(self.arguments) if argument.partition("=")[0] == _CONFIG)
+        is_joined = "=" in self.arguments[index]
+        named = (f"{_CONFIG}={copy}",) if is_joined else (_CONFIG, str(copy))
+        rest = self.arguments[index + len(named) :]
+        return dataclasses.replace(self, arguments=(*self.arguments[:index], *named, *rest))
 
     def environment(self, rank: int, address: str, bind_address: str | None) -> dict[str, str]:
         """What process `rank` is told, over the launcher's own environment.
@@ -131,6 +152,7 @@ def find_program(
             f"num_processes: {num_local} cannot divide the {gpus} GPUs of this host among them; choose another number, or"
             " hide some by CUDA_VISIBLE_DEVICES"
         )
+    config_file = _config_file(arguments)
     program = Program(
         module=config.module,
         arguments=joined if several else tuple(arguments),
@@ -139,6 +161,8 @@ def find_program(
         num_local=num_local,
         gpus=gpus,
         interface=config.interface,
+        config_file=config_file,
+        config_text=b"" if config_file is None else config_file.read_bytes(),
     )
     _check(program)
     return program
@@ -155,6 +179,15 @@ def _read(module: str, arguments: Sequence[str]) -> AnyConfig:
             return parse_run(arguments, prog=prog).config
 
 
+def _config_file(arguments: Sequence[str]) -> Path | None:
+    """What `--config` names, in arguments that have been read without mistakes."""
+    for argument, following in zip(arguments, [*arguments[1:], ""], strict=True):
+        name, is_joined, value = argument.partition("=")
+        if name == _CONFIG:
+            return Path(value if is_joined else following)
+    return None
+
+
 def _check(program: Program) -> None:
     config, distributed = program.config, program.config.distributed
     if program.num_processes > 1 and not distributed.enabled:
@@ -166,10 +199,18 @@ def _check(program: Program) -> None:
         ):
             raise ConfigError(f"distributed.{field.name}: set, but it is for the launcher to say; remove it")
     per_process = config.mesh.num_cpu_devices or program.gpus // program.num_local
-    if (
-        isinstance(config, Config)
-        and per_process
-        and (found := config.placement_problems(per_process * program.num_processes))
-    ):
+    if not isinstance(config, Config) or not per_process or newest_step(program.run_dir):
+        return  # a run that goes on chooses its micro-batches for the devices that there are
+    if found := config.placement_problems(per_process * program.num_processes):
         of_all = f" ({program.num_processes} process{'es' if program.num_processes > 1 else ''} x {program.devices})"
         raise ConfigError("\n".join(f"{problem}{of_all}" for problem in found))
+
+
+def newest_step(run_dir: Path | None) -> int:
+    """The newest committed step of a run; 0 if there is none."""
+    return max(steps_in(run_dir / "checkpoints"), default=0) if run_dir is not None else 0
+
+
+def steps_in(directory: Path) -> set[int]:
+    """The steps that a directory has, by the names in it."""
+    return {int(name) for name in names_in(directory) if name.isascii() and name.isdecimal()}

@@ -11,14 +11,14 @@ from pathlib import Path
 
 from llamajax.config.launch import LaunchConfig
 from llamajax.config.run import Config
-from llamajax.disk import keep_from_others, names_in
+from llamajax.disk import keep_from_others
 from llamajax.errors import CAN_HELP, DISK_ERROR, GIVE_UP, EnvironmentMismatchError, UserError
 from llamajax.launching import addresses
 from llamajax.launching.cause import Cause, find_cause
 from llamajax.launching.group import Group
 from llamajax.launching.hosts import find_hosts
 from llamajax.launching.output import Output
-from llamajax.launching.program import Program, find_program
+from llamajax.launching.program import Program, find_program, newest_step, steps_in
 from llamajax.launching.signals import Signals
 
 
@@ -90,7 +90,7 @@ def _live(program: Program, shown: Output, signals: Signals) -> Cause | None:
     address, bind_address = _meeting_place(program)
     shown.say(f"{_summary(program)}{f'; they meet at {address}' if program.num_processes > 1 else ''}")
     with tempfile.TemporaryDirectory(prefix="llamajax-") as heartbeats:
-        group = Group(program, shown, Path(heartbeats), address, bind_address)
+        group = Group(program.with_config_in(Path(heartbeats)), shown, Path(heartbeats), address, bind_address)
         group.live(signals)
     return find_cause(group.children, program.run_dir)
 
@@ -145,11 +145,6 @@ def backoff_s(config: LaunchConfig, restart: int) -> float:
     return min(config.backoff_s * 2 ** min(restart - 1, 60), config.max_backoff_s)
 
 
-def newest_step(run_dir: Path | None) -> int:
-    """The newest committed step of a run; 0 if there is none."""
-    return max(_steps_in(run_dir / "checkpoints"), default=0) if run_dir is not None else 0
-
-
 def saved_step(program: Program) -> int:
     """The newest step that the run has committed, or that all processes of this host have in the local tier."""
     shared, run_dir, config = newest_step(program.run_dir), program.run_dir, program.config
@@ -161,7 +156,7 @@ def saved_step(program: Program) -> int:
         return shared
     local = Path(config.checkpoint.local_dir).expanduser() / config.checkpoint.local_name(run_dir.absolute(), identity)
     try:
-        return max(shared, *set.intersection(*(_steps_in(local / str(rank)) for rank in program.ranks)), 0)
+        return max(shared, *set.intersection(*(steps_in(local / str(rank)) for rank in program.ranks)), 0)
     except OSError:  # nothing is left of that disk
         return shared
 
@@ -173,10 +168,6 @@ def _saved_step(program: Program, newest: int, shown: Output) -> int:
     except OSError as error:
         shown.say(f"{error.filename or program.run_dir}: cannot be read: {error.strerror}; taken for no new checkpoint")
         return newest
-
-
-def _steps_in(directory: Path) -> set[int]:
-    return {int(name) for name in names_in(directory) if name.isascii() and name.isdecimal()}
 
 
 def _is_unfinished(program: Program) -> bool:

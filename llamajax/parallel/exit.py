@@ -73,7 +73,9 @@ def end_process(code: int, *, distributed: bool) -> NoReturn:
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
-        except OSError:
+        except OSError as error:
+            if code == 0 and (peers := processes.peers()) is not None:
+                peers.tell_failure(f"{stream.name} cannot be written: {error.strerror}", DISK_ERROR)
             code = code or DISK_ERROR
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())  # the interpreter would try again, and exit with 120
     if (code and distributed) or code > 128:

@@ -15,13 +15,15 @@ from typing import Any
 from jax._src.clusters import ClusterEnv  # what jax.distributed itself asks; nothing public does
 
 from llamajax.config.parallel import DistributedConfig
-from llamajax.errors import EnvironmentMismatchError
+from llamajax.errors import TRY_AGAIN, EnvironmentMismatchError, NotMetError
+from llamajax.launching import heartbeat
 from llamajax.launching.addresses import host_and_port
 
 _HELLO_S = 2.0  # in which whoever connects must say who it is
 _SEND_S = 10.0  # in which the other end must have taken what is sent
 _WAITING_S = 10.0  # after which a process says what it waits for
 _LONGEST_HELLO, _LONGEST = 1 << 12, 1 << 26  # bytes of a message of whoever knocks, and of a process of the run
+_FILES_FOR_ELSE = 256  # that process 0 may have open for whatever is not a connection
 _LINGER_S = 8.0  # for which jax does not notice that its connection has ended: longer than a process's last words take
 
 
@@ -40,6 +42,8 @@ class Link:
         """Whether it said that it will end."""
         self.longest = _LONGEST_HELLO
         """Bytes that a message may have."""
+        self.early: list[dict[str, Any]] = []
+        """What came with the first message, for whoever listens later."""
         self._connection = connection
         self._unread = b""
         self._sending = threading.Lock()
@@ -85,7 +89,8 @@ def receive_all(address: str, bind_address: str, num_processes: int, own_rank: i
     """On process 0: connections to all others, once all have come.
 
     Raises:
-        EnvironmentMismatchError: they do not come in time, or nobody can listen there.
+        NotMetError: they do not come in time.
+        EnvironmentMismatchError: nobody can listen there, or not to so many.
     """
     deadline = time.monotonic() + timeout_s
     says_at = time.monotonic() + _WAITING_S
@@ -98,7 +103,12 @@ def receive_all(address: str, bind_address: str, num_processes: int, own_rank: i
             " choose another port, or give the address of the machine of process 0"
         ) from error
     # A connection of ours and one of jax's to every process: more than the 1,024 files that most systems start with.
-    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    most, needed = resource.getrlimit(resource.RLIMIT_NOFILE)[1], 2 * num_processes + _FILES_FOR_ELSE
+    if most != resource.RLIM_INFINITY and most < needed:
+        raise EnvironmentMismatchError(
+            f"distributed: process 0 of {num_processes} needs {needed} open files and may have {most}; raise the limit"
+            " (ulimit -Hn)"
+        )
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     with listener, selectors.DefaultSelector() as selector:
         selector.register(listener, selectors.EVENT_READ)
@@ -107,14 +117,13 @@ def receive_all(address: str, bind_address: str, num_processes: int, own_rank: i
             those = f"process{'es' if len(missing) > 1 else ''} {', '.join(map(str, missing))} of {num_processes}"
             now = time.monotonic()
             if now > deadline:
-                line = (
-                    f"distributed: {those} did not come to {address} within {timeout_s} s; start"
-                    f" {'them' if len(missing) > 1 else 'it'} with this address, or correct num_processes"
-                )
+                it = "them" if len(missing) > 1 else "it"
+                remedy = remedy_of_people(f"; start {it} with this address, or correct num_processes")
+                line = f"distributed: {those} did not come to {address} within {timeout_s} s{remedy}"
                 for link in links.values():
-                    link.send({"failed": line})
+                    link.send({"failed": line, "code": TRY_AGAIN})
                     link.close()
-                raise EnvironmentMismatchError(line)
+                raise NotMetError(line)
             if now > says_at:
                 print(f"waiting    for {those} to come to {address}", file=sys.stderr, flush=True)
                 says_at = deadline + 1
@@ -157,7 +166,8 @@ def call_on_first(address: str, bind_address: str, num_processes: int, own_rank:
     """On every other process: the connection to process 0, once all have come.
 
     Raises:
-        EnvironmentMismatchError: process 0 cannot be reached, or has a reason against this one.
+        NotMetError: process 0 cannot be reached, or others do not come.
+        EnvironmentMismatchError: process 0 has a reason against this one.
     """
     deadline = time.monotonic() + timeout_s
     says_at = time.monotonic() + _WAITING_S
@@ -171,18 +181,18 @@ def call_on_first(address: str, bind_address: str, num_processes: int, own_rank:
             link.send({"rank": own_rank, "of": num_processes, "who": who_am_i()})
             # Process 0 waits for the others as long as this one would, from its own start on.
             match link.receive(2 * timeout_s):
-                case [{"go": str(who)}, *_]:
-                    link.who = who
+                case [{"go": str(who)}, *early]:
+                    link.who, link.early = who, early
                     return [link]
-                case [{"failed": str(line)}]:
+                case [{"failed": str(line), **more}]:
                     link.close()
-                    raise EnvironmentMismatchError(line)
+                    raise NotMetError(line) if "code" in more else EnvironmentMismatchError(line)
             link.close()
             reason = "it ended the connection"
         if time.monotonic() > deadline:
-            raise EnvironmentMismatchError(
-                f"distributed: process {own_rank} cannot reach process 0 at {address}: {reason}, for {timeout_s} s; start"
-                " process 0 there, or correct distributed.coordinator_address"
+            remedy = remedy_of_people("; start process 0 there, or correct distributed.coordinator_address")
+            raise NotMetError(
+                f"distributed: process {own_rank} cannot reach process 0 at {address}: {reason}, for {timeout_s} s{remedy}"
             )
         if time.monotonic() > says_at:
             print(f"waiting    for process 0 at {address}: {reason}", file=sys.stderr, flush=True)
@@ -245,6 +255,11 @@ def _listen_on(host: str, port: int) -> socket.socket:
         host = ""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     return socket.create_server((host, port), family=family, backlog=1024, dualstack_ipv6=is_dual)
+
+
+def remedy_of_people(text: str) -> str:
+    """What is left for people to do; nothing where a launcher, which has heartbeats written, starts all again."""
+    return "" if heartbeat.VARIABLE in os.environ else text
 
 
 def who_am_i() -> str:

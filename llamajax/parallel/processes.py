@@ -238,6 +238,8 @@ class Peers:
         with selectors.DefaultSelector() as selector:
             for link in self._links.values():
                 selector.register(link, selectors.EVENT_READ, link)
+                for message in link.early:
+                    self._take(link, message)
             while True:
                 began = time.monotonic()
                 ready = selector.select(interval)
@@ -368,8 +370,7 @@ class Peers:
 
 
 def _remedy(text: str, code: int) -> str:
-    """What is left for people to do; nothing where a launcher, which has heartbeats written, starts all again."""
-    return "" if code == TRY_AGAIN and heartbeat.VARIABLE in os.environ else text
+    return meeting.remedy_of_people(text) if code == TRY_AGAIN else text
 
 
 def _freeze() -> float:

@@ -167,6 +167,6 @@ class Trainer:
                 self.checkpointer.finish(save_again=save)
             stopped = self.stop.requested()
         if stopped:
-            saved = ", which is saved" if step else ""
-            console.log(f"stopped    at step {step}{saved}; the same command goes on from there")
+            saved, rest = ", which is saved" if step else "", "goes on from there" if step < num_steps else "evaluates it"
+            console.log(f"stopped    at step {step}{saved}; the same command {rest}")
         return state, stopped

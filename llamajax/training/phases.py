@@ -20,7 +20,7 @@ SETTINGS = {
 }
 """Every kind of phase, and which setting of `WatchdogConfig` it may always take."""
 
-_NOT_LEARNT = "first step"  # it tunes kernels and brings up collectives, which says nothing of later ones
+_FIRST = "first step"  # it tunes kernels and brings up collectives, which says little of later ones
 
 
 @dataclass(kw_only=True)
@@ -82,7 +82,10 @@ class Phases:
         """Seconds that a phase which begins now may take."""
         if not self._config.enabled:
             return math.inf
-        return max(getattr(self._config, SETTINGS[kind]), self._config.factor * self._longest.get(kind, 0.0))
+        longest = 0.0 if kind == _FIRST else self._longest.get(kind, 0.0)
+        if kind == "step" and not longest:
+            longest = self._longest.get(_FIRST, 0.0)
+        return max(getattr(self._config, SETTINGS[kind]), self._config.factor * longest)
 
     def begin(self, kind: str) -> None:
         """The calling thread has done with the innermost phase it was in, if any, and begins another in its place."""
@@ -137,5 +140,4 @@ class Phases:
         return Phase(kind=kind, setting=SETTINGS[kind], limit=self.limit(kind), resumed=self._clock())
 
     def _learn(self, done: Phase) -> None:
-        if done.kind != _NOT_LEARNT:
-            self._longest[done.kind] = max(self._longest.get(done.kind, 0.0), done.longest, done.took(self._clock()))
+        self._longest[done.kind] = max(self._longest.get(done.kind, 0.0), done.longest, done.took(self._clock()))

@@ -1,5 +1,6 @@
 """A manifest is believed as far as it speaks of files of its directory; deleting a step deletes nothing else."""
 
+import errno
 import json
 import os
 import shutil
@@ -7,6 +8,7 @@ import shutil
 import jax
 import pytest
 
+from llamajax import disk
 from llamajax.checkpoint import manifest, retention
 from llamajax.errors import CheckpointError, EnvironmentMismatchError
 
@@ -122,3 +124,22 @@ def test_links_are_deleted_and_not_what_is_behind_them(tmp_path):
     assert not step.exists()
     assert [path.name for path in kept.rglob("*")] == ["files", "a"]
     assert all("cannot be deleted" in line for line in told)
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.EBADMSG])
+def test_a_file_that_stays_unreadable_is_named(tmp_path, monkeypatch, number):
+    """It may be whole; not so where the file system says that it is not what was written."""
+    step = a_step(tmp_path)
+
+    def fails(_):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(manifest, "_record", fails)
+    monkeypatch.setattr(disk, "_PAUSES_S", (0, 0, 0))
+    records: dict[str, manifest.FileRecord] = {"files/a": {"size": 0, "sha256": EMPTY}}
+    if number == errno.EBADMSG:
+        assert manifest.problems(step, records) == ["files/a is damaged, says its file system"]
+        return
+    with pytest.raises(OSError, match="Input/output error") as caught:
+        manifest.problems(step, records)
+    assert caught.value.filename == str(step / "files" / "a")

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -154,5 +155,7 @@ def test_a_lock_that_outlives_its_host_is_outwaited(tmp_path, monkeypatch, soon)
     first._ending.set()
     first._thread.join()
     as_other_host(monkeypatch)
+    began = time.monotonic()
     RunLock(tmp_path).release()
+    assert time.monotonic() - began >= run_lock._LOCKED_LEASE_S
     first._file.close()

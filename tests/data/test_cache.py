@@ -1,5 +1,6 @@
 """The cache: what is there is whole, and what is locked is waited for."""
 
+import errno
 import os
 import resource
 from pathlib import Path
@@ -7,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from llamajax import disk
 from llamajax.data import cache
 
 ARRAYS = {
@@ -134,3 +136,23 @@ def test_a_disk_that_is_full_is_not_kept_full(tmp_path):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert os.listdir(tmp_path) == []
+
+
+def test_a_disk_that_fails_damages_nothing(tmp_path, monkeypatch):
+    """Else whole files would be made again, and be torn from those who have mapped them."""
+    cache.write_arrays(tmp_path / "a", ARRAYS, {})
+    calls, memory_map = [], cache.pyarrow.memory_map
+
+    def fails(path):
+        calls.append(path)
+        if len(calls) <= num_failures:
+            raise OSError(errno.EIO, f"Failed to open local file '{path}'. Detail: [errno 5] Input/output error")
+        return memory_map(path)
+
+    monkeypatch.setattr(cache.pyarrow, "memory_map", fails)
+    monkeypatch.setattr(disk, "_PAUSES_S", (0, 0, 0))
+    num_failures = 3
+    assert list(cache.read_arrays(tmp_path / "a").arrays) == list(ARRAYS)
+    calls, num_failures = [], 4
+    with pytest.raises(OSError, match=f"^\\[Errno 5\\] Input/output error: '{tmp_path}/a'$"):
+        cache.read_arrays(tmp_path / "a")

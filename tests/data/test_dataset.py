@@ -15,7 +15,7 @@ from llamajax.data import rows as rows_module
 from llamajax.data.sources import Source
 from llamajax.data.split import is_held_out, split_hash
 from llamajax.data.tokenizer import load_tokenizer, train_sentencepiece
-from llamajax.errors import ConfigError, DataError
+from llamajax.errors import ConfigError, DataError, DiskError
 from llamajax.step.batch import IGNORE
 from tests.tiny import tiny_config
 
@@ -345,15 +345,19 @@ def test_the_files_are_read_once_for_the_tokenizer(tmp_path, monkeypatch):
 
 
 def test_a_source_that_cannot_be_read_is_not_the_cache(tmp_path, tokenizer):
-    def refused(path):
-        with pytest.raises(DataError) as caught:
+    def refused(path, kind):
+        with pytest.raises(kind) as caught:
             data.prepare(config_for(tmp_path, SourceConfig(kind="text", paths=(path,))), log=lambda line: None)
         return str(caught.value)
 
-    message = "/proc/self/mem: data.sources[0].paths: cannot be read: Input/output error; replace or remove the file"
-    assert refused("/proc/self/mem") == message  # its start is not mapped
+    remedy = "see to the disk and run the same command again"
+    message = f"/proc/self/mem: data.sources[0].paths: cannot be read: Input/output error; {remedy}"
+    assert refused("/proc/self/mem", DiskError) == message  # its start is not mapped
     long = str(tmp_path / ("x" * 300))
-    assert refused(long) == f"{long}: data.sources[0].paths: cannot be read: File name too long; replace or remove the file"
+    assert (
+        refused(long, DataError)
+        == f"{long}: data.sources[0].paths: cannot be read: File name too long; replace or remove the file"
+    )
 
 
 def test_long_work_is_announced(tmp_path, monkeypatch):

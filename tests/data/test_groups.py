@@ -11,7 +11,7 @@ from llamajax.config.data import SourceConfig
 from llamajax.data import groups
 from llamajax.data.groups import group_files
 from llamajax.data.sources import Source
-from llamajax.errors import DataError
+from llamajax.errors import DataError, DiskError
 from tests import runs
 
 
@@ -146,9 +146,9 @@ def test_an_unreadable_file_is_named_and_what_was_hashed_before_it_is_kept(tmp_p
     monkeypatch.setattr(groups, "GROUP_BYTES", 0)
     (tmp_path / "a").write_text("a")
     (tmp_path / "b").symlink_to("/proc/self/mem")  # its start is not mapped: reading it is an I/O error
-    message = rf"^{tmp_path}/b: data.sources\[0\].paths: cannot be read: Input/output error; replace or remove"
+    message = rf"^{tmp_path}/b: data.sources\[0\].paths: cannot be read: Input/output error; see to the disk"
     for _ in range(2):
-        with pytest.raises(DataError, match=message):
+        with pytest.raises(DiskError, match=message):
             grouped(tmp_path / "a", tmp_path / "b", cache_dir=tmp_path / "cache")
     assert hashed.count([tmp_path / "a"]) == 1
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("hash")]

@@ -12,7 +12,7 @@ import zstandard
 from llamajax.config.data import SourceConfig
 from llamajax.data import sources, split
 from llamajax.data.sources import Source
-from llamajax.errors import DataError
+from llamajax.errors import DataError, DiskError
 
 TEXTS = ["first\nline", "", "zwei: äöü 😀\u2581", "  spaces \t\r\n", "last\0one"]
 
@@ -317,5 +317,5 @@ def test_paths_that_are_no_files(tmp_path):
 
 def test_a_file_that_cannot_be_read(monkeypatch):
     found = source("text", "/proc/self/mem")  # its start is not mapped: reading it is an I/O error
-    with pytest.raises(DataError, match=r"/proc/self/mem: .*cannot be read: Input/output error"):
+    with pytest.raises(DiskError, match=r"/proc/self/mem: .*cannot be read: Input/output error"):
         texts(found)

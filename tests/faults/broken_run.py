@@ -218,6 +218,11 @@ class BrokenRun:
                 return True
         return False
 
+    def kill_all(self) -> None:
+        """Kills its processes; the launcher may end the others when the first is gone."""
+        were_there = [self.signal(pid, signal.SIGKILL) for pid in self.pids()]
+        assert were_there[:1] == [True], f"had ended before it could be killed: {self.last_line}"
+
     def left(self) -> list[int]:
         """Processes of this run that are still there, whoever started them."""
         return scene.processes_of(self.folder)
@@ -253,6 +258,18 @@ def golden(
             return End(run.run_dir)
 
     return where.golden(num_processes, numbers | dict(environment or {}), make)
+
+
+def passing_over(tried: BrokenRun, environment: Mapping[str, str]) -> End:
+    """How the run ends if nobody breaks it, and it is told from the beginning which rows to pass over."""
+    with BrokenRun(tried.scene, tried.num_processes, tried.settings, by_hand=True, environment=environment, step_s=0) as run:
+        run.run_dir.mkdir()
+        shutil.copy(tried.run_dir / "passed_over.json", run.run_dir)
+        run.start()
+        codes = run.finish(STARTS_S + ENDS_S + 0.2 * int(tried.settings.get("train.num_steps", NUM_STEPS)))
+        assert not any(codes), f"a run that nobody broke ended with {codes}: {run.output[-2000:]}"
+        assert not any(event["event"] == "rollback" for event in run.events), "told what to pass over, it still went back"
+        return End(run.run_dir)
 
 
 @contextlib.contextmanager

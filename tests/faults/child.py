@@ -94,7 +94,7 @@ def _fail_to_read(fault: dict[str, Any]) -> None:
 
 
 def _flip_bits(fault: dict[str, Any]) -> None:
-    PacedStep.flips = -1 if fault.get("always") else 1
+    PacedStep.flips, PacedStep.seed = -1 if fault.get("always") else 1, fault["seed"]
 
 
 def flipped(state: Any) -> Any:
@@ -103,7 +103,8 @@ def flipped(state: Any) -> Any:
 
     from tests.faults import flips
 
-    (flip,) = flips.random_flips(state, 1, seed=os.getpid())
+    (flip,) = flips.random_flips(state, 1, seed=PacedStep.seed)
+    PacedStep.seed += 1
     place = [*jax.sharding.get_mesh().devices.flat].index(jax.local_devices()[0])
     return flips.flipped(state, dataclasses.replace(flip, place=place))
 
@@ -155,6 +156,8 @@ class PacedStep:
 
     flips = 0
     """Steps after which a bit of the state flips; -1: all."""
+    seed = 0
+    """Chooses the next bit."""
     done_at = 0.0
     """When the devices will have done the steps that they were given."""
     slower = 0.0

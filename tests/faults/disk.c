@@ -3,7 +3,7 @@
    takes; one in how many writes fails with EIO, and one in how many reads (0: none); bytes that fit (-1: all), from the last
    change of that file on; whether what does not fit is written in part; the error for what does not fit (EROFS: nothing is
    opened for writing, made or renamed either); KiB that are written in a second (0: any number). Renames are listed in
-   $DISK_CONTROL.renames; $DISK_CONTROL.failed has a byte for every call that failed. */
+   $DISK_CONTROL.renames; $DISK_CONTROL.struck has a byte for every call that failed or was slowed. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <errno.h>
@@ -41,9 +41,19 @@ static int is_file_below(int descriptor) {
     return is_below(path);
 }
 
-static void wait_ms(long ms) {
+static void note(const char *suffix, const char *line, size_t length) {
+    char name[PATH_MAX];
+    snprintf(name, sizeof name, "%s.%s", getenv("DISK_CONTROL"), suffix);
+    int file = NEXT(open)(name, O_WRONLY | O_CREAT | O_APPEND, 0600);
+    if (file < 0 || NEXT(write)(file, line, length) != (ssize_t)length) abort();
+    close(file);
+}
+
+static void slow(long ms) {
     struct timespec pause = {ms / 1000, ms % 1000 * 1000000};
-    if (ms > 0) nanosleep(&pause, NULL);
+    if (ms <= 0) return;
+    note("struck", ".", 1);
+    nanosleep(&pause, NULL);
 }
 
 static struct disk now(void) {
@@ -60,20 +70,12 @@ static struct disk now(void) {
         if (atomic_exchange(&changed, at) != at) atomic_store(&written, 0);
         close(file);
     }
-    wait_ms(disk.latency_ms);
+    slow(disk.latency_ms);
     return disk;
 }
 
-static void note(const char *suffix, const char *line, size_t length) {
-    char name[PATH_MAX];
-    snprintf(name, sizeof name, "%s.%s", getenv("DISK_CONTROL"), suffix);
-    int file = NEXT(open)(name, O_WRONLY | O_CREAT | O_APPEND, 0600);
-    if (file < 0 || NEXT(write)(file, line, length) != (ssize_t)length) abort();
-    close(file);
-}
-
 static int fail(int error) {
-    note("failed", ".", 1);
+    note("struck", ".", 1);
     errno = error;
     return -1;
 }
@@ -91,7 +93,7 @@ static ssize_t room_for(int descriptor, size_t size) {
     if (!is_file_below(descriptor)) return size;
     struct disk disk = now();
     if (fails(&writes, disk.write_eio)) return -1;
-    if (disk.kib_per_s) wait_ms((long)size * 1000 / 1024 / disk.kib_per_s);
+    if (disk.kib_per_s) slow((long)size * 1000 / 1024 / disk.kib_per_s);
     long before = atomic_fetch_add(&written, size);
     if (disk.room < 0 || before + (long)size <= disk.room) return size;
     if (disk.torn && before < disk.room) return disk.room - before;

@@ -40,7 +40,7 @@ class Group:
 
 
 GROUPS = (
-    Group("R1", "kills", "no committed step lost, no hand, losses and arrays bit-equal", kills.run, 200, 8, 10),
+    Group("R1", "kills", "nothing committed lost, bit-equal, no hand under the launcher", kills.run, 200, 8, 10),
     Group("R5", "damaged checkpoints", "found, the bad file named, newest good step taken", corruption.run, 1000, 20, 0.2),
     Group("R7", "preemptions", "exit 0 within 30 s, the step saved, resumed bit-equal", preemption.run, 50, 2, 15),
     Group("R8", "an exception on one rank", "its traceback alone, all down within 5 s", exceptions.run, 28, 1, 6),

@@ -9,13 +9,12 @@ import signal
 import statistics
 import time
 from collections.abc import Callable
-from typing import Any
 
 from tests import runs
 from tests.faults import scene
 from tests.faults.bad_disk import WELL, Disk, FaultyDisk
 from tests.faults.bad_numbers import POISON, POISON_TOKEN
-from tests.faults.broken_run import ENDS_S, STARTS_S, BrokenRun, broken
+from tests.faults.broken_run import ENDS_S, STARTS_S, BrokenRun, broken, passing_over
 from tests.faults.hangs import limits
 from tests.faults.results import Failure, Result, tell
 from tests.faults.scene import End, Scene
@@ -41,16 +40,15 @@ BAD_DISK_S = 10.0
 
 
 def kill_one(run: BrokenRun, rng: random.Random) -> None:
-    run.signal(rng.choice(run.pids()), signal.SIGKILL)
+    assert run.signal(rng.choice(run.pids()), signal.SIGKILL), "had ended before it could be killed"
 
 
 def kill_all(run: BrokenRun, rng: random.Random) -> None:
-    for pid in run.pids():
-        run.signal(pid, signal.SIGKILL)
+    run.kill_all()
 
 
 def stop_one(run: BrokenRun, rng: random.Random) -> None:
-    run.signal(rng.choice(run.pids()), signal.SIGSTOP)
+    assert run.signal(rng.choice(run.pids()), signal.SIGSTOP), "had ended before it could be stopped"
 
 
 def fail_to_read(run: BrokenRun, rng: random.Random) -> None:
@@ -70,29 +68,29 @@ def at(run: BrokenRun, rng: random.Random, point: str, do: str) -> None:
     rank = rng.randrange(run.num_processes)
     fired = run.folder / "fired" / f"{point}.{rank}"
     fired.unlink(missing_ok=True)
-    run.lay(point, rank, do)
+    run.lay(point, rank, do, seed=rng.getrandbits(32))
     run.wait_for_fault(point, rank)
 
 
 def preempt(run: BrokenRun, rng: random.Random) -> None:
     """And starts it again, as a scheduler would."""
     process = run.processes[-1]
-    run.signal(process.pid, signal.SIGTERM)
+    assert run.signal(process.pid, signal.SIGTERM), "had ended before it could be stopped"
     run.wait(lambda: not run.running, 30, "end after a preemption", or_ended=True)
     assert process.returncode == 0, f"preempted, it ended with {process.returncode}"
     run.start()
 
 
 def damage_newest(run: BrokenRun, rng: random.Random) -> None:
-    """A bit of the newest checkpoint flips, and the run has to restore; there must be an older one."""
+    """The run has to restore, and a bit of the newest checkpoint has flipped; there must be an older one."""
     run.wait(lambda: len(runs.committed_steps(run.run_dir)) > 1, ENDS_S, "the second checkpoint")
-    newest = run.run_dir / "checkpoints" / str(scene.newest_whole(run.run_dir))
-    with contextlib.suppress(FileNotFoundError):  # retention was faster
-        path = rng.choice(sorted(path for path in (newest / "state").rglob("d/*") if path.is_file()))
-        content = bytearray(path.read_bytes())
-        content[rng.randrange(len(content))] ^= 1
-        path.write_bytes(content)
-    kill_all(run, rng)
+    run.kill_all()
+    newest = run.run_dir / "checkpoints" / str(max(runs.committed_steps(run.run_dir)))
+    path = rng.choice(sorted(path for path in (newest / "state").rglob("d/*") if path.is_file()))
+    content = bytearray(path.read_bytes())
+    content[rng.randrange(len(content))] ^= 1
+    path.write_bytes(content)
+    run.wait(lambda: f"{newest} is damaged: " in run.output, STARTS_S, "finding the damage")
 
 
 FAULTS: dict[str, Callable[[BrokenRun, random.Random], None]] = {
@@ -158,7 +156,7 @@ def run(count: int, seed: int, where: Scene, jobs: int) -> Result:
         try:
             assert codes[-1] == 0, f"ended with {codes[-1]}: {tried.last_line}"
             assert rollbacks, "no bad batch was passed over"
-            End(tried.run_dir).must_equal(unbroken(where, settings, poison, tried.run_dir))
+            End(tried.run_dir).must_equal(passing_over(tried, poison))
         except AssertionError as error:
             result.failures.append(Failure(seed, "the end of the run", str(error)))
             result.passed = 0
@@ -198,22 +196,13 @@ def bad_batches(
     }
 
 
-def unbroken(where: Scene, settings: dict[str, Any], poison: dict[str, str], tried: pathlib.Path) -> End:
-    """How a run ends that nobody breaks, and that is told from the beginning which rows to pass over."""
-    with BrokenRun(where, 2, settings, by_hand=True, environment=poison, step_s=0) as run:
-        run.run_dir.mkdir()
-        shutil.copy(tried / "passed_over.json", run.run_dir)
-        run.start()
-        codes = run.finish(STARTS_S + ENDS_S + 0.2 * settings["train.num_steps"])
-        assert not any(codes), f"a run that nobody broke ended with {codes}: {run.output[-2000:]}"
-        return End(run.run_dir)
-
-
 def make_bad(faulty: FaultyDisk, disk: Disk) -> None:
     """For a while, and for the run's files alone."""
+    before = faulty.num_struck
     faulty.be(disk)
     time.sleep(BAD_DISK_S)
     faulty.be(WELL)
+    assert faulty.num_struck > before, "no call failed or took longer"
 
 
 def records(run: BrokenRun) -> int:

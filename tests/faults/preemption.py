@@ -26,6 +26,7 @@ def run(count: int, seed: int, where: Scene, jobs: int) -> Result:
         with broken(where, num_processes) as stopped:
             took = stop(stopped, a_try)
             steps, newest = stopped.step, scene.newest_whole(stopped.run_dir)
+            assert steps < scene.NUM_STEPS, "did all its steps, whatever the signal"
             assert newest == steps, f"stopped after step {steps}, but step {newest} is the newest checkpoint"
             stopped.must_leave_none()
             stopped.start()
@@ -51,9 +52,9 @@ def stop(stopped: BrokenRun, a_try: Try) -> float:
     pids = {"one rank": [a_try.rng.choice(stopped.pids())], "all ranks": stopped.pids()}.get(whom, [])
     pids = pids or [process.pid for process in stopped.processes]
     started = time.monotonic()
-    for _ in range(a_try.rng.choice([1, 2])):
-        for pid in pids:
-            stopped.signal(pid, signal.SIGTERM)
+    for number in range(a_try.rng.choice([1, 2])):
+        came = [stopped.signal(pid, signal.SIGTERM) for pid in pids]
+        assert number or all(came), "had ended before it could be stopped"
         time.sleep(0.2)
     stopped.release()
     codes = stopped.finish(GRACE_S + 5)

@@ -43,8 +43,9 @@ def run_races(count: int, seed: int, where: Scene, jobs: int) -> Result:
             else:
                 first.wait(lambda: first.step >= wanted, ENDS_S, f"step {wanted}")
             if a_try.kind.startswith("another"):  # after the first has ended in the middle
-                first.signal(first.pids()[0], signal.SIGTERM)
+                assert first.signal(first.pids()[0], signal.SIGTERM), "had ended before it could be stopped"
                 first.finish()
+                assert first.step < scene.NUM_STEPS, "did all its steps, whatever the signal"
             if a_try.kind == "a second writer":
                 first.lay("step", 0, "hold")
                 first.wait_for_fault("step", 0)
@@ -100,13 +101,15 @@ def run_places(count: int, seed: int, where: Scene, jobs: int) -> Result:
                 return {}
             wanted = a_try.rng.randint(3, 40)
             run.wait(lambda: run.step >= wanted, ENDS_S, f"step {wanted}")
-            if hangs_up:
-                run.signal(run.processes[-1].pid, signal.SIGHUP)
-            else:
-                run.signal(run.pids()[0], a_try.rng.choice([signal.SIGTERM, signal.SIGKILL]))
+            number = signal.SIGHUP if hangs_up else a_try.rng.choice([signal.SIGTERM, signal.SIGKILL])
+            pid = run.processes[-1].pid if hangs_up else run.pids()[0]
+            assert run.signal(pid, number), "had ended before the signal"
             run.wait(lambda: not run.running, ENDS_S, "end")
-            newest = scene.newest_whole(run.run_dir)
-            assert not hangs_up or (run.codes == [0] and newest == run.step), f"{run.codes}, step {newest} of {run.step}"
+            newest, step = scene.newest_whole(run.run_dir), run.step
+            assert step < scene.NUM_STEPS, "did all its steps, whatever the signal"
+            killed = number == signal.SIGKILL
+            assert run.codes == [-number if killed else 0], f"ended with {run.codes}: {run.last_line}"
+            assert killed or newest == step, f"stopped after step {step}, but step {newest} is the newest checkpoint"
             run.start()
             assert run.finish()[-1] == 0, run.last_line
             assert run.starts[-1] == newest

@@ -17,8 +17,8 @@ HEAD = """# Reliability, as tried
 
 What becomes of runs that are broken on purpose, by `python -m tests.faults --write`. Runs that are to go on (R1, R7, R9,
 R10, R13, R14, R16, R18, R19, one try in 51 of R5, one in ten of R11) are compared with runs that nobody touched: every
-step's loss and every array of the last checkpoint, to the bit. In the others it counts what is found, what is told, and how
-soon.
+step's loss and every array of the last checkpoint, to the bit; those that went back, with one that was told beforehand which
+rows to pass over. In the others it counts what is found, what is told, and how soon.
 """
 TABLE = """
 | | faults | target | tried | passed | measured | when, where |

@@ -80,6 +80,15 @@ def test_a_program_that_keeps_nothing_has_no_run_directory():
     assert (program.run_dir, program.start_s) == (None, None)
 
 
+def test_a_run_that_goes_on_may_do_so_on_any_devices(find, tmp_path):
+    """It chooses its micro-batches anew, which the batch of the beginning need not divide into."""
+    wide = ("--mesh", json.dumps({"fsdp": -1}), "--train.grad_accum_steps", "2")
+    with pytest.raises(ConfigError, match=r"8 / grad_accum_steps\(2\) = 4 sequences cannot be split over .* = 8 devices"):
+        find(*wide, gpus=8)
+    (tmp_path / "run" / "checkpoints" / "5").mkdir(parents=True)
+    assert find(*wide, gpus=8).num_processes == 8
+
+
 @pytest.mark.parametrize(
     ("arguments", "processes", "gpus", "line"),
     [

@@ -8,8 +8,8 @@ from llamajax.config.training import CheckpointConfig
 from llamajax.launching.cause import Cause
 from llamajax.launching.hosts import Hosts
 from llamajax.launching.output import Output
-from llamajax.launching.program import Program
-from llamajax.launching.run import _is_unfinished, _record, _saved_step, backoff_s, newest_step, saved_step
+from llamajax.launching.program import Program, newest_step
+from llamajax.launching.run import _is_unfinished, _record, _saved_step, backoff_s, saved_step
 from tests.tiny import tiny_config
 
 

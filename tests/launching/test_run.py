@@ -100,6 +100,24 @@ def test_a_commit_is_not_cut_short_by_anothers_end(tmp_path):
     assert (tmp_path / "committed").exists()
 
 
+def test_who_edits_the_configuration_does_not_change_the_run_that_is_started_again(tmp_path):
+    body = """
+    with open(sys.argv[sys.argv.index("--config") + 1]) as file, (here / f"read.{rank}").open("a") as read:
+        print(file.read(), file=read)
+    if life == 1:
+        while not (here / "edited").exists():
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGKILL)
+    """
+    launch = Launch(tmp_path, body, num_processes=1)
+    launch.wait_for_file("read.0")
+    before = launch.config.read_text()
+    launch.config.write_text("{")
+    (tmp_path / "edited").touch()
+    launch.end(0)
+    assert (tmp_path / "read.0").read_text() == f"{before}\n" * 2
+
+
 def test_who_is_killed_ends_all_with_what_they_started_and_is_named(tmp_path):
     body = """
     child = subprocess.Popen(["sleep", "600"])

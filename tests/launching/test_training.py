@@ -5,6 +5,7 @@ import pathlib
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 
 import pytest
 
@@ -28,13 +29,17 @@ train.main()
 """
 
 
-def start(directory: pathlib.Path, *options: str) -> subprocess.Popen[str]:
+def start(directory: pathlib.Path, *options: str, arguments: Sequence[str] = ()) -> subprocess.Popen[str]:
     """A launch of two processes, whose compiled steps are kept in `directory`."""
     config = runs.write_config(directory, num_steps=12, eval_every=None, eval_batches=0)
     environment = runs.environment(directory.parent) | {"PYTHONPATH": f"{runs.ROOT}:{directory}"}
     command = [sys.executable, "-m", "llamajax.launch", "-n", "2", *options, "--", "--config", str(config)]
     return subprocess.Popen(
-        [*command, "--mesh.num_cpu_devices", "4"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+        [*command, "--mesh.num_cpu_devices", "4", *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
     )
 
 
@@ -67,6 +72,21 @@ def test_a_run_of_which_a_process_is_killed_goes_on_by_itself_with_the_same_loss
     ]
     assert lines[3].startswith("restart in 1 s, from step ")
     assert runs.losses(run_dir) == runs.losses(tmp_path / "whole" / "run")
+
+
+@pytest.mark.slow
+def test_a_run_begun_on_fewer_devices_goes_on_with_other_micro_batches(tmp_path):
+    """Of which the batch of the beginning, two of four rows, has too few for all devices."""
+    mesh = ("--mesh.fsdp=-1", "--mesh.sequence=1", "--mesh.tensor=1")
+    config = runs.write_config(tmp_path, num_steps=12, eval_every=None, eval_batches=0)
+    begun = runs.start(config, *mesh, "--mesh.num_cpu_devices=4", "--metrics.log_every=1")
+    runs.wait_until(lambda: 5 in runs.committed_steps(tmp_path / "run"), [begun])
+    begun.kill()
+    begun.communicate()
+    output, errors = start(tmp_path, arguments=mesh).communicate(timeout=600)
+    said = "8 devices instead of 4: mesh fsdp 8, 1 accumulation step of 8 rows (was 2 of 4), same global batch and rows"
+    assert f"elastic    {said}" in output, errors
+    assert list(runs.losses(tmp_path / "run")) == list(range(1, 13))
 
 
 @pytest.mark.slow

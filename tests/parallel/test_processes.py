@@ -6,12 +6,13 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 
 import pytest
 
-from llamajax.errors import EnvironmentMismatchError
+from llamajax.errors import EnvironmentMismatchError, NotMetError
 from llamajax.launching import addresses
 from llamajax.parallel import meeting
 from llamajax.parallel.processes import Peers
@@ -141,15 +142,15 @@ def test_who_does_not_come_is_named():
         f"distributed: process 1 of 3 did not come to {addresses[0]} within 2 s; start it with this address, or correct"
         " num_processes"
     )
-    with pytest.raises(EnvironmentMismatchError, match=re.escape(expected)):
+    with pytest.raises(NotMetError, match=re.escape(expected)):
         meeting.call_on_first(addresses[0], "", 3, 2, 60)
-    assert end(first, 4) == [expected]
-    (line,) = end(alone, 4)
+    assert end(first, NotMetError.exit_code) == [expected]
+    (line,) = end(alone, NotMetError.exit_code)
     assert f"process 1 cannot reach process 0 at {addresses[1]}: Connection refused, for 1 s; start process 0 there" in line
 
 
 def test_addresses_that_cannot_be_are_named():
-    with pytest.raises(EnvironmentMismatchError, match=r"process 1 cannot reach process 0 at nowhere\.invalid:1: \w"):
+    with pytest.raises(NotMetError, match=r"process 1 cannot reach process 0 at nowhere\.invalid:1: \w"):
         meeting.call_on_first("nowhere.invalid:1", "", 2, 1, 0)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         in_use = f"127.0.0.1:{taken.getsockname()[1]}"
@@ -260,6 +261,48 @@ def test_the_first_process_may_have_more_connections_than_a_process_has_files():
     for other in others:
         other.close()
     assert output == "100\n"
+
+
+def test_more_processes_than_the_first_may_have_connections_to_are_refused():
+    limited = (
+        "import resource; from llamajax.parallel import meeting;"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (300, 300));"
+        f"meeting.receive_all('{runs.free_address()}', '127.0.0.1:0', 101, 0, 60)"
+    )
+    ended = subprocess.run([sys.executable, "-c", limited], stderr=subprocess.PIPE, text=True, check=False)
+    line = "distributed: process 0 of 101 needs 458 open files and may have 300; raise the limit (ulimit -Hn)"
+    assert ended.stderr.splitlines()[-1].endswith(f"EnvironmentMismatchError: {line}")
+
+
+def test_what_comes_with_the_first_message_is_heard():
+    """Process 0 may speak at once to one that has not run meanwhile."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        called = []
+        caller = threading.Thread(target=lambda: called.extend(meeting.call_on_first(address, "", 2, 1, 60)))
+        caller.start()
+        first = meeting.Link(server.accept()[0])
+    first.send_line(meeting.line_of({"go": "pid 1 on here"}) + meeting.line_of({"freeze": True}))
+    caller.join()
+    said = first.receive()
+    second = Peers(1, called, timeout_s=60)
+    try:
+        assert said is not None
+        assert [message["rank"] for message in said] == [1]
+        assert (first.receive() or [])[:1] == [{"count": -1}]
+    finally:
+        first.send({"leaving": True})
+        second.leave()
+        first.close()
+
+
+def test_output_that_cannot_be_written_at_the_end_is_told_to_the_others(tmp_path):
+    """Who has printed everything would else take the first process for killed."""
+    process_0 = "if rank == 0: sys.stdout = open('/dev/full', 'w'); print('all done')"
+    processes = start_joined(f"{process_0}\n        if rank == 1: {WAIT}")
+    assert end(processes[0], 74) == []
+    (line,) = end(processes[1], 74)
+    assert "failed: /dev/full cannot be written: No space left on device" in line
 
 
 def test_processes_that_are_stopped_together_go_on_together():

@@ -54,13 +54,17 @@ def test_limits_are_learnt_from_the_longest_of_their_kind(phases, clock):
     assert phases.limit("save") == 30
 
 
-def test_the_first_step_has_the_limit_of_compiling_and_teaches_nothing(phases, clock):
+def test_the_first_step_has_the_limit_of_compiling_and_says_what_the_second_may_take(phases, clock):
+    """Else a run whose steps take longer than the floor would end at its second, at every start."""
     phases.begin("first step")
     assert phases.deadline() == clock.now + 100
     clock.now += 90
     phases.begin("step")
-    assert phases.limit("step") == 20
+    assert phases.deadline() == clock.now + 4 * 90
     assert phases.limit("first step") == 100
+    clock.now += 7
+    phases.begin("step")
+    assert phases.limit("step") == 4 * 7
 
 
 def test_the_clock_of_the_outer_phase_stands_still(phases, clock):

@@ -78,7 +78,7 @@ def test_what_comes_back_ends_the_run(step):
         run.check(step, OF_5)
     assert "in up, also after going back" in str(caught.value)
     assert "leave it out or take another machine, and start the run again" in str(caught.value)
-    assert caught.value.exit_code == 4
+    assert caught.value.exit_code == 6
     assert run.kinds() == ["suspected", "lasting"]
     assert run.events[-1][1]["devices"] == [5]
 

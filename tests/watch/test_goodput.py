@@ -102,11 +102,6 @@ def test_an_error_loses_what_came_after_the_newest_record_and_a_signal_nothing()
         assert parts["restart"] == 10.0
 
 
-def test_a_rollback_loses_its_steps():
-    events = [started(1000, 1060), event("rollback", 1100, 2, lost_s=20.0), event("stop", 1120, 4, reason="finished")]
-    assert split(steps(1068, 1076, 1108, 1116), events)["lost work"] == 20.0
-
-
 def test_going_back_within_a_process_loads_and_is_no_restart():
     events = [
         started(1000, 1060),
