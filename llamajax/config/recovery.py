@@ -32,7 +32,7 @@ class WatchdogConfig(Section):
     """The checkpoint, the data and the weights before the first step, each; of data, and of a checkpoint's hashes, from one
     sign of progress to the next."""
     step_s: PositiveFloat = 300.0
-    """A training step, the wait for its batch included."""
+    """A training step, the wait for its batch included. Of the second one, the longest so far is the first."""
     save_s: PositiveFloat = 1800.0
     """A checkpoint, also while it is written in the background; of its hashes, from one sign of progress to the next, while
     the other processes wait as long as twice this."""
