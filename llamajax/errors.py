@@ -44,9 +44,9 @@ class EnvironmentMismatchError(UserError):
 
 
 class NotMetError(UserError):
-    """Processes that do not come together in time; those of a host that is away may come to the next start."""
+    """Processes that do not come together in time."""
 
-    exit_code = TRY_AGAIN
+    exit_code = 4
 
 
 class CorruptionError(UserError):

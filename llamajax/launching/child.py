@@ -26,7 +26,7 @@ _MEANINGS = {
     DEVICE_ERROR: "a device or the network failed",
     70: "a defect of llamajax",
     74: "disk",
-    TRY_AGAIN: "lost or missed another process, or was stuck",
+    TRY_AGAIN: "lost another process, or was stuck",
     93: "gave up",
 }
 _OF_SIGNALS = {

@@ -199,11 +199,18 @@ def _check(program: Program) -> None:
         ):
             raise ConfigError(f"distributed.{field.name}: set, but it is for the launcher to say; remove it")
     per_process = config.mesh.num_cpu_devices or program.gpus // program.num_local
-    if not isinstance(config, Config) or not per_process or newest_step(program.run_dir):
+    if not isinstance(config, Config) or not per_process or _may_have_steps(program):
         return  # a run that goes on chooses its micro-batches for the devices that there are
     if found := config.placement_problems(per_process * program.num_processes):
         of_all = f" ({program.num_processes} process{'es' if program.num_processes > 1 else ''} x {program.devices})"
         raise ConfigError("\n".join(f"{problem}{of_all}" for problem in found))
+
+
+def _may_have_steps(program: Program) -> bool:
+    try:
+        return newest_step(program.run_dir) > 0
+    except OSError:  # its processes will see, and are started again
+        return True
 
 
 def newest_step(run_dir: Path | None) -> int:

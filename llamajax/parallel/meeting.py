@@ -15,8 +15,7 @@ from typing import Any
 from jax._src.clusters import ClusterEnv  # what jax.distributed itself asks; nothing public does
 
 from llamajax.config.parallel import DistributedConfig
-from llamajax.errors import TRY_AGAIN, EnvironmentMismatchError, NotMetError
-from llamajax.launching import heartbeat
+from llamajax.errors import EnvironmentMismatchError, NotMetError
 from llamajax.launching.addresses import host_and_port
 
 _HELLO_S = 2.0  # in which whoever connects must say who it is
@@ -118,10 +117,10 @@ def receive_all(address: str, bind_address: str, num_processes: int, own_rank: i
             now = time.monotonic()
             if now > deadline:
                 it = "them" if len(missing) > 1 else "it"
-                remedy = remedy_of_people(f"; start {it} with this address, or correct num_processes")
-                line = f"distributed: {those} did not come to {address} within {timeout_s} s{remedy}"
+                remedy = f"start {it} with this address, or correct num_processes"
+                line = f"distributed: {those} did not come to {address} within {timeout_s} s; {remedy}"
                 for link in links.values():
-                    link.send({"failed": line, "code": TRY_AGAIN})
+                    link.send({"failed": line, "code": NotMetError.exit_code})
                     link.close()
                 raise NotMetError(line)
             if now > says_at:
@@ -190,9 +189,9 @@ def call_on_first(address: str, bind_address: str, num_processes: int, own_rank:
             link.close()
             reason = "it ended the connection"
         if time.monotonic() > deadline:
-            remedy = remedy_of_people("; start process 0 there, or correct distributed.coordinator_address")
+            remedy = "start process 0 there, or correct distributed.coordinator_address"
             raise NotMetError(
-                f"distributed: process {own_rank} cannot reach process 0 at {address}: {reason}, for {timeout_s} s{remedy}"
+                f"distributed: process {own_rank} cannot reach process 0 at {address}: {reason}, for {timeout_s} s; {remedy}"
             )
         if time.monotonic() > says_at:
             print(f"waiting    for process 0 at {address}: {reason}", file=sys.stderr, flush=True)
@@ -255,11 +254,6 @@ def _listen_on(host: str, port: int) -> socket.socket:
         host = ""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     return socket.create_server((host, port), family=family, backlog=1024, dualstack_ipv6=is_dual)
-
-
-def remedy_of_people(text: str) -> str:
-    """What is left for people to do; nothing where a launcher, which has heartbeats written, starts all again."""
-    return "" if heartbeat.VARIABLE in os.environ else text
 
 
 def who_am_i() -> str:

@@ -370,7 +370,8 @@ class Peers:
 
 
 def _remedy(text: str, code: int) -> str:
-    return meeting.remedy_of_people(text) if code == TRY_AGAIN else text
+    """What is left for people to do; nothing where a launcher, which has heartbeats written, starts all again."""
+    return "" if code == TRY_AGAIN and heartbeat.VARIABLE in os.environ else text
 
 
 def _freeze() -> float:

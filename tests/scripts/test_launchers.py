@@ -131,7 +131,7 @@ def test_kubernetes_gives_up_where_another_start_cannot_help(manifest):
     assert rule["action"] == "FailJob"
     assert job["template"]["spec"]["restartPolicy"] == "Never"  # which the rule needs
     assert {2, 3, 6, 65, 70, 93} <= set(codes)
-    assert not {0, 4, 74, 75}.intersection(codes)  # stopped, hosts without their GPUs, disks, processes that were lost
+    assert not {0, 4, 74, 75}.intersection(codes)  # stopped, hosts that did not come, disks, processes that were lost
     (container,) = job["template"]["spec"]["containers"]
     assert "--stopped_code=75" in container["command"]
 
