@@ -43,12 +43,6 @@ class EnvironmentMismatchError(UserError):
     exit_code = 4
 
 
-class NotMetError(UserError):
-    """Processes that do not come together in time."""
-
-    exit_code = 4
-
-
 class CorruptionError(UserError):
     """A device that computes or keeps wrong numbers, again and again; without it, the same command would do."""
 

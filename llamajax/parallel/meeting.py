@@ -15,7 +15,7 @@ from typing import Any
 from jax._src.clusters import ClusterEnv  # what jax.distributed itself asks; nothing public does
 
 from llamajax.config.parallel import DistributedConfig
-from llamajax.errors import EnvironmentMismatchError, NotMetError
+from llamajax.errors import EnvironmentMismatchError
 from llamajax.launching.addresses import host_and_port
 
 _HELLO_S = 2.0  # in which whoever connects must say who it is
@@ -88,8 +88,7 @@ def receive_all(address: str, bind_address: str, num_processes: int, own_rank: i
     """On process 0: connections to all others, once all have come.
 
     Raises:
-        NotMetError: they do not come in time.
-        EnvironmentMismatchError: nobody can listen there, or not to so many.
+        EnvironmentMismatchError: they do not come in time, or nobody can listen there, or not to so many.
     """
     deadline = time.monotonic() + timeout_s
     says_at = time.monotonic() + _WAITING_S
@@ -120,9 +119,9 @@ def receive_all(address: str, bind_address: str, num_processes: int, own_rank: i
                 remedy = f"start {it} with this address, or correct num_processes"
                 line = f"distributed: {those} did not come to {address} within {timeout_s} s; {remedy}"
                 for link in links.values():
-                    link.send({"failed": line, "code": NotMetError.exit_code})
+                    link.send({"failed": line})
                     link.close()
-                raise NotMetError(line)
+                raise EnvironmentMismatchError(line)
             if now > says_at:
                 print(f"waiting    for {those} to come to {address}", file=sys.stderr, flush=True)
                 says_at = deadline + 1
@@ -165,8 +164,7 @@ def call_on_first(address: str, bind_address: str, num_processes: int, own_rank:
     """On every other process: the connection to process 0, once all have come.
 
     Raises:
-        NotMetError: process 0 cannot be reached, or others do not come.
-        EnvironmentMismatchError: process 0 has a reason against this one.
+        EnvironmentMismatchError: process 0 cannot be reached, or has a reason against this one.
     """
     deadline = time.monotonic() + timeout_s
     says_at = time.monotonic() + _WAITING_S
@@ -183,14 +181,14 @@ def call_on_first(address: str, bind_address: str, num_processes: int, own_rank:
                 case [{"go": str(who)}, *early]:
                     link.who, link.early = who, early
                     return [link]
-                case [{"failed": str(line), **more}]:
+                case [{"failed": str(line)}]:
                     link.close()
-                    raise NotMetError(line) if "code" in more else EnvironmentMismatchError(line)
+                    raise EnvironmentMismatchError(line)
             link.close()
             reason = "it ended the connection"
         if time.monotonic() > deadline:
             remedy = "start process 0 there, or correct distributed.coordinator_address"
-            raise NotMetError(
+            raise EnvironmentMismatchError(
                 f"distributed: process {own_rank} cannot reach process 0 at {address}: {reason}, for {timeout_s} s; {remedy}"
             )
         if time.monotonic() > says_at:

@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 from llamajax.config.file import config_to_dict, dotted
 from llamajax.config.parallel import DistributedConfig, MeshConfig
 from llamajax.config.run import Config
-from llamajax.errors import ConfigError, EnvironmentMismatchError, NotMetError
+from llamajax.errors import ConfigError, EnvironmentMismatchError
 from llamajax.launching import addresses, heartbeat
 from llamajax.parallel import allowance, meeting, processes
 from llamajax.parallel.allowance import MEMORY_FRACTION
@@ -67,8 +67,8 @@ def join_run(config: DistributedConfig, settings: Mapping[str, Any] | None = Non
         settings: what must be the same in all of them.
 
     Raises:
-        EnvironmentMismatchError: the others cannot be found or have other settings, or the port cannot be used.
-        NotMetError: they do not come.
+        EnvironmentMismatchError: the others cannot be found or do not come, have other settings, or the port cannot be
+            used.
     """
     if not config.enabled or jax.distributed.is_initialized():
         return
@@ -104,7 +104,7 @@ def join_run(config: DistributedConfig, settings: Mapping[str, Any] | None = Non
         )
     except (ValueError, RuntimeError) as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise NotMetError(f"distributed: cannot join the other processes: {reason}; start all again") from error
+        raise EnvironmentMismatchError(f"distributed: cannot join the other processes: {reason}; start all again") from error
 
 
 def listen_on_loopback() -> None:

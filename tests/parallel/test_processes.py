@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from llamajax.errors import EnvironmentMismatchError, NotMetError
+from llamajax.errors import EnvironmentMismatchError
 from llamajax.launching import addresses
 from llamajax.parallel import meeting
 from llamajax.parallel.processes import Peers
@@ -142,15 +142,15 @@ def test_who_does_not_come_is_named():
         f"distributed: process 1 of 3 did not come to {addresses[0]} within 2 s; start it with this address, or correct"
         " num_processes"
     )
-    with pytest.raises(NotMetError, match=re.escape(expected)):
+    with pytest.raises(EnvironmentMismatchError, match=re.escape(expected)):
         meeting.call_on_first(addresses[0], "", 3, 2, 60)
-    assert end(first, NotMetError.exit_code) == [expected]
-    (line,) = end(alone, NotMetError.exit_code)
+    assert end(first, 4) == [expected]
+    (line,) = end(alone, 4)
     assert f"process 1 cannot reach process 0 at {addresses[1]}: Connection refused, for 1 s; start process 0 there" in line
 
 
 def test_addresses_that_cannot_be_are_named():
-    with pytest.raises(NotMetError, match=r"process 1 cannot reach process 0 at nowhere\.invalid:1: \w"):
+    with pytest.raises(EnvironmentMismatchError, match=r"process 1 cannot reach process 0 at nowhere\.invalid:1: \w"):
         meeting.call_on_first("nowhere.invalid:1", "", 2, 1, 0)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         in_use = f"127.0.0.1:{taken.getsockname()[1]}"
