@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import fcntl
+import glob
 import os
 import re
 import secrets
@@ -91,6 +92,44 @@ def files_below(folder: Path) -> Iterator[tuple[Path, list[str], list[str]]]:
 
     for parent, folders, names in os.walk(folder, onerror=failed):
         yield Path(parent), folders, names
+
+
+def status(path: str | Path) -> os.stat_result | None:
+    """What the system knows of the file or directory at `path`; None where there is none, or none that may be looked at.
+
+    Raises:
+        OSError: the disk fails, which `os.path.exists` would take for nothing there.
+    """
+    try:
+        return os.stat(path)
+    except ValueError:  # a path with a NUL in it
+        return None
+    except OSError as error:
+        if may_pass(error):
+            raise
+        return None
+
+
+def matching(pattern: str) -> list[str]:
+    """What is at `pattern` taken for a path, or else the paths that match it; `**` stands for directories of any depth.
+
+    Raises:
+        OSError: the disk fails, so that there may be more; `glob` would leave it out without a word.
+    """
+    if status(pattern) is not None:
+        return [pattern]
+    parts = Path(pattern).parts
+    for number, part in enumerate(parts):
+        if glob.has_magic(part):
+            above = parts[: number + (part == "**")]
+            # Without a slash at the end, which would leave out directories that cannot be asked whether they are one.
+            for folder in glob.iglob(os.path.join(os.curdir, *above), recursive=True):
+                try:
+                    os.listdir(folder)
+                except OSError as error:
+                    if may_pass(error):
+                        raise
+    return glob.glob(pattern, recursive=True)
 
 
 def may_pass(error: OSError) -> bool:

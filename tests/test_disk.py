@@ -165,3 +165,41 @@ def test_a_folder_that_cannot_be_listed_is_not_left_out(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "scandir", fails)
     with pytest.raises(OSError, match=f"Input/output error: '{tmp_path}/a/b'"):
         list(disk.files_below(tmp_path / "a"))
+
+
+def fails_at(monkeypatch, path: Path, number: int) -> None:
+    """Lets what asks for the file or directory `path` fail with an error of this number."""
+
+    def failing(asks):
+        def ask(asked, *args, **kwargs):
+            if os.path.normpath(asked) == os.path.relpath(path):
+                raise OSError(number, os.strerror(number), str(asked))
+            return asks(asked, *args, **kwargs)
+
+        return ask
+
+    for name in ("stat", "listdir", "scandir"):
+        monkeypatch.setattr(os, name, failing(getattr(os, name)))
+
+
+@pytest.mark.parametrize("pattern", ["a/*/*.txt", "a/**/*.txt", "a/**", "a/[bc]/?.txt"])
+def test_a_pattern_matches_all_or_fails(tmp_path, monkeypatch, pattern):
+    monkeypatch.chdir(tmp_path)
+    for name in ("b", "c"):
+        (tmp_path / "a" / name).mkdir(parents=True)
+        (tmp_path / "a" / name / "1.txt").touch()
+    found = {path for path in disk.matching(pattern) if path.endswith(".txt")}
+    assert found == {"a/b/1.txt", "a/c/1.txt"}
+    assert {path.removeprefix(f"{tmp_path}/") for path in disk.matching(f"{tmp_path}/{pattern}")} >= found
+    fails_at(monkeypatch, tmp_path / "a" / "c", errno.ESTALE)
+    with pytest.raises(OSError, match=f"{os.strerror(errno.ESTALE)}: .*a/c"):
+        disk.matching(pattern)
+
+
+def test_what_may_not_be_listed_matches_nothing(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a").mkdir()
+    fails_at(monkeypatch, tmp_path / "a", errno.EACCES)
+    assert disk.matching("a/*") == []
+    assert disk.matching("nowhere/*") == disk.matching("nowhere") == disk.matching("a\0*") == []
+    assert disk.status("a") is None

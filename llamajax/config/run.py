@@ -5,14 +5,15 @@ Derived numbers are properties and are never written back. Only the standard lib
 here, so that `--help`, launchers and tools need no jax.
 """
 
-import glob
 import importlib.util
 import math
 import os
-from collections.abc import Iterator, Mapping
+import stat
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from llamajax import disk
 from llamajax.config.data import DataConfig
 from llamajax.config.keys import with_values
 from llamajax.config.machine import HardwareConfig, XlaConfig
@@ -194,7 +195,7 @@ class Config(Settings):
             folders["xla.compilation_cache"] = self.xla.compilation_cache
         if self.checkpoint.local_dir is not None:
             folders["checkpoint.local_dir"] = self.checkpoint.local_dir
-        files = {
+        patterns = {
             f"data.sources.{i}.paths.{j}": path
             for i, source in enumerate(self.data.sources)
             for j, path in enumerate(source.paths)
@@ -204,14 +205,23 @@ class Config(Settings):
             "data.chat_template": self.data.chat_template,
             "hardware.calibration": self.hardware.calibration,
         }
-        files |= {key: glob.escape(path) for key, path in named.items() if path is not None}
-        for key, path in (folders | files).items():
+        files = {key: path for key, path in named.items() if path is not None}
+        for key, path in (folders | patterns | files).items():
             path_at_home = os.path.expanduser(path)
             if path_at_home.startswith("~"):
                 problems.append(f"{key}: {show(path)} is in no known home directory; write the path out")
             elif key in folders:
                 if os.path.exists(path_at_home) and not os.path.isdir(path_at_home):
                     problems.append(f"{key}: {show(path)} is not a directory; choose another")
-            elif not os.path.isfile(path_at_home) and not any(map(os.path.isfile, glob.iglob(path_at_home, recursive=True))):
+            elif _is_missing(path_at_home, is_pattern=key in patterns):
                 problems.append(f"{key}: no file matches {show(path)}; relative paths start at {show(os.getcwd())}")
         return problems
+
+
+def _is_missing(path: str, *, is_pattern: bool) -> bool:
+    """Whether no file is there; not where the disk fails, which is told when the file is read, as what may pass."""
+    try:
+        found: Iterable[str] = disk.matching(path) if is_pattern else [path]
+        return not any((file := disk.status(each)) is not None and stat.S_ISREG(file.st_mode) for each in found)
+    except OSError:
+        return False

@@ -30,7 +30,7 @@ _HEAD_AT = 8 + hashlib.sha256().digest_size
 
 
 class DamagedError(DataError):
-    """A file of the cache is gone, cannot be read, or is not what was written."""
+    """A file of the cache is gone, or is not what was written."""
 
     def __init__(self, path: Path, reason: str) -> None:
         super().__init__(f"{path}: {reason}; run again, which makes it again")

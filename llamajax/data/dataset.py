@@ -85,6 +85,7 @@ def prepare(
     Raises:
         ConfigError: the tokenizer does not fit the model, or there is no chat template for conversations.
         DataError: a source, tokenizer, template or cache cannot be read, or there is nothing to train on.
+        DiskError: the disk fails, or is full.
     """
     cache_dir = Path(config.data.cache_dir).expanduser()
     try:

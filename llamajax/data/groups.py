@@ -73,6 +73,7 @@ class FileGroup:
 
         Raises:
             DataError: a file cannot be read, or has changed since it was hashed.
+            DiskError: the disk fails.
         """
         for document in self.source.documents(self.files):
             progress.gets_on()
@@ -95,6 +96,7 @@ def group_files(source: Source, cache_dir: Path, log: Callable[[str], None]) -> 
 
     Raises:
         DataError: a file is missing or cannot be read.
+        DiskError: the disk fails.
     """
     groups: list[list[Path]] = []
     identities: list[list[FileIdentity]] = []
@@ -131,6 +133,7 @@ def content_hashes(
 
     Raises:
         DataError: a file cannot be read.
+        DiskError: the disk fails.
     """
     paths = [cache_dir / "content" / cache.key_of(of_group) / "hash" for of_group in identities]
     hashes = [_known_hash(path) for path in paths]

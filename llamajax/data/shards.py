@@ -122,6 +122,7 @@ def tokenize(
 
     Raises:
         DataError: a file cannot be read, or has changed since it was hashed, or the template refuses a conversation.
+        DiskError: the disk fails.
     """
     is_missing = [not _is_complete(shard_paths(shards_entry(group, tokenizer, cache_dir, template))) for group in groups]
     missing = list(itertools.compress(groups, is_missing))
@@ -163,6 +164,7 @@ def read_shard(path: Path) -> Shard:
 
     Raises:
         DamagedError: it is gone or damaged; also when a part of an array is read that is.
+        OSError: the disk fails, after several attempts.
     """
     file = cache.read_arrays(path)
     return Shard(**file.arrays, **file.info, sha256=file.sha256)

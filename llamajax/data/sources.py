@@ -1,6 +1,7 @@
 """Documents of a configured source: streamed from its files, in one fixed order.
 
-Whatever is wrong with a file ends as one `DataError` that names the file, the line and the remedy. Memory stays bounded
+Whatever is wrong with a file ends as one `DataError` that names the file, the line and the remedy; a disk that fails, as a
+`DiskError`. Memory stays bounded
 whatever the size of a file: a document above `MAX_DOCUMENT_CHARS` is cut into several, at line ends where there are any.
 """
 
@@ -9,6 +10,7 @@ import contextlib
 import glob
 import io
 import json
+import os
 import stat
 import sysconfig
 from collections.abc import Iterator, Sequence
@@ -22,7 +24,7 @@ import pyarrow.parquet
 from llamajax.config.data import SourceConfig
 from llamajax.data.conversations import Conversation, messages_of
 from llamajax.data.split import HEAD_CHARS, split_hash
-from llamajax.disk import cannot_read
+from llamajax.disk import cannot_read, matching
 from llamajax.errors import DataError
 
 MAX_DOCUMENT_CHARS = 2 * HEAD_CHARS
@@ -74,6 +76,7 @@ class Source:
 
         Raises:
             DataError: a path matches nothing, or is not a regular file.
+            DiskError: the disk fails.
         """
         if self.config.kind == "stdlib":
             return self._stdlib_files()
@@ -81,11 +84,10 @@ class Source:
         for pattern in self.config.paths:
             path = Path(pattern).expanduser()
             with self.reading(path):
-                if path.exists() or not glob.has_magic(pattern):
+                if not glob.has_magic(pattern):
                     found.add(path)
                     continue
-                matches = [Path(match) for match in glob.glob(str(path), recursive=True)]
-                matches = [match for match in matches if not match.is_dir()]
+                matches = [Path(match) for match in matching(str(path)) if match == str(path) or not os.path.isdir(match)]
             if not matches:
                 raise DataError(f"{self.key}.paths: {pattern!r} matches no file; correct it or remove it")
             found.update(matches)
@@ -101,6 +103,7 @@ class Source:
 
         Raises:
             DataError: a file cannot be read as the source's kind says.
+            DiskError: the disk fails.
         """
         read = {
             "text": self._read_text,

@@ -33,7 +33,7 @@ class Group:
         Args:
             program: what they run.
             shown: takes what they print; a single process has the launcher's own streams, and so its terminal.
-            heartbeats: an empty directory.
+            heartbeats: a directory for their heartbeats, in which nothing has a number for a name.
             address: `host:port` where they meet.
             bind_address: where process 0 listens; None: it finds out by itself.
 

@@ -1,6 +1,7 @@
 """What the launcher starts: the program with its configuration, read once, and how processes and devices are numbered."""
 
 import dataclasses
+import json
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -12,6 +13,7 @@ from llamajax.config.evaluate import EvaluateConfig
 from llamajax.config.generate import GenerateConfig
 from llamajax.config.launch import LaunchConfig
 from llamajax.config.run import Config
+from llamajax.config.yaml_text import COPIES
 from llamajax.disk import names_in
 from llamajax.errors import ConfigError, EnvironmentMismatchError
 from llamajax.launching.hosts import COORDINATOR, Hosts, num_gpus
@@ -40,6 +42,8 @@ class Program:
     """What `--config` names."""
     config_text: bytes = b""
     """What it held when it was read."""
+    config_copy: Path | None = None
+    """What processes read in its place."""
 
     @property
     def num_processes(self) -> int:
@@ -98,7 +102,7 @@ class Program:
         is_joined = "=" in self.arguments[index]
         named = (f"{_CONFIG}={copy}",) if is_joined else (_CONFIG, str(copy))
         rest = self.arguments[index + len(named) :]
-        return dataclasses.replace(self, arguments=(*self.arguments[:index], *named, *rest))
+        return dataclasses.replace(self, arguments=(*self.arguments[:index], *named, *rest), config_copy=copy)
 
     def environment(self, rank: int, address: str, bind_address: str | None) -> dict[str, str]:
         """What process `rank` is told, over the launcher's own environment.
@@ -115,6 +119,8 @@ class Program:
             COORDINATOR: address,
             "PYTHONUNBUFFERED": "1",  # lines come when they are printed
         }
+        if self.config_copy is not None:
+            told[COPIES] = json.dumps({str(self.config_copy): str(self.config_file)})
         if bind_address is not None:
             told["JAX_COORDINATOR_BIND_ADDRESS"] = bind_address
         if self.gpus:

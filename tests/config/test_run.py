@@ -1,7 +1,9 @@
 """The rules of the sections, and the numbers derived from them."""
 
 import dataclasses
+import errno
 import importlib.util
+import os
 import re
 from importlib.machinery import ModuleSpec
 from typing import Any
@@ -279,3 +281,29 @@ def test_a_missing_package_is_named_with_its_remedy(monkeypatch):
     assert problems(wandb=False) == []
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: ModuleSpec(name, None))
     assert problems(wandb=True) == []
+
+
+@pytest.mark.parametrize("key", ["data.tokenizer.path", "data.sources.0.paths.0", "hardware.calibration"])
+@pytest.mark.parametrize("number", [errno.EIO, errno.ENOTCONN, errno.ENOENT, errno.EACCES])
+def test_a_file_on_a_disk_that_fails_is_not_taken_for_missing(monkeypatch, tmp_path, key, number):
+    """Who reads it tells, as what may pass; a mistake in the configuration would not be tried again."""
+    path = tmp_path / "file[1].txt"
+    path.touch()
+    named: Any = str(path)
+    if key == "data.sources.0.paths.0":
+        key, named = "data.sources", (SourceConfig(kind="text", paths=(str(path),)),)
+    run = config().changed({key: named})
+
+    def problems() -> list[str]:
+        return [problem for problem in run.file_problems() if problem.startswith(key)]
+
+    assert problems() == []
+    stat = os.stat
+
+    def fail(asked, **kwargs):
+        if os.fspath(asked) == str(path):
+            raise OSError(number, os.strerror(number), asked)
+        return stat(asked, **kwargs)
+
+    monkeypatch.setattr(os, "stat", fail)
+    assert bool(problems()) == (number in (errno.ENOENT, errno.EACCES))

@@ -1,5 +1,6 @@
 """Every kind of source gives its documents in one order, and every bad input one line that says what to do."""
 
+import errno
 import gzip
 import json
 import os
@@ -319,3 +320,21 @@ def test_a_file_that_cannot_be_read(monkeypatch):
     found = source("text", "/proc/self/mem")  # its start is not mapped: reading it is an I/O error
     with pytest.raises(DiskError, match=r"/proc/self/mem: .*cannot be read: Input/output error"):
         texts(found)
+
+
+def test_a_pattern_on_a_disk_that_fails_does_not_match_less(tmp_path, monkeypatch):
+    for name in ("b", "c"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "1.txt").write_text(name)
+    found = source("text", tmp_path / "*" / "*.txt")
+    assert texts(found) == ["b", "c"]
+    listdir = os.listdir
+
+    def fail(asked):
+        if os.path.normpath(asked) == str(tmp_path / "c"):
+            raise OSError(errno.EIO, os.strerror(errno.EIO), asked)
+        return listdir(asked)
+
+    monkeypatch.setattr(os, "listdir", fail)
+    with pytest.raises(DiskError, match=r"/\*/\*.txt: data.sources\[0\].paths: cannot be read: Input/output error; see to"):
+        found.files()

@@ -58,7 +58,9 @@ def run_bad_batches(count: int, seed: int, where: Scene, jobs: int) -> Result:
             if does == "spike" or a_try.kind == "NaN again and again":
                 assert rollbacks, "it never went back"
                 assert all(event["num_rows"] > 0 for event in rollbacks)
-                End(spoilt.run_dir).must_equal(passing_over(spoilt, environment))
+                killed, unkilled = End(spoilt.run_dir), golden(where, spoilt.num_processes, settings, environment)
+                assert killed.windows == unkilled.windows, f"passed over {killed.windows}, unkilled {unkilled.windows}"
+                killed.must_equal(passing_over(spoilt, environment))
             else:
                 assert num_skipped > 0, "no step was skipped"
                 spoilt.must_equal_golden(environment)

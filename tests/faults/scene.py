@@ -112,13 +112,16 @@ def end_processes(folder: pathlib.Path) -> None:
 
 
 class End:
-    """How a run ended: every step's loss, and the arrays of its last checkpoint."""
+    """How a run ended: every step's loss, the arrays of its last checkpoint, and the rows that it passed over."""
 
     def __init__(self, run_dir: pathlib.Path) -> None:
         """Reads it; fails unless each step is on record once, in order."""
         self.losses = runs.losses(run_dir)
         self.step = max(runs.committed_steps(run_dir))
         self.arrays = hashes(run_dir / "checkpoints" / str(self.step))
+        record = run_dir / "passed_over.json"
+        windows = json.loads(record.read_text()) if record.exists() else []
+        self.windows = [(window["first_row"], window["num_rows"]) for window in windows]
 
     def must_equal(self, golden: Self) -> None:
         """Fails unless this is the same end, to the bit."""

@@ -1,9 +1,11 @@
 """Tests of llamajax.launching.program: ranks, devices, and mistakes that show before anything is started."""
 
 import json
+from pathlib import Path
 
 import pytest
 
+from llamajax.config.file import load_config
 from llamajax.config.launch import LaunchConfig
 from llamajax.errors import ConfigError, EnvironmentMismatchError
 from llamajax.launching.hosts import Hosts
@@ -111,3 +113,24 @@ def test_what_cannot_be_is_one_line(find, arguments, processes, gpus, line):
         return
     with pytest.raises((ConfigError, EnvironmentMismatchError), match=line):
         find(*arguments, processes=processes, gpus=gpus)
+
+
+@pytest.mark.parametrize("joined", [False, True])
+def test_processes_read_what_the_launcher_has_read_and_tell_its_own_name(tmp_path, monkeypatch, joined):
+    monkeypatch.chdir(tmp_path)
+    path = runs.write_config(tmp_path).relative_to(tmp_path)
+    arguments = [f"--config={path}"] if joined else ["--config", str(path)]
+    program = find_program(LaunchConfig(num_processes=1), arguments, ONE_HOST, {"CUDA_VISIBLE_DEVICES": ""})
+    path.write_text("edited: meanwhile")
+    (folder := tmp_path / "folder").mkdir()
+    kept = program.with_config_in(folder)
+    (copy,) = [text.removeprefix("--config=") for text in kept.arguments if text.endswith(".yaml")]
+    assert copy.startswith(str(folder))
+    for name, value in kept.environment(0, "127.0.0.1:9", None).items():
+        monkeypatch.setenv(name, value)
+    assert load_config(copy) == program.config
+    Path(copy).write_text("modle: {}")
+    with pytest.raises(ConfigError) as caught:
+        load_config(copy)
+    assert f"{path}:1: unknown key 'modle'" in str(caught.value)
+    assert str(folder) not in str(caught.value)

@@ -114,7 +114,7 @@ def test_of_two_processes_that_of_the_device_is_named_by_both(tmp_path):
         )
         for rank in range(2)
     ]  # fmt: skip
-    for output in [runs.finish(process, expected_code=4) for process in processes]:
+    for output in [runs.finish(process, expected_code=CorruptionError.exit_code) for process in processes]:
         assert re.search(
             r"^step 8: device \d+ \(process 1 on .*\) holds other bits.*also after going back", output, re.MULTILINE
         )
