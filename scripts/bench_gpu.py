@@ -43,6 +43,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # for a machine where llamaj
 
 import jax
 
+from llamajax.launching.program import bound
 from llamajax.parallel.exit import end_with, exit_code
 from llamajax.units import format_duration
 from llamajax.watch.console import log_own, print_table, waiting
@@ -171,7 +172,7 @@ class Benchmark:
         """What the process of a row answers; or `error`."""
         what = f"{task.case}: {task.row}{f' by {module[:-5]}' if task.row == 'ceiling' else f', round {number}'}"
         left = 60 * self._options.minutes - (time.monotonic() - self._started)
-        command = [sys.executable, "-m", f"scripts.bench.{module}", task.encode()]
+        command = bound([sys.executable, "-m", f"scripts.bench.{module}", task.encode()])
         log, found = self._folder / "log", dict[str, Any]()
         with waiting(what), log.open("w") as stderr, card.Watch(self._folder / "samples", toy=self._options.toy) as watch:
             try:

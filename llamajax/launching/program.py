@@ -75,18 +75,8 @@ class Program:
         return f"{per_process} GPU{'s' if per_process > 1 else ''}" if per_process else "the CPU"
 
     def command(self) -> list[str]:
-        """Of every process: it ends with the launcher, even if that is killed."""
-        return [
-            sys.executable,
-            "-I",
-            "-S",
-            str(_BINDER),
-            str(os.getpid()),
-            sys.executable,
-            "-m",
-            self.module,
-            *self.arguments,
-        ]
+        """Of every process: it ends with the launcher."""
+        return bound([sys.executable, "-m", self.module, *self.arguments])
 
     def with_config_in(self, folder: Path) -> "Program":
         """The same, with a copy of its configuration in `folder`: who edits the file meanwhile prepares another run."""
@@ -130,6 +120,11 @@ class Program:
                 told["NCCL_SOCKET_IFNAME"] = interface
             told["JAX_LOCAL_DEVICE_IDS"] = ",".join(map(str, range(first, first + share)))
         return told
+
+
+def bound(command: Sequence[str]) -> list[str]:
+    """The command, of which the first word is a path, as one that ends with this process, even if that is killed."""
+    return [sys.executable, "-I", "-S", str(_BINDER), str(os.getpid()), *command]
 
 
 def find_program(

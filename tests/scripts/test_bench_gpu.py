@@ -24,6 +24,7 @@ from scripts.bench.child import Task, first_that_fits
 from scripts.bench.figures import Ceiling, ceiling, figures, peak_flops, table
 from scripts.bench.jax_rows import fused_calls
 from scripts.bench.weights import write_weights
+from tests.faults import scene
 
 ROWS = tuple(REMATS)
 MEASURED = tuple(row for row in ROWS if row not in TORCH_ROWS or importlib.util.find_spec("torch"))
@@ -353,8 +354,16 @@ def test_what_is_ended_leaves_no_process_and_no_weights(tmp_path):
         process.terminate()
     assert process.returncode == 128 + signal.SIGTERM
     assert [*tmp_path.iterdir()] == []
-    with pytest.raises(ProcessLookupError):
-        os.killpg(process.pid, 0)
+    scene.wait_until(lambda: not is_there(process.pid), 10, "end of all that it has started")
+
+
+def is_there(group: int) -> bool:
+    """Whether a process of the group is left."""
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return False
+    return True
 
 
 @pytest.mark.slow
