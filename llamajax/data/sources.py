@@ -1,8 +1,8 @@
 """Documents of a configured source: streamed from its files, in one fixed order.
 
 Whatever is wrong with a file ends as one `DataError` that names the file, the line and the remedy; a disk that fails, as a
-`DiskError`. Memory stays bounded
-whatever the size of a file: a document above `MAX_DOCUMENT_CHARS` is cut into several, at line ends where there are any.
+`DiskError`. Memory stays bounded whatever the size of a file: a document above `MAX_DOCUMENT_CHARS` is cut into several, at
+line ends where there are any.
 """
 
 import codecs
