@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import fcntl
+import fnmatch
 import glob
 import os
 import re
@@ -110,26 +111,53 @@ def status(path: str | Path) -> os.stat_result | None:
         return None
 
 
-def matching(pattern: str) -> list[str]:
-    """What is at `pattern` taken for a path, or else the paths that match it; `**` stands for directories of any depth.
+def matching(pattern: str) -> Iterator[str]:
+    """What is at `pattern` taken for a path, or else the paths that match it, as `glob.glob` with `recursive` finds them.
 
     Raises:
         OSError: the disk fails, so that there may be more; `glob` would leave it out without a word.
     """
-    if status(pattern) is not None:
-        return [pattern]
-    parts = Path(pattern).parts
-    for number, part in enumerate(parts):
-        if glob.has_magic(part):
-            above = parts[: number + (part == "**")]
-            # Without a slash at the end, which would leave out directories that cannot be asked whether they are one.
-            for folder in glob.iglob(os.path.join(os.curdir, *above), recursive=True):
-                try:
-                    os.listdir(folder)
-                except OSError as error:
-                    if may_pass(error):
-                        raise
-    return glob.glob(pattern, recursive=True)
+    return iter([pattern]) if status(pattern) is not None else _matching("", Path(pattern).parts)
+
+
+def _matching(folder: str, parts: tuple[str, ...]) -> Iterator[str]:
+    if not parts:
+        yield from [folder] if folder else []
+        return
+    part, rest = parts[0], parts[1:]
+    if part == "**":
+        found = _all_below(folder, with_files=not rest)
+    elif glob.has_magic(part):
+        names = [name for name in _names(folder) if part.startswith(".") or not name.startswith(".")]
+        found = (os.path.join(folder, name) for name in fnmatch.filter(names, part))
+    else:
+        path = os.path.join(folder, part)
+        found = iter([path] if status(path) is not None or os.path.islink(path) else [])
+    for path in found:
+        yield from _matching(path, rest)
+
+
+def _names(folder: str) -> list[str]:
+    try:
+        return os.listdir(folder or os.curdir)
+    except OSError as error:
+        _raise_if_it_may_pass(error)
+        return []
+
+
+def _all_below(folder: str, *, with_files: bool) -> Iterator[str]:
+    walk = os.walk(folder or os.curdir, onerror=_raise_if_it_may_pass, followlinks=True)
+    for parent, folders, names in walk:
+        folders[:] = (name for name in folders if not name.startswith("."))
+        here = parent if folder else parent.removeprefix(os.curdir).removeprefix(os.sep)
+        yield here
+        if with_files:
+            yield from (os.path.join(here, name) for name in names if not name.startswith("."))
+
+
+def _raise_if_it_may_pass(error: OSError) -> None:
+    if may_pass(error):
+        raise error
 
 
 def may_pass(error: OSError) -> bool:

@@ -1,4 +1,4 @@
-"""What the launcher starts: the program with its configuration, read once, and how processes and devices are numbered."""
+"""What the launcher starts: the program, its configuration as it was read, and how processes and devices are numbered."""
 
 import dataclasses
 import json
@@ -154,6 +154,8 @@ def find_program(
             " hide some by CUDA_VISIBLE_DEVICES"
         )
     config_file = _config_file(arguments)
+    if config_file is not None and not config_file.is_file():
+        raise ConfigError(f"--config: {config_file} is no file that the launcher's processes can read too; write it to one")
     program = Program(
         module=config.module,
         arguments=joined if several else tuple(arguments),

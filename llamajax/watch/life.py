@@ -1,4 +1,4 @@
-"""When this process began, and what its time went into before the first step of its run."""
+"""When a run began, and what its time went into before the first step of its run."""
 
 import time
 from itertools import pairwise

@@ -1,6 +1,7 @@
 """Tests of llamajax.launching.program: ranks, devices, and mistakes that show before anything is started."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -134,3 +135,13 @@ def test_processes_read_what_the_launcher_has_read_and_tell_its_own_name(tmp_pat
         load_config(copy)
     assert f"{path}:1: unknown key 'modle'" in str(caught.value)
     assert str(folder) not in str(caught.value)
+
+
+def test_a_configuration_that_can_be_read_once_only_is_refused(tmp_path):
+    text = runs.write_config(tmp_path).read_text()
+    reads, writes = os.pipe()
+    os.write(writes, text.encode())
+    os.close(writes)
+    with pytest.raises(ConfigError, match=f"^--config: /dev/fd/{reads} is no file .*; write it to one$"):
+        find_program(LaunchConfig(num_processes=1), ["--config", f"/dev/fd/{reads}"], ONE_HOST, {"CUDA_VISIBLE_DEVICES": ""})
+    os.close(reads)
