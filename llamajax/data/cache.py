@@ -11,9 +11,10 @@ import hashlib
 import json
 import os
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import pyarrow
@@ -26,6 +27,8 @@ ALIGNMENT = 64
 CHECKSUM_BYTES = 2**13
 """Bytes of an array that share a checksum: compared within some microseconds where a few of them are wanted."""
 
+T = TypeVar("T")
+
 _HEAD_AT = 8 + hashlib.sha256().digest_size
 
 
@@ -36,6 +39,9 @@ class DamagedError(DataError):
         super().__init__(f"{path}: {reason}; run again, which makes it again")
         self.path = path
         self.reason = reason
+
+    def __reduce__(self) -> tuple[type["DamagedError"], tuple[Path, str]]:
+        return type(self), (self.path, self.reason)
 
 
 def key_of(*parts: object) -> str:
@@ -146,6 +152,23 @@ def read_arrays(path: Path) -> ArrayFile:
         content = whole[arrays_at + offset : arrays_at + offset + length * dtype.itemsize]
         arrays[name] = CheckedArray(path, content, dtype, bytes.fromhex(checksums))
     return ArrayFile(arrays, fields["info"], sha256.hex())
+
+
+def repaired(read: Callable[[], T], remake: Callable[[Path], None]) -> T:
+    """What `read` gives, after `remake` has made every damaged file again that it came upon.
+
+    Raises:
+        DamagedError: a file was damaged again.
+    """
+    remade: set[Path] = set()
+    while True:
+        try:
+            return read()
+        except DamagedError as error:
+            if error.path in remade:
+                raise
+            remade.add(error.path)
+            remake(error.path)
 
 
 def write_hashed(path: Path, content: bytes) -> None:

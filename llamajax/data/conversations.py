@@ -20,7 +20,7 @@ class Conversation(NamedTuple):
     """What was said, and where it is written."""
 
     messages: list[Message]
-    where: str
+    where: object
     """`file:line`."""
 
 

@@ -1,5 +1,7 @@
 """From a configuration to rows: tokenizer, shards, packing, held-out split and order, each made once and cached."""
 
+import functools
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,16 +14,21 @@ from llamajax import disk
 from llamajax.config.run import Config
 from llamajax.data import cache
 from llamajax.data.chat import TEMPLATE_FILE, ChatTemplate, load_chat_template
-from llamajax.data.groups import ANNOUNCED_BYTES, FileGroup, group_files
+from llamajax.data.groups import ANNOUNCED_BYTES, FileGroup, group_files, known_groups
 from llamajax.data.order import Proportions, training_order
 from llamajax.data.packing import Row
-from llamajax.data.rows import HELD_OUT, SIDES, TRAIN, PackedSource, cache_error
+from llamajax.data.packings import Run
+from llamajax.data.rows import PackedSource, cache_error
+from llamajax.data.shard_index import index_path
 from llamajax.data.shards import tokenize
+from llamajax.data.source_tokens import ShardedTokens, Tokenizing, entries_of
 from llamajax.data.sources import Source
 from llamajax.data.split import is_held_out
+from llamajax.data.stores import HELD_OUT, SIDES, TRAIN
 from llamajax.data.tokenizer import load_tokenizer, sample_texts, train_sentencepiece
 from llamajax.data.tokenizer_base import Tokenizer
 from llamajax.errors import ConfigError, DataError
+from llamajax.parallel.processes import of_first, peers, rank
 
 _TOKENIZER_FORMAT = "tokenizer-3"
 _ROWS_LOOKED_AT = 64
@@ -73,6 +80,7 @@ def prepare(
     log: Callable[[str], None] = print,
     log_work: Callable[[str], None] | None = None,
     tokenizer: Tokenizer | None = None,
+    run: Run = map,
 ) -> Dataset:
     """Makes the data of a run ready, reusing all that the cache holds; every process of a run may call it at once.
 
@@ -81,6 +89,7 @@ def prepare(
         log: takes a line for people to read.
         log_work: takes a line about what only this process of the run may be doing; default: `log`.
         tokenizer: of the model that training starts from; the one that `data.tokenizer.path` names must be the same.
+        run: packs documents by calling a function for each million of them.
 
     Raises:
         ConfigError: the tokenizer does not fit the model, or there is no chat template for conversations.
@@ -89,7 +98,7 @@ def prepare(
     """
     cache_dir = Path(config.data.cache_dir).expanduser()
     try:
-        return _prepare(config, cache_dir, log, log_work or log, tokenizer)
+        return _prepare(config, cache_dir, log, log_work or log, tokenizer, run)
     except OSError as error:  # sources and tokenizers report their own
         raise cache_error(error, cache_dir) from error
 
@@ -100,22 +109,32 @@ def _prepare(
     log: Callable[[str], None],
     log_work: Callable[[str], None],
     models_tokenizer: Tokenizer | None,
+    run: Run,
 ) -> Dataset:
     data = config.data
     sources = [Source(source, f"data.sources[{index}]") for index, source in enumerate(data.sources)]
     for source in sources:
         log(f"source     {source}")
-    groups = [group_files(source, cache_dir, log_work) for source in sources]
-    all_groups = [group for of_source in groups for group in of_source]
-    tokenizer = _tokenizer(config, models_tokenizer, all_groups, cache_dir, log_work)
-    template = _chat_template(config, tokenizer)
-    tokenize(all_groups, tokenizer, cache_dir, log_work, template, log_waiting=log)
+    groups = [functools.cache(functools.partial(group_files, source, cache_dir, log_work)) for source in sources]
+    told = of_first(_made(config, sources, models_tokenizer, cache_dir, log_work)) if peers() is not None else None
+    if told is not None and all((cache_dir / name).exists() for name in told):
+        trained, *indexes = [cache_dir / name for name in told]
+        tokenizer = _given_tokenizer(config, models_tokenizer) or load_tokenizer(trained)
+        by = Tokenizing(tokenizer, _chat_template(config, tokenizer), cache_dir, data.held_out_fraction, log_work)
+    else:
+        all_groups = [group for of_source in groups for group in of_source()]
+        tokenizer = _tokenizer(config, models_tokenizer, all_groups, cache_dir, log_work)
+        by = Tokenizing(tokenizer, _chat_template(config, tokenizer), cache_dir, data.held_out_fraction, log_work)
+        indexes = [index_path(entries_of(of_source(), by), cache_dir) for of_source in groups]
+        new = [
+            group for of_source, index in zip(groups, indexes, strict=True) if not index.exists() for group in of_source()
+        ]
+        tokenize(new, tokenizer, cache_dir, log_work, by.template, log_waiting=log)
 
     packed, summary = [], []
-    for source, of_source in zip(sources, groups, strict=True):
-        packed.append(
-            PackedSource(source, of_source, tokenizer, template, cache_dir, data.seq_len, data.held_out_fraction, log_work)
-        )
+    for source, of_source, index in zip(sources, groups, indexes, strict=True):
+        tokens = ShardedTokens(source, index, of_source, by)
+        packed.append(PackedSource(tokens, cache_dir, data.seq_len, log_work, run))
         _check_bad(packed[-1], log)
         summary.append(_describe(packed[-1]))
         log(summary[-1])
@@ -140,9 +159,36 @@ def _prepare(
         content=cache.key_of([of_source.content for of_source in packed]),
         epochs_per_row=dict(zip((source.key for source in sources), epochs, strict=True)),
         order=training_order([rows for rows, _ in sides], weights, config.seed),
-        files=tokenizer.files if template is None else tokenizer.files | {TEMPLATE_FILE: template.text.encode()},
-        template_sha256=None if template is None else template.sha256,
+        files=tokenizer.files if by.template is None else tokenizer.files | {TEMPLATE_FILE: by.template.text.encode()},
+        template_sha256=None if by.template is None else by.template.sha256,
     )
+
+
+def _made(
+    config: Config,
+    sources: Sequence[Source],
+    models_tokenizer: Tokenizer | None,
+    cache_dir: Path,
+    log: Callable[[str], None],
+) -> list[str] | None:
+    """What process 0 tells the others, who then need not ask for thousands of files: names in the cache of the trained
+    tokenizer, if there is one, and of the indexes of all sources; None where it does not find them all."""
+    if rank() > 0:
+        return None
+    groups = [known_groups(source, cache_dir, log) for source in sources]
+    known = [of_source for of_source in groups if of_source is not None]
+    if len(known) < len(groups):
+        return None
+    tokenizer, trained = _given_tokenizer(config, models_tokenizer), cache_dir
+    if tokenizer is None:
+        trained = _trained_path(config, itertools.chain.from_iterable(known), cache_dir)
+        if not cache.is_whole(trained):
+            return None
+        tokenizer = load_tokenizer(trained)
+    by = Tokenizing(tokenizer, _chat_template(config, tokenizer), cache_dir, config.data.held_out_fraction, log)
+    indexes = [index_path(entries_of(of_source, by), cache_dir) for of_source in known]
+    found = [str(path.relative_to(cache_dir)) for path in (trained, *indexes) if path.exists()]
+    return found if len(found) == 1 + len(sources) else None
 
 
 def _tokenizer(
@@ -153,6 +199,28 @@ def _tokenizer(
     log: Callable[[str], None],
 ) -> Tokenizer:
     """The model's own tokenizer, or the one that the configuration names, or one trained on its training documents."""
+    if (given := _given_tokenizer(config, models_tokenizer)) is not None:
+        return given
+    vocab_size, max_bytes = config.model.vocab_size, config.data.tokenizer.train_max_bytes
+    path = _trained_path(config, groups, cache_dir)
+    if not cache.is_whole(path):
+        with disk.locked(path.parent):
+            if not cache.is_whole(path):
+                if path.exists():
+                    log(f"damaged    {path}; making it again")
+                num_bytes = sum(group.num_bytes for group in groups)
+                if num_bytes >= ANNOUNCED_BYTES:
+                    log(f"sampling   {max_bytes / 1e6:,.1f} MB of text for the tokenizer from {num_bytes / 1e9:,.1f} GB")
+                sample = sample_texts(_training_texts(groups, config.data.held_out_fraction), max_bytes)
+                size = sum(len(text.encode()) for text in sample)
+                log(f"tokenizer  training {vocab_size:,} pieces on {size / 1e6:.1f} MB of text")
+                model = train_sentencepiece(sample, vocab_size=vocab_size)
+                cache.write_hashed(path, model)
+    return load_tokenizer(path)
+
+
+def _given_tokenizer(config: Config, models_tokenizer: Tokenizer | None) -> Tokenizer | None:
+    """The model's own tokenizer, or the one that the configuration names; None if one is to be trained."""
     data, vocab_size = config.data, config.model.vocab_size
     tokenizer = models_tokenizer
     if data.tokenizer.path is not None:
@@ -162,34 +230,20 @@ def _tokenizer(
                 f"data.tokenizer.path: {data.tokenizer.path} is not the tokenizer that the model was trained with,"
                 f" {models_tokenizer.source}; remove data.tokenizer.path to use that one"
             )
-    if tokenizer is not None:
-        if tokenizer.vocab_size > vocab_size:
-            named = f"data.tokenizer.path={data.tokenizer.path}" if data.tokenizer.path else str(tokenizer.source)
-            raise ConfigError(
-                f"model.vocab_size: {vocab_size} is below the {tokenizer.vocab_size} tokens of {named};"
-                f" raise it to {tokenizer.vocab_size} or more{_or_without(tokenizer, vocab_size)}"
-            )
-        return tokenizer
+    if tokenizer is not None and tokenizer.vocab_size > vocab_size:
+        named = f"data.tokenizer.path={data.tokenizer.path}" if data.tokenizer.path else str(tokenizer.source)
+        raise ConfigError(
+            f"model.vocab_size: {vocab_size} is below the {tokenizer.vocab_size} tokens of {named};"
+            f" raise it to {tokenizer.vocab_size} or more{_or_without(tokenizer, vocab_size)}"
+        )
+    return tokenizer
 
-    contents = [group.content for group in groups]
-    max_bytes = data.tokenizer.train_max_bytes
-    key = cache.key_of(_TOKENIZER_FORMAT, contents, data.held_out_fraction, vocab_size, max_bytes)
-    entry = cache_dir / "tokenizers" / key
-    path = entry / "tokenizer.model"
-    if not cache.is_whole(path):
-        with disk.locked(entry):
-            if not cache.is_whole(path):
-                if path.exists():
-                    log(f"damaged    {path}; making it again")
-                num_bytes = sum(group.num_bytes for group in groups)
-                if num_bytes >= ANNOUNCED_BYTES:
-                    log(f"sampling   {max_bytes / 1e6:,.1f} MB of text for the tokenizer from {num_bytes / 1e9:,.1f} GB")
-                sample = sample_texts(_training_texts(groups, data.held_out_fraction), max_bytes)
-                size = sum(len(text.encode()) for text in sample)
-                log(f"tokenizer  training {vocab_size:,} pieces on {size / 1e6:.1f} MB of text")
-                model = train_sentencepiece(sample, vocab_size=vocab_size)
-                cache.write_hashed(path, model)
-    return load_tokenizer(path)
+
+def _trained_path(config: Config, groups: Iterable[FileGroup], cache_dir: Path) -> Path:
+    """Where the tokenizer is that is trained on these groups, or would be."""
+    data, contents = config.data, [group.content for group in groups]
+    rest = data.held_out_fraction, config.model.vocab_size, data.tokenizer.train_max_bytes
+    return cache_dir / "tokenizers" / cache.key_of(_TOKENIZER_FORMAT, contents, *rest) / "tokenizer.model"
 
 
 def _or_without(tokenizer: Tokenizer, vocab_size: int) -> str:
@@ -222,18 +276,18 @@ def _chat_template(config: Config, tokenizer: Tokenizer) -> ChatTemplate | None:
 
 def _check_bad(packed: PackedSource, log: Callable[[str], None]) -> None:
     """Says what is left out of a source, and raises `DataError` if that is more than its configuration allows."""
-    bad, source = packed.counts.bad, packed.source
+    bad, source = packed.tokens.counts.bad, packed.source
     if bad > source.config.max_bad_records:
-        raise source.too_many_bad(packed.counts.first_bad)
+        raise source.too_many_bad(packed.tokens.counts.first_bad)
     if bad:
-        log(f"left out   {source.key}: {bad:,} bad records, the first one {packed.counts.first_bad}")
+        log(f"left out   {source.key}: {bad:,} bad records, the first one {packed.tokens.counts.first_bad}")
 
 
 def _check_rows(packed: PackedSource) -> None:
     """Raises `DataError`, with the cause, if a source has nothing to train on."""
     if packed.num_rows(TRAIN):
         return
-    key, num_documents = f"{packed.source.key}.paths", packed.counts.documents
+    key, num_documents = f"{packed.source.key}.paths", packed.tokens.counts.documents
     if not num_documents:
         raise DataError(f"{key}: has no document to train on; add documents with text")
     if packed.num_left_out(TRAIN):
@@ -249,10 +303,10 @@ def _check_rows(packed: PackedSource) -> None:
 
 def _describe(packed: PackedSource) -> str:
     """What is in a source, in a line, and which conversations were too long for the rows."""
-    source, counts, seq_len, num_rows = packed.source, packed.counts, packed.seq_len, packed.num_rows(TRAIN)
+    source, counts, seq_len, num_rows = packed.source, packed.tokens.counts, packed.seq_len, packed.num_rows(TRAIN)
     skipped = f" ({counts.empty:,} empty ones skipped)" if counts.empty else ""
     full = f", {packed.num_targets(TRAIN) / (num_rows * seq_len):.2%} full" if num_rows else ""
-    tokens = sum(counts.tokens_of_shard)
+    tokens = counts.tokens
     cut, left_out = packed.num_cut, sum(packed.num_left_out(side) for side in SIDES)
     return (
         f"data       {source.key} {source.config.kind}: {counts.documents:,} documents{skipped},"

@@ -1,11 +1,13 @@
 """A source's files in groups, each known by what its files hold.
 
-Files are hashed once: the hash is kept in the cache under the names, sizes and times of the files. A source is hashed by
-one process at a time, in several threads, while others that want the same wait.
+Files are hashed once: the hash is kept in the cache under the names, sizes and times of the files, a file for every group
+and, so that a start opens few files, one for all of a source. A source is hashed by one process at a time, in several
+threads, while others that want the same wait.
 """
 
 import contextlib
 import hashlib
+import sys
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -14,13 +16,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
+
 from llamajax import disk
 from llamajax.data import cache, progress
+from llamajax.data.lines import Span
 from llamajax.data.sources import Document, Source
 from llamajax.errors import DataError
 
 GROUP_BYTES = 2**26
 """Small files are put together up to this size."""
+SPAN_BYTES = 2**26
+"""Larger files are cut at multiples of this, where they can be: some ten seconds of tokenizing."""
 ANNOUNCED_BYTES = 2**30
 """Before work on as many bytes a line says so; on fewer it takes seconds."""
 HASH_THREADS = 8
@@ -29,6 +36,9 @@ READ_BYTES = 2**20
 """Read from a file at once."""
 UNSETTLED_S = 2.0
 """Seconds after a change in which a file may change again without a new time stamp on a coarse clock."""
+
+
+_FOLDER = "content"
 
 
 class FileIdentity(NamedTuple):
@@ -47,16 +57,41 @@ def file_identity(path: Path) -> FileIdentity:
     return FileIdentity(str(path.absolute()), status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino)
 
 
+class Extent(NamedTuple):
+    """A unit of work: one large file or a stretch of it, or consecutive small files of a source up to `GROUP_BYTES`."""
+
+    files: tuple[Path, ...]
+    identities: tuple[FileIdentity, ...]
+    """Of the files, before anything was read of them."""
+    span: Span | None = None
+    """Of the one file, if that is cut."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the files, or of the stretch."""
+        if self.span is not None:
+            return self.span.end - self.span.start
+        return sum(identity.size for identity in self.identities)
+
+    @property
+    def key(self) -> str:
+        """Hash of the names, sizes and times of the files."""
+        return cache.key_of(self.identities, self.span) if self.span is not None else cache.key_of(self.identities)
+
+
 @dataclass(frozen=True)
 class FileGroup:
-    """Consecutive files of a source that share a cache entry: one large file, or small ones up to `GROUP_BYTES`."""
+    """An extent that is known by its content: it has a cache entry."""
 
     source: Source
-    files: tuple[Path, ...]
+    extent: Extent
     content: str
     """SHA-256 of all that decides which documents they give."""
-    identities: tuple[FileIdentity, ...]
-    """Of the files, before they were hashed."""
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """Consecutive files of the source."""
+        return self.extent.files
 
     @property
     def is_chat(self) -> bool:
@@ -65,8 +100,8 @@ class FileGroup:
 
     @property
     def num_bytes(self) -> int:
-        """Size of the files."""
-        return sum(identity.size for identity in self.identities)
+        """Size of what is read."""
+        return self.extent.num_bytes
 
     def documents(self) -> Iterator[Document]:
         """All documents, in order.
@@ -75,14 +110,14 @@ class FileGroup:
             DataError: a file cannot be read, or has changed since it was hashed.
             DiskError: the disk fails.
         """
-        for document in self.source.documents(self.files):
+        for document in self.source.documents(self.files, self.extent.span):
             progress.gets_on()
             yield document
         self.check_unchanged()
 
     def check_unchanged(self) -> None:
         """Raises `DataError` if a file is no longer the one that was hashed."""
-        for path, identity in zip(self.files, self.identities, strict=True):
+        for path, identity in zip(self.files, self.extent.identities, strict=True):
             with self.source.reading(path):
                 unchanged = path.exists() and file_identity(path) == identity
             if not unchanged:
@@ -91,77 +126,113 @@ class FileGroup:
                 )
 
 
-def group_files(source: Source, cache_dir: Path, log: Callable[[str], None]) -> list[FileGroup]:
-    """The source's files in order, grouped and hashed.
+def extents(source: Source) -> list[Extent]:
+    """The source's files in order, small ones together, large ones in stretches where their kind allows it.
 
     Raises:
         DataError: a file is missing or cannot be read.
         DiskError: the disk fails.
     """
-    groups: list[list[Path]] = []
-    identities: list[list[FileIdentity]] = []
-    size = 0
+    found: list[Extent] = []
+    size = GROUP_BYTES + 1
     for path in source.files():
         with source.reading(path):
             identity = file_identity(path)
-        size += identity.size
-        if not groups or size > GROUP_BYTES:
-            groups.append([])
-            identities.append([])
+        if source.has_spans(path) and identity.size > SPAN_BYTES:
+            spans = [Span(at, min(at + SPAN_BYTES, identity.size)) for at in range(0, identity.size, SPAN_BYTES)]
+            found += [Extent((path,), (identity,), span) for span in spans]
+            size = GROUP_BYTES + 1
+        elif size + identity.size > GROUP_BYTES:
+            found.append(Extent((path,), (identity,)))
             size = identity.size
-        groups[-1].append(path)
-        identities[-1].append(identity)
-
-    described = []
-    contents = content_hashes(source, groups, identities, cache_dir, log)
-    for files, of_files, content in zip(groups, identities, contents, strict=True):
-        suffixes = [path.suffix for path in files]  # they decide how JSONL is decompressed
-        of_kind = source.config.chat_format if source.config.kind == "chat" else source.config.text_key
-        key = cache.key_of(source.config.kind, of_kind, suffixes, content)
-        described.append(FileGroup(source, tuple(files), key, tuple(of_files)))
-    return described
+        else:
+            found[-1] = Extent((*found[-1].files, path), (*found[-1].identities, identity))
+            size += identity.size
+    return found
 
 
-def content_hashes(
-    source: Source,
-    groups: Sequence[Sequence[Path]],
-    identities: Sequence[Sequence[FileIdentity]],
-    cache_dir: Path,
-    log: Callable[[str], None],
-) -> list[str]:
-    """SHA-256 over the content of the files of each group; groups that have not changed since are not read again.
+def group_files(source: Source, cache_dir: Path, log: Callable[[str], None]) -> list[FileGroup]:
+    """The source's extents, hashed.
+
+    Raises:
+        DataError: a file is missing or cannot be read.
+        DiskError: the disk fails.
+    """
+    found = extents(source)
+    return _groups(source, found, content_hashes(source, found, cache_dir, log))
+
+
+def known_groups(source: Source, cache_dir: Path, log: Callable[[str], None]) -> list[FileGroup] | None:
+    """As `group_files`, if one file of the cache knows the hashes of all of them; nothing is hashed."""
+    found = extents(source)
+    contents = _known_hashes(found, cache_dir, log)
+    return None if contents is None else _groups(source, found, contents)
+
+
+def _groups(source: Source, found: Sequence[Extent], contents: Sequence[str]) -> list[FileGroup]:
+    return [FileGroup(source, extent, _key(source, extent, of_it)) for extent, of_it in zip(found, contents, strict=True)]
+
+
+def _key(source: Source, extent: Extent, content: str) -> str:
+    suffixes = [path.suffix for path in extent.files]  # they decide how JSONL is decompressed
+    of_kind = source.config.chat_format if source.config.kind == "chat" else source.config.text_key
+    return cache.key_of(source.config.kind, of_kind, suffixes, content)
+
+
+def content_hashes(source: Source, of: Sequence[Extent], cache_dir: Path, log: Callable[[str], None]) -> list[str]:
+    """SHA-256 over the content of each extent; those that have not changed since are not read again.
 
     Raises:
         DataError: a file cannot be read.
         DiskError: the disk fails.
     """
-    paths = [cache_dir / "content" / cache.key_of(of_group) / "hash" for of_group in identities]
+    if (known := _known_hashes(of, cache_dir, log)) is not None:
+        return known
+    of_all, paths = _kept_together(of, cache_dir), [_kept(extent, cache_dir) for extent in of]
     hashes = [_known_hash(path) for path in paths]
     unknown = [index for index, known in enumerate(hashes) if known is None]
+    kept = True
     if unknown:
-        with disk.locked(cache_dir / "hashing" / cache.key_of(identities)):
+        with disk.locked(cache_dir / "hashing" / of_all.parent.name):
             for index in unknown:
                 hashes[index] = _known_hash(paths[index])
                 if hashes[index] is None and paths[index].exists():
                     log(f"damaged    {paths[index]}; hashing the files again")
             unknown = [index for index in unknown if hashes[index] is None]
-            num_files = sum(len(groups[index]) for index in unknown)
-            num_bytes = sum(identity.size for index in unknown for identity in identities[index])
+            num_bytes = sum(of[index].num_bytes for index in unknown)
             if num_bytes >= ANNOUNCED_BYTES:
+                num_files = len({path for index in unknown for path in of[index].files})
                 log(f"hashing    {num_files:,} files, {num_bytes / 1e9:,.1f} GB, of {source.key}")
-            newest = [max(max(file.mtime_ns, file.ctime_ns) for file in of_group) / 1e9 for of_group in identities]
+            newest = [max(max(file.mtime_ns, file.ctime_ns) for file in extent.identities) / 1e9 for extent in of]
             started = time.time()
             # Times that are still to come do not tell when a file was changed last: but not within this wait.
             if any(newest[index] > started for index in unknown):
                 time.sleep(UNSETTLED_S)
-            with contextlib.closing(_hash_groups(source, [groups[index] for index in unknown])) as hashed:
+            with contextlib.closing(_hash_all(source, [of[index] for index in unknown])) as hashed:
                 for index, content in zip(unknown, hashed, strict=True):
                     hashes[index] = content
                     # A file that was changed just now may be changed again within the same tick of the clock.
-                    if not started - UNSETTLED_S <= newest[index] <= started:
+                    if started - UNSETTLED_S <= newest[index] <= started:
+                        kept = False
+                    else:
                         with disk.locked(paths[index].parent):
                             cache.write_arrays(paths[index], {}, {"sha256": content})
-    return [known for known in hashes if known is not None]
+    contents = [known for known in hashes if known is not None]
+    if kept and len(of) > 1:
+        with disk.locked(of_all.parent):
+            all_bytes = np.frombuffer(bytes.fromhex("".join(contents)), np.uint8)
+            cache.write_arrays(of_all, {"sha256": all_bytes}, {})
+    return contents
+
+
+def _kept(extent: Extent, cache_dir: Path) -> Path:
+    """Where the hash of an extent is kept."""
+    return cache_dir / _FOLDER / extent.key / "hash"
+
+
+def _kept_together(of: Sequence[Extent], cache_dir: Path) -> Path:
+    """Where those of several are kept together."""
+    return cache_dir / _FOLDER / cache.key_of([extent.key for extent in of]) / "hashes"
 
 
 def _known_hash(path: Path) -> str | None:
@@ -170,25 +241,58 @@ def _known_hash(path: Path) -> str | None:
         return cache.read_arrays(path).info["sha256"]
 
 
-def _hash_groups(source: Source, groups: Sequence[Sequence[Path]]) -> Generator[str, None, None]:
-    """The hash of each group, in order, made in several threads."""
+def _known_hashes(of: Sequence[Extent], cache_dir: Path, log: Callable[[str], None]) -> list[str] | None:
+    """The hashes of all extents, if one file knows them, and is whole."""
+    if len(of) == 1:
+        known = _known_hash(_kept(of[0], cache_dir))
+        return None if known is None else [known]
+    path = _kept_together(of, cache_dir)
+    try:
+        whole = cache.read_arrays(path).arrays["sha256"][:].tobytes().hex()
+    except cache.DamagedError:
+        if path.exists():
+            log(f"damaged    {path}; making it again")
+        return None
+    return [whole[at : at + 64] for at in range(0, len(whole), 64)]
+
+
+def _hash_all(source: Source, of: Sequence[Extent]) -> Generator[str, None, None]:
+    """The hash of each extent, in order, made in several threads."""
     stop = threading.Event()
     with ThreadPoolExecutor(HASH_THREADS, thread_name_prefix="hash") as threads:
         try:
-            yield from threads.map(lambda files: _hash_files(source, files, stop), groups)
+            yield from threads.map(lambda extent: _hash(source, extent, stop), of)
         finally:
             stop.set()  # a large file takes minutes, which neither a signal nor an error waits for
+
+
+def _hash(source: Source, extent: Extent, stop: threading.Event) -> str:
+    if extent.span is None:
+        return _hash_files(source, list(extent.files), stop)
+    (path,) = extent.files
+    start, end, rest = source.extent(path, extent.span)
+    with source.reading(path):
+        content = _hash_bytes(path, start, end, stop)
+    content.update(rest)
+    return hashlib.sha256(content.digest()).hexdigest()
 
 
 def _hash_files(source: Source, files: Sequence[Path], stop: threading.Event) -> str:
     combined = hashlib.sha256()
     for path in files:
-        content = hashlib.sha256()
-        with source.reading(path), path.open("rb", buffering=0) as file:
-            while block := file.read(READ_BYTES):
-                if stop.is_set():
-                    raise CancelledError
-                content.update(block)
-                progress.gets_on()
-        combined.update(content.digest())
+        with source.reading(path):
+            combined.update(_hash_bytes(path, 0, sys.maxsize, stop).digest())
     return combined.hexdigest()
+
+
+def _hash_bytes(path: Path, start: int, end: int, stop: threading.Event) -> "hashlib._Hash":
+    content = hashlib.sha256()
+    with path.open("rb", buffering=0) as file:
+        file.seek(start)
+        while block := file.read(min(READ_BYTES, end - start)):
+            if stop.is_set():
+                raise CancelledError
+            content.update(block)
+            start += len(block)
+            progress.gets_on()
+    return content

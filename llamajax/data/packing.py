@@ -84,30 +84,46 @@ def _group_starts(sorted_groups: np.ndarray) -> np.ndarray:
 
 
 def _best_fit_decreasing(lengths: np.ndarray, capacity: int) -> np.ndarray:
-    """The row of each piece, int64: longest piece first, each into the fullest row that has room.
+    """The row of each piece, int64: longest piece first, each into the fullest row that has room, of such rows into the one
+    that came to be so full last.
 
-    Rows are kept by their free space, and the spaces that occur as the bits of one integer, so that the smallest space
-    that is large enough is a shift and a lowest set bit away.
+    Pieces of one length go together: the row that has just taken one is the fullest with room for the next, until it has
+    none, so that whole rows are dealt with at a time. Rows are kept by their free space, and the spaces that occur as the
+    bits of one integer, so that the smallest space that is large enough is a shift and a lowest set bit away.
     """
     rows_by_space: list[list[int]] = [[] for _ in range(capacity + 1)]
     spaces = 0
     num_rows = 0
+    row_of_next: list[int] = []
+
+    def keep(rows: list[int], space: int) -> None:
+        nonlocal spaces
+        if space and rows:
+            rows_by_space[space] += rows
+            spaces |= 1 << space
+
+    values, counts = np.unique(lengths, return_counts=True)
+    for length, count in zip(values[::-1].tolist(), counts[::-1].tolist(), strict=True):
+        while count:
+            large_enough = spaces >> length
+            space = length + (large_enough & -large_enough).bit_length() - 1 if large_enough else capacity
+            per_row = space // length
+            wanted = -(-count // per_row)
+            if large_enough:
+                rows = rows_by_space[space][: -wanted - 1 : -1]
+                del rows_by_space[space][-wanted:]
+                if not rows_by_space[space]:
+                    spaces ^= 1 << space
+            else:
+                rows = list(range(num_rows, num_rows + wanted))
+                num_rows += wanted
+            in_last = min(count, len(rows) * per_row) - (len(rows) - 1) * per_row
+            row_of_next += [row for row in rows[:-1] for _ in range(per_row)] + rows[-1:] * in_last
+            keep(rows[:-1], space - per_row * length)
+            keep(rows[-1:], space - in_last * length)
+            count -= (len(rows) - 1) * per_row + in_last
     row_of_piece = np.zeros(len(lengths), np.int64)
-    order = np.argsort(-lengths, kind="stable")
-    for piece, length in zip(order.tolist(), lengths[order].tolist(), strict=True):
-        large_enough = spaces >> length
-        if large_enough:
-            space = length + (large_enough & -large_enough).bit_length() - 1
-            row = rows_by_space[space].pop()
-            if not rows_by_space[space]:
-                spaces ^= 1 << space
-        else:
-            space, row = capacity, num_rows
-            num_rows += 1
-        row_of_piece[piece] = row
-        if space > length:
-            rows_by_space[space - length].append(row)
-            spaces |= 1 << (space - length)
+    row_of_piece[np.argsort(-lengths, kind="stable")] = row_of_next
     return row_of_piece
 
 

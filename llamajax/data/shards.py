@@ -33,7 +33,7 @@ BATCH_BYTES = 2**23
 DOCUMENT_BYTES = 64
 """What a document, and a message of a conversation, count for beside their text: short ones take memory as well."""
 
-_FOLDER = "shards-2"
+FOLDER = "shards-2"
 """Says how shards are written; the name of an entry says which documents they hold."""
 _DOCUMENTS = "shard-1"
 _CONVERSATIONS = "chat-2"
@@ -98,7 +98,7 @@ def shards_entry(group: FileGroup, tokenizer: Tokenizer, cache_dir: Path, templa
     if group.is_chat:
         assert template is not None
         key += [_CONVERSATIONS, template.sha256]
-    return cache_dir / _FOLDER / cache.key_of(*key)
+    return cache_dir / FOLDER / cache.key_of(*key)
 
 
 def tokenize(
@@ -156,7 +156,7 @@ def remake(
 
 def shard_paths(entry: Path) -> list[Path]:
     """The shards that are there, in order, up to the first that is missing."""
-    return list(itertools.takewhile(Path.exists, (_shard_path(entry, number) for number in itertools.count())))
+    return list(itertools.takewhile(Path.exists, (shard_path(entry, number) for number in itertools.count())))
 
 
 def read_shard(path: Path) -> Shard:
@@ -177,7 +177,8 @@ def _is_complete(paths: Sequence[Path]) -> bool:
         return False
 
 
-def _shard_path(entry: Path, number: int) -> Path:
+def shard_path(entry: Path, number: int) -> Path:
+    """Where the entry's shard of this number is, or would be."""
     return entry / f"{number:06d}.shard"
 
 
@@ -204,7 +205,7 @@ def _complete(
         num_documents = num_passed = 0  # in the shards so far; of those, by the iterator
         last = False
         for number in itertools.count():
-            path = _shard_path(entry, number)
+            path = shard_path(entry, number)
             is_new = not path.exists()
             shard = _intact(path, log, wholly=path == suspect)
             if shard is not None and shard.first == num_documents:
@@ -225,7 +226,9 @@ def _complete(
 
 def _intact(path: Path, log: Callable[[str], None], *, wholly: bool) -> Shard | None:
     """The shard, if it is there and not damaged, as far as it is looked at."""
-    if not wholly and not path.exists():
+    if not path.exists():
+        if wholly:
+            log(f"damaged    {path}: is not there; making it again")
         return None
     try:
         if wholly:

@@ -8,7 +8,6 @@ line ends where there are any.
 import codecs
 import contextlib
 import glob
-import io
 import json
 import os
 import stat
@@ -23,6 +22,8 @@ import pyarrow.parquet
 
 from llamajax.config.data import SourceConfig
 from llamajax.data.conversations import Conversation, messages_of
+from llamajax.data.lines import COMPRESSIONS, READ_BYTES, Span, lines_extent, read_lines
+from llamajax.data.row_groups import RowGroups
 from llamajax.data.split import HEAD_CHARS, split_hash
 from llamajax.disk import cannot_read, matching
 from llamajax.errors import DataError
@@ -33,8 +34,6 @@ MAX_LINE_BYTES = 2**28
 """Longest JSONL line, decompressed; what is longer is a mistake or a decompression bomb."""
 MAX_CONVERSATION_BYTES = 2**22
 """Longest conversation: about a million tokens, of which no more than a row is learnt."""
-READ_BYTES = 2**20
-"""Read from a file at once."""
 PARQUET_ROWS = 256
 """Decoded from a parquet file at once."""
 
@@ -98,25 +97,47 @@ class Source:
                 files.setdefault(_file_behind(path), path)
         return list(files.values())
 
-    def documents(self, files: Sequence[Path]) -> Iterator[Document]:
+    def has_spans(self, path: Path) -> bool:
+        """Whether a stretch of the file can be read by itself: of lines that are not compressed, and of row groups."""
+        kind = self.config.kind
+        return kind == "parquet" or (kind in ("jsonl", "chat") and path.suffix not in COMPRESSIONS)
+
+    def extent(self, path: Path, span: Span) -> tuple[int, int, bytes]:
+        """Where what begins in the span starts and ends in the file, bytes, and what else decides its documents.
+
+        Raises:
+            DataError: the file cannot be read as the source's kind says.
+            DiskError: the disk fails.
+        """
+        with self.reading(path):
+            if self.config.kind != "parquet":
+                return *lines_extent(path, span), b""
+            with pyarrow.parquet.ParquetFile(path) as file:
+                return RowGroups.of(file, span).extent(file)
+
+    def documents(self, files: Sequence[Path], span: Span | None = None) -> Iterator[Document]:
         """The documents of `files`, in order; what is left out, as the configuration allows, is empty and says why.
+
+        Args:
+            files: some of `files()`.
+            span: reads only what begins in this stretch of the one file; for those that `has_spans`.
 
         Raises:
             DataError: a file cannot be read as the source's kind says.
             DiskError: the disk fails.
         """
         read = {
-            "text": self._read_text,
+            "text": lambda path, _: self._read_text(path),
             "jsonl": self._read_jsonl,
             "parquet": self._read_parquet,
-            "stdlib": self._read_stdlib,
+            "stdlib": lambda path, _: self._read_stdlib(path),
             "chat": self._read_chat,
         }[self.config.kind]
         bytes_before = num_bad = 0
         for path in files:
             with self.reading(path):
                 size = path.stat().st_size
-                for document in read(path):
+                for document in read(path, span):
                     num_bad += bool(document.error)
                     if num_bad > self.config.max_bad_records:
                         raise self.too_many_bad(document.error)
@@ -187,8 +208,8 @@ class Source:
                 raise self._error(f"{path}:{line}", _NOT_UTF8) from error
             yield Document(pending, file.tell(), split_hash(pending) if hash_of_all is None else hash_of_all)
 
-    def _read_jsonl(self, path: Path) -> Iterator[Document]:
-        for line, where, bytes_read in self._lines(path, MAX_LINE_BYTES):
+    def _read_jsonl(self, path: Path, span: Span | None) -> Iterator[Document]:
+        for line, where, bytes_read in read_lines(path, MAX_LINE_BYTES, span):
             try:
                 record = self._record(line, where, MAX_LINE_BYTES)
                 if self.config.text_key not in record:
@@ -199,8 +220,8 @@ class Source:
             else:
                 yield from _documents(text, bytes_read)
 
-    def _read_chat(self, path: Path) -> Iterator[Document]:
-        for line, where, bytes_read in self._lines(path, MAX_CONVERSATION_BYTES):
+    def _read_chat(self, path: Path, span: Span | None) -> Iterator[Document]:
+        for line, where, bytes_read in read_lines(path, MAX_CONVERSATION_BYTES, span):
             try:
                 messages = messages_of(self._record(line, where, MAX_CONVERSATION_BYTES), self.config.chat_format)
             except DataError as error:
@@ -213,23 +234,7 @@ class Source:
             text = "\n".join(message["content"] for message in messages) if is_answered else ""
             yield Document(text, bytes_read, split_hash(text), Conversation(messages, where))
 
-    def _lines(self, path: Path, max_bytes: int) -> Iterator[tuple[bytes, str, int]]:
-        """The lines of a JSONL file that are not blank, at most `max_bytes` and one byte of each, with its `file:line` and
-        how far into the file it ends, bytes."""
-        compression = {".gz": "gzip", ".zst": "zstd"}.get(path.suffix)
-        with path.open("rb", buffering=0) as file:
-            stream = pyarrow.CompressedInputStream(file, compression) if compression else file
-            lines = io.BufferedReader(stream, READ_BYTES)  # pyright: ignore[reportArgumentType] (pyarrow's reads like io's)
-            number = 0
-            while line := lines.readline(max_bytes + 1):
-                number += 1
-                if not line.isspace():
-                    yield line, f"{path}:{number}", file.tell()
-                if len(line) > max_bytes:
-                    while line and not line.endswith(b"\n"):
-                        line = lines.readline(READ_BYTES)
-
-    def _record(self, line: bytes, where: str, max_bytes: int) -> dict[str, object]:
+    def _record(self, line: bytes, where: object, max_bytes: int) -> dict[str, object]:
         if len(line) > max_bytes:
             raise self._error(where, f"a line may have at most {max_bytes:,} bytes; split the document")
         try:
@@ -245,7 +250,7 @@ class Source:
             raise self._error(where, f"must be a JSON object, not {type(record).__name__}; correct or remove the line")
         return record
 
-    def _read_parquet(self, path: Path) -> Iterator[Document]:
+    def _read_parquet(self, path: Path, span: Span | None) -> Iterator[Document]:
         with pyarrow.parquet.ParquetFile(path) as file:
             schema = file.schema_arrow
             if self.config.text_key not in schema.names:
@@ -255,11 +260,12 @@ class Source:
             if not any(is_text(kind) for is_text in _PARQUET_TEXT_TYPES):
                 message = f"column {self.config.text_key!r} must hold strings, not {kind}; choose another column"
                 raise self._error(str(path), message, "text_key")
-            row, size = 0, path.stat().st_size
-            for batch in file.iter_batches(PARQUET_ROWS, columns=[self.config.text_key]):
+            groups = RowGroups.of(file, span)
+            row, size = groups.first_row, path.stat().st_size if span is None else span.end - span.start
+            for batch in file.iter_batches(PARQUET_ROWS, row_groups=groups.numbers, columns=[self.config.text_key]):
                 for value in batch.column(0):
                     row += 1
-                    bytes_read = size * row // file.metadata.num_rows
+                    bytes_read = size * (row - groups.first_row) // groups.num_rows
                     try:
                         text = self._checked_text(value.as_py(), f"{path}:{row}")
                     except UnicodeDecodeError:
@@ -269,7 +275,7 @@ class Source:
                     else:
                         yield from _documents(text, bytes_read)
 
-    def _checked_text(self, text: object, where: str) -> str:
+    def _checked_text(self, text: object, where: object) -> str:
         if not isinstance(text, str):
             kind = "null" if text is None else type(text).__name__
             message = f"{self.config.text_key!r} must be a string, not {kind}; correct or remove it"
@@ -291,11 +297,11 @@ class Source:
         if not stat.S_ISREG(mode):
             raise self._error(str(path), "is not a regular file; name files")
 
-    def _no_such_key(self, where: str, names: list[str]) -> DataError:
+    def _no_such_key(self, where: object, names: list[str]) -> DataError:
         known = ", ".join(repr(name) for name in names[:8]) or "nothing"
         return self._error(where, f"has no {self.config.text_key!r}, only {known}; correct the key or the file", "text_key")
 
-    def _error(self, where: str, message: str, field: str = "paths") -> DataError:
+    def _error(self, where: object, message: str, field: str = "paths") -> DataError:
         return DataError(f"{where}: {self.key}.{field}: {message}")
 
 

@@ -214,7 +214,7 @@ def test_prepared_once(tmp_path, tokenizer, monkeypatch):
     assert [line.split()[0] for line in work] == ["tokenizer", "tokenized"]
     files = {path: path.stat().st_mtime_ns for path in (tmp_path / "cache").rglob("*") if path.is_file()}
     monkeypatch.setattr("llamajax.data.dataset.train_sentencepiece", None)
-    monkeypatch.setattr("llamajax.data.rows.pack", None)
+    monkeypatch.setattr("llamajax.data.packing.pack", None)
     second = data.prepare(config, log=second_log.append)
     assert second_log == first_log == [first_log[0], *first.summary]
     assert (second.fingerprint, second.summary) == (first.fingerprint, first.summary)
@@ -339,7 +339,7 @@ def test_a_signal_while_a_tokenizer_is_made_is_not_hidden(tmp_path, monkeypatch)
 def test_the_files_are_read_once_for_the_tokenizer(tmp_path, monkeypatch):
     config = config_for(tmp_path, jsonl_source(tmp_path, "a.jsonl", random_texts(50)), tokenizer=TokenizerConfig())
     read, documents = [], Source.documents
-    monkeypatch.setattr(Source, "documents", lambda self, files: read.append(files) or documents(self, files))
+    monkeypatch.setattr(Source, "documents", lambda self, files, *rest: read.append(files) or documents(self, files, *rest))
     data.prepare(config, log=lambda line: None)
     assert len(read) == 2  # for the tokenizer and by it
 

@@ -82,6 +82,22 @@ def test_rows_are_filled_as_best_fit_decreasing_fills_them():
     assert fill[0] == fill[1]
 
 
+@pytest.mark.parametrize("longest", [1, 5, 60, 64])
+def test_rows_of_equal_space_are_filled_from_the_newest_on(longest):
+    """A golden order: rows of runs that were begun before are the same."""
+    lengths = np.random.default_rng(longest).integers(1, longest + 1, 2000)
+    rows_by_space, num_rows, expected = [[] for _ in range(65)], 0, np.zeros(2000, int)
+    for piece in np.argsort(-lengths, kind="stable"):
+        space = next((space for space in range(lengths[piece], 65) if rows_by_space[space]), None)
+        if space is None:
+            space, row, num_rows = 64, num_rows, num_rows + 1
+        else:
+            row = rows_by_space[space].pop()
+        rows_by_space[space - lengths[piece]].append(row)
+        expected[piece] = row
+    np.testing.assert_array_equal(packing._best_fit_decreasing(lengths, 64), expected)
+
+
 RNG = np.random.default_rng(2)
 SHORT_DOCUMENTS = {
     "log-normal, median 250": np.exp(RNG.normal(np.log(250), 1.2, 20_000)),

@@ -1,6 +1,7 @@
 """Rows from the cache: whatever happens to a file of it, rows stay what they were, or one line says why not."""
 
 import functools
+import json
 import os
 import resource
 import shutil
@@ -11,7 +12,8 @@ import pytest
 
 from llamajax import data, disk
 from llamajax.config.data import TokenizerConfig
-from llamajax.data import cache, groups, rows, shards
+from llamajax.data import cache, groups, shards, stores
+from llamajax.data.sentencepiece_tokenizer import SentencePieceTokenizer
 from llamajax.errors import DataError
 from tests.data.test_dataset import config_for, epoch, jsonl_source, letters_tokenizer, num_rows, random_texts
 
@@ -37,6 +39,15 @@ def flip(path, bit):
         byte = file.read(1)[0]
         file.seek(bit // 8)
         file.write(bytes([byte ^ 1 << bit % 8]))
+
+
+def middle_of_an_array(path):
+    """A bit in the middle of the longest array of the file: between two there is nothing that is read."""
+    content = path.read_bytes()
+    arrays_at = 40 + int.from_bytes(content[:8], "little")
+    layout = json.loads(content[40:arrays_at])["arrays"].values()
+    size, at = max((np.dtype(dtype).itemsize * length, at) for dtype, length, at, _ in layout)
+    return 8 * (arrays_at + at + size // 2)
 
 
 def cached(tmp_path, pattern):
@@ -68,7 +79,7 @@ def test_a_bit_that_flips_while_it_is_mapped_is_not_trained_on(tmp_path, config,
     expected, rng = all_rows(dataset), np.random.default_rng(1)
     for _ in range(6):
         path = rng.choice(cached(tmp_path, pattern))
-        flip(path, 8 * (path.stat().st_size // 2))
+        flip(path, middle_of_an_array(path))
         np.testing.assert_equal(all_rows(dataset), expected)
     assert len([line for line in log if line.startswith("damaged    ")]) == 6
 
@@ -93,7 +104,7 @@ def test_what_is_deleted_while_it_is_needed_is_made_again(tmp_path, config):
     dataset = data.prepare(config, log=log.append)
     expected = all_rows(dataset)
     shutil.rmtree(cached(tmp_path, "*.shard")[0].parents[1])
-    rows._shard.cache_clear()
+    stores._shard.cache_clear()
     np.testing.assert_equal(all_rows(dataset), expected)
     assert [line for line in log if line.startswith("damaged")]
 
@@ -102,7 +113,7 @@ def test_what_cannot_be_made_again_ends_in_one_line(tmp_path, config):
     dataset = data.prepare(config, log=lambda line: None)
     for path in cached(tmp_path, "*.shard"):
         path.unlink()
-    rows._shard.cache_clear()
+    stores._shard.cache_clear()
     (tmp_path / "a.jsonl").write_text('{"text": "other"}\n')
     with pytest.raises(DataError, match=r"a.jsonl: data.sources\[0\].paths: was changed while it was read"):
         all_rows(dataset)
@@ -112,14 +123,33 @@ def test_the_content_is_what_the_rows_are_read_from(tmp_path, config):
     dataset = data.prepare(config, log=lambda line: None)
     elsewhere = config.changed({"data.cache_dir": str(tmp_path / "elsewhere")})
     assert data.prepare(elsewhere, log=lambda line: None).content == dataset.content
-    path = cached(tmp_path, "*.shard")[0]
-    file = cache.read_arrays(path)
+    file, whole = cache.read_arrays(path := cached(tmp_path, "*.shard")[0]), path.read_bytes()
     arrays = {name: array[:].copy() for name, array in file.arrays.items()}
     arrays["tokens"][7] += 1  # as another version of a tokenizer's library would
     cache.write_arrays(path, arrays, file.info)
+    log = []
+    np.testing.assert_equal(all_rows(data.prepare(config, log=log.append)), all_rows(dataset))
+    assert log[2] == f"damaged    {path}: is not there; making it again"
+    assert path.read_bytes() == whole
+    cache.write_arrays(path, arrays, file.info)
+    shutil.rmtree(tmp_path / "cache" / "index-1")  # as if such a version had made all
     other = data.prepare(config, log=lambda line: None)
     assert other.fingerprint == dataset.fingerprint
     assert other.content != dataset.content
+
+
+def test_a_shard_that_becomes_another_when_it_is_made_again_is_refused(tmp_path, config, monkeypatch):
+    dataset = data.prepare(config, log=lambda line: None)
+    encode_batch = SentencePieceTokenizer.encode_batch
+    monkeypatch.setattr(SentencePieceTokenizer, "encode_batch", lambda *args: [ids[::-1] for ids in encode_batch(*args)])
+    path = cached(tmp_path, "*.shard")[0]
+    path.unlink()
+    stores._shard.cache_clear()
+    message = (
+        rf"^{path}: has other tokens than when it was made first, as .*; remove {tmp_path}/cache/index-1/\w+ to take them"
+    )
+    with pytest.raises(DataError, match=message):
+        all_rows(dataset)
 
 
 def test_a_file_system_without_locks_is_said(tmp_path, config, monkeypatch):
@@ -161,14 +191,14 @@ def test_more_shards_than_a_process_may_open(tmp_path, many_shards):
 
 
 def test_few_shards_are_mapped_at_once(many_shards, monkeypatch):
-    assert rows._shard.cache_info().maxsize == rows.MAX_MAPPED_SHARDS < 65_530
+    assert stores._shard.cache_info().maxsize == stores.MAX_MAPPED_SHARDS < 65_530
     before = mapped_shards()
     dataset = data.prepare(many_shards, log=lambda line: None)
     assert mapped_shards() <= before
     expected = epoch(dataset, num_rows(dataset))
-    rows._shard.cache_clear()
+    stores._shard.cache_clear()
     assert mapped_shards() == set()
-    monkeypatch.setattr(rows, "_shard", functools.lru_cache(3)(rows._shard.__wrapped__))
+    monkeypatch.setattr(stores, "_shard", functools.lru_cache(3)(stores._shard.__wrapped__))
     for position, row in enumerate(expected):
         np.testing.assert_equal(dataset.train_row(position), row)
         assert 1 <= len(mapped_shards()) <= 3
