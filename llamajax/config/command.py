@@ -87,9 +87,13 @@ def _end_with(text: str) -> typing.NoReturn:
     sys.exit(0)
 
 
-def parse_run(argv: Sequence[str] | None = None, *, prog: str = "python -m llamajax.train") -> Arguments[Config]:
-    """Reads the command line of a training run; see `parse_args`."""
-    options = {"--dry_run": "Build, compile and report everything, then stop before the first step."}
+DRY_RUN = {"--dry_run": "Build, compile and report everything, then stop before the first step."}
+
+
+def parse_run(
+    argv: Sequence[str] | None = None, *, prog: str = "python -m llamajax.train", options: Mapping[str, str] = DRY_RUN
+) -> Arguments[Config]:
+    """Reads the command line of a training run, or of what is done for one; see `parse_args`."""
     return parse_args(argv, prog=prog, root=Config, options=options, check=Config.file_problems)
 
 

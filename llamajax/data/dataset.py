@@ -2,7 +2,7 @@
 
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
@@ -10,27 +10,25 @@ from typing import cast
 import grain
 import numpy as np
 
-from llamajax import disk
 from llamajax.config.run import Config
 from llamajax.data import cache
-from llamajax.data.chat import TEMPLATE_FILE, ChatTemplate, load_chat_template
-from llamajax.data.groups import ANNOUNCED_BYTES, FileGroup, group_files, known_groups
+from llamajax.data.chat import TEMPLATE_FILE
+from llamajax.data.groups import group_files, known_groups
 from llamajax.data.order import Proportions, training_order
 from llamajax.data.packing import Row
 from llamajax.data.packings import Run
 from llamajax.data.rows import PackedSource, cache_error
 from llamajax.data.shard_index import index_path
 from llamajax.data.shards import tokenize
-from llamajax.data.source_tokens import ShardedTokens, Tokenizing, entries_of
+from llamajax.data.source_tokens import ShardedTokens, entries_of
 from llamajax.data.sources import Source
-from llamajax.data.split import is_held_out
 from llamajax.data.stores import HELD_OUT, SIDES, TRAIN
-from llamajax.data.tokenizer import load_tokenizer, sample_texts, train_sentencepiece
+from llamajax.data.tokenizer import load_tokenizer
 from llamajax.data.tokenizer_base import Tokenizer
-from llamajax.errors import ConfigError, DataError
+from llamajax.data.tokenizing import Tokenizing, chat_template_for, given_tokenizer, tokenizer_for, trained_path
+from llamajax.errors import DataError
 from llamajax.parallel.processes import of_first, peers, rank
 
-_TOKENIZER_FORMAT = "tokenizer-3"
 _ROWS_LOOKED_AT = 64
 
 
@@ -119,12 +117,12 @@ def _prepare(
     told = of_first(_made(config, sources, models_tokenizer, cache_dir, log_work)) if peers() is not None else None
     if told is not None and all((cache_dir / name).exists() for name in told):
         trained, *indexes = [cache_dir / name for name in told]
-        tokenizer = _given_tokenizer(config, models_tokenizer) or load_tokenizer(trained)
-        by = Tokenizing(tokenizer, _chat_template(config, tokenizer), cache_dir, data.held_out_fraction, log_work)
+        tokenizer = given_tokenizer(config, models_tokenizer) or load_tokenizer(trained)
+        by = Tokenizing(tokenizer, chat_template_for(config, tokenizer), cache_dir, data.held_out_fraction, log_work)
     else:
         all_groups = [group for of_source in groups for group in of_source()]
-        tokenizer = _tokenizer(config, models_tokenizer, all_groups, cache_dir, log_work)
-        by = Tokenizing(tokenizer, _chat_template(config, tokenizer), cache_dir, data.held_out_fraction, log_work)
+        tokenizer = tokenizer_for(config, models_tokenizer, all_groups, cache_dir, log_work)
+        by = Tokenizing(tokenizer, chat_template_for(config, tokenizer), cache_dir, data.held_out_fraction, log_work)
         indexes = [index_path(entries_of(of_source(), by), cache_dir) for of_source in groups]
         new = [
             group for of_source, index in zip(groups, indexes, strict=True) if not index.exists() for group in of_source()
@@ -179,99 +177,16 @@ def _made(
     known = [of_source for of_source in groups if of_source is not None]
     if len(known) < len(groups):
         return None
-    tokenizer, trained = _given_tokenizer(config, models_tokenizer), cache_dir
+    tokenizer, trained = given_tokenizer(config, models_tokenizer), cache_dir
     if tokenizer is None:
-        trained = _trained_path(config, itertools.chain.from_iterable(known), cache_dir)
+        trained = trained_path(config, itertools.chain.from_iterable(known), cache_dir)
         if not cache.is_whole(trained):
             return None
         tokenizer = load_tokenizer(trained)
-    by = Tokenizing(tokenizer, _chat_template(config, tokenizer), cache_dir, config.data.held_out_fraction, log)
+    by = Tokenizing(tokenizer, chat_template_for(config, tokenizer), cache_dir, config.data.held_out_fraction, log)
     indexes = [index_path(entries_of(of_source, by), cache_dir) for of_source in known]
     found = [str(path.relative_to(cache_dir)) for path in (trained, *indexes) if path.exists()]
     return found if len(found) == 1 + len(sources) else None
-
-
-def _tokenizer(
-    config: Config,
-    models_tokenizer: Tokenizer | None,
-    groups: Sequence[FileGroup],
-    cache_dir: Path,
-    log: Callable[[str], None],
-) -> Tokenizer:
-    """The model's own tokenizer, or the one that the configuration names, or one trained on its training documents."""
-    if (given := _given_tokenizer(config, models_tokenizer)) is not None:
-        return given
-    vocab_size, max_bytes = config.model.vocab_size, config.data.tokenizer.train_max_bytes
-    path = _trained_path(config, groups, cache_dir)
-    if not cache.is_whole(path):
-        with disk.locked(path.parent):
-            if not cache.is_whole(path):
-                if path.exists():
-                    log(f"damaged    {path}; making it again")
-                num_bytes = sum(group.num_bytes for group in groups)
-                if num_bytes >= ANNOUNCED_BYTES:
-                    log(f"sampling   {max_bytes / 1e6:,.1f} MB of text for the tokenizer from {num_bytes / 1e9:,.1f} GB")
-                sample = sample_texts(_training_texts(groups, config.data.held_out_fraction), max_bytes)
-                size = sum(len(text.encode()) for text in sample)
-                log(f"tokenizer  training {vocab_size:,} pieces on {size / 1e6:.1f} MB of text")
-                model = train_sentencepiece(sample, vocab_size=vocab_size)
-                cache.write_hashed(path, model)
-    return load_tokenizer(path)
-
-
-def _given_tokenizer(config: Config, models_tokenizer: Tokenizer | None) -> Tokenizer | None:
-    """The model's own tokenizer, or the one that the configuration names; None if one is to be trained."""
-    data, vocab_size = config.data, config.model.vocab_size
-    tokenizer = models_tokenizer
-    if data.tokenizer.path is not None:
-        tokenizer = load_tokenizer(Path(data.tokenizer.path).expanduser())
-        if models_tokenizer is not None and tokenizer.sha256 != models_tokenizer.sha256:
-            raise ConfigError(
-                f"data.tokenizer.path: {data.tokenizer.path} is not the tokenizer that the model was trained with,"
-                f" {models_tokenizer.source}; remove data.tokenizer.path to use that one"
-            )
-    if tokenizer is not None and tokenizer.vocab_size > vocab_size:
-        named = f"data.tokenizer.path={data.tokenizer.path}" if data.tokenizer.path else str(tokenizer.source)
-        raise ConfigError(
-            f"model.vocab_size: {vocab_size} is below the {tokenizer.vocab_size} tokens of {named};"
-            f" raise it to {tokenizer.vocab_size} or more{_or_without(tokenizer, vocab_size)}"
-        )
-    return tokenizer
-
-
-def _trained_path(config: Config, groups: Iterable[FileGroup], cache_dir: Path) -> Path:
-    """Where the tokenizer is that is trained on these groups, or would be."""
-    data, contents = config.data, [group.content for group in groups]
-    rest = data.held_out_fraction, config.model.vocab_size, data.tokenizer.train_max_bytes
-    return cache_dir / "tokenizers" / cache.key_of(_TOKENIZER_FORMAT, contents, *rest) / "tokenizer.model"
-
-
-def _or_without(tokenizer: Tokenizer, vocab_size: int) -> str:
-    """What else can be done where only added tokens have no row, as in some published fine-tunes."""
-    if tokenizer.vocab_size - len(tokenizer.new_tokens) > vocab_size:
-        return ""
-    return f", or take {', '.join(tokenizer.new_tokens)} out of the files beside it if the model has no rows for them"
-
-
-def _training_texts(groups: Iterable[FileGroup], held_out_fraction: float) -> Iterator[str]:
-    for group in groups:
-        for document in group.documents():
-            if not is_held_out(document.split_hash, held_out_fraction):
-                yield document.text
-
-
-def _chat_template(config: Config, tokenizer: Tokenizer) -> ChatTemplate | None:
-    """The chat template of the run's conversations; None if there are none."""
-    if not any(source.kind == "chat" for source in config.data.sources):
-        return None
-    named = config.data.chat_template
-    template = load_chat_template(Path(named).expanduser() if named else tokenizer.source.parent, tokenizer)
-    if template is None:
-        raise ConfigError(
-            "data.chat_template: is needed for sources of kind=chat, since the tokenizer has none; name a Jinja file, for"
-            " example one of configs/chat_templates/"
-        )
-    return template
 
 
 def _check_bad(packed: PackedSource, log: Callable[[str], None]) -> None:

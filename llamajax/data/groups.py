@@ -169,6 +169,22 @@ def known_groups(source: Source, cache_dir: Path, log: Callable[[str], None]) ->
     return None if contents is None else _groups(source, found, contents)
 
 
+def hashed(source: Source, extent: Extent, cache_dir: Path) -> FileGroup:
+    """The extent as a group; errors as of `group_files`. Two processes that want the same at once both hash it."""
+    if (known := known_group(source, extent, cache_dir)) is not None:
+        return known
+    started = time.time()
+    content = _hash(source, extent, threading.Event())
+    _keep(extent, content, started, cache_dir)
+    return _groups(source, [extent], [content])[0]
+
+
+def known_group(source: Source, extent: Extent, cache_dir: Path) -> FileGroup | None:
+    """The extent as a group, if the cache knows its hash."""
+    content = _known_hash(_kept(extent, cache_dir))
+    return None if content is None else _groups(source, [extent], [content])[0]
+
+
 def _groups(source: Source, found: Sequence[Extent], contents: Sequence[str]) -> list[FileGroup]:
     return [FileGroup(source, extent, _key(source, extent, of_it)) for extent, of_it in zip(found, contents, strict=True)]
 
@@ -203,26 +219,36 @@ def content_hashes(source: Source, of: Sequence[Extent], cache_dir: Path, log: C
             if num_bytes >= ANNOUNCED_BYTES:
                 num_files = len({path for index in unknown for path in of[index].files})
                 log(f"hashing    {num_files:,} files, {num_bytes / 1e9:,.1f} GB, of {source.key}")
-            newest = [max(max(file.mtime_ns, file.ctime_ns) for file in extent.identities) / 1e9 for extent in of]
             started = time.time()
             # Times that are still to come do not tell when a file was changed last: but not within this wait.
-            if any(newest[index] > started for index in unknown):
+            if any(_newest(of[index]) > started for index in unknown):
                 time.sleep(UNSETTLED_S)
             with contextlib.closing(_hash_all(source, [of[index] for index in unknown])) as hashed:
                 for index, content in zip(unknown, hashed, strict=True):
                     hashes[index] = content
-                    # A file that was changed just now may be changed again within the same tick of the clock.
-                    if started - UNSETTLED_S <= newest[index] <= started:
-                        kept = False
-                    else:
-                        with disk.locked(paths[index].parent):
-                            cache.write_arrays(paths[index], {}, {"sha256": content})
+                    kept &= _keep(of[index], content, started, cache_dir)
     contents = [known for known in hashes if known is not None]
     if kept and len(of) > 1:
         with disk.locked(of_all.parent):
             all_bytes = np.frombuffer(bytes.fromhex("".join(contents)), np.uint8)
             cache.write_arrays(of_all, {"sha256": all_bytes}, {})
     return contents
+
+
+def _newest(extent: Extent) -> float:
+    """When a file of it was changed last, in seconds since 1970."""
+    return max(max(file.mtime_ns, file.ctime_ns) for file in extent.identities) / 1e9
+
+
+def _keep(extent: Extent, content: str, started: float, cache_dir: Path) -> bool:
+    """Keeps a hash that was begun with at `started`; not of a file that was changed just before, which may be changed again
+    within the same tick of the clock."""
+    if started - UNSETTLED_S <= _newest(extent) <= started:
+        return False
+    path = _kept(extent, cache_dir)
+    with disk.locked(path.parent):
+        cache.write_arrays(path, {}, {"sha256": content})
+    return True
 
 
 def _kept(extent: Extent, cache_dir: Path) -> Path:

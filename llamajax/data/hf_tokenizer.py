@@ -138,10 +138,11 @@ class HuggingFaceTokenizer(Tokenizer):
 
     def _add_tokens(self) -> tuple[str, ...]:
         """Adds what the files beside it list; what they only name, if it is not added yet. Returns those that are new."""
-        unknown = [new.content for _, new in self._found.added if self._tokenizer.token_to_id(new.content) is None]
+        unknown = [new.content for _, new in self.read_from.added if self._tokenizer.token_to_id(new.content) is None]
         known = {token.content for token in self._tokenizer.get_added_tokens_decoder().values()}
-        for token, new in self._found.added:
-            has_place = self._tokenizer.token_to_id(new.content) is not None or new.content not in self._found.ends.values()
+        for token, new in self.read_from.added:
+            is_end = new.content in self.read_from.ends.values()
+            has_place = self._tokenizer.token_to_id(new.content) is not None or not is_end
             if token is not None or (new.content not in known and has_place):
                 self._tokenizer.add_tokens([new])
         self._check_added(self._tokenizer.token_to_id)

@@ -3,7 +3,7 @@
 import sys
 import time
 from collections.abc import Callable
-from typing import Self
+from typing import Protocol, Self
 
 import rich.progress
 
@@ -26,13 +26,27 @@ def gets_on() -> None:
     _signs += 1  # one that another thread's overwrites is no loss
 
 
+class Progress(Protocol):
+    """Takes how far the tokenizing of groups of files is."""
+
+    def advance(self, num_documents: int, text_bytes: int, bytes_read: int, num_tokens: int = 0, group: int = 0) -> None:
+        """Counts documents that were tokenized, and how far into the files of the group they reach."""
+        ...
+
+    def finish_group(self, num_bytes: int, group: int = 0) -> None:
+        """Counts a whole group as done, whoever did it."""
+        ...
+
+
 class TokenizingProgress:
     """Shows how tokenizing goes: a moving bar on a terminal, now and then a line where there is none."""
 
-    def __init__(self, total_bytes: int, log: Callable[[str], None], *, animate: bool = True) -> None:
+    def __init__(self, total_bytes: int, log: Callable[[str], None], *, animate: bool = True, by: str = "") -> None:
+        """Takes the size of all groups, what takes a line, and who works, if that is to be told."""
         self._total_bytes = total_bytes
-        self._log = log
-        self._finished_bytes = self._read_bytes = self._text_bytes = self._documents = 0
+        self._log, self._by = log, by
+        self._finished_bytes = self._text_bytes = self._documents = self._tokens = 0
+        self._read_bytes: dict[int, int] = {}
         self._started = self._reported = time.monotonic()
         self._bar = rich.progress.Progress(
             "tokenizing",
@@ -56,29 +70,32 @@ class TokenizingProgress:
                 f"tokenized  {self._documents:,} documents in {time.monotonic() - self._started:.1f} s, {self._speed()}"
             )
 
-    def advance(self, num_documents: int, text_bytes: int, group_bytes_read: int) -> None:
-        """Counts documents that were tokenized, and how far into the group's files they reach."""
+    def advance(self, num_documents: int, text_bytes: int, bytes_read: int, num_tokens: int = 0, group: int = 0) -> None:
+        """See `Progress`."""
         self._documents += num_documents
         self._text_bytes += text_bytes
-        self._read_bytes = max(self._read_bytes, self._finished_bytes + group_bytes_read)
+        self._tokens += num_tokens
+        self._read_bytes[group] = max(self._read_bytes.get(group, 0), bytes_read)
         self._show()
 
-    def finish_group(self, group_bytes: int) -> None:
-        """Counts a whole group as done, whoever did it."""
-        self._finished_bytes += group_bytes
-        self._read_bytes = self._finished_bytes
+    def finish_group(self, num_bytes: int, group: int = 0) -> None:
+        """See `Progress`."""
+        self._finished_bytes += num_bytes
+        self._read_bytes.pop(group, None)
         self._show()
 
     def _show(self) -> None:
         gets_on()
-        self._bar.update(self._task, completed=self._read_bytes, speed=self._speed())
+        read_bytes = self._finished_bytes + sum(self._read_bytes.values())
+        self._bar.update(self._task, completed=read_bytes, speed=self._speed())
         now = time.monotonic()
         if self._bar.disable and self._documents and now - self._reported >= REPORT_EVERY_S:
             self._reported = now
-            done = min(self._read_bytes / self._total_bytes, 1.0) if self._total_bytes else 0.0
+            done = min(read_bytes / self._total_bytes, 1.0) if self._total_bytes else 0.0
             left = f", {(now - self._started) * (1 / done - 1):.0f} s left" if done else ""
             self._log(f"tokenizing {done:.0%}, {self._speed()}{left}")
 
     def _speed(self) -> str:
         seconds = max(time.monotonic() - self._started, 1e-9)
-        return f"{self._documents / seconds:,.0f} documents/s, {self._text_bytes / seconds / 1e6:.1f} MB/s"
+        tokens = f", {self._tokens / seconds / 1e6:.2f} M tokens/s" if self._tokens else ""
+        return f"{self._documents / seconds:,.0f} documents/s, {self._text_bytes / seconds / 1e6:.1f} MB/s{tokens}{self._by}"

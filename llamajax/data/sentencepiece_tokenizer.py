@@ -1,6 +1,5 @@
 """Text to token ids and back by SentencePiece models."""
 
-import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
@@ -11,7 +10,7 @@ from jaxtyping import Int32
 from sentencepiece.sentencepiece_model_pb2 import ModelProto  # pyright: ignore[reportAttributeAccessIssue] (protobuf makes it at run time)
 from tokenizers import AddedToken
 
-from llamajax.data.tokenizer_base import SPACE, Tokenizer, text_bytes
+from llamajax.data.tokenizer_base import SPACE, Tokenizer, num_threads, text_bytes
 from llamajax.data.tokenizer_files import MODEL_FILE, TokenizerFiles
 from llamajax.errors import DataError
 
@@ -101,7 +100,7 @@ class SentencePieceTokenizer(Tokenizer):
         encoded = {}
         for follows, processor in ((False, self._processor), (True, self._without_prefix)):
             some = [text for is_next, text in texts if is_next == follows]
-            encoded[follows] = iter(processor.encode(some, return_type="numpy", num_threads=os.cpu_count() or 1))
+            encoded[follows] = iter(processor.encode(some, return_type="numpy", num_threads=num_threads()))
         ids = [[np.array([s], np.int32) if isinstance(s, int) else next(encoded[s[0]]) for s in part] for part in parts]
         return [of_part[0] if len(of_part) == 1 else np.concatenate([np.zeros(0, np.int32), *of_part]) for of_part in ids]
 

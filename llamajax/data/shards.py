@@ -18,7 +18,7 @@ from llamajax import disk
 from llamajax.data import cache
 from llamajax.data.chat import ChatTemplate, Encoded, encode_conversation
 from llamajax.data.groups import GROUP_BYTES, FileGroup
-from llamajax.data.progress import TokenizingProgress
+from llamajax.data.progress import Progress, TokenizingProgress
 from llamajax.data.sources import Document
 from llamajax.data.split import plain_hash
 from llamajax.data.tokenizer_base import Tokenizer
@@ -124,21 +124,21 @@ def tokenize(
         DataError: a file cannot be read, or has changed since it was hashed, or the template refuses a conversation.
         DiskError: the disk fails.
     """
-    is_missing = [not _is_complete(shard_paths(shards_entry(group, tokenizer, cache_dir, template))) for group in groups]
+    is_missing = [not is_complete(shards_entry(group, tokenizer, cache_dir, template)) for group in groups]
     missing = list(itertools.compress(groups, is_missing))
     if missing and not disk.has_locks(cache_dir):
         log(f"note       {cache_dir} has no file locks: every process tokenizes for itself")
     with TokenizingProgress(sum(group.num_bytes for group in missing), log) as progress:
 
-        def complete(group: FileGroup, *, wait: bool) -> bool:
-            return _complete(group, tokenizer, template, cache_dir, progress, log, wait=wait)
+        def completed(group: FileGroup, *, wait: bool) -> bool:
+            return complete(group, tokenizer, template, cache_dir, progress, log, wait=wait)
 
-        others = [group for group in missing if not complete(group, wait=False)]
+        others = [group for group in missing if not completed(group, wait=False)]
         if others:
             say = log_waiting or log
             say(f"waiting    for another process that tokenizes {len(others)} of {len(groups)} groups of files")
         for group in others:
-            complete(group, wait=True)
+            completed(group, wait=True)
 
 
 def remake(
@@ -151,7 +151,7 @@ def remake(
 ) -> None:
     """Makes the group's damaged shard again, unless another process did; arguments and errors as of `tokenize`."""
     with TokenizingProgress(group.num_bytes, log, animate=False) as progress:  # beside the training's own bar
-        _complete(group, tokenizer, template, cache_dir, progress, log, wait=True, suspect=damaged)
+        complete(group, tokenizer, template, cache_dir, progress, log, wait=True, suspect=damaged)
 
 
 def shard_paths(entry: Path) -> list[Path]:
@@ -170,7 +170,9 @@ def read_shard(path: Path) -> Shard:
     return Shard(**file.arrays, **file.info, sha256=file.sha256)
 
 
-def _is_complete(paths: Sequence[Path]) -> bool:
+def is_complete(entry: Path) -> bool:
+    """Whether the entry has all of its group's shards; asked of the last one only."""
+    paths = shard_paths(entry)
     try:
         return bool(paths) and read_shard(paths[-1]).last
     except cache.DamagedError:
@@ -182,12 +184,12 @@ def shard_path(entry: Path, number: int) -> Path:
     return entry / f"{number:06d}.shard"
 
 
-def _complete(
+def complete(
     group: FileGroup,
     tokenizer: Tokenizer,
     template: ChatTemplate | None,
     cache_dir: Path,
-    progress: TokenizingProgress,
+    progress: Progress,
     log: Callable[[str], None],
     *,
     wait: bool,
@@ -195,7 +197,8 @@ def _complete(
 ) -> bool:
     """Writes the group's missing or damaged shards; False if another process is at it and `wait` is not set.
 
-    Of the shards that are there only the heads are read, of `suspect` everything.
+    Of the shards that are there only the heads are read, of `suspect` everything. Other arguments and errors as of
+    `tokenize`.
     """
     entry = shards_entry(group, tokenizer, cache_dir, template)
     with disk.locked(entry, wait=wait) as mine:
@@ -245,7 +248,7 @@ def _next_shard(
     group: FileGroup,
     tokenizer: Tokenizer,
     template: ChatTemplate | None,
-    progress: TokenizingProgress,
+    progress: Progress,
 ) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
     """Tokenizes documents until the shard is full or they end, conversations with their template; the fields of `Shard`."""
     dtype = np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32
@@ -295,7 +298,7 @@ def _next_shard(
         num_space_signs += sum("\u2581" in document.text for document in batch)
         batch_bytes = sum(len(document.text.encode()) for document in batch)
         text_bytes += batch_bytes
-        progress.advance(len(batch), batch_bytes, bytes_read)
+        progress.advance(len(batch), batch_bytes, bytes_read, len(of_batch))
     arrays = {
         "tokens": np.concatenate(tokens),
         "offsets": np.cumsum(np.concatenate(lengths)),

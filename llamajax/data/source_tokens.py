@@ -2,18 +2,16 @@
 
 import contextlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from llamajax.data import cache
-from llamajax.data.chat import ChatTemplate
 from llamajax.data.groups import FileGroup
 from llamajax.data.shard_index import write_index
 from llamajax.data.shards import read_shard, remake, shards_entry
 from llamajax.data.sources import Source
 from llamajax.data.stores import ShardStore, TokenStore
-from llamajax.data.tokenizer_base import Tokenizer
+from llamajax.data.tokenizing import Tokenizing
 from llamajax.errors import DataError
 
 
@@ -72,19 +70,6 @@ class SourceTokens(Protocol):
             DiskError: the disk fails.
         """
         ...
-
-
-@dataclass(frozen=True)
-class Tokenizing:
-    """How the documents of a run become tokens."""
-
-    tokenizer: Tokenizer
-    template: ChatTemplate | None
-    """Needed for conversations."""
-    cache_dir: Path
-    held_out_fraction: float
-    log: Callable[[str], None]
-    """Takes a line about what this process is doing."""
 
 
 class ShardedTokens:

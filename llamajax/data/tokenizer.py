@@ -12,7 +12,7 @@ import sentencepiece
 from llamajax.data.hf_tokenizer import HuggingFaceTokenizer
 from llamajax.data.sentencepiece_tokenizer import SentencePieceTokenizer
 from llamajax.data.tokenizer_base import Tokenizer
-from llamajax.data.tokenizer_files import JSON_FILE, read_files
+from llamajax.data.tokenizer_files import JSON_FILE, TokenizerFiles, read_files
 from llamajax.errors import ConfigError, DataError
 
 TRAINING_CHUNK_CHARS = 2048
@@ -33,8 +33,16 @@ def load_tokenizer(path: Path) -> Tokenizer:
 
 def find_tokenizer(path: Path) -> Tokenizer | None:
     """As `load_tokenizer`; None if the path is a directory without a tokenizer."""
-    if (files := read_files(path)) is None:
-        return None
+    files = read_files(path)
+    return None if files is None else tokenizer_of(files)
+
+
+def tokenizer_of(files: TokenizerFiles) -> Tokenizer:
+    """The tokenizer that these files are of.
+
+    Raises:
+        DataError: it is damaged, or not of these kinds.
+    """
     return HuggingFaceTokenizer(files) if JSON_FILE in files.contents else SentencePieceTokenizer(files)
 
 

@@ -2,6 +2,7 @@
 
 import abc
 import hashlib
+import os
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
@@ -50,6 +51,8 @@ class Tokenizer(abc.ABC):
     """The file it was read from, for messages."""
     files: dict[str, bytes]
     """Name and content of all that `load_tokenizer` needs, as it was read, to be kept with a checkpoint."""
+    read_from: TokenizerFiles
+    """All files, as they were read; another process makes the same tokenizer of them."""
     sha256: str
     """Hash of the files' content, and of how they are read."""
 
@@ -59,7 +62,7 @@ class Tokenizer(abc.ABC):
         Raises:
             DataError: the tokenizer is damaged, or cannot be read exactly.
         """
-        self.source, self.files, self._found = files.source, dict(files.contents), files
+        self.source, self.files, self.read_from = files.source, dict(files.contents), files
         hashes = (hashlib.sha256(content).digest() for content in self.files.values())
         reading = b"" if list(self.files) == [MODEL_FILE] else _READING
         self.sha256 = hashlib.sha256(b"".join((reading, *hashes))).hexdigest()
@@ -89,7 +92,7 @@ class Tokenizer(abc.ABC):
 
     def _named_end(self, key: str, ids: Callable[[str], int | None]) -> int | None:
         """The token that the configuration names under `key`, if it does."""
-        name = self._found.ends.get(key)
+        name = self.read_from.ends.get(key)
         if name is not None and ids(name) is None:
             raise DataError(f"{self.source}: {key}: {name!r}, as the files beside it say, is not in it; correct them")
         return None if name is None else ids(name)
@@ -102,12 +105,17 @@ class Tokenizer(abc.ABC):
 
     def _check_added(self, ids: Callable[[str], int | None]) -> None:
         """Refuses added tokens that readers would give other ids than the files do."""
-        for token, added in self._found.added:
+        for token, added in self.read_from.added:
             if token not in (None, ids(added.content)):
                 raise DataError(
                     f"{self.source}: the files beside it give the added token {added.content!r} the id {token}, where it has"
                     f" {ids(added.content)}; use the files that belong together"
                 )
+
+
+def num_threads() -> int:
+    """Threads that a tokenizer may use: one, if TOKENIZERS_PARALLELISM says so as to Hugging Face's library."""
+    return 1 if os.environ.get("TOKENIZERS_PARALLELISM", "").lower() in ("0", "false") else os.cpu_count() or 1
 
 
 def text_bytes(piece: str) -> int:

@@ -9,8 +9,7 @@ import pytest
 
 from llamajax import data
 from llamajax.config.data import DataConfig, SourceConfig, TokenizerConfig
-from llamajax.data import cache, groups
-from llamajax.data import dataset as dataset_module
+from llamajax.data import cache, groups, tokenizing
 from llamajax.data import rows as rows_module
 from llamajax.data.sources import Source
 from llamajax.data.split import is_held_out, split_hash
@@ -213,7 +212,7 @@ def test_prepared_once(tmp_path, tokenizer, monkeypatch):
     assert [line.split()[0] for line in first_log] == ["source", "data"]
     assert [line.split()[0] for line in work] == ["tokenizer", "tokenized"]
     files = {path: path.stat().st_mtime_ns for path in (tmp_path / "cache").rglob("*") if path.is_file()}
-    monkeypatch.setattr("llamajax.data.dataset.train_sentencepiece", None)
+    monkeypatch.setattr("llamajax.data.tokenizing.train_sentencepiece", None)
     monkeypatch.setattr("llamajax.data.packing.pack", None)
     second = data.prepare(config, log=second_log.append)
     assert second_log == first_log == [first_log[0], *first.summary]
@@ -327,7 +326,7 @@ def test_a_signal_while_a_tokenizer_is_made_is_not_hidden(tmp_path, monkeypatch)
                 raise SystemExit(143)
             return is_held_out(*args)
 
-        monkeypatch.setattr(dataset_module, "is_held_out", terminated)
+        monkeypatch.setattr(tokenizing, "is_held_out", terminated)
         try:
             data.prepare(config, log=lambda line: None)
         except SystemExit:
@@ -364,7 +363,7 @@ def test_long_work_is_announced(tmp_path, monkeypatch):
     size = 2 * (tmp_path / "a.jsonl").stat().st_size
     source = SourceConfig(kind="jsonl", paths=(str(tmp_path / "*.jsonl"),))
     config = config_for(tmp_path, source, tokenizer=TokenizerConfig(train_max_bytes=1_000_000), vocab_size=300)
-    for module in (dataset_module, groups, rows_module):
+    for module in (tokenizing, groups, rows_module):
         monkeypatch.setattr(module, "ANNOUNCED_BYTES", 2 * sum(map(len, texts)))
     monkeypatch.setattr(groups, "UNSETTLED_S", -60.0)
     log = []

@@ -1,0 +1,1 @@
+"""Sources to tokenized shards and packings ahead of a run, by many processes."""

@@ -1,0 +1,165 @@
+"""Who does the work: processes of this machine, or those of a Ray cluster. What they make is the same, to the last byte."""
+
+import ctypes
+import functools
+import multiprocessing
+import os
+import queue
+import signal
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from multiprocessing.queues import SimpleQueue
+from typing import Any, Protocol
+
+import pyarrow
+
+from llamajax.errors import EnvironmentMismatchError
+from llamajax.preprocessing.work import Tell
+
+MAX_LOST = 3
+"""Times that a process may be lost one after another, without a task that was finished in between."""
+LOOK_EVERY_S = 0.2
+"""How often what workers tell is passed on."""
+
+_PR_SET_PDEATHSIG = 1  # Linux: the signal that a process gets when its parent ends
+_told: "SimpleQueue[tuple[str, tuple[Any, ...]]]"
+"""In a local worker: takes what it tells."""
+
+
+class Executor(Protocol):
+    """Calls functions with tasks, some of them at a time."""
+
+    num_workers: int
+    """Tasks that are worked on at a time."""
+
+    def map(self, function: Callable[[Any], Any], tasks: Sequence[Any]) -> Iterator[Any]:
+        """The results, in the order of the tasks.
+
+        Raises:
+            EnvironmentMismatchError: workers are lost again and again.
+            Exception: the first that a call raised; what others have begun is broken off.
+        """
+        ...
+
+    def map_telling(self, function: Callable[[Any, Tell], None], tasks: Sequence[Any], tell: Tell) -> None:
+        """As `map`, for what gives no result but tells how it gets on: `tell` is called in this process."""
+        ...
+
+    def close(self) -> None:
+        """Ends the workers."""
+        ...
+
+
+class LocalExecutor:
+    """Processes of this machine, which end with this one. Each computes in one thread."""
+
+    def __init__(self, num_workers: int) -> None:
+        """Starts them when there is something to do."""
+        self.num_workers = num_workers
+        self._workers: _Workers | None = None
+
+    def map(self, function: Callable[[Any], Any], tasks: Sequence[Any]) -> Iterator[Any]:
+        """See `Executor`."""
+        return iter(self._results(function, tasks, lambda name, arguments: None))
+
+    def map_telling(self, function: Callable[[Any, Tell], None], tasks: Sequence[Any], tell: Tell) -> None:
+        """See `Executor`."""
+        self._results(functools.partial(_tell_of_worker, function), tasks, tell)
+
+    def close(self) -> None:
+        """See `Executor`."""
+        if self._workers is not None:
+            self._workers.kill()
+            self._workers = None
+
+    def _results(self, function: Callable[[Any], Any], tasks: Sequence[Any], tell: Tell) -> list[Any]:
+        results: dict[int, Any] = {}
+        num_lost = 0
+        while len(results) < len(tasks):
+            before = len(results)
+            try:
+                self._work_off(function, tasks, results, tell)
+            except BrokenProcessPool:
+                self.close()
+                num_lost = num_lost + 1 if len(results) == before else 1
+                if num_lost == MAX_LOST:
+                    raise EnvironmentMismatchError(
+                        f"--workers: {MAX_LOST} times in a row one of {self.num_workers} processes was killed, perhaps for"
+                        " want of memory; take fewer, and run the same command again, which goes on"
+                    ) from None
+                tell("log", ("lost       a process was killed; what it had begun goes on behind its last shard",))
+            except BaseException:
+                self.close()
+                raise
+        return [results[number] for number in range(len(tasks))]
+
+    def _work_off(self, function: Callable[[Any], Any], tasks: Sequence[Any], results: dict[int, Any], tell: Tell) -> None:
+        """Puts the results of the tasks that have none yet into `results`, as they come."""
+        if self._workers is None:
+            self._workers = _Workers(self.num_workers)
+        left = iter([number for number in range(len(tasks)) if number not in results])
+        running: dict[Future[Any], int] = {}
+        while True:
+            while len(running) < 2 * self.num_workers and (number := next(left, None)) is not None:
+                running[self._workers.pool.submit(function, tasks[number])] = number
+            self._workers.pass_on(tell)
+            if not running:
+                return
+            done, _ = wait(running, timeout=LOOK_EVERY_S, return_when=FIRST_COMPLETED)
+            for future in done:
+                results[running.pop(future)] = future.result()
+
+
+class _Workers:
+    """A pool of processes, and what they tell. When one is killed, all are replaced: it may have held a lock of theirs."""
+
+    def __init__(self, num_workers: int) -> None:
+        context = multiprocessing.get_context("spawn")
+        told = context.SimpleQueue()
+        self._told: queue.SimpleQueue[tuple[str, tuple[Any, ...]]] = queue.SimpleQueue()
+        # In a thread of its own, which hangs without harm when a process is killed in the middle of a message.
+        threading.Thread(target=_read_on, args=(told, self._told), name="told by workers", daemon=True).start()
+        begin = functools.partial(_begin, os.getpid(), told)
+        self.pool = ProcessPoolExecutor(num_workers, mp_context=context, initializer=begin)
+
+    def pass_on(self, tell: Tell) -> None:
+        """Calls `tell` with all that has been told since."""
+        while not self._told.empty():
+            tell(*self._told.get())
+
+    def kill(self) -> None:
+        """Ends the processes, whatever they are at."""
+        for process in list((self.pool._processes or {}).values()):
+            process.kill()
+        self.pool.shutdown(cancel_futures=True)
+
+
+def _read_on(told: "SimpleQueue[Any]", into: "queue.SimpleQueue[Any]") -> None:
+    while True:
+        try:
+            into.put(told.get())
+        except (EOFError, OSError):
+            return
+
+
+def _begin(parent: int, told: "SimpleQueue[Any]") -> None:
+    """What a local worker does first."""
+    global _told
+    _told = told
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:  # it has ended already
+        os._exit(128 + signal.SIGKILL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes of a terminal; the parent ends this one
+    compute_in_one_thread()
+
+
+def compute_in_one_thread() -> None:
+    """Keeps this process's libraries to one thread, since other processes have the other processors."""
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    pyarrow.set_cpu_count(1)
+
+
+def _tell_of_worker(function: Callable[[Any, Tell], None], task: Any) -> None:
+    function(task, lambda name, arguments: _told.put((name, arguments)))

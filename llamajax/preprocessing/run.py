@@ -1,0 +1,150 @@
+"""The story of preprocessing: read `run` from top to bottom.
+
+What a run's data become does not depend on who makes it: `python -m llamajax.train` with the same configuration finds it all
+in `data.cache_dir`, and would make the same by itself.
+"""
+
+import functools
+import os
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from llamajax import data
+from llamajax.config.run import Config
+from llamajax.data.groups import extents, group_files, known_group
+from llamajax.data.progress import TokenizingProgress
+from llamajax.data.shards import is_complete
+from llamajax.data.source_tokens import entries_of
+from llamajax.data.sources import Source
+from llamajax.data.tokenizer_base import Tokenizer
+from llamajax.data.tokenizing import Tokenizing, chat_template_for, given_tokenizer, tokenizer_for
+from llamajax.errors import ConfigError, show
+from llamajax.parallel.exit import exit_code
+from llamajax.preprocessing.executors import Executor, LocalExecutor
+from llamajax.preprocessing.work import Job, Task, hash_extent, tokenize_extent
+from llamajax.watch import console
+
+
+def run(config: Config, options: Mapping[str, str]) -> None:
+    """Makes everything in `data.cache_dir` that a run with `config` reads.
+
+    Args:
+        config: the run.
+        options: `--part`, `--workers` and `--executor` of the command line.
+
+    Raises:
+        ConfigError: an option is wrong, or the tokenizer does not fit.
+        DataError: a source, tokenizer, template or cache cannot be read.
+        DiskError: the disk fails, or is full.
+        EnvironmentMismatchError: there is no Ray, or workers are lost again and again.
+    """
+    part, num_parts = _read_part(options.get("--part", "0/1"))
+    cache_dir = Path(config.data.cache_dir).expanduser()
+    sources = [Source(source, f"data.sources[{index}]") for index, source in enumerate(config.data.sources)]
+    found = [(source, extent) for source in sources for extent in extents(source)]
+    tasks = [Task(number, source, extent) for number, (source, extent) in enumerate(found)]
+    own = tasks[part::num_parts]
+    executor = _executor(options)
+    try:
+        log(f"work       {len(own):,} of {len(tasks):,} pieces, {_size(own)} of {_size(tasks)}, by {executor.num_workers}")
+        models_tokenizer = _models_tokenizer(config)
+        by = _tokenizing(config, models_tokenizer, tasks, sources, cache_dir, executor)
+        _work_off(executor, functools.partial(tokenize_extent, Job.of(by)), own)
+        missing = sum(not _is_made(task, by) for task in tasks)
+        if missing:
+            log(
+                f"finished   this part; {missing:,} pieces of others are missing, of which the last one to be done packs all"
+            )
+            return
+        dataset = data.prepare(config, log=log, tokenizer=models_tokenizer, run=executor.map)
+    finally:
+        executor.close()
+    log(f"finished   all is in {cache_dir}; its fingerprint is {dataset.fingerprint[:16]}")
+
+
+def log(line: str) -> None:
+    """Prints a line."""
+    console.CONSOLE.print(line, markup=False, soft_wrap=True)
+
+
+def _tokenizing(
+    config: Config,
+    models_tokenizer: Tokenizer | None,
+    tasks: Sequence[Task],
+    sources: Sequence[Source],
+    cache_dir: Path,
+    executor: Executor,
+) -> Tokenizing:
+    """By what documents become tokens. To train a tokenizer, all files are hashed first."""
+    tokenizer = given_tokenizer(config, models_tokenizer)
+    if tokenizer is None:
+        unknown = [task for task in tasks if known_group(task.source, task.extent, cache_dir) is None]
+        executor.map_telling(functools.partial(hash_extent, cache_dir), unknown, lambda name, arguments: None)
+        groups = [group for source in sources for group in group_files(source, cache_dir, log)]
+        tokenizer = tokenizer_for(config, None, groups, cache_dir, log)
+    return Tokenizing(tokenizer, chat_template_for(config, tokenizer), cache_dir, config.data.held_out_fraction, log)
+
+
+def _work_off(executor: Executor, function: Any, tasks: Sequence[Task]) -> None:
+    """Tokenizes all extents, the largest first, and shows how that goes."""
+    largest_first = sorted(tasks, key=lambda task: -task.extent.num_bytes)
+    with TokenizingProgress(
+        sum(task.extent.num_bytes for task in tasks), log, by=f" by {executor.num_workers} processes"
+    ) as progress:
+
+        def tell(name: str, arguments: tuple[Any, ...]) -> None:
+            {"advance": progress.advance, "finish_group": progress.finish_group, "log": log}[name](*arguments)
+
+        executor.map_telling(function, largest_first, tell)
+
+
+def _executor(options: Mapping[str, str]) -> Executor:
+    name, workers = options.get("--executor", "local"), options.get("--workers", str(len(os.sched_getaffinity(0))))
+    if not re.fullmatch(r"[1-9]\d{0,4}", workers):
+        raise ConfigError(f"--workers: must be a number of processes, not {show(workers)}; write --workers 8")
+    if name == "local":
+        return LocalExecutor(int(workers))
+    if name != "ray":
+        raise ConfigError(f"--executor: {show(name)} is none; write local or ray")
+    from llamajax.preprocessing.ray_executor import RayExecutor  # takes seconds, and need not be installed
+
+    return RayExecutor(int(workers))
+
+
+def _read_part(text: str) -> tuple[int, int]:
+    match = re.fullmatch(r"(\d{1,6})/([1-9]\d{0,5})", text)
+    if match is None or int(match[1]) >= int(match[2]):
+        raise ConfigError(f"--part: must be I/N with I from 0 to N - 1, not {show(text)}; write --part 0/16 to --part 15/16")
+    return int(match[1]), int(match[2])
+
+
+def _models_tokenizer(config: Config) -> Tokenizer | None:
+    """The tokenizer of the model that training starts from, if it does."""
+    if config.init_from is None:
+        return None
+    from llamajax.weights.opening import open_pretrained
+    from llamajax.weights.origin import take_along
+
+    pretrained = open_pretrained(Path(config.init_from))
+    return take_along(pretrained.files, pretrained.hf).tokenizer
+
+
+def _is_made(task: Task, by: Tokenizing) -> bool:
+    group = known_group(task.source, task.extent, by.cache_dir)
+    return group is not None and is_complete(entries_of([group], by)[0])
+
+
+def _size(tasks: Sequence[Task]) -> str:
+    return f"{sum(task.extent.num_bytes for task in tasks) / 1e9:,.2f} GB"
+
+
+def main(config: Config, options: Mapping[str, str]) -> int:
+    """Preprocesses; returns the exit code of the process."""
+    return exit_code(
+        lambda: run(config, options),
+        memory_remedy="fewer --workers",
+        disk=config.data.cache_dir,
+        disk_remedy="see to the disk and run the same command again",
+    )

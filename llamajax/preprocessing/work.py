@@ -1,0 +1,94 @@
+"""What one process does of preprocessing: an extent of a source becomes shards in the cache."""
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from llamajax.data import cache
+from llamajax.data.chat import ChatTemplate
+from llamajax.data.groups import Extent, hashed
+from llamajax.data.shards import complete
+from llamajax.data.sources import Source
+from llamajax.data.tokenizer import tokenizer_of
+from llamajax.data.tokenizer_base import Tokenizer
+from llamajax.data.tokenizer_files import TokenizerFiles
+from llamajax.data.tokenizing import Tokenizing
+
+Tell = Callable[[str, tuple[Any, ...]], None]
+"""Takes what happens in a worker: the name of one of `Progress`'s methods, or `log`, and its arguments."""
+
+
+class Task(NamedTuple):
+    """An extent of a source, and its number among all."""
+
+    number: int
+    source: Source
+    extent: Extent
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is the same for all tasks; it can be sent to other processes."""
+
+    tokenizer_files: TokenizerFiles
+    template: tuple[str, str] | None
+    """Its text, and where it is from."""
+    cache_dir: Path
+
+    @classmethod
+    def of(cls, by: Tokenizing) -> "Job":
+        """To tokenize as `by` says."""
+        template = None if by.template is None else (by.template.text, by.template.where)
+        return cls(by.tokenizer.read_from, template, by.cache_dir)
+
+    def made(self) -> tuple[Tokenizer, ChatTemplate | None]:
+        """The tokenizer and the template, which are made once in a process."""
+        key = cache.key_of(
+            {name: hashlib.sha256(content).hexdigest() for name, content in self.tokenizer_files.contents.items()},
+            self.template,
+        )
+        if key not in _made:
+            tokenizer = tokenizer_of(self.tokenizer_files)
+            _made[key] = (
+                tokenizer,
+                None if self.template is None else ChatTemplate(self.template[0], tokenizer, self.template[1]),
+            )
+        return _made[key]
+
+
+_made: dict[str, tuple[Tokenizer, ChatTemplate | None]] = {}
+
+
+def hash_extent(cache_dir: Path, task: Task, tell: Tell) -> None:
+    """Makes sure that the cache knows the extent's hash; errors as of `hashed`."""
+    hashed(task.source, task.extent, cache_dir)
+    tell("finish_group", (task.extent.num_bytes, task.number))
+
+
+def tokenize_extent(job: Job, task: Task, tell: Tell) -> None:
+    """Makes sure that the cache has the extent's shards.
+
+    Raises:
+        DataError: a file cannot be read, or changes while it is, or the template refuses a conversation.
+        DiskError: the disk fails.
+    """
+    group = hashed(task.source, task.extent, job.cache_dir)
+    tokenizer, template = job.made()
+    progress = _Told(task.number, tell)
+    complete(group, tokenizer, template, job.cache_dir, progress, lambda line: tell("log", (line,)), wait=True)
+
+
+@dataclass(frozen=True)
+class _Told:
+    """Progress of one task, told to whoever shows that of all."""
+
+    group: int
+    tell: Tell
+
+    def advance(self, num_documents: int, text_bytes: int, bytes_read: int, num_tokens: int = 0, group: int = 0) -> None:
+        self.tell("advance", (num_documents, text_bytes, bytes_read, num_tokens, self.group))
+
+    def finish_group(self, num_bytes: int, group: int = 0) -> None:
+        self.tell("finish_group", (num_bytes, self.group))
