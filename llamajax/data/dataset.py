@@ -67,6 +67,17 @@ class Dataset:
         return row
 
 
+@dataclass(frozen=True)
+class Tokenized:
+    """The documents of a run, in shards; `shards_entry` says where those of a group are."""
+
+    sources: tuple[tuple[Source, Sequence[FileGroup]], ...]
+    """With the groups that their files are in, in order."""
+    tokenizer: Tokenizer
+    template: ChatTemplate | None
+    """Of conversations; None if there are none."""
+
+
 def prepare(
     config: Config,
     *,
@@ -102,17 +113,10 @@ def _prepare(
     models_tokenizer: Tokenizer | None,
 ) -> Dataset:
     data = config.data
-    sources = [Source(source, f"data.sources[{index}]") for index, source in enumerate(data.sources)]
-    for source in sources:
-        log(f"source     {source}")
-    groups = [group_files(source, cache_dir, log_work) for source in sources]
-    all_groups = [group for of_source in groups for group in of_source]
-    tokenizer = _tokenizer(config, models_tokenizer, all_groups, cache_dir, log_work)
-    template = _chat_template(config, tokenizer)
-    tokenize(all_groups, tokenizer, cache_dir, log_work, template, log_waiting=log)
-
+    found = tokenized(config, cache_dir, log, log_work, models_tokenizer)
+    tokenizer, template = found.tokenizer, found.template
     packed, summary = [], []
-    for source, of_source in zip(sources, groups, strict=True):
+    for source, of_source in found.sources:
         packed.append(
             PackedSource(source, of_source, tokenizer, template, cache_dir, data.seq_len, data.held_out_fraction, log_work)
         )
@@ -129,7 +133,7 @@ def _prepare(
             f"data.held_out_fraction: {data.held_out_fraction} of the documents is none{why}; raise it, add documents, or"
             " set train.eval_batches=0 to train without evaluation"
         )
-    weights = [source.config.weight for source in sources]
+    weights = [source.config.weight for source, _ in found.sources]
     shares = Proportions(weights).shares
     epochs = [share / sum(shares) / len(rows) for share, (rows, _) in zip(shares, sides, strict=True)]
     return Dataset(
@@ -138,11 +142,30 @@ def _prepare(
         summary=tuple(summary),
         fingerprint=cache.key_of(tokenizer.sha256, [of_source.rows_key for of_source in packed], shares),
         content=cache.key_of([of_source.content for of_source in packed]),
-        epochs_per_row=dict(zip((source.key for source in sources), epochs, strict=True)),
+        epochs_per_row=dict(zip((source.key for source, _ in found.sources), epochs, strict=True)),
         order=training_order([rows for rows, _ in sides], weights, config.seed),
         files=tokenizer.files if template is None else tokenizer.files | {TEMPLATE_FILE: template.text.encode()},
         template_sha256=None if template is None else template.sha256,
     )
+
+
+def tokenized(
+    config: Config,
+    cache_dir: Path,
+    log: Callable[[str], None],
+    log_work: Callable[[str], None],
+    models_tokenizer: Tokenizer | None,
+) -> Tokenized:
+    """The documents before they are packed: arguments and errors are those of `prepare`, but the cache's stay `OSError`s."""
+    sources = [Source(source, f"data.sources[{index}]") for index, source in enumerate(config.data.sources)]
+    for source in sources:
+        log(f"source     {source}")
+    groups = [group_files(source, cache_dir, log_work) for source in sources]
+    all_groups = [group for of_source in groups for group in of_source]
+    tokenizer = _tokenizer(config, models_tokenizer, all_groups, cache_dir, log_work)
+    template = _chat_template(config, tokenizer)
+    tokenize(all_groups, tokenizer, cache_dir, log_work, template, log_waiting=log)
+    return Tokenized(tuple(zip(sources, groups, strict=True)), tokenizer, template)
 
 
 def _tokenizer(
