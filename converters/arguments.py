@@ -94,3 +94,45 @@ def tokenizer_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace
         help="add rows of no token until M divides the vocabulary, so that devices can share it (default: 64; 1: none)",
     )
     return parser.parse_args(argv)
+
+
+def megatron_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Of `python -m converters.megatron`, with the run's configuration as `config` of an export.
+
+    Exits with code 2 if they, or the configuration, are wrong.
+    """
+    parser = argparse.ArgumentParser(
+        prog="python -m converters.megatron",
+        description="Token files of Megatron-LM, PREFIX.bin and PREFIX.idx: written from a run's documents, and looked at.",
+        allow_abbrev=False,
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    export = commands.add_parser(
+        "export",
+        help="write the tokenized documents of a run's sources",
+        description="Write the tokenized documents of a run's sources, in their order, also those that the run holds out."
+        " Any setting of the run can be given as well: --KEY=VALUE.",
+        allow_abbrev=False,
+    )
+    export.add_argument(
+        "out", metavar="OUT_PREFIX", help="the files to make; of several sources OUT_PREFIX_0, OUT_PREFIX_1 and so on"
+    )
+    export.add_argument("--config", metavar="FILE", required=True, help="the YAML file of the run")
+    export.add_argument(
+        "--without_bos",
+        action="store_true",
+        help="leave out the token that begins a document: Megatron-LM's own files have one at the end only",
+    )
+    info = commands.add_parser("info", help="check a pair of files, and say what is in it", allow_abbrev=False)
+    info.add_argument("prefix", metavar="PREFIX", help="of the two files, or either of them")
+    arguments, settings = parser.parse_known_args(argv)
+    for setting in settings:
+        if arguments.command == "info" or not re.match("--[^=]+=", setting):
+            parser.error(f"unrecognized argument: {setting}")
+    if arguments.command == "export":
+        from llamajax.config.command import parse_args  # settings, which `info` has none of
+        from llamajax.config.run import Config
+
+        told = [f"--config={arguments.config}", *settings]
+        arguments.config = parse_args(told, prog=export.prog, root=Config, check=Config.file_problems).config
+    return arguments

@@ -14,7 +14,7 @@ import time
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TypeVar
+from typing import BinaryIO, TypeVar
 
 from llamajax.errors import DataError, DiskError, UserError
 
@@ -251,7 +251,15 @@ def flock(descriptor: int, operation: int) -> bool:
 
 
 def write_atomically(path: Path, *chunks: bytes | memoryview, keep: bool = False) -> None:
-    """Writes a file that is, whatever happens, either whole or not there. The entry's lock must be held.
+    """Writes a file as `file_made_whole` makes it. The entry's lock must be held."""
+    with file_made_whole(path, keep=keep) as file:
+        for chunk in chunks:
+            file.write(chunk)
+
+
+@contextlib.contextmanager
+def file_made_whole(path: Path, *, keep: bool = False) -> Iterator[BinaryIO]:
+    """A file to write, which is, whatever happens, either whole or not there: at the end it gets the name `path`.
 
     With `keep`, one that is there by then stays: where locks do not help, another host may have made the same file, and have
     mapped it, which NFS does not let it read any more once it is replaced.
@@ -260,8 +268,7 @@ def write_atomically(path: Path, *chunks: bytes | memoryview, keep: bool = False
     temporary = path.with_name(f"{path.name}.{_HOST}.{secrets.token_hex(4)}.tmp")
     try:
         with temporary.open("wb") as file:
-            for chunk in chunks:
-                file.write(chunk)
+            yield file
             file.flush()
             os.fsync(file.fileno())
         if not keep or not _link(temporary, path):

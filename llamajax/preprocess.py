@@ -5,7 +5,7 @@ import sys
 from llamajax.config.command import parse_run
 
 OPTIONS = {
-    "--part I/N": "Do every N-th piece of the work only, from the I-th on, I from 0 to N - 1, beside others that do the rest,"
+    "--part I/N": "Do every N-th piece of the work only, from the I-th on (from 0), beside others that do the rest,"
     " such as the tasks of a Slurm array; whoever is last packs.",
     "--workers N": "Processes; by default one for each processor that this one may use.",
     "--executor NAME": "local: processes of this machine; ray: those of the Ray cluster that RAY_ADDRESS names, or of one"

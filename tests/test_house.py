@@ -23,9 +23,9 @@ from llamajax.step.step import train_step
 ROOT = pathlib.Path(__file__).parent.parent
 ORDER = (
     ("errors", "units", "disk"),
-    "config", "launching", "parallel", "watch", "kernels", "model", "step", "data", "checkpoint", "weights", "planning",
+    "config", "launching", "parallel", "watch", "kernels", "model", "step", "data", "checkpoint", "weights", "preprocessing", "planning",
     "generation", "evaluation", "verification", "training",
-    ("train", "launch", "generate", "evaluate", "plan", "verify", "report"),
+    ("train", "launch", "preprocess", "generate", "evaluate", "plan", "verify", "report"),
     "converters",
 )  # fmt: skip
 """The rooms of the house, from the ground up: words for everybody, folders, commands, and what stands beside the package.
@@ -172,7 +172,8 @@ def test_files_can_be_read_in_one_go():
     lengths = {path: len(path.read_text().splitlines()) for path in [*FILES, *(ROOT / "tests").rglob("*.py")]}
     assert not [path for path, length in lengths.items() if length > 400]
     assert not [path for path, length in lengths.items() if path.parent == ROOT / "llamajax" / "config" and length > 300]
-    commands = [*(f"llamajax/{name}.py" for name in ORDER[-2]), "converters/hf.py", "converters/tokenizer.py"]
+    converters = ["converters/hf.py", "converters/tokenizer.py", "converters/megatron.py"]
+    commands = [*(f"llamajax/{name}.py" for name in ORDER[-2]), *converters]
     assert not [command for command in commands if lengths[ROOT / command] > 40]
     of_packages = [lengths[path] for path in FILES]
     assert sum(of_packages) / len(of_packages) < 180

@@ -1,5 +1,6 @@
 """What is trained on: sources of documents, tokenizer, rows."""
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
@@ -14,14 +15,16 @@ Weight = Annotated[float, Bound(lambda value: value > 0, "must be positive; remo
 class SourceConfig(Section):
     """One collection of documents."""
 
-    kind: Literal["text", "jsonl", "parquet", "stdlib", "chat"]
+    kind: Literal["text", "jsonl", "parquet", "stdlib", "chat", "megatron"]
     """`text`: one document per file, cut at line ends above two million characters. `jsonl` (also .gz,
     .zst) and `parquet`: one per line or row. `stdlib`: the sources and help texts of the Python standard
     library that runs this program. `chat`: one conversation per line of JSONL (also .gz, .zst), put into
-    `data.chat_template`; only what the assistant says is learnt."""
+    `data.chat_template`; only what the assistant says is learnt. `megatron`: tokens in the `.bin` and `.idx` files of
+    Megatron-LM, read where they lie, of the tokenizer that `data.tokenizer.path` names."""
     paths: tuple[str, ...] = ()
     """Files or globs (`**` allowed), relative to the working directory; empty for `stdlib`. A file that has several
-    names here, by links or overlapping globs, is read once; to read one more often, raise `weight`."""
+    names here, by links or overlapping globs, is read once; to read one more often, raise `weight`. `megatron`: what
+    the names of a `.bin` and its `.idx` begin with, or one of the two."""
     text_key: str = "text"
     """`jsonl`, `parquet`: the field or column with the text."""
     chat_format: ChatFormat = "messages"
@@ -30,11 +33,21 @@ class SourceConfig(Section):
     max_bad_records: NonNegativeInt = 0
     """`jsonl`, `parquet`, `chat`: lines or rows that may be left out, and are counted, because they are not what they
     should be (text that is null, broken JSON, a conversation that the template refuses); one more ends the start."""
+    split: str | None = None
+    """`megatron`: how the documents of each file are divided, in their order, such as 969,30,1: to train on, held out, and
+    left for tests, as Megatron-LM does. Unset: the last `data.held_out_fraction` of them is held out."""
     weight: Weight = 1.0
     """Share of the training rows that comes from this source, relative to the other sources' weights."""
 
+    @property
+    def patterns(self) -> tuple[str, ...]:
+        """The names and globs of files: of a pair of Megatron-LM's the one of its index."""
+        if self.kind != "megatron":
+            return self.paths
+        return tuple(f"{path.removesuffix('.bin').removesuffix('.idx')}.idx" for path in self.paths)
+
     def broken_rules(self) -> Iterator[str]:
-        if self.kind in ("text", "stdlib") and self.max_bad_records > 0:
+        if self.kind in ("text", "stdlib", "megatron") and self.max_bad_records > 0:
             yield f"max_bad_records: {self.max_bad_records} has no effect with kind={self.kind}; remove it"
         if self.kind != "stdlib" and not self.paths:
             yield f"paths: kind={self.kind} needs them; name the files or globs to read"
@@ -42,6 +55,12 @@ class SourceConfig(Section):
             yield "paths: kind=stdlib finds its own files; remove paths"
         if not self.text_key:
             yield "text_key: must not be empty"
+        if self.split is not None and self.kind != "megatron":
+            yield f"split: {self.split} has no effect with kind={self.kind}; set data.held_out_fraction, or remove split"
+        elif self.split is not None and not re.fullmatch(r"\d+(\.\d+)?(,\d+(\.\d+)?){0,2}", self.split):
+            yield f"split: {self.split!r} must be one to three numbers with commas between them; write 969,30,1"
+        elif self.split is not None and not float(self.split.partition(",")[0]):
+            yield f"split: {self.split} leaves nothing to train on; raise its first number"
         if self.kind == "chat" and self.text_key not in ("", "text"):
             yield f"text_key: {self.text_key} has no effect with kind=chat; set chat_format, or remove text_key"
         if self.kind != "chat" and self.chat_format != "messages":

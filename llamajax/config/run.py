@@ -97,6 +97,9 @@ class Config(Settings):
         if data.seq_len > model.max_seq_len:
             remedy = "shorten the rows or raise it"
             yield f"data.seq_len: {data.seq_len} is above model.max_seq_len={model.max_seq_len}; {remedy}"
+        no_tokenizer = data.tokenizer.path is None and self.init_from is None
+        if no_tokenizer and any(source.kind == "megatron" for source in data.sources):
+            yield "data.tokenizer.path: is needed for sources of kind=megatron; name the tokenizer that made their tokens"
         decaying = optimizer.warmup_steps + (optimizer.decay_steps or 0)
         if decaying > train.num_steps:
             took = f"warm-up and decay take {decaying} steps, above train.num_steps={train.num_steps}"
@@ -198,7 +201,7 @@ class Config(Settings):
         patterns = {
             f"data.sources.{i}.paths.{j}": path
             for i, source in enumerate(self.data.sources)
-            for j, path in enumerate(source.paths)
+            for j, path in enumerate(source.patterns)
         }
         named = {
             "data.tokenizer.path": self.data.tokenizer.path,

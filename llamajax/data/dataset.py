@@ -1,7 +1,5 @@
 """From a configuration to rows: tokenizer, shards, packing, held-out split and order, each made once and cached."""
 
-import functools
-import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,21 +11,14 @@ import numpy as np
 from llamajax.config.run import Config
 from llamajax.data import cache
 from llamajax.data.chat import TEMPLATE_FILE
-from llamajax.data.groups import group_files, known_groups
 from llamajax.data.order import Proportions, training_order
 from llamajax.data.packing import Row
 from llamajax.data.packings import Run
 from llamajax.data.rows import PackedSource, cache_error
-from llamajax.data.shard_index import index_path
-from llamajax.data.shards import tokenize
-from llamajax.data.source_tokens import ShardedTokens, entries_of
-from llamajax.data.sources import Source
 from llamajax.data.stores import HELD_OUT, SIDES, TRAIN
-from llamajax.data.tokenizer import load_tokenizer
+from llamajax.data.tokenized import tokenized
 from llamajax.data.tokenizer_base import Tokenizer
-from llamajax.data.tokenizing import Tokenizing, chat_template_for, given_tokenizer, tokenizer_for, trained_path
 from llamajax.errors import DataError
-from llamajax.parallel.processes import of_first, peers, rank
 
 _ROWS_LOOKED_AT = 64
 
@@ -110,28 +101,10 @@ def _prepare(
     run: Run,
 ) -> Dataset:
     data = config.data
-    sources = [Source(source, f"data.sources[{index}]") for index, source in enumerate(data.sources)]
-    for source in sources:
-        log(f"source     {source}")
-    groups = [functools.cache(functools.partial(group_files, source, cache_dir, log_work)) for source in sources]
-    told = of_first(_made(config, sources, models_tokenizer, cache_dir, log_work)) if peers() is not None else None
-    if told is not None and all((cache_dir / name).exists() for name in told):
-        trained, *indexes = [cache_dir / name for name in told]
-        tokenizer = given_tokenizer(config, models_tokenizer) or load_tokenizer(trained)
-        by = Tokenizing(tokenizer, chat_template_for(config, tokenizer), cache_dir, data.held_out_fraction, log_work)
-    else:
-        all_groups = [group for of_source in groups for group in of_source()]
-        tokenizer = tokenizer_for(config, models_tokenizer, all_groups, cache_dir, log_work)
-        by = Tokenizing(tokenizer, chat_template_for(config, tokenizer), cache_dir, data.held_out_fraction, log_work)
-        indexes = [index_path(entries_of(of_source(), by), cache_dir) for of_source in groups]
-        new = [
-            group for of_source, index in zip(groups, indexes, strict=True) if not index.exists() for group in of_source()
-        ]
-        tokenize(new, tokenizer, cache_dir, log_work, by.template, log_waiting=log)
-
+    found = tokenized(config, cache_dir, log, log_work, models_tokenizer)
+    tokenizer, template = found.by.tokenizer, found.by.template
     packed, summary = [], []
-    for source, of_source, index in zip(sources, groups, indexes, strict=True):
-        tokens = ShardedTokens(source, index, of_source, by)
+    for tokens in found.sources:
         packed.append(PackedSource(tokens, cache_dir, data.seq_len, log_work, run))
         _check_bad(packed[-1], log)
         summary.append(_describe(packed[-1]))
@@ -146,7 +119,7 @@ def _prepare(
             f"data.held_out_fraction: {data.held_out_fraction} of the documents is none{why}; raise it, add documents, or"
             " set train.eval_batches=0 to train without evaluation"
         )
-    weights = [source.config.weight for source in sources]
+    weights = [source.weight for source in data.sources]
     shares = Proportions(weights).shares
     epochs = [share / sum(shares) / len(rows) for share, (rows, _) in zip(shares, sides, strict=True)]
     return Dataset(
@@ -155,38 +128,11 @@ def _prepare(
         summary=tuple(summary),
         fingerprint=cache.key_of(tokenizer.sha256, [of_source.rows_key for of_source in packed], shares),
         content=cache.key_of([of_source.content for of_source in packed]),
-        epochs_per_row=dict(zip((source.key for source in sources), epochs, strict=True)),
+        epochs_per_row=dict(zip((of_source.source.key for of_source in packed), epochs, strict=True)),
         order=training_order([rows for rows, _ in sides], weights, config.seed),
-        files=tokenizer.files if by.template is None else tokenizer.files | {TEMPLATE_FILE: by.template.text.encode()},
-        template_sha256=None if by.template is None else by.template.sha256,
+        files=tokenizer.files if template is None else tokenizer.files | {TEMPLATE_FILE: template.text.encode()},
+        template_sha256=None if template is None else template.sha256,
     )
-
-
-def _made(
-    config: Config,
-    sources: Sequence[Source],
-    models_tokenizer: Tokenizer | None,
-    cache_dir: Path,
-    log: Callable[[str], None],
-) -> list[str] | None:
-    """What process 0 tells the others, who then need not ask for thousands of files: names in the cache of the trained
-    tokenizer, if there is one, and of the indexes of all sources; None where it does not find them all."""
-    if rank() > 0:
-        return None
-    groups = [known_groups(source, cache_dir, log) for source in sources]
-    known = [of_source for of_source in groups if of_source is not None]
-    if len(known) < len(groups):
-        return None
-    tokenizer, trained = given_tokenizer(config, models_tokenizer), cache_dir
-    if tokenizer is None:
-        trained = trained_path(config, itertools.chain.from_iterable(known), cache_dir)
-        if not cache.is_whole(trained):
-            return None
-        tokenizer = load_tokenizer(trained)
-    by = Tokenizing(tokenizer, chat_template_for(config, tokenizer), cache_dir, config.data.held_out_fraction, log)
-    indexes = [index_path(entries_of(of_source, by), cache_dir) for of_source in known]
-    found = [str(path.relative_to(cache_dir)) for path in (trained, *indexes) if path.exists()]
-    return found if len(found) == 1 + len(sources) else None
 
 
 def _check_bad(packed: PackedSource, log: Callable[[str], None]) -> None:
@@ -222,10 +168,11 @@ def _describe(packed: PackedSource) -> str:
     skipped = f" ({counts.empty:,} empty ones skipped)" if counts.empty else ""
     full = f", {packed.num_targets(TRAIN) / (num_rows * seq_len):.2%} full" if num_rows else ""
     tokens = counts.tokens
+    size = f" {counts.text_bytes / 1e6:,.1f} MB," if counts.text_bytes else ""
     cut, left_out = packed.num_cut, sum(packed.num_left_out(side) for side in SIDES)
     return (
         f"data       {source.key} {source.config.kind}: {counts.documents:,} documents{skipped},"
-        f" {counts.text_bytes / 1e6:,.1f} MB, {tokens:,} tokens,"
+        f"{size} {tokens:,} tokens,"
         f" {tokens / max(counts.documents, 1):,.0f} per document; {num_rows:,} rows{full};"
         f" held out: {packed.num_rows(HELD_OUT):,} rows"
         + (f"; {cut:,} conversations cut to {seq_len:,} tokens" if cut else "")

@@ -162,10 +162,10 @@ def group_files(source: Source, cache_dir: Path, log: Callable[[str], None]) -> 
     return _groups(source, found, content_hashes(source, found, cache_dir, log))
 
 
-def known_groups(source: Source, cache_dir: Path, log: Callable[[str], None]) -> list[FileGroup] | None:
+def known_groups(source: Source, cache_dir: Path) -> list[FileGroup] | None:
     """As `group_files`, if one file of the cache knows the hashes of all of them; nothing is hashed."""
     found = extents(source)
-    contents = _known_hashes(found, cache_dir, log)
+    contents = _known_hashes(found, cache_dir, lambda line: None)
     return None if contents is None else _groups(source, found, contents)
 
 

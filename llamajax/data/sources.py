@@ -80,7 +80,7 @@ class Source:
         if self.config.kind == "stdlib":
             return self._stdlib_files()
         found: set[Path] = set()
-        for pattern in self.config.paths:
+        for pattern in self.config.patterns:
             path = Path(pattern).expanduser()
             with self.reading(path):
                 if not glob.has_magic(pattern):

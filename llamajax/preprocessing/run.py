@@ -18,6 +18,7 @@ from llamajax.data.progress import TokenizingProgress
 from llamajax.data.shards import is_complete
 from llamajax.data.source_tokens import entries_of
 from llamajax.data.sources import Source
+from llamajax.data.tokenized import sources_of
 from llamajax.data.tokenizer_base import Tokenizer
 from llamajax.data.tokenizing import Tokenizing, chat_template_for, given_tokenizer, tokenizer_for
 from llamajax.errors import ConfigError, show
@@ -42,7 +43,7 @@ def run(config: Config, options: Mapping[str, str]) -> None:
     """
     part, num_parts = _read_part(options.get("--part", "0/1"))
     cache_dir = Path(config.data.cache_dir).expanduser()
-    sources = [Source(source, f"data.sources[{index}]") for index, source in enumerate(config.data.sources)]
+    sources = [source for source in sources_of(config) if source.config.kind != "megatron"]
     found = [(source, extent) for source in sources for extent in extents(source)]
     tasks = [Task(number, source, extent) for number, (source, extent) in enumerate(found)]
     own = tasks[part::num_parts]

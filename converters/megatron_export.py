@@ -1,0 +1,163 @@
+"""A run's documents as token files of Megatron-LM, and what is in such files: what `python -m converters.megatron` does."""
+
+import argparse
+import itertools
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from llamajax.config.parallel import MeshConfig
+from llamajax.config.run import Config
+from llamajax.data import cache
+from llamajax.data.megatron import CHUNK, IndexedDataset, paths_of
+from llamajax.data.megatron_writer import token_dtype, write_indexed
+from llamajax.data.rows import cache_error
+from llamajax.data.shards import read_shard
+from llamajax.data.source_tokens import ShardedTokens, SourceTokens
+from llamajax.data.tokenized import tokenized
+from llamajax.data.tokenizer_base import Tokenizer
+from llamajax.data.tokenizing import Tokenizing
+from llamajax.disk import make_folder
+from llamajax.errors import ConfigError, DataError
+from llamajax.parallel.exit import exit_code
+from llamajax.parallel.mesh import make_mesh
+from llamajax.watch.console import log, track
+from llamajax.weights.opening import open_pretrained
+from llamajax.weights.origin import take_along
+
+
+def export(config: Config, out: str, *, with_bos: bool = True) -> None:
+    """Writes a pair of files for each source; each appears whole, once it is on the disk, or not at all.
+
+    They hold the documents that training would pack, in the order of the source's files: without those that are empty, with
+    those that are held out, since Megatron-LM divides documents by their place. Which tokens of conversations are learnt is
+    not in them.
+
+    Args:
+        config: the run.
+        out: what the names of the files begin with; of several sources, the number of the source follows.
+        with_bos: documents begin with the tokenizer's bos, as in training; all end with its eos.
+
+    Raises:
+        UserError: one of `llamajax.errors`.
+        OSError: the disk that is written to.
+    """
+    prefix = str(paths_of(out)[0]).removesuffix(".bin")
+    several = len(config.data.sources) > 1
+    prefixes = [f"{prefix}_{number}" if several else prefix for number in range(len(config.data.sources))]
+    for path in itertools.chain.from_iterable(map(paths_of, prefixes)):
+        if path.exists() or path.is_symlink():
+            raise ConfigError(f"{path}: exists already; choose another prefix, or remove it")
+    make_folder(Path(prefix).absolute().parent)
+    cache_dir = Path(config.data.cache_dir).expanduser()
+    models_tokenizer = _models_tokenizer(config)
+    try:
+        found = tokenized(config, cache_dir, log, log, models_tokenizer)
+    except OSError as error:  # sources and tokenizers report their own
+        raise cache_error(error, cache_dir) from error
+    for tokens, path in zip(found.sources, prefixes, strict=True):
+        _write(tokens, found.by, path, with_bos=with_bos)
+    tokenizer, weights = found.by.tokenizer, [f"{source.weight:g}" for source in config.data.sources]
+    ends = f"texts {'begin with bos and ' if with_bos else ''}end with eos"
+    log(f"ids        bos {tokenizer.bos_id}, eos {tokenizer.eos_id} of {tokenizer.vocab_size:,} tokens; {ends}")
+    blend = itertools.chain.from_iterable(zip(weights, prefixes, strict=True)) if several else prefixes
+    log(f"megatron   --data-path {' '.join(blend)}")
+
+
+def _models_tokenizer(config: Config) -> Tokenizer | None:
+    """The tokenizer of the weights that the run starts from, which it takes along."""
+    if config.init_from is None:
+        return None
+    with jax.set_mesh(make_mesh(MeshConfig(), jax.devices()[:1])):
+        pretrained = open_pretrained(Path(config.init_from))
+    return take_along(pretrained.files, pretrained.hf).tokenizer
+
+
+def _write(tokens: SourceTokens, by: Tokenizing, prefix: str, *, with_bos: bool) -> None:
+    """Writes the pair of one source.
+
+    Raises:
+        ConfigError: its tokens are in such files already.
+        DataError: it has no documents, or more bad records than it may.
+    """
+    started = time.monotonic()
+    source, counts = tokens.source, tokens.counts
+    if not isinstance(tokens, ShardedTokens):
+        raise ConfigError(f"{source.key}.kind: {source.config.kind} is in Megatron-LM's files already; remove the source")
+    if counts.bad > source.config.max_bad_records:
+        raise source.too_many_bad(counts.first_bad)
+    if not counts.documents:
+        raise DataError(f"{source.key}.paths: has no document to write; add documents with text")
+    num_tokens = 0
+    dtype = token_dtype(by.tokenizer.vocab_size)
+    with write_indexed(prefix, dtype) as writer:
+        for part in track(range(len(tokens.store.tokens_of_part)), len(tokens.store.tokens_of_part), "writing"):
+            ids, offsets = _read(tokens, part, by.cache_dir)
+            lengths = np.diff(offsets)
+            if not with_bos:
+                starts = offsets[:-1][lengths > 0]
+                has_bos = ids[starts] == by.tokenizer.bos_id  # a conversation need not have one
+                lengths[lengths > 0] -= has_bos
+                ids = np.delete(ids, starts[has_bos])
+            writer.add_documents(ids, lengths)
+            num_tokens += len(ids)
+    if counts.bad:
+        log(f"left out   {source.key}: {counts.bad:,} bad records, the first one {counts.first_bad}")
+    if source.config.kind == "chat":
+        log(f"note       {source.key}: which tokens of the conversations are learnt is not in Megatron-LM's files")
+    log(
+        f"wrote      {prefix}.bin and .idx: {counts.documents:,} documents, {num_tokens:,} tokens of {dtype.name},"
+        f" {num_tokens * dtype.itemsize / 1e6:,.1f} MB in {time.monotonic() - started:.1f} s"
+    )
+
+
+def _read(tokens: ShardedTokens, part: int, cache_dir: Path) -> tuple[np.ndarray, np.ndarray]:
+    """The tokens of a shard and its offsets; one that is damaged is made again first."""
+
+    def read() -> tuple[np.ndarray, np.ndarray]:
+        shard = read_shard(tokens.store.path(part))
+        return shard.tokens[:], shard.offsets[:]
+
+    try:
+        return cache.repaired(read, tokens.remake)
+    except OSError as error:
+        raise cache_error(error, cache_dir) from error
+
+
+def info(prefix: str) -> None:
+    """Checks the index and the sizes of a pair of files, and says what they hold.
+
+    Raises:
+        DataError: they are not what they should be.
+        DiskError: the disk fails.
+    """
+    dataset = IndexedDataset(prefix)
+    longest = 0
+    for first in range(0, dataset.num_documents, CHUNK):
+        offsets = dataset.document_offsets(first, min(first + CHUNK, dataset.num_documents))
+        longest = max(longest, int(np.diff(offsets).max()))
+    modes = "" if dataset.modes is None else ", with modes"
+    mean = dataset.num_tokens / max(dataset.num_documents, 1)
+    log(f"files      {dataset.bin_path} and {dataset.idx_path}: index and sizes are as they should be")
+    log(f"documents  {dataset.num_documents:,} of {dataset.num_sequences:,} sequences{modes}")
+    log(f"tokens     {dataset.num_tokens:,} of {dataset.dtype.name}, {dataset.tokens.nbytes / 1e6:,.1f} MB")
+    log(f"lengths    {mean:,.0f} tokens per document, {longest:,} in the longest")
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Runs one command, and returns the exit code."""
+
+    def run() -> None:
+        if arguments.command == "info":
+            info(arguments.prefix)
+        else:
+            export(arguments.config, arguments.out, with_bos=not arguments.without_bos)
+
+    return exit_code(
+        run,
+        memory_remedy="a machine with more memory",
+        disk=arguments.prefix if arguments.command == "info" else arguments.out,
+        disk_remedy="see to the disk and run the same command again",
+    )

@@ -1,0 +1,106 @@
+"""The documents of a run as tokens, before they are packed: made where they are missing, by all processes together."""
+
+import functools
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from llamajax.config.run import Config
+from llamajax.data import cache
+from llamajax.data.groups import FileGroup, group_files, known_groups
+from llamajax.data.megatron_tokens import MegatronTokens, parts_path
+from llamajax.data.shard_index import index_path
+from llamajax.data.shards import tokenize
+from llamajax.data.source_tokens import ShardedTokens, SourceTokens, entries_of
+from llamajax.data.sources import Source
+from llamajax.data.tokenizer import load_tokenizer
+from llamajax.data.tokenizer_base import Tokenizer
+from llamajax.data.tokenizing import Tokenizing, chat_template_for, given_tokenizer, tokenizer_for, trained_path
+from llamajax.parallel.processes import of_first, peers, rank
+
+
+class Tokenized(NamedTuple):
+    """The tokens of a run's sources, and by what they are made."""
+
+    sources: tuple[SourceTokens, ...]
+    by: Tokenizing
+
+
+def tokenized(
+    config: Config,
+    cache_dir: Path,
+    log: Callable[[str], None],
+    log_work: Callable[[str], None],
+    models_tokenizer: Tokenizer | None,
+) -> Tokenized:
+    """Arguments and errors are those of `llamajax.data.prepare`, but the cache's stay `OSError`s."""
+    sources = sources_of(config)
+    for source in sources:
+        log(f"source     {source}")
+
+    def by_of(tokenizer: Tokenizer) -> Tokenizing:
+        template = chat_template_for(config, tokenizer)
+        return Tokenizing(tokenizer, template, cache_dir, config.data.held_out_fraction, log_work)
+
+    groups = [functools.cache(functools.partial(_groups, source, cache_dir, log_work)) for source in sources]
+    told = of_first(_made(config, sources, models_tokenizer, by_of)) if peers() is not None else None
+    if told is not None and all((cache_dir / name).exists() for name in told):
+        trained, *indexes = [cache_dir / name for name in told]
+        by = by_of(given_tokenizer(config, models_tokenizer) or load_tokenizer(trained))
+    else:
+        all_groups = [group for of_source in groups for group in of_source()]
+        by = by_of(tokenizer_for(config, models_tokenizer, all_groups, cache_dir, log_work))
+        indexes = [_index(source, of_source(), by) for source, of_source in zip(sources, groups, strict=True)]
+        new = [
+            group for of_source, index in zip(groups, indexes, strict=True) if not index.exists() for group in of_source()
+        ]
+        tokenize(new, by.tokenizer, cache_dir, log_work, by.template, log_waiting=log)
+
+    def tokens_of(source: Source, index: Path, of_source: Callable[[], Sequence[FileGroup]]) -> SourceTokens:
+        if source.config.kind == "megatron":
+            return MegatronTokens(source, index, config.data.held_out_fraction, config.model.vocab_size)
+        return ShardedTokens(source, index, of_source, by)
+
+    return Tokenized(tuple(map(tokens_of, sources, indexes, groups)), by)
+
+
+def sources_of(config: Config) -> list[Source]:
+    """The sources of the run, with their keys."""
+    return [Source(source, f"data.sources[{index}]") for index, source in enumerate(config.data.sources)]
+
+
+def _groups(source: Source, cache_dir: Path, log: Callable[[str], None]) -> Sequence[FileGroup]:
+    """The source's groups of files to tokenize."""
+    return [] if source.config.kind == "megatron" else group_files(source, cache_dir, log)
+
+
+def _index(source: Source, groups: Sequence[FileGroup], by: Tokenizing) -> Path:
+    """Where the totals of the source's tokens are, or would be."""
+    if source.config.kind == "megatron":
+        return parts_path(source, by.cache_dir)
+    return index_path(entries_of(groups, by), by.cache_dir)
+
+
+def _made(
+    config: Config, sources: Sequence[Source], models_tokenizer: Tokenizer | None, by_of: Callable[[Tokenizer], Tokenizing]
+) -> list[str] | None:
+    """What process 0 tells the others, who then need not ask for thousands of files: names in the cache of the trained
+    tokenizer, if there is one, and of the totals of all sources; None where it does not find them all."""
+    if rank() > 0:
+        return None
+    cache_dir = Path(config.data.cache_dir).expanduser()
+    groups: list[Sequence[FileGroup]] = []
+    for source in sources:
+        known = [] if source.config.kind == "megatron" else known_groups(source, cache_dir)
+        if known is None:
+            return None
+        groups.append(known)
+    tokenizer, trained = given_tokenizer(config, models_tokenizer), cache_dir
+    if tokenizer is None:
+        trained = trained_path(config, [group for of_source in groups for group in of_source], cache_dir)
+        if not cache.is_whole(trained):
+            return None
+        tokenizer = load_tokenizer(trained)
+    by = by_of(tokenizer)
+    found = [trained, *(_index(source, of_source, by) for source, of_source in zip(sources, groups, strict=True))]
+    return [str(path.relative_to(cache_dir)) for path in found] if all(path.exists() for path in found) else None
