@@ -23,8 +23,8 @@ from llamajax.step.step import train_step
 ROOT = pathlib.Path(__file__).parent.parent
 ORDER = (
     ("errors", "units", "disk"),
-    "config", "launching", "parallel", "watch", "kernels", "model", "step", "data", "checkpoint", "weights", "preprocessing", "planning",
-    "generation", "evaluation", "verification", "training",
+    "config", "launching", "parallel", "watch", "kernels", "model", "step", "data", "checkpoint", "weights",
+    "preprocessing", "planning", "generation", "evaluation", "verification", "training",
     ("train", "launch", "preprocess", "generate", "evaluate", "plan", "verify", "report"),
     "converters",
 )  # fmt: skip

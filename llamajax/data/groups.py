@@ -170,9 +170,14 @@ def known_groups(source: Source, cache_dir: Path) -> list[FileGroup] | None:
 
 
 def hashed(source: Source, extent: Extent, cache_dir: Path) -> FileGroup:
-    """The extent as a group; errors as of `group_files`. Two processes that want the same at once both hash it."""
+    """The extent as a group, whose hash is kept; errors as of `group_files`.
+
+    Two processes that want the same at once both hash it. A file that was changed just now is waited for.
+    """
     if (known := known_group(source, extent, cache_dir)) is not None:
         return known
+    if _newest(extent) > time.time() - UNSETTLED_S:
+        time.sleep(UNSETTLED_S)
     started = time.time()
     content = _hash(source, extent, threading.Event())
     _keep(extent, content, started, cache_dir)

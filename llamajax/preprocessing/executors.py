@@ -103,8 +103,8 @@ class LocalExecutor:
         running: dict[Future[Any], int] = {}
         while True:
             while len(running) < 2 * self.num_workers and (number := next(left, None)) is not None:
-                running[self._workers.pool.submit(function, tasks[number])] = number
-            self._workers.pass_on(tell)
+                running[self._workers.submit(function, tasks[number])] = number
+            self._workers.pass_on(tell, all_of_it=not running)
             if not running:
                 return
             done, _ = wait(running, timeout=LOOK_EVERY_S, return_when=FIRST_COMPLETED)
@@ -117,23 +117,37 @@ class _Workers:
 
     def __init__(self, num_workers: int) -> None:
         context = multiprocessing.get_context("spawn")
-        told = context.SimpleQueue()
+        self._pipe = context.SimpleQueue()
         self._told: queue.SimpleQueue[tuple[str, tuple[Any, ...]]] = queue.SimpleQueue()
         # In a thread of its own, which hangs without harm when a process is killed in the middle of a message.
-        threading.Thread(target=_read_on, args=(told, self._told), name="told by workers", daemon=True).start()
-        begin = functools.partial(_begin, os.getpid(), told)
-        self.pool = ProcessPoolExecutor(num_workers, mp_context=context, initializer=begin)
+        threading.Thread(target=_read_on, args=(self._pipe, self._told), name="told by workers", daemon=True).start()
+        begin = functools.partial(_begin, os.getpid(), self._pipe)
+        self._pool = ProcessPoolExecutor(num_workers, mp_context=context, initializer=begin)
 
-    def pass_on(self, tell: Tell) -> None:
-        """Calls `tell` with all that has been told since."""
-        while not self._told.empty():
-            tell(*self._told.get())
+    def submit(self, function: Callable[[Any], Any], task: Any) -> Future[Any]:
+        """Has a process call the function; one is started if there may be more."""
+        # Ctrl-C reaches all processes of a terminal: workers begin, and stay, deaf to it, and this one ends them.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+        try:
+            return self._pool.submit(function, task)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+    def pass_on(self, tell: Tell, *, all_of_it: bool) -> None:
+        """Calls `tell` with what has been told since; when nobody is at work, with `all_of_it`."""
+        if all_of_it:
+            self._pipe.put(("", ()))
+        while all_of_it or not self._told.empty():
+            name, arguments = self._told.get()
+            if not name:
+                return
+            tell(name, arguments)
 
     def kill(self) -> None:
         """Ends the processes, whatever they are at."""
-        for process in list((self.pool._processes or {}).values()):
+        for process in list((self._pool._processes or {}).values()):
             process.kill()
-        self.pool.shutdown(cancel_futures=True)
+        self._pool.shutdown(cancel_futures=True)
 
 
 def _read_on(told: "SimpleQueue[Any]", into: "queue.SimpleQueue[Any]") -> None:
@@ -151,7 +165,6 @@ def _begin(parent: int, told: "SimpleQueue[Any]") -> None:
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:  # it has ended already
         os._exit(128 + signal.SIGKILL)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes of a terminal; the parent ends this one
     compute_in_one_thread()
 
 

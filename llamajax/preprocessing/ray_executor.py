@@ -1,5 +1,6 @@
 """Work done by a Ray cluster: the one that RAY_ADDRESS names, or one of this machine's own that is started for it."""
 
+import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -23,6 +24,7 @@ class RayExecutor:
     def __init__(self, num_workers: int) -> None:
         """Joins the cluster, or starts one of `num_workers` processes here; a cluster has as many as it has processors."""
         own = {} if "RAY_ADDRESS" in os.environ else {"num_cpus": num_workers, "include_dashboard": False}
+        logging.getLogger("ray").setLevel(logging.ERROR)  # what it recommends of its own settings
         try:
             ray.init(log_to_driver=False, configure_logging=False, **own)
         except (ConnectionError, RuntimeError, ValueError) as error:

@@ -1,0 +1,240 @@
+"""How fast `python -m llamajax.preprocess` tokenizes, per processor, beside the tokenizer's library alone and beside the flow of
+Megatron-LM's `preprocess_data.py` (a process per processor: `json.loads`, encode, write), in one run.
+
+    python scripts/bench_preprocess.py --toy
+    python scripts/bench_preprocess.py --gigabytes 20 --directory /scratch --json figures.json
+
+The corpus is made on the spot, of stretches of the standard library's sources and help texts, by a seed. The two others work
+on a sample of it, before and after, since a shared machine is not always equally fast; all encode with as many processes, each
+of one thread. The peak memory is that of the largest worker. The directory is left as it was.
+"""
+
+import argparse
+import concurrent.futures
+import contextlib
+import datetime
+import json
+import os
+import platform
+import random
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+os.environ["TOKENIZERS_PARALLELISM"] = "false"  # processes share the work, not threads
+_ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(_ROOT))
+
+from scripts.checkout import commit  # noqa: E402  (found by the path above)
+
+_FILE_BYTES = 256 << 20
+_MEAN_CHARS = 4000
+_LOOK_EVERY_S = 0.5
+
+
+def write_corpus(folder: Path, num_bytes: int) -> list[Path]:
+    """JSONL files of `num_bytes` together: stretches of the library's texts, of log-normal length, each with its number."""
+    from llamajax.config.data import SourceConfig
+    from llamajax.data.sources import Source
+
+    source = Source(SourceConfig(kind="stdlib"), "stdlib")
+    text = "\n".join(document.text for document in source.documents(source.files()))
+    rng, paths, number = random.Random(0), [], 0
+    while num_bytes > 0:
+        paths.append(folder / f"corpus-{len(paths):04d}.jsonl")
+        size = min(_FILE_BYTES, num_bytes)
+        num_bytes -= size
+        with paths[-1].open("w") as file:
+            while file.tell() < size:
+                lines = []
+                for _ in range(1000):
+                    length = int(rng.lognormvariate(0, 1.2) * _MEAN_CHARS / 2)
+                    start = rng.randrange(len(text))
+                    lines.append(json.dumps({"text": f"{number} {text[start : start + length]}", "id": number}))
+                    number += 1
+                file.write("\n".join(lines) + "\n")
+    return paths
+
+
+def sample_of(paths: list[Path], num_bytes: int) -> list[bytes]:
+    """The first lines of the first file."""
+    with paths[0].open("rb") as file:
+        return file.readlines(num_bytes)
+
+
+def encode_alone(tokenizer: Path, lines: list[bytes]) -> tuple[int, float]:
+    """Bytes of text, and seconds of the library alone for them, a batch of 8 MB at a time as llamajax gives it."""
+    encode = _batches_by_library(tokenizer)
+    texts = [json.loads(line)["text"] for line in lines]
+    batches, size = [[]], 0
+    for text in texts:
+        batches[-1].append(text)
+        size += len(text)
+        if size > 8 << 20:
+            batches.append([])
+            size = 0
+    encode(texts[:10])
+    started = time.perf_counter()
+    for batch in batches:
+        encode(batch)
+    return sum(len(text.encode()) for text in texts), time.perf_counter() - started
+
+
+def encode_as_megatron(tokenizer: Path, lines: list[bytes], out: Path) -> tuple[int, float]:
+    """Bytes of text, and seconds of what a worker of `preprocess_data.py` and its writer do: a document at a time."""
+    import numpy as np
+
+    from llamajax.data.megatron_writer import write_indexed
+
+    encode = _one_by_library(tokenizer)
+    encode("warm")
+    num_bytes = 0
+    started = time.perf_counter()
+    with write_indexed(out, np.dtype("<i4")) as writer:
+        for line in lines:
+            text = json.loads(line)["text"]
+            writer.add_document([*encode(text), 0])
+            num_bytes += len(text.encode())
+    return num_bytes, time.perf_counter() - started
+
+
+def _batches_by_library(path: Path) -> Any:
+    if path.suffix == ".json":
+        import tokenizers
+
+        library = tokenizers.Tokenizer.from_file(str(path))
+        return lambda texts: library.encode_batch_fast(texts, add_special_tokens=False)
+    import sentencepiece
+
+    processor = sentencepiece.SentencePieceProcessor(model_file=str(path))
+    return lambda texts: processor.encode(texts, return_type="numpy", num_threads=1)
+
+
+def _one_by_library(path: Path) -> Any:
+    if path.suffix == ".json":
+        import tokenizers
+
+        library = tokenizers.Tokenizer.from_file(str(path))
+        return lambda text: library.encode(text, add_special_tokens=False).ids
+    import sentencepiece
+
+    return sentencepiece.SentencePieceProcessor(model_file=str(path)).encode
+
+
+def rate_per_process(function: Any, tokenizer: Path, lines: list[bytes], workers: int, *rest: Path) -> float:
+    """MB of text per second and process, of as many processes that do the same at once, each a part of the lines."""
+    with concurrent.futures.ProcessPoolExecutor(workers) as pool:
+        parts = [lines[number::workers] for number in range(workers)]
+        outs = [[path / f"{function.__name__}-{number}" for path in rest] for number in range(workers)]
+        futures = [pool.submit(function, tokenizer, part, *out) for part, out in zip(parts, outs, strict=True)]
+        return statistics.mean(num_bytes / seconds / 1e6 for num_bytes, seconds in (future.result() for future in futures))
+
+
+@contextlib.contextmanager
+def peak_of_children(pid: int) -> Iterator[list[int]]:
+    """A list of one number: the peak memory, in bytes, of the largest process that descends from `pid`, so far."""
+    peak, stop = [0], threading.Event()
+
+    def watch() -> None:
+        while not stop.wait(_LOOK_EVERY_S):
+            for status in Path("/proc").glob("[0-9]*/status"):
+                with contextlib.suppress(OSError):
+                    text = status.read_text()
+                    parent, size = (re.search(rf"^{name}:\s+(\d+)", text, re.M) for name in ("PPid", "VmHWM"))
+                    if parent and size and int(parent[1]) == pid:
+                        peak[0] = max(peak[0], 1024 * int(size[1]))
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    try:
+        yield peak
+    finally:
+        stop.set()
+        thread.join()
+
+
+def preprocess(folder: Path, tokenizer: Path, workers: int) -> dict[str, float]:
+    """What `python -m llamajax.preprocess` takes for the corpus in the folder."""
+    command = [
+        sys.executable, "-m", "llamajax.preprocess", "--config", str(_ROOT / "configs/quickstart.yaml"), "--workers", str(workers),
+        "--data.sources", json.dumps([{"kind": "jsonl", "paths": [f"{folder}/corpus-*.jsonl"]}]),
+        "--data.tokenizer.path", str(tokenizer), "--model.vocab_size", "1000000", "--data.cache_dir", str(folder / "cache"),
+    ]  # fmt: skip
+    lines: list[str] = []
+    with subprocess.Popen(command, cwd=_ROOT, stdout=subprocess.PIPE, text=True) as process:
+        with peak_of_children(process.pid) as peak:
+            assert process.stdout is not None
+            for line in process.stdout:
+                print(f"  {line.rstrip()}", file=sys.stderr, flush=True)
+                lines.append(line)
+    if process.returncode:
+        raise SystemExit(f"preprocess ended with {process.returncode}")
+    told = next(match for line in lines if (match := re.search(r"^tokenized .* in ([\d.]+) s, .* ([\d.]+) MB/s", line)))
+    return {"seconds": float(told[1]), "mb_per_s": float(told[2]), "peak_worker_bytes": float(peak[0])}
+
+
+def main() -> None:
+    """Measures and prints a table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gigabytes", type=float, default=1.0, help="size of the corpus")
+    parser.add_argument("--toy", action="store_true", help="a corpus of 20 MB")
+    parser.add_argument("--sample_megabytes", type=float, default=64.0, help="what the others work on, before and after")
+    parser.add_argument(
+        "--tokenizer", type=Path, help="a tokenizer.json or tokenizer.model; default: one of 32,000 pieces, made here"
+    )
+    parser.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)), help="processes")
+    parser.add_argument(
+        "--directory", type=Path, default=Path(tempfile.gettempdir()), help="where corpus and cache are made"
+    )
+    parser.add_argument("--json", type=Path, help="a file for the figures")
+    arguments = parser.parse_args()
+    num_bytes = int(20e6 if arguments.toy else arguments.gigabytes * 1e9)
+    with tempfile.TemporaryDirectory(dir=arguments.directory, prefix="bench-preprocess-") as name:
+        folder = Path(name)
+        print(f"writing {num_bytes / 1e9:.2f} GB", file=sys.stderr, flush=True)
+        paths = write_corpus(folder, num_bytes)
+        tokenizer = arguments.tokenizer or _train(paths, folder)
+        lines = sample_of(paths, min(num_bytes // 2, int(arguments.sample_megabytes * 1e6)))
+        others: dict[str, list[float]] = {"library alone": [], "Megatron-LM's flow": []}
+        figures: dict[str, Any] = {}
+        for turn in ("before", "after"):
+            print(f"the others, {turn}", file=sys.stderr, flush=True)
+            others["library alone"].append(rate_per_process(encode_alone, tokenizer, lines, arguments.workers))
+            others["Megatron-LM's flow"].append(
+                rate_per_process(encode_as_megatron, tokenizer, lines, arguments.workers, folder)
+            )
+            if turn == "before":
+                figures = preprocess(folder, tokenizer, arguments.workers)
+        rates = {name: statistics.mean(of_both) for name, of_both in others.items()}
+        rates["llamajax.preprocess"] = figures["mb_per_s"] / arguments.workers
+    print(
+        f"{datetime.date.today()}, commit {commit()}, {platform.processor() or platform.machine()}, {arguments.workers} processes"
+    )
+    print(f"corpus {num_bytes / 1e9:.2f} GB, tokenizer {tokenizer.name}, {figures['seconds']:,.0f} s")
+    for name, rate in rates.items():
+        spread = f" ({', '.join(f'{value:.2f}' for value in others[name])})" if name in others else ""
+        print(f"{name:22} {rate:6.2f} MB/s per process, {rate / rates['library alone']:.2f} of the library{spread}")
+    print(f"largest worker         {figures['peak_worker_bytes'] / 1e6:,.0f} MB at its peak")
+    if arguments.json:
+        record = figures | {"rates": rates, "others": others, "bytes": num_bytes, "commit": commit()}
+        arguments.json.write_text(json.dumps(record, indent=2) + "\n")
+
+
+def _train(paths: list[Path], folder: Path) -> Path:
+    from llamajax.data.tokenizer import sample_texts, train_sentencepiece
+
+    texts = (json.loads(line)["text"] for line in sample_of(paths, 20_000_000))
+    path = folder / "tokenizer.model"
+    path.write_bytes(train_sentencepiece(sample_texts(texts, 10_000_000), vocab_size=32_000))
+    return path
+
+
+if __name__ == "__main__":
+    main()
