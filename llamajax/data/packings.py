@@ -110,13 +110,14 @@ class Packings:
     def _count(self, run: Run) -> Int64[np.ndarray, "parts sides totals"]:
         num_parts = len(self._store.tokens_of_part)
         parts = [range(at, min(at + COUNTED_PARTS, num_parts)) for at in range(0, num_parts, COUNTED_PARTS)]
-        return np.concatenate(list(run(_count, [_Count(self._store, self._seq_len, some) for some in parts])))
+        counts = run(_count, [_Count(self._store, self._seq_len, some) for some in parts])
+        return np.concatenate([np.zeros((0, len(SIDES), len(Totals._fields)), np.int64), *counts])
 
     def _chunks(self, side: int, documents_of_part: Int64[np.ndarray, "parts"]) -> list["_Chunk"]:
         ends = np.cumsum(documents_of_part)
         size = CHUNK_WINDOWS * packing.WINDOW
         chunks = []
-        for number, first in enumerate(range(0, int(ends[-1]), size)):
+        for number, first in enumerate(range(0, int(documents_of_part.sum()), size)):
             part = int(np.searchsorted(ends, first, side="right"))
             passed_over = first - int(ends[part] - documents_of_part[part])
             path = chunk_path(self.entry, side, number)
