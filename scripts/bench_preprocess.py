@@ -1,12 +1,12 @@
-"""How fast `python -m llamajax.preprocess` tokenizes, per processor, beside the tokenizer's library alone and beside the flow of
-Megatron-LM's `preprocess_data.py` (a process per processor: `json.loads`, encode, write), in one run.
+"""How fast `python -m llamajax.preprocess` tokenizes, per process, beside the tokenizer's library alone and beside the flow
+of Megatron-LM's `preprocess_data.py` (a process per processor: `json.loads`, encode, write), in one run.
 
     python scripts/bench_preprocess.py --toy
     python scripts/bench_preprocess.py --gigabytes 20 --directory /scratch --json figures.json
 
 The corpus is made on the spot, of stretches of the standard library's sources and help texts, by a seed. The two others work
-on a sample of it, before and after, since a shared machine is not always equally fast; all encode with as many processes, each
-of one thread. The peak memory is that of the largest worker. The directory is left as it was.
+on a sample of it, before and after, since a shared machine is not always equally fast; all encode with as many processes,
+each of one thread. The peak memory is that of the largest worker. The directory is left as it was.
 """
 
 import argparse
@@ -163,17 +163,20 @@ def peak_of_children(pid: int) -> Iterator[list[int]]:
 def preprocess(folder: Path, tokenizer: Path, workers: int) -> dict[str, float]:
     """What `python -m llamajax.preprocess` takes for the corpus in the folder."""
     command = [
-        sys.executable, "-m", "llamajax.preprocess", "--config", str(_ROOT / "configs/quickstart.yaml"), "--workers", str(workers),
+        sys.executable, "-m", "llamajax.preprocess", "--config", str(_ROOT / "configs/quickstart.yaml"),
+        "--workers", str(workers),
         "--data.sources", json.dumps([{"kind": "jsonl", "paths": [f"{folder}/corpus-*.jsonl"]}]),
         "--data.tokenizer.path", str(tokenizer), "--model.vocab_size", "1000000", "--data.cache_dir", str(folder / "cache"),
     ]  # fmt: skip
     lines: list[str] = []
-    with subprocess.Popen(command, cwd=_ROOT, stdout=subprocess.PIPE, text=True) as process:
-        with peak_of_children(process.pid) as peak:
-            assert process.stdout is not None
-            for line in process.stdout:
-                print(f"  {line.rstrip()}", file=sys.stderr, flush=True)
-                lines.append(line)
+    with (
+        subprocess.Popen(command, cwd=_ROOT, stdout=subprocess.PIPE, text=True) as process,
+        peak_of_children(process.pid) as peak,
+    ):
+        assert process.stdout is not None
+        for line in process.stdout:
+            print(f"  {line.rstrip()}", file=sys.stderr, flush=True)
+            lines.append(line)
     if process.returncode:
         raise SystemExit(f"preprocess ended with {process.returncode}")
     told = next(match for line in lines if (match := re.search(r"^tokenized .* in ([\d.]+) s, .* ([\d.]+) MB/s", line)))
@@ -214,9 +217,8 @@ def main() -> None:
                 figures = preprocess(folder, tokenizer, arguments.workers)
         rates = {name: statistics.mean(of_both) for name, of_both in others.items()}
         rates["llamajax.preprocess"] = figures["mb_per_s"] / arguments.workers
-    print(
-        f"{datetime.date.today()}, commit {commit()}, {platform.processor() or platform.machine()}, {arguments.workers} processes"
-    )
+    machine = platform.processor() or platform.machine()
+    print(f"{datetime.date.today()}, commit {commit()}, {machine}, {arguments.workers} processes")
     print(f"corpus {num_bytes / 1e9:.2f} GB, tokenizer {tokenizer.name}, {figures['seconds']:,.0f} s")
     for name, rate in rates.items():
         spread = f" ({', '.join(f'{value:.2f}' for value in others[name])})" if name in others else ""
