@@ -133,7 +133,7 @@ def test_broken_numbers_are_kept(config):
 def test_documents_that_are_closed_count_what_they_see(tmp_path, clock):
     config = tiny_config(str(tmp_path))
     records = []
-    for keys in (None, 3.0):
+    for keys in (None, [3.0]):
         with metrics.MetricsWriter(config, start_step=0, keys=keys) as writer:
             writer.write(1, step_values(1))
             clock.now += 1.0
