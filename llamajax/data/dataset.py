@@ -139,7 +139,7 @@ def _prepare(
             summary.append(_describe(own) if seq_len == data.seq_len else _describe_rows(own))
             log(summary[-1])
             if takes_part(stages, index, seq_len):
-                _check_rows(own)
+                _check_rows(own, "data.seq_len" if seq_len == data.seq_len else "a row in data.stages")
     held_out = {seq_len: _held_out(config, of_length) for seq_len, of_length in packed.items()}
     rows = {seq_len: [own.sides()[0] for own in of_length] for seq_len, of_length in packed.items()}
     orders = stage_orders(stages, rows, config.seed, config.train.global_batch_size)
@@ -178,7 +178,9 @@ def _held_out(config: Config, packed: Sequence[PackedSource]) -> Sequence[Row]:
     share = config.data.held_out_fraction
     if share and config.train.eval_batches and not len(rows):
         too_long = sum(of_source.num_left_out(HELD_OUT) for of_source in packed)
-        why = f" within data.seq_len={packed[0].seq_len} ({too_long:,} are longer)" if too_long else ""
+        seq_len = packed[0].seq_len
+        within = f"data.seq_len={seq_len}" if seq_len == config.data.seq_len else f"data.stages' {seq_len} tokens"
+        why = f" within {within} ({too_long:,} are longer)" if too_long else ""
         raise DataError(
             f"data.held_out_fraction: {share} of the documents is none{why}; raise it, add documents,"
             " or set train.eval_batches=0 to train without evaluation"
@@ -270,8 +272,8 @@ def _check_bad(packed: PackedSource, log: Callable[[str], None]) -> None:
         log(f"left out   {source.key}: {bad:,} bad records, the first one {packed.counts.first_bad}")
 
 
-def _check_rows(packed: PackedSource) -> None:
-    """Raises `DataError`, with the cause, if a source has nothing to train on."""
+def _check_rows(packed: PackedSource, of_row: str) -> None:
+    """Raises `DataError`, with the cause, if a source has nothing to train on; `of_row` says what sets its length."""
     if packed.num_rows(TRAIN):
         return
     key, num_documents = f"{packed.source.key}.paths", packed.counts.documents
@@ -279,7 +281,7 @@ def _check_rows(packed: PackedSource) -> None:
         raise DataError(f"{key}: has no document to train on; add documents with text")
     if packed.num_left_out(TRAIN):
         raise DataError(
-            f"{key}: no conversation has an answer within the {packed.seq_len:,} tokens of data.seq_len; raise it, or add"
+            f"{key}: no conversation has an answer within the {packed.seq_len:,} tokens of {of_row}; raise it, or add"
             " shorter conversations"
         )
     raise DataError(
