@@ -21,6 +21,7 @@ from llamajax.training.resume import check_same_run
 from llamajax.training.stages import described
 from llamajax.watch import run_log
 from tests import runs
+from tests.training.test_resume import start_two
 from tests.training.test_rollback import first_rows, start
 
 NUM_STEPS = 14
@@ -158,6 +159,14 @@ def test_other_devices_take_over_in_every_stage(tmp_path):
         assert own == pytest.approx(other, rel=1e-4)
         exact = [key for key in own if key.startswith(("step", "data/", "train/tokens"))]
         assert [own[key] for key in exact] == [other[key] for key in exact]
+
+
+@pytest.mark.slow
+def test_two_processes_go_through_the_stages_like_one(unbroken, tmp_path):
+    outputs = [runs.finish(process) for process in start_two(unbroken, f"--run_dir={tmp_path / 'run'}")]
+    assert sum(output.count("stage      ") for output in outputs) == 4
+    for own, other in zip(read(tmp_path / "run"), read(unbroken.parent / "run"), strict=True):
+        assert own == pytest.approx(other, rel=1e-4)
 
 
 POISON = {"nan": [60, 68]}
