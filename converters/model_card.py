@@ -51,9 +51,10 @@ def _training(found: Pretrained) -> str:
         return f"Written by llamajax at step 0; {start}."
     trained = f"Trained with llamajax for {step:,} steps"
     match found.meta:
-        case {"data": {"position": int(rows)}, "config": {"data": {"seq_len": int(seq_len)}}}:
-            tokens = rows * seq_len
+        case {"data": {"tokens": int(tokens)}}:
             trained += f" on {tokens:,} tokens (padding included)"
+        case {"data": {"position": int(rows)}, "config": {"data": {"seq_len": int(seq_len)}}}:  # of older versions
+            trained += f" on {rows * seq_len:,} tokens (padding included)"
     loss = _held_out_loss(found.source.parent.parent, step)
     return f"{trained}; {start}." + ("" if loss is None else f" Loss on held-out documents: {loss:.4f} nats per token.")
 

@@ -6,8 +6,8 @@ fifty thousand shards.
 
 `packing` makes lengths of documents by a seed (log-normal, a mean of about 800 tokens) and packs them as `data.prepare`
 does, in this process; there are no tokens. `start` makes a source of as many shards, tiny ones, and starts processes that
-meet by jax.distributed and prepare it, as training does: seconds from the meeting to the data, and to the rows of the first two
-batches, and files of data that each process opened or mapped until then.
+meet by jax.distributed and prepare it, as training does: seconds from the meeting to the data, and to the rows of the first
+two batches, and files of data that each process opened or mapped until then.
 """
 
 import argparse

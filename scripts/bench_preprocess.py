@@ -100,7 +100,7 @@ def encode_as_megatron(tokenizer: Path, lines: list[bytes], out: Path) -> tuple[
     with write_indexed(out, np.dtype("<i4")) as writer:
         for line in lines:
             text = json.loads(line)["text"]
-            writer.add_document([*encode(text), 0])
+            writer.add_document(np.array([*encode(text), 0]))
             num_bytes += len(text.encode())
     return num_bytes, time.perf_counter() - started
 

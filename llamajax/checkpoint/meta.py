@@ -24,11 +24,13 @@ def checkpoint_meta(config: Config, dataset: Dataset, hf: dict[str, Any] | None,
         hf: what the Hugging Face files that it started from said.
         began: `mesh` and `grad_accum_steps` that it began with.
     """
+    of_data = {"fingerprint": dataset.fingerprint, "chat_template_sha256": dataset.template_sha256}
+    of_data |= {"stages": [list(stage) for stage in dataset.stage_fingerprints]} if dataset.stage_fingerprints else {}
     meta = {
         "llamajax": llamajax.__version__,
         "jax": jax.__version__,
         "config": config_to_dict(config),
-        "data": {"fingerprint": dataset.fingerprint, "chat_template_sha256": dataset.template_sha256},
+        "data": of_data,
         "mesh": dict(jax.sharding.get_mesh().shape),
         "began": began,
     }

@@ -2,13 +2,20 @@
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from dataclasses import dataclass, field, replace
+from typing import Literal
 
-from llamajax.config.rules import Bound, NonNegativeInt, PositiveFloatOrUnset, PositiveInt, Section, ShareBelowOne
+from llamajax.config.rules import (
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloatOrUnset,
+    PositiveInt,
+    PositiveIntOrUnset,
+    Section,
+    ShareBelowOne,
+)
 
 ChatFormat = Literal["messages", "sharegpt", "alpaca"]
-Weight = Annotated[float, Bound(lambda value: value > 0, "must be positive; remove the source to leave it out")]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,8 +43,12 @@ class SourceConfig(Section):
     split: str | None = None
     """`megatron`: how the documents of each file are divided, in their order, such as 969,30,1: to train on, held out, and
     left for tests, as Megatron-LM does. Unset: the last `data.held_out_fraction` of them is held out."""
-    weight: Weight = 1.0
-    """Share of the training rows that comes from this source, relative to the other sources' weights."""
+    weight: NonNegativeFloat = 1.0
+    """Share of the training rows that comes from this source, relative to the other sources' weights; 0: none before a stage
+    of `data.stages` gives it some."""
+    max_epochs: PositiveFloatOrUnset = None
+    """How often the whole run may go through this source, all stages together; a run that would do so more often is refused
+    at its start. Unset: as often as its weights ask for."""
 
     @property
     def patterns(self) -> tuple[str, ...]:
@@ -80,6 +91,42 @@ class TokenizerConfig(Section):
 
 
 @dataclass(frozen=True, kw_only=True)
+class StageConfig(Section):
+    """A part of the run that mixes its sources in other proportions, or reads longer or shorter rows."""
+
+    from_step: PositiveInt
+    """Finished steps after which the stage begins; it lasts until the next one does, or to the end of the run."""
+    weights: tuple[float, ...] = ()
+    """Instead of the sources' `weight`: one for each, in the order of `data.sources`; 0 leaves a source out. Empty: those
+    of the stage before."""
+    seq_len: PositiveIntOrUnset = None
+    """Tokens per row; unset: as in the stage before."""
+    name: str = ""
+    """For people."""
+
+    def broken_rules(self) -> Iterator[str]:
+        if any(weight < 0 for weight in self.weights):
+            yield f"weights: {min(self.weights)} must not be negative; 0 leaves a source out"
+        elif self.weights and not any(self.weights):
+            yield "weights: must not all be 0; give a source weight"
+        if not self.weights and self.seq_len is None:
+            yield "weights: a stage without weights and seq_len changes nothing; set one of them, or remove the stage"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stage:
+    """What holds from some step on: all that the run begins with, or a `StageConfig` completed by those before it."""
+
+    from_step: int
+    """Finished steps after which it begins."""
+    weights: tuple[float, ...]
+    """Of the sources."""
+    seq_len: int
+    """Tokens per row."""
+    name: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class DataConfig(Section):
     """Documents to training rows."""
 
@@ -87,6 +134,8 @@ class DataConfig(Section):
     """Collections of documents, mixed by weight."""
     seq_len: PositiveInt
     """Tokens per row; documents are packed into rows and see only themselves."""
+    stages: tuple[StageConfig, ...] = ()
+    """What changes from some step on: the weights of the sources, the length of rows, or both."""
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
     """Text to token ids."""
     mean_document_length: PositiveFloatOrUnset = None
@@ -106,5 +155,50 @@ class DataConfig(Section):
     def broken_rules(self) -> Iterator[str]:
         if not self.sources:
             yield "sources: must not be empty; name at least one, for example [{kind: stdlib}]"
+        never = [
+            index
+            for index, source in enumerate(self.sources)
+            if not source.weight and not any(any(stage.weights[index : index + 1]) for stage in self.stages)
+        ]
+        for index in never:
+            remedy = "remove the source to leave it out, or give it weight in data.stages"
+            yield f"sources.{index}.weight: {self.sources[index].weight} must be positive; {remedy}"
+        if self.sources and not never and not any(source.weight for source in self.sources):
+            yield "sources: must not all have weight 0 before the first stage; give one of them weight"
+        for index, stage in enumerate(self.stages):
+            key = f"stages.{index}"
+            if stage.weights and len(stage.weights) != len(self.sources):
+                rule = f"{len(stage.weights)} for {len(self.sources)} sources"
+                yield f"{key}.weights: {rule}; give one for each, in their order, 0 to leave it out"
+            if index and stage.from_step <= (before := self.stages[index - 1].from_step):
+                yield f"{key}.from_step: {stage.from_step} must be above {before} of the stage before; put them in order"
         if self.chat_template is not None and all(source.kind != "chat" for source in self.sources):
             yield "chat_template: has no effect without a source of kind=chat; add one, or remove chat_template"
+
+    @property
+    def all_stages(self) -> tuple[Stage, ...]:
+        """What the run begins with, and then each of `stages`, completed; the only one if there are none."""
+        weights = tuple(source.weight for source in self.sources)
+        found = [Stage(from_step=0, weights=weights, seq_len=self.seq_len, name="")]
+        for stage in self.stages:
+            weights, seq_len = stage.weights or found[-1].weights, stage.seq_len or found[-1].seq_len
+            found.append(Stage(from_step=stage.from_step, weights=weights, seq_len=seq_len, name=stage.name))
+        return tuple(found)
+
+    def stage_at(self, step: int) -> int:
+        """Which of `all_stages` the step after `step` finished steps belongs to."""
+        return sum(stage.from_step <= step for stage in self.stages)
+
+    @property
+    def row_lengths(self) -> dict[str, int]:
+        """Every length of rows, in tokens, by the key below `data` that says so."""
+        of_stages = {f"stages.{index}.seq_len": stage.seq_len for index, stage in enumerate(self.stages) if stage.seq_len}
+        return {"seq_len": self.seq_len, **of_stages}
+
+    def without_stages(self, seq_len: int | None = None) -> "DataConfig":
+        """The same sources, by the weights that the run begins with, or that they come in with, all in rows of `seq_len`
+        tokens; None: those of the beginning."""
+        stages = self.all_stages
+        first = [next(filter(None, several)) for several in zip(*(stage.weights for stage in stages), strict=True)]
+        sources = tuple(replace(source, weight=weight) for source, weight in zip(self.sources, first, strict=True))
+        return replace(self, sources=sources, seq_len=seq_len or self.seq_len, stages=())

@@ -235,7 +235,7 @@ class _Builder:
         except ConfigError as error:
             for rule in str(error).splitlines():
                 name, _, message = rule.partition(": ")
-                self._invalid(node.content.get(name, node).place, join(key, name), message)
+                self._invalid(_place_of(name, node), join(key, name), message)
             return _INVALID
 
     def value(self, kind: Any, node: Node, key: str) -> Any:

@@ -94,9 +94,13 @@ class Config(Settings):
         train, optimizer, data, model, profile = self.train, self.optimizer, self.data, self.model, self.profile
         if not self.run_dir:
             yield "run_dir: must not be empty"
-        if data.seq_len > model.max_seq_len:
-            remedy = "shorten the rows or raise it"
-            yield f"data.seq_len: {data.seq_len} is above model.max_seq_len={model.max_seq_len}; {remedy}"
+        for name, seq_len in data.row_lengths.items():
+            if seq_len > model.max_seq_len:
+                remedy = "shorten the rows or raise it"
+                yield f"data.{name}: {seq_len} is above model.max_seq_len={model.max_seq_len}; {remedy}"
+        if data.stages and data.stages[-1].from_step >= train.num_steps:
+            rule = f"{data.stages[-1].from_step} must be below train.num_steps={train.num_steps}"
+            yield f"data.stages.{len(data.stages) - 1}.from_step: {rule}; begin earlier or train for more"
         no_tokenizer = data.tokenizer.path is None and self.init_from is None
         if no_tokenizer and any(source.kind == "megatron" for source in data.sources):
             yield "data.tokenizer.path: is needed for sources of kind=megatron; name the tokenizer that made their tokens"
@@ -136,19 +140,23 @@ class Config(Settings):
         batch_shards, over = math.prod(of_batch.values()), " x ".join(f"{axis}({size})" for axis, size in of_batch.items())
         micro_batch_size = train.global_batch_size // train.grad_accum_steps
         nearest = max(1, round(micro_batch_size / batch_shards)) * batch_shards * train.grad_accum_steps
-        problems = self.model.undivided(axes)
+        problems, lengths = self.model.undivided(axes), self.data.row_lengths.items()
         problems += [
-            f"data.seq_len: {self.data.seq_len} must be divisible by mesh.{axis}={axes[axis]}"
+            f"data.{name}: {seq_len} must be divisible by mesh.{axis}={axes[axis]}"
+            for name, seq_len in lengths
             for axis in axes_of("seq")
-            if self.data.seq_len % axes[axis]
+            if seq_len % axes[axis]
         ]
-        problems += self.sequence_problems(self.parallel.sequence, axes)
+        for name, _ in lengths:
+            problems += [p for p in self.sequence_problems(self.parallel.sequence, axes, name) if p not in problems]
         shares = num_parts("residual_seq", axes)
-        if self.parallel.tensor == "ring" and axes["tensor"] > 1 and not splits_residual(self.data.seq_len, axes):
-            problems.append(
-                f"data.seq_len: {self.data.seq_len} must be divisible by mesh.sequence x mesh.tensor={shares} for"
-                f" parallel.tensor: ring; make it {max(1, round(self.data.seq_len / shares)) * shares}, or choose collective"
-            )
+        if self.parallel.tensor == "ring" and axes["tensor"] > 1:
+            problems += [
+                f"data.{name}: {seq_len} must be divisible by mesh.sequence x mesh.tensor={shares} for"
+                f" parallel.tensor: ring; make it {max(1, round(seq_len / shares)) * shares}, or choose collective"
+                for name, seq_len in lengths
+                if not splits_residual(seq_len, axes)
+            ]
         if micro_batch_size % batch_shards:
             problems.append(
                 f"train.global_batch_size: {train.global_batch_size} / grad_accum_steps({train.grad_accum_steps}) = "
@@ -157,14 +165,20 @@ class Config(Settings):
             )
         return problems
 
-    def sequence_problems(self, form: SequenceForm, axes: Mapping[str, int]) -> list[str]:
-        """What keeps rows that axes of these sizes split from taking `form`: one `key: rule; remedy` line each."""
-        parts, tensor, seq_len = num_parts("seq", axes), num_parts("kv_heads", axes), self.data.seq_len
+    def sequence_problems(self, form: SequenceForm, axes: Mapping[str, int], name: str = "seq_len") -> list[str]:
+        """What keeps rows that axes of these sizes split from taking `form`: one `key: rule; remedy` line each.
+
+        Args:
+            form: of split rows.
+            axes: sizes of the mesh axes.
+            name: of the rows' length, in `data.row_lengths`.
+        """
+        parts, tensor, seq_len = num_parts("seq", axes), num_parts("kv_heads", axes), self.data.row_lengths[name]
         heads, num_heads = self.model.num_heads // tensor, self.model.num_heads
         if form == "ring" and parts > 1 and seq_len % parts == 0 and seq_len % (2 * parts):
             nearest = max(1, round(seq_len / 2 / parts)) * 2 * parts
             return [
-                f"data.seq_len: {seq_len} must be divisible by 2 * mesh.sequence={2 * parts} for parallel.sequence: ring;"
+                f"data.{name}: {seq_len} must be divisible by 2 * mesh.sequence={2 * parts} for parallel.sequence: ring;"
                 f" make it {nearest}, or choose gather"
             ]
         if form == "ulysses" and heads % parts:
@@ -177,6 +191,25 @@ class Config(Settings):
     def rows_per_device(self, axes: Mapping[str, int]) -> int:
         """Rows of a micro-batch that a device computes, alone or with those that share them."""
         return self.train.global_batch_size // self.train.grad_accum_steps // num_parts("batch", axes)
+
+    def tokens_after(self, step: int) -> int:
+        """Positions of all rows of the first `step` steps, each in rows of its stage's length."""
+        stages = self.data.all_stages
+        ends = [*(stage.from_step for stage in stages[1:]), step]
+        steps = [max(0, min(step, end) - stage.from_step) for stage, end in zip(stages, ends, strict=True)]
+        return self.train.global_batch_size * sum(n * stage.seq_len for n, stage in zip(steps, stages, strict=True))
+
+    def in_rows_of(self, seq_len: int) -> "Config":
+        """The run as it computes in a stage of such rows; `data.stages` is there, but means nothing."""
+        return self.changed({"data.seq_len": seq_len})
+
+    def in_longest_rows(self) -> "Config":
+        """The run without stages, all in the longest rows that it has, of which a step takes most; for as many tokens."""
+        if not self.data.stages:
+            return self
+        longest = self.data.without_stages(max(self.data.row_lengths.values()))
+        budget = self.hardware.token_budget or float(self.tokens_after(self.train.num_steps))
+        return self.changed({"data": longest, "hardware.token_budget": budget})
 
     def batch_arithmetic(self, num_devices: int) -> str:
         """The batch in one line, for people to check."""

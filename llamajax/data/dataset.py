@@ -1,7 +1,7 @@
 """From a configuration to rows: tokenizer, shards, packing, held-out split and order, each made once and cached."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import cast
 
@@ -11,10 +11,12 @@ import numpy as np
 from llamajax.config.run import Config
 from llamajax.data import cache
 from llamajax.data.chat import TEMPLATE_FILE
-from llamajax.data.order import Proportions, training_order
+from llamajax.data.order import Proportions
 from llamajax.data.packing import Row
 from llamajax.data.packings import Run
+from llamajax.data.position import PassedOver
 from llamajax.data.rows import PackedSource, cache_error
+from llamajax.data.stages import Passes, StageRows, stage_orders, takes_part
 from llamajax.data.stores import HELD_OUT, SIDES, TRAIN
 from llamajax.data.tokenized import tokenized
 from llamajax.data.tokenizer_base import Tokenizer
@@ -25,40 +27,55 @@ _ROWS_LOOKED_AT = 64
 
 @dataclass(frozen=True)
 class Dataset:
-    """Everything a run reads."""
+    """Everything a run reads; of its stages the first one, or that of `of_stage`."""
 
     tokenizer: Tokenizer
     """Text to ids and back."""
-    held_out_rows: Sequence[Row]
-    """Rows of documents that are never trained on, in an order that is always the same; may be empty."""
+    rows: StageRows
+    """What it reads in this stage."""
+    stages: tuple[StageRows, ...]
+    """And in each of them."""
     summary: tuple[str, ...]
     """What the sources hold, a line each."""
     fingerprint: str
-    """Hash of all that decides the rows, except the seed: tokenizer, documents, packing, split and weights."""
+    """Hash of all that decides the rows of the first stage, except the seed: tokenizer, documents, packing, split and
+    weights."""
+    stage_fingerprints: tuple[tuple[int, str], ...]
+    """Of each later one: finished steps after which it begins, and the hash of all that decides the rows up to its end."""
     content: str
     """Hash of the contents of the cached files that rows are read from."""
-    epochs_per_row: dict[str, float]
-    """By source: its share of the training rows, over the rows that it has."""
-    order: grain.MapDataset
-    """Training rows by position, without end."""
+    passes: Passes
+    """How often the run goes through its sources."""
+    keys: tuple[str, ...]
+    """Of these."""
     files: dict[str, bytes]
     """Name and content of what is to be kept with a checkpoint: the tokenizer's files and, if there are conversations,
     chat_template.jinja."""
     template_sha256: str | None
     """Hash of the chat template; None without conversations."""
 
-    def epochs(self, num_rows: int) -> dict[str, float]:
-        """How often this many training rows go through each source, by its key."""
-        return {key: num_rows * per_row for key, per_row in self.epochs_per_row.items()}
+    @property
+    def held_out_rows(self) -> Sequence[Row]:
+        """Rows of documents that are never trained on, in an order that is always the same; may be empty."""
+        return self.rows.held_out_rows
+
+    def of_stage(self, number: int) -> "Dataset":
+        """The same as it is read in a stage, counted from 0: training and held-out rows of that one's length."""
+        return replace(self, rows=self.stages[number])
+
+    def epochs(self, step: int, passed_over: Sequence[PassedOver] = ()) -> dict[str, float]:
+        """How often the first `step` steps go through each source, by its key; see `Passes.after`."""
+        return dict(zip(self.keys, self.passes.after(step, passed_over), strict=True))
 
     def mean_keys(self, window: int | None) -> float:
         """Tokens before a token in its document, or those that a window leaves, on average over the first rows."""
-        before = np.stack([self.train_row(position)["positions"] for position in range(_ROWS_LOOKED_AT)])
+        first = self.rows.first_row
+        before = np.stack([self.train_row(first + number)["positions"] for number in range(_ROWS_LOOKED_AT)])
         return float(np.mean(before if window is None else np.minimum(before, window)))
 
     def train_row(self, position: int) -> Row:
         """The row at a position of the run: row r of step s is at `s * global_batch_size + r`."""
-        row = self.order[position]
+        row = self.rows.order[position]
         assert row is not None
         return row
 
@@ -103,36 +120,65 @@ def _prepare(
     data = config.data
     found = tokenized(config, cache_dir, log, log_work, models_tokenizer)
     tokenizer, template = found.by.tokenizer, found.by.template
-    packed, summary = [], []
-    for tokens in found.sources:
-        packed.append(PackedSource(tokens, cache_dir, data.seq_len, log_work, run))
-        _check_bad(packed[-1], log)
-        summary.append(_describe(packed[-1]))
-        log(summary[-1])
-        _check_rows(packed[-1])
-    sides = [of_source.sides() for of_source in packed]
-    held_out = grain.MapDataset.concatenate([grain.MapDataset.source(rows) for _, rows in sides])
-    if data.held_out_fraction and config.train.eval_batches and not len(held_out):
-        too_long = sum(of_source.num_left_out(HELD_OUT) for of_source in packed)
-        why = f" within data.seq_len={data.seq_len} ({too_long:,} are longer)" if too_long else ""
-        raise DataError(
-            f"data.held_out_fraction: {data.held_out_fraction} of the documents is none{why}; raise it, add documents, or"
-            " set train.eval_batches=0 to train without evaluation"
-        )
-    weights = [source.weight for source in data.sources]
-    shares = Proportions(weights).shares
-    epochs = [share / sum(shares) / len(rows) for share, (rows, _) in zip(shares, sides, strict=True)]
+
+    stages, packed, summary = data.all_stages, dict[int, list[PackedSource]](), []
+    for seq_len in dict.fromkeys(stage.seq_len for stage in stages):
+        packed[seq_len] = []
+        for index, tokens in enumerate(found.sources):
+            own = PackedSource(tokens, cache_dir, seq_len, log_work, run)
+            packed[seq_len].append(own)
+            if seq_len == data.seq_len:
+                _check_bad(own, log)
+            summary.append(_describe(own) if seq_len == data.seq_len else _describe_rows(own))
+            log(summary[-1])
+            if takes_part(stages, index, seq_len):
+                _check_rows(own, "data.seq_len" if seq_len == data.seq_len else "a row in data.stages")
+    held_out = {seq_len: _held_out(config, of_length) for seq_len, of_length in packed.items()}
+    rows = {seq_len: [own.sides()[0] for own in of_length] for seq_len, of_length in packed.items()}
+    orders = stage_orders(stages, rows, config.seed, config.train.global_batch_size)
+    of_stages = tuple(
+        StageRows(stage.from_step * config.train.global_batch_size, order, held_out[stage.seq_len])
+        for stage, order in zip(stages, orders, strict=True)
+    )
+    keys = {seq_len: [own.rows_key for own in of_length] for seq_len, of_length in packed.items()}
+    num_rows = {seq_len: list(map(len, own)) for seq_len, own in rows.items()}
+    fingerprints = [cache.key_of(tokenizer.sha256, keys[data.seq_len], Proportions(stages[0].weights).shares)]
+    for stage in stages[1:]:
+        shares = Proportions(stage.weights).shares
+        fingerprints.append(cache.key_of(fingerprints[-1], stage.from_step, stage.seq_len, keys[stage.seq_len], shares))
     return Dataset(
         tokenizer=tokenizer,
-        held_out_rows=cast(Sequence[Row], held_out.shuffle(seed=0)),
+        rows=of_stages[0],
+        stages=of_stages,
         summary=tuple(summary),
-        fingerprint=cache.key_of(tokenizer.sha256, [of_source.rows_key for of_source in packed], shares),
-        content=cache.key_of([of_source.content for of_source in packed]),
-        epochs_per_row=dict(zip((of_source.source.key for of_source in packed), epochs, strict=True)),
-        order=training_order([rows for rows, _ in sides], weights, config.seed),
+        fingerprint=fingerprints[0],
+        stage_fingerprints=tuple((stage.from_step, own) for stage, own in zip(stages[1:], fingerprints[1:], strict=True)),
+        content=cache.key_of([own.content for of_length in packed.values() for own in of_length]),
+        passes=Passes(stages, num_rows, config.train.global_batch_size),
+        keys=tuple(tokens.source.key for tokens in found.sources),
         files=tokenizer.files if template is None else tokenizer.files | {TEMPLATE_FILE: template.text.encode()},
         template_sha256=None if template is None else template.sha256,
     )
+
+
+def _held_out(config: Config, packed: Sequence[PackedSource]) -> Sequence[Row]:
+    """The held-out rows of all sources, of one length, mixed.
+
+    Raises:
+        DataError: there are none to evaluate on.
+    """
+    rows = grain.MapDataset.concatenate([grain.MapDataset.source(of_source.sides()[1]) for of_source in packed])
+    share = config.data.held_out_fraction
+    if share and config.train.eval_batches and not len(rows):
+        too_long = sum(of_source.num_left_out(HELD_OUT) for of_source in packed)
+        seq_len = packed[0].seq_len
+        within = f"data.seq_len={seq_len}" if seq_len == config.data.seq_len else f"data.stages' {seq_len} tokens"
+        why = f" within {within} ({too_long:,} are longer)" if too_long else ""
+        raise DataError(
+            f"data.held_out_fraction: {share} of the documents is none{why}; raise it, add documents,"
+            " or set train.eval_batches=0 to train without evaluation"
+        )
+    return cast(Sequence[Row], rows.shuffle(seed=0))
 
 
 def _check_bad(packed: PackedSource, log: Callable[[str], None]) -> None:
@@ -144,8 +190,8 @@ def _check_bad(packed: PackedSource, log: Callable[[str], None]) -> None:
         log(f"left out   {source.key}: {bad:,} bad records, the first one {packed.tokens.counts.first_bad}")
 
 
-def _check_rows(packed: PackedSource) -> None:
-    """Raises `DataError`, with the cause, if a source has nothing to train on."""
+def _check_rows(packed: PackedSource, of_row: str) -> None:
+    """Raises `DataError`, with the cause, if a source has nothing to train on; `of_row` says what sets its length."""
     if packed.num_rows(TRAIN):
         return
     key, num_documents = f"{packed.source.key}.paths", packed.tokens.counts.documents
@@ -153,7 +199,7 @@ def _check_rows(packed: PackedSource) -> None:
         raise DataError(f"{key}: has no document to train on; add documents with text")
     if packed.num_left_out(TRAIN):
         raise DataError(
-            f"{key}: no conversation has an answer within the {packed.seq_len:,} tokens of data.seq_len; raise it, or add"
+            f"{key}: no conversation has an answer within the {packed.seq_len:,} tokens of {of_row}; raise it, or add"
             " shorter conversations"
         )
     raise DataError(
@@ -176,5 +222,16 @@ def _describe(packed: PackedSource) -> str:
         f" {tokens / max(counts.documents, 1):,.0f} per document; {num_rows:,} rows{full};"
         f" held out: {packed.num_rows(HELD_OUT):,} rows"
         + (f"; {cut:,} conversations cut to {seq_len:,} tokens" if cut else "")
+        + (f"; {left_out:,} left out, since no answer is within {seq_len:,} tokens" if left_out else "")
+    )
+
+
+def _describe_rows(packed: PackedSource) -> str:
+    """What a source is in the rows of a later stage, in a line."""
+    seq_len, left_out = packed.seq_len, sum(packed.num_left_out(side) for side in SIDES)
+    return (
+        f"data       {packed.source.key} in rows of {seq_len:,} tokens: {packed.num_rows(TRAIN):,}"
+        f"; held out: {packed.num_rows(HELD_OUT):,} rows"
+        + (f"; {packed.num_cut:,} conversations cut to {seq_len:,} tokens" if packed.num_cut else "")
         + (f"; {left_out:,} left out, since no answer is within {seq_len:,} tokens" if left_out else "")
     )

@@ -18,16 +18,17 @@ class Loader:
     """Gives `(step, batch)` for `start_step`, `start_step + 1` and so on, without end.
 
     Row i of micro-batch a of step s is the dataset's row `next_row(s) + a * (global_batch_size / grad_accum_steps) + i`,
-    whatever the mesh, with `next_row` of `llamajax.data.position`. A thread prepares `data.prefetch_steps` batches ahead;
-    what goes wrong in it is raised by `next`. Use it as a context manager, or call `close`.
+    whatever the mesh, with `next_row` of `llamajax.data.position`; both are those of the stage that the step belongs to. A
+    thread prepares `data.prefetch_steps` batches ahead, also beyond the end of a stage; what goes wrong in it is raised by
+    `next`. Use it as a context manager, or call `close`.
     """
 
     def __init__(self, dataset: Dataset, config: Config, start_step: int, passed_over: Sequence[PassedOver] = ()) -> None:
         self.wait_s = 0.0
         """Seconds that the last `next` had to wait for its batch."""
-        self._dataset = dataset
-        self._global_batch_size, self._passed_over = config.train.global_batch_size, passed_over
-        self._shape = (config.train.grad_accum_steps, micro_batch_size(config), config.data.seq_len)
+        later = range(1, 1 + len(config.data.stages))
+        self._datasets = [dataset, *(dataset.of_stage(number) for number in later)]
+        self._config, self._passed_over = config, passed_over
         self._sharding, self._vocab_size = batch_sharding(), config.model.vocab_size
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="loader")
         self._next_step = start_step
@@ -63,9 +64,11 @@ class Loader:
         self._next_step += 1
 
     def _load(self, step: int) -> Batch:
-        first = next_row(step, self._global_batch_size, self._passed_over)
+        train, data, rows = self._config.train, self._config.data, micro_batch_size(self._config)
+        first, number = next_row(step, train.global_batch_size, self._passed_over), data.stage_at(step)
+        dataset, shape = self._datasets[number], (train.grad_accum_steps, rows, data.all_stages[number].seq_len)
 
         def row(a: int, i: int) -> Row:
-            return self._dataset.train_row(first + a * self._shape[1] + i)
+            return dataset.train_row(first + a * rows + i)
 
-        return make_batch(row, self._shape, self._sharding, self._vocab_size)
+        return make_batch(row, shape, self._sharding, self._vocab_size)

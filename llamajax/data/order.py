@@ -11,23 +11,30 @@ import grain
 import grain.transforms
 
 
-def training_order(sources: Sequence[Sequence[Any]], weights: Sequence[float], seed: int) -> grain.MapDataset:
+def training_order(
+    sources: Sequence[Sequence[Any]], weights: Sequence[float], seed: int | str, first: int = 0, taken: Sequence[int] = ()
+) -> grain.MapDataset:
     """All sources without end: `order[position]` is a row.
 
     Each source is gone through in epochs, shuffled anew in every epoch; the sources alternate in proportion to their
     weights. Any position can be asked for at any time, so the state of a run is one integer.
 
     Args:
-        sources: the rows of each source, at least one each.
-        weights: share of each source, relative to the others.
-        seed: at least 0.
+        sources: the rows of each source, at least one each of those that have weight.
+        weights: share of each source, relative to the others; 0 leaves it out.
+        seed: at least 0; or any text.
+        first: the first position of the order, from which proportions count.
+        taken: rows of each source that were taken before that, so that it goes on behind them; empty: none.
     """
+    has_weight = [index for index, weight in enumerate(weights) if weight]
     shuffled = []
-    for index, rows in enumerate(sources):
+    for index in has_weight:
         # Grain adds the epoch to a seed, so neighbouring seeds must not give neighbours.
         own_seed = int.from_bytes(hashlib.sha256(f"{seed}/{index}".encode()).digest()[:4], "little")
-        shuffled.append(grain.MapDataset.source(rows).shuffle(seed=own_seed).repeat())
-    return grain.MapDataset.select_from_datasets(shuffled, Proportions(weights))
+        shuffled.append(grain.MapDataset.source(sources[index]).shuffle(seed=own_seed).repeat())
+    proportions = Proportions([weights[index] for index in has_weight])
+    before = [taken[index] for index in has_weight] if taken else [0] * len(has_weight)
+    return grain.MapDataset.select_from_datasets(shuffled, _GoingOn(proportions, first, before))
 
 
 class Proportions(grain.transforms.DatasetSelectionMap):
@@ -57,3 +64,26 @@ class Proportions(grain.transforms.DatasetSelectionMap):
                 return source, before - left_before
             before, after, rest = left_before, left_after, rest - share
         raise AssertionError("the last source takes what is left")
+
+    def counts(self, num_positions: int) -> list[int]:
+        """How many of the first positions each source takes."""
+        counts, left, rest = [], num_positions, sum(self.shares)
+        for share in self.shares:
+            left_after = left * (rest - share) // rest if rest else 0
+            counts.append(left - left_after)
+            left, rest = left_after, rest - share
+        return counts
+
+
+class _GoingOn(grain.transforms.DatasetSelectionMap):
+    """Proportions that count from a position, of sources that go on where they were left."""
+
+    def __init__(self, proportions: Proportions, first: int, taken: Sequence[int]) -> None:
+        self._proportions, self._first, self._taken = proportions, first, taken
+
+    def __len__(self) -> int:
+        return len(self._proportions)
+
+    def __getitem__(self, index: int) -> tuple[int, int]:
+        source, number = self._proportions[index - self._first]
+        return source, self._taken[source] + number

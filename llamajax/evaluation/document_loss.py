@@ -5,7 +5,7 @@ import math
 import time
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +80,8 @@ def evaluate_documents(
     run_config = adapt_run(trained, path, config, model_config, tokenizer)
     dataset = data.prepare(run_config, log=console.log, log_work=console.log_own, tokenizer=tokenizer)
     trained_on = pretrained.meta.get("data", {}).get("fingerprint")
-    if config.data is None and config.seq_len is None and trained_on not in (None, dataset.fingerprint):
+    has_same_weights = run_config.data.sources == trained.data.sources  # as it has where all of them begin the run
+    if config.data is None and config.seq_len is None and has_same_weights and trained_on not in (None, dataset.fingerprint):
         say("warning    these are not the documents that the model was trained on: they have changed since")
     parts = {"all": Part(run_config, dataset)}
     if config.num_batches is None and len(run_config.data.sources) > 1:
@@ -98,6 +99,9 @@ def evaluate_documents(
         )
     size, seq_len = micro_batch_size(run_config), run_config.data.seq_len
     console.log(f"batches    {total:,} of {size} rows x {seq_len} tokens, {config.split.replace('_', ' ')}")
+    if config.seq_len is None and len(lengths := {stage.seq_len for stage in trained.data.all_stages}) > 1:
+        others = " or ".join(f"{length}" for length in sorted(lengths - {seq_len}))
+        console.log(f"note       rows are as long as before the first stage of the run; seq_len takes {others} instead")
     rows_in_training = trained.train.eval_batches * micro_batch_size(trained)
     if config.num_batches is None and 0 < rows_in_training < len(dataset.held_out_rows):
         console.log(f"note       evaluations while training take the first {rows_in_training:,} rows only")
@@ -176,8 +180,7 @@ def adapt_run(run_config: Config, path: Path, config: EvaluateConfig, model: Mod
         raise ConfigError(f"mesh.sequence: {seq_shards} must divide the {seq_len} tokens of a row; change it or seq_len")
     changes = {
         "model": model,
-        "data.seq_len": seq_len,
-        "data.tokenizer.path": None,
+        "data": replace(run_config.data.without_stages(seq_len), tokenizer=replace(run_config.data.tokenizer, path=None)),
         "train.global_batch_size": whole_batch(config.batch_size or micro_batch_size(run_config)),
         "train.grad_accum_steps": 1,
         "train.eval_every": None,

@@ -19,7 +19,7 @@ from llamajax.planning.plan import make_plan, plan_problems
 from llamajax.planning.search import read_sweep, run_sweep
 from llamajax.planning.tell import figures, picture, text
 from llamajax.planning.xla.compile import CompilerMissingError, check_compiler, prepare_environment
-from llamajax.watch.console import waiting
+from llamajax.watch.console import log, waiting
 from llamajax.watch.outputs import check_outputs, write_output
 
 FILES = ("--json", "--trace", "--hlo", "--picture")
@@ -30,6 +30,8 @@ PAGES = ("--picture",)
 
 def run(config: Config, options: Mapping[str, str]) -> None:
     """Plans `config`, prints the plan and writes the files that `options` names.
+
+    Of a run in stages the longest rows are planned, all through: their step takes most of the memory.
 
     Args:
         config: the run.
@@ -44,6 +46,8 @@ def run(config: Config, options: Mapping[str, str]) -> None:
     planned_gpu(config.hardware)
     if problems := plan_problems(config):
         raise ConfigError("\n".join(problems))
+    lengths = sorted({stage.seq_len for stage in config.data.all_stages})
+    config = config.in_longest_rows()
     sweep = read_sweep(options["--sweep"], config) if "--sweep" in options else None
     check_outputs(options, FILES, PAGES)
     try:
@@ -58,6 +62,11 @@ def run(config: Config, options: Mapping[str, str]) -> None:
         raise
     told = figures.figures(plan, sweep, plans)
     text.print_plan(plan, told)
+    if len(lengths) > 1:
+        others = f"--sweep data.seq_len={','.join(map(str, lengths))} compares all lengths"
+        log(
+            f"stages     planned all through in rows of {lengths[-1]:,} tokens, the longest, for the tokens of all; {others}"
+        )
     write_output(options, "--json", lambda: json.dumps(told, indent=1))
     write_output(options, "--trace", lambda: json.dumps(perfetto(plan.chosen.timeline)))
     write_output(options, "--hlo", lambda: plan.chosen.step.hlo)

@@ -43,6 +43,7 @@ class BadSteps:
         """
         self._config, self._num_rollbacks = config, num_rollbacks
         self._losses = deque(recent_losses, maxlen=config.recovery.spike_window)
+        self._first_steps = {stage.from_step + 1 for stage in config.data.stages}
         self.num_nonfinite = 0
         """Steps in a row, the newest included, whose gradients were not finite."""
 
@@ -65,6 +66,8 @@ class BadSteps:
         if record is None:
             return
         step, loss, zscore_limit = record["step"], record["train/loss"], self._config.recovery.spike_zscore
+        if step in self._first_steps:  # of a stage, whose texts are others
+            self._losses.clear()
         self.num_nonfinite = record["train/skipped_in_a_row"]
         if (limit := self._config.train.max_nonfinite_steps) <= self.num_nonfinite:
             what = f"gradients were not finite in {self.num_nonfinite} steps in a row (train.max_nonfinite_steps={limit})"

@@ -18,6 +18,7 @@ from llamajax.planning.scheduling import Compilation
 from llamajax.step.state import TrainState
 from llamajax.training.bad_steps import BadSteps
 from llamajax.training.replicas import Replicas
+from llamajax.training.stages import described
 from llamajax.training.stop import StopSignal
 from llamajax.training.watchdog import Watchdog
 from llamajax.watch import console, metrics, run_log
@@ -46,8 +47,8 @@ class Trainer:
     """The run."""
     num_eval_rows: int
     """Held-out rows of an evaluation."""
-    compilation: Compilation
-    """`train_step` of the run."""
+    compilations: Mapping[int, Compilation]
+    """`train_step` of the run, by the length of rows."""
     replicas: Replicas
     """Compares what devices hold alike, before every checkpoint too."""
     dataset: data.Dataset
@@ -77,15 +78,24 @@ class Trainer:
         state, step = start.state, start.step
         saved_step = self.checkpointer.newest or 0  # below `step` where the run goes on from a local disk, which may be lost
         bad_steps = BadSteps(config, start.recent_losses, len(passed_over))
-        keys = None if config.model.attend_across_documents else self.dataset.mean_keys(config.model.sliding_window)
+        stages = config.data.all_stages
+        of_stages = [self.dataset.of_stage(number) for number in range(len(stages))]
+        is_closed, window = not config.model.attend_across_documents, config.model.sliding_window
+        keys = [of_stage.mean_keys(window) for of_stage in of_stages] if is_closed else None
+
+        def epochs(step: int) -> list[float]:
+            return self.dataset.passes.after(step, passed_over)
+
         with (
-            metrics.MetricsWriter(config, start_step=step, keys=keys) as writer,
+            metrics.MetricsWriter(config, start_step=step, keys=keys, epochs=epochs) as writer,
             Loader(self.dataset, config, step, passed_over) as loader,
             trace(config, step) as trace_before,
         ):
-            writer.event("compile", from_cache=self.compilation.from_cache, **self.compilation.facts)
-            epochs = self.dataset.epochs(next_row(num_steps, rows_per_step, passed_over))
-            writer.event("data", fingerprint=self.dataset.fingerprint, epochs=epochs)
+            for seq_len, compilation in self.compilations.items():
+                writer.event("compile", seq_len=seq_len, from_cache=compilation.from_cache, **compilation.facts)
+            in_all = self.dataset.epochs(num_steps, passed_over)
+            hashes = {"fingerprint": self.dataset.fingerprint, "stages": self.dataset.stage_fingerprints}
+            writer.event("data", **hashes, epochs=in_all)
 
             def check(record: run_log.Record | None) -> None:
                 if record is not None:
@@ -98,14 +108,17 @@ class Trainer:
                 return self.checkpointer.newest
 
             def evaluate_now() -> None:
+                number = config.data.stage_at(max(0, step - 1))  # the one that the last step was of
+                of_stage, in_rows = of_stages[number], config.in_rows_of(stages[number].seq_len)
                 with self.watchdog.phase("evaluate"), writer.pause("evaluating"):
-                    result = evaluate(config, state.model, self.dataset, self.num_eval_rows, self.stop.requested)
+                    result = evaluate(in_rows, state.model, of_stage, self.num_eval_rows, self.stop.requested)
                 if result is not None:
                     writer.write_eval(step, result)
 
             def meta_of_step() -> dict[str, Any]:
                 position = {
                     "position": next_row(step, rows_per_step, passed_over),
+                    "tokens": config.tokens_after(step),
                     "passed_over": [dataclasses.asdict(window) for window in passed_over],
                 }
                 return self.meta | {"data": position | self.meta["data"], "recent_losses": bad_steps.recent_losses}
@@ -130,14 +143,21 @@ class Trainer:
             def due(every: int | None) -> bool:
                 return every is not None and step % every == 0
 
+            def begin_stage(number: int) -> None:
+                check(writer.flush())
+                self.watchdog.other_steps()
+                console.log(f"stage      {described(config.data, number)}")
+
             compare_replicas()
-            save_due = False
+            save_due, stage = False, -1 if config.data.stages else 0
             while step < num_steps and not self.stop.requested():
+                if (begun := config.data.stage_at(step)) != stage:
+                    begin_stage(stage := begun)
                 trace_before(step + 1, state)
                 self.watchdog.doing("waiting for its batch")
                 _, batch = next(loader)
                 self.watchdog.doing(WAITING)
-                state, values = self.compilation.step(state, batch)
+                state, values = self.compilations[stages[stage].seq_len].step(state, batch)
                 step += 1
                 check(writer.write(step, values, data_wait_s=loader.wait_s))
                 self.watchdog.doing("")

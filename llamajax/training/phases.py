@@ -95,6 +95,11 @@ class Phases:
                 self._learn(phases.pop())
             phases.append(self._new(kind))
 
+    def forget(self, kind: str) -> None:
+        """How long phases of a kind have taken tells nothing of those to come."""
+        with self._changing:
+            self._longest.pop(kind, None)
+
     @contextlib.contextmanager
     def within(self, kind: str) -> Iterator[None]:
         """A phase of the calling thread, within the one it is in, if any; one that ends by an error teaches nothing."""

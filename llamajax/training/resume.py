@@ -18,7 +18,7 @@ MAY_CHANGE = (
     "train.max_nonfinite_steps", "model.remat", "model.attention_kernel",
 )  # fmt: skip
 """Settings that a resumed run may change: beyond rounding, they do not change what is computed. The data is compared
-by its fingerprint, so that it may move."""
+by its fingerprint, so that it may move; of its stages those that have begun, so that others may still be planned."""
 
 
 def check_same_run(config: Config, restored: Restored[Any], meta: dict[str, Any]) -> None:
@@ -52,11 +52,18 @@ def check_same_run(config: Config, restored: Restored[Any], meta: dict[str, Any]
     ]
     if restored.meta["data"]["fingerprint"] != meta["data"]["fingerprint"]:
         changes.append("data: other documents, tokenizer, weights or data.seq_len")
+    elif begun_stages(restored.meta, restored.step) != begun_stages(meta, restored.step):
+        changes.append("data.stages: other ones before this step; those that are to come may change")
     if changes:
         raise CheckpointError(
             f"run_dir: {config.run_dir} holds a run with other settings ({'; '.join(changes)}); choose another run_dir,"
             " or set checkpoint.allow_config_change to go on with the new ones"
         )
+
+
+def begun_stages(meta: dict[str, Any], step: int) -> list[list[Any]]:
+    """The stages that the first `step` steps were of, without the first: where each began, and the hash of its rows."""
+    return [[from_step, fingerprint] for from_step, fingerprint in meta["data"].get("stages", ()) if from_step < step]
 
 
 def _default(config: Config, key: str) -> Any:

@@ -2,7 +2,6 @@
 
 import functools
 import os
-import time
 from pathlib import Path
 
 import jax
@@ -14,16 +13,13 @@ from llamajax.checkpoint.steps import latest_step
 from llamajax.checkpoint.write import Checkpointer
 from llamajax.config.file import write_config
 from llamajax.config.run import Config
-from llamajax.data.position import PassedOver, next_row
+from llamajax.data.position import PassedOver
 from llamajax.generation.completion import encode_prompt, stream_text
 from llamajax.parallel import compilation_cache, startup
 from llamajax.parallel.exit import end_process, exit_code
 from llamajax.parallel.processes import check_same_everywhere, everyones, of_first
 from llamajax.parallel.zero import whole_over_data
-from llamajax.planning.scheduling import compile_here, fastest_remat
 from llamajax.step.batch import micro_batch_size
-from llamajax.step.compile import lower, told
-from llamajax.step.forms import attention_kernel, compute_capability, float8_matmuls, with_forms
 from llamajax.step.state import TrainState, abstract_state, init_state
 from llamajax.training import elastic
 from llamajax.training.bad_steps import GoBack
@@ -31,6 +27,7 @@ from llamajax.training.loop import Start, Trainer
 from llamajax.training.replicas import Replicas
 from llamajax.training.resume import check_same_run
 from llamajax.training.rollback import agreed, go_back, read_passed_over
+from llamajax.training.stages import choose_forms, compile_steps
 from llamajax.training.stop import StopSignal
 from llamajax.training.watchdog import Watchdog, process_ends
 from llamajax.watch import console
@@ -59,28 +56,14 @@ def run(asked: Config, *, dry_run: bool = False) -> None:
         console.print_header(config, abstract.model)
         if fitted.line is not None:
             console.log(f"elastic    {fitted.line}")
-        mesh = jax.sharding.get_mesh().shape
-        remat, reason = fastest_remat(config, abstract, say)
-        in_forms, forms = with_forms(config.changed({"model.remat": remat}), mesh)
-        forms |= {"remat": f"{remat}: {reason}"} if config.model.remat == "auto" else {}
-        kernel, warning = attention_kernel(in_forms, mesh, compute_capability())
-        matmuls = float8_matmuls(config, compute_capability())
-        for setting, form in (forms | {"attention": kernel} | matmuls).items():
-            console.log(f"{setting:10} {form}")
-        if warning is not None:
-            console.log(f"warning    {warning}")
+        in_forms = choose_forms(config, abstract)
         pretrained = None
         if config.init_from is not None and of_first(latest_step(run_dir)) is None:
             pretrained = open_pretrained(Path(config.init_from))
             pretrained.check(config.model)
-        started = time.monotonic()
         same = (str(run_dir.absolute()), os.path.expanduser(config.data.cache_dir), os.environ.get("XLA_FLAGS"))
         compilation_cache.start(config.xla.compilation_cache, say, run=repr(same))
-        compilation = compile_here(in_forms, lower(in_forms, abstract))
-        console.log(f"options    {told(compilation.options, jax.devices()[0].device_kind)}")
-        programs = jax.config.values["jax_compilation_cache_dir"]
-        came = f", loaded from {programs}" if compilation.from_cache else ""
-        console.log(f"compile    {time.monotonic() - started:.1f} s{came}; {console.memory_summary(compilation.step)}")
+        compilations = compile_steps(in_forms, abstract)
         replicas = Replicas(config, abstract)
         if dry_run:
             return
@@ -94,8 +77,10 @@ def run(asked: Config, *, dry_run: bool = False) -> None:
             watchdog.begin("load")
             origin = origin_of(config, restored, pretrained)
             dataset = data.prepare(config, log=console.log, log_work=console.log_own, tokenizer=origin.tokenizer)
-            same = {"data (documents or tokenizer)": dataset.fingerprint, "tokenized documents": dataset.content}
+            fingerprints = repr((dataset.fingerprint, dataset.stage_fingerprints))
+            same = {"data (documents or tokenizer)": fingerprints, "tokenized documents": dataset.content}
             check_same_everywhere(same)
+            dataset.passes.check(config.data.sources, config.train.num_steps)
             if config.sample.prompt is not None:
                 encode_prompt(dataset.tokenizer, config.sample.prompt, config.data.seq_len)
             meta = checkpoint_meta(asked, dataset, origin.hf, fitted.began)
@@ -104,8 +89,8 @@ def run(asked: Config, *, dry_run: bool = False) -> None:
                 passed_over = agreed(run_dir, passed_over, restored)
             if jax.process_index() == 0:
                 write_config(asked, run_dir / "config.yaml")
-            num_rows = next_row(config.train.num_steps, config.train.global_batch_size, passed_over)
-            of_sources = ", ".join(f"{n:.2f} of {key}" for key, n in dataset.epochs(num_rows).items())
+            epochs = dataset.epochs(config.train.num_steps, passed_over)
+            of_sources = ", ".join(f"{n:.2f} of {key}" for key, n in epochs.items())
             console.log(f"epochs     {of_sources} in {config.train.num_steps:,} steps")
             watchdog.begin("load")
             if restored is not None:
@@ -116,7 +101,7 @@ def run(asked: Config, *, dry_run: bool = False) -> None:
             trainer = Trainer(
                 config=config,
                 num_eval_rows=config.train.eval_batches * micro_batch_size(asked),
-                compilation=compilation,
+                compilations=compilations,
                 replicas=replicas,
                 dataset=dataset,
                 meta=meta,

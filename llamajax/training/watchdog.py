@@ -133,6 +133,11 @@ class Watchdog:
         self._step = step
         self.begin("step")
 
+    def other_steps(self) -> None:
+        """The steps from here on are others, as those of longer rows: the next one is the first of them."""
+        self.begin("first step")
+        self._phases.forget("step")
+
     def doing(self, what: str) -> None:
         """What this thread does in the phase it is in; `heartbeat.WAITING` where it may be another process that is stuck."""
         phase = self._phases.of(threading.get_ident())

@@ -54,6 +54,8 @@ def run(config: Config, options: Mapping[str, str]) -> None:
             soft_wrap=True,
         )
         return
+    lengths = {stage.seq_len for stage in config.data.all_stages}
+    config = config.in_longest_rows()
     scaled = scaled_axes(configured, num_devices) if num_devices else fitting_axes(config.model, configured)
     verified = scale_down(config, configured, scaled)
     trained = with_forms(config, configured)[0].parallel
@@ -62,6 +64,8 @@ def run(config: Config, options: Mapping[str, str]) -> None:
     startup.connect(verified.mesh, verified.distributed)
     log(f"run        {config.run_dir}")
     log(f"mesh       {text.mesh(configured)}, verified as {text.mesh(scaled)}")
+    if len(lengths) > 1:
+        log(f"rows       of {max(lengths):,} tokens, the longest of the run's stages")
     log(f"forms      {', '.join(f'{name} {value}' for name, value in vars(trained).items())}")
     log("")
     text.print_changes(changes(config, verified))

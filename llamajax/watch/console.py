@@ -8,7 +8,7 @@ import shlex
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -220,7 +220,7 @@ class Progress:
     """What a run shows while it trains: a live bar on a terminal, a line every `metrics.log_every` steps elsewhere."""
 
     def __init__(self, config: Config, start_step: int):
-        self._num_steps = config.train.num_steps
+        self._num_steps, self._tokens_after = config.train.num_steps, config.tokens_after
         self._log_every = config.metrics.log_every
         self._step = start_step
         self._doing = "starting"
@@ -275,14 +275,16 @@ class Progress:
         )
 
     def _eta(self) -> str:
-        """Time to the last step at the pace since the first one, evaluations and checkpoints included."""
+        """Time to the last step at the pace since the first one, evaluations and checkpoints included; by tokens, of which
+        steps of other stages may have more."""
         if self._first is None:
             return "-"
         first_step, first_time = self._first
-        pace = self._latest[-1]["perf/step_time_s"]
+        tokens, seconds = self._tokens_after(self._step), self._latest[-1]["perf/step_time_s"]
+        before = self._tokens_after(self._step - 1)
         if self._step > first_step:
-            pace = (time.monotonic() - first_time) / (self._step - first_step)
-        return format_duration((self._num_steps - self._step) * pace)
+            before, seconds = self._tokens_after(first_step), time.monotonic() - first_time
+        return format_duration((self._tokens_after(self._num_steps) - tokens) / (tokens - before) * seconds)
 
     def _render(self) -> Group:
         """Two rows: how far, and the figures, the most important ones first, as many as fit."""
@@ -344,6 +346,11 @@ def print_end(run_dir: Path, checkpoint: Path) -> None:
     print_summary(run_dir, summarize(run), checkpoint)
 
 
+def told_epochs(epochs: Sequence[float]) -> str:
+    """Passes through each source, in the order of `data.sources`."""
+    return ", ".join(f"{passes:.2f} of data.sources[{source}]" for source, passes in enumerate(epochs))
+
+
 def print_summary(run_dir: Path, summary: RunSummary, checkpoint: Path) -> None:
     """What came out, how fast, and where everything lies."""
 
@@ -355,6 +362,7 @@ def print_summary(run_dir: Path, summary: RunSummary, checkpoint: Path) -> None:
         held_out += f", {summary.eval_bits_per_byte:.4f} bits per byte"
     rows = {
         "steps": f"{summary.step:,} of {known(summary.num_steps, ',')}, {known(summary.tokens, ',')} tokens",
+        **({"epochs": told_epochs(summary.epochs)} if summary.epochs else {}),
         "train loss": f"{known(summary.train_loss, '.4f')} (mean of the last {min(FINAL_STEPS, summary.step)} steps)",
         "held-out loss": held_out,
         "speed": f"{known(summary.tokens_per_sec, ',.0f')} tokens/s,"

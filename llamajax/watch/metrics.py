@@ -9,7 +9,7 @@ import platform
 import secrets
 import struct
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -47,19 +47,28 @@ class MetricsWriter:
     Every process calls every method: a process that did not fetch could run many steps ahead. Only the first one writes.
     """
 
-    def __init__(self, config: Config, *, start_step: int, keys: float | None = None):
+    def __init__(
+        self,
+        config: Config,
+        *,
+        start_step: int,
+        keys: Sequence[float] | None = None,
+        epochs: Callable[[int], Sequence[float]] = lambda step: (),
+    ):
         """Prepares to log the steps after `start_step`; measures, within half a second, the peak of devices not known.
 
         Args:
             config: the run.
             start_step: finished steps so far.
-            keys: that a query sees on average, where documents are closed to each other; see `flops_per_token`.
+            keys: that a query sees on average in each stage, where documents are closed to each other; see
+                `flops_per_token`.
+            epochs: gives the passes through each source in so many finished steps.
         """
         self._config = config
         self.run_dir = Path(config.run_dir).expanduser()
         self._start_step = self._last_step = start_step
-        self._keys = keys
-        self._tokens_per_step = config.train.global_batch_size * config.data.seq_len
+        self._keys, self._epochs = keys, epochs
+        self._stages = config.data.all_stages
         self._num_devices = jax.device_count()
         self._peak = peak_flops(config.model.compute_dtype)
         self._is_main_process = jax.process_index() == 0
@@ -127,8 +136,8 @@ class MetricsWriter:
         fetched = {f"train/{name}": np.asarray(value).item() for name, value in jax.device_get(held.values).items()}
         self._free = time.perf_counter()
         now = held.arrived or self._free
-        perf = self._perf(now - self._clock, held.data_wait_s) | self._of_hosts
-        record = {"step": held.step, "time": round(time.time(), 3), **fetched, **perf}
+        perf = self._perf(held.step, now - self._clock, held.data_wait_s) | self._of_hosts
+        record = {"step": held.step, "time": round(time.time(), 3), **fetched, **perf, **self._of_data(held.step)}
         self._clock, self._last_step, self._of_hosts = now + held.probe_s, held.step, {}
         if self._is_main_process:
             self._write(record)
@@ -221,21 +230,27 @@ class MetricsWriter:
             peak_flops_source=self._peak.source,
             num_params=num_params(config.model),
             num_steps=config.train.num_steps,
-            tokens_per_step=self._tokens_per_step,
+            tokens_per_step=config.train.global_batch_size * config.data.seq_len,
             config_sha256=hashlib.sha256(json.dumps(dataclasses.asdict(config), sort_keys=True).encode()).hexdigest(),
         )
 
-    def _perf(self, step_time_s: float, data_wait_s: float) -> Record:
+    def _of_data(self, step: int) -> Record:
+        """What so many steps have read: positions of all rows, padding included, and passes through each source."""
+        epochs = {f"{run_log.EPOCHS}{source}": passes for source, passes in enumerate(self._epochs(step))}
+        return {"data/tokens": self._config.tokens_after(step), **epochs}
+
+    def _perf(self, step: int, step_time_s: float, data_wait_s: float) -> Record:
         """Speeds of one step. Every position of the batch counts as a token: the device works on padding as well."""
-        model, seq_len = self._config.model, self._config.data.seq_len
-        tokens_per_sec = self._tokens_per_step / step_time_s
+        model, stage = self._config.model, self._config.data.stage_at(step - 1)
+        seq_len, keys = self._stages[stage].seq_len, None if self._keys is None else self._keys[stage]
+        tokens_per_sec = self._config.train.global_batch_size * seq_len / step_time_s
         share_per_flop = tokens_per_sec / self._num_devices / self._peak.flops_per_sec
         return {
             "perf/step_time_s": step_time_s,
             "perf/data_wait_s": data_wait_s,
             "perf/tokens_per_sec": tokens_per_sec,
             "perf/tokens_per_sec_per_device": tokens_per_sec / self._num_devices,
-            "perf/mfu": flops_per_token(model, seq_len, keys=self._keys) * share_per_flop,
+            "perf/mfu": flops_per_token(model, seq_len, keys=keys) * share_per_flop,
             "perf/mfu_full_attention": flops_per_token(model, seq_len, full_attention=True) * share_per_flop,
         }
 

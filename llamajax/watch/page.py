@@ -75,6 +75,7 @@ def _page(name: str, log: RunLog, config: str | None, hosts: str) -> str:
 <dl class="cards">{_cards(summary)}</dl>
 {_goodput(summary.goodput)}
 <div class="charts">{_charts(log)}</div>
+{_epochs(log, summary)}
 {hosts}
 {_starts(log)}
 {config_part}
@@ -158,6 +159,21 @@ def _charts(log: RunLog) -> str:
         if lines:
             charts.append(line_chart(title, lines, text=text, from_zero=from_zero, restarts=restarts))
     return "\n".join(charts)
+
+
+def _epochs(log: RunLog, summary: RunSummary) -> str:
+    """A table of how often each source was gone through, and will be in the whole run."""
+    planned = next((event.get("epochs") for event in reversed(log.events) if event["event"] == "data"), None)
+    in_all = planned if isinstance(planned, dict) else {}
+    rows = []
+    for source, passes in enumerate(summary.epochs):
+        key = f"data.sources[{source}]"
+        whole = f"{in_all[key]:,.2f}" if isinstance(in_all.get(key), int | float) else "&ndash;"
+        rows.append(f"<tr><td>{key}</td><td>{passes:,.2f}</td><td>{whole}</td></tr>")
+    if not rows:
+        return ""
+    head = "<th>source</th><th>epochs</th><th>in the whole run</th>"
+    return f'<h2>Sources</h2><div class="wide"><table class="sources"><tr>{head}</tr>{"".join(rows)}</table></div>'
 
 
 def _starts(log: RunLog) -> str:

@@ -1,12 +1,12 @@
 """What a run writes down about itself, and how it is read back: `metrics.jsonl` and `events.jsonl`.
 
-`metrics.jsonl` holds numbers by step, in order: one line per optimizer step (`train/*`, `perf/*`) and one per
-evaluation (`eval/*`). A line starts with its `step`, the number of finished optimizer steps, and its `time` (seconds since
-1970). Floats are written so that they read back bit for bit; JSON has no other numbers, so the rest are the strings
-"NaN", "Infinity" and "-Infinity" (protobuf's JSON mapping does the same). `events.jsonl` holds what happened: every start
-(when its process began, what it took until then, which steps it dropped), compilation (with its XLA options), save (begun),
-pause between steps, rollback and stop; it only ever grows. `rolled_back.jsonl` holds the lines of `metrics.jsonl` that a
-rollback took from there.
+`metrics.jsonl` holds numbers by step, in order: one line per optimizer step (`train/*`, `perf/*`, and `data/*`: what was
+read until then) and one per evaluation (`eval/*`). A line starts with its `step`, the number of finished optimizer steps,
+and its `time` (seconds since 1970). Floats are written so that they read back bit for bit; JSON has no other numbers, so
+the rest are the strings "NaN", "Infinity" and "-Infinity" (protobuf's JSON mapping does the same). `events.jsonl` holds
+what happened: every start (when its process began, what it took until then, which steps it dropped), compilation (with its
+XLA options), save (begun), pause between steps, rollback and stop; it only ever grows. `rolled_back.jsonl` holds the lines
+of `metrics.jsonl` that a rollback took from there.
 """
 
 import itertools
@@ -35,6 +35,8 @@ EVENTS_FILE = "events.jsonl"
 ROLLED_BACK_FILE = "rolled_back.jsonl"
 HOSTS_FILE = "hosts.json"
 """Medians of every process, as process 0 last knew them; see `llamajax.watch.hosts`."""
+EPOCHS = "data/epochs/"
+"""Metrics whose names begin so are the passes through a source, whose place in `data.sources` follows."""
 MOST_KEPT = 100_000
 """Records kept in memory, of about 500 bytes each, while a log cannot be written."""
 FINAL_STEPS = 20
@@ -334,6 +336,8 @@ class RunSummary:
     restarts: int
     stop_reason: str | None
     """`finished`, `stopped`, or the error; None while running, and after a kill."""
+    epochs: tuple[float, ...] = ()
+    """Passes through each source, in the order of `data.sources`; empty in logs of older versions."""
 
     def figures(self) -> Record:
         """All of it, by name, for programs."""
@@ -359,11 +363,15 @@ def summarize(log: RunLog) -> RunSummary:
     losses = losses[np.isfinite(losses)]  # those of skipped steps need not be
     steps_time_s = known(np.sum, "perf/step_time_s") or 0.0
     split = goodput(log.series, log.events)
+    tokens = step * facts["tokens_per_step"] if "tokens_per_step" in facts else None
+    if "data/tokens" in log.series:  # older versions had no stages, and wrote down what is in every step
+        tokens = int(log.series["data/tokens"][1][-1])
+    epochs = itertools.takewhile(log.series.__contains__, (f"{EPOCHS}{source}" for source in itertools.count()))
     return RunSummary(
         step=step,
         num_steps=facts.get("num_steps"),
         num_params=facts.get("num_params"),
-        tokens=step * facts["tokens_per_step"] if "tokens_per_step" in facts else None,
+        tokens=tokens,
         train_loss=float(losses.mean()) if losses.size else None,
         eval_loss=known(itemgetter(-1), "eval/loss"),
         eval_bits_per_byte=known(itemgetter(-1), "eval/bits_per_byte"),
@@ -376,4 +384,5 @@ def summarize(log: RunLog) -> RunSummary:
         goodput=split,
         restarts=max(0, len(starts) - 1 - num_gone_back),
         stop_reason=last_event.get("reason") if last_event.get("event") == "stop" else None,
+        epochs=tuple(float(log.series[key][1][-1]) for key in epochs),
     )

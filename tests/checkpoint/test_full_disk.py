@@ -16,7 +16,7 @@ from llamajax.checkpoint import write as checkpoint
 from llamajax.config.file import load_config
 from llamajax.data.loader import Loader
 from llamajax.errors import SaveError
-from llamajax.training import loop
+from llamajax.training import loop, stages
 from llamajax.training import run as train
 from tests import runs
 
@@ -56,7 +56,7 @@ def config(tmp_path_factory):
     """27 steps, saved every five; compiled once for all runs."""
     path = runs.write_config(tmp_path_factory.mktemp("full_disk"), num_steps=27, eval_every=None, eval_batches=0)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(train, "compile_here", one_program(train.compile_here))
+        patch.setattr(stages, "compile_here", one_program(stages.compile_here))
         yield load_config(path, ["metrics.tensorboard=true"])
 
 

@@ -9,7 +9,7 @@ import pytest
 import yaml
 from front_door import MINIMAL, changed, refuse
 
-from llamajax.config.data import DataConfig, SourceConfig, TokenizerConfig
+from llamajax.config.data import DataConfig, SourceConfig, StageConfig, TokenizerConfig
 from llamajax.config.file import config_to_dict, dump_config, load_config
 from llamajax.config.keys import keys
 from llamajax.config.machine import HardwareConfig, XlaConfig
@@ -39,10 +39,14 @@ EVERYTHING = Config(
         sources=(
             SourceConfig(kind="text", paths=("a b/**/*.txt", "*", "no", "1:30", "null", "- x: 'y\"", "ü\n z\x85 ")),
             SourceConfig(kind="jsonl", paths=("x.jsonl.zst",), text_key="1e3", weight=0.1),
-            SourceConfig(kind="chat", paths=("y",), chat_format="alpaca", max_bad_records=8),
+            SourceConfig(kind="chat", paths=("y",), chat_format="alpaca", max_bad_records=8, max_epochs=3.5),
             SourceConfig(kind="megatron", paths=("z",), split="969,30,1"),
         ),
         seq_len=900,
+        stages=(
+            StageConfig(from_step=8_000_000, weights=(0.1, 0.0, 1e-05, 2.0), name="1e3"),
+            StageConfig(from_step=9_000_000, seq_len=996),
+        ),
         tokenizer=TokenizerConfig(path="3e-4", train_max_bytes=5),
         mean_document_length=1e3, chat_template="true", held_out_fraction=1e-05, cache_dir="~", prefetch_steps=7,
     ),
@@ -307,8 +311,10 @@ def test_a_dumped_configuration_is_complete_and_loads_to_an_equal_one():
         value: Any = EVERYTHING
         for name in key.split("."):
             value = value[int(name)] if name.isdecimal() else getattr(value, name)
-        sources = [getattr(source, field.name) for source in EVERYTHING.data.sources] if ".0." in key else [value]
-        assert any(value != field.default for value in sources), f"{key} is as by default"
+        several = {"sources": EVERYTHING.data.sources, "stages": EVERYTHING.data.stages}
+        items = several[key.split(".")[1]] if ".0." in key else ()
+        values = [getattr(item, field.name) for item in items] or [value]
+        assert any(value != field.default for value in values), f"{key} is as by default"
     text = dump_config(EVERYTHING)
     Path("my.yaml").write_text(text)
     assert load_config("my.yaml") == EVERYTHING

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from llamajax.config.data import DataConfig, SourceConfig, TokenizerConfig
+from llamajax.config.data import DataConfig, SourceConfig, StageConfig, TokenizerConfig
 from llamajax.config.keys import keys
 from llamajax.config.machine import HardwareConfig, XlaConfig
 from llamajax.config.model import ModelConfig, RopeScalingConfig
@@ -33,6 +33,7 @@ SECTIONS: dict[type, dict[str, Any]] = {
     DistributedConfig: {},
     SourceConfig: {"kind": "stdlib"},
     TokenizerConfig: {},
+    StageConfig: {"from_step": 5, "weights": (1.0, 2.0)},
     DataConfig: {"sources": (SourceConfig(kind="stdlib"),), "seq_len": 8},
     OptimizerConfig: {"learning_rate": 1e-3},
     TrainConfig: {"num_steps": 10, "global_batch_size": 8},
@@ -46,6 +47,8 @@ SECTIONS: dict[type, dict[str, Any]] = {
     WatchdogConfig: {},
 }
 """The least that every section needs."""
+SOURCES = SourceConfig(kind="stdlib"), SourceConfig(kind="stdlib", weight=0.0)
+"""The second one comes later."""
 
 
 def config(**sections: Any) -> Config:
@@ -56,6 +59,13 @@ def config(**sections: Any) -> Config:
         "optimizer": OptimizerConfig(learning_rate=1e-3),
     }
     return Config(run_dir="run", **(defaults | sections))
+
+
+def staged(*stages: StageConfig, seq_len: int = 4096) -> DataConfig:
+    """Two sources, of which the second one comes with the first stage that gives it weight, if there is one."""
+    weight = 0.0 if any(any(stage.weights[1:]) for stage in stages) else 1.0
+    sources = SourceConfig(kind="stdlib"), SourceConfig(kind="stdlib", weight=weight)
+    return DataConfig(sources=sources, seq_len=seq_len, stages=stages)
 
 
 BROKEN = [
@@ -84,14 +94,23 @@ BROKEN = [
     (DistributedConfig, {"enabled": True, "process_id": -1}, ["process_id"]),
     (DistributedConfig, {"enabled": True, "num_processes": 2, "process_id": 2}, ["process_id"]),
     (DistributedConfig, {"coordinator_address": "host:1"}, ["coordinator_address"]),
-    (SourceConfig, {"weight": 0.0}, ["weight"]),
+    (SourceConfig, {"weight": -1.0, "max_epochs": 0.0}, ["weight", "max_epochs"]),
     (SourceConfig, {"kind": "parquet"}, ["paths"]),
     (SourceConfig, {"paths": ("x",)}, ["paths"]),
     (SourceConfig, {"text_key": ""}, ["text_key"]),
     (SourceConfig, {"max_bad_records": -1}, ["max_bad_records"]),
     (SourceConfig, {"kind": "text", "paths": ("x",), "max_bad_records": 5}, ["max_bad_records"]),
     (TokenizerConfig, {"train_max_bytes": 0}, ["train_max_bytes"]),
+    (StageConfig, {"from_step": 0, "seq_len": 0}, ["from_step", "seq_len"]),
+    (StageConfig, {"weights": (1.0, -1.0)}, ["weights"]),
+    (StageConfig, {"weights": (0.0, 0.0)}, ["weights"]),
+    (StageConfig, {"weights": ()}, ["weights"]),
     (DataConfig, {"sources": ()}, ["sources"]),
+    (DataConfig, {"sources": (SourceConfig(kind="stdlib", weight=0.0),)}, ["sources.0.weight"]),
+    (DataConfig, {"sources": SOURCES, "stages": (StageConfig(from_step=5, weights=(2.0, 0.0)),)}, ["sources.1.weight"]),
+    (DataConfig, {"sources": SOURCES[1:], "stages": (StageConfig(from_step=5, weights=(2.0,)),)}, ["sources"]),
+    (DataConfig, {"stages": (StageConfig(from_step=5, weights=(1.0, 2.0)),)}, ["stages.0.weights"]),
+    (DataConfig, {"stages": 2 * (StageConfig(from_step=5, seq_len=4),)}, ["stages.1.from_step"]),
     (DataConfig, {"seq_len": 0, "prefetch_steps": 0}, ["seq_len", "prefetch_steps"]),
     (DataConfig, {"held_out_fraction": 1.0}, ["held_out_fraction"]),
     (OptimizerConfig, {"learning_rate": 0.0, "warmup_steps": -1}, ["learning_rate", "warmup_steps"]),
@@ -147,6 +166,11 @@ def test_every_section_is_tested():
     ("sections", "key"),
     [
         ({"data": DataConfig(sources=(SourceConfig(kind="stdlib"),), seq_len=4097)}, "data.seq_len"),
+        ({"data": staged(StageConfig(from_step=5, seq_len=4097))}, "data.stages.0.seq_len"),
+        (
+            {"data": staged(StageConfig(from_step=5, seq_len=8), StageConfig(from_step=100, seq_len=4))},
+            "data.stages.1.from_step",
+        ),
         ({"optimizer": OptimizerConfig(learning_rate=1.0, warmup_steps=101)}, "optimizer.warmup_steps"),
         (
             {"optimizer": OptimizerConfig(learning_rate=1.0, warmup_steps=60, schedule="wsd", decay_steps=41)},
@@ -232,6 +256,37 @@ def test_what_a_form_of_split_rows_needs_is_told_in_one_line(form, seq_len, axes
     problems = run.placement_problems(64)
     assert len(problems) == (problem is not None)
     assert problem is None or re.match(problem, problems[0])
+
+
+def test_the_rows_of_every_stage_divide_over_the_mesh():
+    stages = StageConfig(from_step=5, seq_len=4092), StageConfig(from_step=7, weights=(1.0, 2.0))
+    of_rows = config(data=staged(*stages), mesh=MeshConfig(sequence=8)).placement_problems(64)
+    assert of_rows == ["data.stages.0.seq_len: 4092 must be divisible by mesh.sequence=8"]
+    model = dataclasses.replace(LLAMA_2_7B, max_seq_len=8192)
+    ring = config(
+        model=model, data=staged(StageConfig(from_step=5, seq_len=4104)), mesh=MeshConfig(sequence=8),
+        parallel=ParallelConfig(sequence="ring"),
+    )  # fmt: skip
+    (problem,) = ring.placement_problems(64)
+    assert problem.startswith("data.stages.0.seq_len: 4104 must be divisible by 2 * mesh.sequence=16 ")
+    (problem,) = ring.changed({"mesh.sequence": 1, "mesh.tensor": 16, "parallel.tensor": "ring"}).placement_problems(64)
+    assert problem.startswith("data.stages.0.seq_len: 4104 must be divisible by mesh.sequence x mesh.tensor=16 ")
+    heads = ring.changed({"mesh.tensor": 8, "parallel.sequence": "ulysses"}).placement_problems(64)
+    assert [problem.partition(":")[0] for problem in heads] == ["parallel.sequence"]
+
+
+def test_what_stages_leave_out_is_as_before():
+    stages = StageConfig(from_step=10, weights=(1.0, 3.0), name="mid"), StageConfig(from_step=30, seq_len=64)
+    run = config(data=staged(*stages, seq_len=16), train=TrainConfig(num_steps=100, global_batch_size=2))
+    assert [(s.from_step, s.weights, s.seq_len, s.name) for s in run.data.all_stages] == [
+        (0, (1.0, 0.0), 16, ""), (10, (1.0, 3.0), 16, "mid"), (30, (1.0, 3.0), 64, ""),
+    ]  # fmt: skip
+    assert [run.data.stage_at(step) for step in (0, 9, 10, 29, 30, 99)] == [0, 0, 1, 1, 2, 2]
+    assert [run.tokens_after(step) for step in (0, 9, 30, 31, 100)] == [0, 288, 960, 1088, 960 + 70 * 128]
+    longest = run.in_longest_rows()
+    assert (longest.data.seq_len, longest.data.stages, longest.hardware.token_budget) == (64, (), 9920.0)
+    assert [source.weight for source in longest.data.sources] == [1.0, 3.0]
+    assert run.changed({"data.stages": (), "data.sources.1.weight": 2.0}).in_longest_rows().data.seq_len == 16
 
 
 def test_a_ring_of_matmuls_needs_rows_that_it_can_divide():

@@ -303,7 +303,8 @@ def test_how_often_each_source_is_gone_through(tmp_path, tokenizer):
     ]
     dataset = data.prepare(config_for(tmp_path, *sources), log=lambda line: None)
     rows = [num_rows(dataset, 0), num_rows(dataset, 1)]
-    assert dataset.epochs(4 * rows[1]) == pytest.approx({"data.sources[0]": 3 * rows[1] / rows[0], "data.sources[1]": 1.0})
+    of_a, of_b = 24 * rows[1] / rows[0], 8.0  # of 32 rows per step, three quarters and one
+    assert dataset.epochs(rows[1]) == pytest.approx({"data.sources[0]": of_a, "data.sources[1]": of_b})
 
 
 def test_why_there_is_nothing_to_train_on(tmp_path, tokenizer):

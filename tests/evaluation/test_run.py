@@ -6,6 +6,7 @@ import re
 import socket
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -14,7 +15,7 @@ import numpy as np
 import pytest
 
 from llamajax import data
-from llamajax.config.data import SourceConfig
+from llamajax.config.data import SourceConfig, StageConfig
 from llamajax.config.evaluate import EvaluateConfig
 from llamajax.config.file import dump_config, load_config
 from llamajax.config.parallel import MeshConfig
@@ -146,6 +147,21 @@ def test_other_rows_types_and_documents(finished, tmp_path, capsys):
     other = evaluate.run(settings(finished, data=str(path)))
     assert other["tokens"] != whole["tokens"]
     assert "warning" not in capsys.readouterr().err
+
+
+def test_a_run_in_stages_is_evaluated_in_the_rows_it_began_with_unless_others_are_asked_for(finished, tmp_path, capsys):
+    first, second = finished.data.sources
+    late = {"data.sources": (first, replace(second, weight=0.0)), "run_dir": str(tmp_path / "run")}
+    staged = finished.changed(late | {"data.stages": (StageConfig(from_step=1, weights=(1.0, 2.0), seq_len=64),)})
+    train.run(staged)
+    capsys.readouterr()
+    short, long = (evaluate.run(settings(staged, seq_len=length)) for length in (None, 64))
+    said = capsys.readouterr().out
+    assert (short["seq_len"], long["seq_len"], short["tokens"]) == (32, 64, long["tokens"])
+    assert said.count("note       rows are as long as before the first stage of the run; seq_len takes 64 instead") == 1
+    assert "warning" not in said
+    assert long["loss"] == pytest.approx(found_in_training(staged)["eval/loss"], abs=1e-5), "of its last stage"
+    assert list(short["sources"]) == ["data.sources[0] jsonl", "data.sources[1] jsonl"]
 
 
 def test_documents_that_changed_since_are_told(finished, capsys):

@@ -233,7 +233,7 @@ def lay_points() -> None:
     """Puts the points into the product."""
     from llamajax.checkpoint import write
     from llamajax.data.loader import Loader
-    from llamajax.training import loop, run
+    from llamajax.training import loop, run, stages
     from llamajax.watch import hosts, metrics
 
     patch(run.startup, "join_run", "join")
@@ -252,14 +252,14 @@ def lay_points() -> None:
     _pace_probe(hosts.DeviceProbe)
     patch(loop, "evaluate", "evaluate")
 
-    compile_here = run.compile_here
+    compile_here = stages.compile_here
 
     def compile_with_points(*args: Any) -> Any:
         hit("compile")
         compilation = compile_here(*args)
         return dataclasses.replace(compilation, step=PacedStep(compilation.step))
 
-    run.compile_here = compile_with_points
+    stages.compile_here = compile_with_points
     _patch_disk(write)
     if poison := os.environ.get("LLAMAJAX_CAMPAIGN_POISON"):
         _poison(*poison.split(":"))

@@ -45,11 +45,11 @@ def faulty(compile_here: Callable[..., Compilation], after: dict[int, Flip], *, 
 def main() -> None:
     """Takes its own argument off the command line, and trains."""
     from llamajax import train
-    from llamajax.training import run
+    from llamajax.training import stages
 
     told = json.loads(sys.argv.pop(1))
     after = {int(step): Flip(*flip) for step, flip in told["after"].items()}
-    run.compile_here = faulty(run.compile_here, after, once=told["once"])
+    stages.compile_here = faulty(stages.compile_here, after, once=told["once"])
     train.main()
 
 

@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from llamajax import plan as plan_command
+from llamajax.config.data import StageConfig
 from llamajax.config.file import dump_config
 from llamajax.config.formulas import num_params
 from llamajax.config.machine import HardwareConfig
@@ -61,6 +62,22 @@ def test_a_plan_that_does_not_fit_is_a_plan(planned, monkeypatch, capsys):
     monkeypatch.setattr(plan, "make_plan", lambda config, **_: plans.plan(config=config, peak_bytes=90 * plans.GIB))
     assert plan.main(plans.CONFIG, options={}) == 0
     assert capsys.readouterr().out.startswith("verdict    does not fit")
+
+
+def test_of_a_run_in_stages_the_longest_rows_are_planned(planned, tmp_path, capsys):
+    stages = StageConfig(from_step=5, seq_len=2 * plans.CONFIG.data.seq_len), StageConfig(from_step=7, seq_len=16)
+    changes, output = {"data.stages": stages, "train.num_steps": 10, "hardware.token_budget": None}, tmp_path / "a.json"
+    config = plans.CONFIG.changed(changes)
+    assert plan.main(config, options={"--json": str(output)}) == 0
+    told, short, rows = json.loads(output.read_text()), plans.CONFIG.data.seq_len, config.train.global_batch_size
+    assert told["tokens_per_step"] == 2 * short * rows
+    assert told["token_budget"] == (5 * short + 2 * 2 * short + 3 * 16) * rows
+    last = capsys.readouterr().out.splitlines()[-1]
+    lengths = ",".join(map(str, sorted({16, short, 2 * short})))
+    assert last.startswith(f"stages     planned all through in rows of {2 * short:,} tokens, the longest")
+    assert last.endswith(f"--sweep data.seq_len={lengths} compares all lengths")
+    assert plan.main(plans.CONFIG, options={}) == 0
+    assert "stages  " not in capsys.readouterr().out
 
 
 def test_without_the_compiler_formulas_are_told(monkeypatch, tmp_path, capsys):

@@ -5,7 +5,9 @@ import math
 import numpy as np
 import pytest
 
+from llamajax.config.data import StageConfig
 from llamajax.config.recovery import RecoveryConfig
+from llamajax.config.training import TrainConfig
 from llamajax.errors import DivergedError
 from llamajax.training.bad_steps import BadSteps, GoBack
 from llamajax.training.spike import robust_zscore
@@ -50,6 +52,22 @@ def test_ten_thousand_steps_of_a_noisy_falling_loss_raise_no_alarm():
     bad_steps = watch(spike_zscore=8.0)
     for step, loss in enumerate(falling_losses(10_000, 0), start=1):
         bad_steps.look(record(step, loss), no_checkpoint)
+
+
+@pytest.mark.parametrize("goes_on_at", [None, 380, 399, 400])
+def test_a_stage_with_other_texts_is_no_spike_whenever_the_run_was_resumed(goes_on_at):
+    losses, window = falling_losses(400, 0), 64
+    config = tiny_config(
+        recovery=RecoveryConfig(spike_zscore=8.0, spike_window=window), train=TrainConfig(num_steps=900, global_batch_size=8)
+    ).changed({"data.stages": (StageConfig(from_step=400, seq_len=32),)})
+    bad_steps = BadSteps(config, losses[:goes_on_at][-window:].tolist() if goes_on_at else (), 0)
+    for step, loss in enumerate(losses[goes_on_at or 0 :], start=1 + (goes_on_at or 0)):
+        bad_steps.look(record(step, loss), no_checkpoint)
+    for step in range(401, 401 + window):
+        bad_steps.look(record(step, 9.0 + 0.01 * (step % 7)), no_checkpoint)
+    assert len(bad_steps.recent_losses) == window
+    with pytest.raises(GoBack, match=r"step 465: loss 99\.0000 is"):
+        bad_steps.look(record(401 + window, 99.0), no_checkpoint)
 
 
 def test_a_spike_is_named_with_its_score():

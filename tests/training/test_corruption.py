@@ -18,6 +18,7 @@ from llamajax.config.run import Config
 from llamajax.errors import CorruptionError
 from llamajax.step.state import abstract_state
 from llamajax.training import run as train
+from llamajax.training import stages
 from tests import runs
 from tests.faults.faulty_device import faulty
 from tests.faults.flips import Flip
@@ -35,7 +36,7 @@ def start(tmp_path_factory):
     """Trains twelve steps in four replicas, compared every three steps and saved every four, on a device that flips bits."""
     folder = tmp_path_factory.mktemp("corruption")
     path = runs.write_config(folder, num_steps=12, grad_accum_steps=1, eval_every=None)
-    compile_here, compiled = train.compile_here, []
+    compile_here, compiled = stages.compile_here, []
 
     def compile_once(*args):
         if not compiled:
@@ -46,7 +47,7 @@ def start(tmp_path_factory):
         overrides = [f"run_dir={folder / name}", "recovery.checksum_every=3", "checkpoint.save_every=4", *AXES]
         config = load_config(path, overrides)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(train, "compile_here", faulty(compile_once, flips, once=once))
+            patch.setattr(stages, "compile_here", faulty(compile_once, flips, once=once))
             train.run(config)
         return config
 

@@ -54,6 +54,18 @@ def test_limits_are_learnt_from_the_longest_of_their_kind(phases, clock):
     assert phases.limit("save") == 30
 
 
+def test_longer_steps_are_allowed_what_their_first_one_took(phases, clock):
+    for took in (1, 8):
+        phases.begin("step")
+        clock.now += took
+    phases.begin("first step")
+    phases.forget("step")
+    assert phases.limit("step") == 20
+    clock.now += 90
+    phases.begin("step")
+    assert phases.deadline() == clock.now + 4 * 90
+
+
 def test_the_first_step_has_the_limit_of_compiling_and_says_what_the_second_may_take(phases, clock):
     """Else a run whose steps take longer than the floor would end at its second, at every start."""
     phases.begin("first step")

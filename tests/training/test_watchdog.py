@@ -131,6 +131,18 @@ def test_who_waits_for_others_at_a_step_may_take_longer_but_not_for_ever(tmp_pat
     assert took[0] >= 3 * LIMIT_S
 
 
+def test_the_first_of_other_steps_may_take_as_long_as_a_first_one(tmp_path):
+    with Listed(tmp_path, compile_s=60.0) as watchdog:
+        watchdog.finished(1)
+        watchdog.other_steps()
+        time.sleep(2 * LIMIT_S)
+        assert watchdog.ends == []
+        watchdog.finished(2)
+        phase = watchdog._phases.of(threading.get_ident())
+        assert phase is not None
+        assert phase.limit >= 2 * LIMIT_S * watchdog._phases._config.factor
+
+
 def test_what_compiles_has_the_limit_of_compiling(tmp_path):
     @jax.jit
     def slowly_traced(x):

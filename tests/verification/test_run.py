@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+from llamajax.config.data import StageConfig
 from llamajax.config.file import dump_config
 from llamajax.config.parallel import PLAIN, MeshConfig
 from llamajax.config.run import Config
@@ -38,6 +39,16 @@ def test_a_mesh_is_verified(tmp_path, capsys):
     assert len(told["steps"]) == 5
     assert 0 < told["largest_difference"] < told["tolerance"]
     assert (tmp_path / "a.html").read_text().startswith("<!DOCTYPE html>")
+
+
+def test_of_a_run_in_stages_the_longest_rows_are_verified(monkeypatch, capsys):
+    seen = []
+    monkeypatch.setattr(verification, "certify", lambda config, *_: seen.append(config) or {"equal": True})
+    monkeypatch.setattr(verification.text, "print_verification", lambda told: None)
+    stages = StageConfig(from_step=5, seq_len=64), StageConfig(from_step=7, seq_len=32)
+    assert verification.main(config(fsdp=4, sequence=2).changed({"data.stages": stages}), {}) == 0
+    assert "\nrows       of 64 tokens, the longest of the run's stages\n" in capsys.readouterr().out
+    assert [(of.data.seq_len, of.data.stages) for of in seen] == [(64, ())]
 
 
 @pytest.mark.slow

@@ -220,6 +220,12 @@ def test_summary_names_everything_a_person_goes_on_with(capsys):
     ]
 
 
+def test_the_summary_tells_how_often_sources_were_gone_through(capsys):
+    console.print_summary(Path("run"), dataclasses.replace(SUMMARY, epochs=(0.126, 2.0)), Path("run/checkpoints/2"))
+    lines = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
+    assert lines[2] == "epochs         0.13 of data.sources[0], 2.00 of data.sources[1]"
+
+
 @pytest.mark.parametrize(
     ("loss", "bits", "told"),
     [(None, None, "not evaluated"), (2.625, None, "2.6250"), (2.5, 1.25, "2.5000, 1.2500 bits per byte")],

@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 from tiny import tiny_config
 
-from llamajax.config.data import DataConfig, SourceConfig
-from llamajax.config.formulas import num_params
+from llamajax.config.data import DataConfig, SourceConfig, StageConfig
+from llamajax.config.formulas import flops_per_token, num_params
 from llamajax.config.model import ModelConfig
 from llamajax.config.training import TrainConfig
 from llamajax.config.watch import MetricsConfig
@@ -133,7 +133,7 @@ def test_broken_numbers_are_kept(config):
 def test_documents_that_are_closed_count_what_they_see(tmp_path, clock):
     config = tiny_config(str(tmp_path))
     records = []
-    for keys in (None, 3.0):
+    for keys in (None, [3.0]):
         with metrics.MetricsWriter(config, start_step=0, keys=keys) as writer:
             writer.write(1, step_values(1))
             clock.now += 1.0
@@ -378,3 +378,21 @@ def test_the_log_is_readable_while_the_run_goes_on(config):
             writer.write(step, step_values(step))
         summary = run_log.summarize(run_log.read_run(writer.run_dir))
     assert (summary.step, summary.num_steps, summary.stop_reason) == (3, 10, None)
+
+
+def test_what_was_read_and_how_fast_is_counted_by_the_rows_of_each_stage(tmp_path, clock):
+    config = tiny_config(str(tmp_path)).changed({"data.stages": (StageConfig(from_step=3, seq_len=48),)})
+    with metrics.MetricsWriter(config, start_step=0, epochs=lambda step: (step / 4, 0.5), keys=(3.0, 5.0)) as writer:
+        for step in range(1, 6):
+            writer.write(step, step_values(step))
+            clock.now += 2.0
+            writer.flush()
+    short, long = 32 * 16, 32 * 48
+    read_so_far = [0, *(r["data/tokens"] for r in records(config))]
+    assert np.diff(read_so_far).tolist() == [short] * 3 + [long] * 2
+    assert [r["perf/tokens_per_sec"] for r in records(config)] == [short / 2] * 3 + [long / 2] * 2
+    flops = [tokens * flops_per_token(config.model, T, keys=keys) for tokens, T, keys in ((short, 16, 3.0), (long, 48, 5.0))]
+    speeds = [record["perf/mfu"] * 2 * jax.device_count() * PEAK.flops_per_sec for record in records(config)[2:4]]
+    assert speeds == pytest.approx(flops)
+    summary = run_log.summarize(run_log.read_run(writer.run_dir))
+    assert (summary.tokens, summary.epochs) == (3 * short + 2 * long, (1.25, 0.5))

@@ -50,6 +50,20 @@ def write_run(run_dir, num_steps, *, eval_every=10, starts=(0,), stop=True, devi
     return run_dir
 
 
+def test_sources_are_told_with_the_epochs_that_are_planned(tmp_path):
+    run_dir = write_run(tmp_path / "run", 3)
+    assert "<h2>Sources</h2>" not in report.write_report(run_dir).read_text()
+    records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    told = [record | {"data/epochs/0": 0.5 * record["step"], "data/epochs/1": 0.0} for record in records]
+    (run_dir / "metrics.jsonl").write_text("".join(run_log.encode(record) + "\n" for record in told))
+    with (run_dir / "events.jsonl").open("a") as file:
+        file.write(run_log.encode({"time": 1.7e9, "event": "data", "step": 0, "epochs": {"data.sources[0]": 2.5}}) + "\n")
+    page = report.write_report(run_dir).read_text()
+    assert "<h2>Sources</h2>" in page
+    assert "<tr><td>data.sources[0]</td><td>1.50</td><td>2.50</td></tr>" in page
+    assert "<tr><td>data.sources[1]</td><td>0.00</td><td>&ndash;</td></tr>" in page
+
+
 def test_everything_is_on_the_page(tmp_path):
     run_dir = write_run(tmp_path / "my_run", 50, starts=(0, 20))
     (run_dir / "config.yaml").write_text("model:\n  num_layers: 4\n")
