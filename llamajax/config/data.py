@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
+from llamajax.config.cleaning import CleaningConfig
 from llamajax.config.rules import Bound, NonNegativeInt, PositiveFloatOrUnset, PositiveInt, Section, ShareBelowOne
 
 ChatFormat = Literal["messages", "sharegpt", "alpaca"]
@@ -68,6 +69,8 @@ class DataConfig(Section):
     """Collections of documents, mixed by weight."""
     seq_len: PositiveInt
     """Tokens per row; documents are packed into rows and see only themselves."""
+    cleaning: CleaningConfig = field(default_factory=CleaningConfig)
+    """What is left out before."""
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
     """Text to token ids."""
     mean_document_length: PositiveFloatOrUnset = None

@@ -37,6 +37,10 @@ class DamagedError(DataError):
         self.path = path
         self.reason = reason
 
+    def __reduce__(self) -> tuple[type, tuple[Path, str]]:
+        """Pickled by its arguments, for it may be raised in another process than it is caught in."""
+        return type(self), (self.path, self.reason)
+
 
 def key_of(*parts: object) -> str:
     """SHA-256 of the parts, which must be JSON values, in order."""

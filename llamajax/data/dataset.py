@@ -12,6 +12,7 @@ from llamajax import disk
 from llamajax.config.run import Config
 from llamajax.data import cache
 from llamajax.data.chat import TEMPLATE_FILE, ChatTemplate, load_chat_template
+from llamajax.data.cleaning.pipeline import clean
 from llamajax.data.groups import ANNOUNCED_BYTES, FileGroup, group_files
 from llamajax.data.order import Proportions, training_order
 from llamajax.data.packing import Row
@@ -106,6 +107,9 @@ def _prepare(
     for source in sources:
         log(f"source     {source}")
     groups = [group_files(source, cache_dir, log_work) for source in sources]
+    if data.cleaning.steps:
+        sources = clean(sources, groups, data.cleaning, cache_dir, log_work)
+        groups = [group_files(source, cache_dir, log_work) for source in sources]
     all_groups = [group for of_source in groups for group in of_source]
     tokenizer = _tokenizer(config, models_tokenizer, all_groups, cache_dir, log_work)
     template = _chat_template(config, tokenizer)
