@@ -70,7 +70,7 @@ class DataConfig(Section):
     seq_len: PositiveInt
     """Tokens per row; documents are packed into rows and see only themselves."""
     cleaning: CleaningConfig = field(default_factory=CleaningConfig)
-    """What is left out before."""
+    """What is left out of the sources before they are tokenized."""
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
     """Text to token ids."""
     mean_document_length: PositiveFloatOrUnset = None

@@ -106,7 +106,7 @@ _MEASURES: dict[str, tuple[Callable[[_Parts], float], str]] = {
     "symbols_per_word": (lambda parts: parts.per_word(_symbols(parts.text)), "{:.2f} symbols per word"),
     "ellipsis_lines": (lambda parts: _share(line.endswith(_ELLIPSES) for line in parts.lines), "{:.1%} of the lines"),
     "bullet_lines": (lambda parts: _share(line.startswith(_BULLETS) for line in parts.lines), "{:.1%} of the lines"),
-    "alphabetic_words": (lambda parts: _share(any(map(str.isalpha, word)) for word in parts.words), "{:.1%} of the words"),
+    "alphabetic_words": (lambda parts: _share(map(_has_letter, parts.words)), "{:.1%} of the words"),
     "stop_words": (lambda parts: len(parts.stop_words), "{} of them"),
     "sentences": (lambda parts: sum(1 for _ in _SENTENCE_END.finditer(parts.text)), "{:,} sentences"),
     "repeated_lines": (lambda parts: len(_repeated(parts.lines)) / max(len(parts.lines), 1), "{:.1%} of the lines"),
@@ -143,6 +143,10 @@ def _share(holds: Iterable[bool]) -> float:
     """Of the items, the share for which it holds; 0 of none."""
     held = list(holds)
     return sum(held) / max(len(held), 1)
+
+
+def _has_letter(word: str) -> bool:
+    return word.isalpha() or any(map(str.isalpha, word))
 
 
 def _symbols(text: str) -> int:

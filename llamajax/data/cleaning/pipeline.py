@@ -35,6 +35,9 @@ from llamajax.data.groups import FileGroup, content_hashes, file_identity
 from llamajax.data.sources import Source
 from llamajax.errors import ConfigError, DataError, EnvironmentMismatchError
 
+POLL_S = 1.0
+"""Seconds between two looks at a lock that another process has."""
+
 _FOLDER = "cleaned-1"
 """Says how cleaned documents are written; the name of an entry says which ones they are."""
 _HELD_OUT_FILE = "held_out"
@@ -178,13 +181,20 @@ def _told(
 
 @contextlib.contextmanager
 def _locked(entry: Path, log: Callable[[str], None]) -> Iterator[None]:
-    with disk.locked(entry, wait=False) as mine:
-        if mine:
-            yield
-            return
-    log("waiting    for another process that cleans the same documents")
-    with disk.locked(entry):
-        yield
+    """Holds the entry's lock; while another process has it, what that one writes is a sign of progress."""
+    seen = None
+    while True:
+        with disk.locked(entry, wait=False) as mine:
+            if mine:
+                yield
+                return
+        if seen is None:
+            log("waiting    for another process that cleans the same documents")
+        changed = entry.stat().st_mtime_ns
+        if changed != seen:
+            progress.gets_on()
+        seen = changed
+        time.sleep(POLL_S)
 
 
 def _made(

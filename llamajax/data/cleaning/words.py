@@ -39,5 +39,5 @@ def run_hashes(hashes: UInt64[np.ndarray, "words"], length: int) -> UInt64[np.nd
 
 def repeats(hashes: UInt64[np.ndarray, "runs"]) -> Int64[np.ndarray, "repeats"]:
     """Which of the hashes came before, in order."""
-    _, first, inverse = np.unique(hashes, return_index=True, return_inverse=True)
-    return np.flatnonzero(first[inverse] != np.arange(len(hashes)))
+    order = np.argsort(hashes, kind="stable")
+    return np.sort(order[1:][hashes[order[1:]] == hashes[order[:-1]]])

@@ -1,18 +1,20 @@
 """The whole pipeline: the same bytes whoever works at it and in which order, killed at any write, damaged, or short of
 packages; and what training makes of it."""
 
+import contextlib
 import importlib.util
 import json
 import multiprocessing
 import random
 import subprocess
 import sys
+import threading
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from llamajax import data
+from llamajax import data, disk
 from llamajax.config.cleaning import (
     CleaningConfig,
     DecontaminationConfig,
@@ -21,8 +23,8 @@ from llamajax.config.cleaning import (
     NearDuplicateConfig,
 )
 from llamajax.config.data import DataConfig, SourceConfig, TokenizerConfig
-from llamajax.data import groups
-from llamajax.data.cleaning import scan, write
+from llamajax.data import groups, progress
+from llamajax.data.cleaning import pipeline, scan, write
 from llamajax.data.tokenizer import train_sentencepiece
 from llamajax.errors import ConfigError, DataError, EnvironmentMismatchError
 from tests import runs
@@ -224,6 +226,22 @@ def test_what_is_damaged_is_named_and_made_again(tmp_path, monkeypatch):
     run_clean(sources, config, tmp_path / "other", flips_one, log=log)
     assert contents(tmp_path / "other") == expected
     assert f"damaged    {flipped[0]}; making it again" in log
+
+
+def test_whoever_comes_second_waits_and_gets_the_same(tmp_path, monkeypatch):
+    source, config, log = jsonl(tmp_path / "a.jsonl", ["one", "one", "two"]), CleaningConfig(exact_duplicates=True), []
+    run_clean([source], config, tmp_path / "cache")
+    entry = entry_of(tmp_path / "cache")
+    monkeypatch.setattr(pipeline, "POLL_S", 0.01)
+    holder = contextlib.ExitStack()
+    holder.enter_context(disk.locked(entry))
+    threading.Timer(0.3, holder.close).start()
+    before = progress.signs()
+    (cleaned,) = run_clean([source], config, tmp_path / "cache", log=log)
+    assert texts_of(cleaned) == ["one", "two"]
+    assert log[0] == "waiting    for another process that cleans the same documents"
+    assert sum(line.startswith("waiting") for line in log) == 1
+    assert progress.signs() > before
 
 
 def test_a_missing_package_is_told_and_only_where_it_is_needed(tmp_path, monkeypatch):
