@@ -5,6 +5,7 @@ left are decided by their sets, which only they have written down.
 """
 
 import itertools
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +17,7 @@ from jaxtyping import Int64, UInt64
 from llamajax.config.cleaning import CleaningConfig
 from llamajax.data import cache, progress
 from llamajax.data.cleaning.duplicates import Clusters, alike_in_crowd, crowds, jaccard, least_estimate, set_of
-from llamajax.data.cleaning.judge import kept_text
+from llamajax.data.cleaning.judge import Work, kept_text
 from llamajax.data.cleaning.scan import Part
 from llamajax.data.cleaning.survivors import CANDIDATES_FILE, DECISIONS_FILE, Survivors
 from llamajax.data.cleaning.texts import whole_texts
@@ -51,11 +52,12 @@ class SetsTask:
     config: CleaningConfig
 
 
-def find_candidates(task: BandTask) -> None:
+def find_candidates(task: BandTask) -> Work:
     """Writes the pairs of documents that agree on a band and whose signatures make them candidates, unless it was done:
-    firsts and seconds, int64 [pairs]."""
+    firsts and seconds, int64 [pairs]. Returns the work, of no further documents."""
+    work, started = Work(), time.process_time()
     if task.path.exists():
-        return
+        return work
     survivors, near = Survivors(task.entry), task.config.near_duplicates
     originals = np.flatnonzero(survivors.firsts == np.arange(len(survivors)))
     pairs = [np.zeros((0, 2), np.int64)]
@@ -67,6 +69,8 @@ def find_candidates(task: BandTask) -> None:
         progress.gets_on()
     firsts, seconds = np.concatenate(pairs).T
     cache.write_arrays(task.path, {"firsts": firsts, "seconds": seconds}, {})
+    work.add(0, started)
+    return work
 
 
 def gather_candidates(entry: Path, tasks: Sequence[BandTask]) -> None:
@@ -77,8 +81,9 @@ def gather_candidates(entry: Path, tasks: Sequence[BandTask]) -> None:
     cache.write_arrays(entry / CANDIDATES_FILE, {"firsts": firsts, "seconds": seconds}, {})
 
 
-def write_sets(task: SetsTask) -> None:
-    """Writes the sets of a part's candidates, a file per chunk that has any, unless it was done.
+def write_sets(task: SetsTask) -> Work:
+    """Writes the sets of a part's candidates, a file per chunk that has any, unless it was done; returns the work, of no
+    further documents.
 
     A file's arrays: documents, int64 [n], their numbers; offsets, int64 [n + 1]; runs, uint64 [offsets[n]].
 
@@ -86,7 +91,7 @@ def write_sets(task: SetsTask) -> None:
         DataError: a file cannot be read, or has changed since it was hashed.
         DiskError: the disk fails.
     """
-    part = task.part
+    part, work, started = task.part, Work(), time.process_time()
     candidates = _candidates(part.entry)
     texts = enumerate(whole_texts(part.group.documents()))
     for start, end, positions in Survivors(part.entry).positions_of(part):
@@ -103,6 +108,8 @@ def write_sets(task: SetsTask) -> None:
         part.group.check_unchanged()
         offsets = np.cumsum([0, *map(len, sets)])
         cache.write_arrays(path, {"documents": documents, "offsets": offsets, "runs": np.concatenate(sets)}, {})
+    work.add(0, started)
+    return work
 
 
 def decide(entry: Path, parts: Sequence[Part], config: CleaningConfig) -> None:

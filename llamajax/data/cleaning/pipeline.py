@@ -219,17 +219,19 @@ def _made(
             work[step].seconds += done.seconds
     if not (entry / COPIES_FILE).exists():
         write_copies(entry, parts, look=config.exact_duplicates)
-    second_pass = time.perf_counter()
     if config.near_duplicates.enabled:
         bands = [BandTask(entry, band, config) for band in range(bands_of(config.near_duplicates)[0])]
-        list(_each(run, find_candidates, bands, "comparing", log))
+        for of_band in _each(run, find_candidates, bands, "comparing", log):
+            work["near_duplicates"].seconds += of_band.seconds
         if not (entry / CANDIDATES_FILE).exists():
             gather_candidates(entry, bands)
-        list(_each(run, write_sets, [SetsTask(part, config) for part in parts], "reading candidates", log))
+        for of_part in _each(run, write_sets, [SetsTask(part, config) for part in parts], "reading candidates", log):
+            work["near_duplicates"].seconds += of_part.seconds
+    deciding = time.process_time()
     if not (entry / DECISIONS_FILE).exists():
         decide(entry, parts, config)
     if config.near_duplicates.enabled:
-        work["near_duplicates"].add(0, second_pass)
+        work["near_duplicates"].add(0, deciding)
     writing = [WriteTask(part, config) for part in parts]
     list(_each(run, write, writing, "writing", log))
 

@@ -176,4 +176,4 @@ def _left(after: Sequence[int], before: Sequence[int]) -> str:
 def _speed(work: Work | None) -> str:
     if work is None or not work.documents:
         return ""
-    return f"; {work.documents / max(work.seconds, 1e-9):,.0f} documents/s of one process"
+    return f"; {work.documents / max(work.seconds, 1e-9):,.0f} documents/s per core"

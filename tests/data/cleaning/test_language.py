@@ -4,7 +4,7 @@ from pydoc_data.topics import topics
 
 import pytest
 
-from llamajax.data.cleaning.language import HEAD_CHARS, known_languages, language_of
+from llamajax.data.cleaning.language import MIDDLE_CHARS, known_languages, language_of
 
 ARTICLE_1 = {
     "en": "All human beings are born free and equal in dignity and rights. They are endowed with reason and "
@@ -38,8 +38,9 @@ def test_an_article_is_in_its_language(code):
 
 
 def test_help_texts_are_english():
-    assert {language_of(text)[0] for text in topics.values()} == {"en"}
-    assert min(language_of(text)[1] for text in topics.values()) > 0.5
+    found = [language_of(text) for text in topics.values()]
+    assert {language for language, _ in found} == {"en"}
+    assert sum(probability > 0.5 for _, probability in found) >= 0.95 * len(found), "some are tables and grammars"
 
 
 def test_of_what_is_no_language_nothing_is_sure():
@@ -48,7 +49,8 @@ def test_of_what_is_no_language_nothing_is_sure():
         assert language == "zxx" or probability < 0.5
 
 
-def test_the_beginning_decides():
-    german = (ARTICLE_1["de"] + "\n") * 20
-    assert len(german) > HEAD_CHARS
-    assert language_of(german + ARTICLE_1["en"] * 100) == language_of(german)
+def test_the_middle_decides():
+    german, english = ((ARTICLE_1[code] + "\n") * 20 for code in ("de", "en"))
+    assert len(german) > MIDDLE_CHARS
+    assert language_of(english + german + english)[0] == "de"
+    assert language_of(german + english * 2 + german)[0] == "en"

@@ -101,7 +101,7 @@ def test_every_step_takes_something_and_counts_it(tmp_path):
     assert {len(found) for found in told["examples"].values()} <= {1, 2, 3}
     steps = [line for line in log if line.startswith("cleaned    ") and "documents stay" in line]
     assert [line.split()[1] for line in steps] == [f"{step}:" for step in [*told["steps"], "all"]]
-    assert all("documents/s of one process" in line for line in steps[:-1])
+    assert all("documents/s per core" in line for line in steps[:-1])
     page = entry_of(tmp_path / "cache") / "report.html"
     assert page.is_file()
     assert log[-1] == f"cleaned    report: {page}"
