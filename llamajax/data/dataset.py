@@ -9,6 +9,7 @@ import grain
 import numpy as np
 
 from llamajax import disk
+from llamajax.config.data import SourceConfig
 from llamajax.config.run import Config
 from llamajax.data import cache
 from llamajax.data.chat import TEMPLATE_FILE, ChatTemplate, load_chat_template
@@ -36,6 +37,8 @@ class Dataset:
     """Text to ids and back."""
     held_out_rows: Sequence[Row]
     """Rows of documents that are never trained on, in an order that is always the same; may be empty."""
+    sources: tuple[SourceConfig, ...]
+    """What rows are made of: the configuration's sources, or, with `data.cleaning`, what it leaves of them."""
     summary: tuple[str, ...]
     """What the sources hold, a line each."""
     fingerprint: str
@@ -139,6 +142,7 @@ def _prepare(
     return Dataset(
         tokenizer=tokenizer,
         held_out_rows=cast(Sequence[Row], held_out.shuffle(seed=0)),
+        sources=tuple(source.config for source in sources),
         summary=tuple(summary),
         fingerprint=cache.key_of(tokenizer.sha256, [of_source.rows_key for of_source in packed], shares),
         content=cache.key_of([of_source.content for of_source in packed]),

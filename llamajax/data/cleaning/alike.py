@@ -127,8 +127,7 @@ def decide(entry: Path, parts: Sequence[Part], config: CleaningConfig) -> None:
         sets = _Sets(entry, survivors, parts)
         clusters, alike, histogram = Clusters(len(firsts)), [], [0] * HISTOGRAM_BINS
         file = cache.read_arrays(entry / CANDIDATES_FILE).arrays
-        pairs = list(zip(file["firsts"][:].tolist(), file["seconds"][:].tolist(), strict=True))
-        for one, other in pairs:
+        for one, other in zip(map(int, file["firsts"][:]), map(int, file["seconds"][:]), strict=True):
             progress.gets_on()
             if clusters.first(one) == clusters.first(other):
                 continue
@@ -142,7 +141,7 @@ def decide(entry: Path, parts: Sequence[Part], config: CleaningConfig) -> None:
                 reasons[document] = NEAR
         to_show = [pair for pair in alike if clusters.first(pair[1]) == pair[0]]
         info |= {
-            "candidates": len(pairs), "histogram": histogram, "alike": to_show[: config.max_examples],
+            "candidates": len(file["firsts"]), "histogram": histogram, "alike": to_show[: config.max_examples],
             "clusters": len({clusters.first(one) for one, _, _ in alike}),
         }  # fmt: skip
     cache.write_arrays(entry / DECISIONS_FILE, {"reasons": reasons}, info)

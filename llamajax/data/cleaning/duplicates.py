@@ -9,7 +9,7 @@ minima tell 0.80 from 0.75 in five of six cases only.
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 from jaxtyping import Int64, UInt32, UInt64
@@ -88,14 +88,14 @@ def band_keys(
     return keys
 
 
-def crowds(keys: UInt64[np.ndarray, "texts"]) -> list[Int64[np.ndarray, "members"]]:
+def crowds(keys: UInt64[np.ndarray, "texts"]) -> Iterator[Int64[np.ndarray, "_"]]:
     """The places of equal keys, in order, where there are several."""
     order = np.argsort(keys, kind="stable")
     ends = np.flatnonzero(np.diff(keys[order])) + 1
     starts = np.concatenate([[0], ends])
     ends = np.concatenate([ends, [len(keys)]])
-    several = np.flatnonzero(ends - starts > 1)
-    return [order[starts[crowd] : ends[crowd]] for crowd in several]
+    for crowd in np.flatnonzero(ends - starts > 1):
+        yield order[starts[crowd] : ends[crowd]]
 
 
 def alike_in_crowd(of_crowd: UInt32[np.ndarray, "members minima"], least: float) -> Int64[np.ndarray, "pairs 2"]:

@@ -15,9 +15,11 @@ _STYLE = """
 .text { white-space: pre-wrap; overflow-wrap: anywhere; font: 13px/1.45 ui-monospace, monospace; margin: 4px 0 14px;
   background: var(--card); border-radius: 10px; padding: 10px 14px; max-height: 260px; overflow-y: auto; }
 .pair { display: grid; grid-template-columns: 1fr 1fr; gap: 12px; }
-.numbers td:not(:first-child), .numbers th:not(:first-child) { text-align: right; font-variant-numeric: tabular-nums; }
+.numbers td:not(:first-child, .bars), .numbers th:not(:first-child) { text-align: right; }
+.numbers { font-variant-numeric: tabular-nums; }
 .share { display: inline-block; height: 10px; border-radius: 3px; background: var(--c0); vertical-align: middle; }
 small { color: var(--soft); }
+mark { background: color-mix(in srgb, var(--c1) 35%, transparent); color: inherit; }
 """
 _BAR = 160
 
@@ -40,7 +42,7 @@ def page(told: dict[str, Any]) -> str:
 <dl class="cards">{_cards(told)}</dl>
 <h2>Steps</h2>
 {_steps(told)}
-<h2>Sources</h2>
+<h2>Sources, and their documents after each step</h2>
 {_sources(told)}
 <h2>Reasons</h2>
 {_reasons(told)}
@@ -48,6 +50,7 @@ def page(told: dict[str, Any]) -> str:
 {_near(told)}
 {_pairs("Near duplicates: what stays, and what is like it", told["alike"], with_similarity=True)}
 {_pairs("Exact duplicates: what stays, and its copy", told["copies"], with_similarity=False)}
+{_pairs("Lines that filters took out of documents that stay", told["cut"], with_similarity=False)}
 {_examples(told)}
 </body>
 </html>
@@ -87,18 +90,18 @@ def _steps(told: dict[str, Any]) -> str:
 
 
 def _sources(told: dict[str, Any]) -> str:
-    steps = [step for step in told["steps"] for _ in range(2)]
     rows = [
         [
             source["key"],
             *_counts(source["before"]),
-            *(cell for step in told["steps"] for cell in _counts(source["after"][step])),
+            *(f"{source['after'][step][0]:,}" for step in told["steps"]),
+            format_bytes(source["left"][1]),
             _percent(source["left"][0], source["before"][0]),
             format_bytes(source["cut"][1]),
         ]
         for source in told["sources"]
     ]
-    return _table(["source", "before", "", *steps, "stays", "cut out of those that stay"], rows)
+    return _table(["source", "documents", "text", *told["steps"], "text left", "stays", "cut out of what stays"], rows)
 
 
 def _reasons(told: dict[str, Any]) -> str:
@@ -135,11 +138,11 @@ def _near(told: dict[str, Any]) -> str:
         if count
     ]
     bars = [count / most for count in histogram if count]
-    return (
-        f"<h2>Similarity of candidates</h2><p>{near['candidates']:,} pairs by {settings['num_permutations']} minima, of"
-        f" which {sum(histogram):,} were measured, the others being connected already; {near['clusters']:,} clusters at"
-        f" {settings['threshold']} or more</p>{_table(['Jaccard similarity', 'pairs'], rows, bars)}"
+    words = (
+        f"{near['candidates']:,} pairs proposed by {settings['num_permutations']} minima, of which {sum(histogram):,} were"
+        f" measured, the others being connected already; {near['clusters']:,} clusters at {settings['threshold']} or more"
     )
+    return f"<h2>Similarity of candidates</h2><p>{words}</p>{_table(['Jaccard similarity', 'pairs'], rows, bars)}"
 
 
 def _pairs(title: str, pairs: Sequence[Sequence[Any]], *, with_similarity: bool) -> str:
@@ -193,6 +196,10 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[str]], bars: Sequence[fl
     titles = "".join(f"<th>{html.escape(title)}</th>" for title in [*head, *([""] if bars is not None else [])])
     body = []
     for index, cells in enumerate(rows):
-        bar = f'<td><i class="share" style="width: {bars[index] * _BAR:.0f}px"></i></td>' if bars is not None else ""
+        bar = (
+            f'<td class="bars"><i class="share" style="width: {bars[index] * _BAR:.0f}px"></i></td>'
+            if bars is not None
+            else ""
+        )
         body.append(f"<tr>{''.join(f'<td>{html.escape(cell)}</td>' for cell in cells)}{bar}</tr>")
     return f'<div class="wide"><table class="numbers"><tr>{titles}</tr>{"".join(body)}</table></div>'

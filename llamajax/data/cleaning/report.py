@@ -64,6 +64,7 @@ def make(
     removed: dict[str, list[int]] = {}
     languages: dict[str, list[int]] = {}
     examples: dict[str, list[list[str]]] = {}
+    cut: list[list[Any]] = []
     snippets: dict[int, list[str]] = {}
     files = {}
     for part, task in zip(parts, written, strict=True):
@@ -72,6 +73,8 @@ def make(
             sources[part.source].add_scanned(info)
             _add_to(removed, info["removed"])
             _add_to(languages, info["languages"])
+            of_chunk = [[_where(part, key, position), *texts] for position, *texts in info["cut_examples"]]
+            cut += of_chunk[: max(config.max_examples - len(cut), 0)]
             for reason, found in info["examples"].items():
                 of_reason = examples.setdefault(reason, [])
                 shown = [[_where(part, key, position), text, why] for position, text, why in found]
@@ -86,7 +89,7 @@ def make(
     pairs = {
         name: [[similarity, *snippets[one], *snippets[other]] for one, other, similarity in decisions.info.get(name, [])]
         for name in ("copies", "alike")
-    }
+    } | {"cut": [[1.0, where, before, "what stays", after] for where, before, after in cut]}
     near = {name: decisions.info[name] for name in ("candidates", "clusters", "histogram") if name in decisions.info}
     by_source = [vars(source) for source in sources]
     return {

@@ -26,6 +26,8 @@ CHUNK_DOCUMENTS = 2**16
 """Documents per chunk, at most."""
 SNIPPET_CHARS = 600
 """Beginning of a text that is kept as an example."""
+PAIR_CHARS = 2000
+"""Beginning of a text that is shown beside another."""
 
 
 @dataclass(frozen=True)
@@ -121,6 +123,7 @@ class _Chunk:
         self.info: dict[str, Any] = {
             "read": 0, "last": False, "empty": 0, "bad": 0, "first_bad": "", "before": [0, 0], "cut": [0, 0],
             "after": {step: [0, 0] for step in self._steps}, "removed": {}, "languages": {}, "examples": {},
+            "cut_examples": [],
         }  # fmt: skip
 
     @property
@@ -146,6 +149,8 @@ class _Chunk:
                 examples.append([position, text.text[:SNIPPET_CHARS], verdict.found[:SNIPPET_CHARS]])
         elif size_left < size:
             _count(info["cut"], size - size_left)
+            if len(info["cut_examples"]) < self._config.max_examples:
+                info["cut_examples"].append([position, text.text[:PAIR_CHARS], verdict.text[:PAIR_CHARS]])
         condemned_by = verdict.reason.partition(".")[0]
         for step in itertools.takewhile(lambda step: step != condemned_by, self._steps):
             _count(info["after"][step], size_left)

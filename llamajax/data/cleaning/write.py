@@ -14,16 +14,13 @@ from llamajax.config.cleaning import CleaningConfig
 from llamajax.data import cache
 from llamajax.data.cleaning.alike import STAYS
 from llamajax.data.cleaning.judge import kept_text
-from llamajax.data.cleaning.scan import Part
+from llamajax.data.cleaning.scan import PAIR_CHARS, Part
 from llamajax.data.cleaning.survivors import DECISIONS_FILE, Survivors
 from llamajax.data.cleaning.texts import whole_texts
 from llamajax.disk import write_atomically
 
 FILE_BYTES = 2**26
 """Text per file: what is in memory, and lost by a kill."""
-PAIR_CHARS = 2000
-"""Beginning of a text that is shown beside its duplicate."""
-
 _ZSTD_LEVEL = 3
 
 

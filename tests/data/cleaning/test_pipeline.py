@@ -87,8 +87,8 @@ def test_every_step_takes_something_and_counts_it(tmp_path):
     left = [texts_of(source) for source in cleaned]
     told = json.loads((entry_of(tmp_path / "cache") / "report.json").read_text())
     assert set(told["removed"]) == {
-        "filters.min_words", "filters.max_repeated_lines", "languages.keep", "decontamination.paths", "exact_duplicates",
-        "near_duplicates",
+        "filters.min_words", "filters.max_repeated_lines", "languages.keep", "languages.min_probability",
+        "decontamination.paths", "exact_duplicates", "near_duplicates",
     }  # fmt: skip
     assert told["before"][0] == told["left"][0] + sum(documents for documents, _ in told["removed"].values())
     assert told["left"] == [len([*left[0], *left[1]]), sum(len(text.encode()) for text in [*left[0], *left[1]])]
@@ -315,6 +315,9 @@ def test_lines_that_c4_drops_are_gone_before_copies_are_looked_for(tmp_path):
     told = json.loads((entry_of(tmp_path / "cache") / "report.json").read_text())
     assert told["removed"] == {"exact_duplicates": [1, len(prose)], "filters.c4_lines": [1, len(texts[2])]}
     assert told["sources"][0]["cut"] == [2, len("Home | About\n") + len("\nContact")]
+    where = "data.sources[0], document {} of a.jsonl"
+    assert told["cut"] == [[1.0, where.format(at + 1), texts[at], "what stays", prose] for at in range(2)]
+    assert "<mark>Home | About" in (entry_of(tmp_path / "cache") / "report.html").read_text().replace("</mark><mark>", "")
 
 
 def test_a_run_learns_what_stays_and_knows_its_rows_by_it(tmp_path):
