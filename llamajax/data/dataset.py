@@ -111,7 +111,7 @@ def _prepare(
         log(f"source     {source}")
     groups = [group_files(source, cache_dir, log_work) for source in sources]
     if data.cleaning.steps:
-        sources = clean(sources, groups, data.cleaning, cache_dir, log_work)
+        sources = clean(sources, groups, data.cleaning, cache_dir, log, log_work=log_work)
         groups = [group_files(source, cache_dir, log_work) for source in sources]
     all_groups = [group for of_source in groups for group in of_source]
     tokenizer = _tokenizer(config, models_tokenizer, all_groups, cache_dir, log_work)

@@ -57,6 +57,8 @@ def clean(
     cache_dir: Path,
     log: Callable[[str], None],
     run: Run = map,
+    *,
+    log_work: Callable[[str], None] | None = None,
 ) -> list[Source]:
     """Leaves out of the sources what the steps say; every process of a run may call it at once.
 
@@ -67,6 +69,7 @@ def clean(
         cache_dir: where the cleaned documents are kept, with `report.json` and `report.html`.
         log: takes a line for people to read.
         run: calls a function for every task, here or elsewhere, where the same files are.
+        log_work: takes a line about what only this process of the run may be doing; default: `log`.
 
     Returns:
         For each source one with the documents that stay, under the same key and weight.
@@ -83,7 +86,8 @@ def clean(
     if not config.steps or not chosen:
         return list(sources)
     _check_languages(config)
-    held_out = held_out_groups(config.decontamination, cache_dir, log) if "decontamination" in config.steps else []
+    log_work = log_work or log
+    held_out = held_out_groups(config.decontamination, cache_dir, log_work) if "decontamination" in config.steps else []
     bad_words = _bad_words(config)
     contents = [[group.content for group in groups[index]] for index in chosen]
     key = cache.key_of(contents, [group.content for group in held_out], bad_words, _settings(config), _versions(config))
@@ -93,7 +97,7 @@ def clean(
     parts = [Part(entry, source, number, group) for number, (source, group) in enumerate(numbered)]
     rules = Rules(config, bad_words, entry / _HELD_OUT_FILE)
     keys = [sources[index].key for index in chosen]
-    told, work = _told(parts, rules, held_out, keys, cache_dir, log, run)
+    told, work = _told(parts, rules, held_out, keys, cache_dir, log_work, run)
     for line in report.lines(told, work):
         log(line)
     log(f"cleaned    report: {entry / report.PAGE}")
@@ -166,8 +170,9 @@ def _told(
                 damaged = _damaged(parts[0].group.source, entry, told, cache_dir, log)
                 if not damaged:
                     for path in (path for pattern in _PASSING for path in entry.glob(pattern)):
-                        path.unlink()
+                        path.unlink(missing_ok=True)
                     return told, work
+                (entry / report.FILE).unlink(missing_ok=True)
             except cache.DamagedError as error:
                 damaged = [error.path]
             if again := remade.intersection(damaged):
@@ -176,7 +181,6 @@ def _told(
             for path in damaged:
                 log(f"damaged    {path}; making it again")
                 path.unlink(missing_ok=True)
-            (entry / report.FILE).unlink(missing_ok=True)
 
 
 @contextlib.contextmanager
