@@ -34,7 +34,10 @@ Finding = tuple[str, str]
 
 
 def c4_lines(text: str) -> str:
-    """The lines of a text that C4 keeps (section 2.2, with the details of its published program), stripped."""
+    """The lines of a text that C4 keeps (section 2.2, with the details of its published program), stripped.
+
+    C4 also drops runs of three sentences that came before, in any document, which no step here does.
+    """
     return "\n".join(kept for line in text.splitlines() if (kept := _c4_line(line)))
 
 

@@ -71,7 +71,7 @@ def scan(task: ScanTask) -> dict[str, Work]:
 
     - positions: int64 [documents], among all texts of the part;
     - sizes: int64 [documents], UTF-8 bytes;
-    - digests: uint64 [2 * documents], halves of `digest_of` beside each other, if a step for duplicates is on;
+    - digests: uint64 [2 * documents], halves of `digest_of` beside each other, for exact duplicates;
     - signatures: uint32 [documents * num_permutations], a document after the other, for near duplicates;
     - bands: uint64 [bands * documents], a band after the other, for near duplicates.
 
@@ -94,8 +94,8 @@ def scan(task: ScanTask) -> dict[str, Work]:
             num_passed = num_texts + info["read"]
         num_texts += info["read"]
         if info["last"]:
-            return work
-    raise AssertionError("chunks without end")
+            break
+    return work
 
 
 def _next_chunk(
