@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from llamajax.config.cleaning import CleaningConfig
 from llamajax.config.rules import (
     NonNegativeFloat,
     NonNegativeInt,
@@ -136,6 +137,8 @@ class DataConfig(Section):
     """Tokens per row; documents are packed into rows and see only themselves."""
     stages: tuple[StageConfig, ...] = ()
     """What changes from some step on: the weights of the sources, the length of rows, or both."""
+    cleaning: CleaningConfig = field(default_factory=CleaningConfig)
+    """What is left out of the sources before they are tokenized."""
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
     """Text to token ids."""
     mean_document_length: PositiveFloatOrUnset = None

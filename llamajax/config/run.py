@@ -226,6 +226,8 @@ class Config(Settings):
         problems = []
         if self.metrics.wandb and importlib.util.find_spec("wandb") is None:
             problems.append("metrics.wandb: wandb is not installed; run pip install 'llamajax[wandb]', or turn it off")
+        cleaning = self.data.cleaning
+        problems += [f"data.cleaning.{problem}" for problem in cleaning.missing_packages()]
         folders = {"run_dir": self.run_dir, "data.cache_dir": self.data.cache_dir}
         if self.xla.compilation_cache not in (None, "auto"):
             folders["xla.compilation_cache"] = self.xla.compilation_cache
@@ -236,9 +238,12 @@ class Config(Settings):
             for i, source in enumerate(self.data.sources)
             for j, path in enumerate(source.patterns)
         }
+        held_out = cleaning.decontamination.paths
+        patterns |= {f"data.cleaning.decontamination.paths.{j}": path for j, path in enumerate(held_out)}
         named = {
             "data.tokenizer.path": self.data.tokenizer.path,
             "data.chat_template": self.data.chat_template,
+            "data.cleaning.filters.bad_words": cleaning.filters.bad_words,
             "hardware.calibration": self.hardware.calibration,
         }
         files = {key: path for key, path in named.items() if path is not None}

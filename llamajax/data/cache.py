@@ -41,6 +41,7 @@ class DamagedError(DataError):
         self.reason = reason
 
     def __reduce__(self) -> tuple[type["DamagedError"], tuple[Path, str]]:
+        """Pickled by its arguments, for it may be raised in another process than it is caught in."""
         return type(self), (self.path, self.reason)
 
 

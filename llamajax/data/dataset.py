@@ -8,6 +8,7 @@ from typing import cast
 import grain
 import numpy as np
 
+from llamajax.config.data import SourceConfig
 from llamajax.config.run import Config
 from llamajax.data import cache
 from llamajax.data.chat import TEMPLATE_FILE
@@ -35,6 +36,8 @@ class Dataset:
     """What it reads in this stage."""
     stages: tuple[StageRows, ...]
     """And in each of them."""
+    sources: tuple[SourceConfig, ...]
+    """What rows are made of: the configuration's sources, or, with `data.cleaning`, what it leaves of them."""
     summary: tuple[str, ...]
     """What the sources hold, a line each."""
     fingerprint: str
@@ -95,7 +98,7 @@ def prepare(
         log: takes a line for people to read.
         log_work: takes a line about what only this process of the run may be doing; default: `log`.
         tokenizer: of the model that training starts from; the one that `data.tokenizer.path` names must be the same.
-        run: packs documents by calling a function for each million of them.
+        run: cleans and packs documents by calling functions for parts of them, as `map` does, perhaps in other processes.
 
     Raises:
         ConfigError: the tokenizer does not fit the model, or there is no chat template for conversations.
@@ -118,7 +121,7 @@ def _prepare(
     run: Run,
 ) -> Dataset:
     data = config.data
-    found = tokenized(config, cache_dir, log, log_work, models_tokenizer)
+    found = tokenized(config, cache_dir, log, log_work, models_tokenizer, run)
     tokenizer, template = found.by.tokenizer, found.by.template
 
     stages, packed, summary = data.all_stages, dict[int, list[PackedSource]](), []
@@ -150,6 +153,7 @@ def _prepare(
         tokenizer=tokenizer,
         rows=of_stages[0],
         stages=of_stages,
+        sources=tuple(tokens.source.config for tokens in found.sources),
         summary=tuple(summary),
         fingerprint=fingerprints[0],
         stage_fingerprints=tuple((stage.from_step, own) for stage, own in zip(stages[1:], fingerprints[1:], strict=True)),

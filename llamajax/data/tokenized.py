@@ -1,14 +1,19 @@
 """The documents of a run as tokens, before they are packed: made where they are missing, by all processes together."""
 
 import functools
+import itertools
 from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from llamajax.config.data import SourceConfig
 from llamajax.config.run import Config
 from llamajax.data import cache
+from llamajax.data.cleaning.pipeline import clean
 from llamajax.data.groups import FileGroup, group_files, known_groups
 from llamajax.data.megatron_tokens import MegatronTokens, parts_path
+from llamajax.data.packings import Run
 from llamajax.data.shard_index import index_path
 from llamajax.data.shards import tokenize
 from llamajax.data.source_tokens import ShardedTokens, SourceTokens, entries_of
@@ -32,6 +37,7 @@ def tokenized(
     log: Callable[[str], None],
     log_work: Callable[[str], None],
     models_tokenizer: Tokenizer | None,
+    run: Run = map,
 ) -> Tokenized:
     """Arguments and errors are those of `llamajax.data.prepare`, but the cache's stay `OSError`s."""
     sources = sources_of(config)
@@ -42,18 +48,24 @@ def tokenized(
         template = chat_template_for(config, tokenizer)
         return Tokenizing(tokenizer, template, cache_dir, config.data.held_out_fraction, log_work)
 
-    groups = [functools.cache(functools.partial(_groups, source, cache_dir, log_work)) for source in sources]
-    told = of_first(_made(config, sources, models_tokenizer, by_of)) if peers() is not None else None
-    if told is not None and all((cache_dir / name).exists() for name in told):
-        trained, *indexes = [cache_dir / name for name in told]
+    told = of_first(_made(config, sources, models_tokenizer, by_of, log_work)) if peers() is not None else None
+    if told is not None and not all((cache_dir / name).exists() for name in told["files"]):
+        told = None  # the other process has another disk
+    if told is not None:
+        sources = [replace(source, config=_source_config(of)) for source, of in zip(sources, told["sources"], strict=True)]
+    elif config.data.cleaning.steps:
+        groups = [_groups(source, cache_dir, log_work) for source in sources]
+        sources = clean(sources, groups, config.data.cleaning, cache_dir, log, run, log_work=log_work)
+    groups_of = [functools.cache(functools.partial(_groups, source, cache_dir, log_work)) for source in sources]
+    if told is not None:
+        trained, *indexes = [cache_dir / name for name in told["files"]]
         by = by_of(given_tokenizer(config, models_tokenizer) or load_tokenizer(trained))
     else:
-        all_groups = [group for of_source in groups for group in of_source()]
+        all_groups = [group for of_source in groups_of for group in of_source()]
         by = by_of(tokenizer_for(config, models_tokenizer, all_groups, cache_dir, log_work))
-        indexes = [_index(source, of_source(), by) for source, of_source in zip(sources, groups, strict=True)]
-        new = [
-            group for of_source, index in zip(groups, indexes, strict=True) if not index.exists() for group in of_source()
-        ]
+        indexes = [_index(source, of_source(), by) for source, of_source in zip(sources, groups_of, strict=True)]
+        missing = [of_source() for of_source, index in zip(groups_of, indexes, strict=True) if not index.exists()]
+        new = list(itertools.chain.from_iterable(missing))
         tokenize(new, by.tokenizer, cache_dir, log_work, by.template, log_waiting=log)
 
     def tokens_of(source: Source, index: Path, of_source: Callable[[], Sequence[FileGroup]]) -> SourceTokens:
@@ -61,7 +73,7 @@ def tokenized(
             return MegatronTokens(source, index, config.data.held_out_fraction, config.model.vocab_size)
         return ShardedTokens(source, index, of_source, by)
 
-    return Tokenized(tuple(map(tokens_of, sources, indexes, groups)), by)
+    return Tokenized(tuple(map(tokens_of, sources, indexes, groups_of)), by)
 
 
 def sources_of(config: Config) -> list[Source]:
@@ -81,20 +93,32 @@ def _index(source: Source, groups: Sequence[FileGroup], by: Tokenizing) -> Path:
     return index_path(entries_of(groups, by), by.cache_dir)
 
 
+def _source_config(fields: dict[str, Any]) -> SourceConfig:
+    """The source that `dataclasses.asdict` told."""
+    return SourceConfig(**{**fields, "paths": tuple(fields["paths"])})
+
+
 def _made(
-    config: Config, sources: Sequence[Source], models_tokenizer: Tokenizer | None, by_of: Callable[[Tokenizer], Tokenizing]
-) -> list[str] | None:
-    """What process 0 tells the others, who then need not ask for thousands of files: names in the cache of the trained
-    tokenizer, if there is one, and of the totals of all sources; None where it does not find them all."""
+    config: Config,
+    sources: Sequence[Source],
+    models_tokenizer: Tokenizer | None,
+    by_of: Callable[[Tokenizer], Tokenizing],
+    log: Callable[[str], None],
+) -> dict[str, Any] | None:
+    """What process 0 tells the others, who then need not ask for thousands of files: in `files` names in the cache of the
+    trained tokenizer, if there is one, and of the totals of all sources; what these are, cleaned or not, in `sources`.
+    None where it does not find them all."""
     if rank() > 0:
         return None
     cache_dir = Path(config.data.cache_dir).expanduser()
-    groups: list[Sequence[FileGroup]] = []
-    for source in sources:
-        known = [] if source.config.kind == "megatron" else known_groups(source, cache_dir)
-        if known is None:
+    groups = _known_groups(sources, cache_dir)
+    if groups is None:
+        return None
+    if config.data.cleaning.steps:
+        sources = clean(sources, groups, config.data.cleaning, cache_dir, lambda line: None, log_work=log)
+        groups = _known_groups(sources, cache_dir)
+        if groups is None:
             return None
-        groups.append(known)
     tokenizer, trained = given_tokenizer(config, models_tokenizer), cache_dir
     if tokenizer is None:
         trained = trained_path(config, [group for of_source in groups for group in of_source], cache_dir)
@@ -103,4 +127,20 @@ def _made(
         tokenizer = load_tokenizer(trained)
     by = by_of(tokenizer)
     found = [trained, *(_index(source, of_source, by) for source, of_source in zip(sources, groups, strict=True))]
-    return [str(path.relative_to(cache_dir)) for path in found] if all(path.exists() for path in found) else None
+    if not all(path.exists() for path in found):
+        return None
+    return {
+        "files": [str(path.relative_to(cache_dir)) for path in found],
+        "sources": [asdict(source.config) for source in sources],
+    }
+
+
+def _known_groups(sources: Sequence[Source], cache_dir: Path) -> list[Sequence[FileGroup]] | None:
+    """The groups of every source, if the cache knows the hashes of all."""
+    found: list[Sequence[FileGroup]] = []
+    for source in sources:
+        known = [] if source.config.kind == "megatron" else known_groups(source, cache_dir)
+        if known is None:
+            return None
+        found.append(known)
+    return found

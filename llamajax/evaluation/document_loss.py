@@ -15,6 +15,7 @@ from jaxtyping import Int32
 from rich.table import Table
 
 from llamajax import data
+from llamajax.config.cleaning import CleaningConfig
 from llamajax.config.evaluate import EvaluateConfig
 from llamajax.config.file import load_config
 from llamajax.config.model import ModelConfig
@@ -86,11 +87,12 @@ def evaluate_documents(
     parts = {"all": Part(run_config, dataset)}
     if config.num_batches is None and len(run_config.data.sources) > 1:
         parts = {}
-        for index, source in enumerate(run_config.data.sources):
-            template = run_config.data.chat_template if source.kind == "chat" else None
-            alone = run_config.changed({"data.sources": (source,), "data.chat_template": template})
+        for index, (named, read) in enumerate(zip(run_config.data.sources, dataset.sources, strict=True)):
+            template = run_config.data.chat_template if read.kind == "chat" else None
+            changes = {"data.sources": (read,), "data.cleaning": CleaningConfig(), "data.chat_template": template}
+            alone = run_config.changed(changes)
             of_source = data.prepare(alone, log=lambda line: None, tokenizer=tokenizer)
-            parts[f"data.sources[{index}] {source.kind}"] = Part(alone, of_source)
+            parts[f"data.sources[{index}] {named.kind}"] = Part(alone, of_source)
     total = sum(part.num_batches(config) for part in parts.values())
     if not total:
         raise DataError(

@@ -62,11 +62,12 @@ class LocalExecutor:
 
     def map(self, function: Callable[[Any], Any], tasks: Sequence[Any]) -> Iterator[Any]:
         """See `Executor`."""
-        return iter(self._results(function, tasks, lambda name, arguments: None))
+        return self._results(function, tasks, lambda name, arguments: None)
 
     def map_telling(self, function: Callable[[Any, Tell], None], tasks: Sequence[Any], tell: Tell) -> None:
         """See `Executor`."""
-        self._results(functools.partial(_tell_of_worker, function), tasks, tell)
+        for _ in self._results(functools.partial(_tell_of_worker, function), tasks, tell):
+            pass
 
     def close(self) -> None:
         """See `Executor`."""
@@ -74,16 +75,20 @@ class LocalExecutor:
             self._workers.kill()
             self._workers = None
 
-    def _results(self, function: Callable[[Any], Any], tasks: Sequence[Any], tell: Tell) -> list[Any]:
+    def _results(self, function: Callable[[Any], Any], tasks: Sequence[Any], tell: Tell) -> Iterator[Any]:
+        """The results in order, each as soon as those before it are there."""
         results: dict[int, Any] = {}
-        num_lost = 0
-        while len(results) < len(tasks):
-            before = len(results)
+        num_given = num_lost = 0
+        while num_given < len(tasks):
             try:
-                self._work_off(function, tasks, results, tell)
+                for _ in self._work_off(function, tasks, results, num_given, tell):
+                    num_lost = 0
+                    while num_given in results:
+                        yield results.pop(num_given)
+                        num_given += 1
             except BrokenProcessPool:
                 self.close()
-                num_lost = num_lost + 1 if len(results) == before else 1
+                num_lost += 1
                 if num_lost == MAX_LOST:
                     raise EnvironmentMismatchError(
                         f"--workers: {MAX_LOST} times in a row one of {self.num_workers} processes was killed, perhaps for"
@@ -93,13 +98,14 @@ class LocalExecutor:
             except BaseException:
                 self.close()
                 raise
-        return [results[number] for number in range(len(tasks))]
 
-    def _work_off(self, function: Callable[[Any], Any], tasks: Sequence[Any], results: dict[int, Any], tell: Tell) -> None:
-        """Puts the results of the tasks that have none yet into `results`, as they come."""
+    def _work_off(
+        self, function: Callable[[Any], Any], tasks: Sequence[Any], results: dict[int, Any], first: int, tell: Tell
+    ) -> Iterator[None]:
+        """Puts the results of the tasks from the first on that have none yet into `results`, as they come."""
         if self._workers is None:
             self._workers = _Workers(self.num_workers)
-        left = iter([number for number in range(len(tasks)) if number not in results])
+        left = iter([number for number in range(first, len(tasks)) if number not in results])
         running: dict[Future[Any], int] = {}
         while True:
             while len(running) < 2 * self.num_workers and (number := next(left, None)) is not None:
@@ -110,6 +116,7 @@ class LocalExecutor:
             done, _ = wait(running, timeout=LOOK_EVERY_S, return_when=FIRST_COMPLETED)
             for future in done:
                 results[running.pop(future)] = future.result()
+                yield
 
 
 class _Workers:

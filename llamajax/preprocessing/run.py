@@ -13,6 +13,7 @@ from typing import Any
 
 from llamajax import data
 from llamajax.config.run import Config
+from llamajax.data.cleaning.pipeline import clean
 from llamajax.data.groups import extents, group_files, known_group
 from llamajax.data.progress import TokenizingProgress
 from llamajax.data.shards import is_complete
@@ -43,26 +44,42 @@ def run(config: Config, options: Mapping[str, str]) -> None:
     """
     part, num_parts = _read_part(options.get("--part", "0/1"))
     cache_dir = Path(config.data.cache_dir).expanduser()
-    sources = [source for source in sources_of(config) if source.config.kind != "megatron"]
-    found = [(source, extent) for source in sources for extent in extents(source)]
-    tasks = [Task(number, source, extent) for number, (source, extent) in enumerate(found)]
-    own = tasks[part::num_parts]
     executor = _executor(options)
     try:
-        log(f"work       {len(own):,} of {len(tasks):,} pieces, {_size(own)} of {_size(tasks)}, by {executor.num_workers}")
-        models_tokenizer = _models_tokenizer(config)
-        by = _tokenizing(config, models_tokenizer, tasks, sources, cache_dir, executor)
-        _work_off(executor, functools.partial(tokenize_extent, Job.of(by)), own)
-        missing = sum(not _is_made(task, by) for task in tasks)
-        if missing:
-            log(
-                f"finished   this part; {missing:,} pieces of others are missing, of which the last one to be done packs all"
-            )
-            return
-        dataset = data.prepare(config, log=log, tokenizer=models_tokenizer, run=executor.map)
+        _run(config, cache_dir, part, num_parts, executor)
     finally:
         executor.close()
+
+
+def _run(config: Config, cache_dir: Path, part: int, num_parts: int, executor: Executor) -> None:
+    sources = [source for source in sources_of(config) if source.config.kind != "megatron"]
+    if config.data.cleaning.steps:
+        _hash(executor, _tasks(sources), cache_dir)
+        groups = [group_files(source, cache_dir, log) for source in sources]
+        sources = clean(sources, groups, config.data.cleaning, cache_dir, log, executor.map)
+    tasks = _tasks(sources)
+    own = tasks[part::num_parts]
+    log(f"work       {len(own):,} of {len(tasks):,} pieces, {_size(own)} of {_size(tasks)}, by {executor.num_workers}")
+    models_tokenizer = _models_tokenizer(config)
+    by = _tokenizing(config, models_tokenizer, tasks, sources, cache_dir, executor)
+    _work_off(executor, functools.partial(tokenize_extent, Job.of(by)), own)
+    if missing := sum(not _is_made(task, by) for task in tasks):
+        log(f"finished   this part; {missing:,} pieces of others are missing, of which the last one to be done packs all")
+        return
+    dataset = data.prepare(config, log=log, tokenizer=models_tokenizer, run=executor.map)
     log(f"finished   all is in {cache_dir}; its fingerprint is {dataset.fingerprint[:16]}")
+
+
+def _tasks(sources: Sequence[Source]) -> list[Task]:
+    """The pieces of work, numbered."""
+    found = [(source, extent) for source in sources for extent in extents(source)]
+    return [Task(number, source, extent) for number, (source, extent) in enumerate(found)]
+
+
+def _hash(executor: Executor, tasks: Sequence[Task], cache_dir: Path) -> None:
+    """Sees to it that the cache knows the hashes of all."""
+    unknown = [task for task in tasks if known_group(task.source, task.extent, cache_dir) is None]
+    executor.map_telling(functools.partial(hash_extent, cache_dir), unknown, lambda name, arguments: None)
 
 
 def log(line: str) -> None:
@@ -81,8 +98,7 @@ def _tokenizing(
     """By what documents become tokens. To train a tokenizer, all files are hashed first."""
     tokenizer = given_tokenizer(config, models_tokenizer)
     if tokenizer is None:
-        unknown = [task for task in tasks if known_group(task.source, task.extent, cache_dir) is None]
-        executor.map_telling(functools.partial(hash_extent, cache_dir), unknown, lambda name, arguments: None)
+        _hash(executor, tasks, cache_dir)
         groups = [group for source in sources for group in group_files(source, cache_dir, log)]
         tokenizer = tokenizer_for(config, None, groups, cache_dir, log)
     return Tokenizing(tokenizer, chat_template_for(config, tokenizer), cache_dir, config.data.held_out_fraction, log)

@@ -25,7 +25,8 @@ _OF_HOSTS = {
 }  # fmt: skip
 
 _LOADS_NOTHING = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
-_STYLE = Path(__file__).with_name("page.css").read_text(encoding="utf-8")
+STYLE = Path(__file__).with_name("page.css").read_text(encoding="utf-8")
+"""Of pages about runs."""
 _SCRIPT = Path(__file__).with_name("page.js").read_text(encoding="utf-8").replace("WIDTH", str(WIDTH))
 
 
@@ -67,7 +68,7 @@ def _page(name: str, log: RunLog, config: str | None, hosts: str) -> str:
 <meta http-equiv="Content-Security-Policy" content="{_LOADS_NOTHING}">
 <title>{html.escape(name)}</title>
 <style>
-{_STYLE}</style>
+{STYLE}</style>
 </head>
 <body>
 <h1>{html.escape(name)}</h1>

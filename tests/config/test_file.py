@@ -9,6 +9,13 @@ import pytest
 import yaml
 from front_door import MINIMAL, changed, refuse
 
+from llamajax.config.cleaning import (
+    CleaningConfig,
+    DecontaminationConfig,
+    FilterConfig,
+    LanguageConfig,
+    NearDuplicateConfig,
+)
 from llamajax.config.data import DataConfig, SourceConfig, StageConfig, TokenizerConfig
 from llamajax.config.file import config_to_dict, dump_config, load_config
 from llamajax.config.keys import keys
@@ -46,6 +53,23 @@ EVERYTHING = Config(
         stages=(
             StageConfig(from_step=8_000_000, weights=(0.1, 0.0, 1e-05, 2.0), name="1e3"),
             StageConfig(from_step=9_000_000, seq_len=996),
+        ),
+        cleaning=CleaningConfig(
+            filters=FilterConfig(
+                c4_lines=True, min_chars=1, max_chars=2, min_words=3, max_words=4, min_mean_word_length=0.5,
+                max_mean_word_length=6.0, max_symbols_per_word=0.1, max_ellipsis_lines=0.2, max_bullet_lines=0.3,
+                min_alphabetic_words=0.4, min_stop_words=1, stop_words=("y",), min_sentences=5, lorem_ipsum=True,
+                curly_braces=True, bad_words="~", max_repeated_lines=0.6, max_repeated_line_chars=0.7,
+                max_repeated_paragraphs=0.8, max_repeated_paragraph_chars=0.9, repeated_ngrams=True, min_compression=1e-9,
+                max_compression=8.0,
+            ),
+            languages=LanguageConfig(keep=("no", "en"), min_probability=1e-3),
+            decontamination=DecontaminationConfig(paths=("b",), text_keys=("1",), ngram=3, min_hits=4, min_share=0.25),
+            exact_duplicates=True,
+            near_duplicates=NearDuplicateConfig(
+                enabled=True, threshold=0.75, ngram=2, num_permutations=64, signature_seed=4_294_967_295
+            ),
+            max_examples=0,
         ),
         tokenizer=TokenizerConfig(path="3e-4", train_max_bytes=5),
         mean_document_length=1e3, chat_template="true", held_out_fraction=1e-05, cache_dir="~", prefetch_steps=7,

@@ -10,6 +10,13 @@ from typing import Any
 
 import pytest
 
+from llamajax.config.cleaning import (
+    CleaningConfig,
+    DecontaminationConfig,
+    FilterConfig,
+    LanguageConfig,
+    NearDuplicateConfig,
+)
 from llamajax.config.data import DataConfig, SourceConfig, StageConfig, TokenizerConfig
 from llamajax.config.keys import keys
 from llamajax.config.machine import HardwareConfig, XlaConfig
@@ -34,6 +41,11 @@ SECTIONS: dict[type, dict[str, Any]] = {
     SourceConfig: {"kind": "stdlib"},
     TokenizerConfig: {},
     StageConfig: {"from_step": 5, "weights": (1.0, 2.0)},
+    CleaningConfig: {},
+    FilterConfig: {},
+    LanguageConfig: {},
+    DecontaminationConfig: {},
+    NearDuplicateConfig: {},
     DataConfig: {"sources": (SourceConfig(kind="stdlib"),), "seq_len": 8},
     OptimizerConfig: {"learning_rate": 1e-3},
     TrainConfig: {"num_steps": 10, "global_batch_size": 8},
@@ -113,6 +125,24 @@ BROKEN = [
     (DataConfig, {"stages": 2 * (StageConfig(from_step=5, seq_len=4),)}, ["stages.1.from_step"]),
     (DataConfig, {"seq_len": 0, "prefetch_steps": 0}, ["seq_len", "prefetch_steps"]),
     (DataConfig, {"held_out_fraction": 1.0}, ["held_out_fraction"]),
+    (CleaningConfig, {"max_examples": -1}, ["max_examples"]),
+    (FilterConfig, {"min_chars": 0, "max_symbols_per_word": 0.0, "max_bullet_lines": 1.1}, ["min_chars",
+     "max_symbols_per_word", "max_bullet_lines"]),
+    (FilterConfig, {"min_words": 9, "max_words": 8}, ["min_words"]),
+    (FilterConfig, {"min_mean_word_length": 9.0, "max_mean_word_length": 3.0}, ["min_mean_word_length"]),
+    (FilterConfig, {"min_chars": 2, "max_chars": 1, "min_compression": 2.0, "max_compression": 1.0}, ["min_chars",
+     "min_compression"]),
+    (FilterConfig, {"min_stop_words": 2, "stop_words": ("der",)}, ["min_stop_words"]),
+    (FilterConfig, {"stop_words": ("The",)}, ["stop_words"]),
+    (FilterConfig, {"stop_words": ("of the",)}, ["stop_words"]),
+    (FilterConfig, {"bad_words": ""}, ["bad_words"]),
+    (LanguageConfig, {"min_probability": 1.5, "keep": ("en", "en")}, ["min_probability", "keep"]),
+    (DecontaminationConfig, {"ngram": 0, "min_hits": 0, "min_share": -0.1}, ["ngram", "min_hits", "min_share"]),
+    (DecontaminationConfig, {"text_keys": ()}, ["text_keys"]),
+    (DecontaminationConfig, {"text_keys": ("text", "")}, ["text_keys"]),
+    (NearDuplicateConfig, {"threshold": 0.4, "ngram": 0}, ["threshold", "ngram"]),
+    (NearDuplicateConfig, {"threshold": 1.1, "num_permutations": 8, "signature_seed": -1}, ["threshold",
+     "num_permutations", "signature_seed"]),
     (OptimizerConfig, {"learning_rate": 0.0, "warmup_steps": -1}, ["learning_rate", "warmup_steps"]),
     (OptimizerConfig, {"schedule": "wsd"}, ["schedule"]),
     (OptimizerConfig, {"schedule": "wsd", "decay_steps": 0}, ["decay_steps"]),

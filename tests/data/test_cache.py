@@ -2,6 +2,7 @@
 
 import errno
 import os
+import pickle
 import resource
 from pathlib import Path
 
@@ -136,6 +137,12 @@ def test_a_disk_that_is_full_is_not_kept_full(tmp_path):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert os.listdir(tmp_path) == []
+
+
+def test_damage_is_told_across_processes():
+    error = pickle.loads(pickle.dumps(cache.DamagedError(Path("a/b"), "is damaged")))
+    assert (type(error), error.path, error.reason) == (cache.DamagedError, Path("a/b"), "is damaged")
+    assert str(error) == "a/b: is damaged; run again, which makes it again"
 
 
 def test_a_disk_that_fails_damages_nothing(tmp_path, monkeypatch):

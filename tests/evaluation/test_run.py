@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from llamajax import data
+from llamajax.config.cleaning import CleaningConfig
 from llamajax.config.data import SourceConfig, StageConfig
 from llamajax.config.evaluate import EvaluateConfig
 from llamajax.config.file import dump_config, load_config
@@ -103,6 +104,19 @@ def test_conversations_beside_other_documents(finished, tmp_path):
     results = evaluate.run(settings(finished, data=str(tmp_path / "mixed.yaml")))
     assert list(results["sources"]) == ["data.sources[0] jsonl", "data.sources[1] chat"]
     assert all(found["tokens"] > 0 for found in results["sources"].values())
+
+
+def test_what_cleaning_leaves_of_every_source_is_evaluated_once(finished, tmp_path):
+    """Copies of one source in another are left out there, though each is evaluated by itself."""
+    texts, numbers = (Path(source.paths[0]) for source in finished.data.sources)
+    (tmp_path / "both.jsonl").write_text(numbers.read_text() + texts.read_text())
+    sources = (finished.data.sources[1], SourceConfig(kind="jsonl", paths=(str(tmp_path / "both.jsonl"),)))
+    config = finished.changed({"data.sources": sources, "data.cleaning": CleaningConfig(exact_duplicates=True)})
+    (tmp_path / "cleaned.yaml").write_text(dump_config(config))
+    found = evaluate.run(settings(finished, data=str(tmp_path / "cleaned.yaml")))["sources"]
+    expected = evaluate.run(settings(finished))["sources"]
+    assert found["data.sources[0] jsonl"] == expected["data.sources[1] jsonl"]
+    assert found["data.sources[1] jsonl"] == expected["data.sources[0] jsonl"]
 
 
 def test_some_batches_are_those_of_evaluations_while_training(finished, capsys):

@@ -53,7 +53,7 @@ def fail_at_three(number):
 def test_an_error_ends_the_work_at_once(executor):
     started = time.monotonic()
     with pytest.raises(DataError, match=r"^a.jsonl:3: is not JSON; correct it$"):
-        executor.map(fail_at_three, range(20))
+        list(executor.map(fail_at_three, range(20)))
     assert time.monotonic() - started < 50
     assert list(executor.map(slow_square, range(3))) == [0, 1, 4], "there is work again after an error"
 

@@ -1,0 +1,87 @@
+"""Which documents hold parts of held-out texts, by runs of words (GPT-3, arXiv 2005.14165, appendix C).
+
+Where GPT-3 cut what it found out of a document, and forgave runs that are frequent, the whole document is left out here.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+from jaxtyping import UInt64
+
+from llamajax.config.cleaning import DecontaminationConfig
+from llamajax.config.data import SourceConfig
+from llamajax.data.cache import read_arrays, write_arrays
+from llamajax.data.cleaning.texts import whole_texts
+from llamajax.data.cleaning.words import run_hashes, word_hashes, words_of
+from llamajax.data.groups import FileGroup, group_files
+from llamajax.data.sources import Source
+
+_KEY = "data.cleaning.decontamination"
+_JSONL = (".jsonl", ".jsonl.gz", ".jsonl.zst")
+
+
+def held_out_groups(config: DecontaminationConfig, cache_dir: Path, log: Callable[[str], None]) -> list[FileGroup]:
+    """The files with held-out texts, a source for every field of those of JSONL.
+
+    Raises:
+        DataError: a file is missing or cannot be read.
+        DiskError: the disk fails.
+    """
+    files = [str(path) for path in Source(SourceConfig(kind="text", paths=config.paths), _KEY).files()]
+    lines = tuple(path for path in files if path.endswith(_JSONL))
+    texts = tuple(path for path in files if not path.endswith(_JSONL))
+    sources = [SourceConfig(kind="jsonl", paths=lines, text_key=key) for key in config.text_keys if lines]
+    sources += [SourceConfig(kind="text", paths=texts)] if texts else []
+    return [group for source in sources for group in group_files(Source(source, _KEY), cache_dir, log)]
+
+
+def write_runs(path: Path, groups: Sequence[FileGroup], length: int) -> None:
+    """Writes the hashes of all runs of `length` words of held-out texts, sorted, and how many texts are too short for one.
+
+    The lock of the file's folder must be held.
+    """
+    runs = [np.zeros(0, np.uint64)]
+    num_texts = num_short = 0
+    for group in groups:
+        for text in whole_texts(group.documents()):
+            of_text = run_hashes(word_hashes(words_of(text.text)), length)
+            runs.append(np.unique(of_text))
+            num_texts += 1
+            num_short += not len(of_text)
+    write_arrays(path, {"runs": np.unique(np.concatenate(runs))}, {"texts": num_texts, "too_short": num_short})
+
+
+class HeldOut:
+    """The runs of words of the held-out texts."""
+
+    def __init__(self, runs: UInt64[np.ndarray, "runs"], config: DecontaminationConfig) -> None:
+        """Takes sorted hashes."""
+        self._runs = runs
+        self._config = config
+
+    def hits(self, text: str) -> tuple[int, int, str]:
+        """Runs of the text, how many of them are held out, and the words of the first of those."""
+        words, length = words_of(text), self._config.ngram
+        of_text = run_hashes(word_hashes(words), length)
+        if not len(of_text) or not len(self._runs):
+            return len(of_text), 0, ""
+        places = np.minimum(np.searchsorted(self._runs, of_text), len(self._runs) - 1)
+        found = np.flatnonzero(self._runs[places] == of_text)
+        first = " ".join(words[found[0] : found[0] + length]) if len(found) else ""
+        return len(of_text), len(found), first
+
+    def condemns(self, num_runs: int, num_hits: int) -> bool:
+        """Whether a document with so many runs and hits is left out."""
+        return num_hits >= self._config.min_hits and num_hits >= self._config.min_share * num_runs
+
+
+@functools.lru_cache(1)
+def read_held_out(path: Path, config: DecontaminationConfig) -> HeldOut:
+    """What `write_runs` wrote; kept in memory.
+
+    Raises:
+        DamagedError: it is gone or damaged.
+    """
+    return HeldOut(read_arrays(path).arrays["runs"][:], config)

@@ -1,0 +1,283 @@
+"""Sources of documents to cleaned ones, in three passes; each once, for all runs that clean the same in the same way.
+
+All of it lies in `<cache_dir>/cleaned-1/<key>/`, where the key is a hash of the files' contents, the settings of the steps
+that are on, and the versions of what decides. Every file there is whole or missing, and is made from whole ones in an order
+that does not depend on who makes it: whatever is killed, and whoever goes on, in however many processes, the bytes are the
+same.
+"""
+
+import contextlib
+import glob
+import hashlib
+import time
+import unicodedata
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from llamajax import disk
+from llamajax.config.cleaning import CleaningConfig
+from llamajax.config.data import SourceConfig
+from llamajax.config.file import config_to_dict
+from llamajax.data import cache, progress
+from llamajax.data.cleaning import report
+from llamajax.data.cleaning.alike import BandTask, SetsTask, decide, find_candidates, gather_candidates, write_sets
+from llamajax.data.cleaning.contamination import held_out_groups, write_runs
+from llamajax.data.cleaning.duplicates import bands_of
+from llamajax.data.cleaning.judge import Rules, Work
+from llamajax.data.cleaning.language import known_languages
+from llamajax.data.cleaning.scan import Part, ScanTask, scan
+from llamajax.data.cleaning.survivors import CANDIDATES_FILE, COPIES_FILE, DECISIONS_FILE, write_copies
+from llamajax.data.cleaning.write import WriteTask, write
+from llamajax.data.groups import Extent, FileGroup, content_hashes, file_identity
+from llamajax.data.sources import Source
+from llamajax.errors import ConfigError, DataError, EnvironmentMismatchError
+
+POLL_S = 1.0
+"""Seconds between two looks at a lock that another process has."""
+
+_FOLDER = "cleaned-1"
+"""Says how cleaned documents are written; the name of an entry says which ones they are."""
+_HELD_OUT_FILE = "held_out"
+_PASSING = (
+    "*.scan", "*.pairs", "*.sets", "*.written", _HELD_OUT_FILE, COPIES_FILE, CANDIDATES_FILE, DECISIONS_FILE,
+)  # fmt: skip
+"""Files that nobody needs once the report is there."""
+
+Run = Callable[[Callable[[Any], Any], Sequence[Any]], Iterable[Any]]
+"""Like `map`: results of a function for several tasks, in any order. Both can be pickled."""
+
+
+def clean(
+    sources: Sequence[Source],
+    groups: Sequence[Sequence[FileGroup]],
+    config: CleaningConfig,
+    cache_dir: Path,
+    log: Callable[[str], None],
+    run: Run = map,
+    *,
+    log_work: Callable[[str], None] | None = None,
+) -> list[Source]:
+    """Leaves out of the sources what the steps say; every process of a run may call it at once.
+
+    Args:
+        sources: of documents; those of kind `chat` and `megatron` stay as they are.
+        groups: the files of each source.
+        config: which steps, and how.
+        cache_dir: where the cleaned documents are kept, with `report.json` and `report.html`.
+        log: takes a line for people to read.
+        run: calls a function for every task, here or elsewhere, where the same files are.
+        log_work: takes a line about what only this process of the run may be doing; default: `log`.
+
+    Returns:
+        For each source one with the documents that stay, under the same key and weight.
+
+    Raises:
+        ConfigError: py3langid knows no such language.
+        DataError: a file cannot be read, or has changed since it was hashed, or nothing stays of a source.
+        DiskError: the disk fails.
+        EnvironmentMismatchError: a package is missing.
+    """
+    if missing := config.missing_packages():
+        raise EnvironmentMismatchError("\n".join(f"data.cleaning.{problem}" for problem in missing))
+    chosen = [index for index, source in enumerate(sources) if source.config.kind not in ("chat", "megatron")]
+    if not config.steps or not chosen:
+        return list(sources)
+    _check_languages(config)
+    log_work = log_work or log
+    held_out = held_out_groups(config.decontamination, cache_dir, log_work) if "decontamination" in config.steps else []
+    bad_words = _bad_words(config)
+    contents = [[group.content for group in groups[index]] for index in chosen]
+    key = cache.key_of(contents, [group.content for group in held_out], bad_words, _settings(config), _versions(config))
+    entry = cache_dir / _FOLDER / key
+
+    numbered = [(number, group) for number, index in enumerate(chosen) for group in groups[index]]
+    parts = [Part(entry, source, number, group) for number, (source, group) in enumerate(numbered)]
+    rules = Rules(config, bad_words, entry / _HELD_OUT_FILE)
+    keys = [sources[index].key for index in chosen]
+    told, work = _told(parts, rules, held_out, keys, cache_dir, log_work, run)
+    for line in report.lines(told, work):
+        log(line)
+    log(f"cleaned    report: {entry / report.PAGE}")
+
+    cleaned = list(sources)
+    for number, index in enumerate(chosen):
+        _check(told["sources"][number], sources[index], entry / report.PAGE, log)
+        pattern = f"{glob.escape(str(entry))}/source-{number:03d}.*.jsonl.zst"
+        of_source = SourceConfig(kind="jsonl", paths=(pattern,), weight=sources[index].config.weight)
+        cleaned[index] = Source(of_source, sources[index].key)
+    return cleaned
+
+
+def _check_languages(config: CleaningConfig) -> None:
+    if unknown := set(config.languages.keep) - set(known_languages() if config.languages.keep else ()):
+        raise ConfigError(
+            f"data.cleaning.languages.keep: {', '.join(sorted(unknown))} is no language that py3langid knows; choose from"
+            f" {', '.join(known_languages())}"
+        )
+
+
+def _bad_words(config: CleaningConfig) -> tuple[str, ...]:
+    path = config.filters.bad_words
+    if path is None:
+        return ()
+    try:
+        return tuple(Path(path).expanduser().read_text(encoding="utf-8").splitlines())
+    except (OSError, UnicodeDecodeError) as error:
+        error = error if isinstance(error, OSError) else OSError("is not UTF-8")
+        where = f"data.cleaning.filters.bad_words: {path}: cannot be read"
+        raise disk.cannot_read(error, where, "correct or remove it") from error
+
+
+def _settings(config: CleaningConfig) -> dict[str, Any]:
+    """All settings of the steps that are on, without the paths of files, whose contents count."""
+    settings = {name: value for name, value in config_to_dict(config).items() if name in (*config.steps, "max_examples")}
+    for section, name in (("filters", "bad_words"), ("decontamination", "paths")):
+        if section in settings:
+            del settings[section][name]
+    return settings
+
+
+def _versions(config: CleaningConfig) -> dict[str, str]:
+    """Versions of what decides: what is a letter by Unicode, how far zlib compresses, packages."""
+    versions = {"unicode": unicodedata.unidata_version}
+    if config.filters.min_compression is not None or config.filters.max_compression is not None:
+        versions["zlib"] = zlib.ZLIB_RUNTIME_VERSION
+    packages = {"languages": "py3langid", "near_duplicates": "rensa"}
+    return versions | {name: metadata.version(name) for step, name in packages.items() if step in config.steps}
+
+
+def _told(
+    parts: Sequence[Part],
+    rules: Rules,
+    held_out: Sequence[FileGroup],
+    keys: Sequence[str],
+    cache_dir: Path,
+    log: Callable[[str], None],
+    run: Run,
+) -> tuple[report.Told, dict[str, Work]]:
+    """The report, when all that it tells of is there and whole; and the work that was done for it now."""
+    entry, work = parts[0].entry, {}
+    remade: set[Path] = set()
+    with _locked(entry, log):
+        while True:
+            try:
+                told = report.read(entry)
+                if told is None:
+                    told, work = _made(parts, rules, held_out, keys, log, run)
+                damaged = _damaged(parts[0].group.source, entry, told, cache_dir, log)
+                if not damaged:
+                    for path in (path for pattern in _PASSING for path in entry.glob(pattern)):
+                        path.unlink(missing_ok=True)
+                    return told, work
+                (entry / report.FILE).unlink(missing_ok=True)
+            except cache.DamagedError as error:
+                damaged = [error.path]
+            if again := remade.intersection(damaged):
+                raise cache.DamagedError(again.pop(), "is damaged again")
+            remade.update(damaged)
+            for path in damaged:
+                log(f"damaged    {path}; making it again")
+                path.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def _locked(entry: Path, log: Callable[[str], None]) -> Iterator[None]:
+    """Holds the entry's lock; while another process has it, what that one writes is a sign of progress."""
+    seen = None
+    while True:
+        with disk.locked(entry, wait=False) as mine:
+            if mine:
+                yield
+                return
+        if seen is None:
+            log("waiting    for another process that cleans the same documents")
+        changed = entry.stat().st_mtime_ns
+        if changed != seen:
+            progress.gets_on()
+        seen = changed
+        time.sleep(POLL_S)
+
+
+def _made(
+    parts: Sequence[Part],
+    rules: Rules,
+    held_out: Sequence[FileGroup],
+    keys: Sequence[str],
+    log: Callable[[str], None],
+    run: Run,
+) -> tuple[report.Told, dict[str, Work]]:
+    """Makes what is not there yet, the report last."""
+    config, entry, started = rules.config, parts[0].entry, time.perf_counter()
+    work = {step: Work() for step in config.steps}
+    num_bytes = sum(part.group.num_bytes for part in parts)
+    log(f"cleaning   {len(parts):,} groups of files, {num_bytes / 1e6:,.1f} MB: {', '.join(config.steps)}")
+
+    if "decontamination" in config.steps and not rules.held_out.exists():
+        write_runs(rules.held_out, held_out, config.decontamination.ngram)
+    for of_part in _each(run, scan, [ScanTask(part, rules) for part in parts], "reading", log):
+        for step, done in of_part.items():
+            work[step].documents += done.documents
+            work[step].seconds += done.seconds
+    if not (entry / COPIES_FILE).exists():
+        write_copies(entry, parts, look=config.exact_duplicates)
+    if config.near_duplicates.enabled:
+        bands = [BandTask(entry, band, config) for band in range(bands_of(config.near_duplicates)[0])]
+        for of_band in _each(run, find_candidates, bands, "comparing", log):
+            work["near_duplicates"].seconds += of_band.seconds
+        if not (entry / CANDIDATES_FILE).exists():
+            gather_candidates(entry, bands)
+        for of_part in _each(run, write_sets, [SetsTask(part, config) for part in parts], "reading candidates", log):
+            work["near_duplicates"].seconds += of_part.seconds
+    deciding = time.process_time()
+    if not (entry / DECISIONS_FILE).exists():
+        decide(entry, parts, config)
+    if config.near_duplicates.enabled:
+        work["near_duplicates"].add(0, deciding)
+    writing = [WriteTask(part, config) for part in parts]
+    list(_each(run, write, writing, "writing", log))
+
+    told = report.make(parts, writing, keys, config, _versions(config), rules.held_out)
+    report.write(entry, told)
+    before, seconds = told["before"][0], time.perf_counter() - started
+    log(f"cleaned    {before:,} documents in {seconds:.1f} s, {before / max(seconds, 1e-9):,.0f} documents/s")
+    return told, work
+
+
+def _each(
+    run: Run, function: Callable[[Any], Any], tasks: Sequence[Any], what: str, log: Callable[[str], None]
+) -> Iterator[Any]:
+    """The results of `run`, with signs of progress."""
+    reported = time.monotonic()
+    for done, result in enumerate(run(function, tasks), start=1):
+        progress.gets_on()
+        if time.monotonic() - reported >= progress.REPORT_EVERY_S:
+            reported = time.monotonic()
+            log(f"cleaning   {what}: {done:,} of {len(tasks):,}")
+        yield result
+
+
+def _damaged(source: Source, entry: Path, told: report.Told, cache_dir: Path, log: Callable[[str], None]) -> list[Path]:
+    """The files of documents that are not what was written; those that have not changed since are not read again."""
+    paths = [entry / name for name in told["files"]]
+    if missing := [path for path in paths if not path.exists()]:
+        return missing
+    extents = [Extent((path,), (file_identity(path),)) for path in paths]
+    contents = content_hashes(source, extents, cache_dir, log)
+    expected = [hashlib.sha256(bytes.fromhex(sha256)).hexdigest() for _, sha256 in told["files"].values()]
+    return [path for path, content, other in zip(paths, contents, expected, strict=True) if content != other]
+
+
+def _check(of_source: dict[str, Any], source: Source, page: Path, log: Callable[[str], None]) -> None:
+    """Says what is left out of a source for being broken; raises `DataError` if that is too much, or if nothing stays."""
+    if of_source["bad"] > source.config.max_bad_records:
+        raise source.too_many_bad(of_source["first_bad"])
+    if of_source["bad"]:
+        log(f"left out   {source.key}: {of_source['bad']:,} bad records, the first one {of_source['first_bad']}")
+    if of_source["before"][0] and not of_source["left"][0]:
+        raise DataError(
+            f"{source.key}.paths: data.cleaning leaves none of its {of_source['before'][0]:,} documents; see {page} and"
+            " loosen the rule that took most of them"
+        )

@@ -1,0 +1,99 @@
+"""The third pass, over parts one by one: the documents that stay, as JSONL that is a source like any other."""
+
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow
+from jaxtyping import Bool
+
+from llamajax.config.cleaning import CleaningConfig
+from llamajax.data import cache
+from llamajax.data.cleaning.alike import STAYS
+from llamajax.data.cleaning.judge import kept_text
+from llamajax.data.cleaning.scan import PAIR_CHARS, Part
+from llamajax.data.cleaning.survivors import DECISIONS_FILE, Survivors
+from llamajax.data.cleaning.texts import whole_texts
+from llamajax.disk import write_atomically
+
+FILE_BYTES = 2**26
+"""Text per file: what is in memory, and lost by a kill."""
+_ZSTD_LEVEL = 3
+
+
+@dataclass(frozen=True)
+class WriteTask:
+    """One part to write."""
+
+    part: Part
+    config: CleaningConfig
+
+    @property
+    def path(self) -> Path:
+        """What says which files were written; there once they are."""
+        return self.part.entry / f"{self.part.name}.written"
+
+
+def write(task: WriteTask) -> None:
+    """Writes the documents of a part that stay, in files of about `FILE_BYTES`, unless it was done.
+
+    Raises:
+        DataError: a file cannot be read, or has changed since it was hashed.
+        DiskError: the disk fails.
+    """
+    if task.path.exists():
+        return
+    part = task.part
+    stays, shown = _chosen(part)
+    info: dict[str, Any] = {"files": [], "documents": 0, "bytes": 0, "snippets": []}
+    lines: list[bytes] = []
+    size = 0
+    for position, (text, _) in enumerate(whole_texts(part.group.documents())):
+        is_kept = position < len(stays) and stays[position]
+        if not is_kept and position not in shown:
+            continue
+        text = kept_text(text, task.config)
+        if position in shown:
+            info["snippets"].append([shown[position], position, text[:PAIR_CHARS]])
+        if is_kept:
+            lines.append(json.dumps({"text": text}, ensure_ascii=False).encode() + b"\n")
+            num_bytes = len(text.encode())
+            size += num_bytes
+            info["documents"] += 1
+            info["bytes"] += num_bytes
+        if size >= FILE_BYTES:
+            info["files"].append(_write_file(part, len(info["files"]), lines))
+            lines, size = [], 0
+    if lines or not info["files"]:
+        info["files"].append(_write_file(part, len(info["files"]), lines))
+    part.group.check_unchanged()
+    cache.write_arrays(task.path, {}, info)
+
+
+def _chosen(part: Part) -> tuple[Bool[np.ndarray, "positions"], dict[int, int]]:
+    """Which of the part's texts stay, up to the last that may; and, by position, the numbers of those that the report
+    shows."""
+    survivors, decisions = Survivors(part.entry), cache.read_arrays(part.entry / DECISIONS_FILE)
+    pairs = [*decisions.info["copies"], *decisions.info.get("alike", [])]
+    to_show = {document for one, other, _ in pairs for document in (one, other)}
+    staying = [np.zeros(0, np.int64)]
+    shown = {}
+    for start, end, positions in survivors.positions_of(part):
+        staying.append(positions[decisions.arrays["reasons"][start:end] == STAYS])
+        shown |= {int(positions[document - start]): document for document in to_show if start <= document < end}
+    chosen = np.concatenate(staying)
+    stays = np.zeros(chosen.max(initial=-1) + 1, bool)
+    stays[chosen] = True
+    return stays, shown
+
+
+def _write_file(part: Part, number: int, lines: list[bytes]) -> list[Any]:
+    """Name, size and SHA-256 of the file that was written, with the lines in one zstd frame."""
+    text = b"".join(lines)
+    content = pyarrow.Codec("zstd", _ZSTD_LEVEL).compress(text, asbytes=True)
+    path = part.entry / f"{part.name}-{number:06d}.jsonl.zst"
+    write_atomically(path, content, keep=True)  # a run may be reading those of before
+    return [path.name, len(content), hashlib.sha256(content).hexdigest()]
