@@ -89,6 +89,7 @@ def start(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
         port = free.getsockname()[1]
     command = [sys.executable, __file__, "process", "--config", str(config), "--port", str(port)]
     print("making the shards", file=sys.stderr, flush=True)
+    time.sleep(3)  # what was changed within two seconds is hashed again
     subprocess.run([*command, "--processes", "1", "--rank", "0"], check=True, stdout=subprocess.DEVNULL)
     print("starting", file=sys.stderr, flush=True)
     several = [*command, "--processes", str(arguments.processes), "--rank"]

@@ -16,7 +16,7 @@ from llamajax.data.order import Proportions
 from llamajax.data.packing import Row
 from llamajax.data.packings import Run
 from llamajax.data.position import PassedOver
-from llamajax.data.rows import PackedSource, cache_error
+from llamajax.data.rows import PackedSource, RowPlace, cache_error
 from llamajax.data.stages import Passes, StageRows, stage_orders, takes_part
 from llamajax.data.stores import HELD_OUT, SIDES, TRAIN
 from llamajax.data.tokenized import tokenized
@@ -72,15 +72,20 @@ class Dataset:
 
     def mean_keys(self, window: int | None) -> float:
         """Tokens before a token in its document, or those that a window leaves, on average over the first rows."""
-        first = self.rows.first_row
-        before = np.stack([self.train_row(first + number)["positions"] for number in range(_ROWS_LOOKED_AT)])
-        return float(np.mean(before if window is None else np.minimum(before, window)))
+        places = [self._place(self.rows.first_row + number) for number in range(_ROWS_LOOKED_AT)]
+        pairs = np.concatenate([place.pairs_of_documents() for place in places]).astype(np.int64)
+        whole = pairs if window is None else np.minimum(pairs, window + 1)  # each token of them has one key more
+        keys = whole * (whole - 1) // 2 + (pairs - whole) * (window or 0)
+        return float(keys.sum() / sum(place.packed.seq_len for place in places))
 
     def train_row(self, position: int) -> Row:
         """The row at a position of the run: row r of step s is at `s * global_batch_size + r`."""
-        row = self.rows.order[position]
-        assert row is not None
-        return row
+        return self._place(position).row()
+
+    def _place(self, position: int) -> RowPlace:
+        place = self.rows.order[position]
+        assert place is not None
+        return place
 
 
 def prepare(
@@ -137,7 +142,7 @@ def _prepare(
             if takes_part(stages, index, seq_len):
                 _check_rows(own, "data.seq_len" if seq_len == data.seq_len else "a row in data.stages")
     held_out = {seq_len: _held_out(config, of_length) for seq_len, of_length in packed.items()}
-    rows = {seq_len: [own.sides()[0] for own in of_length] for seq_len, of_length in packed.items()}
+    rows = {seq_len: [own.train_places for own in of_length] for seq_len, of_length in packed.items()}
     orders = stage_orders(stages, rows, config.seed, config.train.global_batch_size)
     of_stages = tuple(
         StageRows(stage.from_step * config.train.global_batch_size, order, held_out[stage.seq_len])
@@ -171,7 +176,7 @@ def _held_out(config: Config, packed: Sequence[PackedSource]) -> Sequence[Row]:
     Raises:
         DataError: there are none to evaluate on.
     """
-    rows = grain.MapDataset.concatenate([grain.MapDataset.source(of_source.sides()[1]) for of_source in packed])
+    rows = grain.MapDataset.concatenate([grain.MapDataset.source(of_source.held_out_rows) for of_source in packed])
     share = config.data.held_out_fraction
     if share and config.train.eval_batches and not len(rows):
         too_long = sum(of_source.num_left_out(HELD_OUT) for of_source in packed)

@@ -39,17 +39,21 @@ class Progress(Protocol):
 
 
 class TokenizingProgress:
-    """Shows how tokenizing goes: a moving bar on a terminal, now and then a line where there is none."""
+    """Shows how tokenizing goes, or hashing: a moving bar on a terminal, now and then a line where there is none."""
 
-    def __init__(self, total_bytes: int, log: Callable[[str], None], *, animate: bool = True, by: str = "") -> None:
-        """Takes the size of all groups, what takes a line, and who works, if that is to be told."""
+    def __init__(
+        self, total_bytes: int, log: Callable[[str], None], *, animate: bool = True, by: str = "", hashes: bool = False
+    ) -> None:
+        """Takes the size of all groups, what takes a line, who works, if that is to be told, and whether they only hash."""
         self._total_bytes = total_bytes
         self._log, self._by = log, by
+        self._hashes = hashes
+        self._doing, self._done = ("hashing", "hashed") if hashes else ("tokenizing", "tokenized")
         self._finished_bytes = self._text_bytes = self._documents = self._tokens = 0
         self._read_bytes: dict[int, int] = {}
         self._started = self._reported = time.monotonic()
         self._bar = rich.progress.Progress(
-            "tokenizing",
+            self._doing,
             rich.progress.BarColumn(),
             rich.progress.TaskProgressColumn(),
             "{task.fields[speed]}",
@@ -65,10 +69,9 @@ class TokenizingProgress:
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         self._bar.stop()
-        if self._documents and error is None:
-            self._log(
-                f"tokenized  {self._documents:,} documents in {time.monotonic() - self._started:.1f} s, {self._speed()}"
-            )
+        if (self._documents or (self._hashes and self._total_bytes)) and error is None:
+            what = f"{self._total_bytes / 1e6:,.1f} MB" if self._hashes else f"{self._documents:,} documents"
+            self._log(f"{self._done:10} {what} in {time.monotonic() - self._started:.1f} s, {self._speed()}")
 
     def advance(self, num_documents: int, text_bytes: int, bytes_read: int, num_tokens: int = 0, group: int = 0) -> None:
         """See `Progress`."""
@@ -89,13 +92,15 @@ class TokenizingProgress:
         read_bytes = self._finished_bytes + sum(self._read_bytes.values())
         self._bar.update(self._task, completed=read_bytes, speed=self._speed())
         now = time.monotonic()
-        if self._bar.disable and self._documents and now - self._reported >= REPORT_EVERY_S:
+        if self._bar.disable and (self._documents or self._hashes) and now - self._reported >= REPORT_EVERY_S:
             self._reported = now
             done = min(read_bytes / self._total_bytes, 1.0) if self._total_bytes else 0.0
             left = f", {(now - self._started) * (1 / done - 1):.0f} s left" if done else ""
-            self._log(f"tokenizing {done:.0%}, {self._speed()}{left}")
+            self._log(f"{self._doing:10} {done:.0%}, {self._speed()}{left}")
 
     def _speed(self) -> str:
         seconds = max(time.monotonic() - self._started, 1e-9)
+        if self._hashes:
+            return f"{self._finished_bytes / seconds / 1e6:,.0f} MB/s{self._by}"
         tokens = f", {self._tokens / seconds / 1e6:.2f} M tokens/s" if self._tokens else ""
         return f"{self._documents / seconds:,.0f} documents/s, {self._text_bytes / seconds / 1e6:.1f} MB/s{tokens}{self._by}"

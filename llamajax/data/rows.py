@@ -3,8 +3,10 @@
 import bisect
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
+from jaxtyping import Int32
 
 from llamajax import disk
 from llamajax.data import cache
@@ -64,9 +66,19 @@ class PackedSource:
         """Targets in these rows."""
         return self._packing.num_targets(SIDES.index(side))
 
-    def sides(self) -> tuple["PackedRows", "PackedRows"]:
-        """The rows to train on and the held-out ones."""
-        return PackedRows(self, TRAIN), PackedRows(self, HELD_OUT)
+    @property
+    def train_places(self) -> "RowPlaces":
+        """The rows to train on, as places."""
+        return RowPlaces(self, TRAIN)
+
+    @property
+    def held_out_rows(self) -> "PackedRows":
+        """The held-out rows."""
+        return PackedRows(self, HELD_OUT)
+
+    def pairs_of_documents(self, side: str, index: int) -> Int32[np.ndarray, "pieces"]:
+        """How many pairs of each of its documents a row has; errors as of `row`."""
+        return cache.repaired(lambda: self._packing.pieces(SIDES.index(side), index)[1], self._remake)
 
     def row(self, side: str, index: int) -> Row:
         """The row, put together; what is damaged of it is made again first.
@@ -101,6 +113,36 @@ class PackedSource:
                 self.tokens.remake(damaged)
         except OSError as error:
             raise cache_error(error, self._cache_dir) from error
+
+
+class RowPlace(NamedTuple):
+    """Which row of a source; what it holds is read when that is asked for."""
+
+    packed: PackedSource
+    side: str
+    number: int
+
+    def row(self) -> Row:
+        """See `PackedSource.row`."""
+        return self.packed.row(self.side, self.number)
+
+    def pairs_of_documents(self) -> Int32[np.ndarray, "pieces"]:
+        """See `PackedSource.pairs_of_documents`."""
+        return self.packed.pairs_of_documents(self.side, self.number)
+
+
+class RowPlaces(Sequence[RowPlace]):
+    """The rows of one source and one side of the split, none of which is read."""
+
+    def __init__(self, packed: PackedSource, side: str) -> None:
+        self._packed = packed
+        self._side = side
+
+    def __len__(self) -> int:
+        return self._packed.num_rows(self._side)
+
+    def __getitem__(self, index: int) -> RowPlace:  # pyright: ignore[reportIncompatibleMethodOverride] (as below)
+        return RowPlace(self._packed, self._side, index)
 
 
 class PackedRows(Sequence[Row]):

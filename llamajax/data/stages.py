@@ -32,7 +32,7 @@ class StageRows:
     first_row: int
     """The position at which its order begins."""
     order: grain.MapDataset
-    """Training rows by position, without end."""
+    """Places of training rows by position, without end."""
     held_out_rows: Sequence[Row]
     """Rows of its length of documents that are never trained on, in an order that is always the same; may be empty."""
 

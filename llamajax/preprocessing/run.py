@@ -79,7 +79,7 @@ def _tasks(sources: Sequence[Source]) -> list[Task]:
 def _hash(executor: Executor, tasks: Sequence[Task], cache_dir: Path) -> None:
     """Sees to it that the cache knows the hashes of all."""
     unknown = [task for task in tasks if known_group(task.source, task.extent, cache_dir) is None]
-    executor.map_telling(functools.partial(hash_extent, cache_dir), unknown, lambda name, arguments: None)
+    _work_off(executor, functools.partial(hash_extent, cache_dir), unknown, hashes=True)
 
 
 def log(line: str) -> None:
@@ -104,12 +104,11 @@ def _tokenizing(
     return Tokenizing(tokenizer, chat_template_for(config, tokenizer), cache_dir, config.data.held_out_fraction, log)
 
 
-def _work_off(executor: Executor, function: Any, tasks: Sequence[Task]) -> None:
-    """Tokenizes all extents, the largest first, and shows how that goes."""
+def _work_off(executor: Executor, function: Any, tasks: Sequence[Task], *, hashes: bool = False) -> None:
+    """Tokenizes all extents, or only hashes them, the largest first, and shows how that goes."""
     largest_first = sorted(tasks, key=lambda task: -task.extent.num_bytes)
-    with TokenizingProgress(
-        sum(task.extent.num_bytes for task in tasks), log, by=f" by {executor.num_workers} processes"
-    ) as progress:
+    num_bytes, by = sum(task.extent.num_bytes for task in tasks), f" by {executor.num_workers} processes"
+    with TokenizingProgress(num_bytes, log, by=by, hashes=hashes) as progress:
 
         def tell(name: str, arguments: tuple[Any, ...]) -> None:
             {"advance": progress.advance, "finish_group": progress.finish_group, "log": log}[name](*arguments)
@@ -154,7 +153,8 @@ def _is_made(task: Task, by: Tokenizing) -> bool:
 
 
 def _size(tasks: Sequence[Task]) -> str:
-    return f"{sum(task.extent.num_bytes for task in tasks) / 1e9:,.2f} GB"
+    num_bytes = sum(task.extent.num_bytes for task in tasks)
+    return f"{num_bytes / 1e9:,.2f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:,.1f} MB"
 
 
 def main(config: Config, options: Mapping[str, str]) -> int:

@@ -1,6 +1,7 @@
 """Whoever makes a run's data, and however often they are killed, the cache holds the same bytes."""
 
 import contextlib
+import json
 import os
 import random
 import re
@@ -38,6 +39,22 @@ def test_what_it_makes_is_what_training_would_make(tmp_path):
     assert again.fingerprint == dataset.fingerprint
     assert [line.split()[0] for line in log] == ["source"] * NUM_FILES + ["data"] * NUM_FILES, "nothing is made twice"
     assert contents(tmp_path / "ahead") == before
+
+
+def test_documents_are_cleaned_by_all_workers_as_training_would(tmp_path):
+    config = write_config(tmp_path)
+    steps = {"filters": {"min_words": 10}, "exact_duplicates": True, "near_duplicates": {"enabled": True}}
+    text = json.loads(config.read_text())
+    text["data"]["cleaning"] = steps
+    config.write_text(json.dumps(text))
+    out = preprocess(config, tmp_path / "ahead", "--workers", "2")
+    dataset, log = trained_on(config, tmp_path / "alone")
+    assert re.search(r"^cleaned    filters: 1,\d\d\d of 1,800 documents stay", out, re.M)
+    assert dataset.fingerprint[:16] in out
+    assert [line for line in log if line.startswith("data ")] == [line for line in out.splitlines() if line[:5] == "data "]
+    ahead, alone = ({name.partition("/")[2]: content for name, content in made(tmp_path / folder).items()
+                     if "/report." not in name} for folder in ("ahead", "alone"))  # fmt: skip
+    assert ahead == alone
 
 
 def test_parts_of_an_array_make_the_same_and_the_last_one_packs(tmp_path):
