@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from llamajax import disk
-from llamajax.config.data import DataConfig
+from llamajax.config.data import DataConfig, is_remote
 from llamajax.config.keys import with_values
 from llamajax.config.machine import HardwareConfig, XlaConfig
 from llamajax.config.model import ModelConfig
@@ -202,6 +202,7 @@ class Config(Settings):
             f"data.sources.{i}.paths.{j}": path
             for i, source in enumerate(self.data.sources)
             for j, path in enumerate(source.patterns)
+            if not is_remote(path)
         }
         named = {
             "data.tokenizer.path": self.data.tokenizer.path,

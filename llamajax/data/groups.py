@@ -10,7 +10,7 @@ import hashlib
 import sys
 import threading
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +21,7 @@ import numpy as np
 from llamajax import disk
 from llamajax.data import cache, progress
 from llamajax.data.lines import Span
+from llamajax.data.remote import File, RemoteFile
 from llamajax.data.sources import Document, Source
 from llamajax.errors import DataError
 
@@ -51,16 +52,18 @@ class FileIdentity(NamedTuple):
     inode: int
 
 
-def file_identity(path: Path) -> FileIdentity:
-    """The identity of the file as it is now."""
-    status = path.stat()
-    return FileIdentity(str(path.absolute()), status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino)
+def file_identity(file: File) -> FileIdentity:
+    """The identity of the file as it is now; of a remote one as it was found, by its address and version."""
+    if isinstance(file, RemoteFile):
+        return FileIdentity(f"{file.url} {file.version}", file.size, 0, 0, 0)
+    status = file.stat()
+    return FileIdentity(str(file.absolute()), status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino)
 
 
 class Extent(NamedTuple):
     """A unit of work: one large file or a stretch of it, or consecutive small files of a source up to `GROUP_BYTES`."""
 
-    files: tuple[Path, ...]
+    files: tuple[File, ...]
     identities: tuple[FileIdentity, ...]
     """Of the files, before anything was read of them."""
     span: Span | None = None
@@ -89,7 +92,7 @@ class FileGroup:
     """SHA-256 of all that decides which documents they give."""
 
     @property
-    def files(self) -> tuple[Path, ...]:
+    def files(self) -> tuple[File, ...]:
         """Consecutive files of the source."""
         return self.extent.files
 
@@ -118,6 +121,8 @@ class FileGroup:
     def check_unchanged(self) -> None:
         """Raises `DataError` if a file is no longer the one that was hashed."""
         for path, identity in zip(self.files, self.extent.identities, strict=True):
+            if isinstance(path, RemoteFile):  # of which nobody changes the copy
+                continue
             with self.source.reading(path):
                 unchanged = path.exists() and file_identity(path) == identity
             if not unchanged:
@@ -135,7 +140,7 @@ def extents(source: Source) -> list[Extent]:
     """
     found: list[Extent] = []
     size = GROUP_BYTES + 1
-    for path in source.files():
+    for path in source.found():
         with source.reading(path):
             identity = file_identity(path)
         if source.has_spans(path) and identity.size > SPAN_BYTES:
@@ -219,6 +224,7 @@ def content_hashes(source: Source, of: Sequence[Extent], cache_dir: Path, log: C
             if num_bytes >= ANNOUNCED_BYTES:
                 num_files = len({path for index in unknown for path in of[index].files})
                 log(f"hashing    {num_files:,} files, {num_bytes / 1e9:,.1f} GB, of {source.key}")
+            announce_fetching((of[index] for index in unknown), log)
             started = time.time()
             # Times that are still to come do not tell when a file was changed last: but not within this wait.
             if any(_newest(of[index]) > started for index in unknown):
@@ -233,6 +239,14 @@ def content_hashes(source: Source, of: Sequence[Extent], cache_dir: Path, log: C
             all_bytes = np.frombuffer(bytes.fromhex("".join(contents)), np.uint8)
             cache.write_arrays(of_all, {"sha256": all_bytes}, {})
     return contents
+
+
+def announce_fetching(of: Iterable[Extent], log: Callable[[str], None]) -> None:
+    """Says how much is to be fetched of what is read now, if that is much."""
+    files = {file for extent in of for file in extent.files if isinstance(file, RemoteFile) and not file.path.exists()}
+    num_bytes = sum(file.size for file in files)
+    if num_bytes >= ANNOUNCED_BYTES:
+        log(f"fetching   {len(files):,} files, {num_bytes / 1e9:,.1f} GB")
 
 
 def _newest(extent: Extent) -> float:
@@ -295,7 +309,8 @@ def _hash_all(source: Source, of: Sequence[Extent]) -> Generator[str, None, None
 def _hash(source: Source, extent: Extent, stop: threading.Event) -> str:
     if extent.span is None:
         return _hash_files(source, list(extent.files), stop)
-    (path,) = extent.files
+    (file,) = extent.files
+    path = source.local(file)
     start, end, rest = source.extent(path, extent.span)
     with source.reading(path):
         content = _hash_bytes(path, start, end, stop)
@@ -303,9 +318,10 @@ def _hash(source: Source, extent: Extent, stop: threading.Event) -> str:
     return hashlib.sha256(content.digest()).hexdigest()
 
 
-def _hash_files(source: Source, files: Sequence[Path], stop: threading.Event) -> str:
+def _hash_files(source: Source, files: Sequence[File], stop: threading.Event) -> str:
     combined = hashlib.sha256()
-    for path in files:
+    for file in files:
+        path = source.local(file)
         with source.reading(path):
             combined.update(_hash_bytes(path, 0, sys.maxsize, stop).digest())
     return combined.hexdigest()

@@ -90,6 +90,7 @@ BROKEN = [
     (SourceConfig, {"text_key": ""}, ["text_key"]),
     (SourceConfig, {"max_bad_records": -1}, ["max_bad_records"]),
     (SourceConfig, {"kind": "text", "paths": ("x",), "max_bad_records": 5}, ["max_bad_records"]),
+    (SourceConfig, {"kind": "megatron", "paths": ("s3://b/x.idx",)}, ["paths"]),
     (TokenizerConfig, {"train_max_bytes": 0}, ["train_max_bytes"]),
     (DataConfig, {"sources": ()}, ["sources"]),
     (DataConfig, {"seq_len": 0, "prefetch_steps": 0}, ["seq_len", "prefetch_steps"]),
@@ -281,6 +282,13 @@ def test_a_missing_package_is_named_with_its_remedy(monkeypatch):
     assert problems(wandb=False) == []
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: ModuleSpec(name, None))
     assert problems(wandb=True) == []
+
+
+def test_remote_files_are_not_looked_for_on_the_disk():
+    paths = ("s3://bucket/*.parquet", "hf://datasets/a/b/x.parquet", "none.parquet")
+    data = DataConfig(sources=(SourceConfig(kind="parquet", paths=paths),), seq_len=128)
+    (problem,) = [problem for problem in config(data=data).file_problems() if problem.startswith("data.sources")]
+    assert problem.startswith("data.sources.0.paths.2: no file matches none.parquet")
 
 
 @pytest.mark.parametrize("key", ["data.tokenizer.path", "data.sources.0.paths.0", "hardware.calibration"])
