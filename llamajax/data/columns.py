@@ -87,10 +87,7 @@ def _batches(
 
 
 def _names_of_text(schema: pyarrow.Schema, key: str) -> tuple[str, ...]:
-    try:
-        names, kind = column_at(schema, key)
-    except UnicodeDecodeError as error:
-        raise pyarrow.ArrowInvalid("the name of a column is not UTF-8") from error
+    names, kind = column_at(schema, key)
     kind = kind.value_type if pyarrow.types.is_dictionary(kind) else kind
     if kind not in _AS_BYTES:
         raise NoTextError(f"column {key!r} must hold strings, not {kind}")

@@ -209,6 +209,9 @@ class Source:
         except pyarrow.ArrowException as error:
             reason = str(error).splitlines()[0]
             raise self._error(str(path), f"cannot be read: {reason}; replace or remove the file") from error
+        except UnicodeDecodeError as error:  # pyarrow's, of what describes a table; texts are looked at one by one
+            message = "cannot be read: the name of a column is not UTF-8; replace or remove the file"
+            raise self._error(str(path), message) from error
 
     def _stdlib_files(self) -> list[Path]:
         root = Path(sysconfig.get_path("stdlib"))

@@ -1,7 +1,10 @@
 """Arrow files are read column by column, whoever wrote them, and damaged ones end with a line, not with the process."""
 
+from typing import Any
+
 import numpy as np
 import pyarrow
+import pyarrow.parquet
 import pytest
 
 from llamajax.config.data import SourceConfig
@@ -102,8 +105,16 @@ def test_only_the_column_with_the_text_is_decoded(tmp_path, monkeypatch):
     assert [column.to_pylist() for column in seen] == [["a"]]
 
 
-def test_a_column_whose_name_is_not_utf8(tmp_path):
-    write(tmp_path / "a.arrow", pyarrow.table({"text": ["a"]}))
-    (tmp_path / "a.arrow").write_bytes((tmp_path / "a.arrow").read_bytes().replace(b"text", b"te\xe5t"))
-    with pytest.raises(DataError, match=r"a.arrow: .*cannot be read: the name of a column is not UTF-8; replace or remove"):
-        texts(source(tmp_path / "a.arrow"))
+@pytest.mark.parametrize("kind", ["arrow", "parquet"])
+def test_a_column_whose_name_is_not_utf8(tmp_path, kind: Any):
+    path = tmp_path / f"a.{kind}"
+    if kind == "arrow":
+        write(path, pyarrow.table({"text": ["a"]}))
+    else:
+        pyarrow.parquet.write_table(pyarrow.table({"text": ["a"]}), path, store_schema=False)
+    path.write_bytes(path.read_bytes().replace(b"text", b"te\xe5t"))
+    found = Source(SourceConfig(kind=kind, paths=(str(path),)), "data.sources[0]")
+    with pytest.raises(
+        DataError, match=rf"a.{kind}: .*cannot be read: the name of a column is not UTF-8; replace or remove"
+    ):
+        texts(found)

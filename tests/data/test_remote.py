@@ -50,7 +50,7 @@ def memory():
     store.store.clear()
 
 
-def source(tmp_path, *paths, kind="jsonl", **fields):
+def source(tmp_path, *paths, kind: Any = "jsonl", **fields):
     config = SourceConfig(kind=kind, paths=tuple(map(str, paths)), **fields)
     return Source(config, "data.sources[0]", tmp_path / "cache")
 
@@ -79,7 +79,7 @@ def test_every_kind_of_file_is_read_from_afar(tmp_path, web):
         "/a.parquet": sink.getvalue().to_pybytes(), "/a.arrow": stream.getvalue().to_pybytes(),
     }  # fmt: skip
     for path in web.files:
-        kind: Any = path.split(".")[1]
+        kind = path.split(".")[1]
         assert texts(source(tmp_path, web.url + path, kind=kind)) == TEXTS, path
     web.files["/a.txt"] = TEXTS[0].encode()
     assert texts(source(tmp_path, f"{web.url}/a.txt", kind="text")) == TEXTS[:1]

@@ -55,9 +55,8 @@ def _content(kind: str, rng: np.random.Generator) -> bytes:
             pyarrow.parquet.write_table(table, sink, compression=str(rng.choice(["zstd", "none"])))
         else:
             new = (pyarrow.ipc.new_stream, pyarrow.ipc.new_file)[rng.integers(2)]
-            with new(
-                sink, table.schema, options=pyarrow.ipc.IpcWriteOptions(compression=rng.choice(["zstd", None]))
-            ) as writer:
+            options = pyarrow.ipc.IpcWriteOptions(compression=("zstd", None)[rng.integers(2)])
+            with new(sink, table.schema, options=options) as writer:
                 writer.write_table(table, max_chunksize=99)
         data = sink.getvalue().to_pybytes()
     else:
