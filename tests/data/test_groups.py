@@ -4,6 +4,7 @@ import os
 import threading
 import time
 from concurrent.futures import CancelledError
+from pathlib import Path
 
 import pytest
 
@@ -103,6 +104,21 @@ def test_a_new_file_leaves_the_hashes_of_other_groups(tmp_path, monkeypatch, has
     assert after[:3] == before
     assert len(hashed) == 4
     assert len({group.content for group in after}) == 4
+
+
+def test_compressed_files_are_work_of_their_own_and_small_ones_together(tmp_path, monkeypatch):
+    """What is compressed cannot be cut: several processes take a file each."""
+    monkeypatch.setattr(groups, "GROUP_BYTES", 1000)
+    monkeypatch.setattr(groups, "SPAN_BYTES", 1000)
+    sizes = {"a.jsonl.gz": 1500, "b.jsonl.zst": 5000, "c.jsonl": 1500, "d.jsonl.gz": 400, "e.jsonl.zst": 500, "f.jsonl": 300}
+    for name, size in sizes.items():
+        (tmp_path / name).write_bytes(bytes(size))
+    source = Source(SourceConfig(kind="jsonl", paths=(str(tmp_path / "*"),)), "data.sources[0]")
+    found = [
+        ("".join(path.name[0] for path in extent.files if isinstance(path, Path)), extent.num_bytes)
+        for extent in groups.extents(source)
+    ]
+    assert found == [("a", 1500), ("b", 5000), ("c", 1000), ("c", 500), ("de", 900), ("f", 300)]
 
 
 def test_the_hash_is_of_the_content_not_of_the_place(tmp_path):

@@ -3,6 +3,7 @@
 import gzip
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,7 +16,9 @@ import pyarrow.parquet
 import pytest
 import zstandard
 
+from llamajax import data
 from llamajax.config.data import SourceConfig, is_remote
+from llamajax.config.file import load_config
 from llamajax.data import groups, remote
 from llamajax.data.groups import extents, group_files
 from llamajax.data.remote import RemoteFile, listed, shown
@@ -110,6 +113,19 @@ def test_planning_asks_for_sizes_only_and_a_second_start_fetches_nothing(tmp_pat
     web.requests.clear()
     assert group_files(found, tmp_path / "cache", print) == first
     assert sorted(web.requests) == [("HEAD", "/a.jsonl"), ("HEAD", "/b.jsonl")]
+
+
+def test_a_run_whose_tokens_are_made_fetches_nothing(tmp_path, web):
+    path = runs.write_config(tmp_path)
+    web.files["/text.jsonl"] = (tmp_path / "text.jsonl").read_bytes()
+    config = load_config(path)
+    remote_config = config.changed({"data.sources": (SourceConfig(kind="jsonl", paths=(f"{web.url}/text.jsonl",)),)})
+    first = data.prepare(remote_config, log=lambda line: None)
+    shutil.rmtree(tmp_path / "cache" / "remote")
+    web.requests.clear()
+    again, local = (data.prepare(run, log=lambda line: None) for run in (remote_config, config))
+    assert first.fingerprint == again.fingerprint == local.fingerprint
+    assert set(web.requests) == {("HEAD", "/text.jsonl")}
 
 
 def test_a_content_is_known_wherever_it_lies(tmp_path, web):
@@ -330,7 +346,7 @@ def test_processes_fetch_a_file_once(tmp_path, web):
 
 
 def test_a_kill_leaves_nothing_half(tmp_path, web):
-    web.files["/a.jsonl"] = LINES * 5000
+    web.files["/a.jsonl"] = LINES * 2000
     web.trouble = lambda method, path, number: "slow" if number == 1 else None
     with start(f"{web.url}/a.jsonl", tmp_path / "cache") as killed:
         while not any(path.stat().st_size for path in copies(tmp_path)):
@@ -338,5 +354,5 @@ def test_a_kill_leaves_nothing_half(tmp_path, web):
         killed.send_signal(signal.SIGKILL)
     (leftover,) = copies(tmp_path)
     assert leftover.suffix == ".tmp"
-    assert start(f"{web.url}/a.jsonl", tmp_path / "cache").communicate()[0] == f"{len(TEXTS) * 5000}\n"
+    assert start(f"{web.url}/a.jsonl", tmp_path / "cache").communicate()[0] == f"{len(TEXTS) * 2000}\n"
     assert [path.name for path in copies(tmp_path)] == ["copy.jsonl"]
