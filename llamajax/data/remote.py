@@ -34,8 +34,13 @@ _VERSIONS = (
     "ETag", "etag", "md5Hash", "Content-MD5", "blob_id", "generation", "checksum",
     "LastModified", "last_modified", "Last-Modified", "updated", "mtime", "created",
 )  # fmt: skip
-# Errors of networks that are no `OSError`s, by the package that raises them, which need not be there.
-_OF_NETWORKS = {"aiohttp.ClientError", "httpx.TransportError", "botocore.HTTPClientError", "urllib3.HTTPError"}
+# Errors of networks, by the package that raises them, which need not be there: of the web, of Hugging
+# Face, of S3, of Google.
+_OF_NETWORKS = {
+    "aiohttp.ClientError", "httpx.TransportError", "httpx2.TransportError", "botocore.ConnectionError",
+    "botocore.HTTPClientError", "botocore.IncompleteReadError", "urllib3.HTTPError", "google.TransportError",
+    "requests.RequestException",
+}  # fmt: skip
 _DEFINITE = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError)
 _MAY_PASS = {408, 425, 429}
 _CONNECT_S, _READ_S = 30, 120
@@ -227,7 +232,9 @@ class _Failure(NamedTuple):
             if names & _OF_NETWORKS or isinstance(each, ConnectionError | TimeoutError):
                 return cls(each, None, may_pass=True)
             each = each.__cause__
-        return cls(error, None, isinstance(error, OSError) and not isinstance(error, _DEFINITE))
+        # One without a number is a store's own word, such as gcsfs's of what is forbidden.
+        of_system = isinstance(error, OSError) and error.errno is not None
+        return cls(error, None, of_system and not isinstance(error, _DEFINITE))
 
     def told(self, where: str) -> UserError:
         """The one line about it, without what may be a key."""

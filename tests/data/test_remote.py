@@ -227,6 +227,43 @@ def test_what_does_not_pass_may_be_started_again(tmp_path, web, pauses, trouble,
     assert not copies(tmp_path)
 
 
+def error_of(package, name, base: type = Exception, **fields):
+    """An error as a package that need not be installed has it."""
+    return type("Derived", (type(name, (base,), {"__module__": f"{package}.exceptions"}),), fields)(
+        "reason https://h/x?k=secret"
+    )
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "told"),
+    [
+        (error_of("botocore", "ConnectionError"), DiskError, "cannot be fetched: reason https://h/x, 4 times; see to"),
+        (error_of("httpx2", "TransportError"), DiskError, "cannot be fetched: reason https://h/x, 4 times"),
+        (error_of("gcsfs", "HttpError", code=502), DiskError, "cannot be fetched: HTTP 502 Bad Gateway, 4 times"),
+        (TimeoutError(), DiskError, "cannot be fetched: TimeoutError, 4 times"),
+        (error_of("botocore", "NoCredentialsError"), DataError, "cannot be fetched: reason https://h/x; correct or remove"),
+        (
+            error_of("botocore", "ClientError", OSError, response={"ResponseMetadata": {"HTTPStatusCode": 403}}),
+            DataError, "may not be read: HTTP 403 Forbidden; see to your credentials",
+        ),
+        (OSError(5, "Input/output error"), DiskError, "cannot be fetched: [Errno 5] Input/output error, 4 times"),
+        (OSError("Forbidden: a"), DataError, "cannot be fetched: Forbidden: a; correct or remove the path"),
+        (PermissionError("no"), DataError, "may not be read: no; see to your credentials for this store"),
+    ],
+)  # fmt: skip
+def test_errors_of_stores_are_told_apart(tmp_path, memory, monkeypatch, pauses, error, kind, told):
+    memory.pipe("/bucket/a.jsonl", LINES)
+
+    def fail(self, name, path, **options):
+        raise error
+
+    monkeypatch.setattr(type(memory), "get_file", fail)
+    with pytest.raises(kind) as caught:
+        texts(source(tmp_path, "memory://bucket/a.jsonl"))
+    assert str(caught.value).startswith(f"memory://bucket/a.jsonl: data.sources[0].paths: {told}")
+    assert len(pauses) == (3 if kind is DiskError else 0)
+
+
 def test_a_server_that_is_not_there(tmp_path, pauses):
     with pytest.raises(DiskError, match=r"^http://127.0.0.1:\d+/a.jsonl: .*cannot be fetched: .*onnect.*, 4 times"):
         source(tmp_path, f"http://{runs.free_address()}/a.jsonl?key=secret").found()
