@@ -310,7 +310,7 @@ def _hash(source: Source, extent: Extent, stop: threading.Event) -> str:
     if extent.span is None:
         return _hash_files(source, list(extent.files), stop)
     (file,) = extent.files
-    path = source.local(file)
+    path = source.local(file, stop)
     start, end, rest = source.extent(path, extent.span)
     with source.reading(path):
         content = _hash_bytes(path, start, end, stop)
@@ -321,7 +321,7 @@ def _hash(source: Source, extent: Extent, stop: threading.Event) -> str:
 def _hash_files(source: Source, files: Sequence[File], stop: threading.Event) -> str:
     combined = hashlib.sha256()
     for file in files:
-        path = source.local(file)
+        path = source.local(file, stop)
         with source.reading(path):
             combined.update(_hash_bytes(path, 0, sys.maxsize, stop).digest())
     return combined.hexdigest()

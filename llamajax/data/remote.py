@@ -7,9 +7,10 @@ has changed. One process of a machine fetches a file; a copy that is there is wh
 import http
 import os
 import re
+import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import CancelledError, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple, TypeVar
@@ -29,6 +30,7 @@ ASKED_AT_ONCE = 8
 """Files whose size and version are asked for at a time."""
 
 _FOLDER = "remote"
+_WEB = ("http://", "https://")
 # What stores say of a file's version, the surest first; some say several of these.
 _VERSIONS = (
     "ETag", "etag", "md5Hash", "Content-MD5", "blob_id", "generation", "checksum",
@@ -77,13 +79,15 @@ class RemoteFile:
     def __str__(self) -> str:
         return shown(self.url)
 
-    def fetched(self, key: str) -> Path:
+    def fetched(self, key: str, stop: threading.Event) -> Path:
         """The local copy, made now if it is not there.
 
         Args:
             key: of the source, for messages.
+            stop: another thread sets it when the file is no longer wanted.
 
         Raises:
+            CancelledError: `stop` was set in the middle.
             DataError: the file is gone, has changed since it was listed, or may not be read.
             DiskError: network, server or store fails, several times.
             OSError: the cache's disk fails, or is full.
@@ -92,13 +96,13 @@ class RemoteFile:
         if not path.exists():
             with disk.locked(path.parent):
                 if not path.exists():
-                    _reached(f"{self}: {key}.paths", lambda: self._fetch(path, key))
+                    _reached(f"{self}: {key}.paths", lambda: self._fetch(path, key, stop))
         return path
 
-    def _fetch(self, path: Path, key: str) -> None:
+    def _fetch(self, path: Path, key: str, stop: threading.Event) -> None:
         store, name = _store(self.url)
-        with disk.file_made_whole(path) as file:
-            store.get_file(name, file.name, callback=_Arriving())
+        with disk.file_made_whole(path, keep=True) as file:  # which may be mapped
+            store.get_file(name, file.name, callback=_Arriving(stop))
             came = os.fstat(file.fileno()).st_size
             store.invalidate_cache()
             if _size_and_version(store.info(name)) != (self.size, self.version):
@@ -114,7 +118,13 @@ File = Path | RemoteFile
 class _Arriving(fsspec.callbacks.NoOpCallback):
     """Says that a file arrives. Not any callback: with others `hf://` asks for every five megabytes by themselves."""
 
+    def __init__(self, stop: threading.Event) -> None:
+        super().__init__()
+        self._stop = stop
+
     def relative_update(self, inc: int = 1) -> None:
+        if self._stop.is_set():
+            raise CancelledError
         progress.gets_on()
 
 
@@ -133,13 +143,14 @@ def listed(pattern: str, key: str, cache_dir: Path) -> list[RemoteFile]:
     """
     where = f"{shown(pattern)}: {key}.paths"
     store, path = _reached(where, lambda: _store(pattern))
-    if not re.search(r"[*\[]" if pattern.startswith("http") else r"[*?\[]", pattern):
+    if not re.search(r"[*\[]" if pattern.startswith(_WEB) else r"[*?\[]", pattern):
         urls = {pattern: path}
     else:
         found = map(str, _reached(where, lambda: store.glob(path)))
         urls = {store.unstrip_protocol(name): name for name in found}
 
     def asked(url: str) -> dict[str, Any]:
+        progress.gets_on()
         return _reached(f"{shown(url)}: {key}.paths", lambda: store.info(urls[url]))
 
     files = []
@@ -163,13 +174,13 @@ def listed(pattern: str, key: str, cache_dir: Path) -> list[RemoteFile]:
 
 def shown(url: str) -> str:
     """The address without password and, of web servers, without what comes behind a question mark: that may be a key."""
-    return without_passwords(url.partition("?")[0] if url.startswith("http") else url)
+    return without_passwords(url.partition("?")[0] if url.startswith(_WEB) else url)
 
 
 def _store(url: str) -> tuple[fsspec.AbstractFileSystem, str]:
     """The store of an address, and what the store calls the file."""
     options: dict[str, Any] = {}
-    if url.startswith("http"):
+    if url.startswith(_WEB):
         import aiohttp  # a package that base fsspec does without
 
         given = fsspec.config.conf.get(url.partition(":")[0], {})
@@ -198,7 +209,7 @@ def _reached(where: str, call: Callable[[], T]) -> T:
     while True:
         try:
             return call()
-        except UserError:
+        except (UserError, CancelledError):
             raise
         except ImportError as error:
             reason = " ".join(str(error).split())

@@ -12,6 +12,7 @@ import json
 import os
 import stat
 import sysconfig
+import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -82,15 +83,16 @@ class Source:
         """
         return [self.local(file) for file in self.found()]
 
-    def local(self, file: File) -> Path:
+    def local(self, file: File, stop: threading.Event | None = None) -> Path:
         """Where the file can be read on this machine: itself, or its copy, which is fetched if it is not there.
 
         Raises:
+            CancelledError: another thread set `stop` while it was fetched.
             DataError: a remote file is gone, has changed since it was found, or may not be read.
             DiskError: network or server fails.
             OSError: the cache's disk fails, or is full.
         """
-        return file if isinstance(file, Path) else file.fetched(self.key)
+        return file if isinstance(file, Path) else file.fetched(self.key, stop or threading.Event())
 
     def found(self) -> list[File]:
         """The source's files, each once, under whichever of its names comes first: local ones sorted, then remote ones.

@@ -284,6 +284,13 @@ def test_a_missing_package_is_named_with_its_remedy(monkeypatch):
     assert problems(wandb=True) == []
 
 
+def test_a_directory_will_do_for_saved_datasets_only(tmp_path):
+    cases: list[tuple[Any, int]] = [("arrow", 0), ("parquet", 1)]
+    for kind, wrong in cases:
+        data = DataConfig(sources=(SourceConfig(kind=kind, paths=(str(tmp_path),)),), seq_len=128)
+        assert len([problem for problem in config(data=data).file_problems() if problem.startswith("data.s")]) == wrong
+
+
 def test_remote_files_are_not_looked_for_on_the_disk():
     paths = ("s3://bucket/*.parquet", "hf://datasets/a/b/x.parquet", "none.parquet")
     data = DataConfig(sources=(SourceConfig(kind="parquet", paths=paths),), seq_len=128)

@@ -6,6 +6,7 @@ import time
 from concurrent.futures import CancelledError
 from pathlib import Path
 
+import fsspec
 import pytest
 
 from llamajax.config.data import SourceConfig
@@ -155,6 +156,19 @@ def test_hashing_stops_in_the_middle_of_a_file_when_it_is_no_longer_wanted(tmp_p
     source = Source(SourceConfig(kind="text", paths=(str(tmp_path / "a"),)), "data.sources[0]")
     with pytest.raises(CancelledError):
         groups._hash_files(source, [tmp_path / "a"], stop)
+
+
+def test_fetching_stops_in_the_middle_of_a_file_when_it_is_no_longer_wanted(tmp_path):
+    stop = threading.Event()
+    stop.set()
+    address = f"memory://{tmp_path}/a"
+    fsspec.filesystem("memory").pipe(address, b"a")
+    source = Source(SourceConfig(kind="text", paths=(address,)), "data.sources[0]", tmp_path / "cache")
+    (extent,) = groups.extents(source)
+    with pytest.raises(CancelledError):
+        groups._hash(source, extent, stop)
+    assert not list((tmp_path / "cache").rglob("copy*"))
+    assert [document.text for document in source.documents(extent.files)] == ["a"]
 
 
 def test_an_unreadable_file_is_named_and_what_was_hashed_before_it_is_kept(tmp_path, monkeypatch, hashed):
