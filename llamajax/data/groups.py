@@ -77,6 +77,11 @@ class Extent(NamedTuple):
         return sum(identity.size for identity in self.identities)
 
     @property
+    def is_remote(self) -> bool:
+        """Whether files of it lie elsewhere."""
+        return any(isinstance(file, RemoteFile) for file in self.files)
+
+    @property
     def key(self) -> str:
         """Hash of the names, sizes and times of the files."""
         return cache.key_of(self.identities, self.span) if self.span is not None else cache.key_of(self.identities)

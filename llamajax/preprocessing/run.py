@@ -52,7 +52,7 @@ def run(config: Config, options: Mapping[str, str]) -> None:
         log(f"work       {len(own):,} of {len(tasks):,} pieces, {_size(own)} of {_size(tasks)}, by {executor.num_workers}")
         models_tokenizer = _models_tokenizer(config)
         by = _tokenizing(config, models_tokenizer, tasks, sources, cache_dir, executor)
-        announce_fetching((task.extent for task in own if not _is_made(task, by)), log)
+        announce_fetching((task.extent for task in own if task.extent.is_remote and not _is_made(task, by)), log)
         _work_off(executor, functools.partial(tokenize_extent, Job.of(by)), own)
         missing = sum(not _is_made(task, by) for task in tasks)
         if missing:
