@@ -302,10 +302,13 @@ def _known_hashes(of: Sequence[Extent], cache_dir: Path, log: Callable[[str], No
 
 
 def _hash_all(source: Source, of: Sequence[Extent]) -> Generator[str, None, None]:
-    """The hash of each extent, in order, made in several threads."""
+    """The hash of each extent, in order, made in several threads, of remote files once all are here."""
     stop = threading.Event()
+    remote = dict.fromkeys(file for extent in of for file in extent.files if isinstance(file, RemoteFile))
     with ThreadPoolExecutor(HASH_THREADS, thread_name_prefix="hash") as threads:
         try:
+            for _ in threads.map(lambda file: source.local(file, stop), remote):
+                pass  # else all would wait for the one file whose stretches they hash
             yield from threads.map(lambda extent: _hash(source, extent, stop), of)
         finally:
             stop.set()  # a large file takes minutes, which neither a signal nor an error waits for

@@ -14,6 +14,7 @@ from typing import Any
 from llamajax import data
 from llamajax.config.run import Config
 from llamajax.data.groups import announce_fetching, extents, group_files, known_group
+from llamajax.data.lines import Span
 from llamajax.data.progress import TokenizingProgress
 from llamajax.data.shards import is_complete
 from llamajax.data.source_tokens import entries_of
@@ -90,8 +91,11 @@ def _tokenizing(
 
 
 def _work_off(executor: Executor, function: Any, tasks: Sequence[Task]) -> None:
-    """Tokenizes all extents, the largest first, and shows how that goes."""
-    largest_first = sorted(tasks, key=lambda task: -task.extent.num_bytes)
+    """Tokenizes all extents, the largest first, and shows how that goes.
+
+    Of equal ones those come first that begin their files: processes then fetch remote files side by side.
+    """
+    largest_first = sorted(tasks, key=lambda task: (-task.extent.num_bytes, task.extent.span or Span(0, 0)))
     with TokenizingProgress(
         sum(task.extent.num_bytes for task in tasks), log, by=f" by {executor.num_workers} processes"
     ) as progress:

@@ -149,6 +149,19 @@ def test_groups_are_hashed_at_the_same_time(tmp_path, monkeypatch):
     assert [group.content for group in found] == one_by_one
 
 
+def test_remote_files_are_fetched_at_the_same_time(tmp_path, monkeypatch):
+    """Also those of which every stretch is a group."""
+    monkeypatch.setattr(groups, "SPAN_BYTES", 10)
+    monkeypatch.setattr(groups, "GROUP_BYTES", 10)
+    store = fsspec.filesystem("memory")
+    for name in "ab":
+        store.pipe(f"{tmp_path}/{name}", b'{"text": "a"}\n' * 20)
+    together, get_file = threading.Barrier(2, timeout=20), type(store).get_file
+    monkeypatch.setattr(type(store), "get_file", lambda *args, **options: (together.wait(), get_file(*args, **options))[1])
+    source = Source(SourceConfig(kind="jsonl", paths=(f"memory://{tmp_path}/?",)), "data.sources[0]", tmp_path / "cache")
+    assert len(group_files(source, tmp_path / "cache", print)) == 2 * 28
+
+
 def test_hashing_stops_in_the_middle_of_a_file_when_it_is_no_longer_wanted(tmp_path):
     (tmp_path / "a").write_text("a")
     stop = threading.Event()
