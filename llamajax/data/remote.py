@@ -69,7 +69,7 @@ class RemoteFile:
         names = [re.sub(r"[^\w.@=+-]", "_", part, flags=re.ASCII)[-200:] for part in rest.split("/") if part.strip(".")]
         *folders, name = [scheme, *names][-12:]
         key = cache.key_of(self.url, self.size, self.version)[:16]
-        return self.cache_dir.joinpath(_FOLDER, *folders, f"{name}-{key}", f"copy{self.suffix}")
+        return self.cache_dir.joinpath(_FOLDER, *folders, f"{name}-{key}", f"copy{PurePosixPath(name).suffix}")
 
     @property
     def suffix(self) -> str:
