@@ -74,10 +74,13 @@ def tokenizer_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace
     grow.add_argument("--corpus", metavar="FILE_OR_GLOB", nargs="+", required=True, help="what to learn from")
     grow.add_argument("--num_pieces", metavar="N", type=_positive, required=True, help="pieces to add")
     grow.add_argument(
-        "--kind", choices=("text", "jsonl", "parquet"), default="text", help="of the corpus files (default: text)"
+        "--kind", choices=("text", "jsonl", "parquet", "arrow"), default="text", help="of the corpus files (default: text)"
     )
     grow.add_argument(
-        "--text_key", metavar="KEY", default="text", help="jsonl, parquet: the field or column with the text (default: text)"
+        "--text_key",
+        metavar="KEY",
+        default="text",
+        help="jsonl, parquet, arrow: the field or column with the text (default: text)",
     )
     grow.add_argument(
         "--train_max_bytes",

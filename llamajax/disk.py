@@ -28,7 +28,8 @@ _PASSING = {
     errno.ENOTCONN, errno.ESHUTDOWN, errno.EHOSTDOWN,  # Lustre's, of a client that its server has shut out for a while
 }  # fmt: skip
 _PAUSES_S = (0.5, 2, 5)
-_FULL = {errno.ENOSPC, errno.EDQUOT}
+FULL = {errno.ENOSPC, errno.EDQUOT}
+"""How a disk says that nothing more fits on it."""
 
 # Seconds after which an unfinished file of another host has no writer.
 _ABANDONED_S = 24 * 3600
@@ -162,7 +163,7 @@ def _raise_if_it_may_pass(error: OSError) -> None:
 
 def may_pass(error: OSError) -> bool:
     """Whether the disk may get over it without a hand, or somebody may make room: what failed is worth another attempt."""
-    return error.errno in _PASSING | _FULL
+    return error.errno in _PASSING | FULL
 
 
 def cannot_read(error: OSError, where: object, remedy: str) -> UserError:

@@ -56,7 +56,8 @@ class CheckpointError(UserError):
 
 
 class DiskError(UserError):
-    """A disk that fails or is full where data is read or kept; nothing is wrong with the data."""
+    """A disk that fails or is full where data is read or kept, or a store that cannot be reached; nothing is wrong with the
+    data."""
 
     exit_code = DISK_ERROR
 

@@ -16,31 +16,41 @@ from llamajax.config.rules import (
     ShareBelowOne,
 )
 
+DEFAULT_CACHE_DIR = "~/.cache/llamajax"
+
 ChatFormat = Literal["messages", "sharegpt", "alpaca"]
+
+
+def is_remote(path: str) -> bool:
+    """Whether it is an address, such as s3://bucket/file, rather than the path of a local file."""
+    return re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", path) is not None
 
 
 @dataclass(frozen=True, kw_only=True)
 class SourceConfig(Section):
     """One collection of documents."""
 
-    kind: Literal["text", "jsonl", "parquet", "stdlib", "chat", "megatron"]
-    """`text`: one document per file, cut at line ends above two million characters. `jsonl` (also .gz,
-    .zst) and `parquet`: one per line or row. `stdlib`: the sources and help texts of the Python standard
-    library that runs this program. `chat`: one conversation per line of JSONL (also .gz, .zst), put into
+    kind: Literal["text", "jsonl", "parquet", "arrow", "stdlib", "chat", "megatron"]
+    """`text`: one document per file, cut at line ends above two million characters. `jsonl` (also .gz, .zst), `parquet` and
+    `arrow` (what Hugging Face `datasets` writes): one per line or row. `stdlib`: the sources and help texts of the Python
+    standard library that runs this program. `chat`: one conversation per line of JSONL (also .gz, .zst), put into
     `data.chat_template`; only what the assistant says is learnt. `megatron`: tokens in the `.bin` and `.idx` files of
     Megatron-LM, read where they lie, of the tokenizer that `data.tokenizer.path` names."""
     paths: tuple[str, ...] = ()
     """Files or globs (`**` allowed), relative to the working directory; empty for `stdlib`. A file that has several
-    names here, by links or overlapping globs, is read once; to read one more often, raise `weight`. `megatron`: what
-    the names of a `.bin` and its `.idx` begin with, or one of the two."""
+    names here, by links or overlapping globs, is read once; to read one more often, raise `weight`. `arrow`: also a
+    directory of `Dataset.save_to_disk`. `megatron`: what the names of a `.bin` and its `.idx` begin with, or one of the
+    two. Addresses, and globs of them, are files that `fsspec` fetches into `data.cache_dir`: s3://, gs://, https://,
+    hf://datasets/ORG/NAME/... and others, with the credentials that each store's own package finds."""
     text_key: str = "text"
-    """`jsonl`, `parquet`: the field or column with the text."""
+    """`jsonl`, `parquet`, `arrow`: the field or column with the text. `a.b`: the field b inside a, unless one is called
+    `a.b`."""
     chat_format: ChatFormat = "messages"
     """`chat`: how a line holds its conversation. `messages`: a list of {role, content}. `sharegpt`: `conversations`, a
     list of {from, value}, and perhaps `system`. `alpaca`: instruction, output, and perhaps input and system."""
     max_bad_records: NonNegativeInt = 0
-    """`jsonl`, `parquet`, `chat`: lines or rows that may be left out, and are counted, because they are not what they
-    should be (text that is null, broken JSON, a conversation that the template refuses); one more ends the start."""
+    """`jsonl`, `parquet`, `arrow`, `chat`: lines or rows that may be left out, and are counted, because they are not what
+    they should be (text that is null, broken JSON, a conversation that the template refuses); one more ends the start."""
     split: str | None = None
     """`megatron`: how the documents of each file are divided, in their order, such as 969,30,1: to train on, held out, and
     left for tests, as Megatron-LM does. Unset: the last `data.held_out_fraction` of them is held out."""
@@ -63,6 +73,8 @@ class SourceConfig(Section):
             yield f"max_bad_records: {self.max_bad_records} has no effect with kind={self.kind}; remove it"
         if self.kind != "stdlib" and not self.paths:
             yield f"paths: kind={self.kind} needs them; name the files or globs to read"
+        if self.kind == "megatron" and any(map(is_remote, self.paths)):
+            yield "paths: kind=megatron reads tokens where they lie, which must be on this machine; copy the files"
         if self.kind == "stdlib" and self.paths:
             yield "paths: kind=stdlib finds its own files; remove paths"
         if not self.text_key:
@@ -150,8 +162,9 @@ class DataConfig(Section):
     held_out_fraction: ShareBelowOne = 0.01
     """Share of the documents, chosen by a hash of their text without the white space at its ends, that is never trained
     on and used to evaluate; copies of a text, and the pieces of a long one, are on the same side."""
-    cache_dir: str = "~/.cache/llamajax"
-    """Where tokenized documents are kept, addressed by their content; shared between runs."""
+    cache_dir: str = DEFAULT_CACHE_DIR
+    """Where tokenized documents are kept, addressed by their content; shared between runs. Also the copies of remote files,
+    in `remote`, which may be removed once the tokens are made."""
     prefetch_steps: PositiveInt = 2
     """Steps whose batches are prepared ahead of the device."""
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from llamajax import disk
-from llamajax.config.data import DataConfig
+from llamajax.config.data import DataConfig, is_remote
 from llamajax.config.keys import with_values
 from llamajax.config.machine import HardwareConfig, XlaConfig
 from llamajax.config.model import ModelConfig
@@ -237,9 +237,13 @@ class Config(Settings):
             f"data.sources.{i}.paths.{j}": path
             for i, source in enumerate(self.data.sources)
             for j, path in enumerate(source.patterns)
+            if not is_remote(path)
         }
         held_out = cleaning.decontamination.paths
-        patterns |= {f"data.cleaning.decontamination.paths.{j}": path for j, path in enumerate(held_out)}
+        patterns |= {
+            f"data.cleaning.decontamination.paths.{j}": path for j, path in enumerate(held_out) if not is_remote(path)
+        }
+        of_datasets = tuple(f"data.sources.{i}." for i, source in enumerate(self.data.sources) if source.kind == "arrow")
         named = {
             "data.tokenizer.path": self.data.tokenizer.path,
             "data.chat_template": self.data.chat_template,
@@ -254,15 +258,17 @@ class Config(Settings):
             elif key in folders:
                 if os.path.exists(path_at_home) and not os.path.isdir(path_at_home):
                     problems.append(f"{key}: {show(path)} is not a directory; choose another")
-            elif _is_missing(path_at_home, is_pattern=key in patterns):
+            elif _is_missing(path_at_home, is_pattern=key in patterns, may_be_folder=key.startswith(of_datasets)):
                 problems.append(f"{key}: no file matches {show(path)}; relative paths start at {show(os.getcwd())}")
         return problems
 
 
-def _is_missing(path: str, *, is_pattern: bool) -> bool:
-    """Whether no file is there; not where the disk fails, which is told when the file is read, as what may pass."""
+def _is_missing(path: str, *, is_pattern: bool, may_be_folder: bool) -> bool:
+    """Whether no file is there, nor a directory where that will do; not where the disk fails, which is told when the file
+    is read, as what may pass."""
     try:
         found: Iterable[str] = disk.matching(path) if is_pattern else [path]
-        return not any((file := disk.status(each)) is not None and stat.S_ISREG(file.st_mode) for each in found)
+        modes = (file.st_mode for each in found if (file := disk.status(each)) is not None)
+        return not any(stat.S_ISREG(mode) or (may_be_folder and stat.S_ISDIR(mode)) for mode in modes)
     except OSError:
         return False

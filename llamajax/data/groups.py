@@ -10,7 +10,7 @@ import hashlib
 import sys
 import threading
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +21,7 @@ import numpy as np
 from llamajax import disk
 from llamajax.data import cache, progress
 from llamajax.data.lines import Span
+from llamajax.data.remote import File, RemoteFile
 from llamajax.data.sources import Document, Source
 from llamajax.errors import DataError
 
@@ -51,16 +52,18 @@ class FileIdentity(NamedTuple):
     inode: int
 
 
-def file_identity(path: Path) -> FileIdentity:
-    """The identity of the file as it is now."""
-    status = path.stat()
-    return FileIdentity(str(path.absolute()), status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino)
+def file_identity(file: File) -> FileIdentity:
+    """The identity of the file as it is now; of a remote one as it was found, by its address and version."""
+    if isinstance(file, RemoteFile):
+        return FileIdentity(f"{file.url} {file.version}", file.size, 0, 0, 0)
+    status = file.stat()
+    return FileIdentity(str(file.absolute()), status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino)
 
 
 class Extent(NamedTuple):
     """A unit of work: one large file or a stretch of it, or consecutive small files of a source up to `GROUP_BYTES`."""
 
-    files: tuple[Path, ...]
+    files: tuple[File, ...]
     identities: tuple[FileIdentity, ...]
     """Of the files, before anything was read of them."""
     span: Span | None = None
@@ -72,6 +75,11 @@ class Extent(NamedTuple):
         if self.span is not None:
             return self.span.end - self.span.start
         return sum(identity.size for identity in self.identities)
+
+    @property
+    def is_remote(self) -> bool:
+        """Whether files of it lie elsewhere."""
+        return any(isinstance(file, RemoteFile) for file in self.files)
 
     @property
     def key(self) -> str:
@@ -89,7 +97,7 @@ class FileGroup:
     """SHA-256 of all that decides which documents they give."""
 
     @property
-    def files(self) -> tuple[Path, ...]:
+    def files(self) -> tuple[File, ...]:
         """Consecutive files of the source."""
         return self.extent.files
 
@@ -118,6 +126,8 @@ class FileGroup:
     def check_unchanged(self) -> None:
         """Raises `DataError` if a file is no longer the one that was hashed."""
         for path, identity in zip(self.files, self.extent.identities, strict=True):
+            if isinstance(path, RemoteFile):  # of which nobody changes the copy
+                continue
             with self.source.reading(path):
                 unchanged = path.exists() and file_identity(path) == identity
             if not unchanged:
@@ -135,7 +145,7 @@ def extents(source: Source) -> list[Extent]:
     """
     found: list[Extent] = []
     size = GROUP_BYTES + 1
-    for path in source.files():
+    for path in source.found():
         with source.reading(path):
             identity = file_identity(path)
         if source.has_spans(path) and identity.size > SPAN_BYTES:
@@ -224,6 +234,7 @@ def content_hashes(source: Source, of: Sequence[Extent], cache_dir: Path, log: C
             if num_bytes >= ANNOUNCED_BYTES:
                 num_files = len({path for index in unknown for path in of[index].files})
                 log(f"hashing    {num_files:,} files, {num_bytes / 1e9:,.1f} GB, of {source.key}")
+            announce_fetching((of[index] for index in unknown), log)
             started = time.time()
             # Times that are still to come do not tell when a file was changed last: but not within this wait.
             if any(_newest(of[index]) > started for index in unknown):
@@ -238,6 +249,14 @@ def content_hashes(source: Source, of: Sequence[Extent], cache_dir: Path, log: C
             all_bytes = np.frombuffer(bytes.fromhex("".join(contents)), np.uint8)
             cache.write_arrays(of_all, {"sha256": all_bytes}, {})
     return contents
+
+
+def announce_fetching(of: Iterable[Extent], log: Callable[[str], None]) -> None:
+    """Says how much is to be fetched of what is read now, if that is much."""
+    files = {file for extent in of for file in extent.files if isinstance(file, RemoteFile) and not file.path.exists()}
+    num_bytes = sum(file.size for file in files)
+    if num_bytes >= ANNOUNCED_BYTES:
+        log(f"fetching   {len(files):,} files, {num_bytes / 1e9:,.1f} GB")
 
 
 def _newest(extent: Extent) -> float:
@@ -288,10 +307,13 @@ def _known_hashes(of: Sequence[Extent], cache_dir: Path, log: Callable[[str], No
 
 
 def _hash_all(source: Source, of: Sequence[Extent]) -> Generator[str, None, None]:
-    """The hash of each extent, in order, made in several threads."""
+    """The hash of each extent, in order, made in several threads, of remote files once all are here."""
     stop = threading.Event()
+    remote = dict.fromkeys(file for extent in of for file in extent.files if isinstance(file, RemoteFile))
     with ThreadPoolExecutor(HASH_THREADS, thread_name_prefix="hash") as threads:
         try:
+            for _ in threads.map(lambda file: source.local(file, stop), remote):
+                pass  # else all would wait for the one file whose stretches they hash
             yield from threads.map(lambda extent: _hash(source, extent, stop), of)
         finally:
             stop.set()  # a large file takes minutes, which neither a signal nor an error waits for
@@ -300,7 +322,8 @@ def _hash_all(source: Source, of: Sequence[Extent]) -> Generator[str, None, None
 def _hash(source: Source, extent: Extent, stop: threading.Event) -> str:
     if extent.span is None:
         return _hash_files(source, list(extent.files), stop)
-    (path,) = extent.files
+    (file,) = extent.files
+    path = source.local(file, stop)
     start, end, rest = source.extent(path, extent.span)
     with source.reading(path):
         content = _hash_bytes(path, start, end, stop)
@@ -308,9 +331,10 @@ def _hash(source: Source, extent: Extent, stop: threading.Event) -> str:
     return hashlib.sha256(content.digest()).hexdigest()
 
 
-def _hash_files(source: Source, files: Sequence[Path], stop: threading.Event) -> str:
+def _hash_files(source: Source, files: Sequence[File], stop: threading.Event) -> str:
     combined = hashlib.sha256()
-    for path in files:
+    for file in files:
+        path = source.local(file, stop)
         with source.reading(path):
             combined.update(_hash_bytes(path, 0, sys.maxsize, stop).digest())
     return combined.hexdigest()

@@ -17,7 +17,7 @@ from jaxtyping import Bool, Int64
 from llamajax import disk
 from llamajax.data import cache
 from llamajax.data.chat import ChatTemplate, Encoded, encode_conversation
-from llamajax.data.groups import GROUP_BYTES, FileGroup
+from llamajax.data.groups import GROUP_BYTES, FileGroup, announce_fetching
 from llamajax.data.progress import Progress, TokenizingProgress
 from llamajax.data.sources import Document
 from llamajax.data.split import plain_hash
@@ -128,6 +128,7 @@ def tokenize(
     missing = list(itertools.compress(groups, is_missing))
     if missing and not disk.has_locks(cache_dir):
         log(f"note       {cache_dir} has no file locks: every process tokenizes for itself")
+    announce_fetching((group.extent for group in missing), log)
     with TokenizingProgress(sum(group.num_bytes for group in missing), log) as progress:
 
         def completed(group: FileGroup, *, wait: bool) -> bool:

@@ -12,19 +12,24 @@ import json
 import os
 import stat
 import sysconfig
+import threading
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
 import pyarrow
 import pyarrow.parquet
 
-from llamajax.config.data import SourceConfig
+from llamajax.config.data import DEFAULT_CACHE_DIR, SourceConfig, is_remote
+from llamajax.data.columns import NoTextError, Row, arrow_rows, parquet_rows
 from llamajax.data.conversations import Conversation, messages_of
 from llamajax.data.lines import COMPRESSIONS, READ_BYTES, Span, lines_extent, read_lines
+from llamajax.data.remote import File, RemoteFile, listed, shown
 from llamajax.data.row_groups import RowGroups
+from llamajax.data.saved_datasets import NotReadableError, shards_of
 from llamajax.data.split import HEAD_CHARS, split_hash
+from llamajax.data.text_keys import NoSuchKeyError, value_at
 from llamajax.disk import cannot_read, matching
 from llamajax.errors import DataError
 
@@ -34,8 +39,6 @@ MAX_LINE_BYTES = 2**28
 """Longest JSONL line, decompressed; what is longer is a mistake or a decompression bomb."""
 MAX_CONVERSATION_BYTES = 2**22
 """Longest conversation: about a million tokens, of which no more than a row is learnt."""
-PARQUET_ROWS = 256
-"""Decoded from a parquet file at once."""
 
 _STDLIB_LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
 _HELP_TEXTS = Path("pydoc_data/topics.py")
@@ -62,45 +65,85 @@ class Source:
 
     config: SourceConfig
     key: str
+    cache_dir: Path = field(default_factory=lambda: Path(DEFAULT_CACHE_DIR).expanduser())
+    """Where copies of remote files are kept."""
 
     def __str__(self) -> str:
         if self.config.kind == "stdlib":
             where = f"this Python's own sources and help texts in {sysconfig.get_path('stdlib')}, found through sysconfig"
         else:
-            where = ", ".join(self.config.paths)
+            where = ", ".join(map(shown, self.config.paths))
         return f"{self.config.kind}: {where}"
 
     def files(self) -> list[Path]:
-        """The source's files, sorted, each once, under whichever of its names comes first.
+        """The source's files, as `found`; of remote ones the local copies, which are fetched where they are missing.
 
         Raises:
-            DataError: a path matches nothing, or is not a regular file.
-            DiskError: the disk fails.
+            As `found` and `local`.
+        """
+        return [self.local(file) for file in self.found()]
+
+    def local(self, file: File, stop: threading.Event | None = None) -> Path:
+        """Where the file can be read on this machine: itself, or its copy, which is fetched if it is not there.
+
+        Raises:
+            CancelledError: another thread set `stop` while it was fetched.
+            DataError: a remote file is gone, has changed since it was found, or may not be read.
+            DiskError: network or server fails.
+            OSError: the cache's disk fails, or is full.
+        """
+        return file if isinstance(file, Path) else file.fetched(self.key, stop or threading.Event())
+
+    def found(self) -> list[File]:
+        """The source's files, each once, under whichever of its names comes first: local ones sorted, then remote ones.
+
+        Raises:
+            DataError: a path matches nothing, or is not a regular file, or may not be read.
+            DiskError: the disk fails, or network or server do.
+            EnvironmentMismatchError: a package for remote files is missing.
         """
         if self.config.kind == "stdlib":
-            return self._stdlib_files()
-        found: set[Path] = set()
+            return [*self._stdlib_files()]
+        places: dict[Path, tuple[Path, int]] = {}  # by which they are sorted
+        remote: dict[str, RemoteFile] = {}
         for pattern in self.config.patterns:
-            path = Path(pattern).expanduser()
-            with self.reading(path):
-                if not glob.has_magic(pattern):
-                    found.add(path)
-                    continue
-                matches = [Path(match) for match in matching(str(path)) if match == str(path) or not os.path.isdir(match)]
-            if not matches:
-                raise DataError(f"{self.key}.paths: {pattern!r} matches no file; correct it or remove it")
-            found.update(matches)
-        files = {}
-        for path in sorted(found):
+            if is_remote(pattern):
+                remote.update((file.url, file) for file in listed(pattern, self.key, self.cache_dir))
+                continue
+            for path in self._matches(pattern):
+                for number, file in enumerate(self._shards(path) if self.config.kind == "arrow" else [path]):
+                    places.setdefault(file, (path, number))
+        files: dict[object, Path] = {}
+        for path in sorted(places, key=places.__getitem__):
             self._check_regular(path)
             with self.reading(path):
                 files.setdefault(_file_behind(path), path)
-        return list(files.values())
+        return [*files.values(), *(remote[url] for url in sorted(remote))]
 
-    def has_spans(self, path: Path) -> bool:
+    def _matches(self, pattern: str) -> list[Path]:
+        path = Path(pattern).expanduser()
+        with self.reading(path):
+            if not glob.has_magic(pattern):
+                return [path]
+            matches = [Path(match) for match in matching(str(path)) if match == str(path) or not os.path.isdir(match)]
+        if not matches:
+            raise DataError(f"{self.key}.paths: {pattern!r} matches no file; correct it or remove it")
+        return matches
+
+    def _shards(self, path: Path) -> list[Path]:
+        """The files of a saved dataset, or the one file."""
+        if not os.path.isdir(path):
+            return [path]
+        try:
+            with self.reading(path):
+                return shards_of(path)
+        except NotReadableError as error:
+            raise self._error(str(path), str(error)) from error
+
+    def has_spans(self, file: File) -> bool:
         """Whether a stretch of the file can be read by itself: of lines that are not compressed, and of row groups."""
         kind = self.config.kind
-        return kind == "parquet" or (kind in ("jsonl", "chat") and path.suffix not in COMPRESSIONS)
+        return kind == "parquet" or (kind in ("jsonl", "chat") and file.suffix not in COMPRESSIONS)
 
     def extent(self, path: Path, span: Span) -> tuple[int, int, bytes]:
         """Where what begins in the span starts and ends in the file, bytes, and what else decides its documents.
@@ -115,26 +158,29 @@ class Source:
             with pyarrow.parquet.ParquetFile(path) as file:
                 return RowGroups.of(file, span).extent(file)
 
-    def documents(self, files: Sequence[Path], span: Span | None = None) -> Iterator[Document]:
+    def documents(self, files: Sequence[File], span: Span | None = None) -> Iterator[Document]:
         """The documents of `files`, in order; what is left out, as the configuration allows, is empty and says why.
 
         Args:
-            files: some of `files()`.
+            files: some of `found()`.
             span: reads only what begins in this stretch of the one file; for those that `has_spans`.
 
         Raises:
             DataError: a file cannot be read as the source's kind says.
             DiskError: the disk fails.
+            As `local`.
         """
         read = {
             "text": lambda path, _: self._read_text(path),
             "jsonl": self._read_jsonl,
-            "parquet": self._read_parquet,
+            "parquet": lambda path, span: self._read_rows(path, parquet_rows(path, self.config.text_key, span)),
+            "arrow": lambda path, _: self._read_rows(path, arrow_rows(path, self.config.text_key)),
             "stdlib": lambda path, _: self._read_stdlib(path),
             "chat": self._read_chat,
         }[self.config.kind]
         bytes_before = num_bad = 0
-        for path in files:
+        for file in files:
+            path = self.local(file)
             with self.reading(path):
                 size = path.stat().st_size
                 for document in read(path, span):
@@ -150,7 +196,7 @@ class Source:
         return DataError(f"{error}; {self.key}.max_bad_records: {allowed} allows no more of them" if allowed else error)
 
     @contextlib.contextmanager
-    def reading(self, path: Path) -> Iterator[None]:
+    def reading(self, path: File) -> Iterator[None]:
         """Turns what goes wrong with a file of this source in the block into an error that names it.
 
         Raises:
@@ -165,6 +211,9 @@ class Source:
         except pyarrow.ArrowException as error:
             reason = str(error).splitlines()[0]
             raise self._error(str(path), f"cannot be read: {reason}; replace or remove the file") from error
+        except UnicodeDecodeError as error:  # pyarrow's, of what describes a table; texts are looked at one by one
+            message = "cannot be read: the name of a column is not UTF-8; replace or remove the file"
+            raise self._error(str(path), message) from error
 
     def _stdlib_files(self) -> list[Path]:
         root = Path(sysconfig.get_path("stdlib"))
@@ -212,9 +261,9 @@ class Source:
         for line, where, bytes_read in read_lines(path, MAX_LINE_BYTES, span):
             try:
                 record = self._record(line, where, MAX_LINE_BYTES)
-                if self.config.text_key not in record:
-                    raise self._no_such_key(where, list(record))
-                text = self._checked_text(record[self.config.text_key], where)
+                text = self._checked_text(value_at(record, self.config.text_key), where)
+            except NoSuchKeyError as error:
+                yield Document("", bytes_read, error=str(self._no_such_key(where, error)))
             except DataError as error:
                 yield Document("", bytes_read, error=str(error))
             else:
@@ -250,30 +299,22 @@ class Source:
             raise self._error(where, f"must be a JSON object, not {type(record).__name__}; correct or remove the line")
         return record
 
-    def _read_parquet(self, path: Path, span: Span | None) -> Iterator[Document]:
-        with pyarrow.parquet.ParquetFile(path) as file:
-            schema = file.schema_arrow
-            if self.config.text_key not in schema.names:
-                raise self._no_such_key(str(path), schema.names)
-            kind = schema.field(self.config.text_key).type
-            kind = kind.value_type if pyarrow.types.is_dictionary(kind) else kind
-            if not any(is_text(kind) for is_text in _PARQUET_TEXT_TYPES):
-                message = f"column {self.config.text_key!r} must hold strings, not {kind}; choose another column"
-                raise self._error(str(path), message, "text_key")
-            groups = RowGroups.of(file, span)
-            row, size = groups.first_row, path.stat().st_size if span is None else span.end - span.start
-            for batch in file.iter_batches(PARQUET_ROWS, row_groups=groups.numbers, columns=[self.config.text_key]):
-                for value in batch.column(0):
-                    row += 1
-                    bytes_read = size * (row - groups.first_row) // groups.num_rows
-                    try:
-                        text = self._checked_text(value.as_py(), f"{path}:{row}")
-                    except UnicodeDecodeError:
-                        yield Document("", bytes_read, error=str(self._error(f"{path}:{row}", _NOT_UTF8)))
-                    except DataError as error:
-                        yield Document("", bytes_read, error=str(error))
-                    else:
-                        yield from _documents(text, bytes_read)
+    def _read_rows(self, path: Path, rows: Iterator[Row]) -> Iterator[Document]:
+        try:
+            for number, value, bytes_read in rows:
+                where = f"{path}:{number}"
+                try:
+                    text = self._checked_text(value.as_py(), where)
+                except UnicodeDecodeError:
+                    yield Document("", bytes_read, error=str(self._error(where, _NOT_UTF8)))
+                except DataError as error:
+                    yield Document("", bytes_read, error=str(error))
+                else:
+                    yield from _documents(text, bytes_read)
+        except NoTextError as error:
+            raise self._error(str(path), f"{error}; choose another column", "text_key") from error
+        except NoSuchKeyError as error:
+            raise self._no_such_key(path, error) from error
 
     def _checked_text(self, text: object, where: object) -> str:
         if not isinstance(text, str):
@@ -297,17 +338,14 @@ class Source:
         if not stat.S_ISREG(mode):
             raise self._error(str(path), "is not a regular file; name files")
 
-    def _no_such_key(self, where: object, names: list[str]) -> DataError:
-        known = ", ".join(repr(name) for name in names[:8]) or "nothing"
-        return self._error(where, f"has no {self.config.text_key!r}, only {known}; correct the key or the file", "text_key")
+    def _no_such_key(self, where: object, error: NoSuchKeyError) -> DataError:
+        return self._error(where, f"{error}; correct the key or the file", "text_key")
 
     def _error(self, where: object, message: str, field: str = "paths") -> DataError:
         return DataError(f"{where}: {self.key}.{field}: {message}")
 
 
 _NOT_UTF8 = "is not UTF-8; convert the file, for example with iconv"
-
-_PARQUET_TEXT_TYPES = (pyarrow.types.is_string, pyarrow.types.is_large_string, pyarrow.types.is_string_view)
 
 
 def _cut(text: str) -> Iterator[str]:

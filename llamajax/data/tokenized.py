@@ -78,7 +78,8 @@ def tokenized(
 
 def sources_of(config: Config) -> list[Source]:
     """The sources of the run, with their keys."""
-    return [Source(source, f"data.sources[{index}]") for index, source in enumerate(config.data.sources)]
+    cache_dir = Path(config.data.cache_dir).expanduser()
+    return [Source(source, f"data.sources[{index}]", cache_dir) for index, source in enumerate(config.data.sources)]
 
 
 def _groups(source: Source, cache_dir: Path, log: Callable[[str], None]) -> Sequence[FileGroup]:

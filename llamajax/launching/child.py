@@ -25,7 +25,7 @@ _MEANINGS = {
     65: "checkpoints or run directory",
     DEVICE_ERROR: "a device or the network failed",
     70: "a defect of llamajax",
-    74: "disk",
+    74: "disk, or the store of a source",
     TRY_AGAIN: "lost another process, or was stuck",
     93: "gave up",
 }

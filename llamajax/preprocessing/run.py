@@ -14,7 +14,8 @@ from typing import Any
 from llamajax import data
 from llamajax.config.run import Config
 from llamajax.data.cleaning.pipeline import clean
-from llamajax.data.groups import extents, group_files, known_group
+from llamajax.data.groups import announce_fetching, extents, group_files, known_group
+from llamajax.data.lines import Span
 from llamajax.data.progress import TokenizingProgress
 from llamajax.data.shards import is_complete
 from llamajax.data.source_tokens import entries_of
@@ -62,6 +63,7 @@ def _run(config: Config, cache_dir: Path, part: int, num_parts: int, executor: E
     log(f"work       {len(own):,} of {len(tasks):,} pieces, {_size(own)} of {_size(tasks)}, by {executor.num_workers}")
     models_tokenizer = _models_tokenizer(config)
     by = _tokenizing(config, models_tokenizer, tasks, sources, cache_dir, executor)
+    announce_fetching((task.extent for task in own if task.extent.is_remote and not _is_made(task, by)), log)
     _work_off(executor, functools.partial(tokenize_extent, Job.of(by)), own)
     if missing := sum(not _is_made(task, by) for task in tasks):
         log(f"finished   this part; {missing:,} pieces of others are missing, of which the last one to be done packs all")
@@ -105,8 +107,11 @@ def _tokenizing(
 
 
 def _work_off(executor: Executor, function: Any, tasks: Sequence[Task], *, hashes: bool = False) -> None:
-    """Tokenizes all extents, or only hashes them, the largest first, and shows how that goes."""
-    largest_first = sorted(tasks, key=lambda task: -task.extent.num_bytes)
+    """Tokenizes all extents, or only hashes them, the largest first, and shows how that goes.
+
+    Of equal ones those come first that begin their files: processes then fetch remote files side by side.
+    """
+    largest_first = sorted(tasks, key=lambda task: (-task.extent.num_bytes, task.extent.span or Span(0, 0)))
     num_bytes, by = sum(task.extent.num_bytes for task in tasks), f" by {executor.num_workers} processes"
     with TokenizingProgress(num_bytes, log, by=by, hashes=hashes) as progress:
 

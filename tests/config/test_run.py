@@ -10,57 +10,16 @@ from typing import Any
 
 import pytest
 
-from llamajax.config.cleaning import (
-    CleaningConfig,
-    DecontaminationConfig,
-    FilterConfig,
-    LanguageConfig,
-    NearDuplicateConfig,
-)
-from llamajax.config.data import DataConfig, SourceConfig, StageConfig, TokenizerConfig
+from llamajax.config.data import DataConfig, SourceConfig, StageConfig
 from llamajax.config.keys import keys
-from llamajax.config.machine import HardwareConfig, XlaConfig
-from llamajax.config.model import ModelConfig, RopeScalingConfig
 from llamajax.config.parallel import DistributedConfig, MeshConfig, ParallelConfig
-from llamajax.config.recovery import RecoveryConfig, WatchdogConfig
+from llamajax.config.recovery import WatchdogConfig
 from llamajax.config.rules import Section
 from llamajax.config.run import Config
-from llamajax.config.training import CheckpointConfig, OptimizerConfig, SampleConfig, TrainConfig
+from llamajax.config.training import OptimizerConfig, TrainConfig
 from llamajax.config.watch import MetricsConfig, ProfileConfig
 from llamajax.errors import ConfigError
-
-LLAMA_2_7B = ModelConfig(
-    vocab_size=32000, embed_dim=4096, mlp_dim=11008, num_layers=32, num_heads=32, num_kv_heads=32, head_dim=128
-)
-SECTIONS: dict[type, dict[str, Any]] = {
-    RopeScalingConfig: {},
-    ModelConfig: dataclasses.asdict(LLAMA_2_7B) | {"rope_scaling": RopeScalingConfig()},
-    MeshConfig: {},
-    ParallelConfig: {},
-    DistributedConfig: {},
-    SourceConfig: {"kind": "stdlib"},
-    TokenizerConfig: {},
-    StageConfig: {"from_step": 5, "weights": (1.0, 2.0)},
-    CleaningConfig: {},
-    FilterConfig: {},
-    LanguageConfig: {},
-    DecontaminationConfig: {},
-    NearDuplicateConfig: {},
-    DataConfig: {"sources": (SourceConfig(kind="stdlib"),), "seq_len": 8},
-    OptimizerConfig: {"learning_rate": 1e-3},
-    TrainConfig: {"num_steps": 10, "global_batch_size": 8},
-    CheckpointConfig: {},
-    MetricsConfig: {},
-    ProfileConfig: {},
-    SampleConfig: {},
-    HardwareConfig: {},
-    XlaConfig: {},
-    RecoveryConfig: {},
-    WatchdogConfig: {},
-}
-"""The least that every section needs."""
-SOURCES = SourceConfig(kind="stdlib"), SourceConfig(kind="stdlib", weight=0.0)
-"""The second one comes later."""
+from tests.config.broken import BROKEN, LLAMA_2_7B, SECTIONS
 
 
 def config(**sections: Any) -> Config:
@@ -78,104 +37,6 @@ def staged(*stages: StageConfig, seq_len: int = 4096) -> DataConfig:
     weight = 0.0 if any(any(stage.weights[1:]) for stage in stages) else 1.0
     sources = SourceConfig(kind="stdlib"), SourceConfig(kind="stdlib", weight=weight)
     return DataConfig(sources=sources, seq_len=seq_len, stages=stages)
-
-
-BROKEN = [
-    (RopeScalingConfig, {"kind": "linear", "factor": 0.5}, ["factor"]),
-    (RopeScalingConfig, {"factor": 2.0}, ["factor"]),
-    (RopeScalingConfig, {"low_freq_factor": 0.0}, ["low_freq_factor"]),
-    (RopeScalingConfig, {"low_freq_factor": 4.0}, ["low_freq_factor"]),
-    (RopeScalingConfig, {"original_max_seq_len": 0}, ["original_max_seq_len"]),
-    (ModelConfig, {"vocab_size": 0, "embed_dim": 0, "mlp_dim": 0}, ["vocab_size", "embed_dim", "mlp_dim"]),
-    (ModelConfig, {"num_layers": -1, "max_seq_len": 0}, ["num_layers", "max_seq_len"]),
-    (ModelConfig, {"num_heads": 0}, ["num_heads"]),
-    (ModelConfig, {"num_kv_heads": 0}, ["num_kv_heads"]),
-    (ModelConfig, {"num_kv_heads": 64}, ["num_kv_heads"]),
-    (ModelConfig, {"num_kv_heads": 5}, ["num_kv_heads"]),
-    (ModelConfig, {"head_dim": 127}, ["head_dim"]),
-    (ModelConfig, {"head_dim": -1}, ["head_dim"]),
-    (ModelConfig, {"rope_theta": 0.0, "norm_eps": 0.0, "init_std": 0.0}, ["rope_theta", "norm_eps", "init_std"]),
-    (ModelConfig, {"float8_exempt": ("wo",)}, ["float8_exempt"]),
-    (ModelConfig, {"matmul_dtype": "float8", "float8_exempt": ("wqkv", "wo", "w_gate_up", "w_down")}, ["float8_exempt"]),
-    (MeshConfig, {"data": 0, "tensor": -2}, ["data", "tensor"]),
-    (MeshConfig, {"sequence": -1}, ["sequence"]),
-    (MeshConfig, {"num_cpu_devices": 0}, ["num_cpu_devices"]),
-    (DistributedConfig, {"heartbeat_timeout_s": 0}, ["heartbeat_timeout_s"]),
-    (DistributedConfig, {"initialization_timeout_s": 0}, ["initialization_timeout_s"]),
-    (DistributedConfig, {"enabled": True, "num_processes": 0}, ["num_processes"]),
-    (DistributedConfig, {"enabled": True, "process_id": -1}, ["process_id"]),
-    (DistributedConfig, {"enabled": True, "num_processes": 2, "process_id": 2}, ["process_id"]),
-    (DistributedConfig, {"coordinator_address": "host:1"}, ["coordinator_address"]),
-    (SourceConfig, {"weight": -1.0, "max_epochs": 0.0}, ["weight", "max_epochs"]),
-    (SourceConfig, {"kind": "parquet"}, ["paths"]),
-    (SourceConfig, {"paths": ("x",)}, ["paths"]),
-    (SourceConfig, {"text_key": ""}, ["text_key"]),
-    (SourceConfig, {"max_bad_records": -1}, ["max_bad_records"]),
-    (SourceConfig, {"kind": "text", "paths": ("x",), "max_bad_records": 5}, ["max_bad_records"]),
-    (TokenizerConfig, {"train_max_bytes": 0}, ["train_max_bytes"]),
-    (StageConfig, {"from_step": 0, "seq_len": 0}, ["from_step", "seq_len"]),
-    (StageConfig, {"weights": (1.0, -1.0)}, ["weights"]),
-    (StageConfig, {"weights": (0.0, 0.0)}, ["weights"]),
-    (StageConfig, {"weights": ()}, ["weights"]),
-    (DataConfig, {"sources": ()}, ["sources"]),
-    (DataConfig, {"sources": (SourceConfig(kind="stdlib", weight=0.0),)}, ["sources.0.weight"]),
-    (DataConfig, {"sources": SOURCES, "stages": (StageConfig(from_step=5, weights=(2.0, 0.0)),)}, ["sources.1.weight"]),
-    (DataConfig, {"sources": SOURCES[1:], "stages": (StageConfig(from_step=5, weights=(2.0,)),)}, ["sources"]),
-    (DataConfig, {"stages": (StageConfig(from_step=5, weights=(1.0, 2.0)),)}, ["stages.0.weights"]),
-    (DataConfig, {"stages": 2 * (StageConfig(from_step=5, seq_len=4),)}, ["stages.1.from_step"]),
-    (DataConfig, {"seq_len": 0, "prefetch_steps": 0}, ["seq_len", "prefetch_steps"]),
-    (DataConfig, {"held_out_fraction": 1.0}, ["held_out_fraction"]),
-    (CleaningConfig, {"max_examples": -1}, ["max_examples"]),
-    (FilterConfig, {"min_chars": 0, "max_symbols_per_word": 0.0, "max_bullet_lines": 1.1}, ["min_chars",
-     "max_symbols_per_word", "max_bullet_lines"]),
-    (FilterConfig, {"min_words": 9, "max_words": 8}, ["min_words"]),
-    (FilterConfig, {"min_mean_word_length": 9.0, "max_mean_word_length": 3.0}, ["min_mean_word_length"]),
-    (FilterConfig, {"min_chars": 2, "max_chars": 1, "min_compression": 2.0, "max_compression": 1.0}, ["min_chars",
-     "min_compression"]),
-    (FilterConfig, {"min_stop_words": 2, "stop_words": ("der",)}, ["min_stop_words"]),
-    (FilterConfig, {"stop_words": ("The",)}, ["stop_words"]),
-    (FilterConfig, {"stop_words": ("of the",)}, ["stop_words"]),
-    (FilterConfig, {"bad_words": ""}, ["bad_words"]),
-    (LanguageConfig, {"min_probability": 1.5, "keep": ("en", "en")}, ["min_probability", "keep"]),
-    (DecontaminationConfig, {"ngram": 0, "min_hits": 0, "min_share": -0.1}, ["ngram", "min_hits", "min_share"]),
-    (DecontaminationConfig, {"text_keys": ()}, ["text_keys"]),
-    (DecontaminationConfig, {"text_keys": ("text", "")}, ["text_keys"]),
-    (NearDuplicateConfig, {"threshold": 0.4, "ngram": 0}, ["threshold", "ngram"]),
-    (NearDuplicateConfig, {"threshold": 1.1, "num_permutations": 8, "signature_seed": -1}, ["threshold",
-     "num_permutations", "signature_seed"]),
-    (OptimizerConfig, {"learning_rate": 0.0, "warmup_steps": -1}, ["learning_rate", "warmup_steps"]),
-    (OptimizerConfig, {"schedule": "wsd"}, ["schedule"]),
-    (OptimizerConfig, {"schedule": "wsd", "decay_steps": 0}, ["decay_steps"]),
-    (OptimizerConfig, {"decay_steps": 5}, ["decay_steps"]),
-    (OptimizerConfig, {"min_lr_ratio": 1.5, "b1": 1.0, "b2": -0.1}, ["min_lr_ratio", "b1", "b2"]),
-    (OptimizerConfig, {"eps": 0.0, "weight_decay": -1.0, "grad_clip_norm": 0.0}, ["eps", "weight_decay", "grad_clip_norm"]),
-    (OptimizerConfig, {"moment_dtype": "bfloat16", "b2": 0.99}, ["moment_dtype"]),
-    (TrainConfig, {"num_steps": 0, "max_nonfinite_steps": 0}, ["num_steps", "max_nonfinite_steps"]),
-    (TrainConfig, {"global_batch_size": -8, "grad_accum_steps": 3}, ["global_batch_size"]),
-    (TrainConfig, {"grad_accum_steps": 0}, ["grad_accum_steps"]),
-    (TrainConfig, {"grad_accum_steps": 3}, ["grad_accum_steps"]),
-    (TrainConfig, {"z_loss_weight": -1.0, "eval_batches": -1}, ["z_loss_weight", "eval_batches"]),
-    (TrainConfig, {"eval_every": 0}, ["eval_every"]),
-    (TrainConfig, {"eval_every": 5, "eval_batches": 0}, ["eval_every"]),
-    (CheckpointConfig, {"save_every": 0, "keep_every": 4}, ["save_every"]),
-    (CheckpointConfig, {"keep_last": 0}, ["keep_last"]),
-    (CheckpointConfig, {"keep_every": -7}, ["keep_every"]),
-    (CheckpointConfig, {"keep_every": 1500}, ["keep_every"]),
-    (CheckpointConfig, {"local_dir": "/fast"}, ["local_dir"]),
-    (CheckpointConfig, {"local_every": 5}, ["local_every"]),
-    (CheckpointConfig, {"save_every": 5, "local_dir": "/fast", "local_every": 5}, ["local_every"]),
-    (MetricsConfig, {"log_every": 0, "straggler_ratio": 1.0}, ["log_every", "straggler_ratio"]),
-    (ProfileConfig, {"start_step": -1, "num_steps": 0}, ["start_step", "num_steps"]),
-    (SampleConfig, {"max_tokens": 0, "temperature": -0.1}, ["max_tokens", "temperature"]),
-    (HardwareConfig, {"nodes": 0, "gpu_bandwidth": 0.0, "token_budget": -1.0}, ["nodes", "gpu_bandwidth", "token_budget"]),
-    (HardwareConfig, {"calibration": ""}, ["calibration"]),
-    (XlaConfig, {"latency_profile": "", "flags": ("--xla_a=1", "xla_b=", "xla_c=1")}, ["latency_profile", "flags", "flags"]),
-    (XlaConfig, {"compilation_cache": ""}, ["compilation_cache"]),
-    (RecoveryConfig, {"max_rollbacks": -1, "spike_window": 15}, ["max_rollbacks", "spike_window"]),
-    (RecoveryConfig, {"spike_zscore": 0.0, "checksum_every": 0}, ["spike_zscore", "checksum_every"]),
-    (RecoveryConfig, {"spike_zscore": 8.0, "max_rollbacks": 0}, ["spike_zscore"]),
-    (WatchdogConfig, {"factor": 1.0, "step_s": 0.0, "save_s": -1.0}, ["factor", "step_s", "save_s"]),
-]  # fmt: skip
 
 
 @pytest.mark.parametrize(("section", "changes", "keys"), BROKEN)
@@ -366,6 +227,20 @@ def test_a_missing_package_is_named_with_its_remedy(monkeypatch):
     assert problems(wandb=False) == []
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: ModuleSpec(name, None))
     assert problems(wandb=True) == []
+
+
+def test_a_directory_will_do_for_saved_datasets_only(tmp_path):
+    cases: list[tuple[Any, int]] = [("arrow", 0), ("parquet", 1)]
+    for kind, wrong in cases:
+        data = DataConfig(sources=(SourceConfig(kind=kind, paths=(str(tmp_path),)),), seq_len=128)
+        assert len([problem for problem in config(data=data).file_problems() if problem.startswith("data.s")]) == wrong
+
+
+def test_remote_files_are_not_looked_for_on_the_disk():
+    paths = ("s3://bucket/*.parquet", "hf://datasets/a/b/x.parquet", "none.parquet")
+    data = DataConfig(sources=(SourceConfig(kind="parquet", paths=paths),), seq_len=128)
+    (problem,) = [problem for problem in config(data=data).file_problems() if problem.startswith("data.sources")]
+    assert problem.startswith("data.sources.0.paths.2: no file matches none.parquet")
 
 
 @pytest.mark.parametrize("key", ["data.tokenizer.path", "data.sources.0.paths.0", "hardware.calibration"])

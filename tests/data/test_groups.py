@@ -4,7 +4,9 @@ import os
 import threading
 import time
 from concurrent.futures import CancelledError
+from pathlib import Path
 
+import fsspec
 import pytest
 
 from llamajax.config.data import SourceConfig
@@ -105,6 +107,21 @@ def test_a_new_file_leaves_the_hashes_of_other_groups(tmp_path, monkeypatch, has
     assert len({group.content for group in after}) == 4
 
 
+def test_compressed_files_are_work_of_their_own_and_small_ones_together(tmp_path, monkeypatch):
+    """What is compressed cannot be cut: several processes take a file each."""
+    monkeypatch.setattr(groups, "GROUP_BYTES", 1000)
+    monkeypatch.setattr(groups, "SPAN_BYTES", 1000)
+    sizes = {"a.jsonl.gz": 1500, "b.jsonl.zst": 5000, "c.jsonl": 1500, "d.jsonl.gz": 400, "e.jsonl.zst": 500, "f.jsonl": 300}
+    for name, size in sizes.items():
+        (tmp_path / name).write_bytes(bytes(size))
+    source = Source(SourceConfig(kind="jsonl", paths=(str(tmp_path / "*"),)), "data.sources[0]")
+    found = [
+        ("".join(path.name[0] for path in extent.files if isinstance(path, Path)), extent.num_bytes)
+        for extent in groups.extents(source)
+    ]
+    assert found == [("a", 1500), ("b", 5000), ("c", 1000), ("c", 500), ("de", 900), ("f", 300)]
+
+
 def test_the_hash_is_of_the_content_not_of_the_place(tmp_path):
     for folder in ("x", "y"):
         (tmp_path / folder).mkdir()
@@ -132,6 +149,19 @@ def test_groups_are_hashed_at_the_same_time(tmp_path, monkeypatch):
     assert [group.content for group in found] == one_by_one
 
 
+def test_remote_files_are_fetched_at_the_same_time(tmp_path, monkeypatch):
+    """Also those of which every stretch is a group."""
+    monkeypatch.setattr(groups, "SPAN_BYTES", 10)
+    monkeypatch.setattr(groups, "GROUP_BYTES", 10)
+    store = fsspec.filesystem("memory")
+    for name in "ab":
+        store.pipe(f"{tmp_path}/{name}", b'{"text": "a"}\n' * 20)
+    together, get_file = threading.Barrier(2, timeout=20), type(store).get_file
+    monkeypatch.setattr(type(store), "get_file", lambda *args, **options: (together.wait(), get_file(*args, **options))[1])
+    source = Source(SourceConfig(kind="jsonl", paths=(f"memory://{tmp_path}/?",)), "data.sources[0]", tmp_path / "cache")
+    assert len(group_files(source, tmp_path / "cache", print)) == 2 * 28
+
+
 def test_hashing_stops_in_the_middle_of_a_file_when_it_is_no_longer_wanted(tmp_path):
     (tmp_path / "a").write_text("a")
     stop = threading.Event()
@@ -139,6 +169,19 @@ def test_hashing_stops_in_the_middle_of_a_file_when_it_is_no_longer_wanted(tmp_p
     source = Source(SourceConfig(kind="text", paths=(str(tmp_path / "a"),)), "data.sources[0]")
     with pytest.raises(CancelledError):
         groups._hash_files(source, [tmp_path / "a"], stop)
+
+
+def test_fetching_stops_in_the_middle_of_a_file_when_it_is_no_longer_wanted(tmp_path):
+    stop = threading.Event()
+    stop.set()
+    address = f"memory://{tmp_path}/a"
+    fsspec.filesystem("memory").pipe(address, b"a")
+    source = Source(SourceConfig(kind="text", paths=(address,)), "data.sources[0]", tmp_path / "cache")
+    (extent,) = groups.extents(source)
+    with pytest.raises(CancelledError):
+        groups._hash(source, extent, stop)
+    assert not list((tmp_path / "cache").rglob("copy*"))
+    assert [document.text for document in source.documents(extent.files)] == ["a"]
 
 
 def test_an_unreadable_file_is_named_and_what_was_hashed_before_it_is_kept(tmp_path, monkeypatch, hashed):

@@ -25,7 +25,7 @@ RAW = (
     b"{}\n", b'{"text": 1' + b"0" * 9999 + b"}\n", b'{"text": "\\ud800"}\n', b"\r", b"\x85", b"NaN\n", b'"text"\n',
     b"PAR1", b"\x1f\x8b",
 )  # fmt: skip
-KINDS = ("text", "jsonl", "jsonl.gz", "jsonl.zst", "parquet", "chat", "chat.gz", "sharegpt", "alpaca")
+KINDS = ("text", "jsonl", "jsonl.gz", "jsonl.zst", "parquet", "arrow", "chat", "chat.gz", "sharegpt", "alpaca")
 _LONGEST_LINE = 1 << 22
 """In place of `sources.MAX_LINE_BYTES`: bombs that are hundreds of times longer are made quickly."""
 
@@ -48,12 +48,16 @@ def _records(kind: str, rng: np.random.Generator) -> list[object]:
 
 def _content(kind: str, rng: np.random.Generator) -> bytes:
     """A file, perhaps damaged."""
-    if kind == "parquet":
+    if kind in ("parquet", "arrow"):
         columns = ({"text": ["a", None, "b" * 9]}, {"text": [1, 2]}, {"x": ["a"]}, {"text": ["long " * 9999] * 300})
-        sink = pyarrow.BufferOutputStream()
-        pyarrow.parquet.write_table(
-            pyarrow.table(columns[rng.integers(4)]), sink, compression=str(rng.choice(["zstd", "none"]))
-        )
+        sink, table = pyarrow.BufferOutputStream(), pyarrow.table(columns[rng.integers(4)])
+        if kind == "parquet":
+            pyarrow.parquet.write_table(table, sink, compression=str(rng.choice(["zstd", "none"])))
+        else:
+            new = (pyarrow.ipc.new_stream, pyarrow.ipc.new_file)[rng.integers(2)]
+            options = pyarrow.ipc.IpcWriteOptions(compression=("zstd", None)[rng.integers(2)])
+            with new(sink, table.schema, options=options) as writer:
+                writer.write_table(table, max_chunksize=99)
         data = sink.getvalue().to_pybytes()
     else:
         data = b"".join(json.dumps(record).encode() + b"\n" for record in _records(kind, rng))

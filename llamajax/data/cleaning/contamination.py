@@ -29,12 +29,12 @@ def held_out_groups(config: DecontaminationConfig, cache_dir: Path, log: Callabl
         DataError: a file is missing or cannot be read.
         DiskError: the disk fails.
     """
-    files = [str(path) for path in Source(SourceConfig(kind="text", paths=config.paths), _KEY).files()]
+    files = [str(path) for path in Source(SourceConfig(kind="text", paths=config.paths), _KEY, cache_dir).files()]
     lines = tuple(path for path in files if path.endswith(_JSONL))
     texts = tuple(path for path in files if not path.endswith(_JSONL))
     sources = [SourceConfig(kind="jsonl", paths=lines, text_key=key) for key in config.text_keys if lines]
     sources += [SourceConfig(kind="text", paths=texts)] if texts else []
-    return [group for source in sources for group in group_files(Source(source, _KEY), cache_dir, log)]
+    return [group for source in sources for group in group_files(Source(source, _KEY, cache_dir), cache_dir, log)]
 
 
 def write_runs(path: Path, groups: Sequence[FileGroup], length: int) -> None:

@@ -107,7 +107,7 @@ def clean(
         _check(told["sources"][number], sources[index], entry / report.PAGE, log)
         pattern = f"{glob.escape(str(entry))}/source-{number:03d}.*.jsonl.zst"
         of_source = SourceConfig(kind="jsonl", paths=(pattern,), weight=sources[index].config.weight)
-        cleaned[index] = Source(of_source, sources[index].key)
+        cleaned[index] = Source(of_source, sources[index].key, cache_dir)
     return cleaned
 
 

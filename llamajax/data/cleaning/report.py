@@ -3,7 +3,7 @@ that it is the same whenever and wherever it is made."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 import numpy as np
@@ -154,7 +154,7 @@ def _add_to(counts: dict[str, list[int]], more: Mapping[str, Sequence[int]]) -> 
 def _where(part: Part, key: str, position: int) -> str:
     first, *others = part.group.files
     more = f" and {len(others):,} files more" if others else ""
-    return f"{key}, document {position + 1:,} of {first.name}{more}"
+    return f"{key}, document {position + 1:,} of {PurePath(str(first)).name}{more}"
 
 
 def lines(told: Told, work: Mapping[str, Work]) -> Iterator[str]:
