@@ -5,27 +5,21 @@ import itertools
 import time
 from pathlib import Path
 
-import jax
 import numpy as np
 
-from llamajax.config.parallel import MeshConfig
 from llamajax.config.run import Config
 from llamajax.data import cache
 from llamajax.data.megatron import CHUNK, IndexedDataset, paths_of
 from llamajax.data.megatron_writer import token_dtype, write_indexed
 from llamajax.data.rows import cache_error
-from llamajax.data.shards import read_shard
 from llamajax.data.source_tokens import ShardedTokens, SourceTokens
 from llamajax.data.tokenized import tokenized
-from llamajax.data.tokenizer_base import Tokenizer
 from llamajax.data.tokenizing import Tokenizing
 from llamajax.disk import make_folder
 from llamajax.errors import ConfigError, DataError
 from llamajax.parallel.exit import exit_code
-from llamajax.parallel.mesh import make_mesh
 from llamajax.watch.console import log, track
-from llamajax.weights.opening import open_pretrained
-from llamajax.weights.origin import take_along
+from llamajax.weights.origin import models_tokenizer
 
 
 def export(config: Config, out: str, *, with_bos: bool = True) -> None:
@@ -52,9 +46,8 @@ def export(config: Config, out: str, *, with_bos: bool = True) -> None:
             raise ConfigError(f"{path}: exists already; choose another prefix, or remove it")
     make_folder(Path(prefix).absolute().parent)
     cache_dir = Path(config.data.cache_dir).expanduser()
-    models_tokenizer = _models_tokenizer(config)
     try:
-        found = tokenized(config, cache_dir, log, log, models_tokenizer)
+        found = tokenized(config, cache_dir, log, log, models_tokenizer(config.init_from))
     except OSError as error:  # sources and tokenizers report their own
         raise cache_error(error, cache_dir) from error
     for tokens, path in zip(found.sources, prefixes, strict=True):
@@ -64,15 +57,6 @@ def export(config: Config, out: str, *, with_bos: bool = True) -> None:
     log(f"ids        bos {tokenizer.bos_id}, eos {tokenizer.eos_id} of {tokenizer.vocab_size:,} tokens; {ends}")
     blend = itertools.chain.from_iterable(zip(weights, prefixes, strict=True)) if several else prefixes
     log(f"megatron   --data-path {' '.join(blend)}")
-
-
-def _models_tokenizer(config: Config) -> Tokenizer | None:
-    """The tokenizer of the weights that the run starts from, which it takes along."""
-    if config.init_from is None:
-        return None
-    with jax.set_mesh(make_mesh(MeshConfig(), jax.devices()[:1])):
-        pretrained = open_pretrained(Path(config.init_from))
-    return take_along(pretrained.files, pretrained.hf).tokenizer
 
 
 def _write(tokens: SourceTokens, by: Tokenizing, prefix: str, *, with_bos: bool) -> None:
@@ -117,7 +101,7 @@ def _read(tokens: ShardedTokens, part: int, cache_dir: Path) -> tuple[np.ndarray
     """The tokens of a shard and its offsets; one that is damaged is made again first."""
 
     def read() -> tuple[np.ndarray, np.ndarray]:
-        shard = read_shard(tokens.store.path(part))
+        shard = tokens.store.shard(part)
         return shard.tokens[:], shard.offsets[:]
 
     try:

@@ -1,5 +1,6 @@
 """Tokenize and pack a run's data ahead of it: `python -m llamajax.preprocess --config configs/x.yaml`."""
 
+import os
 import sys
 
 from llamajax.config.command import parse_run
@@ -16,6 +17,7 @@ OPTIONS = {
 def main() -> int:
     """Reads the command line and preprocesses; returns the exit code."""
     arguments = parse_run(prog="python -m llamajax.preprocess", options=OPTIONS)
+    os.environ["JAX_PLATFORMS"] = "cpu"  # devices are left to training
     # Only now: --help and mistakes in the configuration do not wait for the seconds that importing jax takes.
     from llamajax.preprocessing.run import main as preprocess
 

@@ -7,6 +7,7 @@ part of them is read. A lock per entry lets one process write it while the other
 then read.
 """
 
+import functools
 import hashlib
 import json
 import os
@@ -90,7 +91,7 @@ class ArrayFile:
     arrays: dict[str, CheckedArray]
     info: dict[str, Any]
     sha256: str
-    """Of the file's head, with all checksums: it tells contents apart without reading them."""
+    """Of what the head says of the arrays, with all checksums: it tells their contents apart without reading them."""
 
 
 def write_arrays(path: Path, arrays: dict[str, np.ndarray], info: dict[str, Any], *, keep: bool = False) -> None:
@@ -152,24 +153,25 @@ def read_arrays(path: Path) -> ArrayFile:
         dtype = np.dtype(dtype_name)
         content = whole[arrays_at + offset : arrays_at + offset + length * dtype.itemsize]
         arrays[name] = CheckedArray(path, content, dtype, bytes.fromhex(checksums))
-    return ArrayFile(arrays, fields["info"], sha256.hex())
+    return ArrayFile(arrays, fields["info"], hashlib.sha256(json.dumps(fields["arrays"]).encode()).hexdigest())
 
 
-def repaired(read: Callable[[], T], remake: Callable[[Path], None]) -> T:
-    """What `read` gives, after `remake` has made every damaged file again that it came upon.
+def repaired(read: Callable[[], T], remake: Callable[[Path], None], remade: set[Path] | None = None) -> T:
+    """What `read` gives, after `remake` has made every damaged file again that either of them came upon.
 
     Raises:
-        DamagedError: a file was damaged again.
+        DamagedError: a file was damaged again, one of those in `remade` too.
     """
-    remade: set[Path] = set()
+    remade = set() if remade is None else remade
     while True:
         try:
             return read()
         except DamagedError as error:
-            if error.path in remade:
+            damaged = error.path
+            if damaged in remade:
                 raise
-            remade.add(error.path)
-            remake(error.path)
+        remade.add(damaged)
+        repaired(functools.partial(remake, damaged), remake, remade)
 
 
 def write_hashed(path: Path, content: bytes) -> None:
@@ -195,3 +197,12 @@ def check_arrays(path: Path) -> None:
     for array in read_arrays(path).arrays.values():
         for start in range(0, len(array), CHECKSUM_BYTES):  # elements, so a part of the file at a time
             array[start : start + CHECKSUM_BYTES]
+
+
+def is_intact(path: Path) -> bool:
+    """Whether the whole file of `write_arrays` is there, and is what was written."""
+    try:
+        check_arrays(path)
+    except DamagedError:
+        return False
+    return True

@@ -40,6 +40,7 @@ UNSETTLED_S = 2.0
 
 
 _FOLDER = "content"
+_LOOK_EVERY_S = 0.1
 
 
 class FileIdentity(NamedTuple):
@@ -144,20 +145,30 @@ def extents(source: Source) -> list[Extent]:
         DiskError: the disk fails.
     """
     found: list[Extent] = []
-    size = GROUP_BYTES + 1
+    together: list[tuple[Path | RemoteFile, FileIdentity]] = []
+    size = 0
+
+    def end_group() -> None:
+        nonlocal size
+        if together:
+            files, identities = zip(*together, strict=True)
+            found.append(Extent(files, identities))
+        together.clear()
+        size = 0
+
     for path in source.found():
         with source.reading(path):
             identity = file_identity(path)
-        if source.has_spans(path) and identity.size > SPAN_BYTES:
+        is_cut = source.has_spans(path) and identity.size > SPAN_BYTES
+        if is_cut or size + identity.size > GROUP_BYTES:
+            end_group()
+        if is_cut:
             spans = [Span(at, min(at + SPAN_BYTES, identity.size)) for at in range(0, identity.size, SPAN_BYTES)]
             found += [Extent((path,), (identity,), span) for span in spans]
-            size = GROUP_BYTES + 1
-        elif size + identity.size > GROUP_BYTES:
-            found.append(Extent((path,), (identity,)))
-            size = identity.size
         else:
-            found[-1] = Extent((*found[-1].files, path), (*found[-1].identities, identity))
+            together.append((path, identity))
             size += identity.size
+    end_group()
     return found
 
 
@@ -186,8 +197,8 @@ def hashed(source: Source, extent: Extent, cache_dir: Path) -> FileGroup:
     """
     if (known := known_group(source, extent, cache_dir)) is not None:
         return known
-    if _newest(extent) > time.time() - UNSETTLED_S:
-        time.sleep(UNSETTLED_S)
+    while abs(_newest(extent) - time.time()) <= UNSETTLED_S:
+        time.sleep(_LOOK_EVERY_S)
     started = time.time()
     content = _hash(source, extent, threading.Event())
     _keep(extent, content, started, cache_dir)

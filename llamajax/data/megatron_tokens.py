@@ -64,7 +64,7 @@ class MegatronStore:
     def documents(self, part: int, seq_len: int) -> Documents:
         """See `TokenStore`: documents may lie across rows."""
         file = self.parts.info["files"][self._table["file"][part]]
-        first, dataset = self._table["document"][part], _opened(file["bin"])
+        first, dataset = self._table["document"][part], _opened(file["bin"], file["sha256"])
         end = min(first + PART_DOCUMENTS, dataset.num_documents)
         offsets = dataset.document_offsets(first, end) - self._table["token"][part]
         sides = np.full(end - first, _NEITHER, np.uint8)
@@ -77,7 +77,7 @@ class MegatronStore:
         """See `TokenStore`; raises `DataError` for ids that the model has no row for."""
         file = self.parts.info["files"][self._table["file"][part]]
         at = self._table["token"][part] + start
-        piece = _tokens(file["bin"], file["dtype"])[at : at + length + 1]
+        piece = _tokens(file["bin"], file["dtype"], file["sha256"])[at : at + length + 1]
         if (wrong := piece[(piece < 0) | (piece >= self.vocab_size)]).size:
             raise DataError(
                 f"{file['bin']}: {self.source.key}.paths: token id {wrong[0]} is not among the {self.vocab_size} of"
@@ -133,7 +133,8 @@ class MegatronTokens:
         """Looks at the files again; there is nothing else to make."""
         assert damaged == self.store.parts_path
         _write_parts(self.source, damaged)
-        vars(self.store).pop("parts", None)
+        for known in ("parts", "_table"):
+            vars(self.store).pop(known, None)
 
 
 def parts_path(source: Source, cache_dir: Path) -> Path:
@@ -157,7 +158,16 @@ def _pairs(source: Source) -> list[Path]:
 
 
 def _write_parts(source: Source, path: Path) -> None:
-    """Checks the source's files, and keeps what is known of them."""
+    """Checks the source's files, and keeps what is known of them, unless another process did."""
+    with disk.locked(path.parent):
+        is_new = not path.exists()
+        if cache.is_intact(path):
+            return
+        arrays, files = _look_at(source)
+        cache.write_arrays(path, arrays, {"files": files}, keep=is_new)
+
+
+def _look_at(source: Source) -> tuple[dict[str, np.ndarray], list[dict[str, Any]]]:
     columns: dict[str, list[int]] = {"file": [], "document": [], "token": [], "tokens": []}
     files = []
     for number, bin_path in enumerate(_pairs(source)):
@@ -173,9 +183,7 @@ def _write_parts(source: Source, path: Path) -> None:
         absolute = str(dataset.bin_path.absolute())
         about = {"bin": absolute, "dtype": dataset.dtype.str, "documents": dataset.num_documents, "sha256": sha256}
         files.append(about)
-    with disk.locked(path.parent):
-        arrays = {name: np.array(values, np.int64) for name, values in columns.items()}
-        cache.write_arrays(path, arrays, {"files": files})
+    return {name: np.array(values, np.int64) for name, values in columns.items()}, files
 
 
 def _open(source: Source, path: Path) -> IndexedDataset:
@@ -203,10 +211,10 @@ def _content(dataset: IndexedDataset) -> str:
 
 
 @functools.lru_cache(64)
-def _opened(path: str) -> IndexedDataset:
+def _opened(path: str, sha256: str) -> IndexedDataset:
     return IndexedDataset(path)
 
 
 @functools.lru_cache(2**12)
-def _tokens(path: str, dtype: str) -> np.ndarray:
+def _tokens(path: str, dtype: str, sha256: str) -> np.ndarray:
     return mapped(Path(path)).view(dtype)

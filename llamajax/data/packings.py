@@ -83,8 +83,7 @@ class Packings:
             if damaged == self._path:
                 self._make(map)
             else:
-                counts = self._count(map)
-                of_sides = (self._chunks(side, counts[:, side, 0]) for side in range(len(SIDES)))
+                of_sides = (self._known_chunks(side) for side in range(len(SIDES)))
                 _pack(next(chunk for chunk in itertools.chain.from_iterable(of_sides) if chunk.path == damaged))
 
     def read(self) -> "PackingIndex":
@@ -100,7 +99,10 @@ class Packings:
         arrays: dict[str, np.ndarray] = {}
         info: dict[str, Any] = {}
         for number, side in enumerate(SIDES):
-            packed: list[_Packed] = list(run(_pack, self._chunks(number, of_parts[:, number, 0])))
+            chunks = self._chunks(number, of_parts[:, number, 0])
+            packed: list[_Packed] = list(run(_pack, chunks))
+            arrays[f"{side}_first_part"] = np.array([chunk.first_part for chunk in chunks], np.int64)
+            arrays[f"{side}_passed_over"] = np.array([chunk.num_passed_over for chunk in chunks], np.int64)
             arrays[f"{side}_rows"] = np.array([chunk.rows for chunk in packed], np.int64)
             arrays[f"{side}_sha256"] = np.frombuffer(bytes.fromhex("".join(chunk.sha256 for chunk in packed)), np.uint8)
             totals = Totals(*of_parts[:, number].sum(axis=0).tolist())
@@ -113,6 +115,16 @@ class Packings:
         counts = run(_count, [_Count(self._store, self._seq_len, some) for some in parts])
         return np.concatenate([np.zeros((0, len(SIDES), len(Totals._fields)), np.int64), *counts])
 
+    def _known_chunks(self, side: int) -> list["_Chunk"]:
+        """Those of a side, as the index knows where they begin."""
+        arrays = cache.read_arrays(self._path).arrays
+        begins = zip(arrays[f"{SIDES[side]}_first_part"][:], arrays[f"{SIDES[side]}_passed_over"][:], strict=True)
+        return [self._chunk(side, number, int(part), int(over)) for number, (part, over) in enumerate(begins)]
+
+    def _chunk(self, side: int, number: int, first_part: int, num_passed_over: int) -> "_Chunk":
+        size, path = CHUNK_WINDOWS * packing.WINDOW, chunk_path(self.entry, side, number)
+        return _Chunk(self._store, self._seq_len, side, size, first_part, num_passed_over, path)
+
     def _chunks(self, side: int, documents_of_part: Int64[np.ndarray, "parts"]) -> list["_Chunk"]:
         ends = np.cumsum(documents_of_part)
         size = CHUNK_WINDOWS * packing.WINDOW
@@ -120,8 +132,7 @@ class Packings:
         for number, first in enumerate(range(0, int(documents_of_part.sum()), size)):
             part = int(np.searchsorted(ends, first, side="right"))
             passed_over = first - int(ends[part] - documents_of_part[part])
-            path = chunk_path(self.entry, side, number)
-            chunks.append(_Chunk(self._store, self._seq_len, side, size, part, passed_over, path))
+            chunks.append(self._chunk(side, number, part, passed_over))
         return chunks
 
 

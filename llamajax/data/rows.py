@@ -35,7 +35,7 @@ class PackedSource:
         self.tokens, self.source, self.seq_len = tokens, tokens.source, seq_len
         self._cache_dir, self._log = cache_dir, log
         key = cache.key_of(_ROWS, tokens.key, seq_len, tokens.split)
-        self._packings = Packings(tokens.store, seq_len, key, cache_dir)
+        self._packings = Packings(tokens.store, seq_len, cache.key_of(key, tokens.content), cache_dir)
         self._packing = cache.repaired(lambda: self._pack(run), self._remake)
         self._part_starts = np.cumsum([0, *tokens.store.tokens_of_part]).tolist()
         moved = any(self._packing.totals(side).moved for side in range(len(SIDES)))
@@ -90,8 +90,9 @@ class PackedSource:
         return cache.repaired(lambda: self._row(SIDES.index(side), index), self._remake)
 
     def _pack(self, run: Run) -> PackingIndex:
-        if not self._packings.is_there() and self.tokens.counts.text_bytes >= ANNOUNCED_BYTES:
-            self._log(f"packing    {self.tokens.counts.documents:,} documents of {self.source.key}")
+        counts = self.tokens.counts
+        if not self._packings.is_there() and max(counts.text_bytes, 2 * counts.tokens) >= ANNOUNCED_BYTES:
+            self._log(f"packing    {counts.documents:,} documents of {self.source.key}")
         self._packings.make(run)
         return self._packings.read()
 

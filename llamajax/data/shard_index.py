@@ -29,12 +29,11 @@ class ShardIndex:
             DamagedError: it is not there, or is damaged.
         """
         file = cache.read_arrays(path)
-        self.path = path
         self.entries = _hashes(file.arrays["entries"][:])
         """Names of the cache entries."""
         self.sha256_of_shard = _hashes(file.arrays["sha256"][:])
         """Tell the shards' contents apart."""
-        totals = {name: file.arrays[name][:] for name in _TOTALS}
+        totals = {name: file.arrays[name][:].copy() for name in _TOTALS}
         self.tokens_of_shard = totals["tokens"]
         """int64 [shards]."""
         self.documents = int(totals["documents"].sum())
@@ -65,13 +64,16 @@ def index_path(entries: Sequence[Path], cache_dir: Path) -> Path:
 
 
 def write_index(entries: Sequence[Path], path: Path) -> None:
-    """Reads the heads of all shards of complete entries, and writes their index.
+    """Reads the heads of all shards of complete entries, and writes their index, unless another process did.
 
     Raises:
         DamagedError: a shard is not there, or its head is damaged.
         OSError: the disk fails.
     """
     with disk.locked(path.parent):
+        is_new = not path.exists()
+        if cache.is_intact(path):
+            return
         with ThreadPoolExecutor(READ_THREADS, thread_name_prefix="index") as threads:
             of_entries = list(threads.map(_heads, entries))
         heads = list(itertools.chain.from_iterable(of_entries))
@@ -85,6 +87,7 @@ def write_index(entries: Sequence[Path], path: Path) -> None:
                 **{name: np.array(values, np.int64) for name, values in zip(_TOTALS, totals, strict=True)},
             },
             {"first_bad": next((head[2] for head in heads if head[2]), "")},
+            keep=is_new,
         )
 
 

@@ -5,9 +5,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
+from llamajax import disk
 from llamajax.data import cache
 from llamajax.data.groups import FileGroup
-from llamajax.data.shard_index import write_index
+from llamajax.data.shard_index import index_path, write_index
 from llamajax.data.shards import read_shard, remake, shards_entry
 from llamajax.data.sources import Source
 from llamajax.data.stores import ShardStore, TokenStore
@@ -109,13 +110,17 @@ class ShardedTokens:
     def remake(self, damaged: Path) -> None:
         """See `SourceTokens`."""
         by = self._by
+        entries = self._entries()
+        if index_path(entries, by.cache_dir) != self.store.index_path:
+            raise DataError(f"{self.source.key}.paths: was changed since the start; run again when it is at rest")
         if damaged == self.store.index_path:
             by.log(f"damaged    {damaged}; making it again")
-            write_index(self._entries(), damaged)
+            write_index(entries, damaged)
         else:
-            group = self._groups()[[entry.name for entry in self._entries()].index(damaged.parent.name)]
-            if self._is_another(damaged):
-                damaged.unlink()
+            with disk.locked(damaged.parent):
+                if self._is_another(damaged):
+                    damaged.unlink(missing_ok=True)
+            group = self._groups()[entries.index(damaged.parent)]
             remake(damaged, group, by.tokenizer, by.cache_dir, by.log, by.template)
         self.store.read_again()
         if damaged != self.store.index_path and self._is_another(damaged):

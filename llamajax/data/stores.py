@@ -91,7 +91,7 @@ class ShardStore:
 
     def documents(self, part: int, seq_len: int) -> Documents:
         """See `TokenStore`. All that is kept of the shard is copied, so that it need not stay mapped."""
-        shard = _read(self.path(part), self.index.sha256_of_shard[part])
+        shard = self.shard(part)
         offsets = shard.offsets[:]
         lengths = np.diff(offsets)
         kept = lengths if shard.learnt is None else np.minimum(lengths, seq_len + 1)
@@ -111,6 +111,10 @@ class ShardStore:
         shard = _shard(self.path(part), self.index.sha256_of_shard[part])
         learnt = None if shard.learnt is None else shard.is_learnt(start + 1, start + length + 1)
         return shard.tokens[start : start + length + 1], learnt
+
+    def shard(self, part: int) -> Shard:
+        """A shard; raises `DamagedError` if it is gone, damaged, or not the one of the index."""
+        return _read(self.path(part), self.index.sha256_of_shard[part])
 
     def path(self, part: int) -> Path:
         """The file of a shard."""

@@ -49,9 +49,11 @@ def tokenized(
         return Tokenizing(tokenizer, template, cache_dir, config.data.held_out_fraction, log_work)
 
     told = of_first(_made(config, sources, models_tokenizer, by_of, log_work)) if peers() is not None else None
-    if told is not None and not all((cache_dir / name).exists() for name in told["files"]):
-        told = None  # the other process has another disk
+    if told is not None and not _is_here(told["files"], cache_dir):
+        told = None  # this host has another disk
     if told is not None:
+        for line in told["lines"]:
+            log(line)
         sources = [replace(source, config=_source_config(of)) for source, of in zip(sources, told["sources"], strict=True)]
     elif config.data.cleaning.steps:
         groups = [_groups(source, cache_dir, log_work) for source in sources]
@@ -94,6 +96,12 @@ def _index(source: Source, groups: Sequence[FileGroup], by: Tokenizing) -> Path:
     return index_path(entries_of(groups, by), by.cache_dir)
 
 
+def _is_here(names: Sequence[str], cache_dir: Path) -> bool:
+    """Whether this host's cache has what process 0 tells of; the trained tokenizer, if that is one, whole."""
+    trained, *indexes = [cache_dir / name for name in names]
+    return (trained == cache_dir or cache.is_whole(trained)) and all(index.exists() for index in indexes)
+
+
 def _source_config(fields: dict[str, Any]) -> SourceConfig:
     """The source that `dataclasses.asdict` told."""
     return SourceConfig(**{**fields, "paths": tuple(fields["paths"])})
@@ -106,17 +114,20 @@ def _made(
     by_of: Callable[[Tokenizer], Tokenizing],
     log: Callable[[str], None],
 ) -> dict[str, Any] | None:
-    """What process 0 tells the others, who then need not ask for thousands of files: in `files` names in the cache of the
-    trained tokenizer, if there is one, and of the totals of all sources; what these are, cleaned or not, in `sources`.
-    None where it does not find them all."""
+    """What process 0 tells the others, who then need not ask for thousands of files; None where not all of it is there.
+
+    `files` are names in the cache of the trained tokenizer, if there is one, and of the totals of all sources; `sources`
+    what these are, cleaned or not; `lines` what cleaning says.
+    """
     if rank() > 0:
         return None
     cache_dir = Path(config.data.cache_dir).expanduser()
     groups = _known_groups(sources, cache_dir)
     if groups is None:
         return None
+    lines: list[str] = []
     if config.data.cleaning.steps:
-        sources = clean(sources, groups, config.data.cleaning, cache_dir, lambda line: None, log_work=log)
+        sources = clean(sources, groups, config.data.cleaning, cache_dir, lines.append, log_work=log)
         groups = _known_groups(sources, cache_dir)
         if groups is None:
             return None
@@ -133,6 +144,7 @@ def _made(
     return {
         "files": [str(path.relative_to(cache_dir)) for path in found],
         "sources": [asdict(source.config) for source in sources],
+        "lines": lines,
     }
 
 

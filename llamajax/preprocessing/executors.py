@@ -4,13 +4,15 @@ import ctypes
 import functools
 import multiprocessing
 import os
+import pickle
 import queue
 import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
-from multiprocessing.queues import SimpleQueue
+from multiprocessing.connection import Connection
+from multiprocessing.synchronize import Lock
 from typing import Any, Protocol
 
 import pyarrow
@@ -24,8 +26,8 @@ LOOK_EVERY_S = 0.2
 """How often what workers tell is passed on."""
 
 _PR_SET_PDEATHSIG = 1  # Linux: the signal that a process gets when its parent ends
-_told: "SimpleQueue[tuple[str, tuple[Any, ...]]]"
-"""In a local worker: takes what it tells."""
+_told: tuple[Connection, Lock]
+"""In a local worker: where it tells how it gets on, and what one of all must hold while it does."""
 
 
 class Executor(Protocol):
@@ -124,11 +126,12 @@ class _Workers:
 
     def __init__(self, num_workers: int) -> None:
         context = multiprocessing.get_context("spawn")
-        self._pipe = context.SimpleQueue()
+        reader, self._writer = context.Pipe(duplex=False)
+        self._lock = context.Lock()
         self._told: queue.SimpleQueue[tuple[str, tuple[Any, ...]]] = queue.SimpleQueue()
         # In a thread of its own, which hangs without harm when a process is killed in the middle of a message.
-        threading.Thread(target=_read_on, args=(self._pipe, self._told), name="told by workers", daemon=True).start()
-        begin = functools.partial(_begin, os.getpid(), self._pipe)
+        threading.Thread(target=_read_on, args=(reader, self._told), name="told by workers", daemon=True).start()
+        begin = functools.partial(_begin, os.getpid(), self._writer, self._lock)
         self._pool = ProcessPoolExecutor(num_workers, mp_context=context, initializer=begin)
 
     def submit(self, function: Callable[[Any], Any], task: Any) -> Future[Any]:
@@ -143,7 +146,8 @@ class _Workers:
     def pass_on(self, tell: Tell, *, all_of_it: bool) -> None:
         """Calls `tell` with what has been told since; when nobody is at work, with `all_of_it`."""
         if all_of_it:
-            self._pipe.put(("", ()))
+            with self._lock:
+                self._writer.send(("", ()))
         while all_of_it or not self._told.empty():
             name, arguments = self._told.get()
             if not name:
@@ -155,20 +159,22 @@ class _Workers:
         for process in list((self._pool._processes or {}).values()):
             process.kill()
         self._pool.shutdown(cancel_futures=True)
+        self._writer.close()  # the last one, so that the thread comes to the end
 
 
-def _read_on(told: "SimpleQueue[Any]", into: "queue.SimpleQueue[Any]") -> None:
-    while True:
-        try:
-            into.put(told.get())
-        except (EOFError, OSError):
-            return
+def _read_on(reader: Connection, into: "queue.SimpleQueue[Any]") -> None:
+    with reader:
+        while True:
+            try:
+                into.put(reader.recv())
+            except (EOFError, OSError, pickle.UnpicklingError):  # also of half a message
+                return
 
 
-def _begin(parent: int, told: "SimpleQueue[Any]") -> None:
+def _begin(parent: int, writer: Connection, lock: Lock) -> None:
     """What a local worker does first."""
     global _told
-    _told = told
+    _told = writer, lock
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:  # it has ended already
         os._exit(128 + signal.SIGKILL)
@@ -182,4 +188,10 @@ def compute_in_one_thread() -> None:
 
 
 def _tell_of_worker(function: Callable[[Any, Tell], None], task: Any) -> None:
-    function(task, lambda name, arguments: _told.put((name, arguments)))
+    writer, lock = _told
+
+    def tell(name: str, arguments: tuple[Any, ...]) -> None:
+        with lock:
+            writer.send((name, arguments))
+
+    function(task, tell)

@@ -7,6 +7,7 @@ in `data.cache_dir`, and would make the same by itself.
 import functools
 import os
 import re
+import signal
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from llamajax.parallel.exit import exit_code
 from llamajax.preprocessing.executors import Executor, LocalExecutor
 from llamajax.preprocessing.work import Job, Task, hash_extent, tokenize_extent
 from llamajax.watch import console
+from llamajax.weights.origin import models_tokenizer
 
 
 def run(config: Config, options: Mapping[str, str]) -> None:
@@ -55,20 +57,23 @@ def run(config: Config, options: Mapping[str, str]) -> None:
 def _run(config: Config, cache_dir: Path, part: int, num_parts: int, executor: Executor) -> None:
     sources = [source for source in sources_of(config) if source.config.kind != "megatron"]
     if config.data.cleaning.steps:
-        _hash(executor, _tasks(sources), cache_dir)
+        _hash(executor, _tasks(sources), part, num_parts, cache_dir)
         groups = [group_files(source, cache_dir, log) for source in sources]
         sources = clean(sources, groups, config.data.cleaning, cache_dir, log, executor.map)
     tasks = _tasks(sources)
     own = tasks[part::num_parts]
     log(f"work       {len(own):,} of {len(tasks):,} pieces, {_size(own)} of {_size(tasks)}, by {executor.num_workers}")
-    models_tokenizer = _models_tokenizer(config)
-    by = _tokenizing(config, models_tokenizer, tasks, sources, cache_dir, executor)
+    models_own = models_tokenizer(config.init_from)
+    if given_tokenizer(config, models_own) is None:  # to be trained on what the files hold
+        _hash(executor, tasks, part, num_parts, cache_dir)
+    by = _tokenizing(config, models_own, sources, cache_dir)
     announce_fetching((task.extent for task in own if task.extent.is_remote and not _is_made(task, by)), log)
     _work_off(executor, functools.partial(tokenize_extent, Job.of(by)), own)
-    if missing := sum(not _is_made(task, by) for task in tasks):
+    missing = sum(not _is_made(task, by) for task in tasks) if num_parts > 1 else 0
+    if missing:
         log(f"finished   this part; {missing:,} pieces of others are missing, of which the last one to be done packs all")
         return
-    dataset = data.prepare(config, log=log, tokenizer=models_tokenizer, run=executor.map)
+    dataset = data.prepare(config, log=log, tokenizer=models_own, run=executor.map)
     log(f"finished   all is in {cache_dir}; its fingerprint is {dataset.fingerprint[:16]}")
 
 
@@ -78,10 +83,12 @@ def _tasks(sources: Sequence[Source]) -> list[Task]:
     return [Task(number, source, extent) for number, (source, extent) in enumerate(found)]
 
 
-def _hash(executor: Executor, tasks: Sequence[Task], cache_dir: Path) -> None:
-    """Sees to it that the cache knows the hashes of all."""
-    unknown = [task for task in tasks if known_group(task.source, task.extent, cache_dir) is None]
-    _work_off(executor, functools.partial(hash_extent, cache_dir), unknown, hashes=True)
+def _hash(executor: Executor, tasks: Sequence[Task], part: int, num_parts: int, cache_dir: Path) -> None:
+    """Sees to it that the cache knows the hashes of all, first of those of this part: others then do theirs."""
+    for several in (tasks[part::num_parts], tasks):
+        unknown = [task for task in several if known_group(task.source, task.extent, cache_dir) is None]
+        announce_fetching((task.extent for task in unknown if task.extent.is_remote), log)
+        _work_off(executor, functools.partial(hash_extent, cache_dir), unknown, hashes=True)
 
 
 def log(line: str) -> None:
@@ -89,18 +96,10 @@ def log(line: str) -> None:
     console.CONSOLE.print(line, markup=False, soft_wrap=True)
 
 
-def _tokenizing(
-    config: Config,
-    models_tokenizer: Tokenizer | None,
-    tasks: Sequence[Task],
-    sources: Sequence[Source],
-    cache_dir: Path,
-    executor: Executor,
-) -> Tokenizing:
-    """By what documents become tokens. To train a tokenizer, all files are hashed first."""
-    tokenizer = given_tokenizer(config, models_tokenizer)
+def _tokenizing(config: Config, models_own: Tokenizer | None, sources: Sequence[Source], cache_dir: Path) -> Tokenizing:
+    """By what documents become tokens; a tokenizer is trained if none is given."""
+    tokenizer = given_tokenizer(config, models_own)
     if tokenizer is None:
-        _hash(executor, tasks, cache_dir)
         groups = [group for source in sources for group in group_files(source, cache_dir, log)]
         tokenizer = tokenizer_for(config, None, groups, cache_dir, log)
     return Tokenizing(tokenizer, chat_template_for(config, tokenizer), cache_dir, config.data.held_out_fraction, log)
@@ -141,17 +140,6 @@ def _read_part(text: str) -> tuple[int, int]:
     return int(match[1]), int(match[2])
 
 
-def _models_tokenizer(config: Config) -> Tokenizer | None:
-    """The tokenizer of the model that training starts from, if it does."""
-    if config.init_from is None:
-        return None
-    from llamajax.weights.opening import open_pretrained
-    from llamajax.weights.origin import take_along
-
-    pretrained = open_pretrained(Path(config.init_from))
-    return take_along(pretrained.files, pretrained.hf).tokenizer
-
-
 def _is_made(task: Task, by: Tokenizing) -> bool:
     group = known_group(task.source, task.extent, by.cache_dir)
     return group is not None and is_complete(entries_of([group], by)[0])
@@ -162,8 +150,15 @@ def _size(tasks: Sequence[Task]) -> str:
     return f"{num_bytes / 1e9:,.2f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:,.1f} MB"
 
 
+def _interrupt_once(signum: int, frame: object) -> None:
+    """Handles Ctrl-C: ends the workers, which takes no time and shall not be broken off by another one."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    raise KeyboardInterrupt
+
+
 def main(config: Config, options: Mapping[str, str]) -> int:
-    """Preprocesses; returns the exit code of the process."""
+    """Preprocesses as the only thing that its process does; returns the exit code."""
+    signal.signal(signal.SIGINT, _interrupt_once)
     return exit_code(
         lambda: run(config, options),
         memory_remedy="fewer --workers",

@@ -4,9 +4,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import jax
+
+from llamajax.config.parallel import MeshConfig
 from llamajax.data.tokenizer import find_tokenizer
 from llamajax.data.tokenizer_base import Tokenizer
+from llamajax.parallel.mesh import make_mesh
 from llamajax.weights.hf_files import read_travelling
+from llamajax.weights.opening import open_pretrained
 
 
 @dataclass(frozen=True)
@@ -32,3 +37,16 @@ def take_along(source: Path, hf: dict[str, Any] | None) -> Origin:
         return Origin(hf=hf)
     files = read_travelling(source)  # refuses damaged ones, as an import does
     return Origin(find_tokenizer(source), files, hf)
+
+
+def models_tokenizer(init_from: str | None) -> Tokenizer | None:
+    """The tokenizer of the weights that a run starts from, if it does and they have one; devices are looked for.
+
+    Raises:
+        UserError: as of `open_pretrained` and `take_along`.
+    """
+    if init_from is None:
+        return None
+    with jax.set_mesh(make_mesh(MeshConfig(), jax.devices()[:1])):
+        pretrained = open_pretrained(Path(init_from))
+    return take_along(pretrained.files, pretrained.hf).tokenizer

@@ -169,6 +169,7 @@ def test_a_disk_with_room_for_three_steps_keeps_the_newest_two(tmp_path, config,
     assert steps_in(here) == [20, 30, 40]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [errno.EIO, errno.EACCES, errno.ESTALE])
 def test_a_host_whose_disk_is_dead_has_nothing_and_the_run_goes_on(tmp_path, config, number, monkeypatch):
     here = fill(tmp_path / "run", config, shared=[10], local=[20])

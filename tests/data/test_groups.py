@@ -1,5 +1,6 @@
 """Files are hashed once, by several threads, and named when they cannot be read."""
 
+import itertools
 import os
 import threading
 import time
@@ -11,7 +12,7 @@ import pytest
 
 from llamajax.config.data import SourceConfig
 from llamajax.data import groups
-from llamajax.data.groups import group_files
+from llamajax.data.groups import extents, group_files, known_group
 from llamajax.data.sources import Source
 from llamajax.errors import DataError, DiskError
 from tests import runs
@@ -210,3 +211,25 @@ def test_a_file_whose_state_cannot_be_asked_is_named(tmp_path, monkeypatch):
         group.check_unchanged()
     with pytest.raises(DataError, match=message):
         grouped(tmp_path / "a", cache_dir=tmp_path / "cache")
+
+
+def test_a_hash_is_kept_although_a_clock_is_ahead(tmp_path):
+    """A file server's, by a second or so."""
+    path = tmp_path / "a"
+    path.write_text("a")
+    age(path, -0.5)
+    source = Source(SourceConfig(kind="text", paths=(str(path),)), "data.sources[0]")
+    (extent,) = extents(source)
+    group = groups.hashed(source, extent, tmp_path / "cache")
+    assert known_group(source, extent, tmp_path / "cache") == group
+
+
+def test_many_small_files_are_put_together_quickly(tmp_path, monkeypatch):
+    monkeypatch.setattr(groups, "GROUP_BYTES", 10)
+    for number in range(25):
+        (tmp_path / f"{number:02d}").write_text("x" * (number % 5))
+    source = Source(SourceConfig(kind="text", paths=(str(tmp_path / "*"),)), "data.sources[0]")
+    found = extents(source)
+    assert [path for extent in found for path in extent.files] == sorted(tmp_path.iterdir())
+    assert all(extent.num_bytes <= 10 for extent in found)
+    assert all(a.num_bytes + (b.identities[0].size) > 10 for a, b in itertools.pairwise(found)), "groups are full"

@@ -152,6 +152,46 @@ def test_a_shard_that_becomes_another_when_it_is_made_again_is_refused(tmp_path,
         all_rows(dataset)
 
 
+def test_rows_follow_the_tokens_that_took_the_place_of_others(tmp_path, config, monkeypatch):
+    """When the error above is heeded, or somebody removes shards and index but not the packings."""
+    first = data.prepare(config, log=lambda line: None)
+    encode_batch = SentencePieceTokenizer.encode_batch
+    monkeypatch.setattr(SentencePieceTokenizer, "encode_batch", lambda *args: [ids[:-1] for ids in encode_batch(*args)])
+    for folder in ("shards-2", "index-1"):
+        shutil.rmtree(tmp_path / "cache" / folder)
+    second = data.prepare(config, log=lambda line: None)
+    elsewhere = data.prepare(config.changed({"data.cache_dir": str(tmp_path / "new")}), log=lambda line: None)
+    np.testing.assert_equal(all_rows(second), all_rows(elsewhere))
+    assert second.content == elsewhere.content != first.content
+
+
+@pytest.mark.parametrize("pattern", ["index-1/*/shards", "packing-3/*/index", "train-*.packing"])
+def test_several_damages_at_once_are_mended(tmp_path, config, pattern):
+    expected = all_rows(data.prepare(config, log=lambda line: None))
+    files = {path: path.read_bytes() for path in cached(tmp_path, "*.shard")}
+    (damaged,) = (tmp_path / "cache").rglob(pattern)
+    for lost in (list(files)[1], list(files)[-1]):
+        flip(damaged, 8 * 100)
+        lost.unlink()
+        stores._shard.cache_clear()
+        np.testing.assert_equal(all_rows(data.prepare(config, log=lambda line: None)), expected)
+        assert {path: path.read_bytes() for path in files} == files
+
+
+def test_a_shard_is_made_again_from_a_file_of_another_name(tmp_path, config):
+    """What was said of a bad record names the file; that is not what a shard holds."""
+    path = tmp_path / "a.jsonl"
+    path.write_text(path.read_text() + "oops\n")
+    config = config.changed({"data.sources.0.max_bad_records": 1})
+    expected = all_rows(data.prepare(config, log=lambda line: None))
+    path.rename(tmp_path / "b.jsonl")
+    config = config.changed({"data.sources.0.paths": (str(tmp_path / "b.jsonl"),)})
+    for shard in cached(tmp_path, "*.shard"):
+        shard.unlink()
+    stores._shard.cache_clear()
+    np.testing.assert_equal(all_rows(data.prepare(config, log=lambda line: None)), expected)
+
+
 def test_a_file_system_without_locks_is_said(tmp_path, config, monkeypatch):
     def refuse(descriptor, operation):
         raise OSError(38, "Function not implemented")

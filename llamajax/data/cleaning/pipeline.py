@@ -12,7 +12,7 @@ import hashlib
 import time
 import unicodedata
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,7 @@ from llamajax.data.cleaning.scan import Part, ScanTask, scan
 from llamajax.data.cleaning.survivors import CANDIDATES_FILE, COPIES_FILE, DECISIONS_FILE, write_copies
 from llamajax.data.cleaning.write import WriteTask, write
 from llamajax.data.groups import Extent, FileGroup, content_hashes, file_identity
+from llamajax.data.packings import Run
 from llamajax.data.sources import Source
 from llamajax.errors import ConfigError, DataError, EnvironmentMismatchError
 
@@ -45,9 +46,6 @@ _PASSING = (
     "*.scan", "*.pairs", "*.sets", "*.written", _HELD_OUT_FILE, COPIES_FILE, CANDIDATES_FILE, DECISIONS_FILE,
 )  # fmt: skip
 """Files that nobody needs once the report is there."""
-
-Run = Callable[[Callable[[Any], Any], Sequence[Any]], Iterable[Any]]
-"""Like `map`: results of a function for several tasks, in any order. Both can be pickled."""
 
 
 def clean(

@@ -185,6 +185,7 @@ print(kill_at, *sorted(killed_in))
 """
 
 
+@pytest.mark.slow
 def test_killed_at_any_write_it_ends_with_the_same_bytes(tmp_path):
     outcome = subprocess.run(
         [sys.executable, "-c", KILLED, str(tmp_path)], cwd=runs.ROOT, capture_output=True, text=True, check=False
