@@ -1,5 +1,6 @@
 """Who does the work: processes of this machine, or those of a Ray cluster. What they make is the same, to the last byte."""
 
+import contextlib
 import ctypes
 import functools
 import multiprocessing
@@ -136,12 +137,8 @@ class _Workers:
 
     def submit(self, function: Callable[[Any], Any], task: Any) -> Future[Any]:
         """Has a process call the function; one is started if there may be more."""
-        # Ctrl-C reaches all processes of a terminal: workers begin, and stay, deaf to it, and this one ends them.
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
-        try:
+        with _deaf_to_ctrl_c():
             return self._pool.submit(function, task)
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     def pass_on(self, tell: Tell, *, all_of_it: bool) -> None:
         """Calls `tell` with what has been told since; when nobody is at work, with `all_of_it`."""
@@ -160,6 +157,25 @@ class _Workers:
             process.kill()
         self._pool.shutdown(cancel_futures=True)
         self._writer.close()  # the last one, so that the thread comes to the end
+
+
+@contextlib.contextmanager
+def _deaf_to_ctrl_c() -> Iterator[None]:
+    """Within, no Ctrl-C breaks off what is done, and processes that are started begin, and stay, without hearing it: it
+    reaches all processes of a terminal, and this one ends them. It is heard afterwards."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    heard: list[int] = []
+    handler = signal.signal(signal.SIGINT, lambda number, frame: heard.append(number))  # another thread may be told of it
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        signal.signal(signal.SIGINT, handler)
+        if heard:
+            signal.raise_signal(signal.SIGINT)
 
 
 def _read_on(reader: Connection, into: "queue.SimpleQueue[Any]") -> None:
