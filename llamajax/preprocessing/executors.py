@@ -5,7 +5,6 @@ import ctypes
 import functools
 import multiprocessing
 import os
-import pickle
 import queue
 import signal
 import threading
@@ -183,7 +182,7 @@ def _read_on(reader: Connection, into: "queue.SimpleQueue[Any]") -> None:
         while True:
             try:
                 into.put(reader.recv())
-            except (EOFError, OSError, pickle.UnpicklingError):  # also of half a message
+            except (EOFError, OSError):  # also after half a message
                 return
 
 
