@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, Protocol
 from llamajax import disk
 from llamajax.data import cache
 from llamajax.data.groups import FileGroup
-from llamajax.data.shard_index import index_path, write_index
+from llamajax.data.shard_index import ShardIndex, index_path, write_index
 from llamajax.data.shards import read_shard, remake, shards_entry
 from llamajax.data.sources import Source
 from llamajax.data.stores import ShardStore, TokenStore
@@ -86,7 +86,7 @@ class ShardedTokens:
         self.source, self.split = source, by.held_out_fraction
         self.store = ShardStore(by.cache_dir, index, by.held_out_fraction)
         self._groups, self._by = groups, by
-        cache.repaired(self._make_index, self.remake)
+        cache.repaired(self._read_index, self.remake)
 
     @property
     def counts(self) -> Counts:
@@ -129,10 +129,10 @@ class ShardedTokens:
                 f" remove {self.store.index_path.parent} to take them"
             )
 
-    def _make_index(self) -> None:
+    def _read_index(self) -> ShardIndex:
         if not self.store.index_path.exists():
             write_index(self._entries(), self.store.index_path)
-        self.store.index  # noqa: B018 (reads it)
+        return self.store.index
 
     def _entries(self) -> list[Path]:
         return entries_of(self._groups(), self._by)
