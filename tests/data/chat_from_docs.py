@@ -4,9 +4,9 @@ import functools
 import importlib
 import inspect
 import json
+import subprocess
+import sys
 from pathlib import Path
-
-from llamajax.config.data import ChatFormat
 
 MODULES = (
     "argparse", "base64", "bisect", "calendar", "collections", "configparser", "contextlib", "copy", "csv", "dataclasses",
@@ -21,6 +21,13 @@ MODULES = (
 @functools.cache
 def questions_and_answers() -> tuple[tuple[str, str], ...]:
     """A question and the first paragraph that answers it, for every function and class that says what it does."""
+    # A process of its own: libraries add methods to the standard library's classes where they are imported.
+    command = [sys.executable, "-I", "-S", __file__]
+    pairs = json.loads(subprocess.run(command, check=True, capture_output=True).stdout)
+    return tuple((question, answer) for question, answer in pairs)
+
+
+def read_help_texts() -> list[tuple[str, str]]:
     found = {}
     for module_name in MODULES:
         module = importlib.import_module(module_name)
@@ -40,7 +47,7 @@ def questions_and_answers() -> tuple[tuple[str, str], ...]:
             paragraph = " ".join((inspect.getdoc(member) or "").split("\n\n")[0].split())
             if 20 < len(paragraph) < 400 and paragraph not in found:
                 found[paragraph] = f"What is {name}?" if inspect.isclass(member) else f"What does {name} do?"
-    return tuple((question, answer) for answer, question in found.items())
+    return [(question, answer) for answer, question in found.items()]
 
 
 def conversations(count: int) -> list[list[dict[str, str]]]:
@@ -57,7 +64,7 @@ def conversations(count: int) -> list[list[dict[str, str]]]:
     return made
 
 
-def write_chat_jsonl(path: Path, count: int, chat_format: ChatFormat = "messages") -> list[list[dict[str, str]]]:
+def write_chat_jsonl(path: Path, count: int, chat_format: str = "messages") -> list[list[dict[str, str]]]:
     """Writes `count` conversations to a JSONL file and returns their messages; `alpaca` has one question in each."""
     made = conversations(count)
     if chat_format == "alpaca":
@@ -75,3 +82,7 @@ def record_of(messages: list[dict[str, str]], chat_format: str) -> dict[str, obj
         return {"conversations": [{"from": names[turn["role"]], "value": turn["content"]} for turn in messages]}
     contents = {turn["role"]: turn["content"] for turn in messages}
     return {"instruction": contents["user"], "input": "", "output": contents["assistant"], "system": contents.get("system")}
+
+
+if __name__ == "__main__":
+    json.dump(read_help_texts(), sys.stdout)

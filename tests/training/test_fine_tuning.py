@@ -50,16 +50,16 @@ def test_a_model_learns_to_answer_and_answers_alike_in_transformers(tmp_path):
         [
             f"run_dir={run_dir}", f"init_from={base}", f"data.chat_template={TEMPLATE}",
             f"data.sources=[{{kind: chat, paths: ['{tmp_path / 'chat.jsonl'}']}}]",
-            "train.num_steps=60", "train.eval_every=10", "train.eval_batches=4", "optimizer.learning_rate=3e-3",
+            "train.num_steps=90", "train.eval_every=10", "train.eval_batches=4", "optimizer.learning_rate=3e-3",
         ],
     )  # fmt: skip
     train.run(config)
     losses = evaluations(run_dir)
-    assert len(losses) == 6
+    assert len(losses) == 9
     assert losses[-1] < losses[0] - 0.2
     assert losses[-1] < 0.6 * math.log(512)
 
-    files = run_dir / "checkpoints/60/files"
+    files = run_dir / "checkpoints/90/files"
     assert (files / "chat_template.jinja").read_text() == TEMPLATE.read_text()
     assert (
         json.loads((run_dir / "checkpoints" / str(latest_step(run_dir)) / "meta.json").read_text())["data"][
