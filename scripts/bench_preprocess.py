@@ -2,22 +2,25 @@
 of Megatron-LM's `preprocess_data.py` (a process per processor: `json.loads`, encode, write), in one run.
 
     python scripts/bench_preprocess.py --toy
-    python scripts/bench_preprocess.py --gigabytes 20 --directory /scratch --json figures.json
+    python scripts/bench_preprocess.py --gigabytes 20 --kills 20 --directory /scratch --json figures.json
 
 The corpus is made on the spot, of stretches of the standard library's sources and help texts, by a seed. The two others work
 on a sample of it, before and after, since a shared machine is not always equally fast; all encode with as many processes,
-each of one thread. The peak memory is that of the largest worker. The directory is left as it was.
+each of one thread. The peak memory is that of the largest worker. With `--kills` the corpus is tokenized once more while all
+processes of the run are killed (SIGKILL) again and again, and every file must be as without. The directory is left as found.
 """
 
 import argparse
 import concurrent.futures
 import contextlib
 import datetime
+import hashlib
 import json
 import os
 import platform
 import random
 import re
+import signal
 import statistics
 import subprocess
 import sys
@@ -160,15 +163,18 @@ def peak_of_children(pid: int) -> Iterator[list[int]]:
         thread.join()
 
 
-def preprocess(folder: Path, tokenizer: Path, workers: int) -> dict[str, float]:
-    """What `python -m llamajax.preprocess` takes for the corpus in the folder."""
-    command = [
+def _command(folder: Path, tokenizer: Path, workers: int, cache: str) -> list[str]:
+    return [
         sys.executable, "-m", "llamajax.preprocess", "--config", str(_ROOT / "configs/quickstart.yaml"),
         "--workers", str(workers),
         "--data.sources", json.dumps([{"kind": "jsonl", "paths": [f"{folder}/corpus-*.jsonl"]}]),
-        "--data.tokenizer.path", str(tokenizer), "--model.vocab_size", "1000000", "--data.cache_dir", str(folder / "cache"),
+        "--data.tokenizer.path", str(tokenizer), "--model.vocab_size", "1000000", "--data.cache_dir", str(folder / cache),
     ]  # fmt: skip
-    lines: list[str] = []
+
+
+def preprocess(folder: Path, tokenizer: Path, workers: int) -> dict[str, float]:
+    """What `python -m llamajax.preprocess` takes for the corpus in the folder."""
+    command, lines = _command(folder, tokenizer, workers, "cache"), []
     with (
         subprocess.Popen(command, cwd=_ROOT, stdout=subprocess.PIPE, text=True) as process,
         peak_of_children(process.pid) as peak,
@@ -183,6 +189,44 @@ def preprocess(folder: Path, tokenizer: Path, workers: int) -> dict[str, float]:
     return {"seconds": float(told[1]), "mb_per_s": float(told[2]), "peak_worker_bytes": float(peak[0])}
 
 
+def preprocess_killed(folder: Path, tokenizer: Path, workers: int, kills: int, seconds: float) -> dict[str, float]:
+    """Tokenizes the corpus, which takes `seconds`, into another cache, killed `kills` times at random moments of it.
+
+    Returns:
+        How many files are the same as of the run that nobody killed, and the seconds of all tries.
+
+    Raises:
+        SystemExit: A file differs, or the last try fails.
+    """
+    command = _command(folder, tokenizer, workers, "killed")
+    rng, started, done = random.Random(0), time.perf_counter(), 0
+    while done < kills:
+        with subprocess.Popen(command, cwd=_ROOT, stdout=subprocess.DEVNULL, start_new_session=True) as process:
+            try:
+                process.wait(seconds / (kills + 1) * rng.uniform(0.5, 1.5))
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+                done += 1
+                print(f"  kill {done} of {kills} at {time.perf_counter() - started:,.0f} s", file=sys.stderr, flush=True)
+                continue
+        raise SystemExit(f"preprocess ended with {process.returncode} before kill {done + 1}")
+    subprocess.run(command, cwd=_ROOT, stdout=subprocess.DEVNULL, check=True)
+    elapsed = time.perf_counter() - started
+    alone, killed = _digests(folder / "cache"), _digests(folder / "killed")
+    if alone != killed:
+        differing = sorted(str(path) for path in alone.keys() | killed.keys() if alone.get(path) != killed.get(path))
+        raise SystemExit(f"not as without kills: {', '.join(differing)}")
+    return {"kills": kills, "same_files": len(alone), "killed_seconds": elapsed}
+
+
+def _digests(cache: Path) -> dict[Path, str]:
+    digests = {}
+    for path in sorted(path for path in cache.rglob("*") if path.is_file()):
+        with path.open("rb") as file:
+            digests[path.relative_to(cache)] = hashlib.file_digest(file, "sha256").hexdigest()
+    return digests
+
+
 def main() -> None:
     """Measures and prints a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -192,6 +236,7 @@ def main() -> None:
     parser.add_argument(
         "--tokenizer", type=Path, help="a tokenizer.json or tokenizer.model; default: one of 32,000 pieces, made here"
     )
+    parser.add_argument("--kills", type=int, default=0, help="tokenize once more, killed so often")
     parser.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)), help="processes")
     parser.add_argument(
         "--directory", type=Path, default=Path(tempfile.gettempdir()), help="where corpus and cache are made"
@@ -215,6 +260,9 @@ def main() -> None:
             )
             if turn == "before":
                 figures = preprocess(folder, tokenizer, arguments.workers)
+        if arguments.kills:
+            print(f"once more, with {arguments.kills} kills", file=sys.stderr, flush=True)
+            figures |= preprocess_killed(folder, tokenizer, arguments.workers, arguments.kills, figures["seconds"])
         rates = {name: statistics.mean(of_both) for name, of_both in others.items()}
         rates["llamajax.preprocess"] = figures["mb_per_s"] / arguments.workers
     machine = platform.processor() or platform.machine()
@@ -224,6 +272,10 @@ def main() -> None:
         spread = f" ({', '.join(f'{value:.2f}' for value in others[name])})" if name in others else ""
         print(f"{name:22} {rate:6.2f} MB/s per process, {rate / rates['library alone']:.2f} of the library{spread}")
     print(f"largest worker         {figures['peak_worker_bytes'] / 1e6:,.0f} MB at its peak")
+    if arguments.kills:
+        print(
+            f"killed {arguments.kills} times: {figures['same_files']} files as without, {figures['killed_seconds']:,.0f} s"
+        )
     if arguments.json:
         record = figures | {"rates": rates, "others": others, "bytes": num_bytes, "commit": commit()}
         arguments.json.write_text(json.dumps(record, indent=2) + "\n")
