@@ -52,11 +52,15 @@ def export(config: Config, out: str, *, with_bos: bool = True) -> None:
         raise cache_error(error, cache_dir) from error
     for tokens, path in zip(found.sources, prefixes, strict=True):
         _write(tokens, found.by, path, with_bos=with_bos)
-    tokenizer, weights = found.by.tokenizer, [f"{source.weight:g}" for source in config.data.sources]
+    tokenizer = found.by.tokenizer
     ends = f"texts {'begin with bos and ' if with_bos else ''}end with eos"
     log(f"ids        bos {tokenizer.bos_id}, eos {tokenizer.eos_id} of {tokenizer.vocab_size:,} tokens; {ends}")
-    blend = itertools.chain.from_iterable(zip(weights, prefixes, strict=True)) if several else prefixes
-    log(f"megatron   --data-path {' '.join(blend)}")
+    blend = [
+        f"{source.weight:g} {path}" for source, path in zip(config.data.sources, prefixes, strict=True) if source.weight
+    ]
+    log(f"megatron   --data-path {' '.join(blend) if several else prefix}")
+    if len(blend) < len(prefixes):  # Megatron-LM refuses a weight of 0
+        log("note       sources that only a later one of data.stages gives a weight are written, and not in --data-path")
 
 
 def _write(tokens: SourceTokens, by: Tokenizing, prefix: str, *, with_bos: bool) -> None:

@@ -89,6 +89,21 @@ def test_each_source_has_its_pair(tmp_path, capsys):
     assert last == f"megatron   --data-path 3 {tmp_path}/out_0 0.5 {tmp_path}/out_1"
 
 
+def test_a_source_of_a_later_stage_is_written_but_not_named_to_megatron_which_refuses_a_weight_of_0(tmp_path, capsys):
+    config = json.loads(write_config(tmp_path).read_text())
+    (tmp_path / "other.txt").write_text(" ".join(WORDS))
+    config["data"]["sources"].append({"kind": "text", "paths": [str(tmp_path / "other.txt")], "weight": 0})
+    config["data"]["stages"] = [{"from_step": 4, "weights": [1, 1]}]
+    (tmp_path / "run.yaml").write_text(json.dumps(config))
+    assert export(tmp_path) == 0
+    assert ids_in(tmp_path / "out_1") == framed(tokenizer_of(tmp_path), [" ".join(WORDS)])
+    blend, note = capsys.readouterr().out.splitlines()[-2:]
+    assert blend == f"megatron   --data-path 1 {tmp_path}/out_0"
+    assert (
+        note == "note       sources that only a later one of data.stages gives a weight are written, and not in --data-path"
+    )
+
+
 def test_a_setting_can_be_given_with_the_command(tmp_path):
     write_config(tmp_path)
     (tmp_path / "other.txt").write_text(" ".join(WORDS) * 200)
