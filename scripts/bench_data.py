@@ -4,7 +4,7 @@ fifty thousand shards.
     python scripts/bench_data.py packing --documents 1e8 --directory /scratch
     python scripts/bench_data.py start --shards 50000 --processes 4 --directory /scratch
 
-`packing` makes lengths of documents by a seed (log-normal, a mean of about 800 tokens) and packs them as `data.prepare`
+`packing` makes lengths of documents by a seed (log-normal, a mean of about 800 tokens) and packs them as `prepare`
 does, in this process; there are no tokens. `start` makes a source of as many shards, tiny ones, and starts processes that
 meet by jax.distributed and prepare it, as training does: seconds from the meeting to the data, and to the rows of the first
 two batches, and files of data that each process opened or mapped until then.
@@ -127,9 +127,9 @@ def process(arguments: argparse.Namespace) -> None:
     """In each process: what the data take from the meeting on, and what is opened for them; printed as JSON."""
     import jax
 
-    from llamajax import data
     from llamajax.config.file import load_config
     from llamajax.data import groups
+    from llamajax.data.dataset import prepare
     from llamajax.parallel import startup
     from llamajax.parallel.processes import everyones
 
@@ -155,7 +155,7 @@ def process(arguments: argparse.Namespace) -> None:
     _count_maps(opened)
     everyones("ready")
     started = time.monotonic()
-    dataset = data.prepare(config, log=lambda line: None)
+    dataset = prepare(config, log=lambda line: None)
     prepared_s = time.monotonic() - started
     rows = config.train.global_batch_size // arguments.processes
     for step in range(config.data.prefetch_steps):

@@ -39,7 +39,7 @@ def tokenized(
     models_tokenizer: Tokenizer | None,
     run: Run = map,
 ) -> Tokenized:
-    """Arguments and errors are those of `llamajax.data.prepare`, but the cache's stay `OSError`s."""
+    """Arguments and errors are those of `llamajax.data.dataset.prepare`, but the cache's stay `OSError`s."""
     sources = sources_of(config)
     for source in sources:
         log(f"source     {source}")

@@ -14,7 +14,6 @@ import numpy as np
 from jaxtyping import Int32
 from rich.table import Table
 
-from llamajax import data
 from llamajax.config.cleaning import CleaningConfig
 from llamajax.config.evaluate import EvaluateConfig
 from llamajax.config.file import load_config
@@ -22,6 +21,7 @@ from llamajax.config.model import ModelConfig
 from llamajax.config.parallel import num_parts
 from llamajax.config.run import Config
 from llamajax.data.batches import held_out_batches
+from llamajax.data.dataset import Dataset, prepare
 from llamajax.data.loader import Loader
 from llamajax.data.tokenizer import load_tokenizer
 from llamajax.data.tokenizer_base import Tokenizer
@@ -79,7 +79,7 @@ def evaluate_documents(
     path = find_run(config, pretrained)
     trained = load_config(path)
     run_config = adapt_run(trained, path, config, model_config, tokenizer)
-    dataset = data.prepare(run_config, log=console.log, log_work=console.log_own, tokenizer=tokenizer)
+    dataset = prepare(run_config, log=console.log, log_work=console.log_own, tokenizer=tokenizer)
     trained_on = pretrained.meta.get("data", {}).get("fingerprint")
     has_same_weights = run_config.data.sources == trained.data.sources  # as it has where all of them begin the run
     if config.data is None and config.seq_len is None and has_same_weights and trained_on not in (None, dataset.fingerprint):
@@ -91,7 +91,7 @@ def evaluate_documents(
             template = run_config.data.chat_template if read.kind == "chat" else None
             changes = {"data.sources": (read,), "data.cleaning": CleaningConfig(), "data.chat_template": template}
             alone = run_config.changed(changes)
-            of_source = data.prepare(alone, log=lambda line: None, tokenizer=tokenizer)
+            of_source = prepare(alone, log=lambda line: None, tokenizer=tokenizer)
             parts[f"data.sources[{index}] {named.kind}"] = Part(alone, of_source)
     total = sum(part.num_batches(config) for part in parts.values())
     if not total:
@@ -125,7 +125,7 @@ class Part:
     """Documents whose losses are added up."""
 
     run_config: Config
-    dataset: data.Dataset
+    dataset: Dataset
 
     def num_batches(self, config: EvaluateConfig) -> int:
         """How many there are, or are wanted."""

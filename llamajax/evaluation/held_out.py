@@ -5,15 +5,15 @@ from collections.abc import Callable
 
 import numpy as np
 
-from llamajax import data
 from llamajax.config.run import Config
 from llamajax.data.batches import held_out_batches
+from llamajax.data.dataset import Dataset
 from llamajax.model import Llama
 from llamajax.step.step import eval_step, one_behind
 
 
 def evaluate(
-    config: Config, model: Llama, dataset: data.Dataset, num_rows: int, is_stopping: Callable[[], bool] = lambda: False
+    config: Config, model: Llama, dataset: Dataset, num_rows: int, is_stopping: Callable[[], bool] = lambda: False
 ) -> dict[str, float] | None:
     """Held-out loss in nats per token and in bits per byte of text, over the first `num_rows` rows; NaN without targets.
 

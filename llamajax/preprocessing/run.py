@@ -12,9 +12,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from llamajax import data
 from llamajax.config.run import Config
 from llamajax.data.cleaning.pipeline import clean
+from llamajax.data.dataset import prepare
 from llamajax.data.groups import announce_fetching, extents, group_files, known_group
 from llamajax.data.lines import Span
 from llamajax.data.progress import TokenizingProgress
@@ -73,7 +73,7 @@ def _run(config: Config, cache_dir: Path, part: int, num_parts: int, executor: E
     if missing:
         log(f"finished   this part; {missing:,} pieces of others are missing, of which the last one to be done packs all")
         return
-    dataset = data.prepare(config, log=log, tokenizer=models_own, run=executor.map)
+    dataset = prepare(config, log=log, tokenizer=models_own, run=executor.map)
     log(f"finished   all is in {cache_dir}; its fingerprint is {dataset.fingerprint[:16]}")
 
 

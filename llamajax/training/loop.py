@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from llamajax import data
 from llamajax.checkpoint.write import Checkpointer
 from llamajax.config.run import Config
+from llamajax.data.dataset import Dataset
 from llamajax.data.loader import Loader
 from llamajax.data.position import PassedOver, next_row
 from llamajax.errors import SaveError
@@ -51,7 +51,7 @@ class Trainer:
     """`train_step` of the run, by the length of rows."""
     replicas: Replicas
     """Compares what devices hold alike, before every checkpoint too."""
-    dataset: data.Dataset
+    dataset: Dataset
     """What it trains on."""
     meta: dict[str, Any]
     """What its checkpoints say about themselves."""

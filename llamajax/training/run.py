@@ -6,13 +6,13 @@ from pathlib import Path
 
 import jax
 
-from llamajax import data
 from llamajax.checkpoint.meta import checkpoint_meta
 from llamajax.checkpoint.read import Restored
 from llamajax.checkpoint.steps import latest_step
 from llamajax.checkpoint.write import Checkpointer
 from llamajax.config.file import write_config
 from llamajax.config.run import Config
+from llamajax.data.dataset import prepare
 from llamajax.data.position import PassedOver
 from llamajax.generation.completion import encode_prompt, stream_text
 from llamajax.parallel import compilation_cache, startup
@@ -76,7 +76,7 @@ def run(asked: Config, *, dry_run: bool = False) -> None:
             restored = checkpointer.restore(abstract, passed_over=passed_over)
             watchdog.begin("load")
             origin = origin_of(config, restored, pretrained)
-            dataset = data.prepare(config, log=console.log, log_work=console.log_own, tokenizer=origin.tokenizer)
+            dataset = prepare(config, log=console.log, log_work=console.log_own, tokenizer=origin.tokenizer)
             fingerprints = repr((dataset.fingerprint, dataset.stage_fingerprints))
             same = {"data (documents or tokenizer)": fingerprints, "tokenized documents": dataset.content}
             check_same_everywhere(same)

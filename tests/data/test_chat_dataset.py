@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from llamajax import data
 from llamajax.config.data import ChatFormat, SourceConfig, TokenizerConfig
 from llamajax.data import groups, shards
 from llamajax.data.chat import load_chat_template
+from llamajax.data.dataset import prepare
 from llamajax.data.shards import read_shard
 from llamajax.data.tokenizer import load_tokenizer, train_sentencepiece
 from llamajax.errors import ConfigError, DataError
@@ -39,8 +39,8 @@ def chat_config(tmp_path, *sources, **fields):
     return config_for(tmp_path, *sources, **({"seq_len": 512, "chat_template": PLAIN} | fields))
 
 
-def prepare(config, **arguments):
-    return data.prepare(config, log=lambda line: None, **arguments)
+def prepared(config, **arguments):
+    return prepare(config, log=lambda line: None, **arguments)
 
 
 def said_in(targets, tokenizer):
@@ -63,7 +63,7 @@ def answers(messages):
 @pytest.mark.parametrize("chat_format", ["messages", "sharegpt", "alpaca"])
 def test_every_answer_is_learnt_once_and_nothing_else(tmp_path, tokenizer, chat_format):
     source, written = chat_source(tmp_path, "chat.jsonl", 150, chat_format)
-    dataset = prepare(chat_config(tmp_path, source))
+    dataset = prepared(chat_config(tmp_path, source))
     found = []
     for positions, text, targets in documents_of(epoch(dataset, num_rows(dataset)), tokenizer):
         assert positions.tolist() == list(range(len(positions)))
@@ -79,7 +79,7 @@ def test_golden_row(tmp_path, tokenizer):
     source, _ = chat_source(tmp_path, "chat.jsonl", 1)
     record = {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yo"}]}
     (tmp_path / "chat.jsonl").write_text(json.dumps(record) + "\n")
-    dataset = prepare(chat_config(tmp_path, source, seq_len=64))
+    dataset = prepared(chat_config(tmp_path, source, seq_len=64))
     row = dataset.train_row(0)
     parts = tokenizer.encode_template_parts(["<s>### User\nHi\n\n### Assistant\n", "Yo</s>", "\n"])
     ids = np.concatenate(parts)
@@ -105,7 +105,7 @@ def test_long_conversations_are_cut_or_left_out(tmp_path, tokenizer):
     turns.append([{"role": "user", "content": "q"}, {"role": "assistant", "content": ""}])  # empty
     (tmp_path / "chat.jsonl").write_text("".join(json.dumps({"messages": messages}) + "\n" for messages in turns))
     source = SourceConfig(kind="chat", paths=(str(tmp_path / "chat.jsonl"),))
-    dataset = prepare(chat_config(tmp_path, source, seq_len=64))
+    dataset = prepared(chat_config(tmp_path, source, seq_len=64))
     (line,) = dataset.summary
     assert "4 documents (1 empty ones skipped)" in line
     assert line.endswith("; 2 conversations cut to 64 tokens; 1 left out, since no answer is within 64 tokens")
@@ -114,12 +114,12 @@ def test_long_conversations_are_cut_or_left_out(tmp_path, tokenizer):
     assert sorted(row["segment_ids"].max() for row in rows) == [1, 1, 1]
     assert all((row["targets"] != IGNORE).any() for row in rows)
     with pytest.raises(DataError, match=r"paths: no conversation has an answer within the 8 tokens of data.seq_len; raise"):
-        prepare(chat_config(tmp_path, source, seq_len=8))
+        prepared(chat_config(tmp_path, source, seq_len=8))
 
 
 def test_rows_are_full(tmp_path, tokenizer):
     source, _ = chat_source(tmp_path, "chat.jsonl", 600)
-    (line,) = prepare(chat_config(tmp_path, source, seq_len=1024)).summary
+    (line,) = prepared(chat_config(tmp_path, source, seq_len=1024)).summary
     assert float(line.split("rows, ")[1].split("%")[0]) > 95
 
 
@@ -127,7 +127,7 @@ def test_mixed_with_texts_by_weight(tmp_path, tokenizer):
     chat, _ = chat_source(tmp_path, "chat.jsonl", 100, weight=0.25)
     text = jsonl_source(tmp_path, "text.jsonl", random_texts(300), weight=0.75)
     config = chat_config(tmp_path, text, chat, held_out_fraction=0.1, eval_batches=1)
-    dataset = prepare(config)
+    dataset = prepared(config)
     rows = [dataset.train_row(position) for position in range(80)]
     is_chat = [((row["targets"] == IGNORE) & (row["segment_ids"] > 0)).any() for row in rows]
     assert sum(is_chat) == 20
@@ -135,7 +135,7 @@ def test_mixed_with_texts_by_weight(tmp_path, tokenizer):
         if not of_chat:
             np.testing.assert_array_equal(row["targets"] != IGNORE, row["segment_ids"] > 0)
     assert len(dataset.held_out_rows) > 2
-    again = prepare(config.changed({"data.cache_dir": str(tmp_path / "other")}))
+    again = prepared(config.changed({"data.cache_dir": str(tmp_path / "other")}))
     assert again.fingerprint == dataset.fingerprint
     for position in range(80):
         np.testing.assert_equal(again.train_row(position), rows[position])
@@ -148,7 +148,7 @@ def test_the_split_is_by_conversation_whatever_its_format(tmp_path, tokenizer):
         path = tmp_path / f"{chat_format}.jsonl"
         path.write_text("".join(json.dumps(record_of(messages, chat_format)) + "\n" for messages in [*written, written[0]]))
         sources.append(SourceConfig(kind="chat", paths=(str(path),), chat_format=chat_format))
-    dataset = prepare(chat_config(tmp_path, *sources, held_out_fraction=0.3, eval_batches=1))
+    dataset = prepared(chat_config(tmp_path, *sources, held_out_fraction=0.3, eval_batches=1))
     train = epoch(dataset, 3 * sum(num_rows(dataset, index) for index in range(3)))
     held_out = [dataset.held_out_rows[index] for index in range(len(dataset.held_out_rows))]
     sides = [{text for _, text, _ in documents_of(rows, tokenizer)} for rows in (train, held_out)]
@@ -165,15 +165,15 @@ def test_the_cache_follows_template_and_format(tmp_path, tokenizer):
     chat, _ = chat_source(tmp_path, "chat.jsonl", 20)
     text = jsonl_source(tmp_path, "text.jsonl", random_texts(50))
     config = chat_config(tmp_path, text, chat)
-    first = prepare(config)
+    first = prepared(config)
     files = shard_files(tmp_path)
     assert len(files) == 2
     log = []
-    assert data.prepare(config, log=log.append).fingerprint == first.fingerprint
+    assert prepare(config, log=log.append).fingerprint == first.fingerprint
     assert [line.split()[0] for line in log] == ["source", "source", "data", "data"]
     other = tmp_path / "other.jinja"
     other.write_text(Path(PLAIN).read_text().replace("###", "#"))
-    changed = prepare(chat_config(tmp_path, text, chat, chat_template=str(other)))
+    changed = prepared(chat_config(tmp_path, text, chat, chat_template=str(other)))
     assert changed.fingerprint != first.fingerprint
     assert changed.template_sha256 != first.template_sha256
     after = shard_files(tmp_path)
@@ -183,7 +183,7 @@ def test_the_cache_follows_template_and_format(tmp_path, tokenizer):
     both = record_of(conversations(2)[1], "messages") | {"instruction": "Q", "output": "A"}
     (tmp_path / "chat.jsonl").write_text(json.dumps(both) + "\n")
     formats = [dataclasses.replace(chat, chat_format=chat_format) for chat_format in ("messages", "alpaca")]
-    fingerprints = {prepare(chat_config(tmp_path, of_format)).fingerprint for of_format in formats}
+    fingerprints = {prepared(chat_config(tmp_path, of_format)).fingerprint for of_format in formats}
     assert len(fingerprints) == 2
 
 
@@ -193,7 +193,7 @@ def test_shards_go_on_where_they_stopped(tmp_path, tokenizer, monkeypatch):
     monkeypatch.setattr(groups, "UNSETTLED_S", -60.0)
     source, written = chat_source(tmp_path, "chat.jsonl", 40)
     config = chat_config(tmp_path, source)
-    rows = epoch(prepare(config), 5)
+    rows = epoch(prepared(config), 5)
     made = sorted(shard_files(tmp_path))
     assert len(made) > 5
     contents = {path: path.read_bytes() for path in made}
@@ -201,7 +201,7 @@ def test_shards_go_on_where_they_stopped(tmp_path, tokenizer, monkeypatch):
         path.unlink()
     shutil.rmtree(tmp_path / "cache" / "index-1")  # which is made of whole entries
     kept = {path: path.stat().st_mtime_ns for path in made[:-3]}
-    dataset = prepare(config)
+    dataset = prepared(config)
     assert {path: path.read_bytes() for path in shard_files(tmp_path)} == contents
     assert kept.items() <= shard_files(tmp_path).items()
     np.testing.assert_equal(epoch(dataset, 5), rows)
@@ -216,25 +216,25 @@ def test_shards_go_on_where_they_stopped(tmp_path, tokenizer, monkeypatch):
 def test_the_template_comes_along(tmp_path, tokenizer):
     """Under the name and in the place where it is found with the tokenizer, wherever it came from."""
     source, _ = chat_source(tmp_path, "chat.jsonl", 5)
-    named = prepare(chat_config(tmp_path, source))
+    named = prepared(chat_config(tmp_path, source))
     assert list(named.files) == ["tokenizer.model", "chat_template.jinja"]
     folder = tmp_path / "checkpoint"
     folder.mkdir()
     for name, content in named.files.items():
         (folder / name).write_bytes(content)
     model = load_tokenizer(folder)
-    resumed = prepare(chat_config(tmp_path, source, chat_template=None, tokenizer=TokenizerConfig()), tokenizer=model)
+    resumed = prepared(chat_config(tmp_path, source, chat_template=None, tokenizer=TokenizerConfig()), tokenizer=model)
     assert resumed.fingerprint == named.fingerprint
     assert resumed.template_sha256 == named.template_sha256
     assert resumed.files == {**model.files, "chat_template.jinja": Path(PLAIN).read_bytes()}
-    text_only = prepare(config_for(tmp_path, jsonl_source(tmp_path, "a.jsonl", random_texts(5))))
+    text_only = prepared(config_for(tmp_path, jsonl_source(tmp_path, "a.jsonl", random_texts(5))))
     assert text_only.files == tokenizer.files
     assert text_only.template_sha256 is None
 
 
 def refused(error, config, **arguments):
     with pytest.raises(error) as caught:
-        prepare(config, **arguments)
+        prepared(config, **arguments)
     assert len(str(caught.value).splitlines()) == 1
     return str(caught.value)
 
@@ -269,16 +269,16 @@ def test_conversations_that_the_template_refuses_may_be_left_out(tmp_path, token
     fewer, enough = (dataclasses.replace(source, max_bad_records=bound) for bound in (1, 2))
     message = refused(DataError, chat_config(tmp_path, fewer, chat_template=llama2))
     assert message.endswith("; data.sources[0].max_bad_records: 1 allows no more of them")
-    (line,) = prepare(chat_config(tmp_path, enough, chat_template=llama2)).summary
+    (line,) = prepared(chat_config(tmp_path, enough, chat_template=llama2)).summary
     assert ": 2 documents, " in line
 
 
 def test_the_models_tokenizer(tmp_path, tokenizer):
     source = jsonl_source(tmp_path, "a.jsonl", random_texts(20))
     unnamed = config_for(tmp_path, source, tokenizer=TokenizerConfig())
-    dataset = prepare(unnamed, tokenizer=tokenizer)
+    dataset = prepared(unnamed, tokenizer=tokenizer)
     assert dataset.tokenizer is tokenizer
-    assert prepare(config_for(tmp_path, source), tokenizer=tokenizer).fingerprint == dataset.fingerprint
+    assert prepared(config_for(tmp_path, source), tokenizer=tokenizer).fingerprint == dataset.fingerprint
     other = tmp_path / "other"
     other.mkdir()
     (other / "tokenizer.model").write_bytes(train_sentencepiece(random_texts(200), vocab_size=300))
@@ -293,7 +293,7 @@ def test_the_models_tokenizer(tmp_path, tokenizer):
 
 def test_a_tokenizer_can_be_trained_on_what_is_said(tmp_path):
     source, written = chat_source(tmp_path, "chat.jsonl", 60)
-    dataset = prepare(chat_config(tmp_path, source, tokenizer=TokenizerConfig(), vocab_size=400, seq_len=1024))
+    dataset = prepared(chat_config(tmp_path, source, tokenizer=TokenizerConfig(), vocab_size=400, seq_len=1024))
     found = [
         said_in(targets, dataset.tokenizer)
         for _, _, targets in documents_of(epoch(dataset, num_rows(dataset)), dataset.tokenizer)

@@ -7,10 +7,10 @@ import json
 import numpy as np
 import pytest
 
-from llamajax import data
 from llamajax.config.data import DataConfig, SourceConfig, TokenizerConfig
 from llamajax.data import cache, groups, tokenizing
 from llamajax.data import rows as rows_module
+from llamajax.data.dataset import prepare
 from llamajax.data.sources import Source
 from llamajax.data.split import is_held_out, split_hash
 from llamajax.data.tokenizer import load_tokenizer, train_sentencepiece
@@ -71,7 +71,7 @@ def num_rows(dataset, source=0):
 
 def test_golden_rows(tmp_path, tokenizer):
     texts = ["abc", "de", "", "fghijk", "l"]
-    dataset = data.prepare(config_for(tmp_path, jsonl_source(tmp_path, "a.jsonl", texts), seq_len=6), log=lambda line: None)
+    dataset = prepare(config_for(tmp_path, jsonl_source(tmp_path, "a.jsonl", texts), seq_len=6), log=lambda line: None)
     ids = {letter: int(tokenizer.encode_batch([letter])[0][0]) for letter in LETTERS}
     bos, eos = tokenizer.bos_id, tokenizer.eos_id
     a, b, c, d, e, f, g, h, i, j, k, m = (ids[letter] for letter in "abcdefghijkl")
@@ -94,7 +94,7 @@ def test_golden_rows(tmp_path, tokenizer):
 
 def test_every_target_once_in_an_epoch(tmp_path, tokenizer):
     texts = random_texts(200)
-    dataset = data.prepare(config_for(tmp_path, jsonl_source(tmp_path, "a.jsonl", texts)), log=lambda line: None)
+    dataset = prepare(config_for(tmp_path, jsonl_source(tmp_path, "a.jsonl", texts)), log=lambda line: None)
     for start in (0, num_rows(dataset)):
         rows = [dataset.train_row(start + position) for position in range(num_rows(dataset))]
         targets = np.concatenate([row["targets"] for row in rows])
@@ -109,7 +109,7 @@ def test_the_split_is_by_document_and_holds_for_duplicates(tmp_path, tokenizer):
     texts = random_texts(400, longest=14)
     sources = [jsonl_source(tmp_path, "a.jsonl", texts), jsonl_source(tmp_path, "b.jsonl", texts[::-1] + texts[:50])]
     config = config_for(tmp_path, *sources, held_out_fraction=0.2, eval_batches=1)
-    dataset = data.prepare(config, log=lambda line: None)
+    dataset = prepare(config, log=lambda line: None)
     total = 4 * (num_rows(dataset, 0) + num_rows(dataset, 1))
     trained = {text for _, text, _ in documents_of(epoch(dataset, total), tokenizer)}
     held_out = {
@@ -123,15 +123,14 @@ def test_the_split_is_by_document_and_holds_for_duplicates(tmp_path, tokenizer):
 def test_held_out_rows_are_the_same_for_every_seed_and_mixed(tmp_path, tokenizer):
     sources = [jsonl_source(tmp_path, f"{n}.jsonl", random_texts(200, n)) for n in range(2)]
     both = [
-        data.prepare(config_for(tmp_path, *sources, held_out_fraction=0.5, seed=seed), log=lambda line: None)
-        for seed in (0, 1)
+        prepare(config_for(tmp_path, *sources, held_out_fraction=0.5, seed=seed), log=lambda line: None) for seed in (0, 1)
     ]
     first, second = (
         [dataset.held_out_rows[i]["tokens"].tolist() for i in range(len(dataset.held_out_rows))] for dataset in both
     )
     assert first == second
     in_file_order = [
-        data.prepare(config_for(tmp_path, source, held_out_fraction=0.5), log=lambda line: None).held_out_rows
+        prepare(config_for(tmp_path, source, held_out_fraction=0.5), log=lambda line: None).held_out_rows
         for source in sources
     ]
     assert len(first) == sum(map(len, in_file_order))
@@ -150,7 +149,7 @@ def test_a_tokenizer_is_trained_on_training_documents_only(tmp_path):
             tmp_path, jsonl_source(tmp_path, f"{name}.jsonl", documents), held_out_fraction=fraction,
             tokenizer=TokenizerConfig(train_max_bytes=10_000), vocab_size=320,
         )  # fmt: skip
-        dataset = data.prepare(config, log=lambda line: None)
+        dataset = prepare(config, log=lambda line: None)
         vocabularies.append([dataset.tokenizer.decode([token]) for token in range(dataset.tokenizer.vocab_size)])
     assert vocabularies[0] == vocabularies[1]
 
@@ -160,7 +159,7 @@ def test_sources_are_mixed_by_weight(tmp_path, tokenizer):
         jsonl_source(tmp_path, "a.jsonl", ["a" * (1 + n % 40) for n in range(1500)], weight=0.7),
         jsonl_source(tmp_path, "b.jsonl", ["b" * (1 + n % 40) for n in range(700)], weight=0.3),
     ]
-    dataset = data.prepare(config_for(tmp_path, *sources), log=lambda line: None)
+    dataset = prepare(config_for(tmp_path, *sources), log=lambda line: None)
     letter_a = tokenizer.encode_batch(["a"])[0][0]
     from_a = [bool((dataset.train_row(position)["targets"] == letter_a).any()) for position in range(1000)]
     assert sum(from_a) == 700
@@ -170,10 +169,10 @@ def test_sources_are_mixed_by_weight(tmp_path, tokenizer):
 def test_the_order_depends_on_the_seed_and_on_nothing_else(tmp_path, tokenizer):
     source = jsonl_source(tmp_path, "a.jsonl", random_texts(100))
     same = config_for(tmp_path, source)
-    first = [row["tokens"].tolist() for row in epoch(data.prepare(same, log=lambda line: None), 30)]
+    first = [row["tokens"].tolist() for row in epoch(prepare(same, log=lambda line: None), 30)]
     elsewhere = same.changed({"data.cache_dir": str(tmp_path / "elsewhere")})
-    assert [row["tokens"].tolist() for row in epoch(data.prepare(elsewhere, log=lambda line: None), 30)] == first
-    other = data.prepare(config_for(tmp_path, source, seed=1), log=lambda line: None)
+    assert [row["tokens"].tolist() for row in epoch(prepare(elsewhere, log=lambda line: None), 30)] == first
+    other = prepare(config_for(tmp_path, source, seed=1), log=lambda line: None)
     assert [row["tokens"].tolist() for row in epoch(other, 30)] != first
 
 
@@ -196,9 +195,7 @@ def test_the_fingerprint_follows_all_that_decides_the_rows(tmp_path, tokenizer):
         config_for(tmp_path, a, dataclasses.replace(b, weight=2.0)),
         config_for(tmp_path, a, tokenizer=TokenizerConfig(), vocab_size=300),
     ]
-    fingerprints = [
-        [data.prepare(config, log=lambda line: None).fingerprint for config in group] for group in (same, others)
-    ]
+    fingerprints = [[prepare(config, log=lambda line: None).fingerprint for config in group] for group in (same, others)]
     assert len(set(fingerprints[0])) == 1
     assert len({*fingerprints[0], *fingerprints[1]}) == 1 + len(others)
 
@@ -208,13 +205,13 @@ def test_prepared_once(tmp_path, tokenizer, monkeypatch):
     config = config_for(tmp_path, jsonl_source(tmp_path, "a.jsonl", texts), tokenizer=TokenizerConfig(), vocab_size=300)
     first_log, second_log = [], []
     work: list[str] = []
-    first = data.prepare(config, log=first_log.append, log_work=work.append)
+    first = prepare(config, log=first_log.append, log_work=work.append)
     assert [line.split()[0] for line in first_log] == ["source", "data"]
     assert [line.split()[0] for line in work] == ["tokenizer", "tokenized"]
     files = {path: path.stat().st_mtime_ns for path in (tmp_path / "cache").rglob("*") if path.is_file()}
     monkeypatch.setattr("llamajax.data.tokenizing.train_sentencepiece", None)
     monkeypatch.setattr("llamajax.data.packing.pack", None)
-    second = data.prepare(config, log=second_log.append)
+    second = prepare(config, log=second_log.append)
     assert second_log == first_log == [first_log[0], *first.summary]
     assert (second.fingerprint, second.summary) == (first.fingerprint, first.summary)
     assert {path: path.stat().st_mtime_ns for path in files} == files
@@ -226,7 +223,7 @@ def test_what_is_refused(tmp_path, tokenizer):
 
     def refused(error, message, config):
         with pytest.raises(error, match=message) as caught:
-            data.prepare(config, log=lambda line: None)
+            prepare(config, log=lambda line: None)
         assert "\n" not in str(caught.value)
 
     refused(
@@ -249,7 +246,7 @@ def test_what_is_refused(tmp_path, tokenizer):
         r"data.held_out_fraction: 0.0001 of the documents is none; raise it, add documents, or set train.eval_batches=0",
         config_for(tmp_path, a, held_out_fraction=0.0001, eval_batches=1),
     )
-    assert len(data.prepare(config_for(tmp_path, a, held_out_fraction=0.0001), log=lambda line: None).held_out_rows) == 0
+    assert len(prepare(config_for(tmp_path, a, held_out_fraction=0.0001), log=lambda line: None).held_out_rows) == 0
     (tmp_path / "file").write_text("")
     refused(
         DataError,
@@ -261,7 +258,7 @@ def test_what_is_refused(tmp_path, tokenizer):
 def test_copies_that_differ_by_a_newline_are_on_one_side(tmp_path, tokenizer):
     texts = random_texts(100, longest=14)
     twins = jsonl_source(tmp_path, "a.jsonl", [twin for text in texts for twin in (text, f"{text} ", f" {text} ")])
-    dataset = data.prepare(config_for(tmp_path, twins, held_out_fraction=0.5, eval_batches=1), log=lambda line: None)
+    dataset = prepare(config_for(tmp_path, twins, held_out_fraction=0.5, eval_batches=1), log=lambda line: None)
     sides = [
         {text.strip() for _, text, _ in documents_of(rows, tokenizer)}
         for rows in (epoch(dataset, num_rows(dataset)), dataset.held_out_rows)
@@ -275,7 +272,7 @@ def test_the_fingerprint_is_that_of_the_first_version_where_the_rows_are(tmp_pat
     """Which split by the text with its white space, and spelt U+2581; its runs go on if that makes no difference."""
     source = jsonl_source(tmp_path, "a.jsonl", [text + end for text in random_texts(60)])
     log = []
-    dataset = data.prepare(config_for(tmp_path, source, held_out_fraction=0.5), log=log.append)
+    dataset = prepare(config_for(tmp_path, source, held_out_fraction=0.5), log=log.append)
     (group,) = groups.group_files(Source(source, "data.sources[0]"), tmp_path / "cache", log.append)
     of_shards = cache.key_of("shard-1", 2**26, tokenizer.sha256, group.content)
     of_rows = cache.key_of("packing-1", [of_shards], 16, 0.5)
@@ -286,13 +283,13 @@ def test_bad_records_are_counted_and_bounded(tmp_path, tokenizer):
     source = jsonl_source(tmp_path, "a.jsonl", [*random_texts(5), None, None, "last"])
     some = dataclasses.replace(source, max_bad_records=2)
     log = []
-    dataset = data.prepare(config_for(tmp_path, some), log=log.append)
+    dataset = prepare(config_for(tmp_path, some), log=log.append)
     first = f"{tmp_path}/a.jsonl:6: data.sources[0].text_key: 'text' must be a string, not null; correct or remove it"
     assert f"left out   data.sources[0]: 2 bad records, the first one {first}" in log
     assert "6 documents," in dataset.summary[0]
     for bound, suffix in ((0, ""), (1, "; data.sources[0].max_bad_records: 1 allows no more of them")):
         with pytest.raises(DataError) as caught:  # also where the cache has them
-            data.prepare(config_for(tmp_path, dataclasses.replace(source, max_bad_records=bound)), log=lambda line: None)
+            prepare(config_for(tmp_path, dataclasses.replace(source, max_bad_records=bound)), log=lambda line: None)
         assert str(caught.value) == first + suffix
 
 
@@ -301,7 +298,7 @@ def test_how_often_each_source_is_gone_through(tmp_path, tokenizer):
         jsonl_source(tmp_path, "a.jsonl", random_texts(40), weight=3.0),
         jsonl_source(tmp_path, "b.jsonl", random_texts(90, seed=1)),
     ]
-    dataset = data.prepare(config_for(tmp_path, *sources), log=lambda line: None)
+    dataset = prepare(config_for(tmp_path, *sources), log=lambda line: None)
     rows = [num_rows(dataset, 0), num_rows(dataset, 1)]
     of_a, of_b = 24 * rows[1] / rows[0], 8.0  # of 32 rows per step, three quarters and one
     assert dataset.epochs(rows[1]) == pytest.approx({"data.sources[0]": of_a, "data.sources[1]": of_b})
@@ -311,7 +308,7 @@ def test_why_there_is_nothing_to_train_on(tmp_path, tokenizer):
     source = jsonl_source(tmp_path, "a.jsonl", ["abc"])
     fraction = (split_hash("abc") + 2**40) / 2**64
     with pytest.raises(DataError, match=r"paths: has no document to train on: all 1 are held out; add documents, or lower"):
-        data.prepare(config_for(tmp_path, source, held_out_fraction=fraction), log=lambda line: None)
+        prepare(config_for(tmp_path, source, held_out_fraction=fraction), log=lambda line: None)
 
 
 def test_a_signal_while_a_tokenizer_is_made_is_not_hidden(tmp_path, monkeypatch):
@@ -329,7 +326,7 @@ def test_a_signal_while_a_tokenizer_is_made_is_not_hidden(tmp_path, monkeypatch)
 
         monkeypatch.setattr(tokenizing, "is_held_out", terminated)
         try:
-            data.prepare(config, log=lambda line: None)
+            prepare(config, log=lambda line: None)
         except SystemExit:
             continue
         break
@@ -340,14 +337,14 @@ def test_the_files_are_read_once_for_the_tokenizer(tmp_path, monkeypatch):
     config = config_for(tmp_path, jsonl_source(tmp_path, "a.jsonl", random_texts(50)), tokenizer=TokenizerConfig())
     read, documents = [], Source.documents
     monkeypatch.setattr(Source, "documents", lambda self, files, *rest: read.append(files) or documents(self, files, *rest))
-    data.prepare(config, log=lambda line: None)
+    prepare(config, log=lambda line: None)
     assert len(read) == 2  # for the tokenizer and by it
 
 
 def test_a_source_that_cannot_be_read_is_not_the_cache(tmp_path, tokenizer):
     def refused(path, kind):
         with pytest.raises(kind) as caught:
-            data.prepare(config_for(tmp_path, SourceConfig(kind="text", paths=(path,))), log=lambda line: None)
+            prepare(config_for(tmp_path, SourceConfig(kind="text", paths=(path,))), log=lambda line: None)
         return str(caught.value)
 
     remedy = "see to the disk and run the same command again"
@@ -368,7 +365,7 @@ def test_long_work_is_announced(tmp_path, monkeypatch):
         monkeypatch.setattr(module, "ANNOUNCED_BYTES", 2 * sum(map(len, texts)))
     monkeypatch.setattr(groups, "UNSETTLED_S", -60.0)
     log = []
-    data.prepare(config, log=log.append)
+    prepare(config, log=log.append)
     assert [line.split()[0] for line in log] == [
         "source", "hashing", "sampling", "tokenizer", "tokenized", "packing", "data",
     ]  # fmt: skip
@@ -376,7 +373,7 @@ def test_long_work_is_announced(tmp_path, monkeypatch):
     assert log[2] == "sampling   1.0 MB of text for the tokenizer from 0.0 GB"
     assert log[5] == "packing    100 documents of data.sources[0]"
     log.clear()
-    data.prepare(config, log=log.append)
+    prepare(config, log=log.append)
     assert [line.split()[0] for line in log] == ["source", "data"]
 
 
@@ -386,7 +383,7 @@ def test_the_standard_library(tmp_path):
         tmp_path, SourceConfig(kind="stdlib"), seq_len=256, tokenizer=TokenizerConfig(), vocab_size=4096,
         held_out_fraction=0.05, eval_batches=1,
     )  # fmt: skip
-    dataset = data.prepare(config, log=lambda line: None)
+    dataset = prepare(config, log=lambda line: None)
     assert dataset.tokenizer.vocab_size == 4096
     assert num_rows(dataset) > 10_000
     assert len(dataset.held_out_rows) > 100

@@ -6,9 +6,9 @@ import pickle
 import numpy as np
 import pytest
 
-from llamajax import data
 from llamajax.config.data import SourceConfig
 from llamajax.data import megatron_tokens, packing, packings
+from llamajax.data.dataset import prepare
 from llamajax.data.megatron import split_documents
 from llamajax.data.megatron_tokens import MegatronTokens, parts_path
 from llamajax.data.megatron_writer import write_indexed
@@ -59,7 +59,7 @@ def test_every_pair_of_neighbours_in_a_document_is_learnt_once(tmp_path, dtype, 
     monkeypatch.setattr(packings, "CHUNK_WINDOWS", 2)
     documents = write(tmp_path / "a", 200, dtype=dtype) + write(tmp_path / "b", 60, seed=1, dtype=dtype)
     config = config_for(tmp_path, source(tmp_path / "a.bin", tmp_path / "b"), held_out_fraction=0.0)
-    dataset = data.prepare(config, log=lambda line: None)
+    dataset = prepare(config, log=lambda line: None)
     assert pairs_in(epoch(dataset, num_rows(dataset))) == pairs_of(documents)
     tokens = sum(map(len, documents))
     assert dataset.summary[0].startswith(f"data       data.sources[0] megatron: 260 documents, {tokens:,} tokens, ")
@@ -70,7 +70,7 @@ def test_every_pair_of_neighbours_in_a_document_is_learnt_once(tmp_path, dtype, 
 def test_documents_are_divided_in_their_order_file_by_file(tmp_path, split, fraction):
     files = [write(tmp_path / name, count, seed) for seed, (name, count) in enumerate([("a", 300), ("b", 130)])]
     config = config_for(tmp_path, source(tmp_path / "*.idx", split=split), held_out_fraction=fraction)
-    dataset = data.prepare(config, log=lambda line: None)
+    dataset = prepare(config, log=lambda line: None)
     train, held_out = [], []
     for documents in files:
         (_, end), (first, stop), _ = split_documents(len(documents), split or "0.9,0.1")
@@ -85,7 +85,7 @@ def test_it_is_mixed_with_text_by_weight_and_told_apart(tmp_path):
     write(tmp_path / "a", 500)
     texts = jsonl_source(tmp_path, "b.jsonl", random_texts(500, longest=14), weight=3.0)
     config = config_for(tmp_path, source(tmp_path / "a"), texts)
-    dataset = data.prepare(config, log=lambda line: None)
+    dataset = prepare(config, log=lambda line: None)
     bos = dataset.tokenizer.bos_id
     assert bos < 3, "the other source's documents are not begun by it"
     from_text = [bool((dataset.train_row(position)["tokens"] == bos).any()) for position in range(200)]
@@ -99,7 +99,7 @@ def test_the_fingerprint_follows_the_files_and_the_split(tmp_path):
 
     def fingerprint(name, **fields):
         config = config_for(tmp_path, source(tmp_path / name, **fields))
-        return data.prepare(config, log=lambda line: None).fingerprint
+        return prepare(config, log=lambda line: None).fingerprint
 
     same = {fingerprint("a"), fingerprint("copy")}
     others = {fingerprint("b"), fingerprint("wide"), fingerprint("a", split="9,1")}
@@ -114,9 +114,9 @@ def test_the_fingerprint_follows_the_files_and_the_split(tmp_path):
 def test_files_are_checked_once(tmp_path, monkeypatch):
     write(tmp_path / "a", 50)
     config = config_for(tmp_path, source(tmp_path / "a"))
-    data.prepare(config, log=lambda line: None)
+    prepare(config, log=lambda line: None)
     monkeypatch.setattr(megatron_tokens, "IndexedDataset", None)
-    dataset = data.prepare(config, log=lambda line: None)
+    dataset = prepare(config, log=lambda line: None)
     epoch(dataset, num_rows(dataset))
 
 
@@ -131,7 +131,7 @@ def test_a_store_can_be_sent_to_other_processes(tmp_path):
 
 
 def all_rows(config):
-    dataset = data.prepare(config, log=lambda line: None)
+    dataset = prepare(config, log=lambda line: None)
     return epoch(dataset, num_rows(dataset))
 
 

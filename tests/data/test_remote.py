@@ -16,10 +16,10 @@ import pyarrow.parquet
 import pytest
 import zstandard
 
-from llamajax import data
 from llamajax.config.data import SourceConfig, is_remote
 from llamajax.config.file import load_config
 from llamajax.data import groups, remote
+from llamajax.data.dataset import prepare
 from llamajax.data.groups import extents, group_files
 from llamajax.data.remote import RemoteFile, listed, shown
 from llamajax.data.sources import Source
@@ -120,10 +120,10 @@ def test_a_run_whose_tokens_are_made_fetches_nothing(tmp_path, web):
     web.files["/text.jsonl"] = (tmp_path / "text.jsonl").read_bytes()
     config = load_config(path)
     remote_config = config.changed({"data.sources": (SourceConfig(kind="jsonl", paths=(f"{web.url}/text.jsonl",)),)})
-    first = data.prepare(remote_config, log=lambda line: None)
+    first = prepare(remote_config, log=lambda line: None)
     shutil.rmtree(tmp_path / "cache" / "remote")
     web.requests.clear()
-    again, local = (data.prepare(run, log=lambda line: None) for run in (remote_config, config))
+    again, local = (prepare(run, log=lambda line: None) for run in (remote_config, config))
     assert first.fingerprint == again.fingerprint == local.fingerprint
     assert set(web.requests) == {("HEAD", "/text.jsonl")}
 

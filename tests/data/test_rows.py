@@ -10,9 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from llamajax import data, disk
+from llamajax import disk
 from llamajax.config.data import TokenizerConfig
 from llamajax.data import cache, groups, shards, stores
+from llamajax.data.dataset import prepare
 from llamajax.data.sentencepiece_tokenizer import SentencePieceTokenizer
 from llamajax.errors import DataError
 from tests.data.test_dataset import config_for, epoch, jsonl_source, letters_tokenizer, num_rows, random_texts
@@ -56,14 +57,14 @@ def cached(tmp_path, pattern):
 
 @pytest.mark.parametrize(("pattern", "count"), [("*.shard", 9), ("*.packing", 9), ("tokenizer.model*", 6), ("hash", 3)])
 def test_no_flipped_bit_is_trained_on(tmp_path, config, pattern, count):
-    expected = all_rows(data.prepare(config, log=lambda line: None))
+    expected = all_rows(prepare(config, log=lambda line: None))
     files = cached(tmp_path, pattern)
     whole = [path.read_bytes() for path in files]
     rng, num_named = np.random.default_rng(0), 0
     for _ in range(count):
         path, log = files[rng.integers(len(files))], []
         flip(path, int(rng.integers(8 * path.stat().st_size)))
-        np.testing.assert_equal(all_rows(data.prepare(config, log=log.append)), expected)
+        np.testing.assert_equal(all_rows(prepare(config, log=log.append)), expected)
         if any(line.startswith("damaged    ") for line in log):
             num_named += 1
             assert [file.read_bytes() for file in files] == whole
@@ -75,7 +76,7 @@ def test_no_flipped_bit_is_trained_on(tmp_path, config, pattern, count):
 @pytest.mark.parametrize("pattern", ["*.shard", "*.packing"])
 def test_a_bit_that_flips_while_it_is_mapped_is_not_trained_on(tmp_path, config, pattern):
     log = []
-    dataset = data.prepare(config, log=log.append)
+    dataset = prepare(config, log=log.append)
     expected, rng = all_rows(dataset), np.random.default_rng(1)
     for _ in range(6):
         path = rng.choice(cached(tmp_path, pattern))
@@ -85,13 +86,13 @@ def test_a_bit_that_flips_while_it_is_mapped_is_not_trained_on(tmp_path, config,
 
 
 def test_a_damaged_file_is_named_once_and_made_again(tmp_path, config):
-    dataset = data.prepare(config, log=lambda line: None)
+    dataset = prepare(config, log=lambda line: None)
     expected, shard_files = all_rows(dataset), cached(tmp_path, "*.shard")
     noise = np.random.default_rng(0).bytes(shard_files[1].stat().st_size - 700)
     whole = shard_files[1].read_bytes()
     shard_files[1].write_bytes(whole[:700] + noise)
     log = []
-    found = data.prepare(config, log=log.append)
+    found = prepare(config, log=log.append)
     assert found.content == dataset.content
     np.testing.assert_equal(all_rows(found), expected)
     damaged = [line for line in log if line.startswith("damaged")]
@@ -101,7 +102,7 @@ def test_a_damaged_file_is_named_once_and_made_again(tmp_path, config):
 
 def test_what_is_deleted_while_it_is_needed_is_made_again(tmp_path, config):
     log = []
-    dataset = data.prepare(config, log=log.append)
+    dataset = prepare(config, log=log.append)
     expected = all_rows(dataset)
     shutil.rmtree(cached(tmp_path, "*.shard")[0].parents[1])
     stores._shard.cache_clear()
@@ -110,7 +111,7 @@ def test_what_is_deleted_while_it_is_needed_is_made_again(tmp_path, config):
 
 
 def test_what_cannot_be_made_again_ends_in_one_line(tmp_path, config):
-    dataset = data.prepare(config, log=lambda line: None)
+    dataset = prepare(config, log=lambda line: None)
     for path in cached(tmp_path, "*.shard"):
         path.unlink()
     stores._shard.cache_clear()
@@ -120,26 +121,26 @@ def test_what_cannot_be_made_again_ends_in_one_line(tmp_path, config):
 
 
 def test_the_content_is_what_the_rows_are_read_from(tmp_path, config):
-    dataset = data.prepare(config, log=lambda line: None)
+    dataset = prepare(config, log=lambda line: None)
     elsewhere = config.changed({"data.cache_dir": str(tmp_path / "elsewhere")})
-    assert data.prepare(elsewhere, log=lambda line: None).content == dataset.content
+    assert prepare(elsewhere, log=lambda line: None).content == dataset.content
     file, whole = cache.read_arrays(path := cached(tmp_path, "*.shard")[0]), path.read_bytes()
     arrays = {name: array[:].copy() for name, array in file.arrays.items()}
     arrays["tokens"][7] += 1  # as another version of a tokenizer's library would
     cache.write_arrays(path, arrays, file.info)
     log = []
-    np.testing.assert_equal(all_rows(data.prepare(config, log=log.append)), all_rows(dataset))
+    np.testing.assert_equal(all_rows(prepare(config, log=log.append)), all_rows(dataset))
     assert log[2] == f"damaged    {path}: is not there; making it again"
     assert path.read_bytes() == whole
     cache.write_arrays(path, arrays, file.info)
     shutil.rmtree(tmp_path / "cache" / "index-1")  # as if such a version had made all
-    other = data.prepare(config, log=lambda line: None)
+    other = prepare(config, log=lambda line: None)
     assert other.fingerprint == dataset.fingerprint
     assert other.content != dataset.content
 
 
 def test_a_shard_that_becomes_another_when_it_is_made_again_is_refused(tmp_path, config, monkeypatch):
-    dataset = data.prepare(config, log=lambda line: None)
+    dataset = prepare(config, log=lambda line: None)
     encode_batch = SentencePieceTokenizer.encode_batch
     monkeypatch.setattr(SentencePieceTokenizer, "encode_batch", lambda *args: [ids[::-1] for ids in encode_batch(*args)])
     path = cached(tmp_path, "*.shard")[0]
@@ -154,27 +155,27 @@ def test_a_shard_that_becomes_another_when_it_is_made_again_is_refused(tmp_path,
 
 def test_rows_follow_the_tokens_that_took_the_place_of_others(tmp_path, config, monkeypatch):
     """When the error above is heeded, or somebody removes shards and index but not the packings."""
-    first = data.prepare(config, log=lambda line: None)
+    first = prepare(config, log=lambda line: None)
     encode_batch = SentencePieceTokenizer.encode_batch
     monkeypatch.setattr(SentencePieceTokenizer, "encode_batch", lambda *args: [ids[:-1] for ids in encode_batch(*args)])
     for folder in ("shards-2", "index-1"):
         shutil.rmtree(tmp_path / "cache" / folder)
-    second = data.prepare(config, log=lambda line: None)
-    elsewhere = data.prepare(config.changed({"data.cache_dir": str(tmp_path / "new")}), log=lambda line: None)
+    second = prepare(config, log=lambda line: None)
+    elsewhere = prepare(config.changed({"data.cache_dir": str(tmp_path / "new")}), log=lambda line: None)
     np.testing.assert_equal(all_rows(second), all_rows(elsewhere))
     assert second.content == elsewhere.content != first.content
 
 
 @pytest.mark.parametrize("pattern", ["index-1/*/shards", "packing-3/*/index", "train-*.packing"])
 def test_several_damages_at_once_are_mended(tmp_path, config, pattern):
-    expected = all_rows(data.prepare(config, log=lambda line: None))
+    expected = all_rows(prepare(config, log=lambda line: None))
     files = {path: path.read_bytes() for path in cached(tmp_path, "*.shard")}
     (damaged,) = (tmp_path / "cache").rglob(pattern)
     for lost in (list(files)[1], list(files)[-1]):
         flip(damaged, 8 * 100)
         lost.unlink()
         stores._shard.cache_clear()
-        np.testing.assert_equal(all_rows(data.prepare(config, log=lambda line: None)), expected)
+        np.testing.assert_equal(all_rows(prepare(config, log=lambda line: None)), expected)
         assert {path: path.read_bytes() for path in files} == files
 
 
@@ -183,24 +184,24 @@ def test_a_shard_is_made_again_from_a_file_of_another_name(tmp_path, config):
     path = tmp_path / "a.jsonl"
     path.write_text(path.read_text() + "oops\n")
     config = config.changed({"data.sources.0.max_bad_records": 1})
-    expected = all_rows(data.prepare(config, log=lambda line: None))
+    expected = all_rows(prepare(config, log=lambda line: None))
     path.rename(tmp_path / "b.jsonl")
     config = config.changed({"data.sources.0.paths": (str(tmp_path / "b.jsonl"),)})
     for shard in cached(tmp_path, "*.shard"):
         shard.unlink()
     stores._shard.cache_clear()
-    np.testing.assert_equal(all_rows(data.prepare(config, log=lambda line: None)), expected)
+    np.testing.assert_equal(all_rows(prepare(config, log=lambda line: None)), expected)
 
 
 def test_a_file_system_without_locks_is_said(tmp_path, config, monkeypatch):
     def refuse(descriptor, operation):
         raise OSError(38, "Function not implemented")
 
-    expected = all_rows(data.prepare(config, log=lambda line: None))
+    expected = all_rows(prepare(config, log=lambda line: None))
     monkeypatch.setattr(disk.fcntl, "flock", refuse)
     elsewhere = config.changed({"data.cache_dir": str(tmp_path / "elsewhere")})
     log = []
-    np.testing.assert_equal(all_rows(data.prepare(elsewhere, log=log.append)), expected)
+    np.testing.assert_equal(all_rows(prepare(elsewhere, log=log.append)), expected)
     assert f"note       {tmp_path}/elsewhere has no file locks: every process tokenizes for itself" in log
 
 
@@ -223,7 +224,7 @@ def test_more_shards_than_a_process_may_open(tmp_path, many_shards):
     resource.setrlimit(resource.RLIMIT_NOFILE, (open_now + 20, limits[1]))
     try:
         for _ in range(2):  # made, and found in the cache
-            dataset = data.prepare(many_shards, log=lambda line: None)
+            dataset = prepare(many_shards, log=lambda line: None)
             epoch(dataset, num_rows(dataset))
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
@@ -233,7 +234,7 @@ def test_more_shards_than_a_process_may_open(tmp_path, many_shards):
 def test_few_shards_are_mapped_at_once(many_shards, monkeypatch):
     assert stores._shard.cache_info().maxsize == stores.MAX_MAPPED_SHARDS < 65_530
     before = mapped_shards()
-    dataset = data.prepare(many_shards, log=lambda line: None)
+    dataset = prepare(many_shards, log=lambda line: None)
     assert mapped_shards() <= before
     expected = epoch(dataset, num_rows(dataset))
     stores._shard.cache_clear()

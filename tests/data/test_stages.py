@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from llamajax import data
 from llamajax.config.data import SourceConfig, Stage, StageConfig, TokenizerConfig
+from llamajax.data.dataset import prepare
 from llamajax.data.loader import Loader
 from llamajax.data.order import Proportions, training_order
 from llamajax.data.position import PassedOver, next_row
@@ -179,12 +179,12 @@ def staged(tmp_path):
     return config_for(tmp_path, of_a, of_b, held_out_fraction=0.1, stages=stages)
 
 
-def prepare(config):
-    return data.prepare(config, log=lambda line: None)
+def prepared(config):
+    return prepare(config, log=lambda line: None)
 
 
 def test_batches_follow_the_stages_also_ahead_of_time(staged):
-    dataset = prepare(staged)
+    dataset = prepared(staged)
     letter_a = dataset.tokenizer.encode_batch(["a"])[0][0]
     with Loader(dataset, staged.changed({"data.prefetch_steps": 3}), start_step=0) as loader:
         batches = [next(loader)[1]["tokens"] for _ in range(6)]
@@ -196,7 +196,7 @@ def test_batches_follow_the_stages_also_ahead_of_time(staged):
 
 
 def test_a_window_that_was_passed_over_across_a_boundary_keeps_steps_in_their_stages(staged):
-    dataset = prepare(staged)
+    dataset = prepared(staged)
     across = [PassedOver(after_step=3, first_row=96, num_rows=64, reason="step 5: bad", time=0.0)]
     with Loader(dataset, staged, 3, across) as loader:
         read = [next(loader)[1]["tokens"] for _ in range(2)]
@@ -208,7 +208,7 @@ def test_a_window_that_was_passed_over_across_a_boundary_keeps_steps_in_their_st
 
 
 def test_held_out_rows_have_the_length_of_the_stage_and_the_same_documents(staged):
-    dataset = prepare(staged)
+    dataset = prepared(staged)
     texts = []
     for number, length in enumerate((SHORT, SHORT, LONG)):
         rows = dataset.of_stage(number).held_out_rows
@@ -219,8 +219,8 @@ def test_held_out_rows_have_the_length_of_the_stage_and_the_same_documents(stage
 
 
 def test_fingerprints_follow_what_each_stage_reads(staged):
-    before = prepare(staged)
-    alone = prepare(staged.changed({"data.stages": (), "data.sources.1.weight": 1.0}))
+    before = prepared(staged)
+    alone = prepared(staged.changed({"data.stages": (), "data.sources.1.weight": 1.0}))
     assert alone.stage_fingerprints == ()
     assert [step for step, _ in before.stage_fingerprints] == [2, 4]
     changed = {
@@ -230,7 +230,7 @@ def test_fingerprints_follow_what_each_stage_reads(staged):
     same = {"data.stages.0.name": "mid", "data.stages.0.weights": (1.0, 3.0), "seed": 3, "data.sources.0.weight": 7.0}
 
     def fingerprints(changes):
-        dataset = prepare(staged.changed(changes))
+        dataset = prepared(staged.changed(changes))
         return [dataset.fingerprint, *(own for _, own in dataset.stage_fingerprints)]
 
     found = {key: fingerprints({key: value}) for key, value in changed.items()}
@@ -250,11 +250,11 @@ def test_a_source_needs_rows_only_of_lengths_that_it_is_read_in(staged, tmp_path
     assert {source for source, _ in taken(orders, stages, 7)[0]} == {0}
     empty = jsonl_source(tmp_path, "empty.jsonl", ["", ""], weight=0.0)
     with pytest.raises(DataError, match=r"data.sources\[1\].paths: has no document to train on"):
-        prepare(staged.changed({"data.sources": (staged.data.sources[0], empty)}))
+        prepared(staged.changed({"data.sources": (staged.data.sources[0], empty)}))
 
 
 def test_the_summary_tells_of_every_length_of_rows(staged):
-    lines = prepare(staged).summary
+    lines = prepared(staged).summary
     assert [line.split()[1] for line in lines] == ["data.sources[0]", "data.sources[1]"] * 2
     assert f"in rows of {LONG} tokens: " in lines[2]
 
@@ -265,6 +265,6 @@ def test_other_tokenizers_and_caches_do_not_matter_to_stages(tmp_path):
         tmp_path, jsonl_source(tmp_path, "a.jsonl", texts), tokenizer=TokenizerConfig(), vocab_size=300,
         stages=(StageConfig(from_step=3, seq_len=32),),
     )  # fmt: skip
-    first, second = prepare(config), prepare(config)
+    first, second = prepared(config), prepared(config)
     assert [first.of_stage(1).train_row(96)["tokens"].shape, first.train_row(0)["tokens"].shape] == [(32,), (16,)]
     assert (first.content, first.stage_fingerprints) == (second.content, second.stage_fingerprints)

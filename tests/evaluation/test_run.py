@@ -14,13 +14,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from llamajax import data
 from llamajax.config.cleaning import CleaningConfig
 from llamajax.config.data import SourceConfig, StageConfig
 from llamajax.config.evaluate import EvaluateConfig
 from llamajax.config.file import dump_config, load_config
 from llamajax.config.parallel import MeshConfig
 from llamajax.config.run import Config
+from llamajax.data.dataset import prepare
 from llamajax.data.tokenizer import train_sentencepiece
 from llamajax.errors import ConfigError, DataError, EnvironmentMismatchError
 from llamajax.evaluation import held_out, scoring
@@ -90,7 +90,7 @@ def test_every_source_by_itself_and_together(finished):
     assert abs(first["loss"] - second["loss"]) > 0.01
     tokenizer = str(next(Path(finished.run_dir).rglob("*/tokenizer.model")))
     alone = finished.changed({"data.sources": finished.data.sources[1:], "data.tokenizer.path": tokenizer})
-    rows = data.prepare(alone, log=lambda line: None).held_out_rows
+    rows = prepare(alone, log=lambda line: None).held_out_rows
     assert second["tokens"] == sum(int((rows[i]["targets"] >= 0).sum()) for i in range(len(rows)))
 
 
@@ -124,7 +124,7 @@ def test_some_batches_are_those_of_evaluations_while_training(finished, capsys):
     config = finished.changed({"train.eval_batches": 2})
     results = evaluate.run(settings(finished, num_batches=2))
     assert (results["num_batches"], results["batch_size"]) == (2, 4)
-    dataset = data.prepare(config, log=lambda line: None)
+    dataset = prepare(config, log=lambda line: None)
     found = open_pretrained(Path(finished.run_dir))
     expected = held_out.evaluate(config, load_model(found, found.config), dataset, num_rows=2 * 4)
     assert expected is not None
@@ -143,7 +143,7 @@ def test_some_batches_are_those_of_evaluations_while_training(finished, capsys):
 
 def test_rows_of_the_training_split_are_those_that_training_reads(finished):
     results = evaluate.run(settings(finished, split="train", num_batches=3, batch_size=7))
-    dataset = data.prepare(finished, log=lambda line: None)
+    dataset = prepare(finished, log=lambda line: None)
     assert results["batch_size"] == 8, "rounded up to the two devices that share a batch"
     assert results["tokens"] == sum(int((dataset.train_row(i)["targets"] >= 0).sum()) for i in range(24))
 

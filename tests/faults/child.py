@@ -237,7 +237,7 @@ def lay_points() -> None:
     from llamajax.watch import hosts, metrics
 
     patch(run.startup, "join_run", "join")
-    patch(run.data, "prepare", "prepare")
+    patch(run, "prepare", "prepare")
     patch(run.console, "print_end", "end")
     patch(write.Checkpointer, "restore", "load", "loaded")
     patch(write.Checkpointer, "save", "save")

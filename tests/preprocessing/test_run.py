@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from llamajax import data
 from llamajax.config.file import load_config
+from llamajax.data.dataset import prepare
 from llamajax.errors import ConfigError
 from llamajax.preprocessing.run import run
 from tests import runs
@@ -23,7 +23,7 @@ from tests.preprocessing.made import NUM_FILES, command, contents, made, preproc
 def trained_on(config, cache):
     """The data as a run makes them by itself."""
     log = []
-    dataset = data.prepare(load_config(config, [f"data.cache_dir={cache}"]), log=log.append)
+    dataset = prepare(load_config(config, [f"data.cache_dir={cache}"]), log=log.append)
     return dataset, log
 
 
@@ -59,10 +59,14 @@ def test_documents_are_cleaned_by_all_workers_as_training_would(tmp_path):
     assert ahead == alone
 
 
-def test_parts_of_an_array_make_the_same_and_the_last_one_packs(tmp_path):
+def test_parts_of_an_array_make_the_same_and_the_last_one_packs(tmp_path, capsys):
     config = write_config(tmp_path)
-    preprocess(config, tmp_path / "one")
-    outs = [preprocess(config, tmp_path / "parts", "--part", f"{part}/3", "--workers", "1") for part in (2, 0, 1)]
+    run(load_config(config, [f"data.cache_dir={tmp_path / 'one'}"]), {})
+    parts, outs = load_config(config, [f"data.cache_dir={tmp_path / 'parts'}"]), []
+    for part in (2, 0, 1):
+        capsys.readouterr()
+        run(parts, {"--part": f"{part}/3", "--workers": "1"})
+        outs.append(capsys.readouterr().out)
     assert [out.splitlines()[-1].split(";")[0] for out in outs[:2]] == ["finished   this part"] * 2
     assert "4 pieces of others are missing" in outs[0]
     assert "2 pieces of others are missing" in outs[1]

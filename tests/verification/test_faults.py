@@ -42,6 +42,7 @@ def found(fault, *, num_steps: int = 1, mesh_only: str | None = None) -> tuple[s
     return f"{first.step} {first}", clues(ours, truth(), factors)
 
 
+@pytest.mark.slow
 def test_without_a_fault_there_is_nothing_to_find():
     assert first_difference(run(scaled(), 2), truth()) is None
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from llamajax import data, disk
+from llamajax import disk
 from llamajax.config.cleaning import (
     CleaningConfig,
     DecontaminationConfig,
@@ -25,6 +25,7 @@ from llamajax.config.cleaning import (
 from llamajax.config.data import DataConfig, SourceConfig, TokenizerConfig
 from llamajax.data import groups, progress
 from llamajax.data.cleaning import pipeline, scan, write
+from llamajax.data.dataset import Dataset, prepare
 from llamajax.data.tokenizer import train_sentencepiece
 from llamajax.errors import ConfigError, DataError, EnvironmentMismatchError
 from tests import runs
@@ -325,13 +326,13 @@ def test_a_run_learns_what_stays_and_knows_its_rows_by_it(tmp_path):
     texts = [*real_texts(40, 400), *real_texts(40, 400)[:20]]
     (tmp_path / "letters.model").write_bytes(train_sentencepiece(texts, vocab_size=400))
 
-    def prepared(cleaning: CleaningConfig, name: str, texts: list[str]) -> data.Dataset:
+    def prepared(cleaning: CleaningConfig, name: str, texts: list[str]) -> Dataset:
         of_run = DataConfig(
             sources=(jsonl(tmp_path / name, texts),), cleaning=cleaning, seq_len=16, cache_dir=str(tmp_path / "cache"),
             held_out_fraction=0.0, tokenizer=TokenizerConfig(path=str(tmp_path / "letters.model")),
         )  # fmt: skip
         config = tiny_config(data=of_run).changed({"model.vocab_size": 512, "train.eval_batches": 0})
-        return data.prepare(config, log=lambda line: None)
+        return prepare(config, log=lambda line: None)
 
     plain = prepared(CleaningConfig(), "a.jsonl", texts)
     cleaned = prepared(CleaningConfig(exact_duplicates=True), "a.jsonl", texts)
