@@ -25,8 +25,9 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if "gpu_compiler" in item.fixturenames:
             item.add_marker("gpu_compiler")
-    # Files are given to workers in this order: the one that takes longest must not be the last.
-    items.sort(key=lambda item: item.path.name != "test_campaign.py")
+    # Files are given to workers in this order: those that take longest must not be the last.
+    longest = ("test_campaign.py", "test_mesh_equivalence.py")
+    items.sort(key=lambda item: item.path.name not in longest)
 
 
 @pytest.fixture(scope="session")
