@@ -243,7 +243,7 @@ def main() -> None:
     )
     parser.add_argument("--json", type=Path, help="a file for the figures")
     arguments = parser.parse_args()
-    num_bytes = int(20e6 if arguments.toy else arguments.gigabytes * 1e9)
+    num_bytes, code = int(20e6 if arguments.toy else arguments.gigabytes * 1e9), commit()
     with tempfile.TemporaryDirectory(dir=arguments.directory, prefix="bench-preprocess-") as name:
         folder = Path(name)
         print(f"writing {num_bytes / 1e9:.2f} GB", file=sys.stderr, flush=True)
@@ -266,7 +266,7 @@ def main() -> None:
         rates = {name: statistics.mean(of_both) for name, of_both in others.items()}
         rates["llamajax.preprocess"] = figures["mb_per_s"] / arguments.workers
     machine = platform.processor() or platform.machine()
-    print(f"{datetime.date.today()}, commit {commit()}, {machine}, {arguments.workers} processes")
+    print(f"{datetime.date.today()}, commit {code}, {machine}, {arguments.workers} processes")
     print(f"corpus {num_bytes / 1e9:.2f} GB, tokenizer {tokenizer.name}, {figures['seconds']:,.0f} s")
     for name, rate in rates.items():
         spread = f" ({', '.join(f'{value:.2f}' for value in others[name])})" if name in others else ""
@@ -277,7 +277,7 @@ def main() -> None:
             f"killed {arguments.kills} times: {figures['same_files']} files as without, {figures['killed_seconds']:,.0f} s"
         )
     if arguments.json:
-        record = figures | {"rates": rates, "others": others, "bytes": num_bytes, "commit": commit()}
+        record = figures | {"rates": rates, "others": others, "bytes": num_bytes, "commit": code}
         arguments.json.write_text(json.dumps(record, indent=2) + "\n")
 
 
