@@ -263,7 +263,7 @@ def file_made_whole(path: Path, *, keep: bool = False) -> Iterator[BinaryIO]:
     """A file to write, which is, whatever happens, either whole or not there: at the end it gets the name `path`.
 
     With `keep`, one that is there by then stays: where locks do not help, another host may have made the same file, and have
-    mapped it, which NFS does not let it read any more once it is replaced.
+    opened it, which NFS does not let it read any more once it is replaced.
     """
     # A name of its own, for file systems without locks.
     temporary = path.with_name(f"{path.name}.{_HOST}.{secrets.token_hex(4)}.tmp")

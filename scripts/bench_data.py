@@ -7,7 +7,7 @@ fifty thousand shards.
 `packing` makes lengths of documents by a seed (log-normal, a mean of about 800 tokens) and packs them as `prepare`
 does, in this process; there are no tokens. `start` makes a source of as many shards, tiny ones, and starts processes that
 meet by jax.distributed and prepare it, as training does: seconds from the meeting to the data, and to the rows of the first
-two batches, and files of data that each process opened or mapped until then.
+two batches, and files of data that each process opened until then.
 """
 
 import argparse
@@ -152,7 +152,6 @@ def process(arguments: argparse.Namespace) -> None:
             opened.append(args[0])
 
     sys.addaudithook(hook)
-    _count_maps(opened)
     everyones("ready")
     started = time.monotonic()
     dataset = prepare(config, log=lambda line: None)
@@ -169,19 +168,6 @@ def process(arguments: argparse.Namespace) -> None:
     everyones("done")
     jax.distributed.shutdown()
     os._exit(0)
-
-
-def _count_maps(opened: list[str]) -> None:
-    """Also counts what pyarrow maps, which no audit hook sees."""
-    import pyarrow
-
-    memory_map = pyarrow.memory_map
-
-    def counted(path: str, *rest: Any) -> Any:
-        opened.append(path)
-        return memory_map(path, *rest)
-
-    pyarrow.memory_map = counted
 
 
 def _peak() -> int:

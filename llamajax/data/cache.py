@@ -7,19 +7,19 @@ part of them is read. A lock per entry lets one process write it while the other
 then read.
 """
 
+import contextlib
 import functools
 import hashlib
 import json
-import os
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
-import pyarrow
 
+from llamajax.data.file_array import close, read_part
 from llamajax.disk import may_pass, read_again, write_atomically
 from llamajax.errors import DataError
 
@@ -31,6 +31,8 @@ CHECKSUM_BYTES = 2**13
 T = TypeVar("T")
 
 _HEAD_AT = 8 + hashlib.sha256().digest_size
+_HEAD_BYTES = 2**16
+"""Read at once, which is more than most heads have."""
 
 
 class DamagedError(DataError):
@@ -52,36 +54,47 @@ def key_of(*parts: object) -> str:
 
 
 class CheckedArray:
-    """A one-dimensional array in a memory-mapped file, of which slices are read: `array[start:end]`.
+    """A one-dimensional array in a file, of which slices are read: `array[start:end]`.
 
     Every block that a slice touches is compared with its checksum, each time: a disk may give back today what it did not
     yesterday.
     """
 
-    def __init__(self, path: Path, content: np.ndarray, dtype: np.dtype, checksums: bytes) -> None:
-        """Takes the bytes of an array as they lie in the file, uint8, and the CRC-32 of each of their blocks."""
+    def __init__(self, path: Path, at: int, length: int, dtype: np.dtype, checksums: bytes) -> None:
+        """
+        Args:
+            path: the file.
+            at: byte of the file that the array begins at.
+            length: its elements.
+            dtype: of the elements.
+            checksums: the CRC-32 of each block of `CHECKSUM_BYTES`.
+        """
         self.dtype = dtype
-        self._path = path
-        self._content = content
+        self._path, self._at, self._length = path, at, length
         self._checksums = np.frombuffer(checksums, "<u4")
 
     def __len__(self) -> int:
-        return len(self._content) // self.dtype.itemsize
+        return self._length
 
     def __getitem__(self, part: slice) -> np.ndarray:
-        """The elements, read-only and not copied.
+        """The elements, read-only.
 
         Raises:
             DamagedError: they are not what was written.
+            OSError: the disk fails, after several attempts.
         """
         first, end, step = part.indices(len(self))
         assert step == 1
         start, stop = first * self.dtype.itemsize, max(first, end) * self.dtype.itemsize
-        content = self._content.data
-        for at in range(start - start % CHECKSUM_BYTES, stop, CHECKSUM_BYTES):
-            if zlib.crc32(content[at : at + CHECKSUM_BYTES]) != self._checksums[at // CHECKSUM_BYTES]:
+        blocks = range(start // CHECKSUM_BYTES, -(-stop // CHECKSUM_BYTES))
+        begin = blocks.start * CHECKSUM_BYTES
+        end_of_blocks = min(blocks.stop * CHECKSUM_BYTES, self._length * self.dtype.itemsize)
+        with _unless_gone(self._path):
+            content = memoryview(read_part(self._path, self._at + begin, max(0, end_of_blocks - begin)))
+        for at, block in enumerate(blocks):
+            if zlib.crc32(content[at * CHECKSUM_BYTES : (at + 1) * CHECKSUM_BYTES]) != self._checksums[block]:
                 raise DamagedError(self._path, "is damaged")
-        return self._content[start:stop].view(self.dtype)
+        return np.frombuffer(content[start - begin : stop - begin], self.dtype)
 
 
 @dataclass(frozen=True)
@@ -123,37 +136,42 @@ def _checksums(content: memoryview) -> bytes:
 
 
 def read_arrays(path: Path) -> ArrayFile:
-    """The arrays, memory-mapped, and the JSON values of a file of `write_arrays`; only its head is read and checked.
+    """The arrays, which are read when they are asked for, and the JSON values of a file of `write_arrays`.
+
+    Only its head is read and checked.
 
     Raises:
         DamagedError: the file is not there, or its head is not what was written.
         OSError: the disk fails, after several attempts.
     """
-
-    def mapped() -> np.ndarray:
-        # Not NumPy's memory map: that one keeps a file descriptor, of which a process may have only some hundreds.
-        with pyarrow.memory_map(str(path)) as file:
-            return np.frombuffer(file.read_buffer(), np.uint8)
-
-    try:
-        whole = read_again(mapped)
-    except OSError as error:
-        if error.errno is not None and may_pass(error):
-            raise OSError(error.errno, os.strerror(error.errno), str(path)) from error
-        raise DamagedError(path, error.strerror or str(error)) from error
-    arrays_at = _HEAD_AT + int.from_bytes(whole[:8].tobytes(), "little")
-    head, sha256 = whole[_HEAD_AT:arrays_at].tobytes(), whole[8:_HEAD_AT].tobytes()
-    if hashlib.sha256(head).digest() != sha256:
+    close(path)  # it may have been made again
+    with _unless_gone(path):
+        begin = read_part(path, 0, _HEAD_BYTES)
+        arrays_at = _HEAD_AT + int.from_bytes(begin[:8], "little")
+        size = read_again(path.stat).st_size
+        if arrays_at > size:
+            raise DamagedError(path, "is damaged")
+        head = (begin + read_part(path, len(begin), max(0, arrays_at - len(begin))))[:arrays_at]
+    if hashlib.sha256(head[_HEAD_AT:]).digest() != head[8:_HEAD_AT]:
         raise DamagedError(path, "is damaged")
-    fields = json.loads(head)
-    if len(whole) != arrays_at + fields["size"]:
+    fields = json.loads(head[_HEAD_AT:])
+    if size != arrays_at + fields["size"]:
         raise DamagedError(path, "is damaged")
     arrays = {}
     for name, (dtype_name, length, offset, checksums) in fields["arrays"].items():
-        dtype = np.dtype(dtype_name)
-        content = whole[arrays_at + offset : arrays_at + offset + length * dtype.itemsize]
-        arrays[name] = CheckedArray(path, content, dtype, bytes.fromhex(checksums))
+        arrays[name] = CheckedArray(path, arrays_at + offset, length, np.dtype(dtype_name), bytes.fromhex(checksums))
     return ArrayFile(arrays, fields["info"], hashlib.sha256(json.dumps(fields["arrays"]).encode()).hexdigest())
+
+
+@contextlib.contextmanager
+def _unless_gone(path: Path) -> Iterator[None]:
+    """Turns an error of a file that has to be made again, not one of the disk, into `DamagedError`."""
+    try:
+        yield
+    except OSError as error:
+        if may_pass(error):
+            raise
+        raise DamagedError(path, error.strerror or str(error)) from error
 
 
 def repaired(read: Callable[[], T], remake: Callable[[Path], None], remade: set[Path] | None = None) -> T:

@@ -22,10 +22,10 @@ from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 import numpy as np
-import pyarrow
 from jaxtyping import Int64
 
 from llamajax.data import progress
+from llamajax.data.file_array import FileArray, close
 from llamajax.disk import cannot_read
 from llamajax.errors import DataError
 
@@ -71,10 +71,9 @@ def split_documents(num_documents: int, split: str) -> tuple[tuple[int, int], tu
 
 
 class IndexedDataset:
-    """A pair of files, memory-mapped; all of the index is checked when it is opened, in little memory.
+    """A pair of files; all of the index is checked when it is opened, in little memory.
 
-    The arrays are those of the files: read-only, not copied, at any alignment. While it is open, the files must stay as
-    they are.
+    Slices of the arrays are read when they are asked for. While it is open, the files must stay as they are.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -85,28 +84,30 @@ class IndexedDataset:
             DiskError: the disk fails.
         """
         self.bin_path, self.idx_path = paths_of(path)
-        index, content = mapped(self.idx_path), mapped(self.bin_path)
-        head = _read_head(self.idx_path, index)
+        index_bytes, num_bytes = _size(self.idx_path), _size(self.bin_path)
         try:
             with self.idx_path.open("rb") as file:
-                # Read, not looked at in the map: the memory of a map that was looked at counts as the process's own.
-                _check_sequences(self.idx_path, file, head, self.bin_path, len(content))
+                head = _read_head(self.idx_path, file.read(HEAD.size), index_bytes)
+                _check_sequences(self.idx_path, file, head, self.bin_path, num_bytes)
                 _check_documents(self.idx_path, file, head)
         except OSError as error:
             raise cannot_read(error, self.idx_path, _REMEDY) from error
         self.dtype = head.dtype
         """Of the tokens."""
-        self.tokens: np.ndarray = content.view(head.dtype)
+        for path in (self.idx_path, self.bin_path):
+            close(path)  # it may be another file than the one of that name before
+        self.tokens = FileArray(self.bin_path, head.dtype, num_bytes // head.dtype.itemsize)
         """[num_tokens] of all sequences, in order."""
-        self.sequence_lengths: np.ndarray = np.frombuffer(index, "<i4", head.num_sequences, head.lengths_at)
+        self.sequence_lengths = self._in_index("<i4", head.num_sequences, head.lengths_at)
         """int32 [num_sequences]."""
-        self.document_indices: np.ndarray = np.frombuffer(index, "<i8", head.num_indices, head.indices_at)
+        self.document_indices = self._in_index("<i8", head.num_indices, head.indices_at)
         """int64 [num_documents + 1]: the first sequence of each document, and the end of the last one's."""
-        self.modes: np.ndarray | None = None
+        self.modes = self._in_index("i1", head.num_sequences, head.modes_at) if head.has_modes else None
         """int8 [num_sequences], of a multimodal file."""
-        if head.has_modes:
-            self.modes = np.frombuffer(index, "i1", head.num_sequences, head.modes_at)
-        self._pointers = np.frombuffer(index, "<i8", head.num_sequences, head.pointers_at)
+        self._pointers = self._in_index("<i8", head.num_sequences, head.pointers_at)
+
+    def _in_index(self, dtype: str, length: int, at: int) -> FileArray:
+        return FileArray(self.idx_path, np.dtype(dtype), length, at)
 
     @property
     def num_documents(self) -> int:
@@ -128,8 +129,10 @@ class IndexedDataset:
         assert 0 <= first <= end <= self.num_documents
         sequences = self.document_indices[first : end + 1]
         offsets = np.full(len(sequences), self.num_tokens, np.int64)
-        begun = sequences < self.num_sequences  # the others end where the file does
-        offsets[begun] = self._pointers[sequences[begun]] // self.dtype.itemsize
+        begun = sequences[sequences < self.num_sequences]  # the others end where the file does
+        if len(begun):
+            pointers = self._pointers[int(begun[0]) : int(begun[-1]) + 1]
+            offsets[: len(begun)] = pointers[begun - begun[0]] // self.dtype.itemsize
         return offsets
 
     def sequences_of(self, document: int) -> slice:
@@ -163,8 +166,8 @@ class _Head(NamedTuple):
         return self.indices_at + 8 * self.num_indices
 
 
-def mapped(path: Path) -> np.ndarray:
-    """The bytes of a file, uint8.
+def _size(path: Path) -> int:
+    """Bytes of a file.
 
     Raises:
         DataError: it is not there, or is no file.
@@ -172,20 +175,17 @@ def mapped(path: Path) -> np.ndarray:
     """
     remedy = "name a .bin and an .idx that lie side by side, or what both begin with"
     try:
-        if not stat.S_ISREG(path.stat().st_mode):
+        about = path.stat()
+        if not stat.S_ISREG(about.st_mode):
             raise DataError(f"{path}: is not a regular file; {remedy}")
-        # Not NumPy's memory map: that one keeps a file descriptor, of which a process may have only some hundreds.
-        with pyarrow.memory_map(str(path)) as file:
-            return np.frombuffer(file.read_buffer(), np.uint8)
+        with path.open("rb"):  # which may not be allowed
+            return about.st_size
     except OSError as error:
-        if error.errno is not None:  # pyarrow's words are longer
-            error = OSError(error.errno, os.strerror(error.errno), str(path))
         raise cannot_read(error, path, remedy) from error
 
 
-def _read_head(path: Path, index: np.ndarray) -> _Head:
-    """The head of an index, uint8, whose size is what the head asks for."""
-    begin = index[: HEAD.size].tobytes()
+def _read_head(path: Path, begin: bytes, num_bytes: int) -> _Head:
+    """The head of an index that has `num_bytes`, which must be what the head asks for."""
     if begin[: len(MAGIC)] != MAGIC:
         raise DataError(f"{path}: does not begin with MMIDIDX, as Megatron-LM's .idx files do; name one of those")
     if len(begin) < HEAD.size:
@@ -200,12 +200,12 @@ def _read_head(path: Path, index: np.ndarray) -> _Head:
     if num_indices < 1:
         raise DataError(f"{path}: has no document indices, of which there must be one more than documents; {_REMEDY}")
     plain = HEAD.size + 12 * num_sequences + 8 * num_indices
-    if len(index) not in (plain, plain + num_sequences):
+    if num_bytes not in (plain, plain + num_sequences):
         raise DataError(
-            f"{path}: has {len(index):,} bytes, but {num_sequences:,} sequences and {num_indices:,} document indices take"
+            f"{path}: has {num_bytes:,} bytes, but {num_sequences:,} sequences and {num_indices:,} document indices take"
             f" {plain:,}, or {plain + num_sequences:,} with modes; {_REMEDY}"
         )
-    return _Head(TOKEN_DTYPES[code], num_sequences, num_indices, len(index) > plain)
+    return _Head(TOKEN_DTYPES[code], num_sequences, num_indices, num_bytes > plain)
 
 
 def _check_sequences(path: Path, file: BinaryIO, head: _Head, bin_path: Path, bin_bytes: int) -> None:

@@ -7,6 +7,7 @@ its first token as context only.
 
 import functools
 import hashlib
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,9 @@ from jaxtyping import Bool, Int64, Integer
 
 from llamajax import disk
 from llamajax.data import cache, progress
+from llamajax.data.file_array import FileArray
 from llamajax.data.groups import file_identity
-from llamajax.data.megatron import IndexedDataset, mapped, paths_of, split_documents
+from llamajax.data.megatron import IndexedDataset, paths_of, split_documents
 from llamajax.data.source_tokens import Counts
 from llamajax.data.sources import Source
 from llamajax.data.stores import HELD_OUT, SIDES, TRAIN, Documents
@@ -216,5 +218,5 @@ def _opened(path: str, sha256: str) -> IndexedDataset:
 
 
 @functools.lru_cache(2**12)
-def _tokens(path: str, dtype: str, sha256: str) -> np.ndarray:
-    return mapped(Path(path)).view(dtype)
+def _tokens(path: str, dtype: str, sha256: str) -> FileArray:
+    return FileArray(Path(path), np.dtype(dtype), os.stat(path).st_size // np.dtype(dtype).itemsize)

@@ -22,8 +22,8 @@ CHUNK_WINDOWS = 8
 """Windows of documents per file: a million documents, some twenty megabytes."""
 COUNTED_PARTS = 64
 """Parts whose documents are counted by one call."""
-MAX_MAPPED_CHUNKS = 2**10
-"""Chunks that stay mapped after a row was read from them."""
+MAX_KNOWN_CHUNKS = 2**10
+"""Chunks whose heads stay in memory after a row was read from them."""
 
 _FOLDER = "packing-3"
 """Says how packings are written; the name of an entry says which rows they hold."""
@@ -184,11 +184,11 @@ def chunk_path(entry: Path, side: int, number: int) -> Path:
 
 
 def read_again() -> None:
-    """Forgets what is mapped of chunks, after one was made again."""
+    """Forgets the heads of chunks, after one was made again."""
     _chunk.cache_clear()
 
 
-@functools.lru_cache(MAX_MAPPED_CHUNKS)
+@functools.lru_cache(MAX_KNOWN_CHUNKS)
 def _chunk(path: Path) -> cache.ArrayFile:
     return cache.read_arrays(path)
 

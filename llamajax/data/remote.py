@@ -101,7 +101,7 @@ class RemoteFile:
 
     def _fetch(self, path: Path, key: str, stop: threading.Event) -> None:
         store, name = _store(self.url)
-        with disk.file_made_whole(path, keep=True) as file:  # which may be mapped
+        with disk.file_made_whole(path, keep=True) as file:  # which may be open
             store.get_file(name, file.name, callback=_Arriving(stop))
             came = os.fstat(file.fileno()).st_size
             store.invalidate_cache()

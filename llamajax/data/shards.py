@@ -41,7 +41,7 @@ _CONVERSATIONS = "chat-2"
 
 @dataclass(frozen=True)
 class Shard:
-    """Tokenized documents, memory-mapped. Document d is `tokens[offsets[d]:offsets[d + 1]]`, its ends included."""
+    """Tokenized documents, read when asked for. Document d is `tokens[offsets[d]:offsets[d + 1]]`, its ends included."""
 
     tokens: cache.CheckedArray
     """uint16 or uint32 [num_tokens]."""
@@ -161,7 +161,7 @@ def shard_paths(entry: Path) -> list[Path]:
 
 
 def read_shard(path: Path) -> Shard:
-    """Maps a shard; there may be more of them than a process can have mapped.
+    """A shard, of which only the head is read.
 
     Raises:
         DamagedError: it is gone or damaged; also when a part of an array is read that is.

@@ -13,8 +13,8 @@ from llamajax.data.shard_index import ShardIndex
 from llamajax.data.shards import FOLDER, Shard, read_shard, shard_path
 from llamajax.data.split import is_held_out
 
-MAX_MAPPED_SHARDS = 2**12
-"""Shards that stay mapped after a row was read from them; Linux lets a process have 65,530 maps of any kind."""
+MAX_KNOWN_SHARDS = 2**12
+"""Shards whose heads, of up to 35 KB, stay in memory after a row was read from them."""
 
 TRAIN, HELD_OUT = SIDES = ("train", "held_out")
 """Of the split."""
@@ -90,7 +90,7 @@ class ShardStore:
         return self.index.tokens_of_shard
 
     def documents(self, part: int, seq_len: int) -> Documents:
-        """See `TokenStore`. All that is kept of the shard is copied, so that it need not stay mapped."""
+        """See `TokenStore`."""
         shard = self.shard(part)
         offsets = shard.offsets[:]
         lengths = np.diff(offsets)
@@ -98,7 +98,7 @@ class ShardStore:
         is_left_out = shard.first_learnt() >= kept
         held_out = np.asarray(is_held_out(shard.hashes[:], self.held_out_fraction))
         return Documents(
-            starts=offsets[:-1].copy(),
+            starts=offsets[:-1],
             lengths=np.where(is_left_out, 0, kept),
             sides=held_out.astype(np.uint8),
             is_cut=~is_left_out & (kept < lengths),
@@ -122,7 +122,7 @@ class ShardStore:
         return shard_path(self.cache_dir / FOLDER / entry, number)
 
     def read_again(self) -> None:
-        """Forgets what is mapped or remembered of the files, after one was made again."""
+        """Forgets what is remembered of the files, after one was made again."""
         _shard.cache_clear()
         vars(self).pop("index", None)
 
@@ -134,4 +134,4 @@ def _read(path: Path, sha256: str) -> Shard:
     return shard
 
 
-_shard = functools.lru_cache(MAX_MAPPED_SHARDS)(_read)
+_shard = functools.lru_cache(MAX_KNOWN_SHARDS)(_read)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from llamajax import disk
-from llamajax.data import cache
+from llamajax.data import cache, file_array
 
 ARRAYS = {
     "tokens": np.arange(50_000, dtype=np.uint16),
@@ -19,12 +19,11 @@ ARRAYS = {
 }
 
 
-def test_arrays_come_back_mapped_from_the_file(tmp_path):
+def test_arrays_come_back_from_the_file(tmp_path):
     cache.write_arrays(tmp_path / "a", ARRAYS, {"last": True, "n": 3})
     file = cache.read_arrays(tmp_path / "a")
     assert file.info == {"last": True, "n": 3}
     assert list(file.arrays) == list(ARRAYS)
-    values = array = None
     for name, array in file.arrays.items():
         assert len(array) == len(ARRAYS[name])
         for part in (slice(None), slice(5, None), slice(None, -1), slice(7, 7), slice(3, 40_000), slice(9, 2)):
@@ -32,23 +31,6 @@ def test_arrays_come_back_mapped_from_the_file(tmp_path):
             np.testing.assert_array_equal(values, ARRAYS[name][part])
             assert values.dtype == ARRAYS[name].dtype
             assert not values.flags.writeable
-        assert array[:].ctypes.data % cache.ALIGNMENT == 0
-    assert len(mapped(tmp_path / "a")) == 1
-    del file, array, values
-    assert mapped(tmp_path / "a") == []
-
-
-def mapped(path):
-    """The maps of a file that this process has."""
-    return [line for line in Path("/proc/self/maps").read_text().splitlines() if line.endswith(str(path))]
-
-
-def test_a_mapped_file_takes_no_file_descriptor(tmp_path):
-    cache.write_arrays(tmp_path / "a", ARRAYS, {})
-    before = len(os.listdir("/proc/self/fd"))
-    arrays = [cache.read_arrays(tmp_path / "a") for _ in range(10)]
-    assert len(mapped(tmp_path / "a")) == len(arrays)
-    assert len(os.listdir("/proc/self/fd")) == before
 
 
 def test_a_file_that_is_gone_is_named(tmp_path):
@@ -145,21 +127,41 @@ def test_damage_is_told_across_processes():
     assert str(error) == "a/b: is damaged; run again, which makes it again"
 
 
-def test_a_disk_that_fails_damages_nothing(tmp_path, monkeypatch):
-    """Else whole files would be made again, and be torn from those who have mapped them."""
+@pytest.mark.parametrize("call", ["open", "pread"])
+def test_a_disk_that_fails_damages_nothing(tmp_path, monkeypatch, call):
+    """Else whole files would be made again, and be torn from those who have opened them."""
     cache.write_arrays(tmp_path / "a", ARRAYS, {})
-    calls, memory_map = [], cache.pyarrow.memory_map
+    calls, succeeds = [], getattr(os, call)
 
-    def fails(path):
-        calls.append(path)
+    def fails(*arguments):
+        calls.append(arguments)
         if len(calls) <= num_failures:
-            raise OSError(errno.EIO, f"Failed to open local file '{path}'. Detail: [errno 5] Input/output error")
-        return memory_map(path)
+            raise OSError(errno.EIO, "Input/output error")
+        return succeeds(*arguments)
 
-    monkeypatch.setattr(cache.pyarrow, "memory_map", fails)
+    monkeypatch.setattr(file_array.os, call, fails)
     monkeypatch.setattr(disk, "_PAUSES_S", (0, 0, 0))
     num_failures = 3
-    assert list(cache.read_arrays(tmp_path / "a").arrays) == list(ARRAYS)
+    tokens = cache.read_arrays(tmp_path / "a").arrays["tokens"]
+    file_array.close(tmp_path / "a")
+    calls = []
+    np.testing.assert_array_equal(tokens[3:9], ARRAYS["tokens"][3:9])
     calls, num_failures = [], 4
-    with pytest.raises(OSError, match=f"^\\[Errno 5\\] Input/output error: '{tmp_path}/a'$"):
-        cache.read_arrays(tmp_path / "a")
+    for read in (lambda: cache.read_arrays(tmp_path / "a"), lambda: tokens[3:9]):
+        file_array.close(tmp_path / "a")
+        calls = []
+        with pytest.raises(OSError, match=f"^\\[Errno 5\\] Input/output error: '{tmp_path}/a'$"):
+            read()
+
+
+def test_a_file_that_is_cut_or_taken_away_while_it_is_read_does_not_end_the_process(tmp_path):
+    """A map of it would, by SIGBUS."""
+    cache.write_arrays(tmp_path / "a", ARRAYS, {})
+    tokens = cache.read_arrays(tmp_path / "a").arrays["tokens"]
+    os.truncate(tmp_path / "a", 30_000)
+    with pytest.raises(cache.DamagedError, match="is damaged"):
+        tokens[-5:]
+    (tmp_path / "a").unlink()
+    file_array.close(tmp_path / "a")
+    with pytest.raises(cache.DamagedError, match="No such file or directory"):
+        tokens[:5]

@@ -100,7 +100,7 @@ def test_files_are_those_of_megatron(tmp_path, dtype, multimodal):
     dataset = IndexedDataset(tmp_path / "real")
     check(dataset, DOCUMENTS)
     assert dataset.dtype == dataset.tokens.dtype == DTYPES[dtype]
-    assert (None if dataset.modes is None else dataset.modes.tolist()) == ([2, 3, 5, 4, 4] if multimodal else None)
+    assert (None if dataset.modes is None else dataset.modes[:].tolist()) == ([2, 3, 5, 4, 4] if multimodal else None)
     write(tmp_path / "ours", DTYPES[dtype], DOCUMENTS, modes)
     assert [(tmp_path / name).read_bytes() for name in ("ours.bin", "ours.idx")] == real
 
@@ -172,7 +172,7 @@ def test_what_was_written_is_read(case):
             check(dataset, documents)
         assert dataset.dtype == DTYPES[dtype]
         kept = list(itertools.chain(*modes)) if modes and dataset.num_sequences else None
-        assert (None if dataset.modes is None else dataset.modes.tolist()) == kept
+        assert (None if dataset.modes is None else dataset.modes[:].tolist()) == kept
 
 
 def test_documents_of_one_sequence_are_written_together(tmp_path):

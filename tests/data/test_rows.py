@@ -5,14 +5,13 @@ import json
 import os
 import resource
 import shutil
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 from llamajax import disk
 from llamajax.config.data import TokenizerConfig
-from llamajax.data import cache, groups, shards, stores
+from llamajax.data import cache, file_array, groups, shards, stores
 from llamajax.data.dataset import prepare
 from llamajax.data.sentencepiece_tokenizer import SentencePieceTokenizer
 from llamajax.errors import DataError
@@ -74,7 +73,7 @@ def test_no_flipped_bit_is_trained_on(tmp_path, config, pattern, count):
 
 
 @pytest.mark.parametrize("pattern", ["*.shard", "*.packing"])
-def test_a_bit_that_flips_while_it_is_mapped_is_not_trained_on(tmp_path, config, pattern):
+def test_a_bit_that_flips_while_the_file_is_open_is_not_trained_on(tmp_path, config, pattern):
     log = []
     dataset = prepare(config, log=log.append)
     expected, rng = all_rows(dataset), np.random.default_rng(1)
@@ -214,10 +213,6 @@ def many_shards(tmp_path, monkeypatch):
     return config_for(tmp_path, jsonl_source(tmp_path, "a.jsonl", texts), held_out_fraction=0.2, eval_batches=1)
 
 
-def mapped_shards():
-    return {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if line.endswith(".shard")}
-
-
 def test_more_shards_than_a_process_may_open(tmp_path, many_shards):
     open_now = max(map(int, os.listdir("/proc/self/fd")))
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -231,15 +226,12 @@ def test_more_shards_than_a_process_may_open(tmp_path, many_shards):
     assert len(list(tmp_path.rglob("*.shard"))) > 60
 
 
-def test_few_shards_are_mapped_at_once(many_shards, monkeypatch):
-    assert stores._shard.cache_info().maxsize == stores.MAX_MAPPED_SHARDS < 65_530
-    before = mapped_shards()
+def test_few_files_are_open_at_once(many_shards, monkeypatch):
+    monkeypatch.setattr(file_array, "MAX_OPEN", 3)
+    before = len(os.listdir("/proc/self/fd"))
     dataset = prepare(many_shards, log=lambda line: None)
-    assert mapped_shards() <= before
     expected = epoch(dataset, num_rows(dataset))
-    stores._shard.cache_clear()
-    assert mapped_shards() == set()
     monkeypatch.setattr(stores, "_shard", functools.lru_cache(3)(stores._shard.__wrapped__))
     for position, row in enumerate(expected):
         np.testing.assert_equal(dataset.train_row(position), row)
-        assert 1 <= len(mapped_shards()) <= 3
+        assert len(os.listdir("/proc/self/fd")) <= before + 3

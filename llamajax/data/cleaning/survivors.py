@@ -69,7 +69,7 @@ class Survivors:
 
     def _arrays(self, chunk: int) -> dict[str, cache.CheckedArray]:
         if chunk not in self._open:
-            if len(self._open) >= 2**12:  # Linux lets a process map 65,530 files
+            if len(self._open) >= 2**12:
                 self._open.clear()
             self._open[chunk] = cache.read_arrays(self._entry / self._chunks[chunk][1]).arrays
         return self._open[chunk]
