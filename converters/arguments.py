@@ -128,6 +128,7 @@ def megatron_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     )
     info = commands.add_parser("info", help="check a pair of files, and say what is in it", allow_abbrev=False)
     info.add_argument("prefix", metavar="PREFIX", help="of the two files, or either of them")
+    info.add_argument("--vocab_size", metavar="N", type=_positive, help="the model's: every id must be below it")
     arguments, settings = parser.parse_known_args(argv)
     for setting in settings:
         if arguments.command == "info" or not re.match("--[^=]+=", setting):

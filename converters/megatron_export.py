@@ -2,6 +2,7 @@
 
 import argparse
 import itertools
+import math
 import time
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from llamajax.config.run import Config
 from llamajax.data import cache
 from llamajax.data.megatron import CHUNK, IndexedDataset, paths_of
 from llamajax.data.megatron_writer import token_dtype, write_indexed
+from llamajax.data.progress import TokenizingProgress
 from llamajax.data.rows import cache_error
 from llamajax.data.source_tokens import ShardedTokens, SourceTokens
 from llamajax.data.tokenized import tokenized
@@ -114,23 +116,37 @@ def _read(tokens: ShardedTokens, part: int, cache_dir: Path) -> tuple[np.ndarray
         raise cache_error(error, cache_dir) from error
 
 
-def info(prefix: str) -> None:
-    """Checks the index and the sizes of a pair of files, and says what they hold.
+def info(prefix: str, vocab_size: int | None = None) -> None:
+    """Checks the index, the sizes and all ids of a pair of files, and says what they hold.
+
+    Args:
+        prefix: the pair, see `paths_of`.
+        vocab_size: how many ids there are; None: all that are not negative.
 
     Raises:
         DataError: they are not what they should be.
         DiskError: the disk fails.
     """
     dataset = IndexedDataset(prefix)
+    with TokenizingProgress(dataset.tokens.nbytes, log, doing="checking") as shown:
+        smallest, largest = dataset.id_range(shown.finish_group) or (0, -1)
+    if smallest < 0 or largest >= (vocab_size or math.inf):
+        known = "not negative" if smallest < 0 else f"below the {vocab_size} of --vocab_size"
+        wrong = dataset.first_outside(vocab_size or largest + 1)
+        which = "ids" if wrong is None else f"id {wrong[0]} in document {wrong[1]}"
+        raise DataError(
+            f"{dataset.bin_path}: token {which} must be {known}; make the files again with the model's tokenizer"
+        )
     longest = 0
     for first in range(0, dataset.num_documents, CHUNK):
         offsets = dataset.document_offsets(first, min(first + CHUNK, dataset.num_documents))
         longest = max(longest, int(np.diff(offsets).max()))
     modes = "" if dataset.modes is None else ", with modes"
     mean = dataset.num_tokens / max(dataset.num_documents, 1)
-    log(f"files      {dataset.bin_path} and {dataset.idx_path}: index and sizes are as they should be")
+    log(f"files      {dataset.bin_path} and {dataset.idx_path}: index, sizes and ids are as they should be")
     log(f"documents  {dataset.num_documents:,} of {dataset.num_sequences:,} sequences{modes}")
     log(f"tokens     {dataset.num_tokens:,} of {dataset.dtype.name}, {dataset.tokens.nbytes / 1e6:,.1f} MB")
+    log(f"ids        {smallest:,} to {largest:,}" if dataset.num_tokens else "ids        none")
     log(f"lengths    {mean:,.0f} tokens per document, {longest:,} in the longest")
 
 
@@ -139,7 +155,7 @@ def main(arguments: argparse.Namespace) -> int:
 
     def run() -> None:
         if arguments.command == "info":
-            info(arguments.prefix)
+            info(arguments.prefix, arguments.vocab_size)
         else:
             export(arguments.config, arguments.out, with_bos=not arguments.without_bos)
 

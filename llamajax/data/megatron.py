@@ -18,6 +18,8 @@ import os
 import re
 import stat
 import struct
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
@@ -33,9 +35,12 @@ MAGIC, VERSION = b"MMIDIDX\x00\x00", 1
 TOKEN_DTYPES = {1: np.dtype("u1"), 3: np.dtype("<i2"), 4: np.dtype("<i4"), 5: np.dtype("<i8"), 8: np.dtype("<u2")}
 """Those that ids of tokens come in, by the byte that says so."""
 CHUNK = 2**20
-"""Sequences, or document indices, looked at at once: some tens of megabytes."""
+"""Sequences, document indices, or tokens looked at at once: some tens of megabytes."""
 HEAD = struct.Struct("<9sQBQQ")
 """An `.idx` up to its arrays."""
+
+_SPAN, _THREADS = 2**25, 8
+"""Tokens that a thread looks at before that is told; threads that look at once, since disks are waited for."""
 
 _OTHER_DTYPES = {2: "int8", 6: "float64", 7: "float32"}
 _REMEDY = "copy both files again, or make them again"
@@ -134,6 +139,54 @@ class IndexedDataset:
             pointers = self._pointers[int(begun[0]) : int(begun[-1]) + 1]
             offsets[: len(begun)] = pointers[begun - begun[0]] // self.dtype.itemsize
         return offsets
+
+    def id_range(self, told: Callable[[int], None]) -> tuple[int, int] | None:
+        """The smallest and the largest id of all tokens, which are read for it; None of no tokens.
+
+        Args:
+            told: takes how many further bytes were read.
+
+        Raises:
+            DataError: the file was changed meanwhile.
+            DiskError: the disk fails.
+        """
+        found = []
+        starts = range(0, self.num_tokens, _SPAN)
+        with ThreadPoolExecutor(_THREADS, thread_name_prefix="ids") as threads:
+            for start, smallest_largest in zip(starts, threads.map(self._id_range_from, starts), strict=True):
+                found.append(smallest_largest)
+                told(min(_SPAN, self.num_tokens - start) * self.dtype.itemsize)
+        return (min(smallest for smallest, _ in found), max(largest for _, largest in found)) if found else None
+
+    def _id_range_from(self, start: int) -> tuple[int, int]:
+        """`id_range` of the stretch that begins at this token."""
+        end = min(start + _SPAN, self.num_tokens)
+        ranges = [(ids.min(), ids.max()) for ids in map(self._ids, range(start, end, CHUNK), itertools.repeat(end))]
+        return int(min(smallest for smallest, _ in ranges)), int(max(largest for _, largest in ranges))
+
+    def _ids(self, start: int, end: int) -> np.ndarray:
+        """The tokens from `start` on, `CHUNK` of them or those before `end`."""
+        progress.gets_on()
+        try:
+            return self.tokens[start : min(start + CHUNK, end)]
+        except OSError as error:
+            raise cannot_read(error, self.bin_path, _REMEDY) from error
+
+    def first_outside(self, vocab_size: int) -> tuple[int, int] | None:
+        """The first token whose id is not one of `vocab_size`, and its document; None if there is none."""
+        for start in range(0, self.num_tokens, CHUNK):
+            ids = self._ids(start, self.num_tokens)
+            if (wrong := (ids < 0) | (ids >= vocab_size)).any():
+                at = int(np.argmax(wrong))
+                return int(ids[at]), self._document_of(start + at)
+        return None
+
+    def _document_of(self, token: int) -> int:
+        for first in range(0, self.num_documents, CHUNK):
+            offsets = self.document_offsets(first, min(first + CHUNK, self.num_documents))
+            if token < offsets[-1]:
+                return first + int(np.searchsorted(offsets, token, side="right")) - 1
+        raise AssertionError("the documents reach to the last token")
 
     def sequences_of(self, document: int) -> slice:
         """A document's part of `sequence_lengths` and `modes`."""

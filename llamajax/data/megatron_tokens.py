@@ -1,13 +1,15 @@
 """Tokens in Megatron-LM's files, read where they lie: nothing is copied, and nothing tokenized.
 
-What a pair of files holds is known by the whole index, the size of the `.bin` and samples of it: to hash all tokens would
-take as long as to read them. Documents are what the files say; one that is not begun by a token of its own, as bos, gives
+What a pair of files holds is known by the whole index, the size of the `.bin` and samples of it. All ids are read once, when
+a start sees the files first, and their range is kept: an id that the model has no row for is found before the first step.
+Documents are what the files say; one that is not begun by a token of its own, as bos, gives
 its first token as context only.
 """
 
 import functools
 import hashlib
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,7 @@ from llamajax.data import cache, progress
 from llamajax.data.file_array import FileArray
 from llamajax.data.groups import file_identity
 from llamajax.data.megatron import IndexedDataset, paths_of, split_documents
+from llamajax.data.progress import TokenizingProgress
 from llamajax.data.source_tokens import Counts
 from llamajax.data.sources import Source
 from llamajax.data.stores import HELD_OUT, SIDES, TRAIN, Documents
@@ -30,7 +33,7 @@ PART_DOCUMENTS = 2**20
 SAMPLES, SAMPLE_BYTES = 64, 2**20
 """Of the tokens, evenly spread, that a file is known by; all of a smaller one."""
 
-_FOLDER = "megatron-1"
+_FOLDER = "megatron-2"
 _NEITHER = len(SIDES)
 
 
@@ -80,11 +83,8 @@ class MegatronStore:
         file = self.parts.info["files"][self._table["file"][part]]
         at = self._table["token"][part] + start
         piece = _tokens(file["bin"], file["dtype"], file["sha256"])[at : at + length + 1]
-        if (wrong := piece[(piece < 0) | (piece >= self.vocab_size)]).size:
-            raise DataError(
-                f"{file['bin']}: {self.source.key}.paths: token id {wrong[0]} is not among the {self.vocab_size} of"
-                " model.vocab_size; name files that data.tokenizer.path has made"
-            )
+        if (wrong := piece[(piece < 0) | (piece >= self.vocab_size)]).size:  # changed since the start
+            raise _id_error(self.source, file, f"id {wrong[0]}", self.vocab_size)
         return piece, None
 
     def _sides(self, num_documents: int) -> dict[int, tuple[int, int]]:
@@ -99,16 +99,19 @@ class MegatronStore:
 class MegatronTokens:
     """The tokens of a `megatron` source; see `SourceTokens`."""
 
-    def __init__(self, source: Source, parts: Path, held_out_fraction: float, vocab_size: int) -> None:
-        """Checks the files, unless the cache knows them.
+    def __init__(
+        self, source: Source, parts: Path, held_out_fraction: float, vocab_size: int, log: Callable[[str], None]
+    ) -> None:
+        """Checks the files, unless the cache knows them, and their ids against the model's vocabulary.
 
         Raises:
             DataError: they are not what they should be.
             DiskError: the disk fails.
         """
-        self.source = source
+        self.source, self._log = source, log
         self.store = MegatronStore(parts, source, held_out_fraction, vocab_size)
-        cache.repaired(lambda: self.store.parts, self.remake)
+        for file in cache.repaired(lambda: self.store.parts, self.remake).info["files"]:
+            _check_ids(source, file, vocab_size)
 
     @property
     def counts(self) -> Counts:
@@ -134,7 +137,7 @@ class MegatronTokens:
     def remake(self, damaged: Path) -> None:
         """Looks at the files again; there is nothing else to make."""
         assert damaged == self.store.parts_path
-        _write_parts(self.source, damaged)
+        _write_parts(self.source, damaged, self._log)
         for known in ("parts", "_table"):
             vars(self.store).pop(known, None)
 
@@ -159,36 +162,54 @@ def _pairs(source: Source) -> list[Path]:
     return sorted({paths_of(path)[0] for path in source.files()})
 
 
-def _write_parts(source: Source, path: Path) -> None:
+def _write_parts(source: Source, path: Path, log: Callable[[str], None]) -> None:
     """Checks the source's files, and keeps what is known of them, unless another process did."""
     with disk.locked(path.parent):
         is_new = not path.exists()
         if cache.is_intact(path):
             return
-        arrays, files = _look_at(source)
+        arrays, files = _look_at(source, log)
         cache.write_arrays(path, arrays, {"files": files}, keep=is_new)
 
 
-def _look_at(source: Source) -> tuple[dict[str, np.ndarray], list[dict[str, Any]]]:
+def _look_at(source: Source, log: Callable[[str], None]) -> tuple[dict[str, np.ndarray], list[dict[str, Any]]]:
     columns: dict[str, list[int]] = {"file": [], "document": [], "token": [], "tokens": []}
     files = []
-    for number, bin_path in enumerate(_pairs(source)):
-        dataset = _open(source, bin_path)
+    datasets = [_open(source, bin_path) for bin_path in _pairs(source)]
+    with TokenizingProgress(sum(dataset.tokens.nbytes for dataset in datasets), log, doing="checking") as shown:
+        id_ranges = [dataset.id_range(shown.finish_group) for dataset in datasets]
+    for number, (dataset, id_range) in enumerate(zip(datasets, id_ranges, strict=True)):
         for first in range(0, dataset.num_documents, PART_DOCUMENTS):
             begin, end = dataset.document_offsets(first, min(first + PART_DOCUMENTS, dataset.num_documents))[
                 [0, -1]
             ].tolist()
             for name, value in zip(columns, (number, first, begin, end - begin), strict=True):
                 columns[name].append(value)
-        with source.reading(bin_path):
+        with source.reading(dataset.bin_path):
             sha256 = _content(dataset)
         absolute = str(dataset.bin_path.absolute())
         about = {"bin": absolute, "dtype": dataset.dtype.str, "documents": dataset.num_documents, "sha256": sha256}
-        files.append(about)
+        files.append({**about, "ids": id_range})
     return {name: np.array(values, np.int64) for name, values in columns.items()}, files
 
 
-def _open(source: Source, path: Path) -> IndexedDataset:
+def _check_ids(source: Source, file: dict[str, Any], vocab_size: int) -> None:
+    """Raises `DataError` if a token of the file has an id that the model has no row for."""
+    smallest, largest = file["ids"] or (0, 0)
+    if smallest < 0 or largest >= vocab_size:
+        found = _open(source, file["bin"]).first_outside(vocab_size)
+        which = "ids" if found is None else f"id {found[0]} in document {found[1]}"
+        raise _id_error(source, file, which, vocab_size)
+
+
+def _id_error(source: Source, file: dict[str, Any], which: str, vocab_size: int) -> DataError:
+    return DataError(
+        f"{file['bin']}: {source.key}.paths: token {which} is not among the {vocab_size} of model.vocab_size; name files"
+        " that data.tokenizer.path has made"
+    )
+
+
+def _open(source: Source, path: str | Path) -> IndexedDataset:
     try:
         return IndexedDataset(path)
     except UserError as error:

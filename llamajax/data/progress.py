@@ -3,7 +3,7 @@
 import sys
 import time
 from collections.abc import Callable
-from typing import Protocol, Self
+from typing import Literal, Protocol, Self
 
 import rich.progress
 
@@ -38,17 +38,25 @@ class Progress(Protocol):
         ...
 
 
+_DONE = {"tokenizing": "tokenized", "hashing": "hashed", "checking": "checked"}
+
+
 class TokenizingProgress:
-    """Shows how tokenizing goes, or hashing: a moving bar on a terminal, now and then a line where there is none."""
+    """Shows how tokenizing goes, or other work on bytes: a moving bar on a terminal, now and then a line elsewhere."""
 
     def __init__(
-        self, total_bytes: int, log: Callable[[str], None], *, animate: bool = True, by: str = "", hashes: bool = False
+        self,
+        total_bytes: int,
+        log: Callable[[str], None],
+        *,
+        animate: bool = True,
+        by: str = "",
+        doing: Literal["tokenizing", "hashing", "checking"] = "tokenizing",
     ) -> None:
-        """Takes the size of all groups, what takes a line, who works, if that is to be told, and whether they only hash."""
+        """Takes the size of all groups, what takes a line, who works, if that is to be told, and what is done."""
         self._total_bytes = total_bytes
         self._log, self._by = log, by
-        self._hashes = hashes
-        self._doing, self._done = ("hashing", "hashed") if hashes else ("tokenizing", "tokenized")
+        self._doing, self._done, self._of_bytes = doing, _DONE[doing], doing != "tokenizing"
         self._finished_bytes = self._text_bytes = self._documents = self._tokens = 0
         self._read_bytes: dict[int, int] = {}
         self._started = self._reported = time.monotonic()
@@ -69,8 +77,8 @@ class TokenizingProgress:
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         self._bar.stop()
-        if (self._documents or (self._hashes and self._total_bytes)) and error is None:
-            what = f"{self._total_bytes / 1e6:,.1f} MB" if self._hashes else f"{self._documents:,} documents"
+        if (self._documents or (self._of_bytes and self._total_bytes)) and error is None:
+            what = f"{self._total_bytes / 1e6:,.1f} MB" if self._of_bytes else f"{self._documents:,} documents"
             self._log(f"{self._done:10} {what} in {time.monotonic() - self._started:.1f} s, {self._speed()}")
 
     def advance(self, num_documents: int, text_bytes: int, bytes_read: int, num_tokens: int = 0, group: int = 0) -> None:
@@ -92,7 +100,7 @@ class TokenizingProgress:
         read_bytes = self._finished_bytes + sum(self._read_bytes.values())
         self._bar.update(self._task, completed=read_bytes, speed=self._speed())
         now = time.monotonic()
-        if self._bar.disable and (self._documents or self._hashes) and now - self._reported >= REPORT_EVERY_S:
+        if self._bar.disable and (self._documents or self._of_bytes) and now - self._reported >= REPORT_EVERY_S:
             self._reported = now
             done = min(read_bytes / self._total_bytes, 1.0) if self._total_bytes else 0.0
             left = f", {(now - self._started) * (1 / done - 1):.0f} s left" if done else ""
@@ -100,7 +108,7 @@ class TokenizingProgress:
 
     def _speed(self) -> str:
         seconds = max(time.monotonic() - self._started, 1e-9)
-        if self._hashes:
+        if self._of_bytes:
             return f"{self._finished_bytes / seconds / 1e6:,.0f} MB/s{self._by}"
         tokens = f", {self._tokens / seconds / 1e6:.2f} M tokens/s" if self._tokens else ""
         return f"{self._documents / seconds:,.0f} documents/s, {self._text_bytes / seconds / 1e6:.1f} MB/s{tokens}{self._by}"

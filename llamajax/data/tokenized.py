@@ -65,6 +65,7 @@ def tokenized(
     else:
         all_groups = [group for of_source in groups_of for group in of_source()]
         by = by_of(tokenizer_for(config, models_tokenizer, all_groups, cache_dir, log_work))
+        check_megatron(config, cache_dir, log_work)  # before the hours that tokenizing other sources may take
         indexes = [_index(source, of_source(), by) for source, of_source in zip(sources, groups_of, strict=True)]
         missing = [of_source() for of_source, index in zip(groups_of, indexes, strict=True) if not index.exists()]
         new = list(itertools.chain.from_iterable(missing))
@@ -72,10 +73,26 @@ def tokenized(
 
     def tokens_of(source: Source, index: Path, of_source: Callable[[], Sequence[FileGroup]]) -> SourceTokens:
         if source.config.kind == "megatron":
-            return MegatronTokens(source, index, config.data.held_out_fraction, config.model.vocab_size)
+            return _megatron_tokens(config, source, index, log_work)
         return ShardedTokens(source, index, of_source, by)
 
     return Tokenized(tuple(map(tokens_of, sources, indexes, groups_of)), by)
+
+
+def check_megatron(config: Config, cache_dir: Path, log: Callable[[str], None]) -> None:
+    """Checks the sources that are tokenized already; what is known of them is kept in the cache.
+
+    Raises:
+        DataError: one is not what it should be, or has ids beyond the model's vocabulary.
+        DiskError: the disk fails.
+    """
+    for source in sources_of(config):
+        if source.config.kind == "megatron":
+            _megatron_tokens(config, source, parts_path(source, cache_dir), log)
+
+
+def _megatron_tokens(config: Config, source: Source, parts: Path, log: Callable[[str], None]) -> MegatronTokens:
+    return MegatronTokens(source, parts, config.data.held_out_fraction, config.model.vocab_size, log)
 
 
 def sources_of(config: Config) -> list[Source]:

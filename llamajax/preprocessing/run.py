@@ -21,7 +21,7 @@ from llamajax.data.progress import TokenizingProgress
 from llamajax.data.shards import is_complete
 from llamajax.data.source_tokens import entries_of
 from llamajax.data.sources import Source
-from llamajax.data.tokenized import sources_of
+from llamajax.data.tokenized import check_megatron, sources_of
 from llamajax.data.tokenizer_base import Tokenizer
 from llamajax.data.tokenizing import Tokenizing, chat_template_for, given_tokenizer, tokenizer_for
 from llamajax.errors import ConfigError, show
@@ -55,6 +55,9 @@ def run(config: Config, options: Mapping[str, str]) -> None:
 
 
 def _run(config: Config, cache_dir: Path, part: int, num_parts: int, executor: Executor) -> None:
+    models_own = models_tokenizer(config.init_from)
+    given = given_tokenizer(config, models_own)
+    check_megatron(config, cache_dir, log)
     sources = [source for source in sources_of(config) if source.config.kind != "megatron"]
     if config.data.cleaning.steps:
         _hash(executor, _tasks(sources), part, num_parts, cache_dir)
@@ -63,8 +66,7 @@ def _run(config: Config, cache_dir: Path, part: int, num_parts: int, executor: E
     tasks = _tasks(sources)
     own = tasks[part::num_parts]
     log(f"work       {len(own):,} of {len(tasks):,} pieces, {_size(own)} of {_size(tasks)}, by {executor.num_workers}")
-    models_own = models_tokenizer(config.init_from)
-    if given_tokenizer(config, models_own) is None:  # to be trained on what the files hold
+    if given is None:  # to be trained on what the files hold
         _hash(executor, tasks, part, num_parts, cache_dir)
     by = _tokenizing(config, models_own, sources, cache_dir)
     announce_fetching((task.extent for task in own if task.extent.is_remote and not _is_made(task, by)), log)
@@ -112,7 +114,7 @@ def _work_off(executor: Executor, function: Any, tasks: Sequence[Task], *, hashe
     """
     largest_first = sorted(tasks, key=lambda task: (-task.extent.num_bytes, task.extent.span or Span(0, 0)))
     num_bytes, by = sum(task.extent.num_bytes for task in tasks), f" by {executor.num_workers} processes"
-    with TokenizingProgress(num_bytes, log, by=by, hashes=hashes) as progress:
+    with TokenizingProgress(num_bytes, log, by=by, doing="hashing" if hashes else "tokenizing") as progress:
 
         def tell(name: str, arguments: tuple[Any, ...]) -> None:
             {"advance": progress.advance, "finish_group": progress.finish_group, "log": log}[name](*arguments)

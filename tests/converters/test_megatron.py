@@ -3,6 +3,7 @@
 import itertools
 import json
 import pathlib
+import re
 import subprocess
 import sys
 
@@ -208,15 +209,28 @@ def test_a_pair_is_described(tmp_path, capsys):
     command = [sys.executable, "-m", "converters.megatron", "info", str(tmp_path / "x.idx")]
     outcome = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert (outcome.returncode, outcome.stderr) == (0, "")
-    assert outcome.stdout == (
-        f"files      {tmp_path}/x.bin and {tmp_path}/x.idx: index and sizes are as they should be\n"
+    assert re.sub(r"in [\d.]+ s, [\d,]+ MB/s", "in 0.0 s, X MB/s", outcome.stdout) == (
+        "checked    0.0 MB in 0.0 s, X MB/s\n"
+        f"files      {tmp_path}/x.bin and {tmp_path}/x.idx: index, sizes and ids are as they should be\n"
         "documents  4 of 5 sequences, with modes\n"
         "tokens     7 of int32, 0.0 MB\n"
+        "ids        0 to 255\n"
         "lengths    2 tokens per document, 3 in the longest\n"
     )
     (tmp_path / "x.bin").write_bytes(b"")
     assert megatron_export.main(megatron_arguments(["info", str(tmp_path / "x")])) == 3
     assert capsys.readouterr().err.startswith(f"{tmp_path}/x.bin: has 0 bytes, but the sequences in ")
+
+
+def test_ids_that_no_model_or_not_this_one_has_are_told(tmp_path, capsys):
+    write(tmp_path / "negative", DTYPES["int32"], [[[5, 6]], [[], [7, -3]]], None)
+    assert megatron_export.main(megatron_arguments(["info", str(tmp_path / "negative")])) == 3
+    assert f"{tmp_path}/negative.bin: token id -3 in document 1 must be not negative; make the" in capsys.readouterr().err
+    write(tmp_path / "large", DTYPES["uint16"], [[[5, 6]], [[600]]], None)
+    of_large = ["info", str(tmp_path / "large"), "--vocab_size"]
+    assert megatron_export.main(megatron_arguments([*of_large, "601"])) == 0
+    assert megatron_export.main(megatron_arguments([*of_large, "512"])) == 3
+    assert "large.bin: token id 600 in document 1 must be below the 512 of --vocab_size; make" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -7,13 +7,14 @@ import numpy as np
 import pytest
 
 from llamajax.config.data import SourceConfig
-from llamajax.data import megatron_tokens, packing, packings
+from llamajax.data import megatron, megatron_tokens, packing, packings
 from llamajax.data.dataset import prepare
 from llamajax.data.megatron import split_documents
 from llamajax.data.megatron_tokens import MegatronTokens, parts_path
 from llamajax.data.megatron_writer import write_indexed
 from llamajax.data.sources import Source
 from llamajax.errors import ConfigError, DataError
+from llamajax.preprocessing.run import run
 from llamajax.step.batch import IGNORE
 from tests.data.test_dataset import config_for, epoch, jsonl_source, letters_tokenizer, num_rows, random_texts
 
@@ -123,11 +124,42 @@ def test_files_are_checked_once(tmp_path, monkeypatch):
 def test_a_store_can_be_sent_to_other_processes(tmp_path):
     write(tmp_path / "a", 50)
     of = Source(source(tmp_path / "a"), "data.sources[0]")
-    tokens = MegatronTokens(of, parts_path(of, tmp_path / "cache"), 0.1, VOCABULARY)
+    tokens = MegatronTokens(of, parts_path(of, tmp_path / "cache"), 0.1, VOCABULARY, print)
     sent = pickle.loads(pickle.dumps(tokens.store))
     assert len(pickle.dumps(tokens.store)) < 1000
     np.testing.assert_equal(sent.documents(0, 16), tokens.store.documents(0, 16))
     np.testing.assert_equal(sent.piece(0, 3, 5), tokens.store.piece(0, 3, 5))
+
+
+@pytest.mark.parametrize(("dtype", "wrong"), [("<u2", 600), ("<i4", 600), ("<i8", 2**40), ("<i4", -3), ("<i2", -1)])
+def test_an_id_beyond_the_vocabulary_is_found_before_the_first_step(tmp_path, dtype, wrong, monkeypatch):
+    """Wherever it stands, in a part that is not trained on too; the ids are read once, and remembered."""
+    monkeypatch.setattr(megatron, "_SPAN", 32)
+    monkeypatch.setattr(megatron, "CHUNK", 8)
+    with write_indexed(tmp_path / "a", np.dtype(dtype)) as writer:
+        for number in range(60):
+            writer.add_document(np.array([3, 4, wrong if number == 41 else 5]), [1, 0, 2])
+            writer.add_document(np.array([], np.int64), [0])
+    config = config_for(tmp_path, source(tmp_path / "a", split="1,9"), vocab_size=512)
+    place = rf"a.bin: data.sources\[0\].paths: token id {wrong} in document 82 is not among the 512 of model.vocab_size"
+    log = []
+    for _ in range(2):
+        with pytest.raises(DataError, match=place):
+            prepare(config, log=log.append)
+    with pytest.raises(DataError, match=place):
+        run(config, {})
+    assert sum(line.startswith("checked ") for line in log) == 1
+    if wrong == 600:
+        monkeypatch.setattr(megatron_tokens.IndexedDataset, "id_range", None)
+        prepare(config.changed({"model.vocab_size": 601}), log=print)
+
+
+def test_ids_that_change_after_the_start_are_refused_where_they_are_read(tmp_path):
+    write(tmp_path / "a", 50)
+    dataset = prepare(config_for(tmp_path, source(tmp_path / "a"), held_out_fraction=0.0), log=lambda line: None)
+    np.memmap(tmp_path / "a.bin", np.uint16, "r+")[:] = 60_000
+    with pytest.raises(DataError, match=r"a.bin: data.sources\[0\].paths: token id 60000 is not among"):
+        epoch(dataset, num_rows(dataset))
 
 
 def all_rows(config):
@@ -144,12 +176,6 @@ def test_what_is_refused(tmp_path):
         assert "\n" not in str(caught.value)
 
     refused(ConfigError, r"model.vocab_size: 100 is below", source(tmp_path / "a"), vocab_size=100)
-    large = [np.array([3, 400, 5])]
-    with write_indexed(tmp_path / "large", np.dtype("<u2")) as writer:
-        for document in large:
-            writer.add_document(document)
-    wrong = r"large.bin: data.sources\[0\].paths: token id 400 is not among the 300 of model.vocab_size; name files that"
-    refused(DataError, wrong, source(tmp_path / "large"), vocab_size=300)
     refused(DataError, r"'.*/none.idx' matches no file|none.idx", source(tmp_path / "none"))
     (tmp_path / "lone.idx").write_bytes((tmp_path / "a.idx").read_bytes())
     refused(DataError, r"lone.bin: data.sources\[0\].paths: cannot be read: No such file", source(tmp_path / "lone"))
