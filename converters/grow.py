@@ -17,13 +17,15 @@ from converters.tokenizer_formats import BpeTokenizer, read_tokenizer
 from converters.tokenizer_growth import MIN_SAVED, learn_pieces
 from converters.tokenizer_weights import Growth, write_weights
 from llamajax.config.data import SourceConfig
+from llamajax.config.hf_config import CONFIG
+from llamajax.config.json_file import read_bytes, read_json
 from llamajax.data.sources import Source
 from llamajax.data.tokenizer import load_tokenizer, sample_texts
 from llamajax.data.tokenizer_base import Tokenizer
 from llamajax.disk import made_whole
 from llamajax.errors import ConfigError, DataError, UserError, show
 from llamajax.parallel.exit import exit_code
-from llamajax.weights.hf_files import CONFIG, open_model, read_bytes, read_json, read_travelling
+from llamajax.weights.hf_files import open_model, read_travelling
 from llamajax.weights.safetensors import Stored
 
 HELD_OUT_EVERY = 10

@@ -15,10 +15,10 @@ from sentencepiece.sentencepiece_model_pb2 import ModelProto  # pyright: ignore[
 from tokenizers import Regex, pre_tokenizers
 
 from converters.tokenizer_growth import Vocabulary, new_merges
+from llamajax.config.json_file import parse_json
 from llamajax.data.tokenizer_base import SPACE
 from llamajax.data.tokenizer_files import JSON_FILE, MODEL_FILE
 from llamajax.errors import ConfigError, show
-from llamajax.weights.hf_files import parse_json
 
 _BYTE_PIECE = re.compile(r"<0x[0-9A-F]{2}>")
 _MAX_PIECE_CHARS = 16

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from llamajax.weights.hf_files import parse_json, read_json
+from llamajax.config.json_file import parse_json, read_json
 from llamajax.weights.safetensors import INDEX, Stored
 
 _BLOCK_BYTES = 1 << 20  # stays in the processor's cache: three times as fast as 16 MiB

@@ -15,6 +15,7 @@ from typing import Annotated, Any, TypeVar, Union
 import yaml
 
 from llamajax import disk
+from llamajax.config.inherited import inherit
 from llamajax.config.keys import item_type, join, keys, unknown_key
 from llamajax.config.rules import Settings
 from llamajax.config.run import Config
@@ -31,7 +32,8 @@ _INVALID: Any = object()
 def load_config(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Config:
     """The configuration in a YAML file, with overrides such as `"train.num_steps=10"`.
 
-    Whether the files it names exist is not looked at, so that another machine's configuration can be read.
+    Settings of the model that are left out are those of the weights that `init_from` names, if these are here. Whether the
+    files that it names exist is not looked at, so that another machine's configuration can be read.
 
     Raises:
         ConfigError: one `file:line: key: rule; remedy` line for every mistake.
@@ -71,6 +73,8 @@ def read_config(
             problems.add(place, f"replaces --{show(undone[0])}, given before it; leave one of them out")
         else:
             builder.override(root, key, text, place)
+    if root_class is Config:
+        inherit(root, problems)
     config = builder.section(root_class, root, "")
     builder.add_missing()
     problems.raise_if_any()

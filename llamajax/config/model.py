@@ -13,6 +13,8 @@ MATRICES = "wqkv", "wo", "w_gate_up", "w_down"
 """Of a layer: of queries, keys and values; of the attention's output; of the MLP's gate and input; of its output."""
 Matrix = Literal["wqkv", "wo", "w_gate_up", "w_down"]
 AttentionKernel = Literal["auto", "pallas", "cudnn", "tokamax", "plain"]
+InitChange = Literal["rope_theta", "rope_scaling", "sliding_window", "norm_eps"]
+"""Settings that change what weights compute, but none of their shapes."""
 Remat = Literal["auto", "none", "save_attention_qkv_mlp", "save_attention_qkv", "save_attention", "full"]
 REMATS: tuple[Remat, ...] = ("none", "save_attention_qkv_mlp", "save_attention_qkv", "save_attention", "full")
 """From what keeps most to what keeps least."""

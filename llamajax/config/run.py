@@ -15,9 +15,10 @@ from typing import Any
 
 from llamajax import disk
 from llamajax.config.data import DataConfig, is_remote
+from llamajax.config.hf_config import CONFIG
 from llamajax.config.keys import with_values
 from llamajax.config.machine import HardwareConfig, XlaConfig
-from llamajax.config.model import ModelConfig
+from llamajax.config.model import InitChange, ModelConfig
 from llamajax.config.parallel import (
     DistributedConfig,
     MeshConfig,
@@ -50,7 +51,11 @@ class Config(Settings):
     """How weights follow gradients."""
     init_from: str | None = None
     """Weights to start from: a run's directory, one of its checkpoints, or a Hugging Face directory. The optimizer
-    starts fresh; the tokenizer comes along unless `data.tokenizer.path` names it. Unset: random weights."""
+    starts fresh; the tokenizer comes along unless `data.tokenizer.path` names it, and so do settings of the model that are
+    left out. Unset: random weights."""
+    init_changes: tuple[InitChange, ...] = ()
+    """Settings of the model that this run changes on purpose, such as [rope_theta, rope_scaling] for longer contexts; in all
+    others that change what it computes, weights and run must agree."""
     seed: Seed = 0
     """Seed of the initial weights, the data order and the sample."""
     mesh: MeshConfig = field(default_factory=MeshConfig)
@@ -94,6 +99,8 @@ class Config(Settings):
         train, optimizer, data, model, profile = self.train, self.optimizer, self.data, self.model, self.profile
         if not self.run_dir:
             yield "run_dir: must not be empty"
+        if self.init_changes and self.init_from is None:
+            yield "init_changes: has no effect without init_from; name the weights there, or remove this"
         for name, seq_len in data.row_lengths.items():
             if seq_len > model.max_seq_len:
                 remedy = "shorten the rows or raise it"
@@ -258,6 +265,8 @@ class Config(Settings):
             elif key in folders:
                 if os.path.exists(path_at_home) and not os.path.isdir(path_at_home):
                     problems.append(f"{key}: {show(path)} is not a directory; choose another")
+                elif key == "run_dir" and os.path.isfile(os.path.join(path_at_home, CONFIG)):
+                    problems.append(f"{key}: {show(path)} holds a Hugging Face model ({CONFIG}); choose another directory")
             elif _is_missing(path_at_home, is_pattern=key in patterns, may_be_folder=key.startswith(of_datasets)):
                 problems.append(f"{key}: no file matches {show(path)}; relative paths start at {show(os.getcwd())}")
         return problems

@@ -60,7 +60,7 @@ def run(asked: Config, *, dry_run: bool = False) -> None:
         pretrained = None
         if config.init_from is not None and of_first(latest_step(run_dir)) is None:
             pretrained = open_pretrained(Path(config.init_from))
-            pretrained.check(config.model)
+            pretrained.check(config.model, config.init_changes)
         same = (str(run_dir.absolute()), os.path.expanduser(config.data.cache_dir), os.environ.get("XLA_FLAGS"))
         compilation_cache.start(config.xla.compilation_cache, say, run=repr(same))
         compilations = compile_steps(in_forms, abstract)
@@ -96,7 +96,10 @@ def run(asked: Config, *, dry_run: bool = False) -> None:
             if restored is not None:
                 console.log(f"start      resuming at step {restored.step}{restored.place}")
             else:
-                console.log(f"start      from {f'scratch, seed {config.seed}' if pretrained is None else pretrained.about}")
+                begins = f"scratch, seed {config.seed}"
+                if pretrained is not None:
+                    begins = pretrained.about + pretrained.changed_by(config.model)
+                console.log(f"start      from {begins}")
             console.log(f"peak       {peak_flops(config.model.compute_dtype)}")
             trainer = Trainer(
                 config=config,

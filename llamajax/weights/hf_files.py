@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+from llamajax.config.json_file import MAX_JSON_BYTES, parse_json, read_bytes, read_json
 from llamajax.data.tokenizer_files import MODEL_FILE, find_vocabulary
 from llamajax.errors import ConfigError, show
 from llamajax.weights.safetensors import INDEX, SINGLE, Stored, stored_tensors
@@ -13,7 +14,7 @@ from llamajax.weights.safetensors import INDEX, SINGLE, Stored, stored_tensors
 TOKENIZERS = frozenset({"tokenizer.json", "tokenizer.model"})
 """Either is a whole tokenizer, but for the names of its special tokens."""
 
-CONFIG, GENERATION = "config.json", "generation_config.json"
+GENERATION = "generation_config.json"
 
 LICENSE = r"[A-Za-z0-9][A-Za-z0-9.+-]{0,63}"
 """How Hugging Face writes licences: `apache-2.0`, `llama3.1`, `other`."""
@@ -23,8 +24,6 @@ _TRAVELLING = re.compile(
     r"|chat_template\.jinja|generation_config\.json|(LICENSE|NOTICE|USE_POLICY)(\.txt|\.md)?"
 )
 _PICKLES = {".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt"}
-_MAX_JSON_BYTES = 4_000_000  # thirty times what the largest Llama needs
-_MAX_BYTES = 64_000_000  # the largest tokenizer.json is a quarter of that
 
 
 def source_name(directory: Path) -> str:
@@ -58,7 +57,7 @@ def read_travelling(directory: Path) -> dict[str, bytes]:
         name = path.name if _TRAVELLING.fullmatch(path.name) else MODEL_FILE
         if not path.resolve().is_relative_to(root):
             raise ConfigError(f"{path}: is a link to {path.resolve()}, outside of the model; put the file itself there")
-        contents[name] = read_bytes(path, _MAX_BYTES)
+        contents[name] = read_bytes(path)
         if path.suffix == ".json" and path.name != "tokenizer.json":
             body = parse_json(path, contents[name])
             if body.pop("auto_map", None) is not None:
@@ -76,58 +75,6 @@ def read_license(model_card: Path) -> str | None:
     block = re.match(r"---\r?\n(.*?)\r?\n---", text, re.DOTALL)
     found = re.search(rf"^license:[ '\"]*({LICENSE})[ '\"]*\r?$", block[1], re.MULTILINE) if block else None
     return found[1] if found else None
-
-
-def read_bytes(path: Path, max_bytes: int = _MAX_BYTES) -> bytes:
-    """A file's content.
-
-    Raises:
-        ConfigError: it is missing, cannot be read or is too large.
-    """
-    try:
-        with path.open("rb") as file:
-            data = file.read(max_bytes + 1)
-    except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}; give the directory of a complete Hugging Face model") from error
-    if len(data) > max_bytes:
-        raise ConfigError(f"{path}: is larger than {max_bytes // 10**6} MB; download the file again")
-    return data
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in a file.
-
-    Raises:
-        ConfigError: the file is missing, cannot be read, is too large or holds something else.
-    """
-    return parse_json(path, read_bytes(path, _MAX_JSON_BYTES))
-
-
-def parse_json(path: Path, data: bytes) -> dict[str, Any]:
-    """A JSON object; `path` is for messages.
-
-    Raises:
-        ConfigError: it is no JSON object, or has a key twice.
-    """
-
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(pairs)
-        if len(found) != len(pairs):
-            names = [name for name, _ in pairs]
-            raise ValueError(f"{show(next(name for name in names if names.count(name) > 1))} is there twice")
-        return found
-
-    def no_number(text: str) -> Any:
-        raise ValueError(f"{text} is no JSON number")
-
-    try:
-        body = json.loads(data.decode(), object_pairs_hook=unique, parse_constant=no_number)
-    except (ValueError, RecursionError) as error:
-        reason = "nested too deeply" if isinstance(error, RecursionError) else show(str(error))
-        raise ConfigError(f"{path}: is not valid JSON: {reason}; download the file again") from error
-    if not isinstance(body, dict):
-        raise ConfigError(f"{path}: must hold a JSON object; download the file again")
-    return body
 
 
 def open_model(directory: Path) -> dict[str, Stored]:
@@ -185,7 +132,7 @@ def _read_header(path: Path) -> dict[str, Stored]:
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
             length = int.from_bytes(file.read(8), "little")
-            if not 2 <= length <= min(_MAX_JSON_BYTES, size - 8):
+            if not 2 <= length <= min(MAX_JSON_BYTES, size - 8):
                 raise ConfigError(f"{path}: is truncated or no safetensors file; download it again")
             header = parse_json(path, file.read(length))
     except OSError as error:

@@ -5,11 +5,12 @@ from pathlib import Path
 from typing import Literal
 
 from llamajax.config.formulas import num_params
+from llamajax.config.hf_config import CONFIG, read_ends, read_hf_config
+from llamajax.config.json_file import read_json
 from llamajax.config.model import DType
 from llamajax.data.tokenizer import find_tokenizer
 from llamajax.errors import ConfigError
 from llamajax.weights import hf_files, names
-from llamajax.weights.hf_config import read_ends, read_hf_config
 from llamajax.weights.pretrained import Pretrained
 from llamajax.weights.safetensors import DTYPES
 
@@ -27,19 +28,19 @@ def open_directory(path: Path, dtype: DType | None = None) -> Pretrained:
     Raises:
         ConfigError: it is no model that can be read whole and without doubt; says why in one line.
     """
-    body, generation = hf_files.read_json(path / hf_files.CONFIG), hf_files.read_generation(path)
+    body, generation = read_json(path / CONFIG), hf_files.read_generation(path)
     name, license = hf_files.source_name(path), hf_files.read_license(path / "README.md")
     hf_files.read_travelling(path)  # as training would, to take them along
     tensors = {name: stored for name, stored in hf_files.open_model(path).items() if not _BUFFER.fullmatch(name)}
     stored_dtypes = {stored.dtype for stored in tensors.values()}
     as_stored: Literal["float32", "bfloat16"] = "bfloat16" if stored_dtypes == {DTYPES["BF16"]} else "float32"
-    config, special_tokens = read_hf_config(body, path / hf_files.CONFIG, dtype or as_stored)
+    config, special_tokens = read_hf_config(body, path / CONFIG, dtype or as_stored)
     read_ends(generation, path, special_tokens, config)  # which generating would, later
     hf = {"source": name, "model_type": body["model_type"], "special_tokens": special_tokens, "license": license}
     num_stored = sum(stored.nbytes // stored.dtype.itemsize for stored in tensors.values())
     if num_params(config) > 2 * num_stored + 1_000_000:  # too large a model to list all that is missing
         raise ConfigError(
-            f"{path / hf_files.CONFIG}: describes {num_params(config):,} parameters, but the files hold {num_stored:,};"
+            f"{path / CONFIG}: describes {num_params(config):,} parameters, but the files hold {num_stored:,};"
             " download the whole model"
         )
     tensors = names.tensors_for(config, tensors, path)

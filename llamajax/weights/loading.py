@@ -23,7 +23,7 @@ def load_model(pretrained: Pretrained, config: ModelConfig) -> Llama:
 
     Args:
         pretrained: where its weights are.
-        config: the model's, but for the settings in `MAY_DIFFER`; see `Pretrained.check`.
+        config: the model's, but for settings that shape no weight; see `Pretrained.check`.
 
     Raises:
         CheckpointError: the checkpoint was deleted meanwhile, or is of another version of the model, or a weight is no

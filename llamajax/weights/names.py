@@ -14,10 +14,10 @@ from pathlib import Path
 
 import numpy as np
 
+from llamajax.config.architectures import architecture_of
 from llamajax.config.model import ModelConfig
 from llamajax.errors import ConfigError, show
 from llamajax.model import Llama
-from llamajax.weights.architectures import architecture_of
 from llamajax.weights.safetensors import Stored
 
 Box = tuple[slice, ...]

@@ -7,10 +7,10 @@ from typing import Any, get_args
 from llamajax.checkpoint.read import read_object
 from llamajax.checkpoint.steps import find_step
 from llamajax.config.file import settings_of
+from llamajax.config.hf_config import CONFIG, SPECIAL_TOKENS, token_ids
 from llamajax.config.model import ModelConfig
 from llamajax.errors import CheckpointError, ConfigError, show
-from llamajax.weights.hf_config import SPECIAL_TOKENS, token_ids
-from llamajax.weights.hf_files import CONFIG, LICENSE
+from llamajax.weights.hf_files import LICENSE
 from llamajax.weights.hf_model import open_directory
 from llamajax.weights.pretrained import ExportDType, Pretrained
 
@@ -27,6 +27,11 @@ def open_pretrained(path: Path) -> Pretrained:
         ConfigError: it is none of these, or a Hugging Face model that cannot be read.
     """
     path = path.expanduser().absolute()
+    if (path / "checkpoints").is_dir() and (path / CONFIG).is_file():
+        raise ConfigError(
+            f"{path}: holds both a run's checkpoints/ and a Hugging Face model's {CONFIG}; give {path / 'checkpoints'}/STEP"
+            " for the run, or move one of them to a directory of its own"
+        )
     if (step_dir := find_step(path)) is not None:
         meta = read_object(step_dir, "meta.json")
         try:

@@ -1,28 +1,26 @@
 """A model that was found: a run's, an imported one or a Hugging Face directory's, all alike from here on."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
+from llamajax.config.architectures import Architecture, architecture_of
 from llamajax.config.formulas import num_params
-from llamajax.config.model import ModelConfig
+from llamajax.config.hf_config import SPECIAL_TOKENS, read_ends
+from llamajax.config.inherited import OF_THE_RUN
+from llamajax.config.model import InitChange, ModelConfig
 from llamajax.data.tokenizer import find_tokenizer, load_tokenizer
 from llamajax.data.tokenizer_base import Tokenizer
 from llamajax.errors import ConfigError
-from llamajax.weights.architectures import Architecture, architecture_of
-from llamajax.weights.hf_config import SPECIAL_TOKENS, read_ends
 from llamajax.weights.hf_files import read_generation
 from llamajax.weights.safetensors import Stored
 
 ExportDType = Literal["float32", "bfloat16", "float16"]
 
-MAY_DIFFER = (
-    "param_dtype", "compute_dtype", "matmul_dtype", "float8_exempt", "remat", "attention_kernel", "attend_across_documents",
-    "init_std", "max_seq_len", "rope_scaling",
-)  # fmt: skip
-"""Settings of the model in which a run may differ from the weights it starts from."""
+MAY_DIFFER = (*OF_THE_RUN, "attend_across_documents", "init_std", "max_seq_len")
+"""Settings of the model in which a run may differ from the weights that it starts from."""
 
 
 @dataclass(frozen=True)
@@ -59,12 +57,33 @@ class Pretrained:
         """
         return architecture_of(self.config, (self.hf or {}).get("model_type"))
 
-    def check(self, config: ModelConfig) -> None:
-        """Raises `ConfigError` if `config` is of another model, with a line for every setting that must not differ."""
-        here, theirs = dataclasses.asdict(config), dataclasses.asdict(self.config)
-        if wrong := [key for key in here if key not in MAY_DIFFER and here[key] != theirs[key]]:
-            lines = (f"model.{key}: {here[key]} is not that of {self.source}; it must be {theirs[key]}" for key in wrong)
+    def check(self, config: ModelConfig, changes: Collection[str] = ()) -> None:
+        """Whether a run's model is this one.
+
+        Args:
+            config: of the run's model.
+            changes: settings that the run changes on purpose; see `Config.init_changes`.
+
+        Raises:
+            ConfigError: it is another, with a line for every setting that must not differ.
+        """
+        lines = []
+        for key, (here, theirs) in self._differences(config).items():
+            if key not in MAY_DIFFER and key not in changes:
+                remedy = f", or init_changes must name {key}" if key in get_args(InitChange) else ""
+                lines.append(f"model.{key}: {here} is not that of {self.source}; it must be {theirs}{remedy}")
+        if lines:
             raise ConfigError("\n".join(lines))
+
+    def changed_by(self, config: ModelConfig) -> str:
+        """What a run changes of what the model computes or is meant for, to follow `about`; empty if nothing."""
+        told = {key: pair for key, pair in self._differences(config).items() if key not in (*OF_THE_RUN, "init_std")}
+        return "".join(f"; model.{key} {here} instead of {theirs}" for key, (here, theirs) in told.items())
+
+    def _differences(self, config: ModelConfig) -> dict[str, tuple[Any, Any]]:
+        """Settings in which a run's model differs: the run's value and this model's."""
+        here, theirs = dataclasses.asdict(config), dataclasses.asdict(self.config)
+        return {key: (here[key], theirs[key]) for key in here if here[key] != theirs[key]}
 
     def special_tokens(self) -> dict[str, Any]:
         """bos_token_id, eos_token_id and pad_token_id: an id, several (Llama 3's eos), or None.

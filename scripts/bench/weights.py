@@ -7,9 +7,9 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 
+from llamajax.config.hf_config import SPECIAL_TOKENS, hf_config_of
 from llamajax.model.layers import residual_std
 from llamajax.weights import names
-from llamajax.weights.hf_config import SPECIAL_TOKENS, hf_config_of
 from llamajax.weights.safetensors import SINGLE, Stored, Writer, stored_tensors
 from scripts.bench.case import SEED, Case
 

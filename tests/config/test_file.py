@@ -83,6 +83,7 @@ EVERYTHING = Config(
         weight_decay=1e16, no_weight_decay=(), grad_clip_norm=None, moment_dtype="bfloat16",
     ),
     init_from="0x1",
+    init_changes=("rope_theta",),
     seed=4_294_967_295,
     mesh=MeshConfig(data=2, fsdp=1, sequence=2, tensor=-1, num_cpu_devices=4),
     parallel=ParallelConfig(

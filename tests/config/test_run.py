@@ -56,6 +56,7 @@ def test_every_section_is_tested():
 @pytest.mark.parametrize(
     ("sections", "key"),
     [
+        ({"init_changes": ("rope_theta",)}, "init_changes"),
         ({"data": DataConfig(sources=(SourceConfig(kind="stdlib"),), seq_len=4097)}, "data.seq_len"),
         ({"data": staged(StageConfig(from_step=5, seq_len=4097))}, "data.stages.0.seq_len"),
         (

@@ -10,8 +10,8 @@ import safetensors.numpy
 
 from converters.arguments import hf_arguments
 from converters.convert import main
+from llamajax.config.hf_config import hf_config_of
 from llamajax.config.model import ModelConfig, RopeScalingConfig
-from llamajax.weights.hf_config import hf_config_of
 
 TINY = ModelConfig(
     vocab_size=96, embed_dim=32, mlp_dim=48, num_layers=3, num_heads=4, num_kv_heads=4, head_dim=8,

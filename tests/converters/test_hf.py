@@ -18,11 +18,11 @@ from converters.arguments import hf_arguments
 from llamajax.checkpoint.read import restore
 from llamajax.checkpoint.write import Checkpointer
 from llamajax.config.file import load_config
+from llamajax.config.hf_config import hf_config_of, read_hf_config
 from llamajax.config.parallel import MeshConfig
 from llamajax.config.training import CheckpointConfig
 from llamajax.model import Llama
 from llamajax.parallel.mesh import make_mesh
-from llamajax.weights.hf_config import hf_config_of, read_hf_config
 from llamajax.weights.hf_model import open_directory
 from llamajax.weights.loading import load_model
 from llamajax.weights.opening import open_pretrained

@@ -94,7 +94,7 @@ def test_another_model_is_refused_before_anything_is_compiled(base, tmp_path, ca
     theirs = f"is not that of {run_dir / 'checkpoints/2'}; it must be"
     assert str(caught.value).splitlines() == [
         f"model.num_layers: 3 {theirs} 2",
-        f"model.rope_theta: 500000.0 {theirs} 10000.0",
+        f"model.rope_theta: 500000.0 {theirs} 10000.0, or init_changes must name rope_theta",
     ]
     assert "compile" not in capsys.readouterr().out
 

@@ -162,12 +162,35 @@ def test_the_tokenizer_comes_along(tmp_path):
         ({"rope_theta": 5e5}, "model.rope_theta: 500000.0 is not that of .*; it must be 10000.0"),
         ({"num_layers": 2, "norm_eps": 1.0}, "model.num_layers: 2 is not .*; it must be 3\nmodel.norm_eps: 1.0 is not"),
         ({"tie_embeddings": True}, "model.tie_embeddings: True is not that"),
+        (
+            {"rope_scaling": RopeScalingConfig()},
+            "model.rope_scaling: {'kind': 'none'.*, or init_changes must name rope_scaling",
+        ),
+        ({"max_seq_len": 8, "rope_theta": 1e6}, "^model.rope_theta: 1000000.0 is not that of [^\n]*$"),
     ],
 )
 def test_a_configuration_of_another_model(change, message, sources):
     found = open_pretrained(sources["hf"])
     with pytest.raises(ConfigError, match=message):
         found.check(dataclasses.replace(found.config, **change))
+
+
+def test_a_run_changes_the_model_only_by_name_and_says_so(sources):
+    found = open_pretrained(sources["hf"])
+    longer = dataclasses.replace(found.config, max_seq_len=65536, rope_theta=5e5, remat="none")
+    found.check(longer, ("rope_theta",))
+    assert found.changed_by(longer) == (
+        "; model.max_seq_len 65536 instead of 16384; model.rope_theta 500000.0 instead of 10000.0"
+    )
+    assert not found.changed_by(found.config)
+
+
+def test_a_directory_with_a_run_and_a_hugging_face_model_is_neither(tmp_path, sources):
+    shutil.copytree(sources["hf"], tmp_path / "both")
+    shutil.copytree(sources["run"] / "checkpoints", tmp_path / "both/checkpoints")
+    with pytest.raises(ConfigError, match=r"both: holds both a run's checkpoints/ and .* config.json; give .*/STEP"):
+        open_pretrained(tmp_path / "both")
+    assert open_pretrained(tmp_path / "both/checkpoints/0").tensors is None
 
 
 def test_what_is_no_model(tmp_path, sources):

@@ -5,10 +5,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from llamajax.config.architectures import ARCHITECTURES, LLAMA, MISTRAL, Architecture, architecture_of
 from llamajax.config.model import DType, ModelConfig, RopeScalingConfig
 from llamajax.errors import ConfigError, show
-from llamajax.weights.architectures import ARCHITECTURES, LLAMA, MISTRAL, Architecture, architecture_of
 
+CONFIG = "config.json"
 SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 _LLAMA3_KEYS = {

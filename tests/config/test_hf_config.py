@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
+from llamajax.config.hf_config import hf_config_of, read_hf_config
 from llamajax.config.model import RopeScalingConfig
 from llamajax.errors import ConfigError
-from llamajax.weights.hf_config import hf_config_of, read_hf_config
 from tests.converters.models import SPECIAL, TINY, VARIANTS, tiny
 
 
