@@ -31,7 +31,7 @@ import numpy as np
 
 from llamajax.checkpoint import manifest, retention
 from llamajax.checkpoint.array_writer import reason
-from llamajax.checkpoint.read import Restored, State, is_key, read_object
+from llamajax.checkpoint.read import Found, State, is_key, read_object
 from llamajax.checkpoint.steps import steps_in
 from llamajax.data.position import PassedOver, is_left_behind
 from llamajax.disk import make_folder, sync, write_atomically
@@ -167,9 +167,17 @@ class LocalTier:
             why = why or f"local step {step} is not whole: {problems[0]}"
         return None, why
 
-    def read(self, step: int, abstract_state: State) -> Restored[State]:
-        """Restores a step that `newest` has found."""
+    def find(self, step: int, abstract_state: State) -> Found[State]:
+        """A step that `newest` has found."""
         directory = self._directory / str(step)
+        return Found(
+            step=step,
+            meta=read_object(directory, "meta.json"),
+            files=directory / "files",
+            read_state=lambda: self._read(directory, abstract_state),
+        )
+
+    def _read(self, directory: Path, abstract_state: State) -> State:
         about = read_object(directory, "parts.json")["arrays"]
         places = [(name, _slices_of(part)) for name in about for part in about[name]["parts"]]
         files = {place: f"{number}.bin" for number, place in enumerate(places)}
@@ -185,12 +193,7 @@ class LocalTier:
                 on_devices.append(jax.device_put(on_host[at], device, may_alias=False))
             array = jax.make_array_from_single_device_arrays(stored.shape, stored.sharding, on_devices)
             leaves.append(jax.random.wrap_key_data(array, dtype=leaf.dtype) if is_key(leaf) else array)
-        return Restored(
-            step=step,
-            state=jax.tree.unflatten(jax.tree.structure(abstract_state), leaves),
-            meta=read_object(directory, "meta.json"),
-            files=directory / "files",
-        )
+        return jax.tree.unflatten(jax.tree.structure(abstract_state), leaves)
 
     def drop_above(self, step: int) -> None:
         """Deletes the steps that the run has not come to, or has gone back behind."""

@@ -8,7 +8,7 @@ import jax
 
 from llamajax.checkpoint import manifest, retention
 from llamajax.checkpoint.local_tier import LocalTier
-from llamajax.checkpoint.read import Restored, State, read_step
+from llamajax.checkpoint.read import Found, State, find_arrays
 from llamajax.checkpoint.steps import newest_good, steps_in
 from llamajax.data.position import PassedOver
 from llamajax.errors import CheckpointError
@@ -20,14 +20,14 @@ class NoneGoodError(CheckpointError):
     """A run has steps, and all of them are damaged; the same in every process."""
 
 
-def restore_newest(
+def find_newest(
     directory: Path,
     local: LocalTier | None,
     abstract_state: State,
     before: int | None,
     passed_over: Sequence[PassedOver],
-) -> tuple[Restored[State] | None, int | None]:
-    """Reads that step, for the one process or processes that write the run; all call this together.
+) -> tuple[Found[State] | None, int | None]:
+    """That step, for the one process or processes that write the run; all call this together.
 
     Checkpoints that are damaged and newer are named and set aside. Local steps that are newer stay until the run goes on:
     who asked for another model is refused, and shall find them.
@@ -47,6 +47,8 @@ def restore_newest(
         CheckpointError: its arrays differ in name, dtype or shape from `abstract_state`.
         OSError: the disk fails.
     """
+    if local is not None:
+        local.wait()
 
     def newest_local(above: int | None) -> tuple[int | None, str]:
         if local is None:
@@ -69,8 +71,8 @@ def restore_newest(
     if step is not None:
         assert local is not None
         place = f" from the local tier ({directory}: {'none' if newest is None else newest})"
-        return dataclasses.replace(local.read(step, abstract_state), place=place), newest
+        return dataclasses.replace(local.find(step, abstract_state), place=place), newest
     if newest is None:
         return None, None
-    restored = read_step(directory / str(newest), abstract_state, partial=False)
-    return dataclasses.replace(restored, place=f" ({why})" if why else ""), newest
+    found = find_arrays(directory / str(newest), abstract_state, partial=False)
+    return dataclasses.replace(found, place=f" ({why})" if why else ""), newest

@@ -4,8 +4,9 @@ The layout of a step is described in `llamajax.checkpoint.write`, which writes t
 """
 
 import contextlib
+import dataclasses
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -28,14 +29,12 @@ State = TypeVar("State")
 _OTHER = "it matches its manifest, so it was written like this; choose another step"
 
 
-@dataclass(frozen=True)
-class Restored(Generic[State]):
-    """A verified checkpoint, read."""
+@dataclass(frozen=True, kw_only=True)
+class Saved:
+    """A verified checkpoint."""
 
     step: int
     """Optimizer step after which it was saved."""
-    state: State
-    """The arrays, in the structure, types and shardings that were asked for."""
     meta: dict[str, Any]
     """What was given to `save`."""
     files: Path
@@ -47,6 +46,32 @@ class Restored(Generic[State]):
     def hf(self) -> dict[str, Any] | None:
         """What the Hugging Face files that the run started from said, where ours have no place for it."""
         return self.meta.get("hf")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Restored(Saved, Generic[State]):
+    """A verified checkpoint, read."""
+
+    state: State
+    """The arrays, in the structure, types and shardings that were asked for."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found(Saved, Generic[State]):
+    """A verified checkpoint that has the arrays that are asked for; none of them is read yet."""
+
+    read_state: Callable[[], State]
+    """Reads them; all processes call it together."""
+
+    def read(self) -> Restored[State]:
+        """Reads the arrays; all processes call this together.
+
+        Raises:
+            CheckpointError: they cannot be read.
+            OSError: the disk fails.
+        """
+        saved = {field.name: getattr(self, field.name) for field in dataclasses.fields(Saved)}
+        return Restored(state=self.read_state(), **saved)
 
 
 def restore(
@@ -85,6 +110,16 @@ def unless_deleted(step_dir: Path) -> Iterator[None]:
 
 def read_step(directory: Path, abstract_state: State, *, partial: bool) -> Restored[State]:
     """Restores a verified step directory after comparing it with `abstract_state`, which names devices (`concretise`)."""
+    return find_arrays(directory, abstract_state, partial=partial).read()
+
+
+def find_arrays(directory: Path, abstract_state: State, *, partial: bool) -> Found[State]:
+    """Compares a verified step directory with `abstract_state`, which names devices (`concretise`).
+
+    Raises:
+        CheckpointError: its arrays are others.
+        OSError: the disk fails.
+    """
     wanted = named_arrays(abstract_state)
     saved = {name: _text(*about) for name, about in saved_arrays(directory).items()}
     differences = [f"{name} is missing in it" for name in wanted if name not in saved]
@@ -100,6 +135,16 @@ def read_step(directory: Path, abstract_state: State, *, partial: bool) -> Resto
             writer = show(str(writer))
             remedy = f"llamajax {writer} wrote it: export it with that version and start from the export with init_from"
         raise CheckpointError(f"{directory} is of another state: {differences[0]}{more}; {remedy}")
+    return Found(
+        step=int(directory.name),
+        meta=read_object(directory, "meta.json"),
+        files=directory / "files",
+        read_state=lambda: _read_arrays(directory, abstract_state, partial=partial),
+    )
+
+
+def _read_arrays(directory: Path, abstract_state: State, *, partial: bool) -> State:
+    wanted = named_arrays(abstract_state)
     stored = {
         name: jax.eval_shape(jax.random.key_data, leaf).update(sharding=leaf.sharding) if is_key(leaf) else leaf
         for name, leaf in wanted.items()
@@ -129,12 +174,7 @@ def read_step(directory: Path, abstract_state: State, *, partial: bool) -> Resto
         jax.random.wrap_key_data(arrays[name], dtype=leaf.dtype) if is_key(leaf) else arrays[name]
         for name, leaf in wanted.items()
     ]
-    return Restored(
-        step=int(directory.name),
-        state=jax.tree.unflatten(jax.tree.structure(abstract_state), leaves),
-        meta=read_object(directory, "meta.json"),
-        files=directory / "files",
-    )
+    return jax.tree.unflatten(jax.tree.structure(abstract_state), leaves)
 
 
 def read_object(step_dir: Path, name: str) -> dict[str, Any]:

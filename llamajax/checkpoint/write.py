@@ -34,8 +34,8 @@ import jax
 from llamajax.checkpoint import commit, retention
 from llamajax.checkpoint.array_writer import ArrayWriter, reason
 from llamajax.checkpoint.local_tier import LocalTier, identity_of
-from llamajax.checkpoint.newest import restore_newest
-from llamajax.checkpoint.read import Restored, State, is_key
+from llamajax.checkpoint.newest import find_newest
+from llamajax.checkpoint.read import Found, Restored, State, is_key
 from llamajax.checkpoint.run_lock import RunLock, check_seen_by_all
 from llamajax.checkpoint.steps import steps_in
 from llamajax.config.training import CheckpointConfig
@@ -225,25 +225,27 @@ class Checkpointer:
     def restore(
         self, abstract_state: State, *, before: int | None = None, passed_over: Sequence[PassedOver] = ()
     ) -> Restored[State] | None:
-        """The newest good step, on the shardings of `abstract_state`; None if the run has no committed step.
+        """The newest good step, on the shardings of `abstract_state`, read; see `find`."""
+        found = self.find(abstract_state, before=before, passed_over=passed_over)
+        return None if found is None else found.read()
 
-        Newer steps that are damaged are named on stderr and set aside; see `restore_newest`.
+    def find(
+        self, abstract_state: State, *, before: int | None = None, passed_over: Sequence[PassedOver] = ()
+    ) -> Found[State] | None:
+        """The newest good step, whose arrays are yet to be read; None if there is no step. See `find_newest`.
 
         Args:
             abstract_state: the pytree to restore, of `jax.ShapeDtypeStruct` that name devices, as of `concretise`.
             before: only steps below this one count; None: all. See `drop` for the others.
-            passed_over: what the run has passed over; steps that a host saved before the run went back behind them do not
-                count, and checkpoints of that kind are dropped already.
+            passed_over: what the run has passed over; what a host saved before the run went back behind it does not count.
 
         Raises:
             CheckpointError: no step is good, or its arrays differ in name, dtype or shape from `abstract_state`.
             OSError: the disk fails.
         """
         self.wait()
-        if self._local is not None:
-            self._local.wait()
-        restored, self._newest = restore_newest(self._directory, self._local, abstract_state, before, passed_over)
-        return restored
+        found, self._newest = find_newest(self._directory, self._local, abstract_state, before, passed_over)
+        return found
 
     def check(self) -> None:
         """Makes sure that the run is still this process's, before something other than a save changes it.

@@ -16,7 +16,7 @@ import jax
 
 from llamajax.checkpoint.meta import read_meta
 from llamajax.checkpoint.newest import NoneGoodError
-from llamajax.checkpoint.read import Restored
+from llamajax.checkpoint.read import Restored, Saved
 from llamajax.checkpoint.steps import steps_in
 from llamajax.checkpoint.write import Checkpointer
 from llamajax.config.run import Config
@@ -72,19 +72,19 @@ def steps_left_behind(directory: Path, passed_over: tuple[PassedOver, ...]) -> l
     return left
 
 
-def agreed(run_dir: Path, passed_over: tuple[PassedOver, ...], restored: Restored[Any]) -> tuple[PassedOver, ...]:
+def agreed(run_dir: Path, passed_over: tuple[PassedOver, ...], saved: Saved) -> tuple[PassedOver, ...]:
     """What the run has passed over by its record and by its checkpoint, of which one may have been lost in part.
 
     Raises:
         CheckpointError: they contradict each other.
     """
-    saved = parse_passed_over(restored.meta["data"].get("passed_over", []))
-    if saved[: len(passed_over)] != passed_over[: len(saved)]:
+    known = parse_passed_over(saved.meta["data"].get("passed_over", []))
+    if known[: len(passed_over)] != passed_over[: len(known)]:
         raise CheckpointError(
-            f"{run_dir / PASSED_OVER_FILE} is not of the run whose checkpoint {restored.step} is there; bring the run's own"
+            f"{run_dir / PASSED_OVER_FILE} is not of the run whose checkpoint {saved.step} is there; bring the run's own"
             " back, or remove it: the run then goes by what its checkpoint knows"
         )
-    return max(saved, passed_over, key=len)
+    return max(known, passed_over, key=len)
 
 
 def go_back(

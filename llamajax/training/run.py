@@ -7,7 +7,7 @@ from pathlib import Path
 import jax
 
 from llamajax.checkpoint.meta import checkpoint_meta
-from llamajax.checkpoint.read import Restored
+from llamajax.checkpoint.read import Restored, Saved
 from llamajax.checkpoint.steps import latest_step
 from llamajax.checkpoint.write import Checkpointer
 from llamajax.config.file import write_config
@@ -19,15 +19,16 @@ from llamajax.parallel import compilation_cache, startup
 from llamajax.parallel.exit import end_process, exit_code
 from llamajax.parallel.processes import check_same_everywhere, everyones, of_first
 from llamajax.parallel.zero import whole_over_data
+from llamajax.planning.scheduling import Compilation
 from llamajax.step.batch import micro_batch_size
 from llamajax.step.state import TrainState, abstract_state, init_state
 from llamajax.training import elastic
 from llamajax.training.bad_steps import GoBack
 from llamajax.training.loop import Start, Trainer
 from llamajax.training.replicas import Replicas
-from llamajax.training.resume import check_same_run
+from llamajax.training.resume import check_data, check_settings
 from llamajax.training.rollback import agreed, go_back, read_passed_over
-from llamajax.training.stages import choose_forms, compile_steps
+from llamajax.training.stages import check_forms, choose_forms, compile_steps
 from llamajax.training.stop import StopSignal
 from llamajax.training.watchdog import Watchdog, process_ends
 from llamajax.watch import console
@@ -40,7 +41,9 @@ from llamajax.weights.pretrained import Pretrained
 
 
 def run(asked: Config, *, dry_run: bool = False) -> None:
-    """Trains as `asked`, resuming what its run directory holds; with `dry_run`, stops after compiling.
+    """Trains as `asked`, resuming what its run directory holds; with `dry_run`, compiles for it and stops.
+
+    Whatever can be known without the compiler is refused before it begins.
 
     Raises:
         UserError: one of `llamajax.errors`, when the configuration, data, machine or checkpoints do not allow it.
@@ -51,31 +54,31 @@ def run(asked: Config, *, dry_run: bool = False) -> None:
         fitted = elastic.fit(asked, run_dir)
         config = fitted.config
         startup.lay_out(config)
-        watchdog.begin("compile")
+        watchdog.begin("load")
         abstract = abstract_state(config)
         console.print_header(config, abstract.model)
         if fitted.line is not None:
             console.log(f"elastic    {fitted.line}")
-        in_forms = choose_forms(config, abstract)
+        check_forms(config)
         pretrained = None
         if config.init_from is not None and of_first(latest_step(run_dir)) is None:
             pretrained = open_pretrained(Path(config.init_from))
             pretrained.check(config.model, config.init_changes)
-        same = (str(run_dir.absolute()), os.path.expanduser(config.data.cache_dir), os.environ.get("XLA_FLAGS"))
-        compilation_cache.start(config.xla.compilation_cache, say, run=repr(same))
-        compilations = compile_steps(in_forms, abstract)
-        replicas = Replicas(config, abstract)
         if dry_run:
+            compile_all(config, abstract, watchdog)
             return
 
-        watchdog.begin("load")
         in_background = functools.partial(watchdog.phase, "save")
         with Checkpointer(run_dir, config.checkpoint, on_failure=say, around_commit=in_background) as checkpointer:
             watchdog.keep_stacks()
             passed_over = read_passed_over(run_dir, checkpointer)
-            restored = checkpointer.restore(abstract, passed_over=passed_over)
+            found = checkpointer.find(abstract, passed_over=passed_over)
+            if found is not None:
+                check_settings(asked, found)
+                passed_over = agreed(run_dir, passed_over, found)
+
             watchdog.begin("load")
-            origin = origin_of(config, restored, pretrained)
+            origin = origin_of(config, found, pretrained)
             dataset = prepare(config, log=console.log, log_work=console.log_own, tokenizer=origin.tokenizer)
             fingerprints = repr((dataset.fingerprint, dataset.stage_fingerprints))
             same = {"data (documents or tokenizer)": fingerprints, "tokenized documents": dataset.content}
@@ -84,14 +87,18 @@ def run(asked: Config, *, dry_run: bool = False) -> None:
             if config.sample.prompt is not None:
                 encode_prompt(dataset.tokenizer, config.sample.prompt, config.data.seq_len)
             meta = checkpoint_meta(asked, dataset, origin.hf, fitted.began)
-            if restored is not None:
-                check_same_run(asked, restored, meta)
-                passed_over = agreed(run_dir, passed_over, restored)
-            if jax.process_index() == 0:
-                write_config(asked, run_dir / "config.yaml")
+            if found is not None:
+                check_data(asked, found, meta)
             epochs = dataset.epochs(config.train.num_steps, passed_over)
             of_sources = ", ".join(f"{n:.2f} of {key}" for key, n in epochs.items())
             console.log(f"epochs     {of_sources} in {config.train.num_steps:,} steps")
+
+            compilations, replicas = compile_all(config, abstract, watchdog)
+
+            watchdog.begin("load")
+            restored = None if found is None else found.read()
+            if jax.process_index() == 0:
+                write_config(asked, run_dir / "config.yaml")
             watchdog.begin("load")
             if restored is not None:
                 console.log(f"start      resuming at step {restored.step}{restored.place}")
@@ -143,9 +150,19 @@ def run(asked: Config, *, dry_run: bool = False) -> None:
             console.print_end(run_dir, run_dir / "checkpoints" / str(int(state.step)))
 
 
-def origin_of(config: Config, restored: Restored[TrainState] | None, pretrained: Pretrained | None) -> Origin:
+def compile_all(config: Config, abstract: TrainState, watchdog: Watchdog) -> tuple[dict[int, Compilation], Replicas]:
+    """The training step of each length of rows, and what compares replicas; all processes call this together."""
+    watchdog.begin("compile")
+    in_forms = choose_forms(config, abstract)
+    run_dir = Path(config.run_dir).expanduser().absolute()
+    same = (str(run_dir), os.path.expanduser(config.data.cache_dir), os.environ.get("XLA_FLAGS"))
+    compilation_cache.start(config.xla.compilation_cache, say, run=repr(same))
+    return compile_steps(in_forms, abstract), Replicas(config, abstract)
+
+
+def origin_of(config: Config, found: Saved | None, pretrained: Pretrained | None) -> Origin:
     """What the run takes along: of the weights that it begins with, or as its checkpoint has kept it."""
-    source = restored if pretrained is None else pretrained
+    source = found if pretrained is None else pretrained
     return Origin() if config.init_from is None or source is None else take_along(source.files, source.hf)
 
 

@@ -8,10 +8,25 @@ from llamajax.config.data import DataConfig
 from llamajax.config.run import Config
 from llamajax.planning.scheduling import Compilation, compile_here, fastest_remat
 from llamajax.step.compile import lower, told
-from llamajax.step.forms import attention_kernel, compute_capability, float8_matmuls, with_forms
+from llamajax.step.forms import attention_kernel, compute_capability, float8_matmuls, remat_policy, with_forms
 from llamajax.step.state import TrainState
 from llamajax.watch import console
 from llamajax.watch.console import say
+
+
+def check_forms(config: Config) -> None:
+    """Refuses a run whose forms these devices cannot compute, before anything is read or compiled for it.
+
+    Raises:
+        ConfigError: a form that is asked for cannot be computed by them.
+    """
+    mesh, capability = jax.sharding.get_mesh().shape, compute_capability()
+    float8_matmuls(config, capability)
+    for seq_len in {stage.seq_len for stage in config.data.all_stages}:
+        of_length = config.in_rows_of(seq_len)
+        remat, _ = remat_policy(of_length, mesh)  # which no kernel depends on
+        in_forms, _ = with_forms(of_length.changed({"model.remat": remat}), mesh)
+        attention_kernel(in_forms, mesh, capability)
 
 
 def choose_forms(config: Config, abstract: TrainState) -> dict[int, Config]:

@@ -14,7 +14,7 @@ import pytest
 
 from llamajax import disk
 from llamajax.checkpoint.local_tier import LocalTier
-from llamajax.checkpoint.read import Restored
+from llamajax.checkpoint.read import Saved
 from llamajax.checkpoint.write import Checkpointer
 from llamajax.config.training import CheckpointConfig
 from llamajax.data.position import PassedOver, next_row
@@ -174,7 +174,7 @@ def test_no_kill_brings_back_a_local_step_that_the_run_went_back_behind(tmp_path
 
 
 def restored_with(passed_over):
-    return Restored(step=9, state=None, meta={"data": {"passed_over": passed_over}}, files=pathlib.Path())
+    return Saved(step=9, meta={"data": {"passed_over": passed_over}}, files=pathlib.Path())
 
 
 def test_what_one_of_record_and_checkpoint_lost_the_other_knows():

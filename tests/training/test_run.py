@@ -12,12 +12,12 @@ import threading
 import jaxlib.version
 import pytest
 
-from llamajax.checkpoint.read import Restored
+from llamajax.checkpoint.read import Saved
 from llamajax.checkpoint.write import Checkpointer
 from llamajax.config.file import config_to_dict, load_config
 from llamajax.errors import CheckpointError, ConfigError, DataError, DivergedError
 from llamajax.training import run as train
-from llamajax.training.resume import check_same_run
+from llamajax.training.resume import check_settings
 from tests import runs
 
 
@@ -108,26 +108,51 @@ def test_a_dry_run_tells_everything_and_writes_nothing(finished, tmp_path, capsy
     assert not (tmp_path / "dry").exists()
 
 
-def test_other_settings_do_not_continue_a_run(finished):
-    with pytest.raises(CheckpointError, match=r"optimizer\.learning_rate: 0\.01 -> 0\.5"):
-        train.run(finished.changed({"optimizer.learning_rate": 0.5}))
+@pytest.fixture
+def nothing_compiles(monkeypatch):
+    """A run that comes to compiling its step fails."""
+    monkeypatch.setattr(train, "compile_all", lambda *_: pytest.fail("the run has begun to compile"))
+
+
+@pytest.mark.usefixtures("nothing_compiles")
+def test_other_data_do_not_continue_a_run(finished):
     with pytest.raises(CheckpointError, match="other documents"):
         train.run(finished.changed({"data.held_out_fraction": 0.2}))
-    with pytest.raises(CheckpointError, match="keep 8"):
-        train.run(finished.changed({"train.global_batch_size": 16, "checkpoint.allow_config_change": True}))
+
+
+@pytest.mark.usefixtures("nothing_compiles")
+@pytest.mark.parametrize(
+    ("changes", "refusal"),
+    [
+        ({"optimizer.learning_rate": 0.5}, r"optimizer\.learning_rate: 0\.01 -> 0\.5"),
+        ({"train.global_batch_size": 16, "checkpoint.allow_config_change": True}, "keep 8"),
+        ({"model.embed_dim": 32, "checkpoint.allow_config_change": True}, "is of another state: "),
+    ],
+)
+def test_other_settings_do_not_continue_a_run(finished, monkeypatch, changes, refusal):
+    """Nor do its data come first: to tokenize may take hours."""
+    monkeypatch.setattr(train, "prepare", lambda *_, **__: pytest.fail("the run has begun to read data"))
+    with pytest.raises(CheckpointError, match=refusal):
+        train.run(finished.changed(changes))
+
+
+@pytest.mark.usefixtures("nothing_compiles")
+def test_a_kernel_that_cannot_compute_is_refused_before_the_data(finished, tmp_path, monkeypatch):
+    monkeypatch.setattr(train, "prepare", lambda *_, **__: pytest.fail("the run has begun to read data"))
+    with pytest.raises(ConfigError, match=r"model\.attention_kernel: "):
+        train.run(finished.changed({"run_dir": str(tmp_path / "run"), "model.attention_kernel": "cudnn"}))
 
 
 def test_a_run_goes_on_with_the_defaults_of_settings_that_are_younger(finished):
     """Which its checkpoints say nothing of."""
-    data = {"position": 4 * finished.train.global_batch_size, "fingerprint": "same"}
+    data = {"position": 4 * finished.train.global_batch_size}
     old = config_to_dict(finished)
     del old["model"]["matmul_dtype"]
     del old["optimizer"]["b1"]
-    restored = Restored(step=4, state=None, meta={"config": old, "data": data}, files=pathlib.Path())
+    saved = Saved(step=4, meta={"config": old, "data": data}, files=pathlib.Path())
 
     def check(changes):
-        config = finished.changed(changes)
-        check_same_run(config, restored, {"config": config_to_dict(config), "data": data})
+        check_settings(finished.changed(changes), saved)
 
     check({})
     with pytest.raises(CheckpointError, match=r"optimizer\.b1: 0\.9 -> 0\.8\); choose"):
@@ -136,6 +161,7 @@ def test_a_run_goes_on_with_the_defaults_of_settings_that_are_younger(finished):
         check({"model.matmul_dtype": "float8"})
 
 
+@pytest.mark.usefixtures("nothing_compiles")
 def test_a_second_writer_is_refused(finished):
     with (
         Checkpointer(pathlib.Path(finished.run_dir), finished.checkpoint),
@@ -184,6 +210,7 @@ def test_gradients_that_stay_infinite_end_the_run(finished, tmp_path, monkeypatc
     assert exit_info.value.code == DivergedError.exit_code
 
 
+@pytest.mark.usefixtures("nothing_compiles")
 def test_what_cannot_end_well_is_refused_before_the_first_step(finished, tmp_path):
     config = finished.changed({"run_dir": str(tmp_path / "run")})
     with pytest.raises(DataError, match=r"sample\.prompt: \d+ tokens leave no room in rows of 32"):

@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 
 from llamajax.checkpoint.meta import checkpoint_meta, read_meta
-from llamajax.checkpoint.read import Restored
+from llamajax.checkpoint.read import Saved
 from llamajax.config.file import load_config
 from llamajax.config.run import Config
 from llamajax.data.dataset import prepare
 from llamajax.errors import CheckpointError, ConfigError
 from llamajax.training import run as train
-from llamajax.training.resume import check_same_run
+from llamajax.training.resume import check_data
 from llamajax.training.stages import described
 from llamajax.watch import run_log
 from tests import runs
@@ -82,7 +82,7 @@ def test_every_stage_is_compiled_before_the_first_step_and_told_when_it_begins(u
         assert said.count(f"\ncompile    rows of {length} tokens: ") == 1
         assert said.index(f"\ncompile    rows of {length}") < said.index("\nstep  1/14")
     assert said.count("\nsequence  ") == 1, "forms of longer rows are told where they are others"
-    lines = [line for line in said.splitlines() if line.startswith(("stage  ", "step "))]
+    lines = [line for line in said.splitlines() if line.startswith(("stage  ", "step ")) and "waited" not in line]
     told = {"1": 0, "2": 4, "3": 8, "4": 11}
     for number, step in told.items():
         at = next(i for i, line in enumerate(lines) if line.startswith(f"stage      {number} of 4"))
@@ -218,16 +218,16 @@ def test_stages_that_are_to_come_may_change_and_those_that_have_begun_may_not(un
     config = changed(unbroken, unbroken.parent / "run", {key: value})
     meta = read_meta(unbroken.parent / "run" / "checkpoints" / str(step))
     assert meta is not None
-    restored = Restored(step=step, state=None, meta=meta, files=pathlib.Path())
+    saved = Saved(step=step, meta=meta, files=pathlib.Path())
     own = checkpoint_meta(config, prepare(config, log=lambda line: None), None, {})
     if refusal is None:
-        check_same_run(config, restored, own)
+        check_data(config, saved, own)
         return
     with pytest.raises(CheckpointError) as caught:
-        check_same_run(config, restored, own)
+        check_data(config, saved, own)
     assert f"holds a run with other settings ({refusal}" in str(caught.value)
     assert "\n" not in str(caught.value)
-    check_same_run(config.changed({"checkpoint.allow_config_change": True}), restored, own)
+    check_data(config.changed({"checkpoint.allow_config_change": True}), saved, own)
 
 
 @pytest.mark.slow
