@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from llamajax.config.file import read_config
-from llamajax.config.machine import HardwareConfig
+from llamajax.config.machine import HardwareConfig, PlannedGpu
 from llamajax.config.rules import Bound, NonNegativeFloat, PositiveFloat, PositiveShare, Section, Settings
 from llamajax.config.yaml_text import Problems
 
@@ -47,7 +47,7 @@ class Versions(Section):
 class Measurement(Settings):
     """A file of measured constants: on what, when and by what they were measured."""
 
-    gpu: Literal["cpu", "a100-40gb", "a100-80gb", "h100", "h200"]
+    gpu: Literal["cpu", PlannedGpu]
     """As `hardware.gpu` names it; `cpu`: a trial of the program that measures, and good for no plan."""
     device: str
     """What jax calls it."""

@@ -2,6 +2,7 @@
 
 import dataclasses
 from dataclasses import dataclass
+from typing import Literal
 
 from llamajax.config.machine import HardwareConfig
 from llamajax.errors import ConfigError
@@ -15,22 +16,29 @@ class Gpu:
     """`hardware.gpu` calls it so, in small letters."""
     device_kinds: tuple[str, ...]
     """`device_kind` strings that jax reports for it."""
+    family: str
+    """GPUs that sustain the same shares of their data sheets; `llamajax.planning.cost.gpu` has these."""
     peak_flops: float
-    """Dense bfloat16 tensor-core FLOP/s (two per multiply-add), without sparsity."""
+    """Dense bfloat16 tensor-core FLOP/s (two per multiply-add) that accumulate in float32, without sparsity."""
     memory_bytes: int
     """Device memory in bytes, as the driver reports it."""
     memory_bandwidth: float
     """Bytes per second between the chip and its memory."""
+    link: Literal["NVLink", "PCIe", "PCIe without peer-to-peer"] = "NVLink"
+    """What joins the GPUs of a node. Without peer-to-peer, what one sends another goes through the host's memory."""
     gpu_bandwidth: float
-    """Bytes per second, each way, between one GPU and the others of its node (NVLink)."""
-    node_bandwidth: float
-    """Bytes per second, each way, between a node of eight and the network; its ports come with the GPUs."""
+    """Bytes per second, each way, between one GPU and the others of its node."""
+    node_bandwidth: float | None
+    """Bytes per second, each way, between a node of eight and the network; its ports come with the GPUs. None: such nodes
+    have no usual network, and `HardwareConfig` asks for it."""
     compute_capability: tuple[int, int]
     """CUDA's version of the architecture."""
     cores: int
     """Streaming multiprocessors."""
     fp32_lanes: int
     """float32 units per core."""
+    threads_per_core: int = 2048
+    """The most that one core holds at once."""
     clock_ghz: float
     """Boost clock."""
     l2_bytes: int
@@ -52,6 +60,7 @@ class Gpu:
 # measured.
 _A100 = Gpu(
     name="A100-40GB",
+    family="A100",
     device_kinds=("NVIDIA A100-SXM4-40GB",),
     peak_flops=312e12,
     memory_bytes=42_331_013_120,
@@ -69,6 +78,7 @@ _A100 = Gpu(
 )
 _H100 = Gpu(
     name="H100",
+    family="H100",
     device_kinds=("NVIDIA H100 80GB HBM3",),
     peak_flops=989.5e12,
     memory_bytes=84_942_979_072,
@@ -83,6 +93,82 @@ _H100 = Gpu(
     shared_memory_per_core=233_472,
     shared_memory_per_block=232_448,
     description="NVIDIA H100 80GB HBM3",
+)
+# NVIDIA's data sheet of the HGX and DGX B200: 36 PFLOP/s of bfloat16 "with sparsity" by eight GPUs; of the GB200 NVL72: 360
+# by 72; NVLink 1.8 TB/s for both ways together. All else: XLA's own descriptions of both. Network: one ConnectX-7 of
+# 400 Gb/s per GPU, in DGX B200 and in GB200 NVL72.
+_B200 = dataclasses.replace(
+    _H100,
+    name="B200",
+    family="B200",
+    device_kinds=("NVIDIA B200",),
+    peak_flops=2250e12,
+    memory_bytes=191_514_411_008,
+    memory_bandwidth=7.67232e12,
+    gpu_bandwidth=900e9,
+    compute_capability=(10, 0),
+    cores=148,
+    clock_ghz=1.965,
+    l2_bytes=132_644_864,
+    description="NVIDIA B200",
+)
+
+# Cards in PCIe slots. Cores, clocks, caches, bandwidths and peaks: NVIDIA's white papers on GA102 (RTX 3090), Ada (RTX 4090,
+# L4, with the L40's chip for the L40S) and RTX Blackwell (RTX 5090), and the data sheets of A10G, L4 and L40S. These print
+# peaks "with sparsity" too, and GeForce's for sums in float16; in float32, which training needs, GeForce and A10G make half
+# of that: 256 multiply-adds per core and cycle, which gives the RTX 3060's peak, 2 x 256 x 28 x 1.777 GHz. What a core holds
+# (shared memory, threads): CUDA's programming guide, compute capabilities 8.6, 8.9 and 12.0; XLA's descriptions of the
+# RTX A6000 and RTX PRO 6000 say the same. Memory: what torch reports (`total_memory`), of several figures that depend on the
+# driver the least. PCIe 4 and 5 with 16 lanes: 16 and 32 GT/s, less the line code.
+_PCIE_4, _PCIE_5 = 31.5e9, 63e9
+_MIB = 2**20
+_RTX_3090 = Gpu(
+    name="RTX-3090",
+    family="RTX-4090",
+    device_kinds=("NVIDIA GeForce RTX 3090",),
+    peak_flops=71.2e12,
+    memory_bytes=24_259 * _MIB,
+    memory_bandwidth=936.2e9,
+    link="PCIe without peer-to-peer",
+    gpu_bandwidth=_PCIE_4,
+    node_bandwidth=None,
+    compute_capability=(8, 6),
+    cores=82,
+    fp32_lanes=128,
+    threads_per_core=1536,
+    clock_ghz=1.695,
+    l2_bytes=6 * _MIB,
+    shared_memory_per_core=102_400,
+    shared_memory_per_block=101_376,
+    description="NVIDIA GeForce RTX 3090",
+)
+_RTX_4090 = dataclasses.replace(
+    _RTX_3090,
+    name="RTX-4090",
+    device_kinds=("NVIDIA GeForce RTX 4090",),
+    peak_flops=165.2e12,
+    memory_bytes=24_080 * _MIB,
+    memory_bandwidth=1.008e12,
+    compute_capability=(8, 9),
+    cores=128,
+    clock_ghz=2.52,
+    l2_bytes=72 * _MIB,
+    description="NVIDIA GeForce RTX 4090",
+)
+# Networks of the instances in which these are rented, g5.48xlarge, g6.48xlarge and g6e.48xlarge: 100, 100 and 400 Gb/s.
+_L40S = dataclasses.replace(
+    _RTX_4090,
+    name="L40S",
+    family="L40S",
+    device_kinds=("NVIDIA L40S",),
+    peak_flops=362.05e12,
+    memory_bytes=45_372 * _MIB,
+    memory_bandwidth=864e9,
+    link="PCIe",
+    node_bandwidth=50e9,
+    cores=142,
+    l2_bytes=96 * _MIB,
+    description="NVIDIA L40S",
 )
 GPUS = (
     _A100,
@@ -103,6 +189,75 @@ GPUS = (
         memory_bandwidth=4.8e12,
         description="NVIDIA H200 141GB HBM3e",
     ),
+    _B200,
+    dataclasses.replace(
+        _B200,
+        name="GB200",
+        device_kinds=("NVIDIA GB200",),
+        peak_flops=2500e12,
+        memory_bytes=197_897_748_480,
+        memory_bandwidth=7.928064e12,
+        cores=152,
+        clock_ghz=2.062,
+        l2_bytes=135_528_448,
+        description="NVIDIA GB200",
+    ),
+    dataclasses.replace(
+        _RTX_3090,
+        name="RTX-3060-12GB",
+        device_kinds=("NVIDIA GeForce RTX 3060",),
+        peak_flops=25.5e12,
+        memory_bytes=11_931 * _MIB,
+        memory_bandwidth=360e9,
+        cores=28,
+        clock_ghz=1.777,
+        l2_bytes=3 * _MIB,
+        description="NVIDIA GeForce RTX 3060",
+    ),
+    _RTX_3090,
+    _RTX_4090,
+    dataclasses.replace(
+        _RTX_4090,
+        name="RTX-5090",
+        family="RTX-5090",
+        device_kinds=("NVIDIA GeForce RTX 5090",),
+        peak_flops=209.5e12,
+        memory_bytes=32_089 * _MIB,
+        memory_bandwidth=1.792e12,
+        gpu_bandwidth=_PCIE_5,
+        compute_capability=(12, 0),
+        cores=170,
+        clock_ghz=2.407,
+        l2_bytes=96 * _MIB,
+        description="NVIDIA GeForce RTX 5090",
+    ),
+    dataclasses.replace(
+        _RTX_3090,
+        name="A10G",
+        device_kinds=("NVIDIA A10G",),
+        peak_flops=70e12,
+        memory_bytes=22_502 * _MIB,
+        memory_bandwidth=600e9,
+        link="PCIe",
+        node_bandwidth=12.5e9,
+        cores=80,
+        clock_ghz=1.71,
+        description="NVIDIA A10G",
+    ),
+    dataclasses.replace(
+        _L40S,
+        name="L4",
+        device_kinds=("NVIDIA L4",),
+        peak_flops=121e12,
+        memory_bytes=22_478 * _MIB,
+        memory_bandwidth=300e9,
+        node_bandwidth=12.5e9,
+        cores=58,
+        clock_ghz=2.04,
+        l2_bytes=48 * _MIB,
+        description="NVIDIA L4",
+    ),
+    _L40S,
 )
 
 
@@ -116,10 +271,11 @@ def planned_gpu(config: HardwareConfig) -> Gpu:
     if gpu is None:
         names = ", ".join(gpu.name.lower() for gpu in GPUS)
         raise ConfigError(f"hardware.gpu: a plan needs to know the GPU; set it to one of {names}")
+    usual = None if gpu.node_bandwidth is None else gpu.node_bandwidth * config.gpus_per_node / 8
     return dataclasses.replace(
         gpu,
         gpu_bandwidth=config.gpu_bandwidth or gpu.gpu_bandwidth,
-        node_bandwidth=config.node_bandwidth or gpu.node_bandwidth * config.gpus_per_node / 8,
+        node_bandwidth=config.node_bandwidth or usual,
     )
 
 

@@ -6,23 +6,32 @@ from typing import Literal
 
 from llamajax.config.rules import PositiveFloatOrUnset, PositiveInt, Section
 
+PlannedGpu = Literal[
+    "a100-40gb", "a100-80gb", "h100", "h200", "b200", "gb200",
+    "rtx-3060-12gb", "rtx-3090", "rtx-4090", "rtx-5090", "a10g", "l4", "l40s",
+]  # fmt: skip
+"""GPUs that plans know, see `llamajax.config.gpus`."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class HardwareConfig(Section):
     """The machines that `llamajax.plan` plans for. Training takes the devices that jax finds; from here it knows how much
     they hold and how fast they are, where it chooses forms and schedules (`parallel`, `xla.latency_profile`)."""
 
-    gpu: Literal["none", "a100-40gb", "a100-80gb", "h100", "h200"] = "none"
-    """GPU of every node, all of them SXM modules; `none`: there is nothing to plan for."""
+    gpu: Literal["none", PlannedGpu] = "none"
+    """GPU of every node; A100, H100, H200, B200 and GB200 are modules with NVLink, all others cards in PCIe slots. `none`:
+    there is nothing to plan for."""
     nodes: PositiveInt = 1
-    """Nodes: machines whose GPUs are joined by NVLink, and which a network joins."""
+    """Nodes: groups of GPUs that NVLink or the PCIe slots of one board join, and which a network joins."""
     gpus_per_node: PositiveInt = 8
-    """GPUs per node."""
+    """GPUs per node. A rack GB200 NVL72 is one node of 72, though four of them share an operating system."""
     gpu_bandwidth: PositiveFloatOrUnset = None
-    """Bytes per second, each way, between one GPU and the others of its node; unset: the GPU's NVLink."""
+    """Bytes per second, each way, between one GPU and the others of its node; unset: the GPU's NVLink, or its PCIe slot
+    with 16 lanes."""
     node_bandwidth: PositiveFloatOrUnset = None
     """Bytes per second, each way, between one node and the network; unset: per GPU of the node 12.5e9 for A100 (four
-    ports of 200 Gb/s for eight), 50e9 for H100 and H200 (a port of 400 Gb/s for each)."""
+    ports of 200 Gb/s for eight), 50e9 for H100, H200, B200 and GB200 (a port of 400 Gb/s for each), 6.25e9 for L40S and
+    1.5625e9 for L4 and A10G (cloud instances of eight). GeForce cards have no usual network: several nodes need this."""
     calibration: str | None = None
     """Constants of the cost model that were measured on this GPU, with what they were measured by: a YAML file, see
     `llamajax.config.calibration`. What it leaves out, and all if unset, is as built in."""
@@ -32,6 +41,11 @@ class HardwareConfig(Section):
     """Tokens that time and price are told for; unset: those of `train.num_steps` steps."""
 
     def broken_rules(self) -> Iterator[str]:
+        if self.gpu.startswith("rtx-") and self.nodes > 1 and self.node_bandwidth is None:
+            yield (
+                f"node_bandwidth: nodes of {self.gpu} have no usual network; set the bytes per second, each way, between one"
+                " node and the others"
+            )
         if self.calibration == "":
             yield "calibration: must not be empty; name a file, or null for the built-in constants"
 

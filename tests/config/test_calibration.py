@@ -85,7 +85,7 @@ EDITS = [
     ("gpu: h100\n", "", "h100.yaml:1: gpu: required, but missing"),
     ("gpu: h100", "gpu: h200", "h100.yaml:1: gpu: measured on h200, but hardware.gpu is h100; name a file of that one, or"),
     ("gpu: h100", "gpu: cpu", "h100.yaml:1: gpu: measured on cpu, but hardware.gpu is h100; name a file of that one, or"),
-    ("gpu: h100", "gpu: none", "h100.yaml:1: gpu: must be one of cpu, a100-40gb, a100-80gb, h100, h200, not none"),
+    ("gpu: h100", "gpu: none", "h100.yaml:1: gpu: must be one of cpu, a100-40gb, a100-80gb, h100, h200, b200, "),
 ]
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 from dataclasses import dataclass, field
 
 from llamajax.config.calibration import Constants, read_measurement
@@ -11,7 +12,7 @@ from llamajax.config.run import Config
 
 @dataclass(frozen=True, kw_only=True)
 class Calibration:
-    """Shares of the data sheet that a GPU architecture sustains, one fixed set for every model and cluster; those that were
+    """Shares of the data sheet that a family of GPUs sustains, one fixed set for every model and cluster; those that were
     measured on a GPU may take their place (`hardware.calibration`)."""
 
     matmul_efficiency: float
@@ -54,7 +55,7 @@ class Calibration:
 # (arXiv:2406.04594), and Megatron-LLaMA's 256 and 512 A100 with 4 x 200 Gb/s per node used 0.38 of it.
 # Slow-down: 18.9% on average, measured on A100 and H100 (arXiv:2507.03114). Hosts: PCIe 4 and 5 with 16 lanes.
 CALIBRATIONS = {
-    8: Calibration(
+    "A100": Calibration(
         matmul_efficiency=0.83,
         attention_efficiency=0.52,
         attention_backward_efficiency=0.45,
@@ -66,7 +67,7 @@ CALIBRATIONS = {
         node_link_efficiency=0.38,
         host_bandwidth=25e9,
     ),
-    9: Calibration(
+    "H100": Calibration(
         matmul_efficiency=0.72,
         attention_efficiency=0.53,
         attention_backward_efficiency=0.45,
@@ -79,7 +80,41 @@ CALIBRATIONS = {
         host_bandwidth=50e9,
     ),
 }
-"""By the major version of the compute capability: 8 is Ampere (A100), 9 is Hopper (H100, H200)."""
+"""By `Gpu.family`."""
+
+# B200: cuDNN 9.13's attention makes 1,613 / 1.3 TFLOP/s forward at best, which is 0.55 as 0.53 on an H100, and Triton's
+# 1,613 / 2.7 (FlashAttention-4, arXiv:2603.05451, abstract). NVLink: nccl-tests reach 840 of 900 GB/s on a whole NVL72, but
+# with sums in its switches (coreweave/nccl-tests, pull request 43).
+# GeForce: products of 8,192 make 163.5 of an RTX 4090's 165.2 TFLOP/s (xytpai/gpuk); nine tenths of that in training, as
+# the others. PCIe 4 without peer-to-peer: 25.8 GB/s for both ways together (tinygrad/open-gpu-kernel-modules, issue 6:
+# RTX 4090), and nccl-tests' bus bandwidth of 12.7 GB/s there (pull request 22); PCIe 5: 28 of 63 GB/s with eight RTX 5090
+# (NVIDIA/nccl, issue 1639). With peer-to-peer NCCL is no faster between two sockets (NVIDIA/nccl-tests, issue 74: A40).
+# L40S and L4 promise more than their 350 W and 72 W sustain: an L40S trains 3B in bfloat16 with 46% of the peak and 93% of
+# GeForce's half of it (IST-DASLab/llmq, README): products are taken to reach that half, attention half of its share.
+_CARD = dataclasses.replace(
+    CALIBRATIONS["A100"], matmul_efficiency=0.90, node_link_efficiency=0.85, gpu_link_efficiency=0.40
+)
+CALIBRATIONS |= {
+    "B200": dataclasses.replace(CALIBRATIONS["H100"], pallas_efficiency=0.27, pallas_backward_efficiency=0.22),
+    "RTX-4090": _CARD,
+    "RTX-5090": dataclasses.replace(_CARD, gpu_link_efficiency=0.44, host_bandwidth=50e9),
+    "L40S": dataclasses.replace(
+        _CARD,
+        matmul_efficiency=0.50,
+        attention_efficiency=0.26,
+        attention_backward_efficiency=0.23,
+        pallas_efficiency=0.18,
+        pallas_backward_efficiency=0.15,
+    ),
+}
+_OF_CARDS = "attention's share of the peak, and how much collectives slow kernels down (taken as on A100)"
+NOT_KNOWN = {
+    "B200": "products' and NVLink's shares of their peaks, and attention's backward pass (taken as on H100)",
+    "RTX-4090": _OF_CARDS,
+    "RTX-5090": _OF_CARDS,
+    "L40S": "what its power lets products and attention reach (taken as half of the peak, and half of A100's share)",
+}
+"""By `Gpu.family`: which of its constants nobody has published."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,7 +128,7 @@ class Machine:
 
     @property
     def built_in(self) -> Calibration:
-        return CALIBRATIONS[self.gpu.compute_capability[0]]
+        return CALIBRATIONS[self.gpu.family]
 
     @functools.cached_property
     def calibration(self) -> Calibration:
@@ -108,6 +143,8 @@ class Machine:
     @property
     def node_link(self) -> float:
         """Bytes per second, each way, of one GPU's equal part of its node's connection to the network."""
+        if self.gpu.node_bandwidth is None:
+            return math.inf  # there is one node
         return self.gpu.node_bandwidth / self.gpus_per_node * self.calibration.node_link_efficiency
 
 
@@ -120,3 +157,24 @@ def planned_machine(config: Config) -> Machine:
     hardware, measurement = config.hardware, read_measurement(config.hardware)
     measured = measurement.constants if measurement is not None else Constants()
     return Machine(gpu=planned_gpu(hardware), gpus_per_node=hardware.gpus_per_node, measured=measured)
+
+
+NVL72 = 72
+"""GPUs that NVLink joins in a rack of GB200."""
+
+
+def remarks(config: Config) -> list[str]:
+    """What a plan for such GPUs takes without knowing it: one line each."""
+    hardware, machine = config.hardware, planned_machine(config)
+    found = []
+    if machine.gpu.family in NOT_KNOWN and hardware.calibration is None:
+        found.append(f"not known of {machine.gpu.name}: {NOT_KNOWN[machine.gpu.family]}")
+    if machine.gpu.link != "NVLink" and hardware.gpus_per_node > 1:
+        found.append(
+            f"the GPUs of a node are joined by {machine.gpu.link}, {machine.gpu.gpu_bandwidth / 1e9:g} GB/s each way, of"
+            f" which NCCL is taken to reach {machine.calibration.gpu_link_efficiency:.0%}: boards with fewer lanes are"
+            " slower; measure with nccl-tests and set hardware.gpu_bandwidth"
+        )
+    if hardware.gpu == "gb200" and hardware.nodes > 1 and hardware.gpus_per_node < NVL72:
+        found.append(f"NVLink joins {NVL72} GB200 of a rack, and hardware.gpus_per_node says {hardware.gpus_per_node}")
+    return found

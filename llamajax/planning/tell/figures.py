@@ -11,7 +11,8 @@ Bytes, FLOPs and seconds are per step and device unless said otherwise; shares a
   evenly over all devices that can share them), `least_wire_bytes` (see `config.communication`), `checkpoint_bytes` (one
   checkpoint of all devices: weights and moments).
 - `forms`: by setting of `parallel` the form that was chosen, and why; and so for `attention` the kernel, and
-  for `matmuls` those in float8, if any are. `warning`: that attention's kernel is none that is fused, or null.
+  for `matmuls` those in float8, if any are. `warning`: that attention's kernel is none that is fused, or null. `remarks`:
+  what is taken of such GPUs without being known, one line each.
 - `calibration`: null, or the `file` of measured constants, the `device`, `date`, `commit` and `jax` of their measurement,
   and those of the `constants` that differ from the built-in ones, by name: `built_in` and `measured`.
 - `options`: what the compiler was told. `latency_profile`: `auto` for the cost model's, the file, or null for none, also
@@ -62,7 +63,7 @@ from llamajax.config.gpus import planned_gpu
 from llamajax.config.model import Remat
 from llamajax.config.run import Config
 from llamajax.planning.cost.flops import planned_flops
-from llamajax.planning.cost.gpu import planned_machine
+from llamajax.planning.cost.gpu import planned_machine, remarks
 from llamajax.planning.cost.kernels import compiled_attention
 from llamajax.planning.cost.network import num_communicators
 from llamajax.planning.cost.timeline import CollectiveUse
@@ -95,6 +96,7 @@ def analytic_figures(config: Config) -> dict[str, Any]:
         "num_params": num_params(model),
         "tokens_per_step": tokens,
         "model_flops": flops_per_token(model, config.data.seq_len, keys=_keys(config)) * tokens,
+        "remarks": remarks(config),
         "capacity_bytes": planned_gpu(hardware).memory_bytes,
         "zero_minimum_bytes": minimum_state_bytes(config),
         "least_wire_bytes": least_wire_bytes(config, mesh_sizes(config)),

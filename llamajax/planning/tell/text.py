@@ -79,7 +79,7 @@ def print_estimate(config: Config, told: Figures) -> None:
 def _print_run(config: Config, told: Figures) -> None:
     mesh = " x ".join(f"{axis} {size}" for axis, size in told["mesh"].items() if size > 1) or "of one device"
     gpu = planned_gpu(config.hardware)
-    network = f", {gpu.node_bandwidth / 1e9:g} GB/s between nodes" if told["nodes"] > 1 else ""
+    network = f", {gpu.node_bandwidth / 1e9:g} GB/s between nodes" if told["nodes"] > 1 and gpu.node_bandwidth else ""
     nodes = f"{told['nodes']} node{'s' if told['nodes'] > 1 else ''}"
     log(f"run        {told['run']}: {format_count(told['num_params'])} parameters ({told['num_params']:,})")
     log(f"devices    {told['num_devices']} x {gpu.name} in {nodes}{network}; mesh {mesh}")
@@ -88,6 +88,8 @@ def _print_run(config: Config, told: Figures) -> None:
         log(f"{setting:10} {form}")
     if told["warning"] is not None:
         log(f"warning    {told['warning']}")
+    for remark in told["remarks"]:
+        log(f"remark     {remark}")
     held = f", {format_bytes(told['argument_bytes'])} as compiled with the batch" if told.get("argument_bytes") else ""
     log(
         f"state      at least {format_bytes(told['zero_minimum_bytes'])} of weights and moments per GPU{held};"

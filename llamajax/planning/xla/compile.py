@@ -161,7 +161,7 @@ gpu_device_info {{
   threads_per_warp: 32
   shared_memory_per_block: 49152
   shared_memory_per_core: {gpu.shared_memory_per_core}
-  threads_per_core_limit: 2048
+  threads_per_core_limit: {gpu.threads_per_core}
   core_count: {gpu.cores}
   fpus_per_core: {gpu.fp32_lanes}
   block_dim_limit_x: 2147483647

@@ -232,3 +232,30 @@ def test_prefetched_layers_take_five_layers_weights_more_than_a_plain_loop(remat
         compile_for(config.changed({"parallel.stack": form}), untimed=True).peak_bytes for form in ("scan", stack)
     )
     assert prefetched <= plain + 5 * layer_matrix_bytes(config.model, mesh_sizes(config))
+
+
+@pytest.mark.usefixtures("gpu_compiler")
+@pytest.mark.parametrize(
+    ("gpu", "kernel"),
+    [
+        ("rtx-4090", "pallas"),
+        *(pytest.param(gpu, "pallas", marks=pytest.mark.slow) for gpu in ("b200", "rtx-5090", "rtx-3090")),
+        *(pytest.param(gpu, "cudnn", marks=pytest.mark.slow) for gpu in ("b200", "rtx-5090", "rtx-4090", "rtx-3090")),
+    ],
+)
+def test_every_architecture_has_a_step(gpu, kernel):
+    """With attention by cuDNN and by our own kernels, where the card has what they need; and in float8, where it multiplies
+    such."""
+    config = tiny_config(
+        model=ModelConfig(
+            vocab_size=256, embed_dim=256, mlp_dim=512, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=128,
+            attend_across_documents=kernel == "cudnn", matmul_dtype="compute_dtype" if gpu == "rtx-3090" else "float8",
+        ),
+        data=DataConfig(sources=(SourceConfig(kind="stdlib"),), seq_len=256),
+        train=TrainConfig(num_steps=10, global_batch_size=1),
+        mesh=MeshConfig(),
+        hardware=HardwareConfig(gpu=gpu, gpus_per_node=1),
+    )  # fmt: skip
+    hlo = compile_for(config).hlo
+    assert ("__cudnn$fmhaSoftmaxBackward" in hlo, "attention_backward_keys" in hlo) == (kernel == "cudnn", kernel == "pallas")
+    assert ("f8e4m3fn" in hlo) == (gpu != "rtx-3090")
