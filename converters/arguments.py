@@ -5,12 +5,15 @@ import re
 import sys
 from collections.abc import Sequence
 
+from llamajax.errors import show_any_text
+
 
 def hf_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Of `python -m converters.hf`, in which `import` may be left out; exits with code 2 if they are wrong."""
     argv = sys.argv[1:] if argv is None else list(argv)
     if argv and argv[0] not in ("import", "export", "-h", "--help"):
         argv = ["import", *argv]
+    show_any_text()
     parser = argparse.ArgumentParser(
         prog="python -m converters.hf",
         description="Convert Llama, Mistral, Qwen2 and Qwen3 models from and to Hugging Face.",
@@ -61,6 +64,7 @@ def _positive(text: str) -> int:
 
 def tokenizer_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Of `python -m converters.tokenizer`; exits with code 2 if they are wrong."""
+    show_any_text()
     parser = argparse.ArgumentParser(
         prog="python -m converters.tokenizer", description="Change the tokenizer of a Hugging Face model."
     )
@@ -104,6 +108,7 @@ def megatron_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
     Exits with code 2 if they, or the configuration, are wrong.
     """
+    show_any_text()
     parser = argparse.ArgumentParser(
         prog="python -m converters.megatron",
         description="Token files of Megatron-LM, PREFIX.bin and PREFIX.idx: written from a run's documents, and looked at.",

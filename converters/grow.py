@@ -89,7 +89,7 @@ def grow(arguments: argparse.Namespace, progress: Progress) -> None:
         for name, content in {**model.files, **model.tokenizer.grown(pieces)}.items():
             (unfinished / name).write_bytes(content)
         body = {key: value for key, value in model.config.items() if key != "auto_map"} | {"vocab_size": num_rows}
-        (unfinished / "config.json").write_text(json.dumps(body, indent=2, ensure_ascii=False) + "\n")
+        (unfinished / "config.json").write_text(json.dumps(body, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
         grown = load_tokenizer(unfinished)
         _check(model.loaded, grown, [*_ODD_TEXTS, *corpus.held_out])
         for line in _worth(model.loaded, grown, corpus):

@@ -83,7 +83,8 @@ class Export:
             generation = json.loads(self.files["generation_config.json"])
             known = generation.get("eos_token_id", special_tokens["eos_token_id"])
             _write_json(out / "generation_config.json", generation | {"eos_token_id": _with_ends(known, ends)})
-        (out / "README.md").write_text(model_card(self.found, self.found.architecture, self.dtype, self.license))
+        card = model_card(self.found, self.found.architecture, self.dtype, self.license)
+        (out / "README.md").write_text(card, encoding="utf-8")
         dtype = np.dtype(jax.numpy.dtype(self.dtype))
         shapes = names.hf_shapes(self.config)
         with unless_deleted(self.found.source), Writer(out, shapes, dtype, MAX_SHARD_BYTES) as writer:

@@ -57,7 +57,8 @@ class Import:
         types = {"param_dtype": ModelConfig.param_dtype, "compute_dtype": ModelConfig.compute_dtype}
         (out / "model.yaml").write_text(
             f"# The model of {self.found.source.name}, for a configuration that trains on from it; types and remat are"
-            " free.\n" + yaml.safe_dump({"model": dataclasses.asdict(self.config) | types}, sort_keys=False)
+            " free.\n" + yaml.safe_dump({"model": dataclasses.asdict(self.config) | types}, sort_keys=False),
+            encoding="utf-8",
         )
         meta = {
             "llamajax": llamajax.__version__,

@@ -112,6 +112,15 @@ def status(path: str | Path) -> os.stat_result | None:
         return None
 
 
+def is_missing(path: str | Path, kind: Callable[[int], bool]) -> bool:
+    """Whether nothing of this kind, such as `stat.S_ISREG`, is there; not where the disk fails, which is told when it is
+    read, as what may pass."""
+    try:
+        return (found := status(path)) is None or not kind(found.st_mode)
+    except OSError:
+        return False
+
+
 def matching(pattern: str) -> Iterator[str]:
     """What is at `pattern` taken for a path, or else the paths that match it, as `glob.glob` with `recursive` finds them.
 

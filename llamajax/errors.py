@@ -4,7 +4,9 @@ Every message is one line: what is wrong, where (``file:line`` or the key), the 
 Our own invariants are ``assert``s and never end up here.
 """
 
+import io
 import re
+import sys
 
 OUT_OF_MEMORY, DEVICE_ERROR, INTERNAL_ERROR, DISK_ERROR, TRY_AGAIN, GIVE_UP = 5, 69, 70, 74, 75, 93
 """Exit codes for what is no `UserError`: the device's memory, a device or network that failed, a defect of ours, the disk;
@@ -72,6 +74,16 @@ class DivergedError(UserError):
     """Steps keep going wrong, as often as the run may go back; running the same command again would not help."""
 
     exit_code = GIVE_UP
+
+
+def show_any_text() -> None:
+    """From here on, characters that the encoding of standard output or error lacks are printed as escapes, such as `\\xe9`.
+
+    Else a name, a text that a model writes, or a bar of progress would end the command where it is printed.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # not what a notebook or a test has put in its place
+            stream.reconfigure(errors="backslashreplace")
 
 
 def without_passwords(text: str) -> str:

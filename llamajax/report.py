@@ -6,11 +6,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from llamajax.disk import keep_from_others
-from llamajax.errors import UserError
+from llamajax.errors import UserError, show_any_text
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Writes the page, or prints the figures; returns the exit code."""
+    show_any_text()
     parser = argparse.ArgumentParser(prog="python -m llamajax.report", description="Write one HTML page about a run.")
     parser.add_argument("run", type=Path, metavar="RUN", help="the run_dir of a run, finished or not")
     parser.add_argument("--output", type=Path, metavar="FILE", help="where to write the page; default: RUN/report.html")

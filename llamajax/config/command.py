@@ -25,7 +25,7 @@ from llamajax.config.file import Root, dump_config, read_config
 from llamajax.config.keys import keys
 from llamajax.config.run import Config
 from llamajax.config.yaml_text import Place, Problems
-from llamajax.errors import ConfigError, show
+from llamajax.errors import ConfigError, show, show_any_text
 
 _FLAGS = {
     "--print_config": "Print the resulting configuration, which is itself a valid FILE, and stop.",
@@ -62,6 +62,7 @@ def parse_args(
         options: the entry point's own, `--json FILE` or without a value, as `--dry_run`, and their meaning.
         check: gives what this machine lacks for settings that break no rule, a `key: rule; remedy` line each.
     """
+    show_any_text()
     arguments, own = sys.argv[1:] if argv is None else argv, options or {}
     if "--help" in arguments or "-h" in arguments:
         _end_with(f"{_help(prog, root, own)}\n")

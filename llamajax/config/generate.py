@@ -1,10 +1,12 @@
 """Settings of `python -m llamajax.generate`."""
 
 import os
+import stat
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
+from llamajax import disk
 from llamajax.config.parallel import DistributedConfig, MeshConfig
 from llamajax.config.rules import AboveOne, Bound, NonNegativeFloat, PositiveInt, Section, Seed, Share
 
@@ -23,6 +25,8 @@ class GenerateConfig(Section):
     prompts_file: str | None = None
     """More prompts than fit a command line: a text file with one per line, or .jsonl with {"prompt": TEXT} or {"messages":
     [{"role": ..., "content": ...}, ...]} per line."""
+    parse_special: bool = False
+    """Read special tokens written in prompts, such as <|eot_id|>, as these tokens, as transformers does, not as text."""
     chat: bool = False
     """Put every prompt into the model's chat template, as a user's message; without a prompt, talk with the model."""
     system: str | None = None
@@ -73,6 +77,8 @@ class GenerateConfig(Section):
             yield "prompts_file: cannot be given together with prompt; put all prompts into the file"
         if not self.chat and self.system is not None:
             yield "system: has no effect unless chat is true; set it, or remove this"
+        if self.parse_special and self.chat:
+            yield "parse_special: has no effect with chat, whose template writes special tokens; remove one"
         for name in ("top_k", "top_p", "min_p"):
             if self.temperature == 0 and getattr(self, name) is not None:
                 yield f"{name}: has no effect with temperature=0; raise that, or remove this"
@@ -98,9 +104,9 @@ class GenerateConfig(Section):
         problems = [
             f"{key}: there is no file {path}; correct the path"
             for key, path in files.items()
-            if path is not None and not os.path.isfile(os.path.expanduser(path))
+            if path is not None and disk.is_missing(os.path.expanduser(path), stat.S_ISREG)
         ]
-        if not os.path.isdir(os.path.expanduser(self.model)):
+        if disk.is_missing(os.path.expanduser(self.model), stat.S_ISDIR):
             problems.append(f"model: there is no directory {self.model}; give a run, a checkpoint or a Hugging Face model")
         if self.output is not None and not self.distributed.enabled and os.path.lexists(os.path.expanduser(self.output)):
             problems.append(f"output: {self.output} exists already; choose another file, or remove it")

@@ -10,6 +10,7 @@ from llamajax.data import chat
 from llamajax.data.chat import ChatTemplate
 from llamajax.data.conversations import Message
 from llamajax.data.tokenizer_base import Tokenizer
+from llamajax.disk import cannot_read, read_again
 from llamajax.errors import DataError
 
 
@@ -29,8 +30,11 @@ class Prompt:
         first = () if system is None else ({"role": "system", "content": system},)
         return Prompt(self.text, (*first, {"role": "user", "content": self.text}))
 
-    def encode(self, tokenizer: Tokenizer, template: ChatTemplate | None) -> Sequence[int]:
+    def encode(self, tokenizer: Tokenizer, template: ChatTemplate | None, *, parse_special: bool = False) -> Sequence[int]:
         """Token ids, at least one; a text begins as the tokenizer begins prompts, a conversation as its template does.
+
+        With `parse_special`, a text may itself write special tokens; also the one that prompts begin with, which is then not
+        put before it.
 
         Raises:
             DataError: the template refuses the conversation.
@@ -38,7 +42,17 @@ class Prompt:
         if self.messages is not None:
             assert template is not None, "whoever has conversations finds a template first"
             return chat.encode_messages(template, tokenizer, self.messages).tolist()
-        return tokenizer.encode_prompt(self.text)
+        if not parse_special:
+            return tokenizer.encode_prompt(self.text)
+        ids, begin = tokenizer.encode_template(self.text).tolist(), list(tokenizer.prefix)
+        return ids if begin and ids[: len(begin)] == begin else [*begin, *ids] or [tokenizer.bos_id]
+
+    def has_special(self, tokenizer: Tokenizer) -> bool:
+        """Whether it is a text that holds the name of a special token, which is read as text unless `encode` is told."""
+        if self.messages is not None:
+            return False
+        special = {token for token in tokenizer.encode_template(self.text).tolist() if not tokenizer.token_bytes[token]}
+        return not special <= set(tokenizer.encode_batch([self.text])[0].tolist())
 
 
 def read_prompts(path: Path) -> list[Prompt]:
@@ -49,9 +63,9 @@ def read_prompts(path: Path) -> list[Prompt]:
         DataError: it cannot be read, or has none, or a line that is none.
     """
     try:
-        lines = path.read_text(encoding="utf-8").split("\n")
+        lines = read_again(path.read_bytes).decode("utf-8-sig").split("\n")
     except OSError as error:
-        raise DataError(f"{path}: prompts_file: {error.strerror}; correct the path") from error
+        raise cannot_read(error, f"{path}: prompts_file", "correct the path") from error
     except UnicodeDecodeError as error:
         raise DataError(f"{path}: prompts_file: is not UTF-8; convert the file, for example with iconv") from error
     numbered = [(number, line) for number, line in enumerate(lines, start=1) if line.strip()]

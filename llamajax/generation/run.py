@@ -17,6 +17,7 @@ from llamajax.config.model import ModelConfig
 from llamajax.config.parallel import MeshConfig
 from llamajax.data.chat import ChatTemplate, load_chat_template
 from llamajax.data.tokenizer_base import Tokenizer
+from llamajax.disk import may_pass
 from llamajax.errors import ConfigError
 from llamajax.generation.completion import Completer, Completion, Piece, Stats, check_prompts
 from llamajax.generation.prompts import Prompt, find_ends, read_prompts
@@ -55,7 +56,10 @@ def run(config: GenerateConfig) -> None:
         if template is None:
             raise ConfigError(f"chat_template: {path} has none; name one, for example of configs/chat_templates")
     end_ids = () if config.ignore_eos else find_ends(pretrained.ends(), tokenizer, template)
-    token_ids = [prompt.encode(tokenizer, template) for prompt in prompts]
+    token_ids = [prompt.encode(tokenizer, template, parse_special=config.parse_special) for prompt in prompts]
+    if not config.parse_special:
+        for number in (number for number, prompt in enumerate(prompts, start=1) if prompt.has_special(tokenizer)):
+            say(f"note       prompt {number}: special tokens in it are read as text; parse_special reads them as tokens")
     meant_for = pretrained.config.max_seq_len
     max_seq_len = config.max_seq_len or meant_for
     if max_seq_len > meant_for:
@@ -145,10 +149,13 @@ def create(path: str) -> TextIO:
 
     Raises:
         ConfigError: it cannot be made.
+        OSError: the disk fails, or is full.
     """
     try:
         return Path(path).expanduser().open("x", encoding="utf-8")
     except OSError as error:
+        if may_pass(error):
+            raise
         raise ConfigError(f"output: {path}: {error.strerror}; choose another file") from error
 
 

@@ -1,13 +1,17 @@
 """Prompts from files and into tokens, what is refused with its line, and the tokens that end a text."""
 
+import errno
 import json
+import os
 
 import pytest
 
 from converters.hf_tokenizer import convert_sentencepiece
+from llamajax import disk
+from llamajax.config.generate import GenerateConfig
 from llamajax.data.chat import ChatTemplate
 from llamajax.data.tokenizer import load_tokenizer, train_sentencepiece
-from llamajax.errors import DataError
+from llamajax.errors import DataError, DiskError
 from llamajax.generation.prompts import Prompt, find_ends, read_prompts
 from tests.runs import WORDS
 
@@ -69,6 +73,46 @@ def test_a_line_that_is_no_prompt_is_named(line, complaint, tmp_path):
     assert f"{path}:2: prompts_file: " in str(refused.value)
     assert complaint in str(refused.value)
     assert "\n" not in str(refused.value)
+
+
+def test_a_byte_order_mark_is_no_part_of_the_first_prompt(tmp_path):
+    for name, content in (("a.txt", "the model"), ("a.jsonl", json.dumps({"prompt": "the model"}))):
+        (tmp_path / name).write_text(content, encoding="utf-8-sig")
+        assert read_prompts(tmp_path / name) == [Prompt("the model")]
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE])
+def test_a_disk_that_fails_is_not_taken_for_a_file_that_is_missing(tmp_path, monkeypatch, number):
+    path = tmp_path / "prompts.txt"
+    path.write_text("the model")
+
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(disk, "_PAUSES_S", (0, 0, 0))
+    with monkeypatch.context() as failing:
+        failing.setattr(os, "stat", fail)
+        problems = GenerateConfig(model=str(tmp_path), prompts_file=str(path)).file_problems()
+    assert problems == []
+    monkeypatch.setattr(type(path), "read_bytes", fail)
+    with pytest.raises(DiskError, match=rf"^{path}: prompts_file: .*; see to the disk and run the same command again$"):
+        read_prompts(path)
+
+
+def test_special_tokens_in_a_prompt_are_tokens_where_that_is_asked_for(tokenizer):
+    transformers = pytest.importorskip("transformers")
+    theirs = transformers.PreTrainedTokenizerFast(tokenizer_file=str(tokenizer.source))
+    for text, is_special in (("the model", False), ("a row<|end|> the model<|end|>", True), ("reads</s>a row", True)):
+        prompt = Prompt(text)
+        assert prompt.has_special(tokenizer) == is_special
+        assert prompt.encode(tokenizer, None, parse_special=True) == theirs(text)["input_ids"]
+        assert prompt.encode(tokenizer, None) == theirs(text, split_special_tokens=True)["input_ids"]
+
+
+def test_what_begins_a_text_is_not_doubled_by_a_prompt_that_writes_it(tokenizer):
+    ids = Prompt(f"{tokenizer.bos_token}the model").encode(tokenizer, None, parse_special=True)
+    assert ids.count(tokenizer.bos_id) == 1
+    assert ids[0] == tokenizer.bos_id
 
 
 def test_files_without_prompts_are_refused(tmp_path):

@@ -19,6 +19,7 @@ from llamajax.config.generate import GenerateConfig
 from llamajax.config.parallel import MeshConfig
 from llamajax.data.tokenizer import load_tokenizer
 from llamajax.errors import ConfigError, DataError
+from llamajax.generate import main as generate_command
 from llamajax.generation import run as generate
 from llamajax.generation.completion import Completer, Completion, Piece
 from llamajax.training import run as train
@@ -188,6 +189,29 @@ def test_mistakes_are_told_with_their_remedy(run_dir, tmp_path, monkeypatch):
     assert "output: " in refused(ConfigError, output=str(tmp_path / "there"))
     monkeypatch.setattr(sys, "stdin", io.StringIO())
     assert "no terminal" in refused(ConfigError, prompt=(), chat=True)
+
+
+def test_special_tokens_that_are_read_as_text_are_said(run_dir, tmp_path, capsys):
+    prompts = ("the model", "the model</s>")
+    for parse_special in (False, True):
+        output = str(tmp_path / f"{parse_special}.jsonl")
+        generate.run(settings(run_dir, prompt=prompts, parse_special=parse_special, output=output))
+        notes = [line for line in capsys.readouterr().err.splitlines() if line.startswith("note")]
+        note = "note       prompt 2: special tokens in it are read as text; parse_special reads them as tokens"
+        assert notes == ([] if parse_special else [note])
+    first, second = (records(tmp_path / f"{name}.jsonl") for name in (False, True))
+    assert first[0] == second[0]
+    assert first[1]["tokens"] != second[1]["tokens"]
+
+
+def test_text_that_the_screen_has_no_letters_for_is_printed_as_escapes(run_dir, monkeypatch):
+    screen = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", screen)
+    monkeypatch.setattr(sys, "argv", ["generate", f"--model={run_dir}", "--prompt=the model\u00e9\u4e2d", "--max_tokens=2"])
+    with pytest.raises(SystemExit) as ended:
+        generate_command()
+    assert ended.value.code == 0
+    assert b"the model\\xe9\\u4e2d" in screen.buffer.getvalue()
 
 
 def test_settings_are_checked_before_anything_runs(capsys, monkeypatch):
