@@ -88,9 +88,19 @@ MAX_PALLAS_HEAD_DIM = 256
 """Of which a tile and its gradients keep to a core's registers and shared memory."""
 
 
+WIDE_CAPABILITIES = ((8, 0), (9, 0))
+"""CUDA's versions of A100 and Hopper, which hold the tiles of heads up to `MAX_PALLAS_HEAD_DIM`. Others hold heads up to
+`NARROW`: 8.6, 8.9 and 12.0 have 99 KiB of shared memory per block, where wider heads take 104 and more, and 10.0 has 512
+columns of tensor memory, where they take 528."""
+NARROW = 128
+
+
 def _of_pallas(site: Site) -> str | None:
     if site.head_dim > MAX_PALLAS_HEAD_DIM:
         return f"model.head_dim is {site.head_dim}, and it takes up to {MAX_PALLAS_HEAD_DIM}"
+    if site.head_dim > NARROW and site.capability not in (None, *WIDE_CAPABILITIES):
+        own = ".".join(map(str, site.capability))
+        return f"model.head_dim is {site.head_dim}, and a core of compute capability {own} holds its tiles up to {NARROW}"
     if site.is_gpu and site.dtype not in ("bfloat16", "float16"):
         return f"model.compute_dtype is {site.dtype}, and on GPUs it takes bfloat16 and float16"
     return None
