@@ -19,6 +19,8 @@ class Constants(Section):
     matmul_efficiency: PositiveShare | None = None
     attention_efficiency: PositiveShare | None = None
     attention_backward_efficiency: PositiveShare | None = None
+    attention_64_efficiency: PositiveShare | None = None
+    attention_64_backward_efficiency: PositiveShare | None = None
     pallas_efficiency: PositiveShare | None = None
     pallas_backward_efficiency: PositiveShare | None = None
     tokamax_efficiency: PositiveShare | None = None
@@ -27,6 +29,8 @@ class Constants(Section):
     host_bandwidth: PositiveFloat | None = None
     node_link_efficiency: PositiveShare | None = None
     kernel_s: KernelSeconds | None = None
+    float8_share: PositiveShare | None = None
+    matmul_start_s: NonNegativeFloat | None = None
     gpu_link_efficiency: PositiveShare | None = None
     compute_slowdown: NonNegativeFloat | None = None
 
@@ -44,6 +48,15 @@ class Versions(Section):
 
 
 @dataclass(frozen=True, kw_only=True)
+class MeasuredRun(Section):
+    """A training step that was measured together with the constants, and what they predict of it."""
+
+    name: str
+    measured_s: PositiveFloat
+    predicted_s: PositiveFloat
+
+
+@dataclass(frozen=True, kw_only=True)
 class Measurement(Settings):
     """A file of measured constants: on what, when and by what they were measured."""
 
@@ -56,6 +69,8 @@ class Measurement(Settings):
     commit: str
     versions: Versions
     constants: Constants = field(default_factory=Constants)
+    runs: tuple[MeasuredRun, ...] = ()
+    """What a plan by these constants says of its error; none: it says that nothing is known."""
 
 
 def read_measurement(hardware: HardwareConfig) -> Measurement | None:

@@ -16,10 +16,13 @@ class Calibration:
     measured on a GPU may take their place (`hardware.calibration`)."""
 
     matmul_efficiency: float
-    """Of the peak, by large square bfloat16 products in a long run."""
+    """Of the peak, by large bfloat16 products in a long run; smaller ones reach less, see `kernels.dot_seconds`."""
     attention_efficiency: float
-    """Of the peak, by fused attention forward, causal, heads of 128, counting the causal half only."""
+    """Of the peak, by cuDNN's attention forward, causal, heads of 128, counting the causal half only."""
     attention_backward_efficiency: float
+    attention_64_efficiency: float
+    """The same with heads of 64."""
+    attention_64_backward_efficiency: float
     pallas_efficiency: float
     """Of the peak, by `llamajax.kernels.pallas` forward, causal, heads of 128, counting the tiles that it computes."""
     pallas_backward_efficiency: float
@@ -34,20 +37,39 @@ class Calibration:
     """Of the network's line rate, by NCCL."""
     kernel_s: float = 2e-6
     """What every kernel costs before its first byte: launch gap, ramp-up and tail."""
+    float8_share: float = 0.88
+    """Of `matmul_efficiency`, what products in float8 reach of their own peak, which is twice as high."""
+    matmul_start_s: float = 3.5e-6
+    """What a product costs beside that: its pipeline filled, its last tiles written."""
     gpu_link_efficiency: float = 0.8
     """Of NVLink's bandwidth, by NCCL."""
     compute_slowdown: float = 0.19
     """Longer by this share is a kernel while a collective runs: NCCL takes cores and memory bandwidth."""
 
+    def attention(self, head_dim: int) -> tuple[float, float]:
+        """Of the peak, by cuDNN's attention with heads of `head_dim`, forward and backward: between 64 and 128 along a
+        straight line, and beyond them as at these."""
+        wide = min(max((head_dim - 64) / 64, 0.0), 1.0)
+        return (
+            (1 - wide) * self.attention_64_efficiency + wide * self.attention_efficiency,
+            (1 - wide) * self.attention_64_backward_efficiency + wide * self.attention_backward_efficiency,
+        )
 
-# docs/plan_accuracy.md: how far predictions with these constants are from published runs, and which runs chose them.
-# Best measured bfloat16 products: 271 TFLOP/s = 0.87 on an A100, 795 = 0.80 on an H100 (stas00/ml-engineering,
-# compute/accelerator, "maximum achievable matmul FLOPS"). Training sustains less, all the more on an H100, which throttles
-# to its 700 W when products follow one another: 259 and 712 TFLOP/s. Fused attention on H100: 530 TFLOP/s forward and 450
-# backward at 4K to 8K causal (FlashAttention-3, arXiv:2407.08608, figures 5 and 6: cuDNN); on A100, 180 together
-# (FlashAttention-2's benchmark), cuDNN at 0.82 of it. Nobody has measured llamajax's own kernels, which Triton compiles;
-# Triton's FlashAttention on H100 makes 353 TFLOP/s forward at 4K causal (FlashAttention-3, figure 5), which is taken for
-# A100 as well, where it is nearer to the best, and a sixth less for the backward passes. tokamax on H100: its
+
+# Products: the one share that is fitted, by `python scripts/plan_accuracy.py --fit`: with it the median of the errors of all
+# published runs on such GPUs is zero (docs/plan_accuracy.md). The best product measured anywhere makes 271 TFLOP/s = 0.87
+# on an A100, 795 = 0.80 on an H100 (stas00/ml-engineering, compute/accelerator, "maximum achievable matmul FLOPS");
+# training sustains less. How a product's shape counts: `kernels.dot_seconds`; its start: XLA's own table of an H100
+# (xla/service/gpu/model/matmul_interpolator_data.h), of which the smallest products take 5.9 us, and 87 are met within 4%
+# in the median by a start of 5.5 us in all, where 2.0 us are 16% too short.
+# Float8: the best product on an H100 reaches 0.709 of its peak, in bfloat16 0.803 (stas00/ml-engineering, as above).
+# cuDNN's attention on H100, heads of 128: 530 TFLOP/s forward and 450 backward at 4K to 8K causal (FlashAttention-3,
+# arXiv:2407.08608, figures 5 and 6). Heads of 64 in the same figures: forward, causal, 379 of 529 at 8K; backward, not
+# causal, 432 of 518. On A100, FlashAttention-2 makes 180 with heads of 128 and 165 with 64, both passes together (its
+# repository's charts), cuDNN 0.82 of it.
+# Nobody has measured llamajax's own kernels, which Triton compiles; Triton's FlashAttention on H100 makes 353 TFLOP/s
+# forward at 4K causal (FlashAttention-3, figure 5; with heads of 64 as much as with 128), which is taken for A100 as well,
+# where it is nearer to the best, and a sixth less for the backward passes. tokamax on H100: its
 # authors' times, which it ships (version 0.0.17, data/autotuning; heads of 128, 4K and 8K causal), are 567 and 620 TFLOP/s
 # forward, 571 and 614 backward, where it computes seven products. Memory: copies and fused updates reach 0.85 to 0.9 on
 # both. NVLink: nccl-tests' bus bandwidth of 230 of 300 GB/s and 360 of 450 GB/s. Network: nccl-tests reach 0.8 to 0.9 of
@@ -56,9 +78,11 @@ class Calibration:
 # Slow-down: 18.9% on average, measured on A100 and H100 (arXiv:2507.03114). Hosts: PCIe 4 and 5 with 16 lanes.
 CALIBRATIONS = {
     "A100": Calibration(
-        matmul_efficiency=0.83,
+        matmul_efficiency=0.73,
         attention_efficiency=0.52,
         attention_backward_efficiency=0.45,
+        attention_64_efficiency=0.48,
+        attention_64_backward_efficiency=0.41,
         pallas_efficiency=0.36,
         pallas_backward_efficiency=0.30,
         tokamax_efficiency=0.60,
@@ -68,9 +92,11 @@ CALIBRATIONS = {
         host_bandwidth=25e9,
     ),
     "H100": Calibration(
-        matmul_efficiency=0.72,
+        matmul_efficiency=0.62,
         attention_efficiency=0.53,
         attention_backward_efficiency=0.45,
+        attention_64_efficiency=0.38,
+        attention_64_backward_efficiency=0.375,
         pallas_efficiency=0.36,
         pallas_backward_efficiency=0.30,
         tokamax_efficiency=0.60,
@@ -85,14 +111,14 @@ CALIBRATIONS = {
 # B200: cuDNN 9.13's attention makes 1,613 / 1.3 TFLOP/s forward at best, which is 0.55 as 0.53 on an H100, and Triton's
 # 1,613 / 2.7 (FlashAttention-4, arXiv:2603.05451, abstract). NVLink: nccl-tests reach 840 of 900 GB/s on a whole NVL72, but
 # with sums in its switches (coreweave/nccl-tests, pull request 43).
-# GeForce: products of 8,192 make 163.5 of an RTX 4090's 165.2 TFLOP/s (xytpai/gpuk); nine tenths of that in training, as
-# the others. PCIe 4 without peer-to-peer: 25.8 GB/s for both ways together (tinygrad/open-gpu-kernel-modules, issue 6:
+# GeForce: products of 8,192 make 163.5 of an RTX 4090's 165.2 TFLOP/s (xytpai/gpuk); 0.84 of that in training, as 0.73 of
+# 0.87 on an A100. PCIe 4 without peer-to-peer: 25.8 GB/s for both ways together (tinygrad/open-gpu-kernel-modules, issue 6:
 # RTX 4090), and nccl-tests' bus bandwidth of 12.7 GB/s there (pull request 22); PCIe 5: 28 of 63 GB/s with eight RTX 5090
 # (NVIDIA/nccl, issue 1639). With peer-to-peer NCCL is no faster between two sockets (NVIDIA/nccl-tests, issue 74: A40).
 # L40S and L4 promise more than their 350 W and 72 W sustain: an L40S trains 3B in bfloat16 with 46% of the peak and 93% of
 # GeForce's half of it (IST-DASLab/llmq, README): products are taken to reach that half, attention half of its share.
 _CARD = dataclasses.replace(
-    CALIBRATIONS["A100"], matmul_efficiency=0.90, node_link_efficiency=0.85, gpu_link_efficiency=0.40
+    CALIBRATIONS["A100"], matmul_efficiency=0.83, node_link_efficiency=0.85, gpu_link_efficiency=0.40
 )
 CALIBRATIONS |= {
     "B200": dataclasses.replace(CALIBRATIONS["H100"], pallas_efficiency=0.27, pallas_backward_efficiency=0.22),
@@ -103,6 +129,8 @@ CALIBRATIONS |= {
         matmul_efficiency=0.50,
         attention_efficiency=0.26,
         attention_backward_efficiency=0.23,
+        attention_64_efficiency=0.24,
+        attention_64_backward_efficiency=0.21,
         pallas_efficiency=0.18,
         pallas_backward_efficiency=0.15,
     ),

@@ -133,8 +133,9 @@ class CostModel:
         return self._kernel([_gemm_call(instruction, operands)], size)
 
     def _kernel(self, dots: list["Dot"], size: int) -> Cost:
-        work = sum(dot_seconds(dot, self.machine) for dot in dots)
-        seconds = self.machine.calibration.kernel_s + max(work, self._memory_seconds(size))
+        calibration, work = self.machine.calibration, sum(dot_seconds(dot, self.machine) for dot in dots)
+        start = calibration.kernel_s + (calibration.matmul_start_s if dots else 0.0)
+        seconds = start + max(work, self._memory_seconds(size))
         return Cost("matmul" if dots else "memory", seconds, sum(dot.flops for dot in dots), size)
 
     def _host_copy(self, size: int) -> Cost:
@@ -147,7 +148,6 @@ class CostModel:
     def _cudnn_attention(self, instruction: Instruction, operands: list[Shape], size: int) -> Cost:
         """cuDNN's fused attention: two matrix products forward, five backward, of what a query sees: under a causal mask
         half of the square, and with a sliding window as `config.formulas.flops_per_token` has it."""
-        calibration = self.machine.calibration
         config = instruction.backend_config["cudnn_fmha_backend_config"]
         batch, heads, queries, keys = (int(dim) for dim in config["intermediate_tensor_shape"]["dimensions"])
         backward = "Backward" in _target(instruction)
@@ -155,9 +155,9 @@ class CostModel:
         if "CAUSAL" in config.get("mask_type", ""):
             window = min(int(config.get("sliding_window_length", 0)) or keys, keys)
             pairs = queries * window - window**2 // 2
-        flops = (5 if backward else 2) * 2 * batch * heads * pairs * _array(operands[0]).dims[-1]
-        efficiency = calibration.attention_backward_efficiency if backward else calibration.attention_efficiency
-        return self._attention(flops, efficiency, size)
+        head_dim = _array(operands[0]).dims[-1]
+        flops = (5 if backward else 2) * 2 * batch * heads * pairs * head_dim
+        return self._attention(flops, self.machine.calibration.attention(head_dim)[backward], size)
 
     def _pallas_attention(self, kernel: str, operands: list[Shape], size: int) -> Cost:
         """One of `llamajax.kernels.pallas`: its products, of the tiles of scores that are seen."""
@@ -369,14 +369,12 @@ def dot_seconds(dot: Dot, machine: Machine) -> float:
     """Time of the best of cuBLAS's tilings: whole waves of output tiles over all cores.
 
     Every core works on one tile at a time, so the last wave costs as much as a full one; a product with few tiles may
-    be split along its contracted dim instead. `machine.matmul_efficiency` is what large square products sustain.
+    be split along its contracted dim instead. `matmul_efficiency` is what large products sustain. Tiles, waves and
+    `matmul_start_s` together meet XLA's table of 87 products on an H100 (tests/planning/cost/test_products.py).
     """
-    eight_bits = dot.dtype.startswith("f8")
-    peak = (
-        machine.gpu.peak_flops
-        * machine.calibration.matmul_efficiency
-        * _PEAK_SHARE.get(dot.dtype, 2.0 if eight_bits else 1.0)
-    )
+    calibration = machine.calibration
+    against = 2 * calibration.float8_share if dot.dtype.startswith("f8") else _PEAK_SHARE.get(dot.dtype, 1.0)
+    peak = machine.gpu.peak_flops * calibration.matmul_efficiency * against
     best = math.inf
     for rows, columns, share in _TILES:
         tiles = dot.batch * math.ceil(dot.rows / rows) * math.ceil(dot.columns / columns)

@@ -1,20 +1,26 @@
 """The constants of a cluster: as built in, and measured ones in their place."""
 
 import dataclasses
+from pathlib import Path
 
 import pytest
 
-from llamajax.config.calibration import Constants
+from llamajax.config.calibration import Constants, read_measurement
 from llamajax.config.file import dump_config
+from llamajax.config.formulas import mesh_sizes
 from llamajax.config.gpus import GPUS
 from llamajax.config.machine import HardwareConfig
 from llamajax.planning.cost.gpu import CALIBRATIONS, planned_machine, remarks
 from llamajax.planning.cost.kernels import Dot, dot_seconds
 from llamajax.planning.cost.network import all_reduce_seconds, ring_seconds
+from llamajax.planning.cost.replay import replay
+from llamajax.planning.xla.parse import parse
 from tests.config.test_calibration import MEASUREMENT
 from tests.planning.modules import MACHINE
-from tests.planning.plans import CONFIG
+from tests.planning.plans import CONFIG, HLO
 from tests.tiny import tiny_config
+
+CALIBRATION_FILES = Path(__file__).parents[3] / "configs" / "calibrations"
 
 
 def test_what_was_not_measured_stays_as_built_in(tmp_path):
@@ -28,7 +34,8 @@ def test_what_was_not_measured_stays_as_built_in(tmp_path):
 
 
 def test_products_and_links_are_as_fast_as_measured():
-    measured = Constants(matmul_efficiency=0.36, gpu_link_efficiency=0.4, node_link_efficiency=0.17)
+    half = MACHINE.calibration.matmul_efficiency / 2
+    measured = Constants(matmul_efficiency=half, gpu_link_efficiency=0.4, node_link_efficiency=0.17)
     slow = dataclasses.replace(MACHINE, measured=measured)
     dot = Dot(batch=1, rows=8192, columns=8192, contracted=8192, dtype="bf16")
     assert dot_seconds(dot, slow) == pytest.approx(2 * dot_seconds(dot, MACHINE))
@@ -78,3 +85,33 @@ def test_a_rack_of_72_is_one_node_and_cards_share_their_slots():
     cards = planned_machine(tiny_config(hardware=HardwareConfig(gpu="rtx-4090", gpus_per_node=4)))
     assert ring_seconds(gathered, 3, 0, 4, 1, cards) == pytest.approx(gathered / 12.6e9, rel=0.01)
     assert all_reduce_seconds(gathered, 4, 1, cards) > 50 * all_reduce_seconds(gathered, 4, 1, rack)
+
+
+def test_narrow_heads_attend_at_their_own_rate():
+    """As published at 64 and 128, along a straight line between."""
+    share = MACHINE.calibration
+    assert share.attention(128) == share.attention(256) == (share.attention_efficiency, share.attention_backward_efficiency)
+    narrow = (share.attention_64_efficiency, share.attention_64_backward_efficiency)
+    assert share.attention(64) == share.attention(32) == narrow
+    assert share.attention(96) == pytest.approx([(a + b) / 2 for a, b in zip(narrow, share.attention(128), strict=True)])
+    assert narrow[0] * 989.5 == pytest.approx(379, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "step_s", "compute_s"),
+    [
+        ("a100-40gb", 0.017126667111832757, 0.00217128595082068),
+        ("a100-80gb", 0.017018627561245833, 0.002025978385758664),
+        ("h100", 0.0029327385393153006, 0.0009444454183471654),
+        ("h200", 0.0028713723611863396, 0.0008587644595045448),
+    ],
+)
+def test_the_constants_of_2026_11_26_tell_what_they_told_that_day(gpu, step_s, compute_s):
+    """Of the kept module, as told by commit bcc7128. The files have every constant, so that no built-in one counts."""
+    file = CALIBRATION_FILES / f"2026-11-26_{gpu}.yaml"
+    config = CONFIG.changed({"hardware.gpu": gpu, "hardware.calibration": str(file)})
+    measurement = read_measurement(config.hardware)
+    assert measurement is not None
+    assert None not in vars(measurement.constants).values()
+    timeline = replay(parse(HLO), planned_machine(config), mesh_sizes(config))
+    assert (timeline.step_time_s, timeline.compute_s) == pytest.approx((step_s, compute_s), rel=1e-9)

@@ -1,0 +1,141 @@
+"""A published run, as its authors describe it: model, batch, cluster, and the kind of program that ran it."""
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Literal
+
+from llamajax.config.calibration import Constants
+from llamajax.config.gpus import planned_gpu
+from llamajax.config.machine import HardwareConfig
+from llamajax.planning.cost.gpu import Machine
+from scripts.accuracy.programs import Attention, Program
+
+Exchange = Literal["zero3", "zero3 in turn", "hsdp", "zero1", "zero1 in turn", "zero1 every micro-batch"]
+"""How weights and gradients travel. `zero3`: weights of a layer are gathered forward and again backward, gradients
+scattered, all while the neighbouring layer computes (FSDP); `hsdp`: so within a group, and gradients summed over `replicas`
+groups. `zero1`: gradients scattered during the last micro-batch's backward pass, weights gathered during the first one's
+forward pass. `in turn`: nothing is computed meanwhile."""
+Matrix = Literal["q", "k", "v", "out", "gate", "up", "down"]
+LAYER: tuple[Matrix, ...] = ("q", "k", "v", "out", "gate", "up", "down")
+GPUS_PER_NODE = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    """The dims that cost something."""
+
+    vocab_size: int
+    embed_dim: int
+    mlp_dim: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int = 128
+    is_gated: bool = True
+    """Of the MLP's three matrices one is a gate; otherwise it has two."""
+
+    @property
+    def matrices(self) -> dict[Matrix, tuple[int, int]]:
+        """Inputs and outputs of a layer's products."""
+        D, F = self.embed_dim, self.mlp_dim
+        heads, kv_heads = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        gate: dict[Matrix, tuple[int, int]] = {"gate": (D, F)} if self.is_gated else {}
+        return {
+            "q": (D, heads), "k": (D, kv_heads), "v": (D, kv_heads), "out": (heads, D), **gate, "up": (D, F), "down": (F, D),
+        }  # fmt: skip
+
+    @property
+    def layer_params(self) -> int:
+        return sum(inputs * outputs for inputs, outputs in self.matrices.values())
+
+    @property
+    def num_params(self) -> int:
+        """With an embedding and a head of its own."""
+        return self.num_layers * self.layer_params + 2 * self.vocab_size * self.embed_dim
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """One row of the tables."""
+
+    name: str
+    published: float
+    """Tokens per second and GPU."""
+    source: str
+    program: Program
+    model: Model
+    seq_len: int
+    sequences: int
+    """Per micro-batch, of each group of `tensor` x `context` x `pipeline` GPUs."""
+    grad_accum_steps: int = 1
+    gpu: Literal["a100-40gb", "a100-80gb", "h100", "h200"]
+    nodes: int
+    node_bandwidth: float | None = None
+    gpu_bandwidth: float | None = None
+    memory_bandwidth: float | None = None
+    """Where the card's memory is not the usual one."""
+    power: float = 1.0
+    """Limit over the usual one; clocks go with its cube root."""
+    replicas: int = 1
+    """Groups of GPUs that each hold all weights, for `hsdp`."""
+    tensor: int = 1
+    hides_tensor: bool = False
+    """What tensor parallelism sends travels while products are computed."""
+    context: int = 1
+    """GPUs that share a sequence; their exchange of keys and values is taken as hidden."""
+    pipeline: int = 1
+    interleaved: int = 1
+    """Stages of a GPU."""
+    exchange: Exchange
+    gradient_bytes: int = 2
+    """Per parameter, on the wire."""
+    copies: float = 0.0
+    """Bytes per parameter and micro-batch that kernels move to gather weights, and to send or sum gradients."""
+    again: tuple[Matrix, ...] = ()
+    """Products that the backward pass computes a second time."""
+    attention_again: bool = False
+    again_share: float = 1.0
+    """Of the layers, where not all compute something again."""
+    float8: bool = False
+    """The layers' products are in float8."""
+    attention: Attention | None = None
+    """Where it is not the one usual for the program."""
+    is_listed: bool = False
+    """Among those that the tables have had from the beginning."""
+
+    @property
+    def system(self) -> str:
+        return self.name.split()[0]
+
+    @property
+    def num_gpus(self) -> int:
+        return self.nodes * GPUS_PER_NODE
+
+    @property
+    def shards(self) -> int:
+        """GPUs that hold different parts of the same weights' optimizer state."""
+        return self.num_gpus // (self.tensor * self.pipeline * self.replicas)
+
+    def machine(self, share: float | None = None) -> Machine:
+        """Its cluster, with the constants of the cost model; `share`: of the peak, by large products, in place of theirs."""
+        gpu = planned_gpu(
+            HardwareConfig(
+                gpu=self.gpu, nodes=self.nodes, node_bandwidth=self.node_bandwidth, gpu_bandwidth=self.gpu_bandwidth
+            )
+        )
+        gpu = dataclasses.replace(
+            gpu,
+            peak_flops=gpu.peak_flops * self.power ** (1 / 3),
+            memory_bandwidth=self.memory_bandwidth or gpu.memory_bandwidth,
+        )
+        return Machine(gpu=gpu, gpus_per_node=GPUS_PER_NODE, measured=Constants(matmul_efficiency=share))
+
+    @property
+    def tokens(self) -> int:
+        """Of a micro-batch, in the layers of one GPU."""
+        return self.sequences * self.seq_len // self.context
+
+    @property
+    def tokens_per_step(self) -> float:
+        """Per GPU: of those that share a sequence or its layers, each counts for its part."""
+        return self.tokens * self.grad_accum_steps / (self.tensor * self.pipeline)
