@@ -87,12 +87,13 @@ def test_constants_are_solved_for_from_what_gpus_run(gpu):
     check_that_constants_come_back(programs("gpu", found.compute_capability), device, found)
 
 
-def test_what_is_not_measured_is_the_network():
+def test_what_is_not_measured_is_the_network_and_float8():
     left = {field.name for field in dataclasses.fields(Calibration)} - {*programs("gpu", (8, 0)), "host_bandwidth"}
     assert left - {"tokamax_efficiency", "tokamax_backward_efficiency"} == {
         "node_link_efficiency",
         "gpu_link_efficiency",
         "compute_slowdown",
+        "float8_share",
     }
 
 

@@ -117,9 +117,9 @@ def test_measured_constants_are_one_line(printed, tmp_path):
     for constants, told in (
         (
             MEASUREMENT.constants,
-            "matmul_efficiency 0.7 (built in: 0.72), kernel_s 1.5e-06 (built in: 2e-06), compute_slowdown",
+            "matmul_efficiency 0.7 (built in: 0.62), kernel_s 1.5e-06 (built in: 2e-06), compute_slowdown",
         ),
-        (Constants(matmul_efficiency=0.72), "none differs from the built-in ones"),
+        (Constants(matmul_efficiency=0.62), "none differs from the built-in ones"),
     ):
         file = tmp_path / "h100.yaml"
         file.write_text(dump_config(dataclasses.replace(MEASUREMENT, constants=constants)))
