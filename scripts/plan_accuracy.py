@@ -4,8 +4,8 @@
     python scripts/plan_accuracy.py --fit    tell the share of the peak for products that the runs ask for
 
 Takes seconds, and compiles nothing: a run is described by the kernels of its own program (`scripts/accuracy/`). All runs
-share the constants of `llamajax/planning/cost/gpu.py`. One of them is fitted, for each architecture of GPUs: the share of
-the peak that products reach, with which the median of the signed errors of all runs is zero.
+share the constants of `llamajax/planning/cost/gpu.py`. One of them is fitted, for the families of GPUs that have enough
+runs: the share of the peak that products reach, with which the median of the signed errors of all runs is zero.
 """
 
 import json
@@ -23,6 +23,8 @@ from scripts.accuracy.run import Run
 from scripts.accuracy.step import predict
 
 DOCUMENT = Path(__file__).parents[1] / "docs" / "plan_accuracy.md"
+FITTED = ("A100", "H100")
+"""Families of GPUs whose share of the peak is fitted."""
 _MOST = 0.1
 """Of the runs, left out at each end of the range that plans tell."""
 
@@ -32,13 +34,13 @@ def error(run: Run, share: float | None = None) -> float:
     return predict(run, share) / run.published - 1
 
 
-def architecture(run: Run) -> int:
-    """What shares constants: the major version of the compute capability."""
-    return run.machine().gpu.compute_capability[0]
+def family(run: Run) -> str:
+    """GPUs that share constants."""
+    return run.machine().gpu.family
 
 
 def fitted(runs: Sequence[Run]) -> float:
-    """The share of the peak with which the median error of `runs`, all of one architecture, is zero."""
+    """The share of the peak with which the median error of `runs`, all of one family, is zero."""
     low, high, share = 0.3, 1.0, 0.65
     for _ in range(14):  # to 0.00004
         low, high = (low, share) if statistics.median(error(run, share) for run in runs) > 0 else (share, high)
@@ -49,10 +51,11 @@ def fitted(runs: Sequence[Run]) -> float:
 def left_out(runs: Sequence[Run]) -> dict[str, float]:
     """Errors by name, each with the share that all systems ask for but the run's own."""
     shares = {
-        key: fitted([run for run in runs if architecture(run) == key[0] and run.system != key[1]])
-        for key in {(architecture(run), run.system) for run in runs}
+        key: fitted([run for run in runs if family(run) == key[0] and run.system != key[1]])
+        for key in {(family(run), run.system) for run in runs}
+        if key[0] in FITTED
     }
-    return {run.name: error(run, shares[architecture(run), run.system]) for run in runs}
+    return {run.name: error(run, shares.get((family(run), run.system))) for run in runs}
 
 
 def table(header: str, rows: Iterable[tuple[str, ...]]) -> str:
@@ -86,20 +89,15 @@ def tables(predicted: dict[str, float], unseen: dict[str, float]) -> dict[str, s
             + f"\n\n{summary([errors[run.name] for run in runs])}.\nWith each run's own system left out of the fit:"
             f" {summary([unseen[run.name] for run in runs])}."
         )
-    result["kinds"] = table(
-        "kind of program | runs | median error | median absolute | system left out, median absolute | GPUs",
-        [
-            (kind, *of_group(errors, unseen, runs), gpus)
-            for kind in dict.fromkeys(run.program.kind for run in RUNS)
-            for gpus in ("A100", "H100, H200")
-            if (runs := [run for run in RUNS if run.program.kind == kind and run.gpu[:4].upper() in gpus])
-        ]
-        + [
-            ("all", *of_group(errors, unseen, runs), gpus)
-            for gpus in ("A100", "H100, H200")
-            if (runs := [run for run in RUNS if run.gpu[:4].upper() in gpus])
-        ],
-    )
+    groups = dict.fromkeys((run.program.kind, family(run)) for run in RUNS)
+    rows = []
+    for kind, name in [*sorted(groups), *(("all", name) for name in dict.fromkeys(name for _, name in groups))]:
+        runs = [run for run in RUNS if family(run) == name and kind in ("all", run.program.kind)]
+        own, others = [errors[run.name] for run in runs], [abs(unseen[run.name]) for run in runs]
+        sizes = (f"{statistics.median(several):.1%}" for several in ([abs(each) for each in own], others))
+        rows.append((kind, str(len(runs)), f"{statistics.median(own):+.1%}", *sizes, name))
+    header = "kind of program | runs | median error | median absolute | system left out, median absolute | GPUs like"
+    result["kinds"] = table(header, rows)
     published = {run.name: run.published for run in RUNS}
     result["scaling"] = table(
         "speed per GPU | published | predicted | over that of",
@@ -110,15 +108,6 @@ def tables(predicted: dict[str, float], unseen: dict[str, float]) -> dict[str, s
         ],
     )  # fmt: skip
     return result
-
-
-def of_group(errors: dict[str, float], unseen: dict[str, float], runs: Sequence[Run]) -> tuple[str, ...]:
-    """Cells of the table of kinds."""
-    own = [errors[run.name] for run in runs]
-    others = statistics.median(abs(unseen[run.name]) for run in runs)
-    return (
-        str(len(runs)), f"{statistics.median(own):+.1%}", f"{statistics.median(map(abs, own)):.1%}", f"{others:.1%}",
-    )  # fmt: skip
 
 
 def kept(errors: Callable[[Run], float]) -> dict[str, dict[str, float]]:
@@ -134,9 +123,9 @@ def kept(errors: Callable[[Run], float]) -> dict[str, dict[str, float]]:
 
 def main(arguments: list[str]) -> None:
     if arguments == ["--fit"]:
-        for major in sorted({architecture(run) for run in RUNS}):
-            runs = [run for run in RUNS if architecture(run) == major]
-            CONSOLE.print(f"compute capability {major}: {fitted(runs):.3f} of the peak, by {len(runs)} runs")
+        for name in FITTED:
+            runs = [run for run in RUNS if family(run) == name]
+            CONSOLE.print(f"{name}: {fitted(runs):.3f} of the peak, by {len(runs)} runs")
         return
     predicted = {run.name: predict(run) for run in RUNS}
     text = DOCUMENT.read_text(encoding="utf-8")

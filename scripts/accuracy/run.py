@@ -2,7 +2,7 @@
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from llamajax.config.calibration import Constants
 from llamajax.config.gpus import planned_gpu
@@ -68,7 +68,8 @@ class Run:
     sequences: int
     """Per micro-batch, of each group of `tensor` x `context` x `pipeline` GPUs."""
     grad_accum_steps: int = 1
-    gpu: Literal["a100-40gb", "a100-80gb", "h100", "h200"]
+    gpu: str
+    """As `hardware.gpu` names it."""
     nodes: int
     node_bandwidth: float | None = None
     gpu_bandwidth: float | None = None
@@ -118,11 +119,9 @@ class Run:
 
     def machine(self, share: float | None = None) -> Machine:
         """Its cluster, with the constants of the cost model; `share`: of the peak, by large products, in place of theirs."""
-        gpu = planned_gpu(
-            HardwareConfig(
-                gpu=self.gpu, nodes=self.nodes, node_bandwidth=self.node_bandwidth, gpu_bandwidth=self.gpu_bandwidth
-            )
-        )
+        name: Any = self.gpu
+        bandwidths = {"node_bandwidth": self.node_bandwidth, "gpu_bandwidth": self.gpu_bandwidth}
+        gpu = planned_gpu(HardwareConfig(gpu=name, nodes=self.nodes, **bandwidths))
         gpu = dataclasses.replace(
             gpu,
             peak_flops=gpu.peak_flops * self.power ** (1 / 3),

@@ -13,7 +13,7 @@ from scripts.accuracy.run import LAYER, Matrix, Run
 
 # TFLOP/s of FlashAttention-2, forward and backward together, causal, heads of 128, by length of the rows: the charts in its
 # repository (Dao-AILab/flash-attention, README). FlashAttention-1 takes twice as long (arXiv:2307.08691, abstract).
-_FLASH_2 = {8: {2048: 155e12, 4096: 173e12, 8192: 182e12}, 9: {2048: 265e12, 4096: 294e12, 8192: 308e12}}
+_FLASH_2 = {"A100": {2048: 155e12, 4096: 173e12, 8192: 182e12}, "H100": {2048: 265e12, 4096: 294e12, 8192: 308e12}}
 
 
 def predict(run: Run, share: float | None = None) -> float:
@@ -120,7 +120,7 @@ def _attention_seconds(run: Run, machine: Machine) -> tuple[float, float]:
     if kernel == "cudnn":
         forward, backward = (share * machine.gpu.peak_flops for share in machine.calibration.attention(run.model.head_dim))
     else:
-        together = _FLASH_2[machine.gpu.compute_capability[0]][run.seq_len] * run.power ** (1 / 3)
+        together = _FLASH_2[machine.gpu.family][run.seq_len] * run.power ** (1 / 3)
         forward = backward = together / (2 if kernel == "flash 1" else 1)
     return 2 * product / forward, 5 * product / backward
 

@@ -103,17 +103,14 @@ def programs(device: Device, capability: tuple[int, ...] | None) -> dict[str, li
         "kernel_s": [(many_kernels, [fp32((1024,))])],
         "memory_efficiency": [(adamw, [fp32((sizes.elements,))] * 4), (rms_norm, [rows])],
         "matmul_efficiency": [(jnp.matmul, [square] * 2)],
-        "matmul_start_s": [(jnp.matmul, [bf16((256, 256))] * 2)],
     }
     if device == "cpu":
         return everywhere
     kernels = {"attention": by_cudnn, "pallas": by_pallas}
     if obstacle("tokamax", Site(True, "bfloat16", 128, False, "gather", False, capability=capability)) is None:
         kernels["tokamax"] = by_tokamax
-    for name, attention, head_dim in [
-        *((kernel, kernels[kernel], 128) for kernel in kernels),
-        ("attention_64", by_cudnn, 64),
-    ]:
+    heads = [*((kernel, attention, 128) for kernel, attention in kernels.items()), ("attention_64", by_cudnn, 64)]
+    for name, attention, head_dim in heads:
         q, k = bf16((*rows_of, 4, head_dim)), bf16((*rows_of, head_dim))  # Llama-3's heads: four queries to a key
         everywhere[f"{name}_efficiency"] = [(attention, [q, k, k])]
         everywhere[f"{name}_backward_efficiency"] = [(partial(and_gradients, attention), [q, k, k, q])]
