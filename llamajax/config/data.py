@@ -18,7 +18,7 @@ from llamajax.config.rules import (
 
 DEFAULT_CACHE_DIR = "~/.cache/llamajax"
 
-ChatFormat = Literal["messages", "sharegpt", "alpaca"]
+ChatFormat = Literal["messages", "sharegpt", "alpaca", "prompt_completion"]
 
 
 def is_remote(path: str) -> bool:
@@ -47,7 +47,9 @@ class SourceConfig(Section):
     `a.b`."""
     chat_format: ChatFormat = "messages"
     """`chat`: how a line holds its conversation. `messages`: a list of {role, content}. `sharegpt`: `conversations`, a
-    list of {from, value}, and perhaps `system`. `alpaca`: instruction, output, and perhaps input and system."""
+    list of {from, value}. `alpaca`: instruction, output, and perhaps input and history. `prompt_completion`: prompt and
+    completion, each a text or a list of messages, of which the completion's are learnt. All may have `system` and
+    `tools`."""
     max_bad_records: NonNegativeInt = 0
     """`jsonl`, `parquet`, `arrow`, `chat`: lines or rows that may be left out, and are counted, because they are not what
     they should be (text that is null, broken JSON, a conversation that the template refuses); one more ends the start."""

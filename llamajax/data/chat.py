@@ -1,18 +1,16 @@
-"""Conversations to text and token ids, by the chat template that comes with a tokenizer."""
+"""Conversations to text, by the chat template that comes with a tokenizer."""
 
+import functools
 import hashlib
-import itertools
 import json
 import os
+import re
 import subprocess
 import sys
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
-
-import numpy as np
-from jaxtyping import Bool, Int32
 
 from llamajax.data.conversations import Message
 from llamajax.data.tokenizer_base import Tokenizer
@@ -29,8 +27,6 @@ MAX_MEMORY_BYTES = 2**30
 """Memory that a template may take."""
 MAX_CHARS = 2**24
 """Longest text that a template may write."""
-TRAINING_DATE = "2024-07-26"
-"""Today, for a template that writes the date into conversations that are learnt: always the same, so that the data are."""
 
 _ENVIRONMENT = ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "PYTHONHOME", "PYTHONUSERBASE", "HOME", "TZ")
 """What a template's process needs to find its libraries and the time; the user's keys are not for it."""
@@ -80,6 +76,40 @@ class ChatTemplate:
         limits = {"max_cpu_s": MAX_CPU_S, "max_memory_bytes": MAX_MEMORY_BYTES, "max_chars": MAX_CHARS}
         self._ask({"template": text, "special_tokens": special_tokens} | limits, "is malformed")
 
+    def writes(self, *fields: str) -> bool:
+        """Whether the template reads a field or variable of one of these names, as far as its text tells."""
+        return any(re.search(rf"\b{field}\b", self.text) for field in fields)
+
+    @functools.cached_property
+    def has_generation_blocks(self) -> bool:
+        """Whether it says itself what the assistant says."""
+        return re.search(r"\{%[-+]?\s*generation\b", self.text) is not None
+
+    @functools.cached_property
+    def takes_parts(self) -> bool:
+        """Whether it writes content that is a list of text parts as it writes the text alone."""
+        parts, text = [{"type": "text", "text": "Is it?"}], "Is it?"
+        try:
+            written = [self.render([{"role": "user", "content": one}], add_generation_prompt=False) for one in (parts, text)]
+        except DataError:
+            return False
+        return written[0] == written[1] and text in written[0]
+
+    @functools.cached_property
+    def takes_json_arguments(self) -> bool:
+        """Whether it writes the arguments of a tool call that are JSON already as they are, and not quoted once more."""
+        arguments = '{"x": 1}'
+        call = {"id": "callabcde", "type": "function", "function": {"name": "f", "arguments": arguments}}
+        talk = [
+            {"role": "user", "content": "Is it?"},
+            {"role": "assistant", "tool_calls": [call]},
+            {"role": "tool", "tool_call_id": call["id"], "name": "f", "content": "1"},
+        ]
+        try:
+            return arguments in self.render(talk, add_generation_prompt=False)
+        except DataError:
+            return False
+
     def render(self, messages: Sequence[Message], *, add_generation_prompt: bool) -> str:
         """The conversation as text; with `add_generation_prompt` it ends where the assistant's next turn begins.
 
@@ -89,7 +119,11 @@ class ChatTemplate:
         return next(self.render_prefixes(messages, [(len(messages), add_generation_prompt)], None)).text
 
     def render_prefixes(
-        self, messages: Sequence[Message], renders: Sequence[tuple[int, bool]], date: str | None
+        self,
+        messages: Sequence[Message],
+        renders: Sequence[tuple[int, bool]],
+        date: str | None,
+        variables: Mapping[str, Any] | None = None,
     ) -> Iterator[Rendered]:
         """The first n messages as text, without or with a generation prompt, for each (n, prompt).
 
@@ -97,11 +131,12 @@ class ChatTemplate:
             messages: the whole conversation.
             renders: what to write.
             date: what a template is told that asks for it, ISO; None: today.
+            variables: what it is told besides, such as `tools`.
 
         Raises:
             DataError: as `render`.
         """
-        request = {"messages": list(messages), "renders": list(renders), "date": date}
+        request = {"messages": list(messages), "renders": list(renders), "date": date, "variables": dict(variables or {})}
         answer = self._ask(request, "refuses the conversation")
         first = answer["texts"][0]
         for text_or_length, marks in zip(answer["texts"], answer["marks"], strict=True):
@@ -184,84 +219,3 @@ def _default_template(config: object, where: Path) -> str | None:
     if templates is not None and not isinstance(templates, str):
         raise DataError(f"{where}: chat template: must be text or a list of named ones, not {type(templates).__name__}")
     return templates
-
-
-class Encoded(NamedTuple):
-    """A conversation as tokens."""
-
-    ids: Int32[np.ndarray, "T"]
-    learnt: Bool[np.ndarray, "T"]
-    """What the assistant says, the token that ends its turn included."""
-
-
-def encode_conversation(template: ChatTemplate, tokenizer: Tokenizer, messages: Sequence[Message]) -> Encoded:
-    """The tokens of a conversation, and which of them the assistant says: those of the text that the template writes, which
-    begins it with the bos token or does not, as for transformers' `apply_chat_template`.
-
-    What it says lies in the template's `{% generation %}` blocks, or, if there are none, between what the template writes
-    up to a turn, with a generation prompt, and what it writes when the turn is there. Each stretch is encoded by itself,
-    so that the assistant's tokens follow the prompt's as they do when it is used.
-
-    Raises:
-        DataError: the template refuses the messages, or it cannot be told what the assistant says.
-    """
-    text, cuts = _stretches(template, messages, add_generation_prompt=False, date=TRAINING_DATE)
-    if cuts is None:
-        raise DataError(
-            f"{template.where}: chat template: what the assistant says cannot be found in what it writes; put"
-            " {% generation %} and {% endgeneration %} around it, or name a file of configs/chat_templates as"
-            " data.chat_template"
-        )
-    parts = tokenizer.encode_template_parts([text[a:b] for a, b in itertools.pairwise(cuts)])
-    learnt = [np.full(len(part), index % 2 == 1) for index, part in enumerate(parts)]
-    return Encoded(np.concatenate(parts), np.concatenate(learnt))
-
-
-def encode_messages(template: ChatTemplate, tokenizer: Tokenizer, messages: Sequence[Message]) -> Int32[np.ndarray, "T"]:
-    """The tokens of a conversation up to where the assistant's next turn begins: those that `encode_conversation` has
-    before that turn.
-
-    Raises:
-        DataError: the template refuses the messages.
-    """
-    text, cuts = _stretches(template, messages, add_generation_prompt=True, date=None)
-    parts = tokenizer.encode_template_parts([text[a:b] for a, b in itertools.pairwise(cuts or [0, len(text)])])
-    return np.concatenate(parts)
-
-
-def _stretches(
-    template: ChatTemplate, messages: Sequence[Message], *, add_generation_prompt: bool, date: str | None
-) -> tuple[str, list[int] | None]:
-    """The conversation as text, and where to cut it so that every second stretch is what the assistant says, if known."""
-    turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
-    renders = [render for turn in turns for render in ((turn, False), (turn, True), (turn + 1, False))]
-    rendered = template.render_prefixes(messages, [(len(messages), add_generation_prompt), *renders], date)
-    text, marks = next(rendered)
-    spans: list[tuple[int, int] | None] = [*marks]
-    if not marks:
-        for turn in turns:
-            before, prompt, after = (next(rendered).text for _ in range(3))
-            span = _span_between(before, prompt, after, messages[turn]["content"].strip())
-            spans.append(span if text.startswith(after) else None)
-    if None in spans:
-        return text, None
-    return text, [0, *(place for span in spans if span for place in span), len(text)]
-
-
-def _span_between(before: str, prompt: str, after: str, content: str) -> tuple[int, int] | None:
-    """Where an assistant's turn lies in a text, (start, end), or None if that cannot be told.
-
-    Args:
-        before: the text without the turn.
-        prompt: as `before`, with a generation prompt.
-        after: the text with the turn.
-        content: what the assistant says, stripped.
-    """
-    said = after[len(prompt) :]
-    is_prompted = prompt != before or said.lstrip().startswith(content)  # Llama 2 has no generation prompt and needs none
-    if not (after.startswith(prompt) and is_prompted):
-        return None
-    # Space after the mark that ends a turn is not learnt: when the model is used, it has stopped there.
-    stripped = said.rstrip()
-    has_end_mark = not (content and stripped.endswith(content))
-    return len(prompt), len(prompt) + len(stripped if has_end_mark else said)

@@ -4,6 +4,7 @@ import itertools
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -45,6 +46,8 @@ class ShardIndex:
         """Documents without text, which are left out."""
         self.bad = int(totals["bad"].sum())
         """Records that are left out because something is wrong with them."""
+        self.more: int = file.info.get("more", 0)
+        """Documents beyond the first of their conversation."""
         self.first_bad: str = file.info["first_bad"]
         """What is wrong with the first of them."""
         self._first_of_entry = np.cumsum([0, *file.arrays["num_shards"][:]])
@@ -77,22 +80,36 @@ def write_index(entries: Sequence[Path], path: Path) -> None:
         with ThreadPoolExecutor(READ_THREADS, thread_name_prefix="index") as threads:
             of_entries = list(threads.map(_heads, entries))
         heads = list(itertools.chain.from_iterable(of_entries))
-        totals = zip(*(head[1] for head in heads), strict=True)
+        totals = zip(*(head.totals for head in heads), strict=True)
+        more = sum(head.more for head in heads)
         cache.write_arrays(
             path,
             {
                 "entries": _bytes([entry.name for entry in entries]),
                 "num_shards": np.array([len(of_entry) for of_entry in of_entries], np.int64),
-                "sha256": _bytes([head[0] for head in heads]),
+                "sha256": _bytes([head.sha256 for head in heads]),
                 **{name: np.array(values, np.int64) for name, values in zip(_TOTALS, totals, strict=True)},
             },
-            {"first_bad": next((head[2] for head in heads if head[2]), "")},
+            {
+                "first_bad": next((head.first_bad for head in heads if head.first_bad), ""),
+                **({"more": more} if more else {}),
+            },
             keep=is_new,
         )
 
 
-def _heads(entry: Path) -> list[tuple[str, tuple[int, ...], str]]:
-    """Of each shard of the entry: its hash, its totals in the order of `_TOTALS`, and its first bad record."""
+class _Head(NamedTuple):
+    """What a shard says about itself."""
+
+    sha256: str
+    totals: tuple[int, ...]
+    """In the order of `_TOTALS`."""
+    first_bad: str
+    more: int
+
+
+def _heads(entry: Path) -> list[_Head]:
+    """Of each shard of the entry."""
     heads, last = [], False
     for number in itertools.count():
         if last:
@@ -103,7 +120,7 @@ def _heads(entry: Path) -> list[tuple[str, tuple[int, ...], str]]:
         totals = (
             len(shard.tokens), len(shard.hashes), shard.text_bytes, shard.num_space_signs, shard.num_empty, shard.num_bad,
         )  # fmt: skip
-        heads.append((shard.sha256, totals, shard.first_bad))
+        heads.append(_Head(shard.sha256, totals, shard.first_bad, shard.num_more))
     return heads
 
 

@@ -16,7 +16,8 @@ from jaxtyping import Bool, Int64
 
 from llamajax import disk
 from llamajax.data import cache
-from llamajax.data.chat import ChatTemplate, Encoded, encode_conversation
+from llamajax.data.chat import ChatTemplate
+from llamajax.data.chat_tokens import Encoded, encode_conversation
 from llamajax.data.groups import GROUP_BYTES, FileGroup, announce_fetching
 from llamajax.data.progress import Progress, TokenizingProgress
 from llamajax.data.sources import Document
@@ -36,7 +37,7 @@ DOCUMENT_BYTES = 64
 FOLDER = "shards-2"
 """Says how shards are written; the name of an entry says which documents they hold."""
 _DOCUMENTS = "shard-1"
-_CONVERSATIONS = "chat-2"
+_CONVERSATIONS = "chat-3"
 
 
 @dataclass(frozen=True)
@@ -69,11 +70,13 @@ class Shard:
     """Tells contents apart."""
     learnt: cache.CheckedArray | None = None
     """Of conversations: uint8 [ceil(num_tokens / 8)], a bit per token, set if it is learnt, the highest bit first."""
+    num_more: int = 0
+    """Documents beyond the first of their conversation, where the template does not let all answers be learnt in one."""
 
     @property
     def num_read(self) -> int:
         """Documents that the source gave for this shard."""
-        return len(self.hashes) + self.num_empty + self.num_bad
+        return len(self.hashes) - self.num_more + self.num_empty + self.num_bad
 
     def is_learnt(self, start: int, end: int) -> Bool[np.ndarray, "{end}-{start}"]:
         """Which of these tokens of conversations are learnt."""
@@ -220,7 +223,7 @@ def complete(
                 arrays, info = _next_shard(documents, num_documents, group, tokenizer, template, progress)
                 group.check_unchanged()
                 cache.write_arrays(path, arrays, info, keep=is_new)
-                num_documents += len(arrays["hashes"]) + info["num_empty"] + info["num_bad"]
+                num_documents += len(arrays["hashes"]) - info.get("num_more", 0) + info["num_empty"] + info["num_bad"]
                 num_passed, last = num_documents, info["last"]
             if last:
                 break
@@ -255,7 +258,7 @@ def _next_shard(
     dtype = np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32
     tokens, lengths = [np.zeros(0, dtype)], [np.zeros(1, np.int64)]
     hashes, plain_hashes, learnt = [np.zeros(0, np.uint64)], [np.zeros(0, np.uint64)], [np.zeros(0, bool)]
-    num_empty = num_bad = num_space_signs = text_bytes = size = 0
+    num_empty = num_bad = num_more = num_space_signs = text_bytes = size = 0
     first_bad = ""
     last = False
 
@@ -285,9 +288,10 @@ def _next_shard(
         if group.is_chat:
             assert template is not None
             encoded = _encode_conversations(batch, tokenizer, template, leave_out)
-            batch = [document for document, _ in encoded]
-            ids = [ids for _, (ids, _) in encoded]
-            learnt += [is_learnt for _, (_, is_learnt) in encoded]
+            num_more += sum(len(samples) - 1 for _, samples in encoded)
+            batch = [document for document, samples in encoded for _ in samples]
+            ids = [ids for _, samples in encoded for ids, _ in samples]
+            learnt += [is_learnt for _, samples in encoded for _, is_learnt in samples]
         else:
             ids = _encode_texts(batch, tokenizer)
         of_batch = np.concatenate([np.zeros(0, np.int32), *ids])
@@ -310,7 +314,7 @@ def _next_shard(
         arrays["learnt"] = np.packbits(np.concatenate(learnt))
     return arrays, {
         "text_bytes": text_bytes, "first": first, "num_space_signs": num_space_signs, "num_empty": num_empty,
-        "num_bad": num_bad, "first_bad": first_bad, "last": last,
+        "num_bad": num_bad, "first_bad": first_bad, "last": last, **({"num_more": num_more} if group.is_chat else {}),
     }  # fmt: skip
 
 
@@ -328,14 +332,13 @@ def _encode_texts(documents: Sequence[Document], tokenizer: Tokenizer) -> list[n
 
 def _encode_conversations(
     documents: Sequence[Document], tokenizer: Tokenizer, template: ChatTemplate, leave_out: Callable[[str], None]
-) -> list[tuple[Document, Encoded]]:
+) -> list[tuple[Document, list[Encoded]]]:
     """The conversations that the template takes; `leave_out` is told what is wrong with the others."""
     encoded = []
     for document in documents:
         assert document.conversation is not None
-        messages, where = document.conversation
         try:
-            encoded.append((document, encode_conversation(template, tokenizer, messages)))
+            encoded.append((document, encode_conversation(template, tokenizer, document.conversation)))
         except DataError as error:
-            leave_out(f"{where}: {error}")
+            leave_out(f"{document.conversation.where}: {error}")
     return encoded

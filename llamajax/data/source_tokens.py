@@ -31,6 +31,8 @@ class Counts(NamedTuple):
     """Records that are left out because something is wrong with them."""
     first_bad: str = ""
     """What is wrong with the first of them."""
+    more: int = 0
+    """Documents beyond the first of their conversation, whose template does not let all answers be learnt in one."""
 
 
 class SourceTokens(Protocol):
@@ -94,7 +96,7 @@ class ShardedTokens:
         index = self.store.index
         return Counts(
             documents=index.documents, tokens=int(index.tokens_of_shard.sum()), text_bytes=index.text_bytes,
-            space_signs=index.space_signs, empty=index.empty, bad=index.bad, first_bad=index.first_bad,
+            space_signs=index.space_signs, empty=index.empty, bad=index.bad, first_bad=index.first_bad, more=index.more,
         )  # fmt: skip
 
     @property

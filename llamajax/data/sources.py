@@ -23,7 +23,7 @@ import pyarrow.parquet
 
 from llamajax.config.data import DEFAULT_CACHE_DIR, SourceConfig, is_remote
 from llamajax.data.columns import NoTextError, Row, arrow_rows, parquet_rows
-from llamajax.data.conversations import Conversation, messages_of
+from llamajax.data.conversations import Conversation, conversation_of
 from llamajax.data.lines import COMPRESSIONS, READ_BYTES, Span, lines_extent, read_lines
 from llamajax.data.remote import File, RemoteFile, listed, shown
 from llamajax.data.row_groups import RowGroups
@@ -48,7 +48,7 @@ class Document(NamedTuple):
     """One text, or a piece of one, possibly empty."""
 
     text: str
-    """Of a conversation: all that is said in it; empty if the assistant says nothing."""
+    """Of a conversation: all that is said in it; empty if nothing of that is learnt."""
     bytes_read: int
     """How far into the source's files this document ends, bytes, for progress reports."""
     split_hash: int = 0
@@ -272,16 +272,16 @@ class Source:
     def _read_chat(self, path: Path, span: Span | None) -> Iterator[Document]:
         for line, where, bytes_read in read_lines(path, MAX_CONVERSATION_BYTES, span):
             try:
-                messages = messages_of(self._record(line, where, MAX_CONVERSATION_BYTES), self.config.chat_format)
+                record = self._record(line, where, MAX_CONVERSATION_BYTES)
+                conversation = conversation_of(record, self.config.chat_format, where)
             except DataError as error:
                 yield Document("", bytes_read, error=str(error))
                 continue
             except ValueError as error:
                 yield Document("", bytes_read, error=str(self._error(where, str(error), "chat_format")))
                 continue
-            is_answered = any(message["content"].strip() for message in messages if message["role"] == "assistant")
-            text = "\n".join(message["content"] for message in messages) if is_answered else ""
-            yield Document(text, bytes_read, split_hash(text), Conversation(messages, where))
+            text = conversation.text
+            yield Document(text, bytes_read, split_hash(text), conversation)
 
     def _record(self, line: bytes, where: object, max_bytes: int) -> dict[str, object]:
         if len(line) > max_bytes:

@@ -4,8 +4,9 @@ Chat templates are programs that come with downloaded weights. Jinja's sandbox k
 but not from looping without end or filling the memory, often in one uninterruptible operation; limits of the process do.
 
 The first line of stdin is JSON with `template`, `special_tokens` (its constants), `max_cpu_s` (for the answer to a request),
-`max_memory_bytes` and `max_chars` (of a text). Every other line is a request with `messages`, `renders` (a list of [number
-of messages, add_generation_prompt]) and `date` (ISO, or null for today). Each is answered by a line: `{}` for the first;
+`max_memory_bytes` and `max_chars` (of a text). Every other line is a request with `messages`, `variables` (what the template
+is told besides), `renders` (a list of [number of messages, add_generation_prompt]) and `date` (ISO, or null for today). Each
+is answered by a line: `{}` for the first;
 `texts` (those that the first one begins with as a length only) and `marks` ([start, end] of each text's `{% generation %}`
 blocks); or `error`. Who takes too long is ended.
 """
@@ -144,7 +145,8 @@ def main() -> None:
         try:
             texts, marks = [], []
             for count, prompt in request["renders"]:
-                variables = {"messages": request["messages"][:count], "add_generation_prompt": prompt}
+                variables = {"tools": None, "documents": None, **request["variables"]}
+                variables |= {"messages": request["messages"][:count], "add_generation_prompt": prompt}
                 text, marks_of_text = _render(template, setup["max_chars"], variables)
                 texts.append(len(text) if texts and texts[0].startswith(text) else text)
                 marks.append(marks_of_text)

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from llamajax.config.data import SourceConfig
 from llamajax.config.run import Config
 from llamajax.data import cache
+from llamajax.data.chat_tokens import end_problem
 from llamajax.data.cleaning.pipeline import clean
 from llamajax.data.groups import FileGroup, group_files, known_groups
 from llamajax.data.megatron_tokens import MegatronTokens, parts_path
@@ -76,6 +77,8 @@ def tokenized(
             return _megatron_tokens(config, source, index, log_work)
         return ShardedTokens(source, index, of_source, by)
 
+    if by.template is not None and (problem := end_problem(by.template, by.tokenizer)) is not None:
+        log(f"warning    {problem}")
     return Tokenized(tuple(map(tokens_of, sources, indexes, groups_of)), by)
 
 

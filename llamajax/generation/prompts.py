@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from llamajax.data import chat
+from llamajax.data import chat_tokens
 from llamajax.data.chat import ChatTemplate
 from llamajax.data.conversations import Message
 from llamajax.data.tokenizer_base import Tokenizer
@@ -41,7 +41,7 @@ class Prompt:
         """
         if self.messages is not None:
             assert template is not None, "whoever has conversations finds a template first"
-            return chat.encode_messages(template, tokenizer, self.messages).tolist()
+            return chat_tokens.encode_messages(template, tokenizer, self.messages).tolist()
         if not parse_special:
             return tokenizer.encode_prompt(self.text)
         ids, begin = tokenizer.encode_template(self.text).tolist(), list(tokenizer.prefix)
@@ -111,14 +111,5 @@ def find_ends(own: Sequence[int], tokenizer: Tokenizer, template: ChatTemplate |
         template: the chat template, if it is used: a special token that it writes behind what the assistant says is
             one, too.
     """
-    ends = {tokenizer.eos_id, *own}
-    if template is not None:
-        said = "Certainly."
-        talk = [{"role": "user", "content": "Is it?"}, {"role": "assistant", "content": said}]
-        _, _, after = template.render(talk, add_generation_prompt=False).rpartition(said)
-        for token in tokenizer.encode_template(after).tolist():
-            if tokenizer.token_bytes[token] == 0:
-                ends.add(token)
-            if tokenizer.decode([token]).strip() or token in ends:
-                break
-    return frozenset(ends)
+    of_template = None if template is None else chat_tokens.end_token(template, tokenizer)
+    return frozenset({tokenizer.eos_id, *own, *(() if of_template is None else (of_template,))})

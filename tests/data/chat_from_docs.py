@@ -65,9 +65,10 @@ def conversations(count: int) -> list[list[dict[str, str]]]:
 
 
 def write_chat_jsonl(path: Path, count: int, chat_format: str = "messages") -> list[list[dict[str, str]]]:
-    """Writes `count` conversations to a JSONL file and returns their messages; `alpaca` has one question in each."""
+    """Writes `count` conversations to a JSONL file and returns their messages; those of `alpaca` and
+    `prompt_completion` have one question."""
     made = conversations(count)
-    if chat_format == "alpaca":
+    if chat_format in ("alpaca", "prompt_completion"):
         made = [messages[:2] if messages[0]["role"] == "user" else messages[:3] for messages in made]
     path.write_text("".join(json.dumps(record_of(messages, chat_format)) + "\n" for messages in made))
     return made
@@ -81,6 +82,8 @@ def record_of(messages: list[dict[str, str]], chat_format: str) -> dict[str, obj
         names = {"user": "human", "assistant": "gpt", "system": "system"}
         return {"conversations": [{"from": names[turn["role"]], "value": turn["content"]} for turn in messages]}
     contents = {turn["role"]: turn["content"] for turn in messages}
+    if chat_format == "prompt_completion":
+        return {"prompt": contents["user"], "completion": contents["assistant"], "system": contents.get("system")}
     return {"instruction": contents["user"], "input": "", "output": contents["assistant"], "system": contents.get("system")}
 
 

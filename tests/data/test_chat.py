@@ -13,8 +13,9 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from llamajax.data import chat
-from llamajax.data.chat import ChatTemplate, encode_conversation, encode_messages, load_chat_template
-from llamajax.data.conversations import messages_of
+from llamajax.data.chat import ChatTemplate, load_chat_template
+from llamajax.data.chat_tokens import Encoded, encode_conversation, encode_messages
+from llamajax.data.conversations import conversation_of
 from llamajax.data.tokenizer import load_tokenizer, train_sentencepiece
 from llamajax.data.tokenizer_base import Tokenizer
 from llamajax.errors import DataError
@@ -58,6 +59,11 @@ def read_template(path: Path, tokenizer: Tokenizer) -> ChatTemplate:
     template = load_chat_template(path, tokenizer)
     assert template is not None
     return template
+
+
+def encode(template: ChatTemplate, tokenizer: Tokenizer, messages: list[dict[str, Any]]) -> Encoded:
+    (encoded,) = encode_conversation(template, tokenizer, conversation_of({"messages": messages}, "messages"))
+    return encoded
 
 
 @pytest.fixture
@@ -110,20 +116,20 @@ def test_golden_text_and_tokens(spelling, name):
     assert template.render(messages, add_generation_prompt=False) == text
     prompt = GOLDEN[name].rpartition("⟦")[0].replace("⟦", "").replace("⟧", "")
     assert template.render(messages[:-1], add_generation_prompt=True) == prompt
-    ids, learnt = encode_conversation(template, tokenizer, messages)
+    ids, learnt = encode(template, tokenizer, messages)
     assert (ids.tolist(), learnt.tolist()) == spelt(tokenizer, GOLDEN[name])
     assert tokenizer.encode_template(text).tolist() == ids.tolist()
     assert ids.dtype == np.int32
 
 
-@pytest.mark.parametrize("chat_format", ["messages", "sharegpt", "alpaca"])
+@pytest.mark.parametrize("chat_format", ["messages", "sharegpt", "alpaca", "prompt_completion"])
 @pytest.mark.parametrize("name", GOLDEN)
 def test_every_format_gives_the_same_tokens(spelling, name, chat_format):
     tokenizer = spelling(*ENDS[name])
     template = read_template(TEMPLATES / f"{name}.jinja", tokenizer)
     messages = [SYSTEM, *TURNS[:2]]
-    read = messages_of(record_of(messages, chat_format), chat_format)
-    ids, learnt = encode_conversation(template, tokenizer, read)
+    read = conversation_of(record_of(messages, chat_format), chat_format).messages
+    ids, learnt = encode(template, tokenizer, read)
     golden = GOLDEN[name].partition("⟧")[0] + "⟧" + ("\n" if name in ("chatml", "plain") else "")
     assert (ids.tolist(), learnt.tolist()) == spelt(tokenizer, golden)
 
@@ -167,7 +173,7 @@ def test_generation_blocks_say_what_is_learnt(tokenizer, template):
         "{% for m in messages %}{% if m.role == 'assistant' %}A:{{ say(m.content) | trim }}"
         "{% else %}U:{{ m.content }}|{% endif %}{% endfor %}"
     )
-    ids, learnt = encode_conversation(marked, tokenizer, TURNS)
+    ids, learnt = encode(marked, tokenizer, TURNS)
     golden = "U:Hi|A:⟦Hello</s>⟧U:Bye\nnow|A:⟦So long!</s>⟧"
     assert (ids.tolist(), learnt.tolist()) == spelt(tokenizer, golden)
     assert "\ue000" not in marked.render(TURNS, add_generation_prompt=True)
@@ -185,7 +191,7 @@ def test_transformers_has_the_same_tokens_and_mask(tmp_path, spelling):
         expected: Any = theirs.apply_chat_template(
             messages, chat_template=marked, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
         )
-        ids, learnt = encode_conversation(template, tokenizer, messages)
+        ids, learnt = encode(template, tokenizer, messages)
         assert ids.tolist() == expected["input_ids"]
         assert learnt.astype(int).tolist() == expected["assistant_masks"]
 
@@ -198,10 +204,9 @@ def test_what_the_assistant_says_must_be_found(tokenizer, template):
     for text in (
         "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}",  # has roles, and no generation prompt
         "{{ messages | length }}{% for m in messages %}{{ m.content }}{% endfor %}",  # the beginning follows the end
-        "{% for m in messages %}{{ m.content if loop.last or m.role == 'user' else '...' }};{% endfor %}",
     ):
         with pytest.raises(DataError, match=message):
-            encode_conversation(template(text), tokenizer, TURNS)
+            encode(template(text), tokenizer, TURNS)
 
 
 @pytest.mark.parametrize("bos", ["<s>", None])
@@ -211,7 +216,7 @@ def test_a_conversation_begins_as_the_template_says(spelling, bos, writes):
     begin = "<s>" if writes else ""
     text = begin + "{% for m in messages %}{{ m.content }}</s>{% endfor %}"
     template = ChatTemplate(text, tokenizer, "")
-    ids, learnt = encode_conversation(template, tokenizer, TURNS[:2])
+    ids, learnt = encode(template, tokenizer, TURNS[:2])
     golden = begin + "Hi</s>⟦Hello</s>⟧"
     assert (ids.tolist(), learnt.tolist()) == spelt(tokenizer, golden)
     prompt = encode_messages(template, tokenizer, TURNS[:1])
@@ -232,7 +237,7 @@ def test_a_conversation_has_the_tokens_that_transformers_serves(llama3, name):
     tokenizer, theirs = llama3
     template = read_template(TEMPLATES / f"{name}.jinja", tokenizer)
     theirs.chat_template = template.text
-    ids, _ = encode_conversation(template, tokenizer, [SYSTEM, *TURNS])
+    ids, _ = encode(template, tokenizer, [SYSTEM, *TURNS])
     assert ids.tolist() == theirs.apply_chat_template([SYSTEM, *TURNS])["input_ids"]
     prompt = encode_messages(template, tokenizer, [SYSTEM, *TURNS[:1]])
     assert prompt.tolist() == theirs.apply_chat_template([SYSTEM, *TURNS[:1]], add_generation_prompt=True)["input_ids"]
@@ -253,7 +258,7 @@ def test_learnt_is_exactly_what_the_assistant_says(tmp_path, name):
     template = read_template(TEMPLATES / f"{name}.jinja", tokenizer)
     end = {"chatml": "<|im_end|>", "llama3": "<|eot_id|>"}.get(name, "")
     for messages in conversations(60):
-        ids, learnt = encode_conversation(template, tokenizer, messages)
+        ids, learnt = encode(template, tokenizer, messages)
         turns = np.split(ids, np.flatnonzero(np.diff(learnt)) + 1)
         said = [tokenizer.decode(turn) for turn in turns[1::2]]
         contents = [message["content"] for message in messages if message["role"] == "assistant"]
@@ -271,7 +276,7 @@ def test_learnt_is_exactly_what_the_assistant_says(tmp_path, name):
 
 def test_the_date_is_fixed_in_what_is_learnt(tokenizer, template):
     dated = template("{{ strftime_now('%d %b %Y') }}:{% for m in messages %}{{ m.content }};{% endfor %}")
-    ids, _ = encode_conversation(dated, tokenizer, TURNS[:2])
+    ids, _ = encode(dated, tokenizer, TURNS[:2])
     assert tokenizer.decode(ids) == "26 Jul 2024:Hi;Hello;"
     assert re.fullmatch(r"\d\d \w{3} 20\d\d:Hi;", dated.render(TURNS[:1], add_generation_prompt=True))
 

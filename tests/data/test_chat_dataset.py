@@ -123,6 +123,52 @@ def test_rows_are_full(tmp_path, tokenizer):
     assert float(line.split("rows, ")[1].split("%")[0]) > 95
 
 
+LAST_ONLY = """\
+{{- bos_token }}{%- for m in messages %}
+{{- '### ' + m.role + '\n' }}{%- if m.role == 'assistant' and loop.last %}{{- 'Hm. ' }}{%- endif %}
+{{- m.content + (eos_token if m.role == 'assistant' else '\n') }}{%- endfor %}
+{%- if add_generation_prompt %}{{- '### assistant\n' }}{%- endif %}"""
+
+
+def test_answers_that_the_template_changes_are_learnt_once_each(tmp_path, tokenizer, monkeypatch):
+    """In documents of their own, which are counted, on one side, and made again after a kill."""
+    monkeypatch.setattr(shards, "SHARD_BYTES", 2000)
+    monkeypatch.setattr(groups, "UNSETTLED_S", -60.0)
+    (tmp_path / "last.jinja").write_text(LAST_ONLY)
+    source, written = chat_source(tmp_path, "chat.jsonl", 60)
+    config = chat_config(tmp_path, source, chat_template=str(tmp_path / "last.jinja"))
+    dataset = prepared(config)
+    expected = sorted((f"Hm. {answer}",) for messages in written for answer in answers(messages))
+    more = len(expected) - len(written)
+    (line,) = dataset.summary
+    assert f" {len(expected)} documents, " in line
+    assert line.endswith(f"; {more} of them for answers that the template changes as the talk goes on")
+    found = [said_in(targets, tokenizer) for _, _, targets in documents_of(epoch(dataset, num_rows(dataset)), tokenizer)]
+    assert sorted(found) == expected
+    made = sorted(shard_files(tmp_path))
+    assert len(made) > 3
+    contents = [path.read_bytes() for path in made]
+    made[-1].unlink()
+    made[1].write_bytes(b"damaged")
+    shutil.rmtree(tmp_path / "cache" / "index-1")
+    assert prepared(config).fingerprint == dataset.fingerprint
+    assert [path.read_bytes() for path in made] == contents
+
+
+def test_a_template_that_teaches_no_end_is_told_of_before_the_run(tmp_path, tokenizer):
+    source, _ = chat_source(tmp_path, "chat.jsonl", 5)
+    (tmp_path / "open.jinja").write_text(Path(PLAIN).read_text().replace("eos_token + ", ""))
+    log = []
+    prepare(chat_config(tmp_path, source, chat_template=str(tmp_path / "open.jinja")), log=log.append)
+    assert log[-2] == (
+        f"warning    {tmp_path}/open.jinja: chat template: writes no token behind an answer that generation stops at, so no"
+        " end is learnt; write </s> there"
+    )
+    log = []
+    prepare(chat_config(tmp_path, source), log=log.append)
+    assert not [line for line in log if line.startswith("warning")]
+
+
 def test_mixed_with_texts_by_weight(tmp_path, tokenizer):
     chat, _ = chat_source(tmp_path, "chat.jsonl", 100, weight=0.25)
     text = jsonl_source(tmp_path, "text.jsonl", random_texts(300), weight=0.75)

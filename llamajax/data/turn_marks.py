@@ -1,0 +1,80 @@
+"""What chat data itself says about which messages are learnt.
+
+Programs have different fields for it: `weight` (OpenAI, Mistral), `train` and `training` (axolotl), `train_on_turn` (data
+made for it), `loss` and `loss_scale` (ms-swift, XTuner), `loss_weight` (LLaMA-Factory), `loss_mask` and `step_loss_mask`
+(verl, slime), `masked` (torchtune). Those with one meaning are honoured; whatever else speaks about learning is refused.
+"""
+
+import re
+from collections.abc import Mapping
+
+_LEARNT_IF_TRUE = (
+    "weight", "train", "training", "trainable", "train_on_turn", "loss", "loss_scale", "loss_weight", "loss_mask",
+    "step_loss_mask",
+)  # fmt: skip
+_HIDDEN_IF_TRUE = ("masked",)
+MARKS = frozenset((*_LEARNT_IF_TRUE, *_HIDDEN_IF_TRUE))
+"""Fields of a message that say whether it is learnt."""
+_MARKS_OF_RECORD = ("weight", "train", "trainable", "loss_mask", "loss_weight", "masked", "mask")
+"""Fields of a whole record that do; the others of `MARKS` may be measurements there, such as a loss."""
+_OF_PREFERENCES = ("label", "kto_tag")
+
+_ABOUT_LEARNING = frozenset((
+    "train", "trains", "training", "trainable", "trained", "learn", "learns", "learning", "learnable", "learned", "learnt",
+    "loss", "losses", "mask", "masks", "masked", "masking", "weight", "weights", "weighted", "supervise", "supervised",
+    "supervision", "gradient", "grad", "label", "labels",
+))  # fmt: skip
+_REMEDY = 'write "train": true or "train": false instead'
+
+
+def says_about_learning(key: str) -> bool:
+    """Whether a field's name has a word about learning in it, such as `train_detail` or `lossWeight`."""
+    return bool(_ABOUT_LEARNING & {word.lower() for word in re.findall(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])", key)})
+
+
+def learnt_mark(message: Mapping[str, object], where: str) -> bool | None:
+    """Whether the message says that it is learnt; None if it says nothing.
+
+    Args:
+        message: of a conversation, or a part of its content.
+        where: its place, for messages, ends with a point.
+
+    Raises:
+        ValueError: `field: rule; remedy`, if it says something that has no meaning here, or two things at once.
+    """
+    found: dict[str, bool] = {}
+    for key, value in message.items():
+        if value is None:
+            continue
+        if key in MARKS:
+            found[key] = _is_true(value, f"{where}{key}") != (key in _HIDDEN_IF_TRUE)
+        elif says_about_learning(key) and value not in ("", [], {}):
+            raise ValueError(f"{where}{key}: this field about learning has no meaning here; {_REMEDY}, or remove it")
+    if len(set(found.values())) > 1:
+        raise ValueError(f"{where}{' and '.join(found)} contradict each other; keep one of them")
+    return next(iter(found.values()), None)
+
+
+def check_record(record: Mapping[str, object]) -> None:
+    """Refuses a record that is marked, as a whole, not to be learnt or to be learnt more or less than others.
+
+    Raises:
+        ValueError: `field: rule; remedy`.
+    """
+    for key in _MARKS_OF_RECORD:
+        if (value := record.get(key)) is None:
+            continue
+        if key == "mask":
+            raise ValueError(f"mask: means different things to different programs; remove it, and {_REMEDY} in messages")
+        if _is_true(value, key) == (key in _HIDDEN_IF_TRUE):
+            raise ValueError(f"{key}: says that nothing of the line is learnt; remove the line")
+    for key in _OF_PREFERENCES:
+        if record.get(key) is False:
+            raise ValueError(f"{key}: false says that the answer is a bad one; remove the line")
+
+
+def _is_true(value: object, where: str) -> bool:
+    if isinstance(value, (bool, int, float)) and value in (0, 1):
+        return bool(value)
+    shown = f"{value!r}"[:40]
+    raise ValueError(f"{where} must be 0 or 1, or false or true, not {shown}: a message is learnt or not; {_REMEDY}")

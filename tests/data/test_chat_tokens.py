@@ -1,0 +1,282 @@
+"""Conversations of all kinds become the tokens that transformers gives them, and what is learnt is what is marked so."""
+
+import functools
+import json
+from typing import Any
+
+import pytest
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from llamajax.config.data import ChatFormat
+from llamajax.data.chat import ChatTemplate
+from llamajax.data.chat_tokens import encode_conversation, end_problem, end_token
+from llamajax.data.conversations import conversation_of
+from llamajax.data.tokenizer import load_tokenizer
+from llamajax.errors import DataError
+
+SPECIAL = ["<s>", "</s>", "<|im_start|>", "<|im_end|>"]
+PLAIN = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+TOOLS = """\
+{%- if tools is not none %}{{- '<|im_start|>tools\n' + tools | tojson + '<|im_end|>\n' }}{%- endif %}
+{%- for m in messages %}
+{{- '<|im_start|>' + m.role + '\n' }}{%- if m.content %}{{- m.content }}{%- endif %}
+{%- for call in m.tool_calls or [] %}{%- set call = call.function %}
+{{- '<tool_call>' + call.name + ' ' + call.arguments | tojson + '</tool_call>' }}
+{%- endfor %}{{- '<|im_end|>\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"""
+TOOLS_AS_TEXT = TOOLS.replace(
+    "call.arguments | tojson", "(call.arguments if call.arguments is string else call.arguments | tojson)"
+)
+PARTS = """\
+{%- for m in messages %}{{- '<|im_start|>' + m.role + '\n' }}
+{%- if m.content is string %}{{- m.content }}{%- else %}{%- for part in m.content %}{{- part.text }}{%- endfor %}{%- endif %}
+{{- '<|im_end|>\n' }}{%- endfor %}{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"""
+# As Qwen3's: only the last question's answer shows what was thought, or that nothing was.
+THINKING = """\
+{%- set state = namespace(last=0) %}
+{%- for m in messages %}{%- if m.role == 'user' %}{%- set state.last = loop.index0 %}{%- endif %}{%- endfor %}
+{%- for m in messages %}
+{{- '<|im_start|>' + m.role + '\n' }}
+{%- if m.role == 'assistant' and loop.index0 > state.last and (loop.last or m.reasoning_content) %}
+{{- '<think>\n' + (m.reasoning_content or '') + '\n</think>\n\n' }}
+{%- endif %}
+{{- (m.content.split('</think>')[-1].lstrip('\n') if m.role == 'assistant' else m.content) + '<|im_end|>\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"""
+BLOCKS = """\
+{%- for m in messages %}{{- '<|im_start|>' + m.role + '\n' }}
+{%- if m.role == 'assistant' %}{% generation %}{{- m.content + '<|im_end|>' }}{% endgeneration %}
+{%- else %}{{- m.content + '<|im_end|>' }}{%- endif %}{{- '\n' }}{%- endfor %}"""
+BLOCKS_WITHOUT_END = BLOCKS.replace(
+    "{{- m.content + '<|im_end|>' }}{% endgeneration %}", "{{- m.content }}{% endgeneration %}{{- '<|im_end|>' }}"
+)
+NO_END = (
+    "{% for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
+)
+# As Mistral's first one.
+ALTERNATING = """\
+{{- bos_token }}{%- for m in messages %}
+{%- if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{- raise_exception('roles must alternate') }}{%- endif %}
+{{- '[INST] ' + m.content + ' [/INST]' if m.role == 'user' else m.content + eos_token }}{%- endfor %}"""
+
+Q, R = {"role": "user", "content": "q"}, {"role": "user", "content": "r"}
+ONE, TWO = {"role": "assistant", "content": "one"}, {"role": "assistant", "content": "two"}
+SYSTEM = {"role": "system", "content": "Be kind."}
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
+
+
+def call(arguments) -> dict[str, Any]:
+    return {"id": "a", "type": "function", "function": {"name": "f", "arguments": arguments}}
+
+
+def calling(arguments) -> dict[str, Any]:
+    return {"role": "assistant", "content": None, "tool_calls": [call(arguments)]}
+
+
+RESULT = {"role": "tool", "tool_call_id": "a", "content": "4"}
+
+
+@pytest.fixture(scope="module")
+def both(tmp_path_factory):
+    """A tokenizer that spells every byte, and has the special tokens, as we and transformers read it; templates by text."""
+    folder = tmp_path_factory.mktemp("spelling")
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = tokenizers.Tokenizer(models.BPE({letter: index for index, letter in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(SPECIAL)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<s>", "eos_token": "</s>"}))
+    theirs = PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"), bos_token="<s>", eos_token="</s>")
+    ours = load_tokenizer(folder)
+    return ours, theirs, functools.cache(lambda text: ChatTemplate(text, ours, "some.jinja"))
+
+
+def samples(both, text, record, chat_format: ChatFormat = "messages"):
+    """Of each sample, its text and what is learnt of it, by transformers' decoding."""
+    ours, theirs, template = both
+    encoded = encode_conversation(template(text), ours, conversation_of(record, chat_format))
+    found = []
+    for ids, learnt in encoded:
+        said, before = [], False
+        for token, is_learnt in zip(ids.tolist(), learnt.tolist(), strict=True):
+            if is_learnt:
+                said = [*said[:-1], [*said[-1], token]] if before else [*said, [token]]
+            before = is_learnt
+        found.append((theirs.decode(ids), [theirs.decode(turn) for turn in said]))
+    return found
+
+
+def served(both, text, messages, **others):
+    return both[1].apply_chat_template(messages, chat_template=text, tokenize=False, **others)
+
+
+LEARNT = [
+    (PLAIN, [Q, ONE, R, TWO], ["one<|im_end|>", "two<|im_end|>"]),
+    (PLAIN, [ONE, Q, TWO, TWO], ["one<|im_end|>", "two<|im_end|>", "two<|im_end|>"]),
+    (PARTS, [Q | {"content": [{"type": "text", "text": "hello"}, {"type": "text", "text": "!"}]}, ONE], ["one<|im_end|>"]),
+    (THINKING, [Q, ONE | {"reasoning_content": "why"}], ["<think>\nwhy\n</think>\n\none<|im_end|>"]),
+    (THINKING, [Q, ONE | {"reasoning": "why"}], ["<think>\nwhy\n</think>\n\none<|im_end|>"]),
+    (BLOCKS, [Q, ONE, R, TWO], ["one<|im_end|>", "two<|im_end|>"]),
+]
+
+
+@pytest.mark.parametrize(("text", "messages", "learnt"), LEARNT, ids=range(len(LEARNT)))
+def test_text_is_transformers_and_every_answer_is_learnt(both, text, messages, learnt):
+    assert samples(both, text, {"messages": messages}) == [(served(both, text, messages), learnt)]
+
+
+@pytest.mark.parametrize("text", [TOOLS, TOOLS_AS_TEXT])
+@pytest.mark.parametrize("tools", [None, [TOOL]])
+def test_calls_and_tools_are_what_the_template_writes(both, text, tools):
+    messages = [Q, calling({"x": "y"}), RESULT, TWO]
+    ((whole, learnt),) = samples(both, text, {"messages": messages, "tools": tools})
+    assert whole == served(both, text, messages, tools=tools)
+    assert learnt == ['<tool_call>f {"x": "y"}</tool_call><|im_end|>', "two<|im_end|>"]
+
+
+def test_arguments_that_are_json_are_not_quoted_again(both):
+    """transformers' documentation asks for objects; what OpenAI's servers return, and data have, is their JSON."""
+    as_objects, as_json = ([Q, calling(arguments), RESULT, TWO] for arguments in ({"x": 1}, '{"x": 1}'))
+    ((whole, _),) = samples(both, TOOLS, {"messages": as_json})
+    assert whole == served(both, TOOLS, as_objects)
+    compact = [Q, calling('{"x":1}'), RESULT, TWO]
+    ((whole, _),) = samples(both, TOOLS_AS_TEXT, {"messages": compact})
+    assert whole == served(both, TOOLS_AS_TEXT, compact)
+
+
+@pytest.mark.parametrize("value", ['{"name": "f", "arguments": {"x": 1}}', '[{"name": "f", "arguments": "{\\"x\\": 1}"}]'])
+def test_function_calls_of_sharegpt_are_calls(both, value):
+    turns = [("human", "q"), ("function_call", value), ("observation", "4"), ("gpt", "two")]
+    record = {"conversations": [{"from": role, "value": text} for role, text in turns], "tools": json.dumps([TOOL])}
+    ((whole, learnt),) = samples(both, TOOLS, record, "sharegpt")
+    assert whole == served(both, TOOLS, [Q, calling({"x": 1}), RESULT, TWO], tools=[TOOL])
+    assert learnt == ['<tool_call>f {"x": 1}</tool_call><|im_end|>', "two<|im_end|>"]
+
+
+def test_function_calls_are_text_to_a_template_without_calls(both):
+    turns = [("human", "q"), ("function_call", "{}"), ("observation", "4"), ("gpt", "two")]
+    record = {"conversations": [{"from": role, "value": text} for role, text in turns], "tools": "[]"}
+    ((_, learnt),) = samples(both, PLAIN, record, "sharegpt")
+    assert learnt == ["{}<|im_end|>", "two<|im_end|>"]
+
+
+def test_parts_are_lines_to_a_template_of_texts(both):
+    parts = Q | {"content": [{"type": "text", "text": "hello"}, {"type": "text", "text": "you"}]}
+    ((whole, _),) = samples(both, PLAIN, {"messages": [parts, ONE]})
+    assert whole == served(both, PLAIN, [Q | {"content": "hello\nyou"}, ONE])
+
+
+def test_variables_of_the_record_are_told(both):
+    text = "{{ 'short\n' if brief else '' }}" + PLAIN
+    ((whole, _),) = samples(both, text, {"messages": [Q, ONE], "chat_template_kwargs": {"brief": True}})
+    assert whole == served(both, text, [Q, ONE], brief=True)
+
+
+@pytest.mark.parametrize("text", [PLAIN, BLOCKS])
+@pytest.mark.parametrize("mark", ["train", "weight", "loss"])
+def test_what_is_marked_is_in_the_text_and_not_learnt(both, text, mark):
+    messages = [Q, ONE | {mark: 0}, R, TWO | {mark: 1}, Q, ONE]
+    expected = served(both, text, [Q, ONE, R, TWO, Q, ONE])
+    assert samples(both, text, {"messages": messages}) == [(expected, ["two<|im_end|>", "one<|im_end|>"])]
+
+
+def test_answers_that_change_are_learnt_as_they_are_served(both):
+    """Each in a sample of its own, which ends with it: behind it, the template leaves out what was thought."""
+    thoughtful = [Q, ONE | {"reasoning_content": "why"}, R, TWO | {"reasoning_content": "how"}]
+    assert samples(both, THINKING, {"messages": [SYSTEM, *thoughtful]}) == [
+        (served(both, THINKING, [SYSTEM, *thoughtful[:2]]), ["<think>\nwhy\n</think>\n\none<|im_end|>"]),
+        (served(both, THINKING, [SYSTEM, *thoughtful]), ["<think>\nhow\n</think>\n\ntwo<|im_end|>"]),
+    ]
+    assert "why" not in served(both, THINKING, thoughtful)
+    marked = [Q, ONE | {"train": False}, R, TWO]
+    assert samples(both, THINKING, {"messages": marked}) == [
+        (served(both, THINKING, [Q, ONE, R, TWO]), ["<think>\n\n</think>\n\ntwo<|im_end|>"])
+    ]
+    first_only = [Q, ONE, R, TWO | {"train": False}]
+    assert samples(both, THINKING, {"messages": first_only}) == [
+        (served(both, THINKING, [Q, ONE]), ["<think>\n\n</think>\n\none<|im_end|>"])
+    ]
+
+
+def test_answers_to_one_question_share_a_sample(both):
+    """Thoughts between calls stay until the next question."""
+    text = THINKING.replace("m.content.split", "(m.tool_calls | tojson if m.tool_calls else m.content).split")
+    thinking = calling("{}") | {"reasoning_content": "why"}
+    found = samples(both, text, {"messages": [Q, thinking, RESULT, TWO | {"reasoning_content": "how"}, R, ONE]})
+    assert [len(learnt) for _, learnt in found] == [2, 1]
+    assert [learnt[0].partition("\n</think>")[0] for _, learnt in found] == ["<think>\nwhy", "<think>\n"]
+
+
+REFUSED = [
+    (PLAIN, [Q, calling("{}"), RESULT, TWO], {}, "does not write messages[1].tool_calls; name a template that does, or"),
+    (PLAIN, [Q, ONE], {"tools": [TOOL]}, "does not write tools; name a template that does, or remove it"),
+    (PLAIN, [Q, ONE | {"reasoning_content": "why"}], {}, "does not write messages[1].reasoning_content; name a template"),
+    (
+        ALTERNATING, [SYSTEM, Q, ONE], {},
+        "refuses the conversation: roles must alternate; it takes no system message: put that into the first"
+        " question, or name a template that takes one",
+    ),
+    (ALTERNATING, [Q, Q, ONE], {}, "refuses the conversation: roles must alternate; correct the one or"),
+    (
+        PLAIN.replace("assistant\n'", "assistant\n<think>'"), [Q, ONE], {},
+        "begins an answer with '<|im_start|>assistant\\n<think>' when it is used, but not where the answer is there; put",
+    ),
+    (
+        BLOCKS.replace("m.content +", "(m.content if loop.last else '') +", 1),
+        [Q, ONE | {"train": False}, R, TWO, Q, ONE], {},
+        "which message a {% generation %} block is of cannot be told, since earlier ones change as the talk goes on; name",
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "messages", "others", "message"), REFUSED, ids=range(len(REFUSED)))
+def test_what_would_be_learnt_wrongly_is_refused(both, text, messages, others, message):
+    with pytest.raises(DataError) as caught:
+        samples(both, text, {"messages": messages} | others)
+    assert str(caught.value).startswith(f"some.jinja: chat template: {message}")
+
+
+def test_a_call_without_a_name_is_refused(both):
+    record = {"conversations": [{"from": "human", "value": "q"}, {"from": "function_call", "value": "{}"}]}
+    with pytest.raises(DataError, match=r'^function_call must be {"name": ..., "arguments": ...}, not \'{}\'; correct or'):
+        samples(both, TOOLS, record, "sharegpt")
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        (PLAIN, None),
+        (TOOLS, None),
+        (THINKING, None),
+        (BLOCKS, None),
+        (ALTERNATING, None),
+        (
+            BLOCKS_WITHOUT_END,
+            "has <|im_end|>, where generation stops, outside of {% generation %}, so no end is learnt; put",
+        ),
+        (NO_END, "writes no token behind an answer that generation stops at, so no end is learnt; write </s> there"),
+        (PLAIN.replace("<|im_end|>", "###"), "writes no token behind an answer that generation stops at"),
+        ("{{ raise_exception('no') }}", None),
+    ],
+)
+def test_a_template_whose_answers_have_no_end_is_told_of(both, text, problem):
+    tokenizer, _, template = both
+    found = end_problem(template(text), tokenizer)
+    assert (found is None) == (problem is None)
+    if found is not None:
+        assert found.startswith(f"some.jinja: chat template: {problem}")
+        assert len(found.splitlines()) == 1
+
+
+def test_the_token_that_ends_a_turn(both):
+    tokenizer, _, template = both
+    ends = [end_token(template(text), tokenizer) for text in (PLAIN, ALTERNATING, NO_END)]
+    assert ends == [tokenizer.vocab_size - 1, tokenizer.eos_id, None]
