@@ -37,7 +37,7 @@ import jaxlib.version
 import numpy as np
 
 import llamajax
-from llamajax.config.calibration import Measurement, Versions
+from llamajax.config.calibration import MeasuredRun, Measurement, Versions
 from llamajax.config.command import parse_args
 from llamajax.config.file import dump_config
 from llamajax.config.gpus import GPUS, Gpu, find_gpu
@@ -268,8 +268,9 @@ def predicted(config: Config, file: str | None) -> tuple[int, float, float | Non
     return chosen.memory.peak_bytes, chosen.timeline.step_time_s, calibrated
 
 
-def compare(settings: CalibrateConfig, gpu: Gpu, pool: Executor) -> None:
-    """Measures and plans the runs, and tells how far apart they are; `pool` has a process for each."""
+def compare(settings: CalibrateConfig, gpu: Gpu, pool: Executor) -> tuple[MeasuredRun, ...]:
+    """Measures and plans the runs, and tells how far apart they are: in words, and those whose constants were measured as
+    what the file keeps. `pool` has a process for each."""
     base = shipped().changed({"hardware.gpu": gpu.name.lower()})
     on_gpu = settings.device == "gpu"
     row("run", "measured" if on_gpu else "by the CPU", "spread", f"{gpu.name}, built in", f"{gpu.name}, as measured")
@@ -280,6 +281,7 @@ def compare(settings: CalibrateConfig, gpu: Gpu, pool: Executor) -> None:
             return NOT_MEASURED
         return f"{form(told)} ({NOT_MEASURED if measured is None or not on_gpu else f'{told / measured - 1:+.1%}'})"
 
+    compared = []
     for name, changes in RUNS[settings.device].items():
         config = base.changed(changes)
         with waiting(f"training {name}"):
@@ -289,6 +291,9 @@ def compare(settings: CalibrateConfig, gpu: Gpu, pool: Executor) -> None:
         predictions = [off("{:.4g} s".format, told, step.seconds) for told in (built_in, calibrated)]
         row(f"{name}: step", f"{step.seconds:.4g} s", f"{step.spread:.1%}", *predictions)
         row(f"{name}: peak", NOT_MEASURED if peak is None else format_bytes(peak), "", off(format_bytes, planned_peak, peak))
+        if calibrated is not None:
+            compared.append(MeasuredRun(name=name, measured_s=step.seconds, predicted_s=calibrated))
+    return tuple(compared)
 
 
 def row(*cells: str) -> None:
@@ -314,7 +319,10 @@ def run(settings: CalibrateConfig) -> None:
         mark = "" if settings.device == "gpu" else "# Of a CPU, at toy size: for no plan.\n"
         write_output(named, "--output", lambda: mark + dump_config(measurement))
         log_own(f"wrote      {settings.output}, for hardware.calibration")
-        compare(settings, data_sheet(settings.device, measurement.device), pool)
+        runs = compare(settings, data_sheet(settings.device, measurement.device), pool)
+        if runs:
+            write_output(named, "--output", lambda: dump_config(dataclasses.replace(measurement, runs=runs)))
+            log_own(f"wrote      how far these {len(runs)} runs are off, for what plans by the file say of their error")
 
 
 def main() -> int:

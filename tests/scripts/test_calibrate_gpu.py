@@ -157,7 +157,8 @@ def test_differences_are_those_from_what_was_measured(monkeypatch, capsys):
             return done
 
     monkeypatch.setattr(calibrate_gpu, "predicted", lambda config, file: (2**33, 0.19, 0.21 if file else None))
-    calibrate_gpu.compare(CalibrateConfig(output="h100.yaml"), H100, Pool())
+    runs = calibrate_gpu.compare(CalibrateConfig(output="h100.yaml"), H100, Pool())
+    assert [(run.measured_s, run.predicted_s) for run in runs] == [(0.2, 0.21)] * 3
     head, step, peak, *others = capsys.readouterr().out.splitlines()
     assert head.split() == ["run", "measured", "spread", "H100,", "built", "in", "H100,", "as", "measured"]
     assert step.endswith("  0.2 s         1.0%    0.19 s (-5.0%)              0.21 s (+5.0%)")

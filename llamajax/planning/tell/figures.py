@@ -15,6 +15,9 @@ Bytes, FLOPs and seconds are per step and device unless said otherwise; shares a
   what is taken of such GPUs without being known, one line each.
 - `calibration`: null, or the `file` of measured constants, the `device`, `date`, `commit` and `jax` of their measurement,
   and those of the `constants` that differ from the built-in ones, by name: `built_in` and `measured`.
+- `accuracy`: how known runs on such GPUs came out, or null: `by` (`published` ones, or those `measured` with the constants
+  of `calibration`), how many `runs`, and the speed over the predicted one, less one, of the slowest and the fastest
+  (`least`, `most`; of published ones without a tenth at each end).
 - `options`: what the compiler was told. `latency_profile`: `auto` for the cost model's, the file, or null for none, also
   where `auto` would not help. `num_compilations`; `compile_s`: of all of them together.
 - The schedule that training runs: `capacity_bytes`, `fits`, `argument_bytes`, `temp_bytes`, `peak_bytes`, `host_bytes`,
@@ -41,6 +44,7 @@ Bytes, FLOPs and seconds are per step and device unless said otherwise; shares a
   row's) and the figures above but lists and `without_profile`; null if none was asked for.
 """
 
+import dataclasses
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -62,6 +66,7 @@ from llamajax.config.formulas import (
 from llamajax.config.gpus import planned_gpu
 from llamajax.config.model import Remat
 from llamajax.config.run import Config
+from llamajax.planning.cost.accuracy import accuracy
 from llamajax.planning.cost.flops import planned_flops
 from llamajax.planning.cost.gpu import planned_machine, remarks
 from llamajax.planning.cost.kernels import compiled_attention
@@ -164,6 +169,7 @@ def figures(plan: Plan, sweep: Sweep | None = None, plans: Sequence[Plan] = ()) 
             "forms": forms | kernels,
             "warning": warning,
             "calibration": calibration_figures(config),
+            "accuracy": accuracy_figures(config),
             "jax_version": chosen.step.jax_version,
             "options": {key: value for key, value in chosen.step.options.items() if key != _PROFILE_OPTION},
             "latency_profile": config.xla.latency_profile if chosen is plan.informed else None,
@@ -207,6 +213,12 @@ def calibration_figures(config: Config) -> dict[str, Any] | None:
             if value != built_in[name]
         },
     }
+
+
+def accuracy_figures(config: Config) -> dict[str, Any] | None:
+    """What is known of the error of plans for such GPUs; None: nothing."""
+    known = accuracy(config.hardware)
+    return known and dataclasses.asdict(known)
 
 
 def schedule_figures(config: Config, schedule: Schedule) -> dict[str, Any]:

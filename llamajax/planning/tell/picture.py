@@ -14,7 +14,7 @@ from llamajax.config.gpus import planned_gpu
 from llamajax.planning.cost.timeline import LANES, Timeline, layer_loops, perfetto
 from llamajax.planning.plan import Plan
 from llamajax.planning.scopes import MEMORY_KINDS
-from llamajax.planning.tell.text import DISCLAIMER, Figures
+from llamajax.planning.tell.text import DISCLAIMER, Figures, known_error
 from llamajax.units import format_bytes, format_count
 
 _WIDTH, _LEFT, _LANE, _GAP = 1200, 104, 34, 12
@@ -50,7 +50,8 @@ def page(plan: Plan, told: Figures) -> str:
 <body>
 <h1>{name}</h1>
 <p>{format_count(told["num_params"])} parameters on {told["num_devices"]:,} x {gpu.name} in {nodes}, mesh {mesh} &middot;
-{told["tokens_per_step"]:,} tokens per step &middot; jax {html.escape(told["jax_version"])} &middot; {DISCLAIMER}</p>
+{told["tokens_per_step"]:,} tokens per step &middot; jax {html.escape(told["jax_version"])} &middot; {DISCLAIMER};
+{html.escape(known_error(told))}</p>
 <dl class="cards">{"".join(_cards(told))}</dl>
 <h2>Memory of a GPU at the fullest moment</h2>
 {_memory(told)}

@@ -55,8 +55,27 @@ def verdict(told: Figures) -> str:
     return (
         f"{fits}: {format_bytes(total)} of {format_bytes(told['capacity_bytes'])} per GPU;"
         f" {told['step_time_s']:.3g} s/step, {told['tokens_per_sec_per_device']:,.0f} tokens/s/GPU, MFU {told['mfu']:.1%},"
-        f" {told['exposed_fraction']:.1%} of the step waits for communication"
+        f" {told['exposed_fraction']:.1%} of the step waits for communication; {known_error(told)}"
     )
+
+
+def known_error(told: Figures) -> str:
+    """How the speeds of runs on such GPUs, published or measured, differed from predicted ones."""
+    known, calibration = told["accuracy"], told["calibration"]
+    if known is None and calibration is not None:
+        return f"how far plans by {calibration['file']} are off is not known"
+    if known is None:
+        return "no published run tells how far plans for such GPUs are off"
+    several = {"published": "published runs on such GPUs", "measured": "runs measured with these constants"}[known["by"]]
+    return f"{known['runs']} {several} came out {_between(known['least'], known['most'])} than predicted"
+
+
+def _between(least: float, most: float) -> str:
+    """Two speeds over the predicted one, less one, in words."""
+    if least < 0 < most:
+        return f"{most:.0%} faster to {-least:.0%} slower"
+    low, high = sorted((abs(least), abs(most)))
+    return f"{low:.0%} to {high:.0%} {'faster' if most > 0 else 'slower'}"
 
 
 def print_estimate(config: Config, told: Figures) -> None:
