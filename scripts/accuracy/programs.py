@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 Attention = Literal["cudnn", "flash 1", "flash 2"]
-Kind = Literal["eager PyTorch", "torch.compile", "Megatron, TransformerEngine", "XLA of MaxText"]
+Kind = Literal["eager PyTorch", "torch.compile", "Megatron, TransformerEngine", "XLA of MaxText", "CUDA of LLM.Q"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,6 +103,8 @@ TRANSFORMER_ENGINE = Program(
     joins_products=True,
     rounding=4,
 )
+# The same, but float8 by the largest of what is rounded, which is read once more.
+CURRENT_SCALING = dataclasses.replace(TRANSFORMER_ENGINE, rounding=6)
 # MaxText with a loop over layers: fused as by Inductor; what a layer keeps for its backward pass is copied into the loop's
 # stack and out of it again (JAX-Toolbox, docs/frameworks/maxtext, note on dynamic-update-slice): its input, queries,
 # attention's and the MLP's output, 8 bytes each. Float8 as TransformerEngine.
@@ -115,3 +117,6 @@ MAXTEXT = Program(
     optimizer=34,
     rounding=4,
 )
+# LLM.Q: kernels of its own in CUDA, fused as TransformerEngine's; weights and moments in bfloat16 (gradient 2 and 2 for its
+# norm, moments and weight read and written 12); the loss and its gradient are one kernel (read twice, written once).
+LLMQ = dataclasses.replace(TRANSFORMER_ENGINE, kind="CUDA of LLM.Q", logits=6, optimizer=16, rounding=6)

@@ -8,8 +8,10 @@ from typing import Any
 
 from scripts.accuracy.programs import (
     COMPILED,
+    CURRENT_SCALING,
     EAGER,
     EAGER_NORMS,
+    LLMQ,
     MAXTEXT,
     MEGATRON_2023,
     MPT,
@@ -48,6 +50,11 @@ LLAMA3_8B = llama(128256, 4096, 14336, 32, 32, 8)
 LLAMA3_70B = llama(128256, 8192, 28672, 80, 64, 8)
 LLAMA3_405B = llama(128256, 16384, 53248, 126, 128, 8)
 NEMOTRON_15B = llama(256000, 6144, 24576, 32, 48, 8, is_gated=False)
+QWENS = {
+    "0.5B": llama(151936, 896, 4864, 24, 14, 2, head_dim=64),
+    "1.5B": llama(151936, 1536, 8960, 28, 12, 2),
+    "3B": llama(151936, 2048, 11008, 36, 16, 2),
+}
 MPTS = {
     "1B": mpt(2048, 24), "3B": mpt(2560, 32), "7B": mpt(4096, 32), "13B": mpt(5120, 40), "30B": mpt(7168, 48),
     "70B": mpt(8192, 80),
@@ -115,6 +122,27 @@ def nemo(nodes: int, published: float, **changes: Any) -> Run:
         nodes=nodes, context=2, exchange="zero1", gradient_bytes=4,
     )  # fmt: skip
     return dataclasses.replace(run, **changes)
+
+
+def bridge(what: str, gpu: Any, nodes: int, published: float, **changes: Any) -> Run:
+    """docs/performance-summary.md of NVIDIA-NeMo/Megatron-Bridge, container 25.11, FP8-CS: scaled by the largest of what is
+    rounded. 64 GPUs of a rack GB200 are taken."""
+    run = Run(
+        name="", published=published, source="NVIDIA-NeMo/Megatron-Bridge 25.11",
+        program=CURRENT_SCALING, model=LLAMA3_8B, seq_len=8192, sequences=1, gpu=gpu, nodes=nodes, exchange="zero1",
+        gradient_bytes=2, float8=True, hides_tensor=True,
+    )  # fmt: skip
+    run = dataclasses.replace(run, **changes)
+    return dataclasses.replace(run, name=f"Megatron-Bridge {what} float8, {run.num_gpus} {gpu.upper()}")
+
+
+def llmq(size: str, gpu: Any, sequences: int, tokens_per_s: float, *, count: int = 1, float8: bool = False) -> Run:
+    """README and benchmarks/ of IST-DASLab/llmq: rows of 1,024 tokens, 512 of them per step, nothing computed again."""
+    return Run(
+        name=f"LLM.Q Qwen2.5-{size}{' float8' * float8}, {count} {gpu.upper()}", published=tokens_per_s / count,
+        source="IST-DASLab/llmq", program=LLMQ, model=QWENS[size], seq_len=1024, sequences=sequences,
+        grad_accum_steps=512 // (sequences * count), gpu=gpu, nodes=1, gpus_per_node=count, exchange="zero1", float8=float8,
+    )  # fmt: skip
 
 
 EVERY_SECOND: tuple[Matrix, ...] = ("k", "out", "up")
@@ -258,6 +286,46 @@ _OTHERS = (
         name="Colossal-AI Llama-70B, 16 H200", published=837, source="hpcaitech/ColossalAI", program=EAGER_NORMS,
         model=LLAMA2_70B, seq_len=4096, sequences=48, gpu="h200", nodes=2, exchange="zero1", **FULL,
     ),
+    bridge("Llama-3-8B", "h100", 1, 14451, grad_accum_steps=16, exchange="zero3", **FULL, again_share=5 / 32),
+    bridge("Llama-3-70B", "h100", 8, 1602, model=LLAMA3_70B, grad_accum_steps=64, tensor=4, pipeline=8, interleaved=5),
+    bridge(
+        "Llama-3.1-405B", "h100", 128, 292, model=LLAMA3_405B, grad_accum_steps=64, tensor=8, pipeline=8, interleaved=8,
+        context=2,
+    ),
+    bridge("Llama-3-8B", "b200", 1, 30624, sequences=2, grad_accum_steps=8),
+    bridge(
+        "Llama-3.1-405B", "b200", 16, 661, model=LLAMA3_405B, grad_accum_steps=32, tensor=4, pipeline=8, interleaved=8,
+        context=2,
+    ),
+    bridge("Llama-3-8B", "gb200", 1, 31508, sequences=2, grad_accum_steps=8),
+    bridge(
+        "Llama-3-70B", "gb200", 1, 4312, gpus_per_node=64, model=LLAMA3_70B, sequences=2, grad_accum_steps=2,
+        exchange="zero3", copies=FLAT,
+    ),
+    bridge(
+        "Llama-3.1-405B", "gb200", 4, 813, gpus_per_node=64, model=LLAMA3_405B, grad_accum_steps=384, tensor=4, pipeline=16,
+        interleaved=4,
+    ),
+    llmq("0.5B", "rtx-4090", 16, 39850),
+    llmq("1.5B", "rtx-4090", 4, 14072),
+    llmq("0.5B", "rtx-4090", 16, 154e3, count=4),
+    llmq("0.5B", "rtx-4090", 16, 47645, float8=True),
+    llmq("1.5B", "rtx-4090", 4, 20330, float8=True),
+    llmq("0.5B", "rtx-4090", 16, 181e3, count=4, float8=True),
+    llmq("1.5B", "rtx-4090", 8, 72e3, count=4, float8=True),
+    llmq("0.5B", "rtx-5090", 16, 55e3),
+    llmq("0.5B", "rtx-5090", 16, 69e3, float8=True),
+    llmq("1.5B", "rtx-5090", 8, 27e3, float8=True),
+    llmq("1.5B", "rtx-5090", 8, 107e3, count=4, float8=True),
+    llmq("0.5B", "l40s", 16, 42e3),
+    llmq("1.5B", "l40s", 8, 17e3),
+    llmq("3B", "l40s", 4, 8900),
+    llmq("0.5B", "l40s", 16, 170e3, count=4),
+    llmq("1.5B", "l40s", 8, 65e3, count=4),
+    llmq("3B", "l40s", 8, 35e3, count=4),
+    llmq("0.5B", "l40s", 32, 48e3, float8=True),
+    llmq("1.5B", "l40s", 8, 20e3, float8=True),
+    llmq("3B", "l40s", 4, 11e3, float8=True),
 )  # fmt: skip
 RUNS = (*(dataclasses.replace(run, is_listed=True) for run in _LISTED), *_OTHERS)
 SCALING = (

@@ -17,7 +17,6 @@ groups. `zero1`: gradients scattered during the last micro-batch's backward pass
 forward pass. `in turn`: nothing is computed meanwhile."""
 Matrix = Literal["q", "k", "v", "out", "gate", "up", "down"]
 LAYER: tuple[Matrix, ...] = ("q", "k", "v", "out", "gate", "up", "down")
-GPUS_PER_NODE = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,6 +70,7 @@ class Run:
     gpu: str
     """As `hardware.gpu` names it."""
     nodes: int
+    gpus_per_node: int = 8
     node_bandwidth: float | None = None
     gpu_bandwidth: float | None = None
     memory_bandwidth: float | None = None
@@ -110,7 +110,7 @@ class Run:
 
     @property
     def num_gpus(self) -> int:
-        return self.nodes * GPUS_PER_NODE
+        return self.nodes * self.gpus_per_node
 
     @property
     def shards(self) -> int:
@@ -127,7 +127,7 @@ class Run:
             peak_flops=gpu.peak_flops * self.power ** (1 / 3),
             memory_bandwidth=self.memory_bandwidth or gpu.memory_bandwidth,
         )
-        return Machine(gpu=gpu, gpus_per_node=GPUS_PER_NODE, measured=Constants(matmul_efficiency=share))
+        return Machine(gpu=gpu, gpus_per_node=self.gpus_per_node, measured=Constants(matmul_efficiency=share))
 
     @property
     def tokens(self) -> int:

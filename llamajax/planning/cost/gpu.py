@@ -111,14 +111,15 @@ CALIBRATIONS = {
 # B200: cuDNN 9.13's attention makes 1,613 / 1.3 TFLOP/s forward at best, which is 0.55 as 0.53 on an H100, and Triton's
 # 1,613 / 2.7 (FlashAttention-4, arXiv:2603.05451, abstract). NVLink: nccl-tests reach 840 of 900 GB/s on a whole NVL72, but
 # with sums in its switches (coreweave/nccl-tests, pull request 43).
-# GeForce: products of 8,192 make 163.5 of an RTX 4090's 165.2 TFLOP/s (xytpai/gpuk); 0.84 of that in training, as 0.73 of
-# 0.87 on an A100. PCIe 4 without peer-to-peer: 25.8 GB/s for both ways together (tinygrad/open-gpu-kernel-modules, issue 6:
-# RTX 4090), and nccl-tests' bus bandwidth of 12.7 GB/s there (pull request 22); PCIe 5: 28 of 63 GB/s with eight RTX 5090
-# (NVIDIA/nccl, issue 1639). With peer-to-peer NCCL is no faster between two sockets (NVIDIA/nccl-tests, issue 74: A40).
+# GeForce: products of 8,192 make 163.5 of an RTX 4090's 165.2 TFLOP/s (xytpai/gpuk), and no less in training: its clock
+# rises above the data sheet's, and with that share IST-DASLab/llmq's runs still come out faster. PCIe 4 without peer-to-
+# peer: 25.8 GB/s for both ways together (tinygrad/open-gpu-kernel-modules, issue 6: RTX 4090), and nccl-tests' bus
+# bandwidth of 12.7 GB/s there (pull request 22); PCIe 5: 28 of 63 GB/s with eight RTX 5090 (NVIDIA/nccl, issue 1639). With
+# peer-to-peer NCCL is no faster between two sockets (NVIDIA/nccl-tests, issue 74: A40).
 # L40S and L4 promise more than their 350 W and 72 W sustain: an L40S trains 3B in bfloat16 with 46% of the peak and 93% of
 # GeForce's half of it (IST-DASLab/llmq, README): products are taken to reach that half, attention half of its share.
 _CARD = dataclasses.replace(
-    CALIBRATIONS["A100"], matmul_efficiency=0.83, node_link_efficiency=0.85, gpu_link_efficiency=0.40
+    CALIBRATIONS["A100"], matmul_efficiency=0.99, node_link_efficiency=0.85, gpu_link_efficiency=0.40
 )
 CALIBRATIONS |= {
     "B200": dataclasses.replace(CALIBRATIONS["H100"], pallas_efficiency=0.27, pallas_backward_efficiency=0.22),
