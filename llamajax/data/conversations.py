@@ -142,8 +142,12 @@ def _list(
             raise ValueError(f"{place} must be an object, not {_kind(turn)}; correct the line")
         turn = cast(dict[str, object], turn)
         role_key, content_key = (
-            name if name in turn or other not in turn else other for name, other in zip(keys, other_keys, strict=True)
+            other if turn.get(name) is None and turn.get(other) is not None else name
+            for name, other in zip(keys, other_keys, strict=True)
         )
+        for name, other in zip(keys, other_keys, strict=True):
+            if turn.get(name) is not None and turn.get(other) not in (None, turn[name]):
+                raise ValueError(f"{place} has both {name!r} and {other!r}; keep one of them")
         role = _text(turn, role_key, where=f"{place}.")
         if role not in _ROLES:
             raise ValueError(f"{place}.{role_key} must be one of {', '.join(_ROLES)}, not {role[:40]!r}; correct the line")
@@ -152,16 +156,16 @@ def _list(
         if mark and not is_answer:
             raise ValueError(f"{place} is marked to be learnt, but only what the assistant says is; remove the mark")
         is_learnt = is_answer and (by_default if mark is None else mark)
-        yield _message(turn, _ROLES[role], role_key, content_key, f"{place}."), is_learnt
+        yield _message(turn, _ROLES[role], content_key, f"{place}."), is_learnt
 
 
-def _message(turn: Mapping[str, object], role: str, role_key: str, content_key: str, where: str) -> Message:
+def _message(turn: Mapping[str, object], role: str, content_key: str, where: str) -> Message:
     """A turn as templates know it; fields without a value are left out, as transformers does, and marks of learning are."""
     fields = {
         key: value
         for key, value in turn.items()
         if value is not None
-        and key not in (role_key, content_key, "tool_calls", "function_call", *_REASONING)
+        and key not in ("role", "content", "from", "value", "tool_calls", "function_call", *_REASONING)
         and not says_about_learning(key)
     }
     calls = _calls(turn, where)

@@ -230,7 +230,11 @@ def _describe(packed: PackedSource) -> str:
         f"{size} {tokens:,} tokens,"
         f" {tokens / max(counts.documents, 1):,.0f} per document; {num_rows:,} rows{full};"
         f" held out: {packed.num_rows(HELD_OUT):,} rows"
-        + (f"; {counts.more:,} of them for answers that the template changes as the talk goes on" if counts.more else "")
+        + (
+            f"; {counts.more:,} documents more than conversations: the template changes earlier answers"
+            if counts.more
+            else ""
+        )
         + (f"; {cut:,} conversations cut to {seq_len:,} tokens" if cut else "")
         + (f"; {left_out:,} left out, since no answer is within {seq_len:,} tokens" if left_out else "")
     )

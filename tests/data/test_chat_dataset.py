@@ -142,7 +142,7 @@ def test_answers_that_the_template_changes_are_learnt_once_each(tmp_path, tokeni
     more = len(expected) - len(written)
     (line,) = dataset.summary
     assert f" {len(expected)} documents, " in line
-    assert line.endswith(f"; {more} of them for answers that the template changes as the talk goes on")
+    assert line.endswith(f"; {more} documents more than conversations: the template changes earlier answers")
     found = [said_in(targets, tokenizer) for _, _, targets in documents_of(epoch(dataset, num_rows(dataset)), tokenizer)]
     assert sorted(found) == expected
     made = sorted(shard_files(tmp_path))

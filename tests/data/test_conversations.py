@@ -98,6 +98,8 @@ def test_turns_may_have_the_keys_of_the_other_format():
     talk = [("user", "Q"), ("assistant", "A")]
     assert said({"conversations": [ASKED, ANSWERED]}, "sharegpt") == talk
     assert said({"messages": [{"from": "human", "value": "Q"}, {"from": "gpt", "value": "A"}]}) == talk
+    nothing = {"from": None, "value": None, "weight": None}
+    assert said({"conversations": [ASKED | nothing, ANSWERED | nothing]}, "sharegpt") == talk
     assert said({"conversations": [{"role": "human", "value": "Q"}, {"role": "gpt", "value": "A"}]}, "sharegpt") == talk
 
 
@@ -226,6 +228,11 @@ BAD = [
     ("messages", messages(ASKED, ANSWERED, history=[["q", "a"]]), "history cannot be learnt"),
     ("messages", messages({"role": "system", "content": "S"}, ANSWERED, system="T"), "system is not what the first message"),
     ("sharegpt", messages(ASKED, ANSWERED), "has no 'conversations', only 'messages'"),
+    (
+        "sharegpt",
+        {"conversations": [ASKED | {"value": "R"}]},
+        r"conversations\[0\] has both 'value' and 'content'; keep one",
+    ),
     ("sharegpt", {"conversations": [{"value": "Q"}]}, r"conversations\[0\] has no 'from', only 'value'"),
     ("sharegpt", sharegpt(("human", "Q")), "the assistant says nothing in this conversation"),
     (
