@@ -36,7 +36,7 @@ class OptimizerConfig(Section):
     decay_steps: PositiveInt | None = None
     """`wsd`: steps of the final decay."""
     min_lr_ratio: Share = 0.1
-    """Learning rate at the end of a decay, as a share of the peak."""
+    """Learning rate at the end of a decay, as a share of the peak; 0 comes behind the last step, which still learns."""
     b1: ShareBelowOne = 0.9
     """Decay of the first moment."""
     b2: ShareBelowOne = 0.95

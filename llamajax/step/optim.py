@@ -18,7 +18,8 @@ def learning_rate(config: OptimizerConfig, num_steps: int) -> optax.Schedule:
     """The learning rate as a function of the number of updates already applied.
 
     Warm-up is linear and reaches the peak with update number `warmup_steps`; a decay ends at
-    `min_lr_ratio * learning_rate` with the last of `num_steps` updates.
+    `min_lr_ratio * learning_rate` with the last of `num_steps` updates. If that is 0, it ends one update later, as the
+    schedules of transformers and Megatron-LM do: an update by 0 would learn nothing.
     """
     after_warmup = _after_warmup(config, num_steps - config.warmup_steps)
     if config.warmup_steps == 0:
@@ -31,17 +32,18 @@ def learning_rate(config: OptimizerConfig, num_steps: int) -> optax.Schedule:
 def _after_warmup(config: OptimizerConfig, num_updates: int) -> optax.Schedule:
     """The schedule of the `num_updates` updates that follow the warm-up."""
     peak, end = config.learning_rate, config.learning_rate * config.min_lr_ratio
+    beyond = 0 if end else 1
     match config.schedule:
         case "constant":
             return optax.constant_schedule(peak)
         case "linear":
-            return optax.linear_schedule(peak, end, max(num_updates - 1, 1))
+            return optax.linear_schedule(peak, end, max(num_updates - 1 + beyond, 1))
         case "cosine":
-            return optax.cosine_decay_schedule(peak, max(num_updates - 1, 1), alpha=config.min_lr_ratio)
+            return optax.cosine_decay_schedule(peak, max(num_updates - 1 + beyond, 1), alpha=config.min_lr_ratio)
         case "wsd":
             assert config.decay_steps is not None
-            decay = optax.linear_schedule(peak, end, config.decay_steps)
-            # The first decayed update is already below the peak, so that the last one is at the end.
+            decay = optax.linear_schedule(peak, end, config.decay_steps + beyond)
+            # The first decayed update is already below the peak, so that there are `decay_steps` of them.
             last_at_peak = num_updates - config.decay_steps - 1
             return lambda count: decay(jnp.maximum(count - last_at_peak, 0))
 

@@ -50,6 +50,7 @@ class Screen(Console):
 CONSOLE = Screen(highlight=False)
 """Standard output. Everything is printed through it, so that lines land above a live progress bar."""
 _SMOOTHED_STEPS = 20  # the live bar shows speeds over this many steps
+_LEAST_S = 1.0  # over which a line shows speeds: metrics are fetched some milliseconds sooner or later
 
 
 def is_interactive() -> bool:
@@ -263,9 +264,11 @@ class Progress:
         log(text)
 
     def _line(self) -> str:
-        """The step as one aligned line; speeds are those since the last line."""
+        """The step as one aligned line; speeds are those since the last line, or of more steps where these are short."""
         width = len(str(self._num_steps))
         speeds, values = _Speeds(self._since_line), self._since_line[-1]
+        if speeds.seconds < _LEAST_S and len(self._latest) > len(self._since_line):
+            speeds = _Speeds(list(self._latest))
         skipped = f"  {values['train/skipped_steps']} skipped" if values.get("train/skipped_steps") else ""
         return (
             f"step {self._step:>{width}}/{self._num_steps}  loss {values['train/loss']:7.4f}"
@@ -323,7 +326,7 @@ class _Speeds:
     """Speeds over several steps."""
 
     def __init__(self, records: list[Record]):
-        seconds = sum(record["perf/step_time_s"] for record in records)
+        self.seconds = seconds = sum(record["perf/step_time_s"] for record in records)
 
         def mean_rate(key: str) -> float:
             return sum(record[key] * record["perf/step_time_s"] for record in records) / seconds

@@ -34,7 +34,6 @@ class _Held:
 
     step: int
     values: Mapping[str, Any]
-    data_wait_s: float
     arrived: float | None = None
     """When they were there, if somebody waited for them."""
     probe_s: float = 0.0
@@ -74,6 +73,7 @@ class MetricsWriter:
         self._is_main_process = jax.process_index() == 0
         self._held: _Held | None = None
         self._clock = self._free = 0.0
+        self._waited_s = 0.0  # for batches, since `_clock`
         self._of_hosts: Record = {}
         peers, ratio = processes.peers(), config.metrics.straggler_ratio
         self._hosts = None if peers is None or ratio is None else Hosts(peers, jax.process_count(), ratio)
@@ -105,17 +105,21 @@ class MetricsWriter:
         Args:
             step: number of the step, 1 for the first: how many are finished when it is.
             values: scalars (arrays that may not be computed yet, or numbers) by name, as `train_step` names them.
-            data_wait_s: seconds that the step waited for its batch.
+            data_wait_s: seconds that the step waited for its batch. They count to the step before if its metrics are yet to
+                be fetched, for they passed before that, and a step's time lasts from fetch to fetch.
 
         Returns:
             The record of the step before, None if there is none; `train/*` is the same on every process, `perf/*` is not.
         """
         host_s = time.perf_counter() - self._free - data_wait_s
         was_late = self._held is not None and self._held.arrived is None and _is_computed(self._held.values)
+        is_behind = self._held is not None and self._held.arrived is not None
+        self._waited_s += 0.0 if is_behind else data_wait_s
         finished = self.flush()
+        self._waited_s += data_wait_s if is_behind else 0.0
         if finished is None:
             self._free = time.perf_counter()
-        self._held = _Held(step=step, values=values, data_wait_s=data_wait_s)
+        self._held = _Held(step=step, values=values)
         if self._hosts is not None:
             if finished is not None:
                 self._hosts.add_step(finished["perf/step_time_s"], data_wait_s, host_s, was_late=was_late)
@@ -136,9 +140,10 @@ class MetricsWriter:
         fetched = {f"train/{name}": np.asarray(value).item() for name, value in jax.device_get(held.values).items()}
         self._free = time.perf_counter()
         now = held.arrived or self._free
-        perf = self._perf(held.step, now - self._clock, held.data_wait_s) | self._of_hosts
+        perf = self._perf(held.step, now - self._clock, self._waited_s) | self._of_hosts
         record = {"step": held.step, "time": round(time.time(), 3), **fetched, **perf, **self._of_data(held.step)}
-        self._clock, self._last_step, self._of_hosts = now + held.probe_s, held.step, {}
+        self._clock, self._waited_s = now + held.probe_s, 0.0
+        self._last_step, self._of_hosts = held.step, {}
         if self._is_main_process:
             self._write(record)
             self._progress.update(record)

@@ -27,14 +27,38 @@ def test_schedule_warms_up_to_the_peak_and_ends_with_the_run(schedule):
 
 
 def test_wsd_stays_at_the_peak_until_the_decay():
+    config = OptimizerConfig(learning_rate=2.0, schedule="wsd", decay_steps=4, min_lr_ratio=0.2)
+    rates = jax.vmap(learning_rate(config, num_steps=10))(jnp.arange(10))
+    np.testing.assert_allclose(rates, [2.0] * 6 + [1.6, 1.2, 0.8, 0.4], atol=1e-6)
+
+
+@pytest.mark.parametrize("schedule", ["linear", "cosine"])
+def test_a_decay_to_nothing_ends_after_the_last_update_as_in_transformers(schedule):
+    """Else the last step would learn nothing."""
+    transformers, torch = pytest.importorskip("transformers"), pytest.importorskip("torch")
+    config = OptimizerConfig(learning_rate=1.0, schedule=schedule, min_lr_ratio=0.0)
+    ours = jax.vmap(learning_rate(config, num_steps=20))(jnp.arange(20))
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
+    theirs = transformers.get_scheduler(schedule, optimizer, num_warmup_steps=0, num_training_steps=20)
+    expected = []
+    for _ in range(20):
+        expected.append(theirs.get_last_lr()[0])
+        optimizer.step()
+        theirs.step()
+    np.testing.assert_allclose(ours, expected, atol=1e-6)
+    assert ours[-1] > 0
+    assert theirs.get_last_lr()[0] == pytest.approx(0, abs=1e-12)
+
+
+def test_wsd_decays_to_nothing_after_the_last_update():
     config = OptimizerConfig(learning_rate=2.0, schedule="wsd", decay_steps=4, min_lr_ratio=0.0)
     rates = jax.vmap(learning_rate(config, num_steps=10))(jnp.arange(10))
-    np.testing.assert_allclose(rates, [2.0] * 6 + [1.5, 1.0, 0.5, 0.0], atol=1e-6)
+    np.testing.assert_allclose(rates, [2.0] * 6 + [1.6, 1.2, 0.8, 0.4], atol=1e-6)
 
 
 def test_cosine_is_half_way_in_the_middle():
     config = OptimizerConfig(learning_rate=1.0, schedule="cosine", min_lr_ratio=0.0)
-    np.testing.assert_allclose(learning_rate(config, num_steps=101)(50), 0.5, atol=1e-6)
+    np.testing.assert_allclose(learning_rate(config, num_steps=100)(50), 0.5, atol=1e-6)
 
 
 def test_one_update_is_adamw():

@@ -94,6 +94,15 @@ def test_plain_lines(capsys):
     assert len(set(aligned)) == 1
 
 
+def test_a_line_about_short_steps_shows_the_speed_of_more_of_them(capsys):
+    """The last one was fetched 9 ms late, and this one therefore after one: alone it would have an MFU of 2000%."""
+    with console.Progress(progress_config(log_every=1), start_step=0) as progress:
+        for step_time_s in (0.5, 0.1, 0.2, 0.2, 0.19, 0.01):
+            progress.update(record(1, step_time_s=step_time_s))
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert "5,000 tok/s  MFU 100.0% (110.0% full attention)    0.200 s/step" in last
+
+
 def test_plain_lines_survive_forced_colours(capsys, monkeypatch):
     monkeypatch.setattr(console, "CONSOLE", Console(force_terminal=True, highlight=False))
     assert not console.is_interactive()
