@@ -3,6 +3,7 @@
 import os
 
 from converters.arguments import hf_arguments
+from llamajax.errors import importing
 
 
 def main() -> None:
@@ -10,8 +11,9 @@ def main() -> None:
     arguments = hf_arguments()
     os.environ["JAX_PLATFORMS"] = "cpu"  # devices are left to training
     # Only now: --help and mistakes do not wait for the seconds that importing jax takes.
-    from converters import convert
-    from llamajax.parallel.exit import end_with
+    with importing():
+        from converters import convert
+        from llamajax.parallel.exit import end_with
 
     end_with(lambda: convert.main(arguments))
 

@@ -3,6 +3,7 @@
 import os
 
 from converters.arguments import megatron_arguments
+from llamajax.errors import importing
 
 
 def main() -> None:
@@ -10,8 +11,9 @@ def main() -> None:
     arguments = megatron_arguments()
     os.environ["JAX_PLATFORMS"] = "cpu"  # devices are left to training
     # Only now: --help and mistakes do not wait for the seconds that importing jax takes.
-    from converters import megatron_export
-    from llamajax.parallel.exit import end_with
+    with importing():
+        from converters import megatron_export
+        from llamajax.parallel.exit import end_with
 
     end_with(lambda: megatron_export.main(arguments))
 

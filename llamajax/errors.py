@@ -4,15 +4,28 @@ Every message is one line: what is wrong, where (``file:line`` or the key), the 
 Our own invariants are ``assert``s and never end up here.
 """
 
+import contextlib
+import importlib.util
 import io
 import re
 import sys
+from collections.abc import Iterator
 
 OUT_OF_MEMORY, DEVICE_ERROR, INTERNAL_ERROR, DISK_ERROR, TRY_AGAIN, GIVE_UP = 5, 69, 70, 74, 75, 93
 """Exit codes for what is no `UserError`: the device's memory, a device or network that failed, a defect of ours, the disk;
 what a new start may help (a process that was lost or stuck), and what it will not."""
 CAN_HELP = (DEVICE_ERROR, DISK_ERROR, TRY_AGAIN)
 """Those after which a new start may get further."""
+
+WHEELS = {
+    "absl": "absl-py", "array_record": "array_record", "chex": "chex", "cloudpickle": "cloudpickle", "etils": "etils",
+    "flax": "flax", "fsspec": "fsspec", "google.protobuf": "protobuf", "grain": "grain", "jax": "jax", "jaxlib": "jaxlib",
+    "jaxtyping": "jaxtyping", "jinja2": "jinja2", "numpy": "numpy", "optax": "optax", "orbax.checkpoint": "orbax-checkpoint",
+    "portpicker": "portpicker", "pyarrow": "pyarrow", "rich": "rich", "sentencepiece": "sentencepiece",
+    "tensorboardX": "tensorboardX", "tensorstore": "tensorstore", "tokenizers": "tokenizers",
+    "transformers": "transformers", "yaml": "pyyaml",
+}  # fmt: skip
+"""Modules that commands import, also through each other, and what brings them. Images for GPUs come without some of them."""
 
 
 class UserError(ValueError):
@@ -74,6 +87,38 @@ class DivergedError(UserError):
     """Steps keep going wrong, as often as the run may go back; running the same command again would not help."""
 
     exit_code = GIVE_UP
+
+
+def missing_package(error: ModuleNotFoundError) -> EnvironmentMismatchError | None:
+    """What to tell of a module that is not there, with all others that are not; None for one of our own."""
+    name = error.name or ""
+    if name.partition(".")[0] in ("", "llamajax", "converters"):
+        return None
+    package = next((module for module in WHEELS if f"{name}.".startswith(f"{module}.")), name.partition(".")[0])
+    wheel = WHEELS.get(package, package)
+    if _is_there(package):
+        return EnvironmentMismatchError(f"{name}: is not in the {package} that is installed; run pip install -U {wheel}")
+    wheels = {brings for module, brings in WHEELS.items() if not _is_there(module)} | {wheel}
+    return EnvironmentMismatchError(f"{name}: is not installed; run pip install {' '.join(sorted(wheels))}")
+
+
+def _is_there(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # nor the package that it is in
+        return False
+
+
+@contextlib.contextmanager
+def importing() -> Iterator[None]:
+    """Around what a command imports: ends it with one line if a package is not installed."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if (told := missing_package(error)) is None:
+            raise
+        print(told, file=sys.stderr)
+        sys.exit(told.exit_code)
 
 
 def show_any_text() -> None:

@@ -4,13 +4,15 @@
 
 from llamajax.config.command import parse_args
 from llamajax.config.evaluate import EvaluateConfig
+from llamajax.errors import importing
 
 
 def main() -> None:
     """Reads the command line, evaluates, and ends the process."""
     arguments = parse_args(prog="python -m llamajax.evaluate", root=EvaluateConfig)
     # Only now: --help and mistakes on the command line do not wait for the seconds that importing jax takes.
-    from llamajax.evaluation.run import main as evaluate
+    with importing():
+        from llamajax.evaluation.run import main as evaluate
 
     evaluate(arguments.config)
 

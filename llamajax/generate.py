@@ -5,13 +5,15 @@ Texts go to standard output, everything else to standard error.
 
 from llamajax.config.command import parse_args
 from llamajax.config.generate import GenerateConfig
+from llamajax.errors import importing
 
 
 def main() -> None:
     """Reads the command line, writes, and ends the process."""
     arguments = parse_args(prog="python -m llamajax.generate", root=GenerateConfig, check=GenerateConfig.file_problems)
     # Only now: --help and mistakes on the command line do not wait for the seconds that importing jax takes.
-    from llamajax.generation.run import main as generate
+    with importing():
+        from llamajax.generation.run import main as generate
 
     generate(arguments.config)
 

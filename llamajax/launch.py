@@ -4,6 +4,7 @@ import sys
 
 from llamajax.config.command import parse_args
 from llamajax.config.launch import LaunchConfig
+from llamajax.errors import importing
 
 _OPTIONS = {
     "-n N": "The same as --num_processes N.",
@@ -19,7 +20,8 @@ def main() -> None:
         print("--: required; write it before the options of the program: -n 4 -- --config FILE", file=sys.stderr)
         sys.exit(2)
     arguments = parse_args(own, prog="python -m llamajax.launch", root=LaunchConfig, options=_OPTIONS)
-    from llamajax.launching.run import main as launch
+    with importing():
+        from llamajax.launching.run import main as launch
 
     sys.exit(launch(arguments.config, program, check="--check" in arguments.options))
 

@@ -5,6 +5,7 @@ import sys
 
 from llamajax.config.command import parse_args
 from llamajax.config.run import Config
+from llamajax.errors import importing
 
 OPTIONS = {
     "--json FILE": "Write all figures; the docstring of llamajax/planning/tell/figures.py describes them.",
@@ -24,7 +25,8 @@ def main() -> int:
     # XLA warns of programs that are too large; the plan says so itself, and what to do.
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     # Only now: --help and mistakes in the configuration do not wait for the seconds that importing jax takes.
-    from llamajax.planning.run import main as plan
+    with importing():
+        from llamajax.planning.run import main as plan
 
     return plan(arguments.config, arguments.options)
 

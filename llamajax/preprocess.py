@@ -4,6 +4,7 @@ import os
 import sys
 
 from llamajax.config.command import parse_run
+from llamajax.errors import importing
 
 OPTIONS = {
     "--part I/N": "Do every N-th piece of the work only, from the I-th on (from 0), beside others that do the rest,"
@@ -19,7 +20,8 @@ def main() -> int:
     arguments = parse_run(prog="python -m llamajax.preprocess", options=OPTIONS)
     os.environ["JAX_PLATFORMS"] = "cpu"  # devices are left to training
     # Only now: --help and mistakes in the configuration do not wait for the seconds that importing jax takes.
-    from llamajax.preprocessing.run import main as preprocess
+    with importing():
+        from llamajax.preprocessing.run import main as preprocess
 
     return preprocess(arguments.config, arguments.options)
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from llamajax.disk import keep_from_others
-from llamajax.errors import UserError, show_any_text
+from llamajax.errors import UserError, importing, show_any_text
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -17,7 +17,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--output", type=Path, metavar="FILE", help="where to write the page; default: RUN/report.html")
     parser.add_argument("--json", action="store_true", help="print the run's figures as JSON, and write no page")
     options = parser.parse_args(arguments)
-    from llamajax.watch import page, run_log  # with numpy, for which --help need not wait
+    with importing():
+        from llamajax.watch import page, run_log  # with numpy, for which --help need not wait
 
     keep_from_others()
     try:

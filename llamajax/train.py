@@ -1,13 +1,15 @@
 """Train a Llama: `python -m llamajax.train --config configs/x.yaml`."""
 
 from llamajax.config.command import parse_run
+from llamajax.errors import importing
 
 
 def main() -> None:
     """Reads the command line, trains, and ends the process."""
     arguments = parse_run()
     # Only now: --help and mistakes in the configuration do not wait for the seconds that importing jax takes.
-    from llamajax.training.run import main as train
+    with importing():
+        from llamajax.training.run import main as train
 
     train(arguments.config, dry_run="--dry_run" in arguments.options)
 

@@ -5,6 +5,7 @@ import sys
 
 from llamajax.config.command import parse_args
 from llamajax.config.run import Config
+from llamajax.errors import importing
 
 OPTIONS = {
     "--devices N": "Emulate at most this many devices, 2 to 64; by default 8, or as many as keep what matters of the mesh.",
@@ -19,7 +20,8 @@ def main() -> int:
     arguments = parse_args(prog="python -m llamajax.verify", root=Config, options=OPTIONS)
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # XLA's warnings, which are of no use here
     # Only now: --help and mistakes in the configuration do not wait for the seconds that importing jax takes.
-    from llamajax.verification.run import main as verify
+    with importing():
+        from llamajax.verification.run import main as verify
 
     return verify(arguments.config, arguments.options)
 

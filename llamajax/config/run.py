@@ -233,6 +233,8 @@ class Config(Settings):
         problems = []
         if self.metrics.wandb and importlib.util.find_spec("wandb") is None:
             problems.append("metrics.wandb: wandb is not installed; run pip install 'llamajax[wandb]', or turn it off")
+        if self.metrics.tensorboard and importlib.util.find_spec("tensorboardX") is None:
+            problems.append("metrics.tensorboard: tensorboardX is missing; run pip install tensorboardX, or turn it off")
         cleaning = self.data.cleaning
         problems += [f"data.cleaning.{problem}" for problem in cleaning.missing_packages()]
         folders = {"run_dir": self.run_dir, "data.cache_dir": self.data.cache_dir}

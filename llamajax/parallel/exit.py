@@ -11,7 +11,15 @@ from typing import NoReturn
 import jax
 
 from llamajax.disk import keep_from_others
-from llamajax.errors import DEVICE_ERROR, DISK_ERROR, INTERNAL_ERROR, OUT_OF_MEMORY, UserError, without_passwords
+from llamajax.errors import (
+    DEVICE_ERROR,
+    DISK_ERROR,
+    INTERNAL_ERROR,
+    OUT_OF_MEMORY,
+    UserError,
+    missing_package,
+    without_passwords,
+)
 from llamajax.parallel import processes
 
 _OF_DEVICES = ("INTERNAL", "UNKNOWN", "UNAVAILABLE", "ABORTED", "CANCELLED", "DEADLINE_EXCEEDED", "DATA_LOSS")
@@ -43,6 +51,8 @@ def exit_code(work: Callable[[], object], *, memory_remedy: str, disk: str, disk
             peers.await_failure()
         if isinstance(error, OSError):
             return _failed(f"{error.filename or disk}: {error.strerror or error}; {disk_remedy}", DISK_ERROR)
+        if isinstance(error, ModuleNotFoundError) and (missing := missing_package(error)) is not None:
+            return _failed(str(missing), missing.exit_code)
         first_line = (str(error).splitlines() or [""])[0]
         if isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(error):
             return _failed(f"out of device memory: {first_line}; try {memory_remedy}", OUT_OF_MEMORY)
