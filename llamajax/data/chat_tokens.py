@@ -71,15 +71,19 @@ def encode_conversation(template: ChatTemplate, tokenizer: Tokenizer, conversati
     return samples[::-1]
 
 
-def encode_messages(template: ChatTemplate, tokenizer: Tokenizer, messages: Sequence[Message]) -> Int32[np.ndarray, "T"]:
+def encode_messages(
+    template: ChatTemplate, tokenizer: Tokenizer, messages: Sequence[Message], variables: dict[str, Any] | None = None
+) -> Int32[np.ndarray, "T"]:
     """The tokens of a conversation up to where the assistant's next turn begins: those that `encode_conversation` has
     before that turn.
 
     Raises:
-        DataError: the template refuses the messages.
+        DataError: the template refuses the messages, or does not write all of them.
     """
+    variables = variables or {}
+    messages = _as_taken(template, Conversation([*messages], [False] * len(messages), variables))
     turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
-    whole, *others = _render(template, messages, [(len(messages), True), *_prefixes(turns)], {}, date=None)
+    whole, *others = _render(template, messages, [(len(messages), True), *_prefixes(turns)], variables, date=None)
     spans: list[tuple[int, int] | None] = [*whole.marks]
     if not whole.marks:
         for turn, (before, prompt, after) in zip(turns, _in_threes(others), strict=True):

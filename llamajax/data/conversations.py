@@ -13,7 +13,8 @@ calls), and what else a chat template may read, such as `tool_calls` and `reason
 
 _ROLES = {
     "system": "system", "developer": "system", "human": "user", "user": "user", "gpt": "assistant", "chatgpt": "assistant",
-    "assistant": "assistant", "tool": "tool", "observation": "tool", "function": "tool", "function_call": "function_call",
+    "assistant": "assistant", "model": "assistant", "tool": "tool", "ipython": "tool", "observation": "tool",
+    "function": "tool", "tool_response": "tool", "function_call": "function_call", "tool_call": "function_call",
 }  # fmt: skip
 ANSWERING = ("assistant", "function_call")
 """Roles of what the assistant says."""
@@ -69,6 +70,18 @@ def conversation_of(record: Mapping[str, object], chat_format: ChatFormat, where
     Raises:
         ValueError: `field: rule; remedy`, if it is none, or the assistant takes no part in it.
     """
+    conversation = _conversation(record, chat_format, where)
+    if not any(message["role"] in ANSWERING for message in conversation.messages):
+        raise ValueError("the assistant says nothing in this conversation, so there is nothing to learn; remove the line")
+    return conversation
+
+
+def question_of(record: Mapping[str, object]) -> Conversation:
+    """The conversation in a record of the form `messages`, to be answered; errors as of `conversation_of`."""
+    return _conversation(record, "messages", None)
+
+
+def _conversation(record: Mapping[str, object], chat_format: ChatFormat, where: object) -> Conversation:
     check_record(record)
     for key in _MEDIA if chat_format == "alpaca" else (*_MEDIA, "history"):
         if record.get(key) not in _NOTHING:
@@ -76,10 +89,7 @@ def conversation_of(record: Mapping[str, object], chat_format: ChatFormat, where
     turns = list(_TURNS[chat_format](record))
     if system := _text(record, "system", ""):
         turns = _with_system(turns, system)
-    messages = [message for message, _ in turns]
-    if not any(message["role"] in ANSWERING for message in messages):
-        raise ValueError("the assistant says nothing in this conversation, so there is nothing to learn; remove the line")
-    return Conversation(messages, [is_learnt for _, is_learnt in turns], _variables(record), where)
+    return Conversation([message for message, _ in turns], [mark for _, mark in turns], _variables(record), where)
 
 
 _Turn = tuple[Message, bool]
@@ -280,8 +290,8 @@ def _check_characters(value: object, where: str) -> None:
 def _value(record: Mapping[str, object], key: str, where: str = "") -> object:
     if key not in record:
         known = ", ".join(repr(name)[:40] for name in list(record)[:8]) or "nothing"
-        place = f"{where[:-1]} " if where else ""
-        raise ValueError(f"{place}has no {key!r}, only {known}; correct the line, or set another chat_format")
+        place, remedy = (f"{where[:-1]} ", "") if where else ("", ", or set another chat_format")
+        raise ValueError(f"{place}has no {key!r}, only {known}; correct the line{remedy}")
     return record[key]
 
 

@@ -2,13 +2,13 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from llamajax.data import chat_tokens
 from llamajax.data.chat import ChatTemplate
-from llamajax.data.conversations import Message
+from llamajax.data.conversations import Message, content_of, question_of
 from llamajax.data.tokenizer_base import Tokenizer
 from llamajax.disk import cannot_read, read_again
 from llamajax.errors import DataError
@@ -22,6 +22,8 @@ class Prompt:
     """The text; of a conversation, its last message's."""
     messages: tuple[Message, ...] | None = None
     """The conversation."""
+    variables: dict[str, Any] = field(default_factory=dict)
+    """What the chat template is told besides, such as `tools`."""
 
     def in_chat(self, system: str | None) -> "Prompt":
         """A text as a user's message after the system's; a conversation as it is."""
@@ -41,7 +43,7 @@ class Prompt:
         """
         if self.messages is not None:
             assert template is not None, "whoever has conversations finds a template first"
-            return chat_tokens.encode_messages(template, tokenizer, self.messages).tolist()
+            return chat_tokens.encode_messages(template, tokenizer, self.messages, self.variables).tolist()
         if not parse_special:
             return tokenizer.encode_prompt(self.text)
         ids, begin = tokenizer.encode_template(self.text).tolist(), list(tokenizer.prefix)
@@ -85,21 +87,25 @@ def _read_line(line: str, where: str) -> Prompt:
     match fields:
         case {"prompt": str(text), **others} if "messages" not in others:
             prompt = Prompt(text)
-        case {"messages": [_, *_] as messages, **others} if "prompt" not in others and all(map(_is_message, messages)):
-            prompt = Prompt(messages[-1]["content"], tuple(messages))
+        case {"messages": [_, *_], **others} if "prompt" not in others:
+            return _read_conversation(fields, where)
         case _:
             raise DataError(f"{where}: prompts_file: {rule}")
     try:
-        json.dumps([prompt.text, prompt.messages], ensure_ascii=False).encode()
+        prompt.text.encode()
     except UnicodeEncodeError as error:
         raise DataError(f"{where}: prompts_file: holds half a surrogate pair, no character; correct it") from error
     return prompt
 
 
-def _is_message(value: Any) -> bool:
-    return (
-        isinstance(value, dict) and value.keys() >= {"role", "content"} and all(isinstance(v, str) for v in value.values())
-    )
+def _read_conversation(fields: dict[str, Any], where: str) -> Prompt:
+    """As training reads it: with the `system` and `tools` of the line, calls, thoughts and text parts."""
+    try:
+        conversation = question_of(fields)
+    except ValueError as error:
+        raise DataError(f"{where}: prompts_file: {error}") from error
+    messages = conversation.messages
+    return Prompt(content_of(messages[-1]), tuple(messages), conversation.variables)
 
 
 def find_ends(own: Sequence[int], tokenizer: Tokenizer, template: ChatTemplate | None) -> frozenset[int]:

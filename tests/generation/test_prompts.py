@@ -49,6 +49,20 @@ def test_a_jsonl_file_has_texts_and_conversations(tmp_path):
     assert read_prompts(path) == [Prompt("a\nb"), Prompt("the model", TALK)]
 
 
+def test_a_conversation_is_read_as_training_reads_it(tokenizer, tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    parts = [{"type": "text", "text": "the"}, {"type": "text", "text": "model"}]
+    line = {"system": "Be brief.", "messages": [{"from": "human", "value": "?"}, {"role": "user", "content": parts}]}
+    path.write_text(json.dumps(line | {"tools": [{"name": "f"}]}))
+    (prompt,) = read_prompts(path)
+    assert prompt.text == "the\nmodel"
+    text = "{{ tools | tojson }}{% for m in messages %}{{ m.role }}:{{ m.content }}.{% endfor %}"
+    ids = prompt.encode(tokenizer, ChatTemplate(text, tokenizer, "a test"))
+    assert ids == tokenizer.encode_template('[{"name": "f"}]system:Be brief..user:?.user:the\nmodel.').tolist()
+    with pytest.raises(DataError, match=r"^a test: chat template: does not write tools; name a template that does, or"):
+        prompt.encode(tokenizer, template(tokenizer, "."))
+
+
 @pytest.mark.parametrize(
     ("line", "complaint"),
     [
@@ -59,7 +73,9 @@ def test_a_jsonl_file_has_texts_and_conversations(tmp_path):
         ('{"prompt": 1}', "must be"),
         ('{"prompt": "a", "messages": [{"role": "user", "content": "a"}]}', "must be"),
         ('{"messages": []}', "must be"),
-        ('{"messages": [{"role": "user"}]}', "must be"),
+        ('{"messages": [{"role": "user"}]}', "messages[0] has no 'content', only 'role'; correct the line"),
+        ('{"messages": [{"role": "nobody", "content": "a"}]}', "messages[0].role must be one of system, "),
+        ('{"messages": [{"role": "user", "content": "a"}], "tools": 3}', "tools must be a list"),
         ('{"messages": [{"role": "user", "content": null}]}', "must be"),
         ('{"prompt": "\\ud800"}', "surrogate"),
         ('{"messages": [{"role": "\\ud800", "content": ""}]}', "surrogate"),
