@@ -103,6 +103,8 @@ class TokenizerConfig(Section):
     SentencePiece BPE of `model.vocab_size` pieces on the training documents."""
     train_max_bytes: PositiveInt = 10_000_000
     """Bytes of text, spread over all training documents, that a tokenizer is trained on."""
+    gigatoken: bool = True
+    """Encode documents by gigatoken wherever it gives the very same ids, which is proven first; false: never."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,14 +6,19 @@ import itertools
 import json
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, get_args
 
 import numpy as np
 import tokenizers
 from jaxtyping import Int32
 
+from llamajax.data.fast_encoder import NormalForm
 from llamajax.data.tokenizer_base import Tokenizer, text_bytes
 from llamajax.data.tokenizer_files import JSON_FILE, TokenizerFiles
 from llamajax.errors import DataError, show
+
+if TYPE_CHECKING:
+    import gigatoken
 
 KNOWN_BOS = ("<s>", "<|begin_of_text|>", "<|endoftext|>")
 KNOWN_EOS = ("</s>", "<|end_of_text|>", "<|endoftext|>")
@@ -34,6 +39,8 @@ class HuggingFaceTokenizer(Tokenizer):
     Its regular expressions are tried on every text, by a library that ends those which try ten million ways from one place
     on; whoever wrote them can still make encoding slow, but no more than that.
     """
+
+    library = "tokenizers"
 
     def __init__(self, files: TokenizerFiles) -> None:
         super().__init__(files)
@@ -60,6 +67,9 @@ class HuggingFaceTokenizer(Tokenizer):
         self.token_bytes = self._count_bytes(vocabulary, model)
         self.prefix, suffix = self._frame()
         added = {token.content for token in self._tokenizer.get_added_tokens_decoder().values()}
+        self.special_texts = tuple(sorted(added))
+        forms = get_args(NormalForm)
+        self.normal_form = next((s["type"] for s in _steps(model["normalizer"], "normalizers") if s["type"] in forms), None)
 
         def end(key: str, framed: tuple[int, ...], known: tuple[str, ...]) -> int | None:
             named, others = self._named_end(key, vocabulary.get), (vocabulary[name] for name in known if name in added)
@@ -75,9 +85,23 @@ class HuggingFaceTokenizer(Tokenizer):
         self.eos_token = None if "eos_token" in files.denied else self._tokenizer.id_to_token(self.eos_id)
 
     def encode_batch(self, texts: Sequence[str]) -> list[Int32[np.ndarray, "_"]]:
+        return self._encode_all(self._tokenizer, texts)
+
+    def encode_following(self, texts: Sequence[str]) -> list[Int32[np.ndarray, "_"]]:
+        return self._encode_all(self._following, texts)
+
+    def _encode_all(self, tokenizer: tokenizers.Tokenizer, texts: Sequence[str]) -> list[np.ndarray]:
         with self._working():
-            encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+            encodings = tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array(encoding.ids, np.int32) for encoding in encodings]
+
+    def _load_fast(self, without_prefix: bool) -> "gigatoken.Tokenizer":
+        import gigatoken  # takes memory, and is wanted where there is much to encode
+
+        return gigatoken.Tokenizer.from_json((self._following if without_prefix else self._tokenizer).to_str())
+
+    def _is_next(self, text: str, follows: bool) -> bool:
+        return follows and self._following is not self._tokenizer
 
     def encode_template_parts(self, parts: Sequence[str]) -> list[Int32[np.ndarray, "_"]]:
         with self._working():
@@ -104,11 +128,20 @@ class HuggingFaceTokenizer(Tokenizer):
     def _for_templates(self) -> tuple[tokenizers.Tokenizer, tokenizers.Tokenizer, bool]:
         """Reads special tokens in a text; another that puts nothing before a text; whether the first one does so before
         the text after every special token."""
+        model = json.loads(self._tokenizer.to_str())
+        is_first_only = any(
+            step.get("prepend_scheme") == "first" for step in _steps(model["pre_tokenizer"], "pretokenizers")
+        )
+        first, following = (tokenizers.Tokenizer.from_str(text.to_str()) for text in (self._tokenizer, self._following))
+        return first, following, not is_first_only
+
+    @functools.cached_property
+    def _following(self) -> tokenizers.Tokenizer:
+        """Puts nothing before a text."""
         text = self._tokenizer.to_str()
         model = json.loads(text)
         normalizers = _steps(model["normalizer"], "normalizers")
         pre_tokenizers = _steps(model["pre_tokenizer"], "pretokenizers")
-        is_first_only = any(step.get("prepend_scheme") == "first" for step in pre_tokenizers)
         for step in normalizers:
             if step["type"] == "Prepend":
                 step["prepend"] = ""
@@ -117,8 +150,11 @@ class HuggingFaceTokenizer(Tokenizer):
                 step["prepend_scheme"] = "never"
             if "add_prefix_space" in step:
                 step["add_prefix_space"] = False
-        both = tokenizers.Tokenizer.from_str(text), tokenizers.Tokenizer.from_str(json.dumps(model))
-        return *both, not is_first_only
+        if model == json.loads(text):
+            return self._tokenizer
+        following = tokenizers.Tokenizer.from_str(json.dumps(model))
+        following.encode_special_tokens = True
+        return following
 
     def decode(self, ids: Iterable[int]) -> str:
         with self._working():

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import sentencepiece
@@ -14,6 +15,9 @@ from llamajax.data.tokenizer_base import SPACE, Tokenizer, num_threads, text_byt
 from llamajax.data.tokenizer_files import MODEL_FILE, TokenizerFiles
 from llamajax.errors import DataError
 
+if TYPE_CHECKING:
+    import gigatoken
+
 
 class SentencePieceTokenizer(Tokenizer):
     """A SentencePiece model, with the added tokens that the files beside it list.
@@ -22,6 +26,8 @@ class SentencePieceTokenizer(Tokenizer):
     are cut out first, and what is between them is a text of its own, which may be begun with a space. Where `legacy` is
     false in the configuration, only the first text is, and none that has one: as transformers' readers have it.
     """
+
+    library = "sentencepiece"
 
     def __init__(self, files: TokenizerFiles) -> None:
         super().__init__(files)
@@ -61,23 +67,36 @@ class SentencePieceTokenizer(Tokenizer):
             [byte_counts[piece.type](piece.piece) if piece.type in byte_counts else 0 for piece in model.pieces], np.int32
         )
         added |= {new.content: new for _, new in files.added}
+        others = {piece.piece for piece in model.pieces if piece.type != kinds.NORMAL}
+        self.special_texts = tuple(sorted(added.keys() | others))
         self._in_templates = _Cutter(added.values(), ids)
         self._in_texts = _Cutter((new for new in added.values() if not new.special), ids)
         self._prefixes_once = files.values.get("legacy") is False
         self._strips_text = model.normalizer_spec.remove_extra_whitespaces
+        with_prefix = model.SerializeToString()
         model.normalizer_spec.add_dummy_prefix = False
-        self._without_prefix = sentencepiece.SentencePieceProcessor(model_proto=model.SerializeToString())
+        self._models = with_prefix, model.SerializeToString()
+        self._without_prefix = sentencepiece.SentencePieceProcessor(model_proto=self._models[1])
 
     def encode_batch(self, texts: Sequence[str]) -> list[Int32[np.ndarray, "_"]]:
         return self._encode([self._cut([text], self._in_texts)[0] for text in texts])
+
+    def encode_following(self, texts: Sequence[str]) -> list[Int32[np.ndarray, "_"]]:
+        return self._encode([self._cut([text], self._in_texts, after_text=True)[0] for text in texts])
+
+    def _load_fast(self, without_prefix: bool) -> "gigatoken.Tokenizer":
+        import gigatoken  # takes memory, and is wanted where there is much to encode
+
+        return gigatoken.Tokenizer.from_sentencepiece(self._models[without_prefix])
 
     def encode_template_parts(self, parts: Sequence[str]) -> list[Int32[np.ndarray, "_"]]:
         """Control pieces such as `</s>` become their tokens, as user-defined ones do in any text."""
         return self._encode(self._cut(parts, self._in_templates))
 
-    def _cut(self, parts: Sequence[str], cutter: "_Cutter") -> list[list["int | tuple[bool, str]"]]:
+    def _cut(
+        self, parts: Sequence[str], cutter: "_Cutter", *, after_text: bool = False
+    ) -> list[list["int | tuple[bool, str]"]]:
         """Each part's sections: an added token, or a text and whether it follows on another."""
-        after_text = False
         found = []
         for part in parts:
             sections: list[int | tuple[bool, str]] = []
@@ -86,13 +105,17 @@ class SentencePieceTokenizer(Tokenizer):
                     sections.append(section)
                     after_text = self._prefixes_once
                 else:
-                    # What takes the space off the front of a text, and puts it there again, shall do so here as well.
-                    has_space = section.startswith((" ", SPACE))
-                    follows = (self._prefixes_once and has_space) or (after_text and not (self._strips_text and has_space))
-                    sections.append((follows, section))
+                    sections.append((self._is_next(section, after_text), section))
                     after_text = True
             found.append(sections)
         return found
+
+    def _is_next(self, text: str, follows: bool) -> bool:
+        if self._models[0] == self._models[1]:
+            return False
+        # What takes the space off the front of a text, and puts it there again, shall do so here as well.
+        has_space = text.startswith((" ", SPACE))
+        return (self._prefixes_once and has_space) or (follows and not (self._strips_text and has_space))
 
     def _encode(self, parts: Sequence[Sequence["int | tuple[bool, str]"]]) -> list[np.ndarray]:
         """The ids of each part's sections, of all texts at once."""

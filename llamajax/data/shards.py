@@ -18,6 +18,7 @@ from llamajax import disk
 from llamajax.data import cache
 from llamajax.data.chat import ChatTemplate
 from llamajax.data.chat_tokens import Encoded, encode_conversation
+from llamajax.data.encoder_choice import choose_encoder
 from llamajax.data.groups import GROUP_BYTES, FileGroup, announce_fetching
 from llamajax.data.progress import Progress, TokenizingProgress
 from llamajax.data.sources import Document
@@ -112,6 +113,7 @@ def tokenize(
     template: ChatTemplate | None = None,
     *,
     log_waiting: Callable[[str], None] | None = None,
+    gigatoken: bool = True,
 ) -> None:
     """Makes every shard that is not there yet; groups that another process works on are left to it, and waited for.
 
@@ -122,6 +124,7 @@ def tokenize(
         log: takes a line for people to read.
         template: conversations to text; needed if there are any.
         log_waiting: takes the line that says what is waited for; default: `log`.
+        gigatoken: whether documents may be encoded by it, where its ids are proven to be the same.
 
     Raises:
         DataError: a file cannot be read, or has changed since it was hashed, or the template refuses a conversation.
@@ -132,6 +135,8 @@ def tokenize(
     if missing and not disk.has_locks(cache_dir):
         log(f"note       {cache_dir} has no file locks: every process tokenizes for itself")
     announce_fetching((group.extent for group in missing), log)
+    if gigatoken:
+        choose_encoder(tokenizer, [(group.source, group.extent) for group in missing], cache_dir, log)
     with TokenizingProgress(sum(group.num_bytes for group in missing), log) as progress:
 
         def completed(group: FileGroup, *, wait: bool) -> bool:
@@ -326,7 +331,7 @@ def _size(document: Document) -> int:
 
 def _encode_texts(documents: Sequence[Document], tokenizer: Tokenizer) -> list[np.ndarray]:
     ends = np.array([tokenizer.bos_id], np.int32), np.array([tokenizer.eos_id], np.int32)
-    encoded = tokenizer.encode_batch([document.text for document in documents])
+    encoded = tokenizer.encode_documents([document.text for document in documents])
     return [np.concatenate([ends[0], ids, ends[1]]) for ids in encoded]
 
 

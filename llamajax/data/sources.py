@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
+import orjson
 import pyarrow
 import pyarrow.parquet
 
@@ -260,8 +261,7 @@ class Source:
     def _read_jsonl(self, path: Path, span: Span | None) -> Iterator[Document]:
         for line, where, bytes_read in read_lines(path, MAX_LINE_BYTES, span):
             try:
-                record = self._record(line, where, MAX_LINE_BYTES)
-                text = self._checked_text(value_at(record, self.config.text_key), where)
+                text = self._text_of_record(line, where)
             except NoSuchKeyError as error:
                 yield Document("", bytes_read, error=str(self._no_such_key(where, error)))
             except DataError as error:
@@ -282,6 +282,14 @@ class Source:
                 continue
             text = conversation.text
             yield Document(text, bytes_read, split_hash(text), conversation)
+
+    def _text_of_record(self, line: bytes, where: object) -> str:
+        with contextlib.suppress(orjson.JSONDecodeError, NoSuchKeyError):  # it takes half the time, and no half characters
+            record = orjson.loads(line) if len(line) <= MAX_LINE_BYTES else None
+            if isinstance(record, dict) and isinstance(text := value_at(record, self.config.text_key), str):
+                return text
+        # What is wrong, if anything is, is told by Python's own reader, which takes `NaN` as well.
+        return self._checked_text(value_at(self._record(line, where, MAX_LINE_BYTES), self.config.text_key), where)
 
     def _record(self, line: bytes, where: object, max_bytes: int) -> dict[str, object]:
         if len(line) > max_bytes:

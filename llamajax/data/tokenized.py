@@ -70,7 +70,8 @@ def tokenized(
         indexes = [_index(source, of_source(), by) for source, of_source in zip(sources, groups_of, strict=True)]
         missing = [of_source() for of_source, index in zip(groups_of, indexes, strict=True) if not index.exists()]
         new = list(itertools.chain.from_iterable(missing))
-        tokenize(new, by.tokenizer, cache_dir, log_work, by.template, log_waiting=log)
+        may = config.data.tokenizer.gigatoken
+        tokenize(new, by.tokenizer, cache_dir, log_work, by.template, log_waiting=log, gigatoken=may)
 
     def tokens_of(source: Source, index: Path, of_source: Callable[[], Sequence[FileGroup]]) -> SourceTokens:
         if source.config.kind == "megatron":

@@ -1,16 +1,22 @@
 """What every kind of tokenizer can do."""
 
 import abc
+import functools
 import hashlib
 import os
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 from jaxtyping import Int32
 
+from llamajax.data.fast_encoder import FastEncoder, NormalForm
 from llamajax.data.tokenizer_files import MODEL_FILE, TokenizerFiles
 from llamajax.errors import DataError
+
+if TYPE_CHECKING:
+    import gigatoken
 
 _READING = b"2"
 """Another one whenever the same files give other ids, or other ends of documents; a lone SentencePiece model never did."""
@@ -55,6 +61,14 @@ class Tokenizer(abc.ABC):
     """All files, as they were read; another process makes the same tokenizer of them."""
     sha256: str
     """Hash of the files' content, and of how they are read."""
+    library: str
+    """The package that encodes its texts."""
+    special_texts: tuple[str, ...]
+    """Tokens that are looked for in a text before the vocabulary is used, and those that no text becomes."""
+    normal_form: NormalForm | None = None
+    """Of Unicode, into which it brings texts."""
+    is_fast = False
+    """Whether `encode_documents` uses gigatoken: set where that is proven to give the same ids (`encoder_choice`)."""
 
     def __init__(self, files: TokenizerFiles) -> None:
         """Builds it from its files; reads no other.
@@ -70,6 +84,37 @@ class Tokenizer(abc.ABC):
     @abc.abstractmethod
     def encode_batch(self, texts: Sequence[str]) -> list[Int32[np.ndarray, "_"]]:
         """The token ids of each text; special tokens written in a text are read as plain text."""
+
+    @abc.abstractmethod
+    def encode_following(self, texts: Sequence[str]) -> list[Int32[np.ndarray, "_"]]:
+        """As `encode_batch`, of texts that each follow on another: nothing is put before them."""
+
+    def encode_documents(self, texts: Sequence[str], *, follow: bool = False) -> list[Int32[np.ndarray, "_"]]:
+        """The ids of `encode_batch`, or of `encode_following`, by gigatoken if `is_fast`, which computes in one thread."""
+        if self.is_fast:
+            return self.encode_fast(texts, follow=follow)
+        return self.encode_following(texts) if follow else self.encode_batch(texts)
+
+    def encode_fast(self, texts: Sequence[str], *, follow: bool = False) -> list[Int32[np.ndarray, "_"]]:
+        """As `encode_documents` if `is_fast`; where that is not proven, the ids may be others.
+
+        Raises:
+            Exception: of gigatoken, which does not know such a tokenizer.
+        """
+        otherwise = self.encode_following if follow else self.encode_batch
+        return self._fast_encoder.encode(texts, [self._is_next(text, follow) for text in texts], otherwise)
+
+    @functools.cached_property
+    def _fast_encoder(self) -> FastEncoder:
+        return FastEncoder(self._load_fast, self.special_texts, self.normal_form)
+
+    @abc.abstractmethod
+    def _load_fast(self, without_prefix: bool) -> "gigatoken.Tokenizer":
+        """The tokenizer in gigatoken, as it is or without what it puts before a text; raises whatever gigatoken does."""
+
+    def _is_next(self, text: str, follows: bool) -> bool:
+        """Whether nothing is put before a text that `follows` on another, or does not; False where nothing ever is."""
+        return follows
 
     def encode_prompt(self, text: str) -> list[int]:
         """The token ids of a text to go on from, with `prefix`; if there are none, what begins a document."""

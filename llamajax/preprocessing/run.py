@@ -15,6 +15,7 @@ from typing import Any
 from llamajax.config.run import Config
 from llamajax.data.cleaning.pipeline import clean
 from llamajax.data.dataset import prepare
+from llamajax.data.encoder_choice import choose_encoder
 from llamajax.data.groups import announce_fetching, extents, group_files, known_group
 from llamajax.data.lines import Span
 from llamajax.data.progress import TokenizingProgress
@@ -69,11 +70,15 @@ def _run(config: Config, cache_dir: Path, part: int, num_parts: int, executor: E
     if given is None:  # to be trained on what the files hold
         _hash(executor, tasks, part, num_parts, cache_dir)
     by = _tokenizing(config, models_own, sources, cache_dir)
-    announce_fetching((task.extent for task in own if task.extent.is_remote and not _is_made(task, by)), log)
+    missing = [task for task in own if not _is_made(task, by)]
+    announce_fetching((task.extent for task in missing if task.extent.is_remote), log)
+    if config.data.tokenizer.gigatoken:
+        choose_encoder(by.tokenizer, [(task.source, task.extent) for task in missing], cache_dir, log)
     _work_off(executor, functools.partial(tokenize_extent, Job.of(by)), own)
-    missing = sum(not _is_made(task, by) for task in tasks) if num_parts > 1 else 0
-    if missing:
-        log(f"finished   this part; {missing:,} pieces of others are missing, of which the last one to be done packs all")
+    num_missing = sum(not _is_made(task, by) for task in tasks) if num_parts > 1 else 0
+    if num_missing:
+        others = f"{num_missing:,} pieces of others are missing"
+        log(f"finished   this part; {others}, of which the last one to be done packs all")
         return
     dataset = prepare(config, log=log, tokenizer=models_own, run=executor.map)
     log(f"finished   all is in {cache_dir}; its fingerprint is {dataset.fingerprint[:16]}")

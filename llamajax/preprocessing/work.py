@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from llamajax.data import cache
 from llamajax.data.chat import ChatTemplate
+from llamajax.data.encoder_choice import differing_text
 from llamajax.data.groups import Extent, hashed
 from llamajax.data.shards import complete
 from llamajax.data.sources import Source
@@ -36,21 +37,25 @@ class Job:
     template: tuple[str, str] | None
     """Its text, and where it is from."""
     cache_dir: Path
+    is_fast: bool
+    """Whether gigatoken encodes documents; not in a process whose processor gives other ids."""
 
     @classmethod
     def of(cls, by: Tokenizing) -> "Job":
         """To tokenize as `by` says."""
         template = None if by.template is None else (by.template.text, by.template.where)
-        return cls(by.tokenizer.read_from, template, by.cache_dir)
+        return cls(by.tokenizer.read_from, template, by.cache_dir, by.tokenizer.is_fast)
 
     def made(self) -> tuple[Tokenizer, ChatTemplate | None]:
         """The tokenizer and the template, which are made once in a process."""
         key = cache.key_of(
             {name: hashlib.sha256(content).hexdigest() for name, content in self.tokenizer_files.contents.items()},
             self.template,
+            self.is_fast,
         )
         if key not in _made:
             tokenizer = tokenizer_of(self.tokenizer_files)
+            tokenizer.is_fast = self.is_fast and differing_text(tokenizer, quick=True) is None
             _made[key] = (
                 tokenizer,
                 None if self.template is None else ChatTemplate(self.template[0], tokenizer, self.template[1]),
