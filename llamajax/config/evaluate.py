@@ -4,8 +4,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
+from llamajax.config.data import DataConfig
 from llamajax.config.parallel import DistributedConfig, MeshConfig
 from llamajax.config.rules import AboveOne, NonNegativeInt, PositiveFloat, PositiveInt, Section
+
+
+@dataclass(frozen=True, kw_only=True)
+class DocumentsConfig(Section):
+    """Documents without a run: a file that has the section `data` alone."""
+
+    data: DataConfig
+    """The documents, and how they become rows."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -15,7 +24,8 @@ class EvaluateConfig(Section):
     model: str
     """The weights: a run's directory (its newest checkpoint), one of its checkpoints, or a Hugging Face directory."""
     data: str | None = None
-    """A run's YAML, of which the section `data` names the documents; unset: what the model was trained on."""
+    """The YAML file of a run, of which the section `data` names the documents, or one with that section alone; unset: what
+    the model was trained on."""
     split: Literal["held_out", "train"] = "held_out"
     """Which of the documents: those that training leaves out, or the others, in the order they are trained on."""
     num_batches: PositiveInt | None = None
@@ -40,7 +50,7 @@ class EvaluateConfig(Section):
     """A file for the results, in JSON."""
     batch_size: PositiveInt | None = None
     """Rows at once, over all devices; rounded up to a multiple of the devices that share a batch. Unset: a micro-batch
-    of the run whose data it is, or eight on each of those devices for `tasks`."""
+    of the run whose data it is; without a run, and for `tasks`, eight on each of those devices."""
     seq_len: AboveOne | None = None
     """Tokens per row, for `tasks` at most; unset: what the data's configuration says, or what the model is meant for."""
     param_dtype: Literal["auto", "float32", "bfloat16"] = "auto"

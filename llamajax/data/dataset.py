@@ -51,6 +51,8 @@ class Dataset:
     """How often the run goes through its sources."""
     keys: tuple[str, ...]
     """Of these."""
+    held_out_of_sources: tuple[Sequence[Row], ...]
+    """Held-out rows of each of them, in order, as long as those of the first stage."""
     files: dict[str, bytes]
     """Name and content of what is to be kept with a checkpoint: the tokenizer's files and, if there are conversations,
     chat_template.jinja."""
@@ -65,6 +67,10 @@ class Dataset:
     def of_stage(self, number: int) -> "Dataset":
         """The same as it is read in a stage, counted from 0: training and held-out rows of that one's length."""
         return replace(self, rows=self.stages[number])
+
+    def of_source(self, index: int) -> "Dataset":
+        """The same with the held-out rows of one source alone."""
+        return replace(self, rows=replace(self.rows, held_out_rows=self.held_out_of_sources[index]))
 
     def epochs(self, step: int, passed_over: Sequence[PassedOver] = ()) -> dict[str, float]:
         """How often the first `step` steps go through each source, by its key; see `Passes.after`."""
@@ -165,6 +171,7 @@ def _prepare(
         content=cache.key_of([own.content for of_length in packed.values() for own in of_length]),
         passes=Passes(stages, num_rows, config.train.global_batch_size),
         keys=tuple(tokens.source.key for tokens in found.sources),
+        held_out_of_sources=tuple(own.held_out_rows for own in packed[data.seq_len]),
         files=tokenizer.files if template is None else tokenizer.files | {TEMPLATE_FILE: template.text.encode()},
         template_sha256=None if template is None else template.sha256,
     )

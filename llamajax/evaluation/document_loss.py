@@ -14,12 +14,13 @@ import numpy as np
 from jaxtyping import Int32
 from rich.table import Table
 
-from llamajax.config.cleaning import CleaningConfig
-from llamajax.config.evaluate import EvaluateConfig
-from llamajax.config.file import load_config
+from llamajax.config.evaluate import DocumentsConfig, EvaluateConfig
+from llamajax.config.file import load_config, read_config
 from llamajax.config.model import ModelConfig
 from llamajax.config.parallel import num_parts
 from llamajax.config.run import Config
+from llamajax.config.training import OptimizerConfig, TrainConfig
+from llamajax.config.yaml_text import Problems, read_file
 from llamajax.data.batches import held_out_batches
 from llamajax.data.dataset import Dataset, prepare
 from llamajax.data.loader import Loader
@@ -33,6 +34,9 @@ from llamajax.watch import console
 from llamajax.watch.console import say
 from llamajax.weights.loading import load_model
 from llamajax.weights.pretrained import Pretrained
+
+BATCH_SIZE = 8
+"""Rows on each device where neither the settings nor a run say how many."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +81,7 @@ def evaluate_documents(
         DataError: they cannot be read, or there are none.
     """
     path = find_run(config, pretrained)
-    trained = load_config(path)
+    trained = read_run(path, model_config)
     run_config = adapt_run(trained, path, config, model_config, tokenizer)
     dataset = prepare(run_config, log=console.log, log_work=console.log_own, tokenizer=tokenizer)
     trained_on = pretrained.meta.get("data", {}).get("fingerprint")
@@ -86,13 +90,10 @@ def evaluate_documents(
         say("warning    these are not the documents that the model was trained on: they have changed since")
     parts = {"all": Part(run_config, dataset)}
     if config.num_batches is None and len(run_config.data.sources) > 1:
-        parts = {}
-        for index, (named, read) in enumerate(zip(run_config.data.sources, dataset.sources, strict=True)):
-            template = run_config.data.chat_template if read.kind == "chat" else None
-            changes = {"data.sources": (read,), "data.cleaning": CleaningConfig(), "data.chat_template": template}
-            alone = run_config.changed(changes)
-            of_source = prepare(alone, log=lambda line: None, tokenizer=tokenizer)
-            parts[f"data.sources[{index}] {named.kind}"] = Part(alone, of_source)
+        parts = {
+            f"data.sources[{index}] {source.kind}": Part(run_config, dataset.of_source(index))
+            for index, source in enumerate(run_config.data.sources)
+        }
     total = sum(part.num_batches(config) for part in parts.values())
     if not total:
         raise DataError(
@@ -155,8 +156,25 @@ def find_run(config: EvaluateConfig, pretrained: Pretrained) -> Path:
         return Path(config.data).expanduser()
     path = pretrained.source.parent.parent / "config.yaml"  # of RUN/checkpoints/STEP
     if pretrained.tensors is not None or not path.is_file():
-        raise ConfigError(f"data: {pretrained.source} does not say what it was trained on; name the YAML file of a run")
+        raise ConfigError(
+            f"data: {pretrained.source} does not say what it was trained on; name the YAML file of a run or of its data"
+        )
     return path
+
+
+def read_run(path: Path, model: ModelConfig) -> Config:
+    """The run in a YAML file; of one that has the section `data` alone, a run of this model on it.
+
+    Raises:
+        ConfigError: one line for every mistake in it.
+    """
+    if set(read_file(str(path), Problems()).content) != {"data"}:
+        return load_config(path)
+    documents = read_config(DocumentsConfig, str(path), (), Problems())
+    rows = whole_batch(BATCH_SIZE * num_parts("batch", jax.sharding.get_mesh().shape))
+    train = TrainConfig(num_steps=1, global_batch_size=rows, eval_batches=0)
+    untrained = {"optimizer": OptimizerConfig(learning_rate=1.0), "run_dir": "none"}  # neither is used
+    return Config(model=model, data=documents.data, train=train, **untrained)
 
 
 def adapt_run(run_config: Config, path: Path, config: EvaluateConfig, model: ModelConfig, tokenizer: Tokenizer) -> Config:

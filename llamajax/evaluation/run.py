@@ -17,6 +17,7 @@ from llamajax.evaluation.document_loss import evaluate_documents
 from llamajax.parallel import compilation_cache, mesh, startup
 from llamajax.parallel.exit import end_process, exit_code
 from llamajax.watch import console
+from llamajax.watch.outputs import check_outputs
 from llamajax.weights.opening import open_pretrained
 
 
@@ -28,6 +29,8 @@ def run(config: EvaluateConfig) -> dict[str, Any]:
     """
     if config.tasks is not None and importlib.util.find_spec("lm_eval") is None:
         raise EnvironmentMismatchError("tasks: lm-eval is not installed; run pip install 'llamajax[eval]'")
+    if config.json is not None:
+        check_outputs({"json": config.json}, {"json"})
     startup.connect(config.mesh, config.distributed)
     compilation_cache.start("auto", console.say)
     pretrained = open_pretrained(Path(config.model))

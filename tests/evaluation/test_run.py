@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import shutil
 import socket
 import subprocess
 import sys
@@ -17,13 +18,13 @@ import pytest
 from llamajax.config.cleaning import CleaningConfig
 from llamajax.config.data import SourceConfig, StageConfig
 from llamajax.config.evaluate import EvaluateConfig
-from llamajax.config.file import dump_config, load_config
+from llamajax.config.file import config_to_dict, dump_config, load_config
 from llamajax.config.parallel import MeshConfig
 from llamajax.config.run import Config
 from llamajax.data.dataset import prepare
 from llamajax.data.tokenizer import train_sentencepiece
 from llamajax.errors import ConfigError, DataError, EnvironmentMismatchError
-from llamajax.evaluation import held_out, scoring
+from llamajax.evaluation import document_loss, held_out, scoring
 from llamajax.evaluation import run as evaluate
 from llamajax.model import Llama
 from llamajax.parallel.mesh import make_mesh
@@ -36,6 +37,7 @@ from tests.converters.models import write_model
 from tests.tiny import single_device_mesh, tiny_config
 
 TEMPLATES = Path(__file__).parents[2] / "configs" / "chat_templates"
+KEYS_OF_DATA = ("sources", "seq_len", "held_out_fraction", "cache_dir")
 ALL_AXES = MeshConfig(fsdp=2, sequence=2, tensor=2)
 
 
@@ -92,6 +94,46 @@ def test_every_source_by_itself_and_together(finished):
     alone = finished.changed({"data.sources": finished.data.sources[1:], "data.tokenizer.path": tokenizer})
     rows = prepare(alone, log=lambda line: None).held_out_rows
     assert second["tokens"] == sum(int((rows[i]["targets"] >= 0).sum()) for i in range(len(rows)))
+
+
+def test_what_is_wrong_with_a_source_is_said_of_that_source(finished, tmp_path, monkeypatch):
+    """Its shards are damaged, and its file is gone, while the model is loaded."""
+    sources = [shutil.copy(source.paths[0], tmp_path) for source in finished.data.sources]
+    named = tuple(SourceConfig(kind="jsonl", paths=(path,)) for path in sources)
+    changes = {"data.sources": named, "data.cache_dir": str(tmp_path / "cache")}
+    (tmp_path / "moved.yaml").write_text(dump_config(finished.changed(changes)))
+
+    def load(*arguments):
+        Path(sources[1]).unlink()
+        for shard in (tmp_path / "cache").rglob("*.shard"):
+            shard.write_bytes(b"")
+        return load_model(*arguments)
+
+    monkeypatch.setattr(document_loss, "load_model", load)
+    with pytest.raises(DataError, match=r"data\.sources\[1\]\.paths: ") as caught:
+        evaluate.run(settings(finished, data=str(tmp_path / "moved.yaml")))
+    assert "sources[0]" not in str(caught.value)
+
+
+def test_the_section_of_the_data_is_enough(finished, tmp_path, capsys):
+    whole = json.loads(json.dumps(config_to_dict(finished.data)))
+    (tmp_path / "data.yaml").write_text(json.dumps({"data": {key: whole[key] for key in KEYS_OF_DATA}}))
+    alone, of_run = (evaluate.run(settings(finished, data=path)) for path in (str(tmp_path / "data.yaml"), None))
+    assert alone["batch_size"] == 16, "eight on each of the two devices that share a batch"
+    for key in ("tokens", "bytes"):
+        assert alone[key] == of_run[key]
+    assert alone["loss"] == pytest.approx(of_run["loss"], rel=1e-6)
+    assert alone["sources"].keys() == of_run["sources"].keys()
+    assert "warning" not in capsys.readouterr().err
+    (tmp_path / "data.yaml").write_text('data: {seq_len: 32, sorces: [], sources: [{kind: jsonl, paths: ["x"]}]}')
+    with pytest.raises(ConfigError, match=r"data\.yaml:1: unknown key 'data\.sorces'; did you mean 'data\.sources'"):
+        evaluate.run(settings(finished, data=str(tmp_path / "data.yaml")))
+
+
+def test_results_that_cannot_be_written_are_refused_at_once(finished, tmp_path, monkeypatch):
+    monkeypatch.setattr(evaluate, "open_pretrained", lambda *_: pytest.fail("the model is being opened"))
+    with pytest.raises(ConfigError, match=r"json: .*: there is no directory .*; make it, or name another file"):
+        evaluate.run(settings(finished, json=str(tmp_path / "no" / "results.json")))
 
 
 def test_conversations_beside_other_documents(finished, tmp_path):
