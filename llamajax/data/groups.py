@@ -20,9 +20,9 @@ import numpy as np
 
 from llamajax import disk
 from llamajax.data import cache, progress
-from llamajax.data.lines import Span
+from llamajax.data.lines import COMPRESSIONS, Span
 from llamajax.data.remote import File, RemoteFile
-from llamajax.data.sources import Document, Source
+from llamajax.data.sources import MAX_DOCUMENT_CHARS, Document, Source
 from llamajax.errors import DataError
 
 GROUP_BYTES = 2**26
@@ -111,6 +111,12 @@ class FileGroup:
     def num_bytes(self) -> int:
         """Size of what is read."""
         return self.extent.num_bytes
+
+    @property
+    def may_be_long(self) -> bool:
+        """Whether a document of it may come in pieces, as far as the sizes of its files tell."""
+        is_packed = self.source.config.kind in ("parquet", "arrow") or any(f.suffix in COMPRESSIONS for f in self.files)
+        return is_packed or any(identity.size > MAX_DOCUMENT_CHARS for identity in self.extent.identities)
 
     def documents(self) -> Iterator[Document]:
         """All documents, in order.

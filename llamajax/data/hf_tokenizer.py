@@ -13,7 +13,7 @@ import tokenizers
 from jaxtyping import Int32
 
 from llamajax.data.fast_encoder import NormalForm
-from llamajax.data.tokenizer_base import Tokenizer, text_bytes
+from llamajax.data.tokenizer_base import SPACE, Tokenizer, neighbours, text_bytes
 from llamajax.data.tokenizer_files import JSON_FILE, TokenizerFiles
 from llamajax.errors import DataError, show
 
@@ -27,6 +27,10 @@ KNOWN_EOS = ("</s>", "<|end_of_text|>", "<|endoftext|>")
 MAX_IDS = 2**24
 """Ids that a vocabulary may reach up to, a hundred times those of the largest: the library takes memory for each of them."""
 
+_LOCAL = {"NFC", "NFD", "NFKC", "NFKD", "Prepend", "Replace"}
+"""Normalizers that change a text by a few neighbouring characters."""
+_LOOKS_AROUND = re.compile(r"\(\?<?[=!]|\\[bBAzZGK]|(?<!\[)\^|\$|\(\?>|[+*?}]\+")
+"""What in a regular expression may depend on more than what it matches."""
 _BYTE_PIECE = re.compile(r"<0x[0-9A-F]{2}>")
 
 
@@ -68,8 +72,14 @@ class HuggingFaceTokenizer(Tokenizer):
         self.prefix, suffix = self._frame()
         added = {token.content for token in self._tokenizer.get_added_tokens_decoder().values()}
         self.special_texts = tuple(sorted(added))
+        normalizers, splits = _steps(model["normalizer"], "normalizers"), _steps(model["pre_tokenizer"], "pretokenizers")
+        is_bpe = model["model"]["type"] == "BPE" and {step["type"] for step in normalizers} <= _LOCAL
+        self._is_local = is_bpe and bool(splits) and all(map(_splits_locally, splits))
+        # As in Llama 2's: spaces are signs of words, and bytes stand for what the vocabulary lacks.
+        is_whole = is_bpe and model["model"].get("byte_fallback") and {step["type"] for step in splits} <= {"Metaspace"}
+        self._joined = neighbours(vocabulary) if is_whole and SPACE in vocabulary else None
         forms = get_args(NormalForm)
-        self.normal_form = next((s["type"] for s in _steps(model["normalizer"], "normalizers") if s["type"] in forms), None)
+        self.normal_form = next((s["type"] for s in normalizers if s["type"] in forms), None)
 
         def end(key: str, framed: tuple[int, ...], known: tuple[str, ...]) -> int | None:
             named, others = self._named_end(key, vocabulary.get), (vocabulary[name] for name in known if name in added)
@@ -99,6 +109,15 @@ class HuggingFaceTokenizer(Tokenizer):
         import gigatoken  # takes memory, and is wanted where there is much to encode
 
         return gigatoken.Tokenizer.from_json((self._following if without_prefix else self._tokenizer).to_str())
+
+    def splits(self, text: str, place: int) -> bool:
+        """The pre-tokenizer splits there, by what is on either side; or no piece has both characters."""
+        if self._joined is not None:
+            return text[place - 1 : place + 1].replace(" ", SPACE) not in self._joined
+        splitter, normalizer = self._tokenizer.pre_tokenizer, self._tokenizer.normalizer
+        if not self._is_local or (normalizer and normalizer.normalize_str(text) != text):
+            return False
+        return any(start == place for _, (start, _) in splitter.pre_tokenize_str(text))
 
     def _is_next(self, text: str, follows: bool) -> bool:
         return follows and self._following is not self._tokenizer
@@ -219,6 +238,16 @@ def _check_ids(body: object) -> None:
         case {"model": {"vocab": dict(vocabulary)}}:  # in a list, ids are places
             if wrong := [token for token in vocabulary.values() if type(token) is int and token >= MAX_IDS]:
                 raise ValueError(f"gives a token the id {show(str(wrong[0]))}, where all are below {MAX_IDS:,}")
+
+
+def _splits_locally(step: dict) -> bool:
+    """Whether a pre-tokenizer splits a text by what it matches, whatever comes behind the end of a word."""
+    match step:
+        case {"type": "ByteLevel"}:
+            return True
+        case {"type": "Split", "behavior": "Isolated", "invert": False, "pattern": {"Regex": str(pattern)}}:
+            return not _LOOKS_AROUND.search(pattern.replace(r"\s+(?!\S)", ""))
+    return False
 
 
 def _steps(step: dict | None, list_key: str) -> list[dict]:

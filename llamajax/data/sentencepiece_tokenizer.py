@@ -11,7 +11,7 @@ from jaxtyping import Int32
 from sentencepiece.sentencepiece_model_pb2 import ModelProto  # pyright: ignore[reportAttributeAccessIssue] (protobuf makes it at run time)
 from tokenizers import AddedToken
 
-from llamajax.data.tokenizer_base import SPACE, Tokenizer, num_threads, text_bytes
+from llamajax.data.tokenizer_base import SPACE, Tokenizer, neighbours, num_threads, text_bytes
 from llamajax.data.tokenizer_files import MODEL_FILE, TokenizerFiles
 from llamajax.errors import DataError
 
@@ -71,6 +71,9 @@ class SentencePieceTokenizer(Tokenizer):
         self.special_texts = tuple(sorted(added.keys() | others))
         self._in_templates = _Cutter(added.values(), ids)
         self._in_texts = _Cutter((new for new in added.values() if not new.special), ids)
+        # Other kinds choose among all ways to cut a text, by sums over all of it.
+        is_local = model.trainer_spec.model_type == model.trainer_spec.BPE and model.trainer_spec.byte_fallback
+        self._joined = neighbours(ids) if is_local and not model.normalizer_spec.precompiled_charsmap else None
         self._prefixes_once = files.values.get("legacy") is False
         self._strips_text = model.normalizer_spec.remove_extra_whitespaces
         with_prefix = model.SerializeToString()
@@ -83,6 +86,10 @@ class SentencePieceTokenizer(Tokenizer):
 
     def encode_following(self, texts: Sequence[str]) -> list[Int32[np.ndarray, "_"]]:
         return self._encode([self._cut([text], self._in_texts, after_text=True)[0] for text in texts])
+
+    def splits(self, text: str, place: int) -> bool:
+        """No piece has the two characters beside each other, so that none can be made of them."""
+        return self._joined is not None and text[place - 1 : place + 1].replace(" ", SPACE) not in self._joined
 
     def _load_fast(self, without_prefix: bool) -> "gigatoken.Tokenizer":
         import gigatoken  # takes memory, and is wanted where there is much to encode

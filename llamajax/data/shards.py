@@ -20,8 +20,9 @@ from llamajax.data.chat import ChatTemplate
 from llamajax.data.chat_tokens import Encoded, encode_conversation
 from llamajax.data.encoder_choice import choose_encoder
 from llamajax.data.groups import GROUP_BYTES, FileGroup, announce_fetching
+from llamajax.data.long_documents import Spool, encode_long
 from llamajax.data.progress import Progress, TokenizingProgress
-from llamajax.data.sources import Document
+from llamajax.data.sources import Document, utf8_length
 from llamajax.data.split import plain_hash
 from llamajax.data.tokenizer_base import Tokenizer
 from llamajax.errors import DataError
@@ -38,6 +39,8 @@ DOCUMENT_BYTES = 64
 FOLDER = "shards-2"
 """Says how shards are written; the name of an entry says which documents they hold."""
 _DOCUMENTS = "shard-1"
+_LONG = "whole"
+"""For those that may have documents which earlier versions cut."""
 _CONVERSATIONS = "chat-3"
 
 
@@ -99,6 +102,8 @@ class Shard:
 def shards_entry(group: FileGroup, tokenizer: Tokenizer, cache_dir: Path, template: ChatTemplate | None = None) -> Path:
     """The directory of the group's shards; `template` is needed for those of conversations, and only for them matters."""
     key = [_DOCUMENTS, SHARD_BYTES, tokenizer.sha256, group.content]
+    if group.may_be_long and not group.is_chat:
+        key.append(_LONG)
     if group.is_chat:
         assert template is not None
         key += [_CONVERSATIONS, template.sha256]
@@ -224,8 +229,8 @@ def complete(
                 num_documents, last = num_documents + shard.num_read, shard.last
             else:
                 unread = num_documents - num_passed
-                next(itertools.islice(documents, unread, unread), None)
-                arrays, info = _next_shard(documents, num_documents, group, tokenizer, template, progress)
+                _pass_over(documents, unread)
+                arrays, info = _next_shard(documents, num_documents, group, tokenizer, template, entry, progress, log)
                 group.check_unchanged()
                 cache.write_arrays(path, arrays, info, keep=is_new)
                 num_documents += len(arrays["hashes"]) - info.get("num_more", 0) + info["num_empty"] + info["num_bad"]
@@ -257,11 +262,13 @@ def _next_shard(
     group: FileGroup,
     tokenizer: Tokenizer,
     template: ChatTemplate | None,
+    entry: Path,
     progress: Progress,
+    log: Callable[[str], None],
 ) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
     """Tokenizes documents until the shard is full or they end, conversations with their template; the fields of `Shard`."""
-    dtype = np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32
-    tokens, lengths = [np.zeros(0, dtype)], [np.zeros(1, np.int64)]
+    tokens = Spool(np.dtype(np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32), entry)
+    lengths = [np.zeros(1, np.int64)]
     hashes, plain_hashes, learnt = [np.zeros(0, np.uint64)], [np.zeros(0, np.uint64)], [np.zeros(0, bool)]
     num_empty = num_bad = num_more = num_space_signs = text_bytes = size = 0
     first_bad = ""
@@ -273,8 +280,9 @@ def _next_shard(
         if num_bad > group.source.config.max_bad_records:
             raise group.source.too_many_bad(error)
 
-    while not last and size < SHARD_BYTES and sum(map(len, tokens)) < SHARD_TOKENS:
+    while not last and size < SHARD_BYTES and len(tokens) < SHARD_TOKENS:
         batch: list[Document] = []
+        long = None
         batch_size = bytes_read = 0
         last = True
         for document in documents:
@@ -283,6 +291,9 @@ def _next_shard(
                 leave_out(document.error)
             elif not document.text:
                 num_empty += 1
+            elif document.goes_on:
+                long, last = document, False
+                break
             else:
                 batch.append(document)
                 batch_size += _size(document)
@@ -297,20 +308,36 @@ def _next_shard(
             batch = [document for document, samples in encoded for _ in samples]
             ids = [ids for _, samples in encoded for ids, _ in samples]
             learnt += [is_learnt for _, samples in encoded for _, is_learnt in samples]
+            before = behind = np.zeros(0, np.int32)
         else:
-            ids = _encode_texts(batch, tokenizer)
-        of_batch = np.concatenate([np.zeros(0, np.int32), *ids])
+            ids = tokenizer.encode_documents([document.text for document in batch])
+            before, behind = np.array([tokenizer.bos_id], np.int32), np.array([tokenizer.eos_id], np.int32)
+        of_batch = np.concatenate([np.zeros(0, np.int32), *(part for some in ids for part in (before, some, behind))])
         assert (of_batch < tokenizer.vocab_size).all()
-        tokens.append(of_batch.astype(dtype))
-        lengths.append(np.array([len(of_document) for of_document in ids], np.int64))
+        tokens.append(of_batch)
+        lengths.append(np.array([len(of_document) for of_document in ids], np.int64) + len(before) + len(behind))
         hashes.append(np.array([document.split_hash for document in batch], np.uint64))
         plain_hashes.append(np.array([plain_hash(document.text) for document in batch], np.uint64))
         num_space_signs += sum("\u2581" in document.text for document in batch)
-        batch_bytes = sum(len(document.text.encode()) for document in batch)
+        batch_bytes = sum(utf8_length(document.text) for document in batch)
         text_bytes += batch_bytes
         progress.advance(len(batch), batch_bytes, bytes_read, len(of_batch))
+        if long is not None:
+            found = encode_long(long, documents, tokenizer, tokens, progress)
+            lengths.append(np.array([found.num_tokens], np.int64))
+            hashes.append(np.array([long.split_hash], np.uint64))
+            plain_hashes.append(np.array([found.plain_hash], np.uint64))
+            num_space_signs += found.has_space_sign
+            text_bytes += found.text_bytes
+            size += found.text_bytes + DOCUMENT_BYTES
+            if found.num_unknown:
+                log(
+                    f"note       {group.source.key}: of the {found.num_pieces} pieces in which a document of"
+                    f" {found.text_bytes:,} bytes is encoded, {found.num_unknown} end where its ids may be others than"
+                    " those of the whole, for want of the end of a word; it is one document all the same"
+                )
     arrays = {
-        "tokens": np.concatenate(tokens),
+        "tokens": tokens.array(),
         "offsets": np.cumsum(np.concatenate(lengths)),
         "hashes": np.concatenate(hashes),
         "plain_hashes": np.concatenate(plain_hashes),
@@ -326,13 +353,14 @@ def _next_shard(
 def _size(document: Document) -> int:
     """What a document takes, bytes, roughly."""
     num_messages = len(document.conversation.messages) if document.conversation else 0
-    return len(document.text.encode()) + DOCUMENT_BYTES * (1 + num_messages)
+    return utf8_length(document.text) + DOCUMENT_BYTES * (1 + num_messages)
 
 
-def _encode_texts(documents: Sequence[Document], tokenizer: Tokenizer) -> list[np.ndarray]:
-    ends = np.array([tokenizer.bos_id], np.int32), np.array([tokenizer.eos_id], np.int32)
-    encoded = tokenizer.encode_documents([document.text for document in documents])
-    return [np.concatenate([ends[0], ids, ends[1]]) for ids in encoded]
+def _pass_over(documents: Iterator[Document], number: int) -> None:
+    """Goes on behind so many documents, of which some come in pieces."""
+    for _ in range(number):
+        while (document := next(documents, None)) is not None and document.goes_on:
+            pass
 
 
 def _encode_conversations(

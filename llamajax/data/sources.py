@@ -1,8 +1,8 @@
 """Documents of a configured source: streamed from its files, in one fixed order.
 
 Whatever is wrong with a file ends as one `DataError` that names the file, the line and the remedy; a disk that fails, as a
-`DiskError`. Memory stays bounded whatever the size of a file: a document above `MAX_DOCUMENT_CHARS` is cut into several, at
-line ends where there are any.
+`DiskError`. Memory stays bounded whatever the size of a file: a document above `MAX_DOCUMENT_CHARS` comes in pieces, which
+end with lines where there are any.
 """
 
 import codecs
@@ -35,7 +35,7 @@ from llamajax.disk import cannot_read, matching
 from llamajax.errors import DataError
 
 MAX_DOCUMENT_CHARS = 2 * HEAD_CHARS
-"""Longest document in one piece: about half a million tokens."""
+"""Longest document that is not read in pieces: about half a million tokens."""
 MAX_LINE_BYTES = 2**28
 """Longest JSONL line, decompressed; what is longer is a mistake or a decompression bomb."""
 MAX_CONVERSATION_BYTES = 2**22
@@ -58,6 +58,8 @@ class Document(NamedTuple):
     """What the text was made from, in a `chat` source."""
     error: str = ""
     """What is wrong with the line or row, if it is left out for that; its text is empty."""
+    goes_on: bool = False
+    """Whether the next one is a further piece of its text."""
 
 
 @dataclass(frozen=True)
@@ -251,7 +253,7 @@ class Source:
                 *pieces, pending = _cut(pending)
                 for piece in pieces:
                     assert hash_of_all is not None
-                    yield Document(piece, file.tell(), hash_of_all)
+                    yield Document(piece, file.tell(), hash_of_all, goes_on=True)
             try:
                 decoder.decode(b"", final=True)
             except UnicodeDecodeError as error:
@@ -369,7 +371,14 @@ def _cut(text: str) -> Iterator[str]:
 def _documents(text: str, bytes_read: int) -> Iterator[Document]:
     """The text in pieces as `_cut` makes them."""
     hash_of_all = split_hash(text)
-    return (Document(piece, bytes_read, hash_of_all) for piece in _cut(text))
+    *pieces, last = _cut(text)
+    yield from (Document(piece, bytes_read, hash_of_all, goes_on=True) for piece in pieces)
+    yield Document(last, bytes_read, hash_of_all)
+
+
+def utf8_length(text: str) -> int:
+    """Bytes of the text in UTF-8."""
+    return len(text) if text.isascii() else len(text.encode())
 
 
 def _file_behind(path: Path) -> object:

@@ -25,6 +25,21 @@ def plain_hash(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
+class PlainHash:
+    """`plain_hash` of a text that comes in pieces."""
+
+    def __init__(self) -> None:
+        self._hash = hashlib.blake2b(digest_size=8)
+
+    def update(self, piece: str) -> None:
+        """Takes the next piece."""
+        self._hash.update(piece.encode())
+
+    def value(self) -> int:
+        """The hash of all pieces so far."""
+        return int.from_bytes(self._hash.digest(), "little")
+
+
 def is_held_out(hashes: UInt64[np.ndarray, "documents"] | int, fraction: float) -> Bool[np.ndarray, "documents"] | bool:
     """Whether documents with these hashes are held out, when `fraction` of all documents is."""
     return hashes < int(fraction * 2.0**64)

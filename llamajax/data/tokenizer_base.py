@@ -3,6 +3,7 @@
 import abc
 import functools
 import hashlib
+import itertools
 import os
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -104,6 +105,11 @@ class Tokenizer(abc.ABC):
         otherwise = self.encode_following if follow else self.encode_batch
         return self._fast_encoder.encode(texts, [self._is_next(text, follow) for text in texts], otherwise)
 
+    @abc.abstractmethod
+    def splits(self, text: str, place: int) -> bool:
+        """Whether it is known that no token lies across this end of a word in any text that has this stretch, and that each
+        side has the ids that it has by itself; of a stretch without `special_texts`."""
+
     @functools.cached_property
     def _fast_encoder(self) -> FastEncoder:
         return FastEncoder(self._load_fast, self.special_texts, self.normal_form)
@@ -161,6 +167,11 @@ class Tokenizer(abc.ABC):
 def num_threads() -> int:
     """Threads that a tokenizer may use: one, if TOKENIZERS_PARALLELISM says so as to Hugging Face's library."""
     return 1 if os.environ.get("TOKENIZERS_PARALLELISM", "").lower() in ("0", "false") else os.cpu_count() or 1
+
+
+def neighbours(pieces: Iterable[str]) -> frozenset[str]:
+    """The pairs of characters that are beside each other in any of the pieces."""
+    return frozenset("".join(pair) for piece in pieces for pair in itertools.pairwise(piece))
 
 
 def text_bytes(piece: str) -> int:
