@@ -20,6 +20,7 @@ from llamajax.launching.addresses import host_and_port
 
 _HELLO_S = 2.0  # in which whoever connects must say who it is
 _SEND_S = 10.0  # in which the other end must have taken what is sent
+_REFUSING_S = 30.0  # in which another process must come to hear why there is no run
 _WAITING_S = 10.0  # after which a process says what it waits for
 _LONGEST_HELLO, _LONGEST = 1 << 12, 1 << 26  # bytes of a message of whoever knocks, and of a process of the run
 _FILES_FOR_ELSE = 256  # that process 0 may have open for whatever is not a connection
@@ -103,10 +104,10 @@ def receive_all(address: str, bind_address: str, num_processes: int, own_rank: i
     # A connection of ours and one of jax's to every process: more than the 1,024 files that most systems start with.
     most, needed = resource.getrlimit(resource.RLIMIT_NOFILE)[1], 2 * num_processes + _FILES_FOR_ELSE
     if most != resource.RLIM_INFINITY and most < needed:
-        raise EnvironmentMismatchError(
-            f"distributed: process 0 of {num_processes} needs {needed} open files and may have {most}; raise the limit"
-            " (ulimit -Hn)"
-        )
+        line = f"distributed: process 0 of {num_processes} needs {needed} open files and may have {most}; raise the limit"
+        line += " (ulimit -Hn)"
+        _refuse(listener, num_processes, line)
+        raise EnvironmentMismatchError(line)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     with listener, selectors.DefaultSelector() as selector:
         selector.register(listener, selectors.EVENT_READ)
@@ -138,6 +139,23 @@ def receive_all(address: str, bind_address: str, num_processes: int, own_rank: i
     for link in links.values():
         link.send({"go": who_am_i()})
     return list(links.values())
+
+
+def _refuse(listener: socket.socket, num_processes: int, line: str) -> None:
+    """Tells the others, one after the other, why there is no run; until all know, or nobody comes for a while."""
+    print(f"refused    {line}", file=sys.stderr, flush=True)  # at once: this process itself ends later
+    told: dict[int, Link] = {}
+    with listener:
+        listener.settimeout(_REFUSING_S)
+        while len(told) < num_processes - 1:
+            try:
+                link = _greet(listener, told, num_processes)
+            except TimeoutError:
+                return
+            if link is not None:
+                link.send({"failed": line})
+                link.close()
+                told[link.rank] = link
 
 
 def _greet(listener: socket.socket, links: dict[int, Link], num_processes: int) -> Link | None:

@@ -264,14 +264,22 @@ def test_the_first_process_may_have_more_connections_than_a_process_has_files():
 
 
 def test_more_processes_than_the_first_may_have_connections_to_are_refused():
+    """All of them at once, not after the minutes in which process 0 could come."""
+    address = runs.free_address()
     limited = (
-        "import resource; from llamajax.parallel import meeting;"
+        "import resource; from llamajax.parallel import meeting; meeting._REFUSING_S = 2;"
         "resource.setrlimit(resource.RLIMIT_NOFILE, (300, 300));"
-        f"meeting.receive_all('{runs.free_address()}', '127.0.0.1:0', 101, 0, 60)"
+        f"meeting.receive_all('{address}', '{address}', 101, 0, 60)"
     )
-    ended = subprocess.run([sys.executable, "-c", limited], stderr=subprocess.PIPE, text=True, check=False)
+    first = subprocess.Popen([sys.executable, "-c", limited], stderr=subprocess.PIPE, text=True)
+    STARTED.append(first)
     line = "distributed: process 0 of 101 needs 458 open files and may have 300; raise the limit (ulimit -Hn)"
-    assert ended.stderr.splitlines()[-1].endswith(f"EnvironmentMismatchError: {line}")
+    for rank in (1, 2):
+        with pytest.raises(EnvironmentMismatchError, match=f"^{re.escape(line)}$"):
+            meeting.call_on_first(address, "", 101, rank, 60)
+    _, said = first.communicate(timeout=60)
+    assert said.splitlines()[0] == f"refused    {line}"
+    assert said.splitlines()[-1].endswith(f"EnvironmentMismatchError: {line}")
 
 
 def test_what_comes_with_the_first_message_is_heard():
