@@ -58,14 +58,16 @@ EAGER = Program(
     logits=36,
     optimizer=92,
 )
-# The same with norms of one kernel per operation: widened 6, squared 8, averaged 4, scaled 8, narrowed 6, weighed 4.
+# The same with norms of one kernel per operation: widened 6, squared 8, averaged 4, scaled 8, narrowed 6, weighed 4; some 60
+# backward.
 EAGER_NORMS = dataclasses.replace(
     EAGER,
     forward=Pass(residual=84, rotated=20, hidden=10, kernels=28),
     backward=Pass(residual=150, rotated=20, hidden=18, kernels=46),
 )
-# MPT: LayerNorm of one kernel (and one more backward, which reads twice), biases whose gradients are sums over tokens (18
-# per channel of the residual, 2 of the MLP), GELU, no RoPE, and a concatenation of the gradients of q, k, v (12).
+# MPT: LayerNorm of one kernel (4; 6 backward, and 4 for its weight and bias), additions (12, and 12 backward), GELU (4, and 6
+# backward), biases whose gradients are sums over tokens (10 per channel of the residual, 2 of the MLP), no RoPE, and the
+# gradients of q, k, v put together (12).
 MPT = Program(
     kind="eager PyTorch",
     attention="flash 2",
@@ -84,9 +86,9 @@ COMPILED = Program(
     logits=12,
     optimizer=34,
 )
-# Megatron-LM of 2023: norm and RoPE fused or not as above, additions of 6; the sum over micro-batches is in float32 and
-# apart from the products (`--no-gradient-accumulation-fusion`), see `Run.sums_apart`. Its vocabulary-parallel loss works in
-# float32, one kernel per operation.
+# Megatron-LM of 2023: as above, but one product gives q, k, v and one gate, up, so that no gradients are summed. What it
+# moves to sum over micro-batches is the run's (`copies`). Its vocabulary-parallel loss works in float32, one kernel per
+# operation; AdamW is one kernel (apex).
 MEGATRON_2023 = dataclasses.replace(
     EAGER, kind="Megatron, TransformerEngine", attention="flash 1", logits=60, optimizer=38, joins_products=True,
     backward=Pass(residual=24, rotated=20, hidden=18, kernels=20),
