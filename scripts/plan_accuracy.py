@@ -23,8 +23,8 @@ from scripts.accuracy.run import Run
 from scripts.accuracy.step import predict
 
 DOCUMENT = Path(__file__).parents[1] / "docs" / "plan_accuracy.md"
-FITTED = ("A100", "H100")
-"""Families of GPUs whose share of the peak is fitted."""
+FITTED = ("A100", "H100", "B200", "L40S")
+"""Families of GPUs whose share of the peak is fitted: where there are runs, and where it is not what products measure."""
 _MOST = 0.1
 """Of the runs, left out at each end of the range that plans tell."""
 
@@ -49,13 +49,15 @@ def fitted(runs: Sequence[Run]) -> float:
 
 
 def left_out(runs: Sequence[Run]) -> dict[str, float]:
-    """Errors by name, each with the share that all systems ask for but the run's own."""
-    shares = {
-        key: fitted([run for run in runs if family(run) == key[0] and run.system != key[1]])
-        for key in {(family(run), run.system) for run in runs}
-        if key[0] in FITTED
-    }
-    return {run.name: error(run, shares.get((family(run), run.system))) for run in runs}
+    """Errors by name, each with the share that all systems ask for but the run's own; of runs that took part in a fit, and
+    whose family was not run by one system alone."""
+    result = {}
+    for name, system in dict.fromkeys((family(run), run.system) for run in runs if family(run) in FITTED):
+        of_family = [run for run in runs if family(run) == name]
+        if others := [run for run in of_family if run.system != system]:
+            share = fitted(others)
+            result |= {run.name: error(run, share) for run in of_family if run.system == system}
+    return result
 
 
 def table(header: str, rows: Iterable[tuple[str, ...]]) -> str:
@@ -81,20 +83,20 @@ def tables(predicted: dict[str, float], unseen: dict[str, float]) -> dict[str, s
         runs = [run for run in RUNS if run.is_listed == is_listed]
         rows = [
             (run.name, f"{run.published:,.0f}", f"{predicted[run.name]:,.0f}", f"{errors[run.name]:+.1%}",
-             f"{unseen[run.name]:+.1%}", run.source)
+             f"{unseen[run.name]:+.1%}" if run.name in unseen else "", run.source)
             for run in runs
         ]  # fmt: skip
         result[mark] = (
             table("tokens/s/GPU | published | predicted | error | system left out | source", rows)
             + f"\n\n{summary([errors[run.name] for run in runs])}.\nWith each run's own system left out of the fit:"
-            f" {summary([unseen[run.name] for run in runs])}."
+            f" {summary([unseen[run.name] for run in runs if run.name in unseen])}."
         )
     groups = dict.fromkeys((run.program.kind, family(run)) for run in RUNS)
     rows = []
     for kind, name in [*sorted(groups), *(("all", name) for name in dict.fromkeys(name for _, name in groups))]:
         runs = [run for run in RUNS if family(run) == name and kind in ("all", run.program.kind)]
-        own, others = [errors[run.name] for run in runs], [abs(unseen[run.name]) for run in runs]
-        sizes = (f"{statistics.median(several):.1%}" for several in ([abs(each) for each in own], others))
+        own, others = [errors[run.name] for run in runs], [abs(unseen[run.name]) for run in runs if run.name in unseen]
+        sizes = (f"{statistics.median(several):.1%}" if several else "" for several in ([abs(each) for each in own], others))
         rows.append((kind, str(len(runs)), f"{statistics.median(own):+.1%}", *sizes, name))
     header = "kind of program | runs | median error | median absolute | system left out, median absolute | GPUs like"
     result["kinds"] = table(header, rows)

@@ -65,8 +65,8 @@ EAGER_NORMS = dataclasses.replace(
     forward=Pass(residual=84, rotated=20, hidden=10, kernels=28),
     backward=Pass(residual=150, rotated=20, hidden=18, kernels=46),
 )
-# MPT: LayerNorm of one kernel (4; 6 backward, and 4 for its weight and bias), additions (12, and 12 backward), GELU (4, and 6
-# backward), biases whose gradients are sums over tokens (10 per channel of the residual, 2 of the MLP), no RoPE, and the
+# MPT: LayerNorm of one kernel (4; 6 backward, and 4 for its weight and bias), additions (12, and 12 backward), GELU (4, and
+# 6 backward), biases whose gradients are sums over tokens (10 per channel of the residual, 2 of the MLP), no RoPE, and the
 # gradients of q, k, v put together (12).
 MPT = Program(
     kind="eager PyTorch",

@@ -117,17 +117,20 @@ CALIBRATIONS = {
 # bandwidth of 12.7 GB/s there (pull request 22); PCIe 5: 28 of 63 GB/s with eight RTX 5090 (NVIDIA/nccl, issue 1639). With
 # peer-to-peer NCCL is no faster between two sockets (NVIDIA/nccl-tests, issue 74: A40).
 # L40S and L4 promise more than their 350 W and 72 W sustain: an L40S trains 3B in bfloat16 with 46% of the peak and 93% of
-# GeForce's half of it (IST-DASLab/llmq, README): products are taken to reach that half, attention half of its share.
+# GeForce's half of it (IST-DASLab/llmq, README): attention is taken to reach half of its share. Products' shares of B200 and
+# L40S are fitted as those of A100 and H100, each to the runs of one system; GeForce's stays at what its products measure.
 _CARD = dataclasses.replace(
     CALIBRATIONS["A100"], matmul_efficiency=0.99, node_link_efficiency=0.85, gpu_link_efficiency=0.40
 )
 CALIBRATIONS |= {
-    "B200": dataclasses.replace(CALIBRATIONS["H100"], pallas_efficiency=0.27, pallas_backward_efficiency=0.22),
+    "B200": dataclasses.replace(
+        CALIBRATIONS["H100"], matmul_efficiency=0.565, pallas_efficiency=0.27, pallas_backward_efficiency=0.22
+    ),
     "RTX-4090": _CARD,
     "RTX-5090": dataclasses.replace(_CARD, gpu_link_efficiency=0.44, host_bandwidth=50e9),
     "L40S": dataclasses.replace(
         _CARD,
-        matmul_efficiency=0.50,
+        matmul_efficiency=0.615,
         attention_efficiency=0.26,
         attention_backward_efficiency=0.23,
         attention_64_efficiency=0.24,
@@ -138,10 +141,10 @@ CALIBRATIONS |= {
 }
 _OF_CARDS = "attention's share of the peak, and how much collectives slow kernels down (taken as on A100)"
 NOT_KNOWN = {
-    "B200": "products' and NVLink's shares of their peaks, and attention's backward pass (taken as on H100)",
+    "B200": "NVLink's share of its peak, and attention's backward pass (taken as on H100)",
     "RTX-4090": _OF_CARDS,
     "RTX-5090": _OF_CARDS,
-    "L40S": "what its power lets products and attention reach (taken as half of the peak, and half of A100's share)",
+    "L40S": "what its power lets attention reach (taken as half of A100's share)",
 }
 """By `Gpu.family`: which of its constants nobody has published."""
 

@@ -47,7 +47,7 @@ def test_every_gpu_has_constants():
     assert {gpu.family for gpu in GPUS} == CALIBRATIONS.keys()
 
 
-_RACK = "not known of GB200: products' and NVLink's shares of their peaks, and attention's backward pass (taken as on H100)"
+_RACK = "not known of GB200: NVLink's share of its peak, and attention's backward pass (taken as on H100)"
 _SLOT = "the GPUs of a node are joined by PCIe"
 
 
