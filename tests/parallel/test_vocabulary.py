@@ -65,6 +65,25 @@ def test_embedding_gradient_of_a_frequent_token_is_summed_in_fp32():
     np.testing.assert_array_equal(gradient[1:], 0)
 
 
+def test_embedding_gradient_adds_up_more_tokens_than_one_product_takes():
+    """2,500 tokens on each device: two whole products and a part of one; ids that come once, often and never."""
+    rng = np.random.default_rng(0)
+    tokens = np.minimum(rng.zipf(1.3, (2, 5000)), 900).astype(np.int32)
+    cotangent = rng.integers(-8, 9, (2, 5000, 4)).astype(np.float32)  # whose sums are exact in any order
+    stored = stored_table(np.zeros((1000, 4), np.float32))
+
+    @jax.jit
+    def gradient(stored: nnx.Param) -> nnx.Param:
+        x, backward = jax.vjp(lambda stored: look_up(gathered(stored, "float32")[...], ids), stored)
+        return backward(jax.reshard(cotangent, jax.typeof(x).sharding.spec))[0]
+
+    ids = jax.device_put(tokens, spec("batch", "seq"))
+    expected = np.zeros((1000, 4), np.float32)
+    np.add.at(expected, tokens, cotangent)
+    assert len(np.unique(tokens)) > 100
+    np.testing.assert_array_equal(gradient(stored)[...], expected)
+
+
 @pytest.mark.parametrize("num_rows", [32, 13, 2])
 def test_a_softmax_over_all_rows(num_rows):
     jax.set_mesh(mesh.make_mesh(MeshConfig(fsdp=2, tensor=4)))
