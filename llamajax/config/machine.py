@@ -68,6 +68,11 @@ class XlaConfig(Section):
     may write to, shared by all processes; they lie in its folder `llamajax-programs`, and nothing beside that is touched.
     `auto` for `~/.cache/llamajax/compiled` (or in XDG_CACHE_HOME), on GPUs only. null: nowhere. Of more than 4 GiB a run
     that starts removes what was not used for longest."""
+    deterministic: bool = False
+    """On GPUs, whether kernels add in one order only, so that a run that is started again repeats its losses to the last
+    bit. cuDNN's backward pass of attention then does without atomics, and loses up to 38% of its speed. Kernels are still
+    chosen by timing when a program is first compiled, so the run needs a `compilation_cache`, which keeps the choice.
+    docs/reliability.md says what is promised where."""
     flags: tuple[str, ...] = ()
     """More XLA options, `name=value` each, over those that llamajax sets; for example
     [xla_gpu_enable_while_loop_double_buffering=true]. Lists are written as YAML. Passes named in
@@ -78,6 +83,8 @@ class XlaConfig(Section):
             yield "latency_profile: must not be empty; name a file, auto, or null for none"
         if self.compilation_cache == "":
             yield "compilation_cache: must not be empty; name a directory, auto, or null for none"
+        if self.deterministic and self.compilation_cache is None:
+            yield "deterministic: needs compilation_cache, which keeps the choice of kernels; name a directory, or auto"
         for flag in self.flags:
             if not flag.startswith("xla_") or "=" not in flag or flag.endswith("="):
                 yield f"flags: {flag!r} must be written xla_NAME=VALUE, without dashes in front"

@@ -95,16 +95,16 @@ def _rows_at_backward(residuals: tuple[jax.Array, jax.Array], d_found: jax.Array
 
 
 _TOKENS_AT_ONCE = 1024
-"""Whose gradients one product adds up. The product's FLOPs grow with it, and the passes of the loop become fewer: at 1,024 it
-costs 0.1% of a 1B step's FLOPs."""
+"""Tokens whose gradients one product adds up. More tokens mean more FLOPs and fewer passes of the loop; 1,024 cost 0.1% of
+the FLOPs of a 1B step."""
 
 
 def _sums_by_row(values: Float[Array, "n D"], index: Int32[Array, "n"], num_rows: int) -> Float32[Array, "R D"]:
-    """Every row's sum of the values at its index, in fp32; values whose index is out of bounds go nowhere.
+    """Adds up, for every row, the values that have its index. Drops values whose index is out of bounds.
 
-    A scatter that adds would do on a CPU. On a GPU it adds with atomics, in whatever order its threads arrive, so that two
-    runs differ in the last bits. Here a product with ones and zeros adds up the tokens that share a row, and one of them
-    writes: no row is written twice at once. In fp32, as a bf16 sum stops growing after a few hundred tokens with one id.
+    A scatter-add on a GPU uses atomics: threads add in the order in which they arrive, and two runs differ in the last bits.
+    Here a product with ones and zeros adds up the tokens of a chunk that share a row, and the first of them writes the sum.
+    The sum is in fp32: in bf16 it stops growing after a few hundred tokens with the same id.
     """
     n = min(_TOKENS_AT_ONCE, len(index))
     fill = -len(index) % n
@@ -113,7 +113,7 @@ def _sums_by_row(values: Float[Array, "n D"], index: Int32[Array, "n"], num_rows
     place = jnp.arange(n)
     is_later = jnp.tri(n, k=-1, dtype=bool)[None]
     is_repeat = jnp.any((index[:, :, None] == index[:, None, :]) & is_later, axis=2)
-    # Those that write nothing have an index of their own out of bounds: XLA is promised that none comes twice.
+    # A token that does not write gets an index of its own out of bounds, as `unique_indices` promises that none repeats.
     target = jnp.where(is_repeat | (index >= num_rows), num_rows + place, index)
 
     def add(summed: jax.Array, chunk: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, None]:
@@ -122,7 +122,8 @@ def _sums_by_row(values: Float[Array, "n D"], index: Int32[Array, "n"], num_rows
         sums = jnp.matmul(same, values, precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
         return summed.at[target].add(sums, mode="drop", unique_indices=True), None
 
-    zero = jax.lax.pcast(jnp.zeros((), jnp.float32), tuple(sorted(jax.typeof(values).manual_axis_type.varying)), to="varying")
+    varying = tuple(sorted(jax.typeof(values).manual_axis_type.varying))
+    zero = jax.lax.pcast(jnp.zeros((), jnp.float32), varying, to="varying")
     zeros = jnp.broadcast_to(after(zero, values), (num_rows, values.shape[-1]))
     return jax.lax.scan(add, zeros, (values, index, target))[0]
 

@@ -25,6 +25,8 @@ Option = str | bool
 _ASSUMED_FRACTION = 0.80
 """Of a GPU's memory, what XLA's scheduler counts on (`GetSchedulerMemoryLimit`), whatever the process takes."""
 _DISABLED = "xla_disable_hlo_passes"
+EXCLUDES_NONDETERMINISTIC = "xla_gpu_exclude_nondeterministic_ops"
+"""Excludes kernels that add with atomics. `xla_gpu_deterministic_ops` would also end the choice of kernels by timing."""
 PIPELINES = jaxlib.version.__version_info__ >= (0, 11)
 """Whether XLA may bring gathers forward by iterations of its own, which gets in the way of ours."""
 
@@ -42,6 +44,8 @@ def compiler_options(
         untimed: for the program that such a file is made from, which has the same names and is scheduled without.
     """
     options: dict[str, Option] = {}
+    if config.xla.deterministic:
+        options[EXCLUDES_NONDETERMINISTIC] = True
     if num_devices > 1:
         # Off by default for A100, where every collective would then block the GPU.
         options["xla_gpu_enable_latency_hiding_scheduler"] = True

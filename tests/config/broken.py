@@ -142,6 +142,7 @@ BROKEN = [
     (HardwareConfig, {"calibration": ""}, ["calibration"]),
     (XlaConfig, {"latency_profile": "", "flags": ("--xla_a=1", "xla_b=", "xla_c=1")}, ["latency_profile", "flags", "flags"]),
     (XlaConfig, {"compilation_cache": ""}, ["compilation_cache"]),
+    (XlaConfig, {"compilation_cache": None, "deterministic": True}, ["deterministic"]),
     (RecoveryConfig, {"max_rollbacks": -1, "spike_window": 15}, ["max_rollbacks", "spike_window"]),
     (RecoveryConfig, {"spike_zscore": 0.0, "checksum_every": 0}, ["spike_zscore", "checksum_every"]),
     (RecoveryConfig, {"spike_zscore": 8.0, "max_rollbacks": 0}, ["spike_zscore"]),

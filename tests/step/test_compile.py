@@ -33,6 +33,17 @@ def test_the_users_flags_replace_ours():
     assert compiler_options(with_flags(f"{name}=false"), 8) == ours | {name: False}
 
 
+def test_deterministic_excludes_kernels_with_atomics_on_any_number_of_devices():
+    config = tiny_config(xla=XlaConfig(deterministic=True))
+    for num_devices in (1, 8):
+        options = compiler_options(config, num_devices)
+        assert options["xla_gpu_exclude_nondeterministic_ops"] is True
+        assert options.items() - compiler_options(tiny_config(), num_devices).items() == {
+            ("xla_gpu_exclude_nondeterministic_ops", True)
+        }
+    compile_with(jax.jit(lambda x: x + 1).lower(1.0), options)
+
+
 def test_values_have_their_types():
     options = compiler_options(with_flags("xla_a=7", "xla_b=TRUE", "xla_c=LHS", "xla_d=a=b", "xla_e=false"), 1)
     assert options == {"xla_a": "7", "xla_b": True, "xla_c": "LHS", "xla_d": "a=b", "xla_e": False}

@@ -148,6 +148,10 @@ NOT_KNOWN = {
 }
 """By `Gpu.family`: which of its constants nobody has published."""
 
+_DETERMINISTIC_LOSS = 0.379
+"""Share of the rate that attention's backward pass loses without atomics: the largest that was measured of FlashAttention-3
+on H800 (arXiv:2601.21824, abstract). Nobody has published cuDNN's."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
@@ -157,6 +161,8 @@ class Machine:
     gpus_per_node: int = 8
     measured: Constants = field(default_factory=Constants)
     """Take the place of the built-in ones."""
+    deterministic: bool = False
+    """Whether cuDNN's backward pass of attention may not use atomics."""
 
     @property
     def built_in(self) -> Calibration:
@@ -165,7 +171,11 @@ class Machine:
     @functools.cached_property
     def calibration(self) -> Calibration:
         measured = {name: value for name, value in vars(self.measured).items() if value is not None}
-        return dataclasses.replace(self.built_in, **measured)
+        found = dataclasses.replace(self.built_in, **measured)
+        if not self.deterministic:
+            return found
+        slower = found.attention_backward_efficiency * (1 - _DETERMINISTIC_LOSS)
+        return dataclasses.replace(found, attention_backward_efficiency=slower)
 
     @property
     def gpu_link(self) -> float:
@@ -188,7 +198,12 @@ def planned_machine(config: Config) -> Machine:
     """
     hardware, measurement = config.hardware, read_measurement(config.hardware)
     measured = measurement.constants if measurement is not None else Constants()
-    return Machine(gpu=planned_gpu(hardware), gpus_per_node=hardware.gpus_per_node, measured=measured)
+    return Machine(
+        gpu=planned_gpu(hardware),
+        gpus_per_node=hardware.gpus_per_node,
+        measured=measured,
+        deterministic=config.xla.deterministic,
+    )
 
 
 NVL72 = 72

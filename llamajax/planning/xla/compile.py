@@ -21,7 +21,7 @@ from llamajax.config.run import Config
 from llamajax.errors import ConfigError, EnvironmentMismatchError, UserError
 from llamajax.parallel.mesh import make_mesh
 from llamajax.planning.xla.buffers import BufferAssignment, read_buffer_assignment
-from llamajax.step.compile import Option, compile_with, compiler_options, lower
+from llamajax.step.compile import EXCLUDES_NONDETERMINISTIC, Option, compile_with, compiler_options, lower
 from llamajax.step.forms import with_forms
 from llamajax.step.state import abstract_state
 
@@ -32,6 +32,10 @@ DUMP: dict[str, Option] = {
     "xla_dump_max_hlo_modules": "-1",
 }  # fmt: skip
 """The buffer assignment comes out only as a file; these win over what XLA_FLAGS says of such files."""
+
+_NEED_A_GPU = (EXCLUDES_NONDETERMINISTIC, "xla_gpu_deterministic_ops")
+"""Options that choose among kernels of the same work; jaxlib 0.12 cannot compile with them where there is no GPU. A plan
+loses nothing without them: the step has no scatter that they would change, and the cost model knows their price."""
 
 
 class CompilerMissingError(UserError):
@@ -98,7 +102,7 @@ def compile_for(config: Config, *, latencies: str | None = None, untimed: bool =
     config, _ = with_forms(config, mesh_sizes(config))
     mesh = planned_mesh(config)
     told = compiler_options(config, mesh.size, latencies=latencies, untimed=untimed)
-    told = {name: value for name, value in told.items() if not name.startswith("xla_dump_")}
+    told = {name: value for name, value in told.items() if not name.startswith("xla_dump_") and name not in _NEED_A_GPU}
     # The default device's architecture is what kernels are lowered for that ask for it, such as tokamax's.
     planned = jax.default_device(mesh.devices.flat[0])
     with jax.set_mesh(mesh), planned, tempfile.TemporaryDirectory(prefix="llamajax-plan-") as folder:

@@ -33,6 +33,13 @@ def test_what_was_not_measured_stays_as_built_in(tmp_path):
     )
 
 
+def test_a_deterministic_step_loses_rate_in_attentions_backward_pass_alone():
+    usual = planned_machine(CONFIG).calibration
+    deterministic = planned_machine(CONFIG.changed({"xla.deterministic": True})).calibration
+    assert deterministic.attention_backward_efficiency == pytest.approx(0.621 * usual.attention_backward_efficiency)
+    assert dataclasses.replace(deterministic, attention_backward_efficiency=usual.attention_backward_efficiency) == usual
+
+
 def test_products_and_links_are_as_fast_as_measured():
     half = MACHINE.calibration.matmul_efficiency / 2
     measured = Constants(matmul_efficiency=half, gpu_link_efficiency=0.4, node_link_efficiency=0.17)

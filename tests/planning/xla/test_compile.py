@@ -27,6 +27,9 @@ from llamajax.planning.xla import compile as planning_compile
 from llamajax.planning.xla.compile import CompiledStep, CompilerMissingError, check_compiler, compile_for
 from llamajax.planning.xla.hlo import arrays
 from llamajax.planning.xla.parse import parse
+from llamajax.step.compile import Option, compile_with, compiler_options, lower
+from llamajax.step.forms import with_forms
+from llamajax.step.state import abstract_state
 from tests.tiny import tiny_config
 
 CONFIG = tiny_config(
@@ -67,6 +70,33 @@ def test_a_compiler_of_another_version_is_told(monkeypatch):
     installed(monkeypatch, {"jax-cuda13-plugin": "0.1.0"})
     with pytest.raises(CompilerMissingError, match=r"0\.1\.0 does not fit jaxlib"):
         check_compiler()
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("gpu_compiler")
+def test_no_kernel_of_the_step_adds_with_atomics(tmp_path):
+    """By the assembly of all kernels, the gradient of the embedding and attention over packed rows among them."""
+    model = dataclasses.replace(CONFIG.model, embed_dim=512, mlp_dim=1024, num_layers=1, num_heads=4, num_kv_heads=2)
+    config = CONFIG.changed({"hardware.gpu": "h100", "hardware.nodes": 1, "data.seq_len": 2048, "mesh.tensor": 1})
+    config, _ = with_forms(dataclasses.replace(config, model=model), mesh_sizes(config))
+    mesh = planning_compile.planned_mesh(config)
+    dump: dict[str, Option] = {"xla_dump_to": str(tmp_path), "xla_dump_hlo_module_re": ".*"}
+    if jaxlib.version.__version_info__ >= (0, 11):
+        dump["xla_dump_emitter_re"] = ".*"  # without it, these versions write no assembly
+    options = compiler_options(config, mesh.size) | dump
+    with jax.set_mesh(mesh), jax.default_device(mesh.devices.flat[0]):
+        compile_with(lower(config, abstract_state(config)), options)
+    assembly = {path.name: path.read_text() for path in tmp_path.glob("*.ptx")}
+    assert len(assembly) > 20
+    assert [name for name, text in assembly.items() if re.search(r"\b(atom|red)\.", text)] == []
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("gpu_compiler")
+def test_a_deterministic_step_is_planned():
+    changes = {"xla.deterministic": True, "xla.flags": ("xla_gpu_deterministic_ops=true",), "model.num_layers": 1}
+    step = compile_for(CONFIG.changed(changes))
+    assert not [name for name in step.options if "determin" in name]
 
 
 UNEVEN = dataclasses.replace(CONFIG.model, num_heads=40)
