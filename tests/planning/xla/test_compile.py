@@ -80,9 +80,7 @@ def test_no_kernel_of_the_step_adds_with_atomics(tmp_path):
     config = CONFIG.changed({"hardware.gpu": "h100", "hardware.nodes": 1, "data.seq_len": 2048, "mesh.tensor": 1})
     config, _ = with_forms(dataclasses.replace(config, model=model), mesh_sizes(config))
     mesh = planning_compile.planned_mesh(config)
-    dump: dict[str, Option] = {"xla_dump_to": str(tmp_path), "xla_dump_hlo_module_re": ".*"}
-    if jaxlib.version.__version_info__ >= (0, 11):
-        dump["xla_dump_emitter_re"] = ".*"  # without it, these versions write no assembly
+    dump: dict[str, Option] = {"xla_dump_to": str(tmp_path), "xla_dump_hlo_module_re": ".*", "xla_dump_emitter_re": "ptx"}
     options = compiler_options(config, mesh.size) | dump
     with jax.set_mesh(mesh), jax.default_device(mesh.devices.flat[0]):
         compile_with(lower(config, abstract_state(config)), options)
