@@ -31,6 +31,8 @@ MAX_CHARS = 2**24
 _ENVIRONMENT = ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "PYTHONHOME", "PYTHONUSERBASE", "HOME", "TZ")
 """What a template's process needs to find its libraries and the time; the user's keys are not for it."""
 _PROCESS = Path(__file__).with_name("template_process.py")
+_QUESTION = "Is it?"
+"""What a template is asked to write, to see what it takes."""
 
 
 class Rendered(NamedTuple):
@@ -86,14 +88,21 @@ class ChatTemplate:
         return re.search(r"\{%[-+]?\s*generation\b", self.text) is not None
 
     @functools.cached_property
+    def takes_text(self) -> bool:
+        """Whether it writes content that is a text; those of models that see images may want a list of parts."""
+        return _QUESTION in self._written(_QUESTION)
+
+    @functools.cached_property
     def takes_parts(self) -> bool:
-        """Whether it writes content that is a list of text parts as it writes the text alone."""
-        parts, text = [{"type": "text", "text": "Is it?"}], "Is it?"
+        """Whether it writes the texts of content that is a list of text parts, rather than the list."""
+        written = self._written([{"type": "text", "text": _QUESTION}])
+        return _QUESTION in written and re.search(r"['\"]type['\"]", written) is None
+
+    def _written(self, content: object) -> str:
         try:
-            written = [self.render([{"role": "user", "content": one}], add_generation_prompt=False) for one in (parts, text)]
+            return self.render([{"role": "user", "content": content}], add_generation_prompt=False)
         except DataError:
-            return False
-        return written[0] == written[1] and text in written[0]
+            return ""
 
     @functools.cached_property
     def takes_json_arguments(self) -> bool:
@@ -101,7 +110,7 @@ class ChatTemplate:
         arguments = '{"x": 1}'
         call = {"id": "callabcde", "type": "function", "function": {"name": "f", "arguments": arguments}}
         talk = [
-            {"role": "user", "content": "Is it?"},
+            {"role": "user", "content": _QUESTION},
             {"role": "assistant", "tool_calls": [call]},
             {"role": "tool", "tool_call_id": call["id"], "name": "f", "content": "1"},
         ]

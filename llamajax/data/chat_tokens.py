@@ -36,8 +36,8 @@ class _Answer(NamedTuple):
 
     after: str
     """The text up to its end."""
-    span: tuple[int, int]
-    """Where in that text it lies, (start, end)."""
+    spans: list[tuple[int, int]]
+    """Where in that text it lies, (start, end) of each stretch."""
 
 
 def encode_conversation(template: ChatTemplate, tokenizer: Tokenizer, conversation: Conversation) -> list[Encoded]:
@@ -57,14 +57,11 @@ def encode_conversation(template: ChatTemplate, tokenizer: Tokenizer, conversati
     """
     messages = _as_taken(template, conversation)
     turns = [index for index, is_learnt in enumerate(conversation.is_learnt) if is_learnt]
-    if template.has_generation_blocks:
-        text, spans = _blocks(template, messages, turns, conversation.variables)
-        if spans is not None:
-            return [_encode(tokenizer, text, spans)]
-    text, answers = _answers(template, messages, turns, conversation.variables)
+    found = _marked_answers(template, messages, turns, conversation.variables) if template.has_generation_blocks else None
+    text, answers = found or _answers(template, messages, turns, conversation.variables)
     samples: list[Encoded] = []
     while answers:
-        if spans := [answer.span for answer in answers if text.startswith(answer.after)]:
+        if spans := [span for answer in answers if text.startswith(answer.after) for span in answer.spans]:
             samples.append(_encode(tokenizer, text, spans))
         answers = [answer for answer in answers if not text.startswith(answer.after)]
         text = answers[-1].after if answers else ""
@@ -93,13 +90,19 @@ def encode_messages(
 
 def end_token(template: ChatTemplate, tokenizer: Tokenizer) -> int | None:
     """The special token that the template writes behind what the assistant says, if it does: generation stops at it."""
-    _, _, after = template.render(_TALK, add_generation_prompt=False).rpartition(_SAID)
-    for token in tokenizer.encode_template(after).tolist():
+    for token in tokenizer.encode_template(_behind_answer(template)).tolist():
         if tokenizer.token_bytes[token] == 0:
             return token
         if tokenizer.decode([token]).strip():
             return None
     return None
+
+
+def _behind_answer(template: ChatTemplate) -> str:
+    """What the template writes behind an answer."""
+    talk = [_message_as_taken(template, message) for message in _TALK]
+    _, said, after = template.render(talk, add_generation_prompt=False).rpartition(_SAID)
+    return after if said else ""
 
 
 def end_problem(template: ChatTemplate, tokenizer: Tokenizer) -> str | None:
@@ -116,8 +119,7 @@ def end_problem(template: ChatTemplate, tokenizer: Tokenizer) -> str | None:
     if end is None:
         name = tokenizer.eos_token or f"token {tokenizer.eos_id}"
         return f"{place} writes no token behind an answer that generation stops at, so no end is learnt; write {name} there"
-    _, _, after = template.render(_TALK, add_generation_prompt=False).rpartition(_SAID)
-    name = after.split()[0]
+    name = _behind_answer(template).split()[0]
     return f"{place} has {name}, where generation stops, outside of {{% generation %}}, so no end is learnt; put it inside"
 
 
@@ -147,8 +149,11 @@ def _message_as_taken(template: ChatTemplate, message: Message) -> Message:
         if template.writes("tool_calls"):
             calls = _named_calls(message["content"])
             message = {**message, "content": "", "tool_calls": [{"type": "function", "function": call} for call in calls]}
-    if isinstance(message.get("content"), list) and not template.takes_parts:
+    content = message.get("content")
+    if isinstance(content, list) and not template.takes_parts:
         message = {**message, "content": content_of(message)}
+    elif content and isinstance(content, str) and not template.takes_text and template.takes_parts:
+        message = {**message, "content": [{"type": "text", "text": content}]}
     calls = message.get("tool_calls") or []
     if any(isinstance(_function(call).get("arguments"), str) for call in calls) and not template.takes_json_arguments:
         message = {**message, "tool_calls": list(map(_with_object, calls))}
@@ -209,21 +214,23 @@ def _is_taken(template: ChatTemplate, messages: Sequence[Message], variables: di
     return True
 
 
-def _blocks(
+def _marked_answers(
     template: ChatTemplate, messages: Sequence[Message], turns: Sequence[int], variables: dict[str, Any]
-) -> tuple[str, list[tuple[int, int]] | None]:
-    """The conversation as text, and the generation blocks of the turns that are learnt; None if there is no block."""
+) -> tuple[str, list[_Answer]] | None:
+    """As `_answers`, told by generation blocks; None if the template writes none in this conversation."""
     answers = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
-    ends = [] if len(turns) == len(answers) else answers
-    whole, *until = _render(template, messages, [(len(messages), False), *((turn + 1, False) for turn in ends)], variables)
-    if not ends or not whole.marks:
-        return whole.text, whole.marks or None
-    if any(not whole.text.startswith(text) or whole.marks[: len(marks)] != marks for text, marks in until):
-        what = "which message a {% generation %} block is of cannot be told, since earlier ones change as the talk goes on"
-        raise _cannot_tell(template, what, "name a template that leaves them, or learn all or the last of the answers")
-    numbers = [0, *(len(marks) for _, marks in until)]
-    of_turn = {turn: whole.marks[a:b] for turn, (a, b) in zip(ends, itertools.pairwise(numbers), strict=True)}
-    return whole.text, [span for turn in turns for span in of_turn[turn]]
+    renders = [(len(messages), False), *((answer + 1, False) for answer in answers)]
+    whole, *until = _render(template, messages, renders, variables)
+    if not whole.marks:
+        return None
+    numbers = [0, *(len(marks) for _, marks in until)]  # of blocks before each answer
+    found = {answer: _Answer(text, marks[n:]) for answer, (text, marks), n in zip(answers, until, numbers, strict=False)}
+    if all(found[turn].spans for turn in turns):
+        return whole.text, [found[turn] for turn in turns]
+    if len(turns) < len(answers):
+        what = "which message a {% generation %} block is of cannot be told, since not every answer has one"
+        raise _cannot_tell(template, what, "put one around each, or remove the marks of messages")
+    return whole.text, [_Answer(whole.text, whole.marks)]
 
 
 def _answers(
@@ -241,7 +248,7 @@ def _answers(
                 began = prompt[len(before) :][-40:]
                 what = f"begins an answer with {began!r} when it is used, but not where the answer is there"
             raise _cannot_tell(template, what, _MARK_IT)
-        found.append(_Answer(after, span))
+        found.append(_Answer(after, [span]))
     return whole.text, found
 
 

@@ -56,6 +56,7 @@ BLOCKS = """\
 BLOCKS_WITHOUT_END = BLOCKS.replace(
     "{{- m.content + '<|im_end|>' }}{% endgeneration %}", "{{- m.content }}{% endgeneration %}{{- '<|im_end|>' }}"
 )
+LAST_BLOCK = BLOCKS.replace("m.role == 'assistant' %}", "m.role == 'assistant' and loop.last %}")
 NO_END = (
     "{% for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
@@ -174,6 +175,13 @@ def test_parts_are_lines_to_a_template_of_texts(both):
     assert whole == served(both, PLAIN, [Q | {"content": "hello\nyou"}, ONE])
 
 
+def test_texts_are_parts_to_a_template_of_parts(both):
+    text = PARTS.replace("{%- if m.content is string %}{{- m.content }}{%- else %}", "").replace("{%- endif %}\n", "\n", 1)
+    parts = [message | {"content": [{"type": "text", "text": message["content"]}]} for message in (Q, ONE)]
+    assert samples(both, text, {"messages": [Q, ONE]}) == [(served(both, text, parts), ["one<|im_end|>"])]
+    assert end_problem(both[2](text), both[0]) is None
+
+
 def test_variables_of_the_record_are_told(both):
     text = "{{ 'short\n' if brief else '' }}" + PLAIN
     ((whole, _),) = samples(both, text, {"messages": [Q, ONE], "chat_template_kwargs": {"brief": True}})
@@ -206,6 +214,19 @@ def test_answers_that_change_are_learnt_as_they_are_served(both):
     ]
 
 
+def test_answers_in_blocks_that_change_are_learnt_as_they_are_served(both):
+    text = BLOCKS.replace("m.content +", "('' if loop.last else 'short: ') + m.content +", 1)
+    first = (served(both, text, [Q, ONE]), ["one<|im_end|>"])
+    last = (served(both, text, [Q, ONE, R, TWO]), ["two<|im_end|>"])
+    assert samples(both, text, {"messages": [Q, ONE, R, TWO]}) == [first, last]
+    assert samples(both, text, {"messages": [Q, ONE | {"weight": 0}, R, TWO]}) == [last]
+
+
+def test_a_template_may_mark_some_answers_only(both):
+    whole = served(both, LAST_BLOCK, [Q, ONE, R, TWO])
+    assert samples(both, LAST_BLOCK, {"messages": [Q, ONE, R, TWO]}) == [(whole, ["two<|im_end|>"])]
+
+
 def test_answers_to_one_question_share_a_sample(both):
     """Thoughts between calls stay until the next question."""
     text = THINKING.replace("m.content.split", "(m.tool_calls | tojson if m.tool_calls else m.content).split")
@@ -230,9 +251,8 @@ REFUSED = [
         "begins an answer with '<|im_start|>assistant\\n<think>' when it is used, but not where the answer is there; put",
     ),
     (
-        BLOCKS.replace("m.content +", "(m.content if loop.last else '') +", 1),
-        [Q, ONE | {"train": False}, R, TWO, Q, ONE], {},
-        "which message a {% generation %} block is of cannot be told, since earlier ones change as the talk goes on; name",
+        LAST_BLOCK, [Q, ONE | {"train": False}, R, TWO], {},
+        "which message a {% generation %} block is of cannot be told, since not every answer has one; put one around each",
     ),
 ]  # fmt: skip
 
