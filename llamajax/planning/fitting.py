@@ -6,10 +6,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from llamajax.config.model import REMATS
+from llamajax.config.parallel import num_parts
 from llamajax.config.run import Config
 from llamajax.errors import ConfigError
 from llamajax.planning.cost.flops import planned_flops
 from llamajax.planning.memory import MemoryPlan, estimate
+from llamajax.step.forms import sequence_form
 
 ESTIMATE_MARGIN = 1.1
 """Candidates are compiled although what is expected of them is this much above the card: it is that inexact."""
@@ -75,11 +77,12 @@ def _shortfall(config: Config, memory: MemoryPlan) -> float:
 
 
 def candidates(config: Config, shortfall: float = 1.0) -> Iterator[Candidate]:
-    """Changes after which `config` should fit by the formulas times `shortfall`: single ones first, then pairs and
-    triples; each with the fewest devices and then the fewest FLOPs first.
+    """Changes after which `config` should fit by the formulas times `shortfall`: other forms of split rows; then single
+    ones, pairs and triples, each with the fewest devices and then the fewest FLOPs first.
 
     Of changes of one kind only the smallest that is enough is offered, and none together with others that is enough alone.
     """
+    yield from _other_sequence_forms(config)
     stronger = REMATS[REMATS.index(config.model.remat) + 1 :]
     moments = [{"optimizer.moment_dtype": "bfloat16"}] if config.optimizer.moment_dtype == "float32" else []
     remat = [{"model.remat": policy} for policy in stronger]
@@ -91,6 +94,17 @@ def candidates(config: Config, shortfall: float = 1.0) -> Iterator[Candidate]:
             (offer for offer in offers if offer is not None),
             key=lambda offer: (offer.config.hardware.num_devices, offer.flops_ratio),
         )
+
+
+def _other_sequence_forms(config: Config) -> Iterator[Candidate]:
+    """Other ways for devices to share rows. Formulas do not tell them apart: what one needs beyond them another need not."""
+    axes = config.mesh.axis_sizes(config.hardware.num_devices)
+    if num_parts("seq", axes) == 1:
+        return
+    present, _ = sequence_form(config, axes)
+    for form in ("ulysses", "gather", "ring"):
+        if form != present and (candidate := _if_it_fits(config, {"parallel.sequence": form}, 1.0)) is not None:
+            yield candidate
 
 
 def _smallest(config: Config, choices: Iterable[tuple[Changes, ...]], shortfall: float) -> Candidate | None:

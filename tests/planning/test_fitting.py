@@ -1,5 +1,8 @@
 """What to change when a plan does not fit: the candidates by formula, and their price."""
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
 from llamajax.config.data import DataConfig, SourceConfig
@@ -9,7 +12,7 @@ from llamajax.config.model import ModelConfig
 from llamajax.config.parallel import MeshConfig
 from llamajax.config.training import OptimizerConfig, TrainConfig
 from llamajax.planning.cost.flops import planned_flops
-from llamajax.planning.fitting import ESTIMATE_MARGIN, candidates
+from llamajax.planning.fitting import ESTIMATE_MARGIN, candidates, suggestions
 from llamajax.planning.memory import estimate
 from tests.tiny import tiny_config
 
@@ -49,6 +52,27 @@ def test_what_is_enough_alone_comes_first_and_in_no_pair():
     assert len(pairs) == 1
     for key, value in pairs[0].items():
         assert not expected_to_fit(LLAMA_8B.changed({key: value}))
+
+
+def test_where_a_ring_does_not_fit_another_form_of_split_rows_is_tried_before_all_else():
+    """By formulas the three need about the same: by how much the ring needs more says nothing of the others."""
+    ring = LLAMA_8B.changed({
+        "mesh.data": 1, "mesh.fsdp": 1, "mesh.sequence": 8, "model.remat": "full", "parallel.sequence": "ring",
+        "train.global_batch_size": 4,
+    })  # fmt: skip
+    tried = []
+
+    def compiled(config) -> Any:
+        tried.append(config.parallel.sequence)
+        needed = 40 if config.parallel.sequence == "gather" else 100
+        return SimpleNamespace(fits=needed <= 80, peak_bytes=needed * 2**30), 1.0
+
+    memory, _ = compiled(ring)
+    assert not memory.fits
+    first, *_ = suggestions(ring, memory, compiled=compiled)
+    assert first.candidate.changes == {"parallel.sequence": "gather"}
+    assert tried[:3] == ["ring", "ulysses", "gather"]
+    assert not any("parallel.sequence" in offer.changes for offer in candidates(LLAMA_8B))
 
 
 @pytest.mark.parametrize("kernel", ["plain", "cudnn", "pallas"])
