@@ -4,6 +4,7 @@ import importlib.metadata
 import json
 import subprocess
 import sys
+from typing import get_args
 
 import pytest
 
@@ -11,7 +12,7 @@ from llamajax import plan as plan_command
 from llamajax.config.data import StageConfig
 from llamajax.config.file import dump_config
 from llamajax.config.formulas import num_params
-from llamajax.config.machine import HardwareConfig
+from llamajax.config.machine import HardwareConfig, PlannedGpu
 from llamajax.planning import run as plan
 from llamajax.planning.xla import compile as planning_compile
 from tests.config.test_calibration import MEASUREMENT
@@ -159,7 +160,7 @@ def test_the_command_line_answers_without_jax(tmp_path):
     assert outcome.stdout == ""
     assert outcome.stderr.splitlines() == [
         "--pictur: is no option; did you mean --picture?",
-        "--hardware.gpu: must be one of none, a100-40gb, a100-80gb, h100, h200, not b300",
+        f"--hardware.gpu: must be one of none, {', '.join(get_args(PlannedGpu))}, not b300; did you mean b200?",
     ]
 
 
