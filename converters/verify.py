@@ -4,44 +4,57 @@ import dataclasses
 import importlib.util
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
 from jaxtyping import Array, Float32, Int32
 
 from llamajax.checkpoint.read import restore
+from llamajax.config.hf_config import CONFIG
+from llamajax.config.json_file import read_json
 from llamajax.config.model import ModelConfig
 from llamajax.errors import CheckpointError, ConfigError
 from llamajax.model import Llama
+from llamajax.model.rope import inverse_frequencies, score_factor
+from llamajax.weights.float8 import quantization_of, with_scales
 from llamajax.weights.hf_files import open_model
 
 _ALLOWED = 16
 """Times what nudging every weight by its last fp32 bit does to the logits (root mean squares). Right conversions stay below
-4, even where torch's fp32 power, which depends on the CPU, is a bit off in the rotary frequencies and positions are far; one
-wrong setting or a few weights in a wrong place were found from 59 on, and mostly are in the thousands (LOG.md)."""
+4; one wrong setting or a few weights in a wrong place were found from 59 on, and mostly are in the thousands (LOG.md)."""
+_FREQUENCY_BITS = 2.0**-22
+"""By which rotary frequencies may differ, relative: two of their last bits. torch's fp32 power depends on the CPU."""
+_NEAR = 1024
+"""Positions below it are compared. At 131,072 the last bit of one frequency turns a head by 0.008 rad, which moves logits by
+hundreds of times their rounding; here, by no more than that."""
+_WRONG = "the converted model is wrong and was not kept; please report this, or look at it with --no-verify"
 
 
 def compare_logits(hf_dir: Path, run_dir: Path, step: int, config: ModelConfig, dtype: str) -> str:
     """Compares on fixed prompts, in fp32 from weights rounded to `dtype` on both sides; needs a current mesh.
 
-    Positions reach to the end of the context, where a wrong stretch of the rotary frequencies shows.
+    Rotary frequencies, on which all far positions rest, are compared by themselves: not by what they do to logits, which
+    grows with the position until a last bit looks like a wrong weight.
 
     Returns:
         What was found, or why nothing was compared, in a few words.
 
     Raises:
-        CheckpointError: the logits differ by more than rounding, or weights are no finite numbers.
+        CheckpointError: frequencies or logits differ by more than rounding, or weights are no finite numbers.
         ConfigError: transformers cannot read the directory.
     """
     if importlib.util.find_spec("torch") is None:
         return "skipped, because torch, which transformers computes with, is not installed"
     rng = np.random.default_rng(0)
-    T = min(32, config.max_seq_len)
+    T, near = min(32, config.max_seq_len), min(_NEAR, config.max_seq_len)
     tokens = rng.integers(0, config.vocab_size, (2, T), dtype=np.int32)
-    far = np.sort(rng.choice(config.max_seq_len, T, replace=False))
-    positions = np.stack([np.arange(T), far]).astype(np.int32)
+    apart = np.sort(rng.choice(near, T, replace=False))
+    positions = np.stack([np.arange(T), apart]).astype(np.int32)
     ours, nudged = _our_logits(run_dir, step, config, dtype, tokens, positions)
-    theirs = _hf_logits(hf_dir, dtype, tokens, positions)
+    model, of_what = _hf_model(hf_dir, dtype)
+    _compare_frequencies(hf_dir, config, model)
+    theirs = _hf_logits(model, tokens, positions)
     if not np.isfinite(theirs).all() and not np.isfinite(ours).all():
         raise CheckpointError(
             f"{hf_dir}: {_not_finite(hf_dir)}, so there is nothing to compare; take weights from before that, or keep these"
@@ -49,11 +62,20 @@ def compare_logits(hf_dir: Path, run_dir: Path, step: int, config: ModelConfig, 
         )
     difference, largest = float(np.max(np.abs(ours - theirs))), float(np.max(np.abs(theirs)))
     if not _rms(ours - theirs) <= _ALLOWED * _rms(ours - nudged):
-        raise CheckpointError(
-            f"{hf_dir}: logits of transformers differ from ours by up to {difference:.1e} of {largest:.2g}; the converted"
-            " model is wrong and was not kept; please report this, or look at it with --no-verify"
-        )
-    return f"logits of transformers differ by at most {difference:.1e} (the largest is {largest:.2g})"
+        rule = f"differ from ours by up to {difference:.1e} of {largest:.2g}"
+        raise CheckpointError(f"{hf_dir}: logits of transformers {rule}; {_WRONG}")
+    return f"logits of transformers{of_what} differ by at most {difference:.1e} (the largest is {largest:.2g})"
+
+
+def _compare_frequencies(hf_dir: Path, config: ModelConfig, model: Any) -> None:
+    rotary = model.get_decoder().rotary_emb
+    theirs, ours = rotary.inv_freq.numpy().astype(np.float64), inverse_frequencies(config).astype(np.float64)
+    if theirs.shape != ours.shape or not np.max(np.abs(theirs / ours - 1)) <= _FREQUENCY_BITS:
+        raise CheckpointError(f"{hf_dir}: rotary frequencies of transformers are not ours; {_WRONG}")
+    factors = rotary.attention_scaling**2, score_factor(config)
+    if abs(factors[0] / factors[1] - 1) > _FREQUENCY_BITS:
+        rule = f"multiplies attention's scores by {factors[0]:.6g}, we by {factors[1]:.6g}"
+        raise CheckpointError(f"{hf_dir}: transformers {rule}; {_WRONG}")
 
 
 def _rms(values: np.ndarray) -> float:
@@ -97,22 +119,26 @@ def _logits(
     return jax.tree.unflatten(structure, moved)(tokens, None, positions)
 
 
-def _hf_logits(
-    hf_dir: Path, dtype: str, tokens: Int32[np.ndarray, "B T"], positions: Int32[np.ndarray, "B T"]
-) -> Float32[np.ndarray, "B T V"]:
+def _hf_model(hf_dir: Path, dtype: str) -> tuple[Any, str]:
+    """transformers' model in fp32, of weights rounded to `dtype`; and a word about where those are not as it reads them.
+
+    Weights in float8 are those that we read: transformers rounds them to bfloat16, or reads them on GPUs only.
+    """
     import torch  # an optional dependency
     import transformers
 
     transformers.utils.logging.disable_progress_bar()
+    wide, options = getattr(torch, dtype), {"attn_implementation": "eager", "trust_remote_code": False}
+    body = read_json(hf_dir / CONFIG)
     try:
-        model = transformers.AutoModelForCausalLM.from_pretrained(
-            hf_dir,
-            dtype=getattr(torch, dtype),
-            attn_implementation="eager",
-            trust_remote_code=False,
-            use_safetensors=True,
-            local_files_only=True,
-        )
+        if (quantization := quantization_of(body, hf_dir / CONFIG)) is None:
+            model = transformers.AutoModelForCausalLM.from_pretrained(
+                hf_dir, dtype=wide, use_safetensors=True, local_files_only=True, **options
+            )
+            return model.float().eval(), ""
+        plain = {key: value for key, value in body.items() if key != "quantization_config"}
+        known = transformers.AutoConfig.for_model(**plain)
+        model = transformers.AutoModelForCausalLM.from_config(known, dtype=torch.float32, **options)
     except MemoryError:
         raise
     except Exception as error:  # it checks config.json by rules of its own, which change with its version
@@ -121,9 +147,20 @@ def _hf_logits(
             f"{hf_dir}: transformers {transformers.__version__} cannot read it, and nothing was compared: {reason}; correct"
             " that, or convert with --no-verify"
         ) from error
+    found = with_scales(open_model(hf_dir), quantization)
+    weights = {name: torch.from_numpy(stored.read().astype(np.float32)).to(wide).float() for name, stored in found.items()}
+    missing, unexpected = model.load_state_dict(weights, strict=False)
+    assert set(missing) | set(unexpected) <= {"lm_head.weight"}, "names were compared before"
+    model.tie_weights()
+    return model.eval(), " (its weights made of float8 by us)"
+
+
+def _hf_logits(
+    model: Any, tokens: Int32[np.ndarray, "B T"], positions: Int32[np.ndarray, "B T"]
+) -> Float32[np.ndarray, "B T V"]:
+    import torch
+
     inputs = {"input_ids": tokens, "position_ids": positions, "attention_mask": np.ones_like(tokens)}
     with torch.no_grad():
-        output = model.float().eval()(
-            **{name: torch.from_numpy(array).long() for name, array in inputs.items()}, use_cache=False
-        )
+        output = model(**{name: torch.from_numpy(array).long() for name, array in inputs.items()}, use_cache=False)
     return output.logits.numpy()

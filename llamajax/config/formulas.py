@@ -30,7 +30,12 @@ def num_params(model: ModelConfig) -> int:
     """All parameters."""
     norms = (2 * model.num_layers + 1) * model.embed_dim
     qk_norms = 2 * model.num_layers * model.head_dim if model.qk_norm else 0
-    biases = model.num_layers * (model.num_heads + 2 * model.num_kv_heads) * model.head_dim if model.qkv_bias else 0
+    of_layer = {
+        "qkv_bias": (model.num_heads + 2 * model.num_kv_heads) * model.head_dim,
+        "output_bias": model.embed_dim,
+        "mlp_bias": 2 * model.mlp_dim + model.embed_dim,
+    }
+    biases = model.num_layers * sum(size for name, size in of_layer.items() if getattr(model, name))
     embedding = 0 if model.tie_embeddings else model.vocab_size * model.embed_dim
     return num_matmul_params(model) + norms + qk_norms + biases + embedding
 

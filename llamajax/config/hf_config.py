@@ -6,20 +6,12 @@ from pathlib import Path
 from typing import Any
 
 from llamajax.config.architectures import ARCHITECTURES, LLAMA, MISTRAL, Architecture, architecture_of
-from llamajax.config.model import DType, ModelConfig, RopeScalingConfig
+from llamajax.config.hf_rope import read_rope, rope_fields
+from llamajax.config.model import DType, ModelConfig
 from llamajax.errors import ConfigError, show
 
 CONFIG = "config.json"
 SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
-
-_LLAMA3_KEYS = {
-    "factor": "factor",
-    "low_freq_factor": "low_freq_factor",
-    "high_freq_factor": "high_freq_factor",
-    "original_max_position_embeddings": "original_max_seq_len",
-}
-_ROPE_KEYS = {"default": {}, "linear": {"factor": "factor"}, "llama3": _LLAMA3_KEYS}
-"""Their settings of each rope_type and ours."""
 
 
 def read_hf_config(body: dict[str, Any], path: Path, param_dtype: DType) -> tuple[ModelConfig, dict[str, Any]]:
@@ -46,10 +38,14 @@ def read_hf_config(body: dict[str, Any], path: Path, param_dtype: DType) -> tupl
             raise ConfigError(f"{path}: {key}: must be {what}, not {show(str(value))}; correct it")
         return kind(value)
 
-    tied = body.get("tie_word_embeddings", False)
-    if type(tied) is not bool:
-        raise ConfigError(f"{path}: tie_word_embeddings: must be true or false, not {show(str(tied))}; correct it")
-    theta, scaling = _read_rope(body, path)
+    def flag(key: str) -> bool:
+        if type(value := body.get(key, False)) is not bool:
+            raise ConfigError(f"{path}: {key}: must be true or false, not {show(str(value))}; correct it")
+        return value
+
+    attention_bias, mlp_bias = (key in architecture.biases and flag(key) for key in ("attention_bias", "mlp_bias"))
+    max_seq_len = number("max_position_embeddings")
+    theta, scaling = read_rope(body, max_seq_len, path)
     num_heads, embed_dim = number("num_attention_heads"), number("hidden_size")
     try:
         config = ModelConfig(
@@ -60,14 +56,16 @@ def read_hf_config(body: dict[str, Any], path: Path, param_dtype: DType) -> tupl
             num_heads=num_heads,
             num_kv_heads=number("num_key_value_heads", num_heads),
             head_dim=number("head_dim", embed_dim // num_heads),
-            max_seq_len=number("max_position_embeddings"),
+            max_seq_len=max_seq_len,
             rope_theta=theta,
             rope_scaling=scaling,
             norm_eps=number("rms_norm_eps", 1e-6, float),
             sliding_window=_read_window(body, architecture, path),
-            qkv_bias=architecture.qkv_bias,
+            qkv_bias=architecture.qkv_bias or attention_bias,
+            output_bias=attention_bias,
+            mlp_bias=mlp_bias,
             qk_norm=architecture.qk_norm,
-            tie_embeddings=tied,
+            tie_embeddings=flag("tie_word_embeddings"),
             init_std=number("initializer_range", 0.02, float),
             param_dtype=param_dtype,
             compute_dtype=param_dtype,
@@ -156,55 +154,6 @@ def token_ids(value: Any, key: str, path: Path, config: ModelConfig) -> Any:
     return value
 
 
-def _read_rope(body: dict[str, Any], path: Path) -> tuple[float, RopeScalingConfig]:
-    """rope_theta and the stretch, from the fields of transformers 5 (`rope_parameters`), of 4, or of both if they agree."""
-    new, old = body.get("rope_parameters"), body.get("rope_scaling")
-    for key, value in (("rope_parameters", new), ("rope_scaling", old)):
-        if value is not None and not isinstance(value, dict):
-            raise ConfigError(f"{path}: {key}: must be an object or null, not {show(str(value))}; correct it")
-    old_theta = body.get("rope_theta")
-    new_theta = old_theta if new is None else new.get("rope_theta", old_theta)
-    if old_theta is not None and new_theta != old_theta:
-        raise ConfigError(
-            f"{path}: rope_theta: {show(str(old_theta))} contradicts rope_parameters.rope_theta, {show(str(new_theta))};"
-            " keep the right one"
-        )
-    theta = 10000.0 if new_theta is None else _positive(new_theta, "rope_theta", path)
-    scaling = _read_scaling(old or {}, "rope_scaling", path)
-    if new is not None:
-        from_old, scaling = scaling, _read_scaling(new, "rope_parameters", path)
-        if "rope_scaling" in body and from_old != scaling:
-            raise ConfigError(f"{path}: rope_scaling: contradicts rope_parameters; keep the right one")
-    return theta, scaling
-
-
-def _read_scaling(rope: dict[str, Any], key: str, path: Path) -> RopeScalingConfig:
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if not isinstance(kind, str) or kind not in _ROPE_KEYS or rope.get("type", kind) != kind:
-        raise ConfigError(f"{path}: {key}.rope_type: {show(str(kind))} is not one of {', '.join(_ROPE_KEYS)}")
-    unknown = sorted(rope.keys() - _ROPE_KEYS[kind].keys() - {"rope_type", "type", "rope_theta"})
-    if unknown:
-        raise ConfigError(f"{path}: {key}.{show(unknown[0])}: has no meaning with rope_type={kind}; remove it")
-    if kind == "default":
-        return RopeScalingConfig()
-    values: dict[str, Any] = {}
-    for theirs, ours in _ROPE_KEYS[kind].items():
-        if theirs not in rope:
-            raise ConfigError(f"{path}: {key}.{theirs}: is missing, but rope_type={kind} needs it; add it")
-        value = _positive(rope[theirs], f"{key}.{theirs}", path)
-        values[ours] = int(value) if ours == "original_max_seq_len" else value
-    try:
-        return RopeScalingConfig(kind="linear" if kind == "linear" else "llama3", **values)
-    except ConfigError as error:
-        raise ConfigError(f"{path}: {key}: {'; '.join(str(error).splitlines())}") from error
-
-
-def _positive(value: Any, key: str, path: Path) -> float:
-    if type(value) not in (int, float) or not 0 < value < 1e12:
-        raise ConfigError(f"{path}: {key}: must be a positive number, not {show(str(value))}; correct it")
-    return float(value)
-
-
 def hf_config_of(
     config: ModelConfig, special_tokens: dict[str, Any], dtype: str, architecture: Architecture | None = None
 ) -> dict[str, Any]:
@@ -216,10 +165,8 @@ def hf_config_of(
         dtype: type of the weights in the files.
         architecture: what the model is to be; None: see `architecture_of`.
     """
-    architecture, scaling = architecture or architecture_of(config), config.rope_scaling
-    kind = "default" if scaling.kind == "none" else scaling.kind
-    stretch: dict[str, Any] = {"rope_type": kind}
-    stretch |= {theirs: getattr(scaling, ours) for theirs, ours in _ROPE_KEYS[kind].items()}
+    architecture = architecture or architecture_of(config)
+    biases = {"attention_bias": config.output_bias, "mlp_bias": config.mlp_bias}
     return {
         "architectures": [architecture.class_name],
         "model_type": architecture.model_type,
@@ -231,18 +178,15 @@ def hf_config_of(
         "num_key_value_heads": config.num_kv_heads,
         "head_dim": config.head_dim,
         "hidden_act": "silu",
-        "max_position_embeddings": config.max_seq_len,
         "initializer_range": config.init_std,
         "rms_norm_eps": config.norm_eps,
         "use_cache": True,
         **special_tokens,
         "tie_word_embeddings": config.tie_embeddings,
-        **(architecture.written or {}),
+        **{key: biases[key] for key in architecture.biases},
         **_window_fields(config, architecture),
         "attention_dropout": 0.0,
-        "rope_theta": config.rope_theta,
-        "rope_scaling": None if kind == "default" else stretch,
-        "rope_parameters": stretch | {"rope_theta": config.rope_theta},
+        **rope_fields(config),
         "torch_dtype": dtype,
         "dtype": dtype,
     }

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from llamajax.config.parallel import axes_of, num_parts, product
-from llamajax.config.rules import Bound, PositiveFloat, PositiveInt, PositiveIntOrUnset, Section
+from llamajax.config.rules import Bound, PositiveFloat, PositiveFloatOrUnset, PositiveInt, PositiveIntOrUnset, Section
 
 DType = Literal["float32", "bfloat16"]
 MatmulDType = Literal["compute_dtype", "float8", "float8_unrounded"]
@@ -25,8 +25,10 @@ EvenInt = Annotated[PositiveInt, Bound(lambda value: value % 2 == 0, "must be ev
 class RopeScalingConfig(Section):
     """How rotary frequencies are stretched beyond the length the model was first trained on."""
 
-    kind: Literal["none", "linear", "llama3"] = "none"
-    """`none`: plain RoPE. `linear`: all frequencies divided by `factor`. `llama3`: only the long wavelengths."""
+    kind: Literal["none", "linear", "llama3", "yarn", "dynamic"] = "none"
+    """`none`: plain RoPE. `linear`: all frequencies divided by `factor`. `llama3` and `yarn`: only the long wavelengths;
+    `yarn` also sharpens attention. `dynamic`: plain RoPE up to `original_max_seq_len`; beyond, transformers stretches by
+    the length of the whole sequence, so that such a model has no longer ones here."""
     factor: Annotated[float, Bound(lambda value: value >= 1, "must be at least 1.0")] = 1.0
     """Stretch of the long wavelengths."""
     low_freq_factor: float = 1.0
@@ -34,13 +36,25 @@ class RopeScalingConfig(Section):
     high_freq_factor: float = 4.0
     """`llama3`: wavelengths below `original_max_seq_len / high_freq_factor` are left alone."""
     original_max_seq_len: PositiveInt = 8192
-    """`llama3`: tokens per sequence of the pretraining that the stretch starts from."""
+    """`llama3`, `yarn`, `dynamic`: tokens per sequence of the pretraining that the stretch starts from."""
+    beta_fast: PositiveFloat = 32.0
+    """`yarn`: wavelengths that fit so many times into the original length are left alone."""
+    beta_slow: PositiveFloat = 1.0
+    """`yarn`: wavelengths that fit so many times into it are fully stretched."""
+    attention_factor: PositiveFloatOrUnset = None
+    """`yarn`: factor of queries and of keys; unset: 0.1 ln(factor) + 1."""
+    truncate: bool = True
+    """`yarn`: the two bounds are rounded outwards to whole pairs of head dims."""
 
     def broken_rules(self) -> Iterator[str]:
         if self.kind == "none" and self.factor != 1.0:
-            yield f"factor: {self.factor} has no effect with kind=none; set kind to linear or llama3, or remove factor"
+            yield f"factor: {self.factor} has no effect with kind=none; set kind to linear, llama3 or yarn, or remove factor"
         if not 0 < self.low_freq_factor < self.high_freq_factor:
             yield f"low_freq_factor: {self.low_freq_factor} must be between 0 and high_freq_factor={self.high_freq_factor}"
+        if self.beta_slow >= self.beta_fast:
+            yield f"beta_slow: {self.beta_slow} must be below beta_fast={self.beta_fast}"
+        if self.attention_factor is not None and self.kind != "yarn":
+            yield f"attention_factor: has no effect with kind={self.kind}; set kind to yarn, or remove this"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,6 +90,10 @@ class ModelConfig(Section):
     otherwise only its own document, as Llama 3 was."""
     qkv_bias: bool = False
     """Add learned biases to queries, keys and values (Qwen2)."""
+    output_bias: bool = False
+    """Add a learned bias to attention's output, as Llamas with `attention_bias` have beside `qkv_bias`."""
+    mlp_bias: bool = False
+    """Add learned biases to gate, input and output of the MLP, as Llamas with `mlp_bias` have."""
     qk_norm: bool = False
     """RMSNorm every head's queries and keys before they are turned by their positions (Qwen3)."""
     tie_embeddings: bool = False
@@ -110,6 +128,12 @@ class ModelConfig(Section):
     def broken_rules(self) -> Iterator[str]:
         if min(self.num_heads, self.num_kv_heads) > 0 and self.num_heads % self.num_kv_heads:
             yield f"num_kv_heads: {self.num_kv_heads} must divide num_heads={self.num_heads}"
+        longest = self.rope_scaling.original_max_seq_len
+        if self.rope_scaling.kind == "dynamic" and self.max_seq_len > longest:
+            rule = f"must be at most rope_scaling.original_max_seq_len={longest} with kind=dynamic"
+            yield f"max_seq_len: {self.max_seq_len} {rule}; choose yarn or linear for longer sequences"
+        if self.rope_scaling.kind == "yarn" and self.rope_theta <= 1:
+            yield f"rope_theta: {self.rope_theta} must be above 1 with rope_scaling.kind=yarn"
         if self.float8_exempt and self.matmul_dtype == "compute_dtype":
             yield "float8_exempt: has no effect with matmul_dtype=compute_dtype; set that to float8, or remove this"
         if len(set(self.float8_exempt)) == len(MATRICES):

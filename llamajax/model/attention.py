@@ -1,7 +1,8 @@
 """Grouped-query self-attention (arXiv:2305.13245): causal, and closed between the documents of a packed row.
 
-What Mistral and Qwen change is told by the configuration: a sliding window (arXiv:2310.06825), biases of queries, keys
-and values (arXiv:2407.10671), norms of queries and keys (arXiv:2505.09388).
+What others change is told by the configuration: a sliding window (Mistral, arXiv:2310.06825), biases of queries, keys and
+values (Qwen2, arXiv:2407.10671) and of the output (Llama with `attention_bias`), norms of queries and keys (Qwen3,
+arXiv:2505.09388).
 """
 
 import math
@@ -17,7 +18,7 @@ from jaxtyping import Array, Float
 from llamajax.config.model import AttentionKernel, ModelConfig
 from llamajax.config.parallel import SequenceForm, TensorForm, num_parts
 from llamajax.kernels.attention import Keys, Mask, Past, Queries, attend
-from llamajax.model.layers import RMSNorm, normal, output_first, residual_std
+from llamajax.model.layers import RMSNorm, normal, output_first, residual_std, with_bias
 from llamajax.model.rope import RopeTable, apply_rope, score_factor
 from llamajax.parallel.matmul import gathered_matmul, scattered_matmul
 from llamajax.parallel.sharding import spec
@@ -41,7 +42,7 @@ class Attention(nnx.Module):
 
     `wqkv` is [D, K, G + 2, H]: for each of the K kv heads its G query heads, then its key, then its value, so that
     splitting kv heads over devices keeps a group together. `wo` is [D, K, G, H]. Query head n is k * G + g.
-    `qkv_bias` is [K, G + 2, H], in the order of `wqkv`.
+    `qkv_bias` is [K, G + 2, H], in the order of `wqkv`; `output_bias` is [D].
 
     Where there are more devices than kv heads to split over them, these are stored whole, and compute takes one kv head per
     device: each a copy of one of the K, with its share of that one's query heads.
@@ -60,6 +61,7 @@ class Attention(nnx.Module):
         self.wo = weight((D, K, G, H), dtype, stored=stored, compute=compute, init=init, arrange=_split_queries)
         bias = weight((K, G + 2, H), dtype, stored=heads, compute=None, init=jnp.zeros) if config.qkv_bias else None
         self.qkv_bias = bias
+        self.output_bias = weight((D,), dtype, stored=(None,), compute=None, init=jnp.zeros) if config.output_bias else None
         self.q_norm = RMSNorm(H, config) if config.qk_norm else None
         self.k_norm = RMSNorm(H, config) if config.qk_norm else None
         self.scale = score_factor(config) / math.sqrt(H)
@@ -83,16 +85,15 @@ class Attention(nnx.Module):
         with jax.named_scope("attend"):
             out, _ = attend(q, k, v, rows.mask, self.scale, past=past, kernel=self.kernel, sequence=sequence)
         with jax.named_scope("output_projection"):
-            return scattered_matmul(out, self.wo[...], jax.typeof(x).sharding.spec, tensor), (k, v)
+            out = scattered_matmul(out, self.wo[...], jax.typeof(x).sharding.spec, tensor)
+            return with_bias(out, self.output_bias), (k, v)
 
     def _project(self, x: Float[Array, "B T D"], rows: Rows, tensor: TensorForm) -> tuple[Queries, Keys, Keys]:
         """Queries, keys and values, the first two turned by their positions."""
         with jax.named_scope("qkv"):
             qkv = gathered_matmul(x, self.wqkv[...], tensor)
             if self.qkv_bias is not None:
-                # Added in fp32, so that its gradient, a sum over all tokens, is summed in fp32.
-                bias = _split_qkv(self.qkv_bias[...][None], jnp.float32)
-                qkv = (qkv.astype(jnp.float32) + bias[None]).astype(x.dtype)
+                qkv = with_bias(qkv, _split_qkv(self.qkv_bias[...][None], jnp.float32)[0])
             qkv = checkpoint_name(qkv, "qkv")
             q, k, v = qkv[:, :, :, :-2], qkv[:, :, :, -2:-1], qkv[:, :, :, -1]
         if self.q_norm is not None and self.k_norm is not None:

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -38,6 +39,16 @@ def residual_std(config: ModelConfig) -> float:
     return config.init_std / math.sqrt(2 * config.num_layers)
 
 
+def with_bias(x: Float[Array, "B T *N"], bias: nnx.Param | Float[Array, "*N"] | None) -> Float[Array, "B T *N"]:
+    """x plus a learned bias, if the model has one; of x's dtype.
+
+    Added in fp32, so that its gradient, a sum over all tokens, is summed in fp32.
+    """
+    if bias is None:
+        return x
+    return (x.astype(jnp.float32) + bias[...].astype(jnp.float32)[None, None]).astype(x.dtype)
+
+
 class RMSNorm(nnx.Module):
     """Scales the last dim, of `size`, to a root mean square of one, then by learned weights (arXiv:1910.07467)."""
 
@@ -62,6 +73,9 @@ class MLP(nnx.Module):
         self.w_gate_up = weight((D, 2, F), dtype, stored=("embed", None, "mlp"), compute=(None, None, "mlp"), init=init)
         init = output_first(normal(down_key, residual_std(config)))
         self.w_down = weight((D, F), dtype, stored=("embed", "mlp"), compute=(None, "mlp"), init=init)
+        bias = partial(weight, dtype=dtype, compute=None, init=jnp.zeros)
+        self.gate_up_bias = bias((2, F), stored=(None, "mlp")) if config.mlp_bias else None
+        self.down_bias = bias((D,), stored=(None,)) if config.mlp_bias else None
 
     def __call__(
         self, x: Float[Array, "B T D"], tensor: TensorForm = "collective", *, gates_in_stack: bool = False
@@ -76,8 +90,11 @@ class MLP(nnx.Module):
         """
         residual, w_down = jax.typeof(x).sharding.spec, self.w_down[...]
         with jax.named_scope("gate_up"):
-            gate_up = checkpoint_name(gathered_matmul(x, self.w_gate_up[...], tensor), "gate_up")
+            gate_up = with_bias(gathered_matmul(x, self.w_gate_up[...], tensor), self.gate_up_bias)
+            gate_up = checkpoint_name(gate_up, "gate_up")
         with jax.named_scope("down_projection"):
             if gates_in_stack:
-                return scattered_matmul(gated(gate_up), w_down, residual, tensor)
-            return scattered_matmul(gate_up, w_down, residual, tensor, made=Made(gated, gated_and_gradient))
+                out = scattered_matmul(gated(gate_up), w_down, residual, tensor)
+            else:
+                out = scattered_matmul(gate_up, w_down, residual, tensor, made=Made(gated, gated_and_gradient))
+            return with_bias(out, self.down_bias)

@@ -33,7 +33,7 @@ def inverse_frequencies(config: ModelConfig) -> Float32[np.ndarray, "half"]:
     plain = np.float32(1.0) / np.array(powers, np.float32)
     scaling = config.rope_scaling
     match scaling.kind:
-        case "none":
+        case "none" | "dynamic":  # which is plain in all sequences that the configuration allows
             return plain
         case "linear":
             return plain / np.float32(scaling.factor)
@@ -46,6 +46,23 @@ def inverse_frequencies(config: ModelConfig) -> Float32[np.ndarray, "half"]:
             low, high = scaling.low_freq_factor, scaling.high_freq_factor
             kept = np.clip((turns - np.float32(low)) / np.float32(high - low), 0, 1)
             return (1 - kept) * plain / np.float32(scaling.factor) + kept * plain
+        case "yarn":
+            # As `llama3` by numbers of turns, but linearly in the number of the pair (YaRN, arXiv:2309.00071, 3.2).
+            first, last = (_pair_that_turns(beta, config) for beta in (scaling.beta_fast, scaling.beta_slow))
+            if scaling.truncate:
+                first, last = math.floor(first), math.ceil(last)
+            first, last = max(first, 0), min(last, config.head_dim - 1)
+            width = last - first or 0.001
+            pairs = np.arange(config.head_dim // 2, dtype=np.float32)
+            kept = 1 - np.clip((pairs - np.float32(first)) / np.float32(width), 0, 1)
+            stretched = np.float32(1.0) / (np.float32(scaling.factor) * np.array(powers, np.float32))
+            return stretched * (1 - kept) + plain * kept
+
+
+def _pair_that_turns(turns: float, config: ModelConfig) -> float:
+    """The pair of head dims, fractions between two included, that turns so often within the original length."""
+    wavelength = config.rope_scaling.original_max_seq_len / (turns * 2 * math.pi)
+    return config.head_dim * math.log(wavelength) / (2 * math.log(config.rope_theta))
 
 
 def score_factor(config: ModelConfig) -> float:
@@ -53,9 +70,12 @@ def score_factor(config: ModelConfig) -> float:
 
     The square of transformers' `attention_factor`, which is put on queries and on keys there.
     """
-    match config.rope_scaling.kind:
-        case "none" | "linear" | "llama3":
+    scaling = config.rope_scaling
+    match scaling.kind:
+        case "none" | "linear" | "llama3" | "dynamic":
             return 1.0
+        case "yarn":
+            return (scaling.attention_factor or 0.1 * math.log(scaling.factor) + 1) ** 2
 
 
 def rope_tables(positions: Int32[Array, "B T"], config: ModelConfig) -> tuple[RopeTable, RopeTable]:

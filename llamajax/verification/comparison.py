@@ -16,7 +16,8 @@ TOLERANCE = 1e-5
 SCALARS = ("tokens", "loss", "gradient norm")
 KINDS = ("gradient", "first moment", "second moment", "weight")
 _FORWARD = (
-    "embedding", "attention_norm", "wqkv", "qkv_bias", "q_norm", "k_norm", "wo", "mlp_norm", "w_gate_up", "w_down",
+    "embedding", "attention_norm", "wqkv", "qkv_bias", "q_norm", "k_norm", "wo", "output_bias", "mlp_norm",
+    "w_gate_up", "gate_up_bias", "w_down", "down_bias",
     "final_norm", "head",
 )  # fmt: skip
 """Parameters by the order in which the forward pass takes them."""

@@ -11,6 +11,7 @@ from llamajax.config.model import DType
 from llamajax.data.tokenizer import find_tokenizer
 from llamajax.errors import ConfigError
 from llamajax.weights import hf_files, names
+from llamajax.weights.float8 import quantization_of, with_scales
 from llamajax.weights.pretrained import Pretrained
 from llamajax.weights.safetensors import DTYPES
 
@@ -31,7 +32,9 @@ def open_directory(path: Path, dtype: DType | None = None) -> Pretrained:
     body, generation = read_json(path / CONFIG), hf_files.read_generation(path)
     name, license = hf_files.source_name(path), hf_files.read_license(path / "README.md")
     hf_files.read_travelling(path)  # as training would, to take them along
+    quantization = quantization_of(body, path / CONFIG)
     tensors = {name: stored for name, stored in hf_files.open_model(path).items() if not _BUFFER.fullmatch(name)}
+    tensors = with_scales(tensors, quantization)
     stored_dtypes = {stored.dtype for stored in tensors.values()}
     as_stored: Literal["float32", "bfloat16"] = "bfloat16" if stored_dtypes == {DTYPES["BF16"]} else "float32"
     config, special_tokens = read_hf_config(body, path / CONFIG, dtype or as_stored)

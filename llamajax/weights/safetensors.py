@@ -19,7 +19,13 @@ import numpy as np
 
 from llamajax.errors import ConfigError, show
 
-DTYPES = {"F32": np.dtype(np.float32), "BF16": np.dtype(ml_dtypes.bfloat16), "F16": np.dtype(np.float16)}
+DTYPES = {
+    "F64": np.dtype(np.float64),
+    "F32": np.dtype(np.float32),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+    "F16": np.dtype(np.float16),
+    "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
+}
 CODES = {dtype: code for code, dtype in DTYPES.items()}
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -39,13 +45,15 @@ class Stored:
     shape: tuple[int, ...]
     offset: int
     """Byte of the file where it begins."""
+    scales: "Scales | None" = None
+    """Of values in eight bits; None: they are what is stored."""
 
     @property
     def nbytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
 
     def read(self, start: int = 0, stop: int | None = None) -> np.ndarray:
-        """Rows `start` to `stop` of its leading dim.
+        """Rows `start` to `stop` of its leading dim; in float32, if they are scaled.
 
         Raises:
             ConfigError: the file has become shorter.
@@ -55,7 +63,8 @@ class Stored:
         values = np.fromfile(self.file, self.dtype, math.prod(shape), offset=self.offset + start * row * self.dtype.itemsize)
         if values.size != math.prod(shape):
             raise ConfigError(f"{self.file}: became shorter while it was read; see that nothing writes it and try again")
-        return values.reshape(shape)
+        values = values.reshape(shape)
+        return values if self.scales is None else values.astype(np.float32) * self.scales.read(start, shape)
 
     def equals(self, other: "Stored") -> bool:
         """Whether both have the same shape, type and values."""
@@ -64,6 +73,21 @@ class Stored:
         rows = max(1, _EQUAL_BYTES // (self.nbytes // self.shape[0]))
         starts = range(0, self.shape[0], rows)
         return all(np.array_equal(self.read(at, at + rows), other.read(at, at + rows)) for at in starts)
+
+
+@dataclass(frozen=True)
+class Scales:
+    """What the values of a matrix are multiplied by: a number for each block of them."""
+
+    stored: Stored
+    """A row for each row of blocks."""
+    block: tuple[int, int]
+    """Rows and columns of a block; the last ones are smaller if it does not divide."""
+
+    def read(self, start: int, shape: tuple[int, ...]) -> np.ndarray:
+        """Those of every entry of so many rows, from `start` on."""
+        rows, columns = (np.arange(at, at + size) // of for at, size, of in zip((start, 0), shape, self.block, strict=True))
+        return self.stored.read().astype(np.float32)[rows][:, columns]
 
 
 def stored_tensors(path: Path, header: Mapping[str, Any], data_start: int, size: int) -> dict[str, Stored]:

@@ -35,9 +35,11 @@ EVERYTHING = Config(
         vocab_size=1024, embed_dim=48, mlp_dim=96, num_layers=3, num_heads=6, num_kv_heads=3, head_dim=10, max_seq_len=999,
         rope_theta=500000.0,
         rope_scaling=RopeScalingConfig(
-            kind="llama3", factor=32.0, low_freq_factor=1.5, high_freq_factor=5.0, original_max_seq_len=77
+            kind="yarn", factor=32.0, low_freq_factor=1.5, high_freq_factor=5.0, original_max_seq_len=77,
+            beta_fast=30.0, beta_slow=2.0, attention_factor=1.5, truncate=False,
         ),
-        norm_eps=1e-6, sliding_window=5, qkv_bias=True, qk_norm=True, tie_embeddings=True,
+        norm_eps=1e-6, sliding_window=5, qkv_bias=True, output_bias=True, mlp_bias=True, qk_norm=True,
+        tie_embeddings=True,
         attend_across_documents=True, attention_kernel="plain",
         init_std=1e-22, param_dtype="bfloat16", compute_dtype="float32", remat="none",
         matmul_dtype="float8", float8_exempt=("wo",),

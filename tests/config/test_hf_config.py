@@ -1,6 +1,8 @@
 """config.json in both directions: what is left out, written in several ways, contradictory, or unknown to us."""
 
+import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -52,7 +54,7 @@ def test_what_transformers_reads_out_of_left_out_settings(variant, left_out, cha
         ("qwen2-window", {"layer_types": ["sliding_attention"] * 2}, "layer_types: must be sliding_attention"),
         ("qwen2", {"use_sliding_window": "no"}, "use_sliding_window: must be true or false"),
         ("qwen2", {"layer_types": ["sliding_attention"] * 3}, "layer_types: must be full_attention"),
-        ("qwen3", {"attention_bias": True}, "attention_bias: True is not supported; it must be false"),
+        ("qwen3", {"attention_bias": "no"}, "attention_bias: must be true or false, not no"),
     ],
 )
 def test_layers_that_differ_are_not_read(variant, changes, message):
@@ -63,8 +65,16 @@ def test_layers_that_differ_are_not_read(variant, changes, message):
 
 
 def test_a_model_that_no_architecture_fits():
-    with pytest.raises(ConfigError, match="no architecture of transformers has qk_norm too"):
-        hf_config_of(tiny(qkv_bias=True, qk_norm=True), SPECIAL, "float32")
+    for parts in (("qkv_bias", "qk_norm"), ("output_bias",), ("sliding_window", "mlp_bias"), ("qk_norm", "mlp_bias")):
+        with pytest.raises(ConfigError, match=f"no architecture of transformers has .*{parts[-1]}"):
+            hf_config_of(tiny(**dict.fromkeys(parts, True)), SPECIAL, "float32")
+
+
+def yarn(**settings: Any) -> RopeScalingConfig:
+    return RopeScalingConfig(kind="yarn", factor=4.0, **settings)
+
+
+DYNAMIC = RopeScalingConfig(kind="dynamic", factor=2.0, original_max_seq_len=16384)
 
 
 @pytest.mark.parametrize(
@@ -75,6 +85,20 @@ def test_a_model_that_no_architecture_fits():
         ({"rope_theta": 1e4, "rope_scaling": None}, (1e4, RopeScalingConfig())),
         ({"rope_scaling": {"type": "linear", "factor": 2}}, (1e4, RopeScalingConfig(kind="linear", factor=2.0))),
         ({"rope_parameters": {"rope_theta": 5e5, "rope_type": "default"}}, (5e5, RopeScalingConfig())),
+        ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 1.0}}, (1e4, RopeScalingConfig())),
+        ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, (1e4, yarn(original_max_seq_len=16384))),
+        (
+            {
+                "rope_scaling": {"type": "yarn", "factor": 4, "beta_fast": None, "attention_factor": None, "truncate": True},
+                "original_max_position_embeddings": 4096,
+            },
+            (1e4, yarn(original_max_seq_len=4096)),
+        ),
+        (
+            {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "mscale": 1.0, "mscale_all_dim": 0.5}},
+            (1e4, yarn(original_max_seq_len=16384, attention_factor=(0.1 * math.log(4) + 1) / (0.05 * math.log(4) + 1))),
+        ),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, (1e4, DYNAMIC)),
     ],
 )
 def test_every_way_to_write_rotary_settings(rope, expected):

@@ -18,6 +18,7 @@ TINY = ModelConfig(
     max_seq_len=16384, init_std=0.2,
 )  # fmt: skip
 LLAMA3 = RopeScalingConfig(kind="llama3", factor=8.0, original_max_seq_len=8192)
+YARN = RopeScalingConfig(kind="yarn", factor=4.0, original_max_seq_len=4096, beta_fast=16.0, attention_factor=1.25)
 SPECIAL: dict[str, Any] = {"bos_token_id": 1, "eos_token_id": [2, 3], "pad_token_id": None}
 VARIANTS: dict[str, dict[str, Any]] = {
     "llama1": {"norm_eps": 1e-6},
@@ -26,11 +27,15 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "llama3.1": {"num_kv_heads": 1, "rope_theta": 5e5, "rope_scaling": LLAMA3},
     "llama3.2": {"num_kv_heads": 2, "rope_theta": 5e5, "rope_scaling": LLAMA3, "tie_embeddings": True},
     "linear-scaling": {"rope_scaling": RopeScalingConfig(kind="linear", factor=4.0)},
+    "yarn": {"rope_scaling": YARN},
+    "dynamic": {"rope_scaling": RopeScalingConfig(kind="dynamic", factor=2.0, original_max_seq_len=16384)},
+    "biases": {"num_kv_heads": 2, "qkv_bias": True, "output_bias": True, "mlp_bias": True},
     "separate-head-dim": {"head_dim": 20, "num_kv_heads": 2},
     "mistral": {"num_kv_heads": 2, "sliding_window": 8},
     "qwen2": {"num_kv_heads": 2, "qkv_bias": True, "tie_embeddings": True},
     "qwen2-window": {"num_kv_heads": 1, "qkv_bias": True, "sliding_window": 8},
     "qwen3": {"num_kv_heads": 2, "head_dim": 16, "qk_norm": True},
+    "qwen3-biases": {"num_kv_heads": 2, "head_dim": 16, "qk_norm": True, "qkv_bias": True, "output_bias": True},
 }
 
 
@@ -50,6 +55,10 @@ def write_model(directory: Path, config: ModelConfig, dtype: Any = np.float32) -
     layer = {f"{name}.weight": shape for name, shape in layer.items()}
     if config.qkv_bias:
         layer |= {"self_attn.q_proj.bias": (H,), "self_attn.k_proj.bias": (kv,), "self_attn.v_proj.bias": (kv,)}
+    if config.output_bias:
+        layer |= {"self_attn.o_proj.bias": (D,)}
+    if config.mlp_bias:
+        layer |= {"mlp.gate_proj.bias": (F,), "mlp.up_proj.bias": (F,), "mlp.down_proj.bias": (D,)}
     if config.qk_norm:
         layer |= {f"self_attn.{name}_norm.weight": (config.head_dim,) for name in "qk"}
     shapes = {"model.embed_tokens.weight": (config.vocab_size, D), "model.norm.weight": (D,)}

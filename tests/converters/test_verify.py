@@ -1,5 +1,6 @@
 """Right conversions are accepted and wrong ones found, whatever the size of weights and logits."""
 
+import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -10,11 +11,12 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from converters import convert
+from converters import convert, verify
 from converters.arguments import hf_arguments
 from converters.verify import compare_logits
 from llamajax.config.model import ModelConfig
 from llamajax.errors import CheckpointError
+from llamajax.model import rope
 from tests.converters.models import tiny, write_model
 from tests.tiny import single_device_mesh
 
@@ -63,6 +65,24 @@ def test_a_right_conversion_is_accepted(std, head, tmp_path):
     assert "differ by at most" in compare_logits(tmp_path / "hf", tmp_path / "run", 0, LONG, "float32")
 
 
+def test_a_last_bit_of_a_frequency_is_no_wrong_conversion(tmp_path, monkeypatch):
+    """At far positions it moves logits as a wrong weight does."""
+    exact = rope.inverse_frequencies
+
+    def off_by_a_bit(config: ModelConfig) -> np.ndarray:
+        frequencies = exact(config)
+        frequencies[4] = np.nextafter(frequencies[4], np.float32(1))
+        return frequencies
+
+    monkeypatch.setattr(rope, "inverse_frequencies", off_by_a_bit)
+    config = dataclasses.replace(LONG, num_layers=2, vocab_size=130)  # which no other test has compiled
+    import_model(tmp_path, config, 0.3)
+    assert "differ by at most" in compare_logits(tmp_path / "hf", tmp_path / "run", 0, config, "float32")
+    monkeypatch.setattr(verify, "inverse_frequencies", lambda config: exact(config) * np.float32(1 + 2**-20))
+    with pytest.raises(CheckpointError, match="rotary frequencies of transformers are not ours"):
+        compare_logits(tmp_path / "hf", tmp_path / "run", 0, config, "float32")
+
+
 def swap_heads(model: dict[str, Any]) -> None:
     name = "model.layers.1.self_attn.q_proj.weight"
     model[name] = np.roll(model[name], 128, axis=0)
@@ -86,7 +106,7 @@ def turn_faster(model: dict[str, Any]) -> None:
 @pytest.mark.parametrize("change", [swap_heads, transpose, interleave, turn_faster])
 def test_a_wrong_conversion_is_found(change, tmp_path):
     import_model(tmp_path, LONG, 0.01, change)
-    with pytest.raises(CheckpointError, match="logits of transformers differ from ours by up to"):
+    with pytest.raises(CheckpointError, match=r"(logits|frequencies) of transformers"):
         compare_logits(tmp_path / "hf", tmp_path / "run", 0, LONG, "float32")
 
 

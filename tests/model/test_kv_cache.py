@@ -30,7 +30,9 @@ VARIANTS = {
     "bias": dataclasses.replace(GROUPED, qkv_bias=True),
     "qk-norm": dataclasses.replace(GROUPED, qk_norm=True),
     "odd": dataclasses.replace(GROUPED, num_kv_heads=2, vocab_size=61, qkv_bias=True),
-    "all": dataclasses.replace(GROUPED, sliding_window=5, qkv_bias=True, qk_norm=True, tie_embeddings=True),
+    "all": dataclasses.replace(
+        GROUPED, sliding_window=5, qkv_bias=True, output_bias=True, mlp_bias=True, qk_norm=True, tie_embeddings=True
+    ),
 }
 MESHES = {
     "mixed": MeshConfig(fsdp=2, sequence=2, tensor=2),

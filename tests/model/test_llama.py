@@ -62,13 +62,16 @@ def test_parameters_are_born_sharded_and_as_many_as_the_config_says(tied: bool):
 
 def test_biases_and_head_norms_are_born_sharded_and_as_many_as_the_config_says():
     jax.set_mesh(mesh.make_mesh(MIXED))
-    config = dataclasses.replace(CONFIG, qkv_bias=True, qk_norm=True)
+    config = dataclasses.replace(CONFIG, qkv_bias=True, output_bias=True, mlp_bias=True, qk_norm=True)
     model = jax.jit(Llama, static_argnums=0).eval_shape(config, jax.random.key(0))
     plain = dict(_leaves(jax.jit(Llama, static_argnums=0).eval_shape(CONFIG, jax.random.key(0))))
     assert sum(leaf.size for leaf in jax.tree.leaves(model)) == num_params(config)
     added = {path: (leaf.shape, leaf.sharding.spec) for path, leaf in _leaves(model) if path not in plain}
     assert added == {
         "layers.attention.qkv_bias.value": ((2, 2, 4, 4), spec("layers", "kv_heads", None, "head_dim")),
+        "layers.attention.output_bias.value": ((2, CONFIG.embed_dim), spec("layers", None)),
+        "layers.mlp.gate_up_bias.value": ((2, 2, CONFIG.mlp_dim), spec("layers", None, "mlp")),
+        "layers.mlp.down_bias.value": ((2, CONFIG.embed_dim), spec("layers", None)),
         "layers.attention.q_norm.scale.value": ((2, 4), spec("layers", None)),
         "layers.attention.k_norm.scale.value": ((2, 4), spec("layers", None)),
     }

@@ -39,6 +39,15 @@ VARIANTS = {
     "llama3.3": {"num_heads": 8, "num_kv_heads": 1, "head_dim": 4, "rope_theta": 5e5, "rope_scaling": _stretched()},
     "linear-scaling": {"rope_scaling": RopeScalingConfig(kind="linear", factor=4.0)},
     "separate-head-dim": {"head_dim": 20, "num_kv_heads": 2},
+    "yarn": {
+        "num_kv_heads": 2,
+        "head_dim": 16,
+        "rope_theta": 1e6,
+        "rope_scaling": RopeScalingConfig(kind="yarn", factor=4.0, original_max_seq_len=32768),
+    },
+    "dynamic": {"rope_scaling": RopeScalingConfig(kind="dynamic", factor=4.0, original_max_seq_len=131072)},
+    "biases": {"num_kv_heads": 2, "qkv_bias": True, "output_bias": True, "mlp_bias": True},
+    "qwen3-biases": {"qk_norm": True, "qkv_bias": True, "output_bias": True},
     "mistral": {"num_kv_heads": 2, "sliding_window": 5},
     "mistral-narrowest": {"sliding_window": 1},
     "qwen2": {"num_kv_heads": 2, "qkv_bias": True, "rope_theta": 1e6, "norm_eps": 1e-6},
@@ -46,7 +55,17 @@ VARIANTS = {
     "qwen3": {"num_kv_heads": 2, "qk_norm": True, "head_dim": 16, "rope_theta": 1e6, "norm_eps": 1e-6},
     "qwen3-tied": {"qk_norm": True, "tie_embeddings": True},
 }
-LEFT_TO_SLOW = ("llama2-70b", "llama3", "llama3.1-short", "llama3.3", "mistral-narrowest", "qwen2-tied", "qwen3-tied")
+LEFT_TO_SLOW = (
+    "llama2-70b",
+    "llama3",
+    "llama3.1-short",
+    "llama3.3",
+    "mistral-narrowest",
+    "qwen2-tied",
+    "qwen3-tied",
+    "dynamic",
+    "qwen3-biases",
+)
 """Those that have their like among the others; the slow tests look at them."""
 
 B, T = 2, 12
@@ -101,6 +120,15 @@ def _hf_arrays(model: Llama) -> dict[str, np.ndarray]:
                 f"model.layers.{i}.self_attn.k_proj.bias": bias[:, -2].reshape(-1),
                 f"model.layers.{i}.self_attn.v_proj.bias": bias[:, -1].reshape(-1),
             }
+        if layers.attention.output_bias is not None:
+            arrays[f"model.layers.{i}.self_attn.o_proj.bias"] = np.asarray(layers.attention.output_bias[...])[i]
+        if layers.mlp.gate_up_bias is not None and layers.mlp.down_bias is not None:
+            gate_up_bias = np.asarray(layers.mlp.gate_up_bias[...])[i]
+            arrays |= {
+                f"model.layers.{i}.mlp.gate_proj.bias": gate_up_bias[0],
+                f"model.layers.{i}.mlp.up_proj.bias": gate_up_bias[1],
+                f"model.layers.{i}.mlp.down_proj.bias": np.asarray(layers.mlp.down_bias[...])[i],
+            }
         if layers.attention.q_norm is not None and layers.attention.k_norm is not None:
             arrays |= {
                 f"model.layers.{i}.self_attn.q_norm.weight": np.asarray(layers.attention.q_norm.scale[...])[i],
@@ -117,14 +145,21 @@ def _hf_llama(model: Llama):
     family, kind = "Llama", {}
     if config.sliding_window is not None:
         family, kind = "Mistral", {"sliding_window": config.sliding_window}
+    elif config.qk_norm:
+        family, kind = "Qwen3", {"attention_bias": config.output_bias}
+    elif config.output_bias:
+        kind = {"attention_bias": True, "mlp_bias": config.mlp_bias}
     elif config.qkv_bias:
         family = "Qwen2"
-    elif config.qk_norm:
-        family = "Qwen3"
     scaling = config.rope_scaling
     rope: dict = {"rope_type": "default", "rope_theta": config.rope_theta}
     if scaling.kind == "linear":
         rope |= {"rope_type": "linear", "factor": scaling.factor}
+    if scaling.kind == "dynamic":
+        rope |= {"rope_type": "dynamic", "factor": scaling.factor}
+    if scaling.kind == "yarn":
+        original = scaling.original_max_seq_len
+        rope |= {"rope_type": "yarn", "factor": scaling.factor, "original_max_position_embeddings": original}
     if scaling.kind == "llama3":
         rope |= {
             "rope_type": "llama3",
@@ -211,7 +246,7 @@ def test_logits_and_gradients_equal_transformers(variant: str):
     _assert_parity(model, loss, logits, gradients)
 
 
-ON_A_MESH = ["qwen2", *(pytest.param(variant, marks=pytest.mark.slow) for variant in ("llama3.1", "qwen3", "mistral"))]
+ON_A_MESH = ["qwen2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("llama3.1", "qwen3", "mistral", "biases"))]
 
 
 @pytest.mark.parametrize("variant", ON_A_MESH)

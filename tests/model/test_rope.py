@@ -2,6 +2,7 @@
 
 import dataclasses
 import hashlib
+import math
 from typing import Literal
 
 import jax
@@ -41,6 +42,19 @@ def test_plain_frequencies_are_powers_of_theta():
 def test_frequencies_are_to_the_bit_those_of_transformers():
     """As torch computes them without vector instructions (ATEN_CPU_CAPABILITY=default), hashed; with them, torch 2.13 has
     other last bits on some CPUs."""
+    yarn = RopeScalingConfig(kind="yarn", factor=4.0, original_max_seq_len=32768)
+    tuned = RopeScalingConfig(kind="yarn", factor=16.0, original_max_seq_len=4096, beta_fast=24.0, beta_slow=2.0)
+    fractions = RopeScalingConfig(kind="yarn", factor=1.5, original_max_seq_len=2048, truncate=False)
+    dynamic = RopeScalingConfig(kind="dynamic", factor=2.5, original_max_seq_len=4096)
+    stretched: dict[tuple[int, float, RopeScalingConfig], str] = {
+        (128, 1e6, yarn): "fc3a149b70f4f0c5",
+        (64, 1e4, tuned): "033f985a9d1b6eda",
+        (80, 5e5, fractions): "ef929e6451e61353",
+        (64, 1e4, dynamic): "734f9e6b629f7bac",
+    }
+    for (head_dim, theta, scaling), expected in stretched.items():
+        config = dataclasses.replace(CONFIG, head_dim=head_dim, rope_theta=theta, rope_scaling=scaling)
+        assert hashlib.sha256(inverse_frequencies(config).tobytes()).hexdigest()[:16] == expected, (head_dim, scaling)
     published: dict[tuple[int, float, Literal["none", "linear", "llama3"]], str] = {
         (128, 1e4, "none"): "4b659c349432de9f",
         (128, 5e5, "none"): "dde15c3172417735",
@@ -66,6 +80,8 @@ def test_the_score_factor_multiplies_the_scores(monkeypatch):
         return [np.asarray(jax.jit(lambda p: model(tokens, positions=p))(positions)) for positions in (None, apart)]
 
     assert score_factor(config) == 1.0
+    yarn = dataclasses.replace(config, rope_scaling=RopeScalingConfig(kind="yarn", factor=math.e))
+    assert score_factor(yarn) == pytest.approx(1.1**2)
     here, there = logits(0.0)
     np.testing.assert_array_equal(here, there)
     here, there = logits(1.0)

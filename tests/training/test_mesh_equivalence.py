@@ -23,7 +23,8 @@ MESHES = [sizes for sizes in itertools.product((1, 2, 4, 8), repeat=4) if np.pro
 ODD = tiny_config(
     model=ModelConfig(
         vocab_size=61, embed_dim=32, mlp_dim=64, num_layers=2, num_heads=16, num_kv_heads=2, head_dim=4,
-        compute_dtype="float32", remat="none", init_std=0.2, qkv_bias=True, qk_norm=True,
+        compute_dtype="float32", remat="none", init_std=0.2, qkv_bias=True, output_bias=True,
+        mlp_bias=True, qk_norm=True,
     ),
     data=DataConfig(sources=(SourceConfig(kind="stdlib"),), seq_len=10),
     train=TrainConfig(num_steps=5, global_batch_size=32),
