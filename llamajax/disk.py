@@ -81,8 +81,10 @@ def names_in(folder: Path) -> list[str]:
         return []
 
 
-def files_below(folder: Path) -> Iterator[tuple[Path, list[str], list[str]]]:
+def files_below(folder: Path, *, follow_links: bool = False) -> Iterator[tuple[Path, list[str], list[str]]]:
     """Every directory from `folder` on, with the names of directories, which may be taken out, and of files in it.
+
+    `follow_links` also goes into directories that symbolic links name.
 
     Raises:
         OSError: one cannot be listed, which `os.walk` would leave out without a word; one that is not there has no names.
@@ -92,7 +94,7 @@ def files_below(folder: Path) -> Iterator[tuple[Path, list[str], list[str]]]:
         if not isinstance(error, FileNotFoundError):
             raise error
 
-    for parent, folders, names in os.walk(folder, onerror=failed):
+    for parent, folders, names in os.walk(folder, onerror=failed, followlinks=follow_links):
         yield Path(parent), folders, names
 
 

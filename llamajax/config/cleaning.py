@@ -121,7 +121,8 @@ class DecontaminationConfig(Section):
     appendix C). Words are compared in lower case and without punctuation."""
 
     paths: tuple[str, ...] = ()
-    """Files or globs with those texts: JSONL (.jsonl, .jsonl.gz, .jsonl.zst), or else one text per file; empty: no step."""
+    """Files, directories or globs with those texts: records (.jsonl, or .json with one array, also compressed), or else one
+    text per file; empty: no step."""
     text_keys: tuple[str, ...] = ("text",)
     """The fields of a line of JSONL that hold them, each of which must be there."""
     ngram: PositiveInt = 13

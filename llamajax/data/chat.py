@@ -196,7 +196,7 @@ def load_chat_template(path: Path, tokenizer: Tokenizer) -> ChatTemplate | None:
         file = path / TEMPLATE_FILE if path.is_dir() else path
         config = path / "tokenizer_config.json"
         if not path.is_dir() or file.exists():
-            return ChatTemplate(_read(file).decode(), tokenizer, str(file))
+            return ChatTemplate(_read(file).decode("utf-8-sig"), tokenizer, str(file))
         if not config.exists():
             return None
         text = _default_template(json.loads(_read(config)), config)

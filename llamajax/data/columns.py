@@ -1,4 +1,7 @@
-"""Texts in a column of parquet and Arrow files, of which nothing else is decoded."""
+"""Texts in a column of parquet and Arrow files, of which nothing else is decoded.
+
+A column of bytes is taken for one of UTF-8: Spark's old writers, among others, do not say that it is.
+"""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -15,6 +18,8 @@ PARQUET_ROWS = 256
 """Decoded from a parquet file at once."""
 
 _AS_BYTES = {
+    pyarrow.binary(): pyarrow.binary(), pyarrow.large_binary(): pyarrow.large_binary(),
+    pyarrow.binary_view(): pyarrow.binary_view(),
     pyarrow.string(): pyarrow.binary(), pyarrow.large_string(): pyarrow.large_binary(),
     pyarrow.string_view(): pyarrow.binary_view(),
 }  # fmt: skip
@@ -22,7 +27,7 @@ _FILE_MAGIC = b"ARROW1"
 
 
 class NoTextError(NoSuchKeyError):
-    """A column is there, but holds no strings."""
+    """A column is there, but holds neither strings nor bytes."""
 
 
 class Row(NamedTuple):
@@ -31,9 +36,14 @@ class Row(NamedTuple):
     number: int
     """Of the row in its file, from 1."""
     text: pyarrow.Scalar
-    """Null, or a string, which may not be UTF-8."""
+    """Null, or a string or bytes, which may not be UTF-8."""
     bytes_read: int
     """How far into the file, or into the stretch, it ends, roughly."""
+
+    def value(self) -> object:
+        """The text; raises `UnicodeDecodeError` if it is not UTF-8."""
+        value = self.text.as_py()
+        return value.decode() if isinstance(value, bytes) else value
 
 
 def parquet_rows(path: Path, key: str, span: Span | None = None) -> Iterator[Row]:

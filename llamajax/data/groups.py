@@ -20,9 +20,11 @@ import numpy as np
 
 from llamajax import disk
 from llamajax.data import cache, progress
-from llamajax.data.lines import COMPRESSIONS, Span
+from llamajax.data.lines import Span
 from llamajax.data.remote import File, RemoteFile
+from llamajax.data.source_files import BESIDE
 from llamajax.data.sources import MAX_DOCUMENT_CHARS, Document, Source
+from llamajax.data.text_files import COMPRESSIONS
 from llamajax.errors import DataError
 
 GROUP_BYTES = 2**26
@@ -39,7 +41,6 @@ UNSETTLED_S = 2.0
 """Seconds after a change in which a file may change again without a new time stamp on a coarse clock."""
 
 
-_FOLDER = "content"
 _LOOK_EVERY_S = 0.1
 
 
@@ -143,8 +144,12 @@ class FileGroup:
                 )
 
 
-def extents(source: Source) -> list[Extent]:
+def extents(source: Source, log: Callable[[str], None] | None = None) -> list[Extent]:
     """The source's files in order, small ones together, large ones in stretches where their kind allows it.
+
+    Args:
+        source: whose files they are.
+        log: takes a line if something is left out.
 
     Raises:
         DataError: a file is missing or cannot be read.
@@ -162,7 +167,11 @@ def extents(source: Source) -> list[Extent]:
         together.clear()
         size = 0
 
-    for path in source.found():
+    files, num_left_out = source.look()
+    if num_left_out and log is not None:
+        names = ", ".join(BESIDE)
+        log(f"left out   {source.key}: {num_left_out:,} of what systems write beside files ({names})")
+    for path in files:
         with source.reading(path):
             identity = file_identity(path)
         is_cut = source.has_spans(path) and identity.size > SPAN_BYTES
@@ -185,14 +194,14 @@ def group_files(source: Source, cache_dir: Path, log: Callable[[str], None]) -> 
         DataError: a file is missing or cannot be read.
         DiskError: the disk fails.
     """
-    found = extents(source)
+    found = extents(source, log)
     return _groups(source, found, content_hashes(source, found, cache_dir, log))
 
 
-def known_groups(source: Source, cache_dir: Path) -> list[FileGroup] | None:
+def known_groups(source: Source, cache_dir: Path, log: Callable[[str], None]) -> list[FileGroup] | None:
     """As `group_files`, if one file of the cache knows the hashes of all of them; nothing is hashed."""
-    found = extents(source)
-    contents = _known_hashes(found, cache_dir, lambda line: None)
+    found = extents(source, log)
+    contents = _known_hashes(source, found, cache_dir, lambda line: None)
     return None if contents is None else _groups(source, found, contents)
 
 
@@ -207,13 +216,13 @@ def hashed(source: Source, extent: Extent, cache_dir: Path) -> FileGroup:
         time.sleep(_LOOK_EVERY_S)
     started = time.time()
     content = _hash(source, extent, threading.Event())
-    _keep(extent, content, started, cache_dir)
+    _keep(source, extent, content, started, cache_dir)
     return _groups(source, [extent], [content])[0]
 
 
 def known_group(source: Source, extent: Extent, cache_dir: Path) -> FileGroup | None:
     """The extent as a group, if the cache knows its hash."""
-    content = _known_hash(_kept(extent, cache_dir))
+    content = _known_hash(_kept(source, extent, cache_dir))
     return None if content is None else _groups(source, [extent], [content])[0]
 
 
@@ -222,7 +231,7 @@ def _groups(source: Source, found: Sequence[Extent], contents: Sequence[str]) ->
 
 
 def _key(source: Source, extent: Extent, content: str) -> str:
-    suffixes = [path.suffix for path in extent.files]  # they decide how JSONL is decompressed
+    suffixes = [path.suffix for path in extent.files]  # which need not be in the hash of the content
     of_kind = source.config.chat_format if source.config.kind == "chat" else source.config.text_key
     return cache.key_of(source.config.kind, of_kind, suffixes, content)
 
@@ -234,9 +243,9 @@ def content_hashes(source: Source, of: Sequence[Extent], cache_dir: Path, log: C
         DataError: a file cannot be read.
         DiskError: the disk fails.
     """
-    if (known := _known_hashes(of, cache_dir, log)) is not None:
+    if (known := _known_hashes(source, of, cache_dir, log)) is not None:
         return known
-    of_all, paths = _kept_together(of, cache_dir), [_kept(extent, cache_dir) for extent in of]
+    of_all, paths = _kept_together(source, of, cache_dir), [_kept(source, extent, cache_dir) for extent in of]
     hashes = [_known_hash(path) for path in paths]
     unknown = [index for index, known in enumerate(hashes) if known is None]
     kept = True
@@ -259,7 +268,7 @@ def content_hashes(source: Source, of: Sequence[Extent], cache_dir: Path, log: C
             with contextlib.closing(_hash_all(source, [of[index] for index in unknown])) as hashed:
                 for index, content in zip(unknown, hashed, strict=True):
                     hashes[index] = content
-                    kept &= _keep(of[index], content, started, cache_dir)
+                    kept &= _keep(source, of[index], content, started, cache_dir)
     contents = [known for known in hashes if known is not None]
     if kept and len(of) > 1:
         with disk.locked(of_all.parent):
@@ -281,25 +290,32 @@ def _newest(extent: Extent) -> float:
     return max(max(file.mtime_ns, file.ctime_ns) for file in extent.identities) / 1e9
 
 
-def _keep(extent: Extent, content: str, started: float, cache_dir: Path) -> bool:
+def _keep(source: Source, extent: Extent, content: str, started: float, cache_dir: Path) -> bool:
     """Keeps a hash that was begun with at `started`; not of a file that was changed just before, which may be changed again
     within the same tick of the clock."""
     if started - UNSETTLED_S <= _newest(extent) <= started:
         return False
-    path = _kept(extent, cache_dir)
+    path = _kept(source, extent, cache_dir)
     with disk.locked(path.parent):
         cache.write_arrays(path, {}, {"sha256": content})
     return True
 
 
-def _kept(extent: Extent, cache_dir: Path) -> Path:
+def _kept(source: Source, extent: Extent, cache_dir: Path) -> Path:
     """Where the hash of an extent is kept."""
-    return cache_dir / _FOLDER / extent.key / "hash"
+    return cache_dir / _folder(source, [extent]) / extent.key / "hash"
 
 
-def _kept_together(of: Sequence[Extent], cache_dir: Path) -> Path:
+def _kept_together(source: Source, of: Sequence[Extent], cache_dir: Path) -> Path:
     """Where those of several are kept together."""
-    return cache_dir / _FOLDER / cache.key_of([extent.key for extent in of]) / "hashes"
+    return cache_dir / _folder(source, of) / cache.key_of([extent.key for extent in of]) / "hashes"
+
+
+def _folder(source: Source, of: Sequence[Extent]) -> str:
+    """Where hashes are kept. Those of files of text in the first folder know nothing of `Source.mark`; of remote ones they
+    are taken nevertheless, for copies that were removed would have to be fetched again."""
+    is_marked = source.config.kind in ("text", "jsonl", "chat") and not any(extent.is_remote for extent in of)
+    return "content-2" if is_marked else "content"
 
 
 def _known_hash(path: Path) -> str | None:
@@ -308,12 +324,12 @@ def _known_hash(path: Path) -> str | None:
         return cache.read_arrays(path).info["sha256"]
 
 
-def _known_hashes(of: Sequence[Extent], cache_dir: Path, log: Callable[[str], None]) -> list[str] | None:
+def _known_hashes(source: Source, of: Sequence[Extent], cache_dir: Path, log: Callable[[str], None]) -> list[str] | None:
     """The hashes of all extents, if one file knows them, and is whole."""
     if len(of) == 1:
-        known = _known_hash(_kept(of[0], cache_dir))
+        known = _known_hash(_kept(source, of[0], cache_dir))
         return None if known is None else [known]
-    path = _kept_together(of, cache_dir)
+    path = _kept_together(source, of, cache_dir)
     try:
         whole = cache.read_arrays(path).arrays["sha256"][:].tobytes().hex()
     except cache.DamagedError:
@@ -353,7 +369,9 @@ def _hash_files(source: Source, files: Sequence[File], stop: threading.Event) ->
     for file in files:
         path = source.local(file, stop)
         with source.reading(path):
-            combined.update(_hash_bytes(path, 0, sys.maxsize, stop).digest())
+            content = _hash_bytes(path, 0, sys.maxsize, stop)
+        content.update(source.mark(path))
+        combined.update(content.digest())
     return combined.hexdigest()
 
 

@@ -1,4 +1,4 @@
-"""Lines of a file, or of a stretch of it, that know where they are."""
+"""Records of a file, or of a stretch of it, that know where they are: its lines, or the elements of its one JSON array."""
 
 import io
 import threading
@@ -6,19 +6,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-import pyarrow
-
-READ_BYTES = 2**20
-"""Read from a file at once."""
-COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
-"""By the end of a file's name; a compressed file is read from its beginning only."""
+from llamajax.data.json_arrays import array_elements
+from llamajax.data.text_files import BOM, READ_BYTES, TextFile, form_of, opened
 
 _counted: dict[Path, tuple[int, int]] = {}
 _counting = threading.Lock()
 
 
 class Span(NamedTuple):
-    """A stretch of a file. It has the lines, or the row groups, that begin in it."""
+    """A stretch of a file. It has the lines, or the row groups, that begin in it; all records of a file that is compressed,
+    or one array, begin at 0."""
 
     start: int
     """Bytes before it."""
@@ -39,30 +36,47 @@ class Place(NamedTuple):
         return f"{self.path}:{self.number + lines_before(self.path, self.start)}"
 
 
+class ElementPlace(NamedTuple):
+    """Where an element of a file's array is, as `file:line: record N`."""
+
+    path: Path
+    line: int
+    """That it begins in, from 1."""
+    number: int
+    """From 1."""
+
+    def __str__(self) -> str:
+        return f"{self.path}:{self.line}: record {self.number}"
+
+
 class Line(NamedTuple):
-    """A line that is not blank."""
+    """A line that is not blank, or an element of an array."""
 
     text: bytes
-    """With its end; of a line that is too long, the beginning."""
-    place: Place
+    """Of a line, with its end; of what is too long, the beginning."""
+    place: Place | ElementPlace
     bytes_read: int
     """How far into the file, as it lies on the disk, or into the stretch it ends, roughly."""
 
 
 def read_lines(path: Path, max_bytes: int, span: Span | None = None) -> Iterator[Line]:
-    """The lines that are not blank, at most `max_bytes` and one byte of each; of a compressed file those of what it holds.
+    """The lines that are not blank, or the elements of an array, at most `max_bytes` and one byte of each.
 
     Raises:
-        OSError: the file cannot be read.
+        BrokenArrayError: the array does not end as it should.
+        As `opened`.
     """
-    compression = COMPRESSIONS.get(path.suffix)
-    assert span is None or compression is None
-    with path.open("rb", buffering=0) as file:
-        start, end = (0, None) if span is None else lines_extent(path, span)
-        file.seek(start)
-        stream = pyarrow.CompressedInputStream(file, compression) if compression else file
-        lines = io.BufferedReader(stream, READ_BYTES)  # pyright: ignore[reportArgumentType] (pyarrow's reads like io's)
-        number, at = 0, start
+    if span is not None and form_of(path).is_whole:
+        if span.start:
+            return
+        span = None
+    start, end = (0, None) if span is None else lines_extent(path, span)
+    with opened(path, start) as file:
+        if file.form.is_array and start == 0:
+            yield from _read_elements(path, file, max_bytes)
+            return
+        lines, number = file.stream, 0
+        at = start + (len(BOM) if file.form.has_bom and start == 0 else 0)
         while (end is None or at < end) and (line := lines.readline(max_bytes + 1)):
             number += 1
             at += len(line)
@@ -71,15 +85,22 @@ def read_lines(path: Path, max_bytes: int, span: Span | None = None) -> Iterator
                 rest = lines.readline(READ_BYTES)
                 at += len(rest)
             if not line.isspace():
-                yield Line(line, Place(path, start, number), file.tell() - start)
+                yield Line(line, Place(path, start, number), file.raw.tell() - start)
+
+
+def _read_elements(path: Path, file: TextFile, max_bytes: int) -> Iterator[Line]:
+    for element in array_elements(file.stream, max_bytes):
+        yield Line(element.text, ElementPlace(path, element.line, element.number), file.raw.tell())
 
 
 def lines_extent(path: Path, span: Span) -> tuple[int, int]:
-    """Where the first line that begins in `span` starts and the last one ends, bytes; twice the same place if none does.
+    """Where the first record that begins in `span` starts and the last one ends, bytes; twice the same place if none does.
 
     Raises:
-        OSError: the file cannot be read.
+        As `form_of`.
     """
+    if form_of(path).is_whole:
+        return (0, 0) if span.start else (0, path.stat().st_size)
     with path.open("rb") as file:
         return _next_line(file, span.start), _next_line(file, span.end)
 

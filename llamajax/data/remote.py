@@ -128,48 +128,54 @@ class _Arriving(fsspec.callbacks.NoOpCallback):
         progress.gets_on()
 
 
-def listed(pattern: str, key: str, cache_dir: Path) -> list[RemoteFile]:
-    """The files that an address names, or that match it, in the order of their addresses.
+def listed(pattern: str, key: str, cache_dir: Path, is_meant: Callable[[str], bool]) -> list[RemoteFile]:
+    """The files that an address names, that match it, or that a directory holds, in the order of their addresses.
 
     Args:
         pattern: an address, perhaps with `*`, `**`, `?` (not of web servers) or `[...]`.
         key: of the source, for messages.
         cache_dir: where copies are kept.
+        is_meant: whether a directory stands for its file of this name; not asked of those in hidden directories.
 
     Raises:
-        DataError: there is none, or it is no file, or may not be read.
+        DataError: there is none, or it may not be read.
         DiskError: network, server or store fails, several times.
         EnvironmentMismatchError: a package for such addresses is missing.
     """
     where = f"{shown(pattern)}: {key}.paths"
     store, path = _reached(where, lambda: _store(pattern))
-    if not re.search(r"[*\[]" if pattern.startswith(_WEB) else r"[*?\[]", pattern):
-        urls = {pattern: path}
-    else:
+    urls = {pattern: path}
+    if re.search(r"[*\[]" if pattern.startswith(_WEB) else r"[*?\[]", pattern):
         found = map(str, _reached(where, lambda: store.glob(path)))
         urls = {store.unstrip_protocol(name): name for name in found}
+    infos = _asked(store, urls, key)
+    if infos.get(pattern, {}).get("type") == "directory":
+        below = [PurePosixPath(str(name)) for name in _reached(where, lambda: store.find(path))]
+        depth = len(PurePosixPath(path).parts)
+        visible = [name for name in below if not any(folder.startswith(".") for folder in name.parts[depth:-1])]
+        infos = _asked(store, {store.unstrip_protocol(str(name)): str(name) for name in visible if is_meant(name.name)}, key)
+    files = []
+    for url, info in sorted(infos.items()):
+        if info.get("type") == "directory":
+            continue
+        size, version = _size_and_version(info)
+        if size is None:
+            raise DataError(f"{shown(url)}: {key}.paths: its server does not tell its size; fetch it by hand and name that")
+        files.append(RemoteFile(url, size, version, cache_dir))
+    if not files:
+        raise DataError(f"{key}.paths: {shown(pattern)!r} matches no file; correct it or remove it")
+    return files
+
+
+def _asked(store: fsspec.AbstractFileSystem, urls: dict[str, str], key: str) -> dict[str, dict[str, Any]]:
+    """What the store says of each file, by its address."""
 
     def asked(url: str) -> dict[str, Any]:
         progress.gets_on()
         return _reached(f"{shown(url)}: {key}.paths", lambda: store.info(urls[url]))
 
-    files = []
     with ThreadPoolExecutor(ASKED_AT_ONCE, thread_name_prefix="list") as threads:
-        infos = threads.map(asked, urls)
-        for url, info in sorted(zip(urls, infos, strict=True), key=lambda pair: pair[0]):
-            if info.get("type") == "directory":
-                if url == pattern:
-                    raise DataError(f"{where}: is a directory; name its files, for example {shown(url)}/**/*.parquet")
-                continue
-            size, version = _size_and_version(info)
-            if size is None:
-                raise DataError(
-                    f"{shown(url)}: {key}.paths: its server does not tell its size; fetch it by hand and name that"
-                )
-            files.append(RemoteFile(url, size, version, cache_dir))
-    if not files:
-        raise DataError(f"{key}.paths: {shown(pattern)!r} matches no file; correct it or remove it")
-    return files
+        return dict(zip(urls, threads.map(asked, urls), strict=True))
 
 
 def shown(url: str) -> str:

@@ -7,10 +7,7 @@ end with lines where there are any.
 
 import codecs
 import contextlib
-import glob
 import json
-import os
-import stat
 import sysconfig
 import threading
 from collections.abc import Iterator, Sequence
@@ -22,16 +19,16 @@ import orjson
 import pyarrow
 import pyarrow.parquet
 
-from llamajax.config.data import DEFAULT_CACHE_DIR, SourceConfig, is_remote
+from llamajax.config.data import DEFAULT_CACHE_DIR, SourceConfig
 from llamajax.data.columns import NoTextError, Row, arrow_rows, parquet_rows
 from llamajax.data.conversations import Conversation, conversation_of
-from llamajax.data.lines import COMPRESSIONS, READ_BYTES, Span, lines_extent, read_lines
-from llamajax.data.remote import File, RemoteFile, listed, shown
+from llamajax.data.lines import Span, lines_extent, read_lines
+from llamajax.data.remote import File, shown
 from llamajax.data.row_groups import RowGroups
-from llamajax.data.saved_datasets import NotReadableError, shards_of
+from llamajax.data.source_files import Found, find_files, reading, source_error
 from llamajax.data.split import HEAD_CHARS, split_hash
+from llamajax.data.text_files import COMPRESSIONS, READ_BYTES, mark_of, opened
 from llamajax.data.text_keys import NoSuchKeyError, value_at
-from llamajax.disk import cannot_read, matching
 from llamajax.errors import DataError
 
 MAX_DOCUMENT_CHARS = 2 * HEAD_CHARS
@@ -98,55 +95,20 @@ class Source:
         return file if isinstance(file, Path) else file.fetched(self.key, stop or threading.Event())
 
     def found(self) -> list[File]:
-        """The source's files, each once, under whichever of its names comes first: local ones sorted, then remote ones.
+        """The source's files; errors as of `find_files`."""
+        return self.look().files
 
-        Raises:
-            DataError: a path matches nothing, or is not a regular file, or may not be read.
-            DiskError: the disk fails, or network or server do.
-            EnvironmentMismatchError: a package for remote files is missing.
-        """
+    def look(self) -> Found:
+        """The source's files, and how many are left out; errors as of `find_files`."""
         if self.config.kind == "stdlib":
-            return [*self._stdlib_files()]
-        places: dict[Path, tuple[Path, int]] = {}  # by which they are sorted
-        remote: dict[str, RemoteFile] = {}
-        for pattern in self.config.patterns:
-            if is_remote(pattern):
-                remote.update((file.url, file) for file in listed(pattern, self.key, self.cache_dir))
-                continue
-            for path in self._matches(pattern):
-                for number, file in enumerate(self._shards(path) if self.config.kind == "arrow" else [path]):
-                    places.setdefault(file, (path, number))
-        files: dict[object, Path] = {}
-        for path in sorted(places, key=places.__getitem__):
-            self._check_regular(path)
-            with self.reading(path):
-                files.setdefault(_file_behind(path), path)
-        return [*files.values(), *(remote[url] for url in sorted(remote))]
-
-    def _matches(self, pattern: str) -> list[Path]:
-        path = Path(pattern).expanduser()
-        with self.reading(path):
-            if not glob.has_magic(pattern):
-                return [path]
-            matches = [Path(match) for match in matching(str(path)) if match == str(path) or not os.path.isdir(match)]
-        if not matches:
-            raise DataError(f"{self.key}.paths: {pattern!r} matches no file; correct it or remove it")
-        return matches
-
-    def _shards(self, path: Path) -> list[Path]:
-        """The files of a saved dataset, or the one file."""
-        if not os.path.isdir(path):
-            return [path]
-        try:
-            with self.reading(path):
-                return shards_of(path)
-        except NotReadableError as error:
-            raise self._error(str(path), str(error)) from error
+            return Found([*self._stdlib_files()], 0)
+        return find_files(self.config, self.key, self.cache_dir)
 
     def has_spans(self, file: File) -> bool:
-        """Whether a stretch of the file can be read by itself: of lines that are not compressed, and of row groups."""
+        """Whether the file is cut into stretches: it has row groups or, by its name, lines that are not compressed. Where a
+        name is wrong, all that the file has begins in the first stretch."""
         kind = self.config.kind
-        return kind == "parquet" or (kind in ("jsonl", "chat") and file.suffix not in COMPRESSIONS)
+        return kind == "parquet" or (kind in ("jsonl", "chat") and file.suffix.lower() not in COMPRESSIONS)
 
     def extent(self, path: Path, span: Span) -> tuple[int, int, bytes]:
         """Where what begins in the span starts and ends in the file, bytes, and what else decides its documents.
@@ -157,9 +119,17 @@ class Source:
         """
         with self.reading(path):
             if self.config.kind != "parquet":
-                return *lines_extent(path, span), b""
+                return *lines_extent(path, span), self.mark(path) if span.start == 0 else b""
             with pyarrow.parquet.ParquetFile(path) as file:
                 return RowGroups.of(file, span).extent(file)
+
+    def mark(self, path: Path) -> bytes:
+        """What decides the documents of a file besides its bytes and its name: how it is read; errors as of `extent`."""
+        if self.config.kind not in ("text", "jsonl", "chat"):
+            return b""
+        with self.reading(path):
+            mark = mark_of(path)
+        return json.dumps(mark).encode() if any(mark[: 2 if self.config.kind == "text" else 3]) else b""
 
     def documents(self, files: Sequence[File], span: Span | None = None) -> Iterator[Document]:
         """The documents of `files`, in order; what is left out, as the configuration allows, is empty and says why.
@@ -198,25 +168,9 @@ class Source:
         allowed = self.config.max_bad_records
         return DataError(f"{error}; {self.key}.max_bad_records: {allowed} allows no more of them" if allowed else error)
 
-    @contextlib.contextmanager
-    def reading(self, path: File) -> Iterator[None]:
-        """Turns what goes wrong with a file of this source in the block into an error that names it.
-
-        Raises:
-            DataError: something is wrong with the file.
-            DiskError: the disk fails.
-        """
-        try:
-            yield
-        except OSError as error:
-            where = f"{path}: {self.key}.paths: cannot be read"
-            raise cannot_read(error, where, "replace or remove the file") from error
-        except pyarrow.ArrowException as error:
-            reason = str(error).splitlines()[0]
-            raise self._error(str(path), f"cannot be read: {reason}; replace or remove the file") from error
-        except UnicodeDecodeError as error:  # pyarrow's, of what describes a table; texts are looked at one by one
-            message = "cannot be read: the name of a column is not UTF-8; replace or remove the file"
-            raise self._error(str(path), message) from error
+    def reading(self, path: File) -> contextlib.AbstractContextManager[None]:
+        """Turns what goes wrong with a file of this source in the block into an error that names it; see `reading`."""
+        return reading(path, self.key, self.config.kind)
 
     def _stdlib_files(self) -> list[Path]:
         root = Path(sysconfig.get_path("stdlib"))
@@ -240,8 +194,8 @@ class Source:
         decoder = codecs.getincrementaldecoder("utf-8")()
         line, pending = 1, ""
         hash_of_all = None
-        with path.open("rb") as file:
-            while block := file.read(READ_BYTES):
+        with opened(path) as file:
+            while block := file.stream.read(READ_BYTES):
                 try:
                     pending += decoder.decode(block)
                 except UnicodeDecodeError as error:
@@ -253,12 +207,13 @@ class Source:
                 *pieces, pending = _cut(pending)
                 for piece in pieces:
                     assert hash_of_all is not None
-                    yield Document(piece, file.tell(), hash_of_all, goes_on=True)
+                    yield Document(piece, file.raw.tell(), hash_of_all, goes_on=True)
             try:
                 decoder.decode(b"", final=True)
             except UnicodeDecodeError as error:
                 raise self._error(f"{path}:{line}", _NOT_UTF8) from error
-            yield Document(pending, file.tell(), split_hash(pending) if hash_of_all is None else hash_of_all)
+            size = file.raw.tell()
+            yield Document(pending, size, split_hash(pending) if hash_of_all is None else hash_of_all)
 
     def _read_jsonl(self, path: Path, span: Span | None) -> Iterator[Document]:
         for line, where, bytes_read in read_lines(path, MAX_LINE_BYTES, span):
@@ -303,7 +258,10 @@ class Source:
         except RecursionError as error:
             raise self._error(where, "is nested too deeply; remove the line") from error
         except ValueError as error:
-            reason = f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else str(error)
+            reason = str(error)
+            if isinstance(error, json.JSONDecodeError):
+                line_of = f" of its line {error.lineno}" if error.lineno > 1 else ""
+                reason = f"{error.msg} at column {error.colno}{line_of}"
             raise self._error(where, f"is not JSON: {reason}; correct or remove the line") from error
         if not isinstance(record, dict):
             raise self._error(where, f"must be a JSON object, not {type(record).__name__}; correct or remove the line")
@@ -311,10 +269,10 @@ class Source:
 
     def _read_rows(self, path: Path, rows: Iterator[Row]) -> Iterator[Document]:
         try:
-            for number, value, bytes_read in rows:
-                where = f"{path}:{number}"
+            for row in rows:
+                where, bytes_read = f"{path}:{row.number}", row.bytes_read
                 try:
-                    text = self._checked_text(value.as_py(), where)
+                    text = self._checked_text(row.value(), where)
                 except UnicodeDecodeError:
                     yield Document("", bytes_read, error=str(self._error(where, _NOT_UTF8)))
                 except DataError as error:
@@ -338,21 +296,11 @@ class Source:
             raise self._error(where, message, "text_key") from error
         return text
 
-    def _check_regular(self, path: Path) -> None:
-        try:
-            mode = path.stat().st_mode
-        except OSError as error:
-            raise cannot_read(error, f"{path}: {self.key}.paths", "correct or remove the path") from error
-        if stat.S_ISDIR(mode):
-            raise self._error(str(path), f"is a directory; name its files, for example {path}/**/*")
-        if not stat.S_ISREG(mode):
-            raise self._error(str(path), "is not a regular file; name files")
-
     def _no_such_key(self, where: object, error: NoSuchKeyError) -> DataError:
         return self._error(where, f"{error}; correct the key or the file", "text_key")
 
     def _error(self, where: object, message: str, field: str = "paths") -> DataError:
-        return DataError(f"{where}: {self.key}.{field}: {message}")
+        return source_error(self.key, where, message, field)
 
 
 _NOT_UTF8 = "is not UTF-8; convert the file, for example with iconv"
@@ -379,9 +327,3 @@ def _documents(text: str, bytes_read: int) -> Iterator[Document]:
 def utf8_length(text: str) -> int:
     """Bytes of the text in UTF-8."""
     return len(text) if text.isascii() else len(text.encode())
-
-
-def _file_behind(path: Path) -> object:
-    """What is the same for all names of a file: relative and absolute ones, symbolic and hard links."""
-    status = path.stat()  # only of files with several hard links, since some file systems number files all alike
-    return (status.st_dev, status.st_ino) if status.st_nlink > 1 else path.resolve()

@@ -138,18 +138,18 @@ def _made(
     """What process 0 tells the others, who then need not ask for thousands of files; None where not all of it is there.
 
     `files` are names in the cache of the trained tokenizer, if there is one, and of the totals of all sources; `sources`
-    what these are, cleaned or not; `lines` what cleaning says.
+    what these are, cleaned or not; `lines` what is to be said of it.
     """
     if rank() > 0:
         return None
     cache_dir = Path(config.data.cache_dir).expanduser()
-    groups = _known_groups(sources, cache_dir)
+    lines: list[str] = []
+    groups = _known_groups(sources, cache_dir, lines.append)
     if groups is None:
         return None
-    lines: list[str] = []
     if config.data.cleaning.steps:
         sources = clean(sources, groups, config.data.cleaning, cache_dir, lines.append, log_work=log)
-        groups = _known_groups(sources, cache_dir)
+        groups = _known_groups(sources, cache_dir, lines.append)
         if groups is None:
             return None
     tokenizer, trained = given_tokenizer(config, models_tokenizer), cache_dir
@@ -169,11 +169,13 @@ def _made(
     }
 
 
-def _known_groups(sources: Sequence[Source], cache_dir: Path) -> list[Sequence[FileGroup]] | None:
+def _known_groups(
+    sources: Sequence[Source], cache_dir: Path, log: Callable[[str], None]
+) -> list[Sequence[FileGroup]] | None:
     """The groups of every source, if the cache knows the hashes of all."""
     found: list[Sequence[FileGroup]] = []
     for source in sources:
-        known = [] if source.config.kind == "megatron" else known_groups(source, cache_dir)
+        known = [] if source.config.kind == "megatron" else known_groups(source, cache_dir, log)
         if known is None:
             return None
         found.append(known)

@@ -1,6 +1,8 @@
 """Files are hashed once, by several threads, and named when they cannot be read."""
 
+import gzip
 import itertools
+import json
 import os
 import threading
 import time
@@ -83,7 +85,7 @@ def test_a_damaged_hash_is_named_and_made_again(tmp_path, monkeypatch, hashed):
     monkeypatch.setattr(groups, "UNSETTLED_S", -60.0)
     (tmp_path / "a").write_text("a")
     first = content(tmp_path / "a", cache_dir=tmp_path / "cache")
-    (path,) = (tmp_path / "cache" / "content").rglob("hash")
+    (path,) = (tmp_path / "cache").rglob("hash")
     whole = path.read_bytes()
     for at in range(0, len(whole), 7):
         path.write_bytes(whole[:at] + bytes([whole[at] ^ 4]) + whole[at + 1 :])
@@ -136,6 +138,61 @@ def test_what_is_hashed_stays_the_same(tmp_path):
     (tmp_path / "b.txt").write_text("two")
     golden = "1e5937c63a8cc6ae0a109a10b7019646ea16d38f099636b8c2991e01c1a9b8f1"
     assert content(tmp_path / "a.txt", tmp_path / "b.txt", cache_dir=tmp_path / "cache") == golden
+
+
+def test_keys_of_files_that_were_always_read_stay_the_same(tmp_path, monkeypatch):
+    """Golden values; another reading of a file is another key: of a byte-order mark, an array, a name that is wrong."""
+    lines = b"".join(b'{"text": "t%d"}\n' % n for n in range(20))
+    (tmp_path / "a.jsonl").write_bytes(lines)
+    (tmp_path / "c.txt").write_bytes(b"[text]")
+    zipped = bytes.fromhex("1f8b0800000000000203ab562a49ad2851b252504a54aae50200bdd22a200e000000")
+    (tmp_path / "b.jsonl.gz").write_bytes(zipped)
+
+    def keys(kind, name, content=None):
+        if content is not None:
+            (tmp_path / name).write_bytes(content)
+        source = Source(SourceConfig(kind=kind, paths=(str(tmp_path / name),)), "data.sources[0]")
+        return [group.content for group in group_files(source, tmp_path / "cache", print)]
+
+    assert keys("jsonl", "a.jsonl") == ["fc060d1a32056082c05bfba86dd4e5f0df22abf858a1ab76182b5ac2a83fac71"]
+    assert keys("chat", "a.jsonl") == ["db44e4f55f0cf32254a1ef2e46c1082122882997909ac1a14842719db8e2ff9d"]
+    assert keys("text", "c.txt") == ["c0fcd3f9bb955d9ad0b6c865d47de54e2d28c69577d862ef096cb6621ef20757"]
+    assert keys("jsonl", "b.jsonl.gz") == ["a80e70c8ee6b45ca2912cb2017f03dd4f10e32d2af935270d6f15eb22f410c21"]
+    contents = [lines, b"\xef\xbb\xbf" + lines, zipped]
+    different = {keys(kind, "d.txt", content)[0] for kind in ("text", "jsonl", "chat") for content in contents}
+    assert len(different) == 9
+    monkeypatch.setattr(groups, "_hash_files", None)
+    for name in ("SPAN_BYTES", "GROUP_BYTES"):
+        monkeypatch.setattr(groups, name, 200)
+    assert keys("jsonl", "a.jsonl") == [
+        "a219bbcb9ef2664bdf1cf40cebced40c4d2e4f34d2742d3a8263148162f8ce0d",
+        "97b3eaa48db354ab857b97ee7351e6cd5deb4665727f9b407d200bbd0e3ca81b",
+    ]
+    assert (
+        keys("jsonl", "a.jsonl", b"\xef\xbb\xbf" + lines)[0]
+        != "a219bbcb9ef2664bdf1cf40cebced40c4d2e4f34d2742d3a8263148162f8ce0d"
+    )
+
+
+@pytest.mark.parametrize("form", ["array", "gzip", "mark"])
+@pytest.mark.parametrize("kind", ["jsonl", "chat"])
+def test_a_large_file_that_its_name_does_not_describe_is_read_once(tmp_path, monkeypatch, form, kind):
+    """All that cannot be cut begins in the first stretch."""
+    for name in ("SPAN_BYTES", "GROUP_BYTES"):
+        monkeypatch.setattr(groups, name, 100)
+    texts = [os.urandom(30).hex() for _ in range(40)]
+    field = (lambda text: {"text": text}) if kind == "jsonl" else (lambda text: {"instruction": "", "output": text})
+    lines = b"".join(json.dumps(field(text)).encode() + b"\n" for text in texts)
+    content = {"array": json.dumps(list(map(field, texts)), indent=1).encode(), "gzip": gzip.compress(lines)}
+    (tmp_path / "a.json").write_bytes(content.get(form, b"\xef\xbb\xbf" + lines))
+    config = SourceConfig(
+        kind=kind, paths=(str(tmp_path / "a.json"),), chat_format="alpaca" if kind == "chat" else "messages"
+    )
+    found = group_files(Source(config, "data.sources[0]"), tmp_path / "cache", print)
+    assert len(found) > 3
+    of_groups = [[document.text.strip() for document in group.documents()] for group in found]
+    assert [text for of_group in of_groups for text in of_group] == texts
+    assert (len(of_groups[0]) == len(texts)) == (form != "mark")
 
 
 def test_groups_are_hashed_at_the_same_time(tmp_path, monkeypatch):

@@ -1,5 +1,6 @@
 """Prompts from files and into tokens, what is refused with its line, and the tokens that end a text."""
 
+import codecs
 import errno
 import json
 import os
@@ -40,12 +41,16 @@ def test_a_text_file_has_a_prompt_per_line(tmp_path):
     path = tmp_path / "prompts.txt"
     path.write_bytes("the model\r\n\n  \u6f22\u5b57\u2028{}\n".encode())
     assert read_prompts(path) == [Prompt("the model"), Prompt("  \u6f22\u5b57\u2028{}")]
+    path.write_bytes(codecs.BOM_UTF8 + path.read_bytes())
+    assert read_prompts(path)[0] == Prompt("the model")
 
 
 def test_a_jsonl_file_has_texts_and_conversations(tmp_path):
     path = tmp_path / "prompts.jsonl"
     lines = [{"prompt": "a\nb", "id": 3}, {"messages": TALK}]
     path.write_text("\n\n".join(map(json.dumps, lines)))
+    assert read_prompts(path) == [Prompt("a\nb"), Prompt("the model", TALK)]
+    path.write_bytes(codecs.BOM_UTF8 + path.read_bytes())
     assert read_prompts(path) == [Prompt("a\nb"), Prompt("the model", TALK)]
 
 

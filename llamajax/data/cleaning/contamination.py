@@ -17,23 +17,25 @@ from llamajax.data.cleaning.texts import whole_texts
 from llamajax.data.cleaning.words import run_hashes, word_hashes, words_of
 from llamajax.data.groups import FileGroup, group_files
 from llamajax.data.sources import Source
+from llamajax.data.text_files import holds_records
 
 _KEY = "data.cleaning.decontamination"
-_JSONL = (".jsonl", ".jsonl.gz", ".jsonl.zst")
 
 
 def held_out_groups(config: DecontaminationConfig, cache_dir: Path, log: Callable[[str], None]) -> list[FileGroup]:
-    """The files with held-out texts, a source for every field of those of JSONL.
+    """The files with held-out texts, a source for every field of those of records.
 
     Raises:
         DataError: a file is missing or cannot be read.
         DiskError: the disk fails.
     """
-    files = [str(path) for path in Source(SourceConfig(kind="text", paths=config.paths), _KEY, cache_dir).files()]
-    lines = tuple(path for path in files if path.endswith(_JSONL))
-    texts = tuple(path for path in files if not path.endswith(_JSONL))
-    sources = [SourceConfig(kind="jsonl", paths=lines, text_key=key) for key in config.text_keys if lines]
-    sources += [SourceConfig(kind="text", paths=texts)] if texts else []
+    found = Source(SourceConfig(kind="text", paths=config.paths), _KEY, cache_dir)
+    records, texts = [], []
+    for path in found.files():
+        with found.reading(path):
+            (records if holds_records(path) else texts).append(str(path))
+    sources = [SourceConfig(kind="jsonl", paths=tuple(records), text_key=key) for key in config.text_keys if records]
+    sources += [SourceConfig(kind="text", paths=tuple(texts))] if texts else []
     return [group for source in sources for group in group_files(Source(source, _KEY, cache_dir), cache_dir, log)]
 
 

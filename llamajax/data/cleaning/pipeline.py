@@ -122,7 +122,7 @@ def _bad_words(config: CleaningConfig) -> tuple[str, ...]:
     if path is None:
         return ()
     try:
-        return tuple(Path(path).expanduser().read_text(encoding="utf-8").splitlines())
+        return tuple(Path(path).expanduser().read_text(encoding="utf-8-sig").splitlines())
     except (OSError, UnicodeDecodeError) as error:
         error = error if isinstance(error, OSError) else OSError("is not UTF-8")
         where = f"data.cleaning.filters.bad_words: {path}: cannot be read"

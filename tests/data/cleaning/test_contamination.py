@@ -54,12 +54,14 @@ def test_hits_and_their_share_condemn_together(tmp_path):
 def test_texts_and_several_fields_are_held_out(tmp_path):
     (tmp_path / "a.txt").write_text("one two three four five")
     (tmp_path / "b.jsonl").write_text(json.dumps({"question": "six seven eight nine ten", "answer": "a b c d e"}) + "\n")
+    (tmp_path / "c.json").write_text(json.dumps([{"question": "in an array it was", "answer": ""}], indent=2))
     config = DecontaminationConfig(paths=(f"{tmp_path}/*.*",), text_keys=("question", "answer"), ngram=5)
     write_runs(tmp_path / "runs", held_out_groups(config, tmp_path / "cache", print), 5)
     runs = read_held_out(tmp_path / "runs", config)
     assert [runs.hits(text)[1] for text in ("One, two, three, four, five.", "six seven eight nine ten", "a b c d e")] == [
         1
     ] * 3
+    assert runs.hits("in an array it was")[1] == 1
     with pytest.raises(DataError, match=r"b.jsonl:1: data.cleaning.decontamination.text_key: has no 'text', only"):
         write_runs(tmp_path / "x", held_out_groups(DecontaminationConfig(paths=config.paths), tmp_path / "c", print), 5)
 

@@ -308,6 +308,13 @@ def test_mistakes_are_one_line(tmp_path, config, error, message):
     assert len(str(error_info.value).splitlines()) == 1
 
 
+def test_a_byte_order_mark_is_no_part_of_a_bad_word(tmp_path):
+    (tmp_path / "words.txt").write_bytes(b"\xef\xbb\xbfrude\nbad\n")
+    config = CleaningConfig(filters=FilterConfig(bad_words=str(tmp_path / "words.txt")))
+    (left,) = run_clean([jsonl(tmp_path / "a.jsonl", ["one rude", "two"])], config, tmp_path / "cache")
+    assert texts_of(left) == ["two"]
+
+
 def test_lines_that_c4_drops_are_gone_before_copies_are_looked_for(tmp_path):
     prose = "This is a sentence of prose. This is another one."
     texts = [f"Home | About\n{prose}", f"{prose}\nContact", "Home | About"]

@@ -1,0 +1,154 @@
+"""Files of text as they are found: compressed or not, with a byte-order mark or without.
+
+The first bytes decide how a file is read. Names do not: many a `.jsonl` is gzip inside.
+"""
+
+import contextlib
+import io
+import lzma
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO, NamedTuple
+
+import pyarrow
+
+READ_BYTES = 2**20
+"""Read from a file at once."""
+COMPRESSIONS = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2", ".xz": "xz"}
+"""What the ends of names say, in lower case."""
+JSON_SUFFIXES = (".jsonl", ".ndjson", ".json")
+"""Ends of the names of files of records, before that of the compression."""
+BOM = b"\xef\xbb\xbf"
+"""The byte-order mark of UTF-8, which is no part of the text behind it."""
+
+_HEAD_BYTES = 2**12
+# A frame of zstd may be one that holds no data, as pzstd writes them first.
+_MAGICS = {
+    "gzip": re.compile(rb"\x1f\x8b\x08"), "zstd": re.compile(rb"\x28\xb5\x2f\xfd|[\x50-\x5f]\x2a\x4d\x18"),
+    "bz2": re.compile(rb"BZh[1-9](1AY&SY|\x17rE8P\x90)"), "xz": re.compile(rb"\xfd7zXZ\x00"),
+}  # fmt: skip
+_OTHERS = {
+    "a parquet file": re.compile(rb"PAR1\x15"),
+    "an Arrow file": re.compile(rb"ARROW1\0\0|\xff\xff\xff\xff.{3}\0", re.DOTALL),
+    "a zip archive": re.compile(rb"PK\x03\x04"), "a tar archive": re.compile(rb".{257}ustar", re.DOTALL),
+}  # fmt: skip
+_SEEN_BY_NAME = {".gz": "gzip", ".zst": "zstd"}
+
+
+class NoTextFileError(ValueError):
+    """A file is of another format; the message says of which."""
+
+    def remedy(self, kind: str) -> str:
+        """What to do for a source of this kind."""
+        of_table = {"a parquet file": "parquet", "an Arrow file": "arrow"}.get(str(self))
+        if of_table is None:
+            return "unpack it, and name the files in it"
+        return "write its conversations as JSONL" if kind == "chat" else f"set kind: {of_table}, or name other files"
+
+
+class Form(NamedTuple):
+    """How a file holds its text."""
+
+    compression: str | None = None
+    has_bom: bool = False
+    is_array: bool = False
+    """Whether it begins with `[`: of files of records, one JSON array instead of lines."""
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether records can be read from its beginning only."""
+        return self.compression is not None or self.is_array
+
+
+def form_of(path: Path) -> Form:
+    """The form of a file, by its first bytes.
+
+    Raises:
+        NoTextFileError: it is of another format.
+        OSError, EOFError, lzma.LZMAError, pyarrow.ArrowException: it cannot be read.
+    """
+    with path.open("rb", buffering=0) as file:
+        return _form(path, file.read(_HEAD_BYTES))
+
+
+class TextFile(NamedTuple):
+    """An open file."""
+
+    stream: BinaryIO
+    """Its text as bytes, without a byte-order mark."""
+    raw: io.FileIO
+    """The file as it lies on the disk, which knows how much of it was read."""
+    form: Form
+
+
+def mark_of(path: Path) -> list[str | bool | None]:
+    """What decides how the file is read, for the hash of its content; empty of files that have always been read so, by the
+    ends of their names: their hashes stay what they were.
+
+    Raises:
+        As `form_of`, but what a compressed file holds is not looked at if its name says how it is compressed.
+    """
+    with path.open("rb", buffering=0) as file:
+        begin = file.read(_HEAD_BYTES)
+    compression = _compression(begin)
+    if compression is not None and compression == _SEEN_BY_NAME.get(path.suffix):
+        return []
+    form = _form(path, begin)
+    return [*form] if any(form) else []
+
+
+def holds_records(path: Path) -> bool:
+    """Whether a file holds records rather than one text: lines of JSON by its name, or one array.
+
+    Raises:
+        As `form_of`.
+    """
+    name = path.with_suffix("") if path.suffix.lower() in COMPRESSIONS else path
+    suffix = name.suffix.lower()
+    return suffix in JSON_SUFFIXES and (suffix != ".json" or form_of(path).is_array)
+
+
+@contextlib.contextmanager
+def opened(path: Path, at: int = 0) -> Iterator[TextFile]:
+    """The file, open to be read.
+
+    Args:
+        path: the file.
+        at: the byte to begin at, of a file that is not compressed.
+
+    Raises:
+        NoTextFileError: it is of another format.
+        OSError, EOFError, lzma.LZMAError, pyarrow.ArrowException: it cannot be read; later reads raise them too.
+    """
+    with path.open("rb", buffering=0) as file:
+        form = _form(path, file.read(_HEAD_BYTES))
+        file.seek(at)
+        stream = _decompressed(file, form.compression)
+        if form.has_bom and not at:
+            stream.read(len(BOM))
+        yield TextFile(stream, file, form)
+
+
+def _form(path: Path, begin: bytes) -> Form:
+    """The form of a file that begins so."""
+    compression = _compression(begin)
+    if compression is not None:
+        with path.open("rb", buffering=0) as file:
+            begin = _decompressed(file, compression).read(_HEAD_BYTES)
+    for name, magic in _OTHERS.items():
+        if magic.match(begin):
+            raise NoTextFileError(name)
+    has_bom = begin.startswith(BOM)
+    return Form(compression, has_bom, is_array=begin.removeprefix(BOM).lstrip(b" \t\r\n").startswith(b"["))
+
+
+def _compression(begin: bytes) -> str | None:
+    return next((name for name, magic in _MAGICS.items() if magic.match(begin)), None)
+
+
+def _decompressed(file: io.FileIO, compression: str | None) -> BinaryIO:
+    if compression == "xz":  # which pyarrow does not know
+        return io.BufferedReader(lzma.open(file), READ_BYTES)
+    stream = file if compression is None else pyarrow.CompressedInputStream(file, compression)
+    return io.BufferedReader(stream, READ_BYTES)  # pyright: ignore[reportArgumentType] (pyarrow's reads like io's)

@@ -1,0 +1,113 @@
+"""Directories stand for the files of their kind, and what systems write beside files is no file of a source."""
+
+import errno
+import json
+import os
+
+import fsspec
+import pytest
+
+from llamajax.config.data import SourceConfig
+from llamajax.data import groups
+from llamajax.data.groups import group_files, known_groups
+from llamajax.data.source_files import find_files
+from llamajax.data.sources import Source
+from llamajax.errors import DataError, DiskError
+
+NAMES = ["b.txt", "a.jsonl", "x/a.JSONL.GZ", "x/y/c.json", "x/d.ndjson.xz", "x/table.parquet", "x/t.idx", "README"]
+BESIDE = ["._a.jsonl", "x/._c.json", ".DS_Store", "_SUCCESS", "x/.table.parquet.crc", "x/y/c.json.crc"]
+
+
+@pytest.fixture
+def folder(tmp_path):
+    for name in [*NAMES, *BESIDE, ".hidden/a.jsonl", "x/.a.jsonl"]:
+        path = tmp_path / "data" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f'{{"text": "{name}"}}')
+    return tmp_path / "data"
+
+
+def found(kind, *paths):
+    config = SourceConfig(kind=kind, paths=tuple(map(str, paths)))
+    return find_files(config, "data.sources[0]", paths[0])
+
+
+RECORDS = ["a.jsonl", "x/a.JSONL.GZ", "x/d.ndjson.xz", "x/y/c.json"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "names"),
+    [("jsonl", RECORDS), ("chat", RECORDS), ("parquet", ["x/table.parquet"]), ("megatron", ["x/t.idx"]), ("text", NAMES)],
+)
+def test_a_directory_stands_for_the_files_of_its_kind_below_it(folder, kind, names):
+    of_kind = found(kind, folder)
+    assert of_kind.files == sorted(folder / name for name in names)
+    assert of_kind.num_left_out == len(BESIDE)
+    (folder / "z").symlink_to("x")
+    assert found(kind, f"{folder}/").files == of_kind.files, "its files have names already"
+    (folder.parent / "other").mkdir()
+    (folder.parent / "other" / "link").symlink_to(folder)
+    assert found(kind, folder.parent / "other").files == sorted(folder.parent / "other" / "link" / name for name in names)
+
+
+@pytest.mark.parametrize("pattern", ["**/*", "**/.*", "**/*c*", "x/._c.json", "_SUCCESS"])
+def test_what_systems_write_beside_files_is_left_out_whatever_names_it(folder, pattern):
+    both = found("text", folder / pattern, folder / "a.jsonl")
+    assert both.num_left_out >= 1
+    assert folder / "a.jsonl" in both.files
+    assert not {folder / name for name in BESIDE} & set(both.files)
+
+
+def test_nothing_but_such_files_is_no_source(folder):
+    with pytest.raises(DataError, match=r"^data.sources\[0\].paths: all that they name is what systems write beside files"):
+        found("jsonl", folder / "x" / "._c.json", folder / "_SUCCESS")
+    (folder / "empty").mkdir()
+    message = r"^.*/empty: data.sources\[0\].paths: is a directory without files of kind=jsonl \(\*.jsonl, \*.nd.*\)"
+    with pytest.raises(DataError, match=message):
+        found("jsonl", folder / "empty")
+
+
+def test_they_are_counted_at_every_start(folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(groups, "UNSETTLED_S", -60.0)
+    source = Source(SourceConfig(kind="text", paths=(str(folder),)), "data.sources[0]")
+    log = []
+    group_files(source, tmp_path / "cache", log.append)
+    assert known_groups(source, tmp_path / "cache", log.append) is not None
+    left_out = "left out   data.sources[0]: 6 of what systems write beside files (._*, .DS_Store, _SUCCESS, *.crc)"
+    assert log == [left_out] * 2
+
+
+def test_a_directory_on_a_disk_that_fails_does_not_have_fewer_files(folder, monkeypatch):
+    scandir = os.scandir
+
+    def fail(asked):
+        if os.path.normpath(asked) == str(folder / "x"):
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(asked))
+        return scandir(asked)
+
+    monkeypatch.setattr(os, "scandir", fail)
+    with pytest.raises(DiskError, match=r"/data: data.sources\[0\].paths: cannot be read: Input/output error; see to"):
+        found("jsonl", folder)
+
+
+def test_a_directory_of_a_store_stands_for_the_files_of_its_kind_below_it(tmp_path):
+    """And what systems write beside files is left out, as of local ones."""
+    names = ["1.jsonl", "x/y/2.json", "x/3.JSONL", "x/._3.jsonl", "_SUCCESS", "x/.1.jsonl.crc", ".hidden/4.jsonl", "x/5.txt"]
+    store = fsspec.filesystem("memory")
+    for name in names:
+        store.pipe(f"{tmp_path}/{name}", json.dumps({"text": name}).encode())
+
+    def remote(kind, *paths):
+        addresses = tuple(f"memory://{tmp_path}/{path}" for path in paths)
+        return Source(SourceConfig(kind=kind, paths=addresses), "data.sources[0]", tmp_path / "cache")
+
+    def texts(source):
+        return [document.text for document in source.documents(source.found())]
+
+    found = remote("jsonl", "")
+    assert texts(found) == ["1.jsonl", "x/3.JSONL", "x/y/2.json"]
+    assert found.look().num_left_out == 3
+    assert texts(remote("jsonl", "x/*.jsonl", "1.jsonl")) == ["1.jsonl"]
+    with pytest.raises(DataError, match=r"data.sources\[0\].paths: 'memory://.*/.hidden' matches no file"):
+        remote("parquet", ".hidden").found()
+    store.rm(str(tmp_path), recursive=True)
