@@ -1,13 +1,18 @@
-"""How fast `python -m llamajax.preprocess` tokenizes, per process, beside the tokenizer's library alone and beside the flow
-of Megatron-LM's `preprocess_data.py` (a process per processor: `json.loads`, encode, write), in one run.
+"""How fast `python -m llamajax.preprocess` tokenizes, per process, beside the tokenizer's library alone, gigatoken alone,
+and the flows of Megatron-LM's `preprocess_data.py` (a process per processor: `json.loads`, encode, write) and
+`preprocess_data_fast.py` (whole files through gigatoken, written at once), in one run.
 
     python scripts/bench_preprocess.py --toy
     python scripts/bench_preprocess.py --gigabytes 20 --kills 20 --directory /scratch --json figures.json
+    python scripts/bench_preprocess.py --gigabytes 0.5 --compare --tokenizer tokenizer.json
 
-The corpus is made on the spot, of stretches of the standard library's sources and help texts, by a seed. The two others work
+The corpus is made on the spot, of stretches of the standard library's sources and help texts, by a seed. The others work
 on a sample of it, before and after, since a shared machine is not always equally fast; all encode with as many processes,
-each of one thread. The peak memory is that of the largest worker. With `--kills` the corpus is tokenized once more while all
-processes of the run are killed (SIGKILL) again and again, and every file must be as without. The directory is left as found.
+each of one thread. The peak memory is that of the largest worker. With `--kills` the corpus is tokenized once more while
+all processes of the run are killed (SIGKILL) again and again, and every file must be as without. With `--compare` it is
+tokenized once more without gigatoken, and every file must be the same. `work of a process` is what one process does of
+it: hashing, parsing, encoding and writing, without the start of Python and the comparison of ids. On a machine that
+others use too, look at the rates per second of processor time. The directory is left as found.
 """
 
 import argparse
@@ -29,7 +34,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 os.environ["TOKENIZERS_PARALLELISM"] = "false"  # processes share the work, not threads
 _ROOT = Path(__file__).resolve().parent.parent
@@ -72,8 +77,30 @@ def sample_of(paths: list[Path], num_bytes: int) -> list[bytes]:
         return file.readlines(num_bytes)
 
 
-def encode_alone(tokenizer: Path, lines: list[bytes]) -> tuple[int, float]:
-    """Bytes of text, and seconds of the library alone for them, a batch of 8 MB at a time as llamajax gives it."""
+class Measured(NamedTuple):
+    """Bytes of text, and what they took, seconds."""
+
+    num_bytes: int
+    wall: float
+    processor: float
+
+
+@contextlib.contextmanager
+def measuring(num_bytes: int) -> Iterator[list[Measured]]:
+    """A list that gets what the block takes."""
+    taken: list[Measured] = []
+    started = time.perf_counter(), time.process_time()
+    yield taken
+    taken.append(Measured(num_bytes, time.perf_counter() - started[0], time.process_time() - started[1]))
+
+
+def text_bytes(lines: list[bytes]) -> int:
+    """Of the texts in these lines."""
+    return sum(len(json.loads(line)["text"].encode()) for line in lines)
+
+
+def encode_alone(tokenizer: Path, lines: list[bytes]) -> Measured:
+    """The library alone, a batch of 8 MB at a time as llamajax gives it."""
     encode = _batches_by_library(tokenizer)
     texts = [json.loads(line)["text"] for line in lines]
     batches, size = [[]], 0
@@ -84,28 +111,82 @@ def encode_alone(tokenizer: Path, lines: list[bytes]) -> tuple[int, float]:
             batches.append([])
             size = 0
     encode(texts[:10])
-    started = time.perf_counter()
-    for batch in batches:
-        encode(batch)
-    return sum(len(text.encode()) for text in texts), time.perf_counter() - started
+    with measuring(text_bytes(lines)) as taken:
+        for batch in batches:
+            encode(batch)
+    return taken[0]
 
 
-def encode_as_megatron(tokenizer: Path, lines: list[bytes], out: Path) -> tuple[int, float]:
-    """Bytes of text, and seconds of what a worker of `preprocess_data.py` and its writer do: a document at a time."""
+def encode_by_gigatoken(tokenizer: Path, lines: list[bytes]) -> Measured:
+    """gigatoken alone, a text at a time."""
+    encode = _gigatoken(tokenizer).encode
+    texts = [json.loads(line)["text"] for line in lines]
+    encode(texts[0])
+    with measuring(text_bytes(lines)) as taken:
+        for text in texts:
+            encode(text)
+    return taken[0]
+
+
+def encode_as_megatron_fast(tokenizer: Path, lines: list[bytes], out: Path) -> Measured:
+    """What `preprocess_data_fast.py` does with a file: all of it through gigatoken, in one thread, and written at once."""
+    import gigatoken
+    import numpy as np
+
+    library = _gigatoken(tokenizer)
+    library.encode("warm")
+    source = out.with_suffix(".jsonl")
+    source.write_bytes(b"".join(lines))
+    with measuring(text_bytes(lines)) as taken:
+        ids = library.encode_files(gigatoken.JsonlFileSource([source], "text"), parallel=False)
+        offsets = np.asarray(ids.layout.offsets.data)
+        tokens = np.insert(np.asarray(ids.layout.content.data), offsets[1:], 0)
+        tokens.astype("<i4").tofile(out.with_suffix(".bin"))
+        (np.diff(offsets) + 1).astype("<i4").tofile(out.with_suffix(".idx"))
+    return taken[0]
+
+
+def work_of_process(tokenizer: Path, lines: list[bytes], out: Path) -> Measured:
+    """What one process of llamajax does: hashes, parses, encodes, frames, hashes for the split, writes and flushes."""
+    from llamajax.config.data import SourceConfig
+    from llamajax.data.encoder_choice import differing_text
+    from llamajax.data.groups import group_files
+    from llamajax.data.shards import tokenize
+    from llamajax.data.sources import Source
+    from llamajax.data.tokenizer import load_tokenizer
+    from llamajax.preprocessing.executors import compute_in_one_thread
+
+    compute_in_one_thread()
+    out.mkdir()
+    (out / "lines.jsonl").write_bytes(b"".join(lines))
+    source = Source(SourceConfig(kind="jsonl", paths=(str(out / "lines.jsonl"),)), "data.sources[0]")
+    library = load_tokenizer(tokenizer)
+    library.is_fast = differing_text(library, quick=True) is None
+    with measuring(text_bytes(lines)) as taken:
+        groups = group_files(source, out / "cache", lambda line: None)
+        tokenize(groups, library, out / "cache", lambda line: None, gigatoken=False)  # the choice is made
+    return taken[0]
+
+
+def _gigatoken(path: Path) -> Any:
+    import gigatoken
+
+    load = gigatoken.Tokenizer.from_json if path.suffix == ".json" else gigatoken.Tokenizer.from_sentencepiece
+    return load(path.read_bytes())
+
+
+def encode_as_megatron(tokenizer: Path, lines: list[bytes], out: Path) -> Measured:
+    """What a worker of `preprocess_data.py` and its writer do: a document at a time."""
     import numpy as np
 
     from llamajax.data.megatron_writer import write_indexed
 
     encode = _one_by_library(tokenizer)
     encode("warm")
-    num_bytes = 0
-    started = time.perf_counter()
-    with write_indexed(out, np.dtype("<i4")) as writer:
+    with measuring(text_bytes(lines)) as taken, write_indexed(out, np.dtype("<i4")) as writer:
         for line in lines:
-            text = json.loads(line)["text"]
-            writer.add_document(np.array([*encode(text), 0]))
-            num_bytes += len(text.encode())
-    return num_bytes, time.perf_counter() - started
+            writer.add_document(np.array([*encode(json.loads(line)["text"]), 0]))
+    return taken[0]
 
 
 def _batches_by_library(path: Path) -> Any:
@@ -131,13 +212,19 @@ def _one_by_library(path: Path) -> Any:
     return sentencepiece.SentencePieceProcessor(model_file=str(path)).encode
 
 
-def rate_per_process(function: Any, tokenizer: Path, lines: list[bytes], workers: int, *rest: Path) -> float:
-    """MB of text per second and process, of as many processes that do the same at once, each a part of the lines."""
+def rate_per_process(function: Any, tokenizer: Path, lines: list[bytes], workers: int, *rest: Path) -> tuple[float, float]:
+    """MB of text per second and process, by the clock and by processor time, of as many processes that do the same at once,
+    each a part of the lines."""
     with concurrent.futures.ProcessPoolExecutor(workers) as pool:
         parts = [lines[number::workers] for number in range(workers)]
-        outs = [[path / f"{function.__name__}-{number}" for path in rest] for number in range(workers)]
+        outs = [[Path(tempfile.mkdtemp(dir=path)) / "out" for path in rest] for _ in range(workers)]
         futures = [pool.submit(function, tokenizer, part, *out) for part, out in zip(parts, outs, strict=True)]
-        return statistics.mean(num_bytes / seconds / 1e6 for num_bytes, seconds in (future.result() for future in futures))
+        found = [future.result() for future in futures]
+    clock, processor = (
+        statistics.mean(one.num_bytes / seconds / 1e6 for one, seconds in zip(found, some, strict=True))
+        for some in ([one.wall for one in found], [one.processor for one in found])
+    )
+    return clock, processor
 
 
 @contextlib.contextmanager
@@ -212,16 +299,29 @@ def preprocess_killed(folder: Path, tokenizer: Path, workers: int, kills: int, s
         raise SystemExit(f"preprocess ended with {process.returncode} before kill {done + 1}")
     subprocess.run(command, cwd=_ROOT, stdout=subprocess.DEVNULL, check=True)
     elapsed = time.perf_counter() - started
-    alone, killed = _digests(folder / "cache"), _digests(folder / "killed")
-    if alone != killed:
-        differing = sorted(str(path) for path in alone.keys() | killed.keys() if alone.get(path) != killed.get(path))
-        raise SystemExit(f"not as without kills: {', '.join(differing)}")
-    return {"kills": kills, "same_files": len(alone), "killed_seconds": elapsed}
+    return {"kills": kills, "same_files": _same_files(folder / "cache", folder / "killed"), "killed_seconds": elapsed}
+
+
+def preprocess_otherwise(folder: Path, tokenizer: Path, workers: int) -> dict[str, float]:
+    """How many files are the same when the corpus is tokenized without gigatoken; raises `SystemExit` if one is not."""
+    command = [*_command(folder, tokenizer, workers, "otherwise"), "--data.tokenizer.gigatoken", "false"]
+    subprocess.run(command, cwd=_ROOT, stdout=subprocess.DEVNULL, check=True)
+    return {"compared_files": _same_files(folder / "cache", folder / "otherwise")}
+
+
+def _same_files(cache: Path, other: Path) -> int:
+    one, another = _digests(cache), _digests(other)
+    if one != another:
+        differing = sorted(str(path) for path in one.keys() | another.keys() if one.get(path) != another.get(path))
+        raise SystemExit(f"{other.name}: not the same: {', '.join(differing)}")
+    return len(one)
 
 
 def _digests(cache: Path) -> dict[Path, str]:
+    """Of all files but those that tell which library encodes."""
     digests = {}
-    for path in sorted(path for path in cache.rglob("*") if path.is_file()):
+    files = (path for path in cache.rglob("*") if path.is_file() and path.relative_to(cache).parts[0] != "encoders")
+    for path in sorted(files):
         with path.open("rb") as file:
             digests[path.relative_to(cache)] = hashlib.file_digest(file, "sha256").hexdigest()
     return digests
@@ -237,6 +337,7 @@ def main() -> None:
         "--tokenizer", type=Path, help="a tokenizer.json or tokenizer.model; default: one of 32,000 pieces, made here"
     )
     parser.add_argument("--kills", type=int, default=0, help="tokenize once more, killed so often")
+    parser.add_argument("--compare", action="store_true", help="tokenize once more, without gigatoken")
     parser.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)), help="processes")
     parser.add_argument(
         "--directory", type=Path, default=Path(tempfile.gettempdir()), help="where corpus and cache are made"
@@ -250,32 +351,46 @@ def main() -> None:
         paths = write_corpus(folder, num_bytes)
         tokenizer = arguments.tokenizer or _train(paths, folder)
         lines = sample_of(paths, min(num_bytes // 2, int(arguments.sample_megabytes * 1e6)))
-        others: dict[str, list[float]] = {"library alone": [], "Megatron-LM's flow": []}
+        measured = {
+            "library alone": (encode_alone, ()),
+            "Megatron-LM's flow": (encode_as_megatron, (folder,)),
+            "gigatoken alone": (encode_by_gigatoken, ()),
+            "Megatron-LM's fast flow": (encode_as_megatron_fast, (folder,)),
+            "work of a process": (work_of_process, (folder,)),
+        }
+        others: dict[str, list[tuple[float, float]]] = {name: [] for name in measured}
         figures: dict[str, Any] = {}
         for turn in ("before", "after"):
             print(f"the others, {turn}", file=sys.stderr, flush=True)
-            others["library alone"].append(rate_per_process(encode_alone, tokenizer, lines, arguments.workers))
-            others["Megatron-LM's flow"].append(
-                rate_per_process(encode_as_megatron, tokenizer, lines, arguments.workers, folder)
-            )
+            for name, (function, rest) in measured.items():
+                others[name].append(rate_per_process(function, tokenizer, lines, arguments.workers, *rest))
             if turn == "before":
                 figures = preprocess(folder, tokenizer, arguments.workers)
         if arguments.kills:
             print(f"once more, with {arguments.kills} kills", file=sys.stderr, flush=True)
             figures |= preprocess_killed(folder, tokenizer, arguments.workers, arguments.kills, figures["seconds"])
-        rates = {name: statistics.mean(of_both) for name, of_both in others.items()}
+        if arguments.compare:
+            print("once more, without gigatoken", file=sys.stderr, flush=True)
+            figures |= preprocess_otherwise(folder, tokenizer, arguments.workers)
+        rates = {name: statistics.mean(clock for clock, _ in of_both) for name, of_both in others.items()}
         rates["llamajax.preprocess"] = figures["mb_per_s"] / arguments.workers
     machine = platform.processor() or platform.machine()
     print(f"{datetime.date.today()}, commit {code}, {machine}, {arguments.workers} processes")
     print(f"corpus {num_bytes / 1e9:.2f} GB, tokenizer {tokenizer.name}, {figures['seconds']:,.0f} s")
     for name, rate in rates.items():
-        spread = f" ({', '.join(f'{value:.2f}' for value in others[name])})" if name in others else ""
-        print(f"{name:22} {rate:6.2f} MB/s per process, {rate / rates['library alone']:.2f} of the library{spread}")
+        both = others.get(name, [])
+        spread = f" ({', '.join(f'{clock:.2f}' for clock, _ in both)})" if both else ""
+        processor = f"; {statistics.mean(one for _, one in both):6.2f} MB per second of processor time" if both else ""
+        print(
+            f"{name:23} {rate:6.2f} MB/s per process, {rate / rates['library alone']:.2f} of the library{spread}{processor}"
+        )
     print(f"largest worker         {figures['peak_worker_bytes'] / 1e6:,.0f} MB at its peak")
     if arguments.kills:
         print(
             f"killed {arguments.kills} times: {figures['same_files']} files as without, {figures['killed_seconds']:,.0f} s"
         )
+    if arguments.compare:
+        print(f"without gigatoken: {figures['compared_files']} files, all the same")
     if arguments.json:
         record = figures | {"rates": rates, "others": others, "bytes": num_bytes, "commit": code}
         arguments.json.write_text(json.dumps(record, indent=2) + "\n")

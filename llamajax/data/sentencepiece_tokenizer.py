@@ -76,7 +76,7 @@ class SentencePieceTokenizer(Tokenizer):
         self._joined = neighbours(ids) if is_local and not model.normalizer_spec.precompiled_charsmap else None
         self._prefixes_once = files.values.get("legacy") is False
         self._strips_text = model.normalizer_spec.remove_extra_whitespaces
-        with_prefix = model.SerializeToString()
+        with_prefix, self._has_prefix = model.SerializeToString(), model.normalizer_spec.add_dummy_prefix
         model.normalizer_spec.add_dummy_prefix = False
         self._models = with_prefix, model.SerializeToString()
         self._without_prefix = sentencepiece.SentencePieceProcessor(model_proto=self._models[1])
@@ -118,7 +118,7 @@ class SentencePieceTokenizer(Tokenizer):
         return found
 
     def _is_next(self, text: str, follows: bool) -> bool:
-        if self._models[0] == self._models[1]:
+        if not self._has_prefix:
             return False
         # What takes the space off the front of a text, and puts it there again, shall do so here as well.
         has_space = text.startswith((" ", SPACE))

@@ -3,6 +3,7 @@
 import itertools
 import json
 import re
+from typing import Literal
 
 import numpy as np
 import pyarrow
@@ -32,7 +33,7 @@ def small_pieces(monkeypatch):
     monkeypatch.setattr(sources, "READ_BYTES", 700)
 
 
-def groups_of(tmp_path, kind="jsonl", texts=TEXTS):
+def groups_of(tmp_path, kind: Literal["jsonl", "parquet", "text"] = "jsonl", texts=TEXTS):
     if kind == "parquet":
         pyarrow.parquet.write_table(pyarrow.table({"text": texts}), tmp_path / "a.parquet")
     elif kind == "jsonl":

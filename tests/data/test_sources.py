@@ -225,6 +225,17 @@ def test_bad_rows_and_conversations_may_be_left_out(tmp_path):
         texts(source("chat", tmp_path / "a.jsonl", max_bad_records=2))
 
 
+def test_lines_are_read_as_pythons_own_reader_does(tmp_path):
+    """A quicker one reads most of them."""
+    lines = [
+        '{"text": "plain", "score": NaN}', '{"score": -Infinity, "text": "b"}', '{"text": "first", "text": "last"}',
+        '{"text": "\\ud83d\\ude00 \\u0000 \\u2028\u0085 \\/"}', '{"id": 123456789012345678901234567890, "text": "c"}',
+        '{"id": -1e999, "text": "d"}', ' \t{"text": "e"} \r', '{"text": ""}', '{"": 1, "text": "é\u0301"}',
+    ]  # fmt: skip
+    (tmp_path / "a.jsonl").write_bytes("\n".join(lines).encode())
+    assert texts(source("jsonl", tmp_path / "a.jsonl")) == [json.loads(line)["text"] for line in lines]
+
+
 TRUNCATED = gzip.compress(os.urandom(2000))[:1000]
 HOSTILE = {
     "bad UTF-8 in text": ("text", b"ok\nok\nb\xffd", r":3: data.sources\[0\].paths: is not UTF-8; convert"),
