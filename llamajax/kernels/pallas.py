@@ -186,10 +186,10 @@ def attend_part(
     (b, t, K, G, H), s = q.shape, k.shape[1]
     launch = _launch(t, s, H)
     size = launch.sizes.for_queries
-    queries, keys = _own_tile(size.queries, H), _whole(num_tiles(s, size.keys) * size.keys, H, shared_by=G)
+    queries, keys = _side(t, size.queries, H), _side(s, size.keys, H, shared_by=G)
     out, lse = pl.pallas_call(
         partial(pallas_kernels.forward, pallas_kernels.Task(size, t, s, H, scale, window)),
-        grid=(num_tiles(t, size.queries), K * G, b),
+        grid=(K * G, num_tiles(t, size.queries), b),
         in_specs=[*_specs(sight, queries.ids, keys.ids), queries.heads, keys.heads, keys.heads],
         out_specs=[queries.heads, queries.numbers],
         out_shape=[
@@ -241,10 +241,10 @@ def part_gradients(
     arrays = q.reshape(b, t, K * G, H), k, v, d_out.reshape(b, t, K * G, H), lse, d_scores
 
     size = launch.sizes.for_queries
-    queries, keys = _own_tile(size.queries, H), _whole(num_tiles(s, size.keys) * size.keys, H, shared_by=G)
+    queries, keys = _side(t, size.queries, H), _side(s, size.keys, H, shared_by=G)
     d_q = pl.pallas_call(
         partial(pallas_kernels.query_gradients, pallas_kernels.Task(size, t, s, H, scale, window)),
-        grid=(num_tiles(t, size.queries), K * G, b),
+        grid=(K * G, num_tiles(t, size.queries), b),
         in_specs=[
             *_specs(sight, queries.ids, keys.ids),
             *(queries.heads, keys.heads, keys.heads, queries.heads, queries.numbers, queries.numbers),
@@ -257,20 +257,24 @@ def part_gradients(
     )(sight.tiles.of_queries, *_what_is_seen(sight), *arrays)
 
     size = launch.sizes.for_keys
-    queries, keys = _whole(num_tiles(t, size.queries) * size.queries, H, sharing=G), _own_tile(size.keys, H)
+    parts = _parts_of_group(G, K * num_tiles(s, size.keys) * b)
+    queries, keys = _side(t, size.queries, H, sharing=G // parts), _side(s, size.keys, H, shared_by=parts)
+    sums = _side(s, size.keys, H).heads
     d_k, d_v = pl.pallas_call(
-        partial(pallas_kernels.key_gradients, pallas_kernels.Task(size, t, s, H, scale, window), group=G),
-        grid=(num_tiles(s, size.keys), K, b),
+        partial(pallas_kernels.key_gradients, pallas_kernels.Task(size, t, s, H, scale, window), group=G // parts),
+        grid=(K * parts, num_tiles(s, size.keys), b),
         in_specs=[
             *_specs(sight, queries.ids, keys.ids),
             *(queries.heads, keys.heads, keys.heads, queries.heads, queries.numbers, queries.numbers),
         ],
-        out_specs=[keys.heads, keys.heads],
-        out_shape=[jax.ShapeDtypeStruct(k.shape, dtype or k.dtype), jax.ShapeDtypeStruct(v.shape, dtype or v.dtype)],
+        out_specs=[sums, sums],
+        out_shape=[jax.ShapeDtypeStruct((b, s, K * parts, H), jnp.float32 if parts > 1 else dtype or k.dtype)] * 2,
         compiler_params=launch.of_keys,
         interpret=interpret,
         name="attention_backward_keys",
     )(sight.tiles.of_keys, *_what_is_seen(sight), *arrays)
+    if parts > 1:
+        d_k, d_v = (jnp.sum(d.reshape(b, s, K, parts, H), axis=3).astype(dtype or k.dtype) for d in (d_k, d_v))
     return d_q.reshape(b, t, K, G, H), d_k, d_v
 
 
@@ -290,36 +294,43 @@ class _Side(NamedTuple):
     """Of [b, length]."""
 
 
-def _own_tile(size: int, head_dim: int) -> _Side:
-    """One tile of one head."""
-    return _Side(
-        pl.BlockSpec((None, size, None, pl.next_power_of_2(head_dim)), lambda tile, head, row: (row, tile, head, 0)),
-        pl.BlockSpec((None, None, size), lambda tile, head, row: (row, head, tile)),
-        pl.BlockSpec((None, size), lambda tile, head, row: (row, tile)),
-    )
-
-
-def _whole(length: int, head_dim: int, *, shared_by: int = 1, sharing: int | None = None) -> _Side:
-    """All tiles: of the head that `shared_by` programs' heads share, or of all heads that are `sharing` the program's."""
+def _side(length: int, tile: int, head_dim: int, *, shared_by: int = 1, sharing: int | None = None) -> _Side:
+    """All tokens, up to the end of the last tile: of the head that `shared_by` programs' heads share, or of all heads that
+    are `sharing` the program's."""
+    length = num_tiles(length, tile) * tile
     return _Side(
         pl.BlockSpec(
-            (None, length, sharing, pl.next_power_of_2(head_dim)), lambda _, head, row: (row, 0, head // shared_by, 0)
+            (None, length, sharing, pl.next_power_of_2(head_dim)), lambda head, _, row: (row, 0, head // shared_by, 0)
         ),
-        pl.BlockSpec((None, sharing, length), lambda _, head, row: (row, head // shared_by, 0)),
-        pl.BlockSpec((None, length), lambda _, head, row: (row, 0)),
+        pl.BlockSpec((None, sharing, length), lambda head, _, row: (row, head // shared_by, 0)),
+        pl.BlockSpec((None, length), lambda head, _, row: (row, 0)),
     )
 
 
 def _specs(sight: Sight, q_ids: pl.BlockSpec, k_ids: pl.BlockSpec) -> list[pl.BlockSpec | None]:
-    """Of a side's tiles and of `_what_is_seen`."""
+    """Of a side's tiles and of `_what_is_seen`.
+
+    Programs start in the order of the grid, whose first dim runs fastest: of each row the longest first, of all heads.
+    """
     rows_differ = sight.tiles.of_queries.shape[0] > 1
-    tiles = pl.BlockSpec((None, None, 4), lambda tile, head, row: (row if rows_differ else 0, tile, 0))
-    offset = pl.BlockSpec((1,), lambda tile, head, row: (0,))
+    tiles = pl.BlockSpec((None, None, 5), lambda head, place, row: (row if rows_differ else 0, place, 0))
+    offset = pl.BlockSpec((1,), lambda head, place, row: (0,))
     return [tiles, offset, *((q_ids, k_ids) if sight.documents is not None else (None, None))]
 
 
 def _what_is_seen(sight: Sight) -> tuple[jax.Array | None, ...]:
     return sight.offset, *(sight.documents or (None, None))
+
+
+def _parts_of_group(group: int, programs: int) -> int:
+    """Into how many programs one for a group of heads is split, which are so many without: the fewest that keep a GPU busy.
+    Their sums in fp32 are written and added up, so that none is where there are enough."""
+    enough = (parts for parts in range(1, group) if group % parts == 0 and programs * parts >= _ENOUGH_PROGRAMS)
+    return next(enough, group)
+
+
+_ENOUGH_PROGRAMS = 512
+"""Of one kernel: about four for each core of an H100. The longest of causal rows takes twice the mean."""
 
 
 def _launch(num_queries: int, num_keys: int, head_dim: int) -> _Launch:
@@ -341,7 +352,8 @@ _LEAST_SIDE = 16
 _BY_WIDTH = {
     64: ((TileSize(128, 64), 4, 3), (TileSize(128, 64), 4, 3), (TileSize(64, 64), 4, 3)),
     128: ((TileSize(128, 64), 8, 3), (TileSize(128, 64), 8, 2), (TileSize(64, 64), 8, 2)),
-    256: ((TileSize(64, 64), 8, 2), (TileSize(64, 64), 8, 1), (TileSize(32, 64), 8, 1)),
+    256: ((TileSize(64, 64), 8, 2), (TileSize(64, 64), 8, 2), (TileSize(32, 64), 8, 2)),
 }
 """By the width of heads: tile, warps and stages of the three kernels, the first two of which have one size of tile. The
-registers and shared memory of A100 and H100 hold them; an H100 spills some registers with heads of 256."""
+registers and shared memory of A100 and H100 hold them: with one stage, an H100 would spill 1.3 KB of a thread with heads of
+256, since Triton then keeps its operands in registers."""

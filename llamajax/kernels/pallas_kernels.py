@@ -16,6 +16,8 @@ from llamajax.kernels.tiles import TileSize
 _LOG2_E = math.log2(math.e)
 _LOWEST = -1e30
 """Below every score, and yet a number: the difference of two is one."""
+_OWN = 4
+"""Where `llamajax.kernels.tiles.Tiles` has the program's own tile."""
 
 
 class Task(NamedTuple):
@@ -33,7 +35,7 @@ class Seen(NamedTuple):
     """What tells a program which scores of its tiles are seen."""
 
     tiles: Any
-    """Ref of four numbers, see `llamajax.kernels.tiles.Tiles`."""
+    """Ref of five numbers, see `llamajax.kernels.tiles.Tiles`."""
     offset: Any
     """Ref of one: index in their row of the first query less that of the first key."""
     q_ids: Any
@@ -44,8 +46,8 @@ class Seen(NamedTuple):
 
 def forward(task: Task, tiles: Any, offset: Any, q_ids: Any, k_ids: Any, q: Any, k: Any, v: Any, out: Any, lse: Any) -> None:
     """Attention of one head's tile of queries, and the log-sum-exp."""
-    seen, first = Seen(tiles, offset, q_ids, k_ids), pl.program_id(0) * task.size.queries
-    queries = _Tile(task.size.queries, first, task.num_queries, task.head_dim, is_own=True)
+    seen, first = Seen(tiles, offset, q_ids, k_ids), tiles[_OWN] * task.size.queries
+    queries = _Tile(task.size.queries, first, task.num_queries, task.head_dim)
     own_q = queries.load(q)
 
     def add(tile: jax.Array, sums: tuple[jax.Array, ...], masked: bool) -> tuple[jax.Array, ...]:
@@ -71,8 +73,8 @@ def query_gradients(
     d_q: Any,
 ) -> None:  # fmt: skip
     """The gradient of one head's tile of queries."""
-    seen, first = Seen(tiles, offset, q_ids, k_ids), pl.program_id(0) * task.size.queries
-    queries = _Tile(task.size.queries, first, task.num_queries, task.head_dim, is_own=True)
+    seen, first = Seen(tiles, offset, q_ids, k_ids), tiles[_OWN] * task.size.queries
+    queries = _Tile(task.size.queries, first, task.num_queries, task.head_dim)
     own_q, own_d_out, own_lse, own_d_scores = (queries.load(array) for array in (q, d_out, lse, d_scores))
 
     def add(tile: jax.Array, total: jax.Array, masked: bool) -> jax.Array:
@@ -92,8 +94,8 @@ def key_gradients(
     d_k: Any, d_v: Any, *, group: int,
 ) -> None:  # fmt: skip
     """The gradients of one kv head's tile of keys and values, by the `group` query heads that share them."""
-    seen, first = Seen(tiles, offset, q_ids, k_ids), pl.program_id(0) * task.size.keys
-    keys = _Tile(task.size.keys, first, task.num_keys, task.head_dim, is_own=True)
+    seen, first = Seen(tiles, offset, q_ids, k_ids), tiles[_OWN] * task.size.keys
+    keys = _Tile(task.size.keys, first, task.num_keys, task.head_dim)
     own_k, own_v = keys.load(k), keys.load(v)
 
     def add_head(head: jax.Array, sums: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
@@ -118,26 +120,25 @@ def key_gradients(
 
 
 class _Tile:
-    """`size` tokens from the `first` on, of the `length` on their side."""
+    """`size` tokens from the `first` on, of the `length` on their side, all of which refs have."""
 
-    def __init__(self, size: int, first: jax.Array, length: int, head_dim: int, *, is_own: bool = False) -> None:
-        """`is_own`: refs have no more of their side than the tile."""
+    def __init__(self, size: int, first: jax.Array, length: int, head_dim: int) -> None:
         self.indices, self.length, self.head_dim = first + jnp.arange(size), length, head_dim
-        self.place = () if is_own else (pl.ds(first, size),)
+        self.place = pl.ds(first, size)
         self.is_ragged = length % size != 0
 
     def load(self, ref: Any, head: jax.Array | None = None) -> jax.Array:
         """Of a ref of [tokens, width] or of one number per token, which may have several heads; zeros where nothing is."""
         heads = () if head is None else (head,)
         has_width = ref.ndim - len(heads) == 2
-        place = (*self.place, *heads) if has_width else (*heads, *self.place)
+        place = (self.place, *heads) if has_width else (*heads, self.place)
         mask = self._mask(ref.shape[-1]) if has_width else self._mask()
-        return triton.load(ref.at[place] if place else ref, mask=mask, other=None if mask is None else 0)
+        return triton.load(ref.at[place], mask=mask, other=None if mask is None else 0)
 
     def store(self, ref: Any, values: jax.Array) -> None:
-        """Into a ref that has the tile alone."""
+        """Into a ref of [tokens, width] or of one number per token."""
         mask = self._mask(ref.shape[-1]) if values.ndim == 2 else self._mask()
-        triton.store(ref, values.astype(ref.dtype), mask=mask)
+        triton.store(ref.at[self.place], values.astype(ref.dtype), mask=mask)
 
     def _mask(self, width: int | None = None) -> jax.Array | None:
         """Of what there is: where the last tile is ragged, or the width of heads no power of two. None: all."""

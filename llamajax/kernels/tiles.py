@@ -1,5 +1,6 @@
-"""Which tiles of the scores a kernel computes: those that queries see nothing of are skipped, those that they see all of
-need no mask. Made once per batch, from where tokens stand and which documents they are of."""
+"""Which tiles of the scores a kernel computes, and in which order its programs start: tiles that queries see nothing of are
+skipped, those that they see all of need no mask; the longest programs start first. Made once per batch, from where tokens
+stand and which documents they are of."""
 
 from functools import partial
 from typing import NamedTuple
@@ -19,13 +20,14 @@ class TileSize(NamedTuple):
 
 
 class Tiles(NamedTuple):
-    """Of a tile's side, the tiles along the other: from `[0]` to `[3]` some score is seen, and of those from `[1]` to `[2]`
-    every one. The first dim is 1 where all rows are alike."""
+    """What a program computes, in the order in which programs start: the tile `[4]` of its own side, with those along the
+    other. From `[0]` to `[3]` some score is seen, and of these from `[1]` to `[2]` every one. The first dim is 1 where all
+    rows are alike."""
 
-    of_queries: Int32[Array, "b num_query_tiles 4"]
-    """Key tiles, by the size for queries."""
-    of_keys: Int32[Array, "b num_key_tiles 4"]
-    """Query tiles, by the size for keys."""
+    of_queries: Int32[Array, "b num_query_tiles 5"]
+    """Query tiles with their key tiles, by the size for queries."""
+    of_keys: Int32[Array, "b num_key_tiles 5"]
+    """Key tiles with their query tiles, by the size for keys."""
 
 
 class Documents(NamedTuple):
@@ -77,7 +79,8 @@ def tiles(
     """
     see = partial(_seen, num_queries=num_queries, num_keys=num_keys, offset=offset, window=window, q_ids=q_ids, k_ids=k_ids)
     some, all_seen = see(sizes.for_keys)
-    return Tiles(_ranges(*see(sizes.for_queries)), _ranges(jnp.swapaxes(some, 1, 2), jnp.swapaxes(all_seen, 1, 2)))
+    of_queries, of_keys = _ranges(*see(sizes.for_queries)), _ranges(jnp.swapaxes(some, 1, 2), jnp.swapaxes(all_seen, 1, 2))
+    return Tiles(_longest_first(of_queries), _longest_first(of_keys))
 
 
 def num_tiles(length: int, size: int) -> int:
@@ -132,3 +135,11 @@ def _ranges(some: Bool[Array, "b i j"], every: Bool[Array, "b i j"]) -> Int32[Ar
     whole_end = jnp.where(jnp.any(behind, axis=2), jnp.argmax(behind, axis=2), count)
     whole_end = jnp.where(has_whole, whole_end, end)
     return jnp.stack([first, whole_first, whole_end, end], axis=2).astype(jnp.int32)
+
+
+def _longest_first(ranges: Int32[Array, "b i 4"]) -> Int32[Array, "b i 5"]:
+    """See `Tiles`. A GPU starts programs in order as others end: were the longest last, most of it would wait for them."""
+    first, *others, end = jnp.unstack(ranges, axis=2)
+    own = jax.lax.broadcasted_iota(jnp.int32, first.shape, 1)
+    _, *in_order = jax.lax.sort((first - end, first, *others, end, own), dimension=1, is_stable=True, num_keys=1)
+    return jnp.stack(in_order, axis=2)

@@ -32,8 +32,10 @@ def seen(t: int, s: int, offset: int, window: int | None, ids: np.ndarray | None
 
 
 def check(table: np.ndarray, visible: np.ndarray, own: int, other: int) -> None:
-    """`visible` by own and other side."""
-    for tile, (first, whole_first, whole_end, end) in enumerate(table):
+    """`visible` by own and other side; the longest first."""
+    assert sorted(table[:, 4]) == list(range(-(-len(visible) // own)))
+    assert np.all(np.diff(table[:, 3] - table[:, 0]) <= 0)
+    for first, whole_first, whole_end, end, tile in table:
         rows = visible[tile * own : (tile + 1) * own]
         assert 0 <= first <= whole_first <= whole_end <= end <= -(-visible.shape[1] // other)
         assert not rows[:, : first * other].any()
@@ -72,7 +74,8 @@ def test_tiles_of_other_documents_are_skipped(padding):
     ids[0, 64 - padding :] = 0
     size, on_device = TileSize(4, 4), jnp.asarray(ids)
     found = tiles(Sizes(size, size), 64, 64, offset=0, window=None, q_ids=on_device, k_ids=on_device)
-    first, whole_first, whole_end, end = np.asarray(found.of_queries)[0].T
+    table = np.asarray(found.of_queries)[0]
+    first, whole_first, whole_end, end, _ = table[np.argsort(table[:, 4])].T
     by_tile = ((ids[0][:, None] == ids[0]) & np.tri(64, dtype=bool)).reshape(16, 4, 16, 4)
     some, whole = by_tile.any((1, 3)), by_tile.all((1, 3))
     np.testing.assert_array_equal(first, some.argmax(1))
