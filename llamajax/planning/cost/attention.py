@@ -1,5 +1,7 @@
 """What attention takes: which kernel computes it on the planned GPUs, and how much of the scores."""
 
+import functools
+import heapq
 from typing import NamedTuple
 
 from llamajax.config.formulas import keys_seen, mesh_sizes
@@ -56,6 +58,41 @@ def scores_of_calls(config: Config) -> Scores | None:
         return scores
     parts = num_parts("seq", mesh_sizes(config))
     return Scores(*(2 * each / (2 * parts + 1) for each in scores)) if parts > 1 else scores
+
+
+class Grid(NamedTuple):
+    """Of the programs of an attention kernel, each of which has a core to itself."""
+
+    heads: int
+    tiles: int
+    rows: int
+
+
+@functools.lru_cache(maxsize=1024)
+def busy_share(grid: Grid, mean: float, most: float, cores: int) -> float:
+    """Of the time that a kernel takes, the share in which a core computes, on average: a program starts where one ends, the
+    longest of a row first (`llamajax.kernels.tiles.Tiles`).
+
+    Args:
+        grid: its programs.
+        mean: length of a program, in whatever unit; lengths lie evenly around it.
+        most: no program is longer; causal rows come to twice the mean, blocks that are seen whole to the mean.
+        cores: of the GPU.
+    """
+    if grid.heads * grid.tiles * grid.rows > _MANY * cores:
+        return 1.0
+    longest = max(mean, min(most, 2 * mean))
+    step = 2 * (longest - mean) / max(grid.tiles - 1, 1)
+    ends = [0.0] * cores
+    for _ in range(grid.rows):
+        for tile in range(grid.tiles):
+            for _ in range(grid.heads):
+                heapq.heapreplace(ends, ends[0] + longest - step * tile)
+    return sum(ends) / (cores * max(ends))
+
+
+_MANY = 64
+"""Programs of a core: what waits for the last of more is less than can be told."""
 
 
 def _mean(config: Config, tile: TileSize, parts: int) -> float:

@@ -12,7 +12,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from llamajax.kernels.choice import Kernel
-from llamajax.planning.cost.attention import Scores
+from llamajax.kernels.pallas import sizes
+from llamajax.kernels.tiles import num_tiles
+from llamajax.planning.cost.attention import Grid, Scores, busy_share
 from llamajax.planning.cost.gpu import Machine
 from llamajax.planning.xla.hlo import Array, Computation, Instruction, Module, Shape, arrays, num_bytes, num_elements
 
@@ -124,7 +126,7 @@ class CostModel:
             return self._tokamax_attention(instruction, operands, size)
         kernel = _own_kernel(instruction)
         if kernel.startswith("attention"):
-            return self._pallas_attention(kernel, operands, size)
+            return self._pallas_attention(kernel, instruction, operands, size)
         if kernel == "swiglu_gradient":
             return self._kernel([], size)
         if not target.startswith(_GEMM_TARGETS):
@@ -159,8 +161,9 @@ class CostModel:
         flops = (5 if backward else 2) * 2 * batch * heads * pairs * head_dim
         return self._attention(flops, self.machine.calibration.attention(head_dim)[backward], size)
 
-    def _pallas_attention(self, kernel: str, operands: list[Shape], size: int) -> Cost:
-        """One of `llamajax.kernels.pallas`: its products, of the tiles of scores that are seen."""
+    def _pallas_attention(self, kernel: str, instruction: Instruction, operands: list[Shape], size: int) -> Cost:
+        """One of `llamajax.kernels.pallas`: its products, of the tiles of scores that are seen, by cores some of which wait
+        for the last programs."""
         assert self.scores is not None
         calibration = self.machine.calibration
         products, per_query, efficiency = {
@@ -168,7 +171,14 @@ class CostModel:
             "attention_backward_queries": (3, self.scores.by_queries, calibration.pallas_backward_efficiency),
             "attention_backward_keys": (4, self.scores.by_keys, calibration.pallas_backward_efficiency),
         }[kernel]
-        queries = next(array for array in map(_array, operands) if len(array.dims) == 4)
+        queries, keys, *_ = (array for array in map(_array, operands) if len(array.dims) == 4)
+        (_, t, _, H), s = queries.dims, keys.dims[1]
+        rows, length, heads, _ = next(iter(arrays(instruction.shape))).dims
+        own = sizes(t, s, H)
+        tile, mean, most = own.for_queries.queries, per_query, s
+        if kernel == "attention_backward_keys":
+            tile, mean, most = own.for_keys.keys, per_query * t / s, t
+        efficiency *= busy_share(Grid(heads, num_tiles(length, tile), rows), mean, most, self.machine.gpu.cores)
         return self._attention(round(products * 2 * queries.num_elements * per_query), efficiency, size)
 
     def _tokamax_attention(self, instruction: Instruction, operands: list[Shape], size: int) -> Cost:

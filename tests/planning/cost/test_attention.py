@@ -9,7 +9,7 @@ from llamajax.config.parallel import MeshConfig
 from llamajax.kernels import choice
 from llamajax.kernels.pallas import sizes
 from llamajax.kernels.tiles import Sizes, TileSize, tiles
-from llamajax.planning.cost.attention import computed_scores, planned_kernel, scores_of_calls
+from llamajax.planning.cost.attention import Grid, busy_share, computed_scores, planned_kernel, scores_of_calls
 from tests.planning.plans import CONFIG
 
 LENGTH = 4096
@@ -104,3 +104,25 @@ def test_devices_that_split_rows_share_them_out():
     gathered = scores_of_calls(split["gather"])
     assert gathered is not None
     assert gathered.by_queries == pytest.approx((1 - 1 / 8) * LENGTH, rel=0.03)
+
+
+@pytest.mark.parametrize(
+    ("grid", "length", "before"),
+    [
+        (Grid(32, 32, 1), 4096, 0.859),  # 1B and 8B, forward
+        (Grid(8, 64, 1), 4096, 0.808),  # and for keys
+        (Grid(8, 64, 1), 8192, 0.759),  # 70B on tensor 8, forward
+        (Grid(4, 128, 1), 8192, 0.489),  # and for keys, of which one program of four heads each is two before
+    ],
+)
+def test_longest_programs_first_keep_132_cores_busy(grid, length, before):
+    """By list scheduling. `before`: one head after the other, each with its shortest program first (forward) or its longest
+    (for keys), of a whole group of heads."""
+    assert busy_share(grid, length / 2, length, 132) > 0.98 > before
+
+
+def test_a_grid_of_few_programs_is_as_long_as_its_longest():
+    assert busy_share(Grid(1, 66, 1), 100.0, 100.0, 132) == 0.5
+    assert busy_share(Grid(1, 64, 2), 50.0, 1000.0, 128) == pytest.approx(0.5)
+    assert busy_share(Grid(132, 10, 1), 50.0, 100.0, 132) == pytest.approx(1.0)
+    assert busy_share(Grid(132, 1, 1), 50.0, 100.0, 132) == 1.0
