@@ -1,9 +1,11 @@
 """Attention's kernels beside each other on one GPU, forward and backward.
 
-    python scripts/bench_attention.py [--head_dims 64,128] [--seq_lens 2048,4096,8192] [--documents 0,1000] [--json FILE]
+    python scripts/bench_attention.py [--head_dims 64,128] [--seq_lens 2048,4096,8192] [--documents 0,1000] [--rows 0,1]
+                                       [--json FILE]
 
 One layer's attention of 16,384 tokens, 32 query heads over 8 kv heads, random bfloat16, causal; `documents` is their mean
-length in tokens, 0 for rows that are one document. Kernels are called as training calls them (`model.attention_kernel`) and
+length in tokens, 0 for rows that are one document; `rows` how many there are, 0 for as many as make those tokens: of one
+row a GPU has few programs. Kernels are called as training calls them (`model.attention_kernel`) and
 take turns there and back (A B B A). Of each pass alone are told: the median of the rounds in ms; `spread`, the distance of
 their quartiles as a share of it; `of best`, the speed as a share of the fastest kernel's; `tflops`, of what queries see, a
 backward pass as 2.5 forward ones; and `peak`, the memory that its program needs.
@@ -72,10 +74,13 @@ class Case(NamedTuple):
     seq_len: int
     document_length: int
     """Mean, tokens; 0: rows are one document."""
+    rows: int = 0
+    """0: as many as make the tokens of `Size`."""
 
     def __str__(self) -> str:
         documents = f"documents of {self.document_length:,}" if self.document_length else "one document each"
-        return f"heads of {self.head_dim}, rows of {self.seq_len:,}, {documents}"
+        number = f"{self.rows} row{'s' if self.rows > 1 else ''}" if self.rows else "rows"
+        return f"heads of {self.head_dim}, {number} of {self.seq_len:,}, {documents}"
 
 
 def segment_ids(case: Case, rows: int) -> np.ndarray | None:
@@ -121,7 +126,7 @@ def compiled(kernel: Kernel, mask: Mask, heads: tuple[Any, Any, Any], d_out: Any
 
 def measure(case: Case, size: Size, *, timed: bool) -> list[dict[str, Any]]:
     """A row for each kernel: its `error`, and of both passes time and memory; or why it `cannot`, or is `wrong`."""
-    rows = max(1, size.tokens // case.seq_len)
+    rows = case.rows or max(1, size.tokens // case.seq_len)
     of_keys, ids = (rows, case.seq_len, size.kv_heads, case.head_dim), segment_ids(case, rows)
     of_queries = (*of_keys[:3], size.heads // size.kv_heads, case.head_dim)
     q, k, v, d_out = (_random(shape, seed) for seed, shape in enumerate((of_queries, of_keys, of_keys, of_queries)))
@@ -209,13 +214,15 @@ def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[Case]]:
     parser.add_argument("--head_dims", type=_several(1, 256), help="default: 64,128", default="64,128")
     parser.add_argument("--seq_lens", type=_several(1, 2**20), help="tokens per row; default: 2048,4096,8192")
     parser.add_argument("--documents", type=_several(0, 2**20), help="tokens in one, 0: the row; default: 0,1000")
+    parser.add_argument("--rows", type=_several(0, 2**20), help="rows at once, 0: of 16,384 tokens; default: 0,1")
     parser.add_argument("--json", help="file for everything that was found")
     found = parser.parse_args(arguments)
     if found.toy and (found.seq_lens or found.documents):
         parser.error("--toy has rows and documents of its own; leave --seq_lens and --documents out")
     seq_lens = found.seq_lens or ((64,) if found.toy else (2048, 4096, 8192))
     documents = found.documents or ((0, 16) if found.toy else (0, 1000))
-    return found, list(itertools.starmap(Case, itertools.product(found.head_dims, seq_lens, documents)))
+    rows = found.rows or ((0,) if found.toy else (0, 1))
+    return found, list(itertools.starmap(Case, itertools.product(found.head_dims, seq_lens, documents, rows)))
 
 
 def _several(least: int, most: int) -> Callable[[str], tuple[int, ...]]:

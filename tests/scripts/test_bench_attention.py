@@ -38,7 +38,7 @@ def _one_device(_mesh):
 
 def test_every_kernel_is_compared_and_what_is_there_is_measured():
     """Here of a CPU, whose times say nothing."""
-    plain, pallas, *others = measure(Case(8, 32, 6), SMALL, timed=True)
+    plain, pallas, *others = measure(Case(8, 32, 6, rows=2), SMALL, timed=True)
     assert [row["kernel"] for row in others] == ["cudnn", "tokamax"]
     no_gpu = "it needs NVIDIA GPUs"
     assert [row["cannot"] for row in others] == [no_gpu, no_gpu if importlib.util.find_spec("tokamax") else "not installed"]
@@ -94,11 +94,14 @@ def test_a_table_has_what_any_kernel_has():
 
 
 def test_shapes_are_those_that_are_asked_for():
-    _, cases = parse(["--head_dims", "64", "--seq_lens", "2048,4096"])
+    _, cases = parse(["--head_dims", "64", "--seq_lens", "2048,4096", "--rows", "0"])
     assert cases == [Case(64, 2048, 0), Case(64, 2048, 1000), Case(64, 4096, 0), Case(64, 4096, 1000)]
-    assert len(parse([])[1]) == 12
+    assert len(parse([])[1]) == 24
+    assert {case.rows for case in parse([])[1]} == {0, 1}
     assert {case.seq_len for case in parse(["--toy"])[1]} == {64}
-    assert parse(["--head_dims", "80", "--seq_lens", "32768", "--documents", "0"])[1] == [Case(80, 32768, 0)]
+    arguments = ["--head_dims", "80", "--seq_lens", "32768", "--documents", "0", "--rows", "1"]
+    assert parse(arguments)[1] == [Case(80, 32768, 0, rows=1)]
+    assert str(Case(80, 32768, 0, rows=1)) == "heads of 80, 1 row of 32,768, one document each"
 
 
 @pytest.mark.parametrize(
