@@ -107,8 +107,10 @@ def reading(path: object, key: str, kind: str = "") -> Iterator[None]:
 def _matches(kind: str, pattern: str, key: str) -> list[Path]:
     path = Path(pattern).expanduser()
     with reading(path, key):
-        folder = Path(pattern.removesuffix(".idx")).expanduser() if kind == "megatron" and not path.exists() else path
-        if kind != "arrow" and folder.is_dir():
+        is_prefix = kind == "megatron" and disk.status(path) is None
+        folder = Path(pattern.removesuffix(".idx")).expanduser() if is_prefix else path
+        about = disk.status(folder)
+        if kind != "arrow" and about is not None and stat.S_ISDIR(about.st_mode):
             return _files_below(kind, folder, key)
         if not glob.has_magic(pattern):
             return [path]
