@@ -4,6 +4,7 @@ import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import jax
 
@@ -24,6 +25,17 @@ def preference(timeline: Timeline, *, fits: bool) -> tuple[bool, float]:
     return not fits, timeline.step_time_s
 
 
+class Judged(NamedTuple):
+    """A program that was compiled, and what it is worth."""
+
+    preference: tuple[bool, float]
+    """See `preference`."""
+    timeline: Timeline
+    """What it does when."""
+    step: jax.stages.Compiled
+    """The program."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Judge:
     """What programs are judged by."""
@@ -35,8 +47,8 @@ class Judge:
     budget: float
     """Bytes that a device has for arrays."""
 
-    def compiled(self, lowered: jax.stages.Lowered, told: dict[str, Option]) -> tuple[tuple[bool, float], Timeline]:
-        """The preference for a program, which is compiled with these options, and what it does when."""
+    def compiled(self, lowered: jax.stages.Lowered, told: dict[str, Option]) -> Judged:
+        """The program, compiled with these options."""
         step = compile_with(lowered, told)
         hlo, memory = step.as_text(), step.memory_analysis()
         assert hlo is not None
@@ -44,17 +56,22 @@ class Judge:
         results = memory.output_size_in_bytes - memory.alias_size_in_bytes
         needed = memory.argument_size_in_bytes + results + memory.temp_size_in_bytes
         timeline = replay(parse(hlo), self.machine, self.mesh, self.scores)
-        return preference(timeline, fits=needed <= self.budget), timeline
+        return Judged(preference(timeline, fits=needed <= self.budget), timeline, step)
 
-    def latencies(self, lowered: jax.stages.Lowered, options: Callable[..., dict[str, Option]]) -> str:
-        """Those of `lowered`, or `GUESSES` where scheduling by them does not help; `options` makes the compiler's, with a
-        file of latencies."""
-        guessed, timeline = self.compiled(lowered, options())
+    def latencies(
+        self, lowered: jax.stages.Lowered, options: Callable[..., dict[str, Option]]
+    ) -> tuple[str, jax.stages.Compiled]:
+        """Those of `lowered`, or `GUESSES` where scheduling by them does not help, and the program that goes by them.
+
+        `options` makes the compiler's, with a file of latencies.
+        """
+        guessed = self.compiled(lowered, options())
+        timeline = guessed.timeline
         if (untimed := options(untimed=True)) != options():
-            _, timeline = self.compiled(lowered, untimed)
+            timeline = self.compiled(lowered, untimed).timeline
         text = latency_text(timeline.latencies)
         with tempfile.TemporaryDirectory(prefix="llamajax-latencies-") as folder:
             path = Path(folder, FILE_NAME)
             path.write_text(text)
-            informed, _ = self.compiled(lowered, options(latencies=str(path)))
-        return text if informed < guessed else GUESSES
+            informed = self.compiled(lowered, options(latencies=str(path)))
+        return (text, informed.step) if informed.preference < guessed.preference else (GUESSES, guessed.step)

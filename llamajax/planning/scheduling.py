@@ -67,16 +67,17 @@ def compile_here(config: Config, lowered: jax.stages.Lowered) -> Compilation:
     Raises:
         ConfigError: `config.xla` says what this jaxlib does not know; see `gpu_options` too.
     """
-    options = gpu_options(config, lowered) if jax.default_backend() == "gpu" else {}
     with compilation_cache.loaded() as loaded:
-        step = compile_with(lowered, options)
+        options, judged = gpu_options(config, lowered) if jax.default_backend() == "gpu" else ({}, None)
+        step = compile_with(lowered, options) if judged is None else judged
     return Compilation(step=step, options=options, from_cache=bool(loaded))
 
 
-def gpu_options(config: Config, lowered: jax.stages.Lowered) -> dict[str, Option]:
-    """What XLA is told of training's step on GPUs, the same in all processes, which call this together.
+def gpu_options(config: Config, lowered: jax.stages.Lowered) -> tuple[dict[str, Option], jax.stages.Compiled | None]:
+    """What XLA is told of training's step on GPUs, the same in all processes, which call this together; and the step, if it
+    was compiled like this in order to be judged.
 
-    What the cost model tells of a program, and whether it helps, is kept in `data.cache_dir`; it takes two or three more
+    What the cost model tells of a program, and whether it helps, is kept in `data.cache_dir`; it takes two or three
     compilations when the first process does not have it.
 
     Raises:
@@ -88,20 +89,24 @@ def gpu_options(config: Config, lowered: jax.stages.Lowered) -> dict[str, Option
     source = latency_source(config, num_devices)
     folder = Path(config.data.cache_dir).expanduser() / "latencies"
     if source is None:
-        return options()
+        return options(), None
     if source != "auto":
         text = _same_file(source)
         path = folder / cache.key_of(text) / FILE_NAME
         disk.keep(path, text.encode())
-        return options(latencies=str(path))
+        return options(latencies=str(path)), None
     judge = _judge(config)
     path = folder / cache.key_of("latencies-4", [lowered.as_text(), options(), *_described(judge)]) / FILE_NAME
     # Those of the first process: two hosts may choose other kernels.
     text = of_first(path.read_text() if path.exists() else "")
+    step = None
     if text != GUESSES and not text_costs(text.encode()):
-        text = of_first(judge.latencies(lowered, options))
+        own, judged = judge.latencies(lowered, options)
+        text = of_first(own)
+        if all(everyones(own == text)):  # else all compile once more, together
+            step = judged
     disk.keep(path, text.encode())
-    return options(latencies=None if text == GUESSES else str(path))
+    return options(latencies=None if text == GUESSES else str(path)), step
 
 
 def fastest_remat(config: Config, state: TrainState, doing: Callable[[str], None]) -> tuple[Remat, str]:
@@ -128,7 +133,7 @@ def fastest_remat(config: Config, state: TrainState, doing: Callable[[str], None
             doing(f"compiling the step with model.remat: {remat}")
             tried, _ = with_forms(config.changed({"model.remat": remat}), mesh)
             options = compiler_options(tried, jax.sharding.get_mesh().size)
-            preferences[remat], _ = _judge(tried).compiled(lower(tried, state), options)
+            preferences[remat] = _judge(tried).compiled(lower(tried, state), options).preference
         kept = of_first(min(preferences, key=lambda remat: preferences[remat]))
     disk.keep(path, kept.encode())
     return next(remat for remat in REMATS if remat == kept), "the fastest of five that fits by the cost model"

@@ -47,7 +47,7 @@ def lowered(monkeypatch):
 
 
 def latency_file(config, lowered) -> Option | None:
-    return gpu_options(config, lowered).get(PROFILE)
+    return gpu_options(config, lowered)[0].get(PROFILE)
 
 
 def with_xla(tmp_path, **settings) -> Config:
@@ -59,7 +59,7 @@ def test_training_uses_the_file_that_the_plan_reads(tmp_path, lowered):
     file.write_bytes(binary(COSTS))
     made, compilations = lowered
     config = with_xla(tmp_path, latency_profile=str(file))
-    path = gpu_options(config, made)[PROFILE]
+    path = gpu_options(config, made)[0][PROFILE]
     assert str(path).endswith(".pbtxt")  # what XLA takes for text
     assert pathlib.Path(str(path)).read_text() == read_latencies(str(file)) == TEXT
     assert compilations == []
@@ -93,7 +93,7 @@ def test_no_latencies_where_none_are_asked_for_or_nothing_is_known(tmp_path, low
         with_xla(tmp_path, latency_profile=None),
         with_xla(tmp_path).changed({"hardware": HardwareConfig()}),
     ):
-        assert PROFILE not in gpu_options(config, made)
+        assert PROFILE not in gpu_options(config, made)[0]
     assert compilations == []
     assert [latency_source(CONFIG, devices) for devices in (1, 2)] == [None, "auto"]
 
@@ -146,6 +146,25 @@ def test_latencies_that_do_not_help_are_left_out_of_training_as_of_plans(tmp_pat
         assert len(compilations) == 2
 
 
+@pytest.mark.parametrize("helps", [True, False])
+def test_the_program_that_was_judged_is_the_one_that_trains(tmp_path, lowered, monkeypatch, helps):
+    """With each way of scheduling it is compiled once; a later start compiles what is known to be better."""
+    made, compilations = lowered
+    if not helps:
+        monkeypatch.setattr(judge, "compile_with", lambda lowered, told: compilations.append(told) or lowered.compile())
+    monkeypatch.setattr(scheduling, "compile_with", judge.compile_with)
+    monkeypatch.setattr(scheduling.jax, "default_backend", lambda: "gpu")
+    first = scheduling.compile_here(with_xla(tmp_path), made)
+    assert len(compilations) == 2
+    assert (PROFILE in first.options) == helps
+    again = scheduling.compile_here(with_xla(tmp_path), made)
+    assert len(compilations) == 3
+    assert (again.options, again.step.as_text()) == (first.options, first.step.as_text())
+    monkeypatch.setattr(scheduling, "everyones", lambda value: [value, False])  # another process has other latencies
+    scheduling.compile_here(with_xla(tmp_path).changed({"data.cache_dir": str(tmp_path / "another")}), made)
+    assert len(compilations) == 6
+
+
 def test_the_first_process_tells_the_others_its_latencies(tmp_path, lowered, monkeypatch):
     """Two hosts may have chosen other kernels; all must schedule alike, and compile together or not at all."""
     made, compilations = lowered
@@ -163,7 +182,7 @@ def test_remat_auto_is_judged_once_and_for_all_processes(tmp_path, monkeypatch):
         return types.SimpleNamespace(remat=config.model.remat, as_text=lambda: "the step")
 
     def compiled(self, lowered, told):
-        return (lowered.remat == "none", seconds[lowered.remat]), None  # which does not fit
+        return types.SimpleNamespace(preference=(lowered.remat == "none", seconds[lowered.remat]))  # which does not fit
 
     monkeypatch.setattr(scheduling, "lower", lower)
     monkeypatch.setattr(judge.Judge, "compiled", compiled)
@@ -194,13 +213,14 @@ def test_training_makes_its_profile_once(tmp_path, monkeypatch):
     config = CONFIG.changed({"data.cache_dir": str(tmp_path)})
     with jax.set_mesh(planned_mesh(config)):
         lowered = lower(config, abstract_state(config))
-        made = gpu_options(config, lowered)
+        made, step = gpu_options(config, lowered)
+        assert step is not None, "of those that were judged"
         path = pathlib.Path(str(made[PROFILE]))
         told = path.read_text()
         assert "all-gather-start" in told
         assert "reduce-scatter" in told
         monkeypatch.setattr(judge, "compile_with", None)
-        assert gpu_options(config, lowered) == made
+        assert gpu_options(config, lowered) == (made, None)
         assert path.read_text() == told
         assert lowered.compile(compiler_options=made)
         other = config.changed({"hardware.node_bandwidth": 50e9})
