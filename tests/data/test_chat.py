@@ -335,3 +335,8 @@ def test_a_template_that_is_not_there_or_too_large(tmp_path, tokenizer, monkeypa
     (tmp_path / "large.jinja").write_text("x" * 11)
     with pytest.raises(DataError, match=r"large.jinja: chat template: the file is larger than 10 bytes; name another"):
         load_chat_template(tmp_path / "large.jinja", tokenizer)
+
+
+def test_a_byte_order_mark_is_no_part_of_a_template(tmp_path, tokenizer):
+    (tmp_path / "marked.jinja").write_bytes(b"\xef\xbb\xbf{{ messages[0].content }}")
+    assert read_template(tmp_path / "marked.jinja", tokenizer).render(TURNS[:1], add_generation_prompt=False) == "Hi"
