@@ -258,7 +258,7 @@ def test_the_step_runs_the_kernel_once_forward_and_once_backward(gpu, stack, rem
 )
 def test_gpus_compile_it_without_a_square_of_scores(gpu, head_dim):
     """Three kernels, compiled by Triton for a GPU that is not here; no array is as large as the scores of one head."""
-    B, T, K, G = 1, 2048, 2, 2
+    B, T, K, G = 1, 4096, 2, 2
     devices = planned_mesh(CONFIG.changed({"hardware.gpu": gpu, "hardware.nodes": 1, "mesh": MeshConfig()})).devices
     mesh = Mesh(devices.reshape(-1)[:1].reshape((1,) * len(AXES)), AXES, axis_types=(AxisType.Explicit,) * len(AXES))
 
