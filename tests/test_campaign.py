@@ -13,7 +13,7 @@ from tests.faults.results import Try, attempt
 from tests.faults.scene import End
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_short_campaign_passes(tmp_path):
     """Limits of time are not what is tried here: the machine may have much else to do."""
     told = tmp_path / "results.json"

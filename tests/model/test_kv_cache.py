@@ -94,12 +94,14 @@ def _read(model: Llama, prompts: np.ndarray, lengths: np.ndarray, cache: KVCache
 
 
 def _cases():
-    for variant in VARIANTS:
-        for axes in ("one-device", *MESHES):
+    """A few every day; `slow` has each variant and each mesh once, `long` all pairs."""
+    for number, variant in enumerate(VARIANTS):
+        for place, axes in enumerate(("one-device", *MESHES)):
             everyday = variant in ("grouped", "all") if axes == "one-device" else variant == "all"
             everyday &= axes in ("one-device", "mixed")
             everyday |= (variant, axes) == ("odd", "replicas")
-            yield pytest.param(variant, axes, marks=() if everyday else pytest.mark.slow)
+            sampled = number % (len(MESHES) + 1) == place or place % len(VARIANTS) == number
+            yield pytest.param(variant, axes, marks=() if everyday else pytest.mark.slow if sampled else pytest.mark.long)
 
 
 @pytest.mark.parametrize(("variant", "axes"), list(_cases()))

@@ -79,9 +79,12 @@ def reference(config: Config) -> list[dict[str, np.ndarray]]:
 
 
 def cases():
-    for sizes, accumulation in itertools.product(MESHES, (1, 2, 4)):
-        everyday = (sizes, accumulation) in EVERYDAY
-        yield pytest.param(sizes, accumulation, marks=() if everyday else pytest.mark.slow)
+    """A few every day; `slow` has each mesh with one number of micro-batches, `long` with all three."""
+    for number, sizes in enumerate(MESHES):
+        for accumulation in (1, 2, 4):
+            everyday, sampled = (sizes, accumulation) in EVERYDAY, accumulation == (1, 2, 4)[number % 3]
+            marks = () if everyday else pytest.mark.slow if sampled else pytest.mark.long
+            yield pytest.param(sizes, accumulation, marks=marks)
 
 
 @pytest.mark.parametrize(("sizes", "accumulation"), list(cases()))
@@ -216,7 +219,7 @@ def test_stages_of_zero_and_times_of_reduction_equal_one_device(base, sizes, cha
     ids=str,
 )
 @pytest.mark.parametrize(
-    ("dtype", "tolerance"), [("float8_unrounded", 1e-5), pytest.param("float8", 2e-3, marks=pytest.mark.slow)]
+    ("dtype", "tolerance"), [("float8_unrounded", 1e-5), pytest.param("float8", 2e-3, marks=pytest.mark.long)]
 )
 def test_matmuls_in_float8_equal_those_of_one_device(dtype, tolerance, sizes, changes):
     """Where nothing is rounded, as all else does; else to where a sum in another order is rounded to another number."""
