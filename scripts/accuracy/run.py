@@ -120,8 +120,9 @@ class Run:
     def machine(self, share: float | None = None) -> Machine:
         """Its cluster, with the constants of the cost model; `share`: of the peak, by large products, in place of theirs."""
         name: Any = self.gpu
-        bandwidths = {"node_bandwidth": self.node_bandwidth, "gpu_bandwidth": self.gpu_bandwidth}
-        gpu = planned_gpu(HardwareConfig(gpu=name, nodes=self.nodes, **bandwidths))
+        gpu = planned_gpu(
+            HardwareConfig(gpu=name, nodes=self.nodes, node_bandwidth=self.node_bandwidth, gpu_bandwidth=self.gpu_bandwidth)
+        )
         gpu = dataclasses.replace(
             gpu,
             peak_flops=gpu.peak_flops * self.power ** (1 / 3),

@@ -37,7 +37,7 @@ def test_a_decay_to_nothing_ends_after_the_last_update_as_in_transformers(schedu
     """Else the last step would learn nothing."""
     transformers, torch = pytest.importorskip("transformers"), pytest.importorskip("torch")
     config = OptimizerConfig(learning_rate=1.0, schedule=schedule, min_lr_ratio=0.0)
-    ours = jax.vmap(learning_rate(config, num_steps=20))(jnp.arange(20))
+    ours = np.asarray(jax.vmap(learning_rate(config, num_steps=20))(jnp.arange(20)))
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
     theirs = transformers.get_scheduler(schedule, optimizer, num_warmup_steps=0, num_training_steps=20)
     expected = []
