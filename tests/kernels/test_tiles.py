@@ -53,6 +53,7 @@ def check_case(case, for_queries: TileSize, for_keys: TileSize) -> None:
     check(np.asarray(found.of_keys)[0], visible.T, for_keys.keys, for_keys.queries)
 
 
+@pytest.mark.slow
 @settings(max_examples=20, derandomize=True, deadline=None)
 @given(cases(), SIZES, SIZES)
 def test_what_is_seen_is_computed_and_what_is_whole_needs_no_mask(case, for_queries, for_keys):

@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -56,4 +57,4 @@ def contents(cache: Path) -> dict[str, bytes]:
 
 def made(cache: Path) -> dict[str, bytes]:
     """What a run reads of a cache: all but what is known of the files that it was made from."""
-    return {name: content for name, content in contents(cache).items() if not name.startswith("content/")}
+    return {name: content for name, content in contents(cache).items() if not re.match(r"content(-\d+)?/", name)}
