@@ -104,7 +104,9 @@ EVERYTHING = Config(
         gpu="h200", nodes=3, gpus_per_node=4, gpu_bandwidth=1e9, node_bandwidth=2.5, price_per_gpu_hour=0.1,
         token_budget=1e12, calibration="1e3",
     ),
-    xla=XlaConfig(latency_profile="costs.pbtxt", compilation_cache="~/programs", deterministic=True, flags=("xla_a=true", "xla_b=1e3")),
+    xla=XlaConfig(
+        latency_profile="costs.pbtxt", compilation_cache="~/programs", deterministic=True, flags=("xla_a=true", "xla_b=1e3")
+    ),
     watchdog=WatchdogConfig(
         enabled=False, factor=1.5, start_s=0.5, compile_s=1e9, load_s=2.0, step_s=3.0, save_s=4.0, evaluate_s=5.0
     ),
