@@ -1,8 +1,10 @@
 """Whether work gets on, for what watches it, and how far tokenizing is, for people to see."""
 
+import contextlib
 import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Literal, Protocol, Self
 
 import rich.progress
@@ -38,7 +40,40 @@ class Progress(Protocol):
         ...
 
 
-_DONE = {"tokenizing": "tokenized", "hashing": "hashed", "checking": "checked"}
+@contextlib.contextmanager
+def seconds_told(doing: str, log: Callable[[str], None]) -> Iterator[None]:
+    """Logs now and then how long the block, which tells nothing itself, has been computing, and at its end if it did.
+
+    Args:
+        doing: what the lines begin with.
+        log: takes a line, in another thread.
+    """
+    ended, started = threading.Event(), time.monotonic()
+
+    def seconds() -> str:
+        return f"{time.monotonic() - started:,.0f} s"
+
+    def tell() -> None:
+        used = time.process_time()
+        while not ended.wait(REPORT_EVERY_S):
+            if time.process_time() - used > REPORT_EVERY_S / 10:  # it hangs if it does not compute
+                gets_on()
+            used = time.process_time()
+            log(f"{doing}: {seconds()} so far")
+
+    thread = threading.Thread(target=tell, name="seconds", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+    if time.monotonic() - started >= REPORT_EVERY_S:
+        log(f"{doing}: done in {seconds()}")
+
+
+_DONE = {"tokenizing": "tokenized", "hashing": "hashed", "checking": "checked", "sampling": ""}
+"""What the last line says; none where the next step tells what came of it."""
 
 
 class TokenizingProgress:
@@ -51,13 +86,15 @@ class TokenizingProgress:
         *,
         animate: bool = True,
         by: str = "",
-        doing: Literal["tokenizing", "hashing", "checking"] = "tokenizing",
+        doing: Literal["tokenizing", "hashing", "checking", "sampling"] = "tokenizing",
     ) -> None:
         """Takes the size of all groups, what takes a line, who works, if that is to be told, and what is done."""
         self._total_bytes = total_bytes
         self._log, self._by = log, by
-        self._doing, self._done, self._of_bytes = doing, _DONE[doing], doing != "tokenizing"
-        self._finished_bytes = self._text_bytes = self._documents = self._tokens = 0
+        self._doing, self._done, self._of_bytes = doing, _DONE[doing], doing in ("hashing", "checking")
+        self.text_bytes = 0
+        """Of the documents so far, in UTF-8."""
+        self._finished_bytes = self._documents = self._tokens = 0
         self._read_bytes: dict[int, int] = {}
         self._started = self._reported = time.monotonic()
         self._bar = rich.progress.Progress(
@@ -77,14 +114,14 @@ class TokenizingProgress:
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         self._bar.stop()
-        if (self._documents or (self._of_bytes and self._total_bytes)) and error is None:
+        if self._done and (self._documents or (self._of_bytes and self._total_bytes)) and error is None:
             what = f"{self._total_bytes / 1e6:,.1f} MB" if self._of_bytes else f"{self._documents:,} documents"
             self._log(f"{self._done:10} {what} in {time.monotonic() - self._started:.1f} s, {self._speed()}")
 
     def advance(self, num_documents: int, text_bytes: int, bytes_read: int, num_tokens: int = 0, group: int = 0) -> None:
         """See `Progress`."""
         self._documents += num_documents
-        self._text_bytes += text_bytes
+        self.text_bytes += text_bytes
         self._tokens += num_tokens
         self._read_bytes[group] = max(self._read_bytes.get(group, 0), bytes_read)
         self._show()
@@ -111,4 +148,4 @@ class TokenizingProgress:
         if self._of_bytes:
             return f"{self._finished_bytes / seconds / 1e6:,.0f} MB/s{self._by}"
         tokens = f", {self._tokens / seconds / 1e6:.2f} M tokens/s" if self._tokens else ""
-        return f"{self._documents / seconds:,.0f} documents/s, {self._text_bytes / seconds / 1e6:.1f} MB/s{tokens}{self._by}"
+        return f"{self._documents / seconds:,.0f} documents/s, {self.text_bytes / seconds / 1e6:.1f} MB/s{tokens}{self._by}"

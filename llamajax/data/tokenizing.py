@@ -5,16 +5,24 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from llamajax import disk
+from llamajax.config.data import DataConfig
 from llamajax.config.run import Config
 from llamajax.data import cache
 from llamajax.data.chat import ChatTemplate, load_chat_template
+from llamajax.data.free_memory import free_memory
 from llamajax.data.groups import ANNOUNCED_BYTES, FileGroup
+from llamajax.data.progress import TokenizingProgress, seconds_told
+from llamajax.data.sources import utf8_length
 from llamajax.data.split import is_held_out
 from llamajax.data.tokenizer import load_tokenizer, sample_texts, train_sentencepiece
 from llamajax.data.tokenizer_base import Tokenizer
-from llamajax.errors import ConfigError
+from llamajax.errors import ConfigError, DataError
 
 _TOKENIZER_FORMAT = "tokenizer-3"
+_TOLD_BYTES = 2**20
+"""Of text, after which progress is told."""
+_MEMORY_PER_BYTE = 4
+"""Least that SentencePiece takes for a byte of its sample: 5 measured where words come again, 35 where all are different."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +49,7 @@ def tokenizer_for(
 
     Raises:
         ConfigError: as of `given_tokenizer`, or `model.vocab_size` is too small for the text.
-        DataError: a source cannot be read, or there is no text.
+        DataError: a source cannot be read, there is no text, or the memory is too small for the sample.
         DiskError: the disk fails.
     """
     if (given := given_tokenizer(config, models_tokenizer)) is not None:
@@ -56,10 +64,14 @@ def tokenizer_for(
                 num_bytes = sum(group.num_bytes for group in groups)
                 if num_bytes >= ANNOUNCED_BYTES:
                     log(f"sampling   {max_bytes / 1e6:,.1f} MB of text for the tokenizer from {num_bytes / 1e9:,.1f} GB")
-                sample = sample_texts(_training_texts(groups, config.data.held_out_fraction), max_bytes)
-                size = sum(len(text.encode()) for text in sample)
-                log(f"tokenizer  training {vocab_size:,} pieces on {size / 1e6:.1f} MB of text")
-                model = train_sentencepiece(sample, vocab_size=vocab_size)
+                with TokenizingProgress(num_bytes, log, doing="sampling") as progress:
+                    sample = sample_texts(_training_texts(config.data, groups, progress), max_bytes)
+                size = sum(utf8_length(text) for text in sample)
+                cut = f"of {progress.text_bytes / 1e6:,.1f} " if size < progress.text_bytes else ""
+                training = f"tokenizer  training {vocab_size:,} pieces on {size / 1e6:,.1f} {cut}MB of text"
+                log(training)
+                with seconds_told(training, log):
+                    model = train_sentencepiece(sample, vocab_size=vocab_size)
                 cache.write_hashed(path, model)
     return load_tokenizer(path)
 
@@ -103,11 +115,31 @@ def _or_without(tokenizer: Tokenizer, vocab_size: int) -> str:
     return f", or take {', '.join(tokenizer.new_tokens)} out of the files beside it if the model has no rows for them"
 
 
-def _training_texts(groups: Iterable[FileGroup], held_out_fraction: float) -> Iterator[str]:
-    for group in groups:
+def _training_texts(data: DataConfig, groups: Iterable[FileGroup], progress: TokenizingProgress) -> Iterator[str]:
+    """What is not held out; raises `DataError` as soon as the sample is known to be too large for the memory."""
+    free = free_memory()
+    for number, group in enumerate(groups):
+        num_documents, text_bytes = 0, 0
         for document in group.documents():
-            if not is_held_out(document.split_hash, held_out_fraction):
+            if not is_held_out(document.split_hash, data.held_out_fraction):
+                num_documents += not document.goes_on
+                text_bytes += utf8_length(document.text)
                 yield document.text
+            if text_bytes >= _TOLD_BYTES:
+                progress.advance(num_documents, text_bytes, document.bytes_read, group=number)
+                num_documents, text_bytes = 0, 0
+                _check_memory(min(progress.text_bytes, data.tokenizer.train_max_bytes), free)
+        progress.advance(num_documents, text_bytes, 0, group=number)
+        progress.finish_group(group.num_bytes, number)
+
+
+def _check_memory(sample_bytes: int, free: int | None) -> None:
+    if free is not None and _MEMORY_PER_BYTE * sample_bytes > free:
+        raise DataError(
+            f"data.tokenizer.train_max_bytes: to train a tokenizer on {sample_bytes / 1e6:,.1f} MB of text takes at least"
+            f" {_MEMORY_PER_BYTE * sample_bytes / 1e9:,.1f} GB of memory, where {free / 1e9:,.1f} GB are free; set it to"
+            f" {free // _MEMORY_PER_BYTE // 2:,} or less, or use a machine with more"
+        )
 
 
 def chat_template_for(config: Config, tokenizer: Tokenizer) -> ChatTemplate | None:
