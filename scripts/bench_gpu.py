@@ -214,7 +214,10 @@ def environment(folder: Path, *, toy: bool) -> dict[str, str]:
     """Of all processes: one GPU, nothing from the network, programs of earlier rounds; for a toy no GPU, and one thread."""
     own = {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     if toy:
-        quick = {"XLA_FLAGS": "--xla_backend_optimization_level=0", "OMP_NUM_THREADS": "1"}
+        quick = {
+            "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0",
+            "OMP_NUM_THREADS": "1",
+        }
         return os.environ | own | quick | {"CUDA_VISIBLE_DEVICES": "", "JAX_PLATFORMS": "cpu"}
     caches = {"TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor", "JAX_COMPILATION_CACHE_DIR": f"{folder}/jax"}
     return os.environ | own | caches | {"CUDA_VISIBLE_DEVICES": card.index()}

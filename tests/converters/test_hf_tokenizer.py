@@ -156,7 +156,7 @@ def test_a_lone_llama_2_model_is_exported_for_transformers(tmp_path, imported, c
     assert auto(text)["input_ids"] == [1, *model.encode(text)]
 
 
-@pytest.mark.parametrize("options", [{"normalization_rule_name": "nmt_nfkc"}, {"model_type": "unigram"}], ids=str)
+@pytest.mark.parametrize("options", [{"normalization_rule_name": "nmt_nfkc"}, {"model_type": "unigram"}])
 def test_a_model_that_transformers_reads_otherwise_is_not_kept_unless_asked_for(options, tmp_path, imported, capsys):
     (tmp_path / "hf/tokenizer.model").write_bytes(other_sentencepiece(**options))
     checkpoint = imported(2000)

@@ -32,7 +32,7 @@ def write(path, table, *, new=pyarrow.ipc.new_stream, compression=None):
         writer.write_table(table, max_chunksize=4)
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=str)
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("new", [pyarrow.ipc.new_stream, pyarrow.ipc.new_file])
 @pytest.mark.parametrize("compression", [None, "lz4", "zstd"])
 def test_rows_are_documents(tmp_path, kind, new, compression):
@@ -57,7 +57,7 @@ def test_nested_columns_and_nulls(tmp_path):
         texts(source(tmp_path / "a.arrow", text_key="x"))
 
 
-@pytest.mark.parametrize("kind", [pyarrow.string(), pyarrow.dictionary(pyarrow.int32(), pyarrow.string())], ids=str)
+@pytest.mark.parametrize("kind", [pyarrow.string(), pyarrow.dictionary(pyarrow.int32(), pyarrow.string())])
 def test_a_text_that_is_not_utf8_is_one_bad_row(tmp_path, kind):
     offsets = np.array([0, 1, 3, 4], np.int32)
     column = pyarrow.Array.from_buffers(
@@ -73,7 +73,7 @@ def test_a_text_that_is_not_utf8_is_one_bad_row(tmp_path, kind):
 
 
 @pytest.mark.parametrize("new", [pyarrow.ipc.new_stream, pyarrow.ipc.new_file])
-@pytest.mark.parametrize("kind", KINDS, ids=str)
+@pytest.mark.parametrize("kind", KINDS)
 def test_damaged_bytes_end_with_a_line_or_with_other_texts(tmp_path, new, kind):
     path = tmp_path / "a.arrow"
     write(path, pyarrow.table({"text": pyarrow.array(TEXTS).cast(kind)}), new=new)

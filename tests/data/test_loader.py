@@ -61,7 +61,7 @@ def config_for(global_batch_size=32, grad_accum_steps=1, **train):
     )
 
 
-@pytest.mark.parametrize("mesh", MESHES, ids=str)
+@pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("grad_accum_steps", [1, 4])
 def test_the_same_rows_in_the_same_places_on_every_mesh(mesh, grad_accum_steps):
     jax.set_mesh(make_mesh(mesh))
@@ -91,7 +91,7 @@ def test_each_row_is_fetched_once_though_several_devices_need_parts_of_it():
     assert len(rows.asked) >= 24
 
 
-@pytest.mark.parametrize("mesh", MESHES, ids=str)
+@pytest.mark.parametrize("mesh", MESHES)
 def test_processes_fetch_what_their_devices_need_and_agree(mesh, monkeypatch):
     """Two processes, each with half of the devices, played one after the other."""
     jax.set_mesh(make_mesh(mesh))

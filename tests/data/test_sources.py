@@ -76,7 +76,6 @@ def test_jsonl_is_the_same_however_it_is_compressed(tmp_path):
 @pytest.mark.parametrize(
     "kind",
     [pyarrow.string(), pyarrow.large_string(), pyarrow.string_view(), pyarrow.dictionary(pyarrow.int8(), pyarrow.string())],
-    ids=str,
 )
 def test_parquet_rows_are_documents(tmp_path, kind):
     write_parquet(tmp_path / "a.parquet", TEXTS, kind)
@@ -89,7 +88,6 @@ def test_parquet_rows_are_documents(tmp_path, kind):
 @pytest.mark.parametrize(
     "kind",
     [pyarrow.binary(), pyarrow.large_binary(), pyarrow.binary_view(), pyarrow.dictionary(pyarrow.int8(), pyarrow.binary())],
-    ids=str,
 )
 def test_columns_of_bytes_are_read_as_utf8(tmp_path, kind):
     """Spark's old writers do not say that a BYTE_ARRAY is a string."""

@@ -45,7 +45,7 @@ SETTINGS = [
 ]
 
 
-@pytest.mark.parametrize("sampling", SETTINGS, ids=str)
+@pytest.mark.parametrize("sampling", SETTINGS)
 def test_filters_keep_what_their_definitions_say(sampling):
     logits = np.random.default_rng(0).normal(0, 3, (8, V)).astype(np.float32)
     scores = logits / sampling.temperature
@@ -54,7 +54,7 @@ def test_filters_keep_what_their_definitions_say(sampling):
     assert kept.sum(axis=1).min() >= 1
 
 
-@pytest.mark.parametrize("sampling", SETTINGS, ids=str)
+@pytest.mark.parametrize("sampling", SETTINGS)
 def test_filters_keep_what_transformers_keeps(sampling):
     torch = pytest.importorskip("torch")
     from transformers import GenerationConfig, LogitsProcessorList
@@ -120,7 +120,7 @@ def test_draws_follow_the_probabilities_that_are_left():
     assert abs((hot == 0).mean() - 0.16 / 0.30) < 0.03
 
 
-@pytest.mark.parametrize("axes", [{"data": 8, "fsdp": 1}, {"fsdp": 2, "sequence": 2, "tensor": 2}], ids=str)
+@pytest.mark.parametrize("axes", [{"data": 8, "fsdp": 1}, {"fsdp": 2, "sequence": 2, "tensor": 2}])
 def test_a_draw_is_the_same_on_every_mesh_and_in_every_batch(axes):
     logits = np.random.default_rng(3).normal(0, 1, (16, V)).astype(np.float32)
     row_seeds, positions = np.arange(16) % 4, np.arange(16) + 5

@@ -41,7 +41,6 @@ OPEN = Site(is_gpu=True, dtype="bfloat16", head_dim=128, closes_documents=False,
         ({"head_dim": 256, "capability": (10, 0)}, "plain", "; nor can pallas: .* a core of compute capability 10.0 holds"),
         ({"is_gpu": False, "dtype": "float32"}, "plain", "there is no GPU"),
     ],
-    ids=str,
 )
 def test_auto_is_the_first_that_can(changes: dict[str, Any], kernel: Kernel, reason: str):
     found, why = choose("auto", OPEN._replace(**changes))
@@ -59,7 +58,6 @@ def test_auto_is_the_first_that_can(changes: dict[str, Any], kernel: Kernel, rea
         ("pallas", {"head_dim": 512, "is_gpu": False}, "head_dim is 512"),
         ("pallas", {"head_dim": 256, "capability": (12, 0)}, "a core of compute capability 12.0 holds its tiles up to 128"),
     ],
-    ids=str,
 )
 def test_a_kernel_that_is_asked_for_and_cannot_is_an_error(asked: AttentionKernel, changes: dict[str, Any], reason: str):
     message = rf"^model.attention_kernel: {asked} cannot be used: .*{reason}.*; or set auto$"

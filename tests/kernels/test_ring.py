@@ -31,7 +31,6 @@ from tests.kernels.split_rows import SCALE, check, check_bf16, results, zigzag
         pytest.param({"sequence": 8}, {"T": 48, "window": 25, "packed": False}, marks=pytest.mark.slow),
         pytest.param({"sequence": 7}, {"T": 14, "window": 5}, marks=pytest.mark.slow),
     ],
-    ids=str,
 )
 def test_equals_one_device(axes, case):
     check("ring", axes, **case)

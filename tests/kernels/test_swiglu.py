@@ -28,7 +28,7 @@ def _one_device():
     jax.set_mesh(make_mesh(MeshConfig(), jax.devices()[:1]))
 
 
-@pytest.mark.parametrize("shape", [(2, 8, 256), (1, 9, 256), (3, 5, 300), (1, 1, 1)], ids=str)
+@pytest.mark.parametrize("shape", [(2, 8, 256), (1, 9, 256), (3, 5, 300), (1, 1, 1)])
 @pytest.mark.parametrize(("dtype", "bound"), [("float32", 1e-5), ("bfloat16", 1e-2)])
 def test_the_kernel_is_the_product_and_its_gradient(shape, dtype, bound):
     """In tiles that fill the arrays and in others; gates from where silu is 0 to where it is the gate itself."""
@@ -83,18 +83,17 @@ SHARED = {"mesh": MeshConfig(fsdp=-1, tensor=4)}
 @pytest.mark.slow
 @pytest.mark.usefixtures("gpu_compiler")
 @pytest.mark.parametrize(
-    ("remat", "changes", "runs"),
+    ("remat", "changes", "runs"),  # of each value one in CI
     [
         ("none", {}, 1),
-        ("full", {}, 1),
-        ("save_attention_qkv_mlp", {}, 1),
+        pytest.param("full", {}, 1, marks=pytest.mark.long),
+        pytest.param("save_attention_qkv_mlp", {}, 1, marks=pytest.mark.long),
         ("save_attention", {"parallel.stack": "scan"}, 1),
         ("save_attention_qkv_mlp", {"parallel.stack": "scan"}, 0),
         ("full", SHARED | {"parallel.tensor": "collective"}, 1),
         ("full", SHARED | {"parallel.tensor": "ring"}, 0),
         ("full", {"model.matmul_dtype": "float8"}, 0),
     ],
-    ids=str,
 )
 def test_a_layer_runs_it_once_where_it_reads_whole_gates(remat, changes, runs):
     """And not where these come in parts, out of a stack of all layers or from a ring, or the product is rounded."""

@@ -74,7 +74,6 @@ def by_residuals(
         ({"splits_rows": True}, "mesh.sequence splits the rows, .* ulysses would not"),
         ({"splits_rows": True, "form": "ring"}, "mesh.sequence splits the rows"),
     ],
-    ids=str,
 )
 def test_what_it_cannot_is_told_in_one_line(changes: dict[str, Any], reason: str):
     with pytest.raises(ConfigError, match=rf"^model.attention_kernel: tokamax cannot be used: {reason}.*; or set auto$"):
@@ -110,7 +109,7 @@ def test_what_it_lacks_is_told_with_the_remedy(monkeypatch, python, version, ins
 
 
 @pytest.mark.usefixtures("_here")
-@pytest.mark.parametrize("changes", [{}, {"closes_documents": True}, {"splits_rows": True, "form": "ulysses"}], ids=str)
+@pytest.mark.parametrize("changes", [{}, {"closes_documents": True}, {"splits_rows": True, "form": "ulysses"}])
 def test_it_is_taken_only_by_name(changes: dict[str, Any]):
     site = OPEN._replace(**changes, capability=(9, 0))
     assert choose("tokamax", site) == ("tokamax", "model.attention_kernel says so")
@@ -137,7 +136,7 @@ def test_the_door_leads_to_it(monkeypatch, split):
     assert calls == ["tokamax" if split else "own"]
 
 
-@pytest.mark.parametrize("axes", [{"fsdp": 4}, {"sequence": 2, "fsdp": 2}], ids=str)
+@pytest.mark.parametrize("axes", [{"fsdp": 4}, {"sequence": 2, "fsdp": 2}])
 def test_starts_say_what_segment_ids_say(axes):
     jax.set_mesh(make_mesh(MeshConfig(**axes), jax.devices()[:4]))
     rng, T = np.random.default_rng(0), 40
@@ -151,7 +150,7 @@ def test_starts_say_what_segment_ids_say(axes):
 
 
 @pytest.mark.usefixtures("stand_in")
-@pytest.mark.parametrize("axes", [{"fsdp": 4, "tensor": 2}, {"sequence": 2, "tensor": 2, "fsdp": 2}], ids=str)
+@pytest.mark.parametrize("axes", [{"fsdp": 4, "tensor": 2}, {"sequence": 2, "tensor": 2, "fsdp": 2}])
 @pytest.mark.parametrize("is_closed", [False, True])
 @pytest.mark.parametrize("window", [None, 5])
 def test_it_is_asked_for_what_the_plain_form_computes(axes, is_closed, window):

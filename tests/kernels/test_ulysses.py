@@ -27,7 +27,6 @@ from tests.kernels.split_rows import SCALE, check, check_bf16
         ({"sequence": 4, "tensor": 2}, {"G": 4, "packed": False}),
         pytest.param({"data": 2, "sequence": 2}, {"packed": False}, marks=pytest.mark.slow),
     ],
-    ids=str,
 )
 def test_equals_one_device(axes, case):
     check("ulysses", axes, **case)

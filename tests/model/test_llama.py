@@ -217,7 +217,6 @@ def _drawn(config: ModelConfig) -> Llama:
             for axes in (MeshConfig(data=4, tensor=2), MeshConfig(data=2, sequence=2), MeshConfig(sequence=8))
         ),
     ],
-    ids=str,
 )
 def test_window_biases_and_head_norms_give_the_same_loss_and_gradients_on_every_mesh(axes: MeshConfig):
     config = dataclasses.replace(CONFIG, sliding_window=3, qkv_bias=True, qk_norm=True)

@@ -23,7 +23,7 @@ MESHES = [MeshConfig(fsdp=8), MeshConfig(fsdp=2, tensor=4), MeshConfig(data=2, f
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("form", HALF_STEP, ids=str)
+@pytest.mark.parametrize("form", HALF_STEP)
 @pytest.mark.parametrize("size", [1e-30, 1e-3, 1.0, 3e4, 1e30])
 def test_numbers_of_any_size_are_rounded_to_the_format(form, dtype, size):
     x = (size * np.random.default_rng(0).standard_normal((64, 64))).astype(dtype).astype(np.float32)
@@ -122,7 +122,7 @@ def test_products_and_gradients_are_off_by_rounding_alone():
 
 
 @pytest.mark.parametrize("form", ["collective", "ring"])
-@pytest.mark.parametrize("sizes", MESHES, ids=str)
+@pytest.mark.parametrize("sizes", MESHES)
 def test_every_mesh_and_form_gives_one_device_s_products(sizes, form):
     jax.set_mesh(single_device_mesh())
     alone = both()

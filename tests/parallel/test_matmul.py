@@ -49,7 +49,7 @@ def operands(dtype: str = "float32", residual: str = "residual_seq") -> list[jax
 
 
 @pytest.mark.parametrize("residual", ["residual_seq", "seq"])
-@pytest.mark.parametrize("sizes", MESHES, ids=str)
+@pytest.mark.parametrize("sizes", MESHES)
 def test_both_forms_give_the_dense_product_and_its_gradients(sizes, residual):
     jax.set_mesh(mesh.make_mesh(sizes))
     placed = operands(residual=residual)

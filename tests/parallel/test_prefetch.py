@@ -77,7 +77,7 @@ def value_and_gradients(run, weights, x, shared, saved):
 
 
 @pytest.mark.parametrize("num_layers", [1, 2, 3, 6])
-@pytest.mark.parametrize("saved", SAVED, ids=str)
+@pytest.mark.parametrize("saved", SAVED)
 @pytest.mark.parametrize("unrolled", [False, True], ids=["loop", "unrolled"])
 def test_values_and_gradients_are_those_of_a_plain_loop(num_layers, saved, unrolled):
     jax.set_mesh(make_mesh(MeshConfig(data=2, fsdp=2, tensor=2)))
@@ -93,7 +93,7 @@ def test_values_and_gradients_are_those_of_a_plain_loop(num_layers, saved, unrol
         assert jax.typeof(grad) == jax.typeof(stored)
 
 
-@pytest.mark.parametrize(("saved", "stacks"), [((), 1), (("projected",), 3)], ids=str)
+@pytest.mark.parametrize(("saved", "stacks"), [((), 1), (("projected",), 3)])
 def test_a_stack_is_kept_of_what_parts_are_given_and_of_what_is_named(saved, stacks):
     """With no names, of the layer's input alone; of gathered weights and of what layers share, nothing."""
     jax.set_mesh(make_mesh(MeshConfig(fsdp=8)))
@@ -108,7 +108,7 @@ def test_a_stack_is_kept_of_what_parts_are_given_and_of_what_is_named(saved, sta
     assert sum(len(shape) == 3 and shape[0] == 3 for shape in shapes) == 0
 
 
-@pytest.mark.parametrize(("saved", "kept"), [((), 1), (("projected",), 3)], ids=str)
+@pytest.mark.parametrize(("saved", "kept"), [((), 1), (("projected",), 3)])
 def test_unrolled_layers_keep_the_same_where_it_is_made(saved, kept):
     jax.set_mesh(make_mesh(MeshConfig(fsdp=8)))
     x = jax.device_put(np.zeros((B, T, D), np.float32), spec("batch", "seq", None))

@@ -28,7 +28,7 @@ def _mesh():
 
 
 @pytest.mark.parametrize("num_rows", [32, 27])
-@pytest.mark.parametrize("axes", [MeshConfig(fsdp=2, sequence=2, tensor=2), MeshConfig(data=2, tensor=4)], ids=str)
+@pytest.mark.parametrize("axes", [MeshConfig(fsdp=2, sequence=2, tensor=2), MeshConfig(data=2, tensor=4)])
 def test_embedding_looks_up_every_token_wherever_its_row_lies(axes: MeshConfig, num_rows: int):
     jax.set_mesh(mesh.make_mesh(axes))
     rng = np.random.default_rng(0)

@@ -26,7 +26,7 @@ class Parts(nnx.Module):
 MESHES = [MeshConfig(fsdp=4, tensor=2), MeshConfig(data=2, fsdp=2, tensor=2), MeshConfig(fsdp=2, sequence=4)]
 
 
-@pytest.mark.parametrize("sizes", MESHES, ids=str)
+@pytest.mark.parametrize("sizes", MESHES)
 def test_a_module_is_gathered_whole_and_its_gradient_is_scattered(sizes):
     jax.set_mesh(mesh.make_mesh(sizes))
     parts = Parts()

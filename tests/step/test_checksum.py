@@ -37,7 +37,7 @@ def on_all(x) -> jax.Array:
     return jax.device_put(x, jax.NamedSharding(jax.sharding.get_mesh(), jax.P()))
 
 
-@pytest.mark.parametrize(("sizes", "parallel"), SITES, ids=str)
+@pytest.mark.parametrize(("sizes", "parallel"), SITES)
 def test_every_flipped_bit_is_found_and_its_device_named(sizes, parallel):
     jax.set_mesh(make_mesh(sizes))
     config = tiny_config(mesh=sizes, parallel=parallel)

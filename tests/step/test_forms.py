@@ -26,7 +26,6 @@ def planned(hardware: HardwareConfig = ON_H100, **mesh: int) -> tuple[Config, di
         ({"tensor": 8, "fsdp": 1}, "unrolled", "keep for the backward pass is not copied"),
         ({"fsdp": 8, "num_cpu_devices": 8}, "scan", "emulated devices hide nothing"),
     ],
-    ids=str,
 )
 def test_weights_are_prefetched_where_there_is_something_to_hide(mesh, form, reason):
     found, told = stack_form(*planned(**mesh))
@@ -110,7 +109,6 @@ def test_nothing_stays_open_and_only_choices_are_told():
         ({"fsdp": 8}, {"model.vocab_size": 2**27}, "micro", "would hardly fit"),
         ({"fsdp": 1, "tensor": 8}, {}, "micro", "nothing to reduce"),
     ],
-    ids=str,
 )
 def test_gradients_are_reduced_when_the_least_is_waited_for(mesh, changes, form, reason):
     config, axes = planned(**mesh)

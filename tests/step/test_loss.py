@@ -72,7 +72,7 @@ def _assert_equals_plain(z_loss_weight: float) -> None:
         assert jax.typeof(ours) == jax.typeof(given)
 
 
-@pytest.mark.parametrize("axes", MESHES, ids=str)
+@pytest.mark.parametrize("axes", MESHES)
 def test_sharded_vocabulary_equals_the_plain_formula(axes: MeshConfig):
     jax.set_mesh(mesh.make_mesh(axes))
     _assert_equals_plain(z_loss_weight=0.1)

@@ -6,7 +6,6 @@ import pathlib
 import subprocess
 import sys
 
-import jaxlib.version
 import numpy as np
 import pytest
 
@@ -30,8 +29,6 @@ FORMS: dict[str, dict[str, object]] = {
     "sequence, by Ulysses": {"mesh.sequence": 4, "parallel.sequence": "ulysses"},
 }
 """A mesh of four devices and what differs from the defaults; the axis that is split lies across processes."""
-QUICK = " --xla_cpu_use_fusion_emitters=false" if jaxlib.version.__version_info__ < (0, 11) else ""
-"""Halves the time to compile; later versions do not know it, and end the process."""
 
 PROGRAM = """
 import json, sys
@@ -68,7 +65,7 @@ def _losses(config: pathlib.Path, count: int) -> dict[str, list[float]]:
     }
     together = ["distributed.enabled=true", f"distributed.num_processes={count}"]
     together.append(f"distributed.coordinator_address={runs.free_address()}")
-    environment = os.environ | {"PYTHONPATH": str(runs.ROOT), "XLA_FLAGS": os.environ["XLA_FLAGS"] + QUICK}
+    environment = os.environ | {"PYTHONPATH": str(runs.ROOT)}
     processes = [
         subprocess.Popen(
             [sys.executable, "-c", PROGRAM, str(config), json.dumps(forms)]

@@ -247,9 +247,16 @@ def test_matmuls_multiply_and_collectives_carry_eight_bits(gpu_compiler):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("gpu_compiler")
-@pytest.mark.parametrize(("remat", "micro_batches"), [("full", 1), ("save_attention", 2)])
-@pytest.mark.parametrize("stack", ["prefetch", "unrolled"])
-def test_prefetched_layers_take_five_layers_weights_more_than_a_plain_loop(remat, micro_batches, stack):
+@pytest.mark.parametrize(
+    ("stack", "remat", "micro_batches"),
+    [
+        ("prefetch", "save_attention", 2),
+        ("unrolled", "full", 1),
+        pytest.param("prefetch", "full", 1, marks=pytest.mark.long),
+        pytest.param("unrolled", "save_attention", 2, marks=pytest.mark.long),
+    ],
+)
+def test_prefetched_layers_take_five_layers_weights_more_than_a_plain_loop(stack, remat, micro_batches):
     """Though XLA makes straight lines of loops: no micro-batch's memory beside another's; and though what is computed again
     was computed before, in the same line: it is not kept."""
     config = CONFIG.changed({
