@@ -38,8 +38,12 @@ def pytest_collection_modifyitems(items):
 
 def pytest_make_parametrize_id(val):
     """Short ids of settings: `fsdp=2,tensor=4` of a section or of changes, `2x1x2x2` of sizes; the rest is pytest's."""
-    text = in_short(val) if isinstance(val, dict | tuple) or dataclasses.is_dataclass(val) else None
+    text = in_short(val) if isinstance(val, dict | tuple) or is_settings(val) else None
     return text if text and len(text) <= 100 else None
+
+
+def is_settings(value: Any) -> bool:
+    return type(value).__module__.startswith("llamajax.config.") and dataclasses.is_dataclass(value)
 
 
 def in_short(value: Any) -> str | None:
@@ -49,7 +53,7 @@ def in_short(value: Any) -> str | None:
         return (
             None if None in items else ("x" if all(isinstance(item, int) for item in value) else "+").join(map(str, items))
         )
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+    if is_settings(value):
         fields = {field.name: field.default for field in dataclasses.fields(value)}
         value = {name: getattr(value, name) for name, default in fields.items() if getattr(value, name) != default}
     if isinstance(value, dict):
