@@ -25,6 +25,8 @@ import os
 import platform
 import random
 import re
+import resource
+import shutil
 import signal
 import statistics
 import subprocess
@@ -33,14 +35,24 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
+from importlib.metadata import version
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 os.environ["TOKENIZERS_PARALLELISM"] = "false"  # processes share the work, not threads
 _ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(_ROOT))
 
 from scripts.checkout import commit  # noqa: E402  (found by the path above)
+from scripts.preprocessing_rivals import (  # noqa: E402
+    Measured,
+    encode_alone,
+    encode_as_megatron,
+    encode_as_megatron_fast,
+    encode_by_gigatoken,
+    measuring,
+    text_bytes,
+)
 
 _FILE_BYTES = 256 << 20
 _MEAN_CHARS = 4000
@@ -59,6 +71,7 @@ def write_corpus(folder: Path, num_bytes: int) -> list[Path]:
         paths.append(folder / f"corpus-{len(paths):04d}.jsonl")
         size = min(_FILE_BYTES, num_bytes)
         num_bytes -= size
+        print(f"  {paths[-1].name}, {num_bytes / 1e9:,.2f} GB after it", file=sys.stderr, flush=True)
         with paths[-1].open("w") as file:
             while file.tell() < size:
                 lines = []
@@ -75,75 +88,6 @@ def sample_of(paths: list[Path], num_bytes: int) -> list[bytes]:
     """The first lines of the first file."""
     with paths[0].open("rb") as file:
         return file.readlines(num_bytes)
-
-
-class Measured(NamedTuple):
-    """Bytes of text, and what they took, seconds."""
-
-    num_bytes: int
-    wall: float
-    processor: float
-
-
-@contextlib.contextmanager
-def measuring(num_bytes: int) -> Iterator[list[Measured]]:
-    """A list that gets what the block takes."""
-    taken: list[Measured] = []
-    started = time.perf_counter(), time.process_time()
-    yield taken
-    taken.append(Measured(num_bytes, time.perf_counter() - started[0], time.process_time() - started[1]))
-
-
-def text_bytes(lines: list[bytes]) -> int:
-    """Of the texts in these lines."""
-    return sum(len(json.loads(line)["text"].encode()) for line in lines)
-
-
-def encode_alone(tokenizer: Path, lines: list[bytes]) -> Measured:
-    """The library alone, a batch of 8 MB at a time as llamajax gives it."""
-    encode = _batches_by_library(tokenizer)
-    texts = [json.loads(line)["text"] for line in lines]
-    batches, size = [[]], 0
-    for text in texts:
-        batches[-1].append(text)
-        size += len(text)
-        if size > 8 << 20:
-            batches.append([])
-            size = 0
-    encode(texts[:10])
-    with measuring(text_bytes(lines)) as taken:
-        for batch in batches:
-            encode(batch)
-    return taken[0]
-
-
-def encode_by_gigatoken(tokenizer: Path, lines: list[bytes]) -> Measured:
-    """gigatoken alone, a text at a time."""
-    encode = _gigatoken(tokenizer).encode
-    texts = [json.loads(line)["text"] for line in lines]
-    encode(texts[0])
-    with measuring(text_bytes(lines)) as taken:
-        for text in texts:
-            encode(text)
-    return taken[0]
-
-
-def encode_as_megatron_fast(tokenizer: Path, lines: list[bytes], out: Path) -> Measured:
-    """What `preprocess_data_fast.py` does with a file: all of it through gigatoken, in one thread, and written at once."""
-    import gigatoken
-    import numpy as np
-
-    library = _gigatoken(tokenizer)
-    library.encode("warm")
-    source = out.with_suffix(".jsonl")
-    source.write_bytes(b"".join(lines))
-    with measuring(text_bytes(lines)) as taken:
-        ids = library.encode_files(gigatoken.JsonlFileSource([source], "text"), parallel=False)
-        offsets = np.asarray(ids.layout.offsets.data)
-        tokens = np.insert(np.asarray(ids.layout.content.data), offsets[1:], 0)
-        tokens.astype("<i4").tofile(out.with_suffix(".bin"))
-        (np.diff(offsets) + 1).astype("<i4").tofile(out.with_suffix(".idx"))
-    return taken[0]
 
 
 def work_of_process(tokenizer: Path, lines: list[bytes], out: Path) -> Measured:
@@ -166,50 +110,6 @@ def work_of_process(tokenizer: Path, lines: list[bytes], out: Path) -> Measured:
         groups = group_files(source, out / "cache", lambda line: None)
         tokenize(groups, library, out / "cache", lambda line: None, gigatoken=False)  # the choice is made
     return taken[0]
-
-
-def _gigatoken(path: Path) -> Any:
-    import gigatoken
-
-    load = gigatoken.Tokenizer.from_json if path.suffix == ".json" else gigatoken.Tokenizer.from_sentencepiece
-    return load(path.read_bytes())
-
-
-def encode_as_megatron(tokenizer: Path, lines: list[bytes], out: Path) -> Measured:
-    """What a worker of `preprocess_data.py` and its writer do: a document at a time."""
-    import numpy as np
-
-    from llamajax.data.megatron_writer import write_indexed
-
-    encode = _one_by_library(tokenizer)
-    encode("warm")
-    with measuring(text_bytes(lines)) as taken, write_indexed(out, np.dtype("<i4")) as writer:
-        for line in lines:
-            writer.add_document(np.array([*encode(json.loads(line)["text"]), 0]))
-    return taken[0]
-
-
-def _batches_by_library(path: Path) -> Any:
-    if path.suffix == ".json":
-        import tokenizers
-
-        library = tokenizers.Tokenizer.from_file(str(path))
-        return lambda texts: library.encode_batch_fast(texts, add_special_tokens=False)
-    import sentencepiece
-
-    processor = sentencepiece.SentencePieceProcessor(model_file=str(path))
-    return lambda texts: processor.encode(texts, return_type="numpy", num_threads=1)
-
-
-def _one_by_library(path: Path) -> Any:
-    if path.suffix == ".json":
-        import tokenizers
-
-        library = tokenizers.Tokenizer.from_file(str(path))
-        return lambda text: library.encode(text, add_special_tokens=False).ids
-    import sentencepiece
-
-    return sentencepiece.SentencePieceProcessor(model_file=str(path)).encode
 
 
 def rate_per_process(function: Any, tokenizer: Path, lines: list[bytes], workers: int, *rest: Path) -> tuple[float, float]:
@@ -252,7 +152,7 @@ def peak_of_children(pid: int) -> Iterator[list[int]]:
 
 def _command(folder: Path, tokenizer: Path, workers: int, cache: str) -> list[str]:
     return [
-        sys.executable, "-m", "llamajax.preprocess", "--config", str(_ROOT / "configs/quickstart.yaml"),
+        sys.executable, "-u", "-m", "llamajax.preprocess", "--config", str(_ROOT / "configs/quickstart.yaml"),
         "--workers", str(workers),
         "--data.sources", json.dumps([{"kind": "jsonl", "paths": [f"{folder}/corpus-*.jsonl"]}]),
         "--data.tokenizer.path", str(tokenizer), "--model.vocab_size", "1000000", "--data.cache_dir", str(folder / cache),
@@ -260,8 +160,9 @@ def _command(folder: Path, tokenizer: Path, workers: int, cache: str) -> list[st
 
 
 def preprocess(folder: Path, tokenizer: Path, workers: int) -> dict[str, float]:
-    """What `python -m llamajax.preprocess` takes for the corpus in the folder."""
+    """What `python -m llamajax.preprocess` takes for the corpus in the folder, and what it makes of it."""
     command, lines = _command(folder, tokenizer, workers, "cache"), []
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
     with (
         subprocess.Popen(command, cwd=_ROOT, stdout=subprocess.PIPE, text=True) as process,
         peak_of_children(process.pid) as peak,
@@ -272,8 +173,20 @@ def preprocess(folder: Path, tokenizer: Path, workers: int) -> dict[str, float]:
             lines.append(line)
     if process.returncode:
         raise SystemExit(f"preprocess ended with {process.returncode}")
-    told = next(match for line in lines if (match := re.search(r"^tokenized .* in ([\d.]+) s, .* ([\d.]+) MB/s", line)))
-    return {"seconds": float(told[1]), "mb_per_s": float(told[2]), "peak_worker_bytes": float(peak[0])}
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    seconds, rate = _numbers(r"^tokenized .* in ([\d.,]+) s, .*?([\d.,]+) MB/s", lines)
+    documents, megabytes, tokens = _numbers(r"^data .*: ([\d,]+) documents.*?, ([\d.,]+) MB, ([\d,]+) tokens", lines)
+    return {
+        "seconds": seconds, "mb_per_s": rate, "documents": documents, "text_megabytes": megabytes, "tokens": tokens,
+        "processor_seconds": after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime,
+        "peak_worker_bytes": float(peak[0]), "files": float(len(_digests(folder / "cache"))),
+    }  # fmt: skip
+
+
+def _numbers(pattern: str, lines: list[str]) -> list[float]:
+    """In the first line that the pattern is found in."""
+    found = next(match for line in lines if (match := re.search(pattern, line)))
+    return [float(number.replace(",", "")) for number in found.groups()]
 
 
 def preprocess_killed(folder: Path, tokenizer: Path, workers: int, kills: int, seconds: float) -> dict[str, float]:
@@ -288,7 +201,7 @@ def preprocess_killed(folder: Path, tokenizer: Path, workers: int, kills: int, s
     command = _command(folder, tokenizer, workers, "killed")
     rng, started, done = random.Random(0), time.perf_counter(), 0
     while done < kills:
-        with subprocess.Popen(command, cwd=_ROOT, stdout=subprocess.DEVNULL, start_new_session=True) as process:
+        with subprocess.Popen(command, cwd=_ROOT, stdout=sys.stderr, start_new_session=True) as process:
             try:
                 process.wait(seconds / (kills + 1) * rng.uniform(0.5, 1.5))
             except subprocess.TimeoutExpired:
@@ -297,23 +210,25 @@ def preprocess_killed(folder: Path, tokenizer: Path, workers: int, kills: int, s
                 print(f"  kill {done} of {kills} at {time.perf_counter() - started:,.0f} s", file=sys.stderr, flush=True)
                 continue
         raise SystemExit(f"preprocess ended with {process.returncode} before kill {done + 1}")
-    subprocess.run(command, cwd=_ROOT, stdout=subprocess.DEVNULL, check=True)
-    elapsed = time.perf_counter() - started
-    return {"kills": kills, "same_files": _same_files(folder / "cache", folder / "killed"), "killed_seconds": elapsed}
+    subprocess.run(command, cwd=_ROOT, stdout=sys.stderr, check=True)
+    seconds = time.perf_counter() - started
+    return {"kills": kills, "killed_seconds": seconds, "same_files": _same_files(folder, "killed")}
 
 
 def preprocess_otherwise(folder: Path, tokenizer: Path, workers: int) -> dict[str, float]:
     """How many files are the same when the corpus is tokenized without gigatoken; raises `SystemExit` if one is not."""
     command = [*_command(folder, tokenizer, workers, "otherwise"), "--data.tokenizer.gigatoken", "false"]
-    subprocess.run(command, cwd=_ROOT, stdout=subprocess.DEVNULL, check=True)
-    return {"compared_files": _same_files(folder / "cache", folder / "otherwise")}
+    subprocess.run(command, cwd=_ROOT, stdout=sys.stderr, check=True)
+    return {"compared_files": _same_files(folder, "otherwise")}
 
 
-def _same_files(cache: Path, other: Path) -> int:
-    one, another = _digests(cache), _digests(other)
+def _same_files(folder: Path, other: str) -> int:
+    """How many files the other cache has, which is removed; raises `SystemExit` if one differs."""
+    one, another = _digests(folder / "cache"), _digests(folder / other)
     if one != another:
         differing = sorted(str(path) for path in one.keys() | another.keys() if one.get(path) != another.get(path))
-        raise SystemExit(f"{other.name}: not the same: {', '.join(differing)}")
+        raise SystemExit(f"{other}: not the same: {', '.join(differing)}")
+    shutil.rmtree(folder / other)
     return len(one)
 
 
@@ -375,14 +290,20 @@ def main() -> None:
         rates = {name: statistics.mean(clock for clock, _ in of_both) for name, of_both in others.items()}
         rates["llamajax.preprocess"] = figures["mb_per_s"] / arguments.workers
     machine = platform.processor() or platform.machine()
-    print(f"{datetime.date.today()}, commit {code}, {machine}, {arguments.workers} processes")
-    print(f"corpus {num_bytes / 1e9:.2f} GB, tokenizer {tokenizer.name}, {figures['seconds']:,.0f} s")
+    libraries = {name: version(name) for name in ("gigatoken", "sentencepiece", "tokenizers")}
+    print(f"{datetime.date.today()}, commit {code}, {machine}, {arguments.workers} processes, {libraries}")
+    print(
+        f"corpus {num_bytes / 1e9:.2f} GB, tokenizer {tokenizer.name}, {figures['seconds']:,.0f} s,"
+        f" {figures['documents']:,.0f} documents, {figures['tokens']:,.0f} tokens, {figures['files']:,.0f} files"
+    )
     for name, rate in rates.items():
         both = others.get(name, [])
         spread = f" ({', '.join(f'{clock:.2f}' for clock, _ in both)})" if both else ""
-        processor = f"; {statistics.mean(one for _, one in both):6.2f} MB per second of processor time" if both else ""
+        whole = figures["text_megabytes"] / figures["processor_seconds"]  # with hashing, the choice of encoder, and packing
+        processor = statistics.mean(one for _, one in both) if both else whole
         print(
-            f"{name:23} {rate:6.2f} MB/s per process, {rate / rates['library alone']:.2f} of the library{spread}{processor}"
+            f"{name:23} {rate:6.2f} MB/s per process, {rate / rates['library alone']:.2f} of the library{spread};"
+            f" {processor:6.2f} MB per second of processor time"
         )
     print(f"largest worker         {figures['peak_worker_bytes'] / 1e6:,.0f} MB at its peak")
     if arguments.kills:
@@ -392,7 +313,9 @@ def main() -> None:
     if arguments.compare:
         print(f"without gigatoken: {figures['compared_files']} files, all the same")
     if arguments.json:
-        record = figures | {"rates": rates, "others": others, "bytes": num_bytes, "commit": code}
+        of = {"bytes": num_bytes, "tokenizer": str(arguments.tokenizer), "workers": arguments.workers}
+        by = {"commit": code, "date": str(datetime.date.today()), "machine": machine, "libraries": libraries}
+        record = figures | of | by | {"rates": rates, "others": others}
         arguments.json.write_text(json.dumps(record, indent=2) + "\n")
 
 

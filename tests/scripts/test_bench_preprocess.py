@@ -24,7 +24,12 @@ def test_a_toy_is_measured_whole(tmp_path):
     }  # fmt: skip
     assert all(rate > 0 for rate in figures["rates"].values())
     assert figures["kills"] == 2
-    assert figures["same_files"] == figures["compared_files"] >= 4
+    assert figures["same_files"] == figures["compared_files"] == figures["files"] >= 4
+    assert 18e6 < figures["bytes"] <= 20e6
+    assert 15 < figures["text_megabytes"] < 25
+    assert figures["tokens"] > 100 * figures["documents"] > 10**5
+    assert figures["processor_seconds"] > 0
+    assert set(figures["libraries"]) == {"gigatoken", "sentencepiece", "tokenizers"}
     assert 50e6 < figures["peak_worker_bytes"] < 1e9
     assert "of the library" in outcome.stdout
     assert [path.name for path in tmp_path.iterdir()] == ["figures.json"]
