@@ -13,6 +13,7 @@ import tokenizers
 from jaxtyping import Int32
 
 from llamajax.data.fast_encoder import NormalForm
+from llamajax.data.split_patterns import may_span
 from llamajax.data.tokenizer_base import SPACE, Tokenizer, neighbours, text_bytes
 from llamajax.data.tokenizer_files import JSON_FILE, TokenizerFiles
 from llamajax.errors import DataError, show
@@ -29,8 +30,8 @@ MAX_IDS = 2**24
 
 _LOCAL = {"NFC", "NFD", "NFKC", "NFKD", "Prepend", "Replace"}
 """Normalizers that change a text by a few neighbouring characters."""
-_LOOKS_AROUND = re.compile(r"\(\?<?[=!]|\\[bBAzZGK]|(?<!\[)\^|\$|\(\?>|[+*?}]\+")
-"""What in a regular expression may depend on more than what it matches."""
+BYTE_LEVEL_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+"""By which the library's `ByteLevel` splits, as GPT-2's tokenizer."""
 _BYTE_PIECE = re.compile(r"<0x[0-9A-F]{2}>")
 
 
@@ -74,7 +75,8 @@ class HuggingFaceTokenizer(Tokenizer):
         self.special_texts = tuple(sorted(added))
         normalizers, splits = _steps(model["normalizer"], "normalizers"), _steps(model["pre_tokenizer"], "pretokenizers")
         is_bpe = model["model"]["type"] == "BPE" and {step["type"] for step in normalizers} <= _LOCAL
-        self._is_local = is_bpe and bool(splits) and all(map(_splits_locally, splits))
+        patterns = [_pattern(step) for step in splits]
+        self._patterns = None if not is_bpe or None in patterns else [p for p in patterns if p]
         # As in Llama 2's: spaces are signs of words, and bytes stand for what the vocabulary lacks.
         is_whole = is_bpe and model["model"].get("byte_fallback") and {step["type"] for step in splits} <= {"Metaspace"}
         self._joined = neighbours(vocabulary) if is_whole and SPACE in vocabulary else None
@@ -111,11 +113,13 @@ class HuggingFaceTokenizer(Tokenizer):
         return gigatoken.Tokenizer.from_json((self._following if without_prefix else self._tokenizer).to_str())
 
     def splits(self, text: str, place: int) -> bool:
-        """The pre-tokenizer splits there, by what is on either side; or no piece has both characters."""
+        """The pre-tokenizer splits there, and none of its patterns reaches across; or no piece has both characters."""
         if self._joined is not None:
             return text[place - 1 : place + 1].replace(" ", SPACE) not in self._joined
         splitter, normalizer = self._tokenizer.pre_tokenizer, self._tokenizer.normalizer
-        if not self._is_local or (normalizer and normalizer.normalize_str(text) != text):
+        if not self._patterns or (normalizer and normalizer.normalize_str(text) != text):
+            return False
+        if any(may_span(pattern, *text[place - 1 : place + 1]) for pattern in self._patterns):
             return False
         return any(start == place for _, (start, _) in splitter.pre_tokenize_str(text))
 
@@ -240,14 +244,14 @@ def _check_ids(body: object) -> None:
                 raise ValueError(f"gives a token the id {show(str(wrong[0]))}, where all are below {MAX_IDS:,}")
 
 
-def _splits_locally(step: dict) -> bool:
-    """Whether a pre-tokenizer splits a text by what it matches, whatever comes behind the end of a word."""
+def _pattern(step: dict) -> str | None:
+    """By which a pre-tokenizer splits a text, keeping all of it; empty if it does not split, None if by something else."""
     match step:
         case {"type": "ByteLevel"}:
-            return True
+            return BYTE_LEVEL_PATTERN if step.get("use_regex", True) else ""
         case {"type": "Split", "behavior": "Isolated", "invert": False, "pattern": {"Regex": str(pattern)}}:
-            return not _LOOKS_AROUND.search(pattern.replace(r"\s+(?!\S)", ""))
-    return False
+            return pattern
+    return None
 
 
 def _steps(step: dict | None, list_key: str) -> list[dict]:
