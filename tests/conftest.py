@@ -1,7 +1,12 @@
-"""Every test runs on eight emulated CPU devices, strictly: implicit rank promotion raises."""
+"""Every test runs on eight emulated CPU devices, strictly: implicit rank promotion raises; and nothing stays behind."""
 
 import dataclasses
 import os
+import random
+import shutil
+import tempfile
+import time
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -21,19 +26,64 @@ startup.select_platform(MeshConfig(num_cpu_devices=8))
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 
+os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())  # where `tmp_path` is
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _nothing_stays(tmp_path_factory):
+    """The session has a directory for temporary files of its own, by which the processes that it starts are known."""
+    folder = Path(tempfile.mkdtemp(prefix="llamajax-tests-"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TMPDIR", str(folder))
+        patch.setenv(
+            "TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.mktemp("inductor"))
+        )  # torch keeps it for later sessions
+        patch.setattr(tempfile, "tempdir", None)
+        yield
+    ends = time.monotonic() + 5  # what was just killed may take a moment to go
+    while (processes := processes_of(folder)) and time.monotonic() < ends:
+        time.sleep(0.1)
+    files = [path.name for path in folder.iterdir()]
+    shutil.rmtree(folder)
+    assert not files, f"tests left in the directory for temporary files: {files}"
+    assert not processes, f"tests left running: {processes}"
+
+
+def processes_of(folder: Path) -> list[str]:
+    """The commands that were started with `folder` as the directory for temporary files and still run, where Linux tells."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            started_by = f"TMPDIR={folder}".encode() in (process / "environ").read_bytes().split(b"\0")
+            command = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        except OSError:  # it has ended, or is another user's
+            continue
+        if started_by and command and "multiprocessing.resource_tracker" not in command:  # which ends with this process
+            found.append(command)
+    return found
+
+
 @pytest.fixture(autouse=True)
 def _mesh():
     """Every test starts on the same mesh, whatever the one before it left behind."""
     jax.set_mesh(mesh.make_mesh(MeshConfig()))
 
 
-def pytest_collection_modifyitems(items):
+def pytest_addoption(parser):
+    parser.addoption("--order-seed", type=int, help="run files in a random order, and the tests of each: none needs another")
+
+
+def pytest_collection_modifyitems(config, items):
     for item in items:
         if "gpu_compiler" in item.fixturenames:
             item.add_marker("gpu_compiler")
     # Files are given to workers in this order: those that take longest must not be the last.
     longest = ("test_campaign.py", "test_mesh_equivalence.py")
     items.sort(key=lambda item: item.path.name not in longest)
+    if (seed := config.getoption("--order-seed")) is not None:
+        draw = random.Random(seed)
+        places = {path: draw.random() for path in dict.fromkeys(item.path for item in items)}
+        items.sort(key=lambda item: (places[item.path], draw.random()))
 
 
 def pytest_make_parametrize_id(val):

@@ -60,7 +60,7 @@ def test_what_is_seen_is_computed_and_what_is_whole_needs_no_mask(case, for_quer
     check_case(case, for_queries, for_keys)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @settings(max_examples=100, derandomize=True, deadline=None)
 @given(cases(), SIZES, SIZES)
 def test_more_of_what_is_seen(case, for_queries, for_keys):

@@ -21,7 +21,8 @@ from llamajax.errors import ConfigError, EnvironmentMismatchError
 from llamajax.planning.cost.attention import planned_kernel
 from llamajax.planning.cost.gpu import Calibration, Machine
 from llamajax.planning.cost.replay import replay
-from llamajax.planning.plan import make_plan, replayed
+from llamajax.planning.memory import memory_plan
+from llamajax.planning.plan import replayed
 from llamajax.planning.xla.compile import compile_for, planned_mesh
 from llamajax.planning.xla.hlo import Module
 from llamajax.planning.xla.parse import parse
@@ -146,7 +147,8 @@ def test_runs_on_a_gpu_take_the_kernels_that_plans_take():
 @pytest.mark.usefixtures("gpu_compiler")
 @pytest.mark.parametrize("changes", calibrate_gpu.RUNS["gpu"].values(), ids=calibrate_gpu.RUNS["gpu"])
 def test_the_runs_fit_the_smallest_card(changes):
-    assert make_plan(BASE.changed(changes | {"hardware.gpu": "a100-40gb"}), suggest=False).chosen.memory.fits
+    step = compile_for(BASE.changed(changes | {"hardware.gpu": "a100-40gb"}))
+    assert memory_plan(step, parse(step.hlo)).fits
 
 
 def test_differences_are_those_from_what_was_measured(monkeypatch, capsys):
