@@ -140,5 +140,9 @@ def without_passwords(text: str) -> str:
 
 def show(text: str) -> str:
     """Text as it can stand in a message of one line."""
-    short = text if len(text) <= 60 else f"{text[:57]}..."
-    return short if short.isprintable() else repr(short)
+    return show_path(text if len(text) <= 60 else f"{text[:57]}...")
+
+
+def show_path(path: str) -> str:
+    """A path as it can stand in a message of one line: whole, since its end is the name of the file."""
+    return path if path.isprintable() else repr(path)

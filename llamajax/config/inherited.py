@@ -10,7 +10,7 @@ from llamajax.config.hf_config import CONFIG, read_hf_config
 from llamajax.config.json_file import read_json
 from llamajax.config.model import ModelConfig
 from llamajax.config.yaml_text import Node, Place, Problems
-from llamajax.errors import ConfigError, show
+from llamajax.errors import ConfigError, show_path
 
 OF_THE_RUN = ("param_dtype", "compute_dtype", "matmul_dtype", "float8_exempt", "attention_kernel", "remat")
 """Settings that say how a run computes; weights do not bring them along."""
@@ -41,7 +41,7 @@ def inherit(root: Node, problems: Problems) -> None:
     except ConfigError as error:
         problems.add(of_weights, str(error), "init_from")
         raise problems.error() from error  # or all that it would have given were missing, too
-    place = Place(of_weights.order, show(str(path)))
+    place = Place(of_weights.order, show_path(str(path)))
     for name in _INHERITED:
         if name in values and name not in model.content:
             model.content[name] = _node(values[name], place)

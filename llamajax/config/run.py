@@ -32,7 +32,7 @@ from llamajax.config.recovery import RecoveryConfig, WatchdogConfig
 from llamajax.config.rules import Seed, Settings
 from llamajax.config.training import CheckpointConfig, OptimizerConfig, SampleConfig, TrainConfig
 from llamajax.config.watch import MetricsConfig, ProfileConfig
-from llamajax.errors import ConfigError, show
+from llamajax.errors import ConfigError, show_path
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -261,16 +261,16 @@ class Config(Settings):
         }
         files = {key: path for key, path in named.items() if path is not None}
         for key, path in (folders | patterns | files).items():
-            path_at_home = os.path.expanduser(path)
+            path_at_home, shown = os.path.expanduser(path), show_path(path)
             if path_at_home.startswith("~"):
-                problems.append(f"{key}: {show(path)} is in no known home directory; write the path out")
+                problems.append(f"{key}: {shown} is in no known home directory; write the path out")
             elif key in folders:
                 if os.path.exists(path_at_home) and not os.path.isdir(path_at_home):
-                    problems.append(f"{key}: {show(path)} is not a directory; choose another")
+                    problems.append(f"{key}: {shown} is not a directory; choose another")
                 elif key == "run_dir" and os.path.isfile(os.path.join(path_at_home, CONFIG)):
-                    problems.append(f"{key}: {show(path)} holds a Hugging Face model ({CONFIG}); choose another directory")
+                    problems.append(f"{key}: {shown} holds a Hugging Face model ({CONFIG}); choose another directory")
             elif _is_missing(path_at_home, is_pattern=key in patterns, may_be_folder=key.startswith(of_datasets)):
-                problems.append(f"{key}: no file matches {show(path)}; relative paths start at {show(os.getcwd())}")
+                problems.append(f"{key}: no file matches {shown}; relative paths start at {show_path(os.getcwd())}")
         return problems
 
 

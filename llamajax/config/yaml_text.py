@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple, NoReturn
 
 import yaml
 
-from llamajax.errors import ConfigError, show, without_passwords
+from llamajax.errors import ConfigError, show, show_path, without_passwords
 
 COPIES = "LLAMAJAX_CONFIG_COPIES"
 """Environment variable with a JSON object: what files are copies of, in whose place people are told the original."""
@@ -100,7 +100,7 @@ class Node:
 
 def read_file(path: str, problems: Problems) -> Node:
     """The keys and values in a YAML file; raises what is wrong if there are none."""
-    name = show(json.loads(os.environ.get(COPIES, "{}")).get(path, path))
+    name = show_path(json.loads(os.environ.get(COPIES, "{}")).get(path, path))
     whole = Place(0, name)
     try:
         with open(path, "rb") as file:
@@ -108,8 +108,8 @@ def read_file(path: str, problems: Problems) -> Node:
     except FileNotFoundError:
         folder, base = os.path.split(path)
         others = os.listdir(folder or ".") if os.path.isdir(folder or ".") else []
-        close = difflib.get_close_matches(base, others, n=1)
-        problems.stop(whole, "no such file" + (f"; did you mean {show(os.path.join(folder, close[0]))}?" if close else ""))
+        close = [show_path(os.path.join(folder, other)) for other in difflib.get_close_matches(base, others, n=1)]
+        problems.stop(whole, "no such file" + (f"; did you mean {close[0]}?" if close else ""))
     except (OSError, ValueError) as error:  # ValueError: a path with a NUL in it
         problems.stop(whole, f"cannot be read: {(isinstance(error, OSError) and error.strerror) or error}")
     if len(data) > MAX_BYTES:

@@ -199,7 +199,7 @@ def load_chat_template(path: Path, tokenizer: Tokenizer) -> ChatTemplate | None:
             return ChatTemplate(_read(file).decode("utf-8-sig"), tokenizer, str(file))
         if not config.exists():
             return None
-        text = _default_template(json.loads(_read(config)), config)
+        text = _template_of(json.loads(_read(config)), config)
         return None if text is None else ChatTemplate(text, tokenizer, str(config))
     except OSError as error:
         raise cannot_read(error, f"{error.filename or path}: chat template", "correct the path") from error
@@ -217,14 +217,21 @@ def _read(path: Path) -> bytes:
     return content
 
 
-def _default_template(config: object, where: Path) -> str | None:
-    """The template of a `tokenizer_config.json`, which holds one, or several with names, or none."""
+def _template_of(config: object, where: Path) -> str | None:
+    """The template of a `tokenizer_config.json`, which holds one, or several with names, or none.
+
+    Of several, `tool_use` is for conversations with tools, and `default` for others, as transformers chooses.
+    """
     templates = config.get("chat_template") if isinstance(config, dict) else None
     if isinstance(templates, list):
         named = {entry.get("name"): entry.get("template") for entry in templates if isinstance(entry, dict)}
         if not isinstance(named.get("default"), str):
             raise DataError(f"{where}: chat template: none of those in the list is named default; put one into a file")
-        return named["default"]
+        if not isinstance(named.get("tool_use"), str):
+            return named["default"]
+        # The signs keep the lines' ends and spaces that begin and end the two, but for the one end that Jinja takes off.
+        with_tools, without = (named[name].removesuffix("\n") for name in ("tool_use", "default"))
+        return f"{{% if tools is defined and tools is not none +%}}{with_tools}{{%+ else +%}}{without}{{%+ endif %}}"
     if templates is not None and not isinstance(templates, str):
         raise DataError(f"{where}: chat template: must be text or a list of named ones, not {type(templates).__name__}")
     return templates

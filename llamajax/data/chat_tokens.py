@@ -11,7 +11,7 @@ from jaxtyping import Bool, Int32
 from llamajax.data.chat import ChatTemplate, Rendered
 from llamajax.data.conversations import Conversation, Message, content_of
 from llamajax.data.tokenizer_base import Tokenizer
-from llamajax.errors import DataError
+from llamajax.errors import DataError, show
 
 TRAINING_DATE = "2024-07-26"
 """Today, for a template that writes the date into conversations that are learnt: always the same, so that the data are."""
@@ -147,7 +147,7 @@ def _message_as_taken(template: ChatTemplate, message: Message) -> Message:
     if message["role"] == "function_call":
         message = {**message, "role": "assistant"}
         if template.writes("tool_calls"):
-            calls = _named_calls(message["content"])
+            calls = _named_calls(content_of(message))
             message = {**message, "content": "", "tool_calls": [{"type": "function", "function": call} for call in calls]}
     content = message.get("content")
     if isinstance(content, list) and not template.takes_parts:
@@ -168,7 +168,8 @@ def _named_calls(text: str) -> list[dict[str, Any]]:
         given = None
     calls = given if isinstance(given, list) else [given]
     if not calls or not all(isinstance(call, dict) and isinstance(call.get("name"), str) for call in calls):
-        raise DataError(f'function_call must be {{"name": ..., "arguments": ...}}, not {text!r:.40}; correct or remove it')
+        rule = 'must be {"name": ..., "arguments": ...}, or a list of such'
+        raise DataError(f"a turn of function_call {rule}, not {show(text)}; correct or remove it")
     return calls
 
 

@@ -218,6 +218,8 @@ def _calls(turn: Mapping[str, object], where: str) -> list[dict[str, Any]]:
     if call not in _NOTHING:
         if calls:
             raise ValueError(f"{where}function_call stands beside tool_calls; keep one of them")
+        if not isinstance(call, dict) or not isinstance(call.get("name"), str):
+            raise ValueError(f"{where}function_call must be an object with a name; correct the line")
         calls = [{"type": "function", "function": call}]
     if not isinstance(calls, list):
         raise ValueError(f"{where}tool_calls must be a list, not {_kind(calls)}; correct the line")

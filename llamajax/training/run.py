@@ -15,6 +15,7 @@ from llamajax.config.run import Config
 from llamajax.data.dataset import prepare
 from llamajax.data.position import PassedOver
 from llamajax.generation.completion import encode_prompt, stream_text
+from llamajax.generation.prompts import Prompt
 from llamajax.parallel import compilation_cache, startup
 from llamajax.parallel.exit import end_process, exit_code
 from llamajax.parallel.processes import check_same_everywhere, everyones, of_first
@@ -86,6 +87,8 @@ def run(asked: Config, *, dry_run: bool = False) -> None:
             dataset.passes.check(config.data.sources, config.train.num_steps)
             if config.sample.prompt is not None:
                 encode_prompt(dataset.tokenizer, config.sample.prompt, config.data.seq_len)
+                if Prompt(config.sample.prompt).has_special(dataset.tokenizer):
+                    console.log("note       sample.prompt: special tokens in it are read as text")
             meta = checkpoint_meta(asked, dataset, origin.hf, fitted.began)
             if found is not None:
                 check_data(asked, found, meta)

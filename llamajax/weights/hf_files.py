@@ -8,7 +8,7 @@ from typing import Any
 
 from llamajax.config.json_file import MAX_JSON_BYTES, parse_json, read_bytes, read_json
 from llamajax.data.tokenizer_files import MODEL_FILE, find_vocabulary
-from llamajax.errors import ConfigError, show
+from llamajax.errors import ConfigError, show, show_path
 from llamajax.weights.safetensors import INDEX, SINGLE, Stored, stored_tensors
 
 TOKENIZERS = frozenset({"tokenizer.json", "tokenizer.model"})
@@ -109,8 +109,8 @@ def _read_index(directory: Path) -> dict[str, str] | None:
         names = sorted(path.name for path in directory.iterdir()) if directory.is_dir() else []
         if pickles := [name for name in names if Path(name).suffix in _PICKLES]:
             raise ConfigError(
-                f"{directory / show(pickles[0])}: pickles can run code and are not read; convert the model where you trust"
-                " it: transformers.AutoModelForCausalLM.from_pretrained(DIR).save_pretrained(OUT)"
+                f"{show_path(str(directory / pickles[0]))}: pickles can run code and are not read; convert the model where"
+                " you trust it: transformers.AutoModelForCausalLM.from_pretrained(DIR).save_pretrained(OUT)"
             )
         raise ConfigError(f"{directory}: has neither {SINGLE} nor {INDEX}; give the directory of a Hugging Face model")
     weight_map = read_json(index).get("weight_map")

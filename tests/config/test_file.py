@@ -303,6 +303,7 @@ def test_a_file_that_cannot_be_read_is_one_line(capsys):
         ("mine.yaml", "mine.yaml: no such file; did you mean my.yaml?"),
         ("folder/x", "folder/x: no such file"),
         ("nowhere/x", "nowhere/x: no such file"),
+        (f"{'nowhere/' * 20}my.yaml", f"{'nowhere/' * 20}my.yaml: no such file"),
         ("folder", "folder: cannot be read: Is a directory"),
         ("my.yaml/x", "my.yaml/x: cannot be read: Not a directory"),
         ("a\0b", "'a\\x00b': cannot be read: embedded null byte"),

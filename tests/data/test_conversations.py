@@ -209,7 +209,11 @@ BAD = [
     ("messages", messages(ASKED | {"content": "\ud800"}, ANSWERED), r"messages\[0\].content has half a surrogate pair"),
     ("messages", messages(ASKED, ANSWERED | {"tool_calls": [{}]}), r"tool_calls\[0\] must have a function with a name"),
     ("messages", messages(ASKED, ANSWERED | {"tool_calls": {"a": 1}}), r"messages\[1\].tool_calls must be a list, not dict"),
-    ("messages", messages(ASKED, ANSWERED | {"function_call": {"a": 1}}), r"tool_calls\[0\] must have a function with a"),
+    (
+        "messages",
+        messages(ASKED, ANSWERED | {"function_call": {"a": 1}}),
+        r"\]\.function_call must be an object with a name",
+    ),
     ("messages", messages(ASKED, ANSWERED | CALLING | {"function_call": {"name": "f"}}), "function_call stands beside tool"),
     (
         "messages",

@@ -49,8 +49,10 @@ def test_a_run_leaves_all_that_it_promises(finished):
 
 def test_starting_a_finished_run_again_trains_nothing_and_says_so(finished, capsys):
     before = (pathlib.Path(finished.run_dir) / "metrics.jsonl").read_text()
-    train.run(finished)
-    assert "resuming at step 4" in capsys.readouterr().out
+    train.run(finished.changed({"sample.prompt": "</s> the model"}))
+    told = capsys.readouterr().out
+    assert "resuming at step 4" in told
+    assert "note       sample.prompt: special tokens in it are read as text\n" in told
     after = (pathlib.Path(finished.run_dir) / "metrics.jsonl").read_text()
     assert [line for line in after.splitlines() if "train/loss" in line] == [
         line for line in before.splitlines() if "train/loss" in line

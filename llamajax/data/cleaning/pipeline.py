@@ -30,6 +30,7 @@ from llamajax.data.cleaning.judge import Rules, Work
 from llamajax.data.cleaning.language import known_languages
 from llamajax.data.cleaning.scan import Part, ScanTask, scan
 from llamajax.data.cleaning.survivors import CANDIDATES_FILE, COPIES_FILE, DECISIONS_FILE, write_copies
+from llamajax.data.cleaning.texts import MAX_TEXT_CHARS
 from llamajax.data.cleaning.write import WriteTask, write
 from llamajax.data.groups import Extent, FileGroup, content_hashes, file_identity
 from llamajax.data.packings import Run
@@ -269,11 +270,17 @@ def _damaged(source: Source, entry: Path, told: report.Told, cache_dir: Path, lo
 
 
 def _check(of_source: dict[str, Any], source: Source, page: Path, log: Callable[[str], None]) -> None:
-    """Says what is left out of a source for being broken; raises `DataError` if that is too much, or if nothing stays."""
+    """Says what is left out of a source for being broken, and what is cut for its length; raises `DataError` if too much
+    is broken, or if nothing stays."""
     if of_source["bad"] > source.config.max_bad_records:
         raise source.too_many_bad(of_source["first_bad"])
     if of_source["bad"]:
         log(f"left out   {source.key}: {of_source['bad']:,} bad records, the first one {of_source['first_bad']}")
+    if num_long := of_source.get("long", 0):
+        log(
+            f"note       {source.key}: {num_long:,} documents are longer than {MAX_TEXT_CHARS:,} characters; data.cleaning"
+            " makes several of each"
+        )
     if of_source["before"][0] and not of_source["left"][0]:
         raise DataError(
             f"{source.key}.paths: data.cleaning leaves none of its {of_source['before'][0]:,} documents; see {page} and"

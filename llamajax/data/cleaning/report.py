@@ -115,7 +115,7 @@ class _Source:
 
     def __init__(self, key: str, steps: Sequence[str]) -> None:
         self.key = key
-        self.empty = self.bad = 0
+        self.empty = self.bad = self.long = 0
         self.first_bad = ""
         self.before, self.left, self.cut = [0, 0], [0, 0], [0, 0]
         self.after = {step: [0, 0] for step in steps}
@@ -123,6 +123,7 @@ class _Source:
     def add_scanned(self, info: dict[str, Any]) -> None:
         self.empty += info["empty"]
         self.bad += info["bad"]
+        self.long += info.get("long", 0)  # files that are still there from before have none
         self.first_bad = self.first_bad or info["first_bad"]
         self.before, self.cut = _sum([self.before, info["before"]]), _sum([self.cut, info["cut"]])
         _add_to(self.after, info["after"])

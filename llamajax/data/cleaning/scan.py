@@ -121,7 +121,7 @@ class _Chunk:
         self._sizes: list[int] = []
         self._steps = [step for step in config.steps if step in ("filters", "languages", "decontamination")]
         self.info: dict[str, Any] = {
-            "read": 0, "last": False, "empty": 0, "bad": 0, "first_bad": "", "before": [0, 0], "cut": [0, 0],
+            "read": 0, "last": False, "empty": 0, "bad": 0, "long": 0, "first_bad": "", "before": [0, 0], "cut": [0, 0],
             "after": {step: [0, 0] for step in self._steps}, "removed": {}, "languages": {}, "examples": {},
             "cut_examples": [],
         }  # fmt: skip
@@ -134,6 +134,7 @@ class _Chunk:
         """Takes the next text; `first` is the position of the chunk's first."""
         info, position = self.info, first + self.info["read"]
         info["read"] += 1
+        info["long"] += text.ends_cut
         if not text.text:
             info["bad" if text.error else "empty"] += 1
             info["first_bad"] = info["first_bad"] or text.error

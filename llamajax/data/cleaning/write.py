@@ -51,11 +51,11 @@ def write(task: WriteTask) -> None:
     info: dict[str, Any] = {"files": [], "documents": 0, "bytes": 0, "snippets": []}
     lines: list[bytes] = []
     size = 0
-    for position, (text, _) in enumerate(whole_texts(part.group.documents())):
+    for position, found in enumerate(whole_texts(part.group.documents())):
         is_kept = position < len(stays) and stays[position]
         if not is_kept and position not in shown:
             continue
-        text = kept_text(text, task.config)
+        text = kept_text(found.text, task.config)
         if position in shown:
             info["snippets"].append([shown[position], position, text[:PAIR_CHARS]])
         if is_kept:

@@ -37,8 +37,11 @@ def test_what_is_too_long_becomes_several(monkeypatch, tmp_path):
     (tmp_path / "a.txt").write_text(LONG)
     documents, found = read(SourceConfig(kind="text", paths=(f"{tmp_path}/a.txt",)))
     assert found == [document.text for document in documents]
+    assert [text.ends_cut for text in whole_texts(documents)] == [*[False] * (len(found) - 1), True]
+    monkeypatch.undo()
+    assert not any(text.ends_cut for text in whole_texts(documents))
 
 
 def test_bad_records_are_told():
     documents = [Document("one", 0, 1), Document("", 0, error="a.jsonl:2: is not JSON"), Document("two", 0, 2)]
-    assert list(whole_texts(documents)) == [("one", ""), ("", "a.jsonl:2: is not JSON"), ("two", "")]
+    assert [text[:2] for text in whole_texts(documents)] == [("one", ""), ("", "a.jsonl:2: is not JSON"), ("two", "")]
