@@ -4,8 +4,10 @@
 
 Takes some minutes, and writes the file that `hardware.calibration` takes. Every constant is the value with which the cost
 model takes as long for a program as the GPU does: a loop over random data, compiled by XLA as training's step is, and
-replayed as plans replay that. Then come three runs that fit one card: measured, and planned with the built-in constants and
-with the measured ones. What is measured has a process of its own each time, so that it finds the GPU empty.
+replayed as plans replay that. Then llamajax's own attention takes one row, of which a GPU has few programs: the share of its
+rate with many rows, as measured and as plans tell. At last come three runs that fit one card: measured, and planned with the
+built-in constants and with the measured ones. What is measured has a process of its own each time, so that it finds the GPU
+empty.
 
 `--device cpu` goes the same way at toy size, without a GPU: its file is marked, and no plan takes it.
 """
@@ -37,7 +39,7 @@ import jaxlib.version
 import numpy as np
 
 import llamajax
-from llamajax.config.calibration import MeasuredRun, Measurement, Versions
+from llamajax.config.calibration import MeasuredGrid, MeasuredRun, Measurement, Versions
 from llamajax.config.command import parse_args
 from llamajax.config.file import dump_config
 from llamajax.config.gpus import GPUS, Gpu, find_gpu
@@ -63,15 +65,20 @@ from llamajax.units import format_bytes
 from llamajax.watch.console import log_own, waiting
 from llamajax.watch.outputs import check_outputs, write_output
 from scripts.calibration.programs import (
+    MANY_ROWS,
+    PASSES,
     SIZES,
+    SMALL_GRIDS,
     Device,
     Shapes,
     Sizes,
     Work,
+    arguments_of,
     programs,
     random,
     repeated,
     scores_behind,
+    scores_of,
     shipped,
 )
 from scripts.checkout import commit
@@ -174,6 +181,20 @@ def with_constant(machine: Machine, name: str, value: float) -> Machine:
     return dataclasses.replace(machine, measured=dataclasses.replace(machine.measured, **{name: value}))
 
 
+def small_grids(machine: Machine, sizes: Sizes) -> Iterator[MeasuredGrid]:
+    """What attention of one row reaches of the rate of many, measured and as `machine` has it; tells each."""
+    sizes = sizes._replace(warm_s=sizes.warm_s / 3, measured_s=sizes.measured_s / 3)  # shares need less, of a warm GPU
+    for (name, shape), (passes, (work, count)) in itertools.product(SMALL_GRIDS.items(), PASSES.items()):
+        rates = []
+        for rows in (1, MANY_ROWS):
+            module, timing = measured(work, arguments_of(shape, rows)[:count], sizes)
+            told = replay(module, machine, {}, scores_of(shape))
+            rates.append((told.flops / timing.seconds, told.flops / told.step_time_s))
+        share, predicted = (float(f"{one / many:.4g}") for one, many in zip(*rates, strict=True))
+        log_own(f"small grid {name}, {passes}: {share:.3f} of the rate of {MANY_ROWS} rows (predicted: {predicted:.3f})")
+        yield MeasuredGrid(name=f"{name}, {passes}", measured=share, predicted=predicted)
+
+
 def host_link(sizes: Sizes) -> dict[str, Timing]:
     """Copies of `sizes.elements` float32 to pinned memory of the host, and back."""
     memories = [jax.sharding.SingleDeviceSharding(jax.local_devices()[0], memory_kind=k) for k in ("pinned_host", "device")]
@@ -219,6 +240,8 @@ def measure_constants(device: Device, command: str) -> Measurement:
         rate = {way: 4 * sizes.elements / timing.seconds for way, timing in ways.items()}
         log_own(f"host link  {', '.join(f'{way} {rate[way] / 1e9:.1f} GB/s' for way in ways)}; the slower way counts")
         machine = known("host_bandwidth", min(rate.values()), ways.values())
+        doing("measuring small grids")
+        grids = tuple(small_grids(machine, sizes)) if device == "gpu" else ()
     stay = [f"{name} {getattr(machine.built_in, name):g}" for name, of in vars(machine.measured).items() if of is None]
     log_own(f"built in   {', '.join(stay)}: {NOT_MEASURED}; networks need more than one GPU, tokamax its extra")
     name: Any = "cpu" if device == "cpu" else gpu.name.lower()
@@ -228,7 +251,7 @@ def measure_constants(device: Device, command: str) -> Measurement:
             llamajax=llamajax.__version__, python=platform.python_version(), jax=jax.__version__,
             jaxlib=jaxlib.version.__version__, platform=" ".join(found.client.platform_version.split()),
         ),
-        constants=machine.measured,
+        constants=machine.measured, small_grids=grids,
     )  # fmt: skip
 
 

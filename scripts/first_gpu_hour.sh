@@ -91,7 +91,7 @@ print(f"Python {platform.python_version()}, jax {jax.__version__}, jaxlib {jaxli
 } >"$report"
 
 part kernels "Attention's kernels" 600 "$python" scripts/bench_attention.py "${toy[@]}" --json "$out/attention.json"
-part calibration "Constants of plans" 540 "$python" scripts/calibrate_gpu.py "${on_cpu[@]}" --output "$out/calibration.yaml"
+part calibration "Constants of plans" 580 "$python" scripts/calibrate_gpu.py "${on_cpu[@]}" --output "$out/calibration.yaml"
 part step "The training step beside torch" 580 "$python" scripts/bench_gpu.py "${toy[@]}" --json "$out/step.json"
 if [ ${#toy[@]} = 0 ]; then # the toy's rows are packed already
   part packed "Packed rows" 580 "$python" scripts/bench_gpu.py --packed yes --json "$out/packed.json"

@@ -57,6 +57,16 @@ class MeasuredRun(Section):
 
 
 @dataclass(frozen=True, kw_only=True)
+class MeasuredGrid(Section):
+    """What llamajax's own attention reaches where a GPU has few programs, as a share of its rate with many."""
+
+    name: str
+    measured: PositiveFloat
+    predicted: PositiveFloat
+    """By the order in which programs start (`llamajax.planning.cost.attention.busy_share`)."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Measurement(Settings):
     """A file of measured constants: on what, when and by what they were measured."""
 
@@ -71,6 +81,8 @@ class Measurement(Settings):
     constants: Constants = field(default_factory=Constants)
     runs: tuple[MeasuredRun, ...] = ()
     """What a plan by these constants says of its error; none: it says that nothing is known."""
+    small_grids: tuple[MeasuredGrid, ...] = ()
+    """For people: plans go by the prediction."""
 
 
 def read_measurement(hardware: HardwareConfig) -> Measurement | None:

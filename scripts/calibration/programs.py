@@ -79,6 +79,40 @@ def by_tokamax(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
     return tokamax_kernel.attend_to_rows(q, k, v, None, window=None, scale=q.shape[-1] ** -0.5)
 
 
+class AttentionShape(NamedTuple):
+    """Of whole rows on one device."""
+
+    seq_len: int
+    kv_heads: int
+    queries_per_kv_head: int
+    head_dim: int
+
+
+SMALL_GRIDS = {
+    "1B, row of 4,096": AttentionShape(4096, 8, 4, 64),
+    "8B, row of 4,096": AttentionShape(4096, 8, 4, 128),
+    "70B on tensor 8, row of 8,192": AttentionShape(8192, 1, 8, 128),
+}
+"""Attention of which one row has few programs."""
+MANY_ROWS = 16
+"""That keep every core busy until the end, with the heads of each of these."""
+PASSES: dict[str, tuple[Work, int]] = {"forward": (by_pallas, 3), "both passes": (partial(and_gradients, by_pallas), 4)}
+"""What they compute, and of how many of the arguments."""
+
+
+def arguments_of(shape: AttentionShape, rows: int) -> Shapes:
+    """Queries, keys, values, and the gradient of the output."""
+    of_keys = rows, shape.seq_len, shape.kv_heads, shape.head_dim
+    of_queries = *of_keys[:3], shape.queries_per_kv_head, shape.head_dim
+    return [jax.ShapeDtypeStruct(dims, jnp.bfloat16) for dims in (of_queries, of_keys, of_keys, of_queries)]
+
+
+def scores_of(shape: AttentionShape) -> Scores | None:
+    """What llamajax's own kernels compute of such scores."""
+    sizes = {"data.seq_len": shape.seq_len, "model.head_dim": shape.head_dim}
+    return computed_scores(shipped().changed(ATTENTION | sizes | {"model.attention_kernel": "pallas"}))
+
+
 def scores_behind(constant: str) -> Scores | None:
     """What the attention kernel computes of the scores of which this constant tells; None: there is none, or its calls
     themselves tell what they compute."""

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from llamajax.config.calibration import Constants, Measurement, Versions, read_measurement
+from llamajax.config.calibration import Constants, MeasuredGrid, Measurement, Versions, read_measurement
 from llamajax.config.file import config_to_dict, dump_config
 from llamajax.config.machine import HardwareConfig
 from llamajax.errors import ConfigError
@@ -21,6 +21,7 @@ MEASUREMENT = Measurement(
     commit="1234567",
     versions=Versions(llamajax="0.2.0", python="3.12", jax="0.11.2", jaxlib="0.11.2", platform="cuda 13000"),
     constants=Constants(matmul_efficiency=0.7, kernel_s=1.5e-6, host_bandwidth=5e10, compute_slowdown=0.0),
+    small_grids=(MeasuredGrid(name="one row, forward", measured=1.01, predicted=0.99),),
 )
 TEXT = """\
 gpu: h100
@@ -34,6 +35,7 @@ constants:
   kernel_s: 1.5e-6
   host_bandwidth: 5e10
   compute_slowdown: 0.0
+small_grids: [{name: "one row, forward", measured: 1.01, predicted: 0.99}]
 """
 
 

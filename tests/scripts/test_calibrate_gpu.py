@@ -28,6 +28,7 @@ from llamajax.planning.xla.hlo import Module
 from llamajax.planning.xla.parse import parse
 from scripts import calibrate_gpu
 from scripts.calibrate_gpu import CalibrateConfig, Timing, data_sheet, solved, timed
+from scripts.calibration import programs as programs_of
 from scripts.calibration.programs import ROOT, programs, repeated, scores_behind
 from tests.config.test_calibration import MEASUREMENT
 
@@ -117,6 +118,31 @@ def test_a_plan_goes_by_the_measured_rates_of_the_own_kernels(tmp_path):
     assert longer["pallas_backward_efficiency"] == pytest.approx(longer["pallas_efficiency"] * 7 / 2 * 0.36 / 0.30, rel=0.02)
     assert longer["pallas_efficiency"] > 0
     assert longer["attention_efficiency"] == longer["tokamax_efficiency"] == 0
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("gpu_compiler")
+def test_small_grids_are_told_as_shares_of_the_rate_of_large_ones(monkeypatch, capsys):
+    """Of a machine on which one row takes a quarter longer than plans tell, and 16 rows as long as they do."""
+    (device,) = planned_mesh(BASE.changed(ONE)).devices.flat
+    machine = Machine(gpu=H100)
+    (name, shape), *_ = itertools.islice(reversed(programs_of.SMALL_GRIDS.items()), 1)
+
+    def measured(work: Any, shapes: Any, _: Any) -> tuple[Module, Timing]:
+        module = compiled(work, shapes, device)
+        longer = 1.25 if shapes[0].shape[0] == 1 else 1.0
+        return module, Timing(longer * replay(module, machine, {}, programs_of.scores_of(shape)).step_time_s, 0.01)
+
+    monkeypatch.setattr(calibrate_gpu, "measured", measured)
+    monkeypatch.setattr(calibrate_gpu, "SMALL_GRIDS", {name: shape})
+    forward, both = calibrate_gpu.small_grids(machine, programs_of.SIZES["gpu"])
+    assert [grid.name for grid in (forward, both)] == [f"{name}, forward", f"{name}, both passes"]
+    for grid in (forward, both):
+        assert grid.measured == pytest.approx(grid.predicted / 1.25, rel=1e-3)
+        assert 0.9 < grid.predicted <= 1
+    line, _ = capsys.readouterr().out.splitlines()
+    assert line.startswith("small grid 70B on tensor 8, row of 8,192, forward: 0.7")
+    assert "of the rate of 16 rows (predicted: 0.9" in line
 
 
 def test_a_median_counts_only_what_comes_after_the_warm_up(monkeypatch):

@@ -5,10 +5,14 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
+from llamajax.config.file import load_config
 from llamajax.kernels import plain
 from llamajax.kernels.plain import Mask
+from llamajax.planning.cost.attention import Grid, busy_share
 from scripts.calibration import programs
+from scripts.checkout import ROOT
 
 
 def test_attention_is_measured_by_the_kernels_of_plans():
@@ -18,6 +22,33 @@ def test_attention_is_measured_by_the_kernels_of_plans():
     assert programs.scores_behind("attention_efficiency") is programs.scores_behind("kernel_s") is None
     seq_len = programs.shipped().changed(programs.ATTENTION).data.seq_len
     assert seq_len / 2 < min(scores) <= max(scores) < seq_len / 2 + 128
+
+
+@pytest.mark.parametrize(
+    ("name", "file", "tensor"),
+    [
+        ("1B, row of 4,096", "llama3_2_1b_8xh100", 1),
+        ("8B, row of 4,096", "llama3_1_8b_8xh200", 1),
+        ("70B on tensor 8, row of 8,192", "llama3_1_70b_256xh100", 8),
+    ],
+)
+def test_small_grids_are_those_of_shipped_models(name, file, tensor):
+    """Whose programs keep 132 cores busy to the end only if there are many rows."""
+    shape, model = programs.SMALL_GRIDS[name], load_config(ROOT / "configs" / f"{file}.yaml").model
+    assert shape.head_dim == model.head_dim
+    assert shape.kv_heads * tensor == model.num_kv_heads
+    assert shape.kv_heads * shape.queries_per_kv_head * tensor == model.num_heads
+    q, k, v, d_out = (x.shape for x in programs.arguments_of(shape, 3))
+    assert (q, k) == (d_out, v) == ((3, *shape), (3, shape.seq_len, shape.kv_heads, shape.head_dim))
+    scores = programs.scores_of(shape)
+    assert scores is not None
+    one, many = (
+        busy_share(Grid(num_heads, shape.seq_len // 128, rows), scores.by_queries, shape.seq_len, 132)
+        for num_heads in (shape.kv_heads * shape.queries_per_kv_head,)
+        for rows in (1, programs.MANY_ROWS)
+    )
+    assert 0.95 < one < many
+    assert many > 0.999
 
 
 def test_what_is_measured_of_the_own_kernels_is_causal_attention():
