@@ -67,6 +67,14 @@ def test_more_of_what_is_seen(case, for_queries, for_keys):
     check_case(case, for_queries, for_keys)
 
 
+def test_the_longest_programs_start_first():
+    """Of causal rows the last tile of queries, which sees all keys, and the first of keys, which all queries see."""
+    size = TileSize(4, 4)
+    found = tiles(Sizes(size, size), 64, 64, offset=0, window=None)
+    assert found.of_queries[0, :, 4].tolist() == list(reversed(range(16)))
+    assert found.of_keys[0, :, 4].tolist() == list(range(16))
+
+
 @pytest.mark.parametrize("padding", [0, 6, 8])
 def test_tiles_of_other_documents_are_skipped(padding):
     """Four documents of 16 tokens, tiles of four: each sees its own four, and padding is not taken for an early document,
