@@ -335,10 +335,11 @@ def test_gpus_hold_the_kernels(gpu, head_dim, tmp_path):
         ids = jax.ShapeDtypeStruct((B, T), jnp.int32, sharding=NamedSharding(mesh, spec("batch", "seq")))
         lowered = jax.jit(jax.grad(weighted, argnums=(0, 1, 2))).lower(*like, ids)
         # As it ships, where other tests compile without optimisation; jax 0.12 writes PTX only if it is named.
-        compiled = lowered.compile({
+        options: dict[str, Any] = {
             "xla_backend_optimization_level": 3, "xla_dump_to": str(tmp_path),
             "xla_dump_hlo_module_re": ".*weighted.*", "xla_dump_emitter_re": "ptx",
-        })  # fmt: skip
+        }  # fmt: skip
+        compiled = lowered.compile(options)
     text, memory = compiled.as_text(), compiled.memory_analysis()
     assert text is not None
     assert memory is not None
