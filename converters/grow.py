@@ -6,6 +6,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from converters.tokenizer_weights import Growth, write_weights
 from llamajax.config.data import SourceConfig
 from llamajax.config.hf_config import CONFIG
 from llamajax.config.json_file import read_bytes, read_json
+from llamajax.data.progress import seconds_told
 from llamajax.data.sources import Source
 from llamajax.data.tokenizer import load_tokenizer, sample_texts
 from llamajax.data.tokenizer_base import Tokenizer
@@ -80,8 +82,10 @@ def grow(arguments: argparse.Namespace, progress: Progress) -> None:
     vocabulary = model.tokenizer.vocabulary
     _say(f"read       {source}: {vocabulary.first_new_id:,} tokens, from {', '.join(model.tokenizer.files)}")
     config = SourceConfig(kind=arguments.kind, paths=tuple(arguments.corpus), text_key=arguments.text_key)
-    corpus = read_corpus(Source(config, "corpus"), arguments.train_max_bytes, progress)
-    pieces = _learn(model, corpus, arguments.num_pieces, progress)
+    with _shown("reading", progress):
+        corpus = read_corpus(Source(config, "corpus"), arguments.train_max_bytes, progress)
+    with _shown("learning", progress):
+        pieces = _learn(model, corpus, arguments.num_pieces, progress)
     num_tokens = vocabulary.first_new_id + len(pieces)
     multiple = arguments.pad_vocab_multiple
     num_rows = -(-max(num_tokens, model.config["vocab_size"]) // multiple) * multiple
@@ -91,9 +95,10 @@ def grow(arguments: argparse.Namespace, progress: Progress) -> None:
         body = {key: value for key, value in model.config.items() if key != "auto_map"} | {"vocab_size": num_rows}
         (unfinished / "config.json").write_text(json.dumps(body, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
         grown = load_tokenizer(unfinished)
-        _check(model.loaded, grown, [*_ODD_TEXTS, *corpus.held_out])
-        for line in _worth(model.loaded, grown, corpus):
-            _say(line)
+        with _shown("measuring", progress):
+            _check(model.loaded, grown, [*_ODD_TEXTS, *corpus.held_out])
+            for line in _worth(model.loaded, grown, corpus):
+                _say(line)
         _say(
             f"vocabulary {model.config['vocab_size']:,} -> {num_rows:,} rows: {len(pieces):,} new tokens,"
             f" {num_rows - num_tokens:,} rows of no token"
@@ -106,6 +111,11 @@ def grow(arguments: argparse.Namespace, progress: Progress) -> None:
         seconds = time.monotonic() - started
         _say(f"wrote      {nbytes / 1e6:,.0f} MB in {seconds:.1f} s, {nbytes / 1e6 / seconds:,.0f} MB/s")
     _say(f"done       {out}")
+
+
+def _shown(doing: str, progress: Progress) -> AbstractContextManager[None]:
+    """Tells the seconds of what is done within where there is no terminal for a bar."""
+    return seconds_told(f"{doing:10}", _say) if progress.disable else nullcontext()
 
 
 def _say(line: str) -> None:

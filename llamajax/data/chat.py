@@ -225,13 +225,14 @@ def _template_of(config: object, where: Path) -> str | None:
     templates = config.get("chat_template") if isinstance(config, dict) else None
     if isinstance(templates, list):
         named = {entry.get("name"): entry.get("template") for entry in templates if isinstance(entry, dict)}
-        if not isinstance(named.get("default"), str):
+        with_tools, without = named.get("tool_use"), named.get("default")
+        if not isinstance(without, str):
             raise DataError(f"{where}: chat template: none of those in the list is named default; put one into a file")
-        if not isinstance(named.get("tool_use"), str):
-            return named["default"]
+        if not isinstance(with_tools, str):
+            return without
         # The signs keep the lines' ends and spaces that begin and end the two, but for the one end that Jinja takes off.
-        with_tools, without = (named[name].removesuffix("\n") for name in ("tool_use", "default"))
-        return f"{{% if tools is defined and tools is not none +%}}{with_tools}{{%+ else +%}}{without}{{%+ endif %}}"
+        first, second = with_tools.removesuffix("\n"), without.removesuffix("\n")
+        return f"{{% if tools is defined and tools is not none +%}}{first}{{%+ else +%}}{second}{{%+ endif %}}"
     if templates is not None and not isinstance(templates, str):
         raise DataError(f"{where}: chat template: must be text or a list of named ones, not {type(templates).__name__}")
     return templates

@@ -351,6 +351,14 @@ def test_a_wrong_command_line(options, capsys):
     assert options[0] in capsys.readouterr().err
 
 
+def test_long_work_tells_its_seconds(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("llamajax.data.progress.REPORT_EVERY_S", 0.001)
+    write_model(tmp_path / "hf", "ours")
+    assert run_grow(tmp_path) == 0
+    told = [line.split(":")[0].strip() for line in capsys.readouterr().out.splitlines() if "done in" in line]
+    assert told == ["reading", "learning", "measuring"]
+
+
 def test_mutated_directories(tmp_path, capsys):
     """A byte or a value changed somewhere: grown as it stands, or refused in one line; never a traceback."""
     rng = np.random.default_rng(0)

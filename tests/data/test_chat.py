@@ -298,9 +298,9 @@ def test_where_a_template_is_found(tmp_path, spelling):
     with_tools = " \n{{- tools | tojson }}\n{% if 1 %}\n!{% endif %}\n  \n"
     parts = {"default": "\n  {{ messages[0].content }} \n\n", "tool_use": with_tools}
     both = configured([{"name": name, "template": text} for name, text in parts.items()])
-    for tools, name in ((None, "default"), ([{"name": "f"}], "tool_use")):
-        expected, _ = render_jinja_template([TURNS], chat_template=parts[name], tools=tools)
-        variables = {} if tools is None else {"tools": tools}
+    chosen: list[tuple[str, dict[str, Any]]] = [("default", {}), ("tool_use", {"tools": [{"name": "f"}]})]
+    for name, variables in chosen:
+        expected, _ = render_jinja_template([TURNS], chat_template=parts[name], **variables)
         assert [one.text for one in both.render_prefixes(TURNS, [(4, False)], None, variables)] == expected
     configure(None)
     assert load_chat_template(tmp_path, tokenizer) is None
