@@ -82,9 +82,9 @@ def grow(arguments: argparse.Namespace, progress: Progress) -> None:
     vocabulary = model.tokenizer.vocabulary
     _say(f"read       {source}: {vocabulary.first_new_id:,} tokens, from {', '.join(model.tokenizer.files)}")
     config = SourceConfig(kind=arguments.kind, paths=tuple(arguments.corpus), text_key=arguments.text_key)
-    with _shown("reading", progress):
+    with _shown("reading    the corpus", progress):
         corpus = read_corpus(Source(config, "corpus"), arguments.train_max_bytes, progress)
-    with _shown("learning", progress):
+    with _shown("learning   pieces", progress):
         pieces = _learn(model, corpus, arguments.num_pieces, progress)
     num_tokens = vocabulary.first_new_id + len(pieces)
     multiple = arguments.pad_vocab_multiple
@@ -95,7 +95,7 @@ def grow(arguments: argparse.Namespace, progress: Progress) -> None:
         body = {key: value for key, value in model.config.items() if key != "auto_map"} | {"vocab_size": num_rows}
         (unfinished / "config.json").write_text(json.dumps(body, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
         grown = load_tokenizer(unfinished)
-        with _shown("measuring", progress):
+        with _shown("measuring  what they bring", progress):
             _check(model.loaded, grown, [*_ODD_TEXTS, *corpus.held_out])
             for line in _worth(model.loaded, grown, corpus):
                 _say(line)
@@ -115,7 +115,7 @@ def grow(arguments: argparse.Namespace, progress: Progress) -> None:
 
 def _shown(doing: str, progress: Progress) -> AbstractContextManager[None]:
     """Tells the seconds of what is done within where there is no terminal for a bar."""
-    return seconds_told(f"{doing:10}", _say) if progress.disable else nullcontext()
+    return seconds_told(doing, _say) if progress.disable else nullcontext()
 
 
 def _say(line: str) -> None:

@@ -355,8 +355,8 @@ def test_long_work_tells_its_seconds(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("llamajax.data.progress.REPORT_EVERY_S", 0.001)
     write_model(tmp_path / "hf", "ours")
     assert run_grow(tmp_path) == 0
-    told = [line.split(":")[0].strip() for line in capsys.readouterr().out.splitlines() if "done in" in line]
-    assert told == ["reading", "learning", "measuring"]
+    told = [line.split(":")[0] for line in capsys.readouterr().out.splitlines() if "done in" in line]
+    assert told == ["reading    the corpus", "learning   pieces", "measuring  what they bring"]
 
 
 def test_mutated_directories(tmp_path, capsys):
