@@ -66,7 +66,8 @@ def tried(fault: Fault, folder: Path) -> str | None:
 
 def failing(tests: str, folder: Path) -> str | None:
     """The first of the tests that fails in a copy of the project."""
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-n", "0", "-p", "no:cacheprovider", tests]
+    quick = ["-x", "-q", "-n", "0", "-p", "no:cacheprovider", "--hypothesis-profile", "first-failure"]
+    command = [sys.executable, "-m", "pytest", *quick, tests]
     environment = os.environ | {"PYTHONPATH": str(folder)}
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
     if failed := re.search(r"^(?:FAILED|ERROR) (\S+)", done.stdout, flags=re.MULTILINE):

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import jax
 import pytest
 
@@ -23,9 +24,9 @@ if jax.__version_info__ < (0, 11):
     QUICK += " --xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {QUICK}"
 startup.select_platform(MeshConfig(num_cpu_devices=8))
+# For scripts/faults.py, which asks whether a test fails; the smallest example that does can take minutes to find.
+hypothesis.settings.register_profile("first-failure", phases=(hypothesis.Phase.explicit, hypothesis.Phase.generate))
 jax.config.update("jax_numpy_rank_promotion", "raise")
-
-
 os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())  # where `tmp_path` is
 
 
