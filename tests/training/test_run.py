@@ -25,7 +25,7 @@ from tests import runs
 def finished(tmp_path_factory):
     """The configuration of a run of four steps that is over, traced and with a sample."""
     path = runs.write_config(tmp_path_factory.mktemp("finished"), num_steps=4, eval_every=2)
-    overrides = ["profile.start_step=3", "profile.num_steps=2", "sample.prompt=the model", "sample.max_tokens=5"]
+    overrides = ["profile.start_step=3", "profile.num_steps=2", "sample.prompt=</s> the model", "sample.max_tokens=5"]
     config = load_config(path, [*overrides, "metrics.tensorboard=true", "checkpoint.save_every=2"])
     train.run(config)
     return config
@@ -39,7 +39,7 @@ def test_a_run_leaves_all_that_it_promises(finished):
     assert [record["step"] for record in records if "eval/bits_per_byte" in record] == [2, 4]
     assert {"train/loss", "train/grad_norm", "perf/mfu", "perf/mfu_full_attention", "perf/data_wait_s"} < records[0].keys()
     events = [json.loads(line) for line in (run_dir / "events.jsonl").read_text().splitlines()]
-    (compilation,) = (event for event in events if event["event"] == "compile")
+    compilation = next(event for event in events if event["event"] == "compile")
     assert compilation["jaxlib"] == jaxlib.version.__version__
     assert (compilation["device_kind"], compilation["options"], compilation["from_cache"]) == ("cpu", {}, False)
     assert compilation["xla_flags"] == os.environ["XLA_FLAGS"]
@@ -49,7 +49,7 @@ def test_a_run_leaves_all_that_it_promises(finished):
 
 def test_starting_a_finished_run_again_trains_nothing_and_says_so(finished, capsys):
     before = (pathlib.Path(finished.run_dir) / "metrics.jsonl").read_text()
-    train.run(finished.changed({"sample.prompt": "</s> the model"}))
+    train.run(finished)
     told = capsys.readouterr().out
     assert "resuming at step 4" in told
     assert "note       sample.prompt: special tokens in it are read as text\n" in told
