@@ -35,7 +35,7 @@ class Launch:
         self.config = runs.write_config(directory)
         (directory / "run").mkdir()
         (directory / "program.py").write_text(HEAD + textwrap.dedent(body))
-        environment = os.environ | {"PYTHONPATH": f"{runs.ROOT}:{directory}"}
+        environment = os.environ | {"PYTHONPATH": f"{runs.ROOT}:{directory}", "TMPDIR": str(directory)}
         launcher = [sys.executable, "-m", "llamajax.launch", "-n", str(num_processes), "--module", "program"]
         settings = ["--config", str(self.config), f"--mesh.num_cpu_devices={8 // num_processes}", *program]
         self.process = subprocess.Popen(

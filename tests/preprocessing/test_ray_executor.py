@@ -2,8 +2,10 @@
 
 import os
 import re
+import shutil
 import signal
 import subprocess
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,13 @@ from tests.preprocessing.made import command, made, preprocess, write_config
 from tests.preprocessing.test_run import wait_for
 
 pytest.importorskip("ray")
+
+
+@pytest.fixture(autouse=True)
+def _rays_files_go():
+    """Ray leaves its logs and sockets in the directory for temporary files, whose path has to be short."""
+    yield
+    shutil.rmtree(Path(tempfile.gettempdir()) / "ray", ignore_errors=True)
 
 
 def workers() -> list[int]:
