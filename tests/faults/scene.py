@@ -73,6 +73,7 @@ class Scene:
             "JAX_COMPILATION_CACHE_DIR": str(self.directory / "compiled"),
             "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
             "LLAMAJAX_CAMPAIGN": str(folder),
+            "TMPDIR": str(folder),
             "LLAMAJAX_CAMPAIGN_STEP_S": str(step_s),
             "OPENBLAS_NUM_THREADS": "1",
         }
