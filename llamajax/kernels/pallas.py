@@ -8,6 +8,7 @@ What is `on one device` is called within `shard_map`.
 """
 
 import dataclasses
+import math
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -15,24 +16,15 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, Int32
 
 from llamajax.config.parallel import SequenceForm, axes_of
 from llamajax.kernels import pallas_kernels
 from llamajax.kernels.plain import Keys, LogSumExp, Mask, Queries, whole_rows
-from llamajax.kernels.tiles import Documents, Sight, Sizes, Tiles, TileSize, num_tiles, tiles
+from llamajax.kernels.task import Build, Language, Task
+from llamajax.kernels.tiles import Documents, Sight, Sizes, Tiles, TileSize, tiles
 from llamajax.parallel.sharding import spec
-
-
-class _Launch(NamedTuple):
-    """How kernels are compiled."""
-
-    sizes: Sizes
-    forward: triton.CompilerParams
-    of_queries: triton.CompilerParams
-    of_keys: triton.CompilerParams
 
 
 def see(mask: Mask, seq_len: int, head_dim: int, sequence: SequenceForm) -> Mask:
@@ -61,7 +53,9 @@ def see(mask: Mask, seq_len: int, head_dim: int, sequence: SequenceForm) -> Mask
     return dataclasses.replace(mask, sight=on_device(mask.segment_ids))
 
 
-def attend(q: Queries, k: Keys, v: Keys, mask: Mask, scale: float, *, interpret: bool) -> tuple[Queries, LogSumExp]:
+def attend(
+    q: Queries, k: Keys, v: Keys, mask: Mask, scale: float, *, interpret: bool, language: Language = "pallas"
+) -> tuple[Queries, LogSumExp]:
     """As the door. Queries stay on their part of the sequence; the keys and values of the whole row come to them."""
     mask = mask if mask.sight is not None else see(mask, q.shape[1], q.shape[-1], "gather")
     assert mask.sight is not None
@@ -72,7 +66,8 @@ def attend(q: Queries, k: Keys, v: Keys, mask: Mask, scale: float, *, interpret:
     @partial(jax.shard_map, in_specs=in_specs, out_specs=(q_spec, spec("batch", "seq", "kv_heads", None)), check_vma=False)
     def on_device(q: jax.Array, k: jax.Array, v: jax.Array, sight: Sight) -> tuple[jax.Array, jax.Array]:
         k, v = whole_rows(k), whole_rows(v)
-        return attend_to_rows(q, k, v, sight, window=mask.window, scale=scale, interpret=interpret)
+        how = {"window": mask.window, "scale": scale, "interpret": interpret}
+        return attend_to_rows(q, k, v, sight, **how, language=language)
 
     return on_device(q, k, v, mask.sight)
 
@@ -112,6 +107,7 @@ def attend_to_rows(
     window: int | None,
     scale: float,
     interpret: bool,
+    language: Language = "pallas",
 ) -> tuple[Float[Array, "b t K G H"], Float32[Array, "b t K G"]]:
     """On one device: softmax(scale * q k^T) v over the keys that a query sees, softmax and sums in fp32; and the log-sum-exp
     of its scores.
@@ -126,34 +122,42 @@ def attend_to_rows(
         sight: what the function of that name makes for these.
         window: the same as there.
         scale: of the scores.
-        interpret: compute as jax does, on any device and slowly, what Triton would compile.
+        interpret: compute as jax does, or Triton's own interpreter, on any device and slowly, what Triton would compile.
+        language: of the kernels.
     """
-    return _attend(q, k, v, sight, window, scale, interpret)
+    return _attend(q, k, v, sight, _How(window, scale, interpret, language))
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
-def _attend(
-    q: jax.Array, k: jax.Array, v: jax.Array, sight: Sight, window: int | None, scale: float, interpret: bool
-) -> tuple[jax.Array, jax.Array]:
-    return _attend_and_keep(q, k, v, sight, window, scale, interpret)[0]
+class _How(NamedTuple):
+    """What `attend_part` and `part_gradients` are told beside arrays."""
+
+    window: int | None
+    scale: float
+    interpret: bool
+    language: Language
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _attend(q: jax.Array, k: jax.Array, v: jax.Array, sight: Sight, how: _How) -> tuple[jax.Array, jax.Array]:
+    return _attend_and_keep(q, k, v, sight, how)[0]
 
 
 def _attend_and_keep(
-    q: jax.Array, k: jax.Array, v: jax.Array, sight: Sight, window: int | None, scale: float, interpret: bool
+    q: jax.Array, k: jax.Array, v: jax.Array, sight: Sight, how: _How
 ) -> tuple[tuple[jax.Array, jax.Array], tuple[Any, ...]]:
-    out, lse = attend_part(q, k, v, sight, window=window, scale=scale, interpret=interpret)
+    out, lse = attend_part(q, k, v, sight, **how._asdict())
     # Named here, so that who keeps `attention` has all that the backward pass needs, and the kernel runs only once.
     out, lse = checkpoint_name((out, lse), "attention")
     return (out, by_query(lse, q.shape[2])), (q, k, v, sight, out, lse)
 
 
 def _gradients(
-    window: int | None, scale: float, interpret: bool, kept: tuple[Any, ...], cotangents: tuple[jax.Array, jax.Array]
+    how: _How, kept: tuple[Any, ...], cotangents: tuple[jax.Array, jax.Array]
 ) -> tuple[jax.Array, jax.Array, jax.Array, None]:
     q, k, v, sight, out, lse = kept
     d_out, d_lse = cotangents
     d_scores = by_head(d_lse - jnp.sum(out.astype(jnp.float32) * d_out.astype(jnp.float32), axis=-1))
-    gradients = part_gradients(q, k, v, lse, d_out, d_scores, sight, window=window, scale=scale, interpret=interpret)
+    gradients = part_gradients(q, k, v, lse, d_out, d_scores, sight, **how._asdict())
     return *gradients, None
 
 
@@ -180,26 +184,18 @@ def attend_part(
     window: int | None,
     scale: float,
     interpret: bool,
+    language: Language = "pallas",
     dtype: DTypeLike | None = None,
 ) -> tuple[Float[Array, "b t K G H"], Float32[Array, "b N t"]]:
     """On one device: as `attend_to_rows`, without a derivative, in `dtype` (default: q's); the log-sum-exp by head."""
     (b, t, K, G, H), s = q.shape, k.shape[1]
-    launch = _launch(t, s, H)
-    size = launch.sizes.for_queries
-    queries, keys = _side(t, size.queries, H), _side(s, size.keys, H, shared_by=G)
-    out, lse = pl.pallas_call(
-        partial(pallas_kernels.forward, pallas_kernels.Task(size, t, s, H, scale, window)),
-        grid=(K * G, num_tiles(t, size.queries), b),
-        in_specs=[*_specs(sight, queries.ids, keys.ids), queries.heads, keys.heads, keys.heads],
-        out_specs=[queries.heads, queries.numbers],
-        out_shape=[
-            jax.ShapeDtypeStruct((b, t, K * G, H), dtype or q.dtype),
-            jax.ShapeDtypeStruct((b, K * G, t), jnp.float32),
-        ],
-        compiler_params=launch.forward,
-        interpret=interpret,
-        name="attention_forward",
-    )(sight.tiles.of_queries, *_what_is_seen(sight), q.reshape(b, t, K * G, H), k, v)
+    task = Task("attention_forward", _builds(t, s, H)[0], b, t, s, K, G, H, scale, window)
+    results = [
+        jax.ShapeDtypeStruct((b, t, K * G, H), dtype or q.dtype),
+        jax.ShapeDtypeStruct((b, K * G, t), jnp.float32),
+    ]
+    arrays = q.reshape(b, t, K * G, H), k, v
+    out, lse = _launch(language)(task, sight.tiles.of_queries, sight, arrays, results, interpret=interpret)
     return out.reshape(q.shape), lse
 
 
@@ -215,6 +211,7 @@ def part_gradients(
     window: int | None,
     scale: float,
     interpret: bool,
+    language: Language = "pallas",
     dtype: DTypeLike | None = None,
 ) -> tuple[Float[Array, "b t K G H"], Float[Array, "b s K H"], Float[Array, "b s K H"]]:
     """On one device: what these keys add to the gradients of attention to all keys.
@@ -231,48 +228,25 @@ def part_gradients(
         window: see there.
         scale: see there.
         interpret: see there.
+        language: see there.
         dtype: of the results; default: q's.
 
     Returns:
         For q, k and v.
     """
     (b, t, K, G, H), s = q.shape, k.shape[1]
-    launch = _launch(t, s, H)
+    _, of_queries, of_keys = _builds(t, s, H)
     arrays = q.reshape(b, t, K * G, H), k, v, d_out.reshape(b, t, K * G, H), lse, d_scores
+    launch = partial(_launch(language), interpret=interpret)
 
-    size = launch.sizes.for_queries
-    queries, keys = _side(t, size.queries, H), _side(s, size.keys, H, shared_by=G)
-    d_q = pl.pallas_call(
-        partial(pallas_kernels.query_gradients, pallas_kernels.Task(size, t, s, H, scale, window)),
-        grid=(K * G, num_tiles(t, size.queries), b),
-        in_specs=[
-            *_specs(sight, queries.ids, keys.ids),
-            *(queries.heads, keys.heads, keys.heads, queries.heads, queries.numbers, queries.numbers),
-        ],
-        out_specs=queries.heads,
-        out_shape=jax.ShapeDtypeStruct((b, t, K * G, H), dtype or q.dtype),
-        compiler_params=launch.of_queries,
-        interpret=interpret,
-        name="attention_backward_queries",
-    )(sight.tiles.of_queries, *_what_is_seen(sight), *arrays)
+    task = Task("attention_backward_queries", of_queries, b, t, s, K, G, H, scale, window)
+    results = [jax.ShapeDtypeStruct((b, t, K * G, H), dtype or q.dtype)]
+    (d_q,) = launch(task, sight.tiles.of_queries, sight, arrays, results)
 
-    size = launch.sizes.for_keys
-    parts = _parts_of_group(G, K * num_tiles(s, size.keys) * b)
-    queries, keys = _side(t, size.queries, H, sharing=G // parts), _side(s, size.keys, H, shared_by=parts)
-    sums = _side(s, size.keys, H).heads
-    d_k, d_v = pl.pallas_call(
-        partial(pallas_kernels.key_gradients, pallas_kernels.Task(size, t, s, H, scale, window), group=G // parts),
-        grid=(K * parts, num_tiles(s, size.keys), b),
-        in_specs=[
-            *_specs(sight, queries.ids, keys.ids),
-            *(queries.heads, keys.heads, keys.heads, queries.heads, queries.numbers, queries.numbers),
-        ],
-        out_specs=[sums, sums],
-        out_shape=[jax.ShapeDtypeStruct((b, s, K * parts, H), jnp.float32 if parts > 1 else dtype or k.dtype)] * 2,
-        compiler_params=launch.of_keys,
-        interpret=interpret,
-        name="attention_backward_keys",
-    )(sight.tiles.of_keys, *_what_is_seen(sight), *arrays)
+    task = Task("attention_backward_keys", of_keys, b, t, s, K, G, H, scale, window)
+    parts = _parts_of_group(G, math.prod(task.grid))
+    results = [jax.ShapeDtypeStruct((b, s, K * parts, H), jnp.float32 if parts > 1 else dtype or k.dtype)] * 2
+    d_k, d_v = launch(task._replace(parts=parts), sight.tiles.of_keys, sight, arrays, results)
     if parts > 1:
         d_k, d_v = (jnp.sum(d.reshape(b, s, K, parts, H), axis=3).astype(dtype or k.dtype) for d in (d_k, d_v))
     return d_q.reshape(b, t, K, G, H), d_k, d_v
@@ -280,46 +254,17 @@ def part_gradients(
 
 def sizes(num_queries: int, num_keys: int, head_dim: int) -> Sizes:
     """Of the tiles that kernels compute of such scores."""
-    return _launch(num_queries, num_keys, head_dim).sizes
+    forward, _, of_keys = _builds(num_queries, num_keys, head_dim)
+    return Sizes(forward.size, of_keys.size)
 
 
-class _Side(NamedTuple):
-    """What a program has of the queries or of the keys."""
+def _launch(language: Language) -> Any:
+    """What launches one kernel that is written in it."""
+    if language == "pallas":
+        return pallas_kernels.launch
+    from llamajax.kernels import triton_kernels  # whose package is an extra
 
-    heads: pl.BlockSpec
-    """Of [b, length, heads, H]."""
-    numbers: pl.BlockSpec
-    """Of [b, heads, length]."""
-    ids: pl.BlockSpec
-    """Of [b, length]."""
-
-
-def _side(length: int, tile: int, head_dim: int, *, shared_by: int = 1, sharing: int | None = None) -> _Side:
-    """All tokens, up to the end of the last tile: of the head that `shared_by` programs' heads share, or of all heads that
-    are `sharing` the program's."""
-    length = num_tiles(length, tile) * tile
-    return _Side(
-        pl.BlockSpec(
-            (None, length, sharing, pl.next_power_of_2(head_dim)), lambda head, _, row: (row, 0, head // shared_by, 0)
-        ),
-        pl.BlockSpec((None, sharing, length), lambda head, _, row: (row, head // shared_by, 0)),
-        pl.BlockSpec((None, length), lambda head, _, row: (row, 0)),
-    )
-
-
-def _specs(sight: Sight, q_ids: pl.BlockSpec, k_ids: pl.BlockSpec) -> list[pl.BlockSpec | None]:
-    """Of a side's tiles and of `_what_is_seen`.
-
-    Programs start in the order of the grid, whose first dim runs fastest: of each row the longest first, of all heads.
-    """
-    rows_differ = sight.tiles.of_queries.shape[0] > 1
-    tiles = pl.BlockSpec((None, None, 5), lambda head, place, row: (row if rows_differ else 0, place, 0))
-    offset = pl.BlockSpec((1,), lambda head, place, row: (0,))
-    return [tiles, offset, *((q_ids, k_ids) if sight.documents is not None else (None, None))]
-
-
-def _what_is_seen(sight: Sight) -> tuple[jax.Array | None, ...]:
-    return sight.offset, *(sight.documents or (None, None))
+    return triton_kernels.launch
 
 
 def _parts_of_group(group: int, programs: int) -> int:
@@ -333,26 +278,25 @@ _ENOUGH_PROGRAMS = 512
 """Of one kernel: about four for each core of an H100. The longest of causal rows takes twice the mean."""
 
 
-def _launch(num_queries: int, num_keys: int, head_dim: int) -> _Launch:
-    of_forward, of_queries, of_keys = _BY_WIDTH[max(64, pl.next_power_of_2(head_dim))]
-    options = (
-        triton.CompilerParams(num_warps=warps, num_stages=stages) for _, warps, stages in (of_forward, of_queries, of_keys)
-    )
+def _builds(num_queries: int, num_keys: int, head_dim: int) -> tuple[Build, Build, Build]:
+    """Of the three kernels, the first two of which have one size of tile."""
     lengths = num_queries, num_keys
 
-    def fitted(size: TileSize) -> TileSize:
-        return TileSize(*(min(side, max(_LEAST_SIDE, pl.next_power_of_2(n))) for side, n in zip(size, lengths, strict=True)))
+    def fitted(build: Build) -> Build:
+        sides = (min(side, max(_LEAST_SIDE, pl.next_power_of_2(n))) for side, n in zip(build.size, lengths, strict=True))
+        return build._replace(size=TileSize(*sides))
 
-    return _Launch(Sizes(fitted(of_forward[0]), fitted(of_keys[0])), *options)
+    forward, of_queries, of_keys = _BY_WIDTH[max(64, pl.next_power_of_2(head_dim))]
+    return fitted(forward), fitted(of_queries), fitted(of_keys)
 
 
 _LEAST_SIDE = 16
 """Of a tile, that tensor cores take."""
 
 _BY_WIDTH = {
-    64: ((TileSize(128, 64), 4, 3), (TileSize(128, 64), 4, 3), (TileSize(64, 64), 4, 3)),
-    128: ((TileSize(128, 64), 8, 3), (TileSize(128, 64), 8, 2), (TileSize(64, 64), 8, 2)),
-    256: ((TileSize(64, 64), 8, 2), (TileSize(64, 64), 8, 2), (TileSize(32, 64), 8, 2)),
+    64: (Build(TileSize(128, 64), 4, 3), Build(TileSize(128, 64), 4, 3), Build(TileSize(64, 64), 4, 3)),
+    128: (Build(TileSize(128, 64), 8, 3), Build(TileSize(128, 64), 8, 2), Build(TileSize(64, 64), 8, 2)),
+    256: (Build(TileSize(64, 64), 8, 2), Build(TileSize(64, 64), 8, 2), Build(TileSize(32, 64), 8, 2)),
 }
 """By the width of heads: tile, warps and stages of the three kernels, the first two of which have one size of tile. The
 registers and shared memory of A100 and H100 hold them: with one stage, an H100 would spill 1.3 KB of a thread with heads of

@@ -3,15 +3,17 @@ against all queries that see them. Refs are what `llamajax.kernels.pallas` gives
 
 import math
 from collections.abc import Callable
-from functools import reduce
+from functools import partial, reduce
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
+from jaxtyping import Array, Int32
 
-from llamajax.kernels.tiles import TileSize
+from llamajax.kernels.task import Task
+from llamajax.kernels.tiles import Sight, num_tiles
 
 _LOG2_E = math.log2(math.e)
 _LOWEST = -1e30
@@ -20,15 +22,75 @@ _OWN = 4
 """Where `llamajax.kernels.tiles.Tiles` has the program's own tile."""
 
 
-class Task(NamedTuple):
-    """What a kernel is compiled for."""
+class _Side(NamedTuple):
+    """What a program has of the queries or of the keys."""
 
-    size: TileSize
-    num_queries: int
-    num_keys: int
-    head_dim: int
-    scale: float
-    window: int | None
+    heads: pl.BlockSpec
+    """Of [b, length, heads, H]."""
+    numbers: pl.BlockSpec
+    """Of [b, heads, length]."""
+    ids: pl.BlockSpec
+    """Of [b, length]."""
+
+
+def launch(
+    task: Task,
+    tiles: Int32[Array, "b n 5"],
+    sight: Sight,
+    arrays: tuple[jax.Array, ...],
+    results: list[jax.ShapeDtypeStruct],
+    *,
+    interpret: bool,
+) -> Any:
+    """On one device: what the kernel of that name makes of `arrays`, like `results`.
+
+    Args:
+        task: what it is compiled for.
+        tiles: what each program computes, see `llamajax.kernels.tiles.Tiles`.
+        sight: which scores are seen.
+        arrays: queries [b, t, K G, H], keys, values [b, s, K, H]; backward also the output's gradients, by query like the
+            queries, the log-sum-exp and the scores' gradients [b, K G, t].
+        results: shapes and dtypes.
+        interpret: see `llamajax.kernels.pallas.attend_to_rows`.
+    """
+    size, (t, s, H) = task.size, (task.num_queries, task.num_keys, task.head_dim)
+    queries, keys = _side(t, size.queries, H), _side(s, size.keys, H, shared_by=task.group)
+    if task.name == "attention_forward":
+        kernel, written = forward, [queries.heads, queries.numbers]
+    elif task.name == "attention_backward_queries":
+        kernel, written = query_gradients, [queries.heads]
+    else:
+        own = task.group // task.parts
+        kernel, written = partial(key_gradients, group=own), [_side(s, size.keys, H).heads] * 2
+        queries, keys = _side(t, size.queries, H, sharing=own), _side(s, size.keys, H, shared_by=task.parts)
+    read = queries.heads, keys.heads, keys.heads, queries.heads, queries.numbers, queries.numbers
+    rows_differ = tiles.shape[0] > 1
+    of_tiles = pl.BlockSpec((None, None, 5), lambda head, place, row: (row if rows_differ else 0, place, 0))
+    of_offset = pl.BlockSpec((1,), lambda head, place, row: (0,))
+    of_ids = (queries.ids, keys.ids) if sight.documents is not None else (None, None)
+    return pl.pallas_call(
+        partial(kernel, task),
+        grid=task.grid,
+        in_specs=[of_tiles, of_offset, *of_ids, *read[: len(arrays)]],
+        out_specs=written,
+        out_shape=results,
+        compiler_params=triton.CompilerParams(num_warps=task.build.warps, num_stages=task.build.stages),
+        interpret=interpret,
+        name=task.name,
+    )(tiles, sight.offset, *(sight.documents or (None, None)), *arrays)
+
+
+def _side(length: int, tile: int, head_dim: int, *, shared_by: int = 1, sharing: int | None = None) -> _Side:
+    """All tokens, up to the end of the last tile: of the head that `shared_by` programs' heads share, or of all heads that
+    are `sharing` the program's."""
+    length = num_tiles(length, tile) * tile
+    return _Side(
+        pl.BlockSpec(
+            (None, length, sharing, pl.next_power_of_2(head_dim)), lambda head, _, row: (row, 0, head // shared_by, 0)
+        ),
+        pl.BlockSpec((None, sharing, length), lambda head, _, row: (row, head // shared_by, 0)),
+        pl.BlockSpec((None, length), lambda head, _, row: (row, 0)),
+    )
 
 
 class Seen(NamedTuple):
