@@ -1,0 +1,328 @@
+"""The kernels of `llamajax.kernels.pallas_kernels` in the language of Triton itself (extra `triton`), for a jax that has no
+Triton lowering of Pallas. Import it only where they are asked for.
+
+The package `triton` makes the first form of a kernel (TTIR), for which it needs no GPU; XLA does the rest, by the call that
+Pallas makes. With TRITON_INTERPRET=1 in the environment before its first import, `triton` compiles nothing and interprets.
+"""
+
+import functools
+import math
+import threading
+from collections.abc import Sequence
+from typing import Any, no_type_check
+
+import jax
+import numpy as np
+import triton
+import triton.language as tl
+from jax.extend.backend import get_default_device
+from jax.typing import DTypeLike
+from jaxtyping import Array, Int32
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, make_backend
+from triton.runtime import interpreter
+
+from llamajax.kernels.task import Task
+from llamajax.kernels.tiles import Sight
+
+_TARGET = "__gpu$xla.gpu.triton"
+"""XLA's own, which Pallas' Triton lowering calls too."""
+_LEAST_WIDTH = 16
+"""Of heads in a product."""
+_ALIGNED = 16
+"""Bytes, to which XLA lays out every array; Triton then loads as many at once."""
+_LEAST_CAPABILITY = (8, 0)
+_LOG2_E = tl.constexpr(math.log2(math.e))
+_LOWEST = tl.constexpr(-1e30)
+"""Below every score, and yet a number: the difference of two is one."""
+
+
+def launch(
+    task: Task,
+    tiles: Int32[Array, "b n 5"],
+    sight: Sight,
+    arrays: tuple[jax.Array, ...],
+    results: list[jax.ShapeDtypeStruct],
+    *,
+    interpret: bool,
+) -> Any:
+    """See `llamajax.kernels.pallas_kernels.launch`."""
+    documents = () if sight.documents is None else tuple(sight.documents)
+    operands = tiles, sight.offset, *documents, *arrays
+    dtypes = tuple(np.dtype(x.dtype).name for x in (*operands, *results))
+    settings = _settings(task, rows_differ=tiles.shape[0] > 1, has_documents=bool(documents), is_interpreted=interpret)
+    if interpret:
+        interpreted = functools.partial(_interpret, task, dtypes, settings, results)
+        return jax.pure_callback(interpreted, results, *operands)
+    device = get_default_device()
+    told = getattr(device, "compute_capability", None)
+    capability = tuple(map(int, told.split("."))) if told else _LEAST_CAPABILITY
+    call = jax.ffi.ffi_call(_TARGET, results)
+    x, y, z = task.grid
+    return call(
+        *operands,
+        name=task.name, ir=_ttir(task, dtypes, settings, capability), debug=False,
+        num_warps=np.int32(task.build.warps), num_stages=np.int32(task.build.stages),
+        grid_x=np.int32(x), grid_y=np.int32(y), grid_z=np.int32(z),
+    )  # fmt: skip
+
+
+def _settings(task: Task, *, rows_differ: bool, has_documents: bool, is_interpreted: bool) -> tuple[tuple[str, Any], ...]:
+    """Every constant of a kernel by its name."""
+    own = {"PARTS": task.parts} if task.name == "attention_backward_keys" else {}
+    width = max(_LEAST_WIDTH, triton.next_power_of_2(task.head_dim))
+    settings = {
+        "M": task.size.queries, "N": task.size.keys, "T": task.num_queries, "S": task.num_keys, "K": task.num_kv_heads,
+        "G": task.group, "H": task.head_dim, "WIDTH": width, "SCALE": task.scale, "WINDOW": task.window,
+        "ROWS_DIFFER": rows_differ, "WIDEN": is_interpreted,
+    }  # fmt: skip
+    if not has_documents:
+        settings |= {"q_ids": None, "k_ids": None}
+    return tuple((settings | own).items())
+
+
+@functools.cache
+def _ttir(task: Task, dtypes: Sequence[str], settings: tuple[tuple[str, Any], ...], capability: tuple[int, ...]) -> str:
+    # `triton.compile` would go on to machine code, which is XLA's part, and keep files in the user's home.
+    kernel, constants = _KERNELS[task.name], dict(settings)
+    pointers = dict(zip((name for name in kernel.arg_names if name not in constants), map(_pointer, dtypes), strict=True))
+    aligned = {(place,): [["tt.divisibility", _ALIGNED]] for place, name in enumerate(kernel.arg_names) if name in pointers}
+    signature = {name: pointers.get(name, "constexpr") for name in kernel.arg_names}
+    source = ASTSource(kernel, signature, constants, aligned)
+    backend = make_backend(GPUTarget("cuda", 10 * capability[0] + capability[1], 32))
+    options: Any = backend.parse_options({"num_warps": task.build.warps, "num_stages": task.build.stages})
+    context = triton._C.libtriton.ir.context()
+    triton._C.libtriton.ir.load_dialects(context)
+    backend.load_dialects(context)
+    made = source.make_ir(
+        backend.target, options, backend.get_codegen_implementation(options), backend.get_module_map(), context
+    )
+    stages: dict[str, Any] = {}
+    backend.add_stages(stages, options, source.language)
+    return stages["ttir"](made, {}).str_nodebug()
+
+
+def _pointer(dtype: str) -> str:
+    return "*" + {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "int32": "i32"}[dtype]
+
+
+_ONE_AT_A_TIME = threading.Lock()
+
+
+def _interpret(
+    task: Task,
+    dtypes: Sequence[str],
+    settings: tuple[tuple[str, Any], ...],
+    results: list[jax.ShapeDtypeStruct],
+    *operands: DTypeLike,
+) -> list[np.ndarray]:
+    """Programs one after another, on the host; Triton's interpreter is one for all threads."""
+    found = [np.zeros(result.shape, result.dtype) for result in results]
+    arrays = [*(np.ascontiguousarray(x) for x in operands), *found]
+    kernel, constants = _KERNELS[task.name], dict(settings)
+
+    def as_pointer(array: np.ndarray, dtype: str) -> tl.tensor:
+        of: Any = tl.pointer_type(tl.str_to_ty(_pointer(dtype), None).element_ty)
+        return tl.tensor(interpreter.TensorHandle(np.array([array.ctypes.data], np.uint64), of), of)
+
+    names = (name for name in kernel.arg_names if name not in constants)
+    pointers = dict(zip(names, map(as_pointer, arrays, dtypes), strict=True))
+    with _ONE_AT_A_TIME:
+        kernel.run(grid=task.grid, warmup=False, **pointers, **constants)
+    return found
+
+
+@triton.jit
+@no_type_check
+def attention_forward(
+    tiles, offset, q_ids, k_ids, q, k, v, out, lse,
+    M: tl.constexpr, N: tl.constexpr, T: tl.constexpr, S: tl.constexpr, K: tl.constexpr, G: tl.constexpr, H: tl.constexpr,
+    WIDTH: tl.constexpr, SCALE: tl.constexpr, WINDOW: tl.constexpr, ROWS_DIFFER: tl.constexpr, WIDEN: tl.constexpr,
+):  # fmt: skip
+    """Attention of one head's tile of queries, and the log-sum-exp."""
+    head, row, table = tl.program_id(0), tl.program_id(2), _table(tiles, ROWS_DIFFER)
+    q_first = tl.load(table + 4) * M
+    own_q = _heads(q, row, q_first, head, M, T, K * G, H, WIDTH)
+    weighted = tl.full((M, WIDTH), 0.0, tl.float32)
+    largest, total = tl.full((M,), _LOWEST, tl.float32), tl.full((M,), 0.0, tl.float32)
+    for part in tl.static_range(3):
+        for tile in range(tl.load(table + part), tl.load(table + part + 1)):
+            k_first = tile * N
+            own_k = _heads(k, row, k_first, head // G, N, S, K, H, WIDTH)
+            scores = _dot(own_q, tl.trans(own_k), WIDEN) * (SCALE * _LOG2_E)
+            if part != 1:
+                seen = _visible(offset, q_ids, k_ids, row, q_first, k_first, M, N, T, S, WINDOW, False)
+                scores = tl.where(seen, scores, float("-inf"))
+            larger = tl.maximum(largest, tl.max(scores, 1))
+            shrunk, exps = tl.exp2(largest - larger), tl.exp2(scores - larger[:, None])
+            own_v = _heads(v, row, k_first, head // G, N, S, K, H, WIDTH)
+            weighted = weighted * shrunk[:, None] + _dot(exps.to(own_q.dtype), own_v, WIDEN)
+            total = total * shrunk + tl.sum(exps, 1)
+            largest = larger
+    sees_any = total > 0
+    mean = weighted / tl.where(sees_any, total, 1.0)[:, None]
+    _store_heads(out, mean, row, q_first, head, M, T, K * G, H, WIDTH)
+    log = (largest + tl.log2(tl.where(sees_any, total, 1.0))) / _LOG2_E
+    _store_numbers(lse, tl.where(sees_any, log, float("-inf")), row, q_first, head, M, T, K * G)
+
+
+@triton.jit
+@no_type_check
+def attention_backward_queries(
+    tiles, offset, q_ids, k_ids, q, k, v, d_out, lse, d_scores, d_q,
+    M: tl.constexpr, N: tl.constexpr, T: tl.constexpr, S: tl.constexpr, K: tl.constexpr, G: tl.constexpr, H: tl.constexpr,
+    WIDTH: tl.constexpr, SCALE: tl.constexpr, WINDOW: tl.constexpr, ROWS_DIFFER: tl.constexpr, WIDEN: tl.constexpr,
+):  # fmt: skip
+    """The gradient of one head's tile of queries."""
+    head, row, table = tl.program_id(0), tl.program_id(2), _table(tiles, ROWS_DIFFER)
+    q_first = tl.load(table + 4) * M
+    own_q = _heads(q, row, q_first, head, M, T, K * G, H, WIDTH)
+    own_d_out = _heads(d_out, row, q_first, head, M, T, K * G, H, WIDTH)
+    own_lse = _numbers(lse, row, q_first, head, M, T, K * G) * _LOG2_E
+    own_d_scores = _numbers(d_scores, row, q_first, head, M, T, K * G)
+    total = tl.full((M, WIDTH), 0.0, tl.float32)
+    for part in tl.static_range(3):
+        for tile in range(tl.load(table + part), tl.load(table + part + 1)):
+            k_first = tile * N
+            own_k = _heads(k, row, k_first, head // G, N, S, K, H, WIDTH)
+            weights = tl.exp2(_dot(own_q, tl.trans(own_k), WIDEN) * (SCALE * _LOG2_E) - own_lse[:, None])
+            if part != 1:
+                seen = _visible(offset, q_ids, k_ids, row, q_first, k_first, M, N, T, S, WINDOW, False)
+                weights = tl.where(seen, weights, 0.0)
+            own_v = _heads(v, row, k_first, head // G, N, S, K, H, WIDTH)
+            d_weights = _dot(own_d_out, tl.trans(own_v), WIDEN) + own_d_scores[:, None]
+            total += _dot((weights * d_weights).to(own_q.dtype), own_k, WIDEN)
+    _store_heads(d_q, total * SCALE, row, q_first, head, M, T, K * G, H, WIDTH)
+
+
+@triton.jit
+@no_type_check
+def attention_backward_keys(
+    tiles, offset, q_ids, k_ids, q, k, v, d_out, lse, d_scores, d_k, d_v,
+    M: tl.constexpr, N: tl.constexpr, T: tl.constexpr, S: tl.constexpr, K: tl.constexpr, G: tl.constexpr, H: tl.constexpr,
+    WIDTH: tl.constexpr, SCALE: tl.constexpr, WINDOW: tl.constexpr, ROWS_DIFFER: tl.constexpr, WIDEN: tl.constexpr,
+    PARTS: tl.constexpr,
+):  # fmt: skip
+    """The gradients of one kv head's tile of keys and values, by those query heads of its group that are this part's."""
+    share, row, table = tl.program_id(0), tl.program_id(2), _table(tiles, ROWS_DIFFER)
+    k_first = tl.load(table + 4) * N
+    own_k = _heads(k, row, k_first, share // PARTS, N, S, K, H, WIDTH)
+    own_v = _heads(v, row, k_first, share // PARTS, N, S, K, H, WIDTH)
+    sum_k, sum_v = tl.full((N, WIDTH), 0.0, tl.float32), tl.full((N, WIDTH), 0.0, tl.float32)
+    for member in range(G // PARTS):
+        head = share * (G // PARTS) + member
+        for part in tl.static_range(3):
+            for tile in range(tl.load(table + part), tl.load(table + part + 1)):
+                q_first = tile * M
+                own_q = _heads(q, row, q_first, head, M, T, K * G, H, WIDTH)
+                own_d_out = _heads(d_out, row, q_first, head, M, T, K * G, H, WIDTH)
+                own_lse = _numbers(lse, row, q_first, head, M, T, K * G) * _LOG2_E
+                # By key, so that nothing computed is turned.
+                scores = _dot(own_k, tl.trans(own_q), WIDEN) * (SCALE * _LOG2_E)
+                weights = tl.exp2(scores - own_lse[None, :])
+                if part != 1:
+                    seen = _visible(offset, q_ids, k_ids, row, q_first, k_first, M, N, T, S, WINDOW, True)
+                    weights = tl.where(seen, weights, 0.0)
+                own_d_scores = _numbers(d_scores, row, q_first, head, M, T, K * G)
+                d_weights = _dot(own_v, tl.trans(own_d_out), WIDEN) + own_d_scores[None, :]
+                sum_k += _dot((weights * d_weights).to(own_k.dtype), own_q, WIDEN)
+                sum_v += _dot(weights.to(own_k.dtype), own_d_out, WIDEN)
+    _store_heads(d_k, sum_k * SCALE, row, k_first, share, N, S, K * PARTS, H, WIDTH)
+    _store_heads(d_v, sum_v, row, k_first, share, N, S, K * PARTS, H, WIDTH)
+
+
+_KERNELS: dict[str, Any] = {
+    kernel.__name__: kernel for kernel in (attention_forward, attention_backward_queries, attention_backward_keys)
+}
+
+
+@triton.jit
+@no_type_check
+def _table(tiles, ROWS_DIFFER: tl.constexpr):
+    """Where the program's five numbers are, see `llamajax.kernels.tiles.Tiles`."""
+    place = tl.program_id(1)
+    if ROWS_DIFFER:
+        place += tl.program_id(2) * tl.num_programs(1)
+    return tiles + 5 * place
+
+
+@triton.jit
+@no_type_check
+def _heads(array, row, first, head, SIZE: tl.constexpr, LENGTH: tl.constexpr, HEADS: tl.constexpr, H: tl.constexpr,
+           WIDTH: tl.constexpr):  # fmt: skip
+    """Of `array` [rows, LENGTH, HEADS, H] one head of SIZE tokens from the `first` on; zeros where nothing is."""
+    token, number = tl.arange(0, SIZE), tl.arange(0, WIDTH)
+    # A row of a million tokens has more numbers than 32 bits count; a tile has not.
+    start = array + ((row.to(tl.int64) * LENGTH + first) * HEADS + head) * H
+    at = start + (token[:, None] * (HEADS * H) + number[None, :])
+    if LENGTH % SIZE != 0 or WIDTH != H:
+        values = tl.load(at, mask=(first + token < LENGTH)[:, None] & (number < H)[None, :], other=0.0)
+    else:
+        values = tl.load(at)
+    return values
+
+
+@triton.jit
+@no_type_check
+def _store_heads(array, values, row, first, head, SIZE: tl.constexpr, LENGTH: tl.constexpr, HEADS: tl.constexpr,
+                 H: tl.constexpr, WIDTH: tl.constexpr):  # fmt: skip
+    """The other way round."""
+    token, number = tl.arange(0, SIZE), tl.arange(0, WIDTH)
+    start = array + ((row.to(tl.int64) * LENGTH + first) * HEADS + head) * H
+    at = start + (token[:, None] * (HEADS * H) + number[None, :])
+    values = values.to(array.dtype.element_ty)
+    if LENGTH % SIZE != 0 or WIDTH != H:
+        tl.store(at, values, mask=(first + token < LENGTH)[:, None] & (number < H)[None, :])
+    else:
+        tl.store(at, values)
+
+
+@triton.jit
+@no_type_check
+def _numbers(array, row, first, head, SIZE: tl.constexpr, LENGTH: tl.constexpr, HEADS: tl.constexpr):
+    """Of `array` [rows, HEADS, LENGTH], likewise."""
+    token = tl.arange(0, SIZE)
+    at = array + (row.to(tl.int64) * HEADS + head) * LENGTH + first + token
+    return tl.load(at, mask=first + token < LENGTH, other=0) if LENGTH % SIZE != 0 else tl.load(at)
+
+
+@triton.jit
+@no_type_check
+def _store_numbers(array, values, row, first, head, SIZE: tl.constexpr, LENGTH: tl.constexpr, HEADS: tl.constexpr):
+    token = tl.arange(0, SIZE)
+    at = array + (row.to(tl.int64) * HEADS + head) * LENGTH + first + token
+    if LENGTH % SIZE != 0:
+        tl.store(at, values, mask=first + token < LENGTH)
+    else:
+        tl.store(at, values)
+
+
+@triton.jit
+@no_type_check
+def _visible(offset, q_ids, k_ids, row, q_first, k_first, M: tl.constexpr, N: tl.constexpr, T: tl.constexpr, S: tl.constexpr,
+             WINDOW: tl.constexpr, BY_KEY: tl.constexpr):  # fmt: skip
+    """Of the scores [queries, keys] of two tiles, or by key: whether each is seen."""
+    QUERY: tl.constexpr = 0 if BY_KEY else 1
+    KEY: tl.constexpr = 1 if BY_KEY else 0
+    query = tl.expand_dims(q_first + tl.arange(0, M), QUERY)
+    key = tl.expand_dims(k_first + tl.arange(0, N), KEY)
+    distance = query + tl.load(offset) - key
+    visible = distance >= 0
+    if WINDOW is not None:
+        visible = visible & (distance < WINDOW)
+    if S % N != 0:
+        visible = visible & (key < S)
+    if q_ids is not None:
+        of_query = tl.expand_dims(_numbers(q_ids, row, q_first, 0, M, T, 1), QUERY)
+        of_key = tl.expand_dims(_numbers(k_ids, row, k_first, 0, N, S, 1), KEY)
+        visible = visible & (of_query == of_key)
+    return visible
+
+
+@triton.jit
+@no_type_check
+def _dot(x, y, WIDEN: tl.constexpr):
+    """In fp32, and of fp32 in no less. Triton's interpreter multiplies no bfloat16."""
+    if WIDEN:
+        x, y = x.to(tl.float32), y.to(tl.float32)
+    return tl.dot(x, y, input_precision="ieee")
