@@ -48,7 +48,7 @@ from llamajax.watch.outputs import check_outputs, write_output
 from scripts.bench import card
 from scripts.bench_gpu import about
 
-KERNELS: tuple[Kernel, ...] = ("plain", "pallas", "cudnn", "tokamax")
+KERNELS: tuple[Kernel, ...] = ("plain", "pallas", "cudnn", "tokamax", "triton")
 PASSES = {"forward": 1.0, "backward": 2.5}
 """With their products, in those of forward."""
 TOLERANCE = 2e-2  # of bfloat16's results, as a share of the largest number
@@ -101,7 +101,7 @@ def seen_pairs(ids: np.ndarray | None, rows: int, seq_len: int) -> int:
 
 def obstacle(kernel: Kernel, case: Case) -> str | None:
     """Why a kernel cannot compute it here; None if it can."""
-    if kernel == "tokamax" and importlib.util.find_spec("tokamax") is None:
+    if kernel in ("tokamax", "triton") and importlib.util.find_spec(kernel) is None:
         return "not installed"
     is_packed, capability = case.document_length > 0, compute_capability()
     site = Site(is_on_gpu(), "bfloat16", case.head_dim, is_packed, "gather", False, capability=capability)

@@ -12,7 +12,7 @@ MatmulDType = Literal["compute_dtype", "float8", "float8_unrounded"]
 MATRICES = "wqkv", "wo", "w_gate_up", "w_down"
 """Of a layer: of queries, keys and values; of the attention's output; of the MLP's gate and input; of its output."""
 Matrix = Literal["wqkv", "wo", "w_gate_up", "w_down"]
-AttentionKernel = Literal["auto", "pallas", "cudnn", "tokamax", "plain"]
+AttentionKernel = Literal["auto", "pallas", "triton", "cudnn", "tokamax", "plain"]
 InitChange = Literal["rope_theta", "rope_scaling", "sliding_window", "norm_eps"]
 """Settings that change what weights compute, but none of their shapes."""
 Remat = Literal["auto", "none", "save_attention_qkv_mlp", "save_attention_qkv", "save_attention", "full"]
@@ -117,9 +117,10 @@ class ModelConfig(Section):
     """What computes attention: `cudnn` is NVIDIA's fused kernel, for rows that are not split (mesh.sequence 1, or
     parallel.sequence ulysses) and whose documents see each other; `pallas` is llamajax's own, for all rows, which skips what
     documents and windows hide; both are for GPUs and 16-bit types. `tokamax` (extra `tokamax`, Python 3.12) is written for
-    Hopper: for rows as `cudnn` takes them, and for closed documents too. `plain` runs everywhere. `auto` is the first that
-    can of `cudnn`, `pallas` and `plain`, of which the last is told with a warning on a GPU; `tokamax`, not yet measured, is
-    only taken by name. A kernel that is named and cannot is an error."""
+    Hopper: for rows as `cudnn` takes them, and for closed documents too. `triton` (extra `triton`) is `pallas` in Triton's
+    own language. `plain` runs everywhere. `auto` is the first that can of `cudnn`, `pallas` and `plain`, of which the last
+    is told with a warning on a GPU; `tokamax` and `triton`, not yet measured, are only taken by name. A kernel that is named
+    and cannot is an error."""
     remat: Remat = "full"
     """What the backward pass recomputes: `none` keeps everything, `full` keeps each layer's input only,
     `save_*` also what is added up behind attention, and the named matmul outputs. `auto` is the fastest that fits

@@ -52,8 +52,8 @@ def attend(
         out, lse = ring.attend(q, k, v, mask, scale, kernel=chosen, interpret=not is_gpu)
     elif sequence == "ulysses" and is_split:
         out, lse = ulysses.attend(q, k, v, mask, scale, kernel=chosen, interpret=not is_gpu, with_lse=with_lse)
-    elif chosen == "pallas":
-        out, lse = pallas.attend(q, k, v, mask, scale, interpret=not is_gpu)
+    elif chosen == "pallas" or chosen == "triton":
+        out, lse = pallas.attend(q, k, v, mask, scale, interpret=not is_gpu, language=chosen)
     elif chosen == "cudnn":
         out, lse = cudnn.attend(q, k, v, mask.window, scale), None
     elif chosen == "tokamax":
@@ -71,7 +71,7 @@ def with_sight(
     chosen = _choice(kernel, q, mask, sequence)
     if chosen == "tokamax":
         return tokamax_kernel.see(mask)
-    if chosen != "pallas" or (sequence == "ring" and _splits_rows()):
+    if chosen not in ("pallas", "triton") or (sequence == "ring" and _splits_rows()):
         return mask
     return pallas.see(mask, q.shape[1], q.shape[-1], sequence)
 

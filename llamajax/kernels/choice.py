@@ -1,6 +1,7 @@
 """Which kernel computes attention: told by the device, the shape and what queries see, with the reason."""
 
 import importlib.metadata
+import os
 import sys
 from collections.abc import Mapping
 from typing import Literal, NamedTuple
@@ -11,7 +12,7 @@ from llamajax.config.model import AttentionKernel, ModelConfig
 from llamajax.config.parallel import SequenceForm, num_parts
 from llamajax.errors import ConfigError
 
-Kernel = Literal["pallas", "cudnn", "tokamax", "plain"]
+Kernel = Literal["pallas", "triton", "cudnn", "tokamax", "plain"]
 GPU_PLATFORMS = ("gpu", "cuda")
 
 
@@ -60,7 +61,7 @@ def choose(asked: AttentionKernel, site: Site) -> tuple[Kernel, str]:
     if asked != "auto":
         if reason := obstacle(asked, site):
             raise ConfigError(f"model.attention_kernel: {asked} cannot be used: {reason}; or set auto")
-        interpreted = asked == "pallas" and not site.is_gpu
+        interpreted = asked in ("pallas", "triton") and not site.is_gpu
         return asked, "interpreted, which is slow: there is no GPU" if interpreted else "model.attention_kernel says so"
     if not site.is_gpu:
         return "plain", "there is no GPU"
@@ -78,6 +79,8 @@ def obstacle(kernel: Kernel, site: Site) -> str | None:
             return None
         case "pallas":
             return _of_pallas(site)
+        case "triton":
+            return _of_pallas(site) or _of_interpreter(site) or _not_installed("triton", TRITON)
         case "cudnn":
             return _of_cudnn(site)
         case "tokamax":
@@ -96,6 +99,7 @@ NARROW = 128
 
 
 def _of_pallas(site: Site) -> str | None:
+    """And of the same kernels in Triton's own language."""
     if site.head_dim > MAX_PALLAS_HEAD_DIM:
         return f"model.head_dim is {site.head_dim}, and it takes up to {MAX_PALLAS_HEAD_DIM}"
     if site.head_dim > NARROW and site.capability not in (None, *WIDE_CAPABILITIES):
@@ -103,6 +107,20 @@ def _of_pallas(site: Site) -> str | None:
         return f"model.head_dim is {site.head_dim}, and a core of compute capability {own} holds its tiles up to {NARROW}"
     if site.is_gpu and site.dtype not in ("bfloat16", "float16"):
         return f"model.compute_dtype is {site.dtype}, and on GPUs it takes bfloat16 and float16"
+    return None
+
+
+TRITON = "3.7.0"
+"""The version whose first form of kernels XLA is seen to take; as in pyproject.toml."""
+
+
+def _of_interpreter(site: Site) -> str | None:
+    """Triton is told before its first import whether it compiles or interprets."""
+    interprets = os.environ.get("TRITON_INTERPRET") == "1"
+    if site.is_gpu and interprets:
+        return "TRITON_INTERPRET=1 is in the environment, by which Triton compiles nothing"
+    if not site.is_gpu and not interprets:
+        return "it needs NVIDIA GPUs, or TRITON_INTERPRET=1 in the environment, by which Triton interprets it, slowly"
     return None
 
 
@@ -158,10 +176,15 @@ def _missing() -> str | None:
         return f"it needs Python 3.12 or newer, and this is {python[0]}.{python[1]}"
     if own_jax < (0, 11, 1):
         return f"it needs jax 0.11.1 or newer, and this is {jax.__version__}"
+    return _not_installed("tokamax", TOKAMAX)
+
+
+def _not_installed(package: str, version: str) -> str | None:
+    """Told of a package that has an extra of its own name."""
     try:
-        found = importlib.metadata.version("tokamax")
+        found = importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
-        return "the package is not installed; pip install 'llamajax[tokamax]'"
-    return (
-        None if found == TOKAMAX else f"it is version {found}, and only {TOKAMAX} is taken; pip install 'llamajax[tokamax]'"
-    )
+        return f"the package is not installed; pip install 'llamajax[{package}]'"
+    if found != version:
+        return f"it is version {found}, and only {version} is taken; pip install 'llamajax[{package}]'"
+    return None

@@ -5,6 +5,7 @@ from jaxtyping import Array, Float, Float32
 
 from llamajax.kernels.block import Gradients, Part, Place
 from llamajax.kernels.pallas import attend_part, by_head, by_query, part_gradients, sight
+from llamajax.kernels.task import Language
 from llamajax.kernels.tiles import Documents, Sight
 
 
@@ -18,10 +19,11 @@ def attend_block(
     window: int | None,
     scale: float,
     interpret: bool,
+    language: Language,
 ) -> Part:
     """See there."""
     seen = _sight(q_place, k_place, q.shape[-1], window)
-    how = {"window": window, "scale": scale, "interpret": interpret}
+    how = {"window": window, "scale": scale, "interpret": interpret, "language": language}
     out, lse = attend_part(q, k, v, seen, **how, dtype=jnp.float32)
     return Part(out, by_query(lse, k.shape[2]))
 
@@ -39,10 +41,11 @@ def attend_block_backward(
     window: int | None,
     scale: float,
     interpret: bool,
+    language: Language,
 ) -> Gradients:
     """See there."""
     seen = _sight(q_place, k_place, q.shape[-1], window)
-    how = {"window": window, "scale": scale, "interpret": interpret}
+    how = {"window": window, "scale": scale, "interpret": interpret, "language": language}
     return Gradients(*part_gradients(q, k, v, by_head(lse), d_out, by_head(d_lse), seen, **how, dtype=jnp.float32))
 
 

@@ -21,6 +21,7 @@ from llamajax.kernels import block, pallas_block
 from llamajax.kernels.block import Gradients, Part, Place, merge
 from llamajax.kernels.choice import Kernel
 from llamajax.kernels.plain import Keys, LogSumExp, Mask, Queries
+from llamajax.kernels.task import Language
 from llamajax.parallel.sequence import pass_on, zigzag_indices
 from llamajax.parallel.sharding import spec
 
@@ -38,7 +39,8 @@ def attend(
     q: Queries, k: Keys, v: Keys, mask: Mask, scale: float, *, kernel: Kernel = "plain", interpret: bool = False
 ) -> tuple[Queries, LogSumExp]:
     """As `llamajax.kernels.attention.attend`, over rows in zigzag order that more than one device shares."""
-    return _attend(q, k, v, mask.segment_ids, _Blocks(mask.window, scale, kernel == "pallas", interpret))
+    fused: Language | None = kernel if kernel == "pallas" or kernel == "triton" else None
+    return _attend(q, k, v, mask.segment_ids, _Blocks(mask.window, scale, fused, interpret))
 
 
 class _Blocks(NamedTuple):
@@ -46,20 +48,23 @@ class _Blocks(NamedTuple):
 
     window: int | None
     scale: float
-    fused: bool
-    """By a kernel, which skips itself what no query sees."""
+    fused: Language | None
+    """By a kernel in this language, which skips itself what no query sees."""
     interpret: bool
 
     def attend(self, *arguments: Any) -> Part:
         """Of the same arguments as `attend_block`."""
-        attend = partial(pallas_block.attend_block, interpret=self.interpret) if self.fused else block.attend_block
-        return attend(*arguments, window=self.window, scale=self.scale)
+        how = {"window": self.window, "scale": self.scale}
+        if self.fused is None:
+            return block.attend_block(*arguments, **how)
+        return pallas_block.attend_block(*arguments, **how, interpret=self.interpret, language=self.fused)
 
     def gradients(self, *arguments: Any) -> Gradients:
         """Of the same as `attend_block_backward`."""
-        fused = partial(pallas_block.attend_block_backward, interpret=self.interpret)
-        differentiate = fused if self.fused else block.attend_block_backward
-        return differentiate(*arguments, window=self.window, scale=self.scale)
+        how = {"window": self.window, "scale": self.scale}
+        if self.fused is None:
+            return block.attend_block_backward(*arguments, **how)
+        return pallas_block.attend_block_backward(*arguments, **how, interpret=self.interpret, language=self.fused)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(4,))
@@ -67,7 +72,9 @@ def _attend(q: Queries, k: Keys, v: Keys, segment_ids: SegmentIds, blocks: _Bloc
     on_device = partial(_forward, blocks=blocks)
     in_specs, out_specs = (_Q, _KV, _KV, _TOKENS), (_Q, _LSE)
     # Pallas calls do not say over which axes their results vary.
-    return jax.shard_map(on_device, in_specs=in_specs, out_specs=out_specs, check_vma=not blocks.fused)(q, k, v, segment_ids)
+    return jax.shard_map(on_device, in_specs=in_specs, out_specs=out_specs, check_vma=blocks.fused is None)(
+        q, k, v, segment_ids
+    )
 
 
 def _attend_and_keep(
@@ -83,7 +90,7 @@ def _gradients(
 ) -> tuple[Queries, Keys, Keys, None]:
     on_device, arguments = partial(_backward, blocks=blocks), [*kept, *cotangents]
     in_specs, out_specs = (_Q, _KV, _KV, _TOKENS, _Q, _LSE, _Q, _LSE), (_Q, _KV, _KV)
-    run = jax.shard_map(on_device, in_specs=in_specs, out_specs=out_specs, check_vma=not blocks.fused)
+    run = jax.shard_map(on_device, in_specs=in_specs, out_specs=out_specs, check_vma=blocks.fused is None)
     return *run(*arguments), None
 
 
@@ -205,7 +212,7 @@ def _where_seen(
     q_place: Place, k_place: Place, blocks: _Blocks, compute: Callable[[], Tree], nothing: Callable[[Tree], Tree]
 ) -> Tree:
     """What `compute` returns; for tokens so far apart that no window reaches, what `nothing` makes of its like."""
-    if blocks.window is None or blocks.fused:
+    if blocks.window is None or blocks.fused is not None:
         return compute()
     like = jax.eval_shape(compute)
 

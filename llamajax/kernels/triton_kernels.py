@@ -8,19 +8,18 @@ Pallas makes. With TRITON_INTERPRET=1 in the environment before its first import
 import functools
 import math
 import threading
-from collections.abc import Sequence
-from typing import Any, no_type_check
+from typing import Any, NamedTuple, no_type_check
 
 import jax
 import numpy as np
-import triton
-import triton.language as tl
+import triton  # pyright: ignore[reportMissingImports]
+import triton.language as tl  # pyright: ignore[reportMissingImports]
 from jax.extend.backend import get_default_device
-from jax.typing import DTypeLike
 from jaxtyping import Array, Int32
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource, make_backend
-from triton.runtime import interpreter
+from triton._C.libtriton import ir  # pyright: ignore[reportMissingImports]
+from triton.backends.compiler import GPUTarget  # pyright: ignore[reportMissingImports]
+from triton.compiler import ASTSource, make_backend  # pyright: ignore[reportMissingImports]
+from triton.runtime import interpreter  # pyright: ignore[reportMissingImports]
 
 from llamajax.kernels.task import Task
 from llamajax.kernels.tiles import Sight
@@ -31,7 +30,9 @@ _LEAST_WIDTH = 16
 """Of heads in a product."""
 _ALIGNED = 16
 """Bytes, to which XLA lays out every array; Triton then loads as many at once."""
+_THREADS_PER_WARP = 32
 _LEAST_CAPABILITY = (8, 0)
+"""Of GPUs that have bfloat16."""
 _LOG2_E = tl.constexpr(math.log2(math.e))
 _LOWEST = tl.constexpr(-1e30)
 """Below every score, and yet a number: the difference of two is one."""
@@ -50,85 +51,93 @@ def launch(
     documents = () if sight.documents is None else tuple(sight.documents)
     operands = tiles, sight.offset, *documents, *arrays
     dtypes = tuple(np.dtype(x.dtype).name for x in (*operands, *results))
-    settings = _settings(task, rows_differ=tiles.shape[0] > 1, has_documents=bool(documents), is_interpreted=interpret)
+    form = _Form(task, dtypes, rows_differ=tiles.shape[0] > 1, has_documents=bool(documents), is_interpreted=interpret)
     if interpret:
-        interpreted = functools.partial(_interpret, task, dtypes, settings, results)
-        return jax.pure_callback(interpreted, results, *operands)
-    device = get_default_device()
-    told = getattr(device, "compute_capability", None)
-    capability = tuple(map(int, told.split("."))) if told else _LEAST_CAPABILITY
-    call = jax.ffi.ffi_call(_TARGET, results)
+        return jax.pure_callback(functools.partial(_interpret, form, results), results, *operands)
     x, y, z = task.grid
-    return call(
-        *operands,
-        name=task.name, ir=_ttir(task, dtypes, settings, capability), debug=False,
-        num_warps=np.int32(task.build.warps), num_stages=np.int32(task.build.stages),
-        grid_x=np.int32(x), grid_y=np.int32(y), grid_z=np.int32(z),
-    )  # fmt: skip
+    with jax.named_scope(task.name):
+        return jax.ffi.ffi_call(_TARGET, results)(
+            *operands,
+            name=task.name, ir=_ttir(form, _capability()), debug=False,
+            num_warps=np.int32(task.build.warps), num_stages=np.int32(task.build.stages),
+            grid_x=np.int32(x), grid_y=np.int32(y), grid_z=np.int32(z),
+        )  # fmt: skip
 
 
-def _settings(task: Task, *, rows_differ: bool, has_documents: bool, is_interpreted: bool) -> tuple[tuple[str, Any], ...]:
-    """Every constant of a kernel by its name."""
-    own = {"PARTS": task.parts} if task.name == "attention_backward_keys" else {}
-    width = max(_LEAST_WIDTH, triton.next_power_of_2(task.head_dim))
-    settings = {
-        "M": task.size.queries, "N": task.size.keys, "T": task.num_queries, "S": task.num_keys, "K": task.num_kv_heads,
-        "G": task.group, "H": task.head_dim, "WIDTH": width, "SCALE": task.scale, "WINDOW": task.window,
-        "ROWS_DIFFER": rows_differ, "WIDEN": is_interpreted,
-    }  # fmt: skip
-    if not has_documents:
-        settings |= {"q_ids": None, "k_ids": None}
-    return tuple((settings | own).items())
+class _Form(NamedTuple):
+    """Of a kernel: all that is constant in it."""
+
+    task: Task
+    dtypes: tuple[str, ...]
+    """Of its arrays, read and written."""
+    rows_differ: bool
+    has_documents: bool
+    is_interpreted: bool
+
+    @property
+    def kernel(self) -> Any:
+        return _KERNELS[self.task.name]
+
+    @property
+    def constants(self) -> dict[str, Any]:
+        """By the names of its arguments."""
+        task = self.task
+        constants = {
+            "M": task.size.queries, "N": task.size.keys, "T": task.num_queries, "S": task.num_keys,
+            "K": task.num_kv_heads, "G": task.group, "PARTS": task.parts, "H": task.head_dim,
+            "WIDTH": max(_LEAST_WIDTH, triton.next_power_of_2(task.head_dim)), "SCALE": task.scale, "WINDOW": task.window,
+            "ROWS_DIFFER": self.rows_differ, "WIDEN": self.is_interpreted,
+        } | ({} if self.has_documents else {"q_ids": None, "k_ids": None})  # fmt: skip
+        return {name: value for name, value in constants.items() if name in self.kernel.arg_names}
+
+    @property
+    def pointers(self) -> dict[str, str]:
+        """Types of its arrays, likewise."""
+        types = {"float32": "*fp32", "bfloat16": "*bf16", "float16": "*fp16", "int32": "*i32"}
+        names = [name for name in self.kernel.arg_names if name not in self.constants]
+        return {name: types[dtype] for name, dtype in zip(names, self.dtypes, strict=True)}
+
+
+def _capability() -> tuple[int, ...]:
+    """Of the GPUs that are compiled for; see `llamajax.planning.xla.compile.compile_for`."""
+    told = getattr(get_default_device(), "compute_capability", None)
+    return tuple(int(number) for number in told.split(".")) if told else _LEAST_CAPABILITY
 
 
 @functools.cache
-def _ttir(task: Task, dtypes: Sequence[str], settings: tuple[tuple[str, Any], ...], capability: tuple[int, ...]) -> str:
+def _ttir(form: _Form, capability: tuple[int, ...]) -> str:
     # `triton.compile` would go on to machine code, which is XLA's part, and keep files in the user's home.
-    kernel, constants = _KERNELS[task.name], dict(settings)
-    pointers = dict(zip((name for name in kernel.arg_names if name not in constants), map(_pointer, dtypes), strict=True))
-    aligned = {(place,): [["tt.divisibility", _ALIGNED]] for place, name in enumerate(kernel.arg_names) if name in pointers}
-    signature = {name: pointers.get(name, "constexpr") for name in kernel.arg_names}
-    source = ASTSource(kernel, signature, constants, aligned)
-    backend = make_backend(GPUTarget("cuda", 10 * capability[0] + capability[1], 32))
-    options: Any = backend.parse_options({"num_warps": task.build.warps, "num_stages": task.build.stages})
-    context = triton._C.libtriton.ir.context()
-    triton._C.libtriton.ir.load_dialects(context)
+    names, pointers = form.kernel.arg_names, form.pointers
+    signature = {name: pointers.get(name, "constexpr") for name in names}
+    aligned = {(names.index(name),): [["tt.divisibility", _ALIGNED]] for name in pointers}
+    source: Any = ASTSource(form.kernel, signature, form.constants, aligned)
+    backend: Any = make_backend(GPUTarget("cuda", 10 * capability[0] + capability[1], _THREADS_PER_WARP))
+    options = backend.parse_options({"num_warps": form.task.build.warps, "num_stages": form.task.build.stages})
+    context, stages = ir.context(), {}
+    ir.load_dialects(context)
     backend.load_dialects(context)
-    made = source.make_ir(
-        backend.target, options, backend.get_codegen_implementation(options), backend.get_module_map(), context
-    )
-    stages: dict[str, Any] = {}
+    generators, modules = backend.get_codegen_implementation(options), backend.get_module_map()
+    made = source.make_ir(backend.target, options, generators, modules, context)
     backend.add_stages(stages, options, source.language)
     return stages["ttir"](made, {}).str_nodebug()
 
 
-def _pointer(dtype: str) -> str:
-    return "*" + {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "int32": "i32"}[dtype]
-
-
 _ONE_AT_A_TIME = threading.Lock()
+"""Triton's interpreter is one for all threads."""
 
 
-def _interpret(
-    task: Task,
-    dtypes: Sequence[str],
-    settings: tuple[tuple[str, Any], ...],
-    results: list[jax.ShapeDtypeStruct],
-    *operands: DTypeLike,
-) -> list[np.ndarray]:
-    """Programs one after another, on the host; Triton's interpreter is one for all threads."""
+def _interpret(form: _Form, results: list[jax.ShapeDtypeStruct], *operands: jax.typing.ArrayLike) -> list[np.ndarray]:
+    """One program after another, on the host."""
     found = [np.zeros(result.shape, result.dtype) for result in results]
     arrays = [*(np.ascontiguousarray(x) for x in operands), *found]
-    kernel, constants = _KERNELS[task.name], dict(settings)
 
-    def as_pointer(array: np.ndarray, dtype: str) -> tl.tensor:
-        of: Any = tl.pointer_type(tl.str_to_ty(_pointer(dtype), None).element_ty)
+    def pointer(array: np.ndarray, type_name: str) -> Any:
+        of: Any = tl.str_to_ty(type_name, None)
         return tl.tensor(interpreter.TensorHandle(np.array([array.ctypes.data], np.uint64), of), of)
 
-    names = (name for name in kernel.arg_names if name not in constants)
-    pointers = dict(zip(names, map(as_pointer, arrays, dtypes), strict=True))
+    pointers = {name: pointer(array, of) for array, (name, of) in zip(arrays, form.pointers.items(), strict=True)}
     with _ONE_AT_A_TIME:
-        kernel.run(grid=task.grid, warmup=False, **pointers, **constants)
+        form.kernel.run(grid=form.task.grid, warmup=False, **pointers, **form.constants)
     return found
 
 

@@ -43,12 +43,14 @@ def attend(
         with_lse: see there; cuDNN and tokamax have none.
     """
     q_spec, kv_spec = spec("batch", "seq", "kv_heads", None, "head_dim"), spec("batch", "seq", "kv_heads", "head_dim")
-    if kernel == "pallas" and mask.sight is None:
+    if kernel in ("pallas", "triton") and mask.sight is None:
         mask = pallas.see(mask, q.shape[1], q.shape[-1], "ulysses")
     if kernel == "tokamax" and mask.starts is None:
         mask = tokamax_kernel.see(mask)
     # What plain attention needs of the mask, or a kernel has made of it.
-    seen = {"plain": mask.segment_ids, "pallas": mask.sight, "tokamax": mask.starts, "cudnn": None}[kernel]
+    seen = {"plain": mask.segment_ids, "pallas": mask.sight, "triton": mask.sight, "tokamax": mask.starts, "cudnn": None}[
+        kernel
+    ]
     in_specs = q_spec, kv_spec, kv_spec, jax.tree.map(lambda x: jax.typeof(x).sharding.spec, seen)
     out_specs = q_spec, spec("batch", "seq", "kv_heads", None)
 
@@ -72,8 +74,9 @@ def attend(
         match kernel:
             case "cudnn":
                 out, lse = cudnn.attend_to_rows(q, k, v, window=mask.window, scale=scale), None
-            case "pallas":
-                out, lse = pallas.attend_to_rows(q, k, v, seen, window=mask.window, scale=scale, interpret=interpret)
+            case "pallas" | "triton":
+                how = {"window": mask.window, "scale": scale, "interpret": interpret}
+                out, lse = pallas.attend_to_rows(q, k, v, seen, **how, language=kernel)
             case "tokamax":
                 out, lse = tokamax_kernel.attend_to_rows(q, k, v, seen, window=mask.window, scale=scale), None
             case "plain":

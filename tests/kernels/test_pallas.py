@@ -18,6 +18,7 @@ from llamajax.config.gpus import Gpu, planned_gpu
 from llamajax.config.parallel import AXES, MeshConfig
 from llamajax.kernels import pallas
 from llamajax.kernels.plain import Mask
+from llamajax.kernels.task import Language
 from llamajax.kernels.tiles import Documents
 from llamajax.parallel.mesh import make_mesh
 from llamajax.parallel.sharding import spec
@@ -53,12 +54,18 @@ def by_definition(
 
 
 def by_kernel(
-    q: jax.Array, k: jax.Array, v: jax.Array, documents: Documents | None, offset: int, window: int | None
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    documents: Documents | None,
+    offset: int,
+    window: int | None,
+    language: Language = "pallas",
 ) -> tuple[jax.Array, jax.Array]:
     @functools.partial(jax.shard_map, in_specs=jax.P(), out_specs=jax.P(), check_vma=False)
     def on_device(q: jax.Array, k: jax.Array, v: jax.Array, documents: Documents | None) -> tuple[jax.Array, jax.Array]:
         sight = pallas.sight(q.shape[1], k.shape[1], q.shape[-1], offset=offset, window=window, documents=documents)
-        return pallas.attend_to_rows(q, k, v, sight, window=window, scale=SCALE, interpret=True)
+        return pallas.attend_to_rows(q, k, v, sight, window=window, scale=SCALE, interpret=True, language=language)
 
     return on_device(q, k, v, documents)
 
@@ -78,14 +85,14 @@ def cases(draw) -> dict[str, Any]:
     }
 
 
-def check_case(case: dict[str, Any], dtype: str, tolerance: float) -> None:
+def check_case(case: dict[str, Any], dtype: str, tolerance: float, language: Language = "pallas") -> None:
     """Outputs, log-sum-exps and gradients for random gradients of both, in units of the largest."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pallas, "_ENOUGH_PROGRAMS", case.get("enough_programs", 1))
-        _check_case(case, dtype, tolerance)
+        _check_case(case, dtype, tolerance, functools.partial(by_kernel, language=language))
 
 
-def _check_case(case: dict[str, Any], dtype: str, tolerance: float) -> None:
+def _check_case(case: dict[str, Any], dtype: str, tolerance: float, by_kernel: Any) -> None:
     (B, T, S, K, G), H, rng = case["shape"], case["head_dim"], np.random.default_rng(case["seed"])
     q, k, v = (jnp.asarray(rng.standard_normal(n), dtype) for n in ((B, T, K, G, H), (B, S, K, H), (B, S, K, H)))
     d_out, d_lse = rng.standard_normal((B, T, K, G, H)), rng.standard_normal((B, T, K, G))
@@ -314,6 +321,10 @@ def needs(folder: Path, gpu: Gpu) -> dict[str, Needs]:
     ],
 )
 def test_gpus_hold_the_kernels(gpu, head_dim, tmp_path):
+    check_needs(gpu, head_dim, tmp_path)
+
+
+def check_needs(gpu: str, head_dim: int, folder: Path, language: Language = "pallas") -> None:
     """Three kernels, compiled by Triton for a GPU that is not here: no array is as large as the scores of one head, and a
     core holds a block, or two with heads of 64, whose registers suffice."""
     B, T, K, G = 1, 4096, 2, 2
@@ -322,10 +333,10 @@ def test_gpus_hold_the_kernels(gpu, head_dim, tmp_path):
     mesh = Mesh(devices.reshape(-1)[:1].reshape((1,) * len(AXES)), AXES, axis_types=(AxisType.Explicit,) * len(AXES))
 
     def weighted(q: jax.Array, k: jax.Array, v: jax.Array, ids: jax.Array) -> jax.Array:
-        out, lse = pallas.attend(q, k, v, Mask(segment_ids=ids), SCALE, interpret=False)
+        out, lse = pallas.attend(q, k, v, Mask(segment_ids=ids), SCALE, interpret=False, language=language)
         return jnp.sum(out.astype(jnp.float32)) + jnp.sum(lse)
 
-    with jax.set_mesh(mesh):
+    with jax.set_mesh(mesh), jax.default_device(devices.flat[0]):
         heads = [(B, T, K, G, head_dim), (B, T, K, head_dim), (B, T, K, head_dim)]
         lies = [spec("batch", "seq", *("kv_heads", None, None)[: len(n) - 2]) for n in heads]
         like = [
@@ -336,7 +347,7 @@ def test_gpus_hold_the_kernels(gpu, head_dim, tmp_path):
         lowered = jax.jit(jax.grad(weighted, argnums=(0, 1, 2))).lower(*like, ids)
         # As it ships, where other tests compile without optimisation; jax 0.12 writes PTX only if it is named.
         options: dict[str, Any] = {
-            "xla_backend_optimization_level": 3, "xla_dump_to": str(tmp_path),
+            "xla_backend_optimization_level": 3, "xla_dump_to": str(folder),
             "xla_dump_hlo_module_re": ".*weighted.*", "xla_dump_emitter_re": "ptx",
         }  # fmt: skip
         compiled = lowered.compile(options)
@@ -347,7 +358,7 @@ def test_gpus_hold_the_kernels(gpu, head_dim, tmp_path):
     assert [text.count(f'name = "{kernel}"') for kernel in kernels] == [1, 1, 1]
     assert memory.temp_size_in_bytes < T * T * K * G
     card = planned_gpu(config.hardware)
-    found = needs(tmp_path, card)
+    found = needs(folder, card)
     assert sorted(found) == kernels
     at_once = 2 if head_dim == 64 else 1
     for kernel, of_block in found.items():

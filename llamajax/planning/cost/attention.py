@@ -43,7 +43,7 @@ def computed_scores(config: Config) -> Scores | None:
     if kernel == "tokamax":
         # Its backward pass skips what comes later in the row, but neither other documents nor what no window reaches.
         return Scores(_mean(config, _TOKAMAX_TILE, 1), (config.data.seq_len + _TOKAMAX_TILE.keys) / 2)
-    if kernel != "pallas":
+    if kernel not in ("pallas", "triton"):
         return None
     parts = num_parts("seq", mesh_sizes(config))
     length = config.data.seq_len // parts

@@ -24,7 +24,8 @@ class Calibration:
     """The same with heads of 64."""
     attention_64_backward_efficiency: float
     pallas_efficiency: float
-    """Of the peak, by `llamajax.kernels.pallas` forward, causal, heads of 128, counting the tiles that it computes."""
+    """Of the peak, by `llamajax.kernels.pallas` forward, in either language, causal, heads of 128, counting the tiles that
+    it computes."""
     pallas_backward_efficiency: float
     tokamax_efficiency: float
     """The same of tokamax's kernels; on GPUs for which it has none, of no use."""

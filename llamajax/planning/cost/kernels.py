@@ -56,6 +56,8 @@ _UNDERSTOOD = _SAME_SIZE_OPCODES | _SCALED_OPCODES | _FREE_OPCODES | {
 _GEMM_TARGETS = ("__cublas$", "__cudnn$gemm")
 _CUDNN = "__cudnn$fmha"
 _TRITON = "__gpu$xla.gpu.triton"
+_TTIR = "tt.func"
+"""In the text that Triton itself makes of a kernel; Pallas makes bytecode."""
 _MOSAIC = "mosaic_gpu"
 _KERNEL_NAME = re.compile(r'\bname = "(\w+)"')
 _PEAK_SHARE = {"f64": 1 / 16, "f32": 1 / 2, "s8": 2.0, "u8": 2.0}
@@ -162,8 +164,8 @@ class CostModel:
         return self._attention(flops, self.machine.calibration.attention(head_dim)[backward], size)
 
     def _pallas_attention(self, kernel: str, instruction: Instruction, operands: list[Shape], size: int) -> Cost:
-        """One of `llamajax.kernels.pallas`: its products, of the tiles of scores that are seen, by cores some of which wait
-        for the last programs."""
+        """One of `llamajax.kernels.pallas`, in either language: its products, of the tiles of scores that are seen, by cores
+        some of which wait for the last programs."""
         assert self.scores is not None
         calibration = self.machine.calibration
         products, per_query, efficiency = {
@@ -273,7 +275,10 @@ def compiled_attention(module: Module) -> Kernel:
         return "cudnn"
     if any(_target(call).startswith(_MOSAIC) for call in calls):
         return "tokamax"
-    return "pallas" if any(_own_kernel(call).startswith("attention") for call in calls) else "plain"
+    own = [call for call in calls if _own_kernel(call).startswith("attention")]
+    if not own:
+        return "plain"
+    return "triton" if any(_TTIR in call.attributes["backend_config"] for call in own) else "pallas"
 
 
 def _own_kernel(call: Instruction) -> str:

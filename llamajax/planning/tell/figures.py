@@ -29,7 +29,7 @@ Bytes, FLOPs and seconds are per step and device unless said otherwise; shares a
   `wire_bytes_by_link` (sent), `wire_bytes_factor` (over the least; null if that is zero); `tokens_per_sec_per_device`,
   `mfu` (causal attention), `mfu_full_attention`, `hfu` (of the FLOPs that are executed), `flops` (executed),
   `rematerialized_flops` (of them, what XLA computes again to save memory), `flops_factor` (the others over the formula
-  with `model.remat`), `attention_kernel` (`cudnn`, `pallas`, `tokamax`, `plain`); `sync_collectives_in_loops`;
+  with `model.remat`), `attention_kernel` (`cudnn`, `pallas`, `triton`, `tokamax`, `plain`); `sync_collectives_in_loops`;
   `not_understood` (instructions whose cost is a guess); `collectives` (name, kind, axis, group_size, num_nodes, link,
   bytes, count, seconds, hidden_s, exposed_s, is_sync, in_loop).
 - `without_profile`: the same group for the schedule by XLA's own guesses; `with_profile`: that by latencies, or null.
