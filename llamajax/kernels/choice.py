@@ -110,8 +110,8 @@ def _of_pallas(site: Site) -> str | None:
     return None
 
 
-TRITON = "3.7.0"
-"""The version whose first form of kernels XLA is seen to take; as in pyproject.toml."""
+TRITON = "3.7"
+"""Versions whose first form of kernels XLA is seen to take, and whose private modules make it; as in pyproject.toml."""
 
 
 def _of_interpreter(site: Site) -> str | None:
@@ -185,6 +185,6 @@ def _not_installed(package: str, version: str) -> str | None:
         found = importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return f"the package is not installed; pip install 'llamajax[{package}]'"
-    if found != version:
+    if found != version and not found.startswith(f"{version}."):
         return f"it is version {found}, and only {version} is taken; pip install 'llamajax[{package}]'"
     return None

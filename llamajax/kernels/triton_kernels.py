@@ -225,9 +225,9 @@ def attention_backward_keys(
                 q_first = tile * M
                 own_q = _heads(q, row, q_first, head, M, T, K * G, H, WIDTH)
                 own_d_out = _heads(d_out, row, q_first, head, M, T, K * G, H, WIDTH)
-                own_lse = _numbers(lse, row, q_first, head, M, T, K * G) * _LOG2_E
                 # By key, so that nothing computed is turned.
                 scores = _dot(own_k, tl.trans(own_q), WIDEN) * (SCALE * _LOG2_E)
+                own_lse = _numbers(lse, row, q_first, head, M, T, K * G) * _LOG2_E
                 weights = tl.exp2(scores - own_lse[None, :])
                 if part != 1:
                     seen = _visible(offset, q_ids, k_ids, row, q_first, k_first, M, N, T, S, WINDOW, True)
@@ -257,13 +257,20 @@ def _table(tiles, ROWS_DIFFER: tl.constexpr):
 
 @triton.jit
 @no_type_check
+def _start(array, row, first, head, LENGTH: tl.constexpr, HEADS: tl.constexpr, H: tl.constexpr):
+    """Where the numbers of a token's head begin. 32 bits do not count those of all rows, nor of one of a million tokens."""
+    if LENGTH * HEADS * H >= 2**31:
+        first = first.to(tl.int64)
+    return array + row.to(tl.int64) * (LENGTH * HEADS * H) + (first * HEADS + head) * H
+
+
+@triton.jit
+@no_type_check
 def _heads(array, row, first, head, SIZE: tl.constexpr, LENGTH: tl.constexpr, HEADS: tl.constexpr, H: tl.constexpr,
            WIDTH: tl.constexpr):  # fmt: skip
     """Of `array` [rows, LENGTH, HEADS, H] one head of SIZE tokens from the `first` on; zeros where nothing is."""
     token, number = tl.arange(0, SIZE), tl.arange(0, WIDTH)
-    # A row of a million tokens has more numbers than 32 bits count; a tile has not.
-    start = array + ((row.to(tl.int64) * LENGTH + first) * HEADS + head) * H
-    at = start + (token[:, None] * (HEADS * H) + number[None, :])
+    at = _start(array, row, first, head, LENGTH, HEADS, H) + (token[:, None] * (HEADS * H) + number[None, :])
     if LENGTH % SIZE != 0 or WIDTH != H:
         values = tl.load(at, mask=(first + token < LENGTH)[:, None] & (number < H)[None, :], other=0.0)
     else:
@@ -277,8 +284,7 @@ def _store_heads(array, values, row, first, head, SIZE: tl.constexpr, LENGTH: tl
                  H: tl.constexpr, WIDTH: tl.constexpr):  # fmt: skip
     """The other way round."""
     token, number = tl.arange(0, SIZE), tl.arange(0, WIDTH)
-    start = array + ((row.to(tl.int64) * LENGTH + first) * HEADS + head) * H
-    at = start + (token[:, None] * (HEADS * H) + number[None, :])
+    at = _start(array, row, first, head, LENGTH, HEADS, H) + (token[:, None] * (HEADS * H) + number[None, :])
     values = values.to(array.dtype.element_ty)
     if LENGTH % SIZE != 0 or WIDTH != H:
         tl.store(at, values, mask=(first + token < LENGTH)[:, None] & (number < H)[None, :])
@@ -291,7 +297,7 @@ def _store_heads(array, values, row, first, head, SIZE: tl.constexpr, LENGTH: tl
 def _numbers(array, row, first, head, SIZE: tl.constexpr, LENGTH: tl.constexpr, HEADS: tl.constexpr):
     """Of `array` [rows, HEADS, LENGTH], likewise."""
     token = tl.arange(0, SIZE)
-    at = array + (row.to(tl.int64) * HEADS + head) * LENGTH + first + token
+    at = array + row.to(tl.int64) * (HEADS * LENGTH) + (head * LENGTH + first + token)
     return tl.load(at, mask=first + token < LENGTH, other=0) if LENGTH % SIZE != 0 else tl.load(at)
 
 
@@ -299,7 +305,7 @@ def _numbers(array, row, first, head, SIZE: tl.constexpr, LENGTH: tl.constexpr, 
 @no_type_check
 def _store_numbers(array, values, row, first, head, SIZE: tl.constexpr, LENGTH: tl.constexpr, HEADS: tl.constexpr):
     token = tl.arange(0, SIZE)
-    at = array + (row.to(tl.int64) * HEADS + head) * LENGTH + first + token
+    at = array + row.to(tl.int64) * (HEADS * LENGTH) + (head * LENGTH + first + token)
     if LENGTH % SIZE != 0:
         tl.store(at, values, mask=first + token < LENGTH)
     else:
