@@ -1,5 +1,5 @@
-"""The kernels in Triton's own language: what stands in their way, that they equal the plain form by Triton's interpreter, that
-they compile for GPUs that are not here. Nothing runs on a GPU."""
+"""The kernels in Triton's own language: what stands in their way; that they equal the plain form by Triton's interpreter; that
+they compile for GPUs that are not here, where nothing runs."""
 
 import importlib.metadata
 import os
@@ -120,7 +120,14 @@ def test_the_door_leads_to_it(monkeypatch, form, split):
 
 
 @pytest.mark.usefixtures("_installed")
-@pytest.mark.parametrize("chosen", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "chosen",
+    [
+        "not slow and not long",
+        pytest.param("slow", marks=pytest.mark.slow),
+        pytest.param("long", marks=pytest.mark.long),
+    ],
+)
 def test_equal_to_the_plain_form_by_the_interpreter(chosen):
     """In a process of its own: what is imported here compiles, and does not interpret."""
     tests = Path(__file__).with_name("triton_interpreted.py")
@@ -160,14 +167,18 @@ def test_programs_for_gpus_call_it(head_dim, length, rows, is_packed, window):
     assert __file__.split("tests")[0] not in text
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("gpu_compiler", "_installed")
 @pytest.mark.parametrize(
     ("gpu", "stack", "remat", "changes", "forward"),
     [
-        ("a100-80gb", "scan", "full", {}, 2),
-        ("h100", "prefetch", "save_attention", {"model.sliding_window": 512}, 1),
-        ("h100", "scan", "save_attention", {"mesh": MeshConfig(sequence=2, tensor=2), "parallel.sequence": "ulysses"}, 1),
+        pytest.param("a100-80gb", "scan", "full", {}, 2, marks=pytest.mark.slow),
+        *(
+            pytest.param("h100", stack, "save_attention", changes, 1, marks=pytest.mark.long)
+            for stack, changes in (
+                ("prefetch", {"model.sliding_window": 512}),
+                ("scan", {"mesh": MeshConfig(sequence=2, tensor=2), "parallel.sequence": "ulysses"}),
+            )
+        ),
     ],
 )
 def test_the_step_has_one_kernel_forward_and_two_backward(gpu, stack, remat, changes, forward):
@@ -183,9 +194,14 @@ def test_the_step_has_one_kernel_forward_and_two_backward(gpu, stack, remat, cha
     assert not any("triton" in name for name in timeline.not_understood)
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("gpu_compiler", "_installed")
-@pytest.mark.parametrize("gpu", ["a100-80gb", "h100"])
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize(
+    ("gpu", "head_dim"),
+    [
+        pytest.param(gpu, head_dim, marks=pytest.mark.slow if (gpu, head_dim) == ("h100", 256) else pytest.mark.long)
+        for gpu in ("a100-80gb", "h100")
+        for head_dim in (64, 80, 128, 256)
+    ],
+)
 def test_gpus_hold_the_kernels(gpu, head_dim, tmp_path):
     check_needs(gpu, head_dim, tmp_path, "triton")

@@ -5,7 +5,7 @@ import os
 
 import pytest
 
-from tests.kernels.split_rows import check, check_bf16
+from tests.kernels.split_rows import check
 from tests.kernels.test_pallas import _one_device, check_case  # noqa: F401  # a fixture
 
 assert os.environ.get("TRITON_INTERPRET") == "1"
@@ -28,35 +28,34 @@ UNSEEN = SMALL | {"shape": (1, 20, 20, 1, 1), "num_documents": 30, "offset": -9}
         (UNSEEN, "float32"),
         (SMALL, "bfloat16"),
         *(
-            pytest.param(case, dtype, marks=pytest.mark.slow)
-            for case in (WIDE, SEVERAL_TILES, OPEN)
+            pytest.param(case, dtype, marks=pytest.mark.slow if dtype == quicker else pytest.mark.long)
+            for case, quicker in ((WIDE, "float32"), (SEVERAL_TILES, "float32"), (OPEN, "float16"))
             for dtype in ("float32", "bfloat16", "float16")
         ),
     ],
 )
 def test_equal_to_the_definition(case, dtype):
+    """Of bfloat16 the interpreter cuts the bits that GPUs round off."""
     check_case(case, dtype, {"float32": 1e-5, "bfloat16": 2e-2, "float16": 4e-3}[dtype], "triton")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("form", "axes", "case"),
     [
-        ("gather", {"fsdp": 2, "tensor": 2}, {"window": 5}),
-        ("gather", {"sequence": 4}, {"window": 7}),
-        ("ulysses", {"sequence": 4}, {"window": 9, "K": 1, "G": 4}),
-        ("ulysses", {"fsdp": 2, "sequence": 2}, {"packed": False}),
-        ("ring", {"sequence": 2}, {}),
-        ("ring", {"sequence": 4}, {"window": 7, "packed": False}),
-        ("ring", {"fsdp": 2, "sequence": 3}, {"T": 18, "window": 2}),
-        ("ring", {"sequence": 2, "tensor": 2}, {"T": 64, "window": 20}),
+        pytest.param("ulysses", {"sequence": 4}, {"window": 9, "K": 1, "G": 4}, marks=pytest.mark.slow),
+        pytest.param("ring", {"sequence": 2}, {}, marks=pytest.mark.slow),
+        *(
+            pytest.param(*how, marks=pytest.mark.long)
+            for how in (
+                ("gather", {"fsdp": 2, "tensor": 2}, {"window": 5}),
+                ("gather", {"sequence": 4}, {"window": 7}),
+                ("ulysses", {"fsdp": 2, "sequence": 2}, {"packed": False}),
+                ("ring", {"sequence": 4}, {"window": 7, "packed": False}),
+                ("ring", {"fsdp": 2, "sequence": 3}, {"T": 18, "window": 2}),
+                ("ring", {"sequence": 2, "tensor": 2}, {"T": 64, "window": 20}),
+            )
+        ),
     ],
 )
 def test_split_rows_are_one_devices(form, axes, case):
     check(form, axes, kernel="triton", **case)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("form", ["gather", "ring", "ulysses"])
-def test_split_rows_in_bf16_are_as_near_as_the_plain_form(form):
-    check_bf16(form, kernel="triton")

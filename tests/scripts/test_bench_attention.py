@@ -39,9 +39,10 @@ def _one_device(_mesh):
 def test_every_kernel_is_compared_and_what_is_there_is_measured():
     """Here of a CPU, whose times say nothing."""
     plain, pallas, *others = measure(Case(8, 32, 6, rows=2), SMALL, timed=True)
-    assert [row["kernel"] for row in others] == ["cudnn", "tokamax"]
-    no_gpu = "it needs NVIDIA GPUs"
-    assert [row["cannot"] for row in others] == [no_gpu, no_gpu if importlib.util.find_spec("tokamax") else "not installed"]
+    assert [row["kernel"] for row in others] == ["cudnn", "tokamax", "triton"]
+    for row in others:
+        is_here = row["kernel"] == "cudnn" or importlib.util.find_spec(row["kernel"])
+        assert row["cannot"].startswith("it needs NVIDIA GPUs" if is_here else "not installed")
     assert plain["error"] == 0 < pallas["error"] <= bench_attention.TOLERANCE
     for way in ("forward", "backward"):
         assert max(row[f"{way}_of_best"] for row in (plain, pallas)) == 1
@@ -149,7 +150,7 @@ def test_the_whole_of_it_at_toy_size(tmp_path):
     assert verdict == "no kernel is wrong"
     found = json.loads((tmp_path / "toy.json").read_text())
     assert found["toy"]
-    assert [row["kernel"] for row in found["rows"]] == 2 * ["plain", "pallas", "cudnn", "tokamax"]
+    assert [row["kernel"] for row in found["rows"]] == 2 * ["plain", "pallas", "cudnn", "tokamax", "triton"]
     assert not any("forward_ms" in row or "forward_peak" in row for row in found["rows"])
 
 

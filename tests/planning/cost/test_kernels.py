@@ -251,6 +251,9 @@ def test_a_window_costs_what_the_formula_counts(window):
 
 
 @pytest.mark.parametrize(
+    ("ir", "language"), [("ML\\EFR{\\22", "pallas"), ("module {\\0A tt.func public @a() {\\0A}", "triton")]
+)
+@pytest.mark.parametrize(
     ("kernel", "products", "scores", "efficiency"),
     [
         ("attention_forward", 2, 2000.0, SHARE.pallas_efficiency),
@@ -258,7 +261,7 @@ def test_a_window_costs_what_the_formula_counts(window):
         ("attention_backward_keys", 4, 1600.0, SHARE.pallas_backward_efficiency),
     ],
 )
-def test_own_attention_kernels_take_the_tiles_that_they_compute(kernel, products, scores, efficiency):
+def test_own_attention_kernels_take_the_tiles_that_they_compute(kernel, products, scores, efficiency, ir, language):
     lines = [
         "%tiles = s32[2,32,4]{2,1,0} parameter(0)",
         "%offset = s32[1]{0} parameter(1)",
@@ -266,7 +269,7 @@ def test_own_attention_kernels_take_the_tiles_that_they_compute(kernel, products
         *(f"%{name} = bf16[2,4096,4,128]{{3,2,1,0}} parameter({i})" for i, name in enumerate("kv", 3)),
         "%o = bf16[2,4096,16,128]{3,2,1,0} custom-call(%tiles, %offset, %q, %k, %v),"
         ' custom_call_target="__gpu$xla.gpu.triton",'
-        f' backend_config={{grid_x = 32 : i32, ir = "ML\\EFR{{\\22", name = "{kernel}", num_stages = 3 : i32}}',
+        f' backend_config={{grid_x = 32 : i32, ir = "{ir}", name = "{kernel}", num_stages = 3 : i32}}',
     ]
     program = module("\n".join(lines))
     model = CostModel(program, MACHINE, Scores(by_queries=2000.0, by_keys=1600.0))
@@ -277,7 +280,7 @@ def test_own_attention_kernels_take_the_tiles_that_they_compute(kernel, products
     busy = busy_share(Grid(16, tiles, 2), scores, 4096, MACHINE.gpu.cores)
     assert 0.9 < busy < 1
     assert found.seconds == pytest.approx(SHARE.kernel_s + flops / (1e15 * efficiency * busy))
-    assert compiled_attention(program) == "pallas"
+    assert compiled_attention(program) == language
     assert not model.not_understood
 
 
