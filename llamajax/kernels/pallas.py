@@ -1,5 +1,5 @@
-"""FlashAttention (arXiv:2205.14135, arXiv:2307.08691) in Pallas, which Triton compiles for NVIDIA GPUs: no score reaches the
-GPU's memory, and tiles of scores that no query sees are not computed.
+"""FlashAttention (arXiv:2205.14135, arXiv:2307.08691) in Pallas, or in the language of Triton, which compiles both for
+NVIDIA GPUs: no score reaches the GPU's memory, and tiles of scores that no query sees are not computed.
 
 Query heads that share keys and values read the same ones. The backward pass computes the scores again, twice: once to add up
 the gradient of each query, once those of each key, so that no two programs add to one number and sums have one order.

@@ -32,7 +32,7 @@ def test_the_first_kernel_that_can_is_taken(monkeypatch, dtype: str, mask: Mask,
     q, kv = jnp.zeros((2, 4, 2, 3, 8), dtype), jnp.zeros((2, 4, 2, 8), dtype)
     outs = {kernel: jnp.full_like(q, number) for number, kernel in enumerate((cudnn, pallas, plain))}
     monkeypatch.setattr(cudnn, "attend", lambda *_: outs[cudnn])
-    monkeypatch.setattr(pallas, "attend", lambda *_, interpret: (outs[pallas], None))
+    monkeypatch.setattr(pallas, "attend", lambda *_, interpret, language: (outs[pallas], None))
     monkeypatch.setattr(plain, "attend", lambda *_, with_lse: (outs[plain], None))
     with jax.sharding.use_abstract_mesh(mesh_of(H100, fsdp=8)):
         out, _ = attention.attend(q, kv, kv, mask, 1.0, **how)

@@ -1,5 +1,5 @@
-"""The kernels in Triton's own language: what stands in their way; that they equal the plain form by Triton's interpreter; that
-they compile for GPUs that are not here, where nothing runs."""
+"""The kernels in Triton's own language: what stands in their way; that they equal the plain form by Triton's interpreter;
+and that they compile for GPUs that are not here. Nothing runs on a GPU."""
 
 import importlib.metadata
 import os
