@@ -2,34 +2,46 @@
 `test_triton`: in a process of its own, which has TRITON_INTERPRET=1 before the first import of `triton`."""
 
 import os
+from functools import partial
+from typing import Any
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
+from llamajax.kernels.tiles import Documents
 from tests.kernels.split_rows import check
-from tests.kernels.test_pallas import _one_device, check_case  # noqa: F401  # a fixture
+from tests.kernels.test_pallas import _one_device, by_definition, by_kernel, check_case  # noqa: F401  # a fixture
 
 assert os.environ.get("TRITON_INTERPRET") == "1"
 
-SMALL = {"shape": (2, 36, 36, 1, 2), "head_dim": 8, "offset": 0, "window": None, "num_documents": 3, "seed": 0}
-"""Two rows of several documents, whose last tile is not full."""
-WIDE = SMALL | {"shape": (1, 70, 70, 1, 2), "head_dim": 256, "enough_programs": 512}
-"""Every head of the group has programs of its own."""
-SEVERAL_TILES = SMALL | {"shape": (1, 150, 130, 2, 3), "head_dim": 80, "window": 40, "offset": 17, "enough_programs": 9}
-OPEN = SMALL | {"shape": (1, 128, 128, 1, 4), "num_documents": 0, "head_dim": 64}
-"""Nothing is ragged."""
-UNSEEN = SMALL | {"shape": (1, 20, 20, 1, 1), "num_documents": 30, "offset": -9}
+PACKED = {
+    "shape": (2, 150, 130, 2, 2), "head_dim": 8, "offset": 0, "window": 40, "num_documents": 3, "seed": 0,
+    "enough_programs": 512,
+}  # fmt: skip
+"""Rows have several tiles, the last of them not full; every head of a group has programs of its own."""
+AHEAD = PACKED | {"shape": (1, 50, 40, 1, 2), "offset": 17, "window": None, "num_documents": 0, "enough_programs": 1}
+"""Queries stand behind all keys too, whose tile is not full."""
+UNSEEN = AHEAD | {"shape": (1, 20, 20, 1, 1), "offset": -9, "num_documents": 30}
 """Queries before all keys, and of documents that have none."""
+WIDE = PACKED | {"shape": (1, 70, 70, 1, 2), "head_dim": 256, "window": None}
+SHARED = PACKED | {"shape": (1, 150, 130, 2, 3), "head_dim": 80, "offset": 17, "enough_programs": 9}
+"""A group of three, and a width that is no power of two."""
+FULL = PACKED | {"shape": (1, 128, 128, 1, 4), "head_dim": 64, "window": None, "num_documents": 0, "enough_programs": 1}
+"""Nothing is ragged."""
 
 
 @pytest.mark.parametrize(
     ("case", "dtype"),
     [
-        (SMALL | {"window": 20, "enough_programs": 512}, "float32"),
+        (PACKED, "float32"),
+        (AHEAD, "float32"),
+        (AHEAD, "bfloat16"),
         (UNSEEN, "float32"),
-        (SMALL, "bfloat16"),
         *(
             pytest.param(case, dtype, marks=pytest.mark.slow if dtype == quicker else pytest.mark.long)
-            for case, quicker in ((WIDE, "float32"), (SEVERAL_TILES, "float32"), (OPEN, "float16"))
+            for case, quicker in ((WIDE, "float32"), (SHARED, "float32"), (FULL, "float16"))
             for dtype in ("float32", "bfloat16", "float16")
         ),
     ],
@@ -37,6 +49,23 @@ UNSEEN = SMALL | {"shape": (1, 20, 20, 1, 1), "num_documents": 30, "offset": -9}
 def test_equal_to_the_definition(case, dtype):
     """Of bfloat16 the interpreter cuts the bits that GPUs round off."""
     check_case(case, dtype, {"float32": 1e-5, "bfloat16": 2e-2, "float16": 4e-3}[dtype], "triton")
+
+
+def test_rows_and_programs_have_tiles_of_their_own():
+    """The second row's longest tile of keys is not its first."""
+    rng, ids = np.random.default_rng(0), jnp.asarray([[1] * 150, [1] * 64 + [2] * 86])
+    q, k, v = (jnp.asarray(rng.standard_normal(n), "float32") for n in ((2, 150, 1, 1, 8), (2, 150, 1, 8), (2, 150, 1, 8)))
+
+    def results(attend: Any) -> Any:
+        @jax.jit
+        def there_and_back(q: jax.Array, k: jax.Array, v: jax.Array) -> Any:
+            out, pull_back = jax.vjp(lambda q, k, v: attend(q, k, v, Documents(ids, ids), 0, None)[0], q, k, v)
+            return out, *pull_back(jnp.ones_like(out))
+
+        return there_and_back(q, k, v)
+
+    for own, true in zip(results(partial(by_kernel, language="triton")), results(by_definition), strict=True):
+        np.testing.assert_allclose(own, true, rtol=0, atol=2e-5)
 
 
 @pytest.mark.parametrize(
