@@ -56,8 +56,7 @@ _UNDERSTOOD = _SAME_SIZE_OPCODES | _SCALED_OPCODES | _FREE_OPCODES | {
 _GEMM_TARGETS = ("__cublas$", "__cudnn$gemm")
 _CUDNN = "__cudnn$fmha"
 _TRITON = "__gpu$xla.gpu.triton"
-_TTIR = "tt.func"
-"""In the text that Triton itself makes of a kernel; Pallas makes bytecode."""
+_TTIR = "tt.func"  # in the text that Triton itself makes of a kernel; Pallas makes bytecode
 _MOSAIC = "mosaic_gpu"
 _KERNEL_NAME = re.compile(r'\bname = "(\w+)"')
 _PEAK_SHARE = {"f64": 1 / 16, "f32": 1 / 2, "s8": 2.0, "u8": 2.0}
@@ -276,9 +275,8 @@ def compiled_attention(module: Module) -> Kernel:
     if any(_target(call).startswith(_MOSAIC) for call in calls):
         return "tokamax"
     own = [call for call in calls if _own_kernel(call).startswith("attention")]
-    if not own:
-        return "plain"
-    return "triton" if any(_TTIR in call.attributes["backend_config"] for call in own) else "pallas"
+    is_text = any(_TTIR in call.attributes["backend_config"] for call in own)
+    return ("triton" if is_text else "pallas") if own else "plain"
 
 
 def _own_kernel(call: Instruction) -> str:
