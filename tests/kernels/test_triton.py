@@ -119,14 +119,10 @@ def test_the_door_leads_to_it(monkeypatch, form, split):
     assert how["interpret"] is False
 
 
+# Slow, though it is quick: of CI's two runs of tests the second has the extra.
 @pytest.mark.usefixtures("_installed")
 @pytest.mark.parametrize(
-    "chosen",
-    [
-        "not slow and not long",
-        pytest.param("slow", marks=pytest.mark.slow),
-        pytest.param("long", marks=pytest.mark.long),
-    ],
+    "chosen", [pytest.param("not long", marks=pytest.mark.slow), pytest.param("long", marks=pytest.mark.long)]
 )
 def test_equal_to_the_plain_form_by_the_interpreter(chosen):
     """In a process of its own: what is imported here compiles, and does not interpret."""
@@ -137,6 +133,7 @@ def test_equal_to_the_plain_form_by_the_interpreter(chosen):
     assert outcome.returncode == 0, outcome.stdout + outcome.stderr
 
 
+@pytest.mark.slow  # as above
 @pytest.mark.usefixtures("_installed")
 @pytest.mark.parametrize(
     ("head_dim", "length", "rows", "is_packed", "window"),
