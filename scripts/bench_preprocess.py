@@ -44,7 +44,7 @@ _ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(_ROOT))
 
 from scripts.checkout import commit  # noqa: E402  (found by the path above)
-from scripts.preprocessing_rivals import (  # noqa: E402
+from scripts.preprocessing_rivals import (  # noqa: E402  (as above)
     Measured,
     encode_alone,
     encode_as_megatron,

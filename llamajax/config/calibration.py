@@ -58,12 +58,12 @@ class MeasuredRun(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredGrid(Section):
-    """What llamajax's own attention reaches where a GPU has few programs, as a share of its rate with many."""
+    """The rate of llamajax's own attention in a grid of few programs, as a share of its rate in a large grid."""
 
     name: str
     measured: PositiveFloat
     predicted: PositiveFloat
-    """By the order in which programs start (`llamajax.planning.cost.attention.busy_share`)."""
+    """The share that the cost model predicts: `llamajax.planning.cost.attention.busy_share`."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -31,7 +31,7 @@ MAX_IDS = 2**24
 _LOCAL = {"NFC", "NFD", "NFKC", "NFKD", "Prepend", "Replace"}
 """Normalizers that change a text by a few neighbouring characters."""
 BYTE_LEVEL_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-"""By which the library's `ByteLevel` splits, as GPT-2's tokenizer."""
+"""The pattern of the library's `ByteLevel`, which is GPT-2's."""
 _BYTE_PIECE = re.compile(r"<0x[0-9A-F]{2}>")
 
 
@@ -245,7 +245,7 @@ def _check_ids(body: object) -> None:
 
 
 def _pattern(step: dict) -> str | None:
-    """By which a pre-tokenizer splits a text, keeping all of it; empty if it does not split, None if by something else."""
+    """The pattern by which a pre-tokenizer splits a text without loss; empty if it does not split, None if by no pattern."""
     match step:
         case {"type": "ByteLevel"}:
             return BYTE_LEVEL_PATTERN if step.get("use_regex", True) else ""

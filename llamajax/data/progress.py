@@ -73,7 +73,7 @@ def seconds_told(doing: str, log: Callable[[str], None]) -> Iterator[None]:
 
 
 _DONE = {"tokenizing": "tokenized", "hashing": "hashed", "checking": "checked", "sampling": ""}
-"""What the last line says; none where the next step tells what came of it."""
+"""The word that the last line begins with; empty if the next step reports the result."""
 
 
 class TokenizingProgress:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, no_type_check
 
 import jax
 import numpy as np
-import triton  # pyright: ignore[reportMissingImports]
+import triton  # pyright: ignore[reportMissingImports]  # an extra, as all below
 import triton.language as tl  # pyright: ignore[reportMissingImports]
 from jax.extend.backend import get_default_device
 from jaxtyping import Array, Int32
