@@ -2,7 +2,6 @@
 and that they compile for GPUs that are not here. Nothing runs on a GPU."""
 
 import importlib.metadata
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -128,8 +127,7 @@ def test_equal_to_the_plain_form_by_the_interpreter(chosen):
     """In a process of its own: what is imported here compiles, and does not interpret."""
     tests = Path(__file__).with_name("triton_interpreted.py")
     command = [sys.executable, "-m", "pytest", "-n", "0", "-q", "-p", "no:cacheprovider", "-m", chosen, str(tests)]
-    environment = os.environ | {"TRITON_INTERPRET": "1"}
-    outcome = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    outcome = subprocess.run(command, capture_output=True, text=True, check=False)
     assert outcome.returncode == 0, outcome.stdout + outcome.stderr
 
 

@@ -1,5 +1,5 @@
 """The kernels in Triton's own language, by Triton's interpreter, against attention by its definition and the plain form. For
-`test_triton`: in a process of its own, which has TRITON_INTERPRET=1 before the first import of `triton`."""
+`test_triton` and `scripts/faults.py`: in a process of its own, since what is imported elsewhere compiles."""
 
 import os
 from functools import partial
@@ -14,7 +14,7 @@ from llamajax.kernels.tiles import Documents
 from tests.kernels.split_rows import check
 from tests.kernels.test_pallas import _one_device, by_definition, by_kernel, check_case  # noqa: F401  # a fixture
 
-assert os.environ.get("TRITON_INTERPRET") == "1"
+os.environ["TRITON_INTERPRET"] = "1"  # read at the first import of `triton`, which the tests cause
 
 PACKED = {
     "shape": (2, 150, 130, 2, 2), "head_dim": 8, "offset": 0, "window": 40, "num_documents": 3, "seed": 0,
