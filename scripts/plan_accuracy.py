@@ -8,6 +8,7 @@ share the constants of `llamajax/planning/cost/gpu.py`. One of them is fitted, f
 runs: the share of the peak that products reach, with which the median of the signed errors of all runs is zero.
 """
 
+import argparse
 import json
 import statistics
 import sys
@@ -25,8 +26,8 @@ from scripts.accuracy.step import predict
 DOCUMENT = Path(__file__).parents[1] / "docs" / "plan_accuracy.md"
 FITTED = ("A100", "H100", "B200", "L40S")
 """Families of GPUs whose share of the peak is fitted: where there are runs, and where it is not what products measure."""
-_MOST = 0.1
-"""Of the runs, left out at each end of the range that plans tell."""
+_LEFT_OUT = 0.1
+"""Of the runs, at most, left out at each end of the range that plans tell."""
 
 
 def error(run: Run, share: float | None = None) -> float:
@@ -40,7 +41,8 @@ def family(run: Run) -> str:
 
 
 def fitted(runs: Sequence[Run]) -> float:
-    """The share of the peak with which the median error of `runs`, all of one family, is zero."""
+    """The share of the peak with which the median error of `runs`, all of one family, is zero; of those that take part."""
+    runs = [run for run in runs if not run.is_held_out]
     low, high, share = 0.3, 1.0, 0.65
     for _ in range(14):  # to 0.00004
         low, high = (low, share) if statistics.median(error(run, share) for run in runs) > 0 else (share, high)
@@ -49,12 +51,13 @@ def fitted(runs: Sequence[Run]) -> float:
 
 
 def left_out(runs: Sequence[Run]) -> dict[str, float]:
-    """Errors by name, each with the share that all systems ask for but the run's own; of runs that took part in a fit, and
-    whose family was not run by one system alone."""
+    """Errors by name, each with the share that all systems ask for but the run's own; of runs on GPUs whose share is fitted,
+    and by others too."""
     result = {}
     for name, system in dict.fromkeys((family(run), run.system) for run in runs if family(run) in FITTED):
         of_family = [run for run in runs if family(run) == name]
-        if others := [run for run in of_family if run.system != system]:
+        others = [run for run in of_family if run.system != system]
+        if not all(run.is_held_out for run in others):
             share = fitted(others)
             result |= {run.name: error(run, share) for run in of_family if run.system == system}
     return result
@@ -113,21 +116,27 @@ def tables(predicted: dict[str, float], unseen: dict[str, float]) -> dict[str, s
 
 
 def kept(errors: Callable[[Run], float]) -> dict[str, dict[str, float]]:
-    """What plans tell, by GPU: how many runs, and how much faster and slower than predicted they came out, the tenth part
-    at each end left out; shares of the predicted speed."""
+    """What plans tell, by GPU: how many runs there are, and how much faster and slower than predicted most of them came out,
+    `within` by number, a tenth left out at each end; shares of the predicted speed."""
     result = {}
     for gpu in sorted({run.gpu for run in RUNS}):
         ratios = sorted(1 / (1 + errors(run)) - 1 for run in RUNS if run.gpu == gpu)
-        left = round(_MOST * len(ratios))
-        result[gpu] = {"runs": len(ratios), "least": round(ratios[left], 3), "most": round(ratios[-1 - left], 3)}
+        left = int(_LEFT_OUT * len(ratios))
+        within = ratios[left : len(ratios) - left]
+        result[gpu] = {
+            "runs": len(ratios), "within": len(within), "least": round(within[0], 3), "most": round(within[-1], 3),
+        }  # fmt: skip
     return result
 
 
-def main(arguments: list[str]) -> None:
-    if arguments == ["--fit"]:
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--fit", action="store_true", help="tell the shares, and write nothing")
+    if parser.parse_args().fit:
         for name in FITTED:
             runs = [run for run in RUNS if family(run) == name]
-            CONSOLE.print(f"{name}: {fitted(runs):.3f} of the peak, by {len(runs)} runs")
+            number = sum(not run.is_held_out for run in runs)
+            CONSOLE.print(f"{name}: {fitted(runs):.3f} of the peak, by {number} runs")
         return
     predicted = {run.name: predict(run) for run in RUNS}
     text = DOCUMENT.read_text(encoding="utf-8")
@@ -141,4 +150,4 @@ def main(arguments: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

@@ -4,7 +4,7 @@
 
 Writes the figures that a test holds later changes to into tests/planning/golden.json, under the version of jax that it ran
 with; and with jax 0.10.2 the reports to docs/plans/, with a table of all in docs/plans/README.md, and the predictions into
-the heads of configs/*.yaml. Needs the extra `plan`; some 40 s for each of twelve plans on two idle cores.
+the heads of configs/*.yaml. Needs the extra `plan`; one to twelve minutes for each plan on two idle cores.
 
 What a plan must contain whatever jax compiles it is told from the configuration and stands under "expected" in golden.json,
 which is edited by hand. A plan that contains something else is not kept, nor one that other settings make faster.

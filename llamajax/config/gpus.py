@@ -113,13 +113,15 @@ _B200 = dataclasses.replace(
     description="NVIDIA B200",
 )
 
-# Cards in PCIe slots. Cores, clocks, caches, bandwidths and peaks: NVIDIA's white papers on GA102 (RTX 3090), Ada (RTX 4090,
-# L4, with the L40's chip for the L40S) and RTX Blackwell (RTX 5090), and the data sheets of A10G, L4 and L40S. These print
-# peaks "with sparsity" too, and GeForce's for sums in float16; in float32, which training needs, GeForce and A10G make half
-# of that: 256 multiply-adds per core and cycle, which gives the RTX 3060's peak, 2 x 256 x 28 x 1.777 GHz. What a core holds
-# (shared memory, threads): CUDA's programming guide, compute capabilities 8.6, 8.9 and 12.0; XLA's descriptions of the
-# RTX A6000 and RTX PRO 6000 say the same. Memory: what torch reports (`total_memory`), of several figures that depend on the
-# driver the least. PCIe 4 and 5 with 16 lanes: 16 and 32 GT/s, less the line code.
+# Cards in PCIe slots. Cores, clocks, caches, bandwidths and peaks: NVIDIA's white papers on GA102 (RTX 3090), Ada (RTX
+# 4090, L4, with the L40's chip for the L40S) and RTX Blackwell (RTX 5090), the data sheets of A10G, L4 and L40S, and the
+# product page of the RTX 3060 (28 x 128 lanes, 1.78 GHz, 192 bits at 15 Gb/s). These print peaks "with sparsity" too, and
+# GeForce's for sums in float16; in float32, which training needs, GeForce and A10G make half of that: 256 multiply-adds per
+# core and cycle, which gives the RTX 3060's peak, 2 x 256 x 28 x 1.777 GHz. What a core holds (shared memory, threads):
+# CUDA's programming guide, compute capabilities 8.6, 8.9 and 12.0; XLA's descriptions of the RTX A6000 and RTX PRO 6000 say
+# the same, but that a core of the latter has 131,072 bytes, of which 12.0 may share less. Memory: what torch reports
+# (`total_memory`), of several figures that depend on the driver the least. PCIe 4 and 5 with 16 lanes: 16 and 32 GT/s, less
+# the line code.
 _PCIE_4, _PCIE_5 = 31.5e9, 63e9
 _MIB = 2**20
 _RTX_3090 = Gpu(

@@ -103,6 +103,8 @@ class Run:
     """Where it is not the one usual for the program."""
     is_listed: bool = False
     """Among those that the tables have had from the beginning."""
+    is_held_out: bool = False
+    """Takes no part in the fit: found after it."""
 
     @property
     def system(self) -> str:
@@ -121,7 +123,13 @@ class Run:
         """Its cluster, with the constants of the cost model; `share`: of the peak, by large products, in place of theirs."""
         name: Any = self.gpu
         gpu = planned_gpu(
-            HardwareConfig(gpu=name, nodes=self.nodes, node_bandwidth=self.node_bandwidth, gpu_bandwidth=self.gpu_bandwidth)
+            HardwareConfig(
+                gpu=name,
+                nodes=self.nodes,
+                gpus_per_node=self.gpus_per_node,
+                node_bandwidth=self.node_bandwidth,
+                gpu_bandwidth=self.gpu_bandwidth,
+            )
         )
         gpu = dataclasses.replace(
             gpu,

@@ -58,7 +58,7 @@ def test_no_other_settings_of_xla_were_better(name):
 
 
 IN_CI = ("llama2_13b_32xa100_80gb", "llama3_1_8b_sft_8xh100", "llama3_1_70b_tensor8_256xh100")
-"""cuDNN's attention on A100, our own over packed rows, float8 with devices that share matmuls. `long` has all plans."""
+"""cuDNN's attention on A100, our own over packed rows, devices that share matmuls. `long` has all plans, float8 too."""
 
 
 @pytest.mark.usefixtures("gpu_compiler")

@@ -1,6 +1,7 @@
 """The program that compares the cost model with published runs: its tables, its fit, and what plans say of their error."""
 
 import json
+import re
 import statistics
 
 import pytest
@@ -36,12 +37,28 @@ def test_errors_are_within_their_bounds(unseen):
     assert statistics.median(map(abs, unseen.values())) <= UNSEEN
 
 
+def test_kinds_of_programs_that_are_further_off_are_named(unseen):
+    """docs/plan_accuracy.md says so of these, and of no others."""
+    groups: dict[tuple[str, str], list[str]] = {}
+    for run in RUNS:
+        groups.setdefault((run.program.kind, plan_accuracy.family(run)), []).append(run.name)
+    own, beyond = {run.name: plan_accuracy.error(run) for run in RUNS}, set()
+    for (kind, family), names in groups.items():
+        errors = [unseen[name] for name in names if name in unseen] or [own[name] for name in names]
+        if (error := statistics.median(map(abs, errors))) > UNSEEN:
+            beyond.add(f"{kind} on {family} ({error:.1%})")
+    text = plan_accuracy.DOCUMENT.read_text(encoding="utf-8").split("## By kind of program")[1].split("<!--")[0]
+    named = " ".join(text.split()).split(", except of ")[1].split(". ")[0]
+    assert set(re.split(r"(?<=%\)),? (?:and )?", named)) - {""} == beyond
+
+
 @pytest.mark.parametrize("name", plan_accuracy.FITTED)
 def test_the_share_of_products_is_the_one_that_the_runs_ask_for(name):
     runs = [run for run in RUNS if plan_accuracy.family(run) == name]
     share = plan_accuracy.fitted(runs)
     assert share == pytest.approx(CALIBRATIONS[name].matmul_efficiency, abs=0.005)
-    assert statistics.median(plan_accuracy.error(run, share) for run in runs) == pytest.approx(0, abs=1e-4)
+    errors = [plan_accuracy.error(run, share) for run in runs if not run.is_held_out]
+    assert statistics.median(errors) == pytest.approx(0, abs=1e-4)
 
 
 def test_pairs_of_runs_are_runs():
@@ -51,7 +68,11 @@ def test_pairs_of_runs_are_runs():
 
 
 def test_ranges_are_speeds_over_predicted_ones_without_the_extremes():
-    """Predicted twice too fast: half as fast as predicted."""
-    assert set(plan_accuracy.kept(lambda run: 1.0)["h100"].values()) == {sum(run.gpu == "h100" for run in RUNS), -0.5}
-    slowest = plan_accuracy.kept(lambda run: 9.0 if run is RUNS[0] else 0.0)[RUNS[0].gpu]
-    assert (slowest["least"], slowest["most"]) == (0, 0)
+    """Predicted twice too fast: half as fast as predicted. With fewer than ten runs none is left out."""
+    number = sum(run.gpu == "h100" for run in RUNS)
+    halved = plan_accuracy.kept(lambda run: 1.0)["h100"]
+    assert halved == {"runs": number, "within": number - 2 * (number // 10), "least": -0.5, "most": -0.5}
+    (few,) = (run for run in RUNS if run.name == "Colossal-AI Llama-70B, 16 H200")
+    for one, least in ((RUNS[0], 0), (few, -0.9)):
+        slowest = plan_accuracy.kept(lambda run, one=one: 9.0 if run is one else 0.0)[one.gpu]
+        assert (slowest["least"], slowest["most"]) == (least, 0)

@@ -20,10 +20,12 @@ class Accuracy:
     by: Literal["published", "measured"]
     """`measured`: on this very GPU, with the constants in `hardware.calibration`."""
     runs: int
+    within: int
+    """How many of them: all, or of published ones all but a tenth at each end."""
     least: float
-    """Speed over the predicted one, less one: of the slowest."""
+    """Speed over the predicted one, less one: of the slowest of those."""
     most: float
-    """Of the fastest. Of published runs, a tenth is left out at each end."""
+    """Of the fastest."""
 
 
 @functools.cache
@@ -45,4 +47,6 @@ def accuracy(hardware: HardwareConfig) -> Accuracy | None:
     if measurement is None:
         return _published().get(hardware.gpu)
     ratios = [run.predicted_s / run.measured_s - 1 for run in measurement.runs]
-    return Accuracy(by="measured", runs=len(ratios), least=min(ratios), most=max(ratios)) if ratios else None
+    if not ratios:
+        return None
+    return Accuracy(by="measured", runs=len(ratios), within=len(ratios), least=min(ratios), most=max(ratios))

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from llamajax.config.calibration import Constants, read_measurement
 from llamajax.config.gpus import Gpu, planned_gpu
 from llamajax.config.run import Config
+from llamajax.planning.cost.accuracy import accuracy
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,12 +141,13 @@ CALIBRATIONS |= {
         pallas_backward_efficiency=0.15,
     ),
 }
-_OF_CARDS = "attention's share of the peak, and how much collectives slow kernels down (taken as on A100)"
+_NETWORK = "a network's share of its line rate (taken as on H100)"
+_OF_CARDS = f"attention's share of the peak, and how much collectives slow kernels down (taken as on A100); {_NETWORK}"
 NOT_KNOWN = {
     "B200": "NVLink's share of its peak, and attention's backward pass (taken as on H100)",
     "RTX-4090": _OF_CARDS,
-    "RTX-5090": _OF_CARDS,
-    "L40S": "what its power lets attention reach (taken as half of A100's share)",
+    "RTX-5090": f"{_OF_CARDS}; products' share of the peak (taken as on RTX-4090)",
+    "L40S": f"what its power lets attention reach (taken as half of A100's share); {_NETWORK}",
 }
 """By `Gpu.family`: which of its constants nobody has published."""
 
@@ -175,8 +177,12 @@ class Machine:
         found = dataclasses.replace(self.built_in, **measured)
         if not self.deterministic:
             return found
-        slower = found.attention_backward_efficiency * (1 - _DETERMINISTIC_LOSS)
-        return dataclasses.replace(found, attention_backward_efficiency=slower)
+        kept = 1 - _DETERMINISTIC_LOSS
+        return dataclasses.replace(
+            found,
+            attention_backward_efficiency=kept * found.attention_backward_efficiency,
+            attention_64_backward_efficiency=kept * found.attention_64_backward_efficiency,
+        )
 
     @property
     def gpu_link(self) -> float:
@@ -216,7 +222,9 @@ def remarks(config: Config) -> list[str]:
     hardware, machine = config.hardware, planned_machine(config)
     found = []
     if machine.gpu.family in NOT_KNOWN and hardware.calibration is None:
-        found.append(f"not known of {machine.gpu.name}: {NOT_KNOWN[machine.gpu.family]}")
+        family = machine.gpu.family
+        products = "" if accuracy(hardware) else f"; products' share of the peak (taken as on {family})"
+        found.append(f"not known of {machine.gpu.name}: {NOT_KNOWN[family]}{products}")
     if machine.gpu.link != "NVLink" and hardware.gpus_per_node > 1:
         found.append(
             f"the GPUs of a node are joined by {machine.gpu.link}, {machine.gpu.gpu_bandwidth / 1e9:g} GB/s each way, of"

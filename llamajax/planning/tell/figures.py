@@ -16,8 +16,9 @@ Bytes, FLOPs and seconds are per step and device unless said otherwise; shares a
 - `calibration`: null, or the `file` of measured constants, the `device`, `date`, `commit` and `jax` of their measurement,
   and those of the `constants` that differ from the built-in ones, by name: `built_in` and `measured`.
 - `accuracy`: how known runs on such GPUs came out, or null: `by` (`published` ones, or those `measured` with the constants
-  of `calibration`), how many `runs`, and the speed over the predicted one, less one, of the slowest and the fastest
-  (`least`, `most`; of published ones without a tenth at each end).
+  of `calibration`), how many `runs`, how many of them are `within` the range that is told (of published ones all but a
+  tenth at each end), and the speed over the predicted one, less one, of the slowest and the fastest of these (`least`,
+  `most`).
 - `options`: what the compiler was told. `latency_profile`: `auto` for the cost model's, the file, or null for none, also
   where `auto` would not help. `num_compilations`; `compile_s`: of all of them together.
 - The schedule that training runs: `capacity_bytes`, `fits`, `argument_bytes`, `temp_bytes`, `peak_bytes`, `host_bytes`,

@@ -67,7 +67,8 @@ def known_error(told: Figures) -> str:
     if known is None:
         return "no published run tells how far plans for such GPUs are off"
     several = {"published": "published runs on such GPUs", "measured": "runs measured with these constants"}[known["by"]]
-    return f"{known['runs']} {several} came out {_between(known['least'], known['most'])} than predicted"
+    count = f"{known['runs']}" if known["within"] == known["runs"] else f"{known['within']} of {known['runs']}"
+    return f"{count} {several} came out {_between(known['least'], known['most'])} than predicted"
 
 
 def _between(least: float, most: float) -> str:

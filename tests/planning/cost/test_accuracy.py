@@ -23,7 +23,7 @@ def test_gpus_with_published_runs_tell_their_range(gpu):
     known = accuracy(HardwareConfig(gpu=gpu))
     assert known is not None
     assert known.by == "published"
-    assert known.runs >= 5
+    assert 5 <= known.within <= known.runs <= 1.25 * known.within
     assert -0.15 < known.least < known.most < 0.25
 
 
@@ -33,7 +33,8 @@ def test_every_verdict_carries_its_error():
     known = accuracy(plans.CONFIG.hardware)
     assert known is not None
     assert found["accuracy"] == dataclasses.asdict(known)
-    words = f"{known.runs} published runs on such GPUs came out {known.most:.0%} faster to {-known.least:.0%} slower than"
+    count = f"{known.within} of {known.runs}"
+    words = f"{count} published runs on such GPUs came out {known.most:.0%} faster to {-known.least:.0%} slower than"
     assert text.verdict(found).endswith(f"; {words} predicted")
     assert words in " ".join(picture.page(plans.plan(), found).split())
 
@@ -45,7 +46,7 @@ def test_a_measured_calibration_narrows_it(tmp_path):
     found = told(calibration=str(file))
     known = accuracy(HardwareConfig(gpu="h100", calibration=str(file)))
     assert known is not None
-    assert (known.by, known.runs) == ("measured", 3)
+    assert (known.by, known.runs, known.within) == ("measured", 3, 3)
     assert (known.least, known.most) == pytest.approx((-0.02, 0.03))
     words = "3 runs measured with these constants came out 3% faster to 2% slower than predicted"
     assert text.verdict(found).endswith(f"; {words}")
@@ -69,5 +70,6 @@ def test_what_is_not_known_is_said(tmp_path):
     [(-0.14, 0.03, "3% faster to 14% slower"), (0.02, 0.09, "2% to 9% faster"), (-0.09, -0.02, "2% to 9% slower")],
 )
 def test_ranges_of_one_sign_have_one_word(least, most, words):
-    known = {"by": "published", "runs": 7, "least": least, "most": most}
-    assert text.known_error({"accuracy": known, "calibration": None}).endswith(f"came out {words} than predicted")
+    known = {"by": "published", "runs": 7, "within": 7, "least": least, "most": most}
+    expected = f"7 published runs on such GPUs came out {words} than predicted"
+    assert text.known_error({"accuracy": known, "calibration": None}) == expected

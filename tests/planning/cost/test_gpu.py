@@ -1,6 +1,7 @@
 """The constants of a cluster: as built in, and measured ones in their place."""
 
 import dataclasses
+import re
 from pathlib import Path
 
 import pytest
@@ -36,8 +37,11 @@ def test_what_was_not_measured_stays_as_built_in(tmp_path):
 def test_a_deterministic_step_loses_rate_in_attentions_backward_pass_alone():
     usual = planned_machine(CONFIG).calibration
     deterministic = planned_machine(CONFIG.changed({"xla.deterministic": True})).calibration
-    assert deterministic.attention_backward_efficiency == pytest.approx(0.621 * usual.attention_backward_efficiency)
-    assert dataclasses.replace(deterministic, attention_backward_efficiency=usual.attention_backward_efficiency) == usual
+    for head_dim in (64, 80, 128):
+        (forward, backward), (usual_forward, usual_backward) = deterministic.attention(head_dim), usual.attention(head_dim)
+        assert (forward, backward) == pytest.approx((usual_forward, 0.621 * usual_backward))
+    others = ("attention_backward_efficiency", "attention_64_backward_efficiency")
+    assert dataclasses.replace(deterministic, **{name: getattr(usual, name) for name in others}) == usual
 
 
 def test_products_and_links_are_as_fast_as_measured():
@@ -54,7 +58,7 @@ def test_every_gpu_has_constants():
     assert {gpu.family for gpu in GPUS} == CALIBRATIONS.keys()
 
 
-_RACK = "not known of GB200: NVLink's share of its peak, and attention's backward pass (taken as on H100)"
+_RACK = "not known of GB200: NVLink's share of its peak, and attention's backward pass .taken as on H100.$"
 _SLOT = "the GPUs of a node are joined by PCIe"
 
 
@@ -67,7 +71,12 @@ _SLOT = "the GPUs of a node are joined by PCIe"
             HardwareConfig(gpu="gb200", nodes=9),
             (_RACK, "NVLink joins 72 GB200 of a rack, and hardware.gpus_per_node says 8"),
         ),
-        (HardwareConfig(gpu="rtx-3060-12gb", gpus_per_node=1), ("not known of RTX-3060-12GB: attention's share",)),
+        (
+            HardwareConfig(gpu="rtx-3060-12gb", gpus_per_node=1),
+            ("not known of RTX-3060-12GB: attention's share .*; products' share of the peak .taken as on RTX-4090.$",),
+        ),
+        (HardwareConfig(gpu="rtx-4090", gpus_per_node=1), ("not known of RTX-4090: .*taken as on H100.$",)),
+        (HardwareConfig(gpu="l4", gpus_per_node=1), ("not known of L4: .*; products' share .* .taken as on L40S.$",)),
         (
             HardwareConfig(gpu="rtx-5090", gpus_per_node=2),
             ("not known", f"{_SLOT} without peer-to-peer, 63 GB/s each way,"),
@@ -80,7 +89,7 @@ _SLOT = "the GPUs of a node are joined by PCIe"
 )
 def test_a_plan_tells_what_it_takes_without_knowing(hardware, expected):
     for line, start in zip(remarks(tiny_config(hardware=hardware)), expected, strict=True):
-        assert line.startswith(start)
+        assert re.match(start, line), line
 
 
 def test_a_rack_of_72_is_one_node_and_cards_share_their_slots():
