@@ -31,22 +31,23 @@ class SourceConfig(Section):
     """One collection of documents."""
 
     kind: Literal["text", "jsonl", "parquet", "arrow", "stdlib", "chat", "megatron"]
-    """`text`: one document per file, cut at line ends above two million characters. `jsonl`: one per line, or per element of
-    a file that is one JSON array. `parquet` and `arrow` (what Hugging Face `datasets` writes): one per row. `stdlib`: the
-    sources and help texts of the Python standard library that runs this program. `chat`: one conversation per line or
-    element, as `jsonl`, put into `data.chat_template`; only what the assistant says is learnt. `megatron`: tokens in the
-    `.bin` and `.idx` files of Megatron-LM, read where they lie, of the tokenizer that `data.tokenizer.path` names. Files of
-    `text`, `jsonl` and `chat` may be compressed (gzip, zstd, bz2, xz), whatever their names say, and begin with a byte-order
-    mark."""
+    """`text`: one document per file. `jsonl`: one per line, or per element of a file that is one JSON array. `parquet` and
+    `arrow` (what Hugging Face `datasets` writes): one per row. `stdlib`: the sources and help texts of the Python standard
+    library that runs this program. `chat`: one conversation per line or element, as `jsonl`, put into `data.chat_template`;
+    only what the assistant says is learnt. `megatron`: tokens in the `.bin` and `.idx` files of Megatron-LM, read where they
+    lie, of the tokenizer that `data.tokenizer.path` names. Files of `text`, `jsonl` and `chat` may be compressed (gzip,
+    zstd, bz2, xz), whatever their names say, and begin with a byte-order mark."""
     paths: tuple[str, ...] = ()
     """Files, directories or globs (`**` allowed), relative to the working directory; empty for `stdlib`. A directory stands
     for the files of its kind below it, by the ends of their names: `text` all, `jsonl` and `chat` .jsonl, .ndjson and .json,
-    also compressed, `parquet` .parquet, `megatron` .idx; hidden ones are passed over. `arrow`: a directory of
-    `Dataset.save_to_disk`. What systems write beside files (`._*`, `.DS_Store`, `_SUCCESS`, `*.crc`) is left out, and
-    counted. A file that has several names here, by links or overlapping globs, is read once; to read one more often, raise
-    `weight`. `megatron`: what the names of a `.bin` and its `.idx` begin with, or one of the
-    two. Addresses, and globs of them, are files that `fsspec` fetches into `data.cache_dir`: s3://, gs://, https://,
-    hf://datasets/ORG/NAME/... and others, with the credentials that each store's own package finds."""
+    also compressed, `parquet` .parquet, `megatron` .idx; hidden ones are passed over, and what is in `_temporary` and
+    `_delta_log`. Directories that a glob matches stand for nothing, which is told. `arrow`: a directory of
+    `Dataset.save_to_disk`. What systems write beside files (`._*`, `.DS_Store`, `_SUCCESS`, `*.crc`, `_started_*`,
+    `_committed_*`, `_metadata`, `_common_metadata`) is left out, and counted. A file that has several names here, by links
+    or overlapping globs, is read once; to read one more often, raise `weight`. `megatron`: what the names of a `.bin` and
+    its `.idx` begin with, or one of the two. Addresses, and globs of them, are files that `fsspec` fetches into
+    `data.cache_dir`: s3://, gs://, https://, hf://datasets/ORG/NAME/... and others, with the credentials that each store's
+    own package finds."""
     text_key: str = "text"
     """`jsonl`, `parquet`, `arrow`: the field or column with the text. `a.b`: the field b inside a, unless one is called
     `a.b`."""

@@ -16,7 +16,7 @@ import numpy as np
 from llamajax import disk
 from llamajax.data import cache
 from llamajax.data.groups import Extent
-from llamajax.data.hard_texts import hard_texts, texts_of_tokens
+from llamajax.data.hard_texts import hard_texts, texts_of_all_characters, texts_of_tokens
 from llamajax.data.remote import RemoteFile
 from llamajax.data.sources import Source
 from llamajax.data.tokenizer_base import Tokenizer
@@ -70,7 +70,7 @@ def choose_encoder(
         tokenizer.is_fast = True
         log(
             f"encoder    {fast}, {trial.fast_rate:.1f} MB/s where {own} makes {trial.own_rate:.1f}: the same ids for hard"
-            f" texts, all tokens and {len(sample):,} documents{_of_another_version(tokenizer, cache_dir)}"
+            f" texts, all characters, all tokens and {len(sample):,} documents{_of_another_version(tokenizer, cache_dir)}"
         )
         return
     log(f"encoder    {own}, {trial.own_rate:.1f} MB/s: {fast} {reason}")
@@ -81,7 +81,7 @@ def differing_text(tokenizer: Tokenizer, *, quick: bool = False) -> str | None:
 
     Args:
         tokenizer: the one to compare with.
-        quick: leaves out the texts that are made of all its tokens.
+        quick: leaves out the texts that are made of all characters, and of all its tokens.
 
     Raises:
         Exception: of gigatoken, which does not know such a tokenizer.
@@ -93,7 +93,7 @@ def differing_text(tokenizer: Tokenizer, *, quick: bool = False) -> str | None:
     if quick:
         return None
     of_tokens = texts_of_tokens(tokenizer.vocab_size, tokenizer.decode, tokenizer.special_texts)
-    return _try(tokenizer, [*of_tokens]).differing
+    return _try(tokenizer, [*texts_of_all_characters(), *of_tokens]).differing
 
 
 class _Trial(NamedTuple):

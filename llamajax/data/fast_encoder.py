@@ -21,8 +21,9 @@ _MAX_BEGINNING = 32
 
 
 class FastEncoder:
-    """Encodes texts by gigatoken, but those in which libraries differ: that hold the text of an added or special token, or
-    that a normalizer would change, since the tables of Unicode that are used may be of any version."""
+    """Encodes texts by gigatoken, but those in which libraries differ: that hold the text of an added or special token, and,
+    since their tables of Unicode may be of any version, that a normalizer would change or that have characters so new that
+    this Python does not know them."""
 
     def __init__(
         self, load: "Callable[[bool], gigatoken.Tokenizer]", tokens: Iterable[str], normal_form: NormalForm | None
@@ -45,7 +46,7 @@ class FastEncoder:
         return [next(others) if ids is None else ids for ids in encoded]
 
     def _encode(self, text: str, follows: bool) -> Int32[np.ndarray, "_"] | None:
-        if self._tokens.search(text) or not self._is_normal(text):
+        if self._tokens.search(text) or not self._is_read_alike(text):
             return None
         tokenizer = self._load(follows)
         try:
@@ -55,12 +56,14 @@ class FastEncoder:
                 return None
             raise
 
-    def _is_normal(self, text: str) -> bool:
-        """Whether the text is in the normal form by tables of any version that have its characters, as these tables do."""
-        if self._normal_form is None or text.isascii():
+    def _is_read_alike(self, text: str) -> bool:
+        """Whether the text is in the normal form, and of known kinds of characters, by tables of any version that have its
+        characters, as these tables do."""
+        if text.isascii():
             return True
-        codes = np.frombuffer(text.encode("utf-32-le"), "<u4")
-        return unicodedata.is_normalized(self._normal_form, text) and not _unassigned()[codes].any()
+        if _unassigned()[np.frombuffer(text.encode("utf-32-le"), "<u4")].any():
+            return False
+        return self._normal_form is None or unicodedata.is_normalized(self._normal_form, text)
 
 
 @functools.cache

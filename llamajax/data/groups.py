@@ -167,11 +167,14 @@ def extents(source: Source, log: Callable[[str], None] | None = None) -> list[Ex
         together.clear()
         size = 0
 
-    files, num_left_out = source.look()
-    if num_left_out and log is not None:
+    looked = source.look()
+    if looked.num_left_out and log is not None:
         names = ", ".join(BESIDE)
-        log(f"left out   {source.key}: {num_left_out:,} of what systems write beside files ({names})")
-    for path in files:
+        log(f"left out   {source.key}: {looked.num_left_out:,} of what systems write beside files ({names})")
+    if looked.folders and log is not None:
+        one = looked.folders[0]
+        log(f"left out   {source.key}: {len(looked.folders):,} directories that a pattern matches, such as {one}; name them")
+    for path in looked.files:
         with source.reading(path):
             identity = file_identity(path)
         is_cut = source.has_spans(path) and identity.size > SPAN_BYTES

@@ -54,6 +54,14 @@ def hard_texts() -> tuple[str, ...]:
     return tuple(dict.fromkeys([*texts, *composed]))
 
 
+def texts_of_all_characters() -> Iterator[str]:
+    """Each character that this Python knows below the private planes, behind a space, before it and beside its neighbour."""
+    known = [sign for code in range(0xE0000) if unicodedata.category(sign := chr(code)) not in ("Cn", "Cs")]
+    for start in range(0, len(known), _ROW):
+        yield "".join(f" {sign}" for sign in known[start : start + _ROW])
+        yield "".join(known[start : start + _ROW])
+
+
 def texts_of_tokens(vocab_size: int, decode: Callable[[Sequence[int]], str], special: Iterable[str]) -> Iterator[str]:
     """Texts of all of a vocabulary's pieces, in another order, and of its special tokens, and of what looks like those."""
     ids = [*range(vocab_size)]

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import Path, PurePath, PurePosixPath
 from typing import Any, NamedTuple, TypeVar
 
 import fsspec
@@ -128,14 +128,14 @@ class _Arriving(fsspec.callbacks.NoOpCallback):
         progress.gets_on()
 
 
-def listed(pattern: str, key: str, cache_dir: Path, is_meant: Callable[[str], bool]) -> list[RemoteFile]:
+def listed(pattern: str, key: str, cache_dir: Path, is_meant: Callable[[PurePath], bool]) -> list[RemoteFile]:
     """The files that an address names, that match it, or that a directory holds, in the order of their addresses.
 
     Args:
         pattern: an address, perhaps with `*`, `**`, `?` (not of web servers) or `[...]`.
         key: of the source, for messages.
         cache_dir: where copies are kept.
-        is_meant: whether a directory stands for its file of this name; not asked of those in hidden directories.
+        is_meant: whether a directory stands for its file at this path in it.
 
     Raises:
         DataError: there is none, or it may not be read.
@@ -152,8 +152,8 @@ def listed(pattern: str, key: str, cache_dir: Path, is_meant: Callable[[str], bo
     if infos.get(pattern, {}).get("type") == "directory":
         below = [PurePosixPath(str(name)) for name in _reached(where, lambda: store.find(path))]
         depth = len(PurePosixPath(path).parts)
-        visible = [name for name in below if not any(folder.startswith(".") for folder in name.parts[depth:-1])]
-        infos = _asked(store, {store.unstrip_protocol(str(name)): str(name) for name in visible if is_meant(name.name)}, key)
+        meant = [str(name) for name in below if is_meant(PurePosixPath(*name.parts[depth:]))]
+        infos = _asked(store, {store.unstrip_protocol(name): name for name in meant}, key)
     files = []
     for url, info in sorted(infos.items()):
         if info.get("type") == "directory":

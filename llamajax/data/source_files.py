@@ -6,7 +6,7 @@ import glob
 import lzma
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path, PurePath
 from typing import NamedTuple
 
@@ -20,8 +20,10 @@ from llamajax.data.saved_datasets import NotReadableError, shards_of
 from llamajax.data.text_files import COMPRESSIONS, JSON_SUFFIXES, NoTextFileError
 from llamajax.errors import DataError
 
-BESIDE = ("._*", ".DS_Store", "_SUCCESS", "*.crc")
+BESIDE = ("._*", ".DS_Store", "_SUCCESS", "*.crc", "_started_*", "_committed_*", "_metadata", "_common_metadata")
 """Names of what macOS, Spark and Hadoop write beside the files that are meant, under whatever patterns these have."""
+_UNFINISHED = ("_temporary", "_delta_log")
+"""Names of directories in which Spark and Delta Lake keep what is no file of a table, or not yet."""
 
 _SUFFIXES: dict[str, tuple[str, ...]] = {
     "text": ("",), "jsonl": JSON_SUFFIXES, "chat": JSON_SUFFIXES, "parquet": (".parquet",), "megatron": (".idx",),
@@ -35,6 +37,8 @@ class Found(NamedTuple):
     files: list[File]
     num_left_out: int
     """Those that `BESIDE` names."""
+    folders: Sequence[Path] = ()
+    """Directories that patterns match: these stand for no files."""
 
 
 def find_files(config: SourceConfig, key: str, cache_dir: Path) -> Found:
@@ -52,12 +56,13 @@ def find_files(config: SourceConfig, key: str, cache_dir: Path) -> Found:
     """
     places: dict[Path, tuple[Path, int]] = {}  # by which they are sorted
     remote: dict[str, RemoteFile] = {}
+    folders: list[Path] = []
     for pattern in config.patterns:
         if is_remote(pattern):
-            found = listed(pattern, key, cache_dir, lambda name: _stands_for(config.kind, name))
-            remote.update((file.url, file) for file in found)
+            found = listed(pattern, key, cache_dir, lambda path: _stands_for(config.kind, path))
+            remote.update((file.url, file) for file in found if not _is_unfinished(PurePath(file.url), pattern))
             continue
-        for path in _matches(config.kind, pattern, key):
+        for path in _matches(config.kind, pattern, key, folders):
             for number, file in enumerate(_shards(path, key) if config.kind == "arrow" else [path]):
                 places.setdefault(file, (path, number))
     meant = [path for path in places if not _is_beside(path.name)]
@@ -71,7 +76,7 @@ def find_files(config: SourceConfig, key: str, cache_dir: Path) -> Found:
         names = ", ".join(BESIDE)
         raise DataError(f"{key}.paths: all that they name is what systems write beside files ({names}); name others")
     num_left_out = len(places) - len(meant) + len(remote) - len(meant_remote)
-    return Found([*files.values(), *(remote[url] for url in sorted(meant_remote))], num_left_out)
+    return Found([*files.values(), *(remote[url] for url in sorted(meant_remote))], num_left_out, folders)
 
 
 def source_error(key: str, where: object, message: str, field: str = "paths") -> DataError:
@@ -104,7 +109,8 @@ def reading(path: object, key: str, kind: str = "") -> Iterator[None]:
         raise source_error(key, where, f"{error}; correct the file, or copy it again") from error
 
 
-def _matches(kind: str, pattern: str, key: str) -> list[Path]:
+def _matches(kind: str, pattern: str, key: str, folders: list[Path]) -> list[Path]:
+    """The files that a pattern stands for; adds the directories that it matches, without standing for what is in them."""
     path = Path(pattern).expanduser()
     with reading(path, key):
         is_prefix = kind == "megatron" and disk.status(path) is None
@@ -114,25 +120,37 @@ def _matches(kind: str, pattern: str, key: str) -> list[Path]:
             return _files_below(kind, folder, key)
         if not glob.has_magic(pattern):
             return [path]
-        matches = [Path(match) for match in disk.matching(str(path)) if match == str(path) or not os.path.isdir(match)]
+        matches, beside = [], []
+        for match in map(Path, disk.matching(str(path))):
+            if not _is_unfinished(match, pattern):
+                (beside if match != path and match.is_dir() else matches).append(match)
+    if not matches and beside:
+        raise DataError(
+            f"{key}.paths: {pattern!r} matches directories alone, such as {beside[0]}; write {pattern + '/**'!r}"
+        )
     if not matches:
         raise DataError(f"{key}.paths: {pattern!r} matches no file; correct it or remove it")
+    if "**" not in path.parts:
+        folders += beside
     return matches
 
 
 def _files_below(kind: str, folder: Path, key: str) -> list[Path]:
-    """The files that a directory stands for, of itself and of all directories in it, but hidden ones."""
+    """The files that a directory stands for, of itself and of all directories in it, but hidden and unfinished ones."""
     found = []
     for parent, folders, names in disk.files_below(folder, follow_links=True):
-        folders[:] = (name for name in folders if not name.startswith("."))
-        found += [parent / name for name in names if _stands_for(kind, name)]
+        folders[:] = (name for name in folders if not _is_passed_over(name))
+        found += [parent / name for name in names if _stands_for(kind, PurePath(name))]
     if not found:
         raise source_error(key, folder, f"is a directory without {_of_kind(kind)}; correct the path, or name files")
     return found
 
 
-def _stands_for(kind: str, name: str) -> bool:
-    """Whether a directory stands for its file of this name, or that is one which is left out and counted."""
+def _stands_for(kind: str, path: PurePath) -> bool:
+    """Whether a directory stands for its file at this path, or that is one which is left out and counted."""
+    name = path.name
+    if any(map(_is_passed_over, path.parts[:-1])):
+        return False
     if name.startswith("."):
         return _is_beside(name)
     stem, dot, suffix = name.lower().rpartition(".")
@@ -143,6 +161,15 @@ def _stands_for(kind: str, name: str) -> bool:
 def _of_kind(kind: str) -> str:
     names = ", ".join(f"*{suffix}" for suffix in _SUFFIXES[kind])
     return f"files of kind={kind} ({names})" if names != "*" else "files"
+
+
+def _is_passed_over(folder: str) -> bool:
+    return folder.startswith(".") or folder in _UNFINISHED
+
+
+def _is_unfinished(path: PurePath, pattern: str) -> bool:
+    """Whether the path goes through such a directory, which its pattern does not name."""
+    return any(folder in _UNFINISHED and folder not in pattern for folder in path.parts[:-1])
 
 
 def _is_beside(name: str) -> bool:

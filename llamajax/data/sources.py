@@ -99,7 +99,7 @@ class Source:
         return self.look().files
 
     def look(self) -> Found:
-        """The source's files, and how many are left out; errors as of `find_files`."""
+        """The source's files, and what is left out; errors as of `find_files`."""
         if self.config.kind == "stdlib":
             return Found([*self._stdlib_files()], 0)
         return find_files(self.config, self.key, self.cache_dir)
@@ -274,7 +274,8 @@ class Source:
                 try:
                     text = self._checked_text(row.value(), where)
                 except UnicodeDecodeError:
-                    yield Document("", bytes_read, error=str(self._error(where, _NOT_UTF8)))
+                    message = "is not UTF-8; correct or remove the row, or choose another column"
+                    yield Document("", bytes_read, error=str(self._error(where, message)))
                 except DataError as error:
                     yield Document("", bytes_read, error=str(error))
                 else:

@@ -2,6 +2,7 @@
 
 import json
 import re
+import unicodedata
 
 import gigatoken
 import pytest
@@ -11,7 +12,7 @@ from llamajax.config.data import SourceConfig
 from llamajax.data import encoder_choice
 from llamajax.data.encoder_choice import choose_encoder, differing_text
 from llamajax.data.groups import extents, group_files
-from llamajax.data.hard_texts import hard_texts
+from llamajax.data.hard_texts import hard_texts, texts_of_all_characters
 from llamajax.data.shards import shard_paths, shards_entry, tokenize
 from llamajax.data.sources import Source
 from llamajax.data.tokenizer import load_tokenizer
@@ -66,7 +67,11 @@ def normalizing(path):
 @pytest.mark.parametrize(
     ("make", "line"),
     [
-        (trained, FAST + r"sentencepiece [\d.]+ makes 1.0: the same ids for hard texts, all tokens and \d+ documents$"),
+        (
+            trained,
+            FAST
+            + r"sentencepiece [\d.]+ makes 1.0: the same ids for hard texts, all characters, all tokens and \d+ documents$",
+        ),
         (unigram, OWN + r": gigatoken [\d.]+ does not take this tokenizer: only BPE sentencepiece models are sup"),
         (normalizing, OWN + r", 1.0 MB/s: gigatoken [\d.]+ gives other ids for '"),
     ],
@@ -157,6 +162,14 @@ def test_hard_texts_have_all_kinds():
     ):
         assert kind in whole
     assert whole.encode()
+
+
+def test_all_characters_are_all_that_are_known():
+    texts = [*texts_of_all_characters()]
+    signs = set().union(*texts)
+    assert {"a", "é", "狐", "\U0001f600", "\u0301", "\0"} <= signs
+    assert len({unicodedata.category(sign) for sign in signs}) == 28, "all of Unicode's but surrogates and the unassigned"
+    assert all(f" {sign}" in texts[0] for sign in texts[1])
 
 
 @pytest.mark.slow

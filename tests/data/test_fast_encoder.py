@@ -49,12 +49,14 @@ SLOW = ("Qwen 2", "Mistral v2", "Mistral v3", "added tokens: added_tokens.json")
 """There are quicker ones of their kind."""
 NEW_MARKS = tuple(f"a{mark}\u0301\u0327{mark}" for mark in "\u08d3\u0898\u1ac7\U00010eab\U0001e2ae\U0001612f")
 """Some versions of Unicode put these in another order: `tokenizers` has one of 2016."""
+NEW_SIGNS = (" \U00011de0", "x \U00016ff4 y")
+"""Libraries take these, of 2025, for signs of different kinds."""
 
 
 @pytest.mark.parametrize("kind", [pytest.param(k, marks=pytest.mark.slow if k in SLOW else ()) for k in KINDS])
 def test_ids_are_those_of_the_tokenizers_own_library(tmp_path, kind):
     tokenizer = KINDS[kind](tmp_path)
-    texts = [*TEXTS, *NEW_MARKS, "one two " * 500]
+    texts = [*TEXTS, *NEW_MARKS, *NEW_SIGNS, "one two " * 500]
     for follow, expected in ((False, tokenizer.encode_batch(texts)), (True, tokenizer.encode_following(texts))):
         for text, ids, others in zip(texts, expected, tokenizer.encode_fast(texts, follow=follow), strict=True):
             np.testing.assert_array_equal(others, ids, err_msg=repr(text))
@@ -91,6 +93,15 @@ def test_what_it_cannot_encode_goes_the_other_way():
     encoded = encoder.encode(texts, [False] * len(texts), otherwise)
     assert left == ["a<s>b", "a!", "[INST]", "e\u0301", "\U000e0fff"]
     assert [ids.tolist() for ids in encoded] == [[-len(text) if text in left else len(text)] for text in texts]
+
+
+@pytest.mark.parametrize("form", ["NFC", None])
+def test_characters_that_are_too_new_to_be_known_go_the_other_way(form):
+    encoder = FastEncoder(lambda without_prefix: Library(), [], form)  # pyright: ignore[reportArgumentType]
+    (own, fast) = encoder.encode(
+        [" \U000e0fff", " \U0001f600"], [False] * 2, lambda some: [np.array([-1], np.int32)] * len(some)
+    )
+    assert (own.tolist(), fast.tolist()) == ([-1], [2])
 
 
 def test_words_are_found_by_what_they_begin_with():

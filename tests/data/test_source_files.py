@@ -14,13 +14,17 @@ from llamajax.data.source_files import find_files
 from llamajax.data.sources import Source
 from llamajax.errors import DataError, DiskError
 
+UNFINISHED = ["x/_temporary/0/a.jsonl", "x/_delta_log/0.json", "_temporary/t.parquet", "_temporary/t.idx"]
 NAMES = ["b.txt", "a.jsonl", "x/a.JSONL.GZ", "x/y/c.json", "x/d.ndjson.xz", "x/table.parquet", "x/t.idx", "README"]
-BESIDE = ["._a.jsonl", "x/._c.json", ".DS_Store", "_SUCCESS", "x/.table.parquet.crc", "x/y/c.json.crc"]
+BESIDE = [
+    "._a.jsonl", "x/._c.json", ".DS_Store", "_SUCCESS", "x/.table.parquet.crc", "x/y/c.json.crc", "x/_started_17",
+    "_committed_17", "_metadata", "x/_common_metadata",
+]  # fmt: skip
 
 
 @pytest.fixture
 def folder(tmp_path):
-    for name in [*NAMES, *BESIDE, ".hidden/a.jsonl", "x/.a.jsonl"]:
+    for name in [*NAMES, *BESIDE, *UNFINISHED, ".hidden/a.jsonl", "x/.a.jsonl"]:
         path = tmp_path / "data" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(f'{{"text": "{name}"}}')
@@ -73,8 +77,22 @@ def test_they_are_counted_at_every_start(folder, tmp_path, monkeypatch):
     log = []
     group_files(source, tmp_path / "cache", log.append)
     assert known_groups(source, tmp_path / "cache", log.append) is not None
-    left_out = "left out   data.sources[0]: 6 of what systems write beside files (._*, .DS_Store, _SUCCESS, *.crc)"
-    assert log == [left_out] * 2
+    names = "._*, .DS_Store, _SUCCESS, *.crc, _started_*, _committed_*, _metadata, _common_metadata"
+    assert log == [f"left out   data.sources[0]: 10 of what systems write beside files ({names})"] * 2
+
+
+def test_directories_that_a_pattern_matches_are_told(folder, tmp_path):
+    """What is in them is not meant: `*` matches in one directory."""
+    source = Source(SourceConfig(kind="jsonl", paths=(f"{folder}/[ax]*", f"{folder}/**/c.json")), "data.sources[0]")
+    assert source.found() == [folder / "a.jsonl", folder / "x/y/c.json"]
+    log = []
+    group_files(source, tmp_path / "cache", log.append)
+    assert log == [f"left out   data.sources[0]: 1 directories that a pattern matches, such as {folder}/x; name them"]
+    with pytest.raises(
+        DataError, match=r"^data.sources\[0\].paths: '.*/x\*' matches directories alone, such as .*/x; write '"
+    ):
+        found("jsonl", f"{folder}/x*")
+    assert found("jsonl", f"{folder}/x*/**/*.json").files == [folder / "x/y/c.json"]
 
 
 def test_a_directory_on_a_disk_that_fails_does_not_have_fewer_files(folder, monkeypatch):
@@ -92,7 +110,17 @@ def test_a_directory_on_a_disk_that_fails_does_not_have_fewer_files(folder, monk
 
 def test_a_directory_of_a_store_stands_for_the_files_of_its_kind_below_it(tmp_path):
     """And what systems write beside files is left out, as of local ones."""
-    names = ["1.jsonl", "x/y/2.json", "x/3.JSONL", "x/._3.jsonl", "_SUCCESS", "x/.1.jsonl.crc", ".hidden/4.jsonl", "x/5.txt"]
+    names = [
+        "1.jsonl",
+        "x/y/2.json",
+        "x/_temporary/2.json",
+        "x/3.JSONL",
+        "x/._3.jsonl",
+        "_SUCCESS",
+        "x/.1.jsonl.crc",
+        ".hidden/4.jsonl",
+        "x/5.txt",
+    ]
     store = fsspec.filesystem("memory")
     for name in names:
         store.pipe(f"{tmp_path}/{name}", json.dumps({"text": name}).encode())

@@ -97,7 +97,7 @@ def test_columns_of_bytes_are_read_as_utf8(tmp_path, kind):
     *good, null, bad = found.documents(found.files())
     assert [document.text for document in good] == TEXTS
     assert "a.parquet:6: data.sources[0].text_key: 'text' must be a string, not null" in null.error
-    assert "a.parquet:7: data.sources[0].paths: is not UTF-8; convert" in bad.error
+    assert "a.parquet:7: data.sources[0].paths: is not UTF-8; correct or remove the row" in bad.error
     if kind == pyarrow.binary():
         with pyarrow.ipc.new_stream(tmp_path / "a.arrow", pyarrow.schema({"text": kind})) as writer:
             writer.write_table(pyarrow.table({"text": encoded}))
