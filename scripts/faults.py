@@ -91,7 +91,7 @@ def main(names: list[str]) -> None:
         for number, fault in enumerate(chosen, 1):
             killer = tried(fault, folder)
             rows.append(f"| {fault.name} | `{fault.file}` | {f'`{killer}`' if killer else '**none**'} |")
-            CONSOLE.log(f"{number} of {len(chosen)}  {fault.name}: {killer or 'no test notices'}")
+            CONSOLE.print(f"{number} of {len(chosen)}  {fault.name}: {killer or 'no test notices'}", soft_wrap=True)
     if not names:
         noticed = sum("**none**" not in row for row in rows)
         DOCUMENT.write_text(HEAD.format(noticed=noticed, tried=len(rows)) + "\n".join(rows) + "\n")
