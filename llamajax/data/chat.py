@@ -1,7 +1,9 @@
 """Conversations to text, by the chat template that comes with a tokenizer."""
 
+import contextlib
 import functools
 import hashlib
+import itertools
 import json
 import os
 import re
@@ -33,6 +35,12 @@ _ENVIRONMENT = ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "PYTHONHOME", "PYTHONUS
 _PROCESS = Path(__file__).with_name("template_process.py")
 _QUESTION = "Is it?"
 """What a template is asked to write, to see what it takes."""
+_FUNCTION, _JSON = "fetchzqkx", '{"x": 1}'
+_ARGUMENTS = (_JSON, {"x": 1})
+"""Forms of a call's arguments, of a function whose name stands nowhere else."""
+_TOOLS = [{"type": "function", "function": {"name": "f", "description": "f", "parameters": {"type": "object"}}}]
+_WITHOUT_CONTENT: list[Message] = [{}, {"content": None}, {"content": ""}]
+"""Forms of a message that has no content."""
 
 
 class Rendered(NamedTuple):
@@ -56,12 +64,15 @@ class ChatTemplate:
     """Hash of the text."""
     where: str
     """The file that it came from, for messages."""
+    shapes_written: set[bytes]
+    """Shapes of conversations of which it is known that it writes all; see `left_out.py`."""
 
     def __init__(self, text: str, tokenizer: Tokenizer, where: str) -> None:
         """Compiles `text`."""
         self.text = text
         self.sha256 = hashlib.sha256(text.encode()).hexdigest()
         self.where = where
+        self.shapes_written = set()
         named = {"bos_token": tokenizer.bos_token, "eos_token": tokenizer.eos_token}
         special_tokens = {name: token for name, token in named.items() if token is not None}
         self._process = subprocess.Popen(
@@ -77,10 +88,6 @@ class ChatTemplate:
         weakref.finalize(self, _end, self._process)
         limits = {"max_cpu_s": MAX_CPU_S, "max_memory_bytes": MAX_MEMORY_BYTES, "max_chars": MAX_CHARS}
         self._ask({"template": text, "special_tokens": special_tokens} | limits, "is malformed")
-
-    def writes(self, *fields: str) -> bool:
-        """Whether the template reads a field or variable of one of these names, as far as its text tells."""
-        return any(re.search(rf"\b{field}\b", self.text) for field in fields)
 
     @functools.cached_property
     def has_generation_blocks(self) -> bool:
@@ -105,19 +112,45 @@ class ChatTemplate:
             return ""
 
     @functools.cached_property
+    def takes_calls(self) -> bool:
+        """Whether it writes tool calls; also if it takes none of those that it is asked to, which it then says itself."""
+        contents = [*_WITHOUT_CONTENT, {"content": _QUESTION}, {"content": [{"type": "text", "text": _QUESTION}]}]
+        written = [self._written_call(content, arguments) for content in contents for arguments in _ARGUMENTS]
+        return any(_FUNCTION in text for text in written) or not any(written)
+
+    @functools.cached_property
+    def without_content(self) -> Message:
+        """What it takes as content beside tool calls that stand alone: none, as transformers gives it, else null or "".
+
+        Templates ask for null that were written before transformers left it out.
+        """
+        taken = (
+            content
+            for content in _WITHOUT_CONTENT
+            if any(_FUNCTION in self._written_call(content, arguments) for arguments in _ARGUMENTS)
+        )
+        return next(taken, {})
+
+    @functools.cached_property
     def takes_json_arguments(self) -> bool:
         """Whether it writes the arguments of a tool call that are JSON already as they are, and not quoted once more."""
-        arguments = '{"x": 1}'
-        call = {"id": "callabcde", "type": "function", "function": {"name": "f", "arguments": arguments}}
+        return _JSON in self._written_call(self.without_content, _JSON)
+
+    def _written_call(self, content: Message, arguments: object) -> str:
+        """What it writes of a call, with tools to call or none, with a result or none; nothing if it takes no such talk."""
+        call = {"id": "callabcde", "type": "function", "function": {"name": _FUNCTION, "arguments": arguments}}
         talk = [
             {"role": "user", "content": _QUESTION},
-            {"role": "assistant", "tool_calls": [call]},
-            {"role": "tool", "tool_call_id": call["id"], "name": "f", "content": "1"},
+            {"role": "assistant", **content, "tool_calls": [call]},
+            {"role": "tool", "tool_call_id": call["id"], "name": _FUNCTION, "content": "1"},
         ]
-        try:
-            return arguments in self.render(talk, add_generation_prompt=False)
-        except DataError:
-            return False
+        written = ""
+        for tools, length in itertools.product((_TOOLS, None), (3, 2)):
+            with contextlib.suppress(DataError):
+                written = next(self.render_prefixes(talk, [(length, False)], None, {"tools": tools})).text or written
+            if _FUNCTION in written:
+                break
+        return written
 
     def render(self, messages: Sequence[Message], *, add_generation_prompt: bool) -> str:
         """The conversation as text; with `add_generation_prompt` it ends where the assistant's next turn begins.

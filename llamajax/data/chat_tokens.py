@@ -10,6 +10,7 @@ from jaxtyping import Bool, Int32
 
 from llamajax.data.chat import ChatTemplate, Rendered
 from llamajax.data.conversations import Conversation, Message, content_of
+from llamajax.data.left_out import left_out
 from llamajax.data.tokenizer_base import Tokenizer
 from llamajax.errors import DataError, show
 
@@ -129,14 +130,13 @@ def _as_taken(template: ChatTemplate, conversation: Conversation) -> list[Messag
     Raises:
         DataError: it would leave something out that is in them.
     """
-    if conversation.variables.get("tools") and not template.writes("tools"):
-        raise _left_out(template, "tools")
     for index, message in enumerate(conversation.messages):
-        if message.get("tool_calls") and not template.writes("tool_calls"):
+        if message.get("tool_calls") and not template.takes_calls:
             raise _left_out(template, f"messages[{index}].tool_calls")
-        if message.get("reasoning_content") and not template.writes("reasoning_content", "thinking", "reasoning"):
-            raise _left_out(template, f"messages[{index}].reasoning_content")
-    return [_message_as_taken(template, message) for message in conversation.messages]
+    messages = [_message_as_taken(template, message) for message in conversation.messages]
+    if what := left_out(template, messages, conversation.variables):
+        raise _left_out(template, what)
+    return messages
 
 
 def _left_out(template: ChatTemplate, what: str) -> DataError:
@@ -146,7 +146,7 @@ def _left_out(template: ChatTemplate, what: str) -> DataError:
 def _message_as_taken(template: ChatTemplate, message: Message) -> Message:
     if message["role"] == "function_call":
         message = {**message, "role": "assistant"}
-        if template.writes("tool_calls"):
+        if template.takes_calls:
             calls = _named_calls(content_of(message))
             message = {**message, "content": "", "tool_calls": [{"type": "function", "function": call} for call in calls]}
     content = message.get("content")
@@ -155,6 +155,8 @@ def _message_as_taken(template: ChatTemplate, message: Message) -> Message:
     elif content and isinstance(content, str) and not template.takes_text and template.takes_parts:
         message = {**message, "content": [{"type": "text", "text": content}]}
     calls = message.get("tool_calls") or []
+    if calls and content is None:
+        message = {**message, **template.without_content}
     if any(isinstance(_function(call).get("arguments"), str) for call in calls) and not template.takes_json_arguments:
         message = {**message, "tool_calls": list(map(_with_object, calls))}
     return message

@@ -18,7 +18,7 @@ _ROLES = {
 }  # fmt: skip
 ANSWERING = ("assistant", "function_call")
 """Roles of what the assistant says."""
-_REASONING = ("reasoning_content", "thinking", "reasoning")
+REASONING = ("reasoning_content", "thinking", "reasoning")
 """Names of what the assistant thinks before it answers; transformers lets a template find it under the first two."""
 _MEDIA = ("image", "images", "video", "videos", "audio", "audios")
 _NOTHING = (None, "", [], {})
@@ -175,11 +175,11 @@ def _message(turn: Mapping[str, object], role: str, content_key: str, where: str
         key: value
         for key, value in turn.items()
         if value is not None
-        and key not in ("role", "content", "from", "value", "tool_calls", "function_call", *_REASONING)
+        and key not in ("role", "content", "from", "value", "tool_calls", "function_call", *REASONING)
         and not says_about_learning(key)
     }
     calls = _calls(turn, where)
-    thoughts = {name: _text(turn, name, where=where) for name in _REASONING if turn.get(name) is not None}
+    thoughts = {name: _text(turn, name, where=where) for name in REASONING if turn.get(name) is not None}
     if len(set(thoughts.values())) > 1:
         raise ValueError(f"{where}{' and '.join(thoughts)} differ; keep one of them")
     message: Message = {"role": role}

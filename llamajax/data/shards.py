@@ -41,7 +41,7 @@ FOLDER = "shards-2"
 _DOCUMENTS = "shard-1"
 _LONG = "whole"
 """For those that may have documents which earlier versions cut."""
-_CONVERSATIONS = "chat-3"
+_CONVERSATIONS = "chat-4"
 
 
 @dataclass(frozen=True)

@@ -1,22 +1,13 @@
 """Conversations of all kinds become the tokens that transformers gives them, and what is learnt is what is marked so."""
 
-import functools
 import json
-from typing import Any
 
 import pytest
-import tokenizers
-from tokenizers import decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
-from llamajax.config.data import ChatFormat
-from llamajax.data.chat import ChatTemplate
-from llamajax.data.chat_tokens import encode_conversation, end_problem, end_token
-from llamajax.data.conversations import conversation_of
-from llamajax.data.tokenizer import load_tokenizer
+from llamajax.data.chat_tokens import end_problem, end_token
 from llamajax.errors import DataError
+from tests.data.talks import ONE, RESULT, SYSTEM, TOOL, TWO, Q, R, calling, samples, served, spelling
 
-SPECIAL = ["<s>", "</s>", "<|im_start|>", "<|im_end|>"]
 PLAIN = (
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
@@ -49,6 +40,19 @@ THINKING = """\
 {{- (m.content.split('</think>')[-1].lstrip('\n') if m.role == 'assistant' else m.content) + '<|im_end|>\n' }}
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"""
+# As gpt-oss': it asks whether there is a thought, whatever that says.
+CHANNEL = """\
+{%- for m in messages %}{{- '<|im_start|>' + m.role + '\n' }}
+{%- if 'thinking' in m %}{{- 'analysis: ' + m.thinking + '\n' }}{%- endif %}{{- m.content + '<|im_end|>\n' }}{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"""
+# As DeepSeek-V3's: beside calls, content is null or a text.
+NULL = """\
+{%- for m in messages %}{{- '<|im_start|>' + m.role + '\n' }}
+{%- if 'tool_calls' in m %}{%- for call in m.tool_calls %}
+{%- if m['content'] is none %}{{- 'null ' }}{%- else %}{{- 'text ' + m['content'] }}{%- endif %}
+{{- call['function']['name'] + ' ' + call['function']['arguments'] }}{%- endfor %}
+{%- else %}{{- m['content'] }}{%- endif %}{{- '<|im_end|>\n' }}{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"""
 BLOCKS = """\
 {%- for m in messages %}{{- '<|im_start|>' + m.role + '\n' }}
 {%- if m.role == 'assistant' %}{% generation %}{{- m.content + '<|im_end|>' }}{% endgeneration %}
@@ -67,56 +71,10 @@ ALTERNATING = """\
 {%- if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{- raise_exception('roles must alternate') }}{%- endif %}
 {{- '[INST] ' + m.content + ' [/INST]' if m.role == 'user' else m.content + eos_token }}{%- endfor %}"""
 
-Q, R = {"role": "user", "content": "q"}, {"role": "user", "content": "r"}
-ONE, TWO = {"role": "assistant", "content": "one"}, {"role": "assistant", "content": "two"}
-SYSTEM = {"role": "system", "content": "Be kind."}
-TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
-
-
-def call(arguments) -> dict[str, Any]:
-    return {"id": "a", "type": "function", "function": {"name": "f", "arguments": arguments}}
-
-
-def calling(arguments) -> dict[str, Any]:
-    return {"role": "assistant", "content": None, "tool_calls": [call(arguments)]}
-
-
-RESULT = {"role": "tool", "tool_call_id": "a", "content": "4"}
-
 
 @pytest.fixture(scope="module")
 def both(tmp_path_factory):
-    """A tokenizer that spells every byte, and has the special tokens, as we and transformers read it; templates by text."""
-    folder = tmp_path_factory.mktemp("spelling")
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = tokenizers.Tokenizer(models.BPE({letter: index for index, letter in enumerate(alphabet)}, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(SPECIAL)
-    tokenizer.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<s>", "eos_token": "</s>"}))
-    theirs = PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"), bos_token="<s>", eos_token="</s>")
-    ours = load_tokenizer(folder)
-    return ours, theirs, functools.cache(lambda text: ChatTemplate(text, ours, "some.jinja"))
-
-
-def samples(both, text, record, chat_format: ChatFormat = "messages"):
-    """Of each sample, its text and what is learnt of it, by transformers' decoding."""
-    ours, theirs, template = both
-    encoded = encode_conversation(template(text), ours, conversation_of(record, chat_format))
-    found = []
-    for ids, learnt in encoded:
-        said, before = [], False
-        for token, is_learnt in zip(ids.tolist(), learnt.tolist(), strict=True):
-            if is_learnt:
-                said = [*said[:-1], [*said[-1], token]] if before else [*said, [token]]
-            before = is_learnt
-        found.append((theirs.decode(ids), [theirs.decode(turn) for turn in said]))
-    return found
-
-
-def served(both, text, messages, **others):
-    return both[1].apply_chat_template(messages, chat_template=text, tokenize=False, **others)
+    return spelling(tmp_path_factory.mktemp("spelling"))
 
 
 LEARNT = [
@@ -151,6 +109,25 @@ def test_arguments_that_are_json_are_not_quoted_again(both):
     compact = [Q, calling('{"x":1}'), RESULT, TWO]
     ((whole, _),) = samples(both, TOOLS_AS_TEXT, {"messages": compact})
     assert whole == served(both, TOOLS_AS_TEXT, compact)
+
+
+@pytest.mark.parametrize("content", [None, "", "I look: "])
+def test_calls_of_a_template_that_asks_for_null(both, content):
+    """transformers leaves null out, which such a template fails at; it was written for one that did not."""
+    messages = [Q, calling('{"x": 1}') | {"content": content}, RESULT, TWO]
+    ((whole, learnt),) = samples(both, NULL, {"messages": messages})
+    said = "null " if content is None else f"text {content}"
+    assert learnt == [said + 'f {"x": 1}<|im_end|>', "two<|im_end|>"]
+    if content is not None:
+        assert whole == served(both, NULL, messages)
+
+
+@pytest.mark.parametrize("text", [CHANNEL, THINKING])
+@pytest.mark.parametrize("name", ["reasoning", "reasoning_content", "thinking"])
+def test_an_empty_thought_is_what_transformers_makes_of_it(both, text, name):
+    messages = [Q, ONE | {name: ""}]
+    ((whole, _),) = samples(both, text, {"messages": messages})
+    assert whole == served(both, text, messages)
 
 
 @pytest.mark.parametrize("value", ['{"name": "f", "arguments": {"x": 1}}', '[{"name": "f", "arguments": "{\\"x\\": 1}"}]'])
