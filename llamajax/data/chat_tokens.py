@@ -1,5 +1,6 @@
 """Conversations to token ids, and which of them are learnt."""
 
+import contextlib
 import itertools
 import json
 from collections.abc import Sequence
@@ -8,20 +9,21 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Bool, Int32
 
-from llamajax.data.chat import ChatTemplate, Rendered
+from llamajax.data.answers import cannot_tell, find_answers, spans_before_prompt
+from llamajax.data.chat import ChatTemplate
 from llamajax.data.conversations import Conversation, Message, content_of
 from llamajax.data.left_out import left_out
 from llamajax.data.tokenizer_base import Tokenizer
 from llamajax.errors import DataError, show
 
-TRAINING_DATE = "2024-07-26"
-"""Today, for a template that writes the date into conversations that are learnt: always the same, so that the data are."""
-
-_MARK_IT = (
-    "put {% generation %} and {% endgeneration %} around it, or name a file of configs/chat_templates as data.chat_template"
-)
 _SAID = "Certainly."
 _TALK: list[Message] = [{"role": "user", "content": "Is it?"}, {"role": "assistant", "content": _SAID}]
+_THOUGHTS: list[Message] = [
+    {},
+    {"reasoning_content": "I think.", "thinking": "I think."},
+    {"content": f"<think>\nI think.\n</think>\n\n{_SAID}"},
+]
+"""What may be before it; templates that open every answer with a thought want one."""
 
 
 class Encoded(NamedTuple):
@@ -32,22 +34,14 @@ class Encoded(NamedTuple):
     """What the assistant says, the token that ends its turn included."""
 
 
-class _Answer(NamedTuple):
-    """A turn of the assistant's that is learnt."""
-
-    after: str
-    """The text up to its end."""
-    spans: list[tuple[int, int]]
-    """Where in that text it lies, (start, end) of each stretch."""
-
-
 def encode_conversation(template: ChatTemplate, tokenizer: Tokenizer, conversation: Conversation) -> list[Encoded]:
     """The tokens of a conversation, and which of them are learnt: those of the text that the template writes, which
     begins it with the bos token or does not, as for transformers' `apply_chat_template`.
 
     What the assistant says lies in the template's `{% generation %}` blocks, or, if there are none, between what the
-    template writes up to a turn, with a generation prompt, and what it writes when the turn is there. Each stretch is
-    encoded by itself, so that the assistant's tokens follow the prompt's as they do when it is used.
+    template writes up to a turn, with a generation prompt, and what it writes when the turn is there. Either way an answer
+    has to begin as that prompt does. Each stretch is encoded by itself, so that the assistant's tokens follow the prompt's
+    as they do when it is used.
 
     A template that writes an answer otherwise once the conversation goes on, as those of reasoning models do, which then
     leave out what was thought, gives several: each answer is learnt once, behind what is served before it.
@@ -58,14 +52,17 @@ def encode_conversation(template: ChatTemplate, tokenizer: Tokenizer, conversati
     """
     messages = _as_taken(template, conversation)
     turns = [index for index, is_learnt in enumerate(conversation.is_learnt) if is_learnt]
-    found = _marked_answers(template, messages, turns, conversation.variables) if template.has_generation_blocks else None
-    text, answers = found or _answers(template, messages, turns, conversation.variables)
+    rendered, answers = find_answers(template, messages, turns, conversation.variables)
     samples: list[Encoded] = []
     while answers:
-        if spans := [span for answer in answers if text.startswith(answer.after) for span in answer.spans]:
-            samples.append(_encode(tokenizer, text, spans))
-        answers = [answer for answer in answers if not text.startswith(answer.after)]
-        text = answers[-1].after if answers else ""
+        here = [answer for answer in answers if rendered.text.startswith(answer.after.text)]
+        if spans := [span for answer in here for span in answer.spans_in(rendered)]:
+            samples.append(_encode(tokenizer, rendered.text, spans))
+        answers = [answer for answer in answers if not rendered.text.startswith(answer.after.text)]
+        rendered = answers[-1].after if answers else rendered
+    if turns and not samples:
+        what = "has no {% generation %} block around an answer that is to be learnt"
+        raise cannot_tell(template, what, "put one around each, or remove the marks of messages")
     return samples[::-1]
 
 
@@ -80,13 +77,8 @@ def encode_messages(
     """
     variables = variables or {}
     messages = _as_taken(template, Conversation([*messages], [False] * len(messages), variables))
-    turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
-    whole, *others = _render(template, messages, [(len(messages), True), *_prefixes(turns)], variables, date=None)
-    spans: list[tuple[int, int] | None] = [*whole.marks]
-    if not whole.marks:
-        for turn, (before, prompt, after) in zip(turns, _in_threes(others), strict=True):
-            spans.append(_span(before, prompt, after, messages[turn]) if whole.text.startswith(after) else None)
-    return _encode(tokenizer, whole.text, [] if None in spans else [span for span in spans if span]).ids
+    text, spans = spans_before_prompt(template, messages, variables)
+    return _encode(tokenizer, text, spans).ids
 
 
 def end_token(template: ChatTemplate, tokenizer: Tokenizer) -> int | None:
@@ -109,8 +101,8 @@ def _behind_answer(template: ChatTemplate) -> str:
 def end_problem(template: ChatTemplate, tokenizer: Tokenizer) -> str | None:
     """What is wrong if no answer teaches where to stop: none has a token that is learnt and that generation stops at."""
     try:
-        samples = encode_conversation(template, tokenizer, Conversation(_TALK, [False, True], {}))
         end = end_token(template, tokenizer)
+        samples = _encoded_talk(template, tokenizer)
     except DataError:  # it wants other talks; what is wrong with those is told where they are read
         return None
     learnt = {token for sample in samples for token in sample.ids[sample.learnt].tolist()}
@@ -122,6 +114,15 @@ def end_problem(template: ChatTemplate, tokenizer: Tokenizer) -> str | None:
         return f"{place} writes no token behind an answer that generation stops at, so no end is learnt; write {name} there"
     name = _behind_answer(template).split()[0]
     return f"{place} has {name}, where generation stops, outside of {{% generation %}}, so no end is learnt; put it inside"
+
+
+def _encoded_talk(template: ChatTemplate, tokenizer: Tokenizer) -> list[Encoded]:
+    """A short talk, with a thought where the template opens every answer with one."""
+    for thought in _THOUGHTS:
+        with contextlib.suppress(DataError):
+            talk = [_TALK[0], _TALK[1] | thought]
+            return encode_conversation(template, tokenizer, Conversation(talk, [False, True], {}))
+    return encode_conversation(template, tokenizer, Conversation(_TALK, [False, True], {}))
 
 
 def _as_taken(template: ChatTemplate, conversation: Conversation) -> list[Message]:
@@ -191,102 +192,6 @@ def _with_object(call: dict[str, Any]) -> dict[str, Any]:
         return call
     function = {**function, "arguments": arguments}
     return {**call, "function": function} if _function(call) is not call else function
-
-
-def _render(
-    template: ChatTemplate,
-    messages: Sequence[Message],
-    renders: Sequence[tuple[int, bool]],
-    variables: dict[str, Any],
-    date: str | None = TRAINING_DATE,
-) -> list[Rendered]:
-    try:
-        return list(template.render_prefixes(messages, renders, date, variables))
-    except DataError as error:
-        if len(messages) > 1 and messages[0]["role"] == "system" and _is_taken(template, messages[1:], variables):
-            remedy = "it takes no system message: put that into the first question, or name a template that takes one"
-            raise DataError(f"{str(error).rpartition(';')[0]}; {remedy}") from error
-        raise
-
-
-def _is_taken(template: ChatTemplate, messages: Sequence[Message], variables: dict[str, Any]) -> bool:
-    try:
-        next(template.render_prefixes(messages, [(len(messages), False)], TRAINING_DATE, variables))
-    except DataError:
-        return False
-    return True
-
-
-def _marked_answers(
-    template: ChatTemplate, messages: Sequence[Message], turns: Sequence[int], variables: dict[str, Any]
-) -> tuple[str, list[_Answer]] | None:
-    """As `_answers`, told by generation blocks; None if the template writes none in this conversation."""
-    answers = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
-    renders = [(len(messages), False), *((answer + 1, False) for answer in answers)]
-    whole, *until = _render(template, messages, renders, variables)
-    if not whole.marks:
-        return None
-    numbers = [0, *(len(marks) for _, marks in until)]  # of blocks before each answer
-    found = {answer: _Answer(text, marks[n:]) for answer, (text, marks), n in zip(answers, until, numbers, strict=False)}
-    if all(found[turn].spans for turn in turns):
-        return whole.text, [found[turn] for turn in turns]
-    if len(turns) < len(answers):
-        what = "which message a {% generation %} block is of cannot be told, since not every answer has one"
-        raise _cannot_tell(template, what, "put one around each, or remove the marks of messages")
-    return whole.text, [_Answer(whole.text, whole.marks)]
-
-
-def _answers(
-    template: ChatTemplate, messages: Sequence[Message], turns: Sequence[int], variables: dict[str, Any]
-) -> tuple[str, list[_Answer]]:
-    """The conversation as text, and the turns that are learnt, told by what the template writes before and with them."""
-    whole, *others = _render(template, messages, [(len(messages), False), *_prefixes(turns)], variables)
-    found = []
-    for turn, texts in zip(turns, _in_threes(others), strict=True):
-        before, prompt, after = texts
-        span = _span(before, prompt, after, messages[turn])
-        if span is None:
-            what = "what the assistant says cannot be found in what it writes"
-            if prompt != before and prompt.startswith(before):
-                began = prompt[len(before) :][-40:]
-                what = f"begins an answer with {began!r} when it is used, but not where the answer is there"
-            raise _cannot_tell(template, what, _MARK_IT)
-        found.append(_Answer(after, [span]))
-    return whole.text, found
-
-
-def _cannot_tell(template: ChatTemplate, what: str, remedy: str) -> DataError:
-    return DataError(f"{template.where}: chat template: {what}; {remedy}")
-
-
-def _prefixes(turns: Sequence[int]) -> list[tuple[int, bool]]:
-    """What is rendered to find each of these turns: the messages before it, without and with a prompt, and those with it."""
-    return [render for turn in turns for render in ((turn, False), (turn, True), (turn + 1, False))]
-
-
-def _in_threes(rendered: Sequence[Rendered]) -> list[tuple[str, str, str]]:
-    texts = [one.text for one in rendered]
-    return list(zip(texts[::3], texts[1::3], texts[2::3], strict=True))
-
-
-def _span(before: str, prompt: str, after: str, message: Message) -> tuple[int, int] | None:
-    """Where an assistant's turn lies in a text, (start, end), or None if that cannot be told.
-
-    Args:
-        before: the text without the turn.
-        prompt: as `before`, with a generation prompt.
-        after: the text with the turn.
-        message: the turn.
-    """
-    content = content_of(message).strip()
-    said = after[len(prompt) :]
-    is_prompted = prompt != before or said.lstrip().startswith(content)  # Llama 2 has no generation prompt and needs none
-    if not (after.startswith(prompt) and is_prompted):
-        return None
-    # Space after the mark that ends a turn is not learnt: when the model is used, it has stopped there.
-    stripped = said.rstrip()
-    has_end_mark = not (content and stripped.endswith(content))
-    return len(prompt), len(prompt) + len(stripped if has_end_mark else said)
 
 
 def _encode(tokenizer: Tokenizer, text: str, spans: Sequence[tuple[int, int]]) -> Encoded:

@@ -60,6 +60,9 @@ BLOCKS = """\
 BLOCKS_WITHOUT_END = BLOCKS.replace(
     "{{- m.content + '<|im_end|>' }}{% endgeneration %}", "{{- m.content }}{% endgeneration %}{{- '<|im_end|>' }}"
 )
+OPENS_WITHOUT_END = (
+    BLOCKS_WITHOUT_END + "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n<think>\n' }}{%- endif %}"
+)
 LAST_BLOCK = BLOCKS.replace("m.role == 'assistant' %}", "m.role == 'assistant' and loop.last %}")
 NO_END = (
     "{% for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{% endfor %}"
@@ -201,7 +204,8 @@ def test_answers_in_blocks_that_change_are_learnt_as_they_are_served(both):
 
 def test_a_template_may_mark_some_answers_only(both):
     whole = served(both, LAST_BLOCK, [Q, ONE, R, TWO])
-    assert samples(both, LAST_BLOCK, {"messages": [Q, ONE, R, TWO]}) == [(whole, ["two<|im_end|>"])]
+    for one in (ONE, ONE | {"train": False}):
+        assert samples(both, LAST_BLOCK, {"messages": [Q, one, R, TWO]}) == [(whole, ["two<|im_end|>"])]
 
 
 def test_answers_to_one_question_share_a_sample(both):
@@ -228,8 +232,8 @@ REFUSED = [
         "begins an answer with '<|im_start|>assistant\\n<think>' when it is used, but not where the answer is there; put",
     ),
     (
-        LAST_BLOCK, [Q, ONE | {"train": False}, R, TWO], {},
-        "which message a {% generation %} block is of cannot be told, since not every answer has one; put one around each",
+        LAST_BLOCK, [Q, ONE, R, TWO | {"train": False}], {},
+        "has no {% generation %} block around an answer that is to be learnt; put one around each, or remove the marks of",
     ),
 ]  # fmt: skip
 
@@ -259,6 +263,7 @@ def test_a_call_without_a_name_is_refused(both):
             BLOCKS_WITHOUT_END,
             "has <|im_end|>, where generation stops, outside of {% generation %}, so no end is learnt; put",
         ),
+        (OPENS_WITHOUT_END, "has <|im_end|>, where generation stops, outside of {% generation %}, so no end is learnt; put"),
         (NO_END, "writes no token behind an answer that generation stops at, so no end is learnt; write </s> there"),
         (PLAIN.replace("<|im_end|>", "###"), "writes no token behind an answer that generation stops at"),
         ("{{ raise_exception('no') }}", None),
