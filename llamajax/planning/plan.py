@@ -8,7 +8,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from llamajax.config.calibration import read_measurement
 from llamajax.config.formulas import mesh_sizes
 from llamajax.config.gpus import planned_gpu
 from llamajax.config.model import REMATS, Remat
@@ -22,11 +21,11 @@ from llamajax.planning.fitting import Suggestion, suggestions
 from llamajax.planning.judge import preference
 from llamajax.planning.latencies import FILE_NAME, latency_text, read_latencies
 from llamajax.planning.memory import MemoryPlan, memory_plan
-from llamajax.planning.scheduling import latency_source
+from llamajax.planning.scheduling import check_told, latency_source
 from llamajax.planning.xla.compile import CompiledStep, compile_for
 from llamajax.planning.xla.hlo import Module
 from llamajax.planning.xla.parse import parse
-from llamajax.step.compile import check_flags, compiler_options
+from llamajax.step.compile import compiler_options
 from llamajax.step.forms import float8_matmuls, with_forms
 
 
@@ -102,11 +101,9 @@ def make_plan(
 
     Raises:
         CompilerMissingError: XLA's compiler for GPUs is not installed.
-        ConfigError: see `compile_for`, `read_latencies` and `read_measurement`.
+        ConfigError: see `compile_for` and `check_told`.
     """
-    if config.xla.latency_profile not in (None, "auto"):
-        read_latencies(config.xla.latency_profile)
-    read_measurement(config.hardware)
+    check_told(config)
     by_remat = {}
     if config.model.remat == "auto":
         for remat in REMATS:
@@ -135,11 +132,7 @@ def plan_problems(config: Config) -> list[str]:
         if not problems:
             planned_kernel(with_forms(config, mesh_sizes(config))[0])
             float8_matmuls(config, planned_gpu(config.hardware).compute_capability)
-        if config.xla.flags:
-            check_flags(config)
-        if config.xla.latency_profile not in (None, "auto"):
-            read_latencies(config.xla.latency_profile)
-        read_measurement(config.hardware)
+        check_told(config)
     except ConfigError as error:
         problems.append(str(error))
     return problems

@@ -14,6 +14,7 @@ import jax
 import jaxlib.version
 
 from llamajax import disk
+from llamajax.config.calibration import read_measurement
 from llamajax.config.model import REMATS, Remat
 from llamajax.config.run import Config
 from llamajax.data import cache
@@ -25,7 +26,7 @@ from llamajax.planning.cost.attention import scores_of_calls
 from llamajax.planning.cost.gpu import planned_machine
 from llamajax.planning.judge import GUESSES, Judge
 from llamajax.planning.latencies import FILE_NAME, read_latencies, text_costs
-from llamajax.step.compile import Option, compile_with, compiler_options, lower
+from llamajax.step.compile import Option, check_flags, compile_with, compiler_options, lower
 from llamajax.step.forms import remat_policy, with_forms
 from llamajax.step.state import TrainState
 
@@ -55,6 +56,21 @@ class Compilation:
             "options": self.options,
             "xla_flags": os.environ.get("XLA_FLAGS", ""),
         }
+
+
+def check_told(config: Config) -> None:
+    """Refuses what only the compiler for GPUs would be told, before it begins; all processes call this together.
+
+    Raises:
+        ConfigError: this jaxlib does not know `xla.flags`, or a file cannot be used: see `read_latencies` and
+            `read_measurement`.
+        EnvironmentMismatchError: the processes were given different files of latencies.
+    """
+    if config.xla.flags:
+        check_flags(config)
+    if config.xla.latency_profile not in (None, "auto"):
+        _same_file(config.xla.latency_profile)
+    read_measurement(config.hardware)
 
 
 def compile_here(config: Config, lowered: jax.stages.Lowered) -> Compilation:

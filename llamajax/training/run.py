@@ -20,7 +20,7 @@ from llamajax.parallel import compilation_cache, startup
 from llamajax.parallel.exit import end_process, exit_code
 from llamajax.parallel.processes import check_same_everywhere, everyones, of_first
 from llamajax.parallel.zero import whole_over_data
-from llamajax.planning.scheduling import Compilation
+from llamajax.planning.scheduling import Compilation, check_told
 from llamajax.step.batch import micro_batch_size
 from llamajax.step.state import TrainState, abstract_state, init_state
 from llamajax.training import elastic
@@ -61,6 +61,8 @@ def run(asked: Config, *, dry_run: bool = False) -> None:
         if fitted.line is not None:
             console.log(f"elastic    {fitted.line}")
         check_forms(config)
+        if jax.default_backend() == "gpu":
+            check_told(config)
         pretrained = None
         if config.init_from is not None and of_first(latest_step(run_dir)) is None:
             pretrained = open_pretrained(Path(config.init_from))

@@ -1,5 +1,6 @@
 """A run as its user meets it: what is refused and how, what a dry run prints, traces, samples, and no leaks."""
 
+import dataclasses
 import gc
 import json
 import math
@@ -14,11 +15,12 @@ import pytest
 
 from llamajax.checkpoint.read import Saved
 from llamajax.checkpoint.write import Checkpointer
-from llamajax.config.file import config_to_dict, load_config
+from llamajax.config.file import config_to_dict, dump_config, load_config
 from llamajax.errors import CheckpointError, ConfigError, DataError, DivergedError
 from llamajax.training import run as train
 from llamajax.training.resume import check_settings
 from tests import runs
+from tests.config.test_calibration import MEASUREMENT
 
 
 @pytest.fixture(scope="module")
@@ -143,6 +145,26 @@ def test_a_kernel_that_cannot_compute_is_refused_before_the_data(finished, tmp_p
     monkeypatch.setattr(train, "prepare", lambda *_, **__: pytest.fail("the run has begun to read data"))
     with pytest.raises(ConfigError, match=r"model\.attention_kernel: "):
         train.run(finished.changed({"run_dir": str(tmp_path / "run"), "model.attention_kernel": "cudnn"}))
+
+
+@pytest.mark.usefixtures("nothing_compiles")
+@pytest.mark.parametrize(
+    ("changes", "refusal"),
+    [
+        ({"xla.flags": ("xla_gpu_no_such_thing=1",)}, "does not know xla_gpu_no_such_thing"),
+        ({"xla.latency_profile": "/nowhere.pbtxt"}, r"xla\.latency_profile: /nowhere.pbtxt cannot be read"),
+        ({"hardware.gpu": "h100", "hardware.calibration": "CALIBRATION"}, "measured on a100-80gb, but hardware.gpu is h100"),
+    ],
+)
+def test_what_only_the_compiler_for_gpus_is_told_is_refused_before_the_data(finished, tmp_path, monkeypatch, changes, refusal):
+    other = dataclasses.replace(MEASUREMENT, gpu="a100-80gb")
+    (tmp_path / "CALIBRATION").write_text(dump_config(other))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(train, "prepare", lambda *_, **__: pytest.fail("the run has begun to read data"))
+    monkeypatch.setattr(train, "check_forms", lambda config: None)  # which would ask the GPU what it can compute
+    monkeypatch.setattr(train.jax, "default_backend", lambda: "gpu")
+    with pytest.raises(ConfigError, match=refusal):
+        train.run(finished.changed(changes | {"run_dir": str(tmp_path / "run")}))
 
 
 def test_a_run_goes_on_with_the_defaults_of_settings_that_are_younger(finished):
