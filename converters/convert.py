@@ -1,6 +1,7 @@
 """One conversion, from beginning to end: what `python -m converters.hf` does."""
 
 import argparse
+import os
 import time
 from pathlib import Path
 
@@ -60,7 +61,7 @@ def convert(
 
 def main(arguments: argparse.Namespace) -> int:
     """Converts, and returns the exit code."""
-    source, out = Path(arguments.source).expanduser(), Path(arguments.out).expanduser()
+    source, out = Path(os.path.expanduser(arguments.source)), Path(os.path.expanduser(arguments.out))
     options = {"dtype": arguments.dtype, "verify": arguments.verify, "license": arguments.license}
     return exit_code(
         lambda: convert(arguments.command, source, out, **options),

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 import sys
 import time
 from collections import Counter
@@ -75,7 +76,7 @@ def grow(arguments: argparse.Namespace, progress: Progress) -> None:
         UserError: one of `llamajax.errors`.
         OSError: the disk.
     """
-    source, out = Path(arguments.model).expanduser(), Path(arguments.out).expanduser()
+    source, out = Path(os.path.expanduser(arguments.model)), Path(os.path.expanduser(arguments.out))
     if out.exists() or out.is_symlink():
         raise ConfigError(f"{out}: exists already; choose another directory, or remove it")
     model = read_model(source)

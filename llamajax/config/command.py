@@ -25,7 +25,7 @@ from llamajax.config.file import Root, dump_config, read_config
 from llamajax.config.keys import keys
 from llamajax.config.run import Config
 from llamajax.config.yaml_text import Place, Problems
-from llamajax.errors import ConfigError, show, show_any_text
+from llamajax.errors import UserError, show, show_any_text
 
 _FLAGS = {
     "--print_config": "Print the resulting configuration, which is itself a valid FILE, and stop.",
@@ -71,7 +71,7 @@ def parse_args(
         known = {option: value for option, _, value in (option.partition(" ") for option in (*_FLAGS, *own))}
         path, overrides, given = _split(arguments, root, known, problems)
         config = read_config(root, path, overrides, problems, check=None if "--print_config" in given else check)
-    except ConfigError as error:
+    except UserError as error:
         print(error, file=sys.stderr)
         sys.exit(error.exit_code)
     if "--print_config" in given:

@@ -37,6 +37,7 @@ def load_config(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> 
 
     Raises:
         ConfigError: one `file:line: key: rule; remedy` line for every mistake.
+        DiskError: the disk with these weights fails, which may pass.
     """
     pairs = [(key, text if equals else None) for key, equals, text in (item.partition("=") for item in overrides)]
     return read_config(Config, os.fspath(path), pairs, Problems())
@@ -60,6 +61,7 @@ def read_config(
 
     Raises:
         ConfigError: everything in `problems`, with what is found here.
+        DiskError: see `inherit`.
     """
     root = read_file(path, problems) if path is not None else Node({}, Place(0, "command line"))
     builder = _Builder(problems, root_class)
@@ -73,10 +75,9 @@ def read_config(
             problems.add(place, f"replaces --{show(undone[0])}, given before it; leave one of them out")
         else:
             builder.override(root, key, text, place)
-    if root_class is Config:
-        inherit(root, problems)
+    without_weights = inherit(root, problems) if root_class is Config else None
     config = builder.section(root_class, root, "")
-    builder.add_missing()
+    builder.add_missing(without_weights)
     problems.raise_if_any()
     for rule in config.problems() + (check(config) if check else []):
         key, _, message = rule.partition(": ")
@@ -191,6 +192,8 @@ class _Builder:
                 fields = {field.name: field for field in dataclasses.fields(kind)}
                 if name not in fields:
                     return self.add_unknown(place, join(above, name), fields)
+                if node.is_null():  # its lines are commented out
+                    node.content = {}
                 if not isinstance(node.content, dict):
                     return None  # nor is it a section in the file, which is told with its line
                 kind, repeatable = fields[name].type, "repeatable" in fields[name].metadata
@@ -274,8 +277,16 @@ class _Builder:
         self.meant.update(meant)
         self.problems.add(place, f"unknown key '{show(key)}'; {remedy}")
 
-    def add_missing(self) -> None:
-        """Notes the required keys that are not there; a misspelled one has its line already."""
-        for key, place in self.missing.items():
-            if key not in self.meant:
-                self.problems.add(place, "required, but missing", key)
+    def add_missing(self, without_weights: tuple[Place, str] | None = None) -> None:
+        """Notes the required keys that are not there; a misspelled one has its line already.
+
+        Where `inherit` has found no weights, that stands for all of the model that is missing.
+        """
+        missing = {key: place for key, place in self.missing.items() if key not in self.meant}
+        if without_weights is not None:
+            others = {key: place for key, place in missing.items() if not key.startswith("model.")}
+            if len(others) < len(missing):
+                self.problems.add(*without_weights, "init_from")
+            missing = others
+        for key, place in missing.items():
+            self.problems.add(place, "required, but missing", key)

@@ -1,23 +1,28 @@
 """The settings of a model that a run leaves out: those of the weights that it starts from."""
 
 import json
-from collections.abc import Iterator
+import os
+import stat
+from collections.abc import Callable
 from dataclasses import asdict, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+from llamajax import disk
 from llamajax.config.hf_config import CONFIG, read_hf_config
 from llamajax.config.json_file import read_json
 from llamajax.config.model import ModelConfig
 from llamajax.config.yaml_text import Node, Place, Problems
 from llamajax.errors import ConfigError, show_path
 
+T = TypeVar("T")
+
 OF_THE_RUN = ("param_dtype", "compute_dtype", "matmul_dtype", "float8_exempt", "attention_kernel", "remat")
 """Settings that say how a run computes; weights do not bring them along."""
 _INHERITED = tuple(field.name for field in fields(ModelConfig) if field.name not in OF_THE_RUN)
 
 
-def inherit(root: Node, problems: Problems) -> None:
+def inherit(root: Node, problems: Problems) -> tuple[Place, str] | None:
     """Adds to `model` of a run what it leaves out, where `init_from` names weights on this machine.
 
     A run that was begun keeps the model of its checkpoints, so it goes on where `init_from` is gone.
@@ -26,18 +31,25 @@ def inherit(root: Node, problems: Problems) -> None:
         root: the settings of the run; changed in place.
         problems: what is wrong already.
 
+    Returns:
+        Where no weights are: what to tell, and where, in place of the settings that are missing then.
+
     Raises:
         ConfigError: the weights have a config.json that cannot be read; everything in `problems`, too.
+        DiskError: the disk fails, which may pass.
     """
     named = _text(root, "init_from")
     if not named or not isinstance(root.content, dict):
-        return
+        return None
     of_weights = root.content["init_from"].place
     model = root.content.setdefault("model", Node({}, of_weights))
+    if model.is_null():  # its lines are commented out
+        model.content = {}
     if not isinstance(model.content, dict):
-        return
+        return None
+    weights = Path(os.path.expanduser(named))
     try:
-        path, values = _described(named, _text(root, "run_dir"))
+        path, values = _described(weights, _text(root, "run_dir"))
     except ConfigError as error:
         problems.add(of_weights, str(error), "init_from")
         raise problems.error() from error  # or all that it would have given were missing, too
@@ -45,6 +57,7 @@ def inherit(root: Node, problems: Problems) -> None:
     for name in _INHERITED:
         if name in values and name not in model.content:
             model.content[name] = _node(values[name], place)
+    return None if values else (of_weights, _none_at(weights))
 
 
 def _text(root: Node, key: str) -> str | None:
@@ -52,30 +65,67 @@ def _text(root: Node, key: str) -> str | None:
     return node.content if node is not None and isinstance(node.content, str) and not node.is_null() else None
 
 
-def _described(init_from: str, run_dir: str | None) -> tuple[Path, dict[str, Any]]:
+def _described(weights: Path, run_dir: str | None) -> tuple[Path, dict[str, Any]]:
     """The file that describes the model, and the model's settings in it; none if there is no such file.
 
     Raises:
         ConfigError: a config.json is damaged, or of a model that is none of ours.
+        DiskError: the disk fails, which may pass.
     """
-    weights = Path(init_from).expanduser()
-    runs = [weights] if run_dir is None else [Path(run_dir).expanduser(), weights]
-    for meta in (meta for run in runs for meta in _metas(run)):
+    runs = [weights] if run_dir is None else [Path(os.path.expanduser(run_dir)), weights]
+    for meta in (step / "meta.json" for run in runs for step in _steps(run)):
         try:
-            return meta, dict(json.loads(meta.read_bytes())["config"]["model"])
-        except (OSError, ValueError, KeyError, TypeError, RecursionError):
+            return meta, dict(json.loads(_found(meta.read_bytes, meta) or b"")["config"]["model"])
+        except (ValueError, KeyError, TypeError, RecursionError):
             continue  # a damaged step is passed over here and named when the run opens it
     path = weights / CONFIG
-    if not path.is_file():
+    status = _found(lambda: os.stat(path), path)
+    if status is None or not stat.S_ISREG(status.st_mode):
         return path, {}
     return path, asdict(read_hf_config(read_json(path), path, "float32")[0])
 
 
-def _metas(path: Path) -> Iterator[Path]:
-    """What steps say about themselves: of a run the newest first, or of a step alone."""
-    is_step = path.parent.name == "checkpoints" and path.name.isdecimal()
-    steps = [path] if is_step else [step for step in path.glob("checkpoints/*") if step.name.isdecimal()]
-    return (step / "meta.json" for step in sorted(steps, key=lambda step: int(step.name), reverse=True))
+def _steps(path: Path) -> list[Path]:
+    """Of a run the newest first, or the step that `path` itself is."""
+    if path.parent.name == "checkpoints" and path.name.isdecimal():
+        return [path]
+    folder = path / "checkpoints"
+    names = _found(lambda: os.listdir(folder), folder) or ()
+    return [folder / name for name in sorted(filter(str.isdecimal, names), key=int, reverse=True)]
+
+
+def _found(look: Callable[[], T], path: Path) -> T | None:
+    """What `look` finds at the path; None where nothing is, or nothing that this user may look at.
+
+    Raises:
+        DiskError: the disk fails, which may pass.
+    """
+    try:
+        return disk.read_again(look)
+    except ValueError:  # a path with a NUL in it
+        return None
+    except OSError as error:
+        if disk.may_pass(error):
+            raise disk.cannot_read(error, path, "") from error
+        return None
+
+
+def _none_at(weights: Path) -> str:
+    """Why nothing is known of the weights, and what to do."""
+    shown, remedy = show_path(str(weights)), "correct the path, or write model out"
+    if shown.startswith("~"):
+        return f"{shown} is in no known home directory; {remedy}"
+    if steps := _steps(weights):
+        meta = steps[0] / "meta.json"
+        return f"{show_path(str(meta))} is missing or does not tell the model; name another checkpoint, or write model out"
+    for look, name in ((os.stat, CONFIG), (os.listdir, "checkpoints")):
+        try:
+            look(weights / name)
+        except (FileNotFoundError, NotADirectoryError, ValueError):
+            continue
+        except OSError as error:
+            return f"{shown} cannot be read: {error.strerror}; {remedy}"
+    return f"no run and no {CONFIG} at {shown}; {remedy}"
 
 
 def _node(value: Any, place: Place) -> Node:

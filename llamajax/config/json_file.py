@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from llamajax import disk
 from llamajax.errors import ConfigError, show
 
 MAX_JSON_BYTES = 4_000_000  # thirty times what the largest Llama needs
@@ -15,11 +16,18 @@ def read_bytes(path: Path, max_bytes: int = _MAX_BYTES) -> bytes:
 
     Raises:
         ConfigError: it is missing, cannot be read or is too large.
+        DiskError: the disk fails, which may pass.
     """
-    try:
+
+    def read() -> bytes:
         with path.open("rb") as file:
-            data = file.read(max_bytes + 1)
+            return file.read(max_bytes + 1)
+
+    try:
+        data = disk.read_again(read)
     except OSError as error:
+        if disk.may_pass(error):
+            raise disk.cannot_read(error, path, "") from error
         raise ConfigError(f"{path}: {error.strerror}; give the directory of a complete Hugging Face model") from error
     if len(data) > max_bytes:
         raise ConfigError(f"{path}: is larger than {max_bytes // 10**6} MB; download the file again")
@@ -31,6 +39,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
     Raises:
         ConfigError: the file is missing, cannot be read, is too large or holds something else.
+        DiskError: see `read_bytes`.
     """
     return parse_json(path, read_bytes(path, MAX_JSON_BYTES))
 

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import os
 import time
 from collections import defaultdict
 from collections.abc import Iterator
@@ -153,7 +154,7 @@ def find_run(config: EvaluateConfig, pretrained: Pretrained) -> Path:
         ConfigError: none is named, and the model is no run's.
     """
     if config.data is not None:
-        return Path(config.data).expanduser()
+        return Path(os.path.expanduser(config.data))
     path = pretrained.source.parent.parent / "config.yaml"  # of RUN/checkpoints/STEP
     if pretrained.tensors is not None or not path.is_file():
         raise ConfigError(

@@ -9,6 +9,7 @@ find the same answers.
 
 import difflib
 import json
+import os
 import random
 from collections import Counter
 from collections.abc import Collection, Sequence
@@ -111,7 +112,7 @@ def load_tasks(config: EvaluateConfig) -> Any:
     names = [name.strip() for name in config.tasks.split(",") if name.strip()]
     manager = None
     if config.include_path is not None:
-        path = Path(config.include_path).expanduser()
+        path = Path(os.path.expanduser(config.include_path))
         if not path.is_dir():
             raise ConfigError(f"include_path: {path} is no directory; name the one with the YAML files of your tasks")
         manager = TaskManager(include_path=str(path), include_defaults=False)

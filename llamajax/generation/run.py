@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import json
 import math
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -152,7 +153,7 @@ def create(path: str) -> TextIO:
         OSError: the disk fails, or is full.
     """
     try:
-        return Path(path).expanduser().open("x", encoding="utf-8")
+        return Path(os.path.expanduser(path)).open("x", encoding="utf-8")
     except OSError as error:
         if may_pass(error):
             raise

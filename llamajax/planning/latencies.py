@@ -6,6 +6,7 @@ to hide them, where there is anything to hide them behind. XLA finds instruction
 scheduling, which the first compilation's text tells.
 """
 
+import os
 import re
 import struct
 from collections.abc import Mapping
@@ -38,7 +39,7 @@ def read_latencies(path: str) -> str:
         ConfigError: there is no such file, or it holds no latencies.
     """
     try:
-        content = Path(path).expanduser().read_bytes()
+        content = Path(os.path.expanduser(path)).read_bytes()
     except OSError as error:
         raise ConfigError(f"xla.latency_profile: {path} cannot be read: {error.strerror}; name a file, or auto") from error
     costs = text_costs(content) or _binary_costs(content)

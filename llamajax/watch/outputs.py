@@ -1,5 +1,6 @@
 """The files that a command writes because options of its command line name them."""
 
+import os
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
@@ -14,7 +15,7 @@ def check_outputs(options: Mapping[str, str], files: Collection[str], pages: Col
         files: the options that name a file to write.
         pages: those of them whose file is an HTML page.
     """
-    named = {option: Path(path).expanduser() for option, path in options.items() if option in files}
+    named = {option: Path(os.path.expanduser(path)) for option, path in options.items() if option in files}
     problems = [
         f"{option}: {path}: is the file of another option too; name a file for each"
         for option, path in named.items()
@@ -49,7 +50,7 @@ def write_output(options: Mapping[str, str], option: str, content: Callable[[], 
     """
     if option not in options:
         return
-    path = Path(options[option]).expanduser()
+    path = Path(os.path.expanduser(options[option]))
     try:
         path.write_text(content(), encoding="utf-8")
     except OSError as error:

@@ -1,5 +1,6 @@
 """Weights to start from, of any kind: a run, one of its checkpoints, an imported model, a Hugging Face directory."""
 
+import os
 import re
 from pathlib import Path
 from typing import Any, get_args
@@ -26,7 +27,7 @@ def open_pretrained(path: Path) -> Pretrained:
         CheckpointError: there is no good checkpoint, or not of this version's model.
         ConfigError: it is none of these, or a Hugging Face model that cannot be read.
     """
-    path = path.expanduser().absolute()
+    path = Path(os.path.expanduser(path)).absolute()
     if (path / "checkpoints").is_dir() and (path / CONFIG).is_file():
         raise ConfigError(
             f"{path}: holds both a run's checkpoints/ and a Hugging Face model's {CONFIG}; give {path / 'checkpoints'}/STEP"

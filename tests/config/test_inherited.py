@@ -1,7 +1,9 @@
 """Settings of the model that a run leaves out are those of its weights; what it sets stays as it is."""
 
 import dataclasses
+import errno
 import json
+import os
 import pathlib
 import shutil
 from typing import Any
@@ -10,9 +12,12 @@ import jax
 import pytest
 
 from converters.hf_import import open_import
+from llamajax import disk
+from llamajax.config import file
+from llamajax.config.command import parse_run
 from llamajax.config.file import load_config
 from llamajax.config.model import ModelConfig
-from llamajax.errors import ConfigError
+from llamajax.errors import ConfigError, DiskError
 from tests import runs
 from tests.converters.models import LLAMA3, tiny, write_model
 from tests.tiny import single_device_mesh
@@ -33,7 +38,9 @@ def sources(tmp_path_factory) -> dict[str, pathlib.Path]:
     return {"hf": directory / "hf", "run": directory / "run", "step": directory / "run/checkpoints/0"}
 
 
-def read(directory: pathlib.Path, init_from: pathlib.Path, model: dict[str, Any] | None, **settings: str) -> ModelConfig:
+def read(
+    directory: pathlib.Path, init_from: pathlib.Path | str, model: dict[str, Any] | None, **settings: str
+) -> ModelConfig:
     """The model of a run whose file has this section `model`; None: it has none."""
     path = runs.write_config(directory)
     body = json.loads(path.read_text())
@@ -71,9 +78,87 @@ def test_a_run_that_was_begun_keeps_its_model_where_the_weights_are_gone(sources
         assert found == dataclasses.replace(OWN, max_seq_len=128)
 
 
-def test_weights_that_are_not_here_leave_what_is_required_missing(tmp_path):
-    with pytest.raises(ConfigError, match=r"model\.vocab_size: required, but missing"):
-        read(tmp_path, tmp_path / "elsewhere", {})
+@pytest.mark.parametrize("model", [None, {}, {"num_layers": 2, "remat": "none"}])
+@pytest.mark.parametrize(
+    ("init_from", "rule"),
+    [
+        ("elsewhere", "no run and no config.json at elsewhere"),
+        ("run.yaml", "no run and no config.json at run.yaml"),
+        ("~nobody-of-that-name/m", "~nobody-of-that-name/m is in no known home directory"),
+        ("a" * 300, f"{'a' * 300} cannot be read: File name too long"),
+        ("a\0b", "no run and no config.json at 'a\\x00b'"),
+    ],
+)
+def test_where_no_weights_are_one_line_says_so(tmp_path, monkeypatch, model, init_from, rule):
+    """In place of all that is missing of the model; whatever else is wrong is told beside it."""
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError) as error:
+        read(tmp_path, init_from, model, sead="1")
+    lines = str(error.value).splitlines()
+    expected = f":1: init_from: {rule}; correct the path, or write model out"
+    assert [line for line in lines if "init_from" in line and line.endswith(expected)]
+    assert ["sead" in line for line in lines if "init_from" not in line] == [True]
+
+
+def test_a_home_that_is_not_known_is_a_problem_of_its_own_setting(sources, tmp_path):
+    """And none where a run that was begun tells its model."""
+    begun = tmp_path / "begun/checkpoints/5"
+    begun.mkdir(parents=True)
+    (begun / "meta.json").write_text(json.dumps({"config": {"model": dataclasses.asdict(OWN)}}))
+    assert read(tmp_path, "~nobody-of-that-name/m", {}, run_dir=str(begun.parents[1])) == OWN
+    assert read(tmp_path, sources["hf"], {}, run_dir="~nobody-of-that-name/r") == OWN
+
+
+def test_checkpoints_that_do_not_tell_their_model_are_named(tmp_path):
+    (tmp_path / "begun/checkpoints/5").mkdir(parents=True)
+    with pytest.raises(ConfigError, match=r"init_from: .*/checkpoints/5/meta.json is missing or does not tell the model; "):
+        read(tmp_path, tmp_path / "begun", {})
+
+
+@pytest.mark.parametrize("name", ["stat", "listdir"])
+def test_weights_that_may_not_be_read_are_a_problem_and_a_failing_disk_is_the_disks(tmp_path, monkeypatch, name):
+    (tmp_path / "weights").mkdir()
+    real = getattr(os, name)
+
+    def failing(number):
+        def look(path, **options):
+            if str(path).startswith(str(tmp_path / "weights/")):
+                raise OSError(number, os.strerror(number), path)
+            return real(path, **options)
+
+        return look
+
+    monkeypatch.setattr(disk, "_PAUSES_S", (0, 0, 0))
+    monkeypatch.setattr(os, name, failing(errno.EACCES))
+    with pytest.raises(ConfigError, match=r":1: init_from: .*/weights cannot be read: Permission denied; correct the path"):
+        read(tmp_path, tmp_path / "weights", {})
+    assert read(tmp_path, tmp_path / "weights", dataclasses.asdict(OWN)) == OWN
+    monkeypatch.setattr(os, name, failing(errno.ESTALE))
+    with pytest.raises(DiskError, match=r"^/.*Stale file handle; see to the disk and run the same command again$"):
+        read(tmp_path, tmp_path / "weights", {})
+
+
+def test_a_failing_disk_ends_a_command_with_its_own_code(tmp_path, monkeypatch, capsys):
+    path = runs.write_config(tmp_path)
+
+    def fail(*_: object) -> None:
+        raise DiskError("the disk")
+
+    monkeypatch.setattr(file, "inherit", fail)
+    with pytest.raises(SystemExit) as ended:
+        parse_run(["--config", str(path)])
+    assert (ended.value.code, capsys.readouterr().err) == (DiskError.exit_code, "the disk\n")
+
+
+def test_a_section_whose_lines_are_commented_out_is_left_out(sources, tmp_path):
+    path = runs.write_config(tmp_path)
+    body = json.loads(path.read_text()) | {"init_from": str(sources["hf"]), "model": None}
+    path.write_text(json.dumps(body))
+    assert load_config(path).model == OWN
+    assert load_config(path, ["model.max_seq_len=64"]).model == dataclasses.replace(OWN, max_seq_len=64)
+    path.write_text(json.dumps(body | {"init_from": None}))
+    with pytest.raises(ConfigError, match=r":1: model: must be a section with keys of its own, not null$"):
+        load_config(path)
 
 
 def test_a_config_json_that_is_not_read_is_told_where_it_is_named(sources, tmp_path):

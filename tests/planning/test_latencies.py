@@ -134,7 +134,7 @@ def test_what_holds_no_latencies_is_refused_in_one_line(tmp_path, content):
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("path", ["missing.pbtxt", "."])
+@pytest.mark.parametrize("path", ["missing.pbtxt", ".", "~nosuchuser/latencies.pbtxt"])
 def test_a_file_that_cannot_be_read_is_refused(tmp_path, monkeypatch, path):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match=r"^xla\.latency_profile: .* cannot be read: "):

@@ -156,7 +156,9 @@ def test_a_kernel_that_cannot_compute_is_refused_before_the_data(finished, tmp_p
         ({"hardware.gpu": "h100", "hardware.calibration": "CALIBRATION"}, "measured on a100-80gb, but hardware.gpu is h100"),
     ],
 )
-def test_what_only_the_compiler_for_gpus_is_told_is_refused_before_the_data(finished, tmp_path, monkeypatch, changes, refusal):
+def test_what_only_the_compiler_for_gpus_is_told_is_refused_before_the_data(
+    finished, tmp_path, monkeypatch, changes, refusal
+):
     other = dataclasses.replace(MEASUREMENT, gpu="a100-80gb")
     (tmp_path / "CALIBRATION").write_text(dump_config(other))
     monkeypatch.chdir(tmp_path)

@@ -23,6 +23,10 @@ def test_good_names_leave_nothing_behind_until_they_are_written(tmp_path):
     ("options", "message"),
     [
         ({"--json": "missing/a"}, "--json: missing/a: there is no directory missing; make it, or name another file"),
+        (
+            {"--json": "~nosuchuser/a"},
+            "--json: ~nosuchuser/a: there is no directory ~nosuchuser; make it, or name another file",
+        ),
         ({"--json": "."}, "--json: . cannot be written: Is a directory; name another file"),
         ({"--json": "/proc/a"}, "--json: /proc/a cannot be written: No such file or directory; name another file"),
         ({"--page": "a.png"}, "--page: a.png: what it names is a page; name a file that ends with .html"),

@@ -1,13 +1,14 @@
 """What a checkpoint says about itself is looked at before it is used: whoever wrote it also wrote its manifest."""
 
 import json
+from pathlib import Path
 
 import jax
 import pytest
 
 from converters.hf_import import open_import
 from llamajax.checkpoint import manifest
-from llamajax.errors import CheckpointError, UserError
+from llamajax.errors import CheckpointError, ConfigError, UserError
 from llamajax.weights.loading import load_model
 from llamajax.weights.opening import open_pretrained
 from tests import tiny
@@ -34,6 +35,11 @@ def read(step):
     """Reads the weights of a step."""
     pretrained = open_pretrained(step)
     load_model(pretrained, pretrained.config)
+
+
+def test_a_home_that_is_not_known_has_no_weights():
+    with pytest.raises(ConfigError, match=r"/~nobody-of-that-name/m: there is no such directory; "):
+        open_pretrained(Path("~nobody-of-that-name/m"))
 
 
 def test_what_no_import_writes_is_refused(step):
