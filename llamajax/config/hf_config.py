@@ -7,11 +7,24 @@ from typing import Any
 
 from llamajax.config.architectures import ARCHITECTURES, LLAMA, MISTRAL, Architecture, architecture_of
 from llamajax.config.hf_rope import read_rope, rope_fields
+from llamajax.config.json_file import read_json
 from llamajax.config.model import DType, ModelConfig
 from llamajax.errors import ConfigError, show
 
 CONFIG = "config.json"
 SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
+
+
+def is_hf_model(path: Path) -> bool:
+    """Whether the file `path` says which model it describes; other programs have a `config.json`, too.
+
+    Raises:
+        DiskError: the disk fails, which may pass.
+    """
+    try:
+        return not read_json(path).keys().isdisjoint(("model_type", "architectures"))
+    except ConfigError:
+        return False
 
 
 def read_hf_config(body: dict[str, Any], path: Path, param_dtype: DType) -> tuple[ModelConfig, dict[str, Any]]:

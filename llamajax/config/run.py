@@ -11,11 +11,12 @@ import os
 import stat
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from llamajax import disk
 from llamajax.config.data import DataConfig, is_remote
-from llamajax.config.hf_config import CONFIG
+from llamajax.config.hf_config import CONFIG, is_hf_model
 from llamajax.config.keys import with_values
 from llamajax.config.machine import HardwareConfig, XlaConfig
 from llamajax.config.model import InitChange, ModelConfig
@@ -267,8 +268,10 @@ class Config(Settings):
             elif key in folders:
                 if os.path.exists(path_at_home) and not os.path.isdir(path_at_home):
                     problems.append(f"{key}: {shown} is not a directory; choose another")
-                elif key == "run_dir" and os.path.isfile(os.path.join(path_at_home, CONFIG)):
-                    problems.append(f"{key}: {shown} holds a Hugging Face model ({CONFIG}); choose another directory")
+                elif key == "run_dir" and is_hf_model(Path(path_at_home, CONFIG)):
+                    begun = os.path.isdir(os.path.join(path_at_home, "checkpoints"))
+                    remedy = f"move {CONFIG} to a directory of its own" if begun else "choose another directory"
+                    problems.append(f"{key}: {shown} holds a Hugging Face model ({CONFIG}); {remedy}")
             elif _is_missing(path_at_home, is_pattern=key in patterns, may_be_folder=key.startswith(of_datasets)):
                 problems.append(f"{key}: no file matches {shown}; relative paths start at {show_path(os.getcwd())}")
         return problems

@@ -8,7 +8,7 @@ from typing import Any, get_args
 from llamajax.checkpoint.read import read_object
 from llamajax.checkpoint.steps import find_step
 from llamajax.config.file import settings_of
-from llamajax.config.hf_config import CONFIG, SPECIAL_TOKENS, token_ids
+from llamajax.config.hf_config import CONFIG, SPECIAL_TOKENS, is_hf_model, token_ids
 from llamajax.config.model import ModelConfig
 from llamajax.errors import CheckpointError, ConfigError, show
 from llamajax.weights.hf_files import LICENSE
@@ -26,9 +26,10 @@ def open_pretrained(path: Path) -> Pretrained:
     Raises:
         CheckpointError: there is no good checkpoint, or not of this version's model.
         ConfigError: it is none of these, or a Hugging Face model that cannot be read.
+        DiskError: the disk fails, which may pass.
     """
     path = Path(os.path.expanduser(path)).absolute()
-    if (path / "checkpoints").is_dir() and (path / CONFIG).is_file():
+    if (path / "checkpoints").is_dir() and is_hf_model(path / CONFIG):
         raise ConfigError(
             f"{path}: holds both a run's checkpoints/ and a Hugging Face model's {CONFIG}; give {path / 'checkpoints'}/STEP"
             " for the run, or move one of them to a directory of its own"

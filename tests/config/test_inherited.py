@@ -174,3 +174,21 @@ def test_a_hugging_face_directory_is_no_run_dir(sources, tmp_path):
     config = load_config(runs.write_config(tmp_path), [f"run_dir={sources['hf']}"])
     expected = f"run_dir: {sources['hf']} holds a Hugging Face model (config.json); choose another directory"
     assert expected in config.file_problems()
+
+
+@pytest.mark.parametrize(
+    ("content", "rule"),
+    [
+        ('{"model_type": "llama"}', "holds a Hugging Face model (config.json); move config.json to a directory of its own"),
+        ('{"architectures": null}', "holds a Hugging Face model (config.json); move config.json to a directory of its own"),
+        ('{"run": 5}', None),
+        ("[]", None),
+        ("damaged", None),
+    ],
+)
+def test_a_run_goes_on_beside_a_config_json_of_no_model(tmp_path, content, rule):
+    """And where it is one, it is not told to begin anew."""
+    (tmp_path / "run/checkpoints").mkdir(parents=True)
+    (tmp_path / "run/config.json").write_text(content)
+    problems = load_config(runs.write_config(tmp_path)).file_problems()
+    assert problems == ([] if rule is None else [f"run_dir: {tmp_path}/run {rule}"])

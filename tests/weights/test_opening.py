@@ -42,6 +42,16 @@ def test_a_home_that_is_not_known_has_no_weights():
         open_pretrained(Path("~nobody-of-that-name/m"))
 
 
+def test_a_run_with_a_config_json_is_two_models_only_where_that_is_one(step):
+    run = step.parents[1]
+    (run / "config.json").write_text('{"of": "another program"}')
+    with jax.set_mesh(tiny.single_device_mesh()):
+        assert open_pretrained(run).source == step
+        (run / "config.json").write_text('{"model_type": "llama"}')
+        with pytest.raises(ConfigError, match=r"holds both a run's checkpoints/ and a Hugging Face model's config\.json"):
+            open_pretrained(run)
+
+
 def test_what_no_import_writes_is_refused(step):
     meta, arrays = (json.loads((step / name).read_text()) for name in ("meta.json", "arrays.json"))
     hf, first = meta["hf"], next(iter(arrays))
