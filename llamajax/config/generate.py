@@ -24,7 +24,8 @@ class GenerateConfig(Section):
     """Text to go on from."""
     prompts_file: str | None = None
     """More prompts than fit a command line: a text file with one per line, or .jsonl with {"prompt": TEXT} or {"messages":
-    [{"role": ..., "content": ...}, ...]} per line, perhaps with `system` and `tools`, as conversations to learn from."""
+    [{"role": ..., "content": ...}, ...]} per line; beside `messages` perhaps `system` and `tools`, as in conversations to
+    learn from."""
     parse_special: bool = False
     """Read special tokens written in prompts, such as <|eot_id|>, as these tokens, as transformers does, not as text."""
     chat: bool = False

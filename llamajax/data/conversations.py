@@ -21,6 +21,8 @@ ANSWERING = ("assistant", "function_call")
 REASONING = ("reasoning_content", "thinking", "reasoning")
 """Names of what the assistant thinks before it answers; transformers lets a template find it under the first two."""
 _MEDIA = ("image", "images", "video", "videos", "audio", "audios")
+BESIDE_MESSAGES = ("system", "tools", "functions", "chat_template_kwargs", "history", *_MEDIA)
+"""Fields of a record that belong to what its messages say; some of them are refused there."""
 _NOTHING = (None, "", [], {})
 
 

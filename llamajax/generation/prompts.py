@@ -8,7 +8,7 @@ from typing import Any
 
 from llamajax.data import chat_tokens
 from llamajax.data.chat import ChatTemplate
-from llamajax.data.conversations import Message, content_of, question_of
+from llamajax.data.conversations import BESIDE_MESSAGES, Message, content_of, question_of
 from llamajax.data.tokenizer_base import Tokenizer
 from llamajax.disk import cannot_read, read_again
 from llamajax.errors import DataError
@@ -86,6 +86,9 @@ def _read_line(line: str, where: str) -> Prompt:
         raise DataError(f"{where}: prompts_file: is not JSON: {rule}") from error
     match fields:
         case {"prompt": str(text), **others} if "messages" not in others:
+            if said := [key for key in BESIDE_MESSAGES if others.get(key)]:
+                remedy = f"write the line with messages, or remove {said[0]}"
+                raise DataError(f"{where}: prompts_file: {said[0]} is not read beside prompt; {remedy}")
             prompt = Prompt(text)
         case {"messages": [_, *_], **others} if "prompt" not in others:
             return _read_conversation(fields, where)

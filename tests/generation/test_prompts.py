@@ -47,7 +47,7 @@ def test_a_text_file_has_a_prompt_per_line(tmp_path):
 
 def test_a_jsonl_file_has_texts_and_conversations(tmp_path):
     path = tmp_path / "prompts.jsonl"
-    lines = [{"prompt": "a\nb", "id": 3}, {"messages": TALK}]
+    lines = [{"prompt": "a\nb", "id": 3, "system": None, "tools": []}, {"messages": TALK}]
     path.write_text("\n\n".join(map(json.dumps, lines)))
     assert read_prompts(path) == [Prompt("a\nb"), Prompt("the model", TALK)]
     path.write_bytes(codecs.BOM_UTF8 + path.read_bytes())
@@ -83,6 +83,13 @@ def test_a_conversation_is_read_as_training_reads_it(tokenizer, tmp_path):
         ('{"messages": [{"role": "user", "content": "a"}], "tools": 3}', "tools must be a list"),
         ('{"messages": [{"role": "user", "content": null}]}', "must be"),
         ('{"prompt": "\\ud800"}', "surrogate"),
+        (
+            '{"prompt": "a", "system": "b"}',
+            "system is not read beside prompt; write the line with messages, or remove system",
+        ),
+        ('{"prompt": "a", "tools": [{"name": "f"}]}', "tools is not read beside prompt; "),
+        ('{"prompt": "a", "chat_template_kwargs": {"b": 1}}', "chat_template_kwargs is not read beside prompt; "),
+        ('{"prompt": "a", "images": ["b.png"]}', "images is not read beside prompt; "),
         ('{"messages": [{"role": "\\ud800", "content": ""}]}', "surrogate"),
     ],
 )
