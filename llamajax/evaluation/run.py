@@ -16,6 +16,7 @@ from llamajax.errors import ConfigError, EnvironmentMismatchError
 from llamajax.evaluation.document_loss import evaluate_documents
 from llamajax.parallel import compilation_cache, mesh, startup
 from llamajax.parallel.exit import end_process, exit_code
+from llamajax.parallel.processes import of_first, rank
 from llamajax.watch import console
 from llamajax.watch.outputs import check_outputs
 from llamajax.weights.opening import open_pretrained
@@ -29,9 +30,9 @@ def run(config: EvaluateConfig) -> dict[str, Any]:
     """
     if config.tasks is not None and importlib.util.find_spec("lm_eval") is None:
         raise EnvironmentMismatchError("tasks: lm-eval is not installed; run pip install 'llamajax[eval]'")
-    if config.json is not None:
-        check_outputs({"json": config.json}, {"json"})
     startup.connect(config.mesh, config.distributed)
+    if config.json is not None:
+        check_json(config.json)
     compilation_cache.start("auto", console.say)
     pretrained = open_pretrained(Path(config.model))
     model_config = choose_types(config, pretrained.config)
@@ -56,10 +57,26 @@ def run(config: EvaluateConfig) -> dict[str, Any]:
         results = evaluate_tasks(config, pretrained, model_config, tokenizer)
     results = {"model": str(pretrained.source)} | results
     if config.json is not None and jax.process_index() == 0:
-        path = Path(config.json).expanduser()
+        path = Path(os.path.expanduser(config.json))
         path.write_text(json.dumps(results, indent=2) + "\n")
         console.log(f"results    {path}")
     return results
+
+
+def check_json(path: str) -> None:
+    """Refuses a file that process 0 cannot write, as it alone will; all processes call this together.
+
+    Raises:
+        ConfigError: in all of them.
+    """
+    problem = None
+    if rank() == 0:
+        try:
+            check_outputs({"json": path}, {"json"})
+        except ConfigError as error:
+            problem = str(error)
+    if (told := of_first(problem)) is not None:
+        raise ConfigError(told)
 
 
 def choose_types(config: EvaluateConfig, model: ModelConfig) -> ModelConfig:

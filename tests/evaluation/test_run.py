@@ -137,6 +137,20 @@ def test_results_that_cannot_be_written_are_refused_at_once(finished, tmp_path, 
         evaluate.run(settings(finished, json=str(tmp_path / "no" / "results.json")))
 
 
+@pytest.mark.parametrize("told", [None, "json: cannot be written"])
+def test_the_file_is_looked_at_by_the_process_that_writes_it_once_all_have_met(tmp_path, monkeypatch, told):
+    """Two at once would take each other's for one that cannot be written."""
+    done = []
+    monkeypatch.setattr(evaluate.startup, "connect", lambda *_: done.append("met"))
+    monkeypatch.setattr(evaluate, "rank", lambda: 1)
+    monkeypatch.setattr(evaluate, "of_first", lambda own: done.append(own) or told)
+    monkeypatch.setattr(evaluate.compilation_cache, "start", lambda *_: None)
+    monkeypatch.setattr(evaluate, "check_outputs", lambda *_: pytest.fail("it is not ours to write"))
+    with pytest.raises(ConfigError, match=told or "there is no such directory"):
+        evaluate.run(EvaluateConfig(model=str(tmp_path / "no"), json=str(tmp_path / "results.json")))
+    assert done == ["met", None]
+
+
 def test_conversations_beside_other_documents(finished, tmp_path):
     """The template belongs to the conversations: the other source is evaluated without it."""
     talks = ([{"role": "user", "content": f"{i}?"}, {"role": "assistant", "content": "next"}] for i in range(100))
