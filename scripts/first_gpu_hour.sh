@@ -23,6 +23,8 @@ fi
 out=${1:-runs/first_gpu_hour}
 python=${PYTHON:-.venv/bin/python}
 parts=${PARTS:-kernels calibration step packed determinism}
+gpus=${CUDA_VISIBLE_DEVICES-0}
+export CUDA_VISIBLE_DEVICES=${gpus%%,*} # of several the first, as scripts/bench/card.py names it
 mkdir -p "$out"
 report=$out/report.md
 failed=()
