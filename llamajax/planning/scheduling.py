@@ -24,7 +24,7 @@ from llamajax.parallel.allowance import MEMORY_FRACTION, told_fraction
 from llamajax.parallel.processes import everyones, of_first
 from llamajax.planning.cost.attention import scores_of_calls
 from llamajax.planning.cost.gpu import planned_machine
-from llamajax.planning.judge import GUESSES, Judge
+from llamajax.planning.judge import GUESSES, Judge, Judged
 from llamajax.planning.latencies import FILE_NAME, read_latencies, text_costs
 from llamajax.step.compile import Option, check_flags, compile_with, compiler_options, lower
 from llamajax.step.forms import remat_policy, with_forms
@@ -83,13 +83,15 @@ def compile_here(config: Config, lowered: jax.stages.Lowered) -> Compilation:
     Raises:
         ConfigError: `config.xla` says what this jaxlib does not know; see `gpu_options` too.
     """
+    options, judged = gpu_options(config, lowered) if jax.default_backend() == "gpu" else ({}, None)
+    if judged is not None:
+        return Compilation(step=judged.step, options=options, from_cache=judged.from_cache)
     with compilation_cache.loaded() as loaded:
-        options, judged = gpu_options(config, lowered) if jax.default_backend() == "gpu" else ({}, None)
-        step = compile_with(lowered, options) if judged is None else judged
+        step = compile_with(lowered, options)
     return Compilation(step=step, options=options, from_cache=bool(loaded))
 
 
-def gpu_options(config: Config, lowered: jax.stages.Lowered) -> tuple[dict[str, Option], jax.stages.Compiled | None]:
+def gpu_options(config: Config, lowered: jax.stages.Lowered) -> tuple[dict[str, Option], Judged | None]:
     """What XLA is told of training's step on GPUs, the same in all processes, which call this together; and the step, if it
     was compiled like this in order to be judged.
 
@@ -113,16 +115,12 @@ def gpu_options(config: Config, lowered: jax.stages.Lowered) -> tuple[dict[str, 
         return options(latencies=str(path)), None
     judge = _judge(config)
     path = folder / cache.key_of("latencies-4", [lowered.as_text(), options(), *_described(judge)]) / FILE_NAME
-    # Those of the first process: two hosts may choose other kernels.
     text = of_first(path.read_text() if path.exists() else "")
-    step = None
+    judged = None
     if text != GUESSES and not text_costs(text.encode()):
-        own, judged = judge.latencies(lowered, options)
-        text = of_first(own)
-        if all(everyones(own == text)):  # else all compile once more, together
-            step = judged
+        text, judged = judge.latencies(lowered, options, path)
     disk.keep(path, text.encode())
-    return options(latencies=None if text == GUESSES else str(path)), step
+    return options(latencies=None if text == GUESSES else str(path)), judged
 
 
 def fastest_remat(config: Config, state: TrainState, doing: Callable[[str], None]) -> tuple[Remat, str]:

@@ -160,9 +160,63 @@ def test_the_program_that_was_judged_is_the_one_that_trains(tmp_path, lowered, m
     again = scheduling.compile_here(with_xla(tmp_path), made)
     assert len(compilations) == 3
     assert (again.options, again.step.as_text()) == (first.options, first.step.as_text())
-    monkeypatch.setattr(scheduling, "everyones", lambda value: [value, False])  # another process has other latencies
-    scheduling.compile_here(with_xla(tmp_path).changed({"data.cache_dir": str(tmp_path / "another")}), made)
-    assert len(compilations) == 6
+
+
+def test_the_program_that_trains_is_found_again_by_its_options(tmp_path, lowered, monkeypatch):
+    """By a cache as jax's is, which knows programs by them; that it had another of those that were judged does not count."""
+    made, compilations = lowered
+    compile_with, kept = judge.compile_with, []
+
+    def compile_or_load(lowered, options):
+        if options in kept:
+            jax.monitoring.record_event("/jax/compilation_cache/cache_hits")
+        kept.append(options)
+        return compile_with(lowered, options)
+
+    monkeypatch.setattr(judge, "compile_with", compile_or_load)
+    monkeypatch.setattr(scheduling, "compile_with", compile_or_load)
+    monkeypatch.setattr(scheduling.jax, "default_backend", lambda: "gpu")
+    config = with_xla(tmp_path)
+    kept.append(compiler_options(config, 8))  # as XLA's own guesses schedule it
+    first = scheduling.compile_here(config, made)
+    assert (len(compilations), first.from_cache) == (2, False)
+    assert [options[PROFILE] for options in compilations if PROFILE in options] == [first.options[PROFILE]]
+    again = scheduling.compile_here(config, made)
+    assert (again.options, again.from_cache) == (first.options, True)
+
+
+def test_latencies_of_a_start_that_was_killed_are_judged_anew(tmp_path, lowered, monkeypatch):
+    made, compilations = lowered
+    compile_with = judge.compile_with
+
+    def killed(lowered, options):
+        if PROFILE in options:
+            assert costs(pathlib.Path(options[PROFILE]).read_text().partition("\n")[2])
+            raise KeyboardInterrupt
+        return compile_with(lowered, options)
+
+    with monkeypatch.context() as first:
+        first.setattr(judge, "compile_with", killed)
+        with pytest.raises(KeyboardInterrupt):
+            gpu_options(with_xla(tmp_path), made)
+    assert len(compilations) == 1
+    path = pathlib.Path(str(latency_file(with_xla(tmp_path), made)))
+    assert len(compilations) == 3
+    assert costs(path.read_text())
+
+
+def test_all_processes_compile_by_the_latencies_of_the_first_and_by_its_verdict(tmp_path, lowered, monkeypatch):
+    """Theirs may be others: of two hosts that have chosen other kernels."""
+    made, compilations = lowered
+    of_first = {str: TEXT, bool: False}
+    monkeypatch.setattr(judge, "of_first", lambda own: of_first[type(own)])
+    told = []
+    monkeypatch.setattr(judge.disk, "keep", lambda path, content: told.append(content.decode()))
+    options, judged = gpu_options(with_xla(tmp_path), made)
+    assert told == [f"{judge._NOT_JUDGED}{TEXT}", judge.GUESSES]
+    assert PROFILE not in options
+    assert judged is not None
+    assert len(compilations) == 2
 
 
 def test_the_first_process_tells_the_others_its_latencies(tmp_path, lowered, monkeypatch):
