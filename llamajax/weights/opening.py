@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 from typing import Any, get_args
 
+from llamajax import disk
 from llamajax.checkpoint.read import read_object
 from llamajax.checkpoint.steps import find_step
 from llamajax.config.file import settings_of
@@ -29,6 +30,14 @@ def open_pretrained(path: Path) -> Pretrained:
         DiskError: the disk fails, which may pass.
     """
     path = Path(os.path.expanduser(path)).absolute()
+    try:
+        disk.read_again(lambda: os.listdir(path))
+    except OSError as error:
+        if disk.may_pass(error):
+            raise disk.cannot_read(error, path, "") from error
+        is_missing = isinstance(error, FileNotFoundError | NotADirectoryError)
+        reason = "there is no such directory" if is_missing else f"cannot be read: {error.strerror}"
+        raise ConfigError(f"{path}: {reason}; give a run, RUN/checkpoints/STEP or a Hugging Face model") from error
     if (path / "checkpoints").is_dir() and is_hf_model(path / CONFIG):
         raise ConfigError(
             f"{path}: holds both a run's checkpoints/ and a Hugging Face model's {CONFIG}; give {path / 'checkpoints'}/STEP"
@@ -51,8 +60,6 @@ def open_pretrained(path: Path) -> Pretrained:
         return Pretrained(step_dir, config, step_dir / "files", meta.get("hf"), stored_dtype, meta, None)
     if (path / CONFIG).is_file():
         return open_directory(path)
-    if not path.is_dir():
-        raise ConfigError(f"{path}: there is no such directory; give a run, RUN/checkpoints/STEP or a Hugging Face model")
     raise ConfigError(
         f"{path}: has neither checkpoints/, as a run has, nor config.json, as a Hugging Face model has, and is no"
         " RUN/checkpoints/STEP; give one of these"

@@ -1,14 +1,17 @@
 """What a checkpoint says about itself is looked at before it is used: whoever wrote it also wrote its manifest."""
 
+import errno
 import json
+import os
 from pathlib import Path
 
 import jax
 import pytest
 
 from converters.hf_import import open_import
+from llamajax import disk
 from llamajax.checkpoint import manifest
-from llamajax.errors import CheckpointError, ConfigError, UserError
+from llamajax.errors import CheckpointError, ConfigError, DiskError, UserError
 from llamajax.weights.loading import load_model
 from llamajax.weights.opening import open_pretrained
 from tests import tiny
@@ -37,9 +40,28 @@ def read(step):
     load_model(pretrained, pretrained.config)
 
 
-def test_a_home_that_is_not_known_has_no_weights():
-    with pytest.raises(ConfigError, match=r"/~nobody-of-that-name/m: there is no such directory; "):
-        open_pretrained(Path("~nobody-of-that-name/m"))
+def test_what_is_no_directory_or_may_not_be_read_is_told_and_a_failing_disk_is_the_disks(tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    for path, reason in (
+        (Path("~nobody-of-that-name/m"), "there is no such directory"),
+        (tmp_path / "file", "there is no such directory"),
+        (tmp_path / ("a" * 300), "cannot be read: File name too long"),
+    ):
+        with pytest.raises(ConfigError, match=f"/{path.name}: {reason}; give a run, "):
+            open_pretrained(path)
+
+    def opened_where_listing_fails(number):
+        def fail(path):
+            raise OSError(number, os.strerror(number), path)
+
+        monkeypatch.setattr(os, "listdir", fail)
+        open_pretrained(tmp_path)
+
+    monkeypatch.setattr(disk, "_PAUSES_S", (0, 0, 0))
+    with pytest.raises(ConfigError, match=f"^{tmp_path}: cannot be read: Permission denied; give a run, "):
+        opened_where_listing_fails(errno.EACCES)
+    with pytest.raises(DiskError, match=f"^{tmp_path}: Stale file handle; see to the disk and run the same command again"):
+        opened_where_listing_fails(errno.ESTALE)
 
 
 def test_a_run_with_a_config_json_is_two_models_only_where_that_is_one(step):
