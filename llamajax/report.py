@@ -1,6 +1,7 @@
 """A page about a run: `python -m llamajax.report RUN [--output FILE]`, or its figures as JSON."""
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,9 +23,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     keep_from_others()
     try:
-        run_dir = options.run.expanduser()
-        log = run_log.read_run(run_dir)
-        summary = run_log.summarize(log)
+        run_dir = Path(os.path.expanduser(options.run))
+        summary = run_log.summarize(log := run_log.read_run(run_dir))
         if options.json:
             print(run_log.encode(summary.figures()))
         else:

@@ -160,6 +160,7 @@ def test_nothing_from_the_run_becomes_markup(tmp_path):
     ("make", "code", "message"),
     [
         ("nothing", 2, "no such directory"),
+        ("no home", 2, "~nobody-of-that-name/run: no such directory"),
         ("no log", 2, "has no metrics.jsonl"),
         ("no step", 2, "holds no step yet"),
         ("damage", 0, "metrics.jsonl:11: no record, left out; restore the file or remove the line"),
@@ -171,6 +172,8 @@ def test_mistakes_get_one_clear_line(tmp_path, capsys, make, code, message):
     arguments = [str(run_dir)]
     if make == "no log":
         run_dir.mkdir()
+    elif make == "no home":
+        arguments = ["~nobody-of-that-name/run"]
     elif make != "nothing":
         write_run(run_dir, 30)
     log = run_dir / "metrics.jsonl"
