@@ -86,7 +86,7 @@ def _described(weights: Path, run_dir: str | None) -> tuple[Path, dict[str, Any]
 
 
 def _steps(path: Path) -> list[Path]:
-    """Of a run the newest first, or the step that `path` itself is."""
+    """The checkpoints of a run, the newest first, or `path` alone if it is a checkpoint."""
     if path.parent.name == "checkpoints" and path.name.isdecimal():
         return [path]
     folder = path / "checkpoints"
@@ -95,7 +95,7 @@ def _steps(path: Path) -> list[Path]:
 
 
 def _found(look: Callable[[], T], path: Path) -> T | None:
-    """What `look` finds at the path; None where nothing is, or nothing that this user may look at.
+    """What `look` returns; None if nothing is at the path, or this user may not read it.
 
     Raises:
         DiskError: the disk fails, which may pass.

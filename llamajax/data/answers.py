@@ -137,7 +137,7 @@ def _marked_answers(
 def _prompts(
     template: ChatTemplate, messages: Sequence[Message], answers: Sequence[int], variables: dict[str, Any]
 ) -> dict[int, str]:
-    """What is served before each of these answers, of those that a question is before; none if the template cannot."""
+    """The generation prompt before each answer that follows a question; empty if the template cannot write them."""
     asked = [answer for answer in answers if _asks(messages[:answer])]
     if not asked:
         return {}
@@ -155,7 +155,7 @@ def _first_block(template: ChatTemplate, messages: Sequence[Message], after: Ren
         template: what writes them.
         messages: those up to the answer.
         after: what the template writes of them.
-        variables: what it is told besides.
+        variables: of the template, such as `tools`.
     """
     answer = len(messages) - 1
     rendered, words = _with_words(template, messages, answer, variables)
@@ -176,7 +176,7 @@ def _first_block(template: ChatTemplate, messages: Sequence[Message], after: Ren
 def _with_words(
     template: ChatTemplate, messages: Sequence[Message], count: int, variables: dict[str, Any]
 ) -> tuple[Rendered, Words]:
-    """What is written of messages, of which the first have words in them."""
+    """The rendered conversation, with marker words in its first `count` messages, and these words."""
     words = Words(keeps_text=True)
     marked, _ = words.put_into(messages[:count], {})
     (rendered,) = _render(template, [*marked, *messages[count:]], [(len(messages), False)], variables)
@@ -211,7 +211,7 @@ def cannot_tell(template: ChatTemplate, what: str, remedy: str) -> DataError:
 
 
 def _prefixes(turns: Sequence[int]) -> list[tuple[int, bool]]:
-    """What is rendered to find each of these turns: the messages before it, without and with a prompt, and those with it."""
+    """Three renders locate a turn: the messages before it, the same with a generation prompt, and the messages up to it."""
     return [render for turn in turns for render in ((turn, False), (turn, True), (turn + 1, False))]
 
 

@@ -173,7 +173,9 @@ def extents(source: Source, log: Callable[[str], None] | None = None) -> list[Ex
         log(f"left out   {source.key}: {looked.num_left_out:,} of what systems write beside files ({names})")
     if looked.folders and log is not None:
         one = looked.folders[0]
-        log(f"left out   {source.key}: {len(looked.folders):,} directories that a pattern matches, such as {one}; name them")
+        log(
+            f"left out   {source.key}: directories that a pattern matches: {len(looked.folders):,}, such as {one}; name them"
+        )
     for path in looked.files:
         with source.reading(path):
             identity = file_identity(path)

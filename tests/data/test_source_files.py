@@ -87,7 +87,7 @@ def test_directories_that_a_pattern_matches_are_told(folder, tmp_path):
     assert source.found() == [folder / "a.jsonl", folder / "x/y/c.json"]
     log = []
     group_files(source, tmp_path / "cache", log.append)
-    assert log == [f"left out   data.sources[0]: 1 directories that a pattern matches, such as {folder}/x; name them"]
+    assert log == [f"left out   data.sources[0]: directories that a pattern matches: 1, such as {folder}/x; name them"]
     with pytest.raises(
         DataError, match=r"^data.sources\[0\].paths: '.*/x\*' matches directories alone, such as .*/x; write '"
     ):
