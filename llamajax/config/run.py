@@ -272,8 +272,14 @@ class Config(Settings):
                     begun = os.path.isdir(os.path.join(path_at_home, "checkpoints"))
                     remedy = f"move {CONFIG} to a directory of its own" if begun else "choose another directory"
                     problems.append(f"{key}: {shown} holds a Hugging Face model ({CONFIG}); {remedy}")
+            elif key.startswith("data.sources.") and os.path.isdir(path_at_home):
+                continue  # it stands for the files of its kind below it
             elif _is_missing(path_at_home, is_pattern=key in patterns, may_be_folder=key.startswith(of_datasets)):
-                problems.append(f"{key}: no file matches {shown}; relative paths start at {show_path(os.getcwd())}")
+                of_folders = key in patterns and next(iter(disk.matching(path_at_home)), None) is not None
+                remedy = f"relative paths start at {show_path(os.getcwd())}"
+                if of_folders:
+                    remedy = f"directories do: write {shown}/** for the files in them"
+                problems.append(f"{key}: no file matches {shown}; {remedy}")
         return problems
 
 

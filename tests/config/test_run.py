@@ -230,11 +230,18 @@ def test_a_missing_package_is_named_with_its_remedy(monkeypatch):
     assert problems(wandb=True) == []
 
 
-def test_a_directory_will_do_for_saved_datasets_only(tmp_path):
-    cases: list[tuple[Any, int]] = [("arrow", 0), ("parquet", 1)]
-    for kind, wrong in cases:
-        data = DataConfig(sources=(SourceConfig(kind=kind, paths=(str(tmp_path),)),), seq_len=128)
-        assert len([problem for problem in config(data=data).file_problems() if problem.startswith("data.s")]) == wrong
+def test_a_directory_that_is_named_will_do_and_one_that_a_pattern_matches_for_saved_datasets_only(tmp_path):
+    (tmp_path / "part=1").mkdir()
+    matched = f"{tmp_path}/part=*"
+    cases: list[tuple[Any, str, int]] = [
+        ("arrow", str(tmp_path), 0), ("parquet", str(tmp_path), 0), ("text", str(tmp_path), 0), ("arrow", matched, 0),
+        ("parquet", matched, 1),
+    ]  # fmt: skip
+    for kind, path, wrong in cases:
+        data = DataConfig(sources=(SourceConfig(kind=kind, paths=(path,)),), seq_len=128)
+        problems = [problem for problem in config(data=data).file_problems() if problem.startswith("data.s")]
+        assert len(problems) == wrong
+        assert all(problem.endswith(f"directories do: write {matched}/** for the files in them") for problem in problems)
 
 
 def test_remote_files_are_not_looked_for_on_the_disk():
