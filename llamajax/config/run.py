@@ -275,10 +275,11 @@ class Config(Settings):
             elif key.startswith("data.sources.") and os.path.isdir(path_at_home):
                 continue  # it stands for the files of its kind below it
             elif _is_missing(path_at_home, is_pattern=key in patterns, may_be_folder=key.startswith(of_datasets)):
-                of_folders = key in patterns and next(iter(disk.matching(path_at_home)), None) is not None
                 remedy = f"relative paths start at {show_path(os.getcwd())}"
-                if of_folders:
+                if key in patterns and next(iter(disk.matching(path_at_home)), None) is not None:
                     remedy = f"directories do: write {shown}/** for the files in them"
+                elif os.path.isdir(path_at_home):
+                    remedy = "it is a directory; name a file in it"
                 problems.append(f"{key}: no file matches {shown}; {remedy}")
         return problems
 
