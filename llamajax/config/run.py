@@ -272,8 +272,8 @@ class Config(Settings):
                     begun = os.path.isdir(os.path.join(path_at_home, "checkpoints"))
                     remedy = f"move {CONFIG} to a directory of its own" if begun else "choose another directory"
                     problems.append(f"{key}: {shown} holds a Hugging Face model ({CONFIG}); {remedy}")
-            elif key.startswith("data.sources.") and os.path.isdir(path_at_home):
-                continue  # it stands for the files of its kind below it
+            elif key.startswith("data.sources.") and os.path.isdir(path_at_home.removesuffix(".idx")):
+                continue  # it stands for the files of its kind below it; Megatron-LM's patterns have a suffix
             elif _is_missing(path_at_home, is_pattern=key in patterns, may_be_folder=key.startswith(of_datasets)):
                 remedy = f"relative paths start at {show_path(os.getcwd())}"
                 if key in patterns and next(iter(disk.matching(path_at_home)), None) is not None:

@@ -235,7 +235,7 @@ def test_a_directory_that_is_named_will_do_and_one_that_a_pattern_matches_for_sa
     matched = f"{tmp_path}/part=*"
     cases: list[tuple[Any, str, int]] = [
         ("arrow", str(tmp_path), 0), ("parquet", str(tmp_path), 0), ("text", str(tmp_path), 0), ("arrow", matched, 0),
-        ("parquet", matched, 1),
+        ("megatron", str(tmp_path), 0), ("megatron", f"{tmp_path}/", 0), ("parquet", matched, 1),
     ]  # fmt: skip
     for kind, path, wrong in cases:
         data = DataConfig(sources=(SourceConfig(kind=kind, paths=(path,)),), seq_len=128)
