@@ -182,6 +182,8 @@ def _message(turn: Mapping[str, object], role: str, content_key: str, where: str
     }
     calls = _calls(turn, where)
     thoughts = {name: _text(turn, name, where=where) for name in REASONING if turn.get(name) is not None}
+    if any(thoughts.values()):  # an empty one beside it says nothing
+        thoughts = {name: thought for name, thought in thoughts.items() if thought}
     if len(set(thoughts.values())) > 1:
         raise ValueError(f"{where}{' and '.join(thoughts)} differ; keep one of them")
     message: Message = {"role": role}

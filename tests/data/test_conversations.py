@@ -151,6 +151,12 @@ def test_parts_calls_and_thoughts_stay():
     assert read.text == f"A\nB\n{json.dumps(CALLING['tool_calls'])}\n4\nR\nA"
 
 
+def test_an_empty_thought_beside_another_name_for_it_says_nothing():
+    for thought, expected in (({"reasoning": "", "reasoning_content": "R"}, "R"), ({"reasoning": ""}, "")):
+        (_, answer) = conversation_of(messages(ASKED, ANSWERED | thought), "messages").messages
+        assert (answer["reasoning_content"], answer["thinking"]) == (expected, expected)
+
+
 def test_calls_as_they_were_written_before():
     function = {"name": "f", "arguments": "{}"}
     result = {"role": "function", "name": "f", "content": "4"}
