@@ -1,5 +1,6 @@
 """Real runs of the command line, small enough for tests: a YAML file, a process, and what it left behind."""
 
+import contextlib
 import ipaddress
 import json
 import os
@@ -55,9 +56,16 @@ def environment(directory: pathlib.Path) -> dict[str, str]:
 
 def free_address() -> str:
     """`host:port` on loopback where nobody listens."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return f"127.0.0.1:{free.getsockname()[1]}"
+    return free_addresses(1)[0]
+
+
+def free_addresses(number: int) -> list[str]:
+    """So many of them, no two alike."""
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(number)]
+        for free in sockets:
+            free.bind(("127.0.0.1", 0))
+        return [f"127.0.0.1:{free.getsockname()[1]}" for free in sockets]
 
 
 def listening(pid: int) -> set[str]:

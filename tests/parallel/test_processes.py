@@ -135,7 +135,7 @@ def test_an_error_that_follows_from_anothers_is_not_told():
 
 def test_who_does_not_come_is_named():
     """On either side, and to a process that came."""
-    addresses = [runs.free_address() for _ in range(2)]
+    addresses = runs.free_addresses(2)
     first = start(0, addresses[0], WAIT, num_processes=3, join_within_s=2)
     alone = start(1, addresses[1], WAIT, join_within_s=1)
     expected = (
