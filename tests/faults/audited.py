@@ -23,8 +23,8 @@ from tests.converters.mutate import write_whole
 from tests.tiny import tiny_config
 
 CANARY = "print(open('{canary}', 'w').write('ran'))"
-TEMPLATE = "{{ messages | attr('__class__') }}{{ raise_exception.__globals__ }}ok"
-"""Asks for what the sandbox hides, and goes on; those that are refused are in `bad_templates`."""
+TEMPLATE = "{{ messages|attr('__class__') }}{{ raise_exception.__globals__ }}{{ messages | map(attribute='content')|join }}"
+"""Asks for what the sandbox hides, and goes on to what is said; those that are refused are in `bad_templates`."""
 OUTSIDE = "outside.json"
 """A file beside the model, which it names as its own."""
 _PROCESS = [sys.executable, "-P", str(chat._PROCESS)]
