@@ -41,11 +41,11 @@ class SourceConfig(Section):
     """Files, directories or globs (`**` allowed), relative to the working directory; empty for `stdlib`. A directory stands
     for the files of its kind below it, by the ends of their names: `text` all, `jsonl` and `chat` .jsonl, .ndjson and .json,
     also compressed, `parquet` .parquet, `megatron` .idx; hidden ones are passed over, and what is in `_temporary` and
-    `_delta_log`. A glob does not read directories that it matches, and a line says so. `arrow`: a directory of
-    `Dataset.save_to_disk`. What systems write beside files (`._*`, `.DS_Store`, `_SUCCESS`, `*.crc`, `_started_*`,
-    `_committed_*`, `_metadata`, `_common_metadata`) is left out, and counted. A file that has several names here, by links
-    or overlapping globs, is read once; to read one more often, raise `weight`. `megatron`: what the names of a `.bin` and
-    its `.idx` begin with, or one of the two. Addresses, and globs of them, are files that `fsspec` fetches into
+    `_delta_log`; a line counts those of other names. A glob does not read directories that it matches, and a line says so.
+    `arrow`: a directory of `Dataset.save_to_disk`. What systems write beside files (`._*`, `.DS_Store`, `_SUCCESS`, `*.crc`,
+    `_started_*`, `_committed_*`, `_metadata`, `_common_metadata`) is left out, and counted. A file that has several names
+    here, by links or overlapping globs, is read once; to read one more often, raise `weight`. `megatron`: what the names of
+    a `.bin` and its `.idx` begin with, or one of the two. Addresses, and globs of them, are files that `fsspec` fetches into
     `data.cache_dir`: s3://, gs://, https://, hf://datasets/ORG/NAME/... and others, with the credentials that each store's
     own package finds."""
     text_key: str = "text"

@@ -246,8 +246,8 @@ class Config(Settings):
         patterns = {
             f"data.sources.{i}.paths.{j}": path
             for i, source in enumerate(self.data.sources)
-            for j, path in enumerate(source.patterns)
-            if not is_remote(path)
+            for j, (named, path) in enumerate(zip(source.paths, source.patterns, strict=True))
+            if not is_remote(path) and not os.path.isdir(os.path.expanduser(named))  # it stands for the files below it
         }
         held_out = cleaning.decontamination.paths
         patterns |= {
@@ -272,8 +272,6 @@ class Config(Settings):
                     begun = os.path.isdir(os.path.join(path_at_home, "checkpoints"))
                     remedy = f"move {CONFIG} to a directory of its own" if begun else "choose another directory"
                     problems.append(f"{key}: {shown} holds a Hugging Face model ({CONFIG}); {remedy}")
-            elif key.startswith("data.sources.") and os.path.isdir(path_at_home.removesuffix(".idx")):
-                continue  # it stands for the files of its kind below it; Megatron-LM's patterns have a suffix
             elif _is_missing(path_at_home, is_pattern=key in patterns, may_be_folder=key.startswith(of_datasets)):
                 remedy = f"relative paths start at {show_path(os.getcwd())}"
                 if key in patterns and next(iter(disk.matching(path_at_home)), None) is not None:

@@ -176,6 +176,9 @@ def extents(source: Source, log: Callable[[str], None] | None = None) -> list[Ex
         log(
             f"left out   {source.key}: directories that a pattern matches: {len(looked.folders):,}, such as {one}; name them"
         )
+    if looked.others and log is not None:
+        number, one = len(looked.others), looked.others[0]
+        log(f"left out   {source.key}: {number:,} of other names in a directory, such as {one}; name those that are meant")
     for path in looked.files:
         with source.reading(path):
             identity = file_identity(path)

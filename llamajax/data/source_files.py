@@ -29,6 +29,8 @@ _SUFFIXES: dict[str, tuple[str, ...]] = {
     "text": ("",), "jsonl": JSON_SUFFIXES, "chat": JSON_SUFFIXES, "parquet": (".parquet",), "megatron": (".idx",),
 }  # fmt: skip
 """How the names of files of a kind end that a directory stands for."""
+_READ_WITH: dict[str, tuple[str, ...]] = {"megatron": (".bin",)}
+"""How the names of those end that are read together with files of a kind."""
 
 
 class Found(NamedTuple):
@@ -39,6 +41,8 @@ class Found(NamedTuple):
     """Those that `BESIDE` names."""
     folders: Sequence[Path] = ()
     """Directories that patterns match: these stand for no files."""
+    others: Sequence[PurePath] = ()
+    """Files in directories that are named, neither of the source's kind, by their names, nor hidden."""
 
 
 def find_files(config: SourceConfig, key: str, cache_dir: Path) -> Found:
@@ -57,12 +61,20 @@ def find_files(config: SourceConfig, key: str, cache_dir: Path) -> Found:
     places: dict[Path, tuple[Path, int]] = {}  # by which they are sorted
     remote: dict[str, RemoteFile] = {}
     folders: list[Path] = []
+    others: list[PurePath] = []
+
+    def is_meant(path: PurePath) -> bool:
+        stands = _stands_for(config.kind, path)
+        if not stands and _is_other(config.kind, path):
+            others.append(path)
+        return stands
+
     for pattern in config.patterns:
         if is_remote(pattern):
-            found = listed(pattern, key, cache_dir, lambda path: _stands_for(config.kind, path))
+            found = listed(pattern, key, cache_dir, is_meant)
             remote.update((file.url, file) for file in found if not _is_unfinished(PurePath(file.url), pattern))
             continue
-        for path in _matches(config.kind, pattern, key, folders):
+        for path in _matches(config.kind, pattern, key, folders, others):
             for number, file in enumerate(_shards(path, key) if config.kind == "arrow" else [path]):
                 places.setdefault(file, (path, number))
     meant = [path for path in places if not _is_beside(path.name)]
@@ -76,7 +88,8 @@ def find_files(config: SourceConfig, key: str, cache_dir: Path) -> Found:
         names = ", ".join(BESIDE)
         raise DataError(f"{key}.paths: all that they name is what systems write beside files ({names}); name others")
     num_left_out = len(places) - len(meant) + len(remote) - len(meant_remote)
-    return Found([*files.values(), *(remote[url] for url in sorted(meant_remote))], num_left_out, folders)
+    others = sorted({*others} - {*places})
+    return Found([*files.values(), *(remote[url] for url in sorted(meant_remote))], num_left_out, folders, others)
 
 
 def source_error(key: str, where: object, message: str, field: str = "paths") -> DataError:
@@ -109,15 +122,15 @@ def reading(path: object, key: str, kind: str = "") -> Iterator[None]:
         raise source_error(key, where, f"{error}; correct the file, or copy it again") from error
 
 
-def _matches(kind: str, pattern: str, key: str, folders: list[Path]) -> list[Path]:
-    """The files that a pattern stands for; adds the directories that it matches, without standing for what is in them."""
+def _matches(kind: str, pattern: str, key: str, folders: list[Path], others: list[PurePath]) -> list[Path]:
+    """The files that a pattern stands for; adds to `folders` and `others` what it does not, see `Found`."""
     path = Path(pattern).expanduser()
     with reading(path, key):
         is_prefix = kind == "megatron" and disk.status(path) is None
         folder = Path(pattern.removesuffix(".idx")).expanduser() if is_prefix else path
         about = disk.status(folder)
         if kind != "arrow" and about is not None and stat.S_ISDIR(about.st_mode):
-            return _files_below(kind, folder, key)
+            return _files_below(kind, folder, key, others)
         if not glob.has_magic(pattern):
             return [path]
         matches, beside = [], []
@@ -135,12 +148,17 @@ def _matches(kind: str, pattern: str, key: str, folders: list[Path]) -> list[Pat
     return matches
 
 
-def _files_below(kind: str, folder: Path, key: str) -> list[Path]:
-    """The files that a directory stands for, of itself and of all directories in it, but hidden and unfinished ones."""
+def _files_below(kind: str, folder: Path, key: str, others: list[PurePath]) -> list[Path]:
+    """The files that a directory stands for, of itself and of all directories in it, but hidden and unfinished ones; adds
+    those to `others` for which it does not."""
     found = []
     for parent, folders, names in disk.files_below(folder, follow_links=True):
         folders[:] = (name for name in folders if not _is_passed_over(name))
-        found += [parent / name for name in names if _stands_for(kind, PurePath(name))]
+        for name in map(PurePath, names):
+            if _stands_for(kind, name):
+                found.append(parent / name)
+            elif _is_other(kind, name):
+                others.append(parent / name)
     if not found:
         raise source_error(key, folder, f"is a directory without {_of_kind(kind)}; correct the path, or name files")
     return found
@@ -156,6 +174,12 @@ def _stands_for(kind: str, path: PurePath) -> bool:
     stem, dot, suffix = name.lower().rpartition(".")
     is_compressed = kind in ("jsonl", "chat") and dot + suffix in COMPRESSIONS
     return _is_beside(name) or (stem if is_compressed else name.lower()).endswith(_SUFFIXES.get(kind, ("",)))
+
+
+def _is_other(kind: str, path: PurePath) -> bool:
+    """Whether a file for which a directory does not stand is one that may have been meant."""
+    hidden = path.name.startswith(".") or any(map(_is_passed_over, path.parts[:-1]))
+    return not hidden and not path.name.lower().endswith(_READ_WITH.get(kind, ()))
 
 
 def _of_kind(kind: str) -> str:

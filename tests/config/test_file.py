@@ -211,7 +211,7 @@ EDITS = [
     # Files that are named and do not exist.
     ("seq_len: 128", "seq_len: 128\n  tokenizer: {path: no.model}", "14: data.tokenizer.path: no file matches no.model;"),
     ("kind: stdlib", "kind: text\n      paths:\n        - '*.yaml'\n        - no/**/*.txt", "15: data.sources.0.paths.1: "),
-    ("seq_len: 128", "seq_len: 128\n  tokenizer: {path: .}", "14: data.tokenizer.path: no file matches .; it is a directo"),
+    ("", "hardware: {calibration: .}\n", "19: hardware.calibration: no file matches .; it is a directory; name"),
     ("runs/tiny", "my.yaml", "1: run_dir: my.yaml is not a directory; choose another"),
     ("", "xla: {compilation_cache: my.yaml}\n", "19: xla.compilation_cache: my.yaml is not a directory; choose another"),
     ("runs/tiny", "~nobody-of-that-name/run", "1: run_dir: ~nobody-of-that-name/run is in no known home directory;"),

@@ -47,6 +47,7 @@ def test_a_directory_stands_for_the_files_of_its_kind_below_it(folder, kind, nam
     of_kind = found(kind, folder)
     assert of_kind.files == sorted(folder / name for name in names)
     assert of_kind.num_left_out == len(BESIDE)
+    assert of_kind.others == sorted(folder / name for name in {*NAMES} - {*names})
     (folder / "z").symlink_to("x")
     assert found(kind, f"{folder}/").files == of_kind.files, "its files have names already"
     (folder.parent / "other").mkdir()
@@ -79,6 +80,23 @@ def test_they_are_counted_at_every_start(folder, tmp_path, monkeypatch):
     assert known_groups(source, tmp_path / "cache", log.append) is not None
     names = "._*, .DS_Store, _SUCCESS, *.crc, _started_*, _committed_*, _metadata, _common_metadata"
     assert log == [f"left out   data.sources[0]: 10 of what systems write beside files ({names})"] * 2
+
+
+def test_files_of_other_names_in_a_directory_are_told(folder, tmp_path):
+    """But for those that are named besides, and for tokens beside their index."""
+    (folder / "x/t.bin").write_text("")
+    log = []
+    source = Source(SourceConfig(kind="jsonl", paths=(f"{folder}/x/y", f"{folder}/x")), "data.sources[0]")
+    group_files(source, tmp_path / "cache", log.append)
+    others = "3 of other names in a directory"
+    assert [line for line in log if "of other" in line] == [
+        f"left out   data.sources[0]: {others}, such as {folder}/x/t.bin; name those that are meant"
+    ]
+    named = found("jsonl", folder / "x", folder / "x/t.idx", folder / "x/table.parquet")
+    assert named.others == [folder / "x/t.bin"]
+    assert found("megatron", folder / "x").others == [
+        folder / f"x/{name}" for name in ("a.JSONL.GZ", "d.ndjson.xz", "table.parquet", "y/c.json")
+    ]
 
 
 def test_directories_that_a_pattern_matches_are_told(folder, tmp_path):
@@ -135,6 +153,7 @@ def test_a_directory_of_a_store_stands_for_the_files_of_its_kind_below_it(tmp_pa
     found = remote("jsonl", "")
     assert texts(found) == ["1.jsonl", "x/3.JSONL", "x/y/2.json"]
     assert found.look().num_left_out == 3
+    assert list(map(str, found.look().others)) == ["x/5.txt"]
     assert texts(remote("jsonl", "x/*.jsonl", "1.jsonl")) == ["1.jsonl"]
     with pytest.raises(DataError, match=r"data.sources\[0\].paths: 'memory://.*/.hidden' matches no file"):
         remote("parquet", ".hidden").found()

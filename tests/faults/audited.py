@@ -23,7 +23,9 @@ from tests.converters.mutate import write_whole
 from tests.tiny import tiny_config
 
 CANARY = "print(open('{canary}', 'w').write('ran'))"
-TEMPLATE = "{{ messages|attr('__class__') }}{{ raise_exception.__globals__ }}{{ messages | map(attribute='content')|join }}"
+TEMPLATE = (
+    "{{ messages | attr('__class__') }}{{ raise_exception.__globals__ }}{{ messages | map(attribute='content') | join }}"
+)
 """Asks for what the sandbox hides, and goes on to what is said; those that are refused are in `bad_templates`."""
 OUTSIDE = "outside.json"
 """A file beside the model, which it names as its own."""
