@@ -9,12 +9,12 @@ import jax
 
 from converters.hf_export import Export, ExportDType, read_checkpoint
 from converters.hf_import import open_import
-from llamajax.config.formulas import num_params
 from llamajax.config.parallel import MeshConfig
 from llamajax.disk import made_whole
 from llamajax.errors import ConfigError
-from llamajax.parallel.exit import exit_code
+from llamajax.estimates.formulas import num_params
 from llamajax.parallel.mesh import make_mesh
+from llamajax.processes.exit import exit_code
 
 VERIFY_BELOW = 2_000_000_000
 """Parameters; larger models are compared only on request, because both sides are then whole in memory, in fp32."""

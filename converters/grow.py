@@ -21,13 +21,13 @@ from converters.tokenizer_weights import Growth, write_weights
 from llamajax.config.data import SourceConfig
 from llamajax.config.hf_config import CONFIG
 from llamajax.config.json_file import read_bytes, read_json
+from llamajax.data.documents.sources import Source
 from llamajax.data.progress import seconds_told
-from llamajax.data.sources import Source
-from llamajax.data.tokenizer import load_tokenizer, sample_texts
-from llamajax.data.tokenizer_base import Tokenizer
+from llamajax.data.tokenizers.tokenizer import load_tokenizer, sample_texts
+from llamajax.data.tokenizers.tokenizer_base import Tokenizer
 from llamajax.disk import made_whole
 from llamajax.errors import ConfigError, DataError, UserError, show
-from llamajax.parallel.exit import exit_code
+from llamajax.processes.exit import exit_code
 from llamajax.weights.hf_files import open_model, read_travelling
 from llamajax.weights.safetensors import Stored
 

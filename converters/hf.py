@@ -13,7 +13,7 @@ def main() -> None:
     # Only now: --help and mistakes do not wait for the seconds that importing jax takes.
     with importing():
         from converters import convert
-        from llamajax.parallel.exit import end_with
+        from llamajax.processes.exit import end_with
 
     end_with(lambda: convert.main(arguments))
 

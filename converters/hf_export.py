@@ -18,13 +18,13 @@ from converters.verify_ids import compare_ids
 from llamajax.checkpoint.read import saved_arrays, unless_deleted
 from llamajax.config.hf_config import hf_config_of
 from llamajax.config.model import DType, ModelConfig
-from llamajax.data.chat import load_chat_template
+from llamajax.data.chat.chat_template import load_chat_template
 from llamajax.errors import CheckpointError, ConfigError
 from llamajax.generation.prompts import find_ends
 from llamajax.weights import names
 from llamajax.weights.hf_files import TOKENIZERS, read_travelling
 from llamajax.weights.names import Box
-from llamajax.weights.opening import open_pretrained
+from llamajax.weights.open_model import open_pretrained
 from llamajax.weights.pretrained import ExportDType, Pretrained
 from llamajax.weights.safetensors import Writer
 

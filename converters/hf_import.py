@@ -13,9 +13,9 @@ import llamajax
 from converters.blocks import BlockArray, block_shape
 from converters.verify import compare_logits
 from llamajax.checkpoint.write import Checkpointer
-from llamajax.config.formulas import num_params
 from llamajax.config.model import DType, ModelConfig
 from llamajax.config.training import CheckpointConfig
+from llamajax.estimates.formulas import num_params
 from llamajax.weights import names
 from llamajax.weights.hf_files import read_travelling
 from llamajax.weights.hf_model import open_directory

@@ -9,8 +9,8 @@ from sentencepiece.sentencepiece_model_pb2 import ModelProto  # pyright: ignore[
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 from tokenizers import Tokenizer as HuggingFace
 
-from llamajax.data.tokenizer_base import SPACE, Tokenizer
-from llamajax.data.tokenizer_files import JSON_FILE, MODEL_FILE, TokenizerFiles, parse_files
+from llamajax.data.tokenizers.tokenizer_base import SPACE, Tokenizer
+from llamajax.data.tokenizers.tokenizer_files import JSON_FILE, MODEL_FILE, TokenizerFiles, parse_files
 
 _KINDS = ModelProto.SentencePiece
 

@@ -13,7 +13,7 @@ def main() -> None:
     # Only now: --help and mistakes do not wait for the seconds that importing jax takes.
     with importing():
         from converters import megatron_export
-        from llamajax.parallel.exit import end_with
+        from llamajax.processes.exit import end_with
 
     end_with(lambda: megatron_export.main(arguments))
 

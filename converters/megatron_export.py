@@ -10,16 +10,16 @@ import numpy as np
 
 from llamajax.config.run import Config
 from llamajax.data import cache
-from llamajax.data.megatron import CHUNK, IndexedDataset, paths_of
-from llamajax.data.megatron_writer import token_dtype, write_indexed
 from llamajax.data.progress import TokenizingProgress
-from llamajax.data.rows import cache_error
-from llamajax.data.source_tokens import ShardedTokens, SourceTokens
-from llamajax.data.tokenized import tokenized
-from llamajax.data.tokenizing import Tokenizing
+from llamajax.data.rows.rows import cache_error
+from llamajax.data.tokens.encoding import Tokenizing
+from llamajax.data.tokens.megatron import CHUNK, IndexedDataset, paths_of
+from llamajax.data.tokens.megatron_writer import token_dtype, write_indexed
+from llamajax.data.tokens.source_tokens import ShardedTokens, SourceTokens
+from llamajax.data.tokens.tokenize_run import tokenized
 from llamajax.disk import make_folder
 from llamajax.errors import ConfigError, DataError
-from llamajax.parallel.exit import exit_code
+from llamajax.processes.exit import exit_code
 from llamajax.watch.console import log, track
 from llamajax.weights.origin import models_tokenizer
 

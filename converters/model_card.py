@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import Any
 
 from llamajax.config.architectures import Architecture
-from llamajax.config.formulas import num_params
 from llamajax.config.model import ModelConfig
 from llamajax.errors import UserError
+from llamajax.estimates.formulas import num_params
 from llamajax.watch.console import say
 from llamajax.watch.run_log import METRICS_FILE, read_run
 from llamajax.weights.pretrained import Pretrained

@@ -10,7 +10,7 @@ def main() -> None:
     # Only now: --help and mistakes do not wait for what is heavy to import.
     with importing():
         from converters import grow
-        from llamajax.parallel.exit import end_with
+        from llamajax.processes.exit import end_with
 
     end_with(lambda: grow.main(arguments))
 

@@ -16,8 +16,8 @@ from tokenizers import Regex, pre_tokenizers
 
 from converters.tokenizer_growth import Vocabulary, new_merges
 from llamajax.config.json_file import parse_json
-from llamajax.data.tokenizer_base import SPACE
-from llamajax.data.tokenizer_files import JSON_FILE, MODEL_FILE
+from llamajax.data.tokenizers.tokenizer_base import SPACE
+from llamajax.data.tokenizers.tokenizer_files import JSON_FILE, MODEL_FILE
 from llamajax.errors import ConfigError, show
 
 _BYTE_PIECE = re.compile(r"<0x[0-9A-F]{2}>")

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import numpy as np
 
-from llamajax.data.tokenizer_base import Tokenizer
+from llamajax.data.tokenizers.tokenizer_base import Tokenizer
 from llamajax.errors import CheckpointError
 
 _TEXTS = (

@@ -8,7 +8,7 @@ from llamajax.config.run import Config
 from llamajax.errors import importing
 
 OPTIONS = {
-    "--json FILE": "Write all figures; the docstring of llamajax/planning/tell/figures.py describes them.",
+    "--json FILE": "Write all figures; the docstring of llamajax/planning/report/figures.py describes them.",
     "--trace FILE": "Write the timeline of a step, for ui.perfetto.dev.",
     "--hlo FILE": "Write the compiled and scheduled program.",
     "--picture FILE.html": "Write a page with drawings of a layer's timeline and of the memory.",

@@ -53,7 +53,7 @@ def measure(directory: Path, port: int, rank: int, num_processes: int, num_bytes
     from llamajax.config.parallel import DistributedConfig, MeshConfig
     from llamajax.config.training import CheckpointConfig
     from llamajax.parallel import mesh, startup
-    from llamajax.parallel.processes import everyones
+    from llamajax.processes.peers import everyones
 
     startup.select_platform(MeshConfig(num_cpu_devices=1))
     address = f"127.0.0.1:{port}"

@@ -28,11 +28,11 @@ from llamajax.config.cleaning import (
     NearDuplicateConfig,
 )
 from llamajax.config.data import SourceConfig
-from llamajax.data import groups
 from llamajax.data.cleaning.duplicates import digest_of
 from llamajax.data.cleaning.pipeline import clean
 from llamajax.data.cleaning.words import words_of
-from llamajax.data.sources import Source
+from llamajax.data.documents import file_groups
+from llamajax.data.documents.sources import Source
 
 CHARS = 3000
 FILES = 8
@@ -73,7 +73,9 @@ def jaccard(one: set[tuple[str, ...]], other: set[tuple[str, ...]]) -> float:
 def cleaned(folder: Path, name: str, config: CleaningConfig, pool: ProcessPoolExecutor) -> list[str]:
     """The documents of the folder that stay."""
     source = Source(SourceConfig(kind="jsonl", paths=(f"{folder}/*.jsonl",)), "data.sources[0]")
-    (left,) = clean([source], [groups.group_files(source, folder / name, print)], config, folder / name, print, pool.map)
+    (left,) = clean(
+        [source], [file_groups.group_files(source, folder / name, print)], config, folder / name, print, pool.map
+    )
     return [document.text for document in left.documents(left.files())]
 
 
@@ -109,7 +111,7 @@ def main() -> None:
     parser.add_argument("--documents", type=int, default=20_000)
     parser.add_argument("--processes", type=int, default=2)
     options = parser.parse_args()
-    groups.GROUP_BYTES = 2**22  # so that there are several parts
+    file_groups.GROUP_BYTES = 2**22  # so that there are several parts
     draw = random.Random(0)
     originals = list(dict.fromkeys(text for text, _ in zip(stretches(), range(options.documents), strict=False)))
     copies = draw.sample(originals, len(originals) // 10)

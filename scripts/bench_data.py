@@ -49,7 +49,7 @@ class MadeUp:
 
     def documents(self, part: int, seq_len: int) -> Any:
         """See `TokenStore`."""
-        from llamajax.data.stores import Documents
+        from llamajax.data.tokens.stores import Documents
 
         rng = np.random.default_rng(part)
         count = min(_PART_DOCUMENTS, self.num_documents - part * _PART_DOCUMENTS)
@@ -65,7 +65,7 @@ class MadeUp:
 
 def packing(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Packs, and says how fast, in how much memory and how full."""
-    from llamajax.data.packings import Packings
+    from llamajax.data.rows.packing_cache import Packings
 
     packings = Packings(MadeUp(int(arguments.documents)), arguments.seq_len, "key", folder)
     before = _peak()
@@ -100,7 +100,7 @@ def start(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 def _write_source(arguments: argparse.Namespace, folder: Path) -> Path:
     """Files of short lines, and a run on them, of which every shard has some lines."""
-    from llamajax.data.tokenizer import train_sentencepiece
+    from llamajax.data.tokenizers.tokenizer import train_sentencepiece
 
     rng, words = np.random.default_rng(0), np.array(["alpha", "beta", "gamma", "delta", "epsilon", "zeta"])
     num_files = -(-arguments.shards // _SHARDS_PER_FILE)
@@ -128,14 +128,14 @@ def process(arguments: argparse.Namespace) -> None:
     import jax
 
     from llamajax.config.file import load_config
-    from llamajax.data import groups
-    from llamajax.data.dataset import prepare
+    from llamajax.data.documents import file_groups
+    from llamajax.data.rows.dataset import prepare
     from llamajax.parallel import startup
-    from llamajax.parallel.processes import everyones
+    from llamajax.processes.peers import everyones
 
     # A shard for every few lines, as if each of them were megabytes long.
     bytes_per_line = len(json.dumps({"text": "x" * 60})) + 1
-    groups.SPAN_BYTES = groups.GROUP_BYTES = bytes_per_line * _LINES_PER_SHARD
+    file_groups.SPAN_BYTES = file_groups.GROUP_BYTES = bytes_per_line * _LINES_PER_SHARD
     config = load_config(arguments.config)
     if arguments.processes > 1:
         changes = {

@@ -44,10 +44,10 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # for a machine where llamaj
 import jax
 
 from llamajax.launching.program import bound
-from llamajax.parallel.exit import end_with, exit_code
+from llamajax.processes.exit import end_with, exit_code
 from llamajax.units import format_duration
 from llamajax.watch.console import log_own, print_table, waiting
-from llamajax.watch.outputs import check_outputs, write_output
+from llamajax.watch.option_files import check_outputs, write_output
 from scripts.bench import card
 from scripts.bench.case import MODELS, REMATS, ROOT, TORCH_ROWS, TOY, Case, Choice
 from scripts.bench.checks import refusals

@@ -62,7 +62,7 @@ _LOOK_EVERY_S = 0.5
 def write_corpus(folder: Path, num_bytes: int) -> list[Path]:
     """JSONL files of `num_bytes` together: stretches of the library's texts, of log-normal length, each with its number."""
     from llamajax.config.data import SourceConfig
-    from llamajax.data.sources import Source
+    from llamajax.data.documents.sources import Source
 
     source = Source(SourceConfig(kind="stdlib"), "stdlib")
     text = "\n".join(document.text for document in source.documents(source.files()))
@@ -93,11 +93,11 @@ def sample_of(paths: list[Path], num_bytes: int) -> list[bytes]:
 def work_of_process(tokenizer: Path, lines: list[bytes], out: Path) -> Measured:
     """What one process of llamajax does: hashes, parses, encodes, frames, hashes for the split, writes and flushes."""
     from llamajax.config.data import SourceConfig
-    from llamajax.data.encoder_choice import differing_text
-    from llamajax.data.groups import group_files
-    from llamajax.data.shards import tokenize
-    from llamajax.data.sources import Source
-    from llamajax.data.tokenizer import load_tokenizer
+    from llamajax.data.documents.file_groups import group_files
+    from llamajax.data.documents.sources import Source
+    from llamajax.data.tokenizers.encoder_choice import differing_text
+    from llamajax.data.tokenizers.tokenizer import load_tokenizer
+    from llamajax.data.tokens.shards import tokenize
     from llamajax.preprocessing.executors import compute_in_one_thread
 
     compute_in_one_thread()
@@ -320,7 +320,7 @@ def main() -> None:
 
 
 def _train(paths: list[Path], folder: Path) -> Path:
-    from llamajax.data.tokenizer import sample_texts, train_sentencepiece
+    from llamajax.data.tokenizers.tokenizer import sample_texts, train_sentencepiece
 
     texts = (json.loads(line)["text"] for line in sample_of(paths, 20_000_000))
     path = folder / "tokenizer.model"

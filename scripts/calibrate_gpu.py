@@ -39,16 +39,15 @@ import jaxlib.version
 import numpy as np
 
 import llamajax
-from llamajax.config.calibration import MeasuredGrid, MeasuredRun, Measurement, Versions
 from llamajax.config.command import parse_args
 from llamajax.config.file import dump_config
-from llamajax.config.gpus import GPUS, Gpu, find_gpu
 from llamajax.config.parallel import DistributedConfig, MeshConfig
 from llamajax.config.rules import Settings
 from llamajax.config.run import Config
 from llamajax.errors import EnvironmentMismatchError
+from llamajax.estimates.calibration import MeasuredGrid, MeasuredRun, Measurement, Versions
+from llamajax.estimates.gpus import GPUS, Gpu, find_gpu
 from llamajax.parallel import startup
-from llamajax.parallel.exit import end_with, exit_code
 from llamajax.planning.cost.gpu import Machine
 from llamajax.planning.cost.replay import replay
 from llamajax.planning.plan import make_plan, replayed
@@ -56,6 +55,7 @@ from llamajax.planning.scheduling import compile_here
 from llamajax.planning.xla.compile import check_compiler, prepare_environment
 from llamajax.planning.xla.hlo import Module
 from llamajax.planning.xla.parse import parse
+from llamajax.processes.exit import end_with, exit_code
 from llamajax.step.batch import Batch, batch_sharding
 from llamajax.step.compile import lower
 from llamajax.step.forms import compute_capability, with_forms
@@ -63,7 +63,7 @@ from llamajax.step.state import abstract_state, init_state
 from llamajax.step.step import one_behind
 from llamajax.units import format_bytes
 from llamajax.watch.console import log_own, waiting
-from llamajax.watch.outputs import check_outputs, write_output
+from llamajax.watch.option_files import check_outputs, write_output
 from scripts.calibration.programs import (
     MANY_ROWS,
     PASSES,

@@ -27,11 +27,11 @@ from converters.arguments import hf_arguments
 from converters.convert import main as run_converter
 from llamajax.config.generate import GenerateConfig
 from llamajax.config.parallel import MeshConfig
-from llamajax.data.tokenizer import load_tokenizer
+from llamajax.data.tokenizers.tokenizer import load_tokenizer
 from llamajax.generation import run as generate
 from llamajax.parallel.mesh import make_mesh
 from llamajax.weights.loading import load_model
-from llamajax.weights.opening import open_pretrained
+from llamajax.weights.open_model import open_pretrained
 from tests import real_tokenizers
 from tests.mixed_texts import TEXTS
 

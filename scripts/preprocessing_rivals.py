@@ -91,7 +91,7 @@ def encode_as_megatron(tokenizer: Path, lines: list[bytes], out: Path) -> Measur
     """What a worker of `preprocess_data.py` and its writer do: a document at a time."""
     import numpy as np
 
-    from llamajax.data.megatron_writer import write_indexed
+    from llamajax.data.tokens.megatron_writer import write_indexed
 
     encode = _one_by_library(tokenizer)
     encode("warm")

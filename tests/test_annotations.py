@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from jaxtyping import TypeCheckError
 
-from llamajax.data.packing import pack
+from llamajax.data.rows.packing import pack
 
 
 def test_shapes_and_dtypes_of_public_functions_are_checked():

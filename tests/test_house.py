@@ -13,8 +13,8 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType
 
 from llamajax.config.file import load_config
-from llamajax.config.formulas import num_params
 from llamajax.config.parallel import AXES
+from llamajax.estimates.formulas import num_params
 from llamajax.parallel.sharding import spec
 from llamajax.step.batch import FIELDS, micro_batch_size
 from llamajax.step.state import init_state
@@ -23,8 +23,8 @@ from llamajax.step.step import train_step
 ROOT = pathlib.Path(__file__).parent.parent
 ORDER = (
     ("errors", "units", "disk"),
-    "config", "launching", "parallel", "watch", "kernels", "model", "step", "data", "checkpoint", "weights",
-    "preprocessing", "planning", "generation", "evaluation", "verification", "training",
+    "config", "estimates", "processes", "launching", "parallel", "watch", "kernels", "model", "step", "data", "checkpoint",
+    "weights", "preprocessing", "planning", "generation", "evaluation", "verification", "training",
     ("train", "launch", "preprocess", "generate", "evaluate", "plan", "verify", "report"),
     "converters",
 )  # fmt: skip

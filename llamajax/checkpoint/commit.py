@@ -11,7 +11,7 @@ import jax
 from llamajax.checkpoint import manifest, retention
 from llamajax.checkpoint.array_writer import files_of
 from llamajax.disk import make_folder, sync
-from llamajax.parallel import processes
+from llamajax.processes import peers
 from llamajax.units import format_bytes
 
 
@@ -54,7 +54,7 @@ def make_step(saving: Path, step_dir: Path, small: Mapping[str, bytes], check: C
     Raises:
         OSError: the disk fails, or another process has taken the run over and removed `saving`.
     """
-    with processes.uninterrupted():  # all have done their part, so the step is good whatever becomes of them
+    with peers.uninterrupted():  # all have done their part, so the step is good whatever becomes of them
         (saving / "files").mkdir()
         records = {name: manifest.write_file(saving / name, content) for name, content in small.items()}
         for share in saving.glob("hashes.*.json"):

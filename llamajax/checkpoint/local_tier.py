@@ -33,11 +33,11 @@ from llamajax.checkpoint import manifest, retention
 from llamajax.checkpoint.array_writer import reason
 from llamajax.checkpoint.read import Found, State, is_key, read_object
 from llamajax.checkpoint.steps import steps_in
-from llamajax.data.position import PassedOver, is_left_behind
+from llamajax.data.rows.position import PassedOver, is_left_behind
 from llamajax.disk import make_folder, sync, write_atomically
 from llamajax.errors import CheckpointError
 from llamajax.parallel.arrays import named_arrays
-from llamajax.parallel.processes import everyones
+from llamajax.processes.peers import everyones
 
 _KEPT = 3  # a host that is one step behind the others, and writes the next one, still has one that all have
 _THREADS = min(8, os.cpu_count() or 1)

@@ -21,7 +21,7 @@ import jax
 from llamajax.data import progress
 from llamajax.disk import files_below, read_again, sync
 from llamajax.errors import CheckpointError, EnvironmentMismatchError
-from llamajax.parallel.processes import everyones, of_first
+from llamajax.processes.peers import everyones, of_first
 
 MANIFEST = "manifest.json"
 

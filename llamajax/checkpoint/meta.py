@@ -11,7 +11,7 @@ from llamajax.checkpoint.read import read_object
 from llamajax.checkpoint.steps import steps_in
 from llamajax.config.file import config_to_dict
 from llamajax.config.run import Config
-from llamajax.data.dataset import Dataset
+from llamajax.data.rows.dataset import Dataset
 from llamajax.errors import CheckpointError
 
 

@@ -10,9 +10,9 @@ from llamajax.checkpoint import manifest, retention
 from llamajax.checkpoint.local_tier import LocalTier
 from llamajax.checkpoint.read import Found, State, find_arrays
 from llamajax.checkpoint.steps import newest_good, steps_in
-from llamajax.data.position import PassedOver
+from llamajax.data.rows.position import PassedOver
 from llamajax.errors import CheckpointError
-from llamajax.parallel.processes import of_first
+from llamajax.processes.peers import of_first
 from llamajax.watch.console import say
 
 

@@ -22,7 +22,7 @@ from llamajax.checkpoint.steps import good_step, steps_in
 from llamajax.disk import read_again
 from llamajax.errors import CheckpointError, show
 from llamajax.parallel.arrays import concretise, named_arrays
-from llamajax.parallel.processes import everyones, of_first
+from llamajax.processes.peers import everyones, of_first
 
 State = TypeVar("State")
 

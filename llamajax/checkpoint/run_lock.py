@@ -23,8 +23,8 @@ import jax
 from llamajax import disk
 from llamajax.checkpoint.steps import steps_in
 from llamajax.errors import CheckpointError, EnvironmentMismatchError
-from llamajax.parallel import meeting
-from llamajax.parallel.processes import everyones, of_first
+from llamajax.processes import rendezvous
+from llamajax.processes.peers import everyones, of_first
 from llamajax.watch.console import say, say_own
 
 # Seconds in which what one process writes must be seen by the others (NFS may remember for 60 what it saw), and after which
@@ -258,7 +258,7 @@ def check_seen_by_all(directory: Path) -> None:
             say_own(f"waiting    {limit_s} s to see in {directory} what process 0 does")
             is_told = True
         time.sleep(0.1)
-    others = everyones(None if seen else f"{directory} ({meeting.who_am_i()})")
+    others = everyones(None if seen else f"{directory} ({rendezvous.who_am_i()})")
     if jax.process_index() == 0:
         token.unlink()
     for rank, other in enumerate(others):

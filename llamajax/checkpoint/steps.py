@@ -9,7 +9,7 @@ from pathlib import Path
 from llamajax.checkpoint import manifest
 from llamajax.disk import names_in, read_again
 from llamajax.errors import CheckpointError
-from llamajax.parallel.processes import of_first
+from llamajax.processes.peers import of_first
 from llamajax.watch.console import say
 
 

@@ -39,11 +39,11 @@ from llamajax.checkpoint.read import Found, Restored, State, is_key
 from llamajax.checkpoint.run_lock import RunLock, check_seen_by_all
 from llamajax.checkpoint.steps import steps_in
 from llamajax.config.training import CheckpointConfig
-from llamajax.data.position import PassedOver
+from llamajax.data.rows.position import PassedOver
 from llamajax.disk import make_folder, may_pass, read_again, sync
 from llamajax.errors import CheckpointError, SaveError, UserError
 from llamajax.parallel.arrays import named_arrays
-from llamajax.parallel.processes import everyones, of_first
+from llamajax.processes.peers import everyones, of_first
 from llamajax.watch.console import say, say_own
 
 # Seconds after which the processes of a run stop waiting for each other to write a checkpoint, and to hash it.

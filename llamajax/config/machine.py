@@ -10,7 +10,7 @@ PlannedGpu = Literal[
     "a100-40gb", "a100-80gb", "h100", "h200", "b200", "gb200",
     "rtx-3060-12gb", "rtx-3090", "rtx-4090", "rtx-5090", "a10g", "l4", "l40s",
 ]  # fmt: skip
-"""GPUs that plans know, see `llamajax.config.gpus`."""
+"""GPUs that plans know, see `llamajax.estimates.gpus`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +34,7 @@ class HardwareConfig(Section):
     1.5625e9 for L4 and A10G (cloud instances of eight). GeForce cards have no usual network: several nodes need this."""
     calibration: str | None = None
     """Constants of the cost model that were measured on this GPU, with what they were measured by: a YAML file, see
-    `llamajax.config.calibration`. What it leaves out, and all if unset, is as built in."""
+    `llamajax.estimates.calibration`. What it leaves out, and all if unset, is as built in."""
     price_per_gpu_hour: PositiveFloatOrUnset = None
     """Price of one GPU for one hour, in any currency; unset: no prices in the plan."""
     token_budget: PositiveFloatOrUnset = None

@@ -9,7 +9,7 @@ from typing import Literal, Protocol, Self
 
 import rich.progress
 
-from llamajax.parallel import processes
+from llamajax.processes import peers
 
 REPORT_EVERY_S = 10.0
 """Seconds between lines where there is no terminal to animate."""
@@ -103,7 +103,7 @@ class TokenizingProgress:
             rich.progress.TaskProgressColumn(),
             "{task.fields[speed]}",
             rich.progress.TimeRemainingColumn(),
-            disable=not animate or not sys.stdout.isatty() or not total_bytes or processes.rank() > 0,
+            disable=not animate or not sys.stdout.isatty() or not total_bytes or peers.rank() > 0,
             transient=True,
         )
         self._task = self._bar.add_task("", total=total_bytes, speed="")

@@ -29,9 +29,9 @@ from lm_eval.utils import get_rolling_token_windows, handle_non_serializable, ma
 from llamajax.config.evaluate import EvaluateConfig
 from llamajax.config.model import ModelConfig
 from llamajax.config.parallel import num_parts
-from llamajax.data.chat import ChatTemplate, load_chat_template
-from llamajax.data.conversations import Message
-from llamajax.data.tokenizer_base import Tokenizer
+from llamajax.data.chat.chat_template import ChatTemplate, load_chat_template
+from llamajax.data.documents.conversations import Message
+from llamajax.data.tokenizers.tokenizer_base import Tokenizer
 from llamajax.errors import ConfigError, DataError
 from llamajax.evaluation.document_loss import whole_batch
 from llamajax.evaluation.scoring import row_length, score

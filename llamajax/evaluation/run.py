@@ -15,11 +15,11 @@ from llamajax.config.model import ModelConfig
 from llamajax.errors import ConfigError, EnvironmentMismatchError
 from llamajax.evaluation.document_loss import evaluate_documents
 from llamajax.parallel import compilation_cache, mesh, startup
-from llamajax.parallel.exit import end_process, exit_code
-from llamajax.parallel.processes import of_first, rank
+from llamajax.processes.exit import end_process, exit_code
+from llamajax.processes.peers import of_first, rank
 from llamajax.watch import console
-from llamajax.watch.outputs import check_outputs
-from llamajax.weights.opening import open_pretrained
+from llamajax.watch.option_files import check_outputs
+from llamajax.weights.open_model import open_pretrained
 
 
 def run(config: EvaluateConfig) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from llamajax.config.parallel import num_parts
-from llamajax.data.tokenizer_base import Tokenizer
+from llamajax.data.tokenizers.tokenizer_base import Tokenizer
 from llamajax.errors import DataError
 from llamajax.generation.sampling import Sampling, next_tokens
 from llamajax.model import Llama

@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from llamajax.data import chat_tokens
-from llamajax.data.chat import ChatTemplate
-from llamajax.data.conversations import BESIDE_MESSAGES, Message, content_of, question_of
-from llamajax.data.tokenizer_base import Tokenizer
+from llamajax.data.chat import chat_tokens
+from llamajax.data.chat.chat_template import ChatTemplate
+from llamajax.data.documents.conversations import BESIDE_MESSAGES, Message, content_of, question_of
+from llamajax.data.tokenizers.tokenizer_base import Tokenizer
 from llamajax.disk import cannot_read, read_again
 from llamajax.errors import DataError
 

@@ -16,19 +16,19 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from llamajax.config.generate import GenerateConfig
 from llamajax.config.model import ModelConfig
 from llamajax.config.parallel import MeshConfig
-from llamajax.data.chat import ChatTemplate, load_chat_template
-from llamajax.data.tokenizer_base import Tokenizer
+from llamajax.data.chat.chat_template import ChatTemplate, load_chat_template
+from llamajax.data.tokenizers.tokenizer_base import Tokenizer
 from llamajax.disk import may_pass
 from llamajax.errors import ConfigError
 from llamajax.generation.completion import Completer, Completion, Piece, Stats, check_prompts
 from llamajax.generation.prompts import Prompt, find_ends, read_prompts
 from llamajax.generation.sampling import Sampling
 from llamajax.parallel import compilation_cache, mesh, startup
-from llamajax.parallel.exit import end_process, exit_code
+from llamajax.processes.exit import end_process, exit_code
 from llamajax.watch import console
 from llamajax.watch.console import say
 from llamajax.weights.loading import load_model
-from llamajax.weights.opening import open_pretrained
+from llamajax.weights.open_model import open_pretrained
 
 
 def run(config: GenerateConfig) -> None:

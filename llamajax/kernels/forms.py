@@ -2,11 +2,11 @@
 
 from collections.abc import Mapping
 
-from llamajax.config.communication import sequence_numbers
-from llamajax.config.formulas import DTYPE_BYTES
 from llamajax.config.model import ModelConfig
 from llamajax.config.parallel import SequenceForm, num_parts
 from llamajax.config.run import Config
+from llamajax.estimates.communication import sequence_numbers
+from llamajax.estimates.formulas import DTYPE_BYTES
 from llamajax.kernels.choice import Kernel, Site, obstacle
 from llamajax.units import format_bytes
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from llamajax.errors import DEVICE_ERROR, TRY_AGAIN
-from llamajax.launching import heartbeat
-from llamajax.launching.heartbeat import WAITING, Beat
+from llamajax.processes import heartbeat
+from llamajax.processes.heartbeat import WAITING, Beat
 
 LEFT = "cannot be killed: the system waits for a device or a disk"
 """How one is that does not end although it was killed."""

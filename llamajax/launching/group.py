@@ -8,11 +8,12 @@ import time
 from pathlib import Path
 
 from llamajax.errors import TRY_AGAIN
-from llamajax.launching import heartbeat, output
+from llamajax.launching import output
 from llamajax.launching.child import LEFT, Child
 from llamajax.launching.output import Output
 from llamajax.launching.program import Program
 from llamajax.launching.signals import Signals
+from llamajax.processes import heartbeat
 
 _TICK_S = 0.25  # between looks at the heartbeats
 _GRACE_S = 1.75  # after the first one's end, in which others may end by themselves, in their own words

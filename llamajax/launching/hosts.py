@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from llamajax.errors import EnvironmentMismatchError
-from llamajax.launching.addresses import join
+from llamajax.processes.addresses import join
 
 COORDINATOR = "JAX_COORDINATOR_ADDRESS"
 

@@ -13,13 +13,13 @@ from llamajax.config.launch import LaunchConfig
 from llamajax.config.run import Config
 from llamajax.disk import keep_from_others
 from llamajax.errors import CAN_HELP, DISK_ERROR, GIVE_UP, EnvironmentMismatchError, UserError
-from llamajax.launching import addresses
 from llamajax.launching.cause import Cause, find_cause
 from llamajax.launching.group import Group
 from llamajax.launching.hosts import find_hosts
 from llamajax.launching.output import Output
 from llamajax.launching.program import Program, find_program, newest_step, steps_in
 from llamajax.launching.signals import Signals
+from llamajax.processes import addresses
 
 
 def main(config: LaunchConfig, arguments: Sequence[str], *, check: bool) -> int:

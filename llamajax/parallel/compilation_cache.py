@@ -22,7 +22,7 @@ import jax
 from jax._src import compilation_cache as jax_cache  # how programs are packed has no public name
 
 from llamajax.disk import names_in
-from llamajax.parallel.processes import everyones, of_first, rank
+from llamajax.processes.peers import everyones, of_first, rank
 
 MOST_BYTES = 4 * 2**30
 """Of all programs together; what was not used for longest goes first."""

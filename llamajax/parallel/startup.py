@@ -16,10 +16,10 @@ from llamajax.config.file import config_to_dict, dotted
 from llamajax.config.parallel import DistributedConfig, MeshConfig
 from llamajax.config.run import Config
 from llamajax.errors import ConfigError, EnvironmentMismatchError
-from llamajax.launching import addresses, heartbeat
-from llamajax.parallel import allowance, meeting, processes
-from llamajax.parallel.allowance import MEMORY_FRACTION
+from llamajax.estimates import gpu_memory_budget
+from llamajax.estimates.gpu_memory_budget import MEMORY_FRACTION
 from llamajax.parallel.mesh import make_mesh
+from llamajax.processes import addresses, heartbeat, peers, rendezvous
 
 # Emulated devices share the machine's cores, so a collective may have to wait for seconds until every
 # device's thread has had its turn; XLA's limits of seconds would end the process.
@@ -72,16 +72,16 @@ def join_run(config: DistributedConfig, settings: Mapping[str, Any] | None = Non
     """
     if not config.enabled or jax.distributed.is_initialized():
         return
-    address, num_processes, own_rank, local_device_ids = meeting.find(config)
+    address, num_processes, own_rank, local_device_ids = rendezvous.find(config)
     host, port = addresses.host_and_port(address)
     bind_address = os.environ.get("JAX_COORDINATOR_BIND_ADDRESS", "")
     if own_rank == 0 and not bind_address:
         bind_address = addresses.bind_address_for(host, port)
     if num_processes > 1:
-        call = meeting.receive_all if own_rank == 0 else meeting.call_on_first
+        call = rendezvous.receive_all if own_rank == 0 else rendezvous.call_on_first
         links = call(address, bind_address, num_processes, own_rank, config.initialization_timeout_s)
-        processes.meet(own_rank, links, config.heartbeat_timeout_s)
-        processes.check_same_everywhere(settings or {})
+        peers.meet(own_rank, links, config.heartbeat_timeout_s)
+        peers.check_same_everywhere(settings or {})
     if addresses.is_loopback(host):
         listen_on_loopback()
     coordinator = (host, port)
@@ -93,7 +93,7 @@ def join_run(config: DistributedConfig, settings: Mapping[str, Any] | None = Non
     jax.config.update("jax_enable_preemption_service", False)
     try:
         jax.distributed.initialize(
-            coordinator_address=meeting.relay(coordinator),
+            coordinator_address=rendezvous.relay(coordinator),
             num_processes=num_processes,
             process_id=own_rank,
             local_device_ids=local_device_ids,
@@ -137,7 +137,7 @@ def connect(
     Raises:
         EnvironmentMismatchError: the machine is not what the configuration asks for, or processes have other settings.
     """
-    os.environ.setdefault(allowance.VARIABLE, str(memory_fraction))
+    os.environ.setdefault(gpu_memory_budget.VARIABLE, str(memory_fraction))
     select_platform(config)
     join_run(distributed, settings)
     try:
@@ -172,7 +172,7 @@ def begin(config: Config) -> None:
     connect(
         config.mesh,
         config.distributed,
-        memory_fraction=allowance.memory_fraction(config),
+        memory_fraction=gpu_memory_budget.memory_fraction(config),
         settings=settings | (_installed() if config.distributed.enabled else {}),
     )
 

@@ -8,11 +8,11 @@ import math
 from collections import Counter
 from dataclasses import dataclass
 
-from llamajax.config.formulas import mesh_sizes
-from llamajax.config.gpus import planned_gpu
 from llamajax.config.run import Config
+from llamajax.estimates.formulas import mesh_sizes
+from llamajax.estimates.gpu_memory_budget import Allowance, allowance, memory_fraction, room
+from llamajax.estimates.gpus import planned_gpu
 from llamajax.kernels.cudnn import workspace_bytes
-from llamajax.parallel.allowance import Allowance, allowance, memory_fraction, room
 from llamajax.planning.cost.attention import planned_kernel
 from llamajax.planning.scopes import MEMORY_KINDS, MemoryKind, Namer
 from llamajax.planning.xla.buffers import Buffer

@@ -8,19 +8,19 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from llamajax.config.formulas import mesh_sizes
-from llamajax.config.gpus import planned_gpu
 from llamajax.config.model import REMATS, Remat
 from llamajax.config.run import Config
 from llamajax.errors import ConfigError
+from llamajax.estimates.formulas import mesh_sizes
+from llamajax.estimates.gpus import planned_gpu
 from llamajax.planning.cost.attention import planned_kernel, scores_of_calls
 from llamajax.planning.cost.gpu import planned_machine
 from llamajax.planning.cost.replay import replay
 from llamajax.planning.cost.timeline import Timeline
 from llamajax.planning.fitting import Suggestion, suggestions
-from llamajax.planning.judge import preference
 from llamajax.planning.latencies import FILE_NAME, latency_text, read_latencies
 from llamajax.planning.memory import MemoryPlan, memory_plan
+from llamajax.planning.schedule_choice import preference
 from llamajax.planning.scheduling import check_told, latency_source
 from llamajax.planning.xla.compile import CompiledStep, compile_for
 from llamajax.planning.xla.hlo import Module

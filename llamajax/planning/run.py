@@ -10,17 +10,17 @@ and when XLA's compiler for GPUs is missing: what formulas tell is then still pr
 import json
 from collections.abc import Mapping
 
-from llamajax.config.gpus import planned_gpu
 from llamajax.config.run import Config
 from llamajax.errors import ConfigError
-from llamajax.parallel.exit import exit_code
+from llamajax.estimates.gpus import planned_gpu
 from llamajax.planning.cost.timeline import perfetto
 from llamajax.planning.plan import make_plan, plan_problems
+from llamajax.planning.report import figures, picture, text
 from llamajax.planning.search import read_sweep, run_sweep
-from llamajax.planning.tell import figures, picture, text
 from llamajax.planning.xla.compile import CompilerMissingError, check_compiler, prepare_environment
+from llamajax.processes.exit import exit_code
 from llamajax.watch.console import log, waiting
-from llamajax.watch.outputs import check_outputs, write_output
+from llamajax.watch.option_files import check_outputs, write_output
 
 FILES = ("--json", "--trace", "--hlo", "--picture")
 """Options that name a file to write."""

@@ -14,18 +14,18 @@ import jax
 import jaxlib.version
 
 from llamajax import disk
-from llamajax.config.calibration import read_measurement
 from llamajax.config.model import REMATS, Remat
 from llamajax.config.run import Config
 from llamajax.data import cache
 from llamajax.errors import EnvironmentMismatchError
+from llamajax.estimates.calibration import read_measurement
+from llamajax.estimates.gpu_memory_budget import MEMORY_FRACTION, told_fraction
 from llamajax.parallel import compilation_cache
-from llamajax.parallel.allowance import MEMORY_FRACTION, told_fraction
-from llamajax.parallel.processes import everyones, of_first
 from llamajax.planning.cost.attention import scores_of_calls
 from llamajax.planning.cost.gpu import planned_machine
-from llamajax.planning.judge import GUESSES, Judge, Judged
 from llamajax.planning.latencies import FILE_NAME, read_latencies, text_costs
+from llamajax.planning.schedule_choice import GUESSES, Judge, Judged
+from llamajax.processes.peers import everyones, of_first
 from llamajax.step.compile import Option, check_flags, compile_with, compiler_options, lower
 from llamajax.step.forms import remat_policy, with_forms
 from llamajax.step.state import TrainState

@@ -4,9 +4,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from llamajax.config.file import read_value
-from llamajax.config.formulas import mesh_sizes
 from llamajax.config.run import Config
 from llamajax.errors import ConfigError
+from llamajax.estimates.formulas import mesh_sizes
 from llamajax.planning.fitting import Changes
 from llamajax.planning.plan import Plan, by_latencies, make_plan, plan_problems, replayed
 

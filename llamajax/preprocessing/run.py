@@ -14,21 +14,21 @@ from typing import Any
 
 from llamajax.config.run import Config
 from llamajax.data.cleaning.pipeline import clean
-from llamajax.data.dataset import prepare
-from llamajax.data.encoder_choice import choose_encoder
-from llamajax.data.groups import announce_fetching, extents, group_files, known_group
-from llamajax.data.lines import Span
+from llamajax.data.documents.file_groups import announce_fetching, extents, group_files, known_group
+from llamajax.data.documents.lines import Span
+from llamajax.data.documents.sources import Source
 from llamajax.data.progress import TokenizingProgress
-from llamajax.data.shards import is_complete
-from llamajax.data.source_tokens import entries_of
-from llamajax.data.sources import Source
-from llamajax.data.tokenized import check_megatron, sources_of
-from llamajax.data.tokenizer_base import Tokenizer
-from llamajax.data.tokenizing import Tokenizing, chat_template_for, given_tokenizer, tokenizer_for
+from llamajax.data.rows.dataset import prepare
+from llamajax.data.tokenizers.encoder_choice import choose_encoder
+from llamajax.data.tokenizers.tokenizer_base import Tokenizer
+from llamajax.data.tokens.encoding import Tokenizing, chat_template_for, given_tokenizer, tokenizer_for
+from llamajax.data.tokens.shards import is_complete
+from llamajax.data.tokens.source_tokens import entries_of
+from llamajax.data.tokens.tokenize_run import check_megatron, sources_of
 from llamajax.errors import ConfigError, show
-from llamajax.parallel.exit import exit_code
 from llamajax.preprocessing.executors import Executor, LocalExecutor
 from llamajax.preprocessing.work import Job, Task, hash_extent, tokenize_extent
+from llamajax.processes.exit import exit_code
 from llamajax.watch import console
 from llamajax.weights.origin import models_tokenizer
 

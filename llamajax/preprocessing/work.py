@@ -7,15 +7,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from llamajax.data import cache
-from llamajax.data.chat import ChatTemplate
-from llamajax.data.encoder_choice import differing_text
-from llamajax.data.groups import Extent, hashed
-from llamajax.data.shards import complete
-from llamajax.data.sources import Source
-from llamajax.data.tokenizer import tokenizer_of
-from llamajax.data.tokenizer_base import Tokenizer
-from llamajax.data.tokenizer_files import TokenizerFiles
-from llamajax.data.tokenizing import Tokenizing
+from llamajax.data.chat.chat_template import ChatTemplate
+from llamajax.data.documents.file_groups import Extent, hashed
+from llamajax.data.documents.sources import Source
+from llamajax.data.tokenizers.encoder_choice import differing_text
+from llamajax.data.tokenizers.tokenizer import tokenizer_of
+from llamajax.data.tokenizers.tokenizer_base import Tokenizer
+from llamajax.data.tokenizers.tokenizer_files import TokenizerFiles
+from llamajax.data.tokens.encoding import Tokenizing
+from llamajax.data.tokens.shards import complete
 
 Tell = Callable[[str, tuple[Any, ...]], None]
 """Takes what happens in a worker: the name of one of `Progress`'s methods, or `log`, and its arguments."""

@@ -12,10 +12,10 @@ import jax
 import jax.numpy as jnp
 import jaxlib.version
 
-from llamajax.config.formulas import gathered_layer_bytes, layer_matrix_bytes
 from llamajax.config.run import Config
 from llamajax.errors import ConfigError, EnvironmentMismatchError
-from llamajax.parallel.allowance import memory_fraction
+from llamajax.estimates.formulas import gathered_layer_bytes, layer_matrix_bytes
+from llamajax.estimates.gpu_memory_budget import memory_fraction
 from llamajax.step.batch import FIELDS, batch_sharding, micro_batch_size
 from llamajax.step.state import TrainState
 from llamajax.step.step import train_step

@@ -5,7 +5,11 @@ from collections.abc import Mapping
 
 import jax
 
-from llamajax.config.formulas import (
+from llamajax.config.model import REMATS, Remat
+from llamajax.config.parallel import Reduction, StackForm, num_parts
+from llamajax.config.run import Config
+from llamajax.errors import ConfigError
+from llamajax.estimates.formulas import (
     DTYPE_BYTES,
     expected_bytes,
     gathered_layer_bytes,
@@ -13,15 +17,11 @@ from llamajax.config.formulas import (
     params_gathered_once,
     prefetched_bytes,
 )
-from llamajax.config.gpus import planned_gpu
-from llamajax.config.model import REMATS, Remat
-from llamajax.config.parallel import Reduction, StackForm, num_parts
-from llamajax.config.run import Config
-from llamajax.errors import ConfigError
+from llamajax.estimates.gpu_memory_budget import memory_fraction
+from llamajax.estimates.gpus import planned_gpu
 from llamajax.kernels.choice import Site, choose
 from llamajax.kernels.forms import can_fuse, sequence_form
 from llamajax.kernels.plain import MAX_CHUNK_SCORES
-from llamajax.parallel.allowance import memory_fraction
 from llamajax.parallel.float8 import LEAST_CAPABILITY
 from llamajax.parallel.matmul import tensor_form
 from llamajax.step.loss import MAX_CHUNK_LOGITS

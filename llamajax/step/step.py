@@ -16,9 +16,9 @@ from llamajax.model import Llama
 from llamajax.parallel.sharding import spec
 from llamajax.parallel.zero import no_gradient, whole_over_data
 from llamajax.step.batch import IGNORE, Batch
-from llamajax.step.held import Held, copies, hold
 from llamajax.step.loss import LossSums, loss_fn
 from llamajax.step.optim import learning_rate, make_optimizer
+from llamajax.step.prepared_weights import Held, copies, hold
 from llamajax.step.state import TrainState
 
 Result = TypeVar("Result")

@@ -14,7 +14,7 @@ from llamajax.config.keys import with_values
 from llamajax.config.parallel import axes_of, num_parts
 from llamajax.config.run import Config
 from llamajax.errors import ConfigError
-from llamajax.parallel.processes import of_first
+from llamajax.processes.peers import of_first
 
 _TOLD = 6  # numbers of devices that would do, in a message
 

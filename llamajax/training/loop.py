@@ -8,13 +8,13 @@ from typing import Any
 
 from llamajax.checkpoint.write import Checkpointer
 from llamajax.config.run import Config
-from llamajax.data.dataset import Dataset
-from llamajax.data.loader import Loader
-from llamajax.data.position import PassedOver, next_row
+from llamajax.data.rows.dataset import Dataset
+from llamajax.data.rows.loader import Loader
+from llamajax.data.rows.position import PassedOver, next_row
 from llamajax.errors import SaveError
 from llamajax.evaluation.held_out import evaluate
-from llamajax.launching.heartbeat import WAITING
 from llamajax.planning.scheduling import Compilation
+from llamajax.processes.heartbeat import WAITING
 from llamajax.step.state import TrainState
 from llamajax.training.bad_steps import BadSteps
 from llamajax.training.replicas import Replicas

@@ -17,7 +17,7 @@ import numpy as np
 from llamajax.config.run import Config
 from llamajax.errors import CorruptionError
 from llamajax.parallel.arrays import named_arrays
-from llamajax.parallel.processes import everyones
+from llamajax.processes.peers import everyones
 from llamajax.step.checksum import checksums, differing, held_bytes, holders, replicated
 from llamajax.training.bad_steps import GoBack
 from llamajax.units import format_bytes

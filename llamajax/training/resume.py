@@ -7,7 +7,7 @@ from typing import Any
 from llamajax.checkpoint.read import Saved
 from llamajax.config.file import config_to_dict, dotted
 from llamajax.config.run import Config
-from llamajax.data.position import next_row
+from llamajax.data.rows.position import next_row
 from llamajax.errors import CheckpointError
 from llamajax.training.rollback import parse_passed_over
 

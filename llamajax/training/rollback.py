@@ -20,10 +20,10 @@ from llamajax.checkpoint.read import Restored, Saved
 from llamajax.checkpoint.steps import steps_in
 from llamajax.checkpoint.write import Checkpointer
 from llamajax.config.run import Config
-from llamajax.data.position import PassedOver, is_left_behind, next_row
+from llamajax.data.rows.position import PassedOver, is_left_behind, next_row
 from llamajax.disk import read_again, write_atomically
 from llamajax.errors import CheckpointError, SaveError
-from llamajax.parallel.processes import everyones, of_first
+from llamajax.processes.peers import everyones, of_first
 from llamajax.training.bad_steps import GoBack
 from llamajax.watch import console, run_log
 

@@ -12,15 +12,15 @@ from llamajax.checkpoint.steps import latest_step
 from llamajax.checkpoint.write import Checkpointer
 from llamajax.config.file import write_config
 from llamajax.config.run import Config
-from llamajax.data.dataset import prepare
-from llamajax.data.position import PassedOver
+from llamajax.data.rows.dataset import prepare
+from llamajax.data.rows.position import PassedOver
 from llamajax.generation.completion import encode_prompt, stream_text
 from llamajax.generation.prompts import Prompt
 from llamajax.parallel import compilation_cache, startup
-from llamajax.parallel.exit import end_process, exit_code
-from llamajax.parallel.processes import check_same_everywhere, everyones, of_first
 from llamajax.parallel.zero import whole_over_data
 from llamajax.planning.scheduling import Compilation, check_told
+from llamajax.processes.exit import end_process, exit_code
+from llamajax.processes.peers import check_same_everywhere, everyones, of_first
 from llamajax.step.batch import micro_batch_size
 from llamajax.step.state import TrainState, abstract_state, init_state
 from llamajax.training import elastic
@@ -36,7 +36,7 @@ from llamajax.watch import console
 from llamajax.watch.console import say
 from llamajax.watch.peak import peak_flops
 from llamajax.weights.loading import load_model
-from llamajax.weights.opening import open_pretrained
+from llamajax.weights.open_model import open_pretrained
 from llamajax.weights.origin import Origin, take_along
 from llamajax.weights.pretrained import Pretrained
 

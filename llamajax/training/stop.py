@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NoReturn, Self
 
-from llamajax.parallel import processes
+from llamajax.processes import peers
 from llamajax.watch import console
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -32,7 +32,7 @@ class StopSignal:
         self._frozen = threading.Lock()
 
     def __enter__(self) -> Self:
-        processes.can_stop(self)
+        peers.can_stop(self)
         self._before = {}
         # Python lets only the main thread handle signals; a run in another thread is stopped by its owner.
         if threading.current_thread() is threading.main_thread():
@@ -49,7 +49,7 @@ class StopSignal:
             for number, handler in self._before.items():
                 signal.signal(number, handler)
             self._wakes.close()
-        processes.can_stop(None)
+        peers.can_stop(None)
 
     @contextmanager
     def at_end_of_step(self) -> Iterator[None]:
@@ -72,10 +72,10 @@ class StopSignal:
         return self._count
 
     def stop_after(self, count: float, why: str) -> None:
-        """Lets `requested` say yes from its call of this number on; with `processes.NOW`, ends the process."""
-        if count == processes.NOW:
+        """Lets `requested` say yes from its call of this number on; with `peers.NOW`, ends the process."""
+        if count == peers.NOW:
             phase = "before the first step; nothing was lost" if self._count < 0 else "after the last step, which is saved"
-            if processes.rank() == 0:
+            if peers.rank() == 0:
                 console.CONSOLE.print(f"stopped    by {why} {phase}", markup=False, soft_wrap=True)
             _end(0)
         self._stop_after = count
@@ -94,11 +94,11 @@ class StopSignal:
         self._hears.close()
 
     def _request(self, why: str) -> None:
-        if (peers := processes.peers()) is not None:
-            peers.request_stop(why)
+        if (others := peers.current()) is not None:
+            others.request_stop(why)
         else:
             count = self.freeze()
-            self.stop_after(processes.NOW if count in (-1, math.inf) else count + 1, why)
+            self.stop_after(peers.NOW if count in (-1, math.inf) else count + 1, why)
 
 
 def _end(code: int) -> NoReturn:

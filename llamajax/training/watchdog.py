@@ -29,11 +29,10 @@ from llamajax.checkpoint.write import Checkpointer
 from llamajax.config.recovery import WatchdogConfig
 from llamajax.data import progress
 from llamajax.errors import TRY_AGAIN
-from llamajax.launching import heartbeat
-from llamajax.parallel import meeting, processes
+from llamajax.processes import heartbeat, peers, rendezvous
 from llamajax.training.phases import SETTINGS, Phase, Phases
 from llamajax.training.stop import StopSignal
-from llamajax.watch import life
+from llamajax.watch import startup_time
 
 _EVERY_S = 0.5  # between looks, at most
 _GRACE_S = 1.5  # in which a process that only waits for another lets that one speak
@@ -44,7 +43,7 @@ _LAST_WORD_S = 8.0  # after which the process ends, whatever keeps it from sayin
 
 _FOR_OTHERS = {
     inspect.unwrap(function).__code__
-    for function in (processes.Peers.everyones, StopSignal.requested, disk.locked, Checkpointer._await_thread)
+    for function in (peers.Peers.everyones, StopSignal.requested, disk.locked, Checkpointer._await_thread)
 }  # in which a thread waits for what is watched itself: other processes, or the thread that commits
 _TOGETHER = ("step", "save", "evaluate")  # what processes are at while others are at a step
 _ARRAYS = "jax._src.array"  # the module in which a thread waits for the value of an array
@@ -93,7 +92,7 @@ class Watchdog:
         if self._has_handler:
             with contextlib.suppress(ValueError, OSError):  # stderr is no file
                 faulthandler.enable()
-        processes.before_end(self._leave_stacks)
+        peers.before_end(self._leave_stacks)
         self.begin("start")
         self._thread.start()
         return self
@@ -101,7 +100,7 @@ class Watchdog:
     def __exit__(self, *exc_info: object) -> None:
         self._ended.set()
         self._thread.join()
-        processes.before_end(None)
+        peers.before_end(None)
         if self._has_handler:
             faulthandler.disable()
         if self._file is not None:
@@ -116,8 +115,8 @@ class Watchdog:
     def begin(self, kind: str) -> None:
         """The run begins another part of its story, a key of `phases.SETTINGS`."""
         self._phases.begin(kind)
-        if kind in life.PHASES:
-            life.begin(kind)
+        if kind in startup_time.PHASES:
+            startup_time.begin(kind)
         self._tell()
 
     @contextlib.contextmanager
@@ -147,7 +146,7 @@ class Watchdog:
     def keep_stacks(self) -> None:
         """From here on there is a file for what SIGABRT leaves; once the run's directory is this run's."""
         with contextlib.suppress(OSError):  # stderr serves as well
-            for left_over in self._stacks.glob(f"*.{processes.rank()}.txt"):
+            for left_over in self._stacks.glob(f"*.{peers.rank()}.txt"):
                 if left_over.stat().st_size == 0:
                     left_over.unlink()
             self._file = self._open_file()
@@ -156,7 +155,7 @@ class Watchdog:
 
     def _open_file(self) -> IO[str]:
         self._stacks.mkdir(mode=0o700, parents=True, exist_ok=True)
-        path = self._stacks / f"{time.strftime('%Y%m%dT%H%M%S')}.{processes.rank()}.txt"
+        path = self._stacks / f"{time.strftime('%Y%m%dT%H%M%S')}.{peers.rank()}.txt"
         return open(path, "a", opener=lambda name, flags: os.open(name, flags, 0o600))
 
     def _watch(self) -> None:
@@ -189,7 +188,7 @@ class Watchdog:
                 phase.allow(self._phases.limit("compile"), SETTINGS["compile"])
             if now < phase.deadline():
                 continue
-            if processes.peers() is not None and not phase.grace and _doing(phase, frame) == heartbeat.WAITING:
+            if peers.current() is not None and not phase.grace and _doing(phase, frame) == heartbeat.WAITING:
                 phase.grace = _GRACE_S
             elif self._phases.of(thread) is phase and now >= phase.deadline():
                 self._end(phase, _doing(phase, frame), now)
@@ -217,18 +216,18 @@ class Watchdog:
     def _end(self, phase: Phase, doing: str, now: float) -> None:
         """Ends the process because of a phase that takes too long."""
         threading.Thread(target=_end_after, args=(_LAST_WORD_S,), daemon=True).start()
-        peers = processes.peers()
-        if peers is not None and peers.is_ending():
+        others = peers.current()
+        if others is not None and others.is_ending():
             threading.Event().wait()  # with the other's reason, which is the first
         at = f"in step {self._step + 1}" if phase.kind == "step" else _WORDS[phase.kind]
         limit = f"above its limit of {phase.limit:.0f} s (watchdog.{phase.setting} raises it)"
         what = f"stuck: {at} for {phase.took(now):.0f} s{f', {doing}' if doing else ''}, {limit}"
         where = self._write_stacks(what)
         line = f"{what}; stacks of all threads: {where}"
-        own = "" if peers is None else f"process {processes.rank()} "
-        _print(f"{own}({meeting.who_am_i()}) {line}")
-        if peers is not None:
-            peers.tell_failure(line, TRY_AGAIN, is_stuck=True)
+        own = "" if others is None else f"process {peers.rank()} "
+        _print(f"{own}({rendezvous.who_am_i()}) {line}")
+        if others is not None:
+            others.tell_failure(line, TRY_AGAIN, is_stuck=True)
         os._exit(TRY_AGAIN)
 
     def _leave_stacks(self, reason: str, *, is_stuck: bool) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
-from llamajax.verification.comparison import (
+from llamajax.verification.differences import (
     TOLERANCE,
     Difference,
     differences,
@@ -14,7 +14,7 @@ from llamajax.verification.comparison import (
     largest_entry,
     relative_difference,
 )
-from llamajax.verification.side import Part, Place, Seen, Side
+from llamajax.verification.reference_run import Part, Place, Seen, Side
 
 _ALIKE = 1e-3
 """How near arrays are, relative to their largest entry, that show a pattern: what follows from a fault adds a little."""

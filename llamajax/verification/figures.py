@@ -28,7 +28,7 @@ import llamajax
 from llamajax.config.file import config_to_dict
 from llamajax.config.parallel import AXES
 from llamajax.config.run import Config
-from llamajax.verification.comparison import (
+from llamajax.verification.differences import (
     KINDS,
     SCALARS,
     TOLERANCE,
@@ -37,8 +37,8 @@ from llamajax.verification.comparison import (
     first_difference,
     forward_order,
 )
+from llamajax.verification.reference_run import Side
 from llamajax.verification.scaling import changes, configured_axes
-from llamajax.verification.side import Side
 from llamajax.verification.variants import Trial
 
 SCHEMA_VERSION = 1

@@ -3,8 +3,8 @@
 import numpy as np
 
 from llamajax.config.run import Config
-from llamajax.data.batches import make_batch
-from llamajax.data.packing import Row, fill_row
+from llamajax.data.rows.batches import make_batch
+from llamajax.data.rows.packing import Row, fill_row
 from llamajax.step.batch import Batch, batch_sharding, micro_batch_size
 
 

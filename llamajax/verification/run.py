@@ -16,15 +16,15 @@ from collections.abc import Mapping
 from llamajax.config.run import Config
 from llamajax.errors import ConfigError, UnequalError, show
 from llamajax.parallel import startup
-from llamajax.parallel.exit import exit_code
+from llamajax.processes.exit import exit_code
 from llamajax.step.forms import with_forms
 from llamajax.verification import text
-from llamajax.verification.certificate import certify
+from llamajax.verification.compare import certify
 from llamajax.verification.page import page
 from llamajax.verification.scaling import MOST_DEVICES, changes, configured_axes, fitting_axes, scale_down, scaled_axes
 from llamajax.watch import console
 from llamajax.watch.console import log
-from llamajax.watch.outputs import check_outputs, write_output
+from llamajax.watch.option_files import check_outputs, write_output
 
 FILES = ("--json", "--page")
 """Options that name a file to write."""

@@ -10,8 +10,8 @@ from llamajax.config.keys import join
 from llamajax.config.parallel import AXES, PLAIN, MeshConfig, ParallelConfig
 from llamajax.config.run import Config
 from llamajax.errors import ConfigError
-from llamajax.verification.comparison import first_difference
-from llamajax.verification.side import Side, run_side
+from llamajax.verification.differences import first_difference
+from llamajax.verification.reference_run import Side, run_side
 
 
 @dataclasses.dataclass(frozen=True)

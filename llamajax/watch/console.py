@@ -23,8 +23,7 @@ from rich.text import Text
 import llamajax
 from llamajax.config.run import Config
 from llamajax.errors import UserError
-from llamajax.launching import heartbeat
-from llamajax.parallel import processes
+from llamajax.processes import heartbeat, peers
 from llamajax.units import format_bytes, format_count, format_duration
 from llamajax.watch.run_log import FINAL_STEPS, METRICS_FILE, Record, RunSummary, read_run, summarize
 
@@ -94,8 +93,8 @@ def say_own(line: str) -> None:
 
 def _with_rank(line: str) -> str:
     """With the number of a process that is not the first, unless a launcher puts it before every line."""
-    is_told = not processes.rank() or heartbeat.VARIABLE in os.environ
-    return line if is_told else f"{line} (process {processes.rank()})"
+    is_told = not peers.rank() or heartbeat.VARIABLE in os.environ
+    return line if is_told else f"{line} (process {peers.rank()})"
 
 
 def track(items: Iterable[Any], total: int, what: str) -> Iterator[Any]:

@@ -17,7 +17,7 @@ import numpy as np
 from jax.sharding import AxisType
 
 from llamajax.disk import write_atomically
-from llamajax.parallel.processes import Peers
+from llamajax.processes.peers import Peers
 from llamajax.watch import run_log
 from llamajax.watch.stragglers import REPORT_EVERY, Comparison, Slow
 

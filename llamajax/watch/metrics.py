@@ -17,10 +17,10 @@ import jax
 import numpy as np
 
 import llamajax
-from llamajax.config.formulas import flops_per_token, num_params
 from llamajax.config.run import Config
-from llamajax.parallel import processes
-from llamajax.watch import console, life, run_log
+from llamajax.estimates.formulas import flops_per_token, num_params
+from llamajax.processes import peers
+from llamajax.watch import console, run_log, startup_time
 from llamajax.watch.hosts import Hosts
 from llamajax.watch.peak import peak_flops
 from llamajax.watch.run_log import Record
@@ -75,8 +75,8 @@ class MetricsWriter:
         self._clock = self._free = 0.0
         self._waited_s = 0.0  # for batches, since `_clock`
         self._of_hosts: Record = {}
-        peers, ratio = processes.peers(), config.metrics.straggler_ratio
-        self._hosts = None if peers is None or ratio is None else Hosts(peers, jax.process_count(), ratio)
+        others, ratio = peers.current(), config.metrics.straggler_ratio
+        self._hosts = None if others is None or ratio is None else Hosts(others, jax.process_count(), ratio)
         self._is_paused = False
 
     def __enter__(self) -> Self:
@@ -220,7 +220,7 @@ class MetricsWriter:
         self._progress = stack.enter_context(console.Progress(config, self._start_step))
         self.event(
             "start",
-            **life.first_step(),
+            **startup_time.first_step(),
             lost_steps=dropped.steps,
             lost_s=round(dropped.seconds, 3),
             newest_record=dropped.newest,

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType
 
-from llamajax.config.gpus import find_gpu
+from llamajax.estimates.gpus import find_gpu
 
 
 @dataclass(frozen=True, kw_only=True)

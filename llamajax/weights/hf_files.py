@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from llamajax.config.json_file import MAX_JSON_BYTES, parse_json, read_bytes, read_json
-from llamajax.data.tokenizer_files import MODEL_FILE, find_vocabulary
+from llamajax.data.tokenizers.tokenizer_files import MODEL_FILE, find_vocabulary
 from llamajax.errors import ConfigError, show, show_path
 from llamajax.weights.safetensors import INDEX, SINGLE, Stored, stored_tensors
 

@@ -4,12 +4,12 @@ import re
 from pathlib import Path
 from typing import Literal
 
-from llamajax.config.formulas import num_params
 from llamajax.config.hf_config import CONFIG, read_ends, read_hf_config
 from llamajax.config.json_file import read_json
 from llamajax.config.model import DType
-from llamajax.data.tokenizer import find_tokenizer
+from llamajax.data.tokenizers.tokenizer import find_tokenizer
 from llamajax.errors import ConfigError
+from llamajax.estimates.formulas import num_params
 from llamajax.weights import hf_files, names
 from llamajax.weights.float8 import quantization_of, with_scales
 from llamajax.weights.pretrained import Pretrained

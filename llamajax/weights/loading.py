@@ -11,7 +11,7 @@ from llamajax.config.model import ModelConfig
 from llamajax.errors import CheckpointError
 from llamajax.model import Llama
 from llamajax.parallel.arrays import concretise, named_arrays
-from llamajax.weights.place import read_array
+from llamajax.weights.load_array import read_array
 from llamajax.weights.pretrained import Pretrained
 
 

@@ -7,11 +7,11 @@ from typing import Any
 import jax
 
 from llamajax.config.parallel import MeshConfig
-from llamajax.data.tokenizer import find_tokenizer
-from llamajax.data.tokenizer_base import Tokenizer
+from llamajax.data.tokenizers.tokenizer import find_tokenizer
+from llamajax.data.tokenizers.tokenizer_base import Tokenizer
 from llamajax.parallel.mesh import make_mesh
 from llamajax.weights.hf_files import read_travelling
-from llamajax.weights.opening import open_pretrained
+from llamajax.weights.open_model import open_pretrained
 
 
 @dataclass(frozen=True)

@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from llamajax.config.architectures import Architecture, architecture_of
-from llamajax.config.formulas import num_params
 from llamajax.config.hf_config import SPECIAL_TOKENS, read_ends
 from llamajax.config.inherited import OF_THE_RUN
 from llamajax.config.model import InitChange, ModelConfig
-from llamajax.data.tokenizer import find_tokenizer, load_tokenizer
-from llamajax.data.tokenizer_base import Tokenizer
+from llamajax.data.tokenizers.tokenizer import find_tokenizer, load_tokenizer
+from llamajax.data.tokenizers.tokenizer_base import Tokenizer
 from llamajax.errors import ConfigError
+from llamajax.estimates.formulas import num_params
 from llamajax.weights.hf_files import read_generation
 from llamajax.weights.safetensors import Stored
 

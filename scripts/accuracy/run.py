@@ -4,9 +4,9 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from llamajax.config.calibration import Constants
-from llamajax.config.gpus import planned_gpu
 from llamajax.config.machine import HardwareConfig
+from llamajax.estimates.calibration import Constants
+from llamajax.estimates.gpus import planned_gpu
 from llamajax.planning.cost.gpu import Machine
 from scripts.accuracy.programs import Attention, Program
 

@@ -14,12 +14,12 @@ import numpy as np
 
 from llamajax.config.data import DataConfig, SourceConfig
 from llamajax.config.file import load_config
-from llamajax.config.formulas import expected_bytes, flops_per_token, num_params
 from llamajax.config.machine import HardwareConfig, XlaConfig
 from llamajax.config.model import ModelConfig
 from llamajax.config.parallel import MeshConfig
 from llamajax.config.run import Config
 from llamajax.config.training import OptimizerConfig, TrainConfig
+from llamajax.estimates.formulas import expected_bytes, flops_per_token, num_params
 
 ROOT = Path(__file__).parents[2]
 SEED = 0

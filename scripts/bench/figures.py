@@ -8,7 +8,7 @@ from typing import Any
 
 from rich.table import Table
 
-from llamajax.config.gpus import find_gpu
+from llamajax.estimates.gpus import find_gpu
 from llamajax.units import format_bytes
 from scripts.bench.case import PASSES, TORCH_ROWS, Case, Choice
 

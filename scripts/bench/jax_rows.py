@@ -16,16 +16,16 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from llamajax.estimates.gpu_memory_budget import MEMORY_FRACTION, VARIABLE
 from llamajax.model import Llama
 from llamajax.parallel import startup
-from llamajax.parallel.allowance import MEMORY_FRACTION, VARIABLE
 from llamajax.parallel.arrays import named_arrays
 from llamajax.step.batch import batch_sharding
 from llamajax.step.compile import compile_with, compiler_options, lower
 from llamajax.step.forms import attention_kernel, compute_capability, with_forms
 from llamajax.step.state import abstract_state, init_state
 from llamajax.weights import names
-from llamajax.weights.place import read_array
+from llamajax.weights.load_array import read_array
 from scripts.bench.case import Case, Choice, digest, norms_by_kind
 from scripts.bench.child import Task, answer, first_that_fits, resident_bytes, timed_steps
 from scripts.bench.jax_ceiling import ceiling

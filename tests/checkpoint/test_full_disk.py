@@ -14,7 +14,7 @@ import pytest
 
 from llamajax.checkpoint import write as checkpoint
 from llamajax.config.file import load_config
-from llamajax.data.loader import Loader
+from llamajax.data.rows.loader import Loader
 from llamajax.errors import SaveError
 from llamajax.training import loop, stages
 from llamajax.training import run as train

@@ -17,7 +17,7 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors,
 from converters import grow
 from converters.arguments import tokenizer_arguments
 from converters.hf_tokenizer import tokenizer_files
-from llamajax.data.tokenizer import load_tokenizer, train_sentencepiece
+from llamajax.data.tokenizers.tokenizer import load_tokenizer, train_sentencepiece
 
 STDLIB = Path(sysconfig.get_path("stdlib"))
 OLD_TEXT = (STDLIB / "this.py").read_text() + (STDLIB / "__future__.py").read_text()

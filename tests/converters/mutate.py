@@ -17,7 +17,7 @@ import numpy as np
 from converters import convert
 from converters.arguments import hf_arguments
 from converters.hf_tokenizer import convert_sentencepiece
-from llamajax.data.tokenizer import train_sentencepiece
+from llamajax.data.tokenizers.tokenizer import train_sentencepiece
 from llamajax.errors import ConfigError
 from tests.converters.models import VARIANTS, shard, tiny, write_model
 

@@ -23,7 +23,7 @@ import transformers
 from converters import convert, grow
 from converters.arguments import hf_arguments, tokenizer_arguments
 from converters.tokenizer_formats import BpeTokenizer
-from llamajax.data.tokenizer import load_tokenizer, sample_texts
+from llamajax.data.tokenizers.tokenizer import load_tokenizer, sample_texts
 from tests.converters.growing import (
     CHINESE,
     KEEPS_TEXT,

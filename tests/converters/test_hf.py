@@ -25,7 +25,7 @@ from llamajax.model import Llama
 from llamajax.parallel.mesh import make_mesh
 from llamajax.weights.hf_model import open_directory
 from llamajax.weights.loading import load_model
-from llamajax.weights.opening import open_pretrained
+from llamajax.weights.open_model import open_pretrained
 from tests.converters.models import (
     LLAMA3,
     SPECIAL,

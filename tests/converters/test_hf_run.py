@@ -16,7 +16,7 @@ from llamajax.config.evaluate import EvaluateConfig
 from llamajax.config.file import load_config
 from llamajax.config.generate import GenerateConfig
 from llamajax.config.parallel import MeshConfig
-from llamajax.data.tokenizer import load_tokenizer, train_sentencepiece
+from llamajax.data.tokenizers.tokenizer import load_tokenizer, train_sentencepiece
 from llamajax.evaluation import run as evaluate
 from llamajax.generation import run as generate
 from llamajax.model import Llama

@@ -13,7 +13,7 @@ import transformers
 from converters import convert
 from converters.arguments import hf_arguments
 from converters.hf_tokenizer import tokenizer_files
-from llamajax.data.tokenizer import load_tokenizer, train_sentencepiece
+from llamajax.data.tokenizers.tokenizer import load_tokenizer, train_sentencepiece
 from tests import real_tokenizers as real
 from tests.converters.models import tiny, write_model
 from tests.mixed_texts import TEXTS

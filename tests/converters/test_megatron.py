@@ -12,12 +12,13 @@ import pytest
 
 from converters import megatron_export
 from converters.arguments import megatron_arguments
-from llamajax.data import groups, shards
-from llamajax.data.megatron import IndexedDataset
-from llamajax.data.tokenizer import load_tokenizer
-from llamajax.data.tokenizer_base import Tokenizer
+from llamajax.data.documents import file_groups
+from llamajax.data.tokenizers.tokenizer import load_tokenizer
+from llamajax.data.tokenizers.tokenizer_base import Tokenizer
+from llamajax.data.tokens import shards
+from llamajax.data.tokens.megatron import IndexedDataset
 from tests.converters.growing import write_model
-from tests.data.token_files import DOCUMENTS, DTYPES, MODES, write
+from tests.data.tokens.token_files import DOCUMENTS, DTYPES, MODES, write
 from tests.runs import ROOT, WORDS, write_config
 
 
@@ -49,7 +50,7 @@ def framed(tokenizer: Tokenizer, texts: list[str], *, with_bos: bool = True) -> 
 
 @pytest.fixture
 def small_shards(monkeypatch):
-    monkeypatch.setattr(groups, "GROUP_BYTES", 4000)
+    monkeypatch.setattr(file_groups, "GROUP_BYTES", 4000)
     monkeypatch.setattr(shards, "SHARD_BYTES", 4000)
     monkeypatch.setattr(shards, "BATCH_BYTES", 500)
 

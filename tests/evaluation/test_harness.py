@@ -25,7 +25,7 @@ from llamajax.evaluation.scoring import row_length, score
 from llamajax.generation.prompts import find_ends
 from llamajax.parallel.mesh import make_mesh
 from llamajax.weights.loading import load_model
-from llamajax.weights.opening import open_pretrained
+from llamajax.weights.open_model import open_pretrained
 from tests.converters.models import write_model
 
 pytest.importorskip("lm_eval")
@@ -252,7 +252,7 @@ def test_programs_are_compiled_once_per_length(model_dir):
 
 def test_a_prompt_is_what_the_chat_template_writes(model_dir):
     """Begun by it, or not at all."""
-    from llamajax.data.chat import load_chat_template
+    from llamajax.data.chat.chat_template import load_chat_template
 
     tokenizer = open_pretrained(model_dir).tokenizer()
     ours = language_model(model_dir, MeshConfig(), template=load_chat_template(model_dir, tokenizer))

@@ -21,8 +21,8 @@ from llamajax.config.evaluate import EvaluateConfig
 from llamajax.config.file import config_to_dict, dump_config, load_config
 from llamajax.config.parallel import MeshConfig
 from llamajax.config.run import Config
-from llamajax.data.dataset import prepare
-from llamajax.data.tokenizer import train_sentencepiece
+from llamajax.data.rows.dataset import prepare
+from llamajax.data.tokenizers.tokenizer import train_sentencepiece
 from llamajax.errors import ConfigError, DataError, EnvironmentMismatchError
 from llamajax.evaluation import document_loss, held_out, scoring
 from llamajax.evaluation import run as evaluate
@@ -31,7 +31,7 @@ from llamajax.parallel.mesh import make_mesh
 from llamajax.training import run as train
 from llamajax.watch import console
 from llamajax.weights.loading import load_model
-from llamajax.weights.opening import open_pretrained
+from llamajax.weights.open_model import open_pretrained
 from tests import runs
 from tests.converters.models import write_model
 from tests.tiny import single_device_mesh, tiny_config

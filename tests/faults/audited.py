@@ -14,10 +14,10 @@ from converters.arguments import hf_arguments
 from llamajax.config.data import DataConfig, SourceConfig
 from llamajax.config.parallel import MeshConfig
 from llamajax.config.training import TrainConfig
-from llamajax.data import chat
+from llamajax.data.chat import chat_template
 from llamajax.parallel import startup
 from llamajax.training.run import run
-from llamajax.weights.opening import open_pretrained
+from llamajax.weights.open_model import open_pretrained
 from tests import runs
 from tests.converters.mutate import write_whole
 from tests.tiny import tiny_config
@@ -29,7 +29,7 @@ TEMPLATE = (
 """Asks for what the sandbox hides, and goes on to what is said; those that are refused are in `bad_templates`."""
 OUTSIDE = "outside.json"
 """A file beside the model, which it names as its own."""
-_PROCESS = [sys.executable, "-P", str(chat._PROCESS)]
+_PROCESS = [sys.executable, "-P", str(chat_template._PROCESS)]
 
 
 def write_hostile(directory: Path, canary: Path) -> None:

@@ -12,7 +12,7 @@ from llamajax.checkpoint import manifest
 from llamajax.config.parallel import MeshConfig
 from llamajax.parallel.mesh import make_mesh
 from llamajax.weights.loading import load_model
-from llamajax.weights.opening import open_pretrained
+from llamajax.weights.open_model import open_pretrained
 from llamajax.weights.origin import take_along
 from tests.converters.mutate import VALUES, mutate, write_whole
 

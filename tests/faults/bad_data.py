@@ -10,8 +10,8 @@ import pyarrow.parquet
 import zstandard
 
 from llamajax.config.data import SourceConfig
-from llamajax.data import sources
-from llamajax.data.sources import Source
+from llamajax.data.documents import sources
+from llamajax.data.documents.sources import Source
 
 SHAPES: tuple[object, ...] = (
     None, True, -1, 1e300, "x", "", [], {}, [[]], {"a": 1}, ["x"] * 99, "\ud800", "\0", [{"role": "user"}], [{"from": 1}],

@@ -9,7 +9,7 @@ import numpy as np
 
 from llamajax.config.parallel import MeshConfig
 from llamajax.parallel.mesh import make_mesh
-from llamajax.weights.opening import open_pretrained
+from llamajax.weights.open_model import open_pretrained
 from llamajax.weights.origin import take_along
 from tests import real_tokenizers
 from tests.converters.mutate import ARCHITECTURES, mutate, write_whole

@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from llamajax.data import chat
-from llamajax.data.chat import ChatTemplate
+from llamajax.data.chat import chat_template
+from llamajax.data.chat.chat_template import ChatTemplate
 
 SHIPPED = sorted((Path(__file__).parent.parent.parent / "configs" / "chat_templates").glob("*"))
 TOKENIZER: Any = SimpleNamespace(bos_token="<s>", eos_token="</s>")
@@ -43,7 +43,7 @@ FRAGMENTS = (
 
 def prepare(directory: Path):
     """Limits templates to a second, so that those that never end do not take ten each."""
-    chat.MAX_CPU_S, chat.MAX_MEMORY_BYTES = 0, 1 << 28
+    chat_template.MAX_CPU_S, chat_template.MAX_MEMORY_BYTES = 0, 1 << 28
     texts = [path.read_text() for path in SHIPPED]
 
     def attempt(rng: np.random.Generator) -> None:

@@ -64,7 +64,7 @@ def _raise(fault: dict[str, Any]) -> None:
 
 
 def _meet_alone(fault: dict[str, Any]) -> None:
-    from llamajax.parallel.processes import everyones
+    from llamajax.processes.peers import everyones
 
     everyones(None, about="what no other process asks for")
 
@@ -232,7 +232,7 @@ def _pace_probe(probe: Any) -> None:
 def lay_points() -> None:
     """Puts the points into the product."""
     from llamajax.checkpoint import write
-    from llamajax.data.loader import Loader
+    from llamajax.data.rows.loader import Loader
     from llamajax.training import loop, run, stages
     from llamajax.watch import hosts, metrics
 

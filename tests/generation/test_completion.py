@@ -13,7 +13,7 @@ import sentencepiece
 
 from converters.hf_tokenizer import convert_sentencepiece
 from llamajax.config.parallel import MeshConfig
-from llamajax.data.tokenizer import load_tokenizer, train_sentencepiece
+from llamajax.data.tokenizers.tokenizer import load_tokenizer, train_sentencepiece
 from llamajax.errors import DataError
 from llamajax.generation.completion import Completer, TextStream, check_prompts, encode_prompt, stream_text
 from llamajax.generation.sampling import Sampling

@@ -10,8 +10,8 @@ import pytest
 from converters.hf_tokenizer import convert_sentencepiece
 from llamajax import disk
 from llamajax.config.generate import GenerateConfig
-from llamajax.data.chat import ChatTemplate
-from llamajax.data.tokenizer import load_tokenizer, train_sentencepiece
+from llamajax.data.chat.chat_template import ChatTemplate
+from llamajax.data.tokenizers.tokenizer import load_tokenizer, train_sentencepiece
 from llamajax.errors import DataError, DiskError
 from llamajax.generation.prompts import Prompt, find_ends, read_prompts
 from tests.runs import WORDS

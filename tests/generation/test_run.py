@@ -17,7 +17,7 @@ from converters.arguments import hf_arguments
 from llamajax.config.file import load_config
 from llamajax.config.generate import GenerateConfig
 from llamajax.config.parallel import MeshConfig
-from llamajax.data.tokenizer import load_tokenizer
+from llamajax.data.tokenizers.tokenizer import load_tokenizer
 from llamajax.errors import ConfigError, DataError
 from llamajax.generate import main as generate_command
 from llamajax.generation import run as generate

@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import AxisType, Mesh, NamedSharding
 
-from llamajax.config.gpus import Gpu, planned_gpu
 from llamajax.config.parallel import AXES, MeshConfig
+from llamajax.estimates.gpus import Gpu, planned_gpu
 from llamajax.kernels import pallas
 from llamajax.kernels.plain import Mask
 from llamajax.kernels.task import Language

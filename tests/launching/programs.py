@@ -12,7 +12,7 @@ from tests import runs
 
 HEAD = """
 import os, pathlib, signal, subprocess, sys, time
-from llamajax.launching import heartbeat
+from llamajax.processes import heartbeat
 here, rank = pathlib.Path(__file__).parent, int(os.environ["LLAMAJAX_PROCESS_ID"])
 with (here / f"lives.{rank}").open("a") as file:
     file.write(f"{os.getpid()}\\n")

@@ -10,7 +10,7 @@ import pytest
 
 from llamajax.launching.cause import find_cause
 from llamajax.launching.child import Child
-from llamajax.launching.heartbeat import WAITING, Beat
+from llamajax.processes.heartbeat import WAITING, Beat
 
 
 def child(rank: int, place: int, code: int, *, by: int | None = None, doing: str = "", **more: typing.Any) -> Child:

@@ -11,10 +11,10 @@ import time
 import pytest
 
 from llamajax.errors import EnvironmentMismatchError
-from llamajax.launching import addresses
 from llamajax.launching.hosts import Hosts
 from llamajax.launching.program import Program
 from llamajax.launching.run import _meeting_place
+from llamajax.processes import addresses
 from tests import runs
 from tests.launching.programs import Launch, runs_still, seconds_until_gone
 from tests.tiny import tiny_config

@@ -14,7 +14,7 @@ from tests import runs
 BREAKS = """
 import os
 from llamajax import train
-from llamajax.data.loader import Loader
+from llamajax.data.rows.loader import Loader
 
 load = Loader.__next__
 

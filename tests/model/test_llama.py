@@ -12,16 +12,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from llamajax.config.formulas import num_params
 from llamajax.config.model import ModelConfig
 from llamajax.config.parallel import MeshConfig
+from llamajax.estimates.formulas import num_params
 from llamajax.model import Llama
 from llamajax.parallel import mesh
 from llamajax.parallel.arrays import named_arrays
 from llamajax.parallel.sharding import spec
 from llamajax.step.batch import IGNORE
 from llamajax.step.loss import loss_fn
-from llamajax.verification.comparison import largest_entry, relative_difference
+from llamajax.verification.differences import largest_entry, relative_difference
 from tests.tiny import single_device_mesh
 
 CONFIG = ModelConfig(

@@ -227,7 +227,8 @@ TOGETHER = """
 import sys, jax, jax.numpy as jnp
 from jax.experimental.compilation_cache import compilation_cache as jax_cache
 from llamajax.config.parallel import DistributedConfig, MeshConfig
-from llamajax.parallel import compilation_cache, processes, startup
+from llamajax.parallel import compilation_cache, startup
+from llamajax.processes import peers
 from llamajax.parallel.mesh import make_mesh
 address, rank, folder, *names = sys.argv[1:]
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
@@ -242,7 +243,7 @@ for name in names:
     with compilation_cache.loaded() as loaded:
         jax.jit(lambda x: jnp.sin(x).sum()).lower(x).compile()
     print(len(loaded), jax.config.values["jax_compilation_cache_dir"])
-    processes.everyones("compiled")
+    peers.everyones("compiled")
 """
 
 

@@ -8,8 +8,8 @@ import sys
 from jaxlib import _jax  # pyright: ignore[reportAttributeAccessIssue] (a module without types)
 
 from llamajax.config.parallel import DistributedConfig, MeshConfig
-from llamajax.launching import heartbeat
 from llamajax.parallel import startup
+from llamajax.processes import heartbeat
 
 LAUNCHES = """
 import jax, jax.numpy as jnp, numpy as np

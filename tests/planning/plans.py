@@ -4,13 +4,13 @@ import dataclasses
 import pathlib
 
 from llamajax.config.data import DataConfig, SourceConfig
-from llamajax.config.formulas import mesh_sizes
 from llamajax.config.machine import HardwareConfig
 from llamajax.config.model import ModelConfig
 from llamajax.config.parallel import MeshConfig
 from llamajax.config.run import Config
 from llamajax.config.training import TrainConfig
-from llamajax.parallel.allowance import Allowance
+from llamajax.estimates.formulas import mesh_sizes
+from llamajax.estimates.gpu_memory_budget import Allowance
 from llamajax.planning.cost.gpu import planned_machine
 from llamajax.planning.cost.replay import replay
 from llamajax.planning.fitting import Candidate, Suggestion

@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 
 from llamajax.config.data import DataConfig, SourceConfig
-from llamajax.config.formulas import flops_per_token, num_matmul_params
 from llamajax.config.machine import HardwareConfig
 from llamajax.config.model import ModelConfig
 from llamajax.config.parallel import MeshConfig
 from llamajax.config.training import OptimizerConfig, TrainConfig
+from llamajax.estimates.formulas import flops_per_token, num_matmul_params
 from llamajax.planning.cost.flops import planned_flops
 from llamajax.planning.fitting import ESTIMATE_MARGIN, candidates, suggestions
 from llamajax.planning.memory import estimate

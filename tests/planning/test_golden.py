@@ -7,13 +7,13 @@ import jax
 import pytest
 
 from llamajax.config.file import load_config
-from llamajax.config.formulas import mesh_sizes, minimum_state_bytes
 from llamajax.config.run import Config
-from llamajax.parallel.allowance import allowance
+from llamajax.estimates.formulas import mesh_sizes, minimum_state_bytes
+from llamajax.estimates.gpu_memory_budget import allowance
 from llamajax.planning.cost.attention import planned_kernel
 from llamajax.planning.cost.flops import planned_flops
 from llamajax.planning.plan import make_plan
-from llamajax.planning.tell.figures import figures
+from llamajax.planning.report.figures import figures
 from llamajax.step.forms import with_forms
 from scripts.plans import BETTER, CONFIGS, DOCUMENTED, GOLDEN, plans, wrong
 

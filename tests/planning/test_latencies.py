@@ -4,10 +4,10 @@ import pathlib
 
 import pytest
 
-from llamajax.config.communication import least_wire_bytes
-from llamajax.config.formulas import num_matmul_params
-from llamajax.config.gpus import planned_gpu
 from llamajax.errors import ConfigError
+from llamajax.estimates.communication import least_wire_bytes
+from llamajax.estimates.formulas import num_matmul_params
+from llamajax.estimates.gpus import planned_gpu
 from llamajax.planning.cost.attention import scores_of_calls
 from llamajax.planning.cost.gpu import Machine
 from llamajax.planning.cost.replay import replay

@@ -4,10 +4,10 @@ import dataclasses
 
 import pytest
 
-from llamajax.config.formulas import mesh_sizes, minimum_state_bytes, num_params, params_gathered_once
 from llamajax.config.training import OptimizerConfig
+from llamajax.estimates.formulas import mesh_sizes, minimum_state_bytes, num_params, params_gathered_once
+from llamajax.estimates.gpu_memory_budget import VARIABLE
 from llamajax.kernels.cudnn import workspace_bytes
-from llamajax.parallel.allowance import VARIABLE
 from llamajax.planning import memory
 from llamajax.planning.cost.network import num_communicators
 from llamajax.planning.xla.parse import parse

@@ -4,17 +4,17 @@ import dataclasses
 
 import pytest
 
-from llamajax.config.calibration import Constants
 from llamajax.config.file import dump_config
-from llamajax.config.formulas import mesh_sizes
 from llamajax.config.machine import HardwareConfig, XlaConfig
 from llamajax.config.model import REMATS
 from llamajax.config.parallel import MeshConfig
 from llamajax.errors import ConfigError
+from llamajax.estimates.calibration import Constants
+from llamajax.estimates.formulas import mesh_sizes
 from llamajax.planning import plan as planning_schedule
 from llamajax.planning.plan import Alternative, Plan, make_plan, plan_problems
 from llamajax.step.forms import with_forms
-from tests.config.test_calibration import MEASUREMENT
+from tests.estimates.test_calibration import MEASUREMENT
 from tests.planning import plans
 
 FILE = 'costs { name: "all-gather-start" cost_us: 7.000 }\n'

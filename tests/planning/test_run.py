@@ -11,11 +11,11 @@ import pytest
 from llamajax import plan as plan_command
 from llamajax.config.data import StageConfig
 from llamajax.config.file import dump_config
-from llamajax.config.formulas import num_params
 from llamajax.config.machine import HardwareConfig, PlannedGpu
+from llamajax.estimates.formulas import num_params
 from llamajax.planning import run as plan
 from llamajax.planning.xla import compile as planning_compile
-from tests.config.test_calibration import MEASUREMENT
+from tests.estimates.test_calibration import MEASUREMENT
 from tests.planning import plans
 from tests.tiny import tiny_config
 

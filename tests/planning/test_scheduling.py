@@ -8,20 +8,20 @@ import jax
 import pytest
 from jax.sharding import NamedSharding
 
-from llamajax.config.calibration import Constants
 from llamajax.config.file import dump_config
 from llamajax.config.machine import HardwareConfig, XlaConfig
 from llamajax.config.parallel import MeshConfig
 from llamajax.config.run import Config
 from llamajax.errors import ConfigError, EnvironmentMismatchError
+from llamajax.estimates.calibration import Constants
 from llamajax.parallel.mesh import make_mesh
-from llamajax.planning import judge, scheduling
+from llamajax.planning import schedule_choice, scheduling
 from llamajax.planning.latencies import read_latencies
 from llamajax.planning.scheduling import gpu_options, latency_source
 from llamajax.planning.xla.compile import planned_mesh
 from llamajax.step.compile import Option, compiler_options, lower
 from llamajax.step.state import abstract_state
-from tests.config.test_calibration import MEASUREMENT
+from tests.estimates.test_calibration import MEASUREMENT
 from tests.planning.profiles import CONFIG, COSTS, TEXT, binary, costs
 
 PROFILE = "xla_gpu_pgle_profile_file_or_directory_path"
@@ -42,7 +42,7 @@ def lowered(monkeypatch):
         compilations.append(options)
         return (faster if PROFILE in options else lowered).compile()
 
-    monkeypatch.setattr(judge, "compile_with", compile_with)
+    monkeypatch.setattr(schedule_choice, "compile_with", compile_with)
     return made, compilations
 
 
@@ -140,7 +140,9 @@ def test_latencies_are_told_of_the_program_that_goes_by_them(tmp_path, lowered):
 
 def test_latencies_that_do_not_help_are_left_out_of_training_as_of_plans(tmp_path, lowered, monkeypatch):
     made, compilations = lowered
-    monkeypatch.setattr(judge, "compile_with", lambda lowered, options: compilations.append(options) or lowered.compile())
+    monkeypatch.setattr(
+        schedule_choice, "compile_with", lambda lowered, options: compilations.append(options) or lowered.compile()
+    )
     for _ in range(2):
         assert latency_file(with_xla(tmp_path), made) is None
         assert len(compilations) == 2
@@ -151,8 +153,10 @@ def test_the_program_that_was_judged_is_the_one_that_trains(tmp_path, lowered, m
     """With each way of scheduling it is compiled once; a later start compiles what is known to be better."""
     made, compilations = lowered
     if not helps:
-        monkeypatch.setattr(judge, "compile_with", lambda lowered, told: compilations.append(told) or lowered.compile())
-    monkeypatch.setattr(scheduling, "compile_with", judge.compile_with)
+        monkeypatch.setattr(
+            schedule_choice, "compile_with", lambda lowered, told: compilations.append(told) or lowered.compile()
+        )
+    monkeypatch.setattr(scheduling, "compile_with", schedule_choice.compile_with)
     monkeypatch.setattr(scheduling.jax, "default_backend", lambda: "gpu")
     first = scheduling.compile_here(with_xla(tmp_path), made)
     assert len(compilations) == 2
@@ -165,7 +169,7 @@ def test_the_program_that_was_judged_is_the_one_that_trains(tmp_path, lowered, m
 def test_the_program_that_trains_is_found_again_by_its_options(tmp_path, lowered, monkeypatch):
     """By a cache as jax's is, which knows programs by them; that it had another of those that were judged does not count."""
     made, compilations = lowered
-    compile_with, kept = judge.compile_with, []
+    compile_with, kept = schedule_choice.compile_with, []
 
     def compile_or_load(lowered, options):
         if options in kept:
@@ -173,7 +177,7 @@ def test_the_program_that_trains_is_found_again_by_its_options(tmp_path, lowered
         kept.append(options)
         return compile_with(lowered, options)
 
-    monkeypatch.setattr(judge, "compile_with", compile_or_load)
+    monkeypatch.setattr(schedule_choice, "compile_with", compile_or_load)
     monkeypatch.setattr(scheduling, "compile_with", compile_or_load)
     monkeypatch.setattr(scheduling.jax, "default_backend", lambda: "gpu")
     config = with_xla(tmp_path)
@@ -187,7 +191,7 @@ def test_the_program_that_trains_is_found_again_by_its_options(tmp_path, lowered
 
 def test_latencies_of_a_start_that_was_killed_are_judged_anew(tmp_path, lowered, monkeypatch):
     made, compilations = lowered
-    compile_with = judge.compile_with
+    compile_with = schedule_choice.compile_with
 
     def killed(lowered, options):
         if PROFILE in options:
@@ -196,7 +200,7 @@ def test_latencies_of_a_start_that_was_killed_are_judged_anew(tmp_path, lowered,
         return compile_with(lowered, options)
 
     with monkeypatch.context() as first:
-        first.setattr(judge, "compile_with", killed)
+        first.setattr(schedule_choice, "compile_with", killed)
         with pytest.raises(KeyboardInterrupt):
             gpu_options(with_xla(tmp_path), made)
     assert len(compilations) == 1
@@ -209,11 +213,11 @@ def test_all_processes_compile_by_the_latencies_of_the_first_and_by_its_verdict(
     """Theirs may be others: of two hosts that have chosen other kernels."""
     made, compilations = lowered
     of_first = {str: TEXT, bool: False}
-    monkeypatch.setattr(judge, "of_first", lambda own: of_first[type(own)])
+    monkeypatch.setattr(schedule_choice, "of_first", lambda own: of_first[type(own)])
     told = []
-    monkeypatch.setattr(judge.disk, "keep", lambda path, content: told.append(content.decode()))
+    monkeypatch.setattr(schedule_choice.disk, "keep", lambda path, content: told.append(content.decode()))
     options, judged = gpu_options(with_xla(tmp_path), made)
-    assert told == [f"{judge._NOT_JUDGED}{TEXT}", judge.GUESSES]
+    assert told == [f"{schedule_choice._NOT_JUDGED}{TEXT}", schedule_choice.GUESSES]
     assert PROFILE not in options
     assert judged is not None
     assert len(compilations) == 2
@@ -239,7 +243,7 @@ def test_remat_auto_is_judged_once_and_for_all_processes(tmp_path, monkeypatch):
         return types.SimpleNamespace(preference=(lowered.remat == "none", seconds[lowered.remat]))  # which does not fit
 
     monkeypatch.setattr(scheduling, "lower", lower)
-    monkeypatch.setattr(judge.Judge, "compiled", compiled)
+    monkeypatch.setattr(schedule_choice.Judge, "compiled", compiled)
     jax.set_mesh(make_mesh(MeshConfig(fsdp=8)))
 
     def chosen(config):
@@ -273,7 +277,7 @@ def test_training_makes_its_profile_once(tmp_path, monkeypatch):
         told = path.read_text()
         assert "all-gather-start" in told
         assert "reduce-scatter" in told
-        monkeypatch.setattr(judge, "compile_with", None)
+        monkeypatch.setattr(schedule_choice, "compile_with", None)
         assert gpu_options(config, lowered) == (made, None)
         assert path.read_text() == told
         assert lowered.compile(compiler_options=made)

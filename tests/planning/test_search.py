@@ -5,15 +5,15 @@ import pathlib
 
 import pytest
 
-from llamajax.config.calibration import Constants
 from llamajax.config.file import dump_config
 from llamajax.config.machine import HardwareConfig
 from llamajax.config.parallel import MeshConfig
 from llamajax.errors import ConfigError
+from llamajax.estimates.calibration import Constants
 from llamajax.planning import plan as schedule
 from llamajax.planning import search as sweep
 from llamajax.planning.search import read_sweep, run_sweep
-from tests.config.test_calibration import MEASUREMENT
+from tests.estimates.test_calibration import MEASUREMENT
 from tests.planning import plans
 
 CONFIG = plans.CONFIG.changed({"mesh": MeshConfig(data=2, fsdp=4, tensor=2)})

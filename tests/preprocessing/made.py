@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from llamajax.data.tokenizer import train_sentencepiece
+from llamajax.data.tokenizers.tokenizer import train_sentencepiece
 from tests import runs
 
 NUM_FILES = 6

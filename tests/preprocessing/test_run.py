@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from llamajax.config.file import load_config
-from llamajax.data.dataset import prepare
+from llamajax.data.rows.dataset import prepare
 from llamajax.errors import ConfigError
 from llamajax.preprocessing.run import run
 from tests import runs

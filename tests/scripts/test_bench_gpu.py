@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from llamajax.config.formulas import flops_per_token
 from llamajax.errors import ConfigError
+from llamajax.estimates.formulas import flops_per_token
 from llamajax.planning.xla.compile import compile_for
 from scripts import bench_gpu
 from scripts.bench import card

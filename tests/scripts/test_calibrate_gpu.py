@@ -13,11 +13,11 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from llamajax.config.calibration import Constants, Measurement, read_measurement
 from llamajax.config.file import dump_config, load_config, read_config
 from llamajax.config.machine import HardwareConfig
 from llamajax.config.yaml_text import Problems
 from llamajax.errors import ConfigError, EnvironmentMismatchError
+from llamajax.estimates.calibration import Constants, Measurement, read_measurement
 from llamajax.planning.cost.attention import planned_kernel
 from llamajax.planning.cost.gpu import Calibration, Machine
 from llamajax.planning.cost.replay import replay
@@ -30,7 +30,7 @@ from scripts import calibrate_gpu
 from scripts.calibrate_gpu import CalibrateConfig, Timing, data_sheet, solved, timed
 from scripts.calibration import programs as programs_of
 from scripts.calibration.programs import ROOT, programs, repeated, scores_behind
-from tests.config.test_calibration import MEASUREMENT
+from tests.estimates.test_calibration import MEASUREMENT
 
 BASE = load_config(ROOT / "configs" / "llama3_2_1b_8xh100.yaml")
 ONE = {"hardware.gpus_per_node": 1, "mesh.fsdp": 1}

@@ -6,10 +6,10 @@ import jax
 import jaxlib.version
 import pytest
 
-from llamajax.config.formulas import layer_matrix_bytes, num_matmul_params
 from llamajax.config.machine import XlaConfig
 from llamajax.config.parallel import PLAIN, MeshConfig
 from llamajax.errors import ConfigError
+from llamajax.estimates.formulas import layer_matrix_bytes, num_matmul_params
 from llamajax.step.compile import compile_with, compiler_options, told
 from tests.tiny import tiny_config
 

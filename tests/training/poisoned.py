@@ -18,8 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from llamajax import train
-from llamajax.data import loader
-from llamajax.data.dataset import Dataset
+from llamajax.data.rows import loader
+from llamajax.data.rows.dataset import Dataset
 from llamajax.step import step
 from llamajax.training import rollback
 

@@ -14,11 +14,11 @@ from converters import convert
 from converters.arguments import hf_arguments
 from llamajax.checkpoint.steps import latest_step
 from llamajax.config.file import load_config
-from llamajax.data.chat import load_chat_template
-from llamajax.data.tokenizer import load_tokenizer
+from llamajax.data.chat.chat_template import load_chat_template
+from llamajax.data.tokenizers.tokenizer import load_tokenizer
 from llamajax.training import run as train
 from tests import runs
-from tests.data.chat_from_docs import questions_and_answers, write_chat_jsonl
+from tests.data.chat.chat_from_docs import questions_and_answers, write_chat_jsonl
 
 TEMPLATE = pathlib.Path(__file__).parents[2] / "configs/chat_templates/plain.jinja"
 

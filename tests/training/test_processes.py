@@ -33,7 +33,7 @@ FORMS: dict[str, dict[str, object]] = {
 PROGRAM = """
 import json, sys
 from llamajax.config.file import load_config
-from llamajax.parallel.exit import end_process, exit_code
+from llamajax.processes.exit import end_process, exit_code
 from llamajax.training.run import run
 
 path, forms, *together = sys.argv[1:]

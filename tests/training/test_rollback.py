@@ -17,7 +17,7 @@ from llamajax.checkpoint.local_tier import LocalTier
 from llamajax.checkpoint.read import Saved
 from llamajax.checkpoint.write import Checkpointer
 from llamajax.config.training import CheckpointConfig
-from llamajax.data.position import PassedOver, next_row
+from llamajax.data.rows.position import PassedOver, next_row
 from llamajax.errors import CheckpointError
 from llamajax.training import rollback
 from llamajax.training.bad_steps import GoBack

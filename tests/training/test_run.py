@@ -20,7 +20,7 @@ from llamajax.errors import CheckpointError, ConfigError, DataError, DivergedErr
 from llamajax.training import run as train
 from llamajax.training.resume import check_settings
 from tests import runs
-from tests.config.test_calibration import MEASUREMENT
+from tests.estimates.test_calibration import MEASUREMENT
 
 
 @pytest.fixture(scope="module")

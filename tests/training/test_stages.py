@@ -14,7 +14,7 @@ from llamajax.checkpoint.meta import checkpoint_meta, read_meta
 from llamajax.checkpoint.read import Saved
 from llamajax.config.file import load_config
 from llamajax.config.run import Config
-from llamajax.data.dataset import prepare
+from llamajax.data.rows.dataset import prepare
 from llamajax.errors import CheckpointError, ConfigError
 from llamajax.training import run as train
 from llamajax.training.resume import check_data

@@ -41,8 +41,8 @@ time.sleep(2)
 PROGRAM = """
 import ctypes, sys, threading, time
 from llamajax import train
-from llamajax.data.loader import Loader
-from llamajax.parallel import processes
+from llamajax.data.rows.loader import Loader
+from llamajax.processes import peers
 
 how, stuck_rank = sys.argv.pop(1), int(sys.argv.pop(1))
 
@@ -59,7 +59,7 @@ def holds_the_interpreter():
 
 load = Loader._load
 def load_or_not(self, step):
-    if step == 6 and processes.rank() == stuck_rank:
+    if step == 6 and peers.rank() == stuck_rank:
         globals()[how]()
     return load(self, step)
 Loader._load = load_or_not

@@ -14,13 +14,13 @@ import jax.numpy as jnp
 
 from llamajax.model import llama
 from llamajax.step import loss, step
-from llamajax.verification import side
+from llamajax.verification import reference_run
 
 
 @contextlib.contextmanager
 def put_in(target: Any, name: str, make: Callable[[Any], Any]) -> Iterator[None]:
     """`target.name` becomes what `make` makes of it."""
-    compiled: Any = side.step_with_gradients  # jax's type of it does not tell of its cache
+    compiled: Any = reference_run.step_with_gradients  # jax's type of it does not tell of its cache
     compiled.clear_cache()
     with mock.patch.object(target, name, make(getattr(target, name))):
         yield
@@ -189,7 +189,7 @@ def dropped_micro_batch():
     def make(right):
         return lambda config, model, batch: right(config, model, {name: x[:-1] for name, x in batch.items()})
 
-    return _where_several(side, "loss_and_grads", make)
+    return _where_several(reference_run, "loss_and_grads", make)
 
 
 def mean_of_means():
@@ -206,7 +206,7 @@ def mean_of_means():
 
         return wrong
 
-    return _where_several(side, "loss_and_grads", make)
+    return _where_several(reference_run, "loss_and_grads", make)
 
 
 def swapped_dims(name: str):
@@ -224,7 +224,7 @@ def _with_gradient(name: str, change: Callable[[jax.Array], jax.Array]):
 
         return wrong
 
-    return _where_several(side, "loss_and_grads", make)
+    return _where_several(reference_run, "loss_and_grads", make)
 
 
 def stale_moments(after: int):
@@ -242,7 +242,7 @@ def stale_moments(after: int):
 
         return wrong
 
-    return _where_several(side, "apply_gradients", make)
+    return _where_several(reference_run, "apply_gradients", make)
 
 
 def norm_without_one_part():

@@ -5,8 +5,8 @@ from collections.abc import Callable, Mapping
 
 import numpy as np
 
-from llamajax.verification.comparison import KINDS
-from llamajax.verification.side import Part, Seen, Side, Step
+from llamajax.verification.differences import KINDS
+from llamajax.verification.reference_run import Part, Seen, Side, Step
 
 AXES = {"data": 1, "fsdp": 2, "sequence": 1, "tensor": 4}
 SPLITS = {"embedding": (None, None), "layers.mlp.w_down": (None, "tensor", "fsdp"), "head": ("tensor", None)}

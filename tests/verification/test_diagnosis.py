@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from llamajax.verification.diagnosis import array_clues, clues, scalar_clues
-from llamajax.verification.side import Part, Seen, Side
+from llamajax.verification.reference_run import Part, Seen, Side
 from tests.verification.sides import AXES, SPLITS, array, laid_out, only, side
 
 FACTORS = {**AXES, "micro-batches": 3}

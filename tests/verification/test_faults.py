@@ -6,10 +6,10 @@ import pytest
 
 from llamajax.config.parallel import PLAIN, MeshConfig
 from llamajax.config.run import Config
-from llamajax.verification.comparison import first_difference
 from llamajax.verification.diagnosis import clues
+from llamajax.verification.differences import first_difference
+from llamajax.verification.reference_run import Side, run_side
 from llamajax.verification.scaling import configured_axes, on_one_device, scale_down
-from llamajax.verification.side import Side, run_side
 from llamajax.verification.variants import run_trials, suspects
 from tests.tiny import tiny_config
 from tests.verification import faults

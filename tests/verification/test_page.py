@@ -10,7 +10,7 @@ from llamajax.config.parallel import MeshConfig
 from llamajax.verification import text
 from llamajax.verification.figures import figures, form_figures
 from llamajax.verification.page import page
-from llamajax.verification.side import Side
+from llamajax.verification.reference_run import Side
 from llamajax.verification.variants import Trial
 from tests.tiny import tiny_config
 from tests.verification.sides import only, side

@@ -11,10 +11,10 @@ import pytest
 from tiny import tiny_config
 
 from llamajax.config.data import DataConfig, SourceConfig, StageConfig
-from llamajax.config.formulas import flops_per_token, num_params
 from llamajax.config.model import ModelConfig
 from llamajax.config.training import TrainConfig
 from llamajax.errors import DivergedError
+from llamajax.estimates.formulas import flops_per_token, num_params
 from llamajax.watch import hosts, metrics, run_log
 from llamajax.watch.peak import PeakFlops
 
@@ -222,7 +222,7 @@ def test_devices_are_timed_when_they_are_idle_and_that_is_no_steps_time(config, 
         return seconds
 
     monkeypatch.setattr(
-        metrics.processes,
+        metrics.peers,
         "peers",
         lambda: SimpleNamespace(rank=1, reports={}, report=lambda values: sent.append(dict(values))),
     )

@@ -18,7 +18,7 @@ from llamajax.config.evaluate import EvaluateConfig
 from llamajax.config.generate import GenerateConfig
 from llamajax.config.model import ModelConfig, RopeScalingConfig
 from llamajax.config.parallel import MeshConfig
-from llamajax.data.tokenizer import train_sentencepiece
+from llamajax.data.tokenizers.tokenizer import train_sentencepiece
 from llamajax.errors import CheckpointError, ConfigError, DataError
 from llamajax.evaluation import run as evaluate
 from llamajax.generation import run as generate
@@ -26,7 +26,7 @@ from llamajax.model import Llama
 from llamajax.parallel.arrays import named_arrays
 from llamajax.parallel.mesh import make_mesh
 from llamajax.weights.loading import load_model
-from llamajax.weights.opening import open_pretrained
+from llamajax.weights.open_model import open_pretrained
 from tests.converters.models import LLAMA3, SPECIAL, TINY, shard, write_model
 from tests.tiny import single_device_mesh
 

@@ -16,8 +16,8 @@ from jaxtyping import Int64, UInt64
 
 from llamajax.config.cleaning import CleaningConfig
 from llamajax.data import cache, progress
+from llamajax.data.cleaning.document_rules import Work, kept_text
 from llamajax.data.cleaning.duplicates import Clusters, alike_in_crowd, crowds, jaccard, least_estimate, set_of
-from llamajax.data.cleaning.judge import Work, kept_text
 from llamajax.data.cleaning.scan import Part
 from llamajax.data.cleaning.survivors import CANDIDATES_FILE, DECISIONS_FILE, Survivors
 from llamajax.data.cleaning.texts import whole_texts

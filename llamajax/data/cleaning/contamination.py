@@ -15,9 +15,9 @@ from llamajax.config.data import SourceConfig
 from llamajax.data.cache import read_arrays, write_arrays
 from llamajax.data.cleaning.texts import whole_texts
 from llamajax.data.cleaning.words import run_hashes, word_hashes, words_of
-from llamajax.data.groups import FileGroup, group_files
-from llamajax.data.sources import Source
-from llamajax.data.text_files import holds_records
+from llamajax.data.documents.file_groups import FileGroup, group_files
+from llamajax.data.documents.sources import Source
+from llamajax.data.documents.text_files import holds_records
 
 _KEY = "data.cleaning.decontamination"
 

@@ -25,16 +25,16 @@ from llamajax.data import cache, progress
 from llamajax.data.cleaning import report
 from llamajax.data.cleaning.alike import BandTask, SetsTask, decide, find_candidates, gather_candidates, write_sets
 from llamajax.data.cleaning.contamination import held_out_groups, write_runs
+from llamajax.data.cleaning.document_rules import Rules, Work
 from llamajax.data.cleaning.duplicates import bands_of
-from llamajax.data.cleaning.judge import Rules, Work
 from llamajax.data.cleaning.language import known_languages
 from llamajax.data.cleaning.scan import Part, ScanTask, scan
 from llamajax.data.cleaning.survivors import CANDIDATES_FILE, COPIES_FILE, DECISIONS_FILE, write_copies
 from llamajax.data.cleaning.texts import MAX_TEXT_CHARS
 from llamajax.data.cleaning.write import WriteTask, write
-from llamajax.data.groups import Extent, FileGroup, content_hashes, file_identity
-from llamajax.data.packings import Run
-from llamajax.data.sources import Source
+from llamajax.data.documents.file_groups import Extent, FileGroup, content_hashes, file_identity
+from llamajax.data.documents.sources import Source
+from llamajax.data.rows.packing_cache import Run
 from llamajax.errors import ConfigError, DataError, EnvironmentMismatchError
 
 POLL_S = 1.0

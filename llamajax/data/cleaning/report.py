@@ -13,7 +13,7 @@ from llamajax.config.file import config_to_dict
 from llamajax.data import cache
 from llamajax.data.cleaning import page
 from llamajax.data.cleaning.alike import EXACT, NEAR
-from llamajax.data.cleaning.judge import Work
+from llamajax.data.cleaning.document_rules import Work
 from llamajax.data.cleaning.scan import Part
 from llamajax.data.cleaning.survivors import DECISIONS_FILE, Survivors
 from llamajax.data.cleaning.write import WriteTask

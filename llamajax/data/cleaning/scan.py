@@ -15,10 +15,10 @@ import numpy as np
 
 from llamajax.config.cleaning import CleaningConfig
 from llamajax.data import cache
+from llamajax.data.cleaning.document_rules import Rules, Verdict, Work, judge
 from llamajax.data.cleaning.duplicates import band_keys, digest_of, set_of, signatures
-from llamajax.data.cleaning.judge import Rules, Verdict, Work, judge
 from llamajax.data.cleaning.texts import Text, whole_texts
-from llamajax.data.groups import FileGroup
+from llamajax.data.documents.file_groups import FileGroup
 
 CHUNK_BYTES = 2**26
 """Text per chunk."""

@@ -13,7 +13,7 @@ from jaxtyping import Bool
 from llamajax.config.cleaning import CleaningConfig
 from llamajax.data import cache
 from llamajax.data.cleaning.alike import STAYS
-from llamajax.data.cleaning.judge import kept_text
+from llamajax.data.cleaning.document_rules import kept_text
 from llamajax.data.cleaning.scan import PAIR_CHARS, Part
 from llamajax.data.cleaning.survivors import DECISIONS_FILE, Survivors
 from llamajax.data.cleaning.texts import whole_texts

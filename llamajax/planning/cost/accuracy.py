@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from llamajax.config.calibration import read_measurement
 from llamajax.config.machine import HardwareConfig
+from llamajax.estimates.calibration import read_measurement
 
 KEPT = Path(__file__).with_name("accuracy.json")
 """Of published runs, by GPU: written by scripts/plan_accuracy.py."""

@@ -4,10 +4,10 @@ import functools
 import heapq
 from typing import NamedTuple
 
-from llamajax.config.formulas import keys_seen, mesh_sizes
-from llamajax.config.gpus import planned_gpu
 from llamajax.config.parallel import num_parts
 from llamajax.config.run import Config
+from llamajax.estimates.formulas import keys_seen, mesh_sizes
+from llamajax.estimates.gpus import planned_gpu
 from llamajax.kernels.choice import Kernel, Site, choose
 from llamajax.kernels.pallas import sizes
 from llamajax.kernels.tiles import TileSize, num_tiles

@@ -2,9 +2,15 @@
 
 from dataclasses import dataclass
 
-from llamajax.config.formulas import computed_model, flops_per_token, keeps_two_residuals, mesh_sizes, num_matmul_params
 from llamajax.config.parallel import num_parts
 from llamajax.config.run import Config
+from llamajax.estimates.formulas import (
+    computed_model,
+    flops_per_token,
+    keeps_two_residuals,
+    mesh_sizes,
+    num_matmul_params,
+)
 from llamajax.planning.cost.attention import computed_scores, planned_kernel
 from llamajax.step.forms import with_forms
 

@@ -5,9 +5,9 @@ import functools
 import math
 from dataclasses import dataclass, field
 
-from llamajax.config.calibration import Constants, read_measurement
-from llamajax.config.gpus import Gpu, planned_gpu
 from llamajax.config.run import Config
+from llamajax.estimates.calibration import Constants, read_measurement
+from llamajax.estimates.gpus import Gpu, planned_gpu
 from llamajax.planning.cost.accuracy import accuracy
 
 

@@ -15,10 +15,10 @@ import jax
 import jaxlib.version
 from jax.experimental import topologies
 
-from llamajax.config.formulas import mesh_sizes
-from llamajax.config.gpus import Gpu, planned_gpu
 from llamajax.config.run import Config
 from llamajax.errors import ConfigError, EnvironmentMismatchError, UserError
+from llamajax.estimates.formulas import mesh_sizes
+from llamajax.estimates.gpus import Gpu, planned_gpu
 from llamajax.parallel.mesh import make_mesh
 from llamajax.planning.xla.buffers import BufferAssignment, read_buffer_assignment
 from llamajax.step.compile import EXCLUDES_NONDETERMINISTIC, Option, compile_with, compiler_options, lower

@@ -9,8 +9,8 @@ from pathlib import Path
 from llamajax.config.cleaning import CleaningConfig
 from llamajax.config.data import SourceConfig
 from llamajax.data.cleaning.pipeline import Run, clean
-from llamajax.data.groups import FileGroup, group_files
-from llamajax.data.sources import Source
+from llamajax.data.documents.file_groups import FileGroup, group_files
+from llamajax.data.documents.sources import Source
 
 
 def real_texts(count: int, chars: int = 2000) -> list[str]:

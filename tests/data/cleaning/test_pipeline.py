@@ -23,10 +23,11 @@ from llamajax.config.cleaning import (
     NearDuplicateConfig,
 )
 from llamajax.config.data import DataConfig, SourceConfig, TokenizerConfig
-from llamajax.data import groups, progress
+from llamajax.data import progress
 from llamajax.data.cleaning import pipeline, scan, write
-from llamajax.data.dataset import Dataset, prepare
-from llamajax.data.tokenizer import train_sentencepiece
+from llamajax.data.documents import file_groups
+from llamajax.data.rows.dataset import Dataset, prepare
+from llamajax.data.tokenizers.tokenizer import train_sentencepiece
 from llamajax.errors import ConfigError, DataError, EnvironmentMismatchError
 from tests import runs
 from tests.data.cleaning.cleaned import contents, edited, entry_of, jsonl, real_texts, run_clean, texts_of
@@ -109,7 +110,7 @@ def test_every_step_takes_something_and_counts_it(tmp_path):
 
 
 def test_the_same_bytes_in_any_order_and_by_any_process(tmp_path, monkeypatch):
-    monkeypatch.setattr(groups, "GROUP_BYTES", 40_000)
+    monkeypatch.setattr(file_groups, "GROUP_BYTES", 40_000)
     sources, config = mixed_sources(tmp_path), all_steps(tmp_path)
     run_clean(sources, config, tmp_path / "a")
     expected = contents(tmp_path / "a")
@@ -128,7 +129,7 @@ def test_the_same_bytes_in_any_order_and_by_any_process(tmp_path, monkeypatch):
 def test_the_same_documents_in_one_part_or_many(tmp_path, monkeypatch):
     sources, config = mixed_sources(tmp_path), all_steps(tmp_path)
     expected = [texts_of(source) for source in run_clean(sources, config, tmp_path / "one")]
-    monkeypatch.setattr(groups, "GROUP_BYTES", 10_000)
+    monkeypatch.setattr(file_groups, "GROUP_BYTES", 10_000)
     monkeypatch.setattr(scan, "CHUNK_DOCUMENTS", 7)
     monkeypatch.setattr(write, "FILE_BYTES", 5_000)
     assert [texts_of(source) for source in run_clean(sources, config, tmp_path / "many")] == expected
@@ -139,13 +140,13 @@ KILLED = """
 import os, signal, sys, warnings
 from pathlib import Path
 warnings.simplefilter("ignore")  # jax warns of forks, where it has no threads yet
-from llamajax.data import groups
+from llamajax.data.documents import file_groups
 from llamajax.data.cleaning import language, scan
 from tests.data.cleaning.cleaned import contents, run_clean
 from tests.data.cleaning.test_pipeline import all_steps, mixed_sources
 
 folder = Path(sys.argv[1])
-groups.GROUP_BYTES, scan.CHUNK_DOCUMENTS = 40_000, 50
+file_groups.GROUP_BYTES, scan.CHUNK_DOCUMENTS = 40_000, 50
 sources, config = mixed_sources(folder, chars=500), all_steps(folder)
 language.known_languages()
 count = 0
@@ -276,7 +277,7 @@ def test_conversations_pass_untouched_and_without_steps_everything_does(tmp_path
 
 
 def test_documents_that_are_cut_are_counted(tmp_path, monkeypatch):
-    monkeypatch.setattr("llamajax.data.sources.MAX_DOCUMENT_CHARS", 100)
+    monkeypatch.setattr("llamajax.data.documents.sources.MAX_DOCUMENT_CHARS", 100)
     for module in ("texts", "pipeline"):
         monkeypatch.setattr(f"llamajax.data.cleaning.{module}.MAX_TEXT_CHARS", 250)
     long = "".join(f"line {number}\n" for number in range(100))

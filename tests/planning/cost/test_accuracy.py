@@ -4,12 +4,12 @@ import dataclasses
 
 import pytest
 
-from llamajax.config.calibration import MeasuredRun, read_measurement
 from llamajax.config.file import dump_config
 from llamajax.config.machine import HardwareConfig
+from llamajax.estimates.calibration import MeasuredRun, read_measurement
 from llamajax.planning.cost.accuracy import accuracy
-from llamajax.planning.tell import figures, picture, text
-from tests.config.test_calibration import MEASUREMENT
+from llamajax.planning.report import figures, picture, text
+from tests.estimates.test_calibration import MEASUREMENT
 from tests.planning import plans
 
 

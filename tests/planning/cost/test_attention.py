@@ -4,8 +4,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from llamajax.config.formulas import keys_seen, mean_keys
 from llamajax.config.parallel import MeshConfig
+from llamajax.estimates.formulas import keys_seen, mean_keys
 from llamajax.kernels import choice
 from llamajax.kernels.pallas import sizes
 from llamajax.kernels.tiles import Sizes, TileSize, tiles

@@ -6,17 +6,17 @@ from pathlib import Path
 
 import pytest
 
-from llamajax.config.calibration import Constants, read_measurement
 from llamajax.config.file import dump_config
-from llamajax.config.formulas import mesh_sizes
-from llamajax.config.gpus import GPUS
 from llamajax.config.machine import HardwareConfig
+from llamajax.estimates.calibration import Constants, read_measurement
+from llamajax.estimates.formulas import mesh_sizes
+from llamajax.estimates.gpus import GPUS
 from llamajax.planning.cost.gpu import CALIBRATIONS, planned_machine, remarks
 from llamajax.planning.cost.kernels import Dot, dot_seconds
 from llamajax.planning.cost.network import all_reduce_seconds, ring_seconds
 from llamajax.planning.cost.replay import replay
 from llamajax.planning.xla.parse import parse
-from tests.config.test_calibration import MEASUREMENT
+from tests.estimates.test_calibration import MEASUREMENT
 from tests.planning.modules import MACHINE
 from tests.planning.plans import CONFIG, HLO
 from tests.tiny import tiny_config

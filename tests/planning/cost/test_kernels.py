@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from llamajax.config.formulas import flops_per_token, num_matmul_params
+from llamajax.estimates.formulas import flops_per_token, num_matmul_params
 from llamajax.planning.cost.attention import Grid, Scores, busy_share
 from llamajax.planning.cost.kernels import Cost, CostModel, Dot, compiled_attention, dot_seconds
 from tests.planning.modules import MACHINE, SHARE, memory_s, module

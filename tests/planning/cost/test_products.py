@@ -5,8 +5,8 @@ import statistics
 
 import pytest
 
-from llamajax.config.calibration import Constants
-from llamajax.config.gpus import find_gpu
+from llamajax.estimates.calibration import Constants
+from llamajax.estimates.gpus import find_gpu
 from llamajax.planning.cost.gpu import Machine
 from llamajax.planning.cost.kernels import Dot, dot_seconds
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 from jax.ad_checkpoint import checkpoint_name
 
-from llamajax.config.formulas import mesh_sizes
+from llamajax.estimates.formulas import mesh_sizes
 from llamajax.planning.cost.gpu import planned_machine
 from llamajax.planning.cost.replay import replay
 from llamajax.planning.cost.timeline import Event, Loop

@@ -11,13 +11,13 @@ import pytest
 from jax.experimental import topologies
 
 from llamajax.config.data import DataConfig, SourceConfig
-from llamajax.config.formulas import layer_matrix_bytes, mesh_sizes, minimum_state_bytes
 from llamajax.config.machine import HardwareConfig, XlaConfig
 from llamajax.config.model import ModelConfig
 from llamajax.config.parallel import MeshConfig
 from llamajax.config.run import Config
 from llamajax.config.training import TrainConfig
 from llamajax.errors import ConfigError, EnvironmentMismatchError
+from llamajax.estimates.formulas import layer_matrix_bytes, mesh_sizes, minimum_state_bytes
 from llamajax.planning.cost.attention import scores_of_calls
 from llamajax.planning.cost.gpu import planned_machine
 from llamajax.planning.cost.kernels import CostModel

@@ -1,0 +1,240 @@
+"""Where the assistant's answers lie in what a chat template writes."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from llamajax.data.chat.chat_template import ChatTemplate, Rendered
+from llamajax.data.chat.left_out import Words
+from llamajax.data.documents.conversations import Message, content_of
+from llamajax.errors import DataError
+
+TRAINING_DATE = "2024-07-26"
+"""Today, for a template that writes the date into conversations that are learnt: always the same, so that the data are."""
+
+_MARK_IT = (
+    "put {% generation %} and {% endgeneration %} around it, or name a file of configs/chat_templates as data.chat_template"
+)
+_BEGIN_IT = "put it there too, by a thought or chat_template_kwargs if it knows such, or name another template"
+
+
+class Answer(NamedTuple):
+    """A turn of the assistant's that is learnt."""
+
+    after: Rendered
+    """The conversation up to its end."""
+    begin: int
+    """Where in that text it begins."""
+    end: int | None = None
+    """Where it ends there; None: its `{% generation %}` blocks say where it lies."""
+    before_next: str | None = None
+    """The text up to where the next answer begins, if there is one."""
+
+    def spans_in(self, rendered: Rendered) -> list[tuple[int, int]]:
+        """Where it lies in a text that begins with that of `after`, (start, end) of each stretch."""
+        if self.end is not None:
+            return [(self.begin, self.end)]
+        known = self.before_next or ""
+        until = max(len(self.after.text), len(known) if rendered.text.startswith(known) else 0)
+        return [(start, end) for start, end in rendered.marks if self.begin < end <= until]
+
+
+def find_answers(
+    template: ChatTemplate, messages: Sequence[Message], turns: Sequence[int], variables: dict[str, Any]
+) -> tuple[Rendered, list[Answer]]:
+    """The conversation as text, and those of its turns that are learnt.
+
+    Raises:
+        DataError: the template refuses the messages, or it cannot be told what the assistant says.
+    """
+    found = _marked_answers(template, messages, turns, variables) if template.has_generation_blocks else None
+    return found or _answers(template, messages, turns, variables)
+
+
+def spans_before_prompt(
+    template: ChatTemplate, messages: Sequence[Message], variables: dict[str, Any]
+) -> tuple[str, list[tuple[int, int]]]:
+    """The messages with a generation prompt, and where answers lie in that, if it can be told of each.
+
+    Raises:
+        DataError: the template refuses the messages.
+    """
+    turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+    whole, *others = _render(template, messages, [(len(messages), True), *_prefixes(turns)], variables, date=None)
+    spans: list[tuple[int, int] | None] = [*whole.marks]
+    if not whole.marks:
+        for turn, (before, prompt, after) in zip(turns, _in_threes(others), strict=True):
+            spans.append(_span(before, prompt, after, messages[turn]) if whole.text.startswith(after) else None)
+    return whole.text, [] if None in spans else [span for span in spans if span]
+
+
+def _render(
+    template: ChatTemplate,
+    messages: Sequence[Message],
+    renders: Sequence[tuple[int, bool]],
+    variables: dict[str, Any],
+    date: str | None = TRAINING_DATE,
+) -> list[Rendered]:
+    try:
+        return list(template.render_prefixes(messages, renders, date, variables))
+    except DataError as error:
+        reason = str(error).rpartition(";")[0]
+        is_asked = all(_asks(messages[:count]) for count, _ in renders)
+        if not is_asked and _is_taken(template, messages, variables):
+            first = next(index for index, message in enumerate(messages) if message["role"] == "assistant")
+            blocks = "" if template.has_generation_blocks else ", or name a template with {% generation %} blocks"
+            remedy = f"messages[{first}] answers nothing: put a question before it{blocks}"
+            raise DataError(f"{reason}; {remedy}") from error
+        if len(messages) > 1 and messages[0]["role"] == "system" and _is_taken(template, messages[1:], variables):
+            remedy = "it takes no system message: put that into the first question, or name a template that takes one"
+            raise DataError(f"{reason}; {remedy}") from error
+        raise
+
+
+def _asks(messages: Sequence[Message]) -> bool:
+    return any(message["role"] == "user" for message in messages)
+
+
+def _is_taken(template: ChatTemplate, messages: Sequence[Message], variables: dict[str, Any]) -> bool:
+    try:
+        next(template.render_prefixes(messages, [(len(messages), False)], TRAINING_DATE, variables))
+    except DataError:
+        return False
+    return True
+
+
+def _marked_answers(
+    template: ChatTemplate, messages: Sequence[Message], turns: Sequence[int], variables: dict[str, Any]
+) -> tuple[Rendered, list[Answer]] | None:
+    """As `_answers`, told by generation blocks; None if the template writes none in this conversation.
+
+    How many blocks a message has may depend on what follows it. So an answer's are those behind the prompt that is served
+    before it, in the text that begins with that.
+    """
+    whole, *until = _render(template, messages, [(len(messages), False), *((turn + 1, False) for turn in turns)], variables)
+    if not whole.marks:
+        return None
+    answers = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+    prompts = _prompts(template, messages, answers, variables)
+    found = []
+    for turn, after in zip(turns, until, strict=True):
+        prompt = prompts.get(turn)
+        following = prompts.get(next((answer for answer in answers if answer > turn), -1))
+        if prompt is not None and after.text.startswith(prompt):
+            found.append(Answer(after, len(prompt), before_next=following))
+            continue
+        begin = 0 if turn == answers[0] else _first_block(template, messages[: turn + 1], after, variables)
+        if prompt is not None:
+            before = _render(template, messages, [(turn, False)], variables)[0].text
+            pairs = enumerate(zip(before, prompt, strict=False))
+            began = prompt[next((index for index, (a, b) in pairs if a != b), min(len(before), len(prompt))) :]
+            first = next((start for start, end in after.marks if end > begin), len(after.text))
+            if began not in after.text[max(0, first - len(began)) : first + len(began)]:
+                raise _begins_otherwise(template, began)
+        found.append(Answer(after, begin, before_next=following))
+    return whole, found
+
+
+def _prompts(
+    template: ChatTemplate, messages: Sequence[Message], answers: Sequence[int], variables: dict[str, Any]
+) -> dict[int, str]:
+    """The generation prompt before each answer that follows a question; empty if the template cannot write them."""
+    asked = [answer for answer in answers if _asks(messages[:answer])]
+    if not asked:
+        return {}
+    try:
+        served = list(template.render_prefixes(messages, [(answer, True) for answer in asked], TRAINING_DATE, variables))
+    except DataError:
+        return {}
+    return {answer: prompt.text for answer, prompt in zip(asked, served, strict=True)}
+
+
+def _first_block(template: ChatTemplate, messages: Sequence[Message], after: Rendered, variables: dict[str, Any]) -> int:
+    """Where the blocks of the last message begin, which is an answer, told by words that are put into those before it.
+
+    Args:
+        template: what writes them.
+        messages: those up to the answer.
+        after: what the template writes of them.
+        variables: of the template, such as `tools`.
+    """
+    answer = len(messages) - 1
+    rendered, words = _with_words(template, messages, answer, variables)
+    last, of = max(((rendered.text.rfind(word), index) for word, index in words.messages.items()), default=(-1, 0))
+    behind = [index for index, (start, _) in enumerate(rendered.marks) if start > last]
+    is_told = last >= 0 and len(rendered.marks) == len(after.marks)
+    if messages[of]["role"] == "assistant":  # which may have a block without words, behind them
+        rendered, words = _with_words(template, messages, answer + 1, variables)
+        own = [word for word, index in words.messages.items() if index == answer]
+        holding = [index for index, (a, b) in enumerate(rendered.marks) if any(word in rendered.text[a:b] for word in own)]
+        is_told = is_told and holding[:1] == behind[:1]
+    if not is_told:
+        what = f"which {{% generation %}} blocks are of messages[{answer}] cannot be told from those before it"
+        raise cannot_tell(template, what, "name another template")
+    return after.marks[behind[0]][0] if behind else len(after.text)
+
+
+def _with_words(
+    template: ChatTemplate, messages: Sequence[Message], count: int, variables: dict[str, Any]
+) -> tuple[Rendered, Words]:
+    """The rendered conversation, with marker words in its first `count` messages, and these words."""
+    words = Words(keeps_text=True)
+    marked, _ = words.put_into(messages[:count], {})
+    (rendered,) = _render(template, [*marked, *messages[count:]], [(len(messages), False)], variables)
+    return rendered, words
+
+
+def _answers(
+    template: ChatTemplate, messages: Sequence[Message], turns: Sequence[int], variables: dict[str, Any]
+) -> tuple[Rendered, list[Answer]]:
+    """The conversation as text, and the turns that are learnt, told by what the template writes before and with them."""
+    whole, *others = _render(template, messages, [(len(messages), False), *_prefixes(turns)], variables)
+    found = []
+    for turn, texts in zip(turns, _in_threes(others), strict=True):
+        before, prompt, after = texts
+        span = _span(before, prompt, after, messages[turn])
+        if span is None:
+            if prompt != before and prompt.startswith(before) and after.startswith(before):
+                raise _begins_otherwise(template, prompt[len(before) :])
+            raise cannot_tell(template, "what the assistant says cannot be found in what it writes", _MARK_IT)
+        found.append(Answer(Rendered(after, []), *span))
+    return whole, found
+
+
+def _begins_otherwise(template: ChatTemplate, began: str) -> DataError:
+    what = f"begins an answer with {began[-40:]!r} when it is used, but not where the answer is there"
+    return cannot_tell(template, what, _BEGIN_IT)
+
+
+def cannot_tell(template: ChatTemplate, what: str, remedy: str) -> DataError:
+    """The error of a template whose answers cannot be found."""
+    return DataError(f"{template.where}: chat template: {what}; {remedy}")
+
+
+def _prefixes(turns: Sequence[int]) -> list[tuple[int, bool]]:
+    """Three renders locate a turn: the messages before it, the same with a generation prompt, and the messages up to it."""
+    return [render for turn in turns for render in ((turn, False), (turn, True), (turn + 1, False))]
+
+
+def _in_threes(rendered: Sequence[Rendered]) -> list[tuple[str, str, str]]:
+    texts = [one.text for one in rendered]
+    return list(zip(texts[::3], texts[1::3], texts[2::3], strict=True))
+
+
+def _span(before: str, prompt: str, after: str, message: Message) -> tuple[int, int] | None:
+    """Where an assistant's turn lies in a text, (start, end), or None if that cannot be told.
+
+    Args:
+        before: the text without the turn.
+        prompt: as `before`, with a generation prompt.
+        after: the text with the turn.
+        message: the turn.
+    """
+    content = content_of(message).strip()
+    said = after[len(prompt) :]
+    is_prompted = prompt != before or said.lstrip().startswith(content)  # Llama 2 has no generation prompt and needs none
+    if not (after.startswith(prompt) and is_prompted):
+        return None
+    # Space after the mark that ends a turn is not learnt: when the model is used, it has stopped there.
+    stripped = said.rstrip()
+    has_end_mark = not (content and stripped.endswith(content))
+    return len(prompt), len(prompt) + len(stripped if has_end_mark else said)

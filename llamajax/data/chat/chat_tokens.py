@@ -1,0 +1,202 @@
+"""Conversations to token ids, and which of them are learnt."""
+
+import contextlib
+import itertools
+import json
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from jaxtyping import Bool, Int32
+
+from llamajax.data.chat.answers import cannot_tell, find_answers, spans_before_prompt
+from llamajax.data.chat.chat_template import ChatTemplate
+from llamajax.data.chat.left_out import left_out
+from llamajax.data.documents.conversations import Conversation, Message, content_of
+from llamajax.data.tokenizers.tokenizer_base import Tokenizer
+from llamajax.errors import DataError, show
+
+_SAID = "Certainly."
+_TALK: list[Message] = [{"role": "user", "content": "Is it?"}, {"role": "assistant", "content": _SAID}]
+_THOUGHTS: list[Message] = [
+    {},
+    {"reasoning_content": "I think.", "thinking": "I think."},
+    {"content": f"<think>\nI think.\n</think>\n\n{_SAID}"},
+]
+"""What may be before it; templates that open every answer with a thought want one."""
+
+
+class Encoded(NamedTuple):
+    """A conversation as tokens."""
+
+    ids: Int32[np.ndarray, "T"]
+    learnt: Bool[np.ndarray, "T"]
+    """What the assistant says, the token that ends its turn included."""
+
+
+def encode_conversation(template: ChatTemplate, tokenizer: Tokenizer, conversation: Conversation) -> list[Encoded]:
+    """The tokens of a conversation, and which of them are learnt: those of the text that the template writes, which
+    begins it with the bos token or does not, as for transformers' `apply_chat_template`.
+
+    What the assistant says lies in the template's `{% generation %}` blocks, or, if there are none, between what the
+    template writes up to a turn, with a generation prompt, and what it writes when the turn is there. Either way an answer
+    has to begin as that prompt does. Each stretch is encoded by itself, so that the assistant's tokens follow the prompt's
+    as they do when it is used.
+
+    A template that writes an answer otherwise once the conversation goes on, as those of reasoning models do, which then
+    leave out what was thought, gives several: each answer is learnt once, behind what is served before it.
+
+    Raises:
+        DataError: the template refuses the messages, does not write all of them, or it cannot be told what the assistant
+            says.
+    """
+    messages = _as_taken(template, conversation)
+    turns = [index for index, is_learnt in enumerate(conversation.is_learnt) if is_learnt]
+    rendered, answers = find_answers(template, messages, turns, conversation.variables)
+    samples: list[Encoded] = []
+    while answers:
+        here = [answer for answer in answers if rendered.text.startswith(answer.after.text)]
+        if spans := [span for answer in here for span in answer.spans_in(rendered)]:
+            samples.append(_encode(tokenizer, rendered.text, spans))
+        answers = [answer for answer in answers if not rendered.text.startswith(answer.after.text)]
+        rendered = answers[-1].after if answers else rendered
+    if turns and not samples:
+        what = "has no {% generation %} block around an answer that is to be learnt"
+        raise cannot_tell(template, what, "put one around each, or remove the marks of messages")
+    return samples[::-1]
+
+
+def encode_messages(
+    template: ChatTemplate, tokenizer: Tokenizer, messages: Sequence[Message], variables: dict[str, Any] | None = None
+) -> Int32[np.ndarray, "T"]:
+    """The tokens of a conversation up to where the assistant's next turn begins: those that `encode_conversation` has
+    before that turn.
+
+    Raises:
+        DataError: the template refuses the messages, or does not write all of them.
+    """
+    variables = variables or {}
+    messages = _as_taken(template, Conversation([*messages], [False] * len(messages), variables))
+    text, spans = spans_before_prompt(template, messages, variables)
+    return _encode(tokenizer, text, spans).ids
+
+
+def end_token(template: ChatTemplate, tokenizer: Tokenizer) -> int | None:
+    """The special token that the template writes behind what the assistant says, if it does: generation stops at it."""
+    for token in tokenizer.encode_template(_behind_answer(template)).tolist():
+        if tokenizer.token_bytes[token] == 0:
+            return token
+        if tokenizer.decode([token]).strip():
+            return None
+    return None
+
+
+def _behind_answer(template: ChatTemplate) -> str:
+    """What the template writes behind an answer."""
+    talk = [_message_as_taken(template, message) for message in _TALK]
+    _, said, after = template.render(talk, add_generation_prompt=False).rpartition(_SAID)
+    return after if said else ""
+
+
+def end_problem(template: ChatTemplate, tokenizer: Tokenizer) -> str | None:
+    """What is wrong if no answer teaches where to stop: none has a token that is learnt and that generation stops at."""
+    try:
+        end = end_token(template, tokenizer)
+        samples = _encoded_talk(template, tokenizer)
+    except DataError:  # it wants other talks; what is wrong with those is told where they are read
+        return None
+    learnt = {token for sample in samples for token in sample.ids[sample.learnt].tolist()}
+    if learnt & {end, tokenizer.eos_id}:
+        return None
+    place = f"{template.where}: chat template:"
+    if end is None:
+        name = tokenizer.eos_token or f"token {tokenizer.eos_id}"
+        return f"{place} writes no token behind an answer that generation stops at, so no end is learnt; write {name} there"
+    name = _behind_answer(template).split()[0]
+    return f"{place} has {name}, where generation stops, outside of {{% generation %}}, so no end is learnt; put it inside"
+
+
+def _encoded_talk(template: ChatTemplate, tokenizer: Tokenizer) -> list[Encoded]:
+    """A short talk, with a thought where the template opens every answer with one."""
+    for thought in _THOUGHTS:
+        with contextlib.suppress(DataError):
+            talk = [_TALK[0], _TALK[1] | thought]
+            return encode_conversation(template, tokenizer, Conversation(talk, [False, True], {}))
+    return encode_conversation(template, tokenizer, Conversation(_TALK, [False, True], {}))
+
+
+def _as_taken(template: ChatTemplate, conversation: Conversation) -> list[Message]:
+    """The messages in the form that the template takes.
+
+    Raises:
+        DataError: it would leave something out that is in them.
+    """
+    for index, message in enumerate(conversation.messages):
+        if message.get("tool_calls") and not template.takes_calls:
+            raise _left_out(template, f"messages[{index}].tool_calls")
+    messages = [_message_as_taken(template, message) for message in conversation.messages]
+    if what := left_out(template, messages, conversation.variables):
+        raise _left_out(template, what)
+    return messages
+
+
+def _left_out(template: ChatTemplate, what: str) -> DataError:
+    return DataError(f"{template.where}: chat template: does not write {what}; name a template that does, or remove it")
+
+
+def _message_as_taken(template: ChatTemplate, message: Message) -> Message:
+    if message["role"] == "function_call":
+        message = {**message, "role": "assistant"}
+        if template.takes_calls:
+            calls = _named_calls(content_of(message))
+            message = {**message, "content": "", "tool_calls": [{"type": "function", "function": call} for call in calls]}
+    content = message.get("content")
+    if isinstance(content, list) and not template.takes_parts:
+        message = {**message, "content": content_of(message)}
+    elif content and isinstance(content, str) and not template.takes_text and template.takes_parts:
+        message = {**message, "content": [{"type": "text", "text": content}]}
+    calls = message.get("tool_calls") or []
+    if calls and content is None:
+        message = {**message, **template.without_content}
+    if any(isinstance(_function(call).get("arguments"), str) for call in calls) and not template.takes_json_arguments:
+        message = {**message, "tool_calls": list(map(_with_object, calls))}
+    return message
+
+
+def _named_calls(text: str) -> list[dict[str, Any]]:
+    """The calls in a `function_call` message of ShareGPT data: one, or a list."""
+    try:
+        given: Any = json.loads(text)
+    except (ValueError, RecursionError):
+        given = None
+    calls = given if isinstance(given, list) else [given]
+    if not calls or not all(isinstance(call, dict) and isinstance(call.get("name"), str) for call in calls):
+        rule = 'must be {"name": ..., "arguments": ...}, or a list of such'
+        raise DataError(f"a turn of function_call {rule}, not {show(text)}; correct or remove it")
+    return calls
+
+
+def _function(call: dict[str, Any]) -> dict[str, Any]:
+    function = call.get("function")
+    return function if isinstance(function, dict) else call
+
+
+def _with_object(call: dict[str, Any]) -> dict[str, Any]:
+    """The call with arguments as an object, as transformers' documentation asks for, where they are JSON of one."""
+    function = _function(call)
+    try:
+        arguments = json.loads(function["arguments"])
+    except (TypeError, KeyError, ValueError, RecursionError):
+        return call
+    if not isinstance(arguments, dict):
+        return call
+    function = {**function, "arguments": arguments}
+    return {**call, "function": function} if _function(call) is not call else function
+
+
+def _encode(tokenizer: Tokenizer, text: str, spans: Sequence[tuple[int, int]]) -> Encoded:
+    """The tokens of a text of which these stretches are learnt; each stretch is encoded by itself."""
+    cuts = [0, *itertools.chain.from_iterable(spans), len(text)]
+    parts = tokenizer.encode_template_parts([text[a:b] for a, b in itertools.pairwise(cuts)])
+    learnt = [np.full(len(part), index % 2 == 1) for index, part in enumerate(parts)]
+    return Encoded(np.concatenate(parts), np.concatenate(learnt))

@@ -1,0 +1,1 @@
+"""Documents: files of every format, and the texts and conversations in them."""

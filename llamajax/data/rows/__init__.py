@@ -1,0 +1,1 @@
+"""Rows: documents split, packed, ordered and loaded as batches."""

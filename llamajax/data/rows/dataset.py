@@ -1,0 +1,258 @@
+"""From a configuration to rows: tokenizer, shards, packing, held-out split and order, each made once and cached."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import cast
+
+import grain
+import numpy as np
+
+from llamajax.config.data import SourceConfig
+from llamajax.config.run import Config
+from llamajax.data import cache
+from llamajax.data.chat.chat_template import TEMPLATE_FILE
+from llamajax.data.rows.order import Proportions
+from llamajax.data.rows.packing import Row
+from llamajax.data.rows.packing_cache import Run
+from llamajax.data.rows.position import PassedOver
+from llamajax.data.rows.rows import PackedSource, RowPlace, cache_error
+from llamajax.data.rows.stages import Passes, StageRows, stage_orders, takes_part
+from llamajax.data.tokenizers.tokenizer_base import Tokenizer
+from llamajax.data.tokens.stores import HELD_OUT, SIDES, TRAIN
+from llamajax.data.tokens.tokenize_run import tokenized
+from llamajax.errors import DataError
+
+_ROWS_LOOKED_AT = 64
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """Everything a run reads; of its stages the first one, or that of `of_stage`."""
+
+    tokenizer: Tokenizer
+    """Text to ids and back."""
+    rows: StageRows
+    """What it reads in this stage."""
+    stages: tuple[StageRows, ...]
+    """And in each of them."""
+    sources: tuple[SourceConfig, ...]
+    """What rows are made of: the configuration's sources, or, with `data.cleaning`, what it leaves of them."""
+    summary: tuple[str, ...]
+    """What the sources hold, a line each."""
+    fingerprint: str
+    """Hash of all that decides the rows of the first stage, except the seed: tokenizer, documents, packing, split and
+    weights."""
+    stage_fingerprints: tuple[tuple[int, str], ...]
+    """Of each later one: finished steps after which it begins, and the hash of all that decides the rows up to its end."""
+    content: str
+    """Hash of the contents of the cached files that rows are read from."""
+    passes: Passes
+    """How often the run goes through its sources."""
+    keys: tuple[str, ...]
+    """Of these."""
+    held_out_of_sources: tuple[Sequence[Row], ...]
+    """Held-out rows of each of them, in order, as long as those of the first stage."""
+    files: dict[str, bytes]
+    """Name and content of what is to be kept with a checkpoint: the tokenizer's files and, if there are conversations,
+    chat_template.jinja."""
+    template_sha256: str | None
+    """Hash of the chat template; None without conversations."""
+
+    @property
+    def held_out_rows(self) -> Sequence[Row]:
+        """Rows of documents that are never trained on, in an order that is always the same; may be empty."""
+        return self.rows.held_out_rows
+
+    def of_stage(self, number: int) -> "Dataset":
+        """The same as it is read in a stage, counted from 0: training and held-out rows of that one's length."""
+        return replace(self, rows=self.stages[number])
+
+    def of_source(self, index: int) -> "Dataset":
+        """The same with the held-out rows of one source alone."""
+        return replace(self, rows=replace(self.rows, held_out_rows=self.held_out_of_sources[index]))
+
+    def epochs(self, step: int, passed_over: Sequence[PassedOver] = ()) -> dict[str, float]:
+        """How often the first `step` steps go through each source, by its key; see `Passes.after`."""
+        return dict(zip(self.keys, self.passes.after(step, passed_over), strict=True))
+
+    def mean_keys(self, window: int | None) -> float:
+        """Tokens before a token in its document, or those that a window leaves, on average over the first rows."""
+        places = [self._place(self.rows.first_row + number) for number in range(_ROWS_LOOKED_AT)]
+        pairs = np.concatenate([place.pairs_of_documents() for place in places]).astype(np.int64)
+        whole = pairs if window is None else np.minimum(pairs, window + 1)  # each token of them has one key more
+        keys = whole * (whole - 1) // 2 + (pairs - whole) * (window or 0)
+        return float(keys.sum() / sum(place.packed.seq_len for place in places))
+
+    def train_row(self, position: int) -> Row:
+        """The row at a position of the run: row r of step s is at `s * global_batch_size + r`."""
+        return self._place(position).row()
+
+    def _place(self, position: int) -> RowPlace:
+        place = self.rows.order[position]
+        assert place is not None
+        return place
+
+
+def prepare(
+    config: Config,
+    *,
+    log: Callable[[str], None] = print,
+    log_work: Callable[[str], None] | None = None,
+    tokenizer: Tokenizer | None = None,
+    run: Run = map,
+) -> Dataset:
+    """Makes the data of a run ready, reusing all that the cache holds; every process of a run may call it at once.
+
+    Args:
+        config: the run.
+        log: takes a line for people to read.
+        log_work: takes a line about what only this process of the run may be doing; default: `log`.
+        tokenizer: of the model that training starts from; the one that `data.tokenizer.path` names must be the same.
+        run: cleans and packs documents by calling functions for parts of them, as `map` does, perhaps in other processes.
+
+    Raises:
+        ConfigError: the tokenizer does not fit the model, or there is no chat template for conversations.
+        DataError: a source, tokenizer, template or cache cannot be read, or there is nothing to train on.
+        DiskError: the disk fails, or is full.
+    """
+    cache_dir = Path(config.data.cache_dir).expanduser()
+    try:
+        return _prepare(config, cache_dir, log, log_work or log, tokenizer, run)
+    except OSError as error:  # sources and tokenizers report their own
+        raise cache_error(error, cache_dir) from error
+
+
+def _prepare(
+    config: Config,
+    cache_dir: Path,
+    log: Callable[[str], None],
+    log_work: Callable[[str], None],
+    models_tokenizer: Tokenizer | None,
+    run: Run,
+) -> Dataset:
+    data = config.data
+    found = tokenized(config, cache_dir, log, log_work, models_tokenizer, run)
+    tokenizer, template = found.by.tokenizer, found.by.template
+
+    stages, packed, summary = data.all_stages, dict[int, list[PackedSource]](), []
+    for seq_len in dict.fromkeys(stage.seq_len for stage in stages):
+        packed[seq_len] = []
+        for index, tokens in enumerate(found.sources):
+            own = PackedSource(tokens, cache_dir, seq_len, log_work, run)
+            packed[seq_len].append(own)
+            if seq_len == data.seq_len:
+                _check_bad(own, log)
+            summary.append(_describe(own) if seq_len == data.seq_len else _describe_rows(own))
+            log(summary[-1])
+            if takes_part(stages, index, seq_len):
+                _check_rows(own, "data.seq_len" if seq_len == data.seq_len else "a row in data.stages")
+    held_out = {seq_len: _held_out(config, of_length) for seq_len, of_length in packed.items()}
+    rows = {seq_len: [own.train_places for own in of_length] for seq_len, of_length in packed.items()}
+    orders = stage_orders(stages, rows, config.seed, config.train.global_batch_size)
+    of_stages = tuple(
+        StageRows(stage.from_step * config.train.global_batch_size, order, held_out[stage.seq_len])
+        for stage, order in zip(stages, orders, strict=True)
+    )
+    keys = {seq_len: [own.rows_key for own in of_length] for seq_len, of_length in packed.items()}
+    num_rows = {seq_len: list(map(len, own)) for seq_len, own in rows.items()}
+    fingerprints = [cache.key_of(tokenizer.sha256, keys[data.seq_len], Proportions(stages[0].weights).shares)]
+    for stage in stages[1:]:
+        shares = Proportions(stage.weights).shares
+        fingerprints.append(cache.key_of(fingerprints[-1], stage.from_step, stage.seq_len, keys[stage.seq_len], shares))
+    return Dataset(
+        tokenizer=tokenizer,
+        rows=of_stages[0],
+        stages=of_stages,
+        sources=tuple(tokens.source.config for tokens in found.sources),
+        summary=tuple(summary),
+        fingerprint=fingerprints[0],
+        stage_fingerprints=tuple((stage.from_step, own) for stage, own in zip(stages[1:], fingerprints[1:], strict=True)),
+        content=cache.key_of([own.content for of_length in packed.values() for own in of_length]),
+        passes=Passes(stages, num_rows, config.train.global_batch_size),
+        keys=tuple(tokens.source.key for tokens in found.sources),
+        held_out_of_sources=tuple(own.held_out_rows for own in packed[data.seq_len]),
+        files=tokenizer.files if template is None else tokenizer.files | {TEMPLATE_FILE: template.text.encode()},
+        template_sha256=None if template is None else template.sha256,
+    )
+
+
+def _held_out(config: Config, packed: Sequence[PackedSource]) -> Sequence[Row]:
+    """The held-out rows of all sources, of one length, mixed.
+
+    Raises:
+        DataError: there are none to evaluate on.
+    """
+    rows = grain.MapDataset.concatenate([grain.MapDataset.source(of_source.held_out_rows) for of_source in packed])
+    share = config.data.held_out_fraction
+    if share and config.train.eval_batches and not len(rows):
+        too_long = sum(of_source.num_left_out(HELD_OUT) for of_source in packed)
+        seq_len = packed[0].seq_len
+        within = f"data.seq_len={seq_len}" if seq_len == config.data.seq_len else f"data.stages' {seq_len} tokens"
+        why = f" within {within} ({too_long:,} are longer)" if too_long else ""
+        raise DataError(
+            f"data.held_out_fraction: {share} of the documents is none{why}; raise it, add documents,"
+            " or set train.eval_batches=0 to train without evaluation"
+        )
+    return cast(Sequence[Row], rows.shuffle(seed=0))
+
+
+def _check_bad(packed: PackedSource, log: Callable[[str], None]) -> None:
+    """Says what is left out of a source, and raises `DataError` if that is more than its configuration allows."""
+    bad, source = packed.tokens.counts.bad, packed.source
+    if bad > source.config.max_bad_records:
+        raise source.too_many_bad(packed.tokens.counts.first_bad)
+    if bad:
+        log(f"left out   {source.key}: {bad:,} bad records, the first one {packed.tokens.counts.first_bad}")
+
+
+def _check_rows(packed: PackedSource, of_row: str) -> None:
+    """Raises `DataError`, with the cause, if a source has nothing to train on; `of_row` says what sets its length."""
+    if packed.num_rows(TRAIN):
+        return
+    key, num_documents = f"{packed.source.key}.paths", packed.tokens.counts.documents
+    if not num_documents:
+        raise DataError(f"{key}: has no document to train on; add documents with text")
+    if packed.num_left_out(TRAIN):
+        raise DataError(
+            f"{key}: no conversation has an answer within the {packed.seq_len:,} tokens of {of_row}; raise it, or add"
+            " shorter conversations"
+        )
+    raise DataError(
+        f"{key}: has no document to train on: all {num_documents:,} are held out; add documents, or lower"
+        " data.held_out_fraction"
+    )
+
+
+def _describe(packed: PackedSource) -> str:
+    """What is in a source, in a line, and which conversations were too long for the rows."""
+    source, counts, seq_len, num_rows = packed.source, packed.tokens.counts, packed.seq_len, packed.num_rows(TRAIN)
+    skipped = f" ({counts.empty:,} empty ones skipped)" if counts.empty else ""
+    full = f", {packed.num_targets(TRAIN) / (num_rows * seq_len):.2%} full" if num_rows else ""
+    tokens = counts.tokens
+    size = f" {counts.text_bytes / 1e6:,.1f} MB," if counts.text_bytes else ""
+    cut, left_out = packed.num_cut, sum(packed.num_left_out(side) for side in SIDES)
+    return (
+        f"data       {source.key} {source.config.kind}: {counts.documents:,} documents{skipped},"
+        f"{size} {tokens:,} tokens,"
+        f" {tokens / max(counts.documents, 1):,.0f} per document; {num_rows:,} rows{full};"
+        f" held out: {packed.num_rows(HELD_OUT):,} rows"
+        + (
+            f"; {counts.more:,} documents more than conversations: the template changes earlier answers"
+            if counts.more
+            else ""
+        )
+        + (f"; {cut:,} conversations cut to {seq_len:,} tokens" if cut else "")
+        + (f"; {left_out:,} left out, since no answer is within {seq_len:,} tokens" if left_out else "")
+    )
+
+
+def _describe_rows(packed: PackedSource) -> str:
+    """What a source is in the rows of a later stage, in a line."""
+    seq_len, left_out = packed.seq_len, sum(packed.num_left_out(side) for side in SIDES)
+    return (
+        f"data       {packed.source.key} in rows of {seq_len:,} tokens: {packed.num_rows(TRAIN):,}"
+        f"; held out: {packed.num_rows(HELD_OUT):,} rows"
+        + (f"; {packed.num_cut:,} conversations cut to {seq_len:,} tokens" if packed.num_cut else "")
+        + (f"; {left_out:,} left out, since no answer is within {seq_len:,} tokens" if left_out else "")
+    )

@@ -1,0 +1,74 @@
+"""Batches of training, prepared ahead in the background."""
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Self
+
+from llamajax.config.run import Config
+from llamajax.data.rows.batches import make_batch
+from llamajax.data.rows.dataset import Dataset
+from llamajax.data.rows.packing import Row
+from llamajax.data.rows.position import PassedOver, next_row
+from llamajax.step.batch import Batch, batch_sharding, micro_batch_size
+
+
+class Loader:
+    """Gives `(step, batch)` for `start_step`, `start_step + 1` and so on, without end.
+
+    Row i of micro-batch a of step s is the dataset's row `next_row(s) + a * (global_batch_size / grad_accum_steps) + i`,
+    whatever the mesh, with `next_row` of `llamajax.data.rows.position`; both are those of the stage that the step is of. A
+    thread prepares `data.prefetch_steps` batches ahead, also beyond the end of a stage; what goes wrong in it is raised by
+    `next`. Use it as a context manager, or call `close`.
+    """
+
+    def __init__(self, dataset: Dataset, config: Config, start_step: int, passed_over: Sequence[PassedOver] = ()) -> None:
+        self.wait_s = 0.0
+        """Seconds that the last `next` had to wait for its batch."""
+        later = range(1, 1 + len(config.data.stages))
+        self._datasets = [dataset, *(dataset.of_stage(number) for number in later)]
+        self._config, self._passed_over = config, passed_over
+        self._sharding, self._vocab_size = batch_sharding(), config.model.vocab_size
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="loader")
+        self._next_step = start_step
+        self._ahead: deque[tuple[int, Future[Batch]]] = deque()
+        for _ in range(config.data.prefetch_steps):
+            self._start_next()
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> tuple[int, Batch]:
+        step, future = self._ahead.popleft()
+        self._start_next()
+        started = time.monotonic()
+        batch = future.result()
+        self.wait_s = time.monotonic() - started
+        return step, batch
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends the thread, after the batch it is working on."""
+        self._thread.shutdown(cancel_futures=True)
+        self._ahead.clear()
+
+    def _start_next(self) -> None:
+        step = self._next_step
+        self._ahead.append((step, self._thread.submit(self._load, step)))
+        self._next_step += 1
+
+    def _load(self, step: int) -> Batch:
+        train, data, rows = self._config.train, self._config.data, micro_batch_size(self._config)
+        first, number = next_row(step, train.global_batch_size, self._passed_over), data.stage_at(step)
+        dataset, shape = self._datasets[number], (train.grad_accum_steps, rows, data.all_stages[number].seq_len)
+
+        def row(a: int, i: int) -> Row:
+            return dataset.train_row(first + a * rows + i)
+
+        return make_batch(row, shape, self._sharding, self._vocab_size)

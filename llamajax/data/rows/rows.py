@@ -1,0 +1,166 @@
+"""Rows of a source from its tokens and their packing in the cache; what is found damaged there is made again."""
+
+import bisect
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from jaxtyping import Int32
+
+from llamajax import disk
+from llamajax.data import cache
+from llamajax.data.documents.file_groups import ANNOUNCED_BYTES
+from llamajax.data.rows.packing import Row, fill_row
+from llamajax.data.rows.packing_cache import PackingIndex, Packings, Run
+from llamajax.data.tokens.source_tokens import SourceTokens
+from llamajax.data.tokens.stores import HELD_OUT, SIDES, TRAIN
+from llamajax.errors import DataError, DiskError, UserError
+
+_ROWS = "packing-1"
+_SPLIT, _SPACE_SIGNS = "split-2", "space-2"
+
+
+class PackedSource:
+    """The rows of one source, of both sides of the split."""
+
+    def __init__(
+        self, tokens: SourceTokens, cache_dir: Path, seq_len: int, log: Callable[[str], None], run: Run = map
+    ) -> None:
+        """Packs the documents, if that has not been done, by calls of `run`.
+
+        Raises:
+            DataError: the cache cannot be read and what is damaged not be made again.
+        """
+        self.tokens, self.source, self.seq_len = tokens, tokens.source, seq_len
+        self._cache_dir, self._log = cache_dir, log
+        key = cache.key_of(_ROWS, tokens.key, seq_len, tokens.split)
+        self._packings = Packings(tokens.store, seq_len, cache.key_of(key, tokens.content), cache_dir)
+        self._packing = cache.repaired(lambda: self._pack(run), self._remake)
+        self._part_starts = np.cumsum([0, *tokens.store.tokens_of_part]).tolist()
+        moved = any(self._packing.totals(side).moved for side in range(len(SIDES)))
+        other_rules = [_SPLIT] * moved + [_SPACE_SIGNS] * bool(tokens.counts.space_signs)
+        self.rows_key = cache.key_of(key, *other_rules) if other_rules else key
+        """Hash of all that decides the rows: files, tokenizer, split and length of the rows. Rules that came later are in
+        it where they change a row, so that a run goes on wherever its rows are the same."""
+
+    @property
+    def content(self) -> list[str]:
+        """What tells the contents of the cached files apart."""
+        return [*self.tokens.content, self._packing.sha256]
+
+    @property
+    def num_cut(self) -> int:
+        """Conversations of which only the beginning is within a row."""
+        return sum(self._packing.totals(side).cut for side in range(len(SIDES)))
+
+    def num_left_out(self, side: str) -> int:
+        """Conversations without an answer within a row."""
+        return self._packing.totals(SIDES.index(side)).left_out
+
+    def num_rows(self, side: str) -> int:
+        """Rows on this side of the split."""
+        return self._packing.num_rows(SIDES.index(side))
+
+    def num_targets(self, side: str) -> int:
+        """Targets in these rows."""
+        return self._packing.num_targets(SIDES.index(side))
+
+    @property
+    def train_places(self) -> "RowPlaces":
+        """The rows to train on, as places."""
+        return RowPlaces(self, TRAIN)
+
+    @property
+    def held_out_rows(self) -> "PackedRows":
+        """The held-out rows."""
+        return PackedRows(self, HELD_OUT)
+
+    def pairs_of_documents(self, side: str, index: int) -> Int32[np.ndarray, "pieces"]:
+        """How many pairs of each of its documents a row has; errors as of `row`."""
+        return cache.repaired(lambda: self._packing.pieces(SIDES.index(side), index)[1], self._remake)
+
+    def row(self, side: str, index: int) -> Row:
+        """The row, put together; what is damaged of it is made again first.
+
+        Raises:
+            DataError: that cannot be done.
+            OSError: the disk fails.
+        """
+        return cache.repaired(lambda: self._row(SIDES.index(side), index), self._remake)
+
+    def _pack(self, run: Run) -> PackingIndex:
+        counts = self.tokens.counts
+        if not self._packings.is_there() and max(counts.text_bytes, 2 * counts.tokens) >= ANNOUNCED_BYTES:
+            self._log(f"packing    {counts.documents:,} documents of {self.source.key}")
+        self._packings.make(run)
+        return self._packings.read()
+
+    def _row(self, side: int, index: int) -> Row:
+        pieces, learnt = [], []
+        for start, length in zip(*self._packing.pieces(side, index), strict=True):
+            part = bisect.bisect_right(self._part_starts, start) - 1  # a piece lies in one part, as its document does
+            piece, of_piece = self.tokens.store.piece(part, int(start) - self._part_starts[part], int(length))
+            pieces.append(piece)
+            if of_piece is not None:
+                learnt.append(of_piece)
+        return fill_row(pieces, self.seq_len, learnt)
+
+    def _remake(self, damaged: Path) -> None:
+        try:
+            if damaged.parent == self._packings.entry:
+                self._packings.remake(damaged, self._log)
+            else:
+                self.tokens.remake(damaged)
+        except OSError as error:
+            raise cache_error(error, self._cache_dir) from error
+
+
+class RowPlace(NamedTuple):
+    """Which row of a source; what it holds is read when that is asked for."""
+
+    packed: PackedSource
+    side: str
+    number: int
+
+    def row(self) -> Row:
+        """See `PackedSource.row`."""
+        return self.packed.row(self.side, self.number)
+
+    def pairs_of_documents(self) -> Int32[np.ndarray, "pieces"]:
+        """See `PackedSource.pairs_of_documents`."""
+        return self.packed.pairs_of_documents(self.side, self.number)
+
+
+class RowPlaces(Sequence[RowPlace]):
+    """The rows of one source and one side of the split, none of which is read."""
+
+    def __init__(self, packed: PackedSource, side: str) -> None:
+        self._packed = packed
+        self._side = side
+
+    def __len__(self) -> int:
+        return self._packed.num_rows(self._side)
+
+    def __getitem__(self, index: int) -> RowPlace:  # pyright: ignore[reportIncompatibleMethodOverride] (as below)
+        return RowPlace(self._packed, self._side, index)
+
+
+class PackedRows(Sequence[Row]):
+    """The rows of one source and one side of the split; a row is put together when it is asked for."""
+
+    def __init__(self, packed: PackedSource, side: str) -> None:
+        self._packed = packed
+        self._side = side
+
+    def __len__(self) -> int:
+        return self._packed.num_rows(self._side)
+
+    def __getitem__(self, index: int) -> Row:  # pyright: ignore[reportIncompatibleMethodOverride] (grain asks for no slice)
+        return self._packed.row(self._side, index)
+
+
+def cache_error(error: OSError, cache_dir: Path) -> UserError:
+    """The one line about a cache that cannot be used; sources and tokenizers report their own."""
+    kind = DiskError if disk.may_pass(error) else DataError
+    return kind(f"data.cache_dir: {error}; make {cache_dir} writable, free space there, or name another")

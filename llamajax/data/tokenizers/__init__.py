@@ -1,0 +1,1 @@
+"""Tokenizers: from text to token ids and back."""

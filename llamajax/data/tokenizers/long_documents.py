@@ -1,0 +1,122 @@
+"""Documents of any length: encoded in pieces, to the ids of the whole, of which no more is in memory than a piece."""
+
+import re
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from jaxtyping import Integer
+
+from llamajax.data.documents.sources import Document, utf8_length
+from llamajax.data.documents.split import PlainHash
+from llamajax.data.progress import Progress
+from llamajax.data.tokenizers.fast_encoder import any_of
+from llamajax.data.tokenizers.tokenizer_base import SPACE, Tokenizer
+
+SPOOL_BYTES = 2**28
+"""Ids that wait in memory; what is more goes to the disk."""
+
+_WORD_ENDS = re.compile(r"(?<=[^\W_])(?=[ \n.,;:!?。，、！？；：])")  # noqa: RUF001 (Chinese punctuation is meant)
+"""Where pre-tokenizers split, whatever is before and behind."""
+_SEARCHED_CHARS, _MAX_TRIES = 2**16, 64
+_CONTEXT_CHARS = 512
+"""Compared on both sides of a cut."""
+
+
+class LongDocument(NamedTuple):
+    """What is counted of a document that was encoded."""
+
+    num_tokens: int
+    """Its ends included."""
+    text_bytes: int
+    plain_hash: int
+    has_space_sign: bool
+    """Whether U+2581 is in it."""
+    num_pieces: int
+    num_unknown: int
+    """Pieces that end where the ids of the whole may be others."""
+
+
+def encode_long(
+    first: Document, documents: Iterator[Document], tokenizer: Tokenizer, tokens: "Spool", progress: Progress
+) -> LongDocument:
+    """Adds the ids of a text to `tokens`, of which `first` is the beginning, and the next of `documents` the rest."""
+    before, text_bytes, num_pieces, num_unknown = len(tokens), 0, 0, 0
+    plain_hash, has_space_sign = PlainHash(), False
+    tokens.append(np.array([tokenizer.bos_id], np.int32))
+    pending, document = "", first
+    while True:
+        pending += document.text
+        end = cut_place(pending, tokenizer) if document.goes_on else len(pending)
+        num_unknown += not end
+        text, pending = (pending[:end], pending[end:]) if end else (pending, "")
+        (ids,) = tokenizer.encode_documents([text], follow=num_pieces > 0)
+        tokens.append(ids)
+        num_pieces += 1
+        plain_hash.update(text)
+        has_space_sign |= SPACE in text
+        text_bytes += utf8_length(text)
+        progress.advance(int(not document.goes_on), utf8_length(text), document.bytes_read, len(ids))
+        if not document.goes_on:
+            break
+        document = next(documents)
+    tokens.append(np.array([tokenizer.eos_id], np.int32))
+    return LongDocument(len(tokens) - before, text_bytes, plain_hash.value(), has_space_sign, num_pieces, num_unknown)
+
+
+def cut_place(text: str, tokenizer: Tokenizer) -> int:
+    """The last place found at which the text can be cut so that its parts have the ids of the whole, whatever follows; 0 if
+    none is found near its end."""
+    end = len(text) - _CONTEXT_CHARS // 2
+    places = [match.start() for match in _WORD_ENDS.finditer(text, max(0, end - _SEARCHED_CHARS), max(0, end))]
+    added = any_of(tokenizer.special_texts)
+    for place in places[: -_MAX_TRIES - 1 : -1]:
+        start = max(0, place - _CONTEXT_CHARS)
+        around, at = text[start : place + _CONTEXT_CHARS], place - start
+        if at and not added.search(around) and tokenizer.splits(around, at) and _is_same(around, at, tokenizer):
+            return place
+    return 0
+
+
+def _is_same(text: str, place: int, tokenizer: Tokenizer) -> bool:
+    (whole,), (first,) = tokenizer.encode_batch([text]), tokenizer.encode_batch([text[:place]])
+    return np.array_equal(whole, np.concatenate([first, *tokenizer.encode_following([text[place:]])]))
+
+
+class Spool:
+    """An array that grows, of which little is in memory: beyond `SPOOL_BYTES` it is in a file without a name."""
+
+    def __init__(self, dtype: np.dtype, folder: Path) -> None:
+        self._dtype, self._folder = dtype, folder
+        self._parts: list[np.ndarray] = []
+        self._length = self._in_file = 0
+        self._file = None
+
+    def __len__(self) -> int:
+        return self._length
+
+    def append(self, part: Integer[np.ndarray, "_"]) -> None:
+        """Adds to its end; raises `OSError` if the disk fails."""
+        self._parts.append(part.astype(self._dtype))
+        self._length += len(part)
+        if (self._length - self._in_file) * self._dtype.itemsize > SPOOL_BYTES:
+            self._write()
+
+    def array(self) -> Integer[np.ndarray, "_"]:
+        """All of it, of which nothing more is added; raises `OSError` if the disk fails."""
+        if self._file is None:
+            return np.concatenate([np.zeros(0, self._dtype), *self._parts])
+        self._write()
+        with self._file:
+            return np.memmap(self._file, self._dtype, "r")
+
+    def _write(self) -> None:
+        if self._file is None:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            self._file = tempfile.TemporaryFile(dir=self._folder)  # noqa: SIM115 (closed when it is read)
+        for part in self._parts:
+            self._file.write(part.data)
+        self._file.flush()
+        self._parts, self._in_file = [], self._length

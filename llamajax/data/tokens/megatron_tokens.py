@@ -1,0 +1,243 @@
+"""Tokens in Megatron-LM's files, read where they lie: nothing is copied, and nothing tokenized.
+
+What a pair of files holds is known by the whole index, the size of the `.bin` and samples of it. All ids are read once, when
+a start sees the files first, and their range is kept: an id that the model has no row for is found before the first step.
+Documents are what the files say; one that is not begun by a token of its own, as bos, gives
+its first token as context only.
+"""
+
+import functools
+import hashlib
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jaxtyping import Bool, Int64, Integer
+
+from llamajax import disk
+from llamajax.data import cache, progress
+from llamajax.data.documents.file_groups import file_identity
+from llamajax.data.documents.sources import Source
+from llamajax.data.file_array import FileArray
+from llamajax.data.progress import TokenizingProgress
+from llamajax.data.tokens.megatron import IndexedDataset, paths_of, split_documents
+from llamajax.data.tokens.source_tokens import Counts
+from llamajax.data.tokens.stores import HELD_OUT, SIDES, TRAIN, Documents
+from llamajax.errors import DataError, UserError
+
+PART_DOCUMENTS = 2**20
+"""Documents that are looked at at once."""
+SAMPLES, SAMPLE_BYTES = 64, 2**20
+"""Of the tokens, evenly spread, that a file is known by; all of a smaller one."""
+
+_FOLDER = "megatron-2"
+_NEITHER = len(SIDES)
+
+
+@dataclass(frozen=True)
+class MegatronStore:
+    """Tokens in pairs of files; a part is `PART_DOCUMENTS` documents of a pair."""
+
+    parts_path: Path
+    """Of what is known of them."""
+    source: Source
+    held_out_fraction: float
+    vocab_size: int
+    """Of the model."""
+
+    @functools.cached_property
+    def parts(self) -> cache.ArrayFile:
+        """`file`, `document` and `token`: the file of each part, its first document and token there; `tokens` it has."""
+        return cache.read_arrays(self.parts_path)
+
+    def __getstate__(self) -> dict[str, object]:
+        """Without what is read, which another process reads for itself."""
+        return {name: value for name, value in vars(self).items() if name not in ("parts", "_table")}
+
+    @functools.cached_property
+    def _table(self) -> dict[str, list[int]]:
+        return {name: array[:].tolist() for name, array in self.parts.arrays.items()}
+
+    @property
+    def tokens_of_part(self) -> Int64[np.ndarray, "parts"]:
+        """Tokens of each part."""
+        return self.parts.arrays["tokens"][:]
+
+    def documents(self, part: int, seq_len: int) -> Documents:
+        """See `TokenStore`: documents may lie across rows."""
+        file = self.parts.info["files"][self._table["file"][part]]
+        first, dataset = self._table["document"][part], _opened(file["bin"], file["sha256"])
+        end = min(first + PART_DOCUMENTS, dataset.num_documents)
+        offsets = dataset.document_offsets(first, end) - self._table["token"][part]
+        sides = np.full(end - first, _NEITHER, np.uint8)
+        for side, (begin, stop) in self._sides(dataset.num_documents).items():
+            sides[max(begin - first, 0) : max(stop - first, 0)] = side
+        nothing = np.zeros(end - first, bool)
+        return Documents(offsets[:-1], np.diff(offsets), sides, is_cut=nothing, is_left_out=nothing, is_moved=nothing)
+
+    def piece(self, part: int, start: int, length: int) -> tuple[Integer[np.ndarray, "_"], Bool[np.ndarray, "_"] | None]:
+        """See `TokenStore`; raises `DataError` for ids that the model has no row for."""
+        file = self.parts.info["files"][self._table["file"][part]]
+        at = self._table["token"][part] + start
+        piece = _tokens(file["bin"], file["dtype"], file["sha256"])[at : at + length + 1]
+        if (wrong := piece[(piece < 0) | (piece >= self.vocab_size)]).size:  # changed since the start
+            raise _id_error(self.source, file, f"id {wrong[0]}", self.vocab_size)
+        return piece, None
+
+    def _sides(self, num_documents: int) -> dict[int, tuple[int, int]]:
+        """The documents of each side, in the order of the file."""
+        if self.source.config.split is not None:
+            train, validate, _ = split_documents(num_documents, self.source.config.split)
+            return {SIDES.index(TRAIN): train, SIDES.index(HELD_OUT): validate}
+        held_out_at = num_documents - round(num_documents * self.held_out_fraction)
+        return {SIDES.index(TRAIN): (0, held_out_at), SIDES.index(HELD_OUT): (held_out_at, num_documents)}
+
+
+class MegatronTokens:
+    """The tokens of a `megatron` source; see `SourceTokens`."""
+
+    def __init__(
+        self, source: Source, parts: Path, held_out_fraction: float, vocab_size: int, log: Callable[[str], None]
+    ) -> None:
+        """Checks the files, unless the cache knows them, and their ids against the model's vocabulary.
+
+        Raises:
+            DataError: they are not what they should be.
+            DiskError: the disk fails.
+        """
+        self.source, self._log = source, log
+        self.store = MegatronStore(parts, source, held_out_fraction, vocab_size)
+        for file in cache.repaired(lambda: self.store.parts, self.remake).info["files"]:
+            _check_ids(source, file, vocab_size)
+
+    @property
+    def counts(self) -> Counts:
+        """What the files hold."""
+        documents = sum(file["documents"] for file in self.store.parts.info["files"])
+        return Counts(documents, tokens=int(self.store.tokens_of_part.sum()), text_bytes=0)
+
+    @property
+    def key(self) -> list[str]:
+        """What decides the documents and their tokens."""
+        return ["megatron", *(file["sha256"] for file in self.store.parts.info["files"])]
+
+    @property
+    def split(self) -> Any:
+        """What decides their sides."""
+        return self.source.config.split or self.store.held_out_fraction
+
+    @property
+    def content(self) -> list[str]:
+        """What tells the files apart."""
+        return self.key
+
+    def remake(self, damaged: Path) -> None:
+        """Looks at the files again; there is nothing else to make."""
+        assert damaged == self.store.parts_path
+        _write_parts(self.source, damaged, self._log)
+        for known in ("parts", "_table"):
+            vars(self.store).pop(known, None)
+
+
+def parts_path(source: Source, cache_dir: Path) -> Path:
+    """Where what is known of the source's files is kept, under their names, sizes and times.
+
+    Raises:
+        DataError: a file is missing.
+        DiskError: the disk fails.
+    """
+    identities = []
+    for path in _pairs(source):
+        for file in paths_of(path):
+            with source.reading(file):
+                identities.append(file_identity(file))
+    return cache_dir / _FOLDER / cache.key_of(identities) / "parts"
+
+
+def _pairs(source: Source) -> list[Path]:
+    """The `.bin` of each pair, once."""
+    return sorted({paths_of(path)[0] for path in source.files()})
+
+
+def _write_parts(source: Source, path: Path, log: Callable[[str], None]) -> None:
+    """Checks the source's files, and keeps what is known of them, unless another process did."""
+    with disk.locked(path.parent):
+        is_new = not path.exists()
+        if cache.is_intact(path):
+            return
+        arrays, files = _look_at(source, log)
+        cache.write_arrays(path, arrays, {"files": files}, keep=is_new)
+
+
+def _look_at(source: Source, log: Callable[[str], None]) -> tuple[dict[str, np.ndarray], list[dict[str, Any]]]:
+    columns: dict[str, list[int]] = {"file": [], "document": [], "token": [], "tokens": []}
+    files = []
+    datasets = [_open(source, bin_path) for bin_path in _pairs(source)]
+    with TokenizingProgress(sum(dataset.tokens.nbytes for dataset in datasets), log, doing="checking") as shown:
+        id_ranges = [dataset.id_range(shown.finish_group) for dataset in datasets]
+    for number, (dataset, id_range) in enumerate(zip(datasets, id_ranges, strict=True)):
+        for first in range(0, dataset.num_documents, PART_DOCUMENTS):
+            begin, end = dataset.document_offsets(first, min(first + PART_DOCUMENTS, dataset.num_documents))[
+                [0, -1]
+            ].tolist()
+            for name, value in zip(columns, (number, first, begin, end - begin), strict=True):
+                columns[name].append(value)
+        with source.reading(dataset.bin_path):
+            sha256 = _content(dataset)
+        absolute = str(dataset.bin_path.absolute())
+        about = {"bin": absolute, "dtype": dataset.dtype.str, "documents": dataset.num_documents, "sha256": sha256}
+        files.append({**about, "ids": id_range})
+    return {name: np.array(values, np.int64) for name, values in columns.items()}, files
+
+
+def _check_ids(source: Source, file: dict[str, Any], vocab_size: int) -> None:
+    """Raises `DataError` if a token of the file has an id that the model has no row for."""
+    smallest, largest = file["ids"] or (0, 0)
+    if smallest < 0 or largest >= vocab_size:
+        found = _open(source, file["bin"]).first_outside(vocab_size)
+        which = "ids" if found is None else f"id {found[0]} in document {found[1]}"
+        raise _id_error(source, file, which, vocab_size)
+
+
+def _id_error(source: Source, file: dict[str, Any], which: str, vocab_size: int) -> DataError:
+    return DataError(
+        f"{file['bin']}: {source.key}.paths: token {which} is not among the {vocab_size} of model.vocab_size; name files"
+        " that data.tokenizer.path has made"
+    )
+
+
+def _open(source: Source, path: str | Path) -> IndexedDataset:
+    try:
+        return IndexedDataset(path)
+    except UserError as error:
+        raise type(error)(f"{error} ({source.key}.paths)") from error
+
+
+def _content(dataset: IndexedDataset) -> str:
+    """SHA-256 of the index, of the tokens' number, and of samples of them."""
+    content = hashlib.sha256(f"{dataset.dtype.str} {dataset.num_tokens}".encode())
+    with dataset.idx_path.open("rb") as file:
+        while block := file.read(SAMPLE_BYTES):
+            content.update(block)
+            progress.gets_on()
+    num_bytes = dataset.tokens.nbytes
+    step = max(SAMPLE_BYTES, (num_bytes - SAMPLE_BYTES) // (SAMPLES - 1))
+    with dataset.bin_path.open("rb") as file:
+        for at in range(0, num_bytes, step):
+            file.seek(at)
+            content.update(file.read(SAMPLE_BYTES))
+            progress.gets_on()
+    return content.hexdigest()
+
+
+@functools.lru_cache(64)
+def _opened(path: str, sha256: str) -> IndexedDataset:
+    return IndexedDataset(path)
+
+
+@functools.lru_cache(2**12)
+def _tokens(path: str, dtype: str, sha256: str) -> FileArray:
+    return FileArray(Path(path), np.dtype(dtype), os.stat(path).st_size // np.dtype(dtype).itemsize)

@@ -1,0 +1,377 @@
+"""Documents tokenized once, into shards that are never made twice.
+
+The documents of a group of files are cut into shards of about `SHARD_BYTES` of text. The shards of a group belong to one
+cache entry, addressed by the content of its files, the tokenizer and the format; they are written in order, so a process
+that is killed loses the shard it was at, and the next one goes on from there. One that is found damaged is made anew.
+"""
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jaxtyping import Bool, Int64
+
+from llamajax import disk
+from llamajax.data import cache
+from llamajax.data.chat.chat_template import ChatTemplate
+from llamajax.data.chat.chat_tokens import Encoded, encode_conversation
+from llamajax.data.documents.file_groups import GROUP_BYTES, FileGroup, announce_fetching
+from llamajax.data.documents.sources import Document, utf8_length
+from llamajax.data.documents.split import plain_hash
+from llamajax.data.progress import Progress, TokenizingProgress
+from llamajax.data.tokenizers.encoder_choice import choose_encoder
+from llamajax.data.tokenizers.long_documents import Spool, encode_long
+from llamajax.data.tokenizers.tokenizer_base import Tokenizer
+from llamajax.errors import DataError
+
+SHARD_BYTES = GROUP_BYTES
+"""Text per shard: some ten seconds of work, which is what a kill can lose."""
+SHARD_TOKENS = 2**25
+"""A shard ends with the batch that reaches this, whatever its text."""
+BATCH_BYTES = 2**23
+"""Text handed to the tokenizer at once, for its threads to share."""
+DOCUMENT_BYTES = 64
+"""What a document, and a message of a conversation, count for beside their text: short ones take memory as well."""
+
+FOLDER = "shards-2"
+"""Says how shards are written; the name of an entry says which documents they hold."""
+_DOCUMENTS = "shard-1"
+_LONG = "whole"
+"""For those that may have documents which earlier versions cut."""
+_CONVERSATIONS = "chat-4"
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Tokenized documents, read when asked for. Document d is `tokens[offsets[d]:offsets[d + 1]]`, its ends included."""
+
+    tokens: cache.CheckedArray
+    """uint16 or uint32 [num_tokens]."""
+    offsets: cache.CheckedArray
+    """int64 [num_documents + 1]."""
+    hashes: cache.CheckedArray
+    """uint64 [num_documents]: `split_hash` of the texts."""
+    plain_hashes: cache.CheckedArray
+    """uint64 [num_documents]: `plain_hash` of the texts, or of their pieces."""
+    text_bytes: int
+    """UTF-8 bytes of all texts."""
+    first: int
+    """Documents that the source gave for the shards before it."""
+    num_space_signs: int
+    """Documents with U+2581, which SentencePiece writes for a space and reads as one."""
+    num_empty: int
+    """Documents without text, which are left out."""
+    num_bad: int
+    """Records that are left out because something is wrong with them."""
+    first_bad: str
+    """What is wrong with the first of those, and where it is."""
+    last: bool
+    """Whether no shard of its group comes after it."""
+    sha256: str
+    """Tells contents apart."""
+    learnt: cache.CheckedArray | None = None
+    """Of conversations: uint8 [ceil(num_tokens / 8)], a bit per token, set if it is learnt, the highest bit first."""
+    num_more: int = 0
+    """Documents beyond the first of their conversation, where the template does not let all answers be learnt in one."""
+
+    @property
+    def num_read(self) -> int:
+        """Documents that the source gave for this shard."""
+        return len(self.hashes) - self.num_more + self.num_empty + self.num_bad
+
+    def is_learnt(self, start: int, end: int) -> Bool[np.ndarray, "{end}-{start}"]:
+        """Which of these tokens of conversations are learnt."""
+        assert self.learnt is not None
+        return np.unpackbits(self.learnt[start // 8 : -(-end // 8)])[start % 8 :][: end - start].astype(bool)
+
+    def first_learnt(self) -> Int64[np.ndarray, "documents"]:
+        """Which of a document's tokens is the first that is learnt; past its end if none is.
+
+        That is never the one that begins it, which follows nothing.
+        """
+        if self.learnt is None:
+            return np.ones(len(self.hashes), np.int64)
+        starts = self.offsets[:-1]
+        places = np.append(np.flatnonzero(self.is_learnt(0, len(self.tokens))), len(self.tokens))
+        return places[np.searchsorted(places, starts + 1)] - starts
+
+
+def shards_entry(group: FileGroup, tokenizer: Tokenizer, cache_dir: Path, template: ChatTemplate | None = None) -> Path:
+    """The directory of the group's shards; `template` is needed for those of conversations, and only for them matters."""
+    key = [_DOCUMENTS, SHARD_BYTES, tokenizer.sha256, group.content]
+    if group.may_be_long and not group.is_chat:
+        key.append(_LONG)
+    if group.is_chat:
+        assert template is not None
+        key += [_CONVERSATIONS, template.sha256]
+    return cache_dir / FOLDER / cache.key_of(*key)
+
+
+def tokenize(
+    groups: Sequence[FileGroup],
+    tokenizer: Tokenizer,
+    cache_dir: Path,
+    log: Callable[[str], None],
+    template: ChatTemplate | None = None,
+    *,
+    log_waiting: Callable[[str], None] | None = None,
+    gigatoken: bool = True,
+) -> None:
+    """Makes every shard that is not there yet; groups that another process works on are left to it, and waited for.
+
+    Args:
+        groups: what to tokenize.
+        tokenizer: text to ids.
+        cache_dir: where the shards are kept.
+        log: takes a line for people to read.
+        template: conversations to text; needed if there are any.
+        log_waiting: takes the line that says what is waited for; default: `log`.
+        gigatoken: whether documents may be encoded by it, where its ids are proven to be the same.
+
+    Raises:
+        DataError: a file cannot be read, or has changed since it was hashed, or the template refuses a conversation.
+        DiskError: the disk fails.
+    """
+    is_missing = [not is_complete(shards_entry(group, tokenizer, cache_dir, template)) for group in groups]
+    missing = list(itertools.compress(groups, is_missing))
+    if missing and not disk.has_locks(cache_dir):
+        log(f"note       {cache_dir} has no file locks: every process tokenizes for itself")
+    announce_fetching((group.extent for group in missing), log)
+    if gigatoken:
+        choose_encoder(tokenizer, [(group.source, group.extent) for group in missing], cache_dir, log)
+    with TokenizingProgress(sum(group.num_bytes for group in missing), log) as progress:
+
+        def completed(group: FileGroup, *, wait: bool) -> bool:
+            return complete(group, tokenizer, template, cache_dir, progress, log, wait=wait)
+
+        others = [group for group in missing if not completed(group, wait=False)]
+        if others:
+            say = log_waiting or log
+            say(f"waiting    for another process that tokenizes {len(others)} of {len(groups)} groups of files")
+        for group in others:
+            completed(group, wait=True)
+
+
+def remake(
+    damaged: Path,
+    group: FileGroup,
+    tokenizer: Tokenizer,
+    cache_dir: Path,
+    log: Callable[[str], None],
+    template: ChatTemplate | None = None,
+) -> None:
+    """Makes the group's damaged shard again, unless another process did; arguments and errors as of `tokenize`."""
+    with TokenizingProgress(group.num_bytes, log, animate=False) as progress:  # beside the training's own bar
+        complete(group, tokenizer, template, cache_dir, progress, log, wait=True, suspect=damaged)
+
+
+def shard_paths(entry: Path) -> list[Path]:
+    """The shards that are there, in order, up to the first that is missing."""
+    return list(itertools.takewhile(Path.exists, (shard_path(entry, number) for number in itertools.count())))
+
+
+def read_shard(path: Path) -> Shard:
+    """A shard, of which only the head is read.
+
+    Raises:
+        DamagedError: it is gone or damaged; also when a part of an array is read that is.
+        OSError: the disk fails, after several attempts.
+    """
+    file = cache.read_arrays(path)
+    return Shard(**file.arrays, **file.info, sha256=file.sha256)
+
+
+def is_complete(entry: Path) -> bool:
+    """Whether the entry has all of its group's shards; asked of the last one only."""
+    paths = shard_paths(entry)
+    try:
+        return bool(paths) and read_shard(paths[-1]).last
+    except cache.DamagedError:
+        return False
+
+
+def shard_path(entry: Path, number: int) -> Path:
+    """Where the entry's shard of this number is, or would be."""
+    return entry / f"{number:06d}.shard"
+
+
+def complete(
+    group: FileGroup,
+    tokenizer: Tokenizer,
+    template: ChatTemplate | None,
+    cache_dir: Path,
+    progress: Progress,
+    log: Callable[[str], None],
+    *,
+    wait: bool,
+    suspect: Path | None = None,
+) -> bool:
+    """Writes the group's missing or damaged shards; False if another process is at it and `wait` is not set.
+
+    Of the shards that are there only the heads are read, of `suspect` everything. Other arguments and errors as of
+    `tokenize`.
+    """
+    entry = shards_entry(group, tokenizer, cache_dir, template)
+    with disk.locked(entry, wait=wait) as mine:
+        if not mine:
+            return False
+        documents = group.documents()
+        num_documents = num_passed = 0  # in the shards so far; of those, by the iterator
+        last = False
+        for number in itertools.count():
+            path = shard_path(entry, number)
+            is_new = not path.exists()
+            shard = _intact(path, log, wholly=path == suspect)
+            if shard is not None and shard.first == num_documents:
+                num_documents, last = num_documents + shard.num_read, shard.last
+            else:
+                unread = num_documents - num_passed
+                _pass_over(documents, unread)
+                arrays, info = _next_shard(documents, num_documents, group, tokenizer, template, entry, progress, log)
+                group.check_unchanged()
+                cache.write_arrays(path, arrays, info, keep=is_new)
+                num_documents += len(arrays["hashes"]) - info.get("num_more", 0) + info["num_empty"] + info["num_bad"]
+                num_passed, last = num_documents, info["last"]
+            if last:
+                break
+        progress.finish_group(group.num_bytes)
+    return True
+
+
+def _intact(path: Path, log: Callable[[str], None], *, wholly: bool) -> Shard | None:
+    """The shard, if it is there and not damaged, as far as it is looked at."""
+    if not path.exists():
+        if wholly:
+            log(f"damaged    {path}: is not there; making it again")
+        return None
+    try:
+        if wholly:
+            cache.check_arrays(path)
+        return read_shard(path)
+    except cache.DamagedError as error:
+        log(f"damaged    {path}: {error.reason}; making it again")
+        return None
+
+
+def _next_shard(
+    documents: Iterator[Document],
+    first: int,
+    group: FileGroup,
+    tokenizer: Tokenizer,
+    template: ChatTemplate | None,
+    entry: Path,
+    progress: Progress,
+    log: Callable[[str], None],
+) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+    """Tokenizes documents until the shard is full or they end, conversations with their template; the fields of `Shard`."""
+    tokens = Spool(np.dtype(np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32), entry)
+    lengths = [np.zeros(1, np.int64)]
+    hashes, plain_hashes, learnt = [np.zeros(0, np.uint64)], [np.zeros(0, np.uint64)], [np.zeros(0, bool)]
+    num_empty = num_bad = num_more = num_space_signs = text_bytes = size = 0
+    first_bad = ""
+    last = False
+
+    def leave_out(error: str) -> None:
+        nonlocal num_bad, first_bad
+        num_bad, first_bad = num_bad + 1, first_bad or error
+        if num_bad > group.source.config.max_bad_records:
+            raise group.source.too_many_bad(error)
+
+    while not last and size < SHARD_BYTES and len(tokens) < SHARD_TOKENS:
+        batch: list[Document] = []
+        long = None
+        batch_size = bytes_read = 0
+        last = True
+        for document in documents:
+            bytes_read = document.bytes_read
+            if document.error:
+                leave_out(document.error)
+            elif not document.text:
+                num_empty += 1
+            elif document.goes_on:
+                long, last = document, False
+                break
+            else:
+                batch.append(document)
+                batch_size += _size(document)
+                if batch_size >= min(BATCH_BYTES, SHARD_BYTES - size):
+                    last = False
+                    break
+        size += batch_size
+        if group.is_chat:
+            assert template is not None
+            encoded = _encode_conversations(batch, tokenizer, template, leave_out)
+            num_more += sum(len(samples) - 1 for _, samples in encoded)
+            batch = [document for document, samples in encoded for _ in samples]
+            ids = [ids for _, samples in encoded for ids, _ in samples]
+            learnt += [is_learnt for _, samples in encoded for _, is_learnt in samples]
+            before = behind = np.zeros(0, np.int32)
+        else:
+            ids = tokenizer.encode_documents([document.text for document in batch])
+            before, behind = np.array([tokenizer.bos_id], np.int32), np.array([tokenizer.eos_id], np.int32)
+        of_batch = np.concatenate([np.zeros(0, np.int32), *(part for some in ids for part in (before, some, behind))])
+        assert (of_batch < tokenizer.vocab_size).all()
+        tokens.append(of_batch)
+        lengths.append(np.array([len(of_document) for of_document in ids], np.int64) + len(before) + len(behind))
+        hashes.append(np.array([document.split_hash for document in batch], np.uint64))
+        plain_hashes.append(np.array([plain_hash(document.text) for document in batch], np.uint64))
+        num_space_signs += sum("\u2581" in document.text for document in batch)
+        batch_bytes = sum(utf8_length(document.text) for document in batch)
+        text_bytes += batch_bytes
+        progress.advance(len(batch), batch_bytes, bytes_read, len(of_batch))
+        if long is not None:
+            found = encode_long(long, documents, tokenizer, tokens, progress)
+            lengths.append(np.array([found.num_tokens], np.int64))
+            hashes.append(np.array([long.split_hash], np.uint64))
+            plain_hashes.append(np.array([found.plain_hash], np.uint64))
+            num_space_signs += found.has_space_sign
+            text_bytes += found.text_bytes
+            size += found.text_bytes + DOCUMENT_BYTES
+            if found.num_unknown:
+                log(
+                    f"note       {group.source.key}: of the {found.num_pieces} pieces in which a document of"
+                    f" {found.text_bytes:,} bytes is encoded, {found.num_unknown} end where its ids may be others than"
+                    " those of the whole, for want of the end of a word; it is one document all the same"
+                )
+    arrays = {
+        "tokens": tokens.array(),
+        "offsets": np.cumsum(np.concatenate(lengths)),
+        "hashes": np.concatenate(hashes),
+        "plain_hashes": np.concatenate(plain_hashes),
+    }
+    if group.is_chat:
+        arrays["learnt"] = np.packbits(np.concatenate(learnt))
+    return arrays, {
+        "text_bytes": text_bytes, "first": first, "num_space_signs": num_space_signs, "num_empty": num_empty,
+        "num_bad": num_bad, "first_bad": first_bad, "last": last, **({"num_more": num_more} if group.is_chat else {}),
+    }  # fmt: skip
+
+
+def _size(document: Document) -> int:
+    """What a document takes, bytes, roughly."""
+    num_messages = len(document.conversation.messages) if document.conversation else 0
+    return utf8_length(document.text) + DOCUMENT_BYTES * (1 + num_messages)
+
+
+def _pass_over(documents: Iterator[Document], number: int) -> None:
+    """Goes on behind so many documents, of which some come in pieces."""
+    for _ in range(number):
+        while (document := next(documents, None)) is not None and document.goes_on:
+            pass
+
+
+def _encode_conversations(
+    documents: Sequence[Document], tokenizer: Tokenizer, template: ChatTemplate, leave_out: Callable[[str], None]
+) -> list[tuple[Document, list[Encoded]]]:
+    """The conversations that the template takes; `leave_out` is told what is wrong with the others."""
+    encoded = []
+    for document in documents:
+        assert document.conversation is not None
+        try:
+            encoded.append((document, encode_conversation(template, tokenizer, document.conversation)))
+        except DataError as error:
+            leave_out(f"{document.conversation.where}: {error}")
+    return encoded

@@ -1,0 +1,137 @@
+"""Where the tokens of a source are, a part at a time: what packing and rows read."""
+
+import functools
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+import numpy as np
+from jaxtyping import Bool, Int64, Integer, UInt8
+
+from llamajax.data import cache
+from llamajax.data.documents.split import is_held_out
+from llamajax.data.tokens.shard_index import ShardIndex
+from llamajax.data.tokens.shards import FOLDER, Shard, read_shard, shard_path
+
+MAX_KNOWN_SHARDS = 2**12
+"""Shards whose heads, of up to 35 KB, stay in memory after a row was read from them."""
+
+TRAIN, HELD_OUT = SIDES = ("train", "held_out")
+"""Of the split."""
+
+
+class Documents(NamedTuple):
+    """What is to be known of the documents of a part, in order, before they are packed."""
+
+    starts: Int64[np.ndarray, "documents"]
+    """Place of each one's first token in the part."""
+    lengths: Int64[np.ndarray, "documents"]
+    """Tokens that rows may take, from its first one on; below 2 if they take none."""
+    sides: UInt8[np.ndarray, "documents"]
+    """Its side of the split, by its number in `SIDES`; above them if it is on neither."""
+    is_cut: Bool[np.ndarray, "documents"]
+    """Conversations of which only the beginning is within a row."""
+    is_left_out: Bool[np.ndarray, "documents"]
+    """Conversations without an answer within a row."""
+    is_moved: Bool[np.ndarray, "documents"]
+    """Whether an earlier rule had it on the other side."""
+
+
+class TokenStore(Protocol):
+    """The tokens of one source. Can be sent to other processes."""
+
+    @property
+    def tokens_of_part(self) -> Int64[np.ndarray, "parts"]:
+        """How many tokens each part has."""
+        ...
+
+    def documents(self, part: int, seq_len: int) -> Documents:
+        """The documents of a part, for rows of `seq_len` tokens.
+
+        Raises:
+            DamagedError: a file of the cache is damaged.
+            OSError: the disk fails.
+        """
+        ...
+
+    def piece(self, part: int, start: int, length: int) -> tuple[Integer[np.ndarray, "_"], Bool[np.ndarray, "_"] | None]:
+        """`length` tokens of a part from `start` on and the one behind them, read-only, and of conversations which of them
+        but the first are learnt.
+
+        Raises:
+            DamagedError: a file of the cache is damaged.
+            OSError: the disk fails.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class ShardStore:
+    """Tokens in shards of the cache, each of which is a part."""
+
+    cache_dir: Path
+    index_path: Path
+    """Of the shards' totals."""
+    held_out_fraction: float
+    """Share of the documents that is held out."""
+
+    @functools.cached_property
+    def index(self) -> ShardIndex:
+        """The shards' totals, read when they are asked for the first time."""
+        return ShardIndex(self.index_path)
+
+    def __getstate__(self) -> dict[str, object]:
+        """Without the totals, which another process reads for itself."""
+        return {name: value for name, value in vars(self).items() if name != "index"}
+
+    @property
+    def tokens_of_part(self) -> Int64[np.ndarray, "parts"]:
+        """Tokens of each shard."""
+        return self.index.tokens_of_shard
+
+    def documents(self, part: int, seq_len: int) -> Documents:
+        """See `TokenStore`."""
+        shard = self.shard(part)
+        offsets = shard.offsets[:]
+        lengths = np.diff(offsets)
+        kept = lengths if shard.learnt is None else np.minimum(lengths, seq_len + 1)
+        is_left_out = shard.first_learnt() >= kept
+        held_out = np.asarray(is_held_out(shard.hashes[:], self.held_out_fraction))
+        return Documents(
+            starts=offsets[:-1],
+            lengths=np.where(is_left_out, 0, kept),
+            sides=held_out.astype(np.uint8),
+            is_cut=~is_left_out & (kept < lengths),
+            is_left_out=is_left_out,
+            is_moved=held_out != is_held_out(shard.plain_hashes[:], self.held_out_fraction),
+        )
+
+    def piece(self, part: int, start: int, length: int) -> tuple[Integer[np.ndarray, "_"], Bool[np.ndarray, "_"] | None]:
+        """See `TokenStore`."""
+        shard = _shard(self.path(part), self.index.sha256_of_shard[part])
+        learnt = None if shard.learnt is None else shard.is_learnt(start + 1, start + length + 1)
+        return shard.tokens[start : start + length + 1], learnt
+
+    def shard(self, part: int) -> Shard:
+        """A shard; raises `DamagedError` if it is gone, damaged, or not the one of the index."""
+        return _read(self.path(part), self.index.sha256_of_shard[part])
+
+    def path(self, part: int) -> Path:
+        """The file of a shard."""
+        entry, number = self.index.place(part)
+        return shard_path(self.cache_dir / FOLDER / entry, number)
+
+    def read_again(self) -> None:
+        """Forgets what is remembered of the files, after one was made again."""
+        _shard.cache_clear()
+        vars(self).pop("index", None)
+
+
+def _read(path: Path, sha256: str) -> Shard:
+    shard = read_shard(path)
+    if shard.sha256 != sha256:
+        raise cache.DamagedError(path, "is not the one that the index knows")
+    return shard
+
+
+_shard = functools.lru_cache(MAX_KNOWN_SHARDS)(_read)

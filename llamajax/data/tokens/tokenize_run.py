@@ -1,0 +1,188 @@
+"""The documents of a run as tokens, before they are packed: made where they are missing, by all processes together."""
+
+import functools
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from llamajax.config.data import SourceConfig
+from llamajax.config.run import Config
+from llamajax.data import cache
+from llamajax.data.chat.chat_tokens import end_problem
+from llamajax.data.cleaning.pipeline import clean
+from llamajax.data.documents.file_groups import FileGroup, group_files, known_groups
+from llamajax.data.documents.sources import Source
+from llamajax.data.rows.packing_cache import Run
+from llamajax.data.tokenizers.tokenizer import load_tokenizer
+from llamajax.data.tokenizers.tokenizer_base import Tokenizer
+from llamajax.data.tokens.encoding import (
+    Tokenizing,
+    chat_template_for,
+    given_tokenizer,
+    tokenizer_for,
+    trained_path,
+)
+from llamajax.data.tokens.megatron_tokens import MegatronTokens, parts_path
+from llamajax.data.tokens.shard_index import index_path
+from llamajax.data.tokens.shards import tokenize
+from llamajax.data.tokens.source_tokens import ShardedTokens, SourceTokens, entries_of
+from llamajax.processes.peers import current, of_first, rank
+
+
+class Tokenized(NamedTuple):
+    """The tokens of a run's sources, and by what they are made."""
+
+    sources: tuple[SourceTokens, ...]
+    by: Tokenizing
+
+
+def tokenized(
+    config: Config,
+    cache_dir: Path,
+    log: Callable[[str], None],
+    log_work: Callable[[str], None],
+    models_tokenizer: Tokenizer | None,
+    run: Run = map,
+) -> Tokenized:
+    """Arguments and errors are those of `llamajax.data.rows.dataset.prepare`, but the cache's stay `OSError`s."""
+    sources = sources_of(config)
+    for source in sources:
+        log(f"source     {source}")
+
+    def by_of(tokenizer: Tokenizer) -> Tokenizing:
+        template = chat_template_for(config, tokenizer)
+        return Tokenizing(tokenizer, template, cache_dir, config.data.held_out_fraction, log_work)
+
+    told = of_first(_made(config, sources, models_tokenizer, by_of, log_work)) if current() is not None else None
+    if told is not None and not _is_here(told["files"], cache_dir):
+        told = None  # this host has another disk
+    if told is not None:
+        for line in told["lines"]:
+            log(line)
+        sources = [replace(source, config=_source_config(of)) for source, of in zip(sources, told["sources"], strict=True)]
+    elif config.data.cleaning.steps:
+        groups = [_groups(source, cache_dir, log_work) for source in sources]
+        sources = clean(sources, groups, config.data.cleaning, cache_dir, log, run, log_work=log_work)
+    groups_of = [functools.cache(functools.partial(_groups, source, cache_dir, log_work)) for source in sources]
+    if told is not None:
+        trained, *indexes = [cache_dir / name for name in told["files"]]
+        by = by_of(given_tokenizer(config, models_tokenizer) or load_tokenizer(trained))
+    else:
+        all_groups = [group for of_source in groups_of for group in of_source()]
+        by = by_of(tokenizer_for(config, models_tokenizer, all_groups, cache_dir, log_work))
+        check_megatron(config, cache_dir, log_work)  # before the hours that tokenizing other sources may take
+        indexes = [_index(source, of_source(), by) for source, of_source in zip(sources, groups_of, strict=True)]
+        missing = [of_source() for of_source, index in zip(groups_of, indexes, strict=True) if not index.exists()]
+        new = list(itertools.chain.from_iterable(missing))
+        may = config.data.tokenizer.gigatoken
+        tokenize(new, by.tokenizer, cache_dir, log_work, by.template, log_waiting=log, gigatoken=may)
+
+    def tokens_of(source: Source, index: Path, of_source: Callable[[], Sequence[FileGroup]]) -> SourceTokens:
+        if source.config.kind == "megatron":
+            return _megatron_tokens(config, source, index, log_work)
+        return ShardedTokens(source, index, of_source, by)
+
+    if by.template is not None and (problem := end_problem(by.template, by.tokenizer)) is not None:
+        log(f"warning    {problem}")
+    return Tokenized(tuple(map(tokens_of, sources, indexes, groups_of)), by)
+
+
+def check_megatron(config: Config, cache_dir: Path, log: Callable[[str], None]) -> None:
+    """Checks the sources that are tokenized already; what is known of them is kept in the cache.
+
+    Raises:
+        DataError: one is not what it should be, or has ids beyond the model's vocabulary.
+        DiskError: the disk fails.
+    """
+    for source in sources_of(config):
+        if source.config.kind == "megatron":
+            _megatron_tokens(config, source, parts_path(source, cache_dir), log)
+
+
+def _megatron_tokens(config: Config, source: Source, parts: Path, log: Callable[[str], None]) -> MegatronTokens:
+    return MegatronTokens(source, parts, config.data.held_out_fraction, config.model.vocab_size, log)
+
+
+def sources_of(config: Config) -> list[Source]:
+    """The sources of the run, with their keys."""
+    cache_dir = Path(config.data.cache_dir).expanduser()
+    return [Source(source, f"data.sources[{index}]", cache_dir) for index, source in enumerate(config.data.sources)]
+
+
+def _groups(source: Source, cache_dir: Path, log: Callable[[str], None]) -> Sequence[FileGroup]:
+    """The source's groups of files to tokenize."""
+    return [] if source.config.kind == "megatron" else group_files(source, cache_dir, log)
+
+
+def _index(source: Source, groups: Sequence[FileGroup], by: Tokenizing) -> Path:
+    """Where the totals of the source's tokens are, or would be."""
+    if source.config.kind == "megatron":
+        return parts_path(source, by.cache_dir)
+    return index_path(entries_of(groups, by), by.cache_dir)
+
+
+def _is_here(names: Sequence[str], cache_dir: Path) -> bool:
+    """Whether this host's cache has what process 0 tells of; the trained tokenizer, if that is one, whole."""
+    trained, *indexes = [cache_dir / name for name in names]
+    return (trained == cache_dir or cache.is_whole(trained)) and all(index.exists() for index in indexes)
+
+
+def _source_config(fields: dict[str, Any]) -> SourceConfig:
+    """The source that `dataclasses.asdict` told."""
+    return SourceConfig(**{**fields, "paths": tuple(fields["paths"])})
+
+
+def _made(
+    config: Config,
+    sources: Sequence[Source],
+    models_tokenizer: Tokenizer | None,
+    by_of: Callable[[Tokenizer], Tokenizing],
+    log: Callable[[str], None],
+) -> dict[str, Any] | None:
+    """What process 0 tells the others, who then need not ask for thousands of files; None where not all of it is there.
+
+    `files` are names in the cache of the trained tokenizer, if there is one, and of the totals of all sources; `sources`
+    what these are, cleaned or not; `lines` what is to be said of it.
+    """
+    if rank() > 0:
+        return None
+    cache_dir = Path(config.data.cache_dir).expanduser()
+    lines: list[str] = []
+    groups = _known_groups(sources, cache_dir, lines.append)
+    if groups is None:
+        return None
+    if config.data.cleaning.steps:
+        sources = clean(sources, groups, config.data.cleaning, cache_dir, lines.append, log_work=log)
+        groups = _known_groups(sources, cache_dir, lines.append)
+        if groups is None:
+            return None
+    tokenizer, trained = given_tokenizer(config, models_tokenizer), cache_dir
+    if tokenizer is None:
+        trained = trained_path(config, [group for of_source in groups for group in of_source], cache_dir)
+        if not cache.is_whole(trained):
+            return None
+        tokenizer = load_tokenizer(trained)
+    by = by_of(tokenizer)
+    found = [trained, *(_index(source, of_source, by) for source, of_source in zip(sources, groups, strict=True))]
+    if not all(path.exists() for path in found):
+        return None
+    return {
+        "files": [str(path.relative_to(cache_dir)) for path in found],
+        "sources": [asdict(source.config) for source in sources],
+        "lines": lines,
+    }
+
+
+def _known_groups(
+    sources: Sequence[Source], cache_dir: Path, log: Callable[[str], None]
+) -> list[Sequence[FileGroup]] | None:
+    """The groups of every source, if the cache knows the hashes of all."""
+    found: list[Sequence[FileGroup]] = []
+    for source in sources:
+        known = [] if source.config.kind == "megatron" else known_groups(source, cache_dir, log)
+        if known is None:
+            return None
+        found.append(known)
+    return found

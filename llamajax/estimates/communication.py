@@ -1,0 +1,96 @@
+"""What devices send each other, by arithmetic: the least of a mesh, and the numbers of each form of split rows."""
+
+import math
+from collections.abc import Mapping
+
+from llamajax.config.parallel import SequenceForm, num_parts
+from llamajax.config.run import Config
+from llamajax.estimates.formulas import (
+    DTYPE_BYTES,
+    computed_model,
+    factor_bytes,
+    keeps_gathered_weights,
+    layer_matrices,
+    num_params,
+)
+
+
+def least_wire_bytes(config: Config, mesh: Mapping[str, int]) -> float:
+    """Bytes that a device must send per step with the parallelism of `mesh`, summed over links; nothing sends less.
+
+    Rings over n devices pass (n - 1) / n of an array on. `zero: 3`: every micro-batch gathers the layers forward and again
+    backward, unless what is gathered is kept (`model.remat: none`), and embedding and head once; and scatters the gradients
+    of all. Below that all is gathered once per step, and `zero: 1` scatters once too; so it is with embedding, head and, of
+    prefetched layers, the first, where `grad_reduce` is `step`. Axes that share tokens and not the state: gradients of the
+    own shard are reduced for every micro-batch, or once.
+    `tensor`: attention and MLP each gather their tokens and scatter their outputs, and likewise backward, where they gather
+    the tokens again for the gradients of weights, unless what is gathered is kept; so do embedding and loss, once. What is
+    gathered for a matmul in float8 is sent as such.
+    `sequence`: see `sequence_numbers`. Where kv heads are fewer than the devices of `tensor`, they exchange what each stores
+    of attention's matrices before they gather it.
+    """
+    model, train = computed_model(config.model, mesh), config.train
+    width, factors = DTYPE_BYTES[model.compute_dtype], {name: factor_bytes(model, name) for name in layer_matrices(model)}
+    shards = num_parts("embed", mesh)
+    replicas = num_parts("batch", mesh) * num_parts("seq", mesh) / shards
+    weights = width * num_params(model) / mesh["tensor"]
+    ends = width * model.vocab_size * model.embed_dim * (1 if model.tie_embeddings else 2) / mesh["tensor"]
+    rows = train.global_batch_size / num_parts("batch", mesh)
+    tokens = rows * config.data.seq_len / mesh["sequence"]
+    # Layers as they are gathered, and as their gradients are reduced; prefetched ones turn round at the last, whose weights
+    # serve both passes; and the first may be gathered once.
+    layers = weights - ends
+    saved = sum((width - factors[name]) * size for name, size in layer_matrices(model).items())
+    gathered = layers - model.num_layers * saved / mesh["tensor"]
+    parallel, micro_batches = config.parallel, train.grad_accum_steps
+    at_the_end = parallel.grad_reduce == "step" or parallel.zero == 1
+    prefetches = parallel.prefetches
+    gathers = 1 if keeps_gathered_weights(config) else 2 - 1 / model.num_layers if prefetches else 2
+    often, first = gathers * gathered + layers, (gathered + layers) / model.num_layers
+    if parallel.zero == 1:
+        sharded = 2 * weights
+    elif parallel.zero == 2:
+        late = (ends + (layers / model.num_layers if prefetches else 0)) if at_the_end else 0
+        sharded = ends + gathered + late + (weights - late) * micro_batches
+    elif at_the_end:
+        sharded = 2 * ends + often * micro_batches
+        sharded += first * (1 - micro_batches) if prefetches else 0
+    else:
+        sharded = (often + 2 * ends) * micro_batches
+    exchanged = 0
+    if model.num_kv_heads > config.model.num_kv_heads:
+        sizes = {name: layer_matrices(model)[name] * (gathers * factors[name] + width) for name in ("wqkv", "wo")}
+        exchanged = model.num_layers * sum(sizes.values()) / (shards * mesh["tensor"])
+    again = 1 if model.remat == "none" else 2
+    passed = sum(again * factors[name] for name in ("wqkv", "w_gate_up")) + factors["wo"] + factors["w_down"] + 4 * width
+    reductions = 1 if at_the_end or parallel.zero_data else micro_batches
+    return (
+        sharded * (shards - 1) / shards
+        + exchanged * micro_batches * (mesh["tensor"] - 1) / mesh["tensor"]
+        + 2 * weights / shards * (replicas - 1) / replicas * reductions
+        + (model.num_layers * passed + 4 * width) * tokens * model.embed_dim * (mesh["tensor"] - 1) / mesh["tensor"]
+        + model.num_layers * width * tokens * sequence_numbers(config, mesh, config.parallel.sequence)
+    )
+
+
+def sequence_numbers(config: Config, mesh: Mapping[str, int], form: SequenceForm) -> float:
+    """Numbers per own token that a device sends in a layer to see rows that are split, forward and backward.
+
+    `gather`: keys and values forward, again backward unless they are kept, and their gradients. `ring`: the same in as many
+    hops, and those of a forward pass that is computed again, whose first hop serves the backward pass too. `ulysses`:
+    queries, keys, values and output, each to its heads and each gradient back, and again unless they are kept; kv heads
+    fewer than the devices are sent to each that needs them.
+    """
+    model = computed_model(config.model, mesh)
+    parts, H = num_parts("seq", mesh), model.head_dim
+    heads, kv_heads = (n // num_parts("kv_heads", mesh) for n in (model.num_heads, model.computed_kv_heads(mesh)))
+    keys_and_values = 2 * kv_heads * H
+    if form == "ulysses":
+        copied = keys_and_values * parts // math.gcd(kv_heads, parts)
+        forward = 2 * heads * H + copied
+        return (2 if model.remat == "none" else 3) * forward * (parts - 1) / parts
+    if form == "ring":
+        hops = 3 * (parts - 1) + (parts - 2 if model.remat == "full" and parts > 1 else 0)
+    else:
+        hops = (2 if model.remat == "none" else 3) * (parts - 1)
+    return keys_and_values * hops

@@ -1,0 +1,318 @@
+"""A plan in figures: the object that `python -m llamajax.plan --json` writes (`schema_version` 2; more keys may come,
+none changes its meaning within a version).
+
+Bytes, FLOPs and seconds are per step and device unless said otherwise; shares are between 0 and 1.
+
+- `schema_version`, `llamajax`, `jax_version`; `compiled`: false if XLA's compiler for GPUs is missing, and then `missing`
+  says so, `memory_estimate` (bytes by kind, `peak_bytes`, `fits`; by formulas) stands in for what it would have told, and
+  of the rest only what formulas tell is there.
+- The run: `run`, `gpu`, `nodes`, `gpus_per_node`, `num_devices`, `mesh` (axis: size), `num_params`, `tokens_per_step` (of
+  all devices), `model_flops` (of all devices, causal, without recomputation), `zero_minimum_bytes` (weights and moments,
+  evenly over all devices that can share them), `least_wire_bytes` (see `config.communication`), `checkpoint_bytes` (one
+  checkpoint of all devices: weights and moments).
+- `forms`: by setting of `parallel` the form that was chosen, and why; and so for `attention` the kernel, and
+  for `matmuls` those in float8, if any are. `warning`: that attention's kernel is none that is fused, or null. `remarks`:
+  what is taken of such GPUs without being known, one line each.
+- `calibration`: null, or the `file` of measured constants, the `device`, `date`, `commit` and `jax` of their measurement,
+  and those of the `constants` that differ from the built-in ones, by name: `built_in` and `measured`.
+- `accuracy`: how known runs on such GPUs came out, or null: `by` (`published` ones, or those `measured` with the constants
+  of `calibration`), how many `runs`, how many of them are `within` the range that is told (of published ones all but a
+  tenth at each end), and the speed over the predicted one, less one, of the slowest and the fastest of these (`least`,
+  `most`).
+- `options`: what the compiler was told. `latency_profile`: `auto` for the cost model's, the file, or null for none, also
+  where `auto` would not help. `num_compilations`; `compile_s`: of all of them together.
+- The schedule that training runs: `capacity_bytes`, `fits`, `argument_bytes`, `temp_bytes`, `peak_bytes`, `host_bytes`,
+  `allowance_bytes` (beside XLA's arrays), `num_communicators` (of NCCL, of this program), `memory` (bytes by kind at the
+  peak), `memory_fraction` (the least XLA_PYTHON_CLIENT_MEM_FRACTION), `training_memory_fraction` (the one of training),
+  `peak_tensors` (name, kind, dtype, shape, bytes of one, count); `step_time_s`, `compute_s` and `compute_by_kind`,
+  `elementwise_bytes` (read and written by kernels that multiply nothing), `num_kernels`, `slowdown_s` (of compute, by
+  collectives beside it), `comm_s`, `exposed_comm_s`, `exposed_copy_s`, `exposed_fraction` (of the step); `wire_bytes` and
+  `wire_bytes_by_link` (sent), `wire_bytes_factor` (over the least; null if that is zero); `tokens_per_sec_per_device`,
+  `mfu` (causal attention), `mfu_full_attention`, `hfu` (of the FLOPs that are executed), `flops` (executed),
+  `rematerialized_flops` (of them, what XLA computes again to save memory), `flops_factor` (the others over the formula
+  with `model.remat`), `attention_kernel` (`cudnn`, `pallas`, `triton`, `tokamax`, `plain`); `sync_collectives_in_loops`;
+  `not_understood` (instructions whose cost is a guess); `collectives` (name, kind, axis, group_size, num_nodes, link,
+  bytes, count, seconds, hidden_s, exposed_s, is_sync, in_loop).
+- `without_profile`: the same group for the schedule by XLA's own guesses; `with_profile`: that by latencies, or null.
+- `alternatives`, with other settings: `changes`, `peak_bytes`, `fits`, `step_time_s`, `exposed_comm_s`,
+  `exposed_fraction`, `sync_collectives_in_loops`. `best_changes`: of all that were compiled, those that fit and are fastest.
+- `by_remat`, where `model.remat` is `auto`: by each policy the share `recomputed` of the FLOPs, `peak_bytes`, `fits`,
+  `step_time_s`, `mfu`, `elementwise_bytes`, `num_kernels`, scheduled by XLA's own guesses.
+- `suggestions`, where it does not fit: `changes`, `peak_bytes`, `fits`, `step_time_s`, `step_time_ratio` (over this
+  plan's), `gpu_time_ratio` (the same times devices), `flops_ratio`. All were compiled; the cheapest comes first.
+- `token_budget`, `days`, `price_per_billion_tokens`, `price` (null without `hardware.price_per_gpu_hour`).
+- `sweep`: `key` and `rows`, each the `value`, `num_devices`, `efficiency` (tokens per second and device over the first
+  row's) and the figures above but lists and `without_profile`; null if none was asked for.
+"""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+
+import llamajax
+from llamajax.config.model import Remat
+from llamajax.config.run import Config
+from llamajax.estimates.calibration import read_measurement
+from llamajax.estimates.communication import least_wire_bytes
+from llamajax.estimates.formulas import (
+    flops_per_token,
+    mean_keys,
+    mesh_sizes,
+    minimum_state_bytes,
+    num_params,
+    state_bytes_per_param,
+)
+from llamajax.estimates.gpus import planned_gpu
+from llamajax.planning.cost.accuracy import accuracy
+from llamajax.planning.cost.flops import planned_flops
+from llamajax.planning.cost.gpu import planned_machine, remarks
+from llamajax.planning.cost.kernels import compiled_attention
+from llamajax.planning.cost.network import num_communicators
+from llamajax.planning.cost.timeline import CollectiveUse
+from llamajax.planning.memory import estimate
+from llamajax.planning.plan import Alternative, Plan, Schedule
+from llamajax.planning.search import Sweep
+from llamajax.step.forms import attention_kernel, float8_matmuls, with_forms
+
+SCHEMA_VERSION = 2
+_PEAK_TENSORS = 20
+_PROFILE_OPTION = "xla_gpu_pgle_profile_file_or_directory_path"
+_OF_REMAT = ("peak_bytes", "fits", "step_time_s", "mfu", "elementwise_bytes", "num_kernels")
+_ALTERNATIVE = ("peak_bytes", "fits", "step_time_s", "exposed_comm_s", "exposed_fraction", "sync_collectives_in_loops")
+
+
+def analytic_figures(config: Config) -> dict[str, Any]:
+    """What formulas tell of `config`; needs no compiler."""
+    hardware, model = config.hardware, config.model
+    tokens = config.train.global_batch_size * config.data.seq_len
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "llamajax": llamajax.__version__,
+        "jax_version": jax.__version__,
+        "run": Path(config.run_dir).name,
+        "gpu": hardware.gpu,
+        "nodes": hardware.nodes,
+        "gpus_per_node": hardware.gpus_per_node,
+        "num_devices": hardware.num_devices,
+        "mesh": mesh_sizes(config),
+        "num_params": num_params(model),
+        "tokens_per_step": tokens,
+        "model_flops": flops_per_token(model, config.data.seq_len, keys=_keys(config)) * tokens,
+        "remarks": remarks(config),
+        "capacity_bytes": planned_gpu(hardware).memory_bytes,
+        "zero_minimum_bytes": minimum_state_bytes(config),
+        "least_wire_bytes": least_wire_bytes(config, mesh_sizes(config)),
+        "checkpoint_bytes": num_params(model) * state_bytes_per_param(config),
+    }
+
+
+def estimated_figures(config: Config, missing: str) -> dict[str, Any]:
+    """`analytic_figures`, with an estimate of the memory, for a machine without XLA's compiler for GPUs."""
+    config, forms = with_forms(config, mesh_sizes(config))
+    kernels, warning = _kernels(config)
+    memory = estimate(config)
+    expected = {
+        "by_kind": memory.by_kind,
+        "peak_bytes": memory.peak_bytes,
+        "allowance_bytes": memory.allowance.total_bytes,
+        "fits": memory.fits,
+    }
+    return analytic_figures(config) | {
+        "compiled": False,
+        "forms": forms | kernels,
+        "warning": warning,
+        "missing": missing,
+        "memory_estimate": expected,
+    }
+
+
+def _kernels(config: Config) -> tuple[dict[str, str], str | None]:
+    """What of `forms` is not of `parallel`, and `warning`."""
+    capability = planned_gpu(config.hardware).compute_capability
+    kernel, warning = attention_kernel(config, mesh_sizes(config), capability)
+    return {"attention": kernel} | float8_matmuls(config, capability), warning
+
+
+def figures(plan: Plan, sweep: Sweep | None = None, plans: Sequence[Plan] = ()) -> dict[str, Any]:
+    """Everything about a plan, and about the `plans` of a sweep; see this module's docstring."""
+    chosen, (config, forms) = plan.chosen, with_forms(plan.config, mesh_sizes(plan.config))
+    kernels, warning = _kernels(config)
+    if plan.by_remat:
+        forms |= {"remat": f"{config.model.remat}: the fastest of {len(plan.by_remat)} that fits"}
+    own = schedule_figures(config, chosen)
+    others = [alternative.schedule for alternative in plan.alternatives]
+    unlike = [schedule for schedule in plan.by_remat.values() if schedule is not plan.guessed]
+    tries = [schedule for schedule in (plan.guessed, plan.informed, *others, *unlike) if schedule is not None]
+    own_s = own["step_time_s"]
+    devices = config.hardware.num_devices
+    compilations = [step for schedule in tries for step in (schedule.step, schedule.untimed) if step is not None]
+    offers = sorted(plan.suggestions, key=lambda offer: offer.step_time_s * offer.candidate.config.hardware.num_devices)
+    suggested = [
+        {
+            "changes": offer.candidate.changes,
+            "peak_bytes": offer.memory.peak_bytes,
+            "fits": offer.memory.fits,
+            "step_time_s": offer.step_time_s,
+            "step_time_ratio": offer.step_time_s / own_s,
+            "gpu_time_ratio": offer.step_time_s / own_s * (offer.candidate.config.hardware.num_devices / devices),
+            "flops_ratio": offer.candidate.flops_ratio,
+        }
+        for offer in offers
+    ]
+    return (
+        analytic_figures(config)
+        | {
+            "compiled": True,
+            "forms": forms | kernels,
+            "warning": warning,
+            "calibration": calibration_figures(config),
+            "accuracy": accuracy_figures(config),
+            "jax_version": chosen.step.jax_version,
+            "options": {key: value for key, value in chosen.step.options.items() if key != _PROFILE_OPTION},
+            "latency_profile": config.xla.latency_profile if chosen is plan.informed else None,
+            "num_compilations": len(compilations),
+            "compile_s": sum(step.compile_s for step in compilations),
+        }
+        | own
+        | {
+            "without_profile": schedule_figures(config, plan.guessed),
+            "with_profile": plan.informed and schedule_figures(config, plan.informed),
+            "alternatives": [_alternative(config, alternative) for alternative in plan.alternatives],
+            "best_changes": plan.best_changes,
+            "by_remat": {remat: _of_remat(plan.config, remat, schedule) for remat, schedule in plan.by_remat.items()},
+            "suggestions": suggested,
+        }
+        | money(config, own["tokens_per_sec_per_device"])
+        | {"sweep": sweep and {"key": sweep.key, "rows": sweep_rows(sweep, plans)}}
+    )
+
+
+def _of_remat(config: Config, remat: Remat, schedule: Schedule) -> dict[str, Any]:
+    own = schedule_figures(config.changed({"model.remat": remat}), schedule)
+    flops = planned_flops(config.changed({"model.remat": remat}))
+    again = flops.total - planned_flops(config.changed({"model.remat": "none"})).total
+    return {"recomputed": again / flops.total} | {key: own[key] for key in _OF_REMAT}
+
+
+def calibration_figures(config: Config) -> dict[str, Any] | None:
+    """The measured constants that the cost model takes; None: all are as built in."""
+    measurement, machine = read_measurement(config.hardware), planned_machine(config)
+    if measurement is None:
+        return None
+    built_in, measured = vars(machine.built_in), vars(machine.calibration)
+    return {
+        "file": config.hardware.calibration,
+        **_named(measurement, "device", "date", "commit"),
+        "jax": measurement.versions.jax,
+        "constants": {
+            name: {"built_in": built_in[name], "measured": value}
+            for name, value in measured.items()
+            if value != built_in[name]
+        },
+    }
+
+
+def accuracy_figures(config: Config) -> dict[str, Any] | None:
+    """What is known of the error of plans for such GPUs; None: nothing."""
+    known = accuracy(config.hardware)
+    return known and dataclasses.asdict(known)
+
+
+def schedule_figures(config: Config, schedule: Schedule) -> dict[str, Any]:
+    """Memory and time of one schedule of `config`."""
+    memory, timeline, gpu = schedule.memory, schedule.timeline, planned_gpu(config.hardware)
+    num_devices, seq_len = config.hardware.num_devices, config.data.seq_len
+    tokens_per_sec = config.train.global_batch_size * seq_len / num_devices / timeline.step_time_s
+    least, sent = least_wire_bytes(config, mesh_sizes(config)), sum(timeline.wire_bytes.values())
+    counted = planned_flops(config).total
+    return {
+        **_named(memory, "capacity_bytes", "fits", "argument_bytes", "temp_bytes", "peak_bytes", "host_bytes"),
+        "allowance_bytes": memory.allowance.total_bytes,
+        "num_communicators": num_communicators(schedule.module),
+        "memory": memory.by_kind,
+        "memory_fraction": memory.memory_fraction,
+        "training_memory_fraction": memory.training_fraction,
+        "peak_tensors": [
+            {
+                "name": t.name,
+                "kind": t.kind,
+                "dtype": t.buffer.dtype,
+                "shape": list(t.buffer.shape),
+                "bytes": t.buffer.size,
+                "count": count,
+            }
+            for t, count in memory.largest(_PEAK_TENSORS)
+        ],
+        **_named(timeline, "step_time_s", "compute_s", "compute_by_kind", "elementwise_bytes", "num_kernels"),
+        **_named(timeline, "slowdown_s", "comm_s"),
+        **_named(timeline, "exposed_comm_s", "exposed_copy_s", "exposed_fraction"),
+        "wire_bytes": sent,
+        "wire_bytes_by_link": timeline.wire_bytes,
+        "wire_bytes_factor": sent / least if least else None,
+        "tokens_per_sec_per_device": tokens_per_sec,
+        "mfu": flops_per_token(config.model, seq_len, keys=_keys(config)) * tokens_per_sec / gpu.peak_flops,
+        "mfu_full_attention": flops_per_token(config.model, seq_len, full_attention=True) * tokens_per_sec / gpu.peak_flops,
+        "hfu": timeline.flops / timeline.step_time_s / gpu.peak_flops,
+        "flops": timeline.flops,
+        "flops_factor": (timeline.flops - timeline.rematerialized_flops) * num_devices / counted,
+        "rematerialized_flops": timeline.rematerialized_flops,
+        "attention_kernel": compiled_attention(schedule.module),
+        "sync_collectives_in_loops": timeline.sync_collectives_in_loops,
+        "not_understood": timeline.not_understood,
+        "collectives": [_collective(use) for use in timeline.collectives],
+    }
+
+
+def _keys(config: Config) -> float:
+    return mean_keys(config.model, config.data.seq_len, config.data.mean_document_length)
+
+
+def _alternative(config: Config, alternative: Alternative) -> dict[str, Any]:
+    own = schedule_figures(config, alternative.schedule)
+    return {"changes": alternative.changes} | {key: own[key] for key in _ALTERNATIVE}
+
+
+def _collective(use: CollectiveUse) -> dict[str, Any]:
+    return {
+        **_named(use.collective, "name", "kind", "axis", "group_size", "num_nodes", "link"),
+        "bytes": use.collective.num_bytes,
+        **_named(use, "count", "seconds"),
+        "hidden_s": use.hidden_s if use.hidden_s > 1e-9 * use.seconds else 0.0,  # without the sums' rounding
+        **_named(use, "exposed_s", "is_sync", "in_loop"),
+    }
+
+
+def _named(of: Any, *names: str) -> dict[str, Any]:
+    """Figures that are written under the names that they have here."""
+    return {name: getattr(of, name) for name in names}
+
+
+def money(config: Config, tokens_per_sec_per_device: float) -> dict[str, float | None]:
+    """Days and price of the token budget, and the price of a billion tokens; no price is known unless it is set."""
+    hardware = config.hardware
+    budget = hardware.token_budget or config.train.num_steps * config.train.global_batch_size * config.data.seq_len
+    gpu_hours_per_token = 1 / tokens_per_sec_per_device / 3600
+    price = hardware.price_per_gpu_hour and hardware.price_per_gpu_hour * gpu_hours_per_token
+    return {
+        "token_budget": budget,
+        "days": budget * gpu_hours_per_token / hardware.num_devices / 24,
+        "price_per_billion_tokens": price and price * 1e9,
+        "price": price and price * budget,
+    }
+
+
+def sweep_rows(sweep: Sweep, plans: Sequence[Plan]) -> list[dict[str, Any]]:
+    """One row of figures for each value of a sweep."""
+    rows, first = [], math.nan
+    for value, plan in zip(sweep.values, plans, strict=True):
+        own = schedule_figures(plan.config, plan.chosen)
+        speed = own["tokens_per_sec_per_device"]
+        first = speed if not rows else first
+        scalars = {key: number for key, number in own.items() if not isinstance(number, dict | list)}
+        row = {"value": value, "num_devices": plan.config.hardware.num_devices, "efficiency": speed / first}
+        rows.append(row | scalars | money(plan.config, speed))
+    return rows

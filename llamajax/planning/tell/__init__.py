@@ -1,1 +1,0 @@
-"""What a plan says: in figures, as text, as a page with drawings."""

@@ -1,0 +1,313 @@
+"""How the processes of a run find each other: addresses, the first connections, and jax's way to the coordinator."""
+
+import contextlib
+import json
+import os
+import resource
+import selectors
+import socket
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from jax._src.clusters import ClusterEnv  # what jax.distributed itself asks; nothing public does
+
+from llamajax.config.parallel import DistributedConfig
+from llamajax.errors import EnvironmentMismatchError
+from llamajax.processes.addresses import host_and_port
+
+_HELLO_S = 2.0  # in which whoever connects must say who it is
+_SEND_S = 10.0  # in which the other end must have taken what is sent
+_REFUSING_S = 30.0  # in which another process must come to hear why there is no run
+_WAITING_S = 10.0  # after which a process says what it waits for
+_LONGEST_HELLO, _LONGEST = 1 << 12, 1 << 26  # bytes of a message of whoever knocks, and of a process of the run
+_FILES_FOR_ELSE = 256  # that process 0 may have open for whatever is not a connection
+_LINGER_S = 8.0  # for which jax does not notice that its connection has ended: longer than a process's last words take
+
+
+class Link:
+    """One end of a connection between two processes; a message is a line of JSON."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        """Takes `connection`; the process at its other end has yet to say who it is."""
+        self.rank = 0
+        """Of the process at the other end."""
+        self.who = ""
+        """Its process id and host, for people."""
+        self.heard = time.monotonic()
+        """When it last sent something."""
+        self.leaving = False
+        """Whether it said that it will end."""
+        self.longest = _LONGEST_HELLO
+        """Bytes that a message may have."""
+        self.early: list[dict[str, Any]] = []
+        """What came with the first message, for whoever listens later."""
+        self._connection = connection
+        self._unread = b""
+        self._sending = threading.Lock()
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, True)
+
+    def fileno(self) -> int:
+        """For selectors."""
+        return self._connection.fileno()
+
+    def send(self, message: dict[str, Any]) -> None:
+        """Sends; that the other end is gone shows where it is read."""
+        self.send_line(line_of(message))
+
+    def send_line(self, line: bytes) -> None:
+        """Sends what `line_of` has made of a message."""
+        with self._sending, contextlib.suppress(OSError):
+            self._connection.settimeout(_SEND_S)
+            self._connection.sendall(line)
+
+    def receive(self, timeout_s: float = _SEND_S) -> list[dict[str, Any]] | None:
+        """What has come, waiting for something to come; None when the other end is gone, or in time nothing came."""
+        with contextlib.suppress(OSError, ValueError):
+            self._connection.settimeout(max(timeout_s, 0.001))
+            data = self._connection.recv(1 << 18)
+            *lines, self._unread = (self._unread + data).split(b"\n")
+            messages = [json.loads(line) for line in lines]
+            if data and len(self._unread) <= self.longest and all(isinstance(message, dict) for message in messages):
+                self.heard = time.monotonic()
+                return messages
+        return None
+
+    def close(self) -> None:
+        """Ends the connection."""
+        self._connection.close()
+
+
+def line_of(message: dict[str, Any]) -> bytes:
+    """A message as it is sent, which is made once for all who get it."""
+    return json.dumps(message).encode() + b"\n"
+
+
+def receive_all(address: str, bind_address: str, num_processes: int, own_rank: int, timeout_s: float) -> list[Link]:
+    """On process 0: connections to all others, once all have come.
+
+    Raises:
+        EnvironmentMismatchError: they do not come in time, or nobody can listen there, or not to so many.
+    """
+    deadline = time.monotonic() + timeout_s
+    says_at = time.monotonic() + _WAITING_S
+    links: dict[int, Link] = {}
+    try:
+        listener = _listen_on(*host_and_port(bind_address))
+    except OSError as error:
+        raise EnvironmentMismatchError(
+            f"distributed.coordinator_address: process 0 cannot listen on {bind_address}: {_reason(error)};"
+            " choose another port, or give the address of the machine of process 0"
+        ) from error
+    # A connection of ours and one of jax's to every process: more than the 1,024 files that most systems start with.
+    most, needed = resource.getrlimit(resource.RLIMIT_NOFILE)[1], 2 * num_processes + _FILES_FOR_ELSE
+    if most != resource.RLIM_INFINITY and most < needed:
+        line = f"distributed: process 0 of {num_processes} needs {needed} open files and may have {most}; raise the limit"
+        line += " (ulimit -Hn)"
+        _refuse(listener, num_processes, line)
+        raise EnvironmentMismatchError(line)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    with listener, selectors.DefaultSelector() as selector:
+        selector.register(listener, selectors.EVENT_READ)
+        while len(links) < num_processes - 1:
+            missing = sorted(set(range(1, num_processes)) - links.keys())
+            those = f"process{'es' if len(missing) > 1 else ''} {', '.join(map(str, missing))} of {num_processes}"
+            now = time.monotonic()
+            if now > deadline:
+                it = "them" if len(missing) > 1 else "it"
+                remedy = f"start {it} with this address, or correct num_processes"
+                line = f"distributed: {those} did not come to {address} within {timeout_s} s; {remedy}"
+                for link in links.values():
+                    link.send({"failed": line})
+                    link.close()
+                raise EnvironmentMismatchError(line)
+            if now > says_at:
+                print(f"waiting    for {those} to come to {address}", file=sys.stderr, flush=True)
+                says_at = deadline + 1
+            for key, _ in selector.select(min(says_at, deadline) - now + 0.01):
+                if key.fileobj is listener:
+                    link = _greet(listener, links, num_processes)
+                    if link is not None:
+                        links[link.rank] = link
+                        selector.register(link, selectors.EVENT_READ, link)
+                else:  # it was asked nothing, so it has ended
+                    selector.unregister(key.fileobj)
+                    key.data.close()
+                    links = {rank: link for rank, link in links.items() if link is not key.data}
+    for link in links.values():
+        link.send({"go": who_am_i()})
+    return list(links.values())
+
+
+def _refuse(listener: socket.socket, num_processes: int, line: str) -> None:
+    """Tells the others, one after the other, why there is no run; until all know, or nobody comes for a while."""
+    print(f"refused    {line}", file=sys.stderr, flush=True)  # at once: this process itself ends later
+    told: dict[int, Link] = {}
+    with listener:
+        listener.settimeout(_REFUSING_S)
+        while len(told) < num_processes - 1:
+            try:
+                link = _greet(listener, told, num_processes)
+            except TimeoutError:
+                return
+            if link is not None:
+                link.send({"failed": line})
+                link.close()
+                told[link.rank] = link
+
+
+def _greet(listener: socket.socket, links: dict[int, Link], num_processes: int) -> Link | None:
+    """Who has connected, if it is a process of this run that was missing; what it must know, if not."""
+    link = Link(listener.accept()[0])
+    match link.receive(_HELLO_S):
+        case [{"rank": int(rank), "of": int(of), "who": str(who)}] if of != num_processes or not 0 < rank < num_processes:
+            reason = f"process {rank} of {of} ({who}) was started, but process 0 is of {num_processes}; start all alike"
+        case [{"rank": int(rank), "who": str(who)}] if rank in links:
+            reason = f"process {rank} is there already ({links[rank].who}); give {who} another process_id"
+        case [{"rank": int(rank), "who": str(who)}]:
+            link.rank, link.who, link.longest = rank, who, _LONGEST
+            return link
+        case _:
+            link.close()
+            return None
+    print(f"refused    {reason}", file=sys.stderr, flush=True)
+    link.send({"failed": f"distributed: {reason}"})
+    link.close()
+    return None
+
+
+def call_on_first(address: str, bind_address: str, num_processes: int, own_rank: int, timeout_s: float) -> list[Link]:
+    """On every other process: the connection to process 0, once all have come.
+
+    Raises:
+        EnvironmentMismatchError: process 0 cannot be reached, or has a reason against this one.
+    """
+    deadline = time.monotonic() + timeout_s
+    says_at = time.monotonic() + _WAITING_S
+    while True:
+        try:
+            link = Link(socket.create_connection(host_and_port(address), timeout=5))
+        except OSError as error:
+            reason = _reason(error)
+        else:
+            link.longest = _LONGEST
+            link.send({"rank": own_rank, "of": num_processes, "who": who_am_i()})
+            # Process 0 waits for the others as long as this one would, from its own start on.
+            match link.receive(2 * timeout_s):
+                case [{"go": str(who)}, *early]:
+                    link.who, link.early = who, early
+                    return [link]
+                case [{"failed": str(line)}]:
+                    link.close()
+                    raise EnvironmentMismatchError(line)
+            link.close()
+            reason = "it ended the connection"
+        if time.monotonic() > deadline:
+            remedy = "start process 0 there, or correct distributed.coordinator_address"
+            raise EnvironmentMismatchError(
+                f"distributed: process {own_rank} cannot reach process 0 at {address}: {reason}, for {timeout_s} s; {remedy}"
+            )
+        if time.monotonic() > says_at:
+            print(f"waiting    for process 0 at {address}: {reason}", file=sys.stderr, flush=True)
+            says_at = deadline + 1
+        time.sleep(0.1)
+
+
+def find(config: DistributedConfig) -> tuple[str, int, int, Sequence[int] | None]:
+    """The coordinator's address, number of processes, rank and device ids; found by jax where they are not set.
+
+    Raises:
+        EnvironmentMismatchError: something is not set and cannot be found.
+    """
+
+    def number(value: int | None, variable: str) -> int | None:
+        text = os.environ.get(variable)
+        if value is not None or text is None:
+            return value
+        if not text.isdecimal():
+            raise EnvironmentMismatchError(f"{variable}={text!r} must be a number")
+        return int(text)
+
+    device_ids = os.environ.get("JAX_LOCAL_DEVICE_IDS")
+    try:
+        address, num_processes, own_rank, local_device_ids = ClusterEnv.auto_detect_unset_distributed_params(
+            config.coordinator_address or os.environ.get("JAX_COORDINATOR_ADDRESS"),
+            number(config.num_processes, "LLAMAJAX_NUM_PROCESSES"),
+            number(config.process_id, "LLAMAJAX_PROCESS_ID"),
+            [int(text) for text in device_ids.split(",")] if device_ids else None,
+            None,
+            config.initialization_timeout_s,
+        )
+    except (ValueError, RuntimeError, KeyError) as error:
+        raise EnvironmentMismatchError(f"distributed: jax cannot read what the launcher says: {error}; {_SET}") from error
+    if address is None or num_processes is None or own_rank is None:
+        found = {"coordinator_address": address, "num_processes": num_processes, "process_id": own_rank}
+        unset = ", ".join(name for name, value in found.items() if value is None)
+        raise EnvironmentMismatchError(f"distributed: {unset} could not be found; {_SET}")
+    if own_rank >= num_processes:
+        raise EnvironmentMismatchError(
+            f"distributed.process_id: {own_rank} must be below the number of processes, {num_processes}; correct it"
+        )
+    return address, num_processes, own_rank, local_device_ids
+
+
+_SET = (
+    "set distributed.coordinator_address, num_processes and process_id (or LLAMAJAX_NUM_PROCESSES and LLAMAJAX_PROCESS_ID),"
+    " or start through Slurm or Open MPI"
+)
+
+
+def _reason(error: OSError) -> str:
+    # create_server adds to the words of the system; those of the resolver have numbers below 0.
+    return os.strerror(error.errno) if error.errno and error.errno > 0 else error.strerror or str(error)
+
+
+def _listen_on(host: str, port: int) -> socket.socket:
+    is_dual = host == "::" and socket.has_dualstack_ipv6()
+    if host == "::" and not is_dual:
+        host = ""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    return socket.create_server((host, port), family=family, backlog=1024, dualstack_ipv6=is_dual)
+
+
+def who_am_i() -> str:
+    """This process, for people at another."""
+    return f"pid {os.getpid()} on {socket.gethostname()}"
+
+
+def relay(coordinator: tuple[str, int]) -> str:
+    """The address of a socket within this machine through which `coordinator` is reached.
+
+    Its connections outlive the coordinator's by some seconds, in which this process ends in its own words.
+    """
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind("")  # Linux gives it a name of its own, which is no file
+    listener.listen()
+
+    def accept() -> None:
+        while True:
+            near, _ = listener.accept()
+            threading.Thread(target=connect, args=(near,), name="relay", daemon=True).start()
+
+    def connect(near: socket.socket) -> None:
+        while True:
+            try:
+                far = socket.create_connection(coordinator)
+                break
+            except OSError:  # jax does not listen there yet
+                time.sleep(0.05)
+        threading.Thread(target=pump, args=(near, far, 0), name="relay", daemon=True).start()
+        pump(far, near, _LINGER_S)
+
+    def pump(source: socket.socket, sink: socket.socket, close_after_s: float) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(1 << 16):
+                sink.sendall(data)
+        time.sleep(close_after_s)
+        with contextlib.suppress(OSError):
+            sink.shutdown(socket.SHUT_RDWR)
+
+    threading.Thread(target=accept, name="relay", daemon=True).start()
+    return f"unix-abstract:{listener.getsockname()[1:].decode()}"

@@ -1,0 +1,100 @@
+"""Parameters, FLOPs and bytes against published figures and hand counts."""
+
+import dataclasses
+
+import pytest
+
+from llamajax.config.machine import HardwareConfig
+from llamajax.config.model import ModelConfig
+from llamajax.config.parallel import MeshConfig
+from llamajax.estimates import formulas
+from tests.tiny import tiny_config
+
+LLAMA_2_7B = ModelConfig(
+    vocab_size=32000, embed_dim=4096, mlp_dim=11008, num_layers=32, num_heads=32, num_kv_heads=32, head_dim=128
+)
+LLAMA_3_8B = ModelConfig(
+    vocab_size=128256, embed_dim=4096, mlp_dim=14336, num_layers=32, num_heads=32, num_kv_heads=8, head_dim=128,
+    max_seq_len=8192,
+)  # fmt: skip
+LLAMA_3_2_1B = ModelConfig(
+    vocab_size=128256, embed_dim=2048, mlp_dim=8192, num_layers=16, num_heads=32, num_kv_heads=8, head_dim=64,
+    tie_embeddings=True,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("model", "num_params"),
+    [(LLAMA_2_7B, 6_738_415_616), (LLAMA_3_8B, 8_030_261_248), (LLAMA_3_2_1B, 1_235_814_400)],
+)
+def test_num_params_of_published_models(model, num_params):
+    assert formulas.num_params(model) == num_params
+
+
+def test_flops_per_token_of_llama_3_8b():
+    matmuls = 6 * (formulas.num_params(LLAMA_3_8B) - 128256 * 4096 - 65 * 4096)  # all but the embedding and the norms
+    scores_and_values = 2 * 2 * 32 * 32 * 128 * 8192  # two matmuls of two FLOPs, layers, heads, head_dim, keys
+    assert formulas.flops_per_token(LLAMA_3_8B, 8192, full_attention=True) == matmuls + 3 * scores_and_values
+    assert formulas.flops_per_token(LLAMA_3_8B, 8192) == matmuls + 3 * scores_and_values // 2
+    assert round(formulas.flops_per_token(LLAMA_3_8B, 8192) / 1e9, 2) == 51.47
+    assert round(formulas.flops_per_token(LLAMA_3_8B, 8192, full_attention=True) / 1e9, 2) == 57.91
+
+
+def test_a_tied_head_costs_flops_but_no_parameters():
+    untied = dataclasses.replace(LLAMA_3_2_1B, tie_embeddings=False)
+    assert formulas.num_params(untied) - formulas.num_params(LLAMA_3_2_1B) == 128256 * 2048
+    assert formulas.flops_per_token(untied, 2048) == formulas.flops_per_token(LLAMA_3_2_1B, 2048)
+
+
+def test_the_minimum_splits_all_matrices_over_all_shards():
+    run = tiny_config(hardware=HardwareConfig(gpu="h100"), mesh=MeshConfig(fsdp=4, tensor=2))
+    norms = (2 * 2 + 1) * 32
+    matrices = formulas.num_params(run.model) - norms
+    assert formulas.minimum_state_bytes(run) == 12 * (matrices // 8 + norms)
+    half = run.changed({"optimizer.moment_dtype": "bfloat16"})
+    assert formulas.minimum_state_bytes(half) == 8 * (matrices // 8 + norms)
+    replicated = run.changed({"mesh.data": 4, "mesh.fsdp": 1})
+    assert formulas.minimum_state_bytes(replicated) == 12 * (matrices // 2 + norms)
+    assert formulas.minimum_state_bytes(replicated.changed({"parallel.zero_data": 1})) == 12 * (matrices // 8 + norms)
+
+
+def test_what_is_gathered_once_per_step_is_counted():
+    run = tiny_config(hardware=HardwareConfig(gpu="h100"), mesh=MeshConfig(fsdp=4, tensor=2))
+    run = run.changed({"train.grad_accum_steps": 2, "parallel.grad_reduce": "micro"})
+    mesh = {"data": 1, "fsdp": 4, "sequence": 1, "tensor": 2}
+    tables, all_matrices = 2 * 64 * 32, formulas.num_params(run.model) - (2 * 2 + 1) * 32
+    layer = (all_matrices - tables) // 2
+    whole = {
+        "micro, scan": 0,
+        "step, scan": tables // 2,
+        "step, prefetch": (tables + layer) // 2,
+        "auto, scan": all_matrices // 2,
+    }
+    for form, params in whole.items():
+        reduction, stack = form.split(", ")
+        zero = 1 if reduction == "auto" else 3
+        changed = run.changed({"parallel.grad_reduce": reduction, "parallel.stack": stack, "parallel.zero": zero})
+        assert formulas.params_gathered_once(changed, mesh) == params, form
+        micro = run.changed({"parallel.stack": stack})
+        more = formulas.expected_bytes(changed, formulas.mesh_sizes(changed), max_chunk_scores=1, max_chunk_logits=1)
+        less = formulas.expected_bytes(micro, formulas.mesh_sizes(micro), max_chunk_scores=1, max_chunk_logits=1)
+        # Of what is whole: the copy, the fp32 sum of its gradients, and of these themselves one table's, or all. A shard
+        # of it, one of four, has neither gradient nor sum of its own.
+        at_once = params if zero == 1 else min(params, tables // 2 // 2)
+        assert more["gradients"] - less["gradients"] == 4 * params + 4 * at_once - (4 + 4) * params // 4
+        wide = 4 * (params + ((2 * 2 + 1) * 32 if zero == 1 else 0))
+        assert more["collectives"] - less["collectives"] == wide
+
+
+def test_what_is_alive_in_turn_counts_once():
+    run = tiny_config(hardware=HardwareConfig(gpu="h100"), mesh=MeshConfig(fsdp=8))
+    bounds = {"max_chunk_scores": 2**20, "max_chunk_logits": 2**20}
+    scan = formulas.expected_bytes(run, formulas.mesh_sizes(run), **bounds)
+    prefetched = formulas.expected_bytes(run.changed({"parallel.stack": "prefetch"}), formulas.mesh_sizes(run), **bounds)
+    assert prefetched["collectives"] == 3 * formulas.layer_matrix_bytes(run.model, formulas.mesh_sizes(run))
+    assert {kind for kind in scan if scan[kind] != prefetched[kind]} == {"collectives"}
+    assert scan["logits"] == 0
+    large = formulas.expected_bytes(run.changed({"model.vocab_size": 2**20}), formulas.mesh_sizes(run), **bounds)
+    loss = 2**20 * (4 + 2 * 4) + 2**20 * run.model.embed_dim * (4 + 8)  # a chunk in fp32, the head and its gradient twice
+    assert large["logits"] + large["temporaries"] + large["collectives"] == loss
+    assert large["temporaries"] == scan["temporaries"]

@@ -1,0 +1,64 @@
+"""What is whole for a step, what waits for its end, and that nothing else does."""
+
+import jax
+import pytest
+
+from llamajax.config.parallel import MeshConfig
+from llamajax.parallel.arrays import named_arrays
+from llamajax.parallel.mesh import make_mesh
+from llamajax.step.prepared_weights import copies, hold
+from llamajax.step.state import init_state
+from tests.tiny import tiny_config
+
+TOKENS = {"data", "fsdp", "sequence"}
+TABLES, FIRST = frozenset({"model.embedding", "model.head"}), frozenset({"first.attention.wqkv"})
+MATRIX, LATE = frozenset({"model.layers.attention.wqkv"}), frozenset({"model.layers.mlp_norm.scale"})
+
+
+@pytest.mark.parametrize(
+    ("changes", "whole", "waiting"),
+    [
+        ({"grad_reduce": "micro"}, set(), {}),
+        ({"grad_reduce": "step"}, TABLES, {MATRIX: {"data"}}),
+        ({"grad_reduce": "step", "stack": "prefetch"}, TABLES | FIRST, {MATRIX: {"data"}}),
+        ({"grad_reduce": "micro", "zero_data": 1}, set(), {MATRIX | TABLES: {"data"}}),
+        ({"zero": 1}, TABLES | MATRIX, {}),
+        ({"zero": 2, "grad_reduce": "step"}, TABLES, {MATRIX: {"data"}}),
+    ],
+    ids=["micro", "step, scan", "step", "zero_data", "zero 1", "zero 2"],
+)
+def test_what_is_whole_and_over_which_axes_gradients_wait(changes, whole, waiting):
+    jax.set_mesh(make_mesh(MeshConfig(data=2, fsdp=2, sequence=2)))
+    config = tiny_config().changed({f"parallel.{name}": value for name, value in changes.items()})
+    held = jax.eval_shape(lambda: hold(config, init_state(config).model))
+    found = {name: leaf.sharding.spec for name, leaf in named_arrays(held).items()}
+    assert (held.first is not None) == (whole >= FIRST)
+    open_over = {name: axes for names, axes in waiting.items() for name in names}
+    for name in TABLES | MATRIX | LATE | (FIRST if held.first is not None else set()):
+        split = {axis for entry in found[name].partitions for axis in (entry if isinstance(entry, tuple) else [entry])}
+        assert ("fsdp" not in split) == (name in whole | LATE), name
+        assert "data" not in split
+        assert found[name].reduced == (TOKENS if name in whole | LATE else open_over.get(name, set())), name
+
+
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_copies_are_made_of_all_weights_whose_gradients_are_split(zero):
+    jax.set_mesh(make_mesh(MeshConfig(fsdp=8)))
+    config = tiny_config().changed({"parallel.zero": zero})
+    made = jax.eval_shape(lambda: copies(config, hold(config, init_state(config).model)))
+    if zero != 2:
+        assert made is None
+        return
+    for name, leaf in named_arrays(made).items():
+        assert "fsdp" not in str(leaf.sharding.spec.partitions), name
+
+
+@pytest.mark.parametrize("zero_data", [0, 1])
+def test_state_lies_split_over_data_where_asked(zero_data):
+    jax.set_mesh(make_mesh(MeshConfig(data=4, fsdp=2)))
+    config = tiny_config().changed({"parallel.zero_data": zero_data})
+    state = jax.eval_shape(lambda: init_state(config))
+    for name, leaf in named_arrays((state.model, state.opt_state)).items():
+        if "wqkv" in name or "embedding" in name:
+            (columns,) = (entry for entry in leaf.sharding.spec if entry not in (None, "tensor"))
+            assert columns == (("fsdp", "sequence", "data") if zero_data else ("fsdp", "sequence")), name
