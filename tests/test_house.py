@@ -1,4 +1,4 @@
-"""House rules: imports run downwards, shipped configs load and trace, the README's map is complete."""
+"""House rules: imports run downwards, shipped configs load and trace, the README maps every room."""
 
 import ast
 import functools
@@ -136,18 +136,14 @@ def tracked_folders() -> set[str]:
     return {parent.as_posix() for name in tracked for parent in pathlib.PurePath(name).parents} - {"."}
 
 
-def test_the_readme_maps_every_file():
-    """Every folder has a row, or is named in one; every file of the packages is named in its folder's row, and no other."""
+def test_the_readme_maps_every_room():
+    """Every folder has a row, or is named in one."""
     map_of_code = (ROOT / "README.md").read_text().partition("## The map")[2]
     assert not [
         folder
         for folder in sorted(tracked_folders())
         if not folder.startswith((".", "tests/")) and f"`{folder}/`" not in map_of_code
     ]
-    rows = dict(re.findall(r"^\| `((?:llamajax|converters)[a-z_/]*)/` \| (.*) \|$", map_of_code, flags=re.MULTILINE))
-    for folder, text in rows.items():
-        files = {path.stem for path in (ROOT / folder).glob("*.py")} - {"__init__"}
-        assert set(re.findall(r"`([a-z0-9_]+)`", text)) == files, folder
 
 
 def test_the_map_is_in_the_order_of_imports():

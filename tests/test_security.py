@@ -50,7 +50,7 @@ def test_no_code_of_a_model_is_trusted_and_no_array_is_a_pickle():
 
 def test_processes_are_started_by_the_sandbox_and_the_launcher_alone():
     starters = {path for path in SOURCES if re.search(r"^import subprocess|from subprocess", path.read_text(), re.MULTILINE)}
-    assert {path.name for path in starters if path.parent.name != "launching"} == {"chat.py"}
+    assert {path.name for path in starters if path.parent.name != "launching"} == {"chat_template.py"}
 
 
 @pytest.mark.parametrize(

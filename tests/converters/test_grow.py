@@ -352,7 +352,7 @@ def test_a_wrong_command_line(options, capsys):
 
 
 def test_long_work_tells_its_seconds(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("llamajax.data.progress.REPORT_EVERY_S", 0.001)
+    monkeypatch.setattr("llamajax.data.progress.REPORT_EVERY_S", 0.0001)
     write_model(tmp_path / "hf", "ours")
     assert run_grow(tmp_path) == 0
     told = [line.split(":")[0] for line in capsys.readouterr().out.splitlines() if "done in" in line]

@@ -223,7 +223,7 @@ def test_devices_are_timed_when_they_are_idle_and_that_is_no_steps_time(config, 
 
     monkeypatch.setattr(
         metrics.peers,
-        "peers",
+        "current",
         lambda: SimpleNamespace(rank=1, reports={}, report=lambda values: sent.append(dict(values))),
     )
     monkeypatch.setattr(hosts, "DeviceProbe", lambda: SimpleNamespace(seconds=lambda num_rounds: takes(0.001)))

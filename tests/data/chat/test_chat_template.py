@@ -22,7 +22,7 @@ from llamajax.errors import DataError
 from tests import real_tokenizers
 from tests.data.chat.chat_from_docs import conversations, record_of
 
-TEMPLATES = Path(__file__).parent.parent.parent / "configs" / "chat_templates"
+TEMPLATES = Path(__file__).parents[3] / "configs" / "chat_templates"
 SPECIAL = [
     "<s>", "</s>", "<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>",
     "<|im_start|>", "<|im_end|>",

@@ -20,7 +20,7 @@ from llamajax.step.batch import IGNORE
 from tests.data.chat.chat_from_docs import conversations, record_of, write_chat_jsonl
 from tests.data.rows.test_dataset import config_for, documents_of, epoch, jsonl_source, num_rows, random_texts
 
-PLAIN = str(Path(__file__).parent.parent.parent / "configs" / "chat_templates" / "plain.jinja")
+PLAIN = str(Path(__file__).parents[3] / "configs" / "chat_templates" / "plain.jinja")
 
 
 @pytest.fixture
