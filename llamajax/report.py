@@ -19,7 +19,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true", help="print the run's figures as JSON, and write no page")
     options = parser.parse_args(arguments)
     with importing():
-        from llamajax.watch import page, run_log  # with numpy, for which --help need not wait
+        from llamajax.watch import run_log, run_page  # with numpy, for which --help need not wait
 
     keep_from_others()
     try:
@@ -28,7 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.json:
             print(run_log.encode(summary.figures()))
         else:
-            print(page.write_report(run_dir, options.output, log))
+            print(run_page.write_report(run_dir, options.output, log))
             print(f"goodput {summary.goodput or 'is not known: no start is on record'}")
     except UserError as error:
         print(error, file=sys.stderr)

@@ -5,11 +5,12 @@ The page needs no network and no script; what lies under the pointer is told by 
 
 import html
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from llamajax.verification import text
 from llamajax.verification.text import Figures
+from llamajax.watch.page import Card, build_page, table, verdict
 
 _STYLE = Path(__file__).with_name("page.css").read_text(encoding="utf-8")
 _WIDTH, _LEFT, _ROW, _HEAD = 1200, 300, 26, 26
@@ -20,24 +21,12 @@ _KINDS = {"gradient": "gradient", "first_moment": "first moment", "second_moment
 
 def page(told: Figures) -> str:
     """The page about a verification, of which `told` are the `figures`."""
-    name = html.escape(told["run"])
+    name = told["run"]
     forms = ", ".join(f"{html.escape(key)} {html.escape(str(value))}" for key, value in told["parallel"].items())
-    return f"""<!DOCTYPE html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
-<title>{name}: verification</title>
-<style>
-{_STYLE}</style>
-</head>
-<body>
-<h1>{name}</h1>
-<p>mesh {text.mesh(told["mesh"])}, verified as {text.mesh(told["verified_mesh"])} on {told["num_devices"]} emulated devices
-in fp32 &middot; {forms} &middot; llamajax {told["llamajax"]}, jax {html.escape(told["jax_version"])}</p>
-<dl class="cards">{"".join(_cards(told))}</dl>
-{"".join(_cause(told))}
+    intro = f"""mesh {text.mesh(told["mesh"])}, verified as {text.mesh(told["verified_mesh"])} on
+{told["num_devices"]} emulated devices in fp32 &middot; {forms} &middot;
+llamajax {told["llamajax"]}, jax {html.escape(told["jax_version"])}"""
+    body = f"""{"".join(_cause(told))}
 <h2>Largest difference of every tensor from one device's{_until(told)}, in units of its largest entry</h2>
 {_drawing(told)}
 <h2>Steps</h2>
@@ -48,24 +37,23 @@ in fp32 &middot; {forms} &middot; llamajax {told["llamajax"]}, jax {html.escape(
 <p>The loss, every gradient, both moments and every weight of {len(told["steps"])} steps were compared with those of one
 device, one micro-batch and no form of sharing the work, in each form that an
 <i>auto</i> may stand for. Not seen here: kernels of GPUs,
-16-bit rounding, speed.</p>
-</body>
-</html>
-"""
+16-bit rounding, speed.</p>"""
+    return build_page(f"{name}: verification", heading=name, intro=intro, cards=_cards(told), body=body, style=_STYLE)
 
 
-def _cards(told: Figures) -> Iterator[str]:
+def _cards(told: Figures) -> Sequence[Card]:
     wrong = sum(not tensor["equal"] for tensor in told["tensors"])
     number = len(told["tensors"])
-    cards = (
-        ("verdict", "equal" if told["equal"] else "different", f"within {told['tolerance']:.0e}"),
-        ("largest difference", text.difference(told["largest_difference"]), "of all numbers, relative"),
-        ("tensors", f"{number - wrong} of {number}", "are one device's"),
-        ("took", f"{told['seconds']:.0f} s", f"{len(told['steps'])} steps on each side"),
+    return (
+        Card(
+            "verdict",
+            verdict("equal" if told["equal"] else "different", bad=not told["equal"]),
+            f"within {told['tolerance']:.0e}",
+        ),
+        Card("largest difference", text.difference(told["largest_difference"]), "of all numbers, relative"),
+        Card("tensors", f"{number - wrong} of {number}", "are one device's"),
+        Card("took", f"{told['seconds']:.0f} s", f"{len(told['steps'])} steps on each side"),
     )
-    for index, (title, value, note) in enumerate(cards):
-        bad = ' class="bad"' if index == 0 and not told["equal"] else ""
-        yield f"<div><dt>{title}</dt><dd{bad}>{value}</dd><small>{note}</small></div>"
 
 
 def _cause(told: Figures) -> Iterator[str]:
@@ -143,7 +131,5 @@ def _number(value: object) -> str:
     return "not finite" if value is None else f"{value:.7g}" if isinstance(value, float) else str(value)
 
 
-def _table(head: list[str], rows: list[list[str]]) -> str:
-    titles = "".join(f"<th>{title}</th>" for title in head)
-    body = "".join(f"<tr>{''.join(f'<td>{html.escape(cell)}</td>' for cell in cells)}</tr>" for cells in rows)
-    return f'<div class="wide"><table><tr>{titles}</tr>{body}</table></div>'
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    return table(head, [[html.escape(cell) for cell in cells] for cells in rows])

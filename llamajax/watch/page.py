@@ -1,227 +1,75 @@
-"""One self-contained HTML page about a run.
+"""Builds the self-contained HTML pages of all commands: one head, one style, cards and tables.
 
-Reads what the run wrote (`run_log`); the run may still be going on. The page needs no network and no scripts to be read.
+A page loads nothing: its content security policy allows its own style and, where a page has one, its own script.
 """
 
 import html
-import json
-import sys
-from collections.abc import Callable
-from datetime import UTC, datetime
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
-from llamajax.errors import ConfigError
-from llamajax.units import format_count, format_duration
-from llamajax.watch import run_log
-from llamajax.watch.chart import WIDTH, Line, line_chart
-from llamajax.watch.goodput import PARTS, Goodput
-from llamajax.watch.run_log import RunLog, RunSummary
-
-_NEWEST_STARTS = 50
-_MOST_HOSTS = 64
-_OF_HOSTS = {
-    "step_time": "step", "data": "idle for a batch", "host": "idle between steps", "device": "devices, fixed program",
-    "save": "stall of a save",
-}  # fmt: skip
-
-_LOADS_NOTHING = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
-STYLE = Path(__file__).with_name("page.css").read_text(encoding="utf-8")
-"""Of pages about runs."""
-_SCRIPT = Path(__file__).with_name("page.js").read_text(encoding="utf-8").replace("WIDTH", str(WIDTH))
+_STYLE = Path(__file__).with_name("page.css").read_text(encoding="utf-8")
+_POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 
 
-def write_report(run_dir: Path, output: Path | None = None, log: RunLog | None = None) -> Path:
-    """Writes the page about the run in `run_dir`; returns where it lies, by default `report.html` in the run.
+class Card(NamedTuple):
+    """A figure at the top of a page; all three are HTML."""
+
+    label: str
+    value: str
+    note: str
+
+
+def build_page(
+    title: str, *, heading: str, intro: str, cards: Iterable[Card], body: str, style: str, script: str = ""
+) -> str:
+    """Returns a whole page.
 
     Args:
-        run_dir: of the run.
-        output: the file to write.
-        log: what the run wrote down, if it has been read.
-
-    Raises:
-        ConfigError: there is no run with a finished step in `run_dir`, or `output` cannot be written.
+        title: shown by the browser, plain text.
+        heading: shown above everything, plain text.
+        intro: HTML of the line below the heading.
+        cards: the figures at the top.
+        body: HTML of everything below the cards.
+        style: CSS of this page alone, after the shared one.
+        script: JavaScript that runs once the page is there; a page without it may run none.
     """
-    log = log or run_log.read_run(run_dir)
-    if log.warning is not None:
-        print(log.warning, file=sys.stderr)
-    config_path = run_dir / "config.yaml"
-    config = config_path.read_text(encoding="utf-8") if config_path.is_file() else None
-    output = output or run_dir / "report.html"
-    try:
-        output.write_text(_page(run_dir.resolve().name, log, config, _hosts(run_dir)), encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"{output}: cannot be written: {error.strerror}; name another file with --output") from error
-    return output
-
-
-def _page(name: str, log: RunLog, config: str | None, hosts: str) -> str:
-    summary = run_log.summarize(log)
-    newest = max(float(log.series["time"][1][-1]), *(event["time"] for event in log.events), 0.0)
-    state = summary.stop_reason or "running or killed"
-    steps = f"step {summary.step:,}" + (f" of {summary.num_steps:,}" if summary.num_steps else "")
-    config_part = f"<h2>Configuration</h2><pre>{html.escape(config)}</pre>" if config is not None else ""
+    policy = f"{_POLICY}; script-src 'unsafe-inline'" if script else _POLICY
+    shown = "".join(f"<div><dt>{card.label}</dt><dd>{card.value}</dd><small>{card.note}</small></div>" for card in cards)
     return f"""<!DOCTYPE html>
 <html lang="en">
 <head>
 <meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
-<meta http-equiv="Content-Security-Policy" content="{_LOADS_NOTHING}">
-<title>{html.escape(name)}</title>
+<meta http-equiv="Content-Security-Policy" content="{policy}">
+<title>{html.escape(title)}</title>
 <style>
-{STYLE}</style>
+{_STYLE}{style}</style>
 </head>
 <body>
-<h1>{html.escape(name)}</h1>
-<p>{html.escape(state)} &middot; {steps} &middot; newest record {_utc(newest)}</p>
-<dl class="cards">{_cards(summary)}</dl>
-{_goodput(summary.goodput)}
-<div class="charts">{_charts(log)}</div>
-{_epochs(log, summary)}
-{hosts}
-{_starts(log)}
-{config_part}
-<script>
-{_SCRIPT}</script>
+<h1>{html.escape(heading)}</h1>
+<p>{intro}</p>
+<dl class="cards">{shown}</dl>
+{body}
+{f"<script>{script}</script>" if script else ""}
 </body>
 </html>
 """
 
 
-def _cards(summary: RunSummary) -> str:
-    def known(value: float | None, text: Callable[[float], str]) -> str:
-        return "&ndash;" if value is None else text(value)
-
-    in_steps = format_duration(summary.steps_time_s)
-    restarts = f"{summary.restarts} restart{'' if summary.restarts == 1 else 's'}"
-    per_device = known(summary.tokens_per_sec_per_device, format_count)
-    loss, share = "{:.4f}".format, "{:.1%}".format
-    cards = (
-        ("train loss", known(summary.train_loss, loss), f"mean of the last {min(run_log.FINAL_STEPS, summary.step)} steps"),
-        ("held-out loss", known(summary.eval_loss, loss), "newest evaluation"),
-        ("bits per byte", known(summary.eval_bits_per_byte, loss), "on held-out text"),
-        ("tokens", known(summary.tokens, format_count), f"in {summary.step:,} steps"),
-        ("parameters", known(summary.num_params, format_count), known(summary.num_params, "{:,}".format)),
-        ("tokens per second", known(summary.tokens_per_sec, format_count), f"{per_device} per device, median"),
-        ("MFU", known(summary.mfu, share), f"{known(summary.mfu_full_attention, share)} counting full attention, median"),
-        ("wall time", known(summary.wall_time_s, format_duration), f"{in_steps} in steps, {restarts}"),
-    )
-    return "".join(f"<div><dt>{label}</dt><dd>{value}</dd><small>{note}</small></div>" for label, value, note in cards)
+def verdict(text: str, *, bad: bool) -> str:
+    """Returns the HTML of a card's value, marked if it is bad news."""
+    return f'<span class="bad">{text}</span>' if bad else text
 
 
-def _goodput(split: Goodput | None) -> str:
-    """A bar of what the wall time went into, and a table of the same; parts without a second are left out."""
-    if split is None or not split.wall_s:
-        return ""
-    parts = {part: seconds for part, seconds in split.seconds.items() if seconds}
-    bar, rows = [], []
-    for part, seconds in sorted(parts.items(), key=lambda item: (item[0] != "productive", -item[1])):
-        share, color = seconds / split.wall_s, f"p{list(PARTS).index(part)}"
-        bar.append(f'<i class="{color}" style="flex-grow: {share:.5f}" title="{part} {share:.1%}"></i>')
-        cells = (f'<span class="key {color}">{part}</span>', f"{share:.1%}", format_duration(seconds), PARTS[part])
-        rows.append(f"<tr>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>")
-    return (
-        f'<h2>Goodput {split.share:.1%} of {format_duration(split.wall_s)}</h2><div class="bar">{"".join(bar)}</div>'
-        f'<div class="wide"><table class="parts">{"".join(rows)}</table></div>'
-    )
+def table(head: Sequence[str], rows: Iterable[Sequence[str]], style: str = "") -> str:
+    """Returns a table that scrolls sideways where it is too wide.
 
-
-def _charts(log: RunLog) -> str:
-    def percent(value: float) -> str:
-        return f"{100 * value:.3g}%"
-
-    number = "{:.4g}".format
-    plans = (
-        ("Loss (nats per token)", number, False, {"train": "train/loss", "held-out": "eval/loss"}),
-        ("Learning rate", number, True, {"learning rate": "train/learning_rate"}),
-        ("Gradient norm, before clipping", number, True, {"gradient norm": "train/grad_norm"}),
-        ("Tokens per second, all devices", format_count, True, {"tokens/s": "perf/tokens_per_sec"}),
-        ("Time per step", "{:.3g} s".format, True, {"step": "perf/step_time_s", "waiting for data": "perf/data_wait_s"}),
-        (
-            "Model FLOPs utilization",
-            percent,
-            True,
-            {"MFU": "perf/mfu", "counting full attention": "perf/mfu_full_attention"},
-        ),
-    )
-    restarts = [event["step"] for event in log.events if event["event"] == "start"][1:]
-    charts = []
-    for title, text, from_zero, keys in plans:
-        lines = [
-            Line(
-                name=name,
-                steps=log.series[key][0],
-                values=log.series[key][1],
-                noisy=key not in ("eval/loss", "train/learning_rate"),
-                dots=key == "eval/loss",
-            )
-            for name, key in keys.items()
-            if key in log.series
-        ]
-        if lines:
-            charts.append(line_chart(title, lines, text=text, from_zero=from_zero, restarts=restarts))
-    return "\n".join(charts)
-
-
-def _epochs(log: RunLog, summary: RunSummary) -> str:
-    """A table of how often each source was gone through, and will be in the whole run."""
-    planned = next((event.get("epochs") for event in reversed(log.events) if event["event"] == "data"), None)
-    in_all = planned if isinstance(planned, dict) else {}
-    rows = []
-    for source, passes in enumerate(summary.epochs):
-        key = f"data.sources[{source}]"
-        whole = f"{in_all[key]:,.2f}" if isinstance(in_all.get(key), int | float) else "&ndash;"
-        rows.append(f"<tr><td>{key}</td><td>{passes:,.2f}</td><td>{whole}</td></tr>")
-    if not rows:
-        return ""
-    head = "<th>source</th><th>epochs</th><th>in the whole run</th>"
-    return f'<h2>Sources</h2><div class="wide"><table class="sources"><tr>{head}</tr>{"".join(rows)}</table></div>'
-
-
-def _starts(log: RunLog) -> str:
-    """A table of every time the run was started, with what it ran on and how that ended."""
-    rows, previous_config = [], None
-    for index, event in enumerate(log.events):
-        if event["event"] != "start":
-            continue
-        later = next((e for e in log.events[index + 1 :] if e["event"] in ("start", "stop")), None)
-        end = "killed" if later else "&ndash;"
-        if later and later["event"] == "stop":
-            end = f"step {later['step']:,}: {html.escape(str(later.get('reason')))}"
-        config_hash = event.get("config_sha256")
-        changed = previous_config not in (None, config_hash)
-        previous_config = config_hash
-        facts = (
-            f"{event.get('devices', '?')} x {event.get('device_kind', '?')}",
-            " x ".join(f"{axis} {size}" for axis, size in event.get("mesh", {}).items()) or "one device",
-            f"llamajax {event.get('llamajax', '?')}, jax {event.get('jax', '?')}, Python {event.get('python', '?')}",
-            f"{str(config_hash)[:8]}{' (changed)' if changed else ''}",
-        )
-        cells = [_utc(event["time"]), f"{event['step']:,}", *(html.escape(fact) for fact in facts), end]
-        rows.append(f"<tr>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>")
-    if not rows:
-        return ""
-    note = f" (the newest {_NEWEST_STARTS} of {len(rows)})" if len(rows) > _NEWEST_STARTS else ""
-    head = "<th>started</th><th>from step</th><th>devices</th><th>mesh</th><th>versions</th><th>config</th><th>ended</th>"
-    return f'<h2>Starts{note}</h2><div class="wide"><table><tr>{head}</tr>{"".join(rows[-_NEWEST_STARTS:])}</table></div>'
-
-
-def _hosts(run_dir: Path) -> str:
-    """A table of what every process takes for itself, the slowest devices first; nothing without a readable file of it."""
-    try:
-        rows = json.loads((run_dir / run_log.HOSTS_FILE).read_bytes())
-        rows.sort(key=lambda row: -row.get("device_s", 0.0))
-        cells = [
-            [f"{row['process']:,}", html.escape(str(row["host"]))]
-            + [f"{1e3 * row[f'{kind}_s']:,.1f} ms" if f"{kind}_s" in row else "&ndash;" for kind in _OF_HOSTS]
-            for row in rows
-        ]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        return ""
-    note = f" (the {_MOST_HOSTS} slowest of {len(rows)})" if len(rows) > _MOST_HOSTS else ""
-    head = "".join(f"<th>{name}</th>" for name in ("process", "host", *_OF_HOSTS.values()))
-    body = "".join(f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>" for row in cells[:_MOST_HOSTS])
-    return f'<h2>Hosts, medians{note}</h2><div class="wide"><table class="hosts"><tr>{head}</tr>{body}</table></div>'
-
-
-def _utc(timestamp: float) -> str:
-    return datetime.fromtimestamp(timestamp, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+    Args:
+        head: HTML of the column titles; empty for none.
+        rows: HTML of the cells.
+        style: class of the table.
+    """
+    titles = f"<tr>{''.join(f'<th>{title}</th>' for title in head)}</tr>" if head else ""
+    body = "".join(f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>" for row in rows)
+    return f'<div class="wide"><table class="{style}">{titles}{body}</table></div>'

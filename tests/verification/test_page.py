@@ -1,6 +1,5 @@
 """The figures, the text and the page of a verification, made from small sides."""
 
-import html.parser
 import json
 import re
 
@@ -12,6 +11,7 @@ from llamajax.verification.figures import figures, form_figures
 from llamajax.verification.page import page
 from llamajax.verification.reference_run import Side
 from llamajax.verification.variants import Trial
+from tests.html_tags import check_tags
 from tests.tiny import tiny_config
 from tests.verification.sides import only, side
 
@@ -98,9 +98,7 @@ def test_a_page_has_everything_and_loads_nothing():
         assert content.count("<circle") == 4 * 3
         assert ("a &lt;clue&gt;" in content) is (not found["equal"])
         assert "parallel.&lt;a&gt;: b" in content
-        checker = Checker()
-        checker.feed(content)
-        assert checker.stack == []
+        check_tags(content)
 
 
 def test_what_differs_lies_beyond_the_line():
@@ -108,21 +106,3 @@ def test_what_differs_lies_beyond_the_line():
     limit = float(re.findall(r'class="limit" x1="([\d.]+)"', content)[0])
     at = [float(x) for x in re.findall(r'<circle class="gradient" cx="([\d.]+)"', content)]
     assert [x > limit for x in at] == [False, False, True]
-
-
-class Checker(html.parser.HTMLParser):
-    """Collects tags that are not closed."""
-
-    def __init__(self):
-        super().__init__()
-        self.stack: list[str] = []
-
-    def handle_starttag(self, tag, attrs):
-        if tag != "meta":
-            self.stack.append(tag)
-
-    def handle_startendtag(self, tag, attrs):
-        pass
-
-    def handle_endtag(self, tag):
-        assert self.stack.pop() == tag

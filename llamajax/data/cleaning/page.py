@@ -8,15 +8,14 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from llamajax.units import format_bytes
-from llamajax.watch.page import STYLE
+from llamajax.watch.page import Card, build_page
 
-_LOADS_NOTHING = "default-src 'none'; style-src 'unsafe-inline'"
-_STYLE = """
+_STYLE = """:root { --c0: #2563c9; --c1: #d9580d; }
+@media (prefers-color-scheme: dark) { :root { --c0: #6ea6ff; --c1: #ff9a4d; } }
 .text { white-space: pre-wrap; overflow-wrap: anywhere; font: 13px/1.45 ui-monospace, monospace; margin: 4px 0 14px;
   background: var(--card); border-radius: 10px; padding: 10px 14px; max-height: 260px; overflow-y: auto; }
 .pair { display: grid; grid-template-columns: 1fr 1fr; gap: 12px; }
 .numbers td:not(:first-child, .bars), .numbers th:not(:first-child) { text-align: right; }
-.numbers { font-variant-numeric: tabular-nums; }
 .share { display: inline-block; height: 10px; border-radius: 3px; background: var(--c0); vertical-align: middle; }
 small { color: var(--soft); }
 mark { background: color-mix(in srgb, var(--c1) 35%, transparent); color: inherit; }
@@ -26,21 +25,7 @@ _BAR = 160
 
 def page(told: dict[str, Any]) -> str:
     """The page about a report."""
-    return f"""<!DOCTYPE html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta http-equiv="Content-Security-Policy" content="{_LOADS_NOTHING}">
-<title>Cleaned documents</title>
-<style>
-{STYLE}{_STYLE}</style>
-</head>
-<body>
-<h1>Cleaned documents</h1>
-<p>{html.escape(", ".join(told["steps"]))} &middot; {_versions(told)}</p>
-<dl class="cards">{_cards(told)}</dl>
-<h2>Steps</h2>
+    body = f"""<h2>Steps</h2>
 {_steps(told)}
 <h2>Sources, and their documents after each step</h2>
 {_sources(told)}
@@ -51,31 +36,30 @@ def page(told: dict[str, Any]) -> str:
 {_pairs("Near duplicates: what stays, and what is like it", told["alike"], with_similarity=True)}
 {_pairs("Exact duplicates: what stays, and its copy", told["copies"], with_similarity=False)}
 {_pairs("Lines that filters took out of documents that stay", told["cut"], with_similarity=False)}
-{_examples(told)}
-</body>
-</html>
-"""
+{_examples(told)}"""
+    title, intro = "Cleaned documents", f"{html.escape(', '.join(told['steps']))} &middot; {_versions(told)}"
+    return build_page(title, heading=title, intro=intro, cards=_cards(told), body=body, style=_STYLE)
 
 
 def _versions(told: dict[str, Any]) -> str:
     return html.escape(", ".join(f"{name} {version}" for name, version in told["versions"].items()))
 
 
-def _cards(told: dict[str, Any]) -> str:
+def _cards(told: dict[str, Any]) -> list[Card]:
     (documents, num_bytes), (documents_left, bytes_left) = told["before"], told["left"]
     empty, bad = (sum(source[kind] for source in told["sources"]) for kind in ("empty", "bad"))
     cards = [
-        ("documents", f"{documents_left:,}", f"of {documents:,}"),
-        ("stay", _percent(documents_left, documents), "of the documents"),
-        ("text", format_bytes(bytes_left), f"of {format_bytes(num_bytes)}"),
-        ("stays", _percent(bytes_left, num_bytes), f"of the text; {empty:,} empty and {bad:,} bad records beside"),
+        Card("documents", f"{documents_left:,}", f"of {documents:,}"),
+        Card("stay", _percent(documents_left, documents), "of the documents"),
+        Card("text", format_bytes(bytes_left), f"of {format_bytes(num_bytes)}"),
+        Card("stays", _percent(bytes_left, num_bytes), f"of the text; {empty:,} empty and {bad:,} bad records beside"),
     ]
     if told["held_out"]:
         held_out = told["held_out"]
         cards.append(
-            ("held-out texts", f"{held_out['texts']:,}", f"{held_out['too_short']:,} of them too short to be found")
+            Card("held-out texts", f"{held_out['texts']:,}", f"{held_out['too_short']:,} of them too short to be found")
         )
-    return "".join(f"<div><dt>{name}</dt><dd>{value}</dd><small>{note}</small></div>" for name, value, note in cards)
+    return cards
 
 
 def _steps(told: dict[str, Any]) -> str:

@@ -16,6 +16,7 @@ from llamajax.planning.plan import Plan
 from llamajax.planning.report.text import DISCLAIMER, Figures, known_error
 from llamajax.planning.scopes import MEMORY_KINDS
 from llamajax.units import format_bytes, format_count
+from llamajax.watch.page import Card, build_page, verdict
 
 _WIDTH, _LEFT, _LANE, _GAP = 1200, 104, 34, 12
 _RIGHT = _WIDTH - 8
@@ -34,51 +35,36 @@ _STYLE = Path(__file__).with_name("picture.css").read_text(encoding="utf-8")
 
 def page(plan: Plan, told: Figures) -> str:
     """The page about `plan`, of which `told` are the `figures`."""
-    name, gpu = html.escape(told["run"]), planned_gpu(plan.config.hardware)
+    name, gpu = told["run"], planned_gpu(plan.config.hardware)
     mesh = " x ".join(f"{axis} {size}" for axis, size in told["mesh"].items() if size > 1) or "one device"
     nodes = f"{told['nodes']} node{'s' if told['nodes'] > 1 else ''}"
-    return f"""<!DOCTYPE html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
-<title>{name}: plan</title>
-<style>
-{_STYLE}</style>
-</head>
-<body>
-<h1>{name}</h1>
-<p>{format_count(told["num_params"])} parameters on {told["num_devices"]:,} x {gpu.name} in {nodes}, mesh {mesh} &middot;
-{told["tokens_per_step"]:,} tokens per step &middot; jax {html.escape(told["jax_version"])} &middot; {DISCLAIMER};
-{html.escape(known_error(told))}</p>
-<dl class="cards">{"".join(_cards(told))}</dl>
-<h2>Memory of a GPU at the fullest moment</h2>
+    intro = f"""{format_count(told["num_params"])} parameters on {told["num_devices"]:,} x {gpu.name} in {nodes},
+mesh {mesh} &middot; {told["tokens_per_step"]:,} tokens per step &middot;
+jax {html.escape(told["jax_version"])} &middot; {DISCLAIMER};
+{html.escape(known_error(told))}"""
+    body = f"""<h2>Memory of a GPU at the fullest moment</h2>
 {_memory(told)}
 {"".join(_layers(plan.chosen.timeline))}
-{_sweep(told) if told["sweep"] else ""}
-</body>
-</html>
-"""
+{_sweep(told) if told["sweep"] else ""}"""
+    return build_page(f"{name}: plan", heading=name, intro=intro, cards=_cards(told), body=body, style=_STYLE)
 
 
-def _cards(told: Figures) -> Iterator[str]:
+def _cards(told: Figures) -> Sequence[Card]:
     total = told["peak_bytes"] + told["allowance_bytes"]
     waits = told["exposed_fraction"]
     blind = told["without_profile"]["exposed_fraction"]
     price = told["price_per_billion_tokens"]
     of_card = f"{format_bytes(total)} of {format_bytes(told['capacity_bytes'])}"
     cost = "no price is set" if price is None else f"{price:,.2f} per billion tokens"
-    cards = (
-        ("memory", "fits" if told["fits"] else "does not fit", of_card),
-        ("tokens per second and GPU", f"{told['tokens_per_sec_per_device']:,.0f}", f"{told['step_time_s']:.4g} s per step"),
-        ("MFU", f"{told['mfu']:.1%}", f"{told['mfu_full_attention']:.1%} counting full attention"),
-        ("waiting for communication", f"{waits:.1%}", f"{blind:.1%} scheduled without latencies"),
-        (f"{format_count(told['token_budget'])} tokens", f"{told['days']:,.1f} days", cost),
+    return (
+        Card("memory", verdict("fits" if told["fits"] else "does not fit", bad=not told["fits"]), of_card),
+        Card(
+            "tokens per second and GPU", f"{told['tokens_per_sec_per_device']:,.0f}", f"{told['step_time_s']:.4g} s per step"
+        ),
+        Card("MFU", f"{told['mfu']:.1%}", f"{told['mfu_full_attention']:.1%} counting full attention"),
+        Card("waiting for communication", f"{waits:.1%}", f"{blind:.1%} scheduled without latencies"),
+        Card(f"{format_count(told['token_budget'])} tokens", f"{told['days']:,.1f} days", cost),
     )
-    for index, (title, value, note) in enumerate(cards):
-        bad = ' class="bad"' if index == 0 and not told["fits"] else ""
-        yield f"<div><dt>{title}</dt><dd{bad}>{value}</dd><small>{note}</small></div>"
 
 
 def _memory(told: Figures) -> str:

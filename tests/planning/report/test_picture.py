@@ -1,7 +1,6 @@
 """The page with the drawings: whole, self-contained, safe, and to scale."""
 
 import dataclasses
-import html.parser
 import re
 
 import pytest
@@ -10,6 +9,7 @@ from llamajax.planning.cost.timeline import Event, Loop, layer_loops
 from llamajax.planning.report import figures, picture
 from llamajax.planning.scopes import MEMORY_KINDS
 from llamajax.planning.search import Sweep
+from tests.html_tags import check_tags
 from tests.planning import plans
 
 
@@ -41,25 +41,7 @@ def test_the_page_loads_nothing_runs_nothing_and_its_tags_match():
     assert not re.findall(r"""(?:src|href|url|@import|<script)\s*[=(>]""", text)
     assert "default-src 'none'" in text
     assert "<h1>&lt;tiny&gt;</h1>" in text
-
-    class Checker(html.parser.HTMLParser):
-        def __init__(self):
-            super().__init__()
-            self.stack: list[str] = []
-
-        def handle_starttag(self, tag, attrs):
-            if tag != "meta":
-                self.stack.append(tag)
-
-        def handle_startendtag(self, tag, attrs):
-            pass
-
-        def handle_endtag(self, tag):
-            assert self.stack.pop() == tag
-
-    checker = Checker()
-    checker.feed(text)
-    assert checker.stack == []
+    check_tags(text)
 
 
 def bars(text: str, style: str) -> list[float]:
