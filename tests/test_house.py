@@ -75,6 +75,27 @@ def test_imports_run_downwards():
     ]
 
 
+STATIONS = ("documents", "tokenizers", "chat", "cleaning", "tokens", "rows")
+"""The folders of `data/`, in the order in which text passes through them; what lies beside them is for all."""
+
+
+def station(module: str) -> int:
+    """The place of a module of `data/` among the stations; 0 for what they share."""
+    folder = module.split(".")[2]
+    return 1 + STATIONS.index(folder) if (ROOT / "llamajax" / "data" / folder).is_dir() else 0
+
+
+def test_stations_of_data_import_those_before_them():
+    data = {module: several for module, several in IMPORTS.items() if module.startswith("llamajax.data.")}
+    assert {station(module) for module in data} == set(range(len(STATIONS) + 1))
+    assert not [
+        f"{module} imports {imported}"
+        for module, several in data.items()
+        for imported in several & data.keys()
+        if station(imported) > station(module)
+    ]
+
+
 def test_no_files_import_each_other():
     assert tuple(graphlib.TopologicalSorter(IMPORTS).static_order())
 

@@ -1,1 +1,1 @@
-"""What a run takes, by arithmetic: parameters, FLOPs, bytes, messages and memory; figures of GPUs."""
+"""Estimates by arithmetic: parameters, FLOPs, bytes, messages and memory of a run. Data sheets of GPUs."""

@@ -1,4 +1,4 @@
-"""processes.py, rendezvous.py and stop.py: two real processes that fail, get lost and are stopped, in every role."""
+"""peers.py, rendezvous.py and stop.py: two real processes that fail, get lost and are stopped, in every role."""
 
 import contextlib
 import re

@@ -34,7 +34,7 @@ from llamajax.data.cleaning.texts import MAX_TEXT_CHARS
 from llamajax.data.cleaning.write import WriteTask, write
 from llamajax.data.documents.file_groups import Extent, FileGroup, content_hashes, file_identity
 from llamajax.data.documents.sources import Source
-from llamajax.data.rows.packing_cache import Run
+from llamajax.data.tasks import MapTasks
 from llamajax.errors import ConfigError, DataError, EnvironmentMismatchError
 
 POLL_S = 1.0
@@ -55,7 +55,7 @@ def clean(
     config: CleaningConfig,
     cache_dir: Path,
     log: Callable[[str], None],
-    run: Run = map,
+    run: MapTasks = map,
     *,
     log_work: Callable[[str], None] | None = None,
 ) -> list[Source]:
@@ -155,7 +155,7 @@ def _told(
     keys: Sequence[str],
     cache_dir: Path,
     log: Callable[[str], None],
-    run: Run,
+    run: MapTasks,
 ) -> tuple[report.Told, dict[str, Work]]:
     """The report, when all that it tells of is there and whole; and the work that was done for it now."""
     entry, work = parts[0].entry, {}
@@ -206,7 +206,7 @@ def _made(
     held_out: Sequence[FileGroup],
     keys: Sequence[str],
     log: Callable[[str], None],
-    run: Run,
+    run: MapTasks,
 ) -> tuple[report.Told, dict[str, Work]]:
     """Makes what is not there yet, the report last."""
     config, entry, started = rules.config, parts[0].entry, time.perf_counter()
@@ -246,7 +246,7 @@ def _made(
 
 
 def _each(
-    run: Run, function: Callable[[Any], Any], tasks: Sequence[Any], what: str, log: Callable[[str], None]
+    run: MapTasks, function: Callable[[Any], Any], tasks: Sequence[Any], what: str, log: Callable[[str], None]
 ) -> Iterator[Any]:
     """The results of `run`, with signs of progress."""
     reported = time.monotonic()

@@ -14,10 +14,10 @@ from llamajax.data import cache
 from llamajax.data.chat.chat_template import TEMPLATE_FILE
 from llamajax.data.rows.order import Proportions
 from llamajax.data.rows.packing import Row
-from llamajax.data.rows.packing_cache import Run
 from llamajax.data.rows.position import PassedOver
 from llamajax.data.rows.rows import PackedSource, RowPlace, cache_error
 from llamajax.data.rows.stages import Passes, StageRows, stage_orders, takes_part
+from llamajax.data.tasks import MapTasks
 from llamajax.data.tokenizers.tokenizer_base import Tokenizer
 from llamajax.data.tokens.stores import HELD_OUT, SIDES, TRAIN
 from llamajax.data.tokens.tokenize_run import tokenized
@@ -100,7 +100,7 @@ def prepare(
     log: Callable[[str], None] = print,
     log_work: Callable[[str], None] | None = None,
     tokenizer: Tokenizer | None = None,
-    run: Run = map,
+    run: MapTasks = map,
 ) -> Dataset:
     """Makes the data of a run ready, reusing all that the cache holds; every process of a run may call it at once.
 
@@ -129,7 +129,7 @@ def _prepare(
     log: Callable[[str], None],
     log_work: Callable[[str], None],
     models_tokenizer: Tokenizer | None,
-    run: Run,
+    run: MapTasks,
 ) -> Dataset:
     data = config.data
     found = tokenized(config, cache_dir, log, log_work, models_tokenizer, run)

@@ -6,7 +6,7 @@ has the totals, and where each chunk begins, so that chunks are made independent
 
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,6 +17,7 @@ from jaxtyping import Int32, Int64
 from llamajax import disk
 from llamajax.data import cache, progress
 from llamajax.data.rows import packing
+from llamajax.data.tasks import MapTasks
 from llamajax.data.tokens.stores import SIDES, TokenStore
 
 CHUNK_WINDOWS = 8
@@ -28,9 +29,6 @@ MAX_KNOWN_CHUNKS = 2**10
 
 _FOLDER = "packing-3"
 """Says how packings are written; the name of an entry says which rows they hold."""
-
-Run = Callable[[Callable[[Any], Any], Sequence[Any]], Iterable[Any]]
-"""Calls a function with every task and gives the results in order, as `map`; perhaps in other processes."""
 
 
 class Totals(NamedTuple):
@@ -59,7 +57,7 @@ class Packings:
         """Whether they have been made."""
         return self._path.exists()
 
-    def make(self, run: Run = map) -> None:
+    def make(self, run: MapTasks = map) -> None:
         """Makes them, unless they are there.
 
         Raises:
@@ -95,7 +93,7 @@ class Packings:
         """
         return PackingIndex(self._path)
 
-    def _make(self, run: Run) -> None:
+    def _make(self, run: MapTasks) -> None:
         of_parts = self._count(run)
         arrays: dict[str, np.ndarray] = {}
         info: dict[str, Any] = {}
@@ -110,7 +108,7 @@ class Packings:
             info[side] = {**totals._asdict(), "targets": sum(chunk.targets for chunk in packed)}
         cache.write_arrays(self._path, arrays, info)
 
-    def _count(self, run: Run) -> Int64[np.ndarray, "parts sides totals"]:
+    def _count(self, run: MapTasks) -> Int64[np.ndarray, "parts sides totals"]:
         num_parts = len(self._store.tokens_of_part)
         parts = [range(at, min(at + COUNTED_PARTS, num_parts)) for at in range(0, num_parts, COUNTED_PARTS)]
         counts = run(_count, [_Count(self._store, self._seq_len, some) for some in parts])

@@ -12,7 +12,8 @@ from llamajax import disk
 from llamajax.data import cache
 from llamajax.data.documents.file_groups import ANNOUNCED_BYTES
 from llamajax.data.rows.packing import Row, fill_row
-from llamajax.data.rows.packing_cache import PackingIndex, Packings, Run
+from llamajax.data.rows.packing_cache import PackingIndex, Packings
+from llamajax.data.tasks import MapTasks
 from llamajax.data.tokens.source_tokens import SourceTokens
 from llamajax.data.tokens.stores import HELD_OUT, SIDES, TRAIN
 from llamajax.errors import DataError, DiskError, UserError
@@ -25,7 +26,7 @@ class PackedSource:
     """The rows of one source, of both sides of the split."""
 
     def __init__(
-        self, tokens: SourceTokens, cache_dir: Path, seq_len: int, log: Callable[[str], None], run: Run = map
+        self, tokens: SourceTokens, cache_dir: Path, seq_len: int, log: Callable[[str], None], run: MapTasks = map
     ) -> None:
         """Packs the documents, if that has not been done, by calls of `run`.
 
@@ -89,7 +90,7 @@ class PackedSource:
         """
         return cache.repaired(lambda: self._row(SIDES.index(side), index), self._remake)
 
-    def _pack(self, run: Run) -> PackingIndex:
+    def _pack(self, run: MapTasks) -> PackingIndex:
         counts = self.tokens.counts
         if not self._packings.is_there() and max(counts.text_bytes, 2 * counts.tokens) >= ANNOUNCED_BYTES:
             self._log(f"packing    {counts.documents:,} documents of {self.source.key}")

@@ -14,7 +14,7 @@ from llamajax.data.chat.chat_tokens import end_problem
 from llamajax.data.cleaning.pipeline import clean
 from llamajax.data.documents.file_groups import FileGroup, group_files, known_groups
 from llamajax.data.documents.sources import Source
-from llamajax.data.rows.packing_cache import Run
+from llamajax.data.tasks import MapTasks
 from llamajax.data.tokenizers.tokenizer import load_tokenizer
 from llamajax.data.tokenizers.tokenizer_base import Tokenizer
 from llamajax.data.tokens.encoding import (
@@ -28,7 +28,7 @@ from llamajax.data.tokens.megatron_tokens import MegatronTokens, parts_path
 from llamajax.data.tokens.shard_index import index_path
 from llamajax.data.tokens.shards import tokenize
 from llamajax.data.tokens.source_tokens import ShardedTokens, SourceTokens, entries_of
-from llamajax.processes.peers import current, of_first, rank
+from llamajax.processes import peers
 
 
 class Tokenized(NamedTuple):
@@ -44,7 +44,7 @@ def tokenized(
     log: Callable[[str], None],
     log_work: Callable[[str], None],
     models_tokenizer: Tokenizer | None,
-    run: Run = map,
+    run: MapTasks = map,
 ) -> Tokenized:
     """Arguments and errors are those of `llamajax.data.rows.dataset.prepare`, but the cache's stay `OSError`s."""
     sources = sources_of(config)
@@ -55,7 +55,7 @@ def tokenized(
         template = chat_template_for(config, tokenizer)
         return Tokenizing(tokenizer, template, cache_dir, config.data.held_out_fraction, log_work)
 
-    told = of_first(_made(config, sources, models_tokenizer, by_of, log_work)) if current() is not None else None
+    told = peers.of_first(_made(config, sources, models_tokenizer, by_of, log_work)) if peers.current() is not None else None
     if told is not None and not _is_here(told["files"], cache_dir):
         told = None  # this host has another disk
     if told is not None:
@@ -146,7 +146,7 @@ def _made(
     `files` are names in the cache of the trained tokenizer, if there is one, and of the totals of all sources; `sources`
     what these are, cleaned or not; `lines` what is to be said of it.
     """
-    if rank() > 0:
+    if peers.rank() > 0:
         return None
     cache_dir = Path(config.data.cache_dir).expanduser()
     lines: list[str] = []

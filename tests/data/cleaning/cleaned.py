@@ -8,9 +8,10 @@ from pathlib import Path
 
 from llamajax.config.cleaning import CleaningConfig
 from llamajax.config.data import SourceConfig
-from llamajax.data.cleaning.pipeline import Run, clean
+from llamajax.data.cleaning.pipeline import clean
 from llamajax.data.documents.file_groups import FileGroup, group_files
 from llamajax.data.documents.sources import Source
+from llamajax.data.tasks import MapTasks
 
 
 def real_texts(count: int, chars: int = 2000) -> list[str]:
@@ -54,7 +55,11 @@ def grouped(sources: Sequence[Source], cache_dir: Path) -> list[list[FileGroup]]
 
 
 def run_clean(
-    configs: Sequence[SourceConfig], config: CleaningConfig, cache_dir: Path, run: Run = map, log: list[str] | None = None
+    configs: Sequence[SourceConfig],
+    config: CleaningConfig,
+    cache_dir: Path,
+    run: MapTasks = map,
+    log: list[str] | None = None,
 ) -> list[Source]:
     """The cleaned sources."""
     sources = [Source(source, f"data.sources[{index}]") for index, source in enumerate(configs)]
