@@ -37,11 +37,10 @@ from llamajax.config.parallel import MeshConfig
 from llamajax.errors import ConfigError, UserError
 from llamajax.kernels import choice
 from llamajax.kernels.attention import Mask, attend, with_sight
-from llamajax.kernels.choice import Kernel, Site, is_on_gpu
+from llamajax.kernels.choice import Kernel, Site, compute_capability, is_on_gpu
 from llamajax.parallel.mesh import make_mesh
 from llamajax.parallel.sharding import spec
 from llamajax.processes.exit import end_with, exit_code
-from llamajax.step.forms import compute_capability
 from llamajax.units import format_bytes
 from llamajax.watch.console import log_own, print_table
 from llamajax.watch.option_files import check_outputs, write_output

@@ -47,18 +47,18 @@ from llamajax.config.run import Config
 from llamajax.errors import EnvironmentMismatchError
 from llamajax.estimates.calibration import MeasuredGrid, MeasuredRun, Measurement, Versions
 from llamajax.estimates.gpus import GPUS, Gpu, find_gpu
+from llamajax.kernels.choice import compute_capability
 from llamajax.parallel import startup
 from llamajax.planning.cost.gpu import Machine
 from llamajax.planning.cost.replay import replay
 from llamajax.planning.plan import make_plan, replayed
-from llamajax.planning.scheduling import compile_here
+from llamajax.planning.scheduling import compile_here, resolve_here
 from llamajax.planning.xla.compile import check_compiler, prepare_environment
 from llamajax.planning.xla.hlo import Module
 from llamajax.planning.xla.parse import parse
 from llamajax.processes.exit import end_with, exit_code
 from llamajax.step.batch import Batch, batch_sharding
 from llamajax.step.compile import lower
-from llamajax.step.forms import compute_capability, with_forms
 from llamajax.step.state import abstract_state, init_state
 from llamajax.step.step import one_behind
 from llamajax.units import format_bytes
@@ -258,8 +258,8 @@ def measure_constants(device: Device, command: str) -> Measurement:
 def measure_step(config: Config, device: Device) -> tuple[Timing, int | None]:
     """Of training's own step: its time, and the most bytes of arrays at once, where the device tells them."""
     startup.start(config)
-    in_forms, _ = with_forms(config, jax.sharding.get_mesh().shape)
-    step = compile_here(in_forms, lower(in_forms, abstract_state(config))).step
+    run = resolve_here(config)
+    step = compile_here(run, lower(run, abstract_state(config))).step
     state, batch = init_state(config), random_batch(config)
 
     def losses() -> Iterator[jax.Array]:

@@ -17,6 +17,7 @@ from llamajax.config.parallel import AXES
 from llamajax.estimates.formulas import num_params
 from llamajax.parallel.sharding import spec
 from llamajax.step.batch import FIELDS, micro_batch_size
+from llamajax.step.resolve import resolve
 from llamajax.step.state import init_state
 from llamajax.step.step import train_step
 
@@ -147,7 +148,7 @@ def test_every_config_for_a_cluster_traces_on_its_mesh(path):
         sharding = jax.NamedSharding(mesh, spec(None, "batch", "seq"))
         batch = dict.fromkeys(FIELDS, jax.ShapeDtypeStruct(shape, jax.numpy.int32, sharding=sharding))
         state = jax.eval_shape(functools.partial(init_state, config))
-        state, metrics = jax.eval_shape(functools.partial(train_step, config), state, batch)
+        state, metrics = jax.eval_shape(functools.partial(train_step, resolve(config, sizes)), state, batch)
     assert sum(leaf.size for leaf in jax.tree.leaves(state.model)) == num_params(config.model)
     assert metrics["loss"].shape == ()
 

@@ -10,6 +10,7 @@ from llamajax.config.run import Config
 from llamajax.config.training import OptimizerConfig, TrainConfig
 from llamajax.parallel.mesh import make_mesh
 from llamajax.parallel.sharding import spec
+from llamajax.step.resolve import ResolvedRun, resolve
 
 
 def tiny_config(run_dir: str = "unused", **sections) -> Config:
@@ -25,6 +26,11 @@ def tiny_config(run_dir: str = "unused", **sections) -> Config:
         "mesh": MeshConfig(num_cpu_devices=8),
     }  # fmt: skip
     return Config(run_dir=run_dir, **(defaults | sections))
+
+
+def resolved(config: Config) -> ResolvedRun:
+    """The run on the current mesh."""
+    return resolve(config, jax.sharding.get_abstract_mesh().shape)
 
 
 def single_device_mesh() -> jax.sharding.Mesh:

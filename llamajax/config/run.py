@@ -21,6 +21,7 @@ from llamajax.config.keys import with_values
 from llamajax.config.machine import HardwareConfig, XlaConfig
 from llamajax.config.model import InitChange, ModelConfig
 from llamajax.config.parallel import (
+    PLAIN,
     DistributedConfig,
     MeshConfig,
     ParallelConfig,
@@ -195,6 +196,12 @@ class Config(Settings):
                 f" over mesh.sequence={parts}; choose ring or gather, or an axis that divides them"
             ]
         return []
+
+    def given_form(self, setting: str) -> tuple[Any, str] | None:
+        """What a setting of `parallel` says, or what emulated devices take, and why; None: it is left open."""
+        if (form := getattr(self.parallel, setting)) != "auto":
+            return form, f"parallel.{setting} says so"
+        return None if self.mesh.num_cpu_devices is None else (getattr(PLAIN, setting), "emulated devices hide nothing")
 
     def rows_per_device(self, axes: Mapping[str, int]) -> int:
         """Rows of a micro-batch that a device computes, alone or with those that share them."""

@@ -2,13 +2,12 @@
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
-from jax.extend.backend import get_default_device
 
 from llamajax.config.model import AttentionKernel
 from llamajax.config.parallel import SequenceForm, num_parts
 from llamajax.kernels import cached, cudnn, pallas, plain, ring, tokamax_kernel, ulysses
 from llamajax.kernels.cached import Past
-from llamajax.kernels.choice import GPU_PLATFORMS, Kernel, Site, choose, is_on_gpu
+from llamajax.kernels.choice import Kernel, Site, choose, compute_capability, is_on_gpu
 from llamajax.kernels.plain import Keys, LogSumExp, Mask, Queries
 
 
@@ -79,16 +78,9 @@ def with_sight(
 def _choice(
     kernel: AttentionKernel, q: jax.Array | jax.ShapeDtypeStruct, mask: Mask, form: SequenceForm, *, with_lse: bool = False
 ) -> Kernel:
-    closes_documents = mask.segment_ids is not None
-    site = Site(is_on_gpu(), str(q.dtype), q.shape[-1], closes_documents, form, _splits_rows(), with_lse, _capability())
+    closes_documents, capability = mask.segment_ids is not None, compute_capability()
+    site = Site(is_on_gpu(), str(q.dtype), q.shape[-1], closes_documents, form, _splits_rows(), with_lse, capability)
     return choose(kernel, site)[0]
-
-
-def _capability() -> tuple[int, ...] | None:
-    device = get_default_device()
-    if device.platform not in GPU_PLATFORMS:
-        return None
-    return tuple(int(number) for number in device.compute_capability.split("."))
 
 
 def _splits_rows() -> bool:

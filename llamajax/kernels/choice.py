@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Literal, NamedTuple
 
 import jax
+from jax.extend.backend import get_default_device
 
 from llamajax.config.model import AttentionKernel, ModelConfig
 from llamajax.config.parallel import SequenceForm, num_parts
@@ -20,6 +21,14 @@ def is_on_gpu() -> bool:
     """Whether the current mesh is of GPUs, here or described ones."""
     device = jax.sharding.get_abstract_mesh().abstract_device
     return device is not None and device.platform in GPU_PLATFORMS
+
+
+def compute_capability() -> tuple[int, ...] | None:
+    """CUDA's version of the architecture of the GPU that is compiled for, here or described; None: it is none."""
+    device = get_default_device()
+    if device.platform not in GPU_PLATFORMS:
+        return None
+    return tuple(int(number) for number in device.compute_capability.split("."))
 
 
 class Site(NamedTuple):

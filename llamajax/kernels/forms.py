@@ -25,10 +25,8 @@ def sequence_form(config: Config, axes: Mapping[str, int]) -> tuple[SequenceForm
     parts = num_parts("seq", axes)
     if parts == 1:
         return "gather", "no row is split"
-    if config.parallel.sequence != "auto":
-        return config.parallel.sequence, "parallel.sequence says so"
-    if config.mesh.num_cpu_devices is not None:
-        return "gather", "emulated devices hide nothing"
+    if (given := config.given_form("sequence")) is not None:
+        return given
     tokens = config.train.global_batch_size / config.train.grad_accum_steps / num_parts("batch", axes)
     tokens *= config.data.seq_len / parts
     width = DTYPE_BYTES[config.model.compute_dtype]

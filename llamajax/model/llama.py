@@ -31,7 +31,6 @@ Tokens = Int32[Array, "B T"]
 """Of each row's tokens: their ids, or the ids of their documents, or their positions."""
 _SAVED_BY_REMAT: dict[Remat, tuple[str, ...] | None] = {
     "none": None,
-    "auto": None,  # where nobody has chosen, nobody trains
     "full": (),
     "save_attention": ("residual", "attention"),
     "save_attention_qkv": ("residual", "attention", "qkv"),
@@ -139,7 +138,7 @@ class Llama(nnx.Module):
         positions: Tokens | None = None,
         *,
         parallel: ParallelConfig = PLAIN,
-        remat: Remat | None = None,
+        remat: Remat = "none",
         copies: Copies | None = None,
         first: Layer | None = None,
     ) -> Float[Array, "B T D"]:
@@ -151,7 +150,7 @@ class Llama(nnx.Module):
                 and so it is with `attend_across_documents`.
             positions: for the rotary embedding. None: counted from the start of each segment.
             parallel: the forms in which devices share the work; for a `ring`, T must be divisible by twice its devices.
-            remat: what is kept for the backward pass. None: as the configuration says.
+            remat: what is kept for the backward pass. Never `auto`, which `llamajax.step.resolve` resolves.
             copies: of its weights.
             first: its first layer, gathered before, which then gets that one's gradient; for a `prefetch` stack.
         """
@@ -161,7 +160,6 @@ class Llama(nnx.Module):
         rows, tokens = jax.lax.optimization_barrier((rows, tokens))  # none of them before this micro-batch's turn
         x = self._embed(laid_out(tokens, sequence), None if copies is None else copies.embedding)
 
-        remat = remat or config.remat
         saved = _SAVED_BY_REMAT[remat]
         if remat == "full" and is_shared(x):
             saved = ("residual",)  # a part of the tokens; making it again would scatter the attention's output again

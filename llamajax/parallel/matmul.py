@@ -55,10 +55,8 @@ def tensor_form(config: Config, axes: Mapping[str, int]) -> tuple[TensorForm, st
     devices = math.prod(axes[axis] for axis in SHARED)
     if devices == 1:
         return "collective", "no matmul is shared"
-    if config.parallel.tensor != "auto":
-        return config.parallel.tensor, "parallel.tensor says so"
-    if config.mesh.num_cpu_devices is not None:
-        return "collective", "emulated devices hide nothing"
+    if (given := config.given_form("tensor")) is not None:
+        return given
     if not splits_residual(config.data.seq_len, axes):
         return "collective", f"mesh.tensor does not divide the tokens of a row of {config.data.seq_len}"
     if devices < LEAST_DEVICES:

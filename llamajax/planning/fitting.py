@@ -11,7 +11,7 @@ from llamajax.config.run import Config
 from llamajax.errors import ConfigError
 from llamajax.planning.cost.flops import planned_flops
 from llamajax.planning.memory import MemoryPlan, estimate
-from llamajax.step.forms import sequence_form
+from llamajax.step.resolve import resolve_planned
 
 ESTIMATE_MARGIN = 1.1
 """Candidates are compiled although what is expected of them is this much above the card: it is that inexact."""
@@ -73,7 +73,7 @@ def suggestions(
 
 def _shortfall(config: Config, memory: MemoryPlan) -> float:
     """What was compiled over what formulas expect of it."""
-    return max(1.0, memory.peak_bytes / estimate(config).peak_bytes)
+    return max(1.0, memory.peak_bytes / estimate(resolve_planned(config)).peak_bytes)
 
 
 def candidates(config: Config, shortfall: float = 1.0) -> Iterator[Candidate]:
@@ -98,10 +98,10 @@ def candidates(config: Config, shortfall: float = 1.0) -> Iterator[Candidate]:
 
 def _other_sequence_forms(config: Config) -> Iterator[Candidate]:
     """Other ways for devices to share rows. Formulas do not tell them apart: what one needs beyond them another need not."""
-    axes = config.mesh.axis_sizes(config.hardware.num_devices)
-    if num_parts("seq", axes) == 1:
+    run = resolve_planned(config)
+    if num_parts("seq", run.mesh) == 1:
         return
-    present, _ = sequence_form(config, axes)
+    present = run.config.parallel.sequence
     for form in ("ulysses", "gather", "ring"):
         if form != present and (candidate := _if_it_fits(config, {"parallel.sequence": form}, 1.0)) is not None:
             yield candidate
@@ -129,10 +129,11 @@ def _if_it_fits(config: Config, changes: Changes, shortfall: float) -> Candidate
         candidate = config.changed(changes)
     except ConfigError:
         return None
-    expected = estimate(candidate)
+    run = resolve_planned(candidate)
+    expected = estimate(run)
     if shortfall * expected.peak_bytes > ESTIMATE_MARGIN * expected.budget_bytes:
         return None
-    ratio = planned_flops(candidate).total / planned_flops(config).total
+    ratio = planned_flops(run).total / planned_flops(resolve_planned(config)).total
     return Candidate(changes=changes, config=candidate, flops_ratio=ratio)
 
 

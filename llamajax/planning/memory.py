@@ -8,17 +8,14 @@ import math
 from collections import Counter
 from dataclasses import dataclass
 
-from llamajax.config.run import Config
-from llamajax.estimates.formulas import mesh_sizes
-from llamajax.estimates.gpu_memory_budget import Allowance, allowance, memory_fraction, room
-from llamajax.estimates.gpus import planned_gpu
+from llamajax.estimates.gpu_memory_budget import Allowance, allowance, room
 from llamajax.kernels.cudnn import workspace_bytes
 from llamajax.planning.cost.attention import planned_kernel
 from llamajax.planning.scopes import MEMORY_KINDS, MemoryKind, Namer
 from llamajax.planning.xla.buffers import Buffer
 from llamajax.planning.xla.compile import CompiledStep
 from llamajax.planning.xla.hlo import Module, arrays
-from llamajax.step.forms import formula_bytes, with_forms
+from llamajax.step.resolve import ResolvedRun, formula_bytes
 
 
 @dataclass(frozen=True)
@@ -93,45 +90,46 @@ def memory_plan(step: CompiledStep, module: Module) -> MemoryPlan:
     by_kind["temporaries"] += buffers.other_bytes
     by_kind["gaps"] += buffers.gap_bytes
     by_kind["workspace"] += _attention_workspace(module)
+    run = step.run
+    assert run.gpu is not None
     return MemoryPlan(
         by_kind=dict(by_kind),
         argument_bytes=buffers.argument_bytes,
         temp_bytes=buffers.arena_bytes,
         peak_bytes=sum(by_kind.values()),
         host_bytes=buffers.host_bytes,
-        capacity_bytes=planned_gpu(step.config.hardware).memory_bytes,
-        allowance=allowance(mesh_sizes(step.config)),
-        training_fraction=memory_fraction(step.config),
+        capacity_bytes=run.gpu.memory_bytes,
+        allowance=allowance(run.mesh),
+        training_fraction=run.memory_fraction,
         tensors=tensors,
     )
 
 
-def estimate(config: Config) -> MemoryPlan:
-    """The memory of `config` by formulas, see `expected_bytes`: for choosing what to compile and where no compiler is."""
-    mesh = mesh_sizes(config)
-    config, _ = with_forms(config, mesh)
-    expected = formula_bytes(config, mesh)
-    expected["workspace"] = _planned_workspace(config)
+def estimate(run: ResolvedRun) -> MemoryPlan:
+    """The memory of a run by formulas, see `expected_bytes`: for choosing what to compile and where no compiler is."""
+    expected = formula_bytes(run.config, run.mesh)
+    expected["workspace"] = _planned_workspace(run)
     by_kind: dict[MemoryKind, int] = {kind: expected.get(kind, 0) for kind in MEMORY_KINDS}
     state = by_kind["parameters"] + by_kind["optimizer"] + by_kind["batch"]
     peak = sum(by_kind.values())
+    assert run.gpu is not None
     return MemoryPlan(
         by_kind=by_kind,
         argument_bytes=state,
         temp_bytes=peak - state,
         peak_bytes=peak,
         host_bytes=0,
-        capacity_bytes=planned_gpu(config.hardware).memory_bytes,
-        allowance=allowance(mesh),
-        training_fraction=memory_fraction(config),
+        capacity_bytes=run.gpu.memory_bytes,
+        allowance=allowance(run.mesh),
+        training_fraction=run.memory_fraction,
         tensors=(),
     )
 
 
-def _planned_workspace(config: Config) -> int:
-    if planned_kernel(config)[0] != "cudnn":
+def _planned_workspace(run: ResolvedRun) -> int:
+    if planned_kernel(run)[0] != "cudnn":
         return 0
-    model, axes = config.model, mesh_sizes(config)
+    config, model, axes = run.config, run.config.model, run.mesh
     rows = config.rows_per_device(axes)
     tensor, sequence = axes["tensor"], axes["sequence"]
     heads, kv_heads = model.num_heads // tensor // sequence, max(1, model.computed_kv_heads(axes) // tensor // sequence)

@@ -4,29 +4,26 @@ import dataclasses
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-from llamajax.config.model import REMATS, Remat
+from llamajax.config.model import Remat
 from llamajax.config.run import Config
 from llamajax.errors import ConfigError
 from llamajax.estimates.formulas import mesh_sizes
-from llamajax.estimates.gpus import planned_gpu
 from llamajax.planning.cost.attention import planned_kernel, scores_of_calls
 from llamajax.planning.cost.gpu import planned_machine
 from llamajax.planning.cost.replay import replay
 from llamajax.planning.cost.timeline import Timeline
 from llamajax.planning.fitting import Suggestion, suggestions
-from llamajax.planning.latencies import FILE_NAME, latency_text, read_latencies
+from llamajax.planning.latencies import FILE_NAME, read_latencies
 from llamajax.planning.memory import MemoryPlan, memory_plan
-from llamajax.planning.schedule_choice import preference
+from llamajax.planning.schedule_choice import Preference, fastest_remat, made_latencies, preference
 from llamajax.planning.scheduling import check_told, latency_source
 from llamajax.planning.xla.compile import CompiledStep, compile_for
 from llamajax.planning.xla.hlo import Module
 from llamajax.planning.xla.parse import parse
-from llamajax.step.compile import compiler_options
-from llamajax.step.forms import float8_matmuls, with_forms
+from llamajax.step.resolve import ResolvedRun, float8_matmuls, resolve_planned
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +53,7 @@ class Plan:
     """What is known of a configuration before it runs."""
 
     config: Config
+    """As it is asked for, but that `model.remat` is chosen."""
     guessed: Schedule
     """Scheduled by XLA's own guesses."""
     informed: Schedule | None
@@ -63,7 +61,7 @@ class Plan:
     alternatives: tuple[Alternative, ...] = ()
     """Other settings that were tried; XLA's own guesses, where latencies are asked for, are not among them."""
     by_remat: dict[Remat, Schedule] = dataclasses.field(default_factory=dict)
-    """Under each `model.remat`, scheduled by XLA's own guesses; empty unless it was `auto`, which `config` is not."""
+    """Under each `model.remat`, scheduled by XLA's own guesses; empty unless it was `auto`."""
     suggestions: tuple[Suggestion, ...] = ()
     """What to change when `chosen` does not fit the card."""
 
@@ -84,7 +82,7 @@ class Plan:
         return min(tried, key=lambda alternative: _preference(alternative.schedule)).changes
 
 
-def _preference(schedule: Schedule) -> tuple[bool, float]:
+def _preference(schedule: Schedule) -> Preference:
     return preference(schedule.timeline, fits=schedule.memory.fits)
 
 
@@ -104,14 +102,16 @@ def make_plan(
         ConfigError: see `compile_for` and `check_told`.
     """
     check_told(config)
-    by_remat = {}
+    by_remat: dict[Remat, Schedule] = {}
+
+    def compiled(run: ResolvedRun) -> Preference:
+        schedule = by_remat[run.config.model.remat] = replayed(compile_for(run), config)
+        return _preference(schedule)
+
     if config.model.remat == "auto":
-        for remat in REMATS:
-            doing(f"compiling the step with model.remat: {remat}")
-            by_remat[remat] = replayed(compile_for(config.changed({"model.remat": remat})), config)
-        config = config.changed({"model.remat": min(by_remat, key=lambda remat: _preference(by_remat[remat]))})
+        config = config.changed({"model.remat": fastest_remat(config, mesh_sizes(config), compiled, doing)})
     doing("compiling the step")
-    guessed = by_remat.get(config.model.remat) or replayed(compile_for(config), config)
+    guessed = by_remat.get(config.model.remat) or planned(config)
     plan = Plan(config=config, guessed=guessed, informed=by_latencies(guessed, config), by_remat=by_remat)
     if alternatives:
         doing("compiling it with other settings")
@@ -130,8 +130,9 @@ def plan_problems(config: Config) -> list[str]:
     problems += [problem for problem in config.problems() if not any(problem.startswith(known) for known in problems)]
     try:
         if not problems:
-            planned_kernel(with_forms(config, mesh_sizes(config))[0])
-            float8_matmuls(config, planned_gpu(config.hardware).compute_capability)
+            run = resolve_planned(config)
+            planned_kernel(run)
+            float8_matmuls(config.model, run.gpu and run.gpu.compute_capability)
         check_told(config)
     except ConfigError as error:
         problems.append(str(error))
@@ -143,32 +144,28 @@ def by_latencies(guessed: Schedule, config: Config) -> Schedule | None:
     source = latency_source(config, config.hardware.num_devices)
     if source is None:
         return None
-    untimed = None
+    run, untimed = resolve_planned(config), None
     if source == "auto":
-        options = partial(compiler_options, guessed.step.config, config.hardware.num_devices)
-        if options() != options(untimed=True):
-            untimed = replayed(compile_for(config, untimed=True), config)
-        text = latency_text((untimed or guessed).timeline.latencies)
+        text, untimed = made_latencies(run, guessed, lambda: replayed(compile_for(run, untimed=True), config))
     else:
         text = read_latencies(source)
     with tempfile.TemporaryDirectory(prefix="llamajax-plan-") as folder:
         path = Path(folder) / FILE_NAME
         path.write_text(text, encoding="utf-8")
-        informed = replayed(compile_for(config, latencies=str(path)), config)
+        informed = replayed(compile_for(run, latencies=str(path)), config)
     return dataclasses.replace(informed, untimed=None if untimed is None else untimed.step)
 
 
 def _alternatives(plan: Plan) -> Iterator[Alternative]:
     """Every other way to run the layers and to schedule, of which a program of one device has one."""
     latency_profile = plan.config.xla.latency_profile
-    chosen, _ = with_forms(plan.config, mesh_sizes(plan.config))
-    other = "prefetch" if chosen.parallel.stack != "prefetch" else "scan"
+    other = "prefetch" if plan.guessed.step.run.config.parallel.stack != "prefetch" else "scan"
     for changes in ({}, {"parallel.stack": other}):
         guessing, informing = changes | {"xla.latency_profile": None}, changes | {"xla.latency_profile": "auto"}
         guessed = plan.guessed
         if changes:
             config = plan.config.changed(guessing)
-            guessed = replayed(compile_for(config), config)
+            guessed = planned(config)
             yield Alternative(changes=guessing, schedule=guessed)
         if changes or latency_profile != "auto":
             schedule = by_latencies(guessed, plan.config.changed(informing))
@@ -178,11 +175,16 @@ def _alternatives(plan: Plan) -> Iterator[Alternative]:
 
 def memory_and_time(config: Config) -> tuple[MemoryPlan, float]:
     """Of the step as training runs it; of the one by XLA's own guesses, if that does not fit."""
-    guessed = replayed(compile_for(config), config)
+    guessed = planned(config)
     found = guessed
     if guessed.memory.fits:
         found = Plan(config=config, guessed=guessed, informed=by_latencies(guessed, config)).chosen
     return found.memory, found.timeline.step_time_s
+
+
+def planned(config: Config) -> Schedule:
+    """The step of `config` on its cluster, scheduled by XLA's own guesses."""
+    return replayed(compile_for(resolve_planned(config)), config)
 
 
 def replayed(step: CompiledStep, config: Config) -> Schedule:
@@ -193,5 +195,5 @@ def replayed(step: CompiledStep, config: Config) -> Schedule:
         step=step,
         module=module,
         memory=memory_plan(step, module),
-        timeline=replay(module, planned_machine(config), mesh_sizes(config), scores_of_calls(step.config)),
+        timeline=replay(module, planned_machine(config), step.run.mesh, scores_of_calls(step.run)),
     )

@@ -1,9 +1,8 @@
-"""By what XLA schedules training's step: its own guesses, or latencies, where these help.
+"""Resolves a run on the devices that are here, and chooses how XLA schedules its step: its built-in estimates, or the cost
+model's latencies where they are faster."""
 
-Plans and training decide alike.
-"""
-
-import functools
+import dataclasses
+import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,21 +13,20 @@ import jax
 import jaxlib.version
 
 from llamajax import disk
-from llamajax.config.model import REMATS, Remat
+from llamajax.config.model import REMATS
 from llamajax.config.run import Config
 from llamajax.data import cache
 from llamajax.errors import EnvironmentMismatchError
 from llamajax.estimates.calibration import read_measurement
-from llamajax.estimates.gpu_memory_budget import MEMORY_FRACTION, told_fraction
 from llamajax.parallel import compilation_cache
 from llamajax.planning.cost.attention import scores_of_calls
 from llamajax.planning.cost.gpu import planned_machine
 from llamajax.planning.latencies import FILE_NAME, read_latencies, text_costs
-from llamajax.planning.schedule_choice import GUESSES, Judge, Judged
+from llamajax.planning.schedule_choice import FASTEST, GUESSES, Judge, Judged, Preference, fastest_remat
 from llamajax.processes.peers import everyones, of_first
 from llamajax.step.compile import Option, check_flags, compile_with, compiler_options, lower
-from llamajax.step.forms import remat_policy, with_forms
-from llamajax.step.state import TrainState
+from llamajax.step.resolve import ResolvedRun, resolve
+from llamajax.step.state import abstract_state
 
 
 def latency_source(config: Config, num_devices: int) -> str | None:
@@ -67,23 +65,23 @@ def check_told(config: Config) -> None:
         EnvironmentMismatchError: the processes were given different files of latencies.
     """
     if config.xla.flags:
-        check_flags(config)
+        check_flags(config.xla.flags)
     if config.xla.latency_profile not in (None, "auto"):
         _same_file(config.xla.latency_profile)
     read_measurement(config.hardware)
 
 
-def compile_here(config: Config, lowered: jax.stages.Lowered) -> Compilation:
+def compile_here(run: ResolvedRun, lowered: jax.stages.Lowered) -> Compilation:
     """Compiles training's step for the devices of the current mesh; all processes call this together.
 
     Args:
-        config: the run.
+        run: the run.
         lowered: its step, lowered for that mesh.
 
     Raises:
-        ConfigError: `config.xla` says what this jaxlib does not know; see `gpu_options` too.
+        ConfigError: `xla` says what this jaxlib does not know; see `gpu_options` too.
     """
-    options, judged = gpu_options(config, lowered) if jax.default_backend() == "gpu" else ({}, None)
+    options, judged = gpu_options(run, lowered) if jax.default_backend() == "gpu" else ({}, None)
     if judged is not None:
         return Compilation(step=judged.step, options=options, from_cache=judged.from_cache)
     with compilation_cache.loaded() as loaded:
@@ -91,7 +89,7 @@ def compile_here(config: Config, lowered: jax.stages.Lowered) -> Compilation:
     return Compilation(step=step, options=options, from_cache=bool(loaded))
 
 
-def gpu_options(config: Config, lowered: jax.stages.Lowered) -> tuple[dict[str, Option], Judged | None]:
+def gpu_options(run: ResolvedRun, lowered: jax.stages.Lowered) -> tuple[dict[str, Option], Judged | None]:
     """What XLA is told of training's step on GPUs, the same in all processes, which call this together; and the step, if it
     was compiled like this in order to be judged.
 
@@ -102,61 +100,58 @@ def gpu_options(config: Config, lowered: jax.stages.Lowered) -> tuple[dict[str, 
         ConfigError: see `read_latencies`.
         EnvironmentMismatchError: the processes were given different files of latencies.
     """
-    num_devices = jax.sharding.get_mesh().size
-    options = functools.partial(compiler_options, config, num_devices)
-    source = latency_source(config, num_devices)
-    folder = Path(config.data.cache_dir).expanduser() / "latencies"
+    source = latency_source(run.config, math.prod(run.mesh.values()))
+    folder = Path(run.config.data.cache_dir).expanduser() / "latencies"
     if source is None:
-        return options(), None
+        return compiler_options(run), None
     if source != "auto":
         text = _same_file(source)
         path = folder / cache.key_of(text) / FILE_NAME
         disk.keep(path, text.encode())
-        return options(latencies=str(path)), None
-    judge = _judge(config)
-    path = folder / cache.key_of("latencies-4", [lowered.as_text(), options(), *_described(judge)]) / FILE_NAME
+        return compiler_options(run, latencies=str(path)), None
+    judge = _judge(run)
+    path = folder / cache.key_of("latencies-4", [lowered.as_text(), compiler_options(run), *_described(judge)]) / FILE_NAME
     text = of_first(path.read_text() if path.exists() else "")
     judged = None
     if text != GUESSES and not text_costs(text.encode()):
-        text, judged = judge.latencies(lowered, options, path)
+        text, judged = judge.latencies(run, lowered, path)
     disk.keep(path, text.encode())
-    return options(latencies=None if text == GUESSES else str(path)), judged
+    return compiler_options(run, latencies=None if text == GUESSES else str(path)), judged
 
 
-def fastest_remat(config: Config, state: TrainState, doing: Callable[[str], None]) -> tuple[Remat, str]:
-    """What `model.remat` comes to on the devices of the mesh, and why, in one line; all processes call this together.
+def resolve_here(config: Config, doing: Callable[[str], None] = lambda what: None) -> ResolvedRun:
+    """The run on the current mesh, as training resolves it; all processes call this together.
 
-    On GPUs that `hardware` names, the fastest that fits by the cost model, as in a plan: the step is compiled with each, and
-    what came out is kept in `data.cache_dir`. Elsewhere what formulas say.
+    On GPUs that `hardware` names, `model.remat: auto` comes to the fastest that fits by the cost model, as in a plan: the
+    step is compiled with each, and what came out is kept in `data.cache_dir`. Elsewhere it comes to what formulas say.
 
     Args:
         config: the run.
-        state: its `abstract_state`.
         doing: is told what takes so long.
     """
     mesh = dict(jax.sharding.get_mesh().shape)
     if config.model.remat != "auto" or config.hardware.gpu == "none" or jax.default_backend() != "gpu":
-        return remat_policy(config, mesh)
-    plainest, _ = with_forms(config.changed({"model.remat": "none"}), mesh)
+        return resolve(config, mesh)
+    state = abstract_state(config)
+
+    def compiled(tried: ResolvedRun) -> Preference:
+        return _judge(tried).compiled(lower(tried, state), compiler_options(tried)).preference
+
+    plainest = resolve(config.changed({"model.remat": "none"}), mesh)
     key = cache.key_of("remat-1", [lower(plainest, state).as_text(), *_described(_judge(plainest))])
     path = Path(config.data.cache_dir).expanduser() / "remat" / key / "policy"
     kept = of_first(path.read_text() if path.exists() else "")
     if kept not in REMATS:
-        preferences: dict[Remat, tuple[bool, float]] = {}
-        for remat in REMATS:
-            doing(f"compiling the step with model.remat: {remat}")
-            tried, _ = with_forms(config.changed({"model.remat": remat}), mesh)
-            options = compiler_options(tried, jax.sharding.get_mesh().size)
-            preferences[remat] = _judge(tried).compiled(lower(tried, state), options).preference
-        kept = of_first(min(preferences, key=lambda remat: preferences[remat]))
+        kept = of_first(fastest_remat(config, mesh, compiled, doing))
     disk.keep(path, kept.encode())
-    return next(remat for remat in REMATS if remat == kept), "the fastest of five that fits by the cost model"
+    run = resolve(config.changed({"model.remat": kept}), mesh)
+    return dataclasses.replace(run, reasons={**run.reasons, "remat": f"{kept}: {FASTEST}"})
 
 
-def _judge(config: Config) -> Judge:
-    machine = planned_machine(config)
-    budget = (told_fraction() or MEMORY_FRACTION) * machine.gpu.memory_bytes
-    return Judge(machine=machine, mesh=dict(jax.sharding.get_mesh().shape), scores=scores_of_calls(config), budget=budget)
+def _judge(run: ResolvedRun) -> Judge:
+    machine = planned_machine(run.config)
+    budget = run.memory_fraction * machine.gpu.memory_bytes
+    return Judge(machine=machine, mesh=run.mesh, scores=scores_of_calls(run), budget=budget)
 
 
 def _described(judge: Judge) -> list[Any]:

@@ -74,6 +74,7 @@ def run_sweep(sweep: Sweep, base: Plan, *, doing: Callable[[str], None] = lambda
 
 def _replay(base: Plan, config: Config, *, new_latencies: bool) -> Plan:
     """`base` on the cluster of `config`; the schedule by latencies is compiled anew where these are others."""
+    config = config.changed({"model.remat": base.config.model.remat})
     guessed, informed = replayed(base.guessed.step, config), base.informed
     if informed is not None:
         anew = new_latencies and config.xla.latency_profile == "auto"

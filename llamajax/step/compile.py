@@ -4,19 +4,19 @@ They are given to the one compilation they are for, not to the process through X
 know is then an error to explain, where XLA_FLAGS would abort the process.
 """
 
+import math
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
 import jaxlib.version
 
-from llamajax.config.run import Config
 from llamajax.errors import ConfigError, EnvironmentMismatchError
 from llamajax.estimates.formulas import gathered_layer_bytes, layer_matrix_bytes
-from llamajax.estimates.gpu_memory_budget import memory_fraction
 from llamajax.step.batch import FIELDS, batch_sharding, micro_batch_size
+from llamajax.step.resolve import ResolvedRun
 from llamajax.step.state import TrainState
 from llamajax.step.step import train_step
 
@@ -31,26 +31,24 @@ PIPELINES = jaxlib.version.__version_info__ >= (0, 11)
 """Whether XLA may bring gathers forward by iterations of its own, which gets in the way of ours."""
 
 
-def compiler_options(
-    config: Config, num_devices: int, *, latencies: str | None = None, untimed: bool = False
-) -> dict[str, Option]:
-    """The options to compile `config`'s training step with, for GPUs.
+def compiler_options(run: ResolvedRun, *, latencies: str | None = None, untimed: bool = False) -> dict[str, Option]:
+    """The options to compile a run's training step with, for GPUs.
 
     Args:
-        config: the run, its forms chosen; `config.xla.flags` replace what is set here, and passes that they disable are
-            disabled as well as those that would compute wrong numbers.
-        num_devices: devices of the run.
+        run: the run; `xla.flags` replace what is set here, and passes that they disable are disabled as well as those that
+            would compute wrong numbers.
         latencies: file with the costs of instructions that the scheduler is to go by.
         untimed: for the program that such a file is made from, which has the same names and is scheduled without.
     """
-    options: dict[str, Option] = {}
+    config, axes, options = run.config, run.mesh, dict[str, Option]()
+    num_devices = math.prod(axes.values())
     if config.xla.deterministic:
         options[EXCLUDES_NONDETERMINISTIC] = True
     if num_devices > 1:
         # Off by default for A100, where every collective would then block the GPU.
         options["xla_gpu_enable_latency_hiding_scheduler"] = True
         # In percent: what arrays may take. Where the scheduler thinks that full, it hides nothing, without a word.
-        options["xla_gpu_memory_limit_slop_factor"] = str(int(100 * memory_fraction(config) / _ASSUMED_FRACTION))
+        options["xla_gpu_memory_limit_slop_factor"] = str(int(100 * run.memory_fraction / _ASSUMED_FRACTION))
         # It makes of a gather whose own part is taken back a permute between no devices, which gives zeros (jaxlib 0.10.2).
         disabled = ["all-gather-to-collective-permute-simplifier"]
         if config.parallel.prefetches:
@@ -62,7 +60,6 @@ def compiler_options(
             options["xla_gpu_experimental_parallel_collective_overlap_limit"] = "2"
     if num_devices > 1 and config.parallel.prefetches:
         # One collective per layer and direction: just below a layer's bytes the gather falls apart.
-        axes = config.mesh.axis_sizes(num_devices)
         layer = {
             "all_gather": gathered_layer_bytes(config.model, axes),
             "reduce_scatter": layer_matrix_bytes(config.model, axes),
@@ -89,21 +86,22 @@ def told(options: Mapping[str, Option], device_kind: str) -> str:
     return f"jaxlib {jaxlib.version.__version__}, {device_kind}: {' '.join(written) or 'none'}"
 
 
-def check_flags(config: Config) -> None:
-    """Raises `ConfigError` where `config.xla.flags` are none of this jaxlib's, at the price of compiling next to nothing."""
-    compile_with(jax.jit(lambda: 0).lower(), dict(map(_parse, config.xla.flags)))
+def check_flags(flags: Sequence[str]) -> None:
+    """Raises `ConfigError` where `xla.flags` are none of this jaxlib's, at the price of compiling next to nothing."""
+    compile_with(jax.jit(lambda: 0).lower(), dict(map(_parse, flags)))
 
 
-def lower(config: Config, state: TrainState) -> jax.stages.Lowered:
-    """`train_step` of `config`, traced and lowered for the current mesh; no array is made.
+def lower(run: ResolvedRun, state: TrainState) -> jax.stages.Lowered:
+    """`train_step`, traced and lowered for the current mesh; no array is made.
 
     Args:
-        config: the run.
+        run: the run.
         state: its `llamajax.step.state.abstract_state`.
     """
+    config = run.config
     shape = (config.train.grad_accum_steps, micro_batch_size(config), config.data.seq_len)
     batch = dict.fromkeys(FIELDS, jax.ShapeDtypeStruct(shape, jnp.int32, sharding=batch_sharding()))
-    return train_step.lower(config, state, batch)
+    return train_step.lower(run, state, batch)
 
 
 def compile_with(lowered: jax.stages.Lowered, options: dict[str, Option]) -> jax.stages.Compiled:

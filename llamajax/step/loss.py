@@ -50,7 +50,7 @@ def loss_fn(
     *,
     z_loss_weight: float,
     parallel: ParallelConfig = PLAIN,
-    remat: Remat | None = None,
+    remat: Remat = "none",
     copies: Copies | None = None,
     first: Layer | None = None,
 ) -> tuple[jax.Array, LossSums]:

@@ -19,12 +19,13 @@ from llamajax.step.batch import IGNORE, Batch
 from llamajax.step.loss import LossSums, loss_fn
 from llamajax.step.optim import learning_rate, make_optimizer
 from llamajax.step.prepared_weights import Held, copies, hold
+from llamajax.step.resolve import ResolvedRun
 from llamajax.step.state import TrainState
 
 Result = TypeVar("Result")
 
 
-def loss_and_grads(config: Config, model: Llama, batch: Batch) -> tuple[dict[str, jax.Array], Llama]:
+def loss_and_grads(run: ResolvedRun, model: Llama, batch: Batch) -> tuple[dict[str, jax.Array], Llama]:
     """Loss and gradients of a batch: summed over micro-batches and tokens, then divided once.
 
     Dividing sums by the global token count, rather than averaging means, keeps the result independent of
@@ -34,6 +35,7 @@ def loss_and_grads(config: Config, model: Llama, batch: Batch) -> tuple[dict[str
         `loss` (cross-entropy without z-loss, nats per token; NaN if there are none) and `tokens`, float32 and int32
         scalars; and the gradients, a `Llama` in float32 whatever the parameters are, in their shardings.
     """
+    config = run.config
     held = hold(config, model)
     whole = copies(config, held)
     # Of float32 weights, whose gradients are not rounded where they need not travel.
@@ -66,15 +68,15 @@ def loss_and_grads(config: Config, model: Llama, batch: Batch) -> tuple[dict[str
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
-def train_step(config: Config, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
+def train_step(run: ResolvedRun, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
     """One optimizer step.
 
     Returns:
         The next state, and scalars: `loss`, `tokens`, `grad_norm` (before clipping), `learning_rate`,
         `skipped_steps`, `skipped_in_a_row`.
     """
-    metrics, grads = loss_and_grads(config, state.model, batch)
-    state, update_metrics = apply_gradients(config, state, grads, metrics["tokens"])
+    metrics, grads = loss_and_grads(run, state.model, batch)
+    state, update_metrics = apply_gradients(run.config, state, grads, metrics["tokens"])
     return state, metrics | update_metrics
 
 

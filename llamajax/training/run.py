@@ -29,7 +29,7 @@ from llamajax.training.loop import Start, Trainer
 from llamajax.training.replicas import Replicas
 from llamajax.training.resume import check_data, check_settings
 from llamajax.training.rollback import agreed, go_back, read_passed_over
-from llamajax.training.stages import check_forms, choose_forms, compile_steps
+from llamajax.training.stages import check_forms, compile_steps, resolve_stages
 from llamajax.training.stop import StopSignal
 from llamajax.training.watchdog import Watchdog, process_ends
 from llamajax.watch import console
@@ -158,11 +158,11 @@ def run(asked: Config, *, dry_run: bool = False) -> None:
 def compile_all(config: Config, abstract: TrainState, watchdog: Watchdog) -> tuple[dict[int, Compilation], Replicas]:
     """The training step of each length of rows, and what compares replicas; all processes call this together."""
     watchdog.begin("compile")
-    in_forms = choose_forms(config, abstract)
+    runs = resolve_stages(config)
     run_dir = Path(config.run_dir).expanduser().absolute()
     same = (str(run_dir), os.path.expanduser(config.data.cache_dir), os.environ.get("XLA_FLAGS"))
     compilation_cache.start(config.xla.compilation_cache, say, run=repr(same))
-    return compile_steps(in_forms, abstract), Replicas(config, abstract)
+    return compile_steps(runs), Replicas(config, abstract)
 
 
 def origin_of(config: Config, found: Saved | None, pretrained: Pretrained | None) -> Origin:

@@ -23,7 +23,7 @@ def certify(config: Config, verified: Config, trained: ParallelConfig, doing: Ca
     Args:
         config: the run.
         verified: of `llamajax.verification.scaling.scale_down`.
-        trained: the forms that it is trained in: of `llamajax.step.forms.with_forms`.
+        trained: the forms that it is trained in: of `llamajax.step.resolve.resolve`.
         doing: is told what takes so long.
 
     Returns:

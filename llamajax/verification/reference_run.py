@@ -13,6 +13,7 @@ from llamajax.config.run import Config
 from llamajax.parallel.arrays import named_arrays
 from llamajax.parallel.mesh import make_mesh
 from llamajax.step.batch import FIELDS, Batch, batch_sharding, micro_batch_size
+from llamajax.step.resolve import ResolvedRun, resolve
 from llamajax.step.state import TrainState, abstract_state, init_state
 from llamajax.step.step import apply_gradients, loss_and_grads
 from llamajax.verification.rows import make_rows
@@ -60,19 +61,20 @@ class Side:
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
-def step_with_gradients(config: Config, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array], Any]:
+def step_with_gradients(run: ResolvedRun, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array], Any]:
     """`llamajax.step.step.train_step`, which also gives the gradients."""
-    metrics, grads = loss_and_grads(config, state.model, batch)
-    state, update_metrics = apply_gradients(config, state, grads, metrics["tokens"])
+    metrics, grads = loss_and_grads(run, state.model, batch)
+    state, update_metrics = apply_gradients(run.config, state, grads, metrics["tokens"])
     return state, metrics | update_metrics, grads
 
 
 def program(config: Config) -> str:
     """What `run_side` compiles for a step; forms that make no difference on a mesh have the same one."""
-    jax.set_mesh(_mesh(config))
+    mesh = _mesh(config)
+    jax.set_mesh(mesh)
     shape = (config.train.grad_accum_steps, micro_batch_size(config), config.data.seq_len)
     batch = dict.fromkeys(FIELDS, jax.ShapeDtypeStruct(shape, np.int32, sharding=batch_sharding()))
-    return step_with_gradients.lower(config, abstract_state(config), batch).as_text()
+    return step_with_gradients.lower(resolve(config, mesh.shape), abstract_state(config), batch).as_text()
 
 
 def run_side(config: Config, num_steps: int, doing: Callable[[str], None]) -> Side:
@@ -95,11 +97,11 @@ def run_side(config: Config, num_steps: int, doing: Callable[[str], None]) -> Si
         return {kind: seen(tree) for kind, tree in (moments | {"weight": state.model}).items()}
 
     doing("making the state")
-    state = init_state(config)
+    run, state = resolve(config, mesh.shape), init_state(config)
     steps = [Step({}, kept(state))]
     for step in range(1, num_steps + 1):
         doing("compiling" if step == 1 else f"step {step} of {num_steps}")
-        state, metrics, grads = step_with_gradients(config, state, make_rows(config, step))
+        state, metrics, grads = step_with_gradients(run, state, make_rows(config, step))
         scalars = {name: float(metrics[metric]) for name, metric in _SCALARS.items()}
         steps.append(Step(scalars, {"gradient": seen(grads)} | kept(state)))
     return Side(dict(mesh.shape), config.train.grad_accum_steps, tuple(steps))

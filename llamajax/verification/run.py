@@ -17,7 +17,7 @@ from llamajax.config.run import Config
 from llamajax.errors import ConfigError, UnequalError, show
 from llamajax.parallel import startup
 from llamajax.processes.exit import exit_code
-from llamajax.step.forms import with_forms
+from llamajax.step.resolve import resolve
 from llamajax.verification import text
 from llamajax.verification.compare import certify
 from llamajax.verification.page import page
@@ -57,8 +57,8 @@ def run(config: Config, options: Mapping[str, str]) -> None:
     lengths = {stage.seq_len for stage in config.data.all_stages}
     config = config.in_longest_rows()
     scaled = scaled_axes(configured, num_devices) if num_devices else fitting_axes(config.model, configured)
-    verified = scale_down(config, configured, scaled)
-    trained = with_forms(config, configured)[0].parallel
+    trained = resolve(config, configured).config
+    verified = scale_down(config, configured, scaled).changed({"model.remat": trained.model.remat})
     # Fast code for five steps of a tiny model is not worth its compilation.
     os.environ["XLA_FLAGS"] = f"--xla_backend_optimization_level=0 {os.environ.get('XLA_FLAGS', '')}".strip()
     startup.connect(verified.mesh, verified.distributed)
@@ -66,11 +66,11 @@ def run(config: Config, options: Mapping[str, str]) -> None:
     log(f"mesh       {text.mesh(configured)}, verified as {text.mesh(scaled)}")
     if len(lengths) > 1:
         log(f"rows       of {max(lengths):,} tokens, the longest of the run's stages")
-    log(f"forms      {', '.join(f'{name} {value}' for name, value in vars(trained).items())}")
+    log(f"forms      {', '.join(f'{name} {value}' for name, value in vars(trained.parallel).items())}")
     log("")
     text.print_changes(changes(config, verified))
     with console.waiting("starting") as doing:
-        told = certify(config, verified, trained, doing)
+        told = certify(config, verified, trained.parallel, doing)
     log("")
     text.print_verification(told)
     write_output(options, "--json", lambda: json.dumps(told, indent=1))

@@ -17,12 +17,13 @@ import numpy as np
 import optax
 
 from llamajax.estimates.gpu_memory_budget import MEMORY_FRACTION, VARIABLE
+from llamajax.kernels.choice import compute_capability
 from llamajax.model import Llama
 from llamajax.parallel import startup
 from llamajax.parallel.arrays import named_arrays
 from llamajax.step.batch import batch_sharding
 from llamajax.step.compile import compile_with, compiler_options, lower
-from llamajax.step.forms import attention_kernel, compute_capability, with_forms
+from llamajax.step.resolve import attention_kernel, resolve
 from llamajax.step.state import abstract_state, init_state
 from llamajax.weights import names
 from llamajax.weights.load_array import read_array
@@ -54,11 +55,11 @@ def llamajax(task: Task) -> dict[str, Any]:
 
 
 def _llamajax(task: Task, choice: Choice) -> dict[str, Any]:
-    case, axes = task.case, jax.sharding.get_mesh().shape
-    config, _ = with_forms(case.config(choice), axes)
+    case, run = task.case, resolve(task.case.config(choice), jax.sharding.get_mesh().shape)
+    config = run.config
     abstract, is_gpu = abstract_state(config), jax.default_backend() == "gpu"
-    lowered = lower(config, abstract)
-    compiled, compile_s = _compiled(lambda: compile_with(lowered, compiler_options(config, 1) if is_gpu else {}))
+    lowered = lower(run, abstract)
+    compiled, compile_s = _compiled(lambda: compile_with(lowered, compiler_options(run) if is_gpu else {}))
 
     tensors = names.tensors_for(config.model, open_weights(Path(task.weights)), Path(task.weights))
     leaves = [read_array(name, leaf, tensors) for name, leaf in named_arrays({"model": abstract.model}).items()]
@@ -77,7 +78,7 @@ def _llamajax(task: Task, choice: Choice) -> dict[str, Any]:
                 part = (*(slice(None),) * names.is_stacked(tensor.array), *tensor.part)
                 yield tensor.hf_name, _sum_of_squares(arrays[tensor.array], part)
 
-    told, _ = attention_kernel(config, axes, compute_capability())
+    told, _ = attention_kernel(run, compute_capability())
     return _measured(case, _batches(case, choice, batch_sharding()), step, squares) | {
         "compile_s": compile_s, "attention": fused_calls(compiled.as_text() or ""), "note": told,
     }  # fmt: skip

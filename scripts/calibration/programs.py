@@ -13,6 +13,7 @@ from llamajax.config.run import Config
 from llamajax.kernels import cudnn, pallas, tokamax_kernel
 from llamajax.kernels.choice import Site, obstacle
 from llamajax.planning.cost.attention import Scores, computed_scores
+from llamajax.step.resolve import resolve_planned
 from scripts.checkout import ROOT
 
 Device = Literal["gpu", "cpu"]
@@ -110,7 +111,7 @@ def arguments_of(shape: AttentionShape, rows: int) -> Shapes:
 def scores_of(shape: AttentionShape) -> Scores | None:
     """What llamajax's own kernels compute of such scores."""
     sizes = {"data.seq_len": shape.seq_len, "model.head_dim": shape.head_dim}
-    return computed_scores(shipped().changed(ATTENTION | sizes | {"model.attention_kernel": "pallas"}))
+    return computed_scores(resolve_planned(shipped().changed(ATTENTION | sizes | {"model.attention_kernel": "pallas"})))
 
 
 def scores_behind(constant: str) -> Scores | None:
@@ -119,7 +120,7 @@ def scores_behind(constant: str) -> Scores | None:
     kernel, *_ = constant.split("_")
     if kernel not in ("pallas", "tokamax"):
         return None
-    return computed_scores(shipped().changed(ATTENTION | {"model.attention_kernel": kernel}))
+    return computed_scores(resolve_planned(shipped().changed(ATTENTION | {"model.attention_kernel": kernel})))
 
 
 def shipped() -> Config:

@@ -63,8 +63,8 @@ def config(tmp_path_factory):
 def one_program(compile_here):
     programs = []
 
-    def compile_or_reuse(config, lowered):
-        programs.extend(() if programs else (compile_here(config, lowered),))
+    def compile_or_reuse(run, lowered):
+        programs.extend(() if programs else (compile_here(run, lowered),))
         return programs[0]
 
     return compile_or_reuse

@@ -12,6 +12,7 @@ from llamajax.errors import EnvironmentMismatchError
 from llamajax.estimates.gpu_memory_budget import VARIABLE, Allowance, allowance, memory_fraction, room
 from llamajax.parallel import startup
 from llamajax.planning import memory
+from llamajax.step.resolve import resolve_planned
 from tests.tiny import tiny_config
 
 GIB = 2**30
@@ -46,7 +47,7 @@ def test_every_set_of_axes_may_have_a_communicator(axes, communicators):
 def test_training_leaves_what_is_needed_beside_its_arrays():
     """Seven communicators take 4.0 GiB with CUDA, where the usual share of an A100 with 40 GB leaves 3.15."""
     config = on(data=2, fsdp=2, tensor=2)
-    card = memory.estimate(config).capacity_bytes
+    card = memory.estimate(resolve_planned(config)).capacity_bytes
     beside = allowance({"data": 2, "fsdp": 2, "tensor": 2}).total_bytes
     assert 3.9 * GIB < beside < 4.1 * GIB
     assert (1 - 0.92) * card < 3.2 * GIB
@@ -59,7 +60,7 @@ def test_training_leaves_what_is_needed_beside_its_arrays():
 
 def test_what_training_sets_is_what_the_plan_counts_on(monkeypatch):
     config = on(data=2, fsdp=2, tensor=2)
-    planned = memory.estimate(config).training_fraction
+    planned = memory.estimate(resolve_planned(config)).training_fraction
     monkeypatch.setattr(startup, "select_platform", lambda config: None)
     startup.start(config)
     assert float(os.environ[VARIABLE]) == planned < 0.92
@@ -68,7 +69,7 @@ def test_what_training_sets_is_what_the_plan_counts_on(monkeypatch):
 def test_the_environment_decides_for_both(monkeypatch):
     monkeypatch.setenv(VARIABLE, "0.8")
     config = on(fsdp=8)
-    assert memory.estimate(config).training_fraction == memory_fraction(config) == 0.8
+    assert memory.estimate(resolve_planned(config)).training_fraction == memory_fraction(config) == 0.8
     startup.connect(MeshConfig(), config.distributed)
     assert os.environ[VARIABLE] == "0.8"
     monkeypatch.setenv(VARIABLE, "most")

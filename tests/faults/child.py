@@ -274,8 +274,8 @@ def _poison(does: str, token: str) -> None:
 
     loss_and_grads, factor = step.loss_and_grads, {"spike": 100.0}.get(does) or float(does)
 
-    def poisoned(config: Any, model: Any, batch: Any) -> Any:
-        metrics, grads = loss_and_grads(config, model, batch)
+    def poisoned(run: Any, model: Any, batch: Any) -> Any:
+        metrics, grads = loss_and_grads(run, model, batch)
         by = jnp.where(jnp.any(batch["tokens"] == int(token)), factor, 1.0)
         loss = metrics["loss"] * (by if does == "spike" else 1.0)
         return metrics | {"loss": loss}, jax.tree.map(lambda gradient: gradient * by, grads)

@@ -21,6 +21,7 @@ from llamajax.parallel.sharding import spec
 from llamajax.planning.xla.compile import compile_for
 from llamajax.planning.xla.hlo import Computation, Module
 from llamajax.planning.xla.parse import parse
+from llamajax.step.resolve import resolve_planned
 from tests.planning.plans import CONFIG
 from tests.tiny import random_rows, tiny_config
 
@@ -103,13 +104,13 @@ def num_runs(module: Module, kernel: str, computation: Computation | None = None
 def test_the_step_has_one_kernel_forward_and_one_backward(window, kv_heads, stack):
     shape = {"model.sliding_window": window, "model.num_kv_heads": kv_heads, "parallel.stack": stack}
     config = CONFIG.changed(shape | {"model.attend_across_documents": True, "model.remat": "save_attention"})
-    fused = compile_for(config.changed({"mesh": MeshConfig(tensor=2)}))
+    fused = compile_for(resolve_planned(config.changed({"mesh": MeshConfig(tensor=2)})))
     assert set(re.findall(r"__cudnn\$\w+", fused.hlo)) == {"__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward"}
     module, layers = parse(fused.hlo), config.model.num_layers
     assert num_runs(module, "__cudnn$fmhaSoftmax") == layers
     assert num_runs(module, "__cudnn$fmhaSoftmaxBackward") == layers
     if window is not None:
         assert f'"sliding_window_length":{window}' in fused.hlo.replace(" ", "")
-    plain = compile_for(config.changed({"model.attention_kernel": "plain"}))
+    plain = compile_for(resolve_planned(config.changed({"model.attention_kernel": "plain"})))
     assert "__cudnn$fmha" not in plain.hlo
     assert fused.peak_bytes < plain.peak_bytes

@@ -25,6 +25,7 @@ from llamajax.parallel.sharding import spec
 from llamajax.planning.xla.compile import compile_for, planned_mesh
 from llamajax.planning.xla.hlo import arrays
 from llamajax.planning.xla.parse import parse
+from llamajax.step.resolve import resolve_planned
 from tests.kernels.split_rows import check, check_bf16
 from tests.kernels.test_cudnn import num_runs
 from tests.planning.plans import CONFIG
@@ -261,7 +262,7 @@ def test_the_step_runs_the_kernel_once_forward_and_once_backward(gpu, stack, rem
     config = CONFIG.changed({"hardware.gpu": gpu, "model.remat": remat, "parallel.stack": stack} | open_documents)
     # Rows longer than the 1,024 tokens whose embeddings' gradients are summed at once, by an array of that square.
     config = config.changed({"model.vocab_size": 4096, "data.seq_len": 2048, "mesh": MeshConfig(fsdp=-1)})
-    module, layers = parse(compile_for(config).hlo), config.model.num_layers
+    module, layers = parse(compile_for(resolve_planned(config)).hlo), config.model.num_layers
     names = ("__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward")
     if kernel == "pallas":
         names = ("attention_forward", "attention_backward_queries", "attention_backward_keys")

@@ -14,6 +14,7 @@ from llamajax.parallel.mesh import make_mesh
 from llamajax.parallel.sharding import spec
 from llamajax.planning.xla.compile import compile_for, planned_mesh
 from llamajax.planning.xla.parse import parse
+from llamajax.step.resolve import resolve_planned
 from tests.kernels.test_cudnn import num_runs
 from tests.planning.plans import CONFIG
 
@@ -98,4 +99,4 @@ SHARED = {"mesh": MeshConfig(fsdp=-1, tensor=4)}
 def test_a_layer_runs_it_once_where_it_reads_whole_gates(remat, changes, runs):
     """And not where these come in parts, out of a stack of all layers or from a ring, or the product is rounded."""
     config = CONFIG.changed({"hardware.gpu": "h100", "model.remat": remat, "mesh": MeshConfig(fsdp=-1)} | changes)
-    assert num_runs(parse(compile_for(config).hlo), "swiglu_gradient") == runs * config.model.num_layers
+    assert num_runs(parse(compile_for(resolve_planned(config)).hlo), "swiglu_gradient") == runs * config.model.num_layers

@@ -22,6 +22,7 @@ from llamajax.planning.cost.kernels import compiled_attention
 from llamajax.planning.plan import plan_problems, replayed
 from llamajax.planning.xla.compile import compile_for
 from llamajax.planning.xla.parse import parse
+from llamajax.step.resolve import resolve_planned
 from tests.kernels.test_cudnn import H100, mesh_of, num_runs
 from tests.planning.plans import CONFIG
 
@@ -194,7 +195,7 @@ def test_the_step_has_one_kernel_forward_and_two_backward(remat, stack, window, 
     changes = {"model.remat": remat, "parallel.stack": stack, "model.sliding_window": window}
     config = CONFIG.changed(changes | {"model.attention_kernel": "tokamax", "mesh": MeshConfig(tensor=2)})
     assert plan_problems(config) == []
-    step = compile_for(config)
+    step = compile_for(resolve_planned(config))
     module = parse(step.hlo)
     assert compiled_attention(module) == "tokamax"
     assert num_runs(module, "mosaic_gpu_v2") == (forward + 2) * config.model.num_layers

@@ -22,6 +22,7 @@ from llamajax.planning.cost.kernels import compiled_attention
 from llamajax.planning.plan import plan_problems, replayed
 from llamajax.planning.xla.compile import compile_for
 from llamajax.planning.xla.parse import parse
+from llamajax.step.resolve import resolve_planned
 from tests.kernels.test_cudnn import H100, mesh_of, num_runs
 from tests.kernels.test_pallas import check_needs
 from tests.planning.plans import CONFIG
@@ -181,7 +182,7 @@ def test_the_step_has_one_kernel_forward_and_two_backward(gpu, stack, remat, cha
     asked = {"hardware.gpu": gpu, "model.remat": remat, "parallel.stack": stack, "model.attention_kernel": "triton"}
     config = CONFIG.changed(asked | changes)
     assert plan_problems(config) == []
-    step = compile_for(config)
+    step = compile_for(resolve_planned(config))
     module, layers = parse(step.hlo), config.model.num_layers
     assert compiled_attention(module) == "triton"
     assert [num_runs(module, name) for name in KERNELS] == [forward * layers, layers, layers]

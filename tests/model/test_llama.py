@@ -225,8 +225,8 @@ def test_window_biases_and_head_norms_give_the_same_loss_and_gradients_on_every_
     batch = _batch(tokens, targets, segment_ids)
 
     def loss_and_gradients() -> tuple[jax.Array, Llama]:
-        grad = jax.jit(jax.value_and_grad(loss_fn, has_aux=True), static_argnames="z_loss_weight")
-        (loss, _), gradients = grad(_drawn(config), batch, z_loss_weight=0.0)
+        grad = jax.jit(jax.value_and_grad(loss_fn, has_aux=True), static_argnames=("z_loss_weight", "remat"))
+        (loss, _), gradients = grad(_drawn(config), batch, z_loss_weight=0.0, remat=config.remat)
         return loss, gradients
 
     jax.set_mesh(single_device_mesh())
@@ -245,7 +245,7 @@ def test_window_biases_and_head_norms_give_the_same_loss_and_gradients_on_every_
 def _loss(model: Llama) -> jax.Array:
     tokens, targets = np.random.default_rng(0).integers(0, 32, (2, 2, 8)).astype(np.int32)
     batch = jax.tree.map(jnp.asarray, _batch(tokens, targets, np.ones_like(tokens)))
-    return loss_fn(model, batch, z_loss_weight=0.0)[0]
+    return loss_fn(model, batch, z_loss_weight=0.0, remat=model.config.remat)[0]
 
 
 def test_remat_policies_keep_what_they_say():
@@ -297,7 +297,11 @@ def _gradient_jaxpr(config: ModelConfig):
     tokens = jnp.zeros((2, 8), jnp.int32)
     batch = {"tokens": tokens, "targets": tokens, "segment_ids": tokens, "positions": tokens}
     model = jax.jit(Llama, static_argnums=0).eval_shape(config, jax.random.key(0))
-    return jax.make_jaxpr(lambda model: jax.grad(loss_fn, has_aux=True)(model, batch, z_loss_weight=0.0))(model).jaxpr
+
+    def gradient(model: Llama):
+        return jax.grad(loss_fn, has_aux=True)(model, batch, z_loss_weight=0.0, remat=config.remat)
+
+    return jax.make_jaxpr(gradient)(model).jaxpr
 
 
 def test_collectives_carry_bf16_copies():
@@ -329,6 +333,7 @@ def test_devices_that_share_matmuls_keep_the_residual_between_attention_and_mlp(
     jax.set_mesh(mesh.make_mesh(axes))
     model = jax.jit(Llama, static_argnums=0).eval_shape(CONFIG, jax.random.key(0))
     _, backward = jax.eval_shape(
-        lambda model: jax.vjp(lambda model: model.hidden(jnp.zeros((2, 8), jnp.int32)), model), model
+        lambda model: jax.vjp(lambda model: model.hidden(jnp.zeros((2, 8), jnp.int32), remat=model.config.remat), model),
+        model,
     )
     assert [leaf.shape for leaf in jax.tree.leaves(backward)].count((CONFIG.num_layers, 2, 8, CONFIG.embed_dim)) == kept

@@ -7,12 +7,13 @@ from pathlib import Path
 import jax
 
 from llamajax.config.machine import HardwareConfig
-from llamajax.config.parallel import MeshConfig
+from llamajax.config.parallel import PLAIN, MeshConfig
 from llamajax.config.training import TrainConfig
 from llamajax.parallel import mesh
 from llamajax.planning.xla.buffers import read_buffer_assignment
 from llamajax.planning.xla.compile import CompiledStep
 from llamajax.step.compile import lower
+from llamajax.step.resolve import resolve_planned
 from llamajax.step.state import abstract_state
 from tests.tiny import tiny_config
 
@@ -21,12 +22,13 @@ CONFIG = tiny_config(
     mesh=MeshConfig(fsdp=4, tensor=2),
     train=TrainConfig(num_steps=10, global_batch_size=32, grad_accum_steps=2),
 )
+RUN = resolve_planned(CONFIG.changed({"parallel": PLAIN}))
 
 
 @functools.cache
 def compiled_step() -> CompiledStep:
     with tempfile.TemporaryDirectory() as folder, jax.set_mesh(mesh.make_mesh(CONFIG.mesh)):
-        compiled = lower(CONFIG, abstract_state(CONFIG)).compile(
+        compiled = lower(RUN, abstract_state(CONFIG)).compile(
             compiler_options={"xla_dump_to": folder, "xla_dump_hlo_as_proto": True}
         )
         (proto,) = Path(folder).glob("*jit_train_step*after_optimizations.hlo.pb")
@@ -34,7 +36,7 @@ def compiled_step() -> CompiledStep:
     hlo = compiled.as_text()
     assert hlo is not None
     return CompiledStep(
-        config=CONFIG,
+        run=RUN,
         hlo=hlo,
         buffers=buffers,
         peak_bytes=0,

@@ -21,6 +21,7 @@ from llamajax.planning.xla.buffers import Buffer, BufferAssignment
 from llamajax.planning.xla.compile import CompiledStep
 from llamajax.planning.xla.hlo import Module
 from llamajax.planning.xla.parse import parse
+from llamajax.step.resolve import resolve_planned
 from tests.tiny import tiny_config
 
 HLO = (pathlib.Path(__file__).parent / "hlo" / "fsdp_jax_0.10.hlo").read_text()
@@ -40,7 +41,7 @@ CONFIG = tiny_config(
 def step(config: Config = CONFIG, **changes) -> CompiledStep:
     """What a compiler could have returned for `config`."""
     made = CompiledStep(
-        config=config,
+        run=resolve_planned(config),
         hlo=HLO,
         buffers=BufferAssignment(arguments=(), other_bytes=0, arena_bytes=0, host_bytes=0, peak=()),
         peak_bytes=0,

@@ -14,6 +14,7 @@ from llamajax.estimates.formulas import flops_per_token, num_matmul_params
 from llamajax.planning.cost.flops import planned_flops
 from llamajax.planning.fitting import ESTIMATE_MARGIN, candidates, suggestions
 from llamajax.planning.memory import estimate
+from llamajax.step.resolve import resolve_planned
 from tests.tiny import tiny_config
 
 LLAMA_8B = tiny_config(
@@ -30,7 +31,7 @@ LLAMA_8B = tiny_config(
 
 
 def test_candidates_fit_by_the_formulas_and_are_valid():
-    assert not estimate(LLAMA_8B).fits
+    assert not estimate(resolve_planned(LLAMA_8B)).fits
     offers = list(candidates(LLAMA_8B))
     assert len(offers) >= 3
     for offer in offers:
@@ -41,7 +42,7 @@ def test_candidates_fit_by_the_formulas_and_are_valid():
 
 
 def expected_to_fit(config) -> bool:
-    expected = estimate(config)
+    expected = estimate(resolve_planned(config))
     return expected.peak_bytes <= ESTIMATE_MARGIN * expected.budget_bytes
 
 
@@ -79,7 +80,7 @@ def test_where_a_ring_does_not_fit_another_form_of_split_rows_is_tried_before_al
 def test_recomputation_has_its_price(kernel):
     policies = ("none", "save_attention_qkv_mlp", "save_attention_qkv", "save_attention", "full")
     base = LLAMA_8B.changed({"model.attend_across_documents": True, "model.attention_kernel": kernel})
-    flops = [planned_flops(base.changed({"model.remat": policy})).total for policy in policies]
+    flops = [planned_flops(resolve_planned(base.changed({"model.remat": policy}))).total for policy in policies]
     assert flops == sorted(flops)
     assert len(set(flops)) == 4  # what is added up behind attention is kept, so that no output projection is left to repeat
     # Seven products of queries with keys or of weights with values, where the formula counts six causal ones.
@@ -96,7 +97,8 @@ def test_what_is_computed_follows_from_the_kernel():
     fused = LLAMA_8B.changed({"model.attend_across_documents": True, "model.sliding_window": 1024})
     model, tokens = LLAMA_8B.model, 128 * 8192
     product = 2 * model.num_layers * model.num_heads * model.head_dim * tokens
-    assert planned_flops(fused).attention == pytest.approx(7 * product * (1024 - 1024**2 / 8192 / 2))
     plain = fused.changed({"model.attention_kernel": "plain"})
-    assert planned_flops(plain).attention == 7 * product * 8192  # as it is computed: all scores, then masked
-    assert planned_flops(plain).weights == planned_flops(fused).weights == 6 * num_matmul_params(model) * tokens
+    of_fused, of_plain = (planned_flops(resolve_planned(config)) for config in (fused, plain))
+    assert of_fused.attention == pytest.approx(7 * product * (1024 - 1024**2 / 8192 / 2))
+    assert of_plain.attention == 7 * product * 8192  # as it is computed: all scores, then masked
+    assert of_plain.weights == of_fused.weights == 6 * num_matmul_params(model) * tokens

@@ -14,7 +14,7 @@ from llamajax.planning.cost.attention import planned_kernel
 from llamajax.planning.cost.flops import planned_flops
 from llamajax.planning.plan import make_plan
 from llamajax.planning.report.figures import figures
-from llamajax.step.forms import with_forms
+from llamajax.step.resolve import resolve_planned
 from scripts.plans import BETTER, CONFIGS, DOCUMENTED, GOLDEN, plans, wrong
 
 WORSE = 1.02
@@ -42,8 +42,8 @@ def test_every_plan_is_kept():
 @pytest.mark.parametrize("name", plans())
 def test_what_is_expected_of_a_program_is_what_its_configuration_asks_for(name):
     wanted, config = golden()["expected"][name], shipped(name)
-    flops = planned_flops(config)
-    assert planned_kernel(with_forms(config, mesh_sizes(config))[0])[0] == wanted["attention_kernel"]
+    flops = planned_flops(resolve_planned(config))
+    assert planned_kernel(resolve_planned(config))[0] == wanted["attention_kernel"]
     assert allowance(mesh_sizes(config)).num_communicators == wanted["num_communicators"]
     assert {"weights": flops.weights, "recomputed": flops.recomputed, "attention": flops.attention} == pytest.approx(
         wanted["flops"], rel=1e-9

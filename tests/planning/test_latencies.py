@@ -14,7 +14,7 @@ from llamajax.planning.cost.replay import replay
 from llamajax.planning.latencies import latency_text, read_latencies
 from llamajax.planning.xla.compile import compile_for
 from llamajax.planning.xla.parse import parse
-from llamajax.step.forms import with_forms
+from llamajax.step.resolve import resolve_planned
 from tests.planning.modules import MACHINE, memory_s, module
 from tests.planning.profiles import CONFIG, COSTS, TEXT, binary, costs
 
@@ -68,10 +68,10 @@ def test_covers_every_kernel_and_collective_that_is_scheduled(version):
 def test_the_real_step_is_understood_and_its_exposed_time_shrinks(tmp_path, stack):
     """The training step itself, compiled for 16 H100 with half a network, without and with its profile."""
     mesh = {"data": 1, "fsdp": 16, "sequence": 1, "tensor": 1}
-    config, _ = with_forms(CONFIG.changed({"parallel.stack": stack}), mesh)
+    config = CONFIG.changed({"parallel.stack": stack})
     machine = Machine(gpu=planned_gpu(config.hardware), gpus_per_node=8)
-    blind = parse(compile_for(config, untimed=True).hlo)
-    scores = scores_of_calls(config)
+    blind = parse(compile_for(resolve_planned(config), untimed=True).hlo)
+    scores = scores_of_calls(resolve_planned(config))
     assert scores is not None
     before = replay(blind, machine, mesh, scores)
     assert not before.not_understood
@@ -86,11 +86,11 @@ def test_the_real_step_is_understood_and_its_exposed_time_shrinks(tmp_path, stac
     seen = 2 * model.num_layers * model.num_heads * model.head_dim * (7 * scores.by_queries + 4 * scores.by_keys)
     assert before.flops == pytest.approx(tokens * (weights + seen), rel=0.01)
 
-    assert sum(before.wire_bytes.values()) == pytest.approx(least_wire_bytes(config, mesh), rel=0.01)
+    assert sum(before.wire_bytes.values()) == pytest.approx(least_wire_bytes(resolve_planned(config).config, mesh), rel=0.01)
 
     file = tmp_path / "profile.pbtxt"
     file.write_text(latency_text(before.latencies))
-    informed = parse(compile_for(config, latencies=str(file)).hlo)
+    informed = parse(compile_for(resolve_planned(config), latencies=str(file)).hlo)
     after = replay(informed, machine, mesh, scores)
     assert after.flops == before.flops
     assert list(informed.entry.instructions) != list(blind.entry.instructions)

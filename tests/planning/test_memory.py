@@ -11,7 +11,7 @@ from llamajax.kernels.cudnn import workspace_bytes
 from llamajax.planning import memory
 from llamajax.planning.cost.network import num_communicators
 from llamajax.planning.xla.parse import parse
-from llamajax.step.forms import with_forms
+from llamajax.step.resolve import resolve_planned
 from tests.planning.compiled import CONFIG, compiled_step
 from tests.planning.modules import module
 
@@ -33,20 +33,20 @@ def test_the_kinds_add_up_and_the_state_is_what_the_formula_says():
 
 
 def test_the_estimate_follows_what_changes():
-    base = memory.estimate(CONFIG).by_kind
-    more_rows = memory.estimate(CONFIG.changed({"train.grad_accum_steps": 1})).by_kind
+    base = memory.estimate(resolve_planned(CONFIG)).by_kind
+    more_rows = memory.estimate(resolve_planned(CONFIG.changed({"train.grad_accum_steps": 1}))).by_kind
     assert more_rows["activations"] == 2 * base["activations"]
     assert more_rows["gradients"] < base["gradients"]  # no sum over micro-batches beside the micro-batch's own
     narrow = CONFIG.changed({"model.param_dtype": "bfloat16"})  # whose micro-batches' sum is fp32 all the same
     mesh = mesh_sizes(CONFIG)
-    whole = params_gathered_once(with_forms(CONFIG, mesh)[0], mesh)
+    whole = params_gathered_once(resolve_planned(CONFIG).config, mesh)
     assert whole > 0
     waiting = minimum_state_bytes(CONFIG) // 12 - whole // mesh["fsdp"]  # of what is whole there is no shard's gradient yet
-    assert base["gradients"] - memory.estimate(narrow).by_kind["gradients"] == 2 * waiting
-    half = memory.estimate(CONFIG.changed({"optimizer.moment_dtype": "bfloat16"})).by_kind
+    assert base["gradients"] - memory.estimate(resolve_planned(narrow)).by_kind["gradients"] == 2 * waiting
+    half = memory.estimate(resolve_planned(CONFIG.changed({"optimizer.moment_dtype": "bfloat16"}))).by_kind
     assert half["optimizer"] == base["optimizer"] // 2
     kept = [
-        memory.estimate(CONFIG.changed({"model.remat": policy})).by_kind["activations"]
+        memory.estimate(resolve_planned(CONFIG.changed({"model.remat": policy}))).by_kind["activations"]
         for policy in ("full", "save_attention", "save_attention_qkv", "save_attention_qkv_mlp", "none")
     ]
     assert kept == sorted(kept)
@@ -56,7 +56,7 @@ def test_the_estimate_follows_what_changes():
 
 def test_what_xla_may_take_is_training_s_part_of_the_card(monkeypatch):
     monkeypatch.delenv(VARIABLE, raising=False)
-    plan = memory.estimate(CONFIG)
+    plan = memory.estimate(resolve_planned(CONFIG))
     assert (plan.training_fraction, plan.allowance.num_communicators) == (0.92, 3)  # fsdp, tensor, both
     full = dataclasses.replace(plan, peak_bytes=plan.budget_bytes)
     assert full.budget_bytes == int(0.92 * full.capacity_bytes)
@@ -64,9 +64,9 @@ def test_what_xla_may_take_is_training_s_part_of_the_card(monkeypatch):
     assert not dataclasses.replace(full, peak_bytes=full.peak_bytes + 1).fits
     assert (full.memory_fraction, full.room) == (0.92, 0.971)
     monkeypatch.setenv(VARIABLE, "0.95")
-    assert dataclasses.replace(memory.estimate(CONFIG), peak_bytes=int(0.95 * plan.capacity_bytes)).fits
+    assert dataclasses.replace(memory.estimate(resolve_planned(CONFIG)), peak_bytes=int(0.95 * plan.capacity_bytes)).fits
     monkeypatch.setenv(VARIABLE, "0.99")
-    larger = memory.estimate(CONFIG)
+    larger = memory.estimate(resolve_planned(CONFIG))
     assert larger.budget_bytes == int(0.971 * larger.capacity_bytes)  # the rest is NCCL's and CUDA's
 
 
@@ -97,15 +97,15 @@ def test_cudnn_s_workspace_is_counted_where_xla_does_not_know_it():
 
 
 def test_the_estimate_knows_the_workspace_too():
-    assert memory.estimate(CONFIG).by_kind["workspace"] == 0  # documents are closed: the plain kernel
+    assert memory.estimate(resolve_planned(CONFIG)).by_kind["workspace"] == 0  # documents are closed: the plain kernel
     config = CONFIG.changed({"model.attend_across_documents": True, "model.head_dim": 16, "model.compute_dtype": "bfloat16"})
     rows, tensor = 32 // 2 // 4, 2
     expected = workspace_bytes(
         rows, config.model.num_heads // tensor, config.model.num_kv_heads // tensor, config.data.seq_len, 16
     )
-    assert memory.estimate(config).by_kind["workspace"] == expected > 0
-    assert memory.estimate(config.changed({"model.attention_kernel": "plain"})).by_kind["workspace"] == 0
-    assert memory.estimate(config.changed({"model.compute_dtype": "float32"})).by_kind["workspace"] == 0
+    assert memory.estimate(resolve_planned(config)).by_kind["workspace"] == expected > 0
+    assert memory.estimate(resolve_planned(config.changed({"model.attention_kernel": "plain"}))).by_kind["workspace"] == 0
+    assert memory.estimate(resolve_planned(config.changed({"model.compute_dtype": "float32"}))).by_kind["workspace"] == 0
 
 
 def test_moments_that_round_away_are_no_way_out():

@@ -10,10 +10,8 @@ from llamajax.config.model import REMATS
 from llamajax.config.parallel import MeshConfig
 from llamajax.errors import ConfigError
 from llamajax.estimates.calibration import Constants
-from llamajax.estimates.formulas import mesh_sizes
 from llamajax.planning import plan as planning_schedule
 from llamajax.planning.plan import Alternative, Plan, make_plan, plan_problems
-from llamajax.step.forms import with_forms
 from tests.estimates.test_calibration import MEASUREMENT
 from tests.planning import plans
 
@@ -57,13 +55,13 @@ def compiled(monkeypatch):
     `LEARNT` stands where these are to be learnt."""
     told = []
 
-    def compile_for(config, *, latencies=None, untimed=False):
+    def compile_for(run, *, latencies=None, untimed=False):
         text = LEARNT if untimed else None
         if latencies is not None:
             with open(latencies) as file:
                 text = file.read()
-        told.append((config.parallel.stack, text))
-        return plans.step(with_forms(config, mesh_sizes(config))[0])
+        told.append((run.config.parallel.stack, text))
+        return plans.step(run.config)
 
     monkeypatch.setattr(planning_schedule, "compile_for", compile_for)
     monkeypatch.setattr(planning_schedule, "memory_plan", lambda step, module: plans.memory())
@@ -170,7 +168,7 @@ def test_remat_auto_is_the_fastest_that_fits(compiled, monkeypatch):
     needs = {"none": 90, "save_attention_qkv_mlp": 70, "save_attention_qkv": 60, "save_attention": 78, "full": 10}
 
     def replayed(step, config):
-        remat = step.config.model.remat
+        remat = step.run.config.model.remat
         return plans.schedule(peak_bytes=needs[remat] * plans.GIB, seconds=seconds[remat])
 
     monkeypatch.setattr(planning_schedule, "replayed", replayed)

@@ -8,7 +8,7 @@ import jax
 import pytest
 from jax.sharding import NamedSharding
 
-from llamajax.config.file import dump_config
+from llamajax.config.file import dump_config, load_config
 from llamajax.config.machine import HardwareConfig, XlaConfig
 from llamajax.config.parallel import MeshConfig
 from llamajax.config.run import Config
@@ -17,13 +17,17 @@ from llamajax.estimates.calibration import Constants
 from llamajax.parallel.mesh import make_mesh
 from llamajax.planning import schedule_choice, scheduling
 from llamajax.planning.latencies import read_latencies
-from llamajax.planning.scheduling import gpu_options, latency_source
+from llamajax.planning.scheduling import gpu_options, latency_source, resolve_here
 from llamajax.planning.xla.compile import planned_mesh
 from llamajax.step.compile import Option, compiler_options, lower
+from llamajax.step.resolve import resolve_planned
 from llamajax.step.state import abstract_state
 from tests.estimates.test_calibration import MEASUREMENT
 from tests.planning.profiles import CONFIG, COSTS, TEXT, binary, costs
 
+CLUSTER_CONFIGS = sorted(
+    path for path in (pathlib.Path(__file__).parents[2] / "configs").glob("*.yaml") if path.stem != "quickstart"
+)
 PROFILE = "xla_gpu_pgle_profile_file_or_directory_path"
 
 
@@ -47,7 +51,7 @@ def lowered(monkeypatch):
 
 
 def latency_file(config, lowered) -> Option | None:
-    return gpu_options(config, lowered)[0].get(PROFILE)
+    return gpu_options(resolve_here(config), lowered)[0].get(PROFILE)
 
 
 def with_xla(tmp_path, **settings) -> Config:
@@ -59,22 +63,22 @@ def test_training_uses_the_file_that_the_plan_reads(tmp_path, lowered):
     file.write_bytes(binary(COSTS))
     made, compilations = lowered
     config = with_xla(tmp_path, latency_profile=str(file))
-    path = gpu_options(config, made)[0][PROFILE]
+    path = gpu_options(resolve_here(config), made)[0][PROFILE]
     assert str(path).endswith(".pbtxt")  # what XLA takes for text
     assert pathlib.Path(str(path)).read_text() == read_latencies(str(file)) == TEXT
     assert compilations == []
     file.write_text("garbage")
     with pytest.raises(ConfigError, match="holds no latencies"):
-        gpu_options(config, made)
+        gpu_options(resolve_here(config), made)
 
 
 def test_the_final_options_are_kept_with_what_was_compiled(tmp_path, lowered, monkeypatch):
     flag = "xla_gpu_memory_limit_slop_factor"
     config = with_xla(tmp_path, latency_profile=None, flags=(f"{flag}=90",))
-    assert scheduling.compile_here(config, lowered[0]).options == {}  # the CPU takes none
+    assert scheduling.compile_here(resolve_here(config), lowered[0]).options == {}  # the CPU takes none
     monkeypatch.setattr(scheduling.jax, "default_backend", lambda: "gpu")
-    compilation = scheduling.compile_here(config, lowered[0])
-    assert compilation.options == compiler_options(config, 8)
+    compilation = scheduling.compile_here(resolve_here(config), lowered[0])
+    assert compilation.options == compiler_options(resolve_here(config))
     assert compilation.facts["options"][flag] == "90"
     assert not compilation.from_cache
 
@@ -84,7 +88,7 @@ def test_processes_with_different_files_do_not_start(tmp_path, lowered, monkeypa
     file.write_text(TEXT)
     monkeypatch.setattr(scheduling, "everyones", lambda value: [value, "another"])
     with pytest.raises(EnvironmentMismatchError, match=r"^xla\.latency_profile: .* of process 1 is not that of process 0"):
-        gpu_options(with_xla(tmp_path, latency_profile=str(file)), lowered[0])
+        gpu_options(resolve_here(with_xla(tmp_path, latency_profile=str(file))), lowered[0])
 
 
 def test_no_latencies_where_none_are_asked_for_or_nothing_is_known(tmp_path, lowered):
@@ -93,7 +97,7 @@ def test_no_latencies_where_none_are_asked_for_or_nothing_is_known(tmp_path, low
         with_xla(tmp_path, latency_profile=None),
         with_xla(tmp_path).changed({"hardware": HardwareConfig()}),
     ):
-        assert PROFILE not in gpu_options(config, made)[0]
+        assert PROFILE not in gpu_options(resolve_here(config), made)[0]
     assert compilations == []
     assert [latency_source(CONFIG, devices) for devices in (1, 2)] == [None, "auto"]
 
@@ -158,10 +162,10 @@ def test_the_program_that_was_judged_is_the_one_that_trains(tmp_path, lowered, m
         )
     monkeypatch.setattr(scheduling, "compile_with", schedule_choice.compile_with)
     monkeypatch.setattr(scheduling.jax, "default_backend", lambda: "gpu")
-    first = scheduling.compile_here(with_xla(tmp_path), made)
+    first = scheduling.compile_here(resolve_here(with_xla(tmp_path)), made)
     assert len(compilations) == 2
     assert (PROFILE in first.options) == helps
-    again = scheduling.compile_here(with_xla(tmp_path), made)
+    again = scheduling.compile_here(resolve_here(with_xla(tmp_path)), made)
     assert len(compilations) == 3
     assert (again.options, again.step.as_text()) == (first.options, first.step.as_text())
 
@@ -181,11 +185,11 @@ def test_the_program_that_trains_is_found_again_by_its_options(tmp_path, lowered
     monkeypatch.setattr(scheduling, "compile_with", compile_or_load)
     monkeypatch.setattr(scheduling.jax, "default_backend", lambda: "gpu")
     config = with_xla(tmp_path)
-    kept.append(compiler_options(config, 8))  # as XLA's own guesses schedule it
-    first = scheduling.compile_here(config, made)
+    kept.append(compiler_options(resolve_here(config)))  # as XLA's own guesses schedule it
+    first = scheduling.compile_here(resolve_here(config), made)
     assert (len(compilations), first.from_cache) == (2, False)
     assert [options[PROFILE] for options in compilations if PROFILE in options] == [first.options[PROFILE]]
-    again = scheduling.compile_here(config, made)
+    again = scheduling.compile_here(resolve_here(config), made)
     assert (again.options, again.from_cache) == (first.options, True)
 
 
@@ -202,7 +206,7 @@ def test_latencies_of_a_start_that_was_killed_are_judged_anew(tmp_path, lowered,
     with monkeypatch.context() as first:
         first.setattr(schedule_choice, "compile_with", killed)
         with pytest.raises(KeyboardInterrupt):
-            gpu_options(with_xla(tmp_path), made)
+            gpu_options(resolve_here(with_xla(tmp_path)), made)
     assert len(compilations) == 1
     path = pathlib.Path(str(latency_file(with_xla(tmp_path), made)))
     assert len(compilations) == 3
@@ -216,7 +220,7 @@ def test_all_processes_compile_by_the_latencies_of_the_first_and_by_its_verdict(
     monkeypatch.setattr(schedule_choice, "of_first", lambda own: of_first[type(own)])
     told = []
     monkeypatch.setattr(schedule_choice.disk, "keep", lambda path, content: told.append(content.decode()))
-    options, judged = gpu_options(with_xla(tmp_path), made)
+    options, judged = gpu_options(resolve_here(with_xla(tmp_path)), made)
     assert told == [f"{schedule_choice._NOT_JUDGED}{TEXT}", schedule_choice.GUESSES]
     assert PROFILE not in options
     assert judged is not None
@@ -236,8 +240,8 @@ def test_remat_auto_is_judged_once_and_for_all_processes(tmp_path, monkeypatch):
     config = CONFIG.changed({"data.cache_dir": str(tmp_path), "model.remat": "auto", "mesh.fsdp": 8, "hardware.nodes": 1})
     seconds = {"none": 0.0, "save_attention_qkv_mlp": 4.0, "save_attention_qkv": 2.0, "save_attention": 1.0, "full": 3.0}
 
-    def lower(config, state):
-        return types.SimpleNamespace(remat=config.model.remat, as_text=lambda: "the step")
+    def lower(run, state):
+        return types.SimpleNamespace(remat=run.config.model.remat, as_text=lambda: "the step")
 
     def compiled(self, lowered, told):
         return types.SimpleNamespace(preference=(lowered.remat == "none", seconds[lowered.remat]))  # which does not fit
@@ -248,8 +252,9 @@ def test_remat_auto_is_judged_once_and_for_all_processes(tmp_path, monkeypatch):
 
     def chosen(config):
         doing = []
-        remat, _ = scheduling.fastest_remat(config, abstract_state(config), doing.append)
-        return remat, len(doing)
+        run = resolve_here(config, doing.append)
+        assert run.reasons.get("remat", f"{run.config.model.remat}: ").startswith(f"{run.config.model.remat}: ")
+        return run.config.model.remat, len(doing)
 
     assert chosen(config) == ("none", 0)  # by formulas, on a CPU
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
@@ -270,17 +275,26 @@ def test_remat_auto_is_judged_once_and_for_all_processes(tmp_path, monkeypatch):
 def test_training_makes_its_profile_once(tmp_path, monkeypatch):
     config = CONFIG.changed({"data.cache_dir": str(tmp_path)})
     with jax.set_mesh(planned_mesh(config)):
-        lowered = lower(config, abstract_state(config))
-        made, step = gpu_options(config, lowered)
+        lowered = lower(resolve_here(config), abstract_state(config))
+        made, step = gpu_options(resolve_here(config), lowered)
         assert step is not None, "of those that were judged"
         path = pathlib.Path(str(made[PROFILE]))
         told = path.read_text()
         assert "all-gather-start" in told
         assert "reduce-scatter" in told
         monkeypatch.setattr(schedule_choice, "compile_with", None)
-        assert gpu_options(config, lowered) == (made, None)
+        assert gpu_options(resolve_here(config), lowered) == (made, None)
         assert path.read_text() == told
         assert lowered.compile(compiler_options=made)
         other = config.changed({"hardware.node_bandwidth": 50e9})
         with pytest.raises(TypeError):  # another network: it would be compiled again
-            gpu_options(other, lowered)
+            gpu_options(resolve_here(other), lowered)
+
+
+@pytest.mark.usefixtures("gpu_compiler")
+@pytest.mark.parametrize("path", CLUSTER_CONFIGS, ids=lambda path: path.stem)
+def test_training_and_plans_resolve_every_shipped_configuration_alike(path):
+    """So that they lower the same program: both trace `train_step` with what they have resolved."""
+    config = load_config(path).in_longest_rows()
+    with jax.set_mesh(planned_mesh(config)):
+        assert resolve_here(config) == resolve_planned(config)

@@ -16,6 +16,7 @@ import pytest
 from llamajax.errors import ConfigError
 from llamajax.estimates.formulas import flops_per_token
 from llamajax.planning.xla.compile import compile_for
+from llamajax.step.resolve import resolve_planned
 from scripts import bench_gpu
 from scripts.bench import card
 from scripts.bench.case import IGNORE, LOSS_STEPS, MODELS, PASSES, REMATS, ROOT, TORCH_ROWS, TOY, Case, Choice
@@ -173,7 +174,10 @@ def test_batches_are_packed_rows_whose_documents_end_without_a_target():
 def test_fused_attention_is_found_in_what_xla_compiles_for_gpus(packed, kernel, forward, backward):
     config = Case(model="1b", seq_len=2048, packed=packed).config(Choice(micro_batch=1, remat="full"))
     smaller = {"model.num_layers": 2, "model.vocab_size": 1024, "model.attention_kernel": kernel, "hardware.gpu": "h100"}
-    assert fused_calls(compile_for(config.changed(smaller)).hlo) == {"forward": forward, "backward": backward}
+    assert fused_calls(compile_for(resolve_planned(config.changed(smaller))).hlo) == {
+        "forward": forward,
+        "backward": backward,
+    }
 
 
 @pytest.mark.parametrize("row", ROWS)

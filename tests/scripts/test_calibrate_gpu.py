@@ -26,6 +26,7 @@ from llamajax.planning.plan import replayed
 from llamajax.planning.xla.compile import compile_for, planned_mesh
 from llamajax.planning.xla.hlo import Module
 from llamajax.planning.xla.parse import parse
+from llamajax.step.resolve import resolve_planned
 from scripts import calibrate_gpu
 from scripts.calibrate_gpu import CalibrateConfig, Timing, data_sheet, solved, timed
 from scripts.calibration import programs as programs_of
@@ -106,7 +107,7 @@ def test_a_plan_goes_by_the_measured_rates_of_the_own_kernels(tmp_path):
     """Each constant alone at half its rate: attention's share of a step is what is longer."""
     closed = {"model.attend_across_documents": False, "model.num_layers": 2, "model.vocab_size": 512, "data.seq_len": 4096}
     config = BASE.changed(ONE | closed | {"train.global_batch_size": 2, "train.grad_accum_steps": 1})
-    step = compile_for(config)
+    step = compile_for(resolve_planned(config))
     built_in = replayed(step, config).timeline
     longer = {}
     for name in ("pallas_efficiency", "pallas_backward_efficiency", "attention_efficiency", "tokamax_efficiency"):
@@ -166,14 +167,14 @@ def test_the_runs_are_of_one_device(device):
 def test_runs_on_a_gpu_take_the_kernels_that_plans_take():
     """cuDNN's, and llamajax's own: what is measured of both shows in a predicted step."""
     on_gpu = [BASE.changed(changes | {"hardware.gpu": "h100"}) for changes in calibrate_gpu.RUNS["gpu"].values()]
-    assert [planned_kernel(config)[0] for config in on_gpu] == ["cudnn", "pallas", "cudnn"]
+    assert [planned_kernel(resolve_planned(config))[0] for config in on_gpu] == ["cudnn", "pallas", "cudnn"]
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("gpu_compiler")
 @pytest.mark.parametrize("changes", calibrate_gpu.RUNS["gpu"].values(), ids=calibrate_gpu.RUNS["gpu"])
 def test_the_runs_fit_the_smallest_card(changes):
-    step = compile_for(BASE.changed(changes | {"hardware.gpu": "a100-40gb"}))
+    step = compile_for(resolve_planned(BASE.changed(changes | {"hardware.gpu": "a100-40gb"})))
     assert memory_plan(step, parse(step.hlo)).fits
 
 

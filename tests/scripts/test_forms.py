@@ -4,7 +4,7 @@ import json
 import xml.etree.ElementTree as ElementTree
 
 from llamajax.config.file import load_config
-from llamajax.step.forms import with_forms
+from llamajax.step.resolve import resolve
 from scripts.forms import BASE, FIGURES, FORMS, PICTURE, ROOT, drawn
 
 
@@ -22,5 +22,5 @@ def test_the_picture_is_drawn_from_the_figures():
 def test_every_form_is_another_one():
     base = load_config(str(ROOT / "configs" / "llama3_1_8b_8xh200.yaml"))
     configs = [base.changed(BASE | form.changes) for form in FORMS]
-    chosen = [with_forms(config, config.mesh.axis_sizes(64))[0] for config in configs]
+    chosen = [resolve(config, config.mesh.axis_sizes(64)).config for config in configs]
     assert len({(config.mesh, config.parallel) for config in chosen}) == len(FORMS)

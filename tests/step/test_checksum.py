@@ -17,7 +17,7 @@ from llamajax.step.checksum import checksums, differing, holders, replicated
 from llamajax.step.state import abstract_state, init_state
 from llamajax.step.step import train_step
 from tests.faults.flips import Flip, expected, flipped, found, missed
-from tests.tiny import random_rows, tiny_config, to_device
+from tests.tiny import random_rows, resolved, tiny_config, to_device
 
 SITES = [
     (MeshConfig(data=8), ParallelConfig()),
@@ -49,11 +49,11 @@ def test_what_differs_before_a_step_differs_after_it(sizes, parallel):
     """Gradients are averaged: the others learn from the spoilt weight too, but the device does not become equal to them."""
     jax.set_mesh(make_mesh(sizes))
     config = tiny_config(mesh=sizes, parallel=parallel)
-    state, _ = train_step(config, init_state(config), to_device(config, random_rows(config, 0)))
+    state, _ = train_step(resolved(config), init_state(config), to_device(config, random_rows(config, 0)))
     flip = Flip("model.layers.mlp.w_down", place=5, bit=22)
     state = flipped(state, flip)
     for step in range(1, 4):
-        state, _ = train_step(config, state, to_device(config, random_rows(config, step)))
+        state, _ = train_step(resolved(config), state, to_device(config, random_rows(config, step)))
     names = found(state)
     assert names[flip.array] == expected(state, flip)[flip.array]
     assert all(flip.place in places for places in names.values())

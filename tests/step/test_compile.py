@@ -8,10 +8,16 @@ import pytest
 
 from llamajax.config.machine import XlaConfig
 from llamajax.config.parallel import PLAIN, MeshConfig
+from llamajax.config.run import Config
 from llamajax.errors import ConfigError
 from llamajax.estimates.formulas import layer_matrix_bytes, num_matmul_params
 from llamajax.step.compile import compile_with, compiler_options, told
+from llamajax.step.resolve import ResolvedRun, resolve
 from tests.tiny import tiny_config
+
+
+def on(config: Config, num_devices: int) -> ResolvedRun:
+    return resolve(config, config.mesh.axis_sizes(num_devices))
 
 
 def with_flags(*flags: str):
@@ -23,29 +29,29 @@ def test_every_option_is_known_to_this_jaxlib():
     for stack in ("scan", "prefetch"):
         parallel = dataclasses.replace(PLAIN, stack=stack)
         config = tiny_config(parallel=parallel)
-        compile_with(lowered, compiler_options(config, 512, latencies="costs.pbtxt"))
+        compile_with(lowered, compiler_options(on(config, 512), latencies="costs.pbtxt"))
 
 
 def test_the_users_flags_replace_ours():
-    ours = compiler_options(tiny_config(), 8)
+    ours = compiler_options(on(tiny_config(), 8))
     name = "xla_gpu_enable_latency_hiding_scheduler"
     assert ours[name] is True
-    assert compiler_options(with_flags(f"{name}=false"), 8) == ours | {name: False}
+    assert compiler_options(on(with_flags(f"{name}=false"), 8)) == ours | {name: False}
 
 
 def test_deterministic_excludes_kernels_with_atomics_on_any_number_of_devices():
     config = tiny_config(xla=XlaConfig(deterministic=True))
     for num_devices in (1, 8):
-        options = compiler_options(config, num_devices)
+        options = compiler_options(on(config, num_devices))
         assert options["xla_gpu_exclude_nondeterministic_ops"] is True
-        assert options.items() - compiler_options(tiny_config(), num_devices).items() == {
+        assert options.items() - compiler_options(on(tiny_config(), num_devices)).items() == {
             ("xla_gpu_exclude_nondeterministic_ops", True)
         }
     compile_with(jax.jit(lambda x: x + 1).lower(1.0), options)
 
 
 def test_values_have_their_types():
-    options = compiler_options(with_flags("xla_a=7", "xla_b=TRUE", "xla_c=LHS", "xla_d=a=b", "xla_e=false"), 1)
+    options = compiler_options(on(with_flags("xla_a=7", "xla_b=TRUE", "xla_c=LHS", "xla_d=a=b", "xla_e=false"), 1))
     assert options == {"xla_a": "7", "xla_b": True, "xla_c": "LHS", "xla_d": "a=b", "xla_e": False}
 
 
@@ -60,7 +66,7 @@ def test_values_have_their_types():
 def test_what_this_jaxlib_does_not_know_is_told_in_one_line(flag, message):
     lowered = jax.jit(lambda x: x + 1).lower(1.0)
     with pytest.raises(ConfigError) as caught:
-        compile_with(lowered, compiler_options(with_flags(flag), 1))
+        compile_with(lowered, compiler_options(on(with_flags(flag), 1)))
     assert message in str(caught.value)
     assert str(caught.value).startswith("xla.flags: ")
     assert "\n" not in str(caught.value)
@@ -69,12 +75,12 @@ def test_what_this_jaxlib_does_not_know_is_told_in_one_line(flag, message):
 def test_what_is_told_can_be_given_as_flags():
     """Every option as it was, whatever its type, after the jaxlib and the devices that it is for."""
     parallel = dataclasses.replace(PLAIN, stack="prefetch")
-    options = compiler_options(tiny_config(parallel=parallel), 8) | {"xla_a": "LHS=1", "xla_b": False}
+    options = compiler_options(on(tiny_config(parallel=parallel), 8)) | {"xla_a": "LHS=1", "xla_b": False}
     line = told(options, "NVIDIA H100 80GB HBM3")
     start = f"jaxlib {jaxlib.version.__version__}, NVIDIA H100 80GB HBM3: "
     assert line.startswith(f"{start}xla_")
     flags = line.removeprefix(start).split(" ")
-    assert compiler_options(with_flags(*flags), 1) == options
+    assert compiler_options(on(with_flags(*flags), 1)) == options
     assert told({}, "cpu") == f"jaxlib {jaxlib.version.__version__}, cpu: none"
 
 
@@ -85,19 +91,21 @@ def test_flags_are_written_as_name_and_value(flag):
 
 
 def test_one_device_has_nothing_to_hide():
-    assert compiler_options(tiny_config(), 1) == {}
+    assert compiler_options(on(tiny_config(), 1)) == {}
 
 
 def test_a_layer_is_one_collective_where_it_is_prefetched():
     config = tiny_config(parallel=dataclasses.replace(PLAIN, stack="prefetch"), mesh=MeshConfig(fsdp=4, tensor=2))
-    options = compiler_options(config, 8)
+    options = compiler_options(on(config, 8))
     layer = layer_matrix_bytes(config.model, config.mesh.axis_sizes(8))
     for collective in ("all_gather", "reduce_scatter"):
         assert layer < int(options[f"xla_gpu_{collective}_combine_threshold_bytes"]) < 1.05 * layer
     assert not options["xla_gpu_enable_while_loop_double_buffering"]
-    informed = compiler_options(config, 8, latencies="file")
+    informed = compiler_options(on(config, 8), latencies="file")
     assert informed["xla_gpu_enable_while_loop_double_buffering"]
-    assert informed == compiler_options(config, 8, untimed=True) | {"xla_gpu_pgle_profile_file_or_directory_path": "file"}
+    assert informed == compiler_options(on(config, 8), untimed=True) | {
+        "xla_gpu_pgle_profile_file_or_directory_path": "file"
+    }
 
 
 def test_a_layer_of_copied_heads_is_one_collective_too():
@@ -105,15 +113,15 @@ def test_a_layer_of_copied_heads_is_one_collective_too():
     config = config.changed({"model.num_heads": 8, "model.num_kv_heads": 2})
     computed = num_matmul_params(config.changed({"model.num_kv_heads": 8}).model)
     layer = 2 * (computed - config.model.vocab_size * config.model.embed_dim) // config.model.num_layers // 8
-    options = compiler_options(config.changed({"model.compute_dtype": "bfloat16"}), 8)
+    options = compiler_options(on(config.changed({"model.compute_dtype": "bfloat16"}), 8))
     assert layer < int(options["xla_gpu_all_gather_combine_threshold_bytes"]) < 1.05 * layer
 
 
 def test_passes_that_compute_wrong_numbers_stay_disabled():
     base = {"mesh": MeshConfig(fsdp=8), "parallel": dataclasses.replace(PLAIN, stack="prefetch")}
-    ours = compiler_options(tiny_config(**base), 8)["xla_disable_hlo_passes"]
+    ours = compiler_options(on(tiny_config(**base), 8))["xla_disable_hlo_passes"]
     flags = ("xla_disable_hlo_passes=a,b", "xla_gpu_enable_latency_hiding_scheduler=false")
-    options = compiler_options(tiny_config(**base, xla=XlaConfig(flags=flags)), 8)
+    options = compiler_options(on(tiny_config(**base, xla=XlaConfig(flags=flags)), 8))
     assert options["xla_disable_hlo_passes"] == f"{ours},a,b"
     assert "all-gather-to-collective-permute-simplifier" in str(ours)
     assert options["xla_gpu_enable_latency_hiding_scheduler"] is False
@@ -121,13 +129,14 @@ def test_passes_that_compute_wrong_numbers_stay_disabled():
 
 def test_the_scheduler_counts_on_the_memory_that_arrays_may_take(monkeypatch):
     name = "xla_gpu_memory_limit_slop_factor"
-    assert compiler_options(tiny_config(), 8)[name] == "115"  # 92% of the card for the 80% that XLA assumes
+    assert compiler_options(on(tiny_config(), 8))[name] == "115"  # 92% of the card for the 80% that XLA assumes
     monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.6")
-    assert compiler_options(tiny_config(), 8)[name] == "75"
+    assert compiler_options(on(tiny_config(), 8))[name] == "75"
 
 
 @pytest.mark.parametrize(("stack", "tensor"), [("prefetch", "collective"), ("prefetch", "ring"), ("scan", "ring")])
 def test_weights_do_not_wait_for_the_hops_of_a_ring(stack, tensor):
-    options = compiler_options(tiny_config(parallel=dataclasses.replace(PLAIN, stack=stack, tensor=tensor)), 8)
+    parallel = dataclasses.replace(PLAIN, stack=stack, tensor=tensor)
+    options = compiler_options(on(tiny_config(parallel=parallel, mesh=MeshConfig(tensor=8)), 8))
     limit = options.get("xla_gpu_experimental_parallel_collective_overlap_limit")
     assert limit == ("2" if tensor == "ring" else None)

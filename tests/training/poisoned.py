@@ -36,8 +36,8 @@ def poison(nan=(), spike=(), kill=None, rows=None):
         row, segment = clean_row(self, position), _NAN if position in nan else _SPIKE if position in spike else None
         return row if segment is None else row | {"segment_ids": np.full_like(row["segment_ids"], segment)}
 
-    def loss_and_grads(config, model, batch):
-        metrics, grads = clean_loss(config, model, batch)
+    def loss_and_grads(run, model, batch):
+        metrics, grads = clean_loss(run, model, batch)
         is_nan, is_spike = (jnp.any(batch["segment_ids"] == segment) for segment in (_NAN, _SPIKE))
         factor = jnp.where(is_nan, jnp.nan, 1.0)
         metrics["loss"] += jnp.where(is_spike, 50.0, 0.0)

@@ -16,7 +16,7 @@ from llamajax.config.training import TrainConfig
 from llamajax.parallel.mesh import make_mesh
 from llamajax.step.state import abstract_state, init_state
 from llamajax.step.step import apply_gradients, loss_and_grads
-from tests.tiny import random_rows, single_device_mesh, tiny_config, to_device
+from tests.tiny import random_rows, resolved, single_device_mesh, tiny_config, to_device
 
 MESHES = [sizes for sizes in itertools.product((1, 2, 4, 8), repeat=4) if np.prod(sizes) == 8]
 """Every way to lay eight devices over (data, fsdp, sequence, tensor)."""
@@ -46,7 +46,7 @@ def run_steps(config: Config, mesh: jax.sharding.Mesh) -> list[dict[str, np.ndar
 
     @jax.jit
     def step_with_grads(state, batch):
-        losses, grads = loss_and_grads(config, state.model, batch)
+        losses, grads = loss_and_grads(resolved(config), state.model, batch)
         state, metrics = apply_gradients(config, state, grads, losses["tokens"])
         return state, losses | metrics, grads
 

@@ -7,20 +7,29 @@ import shutil
 import subprocess
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 
 from llamajax.checkpoint.meta import checkpoint_meta, read_meta
 from llamajax.checkpoint.read import Saved
 from llamajax.config.file import load_config
+from llamajax.config.machine import HardwareConfig
+from llamajax.config.parallel import MeshConfig
 from llamajax.config.run import Config
 from llamajax.data.rows.dataset import prepare
 from llamajax.errors import CheckpointError, ConfigError
+from llamajax.parallel.mesh import make_mesh
+from llamajax.planning import scheduling
+from llamajax.step.state import init_state
+from llamajax.step.step import train_step
 from llamajax.training import run as train
+from llamajax.training import stages
 from llamajax.training.resume import check_data
 from llamajax.training.stages import described
 from llamajax.watch import run_log
 from tests import runs
+from tests.tiny import random_rows, tiny_config, to_device
 from tests.training.test_resume import start_two
 from tests.training.test_rollback import first_rows, start
 
@@ -255,3 +264,21 @@ def test_the_command_line_sets_stages(unbroken):
         capture_output=True, text=True, check=False, cwd=runs.ROOT,
     )  # fmt: skip
     assert "- from_step: 5\n    weights:\n    - 0.5\n    - 2.0\n    seq_len: 64" in shown.stdout, shown.stderr
+
+
+@pytest.mark.parametrize("remat", ["auto", "full"])
+def test_the_library_lowers_the_program_that_the_command_runs(monkeypatch, remat):
+    config = tiny_config(mesh=MeshConfig(fsdp=8), hardware=HardwareConfig(gpu="h100")).changed({"model.remat": remat})
+    jax.set_mesh(make_mesh(config.mesh))
+    lowered_texts = []
+
+    def compile_here(run, lowered) -> scheduling.Compilation:
+        lowered_texts.append(lowered.as_text())
+        return compile_step(run, lowered)
+
+    compile_step = stages.compile_here
+    monkeypatch.setattr(stages, "compile_here", compile_here)
+    stages.compile_steps(stages.resolve_stages(config))
+    run, batch = scheduling.resolve_here(config), to_device(config, random_rows(config, 0))
+    assert lowered_texts == [train_step.lower(run, init_state(config), batch).as_text()]
+    assert run.config.model.remat == ("none" if remat == "auto" else remat)  # the tiny model fits as it is

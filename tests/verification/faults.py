@@ -187,7 +187,7 @@ def dropped_micro_batch():
     """The last micro-batch is left out."""
 
     def make(right):
-        return lambda config, model, batch: right(config, model, {name: x[:-1] for name, x in batch.items()})
+        return lambda run, model, batch: right(run, model, {name: x[:-1] for name, x in batch.items()})
 
     return _where_several(reference_run, "loss_and_grads", make)
 
@@ -196,10 +196,10 @@ def mean_of_means():
     """Each micro-batch is divided by its own number of tokens, and then by the number of micro-batches."""
 
     def make(right):
-        def wrong(config, model, batch):
+        def wrong(run, model, batch):
             own = [
-                right(config, model, {name: x[i : i + 1] for name, x in batch.items()})
-                for i in range(config.train.grad_accum_steps)
+                right(run, model, {name: x[i : i + 1] for name, x in batch.items()})
+                for i in range(run.config.train.grad_accum_steps)
             ]
             losses, grads = jax.tree.map(lambda *values: sum(values) / len(values), *own)
             return losses | {"tokens": sum(each["tokens"] for each, _ in own)}, grads
@@ -216,8 +216,8 @@ def swapped_dims(name: str):
 
 def _with_gradient(name: str, change: Callable[[jax.Array], jax.Array]):
     def make(right):
-        def wrong(config, model, batch):
-            losses, grads = right(config, model, batch)
+        def wrong(run, model, batch):
+            losses, grads = right(run, model, batch)
             return losses, jax.tree_util.tree_map_with_path(
                 lambda path, x: change(x) if name in jax.tree_util.keystr(path) else x, grads
             )

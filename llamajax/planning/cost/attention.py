@@ -5,12 +5,11 @@ import heapq
 from typing import NamedTuple
 
 from llamajax.config.parallel import num_parts
-from llamajax.config.run import Config
-from llamajax.estimates.formulas import keys_seen, mesh_sizes
-from llamajax.estimates.gpus import planned_gpu
+from llamajax.estimates.formulas import keys_seen
 from llamajax.kernels.choice import Kernel, Site, choose
 from llamajax.kernels.pallas import sizes
 from llamajax.kernels.tiles import TileSize, num_tiles
+from llamajax.step.resolve import ResolvedRun
 
 
 class Scores(NamedTuple):
@@ -26,37 +25,38 @@ _TOKAMAX_TILE = TileSize(128, 128)
 """Of tokamax's kernels, by its own rule for heads of 128 on Hopper: two of 64 at once, of queries or of keys."""
 
 
-def planned_kernel(config: Config) -> tuple[Kernel, str]:
-    """That computes attention when `config`, whose forms are chosen, is trained on the GPUs of its `hardware`; and why.
+def planned_kernel(run: ResolvedRun) -> tuple[Kernel, str]:
+    """That computes attention in training on the GPUs of the run's `hardware`; and why.
 
     Raises:
         ConfigError: the one that is asked for cannot.
     """
-    capability = planned_gpu(config.hardware).compute_capability
-    site = Site.of(config.model, mesh_sizes(config), config.parallel.sequence, is_gpu=True, capability=capability)
-    return choose(config.model.attention_kernel, site)
+    assert run.gpu is not None
+    model, form = run.config.model, run.config.parallel.sequence
+    site = Site.of(model, run.mesh, form, is_gpu=True, capability=run.gpu.compute_capability)
+    return choose(model.attention_kernel, site)
 
 
-def computed_scores(config: Config) -> Scores | None:
+def computed_scores(run: ResolvedRun) -> Scores | None:
     """Of whole tiles, on the device that has most to compute; None: the kernel is none that skips tiles."""
-    kernel, _ = planned_kernel(config)
+    (kernel, _), config = planned_kernel(run), run.config
     if kernel == "tokamax":
         # Its backward pass skips what comes later in the row, but neither other documents nor what no window reaches.
-        return Scores(_mean(config, _TOKAMAX_TILE, 1), (config.data.seq_len + _TOKAMAX_TILE.keys) / 2)
+        return Scores(_mean(run, _TOKAMAX_TILE, 1), (config.data.seq_len + _TOKAMAX_TILE.keys) / 2)
     if kernel not in ("pallas", "triton"):
         return None
-    parts = num_parts("seq", mesh_sizes(config))
+    parts = num_parts("seq", run.mesh)
     length = config.data.seq_len // parts
     own = sizes(length, config.data.seq_len, config.model.head_dim)
-    return Scores(_mean(config, own.for_queries, parts), _mean(config, TileSize(*reversed(own.for_keys)), parts))
+    return Scores(_mean(run, own.for_queries, parts), _mean(run, TileSize(*reversed(own.for_keys)), parts))
 
 
-def scores_of_calls(config: Config) -> Scores | None:
+def scores_of_calls(run: ResolvedRun) -> Scores | None:
     """The same, of each call of a kernel: around a ring a device's early and late queries see 2 n + 1 halves of keys."""
-    scores = computed_scores(config)
-    if scores is None or config.parallel.sequence != "ring":
+    scores = computed_scores(run)
+    if scores is None or run.config.parallel.sequence != "ring":
         return scores
-    parts = num_parts("seq", mesh_sizes(config))
+    parts = num_parts("seq", run.mesh)
     return Scores(*(2 * each / (2 * parts + 1) for each in scores)) if parts > 1 else scores
 
 
@@ -95,10 +95,10 @@ _MANY = 64
 """Programs of a core: what waits for the last of more is less than can be told."""
 
 
-def _mean(config: Config, tile: TileSize, parts: int) -> float:
+def _mean(run: ResolvedRun, tile: TileSize, parts: int) -> float:
     """Of a tile's queries. The last of `parts` that rows are split into have most to see where keys are gathered; a ring and
     an exchange of heads share the work out."""
-    model, seq_len = config.model, config.data.seq_len
+    config, model, seq_len = run.config, run.config.model, run.config.data.seq_len
     begin = seq_len - seq_len // parts if config.parallel.sequence == "gather" else 0
     total, firsts = 0.0, range(begin, seq_len, tile.queries)
     for first in firsts:

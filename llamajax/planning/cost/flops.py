@@ -3,16 +3,14 @@
 from dataclasses import dataclass
 
 from llamajax.config.parallel import num_parts
-from llamajax.config.run import Config
 from llamajax.estimates.formulas import (
     computed_model,
     flops_per_token,
     keeps_two_residuals,
-    mesh_sizes,
     num_matmul_params,
 )
 from llamajax.planning.cost.attention import computed_scores, planned_kernel
-from llamajax.step.forms import with_forms
+from llamajax.step.resolve import ResolvedRun
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,15 +29,15 @@ class ExecutedFlops:
         return self.weights + self.recomputed + self.attention
 
 
-def planned_flops(config: Config) -> ExecutedFlops:
-    """What the step of `config` computes on the GPUs of its `hardware`, told from the configuration alone.
+def planned_flops(run: ResolvedRun) -> ExecutedFlops:
+    """What a step computes on the GPUs of the run's `hardware`, told from the configuration alone.
 
     Attention is two products forward and five backward, which computes the scores anew: of the visible part in a fused
     kernel; otherwise of the whole square, or of what a ring comes to, which of its 4 n^2 pairs of chunks is 2 n^2 + n.
     llamajax's own kernels and tokamax's take three products for the gradients of queries and four for those of keys.
     """
-    config, _ = with_forms(config, mesh_sizes(config))
-    model, seq_len = computed_model(config.model, mesh_sizes(config)), config.data.seq_len
+    config = run.config
+    model, seq_len = computed_model(config.model, run.mesh), config.data.seq_len
     D, F, L = model.embed_dim, model.mlp_dim, model.num_layers
     heads, kv_heads = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
     again = {
@@ -47,20 +45,18 @@ def planned_flops(config: Config) -> ExecutedFlops:
         "save_attention_qkv_mlp": 0,
         "save_attention_qkv": 2 * D * F,
         "save_attention": 2 * D * F + D * (heads + 2 * kv_heads),
-        "full": 2 * D * F
-        + D * (heads + 2 * kv_heads)
-        + (0 if keeps_two_residuals(config, mesh_sizes(config)) else D * heads),
+        "full": 2 * D * F + D * (heads + 2 * kv_heads) + (0 if keeps_two_residuals(config, run.mesh) else D * heads),
     }[model.remat]
     matmul_flops = 6 * num_matmul_params(model)
     again_forward = 2 if model.remat == "full" else 0
     # Two FLOPs per multiply-add, and six products in `flops_per_token`: it counts four of the backward pass.
-    if (scores := computed_scores(config)) is not None:
-        by_keys = 7 if planned_kernel(config)[0] == "tokamax" else 4
+    if (scores := computed_scores(run)) is not None:
+        by_keys = 7 if planned_kernel(run)[0] == "tokamax" else 4
         attention = 2 * L * heads * ((9 - by_keys + again_forward) * scores.by_queries + by_keys * scores.by_keys)
-    elif planned_kernel(config)[0] == "cudnn":
+    elif planned_kernel(run)[0] == "cudnn":
         attention = (7 + again_forward) * (flops_per_token(model, seq_len) - matmul_flops) / 6
     else:
-        parts = num_parts("seq", mesh_sizes(config)) if config.parallel.sequence == "ring" else 1
+        parts = num_parts("seq", run.mesh) if config.parallel.sequence == "ring" else 1
         share = (2 * parts + 1) / (4 * parts) if parts > 1 else 1
         attention = (7 + again_forward) * 2 * L * heads * seq_len * share
     tokens = config.train.global_batch_size * seq_len

@@ -75,8 +75,9 @@ from llamajax.planning.cost.network import num_communicators
 from llamajax.planning.cost.timeline import CollectiveUse
 from llamajax.planning.memory import estimate
 from llamajax.planning.plan import Alternative, Plan, Schedule
+from llamajax.planning.schedule_choice import FASTEST
 from llamajax.planning.search import Sweep
-from llamajax.step.forms import attention_kernel, float8_matmuls, with_forms
+from llamajax.step.resolve import ResolvedRun, attention_kernel, float8_matmuls, resolve_planned
 
 SCHEMA_VERSION = 2
 _PEAK_TENSORS = 20
@@ -112,37 +113,37 @@ def analytic_figures(config: Config) -> dict[str, Any]:
 
 def estimated_figures(config: Config, missing: str) -> dict[str, Any]:
     """`analytic_figures`, with an estimate of the memory, for a machine without XLA's compiler for GPUs."""
-    config, forms = with_forms(config, mesh_sizes(config))
-    kernels, warning = _kernels(config)
-    memory = estimate(config)
+    run = resolve_planned(config)
+    kernels, warning = _kernels(run)
+    memory = estimate(run)
     expected = {
         "by_kind": memory.by_kind,
         "peak_bytes": memory.peak_bytes,
         "allowance_bytes": memory.allowance.total_bytes,
         "fits": memory.fits,
     }
-    return analytic_figures(config) | {
+    return analytic_figures(run.config) | {
         "compiled": False,
-        "forms": forms | kernels,
+        "forms": {**run.reasons, **kernels},
         "warning": warning,
         "missing": missing,
         "memory_estimate": expected,
     }
 
 
-def _kernels(config: Config) -> tuple[dict[str, str], str | None]:
+def _kernels(run: ResolvedRun) -> tuple[dict[str, str], str | None]:
     """What of `forms` is not of `parallel`, and `warning`."""
-    capability = planned_gpu(config.hardware).compute_capability
-    kernel, warning = attention_kernel(config, mesh_sizes(config), capability)
-    return {"attention": kernel} | float8_matmuls(config, capability), warning
+    capability = run.gpu and run.gpu.compute_capability
+    kernel, warning = attention_kernel(run, capability)
+    return {"attention": kernel} | float8_matmuls(run.config.model, capability), warning
 
 
 def figures(plan: Plan, sweep: Sweep | None = None, plans: Sequence[Plan] = ()) -> dict[str, Any]:
     """Everything about a plan, and about the `plans` of a sweep; see this module's docstring."""
-    chosen, (config, forms) = plan.chosen, with_forms(plan.config, mesh_sizes(plan.config))
-    kernels, warning = _kernels(config)
+    chosen, run = plan.chosen, resolve_planned(plan.config)
+    (kernels, warning), config, forms = _kernels(run), run.config, dict(run.reasons)
     if plan.by_remat:
-        forms |= {"remat": f"{config.model.remat}: the fastest of {len(plan.by_remat)} that fits"}
+        forms["remat"] = f"{config.model.remat}: {FASTEST}"
     own = schedule_figures(config, chosen)
     others = [alternative.schedule for alternative in plan.alternatives]
     unlike = [schedule for schedule in plan.by_remat.values() if schedule is not plan.guessed]
@@ -192,9 +193,8 @@ def figures(plan: Plan, sweep: Sweep | None = None, plans: Sequence[Plan] = ()) 
 
 
 def _of_remat(config: Config, remat: Remat, schedule: Schedule) -> dict[str, Any]:
-    own = schedule_figures(config.changed({"model.remat": remat}), schedule)
-    flops = planned_flops(config.changed({"model.remat": remat}))
-    again = flops.total - planned_flops(config.changed({"model.remat": "none"})).total
+    own, flops = schedule_figures(config.changed({"model.remat": remat}), schedule), planned_flops(schedule.step.run)
+    again = flops.total - planned_flops(resolve_planned(config.changed({"model.remat": "none"}))).total
     return {"recomputed": again / flops.total} | {key: own[key] for key in _OF_REMAT}
 
 
@@ -228,7 +228,7 @@ def schedule_figures(config: Config, schedule: Schedule) -> dict[str, Any]:
     num_devices, seq_len = config.hardware.num_devices, config.data.seq_len
     tokens_per_sec = config.train.global_batch_size * seq_len / num_devices / timeline.step_time_s
     least, sent = least_wire_bytes(config, mesh_sizes(config)), sum(timeline.wire_bytes.values())
-    counted = planned_flops(config).total
+    counted = planned_flops(resolve_planned(config)).total
     return {
         **_named(memory, "capacity_bytes", "fits", "argument_bytes", "temp_bytes", "peak_bytes", "host_bytes"),
         "allowance_bytes": memory.allowance.total_bytes,

@@ -17,12 +17,11 @@ from jax.experimental import topologies
 
 from llamajax.config.run import Config
 from llamajax.errors import ConfigError, EnvironmentMismatchError, UserError
-from llamajax.estimates.formulas import mesh_sizes
 from llamajax.estimates.gpus import Gpu, planned_gpu
 from llamajax.parallel.mesh import make_mesh
 from llamajax.planning.xla.buffers import BufferAssignment, read_buffer_assignment
 from llamajax.step.compile import EXCLUDES_NONDETERMINISTIC, Option, compile_with, compiler_options, lower
-from llamajax.step.forms import with_forms
+from llamajax.step.resolve import ResolvedRun
 from llamajax.step.state import abstract_state
 
 PLUGINS = ("jax-cuda13-plugin", "jax-cuda12-plugin")
@@ -48,7 +47,7 @@ class CompilerMissingError(UserError):
 class CompiledStep:
     """The training step as one device of the cluster would run it."""
 
-    config: Config
+    run: ResolvedRun
     hlo: str
     """The scheduled module, as text."""
     buffers: BufferAssignment
@@ -82,11 +81,11 @@ def check_compiler() -> None:
         raise CompilerMissingError(f"{found} does not fit jaxlib {jaxlib.version.__version__}; {REMEDY}")
 
 
-def compile_for(config: Config, *, latencies: str | None = None, untimed: bool = False) -> CompiledStep:
-    """Compiles the training step of `config` for `config.hardware`.
+def compile_for(run: ResolvedRun, *, latencies: str | None = None, untimed: bool = False) -> CompiledStep:
+    """Compiles a run's training step for the cluster that its `hardware` describes.
 
     Args:
-        config: the run.
+        run: the run, of `resolve_planned`.
         latencies: file with the costs of instructions that the scheduler is to go by.
         untimed: see `compiler_options`.
 
@@ -95,19 +94,18 @@ def compile_for(config: Config, *, latencies: str | None = None, untimed: bool =
         ConfigError: the configuration names no GPU, cannot be laid over the cluster, or sets an unknown XLA option.
     """
     check_compiler()
-    planned_gpu(config.hardware)  # refuses a cluster that names none
+    config = run.config
     if problems := config.placement_problems(config.hardware.num_devices):
         raise ConfigError("\n".join(problems))
     started = time.monotonic()
-    config, _ = with_forms(config, mesh_sizes(config))
     mesh = planned_mesh(config)
-    told = compiler_options(config, mesh.size, latencies=latencies, untimed=untimed)
+    told = compiler_options(run, latencies=latencies, untimed=untimed)
     told = {name: value for name, value in told.items() if not name.startswith("xla_dump_") and name not in _NEED_A_GPU}
     # The default device's architecture is what kernels are lowered for that ask for it, such as tokamax's.
     planned = jax.default_device(mesh.devices.flat[0])
     with jax.set_mesh(mesh), planned, tempfile.TemporaryDirectory(prefix="llamajax-plan-") as folder:
         try:
-            lowered = lower(config, abstract_state(config))
+            lowered = lower(run, abstract_state(config))
         except EnvironmentMismatchError as error:
             raise CompilerMissingError(f"{error}; or {REMEDY}") from error
         try:
@@ -125,7 +123,7 @@ def compile_for(config: Config, *, latencies: str | None = None, untimed: bool =
     hlo = compiled.as_text()
     assert hlo is not None
     return CompiledStep(
-        config=config,
+        run=run,
         hlo=hlo,
         buffers=buffers,
         peak_bytes=stats.peak_memory_in_bytes,

@@ -10,6 +10,7 @@ from llamajax.kernels import choice
 from llamajax.kernels.pallas import sizes
 from llamajax.kernels.tiles import Sizes, TileSize, tiles
 from llamajax.planning.cost.attention import Grid, busy_share, computed_scores, planned_kernel, scores_of_calls
+from llamajax.step.resolve import resolve_planned
 from tests.planning.plans import CONFIG
 
 LENGTH = 4096
@@ -56,7 +57,7 @@ def test_scores_are_those_of_the_tiles_that_are_computed(mean):
         float(np.sum(table[:, :, 3] - table[:, :, 0])) * size.queries * size.keys / rows / LENGTH
         for table, size in zip(found, (own.for_queries, own.for_keys), strict=True)
     ]
-    assert computed_scores(config) == pytest.approx(tuple(counted), rel=0.04 if mean else 1e-9)
+    assert computed_scores(resolve_planned(config)) == pytest.approx(tuple(counted), rel=0.04 if mean else 1e-9)
 
 
 @pytest.mark.parametrize(
@@ -70,8 +71,8 @@ def test_scores_are_those_of_the_tiles_that_are_computed(mean):
 )
 def test_only_kernels_that_skip_tiles_have_scores(changes, kernel):
     config = CLOSED.changed(changes)
-    assert planned_kernel(config)[0] == kernel
-    assert (computed_scores(config) is not None) == (kernel == "pallas")
+    assert planned_kernel(resolve_planned(config))[0] == kernel
+    assert (computed_scores(resolve_planned(config)) is not None) == (kernel == "pallas")
 
 
 @pytest.mark.parametrize("mean", [None, 1000.0])
@@ -79,7 +80,7 @@ def test_tokamax_skips_documents_forward_only(monkeypatch, mean):
     """Forward in tiles of 128 queries and keys; backward whole causal tiles, of which the last is full."""
     monkeypatch.setattr(choice, "_missing", lambda: None)
     changes = {"data.mean_document_length": mean, "model.compute_dtype": "bfloat16"}
-    found = computed_scores(CLOSED.changed(changes | {"model.attention_kernel": "tokamax"}))
+    found = computed_scores(resolve_planned(CLOSED.changed(changes | {"model.attention_kernel": "tokamax"})))
     tile = TileSize(128, 128)
     ids = np.ones((1, LENGTH), np.int32) if mean is None else documents(mean, 40)
     on_device = jnp.asarray(ids)
@@ -90,18 +91,18 @@ def test_tokamax_skips_documents_forward_only(monkeypatch, mean):
 
 def test_devices_that_split_rows_share_them_out():
     """A ring evenly, in 2 n + 1 calls of half as many queries; of gathered keys the last device sees the most."""
-    whole = computed_scores(CLOSED)
+    whole = computed_scores(resolve_planned(CLOSED))
     split = {
         form: CLOSED.changed({"mesh": MeshConfig(sequence=4), "parallel.sequence": form})
         for form in ("ring", "gather", "ulysses")
     }
     assert whole is not None
-    assert computed_scores(split["ulysses"]) == whole
-    in_ring = scores_of_calls(split["ring"])
+    assert computed_scores(resolve_planned(split["ulysses"])) == whole
+    in_ring = scores_of_calls(resolve_planned(split["ring"]))
     assert in_ring is not None
     # Queries of half a device's part, in 9 calls, and of all of it once.
     assert 9 / 2 * in_ring.by_queries == pytest.approx(whole.by_queries, rel=0.01)
-    gathered = scores_of_calls(split["gather"])
+    gathered = scores_of_calls(resolve_planned(split["gather"]))
     assert gathered is not None
     assert gathered.by_queries == pytest.approx((1 - 1 / 8) * LENGTH, rel=0.03)
 

@@ -28,7 +28,7 @@ from llamajax.planning.xla.compile import CompiledStep, CompilerMissingError, ch
 from llamajax.planning.xla.hlo import arrays
 from llamajax.planning.xla.parse import parse
 from llamajax.step.compile import Option, compile_with, compiler_options, lower
-from llamajax.step.forms import with_forms
+from llamajax.step.resolve import resolve_planned
 from llamajax.step.state import abstract_state
 from tests.tiny import tiny_config
 
@@ -46,7 +46,7 @@ CONFIG = tiny_config(
 
 @pytest.fixture(scope="module")
 def step(gpu_compiler) -> CompiledStep:
-    return compile_for(CONFIG)
+    return compile_for(resolve_planned(CONFIG))
 
 
 def installed(monkeypatch, versions: dict[str, str]) -> None:
@@ -61,7 +61,7 @@ def installed(monkeypatch, versions: dict[str, str]) -> None:
 def test_a_missing_compiler_is_told_with_the_remedy(monkeypatch):
     installed(monkeypatch, {})
     with pytest.raises(CompilerMissingError, match=r"jax-cuda13-plugin.*pip install 'llamajax\[plan\]'") as caught:
-        compile_for(CONFIG)
+        compile_for(resolve_planned(CONFIG))
     assert caught.value.exit_code == 2
     assert "\n" not in str(caught.value)
 
@@ -78,12 +78,13 @@ def test_no_kernel_of_the_step_adds_with_atomics(tmp_path):
     """By the assembly of all kernels, the gradient of the embedding and attention over packed rows among them."""
     model = dataclasses.replace(CONFIG.model, embed_dim=512, mlp_dim=1024, num_layers=1, num_heads=4, num_kv_heads=2)
     config = CONFIG.changed({"hardware.gpu": "h100", "hardware.nodes": 1, "data.seq_len": 2048, "mesh.tensor": 1})
-    config, _ = with_forms(dataclasses.replace(config, model=model), mesh_sizes(config))
+    run = resolve_planned(dataclasses.replace(config, model=model))
+    config = run.config
     mesh = planning_compile.planned_mesh(config)
     dump: dict[str, Option] = {"xla_dump_to": str(tmp_path), "xla_dump_hlo_module_re": ".*", "xla_dump_emitter_re": "ptx"}
-    options = compiler_options(config, mesh.size) | dump
+    options = compiler_options(run) | dump
     with jax.set_mesh(mesh), jax.default_device(mesh.devices.flat[0]):
-        compile_with(lower(config, abstract_state(config)), options)
+        compile_with(lower(run, abstract_state(config)), options)
     assembly = {path.name: path.read_text() for path in tmp_path.glob("*.ptx")}
     assert len(assembly) > 20
     assert [name for name, text in assembly.items() if re.search(r"\b(atom|red)\.", text)] == []
@@ -93,7 +94,7 @@ def test_no_kernel_of_the_step_adds_with_atomics(tmp_path):
 @pytest.mark.usefixtures("gpu_compiler")
 def test_a_deterministic_step_is_planned():
     changes = {"xla.deterministic": True, "xla.flags": ("xla_gpu_deterministic_ops=true",), "model.num_layers": 1}
-    step = compile_for(CONFIG.changed(changes))
+    step = compile_for(resolve_planned(CONFIG.changed(changes)))
     assert not [name for name in step.options if "determin" in name]
 
 
@@ -111,7 +112,7 @@ UNEVEN = dataclasses.replace(CONFIG.model, num_heads=40)
 def test_what_cannot_be_laid_over_the_cluster_is_refused(monkeypatch, changes, message):
     installed(monkeypatch, {"jax-cuda13-plugin": jaxlib.version.__version__})
     with pytest.raises(ConfigError, match=message):
-        compile_for(dataclasses.replace(CONFIG, **changes))
+        compile_for(resolve_planned(dataclasses.replace(CONFIG, **changes)))
 
 
 @pytest.mark.slow
@@ -122,7 +123,7 @@ def test_the_memory_is_xlas_own_to_the_byte(step):
     batch = plan.by_kind["batch"]
     assert plan.argument_bytes - batch == pytest.approx(minimum_state_bytes(CONFIG), rel=1e-6)
     assert plan.argument_bytes == pytest.approx(minimum_state_bytes(CONFIG), rel=0.01)
-    assert plan.peak_bytes == pytest.approx(estimate(CONFIG).peak_bytes, rel=0.25)
+    assert plan.peak_bytes == pytest.approx(estimate(resolve_planned(CONFIG)).peak_bytes, rel=0.25)
     assert plan.host_bytes == 0
     assert plan.fits
 
@@ -131,7 +132,7 @@ def test_the_memory_is_xlas_own_to_the_byte(step):
 def test_the_update_reads_and_writes_the_state_once(step):
     """Weights and two moments are read and written, gradients read, and once more before, for their norm."""
     module = parse(step.hlo)
-    costs = CostModel(module, planned_machine(CONFIG), scores_of_calls(step.config))
+    costs = CostModel(module, planned_machine(CONFIG), scores_of_calls(step.run))
     entry = module.entry.instructions.values()
     update = [i for i in entry if "/update/" in i.op_name or i.opcode == "copy"]
     norm = [i for i in update if i.op_name.endswith("reduce_sum")]
@@ -162,7 +163,7 @@ def test_the_program_is_for_all_devices_and_tensor_stays_within_a_node(step):
 def test_the_current_mesh_stays(gpu_compiler):
     before = jax.sharding.get_mesh()
     with pytest.raises(ConfigError, match=r"xla\.flags: .* does not know xla_gpu_no_such_thing"):
-        compile_for(CONFIG.changed({"xla.flags": ("xla_gpu_no_such_thing=1",)}))
+        compile_for(resolve_planned(CONFIG.changed({"xla.flags": ("xla_gpu_no_such_thing=1",)})))
     assert jax.sharding.get_mesh() == before
 
 
@@ -171,7 +172,7 @@ def test_where_xla_is_told_to_dump_its_programs_is_no_matter(gpu_compiler, tmp_p
     """Of two configurations that differ in it only, the same program comes, and its memory; nothing is dumped."""
     flags = ("xla_dump_to=" + str(tmp_path), "xla_dump_hlo_module_re=none", "xla_dump_compress_protos=true")
     config = tiny_config(hardware=HardwareConfig(gpu="h100"), xla=XlaConfig(flags=flags))
-    step = compile_for(config)
+    step = compile_for(resolve_planned(config))
     assert memory_plan(step, parse(step.hlo)).argument_bytes > 0
     assert not any(name.startswith("xla_dump") for name in step.options)
     assert list(tmp_path.iterdir()) == []
@@ -181,7 +182,7 @@ def test_where_xla_is_told_to_dump_its_programs_is_no_matter(gpu_compiler, tmp_p
 def test_a_directory_for_temporary_files_that_is_missing_is_named(gpu_compiler, tmp_path, monkeypatch):
     monkeypatch.setenv("TMPDIR", str(tmp_path / "gone"))
     with pytest.raises(EnvironmentMismatchError, match=rf"^TMPDIR: .* cannot write to {tmp_path}/gone; set it to") as caught:
-        compile_for(tiny_config(hardware=HardwareConfig(gpu="h100")))
+        compile_for(resolve_planned(tiny_config(hardware=HardwareConfig(gpu="h100"))))
     assert "\n" not in str(caught.value)
 
 
@@ -191,7 +192,7 @@ def test_a_compiler_that_jax_cannot_load_is_told_with_the_remedy(gpu_compiler, m
     with pytest.raises(
         CompilerMissingError, match=r"could not load its CUDA plugin.*unloaded.*pip install 'llamajax\[plan\]'"
     ):
-        compile_for(CONFIG)
+        compile_for(resolve_planned(CONFIG))
 
 
 @pytest.mark.parametrize(
@@ -204,17 +205,17 @@ def test_missing_tools_of_cuda_are_told_with_the_remedy(gpu_compiler, monkeypatc
 
     monkeypatch.setattr(planning_compile, "compile_with", fail)
     with pytest.raises(CompilerMissingError, match=r"ptxas and libdevice.*pip install 'llamajax\[plan\]'"):
-        compile_for(CONFIG)
+        compile_for(resolve_planned(CONFIG))
 
 
 @pytest.mark.slow
 def test_what_is_suggested_was_compiled_and_fits(gpu_compiler):
     too_large = CONFIG.changed({"model.remat": "none", "hardware.gpu": "a100-40gb", "train.global_batch_size": 256})
-    assert not estimate(too_large).fits
+    assert not estimate(resolve_planned(too_large)).fits
     seconds: list[Config] = []
 
     def compiled(config: Config) -> tuple[MemoryPlan, float]:
-        step = compile_for(config)
+        step = compile_for(resolve_planned(config))
         seconds.append(config)
         return memory_plan(step, parse(step.hlo)), float(len(seconds))
 
@@ -229,7 +230,7 @@ def test_what_is_suggested_was_compiled_and_fits(gpu_compiler):
 
 def test_matmuls_multiply_and_collectives_carry_eight_bits(gpu_compiler):
     changes = {"hardware.gpu": "h100", "model.matmul_dtype": "float8", "model.num_layers": 2, "train.grad_accum_steps": 1}
-    module = parse(compile_for(CONFIG.changed(changes)).hlo)
+    module = parse(compile_for(resolve_planned(CONFIG.changed(changes))).hlo)
     products, gathered = [], []
     for computation in module.computations.values():
         for instruction in computation.instructions.values():
@@ -264,7 +265,8 @@ def test_prefetched_layers_take_five_layers_weights_more_than_a_plain_loop(stack
         "train.grad_accum_steps": micro_batches, "model.remat": remat, "parallel.grad_reduce": "micro",
     })  # fmt: skip
     plain, prefetched = (
-        compile_for(config.changed({"parallel.stack": form}), untimed=True).peak_bytes for form in ("scan", stack)
+        compile_for(resolve_planned(config.changed({"parallel.stack": form})), untimed=True).peak_bytes
+        for form in ("scan", stack)
     )
     assert prefetched <= plain + 5 * layer_matrix_bytes(config.model, mesh_sizes(config))
 
@@ -291,7 +293,7 @@ def test_every_architecture_has_a_step(gpu, kernel):
         mesh=MeshConfig(),
         hardware=HardwareConfig(gpu=gpu, gpus_per_node=1),
     )  # fmt: skip
-    hlo = compile_for(config).hlo
+    hlo = compile_for(resolve_planned(config)).hlo
     assert ("__cudnn$fmhaSoftmaxBackward" in hlo) == (kernel == "cudnn")
     assert ("attention_backward_keys" in hlo) == (kernel == "pallas")
     assert ("f8e4m3fn" in hlo) == (gpu != "rtx-3090")

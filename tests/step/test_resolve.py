@@ -7,7 +7,7 @@ from llamajax.config.model import REMATS
 from llamajax.config.parallel import MeshConfig, ParallelConfig
 from llamajax.config.run import Config
 from llamajax.errors import ConfigError
-from llamajax.step.forms import MAX_UNROLLED, float8_matmuls, stack_form, with_forms
+from llamajax.step.resolve import MAX_UNROLLED, float8_matmuls, resolve
 from tests.tiny import tiny_config
 
 ON_H100 = HardwareConfig(gpu="h100")
@@ -16,6 +16,11 @@ ON_H100 = HardwareConfig(gpu="h100")
 def planned(hardware: HardwareConfig = ON_H100, **mesh: int) -> tuple[Config, dict[str, int]]:
     config = tiny_config(hardware=hardware, mesh=MeshConfig(**mesh))
     return config, config.mesh.axis_sizes(8)
+
+
+def stack_form(config: Config, axes: dict[str, int]) -> tuple[str, str]:
+    run = resolve(config, axes)
+    return run.config.parallel.stack, run.reasons["stack"]
 
 
 @pytest.mark.parametrize(
@@ -57,18 +62,18 @@ def test_remat_keeps_what_the_card_holds():
     config = config.changed({"model.remat": "auto", "data.seq_len": 1024, "model.max_seq_len": 1024})
     found = {}
     for rows in (8, 1 << 15, 1 << 16, 1 << 20):
-        chosen, told = with_forms(config.changed({"train.global_batch_size": rows}), axes)
-        found[rows] = chosen.model.remat
-        assert told["remat"].startswith(f"{chosen.model.remat}: ")
+        run = resolve(config.changed({"train.global_batch_size": rows}), axes)
+        found[rows] = run.config.model.remat
+        assert run.reasons["remat"].startswith(f"{run.config.model.remat}: ")
     assert found[8] == "none"
     assert found[1 << 20] == "full"
     kept = [REMATS.index(remat) for remat in found.values()]
     assert kept == sorted(kept)
     assert len(set(kept)) > 2
     for blind in ({"hardware.gpu": "none"}, {"mesh.num_cpu_devices": 8}):
-        chosen, told = with_forms(config.changed(blind), axes)
-        assert (chosen.model.remat, told["remat"][:4]) == ("full", "full")
-    assert "remat" not in with_forms(config.changed({"model.remat": "none"}), axes)[1]
+        run = resolve(config.changed(blind), axes)
+        assert (run.config.model.remat, run.reasons["remat"][:4]) == ("full", "full")
+    assert "remat" not in resolve(config.changed({"model.remat": "none"}), axes).reasons
 
 
 def test_weights_are_not_prefetched_where_they_would_not_fit():
@@ -83,18 +88,19 @@ def test_weights_are_not_prefetched_where_they_would_not_fit():
 def test_what_is_asked_for_is_taken():
     config, axes = planned(fsdp=2, sequence=2, tensor=2)
     asked = ParallelConfig(stack="scan", sequence="ring", tensor="ring", grad_reduce="step")
-    chosen, told = with_forms(config.changed({"parallel": asked, "train.grad_accum_steps": 2}), axes)
-    assert chosen.parallel == asked
-    assert told == {setting: f"{getattr(asked, setting)}: parallel.{setting} says so" for setting in told}
-    assert set(told) == {"stack", "sequence", "tensor", "grad_reduce"}
+    run = resolve(config.changed({"parallel": asked, "train.grad_accum_steps": 2}), axes)
+    assert run.config.parallel == asked
+    assert run.reasons == {setting: f"{getattr(asked, setting)}: parallel.{setting} says so" for setting in run.reasons}
+    assert set(run.reasons) == {"stack", "sequence", "tensor", "grad_reduce"}
 
 
 def test_nothing_stays_open_and_only_choices_are_told():
     config, axes = planned(fsdp=8)
-    chosen, told = with_forms(config, axes)
-    assert "auto" not in vars(chosen.parallel).values()
-    assert set(told) == {"stack"}
-    assert with_forms(chosen, axes)[0] == chosen
+    run = resolve(config, axes)
+    assert "auto" not in vars(run.config.parallel).values()
+    assert set(run.reasons) == {"stack"}
+    assert resolve(run.config, axes) == run
+    assert hash(resolve(run.config, axes)) == hash(run)
 
 
 @pytest.mark.parametrize(
@@ -112,21 +118,21 @@ def test_nothing_stays_open_and_only_choices_are_told():
 )
 def test_gradients_are_reduced_when_the_least_is_waited_for(mesh, changes, form, reason):
     config, axes = planned(**mesh)
-    chosen, told = with_forms(config.changed({"train.grad_accum_steps": 2} | changes), axes)
-    assert chosen.parallel.grad_reduce == form
-    if chosen.train.grad_accum_steps == 1:
-        assert "grad_reduce" not in told
+    run = resolve(config.changed({"train.grad_accum_steps": 2} | changes), axes)
+    assert run.config.parallel.grad_reduce == form
+    if run.config.train.grad_accum_steps == 1:
+        assert "grad_reduce" not in run.reasons
     else:
-        assert told["grad_reduce"].startswith(f"{form}: ")
-        assert reason in told["grad_reduce"]
+        assert run.reasons["grad_reduce"].startswith(f"{form}: ")
+        assert reason in run.reasons["grad_reduce"]
 
 
 def test_a_planned_run_on_emulated_devices_is_not_held_to_the_planned_ones():
     """Whose number and memory are others."""
     config = tiny_config(hardware=HardwareConfig(gpu="h100", nodes=4)).changed({"train.grad_accum_steps": 4})
-    chosen, told = with_forms(config.changed({"model.mlp_dim": 2**26}), {"data": 1, "fsdp": 8, "sequence": 1, "tensor": 1})
-    assert chosen.parallel.grad_reduce == "step"
-    assert "hardly fit" not in " ".join(told.values())
+    run = resolve(config.changed({"model.mlp_dim": 2**26}), {"data": 1, "fsdp": 8, "sequence": 1, "tensor": 1})
+    assert run.config.parallel.grad_reduce == "step"
+    assert "hardly fit" not in " ".join(run.reasons.values())
 
 
 def test_whether_a_run_fits_is_asked_of_the_mesh_it_has():
@@ -140,11 +146,11 @@ def test_whether_a_run_fits_is_asked_of_the_mesh_it_has():
 @pytest.mark.parametrize("capability", [(8, 0), (7, 0)])
 def test_gpus_without_float8_refuse_it_in_one_line(capability):
     config, _ = planned()
-    assert float8_matmuls(config, capability) == {}
+    assert float8_matmuls(config.model, capability) == {}
     with pytest.raises(
         ConfigError, match=r"^model\.matmul_dtype: float8 needs GPUs .* 8\.9 .*; set compute_dtype$"
     ) as error:
-        float8_matmuls(config.changed({"model.matmul_dtype": "float8"}), capability)
+        float8_matmuls(config.changed({"model.matmul_dtype": "float8"}).model, capability)
     assert f"these have {capability[0]}.{capability[1]}" in str(error.value)
 
 
@@ -152,7 +158,7 @@ def test_gpus_without_float8_refuse_it_in_one_line(capability):
 def test_what_is_multiplied_in_float8_is_told(capability):
     config, _ = planned()
     exempt = config.changed({"model.matmul_dtype": "float8", "model.float8_exempt": ("wo",)})
-    (told,) = float8_matmuls(exempt, capability).values()
+    (told,) = float8_matmuls(exempt.model, capability).values()
     assert told.startswith("float8 with wqkv, w_gate_up, w_down of each layer; ")
     assert ("no faster" in told) == (capability is None)
     assert ("MFU counts bfloat16's peak" in told) == (capability is not None)

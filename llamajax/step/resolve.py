@@ -1,11 +1,10 @@
-"""What `auto` comes to in `parallel`: the forms in which the devices of a mesh share the training step, and why."""
+"""Resolves a run: what every `auto` comes to on the devices of a mesh, and why; once, for all who must agree on it."""
 
 import dataclasses
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 
-import jax
-
-from llamajax.config.model import REMATS, Remat
+from llamajax.config.model import REMATS, ModelConfig, Remat
 from llamajax.config.parallel import Reduction, StackForm, num_parts
 from llamajax.config.run import Config
 from llamajax.errors import ConfigError
@@ -14,11 +13,12 @@ from llamajax.estimates.formulas import (
     expected_bytes,
     gathered_layer_bytes,
     layer_matrix_bytes,
+    mesh_sizes,
     params_gathered_once,
     prefetched_bytes,
 )
 from llamajax.estimates.gpu_memory_budget import memory_fraction
-from llamajax.estimates.gpus import planned_gpu
+from llamajax.estimates.gpus import Gpu, planned_gpu
 from llamajax.kernels.choice import Site, choose
 from llamajax.kernels.forms import can_fuse, sequence_form
 from llamajax.kernels.plain import MAX_CHUNK_SCORES
@@ -32,46 +32,83 @@ MAX_UNROLLED = 40
 minutes."""
 
 
-def with_forms(config: Config, axes: Mapping[str, int]) -> tuple[Config, dict[str, str]]:
-    """The run with every form of `parallel` chosen, and by setting in one line which and why, where there is a choice.
+@dataclass(frozen=True, kw_only=True)
+class ResolvedRun:
+    """A run on the devices of a mesh, nothing left open: what the training step is traced, compiled and planned from.
+
+    It is hashable, so `jax.jit` takes it as a static argument.
+    """
+
+    config: Config
+    """The run; neither `model.remat` nor a setting of `parallel` is `auto`."""
+    mesh: Mapping[str, int] = field(hash=False)
+    """Sizes of the mesh axes, outer to inner."""
+    gpu: Gpu | None
+    """The GPU that `hardware` names; None: it names none."""
+    memory_fraction: float
+    """Share of a GPU's memory that XLA's arrays may take."""
+    reasons: Mapping[str, str] = field(compare=False)
+    """By setting which form was chosen, and why, in one line; settings without a choice are left out."""
+
+
+def resolve(config: Config, mesh: Mapping[str, int]) -> ResolvedRun:
+    """The run with every form chosen by formulas; the same for whoever asks.
 
     Args:
-        config: the run.
-        axes: sizes of the mesh axes.
+        config: the run. Its `model.remat: auto` comes to what keeps most of what should fit;
+            `llamajax.planning.scheduling.resolve_here` compiles to find the fastest.
+        mesh: sizes of the mesh axes.
     """
-    asked, (remat, reason) = config.model.remat, remat_policy(config, axes)
+    gpu = None if config.hardware.gpu == "none" else planned_gpu(config.hardware)
+    fraction = memory_fraction(config)
+    budget = None if gpu is None or config.mesh.num_cpu_devices is not None else fraction * gpu.memory_bytes
+    asked, (remat, reason) = config.model.remat, remat_policy(config, mesh, budget)
     config = config.changed({"model.remat": remat})
     chosen = {
-        "stack": stack_form(config, axes),
-        "sequence": sequence_form(config, axes),
-        "tensor": tensor_form(config, axes),
+        "stack": stack_form(config, mesh, budget),
+        "sequence": sequence_form(config, mesh),
+        "tensor": tensor_form(config, mesh),
     }
     parallel = dataclasses.replace(config.parallel, **{setting: form for setting, (form, _) in chosen.items()})
-    chosen["grad_reduce"] = reduction_form(dataclasses.replace(config, parallel=parallel), axes)
+    chosen["grad_reduce"] = reduction_form(dataclasses.replace(config, parallel=parallel), mesh, budget)
     parallel = dataclasses.replace(parallel, grad_reduce=chosen["grad_reduce"][0])
-    no_choice = {axis for axis, size in axes.items() if size == 1}
+    no_choice = {axis for axis, size in mesh.items() if size == 1}
     if config.train.grad_accum_steps == 1:
         no_choice.add("grad_reduce")
     if asked == "auto":
         chosen["remat"] = remat, reason
-    told = {setting: f"{form}: {reason}" for setting, (form, reason) in chosen.items() if setting not in no_choice}
-    return dataclasses.replace(config, parallel=parallel), told
+    return ResolvedRun(
+        config=dataclasses.replace(config, parallel=parallel),
+        mesh=mesh,
+        gpu=gpu,
+        memory_fraction=fraction,
+        reasons={setting: f"{form}: {reason}" for setting, (form, reason) in chosen.items() if setting not in no_choice},
+    )
 
 
-def attention_kernel(config: Config, axes: Mapping[str, int], capability: tuple[int, ...] | None) -> tuple[str, str | None]:
-    """Which kernel computes attention when `config`, whose forms are chosen, is trained, and why, in one line; and a warning
-    if it is none that a GPU deserves.
+def resolve_planned(config: Config) -> ResolvedRun:
+    """The run on the cluster that its `hardware` describes; see `resolve`.
+
+    Raises:
+        ConfigError: `hardware` names no GPU, or the mesh does not divide the number of its devices.
+    """
+    planned_gpu(config.hardware)
+    return resolve(config, mesh_sizes(config))
+
+
+def attention_kernel(run: ResolvedRun, capability: tuple[int, ...] | None) -> tuple[str, str | None]:
+    """Which kernel computes attention in training, and why, in one line; and a warning if it is none that a GPU deserves.
 
     Args:
-        config: the run.
-        axes: sizes of the mesh axes.
+        run: the run.
         capability: CUDA's version of the GPUs' architecture; None: there are none.
 
     Raises:
         ConfigError: the one that is asked for cannot.
     """
-    asked, is_gpu = config.model.attention_kernel, capability is not None
-    site = Site.of(config.model, axes, config.parallel.sequence, is_gpu=is_gpu, capability=capability)
+    model, is_gpu = run.config.model, capability is not None
+    asked = model.attention_kernel
+    site = Site.of(model, run.mesh, run.config.parallel.sequence, is_gpu=is_gpu, capability=capability)
     kernel, reason = choose(asked, site)
     told = f"{kernel}: {reason}"
     if kernel != "plain" or asked == "plain" or not is_gpu:
@@ -79,32 +116,31 @@ def attention_kernel(config: Config, axes: Mapping[str, int], capability: tuple[
     return told, "attention takes no fused kernel: its scores go through the GPU's memory, which takes several times as long"
 
 
-def remat_policy(config: Config, axes: Mapping[str, int]) -> tuple[Remat, str]:
-    """What `model.remat` comes to by formulas, and why, in one line; whoever can compile finds out the fastest."""
+def remat_policy(config: Config, axes: Mapping[str, int], budget: float | None) -> tuple[Remat, str]:
+    """What `model.remat` comes to by formulas, and why, in one line."""
     asked = config.model.remat
     if asked != "auto":
         return asked, "model.remat says so"
-    if config.hardware.gpu == "none" or config.mesh.num_cpu_devices is not None:
+    if budget is None:
         return "full", "there is no GPU, or hardware.gpu does not say which, whose memory could be filled"
     for remat in REMATS:
         tried = config.changed({"model.remat": remat})
-        form, _ = stack_form(tried, axes)
-        if _fits(tried.changed({"parallel.stack": form}), axes):
+        form, _ = stack_form(tried, axes, budget)
+        if _fits(tried.changed({"parallel.stack": form}), axes, budget):
             return remat, "keeps most of what should fit"
     return "full", "nothing should fit that keeps more"
 
 
-def float8_matmuls(config: Config, capability: tuple[int, ...] | None) -> dict[str, str]:
+def float8_matmuls(model: ModelConfig, capability: tuple[int, ...] | None) -> dict[str, str]:
     """`matmuls`: which of them training does in float8, in one line; nothing if none.
 
     Args:
-        config: the run.
+        model: the network.
         capability: CUDA's version of the GPUs' architecture; None: there are none.
 
     Raises:
         ConfigError: GPUs as old as these multiply nothing in float8.
     """
-    model = config.model
     if not model.float8_weights:
         return {}
     if capability is not None and capability < LEAST_CAPABILITY:
@@ -117,25 +153,16 @@ def float8_matmuls(config: Config, capability: tuple[int, ...] | None) -> dict[s
     return {"matmuls": f"{model.matmul_dtype} with {', '.join(model.float8_weights)} of each layer; {rate}"}
 
 
-def compute_capability() -> tuple[int, ...] | None:
-    """CUDA's version of the architecture of this process's GPUs; None: it has none."""
-    if jax.default_backend() != "gpu":
-        return None
-    return tuple(int(number) for number in jax.local_devices()[0].compute_capability.split("."))
-
-
-def stack_form(config: Config, axes: Mapping[str, int]) -> tuple[StackForm, str]:
-    """How the layers run, and why, in one line."""
-    if config.parallel.stack != "auto":
-        return config.parallel.stack, "parallel.stack says so"
+def stack_form(config: Config, axes: Mapping[str, int], budget: float | None) -> tuple[StackForm, str]:
+    """How the layers run, and why, in one line; `budget` is in bytes of a GPU's arrays, None where nothing bounds them."""
+    if (given := config.given_form("stack")) is not None:
+        return given
     shards, is_alone = num_parts("embed", axes), num_parts("batch", axes) * num_parts("seq", axes) == 1
     num_layers = config.model.num_layers
     form: StackForm = "unrolled" if num_layers * _ring_length(config, axes) <= MAX_UNROLLED else "prefetch"
-    if config.mesh.num_cpu_devices is not None:
-        return "scan", "emulated devices hide nothing"
     if is_alone and form == "prefetch":
         return "scan", f"there is nothing to gather or to reduce, and {num_layers} layers are many without a loop"
-    if not _fits(config.changed({"parallel.stack": form}), axes):
+    if not _fits(config.changed({"parallel.stack": form}), axes, budget):
         return "scan", f"{format_bytes(prefetched_bytes(config.model, axes))} for three layers' weights would hardly fit"
     if is_alone:
         return form, f"what {num_layers} layers keep for the backward pass is not copied"
@@ -152,7 +179,7 @@ def _ring_length(config: Config, axes: Mapping[str, int]) -> int:
     return by_rows * (axes["tensor"] if tensor_form(config, axes)[0] == "ring" else 1)
 
 
-def reduction_form(config: Config, axes: Mapping[str, int]) -> tuple[Reduction, str]:
+def reduction_form(config: Config, axes: Mapping[str, int], budget: float | None) -> tuple[Reduction, str]:
     """When gradients are reduced, and why, in one line; of a run whose layers' form is chosen."""
     parallel, micro_batches = config.parallel, config.train.grad_accum_steps
     if parallel.grad_reduce != "auto":
@@ -174,7 +201,7 @@ def reduction_form(config: Config, axes: Mapping[str, int]) -> tuple[Reduction, 
     if once > often * micro_batches:
         wait = f"{format_bytes(often)} cannot be hidden {micro_batches} times"
         return "micro", f"{wait}; at the end it would be {format_bytes(once)}"
-    if not _fits(late, axes):
+    if not _fits(late, axes, budget):
         return "micro", "embedding, head and first layer, whole for the step, would hardly fit"
     return "step", f"{format_bytes(once)} cannot be hidden, once, and not {format_bytes(often)} {micro_batches} times"
 
@@ -186,8 +213,6 @@ def formula_bytes(config: Config, axes: Mapping[str, int]) -> dict[str, int]:
     return expected_bytes(config, axes, max_chunk_scores=scores, max_chunk_logits=MAX_CHUNK_LOGITS)
 
 
-def _fits(config: Config, axes: Mapping[str, int]) -> bool:
-    """Whether a run should fit the planned GPU by the formulas; true if none is named, or devices are emulated."""
-    if config.hardware.gpu == "none" or config.mesh.num_cpu_devices is not None:
-        return True
-    return sum(formula_bytes(config, axes).values()) <= memory_fraction(config) * planned_gpu(config.hardware).memory_bytes
+def _fits(config: Config, axes: Mapping[str, int], budget: float | None) -> bool:
+    """Whether a run should fit by the formulas."""
+    return budget is None or sum(formula_bytes(config, axes).values()) <= budget
