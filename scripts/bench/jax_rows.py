@@ -25,7 +25,7 @@ from llamajax.step.compile import compile_with, compiler_options, lower
 from llamajax.step.forms import attention_kernel, compute_capability, with_forms
 from llamajax.step.state import abstract_state, init_state
 from llamajax.weights import names
-from llamajax.weights.load_array import read_array
+from llamajax.weights.loading import read_array
 from scripts.bench.case import Case, Choice, digest, norms_by_kind
 from scripts.bench.child import Task, answer, first_that_fits, resident_bytes, timed_steps
 from scripts.bench.jax_ceiling import ceiling
