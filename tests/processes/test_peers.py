@@ -1,4 +1,4 @@
-"""peers.py, rendezvous.py and stop.py: two real processes that fail, get lost and are stopped, in every role."""
+"""peers.py, rendezvous.py, link.py and stop.py: two real processes that fail, get lost and are stopped, in every role."""
 
 import contextlib
 import re
@@ -14,6 +14,7 @@ import pytest
 
 from llamajax.errors import EnvironmentMismatchError
 from llamajax.processes import addresses, rendezvous
+from llamajax.processes.link import Link, line_of
 from llamajax.processes.peers import Peers
 from tests import runs
 
@@ -288,8 +289,8 @@ def test_what_comes_with_the_first_message_is_heard():
         called = []
         caller = threading.Thread(target=lambda: called.extend(rendezvous.call_on_first(address, "", 2, 1, 60)))
         caller.start()
-        first = rendezvous.Link(server.accept()[0])
-    first.send_line(rendezvous.line_of({"go": "pid 1 on here"}) + rendezvous.line_of({"freeze": True}))
+        first = Link(server.accept()[0])
+    first.send_line(line_of({"go": "pid 1 on here"}) + line_of({"freeze": True}))
     caller.join()
     said = first.receive()
     second = Peers(1, called, timeout_s=60)
@@ -334,7 +335,7 @@ def test_what_processes_tell_each_other_may_be_long():
 def linked(heard_before_s: float = 0.0) -> Iterator[list[Peers]]:
     """Two ends that take each other for a process of the run; connected so long ago."""
     with socket.create_server(("127.0.0.1", 0)) as server:
-        ends = [rendezvous.Link(socket.create_connection(server.getsockname())), rendezvous.Link(server.accept()[0])]
+        ends = [Link(socket.create_connection(server.getsockname())), Link(server.accept()[0])]
     ends[0].rank = 1  # of the process at its other end
     for end in ends:
         end.heard -= heard_before_s
