@@ -18,8 +18,8 @@ from llamajax.config.training import CheckpointConfig
 from llamajax.estimates.formulas import num_params
 from llamajax.weights import names
 from llamajax.weights.hf_files import read_travelling
-from llamajax.weights.hf_model import open_directory
 from llamajax.weights.names import Box
+from llamajax.weights.open_model import open_directory
 from llamajax.weights.pretrained import Pretrained
 from llamajax.weights.safetensors import Stored
 

@@ -23,7 +23,7 @@ import jax
 from llamajax import disk
 from llamajax.checkpoint.steps import steps_in
 from llamajax.errors import CheckpointError, EnvironmentMismatchError
-from llamajax.processes import rendezvous
+from llamajax.processes.link import who_am_i
 from llamajax.processes.peers import everyones, of_first
 from llamajax.watch.console import say, say_own
 
@@ -258,7 +258,7 @@ def check_seen_by_all(directory: Path) -> None:
             say_own(f"waiting    {limit_s} s to see in {directory} what process 0 does")
             is_told = True
         time.sleep(0.1)
-    others = everyones(None if seen else f"{directory} ({rendezvous.who_am_i()})")
+    others = everyones(None if seen else f"{directory} ({who_am_i()})")
     if jax.process_index() == 0:
         token.unlink()
     for rank, other in enumerate(others):

@@ -20,6 +20,7 @@ a process killed at any moment leaves only whole steps and left-overs that the n
 
 import contextlib
 import json
+import math
 import shutil
 import threading
 import time
@@ -86,6 +87,7 @@ class Checkpointer:
         self._config = config
         self._directory = run_dir.absolute() / "checkpoints"
         self._on_failure, self._around_commit = on_failure, around_commit
+        self._arrays = ArrayWriter(use_ocdbt=use_ocdbt)
         self._lock: RunLock | None = None
         problem = token = local_name = None
         is_passing = False
@@ -115,17 +117,15 @@ class Checkpointer:
                 raise SaveError(problem) if is_passing else CheckpointError(problem)
             check_seen_by_all(self._directory)
         except UserError:
-            self._unlock()
+            self._release()
             raise
         self._thread: threading.Thread | None = None
-        self._failure: SaveError | None = None
-        self._defect: Exception | None = None
-        self._look_at: int | None = None
-        self._num_saves, self._patience = 0, 1
+        self._failure: Exception | None = None  # of the newest save: a `SaveError`, or a defect of ours
+        self._look_at, self._patience = math.inf, 1  # steps: after which `retry_due` looks, and how many before it does
+        self._num_saves = 0
         self._local: LocalTier | None = None
         if config.local_dir is not None:
             self._local = LocalTier(Path(config.local_dir).expanduser().absolute() / local_name, self._token, say_own)
-        self._arrays = ArrayWriter(use_ocdbt=use_ocdbt)
 
     @property
     def newest(self) -> int | None:
@@ -193,14 +193,14 @@ class Checkpointer:
         """
         if self._lock is not None:
             self._lock.check(anew=False)
-        if self._look_at is None or step < self._look_at:
+        if step < self._look_at:
             return False
         if any(everyones(self._thread is not None and self._thread.is_alive())):
             self._patience *= 2
             self._look_at = step + self._patience
             return False
         self._join()
-        self._look_at = None
+        self._look_at = math.inf
         return self._failure is not None
 
     def finish(self, save_again: Callable[[], object]) -> None:
@@ -282,7 +282,7 @@ class Checkpointer:
         Raises:
             SaveError: the newest save failed; the steps committed before are intact.
         """
-        self._join()
+        self._await_thread()
         if self._failure is not None:
             failure, self._failure = self._failure, None
             raise failure
@@ -309,8 +309,9 @@ class Checkpointer:
             return
         if not self._await_thread(None if jax.process_count() == 1 else _FAILED_S):
             return  # it and the lock end with the process
-        if (failure := self._defect or (self._failure if self._on_failure is None else None)) is not None:
-            say(str(failure))
+        was_told = isinstance(self._failure, SaveError) and self._on_failure is not None
+        if self._failure is not None and not was_told:
+            say(str(self._failure))
         self._release()
 
     def _make_room(self, saving: Path, num_bytes: int) -> None:
@@ -340,17 +341,19 @@ class Checkpointer:
         """Does one part of a save in every process, or in the first only.
 
         Raises:
-            OSError: it failed in one of them; the same in all.
+            OSError: it failed in one of them; the same in all, but where it is a defect of ours, raised as it is.
         """
-        problem = None
+        problem = defect = None
         try:
             if not first_only or jax.process_index() == 0:
                 work()
         except Exception as error:
             problem = reason(error)
             if isinstance(error, UserError) or not isinstance(error, OSError | ValueError | jax.errors.JaxRuntimeError):
-                self._defect = error
+                defect = error
         problems = everyones(problem, about="save")
+        if defect is not None:
+            raise defect
         for rank, problem in enumerate(problems):
             if problem is not None:
                 raise OSError(problem if len(problems) == 1 else f"process {rank}: {problem}")
@@ -360,10 +363,11 @@ class Checkpointer:
         """Takes what goes wrong with a save to those who ask for it later."""
         try:
             yield
-        except OSError as error:
+        except Exception as error:
             if jax.process_index() == 0:
                 shutil.rmtree(saving, ignore_errors=True)
-            if self._defect is not None:
+            if not isinstance(error, OSError):
+                self._failure = error
                 return
             newest = (
                 "there is no checkpoint yet" if self._newest is None else f"step {self._newest} is the newest checkpoint"
@@ -372,8 +376,6 @@ class Checkpointer:
             self._failure = SaveError(f"{failing}; see to the disk and run the same command again; {newest}")
             if self._on_failure is not None:
                 self._on_failure(f"{failing}; it will be tried again; {newest}")
-        except Exception as error:
-            self._defect = error
 
     def _await_thread(self, timeout_s: float | None = None) -> bool:
         """Waits for the thread of the save in progress, if any; whether it has ended."""
@@ -385,16 +387,12 @@ class Checkpointer:
         return True
 
     def _join(self) -> None:
-        """Ends the thread of the save in progress, if any; raises what is a defect of ours."""
+        """As `wait`, but that the save could not be written is no error."""
         self._await_thread()
-        if self._defect is not None:
-            defect, self._defect = self._defect, None
-            raise defect
+        if not isinstance(self._failure, SaveError):
+            self.wait()
 
     def _release(self) -> None:
         self._arrays.close()
-        self._unlock()
-
-    def _unlock(self) -> None:
         if self._lock is not None:
             self._lock.release()

@@ -11,7 +11,21 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
+from llamajax.kernels.pallas import attend_part, by_head, by_query, part_gradients, sight
 from llamajax.kernels.plain import join, num_chunks, split
+from llamajax.kernels.task import Language
+from llamajax.kernels.tiles import Documents, Sight
+
+
+class How(NamedTuple):
+    """How blocks are attended to."""
+
+    window: int | None
+    scale: float
+    interpret: bool
+    language: Language | None
+    """Of the kernel of `llamajax.kernels.pallas`, which skips what no query sees, and whose tokens follow one another in
+    their row; None: without it."""
 
 
 class Place(NamedTuple):
@@ -53,19 +67,21 @@ def attend_block(
     v: Float[Array, "b s K H"],
     q_place: Place,
     k_place: Place,
-    *,
-    window: int | None,
-    scale: float,
+    how: How,
 ) -> Part:
     """softmax(scale * q k^T) v over those of the keys that a query sees, see `llamajax.kernels.plain.Mask`.
 
     Scores, softmax and results are fp32.
     """
+    if how.language is not None:
+        seen = _sight(q_place, k_place, q.shape[-1], how.window)
+        out, lse = attend_part(q, k, v, seen, **how._asdict(), dtype=jnp.float32)
+        return Part(out, by_query(lse, k.shape[2]))
 
     def attend_chunk(chunk: tuple[jax.Array, Place]) -> Part:
         # As one with the queries: alone, masks are the same for all layers and would be made once and kept, whole.
         q, place = jax.lax.optimization_barrier(chunk)
-        scores = _scores(q, k, _visible(place, k_place, window), scale)
+        scores = _scores(q, k, _visible(place, k_place, how.window), how.scale)
         with jax.named_scope("scores"):
             largest = jnp.maximum(jnp.max(scores, axis=-1), jnp.finfo(jnp.float32).min)  # -inf - -inf is no number
             exps = jnp.exp(scores - largest[..., None])
@@ -88,9 +104,7 @@ def attend_block_backward(
     d_lse: Float32[Array, "b t K G"],
     q_place: Place,
     k_place: Place,
-    *,
-    window: int | None,
-    scale: float,
+    how: How,
 ) -> Gradients:
     """The block's part of the gradients of attention to all keys; scores and sums are fp32.
 
@@ -103,20 +117,24 @@ def attend_block_backward(
         d_lse: gradient of the logarithms of the weights' sums: that of `lse`, less the product of `d_out` and the output.
         q_place: see above.
         k_place: see above.
-        window: as for the forward pass.
-        scale: likewise.
+        how: as for the forward pass.
     """
+    if how.language is not None:
+        seen = _sight(q_place, k_place, q.shape[-1], how.window)
+        return Gradients(
+            *part_gradients(q, k, v, by_head(lse), d_out, by_head(d_lse), seen, **how._asdict(), dtype=jnp.float32)
+        )
 
     def add_chunk(
         sums: tuple[jax.Array, jax.Array], chunk: tuple[jax.Array, jax.Array, jax.Array, jax.Array, Place]
     ) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
         q, lse, d_out, d_lse, place = jax.lax.optimization_barrier(chunk)
         product = partial(jnp.einsum, preferred_element_type=jnp.float32)
-        scores = _scores(q, k, _visible(place, k_place, window), scale)
+        scores = _scores(q, k, _visible(place, k_place, how.window), how.scale)
         with jax.named_scope("scores"):
             weights = jnp.exp(scores - _by_head(lse)[..., None])
             d_weights = product("BTKGH,BSKH->BKGTS", d_out, v)
-            d_scores = (scale * weights * (d_weights + _by_head(d_lse)[..., None])).astype(q.dtype)
+            d_scores = (how.scale * weights * (d_weights + _by_head(d_lse)[..., None])).astype(q.dtype)
         d_k = product("BKGTS,BTKGH->BSKH", d_scores, q)
         d_v = product("BKGTS,BTKGH->BSKH", weights.astype(q.dtype), d_out)
         return (sums[0] + d_k, sums[1] + d_v), product("BKGTS,BSKH->BTKGH", d_scores, k)
@@ -130,6 +148,15 @@ def attend_block_backward(
         (d_k, d_v), d_q = jax.lax.scan(add_chunk, zeros, jax.tree.map(partial(split, parts=parts), whole))
         d_q = join(d_q)
     return Gradients(d_q, d_k, d_v)
+
+
+def _sight(q_place: Place, k_place: Place, head_dim: int, window: int | None) -> Sight:
+    documents = None
+    if q_place.segment_ids is not None and k_place.segment_ids is not None:
+        documents = Documents(q_place.segment_ids, k_place.segment_ids)
+    offset = q_place.indices[0, 0] - k_place.indices[0, 0]
+    lengths = q_place.indices.shape[1], k_place.indices.shape[1]
+    return sight(*lengths, head_dim, offset=offset, window=window, documents=documents)
 
 
 def _visible(q_place: Place, k_place: Place, window: int | None) -> Bool[Array, "b t s"]:

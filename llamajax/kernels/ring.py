@@ -17,8 +17,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from llamajax.config.parallel import axes_of
-from llamajax.kernels import block, pallas_block
-from llamajax.kernels.block import Gradients, Part, Place, merge
+from llamajax.kernels.block import Gradients, How, Part, Place, attend_block, attend_block_backward, merge
 from llamajax.kernels.choice import Kernel
 from llamajax.kernels.plain import Keys, LogSumExp, Mask, Queries
 from llamajax.kernels.task import Language
@@ -39,58 +38,32 @@ def attend(
     q: Queries, k: Keys, v: Keys, mask: Mask, scale: float, *, kernel: Kernel = "plain", interpret: bool = False
 ) -> tuple[Queries, LogSumExp]:
     """As `llamajax.kernels.attention.attend`, over rows in zigzag order that more than one device shares."""
-    fused: Language | None = kernel if kernel == "pallas" or kernel == "triton" else None
-    return _attend(q, k, v, mask.segment_ids, _Blocks(mask.window, scale, fused, interpret))
-
-
-class _Blocks(NamedTuple):
-    """How blocks are attended to."""
-
-    window: int | None
-    scale: float
-    fused: Language | None
-    """By a kernel in this language, which skips itself what no query sees."""
-    interpret: bool
-
-    def attend(self, *arguments: Any) -> Part:
-        """Of the same arguments as `attend_block`."""
-        how = {"window": self.window, "scale": self.scale}
-        if self.fused is None:
-            return block.attend_block(*arguments, **how)
-        return pallas_block.attend_block(*arguments, **how, interpret=self.interpret, language=self.fused)
-
-    def gradients(self, *arguments: Any) -> Gradients:
-        """Of the same as `attend_block_backward`."""
-        how = {"window": self.window, "scale": self.scale}
-        if self.fused is None:
-            return block.attend_block_backward(*arguments, **how)
-        return pallas_block.attend_block_backward(*arguments, **how, interpret=self.interpret, language=self.fused)
+    language: Language | None = kernel if kernel == "pallas" or kernel == "triton" else None
+    return _attend(q, k, v, mask.segment_ids, How(mask.window, scale, interpret, language))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _attend(q: Queries, k: Keys, v: Keys, segment_ids: SegmentIds, blocks: _Blocks) -> tuple[Queries, LogSumExp]:
-    on_device = partial(_forward, blocks=blocks)
+def _attend(q: Queries, k: Keys, v: Keys, segment_ids: SegmentIds, how: How) -> tuple[Queries, LogSumExp]:
+    on_device = partial(_forward, how=how)
     in_specs, out_specs = (_Q, _KV, _KV, _TOKENS), (_Q, _LSE)
     # Pallas calls do not say over which axes their results vary.
-    return jax.shard_map(on_device, in_specs=in_specs, out_specs=out_specs, check_vma=blocks.fused is None)(
+    return jax.shard_map(on_device, in_specs=in_specs, out_specs=out_specs, check_vma=how.language is None)(
         q, k, v, segment_ids
     )
 
 
 def _attend_and_keep(
-    q: Queries, k: Keys, v: Keys, segment_ids: SegmentIds, blocks: _Blocks
+    q: Queries, k: Keys, v: Keys, segment_ids: SegmentIds, how: How
 ) -> tuple[tuple[Queries, LogSumExp], tuple[Any, ...]]:
     # Named here, so that who keeps `attention` has all that the backward pass needs, and the ring turns only once.
-    out, lse = checkpoint_name(_attend(q, k, v, segment_ids, blocks), "attention")
+    out, lse = checkpoint_name(_attend(q, k, v, segment_ids, how), "attention")
     return (out, lse), (q, k, v, segment_ids, out, lse)
 
 
-def _gradients(
-    blocks: _Blocks, kept: tuple[Any, ...], cotangents: tuple[Queries, LogSumExp]
-) -> tuple[Queries, Keys, Keys, None]:
-    on_device, arguments = partial(_backward, blocks=blocks), [*kept, *cotangents]
+def _gradients(how: How, kept: tuple[Any, ...], cotangents: tuple[Queries, LogSumExp]) -> tuple[Queries, Keys, Keys, None]:
+    on_device, arguments = partial(_backward, how=how), [*kept, *cotangents]
     in_specs, out_specs = (_Q, _KV, _KV, _TOKENS, _Q, _LSE, _Q, _LSE), (_Q, _KV, _KV)
-    run = jax.shard_map(on_device, in_specs=in_specs, out_specs=out_specs, check_vma=blocks.fused is None)
+    run = jax.shard_map(on_device, in_specs=in_specs, out_specs=out_specs, check_vma=how.language is None)
     return *run(*arguments), None
 
 
@@ -103,7 +76,7 @@ def _forward(
     v: Float[Array, "b t K H"],
     segment_ids: Int32[Array, "b t"] | None,
     *,
-    blocks: _Blocks,
+    how: How,
 ) -> tuple[Float[Array, "b t K G H"], Float32[Array, "b t K G"]]:
     """One device's part of `_attend`."""
     source_of = _sources(q.shape[0], q.shape[1], segment_ids)
@@ -112,12 +85,12 @@ def _forward(
 
     def attend_to(queries: tuple[jax.Array, Place], keys: tuple[Block, Place]) -> Part:
         def attend() -> Part:
-            return blocks.attend(queries[0], *keys[0], queries[1], keys[1])
+            return attend_block(queries[0], *keys[0], queries[1], keys[1], how)
 
         def see_nothing(part: Part) -> Part:
             return Part(jnp.zeros_like(part.out), jnp.full_like(part.lse, -jnp.inf))
 
-        return _where_seen(queries[1], keys[1], blocks, attend, see_nothing)
+        return _where_seen(queries[1], keys[1], how, attend, see_nothing)
 
     def add_block(parts: tuple[Part, Part], block: Block, step: int | jax.Array) -> tuple[Part, Part]:
         source = source_of(step)
@@ -151,7 +124,7 @@ def _backward(
     d_out: Float[Array, "b t K G H"],
     d_lse: Float32[Array, "b t K G"],
     *,
-    blocks: _Blocks,
+    how: How,
 ) -> tuple[Float[Array, "b t K G H"], Float[Array, "b t K H"], Float[Array, "b t K H"]]:
     """One device's part of `_gradients`.
 
@@ -168,9 +141,9 @@ def _backward(
         (q, lse, d_out, d_lse, place), ((k, v), k_place) = queries, keys
 
         def differentiate() -> Gradients:
-            return blocks.gradients(q, k, v, lse, d_out, d_lse, place, k_place)
+            return attend_block_backward(q, k, v, lse, d_out, d_lse, place, k_place, how)
 
-        return _where_seen(place, k_place, blocks, differentiate, partial(jax.tree.map, jnp.zeros_like))
+        return _where_seen(place, k_place, how, differentiate, partial(jax.tree.map, jnp.zeros_like))
 
     def add_block(d_q: tuple[jax.Array, jax.Array], block: Block, step: int | jax.Array) -> tuple[Any, Block]:
         source = source_of(step)
@@ -209,10 +182,10 @@ def _backward(
 
 
 def _where_seen(
-    q_place: Place, k_place: Place, blocks: _Blocks, compute: Callable[[], Tree], nothing: Callable[[Tree], Tree]
+    q_place: Place, k_place: Place, how: How, compute: Callable[[], Tree], nothing: Callable[[Tree], Tree]
 ) -> Tree:
     """What `compute` returns; for tokens so far apart that no window reaches, what `nothing` makes of its like."""
-    if blocks.window is None or blocks.fused is not None:
+    if how.window is None or how.language is not None:
         return compute()
     like = jax.eval_shape(compute)
 
@@ -221,7 +194,7 @@ def _where_seen(
         return jax.tree.map(lambda x, y: jax.lax.pcast(x, tuple(y.manual_axis_type.varying), to="varying"), results, like)
 
     nearest = q_place.indices[0, 0] - k_place.indices[0, -1]
-    return jax.lax.cond(nearest < blocks.window, compute, skip)
+    return jax.lax.cond(nearest < how.window, compute, skip)
 
 
 def _pass_on(block: Block) -> Block:

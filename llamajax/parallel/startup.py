@@ -20,6 +20,7 @@ from llamajax.estimates import gpu_memory_budget
 from llamajax.estimates.gpu_memory_budget import MEMORY_FRACTION
 from llamajax.parallel.mesh import make_mesh
 from llamajax.processes import addresses, heartbeat, peers, rendezvous
+from llamajax.processes.relay import relay
 
 # Emulated devices share the machine's cores, so a collective may have to wait for seconds until every
 # device's thread has had its turn; XLA's limits of seconds would end the process.
@@ -93,7 +94,7 @@ def join_run(config: DistributedConfig, settings: Mapping[str, Any] | None = Non
     jax.config.update("jax_enable_preemption_service", False)
     try:
         jax.distributed.initialize(
-            coordinator_address=rendezvous.relay(coordinator),
+            coordinator_address=relay(coordinator),
             num_processes=num_processes,
             process_id=own_rank,
             local_device_ids=local_device_ids,

@@ -25,6 +25,7 @@ from llamajax.processes import peers
 _OF_DEVICES = ("INTERNAL", "UNKNOWN", "UNAVAILABLE", "ABORTED", "CANCELLED", "DEADLINE_EXCEEDED", "DATA_LOSS")
 """How errors of jax's runtime begin that need not come back: a card that has failed, a connection that broke. Some programs
 that cannot run end alike, at every start."""
+_AWAIT_S = 2.0  # in which an error that follows from another process's is explained by it
 
 
 def exit_code(work: Callable[[], object], *, memory_remedy: str, disk: str, disk_remedy: str) -> int:
@@ -48,7 +49,7 @@ def exit_code(work: Callable[[], object], *, memory_remedy: str, disk: str, disk
         return _failed("interrupted", 128 + signal.SIGINT)
     except Exception as error:
         if (others := peers.current()) is not None:
-            others.await_failure()
+            others.give_way(_AWAIT_S)
         if isinstance(error, OSError):
             return _failed(f"{error.filename or disk}: {error.strerror or error}; {disk_remedy}", DISK_ERROR)
         if isinstance(error, ModuleNotFoundError) and (missing := missing_package(error)) is not None:

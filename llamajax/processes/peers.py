@@ -15,17 +15,18 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
 from llamajax.errors import TRY_AGAIN, EnvironmentMismatchError, without_passwords
-from llamajax.processes import heartbeat, rendezvous
-from llamajax.processes.rendezvous import Link
+from llamajax.processes import heartbeat
+from llamajax.processes.link import Link, line_of, who_am_i
 
 NOW = 0
 """Of `Stoppable.stop_after`: the process is to end at once."""
 
-_AWAIT_S = 2.0  # in which an error that follows from another process's is explained by it
 _GRACE_S = 1.0  # in which a process may come to the same error by itself, before another's ends it
 _TELL_S = 5.0  # in which others must have read what they are told
 _STOPPED_S = 2.0  # by which a look that comes later means that this process stood still
@@ -145,6 +146,22 @@ def _at_exit() -> None:
     os._exit(1)
 
 
+@dataclass(frozen=True)
+class _Failure:
+    """Why a process ends all others, as it is sent."""
+
+    failed: str
+    """The line that says so."""
+    rank: int
+    """Of the process that fails, or is lost."""
+    code: int
+    """With which all end, so that whoever started them decides alike on every host."""
+    grace_s: float
+    """In which the others may come to the same error by themselves."""
+    is_stuck: bool
+    """Whether the process is stuck, not dead."""
+
+
 class Peers:
     """The other processes of a run, as process 0 knows all of them and each of them process 0."""
 
@@ -153,83 +170,77 @@ class Peers:
         for link in links:  # the first ones to come had nothing to say until the last one came
             link.heard = time.monotonic()
         self.rank = rank
+        self.reports: dict[int, Any] = {}
+        """On process 0: the newest report of each process, by rank."""
         self._links = {link.rank: link for link in links}
         self._timeout_s = timeout_s
-        self._failure: str | None = None
+        self._ending = threading.Event()
         self._last_word = threading.Lock()
         self._told: set[int] = set()
         self._all_told = threading.Event()
         self._rounds: Counter[str] = Counter()
+        self._answers: dict[str, Future[list[Any]]] = {}
         self._heard: dict[str, dict[int, Any]] = {}
-        self._answers: dict[str, list[Any]] = {}
-        self._rounds_changed = threading.Condition()
-        self.reports: dict[int, Any] = {}
-        """On process 0: the newest report of each process, by rank."""
+        self._hearing = threading.Lock()
         self._why_stop: str | None = None
         self._counts: dict[int, float] = {}
         self._counting = threading.RLock()
         threading.Thread(target=self._listen, name="peers", daemon=True).start()
 
-    def is_ending(self) -> bool:
-        """Whether this process is about to end because of another."""
-        return self._failure is not None
+    def give_way(self, within_s: float = 0.0) -> None:
+        """Does not return if another process ends this one, or begins to within so many seconds."""
+        if self._ending.wait(within_s):
+            threading.Event().wait()
 
     def tell_failure(self, reason: str, code: int, *, is_stuck: bool = False) -> None:
         """Tells the others why this process is about to end, and returns when they know; this is its last word.
 
-        They end with its exit code, so that whoever started them decides alike on every host; at once if it `is_stuck`.
+        They end with its exit code; at once if it `is_stuck`.
         """
         # Never given back: from here on, the process ends with its own error, not with another's.
         self._last_word.acquire()
-        if self._failure is None:
+        if not self._ending.is_set():
             what = reason.splitlines()[0][:500]
             remedy = _remedy("; start all again when that is mended", code)
-            line = f"process {self.rank} ({rendezvous.who_am_i()}) failed: {what}{remedy}"
-            grace_s = 0 if is_stuck else _GRACE_S
-            self._send_all({"failed": line, "rank": self.rank, "code": code, "grace_s": grace_s, "is_stuck": is_stuck})
+            line = f"process {self.rank} ({who_am_i()}) failed: {what}{remedy}"
+            self._to_others(asdict(_Failure(line, self.rank, code, 0 if is_stuck else _GRACE_S, is_stuck)))
             self._all_told.wait(_TELL_S)
-
-    def await_failure(self) -> None:
-        """After an error that may be another process's: does not return if one failed, this process then ends with it."""
-        deadline = time.monotonic() + _AWAIT_S
-        while time.monotonic() < deadline:
-            if self._failure is not None:
-                threading.Event().wait()
-            time.sleep(0.05)
 
     def everyones(self, value: Any, about: str) -> list[Any]:
         """See `everyones`."""
         self._rounds[about] += 1
         name = f"{about} {self._rounds[about]}"
-        if self.rank == 0:
-            self._hear(name, 0, value)
-        else:
-            self._links[0].send({"value": value, "of_round": name})
-        with self._rounds_changed:
-            self._rounds_changed.wait_for(lambda: name in self._answers)
-            return self._answers.pop(name)
+        answer = self._answers[name] = Future()
+        self._to_first({"value": value, "of_round": name})
+        return answer.result()
 
     def report(self, values: Any) -> None:
         """Sends process 0 the JSON `values`, in place of what it was sent before; waits for nobody."""
-        if self.rank == 0:
-            self.reports[0] = values
-        else:
-            self._links[0].send({"report": values})
+        self._to_first({"report": values})
 
     def leave(self) -> None:
         """Tells the others that this process will end, having done its part."""
-        self._send_all({"leaving": True})
+        self._to_others({"leaving": True})
 
     def request_stop(self, why: str) -> None:
         """Lets all processes agree on a moment to stop and stop there."""
-        if self.rank > 0:
-            self._links[0].send({"stop": why})
-            return
-        with self._counting:
-            if self._why_stop is None:
-                self._why_stop = why
-                self._send_all({"freeze": True})
-                self._count(0, _freeze())
+        self._to_first({"stop": why})
+
+    def _to_first(self, message: dict[str, Any]) -> None:
+        if self.rank == 0:
+            self._take(0, message)
+        else:
+            self._links[0].send(message)
+
+    def _to_others(self, message: dict[str, Any], but: int | None = None) -> None:
+        line = line_of(message)
+        for rank, link in self._links.items():
+            if rank != but:
+                link.send_line(line)
+
+    def _to_all(self, message: dict[str, Any]) -> None:
+        self._to_others(message)
+        self._take(self.rank, message)
 
     def _listen(self) -> None:
         interval = self._timeout_s / 10
@@ -238,7 +249,7 @@ class Peers:
             for link in self._links.values():
                 selector.register(link, selectors.EVENT_READ, link)
                 for message in link.early:
-                    self._take(link, message)
+                    self._take(link.rank, message)
             while True:
                 began = time.monotonic()
                 ready = selector.select(interval)
@@ -249,15 +260,15 @@ class Peers:
                     messages = key.data.receive()
                     if messages is None:
                         selector.unregister(key.fileobj)
-                        self._count_told(key.data)  # or has no need to be
+                        self._take(key.data.rank, {"told": True})  # or has no need to be
                         if not key.data.leaving:
                             how = "ended without a word: killed, or with its machine"
                             self._lose(key.data, how, "; see there, and start all again", is_stuck=False)
                     for message in messages or ():
-                        self._take(key.data, message)
+                        self._take(key.data.rank, message)
                 if time.monotonic() >= next_sign:
                     next_sign = time.monotonic() + interval
-                    self._send_all({"alive": True})
+                    self._to_others({"alive": True})
                     self._look_for_the_silent(time.monotonic())
 
     def _look_for_the_silent(self, now: float) -> None:
@@ -266,80 +277,74 @@ class Peers:
                 how = f"gave no sign of life for {self._timeout_s} s (distributed.heartbeat_timeout_s)"
                 self._lose(link, how, "; end what is left, and start all again", is_stuck=True)
 
-    def _take(self, link: Link, message: dict[str, Any]) -> None:
+    def _take(self, sender: int, message: dict[str, Any]) -> None:
         match message:
             case {"failed": line, "rank": rank, "code": code, "grace_s": grace_s, "is_stuck": is_stuck}:
-                link.send({"told": True})
-                if self.rank == 0:
-                    self._send_all(message, but=link)
-                self._end_with(line, rank, code, grace_s, is_stuck)
+                self._links[sender].send({"told": True})
+                self._end_with(_Failure(line, rank, code, grace_s, is_stuck), but=sender)
             case {"told": _}:
-                self._count_told(link)
+                self._told.add(sender)
+                if self._told == self._links.keys():
+                    self._all_told.set()
             case {"leaving": _}:
-                link.leaving = True
-            case {"stop": why}:
-                self.request_stop(why)
+                self._links[sender].leaving = True
             case {"report": values}:
-                self.reports[link.rank] = values
+                self.reports[sender] = values
             case {"value": value, "of_round": name}:
-                self._hear(name, link.rank, value)
+                self._hear(name, sender, value)
             case {"values": values, "of_round": name}:
-                self._answer(name, values)
+                self._answers.pop(name).set_result(values)
+            case {"stop": why}:
+                with self._counting:
+                    if self._why_stop is None:
+                        self._why_stop = why
+                        self._to_all({"freeze": True})
             case {"freeze": _}:
-                link.send({"count": _freeze()})
+                self._to_first({"count": -1 if _stoppable is None else _stoppable.freeze()})
             case {"count": count}:
-                self._count(link.rank, count)
+                self._count(sender, count)
             case {"stop_after": count, "why": why}:
-                _stop_after(count, why)
-
-    def _count_told(self, link: Link) -> None:
-        self._told.add(link.rank)
-        if self._told == self._links.keys():
-            self._all_told.set()
+                if count == NOW and self.rank == 0:
+                    _drain(self._links.values())
+                if _stoppable is not None:  # else this process is ending already
+                    _stoppable.stop_after(count, why)
 
     def _lose(self, link: Link, how: str, remedy: str, *, is_stuck: bool) -> None:
-        line = f"process {link.rank} ({link.who}) {how}{_remedy(remedy, TRY_AGAIN)}"
-        if self.rank == 0 and self._failure is None:
-            message = {"failed": line, "rank": link.rank, "code": TRY_AGAIN, "grace_s": 0, "is_stuck": is_stuck}
-            self._send_all(message, but=link)
-        self._end_with(line, link.rank, TRY_AGAIN, 0, is_stuck)
+        if not self._ending.is_set():
+            line = f"process {link.rank} ({link.who}) {how}{_remedy(remedy, TRY_AGAIN)}"
+            self._end_with(_Failure(line, link.rank, TRY_AGAIN, 0, is_stuck), but=link.rank)
 
-    def _end_with(self, line: str, rank: int, code: int, grace_s: float, is_stuck: bool) -> None:
-        """Ends this process because of another, `rank`, unless it fails by itself meanwhile."""
-        if self._failure is None:
-            self._failure = line
-            threading.Thread(target=self._end, args=(line, rank, code, grace_s, is_stuck), daemon=True).start()
+    def _end_with(self, failure: _Failure, *, but: int) -> None:
+        """Ends this process because of another, unless it fails by itself meanwhile; process 0 tells all others but one."""
+        if self.rank == 0:
+            self._to_others(asdict(failure), but=but)
+        if not self._ending.is_set():
+            self._ending.set()
+            threading.Thread(target=self._end, args=(failure,), daemon=True).start()
 
-    def _end(self, line: str, rank: int, code: int, grace_s: float, is_stuck: bool) -> None:
-        time.sleep(grace_s)
-        if code == TRY_AGAIN and _before_end is not None:
-            _before_end(line, is_stuck=is_stuck)
+    def _end(self, failure: _Failure) -> None:
+        time.sleep(failure.grace_s)
+        if failure.code == TRY_AGAIN and _before_end is not None:
+            _before_end(failure.failed, is_stuck=failure.is_stuck)
         is_committed = await_commit()
         if not self._last_word.acquire(blocking=False):  # it ends by itself, and has said why
             if is_committed:
                 _committing.release()
             return
-        heartbeat.of_this_process().tell(ended_by=rank)
+        heartbeat.of_this_process().tell(ended_by=failure.rank)
         with contextlib.suppress(OSError):
-            print(line, file=sys.stderr, flush=True)
-        os._exit(code)
+            print(failure.failed, file=sys.stderr, flush=True)
+        os._exit(failure.code)
 
     def _hear(self, name: str, rank: int, value: Any) -> None:
         """On process 0: one more value of a round of `everyones`."""
-        with self._rounds_changed:
+        with self._hearing:
             values = self._heard.setdefault(name, {})
             values[rank] = value
             if len(values) <= len(self._links):
                 return
             del self._heard[name]
-        in_order = [values[rank] for rank in range(len(values))]
-        self._send_all({"values": in_order, "of_round": name})
-        self._answer(name, in_order)
-
-    def _answer(self, name: str, values: list[Any]) -> None:
-        with self._rounds_changed:
-            self._answers[name] = values
-            self._rounds_changed.notify_all()
+        self._to_all({"values": [values[rank] for rank in range(len(values))], "of_round": name})
 
     def _count(self, rank: int, count: float) -> None:
         """On process 0: the moment to stop is the first that none has passed; all at once if none is at work."""
@@ -349,34 +354,17 @@ class Peers:
                 return
             fewest, most = min(self._counts.values()), max(self._counts.values())
             agreed = NOW if fewest == most and most in (-1, math.inf) else most + 1
-            self._send_all({"stop_after": agreed, "why": self._why_stop})
-            if agreed == NOW:
-                self._drain()
-            _stop_after(agreed, str(self._why_stop))
+            self._to_all({"stop_after": agreed, "why": self._why_stop})
 
-    def _send_all(self, message: dict[str, Any], but: Link | None = None) -> None:
-        line = rendezvous.line_of(message)
-        for link in self._links.values():
-            if link is not but:
-                link.send_line(line)
 
-    def _drain(self) -> None:
-        """Reads until the others have ended: what is unread when a process ends may cost them what it said last."""
-        deadline = time.monotonic() + _TELL_S
-        for link in self._links.values():
-            while link.receive(deadline - time.monotonic()) is not None:
-                pass
+def _drain(links: Iterable[Link]) -> None:
+    """Reads until the others have ended: what is unread when a process ends may cost them what it said last."""
+    deadline = time.monotonic() + _TELL_S
+    for link in links:
+        while link.receive(deadline - time.monotonic()) is not None:
+            pass
 
 
 def _remedy(text: str, code: int) -> str:
     """What is left for people to do; nothing where a launcher, which has heartbeats written, starts all again."""
     return "" if code == TRY_AGAIN and heartbeat.VARIABLE in os.environ else text
-
-
-def _freeze() -> float:
-    return -1 if _stoppable is None else _stoppable.freeze()
-
-
-def _stop_after(count: float, why: str) -> None:
-    if _stoppable is not None:  # else this process is ending already
-        _stoppable.stop_after(count, why)

@@ -1,88 +1,24 @@
-"""How the processes of a run find each other: addresses, the first connections, and jax's way to the coordinator."""
+"""How the processes of a run find each other: who and where they are, and the first connections."""
 
-import contextlib
-import json
 import os
 import resource
 import selectors
 import socket
 import sys
-import threading
 import time
 from collections.abc import Sequence
-from typing import Any
 
 from jax._src.clusters import ClusterEnv  # what jax.distributed itself asks; nothing public does
 
 from llamajax.config.parallel import DistributedConfig
 from llamajax.errors import EnvironmentMismatchError
 from llamajax.processes.addresses import host_and_port
+from llamajax.processes.link import LONGEST, Link, who_am_i
 
 _HELLO_S = 2.0  # in which whoever connects must say who it is
-_SEND_S = 10.0  # in which the other end must have taken what is sent
 _REFUSING_S = 30.0  # in which another process must come to hear why there is no run
 _WAITING_S = 10.0  # after which a process says what it waits for
-_LONGEST_HELLO, _LONGEST = 1 << 12, 1 << 26  # bytes of a message of whoever knocks, and of a process of the run
 _FILES_FOR_ELSE = 256  # that process 0 may have open for whatever is not a connection
-_LINGER_S = 8.0  # for which jax does not notice that its connection has ended: longer than a process's last words take
-
-
-class Link:
-    """One end of a connection between two processes; a message is a line of JSON."""
-
-    def __init__(self, connection: socket.socket) -> None:
-        """Takes `connection`; the process at its other end has yet to say who it is."""
-        self.rank = 0
-        """Of the process at the other end."""
-        self.who = ""
-        """Its process id and host, for people."""
-        self.heard = time.monotonic()
-        """When it last sent something."""
-        self.leaving = False
-        """Whether it said that it will end."""
-        self.longest = _LONGEST_HELLO
-        """Bytes that a message may have."""
-        self.early: list[dict[str, Any]] = []
-        """What came with the first message, for whoever listens later."""
-        self._connection = connection
-        self._unread = b""
-        self._sending = threading.Lock()
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, True)
-
-    def fileno(self) -> int:
-        """For selectors."""
-        return self._connection.fileno()
-
-    def send(self, message: dict[str, Any]) -> None:
-        """Sends; that the other end is gone shows where it is read."""
-        self.send_line(line_of(message))
-
-    def send_line(self, line: bytes) -> None:
-        """Sends what `line_of` has made of a message."""
-        with self._sending, contextlib.suppress(OSError):
-            self._connection.settimeout(_SEND_S)
-            self._connection.sendall(line)
-
-    def receive(self, timeout_s: float = _SEND_S) -> list[dict[str, Any]] | None:
-        """What has come, waiting for something to come; None when the other end is gone, or in time nothing came."""
-        with contextlib.suppress(OSError, ValueError):
-            self._connection.settimeout(max(timeout_s, 0.001))
-            data = self._connection.recv(1 << 18)
-            *lines, self._unread = (self._unread + data).split(b"\n")
-            messages = [json.loads(line) for line in lines]
-            if data and len(self._unread) <= self.longest and all(isinstance(message, dict) for message in messages):
-                self.heard = time.monotonic()
-                return messages
-        return None
-
-    def close(self) -> None:
-        """Ends the connection."""
-        self._connection.close()
-
-
-def line_of(message: dict[str, Any]) -> bytes:
-    """A message as it is sent, which is made once for all who get it."""
-    return json.dumps(message).encode() + b"\n"
 
 
 def receive_all(address: str, bind_address: str, num_processes: int, own_rank: int, timeout_s: float) -> list[Link]:
@@ -167,7 +103,7 @@ def _greet(listener: socket.socket, links: dict[int, Link], num_processes: int) 
         case [{"rank": int(rank), "who": str(who)}] if rank in links:
             reason = f"process {rank} is there already ({links[rank].who}); give {who} another process_id"
         case [{"rank": int(rank), "who": str(who)}]:
-            link.rank, link.who, link.longest = rank, who, _LONGEST
+            link.rank, link.who, link.longest = rank, who, LONGEST
             return link
         case _:
             link.close()
@@ -192,7 +128,7 @@ def call_on_first(address: str, bind_address: str, num_processes: int, own_rank:
         except OSError as error:
             reason = _reason(error)
         else:
-            link.longest = _LONGEST
+            link.longest = LONGEST
             link.send({"rank": own_rank, "of": num_processes, "who": who_am_i()})
             # Process 0 waits for the others as long as this one would, from its own start on.
             match link.receive(2 * timeout_s):
@@ -270,44 +206,3 @@ def _listen_on(host: str, port: int) -> socket.socket:
         host = ""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     return socket.create_server((host, port), family=family, backlog=1024, dualstack_ipv6=is_dual)
-
-
-def who_am_i() -> str:
-    """This process, for people at another."""
-    return f"pid {os.getpid()} on {socket.gethostname()}"
-
-
-def relay(coordinator: tuple[str, int]) -> str:
-    """The address of a socket within this machine through which `coordinator` is reached.
-
-    Its connections outlive the coordinator's by some seconds, in which this process ends in its own words.
-    """
-    listener = socket.socket(socket.AF_UNIX)
-    listener.bind("")  # Linux gives it a name of its own, which is no file
-    listener.listen()
-
-    def accept() -> None:
-        while True:
-            near, _ = listener.accept()
-            threading.Thread(target=connect, args=(near,), name="relay", daemon=True).start()
-
-    def connect(near: socket.socket) -> None:
-        while True:
-            try:
-                far = socket.create_connection(coordinator)
-                break
-            except OSError:  # jax does not listen there yet
-                time.sleep(0.05)
-        threading.Thread(target=pump, args=(near, far, 0), name="relay", daemon=True).start()
-        pump(far, near, _LINGER_S)
-
-    def pump(source: socket.socket, sink: socket.socket, close_after_s: float) -> None:
-        with contextlib.suppress(OSError):
-            while data := source.recv(1 << 16):
-                sink.sendall(data)
-        time.sleep(close_after_s)
-        with contextlib.suppress(OSError):
-            sink.shutdown(socket.SHUT_RDWR)
-
-    threading.Thread(target=accept, name="relay", daemon=True).start()
-    return f"unix-abstract:{listener.getsockname()[1:].decode()}"

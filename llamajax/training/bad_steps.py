@@ -5,10 +5,16 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
+
 from llamajax.config.run import Config
 from llamajax.errors import DivergedError
-from llamajax.training.spike import robust_zscore
 from llamajax.watch.run_log import Record
+
+_TO_DEVIATION = 1.4826
+"""Of normally distributed numbers, the standard deviation over the median absolute deviation."""
+_LEAST_SHARE = 1e-3
+"""Of the median: losses that hardly differ from each other would else make a spike of any rounding."""
 
 
 class GoBack(Exception):  # noqa: N818  (no error: the run goes on)
@@ -97,3 +103,19 @@ class BadSteps:
             f"step {last_step}: {what}, and {before} (recovery.max_rollbacks={most}); {saved}; lower optimizer.learning_rate"
             " or warm up longer, in another run_dir or with checkpoint.allow_config_change"
         )
+
+
+def robust_zscore(loss: float, window: Sequence[float]) -> float:
+    """The distance of `loss` from the median of `window`, in robust standard deviations (1.4826 times the median absolute
+    deviation, of which a few outliers change nothing; Iglewicz and Hoaglin, How to Detect and Handle Outliers, 1993).
+
+    Args:
+        loss: a finite number.
+        window: finite numbers, at least one.
+    """
+    median = float(np.median(window))
+    deviation = _TO_DEVIATION * float(np.median(np.abs(np.subtract(window, median))))
+    deviation = max(deviation, _LEAST_SHARE * abs(median))
+    if deviation == 0:
+        return math.copysign(math.inf, loss) if loss else 0.0
+    return (loss - median) / deviation

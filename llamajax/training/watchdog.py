@@ -29,7 +29,8 @@ from llamajax.checkpoint.write import Checkpointer
 from llamajax.config.recovery import WatchdogConfig
 from llamajax.data import progress
 from llamajax.errors import TRY_AGAIN
-from llamajax.processes import heartbeat, peers, rendezvous
+from llamajax.processes import heartbeat, peers
+from llamajax.processes.link import who_am_i
 from llamajax.training.phases import SETTINGS, Phase, Phases
 from llamajax.training.stop import StopSignal
 from llamajax.watch import startup_time
@@ -217,15 +218,15 @@ class Watchdog:
         """Ends the process because of a phase that takes too long."""
         threading.Thread(target=_end_after, args=(_LAST_WORD_S,), daemon=True).start()
         others = peers.current()
-        if others is not None and others.is_ending():
-            threading.Event().wait()  # with the other's reason, which is the first
+        if others is not None:
+            others.give_way()  # the other's reason is the first
         at = f"in step {self._step + 1}" if phase.kind == "step" else _WORDS[phase.kind]
         limit = f"above its limit of {phase.limit:.0f} s (watchdog.{phase.setting} raises it)"
         what = f"stuck: {at} for {phase.took(now):.0f} s{f', {doing}' if doing else ''}, {limit}"
         where = self._write_stacks(what)
         line = f"{what}; stacks of all threads: {where}"
         own = "" if others is None else f"process {peers.rank()} "
-        _print(f"{own}({rendezvous.who_am_i()}) {line}")
+        _print(f"{own}({who_am_i()}) {line}")
         if others is not None:
             others.tell_failure(line, TRY_AGAIN, is_stuck=True)
         os._exit(TRY_AGAIN)

@@ -1,18 +1,26 @@
 """The weights of a pretrained model, read onto the mesh."""
 
 import dataclasses
+from collections.abc import Callable, Mapping
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax import P
+from jax.sharding import NamedSharding
 
 from llamajax.checkpoint.read import read_weights
 from llamajax.config.model import ModelConfig
 from llamajax.errors import CheckpointError
 from llamajax.model import Llama
 from llamajax.parallel.arrays import concretise, named_arrays
-from llamajax.weights.load_array import read_array
+from llamajax.weights import names
 from llamajax.weights.pretrained import Pretrained
+from llamajax.weights.safetensors import Stored
+
+Index = tuple[slice, ...]
 
 
 def load_model(pretrained: Pretrained, config: ModelConfig) -> Llama:
@@ -53,3 +61,47 @@ def _abstract_model(config: ModelConfig) -> Llama:
 def _are_finite(model: Llama) -> Llama:
     """A bool [] for every weight, on every device."""
     return jax.tree.map(lambda weight: jnp.all(jnp.isfinite(weight)), model)
+
+
+def read_array(name: str, abstract: jax.ShapeDtypeStruct, tensors: Mapping[str, Stored]) -> jax.Array:
+    """One of our arrays from Hugging Face tensors, of its type and sharding; a stacked one grows layer by layer."""
+    sharding = abstract.sharding
+    assert isinstance(sharding, NamedSharding)
+    if not names.is_stacked(name):
+        return _place(abstract.shape, abstract.dtype, sharding, partial(names.from_hf, name, 0, tensors, abstract.shape))
+    array = jnp.zeros(abstract.shape, abstract.dtype, device=sharding)
+    of_layer, shape = NamedSharding(sharding.mesh, P(*sharding.spec[1:])), abstract.shape[1:]
+    for layer in range(abstract.shape[0]):
+        read = partial(names.from_hf, name, layer, tensors, shape)
+        array = _set_layer(array, _place(shape, abstract.dtype, of_layer, read), layer)
+        array.block_until_ready()  # or the host would read ahead, and hold more than one layer
+    return array
+
+
+@partial(jax.jit, donate_argnums=0)
+def _set_layer(stacked: jax.Array, block: jax.Array, layer: jax.Array) -> jax.Array:
+    return jax.lax.dynamic_update_index_in_dim(stacked, block, layer, 0)
+
+
+def _place(
+    shape: tuple[int, ...],
+    dtype: np.dtype[Any],
+    sharding: NamedSharding,
+    read: Callable[[Index, np.ndarray], None],
+) -> jax.Array:
+    """A sharded array, of which `read` fills the box around the parts of this process's devices."""
+
+    def ranges(index: Index | None) -> list[range]:
+        assert index is not None
+        return [range(size)[dim] for dim, size in zip(index, shape, strict=True)]
+
+    parts = [ranges(index) for index in sharding.addressable_devices_indices_map(shape).values()]
+    box = tuple(slice(min(dim.start for dim in dims), max(dim.stop for dim in dims)) for dims in zip(*parts, strict=True))
+    block = np.empty([dim.stop - dim.start for dim in box], dtype)
+    read(box, block)
+
+    def part(index: Index | None) -> np.ndarray:
+        inside = zip(ranges(index), box, strict=True)
+        return block[tuple(slice(dim.start - around.start, dim.stop - around.start) for dim, around in inside)]
+
+    return jax.make_array_from_callback(shape, sharding, part)

@@ -26,7 +26,7 @@ from llamajax.step.compile import compile_with, compiler_options, lower
 from llamajax.step.resolve import attention_kernel, resolve
 from llamajax.step.state import abstract_state, init_state
 from llamajax.weights import names
-from llamajax.weights.load_array import read_array
+from llamajax.weights.loading import read_array
 from scripts.bench.case import Case, Choice, digest, norms_by_kind
 from scripts.bench.child import Task, answer, first_that_fits, resident_bytes, timed_steps
 from scripts.bench.jax_ceiling import ceiling

@@ -23,9 +23,8 @@ from llamajax.config.parallel import MeshConfig
 from llamajax.config.training import CheckpointConfig
 from llamajax.model import Llama
 from llamajax.parallel.mesh import make_mesh
-from llamajax.weights.hf_model import open_directory
 from llamajax.weights.loading import load_model
-from llamajax.weights.open_model import open_pretrained
+from llamajax.weights.open_model import open_directory, open_pretrained
 from tests.converters.models import (
     LLAMA3,
     SPECIAL,
@@ -311,7 +310,7 @@ def test_a_wrong_conversion_is_not_kept(tmp_path, capsys, monkeypatch):
     def mistaken(body: dict[str, Any], *rest: Any) -> Any:
         return read_hf_config({**body, "rms_norm_eps": 0.5}, *rest)
 
-    monkeypatch.setattr("llamajax.weights.hf_model.read_hf_config", mistaken)
+    monkeypatch.setattr("llamajax.weights.open_model.read_hf_config", mistaken)
     assert convert("import", tmp_path / "hf", tmp_path / "run") == 65
     assert "logits of transformers differ from ours" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]

@@ -9,8 +9,7 @@ from llamajax.config.data import StageConfig
 from llamajax.config.recovery import RecoveryConfig
 from llamajax.config.training import TrainConfig
 from llamajax.errors import DivergedError
-from llamajax.training.bad_steps import BadSteps, GoBack
-from llamajax.training.spike import robust_zscore
+from llamajax.training.bad_steps import BadSteps, GoBack, robust_zscore
 from tests.tiny import tiny_config
 
 

@@ -12,7 +12,7 @@ import safetensors.numpy
 from llamajax.errors import ConfigError
 from llamajax.weights.float8 import with_scales
 from llamajax.weights.hf_files import open_model
-from llamajax.weights.hf_model import open_directory
+from llamajax.weights.open_model import open_directory
 from tests.converters.models import assert_same_bits, convert, read_weights, tiny, write_model
 
 CONFIG = tiny(embed_dim=160, mlp_dim=192, num_heads=5, num_kv_heads=5, head_dim=32, num_layers=1)

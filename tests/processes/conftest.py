@@ -1,0 +1,14 @@
+"""What tests of processes start ends with them."""
+
+import pytest
+
+from tests.processes.joined import STARTED
+
+
+@pytest.fixture(autouse=True)
+def _no_process_outlives_its_test():
+    yield
+    while STARTED:
+        process = STARTED.pop()
+        process.kill()
+        process.communicate()
