@@ -16,8 +16,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-import numpy as np
-
 from llamajax import disk
 from llamajax.data import cache, progress
 from llamajax.data.documents.lines import Span
@@ -280,8 +278,7 @@ def content_hashes(source: Source, of: Sequence[Extent], cache_dir: Path, log: C
     contents = [known for known in hashes if known is not None]
     if kept and len(of) > 1:
         with disk.locked(of_all.parent):
-            all_bytes = np.frombuffer(bytes.fromhex("".join(contents)), np.uint8)
-            cache.write_arrays(of_all, {"sha256": all_bytes}, {})
+            cache.write_arrays(of_all, {"sha256": cache.hashes_to_array(contents)}, {})
     return contents
 
 
@@ -339,12 +336,11 @@ def _known_hashes(source: Source, of: Sequence[Extent], cache_dir: Path, log: Ca
         return None if known is None else [known]
     path = _kept_together(source, of, cache_dir)
     try:
-        whole = cache.read_arrays(path).arrays["sha256"][:].tobytes().hex()
+        return cache.hashes_of_array(cache.read_arrays(path).arrays["sha256"][:])
     except cache.DamagedError:
         if path.exists():
             log(f"damaged    {path}; making it again")
         return None
-    return [whole[at : at + 64] for at in range(0, len(whole), 64)]
 
 
 def _hash_all(source: Source, of: Sequence[Extent]) -> Generator[str, None, None]:

@@ -14,9 +14,9 @@ import pyarrow
 
 from llamajax import disk
 from llamajax.config.data import SourceConfig, is_remote
+from llamajax.data.documents.columns import NotReadableError, shards_of
 from llamajax.data.documents.json_arrays import BrokenArrayError
 from llamajax.data.documents.remote import File, RemoteFile, listed, shown
-from llamajax.data.documents.saved_datasets import NotReadableError, shards_of
 from llamajax.data.documents.text_files import COMPRESSIONS, JSON_SUFFIXES, NoTextFileError
 from llamajax.errors import DataError
 

@@ -20,15 +20,13 @@ import pyarrow
 import pyarrow.parquet
 
 from llamajax.config.data import DEFAULT_CACHE_DIR, SourceConfig
-from llamajax.data.documents.columns import NoTextError, Row, arrow_rows, parquet_rows
+from llamajax.data.documents.columns import NoSuchKeyError, NoTextError, Row, RowGroups, arrow_rows, parquet_rows, value_at
 from llamajax.data.documents.conversations import Conversation, conversation_of
 from llamajax.data.documents.lines import Span, lines_extent, read_lines
 from llamajax.data.documents.remote import File, shown
-from llamajax.data.documents.row_groups import RowGroups
 from llamajax.data.documents.source_files import Found, find_files, reading, source_error
 from llamajax.data.documents.split import HEAD_CHARS, split_hash
 from llamajax.data.documents.text_files import COMPRESSIONS, READ_BYTES, mark_of, opened
-from llamajax.data.documents.text_keys import NoSuchKeyError, value_at
 from llamajax.errors import DataError
 
 MAX_DOCUMENT_CHARS = 2 * HEAD_CHARS
