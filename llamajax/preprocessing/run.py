@@ -59,7 +59,7 @@ def _run(config: Config, cache_dir: Path, part: int, num_parts: int, executor: E
     models_own = models_tokenizer(config.init_from)
     given = given_tokenizer(config, models_own)
     check_megatron(config, cache_dir, log)
-    sources = [source for source in sources_of(config) if source.config.kind != "megatron"]
+    sources = [source for source in sources_of(config) if not source.format.is_tokenized]
     if config.data.cleaning.steps:
         _hash(executor, _tasks(sources), part, num_parts, cache_dir)
         groups = [group_files(source, cache_dir, log) for source in sources]

@@ -32,7 +32,7 @@ def held_out_groups(config: DecontaminationConfig, cache_dir: Path, log: Callabl
     found = Source(SourceConfig(kind="text", paths=config.paths), _KEY, cache_dir)
     records, texts = [], []
     for path in found.files():
-        with found.reading(path):
+        with found.format.reading(path):
             (records if holds_records(path) else texts).append(str(path))
     sources = [SourceConfig(kind="jsonl", paths=tuple(records), text_key=key) for key in config.text_keys if records]
     sources += [SourceConfig(kind="text", paths=tuple(texts))] if texts else []

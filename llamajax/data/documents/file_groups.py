@@ -18,10 +18,10 @@ from typing import NamedTuple
 
 from llamajax import disk
 from llamajax.data import cache, progress
+from llamajax.data.documents.formats import MAX_DOCUMENT_CHARS, Document
 from llamajax.data.documents.lines import Span
 from llamajax.data.documents.remote import File, RemoteFile
-from llamajax.data.documents.source_files import BESIDE
-from llamajax.data.documents.sources import MAX_DOCUMENT_CHARS, Document, Source
+from llamajax.data.documents.sources import BESIDE, Source
 from llamajax.data.documents.text_files import COMPRESSIONS
 from llamajax.errors import DataError
 
@@ -104,7 +104,7 @@ class FileGroup:
     @property
     def is_chat(self) -> bool:
         """Whether the documents are conversations."""
-        return self.source.config.kind == "chat"
+        return self.source.format.is_chat
 
     @property
     def num_bytes(self) -> int:
@@ -114,7 +114,7 @@ class FileGroup:
     @property
     def may_be_long(self) -> bool:
         """Whether a document of it may come in pieces, as far as the sizes of its files tell."""
-        is_packed = self.source.config.kind in ("parquet", "arrow") or any(f.suffix in COMPRESSIONS for f in self.files)
+        is_packed = self.source.format.is_packed or any(f.suffix in COMPRESSIONS for f in self.files)
         return is_packed or any(identity.size > MAX_DOCUMENT_CHARS for identity in self.extent.identities)
 
     def documents(self) -> Iterator[Document]:
@@ -134,7 +134,7 @@ class FileGroup:
         for path, identity in zip(self.files, self.extent.identities, strict=True):
             if isinstance(path, RemoteFile):  # of which nobody changes the copy
                 continue
-            with self.source.reading(path):
+            with self.source.format.reading(path):
                 unchanged = path.exists() and file_identity(path) == identity
             if not unchanged:
                 raise DataError(
@@ -178,9 +178,9 @@ def extents(source: Source, log: Callable[[str], None] | None = None) -> list[Ex
         number, one = len(looked.others), looked.others[0]
         log(f"left out   {source.key}: {number:,} of other names in a directory, such as {one}; name those that are meant")
     for path in looked.files:
-        with source.reading(path):
+        with source.format.reading(path):
             identity = file_identity(path)
-        is_cut = source.has_spans(path) and identity.size > SPAN_BYTES
+        is_cut = source.format.has_spans(path) and identity.size > SPAN_BYTES
         if is_cut or size + identity.size > GROUP_BYTES:
             end_group()
         if is_cut:
@@ -238,7 +238,7 @@ def _groups(source: Source, found: Sequence[Extent], contents: Sequence[str]) ->
 
 def _key(source: Source, extent: Extent, content: str) -> str:
     suffixes = [path.suffix for path in extent.files]  # which need not be in the hash of the content
-    of_kind = source.config.chat_format if source.config.kind == "chat" else source.config.text_key
+    of_kind = source.config.chat_format if source.format.is_chat else source.config.text_key
     return cache.key_of(source.config.kind, of_kind, suffixes, content)
 
 
@@ -317,9 +317,9 @@ def _kept_together(source: Source, of: Sequence[Extent], cache_dir: Path) -> Pat
 
 
 def _folder(source: Source, of: Sequence[Extent]) -> str:
-    """Where hashes are kept. Those of files of text in the first folder know nothing of `Source.mark`; of remote ones they
+    """Where hashes are kept. Those of files of text in the first folder know nothing of `Format.mark`; of remote ones they
     are taken nevertheless, for copies that were removed would have to be fetched again."""
-    is_marked = source.config.kind in ("text", "jsonl", "chat") and not any(extent.is_remote for extent in of)
+    is_marked = source.format.fields_of_form > 0 and not any(extent.is_remote for extent in of)
     return "content-2" if is_marked else "content"
 
 
@@ -357,24 +357,14 @@ def _hash_all(source: Source, of: Sequence[Extent]) -> Generator[str, None, None
 
 
 def _hash(source: Source, extent: Extent, stop: threading.Event) -> str:
-    if extent.span is None:
-        return _hash_files(source, list(extent.files), stop)
-    (file,) = extent.files
-    path = source.local(file, stop)
-    start, end, rest = source.extent(path, extent.span)
-    with source.reading(path):
-        content = _hash_bytes(path, start, end, stop)
-    content.update(rest)
-    return hashlib.sha256(content.digest()).hexdigest()
-
-
-def _hash_files(source: Source, files: Sequence[File], stop: threading.Event) -> str:
+    format, span = source.format, extent.span
     combined = hashlib.sha256()
-    for file in files:
+    for file in extent.files:
         path = source.local(file, stop)
-        with source.reading(path):
-            content = _hash_bytes(path, 0, sys.maxsize, stop)
-        content.update(source.mark(path))
+        with format.reading(path):
+            start, end, rest = (0, sys.maxsize, format.mark(path)) if span is None else format.extent(path, span)
+            content = _hash_bytes(path, start, end, stop)
+        content.update(rest)
         combined.update(content.digest())
     return combined.hexdigest()
 

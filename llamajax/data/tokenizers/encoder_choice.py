@@ -51,7 +51,7 @@ def choose_encoder(
         OSError: the cache's disk fails, or is full.
     """
     tokenizer.is_fast = False
-    texts = [(source, extent) for source, extent in extents if source.config.kind != "chat"]
+    texts = [(source, extent) for source, extent in extents if not source.format.is_chat]
     if sum(extent.num_bytes for _, extent in texts) < MIN_BYTES:
         return
     own, fast = (f"{name} {version(name)}" for name in (tokenizer.library, "gigatoken"))

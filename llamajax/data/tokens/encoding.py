@@ -10,7 +10,7 @@ from llamajax.config.run import Config
 from llamajax.data import cache
 from llamajax.data.chat.chat_template import ChatTemplate, load_chat_template
 from llamajax.data.documents.file_groups import ANNOUNCED_BYTES, FileGroup
-from llamajax.data.documents.sources import utf8_length
+from llamajax.data.documents.formats import utf8_length
 from llamajax.data.documents.split import is_held_out
 from llamajax.data.free_memory import free_memory
 from llamajax.data.progress import TokenizingProgress, seconds_told

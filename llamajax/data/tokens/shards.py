@@ -21,7 +21,7 @@ from llamajax.data import cache
 from llamajax.data.chat.chat_template import ChatTemplate
 from llamajax.data.chat.chat_tokens import Encoded, encode_conversation
 from llamajax.data.documents.file_groups import GROUP_BYTES, FileGroup, announce_fetching
-from llamajax.data.documents.sources import Document, utf8_length
+from llamajax.data.documents.formats import Document, utf8_length
 from llamajax.data.documents.split import plain_hash
 from llamajax.data.progress import Progress, TokenizingProgress, gets_on
 from llamajax.data.tokenizers.encoder_choice import choose_encoder

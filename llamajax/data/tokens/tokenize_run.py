@@ -79,7 +79,7 @@ def tokenized(
         tokenize(new, by.tokenizer, cache_dir, log_work, by.template, log_waiting=log, gigatoken=may)
 
     def tokens_of(source: Source, index: Path, of_source: Callable[[], Sequence[FileGroup]]) -> SourceTokens:
-        if source.config.kind == "megatron":
+        if source.format.is_tokenized:
             return _megatron_tokens(config, source, index, log_work)
         return ShardedTokens(source, index, of_source, by)
 
@@ -96,7 +96,7 @@ def check_megatron(config: Config, cache_dir: Path, log: Callable[[str], None]) 
         DiskError: the disk fails.
     """
     for source in sources_of(config):
-        if source.config.kind == "megatron":
+        if source.format.is_tokenized:
             _megatron_tokens(config, source, parts_path(source, cache_dir), log)
 
 
@@ -112,12 +112,12 @@ def sources_of(config: Config) -> list[Source]:
 
 def _groups(source: Source, cache_dir: Path, log: Callable[[str], None]) -> Sequence[FileGroup]:
     """The source's groups of files to tokenize."""
-    return [] if source.config.kind == "megatron" else group_files(source, cache_dir, log)
+    return [] if source.format.is_tokenized else group_files(source, cache_dir, log)
 
 
 def _index(source: Source, groups: Sequence[FileGroup], by: Tokenizing) -> Path:
     """Where the totals of the source's tokens are, or would be."""
-    if source.config.kind == "megatron":
+    if source.format.is_tokenized:
         return parts_path(source, by.cache_dir)
     return index_path(entries_of(groups, by), by.cache_dir)
 
@@ -180,7 +180,7 @@ def _known_groups(
     """The groups of every source, if the cache knows the hashes of all."""
     found: list[Sequence[FileGroup]] = []
     for source in sources:
-        known = [] if source.config.kind == "megatron" else known_groups(source, cache_dir, log)
+        known = [] if source.format.is_tokenized else known_groups(source, cache_dir, log)
         if known is None:
             return None
         found.append(known)

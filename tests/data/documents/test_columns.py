@@ -171,7 +171,7 @@ def test_the_extent_of_row_groups_is_all_that_they_are_read_from(path):
         expected = [document.text for document in found.documents([path], span)]
         if not expected:
             continue
-        start, end, said = found.extent(path, span)
+        start, end, said = found.format.extent(path, span)
         assert last_end <= start < end
         assert b"total_compressed_size" in said
         last_end = end

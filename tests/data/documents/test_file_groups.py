@@ -39,9 +39,11 @@ def age(path, seconds):
 @pytest.fixture
 def hashed(monkeypatch):
     """The groups of files that are read to be hashed."""
-    hashed, hash_files = [], file_groups._hash_files
+    hashed, hash_group = [], file_groups._hash
     monkeypatch.setattr(
-        file_groups, "_hash_files", lambda source, files, stop: hashed.append(files) or hash_files(source, files, stop)
+        file_groups,
+        "_hash",
+        lambda source, extent, stop: hashed.append(list(extent.files)) or hash_group(source, extent, stop),
     )
     return hashed
 
@@ -161,7 +163,6 @@ def test_keys_of_files_that_were_always_read_stay_the_same(tmp_path, monkeypatch
     contents = [lines, b"\xef\xbb\xbf" + lines, zipped]
     different = {keys(kind, "d.txt", content)[0] for kind in ("text", "jsonl", "chat") for content in contents}
     assert len(different) == 9
-    monkeypatch.setattr(file_groups, "_hash_files", None)
     for name in ("SPAN_BYTES", "GROUP_BYTES"):
         monkeypatch.setattr(file_groups, name, 200)
     assert keys("jsonl", "a.jsonl") == [
@@ -197,8 +198,8 @@ def test_a_large_file_that_its_name_does_not_describe_is_read_once(tmp_path, mon
 
 def test_groups_are_hashed_at_the_same_time(tmp_path, monkeypatch):
     monkeypatch.setattr(file_groups, "GROUP_BYTES", 1)
-    together, hash_files = threading.Barrier(2, timeout=20), file_groups._hash_files
-    monkeypatch.setattr(file_groups, "_hash_files", lambda *args: (together.wait(), hash_files(*args))[1])
+    together, hash_group = threading.Barrier(2, timeout=20), file_groups._hash
+    monkeypatch.setattr(file_groups, "_hash", lambda *args: (together.wait(), hash_group(*args))[1])
     for name in "abcd":
         (tmp_path / name).write_text(name)
     found = grouped(tmp_path / "?", cache_dir=tmp_path / "cache")
@@ -225,8 +226,9 @@ def test_hashing_stops_in_the_middle_of_a_file_when_it_is_no_longer_wanted(tmp_p
     stop = threading.Event()
     stop.set()
     source = Source(SourceConfig(kind="text", paths=(str(tmp_path / "a"),)), "data.sources[0]")
+    (extent,) = extents(source)
     with pytest.raises(CancelledError):
-        file_groups._hash_files(source, [tmp_path / "a"], stop)
+        file_groups._hash(source, extent, stop)
 
 
 def test_fetching_stops_in_the_middle_of_a_file_when_it_is_no_longer_wanted(tmp_path):
