@@ -95,7 +95,7 @@ class Row(NamedTuple):
     text: pyarrow.Scalar
     """Null, or a string or bytes, which may not be UTF-8."""
     bytes_read: int
-    """How far into the file, or into the stretch, it ends, roughly."""
+    """How far into the file, or into the span, it ends, roughly."""
 
     def value(self) -> object:
         """The text; raises `UnicodeDecodeError` if it is not UTF-8."""

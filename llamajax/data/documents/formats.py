@@ -96,8 +96,8 @@ class Format:
         raise NotImplementedError
 
     def has_spans(self, file: File) -> bool:
-        """Whether the file is cut into stretches: it has row groups or, by its name, lines that are not compressed. Where a
-        name is wrong, all that the file has begins in the first stretch."""
+        """Whether the file is cut into spans: it has row groups or, by its name, lines that are not compressed. Where a
+        name is wrong, all that the file has begins in the first span."""
         return False
 
     def extent(self, path: Path, span: Span) -> tuple[int, int, bytes]:

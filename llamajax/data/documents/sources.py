@@ -122,7 +122,7 @@ class Source:
 
         Args:
             files: some of those that `look` finds.
-            span: reads only what begins in this stretch of the one file; for those that have such, see `Format.has_spans`.
+            span: reads only what begins in it, of the one file; of those that `Format.has_spans`.
 
         Raises:
             DataError: a file cannot be read as the source's kind says.

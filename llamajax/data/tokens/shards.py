@@ -20,7 +20,7 @@ from llamajax import disk
 from llamajax.data import cache
 from llamajax.data.chat.chat_template import ChatTemplate
 from llamajax.data.chat.chat_tokens import Encoded, encode_conversation
-from llamajax.data.documents.file_groups import GROUP_BYTES, FileGroup, announce_fetching
+from llamajax.data.documents.file_groups import GROUP_BYTES, HashedGroup, announce_fetching
 from llamajax.data.documents.formats import Document, utf8_length
 from llamajax.data.documents.split import plain_hash
 from llamajax.data.progress import Progress, TokenizingProgress, gets_on
@@ -107,7 +107,7 @@ class Shard:
         return places[np.searchsorted(places, starts + 1)] - starts
 
 
-def shards_entry(group: FileGroup, tokenizer: Tokenizer, cache_dir: Path, template: ChatTemplate | None = None) -> Path:
+def shards_entry(group: HashedGroup, tokenizer: Tokenizer, cache_dir: Path, template: ChatTemplate | None = None) -> Path:
     """The directory of the group's shards; `template` is needed for those of conversations, and only for them matters."""
     key = [_DOCUMENTS, SHARD_BYTES, tokenizer.sha256, group.content]
     if group.may_be_long and not group.is_chat:
@@ -119,7 +119,7 @@ def shards_entry(group: FileGroup, tokenizer: Tokenizer, cache_dir: Path, templa
 
 
 def tokenize(
-    groups: Sequence[FileGroup],
+    groups: Sequence[HashedGroup],
     tokenizer: Tokenizer,
     cache_dir: Path,
     log: Callable[[str], None],
@@ -147,12 +147,12 @@ def tokenize(
     missing = list(itertools.compress(groups, is_missing))
     if missing and not disk.has_locks(cache_dir):
         log(f"note       {cache_dir} has no file locks: every process tokenizes for itself")
-    announce_fetching((group.extent for group in missing), log)
+    announce_fetching(missing, log)
     if gigatoken:
-        choose_encoder(tokenizer, [(group.source, group.extent) for group in missing], cache_dir, log)
+        choose_encoder(tokenizer, missing, cache_dir, log)
     with TokenizingProgress(sum(group.num_bytes for group in missing), log) as progress:
 
-        def completed(group: FileGroup, *, wait: bool) -> bool:
+        def completed(group: HashedGroup, *, wait: bool) -> bool:
             return complete(group, tokenizer, template, cache_dir, progress, log, wait=wait)
 
         others = [group for group in missing if not completed(group, wait=False)]
@@ -165,7 +165,7 @@ def tokenize(
 
 def remake(
     damaged: Path,
-    group: FileGroup,
+    group: HashedGroup,
     tokenizer: Tokenizer,
     cache_dir: Path,
     log: Callable[[str], None],
@@ -207,7 +207,7 @@ def shard_path(entry: Path, number: int) -> Path:
 
 
 def complete(
-    group: FileGroup,
+    group: HashedGroup,
     tokenizer: Tokenizer,
     template: ChatTemplate | None,
     cache_dir: Path,
@@ -267,7 +267,7 @@ def _intact(path: Path, log: Callable[[str], None], *, wholly: bool) -> Shard | 
 def _next_shard(
     documents: Iterator[Document],
     first: int,
-    group: FileGroup,
+    group: HashedGroup,
     tokenizer: Tokenizer,
     template: ChatTemplate | None,
     entry: Path,

@@ -12,7 +12,7 @@ from llamajax.config.run import Config
 from llamajax.data import cache
 from llamajax.data.chat.chat_tokens import end_problem
 from llamajax.data.cleaning.pipeline import clean
-from llamajax.data.documents.file_groups import FileGroup, group_files, known_groups
+from llamajax.data.documents.file_groups import HashedGroup, group_files, known_groups
 from llamajax.data.documents.sources import Source
 from llamajax.data.tasks import MapTasks
 from llamajax.data.tokenizers.tokenizer import load_tokenizer
@@ -78,7 +78,7 @@ def tokenized(
         may = config.data.tokenizer.gigatoken
         tokenize(new, by.tokenizer, cache_dir, log_work, by.template, log_waiting=log, gigatoken=may)
 
-    def tokens_of(source: Source, index: Path, of_source: Callable[[], Sequence[FileGroup]]) -> SourceTokens:
+    def tokens_of(source: Source, index: Path, of_source: Callable[[], Sequence[HashedGroup]]) -> SourceTokens:
         if source.format.is_tokenized:
             return _megatron_tokens(config, source, index, log_work)
         return ShardedTokens(source, index, of_source, by)
@@ -110,12 +110,12 @@ def sources_of(config: Config) -> list[Source]:
     return [Source(source, f"data.sources[{index}]", cache_dir) for index, source in enumerate(config.data.sources)]
 
 
-def _groups(source: Source, cache_dir: Path, log: Callable[[str], None]) -> Sequence[FileGroup]:
+def _groups(source: Source, cache_dir: Path, log: Callable[[str], None]) -> Sequence[HashedGroup]:
     """The source's groups of files to tokenize."""
     return [] if source.format.is_tokenized else group_files(source, cache_dir, log)
 
 
-def _index(source: Source, groups: Sequence[FileGroup], by: Tokenizing) -> Path:
+def _index(source: Source, groups: Sequence[HashedGroup], by: Tokenizing) -> Path:
     """Where the totals of the source's tokens are, or would be."""
     if source.format.is_tokenized:
         return parts_path(source, by.cache_dir)
@@ -176,9 +176,9 @@ def _made(
 
 def _known_groups(
     sources: Sequence[Source], cache_dir: Path, log: Callable[[str], None]
-) -> list[Sequence[FileGroup]] | None:
+) -> list[Sequence[HashedGroup]] | None:
     """The groups of every source, if the cache knows the hashes of all."""
-    found: list[Sequence[FileGroup]] = []
+    found: list[Sequence[HashedGroup]] = []
     for source in sources:
         known = [] if source.format.is_tokenized else known_groups(source, cache_dir, log)
         if known is None:

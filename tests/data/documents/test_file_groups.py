@@ -14,7 +14,7 @@ import pytest
 
 from llamajax.config.data import SourceConfig
 from llamajax.data.documents import file_groups
-from llamajax.data.documents.file_groups import extents, group_files, known_group
+from llamajax.data.documents.file_groups import find_groups, group_files, known_group
 from llamajax.data.documents.sources import Source
 from llamajax.errors import DataError, DiskError
 from tests import runs
@@ -43,7 +43,7 @@ def hashed(monkeypatch):
     monkeypatch.setattr(
         file_groups,
         "_hash",
-        lambda source, extent, stop: hashed.append(list(extent.files)) or hash_group(source, extent, stop),
+        lambda group, stop: hashed.append(list(group.files)) or hash_group(group, stop),
     )
     return hashed
 
@@ -121,8 +121,8 @@ def test_compressed_files_are_work_of_their_own_and_small_ones_together(tmp_path
         (tmp_path / name).write_bytes(bytes(size))
     source = Source(SourceConfig(kind="jsonl", paths=(str(tmp_path / "*"),)), "data.sources[0]")
     found = [
-        ("".join(path.name[0] for path in extent.files if isinstance(path, Path)), extent.num_bytes)
-        for extent in file_groups.extents(source)
+        ("".join(path.name[0] for path in group.files if isinstance(path, Path)), group.num_bytes)
+        for group in find_groups(source)
     ]
     assert found == [("a", 1500), ("b", 5000), ("c", 1000), ("c", 500), ("de", 900), ("f", 300)]
 
@@ -226,9 +226,9 @@ def test_hashing_stops_in_the_middle_of_a_file_when_it_is_no_longer_wanted(tmp_p
     stop = threading.Event()
     stop.set()
     source = Source(SourceConfig(kind="text", paths=(str(tmp_path / "a"),)), "data.sources[0]")
-    (extent,) = extents(source)
+    (group,) = find_groups(source)
     with pytest.raises(CancelledError):
-        file_groups._hash(source, extent, stop)
+        file_groups._hash(group, stop)
 
 
 def test_fetching_stops_in_the_middle_of_a_file_when_it_is_no_longer_wanted(tmp_path):
@@ -237,11 +237,11 @@ def test_fetching_stops_in_the_middle_of_a_file_when_it_is_no_longer_wanted(tmp_
     address = f"memory://{tmp_path}/a"
     fsspec.filesystem("memory").pipe(address, b"a")
     source = Source(SourceConfig(kind="text", paths=(address,)), "data.sources[0]", tmp_path / "cache")
-    (extent,) = file_groups.extents(source)
+    (group,) = find_groups(source)
     with pytest.raises(CancelledError):
-        file_groups._hash(source, extent, stop)
+        file_groups._hash(group, stop)
     assert not list((tmp_path / "cache").rglob("copy*"))
-    assert [document.text for document in source.documents(extent.files)] == ["a"]
+    assert [document.text for document in source.documents(group.files)] == ["a"]
 
 
 def test_an_unreadable_file_is_named_and_what_was_hashed_before_it_is_kept(tmp_path, monkeypatch, hashed):
@@ -278,9 +278,9 @@ def test_a_hash_is_kept_although_a_clock_is_ahead(tmp_path):
     path.write_text("a")
     age(path, -0.5)
     source = Source(SourceConfig(kind="text", paths=(str(path),)), "data.sources[0]")
-    (extent,) = extents(source)
-    group = file_groups.hashed(source, extent, tmp_path / "cache")
-    assert known_group(source, extent, tmp_path / "cache") == group
+    (group,) = find_groups(source)
+    hashed = file_groups.hashed(group, tmp_path / "cache")
+    assert known_group(group, tmp_path / "cache") == hashed
 
 
 def test_many_small_files_are_put_together_quickly(tmp_path, monkeypatch):
@@ -288,7 +288,7 @@ def test_many_small_files_are_put_together_quickly(tmp_path, monkeypatch):
     for number in range(25):
         (tmp_path / f"{number:02d}").write_text("x" * (number % 5))
     source = Source(SourceConfig(kind="text", paths=(str(tmp_path / "*"),)), "data.sources[0]")
-    found = extents(source)
-    assert [path for extent in found for path in extent.files] == sorted(tmp_path.iterdir())
-    assert all(extent.num_bytes <= 10 for extent in found)
+    found = find_groups(source)
+    assert [path for group in found for path in group.files] == sorted(tmp_path.iterdir())
+    assert all(group.num_bytes <= 10 for group in found)
     assert all(a.num_bytes + (b.identities[0].size) > 10 for a, b in itertools.pairwise(found)), "groups are full"

@@ -19,7 +19,7 @@ import zstandard
 from llamajax.config.data import SourceConfig, is_remote
 from llamajax.config.file import load_config
 from llamajax.data.documents import file_groups, remote
-from llamajax.data.documents.file_groups import extents, group_files
+from llamajax.data.documents.file_groups import find_groups, group_files
 from llamajax.data.documents.remote import RemoteFile, listed, shown
 from llamajax.data.documents.sources import Source
 from llamajax.data.rows.dataset import prepare
@@ -104,8 +104,8 @@ def test_planning_asks_for_sizes_only_and_a_second_start_fetches_nothing(tmp_pat
     web.files = {"/a.jsonl": LINES, "/b.jsonl": LINES[:50]}
     web.headers = {"ETag": '"1"'}
     found = source(tmp_path, f"{web.url}/b.jsonl", f"{web.url}/a.jsonl")
-    (extent,) = extents(found)
-    assert extent.num_bytes == len(LINES) + 50
+    (group,) = find_groups(found)
+    assert group.num_bytes == len(LINES) + 50
     assert sorted(web.requests) == [("HEAD", "/a.jsonl"), ("HEAD", "/b.jsonl")]
     first = group_files(found, tmp_path / "cache", print)
     assert web.fetched("/a.jsonl") == web.fetched("/b.jsonl") == 1
