@@ -95,7 +95,7 @@ def _write(tokens: SourceTokens, by: Tokenizing, prefix: str, *, with_bos: bool)
             num_tokens += len(ids)
     if counts.bad:
         log(f"left out   {source.key}: {counts.bad:,} bad records, the first one {counts.first_bad}")
-    if source.config.kind == "chat":
+    if source.format.is_chat:
         log(f"note       {source.key}: which tokens of the conversations are learnt is not in Megatron-LM's files")
     log(
         f"wrote      {prefix}.bin and .idx: {counts.documents:,} documents, {num_tokens:,} tokens of {dtype.name},"

@@ -12,7 +12,7 @@ import functools
 import hashlib
 import json
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -51,6 +51,16 @@ class DamagedError(DataError):
 def key_of(*parts: object) -> str:
     """SHA-256 of the parts, which must be JSON values, in order."""
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+
+
+def hashes_to_array(hashes: Iterable[str]) -> np.ndarray:
+    """uint8 [32 * hashes]: SHA-256 hashes in hexadecimal, one behind the other, for `write_arrays`."""
+    return np.frombuffer(bytes.fromhex("".join(hashes)), np.uint8)
+
+
+def hashes_of_array(array: np.ndarray) -> list[str]:
+    """The hashes of `hashes_to_array`."""
+    return [hashed.tobytes().hex() for hashed in array.reshape(-1, hashlib.sha256().digest_size)]
 
 
 class CheckedArray:

@@ -22,9 +22,8 @@ from llamajax.config.parallel import num_parts
 from llamajax.config.run import Config
 from llamajax.config.training import OptimizerConfig, TrainConfig
 from llamajax.config.yaml_text import Problems, read_file
-from llamajax.data.rows.batches import held_out_batches
 from llamajax.data.rows.dataset import Dataset, prepare
-from llamajax.data.rows.loader import Loader
+from llamajax.data.rows.loader import Loader, held_out_batches
 from llamajax.data.tokenizers.tokenizer import load_tokenizer
 from llamajax.data.tokenizers.tokenizer_base import Tokenizer
 from llamajax.errors import ConfigError, DataError

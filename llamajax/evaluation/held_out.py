@@ -6,8 +6,8 @@ from collections.abc import Callable
 import numpy as np
 
 from llamajax.config.run import Config
-from llamajax.data.rows.batches import held_out_batches
 from llamajax.data.rows.dataset import Dataset
+from llamajax.data.rows.loader import held_out_batches
 from llamajax.model import Llama
 from llamajax.step.step import eval_step, one_behind
 

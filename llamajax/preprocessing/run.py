@@ -14,7 +14,7 @@ from typing import Any
 
 from llamajax.config.run import Config
 from llamajax.data.cleaning.pipeline import clean
-from llamajax.data.documents.file_groups import announce_fetching, extents, group_files, known_group
+from llamajax.data.documents.file_groups import announce_fetching, find_groups, group_files, known_group
 from llamajax.data.documents.lines import Span
 from llamajax.data.documents.sources import Source
 from llamajax.data.progress import TokenizingProgress
@@ -27,7 +27,7 @@ from llamajax.data.tokens.source_tokens import entries_of
 from llamajax.data.tokens.tokenize_run import check_megatron, sources_of
 from llamajax.errors import ConfigError, show
 from llamajax.preprocessing.executors import Executor, LocalExecutor
-from llamajax.preprocessing.work import Job, Task, hash_extent, tokenize_extent
+from llamajax.preprocessing.work import Job, Task, hash_group, tokenize_group
 from llamajax.processes.exit import exit_code
 from llamajax.watch import console
 from llamajax.weights.origin import models_tokenizer
@@ -59,7 +59,7 @@ def _run(config: Config, cache_dir: Path, part: int, num_parts: int, executor: E
     models_own = models_tokenizer(config.init_from)
     given = given_tokenizer(config, models_own)
     check_megatron(config, cache_dir, log)
-    sources = [source for source in sources_of(config) if source.config.kind != "megatron"]
+    sources = [source for source in sources_of(config) if not source.format.is_tokenized]
     if config.data.cleaning.steps:
         _hash(executor, _tasks(sources), part, num_parts, cache_dir)
         groups = [group_files(source, cache_dir, log) for source in sources]
@@ -71,10 +71,10 @@ def _run(config: Config, cache_dir: Path, part: int, num_parts: int, executor: E
         _hash(executor, tasks, part, num_parts, cache_dir)
     by = _tokenizing(config, models_own, sources, cache_dir)
     missing = [task for task in own if not _is_made(task, by)]
-    announce_fetching((task.extent for task in missing if task.extent.is_remote), log)
+    announce_fetching((task.group for task in missing), log)
     if config.data.tokenizer.gigatoken:
-        choose_encoder(by.tokenizer, [(task.source, task.extent) for task in missing], cache_dir, log)
-    _work_off(executor, functools.partial(tokenize_extent, Job.of(by)), own)
+        choose_encoder(by.tokenizer, [task.group for task in missing], cache_dir, log)
+    _work_off(executor, functools.partial(tokenize_group, Job.of(by)), own)
     num_missing = sum(not _is_made(task, by) for task in tasks) if num_parts > 1 else 0
     if num_missing:
         others = f"{num_missing:,} pieces of others are missing"
@@ -86,16 +86,15 @@ def _run(config: Config, cache_dir: Path, part: int, num_parts: int, executor: E
 
 def _tasks(sources: Sequence[Source]) -> list[Task]:
     """The pieces of work, numbered."""
-    found = [(source, extent) for source in sources for extent in extents(source)]
-    return [Task(number, source, extent) for number, (source, extent) in enumerate(found)]
+    return [Task(*numbered) for numbered in enumerate(group for source in sources for group in find_groups(source))]
 
 
 def _hash(executor: Executor, tasks: Sequence[Task], part: int, num_parts: int, cache_dir: Path) -> None:
     """Sees to it that the cache knows the hashes of all, first of those of this part: others then do theirs."""
     for several in (tasks[part::num_parts], tasks):
-        unknown = [task for task in several if known_group(task.source, task.extent, cache_dir) is None]
-        announce_fetching((task.extent for task in unknown if task.extent.is_remote), log)
-        _work_off(executor, functools.partial(hash_extent, cache_dir), unknown, hashes=True)
+        unknown = [task for task in several if known_group(task.group, cache_dir) is None]
+        announce_fetching((task.group for task in unknown), log)
+        _work_off(executor, functools.partial(hash_group, cache_dir), unknown, hashes=True)
 
 
 def log(line: str) -> None:
@@ -113,12 +112,12 @@ def _tokenizing(config: Config, models_own: Tokenizer | None, sources: Sequence[
 
 
 def _work_off(executor: Executor, function: Any, tasks: Sequence[Task], *, hashes: bool = False) -> None:
-    """Tokenizes all extents, or only hashes them, the largest first, and shows how that goes.
+    """Tokenizes all groups, or only hashes them, the largest first, and shows how that goes.
 
     Of equal ones those come first that begin their files: processes then fetch remote files side by side.
     """
-    largest_first = sorted(tasks, key=lambda task: (-task.extent.num_bytes, task.extent.span or Span(0, 0)))
-    num_bytes, by = sum(task.extent.num_bytes for task in tasks), f" by {executor.num_workers} processes"
+    largest_first = sorted(tasks, key=lambda task: (-task.group.num_bytes, task.group.span or Span(0, 0)))
+    num_bytes, by = sum(task.group.num_bytes for task in tasks), f" by {executor.num_workers} processes"
     with TokenizingProgress(num_bytes, log, by=by, doing="hashing" if hashes else "tokenizing") as progress:
 
         def tell(name: str, arguments: tuple[Any, ...]) -> None:
@@ -148,12 +147,12 @@ def _read_part(text: str) -> tuple[int, int]:
 
 
 def _is_made(task: Task, by: Tokenizing) -> bool:
-    group = known_group(task.source, task.extent, by.cache_dir)
+    group = known_group(task.group, by.cache_dir)
     return group is not None and is_complete(entries_of([group], by)[0])
 
 
 def _size(tasks: Sequence[Task]) -> str:
-    num_bytes = sum(task.extent.num_bytes for task in tasks)
+    num_bytes = sum(task.group.num_bytes for task in tasks)
     return f"{num_bytes / 1e9:,.2f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:,.1f} MB"
 
 

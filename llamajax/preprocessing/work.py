@@ -1,4 +1,4 @@
-"""What one process does of preprocessing: an extent of a source becomes shards in the cache."""
+"""What one process does of preprocessing: a group of files becomes shards in the cache."""
 
 import hashlib
 from collections.abc import Callable
@@ -8,8 +8,7 @@ from typing import Any, NamedTuple
 
 from llamajax.data import cache
 from llamajax.data.chat.chat_template import ChatTemplate
-from llamajax.data.documents.file_groups import Extent, hashed
-from llamajax.data.documents.sources import Source
+from llamajax.data.documents.file_groups import FileGroup, hashed
 from llamajax.data.tokenizers.encoder_choice import differing_text
 from llamajax.data.tokenizers.tokenizer import tokenizer_of
 from llamajax.data.tokenizers.tokenizer_base import Tokenizer
@@ -22,11 +21,10 @@ Tell = Callable[[str, tuple[Any, ...]], None]
 
 
 class Task(NamedTuple):
-    """An extent of a source, and its number among all."""
+    """A group of files, and its number among all."""
 
     number: int
-    source: Source
-    extent: Extent
+    group: FileGroup
 
 
 @dataclass(frozen=True)
@@ -66,20 +64,20 @@ class Job:
 _made: dict[str, tuple[Tokenizer, ChatTemplate | None]] = {}
 
 
-def hash_extent(cache_dir: Path, task: Task, tell: Tell) -> None:
-    """Makes sure that the cache knows the extent's hash; errors as of `hashed`."""
-    hashed(task.source, task.extent, cache_dir)
-    tell("finish_group", (task.extent.num_bytes, task.number))
+def hash_group(cache_dir: Path, task: Task, tell: Tell) -> None:
+    """Makes sure that the cache knows the group's hash; errors as of `hashed`."""
+    hashed(task.group, cache_dir)
+    tell("finish_group", (task.group.num_bytes, task.number))
 
 
-def tokenize_extent(job: Job, task: Task, tell: Tell) -> None:
-    """Makes sure that the cache has the extent's shards.
+def tokenize_group(job: Job, task: Task, tell: Tell) -> None:
+    """Makes sure that the cache has the group's shards.
 
     Raises:
         DataError: a file cannot be read, or changes while it is, or the template refuses a conversation.
         DiskError: the disk fails.
     """
-    group = hashed(task.source, task.extent, job.cache_dir)
+    group = hashed(task.group, job.cache_dir)
     tokenizer, template = job.made()
     progress = _Told(task.number, tell)
     complete(group, tokenizer, template, job.cache_dir, progress, lambda line: tell("log", (line,)), wait=True)

@@ -3,7 +3,7 @@
 import numpy as np
 
 from llamajax.config.run import Config
-from llamajax.data.rows.batches import make_batch
+from llamajax.data.rows.loader import make_batch
 from llamajax.data.rows.packing import Row, fill_row
 from llamajax.step.batch import Batch, batch_sharding, micro_batch_size
 

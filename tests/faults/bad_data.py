@@ -10,7 +10,7 @@ import pyarrow.parquet
 import zstandard
 
 from llamajax.config.data import SourceConfig
-from llamajax.data.documents import sources
+from llamajax.data.documents.formats import Jsonl
 from llamajax.data.documents.sources import Source
 
 SHAPES: tuple[object, ...] = (
@@ -27,7 +27,7 @@ RAW = (
 )  # fmt: skip
 KINDS = ("text", "jsonl", "jsonl.gz", "jsonl.zst", "parquet", "arrow", "chat", "chat.gz", "sharegpt", "alpaca")
 _LONGEST_LINE = 1 << 22
-"""In place of `sources.MAX_LINE_BYTES`: bombs that are hundreds of times longer are made quickly."""
+"""In place of `Jsonl.max_line_bytes`: bombs that are hundreds of times longer are made quickly."""
 
 
 def _records(kind: str, rng: np.random.Generator) -> list[object]:
@@ -93,7 +93,7 @@ def read(source: Source) -> int:
 
 def prepare(directory: Path):
     """Reads one file after the other in `directory`."""
-    sources.MAX_LINE_BYTES = _LONGEST_LINE
+    Jsonl.max_line_bytes = _LONGEST_LINE
 
     def attempt(rng: np.random.Generator) -> None:
         kind = str(rng.choice(KINDS))

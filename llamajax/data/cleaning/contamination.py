@@ -15,14 +15,14 @@ from llamajax.config.data import SourceConfig
 from llamajax.data.cache import read_arrays, write_arrays
 from llamajax.data.cleaning.texts import whole_texts
 from llamajax.data.cleaning.words import run_hashes, word_hashes, words_of
-from llamajax.data.documents.file_groups import FileGroup, group_files
+from llamajax.data.documents.file_groups import HashedGroup, group_files
 from llamajax.data.documents.sources import Source
 from llamajax.data.documents.text_files import holds_records
 
 _KEY = "data.cleaning.decontamination"
 
 
-def held_out_groups(config: DecontaminationConfig, cache_dir: Path, log: Callable[[str], None]) -> list[FileGroup]:
+def held_out_groups(config: DecontaminationConfig, cache_dir: Path, log: Callable[[str], None]) -> list[HashedGroup]:
     """The files with held-out texts, a source for every field of those of records.
 
     Raises:
@@ -32,14 +32,14 @@ def held_out_groups(config: DecontaminationConfig, cache_dir: Path, log: Callabl
     found = Source(SourceConfig(kind="text", paths=config.paths), _KEY, cache_dir)
     records, texts = [], []
     for path in found.files():
-        with found.reading(path):
+        with found.format.reading(path):
             (records if holds_records(path) else texts).append(str(path))
     sources = [SourceConfig(kind="jsonl", paths=tuple(records), text_key=key) for key in config.text_keys if records]
     sources += [SourceConfig(kind="text", paths=tuple(texts))] if texts else []
     return [group for source in sources for group in group_files(Source(source, _KEY, cache_dir), cache_dir, log)]
 
 
-def write_runs(path: Path, groups: Sequence[FileGroup], length: int) -> None:
+def write_runs(path: Path, groups: Sequence[HashedGroup], length: int) -> None:
     """Writes the hashes of all runs of `length` words of held-out texts, sorted, and how many texts are too short for one.
 
     The lock of the file's folder must be held.

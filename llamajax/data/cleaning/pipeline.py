@@ -32,7 +32,7 @@ from llamajax.data.cleaning.scan import Part, ScanTask, scan
 from llamajax.data.cleaning.survivors import CANDIDATES_FILE, COPIES_FILE, DECISIONS_FILE, write_copies
 from llamajax.data.cleaning.texts import MAX_TEXT_CHARS
 from llamajax.data.cleaning.write import WriteTask, write
-from llamajax.data.documents.file_groups import Extent, FileGroup, content_hashes, file_identity
+from llamajax.data.documents.file_groups import FileGroup, HashedGroup, content_hashes, file_identity
 from llamajax.data.documents.sources import Source
 from llamajax.data.tasks import MapTasks
 from llamajax.errors import ConfigError, DataError, EnvironmentMismatchError
@@ -51,7 +51,7 @@ _PASSING = (
 
 def clean(
     sources: Sequence[Source],
-    groups: Sequence[Sequence[FileGroup]],
+    groups: Sequence[Sequence[HashedGroup]],
     config: CleaningConfig,
     cache_dir: Path,
     log: Callable[[str], None],
@@ -81,7 +81,7 @@ def clean(
     """
     if missing := config.missing_packages():
         raise EnvironmentMismatchError("\n".join(f"data.cleaning.{problem}" for problem in missing))
-    chosen = [index for index, source in enumerate(sources) if source.config.kind not in ("chat", "megatron")]
+    chosen = [index for index, source in enumerate(sources) if not (source.format.is_chat or source.format.is_tokenized)]
     if not config.steps or not chosen:
         return list(sources)
     _check_languages(config)
@@ -151,7 +151,7 @@ def _versions(config: CleaningConfig) -> dict[str, str]:
 def _told(
     parts: Sequence[Part],
     rules: Rules,
-    held_out: Sequence[FileGroup],
+    held_out: Sequence[HashedGroup],
     keys: Sequence[str],
     cache_dir: Path,
     log: Callable[[str], None],
@@ -203,7 +203,7 @@ def _locked(entry: Path, log: Callable[[str], None]) -> Iterator[None]:
 def _made(
     parts: Sequence[Part],
     rules: Rules,
-    held_out: Sequence[FileGroup],
+    held_out: Sequence[HashedGroup],
     keys: Sequence[str],
     log: Callable[[str], None],
     run: MapTasks,
@@ -263,8 +263,7 @@ def _damaged(source: Source, entry: Path, told: report.Told, cache_dir: Path, lo
     paths = [entry / name for name in told["files"]]
     if missing := [path for path in paths if not path.exists()]:
         return missing
-    extents = [Extent((path,), (file_identity(path),)) for path in paths]
-    contents = content_hashes(source, extents, cache_dir, log)
+    contents = content_hashes([FileGroup(source, (path,), (file_identity(path),)) for path in paths], cache_dir, log)
     expected = [hashlib.sha256(bytes.fromhex(sha256)).hexdigest() for _, sha256 in told["files"].values()]
     return [path for path, content, other in zip(paths, contents, expected, strict=True) if content != other]
 

@@ -155,8 +155,8 @@ def _add_to(counts: dict[str, list[int]], more: Mapping[str, Sequence[int]]) -> 
 def _where(part: Part, key: str, position: int) -> str:
     first, *others = part.group.files
     more = f" and {len(others):,} files more" if others else ""
-    if part.group.extent.span is not None:
-        more = f" behind byte {part.group.extent.span.start:,}"
+    if part.group.span is not None:
+        more = f" behind byte {part.group.span.start:,}"
     return f"{key}, document {position + 1:,} of {PurePath(str(first)).name}{more}"
 
 

@@ -18,7 +18,7 @@ from llamajax.data import cache
 from llamajax.data.cleaning.document_rules import Rules, Verdict, Work, judge
 from llamajax.data.cleaning.duplicates import band_keys, digest_of, set_of, signatures
 from llamajax.data.cleaning.texts import Text, whole_texts
-from llamajax.data.documents.file_groups import FileGroup
+from llamajax.data.documents.file_groups import HashedGroup
 
 CHUNK_BYTES = 2**26
 """Text per chunk."""
@@ -40,7 +40,7 @@ class Part:
     """Number of its source, among those that are cleaned."""
     number: int
     """Of the part, over all sources."""
-    group: FileGroup
+    group: HashedGroup
 
     @property
     def name(self) -> str:

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-from llamajax.data.documents.sources import Document
+from llamajax.data.documents.formats import Document
 
 MAX_TEXT_CHARS = 2**25
 """Longest text that is judged, and kept, as one; what is longer becomes several. As a line of JSONL it has fewer bytes than

@@ -12,18 +12,16 @@ import threading
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import CancelledError, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-import numpy as np
-
 from llamajax import disk
 from llamajax.data import cache, progress
+from llamajax.data.documents.formats import MAX_DOCUMENT_CHARS, Document
 from llamajax.data.documents.lines import Span
 from llamajax.data.documents.remote import File, RemoteFile
-from llamajax.data.documents.source_files import BESIDE
-from llamajax.data.documents.sources import MAX_DOCUMENT_CHARS, Document, Source
+from llamajax.data.documents.sources import BESIDE, Source
 from llamajax.data.documents.text_files import COMPRESSIONS
 from llamajax.errors import DataError
 
@@ -40,8 +38,9 @@ READ_BYTES = 2**20
 UNSETTLED_S = 2.0
 """Seconds after a change in which a file may change again without a new time stamp on a coarse clock."""
 
-
 _LOOK_EVERY_S = 0.1
+_FOLDERS = {False: "content", True: "content-2"}
+"""Where hashes are kept, by whether they are marked: those of files of text in the first folder know nothing of marks."""
 
 
 class FileIdentity(NamedTuple):
@@ -62,9 +61,11 @@ def file_identity(file: File) -> FileIdentity:
     return FileIdentity(str(file.absolute()), status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino)
 
 
-class Extent(NamedTuple):
-    """A unit of work: one large file or a stretch of it, or consecutive small files of a source up to `GROUP_BYTES`."""
+@dataclass(frozen=True)
+class FileGroup:
+    """A unit of work: one large file or a span of it, or consecutive small files of a source up to `GROUP_BYTES`."""
 
+    source: Source
     files: tuple[File, ...]
     identities: tuple[FileIdentity, ...]
     """Of the files, before anything was read of them."""
@@ -73,70 +74,55 @@ class Extent(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """Size of the files, or of the stretch."""
+        """Size of the files, or of the span."""
         if self.span is not None:
             return self.span.end - self.span.start
         return sum(identity.size for identity in self.identities)
 
     @property
-    def is_remote(self) -> bool:
-        """Whether files of it lie elsewhere."""
-        return any(isinstance(file, RemoteFile) for file in self.files)
+    def is_chat(self) -> bool:
+        """Whether the documents are conversations."""
+        return self.source.format.is_chat
+
+    @property
+    def is_marked(self) -> bool:
+        """Whether the hash knows of `Format.mark`; not of remote files: a copy that was removed would be fetched again."""
+        return self.source.format.fields_of_form > 0 and not any(isinstance(file, RemoteFile) for file in self.files)
+
+    @property
+    def newest(self) -> float:
+        """When a file of it was changed last, in seconds since 1970."""
+        return max(max(file.mtime_ns, file.ctime_ns) for file in self.identities) / 1e9
 
     @property
     def key(self) -> str:
         """Hash of the names, sizes and times of the files."""
         return cache.key_of(self.identities, self.span) if self.span is not None else cache.key_of(self.identities)
 
-
-@dataclass(frozen=True)
-class FileGroup:
-    """An extent that is known by its content: it has a cache entry."""
-
-    source: Source
-    extent: Extent
-    content: str
-    """SHA-256 of all that decides which documents they give."""
-
-    @property
-    def files(self) -> tuple[File, ...]:
-        """Consecutive files of the source."""
-        return self.extent.files
-
-    @property
-    def is_chat(self) -> bool:
-        """Whether the documents are conversations."""
-        return self.source.config.kind == "chat"
-
-    @property
-    def num_bytes(self) -> int:
-        """Size of what is read."""
-        return self.extent.num_bytes
-
     @property
     def may_be_long(self) -> bool:
         """Whether a document of it may come in pieces, as far as the sizes of its files tell."""
-        is_packed = self.source.config.kind in ("parquet", "arrow") or any(f.suffix in COMPRESSIONS for f in self.files)
-        return is_packed or any(identity.size > MAX_DOCUMENT_CHARS for identity in self.extent.identities)
+        is_packed = self.source.format.is_packed or any(file.suffix in COMPRESSIONS for file in self.files)
+        return is_packed or any(identity.size > MAX_DOCUMENT_CHARS for identity in self.identities)
 
     def documents(self) -> Iterator[Document]:
         """All documents, in order.
 
         Raises:
-            DataError: a file cannot be read, or has changed since it was hashed.
+            DataError: a file cannot be read, or has changed since the group was found.
             DiskError: the disk fails.
         """
-        for document in self.source.documents(self.files, self.extent.span):
+        for document in self.source.documents(self.files, self.span):
             progress.gets_on()
             yield document
         self.check_unchanged()
 
     def check_unchanged(self) -> None:
-        """Raises `DataError` if a file is no longer the one that was hashed."""
-        for path, identity in zip(self.files, self.extent.identities, strict=True):
+        """Raises `DataError` if a file is no longer the one that was found."""
+        for path, identity in zip(self.files, self.identities, strict=True):
             if isinstance(path, RemoteFile):  # of which nobody changes the copy
                 continue
-            with self.source.reading(path):
+            with self.source.format.reading(path):
                 unchanged = path.exists() and file_identity(path) == identity
             if not unchanged:
                 raise DataError(
@@ -144,8 +130,16 @@ class FileGroup:
                 )
 
 
-def extents(source: Source, log: Callable[[str], None] | None = None) -> list[Extent]:
-    """The source's files in order, small ones together, large ones in stretches where their kind allows it.
+@dataclass(frozen=True)
+class HashedGroup(FileGroup):
+    """A group that is known by its content: it has a cache entry."""
+
+    content: str = field(kw_only=True)
+    """SHA-256 of all that decides which documents its files give."""
+
+
+def find_groups(source: Source, log: Callable[[str], None] = lambda line: None) -> list[FileGroup]:
+    """The source's files in order, small ones together, large ones cut into spans where their format allows it.
 
     Args:
         source: whose files they are.
@@ -155,39 +149,39 @@ def extents(source: Source, log: Callable[[str], None] | None = None) -> list[Ex
         DataError: a file is missing or cannot be read.
         DiskError: the disk fails.
     """
-    found: list[Extent] = []
-    together: list[tuple[Path | RemoteFile, FileIdentity]] = []
+    found: list[FileGroup] = []
+    together: list[tuple[File, FileIdentity]] = []
     size = 0
 
     def end_group() -> None:
         nonlocal size
         if together:
             files, identities = zip(*together, strict=True)
-            found.append(Extent(files, identities))
+            found.append(FileGroup(source, files, identities))
         together.clear()
         size = 0
 
     looked = source.look()
-    if looked.num_left_out and log is not None:
+    if looked.num_left_out:
         names = ", ".join(BESIDE)
         log(f"left out   {source.key}: {looked.num_left_out:,} of what systems write beside files ({names})")
-    if looked.folders and log is not None:
+    if looked.folders:
         one = looked.folders[0]
         log(
             f"left out   {source.key}: directories that a pattern matches: {len(looked.folders):,}, such as {one}; name them"
         )
-    if looked.others and log is not None:
+    if looked.others:
         number, one = len(looked.others), looked.others[0]
         log(f"left out   {source.key}: {number:,} of other names in a directory, such as {one}; name those that are meant")
     for path in looked.files:
-        with source.reading(path):
+        with source.format.reading(path):
             identity = file_identity(path)
-        is_cut = source.has_spans(path) and identity.size > SPAN_BYTES
+        is_cut = source.format.has_spans(path) and identity.size > SPAN_BYTES
         if is_cut or size + identity.size > GROUP_BYTES:
             end_group()
         if is_cut:
             spans = [Span(at, min(at + SPAN_BYTES, identity.size)) for at in range(0, identity.size, SPAN_BYTES)]
-            found += [Extent((path,), (identity,), span) for span in spans]
+            found += [FileGroup(source, (path,), (identity,), span) for span in spans]
         else:
             together.append((path, identity))
             size += identity.size
@@ -195,135 +189,120 @@ def extents(source: Source, log: Callable[[str], None] | None = None) -> list[Ex
     return found
 
 
-def group_files(source: Source, cache_dir: Path, log: Callable[[str], None]) -> list[FileGroup]:
-    """The source's extents, hashed.
+def group_files(source: Source, cache_dir: Path, log: Callable[[str], None]) -> list[HashedGroup]:
+    """The source's groups, hashed.
 
     Raises:
         DataError: a file is missing or cannot be read.
         DiskError: the disk fails.
     """
-    found = extents(source, log)
-    return _groups(source, found, content_hashes(source, found, cache_dir, log))
+    groups = find_groups(source, log)
+    return list(map(_with_hash, groups, content_hashes(groups, cache_dir, log)))
 
 
-def known_groups(source: Source, cache_dir: Path, log: Callable[[str], None]) -> list[FileGroup] | None:
+def known_groups(source: Source, cache_dir: Path, log: Callable[[str], None]) -> list[HashedGroup] | None:
     """As `group_files`, if one file of the cache knows the hashes of all of them; nothing is hashed."""
-    found = extents(source, log)
-    contents = _known_hashes(source, found, cache_dir, lambda line: None)
-    return None if contents is None else _groups(source, found, contents)
+    groups = find_groups(source, log)
+    hashes = _known_hashes(groups, cache_dir, lambda line: None)
+    return None if hashes is None else list(map(_with_hash, groups, hashes))
 
 
-def hashed(source: Source, extent: Extent, cache_dir: Path) -> FileGroup:
-    """The extent as a group, whose hash is kept; errors as of `group_files`.
+def hashed(group: FileGroup, cache_dir: Path) -> HashedGroup:
+    """The group with its hash, which is kept; errors as of `group_files`.
 
     Two processes that want the same at once both hash it. A file that was changed just now is waited for.
     """
-    if (known := known_group(source, extent, cache_dir)) is not None:
+    if (known := known_group(group, cache_dir)) is not None:
         return known
-    while abs(_newest(extent) - time.time()) <= UNSETTLED_S:
+    while abs(group.newest - time.time()) <= UNSETTLED_S:
         time.sleep(_LOOK_EVERY_S)
     started = time.time()
-    content = _hash(source, extent, threading.Event())
-    _keep(source, extent, content, started, cache_dir)
-    return _groups(source, [extent], [content])[0]
+    sha256 = _hash(group, threading.Event())
+    _keep(group, sha256, started, cache_dir)
+    return _with_hash(group, sha256)
 
 
-def known_group(source: Source, extent: Extent, cache_dir: Path) -> FileGroup | None:
-    """The extent as a group, if the cache knows its hash."""
-    content = _known_hash(_kept(source, extent, cache_dir))
-    return None if content is None else _groups(source, [extent], [content])[0]
+def known_group(group: FileGroup, cache_dir: Path) -> HashedGroup | None:
+    """The group with its hash, if the cache knows that."""
+    sha256 = _known_hash(_kept(group, cache_dir))
+    return None if sha256 is None else _with_hash(group, sha256)
 
 
-def _groups(source: Source, found: Sequence[Extent], contents: Sequence[str]) -> list[FileGroup]:
-    return [FileGroup(source, extent, _key(source, extent, of_it)) for extent, of_it in zip(found, contents, strict=True)]
+def _with_hash(group: FileGroup, sha256: str) -> HashedGroup:
+    config, suffixes = group.source.config, [path.suffix for path in group.files]  # which need not be in the hash
+    read_by = config.chat_format if group.is_chat else config.text_key
+    content = cache.key_of(config.kind, read_by, suffixes, sha256)
+    return HashedGroup(group.source, group.files, group.identities, group.span, content=content)
 
 
-def _key(source: Source, extent: Extent, content: str) -> str:
-    suffixes = [path.suffix for path in extent.files]  # which need not be in the hash of the content
-    of_kind = source.config.chat_format if source.config.kind == "chat" else source.config.text_key
-    return cache.key_of(source.config.kind, of_kind, suffixes, content)
-
-
-def content_hashes(source: Source, of: Sequence[Extent], cache_dir: Path, log: Callable[[str], None]) -> list[str]:
-    """SHA-256 over the content of each extent; those that have not changed since are not read again.
+def content_hashes(groups: Sequence[FileGroup], cache_dir: Path, log: Callable[[str], None]) -> list[str]:
+    """SHA-256 over the content of each of a source's groups; those that have not changed since are not read again.
 
     Raises:
         DataError: a file cannot be read.
         DiskError: the disk fails.
     """
-    if (known := _known_hashes(source, of, cache_dir, log)) is not None:
+    if (known := _known_hashes(groups, cache_dir, log)) is not None:
         return known
-    of_all, paths = _kept_together(source, of, cache_dir), [_kept(source, extent, cache_dir) for extent in of]
+    of_all, paths = _kept_together(groups, cache_dir), [_kept(group, cache_dir) for group in groups]
     hashes = [_known_hash(path) for path in paths]
-    unknown = [index for index, known in enumerate(hashes) if known is None]
     kept = True
-    if unknown:
+    if None in hashes:
         with disk.locked(cache_dir / "hashing" / of_all.parent.name):
-            for index in unknown:
-                hashes[index] = _known_hash(paths[index])
-                if hashes[index] is None and paths[index].exists():
-                    log(f"damaged    {paths[index]}; hashing the files again")
-            unknown = [index for index in unknown if hashes[index] is None]
-            num_bytes = sum(of[index].num_bytes for index in unknown)
+            for index, path in enumerate(paths):
+                hashes[index] = hashes[index] or _known_hash(path)
+                if hashes[index] is None and path.exists():
+                    log(f"damaged    {path}; hashing the files again")
+            unknown = [group for group, sha256 in zip(groups, hashes, strict=True) if sha256 is None]
+            num_bytes = sum(group.num_bytes for group in unknown)
             if num_bytes >= ANNOUNCED_BYTES:
-                num_files = len({path for index in unknown for path in of[index].files})
-                log(f"hashing    {num_files:,} files, {num_bytes / 1e9:,.1f} GB, of {source.key}")
-            announce_fetching((of[index] for index in unknown), log)
+                num_files = len({path for group in unknown for path in group.files})
+                log(f"hashing    {num_files:,} files, {num_bytes / 1e9:,.1f} GB, of {groups[0].source.key}")
+            announce_fetching(unknown, log)
             started = time.time()
             # Times that are still to come do not tell when a file was changed last: but not within this wait.
-            if any(_newest(of[index]) > started for index in unknown):
+            if any(group.newest > started for group in unknown):
                 time.sleep(UNSETTLED_S)
-            with contextlib.closing(_hash_all(source, [of[index] for index in unknown])) as hashed:
-                for index, content in zip(unknown, hashed, strict=True):
-                    hashes[index] = content
-                    kept &= _keep(source, of[index], content, started, cache_dir)
-    contents = [known for known in hashes if known is not None]
-    if kept and len(of) > 1:
+            with contextlib.closing(_hash_all(unknown)) as made:
+                for index, group in enumerate(groups):
+                    if hashes[index] is None:
+                        hashes[index] = sha256 = next(made)
+                        kept &= _keep(group, sha256, started, cache_dir)
+    known = [sha256 for sha256 in hashes if sha256 is not None]
+    if kept and len(groups) > 1:
         with disk.locked(of_all.parent):
-            all_bytes = np.frombuffer(bytes.fromhex("".join(contents)), np.uint8)
-            cache.write_arrays(of_all, {"sha256": all_bytes}, {})
-    return contents
+            cache.write_arrays(of_all, {"sha256": cache.hashes_to_array(known)}, {})
+    return known
 
 
-def announce_fetching(of: Iterable[Extent], log: Callable[[str], None]) -> None:
+def announce_fetching(groups: Iterable[FileGroup], log: Callable[[str], None]) -> None:
     """Says how much is to be fetched of what is read now, if that is much."""
-    files = {file for extent in of for file in extent.files if isinstance(file, RemoteFile) and not file.path.exists()}
+    files = {file for group in groups for file in group.files if isinstance(file, RemoteFile) and not file.path.exists()}
     num_bytes = sum(file.size for file in files)
     if num_bytes >= ANNOUNCED_BYTES:
         log(f"fetching   {len(files):,} files, {num_bytes / 1e9:,.1f} GB")
 
 
-def _newest(extent: Extent) -> float:
-    """When a file of it was changed last, in seconds since 1970."""
-    return max(max(file.mtime_ns, file.ctime_ns) for file in extent.identities) / 1e9
-
-
-def _keep(source: Source, extent: Extent, content: str, started: float, cache_dir: Path) -> bool:
+def _keep(group: FileGroup, sha256: str, started: float, cache_dir: Path) -> bool:
     """Keeps a hash that was begun with at `started`; not of a file that was changed just before, which may be changed again
     within the same tick of the clock."""
-    if started - UNSETTLED_S <= _newest(extent) <= started:
+    if started - UNSETTLED_S <= group.newest <= started:
         return False
-    path = _kept(source, extent, cache_dir)
+    path = _kept(group, cache_dir)
     with disk.locked(path.parent):
-        cache.write_arrays(path, {}, {"sha256": content})
+        cache.write_arrays(path, {}, {"sha256": sha256})
     return True
 
 
-def _kept(source: Source, extent: Extent, cache_dir: Path) -> Path:
-    """Where the hash of an extent is kept."""
-    return cache_dir / _folder(source, [extent]) / extent.key / "hash"
+def _kept(group: FileGroup, cache_dir: Path) -> Path:
+    """Where the hash of a group is kept."""
+    return cache_dir / _FOLDERS[group.is_marked] / group.key / "hash"
 
 
-def _kept_together(source: Source, of: Sequence[Extent], cache_dir: Path) -> Path:
+def _kept_together(groups: Sequence[FileGroup], cache_dir: Path) -> Path:
     """Where those of several are kept together."""
-    return cache_dir / _folder(source, of) / cache.key_of([extent.key for extent in of]) / "hashes"
-
-
-def _folder(source: Source, of: Sequence[Extent]) -> str:
-    """Where hashes are kept. Those of files of text in the first folder know nothing of `Source.mark`; of remote ones they
-    are taken nevertheless, for copies that were removed would have to be fetched again."""
-    is_marked = source.config.kind in ("text", "jsonl", "chat") and not any(extent.is_remote for extent in of)
-    return "content-2" if is_marked else "content"
+    is_marked = all(group.is_marked for group in groups)
+    return cache_dir / _FOLDERS[is_marked] / cache.key_of([group.key for group in groups]) / "hashes"
 
 
 def _known_hash(path: Path) -> str | None:
@@ -332,53 +311,42 @@ def _known_hash(path: Path) -> str | None:
         return cache.read_arrays(path).info["sha256"]
 
 
-def _known_hashes(source: Source, of: Sequence[Extent], cache_dir: Path, log: Callable[[str], None]) -> list[str] | None:
-    """The hashes of all extents, if one file knows them, and is whole."""
-    if len(of) == 1:
-        known = _known_hash(_kept(source, of[0], cache_dir))
+def _known_hashes(groups: Sequence[FileGroup], cache_dir: Path, log: Callable[[str], None]) -> list[str] | None:
+    """The hashes of all groups, if one file knows them, and is whole."""
+    if len(groups) == 1:
+        known = _known_hash(_kept(groups[0], cache_dir))
         return None if known is None else [known]
-    path = _kept_together(source, of, cache_dir)
+    path = _kept_together(groups, cache_dir)
     try:
-        whole = cache.read_arrays(path).arrays["sha256"][:].tobytes().hex()
+        return cache.hashes_of_array(cache.read_arrays(path).arrays["sha256"][:])
     except cache.DamagedError:
         if path.exists():
             log(f"damaged    {path}; making it again")
         return None
-    return [whole[at : at + 64] for at in range(0, len(whole), 64)]
 
 
-def _hash_all(source: Source, of: Sequence[Extent]) -> Generator[str, None, None]:
-    """The hash of each extent, in order, made in several threads, of remote files once all are here."""
+def _hash_all(groups: Sequence[FileGroup]) -> Generator[str, None, None]:
+    """The hash of each group, in order, made in several threads, of remote files once all are here."""
     stop = threading.Event()
-    remote = dict.fromkeys(file for extent in of for file in extent.files if isinstance(file, RemoteFile))
+    remote = {file: group.source for group in groups for file in group.files if isinstance(file, RemoteFile)}
     with ThreadPoolExecutor(HASH_THREADS, thread_name_prefix="hash") as threads:
         try:
-            for _ in threads.map(lambda file: source.local(file, stop), remote):
-                pass  # else all would wait for the one file whose stretches they hash
-            yield from threads.map(lambda extent: _hash(source, extent, stop), of)
+            for _ in threads.map(lambda file: remote[file].local(file, stop), remote):
+                pass  # else all would wait for the one file whose spans they hash
+            yield from threads.map(lambda group: _hash(group, stop), groups)
         finally:
             stop.set()  # a large file takes minutes, which neither a signal nor an error waits for
 
 
-def _hash(source: Source, extent: Extent, stop: threading.Event) -> str:
-    if extent.span is None:
-        return _hash_files(source, list(extent.files), stop)
-    (file,) = extent.files
-    path = source.local(file, stop)
-    start, end, rest = source.extent(path, extent.span)
-    with source.reading(path):
-        content = _hash_bytes(path, start, end, stop)
-    content.update(rest)
-    return hashlib.sha256(content.digest()).hexdigest()
-
-
-def _hash_files(source: Source, files: Sequence[File], stop: threading.Event) -> str:
+def _hash(group: FileGroup, stop: threading.Event) -> str:
+    source, format, span = group.source, group.source.format, group.span
     combined = hashlib.sha256()
-    for file in files:
+    for file in group.files:
         path = source.local(file, stop)
-        with source.reading(path):
-            content = _hash_bytes(path, 0, sys.maxsize, stop)
-        content.update(source.mark(path))
+        with format.reading(path):
+            start, end, rest = (0, sys.maxsize, format.mark(path)) if span is None else format.extent(path, span)
+            content = _hash_bytes(path, start, end, stop)
+        content.update(rest)
         combined.update(content.digest())
     return combined.hexdigest()
 

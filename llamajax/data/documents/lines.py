@@ -1,4 +1,4 @@
-"""Records of a file, or of a stretch of it, that know where they are: its lines, or the elements of its one JSON array."""
+"""Records of a file, or of a span of it, that know where they are: its lines, or the elements of its one JSON array."""
 
 import io
 import threading
@@ -24,13 +24,13 @@ class Span(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Where a line is, as `file:line`; lines before the stretch it is in are counted when that is asked for."""
+    """Where a line is, as `file:line`; lines before the span it is in are counted when that is asked for."""
 
     path: Path
     start: int
-    """Where the first line of the stretch begins, bytes."""
+    """Where the first line of the span begins, bytes."""
     number: int
-    """Of the line in its stretch, from 1."""
+    """Of the line in its span, from 1."""
 
     def __str__(self) -> str:
         return f"{self.path}:{self.number + lines_before(self.path, self.start)}"
@@ -56,7 +56,7 @@ class Line(NamedTuple):
     """Of a line, with its end; of what is too long, the beginning."""
     place: Place | ElementPlace
     bytes_read: int
-    """How far into the file, as it lies on the disk, or into the stretch it ends, roughly."""
+    """How far into the file, as it lies on the disk, or into the span it ends, roughly."""
 
 
 def read_lines(path: Path, max_bytes: int, span: Span | None = None) -> Iterator[Line]:

@@ -1,62 +1,40 @@
-"""Documents of a configured source: streamed from its files, in one fixed order.
+"""Sources of the configuration: the files that their paths name, match, or hold below them, and the documents in these."""
 
-Whatever is wrong with a file ends as one `DataError` that names the file, the line and the remedy; a disk that fails, as a
-`DiskError`. Memory stays bounded whatever the size of a file: a document above `MAX_DOCUMENT_CHARS` comes in pieces, which
-end with lines where there are any.
-"""
-
-import codecs
-import contextlib
-import json
-import sysconfig
+import fnmatch
+import glob
+import os
+import stat
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import NamedTuple
 
-import orjson
-import pyarrow
-import pyarrow.parquet
-
-from llamajax.config.data import DEFAULT_CACHE_DIR, SourceConfig
-from llamajax.data.documents.columns import NoTextError, Row, arrow_rows, parquet_rows
-from llamajax.data.documents.conversations import Conversation, conversation_of
-from llamajax.data.documents.lines import Span, lines_extent, read_lines
-from llamajax.data.documents.remote import File, shown
-from llamajax.data.documents.row_groups import RowGroups
-from llamajax.data.documents.source_files import Found, find_files, reading, source_error
-from llamajax.data.documents.split import HEAD_CHARS, split_hash
-from llamajax.data.documents.text_files import COMPRESSIONS, READ_BYTES, mark_of, opened
-from llamajax.data.documents.text_keys import NoSuchKeyError, value_at
+from llamajax import disk
+from llamajax.config.data import DEFAULT_CACHE_DIR, SourceConfig, is_remote
+from llamajax.data.documents.columns import NotReadableError, shards_of
+from llamajax.data.documents.formats import FORMATS, Document, Format
+from llamajax.data.documents.lines import Span
+from llamajax.data.documents.remote import File, RemoteFile, listed, shown
+from llamajax.data.documents.text_files import COMPRESSIONS
 from llamajax.errors import DataError
 
-MAX_DOCUMENT_CHARS = 2 * HEAD_CHARS
-"""Longest document that is not read in pieces: about half a million tokens."""
-MAX_LINE_BYTES = 2**28
-"""Longest JSONL line, decompressed; what is longer is a mistake or a decompression bomb."""
-MAX_CONVERSATION_BYTES = 2**22
-"""Longest conversation: about a million tokens, of which no more than a row is learnt."""
-
-_STDLIB_LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
-_HELP_TEXTS = Path("pydoc_data/topics.py")
+BESIDE = ("._*", ".DS_Store", "_SUCCESS", "*.crc", "_started_*", "_committed_*", "_metadata", "_common_metadata")
+"""Names of what macOS, Spark and Hadoop write beside the files that are meant, under whatever patterns these have."""
+_UNFINISHED = ("_temporary", "_delta_log")
+"""Names of directories in which Spark and Delta Lake keep what is no file of a table, or not yet."""
 
 
-class Document(NamedTuple):
-    """One text, or a piece of one, possibly empty."""
+class Found(NamedTuple):
+    """A source's files."""
 
-    text: str
-    """Of a conversation: all that is said in it; empty if nothing of that is learnt."""
-    bytes_read: int
-    """How far into the source's files this document ends, bytes, for progress reports."""
-    split_hash: int = 0
-    """Decides whether it is held out; all pieces of a text have the same."""
-    conversation: Conversation | None = None
-    """What the text was made from, in a `chat` source."""
-    error: str = ""
-    """What is wrong with the line or row, if it is left out for that; its text is empty."""
-    goes_on: bool = False
-    """Whether the next one is a further piece of its text."""
+    files: list[File]
+    num_left_out: int
+    """Those that `BESIDE` names."""
+    folders: Sequence[Path] = ()
+    """Directories that patterns match: these stand for no files."""
+    others: Sequence[PurePath] = ()
+    """Files in directories that are named, neither of the source's kind, by their names, nor hidden."""
 
 
 @dataclass(frozen=True)
@@ -68,20 +46,21 @@ class Source:
     cache_dir: Path = field(default_factory=lambda: Path(DEFAULT_CACHE_DIR).expanduser())
     """Where copies of remote files are kept."""
 
+    @property
+    def format(self) -> Format:
+        """What its files are."""
+        return FORMATS[self.config.kind](self.config, self.key)
+
     def __str__(self) -> str:
-        if self.config.kind == "stdlib":
-            where = f"this Python's own sources and help texts in {sysconfig.get_path('stdlib')}, found through sysconfig"
-        else:
-            where = ", ".join(map(shown, self.config.paths))
-        return f"{self.config.kind}: {where}"
+        return f"{self.config.kind}: {self.format.described()}"
 
     def files(self) -> list[Path]:
-        """The source's files, as `found`; of remote ones the local copies, which are fetched where they are missing.
+        """The source's files, as `look` finds them; of remote ones the copies, which are fetched where they are missing.
 
         Raises:
-            As `found` and `local`.
+            As `look` and `local`.
         """
-        return [self.local(file) for file in self.found()]
+        return [self.local(file) for file in self.look().files]
 
     def local(self, file: File, stop: threading.Event | None = None) -> Path:
         """Where the file can be read on this machine: itself, or its copy, which is fetched if it is not there.
@@ -94,69 +73,69 @@ class Source:
         """
         return file if isinstance(file, Path) else file.fetched(self.key, stop or threading.Event())
 
-    def found(self) -> list[File]:
-        """The source's files; errors as of `find_files`."""
-        return self.look().files
-
     def look(self) -> Found:
-        """The source's files, and what is left out; errors as of `find_files`."""
-        if self.config.kind == "stdlib":
-            return Found([*self._stdlib_files()], 0)
-        return find_files(self.config, self.key, self.cache_dir)
-
-    def has_spans(self, file: File) -> bool:
-        """Whether the file is cut into stretches: it has row groups or, by its name, lines that are not compressed. Where a
-        name is wrong, all that the file has begins in the first stretch."""
-        kind = self.config.kind
-        return kind == "parquet" or (kind in ("jsonl", "chat") and file.suffix.lower() not in COMPRESSIONS)
-
-    def extent(self, path: Path, span: Span) -> tuple[int, int, bytes]:
-        """Where what begins in the span starts and ends in the file, bytes, and what else decides its documents.
+        """The source's files, each once, under whichever of its names comes first: local ones sorted, then remote ones.
 
         Raises:
-            DataError: the file cannot be read as the source's kind says.
-            DiskError: the disk fails.
+            DataError: a path matches nothing, or is not a regular file, or may not be read.
+            DiskError: the disk fails, or network or server do.
+            EnvironmentMismatchError: a package for remote files is missing.
         """
-        with self.reading(path):
-            if self.config.kind != "parquet":
-                return *lines_extent(path, span), self.mark(path) if span.start == 0 else b""
-            with pyarrow.parquet.ParquetFile(path) as file:
-                return RowGroups.of(file, span).extent(file)
+        format, key = self.format, self.key
+        if (own := format.own_files()) is not None:
+            return Found(own, 0)
+        places: dict[Path, tuple[Path, int]] = {}  # by which they are sorted
+        remote: dict[str, RemoteFile] = {}
+        folders: list[Path] = []
+        others: list[PurePath] = []
 
-    def mark(self, path: Path) -> bytes:
-        """What decides the documents of a file besides its bytes and its name: how it is read; errors as of `extent`."""
-        if self.config.kind not in ("text", "jsonl", "chat"):
-            return b""
-        with self.reading(path):
-            mark = mark_of(path)
-        return json.dumps(mark).encode() if any(mark[: 2 if self.config.kind == "text" else 3]) else b""
+        def is_meant(path: PurePath) -> bool:
+            stands = _stands_for(format, path)
+            if not stands and _is_other(format, path):
+                others.append(path)
+            return stands
+
+        for pattern in format.config.patterns:
+            if is_remote(pattern):
+                found = listed(pattern, key, self.cache_dir, is_meant)
+                remote.update((file.url, file) for file in found if not _is_unfinished(PurePath(file.url), pattern))
+                continue
+            for path in _matches(format, pattern, folders, others):
+                for number, file in enumerate(_shards(format, path) if format.folders_are_datasets else [path]):
+                    places.setdefault(file, (path, number))
+        meant = [path for path in places if not _is_beside(path.name)]
+        meant_remote = [url for url in remote if not _is_beside(PurePath(shown(url)).name)]
+        files: dict[object, Path] = {}
+        for path in sorted(meant, key=places.__getitem__):
+            _check_regular(format, path)
+            with format.reading(path):
+                files.setdefault(_file_behind(path), path)
+        if not files and not meant_remote:
+            names = ", ".join(BESIDE)
+            raise DataError(f"{key}.paths: all that they name is what systems write beside files ({names}); name others")
+        num_left_out = len(places) - len(meant) + len(remote) - len(meant_remote)
+        others = sorted({*others} - {*places})
+        return Found([*files.values(), *(remote[url] for url in sorted(meant_remote))], num_left_out, folders, others)
 
     def documents(self, files: Sequence[File], span: Span | None = None) -> Iterator[Document]:
         """The documents of `files`, in order; what is left out, as the configuration allows, is empty and says why.
 
         Args:
-            files: some of `found()`.
-            span: reads only what begins in this stretch of the one file; for those that `has_spans`.
+            files: some of those that `look` finds.
+            span: reads only what begins in it, of the one file; of those that `Format.has_spans`.
 
         Raises:
             DataError: a file cannot be read as the source's kind says.
             DiskError: the disk fails.
             As `local`.
         """
-        read = {
-            "text": lambda path, _: self._read_text(path),
-            "jsonl": self._read_jsonl,
-            "parquet": lambda path, span: self._read_rows(path, parquet_rows(path, self.config.text_key, span)),
-            "arrow": lambda path, _: self._read_rows(path, arrow_rows(path, self.config.text_key)),
-            "stdlib": lambda path, _: self._read_stdlib(path),
-            "chat": self._read_chat,
-        }[self.config.kind]
+        format = self.format
         bytes_before = num_bad = 0
         for file in files:
             path = self.local(file)
-            with self.reading(path):
+            with format.reading(path):
                 size = path.stat().st_size
-                for document in read(path, span):
+                for document in format.documents(path, span):
                     num_bad += bool(document.error)
                     if num_bad > self.config.max_bad_records:
                         raise self.too_many_bad(document.error)
@@ -168,163 +147,106 @@ class Source:
         allowed = self.config.max_bad_records
         return DataError(f"{error}; {self.key}.max_bad_records: {allowed} allows no more of them" if allowed else error)
 
-    def reading(self, path: File) -> contextlib.AbstractContextManager[None]:
-        """Turns what goes wrong with a file of this source in the block into an error that names it; see `reading`."""
-        return reading(path, self.key, self.config.kind)
 
-    def _stdlib_files(self) -> list[Path]:
-        root = Path(sysconfig.get_path("stdlib"))
-        with self.reading(root):
-            found = sorted(root.rglob("*.py"))
-        files = [path for path in found if not _STDLIB_LEFT_OUT & set(path.relative_to(root).parts)]
-        if not files:
-            raise DataError(f"{self.key}.kind: this Python has no sources in {root}; use another kind of source")
-        return files
-
-    def _read_stdlib(self, path: Path) -> Iterator[Document]:
-        if path.parts[-2:] != _HELP_TEXTS.parts:
-            yield from self._read_text(path)
-            return
-        from pydoc_data.topics import topics
-
-        for topic in sorted(topics):
-            yield Document(topics[topic], path.stat().st_size, split_hash(topics[topic]))
-
-    def _read_text(self, path: Path) -> Iterator[Document]:
-        decoder = codecs.getincrementaldecoder("utf-8")()
-        line, pending = 1, ""
-        hash_of_all = None
-        with opened(path) as file:
-            while block := file.stream.read(READ_BYTES):
-                try:
-                    pending += decoder.decode(block)
-                except UnicodeDecodeError as error:
-                    line += error.object[: error.start].count(b"\n")
-                    raise self._error(f"{path}:{line}", _NOT_UTF8) from error
-                line += block.count(b"\n")
-                if hash_of_all is None and len(pending) > MAX_DOCUMENT_CHARS:
-                    hash_of_all = split_hash(pending)
-                *pieces, pending = _cut(pending)
-                for piece in pieces:
-                    assert hash_of_all is not None
-                    yield Document(piece, file.raw.tell(), hash_of_all, goes_on=True)
-            try:
-                decoder.decode(b"", final=True)
-            except UnicodeDecodeError as error:
-                raise self._error(f"{path}:{line}", _NOT_UTF8) from error
-            size = file.raw.tell()
-            yield Document(pending, size, split_hash(pending) if hash_of_all is None else hash_of_all)
-
-    def _read_jsonl(self, path: Path, span: Span | None) -> Iterator[Document]:
-        for line, where, bytes_read in read_lines(path, MAX_LINE_BYTES, span):
-            try:
-                text = self._text_of_record(line, where)
-            except NoSuchKeyError as error:
-                yield Document("", bytes_read, error=str(self._no_such_key(where, error)))
-            except DataError as error:
-                yield Document("", bytes_read, error=str(error))
-            else:
-                yield from _documents(text, bytes_read)
-
-    def _read_chat(self, path: Path, span: Span | None) -> Iterator[Document]:
-        for line, where, bytes_read in read_lines(path, MAX_CONVERSATION_BYTES, span):
-            try:
-                record = self._record(line, where, MAX_CONVERSATION_BYTES)
-                conversation = conversation_of(record, self.config.chat_format, where)
-            except DataError as error:
-                yield Document("", bytes_read, error=str(error))
-                continue
-            except ValueError as error:
-                yield Document("", bytes_read, error=str(self._error(where, str(error), "chat_format")))
-                continue
-            text = conversation.text
-            yield Document(text, bytes_read, split_hash(text), conversation)
-
-    def _text_of_record(self, line: bytes, where: object) -> str:
-        with contextlib.suppress(orjson.JSONDecodeError, NoSuchKeyError):  # it takes half the time, and no half characters
-            record = orjson.loads(line) if len(line) <= MAX_LINE_BYTES else None
-            if isinstance(record, dict) and isinstance(text := value_at(record, self.config.text_key), str):
-                return text
-        # What is wrong, if anything is, is told by Python's own reader, which takes `NaN` as well.
-        return self._checked_text(value_at(self._record(line, where, MAX_LINE_BYTES), self.config.text_key), where)
-
-    def _record(self, line: bytes, where: object, max_bytes: int) -> dict[str, object]:
-        if len(line) > max_bytes:
-            raise self._error(where, f"a line may have at most {max_bytes:,} bytes; split the document")
-        try:
-            record = json.loads(line.rstrip(b"\r\n").decode())
-        except UnicodeDecodeError as error:
-            raise self._error(where, _NOT_UTF8) from error
-        except RecursionError as error:
-            raise self._error(where, "is nested too deeply; remove the line") from error
-        except ValueError as error:
-            reason = str(error)
-            if isinstance(error, json.JSONDecodeError):
-                line_of = f" of its line {error.lineno}" if error.lineno > 1 else ""
-                reason = f"{error.msg} at column {error.colno}{line_of}"
-            raise self._error(where, f"is not JSON: {reason}; correct or remove the line") from error
-        if not isinstance(record, dict):
-            raise self._error(where, f"must be a JSON object, not {type(record).__name__}; correct or remove the line")
-        return record
-
-    def _read_rows(self, path: Path, rows: Iterator[Row]) -> Iterator[Document]:
-        try:
-            for row in rows:
-                where, bytes_read = f"{path}:{row.number}", row.bytes_read
-                try:
-                    text = self._checked_text(row.value(), where)
-                except UnicodeDecodeError:
-                    message = "is not UTF-8; correct or remove the row, or choose another column"
-                    yield Document("", bytes_read, error=str(self._error(where, message)))
-                except DataError as error:
-                    yield Document("", bytes_read, error=str(error))
-                else:
-                    yield from _documents(text, bytes_read)
-        except NoTextError as error:
-            raise self._error(str(path), f"{error}; choose another column", "text_key") from error
-        except NoSuchKeyError as error:
-            raise self._no_such_key(path, error) from error
-
-    def _checked_text(self, text: object, where: object) -> str:
-        if not isinstance(text, str):
-            kind = "null" if text is None else type(text).__name__
-            message = f"{self.config.text_key!r} must be a string, not {kind}; correct or remove it"
-            raise self._error(where, message, "text_key")
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            message = f"{self.config.text_key!r} has half a surrogate pair, which is no character; correct or remove it"
-            raise self._error(where, message, "text_key") from error
-        return text
-
-    def _no_such_key(self, where: object, error: NoSuchKeyError) -> DataError:
-        return self._error(where, f"{error}; correct the key or the file", "text_key")
-
-    def _error(self, where: object, message: str, field: str = "paths") -> DataError:
-        return source_error(self.key, where, message, field)
+def _matches(format: Format, pattern: str, folders: list[Path], others: list[PurePath]) -> list[Path]:
+    """The files that a pattern stands for; adds to `folders` and `others` what it does not, see `Found`."""
+    path = Path(pattern).expanduser()
+    with format.reading(path):
+        is_prefix = bool(format.paired) and disk.status(path) is None
+        folder = Path(pattern.removesuffix(".idx")).expanduser() if is_prefix else path
+        about = disk.status(folder)
+        if not format.folders_are_datasets and about is not None and stat.S_ISDIR(about.st_mode):
+            return _files_below(format, folder, others)
+        if not glob.has_magic(pattern):
+            return [path]
+        matches, beside = [], []
+        for match in map(Path, disk.matching(str(path))):
+            if not _is_unfinished(match, pattern):
+                (beside if match != path and match.is_dir() else matches).append(match)
+    if not matches and beside:
+        raise DataError(
+            f"{format.key}.paths: {pattern!r} matches directories alone, such as {beside[0]}; write {pattern + '/**'!r}"
+        )
+    if not matches:
+        raise DataError(f"{format.key}.paths: {pattern!r} matches no file; correct it or remove it")
+    if "**" not in path.parts:
+        folders += beside
+    return matches
 
 
-_NOT_UTF8 = "is not UTF-8; convert the file, for example with iconv"
+def _files_below(format: Format, folder: Path, others: list[PurePath]) -> list[Path]:
+    """The files that a directory stands for, of itself and of all directories in it, but hidden and unfinished ones; adds
+    those to `others` for which it does not."""
+    found = []
+    for parent, folders, names in disk.files_below(folder, follow_links=True):
+        folders[:] = (name for name in folders if not _is_passed_over(name))
+        for name in map(PurePath, names):
+            if _stands_for(format, name):
+                found.append(parent / name)
+            elif _is_other(format, name):
+                others.append(parent / name)
+    if not found:
+        raise format.error(folder, f"is a directory without {_of_format(format)}; correct the path, or name files")
+    return found
 
 
-def _cut(text: str) -> Iterator[str]:
-    """The text in parts of at most `MAX_DOCUMENT_CHARS`, each ending with a line if it can; at least one part."""
-    start = 0
-    while len(text) - start > MAX_DOCUMENT_CHARS:
-        end = text.rfind("\n", start, start + MAX_DOCUMENT_CHARS) + 1 or start + MAX_DOCUMENT_CHARS
-        yield text[start:end]
-        start = end
-    yield text[start:]
+def _stands_for(format: Format, path: PurePath) -> bool:
+    """Whether a directory stands for its file at this path, or that is one which is left out and counted."""
+    name = path.name
+    if any(map(_is_passed_over, path.parts[:-1])):
+        return False
+    if name.startswith("."):
+        return _is_beside(name)
+    stem, dot, suffix = name.lower().rpartition(".")
+    is_compressed = format.fields_of_form and dot + suffix in COMPRESSIONS
+    return _is_beside(name) or (stem if is_compressed else name.lower()).endswith(format.suffixes)
 
 
-def _documents(text: str, bytes_read: int) -> Iterator[Document]:
-    """The text in pieces as `_cut` makes them."""
-    hash_of_all = split_hash(text)
-    *pieces, last = _cut(text)
-    yield from (Document(piece, bytes_read, hash_of_all, goes_on=True) for piece in pieces)
-    yield Document(last, bytes_read, hash_of_all)
+def _is_other(format: Format, path: PurePath) -> bool:
+    """Whether a file for which a directory does not stand is one that may have been meant."""
+    hidden = path.name.startswith(".") or any(map(_is_passed_over, path.parts[:-1]))
+    return not hidden and not path.name.lower().endswith(format.paired)
 
 
-def utf8_length(text: str) -> int:
-    """Bytes of the text in UTF-8."""
-    return len(text) if text.isascii() else len(text.encode())
+def _of_format(format: Format) -> str:
+    names = ", ".join(f"*{suffix}" for suffix in format.suffixes)
+    return f"files of kind={format.config.kind} ({names})" if names != "*" else "files"
+
+
+def _is_passed_over(folder: str) -> bool:
+    return folder.startswith(".") or folder in _UNFINISHED
+
+
+def _is_unfinished(path: PurePath, pattern: str) -> bool:
+    """Whether the path goes through such a directory, which its pattern does not name."""
+    return any(folder in _UNFINISHED and folder not in pattern for folder in path.parts[:-1])
+
+
+def _is_beside(name: str) -> bool:
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in BESIDE)
+
+
+def _shards(format: Format, path: Path) -> list[Path]:
+    """The files of a saved dataset, or the one file."""
+    if not os.path.isdir(path):
+        return [path]
+    try:
+        with format.reading(path):
+            return shards_of(path)
+    except NotReadableError as error:
+        raise format.error(path, str(error)) from error
+
+
+def _check_regular(format: Format, path: Path) -> None:
+    try:
+        mode = path.stat().st_mode
+    except OSError as error:
+        raise disk.cannot_read(error, f"{path}: {format.key}.paths", "correct or remove the path") from error
+    if not stat.S_ISREG(mode):
+        raise format.error(path, "is not a regular file; name files")
+
+
+def _file_behind(path: Path) -> object:
+    """What is the same for all names of a file: relative and absolute ones, symbolic and hard links."""
+    status = path.stat()  # only of files with several hard links, since some file systems number files all alike
+    return (status.st_dev, status.st_ino) if status.st_nlink > 1 else path.resolve()

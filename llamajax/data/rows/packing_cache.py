@@ -103,7 +103,7 @@ class Packings:
             arrays[f"{side}_first_part"] = np.array([chunk.first_part for chunk in chunks], np.int64)
             arrays[f"{side}_passed_over"] = np.array([chunk.num_passed_over for chunk in chunks], np.int64)
             arrays[f"{side}_rows"] = np.array([chunk.rows for chunk in packed], np.int64)
-            arrays[f"{side}_sha256"] = np.frombuffer(bytes.fromhex("".join(chunk.sha256 for chunk in packed)), np.uint8)
+            arrays[f"{side}_sha256"] = cache.hashes_to_array(chunk.sha256 for chunk in packed)
             totals = Totals(*of_parts[:, number].sum(axis=0).tolist())
             info[side] = {**totals._asdict(), "targets": sum(chunk.targets for chunk in packed)}
         cache.write_arrays(self._path, arrays, info)

@@ -15,9 +15,8 @@ import numpy as np
 
 from llamajax import disk
 from llamajax.data import cache
-from llamajax.data.documents.file_groups import Extent
+from llamajax.data.documents.file_groups import FileGroup
 from llamajax.data.documents.remote import RemoteFile
-from llamajax.data.documents.sources import Source
 from llamajax.data.tokenizers.hard_texts import hard_texts, texts_of_all_characters, texts_of_tokens
 from llamajax.data.tokenizers.tokenizer_base import Tokenizer
 from llamajax.errors import DataError, DiskError
@@ -26,8 +25,8 @@ MIN_BYTES = 2**22
 """Of less, the proof would take longer than it saves."""
 SAMPLE_BYTES = 2**20
 """Of the documents, for the proof."""
-SAMPLED_EXTENTS = 8
-"""From the beginnings of so many extents, spread over all."""
+SAMPLED_GROUPS = 8
+"""From the beginnings of so many groups of files, spread over all."""
 _DOCUMENT_CHARS = 2**16
 """Of each document, at most."""
 _SHOWN_CHARS = 80
@@ -35,14 +34,12 @@ _SHOWN_CHARS = 80
 _FOLDER = "encoders"
 
 
-def choose_encoder(
-    tokenizer: Tokenizer, extents: Sequence[tuple[Source, Extent]], cache_dir: Path, log: Callable[[str], None]
-) -> None:
+def choose_encoder(tokenizer: Tokenizer, groups: Sequence[FileGroup], cache_dir: Path, log: Callable[[str], None]) -> None:
     """Sets `tokenizer.is_fast` if gigatoken gives its very ids and is faster; says which way documents go, and why.
 
     Args:
         tokenizer: of the documents.
-        extents: what is to be tokenized; nothing is tried, nor said, where that is little.
+        groups: what is to be tokenized; nothing is tried, nor said, where that is little.
         cache_dir: the cache, which remembers by which version of gigatoken its ids were made.
         log: takes a line for people to read.
 
@@ -51,8 +48,8 @@ def choose_encoder(
         OSError: the cache's disk fails, or is full.
     """
     tokenizer.is_fast = False
-    texts = [(source, extent) for source, extent in extents if source.config.kind != "chat"]
-    if sum(extent.num_bytes for _, extent in texts) < MIN_BYTES:
+    texts = [group for group in groups if not group.is_chat]
+    if sum(group.num_bytes for group in texts) < MIN_BYTES:
         return
     own, fast = (f"{name} {version(name)}" for name in (tokenizer.library, "gigatoken"))
     try:
@@ -117,15 +114,15 @@ def _try(tokenizer: Tokenizer, texts: Sequence[str], *, follow: bool = False) ->
     return _Trial(next(differing, None), megabytes / (between - started), megabytes / (ended - between))
 
 
-def _sample(extents: Sequence[tuple[Source, Extent]]) -> list[str]:
-    """Documents from the beginnings of some of the extents; what is wrong with these is told when they are tokenized."""
-    here = [(source, extent) for source, extent in extents if _is_here(extent)] or [*extents[:1]]
-    some = here[:: -(-len(here) // SAMPLED_EXTENTS)]
+def _sample(groups: Sequence[FileGroup]) -> list[str]:
+    """Documents from the beginnings of some of the groups; what is wrong with these is told when they are tokenized."""
+    here = [group for group in groups if _is_here(group)] or [*groups[:1]]
+    some = here[:: -(-len(here) // SAMPLED_GROUPS)]
     sample: list[str] = []
-    for source, extent in some:
+    for group in some:
         size = 0
         with contextlib.suppress(DataError, DiskError):
-            for document in source.documents(extent.files, extent.span):
+            for document in group.source.documents(group.files, group.span):
                 sample.append(document.text[:_DOCUMENT_CHARS])
                 size += len(sample[-1].encode())
                 if size >= SAMPLE_BYTES // len(some):
@@ -133,8 +130,8 @@ def _sample(extents: Sequence[tuple[Source, Extent]]) -> list[str]:
     return sample
 
 
-def _is_here(extent: Extent) -> bool:
-    return all(file.path.exists() for file in extent.files if isinstance(file, RemoteFile))
+def _is_here(group: FileGroup) -> bool:
+    return all(file.path.exists() for file in group.files if isinstance(file, RemoteFile))
 
 
 def _of_another_version(tokenizer: Tokenizer, cache_dir: Path) -> str:

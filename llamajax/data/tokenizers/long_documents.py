@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Integer
 
-from llamajax.data.documents.sources import Document, utf8_length
+from llamajax.data.documents.formats import Document, utf8_length
 from llamajax.data.documents.split import PlainHash
 from llamajax.data.progress import Progress
 from llamajax.data.tokenizers.fast_encoder import any_of

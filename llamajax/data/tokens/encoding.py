@@ -9,8 +9,8 @@ from llamajax.config.data import DataConfig
 from llamajax.config.run import Config
 from llamajax.data import cache
 from llamajax.data.chat.chat_template import ChatTemplate, load_chat_template
-from llamajax.data.documents.file_groups import ANNOUNCED_BYTES, FileGroup
-from llamajax.data.documents.sources import utf8_length
+from llamajax.data.documents.file_groups import ANNOUNCED_BYTES, HashedGroup
+from llamajax.data.documents.formats import utf8_length
 from llamajax.data.documents.split import is_held_out
 from llamajax.data.free_memory import free_memory
 from llamajax.data.progress import TokenizingProgress, seconds_told
@@ -41,7 +41,7 @@ class Tokenizing:
 def tokenizer_for(
     config: Config,
     models_tokenizer: Tokenizer | None,
-    groups: Sequence[FileGroup],
+    groups: Sequence[HashedGroup],
     cache_dir: Path,
     log: Callable[[str], None],
 ) -> Tokenizer:
@@ -101,7 +101,7 @@ def given_tokenizer(config: Config, models_tokenizer: Tokenizer | None) -> Token
     return tokenizer
 
 
-def trained_path(config: Config, groups: Iterable[FileGroup], cache_dir: Path) -> Path:
+def trained_path(config: Config, groups: Iterable[HashedGroup], cache_dir: Path) -> Path:
     """Where the tokenizer is that is trained on these groups, or would be."""
     data, contents = config.data, [group.content for group in groups]
     rest = data.held_out_fraction, config.model.vocab_size, data.tokenizer.train_max_bytes
@@ -115,7 +115,7 @@ def _or_without(tokenizer: Tokenizer, vocab_size: int) -> str:
     return f", or take {', '.join(tokenizer.new_tokens)} out of the files beside it if the model has no rows for them"
 
 
-def _training_texts(data: DataConfig, groups: Iterable[FileGroup], progress: TokenizingProgress) -> Iterator[str]:
+def _training_texts(data: DataConfig, groups: Iterable[HashedGroup], progress: TokenizingProgress) -> Iterator[str]:
     """What is not held out; raises `DataError` as soon as the sample is known to be too large for the memory."""
     free = free_memory()
     for number, group in enumerate(groups):

@@ -152,7 +152,7 @@ def parts_path(source: Source, cache_dir: Path) -> Path:
     identities = []
     for path in _pairs(source):
         for file in paths_of(path):
-            with source.reading(file):
+            with source.format.reading(file):
                 identities.append(file_identity(file))
     return cache_dir / _FOLDER / cache.key_of(identities) / "parts"
 
@@ -185,7 +185,7 @@ def _look_at(source: Source, log: Callable[[str], None]) -> tuple[dict[str, np.n
             ].tolist()
             for name, value in zip(columns, (number, first, begin, end - begin), strict=True):
                 columns[name].append(value)
-        with source.reading(dataset.bin_path):
+        with source.format.reading(dataset.bin_path):
             sha256 = _content(dataset)
         absolute = str(dataset.bin_path.absolute())
         about = {"bin": absolute, "dtype": dataset.dtype.str, "documents": dataset.num_documents, "sha256": sha256}

@@ -2,14 +2,16 @@
 
 The documents of a group of files are cut into shards of about `SHARD_BYTES` of text. The shards of a group belong to one
 cache entry, addressed by the content of its files, the tokenizer and the format; they are written in order, so a process
-that is killed loses the shard it was at, and the next one goes on from there. One that is found damaged is made anew.
+that is killed loses the shard it was at, and the next one goes on from there. One that is found damaged is made anew. What
+all shards of a source hold is in one small file, their index: a start opens this one, however many shards there are.
 """
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Bool, Int64
@@ -18,10 +20,10 @@ from llamajax import disk
 from llamajax.data import cache
 from llamajax.data.chat.chat_template import ChatTemplate
 from llamajax.data.chat.chat_tokens import Encoded, encode_conversation
-from llamajax.data.documents.file_groups import GROUP_BYTES, FileGroup, announce_fetching
-from llamajax.data.documents.sources import Document, utf8_length
+from llamajax.data.documents.file_groups import GROUP_BYTES, HashedGroup, announce_fetching
+from llamajax.data.documents.formats import Document, utf8_length
 from llamajax.data.documents.split import plain_hash
-from llamajax.data.progress import Progress, TokenizingProgress
+from llamajax.data.progress import Progress, TokenizingProgress, gets_on
 from llamajax.data.tokenizers.encoder_choice import choose_encoder
 from llamajax.data.tokenizers.long_documents import Spool, encode_long
 from llamajax.data.tokenizers.tokenizer_base import Tokenizer
@@ -42,6 +44,12 @@ _DOCUMENTS = "shard-1"
 _LONG = "whole"
 """For those that may have documents which earlier versions cut."""
 _CONVERSATIONS = "chat-4"
+
+READ_THREADS = 8
+"""Heads of shards read at once, which waits for the disk as much as for the processor."""
+
+_INDEX_FOLDER = "index-1"
+_TOTALS = ("tokens", "documents", "text_bytes", "space_signs", "empty", "bad")
 
 
 @dataclass(frozen=True)
@@ -99,7 +107,7 @@ class Shard:
         return places[np.searchsorted(places, starts + 1)] - starts
 
 
-def shards_entry(group: FileGroup, tokenizer: Tokenizer, cache_dir: Path, template: ChatTemplate | None = None) -> Path:
+def shards_entry(group: HashedGroup, tokenizer: Tokenizer, cache_dir: Path, template: ChatTemplate | None = None) -> Path:
     """The directory of the group's shards; `template` is needed for those of conversations, and only for them matters."""
     key = [_DOCUMENTS, SHARD_BYTES, tokenizer.sha256, group.content]
     if group.may_be_long and not group.is_chat:
@@ -111,7 +119,7 @@ def shards_entry(group: FileGroup, tokenizer: Tokenizer, cache_dir: Path, templa
 
 
 def tokenize(
-    groups: Sequence[FileGroup],
+    groups: Sequence[HashedGroup],
     tokenizer: Tokenizer,
     cache_dir: Path,
     log: Callable[[str], None],
@@ -139,12 +147,12 @@ def tokenize(
     missing = list(itertools.compress(groups, is_missing))
     if missing and not disk.has_locks(cache_dir):
         log(f"note       {cache_dir} has no file locks: every process tokenizes for itself")
-    announce_fetching((group.extent for group in missing), log)
+    announce_fetching(missing, log)
     if gigatoken:
-        choose_encoder(tokenizer, [(group.source, group.extent) for group in missing], cache_dir, log)
+        choose_encoder(tokenizer, missing, cache_dir, log)
     with TokenizingProgress(sum(group.num_bytes for group in missing), log) as progress:
 
-        def completed(group: FileGroup, *, wait: bool) -> bool:
+        def completed(group: HashedGroup, *, wait: bool) -> bool:
             return complete(group, tokenizer, template, cache_dir, progress, log, wait=wait)
 
         others = [group for group in missing if not completed(group, wait=False)]
@@ -157,7 +165,7 @@ def tokenize(
 
 def remake(
     damaged: Path,
-    group: FileGroup,
+    group: HashedGroup,
     tokenizer: Tokenizer,
     cache_dir: Path,
     log: Callable[[str], None],
@@ -199,7 +207,7 @@ def shard_path(entry: Path, number: int) -> Path:
 
 
 def complete(
-    group: FileGroup,
+    group: HashedGroup,
     tokenizer: Tokenizer,
     template: ChatTemplate | None,
     cache_dir: Path,
@@ -259,7 +267,7 @@ def _intact(path: Path, log: Callable[[str], None], *, wholly: bool) -> Shard | 
 def _next_shard(
     documents: Iterator[Document],
     first: int,
-    group: FileGroup,
+    group: HashedGroup,
     tokenizer: Tokenizer,
     template: ChatTemplate | None,
     entry: Path,
@@ -375,3 +383,107 @@ def _encode_conversations(
         except DataError as error:
             leave_out(f"{document.conversation.where}: {error}")
     return encoded
+
+
+class ShardIndex:
+    """The totals and hashes of shards, in the order of their cache entries."""
+
+    def __init__(self, path: Path) -> None:
+        """Reads the file of `write_index`.
+
+        Raises:
+            DamagedError: it is not there, or is damaged.
+        """
+        file = cache.read_arrays(path)
+        self.entries = cache.hashes_of_array(file.arrays["entries"][:])
+        """Names of the cache entries."""
+        self.sha256_of_shard = cache.hashes_of_array(file.arrays["sha256"][:])
+        """Tell the shards' contents apart."""
+        totals = {name: file.arrays[name][:].copy() for name in _TOTALS}
+        self.tokens_of_shard = totals["tokens"]
+        """int64 [shards]."""
+        self.documents = int(totals["documents"].sum())
+        self.text_bytes = int(totals["text_bytes"].sum())
+        """UTF-8 bytes of all texts."""
+        self.space_signs = int(totals["space_signs"].sum())
+        """Documents with U+2581."""
+        self.empty = int(totals["empty"].sum())
+        """Documents without text, which are left out."""
+        self.bad = int(totals["bad"].sum())
+        """Records that are left out because something is wrong with them."""
+        self.more: int = file.info.get("more", 0)
+        """Documents beyond the first of their conversation."""
+        self.first_bad: str = file.info["first_bad"]
+        """What is wrong with the first of them."""
+        self._first_of_entry = np.cumsum([0, *file.arrays["num_shards"][:]])
+
+    def __len__(self) -> int:
+        return len(self.tokens_of_shard)
+
+    def place(self, shard: int) -> tuple[str, int]:
+        """The name of the entry that a shard is of, and its number there."""
+        entry = int(np.searchsorted(self._first_of_entry, shard, side="right")) - 1
+        return self.entries[entry], shard - int(self._first_of_entry[entry])
+
+
+def index_path(entries: Sequence[Path], cache_dir: Path) -> Path:
+    """Where the index of these cache entries of shards is, or would be."""
+    return cache_dir / _INDEX_FOLDER / cache.key_of([entry.name for entry in entries]) / "shards"
+
+
+def write_index(entries: Sequence[Path], path: Path) -> None:
+    """Reads the heads of all shards of complete entries, and writes their index, unless another process did.
+
+    Raises:
+        DamagedError: a shard is not there, or its head is damaged.
+        OSError: the disk fails.
+    """
+    with disk.locked(path.parent):
+        is_new = not path.exists()
+        if cache.is_intact(path):
+            return
+        with ThreadPoolExecutor(READ_THREADS, thread_name_prefix="index") as threads:
+            of_entries = list(threads.map(_heads, entries))
+        heads = list(itertools.chain.from_iterable(of_entries))
+        totals = zip(*(head.totals for head in heads), strict=True)
+        more = sum(head.more for head in heads)
+        cache.write_arrays(
+            path,
+            {
+                "entries": cache.hashes_to_array(entry.name for entry in entries),
+                "num_shards": np.array([len(of_entry) for of_entry in of_entries], np.int64),
+                "sha256": cache.hashes_to_array(head.sha256 for head in heads),
+                **{name: np.array(values, np.int64) for name, values in zip(_TOTALS, totals, strict=True)},
+            },
+            {
+                "first_bad": next((head.first_bad for head in heads if head.first_bad), ""),
+                **({"more": more} if more else {}),
+            },
+            keep=is_new,
+        )
+
+
+class _Head(NamedTuple):
+    """What a shard says about itself."""
+
+    sha256: str
+    totals: tuple[int, ...]
+    """In the order of `_TOTALS`."""
+    first_bad: str
+    more: int
+
+
+def _heads(entry: Path) -> list[_Head]:
+    """Of each shard of the entry."""
+    heads, last = [], False
+    for number in itertools.count():
+        if last:
+            break
+        gets_on()
+        shard = read_shard(shard_path(entry, number))
+        last = shard.last
+        totals = (
+            len(shard.tokens), len(shard.hashes), shard.text_bytes, shard.num_space_signs, shard.num_empty, shard.num_bad,
+        )  # fmt: skip
+        heads.append(_Head(shard.sha256, totals, shard.first_bad, shard.num_more))
+    return heads

@@ -7,11 +7,10 @@ from typing import Any, NamedTuple, Protocol
 
 from llamajax import disk
 from llamajax.data import cache
-from llamajax.data.documents.file_groups import FileGroup
+from llamajax.data.documents.file_groups import HashedGroup
 from llamajax.data.documents.sources import Source
 from llamajax.data.tokens.encoding import Tokenizing
-from llamajax.data.tokens.shard_index import ShardIndex, index_path, write_index
-from llamajax.data.tokens.shards import read_shard, remake, shards_entry
+from llamajax.data.tokens.shards import ShardIndex, index_path, read_shard, remake, shards_entry, write_index
 from llamajax.data.tokens.stores import ShardStore, TokenStore
 from llamajax.errors import DataError
 
@@ -78,7 +77,7 @@ class SourceTokens(Protocol):
 class ShardedTokens:
     """The tokens of documents, in shards of the cache."""
 
-    def __init__(self, source: Source, index: Path, groups: Callable[[], Sequence[FileGroup]], by: Tokenizing) -> None:
+    def __init__(self, source: Source, index: Path, groups: Callable[[], Sequence[HashedGroup]], by: Tokenizing) -> None:
         """Takes the index of the source's shards, which is made if it is not there, and what gives the source's groups.
 
         Raises:
@@ -149,6 +148,6 @@ class ShardedTokens:
         return False
 
 
-def entries_of(groups: Sequence[FileGroup], by: Tokenizing) -> list[Path]:
+def entries_of(groups: Sequence[HashedGroup], by: Tokenizing) -> list[Path]:
     """The cache entries of the groups' shards."""
     return [shards_entry(group, by.tokenizer, by.cache_dir, by.template) for group in groups]

@@ -12,7 +12,7 @@ from llamajax.config.run import Config
 from llamajax.data import cache
 from llamajax.data.chat.chat_tokens import end_problem
 from llamajax.data.cleaning.pipeline import clean
-from llamajax.data.documents.file_groups import FileGroup, group_files, known_groups
+from llamajax.data.documents.file_groups import HashedGroup, group_files, known_groups
 from llamajax.data.documents.sources import Source
 from llamajax.data.tasks import MapTasks
 from llamajax.data.tokenizers.tokenizer import load_tokenizer
@@ -25,8 +25,7 @@ from llamajax.data.tokens.encoding import (
     trained_path,
 )
 from llamajax.data.tokens.megatron_tokens import MegatronTokens, parts_path
-from llamajax.data.tokens.shard_index import index_path
-from llamajax.data.tokens.shards import tokenize
+from llamajax.data.tokens.shards import index_path, tokenize
 from llamajax.data.tokens.source_tokens import ShardedTokens, SourceTokens, entries_of
 from llamajax.processes import peers
 
@@ -79,8 +78,8 @@ def tokenized(
         may = config.data.tokenizer.gigatoken
         tokenize(new, by.tokenizer, cache_dir, log_work, by.template, log_waiting=log, gigatoken=may)
 
-    def tokens_of(source: Source, index: Path, of_source: Callable[[], Sequence[FileGroup]]) -> SourceTokens:
-        if source.config.kind == "megatron":
+    def tokens_of(source: Source, index: Path, of_source: Callable[[], Sequence[HashedGroup]]) -> SourceTokens:
+        if source.format.is_tokenized:
             return _megatron_tokens(config, source, index, log_work)
         return ShardedTokens(source, index, of_source, by)
 
@@ -97,7 +96,7 @@ def check_megatron(config: Config, cache_dir: Path, log: Callable[[str], None]) 
         DiskError: the disk fails.
     """
     for source in sources_of(config):
-        if source.config.kind == "megatron":
+        if source.format.is_tokenized:
             _megatron_tokens(config, source, parts_path(source, cache_dir), log)
 
 
@@ -111,14 +110,14 @@ def sources_of(config: Config) -> list[Source]:
     return [Source(source, f"data.sources[{index}]", cache_dir) for index, source in enumerate(config.data.sources)]
 
 
-def _groups(source: Source, cache_dir: Path, log: Callable[[str], None]) -> Sequence[FileGroup]:
+def _groups(source: Source, cache_dir: Path, log: Callable[[str], None]) -> Sequence[HashedGroup]:
     """The source's groups of files to tokenize."""
-    return [] if source.config.kind == "megatron" else group_files(source, cache_dir, log)
+    return [] if source.format.is_tokenized else group_files(source, cache_dir, log)
 
 
-def _index(source: Source, groups: Sequence[FileGroup], by: Tokenizing) -> Path:
+def _index(source: Source, groups: Sequence[HashedGroup], by: Tokenizing) -> Path:
     """Where the totals of the source's tokens are, or would be."""
-    if source.config.kind == "megatron":
+    if source.format.is_tokenized:
         return parts_path(source, by.cache_dir)
     return index_path(entries_of(groups, by), by.cache_dir)
 
@@ -177,11 +176,11 @@ def _made(
 
 def _known_groups(
     sources: Sequence[Source], cache_dir: Path, log: Callable[[str], None]
-) -> list[Sequence[FileGroup]] | None:
+) -> list[Sequence[HashedGroup]] | None:
     """The groups of every source, if the cache knows the hashes of all."""
-    found: list[Sequence[FileGroup]] = []
+    found: list[Sequence[HashedGroup]] = []
     for source in sources:
-        known = [] if source.config.kind == "megatron" else known_groups(source, cache_dir, log)
+        known = [] if source.format.is_tokenized else known_groups(source, cache_dir, log)
         if known is None:
             return None
         found.append(known)

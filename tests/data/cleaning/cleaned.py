@@ -9,7 +9,7 @@ from pathlib import Path
 from llamajax.config.cleaning import CleaningConfig
 from llamajax.config.data import SourceConfig
 from llamajax.data.cleaning.pipeline import clean
-from llamajax.data.documents.file_groups import FileGroup, group_files
+from llamajax.data.documents.file_groups import HashedGroup, group_files
 from llamajax.data.documents.sources import Source
 from llamajax.data.tasks import MapTasks
 
@@ -50,7 +50,7 @@ def jsonl(path: Path, texts: Sequence[str], **settings: object) -> SourceConfig:
     return SourceConfig(kind="jsonl", paths=(str(path),), **settings)  # pyright: ignore[reportArgumentType]
 
 
-def grouped(sources: Sequence[Source], cache_dir: Path) -> list[list[FileGroup]]:
+def grouped(sources: Sequence[Source], cache_dir: Path) -> list[list[HashedGroup]]:
     return [group_files(source, cache_dir, print) for source in sources]
 
 

@@ -277,7 +277,7 @@ def test_conversations_pass_untouched_and_without_steps_everything_does(tmp_path
 
 
 def test_documents_that_are_cut_are_counted(tmp_path, monkeypatch):
-    monkeypatch.setattr("llamajax.data.documents.sources.MAX_DOCUMENT_CHARS", 100)
+    monkeypatch.setattr("llamajax.data.documents.formats.MAX_DOCUMENT_CHARS", 100)
     for module in ("texts", "pipeline"):
         monkeypatch.setattr(f"llamajax.data.cleaning.{module}.MAX_TEXT_CHARS", 250)
     long = "".join(f"line {number}\n" for number in range(100))

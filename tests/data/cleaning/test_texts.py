@@ -5,7 +5,8 @@ import json
 from llamajax.config.data import SourceConfig
 from llamajax.data.cleaning import texts
 from llamajax.data.cleaning.texts import whole_texts
-from llamajax.data.documents.sources import MAX_DOCUMENT_CHARS, Document, Source
+from llamajax.data.documents.formats import MAX_DOCUMENT_CHARS, Document
+from llamajax.data.documents.sources import Source
 
 LONG = "".join(f"line {number} of a long document\n" for number in range(2 * MAX_DOCUMENT_CHARS // 28))
 

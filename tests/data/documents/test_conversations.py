@@ -8,8 +8,8 @@ import pytest
 import zstandard
 
 from llamajax.config.data import ChatFormat, DataConfig, SourceConfig
-from llamajax.data.documents import sources
 from llamajax.data.documents.conversations import Conversation, conversation_of
+from llamajax.data.documents.formats import Chat
 from llamajax.data.documents.sources import Source
 from llamajax.errors import ConfigError, DataError
 from tests.data.chat.chat_from_docs import write_chat_jsonl
@@ -281,7 +281,7 @@ def test_bad_lines_are_named(tmp_path, chat_format, line, message):
 
 
 def test_a_conversation_has_a_longest_length(tmp_path, monkeypatch):
-    monkeypatch.setattr(sources, "MAX_CONVERSATION_BYTES", 300)
+    monkeypatch.setattr(Chat, "max_line_bytes", 300)
     path = tmp_path / "chat.jsonl"
     path.write_text(
         json.dumps(messages(ASKED, ANSWERED)) + "\n" + json.dumps(messages(ASKED, ANSWERED | {"content": "x" * 300}))

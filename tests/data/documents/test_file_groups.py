@@ -14,7 +14,7 @@ import pytest
 
 from llamajax.config.data import SourceConfig
 from llamajax.data.documents import file_groups
-from llamajax.data.documents.file_groups import extents, group_files, known_group
+from llamajax.data.documents.file_groups import find_groups, group_files, known_group
 from llamajax.data.documents.sources import Source
 from llamajax.errors import DataError, DiskError
 from tests import runs
@@ -39,9 +39,11 @@ def age(path, seconds):
 @pytest.fixture
 def hashed(monkeypatch):
     """The groups of files that are read to be hashed."""
-    hashed, hash_files = [], file_groups._hash_files
+    hashed, hash_group = [], file_groups._hash
     monkeypatch.setattr(
-        file_groups, "_hash_files", lambda source, files, stop: hashed.append(files) or hash_files(source, files, stop)
+        file_groups,
+        "_hash",
+        lambda group, stop: hashed.append(list(group.files)) or hash_group(group, stop),
     )
     return hashed
 
@@ -119,8 +121,8 @@ def test_compressed_files_are_work_of_their_own_and_small_ones_together(tmp_path
         (tmp_path / name).write_bytes(bytes(size))
     source = Source(SourceConfig(kind="jsonl", paths=(str(tmp_path / "*"),)), "data.sources[0]")
     found = [
-        ("".join(path.name[0] for path in extent.files if isinstance(path, Path)), extent.num_bytes)
-        for extent in file_groups.extents(source)
+        ("".join(path.name[0] for path in group.files if isinstance(path, Path)), group.num_bytes)
+        for group in find_groups(source)
     ]
     assert found == [("a", 1500), ("b", 5000), ("c", 1000), ("c", 500), ("de", 900), ("f", 300)]
 
@@ -161,7 +163,6 @@ def test_keys_of_files_that_were_always_read_stay_the_same(tmp_path, monkeypatch
     contents = [lines, b"\xef\xbb\xbf" + lines, zipped]
     different = {keys(kind, "d.txt", content)[0] for kind in ("text", "jsonl", "chat") for content in contents}
     assert len(different) == 9
-    monkeypatch.setattr(file_groups, "_hash_files", None)
     for name in ("SPAN_BYTES", "GROUP_BYTES"):
         monkeypatch.setattr(file_groups, name, 200)
     assert keys("jsonl", "a.jsonl") == [
@@ -197,8 +198,8 @@ def test_a_large_file_that_its_name_does_not_describe_is_read_once(tmp_path, mon
 
 def test_groups_are_hashed_at_the_same_time(tmp_path, monkeypatch):
     monkeypatch.setattr(file_groups, "GROUP_BYTES", 1)
-    together, hash_files = threading.Barrier(2, timeout=20), file_groups._hash_files
-    monkeypatch.setattr(file_groups, "_hash_files", lambda *args: (together.wait(), hash_files(*args))[1])
+    together, hash_group = threading.Barrier(2, timeout=20), file_groups._hash
+    monkeypatch.setattr(file_groups, "_hash", lambda *args: (together.wait(), hash_group(*args))[1])
     for name in "abcd":
         (tmp_path / name).write_text(name)
     found = grouped(tmp_path / "?", cache_dir=tmp_path / "cache")
@@ -225,8 +226,9 @@ def test_hashing_stops_in_the_middle_of_a_file_when_it_is_no_longer_wanted(tmp_p
     stop = threading.Event()
     stop.set()
     source = Source(SourceConfig(kind="text", paths=(str(tmp_path / "a"),)), "data.sources[0]")
+    (group,) = find_groups(source)
     with pytest.raises(CancelledError):
-        file_groups._hash_files(source, [tmp_path / "a"], stop)
+        file_groups._hash(group, stop)
 
 
 def test_fetching_stops_in_the_middle_of_a_file_when_it_is_no_longer_wanted(tmp_path):
@@ -235,11 +237,11 @@ def test_fetching_stops_in_the_middle_of_a_file_when_it_is_no_longer_wanted(tmp_
     address = f"memory://{tmp_path}/a"
     fsspec.filesystem("memory").pipe(address, b"a")
     source = Source(SourceConfig(kind="text", paths=(address,)), "data.sources[0]", tmp_path / "cache")
-    (extent,) = file_groups.extents(source)
+    (group,) = find_groups(source)
     with pytest.raises(CancelledError):
-        file_groups._hash(source, extent, stop)
+        file_groups._hash(group, stop)
     assert not list((tmp_path / "cache").rglob("copy*"))
-    assert [document.text for document in source.documents(extent.files)] == ["a"]
+    assert [document.text for document in source.documents(group.files)] == ["a"]
 
 
 def test_an_unreadable_file_is_named_and_what_was_hashed_before_it_is_kept(tmp_path, monkeypatch, hashed):
@@ -276,9 +278,9 @@ def test_a_hash_is_kept_although_a_clock_is_ahead(tmp_path):
     path.write_text("a")
     age(path, -0.5)
     source = Source(SourceConfig(kind="text", paths=(str(path),)), "data.sources[0]")
-    (extent,) = extents(source)
-    group = file_groups.hashed(source, extent, tmp_path / "cache")
-    assert known_group(source, extent, tmp_path / "cache") == group
+    (group,) = find_groups(source)
+    hashed = file_groups.hashed(group, tmp_path / "cache")
+    assert known_group(group, tmp_path / "cache") == hashed
 
 
 def test_many_small_files_are_put_together_quickly(tmp_path, monkeypatch):
@@ -286,7 +288,7 @@ def test_many_small_files_are_put_together_quickly(tmp_path, monkeypatch):
     for number in range(25):
         (tmp_path / f"{number:02d}").write_text("x" * (number % 5))
     source = Source(SourceConfig(kind="text", paths=(str(tmp_path / "*"),)), "data.sources[0]")
-    found = extents(source)
-    assert [path for extent in found for path in extent.files] == sorted(tmp_path.iterdir())
-    assert all(extent.num_bytes <= 10 for extent in found)
+    found = find_groups(source)
+    assert [path for group in found for path in group.files] == sorted(tmp_path.iterdir())
+    assert all(group.num_bytes <= 10 for group in found)
     assert all(a.num_bytes + (b.identities[0].size) > 10 for a, b in itertools.pairwise(found)), "groups are full"

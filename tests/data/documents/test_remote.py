@@ -19,7 +19,7 @@ import zstandard
 from llamajax.config.data import SourceConfig, is_remote
 from llamajax.config.file import load_config
 from llamajax.data.documents import file_groups, remote
-from llamajax.data.documents.file_groups import extents, group_files
+from llamajax.data.documents.file_groups import find_groups, group_files
 from llamajax.data.documents.remote import RemoteFile, listed, shown
 from llamajax.data.documents.sources import Source
 from llamajax.data.rows.dataset import prepare
@@ -59,7 +59,7 @@ def source(tmp_path, *paths, kind: Any = "jsonl", **fields):
 
 
 def texts(of):
-    return [document.text for document in of.documents(of.found())]
+    return [document.text for document in of.documents(of.look().files)]
 
 
 def copies(tmp_path):
@@ -104,8 +104,8 @@ def test_planning_asks_for_sizes_only_and_a_second_start_fetches_nothing(tmp_pat
     web.files = {"/a.jsonl": LINES, "/b.jsonl": LINES[:50]}
     web.headers = {"ETag": '"1"'}
     found = source(tmp_path, f"{web.url}/b.jsonl", f"{web.url}/a.jsonl")
-    (extent,) = extents(found)
-    assert extent.num_bytes == len(LINES) + 50
+    (group,) = find_groups(found)
+    assert group.num_bytes == len(LINES) + 50
     assert sorted(web.requests) == [("HEAD", "/a.jsonl"), ("HEAD", "/b.jsonl")]
     first = group_files(found, tmp_path / "cache", print)
     assert web.fetched("/a.jsonl") == web.fetched("/b.jsonl") == 1
@@ -159,9 +159,9 @@ def test_globs_of_a_store(tmp_path, memory):
     ]
     assert texts(source(tmp_path, "memory://bucket/b/?.jsonl")) == ["b/1.jsonl", "b/2.jsonl"]
     with pytest.raises(DataError, match=r"data.sources\[0\].paths: 'memory://bucket/\*.gz' matches no file; correct it"):
-        source(tmp_path, "memory://bucket/*.gz").found()
+        source(tmp_path, "memory://bucket/*.gz").look()
     with pytest.raises(DataError, match=r"^memory://bucket/none: data.sources\[0\].paths: there is no such file; correct"):
-        source(tmp_path, "memory://bucket/none").found()
+        source(tmp_path, "memory://bucket/none").look()
 
 
 def test_local_files_by_address_beside_others(tmp_path):
@@ -264,7 +264,7 @@ def test_errors_of_stores_are_told_apart(tmp_path, memory, monkeypatch, pauses, 
 
 def test_a_server_that_is_not_there(tmp_path, pauses):
     with pytest.raises(DiskError, match=r"^http://127.0.0.1:\d+/a.jsonl: .*cannot be fetched: .*onnect.*, 4 times"):
-        source(tmp_path, f"http://{runs.free_address()}/a.jsonl?key=secret").found()
+        source(tmp_path, f"http://{runs.free_address()}/a.jsonl?key=secret").look()
 
 
 @pytest.mark.parametrize(
@@ -292,7 +292,7 @@ def test_what_is_refused_is_told_at_once(tmp_path, web, pauses, status, message,
 def test_a_file_that_changes_between_listing_and_fetching_is_refused(tmp_path, web, pauses, another):
     web.files["/a.jsonl"], web.headers["ETag"] = LINES, '"1"'
     found = source(tmp_path, f"{web.url}/a.jsonl")
-    files = found.found()
+    files = found.look().files
     web.files["/a.jsonl"], web.headers["ETag"] = another, '"2"'
     with pytest.raises(DataError, match=r"/a.jsonl: .*was changed while it was read; run again when it is at rest"):
         list(found.documents(files))
@@ -305,14 +305,14 @@ def test_a_size_that_is_not_told(tmp_path, web):
     web.files["/a.jsonl"] = LINES
     web.headers["Content-Encoding"] = "br"  # of which the length says nothing
     with pytest.raises(DataError, match=r"/a.jsonl: .*its server does not tell its size; fetch it by hand and name that"):
-        source(tmp_path, f"{web.url}/a.jsonl").found()
+        source(tmp_path, f"{web.url}/a.jsonl").look()
 
 
 def test_a_compressed_file_is_kept_as_it_lies_there(tmp_path, web):
     """Some servers say of .gz files that they are compressed for the way, and clients unpack those."""
     web.files["/a.jsonl.gz"] = gzip.compress(LINES)
     found = source(tmp_path, f"{web.url}/a.jsonl.gz")
-    files = found.found()
+    files = found.look().files
     web.trouble = lambda method, path, number: web.headers.update({"Content-Encoding": "" if method == "HEAD" else "gzip"})
     assert found.local(files[0]).read_bytes() == web.files["/a.jsonl.gz"]
 
@@ -324,7 +324,7 @@ def test_a_full_disk_is_the_disks(tmp_path, memory, monkeypatch):
         raise OSError(28, os.strerror(28), path)
 
     found = source(tmp_path, "memory://bucket/a.jsonl")
-    (file,) = found.found()
+    (file,) = found.look().files
     monkeypatch.setattr(type(memory), "get_file", full)
     with pytest.raises(OSError, match="No space left on device"):
         found.local(file)
@@ -337,11 +337,11 @@ def test_stores_without_package_or_name(tmp_path, monkeypatch):
     with pytest.raises(
         DataError, match=r"^nosuch://b/x: data.sources\[0\].paths: cannot be fetched: Protocol not known: nosuch"
     ):
-        source(tmp_path, "nosuch://b/x").found()
+        source(tmp_path, "nosuch://b/x").look()
     monkeypatch.setattr("fsspec.core.get_filesystem_class", no_package)
     message = r"^s3://b/x: data.sources\[0\].paths: Install s3fs to access S3; run pip install 'llamajax\[remote\]'$"
     with pytest.raises(EnvironmentMismatchError, match=message):
-        source(tmp_path, "s3://b/x").found()
+        source(tmp_path, "s3://b/x").look()
 
 
 def test_what_may_be_a_key_is_not_shown(tmp_path):
@@ -364,7 +364,7 @@ from pathlib import Path
 from llamajax.config.data import SourceConfig
 from llamajax.data.documents.sources import Source
 source = Source(SourceConfig(kind="jsonl", paths=(sys.argv[1],)), "data.sources[0]", Path(sys.argv[2]))
-print(sum(1 for _ in source.documents(source.found())))
+print(sum(1 for _ in source.documents(source.look().files)))
 """
 
 

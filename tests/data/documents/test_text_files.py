@@ -13,7 +13,7 @@ import pytest
 import zstandard
 
 from llamajax.errors import DataError
-from tests.data.documents.test_sources import TEXTS, jsonl, source, texts, write_parquet
+from tests.data.documents.test_formats import TEXTS, jsonl, source, texts, write_parquet
 
 COMPRESS = {"gz": gzip.compress, "zst": zstandard.ZstdCompressor().compress, "bz2": bz2.compress, "xz": lzma.compress}
 

@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 
 from llamajax.config.parallel import MeshConfig
-from llamajax.data.rows.batches import held_out_batches, make_batch
-from llamajax.data.rows.loader import Loader
+from llamajax.data.rows.loader import Loader, held_out_batches, make_batch
 from llamajax.data.rows.position import PassedOver
 from llamajax.errors import DataError
 from llamajax.parallel.mesh import make_mesh

@@ -9,7 +9,7 @@ import pytest
 import sentencepiece
 
 from llamajax.config.data import SourceConfig
-from llamajax.data.documents.file_groups import extents, group_files
+from llamajax.data.documents.file_groups import find_groups, group_files
 from llamajax.data.documents.sources import Source
 from llamajax.data.tokenizers import encoder_choice
 from llamajax.data.tokenizers.encoder_choice import choose_encoder, differing_text
@@ -35,7 +35,7 @@ def source(tmp_path, monkeypatch):
 
 def chosen(tokenizer, source, tmp_path):
     log = []
-    choose_encoder(tokenizer, [(source, extent) for extent in extents(source)], tmp_path / "cache", log.append)
+    choose_encoder(tokenizer, find_groups(source), tmp_path / "cache", log.append)
     return log
 
 

@@ -11,7 +11,7 @@ import pyarrow.parquet
 import pytest
 
 from llamajax.config.data import SourceConfig
-from llamajax.data.documents import sources
+from llamajax.data.documents import formats
 from llamajax.data.documents.file_groups import group_files
 from llamajax.data.documents.sources import Source
 from llamajax.data.documents.split import plain_hash, split_hash
@@ -31,8 +31,8 @@ TEXTS = ["before", LONG, "\u2581 between", LONG + " another", "behind"]
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch):
-    monkeypatch.setattr(sources, "MAX_DOCUMENT_CHARS", PIECE)
-    monkeypatch.setattr(sources, "READ_BYTES", 700)
+    monkeypatch.setattr(formats, "MAX_DOCUMENT_CHARS", PIECE)
+    monkeypatch.setattr(formats, "READ_BYTES", 700)
 
 
 def groups_of(tmp_path, kind: Literal["jsonl", "parquet", "text"] = "jsonl", texts=TEXTS):
