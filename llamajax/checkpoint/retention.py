@@ -1,5 +1,7 @@
 """How steps go: by one rename within their directory, so that a process killed at any moment leaves whole ones only."""
 
+import contextlib
+import math
 import secrets
 import shutil
 from collections.abc import Callable, Iterable
@@ -8,6 +10,31 @@ from pathlib import Path
 from llamajax.checkpoint.array_writer import reason
 from llamajax.checkpoint.steps import steps_in
 from llamajax.config.training import CheckpointConfig
+from llamajax.errors import SaveError
+from llamajax.processes.peers import of_first
+from llamajax.units import format_bytes
+
+
+def check_room(run_dir: Path, num_bytes: int) -> None:
+    """Refuses a disk that has no room for one checkpoint more; all processes call this together.
+
+    Args:
+        run_dir: the run's directory, which may not be there yet.
+        num_bytes: of a checkpoint.
+
+    Raises:
+        SaveError: it has not.
+    """
+    there = next(folder for folder in (run_dir.absolute(), *run_dir.absolute().parents) if folder.exists())
+    free = math.inf
+    with contextlib.suppress(OSError):  # is told where something is written
+        usage = shutil.disk_usage(there)
+        free = usage.free if usage.total else math.inf  # some network file systems know no sizes
+    if (free := of_first(free)) < num_bytes:
+        raise SaveError(
+            f"run_dir: a checkpoint takes {format_bytes(num_bytes)}, and {format_bytes(free)} are free on the disk of"
+            f" {run_dir}; make room, or choose another run_dir"
+        )
 
 
 def remove_unfinished(directory: Path) -> None:

@@ -2,17 +2,16 @@
 
 import functools
 import os
+from collections.abc import Mapping
 from pathlib import Path
 
 import jax
 
 from llamajax.checkpoint.meta import checkpoint_meta
-from llamajax.checkpoint.read import Restored, Saved
-from llamajax.checkpoint.steps import latest_step
 from llamajax.checkpoint.write import Checkpointer
 from llamajax.config.file import write_config
 from llamajax.config.run import Config
-from llamajax.data.rows.dataset import prepare
+from llamajax.data.rows.dataset import Dataset, prepare
 from llamajax.data.rows.position import PassedOver
 from llamajax.generation.completion import encode_prompt, stream_text
 from llamajax.generation.prompts import Prompt
@@ -20,29 +19,26 @@ from llamajax.parallel import compilation_cache, startup
 from llamajax.parallel.zero import whole_over_data
 from llamajax.planning.scheduling import Compilation, check_told
 from llamajax.processes.exit import end_process, exit_code
-from llamajax.processes.peers import check_same_everywhere, everyones, of_first
+from llamajax.processes.peers import check_same_everywhere, everyones
 from llamajax.step.batch import micro_batch_size
-from llamajax.step.state import TrainState, abstract_state, init_state
+from llamajax.step.state import TrainState, abstract_state
 from llamajax.training import elastic
 from llamajax.training.bad_steps import GoBack
-from llamajax.training.loop import Start, Trainer
+from llamajax.training.beginning import Beginning, check_beginning, find_beginning, open_weights
+from llamajax.training.loop import Trainer
 from llamajax.training.replicas import Replicas
-from llamajax.training.resume import check_data, check_settings
-from llamajax.training.rollback import agreed, go_back, read_passed_over
+from llamajax.training.resume import check_data
+from llamajax.training.rollback import go_back
 from llamajax.training.stages import check_forms, compile_steps, resolve_stages
 from llamajax.training.stop import StopSignal
 from llamajax.training.watchdog import Watchdog, process_ends
 from llamajax.watch import console
 from llamajax.watch.console import say
 from llamajax.watch.peak import peak_flops
-from llamajax.weights.loading import load_model
-from llamajax.weights.open_model import open_pretrained
-from llamajax.weights.origin import Origin, take_along
-from llamajax.weights.pretrained import Pretrained
 
 
 def run(asked: Config, *, dry_run: bool = False) -> None:
-    """Trains as `asked`, resuming what its run directory holds; with `dry_run`, compiles for it and stops.
+    """Trains as `asked`, resuming what its run directory holds; with `dry_run`, looks at all it needs, compiles and stops.
 
     Whatever can be known without the compiler is refused before it begins.
 
@@ -63,56 +59,22 @@ def run(asked: Config, *, dry_run: bool = False) -> None:
         check_forms(config)
         if jax.default_backend() == "gpu":
             check_told(config)
-        pretrained = None
-        if config.init_from is not None and of_first(latest_step(run_dir)) is None:
-            pretrained = open_pretrained(Path(config.init_from))
-            pretrained.check(config.model, config.init_changes)
+        pretrained = open_weights(config, run_dir)
         if dry_run:
+            check_beginning(asked, config, abstract, pretrained)
             compile_all(config, abstract, watchdog)
             return
 
         in_background = functools.partial(watchdog.phase, "save")
         with Checkpointer(run_dir, config.checkpoint, on_failure=say, around_commit=in_background) as checkpointer:
             watchdog.keep_stacks()
-            passed_over = read_passed_over(run_dir, checkpointer)
-            found = checkpointer.find(abstract, passed_over=passed_over)
-            if found is not None:
-                check_settings(asked, found)
-                passed_over = agreed(run_dir, passed_over, found)
-
+            beginning = find_beginning(asked, config, abstract, pretrained, checkpointer)
             watchdog.begin("load")
-            origin = origin_of(config, found, pretrained)
-            dataset = prepare(config, log=console.log, log_work=console.log_own, tokenizer=origin.tokenizer)
-            fingerprints = repr((dataset.fingerprint, dataset.stage_fingerprints))
-            same = {"data (documents or tokenizer)": fingerprints, "tokenized documents": dataset.content}
-            check_same_everywhere(same)
-            dataset.passes.check(config.data.sources, config.train.num_steps)
-            if config.sample.prompt is not None:
-                encode_prompt(dataset.tokenizer, config.sample.prompt, config.data.seq_len)
-                if Prompt(config.sample.prompt).has_special(dataset.tokenizer):
-                    console.log("note       sample.prompt: special tokens in it are read as text")
-            meta = checkpoint_meta(asked, dataset, origin.hf, fitted.began)
-            if found is not None:
-                check_data(asked, found, meta)
-            epochs = dataset.epochs(config.train.num_steps, passed_over)
-            of_sources = ", ".join(f"{n:.2f} of {key}" for key, n in epochs.items())
-            console.log(f"epochs     {of_sources} in {config.train.num_steps:,} steps")
-
+            dataset = prepare_data(config, beginning)
+            meta = checkpoint_meta(asked, dataset, beginning.origin.hf, fitted.began)
+            if beginning.found is not None:
+                check_data(asked, beginning.found, meta)
             compilations, replicas = compile_all(config, abstract, watchdog)
-
-            watchdog.begin("load")
-            restored = None if found is None else found.read()
-            if jax.process_index() == 0:
-                write_config(asked, run_dir / "config.yaml")
-            watchdog.begin("load")
-            if restored is not None:
-                console.log(f"start      resuming at step {restored.step}{restored.place}")
-            else:
-                begins = f"scratch, seed {config.seed}"
-                if pretrained is not None:
-                    begins = pretrained.about + pretrained.changed_by(config.model)
-                console.log(f"start      from {begins}")
-            console.log(f"peak       {peak_flops(config.model.compute_dtype)}")
             trainer = Trainer(
                 config=config,
                 num_eval_rows=config.train.eval_batches * micro_batch_size(asked),
@@ -120,42 +82,41 @@ def run(asked: Config, *, dry_run: bool = False) -> None:
                 replicas=replicas,
                 dataset=dataset,
                 meta=meta,
-                files={**origin.files, **dataset.files},
+                files={**beginning.origin.files, **dataset.files},
                 checkpointer=checkpointer,
                 stop=stop,
                 watchdog=watchdog,
             )
-            with stop.at_end_of_step():
-                while True:
-                    start = start_from(restored, config, pretrained, passed_over)
-                    checkpointer.go_on_from(start.step)  # before its logs are cut
-                    everyones("ready")  # the first collective of devices waits for half a minute only
-                    try:
-                        state, stopped = trainer.train(start)
-                        break
-                    except GoBack as error:
-                        bad = error.with_traceback(None)  # whose frames hold the state that went wrong
-                        del start, restored  # which hold the one that it began with
-                    watchdog.begin("load")
-                    restored, passed_over = go_back(bad, config, abstract, checkpointer, passed_over)
+            state, stopped = train_to_the_end(trainer, beginning, asked, abstract)
             watchdog.begin("evaluate")
-            if not stopped and config.sample.prompt is not None:
-                pieces = stream_text(
-                    whole_over_data(state.model, config.model.compute_dtype),
-                    dataset.tokenizer,
-                    config.sample.prompt,
-                    max_tokens=config.sample.max_tokens,
-                    temperature=config.sample.temperature,
-                    key=state.rng,
-                    seq_len=config.data.seq_len,
-                )
-                console.log("sample")
-                console.print_stream(config.sample.prompt, pieces)
+            if not stopped:
+                write_sample(config, state, dataset)
         if jax.process_index() == 0 and int(state.step) > 0:
             console.print_end(run_dir, run_dir / "checkpoints" / str(int(state.step)))
 
 
-def compile_all(config: Config, abstract: TrainState, watchdog: Watchdog) -> tuple[dict[int, Compilation], Replicas]:
+def prepare_data(config: Config, beginning: Beginning) -> Dataset:
+    """What the run trains on, the same in all processes, which call this together; tells how often it goes through it.
+
+    Raises:
+        UserError: as of `prepare`, or processes have other data, or a prompt is not one for the model.
+    """
+    dataset = prepare(config, log=console.log, log_work=console.log_own, tokenizer=beginning.origin.tokenizer)
+    fingerprints = repr((dataset.fingerprint, dataset.stage_fingerprints))
+    same = {"data (documents or tokenizer)": fingerprints, "tokenized documents": dataset.content}
+    check_same_everywhere(same)
+    dataset.passes.check(config.data.sources, config.train.num_steps)
+    if config.sample.prompt is not None:
+        encode_prompt(dataset.tokenizer, config.sample.prompt, config.data.seq_len)
+        if Prompt(config.sample.prompt).has_special(dataset.tokenizer):
+            console.log("note       sample.prompt: special tokens in it are read as text")
+    epochs = dataset.epochs(config.train.num_steps, beginning.passed_over)
+    of_sources = ", ".join(f"{n:.2f} of {key}" for key, n in epochs.items())
+    console.log(f"epochs     {of_sources} in {config.train.num_steps:,} steps")
+    return dataset
+
+
+def compile_all(config: Config, abstract: TrainState, watchdog: Watchdog) -> tuple[Mapping[int, Compilation], Replicas]:
     """The training step of each length of rows, and what compares replicas; all processes call this together."""
     watchdog.begin("compile")
     runs = resolve_stages(config)
@@ -165,21 +126,47 @@ def compile_all(config: Config, abstract: TrainState, watchdog: Watchdog) -> tup
     return compile_steps(runs), Replicas(config, abstract)
 
 
-def origin_of(config: Config, found: Saved | None, pretrained: Pretrained | None) -> Origin:
-    """What the run takes along: of the weights that it begins with, or as its checkpoint has kept it."""
-    source = found if pretrained is None else pretrained
-    return Origin() if config.init_from is None or source is None else take_along(source.files, source.hf)
+def train_to_the_end(trainer: Trainer, beginning: Beginning, asked: Config, abstract: TrainState) -> tuple[TrainState, bool]:
+    """Trains to the last step or a request to stop, which it tells of; again from an earlier checkpoint where a step goes
+    wrong."""
+    config, watchdog, checkpointer = trainer.config, trainer.watchdog, trainer.checkpointer
+    watchdog.begin("load")
+    restored = None if beginning.found is None else beginning.found.read()
+    passed_over: tuple[PassedOver, ...] = beginning.passed_over
+    if jax.process_index() == 0:
+        write_config(asked, Path(config.run_dir).expanduser() / "config.yaml")
+    watchdog.begin("load")
+    console.log(f"start      {beginning.described(config)}")
+    console.log(f"peak       {peak_flops(config.model.compute_dtype)}")
+    with trainer.stop.at_end_of_step():
+        while True:
+            start = beginning.start_from(restored, config, passed_over)
+            checkpointer.go_on_from(start.step)  # before its logs are cut
+            everyones("ready")  # the first collective of devices waits for half a minute only
+            try:
+                return trainer.train(start)
+            except GoBack as error:
+                bad = error.with_traceback(None)  # whose frames hold the state that went wrong
+                del start, restored  # which hold the one that it began with
+            watchdog.begin("load")
+            restored, passed_over = go_back(bad, config, abstract, checkpointer, passed_over)
 
 
-def start_from(
-    restored: Restored[TrainState] | None, config: Config, pretrained: Pretrained | None, passed_over: tuple[PassedOver, ...]
-) -> Start:
-    """Where the loop begins: behind a checkpoint, or with the weights that the run begins with."""
-    if restored is not None:
-        return Start(restored.state, restored.step, passed_over, restored.meta.get("recent_losses", ()))
-    assert config.init_from is None or pretrained is not None, "a run that was resumed has a checkpoint to go back to"
-    model = None if pretrained is None else load_model(pretrained, config.model)
-    return Start(init_state(config, model), passed_over=passed_over)
+def write_sample(config: Config, state: TrainState, dataset: Dataset) -> None:
+    """Prints how the trained model goes on from `sample.prompt`, if there is one."""
+    if config.sample.prompt is None:
+        return
+    pieces = stream_text(
+        whole_over_data(state.model, config.model.compute_dtype),
+        dataset.tokenizer,
+        config.sample.prompt,
+        max_tokens=config.sample.max_tokens,
+        temperature=config.sample.temperature,
+        key=state.rng,
+        seq_len=config.data.seq_len,
+    )
+    console.log("sample")
+    console.print_stream(config.sample.prompt, pieces)
 
 
 def main(config: Config, *, dry_run: bool) -> None:

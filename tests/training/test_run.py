@@ -15,8 +15,10 @@ import pytest
 
 from llamajax.checkpoint.read import Saved
 from llamajax.checkpoint.write import Checkpointer
+from llamajax.config.data import SourceConfig
 from llamajax.config.file import config_to_dict, dump_config, load_config
-from llamajax.errors import CheckpointError, ConfigError, DataError, DivergedError
+from llamajax.data.tokens import tokenize_run
+from llamajax.errors import CheckpointError, ConfigError, DataError, DivergedError, SaveError
 from llamajax.training import run as train
 from llamajax.training.resume import check_settings
 from tests import runs
@@ -116,6 +118,44 @@ def test_a_dry_run_tells_everything_and_writes_nothing(finished, tmp_path, capsy
 def nothing_compiles(monkeypatch):
     """A run that comes to compiling its step fails."""
     monkeypatch.setattr(train, "compile_all", lambda *_: pytest.fail("the run has begun to compile"))
+
+
+@pytest.mark.usefixtures("nothing_compiles")
+@pytest.mark.parametrize(
+    ("changes", "error", "refusal"),
+    [
+        ({"data.sources.0.text_key": "body"}, DataError, r"text.jsonl:1: .*body"),
+        ({"data.tokenizer.path": "no.model"}, DataError, r"no\.model"),
+        ({"optimizer.learning_rate": 0.5}, CheckpointError, r"optimizer\.learning_rate: 0\.01 -> 0\.5"),
+        (
+            {"run_dir": "new"},
+            SaveError,
+            r"^run_dir: a checkpoint takes .* 1\.00 KiB are free .*; make room",
+        ),
+    ],
+)
+def test_a_dry_run_refuses_what_would_end_the_run(finished, tmp_path, monkeypatch, changes, error, refusal):
+    """And takes no lock, and writes nothing."""
+    (tmp_path / "no.model").write_text("this is none")
+    usage = shutil.disk_usage(tmp_path)
+    if "run_dir" in changes:
+        monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1024))
+    changes = {key: str(tmp_path / value) if value in ("new", "no.model") else value for key, value in changes.items()}
+    before = sorted(pathlib.Path(finished.run_dir).rglob("*"))
+    with pytest.raises(error, match=refusal):
+        train.run(finished.changed(changes), dry_run=True)
+    assert sorted(pathlib.Path(finished.run_dir).rglob("*")) == before
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.usefixtures("nothing_compiles")
+def test_a_later_source_is_looked_at_before_an_earlier_one_is_tokenized(finished, tmp_path, monkeypatch):
+    (tmp_path / "second.jsonl").write_text('{"text": "no body"}\n')
+    second = SourceConfig(kind="jsonl", paths=(str(tmp_path / "second.jsonl"),), text_key="body")
+    monkeypatch.setattr(tokenize_run, "tokenizer_for", lambda *_: pytest.fail("the run has begun with its first source"))
+    changes = {"run_dir": str(tmp_path / "run"), "data.sources": (*finished.data.sources, second)}
+    with pytest.raises(DataError, match=r"second.jsonl:1: .*body"):
+        train.run(finished.changed(changes | {"data.cache_dir": str(tmp_path / "cache")}))
 
 
 @pytest.mark.usefixtures("nothing_compiles")

@@ -57,6 +57,10 @@ def tokenized(
     told = peers.of_first(_made(config, sources, models_tokenizer, by_of, log_work)) if peers.current() is not None else None
     if told is not None and not _is_here(told["files"], cache_dir):
         told = None  # this host has another disk
+    if told is None and peers.rank() == 0:
+        for source in sources[1:]:  # before the hours that those before it may take
+            if not source.format.is_tokenized and known_groups(source, cache_dir, lambda line: None) is None:
+                look_at(source)
     if told is not None:
         for line in told["lines"]:
             log(line)
@@ -86,6 +90,25 @@ def tokenized(
     if by.template is not None and (problem := end_problem(by.template, by.tokenizer)) is not None:
         log(f"warning    {problem}")
     return Tokenized(tuple(map(tokens_of, sources, indexes, groups_of)), by)
+
+
+def look_at_data(config: Config, models_tokenizer: Tokenizer | None, log: Callable[[str], None]) -> None:
+    """Looks at what `tokenized` begins with, and makes nothing of it: a record of every source, tokenizer and chat template.
+
+    Arguments and errors are those of `llamajax.data.rows.dataset.prepare`.
+    """
+    for source in sources_of(config):
+        log(f"source     {source}")
+        if not source.format.is_tokenized:
+            look_at(source)
+    if (tokenizer := given_tokenizer(config, models_tokenizer)) is not None:
+        chat_template_for(config, tokenizer)
+    check_megatron(config, Path(config.data.cache_dir).expanduser(), log)
+
+
+def look_at(source: Source) -> None:
+    """Reads the first record of a source that is not left out; raises as `Source.look` and `Source.documents` do."""
+    next((document for document in source.documents(source.look().files) if not document.error), None)
 
 
 def check_megatron(config: Config, cache_dir: Path, log: Callable[[str], None]) -> None:
