@@ -22,7 +22,7 @@ MemoryKind = Literal[
 ]  # fmt: skip
 MEMORY_KINDS: dict[MemoryKind, str] = {
     "parameters": "master weights",
-    "optimizer": "AdamW's two moments",
+    "optimizer": "the optimizer's moments",
     "batch": "the batch and counters",
     "gradients": "gradients: the stored shards, and what is not scattered yet",
     "activations": "saved by the forward pass for the backward pass",
@@ -79,7 +79,7 @@ class Namer:
         """What a buffer is for, and its name for people, such as `layers/mlp gate_up, recomputed`."""
         if buffer.opcode == "parameter":
             path = _argument_path(buffer.op_name)
-            is_moment = ".nu." in path or ".mu." in path
+            is_moment = path.startswith("opt_state") and buffer.shape  # what else it keeps are counters
             return "parameters" if path.startswith("model.") else "optimizer" if is_moment else "batch", path
         phase, scopes = _phase(buffer.op_name), _scopes(buffer.op_name)
         is_gather, scopes = WEIGHT in scopes, [scope for scope in scopes if scope != WEIGHT] or ["step"]

@@ -8,6 +8,7 @@ import jax
 
 from llamajax.config.machine import HardwareConfig
 from llamajax.config.parallel import MeshConfig
+from llamajax.config.run import Config
 from llamajax.config.training import TrainConfig
 from llamajax.parallel import mesh
 from llamajax.planning.xla.buffers import read_buffer_assignment
@@ -24,9 +25,9 @@ CONFIG = tiny_config(
 
 
 @functools.cache
-def compiled_step() -> CompiledStep:
-    with tempfile.TemporaryDirectory() as folder, jax.set_mesh(mesh.make_mesh(CONFIG.mesh)):
-        compiled = lower(CONFIG, abstract_state(CONFIG)).compile(
+def compiled_step(config: Config = CONFIG) -> CompiledStep:
+    with tempfile.TemporaryDirectory() as folder, jax.set_mesh(mesh.make_mesh(config.mesh)):
+        compiled = lower(config, abstract_state(config)).compile(
             compiler_options={"xla_dump_to": folder, "xla_dump_hlo_as_proto": True}
         )
         (proto,) = Path(folder).glob("*jit_train_step*after_optimizations.hlo.pb")
@@ -34,7 +35,7 @@ def compiled_step() -> CompiledStep:
     hlo = compiled.as_text()
     assert hlo is not None
     return CompiledStep(
-        config=CONFIG,
+        config=config,
         hlo=hlo,
         buffers=buffers,
         peak_bytes=0,
