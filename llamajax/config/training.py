@@ -97,6 +97,9 @@ class TrainConfig(Section):
     """Type of that sum. bfloat16 halves its memory, and loses of every micro-batch what is below 1/256 of the sum."""
     z_loss_weight: NonNegativeFloat = 0.0
     """Weight of the squared log-partition added to the loss (PaLM, arXiv:2204.02311, section 5)."""
+    frozen: tuple[str, ...] = ()
+    """Parameters whose path contains one of these names, such as `embedding` or `layers`, stay as they are: they have no
+    gradients and no moments. A run keeps those that it began with."""
     max_nonfinite_steps: PositiveInt = 5
     """Steps with non-finite gradients in a row after which the run goes back (`recovery.max_rollbacks`); each is skipped and
     counted."""
@@ -113,6 +116,10 @@ class TrainConfig(Section):
             yield f"grad_accum_dtype: {self.grad_accum_dtype} has no effect with grad_accum_steps=1; remove it"
         if self.eval_every is not None and self.eval_batches <= 0:
             yield f"eval_every: {self.eval_every} needs eval_batches above 0"
+
+    def is_frozen(self, name: str) -> bool:
+        """Whether the parameter of this name stays as it is."""
+        return any(part in name for part in self.frozen)
 
     @property
     def num_rows(self) -> int:

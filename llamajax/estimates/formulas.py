@@ -128,6 +128,11 @@ def mesh_sizes(config: Config) -> dict[str, int]:
     return config.mesh.axis_sizes(config.hardware.num_devices)
 
 
+def trained_weights(config: Config, model: ModelConfig) -> dict[str, int]:
+    """`weights`, without those that the run leaves as they are."""
+    return {name: size for name, size in weights(model).items() if not config.train.is_frozen(name)}
+
+
 def state_bytes(config: Config, shards: int = 1) -> int:
     """Bytes of weights and moments on a device, each matrix split over so many; norms and biases, a thousandth of the rest,
     are whole on every device."""
@@ -150,7 +155,7 @@ def _moment_bytes(config: Config, shards: int) -> int:
     moments = config.optimizer.moments
     kept = {
         name: size * (moments.of_layer_matrices if _is_layer_matrix(name) else moments.of_others)
-        for name, size in weights(config.model).items()
+        for name, size in trained_weights(config, config.model).items()
     }
     return DTYPE_BYTES[config.optimizer.moment_dtype] * _per_device(kept, shards)
 
@@ -164,14 +169,17 @@ def _per_device(sizes: Mapping[str, int], shards: int) -> int:
 def params_gathered_once(config: Config, mesh: Mapping[str, int]) -> int:
     """Parameters that a device has whole, but for `tensor`, from the first micro-batch of a step to the last, and reduces
     the gradients of at its end: embedding, head and, where layers are prefetched, the first; all for `zero: 1`."""
-    model, parallel = computed_model(config.model, mesh), config.parallel
-    ends = model.vocab_size * model.embed_dim * (1 if model.tie_embeddings else 2)
-    layer = (num_matmul_params(model) - model.vocab_size * model.embed_dim) // model.num_layers
+    return _gathered_once(config, weights(computed_model(config.model, mesh)), mesh)
+
+
+def _gathered_once(config: Config, sizes: Mapping[str, int], mesh: Mapping[str, int]) -> int:
+    parallel, ends = config.parallel, sum(sizes.get(name, 0) for name in ("embedding", "head"))
+    layers = sum(size for name, size in sizes.items() if _is_layer_matrix(name))
     if parallel.zero == 1:
-        return (ends + layer * model.num_layers) // mesh["tensor"]
+        return (ends + layers) // mesh["tensor"]
     if parallel.grad_reduce != "step":
         return 0
-    return (ends + (layer if parallel.prefetches else 0)) // mesh["tensor"]
+    return (ends + (layers // config.model.num_layers if parallel.prefetches else 0)) // mesh["tensor"]
 
 
 def expected_bytes(
@@ -215,6 +223,9 @@ def expected_bytes(
     sizes, shards = weights(model), _stored_shards(config, mesh)
     own = _per_device(sizes, num_parts("embed", mesh) * tensor)
     whole = params_gathered_once(config, mesh)
+    # Of these, what has gradients.
+    own_trained = _per_device(trained_weights(config, model), num_parts("embed", mesh) * tensor)
+    whole_trained = _gathered_once(config, trained_weights(config, computed), mesh)
     summed = DTYPE_BYTES[config.train.grad_accum_dtype] if config.train.grad_accum_steps > 1 else 0
     # A device's own part of the layers, whose gradients are reduced at the step's end, has a narrow copy.
     replicas = num_parts("batch", mesh) * sequence // num_parts("embed", mesh)
@@ -222,7 +233,8 @@ def expected_bytes(
     copied = _per_device(sizes, tensor) if config.parallel.zero < 3 else whole + (own if late else 0)
     # What is held whole for the step has no gradient as it is stored until all else is done. But for `zero: 1`, which holds
     # all, one such gradient of a micro-batch is there at a time: the head's is summed up before the embedding's is made.
-    held_back = whole if config.parallel.zero == 1 else min(whole, V * D)
+    waiting = own_trained - whole_trained // num_parts("embed", mesh)
+    held_back = whole_trained if config.parallel.zero == 1 else min(whole_trained, V * D)
     # Matrices in float8 are there beside those they are made of, but for `zero: 2` as a device keeps these.
     rounded = L * sum(layer_matrices(computed)[name] for name in model.float8_weights) // tensor
     rounded = {1: rounded, 2: (1 - wide) * rounded, 3: rounded // num_parts("embed", mesh)}[config.parallel.zero]
@@ -234,7 +246,7 @@ def expected_bytes(
         "parameters": stored * _per_device(sizes, shards),
         "optimizer": _moment_bytes(config, shards),
         "batch": 16 * rows * config.train.grad_accum_steps * config.data.seq_len // sequence,
-        "gradients": (stored + summed) * (own - whole // num_parts("embed", mesh)) + wide * held_back + summed * whole,
+        "gradients": (stored + summed) * waiting + wide * held_back + summed * whole_trained,
         "activations": L * tokens * saved * wide,
         "logits": max(0, loss - layer - collectives),
         "collectives": collectives + wide * copied + rounded,

@@ -4,7 +4,7 @@ Clipping is not part of the chain: `train_step` needs the global norm anyway, to
 non-finite steps, and scales the gradients once.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -88,16 +88,19 @@ def decay_mask(config: OptimizerConfig, params: Any) -> Any:
         ConfigError: a name in `no_weight_decay` is in no parameter's, as a misspelt one would be. The names of the default
             are correct, whether or not a model has such parameters.
     """
-    paths, tree = jax.tree.flatten_with_path(params)
-    names = [jax.tree_util.keystr(path, simple=True, separator=".").removesuffix(".value") for path, _ in paths]
-    known = [*names, *OptimizerConfig.no_weight_decay]
-    unused = [part for part in config.no_weight_decay if not any(part in name for name in known)]
-    if unused:
+    names = list(named_arrays(params))
+    check_names("optimizer.no_weight_decay", config.no_weight_decay, names, OptimizerConfig.no_weight_decay)
+    decayed = [not any(part in name for part in config.no_weight_decay) for name in names]
+    return jax.tree.unflatten(jax.tree.structure(params), decayed)
+
+
+def check_names(key: str, parts: Sequence[str], names: Sequence[str], also: Sequence[str] = ()) -> None:
+    """Raises `ConfigError` where one of the `parts` that the setting `key` gives is in none of these names, `also` apart."""
+    if unused := [part for part in parts if not any(part in name for name in (*names, *also))]:
         raise ConfigError(
-            f"optimizer.no_weight_decay: {', '.join(unused)} is in no parameter's name; correct it or remove it; the names"
+            f"{key}: {', '.join(unused)} is in no parameter's name; correct it or remove it; the names"
             f" are {', '.join(names)}"
         )
-    return jax.tree.unflatten(tree, [not any(part in name for part in config.no_weight_decay) for name in names])
 
 
 def moments(opt_state: Any, params: Any) -> list[dict[str, jax.Array]]:

@@ -86,7 +86,7 @@ EVERYTHING = Config(
     ),
     train=TrainConfig(
         num_steps=12_345_678, global_batch_size=12, grad_accum_steps=3, grad_accum_dtype="bfloat16", z_loss_weight=1e-4,
-        max_nonfinite_steps=1, eval_every=5, eval_batches=2,
+        max_nonfinite_steps=1, frozen=("head",), eval_every=5, eval_batches=2,
     ),
     optimizer=OptimizerConfig(
         name="of_my_own", learning_rate=3e-4, schedule="wsd", warmup_steps=3, decay_steps=4, min_lr_ratio=0.0, b1=0.8,
