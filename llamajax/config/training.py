@@ -4,7 +4,7 @@ import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NamedTuple
 
 from llamajax.config.model import DType
 from llamajax.config.rules import (
@@ -22,10 +22,25 @@ from llamajax.config.rules import (
 ClipNorm = Annotated[float | None, Bound(lambda value: value > 0, "must be positive, or unset for no clipping")]
 
 
+class Moments(NamedTuple):
+    """How many arrays of a weight's own shape an optimizer keeps of it from step to step."""
+
+    of_layer_matrices: int
+    of_others: int
+    """Of embedding, head, norms and biases."""
+
+
+MOMENTS = {"adamw": Moments(2, 2)}
+"""Every optimizer by its name in `optimizer.name`; what each computes is in `llamajax.step.optim.DIRECTIONS`."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig(Section):
-    """AdamW with a schedule (Loshchilov & Hutter, arXiv:1711.05101)."""
+    """AdamW or another optimizer, with a schedule and decoupled weight decay."""
 
+    name: str = "adamw"
+    """What a gradient becomes before weight decay and learning rate: `adamw` (Loshchilov & Hutter, arXiv:1711.05101), or
+    what a program that starts the run itself has given to `llamajax.step.optim.register`."""
     learning_rate: PositiveFloat
     """Peak learning rate."""
     schedule: Literal["constant", "linear", "cosine", "wsd"] = "cosine"
@@ -52,7 +67,13 @@ class OptimizerConfig(Section):
     moment_dtype: DType = "float32"
     """Type the moments are kept in between steps; `bfloat16` halves their memory and wants `b2` at most 0.98."""
 
+    @property
+    def moments(self) -> Moments:
+        return MOMENTS[self.name]
+
     def broken_rules(self) -> Iterator[str]:
+        if self.name not in MOMENTS:
+            yield f"name: {self.name} is no optimizer; choose one of {', '.join(MOMENTS)}, or register it before"
         if self.schedule == "wsd" and self.decay_steps is None:
             yield "schedule: wsd needs decay_steps; set it to the steps of the final decay"
         if self.schedule != "wsd" and self.decay_steps is not None:
@@ -76,6 +97,9 @@ class TrainConfig(Section):
     """Type of that sum. bfloat16 halves its memory, and loses of every micro-batch what is below 1/256 of the sum."""
     z_loss_weight: NonNegativeFloat = 0.0
     """Weight of the squared log-partition added to the loss (PaLM, arXiv:2204.02311, section 5)."""
+    frozen: tuple[str, ...] = ()
+    """Parameters whose path contains one of these names, such as `embedding` or `layers`, stay as they are: they have no
+    gradients and no moments. A run keeps those that it began with."""
     max_nonfinite_steps: PositiveInt = 5
     """Steps with non-finite gradients in a row after which the run goes back (`recovery.max_rollbacks`); each is skipped and
     counted."""
@@ -92,6 +116,10 @@ class TrainConfig(Section):
             yield f"grad_accum_dtype: {self.grad_accum_dtype} has no effect with grad_accum_steps=1; remove it"
         if self.eval_every is not None and self.eval_batches <= 0:
             yield f"eval_every: {self.eval_every} needs eval_batches above 0"
+
+    def is_frozen(self, name: str) -> bool:
+        """Whether the parameter of this name stays as it is."""
+        return any(part in name for part in self.frozen)
 
     @property
     def num_rows(self) -> int:

@@ -21,6 +21,10 @@ def layer_matrices(model: ModelConfig) -> dict[str, int]:
     return {"wqkv": D * (N + 2 * K) * H, "wo": D * N * H, "w_gate_up": D * 2 * F, "w_down": D * F}
 
 
+def _is_layer_matrix(name: str) -> bool:
+    return name.rpartition(".")[2] in ("wqkv", "wo", "w_gate_up", "w_down")
+
+
 def num_matmul_params(model: ModelConfig) -> int:
     """Parameters that take part in a matmul: all but norms and the input embedding; the head counts."""
     return model.num_layers * sum(layer_matrices(model).values()) + model.vocab_size * model.embed_dim
@@ -28,16 +32,30 @@ def num_matmul_params(model: ModelConfig) -> int:
 
 def num_params(model: ModelConfig) -> int:
     """All parameters."""
-    norms = (2 * model.num_layers + 1) * model.embed_dim
-    qk_norms = 2 * model.num_layers * model.head_dim if model.qk_norm else 0
+    return sum(weights(model).values())
+
+
+def weights(model: ModelConfig) -> dict[str, int]:
+    """Parameters of every weight, of all layers together, by its name in the model."""
+    D, F, N, K, H = model.embed_dim, model.mlp_dim, model.num_heads, model.num_kv_heads, model.head_dim
+    matrices, table = layer_matrices(model), model.vocab_size * model.embed_dim
     of_layer = {
-        "qkv_bias": (model.num_heads + 2 * model.num_kv_heads) * model.head_dim,
-        "output_bias": model.embed_dim,
-        "mlp_bias": 2 * model.mlp_dim + model.embed_dim,
+        "attention_norm.scale": D,
+        "attention.wqkv": matrices["wqkv"],
+        "attention.qkv_bias": (N + 2 * K) * H * model.qkv_bias,
+        "attention.q_norm.scale": H * model.qk_norm,
+        "attention.k_norm.scale": H * model.qk_norm,
+        "attention.wo": matrices["wo"],
+        "attention.output_bias": D * model.output_bias,
+        "mlp_norm.scale": D,
+        "mlp.w_gate_up": matrices["w_gate_up"],
+        "mlp.gate_up_bias": 2 * F * model.mlp_bias,
+        "mlp.w_down": matrices["w_down"],
+        "mlp.down_bias": D * model.mlp_bias,
     }
-    biases = model.num_layers * sum(size for name, size in of_layer.items() if getattr(model, name))
-    embedding = 0 if model.tie_embeddings else model.vocab_size * model.embed_dim
-    return num_matmul_params(model) + norms + qk_norms + biases + embedding
+    of_layers = {f"layers.{name}": model.num_layers * size for name, size in of_layer.items()}
+    sizes = {"embedding": table, **of_layers, "final_norm.scale": D, "head": 0 if model.tie_embeddings else table}
+    return {name: size for name, size in sizes.items() if size}
 
 
 def computed_model(model: ModelConfig, mesh: Mapping[str, int]) -> ModelConfig:
@@ -110,41 +128,58 @@ def mesh_sizes(config: Config) -> dict[str, int]:
     return config.mesh.axis_sizes(config.hardware.num_devices)
 
 
-def state_bytes_per_param(config: Config) -> int:
-    """Bytes of a weight and its two moments."""
-    return DTYPE_BYTES[config.model.param_dtype] + 2 * DTYPE_BYTES[config.optimizer.moment_dtype]
+def trained_weights(config: Config, model: ModelConfig) -> dict[str, int]:
+    """`weights`, without those that the run leaves as they are."""
+    return {name: size for name, size in weights(model).items() if not config.train.is_frozen(name)}
+
+
+def state_bytes(config: Config, shards: int = 1) -> int:
+    """Bytes of weights and moments on a device, each matrix split over so many; norms and biases, a thousandth of the rest,
+    are whole on every device."""
+    stored = DTYPE_BYTES[config.model.param_dtype] * _per_device(weights(config.model), shards)
+    return stored + _moment_bytes(config, shards)
 
 
 def minimum_state_bytes(config: Config) -> int:
     """Bytes of weights and moments per device when every matrix is split over all devices that may split it, which all
-    stages of ZeRO do between steps.
-
-    Norms and biases, a thousandth of the rest, are whole on every device.
-    """
-    return state_bytes_per_param(config) * _stored_params(config, mesh_sizes(config))
+    stages of ZeRO do between steps."""
+    return state_bytes(config, _stored_shards(config, mesh_sizes(config)))
 
 
-def _stored_params(config: Config, mesh: Mapping[str, int]) -> int:
-    shards = num_parts("embed", mesh) * mesh["tensor"] * (mesh["data"] if config.parallel.zero_data else 1)
-    return _params_per_device(config.model, shards)
+def _stored_shards(config: Config, mesh: Mapping[str, int]) -> int:
+    return num_parts("embed", mesh) * mesh["tensor"] * (mesh["data"] if config.parallel.zero_data else 1)
 
 
-def _params_per_device(model: ModelConfig, shards: int) -> int:
-    matrices = num_matmul_params(model) + (0 if model.tie_embeddings else model.vocab_size * model.embed_dim)
-    return matrices // shards + num_params(model) - matrices
+def _moment_bytes(config: Config, shards: int) -> int:
+    """Of all that the optimizer keeps of the weights, on a device."""
+    moments = config.optimizer.moments
+    kept = {
+        name: size * (moments.of_layer_matrices if _is_layer_matrix(name) else moments.of_others)
+        for name, size in trained_weights(config, config.model).items()
+    }
+    return DTYPE_BYTES[config.optimizer.moment_dtype] * _per_device(kept, shards)
+
+
+def _per_device(sizes: Mapping[str, int], shards: int) -> int:
+    """Numbers of arrays that are as large as their weights, by whose names they are given, on one of so many devices."""
+    split = sum(size for name, size in sizes.items() if name in ("embedding", "head") or _is_layer_matrix(name))
+    return split // shards + sum(sizes.values()) - split
 
 
 def params_gathered_once(config: Config, mesh: Mapping[str, int]) -> int:
     """Parameters that a device has whole, but for `tensor`, from the first micro-batch of a step to the last, and reduces
     the gradients of at its end: embedding, head and, where layers are prefetched, the first; all for `zero: 1`."""
-    model, parallel = computed_model(config.model, mesh), config.parallel
-    ends = model.vocab_size * model.embed_dim * (1 if model.tie_embeddings else 2)
-    layer = (num_matmul_params(model) - model.vocab_size * model.embed_dim) // model.num_layers
+    return _gathered_once(config, weights(computed_model(config.model, mesh)), mesh)
+
+
+def _gathered_once(config: Config, sizes: Mapping[str, int], mesh: Mapping[str, int]) -> int:
+    parallel, ends = config.parallel, sum(sizes.get(name, 0) for name in ("embedding", "head"))
+    layers = sum(size for name, size in sizes.items() if _is_layer_matrix(name))
     if parallel.zero == 1:
-        return (ends + layer * model.num_layers) // mesh["tensor"]
+        return (ends + layers) // mesh["tensor"]
     if parallel.grad_reduce != "step":
         return 0
-    return (ends + (layer if parallel.prefetches else 0)) // mesh["tensor"]
+    return (ends + (layers // config.model.num_layers if parallel.prefetches else 0)) // mesh["tensor"]
 
 
 def expected_bytes(
@@ -165,8 +200,7 @@ def expected_bytes(
     """
     model, computed = config.model, computed_model(config.model, mesh)
     tensor, sequence = mesh["tensor"], mesh["sequence"]
-    stored, moment = DTYPE_BYTES[model.param_dtype], DTYPE_BYTES[config.optimizer.moment_dtype]
-    wide = DTYPE_BYTES[model.compute_dtype]
+    stored, wide = DTYPE_BYTES[model.param_dtype], DTYPE_BYTES[model.compute_dtype]
     D, L, V, F = model.embed_dim, model.num_layers, model.vocab_size // tensor, model.mlp_dim // tensor
     heads = model.num_heads * model.head_dim // tensor
     qkv = heads + 2 * computed.num_kv_heads * model.head_dim // tensor
@@ -186,17 +220,21 @@ def expected_bytes(
     kept_weights = L * layer_params * wide if keeps_gathered_weights(config) else 0
     scores = min(max_chunk_scores, tokens * config.data.seq_len * model.num_heads // tensor)
     layer = tokens * wide * (4 * D + 6 * stream + 2 * heads + 2 * qkv + 4 * F) + 3 * scores * 4
-    shard = _stored_params(config, mesh)
-    own = _params_per_device(model, num_parts("embed", mesh) * tensor)
+    sizes, shards = weights(model), _stored_shards(config, mesh)
+    own = _per_device(sizes, num_parts("embed", mesh) * tensor)
     whole = params_gathered_once(config, mesh)
+    # Of these, what has gradients.
+    own_trained = _per_device(trained_weights(config, model), num_parts("embed", mesh) * tensor)
+    whole_trained = _gathered_once(config, trained_weights(config, computed), mesh)
     summed = DTYPE_BYTES[config.train.grad_accum_dtype] if config.train.grad_accum_steps > 1 else 0
     # A device's own part of the layers, whose gradients are reduced at the step's end, has a narrow copy.
     replicas = num_parts("batch", mesh) * sequence // num_parts("embed", mesh)
     late = replicas > 1 and (config.parallel.grad_reduce == "step" or config.parallel.zero_data == 1)
-    copied = _params_per_device(model, tensor) if config.parallel.zero < 3 else whole + (own if late else 0)
+    copied = _per_device(sizes, tensor) if config.parallel.zero < 3 else whole + (own if late else 0)
     # What is held whole for the step has no gradient as it is stored until all else is done. But for `zero: 1`, which holds
     # all, one such gradient of a micro-batch is there at a time: the head's is summed up before the embedding's is made.
-    held_back = whole if config.parallel.zero == 1 else min(whole, V * D)
+    waiting = own_trained - whole_trained // num_parts("embed", mesh)
+    held_back = whole_trained if config.parallel.zero == 1 else min(whole_trained, V * D)
     # Matrices in float8 are there beside those they are made of, but for `zero: 2` as a device keeps these.
     rounded = L * sum(layer_matrices(computed)[name] for name in model.float8_weights) // tensor
     rounded = {1: rounded, 2: (1 - wide) * rounded, 3: rounded // num_parts("embed", mesh)}[config.parallel.zero]
@@ -205,10 +243,10 @@ def expected_bytes(
     if config.parallel.prefetches:
         collectives, loss = prefetched_bytes(model, mesh), loss + gathered_layer_bytes(model, mesh)
     return {
-        "parameters": stored * shard,
-        "optimizer": 2 * moment * shard,
+        "parameters": stored * _per_device(sizes, shards),
+        "optimizer": _moment_bytes(config, shards),
         "batch": 16 * rows * config.train.grad_accum_steps * config.data.seq_len // sequence,
-        "gradients": (stored + summed) * (own - whole // num_parts("embed", mesh)) + wide * held_back + summed * whole,
+        "gradients": (stored + summed) * waiting + wide * held_back + summed * whole_trained,
         "activations": L * tokens * saved * wide,
         "logits": max(0, loss - layer - collectives),
         "collectives": collectives + wide * copied + rounded,

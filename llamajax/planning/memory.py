@@ -81,7 +81,7 @@ class MemoryPlan:
 def memory_plan(step: CompiledStep, module: Module) -> MemoryPlan:
     """The memory of a compiled step, whose parsed `hlo` is `module`."""
     buffers = step.buffers
-    namer = Namer(module, buffers.arguments)
+    namer = Namer(module, buffers.arguments, step.run.config.train.is_frozen)
     alive = sorted((*buffers.arguments, *buffers.peak), key=lambda buffer: -buffer.size)
     tensors = tuple(PeakTensor(buffer, *namer.tell(buffer)) for buffer in alive)
     by_kind: Counter[MemoryKind] = Counter(dict.fromkeys(MEMORY_KINDS, 0))

@@ -9,7 +9,7 @@ import itertools
 import math
 import operator
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Literal
 
 from llamajax.planning.cost.network import collective_kind
@@ -22,7 +22,7 @@ MemoryKind = Literal[
 ]  # fmt: skip
 MEMORY_KINDS: dict[MemoryKind, str] = {
     "parameters": "master weights",
-    "optimizer": "AdamW's two moments",
+    "optimizer": "the optimizer's moments",
     "batch": "the batch and counters",
     "gradients": "gradients: the stored shards, and what is not scattered yet",
     "activations": "saved by the forward pass for the backward pass",
@@ -61,15 +61,14 @@ _WEIGHTS = {
 
 
 class Namer:
-    """Tells what the buffers of one compiled step are."""
+    """Tells what the buffers of one compiled step are, of whose weights those that `is_frozen` have no gradients."""
 
-    def __init__(self, module: Module, arguments: tuple[Buffer, ...]):
-        weights = [argument for argument in arguments if _argument_path(argument.op_name).startswith("model.")]
-        self._param_dtypes = {weight.dtype for weight in weights}
+    def __init__(self, module: Module, arguments: tuple[Buffer, ...], is_frozen: Callable[[str], bool]):
+        weights = {_argument_path(argument.op_name): argument for argument in reversed(arguments)}
+        weights = {path.removeprefix("model."): w for path, w in weights.items() if path.startswith("model.")}
+        self._param_dtypes = {weight.dtype for weight in weights.values()}
         # A device's shard of a weight, all layers together; the first of a shape gives it its name.
-        self._stored = {
-            w.shape: _argument_path(w.op_name).removeprefix("model.").replace(".", "/") for w in reversed(weights)
-        }
+        self._stored = {w.shape: name.replace(".", "/") for name, w in weights.items() if not is_frozen(name)}
         self._gathered = _gathered_sizes(module)
         # Of one micro-batch [micro-batches, B, T] on the device.
         self._tokens = {math.prod(a.shape[1:]) for a in arguments if a.op_name.startswith("batch")}
@@ -79,7 +78,7 @@ class Namer:
         """What a buffer is for, and its name for people, such as `layers/mlp gate_up, recomputed`."""
         if buffer.opcode == "parameter":
             path = _argument_path(buffer.op_name)
-            is_moment = ".nu." in path or ".mu." in path
+            is_moment = path.startswith("opt_state") and buffer.shape  # what else it keeps are counters
             return "parameters" if path.startswith("model.") else "optimizer" if is_moment else "batch", path
         phase, scopes = _phase(buffer.op_name), _scopes(buffer.op_name)
         is_gather, scopes = WEIGHT in scopes, [scope for scope in scopes if scope != WEIGHT] or ["step"]

@@ -11,6 +11,7 @@ from llamajax.config.run import Config
 from llamajax.model import Llama
 from llamajax.parallel.arrays import concretise
 from llamajax.parallel.zero import split_over_data
+from llamajax.step.frozen import partition
 from llamajax.step.optim import make_optimizer
 
 
@@ -24,7 +25,7 @@ class TrainState:
     model: Llama
     """Master weights in `param_dtype`."""
     opt_state: Any
-    """optax state, sharded as the weights are."""
+    """optax state of the weights that are trained, sharded as they are."""
     rng: jax.Array
     """Key for what is drawn after initialisation."""
     skipped_steps: jax.Array
@@ -42,14 +43,15 @@ def init_state(config: Config, model: Llama | None = None) -> TrainState:
         model: weights to start from, which are used up; None: they are drawn.
     """
     model_key, rng = jax.random.split(jax.random.key(config.seed))
-    weights: Any = Llama(config.model, model_key) if model is None else model  # optax's types know dicts and tuples only
+    weights = Llama(config.model, model_key) if model is None else model
     if config.parallel.zero_data == 1:
         weights = split_over_data(weights)
+    trained: Any = partition(config.train, weights)[0]  # optax's types know dicts and tuples only
     zero = jnp.zeros((), jnp.int32)
     return TrainState(
         step=zero,
         model=weights,
-        opt_state=make_optimizer(config.optimizer, config.train.num_steps).init(weights),
+        opt_state=make_optimizer(config.optimizer, config.train.num_steps).init(trained),
         rng=rng,
         skipped_steps=zero,
         skipped_in_a_row=zero,

@@ -16,6 +16,7 @@ from llamajax.model import Llama
 from llamajax.parallel.sharding import spec
 from llamajax.parallel.zero import no_gradient, whole_over_data
 from llamajax.step.batch import IGNORE, Batch
+from llamajax.step.frozen import combine, partition
 from llamajax.step.loss import LossSums, loss_fn
 from llamajax.step.optim import learning_rate, make_optimizer
 from llamajax.step.prepared_weights import Held, copies, hold
@@ -33,17 +34,20 @@ def loss_and_grads(run: ResolvedRun, model: Llama, batch: Batch) -> tuple[dict[s
 
     Returns:
         `loss` (cross-entropy without z-loss, nats per token; NaN if there are none) and `tokens`, float32 and int32
-        scalars; and the gradients, a `Llama` in float32 whatever the parameters are, in their shardings.
+        scalars; and the gradients, a `Llama` in float32 whatever the parameters are, in their shardings, with None for
+        frozen weights.
     """
     config = run.config
-    held = hold(config, model)
-    whole = copies(config, held)
+    trained, frozen = partition(config.train, model)
+    held, fixed = hold(config, trained), hold(config, frozen)
+    whole = copies(config, combine(held, fixed))
     # Of float32 weights, whose gradients are not rounded where they need not travel.
     wide, pull_back = jax.vjp(
-        functools.partial(hold, config), jax.tree.map(lambda weight: weight.astype(jnp.float32), model)
+        functools.partial(hold, config), jax.tree.map(lambda weight: weight.astype(jnp.float32), trained)
     )
 
     def micro_loss(held: Held, micro_batch: Batch) -> tuple[jax.Array, LossSums]:
+        held = combine(held, fixed)
         return loss_fn(
             held.model, micro_batch, z_loss_weight=config.train.z_loss_weight, parallel=config.parallel,
             remat=config.model.remat, copies=whole, first=held.first,
@@ -86,7 +90,8 @@ def apply_gradients(
 ) -> tuple[TrainState, dict[str, jax.Array]]:
     """Clips and applies; gradients that are not finite, or of no tokens, leave weights and optimizer state as they are and
     are counted."""
-    chex.assert_trees_all_equal_shapes(grads, state.model)
+    trained, frozen = partition(config.train, state.model)
+    chex.assert_trees_all_equal_shapes(grads, trained)
     grad_norm = optax.tree.norm(grads)
     finite = jnp.isfinite(grad_norm)
     applied = finite & (tokens > 0)
@@ -95,15 +100,15 @@ def apply_gradients(
         grads = jax.tree.map(lambda g: g * scale.astype(g.dtype), grads)
 
     optimizer = make_optimizer(config.optimizer, config.train.num_steps)
-    params: Any = state.model
+    params: Any = trained
     updates, opt_state = optimizer.update(grads, state.opt_state, params)
     updated = (optax.apply_updates(params, updates), opt_state)
-    model, opt_state = jax.tree.map(lambda new, old: jnp.where(applied, new, old), updated, (state.model, state.opt_state))
+    model, opt_state = jax.tree.map(lambda new, old: jnp.where(applied, new, old), updated, (trained, state.opt_state))
 
     rate = learning_rate(config.optimizer, config.train.num_steps)(state.step - state.skipped_steps)
     state = TrainState(
         step=state.step + 1,
-        model=model,
+        model=combine(model, frozen),
         opt_state=opt_state,
         rng=state.rng,
         skipped_steps=state.skipped_steps + ~applied,

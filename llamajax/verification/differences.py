@@ -14,7 +14,6 @@ from llamajax.verification.reference_run import Seen, Side, Step
 TOLERANCE = 1e-5
 """Of a scalar: relative. Of an array: of any entry on any device, relative to the array's largest entry on one device."""
 SCALARS = ("tokens", "loss", "gradient norm")
-KINDS = ("gradient", "first moment", "second moment", "weight")
 _FORWARD = (
     "embedding", "attention_norm", "wqkv", "qkv_bias", "q_norm", "k_norm", "wo", "output_bias", "mlp_norm",
     "w_gate_up", "gate_up_bias", "w_down", "down_bias",
@@ -30,7 +29,7 @@ class Difference:
     step: int
     """The first one is 1; 0 is before it."""
     kind: str
-    """Of `SCALARS`, or of `KINDS`."""
+    """Of `SCALARS`, or of the arrays of a `Step`."""
     name: str
     """Of the parameter; empty for a scalar."""
     shape: tuple[int, ...]
@@ -98,7 +97,7 @@ def _step_differences(step: int, ours: Step, truth: Step) -> Iterator[Difference
         yield from before
         yield from arrays("gradient", backward=not any(difference.differs for difference in before))
         yield scalar("gradient norm")
-    yield from (difference for kind in KINDS[1:] for difference in arrays(kind))
+    yield from (difference for kind in truth.arrays if kind != "gradient" for difference in arrays(kind))
 
 
 def _of_any_device(ours: Seen, truth: np.ndarray) -> float:

@@ -8,9 +8,10 @@
 - `equal`, `tolerance`, `largest_difference`; `seconds` that it took.
 - `steps`: for each `step` the `tokens`, `loss` and `gradient_norm` of the mesh; `one_device`: the same there; `differences`:
   relative.
-- `tensors`: `name`, `shape`, and the largest relative difference over all steps and devices of its `gradient`,
-  `first_moment`, `second_moment` and `weight`, in units of the largest entry on one device; `equal`. Where there is a
-  `first_difference`, the steps after it are left out: all that comes of it differs there.
+- `kinds` of arrays that were compared: `gradient`, moments (`first_moment`, `second_moment`), `weight`. `tensors`: `name`,
+  `shape`, and of each kind that it has the largest relative difference over all steps and devices, in units of the
+  largest entry on one device; `equal`. Where there is a `first_difference`, the steps after it are left out: all that
+  comes of it differs there.
 - `first_difference`: null, or the `step`, `kind`, `name` and `shape` of what differs first, and its `difference`; `clues`:
   what it tells; `trials`: single changes (`key`, `value`) and whether they make it go away (`cured`).
 
@@ -29,7 +30,6 @@ from llamajax.config.file import config_to_dict
 from llamajax.config.parallel import AXES
 from llamajax.config.run import Config
 from llamajax.verification.differences import (
-    KINDS,
     SCALARS,
     TOLERANCE,
     Difference,
@@ -100,6 +100,7 @@ def figures(
         "largest_difference": _finite(max(difference.relative for difference in found)),
         "seconds": seconds,
         "steps": [_step(step, ours, truth, found) for step in range(1, len(ours.steps))],
+        "kinds": list(map(_key, truth.steps[-1].arrays)),
         "tensors": [_tensor(name, [difference for difference in until if difference.name == name]) for name in names],
         "first_difference": first and _first(first),
         "clues": list(clues),
@@ -119,9 +120,9 @@ def _step(step: int, ours: Side, truth: Side, found: Sequence[Difference]) -> di
 
 
 def _tensor(name: str, found: Sequence[Difference]) -> dict[str, Any]:
-    largest = {
-        kind: max((difference.relative for difference in found if difference.kind == kind), default=0.0) for kind in KINDS
-    }
+    largest: dict[str, float] = {}
+    for difference in found:
+        largest[difference.kind] = max(difference.relative, largest.get(difference.kind, 0.0))
     return {
         "name": name,
         "shape": list(found[0].shape),

@@ -16,7 +16,6 @@ _STYLE = Path(__file__).with_name("page.css").read_text(encoding="utf-8")
 _WIDTH, _LEFT, _ROW, _HEAD = 1200, 300, 26, 26
 _LEAST, _MOST = -9, 0
 """Powers of ten at the ends of the scale."""
-_KINDS = {"gradient": "gradient", "first_moment": "first moment", "second_moment": "second moment", "weight": "weight"}
 
 
 def page(told: Figures) -> str:
@@ -34,7 +33,7 @@ llamajax {told["llamajax"]}, jax {html.escape(told["jax_version"])}"""
 {_forms(told)}
 <h2>Scaled down</h2>
 {_changes(told)}
-<p>The loss, every gradient, both moments and every weight of {len(told["steps"])} steps were compared with those of one
+<p>The loss, every gradient, moment and weight of {len(told["steps"])} steps were compared with those of one
 device, one micro-batch and no form of sharing the work, in each form that an
 <i>auto</i> may stand for. Not seen here: kernels of GPUs,
 16-bit rounding, speed.</p>"""
@@ -70,7 +69,7 @@ def _until(told: Figures) -> str:
 
 def _drawing(told: Figures) -> str:
     """A row for every tensor, a dot for each of its kinds, on a scale of powers of ten."""
-    tensors = told["tensors"]
+    tensors, kinds = told["tensors"], {kind: kind.replace("_", " ") for kind in told["kinds"]}
     height = _HEAD + _ROW * len(tensors) + 4
 
     def x(value: float | None) -> float:
@@ -91,12 +90,12 @@ def _drawing(told: Figures) -> str:
         name = html.escape(tensor["name"])
         drawing.append(f'<text class="end{bad}" x="{_LEFT - 18}" y="{y + 4:.1f}">{name}</text>')
         drawing.append(f'<line class="lane" x1="{_LEFT}" x2="{_WIDTH - 16}" y1="{y:.1f}" y2="{y:.1f}"/>')
-        for kind, words in _KINDS.items():
-            title = f"{words} of {name} [{text.shape(tensor)}]: {text.difference(tensor[kind])}"
+        for kind in filter(tensor.__contains__, kinds):
+            title = f"{kinds[kind]} of {name} [{text.shape(tensor)}]: {text.difference(tensor[kind])}"
             drawing.append(
                 f'<circle class="{kind}" cx="{x(tensor[kind]):.1f}" cy="{y:.1f}" r="5"><title>{title}</title></circle>'
             )
-    legend = "".join(f'<span class="{kind}"><i></i>{words}</span>' for kind, words in _KINDS.items())
+    legend = "".join(f'<span class="{kind}"><i></i>{words}</span>' for kind, words in kinds.items())
     return (
         f'<svg viewBox="0 0 {_WIDTH} {height}" role="img" aria-label="differences">{"".join(drawing)}</svg>'
         f'<div class="legend">{legend}<span>line: the tolerance, {told["tolerance"]:.0e}</span></div>'

@@ -7,12 +7,12 @@ from typing import Any
 
 import jax
 import numpy as np
-import optax
 
 from llamajax.config.run import Config
 from llamajax.parallel.arrays import named_arrays
 from llamajax.parallel.mesh import make_mesh
 from llamajax.step.batch import FIELDS, Batch, batch_sharding, micro_batch_size
+from llamajax.step.optim import moments
 from llamajax.step.resolve import ResolvedRun, resolve
 from llamajax.step.state import TrainState, abstract_state, init_state
 from llamajax.step.step import apply_gradients, loss_and_grads
@@ -46,7 +46,7 @@ class Step:
     scalars: Mapping[str, float]
     """`tokens`, `loss` and `gradient norm`."""
     arrays: Mapping[str, Mapping[str, Seen]]
-    """`gradient`, `first moment`, `second moment` and `weight` of every parameter, by kind and name."""
+    """`gradient`, moments (`first moment`, `second moment`) and `weight` of every parameter, by kind and name."""
 
 
 @dataclass(frozen=True)
@@ -93,8 +93,8 @@ def run_side(config: Config, num_steps: int, doing: Callable[[str], None]) -> Si
         return {name: _seen(array, places) for name, array in named_arrays(tree).items()}
 
     def kept(state: TrainState) -> dict[str, dict[str, Seen]]:
-        moments = {kind: optax.tree.get(state.opt_state, name) for kind, name in _MOMENTS.items()}
-        return {kind: seen(tree) for kind, tree in (moments | {"weight": state.model}).items()}
+        of_optimizer = dict(zip(_MOMENTS, moments(state.opt_state, state.model), strict=False))
+        return {kind: seen(tree) for kind, tree in (of_optimizer | {"weight": state.model}).items()}
 
     doing("making the state")
     run, state = resolve(config, mesh.shape), init_state(config)
@@ -112,7 +112,7 @@ def _mesh(config: Config) -> jax.sharding.Mesh:
 
 
 _SCALARS = {"tokens": "tokens", "loss": "loss", "gradient norm": "grad_norm"}
-_MOMENTS = {"first moment": "mu", "second moment": "nu"}
+_MOMENTS = tuple(f"{place} moment" for place in ("first", "second", "third", "fourth", "fifth"))
 
 
 def _seen(array: jax.Array, places: Mapping[Any, Place]) -> Seen:

@@ -8,7 +8,6 @@ from rich.table import Table
 from llamajax.watch.console import log, print_table
 
 Figures = Mapping[str, Any]
-KINDS = ("gradient", "first_moment", "second_moment", "weight")
 
 
 def mesh(sizes: Mapping[str, int]) -> str:
@@ -79,9 +78,10 @@ def print_verification(told: Figures) -> None:
             difference(relative["loss"]), _number(row["gradient_norm"]), difference(relative["gradient_norm"]),
         )  # fmt: skip
     _print(steps)
-    tensors = _table("tensor", "shape", *(kind.replace("_", " ") for kind in KINDS), "", left=(0, 1, 6))
+    kinds = told["kinds"]
+    tensors = _table("tensor", "shape", *(kind.replace("_", " ") for kind in kinds), "", left=(0, 1, 2 + len(kinds)))
     for tensor in told["tensors"]:
-        values = (difference(tensor[kind]) for kind in KINDS)
+        values = (difference(tensor[kind]) if kind in tensor else "" for kind in kinds)
         tensors.add_row(tensor["name"], shape(tensor), *values, "ok" if tensor["equal"] else "[bold red]differs[/]")
     _print(tensors)
     log(f"verdict    {verdict(told)}")

@@ -23,6 +23,7 @@ from llamajax.parallel import startup
 from llamajax.parallel.arrays import named_arrays
 from llamajax.step.batch import batch_sharding
 from llamajax.step.compile import compile_with, compiler_options, lower
+from llamajax.step.optim import moments
 from llamajax.step.resolve import attention_kernel, resolve
 from llamajax.step.state import abstract_state, init_state
 from llamajax.weights import names
@@ -72,7 +73,7 @@ def _llamajax(task: Task, choice: Choice) -> dict[str, Any]:
         return metrics["loss"]
 
     def squares() -> Iterator[tuple[str, float]]:
-        arrays = named_arrays({"model": optax.tree.get(state.opt_state, "mu")})
+        arrays = {f"model.{name}": moment for name, moment in moments(state.opt_state, state.model)[0].items()}
         for tensor in names.TENSORS:
             if tensor.array in arrays:
                 part = (*(slice(None),) * names.is_stacked(tensor.array), *tensor.part)

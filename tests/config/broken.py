@@ -119,6 +119,7 @@ BROKEN = [
     (NearDuplicateConfig, {"threshold": 1.1, "num_permutations": 8, "signature_seed": -1}, ["threshold",
      "num_permutations", "signature_seed"]),
     (OptimizerConfig, {"learning_rate": 0.0, "warmup_steps": -1}, ["learning_rate", "warmup_steps"]),
+    (OptimizerConfig, {"name": "adam"}, ["name"]),
     (OptimizerConfig, {"schedule": "wsd"}, ["schedule"]),
     (OptimizerConfig, {"schedule": "wsd", "decay_steps": 0}, ["decay_steps"]),
     (OptimizerConfig, {"decay_steps": 5}, ["decay_steps"]),

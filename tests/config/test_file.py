@@ -24,11 +24,19 @@ from llamajax.config.model import ModelConfig, RopeScalingConfig
 from llamajax.config.parallel import DistributedConfig, MeshConfig, ParallelConfig
 from llamajax.config.recovery import RecoveryConfig, WatchdogConfig
 from llamajax.config.run import Config
-from llamajax.config.training import CheckpointConfig, OptimizerConfig, SampleConfig, TrainConfig
+from llamajax.config.training import (
+    MOMENTS,
+    CheckpointConfig,
+    Moments,
+    OptimizerConfig,
+    SampleConfig,
+    TrainConfig,
+)
 from llamajax.config.watch import MetricsConfig, ProfileConfig
 from llamajax.errors import ConfigError
 from tests.faults.bad_configs import mutated, read
 
+MOMENTS["of_my_own"] = Moments(1, 0)
 EVERYTHING = Config(
     run_dir="runs/1e3",
     model=ModelConfig(
@@ -78,11 +86,11 @@ EVERYTHING = Config(
     ),
     train=TrainConfig(
         num_steps=12_345_678, global_batch_size=12, grad_accum_steps=3, grad_accum_dtype="bfloat16", z_loss_weight=1e-4,
-        max_nonfinite_steps=1, eval_every=5, eval_batches=2,
+        max_nonfinite_steps=1, frozen=("head",), eval_every=5, eval_batches=2,
     ),
     optimizer=OptimizerConfig(
-        learning_rate=3e-4, schedule="wsd", warmup_steps=3, decay_steps=4, min_lr_ratio=0.0, b1=0.8, b2=0.5, eps=1e-300,
-        weight_decay=1e16, no_weight_decay=(), grad_clip_norm=None, moment_dtype="bfloat16",
+        name="of_my_own", learning_rate=3e-4, schedule="wsd", warmup_steps=3, decay_steps=4, min_lr_ratio=0.0, b1=0.8,
+        b2=0.5, eps=1e-300, weight_decay=1e16, no_weight_decay=(), grad_clip_norm=None, moment_dtype="bfloat16",
     ),
     init_from="0x1",
     init_changes=("rope_theta",),
@@ -126,7 +134,7 @@ EDITS = [
     ("optimizer:", "optimiser:", "17: unknown key 'optimiser'; did you mean 'optimizer'?"),
     ("num_steps: 100", "num_steps: 100\n  seed: 1", "16: unknown key 'train.seed'; did you mean 'seed'?"),
     ("", "  Eps: 1\n", "19: unknown key 'optimizer.Eps'; did you mean 'optimizer.eps'?"),
-    ("", "  xyzzy: 1\n", "19: unknown key 'optimizer.xyzzy'; optimizer has learning_rate, schedule,"),
+    ("", "  xyzzy: 1\n", "19: unknown key 'optimizer.xyzzy'; optimizer has name, learning_rate, schedule,"),
     ("", "zzz: 1\n", "19: unknown key 'zzz'; a configuration has run_dir, model, data,"),
     ("", "num_steps: 1\n", "19: unknown key 'num_steps'; did you mean 'train.num_steps' or 'profile.num_steps'?"),
     ("- kind: stdlib", "- {kind: stdlib,\n       wieght: 2}", "13: unknown key 'data.sources.0.wieght'; did you mean 'data"),
@@ -191,6 +199,7 @@ EDITS = [
     ("kind: stdlib", "{kind: stdlib, paths: [a]}", "12: data.sources.0.paths: kind=stdlib finds its own files"),
     ("kind: stdlib", "{kind: stdlib, weight: 0}", "12: data.sources.0.weight: 0.0 must be positive"),
     ("size: 16", "size: 16\n  grad_accum_steps: 3", "17: train.grad_accum_steps: 3 must divide global_batch_size=16"),
+    ("", "  name: adam\n", "19: optimizer.name: adam is no optimizer; choose one of adamw, "),
     ("", "  schedule: wsd\n", "19: optimizer.schedule: wsd needs decay_steps; set it to the steps of the final decay"),
     ("", "  decay_steps: 5\n", "19: optimizer.decay_steps: 5 has no effect with schedule=cosine; use wsd or remove it"),
     ("", "  b2: 0.999\n  moment_dtype: bfloat16\n", "20: optimizer.moment_dtype: bfloat16 loses b2=0.999"),

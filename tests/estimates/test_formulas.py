@@ -7,6 +7,7 @@ import pytest
 from llamajax.config.machine import HardwareConfig
 from llamajax.config.model import ModelConfig
 from llamajax.config.parallel import MeshConfig
+from llamajax.config.training import MOMENTS, Moments, OptimizerConfig
 from llamajax.estimates import formulas
 from tests.tiny import tiny_config
 
@@ -98,3 +99,31 @@ def test_what_is_alive_in_turn_counts_once():
     loss = 2**20 * (4 + 2 * 4) + 2**20 * run.model.embed_dim * (4 + 8)  # a chunk in fp32, the head and its gradient twice
     assert large["logits"] + large["temporaries"] + large["collectives"] == loss
     assert large["temporaries"] == scan["temporaries"]
+
+
+def test_what_is_frozen_has_weights_alone():
+    run = tiny_config(hardware=HardwareConfig(gpu="h100"), mesh=MeshConfig(fsdp=8))
+    frozen = run.changed({"train.frozen": ("embedding", "norm", "w_down")})
+    table, down, norms = 64 * 32, 2 * 32 * 64, (2 * 2 + 1) * 32
+    all_of_it = formulas.num_params(run.model)
+    assert formulas.state_bytes(run) == 12 * all_of_it
+    assert formulas.state_bytes(frozen) == 12 * all_of_it - 8 * (table + down + norms)
+    assert formulas.minimum_state_bytes(run) - formulas.minimum_state_bytes(frozen) == 8 * ((table + down) // 8 + norms)
+    bounds = {"max_chunk_scores": 2**20, "max_chunk_logits": 2**20}
+    # What is whole for the step has one gradient, whole; with `zero: 1` that is all but norms.
+    for changes, fewer in (({}, (table + down) // 8 + norms), ({"parallel.zero": 1}, table + down + norms)):
+        more, less = (
+            formulas.expected_bytes(some.changed(changes), formulas.mesh_sizes(some), **bounds) for some in (run, frozen)
+        )
+        assert more["gradients"] - less["gradients"] == 4 * fewer
+        assert more["optimizer"] - less["optimizer"] == 8 * ((table + down) // 8 + norms)
+        assert {kind for kind in more if more[kind] != less[kind]} == {"gradients", "optimizer"}
+
+
+def test_optimizers_keep_what_their_row_says(monkeypatch):
+    monkeypatch.setitem(MOMENTS, "muon", Moments(of_layer_matrices=1, of_others=2))
+    run = tiny_config(optimizer=OptimizerConfig(learning_rate=1.0, name="muon", moment_dtype="bfloat16"))
+    layers = run.model.num_layers * sum(formulas.layer_matrices(run.model).values())
+    assert formulas.state_bytes(run) == 4 * formulas.num_params(run.model) + 2 * (
+        layers + 2 * (formulas.num_params(run.model) - layers)
+    )

@@ -14,7 +14,7 @@ import pytest
 
 from llamajax.config.model import ModelConfig
 from llamajax.config.parallel import MeshConfig
-from llamajax.estimates.formulas import num_params
+from llamajax.estimates.formulas import weights
 from llamajax.model import Llama
 from llamajax.parallel import mesh
 from llamajax.parallel.arrays import named_arrays
@@ -45,7 +45,7 @@ def test_parameters_are_born_sharded_and_as_many_as_the_config_says(tied: bool):
     jax.set_mesh(mesh.make_mesh(MIXED))
     config = dataclasses.replace(CONFIG, tie_embeddings=tied, param_dtype="bfloat16")
     model = jax.jit(Llama, static_argnums=0).eval_shape(config, jax.random.key(0))
-    assert sum(leaf.size for leaf in jax.tree.leaves(model)) == num_params(config)
+    assert {name: leaf.size for name, leaf in named_arrays(model).items()} == weights(config)
     assert {leaf.dtype for leaf in jax.tree.leaves(model)} == {jnp.dtype("bfloat16")}
     table = {"embedding.value": spec("vocab", "embed")}
     head = {} if tied else {"head.value": spec("vocab", "embed")}
@@ -65,7 +65,7 @@ def test_biases_and_head_norms_are_born_sharded_and_as_many_as_the_config_says()
     config = dataclasses.replace(CONFIG, qkv_bias=True, output_bias=True, mlp_bias=True, qk_norm=True)
     model = jax.jit(Llama, static_argnums=0).eval_shape(config, jax.random.key(0))
     plain = dict(_leaves(jax.jit(Llama, static_argnums=0).eval_shape(CONFIG, jax.random.key(0))))
-    assert sum(leaf.size for leaf in jax.tree.leaves(model)) == num_params(config)
+    assert {name: leaf.size for name, leaf in named_arrays(model).items()} == weights(config)
     added = {path: (leaf.shape, leaf.sharding.spec) for path, leaf in _leaves(model) if path not in plain}
     assert added == {
         "layers.attention.qkv_bias.value": ((2, 2, 4, 4), spec("layers", "kv_heads", None, "head_dim")),

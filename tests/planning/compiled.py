@@ -8,6 +8,7 @@ import jax
 
 from llamajax.config.machine import HardwareConfig
 from llamajax.config.parallel import PLAIN, MeshConfig
+from llamajax.config.run import Config
 from llamajax.config.training import TrainConfig
 from llamajax.parallel import mesh
 from llamajax.planning.xla.buffers import read_buffer_assignment
@@ -22,13 +23,13 @@ CONFIG = tiny_config(
     mesh=MeshConfig(fsdp=4, tensor=2),
     train=TrainConfig(num_steps=10, global_batch_size=32, grad_accum_steps=2),
 )
-RUN = resolve_planned(CONFIG.changed({"parallel": PLAIN}))
 
 
 @functools.cache
-def compiled_step() -> CompiledStep:
-    with tempfile.TemporaryDirectory() as folder, jax.set_mesh(mesh.make_mesh(CONFIG.mesh)):
-        compiled = lower(RUN, abstract_state(CONFIG)).compile(
+def compiled_step(config: Config = CONFIG) -> CompiledStep:
+    run = resolve_planned(config.changed({"parallel": PLAIN}))
+    with tempfile.TemporaryDirectory() as folder, jax.set_mesh(mesh.make_mesh(config.mesh)):
+        compiled = lower(run, abstract_state(config)).compile(
             compiler_options={"xla_dump_to": folder, "xla_dump_hlo_as_proto": True}
         )
         (proto,) = Path(folder).glob("*jit_train_step*after_optimizations.hlo.pb")
@@ -36,7 +37,7 @@ def compiled_step() -> CompiledStep:
     hlo = compiled.as_text()
     assert hlo is not None
     return CompiledStep(
-        run=RUN,
+        run=run,
         hlo=hlo,
         buffers=buffers,
         peak_bytes=0,

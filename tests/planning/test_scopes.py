@@ -84,4 +84,4 @@ NAMED = (
 
 @pytest.mark.parametrize(("array", "kind", "name"), NAMED)
 def test_an_array_is_told_by_its_scopes(array, kind, name):
-    assert Namer(PROGRAM, (WEIGHT, BATCH)).tell(array) == (kind, name)
+    assert Namer(PROGRAM, (WEIGHT, BATCH), lambda _: False).tell(array) == (kind, name)

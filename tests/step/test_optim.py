@@ -1,16 +1,27 @@
-"""Schedules at their corners, AdamW against the textbook update, decay by name, bfloat16 moments."""
+"""Schedules at their corners, AdamW against the textbook update, decay by name, bfloat16 moments, own optimizers."""
 
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import optax.contrib
 import pytest
 
-from llamajax.config.training import OptimizerConfig
+from llamajax.config.parallel import MeshConfig
+from llamajax.config.training import MOMENTS, Moments, OptimizerConfig
 from llamajax.errors import ConfigError
-from llamajax.step.optim import decay_mask, learning_rate, make_optimizer
+from llamajax.parallel.arrays import named_arrays
+from llamajax.parallel.mesh import make_mesh
+from llamajax.planning import memory
+from llamajax.planning.xla.parse import parse
+from llamajax.step.optim import DIRECTIONS, decay_mask, learning_rate, make_optimizer, moments, register
+from llamajax.step.resolve import resolve_planned
+from llamajax.step.state import init_state
+from llamajax.step.step import train_step
+from tests.planning import compiled
+from tests.tiny import random_rows, resolved, single_device_mesh, tiny_config, to_device
 
 
 @pytest.mark.parametrize("schedule", ["linear", "cosine", "wsd", "constant"])
@@ -111,3 +122,88 @@ def test_bfloat16_moments_are_stored_narrow_and_follow_the_float32_ones():
             p = optax.apply_updates(p, updates)
         outcome[dtype] = p["w"]
     assert 0 < jnp.abs(outcome["float32"] - outcome["bfloat16"]).max() < 0.02
+
+
+OWN = {
+    "lion": (lambda config: optax.scale_by_lion(config.b1, config.b2), Moments(1, 1)),
+    "momentum": (lambda config: optax.trace(config.b1), Moments(1, 1)),
+    "signs": (lambda config: optax.scale_by_sign(), Moments(0, 0)),
+    "lion_of_layer_matrices": (
+        lambda config: optax.partition(
+            {True: optax.scale_by_lion(config.b1, config.b2), False: optax.scale_by_adam(config.b1, config.b2)},
+            lambda params: jax.tree.map(lambda weight: weight.ndim > 2, params),
+        ),
+        Moments(1, 2),
+    ),
+}
+
+
+@pytest.fixture(params=OWN)
+def own(request, monkeypatch) -> str:
+    """The name of an optimizer that llamajax does not have."""
+    for table in (DIRECTIONS, MOMENTS):
+        monkeypatch.setitem(table, request.param, None)  # so that it goes with the test
+    register(request.param, *OWN[request.param])
+    return request.param
+
+
+def losses(config) -> list[float]:
+    state, found = init_state(config), []
+    for step in range(5):
+        state, metrics = train_step(resolved(config), state, to_device(config, random_rows(config, step)))
+        found.append(float(metrics["loss"]))
+    weights = named_arrays(state.model)
+    for kept in moments(state.opt_state, state.model):
+        for name, moment in kept.items():
+            assert moment.sharding == weights[name].sharding
+    return found
+
+
+def test_an_optimizer_of_one_s_own_is_trained_on_every_mesh(own):
+    config = tiny_config(optimizer=OptimizerConfig(name=own, learning_rate=1e-3))
+    jax.set_mesh(single_device_mesh())
+    alone, adamw = losses(config), losses(config.changed({"optimizer.name": "adamw"}))
+    assert not np.allclose(alone, adamw, rtol=1e-5)
+    jax.set_mesh(make_mesh(MeshConfig(fsdp=2, data=2, tensor=2)))
+    np.testing.assert_allclose(losses(config), alone, rtol=1e-5)
+
+
+def test_plans_count_what_an_optimizer_of_one_s_own_keeps(own):
+    config = compiled.CONFIG.changed({"optimizer.name": own})
+    step = compiled.compiled_step(config)
+    planned = memory.memory_plan(step, parse(step.hlo)).by_kind["optimizer"]
+    of_layers, of_others = OWN[own][1]
+    model, shards = config.model, 8
+    layers, norms = model.num_layers * (32 * (32 * 4) + 16 * 4 * 32 + 3 * 32 * 64), (2 * model.num_layers + 1) * 32
+    assert planned == 4 * (of_layers * layers // shards + of_others * (2 * 64 * 32 // shards + norms))
+    assert memory.estimate(resolve_planned(config)).by_kind["optimizer"] == planned
+
+
+def test_moment_dtype_is_that_of_moments_alone(monkeypatch):
+    """Muon keeps the coefficients of its iteration, too."""
+
+    def matrices(params: Any) -> Any:
+        return jax.tree.map(lambda _: optax.contrib.MuonDimensionNumbers(), params)
+
+    muon = optax.contrib.scale_by_muon(weight_dimension_numbers=matrices)
+    monkeypatch.setitem(DIRECTIONS, "muon", lambda _: muon)
+    monkeypatch.setitem(MOMENTS, "muon", Moments(1, 1))
+    config = OptimizerConfig(name="muon", learning_rate=1.0, moment_dtype="bfloat16", weight_decay=0.0)
+    params: Any = {"w": jnp.eye(3)}
+    optimizer = make_optimizer(config, num_steps=3)
+    state: Any = optimizer.init(params)
+    updates, after = cast("tuple[Any, Any]", optimizer.update(params, state, params))
+    assert updates["w"].dtype == jnp.float32
+    for kept in (state, after):
+        dtypes = {name: x.dtype.name for name, x in named_arrays(kept[0]).items()}
+        assert dtypes == {"count": "int32", "mu.w": "bfloat16", "ns_coeffs": "float32"}
+
+
+def test_moments_are_found_by_shape_and_path():
+    params = {"w": jnp.ones((2, 3)), "layers": {"w": jnp.ones(4)}}
+    first, second = moments(optax.scale_by_adam().init(params), params)
+    assert first.keys() == second.keys() == {"w", "layers.w"}
+    assert first["layers.w"].shape == (4,)
+    assert moments(optax.scale_by_sign().init(params), params) == []
+    with pytest.raises(ConfigError, match="name: adam is no optimizer; choose one of adamw, "):
+        OptimizerConfig(learning_rate=1.0, name="adam")

@@ -190,9 +190,35 @@ def test_layers_that_hide_what_they_send_equal_one_device(sizes, changes):
     ],
 )
 def test_stages_of_zero_and_times_of_reduction_equal_one_device(base, sizes, changes):
-    own_names = {"accumulation": "train.grad_accum_steps", "remat": "model.remat"}
-    keys = {own_names.get(name, f"parallel.{name}"): value for name, value in changes.items()}
-    check(BASES[base].changed(ROUNDED), sizes, keys)
+    check(BASES[base].changed(ROUNDED), sizes, in_full(changes))
+
+
+@pytest.mark.parametrize(
+    ("base", "frozen", "sizes", "changes"),
+    [
+        (
+            "tiny",
+            ("embedding",),
+            (2, 2, 1, 2),
+            {"stack": "prefetch", "zero_data": 1, "grad_reduce": "step", "accumulation": 2},
+        ),
+        ("tiny", ("layers.attention", "head"), (1, 2, 2, 2), {"zero": 1, "accumulation": 2}),
+        *(
+            pytest.param(base, frozen, sizes, changes, marks=pytest.mark.slow)
+            for base, frozen, sizes, changes in [
+                ("tiny", ("embedding",), (1, 8, 1, 1), {"zero": 2, "stack": "prefetch"}),
+                ("tiny", ("embedding",), (2, 2, 1, 2), {"zero": 1, "stack": "unrolled", "accumulation": 2}),
+                ("tied", ("embedding",), (2, 2, 1, 2), {"stack": "unrolled", "grad_reduce": "step", "accumulation": 2}),
+                ("tied", ("layers",), (2, 2, 2, 1), {"stack": "prefetch", "grad_reduce": "step", "accumulation": 2}),
+                ("odd", ("mlp", "bias"), (2, 1, 2, 2), {"zero": 2, "zero_data": 1, "accumulation": 2}),
+                ("odd", ("head", "final_norm"), (1, 2, 1, 4), {"remat": "full", "tensor": "ring"}),
+                ("tiny", ("w_down", "wqkv"), (2, 4, 1, 1), {"zero": 1, "stack": "prefetch", "accumulation": 2}),
+            ]
+        ),
+    ],
+)
+def test_what_is_left_when_weights_are_frozen_equals_one_device(base, frozen, sizes, changes):
+    check(BASES[base].changed(ROUNDED | {"train.frozen": frozen}), sizes, in_full(changes))
 
 
 @pytest.mark.parametrize(
@@ -241,6 +267,12 @@ def test_copied_heads_in_float8_are_as_near_to_what_is_not_rounded():
     for name in names:
         distances = [np.linalg.norm(found[name] - true[name]) for found in (copied, alone)]
         assert distances[0] <= 1.1 * distances[1], name
+
+
+def in_full(changes: dict[str, Any]) -> dict[str, Any]:
+    """Changes by their dotted keys."""
+    own_names = {"accumulation": "train.grad_accum_steps", "remat": "model.remat"}
+    return {own_names.get(name, f"parallel.{name}"): value for name, value in changes.items()}
 
 
 def check(config: Config, sizes: tuple[int, ...], changes: dict[str, Any], tolerance: float = 1e-5) -> None:

@@ -214,7 +214,7 @@ def test_a_run_goes_on_with_the_defaults_of_settings_that_are_younger(finished):
     data = {"position": 4 * finished.train.global_batch_size}
     old = config_to_dict(finished)
     del old["model"]["matmul_dtype"]
-    del old["optimizer"]["b1"]
+    del old["optimizer"]["b1"], old["optimizer"]["name"], old["train"]["frozen"]
     saved = Saved(step=4, meta={"config": old, "data": data}, files=pathlib.Path())
 
     def check(changes):
@@ -223,6 +223,8 @@ def test_a_run_goes_on_with_the_defaults_of_settings_that_are_younger(finished):
     check({})
     with pytest.raises(CheckpointError, match=r"optimizer\.b1: 0\.9 -> 0\.8\); choose"):
         check({"optimizer.b1": 0.8})
+    with pytest.raises(CheckpointError, match=r"train\.frozen\.0: None -> head\); choose"):
+        check({"train.frozen": ("head",)})
     with pytest.raises(CheckpointError, match=r"model\.matmul_dtype: compute_dtype -> float8\); choose"):
         check({"model.matmul_dtype": "float8"})
 
@@ -283,6 +285,8 @@ def test_what_cannot_end_well_is_refused_before_the_first_step(finished, tmp_pat
         train.run(config.changed({"sample.prompt": "the model " * 50}))
     with pytest.raises(ConfigError, match=r"optimizer\.no_weight_decay: nrom"):
         train.run(config.changed({"optimizer.no_weight_decay": ("nrom",)}))
+    with pytest.raises(ConfigError, match=r"train\.frozen: embeding is in no parameter's name"):
+        train.run(config.changed({"train.frozen": ("embeding",)}))
     assert runs.steps_on_record(tmp_path / "run") == 0
 
 

@@ -5,10 +5,10 @@ from collections.abc import Callable, Mapping
 
 import numpy as np
 
-from llamajax.verification.differences import KINDS
 from llamajax.verification.reference_run import Part, Seen, Side, Step
 
 AXES = {"data": 1, "fsdp": 2, "sequence": 1, "tensor": 4}
+KINDS = ("gradient", "first moment", "second moment", "weight")
 SPLITS = {"embedding": (None, None), "layers.mlp.w_down": (None, "tensor", "fsdp"), "head": ("tensor", None)}
 """The axis that splits each dim of the parameters."""
 _SHAPES = {"embedding": (6, 4), "layers.mlp.w_down": (3, 8, 4), "head": (8, 4)}

@@ -21,11 +21,11 @@ TRIALS = [Trial("mesh.fsdp", 1, True), Trial("mesh.tensor", 1, False)]
 BROKEN = side(only(1, "gradient", ("head",), lambda value: value * np.nan), tokens=200)
 
 
-def told(ours: Side | None = None) -> dict:
-    ours = ours or side()
-    rows = [form_figures("trained", None, side(), side()), form_figures("parallel.<a>: b", None, ours, side())]
+def told(ours: Side | None = None, truth: Side | None = None) -> dict:
+    ours, truth = ours or side(), truth or side()
+    rows = [form_figures("trained", None, side(), truth), form_figures("parallel.<a>: b", None, ours, truth)]
     clues, trials = (["a <clue>", "another"], TRIALS) if ours is BROKEN else ([], [])
-    return figures(CONFIG, VERIFIED, rows, ours, side(), clues, trials, 12.0)
+    return figures(CONFIG, VERIFIED, rows, ours, truth, clues, trials, 12.0)
 
 
 def test_figures_say_what_was_verified_and_what_came_out():
@@ -80,6 +80,18 @@ def test_the_text_ends_with_the_verdict(capsys):
     assert "cause      a <clue>\n           another\n" in out
     assert "tried      it goes away with mesh.fsdp: 1; it stays with mesh.tensor: 1" in out
     assert re.search(r"head +8 x 4 +not finite +0 +0 +0 +differs", out)
+
+
+def test_an_array_that_the_optimizer_does_not_keep_is_not_told(capsys):
+    truth = side()
+    for step in truth.steps:
+        step.arrays["second moment"].pop("head")  # pyright: ignore[reportAttributeAccessIssue] (a dict here)
+    found = told(side(), truth)
+    assert found["kinds"] == ["gradient", "first_moment", "second_moment", "weight"]
+    assert ["second_moment" in tensor for tensor in found["tensors"]] == [True, True, False]
+    text.print_verification(found)
+    assert re.search(r"head +8 x 4 +0 +0 + 0 +ok", capsys.readouterr().out)
+    assert page(found).count("<circle") == 4 * 3 - 1
 
 
 def test_trials_that_all_fail_are_told_too():

@@ -64,7 +64,7 @@ from llamajax.estimates.formulas import (
     mesh_sizes,
     minimum_state_bytes,
     num_params,
-    state_bytes_per_param,
+    state_bytes,
 )
 from llamajax.estimates.gpus import planned_gpu
 from llamajax.planning.cost.accuracy import accuracy
@@ -107,7 +107,7 @@ def analytic_figures(config: Config) -> dict[str, Any]:
         "capacity_bytes": planned_gpu(hardware).memory_bytes,
         "zero_minimum_bytes": minimum_state_bytes(config),
         "least_wire_bytes": least_wire_bytes(config, mesh_sizes(config)),
-        "checkpoint_bytes": num_params(model) * state_bytes_per_param(config),
+        "checkpoint_bytes": state_bytes(config),
     }
 
 

@@ -24,7 +24,7 @@ def test_everything_is_on_the_page():
         "One layer forward",
         "One layer backward",
         "Memory of a GPU",
-        "AdamW's two moments",
+        "the optimizer's moments",
         "all-gather",
         "compute",
     ):

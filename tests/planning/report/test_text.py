@@ -36,7 +36,7 @@ def test_the_verdict_comes_first_and_then_everything(printed):
     assert "predicted, not measured" in second
     for word in (
         "16 x H100 in 4 nodes, 200 GB/s between nodes; mesh data 2 x fsdp 4 x tensor 2",
-        "AdamW's two moments",
+        "the optimizer's moments",
         "model.[bold]",
         f"options    jaxlib {jaxlib.version.__version__}, H100: xla_gpu_enable_latency_hiding_scheduler=true\n",
         "all-gather",

@@ -1,0 +1,39 @@
+"""Weights that stay as they are (`train.frozen`), apart from those that are trained."""
+
+from typing import Any
+
+import jax
+from flax import nnx
+
+from llamajax.config.training import TrainConfig
+from llamajax.errors import ConfigError
+from llamajax.model import Llama
+from llamajax.parallel.arrays import named_arrays
+from llamajax.step.optim import check_names
+
+
+def partition(config: TrainConfig, model: Llama) -> tuple[Llama, Llama]:
+    """The trained weights and the frozen ones: two trees of the model's type, with None where the other has a weight.
+
+    Raises:
+        ConfigError: a name in `frozen` is in no parameter's, or all parameters are frozen.
+    """
+    names = list(named_arrays(model))
+    check_names("train.frozen", config.frozen, names)
+    if all(map(config.is_frozen, names)):
+        raise ConfigError(f"train.frozen: {', '.join(config.frozen)} leaves no parameter to train; remove some of it")
+    weights, tree = jax.tree.flatten(model, is_leaf=_is_weight)
+    pairs = [(None, x) if config.is_frozen(name) else (x, None) for name, x in zip(names, weights, strict=True)]
+    trained, frozen = (jax.tree.unflatten(tree, side) for side in zip(*pairs, strict=True))
+    return trained, frozen
+
+
+def combine(trained: Any, frozen: Any) -> Any:
+    """What `partition` took apart, or what was made of both trees since, weight by weight."""
+    return jax.tree.map(
+        lambda own, other: other if own is None else own, trained, frozen, is_leaf=lambda x: x is None or _is_weight(x)
+    )
+
+
+def _is_weight(node: Any) -> bool:
+    return isinstance(node, nnx.Param)
