@@ -118,6 +118,17 @@ def test_what_is_frozen_has_weights_alone():
         assert more["gradients"] - less["gradients"] == 4 * fewer
         assert more["optimizer"] - less["optimizer"] == 8 * ((table + down) // 8 + norms)
         assert {kind for kind in more if more[kind] != less[kind]} == {"gradients", "optimizer"}
+    # Reduced once, tables that are whole for the step have a gradient, one at a time, unless both are frozen.
+    late = {"parallel.grad_reduce": "step"}
+    (one, _), (none, norms_alone) = (
+        [
+            formulas.expected_bytes(run.changed(late | {"train.frozen": names}), formulas.mesh_sizes(run), **bounds)
+            for names in (tables, (*tables, "norm"))
+        ]
+        for tables in (("embedding",), ("embedding", "head"))
+    )
+    assert one["gradients"] - none["gradients"] == 4 * table
+    assert none["gradients"] - norms_alone["gradients"] == 4 * norms
 
 
 def test_optimizers_keep_what_their_row_says(monkeypatch):

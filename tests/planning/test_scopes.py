@@ -82,6 +82,12 @@ NAMED = (
 )  # fmt: skip
 
 
+def test_what_has_the_shape_of_a_frozen_weight_is_not_its_gradient():
+    array = buffer(f"{FORWARD}/mlp/mul", 4, 96, 8, dtype="f32")
+    assert Namer(PROGRAM, (WEIGHT, BATCH), lambda _: False).tell(array)[0] == "gradients"
+    assert Namer(PROGRAM, (WEIGHT, BATCH), lambda name: name == "layers.mlp.w_down").tell(array)[0] == "temporaries"
+
+
 @pytest.mark.parametrize(("array", "kind", "name"), NAMED)
 def test_an_array_is_told_by_its_scopes(array, kind, name):
     assert Namer(PROGRAM, (WEIGHT, BATCH), lambda _: False).tell(array) == (kind, name)

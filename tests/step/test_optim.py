@@ -200,9 +200,14 @@ def test_moment_dtype_is_that_of_moments_alone(monkeypatch):
 
 
 def test_moments_are_found_by_shape_and_path():
-    params = {"w": jnp.ones((2, 3)), "layers": {"w": jnp.ones(4)}}
-    first, second = moments(optax.scale_by_adam().init(params), params)
-    assert first.keys() == second.keys() == {"w", "layers.w"}
+    params = {"a": jnp.ones(4), "w": jnp.ones((2, 3)), "layers": {"w": jnp.ones(4)}}
+    adam = optax.scale_by_adam()
+    grads = {"a": 2 * params["a"], "w": params["w"], "layers": {"w": 5 * params["layers"]["w"]}}
+    first, second = moments(adam.update(grads, adam.init(params))[1], params)
+    for kept, power in ((first, 1), (second, 2)):
+        expected = {"a": 2**power, "w": 1, "layers.w": 5**power}
+        found = {name: float(moment.mean() / kept["w"].mean()) for name, moment in kept.items()}
+        assert found == pytest.approx(expected)
     assert first["layers.w"].shape == (4,)
     assert moments(optax.scale_by_sign().init(params), params) == []
     with pytest.raises(ConfigError, match="name: adam is no optimizer; choose one of adamw, "):
