@@ -96,6 +96,14 @@ def obstacle(kernel: Kernel, site: Site) -> str | None:
             return _of_tokamax(site) or _missing()
 
 
+def can_fuse(model: ModelConfig, axes: Mapping[str, int], form: SequenceForm) -> bool:
+    """Whether some fused kernel computes attention in this form on GPUs."""
+    asked = model.attention_kernel
+    kernels: tuple[Kernel, ...] = ("cudnn", "pallas") if asked == "auto" else (asked,)
+    site = Site.of(model, axes, form, is_gpu=True)
+    return any(kernel != "plain" and obstacle(kernel, site) is None for kernel in kernels)
+
+
 MAX_PALLAS_HEAD_DIM = 256
 """Of which a tile and its gradients keep to a core's registers and shared memory."""
 

@@ -5,8 +5,7 @@ so that the links work while the device computes. Bytes are those of the collect
 products are of float8, tokens and their gradients pass as such, and sums as they come.
 """
 
-import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -15,8 +14,7 @@ import jax.numpy as jnp
 from jax import P
 from jaxtyping import Array, Float
 
-from llamajax.config.parallel import TensorForm, num_parts, splits_residual
-from llamajax.config.run import Config
+from llamajax.config.parallel import TensorForm
 from llamajax.parallel.float8 import (
     Factor,
     Float8,
@@ -30,7 +28,6 @@ from llamajax.parallel.float8 import (
     values,
 )
 from llamajax.parallel.tensor import (
-    SHARED,
     gather_tokens,
     is_shared,
     partial_spec,
@@ -38,34 +35,6 @@ from llamajax.parallel.tensor import (
     shared_axes,
     token_dims,
 )
-
-LEAST_TOKENS = 2048
-"""That a device multiplies while it passes as many on; with fewer, small matmuls and hops cost more than they hide."""
-LEAST_DEVICES = 4
-"""That share a matmul; two send so little that plans come out alike."""
-
-
-def tensor_form(config: Config, axes: Mapping[str, int]) -> tuple[TensorForm, str]:
-    """The form that `parallel.tensor` names, or that `auto` comes to for training on GPUs; and why, in one line.
-
-    Args:
-        config: the run.
-        axes: sizes of the mesh axes.
-    """
-    devices = math.prod(axes[axis] for axis in SHARED)
-    if devices == 1:
-        return "collective", "no matmul is shared"
-    if (given := config.given_form("tensor")) is not None:
-        return given
-    if not splits_residual(config.data.seq_len, axes):
-        return "collective", f"mesh.tensor does not divide the tokens of a row of {config.data.seq_len}"
-    if devices < LEAST_DEVICES:
-        return "collective", f"{devices} devices send too little to gain from a ring"
-    rows = config.rows_per_device(axes)
-    tokens = rows * config.data.seq_len // num_parts("residual_seq", axes)
-    if tokens < LEAST_TOKENS:
-        return "collective", f"{tokens:,} tokens per hop are too few for matmuls of their own"
-    return "ring", f"{tokens:,} tokens per hop are multiplied while others travel"
 
 
 def gathered_matmul(x: Float[Array, "B T D"], w: Float[Array, "D *N"] | Float8, form: TensorForm) -> Float[Array, "B T *N"]:

@@ -1,13 +1,15 @@
 """Resolves a run: what every `auto` comes to on the devices of a mesh, and why; once, for all who must agree on it."""
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from llamajax.config.model import REMATS, ModelConfig, Remat
-from llamajax.config.parallel import Reduction, StackForm, num_parts
+from llamajax.config.parallel import Reduction, SequenceForm, StackForm, TensorForm, num_parts, splits_residual
 from llamajax.config.run import Config
 from llamajax.errors import ConfigError
+from llamajax.estimates.communication import sequence_numbers
 from llamajax.estimates.formulas import (
     DTYPE_BYTES,
     expected_bytes,
@@ -19,17 +21,21 @@ from llamajax.estimates.formulas import (
 )
 from llamajax.estimates.gpu_memory_budget import memory_fraction
 from llamajax.estimates.gpus import Gpu, planned_gpu
-from llamajax.kernels.choice import Site, choose
-from llamajax.kernels.forms import can_fuse, sequence_form
+from llamajax.kernels.choice import Site, can_fuse, choose
 from llamajax.kernels.plain import MAX_CHUNK_SCORES
 from llamajax.parallel.float8 import LEAST_CAPABILITY
-from llamajax.parallel.matmul import tensor_form
+from llamajax.parallel.tensor import SHARED
 from llamajax.step.loss import MAX_CHUNK_LOGITS
 from llamajax.units import format_bytes
 
 MAX_UNROLLED = 40
 """Layers of a program without a loop over them, each counted as often as a ring goes through it: with more XLA compiles for
 minutes."""
+
+LEAST_TOKENS = 2048
+"""That a device multiplies while it passes as many on; with fewer, small matmuls and hops cost more than they hide."""
+LEAST_DEVICES = 4
+"""That share a matmul; two send so little that plans come out alike."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,22 +69,22 @@ def resolve(config: Config, mesh: Mapping[str, int]) -> ResolvedRun:
     fraction = memory_fraction(config)
     budget = None if gpu is None or config.mesh.num_cpu_devices is not None else fraction * gpu.memory_bytes
     asked, (remat, reason) = config.model.remat, remat_policy(config, mesh, budget)
-    config = config.changed({"model.remat": remat})
+    config = _with_remat(config, remat)
     chosen = {
         "stack": stack_form(config, mesh, budget),
         "sequence": sequence_form(config, mesh),
         "tensor": tensor_form(config, mesh),
     }
-    parallel = dataclasses.replace(config.parallel, **{setting: form for setting, (form, _) in chosen.items()})
-    chosen["grad_reduce"] = reduction_form(dataclasses.replace(config, parallel=parallel), mesh, budget)
-    parallel = dataclasses.replace(parallel, grad_reduce=chosen["grad_reduce"][0])
+    config = _in_forms(config, **{setting: form for setting, (form, _) in chosen.items()})
+    chosen["grad_reduce"] = reduction_form(config, mesh, budget)
+    config = _in_forms(config, grad_reduce=chosen["grad_reduce"][0])
     no_choice = {axis for axis, size in mesh.items() if size == 1}
     if config.train.grad_accum_steps == 1:
         no_choice.add("grad_reduce")
     if asked == "auto":
         chosen["remat"] = remat, reason
     return ResolvedRun(
-        config=dataclasses.replace(config, parallel=parallel),
+        config=config,
         mesh=mesh,
         gpu=gpu,
         memory_fraction=fraction,
@@ -124,9 +130,9 @@ def remat_policy(config: Config, axes: Mapping[str, int], budget: float | None) 
     if budget is None:
         return "full", "there is no GPU, or hardware.gpu does not say which, whose memory could be filled"
     for remat in REMATS:
-        tried = config.changed({"model.remat": remat})
+        tried = _with_remat(config, remat)
         form, _ = stack_form(tried, axes, budget)
-        if _fits(tried.changed({"parallel.stack": form}), axes, budget):
+        if _fits(_in_forms(tried, stack=form), axes, budget):
             return remat, "keeps most of what should fit"
     return "full", "nothing should fit that keeps more"
 
@@ -162,7 +168,7 @@ def stack_form(config: Config, axes: Mapping[str, int], budget: float | None) ->
     form: StackForm = "unrolled" if num_layers * _ring_length(config, axes) <= MAX_UNROLLED else "prefetch"
     if is_alone and form == "prefetch":
         return "scan", f"there is nothing to gather or to reduce, and {num_layers} layers are many without a loop"
-    if not _fits(config.changed({"parallel.stack": form}), axes, budget):
+    if not _fits(_in_forms(config, stack=form), axes, budget):
         return "scan", f"{format_bytes(prefetched_bytes(config.model, axes))} for three layers' weights would hardly fit"
     if is_alone:
         return form, f"what {num_layers} layers keep for the backward pass is not copied"
@@ -171,6 +177,65 @@ def stack_form(config: Config, axes: Mapping[str, int], budget: float | None) ->
         return form, f"{reduced} of gradients are reduced while the layer below computes"
     gathered = format_bytes(gathered_layer_bytes(config.model, axes))
     return form, f"{gathered} of weights come from {shards} devices while the layer before computes"
+
+
+def sequence_form(config: Config, axes: Mapping[str, int]) -> tuple[SequenceForm, str]:
+    """The form that `parallel.sequence` names, or that `auto` comes to for training on GPUs; and why, in one line.
+
+    A fused kernel is worth more than any bytes: the plain form moves every score through the GPU's memory several times.
+    Without one, a ring computes hardly more than the half of the scores that causal rows need, and hides what it sends. Else
+    what sends less is taken.
+
+    Args:
+        config: the run.
+        axes: sizes of the mesh axes.
+    """
+    parts = num_parts("seq", axes)
+    if parts == 1:
+        return "gather", "no row is split"
+    if (given := config.given_form("sequence")) is not None:
+        return given
+    tokens = config.train.global_batch_size / config.train.grad_accum_steps / num_parts("batch", axes)
+    tokens *= config.data.seq_len / parts
+    width = DTYPE_BYTES[config.model.compute_dtype]
+
+    def sent(form: SequenceForm) -> float:
+        return width * tokens * sequence_numbers(config, axes, form)
+
+    forms: tuple[SequenceForm, ...] = ("gather", "ring", "ulysses")
+    possible: list[SequenceForm] = [form for form in forms if not config.sequence_problems(form, axes)]
+    bytes_of_forms = ", ".join(f"{format_bytes(sent(form))} by {form}" for form in possible)
+    told = f"a device sends per layer and micro-batch {bytes_of_forms}"
+    fused = can_fuse(config.model, axes, "ulysses")
+    if "ulysses" in possible and fused:
+        return "ulysses", f"whole rows can be one fused kernel's; {told}"
+    if "ring" in possible:
+        share = (2 * parts + 1) / (4 * parts)
+        return "ring", f"it computes {share:.0%} of the scores that whole rows have, and hides what it sends; {told}"
+    return min(possible, key=sent), f"it sends least; {told}"
+
+
+def tensor_form(config: Config, axes: Mapping[str, int]) -> tuple[TensorForm, str]:
+    """The form that `parallel.tensor` names, or that `auto` comes to for training on GPUs; and why, in one line.
+
+    Args:
+        config: the run.
+        axes: sizes of the mesh axes.
+    """
+    devices = math.prod(axes[axis] for axis in SHARED)
+    if devices == 1:
+        return "collective", "no matmul is shared"
+    if (given := config.given_form("tensor")) is not None:
+        return given
+    if not splits_residual(config.data.seq_len, axes):
+        return "collective", f"mesh.tensor does not divide the tokens of a row of {config.data.seq_len}"
+    if devices < LEAST_DEVICES:
+        return "collective", f"{devices} devices send too little to gain from a ring"
+    rows = config.rows_per_device(axes)
+    tokens = rows * config.data.seq_len // num_parts("residual_seq", axes)
+    if tokens < LEAST_TOKENS:
+        return "collective", f"{tokens:,} tokens per hop are too few for matmuls of their own"
+    return "ring", f"{tokens:,} tokens per hop are multiplied while others travel"
 
 
 def _ring_length(config: Config, axes: Mapping[str, int]) -> int:
@@ -192,7 +257,7 @@ def reduction_form(config: Config, axes: Mapping[str, int], budget: float | None
         return "micro", "there is nothing to reduce"
     if micro_batches == 1:
         return "micro", "there is one micro-batch"
-    late = dataclasses.replace(config, parallel=dataclasses.replace(parallel, grad_reduce="step"))
+    late = _in_forms(config, grad_reduce="step")
     width = DTYPE_BYTES[config.model.compute_dtype]
     ends = 2 * width * params_gathered_once(late, axes) * (shards - 1) // shards
     layers = 2 * layer_matrix_bytes(config.model, axes) * config.model.num_layers // shards
@@ -204,6 +269,14 @@ def reduction_form(config: Config, axes: Mapping[str, int], budget: float | None
     if not _fits(late, axes, budget):
         return "micro", "embedding, head and first layer, whole for the step, would hardly fit"
     return "step", f"{format_bytes(once)} cannot be hidden, once, and not {format_bytes(often)} {micro_batches} times"
+
+
+def _with_remat(config: Config, remat: Remat) -> Config:
+    return dataclasses.replace(config, model=dataclasses.replace(config.model, remat=remat))
+
+
+def _in_forms(config: Config, **forms: str) -> Config:
+    return dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, **forms))
 
 
 def formula_bytes(config: Config, axes: Mapping[str, int]) -> dict[str, int]:

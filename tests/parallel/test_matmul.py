@@ -12,9 +12,8 @@ from jax import P
 
 from llamajax.config.parallel import MeshConfig, TensorForm
 from llamajax.parallel import mesh
-from llamajax.parallel.matmul import Made, gathered_matmul, scattered_matmul, tensor_form
+from llamajax.parallel.matmul import Made, gathered_matmul, scattered_matmul
 from llamajax.parallel.sharding import spec
-from tests.planning.plans import CONFIG
 
 B, T, D, C, F = 4, 16, 6, 2, 8
 FORMS: tuple[TensorForm, ...] = ("collective", "ring", "auto")
@@ -82,27 +81,3 @@ def test_a_ring_passes_each_part_on_once_per_other_device():
     assert passed == [("bf16", f"{B // 2},{T // 4},{D}")] * (4 * 3)  # forward and backward, three hops each
     assert program.count("= optimization_barrier") == 4 * 3  # what keeps hops and matmuls side by side
     assert not re.findall(r"= (?:all_gather|reduce_scatter|psum\w*|all_to_all)\[", program)
-
-
-@pytest.mark.parametrize(
-    ("axes", "changes", "form", "reason"),
-    [
-        ({"fsdp": 16}, {}, "collective", "no matmul is shared"),
-        ({"tensor": 4}, {}, "ring", "2,048 tokens per hop"),
-        ({"tensor": 4}, {"train.grad_accum_steps": 2}, "collective", "1,024 tokens per hop"),
-        ({"tensor": 4, "sequence": 2}, {}, "ring", "2,048 tokens per hop"),
-        ({"tensor": 2}, {}, "collective", "2 devices send too little"),
-        ({"tensor": 2}, {"data.seq_len": 1023}, "collective", "mesh.tensor does not divide"),
-        ({"tensor": 8}, {"parallel.tensor": "ring"}, "ring", "parallel.tensor says so"),
-    ],
-)
-def test_the_form_and_its_reason(axes, changes, form, reason):
-    config = CONFIG.changed({"mesh": MeshConfig(**({"fsdp": -1} | axes))} | changes)
-    chosen, why = tensor_form(config, config.mesh.axis_sizes(16))
-    assert (chosen, why[: len(reason)]) == (form, reason)
-    assert "\n" not in why
-
-
-def test_emulated_devices_gather():
-    config = CONFIG.changed({"mesh": MeshConfig(tensor=2, num_cpu_devices=8)})
-    assert tensor_form(config, config.mesh.axis_sizes(8)) == ("collective", "emulated devices hide nothing")

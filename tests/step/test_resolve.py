@@ -1,5 +1,7 @@
 """What `auto` comes to: told with its reason, the same for whoever asks, never against what is asked for."""
 
+import re
+
 import pytest
 
 from llamajax.config.machine import HardwareConfig
@@ -7,7 +9,8 @@ from llamajax.config.model import REMATS
 from llamajax.config.parallel import MeshConfig, ParallelConfig
 from llamajax.config.run import Config
 from llamajax.errors import ConfigError
-from llamajax.step.resolve import MAX_UNROLLED, float8_matmuls, resolve
+from llamajax.step.resolve import MAX_UNROLLED, float8_matmuls, resolve, sequence_form, tensor_form
+from tests.planning.plans import CONFIG
 from tests.tiny import tiny_config
 
 ON_H100 = HardwareConfig(gpu="h100")
@@ -162,3 +165,60 @@ def test_what_is_multiplied_in_float8_is_told(capability):
     assert told.startswith("float8 with wqkv, w_gate_up, w_down of each layer; ")
     assert ("no faster" in told) == (capability is None)
     assert ("MFU counts bfloat16's peak" in told) == (capability is not None)
+
+
+OPEN = {"model.attend_across_documents": True}
+PLAIN = {"model.attention_kernel": "plain"}
+
+
+@pytest.mark.parametrize(
+    ("axes", "changes", "form", "reason"),
+    [
+        ({"fsdp": 16}, {}, "gather", "no row is split"),
+        ({"sequence": 4}, PLAIN, "ring", "it computes 56% of the scores that whole rows have, and hides"),
+        ({"sequence": 2}, PLAIN, "ring", "it computes 62% of"),
+        ({"sequence": 4}, {}, "ulysses", "whole rows can be one fused kernel's"),
+        ({"sequence": 4}, OPEN, "ulysses", "whole rows can be one fused kernel's"),
+        ({"sequence": 4}, {"model.attention_kernel": "cudnn"}, "ring", "it computes"),
+        ({"sequence": 4}, {"parallel.sequence": "gather"}, "gather", "parallel.sequence says so"),
+        ({"sequence": 4, "tensor": 4}, OPEN, "ring", r"it computes .*\w by gather, .*\w by ring$"),
+        ({"sequence": 8}, PLAIN | {"data.seq_len": 1016}, "ulysses", r"it sends least; .* by gather, .* by ulysses$"),
+        ({"sequence": 2}, PLAIN | {"data.seq_len": 1022, "model.num_kv_heads": 1}, "gather", "it sends least"),
+        ({"sequence": 4, "tensor": 4}, {"data.seq_len": 1020}, "gather", "it sends least; .* by gather$"),
+    ],
+)
+def test_the_form_of_split_rows_and_its_reason(axes, changes, form, reason):
+    config = CONFIG.changed({"mesh": MeshConfig(**({"fsdp": -1} | axes))} | changes)
+    chosen, why = sequence_form(config, config.mesh.axis_sizes(16))
+    assert chosen == form
+    assert re.match(reason, why), why
+    assert "\n" not in why
+
+
+def test_split_rows_of_emulated_devices_are_gathered():
+    config = CONFIG.changed({"mesh": MeshConfig(sequence=2, num_cpu_devices=8)})
+    assert sequence_form(config, config.mesh.axis_sizes(8)) == ("gather", "emulated devices hide nothing")
+
+
+@pytest.mark.parametrize(
+    ("axes", "changes", "form", "reason"),
+    [
+        ({"fsdp": 16}, {}, "collective", "no matmul is shared"),
+        ({"tensor": 4}, {}, "ring", "2,048 tokens per hop"),
+        ({"tensor": 4}, {"train.grad_accum_steps": 2}, "collective", "1,024 tokens per hop"),
+        ({"tensor": 4, "sequence": 2}, {}, "ring", "2,048 tokens per hop"),
+        ({"tensor": 2}, {}, "collective", "2 devices send too little"),
+        ({"tensor": 2}, {"data.seq_len": 1023}, "collective", "mesh.tensor does not divide"),
+        ({"tensor": 8}, {"parallel.tensor": "ring"}, "ring", "parallel.tensor says so"),
+    ],
+)
+def test_the_form_of_shared_matmuls_and_its_reason(axes, changes, form, reason):
+    config = CONFIG.changed({"mesh": MeshConfig(**({"fsdp": -1} | axes))} | changes)
+    chosen, why = tensor_form(config, config.mesh.axis_sizes(16))
+    assert (chosen, why[: len(reason)]) == (form, reason)
+    assert "\n" not in why
+
+
+def test_shared_matmuls_of_emulated_devices_are_collective():
+    config = CONFIG.changed({"mesh": MeshConfig(tensor=2, num_cpu_devices=8)})
+    assert tensor_form(config, config.mesh.axis_sizes(8)) == ("collective", "emulated devices hide nothing")
