@@ -1,7 +1,6 @@
 """Llama 1, 2, 3, 3.1, 3.2 and 3.3 (arXiv:2302.13971, 2307.09288, 2407.21783), Mistral, Qwen2 and Qwen3: one decoder,
 told apart by ModelConfig."""
 
-from dataclasses import dataclass
 from functools import partial
 
 import jax
@@ -19,13 +18,13 @@ from llamajax.model.kv_cache import KVCache, append, write_prompt
 from llamajax.model.layers import MLP, RMSNorm, normal
 from llamajax.model.rope import positions_from_segment_ids, rope_tables
 from llamajax.parallel.arrays import named_arrays
-from llamajax.parallel.prefetch import run_prefetching
+from llamajax.parallel.prefetch import Layers, run_prefetching
 from llamajax.parallel.sequence import laid_out
 from llamajax.parallel.sharding import ONE_DEVICE, spec
 from llamajax.parallel.stack import Policy, run_layers
 from llamajax.parallel.tensor import is_shared
 from llamajax.parallel.vocabulary import logits, look_up, table
-from llamajax.parallel.zero import gathered
+from llamajax.parallel.zero import PreparedWeights, gathered
 
 Tokens = Int32[Array, "B T"]
 """Of each row's tokens: their ids, or the ids of their documents, or their positions."""
@@ -94,19 +93,6 @@ def _mlp_part(weights: tuple[RMSNorm, MLP], x: jax.Array, parallel: ParallelConf
         return x + mlp(norm(x), parallel.tensor, gates_in_stack=gates_in_stack)
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class Copies:
-    """Of a model's weights, what is computed with in their place: gathered before, or in float8; they get the gradients."""
-
-    layers: Layer
-    first: Layer | None = None
-    """Of `first` in `Llama.hidden`."""
-    embedding: nnx.Param | None = None
-    head: nnx.Param | None = None
-    """Of `Llama.output_weight`."""
-
-
 class Llama(nnx.Module):
     """The whole model as a pytree of `nnx.Param`s, each made in its sharding on the current mesh.
 
@@ -120,6 +106,7 @@ class Llama(nnx.Module):
         self.embedding = table(V, D, dtype, normal(embedding_key, config.init_std))
         # One Layer whose parameters have a leading dim L, for scan: compile time does not grow with depth.
         self.layers = jax.vmap(partial(Layer, config))(jax.random.split(layers_key, config.num_layers))
+        self.whole_first: Layer | None = nnx.data(None)  # of weights prepared for a step: the first of the layers, gathered
         self.final_norm = RMSNorm(D, config)
         self.head = None if config.tie_embeddings else table(V, D, dtype, normal(head_key, config.init_std))
 
@@ -139,8 +126,7 @@ class Llama(nnx.Module):
         *,
         parallel: ParallelConfig = PLAIN,
         remat: Remat = "none",
-        copies: Copies | None = None,
-        first: Layer | None = None,
+        copies: "Llama | None" = None,
     ) -> Float[Array, "B T D"]:
         """The normed states that the head reads, in `compute_dtype`, laid out as `llamajax.parallel.sequence.laid_out` does.
 
@@ -151,15 +137,15 @@ class Llama(nnx.Module):
             positions: for the rotary embedding. None: counted from the start of each segment.
             parallel: the forms in which devices share the work; for a `ring`, T must be divisible by twice its devices.
             remat: what is kept for the backward pass. Never `auto`, which `llamajax.step.resolve` resolves.
-            copies: of its weights.
-            first: its first layer, gathered before, which then gets that one's gradient; for a `prefetch` stack.
+            copies: of its weights, see `PreparedWeights`; one that is None there has no copy.
         """
         config, sequence = self.config, parallel.sequence
         known = (None, None) if config.attend_across_documents else (segment_ids, positions)
         rows = self._rows(tokens, *known, sequence=sequence)
         rows, tokens = jax.lax.optimization_barrier((rows, tokens))  # none of them before this micro-batch's turn
-        x = self._embed(laid_out(tokens, sequence), None if copies is None else copies.embedding)
+        x = self._embed(laid_out(tokens, sequence), copies)
 
+        prepared = PreparedWeights(self, copies)
         saved = _SAVED_BY_REMAT[remat]
         if remat == "full" and is_shared(x):
             saved = ("residual",)  # a part of the tokens; making it again would scatter the attention's output again
@@ -172,8 +158,11 @@ class Llama(nnx.Module):
             def transform(weights: tuple[RMSNorm, MLP], x: jax.Array, _: Rows) -> jax.Array:
                 return _mlp_part(weights, x, parallel, gates_in_stack=gates_in_stack)
 
+            def by_parts(model: Llama) -> Layers:
+                return model.layers.by_parts(), None if model.whole_first is None else model.whole_first.by_parts()
+
             x = run_prefetching(
-                self.layers.by_parts(),
+                prepared.part(by_parts),
                 (attend, transform),
                 x,
                 rows,
@@ -181,17 +170,14 @@ class Llama(nnx.Module):
                 saved=_policy(saved),
                 made_first=_DEAR,
                 unrolled=parallel.stack == "unrolled",
-                copies=None if copies is None else copies.layers.by_parts(),
-                first=None if first is None else first.by_parts(),
-                first_copy=None if copies is None or copies.first is None else copies.first.by_parts(),
             )
         else:
 
             def run_layer(x: jax.Array, layer: Layer, _: None) -> tuple[jax.Array, None]:
                 return layer(x, rows, parallel=parallel, gates_in_stack=gates_in_stack)[0], None
 
-            layers = None if copies is None else copies.layers
-            x, _ = run_layers(self.layers, run_layer, x, dtype=x.dtype, saved=_policy(saved), copies=layers)
+            layers = prepared.part(lambda model: model.layers)
+            x, _ = run_layers(layers, run_layer, x, dtype=x.dtype, saved=_policy(saved))
         with jax.named_scope("final_norm"):
             return self.final_norm(x)
 
@@ -218,7 +204,7 @@ class Llama(nnx.Module):
 
         # Carried, not stacked up: a carried cache is written where it lies.
         carry, numbers = (x, cache.keys, cache.values), jnp.arange(self.config.num_layers)
-        (x, keys, values), _ = run_layers(self.layers, run_layer, carry, numbers, dtype=x.dtype)
+        (x, keys, values), _ = run_layers(PreparedWeights(self.layers), run_layer, carry, numbers, dtype=x.dtype)
         is_last = jnp.arange(tokens.shape[1])[None, :] == lengths[:, None] - 1
         x = jnp.sum(jnp.where(is_last[:, :, None], x, 0), axis=1, keepdims=True)
         return self._next_token_logits(x), KVCache(keys, values, lengths)
@@ -241,7 +227,7 @@ class Llama(nnx.Module):
         def run_layer(x: jax.Array, layer: Layer, cached: tuple[jax.Array, ...]) -> tuple[jax.Array, KeyValue]:
             return layer(x, rows, Past(cached[0], cached[1], cache.lengths))
 
-        x, (k, v) = run_layers(self.layers, run_layer, x, (cache.keys, cache.values), dtype=x.dtype)
+        x, (k, v) = run_layers(PreparedWeights(self.layers), run_layer, x, (cache.keys, cache.values), dtype=x.dtype)
         return self._next_token_logits(x), append(cache, k, v)
 
     def output_weight(self) -> nnx.Param:
@@ -255,7 +241,8 @@ class Llama(nnx.Module):
             model = jax.eval_shape(lambda: Llama(config, jax.random.key(0)))
         return {name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for name, leaf in named_arrays(model).items()}
 
-    def _embed(self, tokens: Tokens, copy: nnx.Param | None = None) -> Float[Array, "B T D"]:
+    def _embed(self, tokens: Tokens, copies: "Llama | None" = None) -> Float[Array, "B T D"]:
+        copy = None if copies is None else copies.embedding
         with jax.named_scope("embed"):
             return look_up(gathered(self.embedding, self.config.compute_dtype, copy)[...], tokens)
 

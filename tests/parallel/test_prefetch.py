@@ -14,7 +14,7 @@ from llamajax.parallel.mesh import make_mesh
 from llamajax.parallel.prefetch import run_prefetching
 from llamajax.parallel.sharding import spec
 from llamajax.parallel.stack import Policy, run_layers
-from llamajax.parallel.zero import weight
+from llamajax.parallel.zero import PreparedWeights, weight
 
 B, T, D = 8, 4, 8
 NAMED = jax.checkpoint_policies.save_any_names_but_these()
@@ -51,7 +51,7 @@ def plain(weights: tuple[Matrix, Matrix], x: jax.Array, shared: jax.Array, _: ob
     def run(x: jax.Array, layer: tuple[Matrix, Matrix], _: None) -> tuple[jax.Array, None]:
         return second_part(layer[1], first_part(layer[0], x, shared), shared), None
 
-    return run_layers(weights, run, x, dtype="float32")[0]
+    return run_layers(PreparedWeights(weights), run, x, dtype="float32")[0]
 
 
 def policy(saved: tuple[str, ...] | None) -> Policy | None:
@@ -64,7 +64,7 @@ def prefetching(
     weights: tuple[Matrix, Matrix], x: jax.Array, shared: jax.Array, saved: tuple[str, ...] | None, *, unrolled: bool = False
 ) -> jax.Array:
     return run_prefetching(
-        weights, (first_part, second_part), x, shared,
+        PreparedWeights((weights, None)), (first_part, second_part), x, shared,
         dtype="float32", saved=policy(saved), made_first=NAMED, unrolled=unrolled,
     )  # fmt: skip
 
