@@ -1,7 +1,9 @@
 """Llama 1, 2, 3, 3.1, 3.2 and 3.3 (arXiv:2302.13971, 2307.09288, 2407.21783), Mistral, Qwen2 and Qwen3: one decoder,
 told apart by ModelConfig."""
 
+from collections.abc import Mapping
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +17,7 @@ from llamajax.kernels import cudnn
 from llamajax.kernels.attention import Mask, Past, with_sight
 from llamajax.model.attention import Attention, KeyValue, Rows
 from llamajax.model.kv_cache import KVCache, append, write_prompt
-from llamajax.model.layers import MLP, RMSNorm, normal
+from llamajax.model.layers import MLP, Auxiliary, RMSNorm, normal
 from llamajax.model.rope import positions_from_segment_ids, rope_tables
 from llamajax.parallel.arrays import named_arrays
 from llamajax.parallel.prefetch import Layers, run_prefetching
@@ -48,6 +50,19 @@ def _policy(saved: tuple[str, ...] | None) -> Policy | None:
     return jax.checkpoint_policies.save_from_both_policies(named, cudnn.is_kernel) if "attention" in saved else named
 
 
+class Activations(NamedTuple):
+    """What a layer, or a part of one, gives to the next: in a stack of layers, all that has a gradient but the weights."""
+
+    residual: Float[Array, "B T D"]
+    auxiliary: Auxiliary
+    """Summed over the layers before, with a name for all that is asked for; nothing, where nobody asks."""
+
+    def plus(self, out: Float[Array, "B T D"], own: Auxiliary) -> "Activations":
+        """With what a part adds."""
+        totals = {name: total + own[name] if name in own else total for name, total in self.auxiliary.items()}
+        return Activations(self.residual + out, totals)
+
+
 class Layer(nnx.Module):
     """One decoder layer: attention, then MLP, each normed before and added to the residual stream."""
 
@@ -60,18 +75,23 @@ class Layer(nnx.Module):
 
     def __call__(
         self,
-        x: Float[Array, "B T D"],
+        x: Activations,
         rows: Rows,
         past: Past | None = None,
         *,
         parallel: ParallelConfig = PLAIN,
         gates_in_stack: bool = False,
-    ) -> tuple[Float[Array, "B T D"], KeyValue]:
-        """The residual stream behind the layer; and the tokens' keys and values. `rows` and `past` as for `Attention`,
+    ) -> tuple[Activations, KeyValue]:
+        """The activations behind the layer; and the tokens' keys and values. `rows` and `past` as for `Attention`,
         `gates_in_stack` as for `MLP`."""
         of_attention, of_mlp = self.by_parts()
         x, key_value = _attention_part(of_attention, x, rows, parallel, past)
         return _mlp_part(of_mlp, x, parallel, gates_in_stack=gates_in_stack), key_value
+
+    @property
+    def auxiliary(self) -> Mapping[str, float]:
+        """Of the values of `Auxiliary` that its parts give: the name, and the weight in the loss."""
+        return self.mlp.auxiliary
 
     def by_parts(self) -> tuple[tuple[RMSNorm, Attention], tuple[RMSNorm, MLP]]:
         """The weights of `_attention_part` and those of `_mlp_part`."""
@@ -79,18 +99,21 @@ class Layer(nnx.Module):
 
 
 def _attention_part(
-    weights: tuple[RMSNorm, Attention], x: jax.Array, rows: Rows, parallel: ParallelConfig, past: Past | None = None
-) -> tuple[jax.Array, KeyValue]:
+    weights: tuple[RMSNorm, Attention], x: Activations, rows: Rows, parallel: ParallelConfig, past: Past | None = None
+) -> tuple[Activations, KeyValue]:
     norm, attention = weights
     with jax.named_scope("attention"):
-        out, key_value = attention(norm(x), rows, past, sequence=parallel.sequence, tensor=parallel.tensor)
-        return checkpoint_name(x + out, "residual"), key_value
+        out, key_value = attention(norm(x.residual), rows, past, sequence=parallel.sequence, tensor=parallel.tensor)
+        residual, auxiliary = x.plus(out, {})
+        return Activations(checkpoint_name(residual, "residual"), auxiliary), key_value
 
 
-def _mlp_part(weights: tuple[RMSNorm, MLP], x: jax.Array, parallel: ParallelConfig, *, gates_in_stack: bool) -> jax.Array:
+def _mlp_part(
+    weights: tuple[RMSNorm, MLP], x: Activations, parallel: ParallelConfig, *, gates_in_stack: bool
+) -> Activations:
     norm, mlp = weights
     with jax.named_scope("mlp"):
-        return x + mlp(norm(x), parallel.tensor, gates_in_stack=gates_in_stack)
+        return x.plus(*mlp(norm(x.residual), parallel.tensor, gates_in_stack=gates_in_stack))
 
 
 class Llama(nnx.Module):
@@ -114,7 +137,7 @@ class Llama(nnx.Module):
         self, tokens: Tokens, segment_ids: Tokens | None = None, positions: Tokens | None = None
     ) -> Float32[Array, "B T V"]:
         """Logits; arguments as for `hidden`."""
-        x = self.hidden(tokens, segment_ids, positions)
+        x, _ = self.hidden(tokens, segment_ids, positions)
         with jax.named_scope("head"):
             return self._logits(jax.reshard(x, spec("batch", "seq", None)))
 
@@ -127,8 +150,9 @@ class Llama(nnx.Module):
         parallel: ParallelConfig = PLAIN,
         remat: Remat = "none",
         copies: "Llama | None" = None,
-    ) -> Float[Array, "B T D"]:
-        """The normed states that the head reads, in `compute_dtype`, laid out as `llamajax.parallel.sequence.laid_out` does.
+    ) -> tuple[Float[Array, "B T D"], Auxiliary]:
+        """The normed states that the head reads, in `compute_dtype`, laid out as `llamajax.parallel.sequence.laid_out` does;
+        and the auxiliary values of all layers, summed over these.
 
         Args:
             tokens: B must be divisible by the devices that share the batch, T by the sequence axis.
@@ -149,22 +173,25 @@ class Llama(nnx.Module):
         saved = _SAVED_BY_REMAT[remat]
         if remat == "full" and is_shared(x):
             saved = ("residual",)  # a part of the tokens; making it again would scatter the attention's output again
+        lies = jax.P(*jax.typeof(x).sharding.spec[:2])
+        zeros = {name: jnp.zeros(x.shape[:2], jnp.float32, out_sharding=lies) for name in self.layers.auxiliary}
+        activations = Activations(x, zeros)
         gates_in_stack = parallel.stack != "unrolled" and "gate_up" in (saved or ())
         if parallel.prefetches:
 
-            def attend(weights: tuple[RMSNorm, Attention], x: jax.Array, rows: Rows) -> jax.Array:
+            def attend(weights: tuple[RMSNorm, Attention], x: Activations, rows: Rows) -> Activations:
                 return _attention_part(weights, x, rows, parallel)[0]
 
-            def transform(weights: tuple[RMSNorm, MLP], x: jax.Array, _: Rows) -> jax.Array:
+            def transform(weights: tuple[RMSNorm, MLP], x: Activations, _: Rows) -> Activations:
                 return _mlp_part(weights, x, parallel, gates_in_stack=gates_in_stack)
 
             def by_parts(model: Llama) -> Layers:
                 return model.layers.by_parts(), None if model.whole_first is None else model.whole_first.by_parts()
 
-            x = run_prefetching(
+            x, auxiliary = run_prefetching(
                 prepared.part(by_parts),
                 (attend, transform),
-                x,
+                activations,
                 rows,
                 dtype=x.dtype,
                 saved=_policy(saved),
@@ -173,13 +200,13 @@ class Llama(nnx.Module):
             )
         else:
 
-            def run_layer(x: jax.Array, layer: Layer, _: None) -> tuple[jax.Array, None]:
+            def run_layer(x: Activations, layer: Layer, _: None) -> tuple[Activations, None]:
                 return layer(x, rows, parallel=parallel, gates_in_stack=gates_in_stack)[0], None
 
             layers = prepared.part(lambda model: model.layers)
-            x, _ = run_layers(layers, run_layer, x, dtype=x.dtype, saved=_policy(saved))
+            (x, auxiliary), _ = run_layers(layers, run_layer, activations, dtype=x.dtype, saved=_policy(saved))
         with jax.named_scope("final_norm"):
-            return self.final_norm(x)
+            return self.final_norm(x), auxiliary
 
     def prefill(self, tokens: Tokens, lengths: Int32[Array, "B"], cache: KVCache) -> tuple[Float32[Array, "B V"], KVCache]:
         """Reads prompts into the cache, from its first slot on; what it held before is gone.
@@ -199,7 +226,7 @@ class Llama(nnx.Module):
 
         def run_layer(carry: tuple[jax.Array, jax.Array, jax.Array], layer: Layer, index: jax.Array):
             x, keys, values = carry
-            x, (k, v) = layer(x, rows)
+            (x, _), (k, v) = layer(Activations(x, {}), rows)
             return (x, write_prompt(keys, index, k), write_prompt(values, index, v)), None
 
         # Carried, not stacked up: a carried cache is written where it lies.
@@ -225,7 +252,8 @@ class Llama(nnx.Module):
         rows = Rows(*rope_tables(positions, self.config), Mask(window=self.config.sliding_window))
 
         def run_layer(x: jax.Array, layer: Layer, cached: tuple[jax.Array, ...]) -> tuple[jax.Array, KeyValue]:
-            return layer(x, rows, Past(cached[0], cached[1], cache.lengths))
+            (x, _), key_value = layer(Activations(x, {}), rows, Past(cached[0], cached[1], cache.lengths))
+            return x, key_value
 
         x, (k, v) = run_layers(PreparedWeights(self.layers), run_layer, x, (cache.keys, cache.values), dtype=x.dtype)
         return self._next_token_logits(x), append(cache, k, v)

@@ -49,7 +49,7 @@ def run_prefetching(
         weights: of each part a tree. Where the first layer's were gathered before, the layers begin with nothing to wait
             for; these get that layer's gradient, and the others zeros for it, so that they end with nothing to reduce.
         parts: what a layer consists of.
-        x: what the first layer is given.
+        x: what the first layer is given, and each gives on: any tree, such as a residual stream and sums over layers.
         shared: what every part of every layer is given too; it gets no gradient. The memory for what the layers keep is
             taken when it is there.
         dtype: that weights are gathered in.

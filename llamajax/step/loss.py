@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import P
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array, Float, Float32, Int32
 
 from llamajax.config.model import Remat
 from llamajax.config.parallel import PLAIN, ParallelConfig, axes_of
@@ -36,7 +36,7 @@ class LossSums(NamedTuple):
     """Sums over the counted tokens of a batch, the same on every device."""
 
     loss: jax.Array
-    """fp32 []: cross-entropy plus z-loss; the one to differentiate."""
+    """fp32 []: cross-entropy plus z-loss, to differentiate."""
     cross_entropy: jax.Array
     """fp32 []: cross-entropy alone, nats; for reports, without a gradient."""
     num_tokens: jax.Array
@@ -50,8 +50,9 @@ def loss_fn(
     z_loss_weight: float,
     parallel: ParallelConfig = PLAIN,
     remat: Remat = "none",
-) -> tuple[jax.Array, LossSums]:
-    """The batch's summed loss, to differentiate and divide by a token count, and all its sums.
+) -> tuple[jax.Array, tuple[LossSums, dict[str, jax.Array]]]:
+    """The batch's summed loss, to differentiate and divide by a token count; and what to report: all its sums, and those of
+    the layers' auxiliary values, float32 scalars over the same tokens.
 
     Args:
         weights: the Llama, prepared or as it is stored.
@@ -62,14 +63,22 @@ def loss_fn(
     """
     weights = _with_ends_apart(weights)
     model, rows = weights.trained, (batch["tokens"], batch["segment_ids"], batch["positions"])
-    hidden = model.hidden(*rows, parallel=parallel, remat=remat, copies=weights.copies)
+    hidden, auxiliary = model.hidden(*rows, parallel=parallel, remat=remat, copies=weights.copies)
     targets = laid_out(batch["targets"], parallel.sequence)  # as the hidden states are; a sum has no order
     with jax.named_scope("loss"):
         output = weights.part(Llama.output_weight)
         hidden, trained = _back_at_once(hidden, output.trained)
         head = gathered(trained, hidden.dtype, output.copies)[...]
         sums = token_losses(hidden, head, targets, z_loss_weight, model.config.vocab_size)
-    return sums.loss, sums
+        auxiliary = {name: _counted(values, targets) for name, values in auxiliary.items()}
+        loss = sum((weight * auxiliary[name] for name, weight in model.layers.auxiliary.items() if weight), sums.loss)
+    return loss, (sums, auxiliary)
+
+
+def _counted(values: Float32[Array, "B T"], targets: Int32[Array, "B T"]) -> Float32[Array, ""]:
+    """Their sum over counted tokens, on every device."""
+    targets = jax.reshard(targets, jax.typeof(values).sharding.spec)
+    return jnp.sum(jnp.where(targets != IGNORE, values, 0.0))
 
 
 @jax.custom_vjp

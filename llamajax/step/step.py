@@ -33,9 +33,9 @@ def loss_and_grads(run: ResolvedRun, model: Llama, batch: Batch) -> tuple[dict[s
     packing, accumulation and mesh.
 
     Returns:
-        `loss` (cross-entropy without z-loss, nats per token; NaN if there are none) and `tokens`, float32 and int32
-        scalars; and the gradients, a `Llama` in float32 whatever the parameters are, in their shardings, with None for
-        frozen weights.
+        `loss` (cross-entropy alone, nats per token; NaN if there are none), the layers' auxiliary values by their names, per
+        token too, and `tokens`, float32 and int32 scalars; and the gradients, a `Llama` in float32 whatever the parameters
+        are, in their shardings, with None for frozen weights.
     """
     config = run.config
     trained, frozen = partition(config.train, model)
@@ -46,7 +46,7 @@ def loss_and_grads(run: ResolvedRun, model: Llama, batch: Batch) -> tuple[dict[s
         functools.partial(prepare, config), jax.tree.map(lambda weight: weight.astype(jnp.float32), trained)
     )
 
-    def micro_loss(own: Llama, micro_batch: Batch) -> tuple[jax.Array, LossSums]:
+    def micro_loss(own: Llama, micro_batch: Batch) -> tuple[jax.Array, Any]:
         return loss_fn(
             PreparedWeights(combine(own, fixed), whole), micro_batch, z_loss_weight=config.train.z_loss_weight,
             parallel=config.parallel, remat=config.model.remat,
@@ -61,13 +61,15 @@ def loss_and_grads(run: ResolvedRun, model: Llama, batch: Batch) -> tuple[dict[s
 
     chex.assert_equal_shape(list(batch.values()))
     zero = jnp.zeros((), config.train.grad_accum_dtype)
-    zeros = (jax.tree.map(lambda weight: no_gradient(weight, zero), own), _no_losses())
-    (grads, sums), _ = lax.scan(micro_step, zeros, batch)
+    none = _no_losses(), dict.fromkeys(model.layers.auxiliary, jnp.zeros(()))
+    zeros = (jax.tree.map(lambda weight: no_gradient(weight, zero), own), none)
+    (grads, (sums, auxiliary)), _ = lax.scan(micro_step, zeros, batch)
     (grads,) = pull_back(jax.tree.map(lambda grad, weight: grad.astype(weight.dtype), grads, wide))
     grads = jax.tree.map(_laid_out_as_stored, grads)
     tokens = jnp.maximum(sums.num_tokens, 1)
-    loss = sums.cross_entropy / sums.num_tokens  # no number where there is nothing to take the mean of
-    return {"loss": loss, "tokens": sums.num_tokens}, jax.tree.map(lambda g: g / tokens, grads)
+    # No numbers where there is nothing to take the mean of.
+    means = {name: total / sums.num_tokens for name, total in ({"loss": sums.cross_entropy} | auxiliary).items()}
+    return means | {"tokens": sums.num_tokens}, jax.tree.map(lambda g: g / tokens, grads)
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
@@ -75,7 +77,7 @@ def train_step(run: ResolvedRun, state: TrainState, batch: Batch) -> tuple[Train
     """One optimizer step.
 
     Returns:
-        The next state, and scalars: `loss`, `tokens`, `grad_norm` (before clipping), `learning_rate`,
+        The next state, and scalars: those of `loss_and_grads`, `grad_norm` (before clipping), `learning_rate`,
         `skipped_steps`, `skipped_in_a_row`.
     """
     metrics, grads = loss_and_grads(run, state.model, batch)
@@ -134,7 +136,7 @@ def eval_step(model: Llama, batch: Batch, token_bytes: jax.Array) -> tuple[LossS
     weights = PreparedWeights(whole_over_data(model, model.config.compute_dtype))
 
     def micro_step(sums: LossSums, micro_batch: Batch) -> tuple[LossSums, None]:
-        _, loss_sums = loss_fn(weights, micro_batch, z_loss_weight=0.0)
+        _, (loss_sums, _) = loss_fn(weights, micro_batch, z_loss_weight=0.0)
         return jax.tree.map(jnp.add, sums, loss_sums), None
 
     targets = batch["targets"]
