@@ -44,7 +44,8 @@ def score(
     Returns:
         The sum of the logarithms of the targets' probabilities, and whether all are likeliest; both on every device.
     """
-    hidden = jax.reshard(model.hidden(tokens), spec("batch", "seq", None))
+    hidden, _ = model.hidden(tokens)
+    hidden = jax.reshard(hidden, spec("batch", "seq", None))
     head = gathered(model.output_weight(), hidden.dtype)[...]
     targets = jax.reshard(targets, spec("batch", "seq"))
     token_spec = spec("batch", "seq")

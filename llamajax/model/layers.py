@@ -1,21 +1,30 @@
 """The parts of a decoder that look at one token at a time: token embedding, RMSNorm and the SwiGLU MLP."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Float32
 
 from llamajax.config.model import ModelConfig
 from llamajax.config.parallel import TensorForm
 from llamajax.kernels.swiglu import gated, gated_and_gradient
 from llamajax.parallel.matmul import Made, gathered_matmul, scattered_matmul
 from llamajax.parallel.zero import scaled, weight
+
+Auxiliary = dict[str, Float32[Array, "B T"]]
+"""What a part of a layer tells beside its output, by name: a number for each token, which lies as the residual stream does.
+
+The loss sums these over the tokens that count, as it sums their cross-entropy, so that they are the same on all meshes and
+for all micro-batches and packings, and no layer waits for a sum over devices. What looks at several tokens, as a loss that
+balances experts does, looks at those of one document, and gives each of them its share.
+"""
 
 
 def normal(key: jax.Array, std: float) -> Callable[..., jax.Array]:
@@ -66,6 +75,9 @@ class RMSNorm(nnx.Module):
 class MLP(nnx.Module):
     """SwiGLU: down(silu(gate(x)) * up(x)) (arXiv:2002.05202), gate and up as one matmul."""
 
+    auxiliary: ClassVar[Mapping[str, float]] = {}
+    """Of the values of `Auxiliary` that it gives: the name, and the weight in the loss; 0 for what is only reported."""
+
     def __init__(self, config: ModelConfig, key: jax.Array):
         D, F, dtype = config.embed_dim, config.mlp_dim, config.param_dtype
         gate_up_key, down_key = jax.random.split(key)
@@ -79,8 +91,8 @@ class MLP(nnx.Module):
 
     def __call__(
         self, x: Float[Array, "B T D"], tensor: TensorForm = "collective", *, gates_in_stack: bool = False
-    ) -> Float[Array, "B T D"]:
-        """What is added to the residual stream, of x's dtype.
+    ) -> tuple[Float[Array, "B T D"], Auxiliary]:
+        """What is added to the residual stream, of x's dtype; and its auxiliary values.
 
         Args:
             x: the normed residual stream.
@@ -97,4 +109,4 @@ class MLP(nnx.Module):
                 out = scattered_matmul(gated(gate_up), w_down, residual, tensor)
             else:
                 out = scattered_matmul(gate_up, w_down, residual, tensor, made=Made(gated, gated_and_gradient))
-            return with_bias(out, self.down_bias)
+            return with_bias(out, self.down_bias), {}

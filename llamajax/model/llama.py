@@ -1,8 +1,9 @@
 """Llama 1, 2, 3, 3.1, 3.2 and 3.3 (arXiv:2302.13971, 2307.09288, 2407.21783), Mistral, Qwen2 and Qwen3: one decoder,
 told apart by ModelConfig."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,16 +17,16 @@ from llamajax.kernels import cudnn
 from llamajax.kernels.attention import Mask, Past, with_sight
 from llamajax.model.attention import Attention, KeyValue, Rows
 from llamajax.model.kv_cache import KVCache, append, write_prompt
-from llamajax.model.layers import MLP, RMSNorm, normal
+from llamajax.model.layers import MLP, Auxiliary, RMSNorm, normal
 from llamajax.model.rope import positions_from_segment_ids, rope_tables
 from llamajax.parallel.arrays import named_arrays
-from llamajax.parallel.prefetch import run_prefetching
+from llamajax.parallel.prefetch import Layers, run_prefetching
 from llamajax.parallel.sequence import laid_out
 from llamajax.parallel.sharding import ONE_DEVICE, spec
 from llamajax.parallel.stack import Policy, run_layers
 from llamajax.parallel.tensor import is_shared
 from llamajax.parallel.vocabulary import logits, look_up, table
-from llamajax.parallel.zero import gathered
+from llamajax.parallel.zero import PreparedWeights, gathered
 
 Tokens = Int32[Array, "B T"]
 """Of each row's tokens: their ids, or the ids of their documents, or their positions."""
@@ -49,6 +50,19 @@ def _policy(saved: tuple[str, ...] | None) -> Policy | None:
     return jax.checkpoint_policies.save_from_both_policies(named, cudnn.is_kernel) if "attention" in saved else named
 
 
+class Activations(NamedTuple):
+    """What a layer, or a part of one, gives to the next: in a stack of layers, all that has a gradient but the weights."""
+
+    residual: Float[Array, "B T D"]
+    auxiliary: Auxiliary
+    """Summed over the layers before, with a name for all that is asked for; nothing, where nobody asks."""
+
+    def plus(self, out: Float[Array, "B T D"], own: Auxiliary) -> "Activations":
+        """With what a part adds."""
+        totals = {name: total + own[name] if name in own else total for name, total in self.auxiliary.items()}
+        return Activations(self.residual + out, totals)
+
+
 class Layer(nnx.Module):
     """One decoder layer: attention, then MLP, each normed before and added to the residual stream."""
 
@@ -61,18 +75,23 @@ class Layer(nnx.Module):
 
     def __call__(
         self,
-        x: Float[Array, "B T D"],
+        x: Activations,
         rows: Rows,
         past: Past | None = None,
         *,
         parallel: ParallelConfig = PLAIN,
         gates_in_stack: bool = False,
-    ) -> tuple[Float[Array, "B T D"], KeyValue]:
-        """The residual stream behind the layer; and the tokens' keys and values. `rows` and `past` as for `Attention`,
+    ) -> tuple[Activations, KeyValue]:
+        """The activations behind the layer; and the tokens' keys and values. `rows` and `past` as for `Attention`,
         `gates_in_stack` as for `MLP`."""
         of_attention, of_mlp = self.by_parts()
         x, key_value = _attention_part(of_attention, x, rows, parallel, past)
         return _mlp_part(of_mlp, x, parallel, gates_in_stack=gates_in_stack), key_value
+
+    @property
+    def auxiliary(self) -> Mapping[str, float]:
+        """Of the values of `Auxiliary` that its parts give: the name, and the weight in the loss."""
+        return self.mlp.auxiliary
 
     def by_parts(self) -> tuple[tuple[RMSNorm, Attention], tuple[RMSNorm, MLP]]:
         """The weights of `_attention_part` and those of `_mlp_part`."""
@@ -80,31 +99,21 @@ class Layer(nnx.Module):
 
 
 def _attention_part(
-    weights: tuple[RMSNorm, Attention], x: jax.Array, rows: Rows, parallel: ParallelConfig, past: Past | None = None
-) -> tuple[jax.Array, KeyValue]:
+    weights: tuple[RMSNorm, Attention], x: Activations, rows: Rows, parallel: ParallelConfig, past: Past | None = None
+) -> tuple[Activations, KeyValue]:
     norm, attention = weights
     with jax.named_scope("attention"):
-        out, key_value = attention(norm(x), rows, past, sequence=parallel.sequence, tensor=parallel.tensor)
-        return checkpoint_name(x + out, "residual"), key_value
+        out, key_value = attention(norm(x.residual), rows, past, sequence=parallel.sequence, tensor=parallel.tensor)
+        residual, auxiliary = x.plus(out, {})
+        return Activations(checkpoint_name(residual, "residual"), auxiliary), key_value
 
 
-def _mlp_part(weights: tuple[RMSNorm, MLP], x: jax.Array, parallel: ParallelConfig, *, gates_in_stack: bool) -> jax.Array:
+def _mlp_part(
+    weights: tuple[RMSNorm, MLP], x: Activations, parallel: ParallelConfig, *, gates_in_stack: bool
+) -> Activations:
     norm, mlp = weights
     with jax.named_scope("mlp"):
-        return x + mlp(norm(x), parallel.tensor, gates_in_stack=gates_in_stack)
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class Copies:
-    """Of a model's weights, what is computed with in their place: gathered before, or in float8; they get the gradients."""
-
-    layers: Layer
-    first: Layer | None = None
-    """Of `first` in `Llama.hidden`."""
-    embedding: nnx.Param | None = None
-    head: nnx.Param | None = None
-    """Of `Llama.output_weight`."""
+        return x.plus(*mlp(norm(x.residual), parallel.tensor, gates_in_stack=gates_in_stack))
 
 
 class Llama(nnx.Module):
@@ -120,6 +129,7 @@ class Llama(nnx.Module):
         self.embedding = table(V, D, dtype, normal(embedding_key, config.init_std))
         # One Layer whose parameters have a leading dim L, for scan: compile time does not grow with depth.
         self.layers = jax.vmap(partial(Layer, config))(jax.random.split(layers_key, config.num_layers))
+        self.whole_first: Layer | None = nnx.data(None)  # of weights prepared for a step: the first of the layers, gathered
         self.final_norm = RMSNorm(D, config)
         self.head = None if config.tie_embeddings else table(V, D, dtype, normal(head_key, config.init_std))
 
@@ -127,7 +137,7 @@ class Llama(nnx.Module):
         self, tokens: Tokens, segment_ids: Tokens | None = None, positions: Tokens | None = None
     ) -> Float32[Array, "B T V"]:
         """Logits; arguments as for `hidden`."""
-        x = self.hidden(tokens, segment_ids, positions)
+        x, _ = self.hidden(tokens, segment_ids, positions)
         with jax.named_scope("head"):
             return self._logits(jax.reshard(x, spec("batch", "seq", None)))
 
@@ -139,10 +149,10 @@ class Llama(nnx.Module):
         *,
         parallel: ParallelConfig = PLAIN,
         remat: Remat = "none",
-        copies: Copies | None = None,
-        first: Layer | None = None,
-    ) -> Float[Array, "B T D"]:
-        """The normed states that the head reads, in `compute_dtype`, laid out as `llamajax.parallel.sequence.laid_out` does.
+        copies: "Llama | None" = None,
+    ) -> tuple[Float[Array, "B T D"], Auxiliary]:
+        """The normed states that the head reads, in `compute_dtype`, laid out as `llamajax.parallel.sequence.laid_out` does;
+        and the auxiliary values of all layers, summed over these.
 
         Args:
             tokens: B must be divisible by the devices that share the batch, T by the sequence axis.
@@ -151,49 +161,52 @@ class Llama(nnx.Module):
             positions: for the rotary embedding. None: counted from the start of each segment.
             parallel: the forms in which devices share the work; for a `ring`, T must be divisible by twice its devices.
             remat: what is kept for the backward pass. Never `auto`, which `llamajax.step.resolve` resolves.
-            copies: of its weights.
-            first: its first layer, gathered before, which then gets that one's gradient; for a `prefetch` stack.
+            copies: of its weights, see `PreparedWeights`; one that is None there has no copy.
         """
         config, sequence = self.config, parallel.sequence
         known = (None, None) if config.attend_across_documents else (segment_ids, positions)
         rows = self._rows(tokens, *known, sequence=sequence)
         rows, tokens = jax.lax.optimization_barrier((rows, tokens))  # none of them before this micro-batch's turn
-        x = self._embed(laid_out(tokens, sequence), None if copies is None else copies.embedding)
+        x = self._embed(laid_out(tokens, sequence), copies)
 
+        prepared = PreparedWeights(self, copies)
         saved = _SAVED_BY_REMAT[remat]
         if remat == "full" and is_shared(x):
             saved = ("residual",)  # a part of the tokens; making it again would scatter the attention's output again
+        lies = jax.P(*jax.typeof(x).sharding.spec[:2])
+        zeros = {name: jnp.zeros(x.shape[:2], jnp.float32, out_sharding=lies) for name in self.layers.auxiliary}
+        activations = Activations(x, zeros)
         gates_in_stack = parallel.stack != "unrolled" and "gate_up" in (saved or ())
         if parallel.prefetches:
 
-            def attend(weights: tuple[RMSNorm, Attention], x: jax.Array, rows: Rows) -> jax.Array:
+            def attend(weights: tuple[RMSNorm, Attention], x: Activations, rows: Rows) -> Activations:
                 return _attention_part(weights, x, rows, parallel)[0]
 
-            def transform(weights: tuple[RMSNorm, MLP], x: jax.Array, _: Rows) -> jax.Array:
+            def transform(weights: tuple[RMSNorm, MLP], x: Activations, _: Rows) -> Activations:
                 return _mlp_part(weights, x, parallel, gates_in_stack=gates_in_stack)
 
-            x = run_prefetching(
-                self.layers.by_parts(),
+            def by_parts(model: Llama) -> Layers:
+                return model.layers.by_parts(), None if model.whole_first is None else model.whole_first.by_parts()
+
+            x, auxiliary = run_prefetching(
+                prepared.part(by_parts),
                 (attend, transform),
-                x,
+                activations,
                 rows,
                 dtype=x.dtype,
                 saved=_policy(saved),
                 made_first=_DEAR,
                 unrolled=parallel.stack == "unrolled",
-                copies=None if copies is None else copies.layers.by_parts(),
-                first=None if first is None else first.by_parts(),
-                first_copy=None if copies is None or copies.first is None else copies.first.by_parts(),
             )
         else:
 
-            def run_layer(x: jax.Array, layer: Layer, _: None) -> tuple[jax.Array, None]:
+            def run_layer(x: Activations, layer: Layer, _: None) -> tuple[Activations, None]:
                 return layer(x, rows, parallel=parallel, gates_in_stack=gates_in_stack)[0], None
 
-            layers = None if copies is None else copies.layers
-            x, _ = run_layers(self.layers, run_layer, x, dtype=x.dtype, saved=_policy(saved), copies=layers)
+            layers = prepared.part(lambda model: model.layers)
+            (x, auxiliary), _ = run_layers(layers, run_layer, activations, dtype=x.dtype, saved=_policy(saved))
         with jax.named_scope("final_norm"):
-            return self.final_norm(x)
+            return self.final_norm(x), auxiliary
 
     def prefill(self, tokens: Tokens, lengths: Int32[Array, "B"], cache: KVCache) -> tuple[Float32[Array, "B V"], KVCache]:
         """Reads prompts into the cache, from its first slot on; what it held before is gone.
@@ -213,12 +226,12 @@ class Llama(nnx.Module):
 
         def run_layer(carry: tuple[jax.Array, jax.Array, jax.Array], layer: Layer, index: jax.Array):
             x, keys, values = carry
-            x, (k, v) = layer(x, rows)
+            (x, _), (k, v) = layer(Activations(x, {}), rows)
             return (x, write_prompt(keys, index, k), write_prompt(values, index, v)), None
 
         # Carried, not stacked up: a carried cache is written where it lies.
         carry, numbers = (x, cache.keys, cache.values), jnp.arange(self.config.num_layers)
-        (x, keys, values), _ = run_layers(self.layers, run_layer, carry, numbers, dtype=x.dtype)
+        (x, keys, values), _ = run_layers(PreparedWeights(self.layers), run_layer, carry, numbers, dtype=x.dtype)
         is_last = jnp.arange(tokens.shape[1])[None, :] == lengths[:, None] - 1
         x = jnp.sum(jnp.where(is_last[:, :, None], x, 0), axis=1, keepdims=True)
         return self._next_token_logits(x), KVCache(keys, values, lengths)
@@ -239,9 +252,10 @@ class Llama(nnx.Module):
         rows = Rows(*rope_tables(positions, self.config), Mask(window=self.config.sliding_window))
 
         def run_layer(x: jax.Array, layer: Layer, cached: tuple[jax.Array, ...]) -> tuple[jax.Array, KeyValue]:
-            return layer(x, rows, Past(cached[0], cached[1], cache.lengths))
+            (x, _), key_value = layer(Activations(x, {}), rows, Past(cached[0], cached[1], cache.lengths))
+            return x, key_value
 
-        x, (k, v) = run_layers(self.layers, run_layer, x, (cache.keys, cache.values), dtype=x.dtype)
+        x, (k, v) = run_layers(PreparedWeights(self.layers), run_layer, x, (cache.keys, cache.values), dtype=x.dtype)
         return self._next_token_logits(x), append(cache, k, v)
 
     def output_weight(self) -> nnx.Param:
@@ -255,7 +269,8 @@ class Llama(nnx.Module):
             model = jax.eval_shape(lambda: Llama(config, jax.random.key(0)))
         return {name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for name, leaf in named_arrays(model).items()}
 
-    def _embed(self, tokens: Tokens, copy: nnx.Param | None = None) -> Float[Array, "B T D"]:
+    def _embed(self, tokens: Tokens, copies: "Llama | None" = None) -> Float[Array, "B T D"]:
+        copy = None if copies is None else copies.embedding
         with jax.named_scope("embed"):
             return look_up(gathered(self.embedding, self.config.compute_dtype, copy)[...], tokens)
 

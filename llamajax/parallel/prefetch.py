@@ -21,17 +21,19 @@ from jax.typing import DTypeLike
 
 from llamajax.parallel.arrays import after
 from llamajax.parallel.stack import Policy
-from llamajax.parallel.zero import gathered, no_gradient, stand_ins, with_stand_ins
+from llamajax.parallel.zero import PreparedWeights, gathered, no_gradient, stand_ins, with_stand_ins
 
 Part = Callable[[Any, Any, Any], Any]
 """A part of a layer: from its gathered weights, the activations and what all layers share to the next activations."""
+Layers = tuple[tuple[Any, ...], tuple[Any, ...] | None]
+"""Weights by the parts that use them: of all layers, with a leading dim L; of the first layer, where gathered before."""
 
 _NOTHING = jax.checkpoint_policies.nothing_saveable
 
 
 @jax.named_scope("layers")
 def run_prefetching(
-    weights: Sequence[Any],
+    weights: PreparedWeights[Layers],
     parts: Sequence[Part],
     x: Any,
     shared: Any = None,
@@ -40,16 +42,14 @@ def run_prefetching(
     saved: Policy | None,
     made_first: Policy,
     unrolled: bool = False,
-    copies: Sequence[Any] | None = None,
-    first: Sequence[Any] | None = None,
-    first_copy: Sequence[Any] | None = None,
 ) -> Any:
     """Runs layers one after the other, each of them part by part.
 
     Args:
-        weights: of each part a tree, whose weights have a leading dim L.
+        weights: of each part a tree. Where the first layer's were gathered before, the layers begin with nothing to wait
+            for; these get that layer's gradient, and the others zeros for it, so that they end with nothing to reduce.
         parts: what a layer consists of.
-        x: what the first layer is given.
+        x: what the first layer is given, and each gives on: any tree, such as a residual stream and sums over layers.
         shared: what every part of every layer is given too; it gets no gradient. The memory for what the layers keep is
             taken when it is there.
         dtype: that weights are gathered in.
@@ -60,19 +60,14 @@ def run_prefetching(
         made_first: what of a layer that is computed again as a whole is made in the first phase, and not again in the
             second: all that is dear. What is cheap is better fused into what uses it than carried over.
         unrolled: every layer is written out, and the program has no loop over them.
-        copies: what is gathered in place of `weights`, or was before.
-        first: those of the first layer, gathered before: the layers then begin with nothing to wait for. They get that
-            layer's gradient, for which `weights` get zeros, so that they end with nothing to reduce.
-        first_copy: what is used in place of `first`.
 
     Returns:
         What the last layer gave on.
     """
-    trees = tuple(None if tree is None else tuple(tree) for tree in (weights, copies, first, first_copy))
     if saved is _NOTHING:
-        parts, trees = (partial(_in_turn, tuple(parts)),), tuple(None if tree is None else (tree,) for tree in trees)
-    stack = _Stack(tuple(parts), dtype, saved, made_first, unrolled)
-    return _run(stack, *trees, shared, x)
+        parts = (partial(_in_turn, tuple(parts)),)
+        weights = weights.part(lambda layers: tuple(None if trees is None else (trees,) for trees in layers))
+    return _run(_Stack(tuple(parts), dtype, saved, made_first, unrolled), weights, shared, x)
 
 
 def _in_turn(parts: tuple[Part, ...], weights: tuple[Any, ...], x: Any, shared: Any) -> Any:
@@ -114,8 +109,8 @@ class _Stack:
     made_first: Policy
     unrolled: bool
 
-    def gather(self, stored: Any, copies: Any, index: int | jax.Array) -> Any:
-        return gathered(_at(stored if copies is None else copies, index), self.dtype)
+    def gather(self, weights: PreparedWeights[Layers], index: int | jax.Array) -> Any:
+        return gathered(_at(weights.used[0], index), self.dtype)
 
     def layer(self, weights: Any, shared: Any, x: Any) -> tuple[Any, Any]:
         """The activations behind a layer, and what its backward pass needs."""
@@ -197,13 +192,13 @@ def _last(stored: Any) -> int:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _run(stack: _Stack, stored: Any, copies: Any, first: Any, first_copy: Any, shared: Any, x: Any) -> Any:
-    return _forward(stack, stored, copies, first, first_copy, shared, x)[0]
+def _run(stack: _Stack, prepared: PreparedWeights[Layers], shared: Any, x: Any) -> Any:
+    return _forward(stack, prepared, shared, x)[0]
 
 
-def _forward(stack: _Stack, stored: Any, copies: Any, first: Any, first_copy: Any, shared: Any, x: Any) -> tuple[Any, Any]:
+def _forward(stack: _Stack, prepared: PreparedWeights[Layers], shared: Any, x: Any) -> tuple[Any, Any]:
     def step(index: jax.Array, x: Any, weights: Any) -> tuple[Any, Any, Any]:
-        upcoming = stack.gather(stored, copies, index + 1)
+        upcoming = stack.gather(prepared, index + 1)
         x, own = stack.layer(weights, shared, x)
         return x, upcoming, own
 
@@ -212,8 +207,8 @@ def _forward(stack: _Stack, stored: Any, copies: Any, first: Any, first_copy: An
         *carry, own = step(index, *carry)
         return *carry, _with(kept, jax.tree.leaves(own), index)
 
-    last, kept = _last(stored), []
-    weights = stack.gather(stored, copies, 0) if first is None else first if first_copy is None else first_copy
+    (stored, _), (_, first), kept = prepared.trained, prepared.used, []
+    last, weights = _last(stored), stack.gather(prepared, 0) if first is None else first
     if stack.unrolled:
         for number in range(last):
             (index, x), weights = _before((jnp.int32(number), x), weights)
@@ -225,17 +220,18 @@ def _forward(stack: _Stack, stored: Any, copies: Any, first: Any, first_copy: An
         # Counted, not given numbers: XLA copies beside the computation where the place follows from the loop's own count.
         x, weights, kept = jax.lax.fori_loop(0, last, step_of_loop, (x, weights, room))
     x, kept_last = stack.layer(weights, shared, x)
-    return x, (stored, copies, first, shared, kept, weights, kept_last)
+    return x, (prepared, shared, kept, weights, kept_last)
 
 
-def _backward(stack: _Stack, residuals: Any, dx: Any) -> tuple[Any, None, Any, None, None, Any]:
-    stored, copies, first, shared, kept, weights, kept_last = residuals
+def _backward(stack: _Stack, residuals: Any, dx: Any) -> tuple[Any, None, Any]:
+    prepared, shared, kept, weights, kept_last = residuals
+    stored, first = prepared.trained
     last, grads = _last(stored), jax.tree.map(lambda x: no_gradient(x, after(jnp.zeros((), x.dtype), dx)), stored)
 
     def step(index: jax.Array, carry: Any, own: Any) -> tuple[Any, Any]:
         """With the gradients of the layer above, reduced."""
         dx, weights, above = carry
-        upcoming = stack.gather(stored, copies, index - 1)
+        upcoming = stack.gather(prepared, index - 1)
         d_weights, dx, (upcoming, above) = stack.layer_back(weights, shared, own, dx, (upcoming, above))
         return (dx, upcoming, d_weights), stack.reduced(stored, above)
 
@@ -248,7 +244,7 @@ def _backward(stack: _Stack, residuals: Any, dx: Any) -> tuple[Any, None, Any, N
         return jax.tree.unflatten(jax.tree.structure(kept_last), _at(kept, index))
 
     if last > 0:
-        upcoming = stack.gather(stored, copies, last - 1)
+        upcoming = stack.gather(prepared, last - 1)
         if stack.unrolled:
             kept_last, dx = jax.lax.optimization_barrier((kept_last, dx))
         above, dx, weights = stack.layer_back(weights, shared, kept_last, dx, upcoming)
@@ -275,8 +271,8 @@ def _backward(stack: _Stack, residuals: Any, dx: Any) -> tuple[Any, None, Any, N
     else:
         d_first, dx, _ = stack.layer_back(weights, shared, kept_last, dx, ())
     if first is None:
-        return _with(grads, stack.reduced(stored, d_first), 0), None, None, None, None, dx
-    return grads, None, d_first, None, None, dx
+        grads, d_first = _with(grads, stack.reduced(stored, d_first), 0), None
+    return PreparedWeights((grads, d_first)), None, dx
 
 
 _run.defvjp(_forward, _backward)

@@ -7,8 +7,9 @@ device, and neither are the optimizer's moments, which are made from it.
 import dataclasses
 import math
 from collections.abc import Callable, Collection
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -50,6 +51,26 @@ def weight(
             of something small, used by `scaled`, for which to wait in every layer would not pay.
     """
     return nnx.Param(init(shape, dtype, out_sharding=spec(*stored)), compute=compute, arrange=arrange, late=late)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class PreparedWeights(Generic[Tree]):
+    """Weights that are made ready once and used often, such as by all micro-batches of a step."""
+
+    trained: Tree
+    """Get the gradients, those that are not frozen."""
+    copies: Tree | None = None
+    """What is computed with in their place, gathered or in float8; gets none. None: `trained` is, gathered where needed."""
+
+    @property
+    def used(self) -> Tree:
+        """What is computed with."""
+        return self.trained if self.copies is None else self.copies
+
+    def part(self, choose: Callable[[Tree], Any]) -> "PreparedWeights[Any]":
+        """What `choose` gives of both."""
+        return PreparedWeights(choose(self.trained), None if self.copies is None else choose(self.copies))
 
 
 def gathered(tree: Tree, dtype: DTypeLike, copies: Tree | None = None) -> Tree:

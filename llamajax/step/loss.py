@@ -14,18 +14,17 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import P
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array, Float, Float32, Int32
 
 from llamajax.config.model import Remat
 from llamajax.config.parallel import PLAIN, ParallelConfig, axes_of
 from llamajax.model import Llama
-from llamajax.model.llama import Copies, Layer
 from llamajax.parallel.arrays import after
 from llamajax.parallel.sequence import laid_out
 from llamajax.parallel.sharding import spec
 from llamajax.parallel.tensor import shared_axes
 from llamajax.parallel.vocabulary import row_ids, split_softmax, sum_tokens
-from llamajax.parallel.zero import gathered
+from llamajax.parallel.zero import PreparedWeights, gathered
 from llamajax.step.batch import IGNORE
 
 MAX_CHUNK_LOGITS = 2**28
@@ -37,7 +36,7 @@ class LossSums(NamedTuple):
     """Sums over the counted tokens of a batch, the same on every device."""
 
     loss: jax.Array
-    """fp32 []: cross-entropy plus z-loss; the one to differentiate."""
+    """fp32 []: cross-entropy plus z-loss, to differentiate."""
     cross_entropy: jax.Array
     """fp32 []: cross-entropy alone, nats; for reports, without a gradient."""
     num_tokens: jax.Array
@@ -45,35 +44,41 @@ class LossSums(NamedTuple):
 
 
 def loss_fn(
-    model: Llama,
+    weights: PreparedWeights[Llama],
     batch: Mapping[str, jax.Array],
     *,
     z_loss_weight: float,
     parallel: ParallelConfig = PLAIN,
     remat: Remat = "none",
-    copies: Copies | None = None,
-    first: Layer | None = None,
-) -> tuple[jax.Array, LossSums]:
-    """The batch's summed loss, to differentiate and divide by a token count, and all its sums.
+) -> tuple[jax.Array, tuple[LossSums, dict[str, jax.Array]]]:
+    """The batch's summed loss, to differentiate and divide by a token count; and what to report: all its sums, and those of
+    the layers' auxiliary values, float32 scalars over the same tokens.
 
     Args:
-        model: the Llama.
+        weights: the Llama, prepared or as it is stored.
         batch: `tokens`, `targets`, `segment_ids` and `positions`, each int32 [B, T]; a target of `IGNORE` is not counted.
         z_loss_weight: weight of the squared log-partition function, which keeps logits small (PaLM, arXiv:2204.02311).
         parallel: the forms in which devices share the work.
         remat: see `Llama.hidden`.
-        copies: of its weights.
-        first: its first layer, see `Llama.hidden`.
     """
-    model = _with_ends_apart(model, copies)
-    rows = batch["tokens"], batch["segment_ids"], batch["positions"]
-    hidden = model.hidden(*rows, parallel=parallel, remat=remat, copies=copies, first=first)
+    weights = _with_ends_apart(weights)
+    model, rows = weights.trained, (batch["tokens"], batch["segment_ids"], batch["positions"])
+    hidden, auxiliary = model.hidden(*rows, parallel=parallel, remat=remat, copies=weights.copies)
     targets = laid_out(batch["targets"], parallel.sequence)  # as the hidden states are; a sum has no order
     with jax.named_scope("loss"):
-        hidden, output = _back_at_once(hidden, model.output_weight())
-        head = gathered(output, hidden.dtype, None if copies is None else copies.head)[...]
+        output = weights.part(Llama.output_weight)
+        hidden, trained = _back_at_once(hidden, output.trained)
+        head = gathered(trained, hidden.dtype, output.copies)[...]
         sums = token_losses(hidden, head, targets, z_loss_weight, model.config.vocab_size)
-    return sums.loss, sums
+        auxiliary = {name: _counted(values, targets) for name, values in auxiliary.items()}
+        loss = sum((weight * auxiliary[name] for name, weight in model.layers.auxiliary.items() if weight), sums.loss)
+    return loss, (sums, auxiliary)
+
+
+def _counted(values: Float32[Array, "B T"], targets: Int32[Array, "B T"]) -> Float32[Array, ""]:
+    """Their sum over counted tokens, on every device."""
+    targets = jax.reshard(targets, jax.typeof(values).sharding.spec)
+    return jnp.sum(jnp.where(targets != IGNORE, values, 0.0))
 
 
 @jax.custom_vjp
@@ -86,14 +91,14 @@ def _back_at_once(hidden: jax.Array, head: nnx.Param) -> tuple[jax.Array, nnx.Pa
 _back_at_once.defvjp(lambda *both: (both, None), lambda _, gradients: jax.lax.optimization_barrier(gradients))
 
 
-def _with_ends_apart(model: Llama, copies: Copies | None) -> Llama:
+def _with_ends_apart(weights: PreparedWeights[Llama]) -> PreparedWeights[Llama]:
     """The same, with the embedding gathered before the head and its gradient reduced behind that of the head: XLA would make
     one collective of the two, which then waits for the later one and hides behind nothing."""
-    model = jax.tree.map(lambda weight: weight, model)
-    model.embedding = gathered(model.embedding, model.config.compute_dtype, None if copies is None else copies.embedding)
+    model, embedding = jax.tree.map(lambda weight: weight, weights.trained), weights.part(lambda model: model.embedding)
+    model.embedding = gathered(embedding.trained, model.config.compute_dtype, embedding.copies)
     if model.head is not None:
         model.embedding, model.head = jax.lax.optimization_barrier((model.embedding, model.head))
-    return model
+    return PreparedWeights(model, weights.copies)
 
 
 def _token_losses(

@@ -14,12 +14,12 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from llamajax.config.run import Config
 from llamajax.model import Llama
 from llamajax.parallel.sharding import spec
-from llamajax.parallel.zero import no_gradient, whole_over_data
+from llamajax.parallel.zero import PreparedWeights, no_gradient, whole_over_data
 from llamajax.step.batch import IGNORE, Batch
 from llamajax.step.frozen import combine, partition
 from llamajax.step.loss import LossSums, loss_fn
 from llamajax.step.optim import learning_rate, make_optimizer
-from llamajax.step.prepared_weights import Held, copies, hold
+from llamajax.step.prepared_weights import copies, prepare
 from llamajax.step.resolve import ResolvedRun
 from llamajax.step.state import TrainState
 
@@ -33,42 +33,43 @@ def loss_and_grads(run: ResolvedRun, model: Llama, batch: Batch) -> tuple[dict[s
     packing, accumulation and mesh.
 
     Returns:
-        `loss` (cross-entropy without z-loss, nats per token; NaN if there are none) and `tokens`, float32 and int32
-        scalars; and the gradients, a `Llama` in float32 whatever the parameters are, in their shardings, with None for
-        frozen weights.
+        `loss` (cross-entropy alone, nats per token; NaN if there are none), the layers' auxiliary values by their names, per
+        token too, and `tokens`, float32 and int32 scalars; and the gradients, a `Llama` in float32 whatever the parameters
+        are, in their shardings, with None for frozen weights.
     """
     config = run.config
     trained, frozen = partition(config.train, model)
-    held, fixed = hold(config, trained), hold(config, frozen)
-    whole = copies(config, combine(held, fixed))
+    own, fixed = prepare(config, trained), prepare(config, frozen)
+    whole = copies(config, combine(own, fixed))
     # Of float32 weights, whose gradients are not rounded where they need not travel.
     wide, pull_back = jax.vjp(
-        functools.partial(hold, config), jax.tree.map(lambda weight: weight.astype(jnp.float32), trained)
+        functools.partial(prepare, config), jax.tree.map(lambda weight: weight.astype(jnp.float32), trained)
     )
 
-    def micro_loss(held: Held, micro_batch: Batch) -> tuple[jax.Array, LossSums]:
-        held = combine(held, fixed)
+    def micro_loss(own: Llama, micro_batch: Batch) -> tuple[jax.Array, Any]:
         return loss_fn(
-            held.model, micro_batch, z_loss_weight=config.train.z_loss_weight, parallel=config.parallel,
-            remat=config.model.remat, copies=whole, first=held.first,
+            PreparedWeights(combine(own, fixed), whole), micro_batch, z_loss_weight=config.train.z_loss_weight,
+            parallel=config.parallel, remat=config.model.remat,
         )  # fmt: skip
 
     def micro_step(sums: Any, micro_batch: Batch) -> tuple[Any, None]:
         if config.train.grad_accum_steps > 1:
             # Where XLA makes straight lines of the loop, the next micro-batch would begin before this one ends.
             sums, micro_batch = lax.optimization_barrier((sums, micro_batch))
-        own = jax.grad(micro_loss, has_aux=True)(held, micro_batch)
-        return jax.tree.map(lambda total, x: (total + x).astype(total.dtype), sums, own), None
+        added = jax.grad(micro_loss, has_aux=True)(own, micro_batch)
+        return jax.tree.map(lambda total, x: (total + x).astype(total.dtype), sums, added), None
 
     chex.assert_equal_shape(list(batch.values()))
     zero = jnp.zeros((), config.train.grad_accum_dtype)
-    zeros = (jax.tree.map(lambda weight: no_gradient(weight, zero), held), _no_losses())
-    (grads, sums), _ = lax.scan(micro_step, zeros, batch)
+    none = _no_losses(), dict.fromkeys(model.layers.auxiliary, jnp.zeros(()))
+    zeros = (jax.tree.map(lambda weight: no_gradient(weight, zero), own), none)
+    (grads, (sums, auxiliary)), _ = lax.scan(micro_step, zeros, batch)
     (grads,) = pull_back(jax.tree.map(lambda grad, weight: grad.astype(weight.dtype), grads, wide))
     grads = jax.tree.map(_laid_out_as_stored, grads)
     tokens = jnp.maximum(sums.num_tokens, 1)
-    loss = sums.cross_entropy / sums.num_tokens  # no number where there is nothing to take the mean of
-    return {"loss": loss, "tokens": sums.num_tokens}, jax.tree.map(lambda g: g / tokens, grads)
+    # No numbers where there is nothing to take the mean of.
+    means = {name: total / sums.num_tokens for name, total in ({"loss": sums.cross_entropy} | auxiliary).items()}
+    return means | {"tokens": sums.num_tokens}, jax.tree.map(lambda g: g / tokens, grads)
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
@@ -76,7 +77,7 @@ def train_step(run: ResolvedRun, state: TrainState, batch: Batch) -> tuple[Train
     """One optimizer step.
 
     Returns:
-        The next state, and scalars: `loss`, `tokens`, `grad_norm` (before clipping), `learning_rate`,
+        The next state, and scalars: those of `loss_and_grads`, `grad_norm` (before clipping), `learning_rate`,
         `skipped_steps`, `skipped_in_a_row`.
     """
     metrics, grads = loss_and_grads(run, state.model, batch)
@@ -132,10 +133,10 @@ def eval_step(model: Llama, batch: Batch, token_bytes: jax.Array) -> tuple[LossS
         token_bytes: bytes that each token stands for, int32 [V].
     """
 
-    model = whole_over_data(model, model.config.compute_dtype)
+    weights = PreparedWeights(whole_over_data(model, model.config.compute_dtype))
 
     def micro_step(sums: LossSums, micro_batch: Batch) -> tuple[LossSums, None]:
-        _, loss_sums = loss_fn(model, micro_batch, z_loss_weight=0.0)
+        _, (loss_sums, _) = loss_fn(weights, micro_batch, z_loss_weight=0.0)
         return jax.tree.map(jnp.add, sums, loss_sums), None
 
     targets = batch["targets"]

@@ -40,7 +40,7 @@ def test_rms_norm_is_computed_in_fp32_whatever_its_input():
 def test_mlp_is_swiglu():
     mlp = MLP(CONFIG, jax.random.key(0))
     x = _activations(2, "float32")
-    out = jax.jit(lambda mlp, x: gathered(mlp, x.dtype)(x))(mlp, x)
+    out, _ = jax.jit(lambda mlp, x: gathered(mlp, x.dtype)(x))(mlp, x)
     w_gate_up, w_down = np.asarray(mlp.w_gate_up[...], np.float64), np.asarray(mlp.w_down[...], np.float64)
     gate, up = np.asarray(x) @ w_gate_up[:, 0], np.asarray(x) @ w_gate_up[:, 1]
     np.testing.assert_allclose(out, (gate / (1 + np.exp(-gate)) * up) @ w_down.T, atol=1e-8)

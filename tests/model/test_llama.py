@@ -3,6 +3,7 @@
 import dataclasses
 from collections import Counter
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import chex
@@ -19,6 +20,7 @@ from llamajax.model import Llama
 from llamajax.parallel import mesh
 from llamajax.parallel.arrays import named_arrays
 from llamajax.parallel.sharding import spec
+from llamajax.parallel.zero import PreparedWeights
 from llamajax.step.batch import IGNORE
 from llamajax.step.loss import loss_fn
 from llamajax.verification.differences import largest_entry, relative_difference
@@ -186,13 +188,13 @@ def test_padding_has_no_gradient_and_never_makes_a_nan():
     targets = np.where(segment_ids == 1, 7, IGNORE).astype(np.int32)
     batch = _batch(tokens, targets, segment_ids)
 
-    gradients, sums = jax.jit(jax.grad(loss_fn, has_aux=True), static_argnames="z_loss_weight")(
-        _llama(), batch, z_loss_weight=1e-3
+    gradients, (sums, _) = jax.jit(jax.grad(loss_fn, has_aux=True), static_argnames="z_loss_weight")(
+        PreparedWeights(_llama()), batch, z_loss_weight=1e-3
     )
     assert sums.num_tokens == 10
-    for path, gradient in _leaves(gradients):
+    for path, gradient in _leaves(gradients.trained):
         assert np.isfinite(gradient).all(), path
-    embedding_gradient = np.asarray(gradients.embedding[...])
+    embedding_gradient = np.asarray(gradients.trained.embedding[...])
     assert np.all(embedding_gradient[31] == 0)
     assert np.any(embedding_gradient != 0)
 
@@ -226,8 +228,8 @@ def test_window_biases_and_head_norms_give_the_same_loss_and_gradients_on_every_
 
     def loss_and_gradients() -> tuple[jax.Array, Llama]:
         grad = jax.jit(jax.value_and_grad(loss_fn, has_aux=True), static_argnames=("z_loss_weight", "remat"))
-        (loss, _), gradients = grad(_drawn(config), batch, z_loss_weight=0.0, remat=config.remat)
-        return loss, gradients
+        (loss, _), gradients = grad(PreparedWeights(_drawn(config)), batch, z_loss_weight=0.0, remat=config.remat)
+        return loss, gradients.trained
 
     jax.set_mesh(single_device_mesh())
     loss, gradients = loss_and_gradients()
@@ -245,7 +247,7 @@ def test_window_biases_and_head_norms_give_the_same_loss_and_gradients_on_every_
 def _loss(model: Llama) -> jax.Array:
     tokens, targets = np.random.default_rng(0).integers(0, 32, (2, 2, 8)).astype(np.int32)
     batch = jax.tree.map(jnp.asarray, _batch(tokens, targets, np.ones_like(tokens)))
-    return loss_fn(model, batch, z_loss_weight=0.0, remat=model.config.remat)[0]
+    return loss_fn(PreparedWeights(model), batch, z_loss_weight=0.0, remat=model.config.remat)[0]
 
 
 def test_remat_policies_keep_what_they_say():
@@ -297,11 +299,8 @@ def _gradient_jaxpr(config: ModelConfig):
     tokens = jnp.zeros((2, 8), jnp.int32)
     batch = {"tokens": tokens, "targets": tokens, "segment_ids": tokens, "positions": tokens}
     model = jax.jit(Llama, static_argnums=0).eval_shape(config, jax.random.key(0))
-
-    def gradient(model: Llama):
-        return jax.grad(loss_fn, has_aux=True)(model, batch, z_loss_weight=0.0, remat=config.remat)
-
-    return jax.make_jaxpr(gradient)(model).jaxpr
+    gradient = partial(jax.grad(loss_fn, has_aux=True), batch=batch, z_loss_weight=0.0, remat=config.remat)
+    return jax.make_jaxpr(gradient)(PreparedWeights(model)).jaxpr
 
 
 def test_collectives_carry_bf16_copies():

@@ -11,6 +11,7 @@ from llamajax.config.model import ModelConfig, RopeScalingConfig
 from llamajax.config.parallel import MeshConfig
 from llamajax.model import Llama
 from llamajax.parallel import mesh
+from llamajax.parallel.zero import PreparedWeights
 from llamajax.step.batch import IGNORE
 from llamajax.step.loss import loss_fn
 from tests.tiny import single_device_mesh
@@ -259,8 +260,8 @@ def test_training_loss_on_a_mesh_equals_transformers(variant: str):
 
     @jax.jit
     def value_and_gradients(model: Llama):
-        (loss, _), gradients = jax.value_and_grad(loss_fn, has_aux=True)(model, batch, z_loss_weight=0.0)
-        return loss, model(batch["tokens"], None, batch["positions"]), gradients
+        (loss, _), gradients = jax.value_and_grad(loss_fn, has_aux=True)(PreparedWeights(model), batch, z_loss_weight=0.0)
+        return loss, model(batch["tokens"], None, batch["positions"]), gradients.trained
 
     _assert_parity(model, *value_and_gradients(model))
 

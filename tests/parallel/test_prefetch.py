@@ -14,7 +14,7 @@ from llamajax.parallel.mesh import make_mesh
 from llamajax.parallel.prefetch import run_prefetching
 from llamajax.parallel.sharding import spec
 from llamajax.parallel.stack import Policy, run_layers
-from llamajax.parallel.zero import weight
+from llamajax.parallel.zero import PreparedWeights, gathered, weight
 
 B, T, D = 8, 4, 8
 NAMED = jax.checkpoint_policies.save_any_names_but_these()
@@ -51,7 +51,7 @@ def plain(weights: tuple[Matrix, Matrix], x: jax.Array, shared: jax.Array, _: ob
     def run(x: jax.Array, layer: tuple[Matrix, Matrix], _: None) -> tuple[jax.Array, None]:
         return second_part(layer[1], first_part(layer[0], x, shared), shared), None
 
-    return run_layers(weights, run, x, dtype="float32")[0]
+    return run_layers(PreparedWeights(weights), run, x, dtype="float32")[0]
 
 
 def policy(saved: tuple[str, ...] | None) -> Policy | None:
@@ -64,7 +64,7 @@ def prefetching(
     weights: tuple[Matrix, Matrix], x: jax.Array, shared: jax.Array, saved: tuple[str, ...] | None, *, unrolled: bool = False
 ) -> jax.Array:
     return run_prefetching(
-        weights, (first_part, second_part), x, shared,
+        PreparedWeights((weights, None)), (first_part, second_part), x, shared,
         dtype="float32", saved=policy(saved), made_first=NAMED, unrolled=unrolled,
     )  # fmt: skip
 
@@ -91,6 +91,50 @@ def test_values_and_gradients_are_those_of_a_plain_loop(num_layers, saved, unrol
         np.testing.assert_allclose(grad, like, rtol=0, atol=1e-5 * np.abs(like).max())
         assert np.abs(like).max() > 1e-3
         assert jax.typeof(grad) == jax.typeof(stored)
+
+
+@pytest.mark.parametrize("num_layers", [1, 3])
+@pytest.mark.parametrize("saved", SAVED)
+@pytest.mark.parametrize("unrolled", [False, True], ids=["loop", "unrolled"])
+def test_what_layers_sum_beside_has_its_gradient_in_each_of_them(num_layers, saved, unrolled):
+    """Activations are any tree: a part may add to a sum over all layers."""
+    jax.set_mesh(make_mesh(MeshConfig(data=2, fsdp=2, tensor=2)))
+    rng = np.random.default_rng(num_layers)
+    x, shared = (jax.device_put(rng.standard_normal((B, T, D), np.float32), spec("batch", "seq", None)) for _ in range(2))
+    factor = jax.device_put(rng.standard_normal((B, T), np.float32), spec("batch", "seq"))
+
+    def summing(part):
+        def run(matrix, carried, shared):
+            (x, total), out = carried, part(matrix, carried[0], shared)
+            return out, total + jnp.mean(jnp.square(out - x), axis=-1)
+
+        return run
+
+    parts = summing(first_part), summing(second_part)
+
+    def prefetched(weights, carried):
+        return run_prefetching(
+            PreparedWeights((weights, None)), parts, carried, shared,
+            dtype="float32", saved=policy(saved), made_first=NAMED, unrolled=unrolled,
+        )  # fmt: skip
+
+    def one_by_one(weights, carried):
+        for index in range(num_layers):
+            for part, matrix in zip(parts, gathered(jax.tree.map(lambda w, i=index: w[i], weights), "float32"), strict=True):
+                carried = part(matrix, carried, shared)
+        return carried
+
+    def value_and_gradients(run):
+        def value(weights, x):
+            out, total = run(weights, (x, jnp.zeros((B, T), out_sharding=spec("batch", "seq"))))
+            return jnp.sum(jnp.cos(out)) + jnp.sum(factor * total)
+
+        return jax.jit(jax.value_and_grad(value, argnums=(0, 1)))(layers(num_layers), x)
+
+    (found, grads), (expected, expected_grads) = value_and_gradients(prefetched), value_and_gradients(one_by_one)
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+    for grad, like in zip(jax.tree.leaves(grads), jax.tree.leaves(expected_grads), strict=True):
+        np.testing.assert_allclose(grad, like, rtol=0, atol=1e-5 * np.abs(like).max())
 
 
 @pytest.mark.parametrize(("saved", "stacks"), [((), 1), (("projected",), 3)])

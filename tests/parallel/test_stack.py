@@ -11,7 +11,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from llamajax.parallel.sharding import spec
 from llamajax.parallel.stack import run_layers
-from llamajax.parallel.zero import weight
+from llamajax.parallel.zero import PreparedWeights, weight
 
 L, B, D = 3, 8, 4
 X = np.linspace(0, 1, B * D, dtype=np.float32).reshape(B, D)
@@ -37,7 +37,7 @@ def run(layers: Scale, x: jax.Array, saved: tuple[str, ...] | None) -> tuple[jax
         return jnp.sin(scaled) + addend, scaled
 
     policy = None if saved is None else jax.checkpoint_policies.save_only_these_names(*saved)
-    return run_layers(layers, add, x, jnp.arange(10.0, 10 + L), dtype="float32", saved=policy)
+    return run_layers(PreparedWeights(layers), add, x, jnp.arange(10.0, 10 + L), dtype="float32", saved=policy)
 
 
 @pytest.mark.parametrize("saved", [None, (), ("scaled",)])

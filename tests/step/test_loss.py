@@ -11,7 +11,7 @@ import pytest
 from llamajax.config.parallel import MeshConfig
 from llamajax.parallel import mesh
 from llamajax.parallel.sharding import spec
-from llamajax.parallel.zero import gathered, weight
+from llamajax.parallel.zero import PreparedWeights, gathered, weight
 from llamajax.step import loss
 from llamajax.step.batch import FIELDS, IGNORE
 from llamajax.step.loss import LossSums, token_losses
@@ -162,7 +162,7 @@ def test_the_heads_gradient_is_scattered_before_the_layers_backward_pass_begins(
     config = tiny_config()
     tokens = jax.NamedSharding(jax.sharding.get_mesh(), spec("batch", "seq"))
     batch = dict.fromkeys(FIELDS, jax.ShapeDtypeStruct((8, 32), jnp.int32, sharding=tokens))
-    gradient = jax.grad(lambda model, batch: loss.loss_fn(model, batch, z_loss_weight=0.0)[0])
+    gradient = jax.grad(lambda model, batch: loss.loss_fn(PreparedWeights(model), batch, z_loss_weight=0.0)[0])
     program = jax.make_jaxpr(gradient)(abstract_state(config).model, batch)
     barriers = [eqn for eqn in program.eqns if eqn.primitive.name == "optimization_barrier"]
     shapes = {(8, 32, config.model.embed_dim), (config.model.vocab_size, config.model.embed_dim)}

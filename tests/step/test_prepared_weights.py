@@ -6,13 +6,13 @@ import pytest
 from llamajax.config.parallel import MeshConfig
 from llamajax.parallel.arrays import named_arrays
 from llamajax.parallel.mesh import make_mesh
-from llamajax.step.prepared_weights import copies, hold
+from llamajax.step.prepared_weights import copies, prepare
 from llamajax.step.state import init_state
 from tests.tiny import tiny_config
 
 TOKENS = {"data", "fsdp", "sequence"}
-TABLES, FIRST = frozenset({"model.embedding", "model.head"}), frozenset({"first.attention.wqkv"})
-MATRIX, LATE = frozenset({"model.layers.attention.wqkv"}), frozenset({"model.layers.mlp_norm.scale"})
+TABLES, FIRST = frozenset({"embedding", "head"}), frozenset({"whole_first.attention.wqkv"})
+MATRIX, LATE = frozenset({"layers.attention.wqkv"}), frozenset({"layers.mlp_norm.scale"})
 
 
 @pytest.mark.parametrize(
@@ -30,11 +30,11 @@ MATRIX, LATE = frozenset({"model.layers.attention.wqkv"}), frozenset({"model.lay
 def test_what_is_whole_and_over_which_axes_gradients_wait(changes, whole, waiting):
     jax.set_mesh(make_mesh(MeshConfig(data=2, fsdp=2, sequence=2)))
     config = tiny_config().changed({f"parallel.{name}": value for name, value in changes.items()})
-    held = jax.eval_shape(lambda: hold(config, init_state(config).model))
-    found = {name: leaf.sharding.spec for name, leaf in named_arrays(held).items()}
-    assert (held.first is not None) == (whole >= FIRST)
+    trained = jax.eval_shape(lambda: prepare(config, init_state(config).model))
+    found = {name: leaf.sharding.spec for name, leaf in named_arrays(trained).items()}
+    assert (trained.whole_first is not None) == (whole >= FIRST)
     open_over = {name: axes for names, axes in waiting.items() for name in names}
-    for name in TABLES | MATRIX | LATE | (FIRST if held.first is not None else set()):
+    for name in TABLES | MATRIX | LATE | (FIRST & found.keys()):
         split = {axis for entry in found[name].partitions for axis in (entry if isinstance(entry, tuple) else [entry])}
         assert ("fsdp" not in split) == (name in whole | LATE), name
         assert "data" not in split
@@ -45,7 +45,7 @@ def test_what_is_whole_and_over_which_axes_gradients_wait(changes, whole, waitin
 def test_copies_are_made_of_all_weights_whose_gradients_are_split(zero):
     jax.set_mesh(make_mesh(MeshConfig(fsdp=8)))
     config = tiny_config().changed({"parallel.zero": zero})
-    made = jax.eval_shape(lambda: copies(config, hold(config, init_state(config).model)))
+    made = jax.eval_shape(lambda: copies(config, prepare(config, init_state(config).model)))
     if zero != 2:
         assert made is None
         return
