@@ -4,20 +4,26 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
+from llamajax.config.layer_weights import MATRICES, Matrix
 from llamajax.config.parallel import axes_of, num_parts, product
 from llamajax.config.rules import Bound, PositiveFloat, PositiveFloatOrUnset, PositiveInt, PositiveIntOrUnset, Section
 
 DType = Literal["float32", "bfloat16"]
 MatmulDType = Literal["compute_dtype", "float8", "float8_unrounded"]
-MATRICES = "wqkv", "wo", "w_gate_up", "w_down"
-"""Of a layer: of queries, keys and values; of the attention's output; of the MLP's gate and input; of its output."""
-Matrix = Literal["wqkv", "wo", "w_gate_up", "w_down"]
 AttentionKernel = Literal["auto", "pallas", "triton", "cudnn", "tokamax", "plain"]
 InitChange = Literal["rope_theta", "rope_scaling", "sliding_window", "norm_eps"]
 """Settings that change what weights compute, but none of their shapes."""
 Remat = Literal["auto", "none", "save_attention_qkv_mlp", "save_attention_qkv", "save_attention", "full"]
 REMATS: tuple[Remat, ...] = ("none", "save_attention_qkv_mlp", "save_attention_qkv", "save_attention", "full")
 """From what keeps most to what keeps least."""
+SAVED_BY_REMAT: dict[Remat, tuple[str, ...] | None] = {
+    "none": None,
+    "full": (),
+    "save_attention": ("residual", "attention"),
+    "save_attention_qkv": ("residual", "attention", "qkv"),
+    "save_attention_qkv_mlp": ("residual", "attention", "qkv", "gate_up"),
+}
+"""Which of a layer's named values (`checkpoint_name`) the forward pass keeps, beside the layer's input; None: all of it."""
 EvenInt = Annotated[PositiveInt, Bound(lambda value: value % 2 == 0, "must be even: rotary positions turn pairs")]
 
 

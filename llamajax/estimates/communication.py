@@ -30,7 +30,8 @@ def least_wire_bytes(config: Config, mesh: Mapping[str, int]) -> float:
     of attention's matrices before they gather it.
     """
     model, train = computed_model(config.model, mesh), config.train
-    width, factors = DTYPE_BYTES[model.compute_dtype], {name: factor_bytes(model, name) for name in layer_matrices(model)}
+    width, matrices = DTYPE_BYTES[model.compute_dtype], layer_matrices(model)
+    factors = {matrix: factor_bytes(model, matrix) for matrix in matrices}
     shards = num_parts("embed", mesh)
     replicas = num_parts("batch", mesh) * num_parts("seq", mesh) / shards
     weights = width * num_params(model) / mesh["tensor"]
@@ -40,7 +41,7 @@ def least_wire_bytes(config: Config, mesh: Mapping[str, int]) -> float:
     # Layers as they are gathered, and as their gradients are reduced; prefetched ones turn round at the last, whose weights
     # serve both passes; and the first may be gathered once.
     layers = weights - ends
-    saved = sum((width - factors[name]) * size for name, size in layer_matrices(model).items())
+    saved = sum((width - factors[matrix]) * size for matrix, size in matrices.items())
     gathered = layers - model.num_layers * saved / mesh["tensor"]
     parallel, micro_batches = config.parallel, train.grad_accum_steps
     at_the_end = parallel.grad_reduce == "step" or parallel.zero == 1
@@ -59,10 +60,11 @@ def least_wire_bytes(config: Config, mesh: Mapping[str, int]) -> float:
         sharded = (often + 2 * ends) * micro_batches
     exchanged = 0
     if model.num_kv_heads > config.model.num_kv_heads:
-        sizes = {name: layer_matrices(model)[name] * (gathers * factors[name] + width) for name in ("wqkv", "wo")}
-        exchanged = model.num_layers * sum(sizes.values()) / (shards * mesh["tensor"])
+        by_head = (matrix for matrix in matrices if "K" in matrix.dims)
+        sizes = sum(matrices[matrix] * (gathers * factors[matrix] + width) for matrix in by_head)
+        exchanged = model.num_layers * sizes / (shards * mesh["tensor"])
     again = 1 if model.remat == "none" else 2
-    passed = sum(again * factors[name] for name in ("wqkv", "w_gate_up")) + factors["wo"] + factors["w_down"] + 4 * width
+    passed = sum((again if matrix.matmul == "column" else 1) * factors[matrix] + width for matrix in matrices)
     reductions = 1 if at_the_end or parallel.zero_data else micro_batches
     return (
         sharded * (shards - 1) / shards

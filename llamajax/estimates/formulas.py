@@ -8,6 +8,7 @@ import dataclasses
 import math
 from collections.abc import Mapping
 
+from llamajax.config.layer_weights import LAYER_WEIGHTS, MATRICES, LayerWeight
 from llamajax.config.model import ModelConfig
 from llamajax.config.parallel import num_parts, splits_residual
 from llamajax.config.run import Config
@@ -15,14 +16,21 @@ from llamajax.config.run import Config
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 
 
-def layer_matrices(model: ModelConfig) -> dict[str, int]:
-    """Parameters of a layer's matrices."""
-    D, F, N, K, H = model.embed_dim, model.mlp_dim, model.num_heads, model.num_kv_heads, model.head_dim
-    return {"wqkv": D * (N + 2 * K) * H, "wo": D * N * H, "w_gate_up": D * 2 * F, "w_down": D * F}
+def layer_shapes(model: ModelConfig) -> dict[LayerWeight, tuple[int, ...]]:
+    """Of each weight that a layer of the model has."""
+    D, K, H, F = model.embed_dim, model.num_kv_heads, model.head_dim, model.mlp_dim
+    sizes = {"D": D, "K": K, "G": model.num_heads // K, "C": model.num_heads // K + 2, "H": H, "F": F, "2": 2}
+    own = (weight for weight in LAYER_WEIGHTS if weight.trait is None or getattr(model, weight.trait))
+    return {weight: tuple(sizes[dim] for dim in weight.dims.split()) for weight in own}
+
+
+def layer_matrices(model: ModelConfig) -> dict[LayerWeight, int]:
+    """Parameters of those that take part in a matmul."""
+    return {weight: math.prod(shape) for weight, shape in layer_shapes(model).items() if weight.matmul}
 
 
 def _is_layer_matrix(name: str) -> bool:
-    return name.rpartition(".")[2] in ("wqkv", "wo", "w_gate_up", "w_down")
+    return name.rpartition(".")[2] in MATRICES
 
 
 def num_matmul_params(model: ModelConfig) -> int:
@@ -37,25 +45,10 @@ def num_params(model: ModelConfig) -> int:
 
 def weights(model: ModelConfig) -> dict[str, int]:
     """Parameters of every weight, of all layers together, by its name in the model."""
-    D, F, N, K, H = model.embed_dim, model.mlp_dim, model.num_heads, model.num_kv_heads, model.head_dim
-    matrices, table = layer_matrices(model), model.vocab_size * model.embed_dim
-    of_layer = {
-        "attention_norm.scale": D,
-        "attention.wqkv": matrices["wqkv"],
-        "attention.qkv_bias": (N + 2 * K) * H * model.qkv_bias,
-        "attention.q_norm.scale": H * model.qk_norm,
-        "attention.k_norm.scale": H * model.qk_norm,
-        "attention.wo": matrices["wo"],
-        "attention.output_bias": D * model.output_bias,
-        "mlp_norm.scale": D,
-        "mlp.w_gate_up": matrices["w_gate_up"],
-        "mlp.gate_up_bias": 2 * F * model.mlp_bias,
-        "mlp.w_down": matrices["w_down"],
-        "mlp.down_bias": D * model.mlp_bias,
-    }
-    of_layers = {f"layers.{name}": model.num_layers * size for name, size in of_layer.items()}
-    sizes = {"embedding": table, **of_layers, "final_norm.scale": D, "head": 0 if model.tie_embeddings else table}
-    return {name: size for name, size in sizes.items() if size}
+    of_layers = {f"layers.{of.path}": model.num_layers * math.prod(shape) for of, shape in layer_shapes(model).items()}
+    table = model.vocab_size * model.embed_dim
+    sizes = {"embedding": table, **of_layers, "final_norm.scale": model.embed_dim}
+    return sizes if model.tie_embeddings else sizes | {"head": table}
 
 
 def computed_model(model: ModelConfig, mesh: Mapping[str, int]) -> ModelConfig:
@@ -75,7 +68,7 @@ def layer_matrix_bytes(model: ModelConfig, mesh: Mapping[str, int]) -> int:
 def gathered_layer_bytes(model: ModelConfig, mesh: Mapping[str, int]) -> int:
     """Bytes of one layer's matrices as a device computes with them, gathered."""
     matrices = layer_matrices(computed_model(model, mesh))
-    return sum(size * factor_bytes(model, name) for name, size in matrices.items()) // num_parts("mlp", mesh)
+    return sum(size * factor_bytes(model, weight) for weight, size in matrices.items()) // num_parts("mlp", mesh)
 
 
 def prefetched_bytes(model: ModelConfig, mesh: Mapping[str, int]) -> int:
@@ -83,9 +76,9 @@ def prefetched_bytes(model: ModelConfig, mesh: Mapping[str, int]) -> int:
     return 2 * gathered_layer_bytes(model, mesh) + layer_matrix_bytes(model, mesh)
 
 
-def factor_bytes(model: ModelConfig, matrix: str) -> int:
+def factor_bytes(model: ModelConfig, matrix: LayerWeight) -> int:
     """Bytes of a number as it is multiplied with a matrix of a layer, or is one of it."""
-    return 1 if matrix in model.float8_weights and model.matmul_dtype == "float8" else DTYPE_BYTES[model.compute_dtype]
+    return 1 if matrix.name in model.float8_weights and model.matmul_dtype == "float8" else DTYPE_BYTES[model.compute_dtype]
 
 
 def flops_per_token(model: ModelConfig, seq_len: int, *, full_attention: bool = False, keys: float | None = None) -> int:
@@ -236,7 +229,8 @@ def expected_bytes(
     waiting = own_trained - whole_trained // num_parts("embed", mesh)
     held_back = whole_trained if config.parallel.zero == 1 else min(whole_trained, V * D)
     # Matrices in float8 are there beside those they are made of, but for `zero: 2` as a device keeps these.
-    rounded = L * sum(layer_matrices(computed)[name] for name in model.float8_weights) // tensor
+    matrices = layer_matrices(computed).items()
+    rounded = L * sum(size for matrix, size in matrices if matrix.name in model.float8_weights) // tensor
     rounded = {1: rounded, 2: (1 - wide) * rounded, 3: rounded // num_parts("embed", mesh)}[config.parallel.zero]
     loss = min(max_chunk_logits, tokens * V) * (4 + 2 * wide) + V * D * (wide + 2 * 4)
     collectives = 2 * D * F * wide + kept_weights

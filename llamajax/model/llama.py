@@ -11,7 +11,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Float32, Int32
 
-from llamajax.config.model import ModelConfig, Remat
+from llamajax.config.model import SAVED_BY_REMAT, ModelConfig, Remat
 from llamajax.config.parallel import PLAIN, ParallelConfig, SequenceForm
 from llamajax.kernels import cudnn
 from llamajax.kernels.attention import Mask, Past, with_sight
@@ -30,14 +30,6 @@ from llamajax.parallel.zero import PreparedWeights, gathered
 
 Tokens = Int32[Array, "B T"]
 """Of each row's tokens: their ids, or the ids of their documents, or their positions."""
-_SAVED_BY_REMAT: dict[Remat, tuple[str, ...] | None] = {
-    "none": None,
-    "full": (),
-    "save_attention": ("residual", "attention"),
-    "save_attention_qkv": ("residual", "attention", "qkv"),
-    "save_attention_qkv_mlp": ("residual", "attention", "qkv", "gate_up"),
-}
-"""Which of a layer's named values (`checkpoint_name`) the forward pass keeps, beside the layer's input; None: all of it."""
 _DEAR = jax.checkpoint_policies.save_from_both_policies(jax.checkpoint_policies.save_any_names_but_these(), cudnn.is_kernel)
 """Of a layer: what has a name, and what a fused kernel gives its backward pass."""
 
@@ -170,7 +162,7 @@ class Llama(nnx.Module):
         x = self._embed(laid_out(tokens, sequence), copies)
 
         prepared = PreparedWeights(self, copies)
-        saved = _SAVED_BY_REMAT[remat]
+        saved = SAVED_BY_REMAT[remat]
         if remat == "full" and is_shared(x):
             saved = ("residual",)  # a part of the tokens; making it again would scatter the attention's output again
         lies = jax.P(*jax.typeof(x).sharding.spec[:2])

@@ -9,16 +9,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from llamajax.config.layer_weights import LAYER_WEIGHTS
 from llamajax.verification.reference_run import Seen, Side, Step
 
 TOLERANCE = 1e-5
 """Of a scalar: relative. Of an array: of any entry on any device, relative to the array's largest entry on one device."""
 SCALARS = ("tokens", "loss", "gradient norm")
-_FORWARD = (
-    "embedding", "attention_norm", "wqkv", "qkv_bias", "q_norm", "k_norm", "wo", "output_bias", "mlp_norm",
-    "w_gate_up", "gate_up_bias", "w_down", "down_bias",
-    "final_norm", "head",
-)  # fmt: skip
+_FORWARD = ("embedding", *(f"layers.{weight.path}" for weight in LAYER_WEIGHTS), "final_norm.scale", "head")
 """Parameters by the order in which the forward pass takes them."""
 
 
@@ -64,7 +61,7 @@ def first_difference(ours: Side, truth: Side) -> Difference | None:
 
 def forward_order(name: str) -> int:
     """The place of a parameter in the forward pass."""
-    return min(_FORWARD.index(part) for part in name.split(".") if part in _FORWARD)
+    return _FORWARD.index(name)
 
 
 def relative_difference(ours: np.ndarray, truth: np.ndarray, largest: float) -> float:

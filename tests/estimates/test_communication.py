@@ -53,7 +53,8 @@ def test_least_bytes():
 
 @pytest.mark.parametrize("stack", ["scan", "prefetch"])
 def test_a_byte_of_each_weight_and_token_is_sent_for_matmuls_in_float8(stack):
-    parallel, matrices = ParallelConfig(stack=stack), formulas.layer_matrices(MODEL)
+    parallel = ParallelConfig(stack=stack)
+    matrices = {matrix.name: size for matrix, size in formulas.layer_matrices(MODEL).items()}
     in_float8 = dataclasses.replace(MODEL, matmul_dtype="float8")
     some = dataclasses.replace(in_float8, float8_exempt=("w_gate_up", "w_down"))
     gathers = 20 if stack == "scan" else 19  # of ten layers

@@ -1,14 +1,22 @@
 """Parameters, FLOPs and bytes against published figures and hand counts."""
 
 import dataclasses
+import itertools
+import math
+import subprocess
+import sys
+from typing import get_args
 
 import pytest
 
+from llamajax.config.layer_weights import LAYER_WEIGHTS, MATRICES, Matrix
 from llamajax.config.machine import HardwareConfig
 from llamajax.config.model import ModelConfig
 from llamajax.config.parallel import MeshConfig
 from llamajax.config.training import MOMENTS, Moments, OptimizerConfig
 from llamajax.estimates import formulas
+from llamajax.model import Llama
+from llamajax.weights.names import TENSORS
 from tests.tiny import tiny_config
 
 LLAMA_2_7B = ModelConfig(
@@ -30,6 +38,31 @@ LLAMA_3_2_1B = ModelConfig(
 )
 def test_num_params_of_published_models(model, num_params):
     assert formulas.num_params(model) == num_params
+
+
+TRAITS = tuple(dict.fromkeys(weight.trait for weight in LAYER_WEIGHTS if weight.trait is not None))
+SIZES = {"vocab_size": 97, "embed_dim": 10, "mlp_dim": 14, "num_layers": 3, "num_heads": 6, "num_kv_heads": 2, "head_dim": 4}
+
+
+@pytest.mark.parametrize("has", [*itertools.product((False, True), repeat=len(TRAITS))], ids=str)
+def test_the_table_of_weights_is_that_of_the_model(has):
+    model = ModelConfig(**SIZES, **dict(zip(TRAITS, has, strict=True)))
+    shapes = {name: leaf.shape for name, leaf in Llama.shapes(model).items()}
+    counted = {f"layers.{weight.path}": (3, *shape) for weight, shape in formulas.layer_shapes(model).items()}
+    assert counted == {name: shape for name, shape in shapes.items() if name.startswith("layers.")}
+    assert formulas.num_params(model) == sum(map(math.prod, shapes.values()))
+
+
+def test_a_layers_weights_have_names_of_their_own_and_tensors():
+    assert len({weight.path for weight in LAYER_WEIGHTS}) == len(LAYER_WEIGHTS)
+    assert get_args(Matrix) == MATRICES
+    arrays = {tensor.array for tensor in TENSORS}
+    assert {f"model.layers.{weight.path}" for weight in LAYER_WEIGHTS} <= arrays
+
+
+def test_estimates_are_made_without_jax():
+    code = "import sys, llamajax.config.run, llamajax.estimates.communication; sys.exit('jax' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_flops_per_token_of_llama_3_8b():

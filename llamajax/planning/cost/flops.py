@@ -2,11 +2,13 @@
 
 from dataclasses import dataclass
 
+from llamajax.config.model import SAVED_BY_REMAT
 from llamajax.config.parallel import num_parts
 from llamajax.estimates.formulas import (
     computed_model,
     flops_per_token,
     keeps_two_residuals,
+    layer_matrices,
     num_matmul_params,
 )
 from llamajax.planning.cost.attention import computed_scores, planned_kernel
@@ -38,15 +40,11 @@ def planned_flops(run: ResolvedRun) -> ExecutedFlops:
     """
     config = run.config
     model, seq_len = computed_model(config.model, run.mesh), config.data.seq_len
-    D, F, L = model.embed_dim, model.mlp_dim, model.num_layers
-    heads, kv_heads = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
-    again = {
-        "none": 0,
-        "save_attention_qkv_mlp": 0,
-        "save_attention_qkv": 2 * D * F,
-        "save_attention": 2 * D * F + D * (heads + 2 * kv_heads),
-        "full": 2 * D * F + D * (heads + 2 * kv_heads) + (0 if keeps_two_residuals(config, run.mesh) else D * heads),
-    }[model.remat]
+    L, heads = model.num_layers, model.num_heads * model.head_dim
+    saved = SAVED_BY_REMAT[model.remat]
+    kept = {None, *(saved or ()), *(["residual"] if keeps_two_residuals(config, run.mesh) else [])}
+    matrices = {} if saved is None else layer_matrices(model)
+    again = sum(size for matrix, size in matrices.items() if matrix.result not in kept)
     matmul_flops = 6 * num_matmul_params(model)
     again_forward = 2 if model.remat == "full" else 0
     # Two FLOPs per multiply-add, and six products in `flops_per_token`: it counts four of the backward pass.
