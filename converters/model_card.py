@@ -37,6 +37,7 @@ def model_card(found: Pretrained, architecture: Architecture, dtype: str, licens
 
 def _model(config: ModelConfig, architecture: Architecture, dtype: str) -> str:
     window = f", sliding window of {config.sliding_window:,}" if config.sliding_window else ""
+    window += f" in {', '.join(config.layer_types)} layers in turn" if config.layer_types else ""
     return (
         f"A {architecture.name} of {num_params(config):,} parameters in {dtype}: {config.num_layers} layers, width"
         f" {config.embed_dim}, {config.num_heads} query and {config.num_kv_heads} key/value heads, {config.vocab_size:,}"

@@ -46,7 +46,7 @@ LLAMA, MISTRAL, QWEN2, QWEN3 = ARCHITECTURES = (
     Architecture("Qwen2", "qwen2", "Qwen2ForCausalLM", _QWEN, qkv_bias=True),
     Architecture("Qwen3", "qwen3", "Qwen3ForCausalLM", _QWEN | {"head_dim": 128}, ("attention_bias",), qk_norm=True),
 )  # fmt: skip
-_PARTS = ("sliding_window", "qkv_bias", "output_bias", "mlp_bias", "qk_norm")
+_PARTS = ("sliding_window", "layer_types", "qkv_bias", "output_bias", "mlp_bias", "qk_norm")
 
 
 def architecture_of(config: ModelConfig, model_type: str | None = None) -> Architecture:
@@ -68,8 +68,9 @@ def architecture_of(config: ModelConfig, model_type: str | None = None) -> Archi
 
 
 def _fits(architecture: Architecture, config: ModelConfig) -> bool:
-    # A Mistral without a window computes what a Llama does. transformers 5 refuses a Llama whose width its heads do not
-    # divide, even if it has its own head_dim (4.57 does not, nor does either refuse the others).
+    # transformers' Mistral has one window for all layers, and without one computes what a Llama does. transformers 5 refuses
+    # a Llama whose width its heads do not divide, even if it has its own head_dim (4.57 does not, nor does either refuse the
+    # others).
     is_llama = config.sliding_window is None and config.embed_dim % config.num_heads == 0
     attention_bias = "attention_bias" in architecture.biases and config.output_bias
     same_layers = (architecture.qkv_bias or attention_bias, attention_bias, architecture.qk_norm) == (
@@ -78,4 +79,5 @@ def _fits(architecture: Architecture, config: ModelConfig) -> bool:
         config.qk_norm,
     )
     same_mlp = "mlp_bias" in architecture.biases or not config.mlp_bias
-    return same_layers and same_mlp and (is_llama or architecture is not LLAMA)
+    same_windows = architecture is not MISTRAL or not config.layer_types
+    return same_layers and same_mlp and same_windows and (is_llama or architecture is not LLAMA)

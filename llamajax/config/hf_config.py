@@ -2,13 +2,14 @@
 
 import json
 from collections.abc import Mapping
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
 from llamajax.config.architectures import ARCHITECTURES, LLAMA, MISTRAL, Architecture, architecture_of
 from llamajax.config.hf_rope import read_rope, rope_fields
 from llamajax.config.json_file import read_json
-from llamajax.config.model import DType, ModelConfig
+from llamajax.config.model import DType, ModelConfig, shortest_round
 from llamajax.errors import ConfigError, show
 
 CONFIG = "config.json"
@@ -73,7 +74,7 @@ def read_hf_config(body: dict[str, Any], path: Path, param_dtype: DType) -> tupl
             rope_theta=theta,
             rope_scaling=scaling,
             norm_eps=number("rms_norm_eps", 1e-6, float),
-            sliding_window=_read_window(body, architecture, path),
+            **_read_windows(body, architecture, path),
             qkv_bias=architecture.qkv_bias or attention_bias,
             output_bias=attention_bias,
             mlp_bias=mlp_bias,
@@ -107,36 +108,31 @@ def _read_architecture(body: dict[str, Any], path: Path) -> Architecture:
     return architecture
 
 
-def _read_window(body: dict[str, Any], architecture: Architecture, path: Path) -> int | None:
-    """The sliding window, which Mistral has in all layers and Qwen in those after `max_window_layers`, on request."""
+def _read_windows(body: dict[str, Any], architecture: Architecture, path: Path) -> dict[str, Any]:
+    """The sliding window and the layers that have it: of a Mistral all, of a Qwen, on request, those that `layer_types`
+    names, or else those after `max_window_layers`."""
     if architecture is LLAMA:
-        return None
+        return {}
     window, kinds, num_layers = body.get("sliding_window"), body.get("layer_types"), body["num_hidden_layers"]
     if architecture is not MISTRAL:
         if type(body.get("use_sliding_window", False)) is not bool:
             raise ConfigError(f"{path}: use_sliding_window: must be true or false; correct it")
         window = body.get("sliding_window", 4096) if body.get("use_sliding_window", False) else None
-        if kinds is None and window is not None:
-            first = body.get("max_window_layers", 28)
-            if type(first) is not int or 0 < first < num_layers:
-                raise ConfigError(
-                    f"{path}: max_window_layers: {show(str(first))} must be 0 or at least num_hidden_layers={num_layers}:"
-                    " a sliding window in some layers only is not supported"
-                )
-            window = window if first <= 0 else None
     if window is not None and (type(window) is not int or not 0 < window < 2**31):
         raise ConfigError(f"{path}: sliding_window: must be a positive whole number or null, not {show(str(window))}")
-    if kinds is not None:
-        wanted = "full_attention" if window is None else "sliding_attention"
-        found = set(map(str, kinds)) if isinstance(kinds, list) and len(kinds) == num_layers else set()
-        if architecture is not MISTRAL and found == {"full_attention"}:
-            return None
-        if found != {wanted}:
-            raise ConfigError(
-                f"{path}: layer_types: must be {wanted} for each of the {num_layers} layers, as the other settings say;"
-                " different kinds of layers are not supported"
-            )
-    return window
+    known = ["full_attention"] if window is None else ["sliding_attention"]
+    known += ["full_attention"] if window is not None and architecture is not MISTRAL else []
+    if kinds is None and len(known) > 1:
+        first = body.get("max_window_layers", 28)
+        if type(first) is not int:
+            raise ConfigError(f"{path}: max_window_layers: must be a whole number, not {show(str(first))}; correct it")
+        kinds = ["full_attention" if layer < first else "sliding_attention" for layer in range(num_layers)]
+    if kinds is not None and not (isinstance(kinds, list) and len(kinds) == num_layers and all(k in known for k in kinds)):
+        rule = f"must be {' or '.join(known)} for each of the {num_layers} layers, as the other settings say"
+        raise ConfigError(f"{path}: layer_types: {rule}")
+    if kinds is None or len(set(kinds)) == 1:
+        return {"sliding_window": None if kinds and kinds[0] == "full_attention" else window}
+    return {"sliding_window": window, "layer_types": shortest_round(kinds)}
 
 
 def read_ends(
@@ -206,14 +202,17 @@ def hf_config_of(
 
 
 def _window_fields(config: ModelConfig, architecture: Architecture) -> dict[str, Any]:
-    window = config.sliding_window
+    window, layers = config.sliding_window, range(config.num_layers)
     if architecture is LLAMA:
         return {}
     if architecture is MISTRAL:
         return {"sliding_window": window}
+    kinds = [
+        "full_attention" if of_layer is None else "sliding_attention" for _, of_layer in zip(layers, cycle(config.windows))
+    ]
     return {
         "use_sliding_window": window is not None,
         "sliding_window": window,
-        "max_window_layers": config.num_layers if window is None else 0,
-        "layer_types": ["full_attention" if window is None else "sliding_attention"] * config.num_layers,
+        "max_window_layers": config.num_layers if window is None else kinds.index("sliding_attention"),
+        "layer_types": kinds,
     }

@@ -1,17 +1,20 @@
 """The model: its shape, and the mathematics that its family changes."""
 
-from collections.abc import Iterator, Mapping
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypeVar
 
 from llamajax.config.layer_weights import MATRICES, Matrix
 from llamajax.config.parallel import axes_of, num_parts, product
 from llamajax.config.rules import Bound, PositiveFloat, PositiveFloatOrUnset, PositiveInt, PositiveIntOrUnset, Section
 
+T = TypeVar("T")
 DType = Literal["float32", "bfloat16"]
 MatmulDType = Literal["compute_dtype", "float8", "float8_unrounded"]
 AttentionKernel = Literal["auto", "pallas", "triton", "cudnn", "tokamax", "plain"]
-InitChange = Literal["rope_theta", "rope_scaling", "sliding_window", "norm_eps"]
+LayerType = Literal["sliding_attention", "full_attention"]
+InitChange = Literal["rope_theta", "rope_scaling", "sliding_window", "layer_types", "norm_eps"]
 """Settings that change what weights compute, but none of their shapes."""
 Remat = Literal["auto", "none", "save_attention_qkv_mlp", "save_attention_qkv", "save_attention", "full"]
 REMATS: tuple[Remat, ...] = ("none", "save_attention_qkv_mlp", "save_attention_qkv", "save_attention", "full")
@@ -91,6 +94,9 @@ class ModelConfig(Section):
     """Added to the mean square inside RMSNorm."""
     sliding_window: PositiveIntOrUnset = None
     """Newest tokens, itself included, that a token sees (Mistral); unset: all before it."""
+    layer_types: tuple[LayerType, ...] = ()
+    """Which layers have the window, as config.json calls them, in the order in which they repeat, such as
+    [sliding_attention, full_attention] for every other one; empty: all."""
     attend_across_documents: bool = False
     """A token sees all before it in its row, whatever document they are of, as Llama 2 and GPT-3 were trained;
     otherwise only its own document, as Llama 3 was."""
@@ -135,6 +141,10 @@ class ModelConfig(Section):
     def broken_rules(self) -> Iterator[str]:
         if min(self.num_heads, self.num_kv_heads) > 0 and self.num_heads % self.num_kv_heads:
             yield f"num_kv_heads: {self.num_kv_heads} must divide num_heads={self.num_heads}"
+        if self.layer_types and (self.sliding_window is None or len(set(self.layer_types)) == 1):
+            yield "layer_types: must name both types, with sliding_window set; remove it where all layers are alike"
+        if len(self.layer_types) > max(self.num_layers, 0):
+            yield f"layer_types: names {len(self.layer_types)} layers of num_layers={self.num_layers}; name no more"
         longest = self.rope_scaling.original_max_seq_len
         if self.rope_scaling.kind == "dynamic" and self.max_seq_len > longest:
             rule = f"must be at most rope_scaling.original_max_seq_len={longest} with kind=dynamic"
@@ -145,6 +155,13 @@ class ModelConfig(Section):
             yield "float8_exempt: has no effect with matmul_dtype=compute_dtype; set that to float8, or remove this"
         if len(set(self.float8_exempt)) == len(MATRICES):
             yield "float8_exempt: leaves no matmul in float8; set matmul_dtype to compute_dtype, or name fewer matrices"
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """Of each layer in the shortest round that layers repeat: its sliding window; None: it sees all before it."""
+        kinds = itertools.cycle(self.layer_types or ["sliding_attention"])
+        windows = {"sliding_attention": self.sliding_window, "full_attention": None}
+        return shortest_round([windows[kind] for kind in itertools.islice(kinds, self.num_layers)])
 
     @property
     def float8_weights(self) -> tuple[str, ...]:
@@ -185,3 +202,9 @@ class ModelConfig(Section):
 
 _SPLIT_OR_WHOLE = {"num_kv_heads": "kv_heads", "vocab_size": "vocab"}
 """What need not divide; matrices are then stored split along `embed_tensor` instead."""
+
+
+def shortest_round(layers: Sequence[T]) -> tuple[T, ...]:
+    """The fewest from their beginning that, repeated, give them all."""
+    rounds = (tuple(layers[:period]) for period in range(1, len(layers) + 1))
+    return next(own for own in rounds if all(layer == own[n % len(own)] for n, layer in enumerate(layers)))

@@ -5,7 +5,9 @@ of the cluster in `config.hardware`.
 """
 
 import dataclasses
+import itertools
 import math
+from collections import Counter
 from collections.abc import Mapping
 
 from llamajax.config.layer_weights import LAYER_WEIGHTS, MATRICES, LayerWeight
@@ -86,17 +88,27 @@ def flops_per_token(model: ModelConfig, seq_len: int, *, full_attention: bool = 
 
     Six per matmul parameter, plus attention scores and values: `6*L*N*H*seq_len` when only the causal half
     counts, `12*L*N*H*seq_len` when the full square does (PaLM, arXiv:2204.02311, appendix B). A sliding window W
-    leaves `2*W - W**2/seq_len` of the former's `seq_len`, and W of the latter's. Of documents that are closed to each other
-    the former counts the `keys` that a query sees on average, if they are given, and the latter whole rows.
+    leaves `2*W - W**2/seq_len` of the former's `seq_len`, and W of the latter's, in layers that have it. Of documents that
+    are closed to each other the former counts the `keys` that a query sees on average, if they are given, and the latter
+    whole rows.
     """
-    window = min(model.sliding_window or seq_len, seq_len)
     keys = mean_keys(model, seq_len, None) if keys is None else keys
-    counted = window if full_attention else keys
+    windows = sum(share * min(alike.sliding_window or seq_len, seq_len) for alike, share in kinds_of_layers(model))
+    counted = windows if full_attention else keys
     return 6 * num_matmul_params(model) + math.floor(12 * model.num_layers * model.num_heads * model.head_dim * counted)
 
 
+def kinds_of_layers(model: ModelConfig) -> list[tuple[ModelConfig, float]]:
+    """Of each kind of layer that the model has: the model with such layers only, and their share of the layers."""
+    windows = Counter(itertools.islice(itertools.cycle(model.windows), model.num_layers))
+    return [
+        (dataclasses.replace(model, sliding_window=window, layer_types=()), count / model.num_layers)
+        for window, count in windows.items()
+    ]
+
+
 def keys_seen(model: ModelConfig, index: float, document_length: float | None) -> float:
-    """Keys that the query at an index of its row sees, its own not counted.
+    """Keys that the query at an index of its row sees in a model whose layers are alike, its own not counted.
 
     Documents that are closed to each other end by chance, wherever they are: so a query stands behind their mean length of
     tokens of its own, or as many as the row and the window leave.
@@ -108,7 +120,11 @@ def keys_seen(model: ModelConfig, index: float, document_length: float | None) -
 
 
 def mean_keys(model: ModelConfig, seq_len: int, document_length: float | None) -> float:
-    """`keys_seen`, on average over a row."""
+    """`keys_seen`, on average over a row and over layers."""
+    return sum(share * _mean_keys(alike, seq_len, document_length) for alike, share in kinds_of_layers(model))
+
+
+def _mean_keys(model: ModelConfig, seq_len: int, document_length: float | None) -> float:
     window = min(model.sliding_window or seq_len, seq_len)
     if document_length is None or model.attend_across_documents:
         return window - window**2 / seq_len / 2

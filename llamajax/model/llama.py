@@ -18,7 +18,7 @@ from llamajax.kernels.attention import Mask, Past, with_sight
 from llamajax.model.attention import Attention, KeyValue, Rows
 from llamajax.model.kv_cache import KVCache, append, write_prompt
 from llamajax.model.layers import MLP, Auxiliary, RMSNorm, normal
-from llamajax.model.rope import positions_from_segment_ids, rope_tables
+from llamajax.model.rope import RopeTable, positions_from_segment_ids, rope_tables
 from llamajax.parallel.arrays import named_arrays
 from llamajax.parallel.prefetch import Layers, run_prefetching
 from llamajax.parallel.sequence import laid_out
@@ -157,8 +157,10 @@ class Llama(nnx.Module):
         """
         config, sequence = self.config, parallel.sequence
         known = (None, None) if config.attend_across_documents else (segment_ids, positions)
-        rows = self._rows(tokens, *known, sequence=sequence)
-        rows, tokens = jax.lax.optimization_barrier((rows, tokens))  # none of them before this micro-batch's turn
+        tables_and_masks = self._tables_and_masks(tokens, *known, sequence=sequence)
+        # None of them before this micro-batch's turn.
+        tables_and_masks, tokens = jax.lax.optimization_barrier((tables_and_masks, tokens))
+        rows = self._by_layer(*tables_and_masks)
         x = self._embed(laid_out(tokens, sequence), copies)
 
         prepared = PreparedWeights(self, copies)
@@ -192,11 +194,11 @@ class Llama(nnx.Module):
             )
         else:
 
-            def run_layer(x: Activations, layer: Layer, _: None) -> tuple[Activations, None]:
+            def run_layer(x: Activations, layer: Layer, _: None, rows: Rows) -> tuple[Activations, None]:
                 return layer(x, rows, parallel=parallel, gates_in_stack=gates_in_stack)[0], None
 
             layers = prepared.part(lambda model: model.layers)
-            (x, auxiliary), _ = run_layers(layers, run_layer, activations, dtype=x.dtype, saved=_policy(saved))
+            (x, auxiliary), _ = run_layers(layers, run_layer, activations, shared=rows, dtype=x.dtype, saved=_policy(saved))
         with jax.named_scope("final_norm"):
             return self.final_norm(x), auxiliary
 
@@ -214,16 +216,16 @@ class Llama(nnx.Module):
         """
         lengths = jax.reshard(lengths, spec("batch"))
         x = self._embed(laid_out(tokens, "gather"))
-        rows = self._rows(tokens, None, None)
+        rows = self._by_layer(*self._tables_and_masks(tokens, None, None))
 
-        def run_layer(carry: tuple[jax.Array, jax.Array, jax.Array], layer: Layer, index: jax.Array):
+        def run_layer(carry: tuple[jax.Array, jax.Array, jax.Array], layer: Layer, index: jax.Array, rows: Rows):
             x, keys, values = carry
             (x, _), (k, v) = layer(Activations(x, {}), rows)
             return (x, write_prompt(keys, index, k), write_prompt(values, index, v)), None
 
         # Carried, not stacked up: a carried cache is written where it lies.
         carry, numbers = (x, cache.keys, cache.values), jnp.arange(self.config.num_layers)
-        (x, keys, values), _ = run_layers(PreparedWeights(self.layers), run_layer, carry, numbers, dtype=x.dtype)
+        (x, keys, values), _ = run_layers(PreparedWeights(self.layers), run_layer, carry, numbers, rows, dtype=x.dtype)
         is_last = jnp.arange(tokens.shape[1])[None, :] == lengths[:, None] - 1
         x = jnp.sum(jnp.where(is_last[:, :, None], x, 0), axis=1, keepdims=True)
         return self._next_token_logits(x), KVCache(keys, values, lengths)
@@ -241,13 +243,15 @@ class Llama(nnx.Module):
         """
         tokens, positions = jax.reshard(tokens, spec("batch"))[:, None], cache.lengths[:, None]
         x = self._embed(tokens)
-        rows = Rows(*rope_tables(positions, self.config), Mask(window=self.config.sliding_window))
+        masks = {window or 0: Mask(window=window) for window in self.config.windows}
+        rows = self._by_layer(*rope_tables(positions, self.config), masks)
 
-        def run_layer(x: jax.Array, layer: Layer, cached: tuple[jax.Array, ...]) -> tuple[jax.Array, KeyValue]:
+        def run_layer(x: jax.Array, layer: Layer, cached: tuple[jax.Array, ...], rows: Rows) -> tuple[jax.Array, KeyValue]:
             (x, _), key_value = layer(Activations(x, {}), rows, Past(cached[0], cached[1], cache.lengths))
             return x, key_value
 
-        x, (k, v) = run_layers(PreparedWeights(self.layers), run_layer, x, (cache.keys, cache.values), dtype=x.dtype)
+        layers, cached = PreparedWeights(self.layers), (cache.keys, cache.values)
+        x, (k, v) = run_layers(layers, run_layer, x, cached, rows, dtype=x.dtype)
         return self._next_token_logits(x), append(cache, k, v)
 
     def output_weight(self) -> nnx.Param:
@@ -276,9 +280,10 @@ class Llama(nnx.Module):
         with jax.named_scope("head"):
             return jax.reshard(self._logits(x), spec("batch", None))
 
-    def _rows(
+    def _tables_and_masks(
         self, tokens: Tokens, segment_ids: Tokens | None, positions: Tokens | None, *, sequence: SequenceForm = "gather"
-    ) -> Rows:
+    ) -> tuple[RopeTable, RopeTable, dict[int, Mask]]:
+        """Cosines and sines of the positions; and of each window the mask, by 0 that of none."""
         if positions is None:
             positions = positions_from_segment_ids(jnp.zeros_like(tokens) if segment_ids is None else segment_ids)
         config, (B, T) = self.config, tokens.shape
@@ -286,5 +291,9 @@ class Llama(nnx.Module):
         ids = None if segment_ids is None else laid_out(segment_ids, sequence)
         heads = config.num_kv_heads, config.num_heads // config.num_kv_heads, config.head_dim
         q = jax.ShapeDtypeStruct((B, T, *heads), jnp.dtype(config.compute_dtype))
-        mask = Mask(window=config.sliding_window, segment_ids=ids)
-        return Rows(cos, sin, with_sight(mask, q, kernel=config.attention_kernel, sequence=sequence))
+        see = partial(with_sight, q=q, kernel=config.attention_kernel, sequence=sequence)
+        return cos, sin, {window or 0: see(Mask(window=window, segment_ids=ids)) for window in config.windows}
+
+    def _by_layer(self, cos: RopeTable, sin: RopeTable, masks: dict[int, Mask]) -> tuple[Rows, ...]:
+        """Of each layer in the round that they repeat."""
+        return tuple(Rows(cos, sin, masks[window or 0]) for window in self.config.windows)

@@ -191,85 +191,103 @@ def _last(stored: Any) -> int:
     return jax.tree.leaves(stored)[0].shape[0] - 1
 
 
+def _index(number: jax.Array, place: int, period: int) -> jax.Array:
+    """Of the layer at a place of a round."""
+    return number if period == 1 else number * period + place
+
+
+def _is_parted(stack: _Stack, shared: tuple[Any, ...]) -> bool:
+    """Whether layers are written out one behind the other, with barriers between them."""
+    return stack.unrolled or len(shared) > 1
+
+
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _run(stack: _Stack, prepared: PreparedWeights[Layers], shared: Any, x: Any) -> Any:
     return _forward(stack, prepared, shared, x)[0]
 
 
 def _forward(stack: _Stack, prepared: PreparedWeights[Layers], shared: Any, x: Any) -> tuple[Any, Any]:
-    def step(index: jax.Array, x: Any, weights: Any) -> tuple[Any, Any, Any]:
+    (stored, _), (_, first) = prepared.trained, prepared.used
+    period, is_parted, last = len(shared), _is_parted(stack, shared), _last(stored)
+
+    def step(place: int, index: jax.Array, x: Any, weights: Any) -> tuple[Any, Any, Any]:
+        if is_parted:
+            (index, x), weights = _before((index, x), weights)
         upcoming = stack.gather(prepared, index + 1)
-        x, own = stack.layer(weights, shared, x)
+        x, own = stack.layer(weights, shared[place % period], x)
         return x, upcoming, own
 
-    def step_of_loop(index: jax.Array, carry: Any) -> Any:
-        *carry, kept = carry
-        *carry, own = step(index, *carry)
-        return *carry, _with(kept, jax.tree.leaves(own), index)
+    def round_of_loop(number: jax.Array, carry: Any) -> Any:
+        x, weights, stacks = carry
+        for place in range(period):
+            x, weights, own = step(place, _index(number, place, period), x, weights)
+            stacks = [*stacks[:place], _with(stacks[place], jax.tree.leaves(own), number), *stacks[place + 1 :]]
+        return x, weights, stacks
 
-    (stored, _), (_, first), kept = prepared.trained, prepared.used, []
-    last, weights = _last(stored), stack.gather(prepared, 0) if first is None else first
-    if stack.unrolled:
-        for number in range(last):
-            (index, x), weights = _before((jnp.int32(number), x), weights)
-            x, weights, own = step(index, x, weights)
-            kept.append(own)
-    elif last > 0:
-        like = jax.eval_shape(lambda weights, x: jax.tree.leaves(stack.layer(weights, shared, x)[1]), weights, x)
-        room = [_room(one, last, shared) for one in like]
+    num_rounds = 0 if stack.unrolled else last // period
+    weights = stack.gather(prepared, 0) if first is None else first
+    stacks, kept = [], []
+    if num_rounds:
+        like = [jax.eval_shape(lambda weights, x, own=own: stack.layer(weights, own, x)[1], weights, x) for own in shared]
+        room = [[_room(one, num_rounds, shared) for one in jax.tree.leaves(own)] for own in like]
         # Counted, not given numbers: XLA copies beside the computation where the place follows from the loop's own count.
-        x, weights, kept = jax.lax.fori_loop(0, last, step_of_loop, (x, weights, room))
-    x, kept_last = stack.layer(weights, shared, x)
-    return x, (prepared, shared, kept, weights, kept_last)
+        x, weights, stacks = jax.lax.fori_loop(0, num_rounds, round_of_loop, (x, weights, room))
+        stacks = [jax.tree.unflatten(jax.tree.structure(own), leaves) for own, leaves in zip(like, stacks, strict=True)]
+    for number in range(num_rounds * period, last):
+        x, weights, own = step(number, jnp.int32(number), x, weights)
+        kept.append(own)
+    x, kept_last = stack.layer(weights, shared[last % period], x)
+    return x, (prepared, shared, stacks, kept, weights, kept_last)
 
 
 def _backward(stack: _Stack, residuals: Any, dx: Any) -> tuple[Any, None, Any]:
-    prepared, shared, kept, weights, kept_last = residuals
+    prepared, shared, stacks, kept, weights, kept_last = residuals
     stored, first = prepared.trained
-    last, grads = _last(stored), jax.tree.map(lambda x: no_gradient(x, after(jnp.zeros((), x.dtype), dx)), stored)
+    period, is_parted, last = len(shared), _is_parted(stack, shared), _last(stored)
+    grads = jax.tree.map(lambda x: no_gradient(x, after(jnp.zeros((), x.dtype), dx)), stored)
 
-    def step(index: jax.Array, carry: Any, own: Any) -> tuple[Any, Any]:
+    def step(place: int, index: jax.Array, own: Any, carry: Any) -> Any:
         """With the gradients of the layer above, reduced."""
-        dx, weights, above = carry
+        (dx, weights, above), grads = carry
+        if is_parted:
+            # What is computed again must not be taken from the forward pass, which would have to keep it.
+            (index, own, dx, above), weights = _before((index, own, dx, above), weights)
         upcoming = stack.gather(prepared, index - 1)
-        d_weights, dx, (upcoming, above) = stack.layer_back(weights, shared, own, dx, (upcoming, above))
-        return (dx, upcoming, d_weights), stack.reduced(stored, above)
+        d_weights, dx, (weights, above) = stack.layer_back(weights, shared[place % period], own, dx, (upcoming, above))
+        reduced, above = stack.reduced(stored, above), d_weights
+        if is_parted:
+            (index, reduced, dx, above), weights = _before((index, reduced, dx, above), weights)
+        return (dx, weights, above), _with(grads, reduced, index + 1)
 
-    def step_of_loop(carry: Any, index: jax.Array) -> tuple[Any, None]:
-        carry, grads = carry
-        carry, reduced = step(index, carry, kept_of(index))
-        return (carry, _with(grads, reduced, index + 1)), None
-
-    def kept_of(index: int | jax.Array) -> Any:
-        return jax.tree.unflatten(jax.tree.structure(kept_last), _at(kept, index))
+    def round_of_loop(carry: Any, number: jax.Array) -> tuple[Any, None]:
+        for place in reversed(range(period)):
+            carry = step(place, _index(number, place, period), _at(stacks[place], number), carry)
+        return carry, None
 
     if last > 0:
         upcoming = stack.gather(prepared, last - 1)
-        if stack.unrolled:
+        if is_parted:
             kept_last, dx = jax.lax.optimization_barrier((kept_last, dx))
-        above, dx, weights = stack.layer_back(weights, shared, kept_last, dx, upcoming)
-        carry = dx, weights, above
-        if stack.unrolled:
-            for number in range(last - 1, 0, -1):
-                # What is computed again must not be taken from the forward pass, which would have to keep it.
-                dx, weights, above = carry
-                (index, own, dx, above), weights = _before((jnp.int32(number), kept[number], dx, above), weights)
-                carry, reduced = step(index, (dx, weights, above), own)
-                dx, weights, above = carry
-                (index, reduced, dx, above), weights = _before((index, reduced, dx, above), weights)
-                carry, grads = (dx, weights, above), _with(grads, reduced, index + 1)
-            carry, kept_first = jax.lax.optimization_barrier((carry, kept[0]))
-        else:
-            (carry, grads), _ = jax.lax.scan(step_of_loop, (carry, grads), jnp.arange(last - 1, 0, -1))
-            kept_first = kept_of(0)
+        above, dx, weights = stack.layer_back(weights, shared[last % period], kept_last, dx, upcoming)
+        carry, looped = ((dx, weights, above), grads), last - len(kept)
+        for number in range(last - 1, max(looped, 1) - 1, -1):
+            carry = step(number, jnp.int32(number), kept[number - looped], carry)
+        if looped:
+            carry, _ = jax.lax.scan(round_of_loop, carry, jnp.arange(looped // period - 1, 0, -1))
+            for place in range(period - 1, 0, -1):
+                carry = step(place, jnp.int32(place), _at(stacks[place], 0), carry)
+        carry, grads = carry
+        kept_first = _at(stacks[0], 0) if looped else kept[0]
+        if is_parted:
+            carry, kept_first = jax.lax.optimization_barrier((carry, kept_first))
         dx, weights, above = carry
-        d_first, dx, above = stack.layer_back(weights, shared, kept_first, dx, above)
+        d_first, dx, above = stack.layer_back(weights, shared[0], kept_first, dx, above)
         reduced = stack.reduced(stored, above)
-        if stack.unrolled:
+        if is_parted:
             d_first, dx, reduced = jax.lax.optimization_barrier((d_first, dx, reduced))
         grads = _with(grads, reduced, 1)
     else:
-        d_first, dx, _ = stack.layer_back(weights, shared, kept_last, dx, ())
+        d_first, dx, _ = stack.layer_back(weights, shared[0], kept_last, dx, ())
     if first is None:
         grads, d_first = _with(grads, stack.reduced(stored, d_first), 0), None
     return PreparedWeights((grads, d_first)), None, dx

@@ -1,9 +1,11 @@
 """Runs a stack of layers: the one place where a layer's weights are gathered and where it is decided what is recomputed."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from llamajax.parallel.zero import PreparedWeights, gathered
@@ -15,9 +17,10 @@ Policy = Callable[..., bool]
 @jax.named_scope("layers")
 def run_layers(
     layers: PreparedWeights[Any],
-    run_layer: Callable[[Any, Any, Any], tuple[Any, Any]],
+    run_layer: Callable[[Any, Any, Any, Any], tuple[Any, Any]],
     carry: Any,
     inputs: Any = None,
+    shared: Sequence[Any] = (None,),
     *,
     dtype: DTypeLike,
     saved: Policy | None = None,
@@ -26,9 +29,11 @@ def run_layers(
 
     Args:
         layers: each as one tree of all layers, whose weights have a leading dim L.
-        run_layer: from the carry, a layer with gathered weights and its inputs to the next carry and the layer's results.
+        run_layer: from the carry, a layer with gathered weights, its inputs and what it shares with others of its kind to
+            the next carry and the layer's results.
         carry: what the first layer is given.
         inputs: a tree whose arrays have a leading dim L: what each layer is given of its own.
+        shared: of each kind of layer, in the order in which the kinds repeat. A round of them is written out in the loop.
         dtype: that weights are gathered in.
         saved: what the forward pass keeps of a layer for the backward pass, beside the carry it was given; all else is
             computed again, and weights are gathered again. None: everything is kept, with the gathered weights.
@@ -37,10 +42,27 @@ def run_layers(
         What the last layer gave on, and the results of all layers with a leading dim L.
     """
 
-    def step(carry: Any, of_layer: tuple[PreparedWeights[Any], Any]) -> tuple[Any, Any]:
+    def step(shared: Any, carry: Any, of_layer: tuple[PreparedWeights[Any], Any]) -> tuple[Any, Any]:
         layer, own_inputs = of_layer
-        return run_layer(carry, gathered(layer.trained, dtype, layer.copies), own_inputs)
+        return run_layer(carry, gathered(layer.trained, dtype, layer.copies), own_inputs, shared)
 
+    steps = [partial(step, own) for own in shared]
     if saved is not None:
-        step = jax.checkpoint(step, policy=saved, prevent_cse=False)
-    return jax.lax.scan(step, carry, (layers, inputs))
+        steps = [jax.checkpoint(step, policy=saved, prevent_cse=len(steps) > 1) for step in steps]
+    stacked = layers, inputs
+    if len(steps) == 1:
+        return jax.lax.scan(steps[0], carry, stacked)
+    num_layers = jax.tree.leaves(layers)[0].shape[0]
+    # To part the last few layers from whole rounds would copy the stacks.
+    period = len(steps) if num_layers % len(steps) == 0 else num_layers
+
+    def run_round(carry: Any, of_round: Any) -> tuple[Any, Any]:
+        results = []
+        for place in range(period):
+            carry, result = steps[place % len(steps)](carry, jax.tree.map(lambda x, place=place: x[place], of_round))
+            results.append(result)
+        return carry, jax.tree.map(lambda *each: jnp.stack(each), *results)
+
+    rounds = jax.tree.map(lambda x: x.reshape(num_layers // period, period, *x.shape[1:]), stacked)
+    carry, results = jax.lax.scan(run_round, carry, rounds)
+    return carry, jax.tree.map(lambda x: x.reshape(num_layers, *x.shape[2:]), results)

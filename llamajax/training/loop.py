@@ -12,6 +12,7 @@ from llamajax.data.rows.dataset import Dataset
 from llamajax.data.rows.loader import Loader
 from llamajax.data.rows.position import PassedOver, next_row
 from llamajax.errors import SaveError
+from llamajax.estimates.formulas import kinds_of_layers
 from llamajax.evaluation.held_out import evaluate
 from llamajax.planning.scheduling import Compilation
 from llamajax.processes.heartbeat import WAITING
@@ -74,9 +75,13 @@ class Trainer:
         """
         self.watchdog.begin("first step")
         config, passed_over = self.config, start.passed_over
-        is_closed, window = not config.model.attend_across_documents, config.model.sliding_window
+        is_closed, kinds = not config.model.attend_across_documents, kinds_of_layers(config.model)
         of_stages = [self.dataset.of_stage(number) for number in range(len(config.data.all_stages))]
-        keys = [of_stage.mean_keys(window) for of_stage in of_stages] if is_closed else None
+
+        def mean_keys(of_stage: Dataset) -> float:
+            return sum(share * of_stage.mean_keys(alike.sliding_window) for alike, share in kinds)
+
+        keys = [mean_keys(of_stage) for of_stage in of_stages] if is_closed else None
 
         def epochs(step: int) -> list[float]:
             return self.dataset.passes.after(step, passed_over)

@@ -108,6 +108,7 @@ def scale_down(config: Config, configured: Mapping[str, int], scaled: Mapping[st
             "model.attention_kernel": "plain",
             "model.matmul_dtype": "float8_unrounded" if config.model.float8_weights else "compute_dtype",
             "model.sliding_window": _scaled_window(config.model, config.data, configured, scaled, seq_len),
+            "model.layer_types": tuple(dict.fromkeys(config.model.layer_types)),
             "data.seq_len": seq_len,
             "train.num_steps": NUM_STEPS,
             "train.grad_accum_steps": accumulated,

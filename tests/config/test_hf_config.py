@@ -1,5 +1,6 @@
 """config.json in both directions: what is left out, written in several ways, contradictory, or unknown to us."""
 
+import itertools
 import math
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,8 @@ from llamajax.config.hf_config import hf_config_of, read_hf_config
 from llamajax.config.model import RopeScalingConfig
 from llamajax.errors import ConfigError
 from tests.converters.models import SPECIAL, TINY, VARIANTS, tiny
+
+SLIDING, FULL = "sliding_attention", "full_attention"
 
 
 @pytest.mark.parametrize(
@@ -25,6 +28,15 @@ from tests.converters.models import SPECIAL, TINY, VARIANTS, tiny
         ("qwen2-window", ["layer_types"], {}, {"sliding_window": 8}),
         ("qwen2-window", ["layer_types"], {"max_window_layers": 3}, {"sliding_window": None}),
         ("qwen2-window", ["sliding_window"], {}, {"sliding_window": 4096}),
+        (
+            "qwen2-window",
+            ["layer_types"],
+            {"max_window_layers": 2},
+            {"sliding_window": 8, "layer_types": (FULL, FULL, SLIDING)},
+        ),
+        ("qwen2-turns", [], {}, {"sliding_window": 8, "layer_types": (SLIDING, FULL)}),
+        ("qwen2-turns", [], {"num_hidden_layers": 4, "layer_types": [FULL, SLIDING] * 2}, {"layer_types": (FULL, SLIDING)}),
+        ("qwen3-upper", ["layer_types"], {}, {"sliding_window": 8, "layer_types": (FULL, SLIDING, SLIDING)}),
         ("qwen2-window", [], {"use_sliding_window": False, "layer_types": None}, {"sliding_window": None}),
         ("qwen2-window", [], {"layer_types": ["full_attention"] * 3}, {"sliding_window": None}),
     ],
@@ -38,7 +50,8 @@ def test_what_transformers_reads_out_of_left_out_settings(variant, left_out, cha
     theirs = transformers.AutoConfig.for_model(**body)
     windows = {"sliding_attention": theirs.sliding_window, "full_attention": None}
     kinds = getattr(theirs, "layer_types", None) if variant != "mistral" else None
-    assert {windows[kind] for kind in kinds or ["sliding_attention"]} == {config.sliding_window}
+    ours = itertools.islice(itertools.cycle(config.windows), config.num_layers)
+    assert [windows[kind] for kind in kinds or [SLIDING] * config.num_layers] == [*ours]
     assert theirs.num_key_value_heads == config.num_kv_heads
     assert theirs.max_position_embeddings == config.max_seq_len
     assert getattr(theirs, "head_dim", config.head_dim) == config.head_dim
@@ -49,8 +62,18 @@ def test_what_transformers_reads_out_of_left_out_settings(variant, left_out, cha
     [
         ("mistral", {"sliding_window": 0}, "sliding_window: must be a positive whole number or null, not 0"),
         ("mistral", {"layer_types": ["full_attention"] * 3}, "layer_types: must be sliding_attention for each of the 3"),
-        ("qwen2-window", {"layer_types": None, "max_window_layers": 1}, "max_window_layers: 1 must be 0 or at least"),
-        ("qwen2-window", {"layer_types": ["full_attention", *["sliding_attention"] * 2]}, "layer_types: must be sliding"),
+        ("mistral", {"layer_types": [FULL, SLIDING, SLIDING]}, "layer_types: must be sliding_attention for each of the 3"),
+        (
+            "qwen2-window",
+            {"layer_types": None, "max_window_layers": "1"},
+            "max_window_layers: must be a whole number, not 1",
+        ),
+        ("qwen2-window", {"layer_types": [FULL, SLIDING, "chunked_attention"]}, "layer_types: must be sliding_attention or"),
+        (
+            "qwen2-window",
+            {"layer_types": [FULL, SLIDING, []]},
+            "layer_types: must be sliding_attention or full",
+        ),
         ("qwen2-window", {"layer_types": ["sliding_attention"] * 2}, "layer_types: must be sliding_attention"),
         ("qwen2", {"use_sliding_window": "no"}, "use_sliding_window: must be true or false"),
         ("qwen2", {"layer_types": ["sliding_attention"] * 3}, "layer_types: must be full_attention"),
@@ -68,6 +91,8 @@ def test_a_model_that_no_architecture_fits():
     for parts in (("qkv_bias", "qk_norm"), ("output_bias",), ("sliding_window", "mlp_bias"), ("qk_norm", "mlp_bias")):
         with pytest.raises(ConfigError, match=f"no architecture of transformers has .*{parts[-1]}"):
             hf_config_of(tiny(**dict.fromkeys(parts, True)), SPECIAL, "float32")
+    with pytest.raises(ConfigError, match="has sliding_window, layer_types and none of the others"):
+        hf_config_of(tiny(sliding_window=8, layer_types=(SLIDING, FULL)), SPECIAL, "float32")
 
 
 def yarn(**settings: Any) -> RopeScalingConfig:

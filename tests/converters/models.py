@@ -34,9 +34,16 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "mistral": {"num_kv_heads": 2, "sliding_window": 8},
     "qwen2": {"num_kv_heads": 2, "qkv_bias": True, "tie_embeddings": True},
     "qwen2-window": {"num_kv_heads": 1, "qkv_bias": True, "sliding_window": 8},
+    "qwen2-turns": {
+        "num_kv_heads": 1, "qkv_bias": True, "sliding_window": 8, "layer_types": ("sliding_attention", "full_attention"),
+    },
+    "qwen3-upper": {
+        "num_kv_heads": 2, "head_dim": 16, "qk_norm": True, "sliding_window": 8,
+        "layer_types": ("full_attention", "sliding_attention", "sliding_attention"),
+    },
     "qwen3": {"num_kv_heads": 2, "head_dim": 16, "qk_norm": True},
     "qwen3-biases": {"num_kv_heads": 2, "head_dim": 16, "qk_norm": True, "qkv_bias": True, "output_bias": True},
-}
+}  # fmt: skip
 
 
 def tiny(**changes: Any) -> ModelConfig:

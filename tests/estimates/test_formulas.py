@@ -74,6 +74,21 @@ def test_flops_per_token_of_llama_3_8b():
     assert round(formulas.flops_per_token(LLAMA_3_8B, 8192, full_attention=True) / 1e9, 2) == 57.91
 
 
+def test_windows_count_in_the_layers_that_have_them():
+    """Of five layers, the first, third and fifth have one of 1024 tokens."""
+    windows = {"num_layers": 5, "sliding_window": 1024, "layer_types": ("sliding_attention", "full_attention")}
+    mixed = dataclasses.replace(LLAMA_3_8B, **windows)
+    full = dataclasses.replace(mixed, sliding_window=None, layer_types=())
+    sliding = dataclasses.replace(mixed, layer_types=())
+    for attention in (False, True):
+        flops = [formulas.flops_per_token(model, 8192, full_attention=attention) for model in (mixed, sliding, full)]
+        assert flops[0] == pytest.approx((3 * flops[1] + 2 * flops[2]) / 5, abs=1)
+    keys = [formulas.mean_keys(model, 8192, 700.0) for model in (mixed, sliding, full)]
+    assert keys[1] < keys[0] < keys[2]
+    assert keys[0] == pytest.approx((3 * keys[1] + 2 * keys[2]) / 5)
+    assert formulas.num_params(mixed) == formulas.num_params(full)
+
+
 def test_a_tied_head_costs_flops_but_no_parameters():
     untied = dataclasses.replace(LLAMA_3_2_1B, tie_embeddings=False)
     assert formulas.num_params(untied) - formulas.num_params(LLAMA_3_2_1B) == 128256 * 2048

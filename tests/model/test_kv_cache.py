@@ -27,6 +27,12 @@ VARIANTS = {
     "multi-head": dataclasses.replace(GROUPED, num_kv_heads=8),
     "tied": dataclasses.replace(GROUPED, tie_embeddings=True),
     "window": dataclasses.replace(GROUPED, sliding_window=3),
+    "turns": dataclasses.replace(
+        GROUPED, num_layers=4, sliding_window=3, layer_types=("sliding_attention", "full_attention")
+    ),
+    "upper": dataclasses.replace(
+        GROUPED, num_layers=3, sliding_window=3, layer_types=("full_attention", "sliding_attention", "sliding_attention")
+    ),
     "bias": dataclasses.replace(GROUPED, qkv_bias=True),
     "qk-norm": dataclasses.replace(GROUPED, qk_norm=True),
     "odd": dataclasses.replace(GROUPED, num_kv_heads=2, vocab_size=61, qkv_bias=True),
@@ -99,7 +105,7 @@ def _cases():
         for place, axes in enumerate(("one-device", *MESHES)):
             everyday = variant in ("grouped", "all") if axes == "one-device" else variant == "all"
             everyday &= axes in ("one-device", "mixed")
-            everyday |= (variant, axes) == ("odd", "replicas")
+            everyday |= (variant, axes) in (("odd", "replicas"), ("turns", "mixed"))
             sampled = number % (len(MESHES) + 1) == place or place % len(VARIANTS) == number
             yield pytest.param(variant, axes, marks=() if everyday else pytest.mark.slow if sampled else pytest.mark.long)
 
@@ -135,11 +141,12 @@ def test_padding_changes_nothing_and_the_steps_compile_once():
     np.testing.assert_allclose(np.asarray(alone)[6], logits[6, 0], atol=1e-5)
 
 
+@pytest.mark.parametrize("variant", ["grouped", "turns"])
 @pytest.mark.parametrize("axes", [pytest.param("one-device", marks=pytest.mark.slow), "mixed"])
-def test_the_cache_is_written_where_it_lies(axes: str):
+def test_the_cache_is_written_where_it_lies(axes: str, variant: str):
     """The steps hold the cache once, and beside it no more than a few layers' part."""
     jax.set_mesh(single_device_mesh() if axes == "one-device" else mesh.make_mesh(MESHES[axes]))
-    config = dataclasses.replace(GROUPED, num_layers=8)
+    config = dataclasses.replace(VARIANTS[variant], num_layers=8)
     model = jax.jit(Llama, static_argnums=0).eval_shape(config, jax.random.key(0))
     cache = jax.jit(KVCache.empty, static_argnums=(0, 1, 2)).eval_shape(config, B, 1024)
     num_bytes = 2 * cache.keys.size * cache.keys.dtype.itemsize // jax.sharding.get_mesh().size

@@ -117,8 +117,8 @@ def test_omitted_positions_restart_with_each_document():
     jax.set_mesh(mesh.make_mesh(MIXED))
     segment_ids = jnp.asarray([[1, 1, 1, 2, 2, 2, 2, 0]] * 2, jnp.int32)
     model = jax.jit(Llama, static_argnums=0).eval_shape(CONFIG, jax.random.key(0))
-    rows = jax.jit(lambda: model._rows(jnp.zeros_like(segment_ids), segment_ids, None))()
-    np.testing.assert_allclose(rows.cos[:, :, 0], np.cos([[0, 1, 2, 0, 1, 2, 3, 0]] * 2), rtol=1e-6)
+    cos, _, _ = jax.jit(lambda: model._tables_and_masks(jnp.zeros_like(segment_ids), segment_ids, None))()
+    np.testing.assert_allclose(cos[:, :, 0], np.cos([[0, 1, 2, 0, 1, 2, 3, 0]] * 2), rtol=1e-6)
 
 
 @pytest.mark.parametrize(

@@ -53,8 +53,16 @@ VARIANTS = {
     "mistral-narrowest": {"sliding_window": 1},
     "qwen2": {"num_kv_heads": 2, "qkv_bias": True, "rope_theta": 1e6, "norm_eps": 1e-6},
     "qwen2-tied": {"qkv_bias": True, "tie_embeddings": True},
+    "qwen2-turns": {
+        "num_kv_heads": 2,
+        "qkv_bias": True,
+        "num_layers": 3,
+        "sliding_window": 4,
+        "layer_types": ("sliding_attention", "full_attention"),
+    },
     "qwen3": {"num_kv_heads": 2, "qk_norm": True, "head_dim": 16, "rope_theta": 1e6, "norm_eps": 1e-6},
     "qwen3-tied": {"qk_norm": True, "tie_embeddings": True},
+    "qwen3-upper": {"qk_norm": True, "sliding_window": 3, "layer_types": ("full_attention", "sliding_attention")},
 }
 LEFT_TO_SLOW = (
     "llama2-70b",
@@ -66,6 +74,7 @@ LEFT_TO_SLOW = (
     "qwen3-tied",
     "dynamic",
     "qwen3-biases",
+    "qwen3-upper",
 )
 """Those that have their like among the others; the slow tests look at them."""
 
@@ -144,7 +153,7 @@ def _hf_llama(model: Llama):
     """transformers' model of the same kind with the same weights."""
     config = model.config
     family, kind = "Llama", {}
-    if config.sliding_window is not None:
+    if config.sliding_window is not None and not config.layer_types:
         family, kind = "Mistral", {"sliding_window": config.sliding_window}
     elif config.qk_norm:
         family, kind = "Qwen3", {"attention_bias": config.output_bias}
@@ -152,6 +161,10 @@ def _hf_llama(model: Llama):
         kind = {"attention_bias": True, "mlp_bias": config.mlp_bias}
     elif config.qkv_bias:
         family = "Qwen2"
+    if config.layer_types:
+        kinds = [*config.layer_types] * config.num_layers
+        kind |= {"use_sliding_window": True, "sliding_window": config.sliding_window}
+        kind |= {"layer_types": kinds[: config.num_layers]}
     scaling = config.rope_scaling
     rope: dict = {"rope_type": "default", "rope_theta": config.rope_theta}
     if scaling.kind == "linear":

@@ -1,6 +1,7 @@
 """Layers whose communication is hidden give what layers in a plain loop give, and keep no more than is said."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -48,10 +49,10 @@ def layers(num_layers: int) -> tuple[Matrix, Matrix]:
 
 
 def plain(weights: tuple[Matrix, Matrix], x: jax.Array, shared: jax.Array, _: object) -> jax.Array:
-    def run(x: jax.Array, layer: tuple[Matrix, Matrix], _: None) -> tuple[jax.Array, None]:
+    def run(x: jax.Array, layer: tuple[Matrix, Matrix], _: None, shared: jax.Array) -> tuple[jax.Array, None]:
         return second_part(layer[1], first_part(layer[0], x, shared), shared), None
 
-    return run_layers(PreparedWeights(weights), run, x, dtype="float32")[0]
+    return run_layers(PreparedWeights(weights), run, x, shared=[shared], dtype="float32")[0]
 
 
 def policy(saved: tuple[str, ...] | None) -> Policy | None:
@@ -61,10 +62,11 @@ def policy(saved: tuple[str, ...] | None) -> Policy | None:
 
 
 def prefetching(
-    weights: tuple[Matrix, Matrix], x: jax.Array, shared: jax.Array, saved: tuple[str, ...] | None, *, unrolled: bool = False
+    weights: tuple[Matrix, Matrix], x: jax.Array, shared: Any, saved: tuple[str, ...] | None, *, unrolled: bool = False
 ) -> jax.Array:
+    kinds = shared if isinstance(shared, tuple) else (shared,)
     return run_prefetching(
-        PreparedWeights((weights, None)), (first_part, second_part), x, shared,
+        PreparedWeights((weights, None)), (first_part, second_part), x, kinds,
         dtype="float32", saved=policy(saved), made_first=NAMED, unrolled=unrolled,
     )  # fmt: skip
 
@@ -114,7 +116,7 @@ def test_what_layers_sum_beside_has_its_gradient_in_each_of_them(num_layers, sav
 
     def prefetched(weights, carried):
         return run_prefetching(
-            PreparedWeights((weights, None)), parts, carried, shared,
+            PreparedWeights((weights, None)), parts, carried, [shared],
             dtype="float32", saved=policy(saved), made_first=NAMED, unrolled=unrolled,
         )  # fmt: skip
 
@@ -135,6 +137,62 @@ def test_what_layers_sum_beside_has_its_gradient_in_each_of_them(num_layers, sav
     np.testing.assert_allclose(found, expected, rtol=1e-5)
     for grad, like in zip(jax.tree.leaves(grads), jax.tree.leaves(expected_grads), strict=True):
         np.testing.assert_allclose(grad, like, rtol=0, atol=1e-5 * np.abs(like).max())
+
+
+def one_by_one(weights: tuple[Matrix, Matrix], x: jax.Array, shared: tuple[jax.Array, ...], _: object) -> jax.Array:
+    """In plain Python."""
+    for index in range(len(weights[0].w)):
+        first, second = gathered(jax.tree.map(lambda stacked, index=index: stacked[index], weights), "float32")
+        own = shared[index % len(shared)]
+        x = second_part(second, first_part(first, x, own), own)
+    return x
+
+
+def in_rounds(weights: tuple[Matrix, Matrix], x: jax.Array, shared: tuple[jax.Array, ...], saved: object) -> jax.Array:
+    def run(x: jax.Array, layer: tuple[Matrix, Matrix], _: None, shared: jax.Array) -> tuple[jax.Array, None]:
+        return second_part(layer[1], first_part(layer[0], x, shared), shared), None
+
+    return run_layers(PreparedWeights(weights), run, x, shared=shared, dtype="float32", saved=policy(saved))[0]
+
+
+FORMS = {"loop": prefetching, "unrolled": functools.partial(prefetching, unrolled=True), "scan": in_rounds}
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "num_kinds"),
+    [(3, 2), (8, 3), *(pytest.param(*sizes, marks=pytest.mark.slow) for sizes in [(1, 2), (2, 2), (6, 2), (7, 3), (6, 3)])],
+)
+@pytest.mark.parametrize("saved", SAVED)
+@pytest.mark.parametrize("form", FORMS)
+def test_layers_of_several_kinds_take_turns(num_layers, num_kinds, saved, form):
+    jax.set_mesh(make_mesh(MeshConfig(data=2, fsdp=2, tensor=2)))
+    rng = np.random.default_rng(num_layers)
+    arrays = [rng.standard_normal((B, T, D), np.float32) for _ in range(1 + num_kinds)]
+    x, *shared = (jax.device_put(array, spec("batch", "seq", None)) for array in arrays)
+    weights = layers(num_layers)
+    expected, expected_grads = value_and_gradients(one_by_one, weights, x, tuple(shared), None)
+    found, grads = value_and_gradients(FORMS[form], weights, x, tuple(shared), saved)
+    np.testing.assert_allclose(found, expected, rtol=1e-6)
+    for grad, like, stored in zip(*map(jax.tree.leaves, (grads, expected_grads, (weights, x))), strict=True):
+        np.testing.assert_allclose(grad, like, rtol=0, atol=1e-5 * np.abs(like).max())
+        assert np.abs(like).max() > 1e-3
+        assert jax.typeof(grad) == jax.typeof(stored)
+
+
+@pytest.mark.parametrize(("saved", "stacks"), [((), 1), (("projected",), 3)])
+def test_a_stack_is_kept_of_each_kind(saved, stacks):
+    """Of whole rounds; what the other layers keep stays where it is made."""
+    jax.set_mesh(make_mesh(MeshConfig(fsdp=8)))
+    x = jax.device_put(np.zeros((B, T, D), np.float32), spec("batch", "seq", None))
+
+    def out(weights, x):
+        return prefetching(weights, x, (x, x), saved)
+
+    _, backward = jax.eval_shape(functools.partial(jax.vjp, out), layers(6), x)
+    shapes = [leaf.shape for leaf in jax.tree.leaves(backward)]
+    assert shapes.count((2, B, T, D)) == 2 * stacks  # four of the first five layers
+    assert shapes.count((B, T, D)) == 2 * stacks + 1  # of the two behind them; and what layers share
+    assert not any(len(shape) == 3 and shape[0] == 2 for shape in shapes)
 
 
 @pytest.mark.parametrize(("saved", "stacks"), [((), 1), (("projected",), 3)])

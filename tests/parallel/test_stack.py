@@ -32,7 +32,7 @@ def stack() -> Scale:
 
 
 def run(layers: Scale, x: jax.Array, saved: tuple[str, ...] | None) -> tuple[jax.Array, jax.Array]:
-    def add(x: jax.Array, layer: Scale, addend: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def add(x: jax.Array, layer: Scale, addend: jax.Array, _: None) -> tuple[jax.Array, jax.Array]:
         scaled = checkpoint_name(jnp.einsum("BD,DE->BE", x, layer.w[...]), "scaled")
         return jnp.sin(scaled) + addend, scaled
 

@@ -159,6 +159,32 @@ def test_layers_that_hide_what_they_send_equal_one_device(sizes, changes):
 
 
 @pytest.mark.parametrize(
+    ("sizes", "changes"),
+    [
+        ((1, 2, 2, 2), {"parallel.stack": "prefetch", "model.remat": "save_attention", "parallel.sequence": "ring"}),
+        *(
+            pytest.param(sizes, changes, marks=pytest.mark.slow)
+            for sizes, changes in [
+                ((2, 2, 2, 1), {"parallel.stack": "scan", "model.remat": "save_attention_qkv"}),
+                ((1, 8, 1, 1), {"parallel.stack": "scan", "model.remat": "none"}),
+                ((2, 4, 1, 1), {"parallel.stack": "prefetch", "model.remat": "full", "train.grad_accum_steps": 2}),
+                ((8, 1, 1, 1), {"parallel.stack": "prefetch", "parallel.zero_data": 1, "parallel.grad_reduce": "step"}),
+                ((1, 2, 4, 1), {"parallel.stack": "prefetch", "parallel.sequence": "ulysses", "model.remat": "full"}),
+                ((1, 2, 1, 4), {"parallel.stack": "prefetch", "parallel.zero": 2, "parallel.tensor": "ring"}),
+                ((1, 2, 2, 2), {"parallel.stack": "unrolled", "model.remat": "full", "parallel.sequence": "ring"}),
+            ]
+        ),
+    ],
+)
+@pytest.mark.parametrize("kinds", ["every other", pytest.param("two of three", marks=pytest.mark.slow)])
+def test_layers_that_take_turns_equal_one_device(sizes, changes, kinds):
+    layer_types = {"every other": ("sliding_attention", "full_attention")}
+    layer_types["two of three"] = ("sliding_attention", *layer_types["every other"])
+    windows = {"model.num_layers": 6, "model.sliding_window": 3, "model.layer_types": layer_types[kinds]}
+    check(tiny_config().changed(ROUNDED | windows), sizes, changes)
+
+
+@pytest.mark.parametrize(
     ("base", "sizes", "changes"),
     [
         ("tiny", (2, 4, 1, 1), {"zero": 2, "zero_data": 1, "grad_reduce": "step", "stack": "prefetch", "accumulation": 2}),

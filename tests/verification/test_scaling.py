@@ -196,6 +196,12 @@ def test_a_window_narrower_than_a_row_stays_so(window, axes, scaled):
     assert small.model.sliding_window == scaled
 
 
+def test_layers_that_take_turns_do_so_in_the_fewest():
+    axes, kinds = mesh(fsdp=8), ("sliding_attention", "sliding_attention", "full_attention")
+    config = large(axes, model__sliding_window=4096, model__layer_types=kinds * 4)
+    assert scale_down(config, axes, axes).model.windows == (16, None)
+
+
 def test_the_number_of_devices_is_found_where_it_stands():
     run = large(mesh(fsdp=4)).changed
     assert configured_axes(run({})) == mesh(fsdp=4)

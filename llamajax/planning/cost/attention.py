@@ -4,8 +4,10 @@ import functools
 import heapq
 from typing import NamedTuple
 
+from llamajax.config.model import ModelConfig
 from llamajax.config.parallel import num_parts
-from llamajax.estimates.formulas import keys_seen
+from llamajax.config.run import Config
+from llamajax.estimates.formulas import keys_seen, kinds_of_layers
 from llamajax.kernels.choice import Kernel, Site, choose
 from llamajax.kernels.pallas import sizes
 from llamajax.kernels.tiles import TileSize, num_tiles
@@ -13,7 +15,7 @@ from llamajax.step.resolve import ResolvedRun
 
 
 class Scores(NamedTuple):
-    """Of attention, on average for each query and head: what kernels compute that skip what is not seen."""
+    """Of attention, on average for each query, head and layer: what kernels compute that skip what is not seen."""
 
     by_queries: float
     """Forward; and backward for the queries, of llamajax's own kernels."""
@@ -42,13 +44,13 @@ def computed_scores(run: ResolvedRun) -> Scores | None:
     (kernel, _), config = planned_kernel(run), run.config
     if kernel == "tokamax":
         # Its backward pass skips what comes later in the row, but neither other documents nor what no window reaches.
-        return Scores(_mean(run, _TOKAMAX_TILE, 1), (config.data.seq_len + _TOKAMAX_TILE.keys) / 2)
+        return Scores(_mean(run.config, _TOKAMAX_TILE, 1), (config.data.seq_len + _TOKAMAX_TILE.keys) / 2)
     if kernel not in ("pallas", "triton"):
         return None
     parts = num_parts("seq", run.mesh)
     length = config.data.seq_len // parts
     own = sizes(length, config.data.seq_len, config.model.head_dim)
-    return Scores(_mean(run, own.for_queries, parts), _mean(run, TileSize(*reversed(own.for_keys)), parts))
+    return Scores(_mean(run.config, own.for_queries, parts), _mean(run.config, TileSize(*reversed(own.for_keys)), parts))
 
 
 def scores_of_calls(run: ResolvedRun) -> Scores | None:
@@ -95,10 +97,15 @@ _MANY = 64
 """Programs of a core: what waits for the last of more is less than can be told."""
 
 
-def _mean(run: ResolvedRun, tile: TileSize, parts: int) -> float:
+def _mean(config: Config, tile: TileSize, parts: int) -> float:
+    kinds = kinds_of_layers(config.model)
+    return sum(share * _mean_of_kind(alike, config, tile, parts) for alike, share in kinds)
+
+
+def _mean_of_kind(model: ModelConfig, config: Config, tile: TileSize, parts: int) -> float:
     """Of a tile's queries. The last of `parts` that rows are split into have most to see where keys are gathered; a ring and
     an exchange of heads share the work out."""
-    config, model, seq_len = run.config, run.config.model, run.config.data.seq_len
+    seq_len = config.data.seq_len
     begin = seq_len - seq_len // parts if config.parallel.sequence == "gather" else 0
     total, firsts = 0.0, range(begin, seq_len, tile.queries)
     for first in firsts:

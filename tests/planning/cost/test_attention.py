@@ -60,6 +60,18 @@ def test_scores_are_those_of_the_tiles_that_are_computed(mean):
     assert computed_scores(resolve_planned(config)) == pytest.approx(tuple(counted), rel=0.04 if mean else 1e-9)
 
 
+def test_scores_of_layers_that_take_turns_are_their_mean():
+    kinds = {"model.layer_types": ("sliding_attention", "full_attention"), "model.num_layers": 5}
+    sliding = CLOSED.changed({"model.sliding_window": 300, "data.mean_document_length": 1000.0})
+    scores = [
+        computed_scores(config)
+        for config in (sliding.changed(kinds), sliding, sliding.changed({"model.sliding_window": None}))
+    ]
+    for mixed, narrow, whole in zip(*scores, strict=True):
+        assert narrow < whole
+        assert mixed == pytest.approx((3 * narrow + 2 * whole) / 5)
+
+
 @pytest.mark.parametrize(
     ("changes", "kernel"),
     [
