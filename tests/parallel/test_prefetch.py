@@ -148,7 +148,9 @@ def one_by_one(weights: tuple[Matrix, Matrix], x: jax.Array, shared: tuple[jax.A
     return x
 
 
-def in_rounds(weights: tuple[Matrix, Matrix], x: jax.Array, shared: tuple[jax.Array, ...], saved: object) -> jax.Array:
+def in_rounds(
+    weights: tuple[Matrix, Matrix], x: jax.Array, shared: tuple[jax.Array, ...], saved: tuple[str, ...] | None
+) -> jax.Array:
     def run(x: jax.Array, layer: tuple[Matrix, Matrix], _: None, shared: jax.Array) -> tuple[jax.Array, None]:
         return second_part(layer[1], first_part(layer[0], x, shared), shared), None
 

@@ -176,11 +176,10 @@ def test_layers_that_hide_what_they_send_equal_one_device(sizes, changes):
         ),
     ],
 )
-@pytest.mark.parametrize("kinds", ["every other", pytest.param("two of three", marks=pytest.mark.slow)])
-def test_layers_that_take_turns_equal_one_device(sizes, changes, kinds):
-    layer_types = {"every other": ("sliding_attention", "full_attention")}
-    layer_types["two of three"] = ("sliding_attention", *layer_types["every other"])
-    windows = {"model.num_layers": 6, "model.sliding_window": 3, "model.layer_types": layer_types[kinds]}
+@pytest.mark.parametrize("num_sliding", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_layers_that_take_turns_equal_one_device(sizes, changes, num_sliding):
+    kinds = ("sliding_attention",) * num_sliding + ("full_attention",)
+    windows = {"model.num_layers": 6, "model.sliding_window": 3, "model.layer_types": kinds}
     check(tiny_config().changed(ROUNDED | windows), sizes, changes)
 
 
