@@ -21,13 +21,13 @@ from tests.tiny import single_device_mesh
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 ROUNDS: dict[str, tuple[LayerType, ...]] = {
-    "every other": (SLIDING, FULL),
-    "two of three": (SLIDING, SLIDING, FULL),
+    "every-other": (SLIDING, FULL),
+    "two-of-three": (SLIDING, SLIDING, FULL),
     "upper": (FULL, FULL, SLIDING, SLIDING, SLIDING),
 }
 CONFIG = ModelConfig(
     vocab_size=32, embed_dim=16, mlp_dim=24, num_layers=5, num_heads=4, num_kv_heads=2, head_dim=4,
-    init_std=0.3, compute_dtype="float32", sliding_window=3, layer_types=ROUNDS["every other"],
+    init_std=0.3, compute_dtype="float32", sliding_window=3, layer_types=ROUNDS["every-other"],
 )  # fmt: skip
 B, T = 4, 16
 rng = np.random.default_rng(0)

@@ -64,7 +64,7 @@ def test_scores_of_layers_that_take_turns_are_their_mean():
     kinds = {"model.layer_types": ("sliding_attention", "full_attention"), "model.num_layers": 5}
     sliding = CLOSED.changed({"model.sliding_window": 300, "data.mean_document_length": 1000.0})
     scores = [
-        computed_scores(config)
+        computed_scores(resolve_planned(config))
         for config in (sliding.changed(kinds), sliding, sliding.changed({"model.sliding_window": None}))
     ]
     for mixed, narrow, whole in zip(*scores, strict=True):
