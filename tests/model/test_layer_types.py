@@ -13,6 +13,7 @@ from llamajax.config.parallel import MeshConfig, ParallelConfig, StackForm
 from llamajax.kernels.attention import Mask
 from llamajax.model import Llama
 from llamajax.model.attention import Rows
+from llamajax.model.llama import Activations
 from llamajax.model.rope import positions_from_segment_ids, rope_tables
 from llamajax.parallel.mesh import make_mesh
 from llamajax.parallel.sharding import spec
@@ -43,7 +44,7 @@ def one_by_one(model: Llama, tokens: jax.Array, segment_ids: jax.Array) -> jax.A
     for number, kind in zip(range(config.num_layers), kinds, strict=False):
         layer = gathered(jax.tree.map(lambda stacked, number=number: stacked[number], model.layers), "float32")
         window = config.sliding_window if kind == SLIDING else None
-        x, _ = layer(x, Rows(*tables, Mask(window=window, segment_ids=segment_ids)))
+        (x, _), _ = layer(Activations(x, {}), Rows(*tables, Mask(window=window, segment_ids=segment_ids)))
     return jnp.einsum("BTD,VD->BTV", model.final_norm(x), model.output_weight()[...])
 
 
@@ -60,7 +61,7 @@ def value_and_gradients(logits, config: ModelConfig) -> tuple[jax.Array, list[np
 
 def in_form(stack: StackForm):
     def logits(model: Llama, tokens: jax.Array, segment_ids: jax.Array) -> jax.Array:
-        x = model.hidden(tokens, segment_ids, parallel=ParallelConfig(stack=stack))
+        x, _ = model.hidden(tokens, segment_ids, parallel=ParallelConfig(stack=stack))
         return model._logits(jax.reshard(x, spec("batch", "seq", None)))
 
     return logits

@@ -50,7 +50,7 @@ def by_definition(config: Config, model: Llama, batch: dict[str, jax.Array]) -> 
     counted = jax.reshard(batch["targets"] != IGNORE, spec("batch", "seq"))
     layers = [gathered(jax.tree.map(lambda w, i=i: w[i], model.layers), "float32") for i in range(config.model.num_layers)]
     embedding, head = (jax.reshard(table[...], jax.P(None, None)) for table in (model.embedding, model.output_weight()))
-    rows = model._rows(batch["tokens"], batch["segment_ids"], batch["positions"])
+    (rows,) = model._by_layer(*model._tables_and_masks(batch["tokens"], batch["segment_ids"], batch["positions"]))
     x = jax.reshard(embedding[batch["tokens"]], spec("batch", "seq", None))
     sums = {"penalty": 0.0, "positive": 0.0}
     for layer in layers:
