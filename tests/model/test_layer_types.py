@@ -28,7 +28,7 @@ ROUNDS: dict[str, tuple[LayerType, ...]] = {
 }
 CONFIG = ModelConfig(
     vocab_size=32, embed_dim=16, mlp_dim=24, num_layers=5, num_heads=4, num_kv_heads=2, head_dim=4,
-    init_std=0.3, compute_dtype="float32", sliding_window=3, layer_types=ROUNDS["every-other"],
+    init_std=0.2, compute_dtype="float32", sliding_window=3, layer_types=ROUNDS["every-other"],
 )  # fmt: skip
 B, T = 4, 16
 rng = np.random.default_rng(0)
@@ -61,7 +61,7 @@ def value_and_gradients(logits, config: ModelConfig) -> tuple[jax.Array, list[np
 
 def in_form(stack: StackForm):
     def logits(model: Llama, tokens: jax.Array, segment_ids: jax.Array) -> jax.Array:
-        x, _ = model.hidden(tokens, segment_ids, parallel=ParallelConfig(stack=stack))
+        x, _ = model.hidden(tokens, segment_ids, parallel=ParallelConfig(stack=stack), remat=model.config.remat)
         return model._logits(jax.reshard(x, spec("batch", "seq", None)))
 
     return logits
