@@ -73,7 +73,8 @@ class OptimizerConfig(Section):
 
     def broken_rules(self) -> Iterator[str]:
         if self.name not in MOMENTS:
-            yield f"name: {self.name} is no optimizer; choose one of {', '.join(MOMENTS)}, or register it before"
+            known = ", ".join(MOMENTS)
+            yield f"name: {self.name} must be one of {known}; llamajax.step.optim.register adds others from Python"
         if self.schedule == "wsd" and self.decay_steps is None:
             yield "schedule: wsd needs decay_steps; set it to the steps of the final decay"
         if self.schedule != "wsd" and self.decay_steps is not None:

@@ -63,6 +63,14 @@ def run_layers(
             results.append(result)
         return carry, jax.tree.map(lambda *each: jnp.stack(each), *results)
 
-    rounds = jax.tree.map(lambda x: x.reshape(num_layers // period, period, *x.shape[1:]), stacked)
+    rounds = jax.tree.map(partial(_reshape_layers, 1, (num_layers // period, period)), stacked)
     carry, results = jax.lax.scan(run_round, carry, rounds)
-    return carry, jax.tree.map(lambda x: x.reshape(num_layers, *x.shape[2:]), results)
+    return carry, jax.tree.map(partial(_reshape_layers, 2, (num_layers,)), results)
+
+
+def _reshape_layers(count: int, dims: tuple[int, ...], x: jax.Array) -> jax.Array:
+    """Replaces the first `count` dims, over layers, which are not split; the sharding of the others is named, since jax
+    forgets it for dims of one entry."""
+    lies = jax.typeof(x).sharding.spec
+    partitions = (*[None] * len(dims), *lies.partitions[count:])
+    return jax.lax.reshape(x, (*dims, *x.shape[count:]), out_sharding=lies.update(partitions=partitions))

@@ -199,7 +199,7 @@ EDITS = [
     ("kind: stdlib", "{kind: stdlib, paths: [a]}", "12: data.sources.0.paths: kind=stdlib finds its own files"),
     ("kind: stdlib", "{kind: stdlib, weight: 0}", "12: data.sources.0.weight: 0.0 must be positive"),
     ("size: 16", "size: 16\n  grad_accum_steps: 3", "17: train.grad_accum_steps: 3 must divide global_batch_size=16"),
-    ("", "  name: adam\n", "19: optimizer.name: adam is no optimizer; choose one of adamw, "),
+    ("", "  name: adam\n", "19: optimizer.name: adam must be one of adamw, of_my_own; llamajax.step.optim.register adds"),
     ("", "  schedule: wsd\n", "19: optimizer.schedule: wsd needs decay_steps; set it to the steps of the final decay"),
     ("", "  decay_steps: 5\n", "19: optimizer.decay_steps: 5 has no effect with schedule=cosine; use wsd or remove it"),
     ("", "  b2: 0.999\n  moment_dtype: bfloat16\n", "20: optimizer.moment_dtype: bfloat16 loses b2=0.999"),

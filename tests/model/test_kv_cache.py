@@ -123,6 +123,16 @@ def test_greedy_decoding_equals_reading_everything_again(variant: str, axes: str
     np.testing.assert_allclose(logits, expected_logits, atol=1e-4)
 
 
+def test_a_row_alone_is_decoded_as_among_others():
+    """A dim of one entry keeps its sharding when layers are regrouped by rounds."""
+    expected_tokens, expected_logits = _by_recomputation("upper")
+    jax.set_mesh(single_device_mesh())
+    model = _llama(VARIANTS["upper"])
+    tokens, logits = _read(model, PROMPTS[:1], LENGTHS[:1], KVCache.empty(model.config, 1, S))
+    np.testing.assert_array_equal(tokens, expected_tokens[:1])
+    np.testing.assert_allclose(logits, expected_logits[:1], atol=1e-4)
+
+
 def test_padding_changes_nothing_and_the_steps_compile_once():
     """Bit for bit: other padding, a cache that held other texts. And to rounding: without padding."""
     jax.set_mesh(mesh.make_mesh(MESHES["mixed"]))
