@@ -11,16 +11,16 @@ class LayerWeight:
     path: str
     """In the layer, as its modules and checkpoints call it."""
     dims: str
-    """Its dims, as numbers or in letters: D embed, K kv heads, G query heads of each, C these with its key and its value, H
+    """The dims, as numbers or letters: D embed, K kv heads, G query heads of each, C these with its key and its value, H
     head, F mlp."""
     matmul: Literal["column", "row"] | None = None
-    """Of one that tokens are multiplied with: what devices of `tensor` split, its columns or its rows. Tokens are gathered
-    for the one, and results scattered behind the other."""
+    """How `mesh.tensor` splits a weight that tokens are multiplied with: by columns, before which tokens are gathered, or by
+    rows, after which results are scattered. None: no matmul uses it."""
     result: str | None = None
-    """What remat calls the result that the backward pass needs, see `SAVED_BY_REMAT` in `config/model.py`; None: it needs
+    """Name of the matmul's result that the backward pass needs, as in `SAVED_BY_REMAT` (`config/model.py`); None: it needs
     none."""
     trait: str | None = None
-    """The setting of `ModelConfig` without which there is none."""
+    """The setting of `ModelConfig` that adds the weight; None: every model has it."""
 
     @property
     def name(self) -> str:

@@ -158,7 +158,8 @@ class ModelConfig(Section):
 
     @property
     def windows(self) -> tuple[int | None, ...]:
-        """Of each layer in the shortest round that layers repeat: its sliding window; None: it sees all before it."""
+        """The sliding window of each layer in the shortest round that the layers repeat; None: the layer sees all tokens
+        before."""
         kinds = itertools.cycle(self.layer_types or ["sliding_attention"])
         windows = {"sliding_attention": self.sliding_window, "full_attention": None}
         return shortest_round([windows[kind] for kind in itertools.islice(kinds, self.num_layers)])
@@ -205,6 +206,6 @@ _SPLIT_OR_WHOLE = {"num_kv_heads": "kv_heads", "vocab_size": "vocab"}
 
 
 def shortest_round(layers: Sequence[T]) -> tuple[T, ...]:
-    """The fewest from their beginning that, repeated, give them all."""
+    """The shortest beginning of `layers` whose repetition gives them all."""
     rounds = (tuple(layers[:period]) for period in range(1, len(layers) + 1))
     return next(own for own in rounds if all(layer == own[n % len(own)] for n, layer in enumerate(layers)))

@@ -198,7 +198,7 @@ class Config(Settings):
         return []
 
     def given_form(self, setting: str) -> tuple[Any, str] | None:
-        """What a setting of `parallel` says, or what emulated devices take, and why; None: it is left open."""
+        """The form that a setting of `parallel` names, or that emulated devices take, and why; None: the form is open."""
         if (form := getattr(self.parallel, setting)) != "auto":
             return form, f"parallel.{setting} says so"
         return None if self.mesh.num_cpu_devices is None else (getattr(PLAIN, setting), "emulated devices hide nothing")

@@ -27,7 +27,7 @@ class Moments(NamedTuple):
 
     of_layer_matrices: int
     of_others: int
-    """Of embedding, head, norms and biases."""
+    """For embedding, head, norms and biases."""
 
 
 MOMENTS = {"adamw": Moments(2, 2)}
@@ -39,8 +39,8 @@ class OptimizerConfig(Section):
     """AdamW or another optimizer, with a schedule and decoupled weight decay."""
 
     name: str = "adamw"
-    """What a gradient becomes before weight decay and learning rate: `adamw` (Loshchilov & Hutter, arXiv:1711.05101), or
-    what a program that starts the run itself has given to `llamajax.step.optim.register`."""
+    """The update rule, to which weight decay and learning rate are applied: `adamw` (Loshchilov & Hutter, arXiv:1711.05101),
+    or one that a Python program has added with `llamajax.step.optim.register`."""
     learning_rate: PositiveFloat
     """Peak learning rate."""
     schedule: Literal["constant", "linear", "cosine", "wsd"] = "cosine"

@@ -93,7 +93,7 @@ class Format:
         Raises:
             As `reading` makes them.
         """
-        raise NotImplementedError
+        raise TypeError(f"{self.key}: kind={self.config.kind} holds tokens, and no documents")
 
     def has_spans(self, file: File) -> bool:
         """Whether the file is cut into spans: it has row groups or, by its name, lines that are not compressed. Where a
