@@ -111,6 +111,7 @@ def test_no_drawer_for_everything():
 
 
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
+TRACED_BY_DEFAULT = {"llama2_13b_512xa100_80gb", "llama3_1_70b_256xh100", "llama3_2_1b_8xh100"}
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
@@ -133,7 +134,12 @@ def test_every_config_for_this_machine_compiles(path):
 
 
 @pytest.mark.parametrize(
-    "path", [path for path in CONFIGS if not load_config(path).mesh.num_cpu_devices], ids=lambda path: path.stem
+    "path",
+    [
+        pytest.param(path, id=path.stem, marks=[] if path.stem in TRACED_BY_DEFAULT else pytest.mark.slow)
+        for path in CONFIGS
+        if not load_config(path).mesh.num_cpu_devices
+    ],
 )
 def test_every_config_for_a_cluster_traces_on_its_mesh(path):
     """The whole step, in its full size, for all devices of the cluster that it names."""

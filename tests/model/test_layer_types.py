@@ -1,6 +1,7 @@
 """Layers that take turns, with a window and without: what they compute in plain Python, one after the other."""
 
 import dataclasses
+import functools
 import itertools
 
 import jax
@@ -59,6 +60,12 @@ def value_and_gradients(logits, config: ModelConfig) -> tuple[jax.Array, list[np
     return value, list(map(np.asarray, jax.tree.leaves(gradients)))
 
 
+@functools.cache
+def expected(kinds: str) -> tuple[jax.Array, list[np.ndarray]]:
+    jax.set_mesh(single_device_mesh())
+    return value_and_gradients(one_by_one, dataclasses.replace(CONFIG, layer_types=ROUNDS[kinds]))
+
+
 def in_form(stack: StackForm):
     def logits(model: Llama, tokens: jax.Array, segment_ids: jax.Array) -> jax.Array:
         x, _ = model.hidden(tokens, segment_ids, parallel=ParallelConfig(stack=stack), remat=model.config.remat)
@@ -68,7 +75,7 @@ def in_form(stack: StackForm):
 
 
 CASES = [
-    (stack, remat, kinds)
+    pytest.param(stack, remat, kinds, marks=pytest.mark.slow if remat in ("none", "save_attention_qkv_mlp") else [])
     for number, (stack, remat) in enumerate(
         itertools.product(("scan", "prefetch", "unrolled"), ("none", "full", "save_attention", "save_attention_qkv_mlp"))
     )
@@ -80,14 +87,12 @@ CASES = [
 @pytest.mark.parametrize("on_a_mesh", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("stack", "remat", "kinds"), CASES)
 def test_logits_and_gradients_are_those_of_layers_run_one_by_one(stack, remat, kinds, on_a_mesh):
-    jax.set_mesh(single_device_mesh())
+    value, truths = expected(kinds)
+    jax.set_mesh(make_mesh(MeshConfig(fsdp=2, sequence=2, tensor=2)) if on_a_mesh else single_device_mesh())
     config = dataclasses.replace(CONFIG, remat=remat, layer_types=ROUNDS[kinds])
-    expected, expected_gradients = value_and_gradients(one_by_one, config)
-    if on_a_mesh:
-        jax.set_mesh(make_mesh(MeshConfig(fsdp=2, sequence=2, tensor=2)))
     found, gradients = value_and_gradients(in_form(stack), config)
-    np.testing.assert_allclose(found, expected, rtol=1e-5)
-    for ours, truth in zip(gradients, expected_gradients, strict=True):
+    np.testing.assert_allclose(found, value, rtol=1e-5)
+    for ours, truth in zip(gradients, truths, strict=True):
         np.testing.assert_allclose(ours, truth, rtol=0, atol=1e-5 * np.abs(truth).max())
 
 
