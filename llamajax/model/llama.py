@@ -20,10 +20,9 @@ from llamajax.model.kv_cache import KVCache, append, write_prompt
 from llamajax.model.layers import MLP, Auxiliary, RMSNorm, normal
 from llamajax.model.rope import RopeTable, positions_from_segment_ids, rope_tables
 from llamajax.parallel.arrays import named_arrays
-from llamajax.parallel.prefetch import Layers, run_prefetching
 from llamajax.parallel.sequence import laid_out
 from llamajax.parallel.sharding import ONE_DEVICE, spec
-from llamajax.parallel.stack import Policy, run_layers
+from llamajax.parallel.stack import Layers, Policy, run_layers, run_prefetching
 from llamajax.parallel.tensor import is_shared
 from llamajax.parallel.vocabulary import logits, look_up, table
 from llamajax.parallel.zero import PreparedWeights, gathered

@@ -1,6 +1,20 @@
-"""Runs a stack of layers: the one place where a layer's weights are gathered and where it is decided what is recomputed."""
+"""Runs the layers of the model in one of the forms of `parallel.stack`.
+
+`run_layers` is the plain loop (`scan`): XLA's loops end with every layer, so that its first gather has nothing before it to
+hide behind, and its last scatter nothing after it.
+
+`run_prefetching` hides what layers send: weights come one layer ahead, gradients leave one layer behind. In a loop
+(`prefetch`) it carries, beside the activations, the gathered weights of the layer it comes to and the unreduced gradients of
+the layer it comes from. In the backward pass a barrier parts each layer in two phases, because one collective runs at a
+time: the gather hides behind the first, the scatter behind the second.
+
+In a loop everything that a layer keeps for its backward pass is copied into a stack, and read from there. Written out layer
+by layer (`unrolled`) it stays where it was made, at the price of a program that grows with the layers; barriers then part
+the layers, which XLA would mix: it would gather all weights at once, and scatter all gradients at the end.
+"""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -8,10 +22,17 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from llamajax.parallel.zero import PreparedWeights, gathered
+from llamajax.parallel.arrays import after
+from llamajax.parallel.zero import PreparedWeights, gathered, no_gradient, stand_ins, with_stand_ins
 
 Policy = Callable[..., bool]
 """Of `jax.checkpoint`: whether the results of a primitive are kept."""
+Part = Callable[[Any, Any, Any], Any]
+"""A part of a layer: from its gathered weights, the activations and what all layers share to the next activations."""
+Layers = tuple[tuple[Any, ...], tuple[Any, ...] | None]
+"""Weights by the parts that use them: of all layers, with a leading dim L; of the first layer, where gathered before."""
+
+_NOTHING = jax.checkpoint_policies.nothing_saveable
 
 
 @jax.named_scope("layers")
@@ -74,3 +95,268 @@ def _reshape_layers(count: int, dims: tuple[int, ...], x: jax.Array) -> jax.Arra
     lies = jax.typeof(x).sharding.spec
     partitions = (*[None] * len(dims), *lies.partitions[count:])
     return jax.lax.reshape(x, (*dims, *x.shape[count:]), out_sharding=lies.update(partitions=partitions))
+
+
+@jax.named_scope("layers")
+def run_prefetching(
+    weights: PreparedWeights[Layers],
+    parts: Sequence[Part],
+    x: Any,
+    shared: Any = None,
+    *,
+    dtype: DTypeLike,
+    saved: Policy | None,
+    made_first: Policy,
+    unrolled: bool = False,
+) -> Any:
+    """Runs layers one after the other, each of them part by part.
+
+    Args:
+        weights: of each part a tree. Where the first layer's were gathered before, the layers begin with nothing to wait
+            for; these get that layer's gradient, and the others zeros for it, so that they end with nothing to reduce.
+        parts: what a layer consists of.
+        x: what the first layer is given, and each gives on: any tree, such as a residual stream and sums over layers.
+        shared: what every part of every layer is given too; it gets no gradient. The memory for what the layers keep is
+            taken when it is there.
+        dtype: that weights are gathered in.
+        saved: what the forward pass keeps of a layer for the backward pass; all else is computed again. Beside that it
+            keeps what each part is given, so that the backward pass of the last part is the first phase; with
+            `jax.checkpoint_policies.nothing_saveable` only what the layer is given, and to compute it again is the first
+            phase. None: everything is kept. Gathered weights never are.
+        made_first: what of a layer that is computed again as a whole is made in the first phase, and not again in the
+            second: all that is dear. What is cheap is better fused into what uses it than carried over.
+        unrolled: every layer is written out, and the program has no loop over them.
+
+    Returns:
+        What the last layer gave on.
+    """
+    if saved is _NOTHING:
+        parts = (partial(_in_turn, tuple(parts)),)
+        weights = weights.part(lambda layers: tuple(None if trees is None else (trees,) for trees in layers))
+    return _run(_Stack(tuple(parts), dtype, saved, made_first, unrolled), weights, shared, x)
+
+
+def _in_turn(parts: tuple[Part, ...], weights: tuple[Any, ...], x: Any, shared: Any) -> Any:
+    for part, own in zip(parts, weights, strict=True):
+        x = part(own, x, shared)
+    return x
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["leaves"], meta_fields=["tree", "places"])
+@dataclass(frozen=True)
+class _Kept:
+    """A pull-back (`jax.vjp`) without those of its arrays that are at hand again when it is needed."""
+
+    leaves: tuple[jax.Array, ...]
+    tree: Any
+    """The pull-back's own structure."""
+    places: tuple[int | None, ...]
+    """Of each array of the pull-back: its place among those at hand; None: it is the next of `leaves`."""
+
+    @staticmethod
+    def of(pull_back: Any, at_hand: Any) -> "_Kept":
+        place_of = {id(leaf): place for place, leaf in enumerate(jax.tree.leaves(at_hand))}
+        leaves, tree = jax.tree.flatten(pull_back)
+        places = tuple(place_of.get(id(leaf)) for leaf in leaves)
+        return _Kept(tuple(leaf for leaf, place in zip(leaves, places, strict=True) if place is None), tree, places)
+
+    def pull_back(self, at_hand: Any) -> Any:
+        again, kept = jax.tree.leaves(at_hand), iter(self.leaves)
+        return jax.tree.unflatten(self.tree, [next(kept) if place is None else again[place] for place in self.places])
+
+
+@dataclass(frozen=True)
+class _Stack:
+    """What is known before there are arrays."""
+
+    parts: tuple[Part, ...]
+    dtype: DTypeLike
+    saved: Policy | None
+    made_first: Policy
+    unrolled: bool
+
+    def gather(self, weights: PreparedWeights[Layers], index: int | jax.Array) -> Any:
+        return gathered(_at(weights.used[0], index), self.dtype)
+
+    def layer(self, weights: Any, shared: Any, x: Any) -> tuple[Any, Any]:
+        """The activations behind a layer, and what its backward pass needs."""
+        if self.saved is _NOTHING:
+            (part,), (own,) = self.parts, weights
+            return part(own, x, shared), x
+        kept = []
+        for part, own in zip(self.parts, weights, strict=True):
+
+            def run(into: Any, x: Any, part: Part = part, own: Any = own) -> Any:
+                return part(with_stand_ins(own, into), x, shared)
+
+            if self.saved is not None:
+                run = jax.checkpoint(run, policy=self.saved, prevent_cse=False)
+            x, pull_back = jax.vjp(run, stand_ins(own), x)
+            kept.append(_Kept.of(pull_back, (own, shared)))
+        return x, kept
+
+    def layer_back(self, weights: Any, shared: Any, kept: Any, dx: Any, meanwhile: Any) -> tuple[Any, Any, Any]:
+        """Gradients of a layer's weights and input.
+
+        `meanwhile` is made during the first phase or used after it, and comes back as it is to be used.
+        """
+        if self.saved is _NOTHING:
+            (part,), (own,) = self.parts, weights
+
+            def run(into: Any, x: Any) -> Any:
+                return part(with_stand_ins(own, into), x, shared)
+
+            again = jax.checkpoint(run, policy=self.made_first, prevent_cse=False)
+            _, pull_back = jax.vjp(again, stand_ins(own), kept)
+            pull_back, meanwhile = jax.lax.optimization_barrier((pull_back, meanwhile))
+            d_own, dx = pull_back(dx)
+            return (d_own,), dx, meanwhile
+        d_weights: list[Any] = []
+        for own, own_kept in reversed(list(zip(weights, kept, strict=True))):
+            d_own, dx = own_kept.pull_back((own, shared))(dx)
+            d_weights.insert(0, d_own)
+            if len(d_weights) == 1:
+                d_weights, dx, meanwhile = jax.lax.optimization_barrier((d_weights, dx, meanwhile))
+        return tuple(d_weights), dx, meanwhile
+
+    def reduced(self, stored: Any, d_weights: Any) -> Any:
+        """Gradients of a layer's weights as they are stored, from those of the gathered ones, which are unreduced."""
+        _, pull_back = jax.vjp(partial(gathered, dtype=self.dtype), _at(stored, 0))
+        (reduced,) = pull_back(d_weights)
+        return reduced
+
+
+def _at(stacked: Any, index: int | jax.Array) -> Any:
+    """By number: a slice such as `stacked[1:]` would copy what is saved of all layers."""
+    return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, index, keepdims=False), stacked)
+
+
+def _with(stacked: Any, one: Any, index: int | jax.Array) -> Any:
+    return jax.tree.map(lambda all, own: jax.lax.dynamic_update_index_in_dim(all, own, index, 0), stacked, one)
+
+
+def _room(one: jax.ShapeDtypeStruct, count: int, shared: Any) -> jax.Array:
+    """Zeros for `count` of what is like `one`."""
+    spec = one.sharding.spec
+    lies = one.sharding.update(spec=spec.update(partitions=(None, *spec.partitions)))
+    return jax.lax.broadcast(after(jnp.zeros((), one.dtype), shared), (count, *one.shape), out_sharding=lies)
+
+
+def _before(others: Any, weights: Any) -> tuple[Any, Any]:
+    """The same, none of which is used before all are there: `others`, and those of a layer's weights that were gathered.
+    Scales are not: they are read where they are stored."""
+    leaves, tree = jax.tree.flatten(weights)
+    places = [place for place, leaf in enumerate(leaves) if leaf.ndim > 1]
+    others, whole = jax.lax.optimization_barrier((others, [leaves[place] for place in places]))
+    for place, leaf in zip(places, whole, strict=True):
+        leaves[place] = leaf
+    return others, jax.tree.unflatten(tree, leaves)
+
+
+def _last(stored: Any) -> int:
+    return jax.tree.leaves(stored)[0].shape[0] - 1
+
+
+def _index(number: jax.Array, place: int, period: int) -> jax.Array:
+    """Of the layer at a place of a round."""
+    return number if period == 1 else number * period + place
+
+
+def _is_parted(stack: _Stack, shared: tuple[Any, ...]) -> bool:
+    """Whether layers are written out one behind the other, with barriers between them."""
+    return stack.unrolled or len(shared) > 1
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _run(stack: _Stack, prepared: PreparedWeights[Layers], shared: Any, x: Any) -> Any:
+    return _forward(stack, prepared, shared, x)[0]
+
+
+def _forward(stack: _Stack, prepared: PreparedWeights[Layers], shared: Any, x: Any) -> tuple[Any, Any]:
+    (stored, _), (_, first) = prepared.trained, prepared.used
+    period, is_parted, last = len(shared), _is_parted(stack, shared), _last(stored)
+
+    def step(place: int, index: jax.Array, x: Any, weights: Any) -> tuple[Any, Any, Any]:
+        if is_parted:
+            (index, x), weights = _before((index, x), weights)
+        upcoming = stack.gather(prepared, index + 1)
+        x, own = stack.layer(weights, shared[place % period], x)
+        return x, upcoming, own
+
+    def round_of_loop(number: jax.Array, carry: Any) -> Any:
+        x, weights, stacks = carry
+        for place in range(period):
+            x, weights, own = step(place, _index(number, place, period), x, weights)
+            stacks = [*stacks[:place], _with(stacks[place], jax.tree.leaves(own), number), *stacks[place + 1 :]]
+        return x, weights, stacks
+
+    num_rounds = 0 if stack.unrolled else last // period
+    weights = stack.gather(prepared, 0) if first is None else first
+    stacks, kept = [], []
+    if num_rounds:
+        like = [jax.eval_shape(lambda weights, x, own=own: stack.layer(weights, own, x)[1], weights, x) for own in shared]
+        room = [[_room(one, num_rounds, shared) for one in jax.tree.leaves(own)] for own in like]
+        # Counted, not given numbers: XLA copies beside the computation where the place follows from the loop's own count.
+        x, weights, stacks = jax.lax.fori_loop(0, num_rounds, round_of_loop, (x, weights, room))
+        stacks = [jax.tree.unflatten(jax.tree.structure(own), leaves) for own, leaves in zip(like, stacks, strict=True)]
+    for number in range(num_rounds * period, last):
+        x, weights, own = step(number, jnp.int32(number), x, weights)
+        kept.append(own)
+    x, kept_last = stack.layer(weights, shared[last % period], x)
+    return x, (prepared, shared, stacks, kept, weights, kept_last)
+
+
+def _backward(stack: _Stack, residuals: Any, dx: Any) -> tuple[Any, None, Any]:
+    prepared, shared, stacks, kept, weights, kept_last = residuals
+    stored, first = prepared.trained
+    period, is_parted, last = len(shared), _is_parted(stack, shared), _last(stored)
+    grads = jax.tree.map(lambda x: no_gradient(x, after(jnp.zeros((), x.dtype), dx)), stored)
+
+    def step(place: int, index: jax.Array, own: Any, carry: Any) -> Any:
+        """With the gradients of the layer above, reduced."""
+        (dx, weights, above), grads = carry
+        if is_parted:
+            # What is computed again must not be taken from the forward pass, which would have to keep it.
+            (index, own, dx, above), weights = _before((index, own, dx, above), weights)
+        upcoming = stack.gather(prepared, index - 1)
+        d_weights, dx, (weights, above) = stack.layer_back(weights, shared[place % period], own, dx, (upcoming, above))
+        reduced, above = stack.reduced(stored, above), d_weights
+        if is_parted:
+            (index, reduced, dx, above), weights = _before((index, reduced, dx, above), weights)
+        return (dx, weights, above), _with(grads, reduced, index + 1)
+
+    def round_of_loop(carry: Any, number: jax.Array) -> tuple[Any, None]:
+        for place in reversed(range(period)):
+            carry = step(place, _index(number, place, period), _at(stacks[place], number), carry)
+        return carry, None
+
+    if last > 0:
+        upcoming = stack.gather(prepared, last - 1)
+        if is_parted:
+            kept_last, dx = jax.lax.optimization_barrier((kept_last, dx))
+        above, dx, weights = stack.layer_back(weights, shared[last % period], kept_last, dx, upcoming)
+        carry, looped = ((dx, weights, above), grads), last - len(kept)
+        for number in range(last - 1, max(looped, 1) - 1, -1):
+            carry = step(number, jnp.int32(number), kept[number - looped], carry)
+        if looped:
+            carry, _ = jax.lax.scan(round_of_loop, carry, jnp.arange(looped // period - 1, 0, -1))
+            for place in range(period - 1, 0, -1):
+                carry = step(place, jnp.int32(place), _at(stacks[place], 0), carry)
+        carry, grads = carry
+        kept_first = _at(stacks[0], 0) if looped else kept[0]
+        if is_parted:
+            carry, kept_first = jax.lax.optimization_barrier((carry, kept_first))
+        dx, weights, above = carry
+        d_first, dx, above = stack.layer_back(weights, shared[0], kept_first, dx, above)
+        reduced = stack.reduced(stored, above)
+        if is_parted:
+            d_first, dx, reduced = jax.lax.optimization_barrier((d_first, dx, reduced))
+        grads = _with(grads, reduced, 1)
+    else:
+        d_first, dx, _ = stack.layer_back(weights, shared[0], kept_last, dx, ())
+    if first is None:
+        grads, d_first = _with(grads, stack.reduced(stored, d_first), 0), None
+    return PreparedWeights((grads, d_first)), None, dx
+
+
+_run.defvjp(_forward, _backward)

@@ -36,91 +36,97 @@ from llamajax.config.watch import MetricsConfig, ProfileConfig
 from llamajax.errors import ConfigError
 from tests.faults.bad_configs import mutated, read
 
-MOMENTS["of_my_own"] = Moments(1, 0)
-EVERYTHING = Config(
-    run_dir="runs/1e3",
-    model=ModelConfig(
-        vocab_size=1024, embed_dim=48, mlp_dim=96, num_layers=3, num_heads=6, num_kv_heads=3, head_dim=10, max_seq_len=999,
-        rope_theta=500000.0,
-        rope_scaling=RopeScalingConfig(
-            kind="yarn", factor=32.0, low_freq_factor=1.5, high_freq_factor=5.0, original_max_seq_len=77,
-            beta_fast=30.0, beta_slow=2.0, attention_factor=1.5, truncate=False,
-        ),
-        norm_eps=1e-6, sliding_window=5, layer_types=("full_attention", "sliding_attention"),
-        qkv_bias=True, output_bias=True, mlp_bias=True, qk_norm=True, tie_embeddings=True,
-        attend_across_documents=True, attention_kernel="plain",
-        init_std=1e-22, param_dtype="bfloat16", compute_dtype="float32", remat="none",
-        matmul_dtype="float8", float8_exempt=("wo",),
-    ),
-    data=DataConfig(
-        sources=(
-            SourceConfig(kind="text", paths=("a b/**/*.txt", "*", "no", "1:30", "null", "- x: 'y\"", "ü\n z\x85 ")),
-            SourceConfig(kind="jsonl", paths=("x.jsonl.zst",), text_key="1e3", weight=0.1),
-            SourceConfig(kind="chat", paths=("y",), chat_format="alpaca", max_bad_records=8, max_epochs=3.5),
-            SourceConfig(kind="megatron", paths=("z",), split="969,30,1"),
-        ),
-        seq_len=900,
-        stages=(
-            StageConfig(from_step=8_000_000, weights=(0.1, 0.0, 1e-05, 2.0), name="1e3"),
-            StageConfig(from_step=9_000_000, seq_len=996),
-        ),
-        cleaning=CleaningConfig(
-            filters=FilterConfig(
-                c4_lines=True, min_chars=1, max_chars=2, min_words=3, max_words=4, min_mean_word_length=0.5,
-                max_mean_word_length=6.0, max_symbols_per_word=0.1, max_ellipsis_lines=0.2, max_bullet_lines=0.3,
-                min_alphabetic_words=0.4, min_stop_words=1, stop_words=("y",), min_sentences=5, lorem_ipsum=True,
-                curly_braces=True, bad_words="~", max_repeated_lines=0.6, max_repeated_line_chars=0.7,
-                max_repeated_paragraphs=0.8, max_repeated_paragraph_chars=0.9, repeated_ngrams=True, min_compression=1e-9,
-                max_compression=8.0,
+
+@pytest.fixture
+def everything(monkeypatch) -> Config:
+    """A value of its own for every setting."""
+    monkeypatch.setitem(MOMENTS, "of_my_own", Moments(1, 0))
+    return Config(
+        run_dir="runs/1e3",
+        model=ModelConfig(
+            vocab_size=1024, embed_dim=48, mlp_dim=96, num_layers=3, num_heads=6, num_kv_heads=3, head_dim=10,
+            max_seq_len=999, rope_theta=500000.0,
+            rope_scaling=RopeScalingConfig(
+                kind="yarn", factor=32.0, low_freq_factor=1.5, high_freq_factor=5.0, original_max_seq_len=77,
+                beta_fast=30.0, beta_slow=2.0, attention_factor=1.5, truncate=False,
             ),
-            languages=LanguageConfig(keep=("no", "en"), min_probability=1e-3),
-            decontamination=DecontaminationConfig(paths=("b",), text_keys=("1",), ngram=3, min_hits=4, min_share=0.25),
-            exact_duplicates=True,
-            near_duplicates=NearDuplicateConfig(
-                enabled=True, threshold=0.75, ngram=2, num_permutations=64, signature_seed=4_294_967_295
-            ),
-            max_examples=0,
+            norm_eps=1e-6, sliding_window=5, layer_types=("full_attention", "sliding_attention"),
+            qkv_bias=True, output_bias=True, mlp_bias=True, qk_norm=True, tie_embeddings=True,
+            attend_across_documents=True, attention_kernel="plain",
+            init_std=1e-22, param_dtype="bfloat16", compute_dtype="float32", remat="none",
+            matmul_dtype="float8", float8_exempt=("wo",),
         ),
-        tokenizer=TokenizerConfig(path="3e-4", train_max_bytes=5, gigatoken=False),
-        mean_document_length=1e3, chat_template="true", held_out_fraction=1e-05, cache_dir="~", prefetch_steps=7,
-    ),
-    train=TrainConfig(
-        num_steps=12_345_678, global_batch_size=12, grad_accum_steps=3, grad_accum_dtype="bfloat16", z_loss_weight=1e-4,
-        max_nonfinite_steps=1, frozen=("head",), eval_every=5, eval_batches=2,
-    ),
-    optimizer=OptimizerConfig(
-        name="of_my_own", learning_rate=3e-4, schedule="wsd", warmup_steps=3, decay_steps=4, min_lr_ratio=0.0, b1=0.8,
-        b2=0.5, eps=1e-300, weight_decay=1e16, no_weight_decay=(), grad_clip_norm=None, moment_dtype="bfloat16",
-    ),
-    init_from="0x1",
-    init_changes=("rope_theta",),
-    seed=4_294_967_295,
-    mesh=MeshConfig(data=2, fsdp=1, sequence=2, tensor=-1, num_cpu_devices=4),
-    parallel=ParallelConfig(
-        stack="prefetch", zero=2, zero_data=1, grad_reduce="step", sequence="ring", tensor="ring"
-    ),
-    distributed=DistributedConfig(
-        enabled=True, coordinator_address="host:1", num_processes=2, process_id=1, heartbeat_timeout_s=9,
-        initialization_timeout_s=8,
-    ),
-    checkpoint=CheckpointConfig(
-        save_every=4, keep_last=9, keep_every=8, async_save=False, allow_config_change=True, local_dir="1e3", local_every=2
-    ),
-    recovery=RecoveryConfig(max_rollbacks=1, spike_zscore=1e-5, spike_window=16, checksum_every=7),
-    metrics=MetricsConfig(log_every=1, straggler_ratio=1e6, tensorboard=True, wandb=True, wandb_project="true"),
-    hardware=HardwareConfig(
-        gpu="h200", nodes=3, gpus_per_node=4, gpu_bandwidth=1e9, node_bandwidth=2.5, price_per_gpu_hour=0.1,
-        token_budget=1e12, calibration="1e3",
-    ),
-    xla=XlaConfig(
-        latency_profile="costs.pbtxt", compilation_cache="~/programs", deterministic=True, flags=("xla_a=true", "xla_b=1e3")
-    ),
-    watchdog=WatchdogConfig(
-        enabled=False, factor=1.5, start_s=0.5, compile_s=1e9, load_s=2.0, step_s=3.0, save_s=4.0, evaluate_s=5.0
-    ),
-    profile=ProfileConfig(start_step=1, num_steps=2),
-    sample=SampleConfig(prompt="Once: upon # a time ", max_tokens=3, temperature=0.0),
-)  # fmt: skip
+        data=DataConfig(
+            sources=(
+                SourceConfig(kind="text", paths=("a b/**/*.txt", "*", "no", "1:30", "null", "- x: 'y\"", "ü\n z\x85 ")),
+                SourceConfig(kind="jsonl", paths=("x.jsonl.zst",), text_key="1e3", weight=0.1),
+                SourceConfig(kind="chat", paths=("y",), chat_format="alpaca", max_bad_records=8, max_epochs=3.5),
+                SourceConfig(kind="megatron", paths=("z",), split="969,30,1"),
+            ),
+            seq_len=900,
+            stages=(
+                StageConfig(from_step=8_000_000, weights=(0.1, 0.0, 1e-05, 2.0), name="1e3"),
+                StageConfig(from_step=9_000_000, seq_len=996),
+            ),
+            cleaning=CleaningConfig(
+                filters=FilterConfig(
+                    c4_lines=True, min_chars=1, max_chars=2, min_words=3, max_words=4, min_mean_word_length=0.5,
+                    max_mean_word_length=6.0, max_symbols_per_word=0.1, max_ellipsis_lines=0.2, max_bullet_lines=0.3,
+                    min_alphabetic_words=0.4, min_stop_words=1, stop_words=("y",), min_sentences=5, lorem_ipsum=True,
+                    curly_braces=True, bad_words="~", max_repeated_lines=0.6, max_repeated_line_chars=0.7,
+                    max_repeated_paragraphs=0.8, max_repeated_paragraph_chars=0.9, repeated_ngrams=True,
+                    min_compression=1e-9, max_compression=8.0,
+                ),
+                languages=LanguageConfig(keep=("no", "en"), min_probability=1e-3),
+                decontamination=DecontaminationConfig(paths=("b",), text_keys=("1",), ngram=3, min_hits=4, min_share=0.25),
+                exact_duplicates=True,
+                near_duplicates=NearDuplicateConfig(
+                    enabled=True, threshold=0.75, ngram=2, num_permutations=64, signature_seed=4_294_967_295
+                ),
+                max_examples=0,
+            ),
+            tokenizer=TokenizerConfig(path="3e-4", train_max_bytes=5, gigatoken=False),
+            mean_document_length=1e3, chat_template="true", held_out_fraction=1e-05, cache_dir="~", prefetch_steps=7,
+        ),
+        train=TrainConfig(
+            num_steps=12_345_678, global_batch_size=12, grad_accum_steps=3, grad_accum_dtype="bfloat16", z_loss_weight=1e-4,
+            max_nonfinite_steps=1, frozen=("head",), eval_every=5, eval_batches=2,
+        ),
+        optimizer=OptimizerConfig(
+            name="of_my_own", learning_rate=3e-4, schedule="wsd", warmup_steps=3, decay_steps=4, min_lr_ratio=0.0, b1=0.8,
+            b2=0.5, eps=1e-300, weight_decay=1e16, no_weight_decay=(), grad_clip_norm=None, moment_dtype="bfloat16",
+        ),
+        init_from="0x1",
+        init_changes=("rope_theta",),
+        seed=4_294_967_295,
+        mesh=MeshConfig(data=2, fsdp=1, sequence=2, tensor=-1, num_cpu_devices=4),
+        parallel=ParallelConfig(
+            stack="prefetch", zero=2, zero_data=1, grad_reduce="step", sequence="ring", tensor="ring"
+        ),
+        distributed=DistributedConfig(
+            enabled=True, coordinator_address="host:1", num_processes=2, process_id=1, heartbeat_timeout_s=9,
+            initialization_timeout_s=8,
+        ),
+        checkpoint=CheckpointConfig(
+            save_every=4, keep_last=9, keep_every=8, async_save=False, allow_config_change=True, local_dir="1e3",
+            local_every=2,
+        ),
+        recovery=RecoveryConfig(max_rollbacks=1, spike_zscore=1e-5, spike_window=16, checksum_every=7),
+        metrics=MetricsConfig(log_every=1, straggler_ratio=1e6, tensorboard=True, wandb=True, wandb_project="true"),
+        hardware=HardwareConfig(
+            gpu="h200", nodes=3, gpus_per_node=4, gpu_bandwidth=1e9, node_bandwidth=2.5, price_per_gpu_hour=0.1,
+            token_budget=1e12, calibration="1e3",
+        ),
+        xla=XlaConfig(
+            latency_profile="costs.pbtxt", compilation_cache="~/programs", deterministic=True,
+            flags=("xla_a=true", "xla_b=1e3"),
+        ),
+        watchdog=WatchdogConfig(
+            enabled=False, factor=1.5, start_s=0.5, compile_s=1e9, load_s=2.0, step_s=3.0, save_s=4.0, evaluate_s=5.0
+        ),
+        profile=ProfileConfig(start_step=1, num_steps=2),
+        sample=SampleConfig(prompt="Once: upon # a time ", max_tokens=3, temperature=0.0),
+    )  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -199,7 +205,7 @@ EDITS = [
     ("kind: stdlib", "{kind: stdlib, paths: [a]}", "12: data.sources.0.paths: kind=stdlib finds its own files"),
     ("kind: stdlib", "{kind: stdlib, weight: 0}", "12: data.sources.0.weight: 0.0 must be positive"),
     ("size: 16", "size: 16\n  grad_accum_steps: 3", "17: train.grad_accum_steps: 3 must divide global_batch_size=16"),
-    ("", "  name: adam\n", "19: optimizer.name: adam must be one of adamw, of_my_own; llamajax.step.optim.register adds"),
+    ("", "  name: adam\n", "19: optimizer.name: adam must be one of adamw; llamajax.step.optim.register adds"),
     ("", "  schedule: wsd\n", "19: optimizer.schedule: wsd needs decay_steps; set it to the steps of the final decay"),
     ("", "  decay_steps: 5\n", "19: optimizer.decay_steps: 5 has no effect with schedule=cosine; use wsd or remove it"),
     ("", "  b2: 0.999\n  moment_dtype: bfloat16\n", "20: optimizer.moment_dtype: bfloat16 loses b2=0.999"),
@@ -343,27 +349,27 @@ def test_the_devices_of_several_processes_are_not_judged_by_one():
     assert load_config("my.yaml").mesh.tensor == 4
 
 
-def test_a_dumped_configuration_is_complete_and_loads_to_an_equal_one():
+def test_a_dumped_configuration_is_complete_and_loads_to_an_equal_one(everything):
     for key, _, field in keys(Config):
-        value: Any = EVERYTHING
+        value: Any = everything
         for name in key.split("."):
             value = value[int(name)] if name.isdecimal() else getattr(value, name)
-        several = {"sources": EVERYTHING.data.sources, "stages": EVERYTHING.data.stages}
+        several = {"sources": everything.data.sources, "stages": everything.data.stages}
         items = several[key.split(".")[1]] if ".0." in key else ()
         values = [getattr(item, field.name) for item in items] or [value]
         assert any(value != field.default for value in values), f"{key} is as by default"
-    text = dump_config(EVERYTHING)
+    text = dump_config(everything)
     Path("my.yaml").write_text(text)
-    assert load_config("my.yaml") == EVERYTHING
-    assert yaml.safe_load(text) == config_to_dict(EVERYTHING)
+    assert load_config("my.yaml") == everything
+    assert yaml.safe_load(text) == config_to_dict(everything)
     assert "eps: 1.0e-300" in text
     assert 'path: "3e-4"' in text
 
 
-def test_whatever_the_file_holds_is_a_configuration_or_a_mistake():
+def test_whatever_the_file_holds_is_a_configuration_or_a_mistake(everything):
     rng = np.random.default_rng(0)
     sample = "sample:\n  prompt: Once upon a time there was a quick brown fox that wrote a configuration\n"
-    seeds = [MINIMAL + sample] * 9 + [dump_config(EVERYTHING)]
+    seeds = [MINIMAL + sample] * 9 + [dump_config(everything)]
     num_good = 0
     for _ in range(2000):
         Path("my.yaml").write_bytes(mutated(seeds[rng.integers(len(seeds))], rng))
