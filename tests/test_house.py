@@ -16,7 +16,7 @@ from llamajax.config.file import load_config
 from llamajax.config.parallel import AXES
 from llamajax.estimates.formulas import num_params
 from llamajax.parallel.sharding import spec
-from llamajax.step.batch import FIELDS, micro_batch_size
+from llamajax.step.batch import FIELDS
 from llamajax.step.resolve import resolve
 from llamajax.step.state import init_state
 from llamajax.step.step import train_step
@@ -149,7 +149,7 @@ def test_every_config_for_a_cluster_traces_on_its_mesh(path):
     assert not config.placement_problems(num_devices)
     sizes = config.mesh.axis_sizes(num_devices)
     mesh = AbstractMesh(tuple(sizes.values()), AXES, axis_types=(AxisType.Explicit,) * len(AXES))
-    shape = (config.train.grad_accum_steps, micro_batch_size(config), config.data.seq_len)
+    shape = (config.train.grad_accum_steps, config.train.micro_batch_size, config.data.seq_len)
     with jax.set_mesh(None), jax.sharding.use_abstract_mesh(mesh):  # None: the tests' own mesh has another size
         sharding = jax.NamedSharding(mesh, spec(None, "batch", "seq"))
         batch = dict.fromkeys(FIELDS, jax.ShapeDtypeStruct(shape, jax.numpy.int32, sharding=sharding))

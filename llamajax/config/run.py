@@ -147,8 +147,7 @@ class Config(Settings):
         train = self.train
         of_batch = {axis: axes[axis] for axis in axes_of("batch")}
         batch_shards, over = math.prod(of_batch.values()), " x ".join(f"{axis}({size})" for axis, size in of_batch.items())
-        micro_batch_size = train.global_batch_size // train.grad_accum_steps
-        nearest = max(1, round(micro_batch_size / batch_shards)) * batch_shards * train.grad_accum_steps
+        nearest = max(1, round(train.micro_batch_size / batch_shards)) * batch_shards * train.grad_accum_steps
         problems, lengths = self.model.undivided(axes), self.data.row_lengths.items()
         problems += [
             f"data.{name}: {seq_len} must be divisible by mesh.{axis}={axes[axis]}"
@@ -166,10 +165,10 @@ class Config(Settings):
                 for name, seq_len in lengths
                 if not splits_residual(seq_len, axes)
             ]
-        if micro_batch_size % batch_shards:
+        if train.micro_batch_size % batch_shards:
             problems.append(
                 f"train.global_batch_size: {train.global_batch_size} / grad_accum_steps({train.grad_accum_steps}) = "
-                f"{micro_batch_size} sequences cannot be split over {over} = {batch_shards} devices;"
+                f"{train.micro_batch_size} sequences cannot be split over {over} = {batch_shards} devices;"
                 f" the nearest batch that can is {nearest}"
             )
         return problems

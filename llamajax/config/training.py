@@ -123,6 +123,11 @@ class TrainConfig(Section):
         return any(part in name for part in self.frozen)
 
     @property
+    def micro_batch_size(self) -> int:
+        """Sequences per micro-batch, over all devices."""
+        return self.global_batch_size // self.grad_accum_steps
+
+    @property
     def num_rows(self) -> int:
         """Sequences of all steps."""
         return self.num_steps * self.global_batch_size

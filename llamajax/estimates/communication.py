@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping
 
+from llamajax.config.model import ModelConfig
 from llamajax.config.parallel import SequenceForm, num_parts
 from llamajax.config.run import Config
 from llamajax.estimates.formulas import (
@@ -71,11 +72,11 @@ def least_wire_bytes(config: Config, mesh: Mapping[str, int]) -> float:
         + exchanged * micro_batches * (mesh["tensor"] - 1) / mesh["tensor"]
         + 2 * weights / shards * (replicas - 1) / replicas * reductions
         + (model.num_layers * passed + 4 * width) * tokens * model.embed_dim * (mesh["tensor"] - 1) / mesh["tensor"]
-        + model.num_layers * width * tokens * sequence_numbers(config, mesh, config.parallel.sequence)
+        + model.num_layers * width * tokens * sequence_numbers(config.model, mesh, config.parallel.sequence)
     )
 
 
-def sequence_numbers(config: Config, mesh: Mapping[str, int], form: SequenceForm) -> float:
+def sequence_numbers(model: ModelConfig, mesh: Mapping[str, int], form: SequenceForm) -> float:
     """Numbers per own token that a device sends in a layer to see rows that are split, forward and backward.
 
     `gather`: keys and values forward, again backward unless they are kept, and their gradients. `ring`: the same in as many
@@ -83,7 +84,7 @@ def sequence_numbers(config: Config, mesh: Mapping[str, int], form: SequenceForm
     queries, keys, values and output, each to its heads and each gradient back, and again unless they are kept; kv heads
     fewer than the devices are sent to each that needs them.
     """
-    model = computed_model(config.model, mesh)
+    model = computed_model(model, mesh)
     parts, H = num_parts("seq", mesh), model.head_dim
     heads, kv_heads = (n // num_parts("kv_heads", mesh) for n in (model.num_heads, model.computed_kv_heads(mesh)))
     keys_and_values = 2 * kv_heads * H

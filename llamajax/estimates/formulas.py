@@ -12,8 +12,9 @@ from collections.abc import Mapping
 
 from llamajax.config.layer_weights import LAYER_WEIGHTS, MATRICES, LayerWeight
 from llamajax.config.model import ModelConfig
-from llamajax.config.parallel import num_parts, splits_residual
+from llamajax.config.parallel import ParallelConfig, num_parts, splits_residual
 from llamajax.config.run import Config
+from llamajax.config.training import TrainConfig
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 
@@ -137,9 +138,9 @@ def mesh_sizes(config: Config) -> dict[str, int]:
     return config.mesh.axis_sizes(config.hardware.num_devices)
 
 
-def trained_weights(config: Config, model: ModelConfig) -> dict[str, int]:
+def trained_weights(train: TrainConfig, model: ModelConfig) -> dict[str, int]:
     """`weights`, without those that the run leaves as they are."""
-    return {name: size for name, size in weights(model).items() if not config.train.is_frozen(name)}
+    return {name: size for name, size in weights(model).items() if not train.is_frozen(name)}
 
 
 def state_bytes(config: Config, shards: int = 1) -> int:
@@ -152,11 +153,11 @@ def state_bytes(config: Config, shards: int = 1) -> int:
 def minimum_state_bytes(config: Config) -> int:
     """Bytes of weights and moments per device when every matrix is split over all devices that may split it, which all
     stages of ZeRO do between steps."""
-    return state_bytes(config, _stored_shards(config, mesh_sizes(config)))
+    return state_bytes(config, _stored_shards(config.parallel, mesh_sizes(config)))
 
 
-def _stored_shards(config: Config, mesh: Mapping[str, int]) -> int:
-    return num_parts("embed", mesh) * mesh["tensor"] * (mesh["data"] if config.parallel.zero_data else 1)
+def _stored_shards(parallel: ParallelConfig, mesh: Mapping[str, int]) -> int:
+    return num_parts("embed", mesh) * mesh["tensor"] * (mesh["data"] if parallel.zero_data else 1)
 
 
 def _moment_bytes(config: Config, shards: int) -> int:
@@ -164,7 +165,7 @@ def _moment_bytes(config: Config, shards: int) -> int:
     moments = config.optimizer.moments
     kept = {
         name: size * (moments.of_layer_matrices if _is_layer_matrix(name) else moments.of_others)
-        for name, size in trained_weights(config, config.model).items()
+        for name, size in trained_weights(config.train, config.model).items()
     }
     return DTYPE_BYTES[config.optimizer.moment_dtype] * _per_device(kept, shards)
 
@@ -229,12 +230,12 @@ def expected_bytes(
     kept_weights = L * layer_params * wide if keeps_gathered_weights(config) else 0
     scores = min(max_chunk_scores, tokens * config.data.seq_len * model.num_heads // tensor)
     layer = tokens * wide * (4 * D + 6 * stream + 2 * heads + 2 * qkv + 4 * F) + 3 * scores * 4
-    sizes, shards = weights(model), _stored_shards(config, mesh)
+    sizes, shards = weights(model), _stored_shards(config.parallel, mesh)
     own = _per_device(sizes, num_parts("embed", mesh) * tensor)
     whole = params_gathered_once(config, mesh)
     # Of these, what has gradients.
-    own_trained = _per_device(trained_weights(config, model), num_parts("embed", mesh) * tensor)
-    whole_trained = _gathered_once(config, trained_weights(config, computed), mesh)
+    own_trained = _per_device(trained_weights(config.train, model), num_parts("embed", mesh) * tensor)
+    whole_trained = _gathered_once(config, trained_weights(config.train, computed), mesh)
     summed = DTYPE_BYTES[config.train.grad_accum_dtype] if config.train.grad_accum_steps > 1 else 0
     # A device's own part of the layers, whose gradients are reduced at the step's end, has a narrow copy.
     replicas = num_parts("batch", mesh) * sequence // num_parts("embed", mesh)

@@ -28,7 +28,7 @@ from llamajax.data.tokenizers.tokenizer import load_tokenizer
 from llamajax.data.tokenizers.tokenizer_base import Tokenizer
 from llamajax.errors import ConfigError, DataError
 from llamajax.model import Llama
-from llamajax.step.batch import Batch, micro_batch_size
+from llamajax.step.batch import Batch
 from llamajax.step.step import eval_step, one_behind
 from llamajax.watch import console
 from llamajax.watch.console import say
@@ -100,12 +100,12 @@ def evaluate_documents(
             f"data.held_out_fraction: {run_config.data.held_out_fraction} of the documents is none; raise it, or set split"
             " to train"
         )
-    size, seq_len = micro_batch_size(run_config), run_config.data.seq_len
+    size, seq_len = run_config.train.micro_batch_size, run_config.data.seq_len
     console.log(f"batches    {total:,} of {size} rows x {seq_len} tokens, {config.split.replace('_', ' ')}")
     if config.seq_len is None and len(lengths := {stage.seq_len for stage in trained.data.all_stages}) > 1:
         others = " or ".join(f"{length}" for length in sorted(lengths - {seq_len}))
         console.log(f"note       rows are as long as before the first stage of the run; seq_len takes {others} instead")
-    rows_in_training = trained.train.eval_batches * micro_batch_size(trained)
+    rows_in_training = trained.train.eval_batches * trained.train.micro_batch_size
     if config.num_batches is None and 0 < rows_in_training < len(dataset.held_out_rows):
         console.log(f"note       evaluations while training take the first {rows_in_training:,} rows only")
     model = load_model(pretrained, model_config)
@@ -133,14 +133,14 @@ class Part:
         if config.split == "train":
             assert config.num_batches is not None
             return config.num_batches
-        held_out = -(-len(self.dataset.held_out_rows) // micro_batch_size(self.run_config))
+        held_out = -(-len(self.dataset.held_out_rows) // self.run_config.train.micro_batch_size)
         return held_out if config.num_batches is None else min(held_out, config.num_batches)
 
     def batches(self, config: EvaluateConfig) -> Iterator[Batch]:
         """So many of them."""
         num_batches = self.num_batches(config)
         if config.split == "held_out":
-            yield from held_out_batches(self.dataset, self.run_config, num_batches * micro_batch_size(self.run_config))
+            yield from held_out_batches(self.dataset, self.run_config, num_batches * self.run_config.train.micro_batch_size)
             return
         with Loader(self.dataset, self.run_config, 0) as loader:
             yield from (batch for _, batch in itertools.islice(loader, num_batches))
@@ -201,7 +201,7 @@ def adapt_run(run_config: Config, path: Path, config: EvaluateConfig, model: Mod
     changes = {
         "model": model,
         "data": replace(run_config.data.without_stages(seq_len), tokenizer=replace(run_config.data.tokenizer, path=None)),
-        "train.global_batch_size": whole_batch(config.batch_size or micro_batch_size(run_config)),
+        "train.global_batch_size": whole_batch(config.batch_size or run_config.train.micro_batch_size),
         "train.grad_accum_steps": 1,
         "train.eval_every": None,
         "train.eval_batches": 0,  # `prepare` need not find any; `Part.batches` says how many

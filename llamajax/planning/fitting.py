@@ -8,6 +8,7 @@ from typing import Any
 from llamajax.config.model import REMATS
 from llamajax.config.parallel import num_parts
 from llamajax.config.run import Config
+from llamajax.config.training import TrainConfig
 from llamajax.errors import ConfigError
 from llamajax.planning.cost.flops import planned_flops
 from llamajax.planning.memory import MemoryPlan, estimate
@@ -86,7 +87,7 @@ def candidates(config: Config, shortfall: float = 1.0) -> Iterator[Candidate]:
     stronger = REMATS[REMATS.index(config.model.remat) + 1 :]
     moments = [{"optimizer.moment_dtype": "bfloat16"}] if config.optimizer.moment_dtype == "float32" else []
     remat = [{"model.remat": policy} for policy in stronger]
-    kinds: list[list[Changes]] = [remat, list(_accumulation(config)), moments, *_mesh(config)]
+    kinds: list[list[Changes]] = [remat, list(_accumulation(config.train)), moments, *_mesh(config)]
     for count in (1, 2, 3):
         several = itertools.combinations(kinds, count)
         offers = [_smallest(config, itertools.product(*kinds_together), shortfall) for kinds_together in several]
@@ -137,10 +138,9 @@ def _if_it_fits(config: Config, changes: Changes, shortfall: float) -> Candidate
     return Candidate(changes=changes, config=candidate, flops_ratio=ratio)
 
 
-def _accumulation(config: Config) -> Iterator[Changes]:
+def _accumulation(train: TrainConfig) -> Iterator[Changes]:
     """Smaller micro-batches; the batch of a step stays."""
-    train = config.train
-    most = train.global_batch_size // train.grad_accum_steps
+    most = train.micro_batch_size
     yield from (
         {"train.grad_accum_steps": train.grad_accum_steps * times} for times in range(2, most + 1) if most % times == 0
     )

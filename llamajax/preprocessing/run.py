@@ -59,7 +59,7 @@ def _run(config: Config, cache_dir: Path, part: int, num_parts: int, executor: E
     models_own = models_tokenizer(config.init_from)
     given = given_tokenizer(config, models_own)
     check_megatron(config, cache_dir, log)
-    sources = [source for source in sources_of(config) if not source.format.is_tokenized]
+    sources = [source for source in sources_of(config.data) if not source.format.is_tokenized]
     if config.data.cleaning.steps:
         _hash(executor, _tasks(sources), part, num_parts, cache_dir)
         groups = [group_files(source, cache_dir, log) for source in sources]
@@ -108,7 +108,7 @@ def _tokenizing(config: Config, models_own: Tokenizer | None, sources: Sequence[
     if tokenizer is None:
         groups = [group for source in sources for group in group_files(source, cache_dir, log)]
         tokenizer = tokenizer_for(config, None, groups, cache_dir, log)
-    return Tokenizing(tokenizer, chat_template_for(config, tokenizer), cache_dir, config.data.held_out_fraction, log)
+    return Tokenizing(tokenizer, chat_template_for(config.data, tokenizer), cache_dir, config.data.held_out_fraction, log)
 
 
 def _work_off(executor: Executor, function: Any, tasks: Sequence[Task], *, hashes: bool = False) -> None:

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 import jax
 import numpy as np
 
-from llamajax.config.run import Config
 from llamajax.errors import DataError
 from llamajax.parallel.sharding import spec
 
@@ -27,11 +26,6 @@ def check_ids(ids: np.ndarray | Sequence[int], vocab_size: int, where: str, reme
     ids = np.asarray(ids)
     if (wrong := ids[(ids >= vocab_size) | (ids < IGNORE)]).size:
         raise DataError(f"{where}: token id {wrong[0]} is not among the {vocab_size} rows of the model's table; {remedy}")
-
-
-def micro_batch_size(config: Config) -> int:
-    """Sequences per micro-batch, over all devices."""
-    return config.train.global_batch_size // config.train.grad_accum_steps
 
 
 def batch_sharding() -> jax.NamedSharding:

@@ -15,7 +15,7 @@ import jaxlib.version
 
 from llamajax.errors import ConfigError, EnvironmentMismatchError
 from llamajax.estimates.formulas import gathered_layer_bytes, layer_matrix_bytes
-from llamajax.step.batch import FIELDS, batch_sharding, micro_batch_size
+from llamajax.step.batch import FIELDS, batch_sharding
 from llamajax.step.resolve import ResolvedRun
 from llamajax.step.state import TrainState
 from llamajax.step.step import train_step
@@ -99,7 +99,7 @@ def lower(run: ResolvedRun, state: TrainState) -> jax.stages.Lowered:
         state: its `llamajax.step.state.abstract_state`.
     """
     config = run.config
-    shape = (config.train.grad_accum_steps, micro_batch_size(config), config.data.seq_len)
+    shape = (config.train.grad_accum_steps, config.train.micro_batch_size, config.data.seq_len)
     batch = dict.fromkeys(FIELDS, jax.ShapeDtypeStruct(shape, jnp.int32, sharding=batch_sharding()))
     return train_step.lower(run, state, batch)
 

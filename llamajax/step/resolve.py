@@ -200,7 +200,7 @@ def sequence_form(config: Config, axes: Mapping[str, int]) -> tuple[SequenceForm
     width = DTYPE_BYTES[config.model.compute_dtype]
 
     def sent(form: SequenceForm) -> float:
-        return width * tokens * sequence_numbers(config, axes, form)
+        return width * tokens * sequence_numbers(config.model, axes, form)
 
     forms: tuple[SequenceForm, ...] = ("gather", "ring", "ulysses")
     possible: list[SequenceForm] = [form for form in forms if not config.sequence_problems(form, axes)]

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from llamajax.config.run import Config
+from llamajax.config.recovery import RecoveryConfig
 from llamajax.errors import CorruptionError
 from llamajax.parallel.arrays import named_arrays
 from llamajax.processes.peers import everyones
@@ -52,14 +52,14 @@ class Replicas:
     """Compares what several devices hold of the state; lasts from the start of a process to its end, however often the run
     goes back."""
 
-    def __init__(self, config: Config, state: Any) -> None:
+    def __init__(self, config: RecoveryConfig, state: Any) -> None:
         """Compiles the comparison and says what it covers; all processes call this together.
 
         Args:
-            config: the run.
+            config: of the run.
             state: its `abstract_state`, or the state.
         """
-        self._every = config.recovery.checksum_every
+        self._every = config.checksum_every
         arrays = {} if self._every is None else replicated(state)
         self._held_by = {name: holders(array) for name, array in arrays.items()}
         self._compiled = checksums.lower(list(arrays.values())).compile() if arrays else None

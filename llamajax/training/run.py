@@ -20,7 +20,6 @@ from llamajax.parallel.zero import whole_over_data
 from llamajax.planning.scheduling import Compilation, check_told
 from llamajax.processes.exit import end_process, exit_code
 from llamajax.processes.peers import check_same_everywhere, everyones
-from llamajax.step.batch import micro_batch_size
 from llamajax.step.state import TrainState, abstract_state
 from llamajax.training import elastic
 from llamajax.training.bad_steps import GoBack
@@ -77,7 +76,7 @@ def run(asked: Config, *, dry_run: bool = False) -> None:
             compilations, replicas = compile_all(config, abstract, watchdog)
             trainer = Trainer(
                 config=config,
-                num_eval_rows=config.train.eval_batches * micro_batch_size(asked),
+                num_eval_rows=config.train.eval_batches * asked.train.micro_batch_size,
                 compilations=compilations,
                 replicas=replicas,
                 dataset=dataset,
@@ -123,7 +122,7 @@ def compile_all(config: Config, abstract: TrainState, watchdog: Watchdog) -> tup
     run_dir = Path(config.run_dir).expanduser().absolute()
     same = (str(run_dir), os.path.expanduser(config.data.cache_dir), os.environ.get("XLA_FLAGS"))
     compilation_cache.start(config.xla.compilation_cache, say, run=repr(same))
-    return compile_steps(runs), Replicas(config, abstract)
+    return compile_steps(runs), Replicas(config.recovery, abstract)
 
 
 def train_to_the_end(trainer: Trainer, beginning: Beginning, asked: Config, abstract: TrainState) -> tuple[TrainState, bool]:

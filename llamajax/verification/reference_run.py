@@ -8,10 +8,11 @@ from typing import Any
 import jax
 import numpy as np
 
+from llamajax.config.parallel import MeshConfig
 from llamajax.config.run import Config
 from llamajax.parallel.arrays import named_arrays
 from llamajax.parallel.mesh import make_mesh
-from llamajax.step.batch import FIELDS, Batch, batch_sharding, micro_batch_size
+from llamajax.step.batch import FIELDS, Batch, batch_sharding
 from llamajax.step.optim import moments
 from llamajax.step.resolve import ResolvedRun, resolve
 from llamajax.step.state import TrainState, abstract_state, init_state
@@ -70,9 +71,9 @@ def step_with_gradients(run: ResolvedRun, state: TrainState, batch: Batch) -> tu
 
 def program(config: Config) -> str:
     """What `run_side` compiles for a step; forms that make no difference on a mesh have the same one."""
-    mesh = _mesh(config)
+    mesh = _mesh(config.mesh)
     jax.set_mesh(mesh)
-    shape = (config.train.grad_accum_steps, micro_batch_size(config), config.data.seq_len)
+    shape = (config.train.grad_accum_steps, config.train.micro_batch_size, config.data.seq_len)
     batch = dict.fromkeys(FIELDS, jax.ShapeDtypeStruct(shape, np.int32, sharding=batch_sharding()))
     return step_with_gradients.lower(resolve(config, mesh.shape), abstract_state(config), batch).as_text()
 
@@ -85,7 +86,7 @@ def run_side(config: Config, num_steps: int, doing: Callable[[str], None]) -> Si
         num_steps: steps.
         doing: is told what takes so long.
     """
-    mesh = _mesh(config)
+    mesh = _mesh(config.mesh)
     jax.set_mesh(mesh)
     places = {device: tuple(map(int, place)) for place, device in np.ndenumerate(mesh.devices)}
 
@@ -107,8 +108,8 @@ def run_side(config: Config, num_steps: int, doing: Callable[[str], None]) -> Si
     return Side(dict(mesh.shape), config.train.grad_accum_steps, tuple(steps))
 
 
-def _mesh(config: Config) -> jax.sharding.Mesh:
-    return make_mesh(config.mesh, jax.devices()[: config.mesh.num_cpu_devices])
+def _mesh(mesh: MeshConfig) -> jax.sharding.Mesh:
+    return make_mesh(mesh, jax.devices()[: mesh.num_cpu_devices])
 
 
 _SCALARS = {"tokens": "tokens", "loss": "loss", "gradient norm": "grad_norm"}

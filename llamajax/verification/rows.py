@@ -5,7 +5,7 @@ import numpy as np
 from llamajax.config.run import Config
 from llamajax.data.rows.loader import make_batch
 from llamajax.data.rows.packing import Row, fill_row
-from llamajax.step.batch import Batch, batch_sharding, micro_batch_size
+from llamajax.step.batch import Batch, batch_sharding
 
 
 def make_rows(config: Config, step: int) -> Batch:
@@ -14,7 +14,7 @@ def make_rows(config: Config, step: int) -> Batch:
     A row holds several documents of uneven lengths and ends in padding; some rows are full and some have nothing but
     padding, and a tenth of the targets do not count: devices and micro-batches have different numbers of counted tokens.
     """
-    accumulated, rows, seq_len = config.train.grad_accum_steps, micro_batch_size(config), config.data.seq_len
+    accumulated, rows, seq_len = config.train.grad_accum_steps, config.train.micro_batch_size, config.data.seq_len
 
     def row(micro_batch: int, index: int) -> Row:
         return _draw_row(np.random.default_rng((config.seed, step, micro_batch * rows + index)), config)

@@ -11,7 +11,6 @@ from llamajax.config.parallel import MeshConfig, ParallelConfig, SequenceForm
 from llamajax.config.run import Config
 from llamajax.config.training import OptimizerConfig, TrainConfig
 from llamajax.estimates import communication, formulas
-from tests.tiny import tiny_config
 
 MODEL = ModelConfig(vocab_size=1000, embed_dim=64, mlp_dim=256, num_layers=10, num_heads=8, num_kv_heads=2, head_dim=8)
 
@@ -96,8 +95,9 @@ def test_stages_of_zero_and_reductions_at_the_end_send_less(data):
 
 
 def sent(form: SequenceForm, parts: int, tensor: int = 1, **model: Any) -> float:
-    run = tiny_config(model=dataclasses.replace(MODEL, **model))
-    return communication.sequence_numbers(run, {"data": 1, "fsdp": 1, "sequence": parts, "tensor": tensor}, form)
+    return communication.sequence_numbers(
+        dataclasses.replace(MODEL, **model), {"data": 1, "fsdp": 1, "sequence": parts, "tensor": tensor}, form
+    )
 
 
 def test_what_a_form_of_split_rows_sends_by_hand():

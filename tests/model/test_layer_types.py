@@ -75,17 +75,17 @@ def in_form(stack: StackForm):
 
 
 CASES = [
-    pytest.param(stack, remat, kinds, marks=pytest.mark.slow if remat in ("none", "save_attention_qkv_mlp") else [])
+    pytest.param(stack, remat, kinds, on_a_mesh, marks=pytest.mark.slow if on_a_mesh or remat != "full" else [])
     for number, (stack, remat) in enumerate(
         itertools.product(("scan", "prefetch", "unrolled"), ("none", "full", "save_attention", "save_attention_qkv_mlp"))
     )
     for place, kinds in enumerate(ROUNDS)
     if number % 3 == place
+    for on_a_mesh in (False, True)
 ]
 
 
-@pytest.mark.parametrize("on_a_mesh", [False, pytest.param(True, marks=pytest.mark.slow)])
-@pytest.mark.parametrize(("stack", "remat", "kinds"), CASES)
+@pytest.mark.parametrize(("stack", "remat", "kinds", "on_a_mesh"), CASES)
 def test_logits_and_gradients_are_those_of_layers_run_one_by_one(stack, remat, kinds, on_a_mesh):
     value, truths = expected(kinds)
     jax.set_mesh(make_mesh(MeshConfig(fsdp=2, sequence=2, tensor=2)) if on_a_mesh else single_device_mesh())

@@ -104,6 +104,7 @@ def test_plans_know_that_frozen_weights_have_neither_moments_nor_gradients():
     assert by_formulas["gradients"] < without["gradients"]
 
 
+@pytest.mark.slow
 def test_a_verification_compares_what_there_is():
     config = CONFIG.changed({"mesh": MeshConfig(fsdp=4, tensor=2, num_cpu_devices=8), "optimizer.eps": 0.03})
     ours, truth = (run_side(some, 2, lambda _: None) for some in (config, on_one_device(config)))

@@ -159,25 +159,24 @@ def test_layers_that_hide_what_they_send_equal_one_device(sizes, changes):
 
 
 @pytest.mark.parametrize(
-    ("sizes", "changes"),
+    ("sizes", "num_sliding", "changes"),
     [
-        ((1, 2, 2, 2), {"parallel.stack": "prefetch", "model.remat": "save_attention", "parallel.sequence": "ring"}),
+        ((1, 2, 2, 2), 1, {"parallel.stack": "prefetch", "model.remat": "save_attention", "parallel.sequence": "ring"}),
         *(
-            pytest.param(sizes, changes, marks=pytest.mark.slow)
-            for sizes, changes in [
-                ((2, 2, 2, 1), {"parallel.stack": "scan", "model.remat": "save_attention_qkv"}),
-                ((1, 8, 1, 1), {"parallel.stack": "scan", "model.remat": "none"}),
-                ((2, 4, 1, 1), {"parallel.stack": "prefetch", "model.remat": "full", "train.grad_accum_steps": 2}),
-                ((8, 1, 1, 1), {"parallel.stack": "prefetch", "parallel.zero_data": 1, "parallel.grad_reduce": "step"}),
-                ((1, 2, 4, 1), {"parallel.stack": "prefetch", "parallel.sequence": "ulysses", "model.remat": "full"}),
-                ((1, 2, 1, 4), {"parallel.stack": "prefetch", "parallel.zero": 2, "parallel.tensor": "ring"}),
-                ((1, 2, 2, 2), {"parallel.stack": "unrolled", "model.remat": "full", "parallel.sequence": "ring"}),
+            pytest.param(sizes, num_sliding, changes, marks=pytest.mark.slow)
+            for sizes, num_sliding, changes in [
+                ((2, 2, 2, 1), 2, {"parallel.stack": "scan", "model.remat": "save_attention_qkv"}),
+                ((1, 8, 1, 1), 1, {"parallel.stack": "scan", "model.remat": "none"}),
+                ((2, 4, 1, 1), 2, {"parallel.stack": "prefetch", "model.remat": "full", "train.grad_accum_steps": 2}),
+                ((8, 1, 1, 1), 1, {"parallel.stack": "prefetch", "parallel.zero_data": 1, "parallel.grad_reduce": "step"}),
+                ((1, 2, 4, 1), 2, {"parallel.stack": "prefetch", "parallel.sequence": "ulysses", "model.remat": "full"}),
+                ((1, 2, 1, 4), 2, {"parallel.stack": "prefetch", "parallel.zero": 2, "parallel.tensor": "ring"}),
+                ((1, 2, 2, 2), 2, {"parallel.stack": "unrolled", "model.remat": "full", "parallel.sequence": "ring"}),
             ]
         ),
     ],
 )
-@pytest.mark.parametrize("num_sliding", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_layers_that_take_turns_equal_one_device(sizes, changes, num_sliding):
+def test_layers_that_take_turns_equal_one_device(sizes, num_sliding, changes):
     kinds = ("sliding_attention",) * num_sliding + ("full_attention",)
     windows = {"model.num_layers": 2 * len(kinds), "model.sliding_window": 3, "model.layer_types": kinds}
     check(tiny_config().changed(ROUNDED | windows), sizes, changes)

@@ -15,7 +15,6 @@ from llamajax.training import replicas
 from llamajax.training.bad_steps import GoBack
 from llamajax.training.replicas import Replicas, Suspects, suspected
 from tests.faults.flips import Flip, flipped
-from tests.tiny import tiny_config
 
 HOST = socket.gethostname()
 
@@ -28,7 +27,7 @@ class Run:
         jax.set_mesh(self.mesh)
         weights = np.arange(64, dtype=np.float32).reshape(8, 8)
         self.state = {name: jax.device_put(weights, spec(None, "embed")) for name in ("up", "down")}
-        self.replicas = Replicas(tiny_config(recovery=RecoveryConfig(checksum_every=every)), self.state)
+        self.replicas = Replicas(RecoveryConfig(checksum_every=every), self.state)
         self.events = []
 
     def check(self, step: int, *flips: Flip) -> None:

@@ -13,7 +13,7 @@ from llamajax.config.run import Config
 from llamajax.data.rows.dataset import Dataset
 from llamajax.data.rows.packing import Row, fill_row
 from llamajax.data.rows.position import PassedOver, next_row
-from llamajax.step.batch import FIELDS, Batch, batch_sharding, check_ids, micro_batch_size
+from llamajax.step.batch import FIELDS, Batch, batch_sharding, check_ids
 
 
 class Loader:
@@ -66,7 +66,7 @@ class Loader:
         self._next_step += 1
 
     def _load(self, step: int) -> Batch:
-        train, data, rows = self._config.train, self._config.data, micro_batch_size(self._config)
+        train, data, rows = self._config.train, self._config.data, self._config.train.micro_batch_size
         first, number = next_row(step, train.global_batch_size, self._passed_over), data.stage_at(step)
         dataset, shape = self._datasets[number], (train.grad_accum_steps, rows, data.all_stages[number].seq_len)
 
@@ -82,7 +82,7 @@ def held_out_batches(dataset: Dataset, config: Config, num_rows: int) -> Iterato
     The last batch is filled up with rows that have no targets. There is none if nothing is held out.
     """
     rows, seq_len = dataset.held_out_rows, config.data.seq_len
-    size, sharding = micro_batch_size(config), batch_sharding()
+    size, sharding = config.train.micro_batch_size, batch_sharding()
     num_rows = min(len(rows), num_rows)
     for first in range(0, num_rows, size):
 

@@ -142,16 +142,16 @@ def _check_memory(sample_bytes: int, free: int | None) -> None:
         )
 
 
-def chat_template_for(config: Config, tokenizer: Tokenizer) -> ChatTemplate | None:
+def chat_template_for(data: DataConfig, tokenizer: Tokenizer) -> ChatTemplate | None:
     """The chat template of the run's conversations; None if there are none.
 
     Raises:
         ConfigError: it is needed, and there is none.
         DataError: it is malformed, or cannot be read.
     """
-    if not any(source.kind == "chat" for source in config.data.sources):
+    if not any(source.kind == "chat" for source in data.sources):
         return None
-    named = config.data.chat_template
+    named = data.chat_template
     template = load_chat_template(Path(named).expanduser() if named else tokenizer.source.parent, tokenizer)
     if template is None:
         raise ConfigError(

@@ -7,7 +7,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from llamajax.config.data import SourceConfig
+from llamajax.config.data import DataConfig, SourceConfig
 from llamajax.config.run import Config
 from llamajax.data import cache
 from llamajax.data.chat.chat_tokens import end_problem
@@ -46,12 +46,12 @@ def tokenized(
     run: MapTasks = map,
 ) -> Tokenized:
     """Arguments and errors are those of `llamajax.data.rows.dataset.prepare`, but the cache's stay `OSError`s."""
-    sources = sources_of(config)
+    sources = sources_of(config.data)
     for source in sources:
         log(f"source     {source}")
 
     def by_of(tokenizer: Tokenizer) -> Tokenizing:
-        template = chat_template_for(config, tokenizer)
+        template = chat_template_for(config.data, tokenizer)
         return Tokenizing(tokenizer, template, cache_dir, config.data.held_out_fraction, log_work)
 
     told = peers.of_first(_made(config, sources, models_tokenizer, by_of, log_work)) if peers.current() is not None else None
@@ -97,12 +97,12 @@ def look_at_data(config: Config, models_tokenizer: Tokenizer | None, log: Callab
 
     Arguments and errors are those of `llamajax.data.rows.dataset.prepare`.
     """
-    for source in sources_of(config):
+    for source in sources_of(config.data):
         log(f"source     {source}")
         if not source.format.is_tokenized:
             look_at(source)
     if (tokenizer := given_tokenizer(config, models_tokenizer)) is not None:
-        chat_template_for(config, tokenizer)
+        chat_template_for(config.data, tokenizer)
     check_megatron(config, Path(config.data.cache_dir).expanduser(), log)
 
 
@@ -118,7 +118,7 @@ def check_megatron(config: Config, cache_dir: Path, log: Callable[[str], None]) 
         DataError: one is not what it should be, or has ids beyond the model's vocabulary.
         DiskError: the disk fails.
     """
-    for source in sources_of(config):
+    for source in sources_of(config.data):
         if source.format.is_tokenized:
             _megatron_tokens(config, source, parts_path(source, cache_dir), log)
 
@@ -127,10 +127,10 @@ def _megatron_tokens(config: Config, source: Source, parts: Path, log: Callable[
     return MegatronTokens(source, parts, config.data.held_out_fraction, config.model.vocab_size, log)
 
 
-def sources_of(config: Config) -> list[Source]:
+def sources_of(data: DataConfig) -> list[Source]:
     """The sources of the run, with their keys."""
-    cache_dir = Path(config.data.cache_dir).expanduser()
-    return [Source(source, f"data.sources[{index}]", cache_dir) for index, source in enumerate(config.data.sources)]
+    cache_dir = Path(data.cache_dir).expanduser()
+    return [Source(source, f"data.sources[{index}]", cache_dir) for index, source in enumerate(data.sources)]
 
 
 def _groups(source: Source, cache_dir: Path, log: Callable[[str], None]) -> Sequence[HashedGroup]:

@@ -54,6 +54,7 @@ from typing import Any
 import jax
 
 import llamajax
+from llamajax.config.machine import HardwareConfig
 from llamajax.config.model import Remat
 from llamajax.config.run import Config
 from llamajax.estimates.calibration import read_measurement
@@ -171,7 +172,7 @@ def figures(plan: Plan, sweep: Sweep | None = None, plans: Sequence[Plan] = ()) 
             "forms": forms | kernels,
             "warning": warning,
             "calibration": calibration_figures(config),
-            "accuracy": accuracy_figures(config),
+            "accuracy": accuracy_figures(config.hardware),
             "jax_version": chosen.step.jax_version,
             "options": {key: value for key, value in chosen.step.options.items() if key != _PROFILE_OPTION},
             "latency_profile": config.xla.latency_profile if chosen is plan.informed else None,
@@ -216,9 +217,9 @@ def calibration_figures(config: Config) -> dict[str, Any] | None:
     }
 
 
-def accuracy_figures(config: Config) -> dict[str, Any] | None:
+def accuracy_figures(hardware: HardwareConfig) -> dict[str, Any] | None:
     """What is known of the error of plans for such GPUs; None: nothing."""
-    known = accuracy(config.hardware)
+    known = accuracy(hardware)
     return known and dataclasses.asdict(known)
 
 
