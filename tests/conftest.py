@@ -35,7 +35,7 @@ os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())  # where `
 def _seldom_collects():
     """Tracing makes many small objects and few cycles: to look for these seldom makes tests a twentieth faster."""
     gc.freeze()
-    gc.set_threshold(200_000, 20, 100)
+    gc.set_threshold(50_000, 10, 10)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -111,7 +111,6 @@ def test_no_drawer_for_everything():
 
 
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
-TRACED_BY_DEFAULT = {"llama3_1_70b_256xh100", "llama3_2_1b_8xh100"}
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
@@ -136,7 +135,7 @@ def test_every_config_for_this_machine_compiles(path):
 @pytest.mark.parametrize(
     "path",
     [
-        pytest.param(path, id=path.stem, marks=[] if path.stem in TRACED_BY_DEFAULT else pytest.mark.slow)
+        pytest.param(path, id=path.stem, marks=[] if path.stem == "llama3_1_70b_256xh100" else pytest.mark.slow)
         for path in CONFIGS
         if not load_config(path).mesh.num_cpu_devices
     ],

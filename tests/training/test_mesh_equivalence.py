@@ -161,10 +161,15 @@ def test_layers_that_hide_what_they_send_equal_one_device(sizes, changes):
 @pytest.mark.parametrize(
     ("sizes", "num_sliding", "changes"),
     [
-        ((1, 2, 2, 2), 1, {"parallel.stack": "prefetch", "model.remat": "save_attention", "parallel.sequence": "ring"}),
+        ((1, 2, 2, 2), 1, {"parallel.stack": "prefetch", "model.remat": "save_attention"}),
         *(
             pytest.param(sizes, num_sliding, changes, marks=pytest.mark.slow)
             for sizes, num_sliding, changes in [
+                (
+                    (1, 2, 2, 2),
+                    1,
+                    {"parallel.stack": "prefetch", "model.remat": "save_attention", "parallel.sequence": "ring"},
+                ),
                 ((2, 2, 2, 1), 2, {"parallel.stack": "scan", "model.remat": "save_attention_qkv"}),
                 ((1, 8, 1, 1), 1, {"parallel.stack": "scan", "model.remat": "none"}),
                 ((2, 4, 1, 1), 2, {"parallel.stack": "prefetch", "model.remat": "full", "train.grad_accum_steps": 2}),
