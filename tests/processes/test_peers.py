@@ -121,6 +121,7 @@ def test_output_that_cannot_be_written_at_the_end_is_told_to_the_others(tmp_path
     assert "failed: /dev/full cannot be written: No space left on device" in line
 
 
+@pytest.mark.slow
 def test_processes_that_are_stopped_together_go_on_together():
     """As by a scheduler that suspends a job, for longer than a process may be silent."""
     body = "time.sleep(8); print(peers.everyones(rank), flush=True)"
