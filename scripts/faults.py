@@ -91,7 +91,9 @@ def main(names: list[str]) -> None:
         for number, fault in enumerate(chosen, 1):
             killer = tried(fault, folder)
             rows.append(f"| {fault.name} | `{fault.file}` | {f'`{killer}`' if killer else '**none**'} |")
-            CONSOLE.print(f"{number} of {len(chosen)}  {fault.name}: {killer or 'no test notices'}", soft_wrap=True)
+            CONSOLE.print(
+                f"{number} of {len(chosen)}  {fault.name}: {killer or 'no test notices'}", soft_wrap=True, markup=False
+            )
     if not names:
         noticed = sum("**none**" not in row for row in rows)
         DOCUMENT.write_text(HEAD.format(noticed=noticed, tried=len(rows)) + "\n".join(rows) + "\n")
