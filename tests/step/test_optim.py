@@ -139,7 +139,9 @@ OWN = {
 }
 
 
-@pytest.fixture(params=[pytest.param(name, marks=pytest.mark.slow if name in ("momentum", "signs") else []) for name in OWN])
+@pytest.fixture(
+    params=[pytest.param(name, marks=pytest.mark.slow if name != "lion_of_layer_matrices" else []) for name in OWN]
+)
 def own(request, monkeypatch) -> str:
     """The name of an optimizer that llamajax does not have."""
     for table in (DIRECTIONS, MOMENTS):
