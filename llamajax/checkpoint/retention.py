@@ -27,7 +27,7 @@ def check_room(run_dir: Path, num_bytes: int) -> None:
     """
     there = next(folder for folder in (run_dir.absolute(), *run_dir.absolute().parents) if folder.exists())
     free = math.inf
-    with contextlib.suppress(OSError):  # whoever writes there reports the error
+    with contextlib.suppress(OSError):  # the write that follows reports the error
         usage = shutil.disk_usage(there)
         free = usage.free if usage.total else math.inf  # some network file systems know no sizes
     if (free := of_first(free)) < num_bytes:

@@ -26,7 +26,7 @@ from llamajax.parallel.arrays import after
 from llamajax.parallel.zero import PreparedWeights, gathered, no_gradient, stand_ins, with_stand_ins
 
 Policy = Callable[..., bool]
-"""Of `jax.checkpoint`: whether the results of a primitive are kept."""
+"""A policy of `jax.checkpoint`: whether the backward pass finds the results of a primitive saved."""
 Part = Callable[[Any, Any, Any], Any]
 """A part of a layer: from its gathered weights, the activations and what all layers share to the next activations."""
 Layers = tuple[tuple[Any, ...], tuple[Any, ...] | None]
@@ -151,7 +151,7 @@ class _Kept:
     tree: Any
     """The pull-back's own structure."""
     places: tuple[int | None, ...]
-    """Of each array of the pull-back: its place among those at hand; None: it is the next of `leaves`."""
+    """Each array of the pull-back has its index among the arrays at hand, or None if it is the next of `leaves`."""
 
     @staticmethod
     def of(pull_back: Any, at_hand: Any) -> "_Kept":
@@ -167,7 +167,7 @@ class _Kept:
 
 @dataclass(frozen=True)
 class _Stack:
-    """What is known before there are arrays."""
+    """The static arguments of `run_prefetching`."""
 
     parts: tuple[Part, ...]
     dtype: DTypeLike
@@ -227,7 +227,7 @@ class _Stack:
 
 
 def _at(stacked: Any, index: int | jax.Array) -> Any:
-    """By number: a slice such as `stacked[1:]` would copy what is saved of all layers."""
+    """One layer of a stack, read by index: a slice such as `stacked[1:]` would copy the saved values of all layers."""
     return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, index, keepdims=False), stacked)
 
 
@@ -243,8 +243,10 @@ def _room(one: jax.ShapeDtypeStruct, count: int, shared: Any) -> jax.Array:
 
 
 def _before(others: Any, weights: Any) -> tuple[Any, Any]:
-    """The same, none of which is used before all are there: `others`, and those of a layer's weights that were gathered.
-    Scales are not: they are read where they are stored."""
+    """Puts a barrier on `others` and the gathered weights: nothing uses one of them before all exist.
+
+    Scales have no barrier, since layers read them where they are stored.
+    """
     leaves, tree = jax.tree.flatten(weights)
     places = [place for place, leaf in enumerate(leaves) if leaf.ndim > 1]
     others, whole = jax.lax.optimization_barrier((others, [leaves[place] for place in places]))
@@ -258,7 +260,7 @@ def _last(stored: Any) -> int:
 
 
 def _index(number: jax.Array, place: int, period: int) -> jax.Array:
-    """Of the layer at a place of a round."""
+    """The index of the layer at `place` of round `number`."""
     return number if period == 1 else number * period + place
 
 

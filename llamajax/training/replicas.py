@@ -56,7 +56,7 @@ class Replicas:
         """Compiles the comparison and says what it covers; all processes call this together.
 
         Args:
-            config: of the run.
+            config: the `recovery` section of the run.
             state: its `abstract_state`, or the state.
         """
         self._every = config.checksum_every

@@ -50,6 +50,12 @@ def layers(num_layers: int) -> tuple[Matrix, Matrix]:
     return make(jax.random.split(first, num_layers)), make(jax.random.split(second, num_layers))
 
 
+def activations(seed: int, count: int) -> list[jax.Array]:
+    """Random arrays [B, T, D] on the current mesh."""
+    arrays = np.random.default_rng(seed).standard_normal((count, B, T, D), np.float32)
+    return [jax.device_put(array, spec("batch", "seq", None)) for array in arrays]
+
+
 def plain(weights: tuple[Matrix, Matrix], x: jax.Array, shared: jax.Array, _: object) -> jax.Array:
     def run(x: jax.Array, layer: tuple[Matrix, Matrix], _: None, shared: jax.Array) -> tuple[jax.Array, None]:
         return second_part(layer[1], first_part(layer[0], x, shared), shared), None
@@ -85,8 +91,7 @@ def value_and_gradients(run, weights, x, shared, saved):
 @pytest.mark.parametrize("unrolled", [False, True], ids=["loop", "unrolled"])
 def test_values_and_gradients_are_those_of_a_plain_loop(num_layers, saved, unrolled):
     jax.set_mesh(make_mesh(MeshConfig(data=2, fsdp=2, tensor=2)))
-    rng = np.random.default_rng(num_layers)
-    x, shared = (jax.device_put(rng.standard_normal((B, T, D), np.float32), spec("batch", "seq", None)) for _ in range(2))
+    x, shared = activations(num_layers, 2)
     weights = layers(num_layers)
     expected, expected_grads = value_and_gradients(plain, weights, x, shared, None)
     found, grads = value_and_gradients(functools.partial(prefetching, unrolled=unrolled), weights, x, shared, saved)
@@ -103,9 +108,8 @@ def test_values_and_gradients_are_those_of_a_plain_loop(num_layers, saved, unrol
 def test_what_layers_sum_beside_has_its_gradient_in_each_of_them(num_layers, saved, unrolled):
     """Activations are any tree: a part may add to a sum over all layers."""
     jax.set_mesh(make_mesh(MeshConfig(data=2, fsdp=2, tensor=2)))
-    rng = np.random.default_rng(num_layers)
-    x, shared = (jax.device_put(rng.standard_normal((B, T, D), np.float32), spec("batch", "seq", None)) for _ in range(2))
-    factor = jax.device_put(rng.standard_normal((B, T), np.float32), spec("batch", "seq"))
+    x, shared = activations(num_layers, 2)
+    factor = jax.device_put(np.random.default_rng(0).standard_normal((B, T), np.float32), spec("batch", "seq"))
 
     def summing(part):
         def run(matrix, carried, shared):
@@ -167,15 +171,14 @@ FORMS = {"loop": prefetching, "unrolled": functools.partial(prefetching, unrolle
     [
         (8, 3),
         *(pytest.param(*sizes, marks=pytest.mark.slow) for sizes in [(1, 2), (3, 2), (7, 3), (6, 3)]),
+        *(pytest.param(*sizes, marks=pytest.mark.long) for sizes in [(2, 2), (6, 2)]),
     ],
 )
 @pytest.mark.parametrize("saved", SAVED)
 @pytest.mark.parametrize("form", FORMS)
 def test_layers_of_several_kinds_take_turns(num_layers, num_kinds, saved, form):
     jax.set_mesh(make_mesh(MeshConfig(data=2, fsdp=2, tensor=2)))
-    rng = np.random.default_rng(num_layers)
-    arrays = [rng.standard_normal((B, T, D), np.float32) for _ in range(1 + num_kinds)]
-    x, *shared = (jax.device_put(array, spec("batch", "seq", None)) for array in arrays)
+    x, *shared = activations(num_layers, 1 + num_kinds)
     weights = layers(num_layers)
     expected, expected_grads = value_and_gradients(one_by_one, weights, x, tuple(shared), None)
     found, grads = value_and_gradients(FORMS[form], weights, x, tuple(shared), saved)
@@ -188,7 +191,7 @@ def test_layers_of_several_kinds_take_turns(num_layers, num_kinds, saved, form):
 
 @pytest.mark.parametrize(("saved", "stacks"), [((), 1), (("projected",), 3)])
 def test_a_stack_is_kept_of_each_kind(saved, stacks):
-    """Of whole rounds; what the other layers keep stays where it is made."""
+    """The stacks hold whole rounds; values that the other layers keep stay where they are made."""
     jax.set_mesh(make_mesh(MeshConfig(fsdp=8)))
     x = jax.device_put(np.zeros((B, T, D), np.float32), spec("batch", "seq", None))
 

@@ -81,7 +81,7 @@ def test_loss_gradients_and_metrics_are_those_of_the_definition(sizes: tuple[int
 
 def test_they_count_in_the_gradients_alone():
     """Not in the loss that is reported, nor in evaluation."""
-    jax.set_mesh(single_device_mesh())
+    jax.set_mesh(make_mesh(MeshConfig(fsdp=4, tensor=2)))
     batch = to_device(CONFIG, random_rows(CONFIG, 0))
     models = jax.jit(lambda: (penalized(CONFIG), Llama(CONFIG.model, jax.random.key(CONFIG.seed))))()
     states = [init_state(CONFIG, model) for model in models]

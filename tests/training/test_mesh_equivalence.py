@@ -163,8 +163,9 @@ def test_layers_that_hide_what_they_send_equal_one_device(sizes, changes):
     [
         ((1, 2, 2, 2), 1, {"parallel.stack": "prefetch", "model.remat": "save_attention"}),
         *(
-            pytest.param(sizes, num_sliding, changes, marks=pytest.mark.slow)
-            for sizes, num_sliding, changes in [
+            pytest.param(sizes, num_sliding, changes, marks=pytest.mark.slow if num_sliding == sampled else pytest.mark.long)
+            for num_sliding in (1, 2)
+            for sizes, sampled, changes in [
                 (
                     (1, 2, 2, 2),
                     1,
