@@ -67,7 +67,7 @@ def load_config(config: Name, overrides: Sequence[str] | Mapping[str, Any] = ())
 
 
 def train(config: Config, *, dry_run: bool = False) -> "TrainResult":
-    """Trains a run to its last step, or continues the run in `config.run_dir` from its newest checkpoint.
+    r"""Trains a run to its last step, or continues the run in `config.run_dir` from its newest checkpoint.
 
     Does what `python -m llamajax.train` does, with the same files in `run_dir` and the same numbers. Ctrl-C (in a notebook:
     interrupt the kernel) and SIGTERM stop it after the current step: the checkpoint is saved and the function returns.
@@ -87,11 +87,13 @@ def train(config: Config, *, dry_run: bool = False) -> "TrainResult":
 
     Example:
         >>> import llamajax
-        >>> tiny = {"model": {"vocab_size": 300, "embed_dim": 16, "mlp_dim": 32, "num_layers": 1, "num_heads": 2,
-        ...         "num_kv_heads": 1, "head_dim": 8, "max_seq_len": 64, "compute_dtype": "float32"},
-        ...         "mesh": {"num_cpu_devices": 2}, "data.seq_len": 64, "sample": {}, "metrics.tensorboard": False}
-        >>> config = llamajax.load_config("quickstart", {**tiny, "run_dir": "runs/tiny", "train.num_steps": 3,
-        ...     "train.eval_batches": 1, "optimizer": {"learning_rate": 1e-3}})
+        >>> from pathlib import Path
+        >>> lines = [f'{{"text": "{n} bottles of beer on the wall, {n} bottles of beer"}}\n' for n in range(99, 0, -1)]
+        >>> _ = Path("text.jsonl").write_text("".join(lines))
+        >>> config = llamajax.load_config("quickstart", {
+        ...     "run_dir": "runs/tiny", "data.sources": [{"kind": "jsonl", "paths": ["text.jsonl"]}], "sample": {},
+        ...     "model.vocab_size": 320, "mesh": {"num_cpu_devices": 2}, "train.num_steps": 3, "train.eval_batches": 1,
+        ...     "optimizer": {"learning_rate": 1e-3}})
         >>> result = llamajax.train(config)  # doctest: +ELLIPSIS
         llamajax   ...
         >>> result.steps, result.stop_reason, [record["step"] for record in result.metrics]
@@ -189,7 +191,7 @@ def generate(model: "Name | Model", prompts: str | Sequence[str], **settings: An
             `load_model`, which saves reading the weights again.
         prompts: one text, or several.
         settings: those of `python -m llamajax.generate --help`, such as `max_tokens=64`, `temperature=0.8`, `seed=0`,
-            `num_samples=1`, `stop=["\\n"]`, `chat=True`.
+            `num_samples=1`, `stop=["END"]`, `chat=True`.
 
     Returns:
         The continuations without their prompts, `num_samples` for each prompt, in the order of the prompts.
@@ -201,7 +203,7 @@ def generate(model: "Name | Model", prompts: str | Sequence[str], **settings: An
 
     Example:
         >>> import llamajax
-        >>> texts = llamajax.generate("runs/tiny", ["def main(", "import "], max_tokens=8, temperature=0)
+        >>> texts = llamajax.generate("runs/tiny", ["9 bottles", "no bottles"], max_tokens=8, temperature=0)
         >>> len(texts), all(isinstance(text, str) for text in texts)
         (2, True)
     """
@@ -284,7 +286,7 @@ def load_model(
     Example:
         >>> import llamajax
         >>> model = llamajax.load_model("runs/tiny")
-        >>> tokens = model.tokenizer.encode_prompt("def main(")
+        >>> tokens = model.tokenizer.encode_prompt("9 bottles of")
         >>> logits = model([tokens])
         >>> logits.shape == (1, len(tokens), model.config.vocab_size), logits.dtype.name
         (True, 'float32')
@@ -326,7 +328,7 @@ def restore(run_dir: Name, *, step: int | None = None, mesh: Mapping[str, int] |
         >>> import llamajax
         >>> restored = llamajax.restore("runs/tiny")
         >>> restored.step, restored.state.model.embedding.shape
-        (3, (300, 16))
+        (3, (320, 256))
     """
     import jax
 
