@@ -17,6 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from llamajax.config.generate import GenerateConfig
 from llamajax.config.model import ModelConfig
 from llamajax.config.parallel import MeshConfig
+from llamajax.config.shipped import find_file
 from llamajax.data.chat.chat_template import ChatTemplate, load_chat_template
 from llamajax.data.tokenizers.tokenizer_base import Tokenizer
 from llamajax.disk import may_pass
@@ -128,7 +129,7 @@ def encode(config: GenerateConfig, opened: Opened, prompts: Sequence[Prompt]) ->
     """
     pretrained, tokenizer, template = opened.pretrained, opened.tokenizer, None
     if config.chat or any(prompt.messages is not None for prompt in prompts):
-        path = pretrained.files if config.chat_template is None else Path(config.chat_template).expanduser()
+        path = pretrained.files if config.chat_template is None else Path(find_file(config.chat_template))
         template = load_chat_template(path, tokenizer)
         if template is None:
             raise ConfigError(f"chat_template: {path} has none; name one, for example from configs/chat_templates")

@@ -48,7 +48,7 @@ class Screen(Console):
 
 
 CONSOLE = Screen(highlight=False, force_jupyter=False)
-"""Standard output, as plain lines in a notebook. Everything goes through it, so that lines land above a live progress bar."""
+"""Standard output, as plain lines in a notebook. All goes through it, so that lines land above a live progress bar."""
 _SMOOTHED_STEPS = 20  # the live bar shows speeds over this many steps
 _LEAST_S = 1.0  # over which a line shows speeds: metrics are fetched some milliseconds sooner or later
 
