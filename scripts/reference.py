@@ -107,25 +107,27 @@ EXIT_TEXT = """\
 Every command ends with one of these codes. A mistake of the user's is one line on standard error: what is wrong, where
 (`file:line` or the setting), the rule, the remedy. In Python the same line is the text of the error."""
 LAUNCHERS_TEXT = """\
-All hosts of a run end with the code of the process that failed, or with 75 if a process was lost, so that all launchers decide
-alike. After a signal that nobody sent to the launcher, such as SIGKILL by the system, it restarts too. `max_restarts`
-restarts in a row without a new checkpoint end with 93. `python -m llamajax.launch --stopped_code 75` ends a run that a signal
-stopped with another code than 0, for clusters that take 0 for done."""
+All hosts of a run end with the code of the process that failed, or with 75 if a process was lost, so that all launchers
+decide alike. After a signal that nobody sent to the launcher, such as SIGKILL by the system, it restarts too.
+`max_restarts` restarts in a row without a new checkpoint end with 93. `python -m llamajax.launch --stopped_code 75`
+ends a run that a signal stopped with another code than 0, for clusters that take 0 for done."""
 GPUS_TEXT = """\
 Plans have figures for these GPUs. `hardware.gpu` names one, and a cluster has `hardware.nodes` nodes of
-`hardware.gpus_per_node`. The peak is dense bfloat16 with sums in float32. The last bandwidth is that of the network of a node
-of eight, each way."""
+`hardware.gpus_per_node`. The peak is dense bfloat16 with sums in float32. The last bandwidth is that of the network of
+a node of eight, each way."""
 GPUS_NOTES = """\
-- NVLink joins all eight GPUs of a node. A rack GB200 NVL72 is one node: `gpus_per_node: 72`, or the 64 that a run takes of it.
-- Cards in PCIe slots use PCIe 4, and the RTX 5090 PCIe 5. GeForce cards have no peer-to-peer: what one sends another goes
-  through the host's memory. They have no usual network either, so more than one node needs `hardware.node_bandwidth`.
-- Attention lists the kernels that are compiled for the GPU. Pallas and Triton are llamajax's own. Triton and tokamax are
-  extras, which a configuration names with `model.attention_kernel`.
+- NVLink joins all eight GPUs of a node. A rack GB200 NVL72 is one node: `gpus_per_node: 72`, or the 64 that a run takes
+  of it.
+- Cards in PCIe slots use PCIe 4, and the RTX 5090 PCIe 5. GeForce cards have no peer-to-peer: what one sends another
+  goes through the host's memory. They have no usual network either, so more than one node needs
+  `hardware.node_bandwidth`.
+- Attention lists the kernels that are compiled for the GPU. Pallas and Triton are llamajax's own. Triton and tokamax
+  are extras, which a configuration names with `model.attention_kernel`.
 - A run on another GPU measures its peak. A plan of such a GPU is not possible.
 
-The sources of every figure are in `llamajax/estimates/gpus.py` and `llamajax/planning/cost/gpu.py`. If a figure of a GPU is not
-published, a plan takes it from another GPU and says so in a line `remark`. [How accurate plans are](../plan_accuracy.md)
-compares them with published runs. llamajax itself has measured nothing on a GPU yet."""
+The sources of every figure are in `llamajax/estimates/gpus.py` and `llamajax/planning/cost/gpu.py`. If a figure of a
+GPU is not published, a plan takes it from another GPU and says so in a line `remark`. [How accurate plans
+are](../plan_accuracy.md) compares them with published runs. llamajax itself has measured nothing on a GPU yet."""
 
 RESULTS = {
     "results.py": ("TrainResult", "Plan", "Verification", "Model"),
