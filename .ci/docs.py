@@ -139,9 +139,7 @@ def _summary(outcomes: list[Outcome]) -> None:
 def main() -> int:
     """Runs the pages; returns the exit code."""
     parser = argparse.ArgumentParser(description="Run the commands of README.md and of the manual, as written.")
-    parser.add_argument(
-        "pages", nargs="*", type=pathlib.Path, metavar="PAGE", help="only these, one at a time"
-    )
+    parser.add_argument("pages", nargs="*", type=pathlib.Path, metavar="PAGE", help="only these, one at a time")
     given = parser.parse_args().pages
     if given:
         outcomes = [run_page(page.resolve()) for page in given]

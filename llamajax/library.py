@@ -335,6 +335,7 @@ def restore(run_dir: Name, *, step: int | None = None, mesh: Mapping[str, int] |
     from llamajax.checkpoint.meta import newest_meta, read_meta
     from llamajax.checkpoint.read import restore as read
     from llamajax.config.file import settings_of
+    from llamajax.config.keys import without_removed
     from llamajax.config.parallel import MeshConfig
     from llamajax.parallel import startup
     from llamajax.step.state import abstract_state
@@ -345,7 +346,7 @@ def restore(run_dir: Name, *, step: int | None = None, mesh: Mapping[str, int] |
     if meta is None:
         which = "no undamaged checkpoint" if step is None else f"no undamaged checkpoint of step {step}"
         raise CheckpointError(f"{path}: has {which}; name the run_dir of a run, and a step of it")
-    config = settings_of(Config, meta["config"])
+    config = settings_of(Config, without_removed(meta["config"]))
     if mesh is not None:
         config = config.changed({"mesh": MeshConfig(**mesh)})
     if not jax.distributed.is_initialized():
@@ -374,8 +375,9 @@ def preprocess(config: Config, *, workers: int | None = None) -> None:
 
     Example:
         >>> import llamajax
-        >>> config = llamajax.load_config("quickstart", {"data.cache_dir": "cache"})
-        >>> llamajax.preprocess(config, workers=1)  # doctest: +SKIP
+        >>> config = llamajax.load_config("runs/tiny/config.yaml", {"data.cache_dir": "cache/ahead"})
+        >>> llamajax.preprocess(config, workers=1)  # doctest: +ELLIPSIS
+        source ...
     """
     import llamajax.preprocessing.run as preprocessing  # before the next line, or jax would read it in this process
 
@@ -474,4 +476,4 @@ def _settings(root: type[Root], settings: Mapping[str, Any]) -> Root:
 
 def _text(value: Any) -> str:
     """Returns a value as the command line takes it."""
-    return value if isinstance(value, str) else json.dumps(value, default=os.fspath)
+    return os.fspath(value) if isinstance(value, str | os.PathLike) else json.dumps(value, default=os.fspath)
