@@ -26,6 +26,7 @@ ORDER = (
     ("errors", "units", "disk"),
     "config", "estimates", "processes", "launching", "parallel", "watch", "kernels", "model", "step", "data", "checkpoint",
     "weights", "preprocessing", "planning", "generation", "evaluation", "verification", "training",
+    ("results", "library"),
     ("train", "launch", "preprocess", "generate", "evaluate", "plan", "verify", "report"),
     "converters",
 )  # fmt: skip
