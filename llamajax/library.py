@@ -3,7 +3,7 @@
 ```python
 import llamajax
 
-config = llamajax.load_config("quickstart", {"run_dir": "runs/mine", "train.num_steps": 20})
+config = llamajax.load_config("quickstart", {"run_dir": "runs/mine"})
 result = llamajax.train(config)
 print(result.held_out_loss, llamajax.generate(result.run_dir, "def ", max_tokens=20))
 ```
@@ -24,7 +24,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from llamajax.config.file import Root, read_config
+from llamajax.config.file import load_config as read_file
 from llamajax.config.run import Config
+from llamajax.config.yaml_text import Problems
+from llamajax.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
     from llamajax.checkpoint.read import Restored
@@ -54,18 +58,16 @@ def load_config(config: Name, overrides: Sequence[str] | Mapping[str, Any] = ())
 
     Example:
         >>> import llamajax
-        >>> config = llamajax.load_config("quickstart", {"train.num_steps": 20, "mesh": {"num_cpu_devices": 1}})
+        >>> config = llamajax.load_config("quickstart", {"train.num_steps": 900, "mesh": {"num_cpu_devices": 1}})
         >>> config.train.num_steps, config.model.embed_dim, config.mesh.num_cpu_devices
-        (20, 256, 1)
+        (900, 256, 1)
     """
-    from llamajax.config.file import load_config as read
-
     texts = overrides if not isinstance(overrides, Mapping) else [f"{key}={_text(it)}" for key, it in overrides.items()]
-    return read(config, texts)
+    return read_file(config, texts)
 
 
 def train(config: Config, *, dry_run: bool = False) -> "TrainResult":
-    """Trains a run to its last step, or continues the run in `config.run_dir` from its newest checkpoint.
+    r"""Trains a run to its last step, or continues the run in `config.run_dir` from its newest checkpoint.
 
     Does what `python -m llamajax.train` does, with the same files in `run_dir` and the same numbers. Ctrl-C (in a notebook:
     interrupt the kernel) and SIGTERM stop it after the current step: the checkpoint is saved and the function returns.
@@ -85,11 +87,13 @@ def train(config: Config, *, dry_run: bool = False) -> "TrainResult":
 
     Example:
         >>> import llamajax
-        >>> tiny = {"model": {"vocab_size": 300, "embed_dim": 16, "mlp_dim": 32, "num_layers": 1, "num_heads": 2,
-        ...         "num_kv_heads": 1, "head_dim": 8, "max_seq_len": 64, "compute_dtype": "float32"},
-        ...         "mesh": {"num_cpu_devices": 2}, "data.seq_len": 64, "sample": {}, "metrics.tensorboard": False}
-        >>> config = llamajax.load_config("quickstart", {**tiny, "run_dir": "runs/tiny", "train.num_steps": 3,
-        ...     "train.eval_batches": 1, "optimizer": {"learning_rate": 1e-3}})
+        >>> from pathlib import Path
+        >>> lines = [f'{{"text": "{n} bottles of beer on the wall, {n} bottles of beer"}}\n' for n in range(99, 0, -1)]
+        >>> _ = Path("text.jsonl").write_text("".join(lines))
+        >>> config = llamajax.load_config("quickstart", {
+        ...     "run_dir": "runs/tiny", "data.sources": [{"kind": "jsonl", "paths": ["text.jsonl"]}], "sample": {},
+        ...     "model.vocab_size": 320, "mesh": {"num_cpu_devices": 2}, "train.num_steps": 3, "train.eval_batches": 1,
+        ...     "optimizer": {"learning_rate": 1e-3}})
         >>> result = llamajax.train(config)  # doctest: +ELLIPSIS
         llamajax   ...
         >>> result.steps, result.stop_reason, [record["step"] for record in result.metrics]
@@ -97,7 +101,13 @@ def train(config: Config, *, dry_run: bool = False) -> "TrainResult":
         >>> result.loss < 6, result.held_out_loss < 6
         (True, True)
     """
-    raise NotImplementedError
+    _check_files(config)
+    from llamajax.results import TrainResult
+    from llamajax.training.run import run
+
+    with _guest():
+        run(config, dry_run=dry_run, owns_process=config.distributed.enabled)
+    return TrainResult(Path(config.run_dir).expanduser())
 
 
 def plan(config: Config, *, alternatives: bool = False, sweep: str | None = None) -> "Plan":
@@ -127,7 +137,13 @@ def plan(config: Config, *, alternatives: bool = False, sweep: str | None = None
         >>> plan.fits, plan.figures["step_time_s"]  # doctest: +SKIP
         >>> plan  # doctest: +SKIP
     """
-    raise NotImplementedError
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # XLA warns of programs that are too large; so does the plan
+    from llamajax.planning.run import check, compile_plan
+    from llamajax.results import Plan
+
+    with _guest():
+        made, figures = compile_plan(*check(config, sweep), alternatives=alternatives)
+    return Plan(figures, made)
 
 
 def verify(config: Config, *, devices: int | None = None) -> "Verification":
@@ -156,7 +172,15 @@ def verify(config: Config, *, devices: int | None = None) -> "Verification":
         >>> verification.equal
         True
     """
-    raise NotImplementedError
+    from llamajax.results import Verification
+    from llamajax.verification import run, text
+
+    if devices is not None and not 2 <= devices <= run.MOST_DEVICES:
+        raise ConfigError(f"devices: {devices} must be a number from 2 to {run.MOST_DEVICES}")
+    with _guest():
+        scaled = run.scale(config, devices)
+        figures = None if scaled is None else run.compare(scaled)
+    return Verification(figures, run.NOTHING if figures is None else text.verdict(figures))
 
 
 def generate(model: "Name | Model", prompts: str | Sequence[str], **settings: Any) -> list[str]:
@@ -167,7 +191,7 @@ def generate(model: "Name | Model", prompts: str | Sequence[str], **settings: An
             `load_model`, which saves reading the weights again.
         prompts: one text, or several.
         settings: those of `python -m llamajax.generate --help`, such as `max_tokens=64`, `temperature=0.8`, `seed=0`,
-            `num_samples=1`, `stop=["\\n"]`, `chat=True`.
+            `num_samples=1`, `stop=["END"]`, `chat=True`.
 
     Returns:
         The continuations without their prompts, `num_samples` for each prompt, in the order of the prompts.
@@ -179,11 +203,30 @@ def generate(model: "Name | Model", prompts: str | Sequence[str], **settings: An
 
     Example:
         >>> import llamajax
-        >>> texts = llamajax.generate("runs/tiny", ["def main(", "import "], max_tokens=8, temperature=0)
+        >>> texts = llamajax.generate("runs/tiny", ["9 bottles", "no bottles"], max_tokens=8, temperature=0)
         >>> len(texts), all(isinstance(text, str) for text in texts)
         (2, True)
     """
-    raise NotImplementedError
+    import jax
+
+    from llamajax.config.generate import GenerateConfig
+    from llamajax.generation import run
+    from llamajax.results import Model
+
+    given = model.loaded.pretrained.source if isinstance(model, Model) else model
+    several = [prompts] if isinstance(prompts, str) else prompts
+    config = _settings(GenerateConfig, settings | {"model": os.fspath(given), "prompt": list(several)})
+    if config.is_talk or config.output is not None or config.prompts_file is not None:
+        raise ConfigError("prompts: this function needs prompts, and returns the texts; leave output and prompts_file out")
+    with _guest():
+        opened = model.loaded if isinstance(model, Model) else run.open_model(config)
+        encoded = run.encode(config, opened, run.read_all_prompts(config))
+        if not isinstance(model, Model):
+            model = Model(run.load(opened, run.lay_out(config, opened)), jax.sharding.get_mesh())
+        jax.set_mesh(model.mesh)
+        completer = model.completer(config, encoded)
+        pieces = run.in_order(run.complete(config, completer, encoded), len(several) * config.num_samples)
+        return [completion.text for _, completion in pieces]
 
 
 def evaluate(model: Name, **settings: Any) -> dict[str, Any]:
@@ -209,7 +252,11 @@ def evaluate(model: Name, **settings: Any) -> dict[str, Any]:
         >>> figures["loss"] < 6
         True
     """
-    raise NotImplementedError
+    from llamajax.config.evaluate import EvaluateConfig
+    from llamajax.evaluation.run import run
+
+    with _guest():
+        return run(_settings(EvaluateConfig, settings | {"model": os.fspath(model)}))
 
 
 def load_model(
@@ -219,7 +266,7 @@ def load_model(
     param_dtype: Literal["auto", "float32", "bfloat16"] = "auto",
     compute_dtype: Literal["auto", "float32", "bfloat16"] = "auto",
 ) -> "Model":
-    """Reads the weights of a model onto the devices, with its tokenizer. Its mesh becomes the current one of the process.
+    """Reads the weights of a model onto the devices, with its tokenizer.
 
     Args:
         model: a run's directory (its newest checkpoint), one of its checkpoints, or a Hugging Face directory.
@@ -229,8 +276,8 @@ def load_model(
         compute_dtype: type of activations and matmuls; `auto`: the type that the model was trained or stored in.
 
     Returns:
-        The Flax model with its weights (`weights`), `tokenizer` and `config`. Calling it with token ids [B, T] returns
-        logits, float32 [B, T, V].
+        The Flax model with its weights (`weights`), `tokenizer`, `config` and `mesh`. Calling it with token ids [B, T]
+        returns logits, float32 [B, T, V].
 
     Raises:
         ConfigError: `model` is no model, or cannot be divided over the mesh.
@@ -239,27 +286,38 @@ def load_model(
     Example:
         >>> import llamajax
         >>> model = llamajax.load_model("runs/tiny")
-        >>> tokens = model.tokenizer.encode_prompt("def main(")
+        >>> tokens = model.tokenizer.encode_prompt("9 bottles of")
         >>> logits = model([tokens])
         >>> logits.shape == (1, len(tokens), model.config.vocab_size), logits.dtype.name
         (True, 'float32')
         >>> next_token = int(logits[0, -1].argmax())
     """
-    raise NotImplementedError
+    import jax
+
+    from llamajax.config.generate import GenerateConfig
+    from llamajax.generation import run
+    from llamajax.results import Model
+
+    given = {"model": os.fspath(model), "param_dtype": param_dtype, "compute_dtype": compute_dtype, "mesh": mesh or {}}
+    config = _settings(GenerateConfig, {**given, "prompt": [""]})
+    with _guest():
+        opened = run.open_model(config)
+        return Model(run.load(opened, run.lay_out(config, opened)), jax.sharding.get_mesh())
 
 
-def restore(run_dir: Name, *, step: int | None = None) -> "Restored[TrainState]":
+def restore(run_dir: Name, *, step: int | None = None, mesh: Mapping[str, int] | None = None) -> "Restored[TrainState]":
     """Reads a whole checkpoint of a run: weights, optimizer state and random key, by the configuration stored with it.
 
-    Starts jax as the run does, and makes its mesh, over the devices of this machine, the current one of the process. Takes
-    no lock and changes nothing, so the run may be training.
+    Takes no lock and changes nothing, so the run may be training.
 
     Args:
         run_dir: the run's directory.
         step: which checkpoint; None: the newest one that is undamaged.
+        mesh: sizes of mesh axes, such as `{"fsdp": 8}`; None: those of the run, over the devices of this machine.
 
     Returns:
-        `state` (`state.model` is the Flax model, `state.opt_state` optax's state), `step` (finished steps) and `meta`.
+        `state` (`state.model` is the Flax model, `state.opt_state` optax's state), `step` (finished steps) and `meta`. The
+        mesh is `state.step.sharding.mesh`; code that calls the model runs in `with jax.set_mesh(...)`.
 
     Raises:
         CheckpointError: no checkpoint, or none that is undamaged.
@@ -270,9 +328,34 @@ def restore(run_dir: Name, *, step: int | None = None) -> "Restored[TrainState]"
         >>> import llamajax
         >>> restored = llamajax.restore("runs/tiny")
         >>> restored.step, restored.state.model.embedding.shape
-        (3, (300, 16))
+        (3, (320, 256))
     """
-    raise NotImplementedError
+    import jax
+
+    from llamajax.checkpoint.meta import newest_meta, read_meta
+    from llamajax.checkpoint.read import restore as read
+    from llamajax.config.file import settings_of
+    from llamajax.config.keys import without_removed
+    from llamajax.config.parallel import MeshConfig
+    from llamajax.parallel import startup
+    from llamajax.step.state import abstract_state
+    from llamajax.training import elastic
+
+    path = Path(run_dir).expanduser()
+    meta = newest_meta(path) if step is None else read_meta(path / "checkpoints" / str(step))
+    if meta is None:
+        which = "no undamaged checkpoint" if step is None else f"no undamaged checkpoint of step {step}"
+        raise CheckpointError(f"{path}: has {which}; name the run_dir of a run, and a step of it")
+    config = settings_of(Config, without_removed(meta["config"]))
+    if mesh is not None:
+        config = config.changed({"mesh": MeshConfig(**mesh)})
+    if not jax.distributed.is_initialized():
+        config = config.changed({"distributed.enabled": False})
+    with _guest():
+        startup.begin(config)
+        config = elastic.fit(config, path).config
+        startup.lay_out(config)
+        return read(path, abstract_state(config), step)
 
 
 def preprocess(config: Config, *, workers: int | None = None) -> None:
@@ -292,10 +375,15 @@ def preprocess(config: Config, *, workers: int | None = None) -> None:
 
     Example:
         >>> import llamajax
-        >>> config = llamajax.load_config("quickstart", {"data.cache_dir": "cache"})
-        >>> llamajax.preprocess(config, workers=1)  # doctest: +SKIP
+        >>> config = llamajax.load_config("runs/tiny/config.yaml", {"data.cache_dir": "cache/ahead"})
+        >>> llamajax.preprocess(config, workers=1)  # doctest: +ELLIPSIS
+        source ...
     """
-    raise NotImplementedError
+    import llamajax.preprocessing.run as preprocessing  # before the next line, or jax would read it in this process
+
+    given = {} if workers is None else {"--workers": str(workers)}
+    with _guest(), _environment("JAX_PLATFORMS", "cpu"):  # workers leave devices to training
+        preprocessing.run(config, given)
 
 
 @contextlib.contextmanager
@@ -330,10 +418,62 @@ def setup(config: Config) -> "Iterator[OwnLoop]":
         step 1 of 3
         step 2 of 3
     """
-    raise NotImplementedError
-    yield
+    _check_files(config)
+    from llamajax.training.own_loop import prepare_loop
+
+    with _guest(), prepare_loop(config) as loop:
+        yield loop
+
+
+@contextlib.contextmanager
+def _guest() -> Iterator[None]:
+    """Closes new files to users outside the group, as commands do; afterwards restores the umask and jax's mesh."""
+    import jax
+
+    mesh, mask = jax.sharding.get_mesh(), os.umask(0o077)
+    os.umask(mask | 0o027)
+    try:
+        yield
+    finally:
+        os.umask(mask)
+        jax.set_mesh(mesh)
+
+
+@contextlib.contextmanager
+def _environment(name: str, value: str) -> Iterator[None]:
+    """Sets an environment variable while the block runs."""
+    before = os.environ.get(name)
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        del os.environ[name]
+        os.environ.update({} if before is None else {name: before})
+
+
+def _check_files(config: Config) -> None:
+    """Checks that this machine has the files that the run names.
+
+    Raises:
+        ConfigError: a line for each that is missing.
+    """
+    if problems := config.file_problems():
+        raise ConfigError("\n".join(problems))
+
+
+def _settings(root: type[Root], settings: Mapping[str, Any]) -> Root:
+    """Builds the settings of a command from Python values.
+
+    Raises:
+        ConfigError: a line for each mistake.
+    """
+    pairs: list[tuple[str, str | None]] = []
+    for key, value in settings.items():
+        items = value if isinstance(value, list | tuple) else [value]
+        pairs += [(key, _text(item)) for item in items]
+    return read_config(root, None, pairs, Problems(), check=getattr(root, "file_problems", None))
 
 
 def _text(value: Any) -> str:
     """Returns a value as the command line takes it."""
-    return value if isinstance(value, str) else json.dumps(value, default=os.fspath)
+    return os.fspath(value) if isinstance(value, str | os.PathLike) else json.dumps(value, default=os.fspath)

@@ -77,7 +77,7 @@ class Watchdog:
             config: the limits.
             run_dir: the run's directory, in which `stacks/` is made when there is something to write.
         """
-        self._phases = Phases(config)
+        self._phases, self._own = Phases(config), threading.get_ident()
         self._stacks = run_dir.absolute() / "stacks"
         self._file: IO[str] | None = None
         self._step = 0
@@ -87,7 +87,6 @@ class Watchdog:
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
     def __enter__(self) -> Self:
-        self._own = threading.get_ident()
         # Who has enabled it already (pytest, python -X faulthandler) looks for stacks on stderr.
         self._has_handler = not faulthandler.is_enabled()
         if self._has_handler:

@@ -1,6 +1,7 @@
 """What a person sees: the start-up lines and tables, progress while training, and the closing summary."""
 
 import contextlib
+import io
 import math
 import os
 import platform
@@ -46,8 +47,8 @@ class Screen(Console):
         self.quiet = True
 
 
-CONSOLE = Screen(highlight=False)
-"""Standard output. Everything is printed through it, so that lines land above a live progress bar."""
+CONSOLE = Screen(highlight=False, force_jupyter=False)
+"""Standard output, as plain lines in a notebook. All goes through it, so that lines land above a live progress bar."""
 _SMOOTHED_STEPS = 20  # the live bar shows speeds over this many steps
 _LEAST_S = 1.0  # over which a line shows speeds: metrics are fetched some milliseconds sooner or later
 
@@ -55,6 +56,17 @@ _LEAST_S = 1.0  # over which a line shows speeds: metrics are fetched some milli
 def is_interactive() -> bool:
     """Whether a person watches: rich's own answer also says yes to a log file when FORCE_COLOR is set."""
     return CONSOLE.file.isatty() and not CONSOLE.is_dumb_terminal
+
+
+@contextlib.contextmanager
+def captured() -> Iterator[io.StringIO]:
+    """Collects what is printed through `CONSOLE` while the block runs."""
+    file, text = CONSOLE._file, io.StringIO()
+    CONSOLE._file = text
+    try:
+        yield text
+    finally:
+        CONSOLE._file = file
 
 
 @contextlib.contextmanager
@@ -117,7 +129,7 @@ def track(items: Iterable[Any], total: int, what: str) -> Iterator[Any]:
 def print_table(table: Table) -> None:
     """Prints a table, on the first process of the run only; into a file, a row stays one line, however long."""
     if jax.process_index() == 0:
-        screen = CONSOLE if is_interactive() else Screen(file=CONSOLE.file, width=1000)
+        screen = CONSOLE if is_interactive() else Screen(file=CONSOLE.file, width=1000, force_jupyter=False)
         screen.print(table)
 
 

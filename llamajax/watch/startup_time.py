@@ -27,6 +27,12 @@ def begin(phase: str) -> None:
     _is_first = False
 
 
+def begins_now() -> None:
+    """The next run begins when its first phase does: the process has done other things since it imported this package."""
+    global _is_first
+    _is_first = False
+
+
 def first_step() -> dict[str, float]:
     """Ends the last phase: `began`, in seconds since 1970, and the seconds of every phase, `compile_s`; once for a run."""
     if not _phases:

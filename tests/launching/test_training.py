@@ -13,7 +13,7 @@ from tests import runs
 
 BREAKS = """
 import os
-from llamajax import train
+from llamajax.train import main as train
 from llamajax.data.rows.loader import Loader
 
 load = Loader.__next__
@@ -25,7 +25,7 @@ def breaks(self):
     return step, batch
 
 Loader.__next__ = breaks
-train.main()
+train()
 """
 
 
