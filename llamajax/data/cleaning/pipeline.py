@@ -178,7 +178,7 @@ def _told(
                 raise cache.DamagedError(again.pop(), "is damaged again")
             remade.update(damaged)
             for path in damaged:
-                log(f"damaged    {path}; making it again")
+                log(f"damaged    {path}; rebuilding it")
                 path.unlink(missing_ok=True)
 
 

@@ -214,7 +214,7 @@ def test_what_is_damaged_is_named_and_made_again(tmp_path, monkeypatch):
         log: list[str] = []
         run_clean(sources, config, cache_dir, log=log)
         assert contents(cache_dir) == expected
-        assert f"damaged    {damaged}; making it again" in log
+        assert f"damaged    {damaged}; rebuilding it" in log
 
     flipped = []
 
@@ -228,7 +228,7 @@ def test_what_is_damaged_is_named_and_made_again(tmp_path, monkeypatch):
     log = []
     run_clean(sources, config, tmp_path / "other", flips_one, log=log)
     assert contents(tmp_path / "other") == expected
-    assert f"damaged    {flipped[0]}; making it again" in log
+    assert f"damaged    {flipped[0]}; rebuilding it" in log
 
 
 def test_whoever_comes_second_waits_and_gets_the_same(tmp_path, monkeypatch):

@@ -315,7 +315,7 @@ def test_conversations_that_the_template_refuses_may_be_left_out(tmp_path, token
     llama2 = PLAIN.replace("plain", "llama2")
     fewer, enough = (dataclasses.replace(source, max_bad_records=bound) for bound in (1, 2))
     message = refused(DataError, chat_config(tmp_path, fewer, chat_template=llama2))
-    assert message.endswith("; data.sources[0].max_bad_records: 1 allows no more of them")
+    assert message.endswith("; data.sources[0].max_bad_records: 1 allows no more")
     (line,) = prepared(chat_config(tmp_path, enough, chat_template=llama2)).summary
     assert ": 2 documents, " in line
 
