@@ -34,7 +34,7 @@ def value_at(record: Mapping[str, object], key: str) -> object:
     """Returns the value of the key in a JSON object. A field with the full dotted name takes precedence over nested ones.
 
     Raises:
-            NoSuchKeyError: the object has no such key.
+        NoSuchKeyError: the object has no such key.
     """
     if key in record:
         return record[key]
@@ -54,7 +54,7 @@ def column_at(schema: pyarrow.Schema, key: str) -> tuple[tuple[str, ...], pyarro
     """Returns the names that lead to the key, from the column through its nested fields, and the type found there.
 
     Raises:
-            NoSuchKeyError: no column or field has the name, or two have it.
+        NoSuchKeyError: no column or field has the name, or two have it.
     """
     names = [key] if key in schema.names else key.split(".")
     fields = list(schema)
@@ -150,10 +150,10 @@ def parquet_rows(path: Path, key: str, span: Span | None = None) -> Iterator[Row
     """Yields the rows of a parquet file, or of the row groups that begin in `span`.
 
     Raises:
-            NoSuchKeyError: the file has no such column.
-            NoTextError: the column holds no strings.
-            OSError: the file cannot be read.
-            pyarrow.ArrowException: the file is invalid.
+        NoSuchKeyError: the file has no such column.
+        NoTextError: the column holds no strings.
+        OSError: the file cannot be read.
+        pyarrow.ArrowException: the file is invalid.
     """
     with pyarrow.parquet.ParquetFile(path) as file:
         names = _names_of_text(file.schema_arrow, key)
@@ -239,7 +239,7 @@ def shards_of(folder: Path) -> list[Path]:
     """Returns the files of a dataset written by `Dataset.save_to_disk`, in the order of its rows.
 
     Raises:
-            NotReadableError: it is not a dataset, or has several splits, or its rows are not in the order of its files.
+        NotReadableError: it is not a dataset, or has several splits, or its rows are not in the order of its files.
         OSError: a file cannot be read.
     """
     try:

@@ -142,8 +142,8 @@ def find_groups(source: Source, log: Callable[[str], None] = lambda line: None) 
     """Returns the source's files in order, with small ones grouped and large ones cut into spans if the format allows it.
 
     Args:
-            source: the source of the files.
-            log: receives a line for files that are left out.
+        source: the source of the files.
+        log: receives a line for files that are left out.
 
     Raises:
         DataError: a file is missing or cannot be read.

@@ -42,7 +42,7 @@ def array_elements(stream: BinaryIO, max_bytes: int) -> Iterator[Element]:
     """Yields the elements of the array that fills a stream, each cut to `max_bytes` + 1 bytes.
 
     Raises:
-            BrokenArrayError: the stream ends within the array, or continues after it.
+        BrokenArrayError: the stream ends within the array, or continues after it.
         As `stream.read`.
     """
     scan = _Scan(stream, max_bytes)

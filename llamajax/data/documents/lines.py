@@ -65,7 +65,7 @@ def read_lines(path: Path, max_bytes: int, span: Span | None = None) -> Iterator
     """Yields the lines that are not blank, or the elements of an array, each cut to `max_bytes` + 1 bytes.
 
     Raises:
-            BrokenArrayError: the array is truncated, or something follows it.
+        BrokenArrayError: the array is truncated, or something follows it.
         As `opened`.
     """
     if span is not None and form_of(path).is_whole:

@@ -83,14 +83,14 @@ class RemoteFile:
         """Returns the local copy; fetches it if it is missing.
 
         Args:
-                key: configuration key of the source, for messages.
-                stop: set by another thread when the file is no longer needed.
+            key: configuration key of the source, for messages.
+            stop: set by another thread when the file is no longer needed.
 
         Raises:
-                CancelledError: `stop` was set during the fetch.
+            CancelledError: `stop` was set during the fetch.
             DataError: the file is gone, has changed since it was listed, or may not be read.
-                DiskError: the network, the server or the store fails, several times.
-                OSError: the cache's disk fails or is full.
+            DiskError: the network, the server or the store fails, several times.
+            OSError: the cache's disk fails or is full.
         """
         path = self.path
         if not path.exists():
@@ -132,14 +132,14 @@ def listed(pattern: str, key: str, cache_dir: Path, is_meant: Callable[[PurePath
     """Lists the files that an address names or matches, or that its directory holds, sorted by address.
 
     Args:
-            pattern: an address, which may contain `*`, `**`, `?` (except for web servers) or `[...]`.
-            key: configuration key of the source, for messages.
-            cache_dir: directory for copies.
-            is_meant: returns whether a directory includes its file at this relative path.
+        pattern: an address, which may contain `*`, `**`, `?` (except for web servers) or `[...]`.
+        key: configuration key of the source, for messages.
+        cache_dir: directory for copies.
+        is_meant: returns whether a directory includes its file at this relative path.
 
     Raises:
-            DataError: no file exists, or access is denied.
-            DiskError: the network, the server or the store fails, several times.
+        DataError: no file exists, or access is denied.
+        DiskError: the network, the server or the store fails, several times.
         EnvironmentMismatchError: a package for such addresses is missing.
     """
     where = f"{shown(pattern)}: {key}.paths"
@@ -208,8 +208,8 @@ def _reached(where: str, call: Callable[[], T]) -> T:
     """Returns the result of `call`, retrying after network and server errors that may be temporary.
 
     Raises:
-            DataError, DiskError, EnvironmentMismatchError: the call fails; the message begins with `where`.
-            OSError: the local disk is full.
+        DataError, DiskError, EnvironmentMismatchError: the call fails; the message begins with `where`.
+        OSError: the local disk is full.
     """
     pauses = iter(PAUSES_S)
     while True:

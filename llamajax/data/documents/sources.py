@@ -66,10 +66,10 @@ class Source:
         """Returns where the file can be read on this machine: its own path, or a copy, which is fetched if missing.
 
         Raises:
-                CancelledError: another thread set `stop` during the fetch.
+            CancelledError: another thread set `stop` during the fetch.
             DataError: a remote file is gone, has changed since it was found, or may not be read.
-                DiskError: the network or the server fails.
-                OSError: the cache's disk fails or is full.
+            DiskError: the network or the server fails.
+            OSError: the cache's disk fails or is full.
         """
         return file if isinstance(file, Path) else file.fetched(self.key, stop or threading.Event())
 
@@ -77,8 +77,8 @@ class Source:
         """Finds the source's files, each once under the first of its names: local ones sorted, then remote ones.
 
         Raises:
-                DataError: a path matches nothing, or is not a regular file, or access is denied.
-                DiskError: the disk, the network or a server fails.
+            DataError: a path matches nothing, or is not a regular file, or access is denied.
+            DiskError: the disk, the network or a server fails.
             EnvironmentMismatchError: a package for remote files is missing.
         """
         format, key = self.format, self.key
@@ -121,8 +121,8 @@ class Source:
         """Yields the documents of `files`, in order; a bad one that the configuration allows is empty and carries its error.
 
         Args:
-                files: some of the files that `look` finds.
-                span: reads only what begins in this span of the one file; only for files that `Format.has_spans`.
+            files: some of the files that `look` finds.
+            span: reads only what begins in this span of the one file; only for files that `Format.has_spans`.
 
         Raises:
             DataError: a file cannot be read as the source's kind says.

@@ -117,11 +117,11 @@ def opened(path: Path, at: int = 0) -> Iterator[TextFile]:
 
     Args:
         path: the file.
-            at: the byte to start at, for an uncompressed file.
+        at: the byte to start at, for an uncompressed file.
 
     Raises:
-            NoTextFileError: the file has another format.
-            OSError, EOFError, lzma.LZMAError, pyarrow.ArrowException: the file cannot be read; later reads raise them too.
+        NoTextFileError: the file has another format.
+        OSError, EOFError, lzma.LZMAError, pyarrow.ArrowException: the file cannot be read; later reads raise them too.
     """
     with path.open("rb", buffering=0) as file:
         form = _form(path, file.read(_HEAD_BYTES))

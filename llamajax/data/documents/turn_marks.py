@@ -36,8 +36,8 @@ def learnt_mark(message: Mapping[str, object], where: str) -> bool | None:
     """Returns whether the message is marked to be trained on, or None if it has no mark.
 
     Args:
-            message: a message of a conversation, or a part of its content.
-            where: place of the message in error messages, with a trailing dot.
+        message: a message of a conversation, or a part of its content.
+        where: place of the message in error messages, with a trailing dot.
 
         Raises:
             ValueError: `field: rule; remedy`, if a mark is not supported, or two marks contradict each other.
