@@ -165,7 +165,7 @@ class Llama(nnx.Module):
         prepared = PreparedWeights(self, copies)
         saved = SAVED_BY_REMAT[remat]
         if remat == "full" and is_shared(x):
-            saved = ("residual",)  # a part of the tokens; making it again would scatter the attention's output again
+            saved = ("residual",)  # a part of the tokens; rebuilding it would scatter the attention's output again
         lies = jax.P(*jax.typeof(x).sharding.spec[:2])
         zeros = {name: jnp.zeros(x.shape[:2], jnp.float32, out_sharding=lies) for name in self.layers.auxiliary}
         activations = Activations(x, zeros)
