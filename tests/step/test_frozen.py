@@ -133,7 +133,5 @@ def test_names_that_freeze_nothing_or_all_are_refused():
             partition(TrainConfig(num_steps=1, global_batch_size=1, frozen=frozen), model)
         return str(error.value)
 
-    assert refused("head", "embeding").startswith(
-        "train.frozen: embeding is in no parameter's name; correct it or remove it"
-    )
+    assert refused("head", "embeding").startswith("train.frozen: embeding matches no parameter name; correct or remove it")
     assert refused("e") == "train.frozen: e leaves no parameter to train; remove some of it"

@@ -58,7 +58,7 @@ def test_a_fault_ends_with_code_1_and_its_cause(tmp_path, capsys):
     captured = capsys.readouterr()
     (line,) = captured.err.splitlines()
     assert line.startswith("step 1: loss differs by ")
-    assert "likely cause: the forward pass is wrong already; it goes away with mesh.sequence: 1; it stays with" in line
+    assert "likely cause: the forward pass is already wrong; it goes away with mesh.sequence: 1; it stays with" in line
     assert not json.loads((tmp_path / "a.json").read_text())["equal"]
 
 

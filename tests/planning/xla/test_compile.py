@@ -162,7 +162,7 @@ def test_the_program_is_for_all_devices_and_tensor_stays_within_a_node(step):
 @pytest.mark.slow
 def test_the_current_mesh_stays(gpu_compiler):
     before = jax.sharding.get_mesh()
-    with pytest.raises(ConfigError, match=r"xla\.flags: .* does not know xla_gpu_no_such_thing"):
+    with pytest.raises(ConfigError, match=r"xla\.flags: .* does not support xla_gpu_no_such_thing"):
         compile_for(resolve_planned(CONFIG.changed({"xla.flags": ("xla_gpu_no_such_thing=1",)})))
     assert jax.sharding.get_mesh() == before
 
