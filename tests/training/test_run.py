@@ -130,7 +130,7 @@ def nothing_compiles(monkeypatch):
         (
             {"run_dir": "new"},
             SaveError,
-            r"^run_dir: a checkpoint takes .* 1\.00 KiB are free .*; make room",
+            r"^run_dir: a checkpoint needs .* 1\.00 KiB are free .*; make room",
         ),
     ],
 )
@@ -170,7 +170,7 @@ def test_other_data_do_not_continue_a_run(finished):
     [
         ({"optimizer.learning_rate": 0.5}, r"optimizer\.learning_rate: 0\.01 -> 0\.5"),
         ({"train.global_batch_size": 16, "checkpoint.allow_config_change": True}, "keep 8"),
-        ({"model.embed_dim": 32, "checkpoint.allow_config_change": True}, "is of another state: "),
+        ({"model.embed_dim": 32, "checkpoint.allow_config_change": True}, "holds a different state: "),
     ],
 )
 def test_other_settings_do_not_continue_a_run(finished, monkeypatch, changes, refusal):
