@@ -133,7 +133,7 @@ def test_the_section_of_the_data_is_enough(finished, tmp_path, capsys, monkeypat
 
 def test_results_that_cannot_be_written_are_refused_at_once(finished, tmp_path, monkeypatch):
     monkeypatch.setattr(evaluate, "open_pretrained", lambda *_: pytest.fail("the model is being opened"))
-    with pytest.raises(ConfigError, match=r"json: .*: there is no directory .*; make it, or name another file"):
+    with pytest.raises(ConfigError, match=r"json: .*: there is no directory .*; create it, or name another file"):
         evaluate.run(settings(finished, json=str(tmp_path / "no" / "results.json")))
 
 

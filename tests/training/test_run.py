@@ -102,7 +102,7 @@ def test_a_damaged_log_is_named_when_a_run_is_over_and_does_no_harm(finished, tm
         (run_dir / name).write_text("".join([first, "{]\n", *rest]))
     train.run(finished.changed({"run_dir": str(run_dir)}))
     captured = capsys.readouterr()
-    assert f"{run_dir}/metrics.jsonl:2, {run_dir}/events.jsonl:2: no record, left out; restore the file" in captured.err
+    assert f"{run_dir}/metrics.jsonl:2, {run_dir}/events.jsonl:2: not a record, skipped; restore the file" in captured.err
     assert "steps          4 of 4" in captured.out
 
 
