@@ -67,7 +67,7 @@ def test_a_run_of_which_a_process_is_killed_goes_on_by_itself_with_the_same_loss
     assert killed.returncode == 0, errors
     lines = [line.removeprefix("launch     ") for line in errors.splitlines() if line.startswith("launch ")]
     assert lines[1:3] == [
-        f"process 1 (pid {pid}) was ended by SIGKILL, by somebody or for want of memory",
+        f"process 1 (pid {pid}) was ended by SIGKILL, by a user or because memory ran out",
         "process 0 ended because of process 1",
     ]
     assert lines[3].startswith("restart in 1 s, from step ")
