@@ -36,7 +36,7 @@ class Beat:
     phase: str = "start"
     """Phase of the run: start, compile, load, step, save, evaluate."""
     doing: str = ""
-    """What the process does in more detail, for people; `WAITING` if it may be waiting for another process."""
+    """Current activity in more detail, for people; `WAITING` if it may be waiting for another process."""
     step: int = 0
     """Number of finished optimizer steps."""
     deadline: float | None = None

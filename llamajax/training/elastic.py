@@ -28,7 +28,7 @@ class Fitted:
     began: dict[str, Any]
     """Initial `mesh` (axis to size) and `grad_accum_steps`, or their values when the user last changed the latter."""
     line: str | None
-    """What differs from the beginning, for people; None if nothing does."""
+    """Differences from the beginning, for people, or None."""
 
 
 def fit(config: Config, run_dir: Path) -> Fitted:

@@ -38,7 +38,7 @@ class Phase:
     spent: float = 0.0
     """Seconds on the clock at that time."""
     doing: str = ""
-    """What the phase does in more detail, for people."""
+    """Current activity in more detail, for people."""
     longest: float = 0.0
     """Most seconds that the clock has shown before a restart."""
     grace: float = 0.0

@@ -227,7 +227,8 @@ def test_without_progress_it_gives_up_and_says_so(tmp_path):
     facts = [(event["event"], event["step"], event["rank"], event["exit_code"], event["after_s"]) for event in events]
     assert facts == [("restart", 0, 0, 75, 0.1), ("restart", 0, 0, 75, 0.2)]
     assert (
-        events[0]["cause"] == f"process 0 (pid {launch.pids(0)[0]}) was ended by SIGKILL, by a user or because memory ran out"
+        events[0]["cause"]
+        == f"process 0 (pid {launch.pids(0)[0]}) was ended by SIGKILL, by a user or because memory ran out"
     )
 
 

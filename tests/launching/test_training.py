@@ -103,6 +103,6 @@ def test_an_exception_is_told_once_with_its_traceback_and_then_why_the_others_en
     assert told[2].startswith("process 1 (pid ")
     assert errors.count("Traceback") == 1
     assert [line.partition(" ended ")[2] for line in lines[-2:]] == [
-        "with exit code 70, a defect of llamajax",
+        "with exit code 70, a defect in llamajax",
         "because of process 1",
     ]

@@ -23,7 +23,9 @@ def test_a_killed_process_ends_the_other_with_its_name(victim):
     processes[victim].kill()
     (line,) = end(processes[1 - victim], 75)
     who = rf"process {victim} \(pid {processes[victim].pid} on .*\)"
-    assert re.fullmatch(f"{who} ended without a message: killed, or its machine failed; check that machine, and start all again", line)
+    assert re.fullmatch(
+        f"{who} ended without a message: killed, or its machine failed; check that machine, and start all again", line
+    )
     end(processes[victim], -signal.SIGKILL)
 
 

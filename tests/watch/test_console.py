@@ -196,7 +196,7 @@ def test_memory_of_a_gpu_program():
         " temporary 5.00 GiB, in use at the peak 7.00 GiB, offloaded to the host 1.00 GiB"
     )
     untold: Any = SimpleNamespace(memory_analysis=lambda: None)
-    assert "does not tell" in console.memory_summary(untold)
+    assert "does not report" in console.memory_summary(untold)
 
 
 SPLIT = goodput.Goodput(
