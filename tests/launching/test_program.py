@@ -96,8 +96,8 @@ def test_a_run_that_goes_on_may_do_so_on_any_devices(find, tmp_path):
     ("arguments", "processes", "gpus", "line"),
     [
         ((), 2, 0, r"^mesh: .* = 8, but there are 16 devices; .* \(2 processes x 8 emulated devices\)$"),
-        (on_gpus(1), 3, 8, "^num_processes: 3 processes cannot share the 8 GPUs of this host equally; choose another
-        number"), (("--distributed.enabled", "false"), 1, 0, None),
+        (on_gpus(1), 3, 8, "^num_processes: 3 processes cannot share the 8 GPUs of this host equally; choose"),
+        (("--distributed.enabled", "false"), 1, 0, None),
         (
             ("--mesh.num_cpu_devices=4", "--mesh.tensor=1", "--distributed.enabled=false"), 2, 0,
             "^distributed.enabled: false, but 2 processes are started; remove it$",

@@ -73,7 +73,7 @@ def test_what_comes_back_ends_the_run(step):
     run = Run(data=4, fsdp=2)
     with pytest.raises(GoBack):
         run.check(200, OF_5, OF_2)
-    with pytest.raises(CorruptionError, match=rf"^step {step}: device 5 \(process 0on {HOST}\) differs") as caught:
+    with pytest.raises(CorruptionError, match=rf"^step {step}: device 5 \(process 0 on {HOST}\) differs") as caught:
         run.check(step, OF_5)
     assert "in up, again after a rollback" in str(caught.value)
     assert "exclude the device or use another machine, and start the run again" in str(caught.value)
