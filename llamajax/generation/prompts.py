@@ -43,7 +43,7 @@ class Prompt:
             DataError: the template rejects the conversation.
         """
         if self.messages is not None:
-            assert template is not None, "whoever has conversations finds a template first"
+            assert template is not None, "callers with conversations load a template first"
             return chat_tokens.encode_messages(template, tokenizer, self.messages, self.variables).tolist()
         if not parse_special:
             return tokenizer.encode_prompt(self.text)

@@ -161,5 +161,5 @@ def _more_s(child: Child, signals: Signals) -> float:
 
 
 def _passed_on(number: signal.Signals) -> signal.Signals:
-    """Returns the signal to forward to processes: the loss of the terminal is no reason of their own."""
+    """Returns the signal to forward: SIGTERM for SIGHUP, because the lost terminal is not that of the processes."""
     return signal.SIGTERM if number == signal.SIGHUP else number

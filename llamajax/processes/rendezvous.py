@@ -25,7 +25,7 @@ def receive_all(address: str, bind_address: str, num_processes: int, own_rank: i
     """Returns connections to all other processes, on process 0, once all have connected.
 
     Raises:
-        EnvironmentMismatchError: they do not connect in time, process 0 cannot listen there, or not to so many.
+        EnvironmentMismatchError: they do not connect in time, or process 0 cannot listen there or open enough files.
     """
     deadline = time.monotonic() + timeout_s
     says_at = time.monotonic() + _WAITING_S

@@ -58,7 +58,7 @@ class Phase:
         self.resumed, self.spent, self.grace = now, 0.0, 0.0
 
     def allow(self, limit: float, setting: str) -> None:
-        """Raises the limit to that of the work it has turned out to do, and names the setting of that work."""
+        """Raises the limit when the phase turns out to do longer work, and names the setting of that work."""
         if limit > self.limit:
             self.limit, self.setting = limit, setting
 

@@ -244,7 +244,7 @@ def rewritten(run: Path, step_dir: Path, **model) -> Path:
 
 def test_a_checkpoint_of_another_versions_model(tmp_path, sources):
     step = rewritten(sources["run"], tmp_path / "run/checkpoints/0", num_experts=8)
-    with pytest.raises(CheckpointError, match="not written by this version's model"):
+    with pytest.raises(CheckpointError, match="holds a model of another llamajax version"):
         open_pretrained(step)
 
 
