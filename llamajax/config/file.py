@@ -15,12 +15,13 @@ from typing import Annotated, Any, TypeVar, Union
 import yaml
 
 from llamajax import disk
+from llamajax.config.bases import read_file
 from llamajax.config.inherited import inherit
 from llamajax.config.keys import item_type, join, keys, unknown_key
 from llamajax.config.rules import Settings
 from llamajax.config.run import Config
 from llamajax.config.scalars import other_reading, read_scalar
-from llamajax.config.yaml_text import MAX_BYTES, Node, Place, Problems, read_file, read_yaml
+from llamajax.config.yaml_text import MAX_BYTES, Node, Place, Problems, read_yaml
 from llamajax.errors import ConfigError, show
 
 Root = TypeVar("Root", bound=Settings)

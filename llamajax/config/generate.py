@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 from llamajax import disk
 from llamajax.config.parallel import DistributedConfig, MeshConfig
 from llamajax.config.rules import AboveOne, Bound, NonNegativeFloat, PositiveInt, Section, Seed, Share
+from llamajax.config.shipped import find_file
 
 TopK = Annotated[int | None, Bound(lambda value: value > 0, "must be positive, or unset for all tokens")]
 TopP = Annotated[float | None, Bound(lambda value: 0 < value <= 1, "must be above 0 and at most 1")]
@@ -105,7 +106,7 @@ class GenerateConfig(Section):
         problems = [
             f"{key}: there is no file {path}; correct the path"
             for key, path in files.items()
-            if path is not None and disk.is_missing(os.path.expanduser(path), stat.S_ISREG)
+            if path is not None and disk.is_missing(find_file(path), stat.S_ISREG)
         ]
         if disk.is_missing(os.path.expanduser(self.model), stat.S_ISDIR):
             problems.append(f"model: there is no directory {self.model}; give a run, a checkpoint or a Hugging Face model")

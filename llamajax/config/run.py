@@ -8,18 +8,15 @@ here, so that `--help`, launchers and tools need no jax.
 import importlib.util
 import math
 import os
-import stat
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-from llamajax import disk
 from llamajax.config.data import DataConfig, is_remote
-from llamajax.config.hf_config import CONFIG, is_hf_model
-from llamajax.config.keys import with_values
+from llamajax.config.keys import remedy_for, with_values
 from llamajax.config.machine import HardwareConfig, XlaConfig
 from llamajax.config.model import InitChange, ModelConfig
+from llamajax.config.named_files import path_problems
 from llamajax.config.parallel import (
     PLAIN,
     DistributedConfig,
@@ -34,7 +31,7 @@ from llamajax.config.recovery import RecoveryConfig, WatchdogConfig
 from llamajax.config.rules import Seed, Settings
 from llamajax.config.training import CheckpointConfig, OptimizerConfig, SampleConfig, TrainConfig
 from llamajax.config.watch import MetricsConfig, ProfileConfig
-from llamajax.errors import ConfigError, show_path
+from llamajax.errors import ConfigError, show
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,6 +107,9 @@ class Config(Settings):
         if data.stages and data.stages[-1].from_step >= train.num_steps:
             rule = f"{data.stages[-1].from_step} must be below train.num_steps={train.num_steps}"
             yield f"data.stages.{len(data.stages) - 1}.from_step: {rule}; begin earlier or train for more"
+        for key in self.checkpoint.allow_changes:
+            if remedy := remedy_for(Config, key):
+                yield f"checkpoint.allow_changes: unknown key '{show(key)}'; {remedy}"
         no_tokenizer = data.tokenizer.path is None and self.init_from is None
         if no_tokenizer and any(source.kind == "megatron" for source in data.sources):
             yield "data.tokenizer.path: is needed for sources of kind=megatron; name the tokenizer that made their tokens"
@@ -267,33 +267,4 @@ class Config(Settings):
             "hardware.calibration": self.hardware.calibration,
         }
         files = {key: path for key, path in named.items() if path is not None}
-        for key, path in (folders | patterns | files).items():
-            path_at_home, shown = os.path.expanduser(path), show_path(path)
-            if path_at_home.startswith("~"):
-                problems.append(f"{key}: {shown} is in no known home directory; write the path out")
-            elif key in folders:
-                if os.path.exists(path_at_home) and not os.path.isdir(path_at_home):
-                    problems.append(f"{key}: {shown} is not a directory; choose another")
-                elif key == "run_dir" and is_hf_model(Path(path_at_home, CONFIG)):
-                    begun = os.path.isdir(os.path.join(path_at_home, "checkpoints"))
-                    remedy = f"move {CONFIG} to a directory of its own" if begun else "choose another directory"
-                    problems.append(f"{key}: {shown} holds a Hugging Face model ({CONFIG}); {remedy}")
-            elif _is_missing(path_at_home, is_pattern=key in patterns, may_be_folder=key.startswith(of_datasets)):
-                remedy = f"relative paths start at {show_path(os.getcwd())}"
-                if key in patterns and next(iter(disk.matching(path_at_home)), None) is not None:
-                    remedy = f"directories do: write {shown}/** for the files in them"
-                elif os.path.isdir(path_at_home):
-                    remedy = "it is a directory; name a file in it"
-                problems.append(f"{key}: no file matches {shown}; {remedy}")
-        return problems
-
-
-def _is_missing(path: str, *, is_pattern: bool, may_be_folder: bool) -> bool:
-    """Whether no file is there, nor a directory where that will do; not where the disk fails, which is told when the file
-    is read, as what may pass."""
-    try:
-        found: Iterable[str] = disk.matching(path) if is_pattern else [path]
-        modes = (file.st_mode for each in found if (file := disk.status(each)) is not None)
-        return not any(stat.S_ISREG(mode) or (may_be_folder and stat.S_ISDIR(mode)) for mode in modes)
-    except OSError:
-        return False
+        return problems + path_problems(folders, patterns, files, of_datasets)

@@ -152,8 +152,9 @@ class CheckpointConfig(Section):
     `run_dir`, whatever hosts have lost their disks. Unset: `run_dir` alone."""
     local_every: PositiveIntOrUnset = None
     """Steps between saves in `local_dir`, of which the newest three are kept. One that fails is told and tried again."""
-    allow_config_change: bool = False
-    """Resume although settings that change the result differ from those the run was started with."""
+    allow_changes: tuple[str, ...] = ()
+    """Settings that change the result and may differ when the run resumes: keys or whole sections, such as [train.num_steps]
+    to train a finished run for more steps. `data` allows other documents. All other settings must be as they were."""
 
     def local_name(self, run_dir: Path, identity: str) -> str:
         """The directory of a run in `local_dir`.

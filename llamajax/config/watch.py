@@ -24,6 +24,12 @@ class MetricsConfig(Section):
     """Also log to Weights & Biases (extra `wandb`)."""
     wandb_project: str = "llamajax"
     """Project on Weights & Biases."""
+    wandb_entity: str | None = None
+    """User or team on Weights & Biases that owns the project; unset: your default entity."""
+    wandb_name: str | None = None
+    """Name of the run on Weights & Biases; unset: the name of `run_dir`."""
+    wandb_tags: tuple[str, ...] = ()
+    """Tags of the run on Weights & Biases, such as [llama3, ablation]."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,7 +17,8 @@ import yaml
 from llamajax.errors import ConfigError, show, show_path, without_passwords
 
 COPIES = "LLAMAJAX_CONFIG_COPIES"
-"""Environment variable with a JSON object: what files are copies of, in whose place people are told the original."""
+"""Environment variable with a JSON object: the copy to read in place of each configuration file, by the file's absolute
+path. The launcher sets it, so that an edit after the launch does not change restarts."""
 MAX_BYTES = 1 << 20
 MAX_VALUES = 10_000
 MAX_DEPTH = 20
@@ -98,12 +99,31 @@ class Node:
         return "nothing" if self.style == "plain" else "empty text"
 
 
-def read_file(path: str, problems: Problems) -> Node:
-    """The keys and values in a YAML file; raises what is wrong if there are none."""
-    name = show_path(json.loads(os.environ.get(COPIES, "{}")).get(path, path))
-    whole = Place(0, name)
+def _copy_of(path: str) -> str:
+    """Returns the path of the launcher's copy of a file, or else the path itself."""
+    return json.loads(os.environ.get(COPIES, "{}")).get(os.path.abspath(path), path)
+
+
+def is_readable(path: str) -> bool:
+    """Whether a file, or the launcher's copy of it, exists."""
+    return os.path.exists(_copy_of(path))
+
+
+def read_one(path: str, problems: Problems, before: int = 0) -> Node:
+    """Returns the keys and values of one YAML file, without its bases.
+
+    Args:
+        path: the file.
+        problems: receives the mistakes that do not stop reading.
+        before: how far the places of this file come before those of other files, in lines.
+
+    Raises:
+        ConfigError: the file cannot be read, or holds no keys; everything in `problems`, too.
+    """
+    name = show_path(path)
+    whole = Place(-before, name)
     try:
-        with open(path, "rb") as file:
+        with open(_copy_of(path), "rb") as file:
             data = file.read(MAX_BYTES + 1)
     except FileNotFoundError:
         folder, base = os.path.split(path)
@@ -116,7 +136,7 @@ def read_file(path: str, problems: Problems) -> Node:
         problems.stop(whole, "is larger than 1 MiB, so this cannot be a configuration")
 
     def place(line: int) -> Place:
-        return Place(line, f"{name}:{line}")
+        return Place(line - before, f"{name}:{line}")
 
     try:
         text = data.decode()

@@ -15,13 +15,14 @@ import numpy as np
 from jaxtyping import Int32
 from rich.table import Table
 
+from llamajax.config.bases import read_file
 from llamajax.config.evaluate import DocumentsConfig, EvaluateConfig
 from llamajax.config.file import load_config, read_config
 from llamajax.config.model import ModelConfig
 from llamajax.config.parallel import num_parts
 from llamajax.config.run import Config
 from llamajax.config.training import OptimizerConfig, TrainConfig
-from llamajax.config.yaml_text import Problems, read_file
+from llamajax.config.yaml_text import Problems
 from llamajax.data.rows.dataset import Dataset, prepare
 from llamajax.data.rows.loader import Loader, held_out_batches
 from llamajax.data.tokenizers.tokenizer import load_tokenizer

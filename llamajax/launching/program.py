@@ -8,11 +8,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from llamajax.config.bases import files_of
 from llamajax.config.command import parse_args, parse_run
 from llamajax.config.evaluate import EvaluateConfig
 from llamajax.config.generate import GenerateConfig
 from llamajax.config.launch import LaunchConfig
 from llamajax.config.run import Config
+from llamajax.config.shipped import find_config
 from llamajax.config.yaml_text import COPIES
 from llamajax.disk import names_in
 from llamajax.errors import ConfigError, EnvironmentMismatchError
@@ -38,12 +40,10 @@ class Program:
     """Number of GPUs of this host that they share; 0 if the CPU computes."""
     interface: str | None
     """Network interface that they use; None: any, but only loopback with one host."""
-    config_file: Path | None = None
-    """File that `--config` names."""
-    config_text: bytes = b""
-    """Content of the file when it was read."""
-    config_copy: Path | None = None
-    """Copy that processes read in its place."""
+    config_texts: Mapping[str, bytes] = dataclasses.field(default_factory=dict)
+    """Contents of the configuration file and of its bases when they were read, by absolute path."""
+    config_copies: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """Copies that processes read in place of these files."""
 
     @property
     def num_processes(self) -> int:
@@ -79,21 +79,15 @@ class Program:
         return bound([sys.executable, "-m", self.module, *self.arguments])
 
     def with_config_in(self, folder: Path) -> "Program":
-        """Returns the program with a copy of its configuration in `folder`, so that later edits of the file affect only new
-        runs."""
-        if self.config_file is None:
-            return self
-        copy = folder / "config" / self.config_file.name
+        """Returns the program with copies of its configuration files in `folder`; later edits affect only new runs."""
+        copies = {path: folder / "config" / f"{number}.yaml" for number, path in enumerate(self.config_texts)}
         try:
-            copy.parent.mkdir()
-            copy.write_bytes(self.config_text)
+            (folder / "config").mkdir()
+            for path, copy in copies.items():
+                copy.write_bytes(self.config_texts[path])
         except OSError:  # a full disk does not end the run
             return self
-        index = next(i for i, argument in enumerate(self.arguments) if argument.partition("=")[0] == _CONFIG)
-        is_joined = "=" in self.arguments[index]
-        named = (f"{_CONFIG}={copy}",) if is_joined else (_CONFIG, str(copy))
-        rest = self.arguments[index + len(named) :]
-        return dataclasses.replace(self, arguments=(*self.arguments[:index], *named, *rest), config_copy=copy)
+        return dataclasses.replace(self, config_copies={path: str(copy) for path, copy in copies.items()})
 
     def environment(self, rank: int, address: str, bind_address: str | None) -> dict[str, str]:
         """Returns the environment variables for process `rank`, in addition to the launcher's own.
@@ -110,8 +104,8 @@ class Program:
             COORDINATOR: address,
             "PYTHONUNBUFFERED": "1",  # lines appear when they are printed
         }
-        if self.config_copy is not None:
-            told[COPIES] = json.dumps({str(self.config_copy): str(self.config_file)})
+        if self.config_copies:
+            told[COPIES] = json.dumps(self.config_copies)
         if bind_address is not None:
             told["JAX_COORDINATOR_BIND_ADDRESS"] = bind_address
         if self.gpus:
@@ -154,9 +148,7 @@ def find_program(
             f"num_processes: {num_local} processes cannot share the {gpus} GPUs of this host equally; choose another number,"
             " or hide some with CUDA_VISIBLE_DEVICES"
         )
-    config_file = _config_file(arguments)
-    if config_file is not None and not config_file.is_file():
-        raise ConfigError(f"--config: {config_file} is not a file that the launched processes can read; write it to one")
+    config_texts = {os.path.abspath(path): Path(path).read_bytes() for path in _config_files(arguments)}
     program = Program(
         module=config.module,
         arguments=joined if several else tuple(arguments),
@@ -165,8 +157,7 @@ def find_program(
         num_local=num_local,
         gpus=gpus,
         interface=config.interface,
-        config_file=config_file,
-        config_text=b"" if config_file is None else config_file.read_bytes(),
+        config_texts=config_texts,
     )
     _check(program)
     return program
@@ -183,13 +174,20 @@ def _read(module: str, arguments: Sequence[str]) -> AnyConfig:
             return parse_run(arguments, prog=prog).config
 
 
-def _config_file(arguments: Sequence[str]) -> Path | None:
-    """Returns the file that `--config` names, in arguments that have been parsed without errors."""
+def _config_files(arguments: Sequence[str]) -> list[str]:
+    """Returns the file that `--config` names and its bases, for arguments that have been parsed without errors.
+
+    Raises:
+        ConfigError: `--config` names something that can be read only once.
+    """
     for argument, following in zip(arguments, [*arguments[1:], ""], strict=True):
         name, is_joined, value = argument.partition("=")
         if name == _CONFIG:
-            return Path(value if is_joined else following)
-    return None
+            path = find_config(value if is_joined else following)
+            if path is None or not os.path.isfile(path):
+                raise ConfigError(f"--config: {path} is not a file that the launched processes can read; write it to one")
+            return files_of(path)
+    return []
 
 
 def _check(program: Program) -> None:

@@ -26,7 +26,15 @@ class StopSignal:
     gets the signal, all processes stop together.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, ends_process: bool = True) -> None:
+        """Creates the handler, which does not handle signals yet.
+
+        Args:
+            ends_process: a signal that cannot wait for the end of a step ends the process. Otherwise it has the effect that
+                it had before: in a notebook, Ctrl-C raises KeyboardInterrupt.
+        """
+        self._ends_process = ends_process
+        self._waits_since: float | None = None
         self._count: float = -1  # calls of `requested`; -1 before the first step, infinite after the last
         self._stop_after: float = math.inf
         self._frozen = threading.Lock()
@@ -38,7 +46,7 @@ class StopSignal:
         if threading.current_thread() is threading.main_thread():
             self._hears, self._wakes = socket.socketpair()
             self._wakes.setblocking(False)
-            self._before = {number: signal.signal(number, lambda *_: None) for number in SIGNALS}
+            self._before = {number: signal.signal(number, self._handle) for number in SIGNALS}
             self._wakeup_before = signal.set_wakeup_fd(self._wakes.fileno(), warn_on_full_buffer=False)
             threading.Thread(target=self._hear, name="signals", daemon=True).start()
         return self
@@ -74,6 +82,9 @@ class StopSignal:
 
     def stop_after(self, count: float, why: str) -> None:
         """Makes `requested` return True from this call number on; with `peers.NOW`, ends the process."""
+        if count == peers.NOW and not self._ends_process:  # `_handle` does it
+            self._frozen.release()
+            return
         if count == peers.NOW:
             phase = "before the first step; nothing was lost" if self._count < 0 else "after the last step, which is saved"
             if peers.rank() == 0:
@@ -90,9 +101,18 @@ class StopSignal:
             if first is None:
                 first = time.monotonic()
                 self._request(signal.Signals(heard[0]).name)
-            elif time.monotonic() - first > _SAME_S:  # the second signal does not wait
+            elif time.monotonic() - first > _SAME_S and self._ends_process:  # the second signal does not wait
                 _end(128 + heard[0])
         self._hears.close()
+
+    def _handle(self, number: int, frame: object) -> None:
+        """Handles a signal in the main thread: one that does not wait has the effect that it had before."""
+        now = time.monotonic()
+        if self._waits_since is None and self._count not in (-1, math.inf):
+            self._waits_since = now
+        elif not self._ends_process and now - (self._waits_since or -math.inf) > _SAME_S:
+            signal.signal(number, self._before[signal.Signals(number)])
+            signal.raise_signal(number)
 
     def _request(self, why: str) -> None:
         if (others := peers.current()) is not None:

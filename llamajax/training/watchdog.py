@@ -3,9 +3,9 @@
 A thread checks the phases of the run (`llamajax.training.phases`). When a phase exceeds its limit, the stacks of all threads
 go to a file, one line says what took too long, the other processes of the run are notified and write their stacks, and all
 end with `TRY_AGAIN`. Processes that wait for the stuck one exceed their limits with it, so they let it report first. A
-thread that waits for other processes to agree, or for another process to release a lock, may take longer by the longest
-phase of those, because they have limits of their own; but not for ever, since each may wait for the others. While a run
-starts and loads, this extension has no limit.
+thread that waits for other processes to agree or to release a lock may take longer than its limit, by the longest limit of
+what those processes may be doing, but not for ever, since each may wait for the others. While a run starts and loads, such
+a wait has no limit.
 
 A Python thread does not run while native code holds the interpreter, nor in a suspended process. In those cases the process
 that reads the heartbeat from outside (`llamajax.launch`) sends SIGABRT, and the signal handler writes the stacks without the
@@ -79,7 +79,7 @@ class Watchdog:
             config: the limits.
             run_dir: directory of the run; its `stacks/` is created when there is something to write.
         """
-        self._phases = Phases(config)
+        self._phases, self._own = Phases(config), threading.get_ident()
         self._stacks = run_dir.absolute() / "stacks"
         self._file: IO[str] | None = None
         self._step = 0
@@ -89,7 +89,6 @@ class Watchdog:
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
     def __enter__(self) -> Self:
-        self._own = threading.get_ident()
         # If something has enabled faulthandler already (pytest, python -X faulthandler), stacks are expected on stderr.
         self._has_handler = not faulthandler.is_enabled()
         if self._has_handler:

@@ -1,6 +1,7 @@
 """Prints the output of a run for people: start-up lines and tables, progress during training, and the final summary."""
 
 import contextlib
+import io
 import math
 import os
 import platform
@@ -46,8 +47,9 @@ class Screen(Console):
         self.quiet = True
 
 
-CONSOLE = Screen(highlight=False)
-"""Standard output. All output goes through it, so that lines appear above a live progress bar."""
+CONSOLE = Screen(highlight=False, force_jupyter=False)
+"""Standard output, as plain lines in a notebook. All output goes through it, so that lines appear above a live progress
+bar."""
 _SMOOTHED_STEPS = 20  # the live bar shows speeds over this many steps
 _LEAST_S = 1.0  # shortest time over which a line shows speeds: metrics arrive some milliseconds early or late
 
@@ -55,6 +57,17 @@ _LEAST_S = 1.0  # shortest time over which a line shows speeds: metrics arrive s
 def is_interactive() -> bool:
     """Returns whether a person watches. Rich's own answer is also yes for a log file when FORCE_COLOR is set."""
     return CONSOLE.file.isatty() and not CONSOLE.is_dumb_terminal
+
+
+@contextlib.contextmanager
+def captured() -> Iterator[io.StringIO]:
+    """Collects the output through `CONSOLE` while the block runs."""
+    file, text = CONSOLE._file, io.StringIO()
+    CONSOLE._file = text
+    try:
+        yield text
+    finally:
+        CONSOLE._file = file
 
 
 @contextlib.contextmanager
@@ -117,7 +130,7 @@ def track(items: Iterable[Any], total: int, what: str) -> Iterator[Any]:
 def print_table(table: Table) -> None:
     """Prints a table, on process 0 only; in a file, each row stays on one line, however long."""
     if jax.process_index() == 0:
-        screen = CONSOLE if is_interactive() else Screen(file=CONSOLE.file, width=1000)
+        screen = CONSOLE if is_interactive() else Screen(file=CONSOLE.file, width=1000, force_jupyter=False)
         screen.print(table)
 
 

@@ -318,7 +318,9 @@ def _wandb_run(run_dir: Path, config: Config) -> Any:
         id_path.write_text(secrets.token_hex(4))
     run = wandb.init(
         project=config.metrics.wandb_project,
-        name=run_dir.name,
+        entity=config.metrics.wandb_entity,
+        name=config.metrics.wandb_name or run_dir.name,
+        tags=list(config.metrics.wandb_tags),
         id=id_path.read_text(),
         resume="allow",
         dir=str(run_dir),

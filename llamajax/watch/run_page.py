@@ -43,14 +43,19 @@ def write_report(run_dir: Path, output: Path | None = None, log: RunLog | None =
     log = log or run_log.read_run(run_dir)
     if log.warning is not None:
         print(log.warning, file=sys.stderr)
-    config_path = run_dir / "config.yaml"
-    config = config_path.read_text(encoding="utf-8") if config_path.is_file() else None
     output = output or run_dir / "report.html"
     try:
-        output.write_text(_page(run_dir.resolve().name, log, config, _hosts(run_dir)), encoding="utf-8")
+        output.write_text(report_page(run_dir, log), encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"{output}: cannot be written: {error.strerror}; name another file with --output") from error
     return output
+
+
+def report_page(run_dir: Path, log: RunLog) -> str:
+    """Returns the page about the run in `run_dir`, which wrote `log`."""
+    path = run_dir / "config.yaml"
+    config = path.read_text(encoding="utf-8") if path.is_file() else None
+    return _page(run_dir.resolve().name, log, config, _hosts(run_dir))
 
 
 def _page(name: str, log: RunLog, config: str | None, hosts: str) -> str:

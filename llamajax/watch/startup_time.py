@@ -27,6 +27,12 @@ def begin(phase: str) -> None:
     _is_first = False
 
 
+def begins_now() -> None:
+    """Starts the next run with its first phase: the process has done other work since it imported this package."""
+    global _is_first
+    _is_first = False
+
+
 def first_step() -> dict[str, float]:
     """Ends the last phase; returns `began` (seconds since 1970) and the seconds of every phase (`compile_s`), once per
     run."""

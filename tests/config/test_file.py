@@ -108,11 +108,14 @@ def everything(monkeypatch) -> Config:
             initialization_timeout_s=8,
         ),
         checkpoint=CheckpointConfig(
-            save_every=4, keep_last=9, keep_every=8, async_save=False, allow_config_change=True, local_dir="1e3",
+            save_every=4, keep_last=9, keep_every=8, async_save=False, allow_changes=("train.num_steps",), local_dir="1e3",
             local_every=2,
         ),
         recovery=RecoveryConfig(max_rollbacks=1, spike_zscore=1e-5, spike_window=16, checksum_every=7),
-        metrics=MetricsConfig(log_every=1, straggler_ratio=1e6, tensorboard=True, wandb=True, wandb_project="true"),
+        metrics=MetricsConfig(
+            log_every=1, straggler_ratio=1e6, tensorboard=True, wandb=True, wandb_project="true", wandb_entity="no",
+            wandb_name="1e3", wandb_tags=("2024", "on"),
+        ),
         hardware=HardwareConfig(
             gpu="h200", nodes=3, gpus_per_node=4, gpu_bandwidth=1e9, node_bandwidth=2.5, price_per_gpu_hour=0.1,
             token_budget=1e12, calibration="1e3",

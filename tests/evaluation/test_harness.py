@@ -120,7 +120,7 @@ def text(draw: random.Random, num_words: int) -> str:
 
 
 class Transformers:
-    """What transformers computes of a text, straight from its logits."""
+    """Scores of a text, straight from transformers' logits."""
 
     def __init__(self, directory: Path) -> None:
         import torch

@@ -13,7 +13,7 @@ from tests import runs
 
 BREAKS = """
 import os
-from llamajax import train
+from llamajax.train import main as train
 from llamajax.data.rows.loader import Loader
 
 load = Loader.__next__
@@ -25,7 +25,7 @@ def breaks(self):
     return step, batch
 
 Loader.__next__ = breaks
-train.main()
+train()
 """
 
 
@@ -76,7 +76,7 @@ def test_a_run_of_which_a_process_is_killed_goes_on_by_itself_with_the_same_loss
 
 @pytest.mark.slow
 def test_a_run_begun_on_fewer_devices_goes_on_with_other_micro_batches(tmp_path):
-    """Of which the batch of the beginning, two of four rows, has too few for all devices."""
+    """The first batch, two of four rows, has too few micro-batches for all devices."""
     mesh = ("--mesh.fsdp=-1", "--mesh.sequence=1", "--mesh.tensor=1")
     config = runs.write_config(tmp_path, num_steps=12, eval_every=None, eval_batches=0)
     begun = runs.start(config, *mesh, "--mesh.num_cpu_devices=4", "--metrics.log_every=1")

@@ -1,4 +1,4 @@
-"""What counts as a bad step: skipped ones in a row, and losses that stand out; and nothing else."""
+"""Bad steps: skipped ones in a row, and losses that stand out; and nothing else."""
 
 import math
 

@@ -20,7 +20,7 @@ HOST = socket.gethostname()
 
 
 class Run:
-    """What the loop would be: a state that is split over `fsdp`, and what is told of it."""
+    """Stands in for the loop: a state that is split over `fsdp`, and what is told of it."""
 
     def __init__(self, every: int | None = 100, **axes: int) -> None:
         self.mesh = make_mesh(MeshConfig(**axes))

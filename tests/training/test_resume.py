@@ -192,7 +192,7 @@ def test_other_processes_and_devices_take_over_without_a_hand(tmp_path):
 
 
 def eval_losses(run_dir: pathlib.Path) -> dict[int, float]:
-    """By step; of one that was evaluated twice, the last."""
+    """Held-out losses by step; the last one where a step was evaluated twice."""
     records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     return {record["step"]: record["eval/loss"] for record in records if "eval/loss" in record}
 

@@ -213,7 +213,7 @@ def start(config, *overrides, **poison):
 
 
 def first_rows(path):
-    """By step, as it was loaded last."""
+    """First rows by step, as last loaded."""
     pairs = (line.split() for line in path.read_text().splitlines())
     return {int(step): int(first) for step, first in pairs}
 

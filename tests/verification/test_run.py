@@ -17,7 +17,7 @@ from tests.verification import faults
 
 @pytest.fixture(autouse=True)
 def _environment(monkeypatch):
-    """What a verification tells XLA is no matter of other tests."""
+    """Other tests do not see the flags that a verification sets for XLA."""
     monkeypatch.setenv("XLA_FLAGS", "")
 
 

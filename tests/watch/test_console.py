@@ -1,4 +1,4 @@
-"""What a person sees: aligned lines when piped, a bar on a terminal, tables that add up."""
+"""The console's output: aligned lines when piped, a bar on a terminal, tables that add up."""
 
 import contextlib
 import dataclasses

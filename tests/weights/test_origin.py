@@ -70,7 +70,7 @@ def test_a_run_goes_on_from_a_hugging_face_directory_that_may_then_go(base, tmp_
     assert meta["config"]["init_from"] == str(source)
 
     shutil.rmtree(source)
-    train.run(config.changed({"train.num_steps": 2, "checkpoint.allow_config_change": True}))
+    train.run(config.changed({"train.num_steps": 2, "checkpoint.allow_changes": ("train.num_steps",)}))
     assert "resuming at step 1" in capsys.readouterr().out
     files = pathlib.Path(config.run_dir) / "checkpoints/2/files"
     assert json.loads((files / "generation_config.json").read_text())["temperature"] == 0.6

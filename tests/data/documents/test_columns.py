@@ -163,7 +163,7 @@ def test_rows_are_numbered_through(path):
 
 
 def test_the_extent_of_row_groups_is_all_that_they_are_read_from(path):
-    """What lies beside it may be anything."""
+    """Bytes outside of the extent may be anything."""
     found = source(path, kind="parquet")
     whole = path.read_bytes()
     last_end = 4

@@ -166,7 +166,7 @@ def test_files_of_other_names_in_a_directory_are_told(folder, tmp_path):
 
 
 def test_directories_that_a_pattern_matches_are_told(folder, tmp_path):
-    """What is in them is not meant: `*` matches in one directory."""
+    """Their contents are not meant: `*` matches in one directory."""
     of = source("jsonl", folder / "[ax]*", folder / "**/c.json")
     assert of.look().files == [folder / "a.jsonl", folder / "x/y/c.json"]
     log = []

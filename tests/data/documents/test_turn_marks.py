@@ -1,4 +1,4 @@
-"""What data say about learning: honoured where it has one meaning, refused where not, never passed over."""
+"""Marks about learning in data: honoured with one meaning, refused with several, never ignored."""
 
 import re
 

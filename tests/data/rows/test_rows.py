@@ -188,7 +188,7 @@ def test_several_damages_at_once_are_mended(tmp_path, config, pattern):
 
 
 def test_a_shard_is_made_again_from_a_file_of_another_name(tmp_path, config):
-    """What was said of a bad record names the file; that is not what a shard holds."""
+    """The message about a bad record names the file; a shard does not hold that."""
     path = tmp_path / "a.jsonl"
     path.write_text(path.read_text() + "oops\n")
     config = config.changed({"data.sources.0.max_bad_records": 1})

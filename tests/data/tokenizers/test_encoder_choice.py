@@ -104,7 +104,7 @@ def test_it_goes_the_other_way_where_that_is_faster(tmp_path, source, monkeypatc
 
 
 def test_a_difference_in_the_documents_is_found(tmp_path, source, monkeypatch):
-    """Of a version of gigatoken that gets one thing wrong."""
+    """A version of gigatoken gets one thing wrong."""
     faster(monkeypatch)
     right = gigatoken.Tokenizer.encode
     wrong = "Pchnąć w tę łódź jeża"
@@ -137,7 +137,7 @@ def test_little_text_and_conversations_are_not_tried(tmp_path, source, monkeypat
 
 
 def test_a_sample_of_bad_files_is_what_can_be_read(tmp_path, source, monkeypatch):
-    """What is wrong is told when they are tokenized."""
+    """Tokenizing reports the bad files."""
     faster(monkeypatch)
     (tmp_path / "0.jsonl").write_text('{"text": "a"}\noops\n')
     tokenizer = trained(tmp_path)

@@ -24,7 +24,7 @@ def pair(tmp_path):
 
 
 def refused(prefix: pathlib.Path) -> str:
-    """What is said of a damaged pair."""
+    """Returns the message about a damaged pair."""
     with pytest.raises(DataError) as caught:
         IndexedDataset(prefix)
     message = str(caught.value)
