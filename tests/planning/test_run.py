@@ -103,7 +103,7 @@ def test_without_the_compiler_formulas_are_told(monkeypatch, tmp_path, capsys):
         (plans.CONFIG, {"--picture": "a.png"}, "name a file that ends with .html"),
         (plans.CONFIG, {"--sweep": "hardware.gpu=h300"}, "--sweep: hardware.gpu=h300: must be one of"),
         (plans.CONFIG, {"--hlo": "."}, "--hlo: . cannot be written: Is a directory; name another file"),
-        (plans.CONFIG, {"--json": "a", "--hlo": "./a"}, "--json: a: is the file of another option too"),
+        (plans.CONFIG, {"--json": "a", "--hlo": "./a"}, "--json: a: another option names this file too"),
         (plans.CONFIG, {"--sweep": "hardware.gpu=h100,none"}, "--sweep: hardware.gpu=none: a plan needs"),
     ],
 )

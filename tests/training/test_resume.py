@@ -239,7 +239,7 @@ def test_processes_in_other_directories_are_not_one_run(unbroken, tmp_path):
     init_from = f"--init_from={unbroken.parent / 'run'}"
     for process in start_two(unbroken, "--run_dir=run", init_from, directories=directories):
         last = runs.finish(process, expected_code=4).splitlines()[-1]
-        assert last.startswith(f"run_dir: process 1 sees something else in {directories[1]}/run/checkpoints (pid ")
+        assert last.startswith(f"run_dir: process 1 sees different contents in {directories[1]}/run/checkpoints (pid ")
     assert runs.committed_steps(directories[0] / "run") == before
 
 

@@ -74,7 +74,7 @@ def test_one_device_has_nothing_to_verify(capsys):
         ({"fsdp": 8}, {"--devices": "65"}, "--devices: 65 must be a number from 2 to 64"),
         ({"fsdp": 8}, {"--devices": "eight"}, "--devices: eight must be a number from 2 to 64"),
         ({"fsdp": 2, "sequence": 2, "tensor": 2}, {"--devices": "4"}, "take 8 or more"),
-        ({"fsdp": 8}, {"--page": "a.png"}, "--page: a.png: what it names is a page"),
+        ({"fsdp": 8}, {"--page": "a.png"}, "--page: a.png: the output is an HTML page"),
         ({"fsdp": 8}, {"--json": "missing/a"}, "--json: missing/a: there is no directory missing"),
     ],
 )
