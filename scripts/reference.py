@@ -175,11 +175,15 @@ def settings() -> str:
 def _table(several: Sequence[help_texts.Setting], prefix: str) -> list[str]:
     """Returns the table of a section's own settings."""
     rows = [
-        f'| <a id="{prefix}{it.topic}"></a>`{it.key}` | {_kind(it.kind)} | {_default(it.default)} | {_prose(it.text)} |'
+        f"| {f'[`{it.key}`](#{prefix}{it.topic})' if it.is_section else _anchor(it, prefix)} | {_kind(it.kind)} | {_default(it.default)} | {_prose(it.text)} |"
         for it in several
         if not it.is_section or it.kind.startswith("[")
     ]
     return ["", "| setting | type | default | meaning |", "|---|---|---|---|", *rows] if rows else []
+
+
+def _anchor(setting: help_texts.Setting, prefix: str) -> str:
+    return f'<a id="{prefix}{setting.topic}"></a>`{setting.key}`'
 
 
 def _without_items(key: str) -> str:
