@@ -175,14 +175,17 @@ def settings() -> str:
 def _table(several: Sequence[help_texts.Setting], prefix: str) -> list[str]:
     """Returns the table of a section's own settings."""
     rows = [
-        f"| {f'[`{it.key}`](#{prefix}{it.topic})' if it.is_section else _anchor(it, prefix)} | {_kind(it.kind)} | {_default(it.default)} | {_prose(it.text)} |"
+        f"| {_name(it, prefix)} | {_kind(it.kind)} | {_default(it.default)} | {_prose(it.text)} |"
         for it in several
         if not it.is_section or it.kind.startswith("[")
     ]
     return ["", "| setting | type | default | meaning |", "|---|---|---|---|", *rows] if rows else []
 
 
-def _anchor(setting: help_texts.Setting, prefix: str) -> str:
+def _name(setting: help_texts.Setting, prefix: str) -> str:
+    """Returns the key as the anchor of a setting, or as a link to a section."""
+    if setting.is_section:
+        return f"[`{setting.key}`](#{prefix}{setting.topic})"
     return f'<a id="{prefix}{setting.topic}"></a>`{setting.key}`'
 
 
