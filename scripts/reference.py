@@ -1,7 +1,7 @@
 """Writes the generated pages of the manual's reference, docs/reference/, from the code that they describe.
 
-    PYTHONPATH=. python scripts/reference.py           # writes them
-    PYTHONPATH=. python scripts/reference.py --check   # names the pages that are out of date, and exits with 1
+    python scripts/reference.py           # writes them
+    python scripts/reference.py --check   # names the pages that are out of date, and exits with 1
 
 Settings come from the docstrings that make `--help`, commands from their options, Python from signatures and docstrings,
 GPUs from their data sheets. The meanings of exit codes are written here, and checked against the codes that exist.
@@ -474,7 +474,7 @@ def main() -> int:
             if not check:
                 path.write_text(text)
     for name in stale:
-        print(f"{name}: {'out of date; run PYTHONPATH=. python scripts/reference.py' if check else 'written'}")
+        print(f"{name}: {'out of date; run python scripts/reference.py' if check else 'written'}")
     return 1 if check and stale else 0
 
 
