@@ -1,7 +1,7 @@
 """Writes the generated pages of the manual's reference, docs/reference/, from the code that they describe.
 
-    PYTHONPATH=. python scripts/reference.py           # writes them
-    PYTHONPATH=. python scripts/reference.py --check   # names the pages that are out of date, and exits with 1
+    python scripts/reference.py           # writes them
+    python scripts/reference.py --check   # names the pages that are out of date, and exits with 1
 
 Settings come from the docstrings that make `--help`, commands from their options, Python from signatures and docstrings,
 GPUs from their data sheets. The meanings of exit codes are written here, and checked against the codes that exist.
@@ -175,11 +175,18 @@ def settings() -> str:
 def _table(several: Sequence[help_texts.Setting], prefix: str) -> list[str]:
     """Returns the table of a section's own settings."""
     rows = [
-        f'| <a id="{prefix}{it.topic}"></a>`{it.key}` | {_kind(it.kind)} | {_default(it.default)} | {_prose(it.text)} |'
+        f"| {_name(it, prefix)} | {_kind(it.kind)} | {_default(it.default)} | {_prose(it.text)} |"
         for it in several
         if not it.is_section or it.kind.startswith("[")
     ]
     return ["", "| setting | type | default | meaning |", "|---|---|---|---|", *rows] if rows else []
+
+
+def _name(setting: help_texts.Setting, prefix: str) -> str:
+    """Returns the key as the anchor of a setting, or as a link to a section."""
+    if setting.is_section:
+        return f"[`{setting.key}`](#{prefix}{setting.topic})"
+    return f'<a id="{prefix}{setting.topic}"></a>`{setting.key}`'
 
 
 def _without_items(key: str) -> str:
@@ -467,7 +474,7 @@ def main() -> int:
             if not check:
                 path.write_text(text)
     for name in stale:
-        print(f"{name}: {'out of date; run PYTHONPATH=. python scripts/reference.py' if check else 'written'}")
+        print(f"{name}: {'out of date; run python scripts/reference.py' if check else 'written'}")
     return 1 if check and stale else 0
 
 

@@ -106,6 +106,11 @@ def test_readme_is_short():
     assert len((ROOT / "README.md").read_text().splitlines()) <= 200
 
 
+def test_ci_runs_the_default_tests():
+    """By a block of the README; `.ci/run` itself runs the slow ones only."""
+    assert any(".venv/bin/pytest" in block.text and block.reason is None for block in BLOCKS[ROOT / "README.md"])
+
+
 def _files(nav: Any) -> list[str]:
     if isinstance(nav, str):
         return [nav]

@@ -8,7 +8,7 @@ from scripts.reference import FOLDER, PAGES, ROOT
 
 @pytest.mark.parametrize("name", PAGES)
 def test_generated_pages_are_up_to_date(name):
-    assert (FOLDER / name).read_text() == PAGES[name](), "run PYTHONPATH=. python scripts/reference.py"
+    assert (FOLDER / name).read_text() == PAGES[name](), "run python scripts/reference.py"
 
 
 def test_removed_settings_are_told_with_what_to_write_instead():
