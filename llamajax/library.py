@@ -377,7 +377,7 @@ def preprocess(config: Config, *, workers: int | None = None) -> None:
         >>> import llamajax
         >>> config = llamajax.load_config("runs/tiny/config.yaml", {"data.cache_dir": "cache/ahead"})
         >>> llamajax.preprocess(config, workers=1)  # doctest: +ELLIPSIS
-        source ...
+        work       1 of 1 pieces...
     """
     import llamajax.preprocessing.run as preprocessing  # before the next line, or jax would read it in this process
 
@@ -413,7 +413,7 @@ def setup(config: Config) -> "Iterator[OwnLoop]":
         ...         print("step", step, "of", config.train.num_steps)
         ...         if step == 2:
         ...             break
-        ...     run.save(state)
+        ...     path = run.save(state)
         llamajax   ...
         step 1 of 3
         step 2 of 3
