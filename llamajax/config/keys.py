@@ -1,7 +1,8 @@
-"""Settings by dotted key: every one there is, the one that was meant, and new values put at several."""
+"""Settings by dotted key: the list of all keys, suggestions for unknown keys, and new values for several keys."""
 
 import dataclasses
 import difflib
+import re
 import typing
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -10,17 +11,17 @@ from llamajax.errors import ConfigError
 
 
 def item_type(kind: Any) -> Any:
-    """The type of a tuple's items; None for other types."""
+    """Returns the type of a tuple's items; None for other types."""
     return typing.get_args(kind)[0] if typing.get_origin(kind) is tuple else None
 
 
 def join(above: str, name: str) -> str:
-    """The key of `name` in the section `above`, which is empty at the top."""
+    """Returns the key of `name` in the section `above`, which is empty at the top."""
     return f"{above}.{name}" if above else name
 
 
 def keys(section: Any, above: str = "") -> Iterator[tuple[str, Any, dataclasses.Field[Any]]]:
-    """Every dotted key with its section and field, sections before their own keys; `0` stands for a list's items."""
+    """Yields every dotted key with its section and field, sections before their own keys; `0` marks the items of a list."""
     for field in dataclasses.fields(section):
         key = join(above, field.name)
         yield key, section, field
@@ -30,29 +31,79 @@ def keys(section: Any, above: str = "") -> Iterator[tuple[str, Any, dataclasses.
             yield from keys(inner, f"{key}.0")
 
 
+REMOVED = {
+    "checkpoint.allow_config_change": "it is now a list of the settings that may change:"
+    " checkpoint.allow_changes: [train.num_steps]",
+}
+"""Keys of earlier versions, each with its remedy. What a run stored is read without them; anywhere else they are refused."""
+
+
+def general(key: str) -> str:
+    """Returns a key with `0` for every number in it, as `keys` writes the items of lists."""
+    return re.sub(r"(?<=\.)[0-9]+(?=\.|$)", "0", key)
+
+
+def without_removed(tree: dict[str, Any], above: str = "") -> dict[str, Any]:
+    """Returns nested settings without the keys in `REMOVED`."""
+    return {
+        name: without_removed(value, join(above, name)) if isinstance(value, dict) else value
+        for name, value in tree.items()
+        if join(above, name) not in REMOVED
+    }
+
+
 def unknown_key(root: Any, key: str, siblings: Iterable[str]) -> tuple[str, list[str]]:
-    """What is told of a key that settings of class `root` do not have, and the keys that it may be a misspelling of, here
-    or in another section."""
+    """Returns a remedy for a key that settings of class `root` do not have, and the keys that were probably meant.
+
+    Keys of the same section come first, then those of the same name in other sections, then similar ones. Keys of a list's
+    items are proposed only in the section that has the list.
+    """
+    if key in REMOVED:
+        return REMOVED[key], []
     above, _, name = key.rpartition(".")
+    name, siblings = name.lower(), list(siblings)
     namesakes: dict[str, list[str]] = {}
     for other, _, _ in keys(root):
-        namesakes.setdefault(other.rpartition(".")[2], []).append(other)
-    if name.lower() in namesakes:
-        meant = namesakes[name.lower()]
-    elif close := difflib.get_close_matches(name.lower(), siblings, n=1):
+        section, _, last = other.rpartition(".")
+        of_list = section.partition(".0")[0]
+        if of_list == section or above == of_list.rpartition(".")[0] or f"{above}.".startswith(f"{of_list}."):
+            namesakes.setdefault(last, []).append(other)
+    alike = [other for other in siblings if other == name or name in other.split("_") or (name and other.startswith(name))]
+    if 0 < len(alike) <= 3:
+        meant = [join(above, other) for other in alike]
+    elif close := difflib.get_close_matches(name, siblings, n=1, cutoff=0.75):
         meant = [join(above, close[0])]
-    elif close := difflib.get_close_matches(name.lower(), namesakes, n=1):
+    elif name in namesakes:
+        meant = namesakes[name]
+    elif close := difflib.get_close_matches(name, siblings, n=1):
+        meant = [join(above, close[0])]
+    elif close := difflib.get_close_matches(name, namesakes, n=1, cutoff=0.75):
         meant = namesakes[close[0]]
     else:
         return f"{above or 'a configuration'} has {', '.join(siblings)}", []
     return "did you mean " + " or ".join(f"'{other}'" for other in meant) + "?", meant
 
 
+def remedy_for(root: Any, key: str) -> str | None:
+    """Returns the remedy for a key that settings of class `root` do not have; None: they have it."""
+    kind, above = root, ""
+    for name in key.split("."):
+        if dataclasses.is_dataclass(kind):
+            fields = {field.name: field.type for field in dataclasses.fields(kind)}
+            if name not in fields:
+                return unknown_key(root, join(above, name), fields)[0]
+            kind = fields[name]
+        elif (kind := item_type(kind)) is None or not name.isdecimal():
+            return f"{above} has no such key"
+        above = join(above, name)
+    return None
+
+
 def with_values(part: Any, changes: Mapping[str, Any], root: type, above: str = "") -> Any:
-    """What is at the key `above` of settings of class `root`, a section or a list, with values put at keys below it.
+    """Returns a section or a list, which has the key `above` in settings of class `root`, with new values at keys below it.
 
     Raises:
-        ConfigError: there is no such key, or a section with its new values breaks a rule: `key: rule; remedy` lines.
+        ConfigError: no such key exists, or a section with its new values breaks a rule: `key: rule; remedy` lines.
     """
     is_section = dataclasses.is_dataclass(part)
     items = part if isinstance(part, tuple) else ()

@@ -1,12 +1,12 @@
 """Measured constants of the cost model, in a file that `hardware.calibration` names."""
 
-import os
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from llamajax.config.file import read_config
 from llamajax.config.machine import HardwareConfig, PlannedGpu
 from llamajax.config.rules import Bound, NonNegativeFloat, PositiveFloat, PositiveShare, Section, Settings
+from llamajax.config.shipped import find_file
 from llamajax.config.yaml_text import Problems
 
 KernelSeconds = Annotated[float, Bound(lambda value: 0 < value < 1e-3, "must be above 0 and below 1e-3; it is in seconds")]
@@ -101,4 +101,4 @@ def read_measurement(hardware: HardwareConfig) -> Measurement | None:
         remedy = "name a file for that GPU, or leave hardware.calibration out"
         return [f"gpu: measured on {measurement.gpu}, but hardware.gpu is {hardware.gpu}; {remedy}"]
 
-    return read_config(Measurement, os.path.expanduser(hardware.calibration), (), Problems(), check)
+    return read_config(Measurement, find_file(hardware.calibration), (), Problems(), check)

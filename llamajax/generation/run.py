@@ -6,7 +6,8 @@ import json
 import math
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
@@ -16,6 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from llamajax.config.generate import GenerateConfig
 from llamajax.config.model import ModelConfig
 from llamajax.config.parallel import MeshConfig
+from llamajax.config.shipped import find_file
 from llamajax.data.chat.chat_template import ChatTemplate, load_chat_template
 from llamajax.data.tokenizers.tokenizer_base import Tokenizer
 from llamajax.disk import may_pass
@@ -23,12 +25,14 @@ from llamajax.errors import ConfigError
 from llamajax.generation.completion import Completer, Completion, Piece, Stats, check_prompts
 from llamajax.generation.prompts import Prompt, find_ends, read_prompts
 from llamajax.generation.sampling import Sampling
+from llamajax.model import Llama
 from llamajax.parallel import compilation_cache, mesh, startup
 from llamajax.processes.exit import end_process, exit_code
 from llamajax.watch import console
 from llamajax.watch.console import say
 from llamajax.weights.loading import load_model
 from llamajax.weights.open_model import open_pretrained
+from llamajax.weights.pretrained import Pretrained
 
 
 def run(config: GenerateConfig) -> None:
@@ -39,23 +43,96 @@ def run(config: GenerateConfig) -> None:
     """
     if config.is_talk and not sys.stdin.isatty():
         raise ConfigError("chat: standard input is no terminal to talk at; give a prompt, or prompts_file")
+    prompts = read_all_prompts(config)
+    opened = open_model(config)
+    say(f"model      {opened.pretrained.about}")
+    encoded = encode(config, opened, prompts)
+    model_config = lay_out(config, opened)
+    say(f"devices    {console.devices()}; {model_config.param_dtype}")
+    loaded = load(opened, model_config)
+    completer = make_completer(config, loaded, encoded)
+    console.CONSOLE.ends_with_reader = config.output is None
+    try:
+        if config.is_talk:
+            assert encoded.template is not None
+            talk(config, completer, opened.tokenizer, encoded.template)
+        else:
+            write_texts(config, completer, prompts, encoded)
+    except KeyboardInterrupt:
+        print()
+        say_speed(completer.stats)
+        raise
+    say_speed(completer.stats)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Opened:
+    """A model; its weights are not read yet."""
+
+    pretrained: Pretrained
+    tokenizer: Tokenizer
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loaded(Opened):
+    """A model with its weights on the current mesh."""
+
+    config: ModelConfig
+    """The model, with the types of weights and computation."""
+    weights: Llama
+    """The Flax model."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Encoded:
+    """Prompts as tokens, and the tokens that end a text."""
+
+    token_ids: Sequence[Sequence[int]]
+    template: ChatTemplate | None
+    """Chat template, if a prompt needs one."""
+    end_ids: Collection[int]
+    """Tokens that end a text."""
+    max_seq_len: int
+    """Longest prompt with its continuation, in tokens."""
+
+
+def read_all_prompts(config: GenerateConfig) -> list[Prompt]:
+    """Returns the prompts of the command line or of `prompts_file`.
+
+    Raises:
+        UserError: the file cannot be read.
+    """
     prompts = [Prompt(text) for text in config.prompt]
     if config.prompts_file is not None:
         prompts = read_prompts(Path(config.prompts_file).expanduser())
-    if config.chat:
-        prompts = [prompt.in_chat(config.system) for prompt in prompts]
+    return [prompt.in_chat(config.system) for prompt in prompts] if config.chat else prompts
 
+
+def open_model(config: GenerateConfig) -> Opened:
+    """Starts jax and opens the model without its weights.
+
+    Raises:
+        UserError: machine or model do not allow it.
+    """
     startup.connect(config.mesh, config.distributed)
     compilation_cache.start("auto", say)
     pretrained = open_pretrained(Path(config.model))
-    say(f"model      {pretrained.about}")
-    tokenizer = pretrained.tokenizer()
-    template = None
+    return Opened(pretrained=pretrained, tokenizer=pretrained.tokenizer())
+
+
+def encode(config: GenerateConfig, opened: Opened, prompts: Sequence[Prompt]) -> Encoded:
+    """Encodes the prompts, and checks that the model can continue each.
+
+    Raises:
+        ConfigError: the model has no chat template, or takes fewer tokens than `max_seq_len`.
+        DataError: a prompt is too long, or has tokens that the model lacks.
+    """
+    pretrained, tokenizer, template = opened.pretrained, opened.tokenizer, None
     if config.chat or any(prompt.messages is not None for prompt in prompts):
-        path = pretrained.files if config.chat_template is None else Path(config.chat_template).expanduser()
+        path = pretrained.files if config.chat_template is None else Path(find_file(config.chat_template))
         template = load_chat_template(path, tokenizer)
         if template is None:
-            raise ConfigError(f"chat_template: {path} has none; name one, for example of configs/chat_templates")
+            raise ConfigError(f"chat_template: {path} has none; name one, for example from configs/chat_templates")
     end_ids = () if config.ignore_eos else find_ends(pretrained.ends(), tokenizer, template)
     token_ids = [prompt.encode(tokenizer, template, parse_special=config.parse_special) for prompt in prompts]
     if not config.parse_special:
@@ -66,47 +143,68 @@ def run(config: GenerateConfig) -> None:
     if max_seq_len > meant_for:
         raise ConfigError(f"max_seq_len: {max_seq_len} is more than the {meant_for} tokens that the model is meant for")
     check_prompts(token_ids, max_seq_len, pretrained.config.vocab_size)
+    return Encoded(token_ids=token_ids, template=template, end_ids=end_ids, max_seq_len=max_seq_len)
 
-    model_config = choose_types(config, pretrained.config)
+
+def lay_out(config: GenerateConfig, opened: Opened) -> ModelConfig:
+    """Makes the mesh of the model the current one of the process, and returns the model with its types.
+
+    Raises:
+        ConfigError: the model cannot be divided over the mesh.
+    """
+    model_config = choose_types(config, opened.pretrained.config)
     jax.set_mesh(mesh.make_mesh(choose_mesh(config.mesh, model_config, jax.device_count())))
-    say(f"devices    {console.devices()}; {model_config.param_dtype}")
-    completer = Completer(
-        load_model(pretrained, model_config),
-        tokenizer,
+    return model_config
+
+
+def load(opened: Opened, model_config: ModelConfig) -> Loaded:
+    """Reads the weights onto the current mesh.
+
+    Raises:
+        CheckpointError: the weights are damaged.
+    """
+    weights = load_model(opened.pretrained, model_config)
+    return Loaded(pretrained=opened.pretrained, tokenizer=opened.tokenizer, config=model_config, weights=weights)
+
+
+def make_completer(config: GenerateConfig, loaded: Loaded, encoded: Encoded) -> Completer:
+    """Returns what writes continuations as `config` says."""
+    return Completer(
+        loaded.weights,
+        loaded.tokenizer,
         sampling=Sampling(temperature=config.temperature, top_k=config.top_k, top_p=config.top_p, min_p=config.min_p),
         key=jax.random.key(config.seed),
-        max_seq_len=max_seq_len,
-        end_ids=end_ids,
+        max_seq_len=encoded.max_seq_len,
+        end_ids=encoded.end_ids,
     )
-    console.CONSOLE.ends_with_reader = config.output is None
-    try:
-        if config.is_talk:
-            assert template is not None
-            talk(config, completer, tokenizer, template)
-        else:
-            write_texts(config, completer, prompts, token_ids)
-    except KeyboardInterrupt:
-        print()
-        say_speed(completer.stats)
-        raise
-    say_speed(completer.stats)
+
+
+def complete(config: GenerateConfig, completer: Completer, encoded: Encoded) -> Iterator[Piece]:
+    """Continues every prompt as `config` says."""
+    return completer.complete(
+        encoded.token_ids,
+        max_tokens=config.max_tokens,
+        stop=config.stop,
+        num_samples=config.num_samples,
+        batch_size=config.batch_size,
+    )
 
 
 def choose_types(config: GenerateConfig, model: ModelConfig) -> ModelConfig:
-    """The model with the types to keep weights in and to compute with."""
+    """Returns the model with the types of weights and computation that `config` chooses."""
     compute_dtype = model.compute_dtype if config.compute_dtype == "auto" else config.compute_dtype
     param_dtype = compute_dtype if config.param_dtype == "auto" else config.param_dtype
     return dataclasses.replace(model, param_dtype=param_dtype, compute_dtype=compute_dtype)
 
 
 def choose_mesh(config: MeshConfig, model: ModelConfig, num_devices: int) -> MeshConfig:
-    """The mesh that is asked for; if none is, the fastest that fits any model and number of devices.
+    """Returns the mesh that `config` asks for, or else the fastest one that fits any model and number of devices.
 
-    Splitting heads splits the reading of weights, which is what a token's time goes into. Copies of the model for the
-    rest, because weights split along `fsdp` would travel for every token.
+    Splitting heads splits the reading of weights, which takes most of a token's time. The remaining devices hold copies of
+    the model, because weights split along `fsdp` would travel for every token.
 
     Raises:
-        ConfigError: the model cannot be divided over the mesh that is asked for.
+        ConfigError: the model cannot be divided over the mesh that `config` asks for.
     """
     if config == MeshConfig(num_cpu_devices=config.num_cpu_devices):
         tensor = math.gcd(num_devices, model.num_kv_heads, model.mlp_dim, model.vocab_size)
@@ -116,18 +214,10 @@ def choose_mesh(config: MeshConfig, model: ModelConfig, num_devices: int) -> Mes
     return config
 
 
-def write_texts(
-    config: GenerateConfig, completer: Completer, prompts: Sequence[Prompt], token_ids: Sequence[Sequence[int]]
-) -> None:
-    """All continuations: one alone as it is written, several when they and those before them are done."""
+def write_texts(config: GenerateConfig, completer: Completer, prompts: Sequence[Prompt], encoded: Encoded) -> None:
+    """Writes all continuations: a single one while it is generated, several as each and those before it are done."""
     num_rows = len(prompts) * config.num_samples
-    pieces = completer.complete(
-        token_ids,
-        max_tokens=config.max_tokens,
-        stop=config.stop,
-        num_samples=config.num_samples,
-        batch_size=config.batch_size,
-    )
+    pieces = complete(config, completer, encoded)
     if config.output is not None:
         with create(config.output) if jax.process_index() == 0 else contextlib.nullcontext() as output:
             for row, completion in in_order(pieces, num_rows):
@@ -146,10 +236,10 @@ def write_texts(
 
 
 def create(path: str) -> TextIO:
-    """A new file, to write to.
+    """Creates a file and opens it for writing.
 
     Raises:
-        ConfigError: it cannot be made.
+        ConfigError: it cannot be created.
         OSError: the disk fails, or is full.
     """
     try:
@@ -161,7 +251,7 @@ def create(path: str) -> TextIO:
 
 
 def in_order(pieces: Iterator[Piece], num_rows: int) -> Iterator[tuple[int, Completion]]:
-    """Every row's completion when it and those before it are there; shows on a terminal how far the writing is."""
+    """Yields each row's completion once it and all earlier ones are complete; shows progress on a terminal."""
     finished: dict[int, Completion] = {}
     next_row = num_tokens = 0
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
@@ -176,7 +266,7 @@ def in_order(pieces: Iterator[Piece], num_rows: int) -> Iterator[tuple[int, Comp
                     finished[piece.row] = piece.completion
                     progress.advance(task)
                 if next_row in finished:
-                    progress.stop()  # it would write into lines that are not whole
+                    progress.stop()  # it would write into unfinished lines
                     while next_row in finished:
                         yield next_row, finished.pop(next_row)
                         next_row += 1
@@ -188,13 +278,13 @@ def in_order(pieces: Iterator[Piece], num_rows: int) -> Iterator[tuple[int, Comp
 
 
 def talk(config: GenerateConfig, completer: Completer, tokenizer: Tokenizer, template: ChatTemplate) -> None:
-    """A conversation at the terminal, until its end of input.
+    """Holds a conversation at the terminal until the end of input.
 
     Raises:
-        DataError: it became longer than the model takes.
+        DataError: it is longer than the model takes.
     """
     with contextlib.suppress(ImportError):
-        import readline  # noqa: F401  (lets `input` edit lines and remember them)
+        import readline  # noqa: F401  (line editing and history for `input`)
 
     say("talk       Ctrl-C ends an answer, Ctrl-D the talk")
     messages = [] if config.system is None else [{"role": "system", "content": config.system}]
@@ -224,7 +314,7 @@ def talk(config: GenerateConfig, completer: Completer, tokenizer: Tokenizer, tem
 
 
 def say_speed(stats: Stats) -> None:
-    """What reading, writing and compiling took."""
+    """Prints the speed of prefill and decoding, and the time of compilation."""
     if not stats.prefill_s:
         return
     parts = [f"prefill {stats.prompt_tokens:,} tokens, {stats.prompt_tokens / stats.prefill_s:,.0f} tokens/s"]
@@ -234,7 +324,7 @@ def say_speed(stats: Stats) -> None:
 
 
 def main(config: GenerateConfig) -> None:
-    """Runs, and ends the process."""
+    """Generates and ends the process."""
     code = exit_code(
         lambda: run(config),
         memory_remedy="a smaller batch_size or max_tokens, param_dtype: bfloat16, or a larger mesh.tensor or mesh.fsdp",

@@ -35,8 +35,12 @@ GLOO = "make_gloo_tcp_collectives"
 """The function that jax calls to connect processes on CPUs; a jax without it is left unchanged."""
 
 
-def select_platform(config: MeshConfig) -> None:
+def select_platform(config: MeshConfig, *, or_more: bool = False) -> None:
     """Selects the CPU with `config.num_cpu_devices` emulated devices, if set; call it before any other use of jax.
+
+    Args:
+        config: the mesh.
+        or_more: a jax that already runs may have more of them.
 
     Raises:
         EnvironmentMismatchError: jax already runs with another platform or device count.
@@ -53,7 +57,9 @@ def select_platform(config: MeshConfig) -> None:
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", config.num_cpu_devices)
     except RuntimeError as error:
-        if jax.default_backend() != "cpu" or jax.local_device_count() != config.num_cpu_devices:
+        number = jax.local_device_count()
+        suffices = number >= config.num_cpu_devices if or_more else number == config.num_cpu_devices
+        if jax.default_backend() != "cpu" or not suffices:
             raise EnvironmentMismatchError(
                 f"mesh.num_cpu_devices: {config.num_cpu_devices} emulated devices are requested, but jax already runs with"
                 f" {jax.local_device_count()} {jax.default_backend()} device(s); start a new process"
@@ -127,6 +133,7 @@ def connect(
     *,
     memory_fraction: float = MEMORY_FRACTION,
     settings: Mapping[str, Any] | None = None,
+    or_more: bool = False,
 ) -> None:
     """Starts jax with its devices and the other processes; call it before any other use of jax.
 
@@ -136,12 +143,13 @@ def connect(
         memory_fraction: share of a GPU's memory that jax takes for arrays, unless the environment says otherwise; the rest
             is for CUDA, its libraries and NCCL.
         settings: settings that must be the same in all processes.
+        or_more: see `select_platform`.
 
     Raises:
         EnvironmentMismatchError: the machine does not match the configuration, or processes have other settings.
     """
     os.environ.setdefault(gpu_memory_budget.VARIABLE, str(memory_fraction))
-    select_platform(config)
+    select_platform(config, or_more=or_more)
     join_run(distributed, settings)
     try:
         jax.devices()

@@ -1,4 +1,4 @@
-"""Where a run begins: behind its checkpoint, with the weights of another model, or with weights that it draws."""
+"""Beginning of a run: its checkpoint, the weights of another model, or random weights."""
 
 import math
 from dataclasses import dataclass
@@ -28,19 +28,19 @@ from llamajax.weights.pretrained import Pretrained
 
 @dataclass(frozen=True, kw_only=True)
 class Beginning:
-    """What a run begins with; nothing large of it is read yet."""
+    """Beginning of a run; no array of it is read yet."""
 
     found: Found[TrainState] | None
-    """The checkpoint that it goes on from; None: it is new."""
+    """Checkpoint that the run resumes from; None: the run is new."""
     passed_over: tuple[PassedOver, ...]
-    """Rows that it does not take."""
+    """Rows that the run skips."""
     pretrained: Pretrained | None
-    """The model whose weights a new run starts from; None: it draws them."""
+    """Model that supplies the weights of a new run; None: they are random."""
     origin: Origin
-    """What it takes along: of the weights that it starts from, or as its checkpoint has kept it."""
+    """Tokenizer and files that the run takes over from its initial weights, or from its checkpoint."""
 
     def described(self, config: Config) -> str:
-        """Where it begins, for people."""
+        """Returns a line for people."""
         if self.found is not None:
             return f"resuming at step {self.found.step}{self.found.place}"
         if self.pretrained is not None:
@@ -50,19 +50,22 @@ class Beginning:
     def start_from(
         self, restored: Restored[TrainState] | None, config: Config, passed_over: tuple[PassedOver, ...]
     ) -> Start:
-        """Where the loop begins: behind a checkpoint that was read, or with the weights of a new run."""
+        """Returns the start of the loop: after a checkpoint that was read, or with the weights of a new run."""
         if restored is not None:
             return Start(restored.state, restored.step, passed_over, restored.meta.get("recent_losses", ()))
-        assert config.init_from is None or self.pretrained, "a run that was resumed has a checkpoint to go back to"
+        assert config.init_from is None or self.pretrained, "a resumed run has a checkpoint to go back to"
         model = None if self.pretrained is None else load_model(self.pretrained, config.model)
         return Start(init_state(config, model), passed_over=passed_over)
 
 
 def open_weights(config: Config, run_dir: Path) -> Pretrained | None:
-    """The model that a new run starts from, which must be the configuration's; None: the run draws its weights, or goes on.
+    """Opens the model that supplies the weights of a new run; it must match the configuration.
+
+    Returns:
+        The model; None if the run resumes or draws random weights.
 
     Raises:
-        UserError: as of `open_pretrained` and `Pretrained.check`.
+        UserError: see `open_pretrained` and `Pretrained.check`.
     """
     if config.init_from is None or of_first(latest_step(run_dir)) is not None:
         return None
@@ -74,17 +77,18 @@ def open_weights(config: Config, run_dir: Path) -> Pretrained | None:
 def find_beginning(
     asked: Config, config: Config, abstract: TrainState, pretrained: Pretrained | None, checkpointer: Checkpointer
 ) -> Beginning:
-    """Finds what the run in its directory goes on from, and looks at all that it needs; all processes call this together.
+    """Finds the checkpoint that the run resumes from, and checks everything that the run needs; all processes call this
+    together.
 
     Args:
         asked: the run, as its user wrote it.
         config: the run on these devices.
         abstract: its `abstract_state`.
-        pretrained: of `open_weights`.
-        checkpointer: of the run.
+        pretrained: the result of `open_weights`.
+        checkpointer: the run's.
 
     Raises:
-        UserError: checkpoint, data or disk do not allow it.
+        UserError: checkpoint, data or disk do not allow the run.
     """
     run_dir = Path(config.run_dir).expanduser()
     passed_over = read_passed_over(run_dir, checkpointer)
@@ -96,7 +100,7 @@ def find_beginning(
 
 
 def check_beginning(asked: Config, config: Config, abstract: TrainState, pretrained: Pretrained | None) -> None:
-    """`find_beginning` for a run that does not begin: nothing is locked, written or set aside; all processes call this
+    """Does the checks of `find_beginning` for a dry run: locks, writes and sets aside nothing; all processes call this
     together."""
     run_dir, found = Path(config.run_dir).expanduser(), None
     if of_first(latest_step(run_dir)) is not None:

@@ -28,49 +28,52 @@ from llamajax.watch.trace import trace
 
 @dataclass(frozen=True)
 class Start:
-    """Where the loop begins."""
+    """Beginning of the loop."""
 
     state: TrainState
-    """After `step` steps; the first one uses it up."""
+    """State after `step` steps; the first step of the loop uses it up."""
     step: int = 0
-    """Finished steps."""
+    """Number of finished steps."""
     passed_over: tuple[PassedOver, ...] = ()
-    """Rows that the run does not take."""
+    """Rows that the run skips."""
     recent_losses: Sequence[float] = ()
-    """What the next losses are compared with; see `BadSteps`."""
+    """Losses that the next ones are compared with; see `BadSteps`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Trainer:
-    """The loop of a run, which begins again when the run goes back: what stays the same however often it does."""
+    """The loop of a run. It starts again when the run goes back to a checkpoint; these are the parts that stay the same."""
 
     config: Config
-    """The run."""
+    """The run on these devices."""
     num_eval_rows: int
-    """Held-out rows of an evaluation."""
+    """Number of held-out rows in an evaluation."""
     compilations: Mapping[int, Compilation]
-    """`train_step` of the run, by the length of rows."""
+    """Compiled `train_step`, by length of rows."""
     replicas: Replicas
-    """Compares what devices hold alike, before every checkpoint too."""
+    """Comparison of arrays that several devices hold, also before every checkpoint."""
     dataset: Dataset
-    """What it trains on."""
+    """Training data."""
     meta: dict[str, Any]
-    """What its checkpoints say about themselves."""
+    """Contents of `meta.json` in the checkpoints, except for what depends on the step."""
     files: Mapping[str, bytes]
-    """Name and content of what is kept with them."""
+    """Small files stored in the checkpoints, by name."""
     checkpointer: Checkpointer
-    """Writes them."""
+    """Writer of the checkpoints."""
     stop: StopSignal
-    """The requests to stop."""
+    """Requests to stop."""
     watchdog: Watchdog
-    """Ends the process when something takes too long."""
+    """Watchdog that ends the process when a phase takes too long."""
 
     def train(self, start: Start) -> tuple[TrainState, bool]:
-        """Steps, evaluations and checkpoints, until the last step or a request to stop; whether it was that.
+        """Takes steps, evaluates and saves until the last step or a request to stop.
+
+        Returns:
+            The last state, and whether a request stopped the loop.
 
         Raises:
-            GoBack: a step went wrong; the caller is to go back and train from there.
-            DivergedError: one did, and the run has gone back often enough.
+            GoBack: a step went wrong; the caller goes back to a checkpoint and trains from there.
+            DivergedError: a step went wrong, and the run has gone back as often as it may.
             CorruptionError: a device is wrong again and again.
         """
         self.watchdog.begin("first step")
@@ -107,13 +110,13 @@ class Trainer:
             stopped = self.stop.requested()
         if stopped:
             step, num_steps = progress.step, config.train.num_steps
-            saved, rest = ", which is saved" if step else "", "goes on from there" if step < num_steps else "evaluates it"
+            saved, rest = ", which is saved" if step else "", "resumes there" if step < num_steps else "evaluates it"
             console.log(f"stopped    at step {step}{saved}; the same command {rest}")
         return progress.state, stopped
 
 
 class _Progress:
-    """One pass of the loop: the state after `step` steps, and what is done with it between them."""
+    """One pass of the loop: the state after `step` steps, and the work between steps."""
 
     def __init__(
         self,
@@ -123,18 +126,18 @@ class _Progress:
         loader: Loader,
         of_stages: Sequence[Dataset],
     ) -> None:
-        """Begins at `start`, whose state the first step uses up; `of_stages` is the data of each stage."""
+        """Starts at `start`; the first step uses up its state. `of_stages` is the data of each stage."""
         self.state, self.step = start.state, start.step
         self._trainer, self._writer, self._loader, self._of_stages = trainer, writer, loader, of_stages
         self._config, self._passed_over = trainer.config, start.passed_over
         self._bad_steps = BadSteps(trainer.config, start.recent_losses, len(start.passed_over))
-        # Below `step` where the run goes on from a local disk, which may be lost.
+        # Below `step` if the run resumes from a local disk, which may be lost.
         self._saved_step = trainer.checkpointer.newest or 0
         self._save_is_due = False
         self._stage = -1 if trainer.config.data.stages else 0
 
     def tell_what_runs(self) -> None:
-        """Notes programs and data in the run's log."""
+        """Records programs and data in the run's log."""
         for seq_len, compilation in self._trainer.compilations.items():
             self._writer.event("compile", seq_len=seq_len, from_cache=compilation.from_cache, **compilation.facts)
         dataset = self._trainer.dataset
@@ -142,7 +145,7 @@ class _Progress:
         self._writer.event("data", fingerprint=dataset.fingerprint, stages=dataset.stage_fingerprints, epochs=in_all)
 
     def begin_stage(self) -> None:
-        """Tells of a stage where the next step is the first of it."""
+        """Logs the stage if the next step is its first."""
         if (begun := self._config.data.stage_at(self.step)) == self._stage:
             return
         self._stage = begun
@@ -163,7 +166,7 @@ class _Progress:
         watchdog.doing("")
 
     def save_or_compare(self) -> None:
-        """Saves the state, here or there, or compares replicas, if that is due after this step."""
+        """Saves the state to the run or to the local disk, or compares replicas, whichever is due after this step."""
         self._save_is_due = self._save_is_due or self.is_due(self._config.checkpoint.save_every)
         self._save_is_due = self._save_is_due or self._trainer.checkpointer.retry_due(self.step)
         locally = self.is_due(self._config.checkpoint.local_every)
@@ -173,7 +176,7 @@ class _Progress:
         if not (self._save_is_due or locally):
             self.compare_replicas()
         elif self._bad_steps.num_nonfinite:
-            return  # else it would take the place of a checkpoint to go back to
+            return  # it would replace a checkpoint that the run may go back to
         elif self._save_is_due:
             self._save()
             self._save_is_due = False
@@ -192,7 +195,7 @@ class _Progress:
             self._trainer.checkpointer.finish(save_again=self._save)
 
     def evaluate(self) -> None:
-        """The loss on held-out rows, of the stage that the last step was of."""
+        """Evaluates held-out rows of the stage that the last step belongs to."""
         number = self._config.data.stage_at(max(0, self.step - 1))
         in_rows = self._config.in_rows_of(self._config.data.all_stages[number].seq_len)
         with self._trainer.watchdog.phase("evaluate"), self._writer.pause("evaluating"):
@@ -202,18 +205,18 @@ class _Progress:
             self._writer.write_eval(self.step, result)
 
     def check(self, record: run_log.Record | None) -> None:
-        """Looks at the metrics of a finished step; raises `GoBack` and others as `Trainer.train`."""
+        """Checks the metrics of a finished step; raises `GoBack` and others as `Trainer.train` does."""
         if record is not None:
             self._trainer.watchdog.finished(record["step"])
         self._bad_steps.look(record, self._newest)
 
     def compare_replicas(self) -> None:
-        """Raises as `Replicas.check` does."""
+        """Compares replicas; raises as `Replicas.check` does."""
         with self._writer.pause("comparing replicas"):
             self._trainer.replicas.check(self.step, self.state, self._writer.event)
 
     def is_due(self, every: int | None) -> bool:
-        """Whether this is one of every so many steps."""
+        """Returns whether something that happens every `every` steps is due after this step."""
         return every is not None and self.step % every == 0
 
     def _save(self) -> None:
@@ -229,15 +232,19 @@ class _Progress:
             self._trainer.checkpointer.save_locally(self.step, self.state, self._meta(), self._trainer.files)
 
     def _newest(self) -> int | None:
-        with contextlib.suppress(SaveError):  # which was told
+        with contextlib.suppress(SaveError):  # it has been reported
             self._trainer.checkpointer.wait()
         return self._trainer.checkpointer.newest
 
     def _meta(self) -> dict[str, Any]:
-        position = {
-            "position": next_row(self.step, self._config.train.global_batch_size, self._passed_over),
-            "tokens": self._config.tokens_after(self.step),
-            "passed_over": [dataclasses.asdict(window) for window in self._passed_over],
-        }
-        meta = self._trainer.meta
+        position, meta = position_meta(self._config, self.step, self._passed_over), self._trainer.meta
         return meta | {"data": position | meta["data"], "recent_losses": self._bad_steps.recent_losses}
+
+
+def position_meta(config: Config, step: int, passed_over: Sequence[PassedOver]) -> dict[str, Any]:
+    """Returns what a checkpoint says about the data position of the run after `step` steps."""
+    return {
+        "position": next_row(step, config.train.global_batch_size, passed_over),
+        "tokens": config.tokens_after(step),
+        "passed_over": [dataclasses.asdict(window) for window in passed_over],
+    }

@@ -1,9 +1,12 @@
 """The whole story of a training run: read `run` from top to bottom."""
 
+import dataclasses
 import functools
 import os
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import jax
 
@@ -31,74 +34,120 @@ from llamajax.training.rollback import go_back
 from llamajax.training.stages import check_forms, compile_steps, resolve_stages
 from llamajax.training.stop import StopSignal
 from llamajax.training.watchdog import Watchdog, process_ends
-from llamajax.watch import console
+from llamajax.watch import console, startup_time
 from llamajax.watch.console import say
 from llamajax.watch.peak import peak_flops
+from llamajax.weights.pretrained import Pretrained
 
 
-def run(asked: Config, *, dry_run: bool = False) -> None:
-    """Trains as `asked`, resuming what its run directory holds; with `dry_run`, looks at all it needs, compiles and stops.
+def run(asked: Config, *, dry_run: bool = False, owns_process: bool = True) -> None:
+    """Trains as `asked`, resuming the run in its directory.
 
-    Whatever can be known without the compiler is refused before it begins.
+    Everything that can be checked without the compiler is checked before it starts.
+
+    Args:
+        asked: the run, as its user wrote it.
+        dry_run: check everything, compile and stop.
+        owns_process: this process exists for the run. Signals and the watchdog may end it, and the run began when the
+            process did. Otherwise see `StopSignal`; there is no watchdog.
 
     Raises:
-        UserError: one of `llamajax.errors`, when the configuration, data, machine or checkpoints do not allow it.
+        UserError: one of `llamajax.errors`, when the configuration, data, machine or checkpoints do not allow the run.
     """
     run_dir = Path(asked.run_dir).expanduser()
-    with StopSignal() as stop, Watchdog(asked.watchdog, run_dir) as watchdog:
-        startup.begin(asked)
-        fitted = elastic.fit(asked, run_dir)
-        config = fitted.config
-        startup.lay_out(config)
-        watchdog.begin("load")
-        abstract = abstract_state(config)
-        console.print_header(config, abstract.model)
-        if fitted.line is not None:
-            console.log(f"elastic    {fitted.line}")
-        check_forms(config)
-        if jax.default_backend() == "gpu":
-            check_told(config)
-        pretrained = open_weights(config, run_dir)
+    limits = asked.watchdog if owns_process else dataclasses.replace(asked.watchdog, enabled=False)
+    if not owns_process:
+        startup_time.begins_now()
+    with StopSignal(ends_process=owns_process) as stop, Watchdog(limits, run_dir) as watchdog:
+        outset = look(asked, run_dir, watchdog)
         if dry_run:
-            check_beginning(asked, config, abstract, pretrained)
-            compile_all(config, abstract, watchdog)
+            check_beginning(asked, outset.config, outset.abstract, outset.pretrained)
+            compile_all(outset.config, outset.abstract, watchdog)
             return
 
         in_background = functools.partial(watchdog.phase, "save")
-        with Checkpointer(run_dir, config.checkpoint, on_failure=say, around_commit=in_background) as checkpointer:
+        with Checkpointer(run_dir, outset.config.checkpoint, on_failure=say, around_commit=in_background) as checkpointer:
             watchdog.keep_stacks()
-            beginning = find_beginning(asked, config, abstract, pretrained, checkpointer)
-            watchdog.begin("load")
-            dataset = prepare_data(config, beginning)
-            meta = checkpoint_meta(asked, dataset, beginning.origin.hf, fitted.began)
-            if beginning.found is not None:
-                check_data(asked, beginning.found, meta)
-            compilations, replicas = compile_all(config, abstract, watchdog)
-            trainer = Trainer(
-                config=config,
-                num_eval_rows=config.train.eval_batches * asked.train.micro_batch_size,
-                compilations=compilations,
-                replicas=replicas,
-                dataset=dataset,
-                meta=meta,
-                files={**beginning.origin.files, **dataset.files},
-                checkpointer=checkpointer,
-                stop=stop,
-                watchdog=watchdog,
-            )
-            state, stopped = train_to_the_end(trainer, beginning, asked, abstract)
+            trainer, beginning = prepare_trainer(asked, outset, checkpointer, stop, watchdog)
+            state, stopped = train_to_the_end(trainer, beginning, asked, outset.abstract)
             watchdog.begin("evaluate")
             if not stopped:
-                write_sample(config, state, dataset)
+                write_sample(outset.config, state, trainer.dataset)
         if jax.process_index() == 0 and int(state.step) > 0:
             console.print_end(run_dir, run_dir / "checkpoints" / str(int(state.step)))
 
 
-def prepare_data(config: Config, beginning: Beginning) -> Dataset:
-    """What the run trains on, the same in all processes, which call this together; tells how often it goes through it.
+@dataclass(frozen=True, kw_only=True)
+class Outset:
+    """A run that fits this machine; nothing of it is read or compiled yet."""
+
+    config: Config
+    """The run on these devices."""
+    began: dict[str, Any]
+    """Mesh and accumulation that the run began with; see `elastic.Fitted`."""
+    abstract: TrainState
+    """Its `abstract_state`."""
+    pretrained: Pretrained | None
+    """The model whose weights a new run starts from."""
+
+
+def look(asked: Config, run_dir: Path, watchdog: Watchdog) -> Outset:
+    """Starts jax for the run and checks that the run fits the devices and weights; all processes call this together.
 
     Raises:
-        UserError: as of `prepare`, or processes have other data, or a prompt is not one for the model.
+        UserError: the configuration, machine or weights do not allow the run.
+    """
+    startup.begin(asked)
+    fitted = elastic.fit(asked, run_dir)
+    config = fitted.config
+    startup.lay_out(config)
+    watchdog.begin("load")
+    abstract = abstract_state(config)
+    console.print_header(config, abstract.model)
+    if fitted.line is not None:
+        console.log(f"elastic    {fitted.line}")
+    check_forms(config)
+    if jax.default_backend() == "gpu":
+        check_told(config)
+    return Outset(config=config, began=fitted.began, abstract=abstract, pretrained=open_weights(config, run_dir))
+
+
+def prepare_trainer(
+    asked: Config, outset: Outset, checkpointer: Checkpointer, stop: StopSignal, watchdog: Watchdog
+) -> tuple[Trainer, Beginning]:
+    """Finds the beginning of the run, prepares its data and compiles its steps; all processes call this together.
+
+    Raises:
+        UserError: checkpoint, data or disk do not allow the run.
+    """
+    config = outset.config
+    beginning = find_beginning(asked, config, outset.abstract, outset.pretrained, checkpointer)
+    watchdog.begin("load")
+    dataset = prepare_data(config, beginning)
+    meta = checkpoint_meta(asked, dataset, beginning.origin.hf, outset.began)
+    if beginning.found is not None:
+        check_data(asked, beginning.found, meta)
+    compilations, replicas = compile_all(config, outset.abstract, watchdog)
+    trainer = Trainer(
+        config=config,
+        num_eval_rows=config.train.eval_batches * asked.train.micro_batch_size,
+        compilations=compilations,
+        replicas=replicas,
+        dataset=dataset,
+        meta=meta,
+        files={**beginning.origin.files, **dataset.files},
+        checkpointer=checkpointer,
+        stop=stop,
+        watchdog=watchdog,
+    )
+    return trainer, beginning
+
+
+def prepare_data(config: Config, beginning: Beginning) -> Dataset:
+    """Prepares the data of the run and logs its epochs; all processes call this together.
+
+    Raises:
+        UserError: see `prepare`; also if data differs between processes, or the sample prompt does not fit the model.
     """
     dataset = prepare(config, log=console.log, log_work=console.log_own, tokenizer=beginning.origin.tokenizer)
     fingerprints = repr((dataset.fingerprint, dataset.stage_fingerprints))
@@ -116,7 +165,8 @@ def prepare_data(config: Config, beginning: Beginning) -> Dataset:
 
 
 def compile_all(config: Config, abstract: TrainState, watchdog: Watchdog) -> tuple[Mapping[int, Compilation], Replicas]:
-    """The training step of each length of rows, and what compares replicas; all processes call this together."""
+    """Compiles the training step for each length of rows, and the comparison of replicas; all processes call this
+    together."""
     watchdog.begin("compile")
     runs = resolve_stages(config)
     run_dir = Path(config.run_dir).expanduser().absolute()
@@ -126,8 +176,11 @@ def compile_all(config: Config, abstract: TrainState, watchdog: Watchdog) -> tup
 
 
 def train_to_the_end(trainer: Trainer, beginning: Beginning, asked: Config, abstract: TrainState) -> tuple[TrainState, bool]:
-    """Trains to the last step or a request to stop, which it tells of; again from an earlier checkpoint where a step goes
-    wrong."""
+    """Trains to the last step or a request to stop; goes back to an earlier checkpoint when a step goes wrong.
+
+    Returns:
+        The last state, and whether a request stopped the run.
+    """
     config, watchdog, checkpointer = trainer.config, trainer.watchdog, trainer.checkpointer
     watchdog.begin("load")
     restored = None if beginning.found is None else beginning.found.read()
@@ -141,18 +194,18 @@ def train_to_the_end(trainer: Trainer, beginning: Beginning, asked: Config, abst
         while True:
             start = beginning.start_from(restored, config, passed_over)
             checkpointer.go_on_from(start.step)  # before its logs are cut
-            everyones("ready")  # the first collective of devices waits for half a minute only
+            everyones("ready")  # the first collective of devices waits half a minute at most
             try:
                 return trainer.train(start)
             except GoBack as error:
-                bad = error.with_traceback(None)  # whose frames hold the state that went wrong
-                del start, restored  # which hold the one that it began with
+                bad = error.with_traceback(None)  # the frames hold the state that went wrong
+                del start, restored  # they hold the state that it began with
             watchdog.begin("load")
             restored, passed_over = go_back(bad, config, abstract, checkpointer, passed_over)
 
 
 def write_sample(config: Config, state: TrainState, dataset: Dataset) -> None:
-    """Prints how the trained model goes on from `sample.prompt`, if there is one."""
+    """Prints the trained model's continuation of `sample.prompt`, if one is set."""
     if config.sample.prompt is None:
         return
     pieces = stream_text(
@@ -169,7 +222,7 @@ def write_sample(config: Config, state: TrainState, dataset: Dataset) -> None:
 
 
 def main(config: Config, *, dry_run: bool) -> None:
-    """Runs, and ends the process."""
+    """Trains and ends the process."""
     code = exit_code(
         lambda: run(config, dry_run=dry_run),
         memory_remedy="model.remat: full, more train.grad_accum_steps, or a larger mesh.fsdp or mesh.tensor",

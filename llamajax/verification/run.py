@@ -1,8 +1,8 @@
 """A verification, from configuration to verdict: read `run` from top to bottom.
 
-The run's mesh and forms are scaled down to a few emulated devices, and its first steps compared with those of the plainest
-run there is: one device, one micro-batch, nothing recomputed, no form of sharing the work. Both draw the weights themselves,
-are trained on the same rows, and compute in fp32 all through.
+Scales the run's mesh and forms down to a few emulated devices, and compares its first steps with those of the plainest
+possible run: one device, one micro-batch, no recomputation, no form of sharing the work. Both runs draw the weights
+themselves, train on the same rows, and compute in fp32 throughout.
 
 Exit codes: 0 when all numbers are equal, or the run has one device and so nothing to verify; 1 when some differ; 2 for
 mistakes.
@@ -12,7 +12,10 @@ import json
 import math
 import os
 from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
 
+from llamajax.config.parallel import ParallelConfig
 from llamajax.config.run import Config
 from llamajax.errors import ConfigError, UnequalError, show
 from llamajax.parallel import startup
@@ -29,48 +32,30 @@ from llamajax.watch.option_files import check_outputs, write_output
 FILES = ("--json", "--page")
 """Options that name a file to write."""
 PAGES = ("--page",)
-"""Those whose file is an HTML page."""
+"""Options that name an HTML page to write."""
+NOTHING = "nothing to verify: the run has one device; mesh and mesh.num_cpu_devices say how many there are"
+"""Verdict on a run with one device."""
 
 
 def run(config: Config, options: Mapping[str, str]) -> None:
-    """Verifies `config`, prints what came out and writes the files that `options` names.
+    """Verifies `config`, prints the result and writes the files that `options` names.
 
     Args:
         config: the run.
-        options: of the command line: files to write, by the option that names them, and `--devices`.
+        options: command-line options: files to write, by the option that names them, and `--devices`.
 
     Raises:
         ConfigError: the mesh cannot be laid over so many devices, or a file cannot be written.
-        UnequalError: numbers differ; what came out is printed and written all the same.
+        UnequalError: numbers differ; the result is printed and written all the same.
     """
     check_outputs(options, FILES, PAGES)
-    num_devices = _read_devices(options["--devices"]) if "--devices" in options else None
-    configured = configured_axes(config)
-    if problems := config.undivided(configured):
-        raise ConfigError("\n".join(problems))
-    if math.prod(configured.values()) == 1:
-        console.CONSOLE.print(
-            "verdict    nothing to verify: the run has one device; mesh and mesh.num_cpu_devices say how many there are",
-            soft_wrap=True,
-        )
+    scaled = scale(config, _read_devices(options["--devices"]) if "--devices" in options else None)
+    if scaled is None:
+        console.CONSOLE.print(f"verdict    {NOTHING}", soft_wrap=True)
         return
-    lengths = {stage.seq_len for stage in config.data.all_stages}
-    config = config.in_longest_rows()
-    scaled = scaled_axes(configured, num_devices) if num_devices else fitting_axes(config.model, configured)
-    trained = resolve(config, configured).config
-    verified = scale_down(config, configured, scaled).changed({"model.remat": trained.model.remat})
     # Fast code for five steps of a tiny model is not worth its compilation.
     os.environ["XLA_FLAGS"] = f"--xla_backend_optimization_level=0 {os.environ.get('XLA_FLAGS', '')}".strip()
-    startup.connect(verified.mesh, verified.distributed)
-    log(f"run        {config.run_dir}")
-    log(f"mesh       {text.mesh(configured)}, verified as {text.mesh(scaled)}")
-    if len(lengths) > 1:
-        log(f"rows       of {max(lengths):,} tokens, the longest of the run's stages")
-    log(f"forms      {', '.join(f'{name} {value}' for name, value in vars(trained.parallel).items())}")
-    log("")
-    text.print_changes(changes(config, verified))
-    with console.waiting("starting") as doing:
-        told = certify(config, verified, trained.parallel, doing)
+    told = compare(scaled)
     log("")
     text.print_verification(told)
     write_output(options, "--json", lambda: json.dumps(told, indent=1))
@@ -80,6 +65,65 @@ def run(config: Config, options: Mapping[str, str]) -> None:
         raise UnequalError(f"{text.first_difference(told)}; likely cause: {told['clues'][0]}{tried and f'; {tried}'}")
 
 
+@dataclass(frozen=True, kw_only=True)
+class Scaled:
+    """A run, scaled down to a few devices."""
+
+    config: Config
+    """The run, in its longest rows."""
+    verified: Config
+    """The run that is compared with one device."""
+    configured_axes: Mapping[str, int]
+    """Sizes of the run's mesh axes."""
+    scaled_axes: Mapping[str, int]
+    """Sizes of the verified mesh axes."""
+    forms: ParallelConfig
+    """Forms that the run is trained in, none of them `auto`."""
+    lengths: frozenset[int]
+    """Lengths of rows in the run's stages, in tokens."""
+
+
+def scale(config: Config, num_devices: int | None) -> Scaled | None:
+    """Scales a run down to `num_devices`, or to as few as its mesh allows; None if the run has one device.
+
+    Raises:
+        ConfigError: the mesh cannot be laid over so many devices.
+    """
+    configured = configured_axes(config)
+    if problems := config.undivided(configured):
+        raise ConfigError("\n".join(problems))
+    if math.prod(configured.values()) == 1:
+        return None
+    lengths = frozenset(stage.seq_len for stage in config.data.all_stages)
+    config = config.in_longest_rows()
+    axes = scaled_axes(configured, num_devices) if num_devices else fitting_axes(config.model, configured)
+    trained = resolve(config, configured).config
+    verified = scale_down(config, configured, axes).changed({"model.remat": trained.model.remat})
+    return Scaled(
+        config=config, verified=verified, configured_axes=configured, scaled_axes=axes, forms=trained.parallel,
+        lengths=lengths,
+    )  # fmt: skip
+
+
+def compare(scaled: Scaled) -> dict[str, Any]:
+    """Starts jax on emulated devices, unless it runs on enough of them, and returns the figures of the comparison.
+
+    Raises:
+        EnvironmentMismatchError: jax already runs on too few devices, or on other ones.
+    """
+    config, verified = scaled.config, scaled.verified
+    startup.connect(verified.mesh, verified.distributed, or_more=True)
+    log(f"run        {config.run_dir}")
+    log(f"mesh       {text.mesh(scaled.configured_axes)}, verified as {text.mesh(scaled.scaled_axes)}")
+    if len(scaled.lengths) > 1:
+        log(f"rows       of {max(scaled.lengths):,} tokens, the longest of the run's stages")
+    log(f"forms      {', '.join(f'{name} {value}' for name, value in vars(scaled.forms).items())}")
+    log("")
+    text.print_changes(changes(config, verified))
+    with console.waiting("starting") as doing:
+        return certify(config, verified, scaled.forms, doing)
+
+
 def _read_devices(value: str) -> int:
     if not value.isascii() or not value.isdecimal() or not 2 <= int(value[:9]) <= MOST_DEVICES:
         raise ConfigError(f"--devices: {show(value)} must be a number from 2 to {MOST_DEVICES}")
@@ -87,10 +131,10 @@ def _read_devices(value: str) -> int:
 
 
 def main(config: Config, options: Mapping[str, str]) -> int:
-    """Verifies, and returns the exit code."""
+    """Verifies and returns the exit code."""
     return exit_code(
         lambda: run(config, options),
         memory_remedy="fewer --devices",
         disk="the disk",
-        disk_remedy="see to it and try again",
+        disk_remedy="free space on it, or repair it, and try again",
     )

@@ -108,11 +108,14 @@ def everything(monkeypatch) -> Config:
             initialization_timeout_s=8,
         ),
         checkpoint=CheckpointConfig(
-            save_every=4, keep_last=9, keep_every=8, async_save=False, allow_config_change=True, local_dir="1e3",
+            save_every=4, keep_last=9, keep_every=8, async_save=False, allow_changes=("train.num_steps",), local_dir="1e3",
             local_every=2,
         ),
         recovery=RecoveryConfig(max_rollbacks=1, spike_zscore=1e-5, spike_window=16, checksum_every=7),
-        metrics=MetricsConfig(log_every=1, straggler_ratio=1e6, tensorboard=True, wandb=True, wandb_project="true"),
+        metrics=MetricsConfig(
+            log_every=1, straggler_ratio=1e6, tensorboard=True, wandb=True, wandb_project="true", wandb_entity="no",
+            wandb_name="1e3", wandb_tags=("2024", "on"),
+        ),
         hardware=HardwareConfig(
             gpu="h200", nodes=3, gpus_per_node=4, gpu_bandwidth=1e9, node_bandwidth=2.5, price_per_gpu_hour=0.1,
             token_budget=1e12, calibration="1e3",
@@ -188,8 +191,8 @@ EDITS = [
     ("runs/tiny", "no", '1: run_dir: must be text, but YAML reads no as bool; write "no"'),
     ("runs/tiny", "2024-01-01", "1: run_dir: must be text, but YAML reads 2024-01-01 as timestamp;"),
     ("runs/tiny", "null", "1: run_dir: must be text, not null"),
-    ("runs/tiny", '"a\\0b"', "1: run_dir: must be text, but 'a\\x00b' holds something that is no character"),
-    ("runs/tiny", '"\\uD800"', "1: run_dir: must be text, but '\\ud800' holds something that is no character"),
+    ("runs/tiny", '"a\\0b"', "1: run_dir: must be text, but 'a\\x00b' contains an invalid character"),
+    ("runs/tiny", '"\\uD800"', "1: run_dir: must be text, but '\\ud800' contains an invalid character"),
     ("    - kind: stdlib", "    stdlib", "11: data.sources: must be a list, not stdlib; write [stdlib]"),
     ("    - kind: stdlib", "    kind: stdlib", "11: data.sources: must be a list, not keys and values"),
     ("- kind: stdlib", "- stdlib", "12: data.sources.0: must be a section with keys of its own, not stdlib"),
@@ -252,7 +255,7 @@ TEXTS = [
     ("---\n", "my.yaml:2: must hold sections with keys, not nothing"),
     ("- run_dir: x\n", "my.yaml:1: must hold sections with keys, not a list"),
     ("run_dir\n", "my.yaml:1: must hold sections with keys, not run_dir"),
-    (MINIMAL + "---\n" + MINIMAL, "my.yaml:19: a second document begins; keep one of them"),
+    (MINIMAL + "---\n" + MINIMAL, "my.yaml:19: a second document starts here; keep one of them"),
     ("a: &a [x]\nb: [" + "*a," * 349_000 + "]\n", "my.yaml:1: anchors and aliases are not supported"),
     ("a: " + "[" * 100_000, "my.yaml:1: nested deeper than 20 levels"),
     ("a: [" + "1," * 100_000 + "]", "my.yaml:1: more than 10,000 values, so this cannot be a configuration"),
@@ -285,7 +288,7 @@ def test_all_mistakes_are_told_at_once_in_the_order_of_their_lines(capsys):
         .replace("learning_rate: 3e-4", "learning_rate: 0")
     )
     assert refuse(capsys, text, "--seed", "x", "--mesh.dta", "2", "stray") == [
-        "stray: is no option; write --config FILE, and settings as --key VALUE",
+        "stray: is not an option; write --config FILE, and settings as --key VALUE",
         "my.yaml:2: model.mlp_dim: required, but missing",
         "my.yaml:5: unknown key 'model.num_layer'; did you mean 'model.num_layers'?",
         "my.yaml:8: model.head_dim: must be a whole number, not 8.0; write 8",
@@ -308,7 +311,7 @@ def test_rules_between_sections_are_told_at_once(capsys):
 def test_a_file_that_is_all_wrong_does_not_flood_the_screen(capsys):
     lines = refuse(capsys, "".join(f"key{i}: 1\n" for i in range(4000)))
     assert len(lines) == 51
-    assert lines[-1] == "my.yaml:50: there are more mistakes; mend these first"
+    assert lines[-1] == "my.yaml:50: more mistakes follow; fix these first"
 
 
 def test_a_file_that_cannot_be_read_is_one_line(capsys):
@@ -322,10 +325,10 @@ def test_a_file_that_cannot_be_read_is_one_line(capsys):
         ("folder", "folder: cannot be read: Is a directory"),
         ("my.yaml/x", "my.yaml/x: cannot be read: Not a directory"),
         ("a\0b", "'a\\x00b': cannot be read: embedded null byte"),
-        ("", "--config: needs a value; write --config FILE, or --help for every setting"),
+        ("", "--config: needs a value; write --config FILE, or --help for the settings"),
     ):
         assert refuse(capsys, None, "--config", path) == [expected]
-    assert refuse(capsys, None) == ["--config: required; write --config FILE, or --help for every setting"]
+    assert refuse(capsys, None) == ["--config: required; write --config FILE, or --help for the settings"]
 
 
 def test_values_may_be_written_as_people_do():

@@ -241,7 +241,7 @@ def test_a_directory_that_is_named_will_do_and_one_that_a_pattern_matches_for_sa
         data = DataConfig(sources=(SourceConfig(kind=kind, paths=(path,)),), seq_len=128)
         problems = [problem for problem in config(data=data).file_problems() if problem.startswith("data.s")]
         assert len(problems) == wrong
-        assert all(problem.endswith(f"directories do: write {matched}/** for the files in them") for problem in problems)
+        assert all(problem.endswith(f"directories do; write {matched}/** for the files in them") for problem in problems)
 
 
 def test_remote_files_are_not_looked_for_on_the_disk():

@@ -1,4 +1,4 @@
-"""What is left of a card for XLA's arrays: the same for a plan and for the training that it is of."""
+"""Memory of a card for XLA's arrays: the same for a plan and for its training."""
 
 import os
 from typing import Any

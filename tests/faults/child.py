@@ -314,9 +314,9 @@ def main() -> None:
 
         jax.__version__ = version
     lay_points()
-    from llamajax import train
+    from llamajax.train import main as train
 
-    train.main()
+    train()
 
 
 if __name__ == "__main__":

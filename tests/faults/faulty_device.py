@@ -44,13 +44,13 @@ def faulty(compile_here: Callable[..., Compilation], after: dict[int, Flip], *, 
 
 def main() -> None:
     """Takes its own argument off the command line, and trains."""
-    from llamajax import train
+    from llamajax.train import main as train
     from llamajax.training import stages
 
     told = json.loads(sys.argv.pop(1))
     after = {int(step): Flip(*flip) for step, flip in told["after"].items()}
     stages.compile_here = faulty(stages.compile_here, after, once=told["once"])
-    train.main()
+    train()
 
 
 if __name__ == "__main__":

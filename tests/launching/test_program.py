@@ -96,7 +96,7 @@ def test_a_run_that_goes_on_may_do_so_on_any_devices(find, tmp_path):
     ("arguments", "processes", "gpus", "line"),
     [
         ((), 2, 0, r"^mesh: .* = 8, but there are 16 devices; .* \(2 processes x 8 emulated devices\)$"),
-        (on_gpus(1), 3, 8, "^num_processes: 3 cannot divide the 8 GPUs of this host among them; choose another number"),
+        (on_gpus(1), 3, 8, "^num_processes: 3 processes cannot share the 8 GPUs of this host equally; choose"),
         (("--distributed.enabled", "false"), 1, 0, None),
         (
             ("--mesh.num_cpu_devices=4", "--mesh.tensor=1", "--distributed.enabled=false"), 2, 0,
@@ -104,7 +104,7 @@ def test_a_run_that_goes_on_may_do_so_on_any_devices(find, tmp_path):
         ),
         (
             ("--mesh.num_cpu_devices=4", "--distributed.num_processes=2"), 2, 0,
-            "^distributed.num_processes: set, but it is for the launcher to say; remove it$",
+            "^distributed.num_processes: set, but the launcher sets it; remove it$",
         ),
     ],
 )  # fmt: skip
@@ -118,23 +118,27 @@ def test_what_cannot_be_is_one_line(find, arguments, processes, gpus, line):
 
 @pytest.mark.parametrize("joined", [False, True])
 def test_processes_read_what_the_launcher_has_read_and_tell_its_own_name(tmp_path, monkeypatch, joined):
+    """The configuration and its base: neither an edit nor a removal after the launch changes what a restart reads."""
     monkeypatch.chdir(tmp_path)
     path = runs.write_config(tmp_path).relative_to(tmp_path)
-    arguments = [f"--config={path}"] if joined else ["--config", str(path)]
+    (tmp_path / "folder/of").mkdir(parents=True)
+    Path("folder/of/mine.yaml").write_text(f"base: ../../{path}\nseed: 7\n")
+    arguments = ["--config=folder/of/mine.yaml"] if joined else ["--config", "folder/of/mine.yaml"]
     program = find_program(LaunchConfig(num_processes=1), arguments, ONE_HOST, {"CUDA_VISIBLE_DEVICES": ""})
-    path.write_text("edited: meanwhile")
-    (folder := tmp_path / "folder").mkdir()
-    kept = program.with_config_in(folder)
-    (copy,) = [text.removeprefix("--config=") for text in kept.arguments if text.endswith(".yaml")]
-    assert copy.startswith(str(folder))
+    path.unlink()
+    Path("folder/of/mine.yaml").write_text("edited: meanwhile")
+    kept = program.with_config_in(tmp_path / "folder")
+    assert (kept.arguments, kept.config.seed) == (tuple(arguments), 7)
     for name, value in kept.environment(0, "127.0.0.1:9", None).items():
         monkeypatch.setenv(name, value)
-    assert load_config(copy) == program.config
-    Path(copy).write_text("modle: {}")
+    assert load_config("folder/of/mine.yaml") == program.config
+    copies = {os.path.relpath(original): copy for original, copy in kept.config_copies.items()}
+    assert {os.path.dirname(copy) for copy in copies.values()} == {f"{tmp_path}/folder/config"}
+    Path(copies[str(path)]).write_text("modle: {}")
     with pytest.raises(ConfigError) as caught:
-        load_config(copy)
+        load_config("folder/of/mine.yaml")
     assert f"{path}:1: unknown key 'modle'" in str(caught.value)
-    assert str(folder) not in str(caught.value)
+    assert f"{tmp_path}/folder" not in str(caught.value)
 
 
 def test_a_configuration_that_can_be_read_once_only_is_refused(tmp_path):
@@ -142,6 +146,6 @@ def test_a_configuration_that_can_be_read_once_only_is_refused(tmp_path):
     reads, writes = os.pipe()
     os.write(writes, text.encode())
     os.close(writes)
-    with pytest.raises(ConfigError, match=f"^--config: /dev/fd/{reads} is no file .*; write it to one$"):
+    with pytest.raises(ConfigError, match=f"^--config: /dev/fd/{reads} is not a file .*; write it to one$"):
         find_program(LaunchConfig(num_processes=1), ["--config", f"/dev/fd/{reads}"], ONE_HOST, {"CUDA_VISIBLE_DEVICES": ""})
     os.close(reads)

@@ -80,7 +80,7 @@ def test_the_last_compilation_is_told_the_latencies(compiled):
 
 
 def test_without_a_loop_one_program_is_compiled_less(compiled):
-    """Whose instructions have the same names with latencies and without."""
+    """Its instructions have the same names with latencies and without."""
     assert make_plan(plans.CONFIG).informed is not None
     blind, latencies = (text for _, text in compiled)
     assert blind is None

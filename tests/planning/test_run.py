@@ -8,11 +8,11 @@ from typing import get_args
 
 import pytest
 
-from llamajax import plan as plan_command
 from llamajax.config.data import StageConfig
 from llamajax.config.file import dump_config
 from llamajax.config.machine import HardwareConfig, PlannedGpu
 from llamajax.estimates.formulas import num_params
+from llamajax.plan import main as plan_command
 from llamajax.planning import run as plan
 from llamajax.planning.xla import compile as planning_compile
 from tests.estimates.test_calibration import MEASUREMENT
@@ -55,7 +55,7 @@ def test_alternatives_are_a_matter_of_the_command_line(planned, monkeypatch, tmp
     monkeypatch.setattr(plan, "make_plan", make_plan)
     for more in ([], ["--alternatives"], ["--alternatives", "--json", str(tmp_path / "a.json")]):
         monkeypatch.setattr(sys, "argv", ["plan", "--config", str(tmp_path / "run.yaml"), *more])
-        assert plan_command.main() == 0, capsys.readouterr().err
+        assert plan_command() == 0, capsys.readouterr().err
     assert told == [False, True, True]
 
 
@@ -75,7 +75,7 @@ def test_of_a_run_in_stages_the_longest_rows_are_planned(planned, tmp_path, caps
     assert told["token_budget"] == (5 * short + 2 * 2 * short + 3 * 16) * rows
     last = capsys.readouterr().out.splitlines()[-1]
     lengths = ",".join(map(str, sorted({16, short, 2 * short})))
-    assert last.startswith(f"stages     planned all through in rows of {2 * short:,} tokens, the longest")
+    assert last.startswith(f"stages     planned with rows of {2 * short:,} tokens, the longest")
     assert last.endswith(f"--sweep data.seq_len={lengths} compares all lengths")
     assert plan.main(plans.CONFIG, options={}) == 0
     assert "stages  " not in capsys.readouterr().out
@@ -103,7 +103,7 @@ def test_without_the_compiler_formulas_are_told(monkeypatch, tmp_path, capsys):
         (plans.CONFIG, {"--picture": "a.png"}, "name a file that ends with .html"),
         (plans.CONFIG, {"--sweep": "hardware.gpu=h300"}, "--sweep: hardware.gpu=h300: must be one of"),
         (plans.CONFIG, {"--hlo": "."}, "--hlo: . cannot be written: Is a directory; name another file"),
-        (plans.CONFIG, {"--json": "a", "--hlo": "./a"}, "--json: a: is the file of another option too"),
+        (plans.CONFIG, {"--json": "a", "--hlo": "./a"}, "--json: a: another option names this file too"),
         (plans.CONFIG, {"--sweep": "hardware.gpu=h100,none"}, "--sweep: hardware.gpu=none: a plan needs"),
     ],
 )
@@ -159,7 +159,7 @@ def test_the_command_line_answers_without_jax(tmp_path):
     assert outcome.returncode == 2
     assert outcome.stdout == ""
     assert outcome.stderr.splitlines() == [
-        "--pictur: is no option; did you mean --picture?",
+        "--pictur: is not an option; did you mean --picture?",
         f"--hardware.gpu: must be one of none, {', '.join(get_args(PlannedGpu))}, not b300; did you mean b200?",
     ]
 

@@ -1,4 +1,4 @@
-"""By what XLA schedules training's step: what is kept of it, and that all processes are told the same."""
+"""The latencies that schedule training's step: kept files, and the same latencies in all processes."""
 
 import dataclasses
 import pathlib
@@ -171,7 +171,7 @@ def test_the_program_that_was_judged_is_the_one_that_trains(tmp_path, lowered, m
 
 
 def test_the_program_that_trains_is_found_again_by_its_options(tmp_path, lowered, monkeypatch):
-    """By a cache as jax's is, which knows programs by them; that it had another of those that were judged does not count."""
+    """A cache like jax's identifies programs by their options; another candidate program in it does not count."""
     made, compilations = lowered
     compile_with, kept = schedule_choice.compile_with, []
 

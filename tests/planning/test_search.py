@@ -95,7 +95,7 @@ def test_what_cannot_be_planned_is_told_before_anything_is_compiled(text, messag
 
 @pytest.fixture
 def compiled(monkeypatch):
-    """What would be compiled: configurations, and those of the schedules by new latencies."""
+    """Records what would be compiled: configurations, and those scheduled with new latencies."""
     monkeypatch.setattr(schedule, "memory_plan", lambda step, module: plans.memory())
     whole, again = [], []
 

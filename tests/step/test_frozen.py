@@ -78,7 +78,7 @@ def test_a_saved_state_goes_on_to_the_bit_and_only_with_the_same_frozen_weights(
     unbroken, resumed = (host(trained(some, 2, 3)) for some in (state, restored))
     for name, array in unbroken.items():
         np.testing.assert_array_equal(resumed[name], array, err_msg=name)
-    with pytest.raises(CheckpointError, match=r"opt_state\.0\.mu\.embedding is missing in it"):
+    with pytest.raises(CheckpointError, match=r"opt_state\.0\.mu\.embedding is missing from it"):
         restore(tmp_path, abstract_state(CONFIG.changed({"train.frozen": ("layers.mlp.",)})))
 
 

@@ -1,4 +1,4 @@
-"""What `auto` comes to: told with its reason, the same for whoever asks, never against what is asked for."""
+"""The resolution of `auto`: printed with its reason, the same for all callers, never against a setting."""
 
 import re
 
@@ -136,7 +136,7 @@ def test_gradients_are_reduced_when_the_least_is_waited_for(mesh, changes, form,
 
 
 def test_a_planned_run_on_emulated_devices_is_not_held_to_the_planned_ones():
-    """Whose number and memory are others."""
+    """Their number and memory differ."""
     config = tiny_config(hardware=HardwareConfig(gpu="h100", nodes=4)).changed({"train.grad_accum_steps": 4})
     run = resolve(config.changed({"model.mlp_dim": 2**26}), {"data": 1, "fsdp": 8, "sequence": 1, "tensor": 1})
     assert run.config.parallel.grad_reduce == "step"

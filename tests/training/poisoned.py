@@ -17,10 +17,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from llamajax import train
 from llamajax.data.rows import loader
 from llamajax.data.rows.dataset import Dataset
 from llamajax.step import step
+from llamajax.train import main as train
 from llamajax.training import rollback
 
 _NAN, _SPIKE = 77_777, 88_888
@@ -63,4 +63,4 @@ def poison(nan=(), spike=(), kill=None, rows=None):
 if __name__ == "__main__":
     poison(**json.loads(sys.argv[1]))
     sys.argv[1:] = sys.argv[2:]
-    train.main()
+    train()

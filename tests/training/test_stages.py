@@ -69,7 +69,7 @@ def records_of(run_dir: pathlib.Path) -> list[dict[str, Any]]:
 
 
 def read(run_dir: pathlib.Path) -> list[dict[str, float]]:
-    """What a run has learnt from and how it was evaluated, without times; of a repeated evaluation the last."""
+    """Records of a run's training and evaluation, without times; the last one of a repeated evaluation."""
     found = {}
     for record in records_of(run_dir):
         kept = {key: value for key, value in record.items() if key.startswith(("step", "data/", "train/", "eval/"))}
@@ -215,7 +215,7 @@ def changed(unbroken: pathlib.Path, run_dir: pathlib.Path, changes: dict[str, An
         (8, "data.stages.2.weights", (0.0, 1.0), None),
         (8, "data.stages.0.name", "", None),
         (4, "data.stages.0.weights", (0.5, 0.5), None),
-        (5, "data.stages.0.weights", (0.5, 0.5), "data.stages: other ones before this step; those that are to come may"),
+        (5, "data.stages.0.weights", (0.5, 0.5), "data.stages: other ones before this step; only later stages may"),
         (8, "data.stages.0.from_step", 3, "data.stages: other ones before this step"),
         (9, "data.stages.1.from_step", 9, "data.stages: other ones before this step"),
         (9, "data.stages.1.seq_len", 48, "data.stages: other ones before this step"),
@@ -236,7 +236,7 @@ def test_stages_that_are_to_come_may_change_and_those_that_have_begun_may_not(un
         check_data(config, saved, own)
     assert f"holds a run with other settings ({refusal}" in str(caught.value)
     assert "\n" not in str(caught.value)
-    check_data(config.changed({"checkpoint.allow_config_change": True}), saved, own)
+    check_data(config.changed({"checkpoint.allow_changes": ("data",)}), saved, own)
 
 
 @pytest.mark.slow

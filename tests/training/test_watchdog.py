@@ -40,7 +40,7 @@ time.sleep(2)
 
 PROGRAM = """
 import ctypes, sys, threading, time
-from llamajax import train
+from llamajax.train import main as train
 from llamajax.data.rows.loader import Loader
 from llamajax.processes import peers
 
@@ -63,7 +63,7 @@ def load_or_not(self, step):
         globals()[how]()
     return load(self, step)
 Loader._load = load_or_not
-train.main()
+train()
 """
 
 

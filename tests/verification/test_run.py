@@ -17,7 +17,7 @@ from tests.verification import faults
 
 @pytest.fixture(autouse=True)
 def _environment(monkeypatch):
-    """What a verification tells XLA is no matter of other tests."""
+    """Other tests do not see the flags that a verification sets for XLA."""
     monkeypatch.setenv("XLA_FLAGS", "")
 
 
@@ -74,7 +74,7 @@ def test_one_device_has_nothing_to_verify(capsys):
         ({"fsdp": 8}, {"--devices": "65"}, "--devices: 65 must be a number from 2 to 64"),
         ({"fsdp": 8}, {"--devices": "eight"}, "--devices: eight must be a number from 2 to 64"),
         ({"fsdp": 2, "sequence": 2, "tensor": 2}, {"--devices": "4"}, "take 8 or more"),
-        ({"fsdp": 8}, {"--page": "a.png"}, "--page: a.png: what it names is a page"),
+        ({"fsdp": 8}, {"--page": "a.png"}, "--page: a.png: the output is an HTML page"),
         ({"fsdp": 8}, {"--json": "missing/a"}, "--json: missing/a: there is no directory missing"),
     ],
 )
@@ -97,5 +97,5 @@ def test_the_command_line_answers_without_jax(tmp_path):
     command = [sys.executable, "-X", "importtime", "-m", "llamajax.verify", "--config", str(file), "--device", "4"]
     outcome = subprocess.run(command, capture_output=True, text=True, check=False)
     assert outcome.returncode == 2
-    assert outcome.stderr.splitlines()[-1] == "--device: is no option; did you mean --devices?"
+    assert outcome.stderr.splitlines()[-1] == "--device: is not an option; did you mean --devices?"
     assert "| jax" not in outcome.stderr

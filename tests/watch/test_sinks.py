@@ -1,4 +1,4 @@
-"""What else takes the metrics of a run than its own files: TensorBoard and W&B."""
+"""Sinks of metrics beside the run's own files: TensorBoard and W&B."""
 
 import contextlib
 import struct
@@ -85,11 +85,14 @@ def test_wandb(tmp_path, monkeypatch):
     fake.__spec__ = ModuleSpec("wandb", None)
     monkeypatch.setattr(fake, "init", init, raising=False)
     monkeypatch.setitem(sys.modules, "wandb", fake)
-    config = tiny_config(str(tmp_path), metrics=MetricsConfig(wandb=True, wandb_project="llamas"))
+    config = tiny_config(str(tmp_path), metrics=MetricsConfig(wandb=True, wandb_project="llamas", wandb_tags=("a", "b")))
     for start_step in (0, 1):
         with open_writer(config, start_step) as writer:
             writer.write(start_step + 1, step_values(start_step + 1))
     assert [record["step"] for record in logged] == [1, 2]
     assert finished == [None, None]
-    assert starts[0]["project"] == "llamas"
-    assert starts[0]["id"] == starts[1]["id"], "a resumed run goes on in the same W&B run"
+    own = {"project": "llamas", "entity": None, "name": tmp_path.name, "tags": ["a", "b"]}
+    assert starts[0].items() >= own.items()
+    assert starts[0]["id"] == starts[1]["id"], "a resumed run continues the same W&B run"
+    with open_writer(config.changed({"metrics.wandb_entity": "us", "metrics.wandb_name": "first"}), 2):
+        assert starts[2].items() >= (own | {"entity": "us", "name": "first", "id": starts[0]["id"]}).items()

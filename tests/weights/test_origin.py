@@ -70,7 +70,7 @@ def test_a_run_goes_on_from_a_hugging_face_directory_that_may_then_go(base, tmp_
     assert meta["config"]["init_from"] == str(source)
 
     shutil.rmtree(source)
-    train.run(config.changed({"train.num_steps": 2, "checkpoint.allow_config_change": True}))
+    train.run(config.changed({"train.num_steps": 2, "checkpoint.allow_changes": ("train.num_steps",)}))
     assert "resuming at step 1" in capsys.readouterr().out
     files = pathlib.Path(config.run_dir) / "checkpoints/2/files"
     assert json.loads((files / "generation_config.json").read_text())["temperature"] == 0.6
@@ -91,7 +91,7 @@ def test_another_model_is_refused_before_anything_is_compiled(base, tmp_path, ca
     run_dir = pathlib.Path(base.run_dir)
     with pytest.raises(ConfigError) as caught:
         train.run(going_on(base, tmp_path, run_dir, **{"model.num_layers": 3, "model.rope_theta": 5e5}))
-    theirs = f"is not that of {run_dir / 'checkpoints/2'}; it must be"
+    theirs = f"differs from {run_dir / 'checkpoints/2'}; it must be"
     assert str(caught.value).splitlines() == [
         f"model.num_layers: 3 {theirs} 2",
         f"model.rope_theta: 500000.0 {theirs} 10000.0, or init_changes must name rope_theta",

@@ -7,6 +7,7 @@ from pathlib import Path
 from llamajax import disk
 from llamajax.config.data import DataConfig
 from llamajax.config.run import Config
+from llamajax.config.shipped import find_file
 from llamajax.data import cache
 from llamajax.data.chat.chat_template import ChatTemplate, load_chat_template
 from llamajax.data.documents.file_groups import ANNOUNCED_BYTES, HashedGroup
@@ -60,7 +61,7 @@ def tokenizer_for(
         with disk.locked(path.parent):
             if not cache.is_whole(path):
                 if path.exists():
-                    log(f"damaged    {path}; making it again")
+                    log(f"damaged    {path}; rebuilding it")
                 num_bytes = sum(group.num_bytes for group in groups)
                 if num_bytes >= ANNOUNCED_BYTES:
                     log(f"sampling   {max_bytes / 1e6:,.1f} MB of text for the tokenizer from {num_bytes / 1e9:,.1f} GB")
@@ -152,7 +153,7 @@ def chat_template_for(data: DataConfig, tokenizer: Tokenizer) -> ChatTemplate | 
     if not any(source.kind == "chat" for source in data.sources):
         return None
     named = data.chat_template
-    template = load_chat_template(Path(named).expanduser() if named else tokenizer.source.parent, tokenizer)
+    template = load_chat_template(Path(find_file(named)) if named else tokenizer.source.parent, tokenizer)
     if template is None:
         raise ConfigError(
             "data.chat_template: is needed for sources of kind=chat, since the tokenizer has none; name a Jinja file, for"

@@ -1,4 +1,4 @@
-"""What plans say of their own error."""
+"""The error that plans state."""
 
 import dataclasses
 

@@ -123,7 +123,8 @@ def test_narrow_heads_attend_at_their_own_rate():
     ],
 )
 def test_the_constants_of_2026_11_26_tell_what_they_told_that_day(gpu, step_s, compute_s):
-    """Of the kept module, as told by commit bcc7128. The files have every constant, so that no built-in one counts."""
+    """The kept module has the times that commit bcc7128 printed. The files have every constant, so that no built-in one
+    counts."""
     file = CALIBRATION_FILES / f"2026-11-26_{gpu}.yaml"
     config = CONFIG.changed({"hardware.gpu": gpu, "hardware.calibration": str(file)})
     measurement = read_measurement(config.hardware)

@@ -1,4 +1,4 @@
-"""What a person reads of a plan."""
+"""The text of a plan."""
 
 import dataclasses
 import io
