@@ -89,8 +89,8 @@ def read_measurement(hardware: HardwareConfig) -> Measurement | None:
     """Reads the file that `hardware.calibration` names; None: it names none.
 
     Raises:
-        ConfigError: the file cannot be read, breaks a rule, or belongs to another GPU than `hardware.gpu`: one `file:line:
-            key: rule; remedy` line per mistake.
+        ConfigError: the file cannot be read, breaks a rule, or belongs to another GPU than `hardware.gpu`: one line
+            `file:line: key: rule; remedy` per mistake.
     """
     if hardware.calibration is None:
         return None

@@ -136,7 +136,7 @@ def _of_interpreter(site: Site) -> str | None:
     interprets."""
     interprets = os.environ.get("TRITON_INTERPRET") == "1"
     if site.is_gpu and interprets:
-        return "TRITON_INTERPRET=1 is set, so Triton compiles nothing; unset it"
+        return "TRITON_INTERPRET=1 is in the environment, so Triton compiles nothing; unset it"
     if not site.is_gpu and not interprets:
         return "it needs NVIDIA GPUs, or TRITON_INTERPRET=1 in the environment to interpret it, slowly"
     return None

@@ -26,7 +26,7 @@ from llamajax.parallel.sharding import as_tuple, axes_in, spec
 Tree = TypeVar("Tree")
 Dims = tuple[str | None, ...]
 DATA = tuple(axis for axis in axes_of("batch") if axis not in axes_of("embed"))
-"""The axis whose devices store copies of the weights, unless weights are split over it too."""
+"""The axis along which devices store copies of the weights, unless weights are split over it too."""
 
 
 def weight(

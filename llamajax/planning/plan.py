@@ -175,8 +175,8 @@ def _alternatives(plan: Plan) -> Iterator[Alternative]:
 
 
 def memory_and_time(config: Config) -> tuple[MemoryPlan, float]:
-    """Returns memory and time of the step as training runs it; if the schedule with XLA's built-in estimates does not fit,
-    those of that schedule."""
+    """Returns memory and time of the step as training runs it, or of the schedule with XLA's built-in estimates if that
+    schedule does not fit."""
     guessed = planned(config)
     found = guessed
     if guessed.memory.fits:

@@ -115,8 +115,8 @@ def moments(opt_state: Any, params: Any) -> list[dict[str, jax.Array]]:
 
 
 def _moment_of(opt_state: Any, params: Any) -> list[str | None]:
-    """Returns for each leaf of `opt_state` the parameter of which it is a moment: the leaf has its shape, and its path ends
-    in the parameter's path; None for other leaves."""
+    """Returns for each leaf of `opt_state` the name of its parameter, if it is a moment: it has the parameter's shape, and
+    its path ends in the parameter's path. None for other leaves."""
     shapes = {name: weight.shape for name, weight in named_arrays(params).items()}
     return [
         next((name for name, shape in shapes.items() if path.endswith(f".{name}") and leaf.shape == shape), None)

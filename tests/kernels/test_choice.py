@@ -18,7 +18,7 @@ OPEN = Site(is_gpu=True, dtype="bfloat16", head_dim=128, closes_documents=False,
     [
         ({}, "cudnn", "the fastest kernel that supports these rows"),
         ({"dtype": "float16", "head_dim": 64}, "cudnn", "the fastest"),
-        ({"closes_documents": True}, "pallas", "cudnn cannot be used: documents of one row .*attend_across_documents"),
+        ({"closes_documents": True}, "pallas", "cudnn cannot be used: queries may not .*attend_across_documents"),
         ({"head_dim": 100}, "pallas", "cudnn cannot be used: model.head_dim is 100"),
         ({"head_dim": 256}, "pallas", "cudnn cannot be used: model.head_dim is 256"),
         ({"splits_rows": True}, "pallas", "cudnn cannot be used: mesh.sequence splits the rows"),
@@ -31,12 +31,12 @@ OPEN = Site(is_gpu=True, dtype="bfloat16", head_dim=128, closes_documents=False,
         (
             {"head_dim": 128, "closes_documents": True, "capability": (8, 6)},
             "pallas",
-            "cudnn cannot be used: documents of one",
+            "cudnn cannot be used: queries may not attend",
         ),
         (
             {"head_dim": 192, "capability": (8, 9)},
             "plain",
-            "can pallas: .* is 192, and a core of .* 8.9 holds .* 128$",
+            "pallas cannot be used: .* is 192, and .* 8.9 holds .* 128$",
         ),
         (
             {"head_dim": 256, "capability": (10, 0)},
@@ -56,7 +56,7 @@ def test_auto_is_the_first_that_can(changes: dict[str, Any], kernel: Kernel, rea
 @pytest.mark.parametrize(
     ("asked", "changes", "reason"),
     [
-        ("cudnn", {"closes_documents": True}, "documents of one row are closed"),
+        ("cudnn", {"closes_documents": True}, "queries may not attend across documents"),
         ("cudnn", {"is_gpu": False}, "it needs NVIDIA GPUs"),
         ("pallas", {"dtype": "float32"}, "compute_dtype is float32"),
         ("pallas", {"head_dim": 512, "is_gpu": False}, "head_dim is 512"),

@@ -72,7 +72,7 @@ def by_residuals(
         ({"with_lse": True}, "its backward pass supports no gradient of the log-sum-exp"),
         ({"dtype": "float32"}, "model.compute_dtype is float32"),
         ({"head_dim": 256}, "model.head_dim is 256, and the kernel supports up to 128"),
-        ({"splits_rows": True}, "mesh.sequence splits the rows, .* ulysses would not"),
+        ({"splits_rows": True}, "mesh.sequence splits the rows, .* ulysses provides them"),
         ({"splits_rows": True, "form": "ring"}, "mesh.sequence splits the rows"),
     ],
 )

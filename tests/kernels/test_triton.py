@@ -54,7 +54,7 @@ def _here(monkeypatch):
         ({"is_gpu": False}, "it needs NVIDIA GPUs, or TRITON_INTERPRET=1 in the environment"),
         ({"dtype": "float32"}, "model.compute_dtype is float32"),
         ({"head_dim": 264}, "model.head_dim is 264, and the kernel supports up to 256"),
-        ({"head_dim": 256, "capability": (8, 6)}, "model.head_dim is 256, and a core of compute capability 8.6 holds"),
+        ({"head_dim": 256, "capability": (8, 6)}, "model.head_dim is 256, and compute capability 8.6 holds"),
     ],
 )
 def test_what_it_cannot_is_told_in_one_line(changes: dict[str, Any], reason: str):

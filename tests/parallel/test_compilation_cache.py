@@ -125,7 +125,7 @@ def test_where_no_folder_can_be_made_nothing_is_kept(tmp_path):
     compilation_cache.start(str(tmp_path / "file" / "programs"), told.append)
     assert jax.config.values["jax_compilation_cache_dir"] is None
     (line,) = told
-    assert "cannot be made" in line
+    assert "cannot be created" in line
     assert line.endswith("every start compiles")
 
 

@@ -197,7 +197,7 @@ def test_what_stands_in_the_way_of_a_plan_is_known_before_compiling():
 
     assert plan_problems(plans.CONFIG) == []
     (line,) = problems(("model", {"attention_kernel": "cudnn"}))
-    assert line.startswith("model.attention_kernel: cudnn cannot be used: documents of one row")
+    assert line.startswith("model.attention_kernel: cudnn cannot be used: queries may not")
     assert problems(("model", {"matmul_dtype": "float8"})) == []
     in_float8 = plans.CONFIG.changed({"model.matmul_dtype": "float8", "hardware.gpu": "a100-80gb"})
     (line,) = plan_problems(in_float8)

@@ -165,7 +165,7 @@ class CostModel:
 
     def _pallas_attention(self, kernel: str, instruction: Instruction, operands: list[Shape], size: int) -> Cost:
         """Returns the cost of a kernel of `llamajax.kernels.pallas`, in either language: its products over the visible tiles
-        of scores, on cores of which some wait for the last programs."""
+        of scores; some cores wait for the last programs."""
         assert self.scores is not None
         calibration = self.machine.calibration
         products, per_query, efficiency = {

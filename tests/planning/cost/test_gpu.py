@@ -79,7 +79,7 @@ _SLOT = "the GPUs of a node are connected by PCIe"
         (HardwareConfig(gpu="l4", gpus_per_node=1), ("unknown for L4: .*; products' share .* .assumed as on L40S.$",)),
         (
             HardwareConfig(gpu="rtx-5090", gpus_per_node=2),
-            ("not known", f"{_SLOT} without peer-to-peer, 63 GB/s each way,"),
+            ("unknown", f"{_SLOT} without peer-to-peer, 63 GB/s each way,"),
         ),
         (
             HardwareConfig(gpu="l40s", gpu_bandwidth=16e9),
