@@ -71,9 +71,9 @@ def architecture_of(config: ModelConfig, model_type: str | None = None) -> Archi
 
 
 def _fits(architecture: Architecture, config: ModelConfig) -> bool:
-    # transformers' Mistral has one window for all layers, and without one computes what a Llama does. transformers 5 refuses
-    # a Llama whose width its heads do not divide, even if it has its own head_dim (4.57 does not, nor does either refuse the
-    # others).
+    # transformers' Mistral has one window for all layers; without a window it computes the same as a Llama. transformers 5
+    # refuses a Llama with a width that its heads do not divide, even if it has its own head_dim. 4.57 accepts it, and both
+    # accept the other architectures.
     is_llama = config.sliding_window is None and config.embed_dim % config.num_heads == 0
     attention_bias = "attention_bias" in architecture.biases and config.output_bias
     same_layers = (architecture.qkv_bias or attention_bias, attention_bias, architecture.qk_norm) == (

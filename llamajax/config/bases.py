@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Sequence
+from typing import NoReturn
 
 from llamajax.config import shipped
 from llamajax.config.keys import REMOVED
@@ -100,7 +101,7 @@ class _Reader:
                 self._stop(item, f"must be a file or a list of files, not {item.describe()}")
         return items
 
-    def _stop(self, node: Node, message: str) -> None:
+    def _stop(self, node: Node, message: str) -> NoReturn:
         self.problems.stop(node.place, f"base: {message}")
 
 

@@ -1,7 +1,7 @@
 """Reads the command line of the entry points: `--config FILE`, dotted settings, the command's own options, `--help`.
 
-A setting of type true|false needs no value to be true. A field with `metadata={"repeatable": True}` is a list of texts whose
-option may be given several times; each occurrence adds its text unchanged.
+A setting of type true|false needs no value to be true. A field with `metadata={"repeatable": True}` is a list of
+texts. Its option may be given several times; each occurrence adds its text unchanged.
 """
 
 import dataclasses

@@ -178,7 +178,7 @@ class DataConfig(Section):
     """Folder of tokenized documents, addressed by their content and shared between runs. It also keeps copies of remote
     files, in `remote`, which may be removed once the tokens are made."""
     prefetch_steps: PositiveInt = 2
-    """Steps whose batches are prepared ahead of the device."""
+    """Number of steps for which batches are prepared ahead of the device."""
 
     def broken_rules(self) -> Iterator[str]:
         if not self.sources:

@@ -200,7 +200,7 @@ class _Builder:
                 if node.is_null():  # its lines are commented out
                     node.content = {}
                 if not isinstance(node.content, dict):
-                    return None  # nor is it a section in the file, which is told with its line
+                    return None  # not a section in the file either; `section` reports its line
                 kind, repeatable = fields[name].type, "repeatable" in fields[name].metadata
                 node = node.content.setdefault(name, Node({} if dataclasses.is_dataclass(kind) else "", place))
             elif isinstance(node.content, list) and re.fullmatch("[0-9]{1,4}", name) and int(name) < len(node.content):
@@ -252,9 +252,9 @@ class _Builder:
 
     def value(self, kind: Any, node: Node, key: str) -> Any:
         """Returns a value of a field's type; `_INVALID` if it cannot be built."""
-        if typing.get_origin(kind) is Annotated:  # the section looks at its bounds itself
+        if typing.get_origin(kind) is Annotated:  # the section checks its bounds
             kind = typing.get_args(kind)[0]
-        if typing.get_origin(kind) in (Union, types.UnionType):  # of a type and None
+        if typing.get_origin(kind) in (Union, types.UnionType):  # a type or None
             if node.is_null():
                 return None
             kind = next(arg for arg in typing.get_args(kind) if arg is not types.NoneType)

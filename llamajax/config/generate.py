@@ -80,7 +80,7 @@ class GenerateConfig(Section):
         if not self.chat and self.system is not None:
             yield "system: has no effect unless chat is true; set it, or remove this"
         if self.parse_special and self.chat:
-            yield "parse_special: has no effect with chat, whose template writes special tokens; remove one"
+            yield "parse_special: has no effect with chat, because the template writes special tokens; remove one"
         for name in ("top_k", "top_p", "min_p"):
             if self.temperature == 0 and getattr(self, name) is not None:
                 yield f"{name}: has no effect with temperature=0; raise that, or remove this"

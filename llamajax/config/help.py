@@ -83,16 +83,20 @@ def settings(root: type) -> tuple[Setting, ...]:
 def _settings(root: type) -> Iterator[Setting]:
     for key, section, field in keys(root):
         kind = field.type
-        inner = typing.get_args(kind)[0] if typing.get_origin(kind) is tuple else kind
-        is_section = dataclasses.is_dataclass(inner)
+        inner: Any = typing.get_args(kind)[0] if typing.get_origin(kind) is tuple else kind
+        section_text = _docstrings(inner.__module__).get((inner.__name__, "")) if _is_section(inner) else None
         yield Setting(
             key=key,
-            is_section=is_section,
+            is_section=section_text is not None,
             kind=_show_type(kind),
             default=_show_default(field),
             text=_docstrings(section.__module__)[section.__name__, field.name],
-            section_text=_docstrings(inner.__module__)[inner.__name__, ""] if is_section else "",
+            section_text=section_text or "",
         )
+
+
+def _is_section(kind: Any) -> bool:
+    return dataclasses.is_dataclass(kind)
 
 
 def topic_of(arguments: Iterable[str]) -> str | None:

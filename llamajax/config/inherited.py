@@ -52,7 +52,7 @@ def inherit(root: Node, problems: Problems) -> tuple[Place, str] | None:
         path, values = _described(weights, _text(root, "run_dir"))
     except ConfigError as error:
         problems.add(of_weights, str(error), "init_from")
-        raise problems.error() from error  # or all that it would have given were missing, too
+        raise problems.error() from error  # or everything that it provides would be reported as missing
     place = Place(of_weights.order, show_path(str(path)))
     for name in _INHERITED:
         if name in values and name not in model.content:
@@ -77,7 +77,7 @@ def _described(weights: Path, run_dir: str | None) -> tuple[Path, dict[str, Any]
         try:
             return meta, dict(json.loads(_found(meta.read_bytes, meta) or b"")["config"]["model"])
         except (ValueError, KeyError, TypeError, RecursionError):
-            continue  # a damaged step is passed over here and named when the run opens it
+            continue  # a damaged step is skipped here and reported when the run opens it
     path = weights / CONFIG
     status = _found(lambda: os.stat(path), path)
     if status is None or not stat.S_ISREG(status.st_mode):
@@ -102,7 +102,7 @@ def _found(look: Callable[[], T], path: Path) -> T | None:
     """
     try:
         return disk.read_again(look)
-    except ValueError:  # a path with a NUL in it
+    except ValueError:  # a path that contains NUL
         return None
     except OSError as error:
         if disk.may_pass(error):

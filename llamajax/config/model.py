@@ -125,10 +125,10 @@ class ModelConfig(Section):
     `compute_dtype`. Embedding, head, attention scores, norms, evaluation and generation are unchanged. `float8_unrounded` is
     the same program without the rounding; `llamajax.verify` compares it."""
     float8_exempt: tuple[Matrix, ...] = ()
-    """Matrices of every layer whose matmuls stay in `compute_dtype` with `matmul_dtype: float8`, such as [wo, w_down]."""
+    """Matrices of every layer that `matmul_dtype: float8` leaves in `compute_dtype`, such as [wo, w_down]."""
     attention_kernel: AttentionKernel = "auto"
     """Kernel that computes attention. `cudnn`: NVIDIA's fused kernel, for rows that are not split (mesh.sequence 1, or
-    parallel.sequence ulysses) and whose documents see each other. `pallas`: llamajax's own kernel, for all rows; it skips
+    parallel.sequence ulysses), with documents that see each other. `pallas`: llamajax's own kernel, for all rows; it skips
     what documents and windows hide. Both need GPUs and 16-bit types. `tokamax` (extra `tokamax`, Python 3.12): written for
     Hopper, for the rows of `cudnn` and for closed documents too. `triton` (extra `triton`): `pallas` in Triton's own
     language. `plain`: runs everywhere. `auto`: the first that can of `cudnn`, `pallas` and `plain`, with a warning if that

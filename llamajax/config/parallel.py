@@ -23,8 +23,8 @@ AxisSize = Annotated[int, Bound(lambda value: value == -1 or value > 0, "must be
 class MeshConfig(Section):
     """Number of devices along each mesh axis; `-1` on one axis takes the rest."""
 
-    # Nothing else names the axes in order: outer to inner, the more an axis communicates, the closer its devices lie.
-    # `splits` are the dims of arrays that lie along an axis.
+    # The only ordered list of axes, outer to inner: the more an axis communicates, the closer its devices are.
+    # `splits` are the dims of arrays that an axis splits.
     data: AxisSize = field(default=1, metadata={"splits": ("batch",)})
     """Data-parallel replicas. Each holds the whole (sharded) state, unless `parallel.zero_data` splits that too."""
     fsdp: AxisSize = field(default=-1, metadata={"splits": ("batch", "embed", "embed_tensor")})
@@ -42,7 +42,7 @@ class MeshConfig(Section):
     def broken_rules(self) -> Iterator[str]:
         automatic = [axis for axis in AXES if getattr(self, axis) == -1]
         if len(automatic) > 1:
-            chosen = next(axis for axis in automatic if axis != "fsdp")  # -1 by default, so not the line to point at
+            chosen = next(axis for axis in automatic if axis != "fsdp")  # fsdp is -1 by default, so point at the other line
             yield f"{chosen}: {' and '.join(automatic)} are both -1; only one axis can take the rest"
 
     def axis_sizes(self, num_devices: int) -> dict[str, int]:

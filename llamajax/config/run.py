@@ -256,7 +256,7 @@ class Config(Settings):
             f"data.sources.{i}.paths.{j}": path
             for i, source in enumerate(self.data.sources)
             for j, (named, path) in enumerate(zip(source.paths, source.patterns, strict=True))
-            if not is_remote(path) and not os.path.isdir(os.path.expanduser(named))  # it stands for the files below it
+            if not is_remote(path) and not os.path.isdir(os.path.expanduser(named))  # a directory means the files below it
         }
         held_out = cleaning.decontamination.paths
         patterns |= {

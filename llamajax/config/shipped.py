@@ -56,7 +56,7 @@ def find_base(text: str, beside: str) -> str | None:
 
 def no_base(text: str, beside: str) -> str:
     """Returns the message for a `base` that `find_base` does not find."""
-    folder = os.path.join(beside, os.path.dirname(os.path.expanduser(text)))
+    folder = os.path.join(beside, os.path.dirname(os.path.expanduser(text))) or "."
     near = [os.path.join(os.path.dirname(text), name) for name in os.listdir(folder)] if os.path.isdir(folder) else []
     shipped = [path.relative_to(FOLDER).as_posix() for path in FOLDER.rglob("*.yaml")]
     close = difflib.get_close_matches(text, [*near, *shipped], n=1)

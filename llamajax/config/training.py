@@ -146,7 +146,7 @@ class CheckpointConfig(Section):
     keep_last: PositiveInt = 3
     """Number of newest checkpoints to keep."""
     keep_every: PositiveIntOrUnset = None
-    """Checkpoints whose step is a multiple of this number are kept permanently; unset: none."""
+    """Checkpoints at multiples of this step are kept permanently; unset: none."""
     async_save: bool = True
     """Write in the background while training continues."""
     local_dir: str | None = None

@@ -129,7 +129,7 @@ def read_one(path: str, problems: Problems, before: int = 0) -> Node:
         others = os.listdir(folder or ".") if os.path.isdir(folder or ".") else []
         close = [show_path(os.path.join(folder, other)) for other in difflib.get_close_matches(base, others, n=1)]
         problems.stop(whole, "no such file" + (f"; did you mean {close[0]}?" if close else ""))
-    except (OSError, ValueError) as error:  # ValueError: a path with a NUL in it
+    except (OSError, ValueError) as error:  # ValueError: a path that contains NUL
         problems.stop(whole, f"cannot be read: {(isinstance(error, OSError) and error.strerror) or error}")
     if len(data) > MAX_BYTES:
         problems.stop(whole, "is larger than 1 MiB, so this cannot be a configuration")
@@ -179,7 +179,7 @@ def _explain(error: yaml.MarkedYAMLError, place: Callable[[int], Place]) -> tupl
     reason = ", ".join(part for part in (error.context, error.problem) if part)
     remedy = next((f"; {remedy}" for cause, remedy in _REMEDIES.items() if cause in reason), "")
     start, end = error.context_mark, error.problem_mark
-    assert end is not None  # what scans and parses always says where
+    assert end is not None  # errors of scanning and parsing always have a place
     begun = f" (begun in line {start.line + 1})" if start is not None and start.line < end.line else ""
     return place(end.line + 1), f"not valid YAML: {' '.join(reason.split())[:200]}{begun}{remedy}"
 
@@ -219,7 +219,7 @@ class _Loader(yaml.SafeLoader):
             document = self.get_node()
             if self.check_node():
                 raise _RefusedError("a second document starts here; keep one of them", self.peek_event().start_mark.line)
-        except (ValueError, OverflowError) as error:  # from chr() and int(), which PyYAML gives any escape or version
+        except (ValueError, OverflowError) as error:  # from chr() and int(), to which PyYAML passes any escape or version
             raise _RefusedError(f"not valid YAML: {show(str(error))}", self.line) from error
         assert document is not None
         return document

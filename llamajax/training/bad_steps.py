@@ -101,7 +101,7 @@ class BadSteps:
         )
         raise DivergedError(
             f"step {last_step}: {what}, and {before} (recovery.max_rollbacks={most}); {saved}; lower optimizer.learning_rate"
-            " or warm up longer, in another run_dir or with checkpoint.allow_changes"
+            " or warm up longer, in another run_dir or with --checkpoint.allow_changes '[optimizer]'"
         )
 
 

@@ -46,7 +46,7 @@ def check_settings(config: Config, saved: Saved) -> None:
             f" {saved.step * batch_size_before} rows; keep {batch_size_before}, or choose another run_dir"
         )
     before, now = _settings(without_removed(saved.meta["config"])), _settings(config_to_dict(config))
-    # A setting that is newer than the run had no effect before, which is what its default says.
+    # A setting that is newer than the run has its default, which changes nothing.
     before |= {key: _default(config, key) for key in now.keys() - before.keys()}
     _allow(config, {
         key: f"{_shown(before.get(key))} -> {_shown(now.get(key))}"

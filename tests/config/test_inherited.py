@@ -66,6 +66,19 @@ def test_what_is_set_stays(sources, tmp_path):
     assert (found.rope_scaling.kind, found.rope_scaling.factor) == ("linear", 2.0)
 
 
+def test_what_a_base_sets_stays_too(sources, tmp_path):
+    """It is compared with the weights when the run starts, as what the file itself sets."""
+    (tmp_path / "shape.yaml").write_text("model: {max_seq_len: 64, num_layers: 7}\n")
+    path = runs.write_config(tmp_path)
+    body = json.loads(path.read_text())
+    del body["model"]
+    body |= {"base": "shape.yaml", "init_from": str(sources["hf"])}
+    path.write_text(json.dumps(body))
+    assert load_config(path).model == dataclasses.replace(OWN, max_seq_len=64, num_layers=7)
+    path.write_text(json.dumps(body | {"model": {"num_layers": OWN.num_layers}}))
+    assert load_config(path).model == dataclasses.replace(OWN, max_seq_len=64)
+
+
 def test_a_run_that_was_begun_keeps_its_model_where_the_weights_are_gone(sources, tmp_path):
     begun = tmp_path / "begun/checkpoints/5"
     begun.mkdir(parents=True)
