@@ -1,1 +1,1 @@
-"""Every setting of a run and of the tools: a file per section, their bounds and rules, and how they are read."""
+"""Settings of a run and of the tools: one file per section, with bounds and rules, and the code that reads them."""

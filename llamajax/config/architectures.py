@@ -1,4 +1,4 @@
-"""The Hugging Face architectures that are a Llama with few changes: what each calls itself, fixes and leaves out."""
+"""Hugging Face architectures that differ little from a Llama: their names, fixed settings and defaults."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -15,21 +15,21 @@ class Architecture:
     """One of transformers' model classes."""
 
     name: str
-    """As people write it."""
+    """Name as people write it."""
     model_type: str
-    """In `config.json`, with `<class_name>` as the architecture."""
+    """`model_type` in `config.json`."""
     class_name: str
-    """In `config.json`."""
+    """Entry of `architectures` in `config.json`."""
     defaults: Mapping[str, Any]
     """Values that transformers gives to settings that are left out."""
     biases: tuple[str, ...] = ()
-    """Settings of `config.json` that say whether there are biases; readers look for them, so they are always written."""
+    """Settings of `config.json` that switch biases on; they are always written, because readers look for them."""
     qkv_bias: bool = False
-    """As in `ModelConfig`, where no setting of `config.json` says so."""
+    """Value of `ModelConfig.qkv_bias` where no setting of `config.json` sets it."""
     qk_norm: bool = False
-    """As in `ModelConfig`."""
+    """Value of `ModelConfig.qk_norm`."""
     fixed: Mapping[str, Any] = field(default_factory=lambda: _FIXED)
-    """Settings that change what is computed, and the one value that ours computes."""
+    """Settings that change what is computed, each with the one value that is supported."""
 
 
 _QWEN = {"num_key_value_heads": 32, "max_position_embeddings": 32768}
@@ -50,20 +50,23 @@ _PARTS = ("sliding_window", "layer_types", "qkv_bias", "output_bias", "mlp_bias"
 
 
 def architecture_of(config: ModelConfig, model_type: str | None = None) -> Architecture:
-    """What a model is for transformers.
+    """Returns the architecture that a model has for transformers.
 
     Args:
         config: the model.
-        model_type: of the architecture that it came as, which it stays where that computes the same; None: a Llama, unless
-            something in it says otherwise.
+        model_type: that of the architecture from which the model was imported. The model keeps it if it computes the same.
+            None: a Llama, unless something in the model excludes that.
 
     Raises:
-        ConfigError: no architecture has what the model has.
+        ConfigError: no architecture has all parts of the model.
     """
     fitting = [architecture for architecture in ARCHITECTURES if _fits(architecture, config)]
     if not fitting:
         has = ", ".join(part for part in _PARTS if getattr(config, part))
-        raise ConfigError(f"model: no architecture of transformers has {has} and none of the others; it cannot be exported")
+        raise ConfigError(
+            f"model: no architecture of transformers has exactly {has} of the optional parts {', '.join(_PARTS)};"
+            " the model cannot be exported"
+        )
     return next((architecture for architecture in fitting if architecture.model_type == model_type), fitting[0])
 
 

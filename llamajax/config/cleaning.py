@@ -1,7 +1,7 @@
-"""What is kept of the documents before they are tokenized: filters, languages, held-out texts, copies.
+"""Cleaning of documents before they are tokenized: filters, languages, held-out texts, duplicates.
 
 The papers: C4, arXiv 1910.10683, section 2.2; Gopher, arXiv 2112.11446, appendix A.1; mGPT, arXiv 2204.07580; GPT-3, arXiv
-2005.14165, appendix C. Values in brackets are theirs.
+2005.14165, appendix C. Values in parentheses are theirs.
 """
 
 import importlib.util
@@ -28,60 +28,61 @@ _EXTRA = "run pip install 'llamajax[quality]', or turn it off"
 
 @dataclass(frozen=True, kw_only=True)
 class FilterConfig(Section):
-    """Rules that look at one document alone; those that are unset look at nothing. Words are what white space divides."""
+    """Rules that judge each document alone; a rule that is unset is off. Words are separated by white space."""
 
     c4_lines: bool = False
-    """C4: of a document only the lines stay that end with . ! ? or ", but not with an ellipsis, have at least five words,
-    and do not speak of javascript or of the site's policies; marks such as [1] and [edit] are cut out of them. The other
-    rules see what is left. For prose in English."""
+    """C4: keep only the lines of a document that end with . ! ? or \", but not with an ellipsis, have at least five words,
+    and do not mention javascript or the site's policies; cut marks such as [1] and [edit] out of them. The other rules see
+    what is left. For prose in English."""
     min_chars: PositiveIntOrUnset = None
-    """Characters of a document, at least."""
+    """Minimum number of characters."""
     max_chars: PositiveIntOrUnset = None
-    """Characters of a document, at most."""
+    """Maximum number of characters."""
     min_words: PositiveIntOrUnset = None
-    """Words of a document, at least (Gopher: 50)."""
+    """Minimum number of words (Gopher: 50)."""
     max_words: PositiveIntOrUnset = None
-    """Words of a document, at most (Gopher: 100,000)."""
+    """Maximum number of words (Gopher: 100,000)."""
     min_mean_word_length: PositiveFloatOrUnset = None
-    """Characters of a word, on average, at least (Gopher: 3)."""
+    """Minimum mean number of characters per word (Gopher: 3)."""
     max_mean_word_length: PositiveFloatOrUnset = None
-    """Characters of a word, on average, at most (Gopher: 10)."""
+    """Maximum mean number of characters per word (Gopher: 10)."""
     max_symbols_per_word: PositiveFloatOrUnset = None
-    """Signs # over words, and ellipses over words, at most, each (Gopher: 0.1)."""
+    """Maximum number of # signs per word, and of ellipses per word (Gopher: 0.1)."""
     max_ellipsis_lines: Share | None = None
-    """Share of the lines, blank ones left out, that end with an ellipsis, at most (Gopher: 0.3)."""
+    """Maximum share of the lines, not counting blank ones, that end with an ellipsis (Gopher: 0.3)."""
     max_bullet_lines: Share | None = None
-    """Share of the lines that begin with a bullet, at most (Gopher: 0.9)."""
+    """Maximum share of the lines that begin with a bullet (Gopher: 0.9)."""
     min_alphabetic_words: Share | None = None
-    """Share of the words that have a letter, at least (Gopher: 0.8)."""
+    """Minimum share of the words that contain a letter (Gopher: 0.8)."""
     min_stop_words: PositiveIntOrUnset = None
-    """How many of `stop_words` a document has, at least (Gopher: 2)."""
+    """Minimum number of the `stop_words` that a document contains (Gopher: 2)."""
     stop_words: tuple[str, ...] = ("the", "be", "to", "of", "and", "that", "have", "with")
-    """Lower-case words that prose is never without; these are Gopher's, for English."""
+    """Lower-case words that all prose contains; the default is Gopher's list for English."""
     min_sentences: PositiveIntOrUnset = None
-    """Sentences of a document, at least, counted by the marks that end them (C4: 3)."""
+    """Minimum number of sentences, counted by the marks that end them (C4: 3)."""
     lorem_ipsum: bool = False
-    """C4: leave out what holds `lorem ipsum`."""
+    """C4: remove documents that contain `lorem ipsum`."""
     curly_braces: bool = False
-    """C4: leave out what holds {, which is code rather than prose."""
+    """C4: remove documents that contain {, which are code rather than prose."""
     bad_words: str | None = None
-    """C4: a file with a word or phrase on each line; leave out what holds one of them, in any case."""
+    """C4: file with one word or phrase per line; documents that contain one of them, in any case, are removed."""
     max_repeated_lines: Share | None = None
-    """Share of the lines that are the same as one before them, at most (Gopher: 0.3)."""
+    """Maximum share of the lines that repeat an earlier line (Gopher: 0.3)."""
     max_repeated_line_chars: Share | None = None
-    """Share of the characters that are in such lines, at most (Gopher: 0.2)."""
+    """Maximum share of the characters in such lines (Gopher: 0.2)."""
     max_repeated_paragraphs: Share | None = None
-    """Share of the paragraphs that are the same as one before them, at most (Gopher: 0.3)."""
+    """Maximum share of the paragraphs that repeat an earlier paragraph (Gopher: 0.3)."""
     max_repeated_paragraph_chars: Share | None = None
-    """Share of the characters that are in such paragraphs, at most (Gopher: 0.2)."""
+    """Maximum share of the characters in such paragraphs (Gopher: 0.2)."""
     repeated_ngrams: bool = False
-    """Leave out what repeats itself by the bounds of Gopher's table A1: of the characters of all words, the most frequent
-    run of 2, 3 or 4 words may hold 20, 18, 16%, and runs of 5 to 10 words that came before 15, 14, 13, 12, 11, 10%."""
+    """Remove documents that repeat themselves by the bounds of Gopher's table A1: the most frequent run of 2, 3 or 4 words
+    may hold 20, 18, 16% of the characters of all words, and runs of 5 to 10 words that came before 15, 14, 13, 12, 11,
+    10%."""
     min_compression: PositiveFloatOrUnset = None
-    """mGPT: UTF-8 bytes over those that zlib makes of them, at least; what compresses less is noise. Depends on language
-    and length: of Python's help texts it is 1.4 to 3.3, of one sentence about 1.2."""
+    """mGPT: minimum ratio of a text's UTF-8 bytes to its size after zlib; a text that compresses less is noise. The ratio
+    depends on language and length: it is 1.4 to 3.3 for Python's help texts, and about 1.2 for one sentence."""
     max_compression: PositiveFloatOrUnset = None
-    """mGPT: the same, at most; what compresses more repeats itself."""
+    """mGPT: maximum of the same ratio; a text that compresses more repeats itself."""
 
     @property
     def is_on(self) -> bool:
@@ -103,12 +104,12 @@ class FilterConfig(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class LanguageConfig(Section):
-    """Which languages stay, as py3langid tells them by its own model (140 codes of ISO 639; zxx is no language)."""
+    """Languages to keep, as the built-in model of py3langid detects them (140 codes of ISO 639; zxx means no language)."""
 
     keep: tuple[str, ...] = ()
-    """Codes of languages, such as [en, de]; empty: all documents stay, and nobody looks."""
+    """Codes of languages, such as [en, de]; empty: keep all documents without detection."""
     min_probability: Share = 0.5
-    """How sure the model has to be, by its own words; of what is shorter than a sentence it rarely is."""
+    """Minimum probability that the model assigns to the language; it is rarely high for texts shorter than a sentence."""
 
     def broken_rules(self) -> Iterator[str]:
         if len(set(self.keep)) < len(self.keep):
@@ -117,20 +118,20 @@ class LanguageConfig(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class DecontaminationConfig(Section):
-    """Documents that hold parts of texts that a model is to be judged by, such as benchmarks, are left out (GPT-3,
-    appendix C). Words are compared in lower case and without punctuation."""
+    """Removal of documents that contain parts of the texts that will judge the model, such as benchmarks (GPT-3, appendix
+    C). Words are compared in lower case and without punctuation."""
 
     paths: tuple[str, ...] = ()
     """Files, directories or globs with those texts: records (.jsonl, or .json with one array, also compressed), or else one
-    text per file; empty: no step."""
+    text per file; empty: off."""
     text_keys: tuple[str, ...] = ("text",)
-    """The fields of a line of JSONL that hold them, each of which must be there."""
+    """Fields of a JSONL line that contain the texts; each field must exist."""
     ngram: PositiveInt = 13
-    """Words in a row that must be the same; held-out texts with fewer cannot be found."""
+    """Number of words in a row that must match; held-out texts with fewer words cannot be found."""
     min_hits: PositiveInt = 1
-    """Such rows of words that condemn a document."""
+    """Number of matching n-grams from which a document is removed."""
     min_share: Share = 0.0
-    """Share that they must be of all its rows of words, besides; above 0, long documents may quote."""
+    """Share of all n-grams of the document that must match as well; above 0, long documents may quote."""
 
     def broken_rules(self) -> Iterator[str]:
         if not self.text_keys or not all(self.text_keys):
@@ -139,41 +140,42 @@ class DecontaminationConfig(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class NearDuplicateConfig(Section):
-    """Documents that are alike: candidates by MinHash and locality-sensitive hashing, each decided by its exact Jaccard
-    similarity (Broder 1997; Lee et al., arXiv 2107.06499)."""
+    """Removal of near-duplicates: MinHash and locality-sensitive hashing find candidates, and the exact Jaccard similarity
+    decides each (Broder 1997; Lee et al., arXiv 2107.06499)."""
 
     enabled: bool = False
-    """Keep only the first document of those that are alike."""
+    """Keep only the first of several similar documents."""
     threshold: Similarity = 0.8
-    """Rows of words that two documents share over all that they have, from which on they are alike. What is like something
-    that is like the first is left out as well."""
+    """Similarity from which documents are duplicates: n-grams that both contain, divided by n-grams that either contains. A
+    document similar to one that is similar to the first is removed too."""
     ngram: PositiveInt = 5
-    """Words in a row; a character of Chinese, Japanese, Thai and their like is a word. Shorter documents are one row."""
+    """Number of words in an n-gram; in Chinese, Japanese, Thai and similar scripts a character is a word. Shorter documents
+    are one n-gram."""
     num_permutations: Permutations = 128
-    """Length of a signature, of four bytes each; more of them find no more pairs, but propose fewer that are none."""
+    """Length of a signature, with four bytes per entry. Longer signatures find no more pairs, but fewer false candidates."""
     signature_seed: Seed = 0
     """Seed of the signatures."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CleaningConfig(Section):
-    """Steps between reading and tokenizing, in the order of these sections, all off by default; `chat` sources pass
-    untouched. What each of them took is told in a report, with examples, beside the documents that stay."""
+    """Cleaning of documents before they are tokenized, in the order of these sections, all off by default. `chat` sources
+    are not cleaned. A report beside the remaining documents counts what each step removed, with examples."""
 
     filters: FilterConfig = field(default_factory=FilterConfig)
-    """By what a document is like."""
+    """Rules that judge each document alone."""
     languages: LanguageConfig = field(default_factory=LanguageConfig)
-    """By its language."""
+    """Languages to keep."""
     decontamination: DecontaminationConfig = field(default_factory=DecontaminationConfig)
-    """By what it holds of held-out texts."""
+    """Removal of held-out texts."""
     exact_duplicates: bool = False
-    """Keep only the first of documents that are the same, over all sources, but for white space at their ends and the way
-    their lines end (mGPT, by 128 bits here)."""
+    """Keep only the first of identical documents, over all sources. White space at the ends and the kind of line ends do not
+    count (mGPT, here by 128 bits)."""
     near_duplicates: NearDuplicateConfig = field(default_factory=NearDuplicateConfig)
-    """Of those that are alike, over all sources, keep only the first."""
+    """Removal of near-duplicates, over all sources."""
     max_examples: NonNegativeInt = 5
-    """Documents in the report for each reason to leave them out, with the beginnings of their texts; and pairs of
-    duplicates."""
+    """Documents that the report shows for each reason of removal, with the beginnings of their texts, and pairs of
+    duplicates that it shows."""
 
     @property
     def steps(self) -> tuple[str, ...]:
@@ -188,7 +190,7 @@ class CleaningConfig(Section):
         return tuple(name for name, is_on in on.items() if is_on)
 
     def missing_packages(self) -> list[str]:
-        """One `key: rule; remedy` line for every package that a step needs and this Python does not have."""
+        """Returns one `key: rule; remedy` line for every package that a step needs and this Python does not have."""
         needed = {"languages": ("languages.keep", "py3langid"), "near_duplicates": ("near_duplicates.enabled", "rensa")}
         return [
             f"{key}: {package} is not installed; {_EXTRA}"

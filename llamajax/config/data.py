@@ -1,4 +1,4 @@
-"""What is trained on: sources of documents, tokenizer, rows."""
+"""The data of a run: sources of documents, tokenizer, rows."""
 
 import re
 from collections.abc import Iterator
@@ -22,7 +22,7 @@ ChatFormat = Literal["messages", "sharegpt", "alpaca", "prompt_completion"]
 
 
 def is_remote(path: str) -> bool:
-    """Whether it is an address, such as s3://bucket/file, rather than the path of a local file."""
+    """Whether a path is an address, such as s3://bucket/file, rather than the path of a local file."""
     return re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", path) is not None
 
 
@@ -31,47 +31,46 @@ class SourceConfig(Section):
     """One collection of documents."""
 
     kind: Literal["text", "jsonl", "parquet", "arrow", "stdlib", "chat", "megatron"]
-    """`text`: one document per file. `jsonl`: one per line, or per element of a file that is one JSON array. `parquet` and
-    `arrow` (what Hugging Face `datasets` writes): one per row. `stdlib`: the sources and help texts of the Python standard
-    library that runs this program. `chat`: one conversation per line or element, as `jsonl`, put into `data.chat_template`;
-    only what the assistant says is learnt. `megatron`: tokens in the `.bin` and `.idx` files of Megatron-LM, read where they
-    lie, of the tokenizer that `data.tokenizer.path` names. Files of `text`, `jsonl` and `chat` may be compressed (gzip,
-    zstd, bz2, xz), whatever their names say, and begin with a byte-order mark."""
+    """Format of the documents. `text`: one document per file. `jsonl`: one per line, or per element of a file that is one
+    JSON array. `parquet` and `arrow` (written by Hugging Face `datasets`): one per row. `stdlib`: the sources and help texts
+    of the Python standard library that runs this program. `chat`: one conversation per line or element, as in `jsonl`,
+    rendered with `data.chat_template`; only what the assistant says is learned. `megatron`: tokens in the `.bin` and `.idx`
+    files of Megatron-LM, read in place, of the tokenizer that `data.tokenizer.path` names. Files of `text`, `jsonl` and
+    `chat` may be compressed (gzip, zstd, bz2, xz), whatever their names, and may begin with a byte-order mark."""
     paths: tuple[str, ...] = ()
-    """Files, directories or globs (`**` allowed), relative to the working directory; empty for `stdlib`. A directory stands
-    for the files of its kind below it, by the ends of their names: `text` all, `jsonl` and `chat` .jsonl, .ndjson and .json,
-    also compressed, `parquet` .parquet, `megatron` .idx; hidden ones are passed over, and what is in `_temporary` and
-    `_delta_log`; a line counts those of other names. A glob does not read directories that it matches, and a line says so.
-    `arrow`: a directory of `Dataset.save_to_disk`. What systems write beside files (`._*`, `.DS_Store`, `_SUCCESS`, `*.crc`,
-    `_started_*`, `_committed_*`, `_metadata`, `_common_metadata`) is left out, and counted. A file that has several names
-    here, by links or overlapping globs, is read once; to read one more often, raise `weight`. `megatron`: what the names of
-    a `.bin` and its `.idx` begin with, or one of the two. Addresses, and globs of them, are files that `fsspec` fetches into
-    `data.cache_dir`: s3://, gs://, https://, hf://datasets/ORG/NAME/... and others, with the credentials that each store's
-    own package finds."""
+    """Files, directories or globs (`**` allowed), relative to the working directory; empty for `stdlib`. A directory means
+    the files of this kind below it, by suffix: `text` all files, `jsonl` and `chat` .jsonl, .ndjson and .json, also
+    compressed, `parquet` .parquet, `megatron` .idx. Hidden files are skipped, as are those in `_temporary` and `_delta_log`;
+    a line counts the files with other suffixes. A glob does not read directories that it matches, and a line says so.
+    `arrow`: a directory of `Dataset.save_to_disk`. Files that systems write beside data (`._*`, `.DS_Store`, `_SUCCESS`,
+    `*.crc`, `_started_*`, `_committed_*`, `_metadata`, `_common_metadata`) are skipped and counted. A file with several
+    names here, by links or overlapping globs, is read once; to read one more often, raise `weight`. `megatron`: the common
+    prefix of a `.bin` and its `.idx`, or one of the two files. Addresses, and globs of them, are files that `fsspec` fetches
+    into `data.cache_dir`: s3://, gs://, https://, hf://datasets/ORG/NAME/... and others, with the credentials that each
+    store's own package finds."""
     text_key: str = "text"
-    """`jsonl`, `parquet`, `arrow`: the field or column with the text. `a.b`: the field b inside a, unless one is called
+    """`jsonl`, `parquet`, `arrow`: field or column with the text. `a.b`: the field b inside a, unless a field is called
     `a.b`."""
     chat_format: ChatFormat = "messages"
-    """`chat`: how a line holds its conversation. `messages`: a list of {role, content}. `sharegpt`: `conversations`, a
-    list of {from, value}. `alpaca`: instruction, output, and perhaps input and history. `prompt_completion`: prompt and
-    completion, each a text or a list of messages, of which the completion's are learnt. All may have `system` and
-    `tools`."""
+    """`chat`: form of a conversation. `messages`: a list of {role, content}. `sharegpt`: `conversations`, a list of {from,
+    value}. `alpaca`: instruction, output, and optionally input and history. `prompt_completion`: prompt and completion, each
+    a text or a list of messages; the messages of the completion are learned. All may have `system` and `tools`."""
     max_bad_records: NonNegativeInt = 0
-    """`jsonl`, `parquet`, `arrow`, `chat`: lines or rows that may be left out, and are counted, because they are not what
-    they should be (text that is null, broken JSON, a conversation that the template refuses); one more ends the start."""
+    """`jsonl`, `parquet`, `arrow`, `chat`: number of malformed lines or rows (null text, broken JSON, a conversation that
+    the template refuses) that are skipped and counted. One more ends the start."""
     split: str | None = None
-    """`megatron`: how the documents of each file are divided, in their order, such as 969,30,1: to train on, held out, and
-    left for tests, as Megatron-LM does. Unset: the last `data.held_out_fraction` of them is held out."""
+    """`megatron`: division of each file's documents, in order, such as 969,30,1: training, held out, and left for tests, as
+    in Megatron-LM. Unset: the last `data.held_out_fraction` of them is held out."""
     weight: NonNegativeFloat = 1.0
-    """Share of the training rows that comes from this source, relative to the other sources' weights; 0: none before a stage
-    of `data.stages` gives it some."""
+    """Share of the training rows that comes from this source, relative to the weights of the other sources; 0: none until a
+    stage of `data.stages` gives it weight."""
     max_epochs: PositiveFloatOrUnset = None
-    """How often the whole run may go through this source, all stages together; a run that would do so more often is refused
-    at its start. Unset: as often as its weights ask for."""
+    """Maximum number of passes of the whole run, all stages together, over this source. A run that needs more is refused at
+    its start. Unset: as many as the weights need."""
 
     @property
     def patterns(self) -> tuple[str, ...]:
-        """The names and globs of files: of a pair of Megatron-LM's the one of its index."""
+        """Names and globs of files; for a pair of Megatron-LM's files, the name of the index."""
         if self.kind != "megatron":
             return self.paths
         return tuple(f"{path.removesuffix('.bin').removesuffix('.idx')}.idx" for path in self.paths)
@@ -82,7 +81,7 @@ class SourceConfig(Section):
         if self.kind != "stdlib" and not self.paths:
             yield f"paths: kind={self.kind} needs them; name the files or globs to read"
         if self.kind == "megatron" and any(map(is_remote, self.paths)):
-            yield "paths: kind=megatron reads tokens where they lie, which must be on this machine; copy the files"
+            yield "paths: kind=megatron reads tokens in place, so the files must be on this machine; copy them"
         if self.kind == "stdlib" and self.paths:
             yield "paths: kind=stdlib finds its own files; remove paths"
         if not self.text_key:
@@ -102,31 +101,31 @@ class SourceConfig(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class TokenizerConfig(Section):
-    """Text to token ids."""
+    """Tokenizer, which turns text into token ids."""
 
     path: str | None = None
-    """A SentencePiece `tokenizer.model` or Hugging Face `tokenizer.json`, with what lies beside it; unset: train a
+    """SentencePiece `tokenizer.model` or Hugging Face `tokenizer.json`, with the files beside it. Unset: train a
     SentencePiece BPE of `model.vocab_size` pieces on the training documents."""
     train_max_bytes: PositiveInt = 10_000_000
-    """Bytes of text, spread over all training documents, that a tokenizer is trained on; training takes 5 times as much
+    """Bytes of text, spread over all training documents, on which a tokenizer is trained. Training takes 5 times as much
     memory, and up to 35 times where most words are different."""
     gigatoken: bool = True
-    """Encode documents by gigatoken wherever it gives the very same ids, which is proven first; false: never."""
+    """Encode documents with gigatoken wherever it returns exactly the same ids, which is proven first; false: never."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StageConfig(Section):
-    """A part of the run that mixes its sources in other proportions, or reads longer or shorter rows."""
+    """Part of the run with other weights of the sources, or with longer or shorter rows."""
 
     from_step: PositiveInt
-    """Finished steps after which the stage begins; it lasts until the next one does, or to the end of the run."""
+    """Number of finished steps after which the stage begins. It lasts until the next stage, or to the end of the run."""
     weights: tuple[float, ...] = ()
-    """Instead of the sources' `weight`: one for each, in the order of `data.sources`; 0 leaves a source out. Empty: those
-    of the stage before."""
+    """Weights that replace the sources' `weight`: one for each source, in the order of `data.sources`; 0 leaves a source
+    out. Empty: those of the stage before."""
     seq_len: PositiveIntOrUnset = None
     """Tokens per row; unset: as in the stage before."""
     name: str = ""
-    """For people."""
+    """Name for logs."""
 
     def broken_rules(self) -> Iterator[str]:
         if any(weight < 0 for weight in self.weights):
@@ -139,12 +138,13 @@ class StageConfig(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class Stage:
-    """What holds from some step on: all that the run begins with, or a `StageConfig` completed by those before it."""
+    """Settings that apply from some step: those of the start of the run, or a `StageConfig` completed with those before
+    it."""
 
     from_step: int
-    """Finished steps after which it begins."""
+    """Number of finished steps after which it begins."""
     weights: tuple[float, ...]
-    """Of the sources."""
+    """Weights of the sources."""
     seq_len: int
     """Tokens per row."""
     name: str
@@ -152,30 +152,31 @@ class Stage:
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig(Section):
-    """Documents to training rows."""
+    """Documents, and how they become training rows."""
 
     sources: tuple[SourceConfig, ...]
     """Collections of documents, mixed by weight."""
     seq_len: PositiveInt
-    """Tokens per row; documents are packed into rows and see only themselves."""
+    """Tokens per row. Documents are packed into rows and see only themselves."""
     stages: tuple[StageConfig, ...] = ()
-    """What changes from some step on: the weights of the sources, the length of rows, or both."""
+    """Changes from some step on: weights of the sources, length of rows, or both."""
     cleaning: CleaningConfig = field(default_factory=CleaningConfig)
-    """What is left out of the sources before they are tokenized."""
+    """Filters that remove documents before they are tokenized."""
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
-    """Text to token ids."""
+    """Tokenizer, which turns text into token ids."""
     mean_document_length: PositiveFloatOrUnset = None
-    """Tokens of a document, on average; what plans count of attention where documents see only themselves. Unset: whole
-    rows. Training knows by itself."""
+    """Mean number of tokens per document, from which plans count attention where documents see only themselves. Unset: whole
+    rows. Training counts the real documents."""
     chat_template: str | None = None
-    """`chat` sources: a Jinja file that turns a conversation into text, as Hugging Face tokenizers have it; unset: the
-    one beside the tokenizer."""
+    """Jinja file that renders conversations of `chat` sources as text, in the form of Hugging Face tokenizers; unset: the
+    template beside the tokenizer. configs/chat_templates/llama3.jinja and others come with llamajax: a path that begins with
+    configs/ and does not exist here names the shipped file."""
     held_out_fraction: ShareBelowOne = 0.01
-    """Share of the documents, chosen by a hash of their text without the white space at its ends, that is never trained
-    on and used to evaluate; copies of a text, and the pieces of a long one, are on the same side."""
+    """Share of the documents that is held out for evaluation. A hash of the text, without the white space at its ends,
+    chooses them, so copies of a text, and the pieces of a long one, are on the same side."""
     cache_dir: str = DEFAULT_CACHE_DIR
-    """Where tokenized documents are kept, addressed by their content; shared between runs. Also the copies of remote files,
-    in `remote`, which may be removed once the tokens are made."""
+    """Folder of tokenized documents, addressed by their content and shared between runs. It also keeps copies of remote
+    files, in `remote`, which may be removed once the tokens are made."""
     prefetch_steps: PositiveInt = 2
     """Steps whose batches are prepared ahead of the device."""
 
@@ -196,7 +197,7 @@ class DataConfig(Section):
             key = f"stages.{index}"
             if stage.weights and len(stage.weights) != len(self.sources):
                 rule = f"{len(stage.weights)} for {len(self.sources)} sources"
-                yield f"{key}.weights: {rule}; give one for each, in their order, 0 to leave it out"
+                yield f"{key}.weights: {rule}; give one per source, in their order; 0 leaves a source out"
             if index and stage.from_step <= (before := self.stages[index - 1].from_step):
                 yield f"{key}.from_step: {stage.from_step} must be above {before} of the stage before; put them in order"
         if self.chat_template is not None and all(source.kind != "chat" for source in self.sources):
@@ -204,7 +205,7 @@ class DataConfig(Section):
 
     @property
     def all_stages(self) -> tuple[Stage, ...]:
-        """What the run begins with, and then each of `stages`, completed; the only one if there are none."""
+        """Stages of the run, completed: first the settings of the start, then each of `stages`."""
         weights = tuple(source.weight for source in self.sources)
         found = [Stage(from_step=0, weights=weights, seq_len=self.seq_len, name="")]
         for stage in self.stages:
@@ -213,18 +214,18 @@ class DataConfig(Section):
         return tuple(found)
 
     def stage_at(self, step: int) -> int:
-        """Which of `all_stages` the step after `step` finished steps belongs to."""
+        """Returns the index in `all_stages` of the step after `step` finished steps."""
         return sum(stage.from_step <= step for stage in self.stages)
 
     @property
     def row_lengths(self) -> dict[str, int]:
-        """Every length of rows, in tokens, by the key below `data` that says so."""
+        """Every length of rows, in tokens, by the key below `data` that sets it."""
         of_stages = {f"stages.{index}.seq_len": stage.seq_len for index, stage in enumerate(self.stages) if stage.seq_len}
         return {"seq_len": self.seq_len, **of_stages}
 
     def without_stages(self, seq_len: int | None = None) -> "DataConfig":
-        """The same sources, by the weights that the run begins with, or that they come in with, all in rows of `seq_len`
-        tokens; None: those of the beginning."""
+        """Returns the same sources without stages, each with its first weight above 0, in rows of `seq_len` tokens; None:
+        those of the start."""
         stages = self.all_stages
         first = [next(filter(None, several)) for several in zip(*(stage.weights for stage in stages), strict=True)]
         sources = tuple(replace(source, weight=weight) for source, weight in zip(self.sources, first, strict=True))

@@ -11,54 +11,55 @@ from llamajax.config.rules import AboveOne, NonNegativeInt, PositiveFloat, Posit
 
 @dataclass(frozen=True, kw_only=True)
 class DocumentsConfig(Section):
-    """Documents without a run: a file that has the section `data` alone."""
+    """Documents without a run: a file that has only the section `data`."""
 
     data: DataConfig
-    """The documents, and how they become rows."""
+    """Documents, and how they become rows."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluateConfig(Section):
-    """How good a model is: its loss on documents, or its results in the tasks of lm-evaluation-harness."""
+    """Evaluation of a model: its loss on documents, or its results in the tasks of lm-evaluation-harness."""
 
     model: str
-    """The weights: a run's directory (its newest checkpoint), one of its checkpoints, or a Hugging Face directory."""
+    """Weights: a run's directory (its newest checkpoint), one of its checkpoints, or a Hugging Face directory."""
     data: str | None = None
-    """The YAML file of a run, of which the section `data` names the documents, or one with that section alone; unset: what
-    the model was trained on."""
+    """YAML file of a run, with the documents in its section `data`, or a file with that section alone; unset: the documents
+    that the model was trained on."""
     split: Literal["held_out", "train"] = "held_out"
-    """Which of the documents: those that training leaves out, or the others, in the order they are trained on."""
+    """Part of the documents: the held-out ones, or the training ones in the order of training."""
     num_batches: PositiveInt | None = None
-    """Batches at most, the first ones of all sources mixed, as evaluations while training take them; unset: all that is
-    held out, every source also by itself."""
+    """Maximum number of batches, the first ones of all sources mixed, as in evaluations during training. Unset: all held-out
+    documents, and every source separately as well."""
     tasks: str | None = None
-    """Instead of documents: names of tasks, groups or tags of lm-evaluation-harness (extra `eval`), with commas between
-    them, such as hellaswag,arc_easy; * stands for any letters."""
+    """Tasks, groups or tags of lm-evaluation-harness (extra `eval`) to run instead of documents, separated by commas, such
+    as hellaswag,arc_easy; * matches any letters."""
     include_path: str | None = None
-    """`tasks`: a directory with the YAML files of your own tasks."""
+    """`tasks`: directory with the YAML files of your own tasks."""
     num_fewshot: NonNegativeInt | None = None
-    """`tasks`: solved examples before each question; unset: what each task says."""
+    """`tasks`: solved examples before each question; unset: the number that each task sets."""
     limit: PositiveFloat | None = None
-    """`tasks`: questions of each task at most; below 1, a share of them; unset: all."""
+    """`tasks`: maximum number of questions per task; below 1, a share of them; unset: all."""
     apply_chat_template: bool = False
-    """`tasks`: put every question into the model's chat template, examples as turns before it."""
+    """`tasks`: put every question into the model's chat template, with examples as turns before it."""
     system: str | None = None
-    """`tasks`: a system message before every question; unset: there is none."""
+    """`tasks`: system message before every question; unset: none."""
     log_samples: bool = False
-    """`tasks`: also write every question, with what the model made of it, into the file `json`."""
+    """`tasks`: also write every question and the model's answer to the file `json`."""
     json: str | None = None
-    """A file for the results, in JSON."""
+    """File for the results, in JSON."""
     batch_size: PositiveInt | None = None
-    """Rows at once, over all devices; rounded up to a multiple of the devices that share a batch. Unset: a micro-batch
-    of the run whose data it is; without a run, and for `tasks`, eight on each of those devices."""
+    """Rows per batch over all devices, rounded up to a multiple of the devices that share a batch. Unset: a micro-batch of
+    the run that the data belong to; without a run, and for `tasks`, eight on each of those devices."""
     seq_len: AboveOne | None = None
-    """Tokens per row, for `tasks` at most; unset: what the data's configuration says, or what the model is meant for."""
+    """Tokens per row, for `tasks` the maximum; unset: the length in the data's configuration, or the longest that the model
+    supports."""
     param_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Type the weights are kept in; `auto`: the one they are stored in."""
+    """Type in which the weights are kept; `auto`: the type in which they are stored."""
     compute_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Type of activations and matmuls; `auto`: the run's, or the one that a Hugging Face model's weights have."""
+    """Type of activations and matmuls; `auto`: the run's, or that of a Hugging Face model's weights."""
     mesh: MeshConfig = field(default_factory=MeshConfig)
-    """How model and rows are laid over the devices."""
+    """Layout of model and rows over the devices."""
     distributed: DistributedConfig = field(default_factory=DistributedConfig)
     """Several processes."""
 

@@ -1,6 +1,6 @@
-"""A YAML file and dotted overrides become a `Config`, or every mistake in them is named; and back to YAML.
+"""Turns a YAML file and dotted overrides into a `Config`, or names every mistake in them; and writes settings as YAML.
 
-What holds for `Config` holds for all `Settings`, those of the other entry points too.
+All of it works for any `Settings`, including those of the other entry points.
 """
 
 import dataclasses
@@ -27,14 +27,18 @@ from llamajax.errors import ConfigError, show
 Root = TypeVar("Root", bound=Settings)
 
 _INVALID: Any = object()
-"""Stands for a value that cannot be built; the reason is noted."""
+"""Placeholder for a value that cannot be built; the reason is noted."""
 
 
 def load_config(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Config:
-    """The configuration in a YAML file, with overrides such as `"train.num_steps=10"`.
+    """Returns the configuration in a YAML file, with overrides such as `"train.num_steps=10"`.
 
-    Settings of the model that are left out are those of the weights that `init_from` names, if these are here. Whether the
-    files that it names exist is not looked at, so that another machine's configuration can be read.
+    Settings of the model that are left out come from the weights that `init_from` names, if these are on this machine. Other
+    files that the configuration names need not exist, so that another machine's configuration can be read.
+
+    Args:
+        path: the file, or the name of a shipped configuration, such as `quickstart`.
+        overrides: settings that replace those of the file, as `key=value` texts.
 
     Raises:
         ConfigError: one `file:line: key: rule; remedy` line for every mistake.
@@ -51,17 +55,17 @@ def read_config(
     problems: Problems,
     check: Callable[[Root], list[str]] | None = None,
 ) -> Root:
-    """The settings in `path`, changed by (key, text) overrides; the text None is a value that was forgotten.
+    """Returns the settings in `path`, changed by (key, text) overrides; the text None is a missing value.
 
     Args:
-        root_class: what they are settings of.
-        path: the YAML file; None: all is said by overrides and defaults.
-        overrides: in the order they were given.
-        problems: what is wrong already.
-        check: gives what else is wrong with settings that break no rule, a `key: rule; remedy` line each.
+        root_class: the class of the settings.
+        path: the YAML file, or the name of a shipped configuration; None: only overrides and defaults.
+        overrides: in the order in which they were given.
+        problems: mistakes found before.
+        check: returns what else is wrong with settings that break no rule, one `key: rule; remedy` line each.
 
     Raises:
-        ConfigError: everything in `problems`, with what is found here.
+        ConfigError: everything in `problems`, and what is found here.
         DiskError: see `inherit`.
     """
     root = read_file(path, problems) if path is not None else Node({}, Place(0, "command line"))
@@ -88,10 +92,10 @@ def read_config(
 
 
 def read_value(config: Config, key: str, text: str) -> Any:
-    """What the command line `--key text` would set in `config`, as a value for `Config.changed`.
+    """Returns the value that the command line `--key text` would set in `config`, for `Config.changed`.
 
     Raises:
-        ConfigError: there is no such key, or its type has no such value: one `--key: rule; remedy` line each.
+        ConfigError: no such key exists, or its type has no such value: one `--key: rule; remedy` line each.
     """
     problems, place = Problems(), Place(0, show(f"--{key}"))
     builder = _Builder(problems, Config)
@@ -103,24 +107,24 @@ def read_value(config: Config, key: str, text: str) -> Any:
 
 
 def _skeleton(value: Any, place: Place) -> Node:
-    """The sections, lists and keys of `config_to_dict`, without the values."""
+    """Returns the sections, lists and keys of `config_to_dict`, without the values."""
     if isinstance(value, dict):
         return Node({name: _skeleton(inner, place) for name, inner in value.items()}, place)
     return Node([_skeleton(item, place) for item in value] if isinstance(value, list) else "", place)
 
 
 def config_to_dict(config: Settings) -> dict[str, Any]:
-    """Every field as plain dicts, lists, numbers and text, ready for JSON and YAML."""
+    """Returns every field as plain dicts, lists, numbers and text, ready for JSON and YAML."""
     return dataclasses.asdict(
         config, dict_factory=lambda items: {name: list(x) if isinstance(x, tuple) else x for name, x in items}
     )
 
 
 def settings_of(root_class: type[Root], tree: Any) -> Root:
-    """The settings that `config_to_dict` made `tree` of; files that hold it need not be of our making.
+    """Returns the settings from which `config_to_dict` made `tree`; the file that holds it may come from another program.
 
     Raises:
-        ConfigError: it is none, or breaks a rule: a line for every mistake.
+        ConfigError: the tree holds something else, or breaks a rule: a line for every mistake.
     """
     problems = Problems()
     builder = _Builder(problems, root_class)
@@ -133,7 +137,7 @@ def settings_of(root_class: type[Root], tree: Any) -> Root:
 
 
 def dotted(tree: Any, above: str = "") -> dict[str, Any]:
-    """Everything in nested dicts and lists by its dotted key, such as `mesh.fsdp` or `data.sources.0.kind`."""
+    """Returns everything in nested dicts and lists by its dotted key, such as `mesh.fsdp` or `data.sources.0.kind`."""
     if not isinstance(tree, dict | list):
         return {above: tree}
     items = tree.items() if isinstance(tree, dict) else enumerate(tree)
@@ -142,18 +146,18 @@ def dotted(tree: Any, above: str = "") -> dict[str, Any]:
 
 
 def write_config(config: Settings, path: Path) -> None:
-    """Keeps the configuration in a file, whole or not at all; it can itself be run."""
+    """Writes the configuration to a file, atomically; the file can itself be run."""
     text = dump_config(config)
     disk.write_atomically(path, text.encode())
 
 
 def dump_config(config: Settings) -> str:
-    """Every setting as YAML, which reads back to an equal configuration."""
+    """Returns every setting as YAML, which reads back to an equal configuration."""
     return yaml.dump(config_to_dict(config), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
 
 
 class _Dumper(yaml.SafeDumper):
-    """Also quotes text that YAML readers disagree about, such as `3e-4`."""
+    """YAML writer that also quotes text which YAML readers disagree about, such as `3e-4`."""
 
     def represent_str(self, data: str) -> yaml.ScalarNode:
         return self.represent_scalar("tag:yaml.org,2002:str", data, style='"' if other_reading(data) else None)
@@ -163,7 +167,7 @@ _Dumper.add_representer(str, _Dumper.represent_str)
 
 
 def _place_of(key: str, root: Node) -> Place:
-    """Where a dotted key is set, or else the innermost section around it that is."""
+    """Returns the place where a dotted key is set, or else that of the innermost section around it."""
     node = root
     for name in key.split("."):
         if isinstance(node.content, dict) and name in node.content:
@@ -176,17 +180,17 @@ def _place_of(key: str, root: Node) -> Place:
 
 
 class _Builder:
-    """Builds the configuration from a tree; what is wrong goes to `problems`."""
+    """Builds the configuration from a tree, and notes mistakes in `problems`."""
 
     def __init__(self, problems: Problems, root_class: type) -> None:
         self.problems = problems
         self.root_class = root_class
         self.missing: dict[str, Place] = {}
         self.meant: set[str] = set()
-        """Keys that an unknown key is probably a misspelling of."""
+        """Keys that were probably meant by an unknown key."""
 
     def override(self, root: Node, key: str, text: str | None, place: Place) -> tuple[Any, Node] | None:
-        """Puts `text` at a dotted key of the tree; its type and node, unless that cannot be."""
+        """Puts `text` at a dotted key of the tree; returns its type and node, or None if the key or the text is wrong."""
         node, kind, above, repeatable = root, self.root_class, "", False
         for name in key.split("."):
             if dataclasses.is_dataclass(kind):
@@ -222,7 +226,7 @@ class _Builder:
         return kind, node
 
     def section(self, cls: Any, node: Node, key: str) -> Any:
-        """A dataclass from a mapping; `_INVALID` if it cannot be built."""
+        """Returns a dataclass from a mapping; `_INVALID` if it cannot be built."""
         if not isinstance(node.content, dict):
             return self._invalid(node.place, key, f"must be a section with keys of its own, not {node.describe()}")
         fields = {field.name: field for field in dataclasses.fields(cls)}
@@ -247,7 +251,7 @@ class _Builder:
             return _INVALID
 
     def value(self, kind: Any, node: Node, key: str) -> Any:
-        """A value of a field's type; `_INVALID` if it cannot be built."""
+        """Returns a value of a field's type; `_INVALID` if it cannot be built."""
         if typing.get_origin(kind) is Annotated:  # the section looks at its bounds itself
             kind = typing.get_args(kind)[0]
         if typing.get_origin(kind) in (Union, types.UnionType):  # of a type and None
@@ -273,15 +277,15 @@ class _Builder:
         return _INVALID
 
     def add_unknown(self, place: Place, key: str, siblings: Iterable[str]) -> None:
-        """Notes a key that does not exist, with the one that was probably meant, here or in another section."""
+        """Notes a key that does not exist, with the key that was probably meant, here or in another section."""
         remedy, meant = unknown_key(self.root_class, key, siblings)
         self.meant.update(meant)
         self.problems.add(place, f"unknown key '{show(key)}'; {remedy}")
 
     def add_missing(self, without_weights: tuple[Place, str] | None = None) -> None:
-        """Notes the required keys that are not there; a misspelled one has its line already.
+        """Notes the required keys that are missing; a misspelled one has its line already.
 
-        Where `inherit` has found no weights, that stands for all of the model that is missing.
+        If `inherit` has found no weights, its message replaces those for all missing settings of the model.
         """
         missing = {key: place for key, place in self.missing.items() if key not in self.meant}
         if without_weights is not None:

@@ -1,4 +1,4 @@
-"""A Hugging Face `config.json` and our `ModelConfig`, in both directions."""
+"""Converts between a Hugging Face `config.json` and `ModelConfig`."""
 
 import json
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 def is_hf_model(path: Path) -> bool:
-    """Whether the file `path` says which model it describes; other programs have a `config.json`, too.
+    """Whether the file `path` names the model that it describes; other programs have a `config.json`, too.
 
     Raises:
         DiskError: the disk fails, which may pass.
@@ -29,17 +29,17 @@ def is_hf_model(path: Path) -> bool:
 
 
 def read_hf_config(body: dict[str, Any], path: Path, param_dtype: DType) -> tuple[ModelConfig, dict[str, Any]]:
-    """Our configuration of the model that a `config.json` describes, and its ids of special tokens.
+    """Returns the configuration of the model that a `config.json` describes, and its ids of special tokens.
 
-    Settings that are left out have the value transformers gives them.
+    Settings that are left out have the values that transformers gives them.
 
     Args:
-        body: the file's content.
+        body: content of the file.
         path: the file, for messages.
-        param_dtype: type that the weights are kept in, and computed with unless a run or command says otherwise.
+        param_dtype: type in which the weights are kept, and computed with unless a run or command sets another.
 
     Raises:
-        ConfigError: it is none of `ARCHITECTURES`, or a setting is missing, wrong, contradictory or unknown to us.
+        ConfigError: the model is none of `ARCHITECTURES`, or a setting is missing, wrong, contradictory or not supported.
     """
     architecture = _read_architecture(body, path)
     body = {**architecture.defaults, **body}
@@ -96,7 +96,7 @@ def _read_architecture(body: dict[str, Any], path: Path) -> Architecture:
     model_type = body.get("model_type")
     if not isinstance(model_type, str) or model_type not in by_type:
         raise ConfigError(
-            f"{path}: model_type: {show(str(model_type))} is not one of {', '.join(by_type)}; no other is read"
+            f"{path}: model_type: {show(str(model_type))} is not one of {', '.join(by_type)}; no other model is supported"
         )
     architecture = by_type[model_type]
     class_names = body.get("architectures")
@@ -109,8 +109,8 @@ def _read_architecture(body: dict[str, Any], path: Path) -> Architecture:
 
 
 def _read_windows(body: dict[str, Any], architecture: Architecture, path: Path) -> dict[str, Any]:
-    """The sliding window and the layers that have it: of a Mistral all, of a Qwen, on request, those that `layer_types`
-    names, or else those after `max_window_layers`."""
+    """Returns the sliding window and the layers that have it. A Mistral has it in all layers; a Qwen, on request, in those
+    that `layer_types` names, or else in those after `max_window_layers`."""
     if architecture is LLAMA:
         return {}
     window, kinds, num_layers = body.get("sliding_window"), body.get("layer_types"), body["num_hidden_layers"]
@@ -138,13 +138,13 @@ def _read_windows(body: dict[str, Any], architecture: Architecture, path: Path) 
 def read_ends(
     generation: Mapping[str, Any], directory: Path, special_tokens: Mapping[str, Any], config: ModelConfig
 ) -> tuple[int, ...]:
-    """The tokens that end what the model writes: eos of its `config.json` and of `generation_config.json`.
+    """Returns the tokens that end the model's output: eos of its `config.json` and of `generation_config.json`.
 
     Args:
         generation: content of `generation_config.json`, which may be empty.
-        directory: where it is, for messages.
-        special_tokens: as `read_hf_config` found them.
-        config: of the model.
+        directory: its folder, for messages.
+        special_tokens: the ids that `read_hf_config` found.
+        config: the model.
 
     Raises:
         ConfigError: the file has ids that the model lacks.
@@ -156,7 +156,7 @@ def read_ends(
 
 
 def token_ids(value: Any, key: str, path: Path, config: ModelConfig) -> Any:
-    """An id, several (Llama 3's end of text), or None."""
+    """Returns an id, several (Llama 3's end of text), or None, after a check that the model has them."""
     ids = value if isinstance(value, list) else [] if value is None else [value]
     if not all(type(token) is int and -1 <= token < config.vocab_size for token in ids):
         raise ConfigError(f"{path}: {key}: {show(str(value))} must be below vocab_size={config.vocab_size}; correct it")
@@ -166,13 +166,13 @@ def token_ids(value: Any, key: str, path: Path, config: ModelConfig) -> Any:
 def hf_config_of(
     config: ModelConfig, special_tokens: dict[str, Any], dtype: str, architecture: Architecture | None = None
 ) -> dict[str, Any]:
-    """A `config.json` with the fields of transformers 4, of transformers 5 and of all who read either.
+    """Returns a `config.json` with the fields of transformers 4 and 5 and of programs that read either.
 
     Args:
-        config: of the model.
+        config: the model.
         special_tokens: value of each of `SPECIAL_TOKENS`.
         dtype: type of the weights in the files.
-        architecture: what the model is to be; None: see `architecture_of`.
+        architecture: the architecture to write; None: see `architecture_of`.
     """
     architecture = architecture or architecture_of(config)
     biases = {"attention_bias": config.output_bias, "mlp_bias": config.mlp_bias}

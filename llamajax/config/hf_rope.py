@@ -1,4 +1,4 @@
-"""Rotary positions in a Hugging Face `config.json` and in our `ModelConfig`, in both directions."""
+"""Converts rotary positions between a Hugging Face `config.json` and `ModelConfig`."""
 
 import math
 from collections.abc import Mapping
@@ -10,17 +10,18 @@ from llamajax.errors import ConfigError, show
 
 
 class _Kind(NamedTuple):
-    """A rope_type: its settings there, and ours."""
+    """A rope_type: its settings in `config.json`, and ours."""
 
     ours: Any
-    """`RopeScalingConfig.kind`."""
+    """Value of `RopeScalingConfig.kind`."""
     needed: Mapping[str, str] = {}
     optional: Mapping[str, str] = {}
-    """With the defaults of `RopeScalingConfig`; written where they differ."""
+    """Settings with the defaults of `RopeScalingConfig`, written where they differ."""
 
 
 _ORIGINAL = "original_max_position_embeddings"
-"""transformers takes it from the model's other settings where it is left out, and from outside where it is there."""
+"""Sequence length of the pretraining. As in transformers, a value at the top level of `config.json` wins over one in the
+rope settings; the default is `max_position_embeddings`."""
 _OF_ALL = ("rope_type", "type", "rope_theta", "partial_rotary_factor")
 _FACTOR = {"factor": "factor"}
 _KINDS = {
@@ -43,11 +44,11 @@ _KINDS = {
     ),
 }
 _MSCALES = {name: name for name in ("mscale", "mscale_all_dim")}
-"""From which yarn's attention_factor follows where it is left out."""
+"""Settings from which yarn's attention_factor follows if it is left out."""
 
 
 def read_rope(body: Mapping[str, Any], max_seq_len: int, path: Path) -> tuple[float, RopeScalingConfig]:
-    """rope_theta and the stretch, from the fields of transformers 5 (`rope_parameters`), of 4, or of both if they agree.
+    """Returns rope_theta and the scaling, from the fields of transformers 5 (`rope_parameters`), of 4, or of both.
 
     Args:
         body: content of the `config.json`.
@@ -55,7 +56,7 @@ def read_rope(body: Mapping[str, Any], max_seq_len: int, path: Path) -> tuple[fl
         path: the file, for messages.
 
     Raises:
-        ConfigError: they contradict each other, or a setting is missing, wrong or unknown to us.
+        ConfigError: the fields contradict each other, or a setting is missing, wrong or not supported.
     """
     new, old = body.get("rope_parameters"), body.get("rope_scaling")
     for key, value in (("rope_parameters", new), ("rope_scaling", old)):
@@ -86,7 +87,7 @@ def _read_scaling(
     kind, where = _KINDS[name], f"{path}: {key}"
     if rope.get("partial_rotary_factor", 1.0) != 1.0:
         value = show(str(rope["partial_rotary_factor"]))
-        raise ConfigError(f"{where}.partial_rotary_factor: {value} is not supported; it must be 1.0, whole heads turn")
+        raise ConfigError(f"{where}.partial_rotary_factor: {value} is not supported; it must be 1.0, for whole heads")
     rope = {theirs: value for theirs, value in rope.items() if theirs not in _OF_ALL}
     if _ORIGINAL in kind.needed:
         rope = {_ORIGINAL: max_seq_len} | rope | ({_ORIGINAL: body[_ORIGINAL]} if _ORIGINAL in body else {})
@@ -123,7 +124,7 @@ def _positive(value: Any, key: str, path: Path) -> float:
 
 
 def rope_fields(config: ModelConfig) -> dict[str, Any]:
-    """What a `config.json` says of rotary positions, in the fields of transformers 4 and of transformers 5."""
+    """Returns the rotary positions of a `config.json`, in the fields of transformers 4 and of transformers 5."""
     scaling, plain = config.rope_scaling, RopeScalingConfig()
     name, kind = next((name, kind) for name, kind in _KINDS.items() if kind.ours == scaling.kind)
     stretch = {theirs: getattr(scaling, ours) for theirs, ours in kind.needed.items()}

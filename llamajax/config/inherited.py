@@ -1,4 +1,4 @@
-"""The settings of a model that a run leaves out: those of the weights that it starts from."""
+"""Settings of the model that a run leaves out, taken from the weights that it starts from."""
 
 import json
 import os
@@ -18,21 +18,21 @@ from llamajax.errors import ConfigError, show_path
 T = TypeVar("T")
 
 OF_THE_RUN = ("param_dtype", "compute_dtype", "matmul_dtype", "float8_exempt", "attention_kernel", "remat")
-"""Settings that say how a run computes; weights do not bring them along."""
+"""Settings that say how a run computes; they do not come from the weights."""
 _INHERITED = tuple(field.name for field in fields(ModelConfig) if field.name not in OF_THE_RUN)
 
 
 def inherit(root: Node, problems: Problems) -> tuple[Place, str] | None:
-    """Adds to `model` of a run what it leaves out, where `init_from` names weights on this machine.
+    """Adds the settings that `model` of a run leaves out, if `init_from` names weights on this machine.
 
-    A run that was begun keeps the model of its checkpoints, so it goes on where `init_from` is gone.
+    A run that has started keeps the model of its checkpoints, so it resumes even if `init_from` no longer exists.
 
     Args:
         root: the settings of the run; changed in place.
-        problems: what is wrong already.
+        problems: mistakes found before.
 
     Returns:
-        Where no weights are: what to tell, and where, in place of the settings that are missing then.
+        If no weights are found: the place and the message that replace those for the missing settings.
 
     Raises:
         ConfigError: the weights have a config.json that cannot be read; everything in `problems`, too.
@@ -66,10 +66,10 @@ def _text(root: Node, key: str) -> str | None:
 
 
 def _described(weights: Path, run_dir: str | None) -> tuple[Path, dict[str, Any]]:
-    """The file that describes the model, and the model's settings in it; none if there is no such file.
+    """Returns the file that describes the model, and the model's settings in it; no settings if no such file exists.
 
     Raises:
-        ConfigError: a config.json is damaged, or of a model that is none of ours.
+        ConfigError: a config.json is damaged, or describes a model that is not supported.
         DiskError: the disk fails, which may pass.
     """
     runs = [weights] if run_dir is None else [Path(os.path.expanduser(run_dir)), weights]
@@ -86,7 +86,7 @@ def _described(weights: Path, run_dir: str | None) -> tuple[Path, dict[str, Any]
 
 
 def _steps(path: Path) -> list[Path]:
-    """The checkpoints of a run, the newest first, or `path` alone if it is a checkpoint."""
+    """Returns the checkpoints of a run, the newest first, or `path` alone if it is a checkpoint."""
     if path.parent.name == "checkpoints" and path.name.isdecimal():
         return [path]
     folder = path / "checkpoints"
@@ -95,7 +95,7 @@ def _steps(path: Path) -> list[Path]:
 
 
 def _found(look: Callable[[], T], path: Path) -> T | None:
-    """What `look` returns; None if nothing is at the path, or this user may not read it.
+    """Returns the result of `look`; None if the path is empty, or this user may not read it.
 
     Raises:
         DiskError: the disk fails, which may pass.
@@ -111,13 +111,13 @@ def _found(look: Callable[[], T], path: Path) -> T | None:
 
 
 def _none_at(weights: Path) -> str:
-    """Why nothing is known of the weights, and what to do."""
+    """Returns why no weights were found at a path, with a remedy."""
     shown, remedy = show_path(str(weights)), "correct the path, or write model out"
     if shown.startswith("~"):
         return f"{shown} is in no known home directory; {remedy}"
     if steps := _steps(weights):
         meta = steps[0] / "meta.json"
-        return f"{show_path(str(meta))} is missing or does not tell the model; name another checkpoint, or write model out"
+        return f"{show_path(str(meta))} is missing or damaged; name another checkpoint, or write model out"
     for look, name in ((os.stat, CONFIG), (os.listdir, "checkpoints")):
         try:
             look(weights / name)
@@ -125,11 +125,11 @@ def _none_at(weights: Path) -> str:
             continue
         except OSError as error:
             return f"{shown} cannot be read: {error.strerror}; {remedy}"
-    return f"no run and no {CONFIG} at {shown}; {remedy}"
+    return f"no run and no {CONFIG} in {shown}; {remedy}"
 
 
 def _node(value: Any, place: Place) -> Node:
-    """A value as somebody would have written it."""
+    """Returns a value as if somebody had written it."""
     if isinstance(value, dict):
         return Node({str(name): _node(inner, place) for name, inner in value.items()}, place)
     if isinstance(value, list | tuple):

@@ -1,4 +1,4 @@
-"""JSON files that other programs wrote: one object each, read strictly."""
+"""Strict reader of JSON files from other programs; each must hold one object."""
 
 import json
 from pathlib import Path
@@ -12,10 +12,10 @@ _MAX_BYTES = 64_000_000  # the largest tokenizer.json is a quarter of that
 
 
 def read_bytes(path: Path, max_bytes: int = _MAX_BYTES) -> bytes:
-    """A file's content.
+    """Returns the content of a file.
 
     Raises:
-        ConfigError: it is missing, cannot be read or is too large.
+        ConfigError: the file is missing, cannot be read or is too large.
         DiskError: the disk fails, which may pass.
     """
 
@@ -35,7 +35,7 @@ def read_bytes(path: Path, max_bytes: int = _MAX_BYTES) -> bytes:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in a file.
+    """Returns the JSON object in a file.
 
     Raises:
         ConfigError: the file is missing, cannot be read, is too large or holds something else.
@@ -45,21 +45,21 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def parse_json(path: Path, data: bytes) -> dict[str, Any]:
-    """A JSON object; `path` is for messages.
+    """Returns a JSON object; `path` is for messages.
 
     Raises:
-        ConfigError: it is no JSON object, or has a key twice.
+        ConfigError: the text is not a JSON object, or has a key twice.
     """
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found = dict(pairs)
         if len(found) != len(pairs):
             names = [name for name, _ in pairs]
-            raise ValueError(f"{show(next(name for name in names if names.count(name) > 1))} is there twice")
+            raise ValueError(f"{show(next(name for name in names if names.count(name) > 1))} appears twice")
         return found
 
     def no_number(text: str) -> Any:
-        raise ValueError(f"{text} is no JSON number")
+        raise ValueError(f"{text} is not a JSON number")
 
     try:
         body = json.loads(data.decode(), object_pairs_hook=unique, parse_constant=no_number)

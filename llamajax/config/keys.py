@@ -1,4 +1,4 @@
-"""Settings by dotted key: every one there is, the one that was meant, and new values put at several."""
+"""Settings by dotted key: the list of all keys, suggestions for unknown keys, and new values for several keys."""
 
 import dataclasses
 import difflib
@@ -11,17 +11,17 @@ from llamajax.errors import ConfigError
 
 
 def item_type(kind: Any) -> Any:
-    """The type of a tuple's items; None for other types."""
+    """Returns the type of a tuple's items; None for other types."""
     return typing.get_args(kind)[0] if typing.get_origin(kind) is tuple else None
 
 
 def join(above: str, name: str) -> str:
-    """The key of `name` in the section `above`, which is empty at the top."""
+    """Returns the key of `name` in the section `above`, which is empty at the top."""
     return f"{above}.{name}" if above else name
 
 
 def keys(section: Any, above: str = "") -> Iterator[tuple[str, Any, dataclasses.Field[Any]]]:
-    """Every dotted key with its section and field, sections before their own keys; `0` stands for a list's items."""
+    """Yields every dotted key with its section and field, sections before their own keys; `0` marks the items of a list."""
     for field in dataclasses.fields(section):
         key = join(above, field.name)
         yield key, section, field
@@ -65,7 +65,8 @@ def unknown_key(root: Any, key: str, siblings: Iterable[str]) -> tuple[str, list
     namesakes: dict[str, list[str]] = {}
     for other, _, _ in keys(root):
         section, _, last = other.rpartition(".")
-        if ".0" not in section or f"{general(above)}.".startswith(f"{section.partition('.0')[0].rpartition('.')[0]}."):
+        of_list = section.partition(".0")[0]
+        if of_list == section or above == of_list.rpartition(".")[0] or f"{above}.".startswith(f"{of_list}."):
             namesakes.setdefault(last, []).append(other)
     alike = [other for other in siblings if other == name or name in other.split("_") or (name and other.startswith(name))]
     if 0 < len(alike) <= 3:
@@ -76,7 +77,7 @@ def unknown_key(root: Any, key: str, siblings: Iterable[str]) -> tuple[str, list
         meant = namesakes[name]
     elif close := difflib.get_close_matches(name, siblings, n=1):
         meant = [join(above, close[0])]
-    elif close := difflib.get_close_matches(name, namesakes, n=1):
+    elif close := difflib.get_close_matches(name, namesakes, n=1, cutoff=0.75):
         meant = namesakes[close[0]]
     else:
         return f"{above or 'a configuration'} has {', '.join(siblings)}", []
@@ -99,10 +100,10 @@ def remedy_for(root: Any, key: str) -> str | None:
 
 
 def with_values(part: Any, changes: Mapping[str, Any], root: type, above: str = "") -> Any:
-    """What is at the key `above` of settings of class `root`, a section or a list, with values put at keys below it.
+    """Returns a section or a list, which has the key `above` in settings of class `root`, with new values at keys below it.
 
     Raises:
-        ConfigError: there is no such key, or a section with its new values breaks a rule: `key: rule; remedy` lines.
+        ConfigError: no such key exists, or a section with its new values breaks a rule: `key: rule; remedy` lines.
     """
     is_section = dataclasses.is_dataclass(part)
     items = part if isinstance(part, tuple) else ()

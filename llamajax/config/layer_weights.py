@@ -1,4 +1,4 @@
-"""The weights of a layer: one table, from which parameters, FLOPs and bytes are counted."""
+"""Table of the weights of a layer, from which parameters, FLOPs and bytes are counted."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -6,25 +6,25 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class LayerWeight:
-    """A weight that every layer has."""
+    """Weight that every layer has."""
 
     path: str
-    """In the layer, as its modules and checkpoints call it."""
+    """Path in the layer, as modules and checkpoints name it."""
     dims: str
-    """The dims, as numbers or letters: D embed, K kv heads, G query heads of each, C these with its key and its value, H
-    head, F mlp."""
+    """Dims, as numbers or letters: D embed, K kv heads, G query heads of each, C these with its key and its value, H head, F
+    mlp."""
     matmul: Literal["column", "row"] | None = None
-    """How `mesh.tensor` splits a weight that tokens are multiplied with: by columns, before which tokens are gathered, or by
-    rows, after which results are scattered. None: no matmul uses it."""
+    """How `mesh.tensor` splits a weight that multiplies tokens: by columns, with tokens gathered before, or by rows, with
+    results scattered after. None: no matmul uses it."""
     result: str | None = None
     """Name of the matmul's result that the backward pass needs, as in `SAVED_BY_REMAT` (`config/model.py`); None: it needs
     none."""
     trait: str | None = None
-    """The setting of `ModelConfig` that adds the weight; None: every model has it."""
+    """Setting of `ModelConfig` that adds the weight; None: every model has it."""
 
     @property
     def name(self) -> str:
-        """As its module calls it."""
+        """Name that its module uses."""
         return self.path.rpartition(".")[2]
 
 
@@ -42,7 +42,7 @@ LAYER_WEIGHTS = (
     LayerWeight("mlp.w_down", "D F", matmul="row"),
     LayerWeight("mlp.down_bias", "D", trait="mlp_bias"),
 )
-"""In the order in which the forward pass takes them."""
+"""All weights of a layer, in the order of the forward pass."""
 MATRICES = tuple(weight.name for weight in LAYER_WEIGHTS if weight.matmul)
 Matrix = Literal["wqkv", "wo", "w_gate_up", "w_down"]
 """The same names, as the type of settings."""

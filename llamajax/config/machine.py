@@ -1,4 +1,4 @@
-"""The cluster that is planned for, and what its compiler is told."""
+"""The cluster that a plan is for, and the options of the compiler."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -10,35 +10,36 @@ PlannedGpu = Literal[
     "a100-40gb", "a100-80gb", "h100", "h200", "b200", "gb200",
     "rtx-3060-12gb", "rtx-3090", "rtx-4090", "rtx-5090", "a10g", "l4", "l40s",
 ]  # fmt: skip
-"""GPUs that plans know, see `llamajax.estimates.gpus`."""
+"""GPUs that plans support; see `llamajax.estimates.gpus`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class HardwareConfig(Section):
-    """The machines that `llamajax.plan` plans for. Training takes the devices that jax finds; from here it knows how much
-    they hold and how fast they are, where it chooses forms and schedules (`parallel`, `xla.latency_profile`)."""
+    """Machines that `llamajax.plan` plans for. Training uses the devices that jax finds; it reads their memory and speed
+    here where it chooses forms and schedules (`parallel`, `xla.latency_profile`)."""
 
     gpu: Literal["none", PlannedGpu] = "none"
-    """GPU of every node; A100, H100, H200, B200 and GB200 are modules with NVLink, all others cards in PCIe slots. `none`:
-    there is nothing to plan for."""
+    """GPU model of every node. A100, H100, H200, B200 and GB200 are modules with NVLink, all others cards in PCIe slots.
+    `none`: no machine to plan for."""
     nodes: PositiveInt = 1
-    """Nodes: groups of GPUs that NVLink or the PCIe slots of one board join, and which a network joins."""
+    """Number of nodes. A node is a group of GPUs joined by NVLink or by the PCIe slots of one board; a network joins the
+    nodes."""
     gpus_per_node: PositiveInt = 8
-    """GPUs per node. A rack GB200 NVL72 is one node of 72, though four of them share an operating system."""
+    """GPUs per node. A rack GB200 NVL72 is one node of 72, although four of them share an operating system."""
     gpu_bandwidth: PositiveFloatOrUnset = None
-    """Bytes per second, each way, between one GPU and the others of its node; unset: the GPU's NVLink, or its PCIe slot
-    with 16 lanes."""
+    """Bytes per second, each way, between one GPU and the others of its node; unset: that of the GPU's NVLink, or of its
+    PCIe slot with 16 lanes."""
     node_bandwidth: PositiveFloatOrUnset = None
-    """Bytes per second, each way, between one node and the network; unset: per GPU of the node 12.5e9 for A100 (four
-    ports of 200 Gb/s for eight), 50e9 for H100, H200, B200 and GB200 (a port of 400 Gb/s for each), 6.25e9 for L40S and
-    1.5625e9 for L4 and A10G (cloud instances of eight). GeForce cards have no usual network: several nodes need this."""
+    """Bytes per second, each way, between one node and the network. Unset, per GPU of the node: 12.5e9 for A100 (four ports
+    of 200 Gb/s for eight), 50e9 for H100, H200, B200 and GB200 (a port of 400 Gb/s for each), 6.25e9 for L40S and 1.5625e9
+    for L4 and A10G (cloud instances of eight). GeForce cards have no usual network: several nodes need this setting."""
     calibration: str | None = None
-    """Constants of the cost model that were measured on this GPU, with what they were measured by: a YAML file, see
-    `llamajax.estimates.calibration`. What it leaves out, and all if unset, is as built in."""
+    """YAML file of cost-model constants measured on this GPU, with a record of how they were measured; see
+    `llamajax.estimates.calibration`. Constants that it leaves out, or all if unset, are the built-in ones."""
     price_per_gpu_hour: PositiveFloatOrUnset = None
     """Price of one GPU for one hour, in any currency; unset: no prices in the plan."""
     token_budget: PositiveFloatOrUnset = None
-    """Tokens that time and price are told for; unset: those of `train.num_steps` steps."""
+    """Number of tokens for which the plan reports time and price; unset: the tokens of `train.num_steps` steps."""
 
     def broken_rules(self) -> Iterator[str]:
         if self.gpu.startswith("rtx-") and self.nodes > 1 and self.node_bandwidth is None:
@@ -56,27 +57,27 @@ class HardwareConfig(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class XlaConfig(Section):
-    """What the compiler is told, by training and by plans alike; without effect on the CPU."""
+    """Options of the compiler, for training and for plans; without effect on the CPU."""
 
     latency_profile: str | None = "auto"
-    """Costs of the step's instructions, for the scheduler that hides communication: a file, or `auto` for what the cost
-    model of `llamajax.plan` tells of the GPUs in `hardware`, where that makes the step faster; it takes two or three
-    compilations more when a program is first trained. null: XLA's own guesses, as with `auto` where no GPU is named, or
-    only one."""
+    """Costs of the step's instructions, with which the scheduler hides communication. A file, or `auto`: the costs that the
+    cost model of `llamajax.plan` predicts for the GPUs in `hardware`, where they make the step faster; this takes two or
+    three more compilations when a program is first trained. null: XLA's built-in estimates, which `auto` also uses where
+    `hardware` names no GPU, or only one."""
     compilation_cache: str | None = "auto"
-    """Where compiled programs are kept, so that a second start loads what the first compiled: a directory that nobody else
-    may write to, shared by all processes; they lie in its folder `llamajax-programs`, and nothing beside that is touched.
-    `auto` for `~/.cache/llamajax/compiled` (or in XDG_CACHE_HOME), on GPUs only. null: nowhere. Of more than 4 GiB a run
-    that starts removes what was not used for longest."""
+    """Folder of compiled programs, from which a second start loads what the first compiled. All processes share it, and
+    nobody else may write to it. Programs are in its folder `llamajax-programs`; nothing beside that is touched. `auto`:
+    `~/.cache/llamajax/compiled` (or in XDG_CACHE_HOME), on GPUs only. null: no cache. Above 4 GiB, a run that starts removes
+    the programs that were not used for longest."""
     deterministic: bool = False
-    """On GPUs, whether kernels add in one order only, so that a run that is started again repeats its losses to the last
-    bit. cuDNN's backward pass of attention then does without atomics, and loses up to 38% of its speed. Kernels are still
-    chosen by timing when a program is first compiled, so the run needs a `compilation_cache`, which keeps the choice.
-    docs/reliability.md says what is promised where."""
+    """Make kernels on GPUs add in one fixed order, so that a restarted run repeats its losses to the last bit. cuDNN's
+    backward pass of attention then works without atomics and loses up to 38% of its speed. Kernels are still chosen by
+    timing when a program is first compiled, so the run needs a `compilation_cache`, which keeps the choice.
+    docs/reliability.md says what is guaranteed where."""
     flags: tuple[str, ...] = ()
-    """More XLA options, `name=value` each, over those that llamajax sets; for example
-    [xla_gpu_enable_while_loop_double_buffering=true]. Lists are written as YAML. Passes named in
-    xla_disable_hlo_passes are disabled beside those that llamajax disables. Plans leave `xla_dump_*` out."""
+    """More XLA options, each `name=value`, which override those that llamajax sets; for example
+    [xla_gpu_enable_while_loop_double_buffering=true]. Write lists as YAML. Passes in xla_disable_hlo_passes are disabled in
+    addition to those that llamajax disables. Plans ignore `xla_dump_*`."""
 
     def broken_rules(self) -> Iterator[str]:
         if self.latency_profile == "":

@@ -1,4 +1,4 @@
-"""The model: its shape, and the mathematics that its family changes."""
+"""The model: its shape, and the parts of its mathematics that differ between families."""
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,10 +15,10 @@ MatmulDType = Literal["compute_dtype", "float8", "float8_unrounded"]
 AttentionKernel = Literal["auto", "pallas", "triton", "cudnn", "tokamax", "plain"]
 LayerType = Literal["sliding_attention", "full_attention"]
 InitChange = Literal["rope_theta", "rope_scaling", "sliding_window", "layer_types", "norm_eps"]
-"""Settings that change what weights compute, but none of their shapes."""
+"""Settings that change what weights compute, but no shape of a weight."""
 Remat = Literal["auto", "none", "save_attention_qkv_mlp", "save_attention_qkv", "save_attention", "full"]
 REMATS: tuple[Remat, ...] = ("none", "save_attention_qkv_mlp", "save_attention_qkv", "save_attention", "full")
-"""From what keeps most to what keeps least."""
+"""Every choice but `auto`, from the one that keeps most to the one that keeps least."""
 SAVED_BY_REMAT: dict[Remat, tuple[str, ...] | None] = {
     "none": None,
     "full": (),
@@ -26,34 +26,34 @@ SAVED_BY_REMAT: dict[Remat, tuple[str, ...] | None] = {
     "save_attention_qkv": ("residual", "attention", "qkv"),
     "save_attention_qkv_mlp": ("residual", "attention", "qkv", "gate_up"),
 }
-"""Which of a layer's named values (`checkpoint_name`) the forward pass keeps, beside the layer's input; None: all of it."""
+"""Named values of a layer (`checkpoint_name`) that the forward pass keeps beside the layer's input; None: all."""
 EvenInt = Annotated[PositiveInt, Bound(lambda value: value % 2 == 0, "must be even: rotary positions turn pairs")]
 
 
 @dataclass(frozen=True, kw_only=True)
 class RopeScalingConfig(Section):
-    """How rotary frequencies are stretched beyond the length the model was first trained on."""
+    """Scaling of the rotary frequencies for sequences beyond the original training length."""
 
     kind: Literal["none", "linear", "llama3", "yarn", "dynamic"] = "none"
-    """`none`: plain RoPE. `linear`: all frequencies divided by `factor`. `llama3` and `yarn`: only the long wavelengths;
-    `yarn` also sharpens attention. `dynamic`: plain RoPE up to `original_max_seq_len`; beyond, transformers stretches by
-    the length of the whole sequence, so that such a model has no longer ones here."""
+    """Kind of scaling. `none`: plain RoPE. `linear`: divide all frequencies by `factor`. `llama3` and `yarn`: scale only the
+    long wavelengths; `yarn` also sharpens attention. `dynamic`: plain RoPE up to `original_max_seq_len`. Beyond that length,
+    transformers scales by the length of the whole sequence, so longer sequences are refused here."""
     factor: Annotated[float, Bound(lambda value: value >= 1, "must be at least 1.0")] = 1.0
-    """Stretch of the long wavelengths."""
+    """Factor by which long wavelengths are stretched."""
     low_freq_factor: float = 1.0
     """`llama3`: wavelengths above `original_max_seq_len / low_freq_factor` are fully stretched."""
     high_freq_factor: float = 4.0
-    """`llama3`: wavelengths below `original_max_seq_len / high_freq_factor` are left alone."""
+    """`llama3`: wavelengths below `original_max_seq_len / high_freq_factor` are left unchanged."""
     original_max_seq_len: PositiveInt = 8192
-    """`llama3`, `yarn`, `dynamic`: tokens per sequence of the pretraining that the stretch starts from."""
+    """`llama3`, `yarn`, `dynamic`: tokens per sequence in the pretraining that precedes the scaling."""
     beta_fast: PositiveFloat = 32.0
-    """`yarn`: wavelengths that fit so many times into the original length are left alone."""
+    """`yarn`: wavelengths that fit this many times or more into the original length are left unchanged."""
     beta_slow: PositiveFloat = 1.0
-    """`yarn`: wavelengths that fit so many times into it are fully stretched."""
+    """`yarn`: wavelengths that fit this many times or fewer into the original length are fully stretched."""
     attention_factor: PositiveFloatOrUnset = None
-    """`yarn`: factor of queries and of keys; unset: 0.1 ln(factor) + 1."""
+    """`yarn`: factor that multiplies queries and keys; unset: 0.1 ln(factor) + 1."""
     truncate: bool = True
-    """`yarn`: the two bounds are rounded outwards to whole pairs of head dims."""
+    """`yarn`: round the two bounds outwards to whole pairs of head dims."""
 
     def broken_rules(self) -> Iterator[str]:
         if self.kind == "none" and self.factor != 1.0:
@@ -68,7 +68,8 @@ class RopeScalingConfig(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig(Section):
-    """A LLaMA decoder: RMSNorm, rotary positions, grouped-query attention, SwiGLU; and what Mistral and Qwen change."""
+    """LLaMA decoder: RMSNorm, rotary positions, grouped-query attention, SwiGLU. Settings below add what Mistral and Qwen
+    change."""
 
     vocab_size: PositiveInt
     """Rows of the embedding table; at least the tokenizer's number of pieces."""
@@ -77,66 +78,66 @@ class ModelConfig(Section):
     mlp_dim: PositiveInt
     """Width of the SwiGLU hidden layer."""
     num_layers: PositiveInt
-    """Decoder layers."""
+    """Number of decoder layers."""
     num_heads: PositiveInt
     """Query heads per layer."""
     num_kv_heads: PositiveInt
     """Key/value heads per layer; `num_heads` for multi-head attention, fewer for grouped-query attention."""
     head_dim: EvenInt
-    """Width of one head; need not be `embed_dim / num_heads`."""
+    """Width of one head; it need not be `embed_dim / num_heads`."""
     max_seq_len: PositiveInt = 4096
-    """Longest sequence the model is meant for, tokens."""
+    """Longest sequence that the model supports, in tokens."""
     rope_theta: PositiveFloat = 10000.0
     """Base of the rotary frequencies."""
     rope_scaling: RopeScalingConfig = field(default_factory=RopeScalingConfig)
-    """Stretch of the rotary frequencies."""
+    """Scaling of the rotary frequencies."""
     norm_eps: PositiveFloat = 1e-5
-    """Added to the mean square inside RMSNorm."""
+    """Number added to the mean square inside RMSNorm."""
     sliding_window: PositiveIntOrUnset = None
-    """Newest tokens, itself included, that a token sees (Mistral); unset: all before it."""
+    """Number of newest tokens that a token sees, itself included (Mistral); unset: all tokens before it."""
     layer_types: tuple[LayerType, ...] = ()
-    """Which layers have the window, as config.json calls them, in the order in which they repeat, such as
-    [sliding_attention, full_attention] for every other one; empty: all."""
+    """Layers that have the window, by the names of config.json, in the order in which they repeat: [sliding_attention,
+    full_attention] for every other layer; empty: all layers."""
     attend_across_documents: bool = False
-    """A token sees all before it in its row, whatever document they are of, as Llama 2 and GPT-3 were trained;
-    otherwise only its own document, as Llama 3 was."""
+    """A token sees all tokens before it in its row, whatever their document, as in the training of Llama 2 and GPT-3.
+    Otherwise it sees only its own document, as in the training of Llama 3."""
     qkv_bias: bool = False
     """Add learned biases to queries, keys and values (Qwen2)."""
     output_bias: bool = False
-    """Add a learned bias to attention's output, as Llamas with `attention_bias` have beside `qkv_bias`."""
+    """Add a learned bias to attention's output. Llamas with `attention_bias` have it beside `qkv_bias`."""
     mlp_bias: bool = False
     """Add learned biases to gate, input and output of the MLP, as Llamas with `mlp_bias` have."""
     qk_norm: bool = False
-    """RMSNorm every head's queries and keys before they are turned by their positions (Qwen3)."""
+    """Apply RMSNorm to every head's queries and keys before the rotary positions (Qwen3)."""
     tie_embeddings: bool = False
     """Use the embedding table as the output head."""
     init_std: PositiveFloat = 0.02
     """Standard deviation of the initial weights; residual outputs use `init_std / sqrt(2 * num_layers)`."""
     param_dtype: DType = "float32"
-    """Type of the master weights. bfloat16 halves them, but loses every update below 1/512 of its weight, which most of
-    fine-tuning's are; gradients are summed in float32 either way."""
+    """Type of the master weights. `bfloat16` halves them, but loses every update below 1/512 of its weight, which are most
+    updates of fine-tuning. Gradients are summed in float32 either way."""
     compute_dtype: DType = "bfloat16"
     """Type of activations, matmuls and the weight copies that collectives carry."""
     matmul_dtype: MatmulDType = "compute_dtype"
-    """Type of the factors of layers' matmuls in training, forward and backward. `float8` doubles their rate on GPUs of
+    """Type of the inputs of layers' matmuls in training, forward and backward. `float8` doubles their rate on GPUs of
     compute capability 8.9 and newer, and halves the weights that collectives carry in bfloat16: activations and weights are
-    rounded to e4m3, gradients to e5m2, each tensor scaled by its largest entry as it is then; sums are float32, results
-    `compute_dtype`. Embedding, head, attention scores, norms, evaluation and generation stay as they are.
-    `float8_unrounded` is the same program with nothing rounded, as `llamajax.verify` compares it."""
+    rounded to e4m3, gradients to e5m2, and each tensor is scaled by its current largest entry; sums are float32, results
+    `compute_dtype`. Embedding, head, attention scores, norms, evaluation and generation are unchanged. `float8_unrounded` is
+    the same program without the rounding; `llamajax.verify` compares it."""
     float8_exempt: tuple[Matrix, ...] = ()
     """Matrices of every layer whose matmuls stay in `compute_dtype` with `matmul_dtype: float8`, such as [wo, w_down]."""
     attention_kernel: AttentionKernel = "auto"
-    """What computes attention: `cudnn` is NVIDIA's fused kernel, for rows that are not split (mesh.sequence 1, or
-    parallel.sequence ulysses) and whose documents see each other; `pallas` is llamajax's own, for all rows, which skips what
-    documents and windows hide; both are for GPUs and 16-bit types. `tokamax` (extra `tokamax`, Python 3.12) is written for
-    Hopper: for rows as `cudnn` takes them, and for closed documents too. `triton` (extra `triton`) is `pallas` in Triton's
-    own language. `plain` runs everywhere. `auto` is the first that can of `cudnn`, `pallas` and `plain`, of which the last
-    is told with a warning on a GPU; `tokamax` and `triton`, not yet measured, are only taken by name. A kernel that is named
-    and cannot is an error."""
+    """Kernel that computes attention. `cudnn`: NVIDIA's fused kernel, for rows that are not split (mesh.sequence 1, or
+    parallel.sequence ulysses) and whose documents see each other. `pallas`: llamajax's own kernel, for all rows; it skips
+    what documents and windows hide. Both need GPUs and 16-bit types. `tokamax` (extra `tokamax`, Python 3.12): written for
+    Hopper, for the rows of `cudnn` and for closed documents too. `triton` (extra `triton`): `pallas` in Triton's own
+    language. `plain`: runs everywhere. `auto`: the first that can of `cudnn`, `pallas` and `plain`, with a warning if that
+    is `plain` on a GPU. `tokamax` and `triton` are not measured yet, so they are used only by name. A kernel that is named
+    and cannot run is an error."""
     remat: Remat = "full"
-    """What the backward pass recomputes: `none` keeps everything, `full` keeps each layer's input only,
-    `save_*` also what is added up behind attention, and the named matmul outputs. `auto` is the fastest that fits
-    `hardware.gpu` by the plan, for which the step is compiled with each."""
+    """Values that the backward pass recomputes to save memory. `none` keeps everything; `full` keeps only each layer's
+    input; `save_*` also keeps what is added to the residual stream after attention, and the named matmul outputs. `auto`
+    takes the fastest that fits `hardware.gpu` according to the plan, which compiles the step with each."""
 
     def broken_rules(self) -> Iterator[str]:
         if min(self.num_heads, self.num_kv_heads) > 0 and self.num_heads % self.num_kv_heads:
@@ -158,7 +159,7 @@ class ModelConfig(Section):
 
     @property
     def windows(self) -> tuple[int | None, ...]:
-        """The sliding window of each layer in the shortest round that the layers repeat; None: the layer sees all tokens
+        """Sliding window of each layer in the shortest round that the layers repeat; None: the layer sees all tokens
         before."""
         kinds = itertools.cycle(self.layer_types or ["sliding_attention"])
         windows = {"sliding_attention": self.sliding_window, "full_attention": None}
@@ -166,17 +167,17 @@ class ModelConfig(Section):
 
     @property
     def float8_weights(self) -> tuple[str, ...]:
-        """Of a layer's `MATRICES`, those that training multiplies in float8."""
+        """Matrices of a layer, among `MATRICES`, that training multiplies in float8."""
         exempt = MATRICES if self.matmul_dtype == "compute_dtype" else self.float8_exempt
         return tuple(name for name in MATRICES if name not in exempt)
 
     def computed_kv_heads(self, axes: Mapping[str, int]) -> int:
-        """Key/value heads as devices on axes of these sizes compute with them: where more devices split them than there are,
-        every device has a copy of one, with its share of the query heads."""
+        """Returns the number of key/value heads with which devices on axes of these sizes compute. Where more devices split
+        the heads than heads exist, every device has a copy of one, with its share of the query heads."""
         return max(self.num_kv_heads, num_parts("kv_heads", axes))
 
     def undivided(self, axes: Mapping[str, int]) -> list[str]:
-        """What of the model does not divide over mesh axes of these sizes: one line each."""
+        """Returns one line for each part of the model that does not divide over mesh axes of these sizes."""
         problems = [
             f"model.{name}: {getattr(self, name)} must be divisible by "
             + " x ".join(f"mesh.{axis}={axes[axis]}" for axis in axes_of(dim) if axes[axis] > 1)
@@ -202,10 +203,10 @@ class ModelConfig(Section):
 
 
 _SPLIT_OR_WHOLE = {"num_kv_heads": "kv_heads", "vocab_size": "vocab"}
-"""What need not divide; matrices are then stored split along `embed_tensor` instead."""
+"""Settings that need not divide; matrices are then stored split along `embed_tensor` instead."""
 
 
 def shortest_round(layers: Sequence[T]) -> tuple[T, ...]:
-    """The shortest beginning of `layers` whose repetition gives them all."""
+    """Returns the shortest beginning of `layers` that repeats to give all of them."""
     rounds = (tuple(layers[:period]) for period in range(1, len(layers) + 1))
     return next(own for own in rounds if all(layer == own[n % len(own)] for n, layer in enumerate(layers)))

@@ -37,7 +37,7 @@ def path_problems(
         elif _is_missing(expanded, is_pattern=key in patterns, may_be_folder=key.startswith(of_datasets)):
             remedy = f"relative paths start at {show_path(os.getcwd())}"
             if key in patterns and next(iter(disk.matching(expanded)), None) is not None:
-                remedy = f"only directories do: write {shown}/** for the files in them"
+                remedy = f"only directories do; write {shown}/** for the files in them"
             elif os.path.isdir(expanded):
                 remedy = "it is a directory; name a file in it"
             problems.append(f"{key}: no file matches {shown}; {remedy}")

@@ -1,4 +1,4 @@
-"""Devices and processes: the mesh, and several processes in one run."""
+"""Devices and processes: the mesh, how its devices share the work, and runs of several processes."""
 
 import dataclasses
 import difflib
@@ -21,21 +21,23 @@ AxisSize = Annotated[int, Bound(lambda value: value == -1 or value > 0, "must be
 
 @dataclass(frozen=True, kw_only=True)
 class MeshConfig(Section):
-    """How many devices lie along each mesh axis; `-1` on one axis takes the rest."""
+    """Number of devices along each mesh axis; `-1` on one axis takes the rest."""
 
     # Nothing else names the axes in order: outer to inner, the more an axis communicates, the closer its devices lie.
     # `splits` are the dims of arrays that lie along an axis.
     data: AxisSize = field(default=1, metadata={"splits": ("batch",)})
-    """Data-parallel replicas of the whole (sharded) state, unless `parallel.zero_data` splits that too."""
+    """Data-parallel replicas. Each holds the whole (sharded) state, unless `parallel.zero_data` splits that too."""
     fsdp: AxisSize = field(default=-1, metadata={"splits": ("batch", "embed", "embed_tensor")})
-    """Shards of parameters, gradients and optimizer state (ZeRO); also splits the batch."""
+    """Shards of parameters, gradients and optimizer state (ZeRO). The axis also splits the batch."""
     sequence: AxisSize = field(default=1, metadata={"splits": ("seq", "residual_seq", "embed", "embed_tensor")})
-    """Shards of the sequence (context parallelism); its devices have different tokens, so they share the state as well."""
+    """Shards of the sequence (context parallelism). The devices of this axis have different tokens, so they shard the state
+    as well."""
     tensor: AxisSize = field(default=1, metadata={"splits": ("kv_heads", "mlp", "vocab", "residual_seq", "embed_tensor")})
-    """Shards of heads, MLP and vocabulary (tensor parallelism), and between these of the tokens, where it divides a row's
-    part (sequence parallelism). Key/value heads may be fewer, if they divide it; a vocabulary may be of any size."""
+    """Shards of heads, MLP and vocabulary (tensor parallelism). Between these the axis also splits tokens, where it divides
+    a row's part (sequence parallelism). Key/value heads may be fewer than the axis, if they divide it; a vocabulary may have
+    any size."""
     num_cpu_devices: PositiveIntOrUnset = None
-    """Emulate this many devices per process on the CPU; unset: use the accelerators that jax finds."""
+    """Devices per process that the CPU emulates; unset: use the accelerators that jax finds."""
 
     def broken_rules(self) -> Iterator[str]:
         automatic = [axis for axis in AXES if getattr(self, axis) == -1]
@@ -44,7 +46,7 @@ class MeshConfig(Section):
             yield f"{chosen}: {' and '.join(automatic)} are both -1; only one axis can take the rest"
 
     def axis_sizes(self, num_devices: int) -> dict[str, int]:
-        """The size of every configured axis on `num_devices` devices, the automatic one resolved.
+        """Returns the size of every configured axis on `num_devices` devices, with the automatic axis resolved.
 
         Raises:
             ConfigError: the sizes do not multiply to `num_devices`.
@@ -67,11 +69,11 @@ _SPLITS: dict[str, tuple[str, ...]] = {
 }
 _DIMS = (*dict.fromkeys(dim for dims in _SPLITS.values() for dim in dims), "head_dim", "layers")
 AXES = tuple(_SPLITS)
-"""The mesh axes, outer to inner."""
+"""Names of the mesh axes, outer to inner."""
 
 
 def axes_of(dim: str) -> tuple[str, ...]:
-    """The mesh axes that split a dim, outer to inner; none of them for `head_dim` and `layers`.
+    """Returns the mesh axes that split a dim, outer to inner; no axes for `head_dim` and `layers`.
 
     Raises:
         ValueError: no array has such a dim.
@@ -83,61 +85,61 @@ def axes_of(dim: str) -> tuple[str, ...]:
 
 
 def num_parts(dim: str, sizes: Mapping[str, int]) -> int:
-    """How many parts a dim is split into on a mesh whose axes have these sizes."""
+    """Returns the number of parts into which a mesh with axes of these sizes splits a dim."""
     return math.prod(sizes[axis] for axis in axes_of(dim))
 
 
 def splits_residual(seq_len: int, sizes: Mapping[str, int]) -> bool:
-    """Whether the residual stream of rows of `seq_len` tokens is split over `residual_seq`, on axes of these sizes: only if
-    that divides them; else over `seq`, as all else is."""
+    """Whether the residual stream of rows of `seq_len` tokens is split over `residual_seq`. It is if axes of these sizes
+    divide the rows; otherwise it is split over `seq`, as everything else is."""
     return seq_len % num_parts("residual_seq", sizes) == 0
 
 
 def product(sizes: Mapping[str, int]) -> str:
-    """`data(2) x fsdp(4)`, without an axis that takes the rest."""
+    """Returns `data(2) x fsdp(4)`, without an axis that takes the rest."""
     return " x ".join(f"{axis}({size})" for axis, size in sizes.items() if size != -1)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig(Section):
-    """In which form the mesh's devices share the work; every form gives the same numbers."""
+    """How the devices of the mesh share the work; every choice gives the same numbers."""
 
     stack: StackForm = "auto"
-    """How the layers run: `scan` gathers a layer's weights when it comes to it; `prefetch` gathers those of the next layer,
-    and reduces the gradients of the last one, while a layer computes; `unrolled` does the same without a loop, so that what
-    layers keep for the backward pass is not copied, in a program that grows with the layers."""
+    """Loop over the layers. `scan` gathers the weights of a layer when the layer computes. `prefetch` gathers those of the
+    next layer, and reduces the gradients of the last one, while a layer computes. `unrolled` does the same without a loop,
+    so that values kept for the backward pass are not copied, in a program that grows with the number of layers."""
     zero: ZeroStage = 3
-    """What `mesh.fsdp` and `mesh.sequence` split (ZeRO): weights and optimizer state between steps (1), gradients of
-    micro-batches as well (2), weights during the step as well (3). Below 3 every device has all weights, as
-    `compute_dtype`, for the step; at 1 it also has all their gradients, as `train.grad_accum_dtype`, until they are reduced
-    at its end."""
+    """ZeRO stage: what `mesh.fsdp` and `mesh.sequence` split. 1: weights and optimizer state between steps; 2: also
+    gradients of micro-batches; 3: also weights during the step. Below 3, every device holds all weights in `compute_dtype`
+    during the step. At 1, it also holds all gradients in `train.grad_accum_dtype` until they are reduced at the end of the
+    step."""
     zero_data: ZeroStageOrNone = 0
-    """The same for `mesh.data`: a replica of everything along that axis (0), or weights and optimizer state split between
-    steps (1): gathered over it once per step, and gradients reduced over it once."""
+    """ZeRO stage of `mesh.data`. 0: every replica along that axis holds everything. 1: weights and optimizer state are split
+    between steps; weights are gathered over the axis once per step, and gradients reduced over it once."""
     grad_reduce: Reduction = "auto"
-    """When gradients are summed over devices that do not split them: after every `micro` batch, or at the end of the `step`,
-    which sends them once however many micro-batches there are. With it embedding, head and first layer are gathered and
-    reduced once too, for which a device holds them whole."""
+    """When gradients are summed over devices that do not split them. `micro`: after every micro-batch. `step`: at the end of
+    the step, which sends them once however many micro-batches there are; embedding, head and first layer are then also
+    gathered and reduced once, so a device holds them whole."""
     sequence: SequenceForm = "auto"
-    """How attention sees rows that `mesh.sequence` splits: `gather` brings all keys and values of a row to every device;
-    `ring` passes them from device to device while others compute, and `data.seq_len` must be a multiple of twice the axis;
-    `ulysses` exchanges tokens for heads, so that a device has whole rows of some heads, which the axis must divide."""
+    """How attention sees rows that `mesh.sequence` splits. `gather` brings all keys and values of a row to every device.
+    `ring` passes them from device to device while others compute; `data.seq_len` must be a multiple of twice the axis.
+    `ulysses` exchanges tokens for heads, so that a device has whole rows of some heads; the axis must divide the heads."""
     tensor: TensorForm = "auto"
-    """How tokens come to the matmuls that `mesh.tensor` splits, and their sums back: `collective` gathers before and
-    scatters behind; `ring` passes tokens and sums from device to device while these multiply."""
+    """How tokens reach the matmuls that `mesh.tensor` splits, and how their sums return. `collective` gathers before and
+    scatters after. `ring` passes tokens and sums from device to device while devices multiply."""
 
     @property
     def prefetches(self) -> bool:
-        """Whether a layer's weights come while another computes."""
+        """Whether the weights of a layer arrive while another layer computes."""
         return self.stack in ("prefetch", "unrolled")
 
     def broken_rules(self) -> Iterator[str]:
         if self.zero == 1 and self.grad_reduce == "micro":
-            yield "grad_reduce: micro scatters gradients after every micro-batch, which is zero: 2; choose that, or step"
+            yield "grad_reduce: micro scatters gradients after every micro-batch, as zero: 2 does; choose that, or step"
 
 
 PLAIN = ParallelConfig(stack="scan", sequence="gather", tensor="collective", grad_reduce="micro")
-"""The form that every mesh and every model can take."""
+"""Settings that work for every mesh and every model."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,13 +147,13 @@ class DistributedConfig(Section):
     """Several processes (hosts) in one run, joined by jax.distributed."""
 
     enabled: bool = False
-    """Join the other processes; under Slurm and Open MPI the addresses below are found by themselves."""
+    """Join the other processes. Under Slurm and Open MPI, the addresses below are found automatically."""
     coordinator_address: str | None = None
-    """`host:port` of process 0; unset: found from the launcher's environment."""
+    """Address `host:port` of process 0; unset: found in the launcher's environment."""
     num_processes: PositiveIntOrUnset = None
-    """Processes in the run; unset: LLAMAJAX_NUM_PROCESSES, else found from the launcher's environment."""
+    """Number of processes in the run; unset: LLAMAJAX_NUM_PROCESSES, else found in the launcher's environment."""
     process_id: NonNegativeInt | None = None
-    """Rank of this process; unset: LLAMAJAX_PROCESS_ID, else found from the launcher's environment."""
+    """Rank of this process; unset: LLAMAJAX_PROCESS_ID, else found in the launcher's environment."""
     heartbeat_timeout_s: PositiveInt = 30
     """Seconds without a sign of life after which a process counts as lost."""
     initialization_timeout_s: PositiveInt = 300

@@ -1,4 +1,4 @@
-"""How a run goes on when something breaks: limits of time, steps that went wrong, numbers that cannot be trusted."""
+"""Failures in a run: time limits, bad steps, and numbers that cannot be trusted."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,51 +12,57 @@ Window = Annotated[int, Bound(lambda value: value >= 16, "must be at least 16")]
 
 @dataclass(frozen=True, kw_only=True)
 class WatchdogConfig(Section):
-    """How long each phase of a run may take. One that takes longer is stuck: the stacks of all its threads are written to
-    `stacks/` in the run directory, and the process ends with exit code 75, which a launcher answers by a new start.
+    """Time limit of each phase of a run.
 
-    The limit of a phase is `factor` times the longest of its kind so far in this process, and at least the floor here. Each
-    process is answerable for its own phases: where it waits for other processes to agree on something, or to give it free,
-    it may take as long as they may besides. Time in which the whole process was stopped does not count. What keeps all of
-    its threads from running (native code that holds Python's interpreter) is noticed by the launcher only."""
+    A phase that exceeds its limit is stuck: the watchdog writes the stacks of all threads to `stacks/` in the run directory
+    and ends the process with exit code 75, after which a launcher restarts the run.
+
+    The limit of a phase is `factor` times the longest such phase so far in this process, and at least the floor here. Each
+    process accounts for its own phases: while it waits for other processes to agree on something, or to release it, it may
+    also take as long as they may. Time in which the whole process was stopped does not count. Only the launcher notices
+    native code that holds Python's interpreter and so keeps all threads from running.
+    """
 
     enabled: bool = True
-    """Watch at all; without, a process that is stuck stands still until somebody ends it."""
+    """Watch the phases. Without the watchdog, a stuck process hangs until somebody ends it."""
     factor: Factor = 4.0
-    """How many times the longest so far a phase may take."""
+    """Multiple of the longest phase so far that a phase may take."""
     start_s: PositiveFloat = 900.0
-    """Until the mesh is there: devices, the other processes."""
+    """Seconds until the mesh exists: devices and the other processes."""
     compile_s: PositiveFloat = 3600.0
-    """Compiling, or loading what was compiled before; also the first step, which makes the connections between devices."""
+    """Seconds to compile, or to load what was compiled before, including the first step, which opens the connections between
+    devices."""
     load_s: PositiveFloat = 1800.0
-    """The checkpoint, the data and the weights before the first step, each; of data, and of a checkpoint's hashes, from one
-    sign of progress to the next."""
+    """Seconds to load each of checkpoint, data and weights before the first step. For data, and for the hashes of a
+    checkpoint, the limit runs from one sign of progress to the next."""
     step_s: PositiveFloat = 300.0
-    """A training step, the wait for its batch included. Of the second one, the longest so far is the first."""
+    """Seconds for a training step, including the wait for its batch. For the second step, the first one is the longest so
+    far."""
     save_s: PositiveFloat = 1800.0
-    """A checkpoint, also while it is written in the background; of its hashes, from one sign of progress to the next, while
-    the other processes wait as long as twice this."""
+    """Seconds for a checkpoint, also while it is written in the background. For its hashes, the limit runs from one sign of
+    progress to the next, and the other processes wait up to twice as long."""
     evaluate_s: PositiveFloat = 1800.0
-    """An evaluation, or the sample at the end."""
+    """Seconds for an evaluation, or for the sample at the end."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RecoveryConfig(Section):
-    """What becomes of steps that went wrong."""
+    """Rollbacks after bad steps, and comparisons of state across devices."""
 
     max_rollbacks: NonNegativeInt = 3
-    """How often, in all its life, the run may go back to its newest good checkpoint before a bad step
-    (`train.max_nonfinite_steps`, `spike_zscore`) and pass over the rows that led there, which `passed_over.json` in its
-    directory tells; one more ends it with exit code 93. 0: the first ends it."""
+    """Maximum number of rollbacks in the whole life of the run. A rollback resumes from the newest good checkpoint before a
+    bad step (`train.max_nonfinite_steps`, `spike_zscore`) and skips the rows that led to it, which `passed_over.json` in the
+    run directory lists. One more ends the run with exit code 93. 0: the first bad step ends it."""
     spike_zscore: PositiveFloatOrUnset = None
-    """A loss is a spike when it lies this many robust standard deviations (1.4826 times the median absolute deviation)
-    above the median of the last `spike_window` steps. The noise of batches hardly reaches 5. Unset: no loss is."""
+    """Robust standard deviations above the recent median from which a loss counts as a spike. The median is that of the last
+    `spike_window` steps, the deviation 1.4826 times the median absolute deviation. The noise of batches rarely reaches 5.
+    Unset: no loss is a spike."""
     spike_window: Window = 128
-    """Steps that a loss is compared with."""
+    """Number of steps with which a loss is compared."""
     checksum_every: PositiveIntOrUnset = 100
-    """Steps between comparisons of weights and optimizer state across devices that hold the same part of them; also before
-    every checkpoint. Devices that differ are named, and the steps since the last checkpoint computed again: what does not
-    come back was transient, what does ends the run. Unset: no comparisons."""
+    """Steps between comparisons of weights and optimizer state across devices that hold the same part of them; they are also
+    compared before every checkpoint. Devices that differ are named, and the steps since the last checkpoint are computed
+    again: a difference that does not return was transient, one that returns ends the run. Unset: no comparisons."""
 
     def broken_rules(self) -> Iterator[str]:
         if self.spike_zscore is not None and self.max_rollbacks == 0:

@@ -1,4 +1,4 @@
-"""The rules that settings obey: a bound is part of its field's type, a rule between settings belongs to their section."""
+"""Rules for settings: a bound is part of its field's type, a rule between settings belongs to their section."""
 
 import dataclasses
 import functools
@@ -12,7 +12,7 @@ from llamajax.errors import ConfigError, without_passwords
 
 @dataclass(frozen=True)
 class Bound:
-    """Says in a field's type which values it takes: those that `holds` is true of, and None; `rule` tells of others."""
+    """Allowed values of a field, as part of its type: None, and those for which `holds` is true; `rule` describes them."""
 
     holds: Callable[[Any], bool]
     rule: str
@@ -33,22 +33,22 @@ Seed = Annotated[int, Bound(lambda value: 0 <= value < 2**32, "must be at least 
 
 @functools.cache
 def _bounds(settings: type["Settings"]) -> dict[str, list[Bound]]:
-    """The bounds of every field, from its type or from a part of it, as in `PositiveInt | None`."""
+    """Returns the bounds of every field, from its type or from a part of it, as in `PositiveInt | None`."""
     kinds = {field.name: (field.type, *typing.get_args(field.type)) for field in dataclasses.fields(settings)}
     return {name: [bound for kind in some for bound in getattr(kind, "__metadata__", ())] for name, some in kinds.items()}
 
 
 class Settings:
-    """Base of all settings, which are frozen dataclasses."""
+    """Base class of all settings, which are frozen dataclasses."""
 
     __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]
 
     def broken_rules(self) -> Iterator[str]:
-        """One `key: rule; remedy` line for every rule between settings that does not hold; bounds may not hold either."""
+        """Yields one `key: rule; remedy` line for every broken rule between settings; bounds may be broken too."""
         yield from ()
 
     def problems(self) -> list[str]:
-        """What is wrong: one `key: rule; remedy` line for every setting out of bounds and every broken rule."""
+        """Returns one `key: rule; remedy` line for every setting out of bounds and every broken rule."""
         problems = []
         for name, bounds in _bounds(type(self)).items():
             value = getattr(self, name)
@@ -63,7 +63,7 @@ class Settings:
 
 
 class Section(Settings):
-    """Settings that cannot be built when something is wrong."""
+    """Settings that cannot be built while they have a problem."""
 
     def __post_init__(self) -> None:
         """Raises `ConfigError` with all problems."""

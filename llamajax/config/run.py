@@ -1,8 +1,7 @@
-"""Every setting of a run, as frozen dataclasses; the text under a field is its `--help`.
+"""Every setting of a run, as frozen dataclasses; the docstring of a field is its `--help`.
 
-A section checks itself when it is built; `Config.problems` checks what only shows between sections.
-Derived numbers are properties and are never written back. Only the standard library is imported
-here, so that `--help`, launchers and tools need no jax.
+A section checks itself when it is built; `Config.problems` checks rules between sections. Derived numbers are properties
+and are never written back. This module imports no jax, so that `--help`, launchers and tools start fast.
 """
 
 import importlib.util
@@ -39,51 +38,51 @@ class Config(Settings):
     """One complete run."""
 
     run_dir: str
-    """Everything the run writes: config, checkpoints, metrics, report. The same command resumes it."""
+    """Folder for everything the run writes: config, checkpoints, metrics, report. The same command resumes the run."""
     model: ModelConfig
-    """The network."""
+    """Network."""
     data: DataConfig
-    """What it is trained on."""
+    """Documents, and how they become training rows."""
     train: TrainConfig
-    """How long and with which batches."""
+    """Length and batches."""
     optimizer: OptimizerConfig
-    """How weights follow gradients."""
+    """Optimizer and learning rate."""
     init_from: str | None = None
-    """Weights to start from: a run's directory, one of its checkpoints, or a Hugging Face directory. The optimizer
-    starts fresh; the tokenizer comes along unless `data.tokenizer.path` names it, and so do settings of the model that are
+    """Weights to start from: a run's directory, one of its checkpoints, or a Hugging Face directory. The optimizer starts
+    fresh. The weights bring their tokenizer, unless `data.tokenizer.path` names one, and the settings of the model that are
     left out. Unset: random weights."""
     init_changes: tuple[InitChange, ...] = ()
-    """Settings of the model that this run changes on purpose, such as [rope_theta, rope_scaling] for longer contexts; in all
-    others that change what it computes, weights and run must agree."""
+    """Settings of the model that this run changes deliberately, such as [rope_theta, rope_scaling] for longer contexts. In
+    all other settings that change what the model computes, weights and run must agree."""
     seed: Seed = 0
     """Seed of the initial weights, the data order and the sample."""
     mesh: MeshConfig = field(default_factory=MeshConfig)
-    """How the work is laid over the devices."""
+    """Layout of the devices."""
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
-    """In which form they share it."""
+    """How devices share the work."""
     distributed: DistributedConfig = field(default_factory=DistributedConfig)
     """Several processes in one run."""
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
-    """What is kept of the run."""
+    """Checkpoints."""
     recovery: RecoveryConfig = field(default_factory=RecoveryConfig)
-    """What becomes of steps that went wrong."""
+    """Rollbacks after bad steps."""
     watchdog: WatchdogConfig = field(default_factory=WatchdogConfig)
-    """How long phases may take."""
+    """Time limits of phases."""
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
-    """What is shown."""
+    """Logs and metrics."""
     profile: ProfileConfig = field(default_factory=ProfileConfig)
-    """A device trace."""
+    """Device trace."""
     sample: SampleConfig = field(default_factory=SampleConfig)
-    """A text at the end."""
+    """Text written at the end."""
     hardware: HardwareConfig = field(default_factory=HardwareConfig)
-    """What a plan is for."""
+    """Machines of a plan."""
     xla: XlaConfig = field(default_factory=XlaConfig)
-    """What the compiler is told."""
+    """Options of the compiler."""
 
     def changed(self, changes: Mapping[str, Any]) -> "Config":
-        """This run with other settings, given by dotted key: `config.changed({"mesh.fsdp": 8, "train.num_steps": 100})`.
+        """Returns this run with other settings, by dotted key: `config.changed({"mesh.fsdp": 8, "train.num_steps": 100})`.
 
-        All are put in place at once, so that rules look at the result only; a value may be a whole section.
+        All values are set at once, so rules see only the result; a value may be a whole section.
 
         Raises:
             ConfigError: no setting has such a key, or the result breaks a rule: one `key: rule; remedy` line each.
@@ -94,7 +93,7 @@ class Config(Settings):
         return config
 
     def broken_rules(self) -> Iterator[str]:
-        """Those between sections, and of the placement over emulated or planned devices."""
+        """Checks rules between sections, and the placement over emulated or planned devices."""
         train, optimizer, data, model, profile = self.train, self.optimizer, self.data, self.model, self.profile
         if not self.run_dir:
             yield "run_dir: must not be empty"
@@ -106,7 +105,7 @@ class Config(Settings):
                 yield f"data.{name}: {seq_len} is above model.max_seq_len={model.max_seq_len}; {remedy}"
         if data.stages and data.stages[-1].from_step >= train.num_steps:
             rule = f"{data.stages[-1].from_step} must be below train.num_steps={train.num_steps}"
-            yield f"data.stages.{len(data.stages) - 1}.from_step: {rule}; begin earlier or train for more"
+            yield f"data.stages.{len(data.stages) - 1}.from_step: {rule}; start it earlier or train for more steps"
         for key in self.checkpoint.allow_changes:
             if remedy := remedy_for(Config, key):
                 yield f"checkpoint.allow_changes: unknown key '{show(key)}'; {remedy}"
@@ -116,11 +115,11 @@ class Config(Settings):
         decaying = optimizer.warmup_steps + (optimizer.decay_steps or 0)
         if decaying > train.num_steps:
             took = f"warm-up and decay take {decaying} steps, above train.num_steps={train.num_steps}"
-            yield f"optimizer.warmup_steps: {took}; shorten warmup_steps or decay_steps, or train for more"
+            yield f"optimizer.warmup_steps: {took}; shorten warmup_steps or decay_steps, or train for more steps"
         if self.distributed.enabled and self.watchdog.enabled:
             wait_s, start_s = self.distributed.initialization_timeout_s, self.watchdog.start_s
             if start_s <= wait_s:
-                rule = f"must be above distributed.initialization_timeout_s={wait_s}, in which processes may come"
+                rule = f"must be above distributed.initialization_timeout_s={wait_s}, the time that processes have to join"
                 yield f"watchdog.start_s: {start_s} {rule}; raise it"
         last_traced = (profile.start_step or 0) + profile.num_steps - 1
         if profile.start_step is not None and last_traced > train.num_steps:
@@ -136,14 +135,15 @@ class Config(Settings):
             yield from (f"{problem} ({where})" for problem in self.placement_problems(planned.num_devices))
 
     def placement_problems(self, num_devices: int) -> list[str]:
-        """What does not divide over `num_devices` devices: one `key: rule; remedy` line each."""
+        """Returns one `key: rule; remedy` line for each part of the run that does not divide over `num_devices` devices."""
         try:
             return self.undivided(self.mesh.axis_sizes(num_devices))
         except ConfigError as error:
             return [str(error)]
 
     def undivided(self, axes: Mapping[str, int]) -> list[str]:
-        """What of the model and batch does not divide over mesh axes of these sizes: one `key: rule; remedy` line each."""
+        """Returns one `key: rule; remedy` line for each part of model and batch that mesh axes of these sizes do not
+        divide."""
         train = self.train
         of_batch = {axis: axes[axis] for axis in axes_of("batch")}
         batch_shards, over = math.prod(of_batch.values()), " x ".join(f"{axis}({size})" for axis, size in of_batch.items())
@@ -174,12 +174,12 @@ class Config(Settings):
         return problems
 
     def sequence_problems(self, form: SequenceForm, axes: Mapping[str, int], name: str = "seq_len") -> list[str]:
-        """What keeps rows that axes of these sizes split from taking `form`: one `key: rule; remedy` line each.
+        """Returns one `key: rule; remedy` line for each reason why rows that axes of these sizes split cannot take `form`.
 
         Args:
-            form: of split rows.
+            form: the form of attention over split rows.
             axes: sizes of the mesh axes.
-            name: of the rows' length, in `data.row_lengths`.
+            name: key of the rows' length in `data.row_lengths`.
         """
         parts, tensor, seq_len = num_parts("seq", axes), num_parts("kv_heads", axes), self.data.row_lengths[name]
         heads, num_heads = self.model.num_heads // tensor, self.model.num_heads
@@ -197,28 +197,30 @@ class Config(Settings):
         return []
 
     def given_form(self, setting: str) -> tuple[Any, str] | None:
-        """The form that a setting of `parallel` names, or that emulated devices take, and why; None: the form is open."""
+        """Returns the form that a setting of `parallel` names, or that emulated devices take, and the reason; None: still
+        open."""
         if (form := getattr(self.parallel, setting)) != "auto":
             return form, f"parallel.{setting} says so"
         return None if self.mesh.num_cpu_devices is None else (getattr(PLAIN, setting), "emulated devices hide nothing")
 
     def rows_per_device(self, axes: Mapping[str, int]) -> int:
-        """Rows of a micro-batch that a device computes, alone or with those that share them."""
+        """Returns the rows of a micro-batch that a device computes, alone or together with the devices that share them."""
         return self.train.global_batch_size // self.train.grad_accum_steps // num_parts("batch", axes)
 
     def tokens_after(self, step: int) -> int:
-        """Positions of all rows of the first `step` steps, each in rows of its stage's length."""
+        """Returns the number of positions in all rows of the first `step` steps, each in rows of its stage's length."""
         stages = self.data.all_stages
         ends = [*(stage.from_step for stage in stages[1:]), step]
         steps = [max(0, min(step, end) - stage.from_step) for stage, end in zip(stages, ends, strict=True)]
         return self.train.global_batch_size * sum(n * stage.seq_len for n, stage in zip(steps, stages, strict=True))
 
     def in_rows_of(self, seq_len: int) -> "Config":
-        """The run as it computes in a stage of such rows; `data.stages` is there, but means nothing."""
+        """Returns the run as it computes in a stage of such rows; `data.stages` remains, but means nothing."""
         return self.changed({"data.seq_len": seq_len})
 
     def in_longest_rows(self) -> "Config":
-        """The run without stages, all in the longest rows that it has, of which a step takes most; for as many tokens."""
+        """Returns the run without stages, with all steps in its longest rows, which take the most time per step, for as many
+        tokens."""
         if not self.data.stages:
             return self
         longest = self.data.without_stages(max(self.data.row_lengths.values()))
@@ -226,7 +228,7 @@ class Config(Settings):
         return self.changed({"data": longest, "hardware.token_budget": budget})
 
     def batch_arithmetic(self, num_devices: int) -> str:
-        """The batch in one line, for people to check."""
+        """Returns the arithmetic of the batch in one line, for people to check."""
         axes = self.mesh.axis_sizes(num_devices)
         train, seq_len = self.train, self.data.seq_len
         return (
@@ -236,7 +238,8 @@ class Config(Settings):
         )
 
     def file_problems(self) -> list[str]:
-        """What the configuration names and this machine does not have: one `key: rule; remedy` line each."""
+        """Returns one `key: rule; remedy` line for everything that the configuration names and this machine does not
+        have."""
         problems = []
         if self.metrics.wandb and importlib.util.find_spec("wandb") is None:
             problems.append("metrics.wandb: wandb is not installed; run pip install 'llamajax[wandb]', or turn it off")

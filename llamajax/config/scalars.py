@@ -1,4 +1,4 @@
-"""What was written for one value becomes a number, a truth value or text, or is refused; nothing is guessed."""
+"""Converts the text of one value to a number, a truth value or text, or refuses it; nothing is guessed."""
 
 import difflib
 import math
@@ -19,10 +19,10 @@ _YAML_1_1 = yaml.resolver.Resolver()
 
 
 def read_scalar(kind: Any, node: Node) -> Any:
-    """The value of type `kind`, which is bool, int, float, str or a Literal of texts.
+    """Returns the value of type `kind`, which is bool, int, float, str or a Literal of texts.
 
     Raises:
-        ConfigError: it is of another type; the rule alone.
+        ConfigError: the value has another type; the message is the rule alone.
     """
     choices = typing.get_args(kind)
     rule = f"must be {_TYPE_NAMES.get(kind) or 'one of ' + ', '.join(choices)}"
@@ -38,7 +38,7 @@ def read_scalar(kind: Any, node: Node) -> Any:
         if node.style == "plain" and (reading := other_reading(text)):
             raise ConfigError(f'{rule}, but YAML reads {show(text)} as {reading}; write "{show(text)}"')
         if any(character == "\0" or "\ud800" <= character <= "\udfff" for character in text):
-            raise ConfigError(f"{rule}, but {show(text)} holds something that is no character")
+            raise ConfigError(f"{rule}, but {show(text)} contains an invalid character")
         return text
     if node.style == "quoted" and (_NUMBER.fullmatch(text) or text in ("true", "false")):
         raise ConfigError(f"{rule}, but quotes make {show(text)} text; remove them")
@@ -68,7 +68,7 @@ def _number(rule: str, text: str) -> float:
 
 
 def other_reading(text: str) -> str | None:
-    """What plain text is to some YAML reader, such as `float`, if it is not text."""
+    """Returns the type, such as `float`, that some YAML reader gives plain text; None: all readers see text."""
     tag = _YAML_1_1.resolve(yaml.ScalarNode, text, (True, False)).rpartition(":")[2]
     if tag == "str":
         return "float" if _NUMBER.fullmatch(text) else None

@@ -26,10 +26,13 @@ def is_name(text: str) -> bool:
 def find_config(text: str) -> str | None:
     """Returns the path of a configuration, given by path or by shipped name; None: no configuration has this name.
 
-    A file of that very name in the working directory wins. A path is returned as it is, whether or not it exists.
+    A file of that very name in the working directory wins. A path that begins with `configs/` and does not exist there is
+    that of the shipped file; any other path is returned unchanged, whether or not it exists.
     """
-    if not is_name(text) or is_readable(text):
+    if is_readable(text):
         return text
+    if not is_name(text):
+        return _shown(found) if (found := _shipped(text)) else text
     return _shown(FOLDER / f"{text}.yaml") if text in names() else None
 
 
@@ -53,7 +56,7 @@ def find_base(text: str, beside: str) -> str | None:
 
 def no_base(text: str, beside: str) -> str:
     """Returns the message for a `base` that `find_base` does not find."""
-    folder = os.path.join(beside, os.path.dirname(os.path.expanduser(text)))
+    folder = os.path.join(beside, os.path.dirname(os.path.expanduser(text))) or "."
     near = [os.path.join(os.path.dirname(text), name) for name in os.listdir(folder)] if os.path.isdir(folder) else []
     shipped = [path.relative_to(FOLDER).as_posix() for path in FOLDER.rglob("*.yaml")]
     close = difflib.get_close_matches(text, [*near, *shipped], n=1)
@@ -68,8 +71,13 @@ def find_file(path: str) -> str:
     that name that comes with llamajax, such as configs/chat_templates/llama3.jinja.
     """
     own = os.path.expanduser(path)
-    shipped = FOLDER.parent / own
-    return str(shipped) if Path(own).parts[:1] == (FOLDER.name,) and not os.path.exists(own) and shipped.exists() else own
+    return own if os.path.exists(own) else str(_shipped(own) or own)
+
+
+def _shipped(path: str) -> Path | None:
+    """Returns the shipped file for a relative path that begins with `configs/`; None: no such file comes with llamajax."""
+    shipped = FOLDER.parent / path
+    return shipped if Path(path).parts[:1] == (FOLDER.name,) and "\0" not in path and shipped.exists() else None
 
 
 def _shown(path: Path) -> str:

@@ -1,4 +1,4 @@
-"""How a run goes: optimizer, steps, checkpoints, the sample at its end."""
+"""Settings of optimizer, steps, checkpoints and the sample at the end."""
 
 import hashlib
 from collections.abc import Iterator
@@ -23,49 +23,50 @@ ClipNorm = Annotated[float | None, Bound(lambda value: value > 0, "must be posit
 
 
 class Moments(NamedTuple):
-    """How many arrays of a weight's own shape an optimizer keeps of it from step to step."""
+    """Numbers of arrays, each with the shape of its weight, that an optimizer keeps of a weight from step to step."""
 
     of_layer_matrices: int
     of_others: int
-    """For embedding, head, norms and biases."""
+    """The number for embedding, head, norms and biases."""
 
 
 MOMENTS = {"adamw": Moments(2, 2)}
-"""Every optimizer by its name in `optimizer.name`; what each computes is in `llamajax.step.optim.DIRECTIONS`."""
+"""Every optimizer, by its name in `optimizer.name`; `llamajax.step.optim.DIRECTIONS` has what each computes."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig(Section):
-    """AdamW or another optimizer, with a schedule and decoupled weight decay."""
+    """Optimizer, learning-rate schedule and decoupled weight decay."""
 
     name: str = "adamw"
-    """The update rule, to which weight decay and learning rate are applied: `adamw` (Loshchilov & Hutter, arXiv:1711.05101),
-    or one that a Python program has added with `llamajax.step.optim.register`."""
+    """Update rule. Weight decay and learning rate are applied to it: `adamw` (Loshchilov & Hutter, arXiv:1711.05101), or a
+    rule that a Python program has added with `llamajax.step.optim.register`."""
     learning_rate: PositiveFloat
     """Peak learning rate."""
     schedule: Literal["constant", "linear", "cosine", "wsd"] = "cosine"
-    """After the warm-up: `constant`; `linear` or `cosine` decay to the end of the run; `wsd` stays at the peak and
-    decays linearly over the last `decay_steps`."""
+    """Shape of the learning rate after warm-up. `constant`; `linear` or `cosine` decay to the end of the run; `wsd` stays at
+    the peak and decays linearly over the last `decay_steps`."""
     warmup_steps: NonNegativeInt = 0
     """Steps of linear warm-up from zero."""
     decay_steps: PositiveInt | None = None
-    """`wsd`: steps of the final decay."""
+    """`wsd`: number of steps of the final decay."""
     min_lr_ratio: Share = 0.1
-    """Learning rate at the end of a decay, as a share of the peak; 0 comes behind the last step, which still learns."""
+    """Learning rate at the end of a decay, as a share of the peak. 0 is reached after the last step, so the last step still
+    learns."""
     b1: ShareBelowOne = 0.9
     """Decay of the first moment."""
     b2: ShareBelowOne = 0.95
     """Decay of the second moment."""
     eps: PositiveFloat = 1e-8
-    """Added to the root of the second moment."""
+    """Number added to the root of the second moment."""
     weight_decay: NonNegativeFloat = 0.1
     """Decoupled weight decay, scaled by the learning rate."""
     no_weight_decay: tuple[str, ...] = ("norm", "bias")
-    """Parameters whose path contains one of these names are not decayed."""
+    """Parameters without weight decay: those with one of these names in their path."""
     grad_clip_norm: ClipNorm = 1.0
-    """Global L2 norm that gradients are clipped to; unset: no clipping."""
+    """Global L2 norm to which gradients are clipped; unset: no clipping."""
     moment_dtype: DType = "float32"
-    """Type the moments are kept in between steps; `bfloat16` halves their memory and wants `b2` at most 0.98."""
+    """Type in which moments are stored between steps. `bfloat16` halves their memory and needs `b2` of at most 0.98."""
 
     @property
     def moments(self) -> Moments:
@@ -85,25 +86,26 @@ class OptimizerConfig(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig(Section):
-    """The length and the arithmetic of the run."""
+    """Length and arithmetic of the run."""
 
     num_steps: PositiveInt
-    """Optimizer steps."""
+    """Number of optimizer steps."""
     global_batch_size: PositiveInt
     """Sequences per optimizer step, over all devices."""
     grad_accum_steps: PositiveInt = 1
-    """Micro-batches that one optimizer step is summed over. A run that goes on with another mesh than it began with takes as
-    many as keep a device's rows at most what they were, unless this is changed by hand."""
+    """Micro-batches that one optimizer step sums. A run that resumes on another mesh than it started on chooses this number
+    itself, so that a device holds at most as many rows as before; to choose it yourself, change this setting."""
     grad_accum_dtype: DType = "float32"
-    """Type of that sum. bfloat16 halves its memory, and loses of every micro-batch what is below 1/256 of the sum."""
+    """Type of that sum. `bfloat16` halves its memory, but loses the part of every micro-batch that is below 1/256 of the
+    sum."""
     z_loss_weight: NonNegativeFloat = 0.0
     """Weight of the squared log-partition added to the loss (PaLM, arXiv:2204.02311, section 5)."""
     frozen: tuple[str, ...] = ()
-    """Parameters whose path contains one of these names, such as `embedding` or `layers`, stay as they are: they have no
-    gradients and no moments. A run keeps those that it began with."""
+    """Parameters that are not trained: those with one of these names in their path, such as `embedding` or `layers`. They
+    have no gradients and no moments. A run keeps the choice that it started with."""
     max_nonfinite_steps: PositiveInt = 5
-    """Steps with non-finite gradients in a row after which the run goes back (`recovery.max_rollbacks`); each is skipped and
-    counted."""
+    """Steps in a row with non-finite gradients after which the run rolls back (`recovery.max_rollbacks`). Each such step is
+    skipped and counted."""
     eval_every: PositiveIntOrUnset = None
     """Steps between evaluations on held-out documents; unset: only after the last step."""
     eval_batches: NonNegativeInt = 16
@@ -119,7 +121,7 @@ class TrainConfig(Section):
             yield f"eval_every: {self.eval_every} needs eval_batches above 0"
 
     def is_frozen(self, name: str) -> bool:
-        """Whether the parameter of this name stays as it is."""
+        """Whether the parameter of this name is not trained."""
         return any(part in name for part in self.frozen)
 
     @property
@@ -135,33 +137,35 @@ class TrainConfig(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig(Section):
-    """What is kept of the run, and how often."""
+    """Checkpoints: how often they are saved, where, how many are kept, and what a resumed run may change."""
 
     save_every: PositiveIntOrUnset = 1000
-    """Steps between checkpoints; unset: only after the last step (and on SIGTERM). One that cannot be written is told at
-    once and tried again after 1, 2, 4, ... steps; the last one for some seconds, then the run ends with exit code 74."""
+    """Steps between checkpoints; unset: only after the last step, and on SIGTERM. A checkpoint that cannot be written is
+    reported at once and tried again after 1, 2, 4, ... steps. The last one is tried again for some seconds, then the run
+    ends with exit code 74."""
     keep_last: PositiveInt = 3
-    """Newest checkpoints kept."""
+    """Number of newest checkpoints to keep."""
     keep_every: PositiveIntOrUnset = None
-    """Checkpoints whose step is a multiple of this are kept for good."""
+    """Checkpoints whose step is a multiple of this number are kept permanently; unset: none."""
     async_save: bool = True
-    """Write in the background while training goes on."""
+    """Write in the background while training continues."""
     local_dir: str | None = None
-    """A fast disk of each host, such as `/local/scratch`, to save on more often: every process what lies on its devices, in
-    a private directory of the run. A start goes on from the newest step that is whole for all processes, there or in
-    `run_dir`, whatever hosts have lost their disks. Unset: `run_dir` alone."""
+    """Fast local disk of each host for more frequent saves, such as `/local/scratch`. Every process saves what its devices
+    hold, in a private directory of the run. A start resumes from the newest step that is complete for all processes, there
+    or in `run_dir`, whatever hosts have lost their disks. Unset: `run_dir` alone."""
     local_every: PositiveIntOrUnset = None
-    """Steps between saves in `local_dir`, of which the newest three are kept. One that fails is told and tried again."""
+    """Steps between saves in `local_dir`, which keeps the newest three. A save that fails is reported and tried again."""
     allow_changes: tuple[str, ...] = ()
-    """Settings that change the result and may differ when the run resumes: keys or whole sections, such as [train.num_steps]
-    to train a finished run for more steps. `data` allows other documents. All other settings must be as they were."""
+    """Settings that a resumed run may change although they change the result: keys or sections. [train.num_steps] continues
+    a finished run for more steps; [data] allows other documents. All other settings that change the result must be as they
+    were when the run started."""
 
     def local_name(self, run_dir: Path, identity: str) -> str:
-        """The directory of a run in `local_dir`.
+        """Returns the name of a run's directory in `local_dir`.
 
         Args:
-            run_dir: the run's own, absolute.
-            identity: tells it from other runs that were in the same place: what its `checkpoints/.identity` holds.
+            run_dir: the run's own directory, absolute.
+            identity: contents of the run's `checkpoints/.identity`; earlier runs in the same place have others.
         """
         return f"{run_dir.name}-{hashlib.sha256(f'{run_dir} {identity}'.encode()).hexdigest()[:16]}"
 
@@ -179,11 +183,11 @@ class CheckpointConfig(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class SampleConfig(Section):
-    """A text the model writes after the last step."""
+    """Text that the model writes after the last step."""
 
     prompt: str | None = None
     """Text to continue; unset: no sample."""
     max_tokens: PositiveInt = 64
-    """Tokens to write."""
+    """Number of tokens to write."""
     temperature: NonNegativeFloat = 0.8
-    """Randomness; 0 always takes the likeliest token."""
+    """Randomness of the draws; 0 always takes the likeliest token."""

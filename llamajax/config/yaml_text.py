@@ -1,8 +1,7 @@
-"""Strict YAML: a file becomes a tree that knows the line of everything in it and has no types yet.
+"""Strict YAML: reads a file as a tree that keeps the line of every value and has no types yet.
 
-Ordinary YAML loading changes what people wrote without a word (`017` is 15, `1:30` is 90, `no` is False,
-`3e-4` is text, the second of two equal keys wins) and forgets where it stood. Here every scalar stays text
-until somebody knows which type it must have.
+Ordinary YAML loading silently changes what people wrote (`017` is 15, `1:30` is 90, `no` is False, `3e-4` is text, the
+second of two equal keys wins) and forgets where it was. Here every scalar stays text until its type is known.
 """
 
 import difflib
@@ -31,30 +30,30 @@ _REMEDIES = {
     "scanning an anchor": "text that begins with & needs quotes",
     "mapping values are not allowed": "check the indentation; text with a colon in it needs quotes",
 }
-"""Remedies for what PyYAML says in these words."""
+"""Remedies for PyYAML's messages that contain these words."""
 
 
 class Place(NamedTuple):
-    """Where something was written."""
+    """Place where something was written."""
 
     order: int
-    """The line, or a number above `MAX_BYTES` outside the file: problems are told in this order."""
+    """Line, below 0 in bases and above `MAX_BYTES` outside files: mistakes are reported in this order."""
     text: str
-    """`file:line`, or `--key` for an override."""
+    """Text `file:line`, or `--key` for an override."""
 
 
 class Problems:
-    """The mistakes found so far, to be raised together."""
+    """Mistakes found so far, to be raised together."""
 
     def __init__(self) -> None:
         self._found: list[tuple[Place, str]] = []
 
     def add(self, place: Place, message: str, key: str = "") -> None:
-        """Notes one mistake, about `key` if the place does not say so; raises when more would only be noise."""
+        """Notes one mistake, about `key` if the place does not name it; raises when more mistakes would only be noise."""
         message = without_passwords(message)
         self._found.append((place, f"{key}: {message}" if key and place.text != f"--{key}" else message))
         if len(self._found) == MAX_PROBLEMS:
-            self.stop(Place(2 * MAX_BYTES, place.text), "there are more mistakes; mend these first")
+            self.stop(Place(2 * MAX_BYTES, place.text), "more mistakes follow; fix these first")
 
     def stop(self, place: Place, message: str) -> NoReturn:
         """Raises everything noted and one last mistake, after which nothing more can be found."""
@@ -67,29 +66,29 @@ class Problems:
             raise self.error()
 
     def error(self) -> ConfigError:
-        """One line for every mistake noted, in the order of their places."""
+        """Returns one line for every mistake noted, in the order of their places."""
         ordered = sorted(self._found, key=lambda found: found[0].order)
         return ConfigError("\n".join(f"{place.text}: {message}" for place, message in ordered))
 
 
 @dataclass
 class Node:
-    """A value as it was written."""
+    """Value as it was written."""
 
     content: "str | list[Node] | dict[str, Node]"
     place: Place
-    """The line of its key, for an item of a list its own."""
+    """Line of the value's key; for an item of a list, its own line."""
     style: Literal["plain", "quoted", "argument"] = "plain"
     """Quoted text is text; plain text may be a number; an argument lost its quotes to the shell and may be either."""
 
     def is_null(self) -> bool:
-        """Whether this says that there is no value."""
+        """Whether this says that a setting has no value."""
         if self.style == "argument":
             return self.content == "null"
         return self.style == "plain" and self.content in ("", "~", "null", "Null", "NULL")
 
     def describe(self) -> str:
-        """What this is, for a message."""
+        """Returns a description for a message."""
         if isinstance(self.content, dict):
             return "keys and values"
         if isinstance(self.content, list):
@@ -152,13 +151,15 @@ def read_one(path: str, problems: Problems, before: int = 0) -> Node:
 
 
 def read_yaml(text: str, place: Callable[[int], Place], problems: Problems) -> Node | None:
-    """The one document in `text`; None when it cannot be read, with the reason noted.
+    """Returns the one document in `text`; None if it cannot be read, with the reason noted.
 
-    Duplicate keys and keys that are not names are noted as well. Reading stops at the first anchor or tag and at the
-    limits above, so that no text takes long.
+    Duplicate keys and keys that are not names are noted as well. Reading stops at the first anchor or tag and at the limits
+    above, so that no text takes long.
 
     Args:
-        place: where a line (counted from 1) of `text` is.
+        text: YAML.
+        place: returns the place of a line, counted from 1, of `text`.
+        problems: receives the mistakes.
     """
     try:
         return _tree(_Loader(text).document(), place, problems)
@@ -174,7 +175,7 @@ def read_yaml(text: str, place: Callable[[int], Place], problems: Problems) -> N
 
 
 def _explain(error: yaml.MarkedYAMLError, place: Callable[[int], Place]) -> tuple[Place, str]:
-    """A syntax error in one line, with a remedy where it is known."""
+    """Returns a syntax error in one line, with a remedy if one is known."""
     reason = ", ".join(part for part in (error.context, error.problem) if part)
     remedy = next((f"; {remedy}" for cause, remedy in _REMEDIES.items() if cause in reason), "")
     start, end = error.context_mark, error.problem_mark
@@ -184,11 +185,11 @@ def _explain(error: yaml.MarkedYAMLError, place: Callable[[int], Place]) -> tupl
 
 
 class _RefusedError(Exception):
-    """What PyYAML could read, but no configuration needs; and its line, counted from 0."""
+    """Text that PyYAML can read but no configuration needs; holds a message and the line, counted from 0."""
 
 
 class _Loader(yaml.SafeLoader):
-    """PyYAML's maker of nodes, with a look at each before it is made."""
+    """PyYAML's composer of nodes, which checks each node before it is built."""
 
     depth = num_values = 0
 
@@ -211,13 +212,13 @@ class _Loader(yaml.SafeLoader):
         return node
 
     def document(self) -> yaml.Node:
-        """The one document of the text."""
+        """Returns the one document of the text."""
         try:
             if not self.check_node():
                 raise _RefusedError("holds no settings", self.peek_event().start_mark.line)
             document = self.get_node()
             if self.check_node():
-                raise _RefusedError("a second document begins; keep one of them", self.peek_event().start_mark.line)
+                raise _RefusedError("a second document starts here; keep one of them", self.peek_event().start_mark.line)
         except (ValueError, OverflowError) as error:  # from chr() and int(), which PyYAML gives any escape or version
             raise _RefusedError(f"not valid YAML: {show(str(error))}", self.line) from error
         assert document is not None
@@ -225,7 +226,7 @@ class _Loader(yaml.SafeLoader):
 
 
 def _tree(node: yaml.Node, place: Callable[[int], Place], problems: Problems, at: Place | None = None) -> Node:
-    """A node of PyYAML's as one of ours; `at` is where its key is, if it has one."""
+    """Returns a node of PyYAML as a `Node`; `at` is the place of its key, if it has one."""
     at = at or place(node.start_mark.line + 1)
     if isinstance(node, yaml.ScalarNode):
         return Node(node.value, at, "quoted" if node.style else "plain")

@@ -9,9 +9,13 @@ from pathlib import Path
 import pytest
 from front_door import MINIMAL, TRAIN_OPTIONS, changed, refuse
 
+import llamajax
+from llamajax import plan, preprocess, train, verify
 from llamajax.config import command as cli
 from llamajax.config.data import SourceConfig
 from llamajax.config.file import load_config
+from llamajax.config.generate import GenerateConfig
+from llamajax.config.help import COMMON, help_text, settings
 from llamajax.config.keys import keys
 from llamajax.config.model import RopeScalingConfig
 from llamajax.config.parallel import MeshConfig
@@ -51,18 +55,18 @@ ARGUMENTS = [
     (["--data.sources", "[{kind: stdlib}"], "--data.sources: not valid YAML: while parsing a flow sequence"),
     (["--data.sources", "[&a {kind: stdlib}, *a]"], "--data.sources: anchors and aliases are not supported"),
     (["--data.sources", "[{kind: stdlib, kind: text}]"], "--data.sources: duplicate key 'kind', also at"),
-    (["--run_dir", "\udcff"], "--run_dir: must be text, but '\\udcff' holds something that is no character"),
-    (["--sample.prompt", "\ud800\n"], "--sample.prompt: must be text, but '\\ud800\\n' holds"),
+    (["--run_dir", "\udcff"], "--run_dir: must be text, but '\\udcff' contains an invalid character"),
+    (["--sample.prompt", "\ud800\n"], "--sample.prompt: must be text, but '\\ud800\\n' contains"),
     (["--data.seq_len", "8192"], "--data.seq_len: 8192 is above model.max_seq_len=4096"),
     (["--mesh.num_cpu_devices=16", "--mesh.tensor=16"], "my.yaml:8: model.num_kv_heads: 4 must be divisible by mesh."),
     (["--data.tokenizer.path", "no.json"], "--data.tokenizer.path: no file matches no.json; relative paths start at"),
     (["--config", "other.yaml"], "--config: given more than once; write --config FILE"),
     (["--config"], "--config: needs a value; write --config FILE"),
     (["--dry_run=yes"], "--dry_run: takes no value"),
-    (["--dry-run"], "--dry-run: is no option; did you mean --dry_run?"),
-    (["--print-config"], "--print-config: is no option; did you mean --print_config?"),
-    (["other.yaml"], "other.yaml: is no option; write --config FILE, and settings as --key VALUE"),
-    (["-v"], "-v: is no option; write --config FILE, and settings as --key VALUE"),
+    (["--dry-run"], "--dry-run: is not an option; did you mean --dry_run?"),
+    (["--print-config"], "--print-config: is not an option; did you mean --print_config?"),
+    (["other.yaml"], "other.yaml: is not an option; write --config FILE, and settings as --key VALUE"),
+    (["-v"], "-v: is not an option; write --config FILE, and settings as --key VALUE"),
     (["--" + "x" * 5000, "1"], "--xxxxx"),
     (["--a\nb", "1"], "'--a\\nb"),
 ]  # fmt: skip
@@ -128,11 +132,16 @@ def test_print_config_is_a_file_that_gives_the_same_run(capsys):
     assert load_config("printed.yaml") == expected
 
 
-def test_help_tells_every_setting_with_its_type_default_and_meaning(capsys):
+def helped(capsys, *arguments: str, prog: str = "python -m llamajax.train", root: type = Config) -> str:
     with pytest.raises(SystemExit) as exit_info:
-        cli.parse_args(["--model.num_layers", "--help"], prog="python -m llamajax.train", root=Config)
-    assert exit_info.value.code == 0
-    text = capsys.readouterr().out
+        cli.parse_args([*arguments], prog=prog, root=root, options=TRAIN_OPTIONS)
+    captured = capsys.readouterr()
+    assert (exit_info.value.code, captured.err) == (0, "")
+    return captured.out
+
+
+def test_help_all_shows_every_setting_with_its_type_default_and_meaning(capsys):
+    text = helped(capsys, "--model.num_layers", "--help", "all")
     assert text.startswith("usage: python -m llamajax.train --config FILE")
     for key, _, field in keys(Config):
         assert dataclasses.is_dataclass(field.type) or f"\n  --{key} " in text
@@ -141,6 +150,85 @@ def test_help_tells_every_setting_with_its_type_default_and_meaning(capsys):
     assert "--optimizer.schedule constant|linear|cosine|wsd  (default: cosine)" in text
     assert '--optimizer.no_weight_decay [TEXT, ...]  (default: ["norm", "bias"])' in text
     assert "--data.tokenizer.path TEXT|null  (default: null)" in text
+
+
+def test_help_is_short_and_names_the_sections_and_the_manual(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    for module in (train, plan, verify, preprocess):
+        options = getattr(module, "OPTIONS", TRAIN_OPTIONS)
+        text = help_text(f"python -m {module.__name__}", Config, options)
+        lines = text.splitlines()
+        assert len(lines) <= 120
+        assert max(map(len, lines[2:-1])) <= 80
+        assert not [key for key in COMMON if f"\n  --{key} " not in text]
+        assert not [option for option in options if f"\n  {option}" not in text]
+        assert not [field.name for field in dataclasses.fields(Config) if f"\n    {field.name} " not in text and
+                    dataclasses.is_dataclass(field.type)]  # fmt: skip
+        assert lines[-1] == f"manual: {Path(llamajax.__file__).parents[1] / 'docs/index.md'}"
+    assert (
+        helped(capsys, "--help")
+        == helped(capsys, "-h")
+        == f"{help_text('python -m llamajax.train', Config, TRAIN_OPTIONS)}\n"
+    )
+    assert len(helped(capsys, "--help", prog="python -m llamajax.generate", root=GenerateConfig).splitlines()) <= 80
+
+
+def test_the_settings_of_the_short_help_exist_and_their_first_sentences_are_short():
+    known = {setting.key: setting for setting in settings(Config)}
+    assert not [key for key in COMMON if key not in known]
+    assert len(set(COMMON)) == len(COMMON)
+
+
+def test_help_shows_one_section_or_one_setting(capsys):
+    text = helped(capsys, "--help", "data")
+    assert text.startswith("data: Documents, and how they become training rows.\n")
+    assert "\n  --data.seq_len INT  (required)\n" in text
+    assert "\n    data.cleaning " in text
+    assert "\n    data.sources " in text
+    assert "data.cleaning.filters" not in text
+    assert "optimizer" not in text
+    text = helped(capsys, "--help=data.sources")
+    assert "\n  --data.sources.0.max_epochs FLOAT|null  (default: null)\n" in text
+    assert helped(capsys, "--help", "data.sources.3.kind") == helped(capsys, "-h", "data.sources.kind")
+    text = helped(capsys, "--help", "train.num_steps", "--seed", "1")
+    assert text.startswith("  --train.num_steps INT  (required)\n      Number of optimizer steps.\n")
+
+
+@pytest.mark.parametrize(
+    ("topic", "remedy"),
+    [
+        ("dta", "did you mean data?"),
+        ("num_steps", "did you mean train.num_steps or profile.num_steps?"),
+        ("data.source", "did you mean data.sources?"),
+        ("xyzzy", "sections are model, data, train, optimizer, mesh, parallel, distributed,"),
+    ],
+)
+def test_help_on_something_unknown_is_one_line(capsys, topic, remedy):
+    (line,) = refuse(capsys, MINIMAL, "--help", topic)
+    assert line.startswith(f"--help: no section or setting is called {topic}; {remedy}")
+
+
+@pytest.mark.parametrize(
+    ("key", "remedy"),
+    [
+        ("optimizer.nmae", "did you mean 'optimizer.name'?"),
+        ("train.name", "did you mean 'optimizer.name'?"),
+        ("metrics.name", "did you mean 'metrics.wandb_name'?"),
+        ("opt.name", "did you mean 'optimizer'?"),
+        ("optimizer.steps", "did you mean 'optimizer.warmup_steps' or 'optimizer.decay_steps'?"),
+        ("optimizer.num_steps", "did you mean 'train.num_steps' or 'profile.num_steps'?"),
+        ("sample.kind", "did you mean 'model.rope_scaling.kind'?"),
+        ("checkpoint.weight", "checkpoint has save_every, "),
+        ("data.path", "did you mean 'data.tokenizer.path'?"),
+        ("data.sources.0.nmae", "did you mean 'optimizer.name'?"),
+        ("data.sources.0.from_step", "data.sources.0 has kind, paths, "),
+        ("data.weight", "did you mean 'data.sources.0.weight'?"),
+        ("checkpoint.allow_config_change", "it is now a list of the settings that may change: checkpoint.allow_changes: ["),
+    ],
+)
+def test_keys_of_list_items_are_proposed_only_in_the_section_of_the_list(capsys, key, remedy):
+    (line,) = refuse(capsys, MINIMAL, f"--{key}", "1")
+    assert f"; {remedy}" in line
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -177,7 +265,7 @@ def test_any_dataclass_is_a_command_line(capsys):
     assert parse_tool_args("--config", "tool.yaml", "--prompt", "b").config.prompt == ("b",)
 
     with pytest.raises(SystemExit) as exit_info:
-        parse_tool_args("--help")
+        parse_tool_args("--help", "all")
     assert exit_info.value.code == 0
     text = capsys.readouterr().out
     assert text.startswith("usage: tool [--config FILE] [--KEY VALUE ...] [--print_config] [--help]\n")
@@ -192,7 +280,7 @@ def test_any_dataclass_is_a_command_line(capsys):
         (("--model", "m"), "command line: prompt: must not be empty"),
         (("--model", "m", "--prompt", "a", "--json"), "--json: needs a value; write --json FILE"),
         (("--model", "m", "--prompt", "a", "--json=x", "--json=y"), "--json: given twice; keep one"),
-        (("--model", "m", "--prompt", "a", "--jsn", "x"), "--jsn: is no option; did you mean --json?"),
+        (("--model", "m", "--prompt", "a", "--jsn", "x"), "--jsn: is not an option; did you mean --json?"),
         (("--model", "m", "--model", "n", "--prompt", "a"), "--model: given twice; keep one"),
         (("--model", "m", "--prompt"), "--prompt: needs a value; write --prompt VALUE or --prompt=VALUE"),
     ],
@@ -216,9 +304,9 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 def test_a_process_ends_as_its_command_line_deserves_and_without_jax():
     Path("my.yaml").write_text(MINIMAL)
-    helped = run("--help")
-    assert (helped.returncode, helped.stderr) == (0, "False\n")
-    assert "--model.num_layers INT" in helped.stdout
+    shown = run("--help")
+    assert (shown.returncode, shown.stderr) == (0, "False\n")
+    assert "--train.num_steps INT" in shown.stdout
     good = run("--config", "my.yaml", "--train.num_steps", "7")
     assert (good.returncode, good.stdout, good.stderr) == (0, "7\n", "False\n")
     bad = run("--config", "my.yaml", "--train.num_steps", "0", "--model.num_layer=1")

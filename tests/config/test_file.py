@@ -191,8 +191,8 @@ EDITS = [
     ("runs/tiny", "no", '1: run_dir: must be text, but YAML reads no as bool; write "no"'),
     ("runs/tiny", "2024-01-01", "1: run_dir: must be text, but YAML reads 2024-01-01 as timestamp;"),
     ("runs/tiny", "null", "1: run_dir: must be text, not null"),
-    ("runs/tiny", '"a\\0b"', "1: run_dir: must be text, but 'a\\x00b' holds something that is no character"),
-    ("runs/tiny", '"\\uD800"', "1: run_dir: must be text, but '\\ud800' holds something that is no character"),
+    ("runs/tiny", '"a\\0b"', "1: run_dir: must be text, but 'a\\x00b' contains an invalid character"),
+    ("runs/tiny", '"\\uD800"', "1: run_dir: must be text, but '\\ud800' contains an invalid character"),
     ("    - kind: stdlib", "    stdlib", "11: data.sources: must be a list, not stdlib; write [stdlib]"),
     ("    - kind: stdlib", "    kind: stdlib", "11: data.sources: must be a list, not keys and values"),
     ("- kind: stdlib", "- stdlib", "12: data.sources.0: must be a section with keys of its own, not stdlib"),
@@ -255,7 +255,7 @@ TEXTS = [
     ("---\n", "my.yaml:2: must hold sections with keys, not nothing"),
     ("- run_dir: x\n", "my.yaml:1: must hold sections with keys, not a list"),
     ("run_dir\n", "my.yaml:1: must hold sections with keys, not run_dir"),
-    (MINIMAL + "---\n" + MINIMAL, "my.yaml:19: a second document begins; keep one of them"),
+    (MINIMAL + "---\n" + MINIMAL, "my.yaml:19: a second document starts here; keep one of them"),
     ("a: &a [x]\nb: [" + "*a," * 349_000 + "]\n", "my.yaml:1: anchors and aliases are not supported"),
     ("a: " + "[" * 100_000, "my.yaml:1: nested deeper than 20 levels"),
     ("a: [" + "1," * 100_000 + "]", "my.yaml:1: more than 10,000 values, so this cannot be a configuration"),
@@ -288,7 +288,7 @@ def test_all_mistakes_are_told_at_once_in_the_order_of_their_lines(capsys):
         .replace("learning_rate: 3e-4", "learning_rate: 0")
     )
     assert refuse(capsys, text, "--seed", "x", "--mesh.dta", "2", "stray") == [
-        "stray: is no option; write --config FILE, and settings as --key VALUE",
+        "stray: is not an option; write --config FILE, and settings as --key VALUE",
         "my.yaml:2: model.mlp_dim: required, but missing",
         "my.yaml:5: unknown key 'model.num_layer'; did you mean 'model.num_layers'?",
         "my.yaml:8: model.head_dim: must be a whole number, not 8.0; write 8",
@@ -311,7 +311,7 @@ def test_rules_between_sections_are_told_at_once(capsys):
 def test_a_file_that_is_all_wrong_does_not_flood_the_screen(capsys):
     lines = refuse(capsys, "".join(f"key{i}: 1\n" for i in range(4000)))
     assert len(lines) == 51
-    assert lines[-1] == "my.yaml:50: there are more mistakes; mend these first"
+    assert lines[-1] == "my.yaml:50: more mistakes follow; fix these first"
 
 
 def test_a_file_that_cannot_be_read_is_one_line(capsys):
@@ -325,10 +325,10 @@ def test_a_file_that_cannot_be_read_is_one_line(capsys):
         ("folder", "folder: cannot be read: Is a directory"),
         ("my.yaml/x", "my.yaml/x: cannot be read: Not a directory"),
         ("a\0b", "'a\\x00b': cannot be read: embedded null byte"),
-        ("", "--config: needs a value; write --config FILE, or --help for every setting"),
+        ("", "--config: needs a value; write --config FILE, or --help for the settings"),
     ):
         assert refuse(capsys, None, "--config", path) == [expected]
-    assert refuse(capsys, None) == ["--config: required; write --config FILE, or --help for every setting"]
+    assert refuse(capsys, None) == ["--config: required; write --config FILE, or --help for the settings"]
 
 
 def test_values_may_be_written_as_people_do():

@@ -82,11 +82,11 @@ def test_a_run_that_was_begun_keeps_its_model_where_the_weights_are_gone(sources
 @pytest.mark.parametrize(
     ("init_from", "rule"),
     [
-        ("elsewhere", "no run and no config.json at elsewhere"),
-        ("run.yaml", "no run and no config.json at run.yaml"),
+        ("elsewhere", "no run and no config.json in elsewhere"),
+        ("run.yaml", "no run and no config.json in run.yaml"),
         ("~nobody-of-that-name/m", "~nobody-of-that-name/m is in no known home directory"),
         ("a" * 300, f"{'a' * 300} cannot be read: File name too long"),
-        ("a\0b", "no run and no config.json at 'a\\x00b'"),
+        ("a\0b", "no run and no config.json in 'a\\x00b'"),
     ],
 )
 def test_where_no_weights_are_one_line_says_so(tmp_path, monkeypatch, model, init_from, rule):
@@ -111,7 +111,7 @@ def test_a_home_that_is_not_known_is_a_problem_of_its_own_setting(sources, tmp_p
 
 def test_checkpoints_that_do_not_tell_their_model_are_named(tmp_path):
     (tmp_path / "begun/checkpoints/5").mkdir(parents=True)
-    with pytest.raises(ConfigError, match=r"init_from: .*/checkpoints/5/meta.json is missing or does not tell the model; "):
+    with pytest.raises(ConfigError, match=r"init_from: .*/checkpoints/5/meta.json is missing or damaged; name another"):
         read(tmp_path, tmp_path / "begun", {})
 
 

@@ -9,8 +9,8 @@ from llamajax.errors import ConfigError
 @pytest.mark.parametrize(
     ("settings", "line"),
     [
-        ({"module": "train.py --x"}, "module: 'train.py --x' is no name of a module"),
-        ({"module": ""}, "module: '' is no name of a module"),
+        ({"module": "train.py --x"}, "module: 'train.py --x' is not the name of a module"),
+        ({"module": ""}, "module: '' is not the name of a module"),
         ({"interface": ""}, "interface: must not be empty"),
         ({"backoff_s": 61.0}, "max_backoff_s: 60.0 must not be below backoff_s=61.0"),
         ({"num_processes": 0}, "num_processes: 0 must be positive or unset"),

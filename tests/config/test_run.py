@@ -16,7 +16,7 @@ from llamajax.config.parallel import DistributedConfig, MeshConfig, ParallelConf
 from llamajax.config.recovery import WatchdogConfig
 from llamajax.config.rules import Section
 from llamajax.config.run import Config
-from llamajax.config.training import OptimizerConfig, TrainConfig
+from llamajax.config.training import CheckpointConfig, OptimizerConfig, TrainConfig
 from llamajax.config.watch import MetricsConfig, ProfileConfig
 from llamajax.errors import ConfigError
 from tests.config.broken import BROKEN, LLAMA_2_7B, SECTIONS
@@ -241,7 +241,7 @@ def test_a_directory_that_is_named_will_do_and_one_that_a_pattern_matches_for_sa
         data = DataConfig(sources=(SourceConfig(kind=kind, paths=(path,)),), seq_len=128)
         problems = [problem for problem in config(data=data).file_problems() if problem.startswith("data.s")]
         assert len(problems) == wrong
-        assert all(problem.endswith(f"directories do: write {matched}/** for the files in them") for problem in problems)
+        assert all(problem.endswith(f"directories do; write {matched}/** for the files in them") for problem in problems)
 
 
 def test_remote_files_are_not_looked_for_on_the_disk():
@@ -275,3 +275,18 @@ def test_a_file_on_a_disk_that_fails_is_not_taken_for_missing(monkeypatch, tmp_p
 
     monkeypatch.setattr(os, "stat", fail)
     assert bool(problems()) == (number in (errno.ENOENT, errno.EACCES))
+
+
+@pytest.mark.parametrize(
+    ("names", "problem"),
+    [
+        (("train.num_steps", "data", "model", "data.sources.1.weight", "optimizer.schedule"), None),
+        (("train.num_step",), "unknown key 'train.num_step'; did you mean 'train.num_steps'?"),
+        (("data", "trian"), "unknown key 'trian'; did you mean 'train'?"),
+        (("num_steps",), "unknown key 'num_steps'; did you mean 'train.num_steps' or 'profile.num_steps'?"),
+        (("seed.x",), "unknown key 'seed.x'; seed has no such key"),
+    ],
+)
+def test_settings_that_may_change_exist(names, problem):
+    found = config(checkpoint=CheckpointConfig(allow_changes=names)).problems()
+    assert found == ([] if problem is None else [f"checkpoint.allow_changes: {problem}"])

@@ -68,7 +68,9 @@ def read(path: Path) -> None:
 
 
 def _check_lines(told: str, path: Path) -> None:
-    assert all(re.match(rf"{re.escape(str(path))}(:\d+)?: \S", line) for line in told.split("\n")), told
+    """Checks that every line names the file, or the preset of a model that is its base."""
+    files = rf"{re.escape(str(path))}|\S*configs/models/\w+\.yaml"
+    assert all(re.match(rf"({files})(:\d+)?: \S", line) for line in told.split("\n")), told
 
 
 def prepare(directory: Path):

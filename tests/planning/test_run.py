@@ -159,7 +159,7 @@ def test_the_command_line_answers_without_jax(tmp_path):
     assert outcome.returncode == 2
     assert outcome.stdout == ""
     assert outcome.stderr.splitlines() == [
-        "--pictur: is no option; did you mean --picture?",
+        "--pictur: is not an option; did you mean --picture?",
         f"--hardware.gpu: must be one of none, {', '.join(get_args(PlannedGpu))}, not b300; did you mean b200?",
     ]
 

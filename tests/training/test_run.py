@@ -17,6 +17,7 @@ from llamajax.checkpoint.read import Saved
 from llamajax.checkpoint.write import Checkpointer
 from llamajax.config.data import SourceConfig
 from llamajax.config.file import config_to_dict, dump_config, load_config
+from llamajax.config.run import Config
 from llamajax.data.tokens import tokenize_run
 from llamajax.errors import CheckpointError, ConfigError, DataError, DivergedError, SaveError
 from llamajax.training import run as train
@@ -180,6 +181,54 @@ def test_other_settings_do_not_continue_a_run(finished, monkeypatch, changes, re
         train.run(finished.changed(changes))
 
 
+def saved_by(config: Config, step: int) -> Saved:
+    data = {"position": step * config.train.global_batch_size}
+    return Saved(step=step, meta={"config": config_to_dict(config), "data": data}, files=pathlib.Path())
+
+
+def test_a_resumed_run_may_change_the_settings_that_it_names_alone(finished, capsys):
+    saved = saved_by(finished, 4)
+    changes = {"train.num_steps": 8, "optimizer.learning_rate": 0.5, "checkpoint.allow_changes": ("train.num_steps",)}
+    with pytest.raises(CheckpointError) as caught:
+        check_settings(finished.changed(changes), saved)
+    assert str(caught.value) == (
+        f"run_dir: {finished.run_dir} holds a run with other settings (optimizer.learning_rate: 0.01 -> 0.5); choose another"
+        " run_dir, or allow the changes: --checkpoint.allow_changes '[train.num_steps, optimizer.learning_rate]'"
+    )
+    assert not capsys.readouterr().out
+    for names in (("train.num_steps", "optimizer.learning_rate"), ("optimizer", "train")):
+        check_settings(finished.changed(changes | {"checkpoint.allow_changes": names}), saved)
+        line = "changed    optimizer.learning_rate: 0.01 -> 0.5; train.num_steps: 4 -> 8"
+        assert capsys.readouterr().out.startswith(line)
+
+
+@pytest.mark.parametrize(
+    ("changes", "note"),
+    [
+        ({"optimizer.schedule": "constant"}, ""),
+        ({"optimizer.schedule": "linear"}, "; the linear schedule of the learning rate is now the one of 8 steps"),
+        (
+            {"optimizer.schedule": "wsd", "optimizer.decay_steps": 2},
+            "; the wsd schedule of the learning rate is now the one of 8 steps, with its decay from step 6",
+        ),
+    ],
+)
+def test_more_steps_mean_another_schedule_and_a_line_says_so(finished, capsys, changes, note):
+    before = finished.changed(changes)
+    after = before.changed({"train.num_steps": 8, "checkpoint.allow_changes": ("train.num_steps",)})
+    check_settings(after, saved_by(before, 4))
+    assert capsys.readouterr().out == f"changed    train.num_steps: 4 -> 8{note}\n"
+
+
+def test_a_checkpoint_of_an_earlier_version_has_keys_that_are_gone(finished):
+    saved = saved_by(finished, 4)
+    del saved.meta["config"]["checkpoint"]["allow_changes"]
+    saved.meta["config"]["checkpoint"]["allow_config_change"] = True
+    check_settings(finished, saved)
+    with pytest.raises(CheckpointError, match=r"\(train.num_steps: 4 -> 8\); choose"):
+        check_settings(finished.changed({"train.num_steps": 8}), saved)
+
+
 @pytest.mark.usefixtures("nothing_compiles")
 def test_a_kernel_that_cannot_compute_is_refused_before_the_data(finished, tmp_path, monkeypatch):
     monkeypatch.setattr(train, "prepare", lambda *_, **__: pytest.fail("the run has begun to read data"))
@@ -211,11 +260,10 @@ def test_what_only_the_compiler_for_gpus_is_told_is_refused_before_the_data(
 
 def test_a_run_goes_on_with_the_defaults_of_settings_that_are_younger(finished):
     """Which its checkpoints say nothing of."""
-    data = {"position": 4 * finished.train.global_batch_size}
-    old = config_to_dict(finished)
+    saved = saved_by(finished, 4)
+    old = saved.meta["config"]
     del old["model"]["matmul_dtype"]
     del old["optimizer"]["b1"], old["optimizer"]["name"], old["train"]["frozen"]
-    saved = Saved(step=4, meta={"config": old, "data": data}, files=pathlib.Path())
 
     def check(changes):
         check_settings(finished.changed(changes), saved)

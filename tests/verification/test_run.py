@@ -97,5 +97,5 @@ def test_the_command_line_answers_without_jax(tmp_path):
     command = [sys.executable, "-X", "importtime", "-m", "llamajax.verify", "--config", str(file), "--device", "4"]
     outcome = subprocess.run(command, capture_output=True, text=True, check=False)
     assert outcome.returncode == 2
-    assert outcome.stderr.splitlines()[-1] == "--device: is no option; did you mean --devices?"
+    assert outcome.stderr.splitlines()[-1] == "--device: is not an option; did you mean --devices?"
     assert "| jax" not in outcome.stderr
