@@ -9,7 +9,7 @@ from llamajax.errors import show_any_text
 
 
 def hf_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Of `python -m converters.hf`, in which `import` may be left out; exits with code 2 if they are wrong."""
+    """Reads the arguments of `python -m converters.hf`, where `import` may be left out; exits with code 2 on mistakes."""
     argv = sys.argv[1:] if argv is None else list(argv)
     if argv and argv[0] not in ("import", "export", "-h", "--help"):
         argv = ["import", *argv]
@@ -63,7 +63,7 @@ def _positive(text: str) -> int:
 
 
 def tokenizer_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Of `python -m converters.tokenizer`; exits with code 2 if they are wrong."""
+    """Reads the arguments of `python -m converters.tokenizer`; exits with code 2 on mistakes."""
     show_any_text()
     parser = argparse.ArgumentParser(
         prog="python -m converters.tokenizer", description="Change the tokenizer of a Hugging Face model."
@@ -104,7 +104,7 @@ def tokenizer_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace
 
 
 def megatron_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Of `python -m converters.megatron`, with the run's configuration as `config` of an export.
+    """Reads the arguments of `python -m converters.megatron`, with the run's configuration as `config` of an export.
 
     Exits with code 2 if they, or the configuration, are wrong.
     """

@@ -122,7 +122,7 @@ class StoredArray:
         return tuple(self._store.chunk_layout.read_chunk.shape)
 
     def nbytes(self, box: Box) -> int:
-        """Of a part of it."""
+        """Size of a part of the array, in bytes."""
         return math.prod(dim.stop - dim.start for dim in box) * self._store.dtype.numpy_dtype.itemsize
 
     def read(self, index: tuple[slice | int, ...]) -> np.ndarray:

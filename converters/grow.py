@@ -32,7 +32,7 @@ from llamajax.weights.hf_files import open_model, read_travelling
 from llamajax.weights.safetensors import Stored
 
 HELD_OUT_EVERY = 10
-"""Of so many parts of the corpus, one is not learnt from but measured on."""
+"""One of this many parts of the corpus is held out: measured, not learnt from."""
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 _ODD_TEXTS = (
@@ -53,7 +53,7 @@ class Model:
     config: Mapping[str, Any]
     """Content of config.json."""
     tensors: Mapping[str, Stored]
-    """By name."""
+    """Tensors by name."""
     files: Mapping[str, bytes]
     """Name and content of the tokenizer's and other small files."""
     tokenizer: BpeTokenizer
@@ -228,7 +228,7 @@ def _check(old: Tokenizer, new: Tokenizer, texts: Sequence[str]) -> None:
 
 
 def _worth(old: Tokenizer, new: Tokenizer, corpus: Corpus) -> Iterator[str]:
-    """What the new pieces bring, in some lines."""
+    """Reports the benefit of the new pieces, in a few lines."""
 
     def count(tokenizer: Tokenizer, texts: Sequence[str]) -> np.ndarray:
         found = np.zeros(tokenizer.vocab_size, np.int64)

@@ -49,7 +49,7 @@ class Export:
 
     @property
     def config(self) -> ModelConfig:
-        """Of the model."""
+        """Configuration of the model."""
         return self.found.config
 
     @property
@@ -59,7 +59,7 @@ class Export:
 
     @property
     def about(self) -> str:
-        """What was found, in a line."""
+        """Describes the model in one line."""
         return (
             f"read       {self.found.about}; written for {self.found.architecture.class_name} as {self.dtype},"
             f" with {', '.join(self.files) or 'no tokenizer'}"

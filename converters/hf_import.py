@@ -41,7 +41,7 @@ class Import:
 
     @property
     def about(self) -> str:
-        """What was found, in a line."""
+        """Describes the model in one line."""
         num_files = len({stored.file for stored in self.tensors.values()})
         return (
             f"read       {self.found.source}: {self.found.architecture.name}"

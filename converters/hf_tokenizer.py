@@ -118,7 +118,7 @@ def _bpe(model: Any, *, whole_words: bool) -> models.BPE:
 
 
 def _normalizers(rules: Any, *, prefixes: bool) -> list[normalizers.Normalizer]:
-    """What SentencePiece does to a text, in its order."""
+    """Returns the normalizers that do to a text what SentencePiece does, in its order."""
     found: list[normalizers.Normalizer] = []
     if rules.precompiled_charsmap:
         found.append(normalizers.Precompiled(rules.precompiled_charsmap))

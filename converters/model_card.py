@@ -61,7 +61,7 @@ def _training(found: Pretrained) -> str:
 
 
 def _held_out_loss(run_dir: Path, step: int) -> float | None:
-    """What was measured at this very step; None if nothing was, or the log does not say."""
+    """Returns the held-out loss measured at this very step; None if the log has none."""
     if not (run_dir / METRICS_FILE).is_file():
         return None
     try:

@@ -22,14 +22,14 @@ from llamajax.errors import ConfigError, show
 
 _BYTE_PIECE = re.compile(r"<0x[0-9A-F]{2}>")
 _MAX_PIECE_CHARS = 16
-"""Of SentencePiece, where nobody asks for another."""
+"""SentencePiece's default."""
 
 _HAN = r"[\p{Han}\p{Hiragana}\p{Katakana}\u30FC]"
 _WORDS = pre_tokenizers.Split(
     Regex(rf" ?{_HAN}+| ?(?:(?!{_HAN})[\p{{L}}\p{{M}}])+|\p{{N}}| ?[^ \p{{L}}\p{{M}}\p{{N}}]+| +(?= [^ \p{{N}}])| +"),
     "isolated",
 )
-"""What SentencePiece, which cuts texts only while it is trained, lets a piece span for Llama: a space in front of letters or
+"""Spans that SentencePiece, which cuts texts only during training, allows a piece of Llama's: a space in front of letters or
 of signs, digits one by one, Chinese and Japanese apart from other letters, spaces among themselves."""
 
 

@@ -27,12 +27,12 @@ _WORDS_AT_ONCE = 1024
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """What has to be known of a tokenizer to train it further."""
+    """Facts about a tokenizer that further training needs."""
 
     ids: Mapping[str, int]
     """The pieces that merges make and use."""
     taken: frozenset[str]
-    """What no new piece may be called: the names of all tokens."""
+    """Names of all tokens, which no new piece may take."""
     first_new_id: int
     """Above the ids of all tokens."""
     words: Callable[[str], Iterable[str]]

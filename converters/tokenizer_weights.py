@@ -18,7 +18,7 @@ _ROWS_AT_ONCE = 256
 
 @dataclass(frozen=True)
 class Growth:
-    """What the rows of a grown table are."""
+    """Origin of each row of a grown table."""
 
     num_kept: int
     """Rows of the old tokens, which stay as they are."""
@@ -73,7 +73,7 @@ def write_weights(
 
 
 def _grown_metadata(metadata: Any, tensors: Mapping[str, Stored], nbytes: Mapping[str, int]) -> dict[str, Any]:
-    """What an index says of all its files."""
+    """Returns the metadata that an index states for all its files."""
     num_params = sum(nbytes[name] // stored.dtype.itemsize for name, stored in tensors.items())
     found = metadata if isinstance(metadata, dict) else {}
     counted = {"total_parameters": num_params} if "total_parameters" in found else {}

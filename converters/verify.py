@@ -24,7 +24,7 @@ _ALLOWED = 16
 """Times what nudging every weight by its last fp32 bit does to the logits (root mean squares). Right conversions stay below
 4; one wrong setting or a few weights in a wrong place were found from 59 on, and mostly are in the thousands (LOG.md)."""
 _FREQUENCY_BITS = 2.0**-22
-"""By which rotary frequencies may differ, relative: two of their last bits. torch's fp32 power depends on the CPU."""
+"""Largest relative difference of rotary frequencies: two of their last bits. torch's fp32 power depends on the CPU."""
 _NEAR = 1024
 """Positions below it are compared. At 131,072 the last bit of one frequency turns a head by 0.008 rad, which moves logits by
 hundreds of times their rounding; here, by no more than that."""
@@ -83,7 +83,7 @@ def _rms(values: np.ndarray) -> float:
 
 
 def _not_finite(hf_dir: Path) -> str:
-    """What makes the logits infinite or no numbers."""
+    """Explains infinite or NaN logits."""
     for name, stored in open_model(hf_dir).items():
         if not np.isfinite(stored.read().astype(np.float32)).all():
             return f"{name} holds values that are no finite numbers"
@@ -111,7 +111,7 @@ def _our_logits(
 def _logits(
     model: Llama, tokens: Int32[Array, "B T"], positions: Int32[Array, "B T"], by: float, *, dtype: str
 ) -> Float32[Array, "B T V"]:
-    """Of weights rounded to `dtype`, each then moved up or down by the share `by` of itself."""
+    """Logits of weights rounded to `dtype`, each then moved up or down by the share `by` of itself."""
     leaves, structure = jax.tree.flatten(model)
     keys = jax.random.split(jax.random.key(0), len(leaves))
     signs = [jax.random.rademacher(key, weight.shape, "float32") for key, weight in zip(keys, leaves, strict=True)]

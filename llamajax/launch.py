@@ -6,7 +6,7 @@ from llamajax.config.command import parse_args
 from llamajax.config.launch import LaunchConfig
 from llamajax.errors import importing
 
-_OPTIONS = {
+OPTIONS = {
     "-n N": "The same as --num_processes N.",
     "-- OPTION ...": "Everything behind goes to the program: -- --config configs/x.yaml --train.num_steps 100",
     "--check": "Say what would be started, and where the processes would meet, and stop.",
@@ -19,7 +19,7 @@ def main() -> None:
     if not dashes and not {"--help", "-h", "--print_config"}.intersection(own):
         print("--: required; write it before the options of the program: -n 4 -- --config FILE", file=sys.stderr)
         sys.exit(2)
-    arguments = parse_args(own, prog="python -m llamajax.launch", root=LaunchConfig, options=_OPTIONS)
+    arguments = parse_args(own, prog="python -m llamajax.launch", root=LaunchConfig, options=OPTIONS)
     with importing():
         from llamajax.launching.run import main as launch
 

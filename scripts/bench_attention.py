@@ -54,7 +54,7 @@ TOLERANCE = 2e-2  # of bfloat16's results, as a share of the largest number
 
 
 class Size(NamedTuple):
-    """Of what is measured, and how often: `calls` in each of `rounds`."""
+    """Size of the measurement, and its repetitions: `calls` in each of `rounds`."""
 
     tokens: int
     heads: int
@@ -196,7 +196,7 @@ for _way in PASSES:
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> Table:
-    """Of one case, for people."""
+    """Formats the table of one case."""
     shown = Table("kernel", box=None, padding=(0, 2, 0, 0), header_style="bold")
     names = {name: None for row in rows for name in row if name not in (*Case._fields, "kernel")}
     for name in names:

@@ -1,5 +1,5 @@
-"""What checkpoints cost: how long training waits, and how fast they are written, verified and read, beside `dd` and
-`sha256sum` of the same number of bytes in the same directory, in the same run.
+"""Measures the cost of checkpoints: how long training waits, and how fast they are written, verified and read, beside `dd`
+and `sha256sum` of the same number of bytes in the same directory, in the same run.
 
     python scripts/bench_checkpoint.py --toy
     python scripts/bench_checkpoint.py --gigabytes 20 --directory /scratch

@@ -1,5 +1,5 @@
-"""What large data cost before the first step: packing a hundred million documents, and the start of several processes on
-fifty thousand shards.
+"""Measures the cost of large data before the first step: packing a hundred million documents, and the start of several
+processes on fifty thousand shards.
 
     python scripts/bench_data.py packing --documents 1e8 --directory /scratch
     python scripts/bench_data.py start --shards 50000 --processes 4 --directory /scratch

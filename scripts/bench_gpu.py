@@ -169,7 +169,7 @@ class Benchmark:
         return {"case": dataclasses.asdict(case), "rows": rows, "refused": refused, "measured": measured}
 
     def _run(self, module: str, task: Task, number: int) -> dict[str, Any]:
-        """What the process of a row answers; or `error`."""
+        """Returns the answer of a row's process, or `error`."""
         what = f"{task.case}: {task.row}{f' by {module[:-5]}' if task.row == 'ceiling' else f', round {number}'}"
         left = 60 * self._options.minutes - (time.monotonic() - self._started)
         command = bound([sys.executable, "-m", f"scripts.bench.{module}", task.encode()])
@@ -211,7 +211,8 @@ class Benchmark:
 
 
 def environment(folder: Path, *, toy: bool) -> dict[str, str]:
-    """Of all processes: one GPU, nothing from the network, programs of earlier rounds; for a toy no GPU, and one thread."""
+    """Environment of all processes: one GPU, nothing from the network, programs of earlier rounds; for a toy no GPU, and one
+    thread."""
     own = {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     if toy:
         quick = {
@@ -224,7 +225,7 @@ def environment(folder: Path, *, toy: bool) -> dict[str, str]:
 
 
 def about(hardware: dict[str, Any]) -> dict[str, Any]:
-    """What has to be known of a measurement to trust it, or to do it again."""
+    """Facts about a measurement that one needs to trust it or repeat it."""
     versions = {"python": platform.python_version()}
     for name in PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):

@@ -91,7 +91,8 @@ def sample_of(paths: list[Path], num_bytes: int) -> list[bytes]:
 
 
 def work_of_process(tokenizer: Path, lines: list[bytes], out: Path) -> Measured:
-    """What one process of llamajax does: hashes, parses, encodes, frames, hashes for the split, writes and flushes."""
+    """Does the work of one process of llamajax: hashes, parses, encodes, frames, hashes for the split, writes and
+    flushes."""
     from llamajax.config.data import SourceConfig
     from llamajax.data.documents.file_groups import group_files
     from llamajax.data.documents.sources import Source
@@ -160,7 +161,7 @@ def _command(folder: Path, tokenizer: Path, workers: int, cache: str) -> list[st
 
 
 def preprocess(folder: Path, tokenizer: Path, workers: int) -> dict[str, float]:
-    """What `python -m llamajax.preprocess` takes for the corpus in the folder, and what it makes of it."""
+    """Times `python -m llamajax.preprocess` on the corpus in the folder, and describes its result."""
     command, lines = _command(folder, tokenizer, workers, "cache"), []
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     with (
@@ -233,7 +234,7 @@ def _same_files(folder: Path, other: str) -> int:
 
 
 def _digests(cache: Path) -> dict[Path, str]:
-    """Of all files but those that tell which library encodes."""
+    """Digests of all files except those that name the encoding library."""
     digests = {}
     files = (path for path in cache.rglob("*") if path.is_file() and path.relative_to(cache).parts[0] != "encoders")
     for path in sorted(files):

@@ -88,7 +88,7 @@ NOT_MEASURED = "not measured"
 
 @dataclass(frozen=True, kw_only=True)
 class CalibrateConfig(Settings):
-    """What is measured, and where it is written."""
+    """The measurement, and its output file."""
 
     output: str
     """The file to write, for `hardware.calibration`."""
@@ -123,7 +123,7 @@ and llamajax's own kernels to closed documents."""
 
 
 class Timing(NamedTuple):
-    """Of something that was repeated: the median, and over that what is between the 5th and the 95th percentile."""
+    """Timing of a repeated program: the median, and relative to it the distance between the 5th and the 95th percentile."""
 
     seconds: float
     spread: float
@@ -182,7 +182,7 @@ def with_constant(machine: Machine, name: str, value: float) -> Machine:
 
 
 def small_grids(machine: Machine, sizes: Sizes) -> Iterator[MeasuredGrid]:
-    """What attention of one row reaches of the rate of many, measured and as `machine` has it; tells each."""
+    """Measures attention of one row as a share of the rate of many rows, beside the share in `machine`; prints each."""
     sizes = sizes._replace(warm_s=sizes.warm_s / 3, measured_s=sizes.measured_s / 3)  # shares need less, of a warm GPU
     for (name, shape), (passes, (work, count)) in itertools.product(SMALL_GRIDS.items(), PASSES.items()):
         rates = []
@@ -208,7 +208,8 @@ def host_link(sizes: Sizes) -> dict[str, Timing]:
 
 
 def data_sheet(device: Device, kind: str) -> Gpu:
-    """Of the GPU that jax calls `kind`, or raises `EnvironmentMismatchError`; an H100's stands in for the CPU's."""
+    """Returns the data sheet of the GPU that jax calls `kind`, or raises `EnvironmentMismatchError`; an H100's stands in for
+    the CPU's."""
     gpu = find_gpu(kind if device == "gpu" else "NVIDIA H100 80GB HBM3")
     if gpu is None:
         names = ", ".join(name for known in GPUS for name in known.device_kinds)
@@ -217,7 +218,8 @@ def data_sheet(device: Device, kind: str) -> Gpu:
 
 
 def measure_constants(device: Device, command: str) -> Measurement:
-    """What `command` measures of the device; tells every constant as soon as it is known. Raises as `data_sheet` does."""
+    """Measures the constants of the device for `command`; prints each as soon as it is known. Raises as `data_sheet`
+    does."""
     startup.connect(MeshConfig(num_cpu_devices=1 if device == "cpu" else None), DistributedConfig())
     found, sizes = jax.local_devices()[0], SIZES[device]
     gpu = data_sheet(device, found.device_kind)
@@ -256,7 +258,7 @@ def measure_constants(device: Device, command: str) -> Measurement:
 
 
 def measure_step(config: Config, device: Device) -> tuple[Timing, int | None]:
-    """Of training's own step: its time, and the most bytes of arrays at once, where the device tells them."""
+    """Measures training's own step: its time, and the most bytes of arrays at once, where the device tells them."""
     startup.start(config)
     run = resolve_here(config)
     step = compile_here(run, lower(run, abstract_state(config))).step

@@ -45,7 +45,7 @@ PROMPTS = (
 )
 NUM_TOKENS = 24
 TOLERANCE = 1e-3
-"""Of the largest logit; llama.cpp multiplies in fp32, in another order."""
+"""Tolerance relative to the largest logit; llama.cpp multiplies in fp32, in another order."""
 WINDOW = 64
 
 

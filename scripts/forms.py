@@ -34,7 +34,7 @@ class Form:
 
     name: str
     splits: str
-    """What each device has a part of."""
+    """The arrays of which each device has a part."""
     wins: str
     """Where it is the one to choose."""
     changes: dict[str, Any]

@@ -27,7 +27,7 @@ DOCUMENT = Path(__file__).parents[1] / "docs" / "plan_accuracy.md"
 FITTED = ("A100", "H100", "B200", "L40S")
 """Families of GPUs whose share of the peak is fitted: where there are runs, and where it is not what products measure."""
 _LEFT_OUT = 0.1
-"""Of the runs, at most, left out at each end of the range that plans tell."""
+"""Largest share of the runs left out at each end of the range that plans print."""
 
 
 def error(run: Run, share: float | None = None) -> float:
@@ -116,8 +116,8 @@ def tables(predicted: dict[str, float], unseen: dict[str, float]) -> dict[str, s
 
 
 def kept(errors: Callable[[Run], float]) -> dict[str, dict[str, float]]:
-    """What plans tell, by GPU: how many runs there are, and how much faster and slower than predicted most of them came out,
-    `within` by number, a tenth left out at each end; shares of the predicted speed."""
+    """Returns the errors that plans print, by GPU: how many runs there are, and how much faster and slower than predicted
+    most of them came out, `within` by number, a tenth left out at each end; shares of the predicted speed."""
     result = {}
     for gpu in sorted({run.gpu for run in RUNS}):
         ratios = sorted(1 / (1 + errors(run)) - 1 for run in RUNS if run.gpu == gpu)

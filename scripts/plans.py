@@ -75,7 +75,7 @@ def plans() -> dict[str, tuple[str, dict[str, int | str]]]:
 
 
 def arguments(name: str) -> list[str]:
-    """Of `python -m llamajax.plan`."""
+    """Returns the arguments of `python -m llamajax.plan`."""
     config, changes = plans()[name]
     return [
         "--config",
@@ -100,7 +100,7 @@ def run(name: str) -> tuple[str, dict[str, Any], float, float]:
 
 
 def wrong(name: str, told: dict[str, Any], golden: dict[str, Any]) -> list[str]:
-    """What of the figures of a plan is not as it must be: one line each."""
+    """Returns the figures of a plan that break a rule, one line each."""
     wanted = golden["expected"][name]
     formula = sum(wanted["flops"].values())
     flops = (told["flops"] - told["rematerialized_flops"]) * told["num_devices"]
@@ -144,7 +144,7 @@ def alternatives(told: dict[str, Any]) -> dict[str, float]:
 
 
 def expected(told: dict[str, Any]) -> str:
-    """What the head of a configuration says of its plan."""
+    """Returns the comment about its plan at the head of a configuration."""
     total, capacity = ((told["peak_bytes"] + told["allowance_bytes"]) / 2**30, told["capacity_bytes"] / 2**30)
     text = (
         f"Expected: not measured. llamajax.plan predicts {total:.1f} of {capacity:.1f} GiB per GPU,"

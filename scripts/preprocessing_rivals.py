@@ -1,4 +1,4 @@
-"""What else turns JSONL into tokens: the flows that `scripts/bench_preprocess.py` measures llamajax beside.
+"""Other programs that turn JSONL into tokens: the flows that `scripts/bench_preprocess.py` measures llamajax beside.
 
 Each takes a tokenizer and lines of JSONL, works in one thread of the process that calls it, and returns what that took.
 """
@@ -29,7 +29,7 @@ def measuring(num_bytes: int) -> Iterator[list[Measured]]:
 
 
 def text_bytes(lines: list[bytes]) -> int:
-    """Of the texts in these lines."""
+    """Returns the bytes of the texts in these lines."""
     return sum(len(json.loads(line)["text"].encode()) for line in lines)
 
 
@@ -63,7 +63,8 @@ def encode_by_gigatoken(tokenizer: Path, lines: list[bytes]) -> Measured:
 
 
 def encode_as_megatron_fast(tokenizer: Path, lines: list[bytes], out: Path) -> Measured:
-    """What `preprocess_data_fast.py` does with a file: all of it through gigatoken, in one thread, and written at once."""
+    """Does what `preprocess_data_fast.py` does with a file: all of it through gigatoken, in one thread, and written at
+    once."""
     import gigatoken
     import numpy as np
 
@@ -88,7 +89,7 @@ def _gigatoken(path: Path) -> Any:
 
 
 def encode_as_megatron(tokenizer: Path, lines: list[bytes], out: Path) -> Measured:
-    """What a worker of `preprocess_data.py` and its writer do: a document at a time."""
+    """Does what a worker of `preprocess_data.py` and its writer do: a document at a time."""
     import numpy as np
 
     from llamajax.data.tokens.megatron_writer import write_indexed

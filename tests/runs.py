@@ -91,7 +91,7 @@ def start(config: pathlib.Path, *overrides: str, directory: pathlib.Path | None 
 
 
 def finish(process: subprocess.Popen[str], expected_code: int = 0) -> str:
-    """What the process prints until it ends, with the code it should end with."""
+    """Waits for the process to end with this code; returns its output."""
     output, _ = process.communicate(timeout=600)
     assert process.returncode == expected_code, output
     return output

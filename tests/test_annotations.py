@@ -1,4 +1,4 @@
-"""That a wrong shape or dtype is an error while tests run: tests/annotations.py is at work in the rooms it is meant for."""
+"""A wrong shape or dtype is an error while tests run: tests/annotations.py is at work in the rooms it is meant for."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""House rules: imports run downwards, shipped configs load and trace, the README maps every room."""
+"""House rules: imports run downwards, shipped configs load and trace, maps name every room, docstrings are plain."""
 
 import ast
 import functools
@@ -164,20 +164,25 @@ def tracked_folders() -> set[str]:
     return {parent.as_posix() for name in tracked for parent in pathlib.PurePath(name).parents} - {"."}
 
 
-def test_the_readme_maps_every_room():
-    """Every folder has a row, or is named in one."""
-    map_of_code = (ROOT / "README.md").read_text().partition("## The map")[2]
+def rooms_of(table: str) -> list[str]:
+    """Rooms of the package that a Markdown table has a row for, in its order."""
+    return re.findall(r"^\| `llamajax/([a-z]+)/` ", table, flags=re.MULTILINE)
+
+
+def test_the_longer_map_names_every_folder():
+    """Every folder has a row, or a row names it."""
+    longer_map = (ROOT / "docs" / "contributing" / "rooms.md").read_text()
     assert not [
         folder
         for folder in sorted(tracked_folders())
-        if not folder.startswith((".", "tests/")) and f"`{folder}/`" not in map_of_code
+        if not folder.startswith((".", "tests/", "docs/")) and f"`{folder}/`" not in longer_map
     ]
 
 
-def test_the_map_is_in_the_order_of_imports():
-    map_of_code = (ROOT / "README.md").read_text().partition("## The map")[2]
-    rooms = re.findall(r"^\| `llamajax/([a-z]+)/` ", map_of_code, flags=re.MULTILINE)
-    assert rooms == [room for room in ORDER if isinstance(room, str) and room != "converters"]
+def test_the_maps_are_in_the_order_of_imports():
+    in_order = [room for room in ORDER if isinstance(room, str) and room != "converters"]
+    for document in ("README.md", "docs/contributing/rooms.md"):
+        assert rooms_of((ROOT / document).read_text()) == in_order, document
 
 
 def test_tests_mirror_the_package():
@@ -201,3 +206,20 @@ def test_files_can_be_read_in_one_go():
     assert not [command for command in commands if lengths[ROOT / command] > 40]
     of_packages = [lengths[path] for path in FILES]
     assert sum(of_packages) / len(of_packages) < 180
+
+
+def docstrings(path: pathlib.Path) -> list[str]:
+    """Every docstring of a file: of modules, classes and functions, and the texts under fields."""
+    bodies = [getattr(node, "body", None) for node in ast.walk(ast.parse(path.read_text()))]
+    statements = [statement for body in bodies if isinstance(body, list) for statement in body]
+    texts = [statement.value for statement in statements if isinstance(statement, ast.Expr)]
+    return [text.value for text in texts if isinstance(text, ast.Constant) and isinstance(text.value, str)]
+
+
+def test_docstrings_say_their_subject_first():
+    """At most 3% begin with a word that postpones it; docs/style.md says how to write them."""
+    folders = ("llamajax", "converters", "scripts", "tests", ".ci")
+    files = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
+    texts = [(path, text) for path in files for text in docstrings(path)]
+    late = [found for found in texts if re.match(r"\s*(of|what|that|by|whose)\b", found[1], re.IGNORECASE)]
+    assert len(late) <= 0.03 * len(texts), "\n".join(f"{path.relative_to(ROOT)}: {text}" for path, text in late)

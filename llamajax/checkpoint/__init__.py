@@ -1,1 +1,1 @@
-"""A run's states on the disk: written by all processes at once, whole or not at all, and never believed when damaged."""
+"""Checkpoints of a run: all processes write them at once, as a whole or not at all, and damaged ones are never used."""

@@ -1,7 +1,7 @@
-"""Arrays to files, by Orbax: each process writes what lies on its devices, the first one joins the parts.
+"""Writes arrays to files with Orbax: each process writes the parts on its devices, and process 0 joins them.
 
-Arrays are stored in Orbax's OCDBT format: about twenty files per process whatever the number of parameters. They are
-not compressed: weights hardly shrink (7%), and without it saving and restoring are two to three times faster.
+Arrays are stored in Orbax's OCDBT format: about twenty files per process, whatever the number of parameters. They are not
+compressed: weights hardly shrink (7%), and without compression saving and restoring are two to three times faster.
 """
 
 import asyncio
@@ -24,13 +24,13 @@ from etils import epath  # Orbax's paths
 
 from llamajax.disk import files_below
 
-# Arrays of more have their layers stored one by one.
+# Larger arrays have their layers stored separately.
 _MANY_BYTES = 16 << 20
 
-# A file is hashed from its beginning to its end: in files of at most this, a large state is hashed by all threads at once.
+# Each file is hashed sequentially; with files of at most this size, all threads hash a large state at once.
 _FILE_BYTES = 512 << 20
 
-_OF_PROCESS = "ocdbt.process_"  # how Orbax calls the directories of what each process writes
+_OF_PROCESS = "ocdbt.process_"  # prefix of Orbax's directories, one for each writing process
 
 
 def _is_news(record: logging.LogRecord) -> bool:
@@ -45,8 +45,8 @@ def _is_late(unraisable: "sys.UnraisableHookArgs") -> bool:
     return str(unraisable.exc_value).startswith(("Event loop is closed", "Encountered error while reading array index"))
 
 
-# What fails makes Orbax raise one error, which we tell in one line, log a traceback for every array, leave coroutines
-# behind, and end the event loop to which TensorStore then reports what became of the other arrays.
+# After a failure Orbax raises one error, which we report in one line. It also logs a traceback for every array, leaves
+# coroutines behind, and closes the event loop to which TensorStore then reports the outcome of the other arrays.
 logging.getLogger("absl").addFilter(_is_news)
 logging.getLogger("asyncio").addFilter(_is_news)
 _report = sys.unraisablehook
@@ -55,20 +55,20 @@ sys.unraisablehook = lambda unraisable: None if _is_late(unraisable) else _repor
 
 
 class ArrayWriter:
-    """Writes arrays; not by Orbax's own checkpointer, whose processes wait an hour for one whose disk is full."""
+    """Writes arrays. Replaces Orbax's own checkpointer, in which processes wait an hour for one with a full disk."""
 
     def __init__(self, *, use_ocdbt: bool) -> None:
-        """Without `use_ocdbt` every chunk of an array becomes a file."""
+        """Creates the writer; without `use_ocdbt`, every chunk of an array becomes a file."""
         self._use_ocdbt = use_ocdbt
         self._handler = ocp.PyTreeCheckpointHandler(use_compression=False, use_ocdbt=use_ocdbt)
 
     def begin(self, directory: Path, arrays: dict[str, jax.Array]) -> list[Any]:
-        """Starts to write this process's part of `arrays` by name; they have left the devices when this returns.
+        """Starts writing this process's part of `arrays`, by name. The arrays have left the devices when this returns.
 
         Returns:
-            Futures, whose results are to be awaited: an error is raised there, and never here.
+            Futures to await. Errors are raised by their results, never here.
         """
-        # Layers one by one where they are no small matter: who reads a model, to export it, needs never hold all of them.
+        # Large arrays are stored layer by layer, so that a reader, such as an export, never needs to hold all layers.
         apart = {name for name, array in arrays.items() if ".layers." in name and array.nbytes > _MANY_BYTES}
         chunks = {name: ocp.SaveArgs(shard_axes=(0,) if name in apart else ()) for name in arrays}
         most = _FILE_BYTES if self._use_ocdbt else None
@@ -87,15 +87,15 @@ class ArrayWriter:
             return [failed]
 
     def finalize(self, directory: Path) -> None:
-        """Joins the parts that all processes have written; called by the first one.
+        """Joins the parts that all processes have written; called by process 0.
 
         Raises:
             OSError: the disk fails.
-            ValueError: Orbax finds an array incomplete, or no part at all, of which it says nothing itself.
+            ValueError: Orbax finds an array incomplete, or there is no part at all, which Orbax does not report.
         """
         with contextlib.ExitStack() as stack:
             if glob.has_magic(str(directory)):
-                # Orbax takes the whole path for a pattern, finds no parts, and joins nothing: it gets another name.
+                # Orbax treats the whole path as a pattern, finds no parts and joins nothing, so it gets another name.
                 descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
                 stack.callback(os.close, descriptor)
                 directory = Path(f"/proc/self/fd/{descriptor}")
@@ -104,13 +104,14 @@ class ArrayWriter:
                 raise ValueError("no array has been written")
 
     def close(self) -> None:
-        """Ends its threads."""
+        """Ends the writer's threads."""
         self._handler.close()
 
 
 def files_of(directory: Path, rank: int) -> Iterator[Path]:
-    """The files in a finalized directory that process `rank` has written, by their place; the first process has the others,
-    which are small in the OCDBT format, and all without it.
+    """Yields the files in a finalized directory that process `rank` has written, according to their location.
+
+    Process 0 also has all other files: small ones in the OCDBT format, all of them without it.
     """
     own = f"{_OF_PROCESS}{rank}"
     for parent, folders, names in files_below(directory / own if rank else directory):
@@ -119,7 +120,7 @@ def files_of(directory: Path, rank: int) -> Iterator[Path]:
 
 
 def os_error(error: BaseException | None) -> OSError | None:
-    """The error of the file system that TensorStore met; None if it is another's. Orbax may have made its own of it."""
+    """Returns the file system error that TensorStore met, which Orbax may have wrapped; None for any other error."""
     while error is not None:
         if isinstance(error, OSError):
             return error
@@ -130,7 +131,7 @@ def os_error(error: BaseException | None) -> OSError | None:
 
 
 def reason(error: Exception) -> str:
-    """An error of the file system or of Orbax in a few words."""
+    """Describes an error of the file system or of Orbax in a few words."""
     error = os_error(error) or error
     if isinstance(error, OSError) and error.strerror:
         return error.strerror + (f": {error.filename}" if error.filename else "")

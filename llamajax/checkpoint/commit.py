@@ -1,4 +1,4 @@
-"""How a directory becomes a step: written and hashed by all processes, then renamed by the first one."""
+"""Commits a step: all processes write and hash its directory, then process 0 renames it."""
 
 import errno
 import json
@@ -16,23 +16,24 @@ from llamajax.units import format_bytes
 
 
 def make_room(saving: Path, num_bytes: int) -> None:
-    """On process 0: makes the directory for a step of so many bytes, and removes what is left of others.
+    """Creates the directory for a step of this size, on process 0, and removes unfinished steps.
 
     Raises:
-        OSError: there is no room, or the disk fails.
+        OSError: there is no space, or the disk fails.
     """
     retention.remove_unfinished(saving.parent)
     make_folder(saving.parent)
-    disk = shutil.disk_usage(saving.parent)  # not of the run's: it may be a link
+    disk = shutil.disk_usage(saving.parent)  # not of the run directory: `checkpoints` may be a link
     if disk.free < num_bytes and disk.total:
         raise OSError(f"it takes {format_bytes(num_bytes)}, but only {format_bytes(disk.free)} are free")
     (saving / "state").mkdir(parents=True)
 
 
 def hash_share(saving: Path) -> None:
-    """Brings this process's share of the arrays' files onto the disk itself, and leaves their records for process 0.
+    """Flushes this process's share of the array files to the disk, and leaves their records for process 0.
 
-    Each hashes what it has written: it looks at no other file, and asks no server for what is in its memory.
+    Each process hashes the files that it has written. It reads no other files, and its own are still in its memory rather
+    than on a server.
 
     Raises:
         OSError: a file cannot be read, or the records cannot be written.
@@ -43,34 +44,34 @@ def hash_share(saving: Path) -> None:
 
 
 def make_step(saving: Path, step_dir: Path, small: Mapping[str, bytes], check: Callable[[], object]) -> None:
-    """On process 0: adds what is not arrays and the manifest, then renames the directory.
+    """Adds the small files and the manifest on process 0, then renames the directory.
 
     Args:
-        saving: the directory, with everybody's `hash_share`.
-        step_dir: the step.
-        small: name and content of the files that are no arrays.
-        check: fails if the run is not this process's any more.
+        saving: the directory, with the `hash_share` of every process.
+        step_dir: the directory of the step.
+        small: name and content of the files that are not arrays.
+        check: fails if the run no longer belongs to this process.
 
     Raises:
-        OSError: the disk fails, or another process has taken the run over and removed `saving`.
+        OSError: the disk fails, or another process has taken over the run and removed `saving`.
     """
-    with peers.uninterrupted():  # all have done their part, so the step is good whatever becomes of them
+    with peers.uninterrupted():  # all have done their part: the step is good even if one dies now
         (saving / "files").mkdir()
         records = {name: manifest.write_file(saving / name, content) for name, content in small.items()}
         for share in saving.glob("hashes.*.json"):
             records |= json.loads(share.read_text())
             share.unlink()
-        # Another process may not have seen all its files: on NFS, what it knows may be old.
+        # Process 0 may not have seen all files of another process: on NFS its cached listing may be old.
         unseen = [path for path in manifest.list_files(saving) if path not in records]
         records |= manifest.records_of(saving, unseen)
         manifest.write(saving, records)
-        # Who takes a run over removes what others are writing there: if it does so from here on, the rename fails.
+        # A process that takes over a run removes unfinished steps; if it does so from here on, the rename fails.
         check()
         try:
             saving.rename(step_dir)
         except OSError as error:
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                 raise
-            # The same step, of an attempt that failed after its rename.
+            # The same step, from an attempt that failed after its rename.
             shutil.rmtree(saving, ignore_errors=True)
         sync(step_dir.parent)

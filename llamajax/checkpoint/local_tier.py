@@ -1,18 +1,18 @@
-"""The local tier: newest states on a fast disk of each host, saved more often than the run's checkpoints.
+"""The local tier: the newest states on a fast disk of each host, saved more often than the run's checkpoints.
 
-Every process keeps what lies on its own devices, by itself: nothing is shared, and nobody waits for another. Layout, below
-`checkpoint.local_dir`, for its user alone::
+Every process keeps the state of its own devices independently: nothing is shared, and no process waits for another. The
+layout below `checkpoint.local_dir`, accessible to its user alone::
 
-    tiny-5d41402abc4b2a76/     a run: its name, and a hash of its path and of what its checkpoints call themselves
-        3/1240/                what process 3 has of step 1240
-            0.bin, 1.bin ...   the bytes of a part of an array; each part once, whatever the number of devices that hold it
-            parts.json         which parts of which arrays, dtype and shape of each, and which start of the run saved it
+    tiny-5d41402abc4b2a76/     a run: its name, and a hash of its path and of the identity of its checkpoints
+        3/1240/                the part of step 1240 from process 3
+            0.bin, 1.bin ...   the bytes of a part of an array; each part once, however many devices hold it
+            parts.json         the parts of each array, its dtype and shape, and the start of the run that saved it
             meta.json, files/  as in a checkpoint
             manifest.json      as in a checkpoint (llamajax.checkpoint.manifest)
         3/1240.saving/         a step being written; see llamajax.checkpoint.retention
 
-A step counts when every process has its part of it, whole, from the same start, and exactly what its devices need now;
-not when the run has gone back behind it since.
+A step counts when every process has its part of it, complete, from the same start, with exactly the parts that its devices
+need now, and when the run has not rolled back behind the step since.
 """
 
 import json
@@ -39,18 +39,18 @@ from llamajax.errors import CheckpointError
 from llamajax.parallel.arrays import named_arrays
 from llamajax.processes.peers import everyones
 
-_KEPT = 3  # a host that is one step behind the others, and writes the next one, still has one that all have
+_KEPT = 3  # a host that is one step behind the others, and is writing the next one, still has a step that all have
 _THREADS = min(8, os.cpu_count() or 1)
 
 Slices = tuple[tuple[int, int], ...]
-"""A part of an array: start and end along each of its dims."""
+"""A part of an array: start and end along each dimension."""
 
 
 def identity_of(checkpoints: Path) -> str:
-    """What tells the run from all that have been in its place.
+    """Returns the identity of the run, different for every run that has been in this directory.
 
     Raises:
-        OSError: it cannot be read or kept beside the run's checkpoints.
+        OSError: the identity cannot be read, or stored beside the run's checkpoints.
     """
     path = checkpoints / ".identity"
     if not path.exists():
@@ -59,15 +59,15 @@ def identity_of(checkpoints: Path) -> str:
 
 
 class LocalTier:
-    """Saves and restores what lies on this process's devices. All processes make one, and restore together."""
+    """Saves and restores the state on this process's devices. All processes create one, and restore together."""
 
     def __init__(self, directory: Path, start: str, tell: Callable[[str], object]) -> None:
-        """Changes nothing on the disk yet.
+        """Creates the tier without changing the disk.
 
         Args:
-            directory: the run's, on this host.
-            start: tells this start of the run from all others, alike in its processes.
-            tell: takes a line when a step cannot be saved or others wait for it, and when saving works again.
+            directory: directory of the run on this host.
+            start: identifies this start of the run; the same in all its processes.
+            tell: takes a line when a step cannot be saved, when a save delays the run, and when saving works again.
         """
         self._run_directory, self._start, self._tell = directory, start, tell
         self._directory = directory / str(jax.process_index())
@@ -77,8 +77,8 @@ class LocalTier:
     def save(self, step: int, state: Any, meta: dict[str, Any], files: Mapping[str, bytes]) -> None:
         """Starts saving; returns when the arrays have left the devices, so that `state` may be donated.
 
-        A step that cannot be saved is told, and costs later ones a pause: 1, 3, 7, ... of them are passed over. It is never
-        an error, and other processes do not hear of it.
+        A failed save is reported and delays later ones: 1, 3, 7, ... steps are then skipped. It is never an error, and other
+        processes are not notified.
         """
         began = time.monotonic()
         self.wait()
@@ -92,7 +92,7 @@ class LocalTier:
         for of_array in parts.values():
             for part in of_array.values():
                 part.copy_to_host_async()
-        # Copies, of which jax knows nothing: on a CPU an array and its host's memory are one.
+        # Copies that jax does not manage: on a CPU, device memory and host memory are the same.
         on_host = {(name, at): np.array(part) for name, of_array in parts.items() for at, part in of_array.items()}
         about = {
             name: {"dtype": str(array.dtype), "shape": array.shape, "parts": list(parts[name])}
@@ -105,13 +105,13 @@ class LocalTier:
         self._thread.start()
 
     def _write(self, step: int, parts: list[np.ndarray], small: Mapping[str, bytes]) -> None:
-        """In its own thread: the step, whole or not at all; then older ones go."""
+        """Writes the step as a whole or not at all, in a separate thread; then deletes older steps."""
         saving = self._directory / f"{step}.saving"
         try:
             make_folder(self._directory, 0o700)
             retention.remove_unfinished(self._directory)
             num_bytes = sum(part.nbytes for part in parts)
-            if shutil.disk_usage(self._directory).free < num_bytes:  # for as many: rather fewer than none that is new
+            if shutil.disk_usage(self._directory).free < num_bytes:  # keeps fewer old steps rather than no new one
                 retention.delete(self._directory, self._steps()[: 1 - _KEPT], self._tell)
             if (free := shutil.disk_usage(self._directory).free) < num_bytes:
                 raise OSError(f"it takes {num_bytes:,} bytes, but only {free:,} are free")
@@ -132,7 +132,7 @@ class LocalTier:
             shutil.rmtree(saving, ignore_errors=True)
             self._num_failures, self._num_passed = self._num_failures + 1, 0
             later = "it will be tried again" if isinstance(error, OSError) else f"{type(error).__name__}; it is tried again"
-            self._tell(f"{self._directory}: step {step} cannot be saved: {reason(error)}; {later}, and the run goes on")
+            self._tell(f"{self._directory}: step {step} cannot be saved: {reason(error)}; {later}, and the run continues")
         else:
             if self._num_failures:
                 self._tell(f"{self._directory}: step {step} is saved; {self._num_failures} before it could not be")
@@ -141,17 +141,16 @@ class LocalTier:
     def newest(
         self, abstract_state: Any, *, above: int, before: int | None, passed_over: Sequence[PassedOver]
     ) -> tuple[int | None, str]:
-        """The newest step of which every process has what its devices need; all call this together.
+        """Returns the newest step for which every process has the parts that its devices need. All call this together.
 
         Args:
-            abstract_state: the state to restore, with devices.
-            above: only steps above this one are looked at.
-            before: only steps below this one are; None: all.
-            passed_over: what the run has passed over. A host that was elsewhere meanwhile, or whose disk failed, may have
-                steps that the run has gone back behind.
+            above: only steps above this one count.
+            before: only steps below this one count; None: all.
+            passed_over: rows that the run has skipped. A host that was not part of the run meanwhile, or had a failing disk,
+                may have steps from before a rollback.
 
         Returns:
-            The step, None if there is none; and why a newer one is passed over, empty if there is none.
+            The step, or None; and the reason why a newer one was rejected, empty if there is none.
         """
         here = everyones([step for step in self._steps() if step > above and (before is None or step < before)])
         why = ""
@@ -161,14 +160,14 @@ class LocalTier:
             ]
             problems = [f"process {rank} {problem}" for rank, (_, problem) in enumerate(found) if problem]
             if not problems and len({start for start, _ in found}) > 1:
-                problems = ["its parts are of different starts"]
+                problems = ["its parts are from different starts"]
             if not problems:
                 return step, why
             why = why or f"local step {step} is not whole: {problems[0]}"
         return None, why
 
     def find(self, step: int, abstract_state: State) -> Found[State]:
-        """A step that `newest` has found."""
+        """Returns a step that `newest` has found."""
         directory = self._directory / str(step)
         return Found(
             step=step,
@@ -196,24 +195,24 @@ class LocalTier:
         return jax.tree.unflatten(jax.tree.structure(abstract_state), leaves)
 
     def drop_above(self, step: int) -> None:
-        """Deletes the steps that the run has not come to, or has gone back behind."""
+        """Deletes the steps that the run has not reached yet, or has rolled back behind."""
         if not (newer := [found for found in self._steps() if found > step]):
             return
         self.wait()
         try:
             retention.delete(self._directory, newer, self._tell)
         except OSError as error:
-            self._tell(f"{self._directory}: {reason(error)}; what is newer than step {step} there is not believed")
+            self._tell(f"{self._directory}: {reason(error)}; steps after {step} there are ignored")
 
     def clear(self, *, up_to: int) -> None:
-        """Deletes all, if nothing is newer there than step `up_to`, which the run's checkpoints have."""
+        """Deletes all steps unless one is newer than step `up_to`, the newest of the run's checkpoints."""
         self.wait()
         if any(step > up_to for step in self._steps()):
             return
         shutil.rmtree(self._directory, ignore_errors=True)
         try:
             self._run_directory.rmdir()
-        except OSError:  # other processes of this host are not done
+        except OSError:  # other processes of this host still use it
             return
 
     def wait(self) -> None:
@@ -223,17 +222,17 @@ class LocalTier:
             self._thread = None
 
     def _steps(self) -> list[int]:
-        """None where the disk fails, be it for good: this host then has nothing, and others need not."""
+        """Returns the steps here; none if the disk fails, even permanently: other hosts may still have theirs."""
         try:
             return steps_in(self._directory)
         except OSError:
             return []
 
     def _examine(self, step: int, abstract_state: Any, passed_over: Sequence[PassedOver]) -> tuple[str | None, str]:
-        """The start in which the step was saved, and why this process cannot use it; empty if it can."""
+        """Returns the start in which the step was saved, and why this process cannot use it; empty if it can."""
         directory = self._directory / str(step)
         if step not in self._steps():
-            return None, "has nothing of it"
+            return None, "has no part of it"
         try:
             if found := manifest.problems(directory, manifest.read(directory)):
                 return None, f"has a damaged part: {found[0]}"
@@ -242,30 +241,30 @@ class LocalTier:
         except (CheckpointError, OSError) as error:
             return None, f"has a damaged part: {error}"
         if passed_over and is_left_behind(step, len(meta["data"].get("passed_over", ())), passed_over):
-            return None, "has it from before the run went back"
+            return None, "has it from before a rollback"
         wanted = named_arrays(abstract_state)
         for name, leaf in wanted.items():
             about = saved["arrays"].get(name)
             if about is None or (about["dtype"], tuple(about["shape"])) != (str(leaf.dtype), leaf.shape):
-                return None, f"has another {name}"
+                return None, f"has a different {name}"
             if not set(_places(_stored(leaf)).values()) <= {_slices_of(part) for part in about["parts"]}:
                 return None, f"has other parts of {name} than its devices need"
         return saved["start"], "" if wanted.keys() == saved["arrays"].keys() else "has other arrays"
 
 
 def _stored(leaf: jax.ShapeDtypeStruct) -> Any:
-    """As the leaf is kept: typed PRNG keys as their data."""
+    """Returns the leaf in its stored form: typed PRNG keys become their key data."""
     return jax.eval_shape(jax.random.key_data, leaf).update(sharding=leaf.sharding) if is_key(leaf) else leaf
 
 
 def _parts_here(array: jax.Array) -> dict[Slices, jax.Array]:
-    """What this process's devices hold of the array, each part once."""
+    """Returns the parts of the array on this process's devices, each part once."""
     array = jax.random.key_data(array) if is_key(array) else array
     return {_slices(shard.index, array.shape): shard.data for shard in array.addressable_shards}
 
 
 def _places(array: Any) -> dict[Any, Slices]:
-    """Which part each of this process's devices is to hold."""
+    """Returns the part that each of this process's devices must hold."""
     indices = array.sharding.addressable_devices_indices_map(array.shape)
     return {device: _slices(index, array.shape) for device, index in indices.items()}
 
@@ -275,5 +274,5 @@ def _slices(index: tuple[slice, ...], shape: tuple[int, ...]) -> Slices:
 
 
 def _slices_of(part: list[list[int]]) -> Slices:
-    """From JSON, which knows no tuples."""
+    """Converts a part from JSON, which has no tuples."""
     return tuple((start, end) for start, end in part)

@@ -1,8 +1,8 @@
-"""A directory's SHA-256 manifest: written last, checked before anything else in the directory is believed.
+"""The SHA-256 manifest of a directory: written last, and checked before any other file in the directory is used.
 
-Array files carry no checksum of their own that survives every flipped bit, so the manifest is what tells a good
-checkpoint from a damaged one. `manifest.json` holds the size and SHA-256 of every file below the directory, and
-the SHA-256 of that table.
+Array files carry no checksum of their own that detects every flipped bit, so the manifest distinguishes a good checkpoint
+from a damaged one. `manifest.json` holds the size and SHA-256 of every file below the directory, and the SHA-256 of that
+table.
 """
 
 import errno
@@ -25,19 +25,19 @@ from llamajax.processes.peers import everyones, of_first
 
 MANIFEST = "manifest.json"
 
-# hashlib lets go of the interpreter lock, so threads hash in parallel.
+# hashlib releases the interpreter lock, so threads hash in parallel.
 _HASHING_THREADS = min(16, os.cpu_count() or 1)
 
-_BLOCK_BYTES = 1 << 20  # that are hashed at once
+_BLOCK_BYTES = 1 << 20  # bytes hashed at once
 
-_TOLD = 10  # bad files that a line names, and that a process tells the others
+_TOLD = 10  # maximum number of bad files in a line, and in a process's report to the others
 
 _NOT_THERE = {errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG, errno.ELOOP}
-_DAMAGED = {errno.EBADMSG, errno.EUCLEAN}  # a file system that keeps checksums says so
+_DAMAGED = {errno.EBADMSG, errno.EUCLEAN}  # reported by file systems that keep checksums
 
 
 class FileRecord(TypedDict):
-    """What a file must be: its size in bytes and the SHA-256 of its content in hexadecimal."""
+    """Expected properties of a file: size in bytes and SHA-256 of its content in hexadecimal."""
 
     size: int
     sha256: str
@@ -45,28 +45,28 @@ class FileRecord(TypedDict):
 
 @dataclass(frozen=True)
 class Damage:
-    """What is wrong with the files of a step; false if nothing is."""
+    """Problems with the files of a step; false if there are none."""
 
     told: list[str]
     """One `path: problem` text for each of the first bad files."""
     number: int
-    """Of all bad files."""
+    """Number of all bad files."""
 
     def __bool__(self) -> bool:
         return self.number > 0
 
 
 def list_files(directory: Path) -> list[str]:
-    """The paths of all files below `directory`, relative to it, sorted; the manifest itself is left out."""
+    """Returns the sorted paths of all files below `directory`, relative to it, without the manifest."""
     paths = (parent / name for parent, _, names in files_below(directory) for name in names)
     return sorted(path.relative_to(directory).as_posix() for path in paths if path != directory / MANIFEST)
 
 
 def records_of(directory: Path, paths: Iterable[str]) -> dict[str, FileRecord]:
-    """The record of each file in `paths`, which are relative to `directory`; they then are on the disk itself.
+    """Flushes the files in `paths`, relative to `directory`, to the disk and returns the record of each.
 
     Raises:
-        OSError: a file cannot be read, or what is in it not be written.
+        OSError: a file cannot be read, or its content cannot be written.
     """
 
     def record(path: str) -> FileRecord:
@@ -79,10 +79,10 @@ def records_of(directory: Path, paths: Iterable[str]) -> dict[str, FileRecord]:
 
 
 def write_file(path: Path, content: bytes | memoryview) -> FileRecord:
-    """Writes a file onto the disk itself; its record is of what it is to hold, whatever the disk makes of it.
+    """Writes a file and flushes it to the disk. The record describes the intended content, whatever the disk stores.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
     """
     with path.open("xb") as file:
         file.write(content)
@@ -92,7 +92,7 @@ def write_file(path: Path, content: bytes | memoryview) -> FileRecord:
 
 
 def shares(sizes: Mapping[str, int], num_processes: int) -> list[list[str]]:
-    """The files of these sizes in bytes, divided so that each process gets about as many bytes; alike in all of them."""
+    """Divides files of these sizes so that each process gets about as many bytes; the same result in every process."""
     divided: list[list[str]] = [[] for _ in range(num_processes)]
     loads = [0] * num_processes
     for path in sorted(sizes, key=lambda path: (-sizes[path], path)):
@@ -106,8 +106,8 @@ def write(directory: Path, records: Mapping[str, FileRecord]) -> None:
     """Writes the manifest; it and everything else below `directory` then survive a power failure.
 
     Args:
-        directory: what the manifest is of.
-        records: of all files there, which `records_of` and `write_file` have brought onto the disk itself.
+        directory: the directory that the manifest describes.
+        records: records of all files there; `records_of` and `write_file` have flushed these files to the disk.
 
     Raises:
         OSError: something cannot be written.
@@ -119,7 +119,7 @@ def write(directory: Path, records: Mapping[str, FileRecord]) -> None:
 
 
 def read(directory: Path) -> dict[str, FileRecord]:
-    """The records in the manifest of `directory`.
+    """Returns the records in the manifest of `directory`.
 
     Raises:
         CheckpointError: the manifest is missing or damaged; the message says only that.
@@ -139,23 +139,23 @@ def read(directory: Path) -> dict[str, FileRecord]:
 
 
 def problems(directory: Path, records: Mapping[str, FileRecord]) -> list[str]:
-    """What is wrong with the files in `records`, one `path: problem` text per file; empty if nothing is.
+    """Returns one `path: problem` text for each bad file in `records`; empty if all are good.
 
-    Files that no record names are ignored: nothing reads them.
+    Files without a record are ignored: nothing reads them.
 
     Raises:
-        OSError: the disk fails, which says nothing of the files.
+        OSError: the disk fails, which says nothing about the files.
     """
     return list(_problems(directory, records).values())
 
 
 def _problems(directory: Path, records: Mapping[str, FileRecord]) -> dict[str, str]:
-    """Those of `problems`, by path."""
+    """Returns the result of `problems` by path."""
 
     def problem(path: str) -> str | None:
         try:
             status = read_again((directory / path).stat)
-            if not stat.S_ISREG(status.st_mode):  # what is read of a pipe or a device may have no end
+            if not stat.S_ISREG(status.st_mode):  # reading a pipe or a device may never end
                 return f"{path} is not a regular file"
             if (size := status.st_size) != records[path]["size"]:
                 return f"{path} has {size} bytes instead of {records[path]['size']}"
@@ -165,7 +165,7 @@ def _problems(directory: Path, records: Mapping[str, FileRecord]) -> dict[str, s
             if error.errno in _NOT_THERE:
                 return f"{path} is missing"
             if error.errno in _DAMAGED:
-                return f"{path} is damaged, says its file system"
+                return f"{path} is damaged according to its file system"
             raise OSError(error.errno, error.strerror, str(directory / path)) from error
         return None
 
@@ -175,11 +175,11 @@ def _problems(directory: Path, records: Mapping[str, FileRecord]) -> dict[str, s
 
 
 def damage(directory: Path) -> Damage:
-    """What is wrong with the files of a step; every process checks a share and all return the same.
+    """Checks the files of a step. Every process checks a share, and all return the same.
 
     Raises:
         EnvironmentMismatchError: another process sees damage where process 0 does not, so it sees another directory.
-        OSError: the disk fails for one of them, after several attempts; the same in all.
+        OSError: the disk fails for one of them, after several attempts; the same error in all.
     """
     records: dict[str, FileRecord] = {}
     own: dict[str, str] = {}
@@ -197,21 +197,24 @@ def damage(directory: Path) -> Damage:
         if failure is not None:
             raise OSError(*failure)
     doubted = [rank for rank in range(1, len(found)) if found[rank]]
-    if doubted:  # process 0 sets steps aside, and not on another's word
+    if doubted:  # process 0 sets steps aside, and only for damage that it sees itself
         seen = of_first(_seen_too(directory, records, found) if jax.process_index() == 0 else None)
         for rank in doubted:
             if rank not in seen:
                 raise EnvironmentMismatchError(
                     f"{directory}: {next(iter(found[rank].values()))} for process {rank}, but not for process 0; nothing was"
-                    " changed; see to the file system there, on which all processes must see the same"
+                    " changed; check the file system, on which all processes must see the same files"
                 )
     told = sorted({text for share in found for text in share.values()})
-    return Damage(told[:_TOLD], len(told) + sum(numbers) - sum(map(len, found)))  # all name the manifest, if it is that
+    return Damage(told[:_TOLD], len(told) + sum(numbers) - sum(map(len, found)))  # all report a bad manifest
 
 
 def _seen_too(directory: Path, records: Mapping[str, FileRecord], found: Sequence[Mapping[str, str]]) -> list[int]:
-    """On process 0: the processes that name a file that is bad here too. `found` is what all name, `records` are its own."""
-    if MANIFEST in found[0]:  # it cannot tell what is good
+    """Returns the processes that report a file that is also bad on process 0, where this runs.
+
+    `found` has the reports of all processes; `records` are those of process 0.
+    """
+    if MANIFEST in found[0]:  # without it, process 0 cannot verify the others' reports
         return list(range(len(found)))
     named = {path for share in found[1:] for path in share} & records.keys()
     bad = _problems(directory, {path: records[path] for path in sorted(named)})
@@ -219,17 +222,17 @@ def _seen_too(directory: Path, records: Mapping[str, FileRecord], found: Sequenc
 
 
 def damage_line(directory: Path, step: int, found: Damage) -> str:
-    """One line that names a damaged step and its bad files."""
+    """Returns one line that names a damaged step and its bad files."""
     rest = found.number - len(found.told)
     return f"{directory / str(step)} is damaged: {', '.join(found.told)}{f' (and {rest} more)' if rest else ''}"
 
 
 def none_good_line(directory: Path, damaged: Mapping[int, Damage]) -> str:
-    """What to tell a user whose run has no step to restore: one line for every damaged one, and the remedy."""
+    """Returns the message for a run without a step to restore: one line for every damaged step, and the remedy."""
     if not damaged:
         return f"{directory} has no checkpoint; is this the run_dir of a run that has saved one?"
     lines = [damage_line(directory, step, found) for step, found in damaged.items()]
-    return "\n".join([*lines, f"{directory} has no good checkpoint; bring the files back, or choose another run_dir"])
+    return "\n".join([*lines, f"{directory} has no good checkpoint; restore the files, or choose another run_dir"])
 
 
 def _record(path: Path) -> FileRecord:
@@ -243,7 +246,7 @@ def _record(path: Path) -> FileRecord:
 
 
 def _is_below(path: str, record: Any) -> bool:
-    """Whether it is an entry as `write` makes them: of a file below the directory."""
+    """Returns whether the entry is as `write` makes them: for a file below the directory."""
     match record:
         case {"size": int(), "sha256": str()}:
             plain = PurePosixPath(path)
@@ -252,6 +255,6 @@ def _is_below(path: str, record: Any) -> bool:
 
 
 def _text(records: Mapping[str, FileRecord]) -> bytes:
-    """The whole manifest, to the byte."""
+    """Returns the exact contents of the manifest."""
     sha256 = hashlib.sha256(json.dumps(records, sort_keys=True).encode()).hexdigest()
     return (json.dumps({"files": dict(records), "sha256": sha256}, indent=1) + "\n").encode()

@@ -1,4 +1,4 @@
-"""What a checkpoint says about itself beside its arrays."""
+"""The metadata that a checkpoint holds beside its arrays."""
 
 from pathlib import Path
 from typing import Any
@@ -16,13 +16,13 @@ from llamajax.errors import CheckpointError
 
 
 def checkpoint_meta(config: Config, dataset: Dataset, hf: dict[str, Any] | None, began: dict[str, Any]) -> dict[str, Any]:
-    """What the checkpoints of a run say about themselves, whatever their step.
+    """Returns the metadata of a run's checkpoints that does not depend on the step.
 
     Args:
-        config: the run, as its user wrote it.
-        dataset: what it trains on.
-        hf: what the Hugging Face files that it started from said.
-        began: `mesh` and `grad_accum_steps` that it began with.
+        config: configuration of the run, as the user wrote it.
+        dataset: the training data.
+        hf: metadata of the Hugging Face files that the run started from.
+        began: initial `mesh` and `grad_accum_steps`.
     """
     of_data = {"fingerprint": dataset.fingerprint, "chat_template_sha256": dataset.template_sha256}
     of_data |= {"stages": [list(stage) for stage in dataset.stage_fingerprints]} if dataset.stage_fingerprints else {}
@@ -38,10 +38,10 @@ def checkpoint_meta(config: Config, dataset: Dataset, hf: dict[str, Any] | None,
 
 
 def read_meta(step_dir: Path) -> dict[str, Any] | None:
-    """What a step says about itself; None if its manifest does not vouch for that. Its arrays are not looked at.
+    """Returns the metadata of a step; None if its manifest does not confirm it. The arrays are not checked.
 
     Raises:
-        OSError: the disk fails, which says nothing of the step.
+        OSError: the disk fails, which says nothing about the step.
     """
     try:
         records = {"meta.json": manifest.read(step_dir)["meta.json"]}
@@ -51,7 +51,7 @@ def read_meta(step_dir: Path) -> dict[str, Any] | None:
 
 
 def newest_meta(run_dir: Path) -> dict[str, Any] | None:
-    """That of a run's newest step that has one; None if there is none. For what is the same in all steps of a run.
+    """Returns the metadata of the newest step that has it, or None. For facts that are the same in all steps of a run.
 
     Raises:
         OSError: the disk fails.

@@ -1,4 +1,4 @@
-"""Where a run goes on: the newest step that is whole, of its checkpoints and of its local tier."""
+"""Finds the step from which a run continues: the newest complete one among its checkpoints and its local tier."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from llamajax.watch.console import say
 
 
 class NoneGoodError(CheckpointError):
-    """A run has steps, and all of them are damaged; the same in every process."""
+    """All steps of a run are damaged. Every process raises the same error."""
 
 
 def find_newest(
@@ -27,24 +27,24 @@ def find_newest(
     before: int | None,
     passed_over: Sequence[PassedOver],
 ) -> tuple[Found[State] | None, int | None]:
-    """That step, for the one process or processes that write the run; all call this together.
+    """Finds that step for the processes that write the run. All call this together.
 
-    Checkpoints that are damaged and newer are named and set aside. Local steps that are newer stay until the run goes on:
-    who asked for another model is refused, and shall find them.
+    Newer damaged checkpoints are reported and set aside. Newer local steps stay until the run continues: a run with another
+    model is rejected, and the steps must survive that.
 
     Args:
-        directory: of the checkpoints.
+        directory: directory of the checkpoints.
         local: the local tier, if the run has one.
         abstract_state: the pytree to restore, with devices.
         before: only steps below this one count; None: all.
-        passed_over: what the run has passed over; a local step from before it went back behind that does not count.
+        passed_over: rows that the run has skipped; a local step from before the rollback past it does not count.
 
     Returns:
-        The step, None if there is none; and the newest checkpoint, which is only known to be good if it is that step.
+        The step, or None; and the newest checkpoint, which is only known to be good if it is that step.
 
     Raises:
         NoneGoodError: no step is good.
-        CheckpointError: its arrays differ in name, dtype or shape from `abstract_state`.
+        CheckpointError: the arrays of the step differ in name, dtype or shape from `abstract_state`.
         OSError: the disk fails.
     """
     if local is not None:
@@ -67,7 +67,7 @@ def find_newest(
             if jax.process_index() == 0:
                 retention.set_aside(directory, bad)
             line = manifest.damage_line(directory, bad, damaged[bad])
-            say(f"{line}; moved to {bad}.damaged, going on from step {newest if step is None else step}")
+            say(f"{line}; moved to {bad}.damaged, continuing from step {newest if step is None else step}")
     if step is not None:
         assert local is not None
         place = f" from the local tier ({directory}: {'none' if newest is None else newest})"

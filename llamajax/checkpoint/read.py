@@ -1,6 +1,6 @@
-"""Reading checkpoints: comparing a step with what is asked for, laying it over any mesh.
+"""Reads checkpoints: compares a step with the requested state and distributes it over any mesh.
 
-The layout of a step is described in `llamajax.checkpoint.write`, which writes them.
+The layout of a step is described in `llamajax.checkpoint.write`.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ from llamajax.processes.peers import everyones, of_first
 
 State = TypeVar("State")
 
-_OTHER = "it matches its manifest, so it was written like this; choose another step"
+_OTHER = "it matches its manifest, so it was written this way; choose another step"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,40 +34,40 @@ class Saved:
     """A verified checkpoint."""
 
     step: int
-    """Optimizer step after which it was saved."""
+    """Optimizer step after which the checkpoint was saved."""
     meta: dict[str, Any]
-    """What was given to `save`."""
+    """The metadata given to `save`."""
     files: Path
-    """Directory with the files given to `save`; a running writer may delete it in time."""
+    """Directory with the files given to `save`; the writer of a running run may delete it later."""
     place: str = ""
-    """Where it was read from, if not from the run's checkpoints alone; to follow its step in a line."""
+    """Where the step was read from, if not from the run's checkpoints alone; text to append to its number."""
 
     @property
     def hf(self) -> dict[str, Any] | None:
-        """What the Hugging Face files that the run started from said, where ours have no place for it."""
+        """Metadata of the Hugging Face files that the run started from, where our configuration has no place for it."""
         return self.meta.get("hf")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Restored(Saved, Generic[State]):
-    """A verified checkpoint, read."""
+    """A verified checkpoint that has been read."""
 
     state: State
-    """The arrays, in the structure, types and shardings that were asked for."""
+    """The arrays, with the requested structure, types and shardings."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Found(Saved, Generic[State]):
-    """A verified checkpoint that has the arrays that are asked for; none of them is read yet."""
+    """A verified checkpoint that has the requested arrays, which are not read yet."""
 
     read_state: Callable[[], State]
-    """Reads them; all processes call it together."""
+    """Reads the arrays; all processes call it together."""
 
     def read(self) -> Restored[State]:
         """Reads the arrays; all processes call this together.
 
         Raises:
-            CheckpointError: they cannot be read.
+            CheckpointError: the arrays cannot be read.
             OSError: the disk fails.
         """
         saved = {field.name: getattr(self, field.name) for field in dataclasses.fields(Saved)}
@@ -77,17 +77,17 @@ class Found(Saved, Generic[State]):
 def restore(
     run_dir: Path | str, abstract_state: State, step: int | None = None, *, partial: bool = False
 ) -> Restored[State]:
-    """Reads a checkpoint of a run, also of one that is being trained: takes no lock and changes nothing.
+    """Reads a checkpoint of a run, even while the run trains. Takes no lock and changes nothing.
 
     Args:
-        run_dir: the run's directory.
-        abstract_state: the pytree to restore, of `jax.ShapeDtypeStruct`; see `concretise`.
-        step: the step to read; None: the newest good one, damaged newer ones are named on stderr.
-        partial: `abstract_state` may leave out arrays of the checkpoint, such as the optimizer's:
-            `{"model": abstract_model}` reads the field `model` of the state that was saved.
+        run_dir: directory of the run.
+        abstract_state: the pytree to restore, with leaves of `jax.ShapeDtypeStruct`; see `concretise`.
+        step: the step to read; None: the newest good one. Damaged newer steps are reported on stderr.
+        partial: `abstract_state` may omit arrays of the checkpoint, such as the optimizer's:
+            `{"model": abstract_model}` reads the field `model` of the saved state.
 
     Raises:
-        CheckpointError: there is no good checkpoint, or its arrays are not those of `abstract_state`.
+        CheckpointError: there is no good checkpoint, or its arrays are not the arrays of `abstract_state`.
     """
     directory = Path(run_dir).expanduser().absolute() / "checkpoints"
     if step is not None and step not in (steps := of_first(steps_in(directory))):
@@ -99,7 +99,7 @@ def restore(
 
 @contextlib.contextmanager
 def unless_deleted(step_dir: Path) -> Iterator[None]:
-    """Turns whatever goes wrong within into a `CheckpointError`, if the step was deleted by its run meanwhile."""
+    """Turns any error inside the context into a `CheckpointError` if the run has deleted the step meanwhile."""
     try:
         yield
     except Exception as error:
@@ -117,12 +117,12 @@ def find_arrays(directory: Path, abstract_state: State, *, partial: bool) -> Fou
     """Compares a verified step directory with `abstract_state`, which names devices (`concretise`).
 
     Raises:
-        CheckpointError: its arrays are others.
+        CheckpointError: its arrays are different.
         OSError: the disk fails.
     """
     wanted = named_arrays(abstract_state)
     saved = {name: _text(*about) for name, about in saved_arrays(directory).items()}
-    differences = [f"{name} is missing in it" for name in wanted if name not in saved]
+    differences = [f"{name} is missing from it" for name in wanted if name not in saved]
     if not partial:
         differences += [f"{name} is in it, but not in the state to restore" for name in saved if name not in wanted]
     for name, leaf in wanted.items():
@@ -134,7 +134,7 @@ def find_arrays(directory: Path, abstract_state: State, *, partial: bool) -> Fou
         if (writer := read_object(directory, "meta.json").get("llamajax")) not in (None, llamajax.__version__):
             writer = show(str(writer))
             remedy = f"llamajax {writer} wrote it: export it with that version and start from the export with init_from"
-        raise CheckpointError(f"{directory} is of another state: {differences[0]}{more}; {remedy}")
+        raise CheckpointError(f"{directory} holds a different state: {differences[0]}{more}; {remedy}")
     return Found(
         step=int(directory.name),
         meta=read_object(directory, "meta.json"),
@@ -155,7 +155,7 @@ def _read_arrays(directory: Path, abstract_state: State, *, partial: bool) -> St
 
     def read() -> Any:
         try:
-            # Not by Orbax's Checkpointer: there, processes that have read wait half a minute for those that have not.
+            # Without Orbax's Checkpointer, in which processes that have finished reading wait half a minute for the others.
             with contextlib.closing(ocp.PyTreeCheckpointHandler()) as reader:
                 arrays = reader.restore(epath.Path(directory / "state"), args=request)
             if missing := [name for name in stored if not isinstance(arrays[name], jax.Array)]:
@@ -178,10 +178,10 @@ def _read_arrays(directory: Path, abstract_state: State, *, partial: bool) -> St
 
 
 def read_object(step_dir: Path, name: str) -> dict[str, Any]:
-    """The JSON object in a file of a verified step, which need not be of our making.
+    """Returns the JSON object in a file of a verified step, which another program may have written.
 
     Raises:
-        CheckpointError: there is no such file, or it holds something else.
+        CheckpointError: the file does not exist or does not hold an object.
         OSError: the disk fails.
     """
     try:
@@ -196,10 +196,10 @@ def read_object(step_dir: Path, name: str) -> dict[str, Any]:
 
 
 def saved_arrays(step_dir: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """dtype and shape of every array in a verified step.
+    """Returns dtype and shape of every array in a verified step.
 
     Raises:
-        CheckpointError: it does not say so.
+        CheckpointError: the step does not record them.
         OSError: the disk fails.
     """
     arrays = {}
@@ -213,14 +213,14 @@ def saved_arrays(step_dir: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
 
 
 def read_weights(directory: Path, abstract_model: Any, dtype: jax.typing.DTypeLike) -> list[jax.Array]:
-    """The leaves of the field `model` of a state, restored as `read_step` does and cast to `dtype`.
+    """Returns the leaves of the field `model` of a state, restored as by `read_step` and cast to `dtype`.
 
     Raises:
-        CheckpointError: the checkpoint was deleted meanwhile, or is of another version of the model.
+        CheckpointError: the run has deleted the checkpoint meanwhile, or it holds another version of the model.
     """
     with unless_deleted(directory):
         leaves = jax.tree.leaves(read_step(directory, {"model": abstract_model}, partial=True).state)
-    for i, array in enumerate(leaves):  # one by one, so that no array lives in both types longer than it takes to make it
+    for i, array in enumerate(leaves):  # one by one, so that only one array exists in both types at a time
         leaves[i] = array.astype(dtype)
     return leaves
 
@@ -230,5 +230,5 @@ def _text(dtype: str, shape: Sequence[int]) -> str:
 
 
 def is_key(array: Any) -> bool:
-    """Whether an array holds typed PRNG keys, which are stored as their key data."""
+    """Returns whether an array holds typed PRNG keys, which are stored as their key data."""
     return jnp.issubdtype(array.dtype, jax.dtypes.prng_key)

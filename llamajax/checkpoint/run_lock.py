@@ -1,9 +1,10 @@
-"""The run's directory is one: one process at a time writes it, and all processes of the run see the same.
+"""Ensures that one process at a time writes a run directory, and that all processes of the run see the same directory.
 
-A lock (`.lock`) tells at once, and ends with its process; but on Lustre with `localflock`, or NFS with `nolock`, it holds
-among the processes of one host only, and says nothing of that. So who writes the run also keeps a lease, `.owner`: a file
-that it changes every few seconds. Another host waits until it has not changed for longer, by its own clock alone. A process
-that was stopped or cut off meanwhile finds another's token there before its next checkpoint, and commits nothing.
+A lock (`.lock`) answers at once and ends with its process. But on Lustre with `localflock`, or NFS with `nolock`, it holds
+only among the processes of one host, without saying so. So the writer of a run also keeps a lease, `.owner`: a file that it
+changes every few seconds. Another host waits until the file has not changed for longer than that, measured by its own clock
+alone. A process that was suspended or cut off meanwhile finds the other's token there before its next checkpoint, and
+commits nothing.
 """
 
 import contextlib
@@ -27,24 +28,24 @@ from llamajax.processes.link import who_am_i
 from llamajax.processes.peers import everyones, of_first
 from llamajax.watch.console import say, say_own
 
-# Seconds in which what one process writes must be seen by the others (NFS may remember for 60 what it saw), and after which
-# they say that they wait.
+# Time in seconds within which other processes must see a write of one process (NFS may cache for 60), and after which they
+# report that they wait.
 _SEEN_S, _WAITING_S = 75, 5
 
-# Seconds between changes of the lease; without one for which another host may take it over, also where the lock is held:
-# servers keep those of a host that is gone, NFS for 90.
+# Seconds between changes of the lease, and seconds without a change after which another host may take over: without and with
+# a lock still held. Servers keep the locks of a dead host, NFS for 90 s.
 _BEAT_S, _LEASE_S, _LOCKED_LEASE_S = 3, 15, 120
 
-# In which one of two that take over at the same moment finds the other's token.
+# Time in seconds in which one of two processes that take over at the same moment finds the other's token.
 _SETTLE_S = 1
 
-_GIVEN_BACK = -1  # in place of the changes of a lease: its process is done, and one that it took over from shall know of it
+_GIVEN_BACK = -1  # replaces the count of a lease: its process is done, and a process that lost the run to it must see that
 
-_BYTES = 512  # of the lease, whose length never changes
+_BYTES = 512  # constant size of the lease file
 
 
 def _pid_namespace() -> str:
-    """Tells processes whose ids are of one kind from those in other containers."""
+    """Returns an identifier of the namespace of process ids, which differs between containers."""
     try:
         return os.readlink("/proc/self/ns/pid")
     except OSError:
@@ -52,17 +53,17 @@ def _pid_namespace() -> str:
 
 
 def _started(pid: int) -> str | None:
-    """When the process with this id started, in ticks since the host did; None if there is none, or it has ended."""
+    """Returns when the process with this id started, in ticks since boot; None if it does not exist or has ended."""
     try:
         state, *others = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        return None if state in {"Z", "X"} else others[18]  # nobody has asked yet what became of it
+        return None if state in {"Z", "X"} else others[18]  # a zombie
     except (OSError, ValueError, IndexError):
         return None
 
 
 @dataclass(frozen=True)
 class _Lease:
-    """What `.owner` says of a process."""
+    """A process as described by `.owner`."""
 
     token: str
     pid: int
@@ -71,7 +72,7 @@ class _Lease:
     pid_namespace: str
     started: str | None
     beat: int
-    """Changes of the lease so far, or `_GIVEN_BACK`."""
+    """Number of changes of the lease so far, or `_GIVEN_BACK`."""
 
     @property
     def who(self) -> str:
@@ -80,11 +81,11 @@ class _Lease:
 
 
 class RunLock:
-    """That this process alone writes the run, until `release` or the end of the process."""
+    """Exclusive right of this process to write the run, until `release` or the end of the process."""
 
     def __init__(self, run_dir: Path) -> None:
-        """Takes the run; waits for at most 15 s if a process of another host had it and may have been killed, for two
-        minutes if its lock is there still.
+        """Takes the run. If a process on another host had it and may have been killed, waits at most 15 s, or two minutes if
+        its lock still exists.
 
         Raises:
             CheckpointError: another process writes the run.
@@ -108,29 +109,29 @@ class RunLock:
 
     @property
     def token(self) -> str:
-        """Of this process and this lock, as no other has it."""
+        """Token of this process and this lock, unique among all."""
         return self._lease.token
 
     def check(self, *, anew: bool = True) -> None:
-        """Makes sure that the run is still this process's.
+        """Verifies that the run still belongs to this process.
 
         Args:
-            anew: reads the lease; else tells what was found at its last change.
+            anew: reads the lease; otherwise uses the result of the last read.
 
         Raises:
-            CheckpointError: another process has taken it over.
+            CheckpointError: another process has taken over the run.
             OSError: the lease cannot be read.
         """
         if anew:
             self._look()
         if self._taken_by is not None:
             raise CheckpointError(
-                f"{self._run_dir}: {self._taken_by} has taken this run over, while this process was stopped or cut off from"
-                " it; nothing was committed since; leave the run to that one, or stop it and run the same command again"
+                f"{self._run_dir}: {self._taken_by} has taken over this run while this process was suspended or cut off"
+                "; nothing has been committed since; leave the run to it, or stop it and run the same command again"
             )
 
     def release(self) -> None:
-        """Gives the run back; a second call does nothing."""
+        """Releases the run; a second call does nothing."""
         if self._file.closed:
             return
         self._ending.set()
@@ -153,7 +154,7 @@ class RunLock:
             self._refuse(found)
         try:
             self._write(is_new=found is None or not self._path.exists())
-        except FileExistsError:  # another was faster, where locks do not help
+        except FileExistsError:  # another process was faster, where locks do not work
             self._refuse(self._read())
         if ended is None:
             time.sleep(_SETTLE_S)
@@ -162,17 +163,17 @@ class RunLock:
                 self._refuse(self._read())
 
     def _lock(self) -> bool | None:
-        """Whether this process has the lock now; None where there are none."""
+        """Tries to take the lock. Returns whether this process has it now; None if the file system has no locks."""
         try:
             is_locked = disk.flock(self._file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             return False
         if not is_locked:
-            say(f"{self._run_dir}: this file system has no locks; see to it that nothing else writes this run")
+            say(f"{self._run_dir}: this file system has no locks; make sure that nothing else writes this run")
         return is_locked or None
 
     def _has_ended(self, found: _Lease | None, is_free: bool | None) -> bool | None:
-        """Whether the process that had the run is gone; None if only time can tell."""
+        """Returns whether the process that had the run has ended; None if only time can tell."""
         if found is None or found.beat == _GIVEN_BACK:
             return is_free is not False
         if found.boot != self._lease.boot:
@@ -183,7 +184,7 @@ class RunLock:
         return None if is_free is None and not is_near else is_free is not False
 
     def _outwait(self, found: _Lease, *, is_free: bool | None) -> None:
-        """Returns once the process of another host that had the run has shown no sign of life for long enough."""
+        """Returns once the process on another host that had the run has shown no sign of life for long enough."""
         limit_s = _LOCKED_LEASE_S if is_free is False else _LEASE_S
         say(f"waiting    {limit_s} s for a sign of life of {found.who}, which wrote {self._run_dir} last")
         deadline = time.monotonic() + limit_s
@@ -198,12 +199,12 @@ class RunLock:
 
     def _refuse(self, holder: _Lease | None) -> None:
         who = "another process" if holder is None else holder.who
-        raise CheckpointError(f"{self._run_dir} is being written by {who}; stop that, or choose another run_dir")
+        raise CheckpointError(f"{self._run_dir} is being written by {who}; stop it, or choose another run_dir")
 
     def _keep(self) -> None:
-        """In its own thread: changes the lease, until it is another's."""
+        """Changes the lease, in its own thread, until it belongs to another process."""
         while not self._ending.wait(_BEAT_S):
-            with contextlib.suppress(OSError):  # the next time may be better
+            with contextlib.suppress(OSError):  # the next attempt may succeed
                 self._look()
                 if self._taken_by is not None:
                     return
@@ -216,18 +217,18 @@ class RunLock:
             self._taken_by = found.who
 
     def _read(self) -> _Lease | None:
-        """The lease; None if there is none. Opened each time: only then NFS asks the server."""
+        """Returns the lease, or None. The file is opened each time, because only that makes NFS ask the server."""
         try:
             content = self._path.read_text()
         except FileNotFoundError:
             return None
         try:
             return _Lease(**json.loads(content))
-        except (ValueError, TypeError):  # written this very moment, or not by us
+        except (ValueError, TypeError):  # being written at this moment, or by another program
             return _Lease(content, 0, "another host", "", "", None, 0)
 
     def _write(self, *, is_new: bool) -> None:
-        """In place: a new file under an old name is seen late by other hosts."""
+        """Writes the lease in place: other hosts see a new file under an old name late."""
         descriptor = os.open(self._path, os.O_WRONLY | (os.O_CREAT | os.O_EXCL if is_new else 0), 0o640)
         try:
             os.pwrite(descriptor, json.dumps(vars(self._lease)).encode().ljust(_BYTES), 0)
@@ -236,10 +237,10 @@ class RunLock:
 
 
 def check_seen_by_all(directory: Path) -> None:
-    """Compares what the processes of the run see in the directory of its checkpoints; all call this together.
+    """Compares the view that the processes of the run have of the checkpoint directory. All call this together.
 
     Raises:
-        EnvironmentMismatchError: one does not see what process 0 does there.
+        EnvironmentMismatchError: a process does not see the same as process 0.
     """
     if jax.process_count() == 1:
         return
@@ -247,7 +248,7 @@ def check_seen_by_all(directory: Path) -> None:
     if jax.process_index() == 0:
         token.touch()
     name, steps, first, boot = of_first((token.name, steps_in(directory), str(directory), disk.BOOT))
-    # What a machine remembers of a file system is the same for all its processes.
+    # All processes of a machine share its cache of a file system.
     limit_s = _WAITING_S if boot == disk.BOOT else _SEEN_S
     began, is_told = time.monotonic(), False
     while not (seen := name in disk.names_in(directory) and steps_in(directory) == steps):
@@ -255,7 +256,7 @@ def check_seen_by_all(directory: Path) -> None:
         if waited_s > limit_s:
             break
         if waited_s > _WAITING_S and not is_told:
-            say_own(f"waiting    {limit_s} s to see in {directory} what process 0 does")
+            say_own(f"waiting    {limit_s} s to see in {directory} what process 0 sees")
             is_told = True
         time.sleep(0.1)
     others = everyones(None if seen else f"{directory} ({who_am_i()})")
@@ -264,6 +265,6 @@ def check_seen_by_all(directory: Path) -> None:
     for rank, other in enumerate(others):
         if other is not None:
             raise EnvironmentMismatchError(
-                f"run_dir: process {rank} sees something else in {other} than process 0 in {first}; put it on"
-                " a file system that all share, and give its absolute path"
+                f"run_dir: process {rank} sees different contents in {other} than process 0 in {first}; put it on"
+                " a file system that all processes share, and give its absolute path"
             )

@@ -1,6 +1,6 @@
-"""Which steps a run has, which of them are good, and which one is meant.
+"""Lists the steps of a run, verifies them and selects one.
 
-The layout of a step is described in `llamajax.checkpoint.write`, which writes them.
+The layout of a step is described in `llamajax.checkpoint.write`.
 """
 
 import re
@@ -14,17 +14,17 @@ from llamajax.watch.console import say
 
 
 def latest_step(run_dir: Path) -> int | None:
-    """The newest committed step of a run, unverified; None if there is none."""
+    """Returns the newest committed step of a run, unverified; None if there is none."""
     return max(steps_in(run_dir / "checkpoints"), default=None)
 
 
 def find_step(path: Path) -> Path | None:
-    """The verified step that `path` names: the newest good one of a run's directory, or RUN/checkpoints/STEP itself.
+    """Returns the verified step that `path` names: the newest good one of a run directory, or RUN/checkpoints/STEP itself.
 
-    Processes call this together. None if the path is neither.
+    Returns None if the path is neither. Processes call this together.
 
     Raises:
-        CheckpointError: the run has no good step, or the one named is damaged.
+        CheckpointError: the run has no good step, or the named step is damaged.
     """
     is_step = path.parent.name == "checkpoints" and path.name.isdecimal() and path.is_dir()
     directory, step = (path.parent, int(path.name)) if is_step else (path / "checkpoints", None)
@@ -32,7 +32,7 @@ def find_step(path: Path) -> Path | None:
 
 
 def good_step(directory: Path, step: int | None = None) -> Path:
-    """Where the step is, verified; without one the newest good one, and damaged newer ones are named on stderr.
+    """Returns the directory of the verified step; None selects the newest good one and reports newer damaged ones on stderr.
 
     Raises:
         CheckpointError: the step is damaged, or no step is good.
@@ -49,20 +49,20 @@ def good_step(directory: Path, step: int | None = None) -> Path:
 
 
 def steps_in(directory: Path) -> list[int]:
-    """The committed steps, in order."""
+    """Returns the committed steps in order."""
     return sorted(int(name) for name in read_again(lambda: names_in(directory)) if re.fullmatch("0|[1-9][0-9]*", name))
 
 
 def newest_good(directory: Path, before: int | None = None) -> tuple[int | None, dict[int, manifest.Damage]]:
-    """The newest step without damage, and what is wrong with the newer ones; the same on every process.
+    """Returns the newest undamaged step, and the problems of newer ones; the same on every process.
 
     Args:
-        directory: where the steps are.
-        before: only steps below this one are looked at; None: all.
+        directory: directory of the steps.
+        before: only steps below this one count; None: all.
     """
     damaged: dict[int, manifest.Damage] = {}
     while True:
-        # Listed anew each time: a running writer may have committed a step and deleted one meanwhile.
+        # Listed again each time: a running writer may have committed one step and deleted another meanwhile.
         own = steps_in(directory)
         steps = [step for step in of_first(own) if before is None or step < before]
         step = max(set(steps) - damaged.keys(), default=None)

@@ -1,21 +1,21 @@
 """Checkpoints: the whole state of a run in one atomic, verified directory per step.
 
-Layout, below the run directory::
+The layout below the run directory::
 
-    .lock, .owner              of the one process that writes the run (llamajax.checkpoint.run_lock)
+    .lock, .owner              identify the one process that writes the run (llamajax.checkpoint.run_lock)
     checkpoints/1000/          a committed step
         state/                 every array of the state, an Orbax PyTree checkpoint under the names in arrays.json
         arrays.json            name -> dtype and shape of every array
-        meta.json              what the caller wants to know again: resolved config, data position, versions, mesh
-        files/                 what the caller wants to keep: the tokenizer's files
+        meta.json              the caller's metadata: resolved config, data position, versions, mesh
+        files/                 the caller's files: the tokenizer
         manifest.json          size and SHA-256 of all of the above (llamajax.checkpoint.manifest)
-    checkpoints/1000.*.7.saving/  a step being written (the seventh of a process), or what a killed process left of one
-    checkpoints/1000.*.deleting/ a step being deleted, or what a killed process left of one
+    checkpoints/1000.*.7.saving/  a step being written (the seventh of a process), or its remains after a kill
+    checkpoints/1000.*.deleting/ a step being deleted, or its remains after a kill
     checkpoints/1000.damaged/  a step that did not match its manifest and was set aside
-    checkpoints/.identity      tells the run from others that were in the same place (llamajax.checkpoint.local_tier)
+    checkpoints/.identity      distinguishes the run from others in the same place (llamajax.checkpoint.local_tier)
 
-A step appears by one rename, after its manifest and all it lists are on the disk, and disappears by one rename, so
-a process killed at any moment leaves only whole steps and left-overs that the next writer removes.
+A step appears by one rename, after its manifest and all listed files are on the disk, and disappears by one rename. A
+process killed at any moment leaves only complete steps and remains that the next writer removes.
 """
 
 import contextlib
@@ -47,18 +47,18 @@ from llamajax.parallel.arrays import named_arrays
 from llamajax.processes.peers import everyones, of_first
 from llamajax.watch.console import say, say_own
 
-# Seconds after which the processes of a run stop waiting for each other to write a checkpoint, and to hash it.
+# Time in seconds after which the processes of a run stop waiting for each other to write a checkpoint, and to hash it.
 _TIMEOUT_S = 3600
 
-_LAST_PAUSES_S = (1, 2, 4)  # before the last state of a run is saved again; SIGTERM leaves 30 s on most machines
-_FAILED_S = 1.0  # for the save in progress of a process that has failed, for whose word others wait
+_LAST_PAUSES_S = (1, 2, 4)  # before retries of the last save of a run; SIGTERM leaves 30 s on most machines
+_FAILED_S = 1.0  # for the save in progress when a process has failed: other processes wait for its message
 
 
 class Checkpointer:
-    """Saves and restores the one run in `run_dir`; use it as a context manager. Never two at once on a run.
+    """Saves and restores the one run in `run_dir`; a context manager. A run never has two at once.
 
-    With several processes, every process makes one and calls the same methods in the same order. A save succeeds or fails
-    for all of them: each hears what became of the parts of the others.
+    With several processes, every process creates one and calls the same methods in the same order. A save succeeds or fails
+    for all of them: each learns the outcome of the others' parts.
     """
 
     def __init__(
@@ -70,18 +70,19 @@ class Checkpointer:
         around_commit: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext,
         use_ocdbt: bool = True,
     ) -> None:
-        """Takes the run's lock, which lasts until `close` or the end of the process, and removes left-overs.
+        """Takes the run's lock, which lasts until `close` or the end of the process, and removes remains of earlier
+        processes.
 
         Args:
-            run_dir: the run's directory.
+            run_dir: directory of the run.
             config: when to save, and what to keep.
-            on_failure: takes a line as soon as a save has failed, from any thread; None: `wait` is the first to tell.
-            around_commit: what is entered, in another thread, for as long as a save goes on in the background.
+            on_failure: takes a line as soon as a save has failed, from any thread; None: `wait` is the first to report it.
+            around_commit: context that another thread enters while a save continues in the background.
             use_ocdbt: without it every chunk of an array becomes a file, which converters write faster; both are read alike.
 
         Raises:
             CheckpointError: another process writes this run, or `run_dir` cannot be written.
-            SaveError: it cannot be written now, for want of room or a disk that fails.
+            SaveError: `run_dir` cannot be written now, because the disk is full or fails.
             EnvironmentMismatchError: the processes do not all see the same `run_dir`.
         """
         self._config = config
@@ -96,7 +97,7 @@ class Checkpointer:
                 self._lock = RunLock(run_dir)
                 token = self._lock.token[:16]
                 if self._directory.is_symlink() and not self._directory.exists():
-                    problem = f"{self._directory} is a link to {self._directory.readlink()}, which is not there; mount it or"
+                    problem = f"{self._directory} is a link to {self._directory.readlink()}, which is missing; mount it or"
                     raise CheckpointError(f"{problem} remove the link")
                 retention.remove_unfinished(self._directory)
                 for left_over in self._directory.glob("*.seen"):
@@ -120,8 +121,8 @@ class Checkpointer:
             self._release()
             raise
         self._thread: threading.Thread | None = None
-        self._failure: Exception | None = None  # of the newest save: a `SaveError`, or a defect of ours
-        self._look_at, self._patience = math.inf, 1  # steps: after which `retry_due` looks, and how many before it does
+        self._failure: Exception | None = None  # of the newest save: a `SaveError` or a defect in llamajax
+        self._look_at, self._patience = math.inf, 1  # step of the next check by `retry_due`, and steps between checks
         self._num_saves = 0
         self._local: LocalTier | None = None
         if config.local_dir is not None:
@@ -129,19 +130,19 @@ class Checkpointer:
 
     @property
     def newest(self) -> int | None:
-        """The newest committed step; None if there is none. After `wait` the same in every process."""
+        """The newest committed step, or None. The same in every process after `wait`."""
         return self._newest
 
     def save(self, step: int, state: Any, meta: dict[str, Any], files: Mapping[str, bytes] = MappingProxyType({})) -> None:
-        """Starts saving `step`; returns when the arrays have left the devices (when committed, if not `async_save`).
+        """Starts saving `step`; returns when the arrays have left the devices (when committed, without `async_save`).
 
-        That it cannot be written, or that the save before it could not, is no error here: see `retry_due` and `wait`.
+        A failure of this save or the one before raises nothing here: see `retry_due` and `wait`.
 
         Args:
-            step: optimizer steps done; above every step saved or restored before.
-            state: pytree of jax arrays; typed PRNG keys too. It may be donated as soon as this returns.
-            meta: a dictionary that JSON can hold.
-            files: name and content of small files to keep beside it.
+            step: number of finished optimizer steps; above every step saved or restored before.
+            state: pytree of jax arrays, which may include typed PRNG keys. It may be donated as soon as this returns.
+            meta: a dictionary that can be written as JSON.
+            files: name and content of small files to store with the step.
 
         Raises:
             CheckpointError: `step` is not above the newest one.
@@ -160,7 +161,7 @@ class Checkpointer:
         self._patience = 1 if self._failure is None else 2 * self._patience
         self._look_at, self._failure = step + self._patience, None
         self._num_saves += 1
-        # No two attempts share a directory: what a failed one still has in flight ends up in its own.
+        # Attempts never share a directory: writes of a failed one that are still in flight end up in its own.
         saving = self._directory / f"{step}.{self._token}.{self._num_saves}.saving"
         num_bytes = sum(array.nbytes for array in jax.tree.leaves(state))
         with self._failing(step, saving):
@@ -177,19 +178,19 @@ class Checkpointer:
             thread = threading.Thread(target=self._commit, args=(step, saving, writing, small), name=f"commit-{step}")
             thread.start()
             self._thread = thread
-        if self._thread is None or not self._config.async_save:  # for a process that failed here, the others' threads wait
+        if self._thread is None or not self._config.async_save:  # if this process failed, the others' threads wait for it
             self._join()
 
     def save_locally(self, step: int, state: Any, meta: dict[str, Any], files: Mapping[str, bytes]) -> None:
-        """Starts saving `step` on the disk of this host, beside what `save` does; arguments as there. No error is raised."""
+        """Starts saving `step` on the disk of this host, independently of `save`; same arguments. Raises no error."""
         assert self._local is not None
         self._local.save(step, state, meta, files)
 
     def retry_due(self, step: int) -> bool:
-        """Whether a save has failed and it is time to save the present state, after `step`, in its place.
+        """Returns whether a save has failed and it is time to save the current state, after `step`, in its place.
 
-        Every process asks after every step. Looks are 1, 2, 4, ... steps apart, the more the longer saves take or fail,
-        so that saving again and again does not keep the run from training.
+        Every process calls this after every step. Checks are 1, 2, 4, ... steps apart, and further the longer saves take or
+        fail, so that repeated saves do not keep the run from training.
         """
         if self._lock is not None:
             self._lock.check(anew=False)
@@ -204,7 +205,7 @@ class Checkpointer:
         return self._failure is not None
 
     def finish(self, save_again: Callable[[], object]) -> None:
-        """Returns when the last save is committed; if it fails, tries again for some seconds, in which a disk may get room.
+        """Returns when the last save is committed. Retries a failed one for some seconds, in which a disk may regain space.
 
         Args:
             save_again: calls `save` with the last state.
@@ -218,26 +219,27 @@ class Checkpointer:
                 return
             time.sleep(pause_s)
             if pause_s == _LAST_PAUSES_S[-1]:
-                self._on_failure = None  # `wait` tells of the last attempt
+                self._on_failure = None  # `wait` reports the last attempt
             save_again()
         self.wait()
 
     def restore(
         self, abstract_state: State, *, before: int | None = None, passed_over: Sequence[PassedOver] = ()
     ) -> Restored[State] | None:
-        """The newest good step, on the shardings of `abstract_state`, read; see `find`."""
+        """Reads the newest good step into the shardings of `abstract_state`; see `find`."""
         found = self.find(abstract_state, before=before, passed_over=passed_over)
         return None if found is None else found.read()
 
     def find(
         self, abstract_state: State, *, before: int | None = None, passed_over: Sequence[PassedOver] = ()
     ) -> Found[State] | None:
-        """The newest good step, whose arrays are yet to be read; None if there is no step. See `find_newest`.
+        """Returns the newest good step without reading its arrays, or None. See `find_newest`.
 
         Args:
-            abstract_state: the pytree to restore, of `jax.ShapeDtypeStruct` that name devices, as of `concretise`.
+            abstract_state: the pytree to restore, with leaves of `jax.ShapeDtypeStruct` that name devices, as from
+                `concretise`.
             before: only steps below this one count; None: all. See `drop` for the others.
-            passed_over: what the run has passed over; what a host saved before the run went back behind it does not count.
+            passed_over: rows that the run has skipped; local steps from before the rollback do not count.
 
         Raises:
             CheckpointError: no step is good, or its arrays differ in name, dtype or shape from `abstract_state`.
@@ -248,27 +250,27 @@ class Checkpointer:
         return found
 
     def check(self) -> None:
-        """Makes sure that the run is still this process's, before something other than a save changes it.
+        """Verifies that the run still belongs to this process, before anything other than a save changes it.
 
         Raises:
-            CheckpointError: another process has taken it over.
-            OSError: that cannot be found out.
+            CheckpointError: another process has taken over the run.
+            OSError: this cannot be determined.
         """
         if self._lock is not None:
             read_again(self._lock.check)
 
     def go_on_from(self, step: int) -> None:
-        """After `check`, deletes what this host has saved of later steps: the run does them again, perhaps otherwise."""
+        """Deletes later steps saved on this host, after `check`: the run computes them again, perhaps differently."""
         self.check()
         if self._local is not None:
             self._local.drop_above(step)
 
     def drop(self, steps: Sequence[int]) -> None:
-        """Deletes committed steps that the run has gone back behind; the same in every process.
+        """Deletes committed steps that the run has rolled back behind; the same in every process.
 
         Raises:
-            CheckpointError: another process has taken the run over; nothing is deleted.
-            OSError: they cannot be deleted.
+            CheckpointError: another process has taken over the run; nothing is deleted.
+            OSError: the steps cannot be deleted.
         """
         if jax.process_index() == 0 and steps:
             self.check()
@@ -288,7 +290,7 @@ class Checkpointer:
             raise failure
 
     def close(self) -> None:
-        """Waits for the save in progress and gives the lock back; a second call does nothing.
+        """Waits for the save in progress and releases the lock; a second call does nothing.
 
         Raises:
             SaveError: the newest save failed.
@@ -308,7 +310,7 @@ class Checkpointer:
             self.close()
             return
         if not self._await_thread(None if jax.process_count() == 1 else _FAILED_S):
-            return  # it and the lock end with the process
+            return  # the thread and the lock end with the process
         was_told = isinstance(self._failure, SaveError) and self._on_failure is not None
         if self._failure is not None and not was_told:
             say(str(self._failure))
@@ -320,7 +322,7 @@ class Checkpointer:
         commit.make_room(saving, num_bytes)
 
     def _commit(self, step: int, saving: Path, writing: Sequence[Any], small: Mapping[str, bytes]) -> None:
-        """In its own thread, on every process: turns the directory `saving` into `<step>`, then deletes old steps."""
+        """Turns the directory `saving` into `<step>`, then deletes old steps; runs in its own thread on every process."""
         with self._around_commit(), self._failing(step, saving):
             self._together(lambda: [part.result(_TIMEOUT_S) for part in writing])
             self._together(lambda: self._arrays.finalize(saving / "state"), first_only=True)
@@ -329,7 +331,7 @@ class Checkpointer:
             self._newest = step
 
     def _finish(self, step: int, saving: Path, small: Mapping[str, bytes]) -> None:
-        """On process 0: makes the directory `saving` the step, and deletes old ones."""
+        """Turns the directory `saving` into the step and deletes old ones, on process 0."""
         assert self._lock is not None
         commit.make_step(saving, self._directory / str(step), small, self._lock.check)
         try:
@@ -338,10 +340,11 @@ class Checkpointer:
             say(f"{self._directory}: older steps cannot be deleted: {reason(error)}; the next checkpoint tries again")
 
     def _together(self, work: Callable[[], object], *, first_only: bool = False) -> None:
-        """Does one part of a save in every process, or in the first only.
+        """Runs one part of a save in every process, or in the first only.
 
         Raises:
-            OSError: it failed in one of them; the same in all, but where it is a defect of ours, raised as it is.
+            OSError: it failed in a process; the same error in all. A process with a defect in llamajax raises that error
+                unchanged.
         """
         problem = defect = None
         try:
@@ -360,7 +363,7 @@ class Checkpointer:
 
     @contextlib.contextmanager
     def _failing(self, step: int, saving: Path) -> Iterator[None]:
-        """Takes what goes wrong with a save to those who ask for it later."""
+        """Stores the error of a save for those that ask for it later."""
         try:
             yield
         except Exception as error:
@@ -378,7 +381,7 @@ class Checkpointer:
                 self._on_failure(f"{failing}; it will be tried again; {newest}")
 
     def _await_thread(self, timeout_s: float | None = None) -> bool:
-        """Waits for the thread of the save in progress, if any; whether it has ended."""
+        """Waits for the thread of the save in progress, if any; returns whether it has ended."""
         if self._thread is not None:
             self._thread.join(timeout_s)
             if self._thread.is_alive():
@@ -387,7 +390,7 @@ class Checkpointer:
         return True
 
     def _join(self) -> None:
-        """As `wait`, but that the save could not be written is no error."""
+        """Waits as `wait` does, but raises nothing if the save could not be written."""
         self._await_thread()
         if not isinstance(self._failure, SaveError):
             self.wait()

@@ -52,7 +52,7 @@ class FileArray:
         size = max(0, end - first) * self.dtype.itemsize
         content = read_part(self.path, self._at + first * self.dtype.itemsize, size)
         if len(content) < size:
-            raise DataError(f"{self.path}: was changed while it was read; run again when it is at rest")
+            raise DataError(f"{self.path}: changed while it was read; run again once it no longer changes")
         return np.frombuffer(content, self.dtype)
 
 

@@ -1,1 +1,1 @@
-"""Estimates by arithmetic: parameters, FLOPs, bytes, messages and memory of a run. Data sheets of GPUs."""
+"""Estimates by arithmetic: parameters, FLOPs, bytes, messages and memory of a run; and figures from GPU data sheets."""

@@ -14,7 +14,7 @@ KernelSeconds = Annotated[float, Bound(lambda value: 0 < value < 1e-3, "must be 
 
 @dataclass(frozen=True, kw_only=True)
 class Constants(Section):
-    """Those of `llamajax.planning.cost.gpu.Calibration` that were measured, by the same names; unset: not measured."""
+    """Measured values for `llamajax.planning.cost.gpu.Calibration`, under the same names; unset: not measured."""
 
     matmul_efficiency: PositiveShare | None = None
     attention_efficiency: PositiveShare | None = None
@@ -37,19 +37,19 @@ class Constants(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class Versions(Section):
-    """The programs that measured."""
+    """Versions of the programs that took the measurement."""
 
     llamajax: str
     python: str
     jax: str
     jaxlib: str
     platform: str
-    """What jax tells of the device's own libraries."""
+    """Version of the device's own libraries as jax reports it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredRun(Section):
-    """A training step that was measured together with the constants, and what they predict of it."""
+    """A training step that was measured together with the constants, and its predicted time."""
 
     name: str
     measured_s: PositiveFloat
@@ -63,34 +63,34 @@ class MeasuredGrid(Section):
     name: str
     measured: PositiveFloat
     predicted: PositiveFloat
-    """The share that the cost model predicts: `llamajax.planning.cost.attention.busy_share`."""
+    """Share that the cost model predicts: `llamajax.planning.cost.attention.busy_share`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Measurement(Settings):
-    """A file of measured constants: on what, when and by what they were measured."""
+    """Contents of a file of measured constants, with the GPU, the date and the program of the measurement."""
 
     gpu: Literal["cpu", PlannedGpu]
-    """As `hardware.gpu` names it; `cpu`: a trial of the program that measures, and good for no plan."""
+    """Name as in `hardware.gpu`; `cpu`: a trial of the measuring program that no plan can use."""
     device: str
-    """What jax calls it."""
+    """Device name as jax reports it."""
     date: str
     command: str
     commit: str
     versions: Versions
     constants: Constants = field(default_factory=Constants)
     runs: tuple[MeasuredRun, ...] = ()
-    """What a plan by these constants says of its error; none: it says that nothing is known."""
+    """Runs from which a plan with these constants reports its error; empty: the plan reports that its error is unknown."""
     small_grids: tuple[MeasuredGrid, ...] = ()
-    """For people: plans go by the prediction."""
+    """Measured shares for readers; plans use the predicted share."""
 
 
 def read_measurement(hardware: HardwareConfig) -> Measurement | None:
-    """What the file holds that `hardware.calibration` names; None: it names none.
+    """Reads the file that `hardware.calibration` names; None: it names none.
 
     Raises:
-        ConfigError: the file cannot be read, breaks a rule, or is of another GPU than `hardware.gpu`: one
-            `file:line: key: rule; remedy` line for every mistake.
+        ConfigError: the file cannot be read, breaks a rule, or belongs to another GPU than `hardware.gpu`: one `file:line:
+            key: rule; remedy` line per mistake.
     """
     if hardware.calibration is None:
         return None
@@ -98,7 +98,7 @@ def read_measurement(hardware: HardwareConfig) -> Measurement | None:
     def check(measurement: Measurement) -> list[str]:
         if measurement.gpu == hardware.gpu:
             return []
-        remedy = "name a file of that one, or leave hardware.calibration out"
+        remedy = "name a file for that GPU, or leave hardware.calibration out"
         return [f"gpu: measured on {measurement.gpu}, but hardware.gpu is {hardware.gpu}; {remedy}"]
 
     return read_config(Measurement, find_file(hardware.calibration), (), Problems(), check)

@@ -1,4 +1,4 @@
-"""What devices send each other, by arithmetic: the least of a mesh, and the numbers of each form of split rows."""
+"""Communication by arithmetic: the least bytes that a mesh must send, and the numbers that each form of split rows sends."""
 
 import math
 from collections.abc import Mapping
@@ -17,18 +17,18 @@ from llamajax.estimates.formulas import (
 
 
 def least_wire_bytes(config: Config, mesh: Mapping[str, int]) -> float:
-    """Bytes that a device must send per step with the parallelism of `mesh`, summed over links; nothing sends less.
+    """Returns the least bytes that a device must send per step with the parallelism of `mesh`, summed over links.
 
     Rings over n devices pass (n - 1) / n of an array on. `zero: 3`: every micro-batch gathers the layers forward and again
-    backward, unless what is gathered is kept (`model.remat: none`), and embedding and head once; and scatters the gradients
-    of all. Below that all is gathered once per step, and `zero: 1` scatters once too; so it is with embedding, head and, of
-    prefetched layers, the first, where `grad_reduce` is `step`. Axes that share tokens and not the state: gradients of the
-    own shard are reduced for every micro-batch, or once.
-    `tensor`: attention and MLP each gather their tokens and scatter their outputs, and likewise backward, where they gather
-    the tokens again for the gradients of weights, unless what is gathered is kept; so do embedding and loss, once. What is
-    gathered for a matmul in float8 is sent as such.
-    `sequence`: see `sequence_numbers`. Where kv heads are fewer than the devices of `tensor`, they exchange what each stores
-    of attention's matrices before they gather it.
+    backward, unless gathered weights are kept (`model.remat: none`), gathers embedding and head once, and scatters all
+    gradients. Lower stages gather everything once per step, and `zero: 1` scatters once too; the same holds for embedding,
+    head and, with prefetched layers, the first layer, where `grad_reduce` is `step`. Axes that share tokens but not the
+    state reduce the gradients of their own shard for every micro-batch, or once.
+    `tensor`: attention and MLP each gather their tokens and scatter their outputs, forward and backward. The backward pass
+    gathers the tokens again for the gradients of weights, unless they are kept. Embedding and loss do the same once. Tokens
+    for a matmul in float8 are sent in float8.
+    `sequence`: see `sequence_numbers`. Where kv heads are fewer than the devices of `tensor`, the devices exchange their
+    stored parts of attention's matrices before they gather them.
     """
     model, train = computed_model(config.model, mesh), config.train
     width, matrices = DTYPE_BYTES[model.compute_dtype], layer_matrices(model)
@@ -39,8 +39,8 @@ def least_wire_bytes(config: Config, mesh: Mapping[str, int]) -> float:
     ends = width * model.vocab_size * model.embed_dim * (1 if model.tie_embeddings else 2) / mesh["tensor"]
     rows = train.global_batch_size / num_parts("batch", mesh)
     tokens = rows * config.data.seq_len / mesh["sequence"]
-    # Layers as they are gathered, and as their gradients are reduced; prefetched ones turn round at the last, whose weights
-    # serve both passes; and the first may be gathered once.
+    # Layers as gathered, and as their gradients are reduced. Prefetching turns around at the last layer, so one gather of
+    # its weights serves both passes; and the first layer may be gathered once.
     layers = weights - ends
     saved = sum((width - factors[matrix]) * size for matrix, size in matrices.items())
     gathered = layers - model.num_layers * saved / mesh["tensor"]
@@ -77,12 +77,12 @@ def least_wire_bytes(config: Config, mesh: Mapping[str, int]) -> float:
 
 
 def sequence_numbers(model: ModelConfig, mesh: Mapping[str, int], form: SequenceForm) -> float:
-    """Numbers per own token that a device sends in a layer to see rows that are split, forward and backward.
+    """Returns the numbers per own token that a device sends in a layer to see rows that are split, forward and backward.
 
     `gather`: keys and values forward, again backward unless they are kept, and their gradients. `ring`: the same in as many
-    hops, and those of a forward pass that is computed again, whose first hop serves the backward pass too. `ulysses`:
-    queries, keys, values and output, each to its heads and each gradient back, and again unless they are kept; kv heads
-    fewer than the devices are sent to each that needs them.
+    hops, plus the hops of a recomputed forward pass, which shares its first hop with the backward pass. `ulysses`: queries,
+    keys, values and output, each to its heads and each gradient back, and again unless they are kept; if kv heads are fewer
+    than the devices, each is sent to every device that needs it.
     """
     model = computed_model(model, mesh)
     parts, H = num_parts("seq", mesh), model.head_dim

@@ -1,7 +1,7 @@
-"""What a run takes, by arithmetic: parameters, FLOPs and bytes. Nothing is compiled or measured, and no jax is needed.
+"""Parameters, FLOPs and bytes of a run by arithmetic. Nothing is compiled or measured, and jax is not needed.
 
-Dims as in the model: D embed, N query heads, K kv heads, H head dim, F mlp, V vocab, L layers. "Planned" is what is told
-of the cluster in `config.hardware`.
+Dims as in the model: D embed, N query heads, K kv heads, H head dim, F mlp, V vocab, L layers. "Planned" refers to the
+cluster described in `config.hardware`.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 
 
 def layer_shapes(model: ModelConfig) -> dict[LayerWeight, tuple[int, ...]]:
-    """Of each weight that a layer of the model has."""
+    """Returns the shape of each weight in a layer of the model."""
     D, K, H, F = model.embed_dim, model.num_kv_heads, model.head_dim, model.mlp_dim
     sizes = {"D": D, "K": K, "G": model.num_heads // K, "C": model.num_heads // K + 2, "H": H, "F": F, "2": 2}
     own = (weight for weight in LAYER_WEIGHTS if weight.trait is None or getattr(model, weight.trait))
@@ -28,7 +28,7 @@ def layer_shapes(model: ModelConfig) -> dict[LayerWeight, tuple[int, ...]]:
 
 
 def layer_matrices(model: ModelConfig) -> dict[LayerWeight, int]:
-    """Parameters of those that take part in a matmul."""
+    """Returns the number of parameters of each layer weight that takes part in a matmul."""
     return {weight: math.prod(shape) for weight, shape in layer_shapes(model).items() if weight.matmul}
 
 
@@ -37,17 +37,18 @@ def _is_layer_matrix(name: str) -> bool:
 
 
 def num_matmul_params(model: ModelConfig) -> int:
-    """Parameters that take part in a matmul: all but norms and the input embedding; the head counts."""
+    """Returns the number of parameters that take part in a matmul: all but norms and the input embedding; the head
+    counts."""
     return model.num_layers * sum(layer_matrices(model).values()) + model.vocab_size * model.embed_dim
 
 
 def num_params(model: ModelConfig) -> int:
-    """All parameters."""
+    """Returns the number of all parameters."""
     return sum(weights(model).values())
 
 
 def weights(model: ModelConfig) -> dict[str, int]:
-    """Parameters of every weight, of all layers together, by its name in the model."""
+    """Returns the number of parameters of every weight, over all layers, by its name in the model."""
     of_layers = {f"layers.{of.path}": model.num_layers * math.prod(shape) for of, shape in layer_shapes(model).items()}
     table = model.vocab_size * model.embed_dim
     sizes = {"embedding": table, **of_layers, "final_norm.scale": model.embed_dim}
@@ -55,12 +56,13 @@ def weights(model: ModelConfig) -> dict[str, int]:
 
 
 def computed_model(model: ModelConfig, mesh: Mapping[str, int]) -> ModelConfig:
-    """The model as devices compute it: with a copy of a kv head each, where these are fewer."""
+    """Returns the model as devices compute it: with a copy of a kv head per device where there are fewer heads than
+    devices."""
     return dataclasses.replace(model, num_kv_heads=model.computed_kv_heads(mesh))
 
 
 def layer_matrix_bytes(model: ModelConfig, mesh: Mapping[str, int]) -> int:
-    """Bytes of one layer's matrices in the compute dtype, as their gradients are reduced in it."""
+    """Returns the bytes of one layer's matrices in the compute dtype, in which their gradients are reduced."""
     return (
         sum(layer_matrices(computed_model(model, mesh)).values())
         * DTYPE_BYTES[model.compute_dtype]
@@ -69,29 +71,29 @@ def layer_matrix_bytes(model: ModelConfig, mesh: Mapping[str, int]) -> int:
 
 
 def gathered_layer_bytes(model: ModelConfig, mesh: Mapping[str, int]) -> int:
-    """Bytes of one layer's matrices as a device computes with them, gathered."""
+    """Returns the bytes of one layer's gathered matrices as a device computes with them."""
     matrices = layer_matrices(computed_model(model, mesh))
     return sum(size * factor_bytes(model, weight) for weight, size in matrices.items()) // num_parts("mlp", mesh)
 
 
 def prefetched_bytes(model: ModelConfig, mesh: Mapping[str, int]) -> int:
-    """Bytes of what prefetching keeps whole at once: weights of this layer and the next one, and gradients of one."""
+    """Returns the bytes that prefetching keeps whole at once: the weights of two consecutive layers, and the gradients of
+    one."""
     return 2 * gathered_layer_bytes(model, mesh) + layer_matrix_bytes(model, mesh)
 
 
 def factor_bytes(model: ModelConfig, matrix: LayerWeight) -> int:
-    """Bytes of a number as it is multiplied with a matrix of a layer, or is one of it."""
+    """Returns the bytes per number of a layer's matrix, and of its other factor, in a matmul."""
     return 1 if matrix.name in model.float8_weights and model.matmul_dtype == "float8" else DTYPE_BYTES[model.compute_dtype]
 
 
 def flops_per_token(model: ModelConfig, seq_len: int, *, full_attention: bool = False, keys: float | None = None) -> int:
-    """Training FLOPs per token (forward and backward); recomputation is never counted.
+    """Returns the training FLOPs per token (forward and backward); recomputation is never counted.
 
-    Six per matmul parameter, plus attention scores and values: `6*L*N*H*seq_len` when only the causal half
-    counts, `12*L*N*H*seq_len` when the full square does (PaLM, arXiv:2204.02311, appendix B). A sliding window W
-    leaves `2*W - W**2/seq_len` of the former's `seq_len`, and W of the latter's, in layers that have it. Of documents that
-    are closed to each other the former counts the `keys` that a query sees on average, if they are given, and the latter
-    whole rows.
+    Six per matmul parameter, plus attention scores and values: `6*L*N*H*seq_len` when only the causal half counts,
+    `12*L*N*H*seq_len` when the full square does (PaLM, arXiv:2204.02311, appendix B). In layers with a sliding window W,
+    `2*W - W**2/seq_len` replaces `seq_len` in the former, and W in the latter. If queries cannot attend across documents,
+    the former counts the average number of visible `keys` per query, if given, and the latter counts whole rows.
     """
     keys = mean_keys(model, seq_len, None) if keys is None else keys
     windows = sum(share * min(alike.sliding_window or seq_len, seq_len) for alike, share in kinds_of_layers(model))
@@ -100,7 +102,7 @@ def flops_per_token(model: ModelConfig, seq_len: int, *, full_attention: bool = 
 
 
 def kinds_of_layers(model: ModelConfig) -> list[tuple[ModelConfig, float]]:
-    """Of each kind of layer that the model has: the model with such layers only, and their share of the layers."""
+    """Returns for each kind of layer in the model: the model with only such layers, and their share of the layers."""
     windows = Counter(itertools.islice(itertools.cycle(model.windows), model.num_layers))
     return [
         (dataclasses.replace(model, sliding_window=window, layer_types=()), count / model.num_layers)
@@ -109,10 +111,11 @@ def kinds_of_layers(model: ModelConfig) -> list[tuple[ModelConfig, float]]:
 
 
 def keys_seen(model: ModelConfig, index: float, document_length: float | None) -> float:
-    """Keys that the query at an index of its row sees in a model whose layers are alike, its own not counted.
+    """Returns the number of keys, without its own, that the query at an index of its row sees, in a model of identical
+    layers.
 
-    Documents that are closed to each other end by chance, wherever they are: so a query stands behind their mean length of
-    tokens of its own, or as many as the row and the window leave.
+    Documents that queries cannot attend across end at random positions: on average a query follows as many tokens of its own
+    document as the mean length, or as many as the row and the window allow.
     """
     reach = min(index, model.sliding_window or index)
     if document_length is None or model.attend_across_documents:
@@ -121,7 +124,7 @@ def keys_seen(model: ModelConfig, index: float, document_length: float | None) -
 
 
 def mean_keys(model: ModelConfig, seq_len: int, document_length: float | None) -> float:
-    """`keys_seen`, on average over a row and over layers."""
+    """Returns `keys_seen` averaged over a row and over layers."""
     return sum(share * _mean_keys(alike, seq_len, document_length) for alike, share in kinds_of_layers(model))
 
 
@@ -134,25 +137,25 @@ def _mean_keys(model: ModelConfig, seq_len: int, document_length: float | None) 
 
 
 def mesh_sizes(config: Config) -> dict[str, int]:
-    """Sizes of the mesh axes on the planned cluster, outer to inner."""
+    """Returns the sizes of the mesh axes on the planned cluster, outer to inner."""
     return config.mesh.axis_sizes(config.hardware.num_devices)
 
 
 def trained_weights(train: TrainConfig, model: ModelConfig) -> dict[str, int]:
-    """`weights`, without those that the run leaves as they are."""
+    """Returns `weights` without the frozen ones."""
     return {name: size for name, size in weights(model).items() if not train.is_frozen(name)}
 
 
 def state_bytes(config: Config, shards: int = 1) -> int:
-    """Bytes of weights and moments on a device, each matrix split over so many; norms and biases, a thousandth of the rest,
-    are whole on every device."""
+    """Returns the bytes of weights and moments on a device, with each matrix split over `shards`; norms and biases, a
+    thousandth of the rest, are whole on every device."""
     stored = DTYPE_BYTES[config.model.param_dtype] * _per_device(weights(config.model), shards)
     return stored + _moment_bytes(config, shards)
 
 
 def minimum_state_bytes(config: Config) -> int:
-    """Bytes of weights and moments per device when every matrix is split over all devices that may split it, which all
-    stages of ZeRO do between steps."""
+    """Returns the bytes of weights and moments per device when every matrix is split over all devices that may split it, as
+    in all stages of ZeRO between steps."""
     return state_bytes(config, _stored_shards(config.parallel, mesh_sizes(config)))
 
 
@@ -161,7 +164,7 @@ def _stored_shards(parallel: ParallelConfig, mesh: Mapping[str, int]) -> int:
 
 
 def _moment_bytes(config: Config, shards: int) -> int:
-    """Of all that the optimizer keeps of the weights, on a device."""
+    """Returns the bytes of the optimizer's moments on a device."""
     moments = config.optimizer.moments
     kept = {
         name: size * (moments.of_layer_matrices if _is_layer_matrix(name) else moments.of_others)
@@ -171,14 +174,16 @@ def _moment_bytes(config: Config, shards: int) -> int:
 
 
 def _per_device(sizes: Mapping[str, int], shards: int) -> int:
-    """Numbers of arrays that are as large as their weights, by whose names they are given, on one of so many devices."""
+    """Returns the count of numbers on one of `shards` devices, for arrays of the given sizes, split like the weights of the
+    same names."""
     split = sum(size for name, size in sizes.items() if name in ("embedding", "head") or _is_layer_matrix(name))
     return split // shards + sum(sizes.values()) - split
 
 
 def params_gathered_once(config: Config, mesh: Mapping[str, int]) -> int:
-    """Parameters that a device has whole, but for `tensor`, from the first micro-batch of a step to the last, and reduces
-    the gradients of at its end: embedding, head and, where layers are prefetched, the first; all for `zero: 1`."""
+    """Returns the number of parameters that a device holds whole, except for `tensor`, from the first micro-batch of a step
+    to the last, with gradients reduced at the end: embedding, head and, with prefetched layers, the first layer; all for
+    `zero: 1`."""
     return _gathered_once(config, weights(computed_model(config.model, mesh)), mesh)
 
 
@@ -195,17 +200,17 @@ def _gathered_once(config: Config, sizes: Mapping[str, int], mesh: Mapping[str, 
 def expected_bytes(
     config: Config, mesh: Mapping[str, int], *, max_chunk_scores: int, max_chunk_logits: int
 ) -> dict[str, int]:
-    """Bytes on a device by what they are for; good to some 15%.
+    """Returns the bytes on a device by purpose; accurate to some 15%.
 
-    Weights, moments and gradients: their sizes over the shards. Activations: what `model.remat` keeps of every layer. The
-    rest is alive in turn, so that the larger counts: in a layer's backward pass its hidden states, gate and up with their
-    gradients, attention scores in chunks and gathered weights; in the loss the head with its gradient in fp32, as summed up
-    and as one chunk of logits adds to it, and that chunk.
+    Weights, moments and gradients: their sizes over the shards. Activations: the values that `model.remat` saves of every
+    layer. The rest is alive at different times, so the larger counts. In a layer's backward pass these are its hidden
+    states, gate and up with their gradients, attention scores in chunks and gathered weights. In the loss these are the
+    head, its gradient in fp32, as summed and as one chunk of logits adds to it, and that chunk.
 
     Args:
         config: the run.
         mesh: sizes of the mesh axes.
-        max_chunk_scores: attention scores alive at once, where no kernel is fused.
+        max_chunk_scores: attention scores alive at once without a fused kernel.
         max_chunk_logits: logits alive at once.
     """
     model, computed = config.model, computed_model(config.model, mesh)
@@ -225,7 +230,7 @@ def expected_bytes(
         "save_attention": residual + heads,
         "save_attention_qkv": residual + heads + qkv,
         "save_attention_qkv_mlp": residual + heads + qkv + 2 * F,
-        "none": 14 * D + heads + 2 * qkv + 2 * F,  # most of the hidden states also widened to fp32
+        "none": 14 * D + heads + 2 * qkv + 2 * F,  # most hidden states are also widened to fp32
     }[model.remat]
     kept_weights = L * layer_params * wide if keeps_gathered_weights(config) else 0
     scores = min(max_chunk_scores, tokens * config.data.seq_len * model.num_heads // tensor)
@@ -233,19 +238,19 @@ def expected_bytes(
     sizes, shards = weights(model), _stored_shards(config.parallel, mesh)
     own = _per_device(sizes, num_parts("embed", mesh) * tensor)
     whole = params_gathered_once(config, mesh)
-    # Of these, what has gradients.
+    # The subset with gradients.
     own_trained = _per_device(trained_weights(config.train, model), num_parts("embed", mesh) * tensor)
     whole_trained = _gathered_once(config, trained_weights(config.train, computed), mesh)
     summed = DTYPE_BYTES[config.train.grad_accum_dtype] if config.train.grad_accum_steps > 1 else 0
-    # A device's own part of the layers, whose gradients are reduced at the step's end, has a narrow copy.
+    # A device's own part of the layers has a narrow copy if its gradients are reduced at the step's end.
     replicas = num_parts("batch", mesh) * sequence // num_parts("embed", mesh)
     late = replicas > 1 and (config.parallel.grad_reduce == "step" or config.parallel.zero_data == 1)
     copied = _per_device(sizes, tensor) if config.parallel.zero < 3 else whole + (own if late else 0)
-    # What is held whole for the step has no gradient as it is stored until all else is done. But for `zero: 1`, which holds
-    # all, one such gradient of a micro-batch is there at a time: the head's is summed up before the embedding's is made.
+    # Weights that are held whole for the step have no stored gradient until the end. Except for `zero: 1`, which holds all,
+    # one such gradient of a micro-batch exists at a time: the head's is summed before the embedding's is computed.
     waiting = own_trained - whole_trained // num_parts("embed", mesh)
     held_back = whole_trained if config.parallel.zero == 1 else min(whole_trained, V * D)
-    # Matrices in float8 are there beside those they are made of, but for `zero: 2` as a device keeps these.
+    # Matrices in float8 exist besides their sources; with `zero: 2` they replace the whole copies.
     matrices = layer_matrices(computed).items()
     rounded = L * sum(size for matrix, size in matrices if matrix.name in model.float8_weights) // tensor
     rounded = {1: rounded, 2: (1 - wide) * rounded, 3: rounded // num_parts("embed", mesh)}[config.parallel.zero]
@@ -266,11 +271,11 @@ def expected_bytes(
 
 
 def keeps_two_residuals(config: Config, mesh: Mapping[str, int]) -> bool:
-    """Whether a layer keeps the residual between attention and MLP too: where anything but its input is kept, and where
-    devices that share matmuls have different tokens between them."""
+    """Returns whether a layer also saves the residual between attention and MLP: where more than its input is saved, and
+    where devices that share matmuls have different tokens between them."""
     return config.model.remat != "full" or (mesh["tensor"] > 1 and splits_residual(config.data.seq_len, mesh))
 
 
 def keeps_gathered_weights(config: Config) -> bool:
-    """Whether what is gathered for the forward pass is kept for the backward pass."""
+    """Returns whether weights gathered for the forward pass are kept for the backward pass."""
     return config.model.remat == "none" and not config.parallel.prefetches

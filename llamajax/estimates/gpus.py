@@ -1,4 +1,4 @@
-"""Figures of the GPUs that llamajax plans and measures against; other devices are timed instead."""
+"""Figures of the GPUs that llamajax plans for and measures against; the rate of other devices is measured."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -13,11 +13,11 @@ class Gpu:
     """One GPU model."""
 
     name: str
-    """`hardware.gpu` calls it so, in small letters."""
+    """Name; in lower case it is the value of `hardware.gpu`."""
     device_kinds: tuple[str, ...]
     """`device_kind` strings that jax reports for it."""
     family: str
-    """GPUs that sustain the same shares of their data sheets; `llamajax.planning.cost.gpu` has these."""
+    """Group of GPUs that sustain the same shares of their data sheets; `llamajax.planning.cost.gpu` has the shares."""
     peak_flops: float
     """Dense bfloat16 tensor-core FLOP/s (two per multiply-add) that accumulate in float32, without sparsity."""
     memory_bytes: int
@@ -25,39 +25,39 @@ class Gpu:
     memory_bandwidth: float
     """Bytes per second between the chip and its memory."""
     link: Literal["NVLink", "PCIe", "PCIe without peer-to-peer"] = "NVLink"
-    """What joins the GPUs of a node. Without peer-to-peer, what one sends another goes through the host's memory."""
+    """Link between the GPUs of a node. Without peer-to-peer, data from one GPU to another passes through the host's
+    memory."""
     gpu_bandwidth: float
     """Bytes per second, each way, between one GPU and the others of its node."""
     node_bandwidth: float | None
-    """Bytes per second, each way, between a node of eight and the network; its ports come with the GPUs. None: such nodes
-    have no usual network, and `HardwareConfig` asks for it."""
+    """Bytes per second, each way, between a node of eight GPUs and the network; the ports come with the GPUs. None: such
+    nodes have no usual network, and `HardwareConfig` must set it."""
     compute_capability: tuple[int, int]
-    """CUDA's version of the architecture."""
+    """CUDA compute capability."""
     cores: int
     """Streaming multiprocessors."""
     fp32_lanes: int
     """float32 units per core."""
     threads_per_core: int = 2048
-    """The most that one core holds at once."""
+    """Largest number of threads that one core holds at once."""
     clock_ghz: float
     """Boost clock."""
     l2_bytes: int
-    """Second-level cache."""
+    """Bytes of the second-level cache."""
     shared_memory_per_core: int
-    """Bytes."""
+    """Bytes of shared memory per core."""
     shared_memory_per_block: int
     """Bytes that one block may opt in to."""
     description: str
-    """What XLA's description of the card calls it."""
+    """Name in XLA's description of the card."""
 
 
-# Peaks and bandwidths: NVIDIA's data sheets of the A100 (2021), H100 SXM (2022) and H200 SXM (2023). The last two
-# print 1,979 TFLOP/s "with sparsity", which is 989.5 dense; NVLink is printed for both ways together, 600 and 900 GB/s.
-# Memory sizes, exact bandwidths and what the compiler is told of the chip: XLA's own descriptions of the same cards
+# Peaks and bandwidths: NVIDIA's data sheets of the A100 (2021), H100 SXM (2022) and H200 SXM (2023). The last two print
+# 1,979 TFLOP/s "with sparsity", which is 989.5 dense; NVLink is printed for both ways together, 600 and 900 GB/s. Memory
+# sizes, exact bandwidths and the chip's parameters for the compiler: XLA's own descriptions of the same cards
 # (GpuTargetConfigProto). Networks: four ports of 200 Gb/s per A100 node, as Megatron-LLaMA's cluster of 512 had
-# (github.com/alibaba/Megatron-LLaMA); eight of 400 Gb/s per H100 or H200 node, as in the DGX H100 and H200 (NVIDIA's
-# data sheets). PCIe and NVL cards of the same names have lower clocks and are not listed on purpose: their rate is
-# measured.
+# (github.com/alibaba/Megatron-LLaMA); eight of 400 Gb/s per H100 or H200 node, as in the DGX H100 and H200 (NVIDIA's data
+# sheets). PCIe and NVL cards of the same names have lower clocks and are deliberately not listed: their rate is measured.
 _A100 = Gpu(
     name="A100-40GB",
     family="A100",
@@ -94,9 +94,9 @@ _H100 = Gpu(
     shared_memory_per_block=232_448,
     description="NVIDIA H100 80GB HBM3",
 )
-# NVIDIA's data sheet of the HGX and DGX B200: 36 PFLOP/s of bfloat16 "with sparsity" by eight GPUs; of the GB200 NVL72: 360
-# by 72; NVLink 1.8 TB/s for both ways together. All else: XLA's own descriptions of both. Network: one ConnectX-7 of
-# 400 Gb/s per GPU, in DGX B200 and in GB200 NVL72.
+# NVIDIA's data sheet of the HGX and DGX B200: 36 PFLOP/s of bfloat16 "with sparsity" for eight GPUs; of the GB200 NVL72: 360
+# for 72; NVLink 1.8 TB/s for both ways together. All else: XLA's own descriptions of both. Network: one ConnectX-7 of 400
+# Gb/s per GPU, in DGX B200 and in GB200 NVL72.
 _B200 = dataclasses.replace(
     _H100,
     name="B200",
@@ -113,15 +113,15 @@ _B200 = dataclasses.replace(
     description="NVIDIA B200",
 )
 
-# Cards in PCIe slots. Cores, clocks, caches, bandwidths and peaks: NVIDIA's white papers on GA102 (RTX 3090), Ada (RTX
-# 4090, L4, with the L40's chip for the L40S) and RTX Blackwell (RTX 5090), the data sheets of A10G, L4 and L40S, and the
-# product page of the RTX 3060 (28 x 128 lanes, 1.78 GHz, 192 bits at 15 Gb/s). These print peaks "with sparsity" too, and
-# GeForce's for sums in float16; in float32, which training needs, GeForce and A10G make half of that: 256 multiply-adds per
-# core and cycle, which gives the RTX 3060's peak, 2 x 256 x 28 x 1.777 GHz. What a core holds (shared memory, threads):
-# CUDA's programming guide, compute capabilities 8.6, 8.9 and 12.0; XLA's descriptions of the RTX A6000 and RTX PRO 6000 say
-# the same, but that a core of the latter has 131,072 bytes, of which 12.0 may share less. Memory: what torch reports
-# (`total_memory`), of several figures that depend on the driver the least. PCIe 4 and 5 with 16 lanes: 16 and 32 GT/s, less
-# the line code.
+# Cards in PCIe slots. Cores, clocks, caches, bandwidths and peaks: NVIDIA's white papers on GA102 (RTX 3090), Ada (RTX 4090,
+# L4, and, with the L40's chip, the L40S) and RTX Blackwell (RTX 5090), the data sheets of A10G, L4 and L40S, and the product
+# page of the RTX 3060 (28 x 128 lanes, 1.78 GHz, 192 bits at 15 Gb/s). These also print peaks "with sparsity", and GeForce's
+# peaks are for sums in float16. With sums in float32, which training needs, GeForce and A10G reach half of that: 256
+# multiply-adds per core and cycle, which gives the RTX 3060's peak, 2 x 256 x 28 x 1.777 GHz. Limits of a core (shared
+# memory, threads): CUDA's programming guide, compute capabilities 8.6, 8.9 and 12.0; XLA's descriptions of the RTX A6000 and
+# RTX PRO 6000 agree, except that a core of the latter has 131,072 bytes, of which 12.0 may share less. Memory: the value
+# that torch reports (`total_memory`), which depends on the driver least among several figures. PCIe 4 and 5 with 16 lanes:
+# 16 and 32 GT/s, minus the line code.
 _PCIE_4, _PCIE_5 = 31.5e9, 63e9
 _MIB = 2**20
 _RTX_3090 = Gpu(
@@ -157,7 +157,7 @@ _RTX_4090 = dataclasses.replace(
     l2_bytes=72 * _MIB,
     description="NVIDIA GeForce RTX 4090",
 )
-# Networks of the instances in which these are rented, g5.48xlarge, g6.48xlarge and g6e.48xlarge: 100, 100 and 400 Gb/s.
+# Networks of the rented instances with these cards, g5.48xlarge, g6.48xlarge and g6e.48xlarge: 100, 100 and 400 Gb/s.
 _L40S = dataclasses.replace(
     _RTX_4090,
     name="L40S",
@@ -264,7 +264,7 @@ GPUS = (
 
 
 def planned_gpu(config: HardwareConfig) -> Gpu:
-    """The GPU to plan for, its bandwidths those of `config`'s nodes.
+    """Returns the GPU to plan for, with the bandwidths of `config`'s nodes.
 
     Raises:
         ConfigError: `config` names no GPU.
@@ -272,7 +272,7 @@ def planned_gpu(config: HardwareConfig) -> Gpu:
     gpu = next((gpu for gpu in GPUS if gpu.name.lower() == config.gpu), None)
     if gpu is None:
         names = ", ".join(gpu.name.lower() for gpu in GPUS)
-        raise ConfigError(f"hardware.gpu: a plan needs to know the GPU; set it to one of {names}")
+        raise ConfigError(f"hardware.gpu: a plan needs a GPU; set it to one of {names}")
     usual = None if gpu.node_bandwidth is None else gpu.node_bandwidth * config.gpus_per_node / 8
     return dataclasses.replace(
         gpu,
@@ -282,5 +282,5 @@ def planned_gpu(config: HardwareConfig) -> Gpu:
 
 
 def find_gpu(device_kind: str) -> Gpu | None:
-    """The GPU that jax calls `device_kind`; None if its figures are not known."""
+    """Returns the GPU with the jax name `device_kind`; None if its figures are unknown."""
     return next((gpu for gpu in GPUS if device_kind in gpu.device_kinds), None)

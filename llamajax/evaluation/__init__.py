@@ -1,1 +1,1 @@
-"""How good a model is."""
+"""Measures how good a model is."""

@@ -1,4 +1,4 @@
-"""The loss of a model on documents: the rows that training makes of them, scored as training scores them."""
+"""Computes the loss of a model on documents, with the rows and the loss of training."""
 
 import itertools
 import math
@@ -37,7 +37,7 @@ from llamajax.weights.loading import load_model
 from llamajax.weights.pretrained import Pretrained
 
 BATCH_SIZE = 8
-"""Rows on each device where neither the settings nor a run say how many."""
+"""Number of rows on each device if neither the settings nor a run set it."""
 
 
 @dataclass(frozen=True)
@@ -45,23 +45,23 @@ class Losses:
     """Sums over rows of documents."""
 
     nats: float = 0.0
-    """Cross-entropy of all targets."""
+    """Cross-entropy of all targets, in nats."""
     tokens: int = 0
-    """Targets."""
+    """Number of targets."""
     text_bytes: int = 0
-    """Bytes of text that the targets stand for."""
+    """Bytes of text that the targets represent."""
 
     def __add__(self, other: "Losses") -> "Losses":
         return Losses(self.nats + other.nats, self.tokens + other.tokens, self.text_bytes + other.text_bytes)
 
     def figures(self) -> dict[str, Any]:
-        """What they mean; None where there is nothing to divide by."""
+        """Returns the metrics by name; None where the divisor is 0."""
         loss = self.nats / self.tokens if self.tokens else None
         return {
             "tokens": self.tokens,
             "bytes": self.text_bytes,
             "loss": loss,
-            "perplexity": None if loss is None else math.exp(min(loss, 700.0)),  # e**710 is no float
+            "perplexity": None if loss is None else math.exp(min(loss, 700.0)),  # e**710 overflows a float
             "bits_per_byte": self.nats / math.log(2) / self.text_bytes if self.text_bytes else None,
         }
 
@@ -69,24 +69,24 @@ class Losses:
 def evaluate_documents(
     config: EvaluateConfig, pretrained: Pretrained, model_config: ModelConfig, tokenizer: Tokenizer
 ) -> dict[str, Any]:
-    """Prints and returns loss, perplexity and bits per byte; of every source if all that is held out is evaluated.
+    """Prints and returns loss, perplexity and bits per byte; per source too if all held-out documents are evaluated.
 
     Args:
         config: what to evaluate.
-        pretrained: the model.
-        model_config: the same with the types to compute with.
-        tokenizer: the model's.
+        pretrained: the location of the model.
+        model_config: configuration of the model, with the types to compute in.
+        tokenizer: tokenizer of the model.
 
     Raises:
-        ConfigError: the documents are not named, or not for this model.
-        DataError: they cannot be read, or there are none.
+        ConfigError: no documents are named, or they do not fit this model.
+        DataError: the documents cannot be read, or there are none.
     """
     path = find_run(config, pretrained)
     trained = read_run(path, model_config)
     run_config = adapt_run(trained, path, config, model_config, tokenizer)
     dataset = prepare(run_config, log=console.log, log_work=console.log_own, tokenizer=tokenizer)
     trained_on = pretrained.meta.get("data", {}).get("fingerprint")
-    has_same_weights = run_config.data.sources == trained.data.sources  # as it has where all of them begin the run
+    has_same_weights = run_config.data.sources == trained.data.sources  # true if the run starts with all of them
     if config.data is None and config.seq_len is None and has_same_weights and trained_on not in (None, dataset.fingerprint):
         say("warning    these are not the documents that the model was trained on: they have changed since")
     parts = {"all": Part(run_config, dataset)}
@@ -98,17 +98,17 @@ def evaluate_documents(
     total = sum(part.num_batches(config) for part in parts.values())
     if not total:
         raise DataError(
-            f"data.held_out_fraction: {run_config.data.held_out_fraction} of the documents is none; raise it, or set split"
+            f"data.held_out_fraction: {run_config.data.held_out_fraction} selects no documents; raise it, or set split"
             " to train"
         )
     size, seq_len = run_config.train.micro_batch_size, run_config.data.seq_len
     console.log(f"batches    {total:,} of {size} rows x {seq_len} tokens, {config.split.replace('_', ' ')}")
     if config.seq_len is None and len(lengths := {stage.seq_len for stage in trained.data.all_stages}) > 1:
         others = " or ".join(f"{length}" for length in sorted(lengths - {seq_len}))
-        console.log(f"note       rows are as long as before the first stage of the run; seq_len takes {others} instead")
+        console.log(f"note       rows have the length of the run before its first stage; set seq_len for {others}")
     rows_in_training = trained.train.eval_batches * trained.train.micro_batch_size
     if config.num_batches is None and 0 < rows_in_training < len(dataset.held_out_rows):
-        console.log(f"note       evaluations while training take the first {rows_in_training:,} rows only")
+        console.log(f"note       evaluations during training use only the first {rows_in_training:,} rows")
     model = load_model(pretrained, model_config)
     batches = ((name, batch) for name, part in parts.items() for batch in part.batches(config))
     token_bytes = np.pad(tokenizer.token_bytes, (0, model_config.vocab_size - tokenizer.vocab_size))
@@ -124,13 +124,13 @@ def evaluate_documents(
 
 @dataclass(frozen=True)
 class Part:
-    """Documents whose losses are added up."""
+    """Documents with a common sum of losses."""
 
     run_config: Config
     dataset: Dataset
 
     def num_batches(self, config: EvaluateConfig) -> int:
-        """How many there are, or are wanted."""
+        """Returns the number of batches: all, or as many as configured."""
         if config.split == "train":
             assert config.num_batches is not None
             return config.num_batches
@@ -138,7 +138,7 @@ class Part:
         return held_out if config.num_batches is None else min(held_out, config.num_batches)
 
     def batches(self, config: EvaluateConfig) -> Iterator[Batch]:
-        """So many of them."""
+        """Yields that number of batches."""
         num_batches = self.num_batches(config)
         if config.split == "held_out":
             yield from held_out_batches(self.dataset, self.run_config, num_batches * self.run_config.train.micro_batch_size)
@@ -148,26 +148,26 @@ class Part:
 
 
 def find_run(config: EvaluateConfig, pretrained: Pretrained) -> Path:
-    """The YAML file whose documents are evaluated.
+    """Returns the YAML file of the documents to evaluate.
 
     Raises:
-        ConfigError: none is named, and the model is no run's.
+        ConfigError: no file is named, and the model is not from a run.
     """
     if config.data is not None:
         return Path(os.path.expanduser(config.data))
     path = pretrained.source.parent.parent / "config.yaml"  # of RUN/checkpoints/STEP
     if pretrained.tensors is not None or not path.is_file():
         raise ConfigError(
-            f"data: {pretrained.source} does not say what it was trained on; name the YAML file of a run or of its data"
+            f"data: {pretrained.source} does not name its training data; name the YAML file of a run or of its data"
         )
     return path
 
 
 def read_run(path: Path, model: ModelConfig) -> Config:
-    """The run in a YAML file; of one that has the section `data` alone, a run of this model on it.
+    """Reads the run in a YAML file; if the file has only the section `data`, creates a run of this model on it.
 
     Raises:
-        ConfigError: one line for every mistake in it.
+        ConfigError: the file has mistakes; one line for each.
     """
     if set(read_file(str(path), Problems()).content) != {"data"}:
         return load_config(path)
@@ -179,22 +179,22 @@ def read_run(path: Path, model: ModelConfig) -> Config:
 
 
 def adapt_run(run_config: Config, path: Path, config: EvaluateConfig, model: ModelConfig, tokenizer: Tokenizer) -> Config:
-    """The run in `path` with this model and its tokenizer, and with batches for this mesh.
+    """Returns the run in `path` with this model and its tokenizer, and with batches for this mesh.
 
     Raises:
-        ConfigError: the run has another tokenizer, or rows that do not fit model or mesh.
+        ConfigError: the run has another tokenizer, or rows that do not fit the model or the mesh.
     """
     named = run_config.data.tokenizer.path if config.data is not None else None
     if named is not None and load_tokenizer(Path(named).expanduser()).sha256 != tokenizer.sha256:
         raise ConfigError(
-            f"data: {path} names another tokenizer, {named}, than the model's {tokenizer.source}; remove"
+            f"data: {path} names the tokenizer {named}, not the model's {tokenizer.source}; remove"
             " data.tokenizer.path there to use the model's"
         )
     seq_len = config.seq_len or run_config.data.seq_len
     if seq_len > model.max_seq_len:
         raise ConfigError(
-            f"seq_len: rows of {seq_len} tokens, as {path} has them, are above the model's max_seq_len={model.max_seq_len};"
-            " set it to that or less"
+            f"seq_len: rows of {seq_len} tokens in {path} exceed the model's max_seq_len={model.max_seq_len};"
+            " set seq_len to that or less"
         )
     seq_shards = num_parts("seq", jax.sharding.get_mesh().shape)
     if seq_len % seq_shards:
@@ -205,16 +205,16 @@ def adapt_run(run_config: Config, path: Path, config: EvaluateConfig, model: Mod
         "train.global_batch_size": whole_batch(config.batch_size or run_config.train.micro_batch_size),
         "train.grad_accum_steps": 1,
         "train.eval_every": None,
-        "train.eval_batches": 0,  # `prepare` need not find any; `Part.batches` says how many
+        "train.eval_batches": 0,  # `prepare` need not find any; `Part.batches` sets the number
         "mesh": config.mesh,
         "distributed": config.distributed,
-        "hardware.gpu": "none",  # of the run, not of this machine
+        "hardware.gpu": "none",  # names the GPUs of the run, not of this machine
     }
     return run_config.changed(changes)
 
 
 def whole_batch(size: int) -> int:
-    """The size, rounded up to a multiple of the devices that share a batch."""
+    """Rounds the size up to a multiple of the devices that share a batch."""
     shards = num_parts("batch", jax.sharding.get_mesh().shape)
     return -(-size // shards) * shards
 
@@ -222,7 +222,7 @@ def whole_batch(size: int) -> int:
 def add_up(
     model: Llama, batches: Iterator[tuple[str, Batch]], token_bytes: Int32[np.ndarray, "V"]
 ) -> tuple[defaultdict[str, Losses], float]:
-    """The losses of named batches, at least one, by name, and the seconds it took after compiling."""
+    """Returns the losses of named batches, at least one, by name, and the seconds that they took after compiling."""
     first = next(batches)
     compiled = eval_step.lower(model, first[1], token_bytes).compile()
     started = time.monotonic()
@@ -234,7 +234,7 @@ def add_up(
 
 
 def print_losses(figures: dict[str, dict[str, Any]], tokens_per_sec: float) -> None:
-    """The table of all sources and their sum."""
+    """Prints the table of all sources and their sum."""
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
     for column in ("documents", "tokens", "bytes", "loss", "perplexity", "bits per byte"):
         table.add_column(column, justify="left" if column == "documents" else "right")

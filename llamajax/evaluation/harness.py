@@ -1,7 +1,7 @@
-"""EleutherAI's lm-evaluation-harness (extra `eval`) on a Llama: log-likelihoods and continuations, without torch.
+"""Runs EleutherAI's lm-evaluation-harness (extra `eval`) on a Llama: log-likelihoods and continuations, without torch.
 
-Rows are padded to few lengths, so that few programs are compiled. All processes of a run are given the same requests and
-find the same answers.
+Rows are padded to few lengths, so that few programs are compiled. All processes of a run get the same requests and compute
+the same answers.
 """
 
 # The harness is optional.
@@ -47,11 +47,11 @@ from llamajax.weights.loading import load_model
 from llamajax.weights.pretrained import Pretrained
 
 ROWS_PER_DEVICE = 8
-"""Rows at once on each of the devices that share a batch, unless `batch_size` says."""
+"""Number of rows at once on each device that shares a batch, unless `batch_size` sets it."""
 MAX_NEW_TOKENS = 256
-"""Tokens that are generated where a task sets no limit; the harness's own default."""
+"""Number of tokens to generate if a task sets no limit; the harness's own default."""
 RANDOM_SEED, EXAMPLES_SEED = 0, 1234
-"""The harness's own, so that the same examples are shown."""
+"""Seeds of the harness itself, so that the same examples are shown."""
 
 _GENERATION_SETTINGS = ("until", "max_gen_toks", "do_sample", "temperature", "top_k", "top_p", "min_p")
 
@@ -63,22 +63,22 @@ def evaluate_tasks(
 
     Args:
         config: what to evaluate.
-        pretrained: the model.
-        model_config: the same with the types to compute with.
-        tokenizer: the model's.
+        pretrained: the location of the model.
+        model_config: configuration of the model, with the types to compute in.
+        tokenizer: tokenizer of the model.
 
     Raises:
-        ConfigError: a task does not exist, or cannot be given to this model.
-        DataError: its files or data cannot be read.
+        ConfigError: a task does not exist, or does not work with this model.
+        DataError: files or data of a task cannot be read.
     """
     template = load_chat_template(pretrained.files, tokenizer) if config.apply_chat_template else None
     if config.apply_chat_template and template is None:
         raise ConfigError(f"apply_chat_template: {pretrained.files} has no chat template; put chat_template.jinja there")
     end_ids = find_ends(pretrained.ends(), tokenizer, template)
     random.seed(RANDOM_SEED)
-    np.random.seed(EXAMPLES_SEED)  # noqa: NPY002  (which the harness draws from)
+    np.random.seed(EXAMPLES_SEED)  # noqa: NPY002  (the harness draws from it)
     tasks = load_tasks(config)
-    limit: Any = config.limit  # a share, too, whatever the harness's type says
+    limit: Any = config.limit  # may be a share, despite the harness's type
     results: Any = evaluate(
         lm=LlamaLM(
             load_model(pretrained, model_config),
@@ -102,11 +102,11 @@ def evaluate_tasks(
 
 
 def load_tasks(config: EvaluateConfig) -> Any:
-    """The tasks that `config` names, as `lm_eval.evaluator.evaluate` takes them, with their data.
+    """Loads the tasks that `config` names, with their data, in the form that `lm_eval.evaluator.evaluate` takes.
 
     Raises:
-        ConfigError: there is no such task, or it needs what only the harness's own command does.
-        DataError: its files or data cannot be read.
+        ConfigError: there is no such task, or it needs features of the harness's own command.
+        DataError: files or data of a task cannot be read.
     """
     assert config.tasks is not None
     names = [name.strip() for name in config.tasks.split(",") if name.strip()]
@@ -114,7 +114,7 @@ def load_tasks(config: EvaluateConfig) -> Any:
     if config.include_path is not None:
         path = Path(os.path.expanduser(config.include_path))
         if not path.is_dir():
-            raise ConfigError(f"include_path: {path} is no directory; name the one with the YAML files of your tasks")
+            raise ConfigError(f"include_path: {path} is not a directory; name the one with the YAML files of your tasks")
         manager = TaskManager(include_path=str(path), include_defaults=False)
     if manager is None or not set(names) <= set(manager.all_subtasks):
         manager = TaskManager(include_path=config.include_path)  # takes seconds: thousands of files
@@ -122,28 +122,28 @@ def load_tasks(config: EvaluateConfig) -> Any:
         if not manager.match_tasks([name]):
             close = difflib.get_close_matches(name, manager.all_tasks, n=1)
             hint = f"did you mean {close[0]}?" if close else "`lm-eval ls tasks` lists them all"
-            raise ConfigError(f"tasks: {name!r} is no task, group or tag of lm-evaluation-harness; {hint}")
+            raise ConfigError(f"tasks: {name!r} is not a task, group or tag of lm-evaluation-harness; {hint}")
     try:
         loaded = manager.load(manager.match_tasks(names))
-    except Exception as error:  # of the network, of files, or in a task's own code
+    except Exception as error:  # from the network, from files, or from a task's own code
         reason = " ".join(str(error).split())[:300]
-        raise DataError(f"tasks: cannot be loaded: {type(error).__name__}: {reason}; see to it and try again") from error
+        raise DataError(f"tasks: cannot be loaded: {type(error).__name__}: {reason}; correct this and try again") from error
     for name, task in loaded["tasks"].items():
         if getattr(task, "UNSAFE_CODE", False) or getattr(task, "MULTIMODAL", False):
             why = "runs code that the model writes" if getattr(task, "UNSAFE_CODE", False) else "shows the model images"
             raise ConfigError(f"tasks: {name} {why}; leave it out, or export the model and use the harness's own command")
         default = task.get_config("num_fewshot")
-        if default is None or (config.num_fewshot is not None and default != 0):  # 0 in a task's file is meant
+        if default is None or (config.num_fewshot is not None and default != 0):  # 0 in a task's file is intentional
             task.set_config(key="num_fewshot", value=config.num_fewshot or 0)
         task.set_fewshot_seed(seed=EXAMPLES_SEED)
     return loaded
 
 
 class LlamaLM(TemplateLM):
-    """The harness's view of a model; see lm_eval.api.model.TemplateLM.
+    """Adapter of a model for the harness; see lm_eval.api.model.TemplateLM.
 
-    A text is begun as the tokenizer begins prompts, and special tokens written in it are plain text, unless a chat template
-    wrote it.
+    A text starts as the tokenizer starts prompts. Special tokens written in it are plain text, unless a chat template wrote
+    it.
     """
 
     def __init__(
@@ -156,14 +156,14 @@ class LlamaLM(TemplateLM):
         max_seq_len: int,
         batch_size: int,
     ) -> None:
-        """
+        """Creates the adapter.
         Args:
-            model: on the current mesh.
-            tokenizer: its own.
-            template: writes every prompt, when the harness is told to apply it.
+            model: the model, on the current mesh.
+            tokenizer: tokenizer of the model.
+            template: chat template for every prompt, if the harness applies one.
             end_ids: tokens that end a generated text.
-            max_seq_len: longest row, tokens; longer contexts lose their beginning.
-            batch_size: rows at once; a multiple of the devices that share a batch.
+            max_seq_len: maximum length of a row in tokens; longer contexts lose their beginning.
+            batch_size: number of rows at once; a multiple of the devices that share a batch.
         """
         super().__init__()
         self._model, self._tokenizer, self._template = model, tokenizer, template
@@ -176,20 +176,20 @@ class LlamaLM(TemplateLM):
 
     @property
     def prefix_token_id(self) -> int:
-        """What a text without a context follows."""
+        """Token before a text without a context."""
         return self._tokenizer.bos_id
 
     @property
     def tokenizer_name(self) -> str:
-        """Hashes of tokenizer and template, by which the harness knows its stored requests again."""
+        """Hashes of tokenizer and template, by which the harness recognizes its stored requests."""
         return self._tokenizer.sha256 + (self._template.sha256 if self._template else "")
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
-        """The template's text."""
+        """Returns the template's text."""
         return self._template.text if self._template and chat_template else None
 
     def apply_chat_template(self, chat_history: list[Message], add_generation_prompt: bool = True) -> str:
-        """The conversation as text; without a generation prompt, the last message is left open to be gone on with."""
+        """Returns the conversation as text; without a generation prompt, the last message stays open for continuation."""
         assert self._template is not None
         text = self._template.render(chat_history, add_generation_prompt=add_generation_prompt)
         if add_generation_prompt:
@@ -198,15 +198,17 @@ class LlamaLM(TemplateLM):
         return text[: text.rindex(last) + len(last)]
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
-        """The tokens of a text; unless `add_special_tokens` says otherwise, begun as the tokenizer begins prompts, if no
-        template wrote it."""
+        """Returns the tokens of a text.
+
+        Unless `add_special_tokens` says otherwise, a text that no template wrote starts as the tokenizer starts prompts.
+        """
         has_template = self._template is not None
         encode = self._tokenizer.encode_template_parts if has_template else self._tokenizer.encode_batch
         is_begun = not has_template if add_special_tokens is None else add_special_tokens
         return [*(self._tokenizer.prefix if is_begun else ()), *encode([string])[0].tolist()]
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = True) -> list[tuple[float, bool]]:
-        """(log-likelihood, whether it is the greedy one) of each continuation after its context."""
+        """Returns (log-likelihood, whether greedy decoding produces it) for each continuation after its context."""
         return super().loglikelihood(requests, disable_tqdm=disable_tqdm)
 
     def _loglikelihood_tokens(
@@ -229,7 +231,8 @@ class LlamaLM(TemplateLM):
         return results
 
     def _score(self, rows: Sequence[tuple[np.ndarray, int]]) -> tuple[np.ndarray, np.ndarray]:
-        """`score` of a batch of (text, number of its last tokens that are targets); fp32 and bool [batch_size]."""
+        """Calls `score` on a batch of (text, number of its last tokens that are targets); returns fp32 and bool
+        [batch_size]."""
         T = row_length(max(len(ids) for ids, _ in rows) - 1, self._seq_shards)
         tokens = np.zeros((self._batch_size, T), np.int32)
         targets = np.full((self._batch_size, T), IGNORE, np.int32)
@@ -243,7 +246,7 @@ class LlamaLM(TemplateLM):
         return np.asarray(logprobs), np.asarray(greedy)
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = True) -> list[float]:
-        """Log-likelihood of each text, from its beginning token on, in rows of the greatest length."""
+        """Returns the log-likelihood of each text, starting after its beginning token, in rows of the maximum length."""
         windows: list[tuple[int, list[int], list[int]]] = []
         for number, request in enumerate(requests):
             ids = self.tok_encode(request.arguments[0], add_special_tokens=False)
@@ -256,7 +259,7 @@ class LlamaLM(TemplateLM):
         return sums
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = True) -> list[str]:
-        """The continuation of each context, up to the first of its stop texts."""
+        """Returns the continuation of each context, up to the first of its stop texts."""
         groups: dict[str, list[int]] = {}
         for number, request in enumerate(requests):
             groups.setdefault(json.dumps(request.arguments[1], sort_keys=True), []).append(number)
@@ -268,10 +271,10 @@ class LlamaLM(TemplateLM):
         return texts
 
     def _generate(self, contexts: Sequence[str], settings: dict[str, Any]) -> list[str]:
-        """The continuations of contexts that share a task's `generation_kwargs`."""
+        """Returns the continuations of contexts with the same `generation_kwargs` of a task."""
         settings = dict(normalize_gen_kwargs(settings, MAX_NEW_TOKENS))
         if unknown := sorted(settings.keys() - set(_GENERATION_SETTINGS)):
-            say(f"warning    generation_kwargs: {', '.join(unknown)} of the task are left out")
+            say(f"warning    generation_kwargs: {', '.join(unknown)} of the task are ignored")
         max_tokens = settings["max_gen_toks"]
         longest_context = self._max_seq_len - max_tokens
         if longest_context < 1:
@@ -289,7 +292,7 @@ class LlamaLM(TemplateLM):
             max_seq_len=self._max_seq_len,
             end_ids=self._end_ids,
         )
-        # A task may ask for several continuations of one context, which only drawing makes different.
+        # A task may request several continuations of one context, which differ only by sampling.
         counts = Counter(contexts)
         num_samples = max(counts.values()) if temperature else 1
         prompts = [(self.tok_encode(context) or [self.prefix_token_id])[-longest_context:] for context in counts]

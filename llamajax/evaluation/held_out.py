@@ -1,4 +1,4 @@
-"""The loss on held-out documents while a run goes on."""
+"""Computes the loss on held-out documents during training."""
 
 import math
 from collections.abc import Callable
@@ -15,9 +15,10 @@ from llamajax.step.step import eval_step, one_behind
 def evaluate(
     config: Config, model: Llama, dataset: Dataset, num_rows: int, is_stopping: Callable[[], bool] = lambda: False
 ) -> dict[str, float] | None:
-    """Held-out loss in nats per token and in bits per byte of text, over the first `num_rows` rows; NaN without targets.
+    """Returns held-out loss in nats per token and in bits per byte of text, over the first `num_rows` rows; NaN without
+    targets.
 
-    None if `is_stopping`, which is asked before every batch, says so before the end.
+    Returns None if `is_stopping`, which is called before every batch, returns True before the end.
     """
     token_bytes = np.pad(dataset.tokenizer.token_bytes, (0, config.model.vocab_size - dataset.tokenizer.vocab_size))
     nats, num_tokens, num_bytes = 0.0, 0, 0

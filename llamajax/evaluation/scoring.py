@@ -1,6 +1,6 @@
-"""How likely a model finds given texts: the logarithm of the probability of chosen tokens of each row.
+"""Scores given texts under a model: the log probability of chosen tokens of each row.
 
-Only sums over a row leave the devices, and the logits of few tokens exist at once.
+Only sums over a row leave the devices, and only the logits of a few tokens exist at once.
 """
 
 from functools import partial
@@ -18,12 +18,12 @@ from llamajax.step.batch import IGNORE
 from llamajax.step.loss import MAX_CHUNK_LOGITS
 
 SHORTEST_ROW = 32
-"""Rows are at least this long, in tokens."""
+"""Minimum length of rows, in tokens."""
 
 
 def row_length(num_tokens: int, multiple: int) -> int:
-    """The length that a row of `num_tokens` is padded to: a power of two or one and a half times one, so that at most a
-    third is padding; rounded up to a multiple."""
+    """Returns the length to which a row of `num_tokens` is padded: a power of two, or one and a half times one, rounded up
+    to a multiple. At most a third is padding before this rounding."""
     length = SHORTEST_ROW
     while length < num_tokens:
         length = length * 3 // 2 if length & (length - 1) == 0 else length * 4 // 3
@@ -34,15 +34,15 @@ def row_length(num_tokens: int, multiple: int) -> int:
 def score(
     model: Llama, tokens: Int32[Array, "B T"], targets: Int32[Array, "B T"]
 ) -> tuple[Float32[Array, "B"], Bool[Array, "B"]]:
-    """How likely the targets of each row are, and whether each of them is the likeliest token at its place.
+    """Returns how likely the targets of each row are, and whether each of them is the likeliest token at its position.
 
     Args:
-        model: the Llama.
-        tokens: each row one text from its start, padded on the right with any token.
-        targets: the token after each, or `IGNORE`.
+        model: the model.
+        tokens: rows of one text each, from its start, padded on the right with any token.
+        targets: the token after each token, or `IGNORE`.
 
     Returns:
-        The sum of the logarithms of the targets' probabilities, and whether all are likeliest; both on every device.
+        Sum of the targets' log probabilities, and whether all targets are the likeliest; both on every device.
     """
     hidden, _ = model.hidden(tokens)
     hidden = jax.reshard(hidden, spec("batch", "seq", None))
@@ -62,7 +62,7 @@ def score(
 def _score_on_device(
     hidden: Float[Array, "b t D"], head: Float[Array, "v D"], targets: Int32[Array, "b t"], *, vocab_size: int
 ) -> tuple[Float32[Array, "b t"], Bool[Array, "b t"]]:
-    """One device's part of `score`."""
+    """Computes one device's part of `score`."""
     vocab_ids = row_ids(head, vocab_size)
 
     def score_token(token: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:

@@ -1,1 +1,1 @@
-"""Text from a model."""
+"""Generates text with a model."""

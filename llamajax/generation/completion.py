@@ -1,4 +1,4 @@
-"""Texts that go on from prompts: the token loop over a cache, where a text ends, and tokens as text while they come."""
+"""Continues prompts: the token loop over a cache, the end of a text, and the conversion of tokens to text as they arrive."""
 
 import time
 import zlib
@@ -20,7 +20,7 @@ from llamajax.parallel.sharding import spec
 from llamajax.step.batch import check_ids
 
 _CONTEXT_TOKENS = 8
-"""Tokens of the prompt that are decoded along with the first new ones: whether these begin with a space depends on them."""
+"""Number of prompt tokens decoded along with the first new ones, which determine whether these start with a space."""
 
 
 @dataclass(frozen=True)
@@ -28,69 +28,70 @@ class Completion:
     """A finished continuation."""
 
     text: str
-    """Without the stop text."""
+    """Text of the continuation, without the stop text."""
     tokens: tuple[int, ...]
-    """All that the model wrote, with the token that ends a text or those of the stop text."""
+    """All generated tokens, including the end token or the tokens of the stop text."""
     finish_reason: Literal["stop", "length"]
-    """`stop`: an end token or a stop text; `length`: `max_tokens`, or no room in `max_seq_len`."""
+    """`stop`: an end token or a stop text; `length`: `max_tokens`, or no room left in `max_seq_len`."""
     logprob: float
-    """Sum over the tokens of the logarithm of the probability that the model gives them, whatever the sampling."""
+    """Sum over the tokens of their log probability under the model, independent of the sampling."""
 
 
 @dataclass(frozen=True)
 class Piece:
-    """What a row wrote since its last piece."""
+    """Text that a row has produced since its last piece."""
 
     row: int
-    """Prompt p's sample s is row p * num_samples + s."""
+    """Row number; sample s of prompt p is row p * num_samples + s."""
     text: str
-    """Often empty: a character comes with its last byte, and what may begin a stop text once it does not."""
+    """Text of the piece. Often empty: a character comes with its last byte, and a possible stop text once it is ruled
+    out."""
     completion: Completion | None
-    """The whole, with the last piece."""
+    """The whole continuation, with the last piece only."""
 
 
 @dataclass
 class Stats:
-    """What writing took so far."""
+    """Time and tokens of generation so far."""
 
     prompt_tokens: int = 0
-    """Tokens read."""
+    """Number of prompt tokens read."""
     prefill_s: float = 0.0
-    """Seconds of reading them; the first new tokens come with it."""
+    """Seconds of reading prompts, which includes the first new tokens."""
     decoded_tokens: int = 0
-    """Tokens written after the first ones."""
+    """Number of tokens generated after the first ones."""
     decode_s: float = 0.0
-    """Seconds of writing them, and of what was done with the pieces meanwhile."""
+    """Seconds of generating them, including what the caller did with the pieces meanwhile."""
     compile_s: float = 0.0
-    """Seconds of compiling, which the others do not count."""
+    """Seconds of compiling, which the other times exclude."""
 
 
 class TextStream:
-    """The text of a continuation, told as its tokens come."""
+    """Converts the tokens of a continuation to text as they arrive."""
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], stop: Sequence[str]) -> None:
-        """Tells what follows `prompt`, up to the first of the texts in `stop`."""
+        """Starts the text that follows `prompt` and ends before the first of the texts in `stop`."""
         self.stopped = False
-        """Whether a stop text was written; it and what follows are not told."""
+        """Whether a stop text was generated; it and the text after it are not returned."""
         self._tokenizer = tokenizer
         self._stop = stop
-        # Decoding starts where a text was complete last, so that a long text does not take longer and longer.
+        # Decoding starts at the last complete text, so that a long text does not take longer and longer.
         self._context = list(prompt[-_CONTEXT_TOKENS:])
         self._incomplete: list[int] = []
         self._held = ""
 
     def push(self, token: int) -> str:
-        """The text that is certain with one more token."""
+        """Adds a token and returns the text that is now certain."""
         self._incomplete.append(token)
         text = self._decode()
-        # The bytes of a character that is not complete are decoded as this.
+        # The bytes of an incomplete character are decoded as this.
         if text and not text.endswith("\N{REPLACEMENT CHARACTER}"):
             self._context, self._incomplete = self._incomplete, []
             self._held += text
         return self._release(last=False)
 
     def finish(self) -> str:
-        """The rest of the text, when no token follows."""
+        """Returns the rest of the text when no token follows."""
         self._held += self._decode()
         return self._release(last=True)
 
@@ -99,7 +100,7 @@ class TextStream:
         return self._tokenizer.decode(self._context + self._incomplete)[len(before) :]
 
     def _release(self, *, last: bool) -> str:
-        # The one that is complete first, so that it does not matter how the text is cut into tokens.
+        # The stop text that is complete first wins, so that the division of the text into tokens does not matter.
         found = [(at + len(stop), at) for stop in self._stop if (at := self._held.find(stop)) >= 0]
         if found:
             self.stopped = True
@@ -111,11 +112,11 @@ class TextStream:
 
 
 class _Row:
-    """One continuation in the making."""
+    """A continuation in progress."""
 
     def __init__(self, number: int, sample: int, prompt: Sequence[int], limit: int, stream: TextStream) -> None:
         self.number, self.prompt, self.limit = number, prompt, limit
-        # Draws differ between the samples of a prompt and between prompts, but not with where the row lies.
+        # Draws differ between samples of a prompt and between prompts, but not with the position of the row.
         self.seed = zlib.crc32(np.array([sample, *prompt], "<i4").tobytes())
         self._stream = stream
         self._tokens: list[int] = []
@@ -123,7 +124,7 @@ class _Row:
         self._logprob = 0.0
 
     def take(self, token: int, logprob: float, end_ids: Collection[int]) -> Piece:
-        """What one more token adds."""
+        """Adds a token and returns the new piece."""
         self._tokens.append(token)
         self._logprob += logprob
         ended = token in end_ids
@@ -150,7 +151,7 @@ def _prefill(
     vocab_size: int,
     max_seq_len: int,
 ) -> tuple[jax.Array, jax.Array, KVCache]:
-    """Reads prompts: each row's first new token and the logarithm of its probability, [B], and the cache."""
+    """Reads prompts; returns each row's first new token and its log probability, [B], and the cache."""
     logits, cache = model.prefill(tokens, lengths, KVCache.empty(model.config, tokens.shape[0], max_seq_len))
     return *next_tokens(logits[:, :vocab_size], row_seeds, cache.lengths, key, sampling), cache
 
@@ -166,16 +167,16 @@ def _decode(
     sampling: Sampling,
     vocab_size: int,
 ) -> tuple[jax.Array, jax.Array, KVCache]:
-    """Reads each row's newest token; gives the one after it, likewise."""
+    """Reads each row's newest token and returns the next one, in the same form."""
     logits, cache = model.decode(jax.reshard(tokens, spec("batch")), cache)
     return *next_tokens(logits[:, :vocab_size], row_seeds, cache.lengths, key, sampling), cache
 
 
 class Completer:
-    """A model that writes: its two steps, each compiled when it first meets a size, and what they took.
+    """A model that generates: its two steps, each compiled for every new size, and the time they took.
 
-    Sizes are powers of two: the longest prompt of a call for the first step, and that with `max_tokens` for the cache.
-    Calls of equal sizes find their steps compiled.
+    Sizes are powers of two: the longest prompt of a call for the first step, and that plus `max_tokens` for the cache. Calls
+    of equal sizes reuse the compiled steps.
     """
 
     def __init__(
@@ -188,13 +189,13 @@ class Completer:
         max_seq_len: int,
         end_ids: Collection[int],
     ) -> None:
-        """
+        """Prepares generation.
         Args:
-            model: on the current mesh.
-            tokenizer: its own; ids that it does not know are never written.
-            sampling: how tokens are chosen.
+            model: the model, on the current mesh.
+            tokenizer: tokenizer of the model; ids that it does not have are never generated.
+            sampling: settings for choosing tokens.
             key: a PRNG key that all draws come from.
-            max_seq_len: tokens of prompt and continuation together, at most.
+            max_seq_len: maximum number of tokens of prompt and continuation together.
             end_ids: tokens that end a text.
         """
         self.stats = Stats()
@@ -215,11 +216,11 @@ class Completer:
         """Continues every prompt; batches come in order, the rows of a batch interleaved.
 
         Args:
-            prompts: token ids, each at least one.
-            max_tokens: of each continuation, at most.
-            stop: texts that end a continuation and are not told.
+            prompts: token ids, at least one per prompt.
+            max_tokens: maximum number of tokens of each continuation.
+            stop: texts that end a continuation and are not returned.
             num_samples: continuations per prompt.
-            batch_size: rows written at once; rounded up to a multiple of the devices that share a batch.
+            batch_size: rows generated at once; rounded up to a multiple of the devices that share a batch.
 
         Raises:
             DataError: a prompt leaves no room in `max_seq_len`, or has tokens that the model lacks.
@@ -263,7 +264,7 @@ class Completer:
         while unfinished:
             num_written += 1
             values = drawn, logprobs
-            # The device goes on while the host reads; for nothing, should all rows turn out to have ended.
+            # The device continues while the host reads; in vain if all rows turn out to have ended.
             if num_written < max(row.limit for row in unfinished.values()):
                 drawn, logprobs, cache = decode(self._model, self._key, row_seeds, drawn, cache)
             ids, row_logprobs = (np.asarray(value) for value in values)
@@ -288,7 +289,7 @@ class Completer:
 
 
 def _power_of_two(size: int) -> int:
-    """The smallest that is not below `size`."""
+    """Returns the smallest power of two that is not below `size`."""
     return 1 << (size - 1).bit_length()
 
 
@@ -297,11 +298,11 @@ def _round_up(size: int, multiple: int) -> int:
 
 
 def check_prompts(prompts: Sequence[Sequence[int]], max_seq_len: int, vocab_size: int) -> None:
-    """Refuses prompts that leave no room for a continuation, which `max_seq_len` tokens include, or have tokens that the
-    model, of `vocab_size` rows, has no embedding for.
+    """Rejects prompts without room for a continuation within `max_seq_len` tokens, or with tokens that a model of
+    `vocab_size` rows has no embedding for.
 
     Raises:
-        DataError: naming the first one, counted from 1.
+        DataError: a prompt is invalid; the message names the first one, counted from 1.
     """
     for number, prompt in enumerate(prompts, start=1):
         if len(prompt) >= max_seq_len:
@@ -310,10 +311,10 @@ def check_prompts(prompts: Sequence[Sequence[int]], max_seq_len: int, vocab_size
 
 
 def encode_prompt(tokenizer: Tokenizer, prompt: str, seq_len: int) -> list[int]:
-    """The tokens of a run's sample prompt.
+    """Returns the tokens of a run's sample prompt.
 
     Raises:
-        DataError: they leave no room in a row of `seq_len`.
+        DataError: the tokens leave no room in a row of `seq_len`.
     """
     tokens = tokenizer.encode_prompt(prompt)
     if len(tokens) >= seq_len:
@@ -324,9 +325,9 @@ def encode_prompt(tokenizer: Tokenizer, prompt: str, seq_len: int) -> list[int]:
 def stream_text(
     model: Llama, tokenizer: Tokenizer, prompt: str, *, max_tokens: int, temperature: float, key: jax.Array, seq_len: int
 ) -> Iterator[str]:
-    """The continuation of a run's sample prompt in pieces, as the model writes it.
+    """Yields the continuation of a run's sample prompt in pieces, as the model generates it.
 
-    Writing ends at the tokenizer's end-of-text, after `max_tokens`, or when a row of `seq_len` is full.
+    Generation ends at the tokenizer's end-of-text, after `max_tokens`, or when a row of `seq_len` is full.
 
     Raises:
         DataError: the prompt leaves no room in the row.

@@ -1,4 +1,4 @@
-"""What texts go on from: prompts as they are given, as tokens, and the tokens that end a continuation."""
+"""Reads prompts, converts them to tokens, and finds the tokens that end a continuation."""
 
 import json
 from collections.abc import Sequence
@@ -16,33 +16,34 @@ from llamajax.errors import DataError
 
 @dataclass(frozen=True)
 class Prompt:
-    """A text to go on from, or a conversation to answer."""
+    """A text to continue, or a conversation to answer."""
 
     text: str
-    """The text; of a conversation, its last message's."""
+    """The text; for a conversation, the text of its last message."""
     messages: tuple[Message, ...] | None = None
-    """The conversation."""
+    """The conversation, or None."""
     variables: dict[str, Any] = field(default_factory=dict)
-    """What the chat template is told besides, such as `tools`."""
+    """Additional variables for the chat template, such as `tools`."""
 
     def in_chat(self, system: str | None) -> "Prompt":
-        """A text as a user's message after the system's; a conversation as it is."""
+        """Turns a text into a user message after a system message; returns a conversation unchanged."""
         if self.messages is not None:
             return self
         first = () if system is None else ({"role": "system", "content": system},)
         return Prompt(self.text, (*first, {"role": "user", "content": self.text}))
 
     def encode(self, tokenizer: Tokenizer, template: ChatTemplate | None, *, parse_special: bool = False) -> Sequence[int]:
-        """Token ids, at least one; a text begins as the tokenizer begins prompts, a conversation as its template does.
+        """Returns token ids, at least one. A text starts as the tokenizer starts prompts, a conversation as its template
+        does.
 
-        With `parse_special`, a text may itself write special tokens; also the one that prompts begin with, which is then not
-        put before it.
+        With `parse_special`, a text may itself contain special tokens. If it starts with the token that prompts start with,
+        that token is not added again.
 
         Raises:
-            DataError: the template refuses the conversation.
+            DataError: the template rejects the conversation.
         """
         if self.messages is not None:
-            assert template is not None, "whoever has conversations finds a template first"
+            assert template is not None, "callers with conversations load a template first"
             return chat_tokens.encode_messages(template, tokenizer, self.messages, self.variables).tolist()
         if not parse_special:
             return tokenizer.encode_prompt(self.text)
@@ -50,7 +51,7 @@ class Prompt:
         return ids if begin and ids[: len(begin)] == begin else [*begin, *ids] or [tokenizer.bos_id]
 
     def has_special(self, tokenizer: Tokenizer) -> bool:
-        """Whether it is a text that holds the name of a special token, which is read as text unless `encode` is told."""
+        """Returns whether this is a text with the name of a special token, which `encode` reads as text by default."""
         if self.messages is not None:
             return False
         special = {token for token in tokenizer.encode_template(self.text).tolist() if not tokenizer.token_bytes[token]}
@@ -58,11 +59,11 @@ class Prompt:
 
 
 def read_prompts(path: Path) -> list[Prompt]:
-    """The prompts in a file: one per line, or JSON with `prompt` or `messages` in every line of a .jsonl; empty lines
-    are left out.
+    """Reads the prompts in a file: one per line, or JSON with `prompt` or `messages` in every line of a .jsonl. Empty lines
+    are skipped.
 
     Raises:
-        DataError: it cannot be read, or has none, or a line that is none.
+        DataError: the file cannot be read, has no prompts, or has an invalid line.
     """
     try:
         lines = read_again(path.read_bytes).decode("utf-8-sig").split("\n")
@@ -102,7 +103,7 @@ def _read_line(line: str, where: str) -> Prompt:
 
 
 def _read_conversation(fields: dict[str, Any], where: str) -> Prompt:
-    """As training reads it: with the `system` and `tools` of the line, calls, thoughts and text parts."""
+    """Reads a conversation as training does: with `system` and `tools` of the line, calls, thoughts and text parts."""
     try:
         conversation = question_of(fields)
     except ValueError as error:
@@ -112,13 +113,12 @@ def _read_conversation(fields: dict[str, Any], where: str) -> Prompt:
 
 
 def find_ends(own: Sequence[int], tokenizer: Tokenizer, template: ChatTemplate | None) -> frozenset[int]:
-    """The tokens that end a continuation.
+    """Returns the tokens that end a continuation.
 
     Args:
-        own: what the model's own configurations say.
-        tokenizer: whose end of a text is one of them.
-        template: the chat template, if it is used: a special token that it writes behind what the assistant says is
-            one, too.
+        own: end tokens from the model's own configuration.
+        tokenizer: the tokenizer; its end of text is one of them.
+        template: the chat template, if used: a special token that it puts after an assistant's message is one of them, too.
     """
     of_template = None if template is None else chat_tokens.end_token(template, tokenizer)
     return frozenset({tokenizer.eos_id, *own, *(() if of_template is None else (of_template,))})

@@ -1,7 +1,7 @@
-"""The next token from a model's logits: the likeliest, or one drawn from what the filters leave.
+"""Chooses the next token from a model's logits: the likeliest one, or a draw from those that pass the filters.
 
-A draw depends on the seed, the row's own seed and the token's position alone, so that the same text is written on
-every mesh and whatever else is in the batch.
+A draw depends only on the seed, the row's own seed and the position of the token, so the text is the same on every mesh and
+in every batch.
 """
 
 from dataclasses import dataclass
@@ -17,22 +17,23 @@ from llamajax.parallel.sharding import spec
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How a token is chosen; filters are applied in the order of the fields, each to what the one before left."""
+    """Settings for choosing a token. Filters are applied in the order of the fields, each to the result of the previous
+    one."""
 
     temperature: float = 0.0
-    """Logits are divided by it; 0 takes the likeliest token and ignores the filters."""
+    """Divisor of the logits; 0 takes the likeliest token and ignores the filters."""
     top_k: int | None = None
-    """Keep this many of the likeliest tokens, and those that are as likely as the last of them."""
+    """Number of likeliest tokens to keep, plus any that are as likely as the last of them."""
     top_p: float | None = None
-    """Keep the fewest of the likeliest tokens that have this probability together (arXiv:1904.09751)."""
+    """Total probability of the smallest set of likeliest tokens to keep (arXiv:1904.09751)."""
     min_p: float | None = None
-    """Keep tokens that are at least this share as likely as the likeliest (arXiv:2407.01082)."""
+    """Minimum probability of tokens to keep, relative to the likeliest one (arXiv:2407.01082)."""
 
 
 def keep_likely(scores: Float32[Array, "V"], sampling: Sampling) -> Float32[Array, "V"]:
-    """One row's scores (logits divided by the temperature), with -inf for tokens that the filters drop.
+    """Filters one row's scores (logits divided by the temperature): tokens that the filters drop become -inf.
 
-    At least one token is left.
+    At least one token remains.
     """
     V = scores.shape[0]
     if sampling.top_k is not None and sampling.top_k < V:
@@ -55,16 +56,16 @@ def next_tokens(
     key: jax.Array,
     sampling: Sampling,
 ) -> tuple[Int32[Array, "B"], Float32[Array, "B"]]:
-    """One token per row, and the logarithm of the probability that the model itself gives it.
+    """Returns one token per row, and its log probability under the model itself.
 
-    Every device works on its own rows.
+    Every device processes its own rows.
 
     Args:
         logits: sharded ("batch", None).
-        row_seeds: sharded ("batch"): rows with equal numbers draw alike.
-        positions: sharded ("batch"): place of the new token in its sequence.
+        row_seeds: sharded ("batch"); rows with equal seeds draw the same.
+        positions: sharded ("batch"); position of the new token in its sequence.
         key: a PRNG key, the same on all devices.
-        sampling: how to choose.
+        sampling: the settings.
 
     Returns:
         Both on every device.
@@ -76,7 +77,8 @@ def next_tokens(
         if sampling.temperature == 0:
             token = jnp.argmax(logits)
         else:
-            # The likeliest at 0, and no temperature below what fp32 holds: colder still, 0 / 0 would be left of all scores.
+            # The maximum becomes 0, and the temperature at least the smallest fp32 number: below that, 0 / 0 remains of all
+            # scores.
             temperature = max(sampling.temperature, float(jnp.finfo(jnp.float32).tiny))
             scores = keep_likely((logits - jnp.max(logits)) / temperature, sampling)
             token = jax.random.categorical(jax.random.fold_in(jax.random.fold_in(key, row_seed), position), scores)

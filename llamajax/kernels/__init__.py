@@ -1,1 +1,1 @@
-"""Attention behind one door: the plain form, and kernels that do in one pass what XLA would do in many."""
+"""Attention kernels behind one entry point: a plain form, and fused kernels that do in one pass what XLA does in many."""

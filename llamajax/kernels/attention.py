@@ -1,4 +1,4 @@
-"""The one door to attention: what a query sees, in which form split rows are seen, and which kernel computes it."""
+"""The entry point of attention: applies the mask, the form of split rows and the kernel that computes the scores."""
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
@@ -23,26 +23,26 @@ def attend(
     sequence: SequenceForm = "gather",
     with_lse: bool = False,
 ) -> tuple[Queries, LogSumExp | None]:
-    """softmax(scale * q k^T) v over the keys a query may see, scores and softmax in fp32.
+    """Returns softmax(scale * q k^T) v over the keys that a query may see, with scores and softmax in fp32.
 
     Args:
         q: queries.
         k: keys of the same tokens.
-        v: their values.
+        v: values of the same tokens.
         mask: which keys a query sees.
-        scale: of the scores.
-        past: keys and values of each row's tokens before; then T is 1, not split, and the mask has no segments.
-        kernel: what computes it, see `llamajax.kernels.choice`. A past has a form of its own.
-        sequence: how rows that are split are seen; `auto` is `gather`. For `ring`, tokens lie as
-            `llamajax.parallel.sequence.laid_out` lays them.
-        with_lse: whether to give the log-sum-exp of the scores, by which attention to parts of the keys is put together.
+        scale: factor of the scores.
+        past: keys and values of each row's earlier tokens; then T is 1 and not split, and the mask has no segments.
+        kernel: kernel that computes attention, see `llamajax.kernels.choice`. Attention to a past always uses its own form.
+        sequence: form of attention to split rows; `auto` means `gather`. For `ring`, tokens are in the order of
+            `llamajax.parallel.sequence.laid_out`.
+        with_lse: whether to return the log-sum-exp of the scores, which combines attention to parts of the keys.
 
     Returns:
-        The mean values, of q's dtype and sharding; and the log-sum-exp where it is asked for, sharded as q's first dims.
-        What the backward pass needs of them remat knows as `attention`, or by `cudnn.is_kernel`.
+        The weighted means of the values, with q's dtype and sharding; and, on request, the log-sum-exp, sharded as q's first
+        dims. Backward residuals carry the checkpoint name `attention` (for cuDNN, match `cudnn.is_kernel`).
 
     Raises:
-        ConfigError: the kernel was asked for and cannot.
+        ConfigError: the requested kernel cannot compute this attention.
     """
     if past is not None:
         return cached.attend(q, k, v, past, mask.window, scale, with_lse=with_lse)
@@ -66,7 +66,8 @@ def attend(
 def with_sight(
     mask: Mask, q: jax.ShapeDtypeStruct, *, kernel: AttentionKernel = "auto", sequence: SequenceForm = "gather"
 ) -> Mask:
-    """The mask with what the kernel finds out of it, once for all layers; for queries like `q`, see `attend`."""
+    """Returns the mask with the data that the kernel derives from it, computed once for all layers; `q` has the shape of the
+    queries, see `attend`."""
     chosen = _choice(kernel, q, mask, sequence)
     if chosen == "tokamax":
         return tokamax_kernel.see(mask)

@@ -1,7 +1,8 @@
-"""Attention of some queries to some keys, as a part of attention to more: by their log-sum-exp parts make a whole, and the
-backward pass of a part is that of the whole, as these keys see it (FlashAttention, arXiv:2205.14135, appendix B).
+"""Attention of some queries to a block of keys, as a part of attention to more keys. The log-sum-exp merges parts into a
+whole, and the backward pass of a part is the whole's backward pass restricted to its keys (FlashAttention, arXiv:2205.14135,
+appendix B).
 
-Everything here is on one device, within `shard_map`. Like a fused kernel it keeps no scores from forward to backward.
+Everything here runs on one device, within `shard_map`. Like a fused kernel, it keeps no scores from forward to backward.
 """
 
 from functools import partial
@@ -18,23 +19,23 @@ from llamajax.kernels.tiles import Documents, Sight
 
 
 class How(NamedTuple):
-    """How blocks are attended to."""
+    """Static arguments of attention to a block."""
 
     window: int | None
     scale: float
     interpret: bool
     language: Language | None
-    """Of the kernel of `llamajax.kernels.pallas`, which skips what no query sees, and whose tokens follow one another in
-    their row; None: without it."""
+    """Language of the kernel in `llamajax.kernels.pallas`, which skips scores that no query sees and needs tokens that are
+    consecutive in their row. None: compute without that kernel."""
 
 
 class Place(NamedTuple):
-    """Where tokens stand."""
+    """Positions and documents of tokens."""
 
     indices: Int32[Array, "b t"]
-    """In their row."""
+    """Index of each token in its row."""
     segment_ids: Int32[Array, "b t"] | None
-    """None: every row is one document."""
+    """Document of each token; None: every row is one document."""
 
 
 class Part(NamedTuple):
@@ -47,7 +48,7 @@ class Part(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """What a part adds to the gradients."""
+    """Contributions of a part to the gradients."""
 
     q: Float32[Array, "b t K G H"]
     k: Float32[Array, "b s K H"]
@@ -55,7 +56,7 @@ class Gradients(NamedTuple):
 
 
 def merge(part: Part, other: Part) -> Part:
-    """Attention to the keys of both; every query sees a key of the first."""
+    """Returns attention to the keys of both parts; every query must see a key of the first."""
     lse = jnp.logaddexp(part.lse, other.lse)
     share, other_share = (jnp.exp(one.lse - lse)[..., None] for one in (part, other))
     return Part(share * part.out + other_share * other.out, lse)
@@ -69,7 +70,7 @@ def attend_block(
     k_place: Place,
     how: How,
 ) -> Part:
-    """softmax(scale * q k^T) v over those of the keys that a query sees, see `llamajax.kernels.plain.Mask`.
+    """Returns softmax(scale * q k^T) v over the keys that a query sees, see `llamajax.kernels.plain.Mask`.
 
     Scores, softmax and results are fp32.
     """
@@ -79,11 +80,11 @@ def attend_block(
         return Part(out, by_query(lse, k.shape[2]))
 
     def attend_chunk(chunk: tuple[jax.Array, Place]) -> Part:
-        # As one with the queries: alone, masks are the same for all layers and would be made once and kept, whole.
+        # Tied to the queries: alone, masks are the same for all layers, and XLA would compute them once and keep them whole.
         q, place = jax.lax.optimization_barrier(chunk)
         scores = _scores(q, k, _visible(place, k_place, how.window), how.scale)
         with jax.named_scope("scores"):
-            largest = jnp.maximum(jnp.max(scores, axis=-1), jnp.finfo(jnp.float32).min)  # -inf - -inf is no number
+            largest = jnp.maximum(jnp.max(scores, axis=-1), jnp.finfo(jnp.float32).min)  # -inf - -inf is NaN
             exps = jnp.exp(scores - largest[..., None])
             total = jnp.sum(exps, axis=-1)
         out = jnp.einsum("BKGTS,BSKH->BTKGH", exps.astype(q.dtype), v, preferred_element_type=jnp.float32)
@@ -106,18 +107,19 @@ def attend_block_backward(
     k_place: Place,
     how: How,
 ) -> Gradients:
-    """The block's part of the gradients of attention to all keys; scores and sums are fp32.
+    """Returns the block's contribution to the gradients of attention to all keys; scores and sums are fp32.
 
     Args:
-        q: the block's queries; and so `k`, `v` and where they stand.
-        k: see above.
-        v: see above.
-        lse: over all keys that the queries see, in whichever block.
+        q: queries of the block.
+        k: keys of the block.
+        v: values of the block.
+        lse: log-sum-exp over all keys that the queries see, in every block.
         d_out: gradient of the whole output, in q's dtype.
-        d_lse: gradient of the logarithms of the weights' sums: that of `lse`, less the product of `d_out` and the output.
-        q_place: see above.
-        k_place: see above.
-        how: as for the forward pass.
+        d_lse: gradient of the logarithms of the weights' sums: the gradient of `lse` minus the product of `d_out` and the
+            output.
+        q_place: positions of the queries.
+        k_place: positions of the keys.
+        how: same as in the forward pass.
     """
     if how.language is not None:
         seen = _sight(q_place, k_place, q.shape[-1], how.window)

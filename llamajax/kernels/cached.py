@@ -1,4 +1,4 @@
-"""Attention of one new token per row to those that were read before it, for decoding."""
+"""Attention of one new token per row to the row's earlier tokens, for decoding."""
 
 from functools import partial
 from typing import NamedTuple
@@ -13,12 +13,12 @@ from llamajax.parallel.sharding import spec
 
 
 class Past(NamedTuple):
-    """What one layer keeps of the tokens that each row has read; row b's token at position p lies in slot p."""
+    """Cached keys and values of one layer; the token of row b at position p is in slot p."""
 
     keys: Float[Array, "B K S H"]
     """Sharded ("batch", "kv_heads", "seq", "head_dim")."""
     values: Float[Array, "B K S H"]
-    """Likewise."""
+    """Sharded like `keys`."""
     lengths: Int32[Array, "B"]
     """Slots in use, sharded ("batch")."""
 
@@ -26,14 +26,15 @@ class Past(NamedTuple):
 def attend(
     q: Queries, k: Keys, v: Keys, past: Past, window: int | None, scale: float, *, with_lse: bool = False
 ) -> tuple[Queries, LogSumExp | None]:
-    """As `llamajax.kernels.attention.attend`, over each row's past and its newest token, which is not in it yet."""
+    """Computes `llamajax.kernels.attention.attend` over each row's past and its newest token, which the past does not
+    contain yet."""
     q_spec, kv_spec = spec("batch", None, "kv_heads", None, "head_dim"), spec("batch", None, "kv_heads", "head_dim")
     past_spec, out_specs = spec("batch", "kv_heads", "seq", "head_dim"), (q_spec, spec("batch", None, "kv_heads", None))
     in_specs = (q_spec, kv_spec, kv_spec, past_spec, past_spec, spec("batch"))
 
     @partial(jax.shard_map, in_specs=in_specs, out_specs=out_specs)
     def on_device(q: jax.Array, k: jax.Array, v: jax.Array, keys: jax.Array, values: jax.Array, lengths: jax.Array):
-        """Every device of the sequence axis sums over its slots, then they meet."""
+        """Each device of the sequence axis sums over its own slots; then the sums are reduced."""
         q, k, v = q[:, 0], k[:, 0], v[:, 0]
         own_slots = keys.shape[2]
         slots = jax.lax.axis_index(axes_of("seq")) * own_slots + jnp.arange(own_slots)

@@ -1,4 +1,4 @@
-"""Which kernel computes attention: told by the device, the shape and what queries see, with the reason."""
+"""Chooses the kernel that computes attention from the device, the shape and the mask, and says why."""
 
 import importlib.metadata
 import os
@@ -18,13 +18,13 @@ GPU_PLATFORMS = ("gpu", "cuda")
 
 
 def is_on_gpu() -> bool:
-    """Whether the current mesh is of GPUs, here or described ones."""
+    """Returns whether the current mesh consists of GPUs, real or described."""
     device = jax.sharding.get_abstract_mesh().abstract_device
     return device is not None and device.platform in GPU_PLATFORMS
 
 
 def compute_capability() -> tuple[int, ...] | None:
-    """CUDA's version of the architecture of the GPU that is compiled for, here or described; None: it is none."""
+    """Returns the CUDA compute capability of the target GPU, real or described; None: the target is no GPU."""
     device = get_default_device()
     if device.platform not in GPU_PLATFORMS:
         return None
@@ -32,19 +32,19 @@ def compute_capability() -> tuple[int, ...] | None:
 
 
 class Site(NamedTuple):
-    """What attention is to be computed, and on what."""
+    """Properties of the attention to compute and of its device that decide which kernels can run."""
 
     is_gpu: bool
     dtype: str
     head_dim: int
     closes_documents: bool
     form: SequenceForm
-    """How rows that are split are seen."""
+    """Form of attention to rows that are split."""
     splits_rows: bool
     with_lse: bool = False
-    """Whether the log-sum-exp is asked for too."""
+    """Whether the log-sum-exp is requested too."""
     capability: tuple[int, ...] | None = None
-    """CUDA's version of the GPUs' architecture; None: not known."""
+    """CUDA compute capability of the GPUs; None: unknown."""
 
     @staticmethod
     def of(
@@ -55,17 +55,17 @@ class Site(NamedTuple):
         is_gpu: bool,
         capability: tuple[int, ...] | None = None,
     ) -> "Site":
-        """Of training `model` on mesh axes of these sizes."""
+        """Returns the site of training `model` on mesh axes of these sizes."""
         closes_documents, splits_rows = not model.attend_across_documents, num_parts("seq", axes) > 1
         dtype, head_dim = model.compute_dtype, model.head_dim
         return Site(is_gpu, dtype, head_dim, closes_documents, form, splits_rows, capability=capability)
 
 
 def choose(asked: AttentionKernel, site: Site) -> tuple[Kernel, str]:
-    """The kernel that is asked for, or that `auto` comes to, and why, in one line.
+    """Returns the requested kernel, or the kernel that `auto` resolves to, and the reason in one line.
 
     Raises:
-        ConfigError: the one that is asked for cannot.
+        ConfigError: the requested kernel cannot compute this attention.
     """
     if asked != "auto":
         if reason := obstacle(asked, site):
@@ -75,14 +75,14 @@ def choose(asked: AttentionKernel, site: Site) -> tuple[Kernel, str]:
     if not site.is_gpu:
         return "plain", "there is no GPU"
     if not (of_cudnn := obstacle("cudnn", site)):
-        return "cudnn", "the fastest that takes such rows"
+        return "cudnn", "the fastest kernel that supports these rows"
     if not (of_pallas := obstacle("pallas", site)):
         return "pallas", f"cudnn cannot be used: {of_cudnn}"
-    return "plain", f"cudnn cannot be used: {of_cudnn}; nor can pallas: {of_pallas}"
+    return "plain", f"cudnn cannot be used: {of_cudnn}; pallas cannot be used: {of_pallas}"
 
 
 def obstacle(kernel: Kernel, site: Site) -> str | None:
-    """Why a kernel cannot compute it; None if it can."""
+    """Returns why a kernel cannot compute this attention; None if it can."""
     match kernel:
         case "plain":
             return None
@@ -97,7 +97,7 @@ def obstacle(kernel: Kernel, site: Site) -> str | None:
 
 
 def can_fuse(model: ModelConfig, axes: Mapping[str, int], form: SequenceForm) -> bool:
-    """Whether some fused kernel computes attention in this form on GPUs."""
+    """Returns whether some fused kernel computes attention in this form on GPUs."""
     asked = model.attention_kernel
     kernels: tuple[Kernel, ...] = ("cudnn", "pallas") if asked == "auto" else (asked,)
     site = Site.of(model, axes, form, is_gpu=True)
@@ -105,66 +105,67 @@ def can_fuse(model: ModelConfig, axes: Mapping[str, int], form: SequenceForm) ->
 
 
 MAX_PALLAS_HEAD_DIM = 256
-"""Of which a tile and its gradients keep to a core's registers and shared memory."""
+"""Widest head with tiles and gradients that fit into a core's registers and shared memory."""
 
 
 WIDE_CAPABILITIES = ((8, 0), (9, 0))
-"""CUDA's versions of A100 and Hopper, which hold the tiles of heads up to `MAX_PALLAS_HEAD_DIM`. Others hold heads up to
-`NARROW`: 8.6, 8.9 and 12.0 have 99 KiB of shared memory per block, where wider heads take 104 and more, and 10.0 has 512
-columns of tensor memory, where they take 528."""
+"""CUDA compute capabilities of A100 and Hopper, which hold the tiles of heads up to `MAX_PALLAS_HEAD_DIM`. Other GPUs hold
+heads up to `NARROW`: 8.6, 8.9 and 12.0 have 99 KiB of shared memory per block, and wider heads need 104 or more; 10.0 has
+512 columns of tensor memory, and wider heads need 528."""
 NARROW = 128
 
 
 def _of_pallas(site: Site) -> str | None:
-    """And of the same kernels in Triton's own language."""
+    """Returns the obstacle for the Pallas kernels, which also holds for the same kernels in Triton's own language."""
     if site.head_dim > MAX_PALLAS_HEAD_DIM:
-        return f"model.head_dim is {site.head_dim}, and it takes up to {MAX_PALLAS_HEAD_DIM}"
+        return f"model.head_dim is {site.head_dim}, and the kernel supports up to {MAX_PALLAS_HEAD_DIM}"
     if site.head_dim > NARROW and site.capability not in (None, *WIDE_CAPABILITIES):
         own = ".".join(map(str, site.capability))
-        return f"model.head_dim is {site.head_dim}, and a core of compute capability {own} holds its tiles up to {NARROW}"
+        return f"model.head_dim is {site.head_dim}, and compute capability {own} holds tiles of at most {NARROW}"
     if site.is_gpu and site.dtype not in ("bfloat16", "float16"):
-        return f"model.compute_dtype is {site.dtype}, and on GPUs it takes bfloat16 and float16"
+        return f"model.compute_dtype is {site.dtype}, and on GPUs the kernel supports bfloat16 and float16"
     return None
 
 
 TRITON = "3.7"
-"""Versions whose first form of kernels XLA is seen to take, and whose private modules make it; as in pyproject.toml."""
+"""Triton version with kernel IR that XLA accepts and with the private modules that we use; the same as in pyproject.toml."""
 
 
 def _of_interpreter(site: Site) -> str | None:
-    """Triton is told before its first import whether it compiles or interprets."""
+    """Returns the obstacle in Triton's mode: it reads TRITON_INTERPRET at its first import and then compiles or
+    interprets."""
     interprets = os.environ.get("TRITON_INTERPRET") == "1"
     if site.is_gpu and interprets:
-        return "TRITON_INTERPRET=1 is in the environment, by which Triton compiles nothing"
+        return "TRITON_INTERPRET=1 is set, so Triton compiles nothing; unset it"
     if not site.is_gpu and not interprets:
-        return "it needs NVIDIA GPUs, or TRITON_INTERPRET=1 in the environment, by which Triton interprets it, slowly"
+        return "it needs NVIDIA GPUs, or TRITON_INTERPRET=1 in the environment to interpret it, slowly"
     return None
 
 
 MAX_CUDNN_HEAD_DIM = 128
-"""Widest head that cuDNN takes on every GPU with bfloat16; Hopper's would go to 256."""
+"""Widest head that cuDNN supports on every GPU with bfloat16; on Hopper it supports up to 256."""
 
 
 def _of_cudnn(site: Site) -> str | None:
     if not site.is_gpu:
         return "it needs NVIDIA GPUs"
     if site.with_lse:
-        return "jax gives its log-sum-exp in 16 bits and without a gradient"
+        return "jax returns its log-sum-exp in 16 bits and without a gradient"
     if site.dtype not in ("bfloat16", "float16"):
-        return f"model.compute_dtype is {site.dtype}, and it takes bfloat16 and float16"
+        return f"model.compute_dtype is {site.dtype}, and the kernel supports bfloat16 and float16"
     if site.head_dim % 8 or site.head_dim > MAX_CUDNN_HEAD_DIM:
-        return f"model.head_dim is {site.head_dim}, and it takes multiples of 8 up to {MAX_CUDNN_HEAD_DIM}"
+        return f"model.head_dim is {site.head_dim}, and the kernel supports multiples of 8 up to {MAX_CUDNN_HEAD_DIM}"
     if site.closes_documents:
-        return "documents of one row are closed to each other; model.attend_across_documents opens them"
+        return "queries may not attend across documents; model.attend_across_documents: true allows it"
     if site.splits_rows and site.form != "ulysses":
-        return "mesh.sequence splits the rows, and its causal mask begins with the row; parallel.sequence: ulysses would not"
+        return "mesh.sequence splits the rows, and the kernel needs whole rows; parallel.sequence: ulysses provides them"
     return None
 
 
 MAX_TOKAMAX_HEAD_DIM = 128
-"""Widest head of which the sums of both gradients of a tile of keys keep to a core's registers."""
+"""Widest head for which the sums of both gradients of a tile of keys fit into a core's registers."""
 TOKAMAX = "0.0.17"
-"""The version whose private modules `tokamax_kernel` takes; as in pyproject.toml."""
+"""Version with the private modules that `tokamax_kernel` uses; the same as in pyproject.toml."""
 HOPPER = 9
 """Major version of the compute capability of H100 and H200."""
 
@@ -174,20 +175,20 @@ def _of_tokamax(site: Site) -> str | None:
         return "it needs NVIDIA GPUs"
     if site.capability is not None and site.capability[0] != HOPPER:
         own = ".".join(map(str, site.capability))
-        return f"it is for GPUs of compute capability {HOPPER}.0, such as H100, and these have {own}"
+        return f"it needs GPUs of compute capability {HOPPER}.0, such as H100, and these have {own}"
     if site.with_lse:
-        return "its backward pass takes no gradient of the log-sum-exp"
+        return "its backward pass supports no gradient of the log-sum-exp"
     if site.dtype not in ("bfloat16", "float16"):
-        return f"model.compute_dtype is {site.dtype}, and it takes bfloat16 and float16"
+        return f"model.compute_dtype is {site.dtype}, and the kernel supports bfloat16 and float16"
     if site.head_dim > MAX_TOKAMAX_HEAD_DIM:
-        return f"model.head_dim is {site.head_dim}, and it takes up to {MAX_TOKAMAX_HEAD_DIM}"
+        return f"model.head_dim is {site.head_dim}, and the kernel supports up to {MAX_TOKAMAX_HEAD_DIM}"
     if site.splits_rows and site.form != "ulysses":
-        return "mesh.sequence splits the rows, and its causal mask begins with the row; parallel.sequence: ulysses would not"
+        return "mesh.sequence splits the rows, and the kernel needs whole rows; parallel.sequence: ulysses provides them"
     return None
 
 
 def _missing() -> str | None:
-    """What tokamax lacks on this machine."""
+    """Returns what tokamax lacks on this machine; None: nothing."""
     python, own_jax = sys.version_info[:2], jax.__version_info__[:3]
     if python < (3, 12):
         return f"it needs Python 3.12 or newer, and this is {python[0]}.{python[1]}"
@@ -197,11 +198,11 @@ def _missing() -> str | None:
 
 
 def _not_installed(package: str, version: str) -> str | None:
-    """Told of a package that has an extra of its own name."""
+    """Returns why a package, which has an extra of the same name, is missing or has another version; None: it fits."""
     try:
         found = importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return f"the package is not installed; pip install 'llamajax[{package}]'"
     if found != version and not found.startswith(f"{version}."):
-        return f"it is version {found}, and only {version} is taken; pip install 'llamajax[{package}]'"
+        return f"its version is {found}, and only {version} is supported; pip install 'llamajax[{package}]'"
     return None

@@ -1,4 +1,4 @@
-"""Attention in one kernel: NVIDIA cuDNN's, as jax offers it. Scores never reach the GPU's memory."""
+"""Attention in one fused kernel, NVIDIA cuDNN, as jax offers it. Scores never reach the GPU's memory."""
 
 from functools import partial
 from typing import Any
@@ -11,12 +11,12 @@ from llamajax.parallel.sharding import spec
 
 
 def workspace_bytes(batch: int, heads: int, kv_heads: int, seq_len: int, head_dim: int) -> int:
-    """What cuDNN's backward pass takes of the device's memory while it runs, beside its arguments and results.
+    """Returns the device memory that cuDNN's backward pass needs while it runs, besides its arguments and results.
 
-    XLA learns it from cuDNN only on a GPU. The gradient of the queries is summed in fp32, and with it one fp32 number per
-    query and head (cudnn-frontend, node/scaled_dot_product_flash_attention.h: `dQ_accum`, `softmax_sum`); where query heads
-    share keys and values, the gradients of these are first made for every query head, in 16 bits (there, `dK_fullhead` and
-    `dV_fullhead`, which the kernels keep in memory before the heads are summed).
+    XLA can ask cuDNN for it only on a GPU. The gradient of the queries is summed in fp32, with one more fp32 number per
+    query and head (cudnn-frontend, node/scaled_dot_product_flash_attention.h: `dQ_accum`, `softmax_sum`). Where query heads
+    share keys and values, cuDNN first writes the gradients of the keys and values for every query head, in 16 bits (same
+    file, `dK_fullhead` and `dV_fullhead`, which the kernels keep in memory before they sum the heads).
 
     Args:
         batch: rows on the device.
@@ -30,12 +30,12 @@ def workspace_bytes(batch: int, heads: int, kv_heads: int, seq_len: int, head_di
 
 
 def is_kernel(primitive: Any, *_: Any, **__: Any) -> bool:
-    """A policy of `jax.checkpoint` that keeps what the kernel's backward pass takes from its forward pass."""
+    """Policy for `jax.checkpoint` that saves the forward results that the kernel's backward pass reads."""
     return primitive.name.startswith("dot_product_attention_fwd")
 
 
 def attend(q: Queries, k: Keys, v: Keys, window: int | None, scale: float) -> Queries:
-    """As `llamajax.kernels.attention.attend`, only where there is no `llamajax.kernels.choice.obstacle`.
+    """Same contract as `llamajax.kernels.attention.attend`, for sites without an `llamajax.kernels.choice.obstacle`.
 
     Raises:
         EnvironmentMismatchError: cuDNN is not installed.
@@ -47,7 +47,7 @@ def attend(q: Queries, k: Keys, v: Keys, window: int | None, scale: float) -> Qu
 
 
 def attend_to_rows(q: jax.Array, k: jax.Array, v: jax.Array, *, window: int | None, scale: float) -> jax.Array:
-    """On one device, within `shard_map`: as `attend`, of whole rows."""
+    """Computes `attend` for whole rows on one device, within `shard_map`."""
     b, t, K, G, H = q.shape
     try:
         out = jax.nn.dot_product_attention(

@@ -1,10 +1,11 @@
-"""FlashAttention (arXiv:2205.14135, arXiv:2307.08691) in Pallas, or in the language of Triton, which compiles both for
-NVIDIA GPUs: no score reaches the GPU's memory, and tiles of scores that no query sees are not computed.
+"""FlashAttention (arXiv:2205.14135, arXiv:2307.08691) in Pallas, or in Triton's own language; Triton compiles both for
+NVIDIA GPUs. No score reaches the GPU's memory, and tiles of scores that no query sees are skipped.
 
-Query heads that share keys and values read the same ones. The backward pass computes the scores again, twice: once to add up
-the gradient of each query, once those of each key, so that no two programs add to one number and sums have one order.
+Query heads that share keys and values read the same ones. The backward pass recomputes the scores twice: once to sum the
+gradient of each query, once to sum the gradients of each key. So no two programs add to the same number, and sums have one
+order.
 
-What is `on one device` is called within `shard_map`.
+Functions marked `on one device` are called within `shard_map`.
 """
 
 import dataclasses
@@ -28,8 +29,8 @@ from llamajax.parallel.sharding import spec
 
 
 def see(mask: Mask, seq_len: int, head_dim: int, sequence: SequenceForm) -> Mask:
-    """The mask of rows with its `sight`, made once for all layers: of whole rows in the form `ulysses`, else of those parts
-    of their queries that devices have. A ring makes its own at every step."""
+    """Returns the mask with its `sight`, computed once for all layers: for whole rows in the form `ulysses`, else for each
+    device's part of the queries. A ring computes its own at every step."""
     is_whole, rows_differ = sequence == "ulysses", mask.segment_ids is not None
     split_over = None if is_whole else "seq"
     by_queries: Any = spec("batch", split_over)
@@ -56,7 +57,8 @@ def see(mask: Mask, seq_len: int, head_dim: int, sequence: SequenceForm) -> Mask
 def attend(
     q: Queries, k: Keys, v: Keys, mask: Mask, scale: float, *, interpret: bool, language: Language = "pallas"
 ) -> tuple[Queries, LogSumExp]:
-    """As the door. Queries stay on their part of the sequence; the keys and values of the whole row come to them."""
+    """Same contract as `attention.attend`. Queries stay on their part of the sequence; the keys and values of the whole row
+    are gathered."""
     mask = mask if mask.sight is not None else see(mask, q.shape[1], q.shape[-1], "gather")
     assert mask.sight is not None
     q_spec, kv_spec = spec("batch", "seq", "kv_heads", None, "head_dim"), spec("batch", "seq", "kv_heads", "head_dim")
@@ -81,15 +83,15 @@ def sight(
     window: int | None = None,
     documents: Documents | None = None,
 ) -> Sight:
-    """On one device: what consecutive queries see of consecutive keys, see `Mask`.
+    """On one device: returns which scores consecutive queries see of consecutive keys, see `Mask`.
 
     Args:
-        num_queries: their number.
-        num_keys: theirs.
+        num_queries: number of queries.
+        num_keys: number of keys.
         head_dim: width of a head.
-        offset: index in their row of the first query less that of the first key.
+        offset: index of the first query in its row minus the index of the first key.
         window: see `Mask`.
-        documents: of the tokens.
+        documents: documents of the tokens.
     """
     q_ids, k_ids = documents or (None, None)
     seen = tiles(
@@ -109,27 +111,27 @@ def attend_to_rows(
     interpret: bool,
     language: Language = "pallas",
 ) -> tuple[Float[Array, "b t K G H"], Float32[Array, "b t K G"]]:
-    """On one device: softmax(scale * q k^T) v over the keys that a query sees, softmax and sums in fp32; and the log-sum-exp
-    of its scores.
+    """On one device: returns softmax(scale * q k^T) v over the keys that a query sees, with softmax and sums in fp32; and
+    the log-sum-exp of the scores.
 
-    A query that sees no key has zeros, and -inf. Both results have gradients. Remat knows what the backward pass needs of
-    them as `attention`.
+    A query that sees no key gets zeros and -inf. Both results have gradients. Backward residuals carry the checkpoint name
+    `attention`.
 
     Args:
         q: queries.
         k: keys.
-        v: their values.
-        sight: what the function of that name makes for these.
-        window: the same as there.
-        scale: of the scores.
-        interpret: compute as jax does, or Triton's own interpreter, on any device and slowly, what Triton would compile.
-        language: of the kernels.
+        v: values.
+        sight: result of `sight` for these queries and keys.
+        window: same as in `sight`.
+        scale: factor of the scores.
+        interpret: compute with jax or Triton's interpreter, on any device and slowly, instead of compiling with Triton.
+        language: language of the kernels.
     """
     return _attend(q, k, v, sight, _How(window, scale, interpret, language))
 
 
 class _How(NamedTuple):
-    """What `attend_part` and `part_gradients` are told beside arrays."""
+    """Static arguments of `attend_part` and `part_gradients`."""
 
     window: int | None
     scale: float
@@ -146,7 +148,8 @@ def _attend_and_keep(
     q: jax.Array, k: jax.Array, v: jax.Array, sight: Sight, how: _How
 ) -> tuple[tuple[jax.Array, jax.Array], tuple[Any, ...]]:
     out, lse = attend_part(q, k, v, sight, **how._asdict())
-    # Named here, so that who keeps `attention` has all that the backward pass needs, and the kernel runs only once.
+    # Named here, so that a policy that saves `attention` saves all that the backward pass needs, and the kernel runs only
+    # once.
     out, lse = checkpoint_name((out, lse), "attention")
     return (out, by_query(lse, q.shape[2])), (q, k, v, sight, out, lse)
 
@@ -165,13 +168,13 @@ _attend.defvjp(_attend_and_keep, _gradients)
 
 
 def by_query(x: Float32[Array, "b N t"], num_kv_heads: int) -> Float32[Array, "b t K G"]:
-    """As the rest of the program has it what kernels have by head: one number for every query."""
+    """Converts one number per query from the kernels' order, by head, to the order of the rest of the program."""
     b, N, t = x.shape
     return jnp.moveaxis(x, 1, 2).reshape(b, t, num_kv_heads, N // num_kv_heads)
 
 
 def by_head(x: Float32[Array, "b t K G"]) -> Float32[Array, "b N t"]:
-    """The other way round."""
+    """Inverse of `by_query`."""
     return jnp.moveaxis(x.reshape(*x.shape[:2], -1), 1, 2)
 
 
@@ -187,7 +190,8 @@ def attend_part(
     language: Language = "pallas",
     dtype: DTypeLike | None = None,
 ) -> tuple[Float[Array, "b t K G H"], Float32[Array, "b N t"]]:
-    """On one device: as `attend_to_rows`, without a derivative, in `dtype` (default: q's); the log-sum-exp by head."""
+    """On one device: computes `attend_to_rows` without a derivative, in `dtype` (default: q's); the log-sum-exp is by
+    head."""
     (b, t, K, G, H), s = q.shape, k.shape[1]
     task = Task("attention_forward", _builds(t, s, H)[0], b, t, s, K, G, H, scale, window)
     results = [
@@ -214,25 +218,25 @@ def part_gradients(
     language: Language = "pallas",
     dtype: DTypeLike | None = None,
 ) -> tuple[Float[Array, "b t K G H"], Float[Array, "b s K H"], Float[Array, "b s K H"]]:
-    """On one device: what these keys add to the gradients of attention to all keys.
+    """On one device: returns the contribution of these keys to the gradients of attention to all keys.
 
     Args:
         q: see `attend_to_rows`.
-        k: see there.
-        v: see there.
-        lse: over all keys that the queries see, in whichever part.
+        k: see `attend_to_rows`.
+        v: see `attend_to_rows`.
+        lse: log-sum-exp over all keys that the queries see, in every part.
         d_out: gradient of the whole output, in q's dtype.
-        d_scores: what the gradient of a score has beside that of its weight: the gradient of `lse`, less the product of
-            `d_out` and the whole output.
-        sight: see there.
-        window: see there.
-        scale: see there.
-        interpret: see there.
-        language: see there.
-        dtype: of the results; default: q's.
+        d_scores: the term of a score's gradient besides the gradient of its weight: the gradient of `lse` minus the product
+            of `d_out` and the whole output.
+        sight: see `attend_to_rows`.
+        window: see `attend_to_rows`.
+        scale: see `attend_to_rows`.
+        interpret: see `attend_to_rows`.
+        language: see `attend_to_rows`.
+        dtype: dtype of the results; default: q's.
 
     Returns:
-        For q, k and v.
+        Gradients of q, k and v.
     """
     (b, t, K, G, H), s = q.shape, k.shape[1]
     _, of_queries, of_keys = _builds(t, s, H)
@@ -253,33 +257,35 @@ def part_gradients(
 
 
 def sizes(num_queries: int, num_keys: int, head_dim: int) -> Sizes:
-    """Of the tiles that kernels compute of such scores."""
+    """Returns the sizes of the tiles that the kernels use for these scores."""
     forward, _, of_keys = _builds(num_queries, num_keys, head_dim)
     return Sizes(forward.size, of_keys.size)
 
 
 def _launch(language: Language) -> Any:
-    """What launches one kernel that is written in it."""
+    """Returns the function that launches a kernel written in this language."""
     if language == "pallas":
         return pallas_kernels.launch
-    from llamajax.kernels import triton_kernels  # whose package is an extra
+    from llamajax.kernels import triton_kernels  # the package is an extra
 
     return triton_kernels.launch
 
 
 def _parts_of_group(group: int, programs: int) -> int:
-    """Into how many programs one for a group of heads is split, which are so many without: the fewest that keep a GPU busy.
-    Their sums in fp32 are written and added up, so that none is where there are enough."""
+    """Returns the number of programs that share a group of heads: the fewest that keep a GPU busy, given the number of
+    programs without sharing. Shared sums are written in fp32 and added afterwards, so a group is not split where there are
+    enough programs."""
     enough = (parts for parts in range(1, group) if group % parts == 0 and programs * parts >= _ENOUGH_PROGRAMS)
     return next(enough, group)
 
 
 _ENOUGH_PROGRAMS = 512
-"""Of one kernel: about four for each core of an H100. The longest of causal rows takes twice the mean."""
+"""Programs of one kernel that keep a GPU busy: about four per core of an H100. The longest program of causal rows takes
+twice the mean time."""
 
 
 def _builds(num_queries: int, num_keys: int, head_dim: int) -> tuple[Build, Build, Build]:
-    """Of the three kernels, the first two of which have one size of tile."""
+    """Returns the builds of the three kernels; the first two have the same tile size."""
     lengths = num_queries, num_keys
 
     def fitted(build: Build) -> Build:
@@ -291,13 +297,13 @@ def _builds(num_queries: int, num_keys: int, head_dim: int) -> tuple[Build, Buil
 
 
 _LEAST_SIDE = 16
-"""Of a tile, that tensor cores take."""
+"""Least side of a tile that tensor cores support."""
 
 _BY_WIDTH = {
     64: (Build(TileSize(128, 64), 4, 3), Build(TileSize(128, 64), 4, 3), Build(TileSize(64, 64), 4, 3)),
     128: (Build(TileSize(128, 64), 8, 3), Build(TileSize(128, 64), 8, 2), Build(TileSize(64, 64), 8, 2)),
     256: (Build(TileSize(64, 64), 8, 2), Build(TileSize(64, 64), 8, 2), Build(TileSize(32, 64), 8, 2)),
 }
-"""By the width of heads: tile, warps and stages of the three kernels, the first two of which have one size of tile. The
-registers and shared memory of A100 and H100 hold them: with one stage, an H100 would spill 1.3 KB of a thread with heads of
-256, since Triton then keeps its operands in registers."""
+"""Tile, warps and stages of the three kernels by head width; the first two have the same tile size. They fit into the
+registers and shared memory of A100 and H100. With one stage, an H100 would spill 1.3 KB per thread for heads of 256, because
+Triton then keeps the operands in registers."""

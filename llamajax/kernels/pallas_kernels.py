@@ -1,5 +1,5 @@
-"""What a program of each attention kernel computes: one tile of queries against all keys that they see, or one tile of keys
-against all queries that see them. Refs are what `llamajax.kernels.pallas` gives a program of each array."""
+"""Bodies of the attention kernels: a program computes one tile of queries against all keys that they see, or one tile of
+keys against all queries that see them. `llamajax.kernels.pallas` passes a program a ref to each array."""
 
 import math
 from collections.abc import Callable
@@ -17,20 +17,20 @@ from llamajax.kernels.tiles import Sight, num_tiles
 
 _LOG2_E = math.log2(math.e)
 _LOWEST = -1e30
-"""Below every score, and yet a number: the difference of two is one."""
+"""Lower than every score, yet finite: the difference of two such values is a number."""
 _OWN = 4
-"""Where `llamajax.kernels.tiles.Tiles` has the program's own tile."""
+"""Index of the program's own tile in `llamajax.kernels.tiles.Tiles`."""
 
 
 class _Side(NamedTuple):
-    """What a program has of the queries or of the keys."""
+    """Block specs of the queries, or of the keys, for one program."""
 
     heads: pl.BlockSpec
-    """Of [b, length, heads, H]."""
+    """Block of [b, length, heads, H]."""
     numbers: pl.BlockSpec
-    """Of [b, heads, length]."""
+    """Block of [b, heads, length]."""
     ids: pl.BlockSpec
-    """Of [b, length]."""
+    """Block of [b, length]."""
 
 
 def launch(
@@ -42,15 +42,15 @@ def launch(
     *,
     interpret: bool,
 ) -> Any:
-    """On one device: what the kernel of that name makes of `arrays`, like `results`.
+    """On one device: runs the kernel `task.name` on `arrays` and returns arrays like `results`.
 
     Args:
-        task: what it is compiled for.
-        tiles: what each program computes, see `llamajax.kernels.tiles.Tiles`.
+        task: parameters that the kernel is compiled for.
+        tiles: tiles that each program computes, see `llamajax.kernels.tiles.Tiles`.
         sight: which scores are seen.
-        arrays: queries [b, t, K G, H], keys, values [b, s, K, H]; backward also the output's gradients, by query like the
-            queries, the log-sum-exp and the scores' gradients [b, K G, t].
-        results: shapes and dtypes.
+        arrays: queries [b, t, K G, H], keys and values [b, s, K, H]; in the backward pass also the output's gradients,
+            shaped like the queries, the log-sum-exp and the scores' gradients [b, K G, t].
+        results: shapes and dtypes of the results.
         interpret: see `llamajax.kernels.pallas.attend_to_rows`.
     """
     size, (t, s, H) = task.size, (task.num_queries, task.num_keys, task.head_dim)
@@ -81,8 +81,8 @@ def launch(
 
 
 def _side(length: int, tile: int, head_dim: int, *, shared_by: int = 1, sharing: int | None = None) -> _Side:
-    """All tokens, up to the end of the last tile: of the head that `shared_by` programs' heads share, or of all heads that
-    are `sharing` the program's."""
+    """Returns the block specs of all tokens up to the end of the last tile: for the head that the heads of `shared_by`
+    programs share, or for all `sharing` heads of the program."""
     length = num_tiles(length, tile) * tile
     return _Side(
         pl.BlockSpec(
@@ -94,20 +94,20 @@ def _side(length: int, tile: int, head_dim: int, *, shared_by: int = 1, sharing:
 
 
 class Seen(NamedTuple):
-    """What tells a program which scores of its tiles are seen."""
+    """Refs that say which scores of a program's tiles are seen."""
 
     tiles: Any
-    """Ref of five numbers, see `llamajax.kernels.tiles.Tiles`."""
+    """Ref of five numbers per tile, see `llamajax.kernels.tiles.Tiles`."""
     offset: Any
-    """Ref of one: index in their row of the first query less that of the first key."""
+    """Ref of one number: index of the first query in its row minus the index of the first key."""
     q_ids: Any
-    """Ref of the queries' documents; None: every row is one."""
+    """Ref of the queries' documents; None: every row is one document."""
     k_ids: Any
-    """And of the keys'."""
+    """Ref of the keys' documents; None: every row is one document."""
 
 
 def forward(task: Task, tiles: Any, offset: Any, q_ids: Any, k_ids: Any, q: Any, k: Any, v: Any, out: Any, lse: Any) -> None:
-    """Attention of one head's tile of queries, and the log-sum-exp."""
+    """Computes attention of one head's tile of queries, and the log-sum-exp."""
     seen, first = Seen(tiles, offset, q_ids, k_ids), tiles[_OWN] * task.size.queries
     queries = _Tile(task.size.queries, first, task.num_queries, task.head_dim)
     own_q = queries.load(q)
@@ -134,7 +134,7 @@ def query_gradients(
     task: Task, tiles: Any, offset: Any, q_ids: Any, k_ids: Any, q: Any, k: Any, v: Any, d_out: Any, lse: Any, d_scores: Any,
     d_q: Any,
 ) -> None:  # fmt: skip
-    """The gradient of one head's tile of queries."""
+    """Computes the gradient of one head's tile of queries."""
     seen, first = Seen(tiles, offset, q_ids, k_ids), tiles[_OWN] * task.size.queries
     queries = _Tile(task.size.queries, first, task.num_queries, task.head_dim)
     own_q, own_d_out, own_lse, own_d_scores = (queries.load(array) for array in (q, d_out, lse, d_scores))
@@ -155,7 +155,7 @@ def key_gradients(
     task: Task, tiles: Any, offset: Any, q_ids: Any, k_ids: Any, q: Any, k: Any, v: Any, d_out: Any, lse: Any, d_scores: Any,
     d_k: Any, d_v: Any, *, group: int,
 ) -> None:  # fmt: skip
-    """The gradients of one kv head's tile of keys and values, by the `group` query heads that share them."""
+    """Computes the gradients of one kv head's tile of keys and values from the `group` query heads that share them."""
     seen, first = Seen(tiles, offset, q_ids, k_ids), tiles[_OWN] * task.size.keys
     keys = _Tile(task.size.keys, first, task.num_keys, task.head_dim)
     own_k, own_v = keys.load(k), keys.load(v)
@@ -164,7 +164,7 @@ def key_gradients(
         def add(tile: jax.Array, sums: tuple[jax.Array, jax.Array], masked: bool) -> tuple[jax.Array, jax.Array]:
             queries = _Tile(task.size.queries, tile * task.size.queries, task.num_queries, task.head_dim)
             own_q, own_d_out = queries.load(q, head), queries.load(d_out, head)
-            scores = _dot(own_k, own_q.T) * (task.scale * _LOG2_E)  # by key, so that nothing computed is turned
+            scores = _dot(own_k, own_q.T) * (task.scale * _LOG2_E)  # keys first, so that no computed tile is transposed
             weights = jnp.exp2(scores - (queries.load(lse, head) * _LOG2_E)[None, :])
             if masked:
                 weights = jnp.where(_visible(task, seen, queries, keys, by_key=True), weights, 0.0)
@@ -182,7 +182,7 @@ def key_gradients(
 
 
 class _Tile:
-    """`size` tokens from the `first` on, of the `length` on their side, all of which refs have."""
+    """Tile of `size` tokens that starts at token `first`, out of `length` tokens in the refs."""
 
     def __init__(self, size: int, first: jax.Array, length: int, head_dim: int) -> None:
         self.indices, self.length, self.head_dim = first + jnp.arange(size), length, head_dim
@@ -190,7 +190,8 @@ class _Tile:
         self.is_ragged = length % size != 0
 
     def load(self, ref: Any, head: jax.Array | None = None) -> jax.Array:
-        """Of a ref of [tokens, width] or of one number per token, which may have several heads; zeros where nothing is."""
+        """Loads the tile from a ref of [tokens, width], or of one number per token, with or without heads; zeros outside the
+        array."""
         heads = () if head is None else (head,)
         has_width = ref.ndim - len(heads) == 2
         place = (self.place, *heads) if has_width else (*heads, self.place)
@@ -198,12 +199,13 @@ class _Tile:
         return triton.load(ref.at[place], mask=mask, other=None if mask is None else 0)
 
     def store(self, ref: Any, values: jax.Array) -> None:
-        """Into a ref of [tokens, width] or of one number per token."""
+        """Stores the tile in a ref of [tokens, width] or of one number per token."""
         mask = self._mask(ref.shape[-1]) if values.ndim == 2 else self._mask()
         triton.store(ref.at[self.place], values.astype(ref.dtype), mask=mask)
 
     def _mask(self, width: int | None = None) -> jax.Array | None:
-        """Of what there is: where the last tile is ragged, or the width of heads no power of two. None: all."""
+        """Returns the mask of entries that exist, where the last tile is ragged or the head width is no power of two. None:
+        all exist."""
         masks = [self.indices < self.length] if self.is_ragged else []
         if width is not None:
             masks = [mask[:, None] for mask in masks]
@@ -212,7 +214,7 @@ class _Tile:
 
 
 def _visible(task: Task, seen: Seen, queries: _Tile, keys: _Tile, *, by_key: bool = False) -> jax.Array:
-    """Of the scores [queries, keys] of two tiles, or by key: whether each is seen."""
+    """Returns which scores [queries, keys] of two tiles are seen; [keys, queries] where `by_key`."""
 
     def by_score(of_queries: jax.Array, of_keys: jax.Array) -> tuple[jax.Array, jax.Array]:
         return (of_queries[None, :], of_keys[:, None]) if by_key else (of_queries[:, None], of_keys[None, :])
@@ -231,7 +233,7 @@ def _visible(task: Task, seen: Seen, queries: _Tile, keys: _Tile, *, by_key: boo
 
 
 def _over_tiles(tiles: Any, add: Callable[[jax.Array, Any, bool], Any], sums: Any) -> Any:
-    """`add`s every tile of the other side to the sums, telling whether it needs a mask."""
+    """Calls `add` for every tile of the other side to update the sums, with whether the tile needs a mask."""
     first, whole_first, whole_end, end = (tiles[place] for place in range(4))
     for begin, stop, masked in ((first, whole_first, True), (whole_first, whole_end, False), (whole_end, end, True)):
         sums = jax.lax.fori_loop(begin, stop, lambda tile, sums, masked=masked: add(tile, sums, masked), sums)
@@ -239,6 +241,6 @@ def _over_tiles(tiles: Any, add: Callable[[jax.Array, Any, bool], Any], sums: An
 
 
 def _dot(x: jax.Array, y: jax.Array) -> jax.Array:
-    """In fp32, and of fp32 in no less."""
+    """Multiplies with sums in fp32; fp32 operands are not rounded."""
     precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
     return jnp.dot(x, y, precision=precision, preferred_element_type=jnp.float32)

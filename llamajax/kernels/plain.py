@@ -1,4 +1,4 @@
-"""Attention in plain form: the truth behind `llamajax.kernels.attention.attend`, which every kernel must agree with."""
+"""Plain attention: the reference for `llamajax.kernels.attention.attend`; every other kernel is tested against it."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -12,12 +12,12 @@ from llamajax.kernels.tiles import Sight
 from llamajax.parallel.sharding import spec
 
 MAX_CHUNK_SCORES = 2**28
-"""Scores alive on a device at once: 1 GiB of fp32."""
+"""Limit of the scores that a device holds at once: 1 GiB of fp32."""
 
 Queries = Float[Array, "B T K G H"]
-"""By the kv head they share, sharded ("batch", "seq", "kv_heads", None, "head_dim")."""
+"""Queries grouped by the kv head that they share, sharded ("batch", "seq", "kv_heads", None, "head_dim")."""
 Keys = Float[Array, "B T K H"]
-"""Of the same tokens; or their values. Sharded ("batch", "seq", "kv_heads", "head_dim")."""
+"""Keys or values of the same tokens, sharded ("batch", "seq", "kv_heads", "head_dim")."""
 LogSumExp = Float32[Array, "B T K G"]
 """Logarithm of the sum of the exponentials of each query's scores."""
 
@@ -25,23 +25,25 @@ LogSumExp = Float32[Array, "B T K G"]
 @partial(jax.tree_util.register_dataclass, data_fields=["segment_ids", "sight", "starts"], meta_fields=["window"])
 @dataclass(frozen=True, kw_only=True)
 class Mask:
-    """Which keys a query sees: that at its own row index, and those before it that all of these leave."""
+    """Which keys a query sees: the key at its own row index, and the earlier keys that all fields allow."""
 
     window: int | None = None
-    """The newest keys, its own included; None: all."""
+    """Number of newest keys that are visible, the query's own included; None: all."""
     segment_ids: Int32[Array, "B T"] | None = None
-    """Those with its own id, sharded ("batch", "seq"); None: every row is one document."""
+    """Document of each token, sharded ("batch", "seq"): a query sees keys with its own id. None: every row is one
+    document."""
     sight: Sight | None = None
-    """The same for a kernel that skips what is not seen; None: it finds out itself."""
+    """The same for a kernel that skips unseen scores; None: the kernel computes it."""
     starts: Int32[Array, "B T"] | None = None
-    """The same for a kernel that is told where each token's document begins in its whole row, sharded ("batch", None); None:
-    it finds out itself."""
+    """The same for a kernel that needs the index at which each token's document begins in its whole row, sharded ("batch",
+    None); None: the kernel computes it."""
 
 
 def attend(
     q: Queries, k: Keys, v: Keys, mask: Mask, scale: float, *, with_lse: bool = False
 ) -> tuple[Queries, LogSumExp | None]:
-    """As the door. Queries stay on their part of the sequence; the keys and values of the whole row come to them."""
+    """Same contract as `attention.attend`. Queries stay on their part of the sequence; the keys and values of the whole row
+    are gathered."""
     q_spec, kv_spec = spec("batch", "seq", "kv_heads", None, "head_dim"), spec("batch", "seq", "kv_heads", "head_dim")
     out_specs = q_spec, spec("batch", "seq", "kv_heads", None)
 
@@ -58,7 +60,7 @@ def attend(
 
 
 def whole_rows(x: jax.Array) -> jax.Array:
-    """On one device, within `shard_map`: [b, T, ...] of the [b, t, ...] that each device of the sequence axis has."""
+    """On one device, within `shard_map`: gathers [b, T, ...] from the [b, t, ...] of each device of the sequence axis."""
     return jax.lax.all_gather(x, axes_of("seq"), axis=1, tiled=True)
 
 
@@ -73,11 +75,12 @@ def attend_to_rows(
     kv_segment_ids: Int32[Array, "b S"] | None,
     with_lse: bool,
 ) -> tuple[Float[Array, "b t K G H"], Float32[Array, "b t K G"] | None]:
-    """On one device, within `shard_map`: as the door, of queries that begin at index `first` of their rows to whole rows.
+    """On one device, within `shard_map`: computes `attend` for queries that begin at index `first` of their rows, over whole
+    rows.
 
-    The mask has the queries' segments, `kv_segment_ids` are the keys'; both or neither.
+    The mask has the queries' segments, and `kv_segment_ids` are the keys' segments; give both or neither.
     """
-    # Widened behind all collectives and narrowed in every chunk, so that the chunks' gradients add up in fp32.
+    # Widened after all collectives and narrowed in every chunk, so that the chunks' gradients add up in fp32.
     wide_k, wide_v = k.astype(jnp.float32), v.astype(jnp.float32)
     (b, t, K, G, _), S = q.shape, k.shape[1]
     rows = jnp.broadcast_to(first + jnp.arange(t), (b, t))
@@ -85,7 +88,7 @@ def attend_to_rows(
     # Like a fused kernel, the backward pass recomputes the scores from q, k and v instead of keeping them.
     @partial(jax.checkpoint, prevent_cse=False)
     def attend_chunk(chunk: tuple[jax.Array, jax.Array, jax.Array | None]) -> tuple[jax.Array, jax.Array | None]:
-        # As one with the queries: alone, masks are the same for all layers and would be made once and kept, whole.
+        # Tied to the queries: alone, masks are the same for all layers, and XLA would compute them once and keep them whole.
         q, rows, segment_ids = jax.lax.optimization_barrier(chunk)
         visible = jnp.arange(S)[None, None, :] <= rows[:, :, None]
         if mask.window is not None:
@@ -107,7 +110,8 @@ def attend_to_rows(
 
 
 def num_chunks(scores_per_query: int, num_queries: int) -> int:
-    """The fewest equal chunks of queries whose scores keep to `MAX_CHUNK_SCORES`; at most one for each query."""
+    """Returns the fewest equal chunks of queries with at most `MAX_CHUNK_SCORES` scores each; at most one chunk per
+    query."""
     return next(
         n
         for n in range(1, num_queries + 1)
@@ -116,10 +120,10 @@ def num_chunks(scores_per_query: int, num_queries: int) -> int:
 
 
 def split(x: jax.Array, parts: int) -> jax.Array:
-    """[parts, b, t / parts, ...] of [b, t, ...]."""
+    """Splits [b, t, ...] into [parts, b, t / parts, ...]."""
     return jnp.moveaxis(x.reshape(x.shape[0], parts, x.shape[1] // parts, *x.shape[2:]), 1, 0)
 
 
 def join(x: jax.Array) -> jax.Array:
-    """What `split` has divided."""
+    """Inverse of `split`."""
     return jnp.moveaxis(x, 0, 1).reshape(x.shape[1], x.shape[0] * x.shape[2], *x.shape[3:])

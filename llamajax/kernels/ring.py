@@ -1,10 +1,11 @@
-"""Ring attention (arXiv:2310.01889): keys and values travel from device to device while each attends to those that it has.
+"""Ring attention (arXiv:2310.01889): keys and values travel from device to device while each device attends to those that it
+has.
 
-Rows lie in the zigzag order of `llamajax.parallel.sequence`: a device has an early and a late half of its tokens. It attends
-to its own first. At step s it has the keys and values of the device s places before it, and of the four pairs of halves it
-attends to two, which are seen whole: its late queries see the early keys of every other device; and if these are of a device
-earlier in the row, its early queries see the early keys, else its late queries see the late keys. So all have the same work.
-The keys and values of the next step are on their way meanwhile, and the sums of their gradients follow them.
+Rows are in the zigzag order of `llamajax.parallel.sequence`: a device has an early and a late half of its tokens. It first
+attends to its own keys. At step s it has the keys and values of the device s places before it, and it attends to two of the
+four pairs of halves, which are seen whole. Its late queries see the early keys of every other device. If the other device is
+earlier in the row, its early queries see the early keys too; else its late queries see the late keys. So all devices have
+the same work. Meanwhile the keys and values of the next step are on their way, and the sums of their gradients follow them.
 """
 
 from collections.abc import Callable
@@ -37,7 +38,8 @@ _TOKENS = spec("batch", "seq")
 def attend(
     q: Queries, k: Keys, v: Keys, mask: Mask, scale: float, *, kernel: Kernel = "plain", interpret: bool = False
 ) -> tuple[Queries, LogSumExp]:
-    """As `llamajax.kernels.attention.attend`, over rows in zigzag order that more than one device shares."""
+    """Same contract as `llamajax.kernels.attention.attend`, for rows in zigzag order that are split over more than one
+    device."""
     language: Language | None = kernel if kernel == "pallas" or kernel == "triton" else None
     return _attend(q, k, v, mask.segment_ids, How(mask.window, scale, interpret, language))
 
@@ -55,7 +57,8 @@ def _attend(q: Queries, k: Keys, v: Keys, segment_ids: SegmentIds, how: How) -> 
 def _attend_and_keep(
     q: Queries, k: Keys, v: Keys, segment_ids: SegmentIds, how: How
 ) -> tuple[tuple[Queries, LogSumExp], tuple[Any, ...]]:
-    # Named here, so that who keeps `attention` has all that the backward pass needs, and the ring turns only once.
+    # Named here, so that a policy that saves `attention` saves all that the backward pass needs, and the ring runs only
+    # once.
     out, lse = checkpoint_name(_attend(q, k, v, segment_ids, how), "attention")
     return (out, lse), (q, k, v, segment_ids, out, lse)
 
@@ -78,7 +81,7 @@ def _forward(
     *,
     how: How,
 ) -> tuple[Float[Array, "b t K G H"], Float32[Array, "b t K G"]]:
-    """One device's part of `_attend`."""
+    """Computes one device's part of `_attend`."""
     source_of = _sources(q.shape[0], q.shape[1], segment_ids)
     num_devices, own = jax.lax.axis_size(axes_of("seq")), source_of(0)
     early, late = _cut((q, own.place))
@@ -126,11 +129,11 @@ def _backward(
     *,
     how: How,
 ) -> tuple[Float[Array, "b t K G H"], Float[Array, "b t K H"], Float[Array, "b t K H"]]:
-    """One device's part of `_gradients`.
+    """Computes one device's part of `_gradients`.
 
-    The gradients of a block begin at the device after its own and follow it around, added up in fp32 and sent in the dtype
-    of the keys, as a reduce-scatter would. What its own device adds waits there, and the part of it by late queries is
-    computed last, while the sums are on their way home.
+    The gradients of a block start at the device after its own and follow the block around. They are added up in fp32 and
+    sent in the dtype of the keys, as in a reduce-scatter. The block's own device adds its contribution at the end; the share
+    of its late queries is computed last, while the sums are on their way home.
     """
     source_of = _sources(q.shape[0], q.shape[1], segment_ids)
     num_devices, own = jax.lax.axis_size(axes_of("seq")), source_of(0)
@@ -167,7 +170,7 @@ def _backward(
     block = _pass_on((k, v))
     early_keys, late_keys = _cut(((k, v), own.place))
     of_early, of_late = gradients(early, early_keys), gradients(late, late_keys)
-    following = _pass_on(block)  # of no use, and left out by the compiler, where there are but two devices
+    following = _pass_on(block)  # unused, and removed by the compiler, with only two devices
     d_q, d_block = add_block((of_early.q, of_late.q), block, 1)
     sums = d_block[0].astype(k.dtype), d_block[1].astype(v.dtype)
     (d_q, block, sums), _ = jax.lax.scan(turn, (d_q, following, sums), jnp.arange(2, num_devices - 1))
@@ -184,7 +187,8 @@ def _backward(
 def _where_seen(
     q_place: Place, k_place: Place, how: How, compute: Callable[[], Tree], nothing: Callable[[Tree], Tree]
 ) -> Tree:
-    """What `compute` returns; for tokens so far apart that no window reaches, what `nothing` makes of its like."""
+    """Returns the result of `compute`, or `nothing` of a like result where the window is too short to reach any of the
+    keys."""
     if how.window is None or how.language is not None:
         return compute()
     like = jax.eval_shape(compute)
@@ -203,16 +207,16 @@ def _pass_on(block: Block) -> Block:
 
 
 class _Source(NamedTuple):
-    """The device that a block of keys and values is of."""
+    """The device that a block of keys and values belongs to."""
 
     place: Place
-    """Of its tokens."""
+    """Positions of the device's tokens."""
     is_later: Bool[Array, ""]
-    """Whether its early tokens are later in the row than those of the device that has the block."""
+    """Whether its early tokens are later in the row than the early tokens of the device that holds the block."""
 
 
 def _sources(batch: int, length: int, segment_ids: jax.Array | None) -> Callable[[int | jax.Array], _Source]:
-    """For a device's tokens [batch, length]: by the step, whose block it has."""
+    """Returns a function from a step to the source of the block that this device then holds, for tokens [batch, length]."""
     axes = axes_of("seq")
     everyones = None if segment_ids is None else jax.lax.all_gather(segment_ids, axes)
 
@@ -230,7 +234,7 @@ def _choose(condition: Bool[Array, ""], one: Tree, other: Tree) -> Tree:
 
 
 def _cut(tree: Tree) -> tuple[Tree, Tree]:
-    """The early and the late tokens of a device."""
+    """Returns the early and the late tokens of a device."""
     middle = jax.tree.leaves(tree)[0].shape[1] // 2
     return jax.tree.map(lambda x: x[:, :middle], tree), jax.tree.map(lambda x: x[:, middle:], tree)
 

@@ -1,5 +1,5 @@
-"""SwiGLU's product (arXiv:2002.05202); and, for the backward pass, the product again with its gradient, which on GPUs one
-kernel in Pallas makes: XLA makes two, and both read the gates."""
+"""SwiGLU's product (arXiv:2002.05202), and its recomputation with the gradient for the backward pass. On GPUs one Pallas
+kernel computes both; XLA would use two kernels, and both would read the gates."""
 
 from functools import partial
 from typing import Any
@@ -15,11 +15,11 @@ from llamajax.kernels.choice import is_on_gpu
 
 _GATE, _UP = np.int32(0), np.int32(1)
 _TILE = 8, 256
-"""Tokens and entries that a program computes; a row of it is 512 bytes, of 16 bits each."""
+"""Tokens and entries that a program computes; a row of the tile is 512 bytes in 16 bits."""
 
 
 def gated(gate_up: Float[Array, "B T 2 F"]) -> Float[Array, "B T F"]:
-    """silu(gate) * up."""
+    """Returns silu(gate) * up."""
     with jax.named_scope("gated"):
         return jax.nn.silu(gate_up[:, :, 0]) * gate_up[:, :, 1]
 
@@ -27,7 +27,7 @@ def gated(gate_up: Float[Array, "B T 2 F"]) -> Float[Array, "B T F"]:
 def gated_and_gradient(
     gate_up: Float[Array, "B T 2 F"], d_gated: Float[Array, "B T F"]
 ) -> tuple[Float[Array, "B T F"], Float[Array, "B T 2 F"]]:
-    """`gated`, and the gradient of `gate_up` by that of the product. They lie as the arguments do."""
+    """Returns `gated` and the gradient of `gate_up` from the gradient of the product, with the arguments' shardings."""
     if not is_on_gpu():
         product, pull = jax.vjp(gated, gate_up)
         return product, *pull(d_gated)
@@ -45,13 +45,12 @@ def gated_and_gradient(
 def own_gated_and_gradient(
     gate_up: Float[Array, "b t 2 f"], d_gated: Float[Array, "b t f"], *, interpret: bool
 ) -> tuple[Float[Array, "b t f"], Float[Array, "b t 2 f"]]:
-    """On one device: see `gated_and_gradient`; computed in fp32, and written over what it is made of where nobody else reads
-    that.
+    """On one device: computes `gated_and_gradient` in fp32, and overwrites its arguments where nothing else reads them.
 
     Args:
-        gate_up: gates, and what they let through.
+        gate_up: gates, and the values that they scale.
         d_gated: gradient of the product.
-        interpret: compute as jax does, on any device and slowly, what Triton would compile.
+        interpret: compute with jax, on any device and slowly, instead of compiling with Triton.
     """
     b, t, f = d_gated.shape
     of_product = pl.BlockSpec(_TILE, lambda tokens, entries: (tokens, entries))
@@ -74,7 +73,7 @@ def own_gated_and_gradient(
 
 
 def _tile(num_tokens: int, width: int, gate_up: Any, d_gated: Any, product: Any, gradient: Any) -> None:
-    """Refs are of one tile; the last ones go beyond the arrays."""
+    """Computes one tile; the last tiles extend beyond the arrays."""
     tokens = pl.program_id(0) * _TILE[0] + jnp.arange(_TILE[0])
     entries = pl.program_id(1) * _TILE[1] + jnp.arange(_TILE[1])
     mask = None

@@ -1,13 +1,13 @@
-"""What one kernel of attention is asked for, in whichever language it is written."""
+"""Parameters of one attention kernel, in either language."""
 
 from typing import Literal, NamedTuple
 
 from llamajax.kernels.tiles import TileSize, num_tiles
 
 Language = Literal["pallas", "triton"]
-"""Of the three kernels: jax's Pallas, or that of the package `triton`."""
+"""Language of the three kernels: jax's Pallas, or the language of the package `triton`."""
 Name = Literal["attention_forward", "attention_backward_queries", "attention_backward_keys"]
-"""Under which XLA schedules them and plans know them."""
+"""Kernel names as XLA's schedules and plans show them."""
 
 
 class Build(NamedTuple):
@@ -19,7 +19,7 @@ class Build(NamedTuple):
 
 
 class Task(NamedTuple):
-    """What a kernel is compiled for."""
+    """Parameters that a kernel is compiled for."""
 
     name: Name
     build: Build
@@ -33,7 +33,7 @@ class Task(NamedTuple):
     scale: float
     window: int | None
     parts: int = 1
-    """Programs that share a group where keys' gradients are summed up, each with its own sums."""
+    """Programs that share a group when the keys' gradients are summed, each with its own sums."""
 
     @property
     def size(self) -> TileSize:
@@ -41,8 +41,8 @@ class Task(NamedTuple):
 
     @property
     def grid(self) -> tuple[int, int, int]:
-        """Heads, tiles and rows. Programs start in this order, whose first dim runs fastest: of each row the longest first,
-        of all heads."""
+        """Number of heads, tiles and rows. The first dim runs fastest, so programs start in this order: for each row the
+        longest programs first, for all heads."""
         if self.name == "attention_backward_keys":
             return self.num_kv_heads * self.parts, num_tiles(self.num_keys, self.size.keys), self.rows
         return self.num_kv_heads * self.group, num_tiles(self.num_queries, self.size.queries), self.rows

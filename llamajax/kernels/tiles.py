@@ -1,6 +1,6 @@
-"""Which tiles of the scores a kernel computes, and in which order its programs start: tiles that queries see nothing of are
-skipped, those that they see all of need no mask; the longest programs start first. Made once per batch, from where tokens
-stand and which documents they are of."""
+"""Which tiles of the scores a kernel computes, and the order in which its programs start. Tiles that no query sees are
+skipped, tiles that are seen whole need no mask, and the longest programs start first. Computed once per batch, from the
+positions and documents of the tokens."""
 
 from functools import partial
 from typing import NamedTuple
@@ -20,14 +20,14 @@ class TileSize(NamedTuple):
 
 
 class Tiles(NamedTuple):
-    """What a program computes, in the order in which programs start: the tile `[4]` of its own side, with those along the
-    other. From `[0]` to `[3]` some score is seen, and of these from `[1]` to `[2]` every one. The first dim is 1 where all
-    rows are alike."""
+    """Work of each program, in the order in which programs start: the tile `[4]` of its own side, and a range of tiles along
+    the other side. From `[0]` to `[3]` some score is seen; from `[1]` to `[2]` every score is seen. The first dim is 1 where
+    all rows are alike."""
 
     of_queries: Int32[Array, "b num_query_tiles 5"]
-    """Query tiles with their key tiles, by the size for queries."""
+    """Query tiles with their key tiles, in the size for queries."""
     of_keys: Int32[Array, "b num_key_tiles 5"]
-    """Key tiles with their query tiles, by the size for keys."""
+    """Key tiles with their query tiles, in the size for keys."""
 
 
 class Documents(NamedTuple):
@@ -38,17 +38,17 @@ class Documents(NamedTuple):
 
 
 class Sight(NamedTuple):
-    """What queries see of keys, for a kernel."""
+    """Scores that queries see of keys, as a kernel needs them."""
 
     tiles: Tiles
     offset: Int32[Array, "1"]
-    """Index in their row of the first query less that of the first key."""
+    """Index of the first query in its row minus the index of the first key."""
     documents: Documents | None = None
-    """None: every row is one."""
+    """Documents of the tokens; None: every row is one document."""
 
 
 class Sizes(NamedTuple):
-    """Of the kernels that go through keys for each tile of queries, and of the one that goes through queries."""
+    """Tile sizes of the kernels that loop over keys for each tile of queries, and of the kernel that loops over queries."""
 
     for_queries: TileSize
     for_keys: TileSize
@@ -64,18 +64,18 @@ def tiles(
     q_ids: Int32[Array, "b t"] | None = None,
     k_ids: Int32[Array, "b s"] | None = None,
 ) -> Tiles:
-    """The tiles of attention of consecutive queries to consecutive keys, see `llamajax.kernels.plain.Mask`.
+    """Returns the tiles of attention from consecutive queries to consecutive keys, see `llamajax.kernels.plain.Mask`.
 
-    Nothing is asked of the ids; the more tokens of a document stand together, the more tiles are skipped.
+    The ids may be in any order; the more tokens of a document are adjacent, the more tiles are skipped.
 
     Args:
-        sizes: of tiles.
+        sizes: sizes of the tiles.
         num_queries: t.
         num_keys: s.
-        offset: index in their row of the first query less that of the first key.
-        window: see there.
-        q_ids: documents of the queries; None: every row is one.
-        k_ids: and of the keys.
+        offset: index of the first query in its row minus the index of the first key.
+        window: see `Mask`.
+        q_ids: documents of the queries; None: every row is one document.
+        k_ids: documents of the keys.
     """
     see = partial(_seen, num_queries=num_queries, num_keys=num_keys, offset=offset, window=window, q_ids=q_ids, k_ids=k_ids)
     some, all_seen = see(sizes.for_keys)
@@ -84,7 +84,7 @@ def tiles(
 
 
 def num_tiles(length: int, size: int) -> int:
-    """That cover `length` tokens."""
+    """Returns the number of tiles that cover `length` tokens."""
     return -(-length // size)
 
 
@@ -98,7 +98,7 @@ def _seen(
     q_ids: jax.Array | None,
     k_ids: jax.Array | None,
 ) -> tuple[Bool[Array, "b i j"], Bool[Array, "b i j"]]:
-    """Of every tile: whether some score of it may be seen, and whether every one is."""
+    """Returns for every tile whether some of its scores may be seen, and whether all are."""
     q_first = (offset + size.queries * jnp.arange(num_tiles(num_queries, size.queries)))[None, :, None]
     k_first = (size.keys * jnp.arange(num_tiles(num_keys, size.keys)))[None, None, :]
     q_last = jnp.minimum(q_first + size.queries, offset + num_queries) - 1
@@ -115,8 +115,9 @@ def _seen(
 
 
 def _range_of_ids(ids: Int32[Array, "b t"], size: int) -> tuple[Int32[Array, "b n"], Int32[Array, "b n"]]:
-    """The least and the largest id of each tile."""
-    # Padding stands behind all documents and has the least id: so it would join the last tile of them to all before.
+    """Returns the least and the largest id of each tile."""
+    # Padding comes after all documents and has the least id, so it would make the range of the last tile include all of
+    # them.
     ids = jnp.where(ids == 0, _PADDING_LAST, ids)
     length = ids.shape[1]
     ids = jnp.pad(ids, ((0, 0), (0, num_tiles(length, size) * size - length)), mode="edge")
@@ -125,7 +126,7 @@ def _range_of_ids(ids: Int32[Array, "b t"], size: int) -> tuple[Int32[Array, "b 
 
 
 def _ranges(some: Bool[Array, "b i j"], every: Bool[Array, "b i j"]) -> Int32[Array, "b i 4"]:
-    """See `Tiles`. Of tiles that are seen whole the first that stand together."""
+    """Returns the ranges of `Tiles`. The range of whole tiles is the first run of adjacent ones."""
     count = some.shape[2]
     first, end = jnp.argmax(some, axis=2), count - jnp.argmax(some[:, :, ::-1], axis=2)
     end = jnp.where(jnp.any(some, axis=2), end, first)
@@ -138,7 +139,8 @@ def _ranges(some: Bool[Array, "b i j"], every: Bool[Array, "b i j"]) -> Int32[Ar
 
 
 def _longest_first(ranges: Int32[Array, "b i 4"]) -> Int32[Array, "b i 5"]:
-    """See `Tiles`. A GPU starts programs in order as others end: were the longest last, most of it would wait for them."""
+    """Sorts the ranges of `Tiles`. A GPU starts programs in order as others end; if the longest came last, most of it would
+    wait for them."""
     first, *others, end = jnp.unstack(ranges, axis=2)
     own = jax.lax.broadcasted_iota(jnp.int32, first.shape, 1)
     _, *in_order = jax.lax.sort((first - end, first, *others, end, own), dimension=1, is_stable=True, num_keys=1)

@@ -1,7 +1,7 @@
-"""Attention by tokamax (github.com/openxla/tokamax), which is written for Hopper's own instructions in jax's Mosaic GPU: no
-score reaches the GPU's memory.
+"""Attention by tokamax (github.com/openxla/tokamax), which uses Hopper's own instructions through jax's Mosaic GPU. No score
+reaches the GPU's memory.
 
-It compiles for the architecture of jax's default device; `llamajax.planning.xla.compile` makes the planned GPU that.
+It compiles for the architecture of jax's default device; `llamajax.planning.xla.compile` makes the planned GPU the default.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ from llamajax.parallel.sharding import spec
 
 
 def see(mask: Mask) -> Mask:
-    """The mask of rows with its `starts`, made once for all layers. Tokens of a document stand together."""
+    """Returns the mask with its `starts`, computed once for all layers. The tokens of a document are adjacent."""
     if mask.segment_ids is None:
         return mask
 
@@ -30,18 +30,18 @@ def see(mask: Mask) -> Mask:
 
 
 def starts(segment_ids: Int32[Array, "b T"]) -> Int32[Array, "b T"]:
-    """Of each token of a row, the index at which its document begins."""
+    """Returns for each token of a row the index at which its document begins."""
     begins = segment_ids[:, 1:] != segment_ids[:, :-1]
     indices = jnp.where(begins, jnp.arange(1, segment_ids.shape[1])[None], 0)
     return jax.lax.cummax(jnp.pad(indices, ((0, 0), (1, 0))), axis=1)
 
 
 def attend(q: Queries, k: Keys, v: Keys, mask: Mask, scale: float) -> Queries:
-    """As `llamajax.kernels.attention.attend`, only where there is no `llamajax.kernels.choice.obstacle`."""
+    """Same contract as `llamajax.kernels.attention.attend`, for sites without an `llamajax.kernels.choice.obstacle`."""
     mask = mask if mask.starts is not None else see(mask)
     q_spec, kv_spec = spec("batch", "seq", "kv_heads", None, "head_dim"), spec("batch", "seq", "kv_heads", "head_dim")
 
-    # Its calls do not say over which axes their results vary.
+    # tokamax's calls do not say over which axes their results vary.
     @partial(jax.shard_map, in_specs=(q_spec, kv_spec, kv_spec, spec("batch", None)), out_specs=q_spec, check_vma=False)
     def on_device(q: jax.Array, k: jax.Array, v: jax.Array, starts: jax.Array | None) -> jax.Array:
         return attend_to_rows(q, k, v, starts, window=mask.window, scale=scale)
@@ -58,20 +58,20 @@ def attend_to_rows(
     window: int | None,
     scale: float,
 ) -> Float[Array, "b T K G H"]:
-    """On one device, within `shard_map`: as `attend`, of whole rows. What the backward pass needs of it remat knows as
+    """On one device, within `shard_map`: computes `attend` for whole rows. Backward residuals carry the checkpoint name
     `attention`.
 
     Args:
         q: queries.
         k: keys.
-        v: their values.
-        starts: what the function of that name makes; None: every row is one document.
+        v: values.
+        starts: result of `starts`; None: every row is one document.
         window: see `llamajax.kernels.plain.Mask`.
-        scale: of the scores.
+        scale: factor of the scores.
     """
     b, T, K, G, H = q.shape
     if window is not None:
-        # By tokamax's own window the mask would no longer be causal to its kernels, which then skip fewer scores.
+        # With tokamax's own window, its kernels no longer treat the mask as causal and skip fewer scores.
         first = jnp.maximum(jnp.arange(T) + 1 - window, 0)[None]
         starts = jnp.broadcast_to(first, (b, T)) if starts is None else jnp.maximum(first, starts)
     out: Any = _attend(q.reshape(b, T, K * G, H), k, v, starts, scale)
@@ -89,7 +89,8 @@ def _attend_and_keep(
     kernel, how = _kernel(), _how(q, k, v, starts, scale)
     with _own_sizes():
         out, (largest, total) = kernel(q, k, v, **how, return_residuals=True)
-    # Named here, so that who keeps `attention` has all that the backward pass needs, and the kernel runs only once.
+    # Named here, so that a policy that saves `attention` saves all that the backward pass needs, and the kernel runs only
+    # once.
     out, lse = checkpoint_name((out, largest + jnp.log(total)), "attention")
     return out, (q, k, v, starts, out, lse)
 
@@ -97,7 +98,7 @@ def _attend_and_keep(
 def _gradients(scale: float, kept: tuple[Any, ...], d_out: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, None]:
     q, k, v, starts, out, lse = kept
     how = _how(q, k, v, starts, scale)
-    # A row's largest score and its sum of exponentials: lse and 1 give the same weights.
+    # The kernel takes a row's largest score and its sum of exponentials; lse and 1 give the same weights.
     with _own_sizes():
         gradients = _kernel().vjp((lse, jnp.ones_like(lse)), out, d_out, q, k, v, **how)
     return gradients["q"], gradients["k"], gradients["v"], None
@@ -107,15 +108,15 @@ _attend.defvjp(_attend_and_keep, _gradients)
 
 
 def _kernel() -> Any:
-    """The `tokamax.Op` forward, whose `vjp` is that backward."""
-    # `tokamax.ops.gpu`, which has it under a public name, cannot be imported without jax-triton.
+    """Returns the `tokamax.Op` of the forward pass; its `vjp` is the backward pass."""
+    # The public module `tokamax.ops.gpu` cannot be imported without jax-triton.
     from tokamax._src.ops.attention import pallas_mosaic_gpu  # pyright: ignore[reportMissingImports]  # an extra
 
     return pallas_mosaic_gpu.PallasMosaicGpuFlashAttention()
 
 
 def _how(q: jax.Array, k: jax.Array, v: jax.Array, starts: jax.Array | None, scale: float) -> dict[str, Any]:
-    """Every argument of both kernels beside the arrays."""
+    """Returns every argument of both kernels besides the arrays."""
     how = dict(_kernel().bind(q, k, v, logits_scale=scale, is_causal=True).kwargs)
     del how["return_residuals"]
     if starts is not None:
@@ -124,7 +125,7 @@ def _how(q: jax.Array, k: jax.Array, v: jax.Array, starts: jax.Array | None, sca
 
 
 def _own_sizes() -> Any:
-    """Tiles by tokamax's rule for the shape. It ships tuned ones for a few shapes, and warns of every other."""
+    """Selects tiles by tokamax's rule for the shape. It ships tuned tiles for a few shapes and warns about every other."""
     from tokamax import config  # pyright: ignore[reportMissingImports]  # an extra
 
     return config.ignore_autotuning_cache(True)

@@ -1,8 +1,8 @@
-"""The kernels of `llamajax.kernels.pallas_kernels` in the language of Triton itself (extra `triton`), for a jax that has no
-Triton lowering of Pallas. Import it only where they are asked for.
+"""The kernels of `llamajax.kernels.pallas_kernels` in Triton's own language (extra `triton`), for a jax without a Triton
+lowering of Pallas. Import it only where these kernels are requested.
 
-The package `triton` makes the first form of a kernel (TTIR), for which it needs no GPU; XLA does the rest, by the call that
-Pallas makes. With TRITON_INTERPRET=1 in the environment before its first import, `triton` compiles nothing and interprets.
+The package `triton` makes the first form of a kernel (TTIR) without a GPU; XLA does the rest, through the custom call that
+Pallas uses. With TRITON_INTERPRET=1 in the environment before its first import, `triton` interprets and compiles nothing.
 """
 
 import functools
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, no_type_check
 
 import jax
 import numpy as np
-import triton  # pyright: ignore[reportMissingImports]  # an extra, as all below
+import triton  # pyright: ignore[reportMissingImports]  # an extra, as are all below
 import triton.language as tl  # pyright: ignore[reportMissingImports]
 from jax.extend.backend import get_default_device
 from jaxtyping import Array, Int32
@@ -25,17 +25,17 @@ from llamajax.kernels.task import Task
 from llamajax.kernels.tiles import Sight
 
 _TARGET = "__gpu$xla.gpu.triton"
-"""XLA's own, which Pallas' Triton lowering calls too."""
+"""XLA's own custom-call target, which Pallas' Triton lowering uses too."""
 _LEAST_WIDTH = 16
-"""Of heads in a product."""
+"""Least width of a head in a matrix product."""
 _ALIGNED = 16
-"""Bytes, to which XLA lays out every array; Triton then loads as many at once."""
+"""Bytes to which XLA aligns every array; Triton then loads as many at once."""
 _THREADS_PER_WARP = 32
 _LEAST_CAPABILITY = (8, 0)
-"""Of GPUs that have bfloat16."""
+"""Least compute capability of GPUs with bfloat16."""
 _LOG2_E = tl.constexpr(math.log2(math.e))
 _LOWEST = tl.constexpr(-1e30)
-"""Below every score, and yet a number: the difference of two is one."""
+"""Lower than every score, yet finite: the difference of two such values is a number."""
 
 
 def launch(
@@ -65,11 +65,11 @@ def launch(
 
 
 class _Form(NamedTuple):
-    """Of a kernel: all that is constant in it."""
+    """All constants of a compiled kernel."""
 
     task: Task
     dtypes: tuple[str, ...]
-    """Of its arrays, read and written."""
+    """Dtypes of its arrays, read and written."""
     rows_differ: bool
     has_documents: bool
     is_interpreted: bool
@@ -80,7 +80,7 @@ class _Form(NamedTuple):
 
     @property
     def constants(self) -> dict[str, Any]:
-        """By the names of its arguments."""
+        """Values of the kernel's constant arguments by name."""
         task = self.task
         constants = {
             "M": task.size.queries, "N": task.size.keys, "T": task.num_queries, "S": task.num_keys,
@@ -92,21 +92,21 @@ class _Form(NamedTuple):
 
     @property
     def pointers(self) -> dict[str, str]:
-        """Types of its arrays, likewise."""
+        """Types of the kernel's array arguments by name."""
         types = {"float32": "*fp32", "bfloat16": "*bf16", "float16": "*fp16", "int32": "*i32"}
         names = [name for name in self.kernel.arg_names if name not in self.constants]
         return {name: types[dtype] for name, dtype in zip(names, self.dtypes, strict=True)}
 
 
 def _capability() -> tuple[int, ...]:
-    """Of the GPUs that are compiled for; see `llamajax.planning.xla.compile.compile_for`."""
+    """Returns the compute capability of the target GPUs; see `llamajax.planning.xla.compile.compile_for`."""
     told = getattr(get_default_device(), "compute_capability", None)
     return tuple(int(number) for number in told.split(".")) if told else _LEAST_CAPABILITY
 
 
 @functools.cache
 def _ttir(form: _Form, capability: tuple[int, ...]) -> str:
-    # `triton.compile` would go on to machine code, which is XLA's part, and keep files in the user's home.
+    # `triton.compile` would continue to machine code, which is XLA's part, and write files to the user's home.
     names, pointers = form.kernel.arg_names, form.pointers
     signature = {name: pointers.get(name, "constexpr") for name in names}
     aligned = {(names.index(name),): [["tt.divisibility", _ALIGNED]] for name in pointers}
@@ -123,11 +123,11 @@ def _ttir(form: _Form, capability: tuple[int, ...]) -> str:
 
 
 _ONE_AT_A_TIME = threading.Lock()
-"""Triton's interpreter is one for all threads."""
+"""Lock: Triton has one interpreter for all threads."""
 
 
 def _interpret(form: _Form, results: list[jax.ShapeDtypeStruct], *operands: jax.typing.ArrayLike) -> list[np.ndarray]:
-    """One program after another, on the host."""
+    """Runs one program after another, on the host."""
     found = [np.zeros(result.shape, result.dtype) for result in results]
     arrays = [*(np.ascontiguousarray(x) for x in operands), *found]
 
@@ -148,7 +148,7 @@ def attention_forward(
     M: tl.constexpr, N: tl.constexpr, T: tl.constexpr, S: tl.constexpr, K: tl.constexpr, G: tl.constexpr, H: tl.constexpr,
     WIDTH: tl.constexpr, SCALE: tl.constexpr, WINDOW: tl.constexpr, ROWS_DIFFER: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
-    """Attention of one head's tile of queries, and the log-sum-exp."""
+    """Computes attention of one head's tile of queries, and the log-sum-exp."""
     head, row, table = tl.program_id(0), tl.program_id(2), _table(tiles, ROWS_DIFFER)
     q_first = tl.load(table + 4) * M
     own_q = _heads(q, row, q_first, head, M, T, K * G, H, WIDTH)
@@ -182,7 +182,7 @@ def attention_backward_queries(
     M: tl.constexpr, N: tl.constexpr, T: tl.constexpr, S: tl.constexpr, K: tl.constexpr, G: tl.constexpr, H: tl.constexpr,
     WIDTH: tl.constexpr, SCALE: tl.constexpr, WINDOW: tl.constexpr, ROWS_DIFFER: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of one head's tile of queries."""
+    """Computes the gradient of one head's tile of queries."""
     head, row, table = tl.program_id(0), tl.program_id(2), _table(tiles, ROWS_DIFFER)
     q_first = tl.load(table + 4) * M
     own_q = _heads(q, row, q_first, head, M, T, K * G, H, WIDTH)
@@ -212,7 +212,7 @@ def attention_backward_keys(
     WIDTH: tl.constexpr, SCALE: tl.constexpr, WINDOW: tl.constexpr, ROWS_DIFFER: tl.constexpr, WIDEN: tl.constexpr,
     PARTS: tl.constexpr,
 ):  # fmt: skip
-    """The gradients of one kv head's tile of keys and values, by those query heads of its group that are this part's."""
+    """Computes the gradients of one kv head's tile of keys and values, from this part's query heads of the group."""
     share, row, table = tl.program_id(0), tl.program_id(2), _table(tiles, ROWS_DIFFER)
     k_first = tl.load(table + 4) * N
     own_k = _heads(k, row, k_first, share // PARTS, N, S, K, H, WIDTH)
@@ -225,7 +225,7 @@ def attention_backward_keys(
                 q_first = tile * M
                 own_q = _heads(q, row, q_first, head, M, T, K * G, H, WIDTH)
                 own_d_out = _heads(d_out, row, q_first, head, M, T, K * G, H, WIDTH)
-                # By key, so that nothing computed is turned.
+                # Keys first, so that no computed tile is transposed.
                 scores = _dot(own_k, tl.trans(own_q), WIDEN) * (SCALE * _LOG2_E)
                 own_lse = _numbers(lse, row, q_first, head, M, T, K * G) * _LOG2_E
                 weights = tl.exp2(scores - own_lse[None, :])
@@ -248,7 +248,7 @@ _KERNELS: dict[str, Any] = {
 @triton.jit
 @no_type_check
 def _table(tiles, ROWS_DIFFER: tl.constexpr):
-    """Where the program's five numbers are, see `llamajax.kernels.tiles.Tiles`."""
+    """Returns the address of the program's five numbers, see `llamajax.kernels.tiles.Tiles`."""
     place = tl.program_id(1)
     if ROWS_DIFFER:
         place += tl.program_id(2) * tl.num_programs(1)
@@ -258,7 +258,8 @@ def _table(tiles, ROWS_DIFFER: tl.constexpr):
 @triton.jit
 @no_type_check
 def _start(array, row, first, head, LENGTH: tl.constexpr, HEADS: tl.constexpr, H: tl.constexpr):
-    """Where the numbers of a token's head begin. 32 bits do not count those of all rows, nor of one of a million tokens."""
+    """Returns the address of a token's head. 32 bits cannot address the numbers of all rows, nor of one row of a million
+    tokens."""
     if LENGTH * HEADS * H >= 2**31:
         first = first.to(tl.int64)
     return array + row.to(tl.int64) * (LENGTH * HEADS * H) + (first * HEADS + head) * H
@@ -268,7 +269,7 @@ def _start(array, row, first, head, LENGTH: tl.constexpr, HEADS: tl.constexpr, H
 @no_type_check
 def _heads(array, row, first, head, SIZE: tl.constexpr, LENGTH: tl.constexpr, HEADS: tl.constexpr, H: tl.constexpr,
            WIDTH: tl.constexpr):  # fmt: skip
-    """Of `array` [rows, LENGTH, HEADS, H] one head of SIZE tokens from the `first` on; zeros where nothing is."""
+    """Loads one head of SIZE tokens, from token `first`, of `array` [rows, LENGTH, HEADS, H]; zeros outside the array."""
     token, number = tl.arange(0, SIZE), tl.arange(0, WIDTH)
     at = _start(array, row, first, head, LENGTH, HEADS, H) + (token[:, None] * (HEADS * H) + number[None, :])
     if LENGTH % SIZE != 0 or WIDTH != H:
@@ -282,7 +283,7 @@ def _heads(array, row, first, head, SIZE: tl.constexpr, LENGTH: tl.constexpr, HE
 @no_type_check
 def _store_heads(array, values, row, first, head, SIZE: tl.constexpr, LENGTH: tl.constexpr, HEADS: tl.constexpr,
                  H: tl.constexpr, WIDTH: tl.constexpr):  # fmt: skip
-    """The other way round."""
+    """Stores one head of SIZE tokens, see `_heads`."""
     token, number = tl.arange(0, SIZE), tl.arange(0, WIDTH)
     at = _start(array, row, first, head, LENGTH, HEADS, H) + (token[:, None] * (HEADS * H) + number[None, :])
     values = values.to(array.dtype.element_ty)
@@ -295,7 +296,7 @@ def _store_heads(array, values, row, first, head, SIZE: tl.constexpr, LENGTH: tl
 @triton.jit
 @no_type_check
 def _numbers(array, row, first, head, SIZE: tl.constexpr, LENGTH: tl.constexpr, HEADS: tl.constexpr):
-    """Of `array` [rows, HEADS, LENGTH], likewise."""
+    """Loads one head of SIZE numbers, from token `first`, of `array` [rows, HEADS, LENGTH]; zeros outside the array."""
     token = tl.arange(0, SIZE)
     at = array + row.to(tl.int64) * (HEADS * LENGTH) + (head * LENGTH + first + token)
     return tl.load(at, mask=first + token < LENGTH, other=0) if LENGTH % SIZE != 0 else tl.load(at)
@@ -316,7 +317,7 @@ def _store_numbers(array, values, row, first, head, SIZE: tl.constexpr, LENGTH: 
 @no_type_check
 def _visible(offset, q_ids, k_ids, row, q_first, k_first, M: tl.constexpr, N: tl.constexpr, T: tl.constexpr, S: tl.constexpr,
              WINDOW: tl.constexpr, BY_KEY: tl.constexpr):  # fmt: skip
-    """Of the scores [queries, keys] of two tiles, or by key: whether each is seen."""
+    """Returns which scores [queries, keys] of two tiles are seen; [keys, queries] where BY_KEY."""
     QUERY: tl.constexpr = 0 if BY_KEY else 1
     KEY: tl.constexpr = 1 if BY_KEY else 0
     query = tl.expand_dims(q_first + tl.arange(0, M), QUERY)
@@ -337,7 +338,7 @@ def _visible(offset, q_ids, k_ids, row, q_first, k_first, M: tl.constexpr, N: tl
 @triton.jit
 @no_type_check
 def _dot(x, y, WIDEN: tl.constexpr):
-    """In fp32, and of fp32 in no less. Triton's interpreter multiplies no bfloat16."""
+    """Multiplies with sums in fp32; fp32 operands are not rounded. Triton's interpreter cannot multiply bfloat16."""
     if WIDEN:
         x, y = x.to(tl.float32), y.to(tl.float32)
     return tl.dot(x, y, input_precision="ieee")

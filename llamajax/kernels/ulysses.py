@@ -27,27 +27,27 @@ def attend(
     interpret: bool = False,
     with_lse: bool = False,
 ) -> tuple[Queries, LogSumExp | None]:
-    """As `llamajax.kernels.attention.attend`; a device's query heads must be divisible by the sequence axis.
+    """Same contract as `llamajax.kernels.attention.attend`; a device's query heads must be divisible by the sequence axis.
 
-    Kv heads that are not are repeated until they are, each for an equal part of its query heads. Nothing sends less: where
-    every device needs a head, every device must be sent its whole rows.
+    Kv heads that are not divisible are repeated until they are, each for an equal part of its query heads. No other exchange
+    sends less: where every device needs a head, every device must receive its whole rows.
 
     Args:
-        q: see there.
-        k: see there.
-        v: see there.
-        mask: see there.
-        scale: see there.
-        kernel: what computes it.
+        q: see `attention.attend`.
+        k: see `attention.attend`.
+        v: see `attention.attend`.
+        mask: see `attention.attend`.
+        scale: see `attention.attend`.
+        kernel: kernel that computes attention.
         interpret: see `llamajax.kernels.pallas.attend_to_rows`.
-        with_lse: see there; cuDNN and tokamax have none.
+        with_lse: see `attention.attend`; cuDNN and tokamax have none.
     """
     q_spec, kv_spec = spec("batch", "seq", "kv_heads", None, "head_dim"), spec("batch", "seq", "kv_heads", "head_dim")
     if kernel in ("pallas", "triton") and mask.sight is None:
         mask = pallas.see(mask, q.shape[1], q.shape[-1], "ulysses")
     if kernel == "tokamax" and mask.starts is None:
         mask = tokamax_kernel.see(mask)
-    # What plain attention needs of the mask, or a kernel has made of it.
+    # The part of the mask that the kernel reads.
     seen = {"plain": mask.segment_ids, "pallas": mask.sight, "triton": mask.sight, "tokamax": mask.starts, "cudnn": None}[
         kernel
     ]
@@ -64,12 +64,12 @@ def attend(
         to_tokens = partial(jax.lax.all_to_all, axis_name=axes, split_axis=1, concat_axis=2, tiled=True)
 
         def repeated(x: jax.Array) -> jax.Array:
-            # Widened, so that the gradients of repeated heads add up in fp32; what is sent is narrow.
+            # Widened, so that the gradients of repeated heads add up in fp32; sent narrow.
             return jnp.repeat(x.astype(jnp.float32), repeats, axis=2).astype(x.dtype) if repeats > 1 else x
 
         q = to_heads(q.reshape(b, t, K * repeats, G // repeats, H))
         k, v = to_heads(repeated(k)), to_heads(repeated(v))
-        # Named, so that who computes a layer again before its backward pass exchanges no more for it than once.
+        # Named, so that a layer that is recomputed for its backward pass does not repeat the exchange.
         q, k, v = checkpoint_name((q, k, v), "exchanged")
         match kernel:
             case "cudnn":

@@ -1,4 +1,4 @@
-"""Why the processes of a host ended: the one that failed first, and the others because of it."""
+"""Determines why the processes of a host ended: the one that failed first, and the others because of it."""
 
 import time
 from collections.abc import Sequence
@@ -11,29 +11,29 @@ from llamajax.launching.child import Child
 
 @dataclass(frozen=True, kw_only=True)
 class Cause:
-    """What ended a life of the processes."""
+    """The reason why the processes ended."""
 
     rank: int
     exit_code: int
-    """That of the command, unless a restart helps."""
+    """Exit code of the launch, unless a restart helps."""
     lines: tuple[str, ...]
-    """For people: the first cause, and why each of the others ended."""
+    """Lines for people: the first cause, and why each of the others ended."""
     is_left: bool = False
-    """Whether a process is still there that could not be killed: a new one would find its device taken."""
+    """Whether a process that could not be killed still exists: a new one would find its device taken."""
 
 
 def find_cause(children: Sequence[Child], run_dir: Path | None) -> Cause | None:
-    """The first cause of the end of all `children`; None if all have done their part.
+    """Returns the first cause for the end of all `children`; None if all have done their part.
 
-    A process that another one ended has said so in its heartbeat. Those that wait for a stuck one are late together with it,
-    so they are the cause only where no other is.
+    A process that ended because of another has reported so in its heartbeat. Processes that wait for a stuck one exceed
+    their limits together with it, so they are the cause only if no other process is.
     """
     failed = [child for child in sorted(children, key=lambda child: child.place or 0) if child.code or child.stuck]
     if not failed:
         return None
     own = [child for child in failed if child.stuck or (child.ended_by is None and not child.is_ended)]
     active = [child for child in own if not child.waited]
-    if not own:  # a process of another host, or one that said nothing
+    if not own:  # a process on another host, or one that reported nothing
         rank, code, line = _elsewhere(failed)
     else:
         first = (active or own)[0]
@@ -48,7 +48,7 @@ def _elsewhere(failed: Sequence[Child]) -> tuple[int, int, str]:
     first = next((child for child in failed if child.ended_by is not None), failed[0])
     rank = first.rank if first.ended_by is None else first.ended_by
     of_here = next((child for child in failed if child.rank == rank), None)
-    how = of_here.how() if of_here else f"of another host failed or was lost; see there (exit code {first.exit_code})"
+    how = of_here.how() if of_here else f"on another host failed or was lost; see its log (exit code {first.exit_code})"
     return rank, first.exit_code, f"process {rank} {how}"
 
 
@@ -61,7 +61,7 @@ def _why(child: Child, cause: int) -> str:
 
 
 def _stacks(run_dir: Path | None, child: Child) -> Path | None:
-    """The file of this life in which a stuck process has written the stacks of its threads."""
+    """Returns the file in which a stuck process has written the stacks of its threads since this start."""
     if run_dir is None or child.exit_code != TRY_AGAIN:
         return None
     began = time.time() - (time.monotonic() - child.started)

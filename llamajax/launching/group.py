@@ -1,4 +1,4 @@
-"""One life of the processes of this host: they start together and end together."""
+"""Runs the processes of this host once: they start together and end together."""
 
 import itertools
 import os
@@ -15,31 +15,31 @@ from llamajax.launching.program import Program
 from llamajax.launching.signals import Signals
 from llamajax.processes import heartbeat
 
-_TICK_S = 0.25  # between looks at the heartbeats
-_GRACE_S = 1.75  # after the first one's end, in which others may end by themselves, in their own words
-_OVERDUE_S = 1.0  # after its limit, in which a process may act on it by itself
-_OTHERS_OVERDUE_S = 1.5  # after the limit of those that wait for another one, in which that one may show
-_DUMP_S = 1.0  # in which a stuck process must have written its stacks
-_DIES_S = 30.0  # in which a process that was killed ends
-_GIVEN_UP_S = 300.0  # after which it is given up: what the system waits for may come back until then
-_STOPPED_S = 2.0  # by which a look that comes later means that all stood still, and in which they may then say something
+_TICK_S = 0.25  # between checks of the heartbeats
+_GRACE_S = 1.75  # after the first process ends, time for the others to end themselves with their own messages
+_OVERDUE_S = 1.0  # after its limit, time for a process to act on it itself
+_OTHERS_OVERDUE_S = 1.5  # after the limit of processes that wait for another one, time for that one to exceed its own
+_DUMP_S = 1.0  # time limit for a stuck process to write its stacks
+_DIES_S = 30.0  # time in which a killed process should end
+_GIVEN_UP_S = 300.0  # time after which a killed process is given up: the device or disk it waits for may recover until then
+_STOPPED_S = 2.0  # a check that is later than this means that all were suspended; they may then take as long to report
 
 
 class Group:
-    """The processes of this host, in sessions of their own: what the terminal sends reaches them through the launcher."""
+    """The processes of this host, in their own sessions: signals from the terminal reach them through the launcher."""
 
     def __init__(self, program: Program, shown: Output, heartbeats: Path, address: str, bind_address: str | None) -> None:
-        """Starts them.
+        """Starts the processes.
 
         Args:
-            program: what they run.
-            shown: takes what they print; a single process has the launcher's own streams, and so its terminal.
-            heartbeats: a directory for their heartbeats, in which nothing has a number for a name.
+            program: the program that they run.
+            shown: takes their output; a single process has the launcher's own streams, and so its terminal.
+            heartbeats: directory for their heartbeats, in which no other file has a number as its name.
             address: `host:port` where they meet.
-            bind_address: where process 0 listens; None: it finds out by itself.
+            bind_address: address on which process 0 listens; None: it determines that itself.
 
         Raises:
-            OSError: one cannot be started, or has no room for its heartbeat; those that were are killed.
+            OSError: a process cannot be started, or there is no space for its heartbeat; started ones are killed.
         """
         self._start_s = program.start_s
         self._is_training = program.run_dir is not None
@@ -73,7 +73,7 @@ class Group:
             raise
 
     def live(self, signals: Signals) -> None:
-        """Returns when all have ended: one that fails ends the others, a request to stop is passed on once."""
+        """Returns when all have ended. One that fails ends the others; a request to stop is forwarded once."""
         is_told, looked = False, time.monotonic()
         while running := [child for child in self.children if child.runs]:
             signals.wait(_TICK_S)
@@ -92,7 +92,8 @@ class Group:
             elif signals.stop is not None and not is_told:
                 is_told = True
                 for child in running:
-                    # Who has said nothing yet does not hear either: of SIGINT, Python would show where it was.
+                    # A process that has not reported yet does not handle signals either: on SIGINT, Python would print a
+                    # traceback.
                     is_deaf = self._is_training and child.last is None
                     child.signal(signal.SIGTERM if is_deaf else _passed_on(signals.stop))
             self._abort_stuck(running, now)
@@ -105,7 +106,7 @@ class Group:
         output.wait_for(self._followers, timeout_s=1.0)
 
     def _bear_with(self, child: Child, now: float) -> None:
-        """Waits for a process that does not die, says so, and gives it up at last."""
+        """Waits for a process that does not die, reports it, and finally gives it up."""
         assert child.killed is not None
         if not child.is_left:
             self._shown.say(f"process {child.rank} (pid {child.process.pid}) {LEFT}")
@@ -114,32 +115,33 @@ class Group:
             child.place, child.code = next(self._places), -signal.SIGKILL
 
     def _take_end(self, child: Child, signals: Signals, now: float) -> None:
-        """Takes down what the end of a process means for the others."""
+        """Records the end of a process and its consequences for the others."""
         child.place, child.is_left = next(self._places), False
         if self._is_training and signals.stop is None and self._end_at is None and self._was_told_to_stop(child):
-            signals.ask(signal.SIGTERM)  # one that has met the others would have told them
+            signals.ask(signal.SIGTERM)  # a process connected to the others would have told them
         if self._is_training and signals.stop and child.code in (-signal.SIGTERM, -signals.stop):
-            child.code = 0  # before it could hear; it had nothing to save
+            child.code = 0  # ended before it handled signals; it had nothing to save
         if child.code and self._end_at is None:
             self._end_at = now + _GRACE_S
 
     def _was_told_to_stop(self, child: Child) -> bool:
-        """Whether somebody has stopped a process alone, by SIGTERM before it could hear or before it had met the others.
+        """Returns whether a user stopped only this process, by SIGTERM before it handled signals or was connected to the
+        others.
 
-        Where there are other hosts, what it did not hear lets all start again: nobody could tell theirs.
+        With other hosts, an unhandled SIGTERM makes all start again: the other hosts could not be told.
         """
         if child.last is None:
             return child.code == -signal.SIGTERM and self._is_alone
         return child.code == 0 and child.last.phase == "start" and child.last.deadline is not None
 
     def _abort_stuck(self, running: list[Child], now: float) -> None:
-        """Ends those that are stuck: they are past their limit, or others ended because they waited for them."""
+        """Ends stuck processes: those past their limit, or for which others have ended after waiting."""
         if now < self._looks_at:
             return
         if self._end_at is None:
             late = [(child, child.late_s(now, self._start_s)) for child in running]
             overdue = [(child, late_s) for child, late_s in late if late_s is not None and late_s > _OVERDUE_S]
-            # Those that wait for a stuck one are late at the same moment, or a little before.
+            # Processes that wait for a stuck one are late at the same moment, or a little earlier.
             stuck = [child for child, _ in overdue if child.last is None or child.last.doing != heartbeat.WAITING]
             stuck = stuck or [child for child, late_s in overdue if late_s > _OTHERS_OVERDUE_S]
         else:
@@ -154,10 +156,10 @@ class Group:
 
 
 def _more_s(child: Child, signals: Signals) -> float:
-    """Seconds that a process is left longer than others: while it makes a save count."""
+    """Returns the additional seconds that a process gets while it commits a save."""
     return heartbeat.COMMIT_S if not signals.kill and child.last is not None and child.last.commits else 0.0
 
 
 def _passed_on(number: signal.Signals) -> signal.Signals:
-    """What processes are sent: that the terminal is gone is no reason of their own."""
+    """Returns the signal to forward: SIGTERM for SIGHUP, because the lost terminal is not that of the processes."""
     return signal.SIGTERM if number == signal.SIGHUP else number

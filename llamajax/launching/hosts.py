@@ -1,4 +1,4 @@
-"""The hosts of a run, one launcher on each, as variables of Slurm, Open MPI, Kubernetes or our own tell of them."""
+"""Finds the hosts of a run, with one launcher on each, from variables of Slurm, Open MPI, Kubernetes or our own."""
 
 import glob
 import itertools
@@ -21,15 +21,15 @@ class Hosts:
     """Number of this host."""
     coordinator: str = ""
     """`host:port` where the processes meet; empty with one host, where they meet on loopback."""
-    told_by: str = "no cluster's variables"
-    """Where this was found, for people."""
+    told_by: str = "defaults, without cluster variables"
+    """Source of this information, for people."""
 
 
 def find_hosts(environment: Mapping[str, str]) -> Hosts:
-    """What the variables of the innermost launcher say; own ones, `LLAMAJAX_NUM_HOSTS` and `LLAMAJAX_HOST_ID`, come first.
+    """Returns the hosts according to the innermost launcher; our own `LLAMAJAX_NUM_HOSTS` and `LLAMAJAX_HOST_ID` come first.
 
     Raises:
-        EnvironmentMismatchError: they are not those of one launcher per host, or do not tell all.
+        EnvironmentMismatchError: the variables do not describe one launcher per host, or are incomplete.
     """
     for find in (_plain, _open_mpi, _slurm):
         if (hosts := find(environment)) is not None:
@@ -40,7 +40,7 @@ def find_hosts(environment: Mapping[str, str]) -> Hosts:
         raise EnvironmentMismatchError(f"{hosts.told_by}: host {hosts.own} must be below the number of hosts, {hosts.count}")
     if hosts.count > 1 and not hosts.coordinator:
         raise EnvironmentMismatchError(
-            f"{hosts.told_by}: {hosts.count} hosts, but not where they meet; set {COORDINATOR} to host:port of host 0"
+            f"{hosts.told_by}: {hosts.count} hosts, but no address where they meet; set {COORDINATOR} to host:port of host 0"
         )
     return hosts
 
@@ -48,7 +48,7 @@ def find_hosts(environment: Mapping[str, str]) -> Hosts:
 def _plain(environment: Mapping[str, str]) -> Hosts | None:
     if "LLAMAJAX_NUM_HOSTS" not in environment:
         return None
-    own = "LLAMAJAX_HOST_ID" if "LLAMAJAX_HOST_ID" in environment else "JOB_COMPLETION_INDEX"  # of a Job in Kubernetes
+    own = "LLAMAJAX_HOST_ID" if "LLAMAJAX_HOST_ID" in environment else "JOB_COMPLETION_INDEX"  # from a Kubernetes Job
     return Hosts(
         count=_number(environment, "LLAMAJAX_NUM_HOSTS"),
         own=_number(environment, own),
@@ -63,7 +63,7 @@ def _open_mpi(environment: Mapping[str, str]) -> Hosts | None:
     if _number(environment, "OMPI_COMM_WORLD_LOCAL_SIZE") > 1:
         raise EnvironmentMismatchError("Open MPI starts several launchers on this host; use mpirun --map-by ppr:1:node")
     count = _number(environment, "OMPI_COMM_WORLD_SIZE")
-    # The machine of mpirun, which is that of rank 0 unless it is told otherwise. Not there from Open MPI 5 on.
+    # The machine of mpirun, which is the machine of rank 0 by default. Absent from Open MPI 5 on.
     root = re.match(r"(\d+)\.\d+;(?:tcp://([^,:]+)|tcp6://\[([^,\]]+))", environment.get("OMPI_MCA_orte_hnp_uri", ""))
     found = join(root[2] or root[3], _port(int(root[1]) >> 12)) if root else ""
     return Hosts(
@@ -92,14 +92,14 @@ def _slurm(environment: Mapping[str, str]) -> Hosts | None:
 
 
 def first_host(names: str) -> str:
-    """The first of Slurm's list of hosts: `gpu003` of `gpu[003-010,12],login1`."""
+    """Returns the first host of a Slurm list: `gpu003` of `gpu[003-010,12],login1`."""
     first = re.match(r"(?:[^,\[]|\[[^\]]*\])*", names)
     assert first is not None
     return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", first[0])
 
 
 def _port(job: int) -> int:
-    """A port that all hosts of a job come to, and other jobs hardly do: one of the last 4,096."""
+    """Returns a port that all hosts of a job compute, and other jobs rarely do: one of the last 4,096."""
     return 65_536 - 4_096 + job % 4_096
 
 
@@ -111,7 +111,8 @@ def _number(environment: Mapping[str, str], variable: str) -> int:
 
 
 def num_gpus(environment: Mapping[str, str]) -> int:
-    """NVIDIA GPUs that processes started here see; without asking their driver, which takes seconds."""
+    """Returns the number of NVIDIA GPUs visible to processes started here, without asking the driver, which takes
+    seconds."""
     if environment.get("JAX_PLATFORMS", "").split(",")[0] == "cpu":
         return 0
     visible = environment.get("CUDA_VISIBLE_DEVICES")

@@ -1,4 +1,4 @@
-"""What the processes print, line by line through the launcher: whole lines, told apart by rank."""
+"""Forwards the output of the processes line by line: whole lines, marked by rank."""
 
 import os
 import re
@@ -7,31 +7,31 @@ import threading
 import time
 from typing import IO
 
-_LONGEST = 1 << 16  # bytes of a line that are held until its end comes
-# What gloo, of CPUs, prints of every group of devices: dozens of lines that say nothing, at times torn by each other.
+_LONGEST = 1 << 16  # bytes of an unfinished line that are held
+# Lines that gloo, the CPU backend, prints for every group of devices: dozens without information, at times interleaved.
 _CHATTER = re.compile(rb"\[Gloo\] Rank |\d+ is connected to \d+ peer ranks")
 
 
 class Output:
-    """Standard output and standard error of the launcher, which all its processes share.
+    """Standard output and standard error of the launcher, shared by all its processes.
 
-    Lines of process 0 stand as they are, others after their rank in brackets; gloo's of its connections are left out. A
-    process whose lines nobody takes waits, as it would without a launcher; nothing is kept but the line that has not ended.
+    Lines of process 0 appear unchanged, other lines after their rank in brackets; gloo's lines about its connections are
+    omitted. If nobody reads the output, a process waits, as it would without a launcher; only unfinished lines are buffered.
     """
 
     def __init__(self) -> None:
-        """Nothing has been printed."""
+        """Creates the output; nothing has been printed."""
         self.is_lost = False
         """Whether something could not be written: the disk is full, or nobody reads."""
-        one = threading.Lock()  # of both, which may be one pipe: that takes long writes in parts
+        one = threading.Lock()  # both may be one pipe, which splits long writes
         self._writing = {1: one, 2: one if _are_one(1, 2) else threading.Lock()}
 
     def say(self, text: str) -> None:
-        """A line of the launcher's own, on stderr."""
+        """Prints a line of the launcher's own to stderr."""
         self._write(2, f"launch     {text}\n".encode(errors="replace"))
 
     def follow(self, rank: int, process: subprocess.Popen[bytes]) -> list[threading.Thread]:
-        """Shows what a process prints, from now on; the threads end when it can print no more."""
+        """Shows the output of a process from now on; the threads end when it can print no more."""
         assert process.stdout is not None
         assert process.stderr is not None
         prefix = f"[{rank}] ".encode() if rank else b""
@@ -58,7 +58,7 @@ class Output:
             try:
                 while rest:
                     rest = rest[os.write(to, rest) :]
-            except OSError:  # what comes later may find room again, and the other stream is not lost with this one
+            except OSError:  # later writes may succeed, and the other stream may still work
                 self.is_lost = True
 
 
@@ -70,7 +70,7 @@ def _are_one(first: int, second: int) -> bool:
 
 
 def wait_for(threads: list[threading.Thread], timeout_s: float) -> None:
-    """Until all is shown; no longer where something that a process started still holds its streams."""
+    """Waits until all output is shown, unless a child of a process still holds its streams."""
     deadline = time.monotonic() + timeout_s
     for thread in threads:
         thread.join(max(deadline - time.monotonic(), 0))

@@ -1,4 +1,4 @@
-"""What the launcher starts: the program, its configuration as it was read, and how processes and devices are numbered."""
+"""Determines what the launcher starts: the program, its configuration, and the numbering of processes and devices."""
 
 import dataclasses
 import json
@@ -28,18 +28,18 @@ _BINDER = Path(__file__).with_name("bind.py")
 
 @dataclass(frozen=True, kw_only=True)
 class Program:
-    """The processes that this host runs, and what of their configuration the launcher must know."""
+    """The processes that this host runs, and the part of their configuration that the launcher needs."""
 
     module: str
     arguments: tuple[str, ...]
     config: AnyConfig
     hosts: Hosts
     num_local: int
-    """Processes on this host."""
+    """Number of processes on this host."""
     gpus: int
-    """GPUs of this host that they share; 0 where the CPU computes."""
+    """Number of GPUs of this host that they share; 0 if the CPU computes."""
     interface: str | None
-    """The network interface that they use; None: any, but loopback alone with one host."""
+    """Network interface that they use; None: any, but only loopback with one host."""
     config_texts: Mapping[str, bytes] = dataclasses.field(default_factory=dict)
     """Contents of the configuration file and of its bases when they were read, by absolute path."""
     config_copies: Mapping[str, str] = dataclasses.field(default_factory=dict)
@@ -47,39 +47,39 @@ class Program:
 
     @property
     def num_processes(self) -> int:
-        """Processes on all hosts."""
+        """Number of processes on all hosts."""
         return self.num_local * self.hosts.count
 
     @property
     def ranks(self) -> range:
-        """Those of this host."""
+        """Ranks of the processes on this host."""
         return range(self.hosts.own * self.num_local, (self.hosts.own + 1) * self.num_local)
 
     @property
     def run_dir(self) -> Path | None:
-        """Of a training run, which goes on from its checkpoints; None: nothing is kept that a new start could use."""
+        """Directory of a training run, which resumes from its checkpoints; None: a restart could not reuse anything."""
         return Path(self.config.run_dir).expanduser() if isinstance(self.config, Config) else None
 
     @property
     def start_s(self) -> float | None:
-        """Seconds within which a process must have told how it is; None: it need not."""
+        """Time limit in seconds for the first report of a process; None: it need not report."""
         watchdog = self.config.watchdog if isinstance(self.config, Config) else None
         return watchdog.start_s if watchdog is not None and watchdog.enabled else None
 
     @property
     def devices(self) -> str:
-        """Those of each process, for people."""
+        """Devices of each process, for people."""
         if emulated := self.config.mesh.num_cpu_devices:
             return f"{emulated} emulated device{'s' if emulated > 1 else ''}"
         per_process = self.gpus // self.num_local
         return f"{per_process} GPU{'s' if per_process > 1 else ''}" if per_process else "the CPU"
 
     def command(self) -> list[str]:
-        """Of every process: it ends with the launcher."""
+        """Returns the command of every process; the process ends with the launcher."""
         return bound([sys.executable, "-m", self.module, *self.arguments])
 
     def with_config_in(self, folder: Path) -> "Program":
-        """Returns the program with copies of its configuration files in `folder`: later edits prepare another run."""
+        """Returns the program with copies of its configuration files in `folder`; later edits affect only new runs."""
         copies = {path: folder / "config" / f"{number}.yaml" for number, path in enumerate(self.config_texts)}
         try:
             (folder / "config").mkdir()
@@ -90,19 +90,19 @@ class Program:
         return dataclasses.replace(self, config_copies={path: str(copy) for path, copy in copies.items()})
 
     def environment(self, rank: int, address: str, bind_address: str | None) -> dict[str, str]:
-        """What process `rank` is told, over the launcher's own environment.
+        """Returns the environment variables for process `rank`, in addition to the launcher's own.
 
         Args:
-            rank: of all processes of the run.
+            rank: rank among all processes of the run.
             address: `host:port` where they meet.
-            bind_address: where process 0 listens; None: it finds out by itself.
+            bind_address: address on which process 0 listens; None: it determines that itself.
         """
         interface = self.interface or ("lo" if self.hosts.count == 1 else None)
         told = {
             "LLAMAJAX_NUM_PROCESSES": str(self.num_processes),
             "LLAMAJAX_PROCESS_ID": str(rank),
             COORDINATOR: address,
-            "PYTHONUNBUFFERED": "1",  # lines come when they are printed
+            "PYTHONUNBUFFERED": "1",  # lines appear when they are printed
         }
         if self.config_copies:
             told[COPIES] = json.dumps(self.config_copies)
@@ -118,7 +118,7 @@ class Program:
 
 
 def bound(command: Sequence[str]) -> list[str]:
-    """The command, of which the first word is a path, as one that ends with this process, even if that is killed."""
+    """Returns the command, which starts with a path, as one that ends with this process, even if this process is killed."""
     return [sys.executable, "-I", "-S", str(_BINDER), str(os.getpid()), *command]
 
 
@@ -127,11 +127,11 @@ def find_program(
 ) -> Program:
     """Reads the program's configuration, as each of its processes will.
 
-    Exits as the program itself does after mistakes, `--help` and `--print_config`.
+    Exits as the program itself does for mistakes, `--help` and `--print_config`.
 
     Raises:
-        ConfigError: the configuration is not one of so many processes and devices.
-        EnvironmentMismatchError: the GPUs cannot be divided.
+        ConfigError: the configuration does not fit this number of processes and devices.
+        EnvironmentMismatchError: the GPUs cannot be divided among the processes.
     """
     gpus = num_gpus(environment)
     is_given = any(argument.partition("=")[0] == _ENABLED for argument in arguments)
@@ -145,8 +145,8 @@ def find_program(
         several, read = False, _read(config.module, arguments)
     if gpus % num_local:
         raise EnvironmentMismatchError(
-            f"num_processes: {num_local} cannot divide the {gpus} GPUs of this host among them; choose another number, or"
-            " hide some by CUDA_VISIBLE_DEVICES"
+            f"num_processes: {num_local} processes cannot share the {gpus} GPUs of this host equally; choose another number,"
+            " or hide some with CUDA_VISIBLE_DEVICES"
         )
     config_texts = {os.path.abspath(path): Path(path).read_bytes() for path in _config_files(arguments)}
     program = Program(
@@ -175,7 +175,7 @@ def _read(module: str, arguments: Sequence[str]) -> AnyConfig:
 
 
 def _config_files(arguments: Sequence[str]) -> list[str]:
-    """Returns the file that `--config` names and its bases, for arguments that have been read without mistakes.
+    """Returns the file that `--config` names and its bases, for arguments that have been parsed without errors.
 
     Raises:
         ConfigError: `--config` names something that can be read only once.
@@ -185,7 +185,7 @@ def _config_files(arguments: Sequence[str]) -> list[str]:
         if name == _CONFIG:
             path = find_config(value if is_joined else following)
             if path is None or not os.path.isfile(path):
-                raise ConfigError(f"--config: {path} is no file that the launcher's processes can read too; write it to one")
+                raise ConfigError(f"--config: {path} is not a file that the launched processes can read; write it to one")
             return files_of(path)
     return []
 
@@ -199,10 +199,10 @@ def _check(program: Program) -> None:
             field.name in ("coordinator_address", "num_processes", "process_id")
             and getattr(distributed, field.name) is not None
         ):
-            raise ConfigError(f"distributed.{field.name}: set, but it is for the launcher to say; remove it")
+            raise ConfigError(f"distributed.{field.name}: set, but the launcher sets it; remove it")
     per_process = config.mesh.num_cpu_devices or program.gpus // program.num_local
     if not isinstance(config, Config) or not per_process or _may_have_steps(program):
-        return  # a run that goes on chooses its micro-batches for the devices that there are
+        return  # a resumed run chooses its micro-batches for the available devices
     if found := config.placement_problems(per_process * program.num_processes):
         of_all = f" ({program.num_processes} process{'es' if program.num_processes > 1 else ''} x {program.devices})"
         raise ConfigError("\n".join(f"{problem}{of_all}" for problem in found))
@@ -211,15 +211,15 @@ def _check(program: Program) -> None:
 def _may_have_steps(program: Program) -> bool:
     try:
         return newest_step(program.run_dir) > 0
-    except OSError:  # its processes will see, and are started again
+    except OSError:  # its processes will report it, and are started again
         return True
 
 
 def newest_step(run_dir: Path | None) -> int:
-    """The newest committed step of a run; 0 if there is none."""
+    """Returns the newest committed step of a run; 0 if there is none."""
     return max(steps_in(run_dir / "checkpoints"), default=0) if run_dir is not None else 0
 
 
 def steps_in(directory: Path) -> set[int]:
-    """The steps that a directory has, by the names in it."""
+    """Returns the steps in a directory, from the names in it."""
     return {int(name) for name in names_in(directory) if name.isascii() and name.isdecimal()}

@@ -1,4 +1,4 @@
-"""The story of a launch: lives of the processes of this host, one after the other as long as that can help."""
+"""Runs a launch: starts the processes of this host, and restarts them as long as that can help."""
 
 import json
 import os
@@ -23,7 +23,7 @@ from llamajax.processes import addresses
 
 
 def main(config: LaunchConfig, arguments: Sequence[str], *, check: bool) -> int:
-    """Starts the program with its `arguments`, or with `check` tells what would be started; the exit code."""
+    """Starts the program with its `arguments`, or with `check` prints what would be started; returns the exit code."""
     keep_from_others()
     try:
         program = find_program(config, arguments, find_hosts(os.environ))
@@ -40,7 +40,7 @@ def main(config: LaunchConfig, arguments: Sequence[str], *, check: bool) -> int:
 
 
 def launch(config: LaunchConfig, program: Program) -> int:
-    """Starts the processes, and again after what a new start can help against; the exit code."""
+    """Starts the processes, restarts them after failures that a restart can fix, and returns the exit code."""
     shown, in_a_row = Output(), 0
     newest = _saved_step(program, 0, shown)
     with Signals() as signals:
@@ -53,7 +53,7 @@ def launch(config: LaunchConfig, program: Program) -> int:
                 line = f"{error.filename or 'a process'}: cannot be started: {error.strerror}"
                 cause = Cause(rank=program.ranks.start, exit_code=DISK_ERROR, lines=(line,))
             if signals.kill:
-                shown.say("ended all processes at once, at a second signal")
+                shown.say("ended all processes at once, on a second signal")
                 return 128 + (signals.stop or 0)
             for line in () if cause is None else cause.lines:
                 shown.say(line)
@@ -64,11 +64,11 @@ def launch(config: LaunchConfig, program: Program) -> int:
                 return cause.exit_code
             if (step := _saved_step(program, newest, shown)) > newest:
                 in_a_row = 0
-            newest = step  # lower where the run has gone back, from where it counts anew
+            newest = step  # lower after a rollback, and counted from there
             if in_a_row == config.max_restarts:
                 shown.say(
                     f"gives up after {in_a_row} restart{'s' if in_a_row > 1 else ''} without a new checkpoint in"
-                    f" {program.run_dir} (max_restarts); see to the cause above and run the same command again"
+                    f" {program.run_dir} (max_restarts); fix the cause above and run the same command again"
                 )
                 return GIVE_UP
             in_a_row += 1
@@ -86,7 +86,7 @@ def launch(config: LaunchConfig, program: Program) -> int:
 
 
 def _live(program: Program, shown: Output, signals: Signals) -> Cause | None:
-    """One life of the processes; what ended it, None if they have done their part."""
+    """Runs the processes once; returns the cause of their end, None if they have done their part."""
     address, bind_address = _meeting_place(program)
     shown.say(f"{_summary(program)}{f'; they meet at {address}' if program.num_processes > 1 else ''}")
     with tempfile.TemporaryDirectory(prefix="llamajax-") as heartbeats:
@@ -96,26 +96,26 @@ def _live(program: Program, shown: Output, signals: Signals) -> Cause | None:
 
 
 def _meeting_place(program: Program) -> tuple[str, str | None]:
-    """Where the processes meet, and where process 0 listens, unless it finds that out by itself."""
+    """Returns where the processes meet, and where process 0 listens, unless it determines that itself."""
     hosts = program.hosts
     alone = f"{addresses.LOOPBACK}:{addresses.free_port()}" if hosts.count == 1 else hosts.coordinator
     if hosts.own > 0:
         return alone, None
-    if program.interface is None:  # on one host loopback, whatever the environment says for runs of several
+    if program.interface is None:  # on one host loopback, whatever the environment sets for runs on several
         return alone, alone if hosts.count == 1 else os.environ.get("JAX_COORDINATOR_BIND_ADDRESS")
     host, port = addresses.host_and_port(alone)
     own = addresses.interface_address(program.interface)
     named = addresses.join(own, port)
     if hosts.count > 1 and (found := addresses.own_addresses(host)) and own not in found:
         raise EnvironmentMismatchError(
-            f"interface: {program.interface} has {own}, but the other hosts come to {host}, which is {found[0]} here; set"
+            f"interface: {program.interface} has {own}, but the other hosts connect to {host}, which is {found[0]} here; set"
             f" JAX_COORDINATOR_ADDRESS={named} on all hosts"
         )
     return named, named
 
 
 def _summary(program: Program) -> str:
-    """What runs here, in a line."""
+    """Describes what runs here, in a line."""
     several, hosts, ranks = program.num_local > 1, program.hosts, program.ranks
     text = f"{program.num_local} process{'es' if several else ''} of {program.module}"
     if hosts.count > 1:
@@ -128,10 +128,10 @@ def _summary(program: Program) -> str:
 
 
 def _tell(program: Program) -> None:
-    """What would be started."""
+    """Prints what would be started."""
     address, bind_address = _meeting_place(program)
     hosts = program.hosts
-    print(f"hosts      {hosts.count}, this is host {hosts.own}; told by {hosts.told_by}")
+    print(f"hosts      {hosts.count}, this is host {hosts.own}; from {hosts.told_by}")
     print(f"processes  {_summary(program)}")
     if program.num_processes > 1:
         print(f"meet at    {address}")
@@ -141,12 +141,12 @@ def _tell(program: Program) -> None:
 
 
 def backoff_s(config: LaunchConfig, restart: int) -> float:
-    """Seconds before a restart, the first one being 1."""
+    """Returns the seconds before a restart; the first restart is number 1."""
     return min(config.backoff_s * 2 ** min(restart - 1, 60), config.max_backoff_s)
 
 
 def saved_step(program: Program) -> int:
-    """The newest step that the run has committed, or that all processes of this host have in the local tier."""
+    """Returns the newest step that the run has committed, or that all processes of this host have in the local tier."""
     shared, run_dir, config = newest_step(program.run_dir), program.run_dir, program.config
     if not isinstance(config, Config) or run_dir is None or config.checkpoint.local_dir is None:
         return shared
@@ -157,38 +157,38 @@ def saved_step(program: Program) -> int:
     local = Path(config.checkpoint.local_dir).expanduser() / config.checkpoint.local_name(run_dir.absolute(), identity)
     try:
         return max(shared, *set.intersection(*(steps_in(local / str(rank)) for rank in program.ranks)), 0)
-    except OSError:  # nothing is left of that disk
+    except OSError:  # the disk is gone
         return shared
 
 
 def _saved_step(program: Program, newest: int, shown: Output) -> int:
-    """`saved_step`; the `newest` known where the disk fails, which may be what the processes have ended by."""
+    """Returns `saved_step`, or the known `newest` if the disk fails, which may be why the processes ended."""
     try:
         return saved_step(program)
     except OSError as error:
-        shown.say(f"{error.filename or program.run_dir}: cannot be read: {error.strerror}; taken for no new checkpoint")
+        shown.say(f"{error.filename or program.run_dir}: cannot be read: {error.strerror}; counted as no new checkpoint")
         return newest
 
 
 def _is_unfinished(program: Program) -> bool:
-    """Whether a training run has steps left; seen on every host, whichever got the signal that stopped it."""
+    """Returns whether a training run has steps left; the same on every host, whichever got the signal that stopped it."""
     if not isinstance(program.config, Config) or "--dry_run" in program.arguments:
         return False
     try:
         return newest_step(program.run_dir) < program.config.train.num_steps
-    except OSError:  # the next start will see
+    except OSError:  # the next start will report it
         return True
 
 
 def _record(program: Program, cause: Cause, step: int, after_s: float, shown: Output) -> None:
-    """Writes the restart into the run's events, which no process of it writes now; a line that a kill tore stays apart."""
+    """Appends the restart to the run's events, which no process writes now; starts a new line after one torn by a kill."""
     assert program.run_dir is not None
     if program.hosts.own > 0:
         return
     facts = {"time": time.time(), "event": "restart", "step": step, "rank": cause.rank, "exit_code": cause.exit_code}
     line = json.dumps(facts | {"cause": cause.lines[0], "after_s": after_s}, ensure_ascii=False) + "\n"
     try:
-        if not program.run_dir.is_dir():  # a run that has not begun has no events
+        if not program.run_dir.is_dir():  # a run that has not started has no events
             return
         with (program.run_dir / "events.jsonl").open("ab+") as events:
             if events.tell():

@@ -1,4 +1,4 @@
-"""Signals to the launcher: requests to stop, and children that ended."""
+"""Handles signals to the launcher: requests to stop, and children that ended."""
 
 import select
 import signal
@@ -8,18 +8,18 @@ from typing import Self
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
-_SAME_S = 2.0  # in which signals are one and the same, as in llamajax.training.stop
+_SAME_S = 2.0  # signals within this time count as one, as in llamajax.training.stop
 
 
 class Signals:
-    """The first of `SIGNALS` asks to stop, a second one to end at once; what is ignored at the start stays so."""
+    """Receives `SIGNALS`: the first asks to stop, a second one to end at once. Signals ignored at the start stay ignored."""
 
     def __init__(self) -> None:
-        """Nothing has been asked."""
+        """Creates the handler; no signal has come."""
         self.stop: signal.Signals | None = None
         """The signal that asked to stop."""
         self.kill = False
-        """Whether another one came."""
+        """Whether another signal came."""
         self._stopped_at = 0.0
 
     def __enter__(self) -> Self:
@@ -34,7 +34,7 @@ class Signals:
 
     def __exit__(self, *exc_info: object) -> None:
         for number in SIGNALS:
-            signal.signal(number, signal.SIG_IGN)  # the launcher ends, with the exit code of its processes
+            signal.signal(number, signal.SIG_IGN)  # the launcher is ending, with the exit code of its processes
         signal.set_wakeup_fd(-1)
         self._hears.close()
         self._wakes.close()
@@ -44,7 +44,7 @@ class Signals:
         self.stop, self._stopped_at = number, time.monotonic()
 
     def wait(self, timeout_s: float) -> None:
-        """Until a signal comes, also that a child has ended, or time is over."""
+        """Waits until a signal comes, including one for the end of a child, or the time is over."""
         if not select.select([self._hears], [], [], timeout_s)[0]:
             return
         for number in self._hears.recv(4096):

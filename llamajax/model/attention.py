@@ -1,8 +1,8 @@
-"""Grouped-query self-attention (arXiv:2305.13245): causal, and closed between the documents of a packed row.
+"""Grouped-query self-attention (arXiv:2305.13245): causal, and restricted to one document of a packed row.
 
-What others change is told by the configuration: a sliding window (Mistral, arXiv:2310.06825), biases of queries, keys and
-values (Qwen2, arXiv:2407.10671) and of the output (Llama with `attention_bias`), norms of queries and keys (Qwen3,
-arXiv:2505.09388).
+The configuration selects the variations of other families: a sliding window (Mistral, arXiv:2310.06825), biases of queries,
+keys and values (Qwen2, arXiv:2407.10671) and of the output (Llama with `attention_bias`), and norms of queries and keys
+(Qwen3, arXiv:2505.09388).
 """
 
 import math
@@ -25,27 +25,27 @@ from llamajax.parallel.sharding import spec
 from llamajax.parallel.zero import weight
 
 KeyValue = tuple[Keys, Keys]
-"""Keys, turned by their positions, and values of some tokens."""
+"""Keys, rotated by their positions, and values of some tokens."""
 
 
 class Rows(NamedTuple):
-    """What every layer's attention needs to know of the batch's rows; made once, before the layers."""
+    """Data about the batch's rows that every layer's attention needs; computed once, before the layers."""
 
     cos: RopeTable
     sin: RopeTable
     mask: Mask
-    """What a token sees."""
+    """Which keys a token sees."""
 
 
 class Attention(nnx.Module):
     """Fused q/k/v projection, rotary positions, attention, output projection.
 
-    `wqkv` is [D, K, G + 2, H]: for each of the K kv heads its G query heads, then its key, then its value, so that
-    splitting kv heads over devices keeps a group together. `wo` is [D, K, G, H]. Query head n is k * G + g.
-    `qkv_bias` is [K, G + 2, H], in the order of `wqkv`; `output_bias` is [D].
+    `wqkv` is [D, K, G + 2, H]: for each of the K kv heads its G query heads, then its key, then its value. Splitting kv
+    heads over devices therefore keeps a group together. `wo` is [D, K, G, H]. Query head n is k * G + g. `qkv_bias` is [K, G
+    + 2, H], in the order of `wqkv`; `output_bias` is [D].
 
-    Where there are more devices than kv heads to split over them, these are stored whole, and compute takes one kv head per
-    device: each a copy of one of the K, with its share of that one's query heads.
+    Where more devices split the kv heads than there are kv heads, the weights are stored whole, and compute uses one kv head
+    per device: a copy of one of the K heads, with its share of that head's query heads.
     """
 
     def __init__(self, config: ModelConfig, key: jax.Array):
@@ -76,10 +76,10 @@ class Attention(nnx.Module):
         sequence: SequenceForm = "gather",
         tensor: TensorForm = "collective",
     ) -> tuple[Float[Array, "B T D"], KeyValue]:
-        """What is added to the residual stream, of x's dtype; and the keys and values of these tokens.
+        """Returns the addition to the residual stream, in x's dtype; and the keys and values of these tokens.
 
-        With `past`, T is 1: the newest token of each row sees the cached ones before it, and no segments. `sequence` is how
-        rows that are split are seen, `tensor` how tokens come to the matmuls that devices share.
+        With `past`, T is 1: the newest token of each row sees the cached tokens before it, and no segments. `sequence` is
+        the form of attention to split rows; `tensor` is the form of matmuls that devices share.
         """
         q, k, v = self._project(x, rows, tensor)
         with jax.named_scope("attend"):
@@ -89,7 +89,7 @@ class Attention(nnx.Module):
             return with_bias(out, self.output_bias), (k, v)
 
     def _project(self, x: Float[Array, "B T D"], rows: Rows, tensor: TensorForm) -> tuple[Queries, Keys, Keys]:
-        """Queries, keys and values, the first two turned by their positions."""
+        """Returns queries, keys and values; queries and keys are rotated by their positions."""
         with jax.named_scope("qkv"):
             qkv = gathered_matmul(x, self.wqkv[...], tensor)
             if self.qkv_bias is not None:
@@ -106,7 +106,8 @@ def _num_parts() -> int:
 
 
 def _split_qkv(w: Float[Array, "E K C H"], dtype: DTypeLike) -> Float[Array, "E J M H"]:
-    """`wqkv` by the J kv heads that compute takes, in `dtype`; copied in its own, in which the copies' gradients add up."""
+    """Splits `wqkv` into the J kv heads that compute uses, in `dtype`. Heads are copied in w's own dtype, in which the
+    copies' gradients add up."""
     E, K, C, H = w.shape
     if (J := max(K, _num_parts())) == K:
         return w.astype(dtype)
@@ -117,7 +118,7 @@ def _split_qkv(w: Float[Array, "E K C H"], dtype: DTypeLike) -> Float[Array, "E 
 
 
 def _split_queries(w: Float[Array, "E K G H"], dtype: DTypeLike) -> Float[Array, "E J M H"]:
-    """The same of `wo`."""
+    """Splits `wo` into the J kv heads that compute uses, like `_split_qkv`."""
     E, K, G, H = w.shape
     if (J := max(K, _num_parts())) == K:
         return w.astype(dtype)
@@ -126,6 +127,7 @@ def _split_queries(w: Float[Array, "E K G H"], dtype: DTypeLike) -> Float[Array,
 
 
 def _split_heads(w: Float[Array, "E J M H"]) -> Float[Array, "E J M H"]:
-    """Each device sends each other one the rows it stores of that one's head: an all-to-all of what they need."""
+    """Reshards by heads: each device sends every other device the rows that it stores of that device's head, in one
+    all-to-all."""
     columns = "embed" if jax.typeof(w).sharding.spec[0] is not None else None
     return jax.reshard(w, spec(columns, "kv_heads", None, "head_dim"))

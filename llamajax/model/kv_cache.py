@@ -1,7 +1,7 @@
-"""The keys and values of tokens already read, so that reading one more token costs one token's work.
+"""Cache of the keys and values of tokens already read, so that one more token costs one token's work.
 
-Row b's token at position p lies in slot p. Slots are split over the sequence axis, rows over the batch axes and heads
-over the tensor axis, so the cache of a long text takes no more of a device than its part.
+The token of row b at position p is in slot p. Slots are split over the sequence axis, rows over the batch axes and heads
+over the tensor axis, so the cache of a long text uses only its share of each device's memory.
 """
 
 import math
@@ -25,19 +25,20 @@ _CACHE_SPEC = spec("layers", "batch", "kv_heads", "seq", "head_dim")
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class KVCache:
-    """What all layers keep of the tokens that B rows have read, in S slots per row."""
+    """Cached keys and values of all layers for B rows, in S slots per row."""
 
     keys: Cached
-    """Turned by their positions, in `compute_dtype`; sharded ("layers", "batch", "kv_heads", "seq"). Heads before slots, or
-    the attention's batched matmuls would copy the whole cache into this order at every step."""
+    """Rotated by their positions, in `compute_dtype`; sharded ("layers", "batch", "kv_heads", "seq"). Heads come before
+    slots; otherwise the attention's batched matmuls would copy the whole cache into this order at every step."""
     values: Cached
-    """Likewise."""
+    """Values, sharded like `keys`."""
     lengths: Int32[Array, "B"]
-    """Sharded ("batch"): tokens read so far. What lies in later slots is never looked at."""
+    """Number of tokens read so far, sharded ("batch"). The contents of later slots are never read."""
 
     @staticmethod
     def empty(config: ModelConfig, batch_size: int, max_seq_len: int) -> "KVCache":
-        """No tokens yet, room for `max_seq_len` per row, or a few more where the sequence axis does not divide that.
+        """Returns a cache without tokens and with room for `max_seq_len` per row, or a few more where the sequence axis does
+        not divide it.
 
         `batch_size` must be divisible by the devices that share the batch.
         """
@@ -50,7 +51,7 @@ class KVCache:
 
 
 def write_prompt(cached: Cached, layer: Int32[Array, ""], new: Keys) -> Cached:
-    """`cached` with a prompt's keys or values in a layer's first T slots.
+    """Returns `cached` with a prompt's keys or values in a layer's first T slots.
 
     The slots after them are cleared.
     """
@@ -64,17 +65,17 @@ def write_prompt(cached: Cached, layer: Int32[Array, ""], new: Keys) -> Cached:
         whole = jnp.pad(whole, ((0, 0), (0, own_slots * jax.lax.axis_size(axes_of("seq")) - whole.shape[1]), (0, 0), (0, 0)))
         own = jax.lax.dynamic_slice_in_dim(whole, jax.lax.axis_index(axes_of("seq")) * own_slots, own_slots, axis=1)
         written = jax.lax.dynamic_update_index_in_dim(cached, jnp.moveaxis(own, 1, 2), layer, axis=0)
-        # The matmuls that made `new` and read it would like another layout; without this XLA turns the whole cache into
-        # theirs and back again.
+        # The matmuls that made `new` and read it prefer another layout; without this constraint XLA converts the whole cache
+        # into theirs and back again.
         return with_layout_constraint(written, Layout(major_to_minor=tuple(range(written.ndim))))
 
     return write(cached, layer, new)
 
 
 def append(cache: KVCache, k: Float[Array, "L B 1 K H"], v: Float[Array, "L B 1 K H"]) -> KVCache:
-    """The cache with one more token per row, whose keys and values these are.
+    """Returns the cache with one more token per row, with keys `k` and values `v`.
 
-    All layers at once, after the last has read its past: only then can the cache be written where it lies.
+    It writes all layers at once, after the last one has read its past: only then can the cache be written in place.
     """
     new_spec = spec("layers", "batch", None, "kv_heads", "head_dim")
 
@@ -82,7 +83,7 @@ def append(cache: KVCache, k: Float[Array, "L B 1 K H"], v: Float[Array, "L B 1 
     def write(cached: jax.Array, new: jax.Array, lengths: jax.Array) -> jax.Array:
         L, b, K, own_slots, _ = cached.shape
         slots = lengths - jax.lax.axis_index(axes_of("seq")) * own_slots
-        slots = jnp.where(slots < 0, own_slots, slots)  # out of bounds like any other slot that lies elsewhere
+        slots = jnp.where(slots < 0, own_slots, slots)  # out of bounds, like any slot of another device
         layers, rows, heads = jnp.ogrid[:L, :b, :K]
         return cached.at[layers, rows, heads, slots[None, :, None]].set(new[:, :, 0], mode="drop", unique_indices=True)
 

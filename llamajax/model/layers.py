@@ -1,4 +1,4 @@
-"""The parts of a decoder that look at one token at a time: token embedding, RMSNorm and the SwiGLU MLP."""
+"""The parts of a decoder that process one token at a time: token embedding, RMSNorm and the SwiGLU MLP."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -19,21 +19,21 @@ from llamajax.parallel.matmul import Made, gathered_matmul, scattered_matmul
 from llamajax.parallel.zero import scaled, weight
 
 Auxiliary = dict[str, Float32[Array, "B T"]]
-"""What a part of a layer tells beside its output, by name: a number for each token, which lies as the residual stream does.
+"""Values that a part of a layer returns besides its output, by name: one number per token, sharded as the residual stream.
 
-The loss sums these over the tokens that count, as it sums their cross-entropy, so that they are the same on all meshes and
-for all micro-batches and packings, and no layer waits for a sum over devices. What looks at several tokens, as a loss that
-balances experts does, looks at those of one document, and gives each of them its share.
+The loss sums them over the counted tokens, as it sums their cross-entropy, so they are the same on all meshes and for all
+micro-batches and packings, and no layer waits for a sum over devices. A value that depends on several tokens, such as a loss
+that balances experts, uses the tokens of one document and gives each of them its share.
 """
 
 
 def normal(key: jax.Array, std: float) -> Callable[..., jax.Array]:
-    """Draws initial values from N(0, std^2), which do not depend on the mesh."""
+    """Returns an initialiser that draws values from N(0, std^2); they do not depend on the mesh."""
     return lambda *shape_and_dtype, out_sharding: std * jax.random.normal(key, *shape_and_dtype, out_sharding=out_sharding)
 
 
 def output_first(init: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-    """The same initial values for a matrix whose output dim is its first instead of its last."""
+    """Returns an initialiser with the same values for a matrix with its output dim first instead of last."""
 
     def moved(shape: tuple[int, ...], dtype: DTypeLike, out_sharding: jax.P) -> jax.Array:
         (first, *rest), (first_axes, *rest_axes) = shape, out_sharding
@@ -43,15 +43,15 @@ def output_first(init: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
 
 
 def residual_std(config: ModelConfig) -> float:
-    """Initial standard deviation of the 2L matmuls that add to the residual stream, so that their sum does not
+    """Returns the initial standard deviation of the 2L matmuls that add to the residual stream, so that their sum does not
     grow with depth (GPT-2, section 2.3)."""
     return config.init_std / math.sqrt(2 * config.num_layers)
 
 
 def with_bias(x: Float[Array, "B T *N"], bias: nnx.Param | Float[Array, "*N"] | None) -> Float[Array, "B T *N"]:
-    """x plus a learned bias, if the model has one; of x's dtype.
+    """Adds a learned bias to x, if the model has one; the result has x's dtype.
 
-    Added in fp32, so that its gradient, a sum over all tokens, is summed in fp32.
+    The sum is in fp32, so that its gradient, a sum over all tokens, is in fp32 too.
     """
     if bias is None:
         return x
@@ -66,7 +66,7 @@ class RMSNorm(nnx.Module):
         self.scale = weight((size,), config.param_dtype, stored=(None,), compute=None, init=jnp.ones, late=True)
 
     def __call__(self, x: Float[Array, "*dims D"]) -> Float[Array, "*dims D"]:
-        """Of x's dtype; computed in fp32."""
+        """Returns the normed values in x's dtype; computed in fp32."""
         wide = x.astype(jnp.float32)
         inverse_rms = jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + self.eps)
         return scaled(wide * inverse_rms, self.scale[...].astype(jnp.float32)).astype(x.dtype)
@@ -76,7 +76,7 @@ class MLP(nnx.Module):
     """SwiGLU: down(silu(gate(x)) * up(x)) (arXiv:2002.05202), gate and up as one matmul."""
 
     auxiliary: ClassVar[Mapping[str, float]] = {}
-    """Of the values of `Auxiliary` that it gives: the name, and the weight in the loss; 0 for what is only reported."""
+    """Weight in the loss of each value of `Auxiliary` that it returns, by name; 0 for a value that is only reported."""
 
     def __init__(self, config: ModelConfig, key: jax.Array):
         D, F, dtype = config.embed_dim, config.mlp_dim, config.param_dtype
@@ -92,13 +92,13 @@ class MLP(nnx.Module):
     def __call__(
         self, x: Float[Array, "B T D"], tensor: TensorForm = "collective", *, gates_in_stack: bool = False
     ) -> tuple[Float[Array, "B T D"], Auxiliary]:
-        """What is added to the residual stream, of x's dtype; and its auxiliary values.
+        """Returns the addition to the residual stream, in x's dtype; and the auxiliary values.
 
         Args:
-            x: the normed residual stream.
-            tensor: how tokens come to matmuls that devices share.
-            gates_in_stack: whether the backward pass takes `gate_up` from a stack of all layers, where XLA's own kernels
-                read it, and another needs a copy.
+            x: normed residual stream.
+            tensor: form of matmuls that devices share.
+            gates_in_stack: whether the backward pass reads `gate_up` from a stack of all layers. XLA's own kernels read it
+                there; another kernel needs a copy.
         """
         residual, w_down = jax.typeof(x).sharding.spec, self.w_down[...]
         with jax.named_scope("gate_up"):

@@ -1,5 +1,5 @@
-"""Llama 1, 2, 3, 3.1, 3.2 and 3.3 (arXiv:2302.13971, 2307.09288, 2407.21783), Mistral, Qwen2 and Qwen3: one decoder,
-told apart by ModelConfig."""
+"""One decoder for Llama 1, 2, 3, 3.1, 3.2 and 3.3 (arXiv:2302.13971, 2307.09288, 2407.21783), Mistral, Qwen2 and Qwen3;
+ModelConfig distinguishes them."""
 
 from collections.abc import Mapping
 from functools import partial
@@ -28,13 +28,13 @@ from llamajax.parallel.vocabulary import logits, look_up, table
 from llamajax.parallel.zero import PreparedWeights, gathered
 
 Tokens = Int32[Array, "B T"]
-"""Of each row's tokens: their ids, or the ids of their documents, or their positions."""
+"""Ids of each row's tokens, ids of their documents, or positions."""
 _DEAR = jax.checkpoint_policies.save_from_both_policies(jax.checkpoint_policies.save_any_names_but_these(), cudnn.is_kernel)
-"""Of a layer: what has a name, and what a fused kernel gives its backward pass."""
+"""Remat policy: save named values and the residuals of fused attention kernels."""
 
 
 def _policy(saved: tuple[str, ...] | None) -> Policy | None:
-    """That saves what has these names. cuDNN's kernel is jax's own, inside which nothing has a name."""
+    """Returns a policy that saves these names; cuDNN's kernel exposes none and is matched separately."""
     if not saved:
         return saved if saved is None else jax.checkpoint_policies.nothing_saveable
     named = jax.checkpoint_policies.save_only_these_names(*saved)
@@ -42,14 +42,15 @@ def _policy(saved: tuple[str, ...] | None) -> Policy | None:
 
 
 class Activations(NamedTuple):
-    """What a layer, or a part of one, gives to the next: in a stack of layers, all that has a gradient but the weights."""
+    """Activations that a layer, or a part of one, passes to the next: in a stack of layers, everything with a gradient
+    besides the weights."""
 
     residual: Float[Array, "B T D"]
     auxiliary: Auxiliary
-    """Summed over the layers before, with a name for all that is asked for; nothing, where nobody asks."""
+    """Auxiliary values summed over the previous layers, with every requested name; empty where none is requested."""
 
     def plus(self, out: Float[Array, "B T D"], own: Auxiliary) -> "Activations":
-        """With what a part adds."""
+        """Returns the activations with the contribution of a part added."""
         totals = {name: total + own[name] if name in own else total for name, total in self.auxiliary.items()}
         return Activations(self.residual + out, totals)
 
@@ -73,7 +74,7 @@ class Layer(nnx.Module):
         parallel: ParallelConfig = PLAIN,
         gates_in_stack: bool = False,
     ) -> tuple[Activations, KeyValue]:
-        """The activations behind the layer; and the tokens' keys and values. `rows` and `past` as for `Attention`,
+        """Returns the activations after the layer, and the tokens' keys and values. `rows` and `past` as for `Attention`,
         `gates_in_stack` as for `MLP`."""
         of_attention, of_mlp = self.by_parts()
         x, key_value = _attention_part(of_attention, x, rows, parallel, past)
@@ -81,11 +82,11 @@ class Layer(nnx.Module):
 
     @property
     def auxiliary(self) -> Mapping[str, float]:
-        """Of the values of `Auxiliary` that its parts give: the name, and the weight in the loss."""
+        """Weight in the loss of each value of `Auxiliary` that its parts return, by name."""
         return self.mlp.auxiliary
 
     def by_parts(self) -> tuple[tuple[RMSNorm, Attention], tuple[RMSNorm, MLP]]:
-        """The weights of `_attention_part` and those of `_mlp_part`."""
+        """Returns the weights of `_attention_part` and of `_mlp_part`."""
         return (self.attention_norm, self.attention), (self.mlp_norm, self.mlp)
 
 
@@ -108,9 +109,9 @@ def _mlp_part(
 
 
 class Llama(nnx.Module):
-    """The whole model as a pytree of `nnx.Param`s, each made in its sharding on the current mesh.
+    """The whole model as a pytree of `nnx.Param`s, each created in its sharding on the current mesh.
 
-    Make it inside jit, so that no device ever holds more than its part: `jax.jit(Llama, static_argnums=0)(config, key)`.
+    Create it inside jit, so that no device ever holds more than its part: `jax.jit(Llama, static_argnums=0)(config, key)`.
     """
 
     def __init__(self, config: ModelConfig, key: jax.Array):
@@ -120,14 +121,14 @@ class Llama(nnx.Module):
         self.embedding = table(V, D, dtype, normal(embedding_key, config.init_std))
         # One Layer whose parameters have a leading dim L, for scan: compile time does not grow with depth.
         self.layers = jax.vmap(partial(Layer, config))(jax.random.split(layers_key, config.num_layers))
-        self.whole_first: Layer | None = nnx.data(None)  # of weights prepared for a step: the first of the layers, gathered
+        self.whole_first: Layer | None = nnx.data(None)  # the first layer, gathered; only in weights prepared for a step
         self.final_norm = RMSNorm(D, config)
         self.head = None if config.tie_embeddings else table(V, D, dtype, normal(head_key, config.init_std))
 
     def __call__(
         self, tokens: Tokens, segment_ids: Tokens | None = None, positions: Tokens | None = None
     ) -> Float32[Array, "B T V"]:
-        """Logits; arguments as for `hidden`."""
+        """Returns logits; arguments as for `hidden`."""
         x, _ = self.hidden(tokens, segment_ids, positions)
         with jax.named_scope("head"):
             return self._logits(jax.reshard(x, spec("batch", "seq", None)))
@@ -142,22 +143,22 @@ class Llama(nnx.Module):
         remat: Remat = "none",
         copies: "Llama | None" = None,
     ) -> tuple[Float[Array, "B T D"], Auxiliary]:
-        """The normed states that the head reads, in `compute_dtype`, laid out as `llamajax.parallel.sequence.laid_out` does;
-        and the auxiliary values of all layers, summed over these.
+        """Returns the normed states that the head reads, in `compute_dtype` and in the order of
+        `llamajax.parallel.sequence.laid_out`; and the auxiliary values, summed over all layers.
 
         Args:
             tokens: B must be divisible by the devices that share the batch, T by the sequence axis.
-            segment_ids: a token sees only tokens with its own id. 0 is padding. None: a row is one document,
-                and so it is with `attend_across_documents`.
-            positions: for the rotary embedding. None: counted from the start of each segment.
+            segment_ids: a token sees only tokens with its own id. 0 is padding. None, or `attend_across_documents`: a row is
+                one document.
+            positions: positions for the rotary embedding. None: counted from the start of each segment.
             parallel: the forms in which devices share the work; for a `ring`, T must be divisible by twice its devices.
-            remat: what is kept for the backward pass. Never `auto`, which `llamajax.step.resolve` resolves.
-            copies: of its weights, see `PreparedWeights`; one that is None there has no copy.
+            remat: values saved for the backward pass. Never `auto`, which `llamajax.step.resolve` resolves.
+            copies: copies of the weights, see `PreparedWeights`; a weight that is None there has no copy.
         """
         config, sequence = self.config, parallel.sequence
         known = (None, None) if config.attend_across_documents else (segment_ids, positions)
         tables_and_masks = self._tables_and_masks(tokens, *known, sequence=sequence)
-        # None of them before this micro-batch's turn.
+        # Compute none of them before this micro-batch's turn.
         tables_and_masks, tokens = jax.lax.optimization_barrier((tables_and_masks, tokens))
         rows = self._by_layer(*tables_and_masks)
         x = self._embed(laid_out(tokens, sequence), copies)
@@ -165,7 +166,7 @@ class Llama(nnx.Module):
         prepared = PreparedWeights(self, copies)
         saved = SAVED_BY_REMAT[remat]
         if remat == "full" and is_shared(x):
-            saved = ("residual",)  # a part of the tokens; making it again would scatter the attention's output again
+            saved = ("residual",)  # a part of the tokens; recomputing it would scatter the attention's output again
         lies = jax.P(*jax.typeof(x).sharding.spec[:2])
         zeros = {name: jnp.zeros(x.shape[:2], jnp.float32, out_sharding=lies) for name in self.layers.auxiliary}
         activations = Activations(x, zeros)
@@ -202,13 +203,13 @@ class Llama(nnx.Module):
             return self.final_norm(x), auxiliary
 
     def prefill(self, tokens: Tokens, lengths: Int32[Array, "B"], cache: KVCache) -> tuple[Float32[Array, "B V"], KVCache]:
-        """Reads prompts into the cache, from its first slot on; what it held before is gone.
+        """Reads prompts into the cache, from its first slot on; its previous contents are lost.
 
         Args:
-            tokens: each row one prompt from its start, padded on the right with any token. T is at most
-                the cache's slots. B must be divisible by the devices that share the batch, T by the sequence axis.
-            lengths: tokens of each prompt; 0 for a row that is not used.
-            cache: of `KVCache.empty`; donate it, and it is written in place.
+            tokens: one prompt per row from its start, padded on the right with any token. T is at most the cache's slots. B
+                must be divisible by the devices that share the batch, T by the sequence axis.
+            lengths: number of tokens of each prompt; 0 for an unused row.
+            cache: a cache from `KVCache.empty`; donate it, and it is written in place.
 
         Returns:
             Logits at each row's last token, sharded ("batch", None), and the cache.
@@ -222,7 +223,7 @@ class Llama(nnx.Module):
             (x, _), (k, v) = layer(Activations(x, {}), rows)
             return (x, write_prompt(keys, index, k), write_prompt(values, index, v)), None
 
-        # Carried, not stacked up: a carried cache is written where it lies.
+        # Carried, not stacked: a carried cache is written in place.
         carry, numbers = (x, cache.keys, cache.values), jnp.arange(self.config.num_layers)
         (x, keys, values), _ = run_layers(PreparedWeights(self.layers), run_layer, carry, numbers, rows, dtype=x.dtype)
         is_last = jnp.arange(tokens.shape[1])[None, :] == lengths[:, None] - 1
@@ -230,15 +231,15 @@ class Llama(nnx.Module):
         return self._next_token_logits(x), KVCache(keys, values, lengths)
 
     def decode(self, tokens: Int32[Array, "B"], cache: KVCache) -> tuple[Float32[Array, "B V"], KVCache]:
-        """Reads one more token per row, at position `cache.lengths`. A row whose slots are full cannot keep its token, so
-        what it reads after that is wrong; the other rows are not disturbed.
+        """Reads one more token per row, at position `cache.lengths`. A row with full slots cannot keep its token, so its
+        later logits are wrong; the other rows are not affected.
 
         Args:
             tokens: one for each row.
-            cache: what the rows have read so far; donate it, and it is written in place.
+            cache: tokens that the rows have read so far; donate it, and it is written in place.
 
         Returns:
-            Logits of the tokens to come, sharded ("batch", None), and the cache, every row one longer.
+            Logits of the next tokens, sharded ("batch", None), and the cache, every row one longer.
         """
         tokens, positions = jax.reshard(tokens, spec("batch"))[:, None], cache.lengths[:, None]
         x = self._embed(tokens)
@@ -254,12 +255,12 @@ class Llama(nnx.Module):
         return self._next_token_logits(x), append(cache, k, v)
 
     def output_weight(self) -> nnx.Param:
-        """The head as stored, [V, D] in `param_dtype` and sharded; the embedding table when they are tied."""
+        """Returns the head as stored, [V, D] in `param_dtype` and sharded; the embedding table when they are tied."""
         return self.embedding if self.head is None else self.head
 
     @staticmethod
     def shapes(config: ModelConfig) -> dict[str, jax.ShapeDtypeStruct]:
-        """Shape and dtype of every array, by its path in the model; needs no mesh, and no device is touched."""
+        """Returns the shape and dtype of every array, by its path in the model; needs no mesh, and touches no device."""
         with jax.set_mesh(None), jax.sharding.use_abstract_mesh(ONE_DEVICE):
             model = jax.eval_shape(lambda: Llama(config, jax.random.key(0)))
         return {name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for name, leaf in named_arrays(model).items()}
@@ -273,7 +274,7 @@ class Llama(nnx.Module):
         return logits(x, gathered(self.output_weight(), x.dtype)[...], self.config.vocab_size)
 
     def _next_token_logits(self, x: Float[Array, "B 1 D"]) -> Float32[Array, "B V"]:
-        """Of residual streams; sharded ("batch", None)."""
+        """Returns logits of residual streams, sharded ("batch", None)."""
         with jax.named_scope("final_norm"):
             x = self.final_norm(x)[:, 0]
         with jax.named_scope("head"):
@@ -282,7 +283,7 @@ class Llama(nnx.Module):
     def _tables_and_masks(
         self, tokens: Tokens, segment_ids: Tokens | None, positions: Tokens | None, *, sequence: SequenceForm = "gather"
     ) -> tuple[RopeTable, RopeTable, dict[int, Mask]]:
-        """Cosines and sines of the positions; and of each window the mask, by 0 that of none."""
+        """Returns cosines and sines of the positions; and the mask of each window by its size, 0 for none."""
         if positions is None:
             positions = positions_from_segment_ids(jnp.zeros_like(tokens) if segment_ids is None else segment_ids)
         config, (B, T) = self.config, tokens.shape
@@ -294,5 +295,5 @@ class Llama(nnx.Module):
         return cos, sin, {window or 0: see(Mask(window=window, segment_ids=ids)) for window in config.windows}
 
     def _by_layer(self, cos: RopeTable, sin: RopeTable, masks: dict[int, Mask]) -> tuple[Rows, ...]:
-        """Of each layer in the round that they repeat."""
+        """Returns the rows' data for each layer of the repeated round of windows."""
         return tuple(Rows(cos, sin, masks[window or 0]) for window in self.config.windows)

@@ -1,4 +1,4 @@
-"""Rotary position embedding (RoFormer, arXiv:2104.09864) with the stretches that Llama 3.x and others use."""
+"""Rotary position embedding (RoFormer, arXiv:2104.09864) with the frequency scalings of Llama 3.x and others."""
 
 import math
 from decimal import Context, Decimal
@@ -12,20 +12,20 @@ from llamajax.config.model import ModelConfig
 from llamajax.parallel.sharding import spec
 
 RopeTable = Float32[Array, "B T half"]
-"""Of every token, a number for each pair of head dims."""
+"""One number per token and pair of head dims."""
 _EXACT = Context(prec=30)
-"""Digits of a power before it is rounded to fp32's seven."""
+"""Decimal context for powers before they are rounded to fp32's seven digits."""
 
 
 def inverse_frequencies(config: ModelConfig) -> Float32[np.ndarray, "half"]:
-    """Radians per position of each pair of head dims, stretched by `config.rope_scaling`.
+    """Returns the radians per position of each pair of head dims, scaled by `config.rope_scaling`.
 
-    fp32 step by step as published, not rounded once at the end: at position 100,000 a frequency that is off by its last
-    bit turns the head by 0.01 rad away from what the published weights were trained with.
+    Computed in fp32 step by step as published, not rounded once at the end: at position 100,000 a frequency that is off by
+    its last bit rotates the head by 0.01 rad away from the values that the published weights were trained with.
 
-    These become constants of compiled programs, so all hosts must agree on every bit. The powers are therefore computed
-    in decimals and rounded once; numpy's (and torch's) fp32 power depends on the CPU's vector instructions. All else is
-    what IEEE 754 rounds alike everywhere.
+    The results become constants of compiled programs, so all hosts must agree on every bit. The powers are therefore
+    computed in decimals and rounded once; numpy's (and torch's) fp32 power depends on the CPU's vector instructions. IEEE
+    754 rounds all other operations alike everywhere.
     """
     theta = Decimal(float(np.float32(config.rope_theta)))
     exponents = np.arange(0, config.head_dim, 2, dtype=np.float32) / np.float32(config.head_dim)
@@ -33,21 +33,22 @@ def inverse_frequencies(config: ModelConfig) -> Float32[np.ndarray, "half"]:
     plain = np.float32(1.0) / np.array(powers, np.float32)
     scaling = config.rope_scaling
     match scaling.kind:
-        case "none" | "dynamic":  # which is plain in all sequences that the configuration allows
+        case "none" | "dynamic":  # `dynamic` is plain for all lengths that the configuration allows
             return plain
         case "linear":
             return plain / np.float32(scaling.factor)
         case "llama3":
-            # Wavelengths that fit high_freq_factor times into the original length stay, those that fit fewer than
-            # low_freq_factor times are stretched wholly, those between partly (Llama 3, arXiv:2407.21783, 3.4.2).
-            # Quotients as products with reciprocals, which is how torch rounds a number divided by a tensor.
+            # Wavelengths that fit at least high_freq_factor times into the original length stay, wavelengths that fit fewer
+            # than low_freq_factor times are stretched fully, and those between are stretched partly (Llama 3,
+            # arXiv:2407.21783, 3.4.2). Quotients are products with reciprocals, because torch rounds a number divided by a
+            # tensor that way.
             wavelengths = np.float32(2 * math.pi) * (1 / plain)
             turns = np.float32(scaling.original_max_seq_len) * (1 / wavelengths)
             low, high = scaling.low_freq_factor, scaling.high_freq_factor
             kept = np.clip((turns - np.float32(low)) / np.float32(high - low), 0, 1)
             return (1 - kept) * plain / np.float32(scaling.factor) + kept * plain
         case "yarn":
-            # As `llama3` by numbers of turns, but linearly in the number of the pair (YaRN, arXiv:2309.00071, 3.2).
+            # Like `llama3` by number of turns, but linear in the index of the pair (YaRN, arXiv:2309.00071, 3.2).
             first, last = (_pair_that_turns(beta, config) for beta in (scaling.beta_fast, scaling.beta_slow))
             if scaling.truncate:
                 first, last = math.floor(first), math.ceil(last)
@@ -60,15 +61,16 @@ def inverse_frequencies(config: ModelConfig) -> Float32[np.ndarray, "half"]:
 
 
 def _pair_that_turns(turns: float, config: ModelConfig) -> float:
-    """The pair of head dims, fractions between two included, that turns so often within the original length."""
+    """Returns the index, possibly fractional, of the pair of head dims that turns `turns` times within the original
+    length."""
     wavelength = config.rope_scaling.original_max_seq_len / (turns * 2 * math.pi)
     return config.head_dim * math.log(wavelength) / (2 * math.log(config.rope_theta))
 
 
 def score_factor(config: ModelConfig) -> float:
-    """What attention's scores are multiplied by because frequencies are stretched, beside 1 / sqrt(H).
+    """Returns the factor of attention's scores that the frequency scaling adds to 1 / sqrt(H).
 
-    The square of transformers' `attention_factor`, which is put on queries and on keys there.
+    It is the square of transformers' `attention_factor`, which applies to queries and to keys.
     """
     scaling = config.rope_scaling
     match scaling.kind:
@@ -79,15 +81,15 @@ def score_factor(config: ModelConfig) -> float:
 
 
 def rope_tables(positions: Int32[Array, "B T"], config: ModelConfig) -> tuple[RopeTable, RopeTable]:
-    """Cosine and sine of every position's angles."""
+    """Returns the cosine and sine of every position's angles."""
     angles = positions.astype(jnp.float32)[:, :, None] * inverse_frequencies(config)[None, None, :]
     return jnp.cos(angles), jnp.sin(angles)
 
 
 def apply_rope(x: Float[Array, "B T K C H"], cos: RopeTable, sin: RopeTable) -> Float[Array, "B T K C H"]:
-    """Turns the heads of x by their positions, in fp32; the result has x's dtype.
+    """Rotates the heads of x by their positions, in fp32; the result has x's dtype.
 
-    Dim i is paired with dim i + H/2: the layout of Hugging Face weights, not Meta's interleaved one.
+    Dim i is paired with dim i + H/2: the layout of Hugging Face weights, not Meta's interleaved layout.
     """
     cos, sin = cos[:, :, None, None, :], sin[:, :, None, None, :]
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
@@ -95,8 +97,8 @@ def apply_rope(x: Float[Array, "B T K C H"], cos: RopeTable, sin: RopeTable) -> 
 
 
 def positions_from_segment_ids(segment_ids: Int32[Array, "B T"]) -> Int32[Array, "B T"]:
-    """Positions that restart at 0 wherever the segment id changes."""
-    # A document may begin on another device's part of the row, so look at whole rows; they are only integers.
+    """Returns positions that restart at 0 wherever the segment id changes."""
+    # A document may begin on another device's part of the row, so use whole rows; they are only integers.
     whole = jax.reshard(segment_ids, spec("batch", None))
     rows = jax.lax.broadcasted_iota(jnp.int32, whole.shape, 1, out_sharding=spec("batch", None))
     begins = jnp.pad(whole[:, 1:] != whole[:, :-1], ((0, 0), (1, 0)), constant_values=True)

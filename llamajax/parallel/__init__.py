@@ -1,1 +1,1 @@
-"""The devices: their mesh, how arrays lie on it, how weights are gathered, and what processes say to each other."""
+"""The devices: their mesh, the sharding of arrays on it, the gathering of weights, and the start of a run's processes."""

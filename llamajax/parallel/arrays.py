@@ -1,4 +1,4 @@
-"""Trees of arrays: the name of every leaf, and its place on the mesh."""
+"""Trees of arrays: the name of every leaf, and its sharding on the mesh."""
 
 from typing import Any, TypeVar
 
@@ -10,10 +10,10 @@ Tree = TypeVar("Tree")
 
 
 def concretise(abstract_state: Tree) -> Tree:
-    """`abstract_state` on the current mesh, as arrays can be restored onto it.
+    """Returns `abstract_state` with shardings on the current mesh, ready to restore arrays into.
 
-    `jax.eval_shape` under `jax.set_mesh` knows partitions but no devices, and gives scalars no sharding at all:
-    partitions are laid over the mesh, the rest is replicated. Leaves that already name devices stay.
+    `jax.eval_shape` under `jax.set_mesh` returns partitions without devices, and scalars without any sharding: partitions
+    are placed on the mesh, all other leaves are replicated. Leaves that already name devices stay.
     """
     mesh = jax.sharding.get_mesh()
 
@@ -29,15 +29,15 @@ def concretise(abstract_state: Tree) -> Tree:
 
 
 def named_arrays(state: Any) -> dict[str, Any]:
-    """The leaves by their path in the tree, `model.layers.up`; the order is that of `jax.tree.leaves`."""
+    """Returns the leaves by their path in the tree, such as `model.layers.up`, in the order of `jax.tree.leaves`."""
     paths, _ = jax.tree.flatten_with_path(state)
-    # An nnx.Param is a node with the one leaf `value`, which says nothing.
+    # An nnx.Param is a node with one leaf `value`; the name `value` adds nothing.
     named = {jax.tree_util.keystr(path, simple=True, separator=".").removesuffix(".value"): leaf for path, leaf in paths}
-    assert len(named) == len(paths), "two leaves have one name"
+    assert len(named) == len(paths), "two leaves have the same name"
     return named
 
 
 def after(x: jax.Array, others: Any) -> jax.Array:
-    """`x`, which is not there before `others` are. Zeros depend on nothing, so that XLA may make those that a micro-batch
-    begins with while the one before needs the memory."""
+    """Returns `x`, available only after `others`. Zeros depend on nothing, so without this XLA may create the zeros that a
+    micro-batch starts with while the previous one still needs the memory."""
     return jax.lax.optimization_barrier((x, others))[0]

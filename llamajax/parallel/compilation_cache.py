@@ -1,8 +1,9 @@
-"""Compiled programs, kept on disk by jax: what was compiled once is loaded when it is started again.
+"""Compiled programs that jax keeps on disk: a program is compiled once and loaded at the next start.
 
-Who can write such a program runs code in the process that loads it, so the folder is the user's alone. Processes of one run
-load a program together or compile it together: those that compile share out the trials of kernels and wait for each other's,
-for hours if one has nothing to try. So they see the same folder, which is of their run alone; only the first one writes.
+Anyone who can write such a program runs code in the process that loads it, so the folder is private to the user. The
+processes of one run must load a program together or compile it together: processes that compile share the autotuning of
+kernels and wait for each other's results, for hours if one of them has nothing to try. So they use the same folder, private
+to their run; only process 0 writes.
 """
 
 import contextlib
@@ -19,15 +20,15 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from jax._src import compilation_cache as jax_cache  # how programs are packed has no public name
+from jax._src import compilation_cache as jax_cache  # the packing of programs has no public API
 
 from llamajax.disk import names_in
 from llamajax.processes.peers import everyones, of_first, rank
 
 MOST_BYTES = 4 * 2**30
-"""Of all programs together; what was not used for longest goes first."""
-_OWN = "llamajax-programs"  # below a named folder, which may hold the user's files
-_SEEN_S = 5  # in which what the first process writes must be seen by the others
+"""Limit of all programs together; the least recently used are removed first."""
+_OWN = "llamajax-programs"  # below a given folder, which may contain the user's files
+_SEEN_S = 5  # time limit for the others to see a file of process 0
 _NOT_SHARED = (
     "is not what process 0 sees: name a folder that all share, and give all the same run_dir, data.cache_dir, XLA_FLAGS"
     " and drivers"
@@ -37,16 +38,17 @@ _UNUSABLE = re.compile(r"Error (reading|writing) persistent compilation cache en
 
 
 def start(place: str | None, say: Callable[[str], object], *, run: str | None = None) -> None:
-    """Has jax keep and load compiled programs; before the first is compiled, and all processes call this together.
+    """Makes jax keep and load compiled programs. All processes call it together, before the first compilation.
 
-    Leaves jax alone where the environment of all processes names a cache already (JAX_COMPILATION_CACHE_DIR). A folder that
-    is not safe or cannot be used, or an environment of some processes only, costs a line, and time.
+    Leaves jax unchanged where the environment of all processes already names a cache (JAX_COMPILATION_CACHE_DIR). If the
+    folder is unsafe or unusable, or only some processes set the variable, it reports this in a line, and every start
+    compiles.
 
     Args:
-        place: `xla.compilation_cache`: a directory, to hold a folder of our own;
-            `auto` for the user's own, on GPUs; None to keep nothing.
+        place: `xla.compilation_cache`: a directory, in which we create our own folder; `auto` for the user's cache
+            directory, on GPUs; None to keep nothing.
         say: takes a line when programs cannot be kept.
-        run: tells the run from all others, alike in its processes; without it, several processes keep nothing.
+        run: identifies the run, with the same value in all its processes; without it, several processes keep nothing.
     """
     named = everyones(bool(jax.config.values["jax_compilation_cache_dir"]))
     several = len(named) > 1
@@ -55,7 +57,7 @@ def start(place: str | None, say: Callable[[str], object], *, run: str | None = 
         say(f"JAX_COMPILATION_CACHE_DIR is set in process {of} only; set it in all or none; every start compiles")
         jax.config.update("jax_compilation_cache_dir", None)
         return
-    on_cpu = place == "auto" and jax.default_backend() == "cpu"  # which refuses its own programs, or crashes on them
+    on_cpu = place == "auto" and jax.default_backend() == "cpu"  # CPUs refuse their own cached programs, or crash on them
     if place is None or on_cpu or all(named) or (several and run is None):
         return
     root = folder = users_folder() if place == "auto" else Path(place).expanduser().absolute() / _OWN
@@ -63,13 +65,13 @@ def start(place: str | None, say: Callable[[str], object], *, run: str | None = 
     if place != "auto" and obstacle is None and _others_can_replace_in(root.parent):
         obstacle = "is in a directory that others can write to; chmod go-w that, or name another"
     if several and obstacle is None:
-        of_run = f"{run} {jax.devices()[0].client.platform_version}"  # jax keeps programs by drivers and libraries, too
+        of_run = f"{run} {jax.devices()[0].client.platform_version}"  # jax also keys programs by drivers and libraries
         folder = root / hashlib.sha256(of_run.encode()).hexdigest()[:16]
         obstacle = make_private(folder)
     if rank() == 0 and obstacle is None:
         with contextlib.suppress(OSError):
             for path in folder.rglob("*") if several else ():
-                path.touch()  # others that remove what is old leave it
+                path.touch()  # so that other runs do not remove it as old
         prune(root, MOST_BYTES)
     obstacles = everyones(obstacle)
     if several and not any(obstacles):
@@ -80,19 +82,19 @@ def start(place: str | None, say: Callable[[str], object], *, run: str | None = 
             say(f"xla.compilation_cache: {folder}{of} {found}; every start compiles")
             return
     _tell_shortly(folder, say)
-    # With a checksum. jax's zstd has none, and a program with one wrong bit would be run.
+    # Compressed with a checksum: jax's zstd has none, and a program with a flipped bit would run.
     jax_cache.compress_executable, jax_cache.decompress_executable = zlib.compress, zlib.decompress
     jax.config.update("jax_compilation_cache_dir", str(folder))
 
 
 def users_folder() -> Path:
-    """Where programs are kept unless another place is named: in the user's cache (XDG_CACHE_HOME, or ~/.cache)."""
+    """Returns the default folder for programs: in the user's cache (XDG_CACHE_HOME, or ~/.cache)."""
     cache = os.environ.get("XDG_CACHE_HOME", "")
     return Path(cache if os.path.isabs(cache) else os.path.expanduser("~/.cache")) / "llamajax" / "compiled"
 
 
 def make_private(folder: Path) -> str | None:
-    """Makes our own folder, with those above it, for this user alone; what keeps it from being trusted, if anything does."""
+    """Creates our own folder and its parents, private to this user; returns why the folder cannot be trusted, or None."""
     if "~" in folder.parts:
         return "is in no known home directory; write the path out, or set XDG_CACHE_HOME"
     try:
@@ -101,11 +103,11 @@ def make_private(folder: Path) -> str | None:
                 path.mkdir(mode=0o700, exist_ok=True)
         status = folder.stat()
     except OSError as error:
-        return f"cannot be made or read: {error.strerror}"
+        return f"cannot be created or read: {error.strerror}"
     if status.st_uid != os.geteuid():
         return "belongs to another user, whose programs are not run; name one of your own"
     if status.st_mode & 0o022:
-        return "can be written by others, whose programs are not run; chmod 700 it, once nothing is in it"
+        return "can be written by others, whose programs are not run; empty it and chmod 700 it"
     if status.st_mode & 0o077:
         try:
             folder.chmod(0o700)
@@ -115,13 +117,13 @@ def make_private(folder: Path) -> str | None:
 
 
 def _others_can_replace_in(folder: Path) -> bool:
-    """Whether another user may rename what is not theirs in the folder."""
+    """Returns whether another user may rename our entries in the folder."""
     mode = folder.stat().st_mode
     return bool(mode & 0o022) and not mode & stat.S_ISVTX
 
 
 def prune(folder: Path, most_bytes: int) -> None:
-    """Removes the files of our own folder that were not used for longest, until the rest is no larger."""
+    """Removes the least recently used files of our own folder until the rest is at most `most_bytes` large."""
     files = []
     for path in folder.rglob("*"):
         with contextlib.suppress(OSError):  # another run has removed it
@@ -137,7 +139,7 @@ def prune(folder: Path, most_bytes: int) -> None:
 
 
 def _is_shared(folder: Path) -> bool:
-    """Whether this process sees what the first one writes into the folder."""
+    """Returns whether this process sees a file that process 0 writes into the folder."""
     token = folder / f"{secrets.token_hex(8)}.seen"
     if rank() == 0:
         with contextlib.suppress(OSError):
@@ -152,7 +154,8 @@ def _is_shared(folder: Path) -> bool:
 
 
 def _tell_shortly(folder: Path, say: Callable[[str], object]) -> None:
-    """From here on a program that cannot be read or written costs a line, and is removed, as jax writes over none."""
+    """From now on, reports a program that cannot be read or written in one line, and removes it, because jax never
+    overwrites one."""
     show = warnings.showwarning
 
     def show_warning(message: Warning | str, *args: Any, **kwargs: Any) -> None:
@@ -172,7 +175,7 @@ def _tell_shortly(folder: Path, say: Callable[[str], object]) -> None:
 
 @contextlib.contextmanager
 def loaded() -> Iterator[list[str]]:
-    """Fills the list with an event for every program that is loaded and not compiled while the block runs."""
+    """Fills the list with an event for every program that is loaded instead of compiled while the block runs."""
     events: list[str] = []
 
     def listen(event: str, **_: str | int) -> None:

@@ -1,8 +1,9 @@
-"""Matmuls that devices share: by their outputs, of tokens that are gathered first; by their inputs, and scattered then.
+"""Matmuls that devices share: split by outputs, with tokens gathered first; or split by inputs, with sums scattered
+afterwards.
 
-As a ring (arXiv:2305.06942), a device multiplies the tokens it has while it passes them on, or adds to a sum that passes by,
-so that the links work while the device computes. Bytes are those of the collectives. With a weight in float8 all three
-products are of float8, tokens and their gradients pass as such, and sums as they come.
+In the form of a ring (arXiv:2305.06942), a device multiplies its current tokens while it passes them on, or adds to a sum
+that passes by, so that the links work while the device computes. It sends as many bytes as the collectives. With a weight in
+float8 all three products are in float8, tokens and their gradients travel in float8, and sums travel unrounded.
 """
 
 from collections.abc import Callable
@@ -38,12 +39,13 @@ from llamajax.parallel.tensor import (
 
 
 def gathered_matmul(x: Float[Array, "B T D"], w: Float[Array, "D *N"] | Float8, form: TensorForm) -> Float[Array, "B T *N"]:
-    """x w for all tokens of a residual stream x, of x's dtype; w is split along one of its last dims, as the result is.
+    """Computes x w for all tokens of a residual stream x, in x's dtype; w is split along one of its last dims, like the
+    result.
 
     Args:
-        x: the residual stream, or what was made of it.
-        w: of x's dtype, or in float8; gathered (`llamajax.parallel.zero`).
-        form: how the tokens come to the devices.
+        x: residual stream, or an array computed from it.
+        w: weight in x's dtype, or in float8; gathered (`llamajax.parallel.zero`).
+        form: how the devices get the tokens.
     """
     rings, residual = form == "ring" and is_shared(x), jax.typeof(x).sharding.spec
     if rings or isinstance(w, Float8):
@@ -52,28 +54,31 @@ def gathered_matmul(x: Float[Array, "B T D"], w: Float[Array, "D *N"] | Float8, 
 
 
 class Made(NamedTuple):
-    """What is multiplied, where that is made of another array; the backward pass keeps the other one, and makes it again."""
+    """Functions that compute a factor from another array; the backward pass keeps the other array and recomputes the
+    factor."""
 
     of: Callable[[Array], Array]
     with_gradient: Callable[[Array, Array], tuple[Array, Array]]
-    """From the other array and the gradient of what is made: what is made, and the gradient of the other array."""
+    """From the other array and the factor's gradient to the factor and the other array's gradient."""
 
 
 def scattered_matmul(
     y: Float[Array, "B T *N"], w: Float[Array, "D *N"] | Float8, residual: P, form: TensorForm, *, made: Made | None = None
 ) -> Float[Array, "B T D"]:
-    """y w^T, summed over the devices that share it, for a residual stream that lies as `residual` says; of y's dtype.
+    """Computes y w^T, summed over the devices that share it, for a residual stream with the sharding `residual`; in y's
+    dtype.
 
     Args:
         y: split along one of its last dims.
         w: as for `gathered_matmul`.
-        residual: how the result lies.
-        form: how the sums come to the devices.
-        made: makes what is multiplied of y.
+        residual: sharding of the result.
+        form: how the devices get the sums.
+        made: computes the factor from y.
     """
     rings = form == "ring" and _size(shared_axes(residual)) > 1
     if made is not None and (rings or isinstance(w, Float8)):
-        # By itself: XLA's kernels read the parts that a ring brings where they are, and round to eight bits what they make.
+        # Computed separately: XLA's kernels read the parts that a ring brings in place, and round their own results to eight
+        # bits.
         y, made = made.of(y), None
     if rings or made is not None or isinstance(w, Float8):
         return _scattered(rings, residual, made, y, *differentiable(w))
@@ -98,7 +103,7 @@ def _size(axes: tuple[str, ...]) -> int:
     return max((sizes[axis] for axis in axes), default=1)
 
 
-# `w` is what is multiplied and has no gradient; that of the weight is `stand_in`'s.
+# `w` is the factor and has no gradient; `stand_in` receives the weight's gradient.
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _gathered(rings: bool, residual: P, x: jax.Array, w: Factor, stand_in: jax.Array | None) -> jax.Array:
     return _gather(rings, as_factor(x, w), w)[0]
@@ -146,7 +151,7 @@ _scattered.defvjp(_scattered_forward, _scattered_backward)
 
 
 def _gather(rings: bool, x: Factor, w: Factor) -> tuple[jax.Array, Factor]:
-    """x w for all tokens, [B, T, *N], and all of x, [B, T, D]."""
+    """Computes x w for all tokens, [B, T, *N], and gathers all of x, [B, T, D]."""
     x_spec, (_, *outputs) = _spec(x), _spec(w).partitions
     tokens, dim = token_dims(x_spec), x_spec[2]
     if not rings:
@@ -154,7 +159,7 @@ def _gather(rings: bool, x: Factor, w: Factor) -> tuple[jax.Array, Factor]:
         return product(whole, w, _over_embed(x), P(*tokens, *outputs)), whole
     (axis,) = shared_axes(x_spec)
 
-    # That all devices have the same `whole` in the end is more than jax can see.
+    # jax cannot infer that `whole` is the same on all devices in the end.
     @partial(
         jax.shard_map,
         in_specs=(specs(x), specs(w)),
@@ -170,7 +175,7 @@ def _gather(rings: bool, x: Factor, w: Factor) -> tuple[jax.Array, Factor]:
             start = (own - step) % n * length
             part, passed = own_product(x, w, _over_embed(x)), x
             if step < n - 1:
-                # Or the scheduler would pass everything on before it multiplies anything.
+                # Otherwise the scheduler would pass everything on before it multiplies anything.
                 part, passed = jax.lax.optimization_barrier((part, moved(partial(_pass_on, axis=axis), x)))
             y = jax.lax.dynamic_update_slice_in_dim(y, part, start, axis=1)
             whole = jax.lax.dynamic_update_slice_in_dim(whole, values(x), start, axis=1)
@@ -182,7 +187,7 @@ def _gather(rings: bool, x: Factor, w: Factor) -> tuple[jax.Array, Factor]:
 
 
 def _scatter(rings: bool, residual: P, y: Factor, w: Factor) -> Float[Array, "B T D"]:
-    """y w^T, summed over the devices that share it, each with its own tokens."""
+    """Computes y w^T, summed over the devices that share it; each device keeps its own tokens."""
     if not rings:
         return scatter_tokens(product(y, w, _over_outputs(y), partial_spec(residual)), residual)
     (axis,) = shared_axes(residual)
@@ -199,7 +204,7 @@ def _scatter(rings: bool, residual: P, y: Factor, w: Factor) -> Float[Array, "B 
 
         total = part(y, 0)
         for step in range(1, n):
-            # Or the scheduler would multiply everything before it passes anything on.
+            # Otherwise the scheduler would multiply everything before it passes anything on.
             total, y = jax.lax.optimization_barrier((total, y))
             total = _pass_on(total, axis) + part(y, step)
         return total
@@ -208,7 +213,7 @@ def _scatter(rings: bool, residual: P, y: Factor, w: Factor) -> Float[Array, "B 
 
 
 def _weight_gradient(x: Factor, y: Factor, w: Factor) -> Float[Array, "D *N"]:
-    """x^T y, whose sum over the devices with other tokens is left to do, as w's type has it."""
+    """Computes x^T y; the sum over devices with other tokens is left open, as w's type requires."""
     sharding = _spec(w)
     return product(x, y, _OVER_TOKENS, P(*sharding.partitions, unreduced=sharding.reduced))
 

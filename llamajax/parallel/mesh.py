@@ -18,18 +18,18 @@ def _is_news(record: logging.LogRecord) -> bool:
     return _DRIVER.exists() or not (record.exc_info and "plugin" in record.getMessage())
 
 
-# jax's plugin for GPUs, which plans compile with on any machine, tells with a stack that this one has none.
+# Plans use jax's GPU plugin on any machine; without a GPU it logs a stack trace.
 logging.getLogger("jax._src.xla_bridge").addFilter(_is_news)
 
 
 def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
-    """The mesh over all devices of all processes, or over `devices`; every axis Explicit.
+    """Returns the mesh over all devices of all processes, or over `devices`; every axis is Explicit.
 
     Raises:
         ConfigError: the axis sizes do not multiply to the number of devices.
     """
-    # Not jax.make_mesh: it refuses GPUs of several nodes, each of which XLA takes for a slice of its own. Node after
-    # node in the order of the ids, so that the inner axes stay within a node.
+    # Not jax.make_mesh: it refuses GPUs of several nodes, which XLA treats as separate slices. Node after node in the order
+    # of the ids, so that the inner axes stay within a node.
     ordered = sorted(jax.devices() if devices is None else devices, key=lambda d: (getattr(d, "slice_index", 0), d.id))
     shape = tuple(config.axis_sizes(len(ordered)).values())
     return Mesh(np.array(ordered).reshape(shape), AXES, axis_types=(AxisType.Explicit,) * len(AXES))

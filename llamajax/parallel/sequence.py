@@ -1,7 +1,8 @@
-"""The order in which a row lies over the devices that split it, and what travels around them.
+"""The order of a row's tokens over the devices that split it, and the exchange around those devices.
 
-In zigzag order, as for ring attention on causal rows (github.com/zhuzilin/ring-flash-attention), a row over n devices is cut
-into 2 n chunks, and device i has the chunks i and 2 n - 1 - i: an early and a late one, so that all have as much to see.
+In zigzag order, as in ring attention for causal rows (github.com/zhuzilin/ring-flash-attention), a row over n devices is cut
+into 2 n chunks, and device i has the chunks i and 2 n - 1 - i, an early and a late one, so that all devices have the same
+number of keys to see.
 """
 
 import jax
@@ -14,30 +15,31 @@ from llamajax.parallel.sharding import spec
 
 
 def laid_out(x: Int32[Array, "B T"], form: SequenceForm) -> Int32[Array, "B T"]:
-    """`x`, whose rows are in their own order, in that of `form`; sharded ("batch", "seq").
+    """Returns `x`, with rows in their own order, in the order of `form`; sharded ("batch", "seq").
 
-    A `ring` needs T to be divisible by twice the devices that split it.
+    A `ring` requires T to be divisible by twice the devices that split it.
     """
     num_devices = num_parts("seq", jax.sharding.get_abstract_mesh().shape)
     if form != "ring" or num_devices == 1:
         return jax.reshard(x, spec("batch", "seq"))
-    # Whole rows, which are only integers.
+    # Use whole rows; they are only integers.
     chunks = jax.reshard(x, spec("batch", None)).reshape(x.shape[0], 2 * num_devices, -1)
     order = np.stack([np.arange(num_devices), 2 * num_devices - 1 - np.arange(num_devices)], axis=1).reshape(-1)
     return jax.reshard(chunks[:, order].reshape(x.shape), spec("batch", "seq"))
 
 
 def zigzag_indices(device: int | Int32[Array, ""], length: int) -> Int32[Array, "length"]:
-    """On one device, within `shard_map`: where the tokens of a device of its row stand in that row, in zigzag order."""
+    """On one device, within `shard_map`: returns the indices in the row of the tokens of device `device`, in zigzag
+    order."""
     chunk = jnp.arange(length // 2)
     last = 2 * jax.lax.axis_size(axes_of("seq")) - 1
     return jnp.concatenate([device * len(chunk) + chunk, (last - device) * len(chunk) + chunk])
 
 
 def pass_on(*arrays: jax.Array) -> tuple[jax.Array, ...]:
-    """On one device, within `shard_map`: what the device before has, once each has sent its own to the one after it.
+    """On one device, within `shard_map`: sends the arrays to the next device and returns the arrays of the previous one.
 
-    The arrays are alike, and travel in one piece, because XLA has one collective at a time under way.
+    The arrays have one shape and travel in one piece, because XLA runs one collective at a time.
     """
     num_devices = jax.lax.axis_size(axes_of("seq"))
     ring = [(device, (device + 1) % num_devices) for device in range(num_devices)]

@@ -1,4 +1,4 @@
-"""How an array whose dims have names lies on the mesh; which mesh axes split a dim stands in `config/parallel.py`."""
+"""Shardings of arrays with named dims on the mesh; `config/parallel.py` defines which mesh axes split a dim."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -10,14 +10,14 @@ from jax.sharding import AbstractMesh, AxisType
 from llamajax.config.parallel import AXES, axes_of
 
 ONE_DEVICE = AbstractMesh((1,) * len(AXES), AXES, axis_types=(AxisType.Explicit,) * len(AXES))
-"""A mesh to ask for shapes on, where there is none."""
+"""A mesh for shape queries where no mesh is set."""
 
 
 def spec(*dims: str | None) -> jax.P:
-    """The partition of an array with these dims; `None` for one that is not split.
+    """Returns the partition of an array with these dims; `None` for a dim that is not split.
 
     Raises:
-        ValueError: a dim is unknown, or two claim the same mesh axis.
+        ValueError: a dim is unknown, or two dims claim the same mesh axis.
     """
     entries: list[tuple[str, ...] | str | None] = []
     owner: dict[str, str | None] = {}
@@ -35,10 +35,10 @@ def spec(*dims: str | None) -> jax.P:
 
 
 def axes_in(partitions: Iterable[Any]) -> frozenset[str]:
-    """The axes over which these partitions of an array split it."""
+    """Returns the axes that split an array with these partitions."""
     return frozenset(axis for entry in partitions for axis in as_tuple(entry))
 
 
 def as_tuple(entry: Any) -> tuple[str, ...]:
-    """One dim's partition."""
+    """Returns one dim's partition as a tuple of axes."""
     return () if entry is None else (entry,) if isinstance(entry, str) else entry

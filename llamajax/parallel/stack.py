@@ -1,16 +1,17 @@
 """Runs the layers of the model in one of the forms of `parallel.stack`.
 
-`run_layers` is the plain loop (`scan`): XLA's loops end with every layer, so that its first gather has nothing before it to
+`run_layers` is the plain loop (`scan`): XLA's loops end with every layer, so a layer's first gather has nothing before it to
 hide behind, and its last scatter nothing after it.
 
-`run_prefetching` hides what layers send: weights come one layer ahead, gradients leave one layer behind. In a loop
-(`prefetch`) it carries, beside the activations, the gathered weights of the layer it comes to and the unreduced gradients of
-the layer it comes from. In the backward pass a barrier parts each layer in two phases, because one collective runs at a
-time: the gather hides behind the first, the scatter behind the second.
+`run_prefetching` hides the communication of layers: weights arrive one layer ahead, gradients leave one layer behind. In a
+loop (`prefetch`) it carries, besides the activations, the gathered weights of the next layer and the unreduced gradients of
+the previous one. In the backward pass a barrier separates each layer into two phases, because one collective runs at a time:
+the gather hides behind the first phase, the scatter behind the second.
 
-In a loop everything that a layer keeps for its backward pass is copied into a stack, and read from there. Written out layer
-by layer (`unrolled`) it stays where it was made, at the price of a program that grows with the layers; barriers then part
-the layers, which XLA would mix: it would gather all weights at once, and scatter all gradients at the end.
+In a loop, everything that a layer keeps for its backward pass is copied into a stack and read from there. Written out layer
+by layer (`unrolled`) it stays where it was created, at the price of a program that grows with the layers. Barriers then
+separate the layers, which XLA would otherwise mix: it would gather all weights at once, and scatter all gradients at the
+end.
 """
 
 from collections.abc import Callable, Sequence
@@ -28,9 +29,11 @@ from llamajax.parallel.zero import PreparedWeights, gathered, no_gradient, stand
 Policy = Callable[..., bool]
 """A policy of `jax.checkpoint`: whether the backward pass finds the results of a primitive saved."""
 Part = Callable[[Any, Any, Any], Any]
-"""A part of a layer: from its gathered weights, the activations and what all layers share to the next activations."""
+"""A part of a layer: a function from its gathered weights, the activations and data shared by all layers to the next
+activations."""
 Layers = tuple[tuple[Any, ...], tuple[Any, ...] | None]
-"""Weights by the parts that use them: of all layers, with a leading dim L; of the first layer, where gathered before."""
+"""Weights of each part: first the weights of all layers, with a leading dim L; then those of the first layer, if gathered
+earlier."""
 
 _NOTHING = jax.checkpoint_policies.nothing_saveable
 
@@ -49,18 +52,19 @@ def run_layers(
     """Runs layers one after the other, as one loop: compile time does not grow with their number.
 
     Args:
-        layers: each as one tree of all layers, whose weights have a leading dim L.
-        run_layer: from the carry, a layer with gathered weights, its inputs and what it shares with others of its kind to
-            the next carry and the layer's results.
-        carry: what the first layer is given.
-        inputs: a tree whose arrays have a leading dim L: what each layer is given of its own.
-        shared: of each kind of layer, in the order in which the kinds repeat. A round of them is written out in the loop.
-        dtype: that weights are gathered in.
-        saved: what the forward pass keeps of a layer for the backward pass, beside the carry it was given; all else is
-            computed again, and weights are gathered again. None: everything is kept, with the gathered weights.
+        layers: all layers as one tree, with weights that have a leading dim L.
+        run_layer: function from the carry, a layer with gathered weights, the layer's inputs and the data shared by its kind
+            to the next carry and the layer's results.
+        carry: carry of the first layer.
+        inputs: inputs of each layer, a tree of arrays with a leading dim L.
+        shared: data for each kind of layer, in the order in which the kinds repeat. The loop body contains one round of
+            them.
+        dtype: dtype of the gathered weights.
+        saved: values of a layer, besides its carry, that the forward pass saves for the backward pass; all others are
+            recomputed, and weights are gathered again. None: everything is saved, with the gathered weights.
 
     Returns:
-        What the last layer gave on, and the results of all layers with a leading dim L.
+        The last carry, and the results of all layers with a leading dim L.
     """
 
     def step(shared: Any, carry: Any, of_layer: tuple[PreparedWeights[Any], Any]) -> tuple[Any, Any]:
@@ -74,7 +78,7 @@ def run_layers(
     if len(steps) == 1:
         return jax.lax.scan(steps[0], carry, stacked)
     num_layers = jax.tree.leaves(layers)[0].shape[0]
-    # To part the last few layers from whole rounds would copy the stacks.
+    # Separating the last few layers from whole rounds would copy the stacks.
     period = len(steps) if num_layers % len(steps) == 0 else num_layers
 
     def run_round(carry: Any, of_round: Any) -> tuple[Any, Any]:
@@ -90,8 +94,8 @@ def run_layers(
 
 
 def _reshape_layers(count: int, dims: tuple[int, ...], x: jax.Array) -> jax.Array:
-    """Replaces the first `count` dims, over layers, which are not split; the sharding of the others is named, since jax
-    forgets it for dims of one entry."""
+    """Replaces the first `count` dims, over layers, which are not split. Names the sharding of the other dims, because jax
+    loses it for dims of size one."""
     lies = jax.typeof(x).sharding.spec
     partitions = (*[None] * len(dims), *lies.partitions[count:])
     return jax.lax.reshape(x, (*dims, *x.shape[count:]), out_sharding=lies.update(partitions=partitions))
@@ -112,23 +116,24 @@ def run_prefetching(
     """Runs layers one after the other, each of them part by part.
 
     Args:
-        weights: of each part a tree. Where the first layer's were gathered before, the layers begin with nothing to wait
-            for; these get that layer's gradient, and the others zeros for it, so that they end with nothing to reduce.
-        parts: what a layer consists of.
-        x: what the first layer is given, and each gives on: any tree, such as a residual stream and sums over layers.
-        shared: what every part of every layer is given too; it gets no gradient. The memory for what the layers keep is
-            taken when it is there.
-        dtype: that weights are gathered in.
-        saved: what the forward pass keeps of a layer for the backward pass; all else is computed again. Beside that it
-            keeps what each part is given, so that the backward pass of the last part is the first phase; with
-            `jax.checkpoint_policies.nothing_saveable` only what the layer is given, and to compute it again is the first
-            phase. None: everything is kept. Gathered weights never are.
-        made_first: what of a layer that is computed again as a whole is made in the first phase, and not again in the
-            second: all that is dear. What is cheap is better fused into what uses it than carried over.
-        unrolled: every layer is written out, and the program has no loop over them.
+        weights: one tree per part. If the first layer's weights were gathered earlier, the layers start without a wait;
+            these weights then get that layer's gradient and the others get zeros for it, so that the layers end with nothing
+            to reduce.
+        parts: parts of a layer.
+        x: input of the first layer; every layer returns such a tree, for example a residual stream and sums over layers.
+        shared: data for every part of every layer; it gets no gradient. The memory for the layers' saved values is allocated
+            once it exists.
+        dtype: dtype of the gathered weights.
+        saved: values of a layer that the forward pass saves for the backward pass; all others are recomputed. It also saves
+            the input of each part, so that the backward pass of the last part is the first phase; with
+            `jax.checkpoint_policies.nothing_saveable` it saves only the layer's input, and the recomputation is the first
+            phase. None: everything is saved. Gathered weights are never saved.
+        made_first: policy for values recomputed in phase one and kept for phase two. Include expensive values only; cheap
+            ones fuse better into their consumer.
+        unrolled: write out every layer; the program has no loop over them.
 
     Returns:
-        What the last layer gave on.
+        The output of the last layer.
     """
     if saved is _NOTHING:
         parts = (partial(_in_turn, tuple(parts)),)
@@ -145,13 +150,13 @@ def _in_turn(parts: tuple[Part, ...], weights: tuple[Any, ...], x: Any, shared: 
 @partial(jax.tree_util.register_dataclass, data_fields=["leaves"], meta_fields=["tree", "places"])
 @dataclass(frozen=True)
 class _Kept:
-    """A pull-back (`jax.vjp`) without those of its arrays that are at hand again when it is needed."""
+    """A pull-back (`jax.vjp`) without the arrays that are available again when it is called."""
 
     leaves: tuple[jax.Array, ...]
     tree: Any
-    """The pull-back's own structure."""
+    """Tree structure of the pull-back."""
     places: tuple[int | None, ...]
-    """Each array of the pull-back has its index among the arrays at hand, or None if it is the next of `leaves`."""
+    """For each array of the pull-back its index among the available arrays, or None if it is the next of `leaves`."""
 
     @staticmethod
     def of(pull_back: Any, at_hand: Any) -> "_Kept":
@@ -179,7 +184,7 @@ class _Stack:
         return gathered(_at(weights.used[0], index), self.dtype)
 
     def layer(self, weights: Any, shared: Any, x: Any) -> tuple[Any, Any]:
-        """The activations behind a layer, and what its backward pass needs."""
+        """Returns the activations after a layer, and the values that its backward pass needs."""
         if self.saved is _NOTHING:
             (part,), (own,) = self.parts, weights
             return part(own, x, shared), x
@@ -196,9 +201,9 @@ class _Stack:
         return x, kept
 
     def layer_back(self, weights: Any, shared: Any, kept: Any, dx: Any, meanwhile: Any) -> tuple[Any, Any, Any]:
-        """Gradients of a layer's weights and input.
+        """Returns the gradients of a layer's weights and input.
 
-        `meanwhile` is made during the first phase or used after it, and comes back as it is to be used.
+        `meanwhile` is computed during the first phase or used after it, and is returned for later use.
         """
         if self.saved is _NOTHING:
             (part,), (own,) = self.parts, weights
@@ -220,14 +225,14 @@ class _Stack:
         return tuple(d_weights), dx, meanwhile
 
     def reduced(self, stored: Any, d_weights: Any) -> Any:
-        """Gradients of a layer's weights as they are stored, from those of the gathered ones, which are unreduced."""
+        """Returns the gradients of a layer's weights as stored, from the unreduced gradients of the gathered weights."""
         _, pull_back = jax.vjp(partial(gathered, dtype=self.dtype), _at(stored, 0))
         (reduced,) = pull_back(d_weights)
         return reduced
 
 
 def _at(stacked: Any, index: int | jax.Array) -> Any:
-    """One layer of a stack, read by index: a slice such as `stacked[1:]` would copy the saved values of all layers."""
+    """Reads one layer of a stack by index: a slice such as `stacked[1:]` would copy the saved values of all layers."""
     return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, index, keepdims=False), stacked)
 
 
@@ -236,7 +241,7 @@ def _with(stacked: Any, one: Any, index: int | jax.Array) -> Any:
 
 
 def _room(one: jax.ShapeDtypeStruct, count: int, shared: Any) -> jax.Array:
-    """Zeros for `count` of what is like `one`."""
+    """Returns zeros for `count` arrays like `one`."""
     spec = one.sharding.spec
     lies = one.sharding.update(spec=spec.update(partitions=(None, *spec.partitions)))
     return jax.lax.broadcast(after(jnp.zeros((), one.dtype), shared), (count, *one.shape), out_sharding=lies)
@@ -245,7 +250,7 @@ def _room(one: jax.ShapeDtypeStruct, count: int, shared: Any) -> jax.Array:
 def _before(others: Any, weights: Any) -> tuple[Any, Any]:
     """Puts a barrier on `others` and the gathered weights: nothing uses one of them before all exist.
 
-    Scales have no barrier, since layers read them where they are stored.
+    Scales have no barrier, because layers read them where they are stored.
     """
     leaves, tree = jax.tree.flatten(weights)
     places = [place for place, leaf in enumerate(leaves) if leaf.ndim > 1]
@@ -260,12 +265,12 @@ def _last(stored: Any) -> int:
 
 
 def _index(number: jax.Array, place: int, period: int) -> jax.Array:
-    """The index of the layer at `place` of round `number`."""
+    """Returns the index of the layer at `place` of round `number`."""
     return number if period == 1 else number * period + place
 
 
 def _is_parted(stack: _Stack, shared: tuple[Any, ...]) -> bool:
-    """Whether layers are written out one behind the other, with barriers between them."""
+    """Returns whether layers are written out one after the other, with barriers between them."""
     return stack.unrolled or len(shared) > 1
 
 
@@ -298,7 +303,8 @@ def _forward(stack: _Stack, prepared: PreparedWeights[Layers], shared: Any, x: A
     if num_rounds:
         like = [jax.eval_shape(lambda weights, x, own=own: stack.layer(weights, own, x)[1], weights, x) for own in shared]
         room = [[_room(one, num_rounds, shared) for one in jax.tree.leaves(own)] for own in like]
-        # Counted, not given numbers: XLA copies beside the computation where the place follows from the loop's own count.
+        # A counter instead of given numbers: XLA copies in parallel with the computation if the index follows from the
+        # loop's own counter.
         x, weights, stacks = jax.lax.fori_loop(0, num_rounds, round_of_loop, (x, weights, room))
         stacks = [jax.tree.unflatten(jax.tree.structure(own), leaves) for own, leaves in zip(like, stacks, strict=True)]
     for number in range(num_rounds * period, last):
@@ -315,10 +321,10 @@ def _backward(stack: _Stack, residuals: Any, dx: Any) -> tuple[Any, None, Any]:
     grads = jax.tree.map(lambda x: no_gradient(x, after(jnp.zeros((), x.dtype), dx)), stored)
 
     def step(place: int, index: jax.Array, own: Any, carry: Any) -> Any:
-        """With the gradients of the layer above, reduced."""
+        """Runs one layer's backward pass and reduces the gradients of the layer above."""
         (dx, weights, above), grads = carry
         if is_parted:
-            # What is computed again must not be taken from the forward pass, which would have to keep it.
+            # Recomputed values must not come from the forward pass, which would have to keep them.
             (index, own, dx, above), weights = _before((index, own, dx, above), weights)
         upcoming = stack.gather(prepared, index - 1)
         d_weights, dx, (weights, above) = stack.layer_back(weights, shared[place % period], own, dx, (upcoming, above))

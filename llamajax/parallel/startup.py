@@ -1,4 +1,4 @@
-"""How a process begins: what jax is told before it starts, the other processes, and the mesh."""
+"""The start of a process: settings for jax, the connection to the other processes, and the mesh."""
 
 import functools
 import hashlib
@@ -22,21 +22,21 @@ from llamajax.parallel.mesh import make_mesh
 from llamajax.processes import addresses, heartbeat, peers, rendezvous
 from llamajax.processes.relay import relay
 
-# Emulated devices share the machine's cores, so a collective may have to wait for seconds until every
-# device's thread has had its turn; XLA's limits of seconds would end the process.
+# Emulated devices share the machine's cores, so a collective may have to wait for seconds until every device's thread has
+# had its turn; XLA's limits of seconds would abort the process.
 _CPU_COLLECTIVE_FLAGS = (
     "--xla_cpu_collective_call_warn_stuck_timeout_seconds=600",
     "--xla_cpu_collective_call_terminate_timeout_seconds=1200",
 )
 
-_JAX_NOTICES_S = 7 * 86_400  # without a sign of life, after which jax takes a process for lost: a job may be suspended
+_JAX_NOTICES_S = 7 * 86_400  # heartbeat timeout of jax, long because a job may be suspended
 
 GLOO = "make_gloo_tcp_collectives"
-"""What jax calls for the connections between processes on CPUs; a jax without it is left as it is."""
+"""The function that jax calls to connect processes on CPUs; a jax without it is left unchanged."""
 
 
 def select_platform(config: MeshConfig, *, or_more: bool = False) -> None:
-    """Chooses the CPU with `config.num_cpu_devices` emulated devices, if set; before any other use of jax.
+    """Selects the CPU with `config.num_cpu_devices` emulated devices, if set; call it before any other use of jax.
 
     Args:
         config: the mesh.
@@ -51,7 +51,7 @@ def select_platform(config: MeshConfig, *, or_more: bool = False) -> None:
     flags += [flag for flag in _CPU_COLLECTIVE_FLAGS if not any(f.startswith(flag.split("=")[0]) for f in flags)]
     os.environ["XLA_FLAGS"] = " ".join(flags)
     # A program over all devices needs a thread for each of them at once, and jaxlib before 0.12 lends the same threads to
-    # launches that wait for their turn (32 are in flight at most): with one thread per device both wait forever.
+    # launches that wait for their turn (at most 32 are in flight): with one thread per device both wait forever.
     os.environ.setdefault("PJRT_NPROC", str(max(os.cpu_count() or 1, 2 * config.num_cpu_devices)))
     try:
         jax.config.update("jax_platforms", "cpu")
@@ -61,20 +61,20 @@ def select_platform(config: MeshConfig, *, or_more: bool = False) -> None:
         suffices = number >= config.num_cpu_devices if or_more else number == config.num_cpu_devices
         if jax.default_backend() != "cpu" or not suffices:
             raise EnvironmentMismatchError(
-                f"mesh.num_cpu_devices: {config.num_cpu_devices} emulated devices are asked for, but jax already runs with"
+                f"mesh.num_cpu_devices: {config.num_cpu_devices} emulated devices are requested, but jax already runs with"
                 f" {jax.local_device_count()} {jax.default_backend()} device(s); start a new process"
             ) from error
 
 
 def join_run(config: DistributedConfig, settings: Mapping[str, Any] | None = None) -> None:
-    """Connects this process to the others of the run, if `config.enabled`; before any other use of jax.
+    """Connects this process to the others of the run, if `config.enabled`; call it before any other use of jax.
 
     Args:
-        config: where they are.
-        settings: what must be the same in all of them.
+        config: addresses of the processes.
+        settings: settings that must be the same in all processes.
 
     Raises:
-        EnvironmentMismatchError: the others cannot be found or do not come, have other settings, or the port cannot be
+        EnvironmentMismatchError: the others cannot be found or do not arrive, have other settings, or the port cannot be
             used.
     """
     if not config.enabled or jax.distributed.is_initialized():
@@ -96,7 +96,7 @@ def join_run(config: DistributedConfig, settings: Mapping[str, Any] | None = Non
         coordinator = addresses.host_and_port(bind_address)
         if coordinator[0] in ("::", "0.0.0.0"):
             coordinator = (addresses.LOOPBACK, coordinator[1])
-    # SIGTERM is ours (llamajax.training.stop), and we notice what is lost; jax's own clock aborts.
+    # We handle SIGTERM (llamajax.training.stop) and detect lost processes ourselves; jax's own timeout aborts.
     jax.config.update("jax_enable_preemption_service", False)
     try:
         jax.distributed.initialize(
@@ -111,15 +111,17 @@ def join_run(config: DistributedConfig, settings: Mapping[str, Any] | None = Non
         )
     except (ValueError, RuntimeError) as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise EnvironmentMismatchError(f"distributed: cannot join the other processes: {reason}; start all again") from error
+        raise EnvironmentMismatchError(
+            f"distributed: cannot join the other processes: {reason}; start all processes again"
+        ) from error
 
 
 def listen_on_loopback() -> None:
-    """Lets the libraries that move data between processes listen where only this machine reaches them, since all are here.
+    """Makes the libraries that move data between processes listen only on this machine, because all processes run here.
 
-    By themselves gloo, of CPUs, listens on what the host's name resolves to, and NCCL on the first other interface.
+    By default gloo, for CPUs, listens on the address of the host's name, and NCCL on the first other interface.
     """
-    library = getattr(jaxlib, "_jax", None)  # where gloo listens has no public name
+    library = getattr(jaxlib, "_jax", None)  # gloo's address has no public setting
     if (make := getattr(library, GLOO, None)) is not None:
         setattr(library, GLOO, functools.partial(make, hostname="127.0.0.1"))
     os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
@@ -133,50 +135,50 @@ def connect(
     settings: Mapping[str, Any] | None = None,
     or_more: bool = False,
 ) -> None:
-    """Brings up jax with its devices and the other processes; before any other use of jax.
+    """Starts jax with its devices and the other processes; call it before any other use of jax.
 
     Args:
         config: the mesh.
         distributed: the other processes.
         memory_fraction: share of a GPU's memory that jax takes for arrays, unless the environment says otherwise; the rest
             is for CUDA, its libraries and NCCL.
-        settings: what must be the same in all processes.
+        settings: settings that must be the same in all processes.
         or_more: see `select_platform`.
 
     Raises:
-        EnvironmentMismatchError: the machine is not what the configuration asks for, or processes have other settings.
+        EnvironmentMismatchError: the machine does not match the configuration, or processes have other settings.
     """
     os.environ.setdefault(gpu_memory_budget.VARIABLE, str(memory_fraction))
     select_platform(config, or_more=or_more)
     join_run(distributed, settings)
     try:
         jax.devices()
-    except (RuntimeError, AssertionError) as error:  # a missing plugin ends in an assertion of jax's
-        reason = str(error).strip().splitlines() or ["no device could be started"]
+    except (RuntimeError, AssertionError) as error:  # with a missing plugin, jax fails an assertion
+        reason = str(error).strip().splitlines() or ["no device started"]
         raise EnvironmentMismatchError(
             f"jax cannot start its devices: {reason[0]}; check the driver and JAX_PLATFORMS, or set mesh.num_cpu_devices"
         ) from error
-    heartbeat.of_this_process()  # a program without a watchdog is alive from here on, and has no limit
+    heartbeat.of_this_process()  # a program without a watchdog counts as alive from here on, without a limit
 
 
 def start(config: Config) -> Mesh:
-    """Brings up jax for `config` and makes its mesh the current one for the whole process: `begin`, then `lay_out`.
+    """Starts jax for `config` and makes its mesh the current one for the whole process: `begin`, then `lay_out`.
 
     Raises:
         ConfigError: the model or batch cannot be divided over the mesh.
-        EnvironmentMismatchError: the machine is not what the configuration asks for, or processes have other settings.
+        EnvironmentMismatchError: the machine does not match the configuration, or processes have other settings.
     """
     begin(config)
     return lay_out(config)
 
 
 def begin(config: Config) -> None:
-    """Brings up jax for the processes of `config`, with its devices.
+    """Starts jax for the processes of `config`, with its devices.
 
     Raises:
-        EnvironmentMismatchError: the machine is not what the configuration asks for, or processes have other settings.
+        EnvironmentMismatchError: the machine does not match the configuration, or processes have other settings.
     """
-    own = ("distributed.", "data.cache_dir")  # of each process
+    own = ("distributed.", "data.cache_dir")  # may differ between processes
     settings = {key: value for key, value in dotted(config_to_dict(config)).items() if not key.startswith(own)}
     connect(
         config.mesh,
@@ -187,7 +189,7 @@ def begin(config: Config) -> None:
 
 
 def _installed() -> dict[str, str]:
-    """What computes on this host, which must be the same on all."""
+    """Returns the versions of the code on this host, which must be the same on all hosts."""
     root, code = Path(__file__).parents[1], hashlib.sha256()
     for path in sorted(root.rglob("*.py")):
         content = path.read_bytes()

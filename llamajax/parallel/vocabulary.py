@@ -1,7 +1,7 @@
-"""A table with a row per id, whose rows devices share for compute along `vocab`: collectives by hand.
+"""A table with one row per id, with rows split over devices along `vocab` for compute; it uses explicit collectives.
 
-It is stored with its rows along `vocab` and its columns along `embed`; where its rows cannot be divided, with its columns
-along `embed_tensor`. Devices then exchange columns for rows, the last of which may be none.
+It is stored with rows along `vocab` and columns along `embed`; if its rows cannot be divided, with columns along
+`embed_tensor`. Devices then exchange columns for rows; the last rows may be padding.
 """
 
 from collections.abc import Callable
@@ -22,11 +22,12 @@ from llamajax.parallel.tensor import residual_spec, shared_axes
 from llamajax.parallel.zero import weight
 
 _NO_ID = -2
-"""Of a row that fills a device's part up; no id and no target of the loss."""
+"""Id of a padding row; neither a token id nor a target of the loss."""
 
 
 def table(num_rows: int, num_columns: int, dtype: DTypeLike, init: Callable[..., jax.Array]) -> nnx.Param:
-    """A `weight` [V, D] whose copy for compute is [R, D]: R is V, rounded up to what the devices of `vocab` can share."""
+    """Returns a `weight` [V, D] with a copy for compute of [R, D]: R is V, rounded up to a multiple of the devices of
+    `vocab`."""
     even = num_rows % num_parts("vocab", jax.sharding.get_abstract_mesh().shape) == 0
     return weight(
         (num_rows, num_columns),
@@ -39,7 +40,7 @@ def table(num_rows: int, num_columns: int, dtype: DTypeLike, init: Callable[...,
 
 
 def _exchange(stored: Float[Array, "V D"], dtype: DTypeLike) -> Float[Array, "R D"]:
-    """As `dtype`, with rows along `vocab` and columns along `embed`."""
+    """Casts to `dtype` and reshards to rows along `vocab` and columns along `embed`."""
     if axes_of("embed_tensor") != jax.typeof(stored).sharding.spec[1]:
         return stored.astype(dtype)
 
@@ -52,12 +53,12 @@ def _exchange(stored: Float[Array, "V D"], dtype: DTypeLike) -> Float[Array, "R 
 
 
 def look_up(table: Float[Array, "R D"], ids: Int32[Array, "B T"]) -> Float[Array, "B T D"]:
-    """The ids' rows, laid out by `residual_spec`. Every device looks ids up in its part of the rows.
+    """Returns the rows of the ids, sharded by `residual_spec`. Every device looks up ids in its own part of the rows.
 
-    A sharded lookup and its transpose, a scatter, would otherwise be left to XLA's guess.
+    Otherwise the sharding of the lookup and of its transpose, a scatter, would be left to XLA's heuristics.
 
     Args:
-        table: its copy for compute; every device adds up the gradients of its own tokens.
+        table: the table's copy for compute; every device adds up the gradients of its own tokens.
         ids: below V.
     """
     id_spec, table_spec = jax.typeof(ids).sharding.spec, jax.typeof(table).sharding.spec
@@ -69,7 +70,7 @@ def look_up(table: Float[Array, "R D"], ids: Int32[Array, "B T"]) -> Float[Array
     @partial(jax.shard_map, in_specs=(table_spec, id_spec), out_specs=out_spec)
     def on_device(rows: jax.Array, ids: jax.Array) -> jax.Array:
         index = ids - jax.lax.axis_index(axes_of("vocab")) * rows.shape[0]
-        index = jnp.where(index < 0, rows.shape[0], index)  # out of bounds like any other row that lies elsewhere
+        index = jnp.where(index < 0, rows.shape[0], index)  # out of bounds, like any row of another device
         return sum_tokens(_rows_at(rows, index), out_spec)
 
     return on_device(table, ids)
@@ -77,7 +78,7 @@ def look_up(table: Float[Array, "R D"], ids: Int32[Array, "B T"]) -> Float[Array
 
 @jax.custom_vjp
 def _rows_at(rows: jax.Array, index: jax.Array) -> jax.Array:
-    """Rows by their index; zeros where it is out of bounds."""
+    """Returns rows by index; zeros where the index is out of bounds."""
     return rows.at[index].get(mode="fill", fill_value=0)
 
 
@@ -88,19 +89,20 @@ def _rows_at_forward(rows: jax.Array, index: jax.Array) -> tuple[jax.Array, tupl
 def _rows_at_backward(residuals: tuple[jax.Array, jax.Array], d_found: jax.Array) -> tuple[jax.Array, None]:
     rows, index = residuals
     summed = _sums_by_row(d_found.reshape(-1, d_found.shape[-1]), index.reshape(-1), rows.shape[0])
-    # Devices with the same rows add up what they found, now or, over the axes `reduced`, when the layers' gradients are.
+    # Devices with the same rows add up their sums, either now or, over the axes `reduced`, together with the layers'
+    # gradients.
     lies, varies = jax.typeof(rows).manual_axis_type, jax.typeof(d_found).manual_axis_type.varying
     summed = jax.lax.psum(summed, tuple(sorted(varies - lies.varying - lies.reduced))).astype(rows.dtype)
     return jax.lax.pcast(summed, tuple(sorted(lies.reduced)), to="unreduced"), None
 
 
 _TOKENS_AT_ONCE = 1024
-"""Tokens whose gradients one product adds up. More tokens mean more FLOPs and fewer passes of the loop; 1,024 cost 0.1% of
-the FLOPs of a 1B step."""
+"""Number of tokens with gradients that one product adds up. More tokens mean more FLOPs and fewer passes of the loop; 1,024
+cost 0.1% of the FLOPs of a 1B step."""
 
 
 def _sums_by_row(values: Float[Array, "n D"], index: Int32[Array, "n"], num_rows: int) -> Float32[Array, "R D"]:
-    """Adds up, for every row, the values that have its index. Drops values whose index is out of bounds.
+    """Adds up, for every row, the values with its index. Drops values with an index out of bounds.
 
     A scatter-add on a GPU uses atomics: threads add in the order in which they arrive, and two runs differ in the last bits.
     Here a product with ones and zeros adds up the tokens of a chunk that share a row, and the first of them writes the sum.
@@ -113,7 +115,7 @@ def _sums_by_row(values: Float[Array, "n D"], index: Int32[Array, "n"], num_rows
     place = jnp.arange(n)
     is_later = jnp.tri(n, k=-1, dtype=bool)[None]
     is_repeat = jnp.any((index[:, :, None] == index[:, None, :]) & is_later, axis=2)
-    # A token that does not write gets an index of its own out of bounds, as `unique_indices` promises that none repeats.
+    # A token that does not write gets its own index out of bounds, because `unique_indices` promises that no index repeats.
     target = jnp.where(is_repeat | (index >= num_rows), num_rows + place, index)
 
     def add(summed: jax.Array, chunk: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, None]:
@@ -132,23 +134,24 @@ _rows_at.defvjp(_rows_at_forward, _rows_at_backward)
 
 
 def sum_tokens(x: Float[Array, "b t D"], out_spec: P) -> Float[Array, "b t_out D"]:
-    """On one device, within `shard_map`: its part of the sum of what the devices of `vocab` have, for `residual_spec`."""
+    """On one device, within `shard_map`: sums x over the devices of `vocab` and returns the device's part for
+    `residual_spec`."""
     if axes := shared_axes(out_spec):
         return jax.lax.psum_scatter(x, axes, scatter_dimension=1, tiled=True)
     return jax.lax.psum(x, axes_of("vocab"))
 
 
 def row_ids(rows: Float[Array, "r D"], num_rows: int) -> Int32[Array, "r"]:
-    """On one device, within `shard_map`: the ids of the rows that it computes with, of `num_rows` in all."""
+    """On one device, within `shard_map`: returns the ids of the device's rows, out of `num_rows` in total."""
     ids = jax.lax.axis_index(axes_of("vocab")) * rows.shape[0] + jnp.arange(rows.shape[0])
     return jnp.where(ids < num_rows, ids, _NO_ID)
 
 
 def logits(x: Float[Array, "*B D"], table: Float[Array, "R D"], num_rows: int) -> Float32[Array, "*B V"]:
-    """x's products with all `num_rows` rows of a table, of which it gets the copy for compute; in fp32, sharded as x is, and
-    split over `vocab` where that divides the rows."""
+    """Returns the products of x with all `num_rows` rows of a table, given as its copy for compute; in fp32, sharded like x,
+    and split over `vocab` where that divides the rows."""
     *dims, _ = jax.typeof(x).sharding.spec
-    rows = jax.reshard(table, spec("vocab", None))  # for any x: the devices of an axis need not have different ones
+    rows = jax.reshard(table, spec("vocab", None))  # for any x: the devices of an axis may have the same x
     out_spec = P(*dims, *spec("vocab"))
     scores = jnp.einsum("...D,VD->...V", x, rows, preferred_element_type=jnp.float32, out_sharding=out_spec)
     if scores.shape[-1] == num_rows:
@@ -157,10 +160,10 @@ def logits(x: Float[Array, "*B D"], table: Float[Array, "R D"], num_rows: int) -
 
 
 class SplitSoftmax(NamedTuple):
-    """A softmax over all ids, of whose scores a device has those of its own rows."""
+    """A softmax over all ids; each device has the scores of its own rows."""
 
     exps: Float32[Array, "*n v"]
-    """Exponentials of the own scores less `largest`."""
+    """Exponentials of the device's own scores minus `largest`."""
     total: Float32[Array, "*n"]
     """Sum of all exponentials."""
     largest: Float32[Array, "*n"]
@@ -172,7 +175,8 @@ class SplitSoftmax(NamedTuple):
 def split_softmax(
     scores: Float32[Array, "*n v"], ids: Int32[Array, "v"], targets: Int32[Array, "*n"]
 ) -> tuple[SplitSoftmax, Bool[Array, "*n v"]]:
-    """On one device, within `shard_map`: from the scores of its own rows, and their ids; and whether each is the target."""
+    """On one device, within `shard_map`: computes the softmax from the scores of its own rows and their ids; also returns
+    which score is the target's."""
     ids = jnp.expand_dims(ids, range(targets.ndim))
     is_target = targets[..., None] == ids
     scores = jnp.where(ids == _NO_ID, -jnp.inf, scores)

@@ -1,7 +1,8 @@
-"""ZeRO: what a device keeps of a weight, what it computes with, and how gradients come back to who keeps them.
+"""ZeRO: the part of a weight that a device stores, the copy that it computes with, and the way of gradients back to the
+device that stores the weight.
 
-A weight says once how it is stored and how it is laid out for compute. Stored with a dim over `fsdp`, it is whole on no
-device, and neither are the optimizer's moments, which are made from it.
+A weight declares once how it is stored and how it is sharded for compute. If it is stored with a dim over `fsdp`, no device
+holds it whole, nor the optimizer's moments, which are created from it.
 """
 
 import dataclasses
@@ -25,7 +26,7 @@ from llamajax.parallel.sharding import as_tuple, axes_in, spec
 Tree = TypeVar("Tree")
 Dims = tuple[str | None, ...]
 DATA = tuple(axis for axis in axes_of("batch") if axis not in axes_of("embed"))
-"""The axis along which weights are stored as often as it has devices, unless they are split over it too."""
+"""The axis whose devices store copies of the weights, unless weights are split over it too."""
 
 
 def weight(
@@ -38,17 +39,17 @@ def weight(
     arrange: Callable[[jax.Array, DTypeLike], jax.Array] | None = None,
     late: bool = False,
 ) -> nnx.Param:
-    """A parameter with its initial value, of which each device makes its own part.
+    """Returns a parameter with its initial value; each device creates its own part.
 
     Args:
-        shape: of the whole.
-        dtype: that it is stored in.
-        stored: its dims as it is stored, for `spec`.
-        compute: its dims as it is gathered for compute; None: it is read as it is stored, in its own dtype.
-        init: makes the value from shape, dtype and `out_sharding`, such as `jnp.ones`.
-        arrange: makes of the stored array another one, of the given dtype, that is gathered in its place.
-        late: whether gradients of one that is read as it is stored are always summed at the end of the step, all at once:
-            of something small, used by `scaled`, for which to wait in every layer would not pay.
+        shape: shape of the whole array.
+        dtype: dtype of the stored array.
+        stored: dims of the stored array, for `spec`.
+        compute: dims of the array gathered for compute; None: the stored array is read directly, in its own dtype.
+        init: creates the value from shape, dtype and `out_sharding`, such as `jnp.ones`.
+        arrange: converts the stored array to another one, of the given dtype, that is gathered in its place.
+        late: for a weight that is read as stored: always sum its gradients at the end of the step, all at once. For small
+            weights used by `scaled`, where a wait in every layer would not pay.
     """
     return nnx.Param(init(shape, dtype, out_sharding=spec(*stored)), compute=compute, arrange=arrange, late=late)
 
@@ -56,35 +57,37 @@ def weight(
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class PreparedWeights(Generic[Tree]):
-    """Weights that are made ready once and used often, such as by all micro-batches of a step."""
+    """Weights that are prepared once and used often, such as by all micro-batches of a step."""
 
     trained: Tree
-    """Get the gradients, those that are not frozen."""
+    """Weights that get the gradients, unless frozen."""
     copies: Tree | None = None
-    """What is computed with in their place, gathered or in float8; gets none. None: `trained` is, gathered where needed."""
+    """Copies to compute with in their place, gathered or in float8, without gradients. None: `trained` is used, gathered
+    where needed."""
 
     @property
     def used(self) -> Tree:
-        """What is computed with."""
+        """Returns the weights to compute with."""
         return self.trained if self.copies is None else self.copies
 
     def part(self, choose: Callable[[Tree], Any]) -> "PreparedWeights[Any]":
-        """What `choose` gives of both."""
+        """Applies `choose` to both trees."""
         return PreparedWeights(choose(self.trained), None if self.copies is None else choose(self.copies))
 
 
 def gathered(tree: Tree, dtype: DTypeLike, copies: Tree | None = None) -> Tree:
-    """The same module, or other tree of `weight`s, with copies for compute: cast to `dtype`, then laid out as they say.
+    """Returns the module, or another tree of `weight`s, with copies for compute: cast to `dtype`, then resharded as they
+    declare.
 
-    The order makes the collective carry the narrow copy, and its transpose reduce gradients in it too. A copy is marked as
-    reduced over the axes that split the tokens, so that its gradient is summed over all of them at the end: scattered over
-    the axes it is stored on, then added up over the others, which so carry only a device's own part. What is gathered
-    already stays as it is.
+    In this order the collective carries the narrow copy, and its transpose reduces gradients in the narrow dtype too. A copy
+    is marked as reduced over the axes that split the tokens, so that its gradient is summed over all of them at the end:
+    scattered over the axes it is stored on, then added up over the others, which therefore carry only a device's own part.
+    Arrays that are already gathered stay unchanged.
 
     Args:
         tree: the weights.
-        dtype: of the copies.
-        copies: what is gathered in place of the weights, or was before; `tree` gets the gradient all the same.
+        dtype: dtype of the copies.
+        copies: arrays that are gathered in place of the weights, or were gathered earlier; `tree` still gets the gradient.
     """
     if copies is None:
         return _gather(tree, dtype)
@@ -122,14 +125,14 @@ def _laid_out(param: nnx.Param, dtype: DTypeLike, own: jax.Array) -> jax.Array:
 
 
 def in_float8(layers: Tree, names: Collection[str], form: DTypeLike, dtype: DTypeLike) -> Tree:
-    """A stack of layers, of whose matrices with these names each device's part is `rounded`, whole or still to be gathered,
-    so that a byte of each weight is sent; as `gathered` takes it for `copies`.
+    """Rounds each device's part of the matrices with these names in a stack of layers, whole or still to be gathered, so
+    that one byte per weight is sent; the result serves as `copies` for `gathered`.
 
     Args:
         layers: weights with a leading dim L.
-        names: of those to round, as their module calls them.
+        names: attribute names of the matrices to round.
         form: as for `rounded`.
-        dtype: that weights are cast to before.
+        dtype: dtype that weights are cast to first.
     """
 
     def narrow(path: tuple[Any, ...], param: nnx.Param) -> nnx.Param:
@@ -145,7 +148,8 @@ def in_float8(layers: Tree, names: Collection[str], form: DTypeLike, dtype: DTyp
 
 
 def stand_ins(copies: Tree) -> Tree:
-    """What gradients of gathered weights go to: themselves, or, of those in eight bits, zeros that are never made."""
+    """Returns the arrays that receive the gradients of gathered weights: the weights themselves, or, for eight-bit weights,
+    zeros that are never created."""
 
     def stand_in(param: nnx.Param) -> nnx.Param:
         copy = param[...]
@@ -159,7 +163,7 @@ def stand_ins(copies: Tree) -> Tree:
 
 
 def with_stand_ins(copies: Tree, stand_ins: Tree) -> Tree:
-    """The copies, to compute with so that their `stand_ins` get the gradients."""
+    """Returns the copies for compute, linked so that their `stand_ins` get the gradients."""
 
     def join(param: nnx.Param, stand_in: nnx.Param) -> nnx.Param:
         copy = param[...]
@@ -175,7 +179,7 @@ def _gathered(copy: Factor) -> nnx.Param:
 
 
 def split_over_data(tree: Tree) -> Tree:
-    """The same weights, stored split over `data` too where that divides what a device has of them."""
+    """Returns the weights split over `data` too, where that divides a device's part of them."""
     sizes = jax.sharding.get_abstract_mesh().shape
 
     def split(param: nnx.Param) -> nnx.Param:
@@ -183,19 +187,19 @@ def split_over_data(tree: Tree) -> Tree:
         for dim, axes in enumerate(entries):
             parts = math.prod(sizes[axis] for axis in (*DATA, *axes))
             if set(axes) & set(axes_of("embed")) and param.shape[dim] % parts == 0:
-                entries[dim] = (*axes, *DATA)  # innermost, so that what a device has together is one piece
+                entries[dim] = (*axes, *DATA)  # innermost, so that a device's part is contiguous
         return _moved(param, jax.reshard(param[...], P(*entries)))
 
     return jax.tree.map(split, tree, is_leaf=_is_weight)
 
 
 def whole_over_data(tree: Tree, dtype: DTypeLike, *, left_open: Collection[str] = ()) -> Tree:
-    """The same weights, no longer split over `data`.
+    """Returns the weights no longer split over `data`.
 
     Args:
         tree: the weights.
-        dtype: of those that this changes, and of their gradients on the way back.
-        left_open: of the axes that split tokens, those over which gradients are summed on the way back, and not before.
+        dtype: dtype of the weights that change, and of their gradients on the way back.
+        left_open: axes, among those that split tokens, over which gradients are summed only on the way back.
     """
     sizes = jax.sharding.get_abstract_mesh().shape
     left_open = frozenset(axis for axis in left_open if sizes[axis] > 1)
@@ -215,7 +219,7 @@ def whole_over_data(tree: Tree, dtype: DTypeLike, *, left_open: Collection[str] 
 
 
 def summed_late(tree: Tree) -> Tree:
-    """The same weights, of which `late` ones have their gradients summed on the way back, and not before."""
+    """Returns the weights with the gradients of `late` ones summed only on the way back."""
 
     def lay_out(param: nnx.Param) -> nnx.Param:
         if not param.late:
@@ -227,7 +231,7 @@ def summed_late(tree: Tree) -> Tree:
 
 @jax.custom_vjp
 def scaled(x: Float[Array, "*dims D"], scale: Float[Array, "D"]) -> Float[Array, "*dims D"]:
-    """Their product, for a `late` weight, whose gradient is left to be summed where the weight was reduced."""
+    """Multiplies x by a `late` weight; its gradient stays unreduced where the weight was marked as reduced."""
     plain = jax.reshard(scale, P(None)) if jax.typeof(scale).sharding.spec.reduced else scale
     return x * jnp.expand_dims(plain, range(x.ndim - 1))
 
@@ -242,14 +246,14 @@ scaled.defvjp(lambda x, scale: (scaled(x, scale), (x, scale)), _scaled_back)
 
 
 def no_gradient(x: jax.Array, zero: jax.Array) -> jax.Array:
-    """Zeros of the dtype of one, a scalar, that lie as the gradient of `x` does."""
+    """Returns zeros in the dtype of the scalar `zero`, with the sharding of the gradient of `x`."""
     lies = jax.typeof(x).sharding.spec
     return jax.lax.broadcast(zero, x.shape, out_sharding=P(*lies.partitions, unreduced=lies.reduced))
 
 
 def token_axes() -> frozenset[str]:
-    """The axes whose devices have different tokens, over which gradients are summed; none if there is one device only,
-    where nothing is to be summed and jax cannot leave it open."""
+    """Returns the axes that split the tokens, over which gradients are summed; none with a single device, where there is
+    nothing to sum and jax cannot leave a sum open."""
     if jax.sharding.get_abstract_mesh().size == 1:
         return frozenset()
     return frozenset(axes_of("batch") + axes_of("seq"))
@@ -273,7 +277,7 @@ def _arranged(param: nnx.Param, own: jax.Array, dtype: DTypeLike) -> jax.Array:
 
 
 def _num_stacked(param: nnx.Param) -> int:
-    """Leading dims of a stack of layers."""
+    """Returns the number of leading dims of a stack of layers."""
     return param.ndim - len(param.compute)
 
 

@@ -1,1 +1,1 @@
-"""See a run before it is paid for: its memory, time and price on GPUs that are not there."""
+"""Predicts a run before it is paid for: its memory, time and price on GPUs that this machine does not have."""

@@ -1,4 +1,4 @@
-"""What to change when a plan does not fit the card: candidates by formula, then compiled, so that they are known to fit."""
+"""Changes to make when a plan does not fit the card: candidates by formula, then compiled to confirm that they fit."""
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator
@@ -15,21 +15,21 @@ from llamajax.planning.memory import MemoryPlan, estimate
 from llamajax.step.resolve import resolve_planned
 
 ESTIMATE_MARGIN = 1.1
-"""Candidates are compiled although what is expected of them is this much above the card: it is that inexact."""
+"""Candidates are compiled even if their estimate exceeds the card by this factor, because the estimate is that inexact."""
 MAX_COMPILES = 8
 
 Changes = dict[str, Any]
-"""Dotted keys of a configuration to their new values."""
+"""New values by dotted keys of a configuration."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """A changed configuration that formulas expect to fit."""
+    """A changed configuration that fits according to the formulas."""
 
     changes: Changes
     config: Config
     flops_ratio: float
-    """FLOPs of a step over those of the configuration it changes; recomputation counts."""
+    """FLOPs of a step relative to the unchanged configuration; recomputation counts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,20 +44,21 @@ class Suggestion:
 def suggestions(
     config: Config, memory: MemoryPlan, *, compiled: Callable[[Config], tuple[MemoryPlan, float]], wanted: int = 3
 ) -> list[Suggestion]:
-    """Up to `wanted` changes to `config`, cheapest in FLOPs first, that were compiled and fit; fewer if there are none.
+    """Returns up to `wanted` changes to `config`, cheapest in FLOPs first, that were compiled and fit; fewer if there are
+    fewer.
 
     Args:
-        config: what does not fit.
-        memory: what it needs.
-        compiled: compiles a configuration, and tells its memory and seconds per step.
-        wanted: how many.
+        config: the configuration that does not fit.
+        memory: the memory that it needs.
+        compiled: compiles a configuration and returns its memory and seconds per step.
+        wanted: largest number of suggestions.
 
     Raises:
         CompilerMissingError: XLA's compiler for GPUs is not installed.
     """
     found: list[Suggestion] = []
     tried: list[Changes] = []
-    # Formulas know little of what XLA keeps alive: every compilation tells by how much they are too low.
+    # Formulas cannot predict exactly what XLA keeps alive: every compilation shows how far they are too low.
     shortfall = _shortfall(config, memory)
     for _ in range(MAX_COMPILES):
         candidate = next((offer for offer in candidates(config, shortfall) if offer.changes not in tried), None)
@@ -73,15 +74,15 @@ def suggestions(
 
 
 def _shortfall(config: Config, memory: MemoryPlan) -> float:
-    """What was compiled over what formulas expect of it."""
+    """Returns the compiled memory relative to the formulas' estimate."""
     return max(1.0, memory.peak_bytes / estimate(resolve_planned(config)).peak_bytes)
 
 
 def candidates(config: Config, shortfall: float = 1.0) -> Iterator[Candidate]:
-    """Changes after which `config` should fit by the formulas times `shortfall`: other forms of split rows; then single
-    ones, pairs and triples, each with the fewest devices and then the fewest FLOPs first.
+    """Yields changes after which `config` should fit by the formulas times `shortfall`: first other forms of split rows;
+    then single changes, pairs and triples, each with the fewest devices and then the fewest FLOPs first.
 
-    Of changes of one kind only the smallest that is enough is offered, and none together with others that is enough alone.
+    It offers only the smallest sufficient change of each kind, and no combination that includes a sufficient change.
     """
     yield from _other_sequence_forms(config)
     stronger = REMATS[REMATS.index(config.model.remat) + 1 :]
@@ -98,7 +99,8 @@ def candidates(config: Config, shortfall: float = 1.0) -> Iterator[Candidate]:
 
 
 def _other_sequence_forms(config: Config) -> Iterator[Candidate]:
-    """Other ways for devices to share rows. Formulas do not tell them apart: what one needs beyond them another need not."""
+    """Yields other ways for devices to share rows. Formulas do not distinguish them: one may need memory beyond the formulas
+    that another does not."""
     run = resolve_planned(config)
     if num_parts("seq", run.mesh) == 1:
         return
@@ -109,11 +111,11 @@ def _other_sequence_forms(config: Config) -> Iterator[Candidate]:
 
 
 def _smallest(config: Config, choices: Iterable[tuple[Changes, ...]], shortfall: float) -> Candidate | None:
-    """The first choice whose changes together are enough, and no fewer of them."""
+    """Returns the first choice with changes that suffice together, but not with one fewer."""
     for parts in choices:
         changes = _together(parts)
         if len(changes) < sum(map(len, parts)):
-            continue  # two changes of the same setting
+            continue  # two changes to the same setting
         candidate = _if_it_fits(config, changes, shortfall)
         fewer = itertools.combinations(parts, len(parts) - 1) if len(parts) > 1 else ()
         if candidate and not any(_if_it_fits(config, _together(some), shortfall) for some in fewer):
@@ -139,7 +141,7 @@ def _if_it_fits(config: Config, changes: Changes, shortfall: float) -> Candidate
 
 
 def _accumulation(train: TrainConfig) -> Iterator[Changes]:
-    """Smaller micro-batches; the batch of a step stays."""
+    """Yields smaller micro-batches; the batch of a step stays the same."""
     most = train.micro_batch_size
     yield from (
         {"train.grad_accum_steps": train.grad_accum_steps * times} for times in range(2, most + 1) if most % times == 0
@@ -147,7 +149,8 @@ def _accumulation(train: TrainConfig) -> Iterator[Changes]:
 
 
 def _mesh(config: Config) -> Iterator[list[Changes]]:
-    """More shards of the state, rows or layers split over more devices of a node, more nodes: each a kind of its own."""
+    """Yields more shards of the state, rows or layers split over more devices of a node, and more nodes: one kind of change
+    each."""
     hardware, accumulation = config.hardware, config.train.grad_accum_steps
     axes = config.mesh.axis_sizes(hardware.num_devices)
     powers = [2**power for power in range(1, 10)]
@@ -156,7 +159,7 @@ def _mesh(config: Config) -> Iterator[list[Changes]]:
         for times in powers
         if axes["data"] % times == 0
     ]
-    # With fewer devices to share a micro-batch there are more micro-batches, so that no device gets more rows.
+    # With fewer devices to share a micro-batch, use more micro-batches, so that no device gets more rows.
     for axis in ("sequence", "tensor"):
         yield [
             {

@@ -1,7 +1,7 @@
-"""What one device of the cluster holds: XLA's buffer assignment, told in the words of training.
+"""The memory of one device of the cluster: XLA's buffer assignment in the terms of training.
 
-Two ways to the same figures: `memory_plan` reads what the compiler laid out, to the byte; `estimate` adds up formulas, in
-no time and without the compiler, to choose what is worth compiling.
+Two functions return the same figures: `memory_plan` reads the compiler's layout, exact to the byte; `estimate` adds up
+formulas, instantly and without the compiler, to choose which candidates are worth compiling.
 """
 
 import math
@@ -20,12 +20,12 @@ from llamajax.step.resolve import ResolvedRun, formula_bytes
 
 @dataclass(frozen=True)
 class PeakTensor:
-    """An array alive at the fullest moment."""
+    """An array that is alive at the fullest moment."""
 
     buffer: Buffer
     kind: MemoryKind
     name: str
-    """For people, such as `layers/mlp gate_up, recomputed`."""
+    """Readable name, such as `layers/mlp gate_up, recomputed`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,25 +33,25 @@ class MemoryPlan:
     """One device's memory in bytes."""
 
     by_kind: dict[MemoryKind, int]
-    """What the peak consists of; adds up to `peak_bytes`."""
+    """Contents of the peak; adds up to `peak_bytes`."""
     argument_bytes: int
     """State and batch, held all the time."""
     temp_bytes: int
-    """XLA's one block for all temporary arrays, as compiled without cuDNN's workspace."""
+    """Size of XLA's one block for all temporary arrays, as compiled without cuDNN's workspace."""
     peak_bytes: int
-    """Everything that XLA takes: arguments, results that replace none of them, the block of temporary arrays, workspace."""
+    """All memory that XLA takes: arguments, results that replace none of them, the block of temporary arrays, workspace."""
     host_bytes: int
     capacity_bytes: int
-    """The card."""
+    """Memory of the card."""
     allowance: Allowance
-    """Beside XLA's arrays."""
+    """Memory taken besides XLA's arrays."""
     training_fraction: float
-    """Of the card, what training takes for XLA's arrays."""
+    """Share of the card that training takes for XLA's arrays."""
     tensors: tuple[PeakTensor, ...]
-    """What is alive at the fullest moment, largest first."""
+    """Arrays alive at the fullest moment, largest first."""
 
     def largest(self, count: int) -> list[tuple[PeakTensor, int]]:
-        """Tensors that are alike, of which together take most: one of them, and how many there are."""
+        """Groups identical tensors and returns the groups that take the most: one tensor of each, and the group's size."""
         alike: dict[tuple[str, str, tuple[int, ...]], list[PeakTensor]] = {}
         for tensor in self.tensors:
             alike.setdefault((tensor.name, tensor.buffer.dtype, tensor.buffer.shape), []).append(tensor)
@@ -64,22 +64,22 @@ class MemoryPlan:
 
     @property
     def budget_bytes(self) -> int:
-        """What XLA may take: training's part of the card, if that leaves enough for the rest."""
+        """Returns the bytes that XLA may take: training's share of the card, if that leaves enough for the rest."""
         return int(min(self.training_fraction, self.room) * self.capacity_bytes)
 
     @property
     def room(self) -> float:
-        """The share of the card that is left for XLA's arrays."""
+        """Returns the share of the card that is left for XLA's arrays."""
         return room(self.capacity_bytes, self.allowance)
 
     @property
     def memory_fraction(self) -> float:
-        """The least XLA_PYTHON_CLIENT_MEM_FRACTION, which says how much of the card jax takes for arrays."""
+        """Returns the least sufficient XLA_PYTHON_CLIENT_MEM_FRACTION, the share of the card that jax takes for arrays."""
         return math.ceil(1000 * self.peak_bytes / self.capacity_bytes) / 1000
 
 
 def memory_plan(step: CompiledStep, module: Module) -> MemoryPlan:
-    """The memory of a compiled step, whose parsed `hlo` is `module`."""
+    """Returns the memory of a compiled step; `module` is its parsed `hlo`."""
     buffers = step.buffers
     namer = Namer(module, buffers.arguments, step.run.config.train.is_frozen)
     alive = sorted((*buffers.arguments, *buffers.peak), key=lambda buffer: -buffer.size)
@@ -106,7 +106,8 @@ def memory_plan(step: CompiledStep, module: Module) -> MemoryPlan:
 
 
 def estimate(run: ResolvedRun) -> MemoryPlan:
-    """The memory of a run by formulas, see `expected_bytes`: for choosing what to compile and where no compiler is."""
+    """Returns the memory of a run by formulas, see `expected_bytes`: to choose what to compile, and where no compiler is
+    installed."""
     expected = formula_bytes(run.config, run.mesh)
     expected["workspace"] = _planned_workspace(run)
     by_kind: dict[MemoryKind, int] = {kind: expected.get(kind, 0) for kind in MEMORY_KINDS}
@@ -137,7 +138,7 @@ def _planned_workspace(run: ResolvedRun) -> int:
 
 
 def _attention_workspace(module: Module) -> int:
-    """The largest that cuDNN takes; none where XLA knows it, which then lays it out with the temporary arrays."""
+    """Returns the largest workspace of cuDNN; 0 where XLA includes it in the temporary arrays."""
     largest = 0
     for computation in module.computations.values():
         for instruction in computation.instructions.values():

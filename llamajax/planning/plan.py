@@ -1,4 +1,4 @@
-"""A plan: the step compiled as training compiles it, its memory and time; and what other settings would make of it."""
+"""A plan: the step compiled as training compiles it, with its memory and time; and the effects of other settings."""
 
 import dataclasses
 import tempfile
@@ -36,38 +36,38 @@ class Schedule:
     memory: MemoryPlan
     timeline: Timeline
     untimed: CompiledStep | None = None
-    """What its latencies were told of, where that was compiled for nothing else."""
+    """The step from which its latencies were computed, if it was compiled only for that."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Alternative:
-    """The step under other settings of `xla` and `parallel`."""
+    """The step with other settings of `xla` and `parallel`."""
 
     changes: dict[str, Any]
-    """Dotted keys to values."""
+    """Values by dotted keys."""
     schedule: Schedule
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What is known of a configuration before it runs."""
+    """Predictions for a configuration before it runs."""
 
     config: Config
-    """As it is asked for, but that `model.remat` is chosen."""
+    """The requested configuration, with `model.remat` chosen."""
     guessed: Schedule
-    """Scheduled by XLA's own guesses."""
+    """The step scheduled with XLA's built-in estimates."""
     informed: Schedule | None
-    """Scheduled by the latencies of `xla.latency_profile`; None: it asks for none."""
+    """The step scheduled with the latencies of `xla.latency_profile`; None: no latencies are requested."""
     alternatives: tuple[Alternative, ...] = ()
-    """Other settings that were tried; XLA's own guesses, where latencies are asked for, are not among them."""
+    """Other settings that were tried, without XLA's built-in estimates where latencies are requested."""
     by_remat: dict[Remat, Schedule] = dataclasses.field(default_factory=dict)
-    """Under each `model.remat`, scheduled by XLA's own guesses; empty unless it was `auto`."""
+    """The step with each `model.remat`, scheduled with XLA's built-in estimates; empty unless the setting was `auto`."""
     suggestions: tuple[Suggestion, ...] = ()
-    """What to change when `chosen` does not fit the card."""
+    """Changes to make when `chosen` does not fit the card."""
 
     @property
     def chosen(self) -> Schedule:
-        """The one that training runs; `auto` takes latencies where they help."""
+        """Returns the schedule that training runs; `auto` uses latencies where they help."""
         if self.informed is None:
             return self.guessed
         if self.config.xla.latency_profile != "auto":
@@ -76,7 +76,7 @@ class Plan:
 
     @property
     def best_changes(self) -> dict[str, Any]:
-        """The settings with which the step fits and is fastest, where they are others; empty if it is as it is."""
+        """Returns the changes with which the step fits and is fastest; empty if the current settings are best."""
         guesses = Alternative(changes={"xla.latency_profile": None}, schedule=self.guessed)
         tried = [Alternative(changes={}, schedule=self.chosen), guesses, *self.alternatives]
         return min(tried, key=lambda alternative: _preference(alternative.schedule)).changes
@@ -89,13 +89,13 @@ def _preference(schedule: Schedule) -> Preference:
 def make_plan(
     config: Config, *, suggest: bool = True, alternatives: bool = False, doing: Callable[[str], None] = lambda what: None
 ) -> Plan:
-    """Compiles `config` as training does, and replays it; where it does not fit, also what could be changed.
+    """Compiles `config` as training does and replays it; where it does not fit, also suggests changes.
 
     Args:
         config: the run.
-        suggest: look for changes with which it fits, if it does not; that takes up to eleven compilations more.
-        alternatives: also compile it with the other `parallel.stack` and `xla.latency_profile`.
-        doing: told what is being done, for people who wait.
+        suggest: search for changes with which it fits, if it does not; this takes up to eleven more compilations.
+        alternatives: also compile with the other `parallel.stack` and `xla.latency_profile`.
+        doing: takes a line of progress.
 
     Raises:
         CompilerMissingError: XLA's compiler for GPUs is not installed.
@@ -114,18 +114,18 @@ def make_plan(
     guessed = by_remat.get(config.model.remat) or planned(config)
     plan = Plan(config=config, guessed=guessed, informed=by_latencies(guessed, config), by_remat=by_remat)
     if alternatives:
-        doing("compiling it with other settings")
+        doing("compiling the step with other settings")
         plan = dataclasses.replace(plan, alternatives=tuple(_alternatives(plan)))
     if plan.chosen.memory.fits or not suggest:
         return plan
-    doing("compiling what could fit instead")
+    doing("compiling changes that could fit")
     return dataclasses.replace(plan, suggestions=tuple(suggestions(config, plan.chosen.memory, compiled=memory_and_time)))
 
 
 def plan_problems(config: Config) -> list[str]:
-    """What stands in the way of a plan, as far as it shows before anything is compiled: one line each."""
+    """Returns the obstacles to a plan that are visible before any compilation, one line each."""
     if config.hardware.gpu == "none":
-        return ["hardware.gpu: a plan needs to know the GPU"]
+        return ["hardware.gpu: a plan needs a GPU; name one"]
     problems = [*config.placement_problems(config.hardware.num_devices)]
     problems += [problem for problem in config.problems() if not any(problem.startswith(known) for known in problems)]
     try:
@@ -140,7 +140,8 @@ def plan_problems(config: Config) -> list[str]:
 
 
 def by_latencies(guessed: Schedule, config: Config) -> Schedule | None:
-    """The step, of which `guessed` is the schedule by guesses, by the latencies that training tries; None: it tries none."""
+    """Returns the step scheduled with the latencies that training tries, given its schedule `guessed`; None: training tries
+    none."""
     source = latency_source(config, config.hardware.num_devices)
     if source is None:
         return None
@@ -157,7 +158,7 @@ def by_latencies(guessed: Schedule, config: Config) -> Schedule | None:
 
 
 def _alternatives(plan: Plan) -> Iterator[Alternative]:
-    """Every other way to run the layers and to schedule, of which a program of one device has one."""
+    """Yields every other way to run and schedule the layers; a program for one device has only one."""
     latency_profile = plan.config.xla.latency_profile
     other = "prefetch" if plan.guessed.step.run.config.parallel.stack != "prefetch" else "scan"
     for changes in ({}, {"parallel.stack": other}):
@@ -174,7 +175,8 @@ def _alternatives(plan: Plan) -> Iterator[Alternative]:
 
 
 def memory_and_time(config: Config) -> tuple[MemoryPlan, float]:
-    """Of the step as training runs it; of the one by XLA's own guesses, if that does not fit."""
+    """Returns memory and time of the step as training runs it; if the schedule with XLA's built-in estimates does not fit,
+    those of that schedule."""
     guessed = planned(config)
     found = guessed
     if guessed.memory.fits:
@@ -183,13 +185,13 @@ def memory_and_time(config: Config) -> tuple[MemoryPlan, float]:
 
 
 def planned(config: Config) -> Schedule:
-    """The step of `config` on its cluster, scheduled by XLA's own guesses."""
+    """Returns the step of `config` on its cluster, scheduled with XLA's built-in estimates."""
     return replayed(compile_for(resolve_planned(config)), config)
 
 
 def replayed(step: CompiledStep, config: Config) -> Schedule:
-    """`step` on the cluster of `config`, which may differ from the one it was compiled for in its bandwidths and in the
-    constants of the cost model."""
+    """Replays `step` on the cluster of `config`, which may differ from the cluster that it was compiled for in bandwidths
+    and in the constants of the cost model."""
     module = parse(step.hlo)
     return Schedule(
         step=step,

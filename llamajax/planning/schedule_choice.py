@@ -1,6 +1,6 @@
-"""Which of several programs is the best one: of a step with other settings, or scheduled by latencies.
+"""Chooses the best of several programs for a step: with other settings, or scheduled with latencies.
 
-Plans and training choose alike: they differ in how they compile, and share what is compiled and compared.
+Plans and training choose alike: they compile differently, but share the list of programs and the comparison.
 """
 
 from collections.abc import Callable, Mapping
@@ -25,11 +25,11 @@ from llamajax.step.compile import Option, compile_with, compiler_options
 from llamajax.step.resolve import ResolvedRun, resolve
 
 GUESSES = "# XLA's own guesses are better here\n"
-"""Stands in for the latencies that the cost model made, where they do not help."""
+"""Content of the latencies file where the cost model's latencies do not help."""
 FASTEST = "the fastest of five that fits by the cost model"
-"""Why `model.remat: auto` comes to what `fastest_remat` finds."""
+"""Reason of `model.remat: auto` for the result of `fastest_remat`."""
 _NOT_JUDGED = "# not yet judged\n"
-"""Before latencies that may turn out not to help: a start that finds them so, after a run was killed, judges anew."""
+"""Prefix of latencies that may turn out not to help: a start that finds it, because a run was killed, judges again."""
 
 
 Preference = tuple[bool, float]
@@ -43,13 +43,13 @@ def preference(timeline: Timeline, *, fits: bool) -> Preference:
 def fastest_remat(
     config: Config, mesh: Mapping[str, int], compiled: Callable[[ResolvedRun], Preference], doing: Callable[[str], None]
 ) -> Remat:
-    """The `model.remat` whose step is preferred, of all that there are.
+    """Returns the `model.remat` with the preferred step, among all policies.
 
     Args:
         config: the run.
         mesh: sizes of the mesh axes.
-        compiled: compiles the run's step, and tells its `preference`.
-        doing: is told what takes so long.
+        compiled: compiles the run's step and returns its `preference`.
+        doing: takes a line of progress.
     """
     found: dict[Remat, Preference] = {}
     for remat in REMATS:
@@ -59,7 +59,7 @@ def fastest_remat(
 
 
 class Timed(Protocol):
-    """A compiled step of which a timeline is known."""
+    """A compiled step with a known timeline."""
 
     @property
     def timeline(self) -> Timeline: ...
@@ -69,43 +69,44 @@ Step = TypeVar("Step", bound=Timed)
 
 
 def made_latencies(run: ResolvedRun, guessed: Step, untimed: Callable[[], Step]) -> tuple[str, Step | None]:
-    """The latencies that the cost model tells XLA of a step, and the step compiled in order to make them, if one was.
+    """Returns the latencies that the cost model gives XLA for a step, and the step compiled to compute them, if there was
+    one.
 
     Args:
         run: the run.
-        guessed: its step, scheduled by XLA's own guesses.
-        untimed: compiles the step as `compiler_options` with `untimed`.
+        guessed: its step, scheduled with XLA's built-in estimates.
+        untimed: compiles the step with the `untimed` `compiler_options`.
     """
     other = untimed() if compiler_options(run, untimed=True) != compiler_options(run) else None
     return latency_text((other or guessed).timeline.latencies), other
 
 
 class Judged(NamedTuple):
-    """A program that was compiled, and what it is worth."""
+    """A compiled program and its rating."""
 
     preference: Preference
-    """See `preference`."""
+    """Sort key of the program, see `preference`."""
     timeline: Timeline
-    """What it does when."""
+    """Predicted times of its instructions."""
     step: jax.stages.Compiled
-    """The program."""
+    """The compiled program."""
     from_cache: bool
-    """Whether jax had it from an earlier compilation."""
+    """Whether jax loaded it from an earlier compilation."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Judge:
-    """What programs are judged by."""
+    """The machine and the limits by which programs are judged."""
 
     machine: Machine
     mesh: Mapping[str, int]
     scores: Scores | None
-    """See `replay`."""
+    """Scores of attention, see `replay`."""
     budget: float
     """Bytes that a device has for arrays."""
 
     def compiled(self, lowered: jax.stages.Lowered, told: dict[str, Option]) -> Judged:
-        """The program, compiled with these options."""
+        """Compiles the program with these options and judges it."""
         with compilation_cache.loaded() as loaded:
             step = compile_with(lowered, told)
         hlo, memory = step.as_text(), step.memory_analysis()
@@ -117,14 +118,15 @@ class Judge:
         return Judged(preference(timeline, fits=needed <= self.budget), timeline, step, bool(loaded))
 
     def latencies(self, run: ResolvedRun, lowered: jax.stages.Lowered, path: Path) -> tuple[str, Judged]:
-        """Those of `lowered`, or `GUESSES` where scheduling by them does not help, and the program that goes by them.
+        """Returns the latencies of `lowered`, or `GUESSES` where scheduling with them does not help, and the program that
+        uses them.
 
-        The first process's, since two hosts may choose other kernels; all call this together.
+        Process 0's result counts, because two hosts may choose other kernels; all processes call this together.
 
         Args:
             run: the run.
             lowered: its step.
-            path: the file that later starts name, too: jax's cache knows a program by its options.
+            path: file that later starts name too: jax's cache identifies a program by its options.
         """
         guessed = self.compiled(lowered, compiler_options(run))
         made, _ = made_latencies(run, guessed, lambda: self.compiled(lowered, compiler_options(run, untimed=True)))

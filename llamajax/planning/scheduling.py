@@ -1,5 +1,5 @@
-"""Resolves a run on the devices that are here, and chooses how XLA schedules its step: its built-in estimates, or the cost
-model's latencies where they are faster."""
+"""Resolves a run on this process's devices, and chooses how XLA schedules its step: its built-in estimates, or the cost
+model's latencies when they are faster."""
 
 import dataclasses
 import math
@@ -30,7 +30,8 @@ from llamajax.step.state import abstract_state
 
 
 def latency_source(config: Config, num_devices: int) -> str | None:
-    """What is asked of the step on so many devices: `auto`, a file of latencies, or None for XLA's own guesses."""
+    """Returns the source of latencies requested for a step on this many devices: `auto`, a file, or None for XLA's built-in
+    estimates."""
     source = config.xla.latency_profile
     return None if source == "auto" and (config.hardware.gpu == "none" or num_devices == 1) else source
 
@@ -41,13 +42,13 @@ class Compilation:
 
     step: jax.stages.Compiled
     options: dict[str, Option]
-    """What the compiler was told."""
+    """Options that the compiler received."""
     from_cache: bool
-    """Whether jax had it from an earlier compilation."""
+    """Whether jax loaded it from an earlier compilation."""
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What decides how the program came out, for the run's log."""
+        """Returns the facts that determine the compiled program, for the run's log."""
         return {
             "jaxlib": jaxlib.version.__version__,
             "device_kind": jax.devices()[0].device_kind,
@@ -57,12 +58,12 @@ class Compilation:
 
 
 def check_told(config: Config) -> None:
-    """Refuses what only the compiler for GPUs would be told, before it begins; all processes call this together.
+    """Refuses settings that only the GPU compiler would reject, before it starts; all processes call this together.
 
     Raises:
-        ConfigError: this jaxlib does not know `xla.flags`, or a file cannot be used: see `read_latencies` and
+        ConfigError: this jaxlib does not support `xla.flags`, or a file cannot be used: see `read_latencies` and
             `read_measurement`.
-        EnvironmentMismatchError: the processes were given different files of latencies.
+        EnvironmentMismatchError: the processes have different files of latencies.
     """
     if config.xla.flags:
         check_flags(config.xla.flags)
@@ -79,7 +80,7 @@ def compile_here(run: ResolvedRun, lowered: jax.stages.Lowered) -> Compilation:
         lowered: its step, lowered for that mesh.
 
     Raises:
-        ConfigError: `xla` says what this jaxlib does not know; see `gpu_options` too.
+        ConfigError: this jaxlib does not support a setting of `xla`; see also `gpu_options`.
     """
     options, judged = gpu_options(run, lowered) if jax.default_backend() == "gpu" else ({}, None)
     if judged is not None:
@@ -90,15 +91,15 @@ def compile_here(run: ResolvedRun, lowered: jax.stages.Lowered) -> Compilation:
 
 
 def gpu_options(run: ResolvedRun, lowered: jax.stages.Lowered) -> tuple[dict[str, Option], Judged | None]:
-    """What XLA is told of training's step on GPUs, the same in all processes, which call this together; and the step, if it
-    was compiled like this in order to be judged.
+    """Returns XLA's options for training's step on GPUs, the same in all processes, which call this together; and the step,
+    if it was compiled to be judged.
 
-    What the cost model tells of a program, and whether it helps, is kept in `data.cache_dir`; it takes two or three
-    compilations when the first process does not have it.
+    The cost model's latencies for a program, and whether they help, are stored in `data.cache_dir`; if process 0 has none,
+    they take two or three compilations.
 
     Raises:
         ConfigError: see `read_latencies`.
-        EnvironmentMismatchError: the processes were given different files of latencies.
+        EnvironmentMismatchError: the processes have different files of latencies.
     """
     source = latency_source(run.config, math.prod(run.mesh.values()))
     folder = Path(run.config.data.cache_dir).expanduser() / "latencies"
@@ -120,14 +121,15 @@ def gpu_options(run: ResolvedRun, lowered: jax.stages.Lowered) -> tuple[dict[str
 
 
 def resolve_here(config: Config, doing: Callable[[str], None] = lambda what: None) -> ResolvedRun:
-    """The run on the current mesh, as training resolves it; all processes call this together.
+    """Returns the run on the current mesh, as training resolves it; all processes call this together.
 
-    On GPUs that `hardware` names, `model.remat: auto` comes to the fastest that fits by the cost model, as in a plan: the
-    step is compiled with each, and what came out is kept in `data.cache_dir`. Elsewhere it comes to what formulas say.
+    On GPUs that `hardware` names, `model.remat: auto` resolves to the fastest policy that fits by the cost model, as in a
+    plan: the step is compiled with each policy, and the result is stored in `data.cache_dir`. Elsewhere formulas choose the
+    policy.
 
     Args:
         config: the run.
-        doing: is told what takes so long.
+        doing: takes a line of progress.
     """
     mesh = dict(jax.sharding.get_mesh().shape)
     if config.model.remat != "auto" or config.hardware.gpu == "none" or jax.default_backend() != "gpu":
@@ -155,17 +157,17 @@ def _judge(run: ResolvedRun) -> Judge:
 
 
 def _described(judge: Judge) -> list[Any]:
-    """What decides a judgement, for the name of the file that keeps it."""
+    """Returns the inputs of a judgement, for the name of the file that stores it."""
     machine = judge.machine
     return [repr(machine), repr(machine.calibration), judge.mesh, judge.scores, jax.__version__]
 
 
 def _same_file(source: str) -> str:
-    """The latencies in a file, which must be those of every process."""
+    """Reads the latencies in a file, which must be the same for every process."""
     text = read_latencies(source)
     digests = everyones(cache.key_of(text))
     if other := next((number for number, digest in enumerate(digests) if digest != digests[0]), None):
         raise EnvironmentMismatchError(
-            f"xla.latency_profile: {source} of process {other} is not that of process 0; give all the same file"
+            f"xla.latency_profile: {source} of process {other} differs from process 0's; give all processes the same file"
         )
     return text

@@ -1,8 +1,8 @@
-"""What an array of the compiled step is for, told from the scopes of the program.
+"""Purposes and names of the arrays in a compiled step, from the scopes of the program.
 
 The contract with model and step is `jax.named_scope`: the names below, which `tests/planning/test_scopes.py` finds in a
-compiled step, and the names of the state's arrays. Where jax and XLA say nothing of a scope, an array is told by its
-shape among those of the program's own arguments and gathers.
+compiled step, and the names of the state's arrays. Where jax and XLA report no scope, an array is identified by its shape
+among the shapes of the program's arguments and gathers.
 """
 
 import itertools
@@ -24,61 +24,61 @@ MEMORY_KINDS: dict[MemoryKind, str] = {
     "parameters": "master weights",
     "optimizer": "the optimizer's moments",
     "batch": "the batch and counters",
-    "gradients": "gradients: the stored shards, and what is not scattered yet",
+    "gradients": "gradients: the stored shards, and full ones that are not scattered yet",
     "activations": "saved by the forward pass for the backward pass",
-    "logits": "logits and what the loss makes of them",
+    "logits": "logits, and arrays that the loss computes from them",
     "collectives": "weights gathered for compute, and other buffers of collectives",
     "temporaries": "everything else that is alive at the fullest moment",
     "gaps": "unused between the arrays at that moment",
-    "workspace": "cuDNN's own while it computes attention; counted whole, though that may be at another moment",
+    "workspace": "cuDNN's workspace for attention; counted whole, although its peak may be at another moment",
 }
-"""What a byte is for; the texts are for people."""
+"""Purposes of memory, with a description for the report."""
 
 LAYERS = "layers"
-"""Around the stack: what is directly in it, the stack keeps of every layer."""
+"""Scope around the stack: the stack keeps arrays directly in this scope for every layer."""
 PLACES = {
     "embed": "embed", LAYERS: "layers", "attention": "layers/attention", "mlp": "layers/mlp", "final_norm": "final_norm",
     "loss": "loss", "update": "update",
 }  # fmt: skip
-"""Parts of the step, and what people are told of them."""
+"""Parts of the step, with their names in the report."""
 VALUES = {
     "qkv": "qkv", "scores": "attention scores", "attend": "attention output", "output_projection": "output projection",
     "gate_up": "gate_up", "gated": "gated", "down_projection": "down projection", "logits": "logits",
     "d_hidden": "gradient of hidden states", "d_head": "gradient of head",
 }  # fmt: skip
-"""What is made inside of them."""
+"""Values computed inside the parts."""
 WEIGHT = "gather_weight"
-"""Around what turns a stored weight into the one that compute takes."""
+"""Scope around the conversion of a stored weight to the one that compute uses."""
 SCOPES = (*PLACES, *VALUES, WEIGHT)
 
 _RESIDUAL = ("embed", "attention", "mlp", "final_norm")
-"""Places whose own arrays [B, T, D], outside of inner scopes, are hidden states: sums and norms."""
+"""Places with hidden states (sums and norms) as their own arrays [B, T, D], outside of inner scopes."""
 _WEIGHTS = {
     "embed": "embedding", "loss": "head", "d_head": "head", "qkv": "qkv weight", "output_projection": "output weight",
     "gate_up": "gate_up weight", "down_projection": "down weight",
 }  # fmt: skip
-"""Scopes that use a weight, and which."""
+"""Scopes that use a weight, with the weight's name."""
 
 
 class Namer:
-    """Tells what the buffers of one compiled step are, of whose weights those that `is_frozen` have no gradients."""
+    """Names the buffers of one compiled step; weights that are `is_frozen` have no gradients."""
 
     def __init__(self, module: Module, arguments: tuple[Buffer, ...], is_frozen: Callable[[str], bool]):
         weights = {_argument_path(argument.op_name): argument for argument in reversed(arguments)}
         weights = {path.removeprefix("model."): w for path, w in weights.items() if path.startswith("model.")}
         self._param_dtypes = {weight.dtype for weight in weights.values()}
-        # A device's shard of a weight, all layers together; the first of a shape gives it its name.
+        # A device's shard of a weight, all layers together; the first weight with a shape gives the shape its name.
         self._stored = {w.shape: name.replace(".", "/") for name, w in weights.items() if not is_frozen(name)}
         self._gathered = _gathered_sizes(module)
-        # Of one micro-batch [micro-batches, B, T] on the device.
+        # Tokens of one micro-batch, from [micro-batches, B, T] on the device.
         self._tokens = {math.prod(a.shape[1:]) for a in arguments if a.op_name.startswith("batch")}
         self._stacked = dict(_stacked(module))
 
     def tell(self, buffer: Buffer) -> tuple[MemoryKind, str]:
-        """What a buffer is for, and its name for people, such as `layers/mlp gate_up, recomputed`."""
+        """Returns the purpose of a buffer and its readable name, such as `layers/mlp gate_up, recomputed`."""
         if buffer.opcode == "parameter":
             path = _argument_path(buffer.op_name)
-            is_moment = path.startswith("opt_state") and buffer.shape  # what else it keeps are counters
+            is_moment = path.startswith("opt_state") and buffer.shape  # its other arrays are counters
             return "parameters" if path.startswith("model.") else "optimizer" if is_moment else "batch", path
         phase, scopes = _phase(buffer.op_name), _scopes(buffer.op_name)
         is_gather, scopes = WEIGHT in scopes, [scope for scope in scopes if scope != WEIGHT] or ["step"]
@@ -102,10 +102,10 @@ class Namer:
             if phase == "backward" or buffer.dtype == "f32":
                 return "gradients", f"gradient of {weight}, not scattered yet"
             return "collectives", f"{weight}, gathered"
-        is_kept = (scopes == [LAYERS] and phase == "forward") or scopes == ["step"]  # no scope: as XLA makes room for stacks
+        is_kept = (scopes == [LAYERS] and phase == "forward") or scopes == ["step"]  # no scope: XLA's allocation of stacks
         if is_kept and buffer.shape in self._stacked:
             return "activations", f"{self._stacked[buffer.shape]} of every layer"
-        # Layers that are not in a loop keep what they made where they made it.
+        # Layers outside a loop keep their arrays where they created them.
         is_kept_in_place = not self._stacked and phase == "forward" and (is_activation or place.startswith("layers"))
         primitive = re.sub(r"\W+", " ", buffer.op_name.split("/")[-1]).strip() or buffer.instruction
         value = "hidden states" if is_residual else VALUES.get(scopes[-1])
@@ -115,19 +115,20 @@ class Namer:
         return kind, f"{place} {what}{again}"
 
     def _has_tokens(self, buffer: Buffer) -> bool:
-        """Whether the first dims are the tokens of a micro-batch, as they are of activations and their gradients."""
+        """Returns whether the first dims are the tokens of a micro-batch, as in activations and their gradients."""
         return not self._tokens.isdisjoint(itertools.accumulate(buffer.shape, operator.mul))
 
 
 def _gathered_sizes(module: Module) -> set[int]:
-    """Elements of the weights as compute takes them: what gathers give, or, where every device has all, narrow copies."""
+    """Returns the element counts of the weights that compute uses: results of gathers, or, where every device has all,
+    narrow copies."""
     made = [i for c in module.computations.values() for i in c.instructions.values() if _scopes(i.op_name)[-1:] == [WEIGHT]]
     gathers = [i for i in made if i.opcode in ("all-gather", "all-gather-done")]
     return {array.num_elements for instruction in gathers or made for array in arrays(instruction.shape)}
 
 
 def _stacked(module: Module) -> Iterator[tuple[tuple[int, ...], str]]:
-    """Shapes of the stacks that the forward pass saves of every layer, and what each is a stack of."""
+    """Yields the shapes of the stacks that the forward pass saves for every layer, with the value that each one stacks."""
     for computation in module.computations.values():
         for instruction in computation.instructions.values():
             name = instruction.op_name
@@ -139,7 +140,7 @@ def _stacked(module: Module) -> Iterator[tuple[tuple[int, ...], str]]:
 
 
 def _sources(computation: Computation, name: str) -> Iterator[Instruction]:
-    """An instruction, what its first operand is made by, and so on."""
+    """Yields an instruction, the instruction that computes its first operand, and so on."""
     instruction = computation.instructions[name]
     yield instruction
     if instruction.operands:
@@ -147,17 +148,17 @@ def _sources(computation: Computation, name: str) -> Iterator[Instruction]:
 
 
 def _scopes(op_name: str) -> list[str]:
-    """The known scopes of an instruction, outer to inner."""
+    """Returns the known scopes of an instruction, outer to inner."""
     return [part for part in re.split(r"[/():]", op_name) if part in SCOPES]
 
 
 def _phase(op_name: str) -> str:
-    """Where in the step: `forward`, `backward`, `recomputed` (forward again, within backward) or `update`."""
+    """Returns the phase of the step: `forward`, `backward`, `recomputed` (forward again, within backward) or `update`."""
     if "rematted_computation" in op_name:
         return "recomputed"
     return "backward" if "transpose(" in op_name else "forward" if "jvp(" in op_name else "update"
 
 
 def _argument_path(op_name: str) -> str:
-    """`model.layers.mlp.w_down` for the argument `state.model.layers.mlp.w_down.value`."""
+    """Returns `model.layers.mlp.w_down` for the argument `state.model.layers.mlp.w_down.value`."""
     return op_name.removeprefix("state.").removesuffix(".value")

@@ -1,4 +1,4 @@
-"""What-if: the same plan for several values of one setting."""
+"""Sweeps: the same plan for several values of one setting."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,22 +13,22 @@ from llamajax.planning.plan import Plan, by_latencies, make_plan, plan_problems,
 _PRICES = ("hardware.price_per_gpu_hour", "hardware.token_budget")
 """Settings that change neither program nor schedule."""
 _COSTS = ("hardware.gpu_bandwidth", "hardware.node_bandwidth", "hardware.calibration")
-"""Settings that the compiler is not told, but that the cost model's latencies depend on."""
+"""Settings that the compiler does not see, but that change the cost model's latencies."""
 _CLUSTER_SIZE = ("hardware.nodes", "hardware.gpus_per_node")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sweep:
-    """One setting and the configurations that several values of it give."""
+    """One setting, and the configurations with several values of it."""
 
     key: str
     values: tuple[str, ...]
-    """As written."""
+    """Values as written."""
     configs: tuple[Config, ...]
 
 
 def read_sweep(text: str, config: Config) -> Sweep:
-    """`hardware.nodes=4,8,16`: the configurations that these values make of `config`, all checked.
+    """Returns the checked configurations for `hardware.nodes=4,8,16`, one per value of the setting in `config`.
 
     More or fewer devices scale `mesh.fsdp` and `train.global_batch_size`, so that a device's work stays the same (weak
     scaling).
@@ -54,7 +54,8 @@ def read_sweep(text: str, config: Config) -> Sweep:
 
 
 def run_sweep(sweep: Sweep, base: Plan, *, doing: Callable[[str], None] = lambda what: None) -> tuple[Plan, ...]:
-    """A plan for each value. Where only bandwidths, constants or prices differ from `base`, what is compiled is replayed.
+    """Returns a plan for each value. Where only bandwidths, constants or prices differ from `base`, it replays the compiled
+    step.
 
     Raises:
         CompilerMissingError: XLA's compiler for GPUs is not installed.
@@ -73,7 +74,7 @@ def run_sweep(sweep: Sweep, base: Plan, *, doing: Callable[[str], None] = lambda
 
 
 def _replay(base: Plan, config: Config, *, new_latencies: bool) -> Plan:
-    """`base` on the cluster of `config`; the schedule by latencies is compiled anew where these are others."""
+    """Replays `base` on the cluster of `config`; if the latencies change, the schedule with latencies is compiled again."""
     config = config.changed({"model.remat": base.config.model.remat})
     guessed, informed = replayed(base.guessed.step, config), base.informed
     if informed is not None:
@@ -93,17 +94,17 @@ def _with_value(config: Config, key: str, text: str) -> Config:
 
 
 def _scaled(config: Config, key: str, value: int) -> Changes:
-    """What changes with the size of the cluster."""
+    """Returns the changes to other settings that scale with the size of the cluster."""
     old = config.hardware.num_devices
     new = old // getattr(config.hardware, key.partition(".")[2]) * value
     if new == old:
         return {}
-    # The same tokens for all, so that their days and prices compare.
+    # The same number of tokens for all, so that their days and prices are comparable.
     budget = config.hardware.token_budget or float(config.train.num_rows * config.data.seq_len)
     changes: Changes = {"hardware.token_budget": budget}
     sizes = {"mesh.fsdp": mesh_sizes(config)["fsdp"], "train.global_batch_size": config.train.global_batch_size}
     for scaled_key, size in sizes.items():
         if size * new % old:
-            raise ConfigError(f"{scaled_key}={size} times {new} / {old} devices is no whole number; choose other values")
+            raise ConfigError(f"{scaled_key}={size} times {new} / {old} devices is not a whole number; choose other values")
         changes[scaled_key] = size * new // old
     return changes

@@ -1,1 +1,1 @@
-"""Sources to tokenized shards and packings ahead of a run, by many processes."""
+"""Turns sources into tokenized shards and packings ahead of a run, with many processes."""

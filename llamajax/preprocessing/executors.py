@@ -1,4 +1,4 @@
-"""Who does the work: processes of this machine, or those of a Ray cluster. What they make is the same, to the last byte."""
+"""Executes the work in processes of this machine or of a Ray cluster. The results are the same, to the last byte."""
 
 import contextlib
 import ctypes
@@ -21,32 +21,32 @@ from llamajax.errors import EnvironmentMismatchError
 from llamajax.preprocessing.work import Tell
 
 MAX_LOST = 3
-"""Times that a process may be lost one after another, without a task that was finished in between."""
+"""Maximum number of times that a process may be lost in a row, with no task finished in between."""
 LOOK_EVERY_S = 0.2
-"""How often what workers tell is passed on."""
+"""Interval in seconds for forwarding the messages of workers."""
 
 _PR_SET_PDEATHSIG = 1  # Linux: the signal that a process gets when its parent ends
 _told: tuple[Connection, Lock]
-"""In a local worker: where it tells how it gets on, and what one of all must hold while it does."""
+"""Pipe for progress messages in a local worker, and the lock that it holds while it writes to the pipe."""
 
 
 class Executor(Protocol):
-    """Calls functions with tasks, some of them at a time."""
+    """Interface that calls functions with tasks, several at a time."""
 
     num_workers: int
-    """Tasks that are worked on at a time."""
+    """Number of tasks that run at a time."""
 
     def map(self, function: Callable[[Any], Any], tasks: Sequence[Any]) -> Iterator[Any]:
-        """The results, in the order of the tasks.
+        """Yields the results in the order of the tasks.
 
         Raises:
-            EnvironmentMismatchError: workers are lost again and again.
-            Exception: the first that a call raised; what others have begun is broken off.
+            EnvironmentMismatchError: workers are lost repeatedly.
+            Exception: the first exception of a call; other calls in progress are cancelled.
         """
         ...
 
     def map_telling(self, function: Callable[[Any, Tell], None], tasks: Sequence[Any], tell: Tell) -> None:
-        """As `map`, for what gives no result but tells how it gets on: `tell` is called in this process."""
+        """Calls functions that return nothing but report progress: `tell` is called in this process. See `map`."""
         ...
 
     def close(self) -> None:
@@ -55,10 +55,10 @@ class Executor(Protocol):
 
 
 class LocalExecutor:
-    """Processes of this machine, which end with this one. Each computes in one thread."""
+    """Processes of this machine, which end with this process. Each computes in one thread."""
 
     def __init__(self, num_workers: int) -> None:
-        """Starts them when there is something to do."""
+        """Creates the executor; processes start when there is work."""
         self.num_workers = num_workers
         self._workers: _Workers | None = None
 
@@ -78,7 +78,7 @@ class LocalExecutor:
             self._workers = None
 
     def _results(self, function: Callable[[Any], Any], tasks: Sequence[Any], tell: Tell) -> Iterator[Any]:
-        """The results in order, each as soon as those before it are there."""
+        """Yields the results in order, each as soon as those before it are available."""
         results: dict[int, Any] = {}
         num_given = num_lost = 0
         while num_given < len(tasks):
@@ -93,10 +93,10 @@ class LocalExecutor:
                 num_lost += 1
                 if num_lost == MAX_LOST:
                     raise EnvironmentMismatchError(
-                        f"--workers: {MAX_LOST} times in a row one of {self.num_workers} processes was killed, perhaps for"
-                        " want of memory; take fewer, and run the same command again, which goes on"
+                        f"--workers: {MAX_LOST} times in a row one of {self.num_workers} processes was killed, perhaps"
+                        " because memory ran out; use fewer, and run the same command again to continue"
                     ) from None
-                tell("log", ("lost       a process was killed; what it had begun goes on behind its last shard",))
+                tell("log", ("lost       a process was killed; its work continues after its last shard",))
             except BaseException:
                 self.close()
                 raise
@@ -104,7 +104,7 @@ class LocalExecutor:
     def _work_off(
         self, function: Callable[[Any], Any], tasks: Sequence[Any], results: dict[int, Any], first: int, tell: Tell
     ) -> Iterator[None]:
-        """Puts the results of the tasks from the first on that have none yet into `results`, as they come."""
+        """Adds the results of the unfinished tasks, starting at `first`, to `results` as they arrive."""
         if self._workers is None:
             self._workers = _Workers(self.num_workers)
         left = iter([number for number in range(first, len(tasks)) if number not in results])
@@ -122,25 +122,25 @@ class LocalExecutor:
 
 
 class _Workers:
-    """A pool of processes, and what they tell. When one is killed, all are replaced: it may have held a lock of theirs."""
+    """A pool of processes, and their messages. When one is killed, all are replaced: it may have held one of their locks."""
 
     def __init__(self, num_workers: int) -> None:
         context = multiprocessing.get_context("spawn")
         reader, self._writer = context.Pipe(duplex=False)
         self._lock = context.Lock()
         self._told: queue.SimpleQueue[tuple[str, tuple[Any, ...]]] = queue.SimpleQueue()
-        # In a thread of its own, which hangs without harm when a process is killed in the middle of a message.
+        # Reads in its own thread, which hangs without harm when a process is killed in the middle of a message.
         threading.Thread(target=_read_on, args=(reader, self._told), name="told by workers", daemon=True).start()
         begin = functools.partial(_begin, os.getpid(), self._writer, self._lock)
         self._pool = ProcessPoolExecutor(num_workers, mp_context=context, initializer=begin)
 
     def submit(self, function: Callable[[Any], Any], task: Any) -> Future[Any]:
-        """Has a process call the function; one is started if there may be more."""
+        """Makes a process call the function; starts one if the pool is not full."""
         with _deaf_to_ctrl_c():
             return self._pool.submit(function, task)
 
     def pass_on(self, tell: Tell, *, all_of_it: bool) -> None:
-        """Calls `tell` with what has been told since; when nobody is at work, with `all_of_it`."""
+        """Calls `tell` with the new messages; with `all_of_it`, when no worker is busy, with all of them."""
         if all_of_it:
             with self._lock:
                 self._writer.send(("", ()))
@@ -151,22 +151,24 @@ class _Workers:
             tell(name, arguments)
 
     def kill(self) -> None:
-        """Ends the processes, whatever they are at."""
+        """Kills the processes, whatever they do."""
         for process in list((self._pool._processes or {}).values()):
             process.kill()
         self._pool.shutdown(cancel_futures=True)
-        self._writer.close()  # the last one, so that the thread comes to the end
+        self._writer.close()  # the last writer, so that the thread ends
 
 
 @contextlib.contextmanager
 def _deaf_to_ctrl_c() -> Iterator[None]:
-    """Within, no Ctrl-C breaks off what is done, and processes that are started begin, and stay, without hearing it: it
-    reaches all processes of a terminal, and this one ends them. It is heard afterwards."""
+    """Protects the work inside from Ctrl-C, and starts processes that ignore Ctrl-C from the beginning.
+
+    Ctrl-C reaches all processes of a terminal, and this process ends the others. It is handled when the context ends.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     heard: list[int] = []
-    handler = signal.signal(signal.SIGINT, lambda number, frame: heard.append(number))  # another thread may be told of it
+    handler = signal.signal(signal.SIGINT, lambda number, frame: heard.append(number))  # another thread may receive it
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     try:
         yield
@@ -182,22 +184,22 @@ def _read_on(reader: Connection, into: "queue.SimpleQueue[Any]") -> None:
         while True:
             try:
                 into.put(reader.recv())
-            except (EOFError, OSError):  # also after half a message
+            except (EOFError, OSError):  # even after half a message
                 return
 
 
 def _begin(parent: int, writer: Connection, lock: Lock) -> None:
-    """What a local worker does first."""
+    """Initializes a local worker."""
     global _told
     _told = writer, lock
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:  # it has ended already
+    if os.getppid() != parent:  # the parent has ended already
         os._exit(128 + signal.SIGKILL)
     compute_in_one_thread()
 
 
 def compute_in_one_thread() -> None:
-    """Keeps this process's libraries to one thread, since other processes have the other processors."""
+    """Limits this process's libraries to one thread, because other processes use the other processors."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     pyarrow.set_cpu_count(1)
 

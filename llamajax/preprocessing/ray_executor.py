@@ -1,4 +1,4 @@
-"""Work done by a Ray cluster: the one that RAY_ADDRESS names, or one of this machine's own that is started for it."""
+"""Executes the work on a Ray cluster: the one that RAY_ADDRESS names, or one started on this machine."""
 
 import logging
 import os
@@ -9,7 +9,7 @@ from llamajax.errors import EnvironmentMismatchError
 from llamajax.preprocessing.executors import LOOK_EVERY_S, MAX_LOST, compute_in_one_thread
 from llamajax.preprocessing.work import Tell
 
-os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nobody is told who computes what
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # no usage statistics are sent
 try:
     import ray
     import ray.exceptions
@@ -19,12 +19,13 @@ except ImportError as error:
 
 
 class RayExecutor:
-    """Tasks of Ray, one processor each; it gives those of lost processes and hosts to others."""
+    """Runs Ray tasks with one processor each; Ray moves the tasks of lost processes and hosts to others."""
 
     def __init__(self, num_workers: int) -> None:
-        """Joins the cluster, or starts one of `num_workers` processes here; a cluster has as many as it has processors."""
+        """Joins the cluster, or starts one with `num_workers` processes here; a cluster has as many workers as
+        processors."""
         own = {} if "RAY_ADDRESS" in os.environ else {"num_cpus": num_workers, "include_dashboard": False}
-        logging.getLogger("ray").setLevel(logging.ERROR)  # what it recommends of its own settings
+        logging.getLogger("ray").setLevel(logging.ERROR)  # hides recommendations about Ray's own settings
         try:
             ray.init(log_to_driver=False, configure_logging=False, **own)
         except (ConnectionError, RuntimeError, ValueError) as error:
@@ -68,7 +69,7 @@ class RayExecutor:
                 except ray.exceptions.RayError as error:
                     reason = " ".join(str(error).split())
                     raise EnvironmentMismatchError(
-                        f"--executor: Ray lost a task {MAX_LOST} times: {reason}; run the same command again, which goes on"
+                        f"--executor: Ray lost a task {MAX_LOST} times: {reason}; run the same command again to continue"
                     ) from error
 
 

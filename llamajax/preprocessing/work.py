@@ -1,4 +1,4 @@
-"""What one process does of preprocessing: a group of files becomes shards in the cache."""
+"""Does one process's part of preprocessing: turns a group of files into shards in the cache."""
 
 import hashlib
 from collections.abc import Callable
@@ -17,11 +17,11 @@ from llamajax.data.tokens.encoding import Tokenizing
 from llamajax.data.tokens.shards import complete
 
 Tell = Callable[[str, tuple[Any, ...]], None]
-"""Takes what happens in a worker: the name of one of `Progress`'s methods, or `log`, and its arguments."""
+"""Takes an event of a worker: the name of a method of `Progress`, or `log`, and its arguments."""
 
 
 class Task(NamedTuple):
-    """A group of files, and its number among all."""
+    """A group of files, and its number among all groups."""
 
     number: int
     group: FileGroup
@@ -29,23 +29,23 @@ class Task(NamedTuple):
 
 @dataclass(frozen=True)
 class Job:
-    """What is the same for all tasks; it can be sent to other processes."""
+    """The part that all tasks share; it can be sent to other processes."""
 
     tokenizer_files: TokenizerFiles
     template: tuple[str, str] | None
-    """Its text, and where it is from."""
+    """Text and origin of the chat template, or None."""
     cache_dir: Path
     is_fast: bool
-    """Whether gigatoken encodes documents; not in a process whose processor gives other ids."""
+    """Whether gigatoken encodes documents; it does not in a process where its ids differ because of the processor."""
 
     @classmethod
     def of(cls, by: Tokenizing) -> "Job":
-        """To tokenize as `by` says."""
+        """Creates the job for the settings in `by`."""
         template = None if by.template is None else (by.template.text, by.template.where)
         return cls(by.tokenizer.read_from, template, by.cache_dir, by.tokenizer.is_fast)
 
     def made(self) -> tuple[Tokenizer, ChatTemplate | None]:
-        """The tokenizer and the template, which are made once in a process."""
+        """Returns the tokenizer and the template, which are created once per process."""
         key = cache.key_of(
             {name: hashlib.sha256(content).hexdigest() for name, content in self.tokenizer_files.contents.items()},
             self.template,
@@ -65,16 +65,16 @@ _made: dict[str, tuple[Tokenizer, ChatTemplate | None]] = {}
 
 
 def hash_group(cache_dir: Path, task: Task, tell: Tell) -> None:
-    """Makes sure that the cache knows the group's hash; errors as of `hashed`."""
+    """Ensures that the cache has the group's hash; raises the errors of `hashed`."""
     hashed(task.group, cache_dir)
     tell("finish_group", (task.group.num_bytes, task.number))
 
 
 def tokenize_group(job: Job, task: Task, tell: Tell) -> None:
-    """Makes sure that the cache has the group's shards.
+    """Ensures that the cache has the group's shards.
 
     Raises:
-        DataError: a file cannot be read, or changes while it is, or the template refuses a conversation.
+        DataError: a file cannot be read, or changes meanwhile, or the template rejects a conversation.
         DiskError: the disk fails.
     """
     group = hashed(task.group, job.cache_dir)
@@ -85,7 +85,7 @@ def tokenize_group(job: Job, task: Task, tell: Tell) -> None:
 
 @dataclass(frozen=True)
 class _Told:
-    """Progress of one task, told to whoever shows that of all."""
+    """Reports the progress of one task to the process that shows the progress of all."""
 
     group: int
     tell: Tell

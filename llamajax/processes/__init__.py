@@ -1,1 +1,1 @@
-"""The processes of a run: how they find each other, agree, show that they live, and end."""
+"""Connects the processes of a run: they find each other, agree, show that they are alive, and end."""

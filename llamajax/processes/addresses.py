@@ -1,4 +1,4 @@
-"""Where the processes of a run meet: addresses, ports and network interfaces of this machine."""
+"""Addresses, ports and network interfaces of this machine at which the processes of a run meet."""
 
 import contextlib
 import fcntl
@@ -13,14 +13,14 @@ from llamajax.errors import EnvironmentMismatchError
 LOOPBACK = "127.0.0.1"
 
 _SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface
-_PORTS = range(20_000, 32_768)  # below those that the system gives to connections that begin here
+_PORTS = range(20_000, 32_768)  # below the ports that the system assigns to outgoing connections
 
 
 def host_and_port(address: str) -> tuple[str, int]:
-    """The parts of `host:port`.
+    """Splits `host:port`.
 
     Raises:
-        EnvironmentMismatchError: it is something else.
+        EnvironmentMismatchError: the text has another form.
     """
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal() or int(port) > 65535:
@@ -29,31 +29,31 @@ def host_and_port(address: str) -> tuple[str, int]:
 
 
 def join(host: str, port: int) -> str:
-    """`host:port`, with an address of IPv6 in brackets."""
+    """Joins `host:port`, with an IPv6 address in brackets."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only processes of the same machine can reach it."""
-    # Not what the name of the machine resolves to, which may be loopback here and an address elsewhere.
+    """Returns whether only processes on the same machine can reach the host."""
+    # Without resolving the machine's name, which may be loopback here and an address elsewhere.
     with contextlib.suppress(ValueError):
         return ipaddress.ip_address(host).is_loopback
     return host == "localhost"
 
 
 def bind_address_for(host: str, port: int) -> str:
-    """Where process 0 listens so that it is reached at `host`: nowhere else.
+    """Returns the only address at which process 0 must listen to be reachable at `host`.
 
-    Loopback where that is where all are; the address of `host` that this machine has; only where it has none, as behind NAT,
-    or knows itself as loopback alone, every address, which a line on stderr says.
+    This is loopback if `host` is loopback, otherwise the address of `host` that this machine has. If it has none, as behind
+    NAT, or resolves itself to loopback only, the result is every address, with a warning on stderr.
     """
     if is_loopback(host):
         return join(host.replace("localhost", LOOPBACK), port)
     if found := own_addresses(host):
         return join(found[0], port)
     print(
-        f"warning    {host} stands for no address of this machine that others reach: process 0 listens on every address it"
-        f" has, port {port}; name one by --interface of python -m llamajax.launch, or JAX_COORDINATOR_BIND_ADDRESS",
+        f"warning    {host} does not resolve to an address of this machine that others can reach: process 0 listens on every"
+        f" address, port {port}; name one with --interface of python -m llamajax.launch or JAX_COORDINATOR_BIND_ADDRESS",
         file=sys.stderr,
         flush=True,
     )
@@ -61,12 +61,12 @@ def bind_address_for(host: str, port: int) -> str:
 
 
 def own_addresses(host: str) -> list[str]:
-    """The addresses of `host` that this machine has and others reach, IPv4 first."""
+    """Returns the addresses of `host` that this machine has and others can reach, IPv4 first."""
     return [address for address in _resolved(host) if not is_loopback(address) and _is_own(address)]
 
 
 def _resolved(host: str) -> list[str]:
-    """The addresses of a host, IPv4 first; none if its name is unknown."""
+    """Returns the addresses of a host, IPv4 first; none if its name is unknown."""
     with contextlib.suppress(OSError):
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
         return [str(address[0]) for family, *_, address in sorted(found, key=lambda entry: entry[0])]
@@ -74,7 +74,7 @@ def _resolved(host: str) -> list[str]:
 
 
 def _is_own(address: str) -> bool:
-    """Whether it is an address of this machine."""
+    """Returns whether this machine has the address."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.socket(family) as probe:
         try:
@@ -85,7 +85,7 @@ def _is_own(address: str) -> bool:
 
 
 def interface_address(name: str) -> str:
-    """The address of a network interface, IPv4 if it has one.
+    """Returns the address of a network interface, IPv4 if it has one.
 
     Raises:
         EnvironmentMismatchError: there is no such interface, or it has no address.
@@ -96,16 +96,16 @@ def interface_address(name: str) -> str:
     with contextlib.suppress(OSError), open("/proc/net/if_inet6") as table:
         for line in table:
             address, _, _, scope, _, of_interface = line.split()
-            if of_interface == name and scope != "20":  # link-local addresses are told by their interface only
+            if of_interface == name and scope != "20":  # link-local addresses need their interface to be reachable
                 return str(ipaddress.IPv6Address(int(address, 16)))
     names = ", ".join(name for _, name in socket.if_nameindex())
     raise EnvironmentMismatchError(f"interface: {name!r} has no address here; choose one of {names}")
 
 
 def free_port() -> int:
-    """A port of loopback where nobody listens."""
+    """Returns a loopback port on which no process listens."""
     for port in random.sample(_PORTS, 100):
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind((LOOPBACK, port))
             return port
-    raise EnvironmentMismatchError(f"{LOOPBACK}: no port from {_PORTS.start} on is free; see what listens there")
+    raise EnvironmentMismatchError(f"{LOOPBACK}: no port from {_PORTS.start} on is free; check what listens there")

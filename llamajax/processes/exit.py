@@ -1,4 +1,4 @@
-"""How a command ends: what goes wrong becomes a message on stderr and an exit code."""
+"""Ends a command: turns errors into a message on stderr and an exit code."""
 
 import contextlib
 import os
@@ -23,22 +23,22 @@ from llamajax.errors import (
 from llamajax.processes import peers
 
 _OF_DEVICES = ("INTERNAL", "UNKNOWN", "UNAVAILABLE", "ABORTED", "CANCELLED", "DEADLINE_EXCEEDED", "DATA_LOSS")
-"""How errors of jax's runtime begin that need not come back: a card that has failed, a connection that broke. Some programs
-that cannot run end alike, at every start."""
-_AWAIT_S = 2.0  # in which an error that follows from another process's is explained by it
+"""Prefixes of jax runtime errors that may not recur, such as a failed card or a broken connection. Some programs that cannot
+run fail with the same prefixes at every start."""
+_AWAIT_S = 2.0  # time to wait for the root-cause error from another process
 
 
 def exit_code(work: Callable[[], object], *, memory_remedy: str, disk: str, disk_remedy: str) -> int:
-    """Runs a command; what it makes is closed to users outside its group.
+    """Runs a command. Files that it creates are closed to users outside its group.
 
     Args:
         work: the command.
-        memory_remedy: what to try when a device's memory does not suffice.
-        disk: what was written or read when the disk fails, if the error does not say.
-        disk_remedy: what to do then.
+        memory_remedy: what to try if device memory is insufficient.
+        disk: what was being read or written when the disk failed, if the error does not say.
+        disk_remedy: what to do if the disk fails.
 
     Returns:
-        0, or the code of what went wrong, which has been said.
+        0, or the exit code of the error, which has been reported.
     """
     keep_from_others()
     try:
@@ -64,7 +64,8 @@ def exit_code(work: Callable[[], object], *, memory_remedy: str, disk: str, disk
 
 
 def _failed(reason: str, code: int, told: str | None = None) -> int:
-    """Says why to the user (as `told`, if that is more) and to the other processes of the run; returns `code`."""
+    """Reports the reason to the user (as `told`, if that is longer) and to the other processes of the run; returns
+    `code`."""
     reason = without_passwords(reason)
     with contextlib.suppress(OSError):
         print(without_passwords(told or reason), file=sys.stderr, flush=True)
@@ -74,12 +75,13 @@ def _failed(reason: str, code: int, told: str | None = None) -> int:
 
 
 def end_process(code: int, *, distributed: bool) -> NoReturn:
-    """Ends this process; when it failed as one of several, or was interrupted, as it is.
+    """Ends this process. If it failed as one of several, or was interrupted, ends it without cleanup.
 
-    With `DISK_ERROR` if all else went well, but what was printed cannot be written: the disk is full, or nobody reads.
+    The exit code is `DISK_ERROR` if all else went well but the output cannot be written: the disk is full, or nobody reads
+    it.
 
-    A normal exit would wait for the others, and they for this one: five minutes, then an abort. After an interruption
-    XLA's threads may be compiling, which the interpreter's own end does not survive.
+    A normal exit would wait for the other processes, and they for this one: five minutes, then an abort. After an
+    interruption XLA threads may be compiling, which the interpreter's own shutdown does not survive.
     """
     for stream in (sys.stdout, sys.stderr):
         try:
@@ -88,7 +90,7 @@ def end_process(code: int, *, distributed: bool) -> NoReturn:
             if code == 0 and (others := peers.current()) is not None:
                 others.tell_failure(f"{stream.name} cannot be written: {error.strerror}", DISK_ERROR)
             code = code or DISK_ERROR
-            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())  # the interpreter would try again, and exit with 120
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())  # or the interpreter tries again and exits with 120
     if (code and distributed) or code > 128:
         peers.await_commit()
         os._exit(code)
@@ -96,7 +98,7 @@ def end_process(code: int, *, distributed: bool) -> NoReturn:
 
 
 def end_with(work: Callable[[], int]) -> NoReturn:
-    """Ends this process with the code that `work` returns; SIGTERM ends it by an exception, so that it cleans up."""
+    """Ends this process with the code that `work` returns. SIGTERM raises an exception in it, so that it cleans up."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         code = work()

@@ -1,8 +1,8 @@
-"""A sign of life of every process, which others on its host read, also when it cannot say anything any more.
+"""The heartbeat of every process: other processes on its host read it, even when the process can no longer respond.
 
-The launcher names a private directory in `LLAMAJAX_HEARTBEAT`; rank N (`LLAMAJAX_PROCESS_ID`) writes the file `N` there, in
-place, by one write of a fixed size: whenever something changes, and every half second from a thread. Where that thread does
-not get its turn, the time of the last `beat` tells.
+The launcher names a private directory in `LLAMAJAX_HEARTBEAT`. Rank N (`LLAMAJAX_PROCESS_ID`) writes the file `N` there, in
+place, with one write of a fixed size: whenever something changes, and every half second from a thread. If that thread cannot
+run, the time of the last `beat` shows it.
 """
 
 import contextlib
@@ -16,13 +16,13 @@ from pathlib import Path
 from typing import Any
 
 VARIABLE = "LLAMAJAX_HEARTBEAT"
-"""Environment variable with the directory; unset: nobody reads, nothing is written."""
+"""Environment variable with the directory. If it is unset, nothing is written, because nobody reads."""
 WAITING = "waiting for the devices"
-"""What `doing` says while a process waits for a result of the devices, and so perhaps for another process."""
+"""Value of `doing` while a process waits for a result of the devices, and so perhaps for another process."""
 EVERY_S = 0.5
-"""Seconds between beats, at most."""
+"""Maximum number of seconds between beats."""
 COMMIT_S = 60.0
-"""Seconds for which a process that makes a save count does not end because of another one."""
+"""Maximum number of seconds for which a process that commits a save does not end because of another one."""
 
 _SIZE = 1024  # bytes
 _LONGEST = 80  # characters of a text, of four bytes at most
@@ -30,30 +30,30 @@ _LONGEST = 80  # characters of a text, of four bytes at most
 
 @dataclass(frozen=True, kw_only=True)
 class Beat:
-    """What a process says about itself. Times are `time.monotonic()`, one clock for all processes of a Linux host."""
+    """The state that a process reports. Times are `time.monotonic()`, one clock for all processes of a Linux host."""
 
     pid: int
     phase: str = "start"
-    """What the run is at: start, compile, load, step, save, evaluate."""
+    """Phase of the run: start, compile, load, step, save, evaluate."""
     doing: str = ""
-    """More exactly, for people; `WAITING` where it may be another process that is awaited."""
+    """Current activity in more detail, for people; `WAITING` if it may be waiting for another process."""
     step: int = 0
-    """Finished optimizer steps."""
+    """Number of finished optimizer steps."""
     deadline: float | None = None
-    """When the process counts as stuck unless it has said something else by then; None: never."""
+    """When the process counts as stuck unless it has reported something else by then; None: never."""
     beat: float = 0.0
     """When this was written."""
     ended_by: int | None = None
-    """The rank because of which this process ends, if it ends because of another."""
+    """Rank of the process because of which this process ends, or None."""
     commits: bool = False
-    """Whether it makes a save count, and so does not end because of another."""
+    """Whether the process commits a save, and so does not end because of another."""
 
 
 class Heartbeat:
     """Writes the beats of this process; without a directory, does nothing."""
 
     def __init__(self, directory: str | None, rank: int) -> None:
-        """Begins to beat if `directory` is there."""
+        """Starts to beat if `directory` is given."""
         self._beat = Beat(pid=os.getpid())
         self._changing = threading.Lock()
         self._file = None
@@ -65,7 +65,7 @@ class Heartbeat:
             threading.Thread(target=self._keep_beating, name="heartbeat", daemon=True).start()
 
     def tell(self, **changes: Any) -> None:
-        """Says what has changed: `phase`, `doing`, `step`, `deadline`, `ended_by`, `commits` of `Beat`; from any thread."""
+        """Reports changes of `phase`, `doing`, `step`, `deadline`, `ended_by` or `commits` of `Beat`; from any thread."""
         with self._changing:
             self._beat = replace(self._beat, **changes, beat=time.monotonic())
             if self._file is None:
@@ -82,28 +82,28 @@ class Heartbeat:
 
 
 def prepare(directory: Path, rank: int) -> None:
-    """Takes the room on the disk that the beats of a rank need.
+    """Allocates the disk space that the beats of a rank need.
 
     Raises:
-        OSError: there is none.
+        OSError: there is not enough space.
     """
     path = directory / str(rank)
     try:
         path.touch(0o600)
         path.write_bytes(b" " * _SIZE)
-    except OSError as error:  # which does not always say where
+    except OSError as error:  # which does not always name the file
         raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 @functools.cache
 def of_this_process() -> Heartbeat:
-    """The heartbeat of this process, which begins with the first call."""
+    """Returns the heartbeat of this process, which starts with the first call."""
     directory = os.environ.get(VARIABLE)
     return Heartbeat(directory, 0 if directory is None else int(os.environ["LLAMAJAX_PROCESS_ID"]))
 
 
 def read(directory: str | Path, rank: int) -> Beat | None:
-    """The last beat of a rank; None if there is none, or it is just being written."""
+    """Returns the last beat of a rank; None if there is none, or it is being written right now."""
     with contextlib.suppress(OSError, ValueError, TypeError):
         path = Path(directory, str(rank))
         if (content := path.read_bytes()) == path.read_bytes():

@@ -1,9 +1,9 @@
-"""Several processes as one run: they meet, hear at once when one of them fails or is lost, and agree on when to stop.
+"""Runs several processes as one: they connect, learn at once when one fails or is lost, and agree on when to stop.
 
-jax.distributed alone ends a process that misses another from C++, by its own clock, with a stack on the screen and SIGABRT.
-So every process also keeps a connection to process 0, made on the coordinator's port before jax listens there. Through it
-goes why a process fails, a sign of life now and then, and the request to stop; when it ends, so has the process at its other
-end. jax itself talks to the coordinator through a relay in its own process, so that it does not notice first.
+jax.distributed alone ends a process that misses another from C++, on its own clock, with a stack trace and SIGABRT. So every
+process also keeps a connection to process 0, opened on the coordinator's port before jax listens there. This connection
+carries the reason for a failure, periodic signs of life and the request to stop; when it closes, the process at its other
+end has ended. jax itself talks to the coordinator through a relay in its own process, so that it does not notice first.
 """
 
 import atexit
@@ -25,11 +25,11 @@ from llamajax.processes import heartbeat
 from llamajax.processes.link import Link, line_of, who_am_i
 
 NOW = 0
-"""Of `Stoppable.stop_after`: the process is to end at once."""
+"""Argument of `Stoppable.stop_after` that ends the process at once."""
 
-_GRACE_S = 1.0  # in which a process may come to the same error by itself, before another's ends it
-_TELL_S = 5.0  # in which others must have read what they are told
-_STOPPED_S = 2.0  # by which a look that comes later means that this process stood still
+_GRACE_S = 1.0  # time for a process to reach the same error itself before another's error ends it
+_TELL_S = 5.0  # time limit for others to read a message
+_STOPPED_S = 2.0  # a check that is later than this means that this process was suspended
 
 _committing = threading.Lock()
 _peers: "Peers | None" = None
@@ -38,80 +38,81 @@ _before_end: "BeforeEnd | None" = None
 
 
 class Stoppable(Protocol):
-    """What `Peers` stops: counts the moments at which it could, as every process does."""
+    """Interface for stopping at an agreed moment: counts the moments at which it can stop, equally in every process."""
 
     def freeze(self) -> float:
-        """The number of such moments so far, which does not change before `stop_after`; -1 if none will come soon."""
+        """Returns the number of such moments so far and holds it until `stop_after`; -1 if none will come soon."""
         ...
 
     def stop_after(self, count: float, why: str) -> None:
-        """Stops at the moment of this number; at `NOW`, ends the process."""
+        """Stops at the moment of this number; with `NOW`, ends the process."""
         ...
 
 
 class BeforeEnd(Protocol):
-    """What this process does before it ends because of another."""
+    """Work to do in this process before it ends because of another."""
 
     def __call__(self, reason: str, *, is_stuck: bool) -> object:
-        """Takes the line that says why, and whether the other one is stuck, not dead."""
+        """Takes the line with the reason, and whether the other process is stuck rather than dead."""
         ...
 
 
 def current() -> "Peers | None":
-    """The other processes of this run; None if there are none."""
+    """Returns the other processes of this run, or None."""
     return _peers
 
 
 def rank() -> int:
-    """The number of this process, without asking jax, which may take long to start."""
+    """Returns the number of this process without initializing jax, which may take long."""
     return 0 if _peers is None else _peers.rank
 
 
 def everyones(value: Any, about: str = "") -> list[Any]:
-    """The JSON `value` of every process, by rank; all call this together, however late, and return the same.
+    """Returns the JSON `value` of every process, by rank. All call this together, however late, and get the same result.
 
-    Not a collective of the devices: those wait for each other for half a minute only, where they meet the first time.
-    Another thread than the main one says what its values are about, so that they do not meet the main one's.
+    This is not a collective of the devices: the first time, those wait for each other for only half a minute. A thread other
+    than the main one describes its values with `about`, so that they are not mixed with the main thread's.
     """
     return [value] if _peers is None else _peers.everyones(value, about)
 
 
 def of_first(value: Any) -> Any:
-    """The JSON `value` of process 0, in every process; all call this together, however late, whatever their own value is."""
+    """Returns the JSON `value` of process 0 in every process. All call this together, however late; other values are
+    ignored."""
     return everyones(value if rank() == 0 else None)[0]
 
 
 def check_same_everywhere(own: Mapping[str, Any]) -> None:
-    """Refuses to go on when the processes of the run do not have the same settings, or data; all call this together.
+    """Checks that all processes of the run have the same settings or data; all call this together.
 
     Raises:
-        EnvironmentMismatchError: naming the processes that differ from the first, and in what.
+        EnvironmentMismatchError: some differ; the message names them and the difference from process 0.
     """
     first = of_first(dict(own))
     differing_here = [key for key in {**first, **own} if key not in own or key not in first or own[key] != first[key]]
     for number, differing in enumerate(everyones(differing_here)):
         if differing:
             raise EnvironmentMismatchError(
-                f"process {number} differs from process 0 in {', '.join(differing)}; give all the same configuration,"
-                " code and data"
+                f"process {number} differs from process 0 in {', '.join(differing)}; give all processes the same"
+                " configuration, code and data"
             )
 
 
 def can_stop(stoppable: Stoppable | None) -> None:
-    """From here on it is `stoppable` that a request to stop stops, in every process at the same moment."""
+    """Sets `stoppable` as the target of requests to stop, which stop every process at the same moment."""
     global _stoppable
     _stoppable = stoppable
 
 
 def before_end(work: BeforeEnd | None) -> None:
-    """From here on `work` is done before this process ends because another one was lost or stuck."""
+    """Sets the work to do before this process ends because another one was lost or stuck."""
     global _before_end
     _before_end = work
 
 
 @contextlib.contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Within, this process does not end because of another one; not for longer than a minute."""
+    """Keeps this process from ending because of another one inside the context; at most for a minute."""
     with _committing:
         heartbeat.of_this_process().tell(commits=True)
         try:
@@ -121,21 +122,24 @@ def uninterrupted() -> Iterator[None]:
 
 
 def await_commit() -> bool:
-    """Before this process ends as it is: waits for what is done `uninterrupted`, for a minute at most, and lets nothing more
-    begin; whether it has come to its end."""
+    """Waits, before this process ends without cleanup, for `uninterrupted` work: at most a minute, and no more work can
+    start.
+
+    Returns whether the work is finished.
+    """
     return _committing.acquire(timeout=heartbeat.COMMIT_S)
 
 
 def meet(rank: int, links: Sequence[Link], timeout_s: float) -> None:
-    """Takes the processes at the other ends of `links` for those of this run; see `Peers`."""
+    """Registers the processes at the other ends of `links` as the processes of this run; see `Peers`."""
     global _peers
     _peers = Peers(rank, links, timeout_s)
     atexit.register(_at_exit)
 
 
 def _at_exit() -> None:
-    """Tells the others that this process ends, and why where nobody caught an exception: jax's own end would then wait for
-    them."""
+    """Tells the others that this process ends, with the reason if an exception was not caught: without this, jax's own
+    shutdown would wait for them."""
     assert _peers is not None
     if (error := getattr(sys, "last_value", None)) is None:
         _peers.leave()
@@ -148,30 +152,30 @@ def _at_exit() -> None:
 
 @dataclass(frozen=True)
 class _Failure:
-    """Why a process ends all others, as it is sent."""
+    """A reason to end all processes, as it is sent."""
 
     failed: str
-    """The line that says so."""
+    """Line with the reason."""
     rank: int
-    """Of the process that fails, or is lost."""
+    """Rank of the process that fails or is lost."""
     code: int
-    """With which all end, so that whoever started them decides alike on every host."""
+    """Exit code for all processes, so that their launchers decide alike on every host."""
     grace_s: float
-    """In which the others may come to the same error by themselves."""
+    """Seconds in which the others may reach the same error themselves."""
     is_stuck: bool
-    """Whether the process is stuck, not dead."""
+    """Whether the process is stuck rather than dead."""
 
 
 class Peers:
-    """The other processes of a run, as process 0 knows all of them and each of them process 0."""
+    """The other processes of a run: process 0 is connected to all of them, and each of them to process 0."""
 
     def __init__(self, rank: int, links: Sequence[Link], timeout_s: float) -> None:
-        """Begins to listen to `links`; who says nothing for `timeout_s` seconds is lost."""
-        for link in links:  # the first ones to come had nothing to say until the last one came
+        """Starts to listen to `links`; a process that sends nothing for `timeout_s` seconds is lost."""
+        for link in links:  # the first to connect sent nothing until the last connected
             link.heard = time.monotonic()
         self.rank = rank
         self.reports: dict[int, Any] = {}
-        """On process 0: the newest report of each process, by rank."""
+        """Newest report of each process by rank, on process 0."""
         self._links = {link.rank: link for link in links}
         self._timeout_s = timeout_s
         self._ending = threading.Event()
@@ -188,20 +192,21 @@ class Peers:
         threading.Thread(target=self._listen, name="peers", daemon=True).start()
 
     def give_way(self, within_s: float = 0.0) -> None:
-        """Does not return if another process ends this one, or begins to within so many seconds."""
+        """Does not return if another process ends this one, or starts to within this many seconds."""
         if self._ending.wait(within_s):
             threading.Event().wait()
 
     def tell_failure(self, reason: str, code: int, *, is_stuck: bool = False) -> None:
-        """Tells the others why this process is about to end, and returns when they know; this is its last word.
+        """Tells the others why this process is about to end, and returns when they have read it. Nothing may follow this
+        message.
 
-        They end with its exit code; at once if it `is_stuck`.
+        The others end with its exit code, immediately if it `is_stuck`.
         """
-        # Never given back: from here on, the process ends with its own error, not with another's.
+        # Never released: from here on, the process ends with its own error, not with another's.
         self._last_word.acquire()
         if not self._ending.is_set():
             what = reason.splitlines()[0][:500]
-            remedy = _remedy("; start all again when that is mended", code)
+            remedy = _remedy("; start all again when that is fixed", code)
             line = f"process {self.rank} ({who_am_i()}) failed: {what}{remedy}"
             self._to_others(asdict(_Failure(line, self.rank, code, 0 if is_stuck else _GRACE_S, is_stuck)))
             self._all_told.wait(_TELL_S)
@@ -215,15 +220,15 @@ class Peers:
         return answer.result()
 
     def report(self, values: Any) -> None:
-        """Sends process 0 the JSON `values`, in place of what it was sent before; waits for nobody."""
+        """Sends process 0 the JSON `values`, which replace the last report; waits for nothing."""
         self._to_first({"report": values})
 
     def leave(self) -> None:
-        """Tells the others that this process will end, having done its part."""
+        """Tells the others that this process will end and has done its part."""
         self._to_others({"leaving": True})
 
     def request_stop(self, why: str) -> None:
-        """Lets all processes agree on a moment to stop and stop there."""
+        """Asks all processes to agree on a moment to stop, and to stop there."""
         self._to_first({"stop": why})
 
     def _to_first(self, message: dict[str, Any]) -> None:
@@ -253,17 +258,17 @@ class Peers:
             while True:
                 began = time.monotonic()
                 ready = selector.select(interval)
-                if (now := time.monotonic()) - began > interval + _STOPPED_S:  # all may have stood still
+                if (now := time.monotonic()) - began > interval + _STOPPED_S:  # all may have been suspended
                     for link in self._links.values():
                         link.heard = now
                 for key, _ in ready:
                     messages = key.data.receive()
                     if messages is None:
                         selector.unregister(key.fileobj)
-                        self._take(key.data.rank, {"told": True})  # or has no need to be
+                        self._take(key.data.rank, {"told": True})  # or need not be
                         if not key.data.leaving:
-                            how = "ended without a word: killed, or with its machine"
-                            self._lose(key.data, how, "; see there, and start all again", is_stuck=False)
+                            how = "ended without a message: killed, or its machine failed"
+                            self._lose(key.data, how, "; check that machine, and start all again", is_stuck=False)
                     for message in messages or ():
                         self._take(key.data.rank, message)
                 if time.monotonic() >= next_sign:
@@ -275,7 +280,7 @@ class Peers:
         for link in self._links.values():
             if not link.leaving and now - link.heard > self._timeout_s:
                 how = f"gave no sign of life for {self._timeout_s} s (distributed.heartbeat_timeout_s)"
-                self._lose(link, how, "; end what is left, and start all again", is_stuck=True)
+                self._lose(link, how, "; end the remaining processes, and start all again", is_stuck=True)
 
     def _take(self, sender: int, message: dict[str, Any]) -> None:
         match message:
@@ -315,7 +320,8 @@ class Peers:
             self._end_with(_Failure(line, link.rank, TRY_AGAIN, 0, is_stuck), but=link.rank)
 
     def _end_with(self, failure: _Failure, *, but: int) -> None:
-        """Ends this process because of another, unless it fails by itself meanwhile; process 0 tells all others but one."""
+        """Ends this process because of another, unless it fails itself meanwhile; process 0 forwards to all others but
+        one."""
         if self.rank == 0:
             self._to_others(asdict(failure), but=but)
         if not self._ending.is_set():
@@ -327,7 +333,7 @@ class Peers:
         if failure.code == TRY_AGAIN and _before_end is not None:
             _before_end(failure.failed, is_stuck=failure.is_stuck)
         is_committed = await_commit()
-        if not self._last_word.acquire(blocking=False):  # it ends by itself, and has said why
+        if not self._last_word.acquire(blocking=False):  # it ends with its own error, which it has reported
             if is_committed:
                 _committing.release()
             return
@@ -337,7 +343,7 @@ class Peers:
         os._exit(failure.code)
 
     def _hear(self, name: str, rank: int, value: Any) -> None:
-        """On process 0: one more value of a round of `everyones`."""
+        """Takes one more value of a round of `everyones`, on process 0."""
         with self._hearing:
             values = self._heard.setdefault(name, {})
             values[rank] = value
@@ -347,7 +353,7 @@ class Peers:
         self._to_all({"values": [values[rank] for rank in range(len(values))], "of_round": name})
 
     def _count(self, rank: int, count: float) -> None:
-        """On process 0: the moment to stop is the first that none has passed; all at once if none is at work."""
+        """Takes a count, on process 0: all stop at the first moment that none has passed; at once if none is working."""
         with self._counting:
             self._counts[rank] = count
             if len(self._counts) <= len(self._links):
@@ -358,7 +364,7 @@ class Peers:
 
 
 def _drain(links: Iterable[Link]) -> None:
-    """Reads until the others have ended: what is unread when a process ends may cost them what it said last."""
+    """Reads until the others have ended: unread data at the end of a process may cost them their last messages."""
     deadline = time.monotonic() + _TELL_S
     for link in links:
         while link.receive(deadline - time.monotonic()) is not None:
@@ -366,5 +372,5 @@ def _drain(links: Iterable[Link]) -> None:
 
 
 def _remedy(text: str, code: int) -> str:
-    """What is left for people to do; nothing where a launcher, which has heartbeats written, starts all again."""
+    """Returns the remedy for people; empty where a launcher, which reads heartbeats, starts all processes again."""
     return "" if code == TRY_AGAIN and heartbeat.VARIABLE in os.environ else text

@@ -1,20 +1,20 @@
-"""jax's way to the coordinator, which ends later than the coordinator does."""
+"""A relay between jax and the coordinator that stays open longer than the coordinator."""
 
 import contextlib
 import socket
 import threading
 import time
 
-_LINGER_S = 8.0  # for which jax does not notice that its connection has ended: longer than a process's last words take
+_LINGER_S = 8.0  # time for which jax does not notice a closed connection: longer than a process needs to report its end
 
 
 def relay(coordinator: tuple[str, int]) -> str:
-    """The address of a socket within this machine through which `coordinator` is reached.
+    """Returns the address of a socket on this machine that forwards to `coordinator`.
 
-    Its connections outlive the coordinator's by some seconds, in which this process ends in its own words.
+    Its connections outlive the coordinator's by some seconds, so that this process can end with its own message.
     """
     listener = socket.socket(socket.AF_UNIX)
-    listener.bind("")  # Linux gives it a name of its own, which is no file
+    listener.bind("")  # Linux chooses a name that is not a file
     listener.listen()
 
     def accept() -> None:

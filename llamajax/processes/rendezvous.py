@@ -1,4 +1,4 @@
-"""How the processes of a run find each other: who and where they are, and the first connections."""
+"""Connects the processes of a run: determines their number and addresses and makes the first connections."""
 
 import os
 import resource
@@ -8,24 +8,24 @@ import sys
 import time
 from collections.abc import Sequence
 
-from jax._src.clusters import ClusterEnv  # what jax.distributed itself asks; nothing public does
+from jax._src.clusters import ClusterEnv  # used by jax.distributed itself; there is no public equivalent
 
 from llamajax.config.parallel import DistributedConfig
 from llamajax.errors import EnvironmentMismatchError
 from llamajax.processes.addresses import host_and_port
 from llamajax.processes.link import LONGEST, Link, who_am_i
 
-_HELLO_S = 2.0  # in which whoever connects must say who it is
-_REFUSING_S = 30.0  # in which another process must come to hear why there is no run
-_WAITING_S = 10.0  # after which a process says what it waits for
-_FILES_FOR_ELSE = 256  # that process 0 may have open for whatever is not a connection
+_HELLO_S = 2.0  # time limit for a new connection to identify itself
+_REFUSING_S = 30.0  # time for another process to connect and learn why there is no run
+_WAITING_S = 10.0  # time after which a process reports what it waits for
+_FILES_FOR_ELSE = 256  # open files that process 0 may need besides connections
 
 
 def receive_all(address: str, bind_address: str, num_processes: int, own_rank: int, timeout_s: float) -> list[Link]:
-    """On process 0: connections to all others, once all have come.
+    """Returns connections to all other processes, on process 0, once all have connected.
 
     Raises:
-        EnvironmentMismatchError: they do not come in time, or nobody can listen there, or not to so many.
+        EnvironmentMismatchError: they do not connect in time, or process 0 cannot listen there or open enough files.
     """
     deadline = time.monotonic() + timeout_s
     says_at = time.monotonic() + _WAITING_S
@@ -37,7 +37,7 @@ def receive_all(address: str, bind_address: str, num_processes: int, own_rank: i
             f"distributed.coordinator_address: process 0 cannot listen on {bind_address}: {_reason(error)};"
             " choose another port, or give the address of the machine of process 0"
         ) from error
-    # A connection of ours and one of jax's to every process: more than the 1,024 files that most systems start with.
+    # One connection of ours and one of jax's to every process: more than the default limit of 1,024 files on most systems.
     most, needed = resource.getrlimit(resource.RLIMIT_NOFILE)[1], 2 * num_processes + _FILES_FOR_ELSE
     if most != resource.RLIM_INFINITY and most < needed:
         line = f"distributed: process 0 of {num_processes} needs {needed} open files and may have {most}; raise the limit"
@@ -54,13 +54,13 @@ def receive_all(address: str, bind_address: str, num_processes: int, own_rank: i
             if now > deadline:
                 it = "them" if len(missing) > 1 else "it"
                 remedy = f"start {it} with this address, or correct num_processes"
-                line = f"distributed: {those} did not come to {address} within {timeout_s} s; {remedy}"
+                line = f"distributed: {those} did not connect to {address} within {timeout_s} s; {remedy}"
                 for link in links.values():
                     link.send({"failed": line})
                     link.close()
                 raise EnvironmentMismatchError(line)
             if now > says_at:
-                print(f"waiting    for {those} to come to {address}", file=sys.stderr, flush=True)
+                print(f"waiting    for {those} to connect to {address}", file=sys.stderr, flush=True)
                 says_at = deadline + 1
             for key, _ in selector.select(min(says_at, deadline) - now + 0.01):
                 if key.fileobj is listener:
@@ -68,7 +68,7 @@ def receive_all(address: str, bind_address: str, num_processes: int, own_rank: i
                     if link is not None:
                         links[link.rank] = link
                         selector.register(link, selectors.EVENT_READ, link)
-                else:  # it was asked nothing, so it has ended
+                else:  # it has nothing to send, so it has ended
                     selector.unregister(key.fileobj)
                     key.data.close()
                     links = {rank: link for rank, link in links.items() if link is not key.data}
@@ -78,8 +78,8 @@ def receive_all(address: str, bind_address: str, num_processes: int, own_rank: i
 
 
 def _refuse(listener: socket.socket, num_processes: int, line: str) -> None:
-    """Tells the others, one after the other, why there is no run; until all know, or nobody comes for a while."""
-    print(f"refused    {line}", file=sys.stderr, flush=True)  # at once: this process itself ends later
+    """Tells the others, one after the other, why there is no run; until all know, or no more connect for a while."""
+    print(f"refused    {line}", file=sys.stderr, flush=True)  # now, because this process ends later
     told: dict[int, Link] = {}
     with listener:
         listener.settimeout(_REFUSING_S)
@@ -95,13 +95,14 @@ def _refuse(listener: socket.socket, num_processes: int, line: str) -> None:
 
 
 def _greet(listener: socket.socket, links: dict[int, Link], num_processes: int) -> Link | None:
-    """Who has connected, if it is a process of this run that was missing; what it must know, if not."""
+    """Returns the new connection if it is from a missing process of this run; otherwise tells it the reason and closes
+    it."""
     link = Link(listener.accept()[0])
     match link.receive(_HELLO_S):
         case [{"rank": int(rank), "of": int(of), "who": str(who)}] if of != num_processes or not 0 < rank < num_processes:
-            reason = f"process {rank} of {of} ({who}) was started, but process 0 is of {num_processes}; start all alike"
+            reason = f"process {rank} of {of} ({who}) was started, but process 0 is one of {num_processes}; start all alike"
         case [{"rank": int(rank), "who": str(who)}] if rank in links:
-            reason = f"process {rank} is there already ({links[rank].who}); give {who} another process_id"
+            reason = f"process {rank} is connected already ({links[rank].who}); give {who} another process_id"
         case [{"rank": int(rank), "who": str(who)}]:
             link.rank, link.who, link.longest = rank, who, LONGEST
             return link
@@ -115,10 +116,10 @@ def _greet(listener: socket.socket, links: dict[int, Link], num_processes: int) 
 
 
 def call_on_first(address: str, bind_address: str, num_processes: int, own_rank: int, timeout_s: float) -> list[Link]:
-    """On every other process: the connection to process 0, once all have come.
+    """Returns the connection to process 0, on every other process, once all have connected.
 
     Raises:
-        EnvironmentMismatchError: process 0 cannot be reached, or has a reason against this one.
+        EnvironmentMismatchError: process 0 cannot be reached, or rejects this process.
     """
     deadline = time.monotonic() + timeout_s
     says_at = time.monotonic() + _WAITING_S
@@ -130,7 +131,7 @@ def call_on_first(address: str, bind_address: str, num_processes: int, own_rank:
         else:
             link.longest = LONGEST
             link.send({"rank": own_rank, "of": num_processes, "who": who_am_i()})
-            # Process 0 waits for the others as long as this one would, from its own start on.
+            # Process 0 waits for the others as long as this one does, but from its own start.
             match link.receive(2 * timeout_s):
                 case [{"go": str(who)}, *early]:
                     link.who, link.early = who, early
@@ -139,7 +140,7 @@ def call_on_first(address: str, bind_address: str, num_processes: int, own_rank:
                     link.close()
                     raise EnvironmentMismatchError(line)
             link.close()
-            reason = "it ended the connection"
+            reason = "it closed the connection"
         if time.monotonic() > deadline:
             remedy = "start process 0 there, or correct distributed.coordinator_address"
             raise EnvironmentMismatchError(
@@ -152,10 +153,10 @@ def call_on_first(address: str, bind_address: str, num_processes: int, own_rank:
 
 
 def find(config: DistributedConfig) -> tuple[str, int, int, Sequence[int] | None]:
-    """The coordinator's address, number of processes, rank and device ids; found by jax where they are not set.
+    """Returns the coordinator's address, number of processes, rank and device ids; jax finds those that are not set.
 
     Raises:
-        EnvironmentMismatchError: something is not set and cannot be found.
+        EnvironmentMismatchError: a value is not set and cannot be found.
     """
 
     def number(value: int | None, variable: str) -> int | None:
@@ -177,7 +178,7 @@ def find(config: DistributedConfig) -> tuple[str, int, int, Sequence[int] | None
             config.initialization_timeout_s,
         )
     except (ValueError, RuntimeError, KeyError) as error:
-        raise EnvironmentMismatchError(f"distributed: jax cannot read what the launcher says: {error}; {_SET}") from error
+        raise EnvironmentMismatchError(f"distributed: jax cannot read the launcher's variables: {error}; {_SET}") from error
     if address is None or num_processes is None or own_rank is None:
         found = {"coordinator_address": address, "num_processes": num_processes, "process_id": own_rank}
         unset = ", ".join(name for name, value in found.items() if value is None)
@@ -196,7 +197,7 @@ _SET = (
 
 
 def _reason(error: OSError) -> str:
-    # create_server adds to the words of the system; those of the resolver have numbers below 0.
+    # create_server adds to the system's message; errors of the resolver have numbers below 0.
     return os.strerror(error.errno) if error.errno and error.errno > 0 else error.strerror or str(error)
 
 

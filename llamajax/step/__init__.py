@@ -1,1 +1,1 @@
-"""One optimizer step as a pure function, and how it is compiled."""
+"""One optimizer step as a pure function, and its compilation."""

@@ -1,4 +1,4 @@
-"""The contract between data, model and loss: what a batch holds."""
+"""The contents of a batch: the contract between data, model and loss."""
 
 from collections.abc import Sequence
 
@@ -18,10 +18,10 @@ IGNORE = -1
 
 
 def check_ids(ids: np.ndarray | Sequence[int], vocab_size: int, where: str, remedy: str) -> None:
-    """Refuses ids of tokens that the model's table has no row for, which devices would take for zeros in silence.
+    """Refuses token ids outside the model's table, which devices would silently look up as zeros.
 
     Raises:
-        DataError: naming the first one; `IGNORE` is none.
+        DataError: names the first such id; `IGNORE` is allowed.
     """
     ids = np.asarray(ids)
     if (wrong := ids[(ids >= vocab_size) | (ids < IGNORE)]).size:
@@ -29,5 +29,5 @@ def check_ids(ids: np.ndarray | Sequence[int], vocab_size: int, where: str, reme
 
 
 def batch_sharding() -> jax.NamedSharding:
-    """How a batch lies on the current mesh."""
+    """Returns the sharding of a batch on the current mesh."""
     return jax.NamedSharding(jax.sharding.get_mesh(), spec(None, "batch", "seq"))

@@ -1,7 +1,7 @@
-"""Checksums of the bits that every device holds, and which devices hold other bits than they should.
+"""Checksums of the bits that every device holds, and the devices with wrong bits.
 
-Whatever updates an array that lies on several devices comes out of one reduction, in the same bits for all of them; so they
-stay equal, bit for bit, unless memory, a link or a unit that computes changed one of them without a word.
+Every update of an array that several devices hold comes from one reduction, with the same bits for all of them. So their
+copies stay equal, bit for bit, unless memory, a link or a compute unit silently changes one of them.
 """
 
 import math
@@ -19,7 +19,8 @@ from llamajax.parallel.sharding import axes_in
 
 
 def holders(array: Any) -> np.ndarray:
-    """Places in the mesh, counted through, as int [parts, replicas]: the devices of a row hold the same part of `array`.
+    """Returns mesh positions, numbered consecutively, as int [parts, replicas]: the devices of a row hold the same part of
+    `array`.
 
     Args:
         array: an array or `jax.ShapeDtypeStruct` on a mesh.
@@ -32,20 +33,20 @@ def holders(array: Any) -> np.ndarray:
 
 
 def replicated(state: Any) -> dict[str, Any]:
-    """The arrays of `state` of which every part lies on several devices, by name."""
+    """Returns the arrays of `state` with several holders of every part, by name."""
     return {name: array for name, array in named_arrays(state).items() if holders(array).shape[1] > 1}
 
 
 def held_bytes(arrays: Any) -> int:
-    """What one device holds of a tree of arrays, in bytes."""
+    """Returns the bytes that one device holds of a tree of arrays."""
     return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(arrays))
 
 
 @jax.jit
 def checksums(arrays: Sequence[jax.Array]) -> UInt32[Array, "devices arrays"]:
-    """The checksum of what every device of the mesh holds of every array, in the order of `arrays`; all devices get all.
+    """Returns the checksum of each device's part of every array, in the order of `arrays`, on all devices.
 
-    Every byte is read once, and nothing is copied. Arrays are left as they are.
+    Every byte is read once, and nothing is copied or changed.
     """
     words = [jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x for x in arrays]
     lie = [jax.typeof(x).sharding.spec for x in words]
@@ -54,16 +55,17 @@ def checksums(arrays: Sequence[jax.Array]) -> UInt32[Array, "devices arrays"]:
     def on_device(own: list[jax.Array]) -> jax.Array:
         return jax.lax.all_gather(jnp.stack([_checksum(x) for x in own]), mesh.axis_names)
 
-    # Not checked for being the same on all devices: that is the question.
+    # Not checked for equality across devices: equality is the question.
     return jax.shard_map(on_device, in_specs=(lie,), out_specs=P(), check_vma=False)(words)
 
 
 def differing(table: np.ndarray, held_by: Mapping[str, np.ndarray]) -> dict[str, list[int]]:
-    """By array, the places of the devices that hold something else than most holders of the same part; all its holders where
-    no checksum is that of more than half of them, as with two. Arrays that are equal everywhere are left out.
+    """Returns for each array the positions of the devices with other contents than most holders of the same part. Where no
+    checksum has a majority, as with two differing holders, it returns all holders. Arrays that are equal everywhere are left
+    out.
 
     Args:
-        table: of `checksums`, uint32 [devices, arrays].
+        table: result of `checksums`, uint32 [devices, arrays].
         held_by: `holders` of each of its arrays, by name.
     """
     found: dict[str, list[int]] = {}
@@ -78,17 +80,19 @@ def differing(table: np.ndarray, held_by: Mapping[str, np.ndarray]) -> dict[str,
 
 
 def _checksum(x: Shaped[Array, "..."]) -> UInt32[Array, ""]:
-    """The sum, modulo 2^32, of one function of each word's bits and its place.
+    """Returns the sum, modulo 2^32, of a function of each word's bits and position.
 
-    For every place the function is a bijection of 32 bits: a word that changes, in one bit or in all, changes its term, and
-    so the sum for certain. Words that change places, or several that change at once, go unseen once in 2^32 times.
+    At every position the function is a bijection of 32 bits: a word that changes, in one bit or in all, changes its term,
+    and therefore the sum, for certain. Words that change places, or several that change at once, go unnoticed once in 2^32
+    times.
     """
     assert x.dtype.itemsize <= 4
     unsigned = jnp.dtype(f"uint{8 * x.dtype.itemsize}")
     bits = x if x.dtype == jnp.bool else jax.lax.bitcast_convert_type(x, unsigned)
     words = bits.reshape(-1).astype(jnp.uint32)
     place = jax.lax.iota(jnp.uint32, words.size)
-    # Places an odd number apart, then the last steps of MurmurHash3, which spread every bit (Appleby, 2011, public domain).
+    # Positions an odd number apart, then the last steps of MurmurHash3, which spread every bit (Appleby, 2011, public
+    # domain).
     mixed = words ^ (place * jnp.uint32(0x9E3779B1))
     mixed = (mixed ^ (mixed >> 16)) * jnp.uint32(0x85EBCA6B)
     mixed = (mixed ^ (mixed >> 13)) * jnp.uint32(0xC2B2AE35)

@@ -1,7 +1,7 @@
-"""Compiling the training step; its XLA options are one table, so that training and plans compile the same program.
+"""Compiles the training step. Its XLA options are one table, so that training and plans compile the same program.
 
-They are given to the one compilation they are for, not to the process through XLA_FLAGS: an option that a jaxlib does not
-know is then an error to explain, where XLA_FLAGS would abort the process.
+The options go to this one compilation, not to the process through XLA_FLAGS: an option that a jaxlib does not support is
+then an error with an explanation, where XLA_FLAGS would abort the process.
 """
 
 import math
@@ -23,22 +23,23 @@ from llamajax.step.step import train_step
 Option = str | bool
 
 _ASSUMED_FRACTION = 0.80
-"""Of a GPU's memory, what XLA's scheduler counts on (`GetSchedulerMemoryLimit`), whatever the process takes."""
+"""Share of a GPU's memory that XLA's scheduler assumes to have (`GetSchedulerMemoryLimit`), whatever the process may use."""
 _DISABLED = "xla_disable_hlo_passes"
 EXCLUDES_NONDETERMINISTIC = "xla_gpu_exclude_nondeterministic_ops"
-"""Excludes kernels that add with atomics. `xla_gpu_deterministic_ops` would also end the choice of kernels by timing."""
+"""Option that excludes kernels that add with atomics. `xla_gpu_deterministic_ops` would also disable the choice of kernels
+by timing."""
 PIPELINES = jaxlib.version.__version_info__ >= (0, 11)
-"""Whether XLA may bring gathers forward by iterations of its own, which gets in the way of ours."""
+"""Whether XLA can move gathers to earlier iterations on its own, which conflicts with our prefetching."""
 
 
 def compiler_options(run: ResolvedRun, *, latencies: str | None = None, untimed: bool = False) -> dict[str, Option]:
-    """The options to compile a run's training step with, for GPUs.
+    """Returns the options to compile a run's training step with, for GPUs.
 
     Args:
-        run: the run; `xla.flags` replace what is set here, and passes that they disable are disabled as well as those that
-            would compute wrong numbers.
-        latencies: file with the costs of instructions that the scheduler is to go by.
-        untimed: for the program that such a file is made from, which has the same names and is scheduled without.
+        run: the run; `xla.flags` override these options, except that passes which would compute wrong numbers stay disabled
+            besides the passes that the flags disable.
+        latencies: file with the costs of instructions for the scheduler.
+        untimed: compile the program that such a file is made from: it has the same names and is scheduled without latencies.
     """
     config, axes, options = run.config, run.mesh, dict[str, Option]()
     num_devices = math.prod(axes.values())
@@ -47,19 +48,20 @@ def compiler_options(run: ResolvedRun, *, latencies: str | None = None, untimed:
     if num_devices > 1:
         # Off by default for A100, where every collective would then block the GPU.
         options["xla_gpu_enable_latency_hiding_scheduler"] = True
-        # In percent: what arrays may take. Where the scheduler thinks that full, it hides nothing, without a word.
+        # In percent: the memory that arrays may use. Where the scheduler assumes less, it silently hides nothing.
         options["xla_gpu_memory_limit_slop_factor"] = str(int(100 * run.memory_fraction / _ASSUMED_FRACTION))
-        # It makes of a gather whose own part is taken back a permute between no devices, which gives zeros (jaxlib 0.10.2).
+        # This pass turns a gather with only its own part read back into a permute between no devices, which yields zeros
+        # (jaxlib 0.10.2).
         disabled = ["all-gather-to-collective-permute-simplifier"]
         if config.parallel.prefetches:
-            # `model.remat` says what is computed again; XLA counts a loop's stacks anew for each layer of an iteration.
+            # `model.remat` decides what is recomputed; XLA counts a loop's stacks again for each layer of an iteration.
             disabled.append("rematerialization")
         options[_DISABLED] = ",".join(disabled)
         if config.parallel.tensor == "ring":
-            # Weights come from other nodes while tokens pass within one: one at a time, they would wait for every hop.
+            # Weights come from other nodes while tokens pass within a node; one at a time, they would wait for every hop.
             options["xla_gpu_experimental_parallel_collective_overlap_limit"] = "2"
     if num_devices > 1 and config.parallel.prefetches:
-        # One collective per layer and direction: just below a layer's bytes the gather falls apart.
+        # One collective per layer and direction: with a threshold just below a layer's bytes the gather is split.
         layer = {
             "all_gather": gathered_layer_bytes(config.model, axes),
             "reduce_scatter": layer_matrix_bytes(config.model, axes),
@@ -67,8 +69,8 @@ def compiler_options(run: ResolvedRun, *, latencies: str | None = None, untimed:
         for collective, size in layer.items():
             options[f"xla_gpu_{collective}_combine_threshold_bytes"] = str(size + size // 50)
         if config.parallel.stack == "prefetch":
-            # The two buffers for weights change places with every layer, which costs a copy unless two layers make an
-            # iteration; but without latencies the scheduler hides less in it.
+            # The two weight buffers swap with every layer, which costs a copy unless an iteration has two layers; but
+            # without latencies the scheduler hides less in such an iteration.
             options["xla_gpu_enable_while_loop_double_buffering"] = untimed or latencies is not None
         if PIPELINES:
             options["xla_gpu_pipeline_all_gather"] = "COLLECTIVE_PIPELINING_MODE_OFF"
@@ -81,22 +83,23 @@ def compiler_options(run: ResolvedRun, *, latencies: str | None = None, untimed:
 
 
 def told(options: Mapping[str, Option], device_kind: str) -> str:
-    """The options in one line, each as `config.xla.flags` takes it, and for which jaxlib and devices they are."""
+    """Returns the options in one line, each in the syntax of `config.xla.flags`, with the jaxlib and the device kind that
+    they are for."""
     written = [f"{name}={str(value).lower() if isinstance(value, bool) else value}" for name, value in options.items()]
     return f"jaxlib {jaxlib.version.__version__}, {device_kind}: {' '.join(written) or 'none'}"
 
 
 def check_flags(flags: Sequence[str]) -> None:
-    """Raises `ConfigError` where `xla.flags` are none of this jaxlib's, at the price of compiling next to nothing."""
+    """Raises `ConfigError` where this jaxlib does not support the `xla.flags`; it compiles a trivial program to find out."""
     compile_with(jax.jit(lambda: 0).lower(), dict(map(_parse, flags)))
 
 
 def lower(run: ResolvedRun, state: TrainState) -> jax.stages.Lowered:
-    """`train_step`, traced and lowered for the current mesh; no array is made.
+    """Traces and lowers `train_step` for the current mesh; no array is created.
 
     Args:
         run: the run.
-        state: its `llamajax.step.state.abstract_state`.
+        state: `llamajax.step.state.abstract_state` of the run.
     """
     config = run.config
     shape = (config.train.grad_accum_steps, config.train.micro_batch_size, config.data.seq_len)
@@ -108,29 +111,27 @@ def compile_with(lowered: jax.stages.Lowered, options: dict[str, Option]) -> jax
     """Compiles with `options`.
 
     Raises:
-        ConfigError: this jaxlib does not know an option, or not its value.
+        ConfigError: this jaxlib does not support an option or its value.
         EnvironmentMismatchError: the compiler cannot write its temporary files.
     """
     folder = os.environ.get("TMPDIR")
-    if options and folder and not os.access(folder, os.W_OK | os.X_OK):  # jaxlib 0.12 would end the process
-        raise EnvironmentMismatchError(
-            f"TMPDIR: the compiler cannot write to {folder}; set it to a directory that can be written to"
-        )
+    if options and folder and not os.access(folder, os.W_OK | os.X_OK):  # jaxlib 0.12 would abort the process
+        raise EnvironmentMismatchError(f"TMPDIR: the compiler cannot write to {folder}; set it to a writable directory")
     try:
         return lowered.compile(compiler_options=options)
     except jax.errors.JaxRuntimeError as error:
         unknown = re.search(r"No such compile option: '(\w+)'", str(error))
         if unknown:
             raise ConfigError(
-                f"xla.flags: jaxlib {jaxlib.version.__version__} does not know {unknown[1]}; remove it or correct it"
+                f"xla.flags: jaxlib {jaxlib.version.__version__} does not support {unknown[1]}; remove or correct it"
             ) from error
         unfit = re.search(r"While setting option (\w+), (.*) is not a valid (.*) value", str(error))
         if unfit:
-            raise ConfigError(f"xla.flags: {unfit[2]} is no {unfit[3]}, which {unfit[1]} takes; correct it") from error
+            raise ConfigError(f"xla.flags: {unfit[2]} is no valid {unfit[3]} value for {unfit[1]}; correct it") from error
         raise
 
 
 def _parse(flag: str) -> tuple[str, Option]:
-    """`name=value`; XLA wants truth values as such and takes everything else as text."""
+    """Parses `name=value`; XLA needs booleans as such and everything else as text."""
     name, _, value = flag.partition("=")
     return name, value.lower() == "true" if value.lower() in ("true", "false") else value

@@ -1,4 +1,4 @@
-"""Weights that stay as they are (`train.frozen`), apart from those that are trained."""
+"""Splits the weights into trained and frozen ones (`train.frozen`)."""
 
 from typing import Any
 
@@ -13,10 +13,11 @@ from llamajax.step.optim import check_names
 
 
 def partition(config: TrainConfig, model: Llama) -> tuple[Llama, Llama]:
-    """The trained weights and the frozen ones: two trees of the model's type, with None where the other has a weight.
+    """Returns the trained weights and the frozen ones: two trees of the model's type, with None where the other has a
+    weight.
 
     Raises:
-        ConfigError: a name in `frozen` is in no parameter's, or all parameters are frozen.
+        ConfigError: an entry of `frozen` matches no parameter name, or all parameters are frozen.
     """
     names = list(named_arrays(model))
     check_names("train.frozen", config.frozen, names)
@@ -29,7 +30,7 @@ def partition(config: TrainConfig, model: Llama) -> tuple[Llama, Llama]:
 
 
 def combine(trained: Any, frozen: Any) -> Any:
-    """What `partition` took apart, or what was made of both trees since, weight by weight."""
+    """Joins the two trees of `partition`, or trees derived from both, weight by weight."""
     return jax.tree.map(
         lambda own, other: other if own is None else own, trained, frozen, is_leaf=lambda x: x is None or _is_weight(x)
     )

@@ -1,8 +1,8 @@
-"""Next-token cross-entropy with an optional z-loss, never holding the logits of all tokens at once.
+"""Next-token cross-entropy with an optional z-loss, without ever holding the logits of all tokens at once.
 
-The head and the loss are one function with its own derivative: the logits of a chunk of tokens are made, turned into
-their loss and into the gradients of the hidden states and of the head, and dropped. The backward pass then only has to
-scale what is there, so the logits are computed once and the head takes three matmuls per chunk, not four.
+The head and the loss are one function with its own derivative: it computes the logits of a chunk of tokens, turns them into
+their loss and the gradients of the hidden states and of the head, and drops them. The backward pass only scales these
+gradients, so the logits are computed once, and the head needs three matmuls per chunk instead of four.
 """
 
 import math
@@ -28,8 +28,8 @@ from llamajax.parallel.zero import PreparedWeights, gathered
 from llamajax.step.batch import IGNORE
 
 MAX_CHUNK_LOGITS = 2**28
-"""Logits alive on a device at once: 1 GiB of fp32, and still over 2,000 tokens of Llama 3's vocabulary of 128,256 per
-matmul, which is enough to keep a GPU busy."""
+"""Limit of the logits that a device holds at once: 1 GiB of fp32, which is still over 2,000 tokens of Llama 3's vocabulary
+of 128,256 per matmul, enough to keep a GPU busy."""
 
 
 class LossSums(NamedTuple):
@@ -38,9 +38,9 @@ class LossSums(NamedTuple):
     loss: jax.Array
     """fp32 []: cross-entropy plus z-loss, to differentiate."""
     cross_entropy: jax.Array
-    """fp32 []: cross-entropy alone, nats; for reports, without a gradient."""
+    """fp32 []: cross-entropy alone, in nats; for reports, without a gradient."""
     num_tokens: jax.Array
-    """int32 []: tokens counted."""
+    """int32 []: number of counted tokens."""
 
 
 def loss_fn(
@@ -51,11 +51,11 @@ def loss_fn(
     parallel: ParallelConfig = PLAIN,
     remat: Remat = "none",
 ) -> tuple[jax.Array, tuple[LossSums, dict[str, jax.Array]]]:
-    """The batch's summed loss, to differentiate and divide by a token count; and what to report: all its sums, and those of
-    the layers' auxiliary values, float32 scalars over the same tokens.
+    """Returns the batch's summed loss, to differentiate and to divide by a token count; and for reports all its sums, and
+    the sums of the layers' auxiliary values, float32 scalars over the same tokens.
 
     Args:
-        weights: the Llama, prepared or as it is stored.
+        weights: the Llama, prepared or as stored.
         batch: `tokens`, `targets`, `segment_ids` and `positions`, each int32 [B, T]; a target of `IGNORE` is not counted.
         z_loss_weight: weight of the squared log-partition function, which keeps logits small (PaLM, arXiv:2204.02311).
         parallel: the forms in which devices share the work.
@@ -64,7 +64,7 @@ def loss_fn(
     weights = _with_ends_apart(weights)
     model, rows = weights.trained, (batch["tokens"], batch["segment_ids"], batch["positions"])
     hidden, auxiliary = model.hidden(*rows, parallel=parallel, remat=remat, copies=weights.copies)
-    targets = laid_out(batch["targets"], parallel.sequence)  # as the hidden states are; a sum has no order
+    targets = laid_out(batch["targets"], parallel.sequence)  # in the order of the hidden states; a sum has no order
     with jax.named_scope("loss"):
         output = weights.part(Llama.output_weight)
         hidden, trained = _back_at_once(hidden, output.trained)
@@ -76,15 +76,15 @@ def loss_fn(
 
 
 def _counted(values: Float32[Array, "B T"], targets: Int32[Array, "B T"]) -> Float32[Array, ""]:
-    """Their sum over counted tokens, on every device."""
+    """Returns the sum of the values over counted tokens, on every device."""
     targets = jax.reshard(targets, jax.typeof(values).sharding.spec)
     return jnp.sum(jnp.where(targets != IGNORE, values, 0.0))
 
 
 @jax.custom_vjp
 def _back_at_once(hidden: jax.Array, head: nnx.Param) -> tuple[jax.Array, nnx.Param]:
-    """The same, none of whose gradients is used before both are there: else that of the head, which is whole until it is
-    scattered, would wait for that beside the backward pass of all layers."""
+    """Identity that releases its gradients only when both are ready. Otherwise the head's gradient, which is whole until it
+    is scattered, would wait for its scatter throughout the backward pass of all layers."""
     return hidden, head
 
 
@@ -92,8 +92,8 @@ _back_at_once.defvjp(lambda *both: (both, None), lambda _, gradients: jax.lax.op
 
 
 def _with_ends_apart(weights: PreparedWeights[Llama]) -> PreparedWeights[Llama]:
-    """The same, with the embedding gathered before the head and its gradient reduced behind that of the head: XLA would make
-    one collective of the two, which then waits for the later one and hides behind nothing."""
+    """Returns the weights with the embedding gathered before the head, and its gradient reduced after the head's. XLA would
+    otherwise merge the two collectives into one, which waits for the later one and hides behind nothing."""
     model, embedding = jax.tree.map(lambda weight: weight, weights.trained), weights.part(lambda model: model.embedding)
     model.embedding = gathered(embedding.trained, model.config.compute_dtype, embedding.copies)
     if model.head is not None:
@@ -108,26 +108,26 @@ def _token_losses(
     z_loss_weight: float,
     vocab_size: int,
 ) -> LossSums:
-    """The losses of all counted tokens, summed; only `.loss` has a gradient.
+    """Returns the summed losses of all counted tokens; only `.loss` has a gradient.
 
     Args:
-        hidden: in the compute dtype, sharded as `look_up` lays tokens out.
-        head: its copy for compute, in the same dtype, whose gradient is left to be summed where the copy was reduced.
+        hidden: hidden states in the compute dtype, sharded as the tokens of `look_up`.
+        head: the head's copy for compute, in the same dtype; its gradient stays unreduced where the copy was reduced.
         targets: in [0, V) or `IGNORE`, sharded ("batch", "seq").
         z_loss_weight: weight of the squared log-partition function.
-        vocab_size: V; rows of the head behind it are none.
+        vocab_size: V; rows of the head from V on are padding.
     """
     return _sums_and_gradients(hidden, head, targets, z_loss_weight, vocab_size)[0]  # the compiler drops the rest
 
 
 Gradients = tuple[Float[Array, "B T D"], Float[Array, "R D"]]
-"""For hidden and head, in their dtype."""
+"""Gradients of hidden and head, in their dtype."""
 
 
 def _sums_and_gradients(
     hidden: jax.Array, head: jax.Array, targets: jax.Array, z_loss_weight: float, vocab_size: int
 ) -> tuple[LossSums, Gradients]:
-    """`token_losses`, and the gradients of its `.loss`."""
+    """Returns `token_losses` and the gradients of its `.loss`."""
     hidden_spec, head_spec = jax.typeof(hidden).sharding.spec, jax.typeof(head).sharding.spec
     left_open = head_spec.reduced
     on_device = partial(
@@ -163,7 +163,8 @@ def _on_device(
     z_loss_weight: float,
     vocab_size: int,
 ) -> tuple[LossSums, Gradients]:
-    """One device's part of `_sums_and_gradients`; the gradient of the head is not summed over the axes `left_open`."""
+    """Computes one device's part of `_sums_and_gradients`; the gradient of the head is not summed over the axes
+    `left_open`."""
     token_axes, vocab_ids = axes_of("batch") + axes_of("seq"), row_ids(head, vocab_size)
     if axes := shared_axes(hidden_spec):
         hidden = jax.lax.all_gather(hidden, axes, axis=1, tiled=True)
@@ -172,8 +173,8 @@ def _on_device(
         x, target = chunk  # [n, D], [n]
         with jax.named_scope("logits"):
             counted = target != IGNORE
-            # Rounded to the compute dtype, as their gradients are: as fp32 they would take as long to read as to make. The
-            # barrier keeps XLA from leaving the rounding out.
+            # Rounded to the compute dtype, like their gradients: in fp32, reading them would take as long as computing them.
+            # The barrier keeps XLA from removing the rounding.
             rounded = jax.lax.optimization_barrier(jnp.einsum("nD,vD->nv", x, head))
             logits = rounded.astype(jnp.float32)
             (exps, exp_sum, largest, target_logit), is_target = split_softmax(logits, vocab_ids, target)
@@ -200,9 +201,9 @@ def _on_device(
 
 
 def _chunks(hidden: jax.Array, targets: jax.Array, *, vocab_size: int) -> tuple[jax.Array, jax.Array]:
-    """[b, t, D] and [b, t] as the fewest equal chunks [c, n, D] and [c, n] that keep n * vocab_size in bounds.
+    """Splits [b, t, D] and [b, t] into the fewest equal chunks [c, n, D] and [c, n] with n * vocab_size in bounds.
 
-    Tokens that fill the last chunk up are not counted.
+    Tokens that pad the last chunk are not counted.
     """
     num_chunks = math.ceil(targets.size * vocab_size / MAX_CHUNK_LOGITS)
     size = math.ceil(targets.size / num_chunks)

@@ -1,7 +1,7 @@
-"""Optimizers and the schedule, as one optax chain made from the configuration.
+"""Optimizers and the learning-rate schedule, as one optax chain built from the configuration.
 
-Clipping is not part of the chain: `train_step` needs the global norm anyway, to report it and to skip
-non-finite steps, and scales the gradients once.
+Clipping is not part of the chain: `train_step` needs the global norm anyway, to report it and to skip non-finite steps, and
+scales the gradients once.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,31 +16,32 @@ from llamajax.errors import ConfigError
 from llamajax.parallel.arrays import named_arrays
 
 Direction = Callable[[OptimizerConfig], optax.GradientTransformation]
-"""Makes what turns gradients into the direction of an update, which weight decay and the learning rate follow."""
+"""Makes the transformation from gradients to the direction of an update; weight decay and the learning rate come after
+it."""
 
 DIRECTIONS: dict[str, Direction] = {
     "adamw": lambda config: optax.scale_by_adam(config.b1, config.b2, config.eps),
 }
-"""By the optimizer's name; see `llamajax.config.training.MOMENTS`."""
+"""Directions by the optimizer's name; see `llamajax.config.training.MOMENTS`."""
 
 
 def register(name: str, direction: Direction, moments: Moments) -> None:
-    """Lets configurations that are read from here on name an optimizer of one's own, in every process of the run.
+    """Registers a custom optimizer for configurations that are read afterwards, in every process of the run.
 
     Args:
-        name: for `optimizer.name`.
-        direction: makes its transformation; each array of its state with a weight's path and shape is a moment.
-        moments: how many of them it keeps, for plans.
+        name: value of `optimizer.name`.
+        direction: makes the transformation; each array of its state with a weight's path and shape is a moment.
+        moments: number of moments that it keeps, for plans.
     """
     DIRECTIONS[name], MOMENTS[name] = direction, moments
 
 
 def learning_rate(config: OptimizerConfig, num_steps: int) -> optax.Schedule:
-    """The learning rate as a function of the number of updates already applied.
+    """Returns the learning rate as a function of the number of updates already applied.
 
-    Warm-up is linear and reaches the peak with update number `warmup_steps`; a decay ends at
-    `min_lr_ratio * learning_rate` with the last of `num_steps` updates. If that is 0, it ends one update later, as the
-    schedules of transformers and Megatron-LM do: an update by 0 would learn nothing.
+    Warm-up is linear and reaches the peak with update number `warmup_steps`; a decay ends at `min_lr_ratio * learning_rate`
+    with the last of `num_steps` updates. If that is 0, it ends one update later, as in the schedules of transformers and
+    Megatron-LM: an update by 0 would learn nothing.
     """
     after_warmup = _after_warmup(config, num_steps - config.warmup_steps)
     if config.warmup_steps == 0:
@@ -51,7 +52,7 @@ def learning_rate(config: OptimizerConfig, num_steps: int) -> optax.Schedule:
 
 
 def _after_warmup(config: OptimizerConfig, num_updates: int) -> optax.Schedule:
-    """The schedule of the `num_updates` updates that follow the warm-up."""
+    """Returns the schedule of the `num_updates` updates after the warm-up."""
     peak, end = config.learning_rate, config.learning_rate * config.min_lr_ratio
     beyond = 0 if end else 1
     match config.schedule:
@@ -70,9 +71,9 @@ def _after_warmup(config: OptimizerConfig, num_updates: int) -> optax.Schedule:
 
 
 def make_optimizer(config: OptimizerConfig, num_steps: int) -> optax.GradientTransformation:
-    """`config.name` with decoupled decay of all parameters but those named in `no_weight_decay`.
+    """Returns the optimizer `config.name` with decoupled decay of all parameters except those in `no_weight_decay`.
 
-    The moments are sharded as the parameters are, because they are made from them.
+    The moments are sharded like the parameters, because they are created from them.
     """
     return optax.chain(
         _keep_in(DIRECTIONS[config.name](config), jnp.dtype(config.moment_dtype)),
@@ -82,11 +83,11 @@ def make_optimizer(config: OptimizerConfig, num_steps: int) -> optax.GradientTra
 
 
 def decay_mask(config: OptimizerConfig, params: Any) -> Any:
-    """True for every parameter that weight decay applies to; same tree as `params`.
+    """Returns True for every parameter that weight decay applies to; same tree as `params`.
 
     Raises:
-        ConfigError: a name in `no_weight_decay` is in no parameter's, as a misspelt one would be. The names of the default
-            are correct, whether or not a model has such parameters.
+        ConfigError: an entry of `no_weight_decay` matches no parameter name, for example a misspelt one. The default entries
+            are always valid, whether or not a model has such parameters.
     """
     names = list(named_arrays(params))
     check_names("optimizer.no_weight_decay", config.no_weight_decay, names, OptimizerConfig.no_weight_decay)
@@ -95,16 +96,16 @@ def decay_mask(config: OptimizerConfig, params: Any) -> Any:
 
 
 def check_names(key: str, parts: Sequence[str], names: Sequence[str], also: Sequence[str] = ()) -> None:
-    """Raises `ConfigError` where one of the `parts` that the setting `key` gives is in none of these names, `also` apart."""
+    """Raises `ConfigError` where one of the `parts` in the setting `key` is a substring of none of the `names` or `also`."""
     if unused := [part for part in parts if not any(part in name for name in (*names, *also))]:
         raise ConfigError(
-            f"{key}: {', '.join(unused)} is in no parameter's name; correct it or remove it; the names"
-            f" are {', '.join(names)}"
+            f"{key}: {', '.join(unused)} matches no parameter name; correct or remove it; the names are {', '.join(names)}"
         )
 
 
 def moments(opt_state: Any, params: Any) -> list[dict[str, jax.Array]]:
-    """The first moment of every parameter that has one, by the parameter's name; the second; and so on."""
+    """Returns a list with the first moments, the second moments and so on, each by parameter name, of the parameters that
+    have them."""
     kept: dict[str, list[jax.Array]] = {}
     for name, leaf in zip(_moment_of(opt_state, params), jax.tree.leaves(opt_state), strict=True):
         if name is not None:
@@ -114,7 +115,8 @@ def moments(opt_state: Any, params: Any) -> list[dict[str, jax.Array]]:
 
 
 def _moment_of(opt_state: Any, params: Any) -> list[str | None]:
-    """Of each leaf of `opt_state`, the parameter that it is a moment of, whose shape it has and whose path ends its own."""
+    """Returns for each leaf of `opt_state` the parameter of which it is a moment: the leaf has its shape, and its path ends
+    in the parameter's path; None for other leaves."""
     shapes = {name: weight.shape for name, weight in named_arrays(params).items()}
     return [
         next((name for name, shape in shapes.items() if path.endswith(f".{name}") and leaf.shape == shape), None)
@@ -123,7 +125,7 @@ def _moment_of(opt_state: Any, params: Any) -> list[str | None]:
 
 
 def _keep_in(inner: optax.GradientTransformation, dtype: jnp.dtype) -> optax.GradientTransformation:
-    """`inner`, its moments stored in `dtype` between updates and in float32 during them."""
+    """Wraps `inner` so that its moments are stored in `dtype` between updates and are float32 during them."""
 
     def cast(state: Any, params: Any, to: jax.typing.DTypeLike) -> Any:
         leaves, tree = jax.tree.flatten(state)

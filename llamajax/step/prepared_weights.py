@@ -1,5 +1,5 @@
-"""What devices hold of the weights for a whole step, for all its micro-batches: what `parallel.zero` and
-`parallel.grad_reduce` gather once, and whose gradients they reduce once."""
+"""Weights prepared once per step and reused by all micro-batches, depending on `parallel.zero` and `parallel.grad_reduce`:
+they are gathered once, and their gradients are reduced once."""
 
 from typing import Any
 
@@ -13,11 +13,11 @@ from llamajax.parallel.zero import DATA, gathered, in_float8, summed_late, token
 
 
 def prepare(config: Config, model: Llama) -> Llama:
-    """`PreparedWeights.trained` of a step, a linear function of the weights as they are stored, or of some of them: micro-
-    batches have their gradients for these, whose sum goes back through it once.
+    """Returns `PreparedWeights.trained` of a step, a linear function of the weights as stored, or of some of them.
+    Micro-batches compute gradients for the prepared weights, and the sum goes back through this function once.
 
-    They are whole for `zero: 1`; else each device's part, of which embedding, head and, where the layers otherwise would
-    begin and end with waiting, the first layer are whole if gradients wait for the end.
+    The weights are whole for `zero: 1`. Otherwise they are each device's part; if gradients wait for the end of the step,
+    the embedding, the head and, where the layers would otherwise begin and end with waiting, the first layer are whole.
     """
     parallel, dtype = config.parallel, config.model.compute_dtype
     at_the_end = parallel.grad_reduce == "step"
@@ -34,8 +34,8 @@ def prepare(config: Config, model: Llama) -> Llama:
 
 
 def copies(config: Config, trained: Llama) -> Llama | None:
-    """`PreparedWeights.copies` of a step: with `zero: 2` all of them whole, and the layers' matrices in float8 in any case,
-    each device's part of them unless they are whole. None: there are none."""
+    """Returns `PreparedWeights.copies` of a step: with `zero: 2` whole copies of all weights; in any case float8 copies of
+    the layers' matrices in float8, each device's part of them unless whole. None: there are no copies."""
     model, dtype, names = config.model, config.model.compute_dtype, config.model.float8_weights
     whole = config.parallel.zero == 2
     if not whole and not names:

@@ -1,4 +1,4 @@
-"""Resolves a run: what every `auto` comes to on the devices of a mesh, and why; once, for all who must agree on it."""
+"""Resolves a run once for every caller: which value every `auto` resolves to on the devices of a mesh, and why."""
 
 import dataclasses
 import math
@@ -29,24 +29,25 @@ from llamajax.step.loss import MAX_CHUNK_LOGITS
 from llamajax.units import format_bytes
 
 MAX_UNROLLED = 40
-"""Layers of a program without a loop over them, each counted as often as a ring goes through it: with more XLA compiles for
-minutes."""
+"""Limit of layers in a program without a loop over them, where a layer counts once per step of a ring through it. With more
+layers XLA compiles for minutes."""
 
 LEAST_TOKENS = 2048
-"""That a device multiplies while it passes as many on; with fewer, small matmuls and hops cost more than they hide."""
+"""Least number of tokens that a device multiplies while it passes as many on; with fewer, small matmuls and hops cost more
+than they hide."""
 LEAST_DEVICES = 4
-"""That share a matmul; two send so little that plans come out alike."""
+"""Least number of devices that share a matmul; two devices send so little that plans are equal."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ResolvedRun:
-    """A run on the devices of a mesh, nothing left open: what the training step is traced, compiled and planned from.
+    """A run on the devices of a mesh with every choice made: the input to tracing, compiling and planning the training step.
 
-    It is hashable, so `jax.jit` takes it as a static argument.
+    It is hashable, so `jax.jit` accepts it as a static argument.
     """
 
     config: Config
-    """The run; neither `model.remat` nor a setting of `parallel` is `auto`."""
+    """The run's configuration; neither `model.remat` nor a setting of `parallel` is `auto`."""
     mesh: Mapping[str, int] = field(hash=False)
     """Sizes of the mesh axes, outer to inner."""
     gpu: Gpu | None
@@ -54,14 +55,14 @@ class ResolvedRun:
     memory_fraction: float
     """Share of a GPU's memory that XLA's arrays may take."""
     reasons: Mapping[str, str] = field(compare=False)
-    """By setting which form was chosen, and why, in one line; settings without a choice are left out."""
+    """Chosen form and the reason, in one line, by setting; settings without a choice are left out."""
 
 
 def resolve(config: Config, mesh: Mapping[str, int]) -> ResolvedRun:
-    """The run with every form chosen by formulas; the same for whoever asks.
+    """Returns the run with every form chosen by formulas; the same for every caller.
 
     Args:
-        config: the run. Its `model.remat: auto` comes to what keeps most of what should fit;
+        config: the run. Its `model.remat: auto` resolves to the policy that saves most of what should fit;
             `llamajax.planning.scheduling.resolve_here` compiles to find the fastest.
         mesh: sizes of the mesh axes.
     """
@@ -93,7 +94,7 @@ def resolve(config: Config, mesh: Mapping[str, int]) -> ResolvedRun:
 
 
 def resolve_planned(config: Config) -> ResolvedRun:
-    """The run on the cluster that its `hardware` describes; see `resolve`.
+    """Returns the run on the cluster that its `hardware` describes; see `resolve`.
 
     Raises:
         ConfigError: `hardware` names no GPU, or the mesh does not divide the number of its devices.
@@ -103,14 +104,15 @@ def resolve_planned(config: Config) -> ResolvedRun:
 
 
 def attention_kernel(run: ResolvedRun, capability: tuple[int, ...] | None) -> tuple[str, str | None]:
-    """Which kernel computes attention in training, and why, in one line; and a warning if it is none that a GPU deserves.
+    """Returns the kernel that computes attention in training, with the reason, in one line; and a warning if it is slow for
+    a GPU.
 
     Args:
         run: the run.
-        capability: CUDA's version of the GPUs' architecture; None: there are none.
+        capability: CUDA compute capability of the GPUs; None: there are none.
 
     Raises:
-        ConfigError: the one that is asked for cannot.
+        ConfigError: the requested kernel cannot compute this attention.
     """
     model, is_gpu = run.config.model, capability is not None
     asked = model.attention_kernel
@@ -119,33 +121,33 @@ def attention_kernel(run: ResolvedRun, capability: tuple[int, ...] | None) -> tu
     told = f"{kernel}: {reason}"
     if kernel != "plain" or asked == "plain" or not is_gpu:
         return told, None
-    return told, "attention takes no fused kernel: its scores go through the GPU's memory, which takes several times as long"
+    return told, "attention uses no fused kernel: its scores go through the GPU's memory, which takes several times as long"
 
 
 def remat_policy(config: Config, axes: Mapping[str, int], budget: float | None) -> tuple[Remat, str]:
-    """What `model.remat` comes to by formulas, and why, in one line."""
+    """Returns the policy that `model.remat` resolves to by formulas, and the reason in one line."""
     asked = config.model.remat
     if asked != "auto":
         return asked, "model.remat says so"
     if budget is None:
-        return "full", "there is no GPU, or hardware.gpu does not say which, whose memory could be filled"
+        return "full", "there is no GPU, or hardware.gpu does not name it, so its memory is unknown"
     for remat in REMATS:
         tried = _with_remat(config, remat)
         form, _ = stack_form(tried, axes, budget)
         if _fits(_in_forms(tried, stack=form), axes, budget):
-            return remat, "keeps most of what should fit"
-    return "full", "nothing should fit that keeps more"
+            return remat, "saves most of what should fit"
+    return "full", "no policy that saves more should fit"
 
 
 def float8_matmuls(model: ModelConfig, capability: tuple[int, ...] | None) -> dict[str, str]:
-    """`matmuls`: which of them training does in float8, in one line; nothing if none.
+    """Returns a line `matmuls` with the matmuls that training does in float8; empty if there are none.
 
     Args:
         model: the network.
-        capability: CUDA's version of the GPUs' architecture; None: there are none.
+        capability: CUDA compute capability of the GPUs; None: there are none.
 
     Raises:
-        ConfigError: GPUs as old as these multiply nothing in float8.
+        ConfigError: these GPUs are too old to multiply in float8.
     """
     if not model.float8_weights:
         return {}
@@ -160,31 +162,33 @@ def float8_matmuls(model: ModelConfig, capability: tuple[int, ...] | None) -> di
 
 
 def stack_form(config: Config, axes: Mapping[str, int], budget: float | None) -> tuple[StackForm, str]:
-    """How the layers run, and why, in one line; `budget` is in bytes of a GPU's arrays, None where nothing bounds them."""
+    """Returns how the layers run, and the reason in one line; `budget` is the memory for a GPU's arrays in bytes, None for
+    no limit."""
     if (given := config.given_form("stack")) is not None:
         return given
     shards, is_alone = num_parts("embed", axes), num_parts("batch", axes) * num_parts("seq", axes) == 1
     num_layers = config.model.num_layers
     form: StackForm = "unrolled" if num_layers * _ring_length(config, axes) <= MAX_UNROLLED else "prefetch"
     if is_alone and form == "prefetch":
-        return "scan", f"there is nothing to gather or to reduce, and {num_layers} layers are many without a loop"
+        return "scan", f"there is nothing to gather or to reduce, and {num_layers} layers are too many without a loop"
     if not _fits(_in_forms(config, stack=form), axes, budget):
-        return "scan", f"{format_bytes(prefetched_bytes(config.model, axes))} for three layers' weights would hardly fit"
+        return "scan", f"{format_bytes(prefetched_bytes(config.model, axes))} for three layers' weights might not fit"
     if is_alone:
-        return form, f"what {num_layers} layers keep for the backward pass is not copied"
+        return form, f"values that {num_layers} layers save for the backward pass are not copied"
     if shards == 1:
         reduced = format_bytes(layer_matrix_bytes(config.model, axes))
         return form, f"{reduced} of gradients are reduced while the layer below computes"
     gathered = format_bytes(gathered_layer_bytes(config.model, axes))
-    return form, f"{gathered} of weights come from {shards} devices while the layer before computes"
+    return form, f"{gathered} of weights come from {shards} devices while the previous layer computes"
 
 
 def sequence_form(config: Config, axes: Mapping[str, int]) -> tuple[SequenceForm, str]:
-    """The form that `parallel.sequence` names, or that `auto` comes to for training on GPUs; and why, in one line.
+    """Returns the form that `parallel.sequence` names, or that `auto` resolves to for training on GPUs; and the reason in
+    one line.
 
-    A fused kernel is worth more than any bytes: the plain form moves every score through the GPU's memory several times.
-    Without one, a ring computes hardly more than the half of the scores that causal rows need, and hides what it sends. Else
-    what sends less is taken.
+    A fused kernel is worth more than any saved communication: the plain form moves every score through the GPU's memory
+    several times. Without a fused kernel, a ring computes little more than the half of the scores that causal rows need, and
+    hides its communication. Otherwise the form that sends the least is chosen.
 
     Args:
         config: the run.
@@ -208,15 +212,16 @@ def sequence_form(config: Config, axes: Mapping[str, int]) -> tuple[SequenceForm
     told = f"a device sends per layer and micro-batch {bytes_of_forms}"
     fused = can_fuse(config.model, axes, "ulysses")
     if "ulysses" in possible and fused:
-        return "ulysses", f"whole rows can be one fused kernel's; {told}"
+        return "ulysses", f"a fused kernel can compute whole rows; {told}"
     if "ring" in possible:
         share = (2 * parts + 1) / (4 * parts)
-        return "ring", f"it computes {share:.0%} of the scores that whole rows have, and hides what it sends; {told}"
-    return min(possible, key=sent), f"it sends least; {told}"
+        return "ring", f"it computes {share:.0%} of the scores of whole rows, and hides its communication; {told}"
+    return min(possible, key=sent), f"it sends the least; {told}"
 
 
 def tensor_form(config: Config, axes: Mapping[str, int]) -> tuple[TensorForm, str]:
-    """The form that `parallel.tensor` names, or that `auto` comes to for training on GPUs; and why, in one line.
+    """Returns the form that `parallel.tensor` names, or that `auto` resolves to for training on GPUs; and the reason in one
+    line.
 
     Args:
         config: the run.
@@ -234,29 +239,29 @@ def tensor_form(config: Config, axes: Mapping[str, int]) -> tuple[TensorForm, st
     rows = config.rows_per_device(axes)
     tokens = rows * config.data.seq_len // num_parts("residual_seq", axes)
     if tokens < LEAST_TOKENS:
-        return "collective", f"{tokens:,} tokens per hop are too few for matmuls of their own"
+        return "collective", f"{tokens:,} tokens per hop are too few for separate matmuls"
     return "ring", f"{tokens:,} tokens per hop are multiplied while others travel"
 
 
 def _ring_length(config: Config, axes: Mapping[str, int]) -> int:
-    """How many times as much of a program a layer is, because rings over devices go through it."""
+    """Returns how many times larger a layer's program becomes, because rings over devices repeat parts of it."""
     by_rows = num_parts("seq", axes) if sequence_form(config, axes)[0] == "ring" else 1
     return by_rows * (axes["tensor"] if tensor_form(config, axes)[0] == "ring" else 1)
 
 
 def reduction_form(config: Config, axes: Mapping[str, int], budget: float | None) -> tuple[Reduction, str]:
-    """When gradients are reduced, and why, in one line; of a run whose layers' form is chosen."""
+    """Returns when gradients are reduced, and the reason in one line, for a run with a chosen stack form."""
     parallel, micro_batches = config.parallel, config.train.grad_accum_steps
     if parallel.grad_reduce != "auto":
         return parallel.grad_reduce, "parallel.grad_reduce says so"
     if parallel.zero == 1:
-        return "step", "parallel.zero: 1 keeps them whole until then"
+        return "step", "parallel.zero: 1 keeps gradients whole until the end of the step"
     shards = num_parts("embed", axes)
     replicas = num_parts("batch", axes) * num_parts("seq", axes) // shards
     if shards * replicas == 1:
         return "micro", "there is nothing to reduce"
     if micro_batches == 1:
-        return "micro", "there is one micro-batch"
+        return "micro", "there is only one micro-batch"
     late = _in_forms(config, grad_reduce="step")
     width = DTYPE_BYTES[config.model.compute_dtype]
     ends = 2 * width * params_gathered_once(late, axes) * (shards - 1) // shards
@@ -264,11 +269,11 @@ def reduction_form(config: Config, axes: Mapping[str, int], budget: float | None
     layers = 0 if parallel.zero_data else layers * (replicas - 1) // replicas
     often, once = ends + (0 if parallel.prefetches else layers), ends + layers
     if once > often * micro_batches:
-        wait = f"{format_bytes(often)} cannot be hidden {micro_batches} times"
-        return "micro", f"{wait}; at the end it would be {format_bytes(once)}"
+        wait = f"{format_bytes(often)} is exposed in each of {micro_batches} micro-batches"
+        return "micro", f"{wait}; once per step it would be {format_bytes(once)}"
     if not _fits(late, axes, budget):
-        return "micro", "embedding, head and first layer, whole for the step, would hardly fit"
-    return "step", f"{format_bytes(once)} cannot be hidden, once, and not {format_bytes(often)} {micro_batches} times"
+        return "micro", "embedding, head and first layer, kept whole for the step, might not fit"
+    return "step", f"{format_bytes(once)} is exposed once, instead of {format_bytes(often)} {micro_batches} times"
 
 
 def _with_remat(config: Config, remat: Remat) -> Config:
@@ -280,12 +285,12 @@ def _in_forms(config: Config, **forms: str) -> Config:
 
 
 def formula_bytes(config: Config, axes: Mapping[str, int]) -> dict[str, int]:
-    """`expected_bytes` of the step as it is computed on GPUs."""
+    """Returns `expected_bytes` of the step as GPUs compute it."""
     form, _ = sequence_form(config, axes)
     scores = 0 if can_fuse(config.model, axes, form) else MAX_CHUNK_SCORES
     return expected_bytes(config, axes, max_chunk_scores=scores, max_chunk_logits=MAX_CHUNK_LOGITS)
 
 
 def _fits(config: Config, axes: Mapping[str, int], budget: float | None) -> bool:
-    """Whether a run should fit by the formulas."""
+    """Returns whether a run should fit according to the formulas."""
     return budget is None or sum(formula_bytes(config, axes).values()) <= budget

@@ -1,4 +1,4 @@
-"""What a run carries from step to step, and how it begins."""
+"""The state that a run carries from step to step, and its initial value."""
 
 import functools
 from dataclasses import dataclass
@@ -21,26 +21,26 @@ class TrainState:
     """Everything a run carries from step to step; saved whole, restored whole."""
 
     step: jax.Array
-    """Finished steps, int32; also the data position, because every step takes `global_batch_size` rows."""
+    """Number of finished steps, int32; also the data position, because every step takes `global_batch_size` rows."""
     model: Llama
     """Master weights in `param_dtype`."""
     opt_state: Any
-    """optax state of the weights that are trained, sharded as they are."""
+    """optax state of the trained weights, sharded like them."""
     rng: jax.Array
-    """Key for what is drawn after initialisation."""
+    """Key for random draws after initialisation."""
     skipped_steps: jax.Array
-    """Steps that were not applied, because gradients were not finite or no target was counted, int32."""
+    """Number of steps that were not applied, because gradients were not finite or no target was counted, int32."""
     skipped_in_a_row: jax.Array
-    """Those whose gradients were not finite, since the last one whose were, int32."""
+    """Number of steps with non-finite gradients since the last step with finite ones, int32."""
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
 def init_state(config: Config, model: Llama | None = None) -> TrainState:
-    """The state before the first step, born sharded over the current mesh; equal on every mesh for one seed.
+    """Returns the state before the first step, created sharded over the current mesh; equal on every mesh for one seed.
 
     Args:
         config: the run.
-        model: weights to start from, which are used up; None: they are drawn.
+        model: weights to start from, which are donated; None: draw them.
     """
     model_key, rng = jax.random.split(jax.random.key(config.seed))
     weights = Llama(config.model, model_key) if model is None else model
@@ -59,5 +59,5 @@ def init_state(config: Config, model: Llama | None = None) -> TrainState:
 
 
 def abstract_state(config: Config) -> TrainState:
-    """The state of a run as `jax.ShapeDtypeStruct`, with shardings of the current mesh; no array is made."""
+    """Returns the state of a run as `jax.ShapeDtypeStruct`, with shardings of the current mesh; no array is created."""
     return concretise(jax.eval_shape(functools.partial(init_state, config)))

@@ -27,21 +27,21 @@ Result = TypeVar("Result")
 
 
 def loss_and_grads(run: ResolvedRun, model: Llama, batch: Batch) -> tuple[dict[str, jax.Array], Llama]:
-    """Loss and gradients of a batch: summed over micro-batches and tokens, then divided once.
+    """Returns loss and gradients of a batch: summed over micro-batches and tokens, then divided once.
 
-    Dividing sums by the global token count, rather than averaging means, keeps the result independent of
-    packing, accumulation and mesh.
+    Dividing sums by the global token count, rather than averaging means, keeps the result independent of packing,
+    accumulation and mesh.
 
     Returns:
-        `loss` (cross-entropy alone, nats per token; NaN if there are none), the layers' auxiliary values by their names, per
-        token too, and `tokens`, float32 and int32 scalars; and the gradients, a `Llama` in float32 whatever the parameters
-        are, in their shardings, with None for frozen weights.
+        `loss` (cross-entropy alone, in nats per token; NaN without counted tokens), the layers' auxiliary values by name,
+        also per token, and `tokens`, as float32 and int32 scalars; and the gradients, a `Llama` in float32 whatever the
+        dtype of the parameters, in their shardings, with None for frozen weights.
     """
     config = run.config
     trained, frozen = partition(config.train, model)
     own, fixed = prepare(config, trained), prepare(config, frozen)
     whole = copies(config, combine(own, fixed))
-    # Of float32 weights, whose gradients are not rounded where they need not travel.
+    # Of float32 weights, so that gradients are not rounded where they need not travel.
     wide, pull_back = jax.vjp(
         functools.partial(prepare, config), jax.tree.map(lambda weight: weight.astype(jnp.float32), trained)
     )
@@ -54,7 +54,7 @@ def loss_and_grads(run: ResolvedRun, model: Llama, batch: Batch) -> tuple[dict[s
 
     def micro_step(sums: Any, micro_batch: Batch) -> tuple[Any, None]:
         if config.train.grad_accum_steps > 1:
-            # Where XLA makes straight lines of the loop, the next micro-batch would begin before this one ends.
+            # Where XLA unrolls the loop, the next micro-batch would start before this one ends.
             sums, micro_batch = lax.optimization_barrier((sums, micro_batch))
         added = jax.grad(micro_loss, has_aux=True)(own, micro_batch)
         return jax.tree.map(lambda total, x: (total + x).astype(total.dtype), sums, added), None
@@ -67,18 +67,18 @@ def loss_and_grads(run: ResolvedRun, model: Llama, batch: Batch) -> tuple[dict[s
     (grads,) = pull_back(jax.tree.map(lambda grad, weight: grad.astype(weight.dtype), grads, wide))
     grads = jax.tree.map(_laid_out_as_stored, grads)
     tokens = jnp.maximum(sums.num_tokens, 1)
-    # No numbers where there is nothing to take the mean of.
+    # NaN where there is nothing to take the mean of.
     means = {name: total / sums.num_tokens for name, total in ({"loss": sums.cross_entropy} | auxiliary).items()}
     return means | {"tokens": sums.num_tokens}, jax.tree.map(lambda g: g / tokens, grads)
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
 def train_step(run: ResolvedRun, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
-    """One optimizer step.
+    """Runs one optimizer step.
 
     Returns:
-        The next state, and scalars: those of `loss_and_grads`, `grad_norm` (before clipping), `learning_rate`,
-        `skipped_steps`, `skipped_in_a_row`.
+        The next state, and scalars: the metrics of `loss_and_grads`, `grad_norm` (before clipping), `learning_rate`,
+            `skipped_steps`, `skipped_in_a_row`.
     """
     metrics, grads = loss_and_grads(run, state.model, batch)
     state, update_metrics = apply_gradients(run.config, state, grads, metrics["tokens"])
@@ -89,8 +89,8 @@ def train_step(run: ResolvedRun, state: TrainState, batch: Batch) -> tuple[Train
 def apply_gradients(
     config: Config, state: TrainState, grads: Any, tokens: jax.Array
 ) -> tuple[TrainState, dict[str, jax.Array]]:
-    """Clips and applies; gradients that are not finite, or of no tokens, leave weights and optimizer state as they are and
-    are counted."""
+    """Clips and applies gradients. Gradients that are not finite, or that come from no tokens, are counted and leave weights
+    and optimizer state unchanged."""
     trained, frozen = partition(config.train, state.model)
     chex.assert_trees_all_equal_shapes(grads, trained)
     grad_norm = optax.tree.norm(grads)
@@ -125,12 +125,12 @@ def apply_gradients(
 
 @jax.jit
 def eval_step(model: Llama, batch: Batch, token_bytes: jax.Array) -> tuple[LossSums, jax.Array]:
-    """The summed losses of a batch, and the bytes of text that its counted targets stand for (int32).
+    """Returns the summed losses of a batch, and the bytes of text that its counted targets represent (int32).
 
     Args:
         model: the Llama.
         batch: the batch.
-        token_bytes: bytes that each token stands for, int32 [V].
+        token_bytes: bytes that each token represents, int32 [V].
     """
 
     weights = PreparedWeights(whole_over_data(model, model.config.compute_dtype))
@@ -145,8 +145,8 @@ def eval_step(model: Llama, batch: Batch, token_bytes: jax.Array) -> tuple[LossS
 
 
 def one_behind(results: Iterable[Result]) -> Iterator[Result]:
-    """The same results, each once the next one has been asked for: who waits for one keeps the devices busy with the next,
-    and never queues more than two."""
+    """Yields each result once the next one has been requested: a caller that waits for one keeps the devices busy with the
+    next, and never queues more than two."""
     behind: list[Result] = []
     for result in results:
         behind.append(result)
@@ -156,7 +156,8 @@ def one_behind(results: Iterable[Result]) -> Iterator[Result]:
 
 
 def _laid_out_as_stored(grad: jax.Array) -> jax.Array:
-    """The same, row by row: XLA would else update in the layout of a scattered gradient, and copy all that is updated."""
+    """Returns the gradient in row-major layout: otherwise XLA would update in the layout of a scattered gradient and copy
+    all updated arrays."""
     lies, rows = jax.typeof(grad).sharding.spec, Layout(tuple(range(grad.ndim)))
     return jax.shard_map(lambda own: with_layout_constraint(own, rows), in_specs=lies, out_specs=lies, check_vma=False)(grad)
 

@@ -1,1 +1,1 @@
-"""A run from its start to its end."""
+"""Runs training from start to end."""

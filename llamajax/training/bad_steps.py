@@ -1,4 +1,4 @@
-"""Steps that went wrong, and what follows from them."""
+"""Detects bad steps (non-finite gradients, loss spikes) and requests a rollback for them."""
 
 import math
 from collections import deque
@@ -12,23 +12,23 @@ from llamajax.errors import DivergedError
 from llamajax.watch.run_log import Record
 
 _TO_DEVIATION = 1.4826
-"""Of normally distributed numbers, the standard deviation over the median absolute deviation."""
+"""Ratio of the standard deviation to the median absolute deviation of normally distributed numbers."""
 _LEAST_SHARE = 1e-3
-"""Of the median: losses that hardly differ from each other would else make a spike of any rounding."""
+"""Smallest deviation, as a share of the median. Without it, losses that hardly differ would turn rounding into a spike."""
 
 
-class GoBack(Exception):  # noqa: N818  (no error: the run goes on)
-    """The run is to go on from its newest good checkpoint before a step that went wrong."""
+class GoBack(Exception):  # noqa: N818  (not an error: the run continues)
+    """Requests that the run continue from its newest good checkpoint before a bad step."""
 
     def __init__(self, reason: str, *, first_step: int, last_step: int, pass_over: bool, **facts: Any) -> None:
-        """Every process raises the same, after the same step.
+        """Creates the request. Every process raises the same one after the same step.
 
         Args:
             reason: what went wrong, in one line.
-            first_step: the first step that is not to be believed; 1 is the run's first.
-            last_step: the last one that was looked at.
-            pass_over: whether the rows since the checkpoint, those of `last_step` included, are passed over from then on;
-                else the steps are computed again.
+            first_step: the first step that cannot be trusted; the first step of the run is 1.
+            last_step: the last step that was checked.
+            pass_over: whether the run skips the rows since the checkpoint, up to and including the rows of `last_step`;
+                otherwise it recomputes the steps.
             facts: numbers for the run's log.
         """
         super().__init__(reason)
@@ -37,42 +37,42 @@ class GoBack(Exception):  # noqa: N818  (no error: the run goes on)
 
 
 class BadSteps:
-    """Looks at the record of every step: gradients that stay non-finite, and losses that are spikes."""
+    """Checks the record of every step for gradients that stay non-finite and for loss spikes."""
 
     def __init__(self, config: Config, recent_losses: Sequence[float], num_rollbacks: int) -> None:
-        """Begins after the steps that `recent_losses` are of.
+        """Starts after the steps that produced `recent_losses`.
 
         Args:
             config: the run.
-            recent_losses: those that the next ones are compared with, the newest last.
-            num_rollbacks: how often the run has gone back and passed over rows.
+            recent_losses: losses to compare the next ones with, newest last.
+            num_rollbacks: number of times the run has rolled back and skipped rows.
         """
         self._config, self._num_rollbacks = config, num_rollbacks
         self._losses = deque(recent_losses, maxlen=config.recovery.spike_window)
         self._first_steps = {stage.from_step + 1 for stage in config.data.stages}
         self.num_nonfinite = 0
-        """Steps in a row, the newest included, whose gradients were not finite."""
+        """Number of consecutive steps with non-finite gradients, up to and including the newest step."""
 
     @property
     def recent_losses(self) -> list[float]:
-        """Finite losses of the newest steps that were applied, `recovery.spike_window` at most, the newest last."""
+        """Finite losses of the newest applied steps, at most `recovery.spike_window` of them, newest last."""
         return list(self._losses)
 
     def look(self, record: Record | None, newest: Callable[[], int | None]) -> None:
-        """Takes the record of the next step, if there is one; the same in every process.
+        """Checks the record of the next step, if there is one. The record is the same in every process.
 
         Args:
-            record: of `MetricsWriter.write` or `flush`.
-            newest: finds out the newest checkpoint.
+            record: the result of `MetricsWriter.write` or `flush`.
+            newest: returns the newest checkpoint.
 
         Raises:
-            GoBack: the step is a bad one.
-            DivergedError: it is, and the run has gone back as often as it may.
+            GoBack: the step is bad.
+            DivergedError: the step is bad, and the run has rolled back as often as allowed.
         """
         if record is None:
             return
         step, loss, zscore_limit = record["step"], record["train/loss"], self._config.recovery.spike_zscore
-        if step in self._first_steps:  # of a stage, whose texts are others
+        if step in self._first_steps:  # of a stage, which has different texts
             self._losses.clear()
         self.num_nonfinite = record["train/skipped_in_a_row"]
         if (limit := self._config.train.max_nonfinite_steps) <= self.num_nonfinite:
@@ -94,8 +94,8 @@ class BadSteps:
         most = self._config.recovery.max_rollbacks
         if self._num_rollbacks < most:
             raise GoBack(f"step {last_step}: {what}", first_step=first_step, last_step=last_step, pass_over=True, **facts)
-        before = f"the run has gone back already, {self._num_rollbacks} of at most {most} times"
-        before = before if most else "the run does not go back"
+        before = f"the run has already rolled back {self._num_rollbacks} of at most {most} times"
+        before = before if most else "the run does not roll back"
         saved = (
             "there is no checkpoint" if (saved_step := newest()) is None else f"step {saved_step} is the newest checkpoint"
         )
@@ -106,8 +106,10 @@ class BadSteps:
 
 
 def robust_zscore(loss: float, window: Sequence[float]) -> float:
-    """The distance of `loss` from the median of `window`, in robust standard deviations (1.4826 times the median absolute
-    deviation, of which a few outliers change nothing; Iglewicz and Hoaglin, How to Detect and Handle Outliers, 1993).
+    """Returns the distance of `loss` from the median of `window` in robust standard deviations.
+
+    The robust standard deviation is 1.4826 times the median absolute deviation, which a few outliers do not change (Iglewicz
+    and Hoaglin, How to Detect and Handle Outliers, 1993).
 
     Args:
         loss: a finite number.

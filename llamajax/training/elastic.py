@@ -1,4 +1,4 @@
-"""A run that goes on with other devices than it began with: same global batch, same rows, other accumulation."""
+"""Continues a run on a different number of devices: same global batch and rows, different gradient accumulation."""
 
 import itertools
 import math
@@ -16,35 +16,36 @@ from llamajax.config.run import Config
 from llamajax.errors import ConfigError
 from llamajax.processes.peers import of_first
 
-_TOLD = 6  # numbers of devices that would do, in a message
+_TOLD = 6  # numbers of suitable devices that a message names
 
 
 @dataclass(frozen=True)
 class Fitted:
-    """A run as it fits the devices that there are."""
+    """A run fitted to the available devices."""
 
     config: Config
-    """Its settings, with the `train.grad_accum_steps` of this mesh; `hardware` names as many GPUs as there are."""
+    """Settings of the run, with `train.grad_accum_steps` for this mesh; `hardware` names the number of available GPUs."""
     began: dict[str, Any]
-    """`mesh` (axis to size) and `grad_accum_steps` of its beginning, or since its user last changed the latter."""
+    """Initial `mesh` (axis to size) and `grad_accum_steps`, or their values when the user last changed the latter."""
     line: str | None
-    """What differs from that, for people; None if nothing does."""
+    """Differences from the beginning, for people, or None."""
 
 
 def fit(config: Config, run_dir: Path) -> Fitted:
-    """Chooses accumulation anew if the run in `run_dir` goes on with another mesh; all processes call this together.
+    """Chooses gradient accumulation again if the run in `run_dir` continues on another mesh. All processes call this
+    together.
 
-    A device then holds at most the rows of a micro-batch that it held when the run began, in as few micro-batches as that
-    takes; on the mesh of the beginning these are those of the configuration. Who changes `train.grad_accum_steps` by hand
-    gets what they ask for, and a run that begins anyway.
+    Each device then holds at most as many rows per micro-batch as when the run started, in as few micro-batches as possible.
+    On the initial mesh the result is the configuration's own value. A user who changes `train.grad_accum_steps` gets the
+    value that they ask for, and so does a new run.
 
     Args:
-        config: the run, as its user wrote it.
-        run_dir: its directory, which may not be there yet.
+        config: configuration of the run, as the user wrote it.
+        run_dir: directory of the run, which may not exist yet.
 
     Raises:
-        ConfigError: the rows cannot be divided over these devices, with the numbers of devices that they can be.
-        OSError: the disk fails, so that nobody knows whether the run begins.
+        ConfigError: the rows cannot be divided over these devices; the message names numbers of devices that work.
+        OSError: the disk fails, so it is unknown whether the run is new.
     """
     meta = of_first(newest_meta(run_dir) if jax.process_index() == 0 else None)
     num_devices, asked = jax.device_count(), config.train.grad_accum_steps
@@ -58,22 +59,22 @@ def fit(config: Config, run_dir: Path) -> Fitted:
     except ConfigError as error:
         others = _numbers_that_do(config, num_devices, began)
         raise ConfigError(
-            f"{str(error).splitlines()[0]}; the run in {run_dir} began on {_num_devices(began)} devices and cannot go on"
-            f" with {num_devices}, but with {others or 'another mesh'}"
+            f"{str(error).splitlines()[0]}; the run in {run_dir} began on {_num_devices(began)} devices and cannot continue"
+            f" on {num_devices}; continue on {others or 'another mesh'}"
         ) from error
     return Fitted(fitted, began, _line(fitted, num_devices, began))
 
 
 def for_devices(config: Config, num_devices: int, began: Mapping[str, Any]) -> Config:
-    """The run as it goes on with so many devices.
+    """Returns the configuration with which the run continues on this number of devices.
 
     Args:
-        config: the run, as its user wrote it.
-        num_devices: over all processes.
-        began: `mesh` and `grad_accum_steps` of its beginning.
+        config: configuration of the run, as the user wrote it.
+        num_devices: number of devices over all processes.
+        began: initial `mesh` and `grad_accum_steps`.
 
     Raises:
-        ConfigError: model or rows cannot be divided over them: one `key: rule` line each.
+        ConfigError: the model or the rows cannot be divided over the devices; one `key: rule` line per problem.
     """
     mesh, train = config.mesh.axis_sizes(num_devices), config.train
     if mesh == began["mesh"]:
@@ -86,23 +87,23 @@ def for_devices(config: Config, num_devices: int, began: Mapping[str, Any]) -> C
     steps = next(n for n in range(1, per_device + 1) if per_device % n == 0 and per_device // n <= most)
     changes: dict[str, Any] = {"train.grad_accum_steps": steps}
     if steps == 1:
-        changes["train.grad_accum_dtype"] = "float32"  # the only one that is allowed where there is no sum
-    if config.hardware.gpu != "none":  # chooses forms by it
+        changes["train.grad_accum_dtype"] = "float32"  # the only dtype allowed without accumulation
+    if config.hardware.gpu != "none":  # which forms are chosen by
         per_node = math.gcd(num_devices, config.hardware.gpus_per_node)
         changes |= {"hardware.gpus_per_node": per_node, "hardware.nodes": num_devices // per_node}
-    fitted = with_values(config, changes, Config)  # rules between sections look at other numbers of devices too
+    fitted = with_values(config, changes, Config)  # rules between sections also check other numbers of devices
     if problems := fitted.undivided(mesh):
         raise ConfigError("\n".join(problems))
     return fitted
 
 
 def rows_per_device(global_batch_size: int, began: Mapping[str, Any]) -> int:
-    """Rows of a micro-batch that a device held when the run began."""
+    """Returns the number of rows per micro-batch that a device held when the run started."""
     return global_batch_size // began["grad_accum_steps"] // num_parts("batch", began["mesh"])
 
 
 def _numbers_that_do(config: Config, num_devices: int, began: Mapping[str, Any]) -> str:
-    """The nearest numbers of devices that the run can go on with, for people."""
+    """Returns the nearest numbers of devices on which the run can continue, for people."""
 
     def does(number: int) -> bool:
         try:
@@ -121,13 +122,13 @@ def _line(config: Config, num_devices: int, began: Mapping[str, Any]) -> str | N
     train, mesh, before = config.train, config.mesh.axis_sizes(num_devices), _num_devices(began)
     if num_devices == before and train.grad_accum_steps == began["grad_accum_steps"]:
         return None
-    instead = f"{num_devices} devices instead of {before}" if num_devices != before else "another mesh than it began with"
+    instead = f"{num_devices} devices instead of {before}" if num_devices != before else "a mesh other than the initial one"
     axes = " x ".join(f"{axis} {size}" for axis, size in mesh.items() if size > 1) or "of one device"
     now, then = train.grad_accum_steps, began["grad_accum_steps"]
     steps = f"{now} accumulation step{'s' if now > 1 else ''} of {train.global_batch_size // now} rows"
     same = "same global batch and rows"
     if now != then and train.grad_accum_dtype != "float32":
-        same += f", but other rounding: train.grad_accum_dtype={train.grad_accum_dtype}"
+        same += f", but different rounding: train.grad_accum_dtype={train.grad_accum_dtype}"
     return f"{instead}: mesh {axes}, {steps} (was {then} of {train.global_batch_size // then}), {same}"
 
 

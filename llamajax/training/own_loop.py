@@ -33,7 +33,7 @@ class OwnLoop:
 
     @property
     def config(self) -> Config:
-        """The run on these devices."""
+        """Configuration of the run on these devices."""
         return self.trainer.config
 
     @property
@@ -58,7 +58,7 @@ class OwnLoop:
 
         Args:
             state: the state before it, which is used up.
-            batch: of `batches`.
+            batch: a batch from `batches`.
 
         Returns:
             The state after it, and float32 scalars on the devices: `loss` (nats per token), `grad_norm` and others.
@@ -90,7 +90,7 @@ class OwnLoop:
 
 @contextlib.contextmanager
 def prepare_loop(asked: Config) -> Iterator[OwnLoop]:
-    """Prepares a run, and holds its lock until the block ends; no signal is handled, and no watchdog looks.
+    """Prepares a run, and holds its lock until the block ends; no signal is handled, and no watchdog runs.
 
     Raises:
         UserError: configuration, data, machine or checkpoints do not allow the run.

@@ -1,4 +1,4 @@
-"""What the threads of a run are at, since when, and until when that may last."""
+"""Tracks which phase each thread of a run is in, since when, and how long the phase may last."""
 
 import contextlib
 import math
@@ -18,60 +18,60 @@ SETTINGS = {
     "save": "save_s",
     "evaluate": "evaluate_s",
 }
-"""Every kind of phase, and which setting of `WatchdogConfig` it may always take."""
+"""Every kind of phase, with the setting of `WatchdogConfig` that is the minimum for its limit."""
 
-_FIRST = "first step"  # it tunes kernels and brings up collectives, which says little of later ones
+_FIRST = "first step"  # tunes kernels and sets up collectives, so its time says little about later steps
 
 
 @dataclass(kw_only=True)
 class Phase:
-    """One phase of one thread. Its clock stands still while another one is within it."""
+    """One phase of one thread. Its clock pauses during a nested phase."""
 
     kind: str
     """A key of `SETTINGS`."""
     setting: str
-    """Of `WatchdogConfig`, which raises its limit."""
+    """Name of the `WatchdogConfig` setting that raises the limit."""
     limit: float
-    """Seconds that it may take; infinite if nobody watches."""
+    """Seconds that the phase may take; infinite if the watchdog is off."""
     resumed: float
-    """When its clock last began to run."""
+    """Time at which the clock last resumed."""
     spent: float = 0.0
-    """Seconds on its clock until then."""
+    """Seconds on the clock at that time."""
     doing: str = ""
-    """More exactly, for people."""
+    """Current activity in more detail, for people."""
     longest: float = 0.0
-    """Seconds that its clock has shown at most."""
+    """Most seconds that the clock has shown before a restart."""
     grace: float = 0.0
-    """Seconds above its limit, in which another process may say that it is the one that is stuck."""
+    """Seconds above the limit during which another process may report that it is the stuck one."""
 
     def took(self, now: float) -> float:
-        """Seconds on its clock, if that runs."""
+        """Returns the seconds on the clock, assuming that it runs."""
         return self.spent + now - self.resumed
 
     def deadline(self) -> float:
-        """When it counts as stuck, if its clock runs on until then."""
+        """Returns the time at which the phase counts as stuck, assuming that its clock keeps running."""
         return self.resumed - self.spent + self.limit + self.grace
 
     def restart(self, now: float) -> None:
-        """Sets its clock to 0."""
+        """Sets the clock to 0."""
         self.longest = max(self.longest, self.took(now))
         self.resumed, self.spent, self.grace = now, 0.0, 0.0
 
     def allow(self, limit: float, setting: str) -> None:
-        """Lets it take as long as what it has turned out to be, by that one's setting."""
+        """Raises the limit when the phase turns out to do longer work, and names the setting of that work."""
         if limit > self.limit:
             self.limit, self.setting = limit, setting
 
 
 class Phases:
-    """The phases of all threads, each thread's within each other, and how long those of a kind have taken."""
+    """The phases of all threads, nested per thread, and the longest time that each kind of phase has taken."""
 
     def __init__(self, config: WatchdogConfig, clock: Callable[[], float] = time.monotonic) -> None:
-        """Nothing is begun yet.
+        """Starts without any phase.
 
         Args:
-            config: floors and factor of the limits.
-            clock: seconds since anything.
+            config: minimum limits and the factor.
+            clock: returns seconds since an arbitrary start.
         """
         self._config, self._clock = config, clock
         self._of_threads: dict[int, list[Phase]] = {}
@@ -79,7 +79,7 @@ class Phases:
         self._changing = threading.RLock()
 
     def limit(self, kind: str) -> float:
-        """Seconds that a phase which begins now may take."""
+        """Returns the seconds that a phase starting now may take."""
         if not self._config.enabled:
             return math.inf
         longest = 0.0 if kind == _FIRST else self._longest.get(kind, 0.0)
@@ -88,7 +88,7 @@ class Phases:
         return max(getattr(self._config, SETTINGS[kind]), self._config.factor * longest)
 
     def begin(self, kind: str) -> None:
-        """The calling thread has done with the innermost phase it was in, if any, and begins another in its place."""
+        """Ends the innermost phase of the calling thread, if there is one, and starts another in its place."""
         with self._changing:
             phases = self._of_threads.setdefault(threading.get_ident(), [])
             if phases:
@@ -96,13 +96,14 @@ class Phases:
             phases.append(self._new(kind))
 
     def forget(self, kind: str) -> None:
-        """How long phases of a kind have taken tells nothing of those to come."""
+        """Forgets how long phases of this kind have taken, because later ones differ."""
         with self._changing:
             self._longest.pop(kind, None)
 
     @contextlib.contextmanager
     def within(self, kind: str) -> Iterator[None]:
-        """A phase of the calling thread, within the one it is in, if any; one that ends by an error teaches nothing."""
+        """Nests a phase in the current phase of the calling thread, if any. A phase that ends with an error is not
+        recorded."""
         own = threading.get_ident()
         with self._changing:
             phases = self._of_threads.setdefault(own, [])
@@ -122,22 +123,22 @@ class Phases:
                     del self._of_threads[own]
 
     def of(self, thread: int) -> Phase | None:
-        """The innermost phase of the thread."""
+        """Returns the innermost phase of the thread."""
         with self._changing:
             phases = self._of_threads.get(thread)
             return phases[-1] if phases else None
 
     def running(self) -> list[tuple[int, Phase]]:
-        """The innermost phase of every thread that is in one."""
+        """Returns the innermost phase of every thread that is in one."""
         with self._changing:
             return [(thread, phases[-1]) for thread, phases in self._of_threads.items()]
 
     def deadline(self) -> float:
-        """When the first of those that run counts as stuck."""
+        """Returns the earliest time at which a running phase counts as stuck."""
         return min((phase.deadline() for _, phase in self.running()), default=math.inf)
 
     def stand_still(self, seconds: float) -> None:
-        """Takes from all that run what just passed without any of them."""
+        """Excludes this time from all running phases: the whole process was suspended during it."""
         for _, phase in self.running():
             phase.resumed += seconds
 

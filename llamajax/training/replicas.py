@@ -1,7 +1,7 @@
-"""Whether devices that should hold the same bits do, and what follows when they do not.
+"""Compares replicas: devices that should hold the same bits, and the response when they differ.
 
-Going back and computing the same steps again tells a particle that hit a memory cell once from a device that computes wrong.
-The devices' own majority could not mend the state: what one of them held went into everybody's gradients.
+Rolling back and recomputing the same steps distinguishes a single bit flip in memory from a device that computes wrong
+results. A majority of the devices could not repair the state: the wrong bits of one device have entered all gradients.
 """
 
 import math
@@ -24,17 +24,17 @@ from llamajax.units import format_bytes
 from llamajax.watch import console
 
 MAX_TOLD = 4
-"""Devices that a line names."""
+"""Maximum number of devices named in one line."""
 
 
 @dataclass(frozen=True)
 class Suspects:
-    """Devices, by their place in the mesh, that hold other bits than others."""
+    """Devices, by position in the mesh, that hold different bits from others."""
 
     known: frozenset[int]
-    """Those that differ from most of the devices that hold the same part of an array."""
+    """Devices that differ from most of the devices with the same part of an array."""
     unknown: frozenset[int]
-    """Those of which one is wrong, and none is known to be: two of two, or half of several."""
+    """Devices in ties (two of two, or half of several): one of them is wrong, but it is unknown which."""
 
     def __bool__(self) -> bool:
         return bool(self.known or self.unknown)
@@ -44,20 +44,20 @@ class Suspects:
         return self.known | self.unknown
 
     def among(self, places: frozenset[int]) -> "Suspects":
-        """Those that are in `places` too."""
+        """Returns the suspects that are also in `places`."""
         return Suspects(self.known & places, self.unknown & places)
 
 
 class Replicas:
-    """Compares what several devices hold of the state; lasts from the start of a process to its end, however often the run
-    goes back."""
+    """Compares the copies of the state on different devices. An instance lasts as long as its process, across all
+    rollbacks."""
 
     def __init__(self, config: RecoveryConfig, state: Any) -> None:
-        """Compiles the comparison and says what it covers; all processes call this together.
+        """Compiles the comparison and reports what it covers. All processes call this together.
 
         Args:
             config: the `recovery` section of the run.
-            state: its `abstract_state`, or the state.
+            state: the `abstract_state` of the run, or its state.
         """
         self._every = config.checksum_every
         arrays = {} if self._every is None else replicated(state)
@@ -67,33 +67,33 @@ class Replicas:
         self._hosts = everyones(socket.gethostname())
         self._good_step = math.inf
         self._suspected: frozenset[int] = frozenset()
-        """Places of devices that differed, until they have been equal after step `again_at`."""
+        """Positions of devices that differed; cleared once all replicas are equal at step `_again_at` or later."""
         self._again_at = 0
         self._facts: dict[str, Any] = {}
         self._times_transient: Counter[int] = Counter()
         if self._compiled is not None:
             of, whole = (format_bytes(held_bytes(tree)) for tree in (arrays, state))
-            console.log(f"checksums  of {of} of {whole} per device, every {self._every} steps and before each checkpoint")
+            console.log(f"checksums  {of} of {whole} per device, every {self._every} steps and before each checkpoint")
         elif self._every is not None:
-            console.log("checksums  every array lies on one device only: there are no replicas to compare")
+            console.log("checksums  every array is stored on one device only: there are no replicas to compare")
 
     def due(self, step: int) -> bool:
-        """Whether to compare after `step`, if no checkpoint asks for it."""
+        """Returns whether to compare after `step` even without a checkpoint there."""
         if self._compiled is None or self._every is None:
             return False
         return step % self._every == 0 or (bool(self._suspected) and step == self._again_at)
 
     def check(self, step: int, state: Any, event: Callable[..., object]) -> None:
-        """Returns when all replicas are equal; all processes call this together, and it ends for all of them alike.
+        """Returns normally when all replicas are equal. All processes call this together, with the same outcome.
 
         Args:
-            step: finished steps.
-            state: after them.
-            event: takes name and facts of what is found, for the run's log.
+            step: number of finished steps.
+            state: the state after these steps.
+            event: writes a finding (name and facts) to the run's log.
 
         Raises:
-            GoBack: devices differ; the steps since the newest checkpoint are to be computed again.
-            CorruptionError: they have differed before, and still do.
+            GoBack: devices differ; the steps since the newest checkpoint must be recomputed.
+            CorruptionError: the same devices have differed before, and still do.
         """
         if self._compiled is None:
             return
@@ -109,8 +109,8 @@ class Replicas:
         if again := suspects.among(self._suspected):
             event("corruption", kind="lasting", **self._facts)
             raise CorruptionError(
-                f"step {step}: {self._told(again)} in {where}, also after going back, so that it is no accident;"
-                f" {self._remedy(again)} and start the run again: it goes on from its newest checkpoint"
+                f"step {step}: {self._told(again)} in {where}, again after a rollback, so the fault is lasting;"
+                f" {self._remedy(again)} and start the run again: it resumes from its newest checkpoint"
             )
         event("corruption", kind="suspected", **self._facts)
         self._suspected, self._again_at = self._suspected | suspects.all, max(step, self._again_at)
@@ -118,7 +118,8 @@ class Replicas:
         raise GoBack(what, first_step=first_step, last_step=step, pass_over=False)
 
     def _found(self, state: Any) -> dict[str, list[int]]:
-        """See `differing`; in all processes what the first of them sees that sees anything, should what they see differ."""
+        """See `differing`. If processes see different results, all of them use the result of the first one that found
+        anything."""
         assert self._compiled is not None
         arrays = named_arrays(state)
         table = np.asarray(self._compiled([arrays[name] for name in self._held_by]))
@@ -127,28 +128,28 @@ class Replicas:
         return {} if first is None else everyones(found if jax.process_index() == first else None)[first]
 
     def _acquit(self, step: int, event: Callable[..., object]) -> None:
-        """Tells that what the suspected devices differed in has not come back."""
+        """Reports that the difference on the suspected devices has not recurred."""
         event("corruption", kind="transient", **self._facts | {"devices": self._ids(self._suspected)})
         self._times_transient.update(self._suspected)
         times = max(self._times_transient[place] for place in self._suspected)
-        often = f", {times} times by now; have it looked at" if times > 1 else ""
+        often = f", {times} times so far; have the hardware checked" if times > 1 else ""
         who, self._suspected = self._names(self._suspected), frozenset()
-        console.say(f"step {step}: computed again, all replicas are equal: {who} differed by accident{often}")
+        console.say(f"step {step}: recomputed, all replicas are equal: {who} had a transient fault{often}")
 
     def _remedy(self, suspects: Suspects) -> str:
         hosts = sorted({self._hosts[self._devices[place].process_index] for place in suspects.all})
         if len(hosts) > 1:
-            return f"take {' or '.join(hosts)} out"
-        return f"take {hosts[0]} out" if len(set(self._hosts)) > 1 else "leave it out or take another machine,"
+            return f"exclude {' or '.join(hosts)}"
+        return f"exclude {hosts[0]}" if len(set(self._hosts)) > 1 else "exclude the device or use another machine,"
 
     def _ids(self, places: Iterable[int]) -> list[int]:
         return [self._devices[place].id for place in sorted(places)]
 
     def _told(self, suspects: Suspects) -> str:
         if suspects.known:
-            holds = "holds other bits than its replicas" if len(suspects.all) == 1 else "hold other bits than their replicas"
+            holds = "differs from its replicas" if len(suspects.all) == 1 else "differ from their replicas"
             return f"{self._names(suspects.all)} {holds}"
-        return f"{self._names(suspects.all)} hold different bits, and nobody can tell which is right,"
+        return f"{self._names(suspects.all)} hold different bits, and no majority says which is right,"
 
     def _names(self, places: Iterable[int]) -> str:
         devices = [self._devices[place] for place in sorted(places)]
@@ -157,11 +158,11 @@ class Replicas:
 
 
 def suspected(found: Mapping[str, Iterable[int]], held_by: Mapping[str, np.ndarray]) -> Suspects:
-    """Who is to blame: a device that is wrong by majority in one array explains why halves differ in another.
+    """Finds the devices to blame. A device that is wrong by majority in one array explains ties in another array.
 
     Args:
-        found: of `differing`.
-        held_by: see there.
+        found: the result of `differing`.
+        held_by: the argument of `differing`.
     """
     known: set[int] = set()
     halves: list[set[int]] = []

@@ -1,8 +1,9 @@
-"""Going back: from a bad step to the newest good checkpoint before it, past the rows that led there.
+"""Rolls back from a bad step to the newest good checkpoint before it, and skips the rows that led to the bad step.
 
-Whatever moment a process is killed at, the same command goes on as if it had not been: `passed_over.json` in the run's
-directory is written, whole, before anything is removed; without it the run meets the bad step again, with it the checkpoints
-behind the place that it went back to are no longer its own, and go.
+A process may be killed at any moment, and the same command continues as if it had not been: `passed_over.json` in the run
+directory is written whole before anything is removed. Without the file the run meets the bad step again; with it,
+checkpoints after the rollback target no longer belong to the run and are removed.
+
 """
 
 import contextlib
@@ -32,9 +33,10 @@ PASSED_OVER_FILE = "passed_over.json"
 
 
 def read_passed_over(run_dir: Path, checkpointer: Checkpointer) -> tuple[PassedOver, ...]:
-    """What the run in `run_dir` has passed over; removes checkpoints that it has gone back behind, if a kill left any.
+    """Returns the rows that the run in `run_dir` has skipped, and removes obsolete checkpoints that a kill left behind.
 
-    All processes call this together, and return the same.
+    Obsolete checkpoints were saved before the run rolled back to an earlier step. All processes call this together and
+    return the same.
 
     Raises:
         CheckpointError: the record is damaged.
@@ -47,8 +49,8 @@ def read_passed_over(run_dir: Path, checkpointer: Checkpointer) -> tuple[PassedO
             content = json.loads(read_again(path.read_bytes)) if path.exists() else []
             left = steps_left_behind(run_dir / "checkpoints", parse_passed_over(content))
         except (ValueError, TypeError, RecursionError) as error:
-            problem = f"{run_dir / PASSED_OVER_FILE} is damaged ({error}); bring it back, or remove it: the run then goes by"
-            problem += " what its newest checkpoint knows"
+            problem = f"{run_dir / PASSED_OVER_FILE} is damaged ({error}); restore it, or remove it: the run then uses"
+            problem += " the record in its newest checkpoint"
     problem, content, left = of_first((problem, content, left))
     if problem is not None:
         raise CheckpointError(problem)
@@ -57,32 +59,32 @@ def read_passed_over(run_dir: Path, checkpointer: Checkpointer) -> tuple[PassedO
 
 
 def steps_left_behind(directory: Path, passed_over: tuple[PassedOver, ...]) -> list[int]:
-    """The checkpoints in `directory` that were saved before the run went back to an earlier step.
+    """Returns the checkpoints in `directory` that were saved before the run rolled back to an earlier step.
 
     Raises:
-        OSError: the disk fails, and one that cannot be asked would be taken for the run's own.
+        OSError: the disk fails, and an unreadable checkpoint would count as the run's own.
     """
     left = []
     for step in steps_in(directory):
         meta = read_meta(directory / str(step)) if is_left_behind(step, 0, passed_over) else None
         known = () if meta is None else parse_passed_over(meta["data"].get("passed_over", ()))
-        is_own = meta is not None and known == passed_over[: len(known)]  # else `agreed` tells of it
+        is_own = meta is not None and known == passed_over[: len(known)]  # else `agreed` reports it
         if is_own and is_left_behind(step, len(known), passed_over):
             left.append(step)
     return left
 
 
 def agreed(run_dir: Path, passed_over: tuple[PassedOver, ...], saved: Saved) -> tuple[PassedOver, ...]:
-    """What the run has passed over by its record and by its checkpoint, of which one may have been lost in part.
+    """Returns the rows skipped according to the run's record and its checkpoint, either of which may have lost its end.
 
     Raises:
-        CheckpointError: they contradict each other.
+        CheckpointError: the two contradict each other.
     """
     known = parse_passed_over(saved.meta["data"].get("passed_over", []))
     if known[: len(passed_over)] != passed_over[: len(known)]:
         raise CheckpointError(
-            f"{run_dir / PASSED_OVER_FILE} is not of the run whose checkpoint {saved.step} is there; bring the run's own"
-            " back, or remove it: the run then goes by what its checkpoint knows"
+            f"{run_dir / PASSED_OVER_FILE} does not belong to the run of checkpoint {saved.step}; restore the run's own"
+            " file, or remove it: the run then uses the record in its checkpoint"
         )
     return max(known, passed_over, key=len)
 
@@ -94,33 +96,33 @@ def go_back(
     checkpointer: Checkpointer,
     passed_over: tuple[PassedOver, ...],
 ) -> tuple[Restored[State] | None, tuple[PassedOver, ...]]:
-    """Goes back to the newest good checkpoint before a bad step; all processes call this together.
+    """Rolls back to the newest good checkpoint before a bad step. All processes call this together.
 
-    If that is where the run went back to the last time, past other rows, it is the one before it.
+    If the last rollback, which skipped rows, ended at that same checkpoint, this one uses the checkpoint before it.
 
     Args:
-        bad: what went wrong, and when.
+        bad: what went wrong, and at which step.
         config: the run.
-        abstract_state: of its state, as of `Checkpointer.restore`.
-        checkpointer: of the run.
-        passed_over: what it has passed over so far.
+        abstract_state: the abstract state, as for `Checkpointer.restore`.
+        checkpointer: the checkpointer of the run.
+        passed_over: rows that the run has skipped so far.
 
     Returns:
-        The checkpoint, None for the beginning; and what the run passes over from here on.
+        The checkpoint, or None for the beginning of the run; and the rows that the run skips from now on.
 
     Raises:
-        CheckpointError: it has checkpoints, but none of them is good; or another process has taken the run over.
+        CheckpointError: the run has checkpoints, but none of them is good; or another process has taken over the run.
         OSError: the record cannot be written.
     """
     run_dir, rows_per_step = Path(config.run_dir).expanduser(), config.train.global_batch_size
-    with contextlib.suppress(SaveError):  # which was told; it is not the one to go back to
+    with contextlib.suppress(SaveError):  # already reported; that checkpoint is not the target
         checkpointer.wait()
     restored = checkpointer.restore(abstract_state, before=bad.first_step, passed_over=passed_over)
-    if restored is None and bad.pass_over:  # in the middle of skipped steps, which leave weights as they are
+    if restored is None and bad.pass_over:  # amid skipped steps, which do not change weights
         restored = checkpointer.restore(abstract_state, passed_over=passed_over)
     elif restored is not None and bad.pass_over and passed_over and passed_over[-1].after_step == restored.step:
-        # It did not help to go on from there with other rows: what is wrong came before it.
-        again, restored = restored.step, None  # whose arrays would take the room of the other's
+        # Different rows after that checkpoint did not help: the cause is earlier.
+        again, restored = restored.step, None  # frees its arrays before the next ones are loaded
         with contextlib.suppress(NoneGoodError):
             restored = checkpointer.restore(abstract_state, before=again, passed_over=passed_over)
         if restored is None:
@@ -132,11 +134,11 @@ def go_back(
     if bad.pass_over:
         window = PassedOver(after_step=step, first_row=first_row, num_rows=num_rows, reason=bad.reason, time=now)
         passed_over = (*passed_over, window)
-    rows = f"passing over rows {first_row:,} to {end - 1:,}" if bad.pass_over else "computing the steps since again"
+    rows = f"passing over rows {first_row:,} to {end - 1:,}" if bad.pass_over else "recomputing the steps since"
     of = f" ({len(passed_over)} of at most {config.recovery.max_rollbacks} times)" if bad.pass_over else ""
     where = f"step {step}" if restored is not None else "the beginning"
     console.log(f"rollback   {bad.reason}; going back to {where}, {rows}{of}")
-    checkpointer.check()  # to restore takes long enough to lose the run meanwhile
+    checkpointer.check()  # another process may have taken over during the restore
     if jax.process_index() == 0:
         with run_log.Appender(run_dir / run_log.ROLLED_BACK_FILE, console.say) as file:
             file.append_record(run_log.later_steps(run_dir / run_log.METRICS_FILE, step))
@@ -153,10 +155,10 @@ def go_back(
 
 
 def parse_passed_over(content: Any) -> tuple[PassedOver, ...]:
-    """What `passed_over.json` or a checkpoint holds.
+    """Parses the contents of `passed_over.json` or the same list in a checkpoint.
 
     Raises:
-        TypeError: that is no such list.
+        TypeError: the content is not such a list.
     """
     windows = tuple(PassedOver(**window) for window in content)
     if not all(type(n) is int and n >= 0 for w in windows for n in (w.after_step, w.first_row, w.num_rows)):

@@ -1,4 +1,4 @@
-"""What the stages of a run compute: a program for every length of rows, chosen, compiled and told before the first step."""
+"""Compiles the programs of a run's stages before the first step: one for each row length, with its choices reported."""
 
 import time
 from collections.abc import Mapping
@@ -17,10 +17,10 @@ from llamajax.watch.console import say
 
 
 def check_forms(config: Config) -> None:
-    """Refuses a run whose forms these devices cannot compute, before anything is read or compiled for it.
+    """Rejects a run with forms that these devices cannot compute, before any data is read or program compiled.
 
     Raises:
-        ConfigError: a form that is asked for cannot be computed by them.
+        ConfigError: the devices cannot compute a requested form.
     """
     mesh, capability = jax.sharding.get_mesh().shape, compute_capability()
     float8_matmuls(config.model, capability)
@@ -29,11 +29,13 @@ def check_forms(config: Config) -> None:
 
 
 def resolve_stages(config: Config) -> dict[int, ResolvedRun]:
-    """The run as it is resolved for each length of rows that it computes in; tells what was chosen and why, of later stages
-    where it is another one. All processes call this together.
+    """Resolves the run for each of its row lengths and reports the choices and their reasons; for later stages, only
+    changes.
+
+    All processes call this together.
 
     Raises:
-        ConfigError: a form that is asked for cannot be computed by these devices.
+        ConfigError: these devices cannot compute a requested form.
     """
     capability, told_before = compute_capability(), dict[str, str]()
     lengths = {stage.seq_len: config.in_rows_of(stage.seq_len) for stage in config.data.all_stages}
@@ -52,12 +54,12 @@ def resolve_stages(config: Config) -> dict[int, ResolvedRun]:
 
 
 def compile_steps(runs: Mapping[int, ResolvedRun]) -> dict[int, Compilation]:
-    """The training step of each length of rows, and a line about each; all processes call this together.
+    """Compiles the training step for each row length and logs a line about each. All processes call this together.
 
-    All of them now, so that what is wrong with a later stage does not show days later.
+    All of them are compiled now, so that an error in a later stage does not appear days later.
 
     Args:
-        runs: of `resolve_stages`.
+        runs: the result of `resolve_stages`.
 
     Raises:
         ConfigError: see `compile_here`.
@@ -76,7 +78,8 @@ def compile_steps(runs: Mapping[int, ResolvedRun]) -> dict[int, Compilation]:
 
 
 def described(data: DataConfig, number: int) -> str:
-    """A stage in a line, counted from 0: `2 of 3 "long context": rows of 8,192 tokens, weights 0.5 data.sources[0]`."""
+    """Describes a stage, counted from 0, in a line: `2 of 3 "long context": rows of 8,192 tokens, weights 0.5
+    data.sources[0]`."""
     stage = data.all_stages[number]
     name = f' "{stage.name}"' if stage.name else ""
     weights = ", ".join(f"{weight:g} data.sources[{index}]" for index, weight in enumerate(stage.weights) if weight)

@@ -1,4 +1,4 @@
-"""Ending a run on SIGTERM and Ctrl-C, all its processes at the same moment."""
+"""Ends a run on SIGTERM or Ctrl-C, in all its processes after the same step."""
 
 import math
 import os
@@ -16,18 +16,18 @@ from llamajax.watch import console
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
-_SAME_S = 2.0  # in which signals are one and the same: of a launcher and of the terminal
+_SAME_S = 2.0  # signals within this time count as one: the launcher and the terminal may both send one
 
 
 class StopSignal:
-    """SIGTERM and Ctrl-C end the run after the step in progress, with a checkpoint; before the first step, at once.
+    """Ends the run with a checkpoint after the current step on SIGTERM or Ctrl-C; before the first step, ends it at once.
 
-    A thread hears the signals: the main one may be in a native call for minutes. Whichever process gets the signal, all
-    stop together.
+    A separate thread receives the signals, because the main thread may be in a native call for minutes. Whichever process
+    gets the signal, all processes stop together.
     """
 
     def __init__(self, *, ends_process: bool = True) -> None:
-        """Signals are not handled yet.
+        """Creates the handler, which does not handle signals yet.
 
         Args:
             ends_process: a signal that cannot wait for the end of a step ends the process. Otherwise it has the effect that
@@ -61,7 +61,7 @@ class StopSignal:
 
     @contextmanager
     def at_end_of_step(self) -> Iterator[None]:
-        """Within, a signal waits for `requested` instead of ending the process."""
+        """Makes a signal wait for `requested` inside this context instead of ending the process."""
         with self._frozen:
             self._count = 0
         yield
@@ -69,18 +69,19 @@ class StopSignal:
             self._count = math.inf
 
     def requested(self) -> bool:
-        """Whether to stop now; all processes ask equally often and get the same answers, yes ever after the first yes."""
+        """Returns whether to stop now. All processes ask equally often and get the same answers; after a yes, every answer
+        is yes."""
         with self._frozen:
             self._count += 1
             return self._count >= self._stop_after
 
     def freeze(self) -> float:
-        """How often `requested` was called; waits with its next answer until `stop_after` is called."""
+        """Returns how often `requested` was called, and blocks its next answer until `stop_after` is called."""
         self._frozen.acquire()
         return self._count
 
     def stop_after(self, count: float, why: str) -> None:
-        """Lets `requested` say yes from its call of this number on; with `peers.NOW`, ends the process."""
+        """Makes `requested` return True from this call number on; with `peers.NOW`, ends the process."""
         if count == peers.NOW and not self._ends_process:  # `_handle` does it
             self._frozen.release()
             return
@@ -100,7 +101,7 @@ class StopSignal:
             if first is None:
                 first = time.monotonic()
                 self._request(signal.Signals(heard[0]).name)
-            elif time.monotonic() - first > _SAME_S and self._ends_process:  # the second one does not wait
+            elif time.monotonic() - first > _SAME_S and self._ends_process:  # the second signal does not wait
                 _end(128 + heard[0])
         self._hears.close()
 
@@ -122,7 +123,8 @@ class StopSignal:
 
 
 def _end(code: int) -> NoReturn:
-    """Ends the process as it is: XLA's threads may be compiling, which the interpreter's own end does not survive."""
+    """Ends the process without cleanup: XLA threads may be compiling, which the interpreter's own shutdown does not
+    survive."""
     console.CONSOLE.show_cursor()
     sys.stdout.flush()
     sys.stderr.flush()

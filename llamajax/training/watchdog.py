@@ -1,14 +1,16 @@
-"""Ends a process that is stuck, and leaves behind where it was.
+"""Ends a stuck process and writes down where it was stuck.
 
-A thread looks at the phases of the run (`llamajax.training.phases`). When one has outlasted its limit, the stacks of all
-threads go to a file, one line says what lasted too long, the other processes of the run are told, leave theirs, and all end
-with `TRY_AGAIN`. Those that wait for the stuck process outlast their limits with it: they let it speak first. Who waits for
-other processes to agree, or to give a lock free, may take longer by what takes longest, as they have limits of their own;
-but not for ever, since each may wait for the others. While a run starts and loads there is no limit to that.
+A thread checks the phases of the run (`llamajax.training.phases`). When a phase exceeds its limit, the stacks of all threads
+go to a file, one line says what took too long, the other processes of the run are notified and write their stacks, and all
+end with `TRY_AGAIN`. Processes that wait for the stuck one exceed their limits with it, so they let it report first. A
+thread that waits for other processes to agree or to release a lock may take longer than its limit, by the longest limit of
+what those processes may be doing, but not for ever, since each may wait for the others. While a run starts and loads, such
+a wait has no limit.
 
-A thread of Python does not run while native code holds the interpreter, nor in a process that was stopped. Then whoever
-reads the heartbeat from outside (`llamajax.launch`) sends SIGABRT, on which the stacks are written without it. Nothing here
-ends such a process by a clock of its own: that could not be told from one which its user has stopped and means to continue.
+A Python thread does not run while native code holds the interpreter, nor in a suspended process. In those cases the process
+that reads the heartbeat from outside (`llamajax.launch`) sends SIGABRT, and the signal handler writes the stacks without the
+interpreter. Nothing here ends such a process on its own clock: that would also end a process that its user has suspended and
+means to continue.
 """
 
 import contextlib
@@ -35,19 +37,19 @@ from llamajax.training.phases import SETTINGS, Phase, Phases
 from llamajax.training.stop import StopSignal
 from llamajax.watch import startup_time
 
-_EVERY_S = 0.5  # between looks, at most
-_GRACE_S = 1.5  # in which a process that only waits for another lets that one speak
-_STOPPED_S = 2.0  # by which a look that comes later means that the whole process stood still
-_WRITE_S = 1.0  # in which stacks must have been written: the disk may be what is stuck
-_END_S = 600.0  # for the end of a process: above jax's own limit for it, five minutes
-_LAST_WORD_S = 8.0  # after which the process ends, whatever keeps it from saying why
+_EVERY_S = 0.5  # between checks, at most
+_GRACE_S = 1.5  # time in which a process that only waits lets another one report first
+_STOPPED_S = 2.0  # a check that is later than this means that the whole process was suspended
+_WRITE_S = 1.0  # time limit for writing stacks: the disk may be what is stuck
+_END_S = 600.0  # time limit for ending a process: above jax's own limit of five minutes
+_LAST_WORD_S = 8.0  # the process ends after this time, whatever keeps it from reporting the reason
 
 _FOR_OTHERS = {
     inspect.unwrap(function).__code__
     for function in (peers.Peers.everyones, StopSignal.requested, disk.locked, Checkpointer._await_thread)
-}  # in which a thread waits for what is watched itself: other processes, or the thread that commits
-_TOGETHER = ("step", "save", "evaluate")  # what processes are at while others are at a step
-_ARRAYS = "jax._src.array"  # the module in which a thread waits for the value of an array
+}  # functions in which a thread waits for something with limits of its own: other processes, or the commit thread
+_TOGETHER = ("step", "save", "evaluate")  # phases that other processes may be in during a step
+_ARRAYS = "jax._src.array"  # module in which a thread waits for the value of an array
 COMPILERS = ("jax._src.compiler", "jax._src.interpreters.mlir", "jax._src.interpreters.partial_eval")
 """Modules in which jax compiles, lowers and traces."""
 
@@ -62,20 +64,20 @@ _WORDS = {
 
 
 def process_ends(config: WatchdogConfig) -> None:
-    """From here on the process has but to end; whoever reads the heartbeat from outside sees to that."""
+    """Marks that the process has only to end; the process that reads its heartbeat from outside enforces this."""
     if config.enabled:
         heartbeat.of_this_process().tell(phase="end", doing="", deadline=time.monotonic() + _END_S)
 
 
 class Watchdog:
-    """Watches the phases of one run; a context manager around it. Phases are those of the thread that tells them."""
+    """Watches the phases of one run; a context manager. Each thread reports its own phases."""
 
     def __init__(self, config: WatchdogConfig, run_dir: Path) -> None:
-        """Nothing is watched yet.
+        """Creates the watchdog, which does not watch yet.
 
         Args:
             config: the limits.
-            run_dir: the run's directory, in which `stacks/` is made when there is something to write.
+            run_dir: directory of the run; its `stacks/` is created when there is something to write.
         """
         self._phases, self._own = Phases(config), threading.get_ident()
         self._stacks = run_dir.absolute() / "stacks"
@@ -87,10 +89,10 @@ class Watchdog:
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
     def __enter__(self) -> Self:
-        # Who has enabled it already (pytest, python -X faulthandler) looks for stacks on stderr.
+        # If something has enabled faulthandler already (pytest, python -X faulthandler), stacks are expected on stderr.
         self._has_handler = not faulthandler.is_enabled()
         if self._has_handler:
-            with contextlib.suppress(ValueError, OSError):  # stderr is no file
+            with contextlib.suppress(ValueError, OSError):  # stderr is not a file
                 faulthandler.enable()
         peers.before_end(self._leave_stacks)
         self.begin("start")
@@ -113,7 +115,7 @@ class Watchdog:
         heartbeat.of_this_process().tell(phase="end", doing="", deadline=None)
 
     def begin(self, kind: str) -> None:
-        """The run begins another part of its story, a key of `phases.SETTINGS`."""
+        """Starts the next phase of the run; `kind` is a key of `phases.SETTINGS`."""
         self._phases.begin(kind)
         if kind in startup_time.PHASES:
             startup_time.begin(kind)
@@ -121,31 +123,32 @@ class Watchdog:
 
     @contextlib.contextmanager
     def phase(self, kind: str) -> Iterator[None]:
-        """Something within what this thread is at, whose clock stands still meanwhile."""
+        """Nests a phase in the current phase of this thread, and pauses the clock of the outer one."""
         with self._phases.within(kind):
             self._tell()
             yield
         self._tell()
 
     def finished(self, step: int) -> None:
-        """So many steps are finished, and the next one is under way."""
+        """Reports that this many steps are finished and starts the next step."""
         self._step = step
         self.begin("step")
 
     def other_steps(self) -> None:
-        """The steps from here on are others, as those of longer rows: the next one is the first of them."""
+        """Reports that later steps differ from earlier ones, for example in row length; the next step is the first of its
+        kind."""
         self.begin("first step")
         self._phases.forget("step")
 
     def doing(self, what: str) -> None:
-        """What this thread does in the phase it is in; `heartbeat.WAITING` where it may be another process that is stuck."""
+        """Notes what this thread does in its current phase; `heartbeat.WAITING` if another process may be the stuck one."""
         phase = self._phases.of(threading.get_ident())
         assert phase is not None
         phase.doing = what
 
     def keep_stacks(self) -> None:
-        """From here on there is a file for what SIGABRT leaves; once the run's directory is this run's."""
-        with contextlib.suppress(OSError):  # stderr serves as well
+        """Opens the file for stacks written on SIGABRT; called once this process owns the run directory."""
+        with contextlib.suppress(OSError):  # stderr works as well
             for left_over in self._stacks.glob(f"*.{peers.rank()}.txt"):
                 if left_over.stat().st_size == 0:
                     left_over.unlink()
@@ -172,7 +175,7 @@ class Watchdog:
             self._tell()
 
     def _look(self, now: float) -> None:
-        """Extends what gets on, compiles or waits for others, and acts on what does not."""
+        """Extends phases that progress, compile or wait for others, and handles those that exceed their limits."""
         if (signs := progress.signs()) != self._signs:
             self._signs = signs
             for _, phase in self._phases.running():
@@ -194,7 +197,7 @@ class Watchdog:
                 self._end(phase, _doing(phase, frame), now)
 
     def _wait_on(self, phase: Phase, now: float) -> None:
-        """Lets a phase that waits for others take what they may take besides."""
+        """Extends a phase that waits for others by the time that they may take."""
         if phase.kind not in (*_TOGETHER, "first step"):
             phase.restart(now)
             return
@@ -202,7 +205,7 @@ class Watchdog:
         phase.allow(self._phases.limit(phase.kind) + self._phases.limit(longest), SETTINGS[longest])
 
     def _tell(self) -> None:
-        """Lets the heartbeat say what the run is at, as long as it is watched: a save may still go on then."""
+        """Reports the current phase in the heartbeat while the run is watched; a save may still continue afterwards."""
         if self._ended.is_set():
             return
         phase, deadline = self._phases.of(self._own), self._phases.deadline()
@@ -214,11 +217,11 @@ class Watchdog:
         )
 
     def _end(self, phase: Phase, doing: str, now: float) -> None:
-        """Ends the process because of a phase that takes too long."""
+        """Ends the process because a phase takes too long."""
         threading.Thread(target=_end_after, args=(_LAST_WORD_S,), daemon=True).start()
         others = peers.current()
         if others is not None:
-            others.give_way()  # the other's reason is the first
+            others.give_way()  # an earlier reason from another process wins
         at = f"in step {self._step + 1}" if phase.kind == "step" else _WORDS[phase.kind]
         limit = f"above its limit of {phase.limit:.0f} s (watchdog.{phase.setting} raises it)"
         what = f"stuck: {at} for {phase.took(now):.0f} s{f', {doing}' if doing else ''}, {limit}"
@@ -231,13 +234,13 @@ class Watchdog:
         os._exit(TRY_AGAIN)
 
     def _leave_stacks(self, reason: str, *, is_stuck: bool) -> None:
-        """Before this process ends because of another: that one is stuck, or died after this one had waited for long."""
+        """Writes stacks before this process ends because of another that is stuck, or that died after a long wait here."""
         now = time.monotonic()
         if is_stuck or any(phase.took(now) > phase.limit / 2 for _, phase in self._phases.running()):
             self._write_stacks(reason)
 
     def _write_stacks(self, reason: str) -> str:
-        """Writes the stacks of all threads; where to."""
+        """Writes the stacks of all threads and returns where they are."""
         names = "".join(f"Thread 0x{thread.ident:016x} is {thread.name}\n" for thread in threading.enumerate())
         written = ""
 
@@ -258,7 +261,7 @@ class Watchdog:
 
 
 def _doing(phase: Phase, frame: FrameType | None) -> str:
-    """What a thread does: as noted, or as its stack shows."""
+    """Returns what a thread does: as noted, or as its stack shows."""
     if phase.doing or frame is None:
         return phase.doing
     if _is_compiling(frame):
@@ -269,7 +272,7 @@ def _doing(phase: Phase, frame: FrameType | None) -> str:
 
 
 def _is_compiling(frame: FrameType | None) -> bool:
-    """Whether jax traces or compiles on the stack, as anything does that meets new shapes."""
+    """Returns whether jax traces or compiles on the stack, which any code with new shapes may trigger."""
     while frame is not None:
         if frame.f_globals.get("__name__") in COMPILERS:
             return True
@@ -278,7 +281,7 @@ def _is_compiling(frame: FrameType | None) -> bool:
 
 
 def _is_in(functions: set[object], frame: FrameType | None) -> bool:
-    """Whether one of the functions is on the stack."""
+    """Returns whether one of the functions is on the stack."""
     while frame is not None:
         if frame.f_code in functions:
             return True
@@ -287,14 +290,14 @@ def _is_in(functions: set[object], frame: FrameType | None) -> bool:
 
 
 def _within(seconds: float, work: Callable[[], object]) -> None:
-    """Does something that may block, and leaves it to itself if it does."""
+    """Runs work that may block, and abandons it after `seconds`."""
     thread = threading.Thread(target=work, daemon=True)
     thread.start()
     thread.join(seconds)
 
 
 def _print(line: str) -> None:
-    """Past what holds Python's own buffers; a reader who does not read must not keep the process."""
+    """Writes to stderr past Python's own buffers; a reader that does not read must not block the process."""
 
     def write() -> None:
         with contextlib.suppress(OSError):

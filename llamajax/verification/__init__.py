@@ -1,1 +1,1 @@
-"""Whether a run's mesh and forms give one device's numbers, tried on emulated devices."""
+"""Checks on emulated devices that a run's mesh and forms compute the same numbers as one device."""

@@ -1,4 +1,4 @@
-"""Both sides of a verification, in every form, and what they tell."""
+"""Runs both sides of a verification, in every form, and explains how they differ."""
 
 import time
 from collections.abc import Callable
@@ -18,13 +18,13 @@ from llamajax.watch.console import log
 
 
 def certify(config: Config, verified: Config, trained: ParallelConfig, doing: Callable[[str], None]) -> dict[str, Any]:
-    """Runs the steps on one device and on the mesh, in each possible form; tries what makes a difference go away.
+    """Runs the steps on one device and on the mesh, in each possible form; tries which changes make a difference go away.
 
     Args:
         config: the run.
-        verified: of `llamajax.verification.scaling.scale_down`.
-        trained: the forms that it is trained in: of `llamajax.step.resolve.resolve`.
-        doing: is told what takes so long.
+        verified: result of `llamajax.verification.scaling.scale_down`.
+        trained: the forms that the run is trained in, from `llamajax.step.resolve.resolve`.
+        doing: takes a line of progress.
 
     Returns:
         The `figures`.
@@ -51,7 +51,7 @@ def certify(config: Config, verified: Config, trained: ParallelConfig, doing: Ca
 
 
 def _timed_side(name: str, config: Config, doing: Callable[[str], None]) -> Side:
-    """The side's `NUM_STEPS` steps, and a line when they are done."""
+    """Runs the side's `NUM_STEPS` steps and logs a line when they are done."""
     started = time.monotonic()
     side = run_side(config, NUM_STEPS, lambda stage: doing(f"{name}: {stage}"))
     log(f"ran        {name}: {NUM_STEPS} steps in {time.monotonic() - started:.1f} s, most of it compiling")

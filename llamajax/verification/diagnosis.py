@@ -1,4 +1,4 @@
-"""What a difference looks like: from two sides to sentences about what one does otherwise. Nothing is run for it."""
+"""Describes a difference between two sides in sentences. It runs nothing."""
 
 import itertools
 import math
@@ -17,16 +17,16 @@ from llamajax.verification.differences import (
 from llamajax.verification.reference_run import Part, Place, Seen, Side
 
 _ALIKE = 1e-3
-"""How near arrays are, relative to their largest entry, that show a pattern: what follows from a fault adds a little."""
+"""Tolerance, relative to the largest entry, for arrays that match a pattern: consequences of a fault add a little."""
 
 
 def clues(ours: Side, truth: Side, factors: Mapping[str, int]) -> list[str]:
-    """What the first difference tells of its cause, the most telling first; nothing where nothing differs.
+    """Returns clues about the cause of the first difference, the most informative first; empty where nothing differs.
 
     Args:
         ours: the side with the difference.
-        truth: that of one device.
-        factors: sizes of what sums may have gone wrong over, such as mesh axes.
+        truth: the side of one device.
+        factors: sizes that a wrong sum may have run over, such as mesh axes.
     """
     found = differences(ours, truth)
     differing = [difference for difference in found if difference.differs]
@@ -47,7 +47,7 @@ def clues(ours: Side, truth: Side, factors: Mapping[str, int]) -> list[str]:
 
 
 def scalar_clues(kind: str, ours: float, truth: float, factors: Mapping[str, int]) -> list[str]:
-    """Which sum would explain how a scalar differs."""
+    """Returns the sum that would explain how a scalar differs."""
     if not math.isfinite(ours):
         return [f"the {kind} is not finite"]
     # The norm is the root of a sum, so what is counted twice in it makes it larger by the root of two.
@@ -60,14 +60,14 @@ def scalar_clues(kind: str, ours: float, truth: float, factors: Mapping[str, int
 def array_clues(
     ours: Seen, truth: np.ndarray, axes: Mapping[str, int], factors: Mapping[str, int], *, stacked: bool
 ) -> list[str]:
-    """In which pattern an array differs from one device's, as what may stand behind its name.
+    """Returns the pattern in which an array differs from one device's, as a phrase to follow its name.
 
     Args:
-        ours: as the devices hold it.
-        truth: that of one device.
-        axes: sizes of the mesh axes, in the order of the devices' places.
+        ours: the array as the devices hold it.
+        truth: the array on one device.
+        axes: sizes of the mesh axes, in the order of the devices' positions.
         factors: as for `clues`.
-        stacked: whether its first dim is that of the layers.
+        stacked: whether its first dim is over layers.
     """
     if bad := sum(int(np.sum(~np.isfinite(part.value))) for part in ours.parts.values()):
         return [f"has {bad} entries that are not finite, on all devices together"]
@@ -85,12 +85,12 @@ def array_clues(
     factor = float(np.vdot(ours.whole, truth) / max(np.vdot(truth, truth), np.finfo(np.float64).tiny))
     if _alike(ours.whole, factor * truth, largest_entry(ours.whole)):
         meaning = _sum_that_explains(factor, factors)
-        told.insert(0, f"is {factor:.4g} times what it should be in all entries{meaning}")
+        told.insert(0, f"is {factor:.4g} times the correct value in all entries{meaning}")
     return told
 
 
 def _sum_that_explains(factor: float, factors: Mapping[str, int]) -> str:
-    """What is as large as `factor`, or its inverse; empty if nothing is."""
+    """Returns the sizes with a product of `factor`, or of its inverse, as a phrase; empty if there are none."""
     live = [name for name, size in factors.items() if size > 1]
     groups = [group for number in range(1, len(live) + 1) for group in itertools.combinations(live, number)]
     for value, meaning in ((factor, "summed once too often over"), (1 / factor if factor else 0, "divided by the size of")):
@@ -105,13 +105,13 @@ def _sum_that_explains(factor: float, factors: Mapping[str, int]) -> str:
 
 
 def _order_clues(found: Sequence[Difference], first: Difference) -> Iterator[str]:
-    """What it tells that these differ, and nothing that was computed before."""
+    """Yields what follows from the first difference and from the equality of everything computed before."""
     if first.step > 1:
-        yield f"up to step {first.step - 1} all is equal: something that a step hands on to the next is wrong"
+        yield f"up to step {first.step - 1} all values are equal: the state that a step passes to the next is wrong"
     if first.step == 0:
-        yield "the initial weights or moments differ: how they are drawn or laid out"
+        yield "the initial weights or moments differ: check how they are drawn or sharded"
     elif first.kind in ("tokens", "loss"):
-        yield "the forward pass is wrong already"
+        yield "the forward pass is already wrong"
     elif first.kind == "gradient norm":
         yield "all gradients are equal: their norm is not the sum over all of their parts"
     elif first.kind != "gradient":
@@ -121,13 +121,13 @@ def _order_clues(found: Sequence[Difference], first: Difference) -> Iterator[str
         before = [other.differs for other in gradients if forward_order(other.name) < forward_order(first.name)]
         if before and all(before):
             yield (
-                f"the loss is equal, and the gradients of all behind {first.name}: the backward pass goes wrong there and"
-                " hands it on to all before"
+                f"the loss is equal, and so are the gradients of all parameters after {first.name}: the backward pass"
+                " goes wrong there and passes the error on to all parameters before it"
             )
         else:
             others = [other.name for other in gradients if other.differs and other != first]
-            alone = f"only those of {', '.join([first.name, *others])}" if others else "only that one"
-            yield f"the loss is equal, and of the gradients {alone} differ{'' if others else 's'}: how they are summed"
+            alone = f"only the gradients of {', '.join([first.name, *others])}" if others else "only this gradient"
+            yield f"the loss is equal, and {alone} differ{'' if others else 's'}: check how they are summed"
 
 
 def _alike(ours: np.ndarray, truth: np.ndarray, largest: float) -> bool:
@@ -135,7 +135,7 @@ def _alike(ours: np.ndarray, truth: np.ndarray, largest: float) -> bool:
 
 
 def _rows_of_devices(ours: Seen, axis: int) -> list[list[Part]]:
-    """Parts by their place along one axis; a list for each place along the others."""
+    """Returns the parts in order of their position along one axis, one list per position along the others."""
     rows: dict[Place, list[Part]] = {}
     for place in sorted(ours.parts):
         rows.setdefault(place[:axis] + place[axis + 1 :], []).append(ours.parts[place])
@@ -143,7 +143,7 @@ def _rows_of_devices(ours: Seen, axis: int) -> list[list[Part]]:
 
 
 def _torn(ours: Seen, truth: np.ndarray, axes: Mapping[str, int]) -> Iterator[str]:
-    """Copies that are none."""
+    """Finds copies that differ from each other."""
     largest = largest_entry(truth)
     torn = [
         name
@@ -155,11 +155,11 @@ def _torn(ours: Seen, truth: np.ndarray, axes: Mapping[str, int]) -> Iterator[st
         )
     ]
     if torn:
-        yield f"has copies that differ along {' and '.join(torn)}: what its devices were to sum or gather together is not"
+        yield f"has copies that differ along {' and '.join(torn)}: its devices did not sum or gather the same values"
 
 
 def _moved_parts(ours: Seen, truth: np.ndarray, axes: Mapping[str, int]) -> Iterator[str]:
-    """Parts that are those of another device on the same axis."""
+    """Finds parts that belong to another device on the same axis."""
     largest = largest_entry(truth)
     for axis, (name, size) in enumerate(axes.items()):
         rows = _rows_of_devices(ours, axis)
@@ -173,12 +173,12 @@ def _moved_parts(ours: Seen, truth: np.ndarray, axes: Mapping[str, int]) -> Iter
 
 
 def _moved_layers(ours: np.ndarray, truth: np.ndarray) -> Iterator[str]:
-    """Layers that are their neighbours."""
+    """Finds layers with their neighbours' values."""
     layers, largest = range(len(truth)), largest_entry(truth)
     for offset in (1, -1):
         pairs = [(layer, layer + offset) for layer in layers if layer + offset in layers]
         if pairs and all(_alike(ours[here], truth[there], largest) for here, there in pairs):
-            yield f"has in layer {pairs[0][0]} what belongs to layer {pairs[0][1]}, and so on: the layers are off by one"
+            yield f"has in layer {pairs[0][0]} the values of layer {pairs[0][1]}, and so on: the layers are off by one"
 
 
 def _swapped_dims(ours: np.ndarray, truth: np.ndarray) -> Iterator[str]:
@@ -188,7 +188,7 @@ def _swapped_dims(ours: np.ndarray, truth: np.ndarray) -> Iterator[str]:
 
 
 def _wrong_parts(ours: Seen, truth: np.ndarray, axes: Mapping[str, int]) -> Iterator[str]:
-    """Some devices' parts are right."""
+    """Finds axes along which only some devices' parts are wrong."""
     largest = largest_entry(truth)
     for axis, (name, size) in enumerate(axes.items()):
         rows = _rows_of_devices(ours, axis)
@@ -203,7 +203,7 @@ def _wrong_parts(ours: Seen, truth: np.ndarray, axes: Mapping[str, int]) -> Iter
 
 
 def _wrong_layers(ours: np.ndarray, truth: np.ndarray) -> Iterator[str]:
-    """Some layers are right."""
+    """Finds the wrong layers where only some are wrong."""
     largest = largest_entry(truth)
     wrong = [i for i in range(len(truth)) if relative_difference(ours[i], truth[i], largest) > TOLERANCE]
     if len(wrong) < len(truth):

@@ -1,7 +1,7 @@
-"""What differs between two sides, in the order in which it was computed.
+"""Differences between two sides, in the order of computation.
 
-Both sides go their own way from the weights that each draws: what one step leaves wrong, the next one starts from. Adam
-would make much of nothing where a gradient is next to zero, so `scaling` gives it an `eps` of a usual gradient's size.
+Each side continues from the weights that it draws itself: an error in one step carries over to the next. Where a gradient is
+close to zero, Adam would magnify tiny differences, so `scaling` sets its `eps` to the size of a usual gradient.
 """
 
 from collections.abc import Iterator
@@ -13,25 +13,26 @@ from llamajax.config.layer_weights import LAYER_WEIGHTS
 from llamajax.verification.reference_run import Seen, Side, Step
 
 TOLERANCE = 1e-5
-"""Of a scalar: relative. Of an array: of any entry on any device, relative to the array's largest entry on one device."""
+"""Limit of the relative difference of a scalar. For an array: limit for any entry on any device, relative to the array's
+largest entry on one device."""
 SCALARS = ("tokens", "loss", "gradient norm")
 _FORWARD = ("embedding", *(f"layers.{weight.path}" for weight in LAYER_WEIGHTS), "final_norm.scale", "head")
-"""Parameters by the order in which the forward pass takes them."""
+"""Parameters in the order in which the forward pass uses them."""
 
 
 @dataclass(frozen=True)
 class Difference:
-    """How far a scalar or an array is from one device's."""
+    """The difference between a scalar or an array and one device's."""
 
     step: int
-    """The first one is 1; 0 is before it."""
+    """Number of the step; the first is 1, and 0 is the state before it."""
     kind: str
-    """Of `SCALARS`, or of the arrays of a `Step`."""
+    """One of `SCALARS`, or a kind of array in a `Step`."""
     name: str
-    """Of the parameter; empty for a scalar."""
+    """Name of the parameter; empty for a scalar."""
     shape: tuple[int, ...]
     relative: float
-    """As for `TOLERANCE`; infinity where a number is none, or is not zero where it should be."""
+    """Size as for `TOLERANCE`; infinity where a number is not finite, or is not zero where it should be."""
 
     @property
     def differs(self) -> bool:
@@ -42,10 +43,10 @@ class Difference:
 
 
 def differences(ours: Side, truth: Side) -> list[Difference]:
-    """Of everything that both sides have, in the order of computation.
+    """Returns the differences of everything that both sides have, in the order of computation.
 
-    In a step: tokens, loss, gradients, their norm, moments, weights. Gradients come in the order of the backward pass; but
-    in that of the forward pass where the loss is wrong already.
+    Within a step: tokens, loss, gradients, their norm, moments, weights. Gradients are in the order of the backward pass,
+    or, where the loss is already wrong, in the order of the forward pass.
     """
     return [
         difference
@@ -55,17 +56,17 @@ def differences(ours: Side, truth: Side) -> list[Difference]:
 
 
 def first_difference(ours: Side, truth: Side) -> Difference | None:
-    """What differs and was computed first; None where all is equal."""
+    """Returns the first difference in the order of computation; None where all is equal."""
     return next((difference for difference in differences(ours, truth) if difference.differs), None)
 
 
 def forward_order(name: str) -> int:
-    """The place of a parameter in the forward pass."""
+    """Returns the position of a parameter in the forward pass."""
     return _FORWARD.index(name)
 
 
 def relative_difference(ours: np.ndarray, truth: np.ndarray, largest: float) -> float:
-    """The largest difference of two arrays of one shape, in units of `largest`."""
+    """Returns the largest difference between two arrays of one shape, in units of `largest`."""
     if ours.size == 0:
         return 0.0
     most = float(np.max(np.abs(ours.astype(np.float64) - truth)))
@@ -75,7 +76,7 @@ def relative_difference(ours: np.ndarray, truth: np.ndarray, largest: float) -> 
 
 
 def largest_entry(array: np.ndarray) -> float:
-    """The largest absolute value in an array; 0 of an empty one."""
+    """Returns the largest absolute value in an array; 0 for an empty one."""
     return float(np.max(np.abs(array), initial=0))
 
 

@@ -2,18 +2,18 @@
 
 - `schema_version` (1), `llamajax`, `jax_version`, `run`; `mesh` and `verified_mesh` (sizes of the axes, as configured and on
   `num_devices` emulated devices), `parallel` (the forms), `changes` (settings that were scaled: `configured`, `verified`).
-- `forms`: the run as it is trained and in each form that an `auto` may stand for: `form`, `same_as` (another one
-  that compiles to the same program, or null), `equal`, `largest_difference`. What follows is about the first one that
-  differs, or about the run as it is trained; `form` says which.
-- `equal`, `tolerance`, `largest_difference`; `seconds` that it took.
-- `steps`: for each `step` the `tokens`, `loss` and `gradient_norm` of the mesh; `one_device`: the same there; `differences`:
-  relative.
+- `forms`: the run as it is trained and in each form that an `auto` may resolve to: `form`, `same_as` (another form that
+  compiles to the same program, or null), `equal`, `largest_difference`. The other figures describe the first form that
+  differs, or the run as it is trained; `form` names it.
+- `equal`, `tolerance`, `largest_difference`; `seconds` that the verification took.
+- `steps`: for each `step` the `tokens`, `loss` and `gradient_norm` of the mesh; `one_device`: the same on one device;
+  `differences`: relative.
 - `kinds` of arrays that were compared: `gradient`, moments (`first_moment`, `second_moment`), `weight`. `tensors`: `name`,
-  `shape`, and of each kind that it has the largest relative difference over all steps and devices, in units of the
-  largest entry on one device; `equal`. Where there is a `first_difference`, the steps after it are left out: all that
-  comes of it differs there.
-- `first_difference`: null, or the `step`, `kind`, `name` and `shape` of what differs first, and its `difference`; `clues`:
-  what it tells; `trials`: single changes (`key`, `value`) and whether they make it go away (`cured`).
+  `shape`, and for each kind that it has the largest relative difference over all steps and devices, in units of the largest
+  entry on one device; `equal`. After a `first_difference`, later steps are left out, because all values that depend on it
+  differ.
+- `first_difference`: null, or the `step`, `kind`, `name` and `shape` of the first value that differs, and its `difference`;
+  `clues` about its cause; `trials`: single changes (`key`, `value`) and whether they remove the difference (`cured`).
 
 A difference is null where a number is not finite, or is not zero where one device has zeros.
 """
@@ -45,7 +45,7 @@ SCHEMA_VERSION = 1
 
 
 def form_figures(form: str, same_as: str | None, ours: Side, truth: Side) -> dict[str, Any]:
-    """A row of `forms`; see this module's docstring."""
+    """Returns a row of `forms`; see this module's docstring."""
     found = differences(ours, truth)
     return {
         "form": form,
@@ -65,17 +65,17 @@ def figures(
     trials: Sequence[Trial],
     seconds: float,
 ) -> dict[str, Any]:
-    """Everything about a verification; see this module's docstring.
+    """Returns all figures of a verification; see this module's docstring.
 
     Args:
         config: the run, in the forms that it is trained in.
-        verified: scaled down.
-        forms: of `form_figures`.
-        ours: the steps in the first of them that differs, or in the first.
-        truth: those on one device.
-        clues: what the first difference tells.
-        trials: what was tried to make it go away.
-        seconds: that all this took.
+        verified: the scaled-down run.
+        forms: rows of `form_figures`.
+        ours: the steps in the first form that differs, or in the first form.
+        truth: the steps on one device.
+        clues: clues about the first difference.
+        trials: changes that were tried to remove it.
+        seconds: time that the verification took.
     """
     found = differences(ours, truth)
     first = first_difference(ours, truth)
@@ -146,5 +146,5 @@ def _key(kind: str) -> str:
 
 
 def _finite(value: float) -> float | None:
-    """JSON knows no infinity."""
+    """Returns the value, or None for infinity and NaN, which JSON does not support."""
     return value if math.isfinite(value) else None

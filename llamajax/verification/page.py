@@ -1,6 +1,7 @@
-"""A verification as one self-contained HTML page: the verdict, how far every tensor is from one device's, what was scaled.
+"""A verification as one self-contained HTML page: the verdict, each tensor's difference from one device, and the scaled
+settings.
 
-The page needs no network and no script; what lies under the pointer is told by SVG titles.
+The page needs no network and no script; SVG titles describe the element under the pointer.
 """
 
 import html
@@ -19,14 +20,14 @@ _LEAST, _MOST = -9, 0
 
 
 def page(told: Figures) -> str:
-    """The page about a verification, of which `told` are the `figures`."""
+    """Returns the page about a verification; `told` are its `figures`."""
     name = told["run"]
     forms = ", ".join(f"{html.escape(key)} {html.escape(str(value))}" for key, value in told["parallel"].items())
     intro = f"""mesh {text.mesh(told["mesh"])}, verified as {text.mesh(told["verified_mesh"])} on
 {told["num_devices"]} emulated devices in fp32 &middot; {forms} &middot;
 llamajax {told["llamajax"]}, jax {html.escape(told["jax_version"])}"""
     body = f"""{"".join(_cause(told))}
-<h2>Largest difference of every tensor from one device's{_until(told)}, in units of its largest entry</h2>
+<h2>Largest difference of every tensor from one device{_until(told)}, in units of its largest entry</h2>
 {_drawing(told)}
 <h2>Steps</h2>
 {_steps(told)}
@@ -34,8 +35,8 @@ llamajax {told["llamajax"]}, jax {html.escape(told["jax_version"])}"""
 <h2>Scaled down</h2>
 {_changes(told)}
 <p>The loss, every gradient, moment and weight of {len(told["steps"])} steps were compared with those of one
-device, one micro-batch and no form of sharing the work, in each form that an
-<i>auto</i> may stand for. Not seen here: kernels of GPUs,
+device that runs one micro-batch and shares no work, in each form that an
+<i>auto</i> may resolve to. Not covered: GPU kernels,
 16-bit rounding, speed.</p>"""
     return build_page(f"{name}: verification", heading=name, intro=intro, cards=_cards(told), body=body, style=_STYLE)
 
@@ -50,7 +51,7 @@ def _cards(told: Figures) -> Sequence[Card]:
             f"within {told['tolerance']:.0e}",
         ),
         Card("largest difference", text.difference(told["largest_difference"]), "of all numbers, relative"),
-        Card("tensors", f"{number - wrong} of {number}", "are one device's"),
+        Card("tensors", f"{number - wrong} of {number}", "match one device"),
         Card("took", f"{told['seconds']:.0f} s", f"{len(told['steps'])} steps on each side"),
     )
 
@@ -68,7 +69,7 @@ def _until(told: Figures) -> str:
 
 
 def _drawing(told: Figures) -> str:
-    """A row for every tensor, a dot for each of its kinds, on a scale of powers of ten."""
+    """Draws a row for every tensor and a dot for each of its kinds, on a scale of powers of ten."""
     tensors, kinds = told["tensors"], {kind: kind.replace("_", " ") for kind in told["kinds"]}
     height = _HEAD + _ROW * len(tensors) + 4
 

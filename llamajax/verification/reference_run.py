@@ -1,4 +1,4 @@
-"""One side of a comparison: the first steps of a run, and all that is seen of them from outside."""
+"""One side of a comparison: the first steps of a run, and all their visible results."""
 
 import functools
 from collections.abc import Callable, Mapping
@@ -20,21 +20,21 @@ from llamajax.step.step import apply_gradients, loss_and_grads
 from llamajax.verification.rows import make_rows
 
 Place = tuple[int, ...]
-"""Of a device: its index along each mesh axis."""
+"""Position of a device: its index along each mesh axis."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """What one device holds of an array."""
+    """One device's part of an array."""
 
     index: tuple[slice, ...]
-    """Where in the whole."""
+    """Position in the whole array."""
     value: np.ndarray
 
 
 @dataclass(frozen=True)
 class Seen:
-    """An array, as its devices hold it."""
+    """An array as its devices hold it."""
 
     whole: np.ndarray
     parts: Mapping[Place, Part]
@@ -42,7 +42,7 @@ class Seen:
 
 @dataclass(frozen=True)
 class Step:
-    """What came out of one optimizer step; the first one of a side is the state before any, without scalars."""
+    """Results of one optimizer step; the first one of a side is the initial state, without scalars."""
 
     scalars: Mapping[str, float]
     """`tokens`, `loss` and `gradient norm`."""
@@ -57,20 +57,20 @@ class Side:
     axes: Mapping[str, int]
     """Sizes of the mesh axes."""
     num_micro_batches: int
-    """That each step is summed over."""
+    """Number of micro-batches that each step is summed over."""
     steps: tuple[Step, ...]
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
 def step_with_gradients(run: ResolvedRun, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array], Any]:
-    """`llamajax.step.step.train_step`, which also gives the gradients."""
+    """Runs `llamajax.step.step.train_step` and also returns the gradients."""
     metrics, grads = loss_and_grads(run, state.model, batch)
     state, update_metrics = apply_gradients(run.config, state, grads, metrics["tokens"])
     return state, metrics | update_metrics, grads
 
 
 def program(config: Config) -> str:
-    """What `run_side` compiles for a step; forms that make no difference on a mesh have the same one."""
+    """Returns the program that `run_side` compiles for a step; forms that make no difference on a mesh have the same one."""
     mesh = _mesh(config.mesh)
     jax.set_mesh(mesh)
     shape = (config.train.grad_accum_steps, config.train.micro_batch_size, config.data.seq_len)
@@ -79,12 +79,12 @@ def program(config: Config) -> str:
 
 
 def run_side(config: Config, num_steps: int, doing: Callable[[str], None]) -> Side:
-    """Trains `num_steps` steps on the first devices that there are, from weights that it draws itself.
+    """Trains `num_steps` steps on the first devices, from weights that it draws itself.
 
     Args:
-        config: the run, whose mesh names all of its sizes.
-        num_steps: steps.
-        doing: is told what takes so long.
+        config: the run; its mesh names all sizes.
+        num_steps: number of steps.
+        doing: takes a line of progress.
     """
     mesh = _mesh(config.mesh)
     jax.set_mesh(mesh)

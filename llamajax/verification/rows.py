@@ -1,4 +1,4 @@
-"""What both sides of a comparison are trained on: packed rows drawn from a seed, whatever the mesh."""
+"""The training rows of both sides of a comparison: packed rows drawn from a seed, independent of the mesh."""
 
 import numpy as np
 
@@ -9,10 +9,10 @@ from llamajax.step.batch import Batch, batch_sharding
 
 
 def make_rows(config: Config, step: int) -> Batch:
-    """The batch of a step on the current mesh. Row r of a step is the same however many micro-batches it is divided into.
+    """Returns the batch of a step on the current mesh. Row r of a step is the same for any number of micro-batches.
 
-    A row holds several documents of uneven lengths and ends in padding; some rows are full and some have nothing but
-    padding, and a tenth of the targets do not count: devices and micro-batches have different numbers of counted tokens.
+    A row contains several documents of uneven lengths and ends in padding; some rows are full, some are nothing but padding,
+    and a tenth of the targets do not count. So devices and micro-batches have different numbers of counted tokens.
     """
     accumulated, rows, seq_len = config.train.grad_accum_steps, config.train.micro_batch_size, config.data.seq_len
 

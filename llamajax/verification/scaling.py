@@ -1,8 +1,8 @@
-"""A run scaled down to a few devices: sizes shrink, what they have in common with the mesh stays.
+"""Scales a run down to a few devices: sizes shrink, but keep their relation to the mesh.
 
-Every axis that is split stays split. Every size keeps its divisibility by each axis and by each product of axes, and by
-twice these; whether it is odd; and whether it is below them, as key/value heads may be below the tensor axis. So what the
-configured mesh divides evenly, replicates or pads is divided, replicated or padded here too.
+Every axis that is split stays split. Every size keeps its divisibility by each axis, by each product of axes and by twice
+these; whether it is odd; and whether it is below them, as key/value heads may be below the tensor axis. So sizes that the
+configured mesh divides evenly, replicates or pads are divided, replicated or padded here too.
 """
 
 import itertools
@@ -23,17 +23,17 @@ from llamajax.errors import ConfigError
 USUAL_DEVICES, MOST_DEVICES = 8, 64
 NUM_STEPS = 5
 LEARNING_RATE = 3e-3
-"""Moves weights by a percent or so in five steps, so that what is computed with stale ones shows."""
+"""Moves weights by a percent or so in five steps, so that results of stale weights show."""
 LEAST_EPS = 3e-2
-"""Adam divides by the root of the second moment: where a gradient is next to nothing, its rounding would decide the sign of
-a whole step. This much in the denominator, about the size of a usual gradient, bounds what rounding can do to a weight."""
+"""Adam divides by the root of the second moment: where a gradient is close to zero, its rounding would decide the sign of a
+whole step. This value in the denominator, about the size of a usual gradient, limits the effect of rounding on a weight."""
 
 Splits = Sequence[tuple[int, int]]
-"""Into how many parts the configured mesh may split a size, and into how many the scaled one."""
+"""Numbers of parts that the configured mesh may split a size into, each with the number for the scaled mesh."""
 
 
 def configured_axes(config: Config) -> dict[str, int]:
-    """Sizes of the mesh axes of the run. Where nothing tells the number of its devices, an axis that takes the rest counts
+    """Returns the sizes of the run's mesh axes. Where the number of devices is unknown, an axis that takes the rest counts
     as `USUAL_DEVICES`."""
     mesh, distributed = config.mesh, config.distributed
     fixed = [size for axis in AXES if (size := getattr(mesh, axis)) != -1]
@@ -45,11 +45,11 @@ def configured_axes(config: Config) -> dict[str, int]:
 
 
 def scaled_axes(sizes: Mapping[str, int], num_devices: int | None = None) -> dict[str, int]:
-    """Sizes of the axes on at most `num_devices` devices: divisors of the configured ones, or 2 for even and 3 for odd ones;
-    None: `USUAL_DEVICES`, or as many as keep every axis split.
+    """Returns the sizes of the axes on at most `num_devices` devices: divisors of the configured ones, or 2 for even and 3
+    for odd ones; None: `USUAL_DEVICES`, or as many as keep every axis split.
 
     Raises:
-        ConfigError: so many devices cannot keep every axis split.
+        ConfigError: this many devices cannot keep every axis split.
     """
 
     def choices(size: int) -> list[int]:
@@ -71,8 +71,8 @@ def scaled_axes(sizes: Mapping[str, int], num_devices: int | None = None) -> dic
 
 
 def fitting_axes(model: ModelConfig, sizes: Mapping[str, int]) -> dict[str, int]:
-    """`scaled_axes` on the usual number of devices; or on twice or four times as many, where key/value heads that are fewer
-    than the devices that split them could not stay so on less."""
+    """Returns `scaled_axes` on the usual number of devices; or on twice or four times as many, where fewer devices cannot
+    keep the number of key/value heads below the number of devices that split them."""
     usual = scaled_axes(sizes)
     for axes in (usual, *(scaled_axes(sizes, times * math.prod(usual.values())) for times in (2, 4))):
         kv_heads, _ = scaled_heads(model, sizes, axes)
@@ -82,12 +82,12 @@ def fitting_axes(model: ModelConfig, sizes: Mapping[str, int]) -> dict[str, int]
 
 
 def scale_down(config: Config, configured: Mapping[str, int], scaled: Mapping[str, int]) -> Config:
-    """The run on a mesh of emulated devices whose axes have the sizes `scaled`: small, in fp32 and five steps long.
+    """Returns the run on a mesh of emulated devices with axes of the sizes `scaled`: small, in fp32 and five steps long.
 
     Args:
         config: the run.
         configured: sizes of its mesh axes.
-        scaled: of `scaled_axes`.
+        scaled: result of `scaled_axes`.
 
     Raises:
         ConfigError: no small sizes keep the rules that the configured ones keep.
@@ -122,14 +122,14 @@ def scale_down(config: Config, configured: Mapping[str, int], scaled: Mapping[st
 
 
 def all_splits(configured: Mapping[str, int], scaled: Mapping[str, int]) -> Splits:
-    """Every product of axes."""
+    """Returns every product of axes."""
     split = [axis for axis in configured if configured[axis] > 1]
     groups = itertools.chain.from_iterable(itertools.combinations(split, n) for n in range(len(split) + 1))
     return [(math.prod(configured[axis] for axis in group), math.prod(scaled[axis] for axis in group)) for group in groups]
 
 
 def scaled_heads(model: ModelConfig, configured: Mapping[str, int], scaled: Mapping[str, int]) -> tuple[int, int]:
-    """Key/value heads, and query heads per key/value head: the fewest that fit the axes that split heads or rows."""
+    """Returns the fewest key/value heads, and query heads per key/value head, that fit the axes that split heads or rows."""
     axes = [axis for axis in configured if axis in axes_of("kv_heads") + axes_of("seq")]
     splits = all_splits({axis: configured[axis] for axis in axes}, {axis: scaled[axis] for axis in axes})
     groups = model.num_heads // model.num_kv_heads
@@ -149,25 +149,26 @@ def scaled_heads(model: ModelConfig, configured: Mapping[str, int], scaled: Mapp
 
 
 def on_one_device(config: Config) -> Config:
-    """The same run in the plainest form there is: one device, one micro-batch, nothing recomputed."""
+    """Returns the run in the plainest form: one device, one micro-batch, nothing recomputed."""
     plain = {"parallel": PLAIN, "train.grad_accum_steps": 1, "model.remat": "none"}
     return config.changed({"mesh": MeshConfig(num_cpu_devices=1), **plain})
 
 
 def changes(config: Config, scaled: Config) -> dict[str, tuple[Any, Any]]:
-    """Every setting that is another one in `scaled`: its dotted key, the configured and the verified value."""
+    """Returns every setting that differs in `scaled`: its dotted key, the configured and the verified value."""
     before, after = dotted(config_to_dict(config)), dotted(config_to_dict(scaled))
     return {key: (before.get(key), value) for key, value in after.items() if before.get(key) != value}
 
 
 def _few(number: int, most: int) -> int:
-    """`most` or one more of them, odd if `number` is; fewer if these are all."""
+    """Returns `most` or one more, odd if `number` is odd; at most `number`."""
     return min(number, most + number % 2)
 
 
 def _misfit(size: int, own: int, splits: Splits) -> tuple[int, int, int]:
-    """How often `own` is not divided by what divides `size`: the splits, and twice them, because some forms split a part in
-    two. How often it is else another neighbour of the splits. And whether it is another kind of number by itself."""
+    """Returns how often `own` is not divided by the counterpart of a divisor of `size`: the splits, and twice them, because
+    some forms split a part in two. Also returns how often its other relations to the splits differ, and whether it differs
+    in being odd or one."""
 
     def relations(n: int, parts: int) -> tuple[bool, ...]:
         return n % parts == 0, parts % n == 0, n < parts
@@ -179,7 +180,7 @@ def _misfit(size: int, own: int, splits: Splits) -> tuple[int, int, int]:
 
 
 def _scaled_size(size: int, target: int, splits: Splits) -> int:
-    """The size next to `target` that is to the scaled splits what `size` is to the configured ones."""
+    """Returns the size closest to `target` that relates to the scaled splits as `size` relates to the configured ones."""
     most = min(size, target + 2 * max(after for _, after in splits))
     return min(range(1, most + 1), key=lambda own: (*_misfit(size, own, splits), abs(own - target)))
 
@@ -190,7 +191,7 @@ def _scaled_model(model: ModelConfig, heads: tuple[int, int], splits: Splits) ->
     kv_heads, groups = heads
     sizes |= {"num_kv_heads": kv_heads, "num_heads": kv_heads * groups}
     sizes |= {"num_layers": _few(model.num_layers, 4), "head_dim": min(model.head_dim, 8)}
-    # Sums of D terms keep their size of one: no score or gradient is so small or so large that rounding would show.
+    # Sums of D terms keep a size of about one: no score or gradient is so small or so large that rounding would show.
     init_std = 1 / math.sqrt(sizes["embed_dim"])
     return {f"model.{name}": value for name, value in (sizes | {"init_std": init_std}).items()}
 
@@ -198,7 +199,8 @@ def _scaled_model(model: ModelConfig, heads: tuple[int, int], splits: Splits) ->
 def _scaled_window(
     model: ModelConfig, data: DataConfig, configured: Mapping[str, int], scaled: Mapping[str, int], seq_len: int
 ) -> int | None:
-    """As many devices' parts of a row wide as the configured window, and narrower than a row if that is."""
+    """Returns a window that spans as many devices' parts of a row as the configured window, and is narrower than a row if
+    that one is."""
     window = model.sliding_window
     if window is None or window >= data.seq_len:
         return window

@@ -11,22 +11,22 @@ Figures = Mapping[str, Any]
 
 
 def mesh(sizes: Mapping[str, int]) -> str:
-    """`fsdp 2 x tensor 4`."""
+    """Formats a mesh, such as `fsdp 2 x tensor 4`."""
     return " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1) or "of one device"
 
 
 def shape(tensor: Figures) -> str:
-    """`4 x 32`."""
+    """Formats a shape, such as `4 x 32`."""
     return " x ".join(map(str, tensor["shape"]))
 
 
 def difference(value: float | None) -> str:
-    """A relative difference."""
+    """Formats a relative difference."""
     return "not finite" if value is None else "0" if value == 0 else f"{value:.1e}"
 
 
 def first_difference(told: Figures) -> str:
-    """What differs first, in one line."""
+    """Describes the first difference in one line."""
     first = told["first_difference"]
     what = f"{first['kind']} of {first['name']} [{shape(first)}]" if first["name"] else first["kind"]
     when = f"step {first['step']}" if first["step"] else "before the first step"
@@ -34,7 +34,7 @@ def first_difference(told: Figures) -> str:
 
 
 def trials(told: Figures) -> str:
-    """What makes the difference go away, in one line; empty if nothing was tried."""
+    """Lists the changes that remove the difference, in one line; empty if nothing was tried."""
 
     def several(cured: bool) -> str:
         return ", ".join(f"{trial['key']}: {trial['value']}" for trial in told["trials"] if trial["cured"] is cured)
@@ -46,25 +46,25 @@ def trials(told: Figures) -> str:
 
 
 def form_verdict(row: Figures) -> str:
-    """Of a row of `forms`."""
+    """Returns the verdict on a row of `forms`."""
     same = "" if row["same_as"] is None else f", the same program as {row['same_as']}"
     return f"{'ok' if row['equal'] else 'differs'}{same}"
 
 
 def verdict(told: Figures) -> str:
-    """One line: equal, or what differs."""
+    """Returns one line: equal, or the first difference."""
     form = f" with {told['form']}" if told["form"] != told["forms"][0]["form"] else ""
     what = f"{len(told['steps'])} steps on {told['num_devices']} devices{form}"
     if told["equal"]:
         return (
-            f"equal: loss, gradients, moments and weights of {what} are one device's within {told['tolerance']:.0e}"
+            f"equal: loss, gradients, moments and weights of {what} match one device within {told['tolerance']:.0e}"
             f" (largest difference {difference(told['largest_difference'])})"
         )
-    return f"different: {what} are not one device's; {first_difference(told)}"
+    return f"different: {what} do not match one device; {first_difference(told)}"
 
 
 def print_verification(told: Figures) -> None:
-    """Prints what came out, of which `told` are the `figures`."""
+    """Prints the results of a verification; `told` are its `figures`."""
     if len(told["forms"]) > 1:
         forms = _table("form", "largest difference", "", left=(0, 2))
         for row in told["forms"]:
@@ -92,7 +92,7 @@ def print_verification(told: Figures) -> None:
 
 
 def print_changes(changes: Mapping[str, tuple[Any, Any]]) -> None:
-    """Prints which settings are other ones than those of the run."""
+    """Prints the settings that differ from the run's."""
     table = _table("setting", "configured", "verified", left=(0,))
     for key, (before, after) in changes.items():
         table.add_row(key, *(f"{value:.4g}" if isinstance(value, float) else str(value) for value in (before, after)))

@@ -1,4 +1,5 @@
-"""Other forms of a run: those that `auto` may stand for, and plainer ones, to see which makes a difference go away."""
+"""Other forms of a run: the forms that `auto` may resolve to, and plainer ones, to find the one that makes a difference go
+away."""
 
 import dataclasses
 import math
@@ -21,12 +22,12 @@ class Trial:
     key: str
     value: Any
     cured: bool
-    """Whether nothing differs with it."""
+    """Whether nothing differs with this change."""
 
 
 def possible_forms(config: Config, trained: ParallelConfig) -> dict[str, Config]:
-    """The run in the forms that are `trained`, and in each that a setting of `auto` may stand for, one at a time: what is
-    chosen depends on sizes and devices, and the scaled run has others."""
+    """Returns the run in the `trained` forms, and in each form that a setting of `auto` may resolve to, one at a time: the
+    choice depends on sizes and devices, which differ in the scaled run."""
     forms = {"trained": config.changed({"parallel": trained})}
     for field in dataclasses.fields(ParallelConfig):
         key, values = join("parallel", field.name), typing.get_args(field.type)
@@ -46,8 +47,8 @@ def run_trials(config: Config, truth: Side, num_steps: int, doing: Callable[[str
     Args:
         config: the run on emulated devices, which differs from `truth`.
         truth: the same on one device.
-        num_steps: steps to take, as many as it took to differ.
-        doing: is told what takes so long.
+        num_steps: number of steps, enough for the difference to appear.
+        doing: takes a line of progress.
     """
 
     def is_cured(changed: Config, what: str) -> bool:
@@ -58,7 +59,8 @@ def run_trials(config: Config, truth: Side, num_steps: int, doing: Callable[[str
 
 
 def suspects(side: Side, trials: Sequence[Trial]) -> dict[str, int]:
-    """What sums may have gone wrong over, with sizes: what made the difference go away when it was not divided, or all."""
+    """Returns the sizes that a wrong sum may have run over: those that removed the difference when they were not divided, or
+    all."""
     cured = {trial.key.removeprefix("mesh.") for trial in trials if trial.cured}
     factors = {**side.axes, "micro-batches": side.num_micro_batches}
     names = [name for name in factors if name in cured or (name == "micro-batches" and "train.grad_accum_steps" in cured)]
@@ -66,7 +68,7 @@ def suspects(side: Side, trials: Sequence[Trial]) -> dict[str, int]:
 
 
 def _allowed(config: Config, changes: dict[str, Any]) -> list[Config]:
-    """The changed run, unless that breaks a rule."""
+    """Returns the changed run, unless it breaks a rule."""
     try:
         return [config.changed(changes)]
     except ConfigError:
@@ -74,8 +76,8 @@ def _allowed(config: Config, changes: dict[str, Any]) -> list[Config]:
 
 
 def plainer(config: Config) -> Iterator[tuple[str, Any, Config]]:
-    """The run with each axis in turn not split, each form plain, one micro-batch, nothing recomputed; where that is not
-    so already, and all its rules allow it."""
+    """Yields the run with each axis in turn not split, each form plain, one micro-batch, nothing recomputed; only changes
+    that make a difference and that all rules allow."""
     sizes = {axis: getattr(config.mesh, axis) for axis in AXES}
     settings: list[tuple[str, Any]] = [(join("mesh", axis), 1) for axis, size in sizes.items() if size > 1]
     settings += [(join("parallel", field.name), getattr(PLAIN, field.name)) for field in dataclasses.fields(PLAIN)]

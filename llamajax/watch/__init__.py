@@ -1,1 +1,1 @@
-"""What a run measures, shows and keeps of itself."""
+"""Measures a run, shows its progress, and keeps its records."""

@@ -1,7 +1,7 @@
-"""Line charts over training steps, as inline SVG that needs no script, style sheet or network to be read.
+"""Draws line charts over training steps as inline SVG that needs no script, style sheet or network.
 
-Written by hand because a plotting library is a heavy dependency for six line charts: matplotlib brings some 50 MB, and its
-SVG of a long run is larger than the whole report here.
+The SVG is written by hand because a plotting library is a heavy dependency for six line charts: matplotlib adds some 50 MB,
+and its SVG of a long run is larger than our whole report.
 """
 
 import html
@@ -14,9 +14,9 @@ from jaxtyping import Float64, Int64
 
 WIDTH, HEIGHT = 720, 270
 _LEFT, _RIGHT, _TOP, _BOTTOM = 58, WIDTH - 28, 10, HEIGHT - 38
-_READ_OUTS = 400  # places along a chart where its values can be read
+_READ_OUTS = 400  # positions along a chart at which its values can be read
 _MIN_STEPS_TO_SMOOTH = 100
-_MAX_STRETCHES, _MIN_STEPS_PER_STRETCH = 200, 5  # of which a smooth curve is made
+_MAX_STRETCHES, _MIN_STEPS_PER_STRETCH = 200, 5  # sections that a smooth curve is made from
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,26 +25,26 @@ class Line:
 
     name: str
     steps: Int64[np.ndarray, "points"]
-    """Rising."""
+    """Step of each point, rising."""
     values: Float64[np.ndarray, "points"]
-    """Those that are not finite leave a gap."""
+    """Value of each point; a value that is not finite leaves a gap."""
     noisy: bool = False
-    """Draw the values faintly and medians of short stretches over them."""
+    """Whether to draw the values faintly, with medians of short sections on top."""
     dots: bool = False
-    """Mark each value; for curves with few of them."""
+    """Whether to mark each value; for curves with few values."""
 
 
 def line_chart(
     title: str, lines: Sequence[Line], *, text: Callable[[float], str], from_zero: bool = False, restarts: Sequence[int] = ()
 ) -> str:
-    """A chart as an HTML `<figure>`: caption with legend, drawing, and the values to read out at each place.
+    """Returns a chart as an HTML `<figure>`: caption with legend, drawing, and the values to read out at each position.
 
     Args:
-        title: what is drawn, with its unit.
+        title: what the chart shows, with its unit.
         lines: the curves, at least one with at least one value.
-        text: a value as people read it, on the axis and in the read-out.
+        text: formats a value for people, on the axis and in the read-out.
         from_zero: the axis starts at zero rather than at the smallest value.
-        restarts: steps at which the run was started again, drawn as vertical lines.
+        restarts: steps at which the run was restarted, drawn as vertical lines.
     """
     first = min(int(line.steps[0]) for line in lines)
     last = max(int(line.steps[-1]) for line in lines)
@@ -88,7 +88,8 @@ def line_chart(
 
 
 def _value_range(lines: Sequence[Line], *, from_zero: bool) -> tuple[float, float]:
-    """The ends of the value axis. A few values far above all others do not flatten the rest: they are cut off."""
+    """Returns the ends of the value axis. A few values far above all others are cut off, so that they do not flatten the
+    rest."""
     values = np.concatenate([line.values for line in lines])
     values = values[np.isfinite(values)]
     if not values.size:
@@ -109,7 +110,7 @@ def _notes(lines: Sequence[Line], high: float) -> str:
 
 
 def _ticks(low: float, high: float, count: int) -> np.ndarray:
-    """About `count` round numbers between `low` and `high`."""
+    """Returns about `count` round numbers between `low` and `high`."""
     raw = (high - low) / count
     power = 10.0 ** np.floor(np.log10(raw))
     step = next(nice * power for nice in (1, 2, 2.5, 5, 10) if raw <= nice * power * 1.000001)
@@ -133,7 +134,7 @@ def _axes(x_of: Callable, y_of: Callable, first: int, last: int, low: float, hig
 
 
 def _thin_out(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Points that draw the same curve: the lowest and the highest of every pixel column, where there are more than two."""
+    """Returns points that draw the same curve: the lowest and highest per pixel column, where there are more than two."""
     if len(x) <= 2 * (_RIGHT - _LEFT):
         return x, y
     columns = np.floor(x)
@@ -154,7 +155,7 @@ def _path(x: np.ndarray, y: np.ndarray) -> str:
 
 
 def _medians(steps: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The middle step and the median of the finite values of each stretch of the curve."""
+    """Returns the middle step, and the median of the finite values, of each section of the curve."""
     stretches = min(_MAX_STRETCHES, len(values) // _MIN_STEPS_PER_STRETCH)
     middles = [stretch.mean() for stretch in np.array_split(steps, stretches)]
     finite = [stretch[np.isfinite(stretch)] for stretch in np.array_split(values, stretches)]
@@ -162,7 +163,7 @@ def _medians(steps: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndar
 
 
 def _read_outs(lines: Sequence[Line], text: Callable[[float], str]) -> tuple[np.ndarray, list[str]]:
-    """Steps at which the chart can be read, and the line of text for each: every curve's newest value by then."""
+    """Returns steps at which the chart can be read, and a line of text for each: the newest value of every curve by then."""
     steps = np.unique(np.concatenate([line.steps for line in lines]))
     steps = steps[np.unique(np.linspace(0, len(steps) - 1, _READ_OUTS).round().astype(int))]
     texts = []

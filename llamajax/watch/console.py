@@ -1,4 +1,4 @@
-"""What a person sees: the start-up lines and tables, progress while training, and the closing summary."""
+"""Prints the output of a run for people: start-up lines and tables, progress during training, and the final summary."""
 
 import contextlib
 import io
@@ -30,37 +30,38 @@ from llamajax.watch.run_log import FINAL_STEPS, METRICS_FILE, Record, RunSummary
 
 
 class Screen(Console):
-    """Prints what it can: a full disk or a closed pipe behind it is no reason to end a run."""
+    """A console that ignores output errors: a full disk or a closed pipe behind it does not end a run."""
 
     def print(self, *args: Any, **kwargs: Any) -> None:
-        """As `Console.print`; never fails for want of a place to print to."""
+        """Prints as `Console.print` does, but never fails when the output cannot be written."""
         with contextlib.suppress(OSError):
             super().print(*args, **kwargs)
 
     ends_with_reader = False
-    """Whether the process has nothing to do but print, and so ends when nobody reads."""
+    """Whether the process does nothing but print, and therefore ends when nobody reads its output."""
 
     def on_broken_pipe(self) -> None:
-        """Ends the process, as rich does, or prints nothing from here on."""
+        """Ends the process, as rich does, or prints nothing from now on."""
         if self.ends_with_reader:
             super().on_broken_pipe()
         self.quiet = True
 
 
 CONSOLE = Screen(highlight=False, force_jupyter=False)
-"""Standard output, as plain lines in a notebook. All goes through it, so that lines land above a live progress bar."""
+"""Standard output, as plain lines in a notebook. All output goes through it, so that lines appear above a live progress
+bar."""
 _SMOOTHED_STEPS = 20  # the live bar shows speeds over this many steps
-_LEAST_S = 1.0  # over which a line shows speeds: metrics are fetched some milliseconds sooner or later
+_LEAST_S = 1.0  # shortest time over which a line shows speeds: metrics arrive some milliseconds early or late
 
 
 def is_interactive() -> bool:
-    """Whether a person watches: rich's own answer also says yes to a log file when FORCE_COLOR is set."""
+    """Returns whether a person watches. Rich's own answer is also yes for a log file when FORCE_COLOR is set."""
     return CONSOLE.file.isatty() and not CONSOLE.is_dumb_terminal
 
 
 @contextlib.contextmanager
 def captured() -> Iterator[io.StringIO]:
-    """Collects what is printed through `CONSOLE` while the block runs."""
+    """Collects the output through `CONSOLE` while the block runs."""
     file, text = CONSOLE._file, io.StringIO()
     CONSOLE._file = text
     try:
@@ -71,7 +72,7 @@ def captured() -> Iterator[io.StringIO]:
 
 @contextlib.contextmanager
 def waiting(what: str) -> Iterator[Callable[[str], None]]:
-    """Shows a person at a terminal what takes so long, `what` until it is told otherwise."""
+    """Shows on a terminal what the program waits for: `what`, until the yielded function replaces it."""
     if not is_interactive():
         yield lambda what: None
         return
@@ -80,37 +81,37 @@ def waiting(what: str) -> Iterator[Callable[[str], None]]:
 
 
 def log(text: str) -> None:
-    """Prints one line, on the first process of the run only."""
+    """Prints one line, on process 0 only."""
     if jax.process_index() == 0:
         CONSOLE.print(text, markup=False, soft_wrap=True)
 
 
 def log_own(text: str) -> None:
-    """Prints one line of any process, with its number if it is not the first."""
+    """Prints one line on any process, with the number of the process if it is not process 0."""
     CONSOLE.print(_with_rank(text), markup=False, soft_wrap=True)
 
 
 def say(line: str) -> None:
-    """Prints a line to stderr, on the first process of the run only."""
+    """Prints a line to stderr, on process 0 only."""
     if jax.process_index() == 0:
         with contextlib.suppress(OSError):
             print(line, file=sys.stderr, flush=True)
 
 
 def say_own(line: str) -> None:
-    """Prints a line of any process to stderr, with its number if it is not the first."""
+    """Prints a line to stderr on any process, with the number of the process if it is not process 0."""
     with contextlib.suppress(OSError):
         print(_with_rank(line), file=sys.stderr, flush=True)
 
 
 def _with_rank(line: str) -> str:
-    """With the number of a process that is not the first, unless a launcher puts it before every line."""
+    """Appends the number of a process other than process 0, unless a launcher puts it before every line."""
     is_told = not peers.rank() or heartbeat.VARIABLE in os.environ
     return line if is_told else f"{line} (process {peers.rank()})"
 
 
 def track(items: Iterable[Any], total: int, what: str) -> Iterator[Any]:
-    """Hands items on and shows how far they are: a bar on a terminal, a line after each tenth elsewhere."""
+    """Yields the items and shows progress: a bar on a terminal, a line after each tenth elsewhere."""
     if is_interactive() and jax.process_index() == 0:
         columns = ("{task.description}", progress.BarColumn(), progress.MofNCompleteColumn(), "ETA")
         with progress.Progress(*columns, progress.TimeRemainingColumn(), console=CONSOLE, transient=True) as bar:
@@ -119,7 +120,7 @@ def track(items: Iterable[Any], total: int, what: str) -> Iterator[Any]:
     started = 0.0
     for done, item in enumerate(items, start=1):
         yield item
-        if done == 1:  # which compiled, too
+        if done == 1:  # the first item includes compilation
             started = time.monotonic()
         elif done * 10 // total > (done - 1) * 10 // total:
             left = (time.monotonic() - started) / (done - 1) * (total - done)
@@ -127,17 +128,17 @@ def track(items: Iterable[Any], total: int, what: str) -> Iterator[Any]:
 
 
 def print_table(table: Table) -> None:
-    """Prints a table, on the first process of the run only; into a file, a row stays one line, however long."""
+    """Prints a table, on process 0 only; in a file, each row stays on one line, however long."""
     if jax.process_index() == 0:
         screen = CONSOLE if is_interactive() else Screen(file=CONSOLE.file, width=1000, force_jupyter=False)
         screen.print(table)
 
 
 def print_stream(prompt: str, pieces: Iterable[str]) -> None:
-    """Prints a prompt and, as they come, the pieces of text that go on from it.
+    """Prints a prompt and then the pieces of its continuation as they arrive.
 
-    Every process draws the pieces, the first one prints; a model may write anything, so a terminal's control
-    characters are shown as such.
+    All processes take the pieces, and process 0 prints them. A model may produce any text, so control characters of a
+    terminal are shown as replacement characters.
     """
 
     def show(text: str, style: str | None = None) -> None:
@@ -152,13 +153,13 @@ def print_stream(prompt: str, pieces: Iterable[str]) -> None:
 
 
 def devices(where: str = "") -> str:
-    """The devices of the current mesh and how it lies over them."""
+    """Describes the devices of the current mesh and its axes."""
     axes = " x ".join(f"{axis} {size}" for axis, size in jax.sharding.get_mesh().shape.items() if size > 1)
     return f"{jax.device_count()} x {jax.devices()[0].device_kind}{where}; mesh {axes or 'of one device'}"
 
 
 def print_header(config: Config, model: Any) -> None:
-    """What is about to run, and where: versions, devices, mesh, batch, and every array of `model`."""
+    """Prints what is about to run, and where: versions, devices, mesh, batch, and every array of `model`."""
     in_processes = f" in {jax.process_count()} process{'es' if jax.process_count() > 1 else ''}"
     log(f"llamajax   {llamajax.__version__}, jax {jax.__version__}, Python {platform.python_version()}")
     log(f"run        {config.run_dir}")
@@ -170,8 +171,8 @@ def print_header(config: Config, model: Any) -> None:
         )
     if config.model.param_dtype == "bfloat16":
         log(
-            "warning    model.param_dtype: bfloat16 master weights lose every update below 1/512 of its weight, most of"
-            f" those at small learning rates; float32 takes {format_bytes(2 * num_params)} more in all"
+            "warning    model.param_dtype: bfloat16 master weights lose every update below 1/512 of the weight: most updates"
+            f" at small learning rates; float32 needs {format_bytes(2 * num_params)} more in all"
         )
     log(f"batch      {config.batch_arithmetic(jax.device_count())}")
     log(f"model      {format_count(num_params)} parameters ({num_params:,})")
@@ -179,7 +180,7 @@ def print_header(config: Config, model: Any) -> None:
 
 
 def parameter_table(tree: Any) -> Table:
-    """Every array of `tree` (or its `jax.ShapeDtypeStruct`): path, shape, dtype, partition, and bytes per device.
+    """Lists every array of `tree` (or its `jax.ShapeDtypeStruct`): path, shape, dtype, partition, and bytes per device.
 
     An array without a sharding counts as replicated.
     """
@@ -202,7 +203,7 @@ def parameter_table(tree: Any) -> Table:
 
 
 def _split_over(sharding: jax.sharding.Sharding | None) -> str:
-    """The mesh axes that each dim is split over: `-, fsdp, sequence+tensor`; just `-` if none is."""
+    """Returns the mesh axes that each dimension is split over: `-, fsdp, sequence+tensor`; just `-` without any split."""
     if not isinstance(sharding, jax.NamedSharding) or sharding.is_fully_replicated:
         return "-"
     dims = ((axes,) if isinstance(axes, str) else axes or ("-",) for axes in sharding.spec)
@@ -210,10 +211,10 @@ def _split_over(sharding: jax.sharding.Sharding | None) -> str:
 
 
 def memory_summary(compiled: jax.stages.Compiled) -> str:
-    """What a compiled program needs in the memory of one device, in one line."""
+    """Returns the memory that a compiled program needs on one device, in one line."""
     stats = compiled.memory_analysis()
     if stats is None:
-        return "this platform does not tell the memory it needs"
+        return "this platform does not report the memory that it needs"
     in_place = stats.alias_size_in_bytes
     total = stats.argument_size_in_bytes + stats.output_size_in_bytes - in_place + stats.temp_size_in_bytes
     parts = [
@@ -229,7 +230,7 @@ def memory_summary(compiled: jax.stages.Compiled) -> str:
 
 
 class Progress:
-    """What a run shows while it trains: a live bar on a terminal, a line every `metrics.log_every` steps elsewhere."""
+    """Shows the progress of training: a live bar on a terminal, a line every `metrics.log_every` steps elsewhere."""
 
     def __init__(self, config: Config, start_step: int):
         self._num_steps, self._tokens_after = config.train.num_steps, config.tokens_after
@@ -252,11 +253,11 @@ class Progress:
             self._live.stop()
 
     def doing(self, what: str) -> None:
-        """Says what keeps the run from training right now; empty when it trains."""
+        """Sets what keeps the run from training right now; empty while it trains."""
         self._doing = what
 
     def update(self, record: Record) -> None:
-        """Shows the record of one more finished step."""
+        """Shows the record of the next finished step."""
         self._step, self._doing = record["step"], ""
         self._latest.append(record)
         self._first = self._first or (self._step, time.monotonic())
@@ -275,7 +276,8 @@ class Progress:
         log(text)
 
     def _line(self) -> str:
-        """The step as one aligned line; speeds are those since the last line, or of more steps where these are short."""
+        """Formats the step as one aligned line, with speeds since the last line, or over more steps if those took little
+        time."""
         width = len(str(self._num_steps))
         speeds, values = _Speeds(self._since_line), self._since_line[-1]
         if speeds.seconds < _LEAST_S and len(self._latest) > len(self._since_line):
@@ -289,8 +291,10 @@ class Progress:
         )
 
     def _eta(self) -> str:
-        """Time to the last step at the pace since the first one, evaluations and checkpoints included; by tokens, of which
-        steps of other stages may have more."""
+        """Estimates the time to the last step from the pace since the first one, including evaluations and checkpoints.
+
+        The pace is in tokens, because steps of different stages may have different numbers of tokens.
+        """
         if self._first is None:
             return "-"
         first_step, first_time = self._first
@@ -301,7 +305,7 @@ class Progress:
         return format_duration((self._tokens_after(self._num_steps) - tokens) / (tokens - before) * seconds)
 
     def _render(self) -> Group:
-        """Two rows: how far, and the figures, the most important ones first, as many as fit."""
+        """Renders two rows: progress, and as many of the figures as fit, most important first."""
         bar = Table.grid(padding=(0, 2, 0, 0), expand=True)
         for ratio in (None, 1, None, None, None):
             bar.add_column(ratio=ratio, no_wrap=True)
@@ -315,7 +319,7 @@ class Progress:
         )
         if not self._latest:
             return Group(bar)
-        latest = list(self._latest)  # as it is now: another thread adds to it
+        latest = list(self._latest)  # a copy: another thread appends to it
         speeds, values = _Speeds(latest), latest[-1]
         figures = [
             f"{speeds.tokens_per_sec:,.0f} tok/s",
@@ -349,7 +353,7 @@ class _Speeds:
 
 
 def print_end(run_dir: Path, checkpoint: Path) -> None:
-    """The last words of a run; what is wrong with its log is told, and costs nothing more."""
+    """Prints the final summary of a run. A problem with its log is reported and has no other effect."""
     try:
         run = read_run(run_dir)
     except (UserError, OSError) as error:
@@ -361,12 +365,12 @@ def print_end(run_dir: Path, checkpoint: Path) -> None:
 
 
 def told_epochs(epochs: Sequence[float]) -> str:
-    """Passes through each source, in the order of `data.sources`."""
+    """Formats the passes through each source, in the order of `data.sources`."""
     return ", ".join(f"{passes:.2f} of data.sources[{source}]" for source, passes in enumerate(epochs))
 
 
 def print_summary(run_dir: Path, summary: RunSummary, checkpoint: Path) -> None:
-    """What came out, how fast, and where everything lies."""
+    """Prints the results, the speed, and where everything is stored."""
 
     def known(value: float | None, form: str) -> str:
         return "-" if value is None else format(value, form)

@@ -1,4 +1,4 @@
-"""What the wall time of a run went into, over all its starts, and the share of it that trained.
+"""Splits the wall time of a run, over all its starts, and computes the share spent on training.
 
 Goodput is the effective training time ratio (ETTR): productive seconds of the wall time since the run was first started
 (ByteRobust, arXiv 2509.16293, section 2).
@@ -13,19 +13,19 @@ from typing import Any
 import numpy as np
 
 PARTS = {
-    "productive": "steps of the history that stands, without the wait for their batches",
-    "data wait": "for the batches of those steps",
-    "compile": "compiling the step, or loading what was compiled before",
+    "productive": "steps that count, without the wait for their batches",
+    "data wait": "waiting for the batches of these steps",
+    "compile": "compiling the step, or loading a compiled step",
     "start": "imports, devices, the other processes",
     "load": "checkpoint and its verification, weights, data",
-    "save": "stalls: until a checkpoint has left the devices, and for the last one",
-    "evaluation": "on held-out documents",
-    "replicas": "comparing what devices hold alike",
+    "save": "stalls: until a checkpoint has left the devices, and until the last one is written",
+    "evaluation": "evaluating held-out documents",
+    "replicas": "comparing replicas on different devices",
     "restart": "no process: from the end of one to the start of the next",
-    "lost work": "steps computed again or dropped, and what no record tells of before a process was lost",
+    "lost work": "steps recomputed or dropped, and time without records before a process was lost",
     "other": "everything else",
 }
-"""What a second of a run may go into, and what that means."""
+"""Every way in which a run spends time, with a description."""
 
 _OF_START = {"start": "start_s", "compile": "compile_s", "load": "load_s"}
 _OF_PAUSES = {"saving": "save", "evaluating": "evaluation", "comparing replicas": "replicas"}
@@ -34,20 +34,20 @@ _ENDS_WELL = ("finished", "stopped")
 
 @dataclass(frozen=True, kw_only=True)
 class Goodput:
-    """The wall time of a run, split."""
+    """The wall time of a run, split into parts."""
 
     wall_s: float
-    """Seconds from the first start to the newest record, everything included."""
+    """Seconds from the first start to the newest record, including everything."""
     seconds: dict[str, float]
-    """Of each of `PARTS`; they add up to `wall_s`."""
+    """Seconds of each of `PARTS`; they add up to `wall_s`."""
 
     @property
     def share(self) -> float:
-        """Productive seconds of all, 0 to 1."""
+        """Productive share of the wall time, 0 to 1."""
         return self.seconds["productive"] / self.wall_s if self.wall_s else 0.0
 
     def __str__(self) -> str:
-        """`93.1%: compile 3.2%, data wait 1.0%`: the share, and what took the rest, largest first."""
+        """Formats the share and what took the rest, largest first: `93.1%: compile 3.2%, data wait 1.0%`."""
         rest = sorted(
             ((s / self.wall_s, part) for part, s in self.seconds.items() if part != "productive" and s), reverse=True
         )
@@ -56,15 +56,15 @@ class Goodput:
 
 
 def goodput(series: Mapping[str, tuple[np.ndarray, np.ndarray]], events: Sequence[Mapping[str, Any]]) -> Goodput | None:
-    """The wall time of a run, split; None for a run without a start on record.
+    """Splits the wall time of a run into parts; returns None for a run without a recorded start.
 
-    Time is added up between events, forward only: the clock may have been set back, or be that of another machine. What
-    older versions did not write down is `other`. The wait for batches is all of it, though a device that still computes the
-    step before does not feel it: goodput is rather more than told.
+    Time between events is added up, forward only: the clock may have been set back, or belong to another machine. Time that
+    older versions did not record is `other`. All waiting for batches counts as `data wait`, even while a device still
+    computes the step before, so the true goodput is rather higher.
 
     Args:
-        series: metric name to steps and values, as in `RunLog`.
-        events: of the run, in order, as in `RunLog`.
+        series: steps and values by metric name, as in `RunLog`.
+        events: events of the run in order, as in `RunLog`.
     """
     starts = [index for index, event in enumerate(events) if event["event"] == "start"]
     if not starts:
@@ -107,7 +107,7 @@ def _total(series: Mapping[str, tuple[np.ndarray, np.ndarray]], key: str) -> flo
 
 
 def _number(event: Mapping[str, Any], key: str) -> float | None:
-    """A fact that is a number of seconds, not negative; None if there is none."""
+    """Returns a fact that is a non-negative number of seconds, or None."""
     value = event.get(key)
     if not isinstance(value, int | float) or isinstance(value, bool):
         return None
@@ -115,5 +115,5 @@ def _number(event: Mapping[str, Any], key: str) -> float | None:
 
 
 def _began(start: Mapping[str, Any]) -> float:
-    """When the process of this `start` began."""
+    """Returns when the process of this `start` began."""
     return min(_number(start, "began") or start["time"], start["time"])

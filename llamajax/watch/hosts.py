@@ -1,4 +1,4 @@
-"""What each process of a run takes for itself in a step: measured by all, sent to process 0 now and then, compared there."""
+"""Compares the time that each process spends on its own work in a step. All measure; process 0 collects and compares."""
 
 import contextlib
 import json
@@ -22,20 +22,20 @@ from llamajax.watch import run_log
 from llamajax.watch.stragglers import REPORT_EVERY, Comparison, Slow
 
 PROBE_SHARE = 0.005
-"""Of the time of training that timing the devices may take."""
+"""Share of training time that may be spent on timing the devices."""
 
-_FEWEST_ROUNDS, _MOST_ROUNDS = 3, 32  # of the fixed program in a probe
-_KEPT = 100  # reports of each process whose medians are told
-_WRITE_S = 60.0  # between writes of what is told
+_FEWEST_ROUNDS, _MOST_ROUNDS = 3, 32  # rounds of the fixed program per probe
+_KEPT = 100  # reports of each process that go into its medians
+_WRITE_S = 60.0  # seconds between writes of the medians
 
 
 class Hosts:
-    """The figures of this process and, on process 0, of all."""
+    """The measurements of this process and, on process 0, of all."""
 
     def __init__(self, peers: Peers, num_processes: int, ratio: float) -> None:
-        """Compiles the fixed program for the devices of this process; see `Comparison` for `ratio`."""
+        """Compiles the fixed program for the devices of this process. See `Comparison` for `ratio`."""
         self._peers = peers
-        peers.reports.clear()  # those of before the run went back are of later steps, and would hide what comes
+        peers.reports.clear()  # reports from before a rollback have later steps and would hide new ones
         self._comparison = Comparison(num_processes, ratio)
         self._devices_program = DeviceProbe()
         self._round_s = self._devices_program.seconds(_FEWEST_ROUNDS)
@@ -51,27 +51,28 @@ class Hosts:
         self._writer: threading.Thread | None = None
 
     def add_step(self, step_time_s: float, data_wait_s: float, host_s: float, *, was_late: bool) -> None:
-        """Takes a step.
+        """Records a step.
 
         Args:
-            step_time_s: seconds of all of it.
-            data_wait_s: of the wait for a batch.
-            host_s: of what this process did besides, before it dispatched the next step.
-            was_late: whether its devices were done before that; else they waited for neither, and nor did the others.
+            step_time_s: seconds of the whole step.
+            data_wait_s: seconds of waiting for a batch.
+            host_s: seconds of other work in this process before it dispatched the next step.
+            was_late: whether its devices finished before that. Otherwise they waited for neither, and other processes did
+                not.
         """
         self._num_unprobed += 1
         self._steps.append((step_time_s, data_wait_s * was_late, max(0.0, host_s) * was_late))
 
     def add_save(self, seconds: float) -> None:
-        """Takes the stall of a save."""
+        """Records the stall of a save."""
         self._save_s.append(seconds)
 
     def probe_due(self, step: int) -> bool:
-        """Whether to time the devices after `step`, when they are idle; as often as `PROBE_SHARE` lets it be."""
+        """Returns whether to time the devices after `step`, when they are idle; as often as `PROBE_SHARE` allows."""
         if step % REPORT_EVERY or not self._steps:
             return False
         affordable_s = PROBE_SHARE * statistics.median(step_time_s for step_time_s, _, _ in self._steps)
-        # By powers of 2, so that all processes do it after the same steps: the others wait for each that does.
+        # In powers of 2, so that all processes probe after the same steps: the others wait for each one that probes.
         every = REPORT_EVERY
         while every * affordable_s < _FEWEST_ROUNDS * self._round_s:
             every *= 2
@@ -79,17 +80,17 @@ class Hosts:
         return step % every == 0 and self._num_unprobed >= every
 
     def probe(self) -> None:
-        """Times the devices, which must be idle, for as long as `probe_due` has found that it may: some milliseconds."""
+        """Times the devices, which must be idle, for the duration that `probe_due` computed: some milliseconds."""
         self._round_s = self._device_s = self._devices_program.seconds(self._num_rounds)
         self._num_unprobed = 0
 
     def report(self, step: int) -> tuple[list[Slow], dict[str, float]]:
-        """Every `REPORT_EVERY` steps, sends the figures since the last report; two steps later, process 0 compares all.
+        """Sends the measurements since the last report every `REPORT_EVERY` steps; two steps later, process 0 compares all.
 
-        The next step is dispatched as soon as the devices are timed, when what the others send is still on its way.
+        The next step is dispatched as soon as the devices are timed, while the reports of others are still on their way.
 
         Returns:
-            Who has become slow or is no longer, and metrics; both empty in between and on other processes.
+            Hosts that have become slow or recovered, and metrics; both empty in between and on other processes.
         """
         if step % REPORT_EVERY == 0 and self._steps:
             self._send(step)
@@ -115,11 +116,12 @@ class Hosts:
         self._steps, self._save_s, self._device_s = [], [], None
 
     def name(self, process: int) -> str:
-        """The host of a process that has reported."""
+        """Returns the host of a process that has reported."""
         return self._names[process]
 
     def write(self, run_dir: Path, *, at_once: bool = False) -> None:
-        """On process 0: leaves the medians of all in the run directory, once a minute, or `at_once` and waits for that."""
+        """Writes the medians of all to the run directory, on process 0: once a minute, or `at_once`, and then waits for
+        it."""
         if self._writer is not None and (at_once or not self._writer.is_alive()):
             self._writer.join()
             self._writer = None
@@ -137,20 +139,20 @@ class Hosts:
 
 
 def _write(path: Path, content: bytes) -> None:
-    with contextlib.suppress(OSError):  # the run needs it not, and its log tells of the disk
+    with contextlib.suppress(OSError):  # the run does not need it, and its log reports the disk
         write_atomically(path, content)
 
 
 class DeviceProbe:
-    """A fixed program without collectives for each device of this process, the same in all: products of matrices."""
+    """A fixed program without collectives for each device of this process, the same in all processes: matrix products."""
 
     def __init__(self) -> None:
-        """Compiles it and runs it once."""
+        """Compiles the program and runs it once."""
         is_cpu = jax.default_backend() == "cpu"
         size, self._repeats, dtype = (192, 4, jnp.float32) if is_cpu else (2048, 48, jnp.bfloat16)
         self._programs: list[tuple[Any, jax.Array]] = []
         for device in jax.local_devices():
-            # A mesh of this device alone: the process's mesh spans all devices and refuses arrays that live on one.
+            # A mesh of this device alone: the process's mesh spans all devices and rejects arrays on only one of them.
             with jax.set_mesh(jax.make_mesh((1,), ("device",), axis_types=(AxisType.Auto,), devices=[device])):
                 matrix = jax.device_put(np.full((size, size), 1 / size, dtype), device)
                 program = jax.jit(self._products).lower(matrix).compile()
@@ -161,10 +163,11 @@ class DeviceProbe:
         return jax.lax.fori_loop(0, self._repeats, lambda _, product: product @ matrix, matrix)
 
     def seconds(self, num_rounds: int) -> float:
-        """Of a round, all devices beginning together, until the slowest is done: the mean of all but the slowest tenth.
+        """Returns the seconds of a round, from a common start until the slowest device is done: a mean without the slowest
+        tenth.
 
-        A mean, as what slows a device down may do so by turns, in slices of milliseconds; without the slowest, of which one
-        that something else held up would outweigh all others.
+        A mean, because a slow device may be slowed down intermittently, in slices of milliseconds. The slowest rounds are
+        excluded, because a single unrelated delay would outweigh all others.
         """
         rounds = []
         for _ in range(num_rounds):

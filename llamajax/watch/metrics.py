@@ -1,4 +1,4 @@
-"""The metrics of a run: fetched one step late, so that the host never waits for the device it should be feeding."""
+"""Collects the metrics of a run: fetched one step late, so that the host never waits for the device that it feeds."""
 
 import contextlib
 import dataclasses
@@ -30,20 +30,20 @@ TENSORBOARD_DIR = "tensorboard"
 
 @dataclasses.dataclass(kw_only=True)
 class _Held:
-    """A step that was dispatched, whose metrics are not fetched yet."""
+    """A dispatched step; its metrics are not fetched yet."""
 
     step: int
     values: Mapping[str, Any]
     arrived: float | None = None
-    """When they were there, if somebody waited for them."""
+    """When the metrics were ready, if the host waited for them."""
     probe_s: float = 0.0
-    """Seconds after that in which the devices were timed."""
+    """Seconds after that spent on timing the devices."""
 
 
 class MetricsWriter:
     """Takes the metrics of every step and writes them to all sinks; a context manager around the training loop.
 
-    Every process calls every method: a process that did not fetch could run many steps ahead. Only the first one writes.
+    Every process calls every method: a process that did not fetch could run many steps ahead. Only process 0 writes.
     """
 
     def __init__(
@@ -54,14 +54,14 @@ class MetricsWriter:
         keys: Sequence[float] | None = None,
         epochs: Callable[[int], Sequence[float]] = lambda step: (),
     ):
-        """Prepares to log the steps after `start_step`; measures, within half a second, the peak of devices not known.
+        """Prepares to log the steps after `start_step`; for unknown devices, measures the peak within half a second.
 
         Args:
             config: the run.
-            start_step: finished steps so far.
-            keys: that a query sees on average in each stage, where documents are closed to each other; see
+            start_step: number of finished steps so far.
+            keys: average number of keys that a query sees in each stage, where documents are closed to each other; see
                 `flops_per_token`.
-            epochs: gives the passes through each source in so many finished steps.
+            epochs: returns the passes through each source after a number of finished steps.
         """
         self._config = config
         self.run_dir = Path(config.run_dir).expanduser()
@@ -73,14 +73,14 @@ class MetricsWriter:
         self._is_main_process = jax.process_index() == 0
         self._held: _Held | None = None
         self._clock = self._free = 0.0
-        self._waited_s = 0.0  # for batches, since `_clock`
+        self._waited_s = 0.0  # seconds of waiting for batches since `_clock`
         self._of_hosts: Record = {}
         others, ratio = peers.current(), config.metrics.straggler_ratio
         self._hosts = None if others is None or ratio is None else Hosts(others, jax.process_count(), ratio)
         self._is_paused = False
 
     def __enter__(self) -> Self:
-        with contextlib.ExitStack() as stack:  # closes what was opened if opening the next one fails
+        with contextlib.ExitStack() as stack:  # closes the open sinks if opening the next one fails
             if self._is_main_process:
                 self._open_sinks(stack)
             self._sinks = stack.pop_all()
@@ -92,7 +92,7 @@ class MetricsWriter:
             if exc is None:
                 self.flush()
                 reason = "finished" if self._last_step >= self._config.train.num_steps else "stopped"
-            else:  # what is held may be lost with the device, and fetching it would hide the error
+            else:  # the held step may be lost with the device; fetching it would hide the error
                 lines = str(exc).splitlines()
                 reason = f"{type(exc).__name__}: {lines[0] if lines else ''}"
             if self._hosts is not None:
@@ -100,16 +100,16 @@ class MetricsWriter:
             self.event("stop", reason=reason)
 
     def write(self, step: int, values: Mapping[str, Any], *, data_wait_s: float = 0.0) -> Record | None:
-        """Takes the metrics of a step that was just dispatched; fetches and writes those of the step before.
+        """Takes the metrics of a step that was just dispatched; fetches and writes the metrics of the step before.
 
         Args:
-            step: number of the step, 1 for the first: how many are finished when it is.
-            values: scalars (arrays that may not be computed yet, or numbers) by name, as `train_step` names them.
-            data_wait_s: seconds that the step waited for its batch. They count to the step before if its metrics are yet to
-                be fetched, for they passed before that, and a step's time lasts from fetch to fetch.
+            step: number of the step, 1 for the first: the number of finished steps once it is done.
+            values: scalars (arrays that may not be computed yet, or numbers), under the names that `train_step` gives them.
+            data_wait_s: seconds that the step waited for its batch. They count towards the step before if its metrics are
+                yet to be fetched: the wait came before that, and a step lasts from fetch to fetch.
 
         Returns:
-            The record of the step before, None if there is none; `train/*` is the same on every process, `perf/*` is not.
+            The record of the step before, or None; `train/*` is the same on every process, `perf/*` is not.
         """
         host_s = time.perf_counter() - self._free - data_wait_s
         was_late = self._held is not None and self._held.arrived is None and _is_computed(self._held.values)
@@ -129,11 +129,11 @@ class MetricsWriter:
                     self._hosts.probe()
                     self._held.probe_s = time.perf_counter() - self._held.arrived
                     self._free = time.perf_counter()
-            self._compare_hosts(step)  # also where a pause has fetched the step before
+            self._compare_hosts(step)  # even if a pause has fetched the step before
         return finished
 
     def flush(self) -> Record | None:
-        """Waits for the newest step and writes its metrics, if that has not been done: see `write`."""
+        """Waits for the newest step and writes its metrics, unless that has been done; see `write`."""
         if self._held is None:
             return None
         held, self._held = self._held, None
@@ -151,9 +151,9 @@ class MetricsWriter:
 
     @contextlib.contextmanager
     def pause(self, doing: str) -> Iterator[None]:
-        """Around everything that is not a training step: flushes first, and the time inside is no step's time.
+        """Surrounds everything that is not a training step: flushes first, and excludes the time inside from all steps.
 
-        A pause within another one is part of that.
+        A pause inside another one is part of it.
         """
         if self._is_paused:
             yield
@@ -163,7 +163,7 @@ class MetricsWriter:
         self._is_paused = True
         if self._is_main_process:
             self._progress.doing(doing)
-            if doing == "saving":  # a run that goes on from the checkpoint computes none of these steps again
+            if doing == "saving":  # a run that resumes from the checkpoint never recomputes these steps
                 self._metrics_file.wait()
         yield
         self._is_paused = False
@@ -186,13 +186,13 @@ class MetricsWriter:
             self._progress.tell_eval(record)
 
     def event(self, name: str, **facts: Any) -> None:
-        """Notes in `events.jsonl` that something happened to the run, with the newest finished step."""
+        """Records an event of the run in `events.jsonl`, with the newest finished step."""
         if self._is_main_process:
             record = {"time": round(time.time(), 3), "event": name, "step": self._last_step, **facts}
             self._events_file.append_record(f"{run_log.encode(record)}\n".encode())
 
     def _compare_hosts(self, step: int) -> None:
-        """Tells who is slow, when that changes; on process 0, which alone hears of all."""
+        """Reports a host that becomes slow or recovers; only process 0 has the reports of all."""
         assert self._hosts is not None
         changes, metrics = self._hosts.report(step)
         self._of_hosts |= metrics
@@ -209,7 +209,7 @@ class MetricsWriter:
         metrics_path.touch()
         events_path.touch()
         dropped = run_log.drop_later_steps(metrics_path, self._start_step)
-        run_log.drop_later_steps(events_path, math.inf)  # no event goes, only a torn line
+        run_log.drop_later_steps(events_path, math.inf)  # removes no event, only a torn line
         self._metrics_file = stack.enter_context(run_log.Appender(metrics_path, console.say))
         self._events_file = stack.enter_context(run_log.Appender(events_path, console.say))
         self._others: list[Callable[[Record], object]] = []
@@ -240,12 +240,14 @@ class MetricsWriter:
         )
 
     def _of_data(self, step: int) -> Record:
-        """What so many steps have read: positions of all rows, padding included, and passes through each source."""
+        """Returns what the run has read after this step: positions of all rows with padding, and passes through each
+        source."""
         epochs = {f"{run_log.EPOCHS}{source}": passes for source, passes in enumerate(self._epochs(step))}
         return {"data/tokens": self._config.tokens_after(step), **epochs}
 
     def _perf(self, step: int, step_time_s: float, data_wait_s: float) -> Record:
-        """Speeds of one step. Every position of the batch counts as a token: the device works on padding as well."""
+        """Returns the speeds of one step. Every position of the batch counts as a token: the device works on padding as
+        well."""
         model, stage = self._config.model, self._config.data.stage_at(step - 1)
         seq_len, keys = self._stages[stage].seq_len, None if self._keys is None else self._keys[stage]
         tokens_per_sec = self._config.train.global_batch_size * seq_len / step_time_s
@@ -266,16 +268,16 @@ class MetricsWriter:
 
 
 def _is_computed(values: Mapping[str, Any]) -> bool:
-    """Whether nobody would wait for them."""
+    """Returns whether all values can be fetched without waiting."""
     arrays: list[Any] = [value for value in values.values() if isinstance(value, jax.Array)]
     return all(array.is_ready() for array in arrays)
 
 
 @contextlib.contextmanager
 def _tensorboard(run_dir: Path, start_step: int) -> Iterator[Callable[[Record], None]]:
-    """Adds the numbers of a step to an event file.
+    """Yields a function that adds the numbers of a step to an event file.
 
-    Not by tensorboardX's own writer: a full disk ends its thread, for which the run then waits forever.
+    Replaces tensorboardX's own writer: a full disk ends its thread, and the run then waits for it forever.
     """
     # Takes a second to import where torch is installed.
     from tensorboardX.proto import event_pb2, summary_pb2
@@ -290,7 +292,7 @@ def _tensorboard(run_dir: Path, start_step: int) -> Iterator[Callable[[Record], 
     with run_log.Appender(directory / name, console.say) as file:
 
         def append(**content: Any) -> None:
-            """As a TFRecord: length, its checksum, the event, its checksum."""
+            """Appends an event as a TFRecord: length, its checksum, the event, its checksum."""
             data = events.Event(**content).SerializeToString()
             length = struct.pack("<Q", len(data))
             checksums = [struct.pack("<I", masked_crc32c(part)) for part in (length, data)]
@@ -302,7 +304,7 @@ def _tensorboard(run_dir: Path, start_step: int) -> Iterator[Callable[[Record], 
             append(wall_time=record["time"], step=record["step"], summary=summaries.Summary(value=values))
 
         append(wall_time=now, file_version="brain.Event:2")
-        # TensorBoard hides points of an earlier start that are computed again.
+        # Makes TensorBoard hide points of an earlier start that are recomputed.
         start = events.SessionLog(status=events.SessionLog.START)
         append(wall_time=now, step=start_step + 1, session_log=start)
         yield write

@@ -1,4 +1,4 @@
-"""The files that a command writes because options of its command line name them."""
+"""Checks and writes the files that options of a command line name."""
 
 import os
 from collections.abc import Callable, Collection, Mapping
@@ -8,16 +8,16 @@ from llamajax.errors import ConfigError
 
 
 def check_outputs(options: Mapping[str, str], files: Collection[str], pages: Collection[str] = ()) -> None:
-    """Raises `ConfigError` for files that cannot be written, before minutes are spent on what goes into them.
+    """Raises `ConfigError` for files that cannot be written, before minutes are spent on their contents.
 
     Args:
-        options: of the command line, with their values.
+        options: options of the command line, with their values.
         files: the options that name a file to write.
-        pages: those of them whose file is an HTML page.
+        pages: the options in `files` with an HTML page as their file.
     """
     named = {option: Path(os.path.expanduser(path)) for option, path in options.items() if option in files}
     problems = [
-        f"{option}: {path}: is the file of another option too; name a file for each"
+        f"{option}: {path}: another option names this file too; name a different file for each"
         for option, path in named.items()
         if sum(path.absolute() == other.absolute() for other in named.values()) > 1
     ]
@@ -30,11 +30,11 @@ def check_outputs(options: Mapping[str, str], files: Collection[str], pages: Col
                 path.unlink()
         except OSError as error:
             if isinstance(error, FileNotFoundError) and not path.parent.exists():
-                problems.append(f"{option}: {path}: there is no directory {path.parent}; make it, or name another file")
+                problems.append(f"{option}: {path}: there is no directory {path.parent}; create it, or name another file")
             else:
                 problems.append(f"{option}: {path} cannot be written: {error.strerror}; name another file")
     problems += [
-        f"{option}: {path}: what it names is a page; name a file that ends with .html"
+        f"{option}: {path}: the output is an HTML page; name a file that ends with .html"
         for option, path in named.items()
         if option in pages and path.suffix != ".html"
     ]
@@ -46,7 +46,7 @@ def write_output(options: Mapping[str, str], option: str, content: Callable[[], 
     """Writes `content` to the file that `option` names, if it was given.
 
     Raises:
-        ConfigError: it cannot be written.
+        ConfigError: the file cannot be written.
     """
     if option not in options:
         return

@@ -32,7 +32,7 @@ def build_page(
         cards: the figures at the top.
         body: HTML of everything below the cards.
         style: CSS of this page alone, after the shared one.
-        script: JavaScript that runs once the page is there; a page without it may run none.
+        script: JavaScript that runs once the page is loaded; a page without a script allows none.
     """
     policy = f"{_POLICY}; script-src 'unsafe-inline'" if script else _POLICY
     shown = "".join(f"<div><dt>{card.label}</dt><dd>{card.value}</dd><small>{card.note}</small></div>" for card in cards)

@@ -1,4 +1,4 @@
-"""What model FLOPs utilization (MFU) is a share of: the peak of the devices."""
+"""Determines the peak FLOP/s of the devices, the basis of model FLOPs utilization (MFU)."""
 
 import functools
 import time
@@ -14,12 +14,12 @@ from llamajax.estimates.gpus import find_gpu
 
 @dataclass(frozen=True, kw_only=True)
 class PeakFlops:
-    """What model FLOPs utilization (MFU) is a share of."""
+    """Peak that model FLOPs utilization (MFU) is relative to."""
 
     flops_per_sec: float
-    """FLOP/s of one device."""
+    """Peak FLOP/s of one device."""
     source: str
-    """Where the figure is from, for people."""
+    """Source of the figure, for people."""
 
     def __str__(self) -> str:
         tera = self.flops_per_sec >= 1e12
@@ -28,12 +28,12 @@ class PeakFlops:
 
 
 def peak_flops(dtype: jax.typing.DTypeLike) -> PeakFlops:
-    """The peak of this process's devices: the data sheet's bfloat16 figure, or else a timed matmul of `dtype`."""
+    """Returns the peak of this process's devices: the data sheet's bfloat16 figure, or else a timed matmul of `dtype`."""
     device = jax.local_devices()[0]
     gpu = find_gpu(device.device_kind)
     if gpu is not None:
         return PeakFlops(flops_per_sec=gpu.peak_flops, source=f"{gpu.name} data sheet, bfloat16")
-    # One emulated CPU device alone uses all cores, eight at once share them: each gets its part of the machine.
+    # A single emulated CPU device uses all cores; eight at once share them, so each gets its part of the machine.
     sharers = jax.local_device_count() if device.platform == "cpu" else 1
     source = f"measured matmul peak, {jnp.dtype(dtype).name}"
     if sharers > 1:
@@ -43,9 +43,9 @@ def peak_flops(dtype: jax.typing.DTypeLike) -> PeakFlops:
 
 @functools.cache
 def measure_matmul_flops(dtype: jax.typing.DTypeLike, *, min_seconds: float = 0.01) -> float:
-    """FLOP/s of the best of five square matmuls on one local device, large enough to take `min_seconds` each."""
+    """Returns the FLOP/s of the best of five square matmuls on one local device, large enough to take `min_seconds` each."""
     device = jax.local_devices()[0]
-    # A mesh of this device alone: the process's mesh spans all devices and refuses arrays that live on one.
+    # A mesh of this device alone: the process's mesh spans all devices and rejects arrays on only one of them.
     with jax.set_mesh(jax.make_mesh((1,), ("device",), axis_types=(AxisType.Auto,), devices=[device])):
         size = 512
         while True:

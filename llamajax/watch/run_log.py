@@ -1,12 +1,12 @@
-"""What a run writes down about itself, and how it is read back: `metrics.jsonl` and `events.jsonl`.
+"""Writes and reads the records of a run: `metrics.jsonl` and `events.jsonl`.
 
-`metrics.jsonl` holds numbers by step, in order: one line per optimizer step (`train/*`, `perf/*`, and `data/*`: what was
-read until then) and one per evaluation (`eval/*`). A line starts with its `step`, the number of finished optimizer steps,
-and its `time` (seconds since 1970). Floats are written so that they read back bit for bit; JSON has no other numbers, so
-the rest are the strings "NaN", "Infinity" and "-Infinity" (protobuf's JSON mapping does the same). `events.jsonl` holds
-what happened: every start (when its process began, what it took until then, which steps it dropped), compilation (with its
-XLA options), save (begun), pause between steps, rollback and stop; it only ever grows. `rolled_back.jsonl` holds the lines
-of `metrics.jsonl` that a rollback took from there.
+`metrics.jsonl` holds numbers by step, in order: one line per optimizer step (`train/*`, `perf/*`, and `data/*`: the data
+read so far) and one per evaluation (`eval/*`). A line starts with its `step`, the number of finished optimizer steps, and
+its `time` (seconds since 1970). Floats are written so that they read back bit for bit; JSON has no non-finite numbers, so
+these are the strings "NaN", "Infinity" and "-Infinity" (protobuf's JSON mapping does the same). `events.jsonl` holds the
+events of the run: every start (when its process began, the time it took until then, the steps it dropped), compilation (with
+its XLA options), save (when it starts), pause between steps, rollback and stop; it only grows. `rolled_back.jsonl` holds the
+lines of `metrics.jsonl` that a rollback removed from there.
 """
 
 import itertools
@@ -34,25 +34,25 @@ METRICS_FILE = "metrics.jsonl"
 EVENTS_FILE = "events.jsonl"
 ROLLED_BACK_FILE = "rolled_back.jsonl"
 HOSTS_FILE = "hosts.json"
-"""Medians of every process, as process 0 last knew them; see `llamajax.watch.hosts`."""
+"""Medians of every process, as last reported to process 0; see `llamajax.watch.hosts`."""
 EPOCHS = "data/epochs/"
-"""Metrics whose names begin so are the passes through a source, whose place in `data.sources` follows."""
+"""Prefix of metrics that count passes through a source; the index of the source in `data.sources` follows."""
 MOST_KEPT = 100_000
-"""Records kept in memory, of about 500 bytes each, while a log cannot be written."""
+"""Maximum number of records, of about 500 bytes each, kept in memory while a log cannot be written."""
 FINAL_STEPS = 20
-"""Steps at the end of a run that its final training loss is averaged over."""
+"""Number of steps at the end of a run that its final training loss is averaged over."""
 
 Record = dict[str, Any]
-"""One line of a log: names to numbers or texts."""
+"""One line of a log: names to numbers or text."""
 
-# Seconds that a record waits for its disk, and after which one where none had to is no longer slow.
+# Seconds that a record waits for its disk, and seconds without such a wait after which the disk is no longer slow.
 _PATIENCE_S, _CALM_S = 1, 60
 
 _STEP = re.compile(rb'\{"step": (\d+),')
 
 
 def encode(record: Mapping[str, Any]) -> str:
-    """The record as one line of JSON, without the line end."""
+    """Returns the record as one line of JSON, without the line end."""
 
     def finite(value: Any) -> Any:
         if isinstance(value, float) and not math.isfinite(value):
@@ -63,23 +63,23 @@ def encode(record: Mapping[str, Any]) -> str:
 
 
 class Appender:
-    """A file that grows by whole records, also through times when its disk is full or slow: what it does not take is kept
-    and written later, in order. A context manager, which ends with a last attempt.
+    """A file that grows by whole records, even while its disk is full or slow: records that cannot be written are kept and
+    written later, in order. A context manager that makes a last attempt at the end.
 
-    A record is with the operating system when `append_record` returns, so a killed process loses none that could be written;
-    on a slow disk, none that `wait` waited for.
+    The operating system has a record when `append_record` returns, so a killed process loses no record that could be
+    written; on a slow disk, no record that `wait` waited for.
     """
 
     def __init__(self, path: Path, say: Callable[[str], object]) -> None:
-        """Opens the file, or makes it.
+        """Opens the file, or creates it.
 
         Args:
-            path: the file, which nothing else writes.
-            say: takes a line, from any thread, when the file cannot be written or is slow, when that is over, and when
+            path: the file, which no other writer may use.
+            say: takes a line, from any thread, when the file cannot be written or its disk is slow, when that ends, and when
                 records are lost.
 
         Raises:
-            OSError: it cannot be opened.
+            OSError: the file cannot be opened.
         """
         self._path, self._say = path, say
         self._file = path.open("ab", buffering=0)
@@ -92,10 +92,10 @@ class Appender:
         self._lock = threading.Lock()
         self._writer = ThreadPoolExecutor(1, thread_name_prefix=path.name)
         self._attempt: Future[None] | None = None
-        """Set while what is kept is being written."""
+        """Set while kept records are being written."""
 
     def append_record(self, record: bytes) -> None:
-        """Writes a record and those that wait, or keeps them; never fails, and waits for a slow disk once only."""
+        """Writes a record and all waiting ones, or keeps them. Never fails, and waits for a slow disk only once."""
         with self._lock:
             self._kept.append(record)
             while len(self._kept) > MOST_KEPT:
@@ -107,21 +107,21 @@ class Appender:
                 attempt.result(_PATIENCE_S)
         except TimeoutError:
             self._is_slow = True
-            self._say(f"{self._path}: its disk is slow; the run goes on and writes it when it can")
+            self._say(f"{self._path}: its disk is slow; the run continues and writes it later")
 
     def wait(self) -> None:
-        """Returns when every record is written, or could not be."""
+        """Returns when every record is written, or could not be written."""
         if (attempt := self._attempt) is not None:
             attempt.result()
 
     def _begin(self) -> Future[None]:
-        """The attempt under way, or a new one."""
+        """Returns the attempt in progress, or a new one."""
         with self._lock:
             self._attempt = self._attempt or self._writer.submit(self._write_kept)
             return self._attempt
 
     def _write_kept(self) -> None:
-        """In a thread of its own: writes until nothing is kept, or the disk fails."""
+        """Writes until no record is kept or the disk fails; runs in its own thread."""
         while (records := self._take()) is not None:
             began = time.monotonic()
             try:
@@ -132,14 +132,15 @@ class Appender:
                     self._num_late, self._attempt = len(self._kept), None
                 if self._problem is None:
                     self._problem = error.strerror or str(error)
-                    self._say(f"{self._path}: cannot be written: {self._problem}; the run goes on and writes it when it can")
+                    self._say(f"{self._path}: cannot be written: {self._problem}; the run continues and writes it later")
                 return
             finally:
                 if (now := time.monotonic()) - began > _PATIENCE_S:
                     self._slow_at = now
 
     def _take(self) -> list[bytes] | None:
-        """The next record, or all where each write takes long; None if there is none, and the attempt is over."""
+        """Returns the next record, or all of them while each write takes long; None if there is none and the attempt is
+        over."""
         with self._lock:
             if self._kept:
                 records = list(self._kept) if self._is_slow and self._problem is None else [self._kept[0]]
@@ -166,7 +167,7 @@ class Appender:
             while rest:
                 rest = rest[self._file.write(rest) :]
         except OSError:
-            self._file.truncate(self._size)  # no part of a record stays; where that fails too, the next attempt begins so
+            self._file.truncate(self._size)  # removes the partial record; if this fails too, the next attempt does it
             raise
         self._size, self._is_torn = self._size + len(record), False
 
@@ -183,7 +184,7 @@ class Appender:
 
 
 def later_steps(path: Path, last_step: int) -> bytes:
-    """The whole lines of steps after `last_step`."""
+    """Returns the complete lines of steps after `last_step`."""
     if not path.exists():
         return b""
     with path.open("rb") as file:
@@ -193,21 +194,21 @@ def later_steps(path: Path, last_step: int) -> bytes:
 
 @dataclass(frozen=True, kw_only=True)
 class Dropped:
-    """What was in a log and is no more, as far as it could be read."""
+    """Records removed from a log, as far as they could be read."""
 
     steps: int
-    """Optimizer steps."""
+    """Number of optimizer steps."""
     seconds: float
-    """That they took."""
+    """Seconds that these steps took."""
     newest: float | None
-    """Time of the newest record, dropped or not; None if there was none."""
+    """Time of the newest record, removed or not; None if there was none."""
 
 
 def drop_later_steps(path: Path, last_step: float) -> Dropped:
-    """Cuts off the lines of steps after `last_step`, which will be computed again, and a last line torn by a kill.
+    """Cuts off the lines of steps after `last_step`, which will be recomputed, and a last line torn by a kill.
 
-    The log is in order, so that is one truncation: there is no moment at which a kill would lose more. A damaged line
-    before it stays as it is.
+    The log is in order, so this is one truncation, and a kill at any moment loses nothing more. A damaged line before it
+    stays unchanged.
     """
     end, kept, later = 0, b"", []
     with path.open("rb") as file:
@@ -227,23 +228,24 @@ def drop_later_steps(path: Path, last_step: float) -> Dropped:
 
 @dataclass(frozen=True, kw_only=True)
 class RunLog:
-    """Everything a run wrote down."""
+    """All records of a run."""
 
     series: dict[str, tuple[np.ndarray, np.ndarray]]
-    """Metric name to its steps (int64, rising) and values (float64)."""
+    """Steps (int64, rising) and values (float64) by metric name."""
     events: list[Record]
-    """In order; each has `time`, `step` and `event`, such as `start`, `compile` (with the final XLA options), `data`, `save`
-    (begun), `pause` (ended), `slow` (a host is, or no longer), `rollback` (from `step` to `to_step`) and `stop`."""
+    """Events in order; each has `time`, `step` and `event`, such as `start`, `compile` (with the final XLA options), `data`,
+    `save` (started), `pause` (ended), `slow` (a host is slow or has recovered), `rollback` (from `step` to `to_step`) and
+    `stop`."""
     damaged: tuple[str, ...]
-    """The places of lines that are no records and are left out, `metrics.jsonl:7`."""
+    """Locations of lines that are not records and are skipped, such as `metrics.jsonl:7`."""
 
     @property
     def warning(self) -> str | None:
-        """What to tell of damaged lines, in a line; None if there are none."""
+        """One line about damaged lines, or None if there are none."""
         if not self.damaged:
             return None
         more = f" and {len(self.damaged) - 3} more" if len(self.damaged) > 3 else ""
-        return f"{', '.join(self.damaged[:3])}{more}: no record, left out; restore the file or remove the line"
+        return f"{', '.join(self.damaged[:3])}{more}: not a record, skipped; restore the file or remove the line"
 
 
 def read_run(run_dir: Path) -> RunLog:
@@ -275,14 +277,15 @@ def read_run(run_dir: Path) -> RunLog:
     series = {}
     for key, columns_of_key in columns.items():
         steps, values = np.array(columns_of_key[0]), np.array(columns_of_key[1])
-        last_of_its_step = np.append(np.diff(steps) > 0, True)  # an evaluation may have been repeated after a restart
+        last_of_its_step = np.append(np.diff(steps) > 0, True)  # an evaluation may be repeated after a restart
         series[key] = steps[last_of_its_step], values[last_of_its_step]
     events = list(_records(events_path, damaged, has="event")) if events_path.is_file() else []
     return RunLog(series=series, events=events, damaged=tuple(damaged))
 
 
 def _records(path: Path, damaged: list[str], has: str | None = None) -> Iterator[Record]:
-    """The whole lines that are records with a step, a time and, if asked for, a text `has`; adds the others to `damaged`."""
+    """Yields the complete lines that are records with a step, a time and, if given, a text `has`; adds others to
+    `damaged`."""
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
             if not line.endswith(b"\n"):
@@ -295,7 +298,7 @@ def _records(path: Path, damaged: list[str], has: str | None = None) -> Iterator
 
 
 def _record(line: bytes, has: str | None = None) -> Record | None:
-    """A line as a record with a step, a time and, if asked for, a text `has`; None if it is none."""
+    """Parses a line as a record with a step, a time and, if given, a text `has`; returns None for anything else."""
     try:
         record = json.loads(line)
         is_record = type(record["step"]) is int and 0 <= record["step"] < 2**63 and math.isfinite(record["time"])
@@ -306,22 +309,22 @@ def _record(line: bytes, has: str | None = None) -> Record | None:
 
 @dataclass(frozen=True, kw_only=True)
 class RunSummary:
-    """A run in a dozen numbers; None where the run has not got that far, or did not measure it."""
+    """A run in a dozen numbers; None for those that it has not reached or measured."""
 
     step: int
-    """Finished optimizer steps."""
+    """Number of finished optimizer steps."""
     num_steps: int | None
-    """Steps the run is meant to have."""
+    """Number of steps that the run is meant to have."""
     num_params: int | None
     tokens: int | None
-    """Positions trained on, all sequences and steps."""
+    """Number of positions trained on, over all sequences and steps."""
     train_loss: float | None
     """Nats per token, mean of the last `FINAL_STEPS` steps."""
     eval_loss: float | None
     """Nats per token on held-out documents, newest evaluation."""
     eval_bits_per_byte: float | None
     tokens_per_sec: float | None
-    """Over all devices; this and the next three are medians over the steps."""
+    """Tokens per second over all devices; this and the next three are medians over the steps."""
     tokens_per_sec_per_device: float | None
     mfu: float | None
     """Model FLOPs utilization, 0 to 1, causal half of attention counted."""
@@ -330,9 +333,9 @@ class RunSummary:
     steps_time_s: float
     """Seconds spent in the steps that count."""
     wall_time_s: float | None
-    """Seconds from the first start to the newest record, everything included; never less than `steps_time_s`."""
+    """Seconds from the first start to the newest record, including everything; never less than `steps_time_s`."""
     goodput: Goodput | None
-    """What they went into."""
+    """Split of these seconds."""
     restarts: int
     stop_reason: str | None
     """`finished`, `stopped`, or the error; None while running, and after a kill."""
@@ -340,19 +343,19 @@ class RunSummary:
     """Passes through each source, in the order of `data.sources`; empty in logs of older versions."""
 
     def figures(self) -> Record:
-        """All of it, by name, for programs."""
+        """Returns all of it, by name, for programs."""
         split = {"share": self.goodput.share, **asdict(self.goodput)} if self.goodput else None
         return asdict(self) | {"goodput": split}
 
 
 def summarize(log: RunLog) -> RunSummary:
-    """The run in a dozen numbers."""
+    """Summarizes the run in a dozen numbers."""
 
     def known(figure: Callable[[np.ndarray], Any], key: str) -> float | None:
         return float(figure(log.series[key][1])) if key in log.series else None
 
     starts = [event for event in log.events if event["event"] == "start"]
-    num_gone_back = sum(  # a process that goes back begins its loop again, and is the same one
+    num_gone_back = sum(  # a rollback starts the loop again in the same process
         event["event"] == "start" and "began" not in event and before["event"] == "rollback"
         for before, event in itertools.pairwise(log.events)
     )
@@ -360,11 +363,11 @@ def summarize(log: RunLog) -> RunSummary:
     last_event = log.events[-1] if log.events else {}
     step = int(log.series["time"][0][-1])
     losses = log.series["train/loss"][1][-FINAL_STEPS:] if "train/loss" in log.series else np.array([])
-    losses = losses[np.isfinite(losses)]  # those of skipped steps need not be
+    losses = losses[np.isfinite(losses)]  # losses of skipped steps may not be finite
     steps_time_s = known(np.sum, "perf/step_time_s") or 0.0
     split = goodput(log.series, log.events)
     tokens = step * facts["tokens_per_step"] if "tokens_per_step" in facts else None
-    if "data/tokens" in log.series:  # older versions had no stages, and wrote down what is in every step
+    if "data/tokens" in log.series:  # older versions had no stages and recorded only tokens per step
         tokens = int(log.series["data/tokens"][1][-1])
     epochs = itertools.takewhile(log.series.__contains__, (f"{EPOCHS}{source}" for source in itertools.count()))
     return RunSummary(

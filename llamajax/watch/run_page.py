@@ -1,6 +1,6 @@
-"""One self-contained HTML page about a run.
+"""Builds a self-contained HTML page about a run.
 
-Reads what the run wrote (`run_log`); the run may still be going on. The page needs no network and no scripts to be read.
+Reads the records of the run (`run_log`), which may still be training. The page needs no network, and no script to be read.
 """
 
 import html
@@ -30,12 +30,12 @@ _SCRIPT = Path(__file__).with_name("run_page.js").read_text(encoding="utf-8").re
 
 
 def write_report(run_dir: Path, output: Path | None = None, log: RunLog | None = None) -> Path:
-    """Writes the page about the run in `run_dir`; returns where it lies, by default `report.html` in the run.
+    """Writes the page about the run in `run_dir` and returns its path, by default `report.html` in the run directory.
 
     Args:
-        run_dir: of the run.
+        run_dir: directory of the run.
         output: the file to write.
-        log: what the run wrote down, if it has been read.
+        log: records of the run, if they have been read.
 
     Raises:
         ConfigError: there is no run with a finished step in `run_dir`, or `output` cannot be written.
@@ -98,7 +98,7 @@ def _cards(summary: RunSummary) -> list[Card]:
 
 
 def _goodput(split: Goodput | None) -> str:
-    """A bar of what the wall time went into, and a table of the same; parts without a second are left out."""
+    """Returns a bar that splits the wall time, and a table of the same; parts without any time are omitted."""
     if split is None or not split.wall_s:
         return ""
     parts = {part: seconds for part, seconds in split.seconds.items() if seconds}
@@ -152,7 +152,7 @@ def _charts(log: RunLog) -> str:
 
 
 def _epochs(log: RunLog, summary: RunSummary) -> str:
-    """A table of how often each source was gone through, and will be in the whole run."""
+    """Returns a table of the passes through each source, so far and in the whole run."""
     planned = next((event.get("epochs") for event in reversed(log.events) if event["event"] == "data"), None)
     in_all = planned if isinstance(planned, dict) else {}
     rows = []
@@ -166,7 +166,7 @@ def _epochs(log: RunLog, summary: RunSummary) -> str:
 
 
 def _starts(log: RunLog) -> str:
-    """A table of every time the run was started, with what it ran on and how that ended."""
+    """Returns a table of every start of the run, with its devices, versions and end."""
     rows, previous_config = [], None
     for index, event in enumerate(log.events):
         if event["event"] != "start":
@@ -193,7 +193,7 @@ def _starts(log: RunLog) -> str:
 
 
 def _hosts(run_dir: Path) -> str:
-    """A table of what every process takes for itself, the slowest devices first; nothing without a readable file of it."""
+    """Returns a table of each process's own times, slowest devices first; empty without a readable file."""
     try:
         rows = json.loads((run_dir / run_log.HOSTS_FILE).read_bytes())
         rows.sort(key=lambda row: -row.get("device_s", 0.0))

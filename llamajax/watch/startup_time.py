@@ -1,4 +1,4 @@
-"""When a run began, and what its time went into before the first step of its run."""
+"""Records when a run began, and the time of each phase before its first step."""
 
 import time
 from itertools import pairwise
@@ -6,35 +6,36 @@ from itertools import pairwise
 import llamajax
 
 PHASES = ("start", "compile", "load")
-"""In their order."""
+"""Phases before the first step, in order."""
 
 _phases: list[tuple[str, float]] = []
 _is_first = True
 
 
 def begin(phase: str) -> None:
-    """From now on a run is in `phase`, one of `PHASES`; `start` begins it, and after its first step there are no others.
+    """Starts `phase`, one of `PHASES`. `start` begins a run, and after its first step there are no further phases.
 
-    The first run of a process began when this package was imported: the process itself may be a shell's, and older.
+    The first run of a process began when this package was imported: the process itself may be an older shell.
     """
     global _is_first
     now = time.monotonic()
     if phase == "start":
         _phases.clear()
-    elif not _phases:  # it loads again, to go back
+    elif not _phases:  # a rollback loads again
         return
     _phases.append((phase, llamajax.BEGAN if _is_first else now))
     _is_first = False
 
 
 def begins_now() -> None:
-    """The next run begins when its first phase does: the process has done other things since it imported this package."""
+    """Starts the next run with its first phase: the process has done other work since it imported this package."""
     global _is_first
     _is_first = False
 
 
 def first_step() -> dict[str, float]:
-    """Ends the last phase: `began`, in seconds since 1970, and the seconds of every phase, `compile_s`; once for a run."""
+    """Ends the last phase; returns `began` (seconds since 1970) and the seconds of every phase (`compile_s`), once per
+    run."""
     if not _phases:
         return {}
     now = time.monotonic()

@@ -1,8 +1,8 @@
-"""Which host of a run is slower than the others: pure comparison of what each measured of itself.
+"""Finds hosts that are slower than the others by comparing what each measures about itself; pure functions of reports.
 
-In lockstep all hosts have the same step time, whoever is to blame, so each tells what is its own: how long its devices had
-nothing to do for want of a batch, or because the host was at work between steps, and what a fixed program takes on them.
-Several reports in a row must show it, since noise mostly adds time, and only now and then.
+In lockstep all hosts have the same step time, whichever one is slow. So each reports its own part: how long its devices were
+idle because a batch was missing, or because the host was busy between steps, and the time of a fixed program on them. A
+difference must show in several reports in a row, because noise mostly adds time, and only occasionally.
 """
 
 from collections.abc import Mapping
@@ -12,38 +12,38 @@ import numpy as np
 from jaxtyping import Float64
 
 KINDS = {"device": "computes", "data": "waits for its batches", "host": "takes between steps"}
-"""What is compared, and what a slow host does."""
+"""Measurements that are compared, and what a slow host does."""
 REPORT_EVERY = 8
-"""Steps between reports of a host."""
+"""Number of steps between reports of a host."""
 REPORTS = 5
-"""Reports in a row of which the median is compared: moments 32 steps apart, or means over all of 40 steps."""
+"""Number of consecutive reports in each median: moments 32 steps apart, or means over all 40 steps."""
 
-_THROUGHOUT = 0.81  # of the median's difference that all of them must show, on average: more than 32 steps of 40
-_LEAST_S = 0.002  # that a host must lose in a step by its data or between steps
-_OWN_NOISE = 4.0  # robust standard deviations of one host's reports that are no difference
-_NOISE_BETWEEN = 4.0  # of the hosts' medians, likewise
-_REMEMBERED = 16  # reports of each host that say how much they vary
-_LEAST_DIFFERENCES = 8  # between a host's reports, of all hosts, without which that is not known
+_THROUGHOUT = 0.81  # share of the median's difference that the reports must show on average: more than 32 steps of 40
+_LEAST_S = 0.002  # minimum loss per step, in data or between steps, that makes a host slow
+_OWN_NOISE = 4.0  # differences below this many robust standard deviations of one host's reports do not count
+_NOISE_BETWEEN = 4.0  # the same for the medians of the hosts
+_REMEMBERED = 16  # reports of each host used to estimate its noise
+_LEAST_DIFFERENCES = 8  # minimum number of differences between reports, over all hosts, for that estimate
 
 
 @dataclass(frozen=True, kw_only=True)
 class Slow:
-    """A host that is slower than the others, or no longer."""
+    """A host that is slower than the others, or has recovered."""
 
     process: int
     kind: str
     """One of `KINDS`."""
     seconds: float
-    """That it takes: its devices for the fixed program, otherwise in a step."""
+    """Seconds that the host takes: its devices for the fixed program, or otherwise per step."""
     median_s: float
-    """That the median of the other processes takes."""
+    """Median of the other processes, in seconds."""
     since: int
     """Step of the first report that showed it."""
     over: bool = False
-    """Whether it is as fast as the others again."""
+    """Whether the host is as fast as the others again."""
 
     def line(self, host: str) -> str:
-        """For people; `host` is the process's."""
+        """Formats a line for people; `host` is the host of the process."""
         who = f"slow       process {self.process} ({host})"
         if self.over:
             return f"{who} is as fast as the others again"
@@ -56,17 +56,17 @@ class Slow:
 
 
 class Comparison:
-    """The newest reports of all processes, compared; tells only what changes."""
+    """Compares the newest reports of all processes and reports only changes."""
 
     def __init__(self, num_processes: int, ratio: float) -> None:
-        """Expects reports of `num_processes`; a step that a host makes `ratio` times as long makes it slow."""
+        """Expects reports from `num_processes`; a host that makes a step `ratio` times as long is slow."""
         self._ratio = ratio
         self._reports = {kind: np.full((num_processes, _REMEMBERED), np.nan) for kind in KINDS}
         self._steps = {kind: np.zeros((num_processes, _REMEMBERED), np.int64) for kind in KINDS}
         self._slow: dict[tuple[int, str], Slow] = {}
 
     def take(self, process: int, report: Mapping[str, float]) -> None:
-        """Takes a report: its `step`, and seconds by kind, those that were measured; one that has been taken counts once."""
+        """Takes a report: its `step`, and the measured seconds by kind. A repeated report counts once."""
         for kind, reports in self._reports.items():
             steps = self._steps[kind][process]
             if kind in report and report["step"] > steps[-1]:
@@ -74,10 +74,10 @@ class Comparison:
                 reports[process] = [*reports[process, 1:], report[kind]]
 
     def changes(self, step_time_s: float) -> list[Slow]:
-        """Who has become slow since the last call, or is no longer.
+        """Returns the hosts that have become slow since the last call, or have recovered.
 
         Args:
-            step_time_s: what a step takes; the same for all.
+            step_time_s: seconds per step, the same for all processes.
         """
         changed = []
         for kind, reports in self._reports.items():
@@ -90,7 +90,7 @@ class Comparison:
                 continue
             own_noise = 1.4826 * float(np.median(differences)) / np.sqrt(2)
             middle = _middle(level)
-            unit = middle if kind == "device" else step_time_s / self._ratio  # what a step would take without that
+            unit = middle if kind == "device" else step_time_s / self._ratio  # duration of a step without that loss
             enough = max((self._ratio - 1) * unit, 0.0 if kind == "device" else _LEAST_S, _OWN_NOISE * own_noise)
             for process in np.flatnonzero(known & (level - middle >= enough)):
                 key = int(process), kind
@@ -111,7 +111,7 @@ class Comparison:
         return changed
 
     def slowest(self) -> tuple[int, float] | None:
-        """The process whose devices are slowest, and how many times the median's time they take; None if not known."""
+        """Returns the process with the slowest devices, and the ratio of their time to the median; None if unknown."""
         level = np.median(self._reports["device"][:, -REPORTS:], axis=1)
         if np.isfinite(level).sum() < 2:
             return None
@@ -120,10 +120,10 @@ class Comparison:
 
 
 def _middle(level: Float64[np.ndarray, "processes"]) -> float:
-    """The median of those that are known; of two, the faster one."""
+    """Returns the median of the known values; of two, the faster one."""
     return float(np.quantile(level[np.isfinite(level)], 0.5, method="lower"))
 
 
 def _noise_between(level: Float64[np.ndarray, "others"]) -> float:
-    """Robust standard deviation of what the others take, whose machines need not be alike."""
+    """Returns the robust standard deviation of the other hosts, which may be different machines."""
     return 1.4826 * float(np.median(np.abs(level - np.median(level))))

@@ -1,4 +1,4 @@
-"""A trace of what the devices do in some steps, for xprof and Perfetto."""
+"""Records a profiler trace of the devices during some steps, for xprof and Perfetto."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,9 +13,9 @@ from llamajax.watch.console import log, say
 
 @contextmanager
 def trace(config: Config, start_step: int) -> Iterator[Callable[[int, Any], None]]:
-    """A function to call before every step and after the last, which starts and ends the trace of `config.profile`.
+    """Yields a function to call before every step and after the last; it starts and ends the trace of `config.profile`.
 
-    Only the first process traces: the others do the same.
+    Only process 0 traces: the others do the same work.
     """
     wanted = config.profile.start_step is not None and jax.process_index() == 0
     first = max(config.profile.start_step or 0, start_step + 1)
@@ -35,7 +35,7 @@ def trace(config: Config, start_step: int) -> Iterator[Callable[[int, Any], None
     def before_step(step: int, state: Any) -> None:
         nonlocal running
         if wanted and first == step < after:
-            jax.block_until_ready(state)  # the trace begins and ends between steps, not in the middle of one
+            jax.block_until_ready(state)  # the trace starts and ends between steps
             jax.profiler.start_trace(Path(config.run_dir).expanduser() / "profile", create_perfetto_trace=True)
             running = True
         elif running and (step == after or step > config.train.num_steps):

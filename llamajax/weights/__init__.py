@@ -1,1 +1,1 @@
-"""Weights to start from: other checkpoints and Hugging Face directories, read piece by piece."""
+"""Reads initial weights piece by piece from other checkpoints and Hugging Face directories."""

@@ -1,7 +1,7 @@
-"""Weights that others keep in float8 (e4m3), as wide numbers: each block of a matrix times its scale.
+"""Reads weights stored in float8 (e4m3) as wide numbers: each block of a matrix times its scale.
 
-Read are DeepSeek's and transformers' `fp8` (`weight_scale_inv`, by blocks), `fbgemm_fp8` and `compressed-tensors`
-(`weight_scale`: of a tensor, of each of its rows, or by blocks); of both kinds, the number is what to multiply by.
+Supported are `fp8` of DeepSeek and transformers (`weight_scale_inv`, per block), `fbgemm_fp8` and `compressed-tensors`
+(`weight_scale`: per tensor, per row, or per block). In both kinds the stored number is the factor to multiply by.
 """
 
 import dataclasses
@@ -16,15 +16,15 @@ from llamajax.weights.safetensors import DTYPES, Scales, Stored
 _METHODS = ("fp8", "fbgemm_fp8", "compressed-tensors")
 _SCALES = ("weight_scale_inv", "weight_scale")
 _OF_ACTIVATIONS = ("input_scale", "activation_scale", "output_scale", "q_scale", "k_scale", "v_scale")
-"""For inference in eight bits; weights do without."""
-_REMEDY = "where it runs, write it out in wide numbers: model.dequantize().save_pretrained(OUT) of transformers"
+"""Suffixes of scales for inference in eight bits, which weights do not need."""
+_REMEDY = "convert it on a machine that can run it: model.dequantize().save_pretrained(OUT) of transformers"
 
 
 def quantization_of(body: Mapping[str, Any], path: Path) -> Mapping[str, Any] | None:
-    """What a `config.json` says of how its weights are kept; None if they are plain numbers.
+    """Returns the quantization section of a `config.json`; None if the weights are plain numbers.
 
     Raises:
-        ConfigError: in another way than in float8.
+        ConfigError: the weights are quantized, but not in float8.
     """
     found = body.get("quantization_config", body.get("compression_config"))
     if found is None:
@@ -41,14 +41,14 @@ def quantization_of(body: Mapping[str, Any], path: Path) -> Mapping[str, Any] | 
 
 
 def with_scales(tensors: Mapping[str, Stored], quantization: Mapping[str, Any] | None) -> dict[str, Stored]:
-    """A model's tensors, those in float8 with their scales, and none of the tensors that are not weights.
+    """Returns a model's tensors: float8 ones with their scales, without tensors that are not weights.
 
     Args:
-        tensors: all of the directory, by name.
-        quantization: of `quantization_of`; None: a tensor in float8 without scales is what it says.
+        tensors: all tensors of the directory, by name.
+        quantization: the result of `quantization_of`; None: a float8 tensor without scales holds its values directly.
 
     Raises:
-        ConfigError: a scale is missing, or its shape fits no blocks of its tensor.
+        ConfigError: a scale is missing, or its shape does not match blocks of its tensor.
     """
     found = dict(tensors)
     for name, stored in tensors.items():
@@ -67,7 +67,7 @@ def with_scales(tensors: Mapping[str, Stored], quantization: Mapping[str, Any] |
 
 
 def _scales(name: str, stored: Stored, scale: Stored, quantization: Mapping[str, Any] | None) -> Scales:
-    """The scale laid out as a grid over the tensor."""
+    """Returns the scale laid out as a grid over the tensor."""
     (rows, columns), size = stored.shape, math.prod(scale.shape)
     sizes = _block_size(quantization or {})
     if size == 1:
@@ -82,14 +82,14 @@ def _scales(name: str, stored: Stored, scale: Stored, quantization: Mapping[str,
         block = rows // grid[0], columns // grid[1]
     else:
         raise ConfigError(
-            f"{scale.file}: the scale of {show(name)} is {list(scale.shape)}, which fits no blocks of {list(stored.shape)};"
-            " download it again"
+            f"{scale.file}: the scale of {show(name)} is {list(scale.shape)}, which does not divide"
+            f" {list(stored.shape)} into blocks; download it again"
         )
     return Scales(dataclasses.replace(scale, shape=grid), block)
 
 
 def _block_size(quantization: Mapping[str, Any]) -> tuple[int, int] | None:
-    """Rows and columns of a block, as either format says; None if it does not."""
+    """Returns rows and columns of a block in either format, or None."""
     groups = quantization.get("config_groups")
     for said in [quantization, *(groups.values() if isinstance(groups, dict) else ())]:
         match said:

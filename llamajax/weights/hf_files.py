@@ -1,4 +1,4 @@
-"""What a Hugging Face directory holds: `config.json`, where its tensors are, and the small files that travel with them."""
+"""Reads a Hugging Face directory: `config.json`, the location of its tensors, and the small files that belong to them."""
 
 import json
 import os
@@ -12,12 +12,12 @@ from llamajax.errors import ConfigError, show, show_path
 from llamajax.weights.safetensors import INDEX, SINGLE, Stored, stored_tensors
 
 TOKENIZERS = frozenset({"tokenizer.json", "tokenizer.model"})
-"""Either is a whole tokenizer, but for the names of its special tokens."""
+"""Files that are complete tokenizers, except for the names of special tokens."""
 
 GENERATION = "generation_config.json"
 
 LICENSE = r"[A-Za-z0-9][A-Za-z0-9.+-]{0,63}"
-"""How Hugging Face writes licences: `apache-2.0`, `llama3.1`, `other`."""
+"""Pattern of licence identifiers on Hugging Face: `apache-2.0`, `llama3.1`, `other`."""
 
 _TRAVELLING = re.compile(
     r"tokenizer\.json|tokenizer\.model|tokenizer_config\.json|special_tokens_map\.json|added_tokens\.json"
@@ -27,28 +27,29 @@ _PICKLES = {".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt"}
 
 
 def source_name(directory: Path) -> str:
-    """The model's name: OWNER/NAME if it lies in the cache of Hugging Face's downloads, else the directory's."""
+    """Returns the model's name: OWNER/NAME in the cache of Hugging Face downloads, otherwise the name of the directory."""
     cached = re.fullmatch("models--(.+?)--(.+)", directory.absolute().parent.parent.name)
     return f"{cached[1]}/{cached[2]}" if cached else directory.absolute().name
 
 
 def read_generation(directory: Path) -> dict[str, Any]:
-    """Content of `generation_config.json`, as of `read_json`; empty if there is none."""
+    """Returns the content of `generation_config.json`, as `read_json` does; empty if the file does not exist."""
     path = directory / GENERATION
     return read_json(path) if path.is_file() else {}
 
 
 def read_travelling(directory: Path) -> dict[str, bytes]:
-    """Name and content of the files of `directory` that are kept with the weights, in order; the tokenizer's whatever its
-    name: as `tokenizer.model`, if it is a SentencePiece model of another. All are unchanged except for `auto_map`, which
-    names code to run and is left out.
+    """Returns name and content of the files in `directory` that stay with the weights, in order.
+
+    A SentencePiece model with another name is returned as `tokenizer.model`. All files are unchanged except for `auto_map`,
+    which names code to run and is removed.
 
     Raises:
-        ConfigError: a file cannot be read, or is not the JSON object it should be, or is a link to one of elsewhere, which
-            would be handed on with the model.
+        ConfigError: a file cannot be read, is not the expected JSON object, or is a link to a file outside, which would be
+            passed on with the model.
     """
     root = directory.resolve()
-    # Downloads are links from snapshots/REVISION to blobs.
+    # In the download cache, files in snapshots/REVISION are links to blobs.
     root = root.parent.parent if re.fullmatch("models--.+--.+", root.parent.parent.name) else root
     vocabulary = find_vocabulary(directory)
     named = {path for path in directory.iterdir() if path.is_file() and _TRAVELLING.fullmatch(path.name)}
@@ -66,7 +67,7 @@ def read_travelling(directory: Path) -> dict[str, bytes]:
 
 
 def read_license(model_card: Path) -> str | None:
-    """The licence's identifier in a model card, which is the line `license: ...` of the block at its beginning, if any."""
+    """Returns the licence identifier of a model card: the line `license: ...` in its front matter, if any."""
     try:
         with model_card.open("rb") as file:
             text = file.read(64_000).decode(errors="replace")
@@ -78,10 +79,10 @@ def read_license(model_card: Path) -> str | None:
 
 
 def open_model(directory: Path) -> dict[str, Stored]:
-    """Every tensor of a model directory, in one file or in shards with an index; headers are read and checked.
+    """Returns every tensor of a model directory, in one file or in shards with an index, after checking all headers.
 
     Raises:
-        ConfigError: there are no safetensors, or a file is damaged, or files and index do not agree.
+        ConfigError: there are no safetensors, a file is damaged, or files and index disagree.
     """
     weight_map = _read_index(directory)
     tensors: dict[str, Stored] = {}
@@ -99,7 +100,7 @@ def open_model(directory: Path) -> dict[str, Stored]:
 
 
 def _read_index(directory: Path) -> dict[str, str] | None:
-    """In which file each tensor is; None if all are in `SINGLE`."""
+    """Returns the file of each tensor; None if all are in `SINGLE`."""
     single, index = directory / SINGLE, directory / INDEX
     if single.is_file() and index.is_file():
         raise ConfigError(f"{directory}: has both {SINGLE} and {INDEX}; remove the one that does not belong")
@@ -126,14 +127,14 @@ def _read_index(directory: Path) -> dict[str, str] | None:
 
 
 def _read_header(path: Path) -> dict[str, Stored]:
-    if path.exists() and not path.is_file():  # a pipe may never answer
+    if path.exists() and not path.is_file():  # reading a pipe may never end
         raise ConfigError(f"{path}: is not a regular file; download the file")
     try:
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
             length = int.from_bytes(file.read(8), "little")
             if not 2 <= length <= min(MAX_JSON_BYTES, size - 8):
-                raise ConfigError(f"{path}: is truncated or no safetensors file; download it again")
+                raise ConfigError(f"{path}: is truncated or not a safetensors file; download it again")
             header = parse_json(path, file.read(length))
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}; download the file") from error

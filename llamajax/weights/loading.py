@@ -1,4 +1,4 @@
-"""The weights of a pretrained model, read onto the mesh."""
+"""Reads the weights of a pretrained model onto the mesh."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -24,18 +24,17 @@ Index = tuple[slice, ...]
 
 
 def load_model(pretrained: Pretrained, config: ModelConfig) -> Llama:
-    """The model on the current mesh, in `config.param_dtype`; processes call this together.
+    """Returns the model on the current mesh, in `config.param_dtype`. Processes call this together.
 
-    On the host is never more than what this process's devices need of one layer's largest array, or of a
-    vocabulary's table.
+    The host holds at most the part of one layer's largest array, or of a vocabulary table, that this process's devices need.
 
     Args:
-        pretrained: where its weights are.
-        config: the model's, but for settings that shape no weight; see `Pretrained.check`.
+        pretrained: the location of the weights.
+        config: configuration of the model; settings that do not shape weights may differ, see `Pretrained.check`.
 
     Raises:
-        CheckpointError: the checkpoint was deleted meanwhile, or is of another version of the model, or a weight is no
-            finite number.
+        CheckpointError: the checkpoint was deleted meanwhile, holds another version of the model, or has a weight that is
+            not finite.
     """
     abstract = concretise(_abstract_model(config))
     arrays = named_arrays({"model": abstract})
@@ -47,9 +46,7 @@ def load_model(pretrained: Pretrained, config: ModelConfig) -> Llama:
     model = jax.tree.unflatten(jax.tree.structure(abstract), leaves)
     finite = jax.tree.leaves(_are_finite(model))
     if bad := [name for name, is_finite in zip(arrays, finite, strict=True) if not is_finite]:
-        raise CheckpointError(
-            f"{pretrained.source}: {', '.join(bad)} holds values that are no finite numbers; take weights from before that"
-        )
+        raise CheckpointError(f"{pretrained.source}: {', '.join(bad)} holds values that are not finite; use earlier weights")
     return model
 
 
@@ -59,12 +56,12 @@ def _abstract_model(config: ModelConfig) -> Llama:
 
 @jax.jit
 def _are_finite(model: Llama) -> Llama:
-    """A bool [] for every weight, on every device."""
+    """Returns a bool [] for every weight, on every device."""
     return jax.tree.map(lambda weight: jnp.all(jnp.isfinite(weight)), model)
 
 
 def read_array(name: str, abstract: jax.ShapeDtypeStruct, tensors: Mapping[str, Stored]) -> jax.Array:
-    """One of our arrays from Hugging Face tensors, of its type and sharding; a stacked one grows layer by layer."""
+    """Reads one of our arrays, with its type and sharding, from Hugging Face tensors; a stacked array is filled by layer."""
     sharding = abstract.sharding
     assert isinstance(sharding, NamedSharding)
     if not names.is_stacked(name):
@@ -74,7 +71,7 @@ def read_array(name: str, abstract: jax.ShapeDtypeStruct, tensors: Mapping[str, 
     for layer in range(abstract.shape[0]):
         read = partial(names.from_hf, name, layer, tensors, shape)
         array = _set_layer(array, _place(shape, abstract.dtype, of_layer, read), layer)
-        array.block_until_ready()  # or the host would read ahead, and hold more than one layer
+        array.block_until_ready()  # without this the host reads ahead and holds more than one layer
     return array
 
 
@@ -89,7 +86,7 @@ def _place(
     sharding: NamedSharding,
     read: Callable[[Index, np.ndarray], None],
 ) -> jax.Array:
-    """A sharded array, of which `read` fills the box around the parts of this process's devices."""
+    """Creates a sharded array; `read` fills the box around the parts of this process's devices."""
 
     def ranges(index: Index | None) -> list[range]:
         assert index is not None

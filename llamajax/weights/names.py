@@ -1,8 +1,8 @@
-"""The one table between our arrays and Hugging Face's tensors, used in both directions.
+"""Maps our arrays to Hugging Face tensors and back, with one table for both directions.
 
-Ours stack all layers into one array with a leading dim L and fuse what is multiplied together; theirs are one tensor per
-layer and projection, [out, in] as torch stores a linear layer. Both pair head dim i with i + H/2 for rotary positions,
-so nothing is permuted.
+Our arrays stack all layers along a leading dimension L and fuse projections that are multiplied together. Hugging Face has
+one tensor per layer and projection, [out, in] as torch stores a linear layer. Both pair head dimension i with i + H/2 for
+rotary positions, so nothing is permuted.
 """
 
 import functools
@@ -21,26 +21,26 @@ from llamajax.model import Llama
 from llamajax.weights.safetensors import Stored
 
 Box = tuple[slice, ...]
-"""Start and stop in every dim of an array."""
+"""Start and stop in every dimension of an array."""
 
 
 @dataclass(frozen=True)
 class Tensor:
-    """A tensor of theirs and the part of one of our arrays that it is."""
+    """A Hugging Face tensor, and the part of one of our arrays that it corresponds to."""
 
     hf_name: str
-    """`{layer}` stands for the layer's number."""
+    """Name of the tensor; `{layer}` is the layer number."""
     array: str
-    """Our array's name in a checkpoint."""
+    """Name of our array in a checkpoint."""
     part: tuple[int | slice, ...] = ()
-    """Index of its part, within one layer's block of a stacked array."""
+    """Index of the part within one layer's block of a stacked array."""
     in_dims: int | None = None
-    """How many leading dims of the part are the input of a linear layer: 0 for its bias; None where theirs is equal, all
-    dims but the first taken together."""
+    """Number of leading dimensions of the part that are the input of a linear layer: 0 for a bias. None if the tensor equals
+    the part, with all dimensions but the first merged."""
 
     @property
     def rows_dim(self) -> int:
-        """The dim of our array, or of one layer of it, that the rows of their tensor run along."""
+        """Dimension of our array, or of one layer of it, that the rows of the tensor run along."""
         gone = [dim for dim, at in enumerate(self.part) if isinstance(at, int)]
         kept = (dim for dim in itertools.count() if dim not in gone)
         return next(itertools.islice(kept, self.in_dims or 0, None))
@@ -50,7 +50,7 @@ _LAYER, _OURS = "model.layers.{layer}", "model.layers"
 _ALL = slice(None)
 
 _SLAB_BYTES = 2 << 20
-"""Read at a time: what stays in the processor's cache until it is transposed."""
+"""Bytes read at a time: small enough to stay in the processor's cache until transposed."""
 
 TENSORS = (
     Tensor("model.embed_tokens.weight", "model.embedding"),
@@ -75,32 +75,32 @@ TENSORS = (
     Tensor("model.norm.weight", "model.final_norm.scale"),
     Tensor("lm_head.weight", "model.head"),
 )
-"""In the order of a forward pass; a model leaves out what it has not: biases, q/k norms, the head if it is tied."""
+"""All tensors, in the order of a forward pass. A model omits those it does not have: biases, q/k norms, a tied head."""
 
 
 @functools.cache
 def our_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Shape of every array of the model, by its name in a checkpoint."""
+    """Returns the shape of every array of the model, by its name in a checkpoint."""
     return {f"model.{name}": leaf.shape for name, leaf in Llama.shapes(config).items()}
 
 
 def is_stacked(array: str) -> bool:
-    """Whether one of our arrays has a leading dim L."""
+    """Returns whether one of our arrays has a leading dimension L."""
     return array.startswith(f"{_OURS}.")
 
 
 def tensors_of(array: str) -> list[Tensor]:
-    """The tensors that make up one of our arrays (or one layer of it)."""
+    """Returns the tensors that make up one of our arrays (or one layer of it)."""
     return [tensor for tensor in TENSORS if tensor.array == array]
 
 
 def rows_dim(array: str) -> int:
-    """The dim of one of our arrays that the rows of its tensors run along."""
+    """Returns the dimension of one of our arrays that the rows of its tensors run along."""
     return tensors_of(array)[0].rows_dim + is_stacked(array)
 
 
 def hf_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Shape of every tensor of theirs, by name, in the order of `TENSORS`, layer by layer."""
+    """Returns the shape of every Hugging Face tensor by name, in the order of `TENSORS`, layer by layer."""
     ours = our_shapes(config)
     shapes = {}
     for of_layer, some in itertools.groupby((t for t in TENSORS if t.array in ours), key=lambda t: is_stacked(t.array)):
@@ -117,10 +117,10 @@ def hf_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def tensors_for(config: ModelConfig, found: Mapping[str, Stored], directory: Path) -> dict[str, Stored]:
-    """Those of the tensors in `directory` that a model is made of, after comparing names and shapes.
+    """Returns the tensors in `directory` that the model consists of, after comparing names and shapes.
 
     Raises:
-        ConfigError: some are missing, of another shape, or of another model.
+        ConfigError: a tensor is missing, has another shape, or belongs to another model.
     """
     shapes = hf_shapes(config)
     if missing := [name for name in shapes if name not in found]:
@@ -129,14 +129,14 @@ def tensors_for(config: ModelConfig, found: Mapping[str, Stored], directory: Pat
         if found[name].shape != shape:
             raise ConfigError(
                 f"{found[name].file}: {name} is {list(found[name].shape)}, but config.json asks for {list(shape)};"
-                " the files are of two models"
+                " the files are from two models"
             )
     extra = [name for name in found if name not in shapes]
     if extra == ["lm_head.weight"] and config.tie_embeddings:
         if not found["lm_head.weight"].equals(found["model.embed_tokens.weight"]):
             raise ConfigError(
                 f"{found['lm_head.weight'].file}: lm_head.weight differs from model.embed_tokens.weight, but config.json"
-                " says tie_word_embeddings; correct that"
+                " says tie_word_embeddings; correct one of them"
             )
     elif extra:
         architecture = architecture_of(config).name
@@ -150,7 +150,7 @@ def _part_shape(tensor: Tensor, block_shape: tuple[int, ...]) -> tuple[int, ...]
 
 
 def to_hf(tensor: Tensor, part: np.ndarray) -> np.ndarray:
-    """Their tensor, or rows of it, from its part of our array (or of one layer of it); a copy where it is transposed."""
+    """Converts a part of our array (or of one layer of it) to its tensor, or rows of it; copies if it is transposed."""
     if tensor.in_dims is None:
         return part.reshape(part.shape[0], -1) if part.ndim > 1 else part
     ins, outs = part.shape[: tensor.in_dims], part.shape[tensor.in_dims :]
@@ -160,13 +160,13 @@ def to_hf(tensor: Tensor, part: np.ndarray) -> np.ndarray:
 
 
 def first_row(tensor: Tensor, shape: tuple[int, ...], box: Box) -> int:
-    """The row of their tensor at which a part of our array (or of one layer of it), of `shape`, begins."""
+    """Returns the row of the tensor at which a part of our array (or of one layer of it), of `shape`, begins."""
     rows_in_one = 1 if tensor.in_dims is None else math.prod(_part_shape(tensor, shape)[tensor.in_dims + 1 :])
     return box[tensor.rows_dim].start * rows_in_one
 
 
 def part_index(tensor: Tensor, shape: tuple[int, ...], box: Box) -> tuple[slice | int, ...]:
-    """The tensor's part of a box in our array (or in one layer of it), of `shape`, without negative numbers."""
+    """Returns the tensor's part of a box in our array (or in one layer of it), of `shape`, without negative numbers."""
     index = zip(_index(tensor, len(shape)), box, shape, strict=True)
     return tuple(
         at % size if isinstance(at, int) else dim if at == _ALL else slice(*at.indices(size)) for at, dim, size in index
@@ -178,15 +178,15 @@ def from_hf(
 ) -> None:
     """Fills `block` with a part of one of our arrays or, if it is stacked, of one layer of it.
 
-    Only the rows of their tensors that the part needs are read; of these all columns, because files come in blocks.
+    Reads only the tensor rows that the part needs, but all of their columns, because files are read in contiguous blocks.
 
     Args:
-        array: our array's name in a checkpoint.
-        layer: which, if it is stacked.
-        tensors: theirs, by name.
-        shape: of the array or, if it is stacked, of one layer of it.
-        box: the part of `shape`; dims that `Tensor.part` cuts are whole.
-        block: of the box's shape, in any dtype.
+        array: name of our array in a checkpoint.
+        layer: the layer, if the array is stacked.
+        tensors: Hugging Face tensors by name.
+        shape: shape of the array or, if it is stacked, of one layer of it.
+        box: the part of `shape`; dimensions that `Tensor.part` slices are whole.
+        block: destination of the box's shape, in any dtype.
     """
     for tensor in tensors_of(array):
         stored, in_dims = tensors[tensor.hf_name.format(layer=layer)], tensor.in_dims or 0
@@ -196,7 +196,7 @@ def from_hf(
         ins, outs = full[:in_dims], full[in_dims:]
         rows = range(outs[0])[cut[in_dims]]
         rows_in_one = 1 if tensor.in_dims is None else math.prod(outs[1:])
-        part = np.moveaxis(block[tensor.part], range(in_dims, len(full)), range(len(outs)))  # in the order of theirs
+        part = np.moveaxis(block[tensor.part], range(in_dims, len(full)), range(len(outs)))  # in the order of the tensor
         step = max(1, _SLAB_BYTES * stored.shape[0] // (stored.nbytes * rows_in_one))
         for at in range(0, len(rows), step):
             slab = rows[at : at + step]
@@ -212,11 +212,11 @@ def _index(tensor: Tensor, num_dims: int) -> tuple[int | slice, ...]:
 
 def _copy(destination: np.ndarray, source: np.ndarray) -> None:
     """Copies between arrays of one dtype and different memory orders, in tiles that fit the cache: 2 to 5 times faster."""
-    if source.ndim > 3:  # tiles are of the first and last dim; others between would make them too large
+    if source.ndim > 3:  # tiles span the first and last dimension; dimensions between would make them too large
         for i in range(source.shape[1]):
             _copy(destination[:, i], source[:, i])
         return
-    # As plain integers: numpy copies bfloat16 one by one through a function.
+    # As plain integers: numpy copies bfloat16 elements one at a time through a function.
     bits = np.dtype(f"u{source.dtype.itemsize}")
     destination, source = destination.view(bits), source.view(bits)
     if source.flags.c_contiguous and destination.flags.c_contiguous:

@@ -1,4 +1,4 @@
-"""Weights to start from, of any kind: a run, one of its checkpoints, an imported model, a Hugging Face directory."""
+"""Opens initial weights of any kind: a run, one of its checkpoints, an imported model, a Hugging Face directory."""
 
 import os
 import re
@@ -21,20 +21,21 @@ from llamajax.weights.pretrained import ExportDType, Pretrained
 from llamajax.weights.safetensors import DTYPES
 
 _BUFFER = re.compile(r"model\.layers\.[0-9]+\.self_attn\.rotary_emb\.inv_freq")
-"""Old Llamas store these frequencies beside the weights; they follow from config.json."""
+"""Buffers with frequencies that old Llamas store beside the weights; they follow from config.json."""
 
 
 def open_pretrained(path: Path) -> Pretrained:
-    """Finds out what `path` is and looks at everything but the weights; needs a current mesh.
+    """Determines the kind of `path` and checks everything but the weights; needs a current mesh. Processes call this
+    together.
 
     Args:
-        path: a run's directory, whose newest good checkpoint is taken; RUN/checkpoints/STEP; a directory made by
-            `python -m converters.hf import`; or a Hugging Face directory. Processes call this together.
+        path: a run directory, which selects its newest good checkpoint; RUN/checkpoints/STEP; a directory made by
+            `python -m converters.hf import`; or a Hugging Face directory.
 
     Raises:
-        CheckpointError: there is no good checkpoint, or not of this version's model.
-        ConfigError: it is none of these, or a Hugging Face model that cannot be read.
-        DiskError: the disk fails, which may pass.
+        CheckpointError: there is no good checkpoint, or it holds a model of another llamajax version.
+        ConfigError: the path is none of these, or a Hugging Face model that cannot be read.
+        DiskError: the disk fails, perhaps temporarily.
     """
     path = Path(os.path.expanduser(path)).absolute()
     try:
@@ -54,55 +55,55 @@ def open_pretrained(path: Path) -> Pretrained:
         meta = read_object(step_dir, "meta.json")
         try:
             fields: dict[str, Any] = dict(meta["config"]["model"])
-            # What belongs to how it was trained, and on what, not to the model.
+            # These settings belong to the training run, its data and its hardware, not to the model.
             fields |= {"attention_kernel": "auto", "matmul_dtype": "compute_dtype", "float8_exempt": ()}
             config = settings_of(ModelConfig, fields)
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointError(
-                f"{step_dir}: was not written by this version's model ({show(str(error))}); read it with its own"
+                f"{step_dir}: holds a model of another llamajax version ({show(str(error))}); read it with that version"
             ) from error
         stored_dtype = meta.get("stored_dtype", config.param_dtype)
         if stored_dtype not in get_args(ExportDType) or not _is_hf(meta.get("hf"), step_dir / "meta.json", config):
-            raise CheckpointError(f"{step_dir / 'meta.json'}: hf or stored_dtype are none of an import; choose another step")
+            raise CheckpointError(f"{step_dir / 'meta.json'}: hf or stored_dtype is invalid; choose another step")
         return Pretrained(step_dir, config, step_dir / "files", meta.get("hf"), stored_dtype, meta, None)
     if (path / CONFIG).is_file():
         return open_directory(path)
     raise ConfigError(
-        f"{path}: has neither checkpoints/, as a run has, nor config.json, as a Hugging Face model has, and is no"
+        f"{path}: has neither checkpoints/, as a run has, nor config.json, as a Hugging Face model has, and is not"
         " RUN/checkpoints/STEP; give one of these"
     )
 
 
 def open_directory(path: Path, dtype: DType | None = None) -> Pretrained:
-    """Looks at everything in a Hugging Face directory but the weights' values; needs a current mesh.
+    """Checks everything in a Hugging Face directory but the values of the weights; needs a current mesh.
 
     Args:
         path: the directory.
-        dtype: type to keep the weights in; None: bfloat16 if all are, else float32, which holds them exactly.
+        dtype: type to keep the weights in; None: bfloat16 if all are bfloat16, else float32, which holds them exactly.
 
     Raises:
-        ConfigError: it is no model that can be read whole and without doubt; says why in one line.
+        ConfigError: the model cannot be read completely and unambiguously; the message says why in one line.
     """
     body, generation = read_json(path / CONFIG), hf_files.read_generation(path)
     name, license = hf_files.source_name(path), hf_files.read_license(path / "README.md")
-    hf_files.read_travelling(path)  # as training would, to take them along
+    hf_files.read_travelling(path)  # as training does
     quantization = quantization_of(body, path / CONFIG)
     tensors = {name: stored for name, stored in hf_files.open_model(path).items() if not _BUFFER.fullmatch(name)}
     tensors = with_scales(tensors, quantization)
     stored_dtypes = {stored.dtype for stored in tensors.values()}
     as_stored: Literal["float32", "bfloat16"] = "bfloat16" if stored_dtypes == {DTYPES["BF16"]} else "float32"
     config, special_tokens = read_hf_config(body, path / CONFIG, dtype or as_stored)
-    read_ends(generation, path, special_tokens, config)  # which generating would, later
+    read_ends(generation, path, special_tokens, config)  # as generation does later
     hf = {"source": name, "model_type": body["model_type"], "special_tokens": special_tokens, "license": license}
     num_stored = sum(stored.nbytes // stored.dtype.itemsize for stored in tensors.values())
-    if num_params(config) > 2 * num_stored + 1_000_000:  # too large a model to list all that is missing
+    if num_params(config) > 2 * num_stored + 1_000_000:  # too many missing tensors to list
         raise ConfigError(
             f"{path / CONFIG}: describes {num_params(config):,} parameters, but the files hold {num_stored:,};"
             " download the whole model"
         )
     tensors = names.tensors_for(config, tensors, path)
     try:
-        find_tokenizer(path)  # as training would
+        find_tokenizer(path)  # as training does
     except Exception as error:  # a damaged file makes the tokenizer libraries raise anything
         reason = (str(error) or type(error).__name__).splitlines()[0]
         raise ConfigError(f"{path}: the tokenizer cannot be read: {reason}; download it again") from error
@@ -111,10 +112,10 @@ def open_directory(path: Path, dtype: DType | None = None) -> Pretrained:
 
 
 def _is_hf(hf: object, path: Path, config: ModelConfig) -> bool:
-    """Whether a step says of Hugging Face's files what can be in them.
+    """Returns whether the `hf` metadata of a step is valid.
 
     Raises:
-        ConfigError: it has special tokens whose ids the model lacks.
+        ConfigError: a special token has an id that the model lacks.
     """
     match hf:
         case None:

@@ -1,4 +1,4 @@
-"""What a run takes along from the weights it starts from, and hands on with every checkpoint and export."""
+"""Reads the small files beside initial weights, which a run passes on with every checkpoint and export."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,34 +16,34 @@ from llamajax.weights.open_model import open_pretrained
 
 @dataclass(frozen=True)
 class Origin:
-    """The small things beside the weights that a run started from."""
+    """The small files and metadata beside the weights that a run started from."""
 
     tokenizer: Tokenizer | None = None
-    """The model's own; None if it came without one."""
+    """Tokenizer of the model, or None."""
     files: dict[str, bytes] = field(default_factory=dict)
-    """Name and content of tokenizer, chat template, generation settings and licence, as they were read."""
+    """Name and original content of the tokenizer, chat template, generation settings and licence."""
     hf: dict[str, Any] | None = None
-    """`hf` in the meta of checkpoints: what Hugging Face's files said that ours have no place for."""
+    """`hf` in the metadata of checkpoints: Hugging Face metadata that our configuration has no place for."""
 
 
 def take_along(source: Path, hf: dict[str, Any] | None) -> Origin:
-    """Reads the small files of `source`, which may be gone when a checkpoint is saved.
+    """Reads the small files of `source`, which may no longer exist when a checkpoint is saved.
 
     Raises:
-        ConfigError: a file cannot be read, or is not what its name says.
-        DataError: there is a tokenizer that cannot be read.
+        ConfigError: a file cannot be read, or does not have the format that its name implies.
+        DataError: the tokenizer cannot be read.
     """
     if not source.is_dir():
         return Origin(hf=hf)
-    files = read_travelling(source)  # refuses damaged ones, as an import does
+    files = read_travelling(source)  # rejects damaged ones, as an import does
     return Origin(find_tokenizer(source), files, hf)
 
 
 def models_tokenizer(init_from: str | None) -> Tokenizer | None:
-    """The tokenizer of the weights that a run starts from, if it does and they have one; devices are looked for.
+    """Returns the tokenizer of the weights that a run starts from, if there is one; initializes the devices.
 
     Raises:
-        UserError: as of `open_pretrained` and `take_along`.
+        UserError: as for `open_pretrained` and `take_along`.
     """
     if init_from is None:
         return None

@@ -1,4 +1,4 @@
-"""A model that was found: a run's, an imported one or a Hugging Face directory's, all alike from here on."""
+"""A model found in a run, an import or a Hugging Face directory, in one common form."""
 
 import dataclasses
 from collections.abc import Collection, Mapping
@@ -20,37 +20,38 @@ from llamajax.weights.safetensors import Stored
 ExportDType = Literal["float32", "bfloat16", "float16"]
 
 MAY_DIFFER = (*OF_THE_RUN, "attend_across_documents", "init_std", "max_seq_len")
-"""Settings of the model in which a run may differ from the weights that it starts from."""
+"""Model settings in which a run may differ from the weights that it starts from."""
 
 
 @dataclass(frozen=True)
 class Pretrained:
-    """A model that was found and looked at; `llamajax.weights.loading` reads its weights."""
+    """A model that has been found and checked; `llamajax.weights.loading` reads its weights."""
 
     source: Path
-    """The directory of the weights: RUN/checkpoints/STEP, or of the Hugging Face model."""
+    """Directory of the weights: RUN/checkpoints/STEP, or the Hugging Face model."""
     config: ModelConfig
-    """Of the model: `param_dtype` is what its weights are stored in; `compute_dtype` the run's, or also that."""
+    """Configuration of the model: `param_dtype` is the stored type; `compute_dtype` is that of the run, or also the stored
+    type."""
     files: Path
-    """The directory with its tokenizer files and chat template, if it has any."""
+    """Directory with the tokenizer files and chat template, if there are any."""
     hf: dict[str, Any] | None
-    """What Hugging Face's files said that ours have no place for, as checkpoints keep it; None if nothing did."""
+    """Hugging Face metadata that our configuration has no place for, as checkpoints keep it, or None."""
     stored_dtype: ExportDType
-    """What an export has by default: `config.param_dtype`, or float16 where that is what was imported."""
+    """Default type of an export: `config.param_dtype`, or float16 for an import from float16."""
     meta: dict[str, Any]
-    """What a checkpoint says about itself; empty for a Hugging Face directory."""
+    """Metadata of a checkpoint; empty for a Hugging Face directory."""
     tensors: Mapping[str, Stored] | None
-    """The weights of a Hugging Face directory by their name in it; None for a checkpoint."""
+    """Weights of a Hugging Face directory by their name in it; None for a checkpoint."""
 
     @property
     def about(self) -> str:
-        """The model in a line."""
+        """The model in one line."""
         kind = "model" if self.tensors is None else f"Hugging Face {self.architecture.name}"
         return f"{self.source}: {kind} of {num_params(self.config):,} parameters in {self.config.param_dtype}"
 
     @property
     def architecture(self) -> Architecture:
-        """What it is for transformers.
+        """Architecture of the model in transformers.
 
         Raises:
             ConfigError: transformers has no such model.
@@ -58,38 +59,39 @@ class Pretrained:
         return architecture_of(self.config, (self.hf or {}).get("model_type"))
 
     def check(self, config: ModelConfig, changes: Collection[str] = ()) -> None:
-        """Whether a run's model is this one.
+        """Checks that a run's model is this one.
 
         Args:
-            config: of the run's model.
+            config: configuration of the run's model.
             changes: settings that the run changes on purpose; see `Config.init_changes`.
 
         Raises:
-            ConfigError: it is another, with a line for every setting that must not differ.
+            ConfigError: the models differ, with a line for every setting that must be equal.
         """
         lines = []
         for key, (here, theirs) in self._differences(config).items():
             if key not in MAY_DIFFER and key not in changes:
                 remedy = f", or init_changes must name {key}" if key in get_args(InitChange) else ""
-                lines.append(f"model.{key}: {here} is not that of {self.source}; it must be {theirs}{remedy}")
+                lines.append(f"model.{key}: {here} differs from {self.source}; it must be {theirs}{remedy}")
         if lines:
             raise ConfigError("\n".join(lines))
 
     def changed_by(self, config: ModelConfig) -> str:
-        """What a run changes of what the model computes or is meant for, to follow `about`; empty if nothing."""
+        """Lists the run's changes to the model's computation or purpose, as text to follow `about`; empty if there are
+        none."""
         told = {key: pair for key, pair in self._differences(config).items() if key not in (*OF_THE_RUN, "init_std")}
         return "".join(f"; model.{key} {here} instead of {theirs}" for key, (here, theirs) in told.items())
 
     def _differences(self, config: ModelConfig) -> dict[str, tuple[Any, Any]]:
-        """Settings in which a run's model differs: the run's value and this model's."""
+        """Returns settings in which a run's model differs: the run's value and this model's."""
         here, theirs = dataclasses.asdict(config), dataclasses.asdict(self.config)
         return {key: (here[key], theirs[key]) for key in here if here[key] != theirs[key]}
 
     def special_tokens(self) -> dict[str, Any]:
-        """bos_token_id, eos_token_id and pad_token_id: an id, several (Llama 3's eos), or None.
+        """Returns bos_token_id, eos_token_id and pad_token_id: an id, several ids (Llama 3's eos), or None.
 
         Raises:
-            DataError: its tokenizer cannot be read.
+            DataError: the tokenizer cannot be read.
         """
         if self.hf is not None:
             return self.hf["special_tokens"]
@@ -99,18 +101,19 @@ class Pretrained:
         return found
 
     def ends(self) -> tuple[int, ...]:
-        """Tokens that end what the model writes, by its own configurations; Llama 3 and Qwen have several.
+        """Returns the tokens that end generated text, according to the model's own configuration; Llama 3 and Qwen have
+        several.
 
         Raises:
-            ConfigError: its generation_config.json names others than ids of its vocabulary.
-            DataError: its tokenizer cannot be read.
+            ConfigError: generation_config.json names ids outside the vocabulary.
+            DataError: the tokenizer cannot be read.
         """
         return read_ends(read_generation(self.files), self.files, self.special_tokens(), self.config)
 
     def tokenizer(self) -> Tokenizer:
-        """The model's tokenizer.
+        """Loads the model's tokenizer.
 
         Raises:
-            DataError: it has none, or one that cannot be read.
+            DataError: the model has no tokenizer, or one that cannot be read.
         """
         return load_tokenizer(self.files)

@@ -1,8 +1,8 @@
-"""Reading and writing safetensors files piece by piece, so that no more than a piece is ever in memory.
+"""Reads and writes safetensors files piece by piece, so that memory never holds more than a piece.
 
-The `safetensors` library maps whole files into memory and writes only what is whole in memory. The format is an 8-byte
-little-endian length, a JSON header of that length (name -> dtype, shape, data_offsets) and the tensors' bytes, row-major
-and without gaps (https://github.com/huggingface/safetensors#format).
+The `safetensors` library maps whole files into memory and writes only tensors that are complete in memory. The format is an
+8-byte little-endian length, a JSON header of that length (name -> dtype, shape, data_offsets) and the bytes of the tensors,
+row-major and without gaps (https://github.com/huggingface/safetensors#format).
 """
 
 import errno
@@ -30,30 +30,30 @@ CODES = {dtype: code for code, dtype in DTYPES.items()}
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
-# Larger writes took five to ten times the processor time on a virtual machine (LOG.md), perhaps for huge pages.
+# Larger writes took five to ten times the processor time on a virtual machine (LOG.md), perhaps because of huge pages.
 _WRITE_BYTES = 64 << 10
 _EQUAL_BYTES = 64 << 20
-"""Compared at a time."""
+"""Bytes compared at a time."""
 
 
 @dataclass(frozen=True)
 class Stored:
-    """Where a tensor is."""
+    """Location of a tensor."""
 
     file: Path
     dtype: np.dtype[Any]
     shape: tuple[int, ...]
     offset: int
-    """Byte of the file where it begins."""
+    """Offset in the file at which the tensor begins, in bytes."""
     scales: "Scales | None" = None
-    """Of values in eight bits; None: they are what is stored."""
+    """Scales of eight-bit values; None if the stored values are not scaled."""
 
     @property
     def nbytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
 
     def read(self, start: int = 0, stop: int | None = None) -> np.ndarray:
-        """Rows `start` to `stop` of its leading dim; in float32, if they are scaled.
+        """Reads rows `start` to `stop` of the leading dimension; scaled values become float32.
 
         Raises:
             ConfigError: the file has become shorter.
@@ -62,12 +62,12 @@ class Stored:
         shape = (len(range(*slice(start, stop).indices(self.shape[0]))), *self.shape[1:])
         values = np.fromfile(self.file, self.dtype, math.prod(shape), offset=self.offset + start * row * self.dtype.itemsize)
         if values.size != math.prod(shape):
-            raise ConfigError(f"{self.file}: became shorter while it was read; see that nothing writes it and try again")
+            raise ConfigError(f"{self.file}: became shorter while it was read; stop what writes it and try again")
         values = values.reshape(shape)
         return values if self.scales is None else values.astype(np.float32) * self.scales.read(start, shape)
 
     def equals(self, other: "Stored") -> bool:
-        """Whether both have the same shape, type and values."""
+        """Returns whether both have the same shape, type and values."""
         if (self.shape, self.dtype) != (other.shape, other.dtype):
             return False
         rows = max(1, _EQUAL_BYTES // (self.nbytes // self.shape[0]))
@@ -77,24 +77,24 @@ class Stored:
 
 @dataclass(frozen=True)
 class Scales:
-    """What the values of a matrix are multiplied by: a number for each block of them."""
+    """Scales of a matrix: one factor for each block of values."""
 
     stored: Stored
-    """A row for each row of blocks."""
+    """The scales, with a row for each row of blocks."""
     block: tuple[int, int]
-    """Rows and columns of a block; the last ones are smaller if it does not divide."""
+    """Rows and columns of a block; the last blocks are smaller if the size does not divide the matrix."""
 
     def read(self, start: int, shape: tuple[int, ...]) -> np.ndarray:
-        """Those of every entry of so many rows, from `start` on."""
+        """Returns the scale of every entry in rows of this `shape`, from row `start` on."""
         rows, columns = (np.arange(at, at + size) // of for at, size, of in zip((start, 0), shape, self.block, strict=True))
         return self.stored.read().astype(np.float32)[rows][:, columns]
 
 
 def stored_tensors(path: Path, header: Mapping[str, Any], data_start: int, size: int) -> dict[str, Stored]:
-    """The tensors that the header of a file describes, behind which they fill bytes `data_start` to `size` exactly.
+    """Returns the tensors described by the header of a file; they must fill bytes `data_start` to `size` exactly.
 
     Raises:
-        ConfigError: header or file are damaged, or of a type that no Llama is stored in.
+        ConfigError: header or file is damaged, or has a type that Llamas are not stored in.
     """
     tensors = {name: _entry(path, name, entry, data_start) for name, entry in header.items() if name != "__metadata__"}
     end = data_start
@@ -108,7 +108,7 @@ def stored_tensors(path: Path, header: Mapping[str, Any], data_start: int, size:
 
 
 def _entry(path: Path, name: str, entry: Any, data_start: int) -> Stored:
-    """A tensor of a header, checked as far as it can be alone."""
+    """Returns a tensor of a header after checking the entry by itself."""
 
     def is_size(value: Any) -> bool:
         return type(value) is int and 0 <= value < 2**48
@@ -127,7 +127,7 @@ def _entry(path: Path, name: str, entry: Any, data_start: int) -> Stored:
 
 
 def write_at(descriptor: int, values: np.ndarray, offset: int) -> None:
-    """Writes an array's bytes to an open file, from byte `offset` on.
+    """Writes the bytes of an array to an open file, from byte `offset` on.
 
     Raises:
         OSError: the disk is full, or broken.
@@ -140,12 +140,12 @@ def write_at(descriptor: int, values: np.ndarray, offset: int) -> None:
 
 
 class Writer:
-    """Model files whose tensors are written in any order and in pieces; use as a context manager."""
+    """Writes model files; tensors may come in any order and in pieces. A context manager."""
 
     def __init__(
         self, directory: Path, shapes: Mapping[str, tuple[int, ...]], dtype: np.dtype[Any], max_shard_bytes: int
     ) -> None:
-        """Lays out one file, or shards of at most `max_shard_bytes` (of one tensor, if it is larger) with an index."""
+        """Lays out one file, or shards of at most `max_shard_bytes` (or one larger tensor) with an index."""
         shards: list[dict[str, tuple[int, ...]]] = [{}]
         room = max_shard_bytes
         for name, shape in shapes.items():
@@ -184,7 +184,7 @@ class Writer:
         file.flush()
 
     def write(self, name: str, values: np.ndarray, start: int = 0) -> None:
-        """Writes rows of a tensor, of the files' type, from row `start` of its leading dim on; in any thread."""
+        """Writes rows of a tensor, in the files' type, starting at row `start` of its leading dimension; from any thread."""
         place = self._places[name]
         assert values.shape[1:] == place.shape[1:]
         assert values.dtype == place.dtype

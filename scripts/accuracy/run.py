@@ -31,7 +31,7 @@ class Model:
     num_kv_heads: int
     head_dim: int = 128
     is_gated: bool = True
-    """Of the MLP's three matrices one is a gate; otherwise it has two."""
+    """The MLP has three matrices, one of them a gate; otherwise two."""
 
     @property
     def matrices(self) -> dict[Matrix, tuple[int, int]]:
@@ -81,7 +81,7 @@ class Run:
     """Groups of GPUs that each hold all weights, for `hsdp`."""
     tensor: int = 1
     hides_tensor: bool = False
-    """What tensor parallelism sends travels while products are computed."""
+    """Traffic of tensor parallelism travels while products are computed."""
     context: int = 1
     """GPUs that share a sequence; their exchange of keys and values is taken as hidden."""
     pipeline: int = 1
@@ -96,7 +96,7 @@ class Run:
     """Products that the backward pass computes a second time."""
     attention_again: bool = False
     again_share: float = 1.0
-    """Of the layers, where not all compute something again."""
+    """Share of the layers that recompute, where not all do."""
     float8: bool = False
     """The layers' products are in float8."""
     attention: Attention | None = None
@@ -140,7 +140,7 @@ class Run:
 
     @property
     def tokens(self) -> int:
-        """Of a micro-batch, in the layers of one GPU."""
+        """Tokens of a micro-batch in the layers of one GPU."""
         return self.sequences * self.seq_len // self.context
 
     @property

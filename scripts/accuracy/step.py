@@ -22,7 +22,7 @@ def predict(run: Run, share: float | None = None) -> float:
 
 
 def step_seconds(run: Run, machine: Machine) -> float:
-    """Of all micro-batches, the bubble of the pipeline, the optimizer, and what is sent and not hidden."""
+    """Seconds of all micro-batches, the pipeline's bubble, the optimizer, and communication that is not hidden."""
     micro_batches = run.grad_accum_steps
     forward, backward = compute_seconds(run, machine)
     bubble = (run.pipeline - 1) / (run.interleaved * micro_batches)
@@ -100,7 +100,7 @@ def _products(run: Run, names: tuple[Matrix, ...]) -> Iterator[Dot]:
 
 
 def _gradients(dot: Dot) -> tuple[Dot, Dot]:
-    """Of its input and of its weight."""
+    """The products of its input's and its weight's gradients."""
     return (
         Dot(1, dot.rows, dot.contracted, dot.columns, dot.dtype),
         Dot(1, dot.contracted, dot.columns, dot.rows, dot.dtype),
@@ -113,7 +113,7 @@ def _seconds(products: Iterable[Dot], machine: Machine) -> float:
 
 
 def _attention_seconds(run: Run, machine: Machine) -> tuple[float, float]:
-    """Of a layer, forward and backward: two products and five, half of each masked."""
+    """Seconds of a layer's attention, forward and backward: two products and five, half of each masked."""
     heads = run.model.num_heads // run.tensor * run.model.head_dim
     product = run.tokens * heads * run.seq_len
     kernel = run.attention or run.program.attention
@@ -140,8 +140,8 @@ def _memory_seconds(moved: float, machine: Machine) -> float:
 
 
 def _tensor_seconds(run: Run, machine: Machine) -> float:
-    """What `tensor` GPUs send of a micro-batch: tokens gathered before and scattered behind attention and MLP, forward,
-    backward, and gathered again for the gradients of weights."""
+    """Seconds of the traffic among `tensor` GPUs for a micro-batch: tokens gathered before and scattered behind attention
+    and MLP, forward, backward, and gathered again for the gradients of weights."""
     if run.tensor == 1:
         return 0.0
     passed = 2 * run.tokens * run.model.embed_dim * (run.tensor - 1) / run.tensor

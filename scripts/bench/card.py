@@ -16,7 +16,7 @@ _EVERY_MS = 200
 
 
 def index() -> str:
-    """Of the one GPU that is measured on: the first that this process may see."""
+    """Index of the measured GPU: the first one visible to this process."""
     return os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]
 
 

@@ -1,4 +1,4 @@
-"""What is measured, the same in the process of every row: models, batches, optimizer, and what a row may choose."""
+"""The measured case, the same in the process of every row: models, batches, optimizer, and a row's choices."""
 
 import dataclasses
 import hashlib
@@ -26,7 +26,7 @@ SEED = 0
 IGNORE = -1
 """Target of the last token of a document that is closed to the next."""
 WARMUP_STEPS, WINDOW_STEPS, NUM_WINDOWS = 5, 5, 4
-"""Of a round: steps before the clock runs, and windows of steps, at whose ends alone the host waits for the device."""
+"""A round: steps before the clock runs, and windows of steps, at whose ends alone the host waits for the device."""
 LOSS_STEPS = 20
 """First losses that are compared."""
 HEAD_CHUNK = 8192
@@ -45,15 +45,15 @@ MODELS: dict[str, tuple[str, dict[str, Any], int, Any]] = {
     "8b": (_8B, {}, 8192, "bfloat16"),
     TOY: ("", {}, 512, "float32"),
 }
-"""By the names of `--models`: the file in `configs/` whose model it is, changes to that, tokens per step, and the type of
-AdamW's moments."""
+"""Models by their names in `--models`: the file in `configs/` whose model it is, changes to that, tokens per step, and the
+type of AdamW's moments."""
 REMATS = {
     "hf": ("none", "full"),
     "torch_ideal": ("none", "save_attention_qkv", "full"),
     "jax_naive": ("none", "full"),
     "llamajax": ("none", "save_attention_qkv_mlp", "save_attention_qkv", "save_attention", "full"),
 }
-"""What the rows can compute again in the backward pass, as `model.remat` calls it: little before much."""
+"""Recomputation in the backward pass that each row supports, as `model.remat` calls it: little before much."""
 TORCH_ROWS = ("hf", "torch_ideal")
 RECOMPUTED = {
     "none": (),
@@ -64,14 +64,14 @@ RECOMPUTED = {
 }
 """The products of that."""
 FLOPS_PER_BYTE = 240
-"""That a GPU computes while it moves a byte: 700 TFLOP/s of products, 3 TB/s."""
+"""FLOPs of a GPU in the time of one byte from memory: 700 TFLOP/s of products, 3 TB/s."""
 PASSES = ("forward", "input gradient", "weight gradient")
 """The three products of training with a weight, all of the same FLOPs."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """What each row chooses for itself."""
+    """The choices of a row."""
 
     micro_batch: int
     """Rows at a time."""
@@ -86,7 +86,7 @@ class Case:
     """One model on rows of one kind."""
 
     model: str
-    """Of `MODELS`."""
+    """Name in `MODELS`."""
     seq_len: int
     packed: bool
     """Rows hold several documents, closed to each other; else each is one."""
@@ -96,7 +96,7 @@ class Case:
 
     @property
     def is_toy(self) -> bool:
-        """Of the CPU's."""
+        """Whether this is the CPU's toy case."""
         return self.model == TOY
 
     @property
@@ -111,7 +111,7 @@ class Case:
 
     @property
     def num_steps(self) -> int:
-        """Of one round."""
+        """Steps of one round."""
         return WARMUP_STEPS + NUM_WINDOWS * WINDOW_STEPS
 
     @cached_property
@@ -143,7 +143,7 @@ class Case:
         )
 
     def candidates(self, row: str, memory_bytes: float) -> list[Choice]:
-        """What a row tries in turn until it fits: by what it costs, and without what arithmetic, good to some 15%, calls
+        """Choices that a row tries in turn until one fits: by cost, and without what arithmetic, good to some 15%, calls
         hopeless; if that is all, what takes the least memory."""
         sizes = [n for n in range(self.rows, 0, -1) if self.rows % n == 0]
         choices = [Choice(micro_batch=n, remat=remat) for remat in REMATS[row] for n in sizes]
@@ -172,8 +172,8 @@ class Case:
 
     @cached_property
     def positions(self) -> np.ndarray:
-        """Of a step's tokens in their documents, int32 [rows, T], the same in all steps. The lengths of packed documents are
-        evenly distributed in their logarithm; the last one of a row is cut."""
+        """Positions of a step's tokens in their documents, int32 [rows, T], the same in all steps. The lengths of packed
+        documents are evenly distributed in their logarithm; the last one of a row is cut."""
         rng, found = np.random.default_rng(SEED), np.tile(np.arange(self.seq_len, dtype=np.int32), (self.rows, 1))
         for row in found if self.packed else ():
             at = 0
@@ -197,8 +197,8 @@ class Case:
         return {"tokens": ids[:, :-1].copy(), "targets": targets, "segment_ids": segment_ids, "positions": positions}
 
     def flops(self, *, full_attention: bool = False) -> float:
-        """Of a step, forward and backward: attention as documents see it, or of whole rows; what is computed again does not
-        count."""
+        """FLOPs of a step, forward and backward: attention as documents see it, or of whole rows; what is computed again
+        does not count."""
         keys = float(self.positions.mean()) + 0.5  # as the formula has it, half the row if that is one document
         return self.tokens * flops_per_token(self.network, self.seq_len, full_attention=full_attention, keys=keys)
 
@@ -221,7 +221,7 @@ class Case:
 
 
 def digest(tokens: np.ndarray) -> str:
-    """Of the tokens that a row has seen."""
+    """Digest of the tokens that a row has seen."""
     return hashlib.sha256(np.ascontiguousarray(tokens, np.int32).tobytes()).hexdigest()[:16]
 
 

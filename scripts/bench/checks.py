@@ -1,4 +1,4 @@
-"""What makes a row worth nothing: it skips work, is faster than the machine allows, or is not what it says."""
+"""Reasons to reject a row: it skips work, is faster than the machine allows, or is not what it says."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -8,7 +8,8 @@ from scripts.bench.figures import Ceiling, Run
 
 LOSS_TOLERANCE = 2e-2
 GRADIENT_TOLERANCE = 0.03
-"""Of the norm of the first step's gradients of all tensors of a kind. bfloat16 alone makes 0.4% at toy size."""
+"""Relative tolerance for the norm of the first step's gradients of all tensors of a kind. bfloat16 alone makes 0.4% at toy
+size."""
 
 
 def refusals(

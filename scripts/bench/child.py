@@ -14,21 +14,21 @@ from typing import Any, Self
 from scripts.bench.case import NUM_WINDOWS, WARMUP_STEPS, WINDOW_STEPS, Case, Choice
 
 _FULL = ("RESOURCE_EXHAUSTED", "out of memory")
-"""By which errors of jax and torch, whatever raises them, tell that the device is full."""
+"""Texts by which errors of jax and torch report a full device, whatever raises them."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """What a process is to measure."""
+    """The measurement of one process."""
 
     row: str
     case: Case
     weights: str
     """Directory of the initial weights, in Hugging Face's form."""
     memory_bytes: float
-    """Of the GPU, or of the machine where there is none."""
+    """Memory of the GPU, or of the machine without one."""
     choice: Choice | None = None
-    """That of an earlier round; None: the row looks for one."""
+    """The choice of an earlier round; None: the row searches."""
     attention: str | None = None
     """The form of attention that was the fastest in torch, for `torch_ideal`."""
 
@@ -58,7 +58,7 @@ def answer(rows: Mapping[str, Callable[[Task], Mapping[str, Any]]]) -> None:
 
 
 def first_that_fits(choices: Iterable[Choice], attempt: Callable[[Choice], dict[str, Any]]) -> dict[str, Any]:
-    """What `attempt` gives for the first choice that fits, with that choice.
+    """Returns the result of `attempt` for the first choice that fits, and that choice.
 
     Raises:
         MemoryError: none fits.

@@ -1,4 +1,4 @@
-"""What follows from the runs of a case: the ceiling, speeds, shares of the peak; and the table of it all."""
+"""Figures from the runs of a case: the ceiling, speeds, shares of the peak; and the table of it all."""
 
 import dataclasses
 import statistics
@@ -13,7 +13,7 @@ from llamajax.units import format_bytes
 from scripts.bench.case import PASSES, TORCH_ROWS, Case, Choice
 
 Run = Mapping[str, Any]
-"""What the process of a row answered, with `row`, `round`, `sm_mhz` and `watts`; or `error`, why there is nothing."""
+"""The answer of a row's process, with `row`, `round`, `sm_mhz` and `watts`; or `error`, why there is nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +54,7 @@ def peak_flops(device: str, best: Ceiling | None) -> tuple[float | None, str]:
 
 
 def figures(case: Case, best: Ceiling | None, peak: float | None, runs: Sequence[Run]) -> dict[str, Any]:
-    """Of one row from all of its rounds; empty if there was none, and no times at toy size.
+    """Figures of one row from all of its rounds; empty if there was none, and no times at toy size.
 
     Returns:
         `step_s` and `tokens_per_s`, of the median window; `mfu` by what documents see, `mfu_full` by the whole square of

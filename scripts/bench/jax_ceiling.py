@@ -1,4 +1,4 @@
-"""What jax, and llamajax's kernels, reach on this device in the products and the attention of a model, each alone."""
+"""Measures jax and llamajax's kernels on this device in the products and the attention of a model, each alone."""
 
 from functools import partial
 from typing import Any, get_args
@@ -41,7 +41,7 @@ def _gemms(case: Case) -> dict[str, float]:
 
 
 def _attention(case: Case) -> dict[str, dict[str, Any]]:
-    """Of every kernel that `model.attention_kernel` can name and that a GPU deserves."""
+    """Attention of every kernel that `model.attention_kernel` can name and that makes sense on a GPU."""
     model, B, T = case.network, case.rows, case.seq_len
     K, H, G = model.num_kv_heads, model.head_dim, model.num_heads // model.num_kv_heads
     ids = jax.device_put(case.batch(0)["segment_ids"], spec("batch", "seq")) if case.packed else None

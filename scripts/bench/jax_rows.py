@@ -118,7 +118,7 @@ def _naive(task: Task, choice: Choice) -> dict[str, Any]:
 
 
 def _batches(case: Case, choice: Choice, sharding: Any = None) -> Batches:
-    """Of all steps, on the device, [micro-batches, B, T]."""
+    """Batches of all steps, on the device, [micro-batches, B, T]."""
     shape = (case.rows // choice.micro_batch, choice.micro_batch, case.seq_len)
     return [
         {name: jax.device_put(x.reshape(shape), sharding) for name, x in case.batch(step).items()}

@@ -32,9 +32,9 @@ class Form:
     """One way to compute attention."""
 
     attend: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Any], torch.Tensor]
-    """Of queries [B, T, N, H], keys and values [B, T, K, H] and what `prepare` made of the batch: [B, T, N, H]."""
+    """Attention of queries [B, T, N, H], keys and values [B, T, K, H] and what `prepare` made of the batch: [B, T, N, H]."""
     prepare: Callable[[Batch], Any] = lambda batch: None
-    """What `attend` has to know of a micro-batch, made once for all layers."""
+    """Prepares the input that `attend` needs for a micro-batch, once for all layers."""
     backend: SDPBackend | None = None
     """The only one that `scaled_dot_product_attention` may take."""
 

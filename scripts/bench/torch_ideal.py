@@ -23,7 +23,7 @@ class Ideal:
         self.weights: Tensors = []
         """Embedding, final norm; of every layer norm, qkv, output, norm, gate and up, down; the head, unless it is tied."""
         self.parts: list[dict[str, int]] = []
-        """Of each, the Hugging Face names of what it is made of, in order, and their rows."""
+        """For each parameter, the Hugging Face names of its parts, in order, and their rows."""
         self._model, self._form, self._remat = model, form, remat
         self._names = {id(weight): name for name, weight in hf.named_parameters()}
         for module in (hf.model.embed_tokens, hf.model.norm):

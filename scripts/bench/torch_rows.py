@@ -122,7 +122,7 @@ def _torch_ideal(task: Task, choice: Choice) -> dict[str, Any]:
 
 
 def _forget() -> None:
-    """What an attempt that did not fit has left."""
+    """Frees the leftovers of an attempt that did not fit."""
     torch.compiler.reset()
     if DEVICE.type == "cuda":
         torch.cuda.empty_cache()
@@ -167,7 +167,7 @@ def _trained(
         optimizer.step(sums, num_targets)
 
     def gradients() -> dict[str, float]:
-        """Of the first step: Adam's first moment is a tenth of them, clipped."""
+        """Gradients of the first step: Adam's first moment is a tenth of them, clipped."""
         split = [(own, moment.split(list(own.values()))) for own, moment in zip(parts, optimizer.first, strict=True)]
         named = [(name, part) for own, moments in split for name, part in zip(own, moments, strict=True)]
         return norms_by_kind((name, float(part.float().square().sum())) for name, part in named)
@@ -195,7 +195,7 @@ def _profiled(step: Callable[[], None]) -> dict[str, list[str]]:
 
 
 def fused_kernels(kernels: Iterable[str]) -> dict[str, list[str]]:
-    """Of the kernels of a step those that compute attention in one: `forward` and `backward`."""
+    """Selects the kernels of a step that compute attention in one: `forward` and `backward`."""
     fused = sorted({re.sub(r"<.*|\(.*", "", name.removeprefix("void "))[:80] for name in kernels if _FUSED.search(name)})
     return {
         "forward": [name for name in fused if not _BACKWARD.search(name)],

@@ -49,7 +49,7 @@ def adamw(p: jax.Array, m: jax.Array, v: jax.Array, g: jax.Array) -> tuple[jax.A
 
 
 def rms_norm(x: jax.Array) -> jax.Array:
-    """Of rows [T, D] bfloat16: reductions."""
+    """RMS norm of rows [T, D] bfloat16: reductions."""
     wide = x.astype(jnp.float32)
     return (wide * lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + 1e-5)).astype(x.dtype)
 
@@ -58,7 +58,7 @@ ATTENTION = {
     "model.head_dim": 128, "model.attend_across_documents": True, "data.seq_len": 4096, "mesh.fsdp": 1,
     "hardware.gpus_per_node": 1,
 }  # fmt: skip
-"""What is measured of it, as a change to the shipped configuration: whole rows of 4,096 tokens."""
+"""Attention's changes to the shipped configuration for measuring: whole rows of 4,096 tokens."""
 
 
 def by_cudnn(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
@@ -81,7 +81,7 @@ def by_tokamax(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
 
 
 class AttentionShape(NamedTuple):
-    """Of whole rows on one device."""
+    """Shape of attention over whole rows on one device."""
 
     seq_len: int
     kv_heads: int
@@ -96,9 +96,9 @@ SMALL_GRIDS = {
 }
 """Attention of which one row has few programs."""
 MANY_ROWS = 16
-"""That keep every core busy until the end, with the heads of each of these."""
+"""Rows that keep every core busy until the end, with the heads of each shape."""
 PASSES: dict[str, tuple[Work, int]] = {"forward": (by_pallas, 3), "both passes": (partial(and_gradients, by_pallas), 4)}
-"""What they compute, and of how many of the arguments."""
+"""Computation of each pass, and the number of its arguments."""
 
 
 def arguments_of(shape: AttentionShape, rows: int) -> Shapes:
@@ -109,13 +109,13 @@ def arguments_of(shape: AttentionShape, rows: int) -> Shapes:
 
 
 def scores_of(shape: AttentionShape) -> Scores | None:
-    """What llamajax's own kernels compute of such scores."""
+    """Returns the share of such scores that llamajax's own kernels compute."""
     sizes = {"data.seq_len": shape.seq_len, "model.head_dim": shape.head_dim}
     return computed_scores(resolve_planned(shipped().changed(ATTENTION | sizes | {"model.attention_kernel": "pallas"})))
 
 
 def scores_behind(constant: str) -> Scores | None:
-    """What the attention kernel computes of the scores of which this constant tells; None: there is none, or its calls
+    """Returns the scores that the attention kernel of this constant computes; None: there is none, or its calls
     themselves tell what they compute."""
     kernel, *_ = constant.split("_")
     if kernel not in ("pallas", "tokamax"):
@@ -129,8 +129,8 @@ def shipped() -> Config:
 
 
 def programs(device: Device, capability: tuple[int, ...] | None) -> dict[str, list[tuple[Work, Shapes]]]:
-    """What every constant is measured by, in this order: some take those before them as known. `capability` is the device's
-    version of CUDA's architectures."""
+    """Returns the program that measures each constant, in this order: some take those before them as known. `capability` is
+    the device's version of CUDA's architectures."""
     sizes, fp32, bf16 = SIZES[device], *(partial(jax.ShapeDtypeStruct, dtype=dtype) for dtype in (jnp.float32, jnp.bfloat16))
     rows, square = bf16((sizes.elements // 2048, 2048)), bf16((sizes.square, sizes.square))
     rows_of = 4, ATTENTION["data.seq_len"], 8

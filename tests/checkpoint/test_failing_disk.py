@@ -99,7 +99,7 @@ def test_no_fault_costs_a_good_step_or_goes_untold(tmp_path):
         "read 7",
         "unreadable EIO",
     ]
-    assert "step 4 cannot be saved: Input/output error; it will be tried again, and the run goes on" in process.stderr
+    assert "step 4 cannot be saved: Input/output error; it will be tried again, and the run continues" in process.stderr
     assert "step 5: waited " in process.stderr
     assert " for the disk of " in process.stderr
     renames = [line.split("\t") for line in Path(f"{control}.renames").read_text().splitlines()]

@@ -109,7 +109,7 @@ def kill_a_writer(run_dir: Path, rng: random.Random) -> int:
     writer = subprocess.Popen([sys.executable, "-c", WRITER, str(run_dir)], stdout=subprocess.PIPE, text=True)
     assert writer.stdout is not None
     committed = [int(writer.stdout.readline()) for _ in range(rng.randrange(2, 12))]
-    with pytest.raises(CheckpointError, match=rf"is being written by process {writer.pid} on \S+; stop that"):
+    with pytest.raises(CheckpointError, match=rf"is being written by process {writer.pid} on \S+; stop it"):
         Checkpointer(run_dir, CheckpointConfig())
     try:
         writer.wait(rng.uniform(0, 0.1))
@@ -225,7 +225,7 @@ def test_two_processes_save_agree_and_restore(tmp_path):
     remedy = "see to the disk and run the same command again; step 2 is the newest checkpoint"
     failed = f"error: {tmp_path}/checkpoints: step 3 cannot be saved: process {{}}: File too large; {remedy}"
     assert lines[2:] == [failed.format(0), lines[3], failed.format(1), "restored 2 1"]
-    assert "state/manifest.ocdbt is missing; moved to 2.damaged, going on from step 1" in outputs[0][1]
+    assert "state/manifest.ocdbt is missing; moved to 2.damaged, continuing from step 1" in outputs[0][1]
     assert "damaged" not in outputs[1][1]
     newest = tmp_path / "checkpoints" / "2"
     assert {path.parts[-1] for path in (newest / "state").glob("ocdbt.process_*")} == {"ocdbt.process_0", "ocdbt.process_1"}
@@ -277,8 +277,8 @@ def test_two_directories_are_not_taken_for_one_run(two_steps, tmp_path):
     (sees, finds), (also_sees, also_finds) = (out.splitlines() for out, _ in outputs)
     assert sees == also_sees
     assert "is missing for process 1" in also_finds
-    assert sees.startswith(f"run_dir: process 1 sees something else in {tmp_path / 'other' / 'checkpoints'} (pid ")
-    assert f"than process 0 in {two_steps / 'checkpoints'}; put it on a file system that all share" in sees
+    assert sees.startswith(f"run_dir: process 1 sees different contents in {tmp_path / 'other' / 'checkpoints'} (pid ")
+    assert f"than process 0 in {two_steps / 'checkpoints'}; put it on a file system that all processes share" in sees
     assert re.fullmatch(r".*/2: state/.* is missing for process 1, but not for process 0; nothing was changed; .*", finds)
     assert names_in(two_steps) == before
     assert names_in(tmp_path / "other") == before

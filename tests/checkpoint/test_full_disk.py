@@ -107,7 +107,7 @@ def test_a_save_that_failed_is_told_at_once_and_made_good_soon(disk, config, tmp
     assert committed & {21, 22, 23, 24}
     assert list(runs.losses(tmp_path)) == list(range(1, 28))
     err = capfd.readouterr().err
-    assert f"{tmp_path}/metrics.jsonl: cannot be written: File too large; the run goes on and writes it when it can" in err
+    assert f"{tmp_path}/metrics.jsonl: cannot be written: File too large; the run continues and writes it later" in err
     assert "metrics.jsonl: is written again; records that came late: " in err
     assert "Traceback" not in err
 

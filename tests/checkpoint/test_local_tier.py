@@ -105,7 +105,7 @@ def test_a_step_that_is_not_whole_does_not_count(tmp_path, config, loss, monkeyp
         "disk": "",
         "damage": "0.bin does not match its SHA-256",
         "layout": "process 0 has other parts of model.down than its devices need",
-        "start": "its parts are of different starts",
+        "start": "its parts are from different starts",
     }[loss]
     if loss == "disk":
         shutil.rmtree(here)
@@ -135,7 +135,7 @@ def test_who_asks_for_another_model_finds_all_local_steps_again(tmp_path, config
     here = fill(tmp_path / "run", config, shared=[10], local=[20, 30])
     with (
         Checkpointer(tmp_path / "run", config) as checkpointer,
-        pytest.raises(CheckpointError, match="is of another state"),
+        pytest.raises(CheckpointError, match="holds a different state"),
     ):
         checkpointer.restore(abstract(width=24))
     assert steps_in(here) == [20, 30]
@@ -194,7 +194,7 @@ def test_a_host_whose_disk_is_dead_has_nothing_and_the_run_goes_on(tmp_path, con
         restored = checkpointer.restore(abstract())
         assert restored is not None
         assert restored.step == 10
-        assert restored.place == " (local step 20 is not whole: process 0 has nothing of it)"
+        assert restored.place == " (local step 20 is not whole: process 0 has no part of it)"
     monkeypatch.undo()
     assert steps_in(here) == [20]
 
@@ -206,7 +206,7 @@ def test_a_damaged_checkpoint_gives_way_to_an_older_local_step(tmp_path, config,
         restored = checkpointer.restore(abstract())
         assert restored is not None
         assert (restored.step, checkpointer.newest) == (20, 10)
-    assert "moved to 30.damaged, going on from step 20" in capfd.readouterr().err
+    assert "moved to 30.damaged, continuing from step 20" in capfd.readouterr().err
 
 
 def test_going_back_leaves_nothing_newer(tmp_path, config):
@@ -247,7 +247,7 @@ def test_a_disk_that_fails_is_told_and_tried_again(tmp_path, config, monkeypatch
             checkpointer._local.wait()
         assert steps_in(checkpointer._local._directory) == [3, 4, 5]
     lines = capfd.readouterr().err.splitlines()
-    assert lines[0].endswith("step 1 cannot be saved: Disk quota exceeded; it will be tried again, and the run goes on")
+    assert lines[0].endswith("step 1 cannot be saved: Disk quota exceeded; it will be tried again, and the run continues")
     assert lines[1].endswith("step 3 is saved; 1 before it could not be")
 
 

@@ -138,7 +138,7 @@ def test_a_file_that_stays_unreadable_is_named(tmp_path, monkeypatch, number):
     monkeypatch.setattr(disk, "_PAUSES_S", (0, 0, 0))
     records: dict[str, manifest.FileRecord] = {"files/a": {"size": 0, "sha256": EMPTY}}
     if number == errno.EBADMSG:
-        assert manifest.problems(step, records) == ["files/a is damaged, says its file system"]
+        assert manifest.problems(step, records) == ["files/a is damaged according to its file system"]
         return
     with pytest.raises(OSError, match="Input/output error") as caught:
         manifest.problems(step, records)

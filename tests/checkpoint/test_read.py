@@ -109,7 +109,7 @@ def test_missing_and_extra_arrays_are_refused(tmp_path, two_steps):
     wanted = abstract()
     with pytest.raises(CheckpointError, match=r"opt_state\.0\.count is in it, but not in the state to restore"):
         restore(two_steps, dataclasses.replace(wanted, opt_state=optax.EmptyState()))
-    with pytest.raises(CheckpointError, match=r"opt_state\.more is missing in it"):
+    with pytest.raises(CheckpointError, match=r"opt_state\.more is missing from it"):
         restore(two_steps, dataclasses.replace(wanted, opt_state={"0": wanted.opt_state[0], "more": wanted.step}))
     other_key = jax.eval_shape(lambda: jax.random.key(0, impl="rbg"))
     with pytest.raises(CheckpointError, match=r"key is key<fry>\[\] in it, but key<rbg>\[\]"):
@@ -174,7 +174,7 @@ def test_a_damaged_step_is_set_aside_and_can_be_saved_again(tmp_path, two_steps,
         assert restored is not None
         assert restored.step == 10
         line = capfd.readouterr().err
-        assert "files/tokenizer.model has 0 bytes instead of 5000; moved to 20.damaged, going on from step 10" in line
+        assert "files/tokenizer.model has 0 bytes instead of 5000; moved to 20.damaged, continuing from step 10" in line
         checkpointer.save(20, state_of(20), META)
     assert names_in(run_dir) == ["10", "20", "20.damaged"]
     assert restore(run_dir, abstract()).step == 20
@@ -185,7 +185,7 @@ def test_a_run_without_a_good_step_is_refused_with_every_bad_file(tmp_path, two_
     (run_dir / "checkpoints" / "20" / "manifest.json").unlink()
     (run_dir / "checkpoints" / "10" / "meta.json").write_text("{}")
     (run_dir / "checkpoints" / "10" / "arrays.json").unlink()
-    wrong = r"10 is damaged: arrays\.json is missing, meta\.json has 2 bytes instead of \d+\n.*bring the files back"
+    wrong = r"10 is damaged: arrays\.json is missing, meta\.json has 2 bytes instead of \d+\n.*restore the files"
     with Checkpointer(run_dir, CONFIG) as checkpointer, pytest.raises(CheckpointError, match=wrong) as caught:
         checkpointer.restore(abstract())
     assert "20 is damaged: manifest.json is missing" in str(caught.value)

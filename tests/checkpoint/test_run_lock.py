@@ -51,7 +51,9 @@ def test_a_stopped_process_learns_of_one_that_took_the_run_over_and_is_done(tmp_
     first = RunLock(tmp_path)
     as_other_host(monkeypatch)
     RunLock(tmp_path).release()
-    with pytest.raises(CheckpointError, match=r"process \d+ on \S+ has taken this run over, while this process was stopped"):
+    with pytest.raises(
+        CheckpointError, match=r"process \d+ on \S+ has taken over this run while this process was suspended"
+    ):
         first.check()
     first.release()
 
@@ -59,7 +61,7 @@ def test_a_stopped_process_learns_of_one_that_took_the_run_over_and_is_done(tmp_
 def test_a_process_of_another_host_that_lives_keeps_the_run(tmp_path, monkeypatch, soon, local_locks, capfd):
     first = RunLock(tmp_path)
     as_other_host(monkeypatch)
-    with pytest.raises(CheckpointError, match=rf"{tmp_path} is being written by process {os.getpid()} on \S+; stop that"):
+    with pytest.raises(CheckpointError, match=rf"{tmp_path} is being written by process {os.getpid()} on \S+; stop it"):
         RunLock(tmp_path)
     assert f"waiting    0.4 s for a sign of life of process {os.getpid()} on " in capfd.readouterr().err
     first.check()
@@ -87,10 +89,10 @@ def test_a_process_that_was_cut_off_commits_nothing(tmp_path, monkeypatch, soon,
     as_other_host(monkeypatch)
     monkeypatch.setattr(Checkpointer, "_finish", taken_over_before)
     first.save(2, state_of(2), META)
-    with pytest.raises(CheckpointError, match=r"has taken this run over, while this process was stopped or cut off"):
+    with pytest.raises(CheckpointError, match=r"has taken over this run while this process was suspended or cut off"):
         first.wait()
     assert (names_in(tmp_path), told) == (["1"], [])
-    with pytest.raises(CheckpointError, match="has taken this run over"):
+    with pytest.raises(CheckpointError, match="has taken over this run"):
         first.save(3, state_of(3), META)
     first.close()
     taken[0].check()  # the newcomer's lease outlives the end of who was cut off
@@ -103,7 +105,7 @@ def test_a_process_that_wakes_up_finds_another_in_its_place(tmp_path, monkeypatc
     (tmp_path / ".owner").write_bytes(content)
     first._thread.join(timeout=30)
     assert not first._thread.is_alive()
-    with pytest.raises(CheckpointError, match="has taken this run over"):
+    with pytest.raises(CheckpointError, match="has taken over this run"):
         first.check(anew=False)
     first.release()
     assert b"f" * 32 in (tmp_path / ".owner").read_bytes()

@@ -125,7 +125,7 @@ def test_room_is_asked_of_the_disk_that_is_written(tmp_path, monkeypatch):
 
 def test_a_link_to_a_disk_that_is_not_there_is_refused(tmp_path):
     (tmp_path / "checkpoints").symlink_to(tmp_path / "unmounted")
-    with pytest.raises(CheckpointError, match=r"/checkpoints is a link to .*/unmounted, which is not there; mount it or"):
+    with pytest.raises(CheckpointError, match=r"/checkpoints is a link to .*/unmounted, which is missing; mount it or"):
         Checkpointer(tmp_path, CONFIG)
 
 
@@ -187,7 +187,7 @@ def test_a_file_system_without_locks_is_no_obstacle(tmp_path, monkeypatch, capfd
     monkeypatch.setattr(fcntl, "flock", flock)
     save(tmp_path, [1])
     assert capfd.readouterr().err == (
-        f"{tmp_path}: this file system has no locks; see to it that nothing else writes this run\n"
+        f"{tmp_path}: this file system has no locks; make sure that nothing else writes this run\n"
     )
     assert latest_step(tmp_path) == 1
 
@@ -271,7 +271,7 @@ def test_who_has_lost_the_run_deletes_nothing_of_it(tmp_path):
         checkpointer.wait()
         lease = tmp_path / ".owner"
         lease.write_text(json.dumps(json.loads(lease.read_text()) | {"token": "another's"}))
-        with pytest.raises(CheckpointError, match="has taken this run over"):
+        with pytest.raises(CheckpointError, match="has taken over this run"):
             checkpointer.drop([1])
         assert (tmp_path / "checkpoints" / "1").exists()
 

@@ -1,4 +1,4 @@
-"""What a process can still take: the least of what the machine and the control groups leave."""
+"""Memory that a process can still take: the smallest remainder of the machine and the control groups."""
 
 from llamajax.data.free_memory import free_memory
 

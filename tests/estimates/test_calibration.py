@@ -85,8 +85,8 @@ EDITS = [
     ('"2026-11-24"', "2026-11-24", "h100.yaml:3: date: must be text, but YAML reads 2026-11-24 as timestamp; write"),
     ("jaxlib: 0.11.2, ", "", "h100.yaml:6: versions.jaxlib: required, but missing"),
     ("gpu: h100\n", "", "h100.yaml:1: gpu: required, but missing"),
-    ("gpu: h100", "gpu: h200", "h100.yaml:1: gpu: measured on h200, but hardware.gpu is h100; name a file of that one, or"),
-    ("gpu: h100", "gpu: cpu", "h100.yaml:1: gpu: measured on cpu, but hardware.gpu is h100; name a file of that one, or"),
+    ("gpu: h100", "gpu: h200", "h100.yaml:1: gpu: measured on h200, but hardware.gpu is h100; name a file for that GPU, or"),
+    ("gpu: h100", "gpu: cpu", "h100.yaml:1: gpu: measured on cpu, but hardware.gpu is h100; name a file for that GPU, or"),
     ("gpu: h100", "gpu: none", "h100.yaml:1: gpu: must be one of cpu, a100-40gb, a100-80gb, h100, h200, b200, "),
 ]
 

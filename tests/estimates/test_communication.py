@@ -1,4 +1,4 @@
-"""What devices send, against hand counts."""
+"""Bytes that devices send, against hand counts."""
 
 import dataclasses
 from typing import Any
@@ -71,7 +71,7 @@ def test_a_byte_of_each_weight_and_token_is_sent_for_matmuls_in_float8(stack):
 
 @pytest.mark.parametrize("data", [1, 2])
 def test_stages_of_zero_and_reductions_at_the_end_send_less(data):
-    """By hand, for four micro-batches over four shards: what passes once per step, and what every time."""
+    """Counted by hand for four micro-batches over four shards: traffic once per step, and per micro-batch."""
     N, ends = formulas.num_params(MODEL), 2 * 1000 * 64
     layers = N - ends
     first = layers / 10

@@ -75,7 +75,7 @@ def test_flops_per_token_of_llama_3_8b():
 
 
 def test_windows_count_in_the_layers_that_have_them():
-    """Of five layers, the first, third and fifth have one of 1024 tokens."""
+    """Three of five layers, the first, third and fifth, have a window of 1024 tokens."""
     windows = {"num_layers": 5, "sliding_window": 1024, "layer_types": ("sliding_attention", "full_attention")}
     mixed = dataclasses.replace(LLAMA_3_8B, **windows)
     full = dataclasses.replace(mixed, sliding_window=None, layer_types=())

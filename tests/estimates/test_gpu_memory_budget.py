@@ -1,4 +1,4 @@
-"""What is left of a card for XLA's arrays: the same for a plan and for the training that it is of."""
+"""Memory of a card for XLA's arrays: the same for a plan and for its training."""
 
 import os
 from typing import Any
@@ -33,7 +33,7 @@ def on(gpu: Any = "a100-40gb", **axes):
 def test_the_allowance_is_stated():
     beside = Allowance(num_communicators=2)
     assert beside.total_bytes == GIB + 2 * 24 * 2 * (524_288 + 4_915_200 + 4_194_304)
-    assert str(beside).startswith("1,906 MiB beside XLA's arrays: CUDA context 512, ")
+    assert str(beside).startswith("1,906 MiB besides XLA's arrays: CUDA context 512, ")
 
 
 @pytest.mark.parametrize(

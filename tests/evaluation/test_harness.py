@@ -120,7 +120,7 @@ def text(draw: random.Random, num_words: int) -> str:
 
 
 class Transformers:
-    """What transformers computes of a text, straight from its logits."""
+    """Scores of a text, straight from transformers' logits."""
 
     def __init__(self, directory: Path) -> None:
         import torch
@@ -298,8 +298,8 @@ def test_own_tasks_end_to_end(model_dir, tasks_dir, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
-        ({"tasks": "colous"}, ConfigError, "tasks: 'colous' is no task, .*; did you mean colours?"),
-        ({"include_path": "nowhere"}, ConfigError, "include_path: nowhere is no directory"),
+        ({"tasks": "colous"}, ConfigError, "tasks: 'colous' is not a task, .*; did you mean colours?"),
+        ({"include_path": "nowhere"}, ConfigError, "include_path: nowhere is not a directory"),
         ({"seq_len": 256}, ConfigError, "seq_len: 256 is above the model's max_seq_len=128"),
         ({"tasks": "write", "seq_len": 4}, ConfigError, "seq_len: 4 leaves no room before the 4 tokens that a task writes"),
         ({"mesh": MeshConfig(tensor=6)}, ConfigError, "does not divide the 8 devices"),

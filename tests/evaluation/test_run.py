@@ -133,7 +133,7 @@ def test_the_section_of_the_data_is_enough(finished, tmp_path, capsys, monkeypat
 
 def test_results_that_cannot_be_written_are_refused_at_once(finished, tmp_path, monkeypatch):
     monkeypatch.setattr(evaluate, "open_pretrained", lambda *_: pytest.fail("the model is being opened"))
-    with pytest.raises(ConfigError, match=r"json: .*: there is no directory .*; make it, or name another file"):
+    with pytest.raises(ConfigError, match=r"json: .*: there is no directory .*; create it, or name another file"):
         evaluate.run(settings(finished, json=str(tmp_path / "no" / "results.json")))
 
 
@@ -195,7 +195,7 @@ def test_some_batches_are_those_of_evaluations_while_training(finished, capsys):
         evaluate.run(settings(finished))
     finally:
         with_fewer.write_text(before)
-    assert "evaluations while training take the first 8 rows only" in capsys.readouterr().out
+    assert "evaluations during training use only the first 8 rows" in capsys.readouterr().out
 
 
 def test_rows_of_the_training_split_are_those_that_training_reads(finished):
@@ -229,7 +229,7 @@ def test_a_run_in_stages_is_evaluated_in_the_rows_it_began_with_unless_others_ar
     short, long = (evaluate.run(settings(staged, seq_len=length)) for length in (None, 64))
     said = capsys.readouterr().out
     assert (short["seq_len"], long["seq_len"], short["tokens"]) == (32, 64, long["tokens"])
-    assert said.count("note       rows are as long as before the first stage of the run; seq_len takes 64 instead") == 1
+    assert said.count("note       rows have the length of the run before its first stage; set seq_len for 64") == 1
     assert "warning" not in said
     assert long["loss"] == pytest.approx(found_in_training(staged)["eval/loss"], abs=1e-5), "of its last stage"
     assert list(short["sources"]) == ["data.sources[0] jsonl", "data.sources[1] jsonl"]
@@ -272,10 +272,10 @@ def refused(changes: dict, finished: Config, directory: Path) -> EvaluateConfig:
     [
         ({"model": "nowhere"}, ConfigError, "nowhere: there is no such directory"),
         ({"model": "hf"}, DataError, "has no tokenizer.json or tokenizer.model"),
-        ({"model": "with_tokenizer"}, ConfigError, "data: .* does not say what it was trained on; name the YAML file"),
+        ({"model": "with_tokenizer"}, ConfigError, "data: .* does not name its training data; name the YAML file"),
         ({"data": "missing.yaml"}, ConfigError, "missing.yaml: no such file"),
-        ({"data": "tokenizer.yaml"}, ConfigError, "names another tokenizer, .*; remove data.tokenizer.path there"),
-        ({"data": "all.yaml"}, DataError, "data.held_out_fraction: 0.* of the documents is none; raise it, or set split"),
+        ({"data": "tokenizer.yaml"}, ConfigError, "names the tokenizer .*; remove data.tokenizer.path there"),
+        ({"data": "all.yaml"}, DataError, "data.held_out_fraction: 0.* selects no documents; raise it, or set split"),
         ({"seq_len": 8192}, ConfigError, "seq_len: 8192 is above the model's max_seq_len=4096; lower it"),
         ({"seq_len": 31}, ConfigError, "mesh.sequence: 2 must divide the 31 tokens of a row"),
         ({"mesh": MeshConfig(tensor=8)}, ConfigError, "model.num_kv_heads: 2 must be divisible by mesh.tensor=8"),

@@ -30,9 +30,9 @@ NAMES = (
     "pipe",
     "link",
 )
-"""What a manifest may name."""
+"""Names that a manifest may contain."""
 _SMALL_BYTES = 100_000
-"""Of a file that mutants change; of larger ones nearly all bytes are weights, which may have any value."""
+"""Largest file that mutants change; nearly all bytes of larger ones are weights, which may have any value."""
 
 
 def read(step: Path) -> None:

@@ -15,14 +15,14 @@ FRAGMENTS = [
     "1:30", "0x1f", ".nan", "9" * 5000, "\0", "\x85", "\u2028", "\ufeff", "é", "\ud800", '"\\UFFFFFFFF"', '"\\x"', "data",
     "sources", "kind: text", "=", "@", "`",
 ]  # fmt: skip
-"""What YAML gives a meaning, and what no text should hold."""
+"""Text with a meaning in YAML, and text that no file should hold."""
 VALUES = [
     "null", "~", "", "true", "-1", "0", "1e400", "-.inf", ".nan", "9" * 5000, "1" + "0" * 300, "2026-13-45", "2026-11-24",
     "0001-01-01T99:99:99Z", "0x" + "f" * 5000, "[]", "{}", "[" * 200, "{a: " * 200, "[[1]]", "{a: 1}", "'", '"\\UFFFFFFFF"',
     "*a", "&a 1", "&a [*a, *a]", "!!python/object/apply:os.system ['true']", "!!python/name:os.system", "!!binary aGk=",
     "!!timestamp 9", "!!set {a}", "!!int 1:99", "<<: {a: 1}", "|\n", "é" * 3000, "../../etc/passwd", "%s%n", "0b2",
 ]  # fmt: skip
-"""What stands where a value should."""
+"""Texts in the place of a value."""
 
 
 def mutated(text: str, rng: np.random.Generator) -> bytes:

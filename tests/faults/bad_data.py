@@ -19,7 +19,7 @@ SHAPES: tuple[object, ...] = (
     [{"role": "assistant", "content": ""}],
     {"role": "user", "content": "x"}, [{"role": "user", "content": "x", "tool_calls": [1]}],
 )  # fmt: skip
-"""What stands where a text or a conversation should."""
+"""Values in the place of a text or a conversation."""
 RAW = (
     b"\xff\xfe\x00", b"\0" * 99, b"[" * 10_000, b'{"text": ' * 10_000, b'{"text": "' + b"a" * (1 << 20), b"\n" * 999,
     b"{}\n", b'{"text": 1' + b"0" * 9999 + b"}\n", b'{"text": "\\ud800"}\n', b"\r", b"\x85", b"NaN\n", b'"text"\n',

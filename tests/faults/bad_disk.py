@@ -20,7 +20,7 @@ NUM_STEPS = 300
 
 @dataclass(frozen=True, kw_only=True)
 class Disk:
-    """What `disk.c` does to calls for files; the numbers of its control file, in order."""
+    """Effects of `disk.c` on file system calls; the numbers of its control file, in order."""
 
     latency_ms: int = 0
     write_eio: int = 0

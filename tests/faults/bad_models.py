@@ -15,7 +15,7 @@ from tests import real_tokenizers
 from tests.converters.mutate import ARCHITECTURES, mutate, write_whole
 
 _JSON_TOKENS = 3000
-"""Of Qwen's 151,643, of which reading all would take longer than all else."""
+"""Number of Qwen's 151,643 tokens to read; all would take longer than everything else."""
 
 
 def _write_real_tokenizers(directory: Path) -> None:

@@ -22,7 +22,7 @@ BAD = {
     "NaN without end": ("nan", 1.0),
     "spikes of the loss": ("spike", 0.02),
 }
-"""What a poisoned batch does, and the share of documents with poison."""
+"""Effect of a poisoned batch, and the share of documents with poison."""
 LIVE = ("a flip of one bit", "a flip of one bit, then a kill", "a device that flips again and again")
 
 
@@ -150,5 +150,5 @@ def _flip_in_a_run(where: Scene, a_try: Try) -> Figures:
 
 
 def corruptions(spoilt: BrokenRun) -> list[dict[str, Any]]:
-    """What the run noted of replicas that differ."""
+    """Returns the run's records of replicas that differ."""
     return [event for event in spoilt.events if event["event"] == "corruption"]

@@ -118,7 +118,7 @@ class BrokenRun:
 
     @property
     def output(self) -> str:
-        """What all its processes printed, one after the other."""
+        """Output of all its processes, one after the other."""
         logs = sorted(self.folder.glob("log.*"), key=lambda path: int(path.suffix[1:]))
         return "\n".join(path.read_text(errors="replace") for path in logs)
 
@@ -139,13 +139,13 @@ class BrokenRun:
 
     @property
     def events(self) -> list[dict[str, Any]]:
-        """What it noted as happening to it."""
+        """Events that the run recorded."""
         path = self.run_dir / "events.jsonl"
         lines = path.read_text().splitlines(keepends=True) if path.exists() else []
         return [json.loads(line) for line in lines if line.endswith("\n")]
 
     def pids(self) -> list[int]:
-        """Of the newest process of each rank; empty until all ranks have begun."""
+        """PIDs of the newest process of each rank; empty until all ranks have begun."""
         paths = [self.folder / f"pids.{rank}" for rank in range(self.num_processes)]
         if not all(path.exists() for path in paths):
             return []

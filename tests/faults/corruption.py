@@ -85,7 +85,7 @@ def run(count: int, seed: int, where: Scene, jobs: int) -> Result:
                     damaged.start()
                     codes = damaged.finish()
                     assert not any(codes), f"ended with {codes}: {damaged.last_line}"
-                    assert f"going on from step {good}" in damaged.output, damaged.output[-1000:]
+                    assert f"continuing from step {good}" in damaged.output, damaged.output[-1000:]
                     told = next(line for line in damaged.output.splitlines() if "is damaged:" in line)
                     damaged.must_equal_golden()
                 else:

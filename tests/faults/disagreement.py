@@ -29,7 +29,7 @@ SETTINGS: dict[str, Mapping[str, Any]] = {
     "code": {},
     "jax version": {},
 }
-"""What the odd process has that the others have not."""
+"""Settings of the odd process that differ from the others."""
 
 
 def run(count: int, seed: int, where: Scene, jobs: int) -> Result:
@@ -72,7 +72,7 @@ def run(count: int, seed: int, where: Scene, jobs: int) -> Result:
 
 
 def oddity(kind: str, folder: pathlib.Path, usual: pathlib.Path) -> tuple[dict[str, Any], dict[str, str], pathlib.Path]:
-    """What the odd process is started with: settings, environment, working directory."""
+    """Returns the start of the odd process: settings, environment, working directory."""
     other = folder / "other"
     match kind:
         case "data":

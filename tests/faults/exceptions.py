@@ -16,7 +16,7 @@ POINTS = {
     "an evaluation": "evaluate", "reading the data": "prepare", "restoring": "load",
     "a step while a save hangs": "step",
 }  # fmt: skip
-"""What fails, and its point."""
+"""Failing parts, and their points."""
 KINDS = [f"{what}, {count} processes" for count, what in itertools.product((2, 4), POINTS)]
 
 

@@ -20,7 +20,7 @@ class Flip:
 
     array: str
     place: int
-    """Of the device in the mesh, counted through."""
+    """Index of the device in the mesh."""
     bit: int
     """Counted through the bytes of the part."""
 
@@ -51,21 +51,21 @@ def flipped(state: State, flip: Flip) -> State:
 
 
 def found(state: Any) -> dict[str, list[int]]:
-    """By array, the places of the devices that a comparison names."""
+    """Returns, by array, the places of the devices that a comparison names."""
     arrays = replicated(state)
     held_by = {name: holders(array) for name, array in arrays.items()}
     return differing(np.asarray(checksums(list(arrays.values()))), held_by)
 
 
 def expected(state: Any, flip: Flip) -> dict[str, list[int]]:
-    """What a comparison is to name after `flip`: the device; of two that hold the same, both."""
+    """Returns the places that a comparison should name after `flip`: the device; of two that hold the same, both."""
     places = holders(named_arrays(state)[flip.array])
     (holding,) = (row for row in places if flip.place in row)
     return {flip.array: [flip.place] if len(holding) > 2 else sorted(map(int, holding))}
 
 
 def missed(state: Any, number: int, seed: int = 0) -> list[str]:
-    """Of `number` random flips, one at a time, those that the next comparison does not name as it should."""
+    """Makes `number` random flips, one at a time; returns those that the next comparison does not name."""
     assert not found(state)
     told = []
     for flip in random_flips(state, number, seed):

@@ -36,7 +36,7 @@ class Group:
     short: int
     """Faults of the short one; 0: it leaves this group out."""
     seconds: float
-    """That a fault takes on two quiet cores."""
+    """Seconds that a fault takes on two quiet cores."""
 
 
 GROUPS = (

@@ -10,7 +10,7 @@ from tests.faults.results import Figures, Result, Try
 from tests.faults.scene import Scene
 
 LIMIT_S = 4.0
-"""Of every phase but compiling, on a quiet machine."""
+"""Limit of every phase except compiling, on a quiet machine."""
 COMPILES_S = 12.0
 """Limit of compiling, which four processes do at once: those behind the first find no program on the disk."""
 FOUND_S = 2.0
@@ -32,7 +32,7 @@ NATIVE = {
     "a native loop without end": ("spin", "step"),
     "the GIL is held by the thread that saves": ("hold the GIL", "hash"),
 }
-"""What a watchdog in the same process cannot see, as it does not run."""
+"""Hangs that a watchdog in the same process cannot see, because it does not run."""
 
 
 def run_hangs(count: int, seed: int, where: Scene, jobs: int) -> Result:

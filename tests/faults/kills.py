@@ -10,7 +10,7 @@ from tests.faults.results import Figures, Result, Try
 from tests.faults.scene import Scene
 
 KILLS = 4
-"""Of one run."""
+"""Kills of one run."""
 KINDS = ("2 processes", "1 process by hand", "4 processes", "1 process")
 AT_A_START = ("start", "join", "compile", "prepare", "load", "loaded")
 IN_A_SAVE = ("save", "write", "finalize", "hash", "manifest", "rename", "committed", "delete", "deleting")

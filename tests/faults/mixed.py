@@ -25,7 +25,7 @@ STEP_S = 0.25
 SAVE_EVERY = 20
 """Steps, so 5 s."""
 LIMIT_S = 8.0
-"""Of every other phase."""
+"""Limit of every other phase."""
 COMPILES_S = 40.0
 """Limit of compiling, which nobody has done before this run."""
 UNDER_WAY = SAVE_EVERY + 4
@@ -34,7 +34,7 @@ compared the next time."""
 RECOVERS_S = 120.0
 """In which the run must have done new steps."""
 SHARE = 0.97
-"""Of the faults that it must recover from without a hand."""
+"""Share of the faults from which it must recover without intervention."""
 BAD_DISK_S = 10.0
 """For which the disk takes nothing, or takes long."""
 
@@ -216,7 +216,7 @@ def done(run: BrokenRun, num_steps: int) -> bool:
 
 
 def ideal_s(run: BrokenRun, num_steps: int) -> float:
-    """What the run would take without faults: its first start, and all steps as long as the median one takes."""
+    """Returns the seconds of the run without faults: its first start, and all steps as long as the median one takes."""
     records = [json.loads(line) for line in (run.run_dir / "metrics.jsonl").read_text().splitlines()]
     times = [record["perf/step_time_s"] for record in records if "perf/step_time_s" in record]
     first_start = next(event["time"] for event in run.events if event["event"] == "start")

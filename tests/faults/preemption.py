@@ -10,7 +10,7 @@ from tests.faults.results import Figures, Result, Try
 from tests.faults.scene import Scene
 
 GRACE_S = 30.0
-"""That most schedulers leave."""
+"""Seconds that most schedulers grant."""
 MOMENTS = {"a step": "step", "a save": "hash", "an evaluation": "evaluate", "compiling": "compile", "the start": "join"}
 """When the signal comes, and the point where a process is then held up."""
 WHOM = ("one rank", "all ranks", "the launcher")

@@ -21,7 +21,7 @@ OTHERS: dict[str, Mapping[str, Any]] = {
     "another seed": {"seed": 2},
     "kills while deleting": {},
 }
-"""What else wants the run's directory, by the settings that differ."""
+"""Other claimants of the run's directory, with the settings that differ."""
 PLACES = (
     "unicode", "spaces and quotes", "200 characters", "a link", "checkpoints are a link", "relative", "read-only", "SIGHUP",
 )  # fmt: skip

@@ -15,36 +15,37 @@ from tests.faults.results import Result
 DOCUMENT = runs.ROOT / "docs" / "reliability.md"
 HEAD = """# Reliability, as tried
 
-What becomes of runs that are broken on purpose, by `python -m tests.faults --write`. Runs that are to go on (R1, R7, R9,
-R10, R13, R14, R16, R18, R19, one try in 51 of R5, one in ten of R11) are compared with runs that nobody touched: every
-step's loss and every array of the last checkpoint, to the bit; those that went back, with one that was told beforehand which
-rows to pass over. In the others it counts what is found, what is told, and how soon.
+`python -m tests.faults --write` breaks runs on purpose and writes this page. Runs that should continue (R1, R7, R9, R10,
+R13, R14, R16, R18, R19, one try in 51 of R5, one in ten of R11) are compared with untouched runs: every step's loss and
+every array of the last checkpoint, to the bit. A run that went back is compared with a run that passes over the same rows
+from the start. In the other groups the campaign counts what was found, what was reported, and how soon.
 """
 TABLE = """
 | | faults | target | tried | passed | measured | when, where |
 | --- | --- | --- | --- | --- | --- | --- |
 """
 TAIL = """
-Failures name their seed: `python -m tests.faults --only GROUP --count 1 --seed SEED` makes the same try again; without
-`--count` for R15, R16, S and the flips in one of eight devices, which are made in one go. What is left to chance is drawn
-from the seed; when the operating system lets a process run is not.
+A failure prints its seed. `python -m tests.faults --only GROUP --count 1 --seed SEED` repeats that try; leave `--count` out
+for R15, R16, S and the flips in one of eight devices, which run in one go. Every random choice is drawn from the seed. The
+operating system's scheduling of processes is not.
 
-Tried by tests of their own, which CI runs: resuming to the bit, the order of data whatever the mesh, other numbers of hosts
-and devices (`tests/training`, `tests/data`), full and failing disks call by call (`tests/checkpoint`), no code from files,
-no ports, no secrets (`tests/test_security.py`). `scripts/bench_checkpoint.py` measures what a save costs: for 20 GB of four
-processes training waited 0.07 s, and they were written at 0.65 of what `dd` writes on the same disk (LOG.md, 2026-11-25).
+CI runs separate tests for: resuming to the bit, the same order of data on every mesh, other numbers of hosts and devices
+(`tests/training`, `tests/data`), full and failing disks call by call (`tests/checkpoint`), no code from files, no open
+ports, no secrets in logs (`tests/test_security.py`). `scripts/bench_checkpoint.py` measures the cost of a save: with 20 GB
+from four processes training waited 0.07 s, and the files were written at 0.65 of the rate of `dd` on the same disk (LOG.md,
+2026-11-25).
 
 ## What only a cluster can show
 
-These runs are on one machine, on emulated devices, over loopback. Not shown by them:
+These runs use one machine, emulated devices and the loopback network. They do not show:
 
 - lost hosts, switches and links: here a lost host is a killed process group;
-- NCCL's own ways to fail: hangs inside a collective on a GPU, and whether the process can still write its stacks then;
-- GPU errors (Xid, ECC, a card that falls off the bus), memory that an ended process has not given back yet, and bits that
-  flip in real hardware;
-- NFS and Lustre: locks, attribute caches and rename are tried as far as a local disk and a library between can imitate them;
-- hosts whose clocks differ, and preemption by a real scheduler (Slurm's and Kubernetes' signals are sent by hand here);
-- the time that thousands of processes take to meet, to restore, and to agree that one is lost.
+- NCCL's own failures: hangs inside a collective on a GPU, and whether the process can still write its stacks;
+- GPU errors (Xid, ECC, a card that falls off the bus), memory that a dead process has not released yet, and flipped bits in
+  real hardware;
+- NFS and Lustre: locks, attribute caches and renames are imitated with a local disk and a preloaded library;
+- hosts with different clocks, and preemption by a real scheduler (the campaign sends Slurm's and Kubernetes' signals
+itself); - the time in which thousands of processes connect, restore, and agree that one is lost.
 """
 
 

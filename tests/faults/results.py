@@ -1,4 +1,4 @@
-"""What came of a group of faults: counted, timed, and told so that each failure can be tried again."""
+"""Results of a group of faults: counted, timed, and printed so that each failure can be repeated."""
 
 import random
 import statistics
@@ -23,13 +23,13 @@ class Failure:
     seed: int
     """Makes the same try again: `python -m tests.faults --only GROUP --count 1 --seed SEED`."""
     kind: str
-    """What was tried."""
+    """Kind of fault."""
     what: str
 
 
 @dataclass
 class Result:
-    """What came of one group."""
+    """Result of one group."""
 
     name: str
     tries: int = 0

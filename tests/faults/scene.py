@@ -1,4 +1,4 @@
-"""What the campaign's runs need and share: a tiny configuration, data, compiled programs, and runs that nobody breaks."""
+"""Shared parts of the campaign's runs: a tiny configuration, data, compiled programs, and runs that nobody breaks."""
 
 import contextlib
 import hashlib
@@ -67,7 +67,7 @@ class Scene:
         return directory
 
     def environment(self, folder: pathlib.Path, step_s: float) -> dict[str, str]:
-        """Of a run whose faults are laid in `folder`: the programs compiled before, and this checkout's code."""
+        """Environment of a run with its faults in `folder`: the programs compiled before, and this checkout's code."""
         return os.environ | {
             "PYTHONPATH": str(runs.ROOT),
             "JAX_COMPILATION_CACHE_DIR": str(self.directory / "compiled"),

@@ -21,7 +21,7 @@ asks it for at a save: 630 bytes for each of two dozen metrics, 70 for each of a
 MOST_THREADS = 0.5
 """Growth of their number per 1,000 steps, of ten saves: between saves TensorStore keeps now more, now fewer."""
 STEP_S = 0.5
-"""That a step may take, with its share of saves and evaluations, before the run counts as stuck."""
+"""Seconds of a step, with its share of saves and evaluations, before the run counts as stuck."""
 
 
 def run(count: int, seed: int, where: Scene, jobs: int) -> Result:

@@ -55,6 +55,6 @@ def named(output: str) -> set[int]:
 
 
 def step_time_s(slowed: BrokenRun) -> float:
-    """What the newest steps took."""
+    """Seconds of the newest steps."""
     records = [json.loads(line) for line in (slowed.run_dir / "metrics.jsonl").read_text().splitlines()]
     return statistics.median(record["perf/step_time_s"] for record in records[-30:] if "perf/step_time_s" in record)

@@ -114,7 +114,7 @@ def train_like_llama_2(texts: list[str]) -> bytes:
 
 @pytest.mark.parametrize("kind", ["ours", "ours for Hugging Face", "Llama 2's"])
 def test_streamed_text_is_the_decoded_text(kind, tmp_path):
-    """Of real tokenizers, with spaces between tokens and characters spelt in bytes."""
+    """Real tokenizers put spaces between tokens and spell characters in bytes."""
     texts = [" ".join(WORDS)] * 20
     files = {"tokenizer.model": train_like_llama_2(texts)}
     if kind != "Llama 2's":
@@ -158,7 +158,7 @@ def completions(completer, prompts, *, max_tokens=8, **settings):
 
 @pytest.fixture(scope="module")
 def greedy():
-    """What follows each prompt when the whole text is read again for every token, one row at a time."""
+    """Continuations when the whole text is read again for every token, one row at a time."""
     jax.set_mesh(single_device_mesh())
     model, forward = model_on("one device"), jax.jit(lambda model, row: model(row))
     texts, logprobs = [list(prompt) for prompt in PROMPTS], [0.0] * len(PROMPTS)

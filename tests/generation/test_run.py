@@ -46,7 +46,7 @@ def settings(run_dir: pathlib.Path, **changes) -> GenerateConfig:
 
 
 def written(capsys, config: GenerateConfig) -> str:
-    """What a run of the command puts on standard output."""
+    """Returns the standard output of a run of the command."""
     generate.run(config)
     return capsys.readouterr().out
 

@@ -39,7 +39,7 @@ def results(
     dtype: str = "float32",
     kernel: AttentionKernel = "auto",
 ) -> dict[str, np.ndarray]:
-    """By `NAMES`, of two rows with heads of four numbers, for random gradients of `out` and `lse`."""
+    """Returns results by `NAMES`, of two rows with heads of four numbers, for random gradients of `out` and `lse`."""
     sizes = {"data": data, "fsdp": fsdp, "sequence": sequence, "tensor": tensor}
     jax.set_mesh(make_mesh(MeshConfig(**sizes), jax.devices()[: int(np.prod(list(sizes.values())))]))
     order = zigzag(sequence, T) if form == "ring" else np.arange(T)
@@ -67,14 +67,14 @@ def results(
 
 
 def check(form: SequenceForm, axes: dict[str, int], **case: Any) -> None:
-    """That the form on a mesh gives what one device gives, to 1e-5 in fp32."""
+    """Checks that the form on a mesh equals one device, to 1e-5 in fp32."""
     own, one = results(form, **axes, **case), results("gather", **case | {"kernel": "plain"})
     for name in NAMES:
         np.testing.assert_allclose(own[name], one[name], rtol=0, atol=1e-5, err_msg=name)
 
 
 def check_bf16(form: SequenceForm, **how: Any) -> None:
-    """That the form on four devices is about as near to fp32 as gathered keys and values are."""
+    """Checks that the form on four devices is about as near to fp32 as gathered keys and values are."""
     case: dict[str, Any] = {"T": 64, "K": 2, "G": 4}
     exact = results("gather", **case)
     own = results(form, sequence=4, dtype="bfloat16", **case, **how)

@@ -69,7 +69,7 @@ def test_what_cudnn_cannot_give_is_told_in_one_line():
     q, kv = jnp.zeros((2, 4, 2, 3, 8), "bfloat16"), jnp.zeros((2, 4, 2, 8), "bfloat16")
     with (
         jax.sharding.use_abstract_mesh(mesh_of(H100, fsdp=8)),
-        pytest.raises(ConfigError, match=r"cudnn cannot be used: jax gives its log-sum-exp in 16 bits .*; or set auto$"),
+        pytest.raises(ConfigError, match=r"cudnn cannot be used: jax returns its log-sum-exp in 16 bits .*; or set auto$"),
     ):
         attention.attend(q, kv, kv, Mask(), 1.0, kernel="cudnn", with_lse=True)
 

@@ -16,7 +16,7 @@ OPEN = Site(is_gpu=True, dtype="bfloat16", head_dim=128, closes_documents=False,
 @pytest.mark.parametrize(
     ("changes", "kernel", "reason"),
     [
-        ({}, "cudnn", "the fastest that takes such rows"),
+        ({}, "cudnn", "the fastest kernel that supports these rows"),
         ({"dtype": "float16", "head_dim": 64}, "cudnn", "the fastest"),
         ({"closes_documents": True}, "pallas", "cudnn cannot be used: documents of one row .*attend_across_documents"),
         ({"head_dim": 100}, "pallas", "cudnn cannot be used: model.head_dim is 100"),
@@ -24,9 +24,9 @@ OPEN = Site(is_gpu=True, dtype="bfloat16", head_dim=128, closes_documents=False,
         ({"splits_rows": True}, "pallas", "cudnn cannot be used: mesh.sequence splits the rows"),
         ({"splits_rows": True, "form": "ring"}, "pallas", "cudnn cannot be used: mesh.sequence splits the rows"),
         ({"splits_rows": True, "form": "ulysses"}, "cudnn", "the fastest"),
-        ({"with_lse": True}, "pallas", "cudnn cannot be used: jax gives its log-sum-exp in 16 bits"),
-        ({"dtype": "float32"}, "plain", "compute_dtype is float32.*; nor can pallas: model.compute_dtype is float32"),
-        ({"head_dim": 264}, "plain", "; nor can pallas: model.head_dim is 264, and it takes up to 256"),
+        ({"with_lse": True}, "pallas", "cudnn cannot be used: jax returns its log-sum-exp in 16 bits"),
+        ({"dtype": "float32"}, "plain", "compute_dtype is float32.*; pallas cannot be used: model.compute_dtype is float32"),
+        ({"head_dim": 264}, "plain", "; pallas cannot be used: model.head_dim is 264, and the kernel supports up to 256"),
         ({"head_dim": 256, "capability": (9, 0)}, "pallas", "cudnn cannot be used: model.head_dim is 256"),
         (
             {"head_dim": 128, "closes_documents": True, "capability": (8, 6)},
@@ -38,7 +38,11 @@ OPEN = Site(is_gpu=True, dtype="bfloat16", head_dim=128, closes_documents=False,
             "plain",
             "can pallas: .* is 192, and a core of .* 8.9 holds .* 128$",
         ),
-        ({"head_dim": 256, "capability": (10, 0)}, "plain", "; nor can pallas: .* a core of compute capability 10.0 holds"),
+        (
+            {"head_dim": 256, "capability": (10, 0)},
+            "plain",
+            "; pallas cannot be used: .* compute capability 10.0 holds tiles of",
+        ),
         ({"is_gpu": False, "dtype": "float32"}, "plain", "there is no GPU"),
     ],
 )
@@ -56,7 +60,7 @@ def test_auto_is_the_first_that_can(changes: dict[str, Any], kernel: Kernel, rea
         ("cudnn", {"is_gpu": False}, "it needs NVIDIA GPUs"),
         ("pallas", {"dtype": "float32"}, "compute_dtype is float32"),
         ("pallas", {"head_dim": 512, "is_gpu": False}, "head_dim is 512"),
-        ("pallas", {"head_dim": 256, "capability": (12, 0)}, "a core of compute capability 12.0 holds its tiles up to 128"),
+        ("pallas", {"head_dim": 256, "capability": (12, 0)}, "compute capability 12.0 holds tiles of at most 128"),
     ],
 )
 def test_a_kernel_that_is_asked_for_and_cannot_is_an_error(asked: AttentionKernel, changes: dict[str, Any], reason: str):

@@ -1,4 +1,4 @@
-"""That attention by cuDNN lowers to one kernel forward and one backward; nothing runs on a GPU."""
+"""cuDNN's attention lowers to one kernel forward and one backward; nothing runs on a GPU."""
 
 import dataclasses
 import re

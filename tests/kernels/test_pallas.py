@@ -280,18 +280,19 @@ def test_the_step_runs_the_kernel_once_forward_and_once_backward(gpu, stack, rem
 
 
 class Needs(NamedTuple):
-    """What a block of a kernel takes of a core."""
+    """Resources of a core that a block of a kernel takes."""
 
     threads: int
     registers: int
-    """Of each thread."""
+    """Registers of each thread."""
     spilled: int
     """Bytes of each thread that are written to memory for want of registers."""
     shared_bytes: int
 
 
 def needs(folder: Path, gpu: Gpu) -> dict[str, Needs]:
-    """Of every attention kernel that XLA wrote into the folder: by NVIDIA's assembler, and by XLA's own launches."""
+    """Returns the needs of every attention kernel that XLA wrote into the folder, from NVIDIA's assembler and XLA's own
+    launches."""
     import nvidia  # pyright: ignore[reportMissingImports]  # of the extra `plan`
 
     (ptxas,) = (found for root in nvidia.__path__ for found in Path(root).rglob("bin/ptxas"))

@@ -68,7 +68,8 @@ def test_more_of_what_is_seen(case, for_queries, for_keys):
 
 
 def test_the_longest_programs_start_first():
-    """Of causal rows the last tile of queries, which sees all keys, and the first of keys, which all queries see."""
+    """In causal rows these are the last tile of queries, which sees all keys, and the first of keys, which all queries
+    see."""
     size = TileSize(4, 4)
     found = tiles(Sizes(size, size), 64, 64, offset=0, window=None)
     assert found.of_queries[0, :, 4].tolist() == list(reversed(range(16)))

@@ -68,10 +68,10 @@ def by_residuals(
     ("changes", "reason"),
     [
         ({"is_gpu": False}, "it needs NVIDIA GPUs"),
-        ({"capability": (8, 0)}, r"it is for GPUs of compute capability 9\.0, such as H100, and these have 8\.0"),
-        ({"with_lse": True}, "its backward pass takes no gradient of the log-sum-exp"),
+        ({"capability": (8, 0)}, r"it needs GPUs of compute capability 9\.0, such as H100, and these have 8\.0"),
+        ({"with_lse": True}, "its backward pass supports no gradient of the log-sum-exp"),
         ({"dtype": "float32"}, "model.compute_dtype is float32"),
-        ({"head_dim": 256}, "model.head_dim is 256, and it takes up to 128"),
+        ({"head_dim": 256}, "model.head_dim is 256, and the kernel supports up to 128"),
         ({"splits_rows": True}, "mesh.sequence splits the rows, .* ulysses would not"),
         ({"splits_rows": True, "form": "ring"}, "mesh.sequence splits the rows"),
     ],
@@ -91,7 +91,7 @@ def test_what_it_cannot_is_told_in_one_line(changes: dict[str, Any], reason: str
             (3, 12),
             (0, 12, 0),
             "0.1.0",
-            r"it is version 0\.1\.0, and only 0\.0\.17 is taken; pip install 'llamajax\[tokamax\]'",
+            r"its version is 0\.1\.0, and only 0\.0\.17 is supported; pip install 'llamajax\[tokamax\]'",
         ),
     ],
 )
@@ -122,7 +122,7 @@ def test_a_plan_for_gpus_without_it_is_refused_in_one_line():
     config = CONFIG.changed({"model.attention_kernel": "tokamax", "model.compute_dtype": "bfloat16"})
     assert plan_problems(config) == []
     (line,) = plan_problems(config.changed({"hardware.gpu": "a100-80gb"}))
-    assert "tokamax cannot be used: it is for GPUs of compute capability 9.0, such as H100, and these have 8.0" in line
+    assert "tokamax cannot be used: it needs GPUs of compute capability 9.0, such as H100, and these have 8.0" in line
 
 
 @pytest.mark.usefixtures("_here")

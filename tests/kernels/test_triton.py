@@ -53,7 +53,7 @@ def _here(monkeypatch):
     [
         ({"is_gpu": False}, "it needs NVIDIA GPUs, or TRITON_INTERPRET=1 in the environment"),
         ({"dtype": "float32"}, "model.compute_dtype is float32"),
-        ({"head_dim": 264}, "model.head_dim is 264, and it takes up to 256"),
+        ({"head_dim": 264}, "model.head_dim is 264, and the kernel supports up to 256"),
         ({"head_dim": 256, "capability": (8, 6)}, "model.head_dim is 256, and a core of compute capability 8.6 holds"),
     ],
 )
@@ -66,8 +66,8 @@ def test_what_it_cannot_is_told_in_one_line(changes: dict[str, Any], reason: str
     ("installed", "reason"),
     [
         (None, "the package is not installed"),
-        ("3.9.0", r"it is version 3\.9\.0, and only 3\.7 is taken"),
-        ("3.71.0", r"it is version 3\.71\.0, and only 3\.7 is taken"),
+        ("3.9.0", r"its version is 3\.9\.0, and only 3\.7 is supported"),
+        ("3.71.0", r"its version is 3\.71\.0, and only 3\.7 is supported"),
     ],
 )
 def test_what_it_lacks_is_told_with_the_remedy(monkeypatch, installed, reason):

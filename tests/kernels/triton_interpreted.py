@@ -47,7 +47,7 @@ FULL = PACKED | {"shape": (1, 128, 128, 1, 4), "head_dim": 64, "window": None, "
     ],
 )
 def test_equal_to_the_definition(case, dtype):
-    """Of bfloat16 the interpreter cuts the bits that GPUs round off."""
+    """The interpreter cuts the bits of bfloat16 that GPUs round off."""
     check_case(case, dtype, {"float32": 1e-5, "bfloat16": 2e-2, "float16": 4e-3}[dtype], "triton")
 
 

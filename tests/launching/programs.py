@@ -51,7 +51,7 @@ class Launch:
         return output.splitlines(), [line for line in own if "they meet at" not in line]
 
     def pids(self, rank: int) -> list[int]:
-        """Of all lives so far of a rank."""
+        """PIDs of all lives of a rank so far."""
         path = self.directory / f"lives.{rank}"
         return [int(line) for line in path.read_text().split()] if path.exists() else []
 

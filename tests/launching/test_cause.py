@@ -28,7 +28,7 @@ def child(rank: int, place: int, code: int, *, by: int | None = None, doing: str
         (
             [child(0, 1, 70, by=1), child(1, 0, 70), child(2, 2, -9, is_ended=True)], 1, 70,
             [
-                "process 1 (pid 101) ended with exit code 70, a defect of llamajax", "process 0 ended because of process 1",
+                "process 1 (pid 101) ended with exit code 70, a defect in llamajax", "process 0 ended because of process 1",
                 "process 2 was ended by the launcher, because of process 1",
             ],
         ),
@@ -47,14 +47,14 @@ def child(rank: int, place: int, code: int, *, by: int | None = None, doing: str
         (  # nobody but those that wait: the devices themselves are stuck
             [child(0, 1, 75, doing=WAITING), child(1, 0, 75, doing=WAITING)], 1, 75,
             [
-                f"process 1 (pid 101) was stuck, and ended by itself: {WAITING}, in phase step after step 0",
+                f"process 1 (pid 101) was stuck, and ended itself: {WAITING}, in phase step after step 0",
                 "process 0 waited for process 1 until its own limit",
             ],
         ),
         (
             [child(0, 0, 75, by=5), child(1, 1, 75, by=5)], 5, 75,
             [
-                "process 5 of another host failed or was lost; see there (exit code 75)",
+                "process 5 on another host failed or was lost; see its log (exit code 75)",
                 "process 0 ended because of process 5", "process 1 ended because of process 5",
             ],
         ),
@@ -75,7 +75,7 @@ def test_the_stacks_are_those_of_the_life_that_ended(tmp_path):
     os.utime(old, (0, 0))
     cause = find_cause([child(1, 0, 75, doing="loading", started=time.monotonic() - 10)], tmp_path)
     assert cause is not None
-    expected = f"process 1 (pid 101) was stuck, and ended by itself: loading, in phase step after step 0; stacks: {new}"
+    expected = f"process 1 (pid 101) was stuck, and ended itself: loading, in phase step after step 0; stacks: {new}"
     assert cause.lines == (expected,)
 
 

@@ -54,7 +54,7 @@ def test_a_batch_script_on_one_node_needs_no_srun_whatever_tasks_it_has():
         (SLURM | {"SLURM_NODEID": "x"}, "SLURM_NODEID='x' must be a number; set it"),
         (SLURM | {"SLURM_NODEID": "2"}, "Slurm: host 2 must be below the number of hosts, 2"),
         (MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "8"}, "Open MPI starts several launchers on this host; use"),
-        (MPI | {"OMPI_MCA_orte_hnp_uri": ""}, "Open MPI: 4 hosts, but not where they meet; set JAX_COO"),
+        (MPI | {"OMPI_MCA_orte_hnp_uri": ""}, "Open MPI: 4 hosts, but no address where they meet; set JAX_COO"),
         ({"LLAMAJAX_NUM_HOSTS": "2"}, "JOB_COMPLETION_INDEX='' must be a number; set it"),
     ],
 )  # fmt: skip

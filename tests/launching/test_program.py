@@ -96,7 +96,7 @@ def test_a_run_that_goes_on_may_do_so_on_any_devices(find, tmp_path):
     ("arguments", "processes", "gpus", "line"),
     [
         ((), 2, 0, r"^mesh: .* = 8, but there are 16 devices; .* \(2 processes x 8 emulated devices\)$"),
-        (on_gpus(1), 3, 8, "^num_processes: 3 cannot divide the 8 GPUs of this host among them; choose another number"),
+        (on_gpus(1), 3, 8, "^num_processes: 3 processes cannot share the 8 GPUs of this host equally; choose"),
         (("--distributed.enabled", "false"), 1, 0, None),
         (
             ("--mesh.num_cpu_devices=4", "--mesh.tensor=1", "--distributed.enabled=false"), 2, 0,
@@ -104,7 +104,7 @@ def test_a_run_that_goes_on_may_do_so_on_any_devices(find, tmp_path):
         ),
         (
             ("--mesh.num_cpu_devices=4", "--distributed.num_processes=2"), 2, 0,
-            "^distributed.num_processes: set, but it is for the launcher to say; remove it$",
+            "^distributed.num_processes: set, but the launcher sets it; remove it$",
         ),
     ],
 )  # fmt: skip
@@ -146,6 +146,6 @@ def test_a_configuration_that_can_be_read_once_only_is_refused(tmp_path):
     reads, writes = os.pipe()
     os.write(writes, text.encode())
     os.close(writes)
-    with pytest.raises(ConfigError, match=f"^--config: /dev/fd/{reads} is no file .*; write it to one$"):
+    with pytest.raises(ConfigError, match=f"^--config: /dev/fd/{reads} is not a file .*; write it to one$"):
         find_program(LaunchConfig(num_processes=1), ["--config", f"/dev/fd/{reads}"], ONE_HOST, {"CUDA_VISIBLE_DEVICES": ""})
     os.close(reads)

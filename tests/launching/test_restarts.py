@@ -63,7 +63,7 @@ def test_a_disk_that_fails_is_no_end_of_the_launcher(tmp_path, monkeypatch, capf
     assert saved_step(program) == 10, "what a dead local disk held is lost"
     failing = str(tmp_path / "run")
     assert _saved_step(program, 7, Output()) == 7
-    expected = f"launch     {tmp_path}/run/checkpoints: cannot be read: Input/output error; taken for no new checkpoint\n"
+    expected = f"launch     {tmp_path}/run/checkpoints: cannot be read: Input/output error; counted as no new checkpoint\n"
     assert capfd.readouterr().err == expected
     assert _is_unfinished(program)
     stat = os.stat

@@ -135,7 +135,7 @@ def test_who_is_killed_ends_all_with_what_they_started_and_is_named(tmp_path):
     assert seconds_until_gone(killed, other, *grandchildren) < 20  # two, on a machine that is not busy
     _, lines = launch.end(75)
     assert lines == [
-        f"process 1 (pid {killed}) was ended by SIGKILL, by somebody or for want of memory",
+        f"process 1 (pid {killed}) was ended by SIGKILL, by a user or because memory ran out",
         "process 0 was ended by the launcher, because of process 1",
     ]
 
@@ -212,7 +212,7 @@ def test_a_process_that_never_says_anything_is_stuck(tmp_path):
     launch = Launch(tmp_path, WAIT, "--max_restarts", "0", program=["--watchdog.start_s", "1"], num_processes=1)
     _, errors = launch.process.communicate(timeout=120)
     assert launch.process.returncode == 75
-    assert "was stuck: it has not said what it does" in errors
+    assert "was stuck: it has not reported what it does" in errors
 
 
 def test_without_progress_it_gives_up_and_says_so(tmp_path):
@@ -227,7 +227,8 @@ def test_without_progress_it_gives_up_and_says_so(tmp_path):
     facts = [(event["event"], event["step"], event["rank"], event["exit_code"], event["after_s"]) for event in events]
     assert facts == [("restart", 0, 0, 75, 0.1), ("restart", 0, 0, 75, 0.2)]
     assert (
-        events[0]["cause"] == f"process 0 (pid {launch.pids(0)[0]}) was ended by SIGKILL, by somebody or for want of memory"
+        events[0]["cause"]
+        == f"process 0 (pid {launch.pids(0)[0]}) was ended by SIGKILL, by a user or because memory ran out"
     )
 
 
@@ -275,7 +276,7 @@ def test_a_second_request_kills(tmp_path):
         launch.wait_for_file(f"heard.{rank}")
     time.sleep(2.1)
     launch.process.terminate()
-    assert launch.end(128 + signal.SIGTERM)[1] == ["ended all processes at once, at a second signal"]
+    assert launch.end(128 + signal.SIGTERM)[1] == ["ended all processes at once, on a second signal"]
 
 
 @pytest.mark.slow
@@ -334,7 +335,7 @@ def test_a_check_says_what_would_run_and_where_it_listens_and_takes_no_jax(tmp_p
     outcome = launch("-n", "2", "--check", "--", *settings)
     assert (outcome.returncode, outcome.stderr) == (0, "False\n")
     hosts, processes, meet, listens, command = outcome.stdout.splitlines()
-    assert hosts == "hosts      1, this is host 0; told by no cluster's variables"
+    assert hosts == "hosts      1, this is host 0; from defaults, without cluster variables"
     assert processes == "processes  2 processes of llamajax.train: ranks 0 to 1 of 2, 4 emulated devices each"
     address = meet.removeprefix("meet at    ")
     assert re.fullmatch(r"127\.0\.0\.1:\d+", address)
@@ -370,7 +371,7 @@ def test_an_interface_to_which_the_other_hosts_do_not_come_is_refused(monkeypatc
     program = program_on(Hosts(count=2, own=0, coordinator="gpu003:1234"), "lo")
     assert _meeting_place(program) == ("127.0.0.1:1234", "127.0.0.1:1234"), "where the name says nothing of this host"
     monkeypatch.setattr(addresses, "own_addresses", lambda host: ["10.0.0.3"])
-    with pytest.raises(EnvironmentMismatchError, match=r"come to gpu003, which is 10\.0\.0\.3 here; set JAX_COORD"):
+    with pytest.raises(EnvironmentMismatchError, match=r"connect to gpu003, which is 10\.0\.0\.3 here; set JAX_COORD"):
         _meeting_place(program)
 
 

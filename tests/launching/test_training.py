@@ -67,7 +67,7 @@ def test_a_run_of_which_a_process_is_killed_goes_on_by_itself_with_the_same_loss
     assert killed.returncode == 0, errors
     lines = [line.removeprefix("launch     ") for line in errors.splitlines() if line.startswith("launch ")]
     assert lines[1:3] == [
-        f"process 1 (pid {pid}) was ended by SIGKILL, by somebody or for want of memory",
+        f"process 1 (pid {pid}) was ended by SIGKILL, by a user or because memory ran out",
         "process 0 ended because of process 1",
     ]
     assert lines[3].startswith("restart in 1 s, from step ")
@@ -76,7 +76,7 @@ def test_a_run_of_which_a_process_is_killed_goes_on_by_itself_with_the_same_loss
 
 @pytest.mark.slow
 def test_a_run_begun_on_fewer_devices_goes_on_with_other_micro_batches(tmp_path):
-    """Of which the batch of the beginning, two of four rows, has too few for all devices."""
+    """The first batch, two of four rows, has too few micro-batches for all devices."""
     mesh = ("--mesh.fsdp=-1", "--mesh.sequence=1", "--mesh.tensor=1")
     config = runs.write_config(tmp_path, num_steps=12, eval_every=None, eval_batches=0)
     begun = runs.start(config, *mesh, "--mesh.num_cpu_devices=4", "--metrics.log_every=1")
@@ -103,6 +103,6 @@ def test_an_exception_is_told_once_with_its_traceback_and_then_why_the_others_en
     assert told[2].startswith("process 1 (pid ")
     assert errors.count("Traceback") == 1
     assert [line.partition(" ended ")[2] for line in lines[-2:]] == [
-        "with exit code 70, a defect of llamajax",
+        "with exit code 70, a defect in llamajax",
         "because of process 1",
     ]

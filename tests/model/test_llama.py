@@ -125,7 +125,8 @@ def test_omitted_positions_restart_with_each_document():
     ("axes", "window"), [(None, None), (MIXED, None), (MIXED, 2)], ids=["one-device", "mixed", "mixed-window"]
 )
 def test_a_token_sees_exactly_the_earlier_tokens_of_its_document(axes: MeshConfig | None, window: int | None):
-    """By gradient: token t's logits depend on token s's embedding if and only if s may be seen; all else is exactly 0."""
+    """Checked by gradient: token t's logits depend on token s's embedding if and only if s may be seen; all else is exactly
+    0."""
     if axes is None:
         jax.set_mesh(single_device_mesh())
     else:

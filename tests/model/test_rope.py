@@ -70,7 +70,7 @@ def test_frequencies_are_to_the_bit_those_of_transformers():
 
 
 def test_the_score_factor_multiplies_the_scores(monkeypatch):
-    """By 0, a token takes the mean of all that it sees, wherever they stand."""
+    """With a factor of 0 a token takes the mean of all tokens that it sees, at any position."""
     config = dataclasses.replace(tiny_config().model, num_layers=1)
     tokens, apart = jnp.arange(64).reshape(8, 8), jnp.broadcast_to(jnp.arange(0, 64, 8), (8, 8))
 

@@ -248,7 +248,8 @@ for name in names:
 
 
 def together(names: list[str], *folders: pathlib.Path) -> list[list[str]]:
-    """What two processes say as runs of these names, one after the other; they share a folder, or have one each."""
+    """Returns the output of two processes as runs of these names, one after the other; they share a folder, or have one
+    each."""
     address = runs.free_address()
     environment = {name: value for name, value in os.environ.items() if name != "JAX_COMPILATION_CACHE_DIR"}
     processes = [

@@ -18,7 +18,7 @@ from tests.tiny import single_device_mesh
 
 B, T, D, F = 8, 16, 32, 64
 HALF_STEP = {E4M3: 2.0**-4, E5M2: 2.0**-3, jnp.dtype("float32"): 0.0}
-"""What a number is rounded by at most, relative to it."""
+"""Largest relative rounding of a number."""
 MESHES = [MeshConfig(fsdp=8), MeshConfig(fsdp=2, tensor=4), MeshConfig(data=2, fsdp=1, sequence=2, tensor=2)]
 
 
@@ -100,7 +100,7 @@ def both(form: TensorForm = "collective") -> list[tuple[np.ndarray, ...]]:
 
 
 def bounded(ours: np.ndarray, x: np.ndarray, y: np.ndarray, relative: float) -> None:
-    """Of a matrix product, each of whose terms is off by `relative` at most."""
+    """Bounds the error of a matrix product with terms that are off by `relative` at most."""
     bound = relative * (np.abs(x) @ np.abs(y)) + 1e-3
     np.testing.assert_array_less(np.abs(ours - x @ y), bound)
     assert np.abs(ours - x @ y).max() > 1e-3  # and rounded it is

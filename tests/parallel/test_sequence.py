@@ -11,7 +11,7 @@ from llamajax.parallel.sharding import spec
 
 ROWS = np.stack([np.arange(16), 100 + np.arange(16)]).astype(np.int32)
 ZIGZAG = [0, 1, 14, 15, 2, 3, 12, 13, 4, 5, 10, 11, 6, 7, 8, 9]
-"""Of sixteen tokens over four devices, in chunks of two."""
+"""Order of sixteen tokens over four devices, in chunks of two."""
 
 
 @pytest.fixture(autouse=True)

@@ -45,7 +45,7 @@ def test_programs_may_be_queued_without_end():
 
 
 def test_connections_of_one_machine_are_made_on_loopback(monkeypatch):
-    """By a name of jaxlib's that is not public: this fails when a new version has another."""
+    """The name in jaxlib is not public: this fails when a new version has another one."""
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "lo")
     made: list[dict[str, object]] = []
     assert callable(getattr(_jax, startup.GLOO))

@@ -39,7 +39,7 @@ CONFIG = tiny_config(
 
 
 def step(config: Config = CONFIG, **changes) -> CompiledStep:
-    """What a compiler could have returned for `config`."""
+    """Returns a step as a compiler could return it for `config`."""
     made = CompiledStep(
         run=resolve_planned(config),
         hlo=HLO,

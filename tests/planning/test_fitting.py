@@ -1,4 +1,4 @@
-"""What to change when a plan does not fit: the candidates by formula, and their price."""
+"""Changes for a plan that does not fit: the candidates by formula, and their price."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -56,7 +56,7 @@ def test_what_is_enough_alone_comes_first_and_in_no_pair():
 
 
 def test_where_a_ring_does_not_fit_another_form_of_split_rows_is_tried_before_all_else():
-    """By formulas the three need about the same: by how much the ring needs more says nothing of the others."""
+    """The three need about the same by formula: the excess of the ring says nothing about the others."""
     ring = LLAMA_8B.changed({
         "mesh.data": 1, "mesh.fsdp": 1, "mesh.sequence": 8, "model.remat": "full", "parallel.sequence": "ring",
         "train.global_batch_size": 4,

@@ -20,7 +20,7 @@ from scripts.plans import BETTER, CONFIGS, DOCUMENTED, GOLDEN, plans, wrong
 WORSE = 1.02
 """More than two percent."""
 LEAST = 0.001
-"""Of a step: waiting that is shorter is nothing."""
+"""Shortest wait that counts, as a share of the step."""
 
 
 def golden() -> dict[str, Any]:

@@ -128,7 +128,7 @@ def test_a_measured_profile_is_text_or_binary(tmp_path, content):
 def test_what_holds_no_latencies_is_refused_in_one_line(tmp_path, content):
     file = tmp_path / "measured.pbtxt"
     file.write_bytes(content)
-    with pytest.raises(ConfigError, match="holds no latencies") as caught:
+    with pytest.raises(ConfigError, match="contains no latencies") as caught:
         read_latencies(str(file))
     assert str(caught.value).startswith("xla.latency_profile: ")
     assert "\n" not in str(caught.value)

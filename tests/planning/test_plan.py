@@ -80,7 +80,7 @@ def test_the_last_compilation_is_told_the_latencies(compiled):
 
 
 def test_without_a_loop_one_program_is_compiled_less(compiled):
-    """Whose instructions have the same names with latencies and without."""
+    """Its instructions have the same names with latencies and without."""
     assert make_plan(plans.CONFIG).informed is not None
     blind, latencies = (text for _, text in compiled)
     assert blind is None
@@ -114,9 +114,11 @@ def test_a_profile_that_holds_none_is_refused_before_anything_is_compiled(compil
     file = tmp_path / "measured.pbtxt"
     file.write_text("measured")
     config = with_xla(latency_profile=str(file))
-    with pytest.raises(ConfigError, match=r"^xla\.latency_profile: .*measured\.pbtxt holds no latencies"):
+    with pytest.raises(ConfigError, match=r"^xla\.latency_profile: .*measured\.pbtxt contains no latencies"):
         make_plan(config)
-    assert [line.partition(";")[0] for line in plan_problems(config)] == [f"xla.latency_profile: {file} holds no latencies"]
+    assert [line.partition(";")[0] for line in plan_problems(config)] == [
+        f"xla.latency_profile: {file} contains no latencies"
+    ]
     file.unlink()
     with pytest.raises(ConfigError, match=r"^xla\.latency_profile: .*measured\.pbtxt cannot be read: No such file"):
         make_plan(config)
@@ -201,12 +203,12 @@ def test_what_stands_in_the_way_of_a_plan_is_known_before_compiling():
     (line,) = plan_problems(in_float8)
     assert line.startswith("model.matmul_dtype: float8 needs GPUs of compute capability 8.9")
     (line,) = problems(("xla", {"flags": ("xla_gpu_no_such_thing=1",)}))
-    assert "does not know xla_gpu_no_such_thing" in line
+    assert "does not support xla_gpu_no_such_thing" in line
     (line,) = problems(("train", {"global_batch_size": 33}))
     assert line.startswith("train.global_batch_size: 33")
     (line,) = problems(("data", {"seq_len": 8192}))
     assert line.startswith("data.seq_len: 8192 is above")
-    assert problems(("hardware", {"gpu": "none"})) == ["hardware.gpu: a plan needs to know the GPU"]
+    assert problems(("hardware", {"gpu": "none"})) == ["hardware.gpu: a plan needs a GPU; name one"]
 
 
 def test_what_does_not_fit_gets_suggestions(compiled, monkeypatch):

@@ -97,13 +97,13 @@ def test_without_the_compiler_formulas_are_told(monkeypatch, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("config", "options", "message"),
     [
-        (tiny_config(), {}, "hardware.gpu: a plan needs to know the GPU; set it to one of a100-40gb, "),
+        (tiny_config(), {}, "hardware.gpu: a plan needs a GPU; set it to one of a100-40gb, "),
         (tiny_config(hardware=HardwareConfig(gpu="h100", nodes=3)), {}, "model.embed_dim: 32 must be divisible"),
         (plans.CONFIG, {"--json": "missing/a.json"}, "--json: missing/a.json: there is no directory missing"),
         (plans.CONFIG, {"--picture": "a.png"}, "name a file that ends with .html"),
         (plans.CONFIG, {"--sweep": "hardware.gpu=h300"}, "--sweep: hardware.gpu=h300: must be one of"),
         (plans.CONFIG, {"--hlo": "."}, "--hlo: . cannot be written: Is a directory; name another file"),
-        (plans.CONFIG, {"--json": "a", "--hlo": "./a"}, "--json: a: is the file of another option too"),
+        (plans.CONFIG, {"--json": "a", "--hlo": "./a"}, "--json: a: another option names this file too"),
         (plans.CONFIG, {"--sweep": "hardware.gpu=h100,none"}, "--sweep: hardware.gpu=none: a plan needs"),
     ],
 )

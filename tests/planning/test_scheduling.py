@@ -1,4 +1,4 @@
-"""By what XLA schedules training's step: what is kept of it, and that all processes are told the same."""
+"""The latencies that schedule training's step: kept files, and the same latencies in all processes."""
 
 import dataclasses
 import pathlib
@@ -68,7 +68,7 @@ def test_training_uses_the_file_that_the_plan_reads(tmp_path, lowered):
     assert pathlib.Path(str(path)).read_text() == read_latencies(str(file)) == TEXT
     assert compilations == []
     file.write_text("garbage")
-    with pytest.raises(ConfigError, match="holds no latencies"):
+    with pytest.raises(ConfigError, match="contains no latencies"):
         gpu_options(resolve_here(config), made)
 
 
@@ -87,7 +87,7 @@ def test_processes_with_different_files_do_not_start(tmp_path, lowered, monkeypa
     file = tmp_path / "measured.pbtxt"
     file.write_text(TEXT)
     monkeypatch.setattr(scheduling, "everyones", lambda value: [value, "another"])
-    with pytest.raises(EnvironmentMismatchError, match=r"^xla\.latency_profile: .* of process 1 is not that of process 0"):
+    with pytest.raises(EnvironmentMismatchError, match=r"^xla\.latency_profile: .* of process 1 differs from process 0's"):
         gpu_options(resolve_here(with_xla(tmp_path, latency_profile=str(file))), lowered[0])
 
 
@@ -171,7 +171,7 @@ def test_the_program_that_was_judged_is_the_one_that_trains(tmp_path, lowered, m
 
 
 def test_the_program_that_trains_is_found_again_by_its_options(tmp_path, lowered, monkeypatch):
-    """By a cache as jax's is, which knows programs by them; that it had another of those that were judged does not count."""
+    """A cache like jax's identifies programs by their options; another candidate program in it does not count."""
     made, compilations = lowered
     compile_with, kept = schedule_choice.compile_with, []
 
@@ -185,7 +185,7 @@ def test_the_program_that_trains_is_found_again_by_its_options(tmp_path, lowered
     monkeypatch.setattr(scheduling, "compile_with", compile_or_load)
     monkeypatch.setattr(scheduling.jax, "default_backend", lambda: "gpu")
     config = with_xla(tmp_path)
-    kept.append(compiler_options(resolve_here(config)))  # as XLA's own guesses schedule it
+    kept.append(compiler_options(resolve_here(config)))  # as XLA schedules it by its built-in estimates
     first = scheduling.compile_here(resolve_here(config), made)
     assert (len(compilations), first.from_cache) == (2, False)
     assert [options[PROFILE] for options in compilations if PROFILE in options] == [first.options[PROFILE]]

@@ -73,7 +73,7 @@ def test_mistakes_are_told_before_anything_is_compiled(text, message):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("hardware.gpu=h200,none,h100", "--sweep: hardware.gpu=none: a plan needs to know the GPU"),
+        ("hardware.gpu=h200,none,h100", "--sweep: hardware.gpu=none: a plan needs a GPU"),
         ("data.seq_len=512,8192", "--sweep: data.seq_len=8192: 8192 is above model.max_seq_len"),
         (
             "xla.latency_profile=auto,costs.pb",
@@ -95,7 +95,7 @@ def test_what_cannot_be_planned_is_told_before_anything_is_compiled(text, messag
 
 @pytest.fixture
 def compiled(monkeypatch):
-    """What would be compiled: configurations, and those of the schedules by new latencies."""
+    """Records what would be compiled: configurations, and those scheduled with new latencies."""
     monkeypatch.setattr(schedule, "memory_plan", lambda step, module: plans.memory())
     whole, again = [], []
 

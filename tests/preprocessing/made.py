@@ -37,7 +37,7 @@ def command(config: Path, cache: Path, *options: str) -> list[str]:
 
 
 def preprocess(config: Path, cache: Path, *options: str) -> str:
-    """What it prints."""
+    """Runs the command; returns its output."""
     outcome = subprocess.run(
         command(config, cache, *options), cwd=runs.ROOT, capture_output=True, text=True, timeout=300, check=False
     )
@@ -56,5 +56,5 @@ def contents(cache: Path) -> dict[str, bytes]:
 
 
 def made(cache: Path) -> dict[str, bytes]:
-    """What a run reads of a cache: all but what is known of the files that it was made from."""
+    """Returns the files of a cache that a run reads: all except those about its source files."""
     return {name: content for name, content in contents(cache).items() if not re.match(r"content(-\d+)?/", name)}

@@ -82,7 +82,7 @@ def test_those_that_are_killed_again_and_again_are_not(executor):
         EnvironmentMismatchError, match=r"^--workers: 3 times in a row one of 2 processes was killed, perhaps"
     ):
         executor.map_telling(die, range(4), lambda name, arguments: told.append((name, *arguments)))
-    lost = "lost       a process was killed; what it had begun goes on behind its last shard"
+    lost = "lost       a process was killed; its work continues after its last shard"
     assert told == [("log", lost)] * (executors.MAX_LOST - 1)
 
 

@@ -118,7 +118,7 @@ def test_a_worker_that_is_killed_is_replaced(tmp_path):
         os.kill(random.choice(wait_for(lambda: children(process.pid))), signal.SIGKILL)
         out, _ = process.communicate(timeout=300)
     assert process.returncode == 0
-    assert "lost       a process was killed; what it had begun goes on behind its last shard\n" in out
+    assert "lost       a process was killed; its work continues after its last shard\n" in out
     assert made(tmp_path / "killed") == made(tmp_path / "one")
 
 

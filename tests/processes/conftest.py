@@ -1,4 +1,4 @@
-"""What tests of processes start ends with them."""
+"""Processes that a test starts end with the test."""
 
 import pytest
 

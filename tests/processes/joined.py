@@ -47,7 +47,7 @@ def start_joined(body: str, **options: int) -> list[subprocess.Popen[str]]:
 
 
 def end(process: subprocess.Popen[str], code: int) -> list[str]:
-    """What the process says on stdout and stderr until it ends, with the code it should end with."""
+    """Waits for the process to end with this code; returns its stdout and stderr."""
     output, errors = process.communicate(timeout=120)
     assert process.returncode == code, errors
     return [*output.splitlines(), *errors.splitlines()]

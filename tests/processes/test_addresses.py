@@ -45,7 +45,7 @@ def test_where_the_name_has_no_address_here_every_one_is_taken_and_told(resolves
     assert bind_address_for("node1", 9) == "[::]:9"
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(
-        "warning    node1 stands for no address of this machine that others reach: process 0 listens on every"
+        "warning    node1 does not resolve to an address of this machine that others can reach: process 0 listens on every"
     )
 
 

@@ -23,7 +23,9 @@ def test_a_killed_process_ends_the_other_with_its_name(victim):
     processes[victim].kill()
     (line,) = end(processes[1 - victim], 75)
     who = rf"process {victim} \(pid {processes[victim].pid} on .*\)"
-    assert re.fullmatch(f"{who} ended without a word: killed, or with its machine; see there, and start all again", line)
+    assert re.fullmatch(
+        f"{who} ended without a message: killed, or its machine failed; check that machine, and start all again", line
+    )
     end(processes[victim], -signal.SIGKILL)
 
 
@@ -33,7 +35,7 @@ def test_a_stuck_process_ends_the_other_with_its_name(victim):
     processes[victim].send_signal(signal.SIGSTOP)
     (line,) = end(processes[1 - victim], 75)
     assert line.startswith(f"process {victim} (pid {processes[victim].pid} on ")
-    assert "gave no sign of life for 2 s (distributed.heartbeat_timeout_s); end what is left" in line
+    assert "gave no sign of life for 2 s (distributed.heartbeat_timeout_s); end the remaining processes" in line
     processes[victim].send_signal(signal.SIGCONT)
     (line,) = end(processes[victim], 75)
     assert line.startswith(f"process {1 - victim} (pid ")

@@ -22,7 +22,7 @@ def test_who_does_not_come_is_named():
     first = start(0, addresses[0], WAIT, num_processes=3, join_within_s=2)
     alone = start(1, addresses[1], WAIT, join_within_s=1)
     expected = (
-        f"distributed: process 1 of 3 did not come to {addresses[0]} within 2 s; start it with this address, or correct"
+        f"distributed: process 1 of 3 did not connect to {addresses[0]} within 2 s; start it with this address, or correct"
         " num_processes"
     )
     with pytest.raises(EnvironmentMismatchError, match=re.escape(expected)):
@@ -49,7 +49,7 @@ def test_process_ids_and_numbers_that_cannot_be_are_refused():
     first = start(0, address, "")
     (line,) = end(start(1, address, WAIT, num_processes=3), 4)
     assert "process 1 of 3 (pid " in line
-    assert "but process 0 is of 2; start all alike" in line
+    assert "but process 0 is one of 2; start all alike" in line
     second = start(1, address, "")
     assert end(second, 0) == ["joined [0, 1]"]
     assert end(first, 0) == ["joined [0, 1]", line.replace("distributed:", "refused   ")]

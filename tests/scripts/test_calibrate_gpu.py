@@ -124,7 +124,7 @@ def test_a_plan_goes_by_the_measured_rates_of_the_own_kernels(tmp_path):
 @pytest.mark.slow
 @pytest.mark.usefixtures("gpu_compiler")
 def test_small_grids_are_told_as_shares_of_the_rate_of_large_ones(monkeypatch, capsys):
-    """Of a machine on which one row takes a quarter longer than plans tell, and 16 rows as long as they do."""
+    """On this machine one row takes a quarter longer than planned, and 16 rows as long as planned."""
     (device,) = planned_mesh(BASE.changed(ONE)).devices.flat
     machine = Machine(gpu=H100)
     (name, shape), *_ = itertools.islice(reversed(programs_of.SMALL_GRIDS.items()), 1)

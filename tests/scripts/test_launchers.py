@@ -94,7 +94,7 @@ def test_slurm_starts_one_launcher_per_node(workspace):
 
 @pytest.fixture(scope="module")
 def manifest() -> dict[str, Any]:
-    """What `jobset.yaml` declares, by kind."""
+    """Objects that `jobset.yaml` declares, by kind."""
     documents = yaml.safe_load_all((runs.ROOT / "scripts" / "jobset.yaml").read_text())
     return {document["kind"]: document for document in documents}
 

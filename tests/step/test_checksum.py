@@ -120,7 +120,7 @@ def test_the_most_are_right_and_of_two_nobody_knows():
 
 
 def test_only_parts_that_differ_are_looked_at_one_by_one(monkeypatch):
-    """Of a large run there are many parts, of each array."""
+    """A large run has many parts of each array."""
     places = np.arange(4096).reshape(-1, 4)
     table = np.repeat(np.arange(1024, dtype=np.uint32), 4)[:, None]
     table[4001] += 1
@@ -131,7 +131,7 @@ def test_only_parts_that_differ_are_looked_at_one_by_one(monkeypatch):
 
 
 def test_the_state_is_read_once_and_nothing_is_copied(gpu_compiler):
-    """By XLA's compiler for 256 H100: what it needs beside the state is partial sums, and each array has one reader."""
+    """Compiled by XLA for 256 H100: beside the state it needs partial sums only, and each array has one reader."""
     config = load_config(Path(__file__).parents[2] / "configs/llama3_1_70b_256xh100.yaml")
     with jax.set_mesh(planned_mesh(config)):
         arrays = replicated(abstract_state(config))

@@ -1,4 +1,4 @@
-"""The XLA options of the training step: types, precedence, and options that a jaxlib does not know."""
+"""The XLA options of the training step: types, precedence, and options that a jaxlib does not support."""
 
 import dataclasses
 
@@ -58,8 +58,8 @@ def test_values_have_their_types():
 @pytest.mark.parametrize(
     ("flag", "message"),
     [
-        ("xla_gpu_no_such_thing=1", "does not know xla_gpu_no_such_thing"),
-        ("xla_gpu_memory_limit_slop_factor=much", "'much' is no int32, which xla_gpu_memory_limit_slop_factor takes"),
+        ("xla_gpu_no_such_thing=1", "does not support xla_gpu_no_such_thing"),
+        ("xla_gpu_memory_limit_slop_factor=much", "'much' is no valid int32 value for xla_gpu_memory_limit_slop_factor"),
         ("xla_gpu_enable_latency_hiding_scheduler=2", "xla_gpu_enable_latency_hiding_scheduler"),
     ],
 )

@@ -103,7 +103,7 @@ def test_names_that_no_parameter_has_are_refused_but_for_the_default_ones():
     for names in (("norm", "bias"), ("bias",), ("wqkv",), ()):
         decay_mask(OptimizerConfig(learning_rate=1.0, no_weight_decay=names), params)
     for names in (("nrom",), ("norm", "biases")):
-        told = rf"^optimizer\.no_weight_decay: {names[-1]} is in no parameter's name; .* attention_norm, wqkv$"
+        told = rf"^optimizer\.no_weight_decay: {names[-1]} matches no parameter name; .* attention_norm, wqkv$"
         with pytest.raises(ConfigError, match=told):
             decay_mask(OptimizerConfig(learning_rate=1.0, no_weight_decay=names), params)
 

@@ -1,4 +1,4 @@
-"""What is whole for a step, what waits for its end, and that nothing else does."""
+"""Weights that are whole for a step, gradients that wait for its end, and no others."""
 
 import jax
 import pytest

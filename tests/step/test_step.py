@@ -1,4 +1,4 @@
-"""What one step does: counts tokens once, clips, skips what is not finite, donates its state."""
+"""One step: counts tokens once, clips, skips what is not finite, donates its state."""
 
 import dataclasses
 import hashlib
@@ -153,7 +153,7 @@ def test_ten_steps_learn_one_batch():
 
 
 def hash_of_program() -> str:
-    """Of a step, with all its constants, of a model with 64 stretched rotary frequencies."""
+    """Hash of a step, with all its constants, of a model with 64 stretched rotary frequencies."""
     jax.set_mesh(make_mesh(tiny_config().mesh))
     stretch = RopeScalingConfig(kind="llama3", factor=8.0)
     model = dataclasses.replace(tiny_config().model, head_dim=128, rope_theta=5e5, rope_scaling=stretch, max_seq_len=131072)

@@ -1,4 +1,4 @@
-"""What counts as a bad step: skipped ones in a row, and losses that stand out; and nothing else."""
+"""Bad steps: skipped ones in a row, and losses that stand out; and nothing else."""
 
 import math
 
@@ -106,8 +106,8 @@ def test_a_run_goes_back_as_often_as_it_may():
     with pytest.raises(GoBack):
         watch(num_rollbacks=1, max_rollbacks=2).look(record(5, math.nan, 3), lambda: 4)
     with pytest.raises(
-        DivergedError, match=r"step 5: .* gone back already, 2 of at most 2 times \(recovery.max_rollbacks=2\); step 4 is"
+        DivergedError, match=r"step 5: .* already rolled back 2 of at most 2 times \(recovery.max_rollbacks=2\); step 4 is"
     ):
         watch(num_rollbacks=2, max_rollbacks=2).look(record(5, math.nan, 3), lambda: 4)
-    with pytest.raises(DivergedError, match=r"and the run does not go back \(recovery.max_rollbacks=0\); there is no"):
+    with pytest.raises(DivergedError, match=r"and the run does not roll back \(recovery.max_rollbacks=0\); there is no"):
         watch(max_rollbacks=0).look(record(5, math.nan, 3), no_checkpoint)

@@ -133,11 +133,13 @@ def test_who_changes_the_accumulation_gets_it(tmp_path):
 def test_devices_that_cannot_share_the_rows_are_refused_with_those_that_can(tmp_path):
     config = config_of(36)
     checkpoint(tmp_path, 5, config, began=began_on(config, 4))
-    message = r"36 rows cannot be divided over fsdp\(8\); the run in .* began on 4 devices and cannot go on with 8, but with"
+    message = (
+        r"36 rows cannot be divided over fsdp\(8\); the run in .* began on 4 devices and cannot continue on 8; continue on"
+    )
     with pytest.raises(ConfigError, match=rf"global_batch_size: {message} 3, 4, 6 or 12") as info:
         fit(config, tmp_path)
     assert "\n" not in str(info.value)
     fixed = config_of(36, mesh=MeshConfig(fsdp=4))
     checkpoint(tmp_path / "fixed", 5, fixed, began=began_on(fixed, 4))
-    with pytest.raises(ConfigError, match=r"mesh: .* but there are 8 devices; .* cannot go on with 8, but with 4$"):
+    with pytest.raises(ConfigError, match=r"mesh: .* but there are 8 devices; .* cannot continue on 8; continue on 4$"):
         fit(fixed, tmp_path / "fixed")

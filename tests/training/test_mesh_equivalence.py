@@ -34,7 +34,7 @@ BASES = {"tiny": tiny_config(), "tied": tiny_config().changed({"model.tie_embedd
 # One weight's gradient is 2e-8 among ones of 4e-3, whose rounding is 3e-9: with an eps of 1e-8 Adam would make a step of it.
 ROUNDED = {"train.num_steps": 5, "optimizer.eps": 1e-5}
 SHARED = [(1, 2, 1, 4), *(pytest.param(sizes, marks=pytest.mark.slow) for sizes in [(1, 1, 1, 8), (2, 1, 2, 2)])]
-"""Of these meshes, some that share matmuls."""
+"""Some of these meshes, which share matmuls."""
 EVERYDAY = [((1, 8, 1, 1), 1), ((1, 2, 2, 2), 2), ((2, 2, 1, 2), 4)]
 
 

@@ -20,7 +20,7 @@ HOST = socket.gethostname()
 
 
 class Run:
-    """What the loop would be: a state that is split over `fsdp`, and what is told of it."""
+    """Stands in for the loop: a state that is split over `fsdp`, and what is told of it."""
 
     def __init__(self, every: int | None = 100, **axes: int) -> None:
         self.mesh = make_mesh(MeshConfig(**axes))
@@ -46,12 +46,12 @@ OF_5, OF_2 = Flip("up", place=5, bit=40), Flip("down", place=2, bit=7)
 
 def test_what_does_not_come_back_was_an_accident(capsys):
     run = Run(data=4, fsdp=2)
-    assert "checksums  of 256 B of 256 B per device, every 100 steps and before each checkpoint" in capsys.readouterr().out
+    assert "checksums  256 B of 256 B per device, every 100 steps and before each checkpoint" in capsys.readouterr().out
     run.check(0)
     run.check(100)
     with pytest.raises(GoBack) as caught:
         run.check(200, OF_5)
-    assert caught.value.reason == f"step 200: device 5 (process 0 on {HOST}) holds other bits than its replicas in up"
+    assert caught.value.reason == f"step 200: device 5 (process 0 on {HOST}) differs from its replicas in up"
     assert (caught.value.first_step, caught.value.last_step, caught.value.pass_over) == (101, 200, False)
     run.check(50)
     run.check(100)
@@ -59,12 +59,12 @@ def test_what_does_not_come_back_was_an_accident(capsys):
     run.check(200)
     facts = {"devices": [5], "arrays": ["up"], "steps": [101, 200]}
     assert run.events == [("corruption", {"kind": kind, **facts}) for kind in ("suspected", "transient")]
-    told = f"step 200: computed again, all replicas are equal: device 5 (process 0 on {HOST}) differed by accident\n"
+    told = f"step 200: recomputed, all replicas are equal: device 5 (process 0 on {HOST}) had a transient fault\n"
     assert capsys.readouterr().err == told
     with pytest.raises(GoBack):
         run.check(300, OF_5)
     run.check(300)
-    assert capsys.readouterr().err.endswith("differed by accident, 2 times by now; have it looked at\n")
+    assert capsys.readouterr().err.endswith("had a transient fault, 2 times so far; have the hardware checked\n")
 
 
 @pytest.mark.parametrize("step", [50, 150, 200])
@@ -73,10 +73,10 @@ def test_what_comes_back_ends_the_run(step):
     run = Run(data=4, fsdp=2)
     with pytest.raises(GoBack):
         run.check(200, OF_5, OF_2)
-    with pytest.raises(CorruptionError, match=rf"^step {step}: device 5 \(process 0 on {HOST}\) holds") as caught:
+    with pytest.raises(CorruptionError, match=rf"^step {step}: device 5 \(process 0 on {HOST}\) differs") as caught:
         run.check(step, OF_5)
-    assert "in up, also after going back" in str(caught.value)
-    assert "leave it out or take another machine, and start the run again" in str(caught.value)
+    assert "in up, again after a rollback" in str(caught.value)
+    assert "exclude the device or use another machine, and start the run again" in str(caught.value)
     assert caught.value.exit_code == 6
     assert run.kinds() == ["suspected", "lasting"]
     assert run.events[-1][1]["devices"] == [5]
@@ -87,7 +87,7 @@ def test_hosts_are_named_where_there_are_several():
     run.replicas._hosts = ["left", "right"]
     with pytest.raises(GoBack):
         run.check(200, OF_5)
-    with pytest.raises(CorruptionError, match=r"device 5 \(process 0 on left\).*; take left out and start the run again"):
+    with pytest.raises(CorruptionError, match=r"device 5 \(process 0 on left\).*; exclude left and start the run again"):
         run.check(200, OF_5)
 
 
@@ -121,7 +121,9 @@ def test_of_several_processes_that_see_something_one_tells_it(monkeypatch):
 
 def test_of_two_that_differ_nobody_knows_which():
     run = Run(data=2, fsdp=4)
-    with pytest.raises(GoBack, match=r"device 1 .* and device 5 .* hold different bits, and nobody can tell which is right"):
+    with pytest.raises(
+        GoBack, match=r"device 1 .* and device 5 .* hold different bits, and no majority says which is right"
+    ):
         run.check(200, OF_5)
 
 
@@ -142,7 +144,7 @@ def test_when_it_compares():
 
 def test_where_nothing_lies_on_two_devices_nothing_is_compared(capsys):
     run = Run(fsdp=8)
-    assert "checksums  every array lies on one device only: there are no replicas to compare" in capsys.readouterr().out
+    assert "checksums  every array is stored on one device only: there are no replicas to compare" in capsys.readouterr().out
     assert not run.replicas.due(100)
     run.check(100, OF_5)
     assert not run.events

@@ -192,7 +192,7 @@ def test_other_processes_and_devices_take_over_without_a_hand(tmp_path):
 
 
 def eval_losses(run_dir: pathlib.Path) -> dict[int, float]:
-    """By step; of one that was evaluated twice, the last."""
+    """Held-out losses by step; the last one where a step was evaluated twice."""
     records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     return {record["step"]: record["eval/loss"] for record in records if "eval/loss" in record}
 
@@ -239,7 +239,7 @@ def test_processes_in_other_directories_are_not_one_run(unbroken, tmp_path):
     init_from = f"--init_from={unbroken.parent / 'run'}"
     for process in start_two(unbroken, "--run_dir=run", init_from, directories=directories):
         last = runs.finish(process, expected_code=4).splitlines()[-1]
-        assert last.startswith(f"run_dir: process 1 sees something else in {directories[1]}/run/checkpoints (pid ")
+        assert last.startswith(f"run_dir: process 1 sees different contents in {directories[1]}/run/checkpoints (pid ")
     assert runs.committed_steps(directories[0] / "run") == before
 
 

@@ -182,7 +182,7 @@ def test_what_one_of_record_and_checkpoint_lost_the_other_knows():
     assert agreed(pathlib.Path(), both, restored_with([])) == both
     assert agreed(pathlib.Path(), both, restored_with([window(2)])) == both
     assert agreed(pathlib.Path(), (), restored_with([window(2), window(4)])) == both
-    with pytest.raises(CheckpointError, match=r"passed_over.json is not of the run whose checkpoint 9 is there; bring"):
+    with pytest.raises(CheckpointError, match=r"passed_over.json does not belong to the run of checkpoint 9; restore"):
         agreed(pathlib.Path(), both, restored_with([window(3)]))
 
 
@@ -192,7 +192,7 @@ def test_a_damaged_record_is_named(tmp_path, content):
     (tmp_path / PASSED_OVER_FILE).write_text(content)
     with (
         Checkpointer(tmp_path, states.CONFIG) as checkpointer,
-        pytest.raises(CheckpointError, match=r"passed_over.json is damaged \(.*\); bring it back, or remove it") as info,
+        pytest.raises(CheckpointError, match=r"passed_over.json is damaged \(.*\); restore it, or remove it") as info,
     ):
         read_passed_over(tmp_path, checkpointer)
     assert "\n" not in str(info.value)
@@ -213,7 +213,7 @@ def start(config, *overrides, **poison):
 
 
 def first_rows(path):
-    """By step, as it was loaded last."""
+    """First rows by step, as last loaded."""
     pairs = (line.split() for line in path.read_text().splitlines())
     return {int(step): int(first) for step, first in pairs}
 
@@ -271,4 +271,6 @@ def test_a_run_goes_back_past_bad_rows_and_kills_change_nothing(tmp_path):
     output = runs.finish(start(config, f"--run_dir={broken}", "--recovery.max_rollbacks=1"), expected_code=93)
     last = output.splitlines()[-1]
     assert last.startswith("step 18: loss 5")
-    assert "has gone back already, 1 of at most 1 times (recovery.max_rollbacks=1); step 15 is the newest checkpoint" in last
+    assert (
+        "has already rolled back 1 of at most 1 times (recovery.max_rollbacks=1); step 15 is the newest checkpoint" in last
+    )

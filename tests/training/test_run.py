@@ -103,7 +103,7 @@ def test_a_damaged_log_is_named_when_a_run_is_over_and_does_no_harm(finished, tm
         (run_dir / name).write_text("".join([first, "{]\n", *rest]))
     train.run(finished.changed({"run_dir": str(run_dir)}))
     captured = capsys.readouterr()
-    assert f"{run_dir}/metrics.jsonl:2, {run_dir}/events.jsonl:2: no record, left out; restore the file" in captured.err
+    assert f"{run_dir}/metrics.jsonl:2, {run_dir}/events.jsonl:2: not a record, skipped; restore the file" in captured.err
     assert "steps          4 of 4" in captured.out
 
 
@@ -131,7 +131,7 @@ def nothing_compiles(monkeypatch):
         (
             {"run_dir": "new"},
             SaveError,
-            r"^run_dir: a checkpoint takes .* 1\.00 KiB are free .*; make room",
+            r"^run_dir: a checkpoint needs .* 1\.00 KiB are free .*; make room",
         ),
     ],
 )
@@ -171,7 +171,7 @@ def test_other_data_do_not_continue_a_run(finished):
     [
         ({"optimizer.learning_rate": 0.5}, r"optimizer\.learning_rate: 0\.01 -> 0\.5"),
         ({"train.global_batch_size": 16, "checkpoint.allow_changes": ("train.global_batch_size",)}, "keep 8"),
-        ({"model.embed_dim": 32, "checkpoint.allow_changes": ("model",)}, "is of another state: "),
+        ({"model.embed_dim": 32, "checkpoint.allow_changes": ("model",)}, "holds a different state: "),
     ],
 )
 def test_other_settings_do_not_continue_a_run(finished, monkeypatch, changes, refusal):
@@ -240,7 +240,7 @@ def test_a_kernel_that_cannot_compute_is_refused_before_the_data(finished, tmp_p
 @pytest.mark.parametrize(
     ("changes", "refusal"),
     [
-        ({"xla.flags": ("xla_gpu_no_such_thing=1",)}, "does not know xla_gpu_no_such_thing"),
+        ({"xla.flags": ("xla_gpu_no_such_thing=1",)}, "does not support xla_gpu_no_such_thing"),
         ({"xla.latency_profile": "/nowhere.pbtxt"}, r"xla\.latency_profile: /nowhere.pbtxt cannot be read"),
         ({"hardware.gpu": "h100", "hardware.calibration": "CALIBRATION"}, "measured on a100-80gb, but hardware.gpu is h100"),
     ],
@@ -333,7 +333,7 @@ def test_what_cannot_end_well_is_refused_before_the_first_step(finished, tmp_pat
         train.run(config.changed({"sample.prompt": "the model " * 50}))
     with pytest.raises(ConfigError, match=r"optimizer\.no_weight_decay: nrom"):
         train.run(config.changed({"optimizer.no_weight_decay": ("nrom",)}))
-    with pytest.raises(ConfigError, match=r"train\.frozen: embeding is in no parameter's name"):
+    with pytest.raises(ConfigError, match=r"train\.frozen: embeding matches no parameter name"):
         train.run(config.changed({"train.frozen": ("embeding",)}))
     assert runs.steps_on_record(tmp_path / "run") == 0
 

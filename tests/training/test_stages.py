@@ -69,7 +69,7 @@ def records_of(run_dir: pathlib.Path) -> list[dict[str, Any]]:
 
 
 def read(run_dir: pathlib.Path) -> list[dict[str, float]]:
-    """What a run has learnt from and how it was evaluated, without times; of a repeated evaluation the last."""
+    """Records of a run's training and evaluation, without times; the last one of a repeated evaluation."""
     found = {}
     for record in records_of(run_dir):
         kept = {key: value for key, value in record.items() if key.startswith(("step", "data/", "train/", "eval/"))}

@@ -79,12 +79,12 @@ def mean_scatter(axis: str):
 
 
 def lost_scatter(axis: str):
-    """Of these, the last device gets nothing."""
+    """The last device gets nothing."""
     return _scattered(axis, lambda part: jnp.where(jax.lax.axis_index(axis) == jax.lax.axis_size(axis) - 1, 0, part))
 
 
 def turned_scatter(axis: str):
-    """Of these, each device gets the part of another."""
+    """Each device gets the part of another."""
 
     def turn(part: jax.Array) -> jax.Array:
         size = jax.lax.axis_size(axis)
@@ -133,7 +133,7 @@ def _rolled(x: jax.Array, shift: int, axis: int) -> jax.Array:
 
 
 def turned_tables():
-    """What is gathered of embedding and head lies in the wrong columns."""
+    """Gathered parts of embedding and head are in the wrong columns."""
 
     def make(gathered):
         def wrong(*given):

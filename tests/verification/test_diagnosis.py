@@ -19,13 +19,13 @@ def told(ours: np.ndarray | Seen, name: str = W) -> list[str]:
 @pytest.mark.parametrize(
     ("factor", "sentence"),
     [
-        (2, "is 2 times what it should be in all entries, as if summed once too often over fsdp"),
+        (2, "is 2 times the correct value in all entries, as if summed once too often over fsdp"),
         (0.25, "as if divided by the size of tensor: a mean where a sum belongs, or a sum that is missing"),
         (8, "as if summed once too often over fsdp x tensor"),
         (1 / 3, "as if divided by the size of micro-batches"),
         (6, "as if summed once too often over fsdp x micro-batches"),
-        (1.7, "is 1.7 times what it should be in all entries"),
-        (-1, "is -1 times what it should be in all entries"),
+        (1.7, "is 1.7 times the correct value in all entries"),
+        (-1, "is -1 times the correct value in all entries"),
     ],
 )
 def test_a_constant_factor_is_the_size_of_what_was_summed(factor, sentence):
@@ -74,9 +74,9 @@ def test_the_fewest_axes_explain_a_factor():
 
 def test_layers_off_by_one():
     (clue,) = told(np.roll(array(W), -1, axis=0))
-    assert clue == "has in layer 0 what belongs to layer 1, and so on: the layers are off by one"
+    assert clue == "has in layer 0 the values of layer 1, and so on: the layers are off by one"
     (clue,) = told(np.roll(array(W), 1, axis=0))
-    assert clue == "has in layer 1 what belongs to layer 0, and so on: the layers are off by one"
+    assert clue == "has in layer 1 the values of layer 0, and so on: the layers are off by one"
 
 
 def test_swapped_dims():
@@ -121,20 +121,20 @@ def test_a_loss_without_a_pattern_tells_nothing_by_itself():
 @pytest.mark.parametrize(
     ("ours", "sentence"),
     [
-        (side(loss=5.1), "the forward pass is wrong already"),
+        (side(loss=5.1), "the forward pass is already wrong"),
         (side(norm=3.0), "all gradients are equal: their norm is not"),
         (
             side(only(1, "first moment", ("head",), np.negative)),
             "all gradients and their norm are equal: the update is wrong",
         ),
-        (side(only(2, "weight", ("head",), np.negative)), "up to step 1 all is equal"),
+        (side(only(2, "weight", ("head",), np.negative)), "up to step 1 all values are equal"),
         (side(only(0, "weight", ("head",), np.negative)), "the initial weights or moments differ"),
-        (side(only(1, "gradient", ("head",), np.negative)), "of the gradients only that one differs"),
-        (side(only(1, "gradient", ("embedding",), np.negative)), "of the gradients only that one differs"),
-        (side(only(1, "gradient", ("head", W), np.negative)), f"of the gradients only those of head, {W} differ"),
+        (side(only(1, "gradient", ("head",), np.negative)), "only this gradient differs"),
+        (side(only(1, "gradient", ("embedding",), np.negative)), "only this gradient differs"),
+        (side(only(1, "gradient", ("head", W), np.negative)), f"only the gradients of head, {W} differ"),
         (
             side(only(1, "gradient", ("embedding", W), np.negative)),
-            f"the gradients of all behind {W}: the backward pass goes",
+            f"the gradients of all parameters after {W}: the backward pass goes",
         ),
     ],
 )

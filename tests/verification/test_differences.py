@@ -1,4 +1,4 @@
-"""What differs, by how much, and in which order."""
+"""Differing tensors, sizes of differences, and their order."""
 
 import math
 

@@ -51,9 +51,9 @@ def test_a_mean_in_place_of_a_sum():
     first, told = found(faults.mean_scatter("fsdp"), mesh_only="fsdp")
     assert first == "1 gradient of head"
     assert told == [
-        "gradient of head is 0.5 times what it should be in all entries, as if divided by the size of fsdp:"
+        "gradient of head is 0.5 times the correct value in all entries, as if divided by the size of fsdp:"
         " a mean where a sum belongs, or a sum that is missing",
-        "the loss is equal, and of the gradients only those of head, embedding differ: how they are summed",
+        "the loss is equal, and only the gradients of head, embedding differ: check how they are summed",
     ]
 
 
@@ -72,15 +72,15 @@ SLOW_FAULTS = [
     (faults.lost_scatter("fsdp"), "1 gradient of head", "differs only where fsdp is 1 of 0 to 1"),
     (faults.scaled_sum("fsdp", lambda n: n), "1 tokens", "summed once too often over fsdp or sequence or tensor or micro"),
     (faults.first_part_only("sequence"), "1 tokens", "the number of tokens is"),
-    (faults.first_part_only("tensor"), "1 loss", "the forward pass is wrong already"),
-    (faults.turned_tables(), "1 loss", "the forward pass is wrong already"),
-    (faults.next_index("tensor"), "1 loss", "the forward pass is wrong already"),
-    (faults.next_layer(), "1 loss", "the forward pass is wrong already"),
+    (faults.first_part_only("tensor"), "1 loss", "the forward pass is already wrong"),
+    (faults.turned_tables(), "1 loss", "the forward pass is already wrong"),
+    (faults.next_index("tensor"), "1 loss", "the forward pass is already wrong"),
+    (faults.next_layer(), "1 loss", "the forward pass is already wrong"),
     (faults.lost_gradients_of_layer(1), "1 gradient of layers.mlp.w_down", "differs only in layer 1 of 0 to 2"),
     (faults.dropped_micro_batch(), "1 tokens", "the number of tokens is"),
     (faults.swapped_dims("wqkv"), "1 gradient of layers.attention.wqkv", "has its dims 3 and 4 swapped"),
     (faults.stale_moments(0), "1 first moment of embedding", "is zero everywhere: it is lost"),
-    (faults.stale_moments(1), "2 first moment of embedding", "up to step 1 all is equal: something that a step hands on"),
+    (faults.stale_moments(1), "2 first moment of embedding", "up to step 1 all values are equal: the state that a step"),
     (faults.norm_without_one_part(), "1 gradient norm", "as if divided by the size of fsdp"),
 ]
 

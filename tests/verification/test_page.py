@@ -69,13 +69,14 @@ def test_the_text_ends_with_the_verdict(capsys):
     text.print_verification(told())
     out = capsys.readouterr().out
     assert (
-        "verdict    equal: loss, gradients, moments and weights of 2 steps on 8 devices are one device's within 1e-05" in out
+        "verdict    equal: loss, gradients, moments and weights of 2 steps on 8 devices match one device within 1e-05" in out
     )
     assert "differs" not in out
     text.print_verification(told(BROKEN))
     out = capsys.readouterr().out
     assert (
-        "verdict    different: 2 steps on 8 devices with parallel.<a>: b are not one device's; step 1: tokens differs" in out
+        "verdict    different: 2 steps on 8 devices with parallel.<a>: b do not match one device; step 1: tokens differs"
+        in out
     )
     assert "cause      a <clue>\n           another\n" in out
     assert "tried      it goes away with mesh.fsdp: 1; it stays with mesh.tensor: 1" in out

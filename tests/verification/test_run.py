@@ -17,7 +17,7 @@ from tests.verification import faults
 
 @pytest.fixture(autouse=True)
 def _environment(monkeypatch):
-    """What a verification tells XLA is no matter of other tests."""
+    """Other tests do not see the flags that a verification sets for XLA."""
     monkeypatch.setenv("XLA_FLAGS", "")
 
 
@@ -58,7 +58,7 @@ def test_a_fault_ends_with_code_1_and_its_cause(tmp_path, capsys):
     captured = capsys.readouterr()
     (line,) = captured.err.splitlines()
     assert line.startswith("step 1: loss differs by ")
-    assert "likely cause: the forward pass is wrong already; it goes away with mesh.sequence: 1; it stays with" in line
+    assert "likely cause: the forward pass is already wrong; it goes away with mesh.sequence: 1; it stays with" in line
     assert not json.loads((tmp_path / "a.json").read_text())["equal"]
 
 
@@ -74,7 +74,7 @@ def test_one_device_has_nothing_to_verify(capsys):
         ({"fsdp": 8}, {"--devices": "65"}, "--devices: 65 must be a number from 2 to 64"),
         ({"fsdp": 8}, {"--devices": "eight"}, "--devices: eight must be a number from 2 to 64"),
         ({"fsdp": 2, "sequence": 2, "tensor": 2}, {"--devices": "4"}, "take 8 or more"),
-        ({"fsdp": 8}, {"--page": "a.png"}, "--page: a.png: what it names is a page"),
+        ({"fsdp": 8}, {"--page": "a.png"}, "--page: a.png: the output is an HTML page"),
         ({"fsdp": 8}, {"--json": "missing/a"}, "--json: missing/a: there is no directory missing"),
     ],
 )

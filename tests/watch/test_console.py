@@ -1,4 +1,4 @@
-"""What a person sees: aligned lines when piped, a bar on a terminal, tables that add up."""
+"""The console's output: aligned lines when piped, a bar on a terminal, tables that add up."""
 
 import contextlib
 import dataclasses
@@ -196,7 +196,7 @@ def test_memory_of_a_gpu_program():
         " temporary 5.00 GiB, in use at the peak 7.00 GiB, offloaded to the host 1.00 GiB"
     )
     untold: Any = SimpleNamespace(memory_analysis=lambda: None)
-    assert "does not tell" in console.memory_summary(untold)
+    assert "does not report" in console.memory_summary(untold)
 
 
 SPLIT = goodput.Goodput(
@@ -269,5 +269,5 @@ def test_what_narrow_master_weights_cost_is_said(capsys):
     assert "param_dtype" not in capsys.readouterr().out
     console.print_header(config.changed({"model.param_dtype": "bfloat16"}), model)
     warning = next(line for line in capsys.readouterr().out.splitlines() if "model.param_dtype: bfloat16" in line)
-    assert "lose every update below 1/512 of its weight" in warning
-    assert "float32 takes 56.3 KiB more in all" in warning
+    assert "lose every update below 1/512 of the weight: most updates at" in warning
+    assert "float32 needs 56.3 KiB more in all" in warning

@@ -1,4 +1,4 @@
-"""What a process sends of itself, and how often it times its devices."""
+"""Reports of a process about itself, and how often it times its devices."""
 
 import json
 from types import SimpleNamespace
@@ -10,7 +10,7 @@ from llamajax.watch import hosts
 
 
 class Devices:
-    """Of which a round takes 10 ms."""
+    """Devices with rounds of 10 ms."""
 
     rounds = 0
 

@@ -22,15 +22,15 @@ def test_good_names_leave_nothing_behind_until_they_are_written(tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"--json": "missing/a"}, "--json: missing/a: there is no directory missing; make it, or name another file"),
+        ({"--json": "missing/a"}, "--json: missing/a: there is no directory missing; create it, or name another file"),
         (
             {"--json": "~nosuchuser/a"},
-            "--json: ~nosuchuser/a: there is no directory ~nosuchuser; make it, or name another file",
+            "--json: ~nosuchuser/a: there is no directory ~nosuchuser; create it, or name another file",
         ),
         ({"--json": "."}, "--json: . cannot be written: Is a directory; name another file"),
         ({"--json": "/proc/a"}, "--json: /proc/a cannot be written: No such file or directory; name another file"),
-        ({"--page": "a.png"}, "--page: a.png: what it names is a page; name a file that ends with .html"),
-        ({"--json": "a.html", "--page": "./a.html"}, "--json: a.html: is the file of another option too"),
+        ({"--page": "a.png"}, "--page: a.png: the output is an HTML page; name a file that ends with .html"),
+        ({"--json": "a.html", "--page": "./a.html"}, "--json: a.html: another option names this file too"),
     ],
 )
 def test_bad_names_are_refused_with_their_option(options, message, tmp_path, monkeypatch):

@@ -64,7 +64,7 @@ def test_a_damaged_line_in_the_middle_is_named_and_left_out(tmp_path):
     assert path.read_text() == lines(1, 2) + "garbage\n" + lines(4)
     log = run_log.read_run(tmp_path)
     assert log.series["train/loss"][0].tolist() == [1, 2, 4]
-    assert log.warning == f"{path}:3: no record, left out; restore the file or remove the line"
+    assert log.warning == f"{path}:3: not a record, skipped; restore the file or remove the line"
 
 
 @pytest.mark.parametrize(
@@ -204,6 +204,6 @@ def test_a_slow_disk_is_told_once_and_not_waited_for(tmp_path, monkeypatch):
         file.append_record(b"100\n")
         assert slow.writes[-1] == b"100\n"
     assert told == [
-        f"{path}: its disk is slow; the run goes on and writes it when it can",
+        f"{path}: its disk is slow; the run continues and writes it later",
         f"{path}: its disk is no longer slow; every record is written",
     ]

@@ -146,7 +146,7 @@ def test_nothing_from_the_run_becomes_markup(tmp_path):
         ("no home", 2, "~nobody-of-that-name/run: no such directory"),
         ("no log", 2, "has no metrics.jsonl"),
         ("no step", 2, "holds no step yet"),
-        ("damage", 0, "metrics.jsonl:11: no record, left out; restore the file or remove the line"),
+        ("damage", 0, "metrics.jsonl:11: not a record, skipped; restore the file or remove the line"),
         ("bad output", 2, "cannot be written: No such file or directory; name another file with --output"),
     ],
 )

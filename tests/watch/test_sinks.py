@@ -1,4 +1,4 @@
-"""What else takes the metrics of a run than its own files: TensorBoard and W&B."""
+"""Sinks of metrics beside the run's own files: TensorBoard and W&B."""
 
 import contextlib
 import struct

@@ -16,7 +16,7 @@ from llamajax.weights.open_model import open_directory
 from tests.converters.models import assert_same_bits, convert, read_weights, tiny, write_model
 
 CONFIG = tiny(embed_dim=160, mlp_dim=192, num_heads=5, num_kv_heads=5, head_dim=32, num_layers=1)
-"""Of which blocks of 128 leave smaller ones at both ends."""
+"""Sizes with smaller blocks than 128 at both ends."""
 BLOCKS = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
 GROUP = {"weights": {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": [128, 128]}}
 Weights = dict[str, np.ndarray]
@@ -73,7 +73,7 @@ def test_float8_goes_out_wide_and_computes_as_transformers_does(tmp_path, capsys
 
 
 def test_float8_is_to_the_bit_what_transformers_makes_of_it(tmp_path):
-    """Of whole blocks, as it asks for; loading a model so takes packages that it does not need otherwise."""
+    """The model has whole blocks, as transformers requires; loading one this way needs further packages."""
     torch = pytest.importorskip("torch")
     dequantize = pytest.importorskip("transformers.integrations.finegrained_fp8").Fp8Dequantize(None)._dequantize_one
     rng = np.random.default_rng(0)
@@ -102,7 +102,7 @@ def test_scales_that_do_not_belong(tmp_path):
     stored = {name: tensor.read() for name, tensor in open_model(tmp_path / "hf").items()}
     cases = {
         "in float8 with 0 scales, not a matrix with one": {name: v for name, v in stored.items() if name != scale},
-        r"the scale of .*gate_proj.weight is \[7, 2\], which fits": stored | {scale: np.ones((7, 2), np.float32)},
+        r"the scale of .*gate_proj.weight is \[7, 2\], which does not divide": stored | {scale: np.ones((7, 2), np.float32)},
     }
     for message, tensors in cases.items():
         safetensors.numpy.save_file(tensors, path, {"format": "pt"})

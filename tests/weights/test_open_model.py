@@ -1,4 +1,4 @@
-"""What a checkpoint says about itself is looked at before it is used: whoever wrote it also wrote its manifest."""
+"""Metadata of a checkpoint is checked before use: its author also wrote its manifest."""
 
 import errno
 import json

@@ -91,7 +91,7 @@ def test_another_model_is_refused_before_anything_is_compiled(base, tmp_path, ca
     run_dir = pathlib.Path(base.run_dir)
     with pytest.raises(ConfigError) as caught:
         train.run(going_on(base, tmp_path, run_dir, **{"model.num_layers": 3, "model.rope_theta": 5e5}))
-    theirs = f"is not that of {run_dir / 'checkpoints/2'}; it must be"
+    theirs = f"differs from {run_dir / 'checkpoints/2'}; it must be"
     assert str(caught.value).splitlines() == [
         f"model.num_layers: 3 {theirs} 2",
         f"model.rope_theta: 500000.0 {theirs} 10000.0, or init_changes must name rope_theta",

@@ -1,1 +1,1 @@
-"""Conversations: chat templates, and the tokens that are learned."""
+"""Conversations: chat templates, and the tokens that are trained on."""

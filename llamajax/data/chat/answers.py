@@ -1,4 +1,4 @@
-"""Where the assistant's answers lie in what a chat template writes."""
+"""Locates the assistant's answers in the text that a chat template writes."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -9,28 +9,28 @@ from llamajax.data.documents.conversations import Message, content_of
 from llamajax.errors import DataError
 
 TRAINING_DATE = "2024-07-26"
-"""Today, for a template that writes the date into conversations that are learnt: always the same, so that the data are."""
+"""Date for templates that write today's date into training conversations; fixed, so that the data stay the same."""
 
 _MARK_IT = (
     "put {% generation %} and {% endgeneration %} around it, or name a file of configs/chat_templates as data.chat_template"
 )
-_BEGIN_IT = "put it there too, by a thought or chat_template_kwargs if it knows such, or name another template"
+_BEGIN_IT = "add it there too, by a thought or chat_template_kwargs if it supports these, or name another template"
 
 
 class Answer(NamedTuple):
-    """A turn of the assistant's that is learnt."""
+    """An assistant turn that is trained on."""
 
     after: Rendered
-    """The conversation up to its end."""
+    """The conversation up to the end of the answer."""
     begin: int
-    """Where in that text it begins."""
+    """Where the answer begins in that text."""
     end: int | None = None
-    """Where it ends there; None: its `{% generation %}` blocks say where it lies."""
+    """Where the answer ends in that text; None if `{% generation %}` blocks mark it."""
     before_next: str | None = None
-    """The text up to where the next answer begins, if there is one."""
+    """The text up to where the next answer begins, if there is a next answer."""
 
     def spans_in(self, rendered: Rendered) -> list[tuple[int, int]]:
-        """Where it lies in a text that begins with that of `after`, (start, end) of each stretch."""
+        """Returns the (start, end) of each stretch of the answer in a text that begins with the text of `after`."""
         if self.end is not None:
             return [(self.begin, self.end)]
         known = self.before_next or ""
@@ -41,10 +41,10 @@ class Answer(NamedTuple):
 def find_answers(
     template: ChatTemplate, messages: Sequence[Message], turns: Sequence[int], variables: dict[str, Any]
 ) -> tuple[Rendered, list[Answer]]:
-    """The conversation as text, and those of its turns that are learnt.
+    """Returns the conversation as text, and its turns that are trained on.
 
     Raises:
-        DataError: the template refuses the messages, or it cannot be told what the assistant says.
+        DataError: the template refuses the messages, or the answers cannot be located.
     """
     found = _marked_answers(template, messages, turns, variables) if template.has_generation_blocks else None
     return found or _answers(template, messages, turns, variables)
@@ -53,7 +53,7 @@ def find_answers(
 def spans_before_prompt(
     template: ChatTemplate, messages: Sequence[Message], variables: dict[str, Any]
 ) -> tuple[str, list[tuple[int, int]]]:
-    """The messages with a generation prompt, and where answers lie in that, if it can be told of each.
+    """Returns the messages with a generation prompt, and the places of the answers in it if all can be located.
 
     Raises:
         DataError: the template refuses the messages.
@@ -85,7 +85,7 @@ def _render(
             remedy = f"messages[{first}] answers nothing: put a question before it{blocks}"
             raise DataError(f"{reason}; {remedy}") from error
         if len(messages) > 1 and messages[0]["role"] == "system" and _is_taken(template, messages[1:], variables):
-            remedy = "it takes no system message: put that into the first question, or name a template that takes one"
+            remedy = "it accepts no system message: put that into the first question, or name a template that accepts one"
             raise DataError(f"{reason}; {remedy}") from error
         raise
 
@@ -105,10 +105,10 @@ def _is_taken(template: ChatTemplate, messages: Sequence[Message], variables: di
 def _marked_answers(
     template: ChatTemplate, messages: Sequence[Message], turns: Sequence[int], variables: dict[str, Any]
 ) -> tuple[Rendered, list[Answer]] | None:
-    """As `_answers`, told by generation blocks; None if the template writes none in this conversation.
+    """Returns what `_answers` does, using generation blocks; None if the template writes none in this conversation.
 
-    How many blocks a message has may depend on what follows it. So an answer's are those behind the prompt that is served
-    before it, in the text that begins with that.
+    The number of a message's blocks may depend on what follows it. So the blocks of an answer are those after its own
+    generation prompt, in the text that begins with that prompt.
     """
     whole, *until = _render(template, messages, [(len(messages), False), *((turn + 1, False) for turn in turns)], variables)
     if not whole.marks:
@@ -137,7 +137,7 @@ def _marked_answers(
 def _prompts(
     template: ChatTemplate, messages: Sequence[Message], answers: Sequence[int], variables: dict[str, Any]
 ) -> dict[int, str]:
-    """The generation prompt before each answer that follows a question; empty if the template cannot write them."""
+    """Returns the generation prompt before each answer that follows a question; empty if the template cannot write them."""
     asked = [answer for answer in answers if _asks(messages[:answer])]
     if not asked:
         return {}
@@ -149,26 +149,26 @@ def _prompts(
 
 
 def _first_block(template: ChatTemplate, messages: Sequence[Message], after: Rendered, variables: dict[str, Any]) -> int:
-    """Where the blocks of the last message begin, which is an answer, told by words that are put into those before it.
+    """Returns where the blocks of the last message, an answer, begin; found by marker words in the messages before it.
 
     Args:
-        template: what writes them.
-        messages: those up to the answer.
-        after: what the template writes of them.
-        variables: of the template, such as `tools`.
+        template: the chat template.
+        messages: the messages up to the answer.
+        after: the text that the template writes for them.
+        variables: variables of the template, such as `tools`.
     """
     answer = len(messages) - 1
     rendered, words = _with_words(template, messages, answer, variables)
     last, of = max(((rendered.text.rfind(word), index) for word, index in words.messages.items()), default=(-1, 0))
     behind = [index for index, (start, _) in enumerate(rendered.marks) if start > last]
     is_told = last >= 0 and len(rendered.marks) == len(after.marks)
-    if messages[of]["role"] == "assistant":  # which may have a block without words, behind them
+    if messages[of]["role"] == "assistant":  # it may have another block after its last word
         rendered, words = _with_words(template, messages, answer + 1, variables)
         own = [word for word, index in words.messages.items() if index == answer]
         holding = [index for index, (a, b) in enumerate(rendered.marks) if any(word in rendered.text[a:b] for word in own)]
         is_told = is_told and holding[:1] == behind[:1]
     if not is_told:
-        what = f"which {{% generation %}} blocks are of messages[{answer}] cannot be told from those before it"
+        what = f"which {{% generation %}} blocks belong to messages[{answer}] and which to messages before it is unclear"
         raise cannot_tell(template, what, "name another template")
     return after.marks[behind[0]][0] if behind else len(after.text)
 
@@ -176,7 +176,7 @@ def _first_block(template: ChatTemplate, messages: Sequence[Message], after: Ren
 def _with_words(
     template: ChatTemplate, messages: Sequence[Message], count: int, variables: dict[str, Any]
 ) -> tuple[Rendered, Words]:
-    """The rendered conversation, with marker words in its first `count` messages, and these words."""
+    """Returns the rendered conversation with marker words in its first `count` messages, and these words."""
     words = Words(keeps_text=True)
     marked, _ = words.put_into(messages[:count], {})
     (rendered,) = _render(template, [*marked, *messages[count:]], [(len(messages), False)], variables)
@@ -186,7 +186,7 @@ def _with_words(
 def _answers(
     template: ChatTemplate, messages: Sequence[Message], turns: Sequence[int], variables: dict[str, Any]
 ) -> tuple[Rendered, list[Answer]]:
-    """The conversation as text, and the turns that are learnt, told by what the template writes before and with them."""
+    """Returns the conversation as text and the turns that are trained on, located by comparing renders."""
     whole, *others = _render(template, messages, [(len(messages), False), *_prefixes(turns)], variables)
     found = []
     for turn, texts in zip(turns, _in_threes(others), strict=True):
@@ -195,23 +195,23 @@ def _answers(
         if span is None:
             if prompt != before and prompt.startswith(before) and after.startswith(before):
                 raise _begins_otherwise(template, prompt[len(before) :])
-            raise cannot_tell(template, "what the assistant says cannot be found in what it writes", _MARK_IT)
+            raise cannot_tell(template, "the assistant's messages cannot be found in its output", _MARK_IT)
         found.append(Answer(Rendered(after, []), *span))
     return whole, found
 
 
 def _begins_otherwise(template: ChatTemplate, began: str) -> DataError:
-    what = f"begins an answer with {began[-40:]!r} when it is used, but not where the answer is there"
+    what = f"begins an answer with {began[-40:]!r} in its generation prompt, but not before the answer itself"
     return cannot_tell(template, what, _BEGIN_IT)
 
 
 def cannot_tell(template: ChatTemplate, what: str, remedy: str) -> DataError:
-    """The error of a template whose answers cannot be found."""
+    """Returns the error for a template whose answers cannot be located."""
     return DataError(f"{template.where}: chat template: {what}; {remedy}")
 
 
 def _prefixes(turns: Sequence[int]) -> list[tuple[int, bool]]:
-    """Three renders locate a turn: the messages before it, the same with a generation prompt, and the messages up to it."""
+    """Returns the three renders that locate each turn: up to it, up to it with a generation prompt, and with it."""
     return [render for turn in turns for render in ((turn, False), (turn, True), (turn + 1, False))]
 
 
@@ -221,11 +221,11 @@ def _in_threes(rendered: Sequence[Rendered]) -> list[tuple[str, str, str]]:
 
 
 def _span(before: str, prompt: str, after: str, message: Message) -> tuple[int, int] | None:
-    """Where an assistant's turn lies in a text, (start, end), or None if that cannot be told.
+    """Returns the (start, end) of an assistant's turn in a text, or None if it cannot be located.
 
     Args:
         before: the text without the turn.
-        prompt: as `before`, with a generation prompt.
+        prompt: the text without the turn, with a generation prompt.
         after: the text with the turn.
         message: the turn.
     """
@@ -234,7 +234,7 @@ def _span(before: str, prompt: str, after: str, message: Message) -> tuple[int, 
     is_prompted = prompt != before or said.lstrip().startswith(content)  # Llama 2 has no generation prompt and needs none
     if not (after.startswith(prompt) and is_prompted):
         return None
-    # Space after the mark that ends a turn is not learnt: when the model is used, it has stopped there.
+    # White space after the mark that ends a turn is not trained on: in use, generation has stopped by then.
     stripped = said.rstrip()
     has_end_mark = not (content and stripped.endswith(content))
     return len(prompt), len(prompt) + len(stripped if has_end_mark else said)

@@ -1,4 +1,4 @@
-"""Conversations to text, by the chat template that comes with a tokenizer."""
+"""Renders conversations to text with the chat template of a tokenizer."""
 
 import contextlib
 import functools
@@ -20,31 +20,31 @@ from llamajax.disk import cannot_read
 from llamajax.errors import DataError
 
 TEMPLATE_FILE = "chat_template.jinja"
-"""Name of a template beside its tokenizer."""
+"""File name of a template beside its tokenizer."""
 MAX_FILE_BYTES = 2**24
-"""Of a file with a template; a tokenizer's configuration may list thousands of tokens, too."""
+"""Maximum size of a file with a template. A tokenizer's configuration may also list thousands of tokens."""
 MAX_CPU_S = 10
-"""Processor time that a template may take for one conversation."""
+"""Maximum processor time of a template for one conversation, in seconds."""
 MAX_MEMORY_BYTES = 2**30
-"""Memory that a template may take."""
+"""Maximum memory of a template's process."""
 MAX_CHARS = 2**24
-"""Longest text that a template may write."""
+"""Maximum length of a text that a template writes."""
 
 _ENVIRONMENT = ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "PYTHONHOME", "PYTHONUSERBASE", "HOME", "TZ")
-"""What a template's process needs to find its libraries and the time; the user's keys are not for it."""
+"""Environment variables that a template's process needs for its libraries and the time zone; it gets no user secrets."""
 _PROCESS = Path(__file__).with_name("template_process.py")
 _QUESTION = "Is it?"
-"""What a template is asked to write, to see what it takes."""
+"""Question used in probes of what a template accepts."""
 _FUNCTION, _JSON = "fetchzqkx", '{"x": 1}'
 _ARGUMENTS = (_JSON, {"x": 1})
-"""Forms of a call's arguments, of a function whose name stands nowhere else."""
+"""Forms of a call's arguments. The function's name occurs nowhere else."""
 _TOOLS = [{"type": "function", "function": {"name": "f", "description": "f", "parameters": {"type": "object"}}}]
 _WITHOUT_CONTENT: list[Message] = [{}, {"content": None}, {"content": ""}]
-"""Forms of a message that has no content."""
+"""Forms of a message without content."""
 
 
 class Rendered(NamedTuple):
-    """A text that a template wrote, and what lies in its `{% generation %}` blocks."""
+    """A text that a template wrote, and the places of its `{% generation %}` blocks."""
 
     text: str
     marks: list[tuple[int, int]]
@@ -52,23 +52,23 @@ class Rendered(NamedTuple):
 
 
 class ChatTemplate:
-    """A Jinja chat template as Hugging Face's tokenizers have them, rendered in a sandboxed process with limits.
+    """A Jinja chat template in Hugging Face's format, rendered in a sandboxed process with limits.
 
     Raises:
         DataError: the template is malformed.
     """
 
     text: str
-    """The template."""
+    """Source text of the template."""
     sha256: str
-    """Hash of the text."""
+    """Hash of `text`."""
     where: str
-    """The file that it came from, for messages."""
+    """File that the template came from, for messages."""
     shapes_written: set[bytes]
-    """Shapes of conversations of which it is known that it writes all; see `left_out.py`."""
+    """Shapes of conversations that the template is known to write completely; see `left_out.py`."""
 
     def __init__(self, text: str, tokenizer: Tokenizer, where: str) -> None:
-        """Compiles `text`."""
+        """Compiles `text` in a new process."""
         self.text = text
         self.sha256 = hashlib.sha256(text.encode()).hexdigest()
         self.where = where
@@ -81,7 +81,7 @@ class ChatTemplate:
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             env={name: os.environ[name] for name in _ENVIRONMENT if name in os.environ},
-            start_new_session=True,  # Ctrl-C is ours alone; without us its stdin ends, and so does it
+            start_new_session=True,  # not hit by Ctrl-C; exits when its stdin closes
             text=True,
             encoding="ascii",
         )
@@ -91,17 +91,17 @@ class ChatTemplate:
 
     @functools.cached_property
     def has_generation_blocks(self) -> bool:
-        """Whether it says itself what the assistant says."""
+        """Whether the template marks the assistant's text with `{% generation %}` blocks."""
         return re.search(r"\{%[-+]?\s*generation\b", self.text) is not None
 
     @functools.cached_property
     def takes_text(self) -> bool:
-        """Whether it writes content that is a text; those of models that see images may want a list of parts."""
+        """Whether the template writes content given as text; templates of vision models may need a list of parts."""
         return _QUESTION in self._written(_QUESTION)
 
     @functools.cached_property
     def takes_parts(self) -> bool:
-        """Whether it writes the texts of content that is a list of text parts, rather than the list."""
+        """Whether the template writes the texts in a list of text parts, rather than the list itself."""
         written = self._written([{"type": "text", "text": _QUESTION}])
         return _QUESTION in written and re.search(r"['\"]type['\"]", written) is None
 
@@ -113,16 +113,16 @@ class ChatTemplate:
 
     @functools.cached_property
     def takes_calls(self) -> bool:
-        """Whether it writes tool calls; also if it takes none of those that it is asked to, which it then says itself."""
+        """Whether the template writes tool calls. Also true if it rejects all probes; real calls then report why."""
         contents = [*_WITHOUT_CONTENT, {"content": _QUESTION}, {"content": [{"type": "text", "text": _QUESTION}]}]
         written = [self._written_call(content, arguments) for content in contents for arguments in _ARGUMENTS]
         return any(_FUNCTION in text for text in written) or not any(written)
 
     @functools.cached_property
     def without_content(self) -> Message:
-        """What it takes as content beside tool calls that stand alone: none, as transformers gives it, else null or "".
+        """Content that the template accepts beside tool calls alone: none, as transformers passes it, else null or "".
 
-        Templates ask for null that were written before transformers left it out.
+        Templates written before transformers left the content out expect null.
         """
         taken = (
             content
@@ -133,11 +133,11 @@ class ChatTemplate:
 
     @functools.cached_property
     def takes_json_arguments(self) -> bool:
-        """Whether it writes the arguments of a tool call that are JSON already as they are, and not quoted once more."""
+        """Whether the template writes tool-call arguments that are already JSON unchanged, without quoting them again."""
         return _JSON in self._written_call(self.without_content, _JSON)
 
     def _written_call(self, content: Message, arguments: object) -> str:
-        """What it writes of a call, with tools to call or none, with a result or none; nothing if it takes no such talk."""
+        """Returns what the template writes of a call, with or without tools and a result; empty if it rejects them all."""
         call = {"id": "callabcde", "type": "function", "function": {"name": _FUNCTION, "arguments": arguments}}
         talk = [
             {"role": "user", "content": _QUESTION},
@@ -153,7 +153,7 @@ class ChatTemplate:
         return written
 
     def render(self, messages: Sequence[Message], *, add_generation_prompt: bool) -> str:
-        """The conversation as text; with `add_generation_prompt` it ends where the assistant's next turn begins.
+        """Returns the conversation as text; with `add_generation_prompt` it ends where the assistant's next turn begins.
 
         Raises:
             DataError: the template refuses the messages, or takes too much time or memory.
@@ -167,16 +167,16 @@ class ChatTemplate:
         date: str | None,
         variables: Mapping[str, Any] | None = None,
     ) -> Iterator[Rendered]:
-        """The first n messages as text, without or with a generation prompt, for each (n, prompt).
+        """Yields the first n messages as text, with or without a generation prompt, for each (n, prompt).
 
         Args:
             messages: the whole conversation.
-            renders: what to write.
-            date: what a template is told that asks for it, ISO; None: today.
-            variables: what it is told besides, such as `tools`.
+            renders: the (n, prompt) pairs.
+            date: today's date for templates that write it, in ISO format; None: the real one.
+            variables: further variables of the template, such as `tools`.
 
         Raises:
-            DataError: as `render`.
+            DataError: see `render`.
         """
         request = {"messages": list(messages), "renders": list(renders), "date": date, "variables": dict(variables or {})}
         answer = self._ask(request, "refuses the conversation")
@@ -197,13 +197,13 @@ class ChatTemplate:
             line = self._process.stdout.readline()
         except BrokenPipeError:
             line = ""
-        if not line:  # it was ended by its limits
+        if not line:  # its limits ended it
             limits = f"{MAX_CPU_S} s or {MAX_MEMORY_BYTES:,} bytes of memory"
-            raise DataError(f"{self.where}: chat template: takes more than {limits}; use another template")
+            raise DataError(f"{self.where}: chat template: needs more than {limits}; use another template")
         answer = json.loads(line)
         if "error" in answer:
             reason = " ".join(answer["error"].split())[:300]
-            raise DataError(f"{self.where}: chat template: {complaint}: {reason}; correct the one or the other")
+            raise DataError(f"{self.where}: chat template: {complaint}: {reason}; correct the template or the conversation")
         return answer
 
 
@@ -213,17 +213,17 @@ def _end(process: subprocess.Popen[str]) -> None:
 
 
 def load_chat_template(path: Path, tokenizer: Tokenizer) -> ChatTemplate | None:
-    """The template in a file, or of a tokenizer's directory: `chat_template.jinja`, else in `tokenizer_config.json`.
+    """Loads the template in a file, or in a tokenizer's directory: `chat_template.jinja`, else in `tokenizer_config.json`.
 
     Args:
         path: the file or directory.
-        tokenizer: whose `bos_token` and `eos_token` the template writes.
+        tokenizer: the tokenizer with the `bos_token` and `eos_token` that the template writes.
 
     Returns:
-        None if the directory has none.
+        The template, or None if the directory has none.
 
     Raises:
-        DataError: the template is malformed, or cannot be read.
+        DataError: the template is malformed or cannot be read.
     """
     try:
         file = path / TEMPLATE_FILE if path.is_dir() else path
@@ -251,19 +251,19 @@ def _read(path: Path) -> bytes:
 
 
 def _template_of(config: object, where: Path) -> str | None:
-    """The template of a `tokenizer_config.json`, which holds one, or several with names, or none.
+    """Returns the template of a `tokenizer_config.json`, which has one, or several with names, or none.
 
-    Of several, `tool_use` is for conversations with tools, and `default` for others, as transformers chooses.
+    Of several, `tool_use` applies to conversations with tools and `default` to all others, as in transformers.
     """
     templates = config.get("chat_template") if isinstance(config, dict) else None
     if isinstance(templates, list):
         named = {entry.get("name"): entry.get("template") for entry in templates if isinstance(entry, dict)}
         with_tools, without = named.get("tool_use"), named.get("default")
         if not isinstance(without, str):
-            raise DataError(f"{where}: chat template: none of those in the list is named default; put one into a file")
+            raise DataError(f"{where}: chat template: no template in the list is named default; put one into a file")
         if not isinstance(with_tools, str):
             return without
-        # The signs keep the lines' ends and spaces that begin and end the two, but for the one end that Jinja takes off.
+        # The + signs preserve white space at the edges of both templates, except the one newline that Jinja always strips.
         first, second = with_tools.removesuffix("\n"), without.removesuffix("\n")
         return f"{{% if tools is defined and tools is not none +%}}{first}{{%+ else +%}}{second}{{%+ endif %}}"
     if templates is not None and not isinstance(templates, str):

@@ -1,4 +1,4 @@
-"""Conversations to token ids, and which of them are learnt."""
+"""Encodes conversations to token ids and marks the ones that are trained on."""
 
 import contextlib
 import itertools
@@ -23,7 +23,7 @@ _THOUGHTS: list[Message] = [
     {"reasoning_content": "I think.", "thinking": "I think."},
     {"content": f"<think>\nI think.\n</think>\n\n{_SAID}"},
 ]
-"""What may be before it; templates that open every answer with a thought want one."""
+"""Thoughts that may precede the answer; templates that open every answer with a thought require one."""
 
 
 class Encoded(NamedTuple):
@@ -31,24 +31,23 @@ class Encoded(NamedTuple):
 
     ids: Int32[np.ndarray, "T"]
     learnt: Bool[np.ndarray, "T"]
-    """What the assistant says, the token that ends its turn included."""
+    """Whether each token is the assistant's, including the token that ends its turn."""
 
 
 def encode_conversation(template: ChatTemplate, tokenizer: Tokenizer, conversation: Conversation) -> list[Encoded]:
-    """The tokens of a conversation, and which of them are learnt: those of the text that the template writes, which
-    begins it with the bos token or does not, as for transformers' `apply_chat_template`.
+    """Encodes the text that the template writes for a conversation, and marks the tokens that are trained on.
 
-    What the assistant says lies in the template's `{% generation %}` blocks, or, if there are none, between what the
-    template writes up to a turn, with a generation prompt, and what it writes when the turn is there. Either way an answer
-    has to begin as that prompt does. Each stretch is encoded by itself, so that the assistant's tokens follow the prompt's
-    as they do when it is used.
+    The text begins with a bos token only if the template writes one, as in transformers' `apply_chat_template`.
 
-    A template that writes an answer otherwise once the conversation goes on, as those of reasoning models do, which then
-    leave out what was thought, gives several: each answer is learnt once, behind what is served before it.
+    The assistant's text is in the template's `{% generation %}` blocks. Without such blocks it is the difference between
+    the template's text up to a turn, with a generation prompt, and its text with the turn. Either way an answer must begin
+    like that prompt. Each stretch is encoded separately, so that the assistant's tokens follow the prompt's as in use.
+
+    Templates of reasoning models write an answer differently once the conversation continues: they drop its thoughts. Such a
+    conversation becomes several samples, and each answer is trained on once, after the text that precedes it in use.
 
     Raises:
-        DataError: the template refuses the messages, does not write all of them, or it cannot be told what the assistant
-            says.
+        DataError: the template refuses the messages or does not write all of them, or the answers cannot be located.
     """
     messages = _as_taken(template, conversation)
     turns = [index for index, is_learnt in enumerate(conversation.is_learnt) if is_learnt]
@@ -61,7 +60,7 @@ def encode_conversation(template: ChatTemplate, tokenizer: Tokenizer, conversati
         answers = [answer for answer in answers if not rendered.text.startswith(answer.after.text)]
         rendered = answers[-1].after if answers else rendered
     if turns and not samples:
-        what = "has no {% generation %} block around an answer that is to be learnt"
+        what = "has no {% generation %} block around an answer to train on"
         raise cannot_tell(template, what, "put one around each, or remove the marks of messages")
     return samples[::-1]
 
@@ -69,11 +68,10 @@ def encode_conversation(template: ChatTemplate, tokenizer: Tokenizer, conversati
 def encode_messages(
     template: ChatTemplate, tokenizer: Tokenizer, messages: Sequence[Message], variables: dict[str, Any] | None = None
 ) -> Int32[np.ndarray, "T"]:
-    """The tokens of a conversation up to where the assistant's next turn begins: those that `encode_conversation` has
-    before that turn.
+    """Returns the tokens up to where the assistant's next turn begins, equal to those of `encode_conversation` before it.
 
     Raises:
-        DataError: the template refuses the messages, or does not write all of them.
+        DataError: the template refuses the messages or does not write all of them.
     """
     variables = variables or {}
     messages = _as_taken(template, Conversation([*messages], [False] * len(messages), variables))
@@ -82,7 +80,7 @@ def encode_messages(
 
 
 def end_token(template: ChatTemplate, tokenizer: Tokenizer) -> int | None:
-    """The special token that the template writes behind what the assistant says, if it does: generation stops at it."""
+    """Returns the special token that the template writes right after an answer, where generation stops, or None."""
     for token in tokenizer.encode_template(_behind_answer(template)).tolist():
         if tokenizer.token_bytes[token] == 0:
             return token
@@ -92,18 +90,18 @@ def end_token(template: ChatTemplate, tokenizer: Tokenizer) -> int | None:
 
 
 def _behind_answer(template: ChatTemplate) -> str:
-    """What the template writes behind an answer."""
+    """Returns what the template writes after an answer."""
     talk = [_message_as_taken(template, message) for message in _TALK]
     _, said, after = template.render(talk, add_generation_prompt=False).rpartition(_SAID)
     return after if said else ""
 
 
 def end_problem(template: ChatTemplate, tokenizer: Tokenizer) -> str | None:
-    """What is wrong if no answer teaches where to stop: none has a token that is learnt and that generation stops at."""
+    """Returns an error if no answer teaches where to stop: none has a trained token that generation stops at."""
     try:
         end = end_token(template, tokenizer)
         samples = _encoded_talk(template, tokenizer)
-    except DataError:  # it wants other talks; what is wrong with those is told where they are read
+    except DataError:  # it needs other conversations; their errors are reported when they are read
         return None
     learnt = {token for sample in samples for token in sample.ids[sample.learnt].tolist()}
     if learnt & {end, tokenizer.eos_id}:
@@ -111,13 +109,19 @@ def end_problem(template: ChatTemplate, tokenizer: Tokenizer) -> str | None:
     place = f"{template.where}: chat template:"
     if end is None:
         name = tokenizer.eos_token or f"token {tokenizer.eos_id}"
-        return f"{place} writes no token behind an answer that generation stops at, so no end is learnt; write {name} there"
+        return (
+            f"{place} writes no token after an answer that generation stops at, so the model never learns to stop;"
+            f" write {name} there"
+        )
     name = _behind_answer(template).split()[0]
-    return f"{place} has {name}, where generation stops, outside of {{% generation %}}, so no end is learnt; put it inside"
+    return (
+        f"{place} has {name}, where generation stops, outside of {{% generation %}}, so the model never learns to stop;"
+        " put it inside"
+    )
 
 
 def _encoded_talk(template: ChatTemplate, tokenizer: Tokenizer) -> list[Encoded]:
-    """A short talk, with a thought where the template opens every answer with one."""
+    """Encodes a short conversation, with a thought if the template opens every answer with one."""
     for thought in _THOUGHTS:
         with contextlib.suppress(DataError):
             talk = [_TALK[0], _TALK[1] | thought]
@@ -126,10 +130,10 @@ def _encoded_talk(template: ChatTemplate, tokenizer: Tokenizer) -> list[Encoded]
 
 
 def _as_taken(template: ChatTemplate, conversation: Conversation) -> list[Message]:
-    """The messages in the form that the template takes.
+    """Returns the messages in the form that the template accepts.
 
     Raises:
-        DataError: it would leave something out that is in them.
+        DataError: the template would leave something out.
     """
     for index, message in enumerate(conversation.messages):
         if message.get("tool_calls") and not template.takes_calls:
@@ -164,14 +168,14 @@ def _message_as_taken(template: ChatTemplate, message: Message) -> Message:
 
 
 def _named_calls(text: str) -> list[dict[str, Any]]:
-    """The calls in a `function_call` message of ShareGPT data: one, or a list."""
+    """Returns the calls in a `function_call` message of ShareGPT data: one, or a list."""
     try:
         given: Any = json.loads(text)
     except (ValueError, RecursionError):
         given = None
     calls = given if isinstance(given, list) else [given]
     if not calls or not all(isinstance(call, dict) and isinstance(call.get("name"), str) for call in calls):
-        rule = 'must be {"name": ..., "arguments": ...}, or a list of such'
+        rule = 'must be {"name": ..., "arguments": ...}, or a list of these'
         raise DataError(f"a turn of function_call {rule}, not {show(text)}; correct or remove it")
     return calls
 
@@ -182,7 +186,7 @@ def _function(call: dict[str, Any]) -> dict[str, Any]:
 
 
 def _with_object(call: dict[str, Any]) -> dict[str, Any]:
-    """The call with arguments as an object, as transformers' documentation asks for, where they are JSON of one."""
+    """Returns the call with JSON arguments parsed to an object, as transformers' documentation asks for."""
     function = _function(call)
     try:
         arguments = json.loads(function["arguments"])
@@ -195,7 +199,7 @@ def _with_object(call: dict[str, Any]) -> dict[str, Any]:
 
 
 def _encode(tokenizer: Tokenizer, text: str, spans: Sequence[tuple[int, int]]) -> Encoded:
-    """The tokens of a text of which these stretches are learnt; each stretch is encoded by itself."""
+    """Encodes each stretch of a text separately; the given spans are the ones that are trained on."""
     cuts = [0, *itertools.chain.from_iterable(spans), len(text)]
     parts = tokenizer.encode_template_parts([text[a:b] for a, b in itertools.pairwise(cuts)])
     learnt = [np.full(len(part), index % 2 == 1) for index, part in enumerate(parts)]

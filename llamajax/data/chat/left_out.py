@@ -1,7 +1,7 @@
-"""What a chat template leaves out of a conversation, judged by what it writes.
+"""Finds what a chat template leaves out of a conversation, judging by its output.
 
-A template's text does not tell: one that has the word `thinking` in it may mean a switch, one that has `tools` those of a
-message. So a word that stands nowhere else is put into everything that is said, and looked for in what is written.
+The template's source cannot show this: one that contains the word `thinking` may mean a switch, and `tools` may be a field
+of a message. Therefore a unique marker word is added to everything that is said, and searched for in the output.
 """
 
 import hashlib
@@ -14,20 +14,20 @@ from llamajax.data.documents.conversations import ANSWERING, REASONING, Message
 from llamajax.errors import DataError
 
 _MAX_SHAPES = 2**16
-"""That are remembered of a template, for the sake of memory."""
+"""Maximum number of shapes remembered per template, to bound memory."""
 _ID = "callabcde"
-"""Of a call, as Mistral's templates want it: nine letters."""
+"""ID of a call in the form that Mistral's templates require: nine letters."""
 _PARAMETERS = {"type": "object", "properties": {"x": {"type": "string", "description": "x"}}, "required": ["x"]}
 
 
 def left_out(template: ChatTemplate, messages: Sequence[Message], variables: Mapping[str, Any]) -> str | None:
-    """The first thing that the template leaves out of a conversation, as `messages[1].content`; None if it writes all.
+    """Returns the first thing that the template leaves out of a conversation, such as `messages[1].content`, or None.
 
-    Templates of reasoning models leave out what was thought before the last question, and are served so. Therefore it is
-    enough that something is written while the answer that it is in, or one behind it, is the last message.
+    Templates of reasoning models leave out thoughts before the last question, in training as in use. Therefore a part counts
+    as written if it appears while its own answer or any later answer is the last message.
 
-    Conversations of one shape are judged together, by one that says nothing but the words; where that is not written as a
-    whole, each by its own texts. So what is found does not depend on which others there are.
+    Conversations of one shape are judged together, by a stand-in that contains only marker words. If the template does not
+    write the stand-in completely, each conversation is judged by its own texts, so the result never depends on the others.
     """
     words = Words(keeps_text=False)
     stand_in = words.put_into(messages, variables)
@@ -47,7 +47,7 @@ def left_out(template: ChatTemplate, messages: Sequence[Message], variables: Map
 def _missing(
     template: ChatTemplate, messages: Sequence[Message], variables: Mapping[str, Any], words: "Words"
 ) -> list[str] | None:
-    """The places of the words that are not written; None if the template does not take the conversation."""
+    """Returns the places of the marker words that are not written; None if the template rejects the conversation."""
     answers = [index for index, message in enumerate(messages) if message["role"] in ANSWERING]
     renders = [(len(messages), False), *((answer + 1, False) for answer in answers)]
     try:
@@ -58,12 +58,12 @@ def _missing(
 
 
 class Words:
-    """Words that stand nowhere else, put behind the texts of a conversation, or in their place."""
+    """Unique marker words, put after the texts of a conversation or in place of them."""
 
     places: dict[str, str]
-    """Where each word is."""
+    """Place of each word in the conversation."""
     messages: dict[str, int]
-    """Of which message each word is."""
+    """Index of each word's message."""
 
     def __init__(self, *, keeps_text: bool) -> None:
         self.places, self.messages = {}, {}
@@ -71,7 +71,7 @@ class Words:
         self._calls: dict[str, str] = {}
 
     def put_into(self, messages: Sequence[Message], variables: Mapping[str, Any]) -> tuple[list[Message], dict[str, Any]]:
-        """The conversation with the words in it."""
+        """Returns the conversation with the words in it."""
         marked = []
         for index, message in enumerate(messages):
             marked.append(self._message(message, f"messages[{index}]"))
@@ -87,7 +87,7 @@ class Words:
         return f"{text} {word}" if self._keeps_text else word
 
     def _other(self, text: str) -> str:
-        """What is no text that must be written, such as an id."""
+        """Returns the value for a text that need not be written, such as an ID."""
         return text if self._keeps_text else _ID
 
     def _message(self, message: Message, place: str) -> Message:

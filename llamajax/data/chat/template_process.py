@@ -1,14 +1,15 @@
-"""Runs one chat template in a process of its own; a script that `chat.py` starts, which imports jinja2 and nothing of ours.
+"""Runs one chat template in its own process: a script that `chat_template.py` starts. It imports jinja2 but not llamajax.
 
 Chat templates are programs that come with downloaded weights. Jinja's sandbox keeps them from reading or calling anything,
-but not from looping without end or filling the memory, often in one uninterruptible operation; limits of the process do.
+but not from looping forever or filling the memory, often in one uninterruptible operation; the process limits do.
 
 The first line of stdin is JSON with `template`, `special_tokens` (its constants), `max_cpu_s` (for the answer to a request),
-`max_memory_bytes` and `max_chars` (of a text). Every other line is a request with `messages`, `variables` (what the template
-is told besides), `renders` (a list of [number of messages, add_generation_prompt]) and `date` (ISO, or null for today). Each
-is answered by a line: `{}` for the first;
-`texts` (those that the first one begins with as a length only) and `marks` ([start, end] of each text's `{% generation %}`
-blocks); or `error`. Who takes too long is ended.
+`max_memory_bytes` and `max_chars` (of a text). Every other line is a request with `messages`, `variables` (further variables
+of the template), `renders` (a list of [number of messages, add_generation_prompt]) and `date` (ISO, or null for today).
+
+The answer to the first line is `{}`. The answer to a request has `texts` (a text that the first one begins with is given as
+its length) and `marks` ([start, end] of each text's `{% generation %}` blocks). Either may be `error` instead. A request
+that takes too long ends the process.
 """
 
 import datetime
@@ -27,11 +28,11 @@ import jinja2.sandbox
 import jinja2.utils
 
 _START, _END = (f"\ue000{secrets.randbits(128)}{side}\ue001" for side in "<>")
-"""Written around generation blocks and taken out again; random, so that no message holds them."""
+"""Marks around generation blocks, which are removed again; random, so that no message contains them."""
 
 
 class _Generation(jinja2.ext.Extension):
-    """`{% generation %} ... {% endgeneration %}`, which templates put around what the assistant says."""
+    """The tag `{% generation %} ... {% endgeneration %}`, which templates put around the assistant's text."""
 
     tags = {"generation"}  # noqa: RUF012 (jinja2 reads it from the class)
 
@@ -43,7 +44,7 @@ class _Generation(jinja2.ext.Extension):
 
 
 class _Namespace(jinja2.utils.Namespace):
-    """Jinja's own would take `__html__`, which is called past the sandbox."""
+    """A namespace that refuses private names. Jinja's own accepts `__html__`, which is called outside the sandbox."""
 
     def __init__(self, /, *args: Any, **kwargs: Any) -> None:
         super().__init__()
@@ -57,7 +58,7 @@ class _Namespace(jinja2.utils.Namespace):
 
 
 def _environment(now: Callable[[], datetime.datetime]) -> jinja2.Environment:
-    """What Hugging Face's templates expect to find."""
+    """Returns the environment that Hugging Face's templates expect."""
 
     def raise_exception(message: str) -> None:
         raise jinja2.TemplateError(message)
@@ -85,7 +86,7 @@ def _environment(now: Callable[[], datetime.datetime]) -> jinja2.Environment:
 
 
 def _take_marks_out(text: str) -> tuple[str, list[tuple[int, int]]]:
-    """The text without marks, and where the marked stretches are in it."""
+    """Returns the text without marks, and the places of the marked stretches in it."""
     first, *rest = text.split(_START)
     clean, marks = first, []
     for part in rest:
@@ -119,7 +120,7 @@ def _reason(error: Exception) -> str:
     if isinstance(error, jinja2.TemplateSyntaxError):
         return f"line {error.lineno}: {error.message}"
     if isinstance(error, RecursionError):
-        return "it calls itself without end"
+        return "it recurses without end"
     if isinstance(error, MemoryError):
         return "it needs too much memory"
     return str(error) or type(error).__name__

@@ -1,7 +1,7 @@
-"""The second pass, over all documents that stay after the first: which of them are copies, or alike.
+"""Second pass, over all documents that the first pass kept: finds exact copies and near duplicates.
 
-Candidates come band by band, from sorted hashes, which takes 16 bytes of memory for each document and band; those that are
-left are decided by their sets, which only they have written down.
+Candidates are found band by band from sorted hashes, which takes 16 bytes of memory per document and band. The final
+decision compares the sets of runs, which are stored only for candidates.
 """
 
 import itertools
@@ -23,16 +23,16 @@ from llamajax.data.cleaning.survivors import CANDIDATES_FILE, DECISIONS_FILE, Su
 from llamajax.data.cleaning.texts import whole_texts
 
 STAYS, EXACT, NEAR = range(3)
-"""What the file of decisions says of a document."""
+"""Values in the file of decisions, one per document."""
 CROWD_DOCUMENTS = 2**16
-"""Documents that agree on a band are compared in groups of so many, each with the first of all."""
+"""Documents that agree on a band are compared in groups of this size, each with the first document of all."""
 HISTOGRAM_BINS = 20
-"""Of the similarities of pairs, from 0 to 1."""
+"""Number of bins in the histogram of pair similarities, from 0 to 1."""
 
 
 @dataclass(frozen=True)
 class BandTask:
-    """One band to look for candidates in."""
+    """One band to search for candidates."""
 
     entry: Path
     band: int
@@ -40,21 +40,23 @@ class BandTask:
 
     @property
     def path(self) -> Path:
-        """Where its pairs are kept."""
+        """Path of the band's pairs."""
         return self.entry / f"band-{self.band:03d}.pairs"
 
 
 @dataclass(frozen=True)
 class SetsTask:
-    """One part whose candidates are to be written down."""
+    """One part with candidates to store sets for."""
 
     part: Part
     config: CleaningConfig
 
 
 def find_candidates(task: BandTask) -> Work:
-    """Writes the pairs of documents that agree on a band and whose signatures make them candidates, unless it was done:
-    firsts and seconds, int64 [pairs]. Returns the work, of no further documents."""
+    """Writes the pairs of documents that agree on a band and have similar enough signatures, unless already done.
+
+    The arrays are firsts and seconds, int64 [pairs]. Returns the work done; its document count is 0.
+    """
     work, started = Work(), time.process_time()
     if task.path.exists():
         return work
@@ -74,7 +76,7 @@ def find_candidates(task: BandTask) -> Work:
 
 
 def gather_candidates(entry: Path, tasks: Sequence[BandTask]) -> None:
-    """Writes the candidates of all bands, each pair once, in order; as `find_candidates` does."""
+    """Writes the candidates of all bands, each pair once, in order, in the format of `find_candidates`."""
     files = [cache.read_arrays(task.path).arrays for task in tasks]
     pairs = np.concatenate([np.stack([file["firsts"][:], file["seconds"][:]], axis=1) for file in files])
     firsts, seconds = np.unique(pairs, axis=0).T
@@ -82,13 +84,14 @@ def gather_candidates(entry: Path, tasks: Sequence[BandTask]) -> None:
 
 
 def write_sets(task: SetsTask) -> Work:
-    """Writes the sets of a part's candidates, a file per chunk that has any, unless it was done; returns the work, of no
-    further documents.
+    """Writes the sets of a part's candidates, one file per chunk that has any, unless already done.
 
-    A file's arrays: documents, int64 [n], their numbers; offsets, int64 [n + 1]; runs, uint64 [offsets[n]].
+    Returns the work done; its document count is 0.
+
+    A file's arrays: documents, int64 [n], numbers of the documents; offsets, int64 [n + 1]; runs, uint64 [offsets[n]].
 
     Raises:
-        DataError: a file cannot be read, or has changed since it was hashed.
+        DataError: a file cannot be read or has changed since it was hashed.
         DiskError: the disk fails.
     """
     part, work, started = task.part, Work(), time.process_time()
@@ -113,9 +116,9 @@ def write_sets(task: SetsTask) -> Work:
 
 
 def decide(entry: Path, parts: Sequence[Part], config: CleaningConfig) -> None:
-    """Writes what becomes of every document (reasons, uint8 [documents]), with counts and examples of pairs.
+    """Writes the decision about every document (reasons, uint8 [documents]), with counts and example pairs.
 
-    Documents belong together that a chain of pairs at or above the threshold connects; the first of them stays.
+    Documents connected by a chain of pairs at or above the threshold form a cluster; its first document stays.
     """
     survivors = Survivors(entry)
     firsts = survivors.firsts
@@ -148,7 +151,7 @@ def decide(entry: Path, parts: Sequence[Part], config: CleaningConfig) -> None:
 
 
 class _Sets:
-    """The sets of all candidates, by their numbers."""
+    """Sets of all candidates by document number."""
 
     def __init__(self, entry: Path, survivors: Survivors, parts: Sequence[Part]) -> None:
         self._entry = entry

@@ -1,6 +1,6 @@
-"""Which documents hold parts of held-out texts, by runs of words (GPT-3, arXiv 2005.14165, appendix C).
+"""Finds documents that contain parts of held-out texts, by runs of words (GPT-3, arXiv 2005.14165, appendix C).
 
-Where GPT-3 cut what it found out of a document, and forgave runs that are frequent, the whole document is left out here.
+GPT-3 cut matches out of a document and ignored frequent runs. Here the whole document is left out.
 """
 
 import functools
@@ -23,7 +23,7 @@ _KEY = "data.cleaning.decontamination"
 
 
 def held_out_groups(config: DecontaminationConfig, cache_dir: Path, log: Callable[[str], None]) -> list[HashedGroup]:
-    """The files with held-out texts, a source for every field of those of records.
+    """Returns the files with held-out texts, with a source per text field for files of records.
 
     Raises:
         DataError: a file is missing or cannot be read.
@@ -40,7 +40,7 @@ def held_out_groups(config: DecontaminationConfig, cache_dir: Path, log: Callabl
 
 
 def write_runs(path: Path, groups: Sequence[HashedGroup], length: int) -> None:
-    """Writes the hashes of all runs of `length` words of held-out texts, sorted, and how many texts are too short for one.
+    """Writes the sorted hashes of all runs of `length` words of held-out texts, and how many texts are too short for one.
 
     The lock of the file's folder must be held.
     """
@@ -56,15 +56,15 @@ def write_runs(path: Path, groups: Sequence[HashedGroup], length: int) -> None:
 
 
 class HeldOut:
-    """The runs of words of the held-out texts."""
+    """Runs of words of the held-out texts."""
 
     def __init__(self, runs: UInt64[np.ndarray, "runs"], config: DecontaminationConfig) -> None:
-        """Takes sorted hashes."""
+        """Stores the sorted hashes."""
         self._runs = runs
         self._config = config
 
     def hits(self, text: str) -> tuple[int, int, str]:
-        """Runs of the text, how many of them are held out, and the words of the first of those."""
+        """Returns the number of runs in the text, how many of them are held out, and the words of the first of these."""
         words, length = words_of(text), self._config.ngram
         of_text = run_hashes(word_hashes(words), length)
         if not len(of_text) or not len(self._runs):
@@ -75,15 +75,15 @@ class HeldOut:
         return len(of_text), len(found), first
 
     def condemns(self, num_runs: int, num_hits: int) -> bool:
-        """Whether a document with so many runs and hits is left out."""
+        """Returns whether a document with these counts of runs and hits is left out."""
         return num_hits >= self._config.min_hits and num_hits >= self._config.min_share * num_runs
 
 
 @functools.lru_cache(1)
 def read_held_out(path: Path, config: DecontaminationConfig) -> HeldOut:
-    """What `write_runs` wrote; kept in memory.
+    """Returns the runs that `write_runs` wrote; cached in memory.
 
     Raises:
-        DamagedError: it is gone or damaged.
+        DamagedError: the file is missing or damaged.
     """
     return HeldOut(read_arrays(path).arrays["runs"][:], config)

@@ -1,4 +1,4 @@
-"""What the rules that look at one document alone say of it: filters, languages, held-out texts, in this order."""
+"""Applies the rules that judge one document alone, in this order: filters, languages, held-out texts."""
 
 import functools
 import re
@@ -15,48 +15,48 @@ from llamajax.data.cleaning.language import language_of
 
 @dataclass(frozen=True)
 class Rules:
-    """All that decides about a document alone; goes to whoever judges it."""
+    """Everything that the verdict on a single document depends on; sent to the process that judges it."""
 
     config: CleaningConfig
     bad_words: tuple[str, ...]
-    """What the file `filters.bad_words` holds."""
+    """Lines of the file `filters.bad_words`."""
     held_out: Path
-    """The file of `contamination.write_runs`, if that step is on."""
+    """File written by `contamination.write_runs`, if that step is on."""
 
 
 class Verdict(NamedTuple):
-    """What becomes of a document."""
+    """Decision about a document."""
 
     text: str
-    """Of it, or what filters leave of it."""
+    """The document's text, or the part of it that the filters keep."""
     reason: str = ""
-    """The setting that condemns it, such as `filters.min_words`; empty if it stays."""
+    """The setting that rejects the document, such as `filters.min_words`; empty if it stays."""
     found: str = ""
-    """What it was found to be."""
+    """The measured value that broke the rule."""
     language: str = ""
-    """Code of its language, if somebody looked."""
+    """Code of the document's language, if it was detected."""
 
 
 @dataclass
 class Work:
-    """What a step has done: documents that came to it, and the processor time they took, seconds."""
+    """Work of a step: number of documents it processed, and processor time in seconds."""
 
     documents: int = 0
     seconds: float = 0.0
 
     def add(self, documents: int, started: float) -> None:
-        """Counts documents, and the time since `started`, a value of `time.process_time`."""
+        """Adds documents, and the time since `started`, a value of `time.process_time`."""
         self.documents += documents
         self.seconds += time.process_time() - started
 
 
 def kept_text(text: str, config: CleaningConfig) -> str:
-    """What filters leave of the text of a document that stays."""
+    """Returns the part of a document's text that the filters keep."""
     return c4_lines(text) if config.filters.c4_lines else text
 
 
 def judge(text: str, rules: Rules, work: dict[str, Work]) -> Verdict:
-    """The verdict on a text that is not empty; what was done for it is added to `work`, by step."""
+    """Returns the verdict on a text that is not empty, and adds the work done to `work`, by step."""
     text = kept_text(text, rules.config)
     language = ""
     for step, look in (("filters", _filter), ("languages", _language), ("decontamination", _contamination)):

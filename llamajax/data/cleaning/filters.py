@@ -1,4 +1,4 @@
-"""Rules about one document alone, of C4, Gopher and mGPT; `FilterConfig` says which rule is whose."""
+"""Filter rules about a single document, from C4, Gopher and mGPT; `FilterConfig` says where each rule comes from."""
 
 import re
 import zlib
@@ -13,11 +13,11 @@ from llamajax.config.cleaning import FilterConfig
 from llamajax.data.cleaning.words import repeats, run_hashes, word_hashes
 
 C4_WORDS_PER_LINE = 5
-"""Words that C4 wants of a line."""
+"""Minimum number of words per line in C4."""
 TOP_RUN_SHARES = {2: 0.20, 3: 0.18, 4: 0.16}
-"""Gopher, table A1: share of the characters that the most frequent run of so many words may hold."""
+"""Gopher, table A1: maximum share of characters in the most frequent run of words, by length of the run."""
 REPEATED_RUN_SHARES = {5: 0.15, 6: 0.14, 7: 0.13, 8: 0.12, 9: 0.11, 10: 0.10}
-"""Gopher, table A1: share of the characters that may be in runs of so many words that came before."""
+"""Gopher, table A1: maximum share of characters in runs of words that occurred before, by length of the run."""
 
 _C4_MARKS = (".", "!", "?", '"')
 _C4_CITATION = re.compile(r"\[\d*\]|\[edit\]|\[citation needed\]")
@@ -30,13 +30,13 @@ _SENTENCE_END = re.compile("[.!?\u2026]+[\"'\u201d\u2019)\\]]*(?=\\s|$)|[\u3002\
 _PARAGRAPH_END = re.compile(r"\n\s*\n")
 
 Finding = tuple[str, str]
-"""The name of a setting, and what a document that breaks it was found to be."""
+"""A setting's name, and the value measured in a document that breaks the rule."""
 
 
 def c4_lines(text: str) -> str:
-    """The lines of a text that C4 keeps (section 2.2, with the details of its published program), stripped.
+    """Returns the lines of a text that C4 keeps (section 2.2, with the details of its published program), stripped.
 
-    C4 also drops runs of three sentences that came before, in any document, which no step here does.
+    C4 also drops sequences of three sentences that occurred before in any document. No step here does that.
     """
     return "\n".join(kept for line in text.splitlines() if (kept := _c4_line(line)))
 
@@ -53,18 +53,18 @@ def _c4_line(line: str) -> str:
 
 
 def broken_rule(text: str, config: FilterConfig, bad_words: re.Pattern[str] | None) -> Finding | None:
-    """The first rule that the text breaks; None if it keeps all that are set.
+    """Returns the first rule that the text breaks, or None.
 
     Args:
-        text: of a document, by `c4_lines` if that is on.
+        text: text of a document, filtered by `c4_lines` if that is on.
         config: the rules.
-        bad_words: as of `pattern_of_words`.
+        bad_words: pattern from `pattern_of_words`.
     """
     return next(_findings(_Parts(text, config), bad_words), None)
 
 
 def pattern_of_words(words: Sequence[str]) -> re.Pattern[str] | None:
-    """Finds any of the words or phrases in a text in lower case, where no letter or digit is beside it; None without any."""
+    """Returns a pattern for any of the words or phrases, as whole words of a text in lower case; None if there are none."""
     phrases = sorted({" ".join(word.lower().split()) for word in words} - {""})
     if not phrases:
         return None
@@ -72,7 +72,7 @@ def pattern_of_words(words: Sequence[str]) -> re.Pattern[str] | None:
 
 
 class _Parts:
-    """A text, and what is asked of it more than once."""
+    """A text, with the parts of it that several rules use."""
 
     def __init__(self, text: str, config: FilterConfig) -> None:
         self.text = text
@@ -118,7 +118,7 @@ _MEASURES: dict[str, tuple[Callable[[_Parts], float], str]] = {
     "repeated_paragraph_chars": (lambda parts: _repeated_chars(parts.paragraphs), "{:.1%} of the characters"),
     "compression": (lambda parts: _compression(parts.text.encode()), "{:.2f} to one"),
 }
-"""What the settings `min_...` and `max_...` bound, and how it is told."""
+"""Measure behind each pair of settings `min_...` and `max_...`, and the text that reports its value."""
 
 
 def _findings(parts: _Parts, bad_words: re.Pattern[str] | None) -> Iterator[Finding]:
@@ -143,7 +143,7 @@ def _findings(parts: _Parts, bad_words: re.Pattern[str] | None) -> Iterator[Find
 
 
 def _share(holds: Iterable[bool]) -> float:
-    """Of the items, the share for which it holds; 0 of none."""
+    """Returns the share of items that are true; 0 if there are no items."""
     held = list(holds)
     return sum(held) / max(len(held), 1)
 
@@ -157,7 +157,7 @@ def _symbols(text: str) -> int:
 
 
 def _repeated(parts: Sequence[str]) -> list[str]:
-    """The parts that are the same as one before them."""
+    """Returns the parts that equal an earlier one."""
     return [part for part, count in Counter(parts).items() for _ in range(count - 1)]
 
 
@@ -173,23 +173,23 @@ def _repeated_runs(words: Sequence[str]) -> Iterator[Finding]:
     hashes, lengths = word_hashes(words), np.fromiter(map(len, words), np.int64, len(words))
     for length, most in TOP_RUN_SHARES.items():
         if (share := _top_run_share(hashes, lengths, length)) > most:
-            yield "repeated_ngrams", f"{share:.1%} of it is one run of {length} words"
+            yield "repeated_ngrams", f"{share:.1%} is one run of {length} words"
     for length, most in REPEATED_RUN_SHARES.items():
         if (share := _repeated_run_share(hashes, lengths, length)) > most:
-            yield "repeated_ngrams", f"{share:.1%} of it are runs of {length} words that came before"
+            yield "repeated_ngrams", f"{share:.1%} is in runs of {length} words that occurred before"
 
 
 def _top_run_share(hashes: UInt64[np.ndarray, "words"], lengths: Int64[np.ndarray, "words"], length: int) -> float:
-    """Share of the characters that the most frequent run of `length` words holds, if it comes twice or more."""
+    """Returns the share of characters in the most frequent run of `length` words, if it occurs at least twice."""
     runs, first, counts = np.unique(run_hashes(hashes, length), return_index=True, return_counts=True)
     if not len(runs) or counts.max() < 2:
         return 0.0
-    start = first[counts == counts.max()].min()  # the first of equals, whatever their hashes
+    start = first[counts == counts.max()].min()  # ties go to the earliest run, whatever its hash
     return float(counts.max() * lengths[start : start + length].sum() / lengths.sum())
 
 
 def _repeated_run_share(hashes: UInt64[np.ndarray, "words"], lengths: Int64[np.ndarray, "words"], length: int) -> float:
-    """Share of the characters that are in runs of `length` words that came before; those in several count once."""
+    """Returns the share of characters in runs of `length` words that occurred before; overlapping runs count once."""
     starts = repeats(run_hashes(hashes, length))
     edges = np.zeros(len(hashes) + 1, np.int64)
     edges[starts] += 1

@@ -1,15 +1,15 @@
-"""The language of a text, by the model that py3langid ships: naive Bayes over byte n-grams (Lui and Baldwin 2012)."""
+"""Detects the language of a text with py3langid's model: naive Bayes over byte n-grams (Lui and Baldwin 2012)."""
 
 import functools
 from typing import Any
 
 MIDDLE_CHARS = 1024
-"""Characters that the language is told by, from the middle of a text, where there are no menus: more of them hardly change
-an answer, and take longer."""
+"""Number of characters used for detection, from the middle of a text, where there are no menus. More of them hardly change
+the result and take longer."""
 
 
 def language_of(text: str) -> tuple[str, float]:
-    """Code of the language and how probable it is, by the model; `zxx` is what is no language.
+    """Returns the code of the text's language and the model's probability for it; `zxx` means no language.
 
     Raises:
         ImportError: py3langid is not installed.
@@ -20,7 +20,7 @@ def language_of(text: str) -> tuple[str, float]:
 
 
 def known_languages() -> list[str]:
-    """The codes that the model knows, sorted."""
+    """Returns the language codes that the model supports, sorted."""
     return sorted(_identifier().labels)
 
 

@@ -1,5 +1,7 @@
-"""The report as one self-contained HTML page. The texts in it are anybody's: all of them are escaped, and nothing is loaded
-or run."""
+"""Renders the report as one self-contained HTML page.
+
+The texts in it are untrusted: all of them are escaped, and the page loads and runs nothing.
+"""
 
 import difflib
 import html
@@ -24,7 +26,7 @@ _BAR = 160
 
 
 def page(told: dict[str, Any]) -> str:
-    """The page about a report."""
+    """Returns the HTML page of a report."""
     body = f"""<h2>Steps</h2>
 {_steps(told)}
 <h2>Sources, and their documents after each step</h2>
@@ -33,9 +35,9 @@ def page(told: dict[str, Any]) -> str:
 {_reasons(told)}
 {_languages(told)}
 {_near(told)}
-{_pairs("Near duplicates: what stays, and what is like it", told["alike"], with_similarity=True)}
-{_pairs("Exact duplicates: what stays, and its copy", told["copies"], with_similarity=False)}
-{_pairs("Lines that filters took out of documents that stay", told["cut"], with_similarity=False)}
+{_pairs("Near duplicates: the document that stays, and the similar one", told["alike"], with_similarity=True)}
+{_pairs("Exact duplicates: the document that stays, and its copy", told["copies"], with_similarity=False)}
+{_pairs("Lines that filters removed from documents that stay", told["cut"], with_similarity=False)}
 {_examples(told)}"""
     title, intro = "Cleaned documents", f"{html.escape(', '.join(told['steps']))} &middot; {_versions(told)}"
     return build_page(title, heading=title, intro=intro, cards=_cards(told), body=body, style=_STYLE)
@@ -52,7 +54,7 @@ def _cards(told: dict[str, Any]) -> list[Card]:
         Card("documents", f"{documents_left:,}", f"of {documents:,}"),
         Card("stay", _percent(documents_left, documents), "of the documents"),
         Card("text", format_bytes(bytes_left), f"of {format_bytes(num_bytes)}"),
-        Card("stays", _percent(bytes_left, num_bytes), f"of the text; {empty:,} empty and {bad:,} bad records beside"),
+        Card("stays", _percent(bytes_left, num_bytes), f"of the text; {empty:,} empty and {bad:,} bad records besides"),
     ]
     if told["held_out"]:
         held_out = told["held_out"]
@@ -85,7 +87,9 @@ def _sources(told: dict[str, Any]) -> str:
         ]
         for source in told["sources"]
     ]
-    return _table(["source", "documents", "text", *told["steps"], "text left", "stays", "cut out of what stays"], rows)
+    return _table(
+        ["source", "documents", "text", *told["steps"], "text left", "stays", "removed from documents that stay"], rows
+    )
 
 
 def _reasons(told: dict[str, Any]) -> str:
@@ -102,8 +106,8 @@ def _languages(told: dict[str, Any]) -> str:
         return ""
     total = sum(documents for documents, _ in told["languages"].values())
     rows = [[code, *_counts(counts), _percent(counts[0], total)] for code, counts in told["languages"].items()]
-    table = _table(["language", "documents", "text", "of those looked at"], rows, [row[0] / total for row in _values(told)])
-    return f"<h2>Languages, before any was left out</h2>{table}"
+    table = _table(["language", "documents", "text", "of those checked"], rows, [row[0] / total for row in _values(told)])
+    return f"<h2>Languages before any document was left out</h2>{table}"
 
 
 def _values(told: dict[str, Any]) -> list[list[int]]:
@@ -123,8 +127,8 @@ def _near(told: dict[str, Any]) -> str:
     ]
     bars = [count / most for count in histogram if count]
     words = (
-        f"{near['candidates']:,} pairs proposed by {settings['num_permutations']} minima, of which {sum(histogram):,} were"
-        f" measured, the others being connected already; {near['clusters']:,} clusters at {settings['threshold']} or more"
+        f"{near['candidates']:,} candidate pairs from {settings['num_permutations']} minima; {sum(histogram):,} were"
+        f" measured, the others were connected already; {near['clusters']:,} clusters at {settings['threshold']} or more"
     )
     return f"<h2>Similarity of candidates</h2><p>{words}</p>{_table(['Jaccard similarity', 'pairs'], rows, bars)}"
 
@@ -149,7 +153,7 @@ def _examples(told: dict[str, Any]) -> str:
 
 
 def _differences(one: str, other: str) -> tuple[str, str]:
-    """Both texts, escaped, with marks around the words that only one of them has there."""
+    """Returns both texts, escaped, with marks around the words that differ."""
     words = [re.findall(r"\s+|\S+", text) for text in (one, other)]
     marked: tuple[list[str], list[str]] = ([], [])
     for kind, *places in difflib.SequenceMatcher(None, *words, autojunk=False).get_opcodes():
@@ -176,7 +180,7 @@ def _percent(part: float, whole: float) -> str:
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]], bars: Sequence[float] | None = None) -> str:
-    """A table whose cells are escaped; `bars` are shares of a bar's full width, one for each row."""
+    """Returns a table with escaped cells; `bars` are shares of a bar's full width, one for each row."""
     titles = "".join(f"<th>{html.escape(title)}</th>" for title in [*head, *([""] if bars is not None else [])])
     body = []
     for index, cells in enumerate(rows):

@@ -1,9 +1,8 @@
-"""Sources of documents to cleaned ones, in three passes; each once, for all runs that clean the same in the same way.
+"""Cleans the documents of sources in three passes. All runs with the same data and settings share the result.
 
-All of it lies in `<cache_dir>/cleaned-1/<key>/`, where the key is a hash of the files' contents, the settings of the steps
-that are on, and the versions of what decides. Every file there is whole or missing, and is made from whole ones in an order
-that does not depend on who makes it: whatever is killed, and whoever goes on, in however many processes, the bytes are the
-same.
+All files are in `<cache_dir>/cleaned-1/<key>/`. The key is a hash of the files' contents, the settings of the steps that are
+on, and the versions that the decisions depend on. Every file there is complete or missing, and is made from complete files
+in an order that does not depend on the process: whichever process is killed and whichever continue, the bytes are the same.
 """
 
 import contextlib
@@ -38,15 +37,15 @@ from llamajax.data.tasks import MapTasks
 from llamajax.errors import ConfigError, DataError, EnvironmentMismatchError
 
 POLL_S = 1.0
-"""Seconds between two looks at a lock that another process has."""
+"""Seconds between checks of a lock that another process holds."""
 
 _FOLDER = "cleaned-1"
-"""Says how cleaned documents are written; the name of an entry says which ones they are."""
+"""Folder name with the version of the format; the name of an entry identifies its content."""
 _HELD_OUT_FILE = "held_out"
 _PASSING = (
     "*.scan", "*.pairs", "*.sets", "*.written", _HELD_OUT_FILE, COPIES_FILE, CANDIDATES_FILE, DECISIONS_FILE,
 )  # fmt: skip
-"""Files that nobody needs once the report is there."""
+"""Intermediate files, deleted once the report exists."""
 
 
 def clean(
@@ -59,23 +58,23 @@ def clean(
     *,
     log_work: Callable[[str], None] | None = None,
 ) -> list[Source]:
-    """Leaves out of the sources what the steps say; every process of a run may call it at once.
+    """Leaves out of the sources what the steps reject; all processes of a run may call this at once.
 
     Args:
-        sources: of documents; those of kind `chat` and `megatron` stay as they are.
+        sources: the sources; those of kind `chat` and `megatron` remain unchanged.
         groups: the files of each source.
-        config: which steps, and how.
-        cache_dir: where the cleaned documents are kept, with `report.json` and `report.html`.
-        log: takes a line for people to read.
-        run: calls a function for every task, here or elsewhere, where the same files are.
-        log_work: takes a line about what only this process of the run may be doing; default: `log`.
+        config: the steps and their settings.
+        cache_dir: directory for the cleaned documents, with `report.json` and `report.html`.
+        log: receives a line.
+        run: calls a function for every task, here or on other machines with the same files.
+        log_work: receives lines about work that only this process of the run may do; default: `log`.
 
     Returns:
-        For each source one with the documents that stay, under the same key and weight.
+        For each source, a source with the documents that stay, under the same key and weight.
 
     Raises:
-        ConfigError: py3langid knows no such language.
-        DataError: a file cannot be read, or has changed since it was hashed, or nothing stays of a source.
+        ConfigError: py3langid does not support a language.
+        DataError: a file cannot be read or has changed since it was hashed, or no document of a source stays.
         DiskError: the disk fails.
         EnvironmentMismatchError: a package is missing.
     """
@@ -113,7 +112,7 @@ def clean(
 def _check_languages(config: CleaningConfig) -> None:
     if unknown := set(config.languages.keep) - set(known_languages() if config.languages.keep else ()):
         raise ConfigError(
-            f"data.cleaning.languages.keep: {', '.join(sorted(unknown))} is no language that py3langid knows; choose from"
+            f"data.cleaning.languages.keep: py3langid does not support {', '.join(sorted(unknown))}; choose from"
             f" {', '.join(known_languages())}"
         )
 
@@ -131,7 +130,7 @@ def _bad_words(config: CleaningConfig) -> tuple[str, ...]:
 
 
 def _settings(config: CleaningConfig) -> dict[str, Any]:
-    """All settings of the steps that are on, without the paths of files, whose contents count."""
+    """Returns all settings of the steps that are on, without file paths, because the files' contents count instead."""
     settings = {name: value for name, value in config_to_dict(config).items() if name in (*config.steps, "max_examples")}
     for section, name in (("filters", "bad_words"), ("decontamination", "paths")):
         if section in settings:
@@ -140,7 +139,7 @@ def _settings(config: CleaningConfig) -> dict[str, Any]:
 
 
 def _versions(config: CleaningConfig) -> dict[str, str]:
-    """Versions of what decides: what is a letter by Unicode, how far zlib compresses, packages."""
+    """Returns the versions that the decisions depend on: Unicode tables (letters), zlib (compression) and packages."""
     versions = {"unicode": unicodedata.unidata_version}
     if config.filters.min_compression is not None or config.filters.max_compression is not None:
         versions["zlib"] = zlib.ZLIB_RUNTIME_VERSION
@@ -157,7 +156,7 @@ def _told(
     log: Callable[[str], None],
     run: MapTasks,
 ) -> tuple[report.Told, dict[str, Work]]:
-    """The report, when all that it tells of is there and whole; and the work that was done for it now."""
+    """Returns the report once everything it covers is complete, and the work done for it now."""
     entry, work = parts[0].entry, {}
     remade: set[Path] = set()
     with _locked(entry, log):
@@ -178,13 +177,13 @@ def _told(
                 raise cache.DamagedError(again.pop(), "is damaged again")
             remade.update(damaged)
             for path in damaged:
-                log(f"damaged    {path}; making it again")
+                log(f"damaged    {path}; rebuilding it")
                 path.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager
 def _locked(entry: Path, log: Callable[[str], None]) -> Iterator[None]:
-    """Holds the entry's lock; while another process has it, what that one writes is a sign of progress."""
+    """Holds the entry's lock; while another process holds it, what that process writes counts as progress."""
     seen = None
     while True:
         with disk.locked(entry, wait=False) as mine:
@@ -192,7 +191,7 @@ def _locked(entry: Path, log: Callable[[str], None]) -> Iterator[None]:
                 yield
                 return
         if seen is None:
-            log("waiting    for another process that cleans the same documents")
+            log("waiting    for another process to clean the same documents")
         changed = entry.stat().st_mtime_ns
         if changed != seen:
             progress.gets_on()
@@ -208,7 +207,7 @@ def _made(
     log: Callable[[str], None],
     run: MapTasks,
 ) -> tuple[report.Told, dict[str, Work]]:
-    """Makes what is not there yet, the report last."""
+    """Makes everything that is missing, the report last."""
     config, entry, started = rules.config, parts[0].entry, time.perf_counter()
     work = {step: Work() for step in config.steps}
     num_bytes = sum(part.group.num_bytes for part in parts)
@@ -248,7 +247,7 @@ def _made(
 def _each(
     run: MapTasks, function: Callable[[Any], Any], tasks: Sequence[Any], what: str, log: Callable[[str], None]
 ) -> Iterator[Any]:
-    """The results of `run`, with signs of progress."""
+    """Yields the results of `run` and reports progress."""
     reported = time.monotonic()
     for done, result in enumerate(run(function, tasks), start=1):
         progress.gets_on()
@@ -259,7 +258,7 @@ def _each(
 
 
 def _damaged(source: Source, entry: Path, told: report.Told, cache_dir: Path, log: Callable[[str], None]) -> list[Path]:
-    """The files of documents that are not what was written; those that have not changed since are not read again."""
+    """Returns the document files that differ from what was written; unchanged ones are not read again."""
     paths = [entry / name for name in told["files"]]
     if missing := [path for path in paths if not path.exists()]:
         return missing
@@ -269,8 +268,10 @@ def _damaged(source: Source, entry: Path, told: report.Told, cache_dir: Path, lo
 
 
 def _check(of_source: dict[str, Any], source: Source, page: Path, log: Callable[[str], None]) -> None:
-    """Says what is left out of a source for being broken, and what is cut for its length; raises `DataError` if too much
-    is broken, or if nothing stays."""
+    """Logs which broken records of a source are left out, and how many documents are cut for their length.
+
+    Raises `DataError` if too many records are broken or no document stays.
+    """
     if of_source["bad"] > source.config.max_bad_records:
         raise source.too_many_bad(of_source["first_bad"])
     if of_source["bad"]:
@@ -278,10 +279,10 @@ def _check(of_source: dict[str, Any], source: Source, page: Path, log: Callable[
     if num_long := of_source.get("long", 0):
         log(
             f"note       {source.key}: {num_long:,} documents are longer than {MAX_TEXT_CHARS:,} characters; data.cleaning"
-            " makes several of each"
+            " splits them"
         )
     if of_source["before"][0] and not of_source["left"][0]:
         raise DataError(
             f"{source.key}.paths: data.cleaning leaves none of its {of_source['before'][0]:,} documents; see {page} and"
-            " loosen the rule that took most of them"
+            " loosen the rule that removed most of them"
         )

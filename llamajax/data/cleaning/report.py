@@ -1,5 +1,7 @@
-"""What cleaning left of the documents, counted per step, per source and per reason, with examples; it tells of no time, so
-that it is the same whenever and wherever it is made."""
+"""Reports what cleaning left of the documents: counts per step, source and reason, with examples.
+
+The report contains no times, so it is identical whenever and wherever it is made.
+"""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,17 +24,17 @@ from llamajax.disk import write_atomically
 FILE, PAGE = "report.json", "report.html"
 
 Told = dict[str, Any]
-"""The report: JSON values; documents and bytes are pairs of numbers."""
+"""The report as JSON values; counts are pairs of documents and bytes."""
 
 
 def read(entry: Path) -> Told | None:
-    """The report of an entry; None if it is not finished, or damaged."""
+    """Returns the report of an entry; None if it is unfinished or damaged."""
     path = entry / FILE
     return json.loads(path.read_bytes()) if cache.is_whole(path) else None
 
 
 def write(entry: Path, told: Told) -> None:
-    """Writes the page, and then the report, which finishes the entry; its lock must be held."""
+    """Writes the page and then the report, which completes the entry; its lock must be held."""
     write_atomically(entry / PAGE, page.page(told).encode())
     cache.write_hashed(entry / FILE, json.dumps(told, indent=1).encode())
 
@@ -45,18 +47,18 @@ def make(
     versions: Mapping[str, str],
     held_out: Path,
 ) -> Told:
-    """Counts what the three passes wrote down.
+    """Builds the report from the files of the three passes.
 
     Args:
-        parts: of all sources, in order.
-        written: their tasks of the third pass.
-        keys: of the sources.
-        config: which steps, and how.
-        versions: of what decides.
+        parts: the parts of all sources, in order.
+        written: the third pass's task for each part.
+        keys: configuration keys of the sources.
+        config: the steps and their settings.
+        versions: versions that the decisions depend on.
         held_out: the file of held-out texts, if that step is on.
 
     Raises:
-        DamagedError: a file of the entry is gone or damaged.
+        DamagedError: a file of the entry is missing or damaged.
     """
     entry, survivors = parts[0].entry, Survivors(parts[0].entry)
     decisions = cache.read_arrays(entry / DECISIONS_FILE)
@@ -111,7 +113,7 @@ def make(
 
 
 class _Source:
-    """What became of one source's documents."""
+    """Counts of one source's documents."""
 
     def __init__(self, key: str, steps: Sequence[str]) -> None:
         self.key = key
@@ -123,13 +125,13 @@ class _Source:
     def add_scanned(self, info: dict[str, Any]) -> None:
         self.empty += info["empty"]
         self.bad += info["bad"]
-        self.long += info.get("long", 0)  # files that are still there from before have none
+        self.long += info.get("long", 0)  # absent in files of older versions
         self.first_bad = self.first_bad or info["first_bad"]
         self.before, self.cut = _sum([self.before, info["before"]]), _sum([self.cut, info["cut"]])
         _add_to(self.after, info["after"])
 
     def add_decided(self, sizes: np.ndarray, reasons: np.ndarray) -> dict[str, list[int]]:
-        """Counts documents by what the second pass says of them; returns what it took, by step."""
+        """Counts documents by the second pass's decisions; returns what each step removed."""
         taken = {}
         staying = np.ones(len(sizes), bool)
         for step, reason in (("exact_duplicates", EXACT), ("near_duplicates", NEAR)):
@@ -161,7 +163,7 @@ def _where(part: Part, key: str, position: int) -> str:
 
 
 def lines(told: Told, work: Mapping[str, Work]) -> Iterator[str]:
-    """A line for every step, and one for all: documents and bytes that stay, and how fast that was found out."""
+    """Yields a line for every step and one for all: documents and bytes that stay, and the speed."""
     before = told["before"]
     for step in told["steps"]:
         after = told["after"][step]

@@ -1,7 +1,7 @@
-"""The first pass, over parts one by one: what the rules say of every document, and what copies are told by.
+"""First pass, over one part at a time: judges every document by the rules and computes the hashes that reveal copies.
 
-A part is a group of files. Its documents are written down in chunks of about `CHUNK_BYTES` of text, in order, so that what a
-kill can lose is one of them, and what is in memory as well.
+A part is a group of files. Its documents are recorded in chunks of about `CHUNK_BYTES` of text, in order, so that a killed
+process loses at most one chunk and holds only one in memory.
 """
 
 import itertools
@@ -21,38 +21,38 @@ from llamajax.data.cleaning.texts import Text, whole_texts
 from llamajax.data.documents.file_groups import HashedGroup
 
 CHUNK_BYTES = 2**26
-"""Text per chunk."""
+"""Number of bytes of text per chunk."""
 CHUNK_DOCUMENTS = 2**16
-"""Documents per chunk, at most."""
+"""Maximum number of documents per chunk."""
 SNIPPET_CHARS = 600
-"""Beginning of a text that is kept as an example."""
+"""Number of leading characters of a text that are kept as an example."""
 PAIR_CHARS = 2000
-"""Beginning of a text that is shown beside another."""
+"""Number of leading characters of a text that is shown beside another."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """A group of files, and the name of what is made of it."""
+    """A group of files, and the names of the files that are made from it."""
 
     entry: Path
-    """Where all of it lies."""
+    """Directory of these files."""
     source: int
-    """Number of its source, among those that are cleaned."""
+    """Index of its source among the sources that are cleaned."""
     number: int
-    """Of the part, over all sources."""
+    """Number of the part, counted over all sources."""
     group: HashedGroup
 
     @property
     def name(self) -> str:
-        """Begins the names of its files."""
+        """Prefix of the names of its files."""
         return f"source-{self.source:03d}.part-{self.number:06d}"
 
     def chunk_path(self, chunk: int) -> Path:
-        """Where the scan of a chunk lies."""
+        """Returns the path of a chunk's scan."""
         return self.entry / f"{self.name}-{chunk:06d}.scan"
 
     def chunk_paths(self) -> list[Path]:
-        """The chunks that are there, in order, up to the first that is missing."""
+        """Returns the paths of existing chunks, in order, up to the first that is missing."""
         return list(itertools.takewhile(Path.exists, map(self.chunk_path, itertools.count())))
 
 
@@ -65,23 +65,23 @@ class ScanTask:
 
 
 def scan(task: ScanTask) -> dict[str, Work]:
-    """Writes the chunks of a part that are not there yet; returns the work it took, by step.
+    """Writes the missing chunks of a part; returns the work done, by step.
 
-    A chunk's arrays, of the documents that stay so far:
+    A chunk has these arrays, for the documents that stay so far:
 
-    - positions: int64 [documents], among all texts of the part;
+    - positions: int64 [documents], index among all texts of the part;
     - sizes: int64 [documents], UTF-8 bytes;
-    - digests: uint64 [2 * documents], halves of `digest_of` beside each other, for exact duplicates;
-    - signatures: uint32 [documents * num_permutations], a document after the other, for near duplicates;
-    - bands: uint64 [bands * documents], a band after the other, for near duplicates.
+    - digests: uint64 [2 * documents], the halves of `digest_of` side by side, for exact duplicates;
+    - signatures: uint32 [documents * num_permutations], one document after the other, for near duplicates;
+    - bands: uint64 [bands * documents], one band after the other, for near duplicates.
 
     Raises:
-        DataError: a file cannot be read, or has changed since it was hashed.
+        DataError: a file cannot be read or has changed since it was hashed.
         DiskError: the disk fails.
     """
     work = {step: Work() for step in task.rules.config.steps}
     texts = whole_texts(task.part.group.documents())
-    num_texts = num_passed = 0  # in the chunks so far; of those, by the iterator
+    num_texts = num_passed = 0  # texts in the chunks so far; the iterator's share of them
     for number in itertools.count():
         path = task.part.chunk_path(number)
         if path.exists():
@@ -112,7 +112,7 @@ def _next_chunk(
 
 
 class _Chunk:
-    """Documents that were judged, and what is counted of them."""
+    """Judged documents of a chunk, with counts."""
 
     def __init__(self, config: CleaningConfig) -> None:
         self._config = config
@@ -131,7 +131,7 @@ class _Chunk:
         return self.info["before"][1] >= CHUNK_BYTES or self.info["read"] >= CHUNK_DOCUMENTS
 
     def take(self, first: int, text: Text, verdict: Verdict) -> None:
-        """Takes the next text; `first` is the position of the chunk's first."""
+        """Adds the next text; `first` is the position of the chunk's first text."""
         info, position = self.info, first + self.info["read"]
         info["read"] += 1
         info["long"] += text.ends_cut

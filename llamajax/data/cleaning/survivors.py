@@ -1,4 +1,4 @@
-"""All documents that stay after the first pass, numbered over all parts, and which of them are copies."""
+"""Numbers all documents that the first pass kept, over all parts, and records which of them are copies."""
 
 import bisect
 from collections.abc import Iterator, Sequence
@@ -14,13 +14,13 @@ COPIES_FILE, CANDIDATES_FILE, DECISIONS_FILE = "copies", "candidates", "decision
 
 
 class Survivors:
-    """The documents of all scanned chunks, numbered from 0 in order of parts, and of positions in them."""
+    """Documents of all scanned chunks, numbered from 0 in order of parts and of their positions in these."""
 
     def __init__(self, entry: Path) -> None:
-        """Reads what `write_copies` wrote.
+        """Reads the file of `write_copies`.
 
         Raises:
-            DamagedError: it is gone or damaged.
+            DamagedError: the file is missing or damaged.
         """
         self._entry = entry
         self._file = cache.read_arrays(entry / COPIES_FILE)
@@ -33,16 +33,18 @@ class Survivors:
 
     @property
     def firsts(self) -> Int64[np.ndarray, "documents"]:
-        """Of every document, the first that it is a copy of, which may be itself."""
+        """For every document, the first document that it is a copy of, possibly itself."""
         return self._file.arrays["first"][:]
 
     def positions_of(self, part: Part) -> Iterator[tuple[int, int, Int64[np.ndarray, "chunk"]]]:
-        """Of each chunk of the part, in order, the numbers of its first document and of the one after its last; and the
-        positions of its documents in the part."""
+        """Yields, for each chunk of the part in order, the numbers of its first document and of the one after its last.
+
+        The third value has the positions of its documents in the part.
+        """
         return self._of(part, "positions")
 
     def sizes_of(self, part: Part) -> Iterator[tuple[int, int, Int64[np.ndarray, "chunk"]]]:
-        """The same, with the sizes of its documents, bytes."""
+        """Yields the same with the sizes of the documents in bytes."""
         return self._of(part, "sizes")
 
     def _of(self, part: Part, name: str) -> Iterator[tuple[int, int, np.ndarray]]:
@@ -52,14 +54,14 @@ class Survivors:
             yield self._starts[chunk], self._starts[chunk + 1], self._arrays(chunk)[name][:]
 
     def keys(self, band: int) -> UInt64[np.ndarray, "documents"]:
-        """The hashes of a band of all signatures."""
+        """Returns the hashes of one band of all signatures."""
         keys = [np.zeros(0, np.uint64)]
         for chunk, (_, _, size) in enumerate(self._chunks):
             keys.append(self._arrays(chunk)["bands"][band * size : (band + 1) * size])
         return np.concatenate(keys)
 
     def signatures(self, documents: Sequence[int], length: int) -> UInt32[np.ndarray, "members {length}"]:
-        """The signatures of these documents."""
+        """Returns the signatures of these documents."""
         rows = np.zeros((len(documents), length), np.uint32)
         for place, document in enumerate(documents):
             chunk = bisect.bisect_right(self._starts, document) - 1
@@ -76,9 +78,10 @@ class Survivors:
 
 
 def write_copies(entry: Path, parts: Sequence[Part], *, look: bool) -> None:
-    """Writes the list of all chunks, and of every document the first that it is a copy of: itself, without `look`.
+    """Writes the list of all chunks and, for every document, the first document that it is a copy of.
 
-    Takes 40 bytes of memory for each document. The entry's lock must be held.
+    Without `look`, every document counts as its own first. Takes 40 bytes of memory per document. The entry's lock must be
+    held.
     """
     chunks = [(part.number, path) for part in parts for path in part.chunk_paths()]
     files = [cache.read_arrays(path) for _, path in chunks]

@@ -1,4 +1,4 @@
-"""Whole texts of a part: the pieces that sources cut long documents into, put together again."""
+"""Joins the pieces that sources cut long documents into, and yields the whole texts of a part."""
 
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
@@ -6,22 +6,22 @@ from typing import NamedTuple
 from llamajax.data.documents.formats import Document
 
 MAX_TEXT_CHARS = 2**25
-"""Longest text that is judged, and kept, as one; what is longer becomes several. As a line of JSONL it has fewer bytes than
-a source may read."""
+"""Maximum length of a text that is judged and kept as one; longer documents become several texts. As a line of JSONL, such a
+text has fewer bytes than the maximum that a source reads."""
 
 
 class Text(NamedTuple):
-    """What is judged as one."""
+    """A text that is judged as one."""
 
     text: str
     error: str = ""
-    """What is wrong with the record, if it is left out for that; its text is empty."""
+    """Reason why the record is left out; its text is empty then."""
     ends_cut: bool = False
-    """Whether it is the last one of a document that became several."""
+    """Whether it is the last text of a document that became several."""
 
 
 def whole_texts(documents: Iterable[Document]) -> Iterator[Text]:
-    """The texts that `documents` of a source are, or are pieces of, in order."""
+    """Yields the whole texts of a source's `documents`, in order."""
     pieces: list[str] = []
     num_chars = 0
     is_cut = False

@@ -1,4 +1,4 @@
-"""Words of a text and 64-bit hashes of its runs of words, the same in every process and on every machine."""
+"""Splits a text into words and hashes its runs of words to 64 bits, equally in every process and on every machine."""
 
 import re
 import zlib
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 from jaxtyping import Int64, UInt64
 
-# Scripts that write no spaces between words: Thai, Lao, Burmese, Khmer, kana, Chinese characters.
+# Scripts without spaces between words: Thai, Lao, Burmese, Khmer, kana, Chinese characters.
 _SPACELESS = "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff"
 _WORD = re.compile(f"[{_SPACELESS}]|[^\\W_{_SPACELESS}]+")
 
@@ -16,28 +16,28 @@ _MIXERS = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
 
 
 def words_of(text: str) -> list[str]:
-    """The text in lower case, without punctuation, in words; a character is one where words are not divided by spaces."""
+    """Returns the words of a text, in lower case and without punctuation; in scripts without spaces, each character."""
     return _WORD.findall(text.lower())
 
 
 def word_hashes(words: Sequence[str]) -> UInt64[np.ndarray, "words"]:
-    """32 bits of each word, none of which holds white space."""
+    """Returns a 32-bit hash of each word; words contain no white space."""
     encoded = "\n".join(words).encode("utf-8", "surrogatepass").split(b"\n") if words else []
     return np.fromiter(map(zlib.crc32, encoded), np.uint64, len(words))
 
 
 def run_hashes(hashes: UInt64[np.ndarray, "words"], length: int) -> UInt64[np.ndarray, "runs"]:
-    """64 bits of every run of `length` words, in order; none if there are fewer words."""
+    """Returns a 64-bit hash of every run of `length` words, in order; none if there are fewer words."""
     num_runs = max(len(hashes) - length + 1, 0)
     mixed = np.zeros(num_runs, np.uint64)
     for offset in range(length):
         mixed = mixed * _MULTIPLIER + hashes[offset : offset + num_runs]
-    mixed = (mixed ^ (mixed >> np.uint64(30))) * _MIXERS[0]  # splitmix64's last step: nearby sums become far ones
+    mixed = (mixed ^ (mixed >> np.uint64(30))) * _MIXERS[0]  # splitmix64's final mix spreads nearby sums
     mixed = (mixed ^ (mixed >> np.uint64(27))) * _MIXERS[1]
     return mixed ^ (mixed >> np.uint64(31))
 
 
 def repeats(hashes: UInt64[np.ndarray, "runs"]) -> Int64[np.ndarray, "repeats"]:
-    """Which of the hashes came before, in order."""
+    """Returns the indices, in order, of hashes that occurred before."""
     order = np.argsort(hashes, kind="stable")
     return np.sort(order[1:][hashes[order[1:]] == hashes[order[:-1]]])

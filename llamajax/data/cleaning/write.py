@@ -1,4 +1,4 @@
-"""The third pass, over parts one by one: the documents that stay, as JSONL that is a source like any other."""
+"""Third pass, over one part at a time: writes the documents that stay as JSONL, which is an ordinary source."""
 
 import hashlib
 import json
@@ -20,7 +20,7 @@ from llamajax.data.cleaning.texts import whole_texts
 from llamajax.disk import write_atomically
 
 FILE_BYTES = 2**26
-"""Text per file: what is in memory, and lost by a kill."""
+"""Number of bytes of text per file; this much is held in memory, and lost if the process is killed."""
 _ZSTD_LEVEL = 3
 
 
@@ -33,15 +33,15 @@ class WriteTask:
 
     @property
     def path(self) -> Path:
-        """What says which files were written; there once they are."""
+        """Path of the list of written files; it exists once they do."""
         return self.part.entry / f"{self.part.name}.written"
 
 
 def write(task: WriteTask) -> None:
-    """Writes the documents of a part that stay, in files of about `FILE_BYTES`, unless it was done.
+    """Writes the documents of a part that stay, in files of about `FILE_BYTES`, unless already done.
 
     Raises:
-        DataError: a file cannot be read, or has changed since it was hashed.
+        DataError: a file cannot be read or has changed since it was hashed.
         DiskError: the disk fails.
     """
     if task.path.exists():
@@ -74,8 +74,8 @@ def write(task: WriteTask) -> None:
 
 
 def _chosen(part: Part) -> tuple[Bool[np.ndarray, "positions"], dict[int, int]]:
-    """Which of the part's texts stay, up to the last that may; and, by position, the numbers of those that the report
-    shows."""
+    """Returns which of the part's texts stay, up to the last that may, and the numbers of the report's example texts, by
+    position."""
     survivors, decisions = Survivors(part.entry), cache.read_arrays(part.entry / DECISIONS_FILE)
     pairs = [*decisions.info["copies"], *decisions.info.get("alike", [])]
     to_show = {document for one, other, _ in pairs for document in (one, other)}
@@ -91,9 +91,9 @@ def _chosen(part: Part) -> tuple[Bool[np.ndarray, "positions"], dict[int, int]]:
 
 
 def _write_file(part: Part, number: int, lines: list[bytes]) -> list[Any]:
-    """Name, size and SHA-256 of the file that was written, with the lines in one zstd frame."""
+    """Writes the lines as one zstd frame; returns the name, size and SHA-256 of the file."""
     text = b"".join(lines)
     content = pyarrow.Codec("zstd", _ZSTD_LEVEL).compress(text, asbytes=True)
     path = part.entry / f"{part.name}-{number:06d}.jsonl.zst"
-    write_atomically(path, content, keep=True)  # a run may be reading those of before
+    write_atomically(path, content, keep=True)  # a run may be reading the previous file
     return [path.name, len(content), hashlib.sha256(content).hexdigest()]

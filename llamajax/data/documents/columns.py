@@ -1,7 +1,7 @@
-"""Texts in a column of parquet and Arrow files, of which nothing else is decoded.
+"""Reads texts from one column of parquet and Arrow files; no other column is decoded.
 
-The text of a record, of a table or of JSON, is under a key of its own, or under `a.b`, the key b of what the key a holds.
-A column of bytes is taken for one of UTF-8: Spark's old writers, among others, do not say that it is.
+In tables and in JSON alike, a text's key is either a field's own name or `a.b`, the field b inside the field a.
+A column of bytes is read as UTF-8: some writers, such as old versions of Spark, do not mark strings as such.
 """
 
 import json
@@ -15,7 +15,7 @@ import pyarrow.parquet
 from llamajax.data.documents.lines import Span
 
 PARQUET_ROWS = 256
-"""Decoded from a parquet file at once."""
+"""Number of rows decoded from a parquet file at a time."""
 
 _AS_BYTES = {
     pyarrow.binary(): pyarrow.binary(), pyarrow.large_binary(): pyarrow.large_binary(),
@@ -27,14 +27,14 @@ _FILE_MAGIC = b"ARROW1"
 
 
 class NoSuchKeyError(ValueError):
-    """A record, or a table, has no such key; it says which part is missing, and what is there instead."""
+    """A record or table lacks a key; the message names the missing part and the keys that exist."""
 
 
 def value_at(record: Mapping[str, object], key: str) -> object:
-    """The value of the key in a JSON object; one of the whole name goes before one inside others.
+    """Returns the value of the key in a JSON object. A field with the full dotted name takes precedence over nested ones.
 
     Raises:
-        NoSuchKeyError: there is none.
+        NoSuchKeyError: the object has no such key.
     """
     if key in record:
         return record[key]
@@ -43,7 +43,7 @@ def value_at(record: Mapping[str, object], key: str) -> object:
     for depth, name in enumerate(names):
         if not isinstance(value, dict | Mapping):
             kind = "null" if value is None else type(value).__name__
-            raise NoSuchKeyError(_no_holder(names, depth, f"{kind} and no JSON object"))
+            raise NoSuchKeyError(_no_holder(names, depth, f"{kind}, not a JSON object"))
         if name not in value:
             raise NoSuchKeyError(_missing(names, depth, list(value)))
         value = value[name]
@@ -51,24 +51,24 @@ def value_at(record: Mapping[str, object], key: str) -> object:
 
 
 def column_at(schema: pyarrow.Schema, key: str) -> tuple[tuple[str, ...], pyarrow.DataType]:
-    """The names of the column and of the fields inside it that lead to the key, and what is there.
+    """Returns the names that lead to the key, from the column through its nested fields, and the type found there.
 
     Raises:
-        NoSuchKeyError: there is none, or two of a name.
+        NoSuchKeyError: no column or field has the name, or two have it.
     """
     names = [key] if key in schema.names else key.split(".")
     fields = list(schema)
     kind: pyarrow.DataType = pyarrow.struct([])
     for depth, name in enumerate(names):
         if depth and not pyarrow.types.is_struct(kind):
-            raise NoSuchKeyError(_no_holder(names, depth, f"{kind} and no struct"))
+            raise NoSuchKeyError(_no_holder(names, depth, f"{kind}, not a struct"))
         if depth:
             fields = list(kind)
         of_name = [field for field in fields if field.name == name]
         if not of_name:
             raise NoSuchKeyError(_missing(names, depth, [field.name for field in fields]))
         if len(of_name) > 1:
-            raise NoSuchKeyError(f"has {len(of_name)} columns of the name {name!r}")
+            raise NoSuchKeyError(f"has {len(of_name)} columns named {name!r}")
         kind = of_name[0].type
     return tuple(names), kind
 
@@ -84,38 +84,38 @@ def _no_holder(names: Sequence[str], depth: int, instead: str) -> str:
 
 
 class NoTextError(NoSuchKeyError):
-    """A column is there, but holds neither strings nor bytes."""
+    """The column exists but holds neither strings nor bytes."""
 
 
 class Row(NamedTuple):
-    """What a row has for a text."""
+    """The text of one row."""
 
     number: int
-    """Of the row in its file, from 1."""
+    """Row number in the file, from 1."""
     text: pyarrow.Scalar
-    """Null, or a string or bytes, which may not be UTF-8."""
+    """A string, or bytes that may not be UTF-8, or null."""
     bytes_read: int
-    """How far into the file, or into the span, it ends, roughly."""
+    """Approximate end of the row in the file or span, in bytes."""
 
     def value(self) -> object:
-        """The text; raises `UnicodeDecodeError` if it is not UTF-8."""
+        """Returns the text; raises `UnicodeDecodeError` if it is not UTF-8."""
         value = self.text.as_py()
         return value.decode() if isinstance(value, bytes) else value
 
 
 class RowGroups(NamedTuple):
-    """Consecutive row groups of a file."""
+    """Consecutive row groups of a parquet file."""
 
     numbers: list[int]
-    """Which they are, from 0."""
+    """Indices of the row groups, from 0."""
     first_row: int
-    """Rows of the file before them."""
+    """Number of rows of the file before them."""
     num_rows: int
-    """Theirs."""
+    """Number of rows in them."""
 
     @classmethod
     def of(cls, file: pyarrow.parquet.ParquetFile, span: Span | None) -> "RowGroups":
-        """Those that begin in `span`, or all."""
+        """Returns the row groups that begin in `span`, or all."""
         metadata = file.metadata
         of_all = range(metadata.num_row_groups)
         numbers = [n for n in of_all if span is None or span.start <= _start(metadata.row_group(n)) < span.end]
@@ -127,7 +127,7 @@ class RowGroups(NamedTuple):
         )
 
     def extent(self, file: pyarrow.parquet.ParquetFile) -> tuple[int, int, bytes]:
-        """Where they start and end in the file, bytes, and what the file says of them elsewhere."""
+        """Returns where the groups start and end in the file, in bytes, and their metadata from elsewhere in it."""
         if not self.numbers:
             return 0, 0, b""
         groups = [file.metadata.row_group(n) for n in self.numbers]
@@ -147,13 +147,13 @@ def _end(group: pyarrow.parquet.RowGroupMetaData) -> int:
 
 
 def parquet_rows(path: Path, key: str, span: Span | None = None) -> Iterator[Row]:
-    """The rows of a parquet file, or of the row groups that begin in `span`.
+    """Yields the rows of a parquet file, or of the row groups that begin in `span`.
 
     Raises:
-        NoSuchKeyError: there is no such column.
-        NoTextError: it holds no strings.
+        NoSuchKeyError: the file has no such column.
+        NoTextError: the column holds no strings.
         OSError: the file cannot be read.
-        pyarrow.ArrowException: it is not what it should be.
+        pyarrow.ArrowException: the file is invalid.
     """
     with pyarrow.parquet.ParquetFile(path) as file:
         names = _names_of_text(file.schema_arrow, key)
@@ -166,12 +166,12 @@ def parquet_rows(path: Path, key: str, span: Span | None = None) -> Iterator[Row
 
 
 def arrow_rows(path: Path, key: str) -> Iterator[Row]:
-    """The rows of a file in Arrow's IPC format, that of streams, as `datasets` writes, or that of files.
+    """Yields the rows of an Arrow IPC file, in the streaming format (which `datasets` writes) or the file format.
 
     Raises:
         As `parquet_rows`.
     """
-    with pyarrow.OSFile(str(path)) as file:  # not mapped: where the disk fails, the process would end with SIGBUS
+    with pyarrow.OSFile(str(path)) as file:  # not memory-mapped: a failing disk would kill the process with SIGBUS
         is_file = file.read(len(_FILE_MAGIC)) == _FILE_MAGIC
         opened = pyarrow.ipc.open_file if is_file else pyarrow.ipc.open_stream
         file.seek(0)
@@ -205,41 +205,41 @@ def _names_of_text(schema: pyarrow.Schema, key: str) -> tuple[str, ...]:
 
 
 def _inside(column: pyarrow.Array, names: Sequence[str]) -> pyarrow.Array:
-    """The field of a struct that the names lead to; null where what holds it is."""
+    """Returns the nested field that the names lead to; null where the struct around it is null."""
     for name in names:
         column = column.flatten()[column.type.get_field_index(name)]
     return column
 
 
 def _checked(column: pyarrow.Array, names: Sequence[str]) -> pyarrow.Array:
-    """As `_inside`, of what nobody has looked at: a damaged file could have texts that reach beyond its memory.
+    """Returns what `_inside` does, after validation: texts of a damaged file could reach beyond its memory.
 
     Raises:
-        pyarrow.ArrowException: it has.
+        pyarrow.ArrowException: the column is damaged.
     """
     column.validate()
     texts = _inside(column, names)
     if isinstance(texts, pyarrow.DictionaryArray):
         _check_texts(texts.dictionary)
-        return pyarrow.DictionaryArray.from_arrays(texts.indices, texts.dictionary)  # which compares the indices
+        return pyarrow.DictionaryArray.from_arrays(texts.indices, texts.dictionary)  # this checks the indices
     _check_texts(texts)
     return texts
 
 
 def _check_texts(texts: pyarrow.Array) -> None:
-    """As bytes: which of them are not UTF-8 is told row by row."""
+    """Validates the texts as bytes; the caller checks row by row whether they are UTF-8."""
     texts.view(_AS_BYTES[texts.type]).validate(full=True)
 
 
 class NotReadableError(ValueError):
-    """A directory that cannot be read as one dataset; it says why, and what to do."""
+    """A directory cannot be read as one dataset; the message says why, and what to do."""
 
 
 def shards_of(folder: Path) -> list[Path]:
-    """The files of a dataset of `Dataset.save_to_disk`, in the order of its rows.
+    """Returns the files of a dataset written by `Dataset.save_to_disk`, in the order of its rows.
 
     Raises:
-        NotReadableError: it is none, or several, or its rows are others than those of the files.
+        NotReadableError: it is not a dataset, or has several splits, or its rows are not in the order of its files.
         OSError: a file cannot be read.
     """
     try:
@@ -265,7 +265,7 @@ def shards_of(folder: Path) -> list[Path]:
 
 
 def _json(path: Path) -> dict[str, Any]:
-    """Raises `NotReadableError` if it is no JSON object."""
+    """Returns the JSON object in the file; raises `NotReadableError` if it holds none."""
     try:
         content = json.loads(path.read_bytes())
     except ValueError:

@@ -1,4 +1,4 @@
-"""Records of chat data to conversations, in the forms that they are commonly written in."""
+"""Converts records of chat data, in the common formats, to conversations."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -8,8 +8,11 @@ from llamajax.config.data import ChatFormat
 from llamajax.data.documents.turn_marks import check_record, learnt_mark, says_about_learning
 
 Message = dict[str, Any]
-"""`role` (system, user, assistant, tool or function_call), `content` (text, or a list of text parts; none beside tool
-calls), and what else a chat template may read, such as `tool_calls` and `reasoning_content`."""
+"""A message with `role` (system, user, assistant, tool or function_call) and `content`: text, or a list of text parts.
+
+A message with tool calls may lack `content`. Other fields that a chat template may read, such as `tool_calls` and
+`reasoning_content`, are kept.
+"""
 
 _ROLES = {
     "system": "system", "developer": "system", "human": "user", "user": "user", "gpt": "assistant", "chatgpt": "assistant",
@@ -17,69 +20,69 @@ _ROLES = {
     "function": "tool", "tool_response": "tool", "function_call": "function_call", "tool_call": "function_call",
 }  # fmt: skip
 ANSWERING = ("assistant", "function_call")
-"""Roles of what the assistant says."""
+"""Roles of the assistant's messages."""
 REASONING = ("reasoning_content", "thinking", "reasoning")
-"""Names of what the assistant thinks before it answers; transformers lets a template find it under the first two."""
+"""Fields for the assistant's thoughts before an answer; templates in transformers find them under the first two names."""
 _MEDIA = ("image", "images", "video", "videos", "audio", "audios")
 BESIDE_MESSAGES = ("system", "tools", "functions", "chat_template_kwargs", "history", *_MEDIA)
-"""Fields of a record that belong to what its messages say; some of them are refused there."""
+"""Fields of a record that belong to the content of its messages; some of them are refused there."""
 _NOTHING = (None, "", [], {})
 
 
 class Conversation(NamedTuple):
-    """What was said, what of it is learnt, and where it is written."""
+    """Messages of a conversation, which of them are trained on, and where it is written."""
 
     messages: list[Message]
     is_learnt: list[bool]
-    """Of each message."""
+    """Whether each message is trained on."""
     variables: dict[str, Any]
-    """What the chat template is told besides: `tools`, and those of the record's `chat_template_kwargs`."""
+    """Other variables of the chat template: `tools`, and the record's `chat_template_kwargs`."""
     where: object = None
     """`file:line`."""
 
     @property
     def text(self) -> str:
-        """All that is said; empty if nothing of it is learnt."""
+        """All that is said, or an empty text if none of it is trained on."""
         answers = (message for message, is_learnt in zip(self.messages, self.is_learnt, strict=True) if is_learnt)
         return "\n".join(map(text_of, self.messages)) if any(text_of(answer).strip() for answer in answers) else ""
 
 
 def content_of(message: Message) -> str:
-    """The text of a message's content; that of several parts a line each, as servers join them."""
+    """Returns the text of a message's content; several parts become a line each, as servers join them."""
     content = message.get("content") or ""
     return content if isinstance(content, str) else "\n".join(part["text"] for part in content)
 
 
 def text_of(message: Message) -> str:
-    """All that a message says: what is thought before it, its content, and its calls as JSON."""
+    """Returns all text of a message: its reasoning, its content, and its tool calls as JSON."""
     calls = message.get("tool_calls")
     said = (message.get("reasoning_content"), content_of(message), json.dumps(calls) if calls else "")
     return "\n".join(text for text in said if text)
 
 
 def conversation_of(record: Mapping[str, object], chat_format: ChatFormat, where: object = None) -> Conversation:
-    """The conversation in a record of chat data.
+    """Returns the conversation in a record of chat data.
 
     - `messages` (OpenAI): `{"messages": [{"role": "user", "content": "..."}, ...]}`.
     - `sharegpt`: `{"conversations": [{"from": "human", "value": "..."}, ...]}`.
-    - `alpaca` (Stanford): `{"instruction": "...", "output": "..."}`, and perhaps `input`, which goes a blank line below the
-      instruction, and `history`, a list of [question, answer].
-    - `prompt_completion`: `{"prompt": "...", "completion": "..."}`, a question and its answer, or two lists of messages, of
-      which the second one's are learnt.
+    - `alpaca` (Stanford): `{"instruction": "...", "output": "..."}`, optionally with `input`, which goes a blank line
+      below the instruction, and `history`, a list of [question, answer].
+    - `prompt_completion`: `{"prompt": "...", "completion": "..."}`, a question and its answer, or two lists of messages;
+      only those of the second list are trained on.
 
     All may have `system`, `tools` (or `functions`) and `chat_template_kwargs`.
 
     Raises:
-        ValueError: `field: rule; remedy`, if it is none, or the assistant takes no part in it.
+        ValueError: `field: rule; remedy`, if the record is not a conversation or has no message of the assistant.
     """
     conversation = _conversation(record, chat_format, where)
     if not any(message["role"] in ANSWERING for message in conversation.messages):
-        raise ValueError("the assistant says nothing in this conversation, so there is nothing to learn; remove the line")
+        raise ValueError("the assistant says nothing in this conversation, so there is nothing to train on; remove the line")
     return conversation
 
 
 def question_of(record: Mapping[str, object]) -> Conversation:
-    """The conversation in a record of the form `messages`, to be answered; errors as of `conversation_of`."""
+    """Returns the conversation to be answered in a record of format `messages`; raises the errors of `conversation_of`."""
     return _conversation(record, "messages", None)
 
 
@@ -87,7 +90,7 @@ def _conversation(record: Mapping[str, object], chat_format: ChatFormat, where: 
     check_record(record)
     for key in _MEDIA if chat_format == "alpaca" else (*_MEDIA, "history"):
         if record.get(key) not in _NOTHING:
-            raise ValueError(f"{key} cannot be learnt; write it into the messages' text, or remove it")
+            raise ValueError(f"{key} cannot be trained on; write it into the messages' text, or remove it")
     turns = list(_TURNS[chat_format](record))
     if system := _text(record, "system", ""):
         turns = _with_system(turns, system)
@@ -95,7 +98,7 @@ def _conversation(record: Mapping[str, object], chat_format: ChatFormat, where: 
 
 
 _Turn = tuple[Message, bool]
-"""A message, and whether it is learnt."""
+"""A message, and whether it is trained on."""
 
 
 def _messages(record: Mapping[str, object]) -> Iterator[_Turn]:
@@ -141,9 +144,9 @@ def _said(role: str, content: str, where: str) -> _Turn:
 def _list(
     record: Mapping[str, object], key: str, keys: tuple[str, str], other_keys: tuple[str, str], *, by_default: bool = True
 ) -> Iterator[_Turn]:
-    """The turns in a list of messages, which have their role and content under `keys`, or else under `other_keys`.
+    """Yields the turns in a list of messages with role and content under `keys`, or else under `other_keys`.
 
-    `by_default`: whether the assistant's are learnt, where no mark says it.
+    `by_default` says whether the assistant's messages without a mark are trained on.
     """
     turns = _value(record, key)
     if not isinstance(turns, list):
@@ -166,13 +169,13 @@ def _list(
         mark = learnt_mark(turn, f"{place}.")
         is_answer = _ROLES[role] in ANSWERING
         if mark and not is_answer:
-            raise ValueError(f"{place} is marked to be learnt, but only what the assistant says is; remove the mark")
+            raise ValueError(f"{place} is marked for training, but only the assistant's messages can be; remove the mark")
         is_learnt = is_answer and (by_default if mark is None else mark)
         yield _message(turn, _ROLES[role], content_key, f"{place}."), is_learnt
 
 
 def _message(turn: Mapping[str, object], role: str, content_key: str, where: str) -> Message:
-    """A turn as templates know it; fields without a value are left out, as transformers does, and marks of learning are."""
+    """Returns a turn as templates expect it: without fields that have no value, as in transformers, and without marks."""
     fields = {
         key: value
         for key, value in turn.items()
@@ -182,7 +185,7 @@ def _message(turn: Mapping[str, object], role: str, content_key: str, where: str
     }
     calls = _calls(turn, where)
     thoughts = {name: _text(turn, name, where=where) for name in REASONING if turn.get(name) is not None}
-    if any(thoughts.values()):  # an empty one beside it says nothing
+    if any(thoughts.values()):  # ignore empty fields
         thoughts = {name: thought for name, thought in thoughts.items() if thought}
     if len(set(thoughts.values())) > 1:
         raise ValueError(f"{where}{' and '.join(thoughts)} differ; keep one of them")
@@ -208,7 +211,7 @@ def _content(turn: Mapping[str, object], key: str, where: str) -> str | list[dic
             case {"type": "text", "text": str(text)}:
                 learnt_or_not = learnt_mark(part, f"{place}.")
                 if learnt_or_not is not None:
-                    raise ValueError(f"{place} is marked; a message is learnt as a whole or not: mark the message instead")
+                    raise ValueError(f"{place} is marked, but only whole messages can be; mark the message instead")
                 _check_characters(text, place)
             case _:
                 kind = part.get("type") if isinstance(part, dict) else _kind(part)
@@ -217,11 +220,11 @@ def _content(turn: Mapping[str, object], key: str, where: str) -> str | list[dic
 
 
 def _calls(turn: Mapping[str, object], where: str) -> list[dict[str, Any]]:
-    """The tool calls of a turn, as `tool_calls` or, as OpenAI had it before, `function_call`."""
+    """Returns the tool calls of a turn, from `tool_calls` or from OpenAI's older `function_call`."""
     calls, call = turn.get("tool_calls") or [], turn.get("function_call")
     if call not in _NOTHING:
         if calls:
-            raise ValueError(f"{where}function_call stands beside tool_calls; keep one of them")
+            raise ValueError(f"{where}function_call and tool_calls are both set; keep one of them")
         if not isinstance(call, dict) or not isinstance(call.get("name"), str):
             raise ValueError(f"{where}function_call must be an object with a name; correct the line")
         calls = [{"type": "function", "function": call}]
@@ -237,12 +240,12 @@ def _calls(turn: Mapping[str, object], where: str) -> list[dict[str, Any]]:
 
 
 def _with_system(turns: list[_Turn], system: str) -> list[_Turn]:
-    """The turns behind the system's message of the record."""
+    """Returns the turns with the record's system message in front of them."""
     first = turns[0][0] if turns else {}
     if first.get("role") != "system":
         return [_said("system", system, "system"), *turns]
     if content_of(first) != system:
-        raise ValueError("system is not what the first message, which is the system's too, says; remove one of them")
+        raise ValueError("system and the first message, a system message too, differ; remove one of them")
     return turns
 
 
@@ -254,14 +257,14 @@ def _variables(record: Mapping[str, object]) -> dict[str, Any]:
         raise ValueError(f"chat_template_kwargs must not have {', '.join(sorted(taken))}; remove it")
     tools, functions = _tools(record, "tools"), _tools(record, "functions")
     if tools and functions:
-        raise ValueError("functions stands beside tools; keep one of them")
+        raise ValueError("functions and tools are both set; keep one of them")
     tools = tools or [{"type": "function", "function": function} for function in functions]
     _check_characters([given, tools], "tools or chat_template_kwargs")
     return {**given, **({"tools": tools} if tools else {})}
 
 
 def _tools(record: Mapping[str, object], key: str) -> list[dict[str, Any]]:
-    """The tools under a key, written as a list or, as in LLaMA-Factory's data, as JSON of one."""
+    """Returns the tools under a key, given as a list or, as in LLaMA-Factory's data, as a JSON text of one."""
     tools = record.get(key) or []
     if isinstance(tools, str):
         try:
@@ -284,11 +287,11 @@ def _text(record: Mapping[str, object], key: str, default: str | None = None, wh
 
 
 def _check_characters(value: object, where: str) -> None:
-    """Refuses half a surrogate pair in a text, or anywhere in what JSON holds."""
+    """Refuses half a surrogate pair in a text, or anywhere in a JSON value."""
     try:
         (value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)).encode()
     except UnicodeEncodeError as error:
-        raise ValueError(f"{where} has half a surrogate pair, which is no character; correct the line") from error
+        raise ValueError(f"{where} has half a surrogate pair, which is not a character; correct the line") from error
     except RecursionError as error:
         raise ValueError(f"{where} is nested too deeply; remove the line") from error
 

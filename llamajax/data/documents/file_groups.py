@@ -1,8 +1,8 @@
-"""A source's files in groups, each known by what its files hold.
+"""Groups a source's files and identifies each group by a hash of its content.
 
-Files are hashed once: the hash is kept in the cache under the names, sizes and times of the files, a file for every group
-and, so that a start opens few files, one for all of a source. A source is hashed by one process at a time, in several
-threads, while others that want the same wait.
+Files are hashed once: the cache keeps each hash under the names, sizes and times of its files, in one file per group and,
+to open fewer files at start, in one file for the whole source. One process at a time hashes a source, in several threads;
+others that need the same hashes wait for it.
 """
 
 import contextlib
@@ -26,25 +26,25 @@ from llamajax.data.documents.text_files import COMPRESSIONS
 from llamajax.errors import DataError
 
 GROUP_BYTES = 2**26
-"""Small files are put together up to this size."""
+"""Small files are grouped up to this size."""
 SPAN_BYTES = 2**26
-"""Larger files are cut at multiples of this, where they can be: some ten seconds of tokenizing."""
+"""Larger files are cut at multiples of this size if their format allows it: about ten seconds of tokenizing."""
 ANNOUNCED_BYTES = 2**30
-"""Before work on as many bytes a line says so; on fewer it takes seconds."""
+"""Work on at least this many bytes is announced by a log line; less takes seconds."""
 HASH_THREADS = 8
-"""Files read at once to be hashed, which waits for the disk as much as for the processor."""
+"""Number of files hashed at a time. Hashing waits for the disk as much as for the processor."""
 READ_BYTES = 2**20
-"""Read from a file at once."""
+"""Number of bytes read from a file at a time."""
 UNSETTLED_S = 2.0
-"""Seconds after a change in which a file may change again without a new time stamp on a coarse clock."""
+"""Seconds after a change during which, on a coarse clock, another change may get the same time stamp."""
 
 _LOOK_EVERY_S = 0.1
 _FOLDERS = {False: "content", True: "content-2"}
-"""Where hashes are kept, by whether they are marked: those of files of text in the first folder know nothing of marks."""
+"""Folder of the hashes by `is_marked`. Hashes of text files in the first folder do not include marks."""
 
 
 class FileIdentity(NamedTuple):
-    """What changes when a file is changed or replaced: cheap to ask, unlike its content."""
+    """Properties that change when a file is changed or replaced. Unlike its content, they are cheap to read."""
 
     path: str
     size: int
@@ -54,7 +54,7 @@ class FileIdentity(NamedTuple):
 
 
 def file_identity(file: File) -> FileIdentity:
-    """The identity of the file as it is now; of a remote one as it was found, by its address and version."""
+    """Returns the identity of the file as it is now, or for a remote file as it was listed, by address and version."""
     if isinstance(file, RemoteFile):
         return FileIdentity(f"{file.url} {file.version}", file.size, 0, 0, 0)
     status = file.stat()
@@ -68,9 +68,9 @@ class FileGroup:
     source: Source
     files: tuple[File, ...]
     identities: tuple[FileIdentity, ...]
-    """Of the files, before anything was read of them."""
+    """Identities of the files before anything was read from them."""
     span: Span | None = None
-    """Of the one file, if that is cut."""
+    """Span of the one file, if it is cut."""
 
     @property
     def num_bytes(self) -> int:
@@ -86,12 +86,12 @@ class FileGroup:
 
     @property
     def is_marked(self) -> bool:
-        """Whether the hash knows of `Format.mark`; not of remote files: a copy that was removed would be fetched again."""
+        """Whether the hash includes `Format.mark`. Remote files are left out: it would fetch copies that were removed."""
         return self.source.format.fields_of_form > 0 and not any(isinstance(file, RemoteFile) for file in self.files)
 
     @property
     def newest(self) -> float:
-        """When a file of it was changed last, in seconds since 1970."""
+        """Time of the last change to any of the files, in seconds since 1970."""
         return max(max(file.mtime_ns, file.ctime_ns) for file in self.identities) / 1e9
 
     @property
@@ -101,12 +101,12 @@ class FileGroup:
 
     @property
     def may_be_long(self) -> bool:
-        """Whether a document of it may come in pieces, as far as the sizes of its files tell."""
+        """Whether a document may be read in pieces, judging by the sizes of the files."""
         is_packed = self.source.format.is_packed or any(file.suffix in COMPRESSIONS for file in self.files)
         return is_packed or any(identity.size > MAX_DOCUMENT_CHARS for identity in self.identities)
 
     def documents(self) -> Iterator[Document]:
-        """All documents, in order.
+        """Yields all documents, in order.
 
         Raises:
             DataError: a file cannot be read, or has changed since the group was found.
@@ -118,32 +118,32 @@ class FileGroup:
         self.check_unchanged()
 
     def check_unchanged(self) -> None:
-        """Raises `DataError` if a file is no longer the one that was found."""
+        """Raises `DataError` if a file has changed since it was found."""
         for path, identity in zip(self.files, self.identities, strict=True):
-            if isinstance(path, RemoteFile):  # of which nobody changes the copy
+            if isinstance(path, RemoteFile):  # its copy never changes
                 continue
             with self.source.format.reading(path):
                 unchanged = path.exists() and file_identity(path) == identity
             if not unchanged:
                 raise DataError(
-                    f"{path}: {self.source.key}.paths: was changed while it was read; run again when it is at rest"
+                    f"{path}: {self.source.key}.paths: changed while it was read; run again once it no longer changes"
                 )
 
 
 @dataclass(frozen=True)
 class HashedGroup(FileGroup):
-    """A group that is known by its content: it has a cache entry."""
+    """A group identified by its content, with a cache entry."""
 
     content: str = field(kw_only=True)
-    """SHA-256 of all that decides which documents its files give."""
+    """SHA-256 of everything that decides the documents in its files."""
 
 
 def find_groups(source: Source, log: Callable[[str], None] = lambda line: None) -> list[FileGroup]:
-    """The source's files in order, small ones together, large ones cut into spans where their format allows it.
+    """Returns the source's files in order, with small ones grouped and large ones cut into spans if the format allows it.
 
     Args:
-        source: whose files they are.
-        log: takes a line if something is left out.
+        source: the source of the files.
+        log: receives a line for files that are left out.
 
     Raises:
         DataError: a file is missing or cannot be read.
@@ -164,15 +164,16 @@ def find_groups(source: Source, log: Callable[[str], None] = lambda line: None) 
     looked = source.look()
     if looked.num_left_out:
         names = ", ".join(BESIDE)
-        log(f"left out   {source.key}: {looked.num_left_out:,} of what systems write beside files ({names})")
+        log(f"left out   {source.key}: {looked.num_left_out:,} files that systems write beside data ({names})")
     if looked.folders:
         one = looked.folders[0]
         log(
-            f"left out   {source.key}: directories that a pattern matches: {len(looked.folders):,}, such as {one}; name them"
+            f"left out   {source.key}: {len(looked.folders):,} directories that match a pattern, such as {one};"
+            " name them to use them"
         )
     if looked.others:
         number, one = len(looked.others), looked.others[0]
-        log(f"left out   {source.key}: {number:,} of other names in a directory, such as {one}; name those that are meant")
+        log(f"left out   {source.key}: {number:,} files of other names in a directory, such as {one}; name those to read")
     for path in looked.files:
         with source.format.reading(path):
             identity = file_identity(path)
@@ -190,7 +191,7 @@ def find_groups(source: Source, log: Callable[[str], None] = lambda line: None) 
 
 
 def group_files(source: Source, cache_dir: Path, log: Callable[[str], None]) -> list[HashedGroup]:
-    """The source's groups, hashed.
+    """Returns the source's groups with their hashes.
 
     Raises:
         DataError: a file is missing or cannot be read.
@@ -201,16 +202,16 @@ def group_files(source: Source, cache_dir: Path, log: Callable[[str], None]) -> 
 
 
 def known_groups(source: Source, cache_dir: Path, log: Callable[[str], None]) -> list[HashedGroup] | None:
-    """As `group_files`, if one file of the cache knows the hashes of all of them; nothing is hashed."""
+    """Returns the same as `group_files` if one file of the cache has all hashes, else None; nothing is hashed."""
     groups = find_groups(source, log)
     hashes = _known_hashes(groups, cache_dir, lambda line: None)
     return None if hashes is None else list(map(_with_hash, groups, hashes))
 
 
 def hashed(group: FileGroup, cache_dir: Path) -> HashedGroup:
-    """The group with its hash, which is kept; errors as of `group_files`.
+    """Returns the group with its hash, and keeps the hash; raises the errors of `group_files`.
 
-    Two processes that want the same at once both hash it. A file that was changed just now is waited for.
+    Two processes that need the same hash at once both compute it. A file that has just changed is waited for.
     """
     if (known := known_group(group, cache_dir)) is not None:
         return known
@@ -223,20 +224,20 @@ def hashed(group: FileGroup, cache_dir: Path) -> HashedGroup:
 
 
 def known_group(group: FileGroup, cache_dir: Path) -> HashedGroup | None:
-    """The group with its hash, if the cache knows that."""
+    """Returns the group with its hash if the cache has it."""
     sha256 = _known_hash(_kept(group, cache_dir))
     return None if sha256 is None else _with_hash(group, sha256)
 
 
 def _with_hash(group: FileGroup, sha256: str) -> HashedGroup:
-    config, suffixes = group.source.config, [path.suffix for path in group.files]  # which need not be in the hash
+    config, suffixes = group.source.config, [path.suffix for path in group.files]  # a hash may not cover these
     read_by = config.chat_format if group.is_chat else config.text_key
     content = cache.key_of(config.kind, read_by, suffixes, sha256)
     return HashedGroup(group.source, group.files, group.identities, group.span, content=content)
 
 
 def content_hashes(groups: Sequence[FileGroup], cache_dir: Path, log: Callable[[str], None]) -> list[str]:
-    """SHA-256 over the content of each of a source's groups; those that have not changed since are not read again.
+    """Returns the SHA-256 of the content of each group of a source; unchanged files are not read again.
 
     Raises:
         DataError: a file cannot be read.
@@ -260,7 +261,7 @@ def content_hashes(groups: Sequence[FileGroup], cache_dir: Path, log: Callable[[
                 log(f"hashing    {num_files:,} files, {num_bytes / 1e9:,.1f} GB, of {groups[0].source.key}")
             announce_fetching(unknown, log)
             started = time.time()
-            # Times that are still to come do not tell when a file was changed last: but not within this wait.
+            # A time stamp in the future does not show when the file last changed, except that it was not during this wait.
             if any(group.newest > started for group in unknown):
                 time.sleep(UNSETTLED_S)
             with contextlib.closing(_hash_all(unknown)) as made:
@@ -276,7 +277,7 @@ def content_hashes(groups: Sequence[FileGroup], cache_dir: Path, log: Callable[[
 
 
 def announce_fetching(groups: Iterable[FileGroup], log: Callable[[str], None]) -> None:
-    """Says how much is to be fetched of what is read now, if that is much."""
+    """Logs how much is fetched for these groups, if it is much."""
     files = {file for group in groups for file in group.files if isinstance(file, RemoteFile) and not file.path.exists()}
     num_bytes = sum(file.size for file in files)
     if num_bytes >= ANNOUNCED_BYTES:
@@ -284,8 +285,10 @@ def announce_fetching(groups: Iterable[FileGroup], log: Callable[[str], None]) -
 
 
 def _keep(group: FileGroup, sha256: str, started: float, cache_dir: Path) -> bool:
-    """Keeps a hash that was begun with at `started`; not of a file that was changed just before, which may be changed again
-    within the same tick of the clock."""
+    """Keeps a hash that was begun at `started` and returns True.
+
+    A hash of a file that changed just before is not kept: the file may change again within the same tick of the clock.
+    """
     if started - UNSETTLED_S <= group.newest <= started:
         return False
     path = _kept(group, cache_dir)
@@ -295,24 +298,24 @@ def _keep(group: FileGroup, sha256: str, started: float, cache_dir: Path) -> boo
 
 
 def _kept(group: FileGroup, cache_dir: Path) -> Path:
-    """Where the hash of a group is kept."""
+    """Returns where the hash of a group is kept."""
     return cache_dir / _FOLDERS[group.is_marked] / group.key / "hash"
 
 
 def _kept_together(groups: Sequence[FileGroup], cache_dir: Path) -> Path:
-    """Where those of several are kept together."""
+    """Returns where the hashes of several groups are kept in one file."""
     is_marked = all(group.is_marked for group in groups)
     return cache_dir / _FOLDERS[is_marked] / cache.key_of([group.key for group in groups]) / "hashes"
 
 
 def _known_hash(path: Path) -> str | None:
-    """The hash that is kept in the file, if that is there and whole."""
+    """Returns the hash kept in the file if it exists and is intact."""
     with contextlib.suppress(cache.DamagedError):
         return cache.read_arrays(path).info["sha256"]
 
 
 def _known_hashes(groups: Sequence[FileGroup], cache_dir: Path, log: Callable[[str], None]) -> list[str] | None:
-    """The hashes of all groups, if one file knows them, and is whole."""
+    """Returns the hashes of all groups if one intact file has them."""
     if len(groups) == 1:
         known = _known_hash(_kept(groups[0], cache_dir))
         return None if known is None else [known]
@@ -321,21 +324,21 @@ def _known_hashes(groups: Sequence[FileGroup], cache_dir: Path, log: Callable[[s
         return cache.hashes_of_array(cache.read_arrays(path).arrays["sha256"][:])
     except cache.DamagedError:
         if path.exists():
-            log(f"damaged    {path}; making it again")
+            log(f"damaged    {path}; rebuilding it")
         return None
 
 
 def _hash_all(groups: Sequence[FileGroup]) -> Generator[str, None, None]:
-    """The hash of each group, in order, made in several threads, of remote files once all are here."""
+    """Yields the hash of each group, in order, computed in several threads; remote files are fetched first."""
     stop = threading.Event()
     remote = {file: group.source for group in groups for file in group.files if isinstance(file, RemoteFile)}
     with ThreadPoolExecutor(HASH_THREADS, thread_name_prefix="hash") as threads:
         try:
             for _ in threads.map(lambda file: remote[file].local(file, stop), remote):
-                pass  # else all would wait for the one file whose spans they hash
+                pass  # else all threads would wait for the one file they hash spans of
             yield from threads.map(lambda group: _hash(group, stop), groups)
         finally:
-            stop.set()  # a large file takes minutes, which neither a signal nor an error waits for
+            stop.set()  # signals and errors do not wait minutes for a large file
 
 
 def _hash(group: FileGroup, stop: threading.Event) -> str:

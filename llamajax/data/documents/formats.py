@@ -1,8 +1,8 @@
-"""The formats that files of documents have, a class each, and which of them a `kind` of source is.
+"""File formats of documents, one class each, and the table that maps a source's `kind` to its format.
 
-Whatever is wrong with a file ends as one `DataError` that names the file, the line and the remedy; a disk that fails, as a
-`DiskError`. Memory stays bounded whatever the size of a file: a document above `MAX_DOCUMENT_CHARS` comes in pieces, which
-end with lines where there are any.
+Anything wrong with a file becomes one `DataError` that names the file, the line and the remedy; a failing disk becomes a
+`DiskError`. Memory stays bounded for files of any size: a document above `MAX_DOCUMENT_CHARS` is read in pieces, which end
+at line ends where possible.
 """
 
 import codecs
@@ -31,7 +31,7 @@ from llamajax.data.documents.text_files import COMPRESSIONS, JSON_SUFFIXES, READ
 from llamajax.errors import DataError
 
 MAX_DOCUMENT_CHARS = 2 * HEAD_CHARS
-"""Longest document that is not read in pieces: about half a million tokens."""
+"""Maximum length of a document that is read in one piece: about half a million tokens."""
 
 _STDLIB_LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
 _HELP_TEXTS = Path("pydoc_data/topics.py")
@@ -39,86 +39,89 @@ _NOT_UTF8 = "is not UTF-8; convert the file, for example with iconv"
 
 
 class Document(NamedTuple):
-    """One text, or a piece of one, possibly empty."""
+    """One text or a piece of one; may be empty."""
 
     text: str
-    """Of a conversation: all that is said in it; empty if nothing of that is learnt."""
+    """For a conversation: everything said in it, or empty if none of it is trained on."""
     bytes_read: int
-    """How far into the source's files this document ends, bytes, for progress reports."""
+    """End of this document in the source's files, in bytes, for progress reports."""
     split_hash: int = 0
-    """Decides whether it is held out; all pieces of a text have the same."""
+    """Hash that decides whether the text is held out; equal for all pieces of a text."""
     conversation: Conversation | None = None
-    """What the text was made from, in a `chat` source."""
+    """The conversation behind the text, in a `chat` source."""
     error: str = ""
-    """What is wrong with the line or row, if it is left out for that; its text is empty."""
+    """Reason why this line or row is left out; its text is empty then."""
     goes_on: bool = False
-    """Whether the next one is a further piece of its text."""
+    """Whether the next document continues this text."""
 
 
 @dataclass(frozen=True)
 class Format:
-    """How the files of a source are found and read. A new format is a subclass, and a row of `FORMATS`."""
+    """Finds and reads the files of a source. A new format needs a subclass and a row of `FORMATS`."""
 
     config: SourceConfig
-    """The source."""
+    """Configuration of the source."""
     key: str
-    """That its mistakes are reported under."""
+    """Configuration key of the source, named in error messages."""
 
     suffixes: ClassVar[tuple[str, ...]] = ("",)
-    """How the names of files end that a directory stands for."""
+    """File name suffixes to look for in a directory."""
     paired: ClassVar[tuple[str, ...]] = ()
-    """How the names of files end that are read together with those; of both a path need have what their names begin with."""
+    """Suffixes of the files that accompany them. A path may then name just the prefix that both share."""
     folders_are_datasets: ClassVar[bool] = False
-    """Whether a directory is one dataset of `Dataset.save_to_disk`."""
+    """Whether a directory is one dataset written by `Dataset.save_to_disk`."""
     fields_of_form: ClassVar[int] = 0
-    """How many fields of a text file's `Form` decide its documents; 0: its files are not looked at for one."""
+    """How many fields of a text file's `Form` affect its documents; 0 if its form is not checked."""
     is_packed: ClassVar[bool] = False
-    """Whether files may hold documents that are longer than they are."""
+    """Whether a document may be longer than the file that holds it, because of compression."""
     is_chat: ClassVar[bool] = False
     """Whether the documents are conversations."""
     is_tokenized: ClassVar[bool] = False
-    """Whether the files hold tokens, and no documents."""
+    """Whether the files hold tokens instead of documents."""
 
     def described(self) -> str:
-        """The files, for people."""
+        """Returns a readable description of the files."""
         return ", ".join(map(shown, self.config.paths))
 
     def own_files(self) -> list[File] | None:
-        """The files, of a format that has no paths."""
+        """Returns the files of a format that has no paths, else None."""
         return None
 
     def documents(self, path: Path, span: Span | None) -> Iterator[Document]:
-        """The documents of a file, or those that begin in `span`, where the file `has_spans`; bad ones say what is wrong.
+        """Yields the documents of a file, or those that begin in `span` if the file `has_spans`; bad ones carry an `error`.
 
         Raises:
-            As `reading` makes them.
+            The errors of `reading`.
         """
         raise TypeError(f"{self.key}: kind={self.config.kind} holds tokens, and no documents")
 
     def has_spans(self, file: File) -> bool:
-        """Whether the file is cut into spans: it has row groups or, by its name, lines that are not compressed. Where a
-        name is wrong, all that the file has begins in the first span."""
+        """Returns whether the file is cut into spans.
+
+        It is if it has row groups or if its name says that it holds uncompressed lines. If the name is wrong, all records
+        begin in the first span.
+        """
         return False
 
     def extent(self, path: Path, span: Span) -> tuple[int, int, bytes]:
-        """Where what begins in the span starts and ends in the file, bytes, and what else decides its documents."""
+        """Returns the start and end of the records that begin in the span, in bytes, and what else decides its documents."""
         return *lines_extent(path, span), self.mark(path) if span.start == 0 else b""
 
     def mark(self, path: Path) -> bytes:
-        """What decides the documents of a file besides its bytes and its name: how it is read."""
+        """Returns what decides a file's documents besides its bytes and its name: the form that it is read in."""
         mark = mark_of(path) if self.fields_of_form else []
         return json.dumps(mark).encode() if any(mark[: self.fields_of_form]) else b""
 
     def error(self, where: object, message: str, field: str = "paths") -> DataError:
-        """An error of the source, in its field."""
+        """Returns an error about a field of the source."""
         return DataError(f"{where}: {self.key}.{field}: {message}")
 
     @contextlib.contextmanager
     def reading(self, path: object) -> Iterator[None]:
-        """Turns what goes wrong with a file in the block into an error that names it, and the key of its source.
+        """Turns errors with a file in this block into ones that name the file and the key of its source.
 
         Raises:
-            DataError: something is wrong with the file.
+            DataError: the file is invalid.
             DiskError: the disk fails.
         """
         remedy = "replace or remove the file"
@@ -128,7 +131,7 @@ class Format:
             raise disk.cannot_read(error, f"{path}: {self.key}.paths: cannot be read", remedy) from error
         except (pyarrow.ArrowException, EOFError, lzma.LZMAError) as error:
             raise self.error(path, f"cannot be read: {str(error).splitlines()[0]}; {remedy}") from error
-        except UnicodeDecodeError as error:  # pyarrow's, of what describes a table; texts are looked at one by one
+        except UnicodeDecodeError as error:  # from pyarrow, in a table's schema; texts are checked one by one
             raise self.error(path, f"cannot be read: the name of a column is not UTF-8; {remedy}") from error
         except NoTextFileError as error:
             kind = self.config.kind
@@ -138,7 +141,7 @@ class Format:
             raise self.error(place, f"{error}; correct the file, or copy it again") from error
 
     def checked_text(self, text: object, where: object) -> str:
-        """The text of a record, if it is one."""
+        """Returns the text of a record, or raises `DataError` if it is not a valid string."""
         if not isinstance(text, str):
             kind = "null" if text is None else type(text).__name__
             message = f"{self.config.text_key!r} must be a string, not {kind}; correct or remove it"
@@ -146,12 +149,12 @@ class Format:
         try:
             text.encode()
         except UnicodeEncodeError as error:
-            message = f"{self.config.text_key!r} has half a surrogate pair, which is no character; correct or remove it"
+            message = f"{self.config.text_key!r} has half a surrogate pair, which is not a character; correct or remove it"
             raise self.error(where, message, "text_key") from error
         return text
 
     def no_such_key(self, where: object, error: NoSuchKeyError) -> DataError:
-        """The error of a record, or a file, without the text's key."""
+        """Returns the error for a record or file that lacks the text's key."""
         return self.error(where, f"{error}; correct the key or the file", "text_key")
 
 
@@ -185,7 +188,7 @@ class Text(Format):
 
 
 class Stdlib(Text):
-    """The sources and help texts of this Python."""
+    """Sources and help texts of this Python."""
 
     fields_of_form = 0
 
@@ -217,7 +220,7 @@ class Jsonl(Format):
     suffixes = JSON_SUFFIXES
     fields_of_form = 3
     max_line_bytes: ClassVar[int] = 2**28
-    """Longest line, decompressed; what is longer is a mistake or a decompression bomb."""
+    """Maximum length of a decompressed line; anything longer is a mistake or a decompression bomb."""
 
     def has_spans(self, file: File) -> bool:
         return file.suffix.lower() not in COMPRESSIONS
@@ -235,11 +238,11 @@ class Jsonl(Format):
         return _in_pieces(self._text(line, where), bytes_read)
 
     def _text(self, line: bytes, where: object) -> str:
-        with contextlib.suppress(orjson.JSONDecodeError, NoSuchKeyError):  # it takes half the time, and no half characters
+        with contextlib.suppress(orjson.JSONDecodeError, NoSuchKeyError):  # twice as fast; rejects lone surrogates
             record = orjson.loads(line) if len(line) <= self.max_line_bytes else None
             if isinstance(record, dict) and isinstance(text := value_at(record, self.config.text_key), str):
                 return text
-        # What is wrong, if anything is, is told by Python's own reader, which takes `NaN` as well.
+        # On any failure Python's own parser reads the line again: it explains what is wrong, and it also accepts `NaN`.
         record = self._record(line, where)
         try:
             return self.checked_text(value_at(record, self.config.text_key), where)
@@ -270,7 +273,7 @@ class Chat(Jsonl):
     """One conversation per line or element."""
 
     max_line_bytes = 2**22
-    """About a million tokens, of which no more than a row is learnt."""
+    """About a million tokens. Training uses at most one row of a conversation."""
     is_chat = True
 
     def _of_line(self, line: bytes, where: object, bytes_read: int) -> Iterable[Document]:
@@ -339,11 +342,11 @@ class Megatron(Format):
 FORMATS: dict[str, type[Format]] = {
     "text": Text, "jsonl": Jsonl, "parquet": Parquet, "arrow": Arrow, "stdlib": Stdlib, "chat": Chat, "megatron": Megatron,
 }  # fmt: skip
-"""By the `kind` of a source."""
+"""Format by the `kind` of a source."""
 
 
 def _cut(text: str) -> Iterator[str]:
-    """The text in parts of at most `MAX_DOCUMENT_CHARS`, each ending with a line if it can; at least one part."""
+    """Yields the text in parts of at most `MAX_DOCUMENT_CHARS`, cut at line ends where possible; at least one part."""
     start = 0
     while len(text) - start > MAX_DOCUMENT_CHARS:
         end = text.rfind("\n", start, start + MAX_DOCUMENT_CHARS) + 1 or start + MAX_DOCUMENT_CHARS
@@ -353,7 +356,7 @@ def _cut(text: str) -> Iterator[str]:
 
 
 def _in_pieces(text: str, bytes_read: int) -> Iterator[Document]:
-    """The text in pieces as `_cut` makes them."""
+    """Yields a document per part of the text that `_cut` returns."""
     hash_of_all = split_hash(text)
     *pieces, last = _cut(text)
     yield from (Document(piece, bytes_read, hash_of_all, goes_on=True) for piece in pieces)
@@ -361,5 +364,5 @@ def _in_pieces(text: str, bytes_read: int) -> Iterator[Document]:
 
 
 def utf8_length(text: str) -> int:
-    """Bytes of the text in UTF-8."""
+    """Returns the number of bytes of the text in UTF-8."""
     return len(text) if text.isascii() else len(text.encode())

@@ -1,6 +1,6 @@
-"""The elements of one JSON array, one after the other, however large the array is.
+"""Yields the elements of one JSON array one at a time, however large the array is.
 
-Only brackets, strings and commas are looked at here, as bytes; whoever takes an element reads it as JSON.
+This module looks only at brackets, strings and commas, as bytes. The caller parses each element as JSON.
 """
 
 import re
@@ -9,7 +9,7 @@ from typing import BinaryIO, NamedTuple
 
 from llamajax.data.documents.text_files import READ_BYTES
 
-# No quantifier here gives back what it took, so that every byte is looked at once.
+# All quantifiers are possessive (no backtracking), so each byte is looked at once.
 _INSIDE = rb'[^"\\]*+(?:\\.[^"\\]*+)*+'
 _IN_STRING = re.compile(_INSIDE, re.DOTALL)
 _TO_BRACKET = re.compile(rb'(?:[^][{}"]++|"' + _INSIDE + rb'")*+', re.DOTALL)
@@ -19,30 +19,30 @@ _QUOTE, _COMMA, _OPEN, _END, _CLOSE = b'"'[0], b","[0], b"[{", b"]"[0], b"]}"
 
 
 class Element(NamedTuple):
-    """One of them."""
+    """One element of the array."""
 
     text: bytes
-    """As it is written; of one that is too long, the beginning."""
+    """The element as written; only the beginning if it is too long."""
     line: int
-    """The line that it begins in, from 1."""
+    """Line that the element begins on, from 1."""
     number: int
-    """From 1."""
+    """Number of the element, from 1."""
 
 
 class BrokenArrayError(ValueError):
-    """The array does not end as it should, so that nobody knows what is missing."""
+    """The array does not end as it should, so the rest of it is unknown."""
 
     def __init__(self, message: str, line: int, number: int) -> None:
-        """Takes what is wrong, and the line and the number of the element that was read then."""
+        """Stores the message, and the line and number of the element being read."""
         super().__init__(message)
         self.line, self.number = line, number
 
 
 def array_elements(stream: BinaryIO, max_bytes: int) -> Iterator[Element]:
-    """The elements of the array that is all of a stream, at most `max_bytes` and one byte of each.
+    """Yields the elements of the array that fills a stream, each cut to `max_bytes` + 1 bytes.
 
     Raises:
-        BrokenArrayError: the stream ends within the array, or goes on behind it.
+        BrokenArrayError: the stream ends within the array, or continues after it.
         As `stream.read`.
     """
     scan = _Scan(stream, max_bytes)
@@ -58,23 +58,23 @@ def array_elements(stream: BinaryIO, max_bytes: int) -> Iterator[Element]:
 
 
 class _Scan:
-    """How far the array is read."""
+    """Reading position in the array."""
 
     def __init__(self, stream: BinaryIO, max_bytes: int) -> None:
         self._stream, self._max_bytes = stream, max_bytes
         self._buffer = bytearray()
         self._begin = self._at = 0
-        # In the buffer: where the present element begins, and up to where it was looked at.
+        # Buffer offsets: the start of the current element, and the first byte not yet looked at.
         self._line, self._number = 1, 1
-        # Of the present element: the line that it begins in, and which one it is.
+        # The current element's first line, and its number.
         self._beginning, self._lines_passed = b"", 0
-        # Of an element that is too long: what it begins with, and the ends of its lines before the buffer.
+        # For an element that is too long: its beginning, and the count of its line ends that have left the buffer.
         self._skip_space()
-        assert self._buffer[self._at] == _OPEN[0], "whoever calls has seen the bracket"
+        assert self._buffer[self._at] == _OPEN[0], "the caller has seen the bracket"
         self._begin = self._at = self._at + 1
 
     def _skip_space(self) -> bool:
-        """Goes on to the next byte that is no white space, where an element begins; False at the end of the stream."""
+        """Moves to the next byte that is not white space, where an element begins; returns False at the stream's end."""
         while True:
             match = _SPACE.match(self._buffer, self._at)
             assert match is not None
@@ -86,7 +86,7 @@ class _Scan:
                 return False
 
     def pass_element(self) -> int:
-        """Goes on behind the comma or the bracket that ends the present element, and returns that sign."""
+        """Moves past the comma or bracket that ends the current element, and returns that byte."""
         depth, in_string = 0, False
         self._skip_space()
         while True:
@@ -95,12 +95,12 @@ class _Scan:
             assert match is not None
             self._at = match.end()
             sign = self._buffer[self._at] if self._at < len(self._buffer) else None
-            if sign is None or (in_string and sign != _QUOTE):  # which is a backslash whose other half is to come
+            if sign is None or (in_string and sign != _QUOTE):  # a backslash; the escaped byte is still to come
                 if not self._reads_on():
                     raise self._broken("the file ends before its array does")
                 continue
             self._at += 1
-            if sign == _QUOTE:  # of a string that reaches beyond the buffer; all others are passed by the pattern
+            if sign == _QUOTE:  # only of a string that crosses the buffer's end; patterns skip all others
                 in_string = not in_string
             elif sign in _OPEN:
                 depth += 1
@@ -110,7 +110,7 @@ class _Scan:
                 return sign
 
     def take_element(self) -> Element:
-        """The element that was passed; the next one begins here."""
+        """Returns the element that was just passed; the next one begins here."""
         text = self._beginning or bytes(self._buffer[self._begin : self._at - 1])
         if len(text) <= self._max_bytes:
             text = text.rstrip()
@@ -121,12 +121,12 @@ class _Scan:
         return element
 
     def check_nothing_follows(self) -> None:
-        """Raises `BrokenArrayError` if something stands behind the array."""
+        """Raises `BrokenArrayError` if anything follows the array."""
         if self._skip_space():
-            raise self._broken("the file goes on behind its array")
+            raise self._broken("the file continues after its array")
 
     def _reads_on(self) -> bool:
-        """Reads more into the buffer, and drops what is no longer needed; False at the end of the stream."""
+        """Reads more into the buffer and drops what is no longer needed; returns False at the end of the stream."""
         if self._at - self._begin > self._max_bytes:
             self._beginning = self._beginning or bytes(self._buffer[self._begin : self._begin + self._max_bytes + 1])
             self._lines_passed += self._buffer.count(b"\n", self._begin, self._at)

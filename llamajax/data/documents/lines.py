@@ -1,4 +1,4 @@
-"""Records of a file, or of a span of it, that know where they are: its lines, or the elements of its one JSON array."""
+"""Reads the records of a file or of a span of it, with their places: lines, or the elements of a single JSON array."""
 
 import io
 import threading
@@ -14,36 +14,38 @@ _counting = threading.Lock()
 
 
 class Span(NamedTuple):
-    """A stretch of a file. It has the lines, or the row groups, that begin in it; all records of a file that is compressed,
-    or one array, begin at 0."""
+    """A byte range of a file.
+
+    It contains the lines or row groups that begin in it. All records of a compressed file or of a JSON array begin at 0.
+    """
 
     start: int
-    """Bytes before it."""
+    """First byte of the span."""
     end: int
-    """Where it ends, bytes from the beginning of the file."""
+    """First byte behind the span."""
 
 
 class Place(NamedTuple):
-    """Where a line is, as `file:line`; lines before the span it is in are counted when that is asked for."""
+    """Place of a line, shown as `file:line`. The lines before its span are counted only when the text is needed."""
 
     path: Path
     start: int
-    """Where the first line of the span begins, bytes."""
+    """Byte offset of the first line of the span."""
     number: int
-    """Of the line in its span, from 1."""
+    """Line number within the span, from 1."""
 
     def __str__(self) -> str:
         return f"{self.path}:{self.number + lines_before(self.path, self.start)}"
 
 
 class ElementPlace(NamedTuple):
-    """Where an element of a file's array is, as `file:line: record N`."""
+    """Place of an array element, shown as `file:line: record N`."""
 
     path: Path
     line: int
-    """That it begins in, from 1."""
+    """Line that the element begins on, from 1."""
     number: int
-    """From 1."""
+    """Number of the element, from 1."""
 
     def __str__(self) -> str:
         return f"{self.path}:{self.line}: record {self.number}"
@@ -53,17 +55,17 @@ class Line(NamedTuple):
     """A line that is not blank, or an element of an array."""
 
     text: bytes
-    """Of a line, with its end; of what is too long, the beginning."""
+    """The line with its line ending; only the beginning if it is too long."""
     place: Place | ElementPlace
     bytes_read: int
-    """How far into the file, as it lies on the disk, or into the span it ends, roughly."""
+    """Approximate end of the line, in bytes of the file on disk (compressed if it is), counted from the span's start."""
 
 
 def read_lines(path: Path, max_bytes: int, span: Span | None = None) -> Iterator[Line]:
-    """The lines that are not blank, or the elements of an array, at most `max_bytes` and one byte of each.
+    """Yields the lines that are not blank, or the elements of an array, each cut to `max_bytes` + 1 bytes.
 
     Raises:
-        BrokenArrayError: the array does not end as it should.
+        BrokenArrayError: the array is truncated, or something follows it.
         As `opened`.
     """
     if span is not None and form_of(path).is_whole:
@@ -94,7 +96,7 @@ def _read_elements(path: Path, file: TextFile, max_bytes: int) -> Iterator[Line]
 
 
 def lines_extent(path: Path, span: Span) -> tuple[int, int]:
-    """Where the first record that begins in `span` starts and the last one ends, bytes; twice the same place if none does.
+    """Returns where the first record that begins in `span` starts and where the last one ends, in bytes; equal if none does.
 
     Raises:
         As `form_of`.
@@ -106,7 +108,7 @@ def lines_extent(path: Path, span: Span) -> tuple[int, int]:
 
 
 def _next_line(file: io.BufferedReader, at: int) -> int:
-    """Where the first line begins that does so at `at` or behind it; the end of the file if none does."""
+    """Returns the offset of the first line that begins at or after `at`, or the end of the file."""
     if at == 0:
         return 0
     file.seek(at - 1)
@@ -116,7 +118,7 @@ def _next_line(file: io.BufferedReader, at: int) -> int:
 
 
 def lines_before(path: Path, end: int) -> int:
-    """How many lines end before byte `end` of the file, counted on from where that was asked last."""
+    """Returns how many lines end before byte `end` of the file. Counting resumes where the last call stopped."""
     if end == 0:
         return 0
     with _counting:

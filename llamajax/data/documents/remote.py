@@ -1,7 +1,7 @@
-"""Files of object stores and web servers, brought whole into the cache when they are read first.
+"""Copies files of object stores and web servers into the cache, whole, when they are first read.
 
-A listing tells a remote file's address, size and version, and by these it is known: nothing is fetched to learn whether it
-has changed. One process of a machine fetches a file; a copy that is there is whole, and everything reads the copy.
+A listing reports a remote file's address, size and version, which identify it: nothing is fetched to learn whether it has
+changed. One process of a machine fetches a file; a copy that exists is complete, and every reader uses the copy.
 """
 
 import http
@@ -25,19 +25,19 @@ from llamajax.data import cache, progress
 from llamajax.errors import DataError, DiskError, EnvironmentMismatchError, UserError, without_passwords
 
 PAUSES_S = (1.0, 5.0, 20.0)
-"""Before each further attempt at what the network or a server may get over."""
+"""Pauses before each retry after an error of the network or a server that may be temporary."""
 ASKED_AT_ONCE = 8
-"""Files whose size and version are asked for at a time."""
+"""Number of files listed at a time."""
 
 _FOLDER = "remote"
 _WEB = ("http://", "https://")
-# What stores say of a file's version, the surest first; some say several of these.
+# Names of the fields in which stores report a file's version, the most reliable first; some report several.
 _VERSIONS = (
     "ETag", "etag", "md5Hash", "Content-MD5", "blob_id", "generation", "checksum",
     "LastModified", "last_modified", "Last-Modified", "updated", "mtime", "created",
 )  # fmt: skip
-# Errors of networks, by the package that raises them, which need not be there: of the web, of Hugging
-# Face, of S3, of Google.
+# Network errors by the packages that raise them, which may not be installed: packages for the web, Hugging Face, S3 and
+# Google.
 _OF_NETWORKS = {
     "aiohttp.ClientError", "httpx.TransportError", "httpx2.TransportError", "botocore.ConnectionError",
     "botocore.HTTPClientError", "botocore.IncompleteReadError", "urllib3.HTTPError", "google.TransportError",
@@ -52,19 +52,19 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class RemoteFile:
-    """A file of a store, as a listing knows it."""
+    """A file of a store, as listed."""
 
     url: str
     size: int
-    """Bytes."""
+    """Size in bytes."""
     version: str
-    """What its store says that is another for another content; empty where it says nothing."""
+    """The version that the store reports, which differs for different content; empty if it reports none."""
     cache_dir: Path
-    """Where the copy is kept."""
+    """Directory for copies."""
 
     @property
     def path(self) -> Path:
-        """The local copy, which may not be there yet. Errors in it are told by this, so it has the names of the address."""
+        """Path of the local copy, which may not exist yet. Messages show it, so it has the address's names."""
         scheme, _, rest = shown(self.url).partition("://")
         names = [re.sub(r"[^\w.@=+-]", "_", part, flags=re.ASCII)[-200:] for part in rest.split("/") if part.strip(".")]
         *folders, name = [scheme, *names][-12:]
@@ -73,24 +73,24 @@ class RemoteFile:
 
     @property
     def suffix(self) -> str:
-        """How its name ends, with the dot, as of a `Path`."""
+        """Suffix of the file name, with the dot, as `Path.suffix` has it."""
         return PurePosixPath(shown(self.url)).suffix
 
     def __str__(self) -> str:
         return shown(self.url)
 
     def fetched(self, key: str, stop: threading.Event) -> Path:
-        """The local copy, made now if it is not there.
+        """Returns the local copy; fetches it if it is missing.
 
         Args:
-            key: of the source, for messages.
-            stop: another thread sets it when the file is no longer wanted.
+            key: configuration key of the source, for messages.
+            stop: set by another thread when the file is no longer needed.
 
         Raises:
-            CancelledError: `stop` was set in the middle.
+            CancelledError: `stop` was set during the fetch.
             DataError: the file is gone, has changed since it was listed, or may not be read.
-            DiskError: network, server or store fails, several times.
-            OSError: the cache's disk fails, or is full.
+            DiskError: the network, the server or the store fails, several times.
+            OSError: the cache's disk fails or is full.
         """
         path = self.path
         if not path.exists():
@@ -101,14 +101,14 @@ class RemoteFile:
 
     def _fetch(self, path: Path, key: str, stop: threading.Event) -> None:
         store, name = _store(self.url)
-        with disk.file_made_whole(path, keep=True) as file:  # which may be open
+        with disk.file_made_whole(path, keep=True) as file:  # the file may be open elsewhere
             store.get_file(name, file.name, callback=_Arriving(stop))
             came = os.fstat(file.fileno()).st_size
             store.invalidate_cache()
             if _size_and_version(store.info(name)) != (self.size, self.version):
-                raise DataError(f"{self}: {key}.paths: was changed while it was read; run again when it is at rest")
+                raise DataError(f"{self}: {key}.paths: changed while it was read; run again once it no longer changes")
             if came != self.size:
-                raise ConnectionError(f"{came:,} of {self.size:,} bytes came")
+                raise ConnectionError(f"{came:,} of {self.size:,} bytes arrived")
 
 
 File = Path | RemoteFile
@@ -116,7 +116,7 @@ File = Path | RemoteFile
 
 
 class _Arriving(fsspec.callbacks.NoOpCallback):
-    """Says that a file arrives. Not any callback: with others `hf://` asks for every five megabytes by themselves."""
+    """Reports progress. This is a subclass of `NoOpCallback` because with others `hf://` requests each 5 MB separately."""
 
     def __init__(self, stop: threading.Event) -> None:
         super().__init__()
@@ -129,17 +129,17 @@ class _Arriving(fsspec.callbacks.NoOpCallback):
 
 
 def listed(pattern: str, key: str, cache_dir: Path, is_meant: Callable[[PurePath], bool]) -> list[RemoteFile]:
-    """The files that an address names, that match it, or that a directory holds, in the order of their addresses.
+    """Lists the files that an address names or matches, or that its directory holds, sorted by address.
 
     Args:
-        pattern: an address, perhaps with `*`, `**`, `?` (not of web servers) or `[...]`.
-        key: of the source, for messages.
-        cache_dir: where copies are kept.
-        is_meant: whether a directory stands for its file at this path in it.
+        pattern: an address, which may contain `*`, `**`, `?` (except for web servers) or `[...]`.
+        key: configuration key of the source, for messages.
+        cache_dir: directory for copies.
+        is_meant: returns whether a directory includes its file at this relative path.
 
     Raises:
-        DataError: there is none, or it may not be read.
-        DiskError: network, server or store fails, several times.
+        DataError: no file exists, or access is denied.
+        DiskError: the network, the server or the store fails, several times.
         EnvironmentMismatchError: a package for such addresses is missing.
     """
     where = f"{shown(pattern)}: {key}.paths"
@@ -160,7 +160,7 @@ def listed(pattern: str, key: str, cache_dir: Path, is_meant: Callable[[PurePath
             continue
         size, version = _size_and_version(info)
         if size is None:
-            raise DataError(f"{shown(url)}: {key}.paths: its server does not tell its size; fetch it by hand and name that")
+            raise DataError(f"{shown(url)}: {key}.paths: its server does not report its size; download it and name the copy")
         files.append(RemoteFile(url, size, version, cache_dir))
     if not files:
         raise DataError(f"{key}.paths: {shown(pattern)!r} matches no file; correct it or remove it")
@@ -168,7 +168,7 @@ def listed(pattern: str, key: str, cache_dir: Path, is_meant: Callable[[PurePath
 
 
 def _asked(store: fsspec.AbstractFileSystem, urls: dict[str, str], key: str) -> dict[str, dict[str, Any]]:
-    """What the store says of each file, by its address."""
+    """Returns the store's information about each file, by address."""
 
     def asked(url: str) -> dict[str, Any]:
         progress.gets_on()
@@ -179,20 +179,20 @@ def _asked(store: fsspec.AbstractFileSystem, urls: dict[str, str], key: str) -> 
 
 
 def shown(url: str) -> str:
-    """The address without password and, of web servers, without what comes behind a question mark: that may be a key."""
+    """Returns the address without a password and, for web servers, without the query string, which may be a key."""
     return without_passwords(url.partition("?")[0] if url.startswith(_WEB) else url)
 
 
 def _store(url: str) -> tuple[fsspec.AbstractFileSystem, str]:
-    """The store of an address, and what the store calls the file."""
+    """Returns the store of an address, and the file's name in that store."""
     options: dict[str, Any] = {}
     if url.startswith(_WEB):
-        import aiohttp  # a package that base fsspec does without
+        import aiohttp  # optional for fsspec
 
         given = fsspec.config.conf.get(url.partition(":")[0], {})
         of_client = {
-            "timeout": aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S, sock_read=_READ_S),  # else five minutes
-            "auto_decompress": False,  # a .gz that is served as such is to be stored as it lies there
+            "timeout": aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S, sock_read=_READ_S),  # default: 5 minutes
+            "auto_decompress": False,  # store a .gz file unchanged
             "trust_env": True,
         }
         options["headers"] = {"Accept-Encoding": "identity", **given.get("headers", {})}
@@ -205,11 +205,11 @@ def _size_and_version(info: dict[str, Any]) -> tuple[int | None, str]:
 
 
 def _reached(where: str, call: Callable[[], T]) -> T:
-    """What `call` returns; where the network or a server fails in a way that may pass, after further attempts.
+    """Returns the result of `call`, retrying after network and server errors that may be temporary.
 
     Raises:
-        DataError, DiskError, EnvironmentMismatchError: it fails; the line begins with `where`.
-        OSError: the disk here is full.
+        DataError, DiskError, EnvironmentMismatchError: the call fails; the message begins with `where`.
+        OSError: the local disk is full.
     """
     pauses = iter(PAUSES_S)
     while True:
@@ -231,16 +231,16 @@ def _reached(where: str, call: Callable[[], T]) -> T:
 
 
 class _Failure(NamedTuple):
-    """What an error of a store's library comes from."""
+    """The cause of an error from a store's library."""
 
     cause: BaseException
     status: int | None
-    """Of HTTP."""
+    """HTTP status, if any."""
     may_pass: bool
 
     @classmethod
     def of(cls, error: Exception) -> "_Failure":
-        """By the first in the chain of causes that tells: a server's failure is the cause of a missing file for some."""
+        """Returns the first clear cause in the chain: some libraries report a server's failure as a missing file."""
         each: BaseException | None = error
         while each is not None:
             if (status := _status(each)) is not None:
@@ -249,12 +249,12 @@ class _Failure(NamedTuple):
             if names & _OF_NETWORKS or isinstance(each, ConnectionError | TimeoutError):
                 return cls(each, None, may_pass=True)
             each = each.__cause__
-        # One without a number is a store's own word, such as gcsfs's of what is forbidden.
+        # Without an errno it is the store's own error, such as gcsfs's for denied access.
         of_system = isinstance(error, OSError) and error.errno is not None
         return cls(error, None, of_system and not isinstance(error, _DEFINITE))
 
     def told(self, where: str) -> UserError:
-        """The one line about it, without what may be a key."""
+        """Returns the one-line error to report, without anything that may be a key."""
         if self.status is None:
             text = re.sub(r"(https?://[^\s?'\"]*)\?[^\s'\"]*", r"\1", " ".join(str(self.cause).split()))
             reason = without_passwords(text)[:300] or type(self.cause).__name__
@@ -269,12 +269,12 @@ class _Failure(NamedTuple):
             remedy = "see to your credentials for this store, or correct the path"
             return DataError(f"{where}: may not be read: {reason}; {remedy}")
         if self.status in (404, 410) or isinstance(self.cause, FileNotFoundError):
-            return DataError(f"{where}: there is no such file; correct or remove the path")
+            return DataError(f"{where}: does not exist; correct or remove the path")
         return DataError(f"{where}: cannot be fetched: {reason}; correct or remove the path")
 
 
 def _status(error: BaseException) -> int | None:
-    """The HTTP status that an error is about, wherever its library keeps it."""
+    """Returns the HTTP status of an error, wherever its library stores it."""
     response = getattr(error, "response", None)
     if isinstance(response, dict):  # of botocore
         status = response.get("ResponseMetadata", {}).get("HTTPStatusCode")

@@ -1,4 +1,4 @@
-"""Sources of the configuration: the files that their paths name, match, or hold below them, and the documents in these."""
+"""Sources of the configuration: the files that their paths name, match or have inside them, and the documents in these."""
 
 import fnmatch
 import glob
@@ -20,42 +20,42 @@ from llamajax.data.documents.text_files import COMPRESSIONS
 from llamajax.errors import DataError
 
 BESIDE = ("._*", ".DS_Store", "_SUCCESS", "*.crc", "_started_*", "_committed_*", "_metadata", "_common_metadata")
-"""Names of what macOS, Spark and Hadoop write beside the files that are meant, under whatever patterns these have."""
+"""Names of files that macOS, Spark and Hadoop write beside data files. They are left out even if a pattern matches them."""
 _UNFINISHED = ("_temporary", "_delta_log")
-"""Names of directories in which Spark and Delta Lake keep what is no file of a table, or not yet."""
+"""Directories in which Spark and Delta Lake keep files that are not, or not yet, part of a table."""
 
 
 class Found(NamedTuple):
-    """A source's files."""
+    """Files of a source."""
 
     files: list[File]
     num_left_out: int
-    """Those that `BESIDE` names."""
+    """Number of files left out because of `BESIDE`."""
     folders: Sequence[Path] = ()
-    """Directories that patterns match: these stand for no files."""
+    """Directories that match a pattern; their files are not included."""
     others: Sequence[PurePath] = ()
-    """Files in directories that are named, neither of the source's kind, by their names, nor hidden."""
+    """Other visible files in named directories: by their names they are not of the source's kind."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """A source of the configuration, and the key that its mistakes are reported under."""
+    """A source of the configuration, and the key under which its errors are reported."""
 
     config: SourceConfig
     key: str
     cache_dir: Path = field(default_factory=lambda: Path(DEFAULT_CACHE_DIR).expanduser())
-    """Where copies of remote files are kept."""
+    """Directory for copies of remote files."""
 
     @property
     def format(self) -> Format:
-        """What its files are."""
+        """Format of the files."""
         return FORMATS[self.config.kind](self.config, self.key)
 
     def __str__(self) -> str:
         return f"{self.config.kind}: {self.format.described()}"
 
     def files(self) -> list[Path]:
-        """The source's files, as `look` finds them; of remote ones the copies, which are fetched where they are missing.
+        """Returns the files that `look` finds; remote files as local copies, fetched if missing.
 
         Raises:
             As `look` and `local`.
@@ -63,28 +63,28 @@ class Source:
         return [self.local(file) for file in self.look().files]
 
     def local(self, file: File, stop: threading.Event | None = None) -> Path:
-        """Where the file can be read on this machine: itself, or its copy, which is fetched if it is not there.
+        """Returns where the file can be read on this machine: its own path, or a copy, which is fetched if missing.
 
         Raises:
-            CancelledError: another thread set `stop` while it was fetched.
+            CancelledError: another thread set `stop` during the fetch.
             DataError: a remote file is gone, has changed since it was found, or may not be read.
-            DiskError: network or server fails.
-            OSError: the cache's disk fails, or is full.
+            DiskError: the network or the server fails.
+            OSError: the cache's disk fails or is full.
         """
         return file if isinstance(file, Path) else file.fetched(self.key, stop or threading.Event())
 
     def look(self) -> Found:
-        """The source's files, each once, under whichever of its names comes first: local ones sorted, then remote ones.
+        """Finds the source's files, each once under the first of its names: local ones sorted, then remote ones.
 
         Raises:
-            DataError: a path matches nothing, or is not a regular file, or may not be read.
-            DiskError: the disk fails, or network or server do.
+            DataError: a path matches nothing, or is not a regular file, or access is denied.
+            DiskError: the disk, the network or a server fails.
             EnvironmentMismatchError: a package for remote files is missing.
         """
         format, key = self.format, self.key
         if (own := format.own_files()) is not None:
             return Found(own, 0)
-        places: dict[Path, tuple[Path, int]] = {}  # by which they are sorted
+        places: dict[Path, tuple[Path, int]] = {}  # sort keys
         remote: dict[str, RemoteFile] = {}
         folders: list[Path] = []
         others: list[PurePath] = []
@@ -112,17 +112,17 @@ class Source:
                 files.setdefault(_file_behind(path), path)
         if not files and not meant_remote:
             names = ", ".join(BESIDE)
-            raise DataError(f"{key}.paths: all that they name is what systems write beside files ({names}); name others")
+            raise DataError(f"{key}.paths: all files are ones that systems write beside data ({names}); name others")
         num_left_out = len(places) - len(meant) + len(remote) - len(meant_remote)
         others = sorted({*others} - {*places})
         return Found([*files.values(), *(remote[url] for url in sorted(meant_remote))], num_left_out, folders, others)
 
     def documents(self, files: Sequence[File], span: Span | None = None) -> Iterator[Document]:
-        """The documents of `files`, in order; what is left out, as the configuration allows, is empty and says why.
+        """Yields the documents of `files`, in order; a bad one that the configuration allows is empty and carries its error.
 
         Args:
-            files: some of those that `look` finds.
-            span: reads only what begins in it, of the one file; of those that `Format.has_spans`.
+            files: some of the files that `look` finds.
+            span: reads only what begins in this span of the one file; only for files that `Format.has_spans`.
 
         Raises:
             DataError: a file cannot be read as the source's kind says.
@@ -143,13 +143,13 @@ class Source:
             bytes_before += size
 
     def too_many_bad(self, error: str) -> DataError:
-        """The error to end with when more records are bad than the configuration allows, of which `error` is one."""
+        """Returns the error that stops reading once more records are bad than allowed; `error` is the last of them."""
         allowed = self.config.max_bad_records
-        return DataError(f"{error}; {self.key}.max_bad_records: {allowed} allows no more of them" if allowed else error)
+        return DataError(f"{error}; {self.key}.max_bad_records: {allowed} allows no more" if allowed else error)
 
 
 def _matches(format: Format, pattern: str, folders: list[Path], others: list[PurePath]) -> list[Path]:
-    """The files that a pattern stands for; adds to `folders` and `others` what it does not, see `Found`."""
+    """Returns the files that a pattern stands for; adds other matches to `folders` and `others`, see `Found`."""
     path = Path(pattern).expanduser()
     with format.reading(path):
         is_prefix = bool(format.paired) and disk.status(path) is None
@@ -175,8 +175,10 @@ def _matches(format: Format, pattern: str, folders: list[Path], others: list[Pur
 
 
 def _files_below(format: Format, folder: Path, others: list[PurePath]) -> list[Path]:
-    """The files that a directory stands for, of itself and of all directories in it, but hidden and unfinished ones; adds
-    those to `others` for which it does not."""
+    """Returns the files that a directory stands for, in it and all its subdirectories except hidden and unfinished ones.
+
+    The remaining files are added to `others`.
+    """
     found = []
     for parent, folders, names in disk.files_below(folder, follow_links=True):
         folders[:] = (name for name in folders if not _is_passed_over(name))
@@ -191,7 +193,7 @@ def _files_below(format: Format, folder: Path, others: list[PurePath]) -> list[P
 
 
 def _stands_for(format: Format, path: PurePath) -> bool:
-    """Whether a directory stands for its file at this path, or that is one which is left out and counted."""
+    """Returns whether a directory includes its file at this path, or whether the file is left out and counted."""
     name = path.name
     if any(map(_is_passed_over, path.parts[:-1])):
         return False
@@ -203,7 +205,7 @@ def _stands_for(format: Format, path: PurePath) -> bool:
 
 
 def _is_other(format: Format, path: PurePath) -> bool:
-    """Whether a file for which a directory does not stand is one that may have been meant."""
+    """Returns whether a file that its directory does not include may have been meant."""
     hidden = path.name.startswith(".") or any(map(_is_passed_over, path.parts[:-1]))
     return not hidden and not path.name.lower().endswith(format.paired)
 
@@ -218,7 +220,7 @@ def _is_passed_over(folder: str) -> bool:
 
 
 def _is_unfinished(path: PurePath, pattern: str) -> bool:
-    """Whether the path goes through such a directory, which its pattern does not name."""
+    """Returns whether the path goes through an `_UNFINISHED` directory that its pattern does not name."""
     return any(folder in _UNFINISHED and folder not in pattern for folder in path.parts[:-1])
 
 
@@ -227,7 +229,7 @@ def _is_beside(name: str) -> bool:
 
 
 def _shards(format: Format, path: Path) -> list[Path]:
-    """The files of a saved dataset, or the one file."""
+    """Returns the files of a saved dataset, or the one file."""
     if not os.path.isdir(path):
         return [path]
     try:
@@ -247,6 +249,6 @@ def _check_regular(format: Format, path: Path) -> None:
 
 
 def _file_behind(path: Path) -> object:
-    """What is the same for all names of a file: relative and absolute ones, symbolic and hard links."""
-    status = path.stat()  # only of files with several hard links, since some file systems number files all alike
+    """Returns a key equal for all names of a file: relative and absolute ones, symbolic and hard links."""
+    status = path.stat()  # only with several hard links: some file systems give all files one number
     return (status.st_dev, status.st_ino) if status.st_nlink > 1 else path.resolve()

@@ -1,4 +1,4 @@
-"""Which documents are held out: decided by a hash of their text, so that copies are together, wherever they lie."""
+"""Assigns documents to the held-out split by a hash of their text, so that all copies of a text fall on the same side."""
 
 import hashlib
 
@@ -6,40 +6,41 @@ import numpy as np
 from jaxtyping import Bool, UInt64
 
 HEAD_CHARS = 2**20
-"""Characters of a text that decide; what is longer may be read in pieces, which stay together."""
+"""Number of leading characters that decide the split. Longer texts may be read in pieces, which then stay together."""
 
 
 def split_hash(text: str) -> int:
-    """64 bits that decide on which side a text lies; copies that differ in white space at their ends, or in how their
-    lines end, have the same.
+    """Returns the 64-bit hash that decides the split of a text.
+
+    Copies that differ only in leading or trailing white space, or in their line endings, have the same hash.
 
     Args:
-        text: all of it, or the first `2 * HEAD_CHARS` characters or more.
+        text: the whole text, or at least its first `2 * HEAD_CHARS` characters.
     """
     head = text[: 2 * HEAD_CHARS].replace("\r\n", "\n").strip()[:HEAD_CHARS]
     return plain_hash(f"{head}\n")
 
 
 def plain_hash(text: str) -> int:
-    """64 bits of the text as it is."""
+    """Returns a 64-bit hash of the text exactly as it is."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
 class PlainHash:
-    """`plain_hash` of a text that comes in pieces."""
+    """Computes `plain_hash` of a text that arrives in pieces."""
 
     def __init__(self) -> None:
         self._hash = hashlib.blake2b(digest_size=8)
 
     def update(self, piece: str) -> None:
-        """Takes the next piece."""
+        """Adds the next piece."""
         self._hash.update(piece.encode())
 
     def value(self) -> int:
-        """The hash of all pieces so far."""
+        """Returns the hash of all pieces so far."""
         return int.from_bytes(self._hash.digest(), "little")
 
 
 def is_held_out(hashes: UInt64[np.ndarray, "documents"] | int, fraction: float) -> Bool[np.ndarray, "documents"] | bool:
-    """Whether documents with these hashes are held out, when `fraction` of all documents is."""
+    """Returns whether documents with these hashes are held out when `fraction` of all documents is held out."""
     return hashes < int(fraction * 2.0**64)

@@ -1,6 +1,6 @@
-"""Files of text as they are found: compressed or not, with a byte-order mark or without.
+"""Opens text files in whatever form they have: compressed or not, with or without a byte-order mark.
 
-The first bytes decide how a file is read. Names do not: many a `.jsonl` is gzip inside.
+The first bytes decide how a file is read. Names do not: many a `.jsonl` is really gzip.
 """
 
 import contextlib
@@ -14,16 +14,16 @@ from typing import BinaryIO, NamedTuple
 import pyarrow
 
 READ_BYTES = 2**20
-"""Read from a file at once."""
+"""Number of bytes read from a file at a time."""
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2", ".xz": "xz"}
-"""What the ends of names say, in lower case."""
+"""Compression formats by file name suffix, in lower case."""
 JSON_SUFFIXES = (".jsonl", ".ndjson", ".json")
-"""Ends of the names of files of records, before that of the compression."""
+"""Suffixes of JSON files, before the suffix of a compression."""
 BOM = b"\xef\xbb\xbf"
-"""The byte-order mark of UTF-8, which is no part of the text behind it."""
+"""The byte-order mark of UTF-8, which is not part of the text."""
 
 _HEAD_BYTES = 2**12
-# A frame of zstd may be one that holds no data, as pzstd writes them first.
+# The first zstd frame may be a skippable one without data, as pzstd writes it.
 _MAGICS = {
     "gzip": re.compile(rb"\x1f\x8b\x08"), "zstd": re.compile(rb"\x28\xb5\x2f\xfd|[\x50-\x5f]\x2a\x4d\x18"),
     "bz2": re.compile(rb"BZh[1-9](1AY&SY|\x17rE8P\x90)"), "xz": re.compile(rb"\xfd7zXZ\x00"),
@@ -37,10 +37,10 @@ _SEEN_BY_NAME = {".gz": "gzip", ".zst": "zstd"}
 
 
 class NoTextFileError(ValueError):
-    """A file is of another format; the message says of which."""
+    """A file has another format; the message names it."""
 
     def remedy(self, kind: str) -> str:
-        """What to do for a source of this kind."""
+        """Returns what to do about it for a source of this kind."""
         of_table = {"a parquet file": "parquet", "an Arrow file": "arrow"}.get(str(self))
         if of_table is None:
             return "unpack it, and name the files in it"
@@ -48,25 +48,25 @@ class NoTextFileError(ValueError):
 
 
 class Form(NamedTuple):
-    """How a file holds its text."""
+    """Encoding of the text in a file."""
 
     compression: str | None = None
     has_bom: bool = False
     is_array: bool = False
-    """Whether it begins with `[`: of files of records, one JSON array instead of lines."""
+    """Whether the text begins with `[`: a JSON file is then one array instead of lines."""
 
     @property
     def is_whole(self) -> bool:
-        """Whether records can be read from its beginning only."""
+        """Whether records can be read only from the beginning of the file."""
         return self.compression is not None or self.is_array
 
 
 def form_of(path: Path) -> Form:
-    """The form of a file, by its first bytes.
+    """Returns the form of a file, as its first bytes show it.
 
     Raises:
-        NoTextFileError: it is of another format.
-        OSError, EOFError, lzma.LZMAError, pyarrow.ArrowException: it cannot be read.
+        NoTextFileError: the file has another format.
+        OSError, EOFError, lzma.LZMAError, pyarrow.ArrowException: the file cannot be read.
     """
     with path.open("rb", buffering=0) as file:
         return _form(path, file.read(_HEAD_BYTES))
@@ -76,18 +76,20 @@ class TextFile(NamedTuple):
     """An open file."""
 
     stream: BinaryIO
-    """Its text as bytes, without a byte-order mark."""
+    """The text as bytes, without a byte-order mark."""
     raw: io.FileIO
-    """The file as it lies on the disk, which knows how much of it was read."""
+    """The file on disk; its position shows how much has been read."""
     form: Form
 
 
 def mark_of(path: Path) -> list[str | bool | None]:
-    """What decides how the file is read, for the hash of its content; empty of files that have always been read so, by the
-    ends of their names: their hashes stay what they were.
+    """Returns the part of a file's form that goes into the hash of its content.
+
+    It is empty for plain files and for those that were always decompressed because of their suffix, so that their hashes
+    stay the same.
 
     Raises:
-        As `form_of`, but what a compressed file holds is not looked at if its name says how it is compressed.
+        As `form_of`, but the contents of a compressed file are not checked if its suffix names the compression.
     """
     with path.open("rb", buffering=0) as file:
         begin = file.read(_HEAD_BYTES)
@@ -99,7 +101,7 @@ def mark_of(path: Path) -> list[str | bool | None]:
 
 
 def holds_records(path: Path) -> bool:
-    """Whether a file holds records rather than one text: lines of JSON by its name, or one array.
+    """Returns whether a file holds records rather than one text: its name says JSON lines, or its content is one array.
 
     Raises:
         As `form_of`.
@@ -111,15 +113,15 @@ def holds_records(path: Path) -> bool:
 
 @contextlib.contextmanager
 def opened(path: Path, at: int = 0) -> Iterator[TextFile]:
-    """The file, open to be read.
+    """Opens the file for reading.
 
     Args:
         path: the file.
-        at: the byte to begin at, of a file that is not compressed.
+        at: the byte to start at, for an uncompressed file.
 
     Raises:
-        NoTextFileError: it is of another format.
-        OSError, EOFError, lzma.LZMAError, pyarrow.ArrowException: it cannot be read; later reads raise them too.
+        NoTextFileError: the file has another format.
+        OSError, EOFError, lzma.LZMAError, pyarrow.ArrowException: the file cannot be read; later reads raise them too.
     """
     with path.open("rb", buffering=0) as file:
         form = _form(path, file.read(_HEAD_BYTES))
@@ -131,7 +133,7 @@ def opened(path: Path, at: int = 0) -> Iterator[TextFile]:
 
 
 def _form(path: Path, begin: bytes) -> Form:
-    """The form of a file that begins so."""
+    """Returns the form of a file that begins with these bytes."""
     compression = _compression(begin)
     if compression is not None:
         with path.open("rb", buffering=0) as file:
@@ -148,7 +150,7 @@ def _compression(begin: bytes) -> str | None:
 
 
 def _decompressed(file: io.FileIO, compression: str | None) -> BinaryIO:
-    if compression == "xz":  # which pyarrow does not know
+    if compression == "xz":  # not supported by pyarrow
         return io.BufferedReader(lzma.open(file), READ_BYTES)
     stream = file if compression is None else pyarrow.CompressedInputStream(file, compression)
     return io.BufferedReader(stream, READ_BYTES)  # pyright: ignore[reportArgumentType] (pyarrow's reads like io's)

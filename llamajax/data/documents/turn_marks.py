@@ -1,8 +1,8 @@
-"""What chat data itself says about which messages are learnt.
+"""Reads the fields in chat data that say which messages to train on.
 
-Programs have different fields for it: `weight` (OpenAI, Mistral), `train` and `training` (axolotl), `train_on_turn` (data
+Tools use different fields for this: `weight` (OpenAI, Mistral), `train` and `training` (axolotl), `train_on_turn` (data
 made for it), `loss` and `loss_scale` (ms-swift, XTuner), `loss_weight` (LLaMA-Factory), `loss_mask` and `step_loss_mask`
-(verl, slime), `masked` (torchtune). Those with one meaning are honoured; whatever else speaks about learning is refused.
+(verl, slime), `masked` (torchtune). Fields with one clear meaning are honoured; any other field about learning is refused.
 """
 
 import re
@@ -14,9 +14,9 @@ _LEARNT_IF_TRUE = (
 )  # fmt: skip
 _HIDDEN_IF_TRUE = ("masked",)
 MARKS = frozenset((*_LEARNT_IF_TRUE, *_HIDDEN_IF_TRUE))
-"""Fields of a message that say whether it is learnt."""
+"""Fields that say whether a message is trained on."""
 _MARKS_OF_RECORD = ("weight", "train", "trainable", "loss_mask", "loss_weight", "masked", "mask")
-"""Fields of a whole record that do; the others of `MARKS` may be measurements there, such as a loss."""
+"""Fields that say so for a whole record. Other `MARKS` may be measurements there, such as a loss."""
 _OF_PREFERENCES = ("label", "kto_tag")
 
 _ABOUT_LEARNING = frozenset((
@@ -28,19 +28,19 @@ _REMEDY = 'write "train": true or "train": false instead'
 
 
 def says_about_learning(key: str) -> bool:
-    """Whether a field's name has a word about learning in it, such as `train_detail` or `lossWeight`."""
+    """Returns whether a field's name contains a word about learning, as `train_detail` and `lossWeight` do."""
     return bool(_ABOUT_LEARNING & {word.lower() for word in re.findall(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])", key)})
 
 
 def learnt_mark(message: Mapping[str, object], where: str) -> bool | None:
-    """Whether the message says that it is learnt; None if it says nothing.
+    """Returns whether the message is marked to be trained on, or None if it has no mark.
 
     Args:
-        message: of a conversation, or a part of its content.
-        where: its place, for messages, ends with a point.
+        message: a message of a conversation, or a part of its content.
+        where: place of the message in error messages, with a trailing dot.
 
-    Raises:
-        ValueError: `field: rule; remedy`, if it says something that has no meaning here, or two things at once.
+        Raises:
+            ValueError: `field: rule; remedy`, if a mark is not supported, or two marks contradict each other.
     """
     found: dict[str, bool] = {}
     for key, value in message.items():
@@ -56,7 +56,7 @@ def learnt_mark(message: Mapping[str, object], where: str) -> bool | None:
 
 
 def check_record(record: Mapping[str, object]) -> None:
-    """Refuses a record that is marked, as a whole, not to be learnt or to be learnt more or less than others.
+    """Refuses a record that is marked, as a whole, not to be trained on, or with a weight of its own.
 
     Raises:
         ValueError: `field: rule; remedy`.
@@ -67,14 +67,14 @@ def check_record(record: Mapping[str, object]) -> None:
         if key == "mask":
             raise ValueError(f"mask: means different things to different programs; remove it, and {_REMEDY} in messages")
         if _is_true(value, key) == (key in _HIDDEN_IF_TRUE):
-            raise ValueError(f"{key}: says that nothing of the line is learnt; remove the line")
+            raise ValueError(f"{key}: excludes the whole line from training; remove the line")
     for key in _OF_PREFERENCES:
         if record.get(key) is False:
-            raise ValueError(f"{key}: false says that the answer is a bad one; remove the line")
+            raise ValueError(f"{key}: false marks a rejected answer; remove the line")
 
 
 def _is_true(value: object, where: str) -> bool:
     if isinstance(value, (bool, int, float)) and value in (0, 1):
         return bool(value)
     shown = f"{value!r}"[:40]
-    raise ValueError(f"{where} must be 0 or 1, or false or true, not {shown}: a message is learnt or not; {_REMEDY}")
+    raise ValueError(f"{where} must be 0 or 1, or false or true, not {shown}: a message is trained on or not; {_REMEDY}")

@@ -78,7 +78,7 @@ class Packings:
                 cache.check_arrays(damaged)
                 return
             except cache.DamagedError as error:
-                log(f"damaged    {damaged}: {error.reason}; making it again")
+                log(f"damaged    {damaged}: {error.reason}; rebuilding it")
             if damaged == self._path:
                 self._make(map)
             else:

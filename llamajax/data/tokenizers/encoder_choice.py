@@ -1,7 +1,7 @@
-"""Which library encodes the documents of a run: gigatoken wherever its ids are those of the tokenizer's own.
+"""Chooses the library that encodes the documents of a run: gigatoken if its ids equal those of the tokenizer's own library.
 
-The ids do not depend on the choice. Before it is made they are compared, on texts that are hard to read and on some of the
-documents themselves; one line tells what came of it.
+The ids do not depend on the choice. Before the choice both libraries encode hard texts and some of the documents, and the
+ids are compared. One log line reports the result.
 """
 
 import contextlib
@@ -22,30 +22,30 @@ from llamajax.data.tokenizers.tokenizer_base import Tokenizer
 from llamajax.errors import DataError, DiskError
 
 MIN_BYTES = 2**22
-"""Of less, the proof would take longer than it saves."""
+"""Minimum size of the data; for less, the comparison takes longer than it saves."""
 SAMPLE_BYTES = 2**20
-"""Of the documents, for the proof."""
+"""Number of bytes of documents to compare."""
 SAMPLED_GROUPS = 8
-"""From the beginnings of so many groups of files, spread over all."""
+"""Number of file groups, spread over all, from which the compared documents are taken."""
 _DOCUMENT_CHARS = 2**16
-"""Of each document, at most."""
+"""Maximum number of characters of each document."""
 _SHOWN_CHARS = 80
 
 _FOLDER = "encoders"
 
 
 def choose_encoder(tokenizer: Tokenizer, groups: Sequence[FileGroup], cache_dir: Path, log: Callable[[str], None]) -> None:
-    """Sets `tokenizer.is_fast` if gigatoken gives its very ids and is faster; says which way documents go, and why.
+    """Sets `tokenizer.is_fast` if gigatoken returns the same ids and is faster, and logs the choice and its reason.
 
     Args:
-        tokenizer: of the documents.
-        groups: what is to be tokenized; nothing is tried, nor said, where that is little.
-        cache_dir: the cache, which remembers by which version of gigatoken its ids were made.
-        log: takes a line for people to read.
+        tokenizer: tokenizer of the documents.
+        groups: the files to be tokenized. If they are small, nothing is compared or logged.
+        cache_dir: the cache, which records the version of gigatoken behind its ids.
+        log: receives a line.
 
     Raises:
         DiskError: the disk fails.
-        OSError: the cache's disk fails, or is full.
+        OSError: the cache's disk fails or is full.
     """
     tokenizer.is_fast = False
     texts = [group for group in groups if not group.is_chat]
@@ -54,19 +54,19 @@ def choose_encoder(tokenizer: Tokenizer, groups: Sequence[FileGroup], cache_dir:
     own, fast = (f"{name} {version(name)}" for name in (tokenizer.library, "gigatoken"))
     try:
         differing = differing_text(tokenizer)
-    except Exception as error:  # whatever gigatoken raises for a tokenizer that it does not know
-        log(f"encoder    {own}: {fast} does not take this tokenizer: {' '.join(str(error).split())[:_SHOWN_CHARS]}")
+    except Exception as error:  # gigatoken raises anything for unsupported tokenizers
+        log(f"encoder    {own}: {fast} does not support this tokenizer: {' '.join(str(error).split())[:_SHOWN_CHARS]}")
         return
     sample = _sample(texts)
     trial = _try(tokenizer, sample)
     if differing := differing or trial.differing:
         reason = f"gives other ids for {ascii(differing)[:_SHOWN_CHARS]}"
     elif trial.fast_rate < trial.own_rate:
-        reason = f"makes {trial.fast_rate:.1f} here"
+        reason = f"reaches {trial.fast_rate:.1f} here"
     else:
         tokenizer.is_fast = True
         log(
-            f"encoder    {fast}, {trial.fast_rate:.1f} MB/s where {own} makes {trial.own_rate:.1f}: the same ids for hard"
+            f"encoder    {fast}, {trial.fast_rate:.1f} MB/s where {own} reaches {trial.own_rate:.1f}: the same ids for hard"
             f" texts, all characters, all tokens and {len(sample):,} documents{_of_another_version(tokenizer, cache_dir)}"
         )
         return
@@ -74,14 +74,14 @@ def choose_encoder(tokenizer: Tokenizer, groups: Sequence[FileGroup], cache_dir:
 
 
 def differing_text(tokenizer: Tokenizer, *, quick: bool = False) -> str | None:
-    """A hard text that gigatoken gives other ids than the tokenizer does; None if there is none.
+    """Returns a hard text for which gigatoken and the tokenizer's own library give different ids, or None.
 
     Args:
-        tokenizer: the one to compare with.
-        quick: leaves out the texts that are made of all characters, and of all its tokens.
+        tokenizer: the tokenizer to compare.
+        quick: omits the texts made of all characters and of all tokens.
 
     Raises:
-        Exception: of gigatoken, which does not know such a tokenizer.
+        Exception: from gigatoken, if it does not support this tokenizer.
     """
     texts = [*hard_texts()]
     for follow in (False, True):
@@ -94,12 +94,12 @@ def differing_text(tokenizer: Tokenizer, *, quick: bool = False) -> str | None:
 
 
 class _Trial(NamedTuple):
-    """What came of texts that were encoded both ways."""
+    """Result of encoding texts with both libraries."""
 
     differing: str | None
-    """The first of other ids."""
+    """The first text with different ids."""
     own_rate: float
-    """MB of text per second."""
+    """Rate of the tokenizer's own library, in MB of text per second."""
     fast_rate: float
 
 
@@ -115,7 +115,7 @@ def _try(tokenizer: Tokenizer, texts: Sequence[str], *, follow: bool = False) ->
 
 
 def _sample(groups: Sequence[FileGroup]) -> list[str]:
-    """Documents from the beginnings of some of the groups; what is wrong with these is told when they are tokenized."""
+    """Returns documents from the beginnings of some groups; errors in them are reported later, during tokenizing."""
     here = [group for group in groups if _is_here(group)] or [*groups[:1]]
     some = here[:: -(-len(here) // SAMPLED_GROUPS)]
     sample: list[str] = []
@@ -135,7 +135,7 @@ def _is_here(group: FileGroup) -> bool:
 
 
 def _of_another_version(tokenizer: Tokenizer, cache_dir: Path) -> str:
-    """Keeps which version of gigatoken encodes for the cache, and tells that another one did before."""
+    """Records the version of gigatoken that encodes for the cache; returns a note if another one did before."""
     path, now = cache_dir / _FOLDER / cache.key_of(tokenizer.sha256) / "gigatoken", version("gigatoken")
     with disk.locked(path.parent):
         try:

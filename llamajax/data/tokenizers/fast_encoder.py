@@ -1,4 +1,4 @@
-"""Texts to token ids by gigatoken, ten times as fast as by the libraries that tokenizers are written for."""
+"""Encodes texts with gigatoken, ten times as fast as the libraries that tokenizers are written for."""
 
 import functools
 import itertools
@@ -17,19 +17,26 @@ if TYPE_CHECKING:
 NormalForm = Literal["NFC", "NFD", "NFKC", "NFKD"]
 
 _MAX_BEGINNING = 32
-"""Characters of a token by which it is looked for."""
+"""Number of a token's leading characters that the search uses."""
 
 
 class FastEncoder:
-    """Encodes texts by gigatoken, but those in which libraries differ: that hold the text of an added or special token, and,
-    since their tables of Unicode may be of any version, that a normalizer would change or that have characters so new that
-    this Python does not know them."""
+    """Encodes texts with gigatoken, except those that libraries read differently.
+
+    These contain the text of an added or special token. Since tables of Unicode differ between versions, they also include
+    texts that a normalizer would change and texts with characters too new for this Python.
+    """
 
     def __init__(
         self, load: "Callable[[bool], gigatoken.Tokenizer]", tokens: Iterable[str], normal_form: NormalForm | None
     ) -> None:
-        """Takes what loads the tokenizer, without what it puts before a text if that is asked for; those tokens; and the
-        form that the tokenizer brings texts into."""
+        """Stores the arguments.
+
+        Args:
+            load: loads the tokenizer; without its prefix if the argument is True.
+            tokens: texts of added and special tokens.
+            normal_form: normal form that the tokenizer applies to texts.
+        """
         self._load = functools.cache(functools.partial(_loaded, load))
         self._tokens = any_of(tokens)
         self._normal_form: NormalForm | None = normal_form
@@ -40,7 +47,7 @@ class FastEncoder:
         follows: Sequence[bool],
         otherwise: Callable[[Sequence[str]], Sequence[Int32[np.ndarray, "_"]]],
     ) -> list[Int32[np.ndarray, "_"]]:
-        """The ids of each text; nothing is put before those that follow on another; `otherwise` encodes what is left."""
+        """Returns the ids of each text, without a prefix if it follows another; `otherwise` encodes the exceptions."""
         encoded = [self._encode(text, is_next) for text, is_next in zip(texts, follows, strict=True)]
         others = iter(otherwise([text for text, ids in zip(texts, encoded, strict=True) if ids is None]))
         return [next(others) if ids is None else ids for ids in encoded]
@@ -57,8 +64,7 @@ class FastEncoder:
             raise
 
     def _is_read_alike(self, text: str) -> bool:
-        """Whether the text is in the normal form, and of known kinds of characters, by tables of any version that have its
-        characters, as these tables do."""
+        """Returns whether all Unicode tables that have its characters read the text as this Python does."""
         if text.isascii():
             return True
         if _unassigned()[np.frombuffer(text.encode("utf-32-le"), "<u4")].any():
@@ -68,7 +74,7 @@ class FastEncoder:
 
 @functools.cache
 def _unassigned() -> Bool[np.ndarray, "codes"]:
-    """Which codes are no characters, as far as this Python knows."""
+    """Returns for each code point whether it is unassigned in this Python's tables."""
     return np.array([unicodedata.category(chr(code)) == "Cn" for code in range(sys.maxunicode + 1)])
 
 
@@ -82,18 +88,21 @@ def _loaded(load: "Callable[[bool], gigatoken.Tokenizer]", follows: bool) -> "gi
 
 
 def _is_panic(error: BaseException) -> bool:
-    """Whether Rust panicked, of which Python makes no `Exception`."""
+    """Returns whether the error is a Rust panic, which is not an `Exception` in Python."""
     return type(error).__name__ == "PanicException"
 
 
 def any_of(words: Iterable[str]) -> re.Pattern[str]:
-    """Finds whatever begins as one of the words does. What they share is tried once: Mistral has 770 that begin with `[`."""
+    """Returns a pattern that finds anything beginning like one of the words.
+
+    Common beginnings are tried once: Mistral has 770 tokens that begin with `[`.
+    """
     beginnings = sorted({word[:_MAX_BEGINNING] for word in words} - {""})
     return re.compile(_tree(beginnings) if beginnings else "(?!)")
 
 
 def _tree(words: Sequence[str]) -> str:
-    """An expression for the sorted words."""
+    """Returns an expression for the sorted words."""
     if not words[0]:
         return ""
     branches = itertools.groupby(words, lambda word: word[0])

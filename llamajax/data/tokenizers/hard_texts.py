@@ -1,4 +1,4 @@
-"""Texts that tokenizers' libraries are likely to read differently: by these they are compared."""
+"""Texts that tokenizer libraries are likely to read differently, for comparing two libraries."""
 
 import functools
 import random
@@ -6,7 +6,7 @@ import sys
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-# ruff: noqa: RUF001 (characters that look like others are wanted)
+# ruff: noqa: RUF001 (needs characters that look like others)
 
 _SPACES = (
     " ", "  ", "   ", " " * 17, "\t", "\t\t", "\n", "\n\n", "\n\n\n", "\r", "\r\n", "\r\n\r\n", " \n", "\n ",
@@ -43,8 +43,11 @@ _ROW, _PIECES = 64, 500
 
 @functools.cache
 def hard_texts() -> tuple[str, ...]:
-    """Always the same: kinds of characters alone and mixed at random, long runs, both forms of composed characters, and
-    characters from all over Unicode."""
+    """Returns the test texts, which are always the same.
+
+    They contain all kinds of characters, alone and randomly mixed, long runs, both normal forms of composed characters, and
+    characters from all over Unicode.
+    """
     draw = random.Random(0)
     pieces = (*_SPACES, *_DIGITS, *_WORDS, *_SYMBOLS)
     mixed = ["".join(draw.choices(pieces, k=draw.randint(2, 30))) for _ in range(_NUM_MIXED)]
@@ -55,7 +58,7 @@ def hard_texts() -> tuple[str, ...]:
 
 
 def texts_of_all_characters() -> Iterator[str]:
-    """Each character that this Python knows below the private planes, behind a space, before it and beside its neighbour."""
+    """Yields each assigned character below the private planes, after a space, before one and by its neighbour."""
     known = [sign for code in range(0xE0000) if unicodedata.category(sign := chr(code)) not in ("Cn", "Cs")]
     for start in range(0, len(known), _ROW):
         yield "".join(f" {sign}" for sign in known[start : start + _ROW])
@@ -63,7 +66,7 @@ def texts_of_all_characters() -> Iterator[str]:
 
 
 def texts_of_tokens(vocab_size: int, decode: Callable[[Sequence[int]], str], special: Iterable[str]) -> Iterator[str]:
-    """Texts of all of a vocabulary's pieces, in another order, and of its special tokens, and of what looks like those."""
+    """Yields texts of all pieces of a vocabulary, shuffled, of its special tokens, and of variations of these."""
     ids = [*range(vocab_size)]
     random.Random(1).shuffle(ids)
     yield from (decode(ids[at : at + _PIECES]) for at in range(0, len(ids), _PIECES))
@@ -73,7 +76,7 @@ def texts_of_tokens(vocab_size: int, decode: Callable[[Sequence[int]], str], spe
 
 
 def _unicode(draw: random.Random) -> Iterator[str]:
-    """A twelfth of all characters below the private planes, in rows of neighbours; and rows from all over them."""
+    """Yields a twelfth of all characters below the private planes, in rows, and random rows from all planes."""
     rows = range(0, 0x32000, _ROW)
     for start in (*rows[:32], *rows[32::12]):
         yield "".join(chr(code) for code in range(start, start + _ROW) if not 0xD800 <= code < 0xE000)

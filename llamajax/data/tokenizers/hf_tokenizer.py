@@ -1,4 +1,4 @@
-"""Text to token ids and back by Hugging Face's `tokenizer.json`."""
+"""Tokenizers from Hugging Face's `tokenizer.json` files."""
 
 import contextlib
 import functools
@@ -23,26 +23,26 @@ if TYPE_CHECKING:
 
 KNOWN_BOS = ("<s>", "<|begin_of_text|>", "<|endoftext|>")
 KNOWN_EOS = ("</s>", "<|end_of_text|>", "<|endoftext|>")
-"""Special tokens that begin and end a text in tokenizers of which no file says so."""
+"""Special tokens that begin and end a text in tokenizers with no file that names them."""
 
 MAX_IDS = 2**24
-"""Ids that a vocabulary may reach up to, a hundred times those of the largest: the library takes memory for each of them."""
+"""Exclusive upper limit of token ids: a hundred times the largest vocabularies. The library takes memory for each id."""
 
 _LOCAL = {"NFC", "NFD", "NFKC", "NFKD", "Prepend", "Replace"}
-"""Normalizers that change a text by a few neighbouring characters."""
+"""Normalizers that change only a few neighbouring characters of a text."""
 BYTE_LEVEL_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-"""The pattern of the library's `ByteLevel`, which is GPT-2's."""
+"""The pattern of the library's `ByteLevel`, taken from GPT-2."""
 _BYTE_PIECE = re.compile(r"<0x[0-9A-F]{2}>")
 
 
 class HuggingFaceTokenizer(Tokenizer):
-    """A `tokenizer.json`, with the tokens that the files beside it add or call special.
+    """A `tokenizer.json` with the tokens that its neighbouring files add or mark as special.
 
-    What begins and ends a text is what the configuration names, or else what its post-processor puts there, or else a known
-    name: only special tokens count, for Qwen's vocabulary also has an ordinary `<s>`.
+    The tokens that begin and end a text are those named by the configuration, else those its post-processor adds, else
+    tokens with a known name. Only special tokens count, because Qwen's vocabulary also has an ordinary `<s>`.
 
-    Its regular expressions are tried on every text, by a library that ends those which try ten million ways from one place
-    on; whoever wrote them can still make encoding slow, but no more than that.
+    The file's regular expressions run on every text. The library aborts a match after ten million attempts from one place,
+    so a malicious file can make encoding slow, but nothing worse.
     """
 
     library = "tokenizers"
@@ -58,7 +58,7 @@ class HuggingFaceTokenizer(Tokenizer):
             _check_ids(json.loads(text))
             self._tokenizer = tokenizers.Tokenizer.from_str(text)
             model = json.loads(self._tokenizer.to_str())
-        except Exception as error:  # the library raises nothing narrower
+        except Exception as error:  # the library raises plain exceptions
             reason = str(error).splitlines()[0]
             raise DataError(
                 f"{files.source}: data.tokenizer.path: is not a tokenizer.json: {reason}; replace the file"
@@ -77,7 +77,7 @@ class HuggingFaceTokenizer(Tokenizer):
         is_bpe = model["model"]["type"] == "BPE" and {step["type"] for step in normalizers} <= _LOCAL
         patterns = [_pattern(step) for step in splits]
         self._patterns = None if not is_bpe or None in patterns else [p for p in patterns if p]
-        # As in Llama 2's: spaces are signs of words, and bytes stand for what the vocabulary lacks.
+        # As in Llama 2's: spaces are marked with a character, and byte tokens encode what the vocabulary lacks.
         is_whole = is_bpe and model["model"].get("byte_fallback") and {step["type"] for step in splits} <= {"Metaspace"}
         self._joined = neighbours(vocabulary) if is_whole and SPACE in vocabulary else None
         forms = get_args(NormalForm)
@@ -89,8 +89,8 @@ class HuggingFaceTokenizer(Tokenizer):
 
         bos_id, eos_id = end("bos_token", self.prefix, KNOWN_BOS), end("eos_token", suffix, KNOWN_EOS)
         self._set_ends(bos_id, eos_id, "put a tokenizer_config.json with bos_token and eos_token beside it")
-        # A configuration that says null (Qwen's) means it, although documents are then begun with another token. Where no
-        # file says anything, what ends texts is not taken for what begins them.
+        # A null in the configuration (as Qwen's) means no token, although documents then begin with another one. Where no
+        # file says anything, the token that ends texts does not count as the one that begins them.
         says_bos = "bos_token" in files.ends or self.prefix or bos_id != eos_id
         has_bos = bos_id is not None and says_bos and "bos_token" not in files.denied
         self.bos_token = self._tokenizer.id_to_token(self.bos_id) if has_bos else None
@@ -108,12 +108,12 @@ class HuggingFaceTokenizer(Tokenizer):
         return [np.array(encoding.ids, np.int32) for encoding in encodings]
 
     def _load_fast(self, without_prefix: bool) -> "gigatoken.Tokenizer":
-        import gigatoken  # takes memory, and is wanted where there is much to encode
+        import gigatoken  # takes memory; only needed for much text
 
         return gigatoken.Tokenizer.from_json((self._following if without_prefix else self._tokenizer).to_str())
 
     def splits(self, text: str, place: int) -> bool:
-        """The pre-tokenizer splits there, and none of its patterns reaches across; or no piece has both characters."""
+        """Checks that the pre-tokenizer splits there, with no pattern across; or that no piece has both characters."""
         if self._joined is not None:
             return text[place - 1 : place + 1].replace(" ", SPACE) not in self._joined
         splitter, normalizer = self._tokenizer.pre_tokenizer, self._tokenizer.normalizer
@@ -149,8 +149,11 @@ class HuggingFaceTokenizer(Tokenizer):
 
     @functools.cached_property
     def _for_templates(self) -> tuple[tokenizers.Tokenizer, tokenizers.Tokenizer, bool]:
-        """Reads special tokens in a text; another that puts nothing before a text; whether the first one does so before
-        the text after every special token."""
+        """Three values for chat templates.
+
+        A tokenizer that reads special tokens in a text, a second one that adds no prefix, and whether the first one adds its
+        prefix to the text after every special token.
+        """
         model = json.loads(self._tokenizer.to_str())
         is_first_only = any(
             step.get("prepend_scheme") == "first" for step in _steps(model["pre_tokenizer"], "pretokenizers")
@@ -160,7 +163,7 @@ class HuggingFaceTokenizer(Tokenizer):
 
     @functools.cached_property
     def _following(self) -> tokenizers.Tokenizer:
-        """Puts nothing before a text."""
+        """The tokenizer without its prefix before a text."""
         text = self._tokenizer.to_str()
         model = json.loads(text)
         normalizers = _steps(model["normalizer"], "normalizers")
@@ -185,7 +188,7 @@ class HuggingFaceTokenizer(Tokenizer):
 
     @contextlib.contextmanager
     def _working(self) -> Iterator[None]:
-        """Turns panics of the library, which are no `Exception`s, into a `DataError`."""
+        """Turns panics of the Rust library, which are not `Exception`s, into a `DataError`."""
         try:
             yield
         except BaseException as error:
@@ -196,7 +199,7 @@ class HuggingFaceTokenizer(Tokenizer):
             ) from error
 
     def _add_tokens(self) -> tuple[str, ...]:
-        """Adds what the files beside it list; what they only name, if it is not added yet. Returns those that are new."""
+        """Adds the tokens that neighbouring files list, and those they only name if missing; returns the new ones."""
         unknown = [new.content for _, new in self.read_from.added if self._tokenizer.token_to_id(new.content) is None]
         known = {token.content for token in self._tokenizer.get_added_tokens_decoder().values()}
         for token, new in self.read_from.added:
@@ -208,7 +211,7 @@ class HuggingFaceTokenizer(Tokenizer):
         return tuple(unknown)
 
     def _frame(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """What the post-processor puts before and behind a text."""
+        """Returns the tokens that the post-processor adds before and after a text."""
         encoding = self._tokenizer.encode("a")
         marked = list(zip(encoding.ids, encoding.special_tokens_mask, strict=True))
         before, after = (itertools.takewhile(lambda entry: entry[1], some) for some in (marked, reversed(marked)))
@@ -216,13 +219,13 @@ class HuggingFaceTokenizer(Tokenizer):
 
     def _count_bytes(self, vocabulary: dict[str, int], model: dict) -> np.ndarray:
         decoder = json.dumps(model["decoder"])
-        if '"ByteLevel"' in decoder:  # every character of a token's name stands for a byte
+        if '"ByteLevel"' in decoder:  # each character of a token's name is one byte
             count = len
         elif any(f'"{kind}"' in decoder for kind in ("ByteFallback", "Metaspace", "Replace")):
             count = text_bytes
         else:
             raise DataError(
-                f"{self.source}: data.tokenizer.path: its decoder does not keep text as it is;"
+                f"{self.source}: data.tokenizer.path: its decoder does not restore text exactly;"
                 " use byte-level BPE or a SentencePiece kind of tokenizer"
             )
         counts = np.zeros(self.vocab_size, np.int32)
@@ -239,13 +242,13 @@ class HuggingFaceTokenizer(Tokenizer):
 
 def _check_ids(body: object) -> None:
     match body:
-        case {"model": {"vocab": dict(vocabulary)}}:  # in a list, ids are places
+        case {"model": {"vocab": dict(vocabulary)}}:  # in a list, the index is the id
             if wrong := [token for token in vocabulary.values() if type(token) is int and token >= MAX_IDS]:
-                raise ValueError(f"gives a token the id {show(str(wrong[0]))}, where all are below {MAX_IDS:,}")
+                raise ValueError(f"has the token id {show(str(wrong[0]))}; all must be below {MAX_IDS:,}")
 
 
 def _pattern(step: dict) -> str | None:
-    """The pattern by which a pre-tokenizer splits a text without loss; empty if it does not split, None if by no pattern."""
+    """Returns the pattern that a pre-tokenizer splits by without loss; empty if it does not split, None if it has none."""
     match step:
         case {"type": "ByteLevel"}:
             return BYTE_LEVEL_PATTERN if step.get("use_regex", True) else ""
@@ -255,7 +258,7 @@ def _pattern(step: dict) -> str | None:
 
 
 def _steps(step: dict | None, list_key: str) -> list[dict]:
-    """A normalizer or pre-tokenizer of a `tokenizer.json`, or those of a sequence."""
+    """Returns a `tokenizer.json`'s normalizers or pre-tokenizers: a single one, or the steps of a sequence."""
     if step is None:
         return []
     return step[list_key] if step["type"] == "Sequence" else [step]

@@ -1,4 +1,4 @@
-"""Documents of any length: encoded in pieces, to the ids of the whole, of which no more is in memory than a piece."""
+"""Encodes documents of any length in pieces, to the same ids as in one piece, with one piece in memory at a time."""
 
 import re
 import tempfile
@@ -16,33 +16,33 @@ from llamajax.data.tokenizers.fast_encoder import any_of
 from llamajax.data.tokenizers.tokenizer_base import SPACE, Tokenizer
 
 SPOOL_BYTES = 2**28
-"""Ids that wait in memory; what is more goes to the disk."""
+"""Number of bytes of ids held in memory; the rest is written to disk."""
 
 _WORD_ENDS = re.compile(r"(?<=[^\W_])(?=[ \n.,;:!?。，、！？；：])")  # noqa: RUF001 (Chinese punctuation is meant)
-"""Where pre-tokenizers split, whatever is before and behind."""
+"""Places where pre-tokenizers split, whatever comes before and after."""
 _SEARCHED_CHARS, _MAX_TRIES = 2**16, 64
 _CONTEXT_CHARS = 512
-"""Compared on both sides of a cut."""
+"""Number of characters compared on each side of a cut."""
 
 
 class LongDocument(NamedTuple):
-    """What is counted of a document that was encoded."""
+    """Counts of an encoded document."""
 
     num_tokens: int
-    """Its ends included."""
+    """Number of tokens, including the first and last one."""
     text_bytes: int
     plain_hash: int
     has_space_sign: bool
-    """Whether U+2581 is in it."""
+    """Whether U+2581 occurs in it."""
     num_pieces: int
     num_unknown: int
-    """Pieces that end where the ids of the whole may be others."""
+    """Number of pieces that end where the ids may differ from those of the whole."""
 
 
 def encode_long(
     first: Document, documents: Iterator[Document], tokenizer: Tokenizer, tokens: "Spool", progress: Progress
 ) -> LongDocument:
-    """Adds the ids of a text to `tokens`, of which `first` is the beginning, and the next of `documents` the rest."""
+    """Adds the ids of a text to `tokens`. The text begins with `first` and continues with the next of `documents`."""
     before, text_bytes, num_pieces, num_unknown = len(tokens), 0, 0, 0
     plain_hash, has_space_sign = PlainHash(), False
     tokens.append(np.array([tokenizer.bos_id], np.int32))
@@ -67,8 +67,7 @@ def encode_long(
 
 
 def cut_place(text: str, tokenizer: Tokenizer) -> int:
-    """The last place found at which the text can be cut so that its parts have the ids of the whole, whatever follows; 0 if
-    none is found near its end."""
+    """Returns the last place near the end where cutting keeps the ids of the whole, whatever follows; 0 if none is found."""
     end = len(text) - _CONTEXT_CHARS // 2
     places = [match.start() for match in _WORD_ENDS.finditer(text, max(0, end - _SEARCHED_CHARS), max(0, end))]
     added = any_of(tokenizer.special_texts)
@@ -86,7 +85,7 @@ def _is_same(text: str, place: int, tokenizer: Tokenizer) -> bool:
 
 
 class Spool:
-    """An array that grows, of which little is in memory: beyond `SPOOL_BYTES` it is in a file without a name."""
+    """A growing array; beyond `SPOOL_BYTES` it is stored in an unnamed file."""
 
     def __init__(self, dtype: np.dtype, folder: Path) -> None:
         self._dtype, self._folder = dtype, folder
@@ -98,14 +97,14 @@ class Spool:
         return self._length
 
     def append(self, part: Integer[np.ndarray, "_"]) -> None:
-        """Adds to its end; raises `OSError` if the disk fails."""
+        """Appends a part; raises `OSError` if the disk fails."""
         self._parts.append(part.astype(self._dtype))
         self._length += len(part)
         if (self._length - self._in_file) * self._dtype.itemsize > SPOOL_BYTES:
             self._write()
 
     def array(self) -> Integer[np.ndarray, "_"]:
-        """All of it, of which nothing more is added; raises `OSError` if the disk fails."""
+        """Returns the whole array, after which nothing may be added; raises `OSError` if the disk fails."""
         if self._file is None:
             return np.concatenate([np.zeros(0, self._dtype), *self._parts])
         self._write()

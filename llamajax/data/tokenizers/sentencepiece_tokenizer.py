@@ -1,4 +1,4 @@
-"""Text to token ids and back by SentencePiece models."""
+"""Tokenizers from SentencePiece models."""
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -20,11 +20,12 @@ if TYPE_CHECKING:
 
 
 class SentencePieceTokenizer(Tokenizer):
-    """A SentencePiece model, with the added tokens that the files beside it list.
+    """A SentencePiece model, with the added tokens that its neighbouring files list.
 
-    The character U+2581, which it writes for a space, is read as one, as transformers and llama.cpp read it. Added tokens
-    are cut out first, and what is between them is a text of its own, which may be begun with a space. Where `legacy` is
-    false in the configuration, only the first text is, and none that has one: as transformers' readers have it.
+    The character U+2581, which SentencePiece writes for a space, is read as a space, as transformers and llama.cpp read it.
+    Added tokens are cut out first, and the text between them is encoded as separate texts, each of which may get a leading
+    space. If `legacy` is false in the configuration, only the first text gets one, and none that already has one, as in
+    transformers.
     """
 
     library = "sentencepiece"
@@ -71,7 +72,7 @@ class SentencePieceTokenizer(Tokenizer):
         self.special_texts = tuple(sorted(added.keys() | others))
         self._in_templates = _Cutter(added.values(), ids)
         self._in_texts = _Cutter((new for new in added.values() if not new.special), ids)
-        # Other kinds choose among all ways to cut a text, by sums over all of it.
+        # Other kinds (unigram) choose the segmentation with the best total score, so a cut can change distant tokens.
         is_local = model.trainer_spec.model_type == model.trainer_spec.BPE and model.trainer_spec.byte_fallback
         self._joined = neighbours(ids) if is_local and not model.normalizer_spec.precompiled_charsmap else None
         self._prefixes_once = files.values.get("legacy") is False
@@ -88,22 +89,22 @@ class SentencePieceTokenizer(Tokenizer):
         return self._encode([self._cut([text], self._in_texts, after_text=True)[0] for text in texts])
 
     def splits(self, text: str, place: int) -> bool:
-        """No piece has the two characters beside each other, so that none can be made of them."""
+        """Checks that no piece has the two characters side by side, so that no piece can cross the place."""
         return self._joined is not None and text[place - 1 : place + 1].replace(" ", SPACE) not in self._joined
 
     def _load_fast(self, without_prefix: bool) -> "gigatoken.Tokenizer":
-        import gigatoken  # takes memory, and is wanted where there is much to encode
+        import gigatoken  # takes memory; only needed for much text
 
         return gigatoken.Tokenizer.from_sentencepiece(self._models[without_prefix])
 
     def encode_template_parts(self, parts: Sequence[str]) -> list[Int32[np.ndarray, "_"]]:
-        """Control pieces such as `</s>` become their tokens, as user-defined ones do in any text."""
+        """Encodes control pieces such as `</s>` as their tokens, as user-defined pieces are in any text."""
         return self._encode(self._cut(parts, self._in_templates))
 
     def _cut(
         self, parts: Sequence[str], cutter: "_Cutter", *, after_text: bool = False
     ) -> list[list["int | tuple[bool, str]"]]:
-        """Each part's sections: an added token, or a text and whether it follows on another."""
+        """Returns each part's sections: the id of an added token, or a text and whether it follows another."""
         found = []
         for part in parts:
             sections: list[int | tuple[bool, str]] = []
@@ -120,12 +121,12 @@ class SentencePieceTokenizer(Tokenizer):
     def _is_next(self, text: str, follows: bool) -> bool:
         if not self._has_prefix:
             return False
-        # What takes the space off the front of a text, and puts it there again, shall do so here as well.
+        # A processor that strips the leading space of a text and adds it again must do the same here.
         has_space = text.startswith((" ", SPACE))
         return (self._prefixes_once and has_space) or (follows and not (self._strips_text and has_space))
 
     def _encode(self, parts: Sequence[Sequence["int | tuple[bool, str]"]]) -> list[np.ndarray]:
-        """The ids of each part's sections, of all texts at once."""
+        """Returns the ids of each part's sections, encoding all texts at once."""
         texts = [section for part in parts for section in part if not isinstance(section, int)]
         encoded = {}
         for follows, processor in ((False, self._processor), (True, self._without_prefix)):
@@ -139,19 +140,19 @@ class SentencePieceTokenizer(Tokenizer):
 
 
 class _Cutter:
-    """Finds added tokens in a text: of those that begin at one place the longest."""
+    """Finds added tokens in a text; among those that begin at one place, the longest."""
 
     def __init__(self, tokens: Iterable[AddedToken], ids: Mapping[str, int]) -> None:
         longest_first = sorted(tokens, key=lambda token: len(token.content), reverse=True)
         self._ids = [ids[token.content] for token in longest_first]
-        # What any of them begins with is looked for first: Mistral has 770, and each is a group.
+        # A lookahead for their first characters comes first: Mistral has 770 tokens, and each is a group.
         begins = {re.escape(token.content[:1]) for token in longest_first}
         begins |= {r"\s" for token in longest_first if token.lstrip}
         any_of = f"(?=[{''.join(sorted(begins))}])(?:{'|'.join(map(_pattern, longest_first))})"
         self._pattern = re.compile(any_of if longest_first else "(?!)")
 
     def cut(self, text: str) -> Iterator[int | str]:
-        """The ids of tokens and, if there is any, the text between them."""
+        """Yields the ids of tokens and the non-empty texts between them."""
         at = 0
         for match in self._pattern.finditer(text):
             if match.start() > at:
@@ -164,6 +165,6 @@ class _Cutter:
 
 
 def _pattern(token: AddedToken) -> str:
-    """One group, with the space that the token takes along."""
+    """Returns one group for the token, with the white space that it absorbs."""
     word = rf"(?<!\w){re.escape(token.content)}(?!\w)" if token.single_word else re.escape(token.content)
     return "(" + r"\s*" * token.lstrip + word + r"\s*" * token.rstrip + ")"

@@ -1,4 +1,4 @@
-"""Where the pattern of a pre-tokenizer splits a text, whatever comes before and behind."""
+"""Analyses where the pattern of a pre-tokenizer splits a text, whatever comes before and after."""
 
 import functools
 import re
@@ -10,17 +10,17 @@ _TOKENS = re.compile(
     r"(?P<atom>\[(?:[^\[\]\\]|\\.)+\]|\\[pP]\{\^?\w+\}|\\[sSdDwWnrt]|\\[^\w\s]|[^\\\[\](){}|*+?^$])"
     r"|(?P<open>\((?!\?)|\(\?i?:)|(?P<close>\))|(?P<bar>\|)|(?P<times>[*+?]|\{\d+(?:,\d*)?\})"
 )
-"""What is understood of a regular expression; nothing in it looks around or back."""
+"""The supported parts of a regular expression; none of them looks ahead or behind."""
 _ENDS_SPACES = r"\s+(?!\S)"
-"""Looks ahead, but only from behind a space."""
+"""A lookahead, but only after white space."""
 
 
 def may_span(pattern: str, left: str, right: str) -> bool:
-    """Whether a match of the pattern may hold the two neighbouring characters, of which the first is no space.
+    """Returns whether a match of the pattern may contain both neighbouring characters, of which the first is no space.
 
-    Where none may, no try of one looks across either: both sides are split as each is by itself. An alternative may hold
-    both where a part of it matches the first character, and the same or a later part the second. What stands in
-    parentheses counts as one part. A pattern that is not understood may hold anything.
+    If none may, no match attempt looks across either, so both sides are split as if alone. An alternative may contain both
+    if one of its parts matches the first character, and the same or a later part the second. A group in parentheses counts
+    as one part. A pattern with unsupported parts may match anything.
     """
     parts: list[list[str]] = []
     depth = at = 0
@@ -48,6 +48,6 @@ def _spans(parts: list[list[str]], left: str, right: str) -> bool:
 
 @functools.lru_cache(maxsize=2**16)
 def _matches(atom: str, char: str) -> bool:
-    """Whether it does, in either case of letters."""
+    """Returns whether the atom matches the character, ignoring case."""
     either = tokenizers.Regex(f"{atom}|(?i:{atom})")
     return not pre_tokenizers.Split(either, "removed").pre_tokenize_str(char)

@@ -1,4 +1,4 @@
-"""Loads the tokenizers that there are, and trains new ones."""
+"""Loads tokenizers and trains new ones."""
 
 import heapq
 import io
@@ -16,15 +16,16 @@ from llamajax.data.tokenizers.tokenizer_files import JSON_FILE, TokenizerFiles, 
 from llamajax.errors import ConfigError, DataError
 
 TRAINING_CHUNK_CHARS = 2048
-"""Training text is sampled in parts of this length."""
+"""Length of the parts in which training text is sampled, in characters."""
 
 
 def load_tokenizer(path: Path) -> Tokenizer:
-    """Loads a SentencePiece model, a `tokenizer.json`, or the one or other from a directory such as a checkpoint's; with
-    the files beside it, as transformers reads them.
+    """Loads a SentencePiece model or a `tokenizer.json`, from the file or from a directory such as a checkpoint.
+
+    The neighbouring files are read too, as transformers reads them.
 
     Raises:
-        DataError: there is no tokenizer, or it is damaged, or not of these kinds.
+        DataError: no tokenizer is found, or it is damaged or of another kind.
     """
     if (tokenizer := find_tokenizer(path)) is None:
         raise DataError(f"{path}: data.tokenizer.path: has no tokenizer.json or tokenizer.model; name the file")
@@ -32,29 +33,29 @@ def load_tokenizer(path: Path) -> Tokenizer:
 
 
 def find_tokenizer(path: Path) -> Tokenizer | None:
-    """As `load_tokenizer`; None if the path is a directory without a tokenizer."""
+    """Returns the tokenizer that `load_tokenizer` loads, or None if the path is a directory without one."""
     files = read_files(path)
     return None if files is None else tokenizer_of(files)
 
 
 def tokenizer_of(files: TokenizerFiles) -> Tokenizer:
-    """The tokenizer that these files are of.
+    """Builds a tokenizer from its files.
 
     Raises:
-        DataError: it is damaged, or not of these kinds.
+        DataError: it is damaged or of another kind.
     """
     return HuggingFaceTokenizer(files) if JSON_FILE in files.contents else SentencePieceTokenizer(files)
 
 
 def sample_texts(texts: Iterable[str], max_bytes: int) -> list[str]:
-    """Parts of the texts, in order, spread evenly over all of them: at most `max_bytes` in UTF-8, but at least one part.
+    """Returns parts of the texts, in order, spread evenly over them: at most `max_bytes` of UTF-8, but at least one part.
 
-    All texts are gone through once and few are kept: every part draws a number, always the same, and those with the
-    smallest numbers stay, as many as fit.
+    The texts are read once and few parts are held. Each part draws a pseudo-random number (always the same), and the parts
+    with the smallest numbers are kept, as many as fit.
     """
     draw = random.Random(0).random
     parts = (text[at : at + TRAINING_CHUNK_CHARS] for text in texts for at in range(0, len(text), TRAINING_CHUNK_CHARS))
-    kept: list[tuple[float, int, str]] = []  # a heap: first the part that goes next
+    kept: list[tuple[float, int, str]] = []  # a heap; the next part to drop is first
     size = 0
     for place, part in enumerate(parts):
         heapq.heappush(kept, (-draw(), place, part))
@@ -65,16 +66,16 @@ def sample_texts(texts: Iterable[str], max_bytes: int) -> list[str]:
 
 
 def train_sentencepiece(texts: Sequence[str], *, vocab_size: int) -> bytes:
-    """Trains a SentencePiece BPE that gives back every text exactly, and returns its model file.
+    """Trains a SentencePiece BPE model that restores every text exactly, and returns its model file.
 
     Args:
-        texts: what to train on, as of `sample_texts`: SentencePiece takes an error raised by an iterator for its end.
-        vocab_size: pieces, among them `<unk>`, `<s>`, `</s>` (ids 0, 1, 2) and one per byte; fewer if the text is too
-            short for so many.
+        texts: training texts, as from `sample_texts`. A list, because SentencePiece takes an iterator's error for its end.
+        vocab_size: number of pieces, including `<unk>`, `<s>`, `</s>` (ids 0, 1, 2) and one per byte; the model has fewer if
+            the text is too short.
 
     Raises:
         ConfigError: `vocab_size` cannot hold the bytes and characters.
-        DataError: there is no text, or none to train on.
+        DataError: the texts are empty or cannot be trained on.
     """
     if not texts:
         raise DataError("data.sources: there is no text to train a tokenizer on; add text or set data.tokenizer.path")

@@ -1,4 +1,4 @@
-"""The files of a tokenizer: which they are, and what those beside the vocabulary say."""
+"""Finds and reads a tokenizer's files: the vocabulary, and the configuration files beside it."""
 
 import json
 import re
@@ -14,40 +14,42 @@ from llamajax.errors import DataError
 
 JSON_FILE = "tokenizer.json"
 MODEL_FILE = "tokenizer.model"
-"""A SentencePiece model; Llama 3 comes with another file of that name."""
+"""File name of a SentencePiece model. Llama 3 uses the name for a tiktoken file."""
 
 _MODEL_NAME = re.compile(r".+\.model(\.v\w+)?")
-"""As Mistral calls them."""
+"""Other names of SentencePiece models, as in Mistral's releases."""
 _CONFIG, _NAMES, _ADDED = "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"
 _ENDS = ("bos_token", "eos_token")
 _KEYS = (*_ENDS, "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-"""Under these a configuration names special tokens, in the order in which transformers adds those that are missing."""
+"""Keys under which a configuration names special tokens, in the order in which transformers adds missing ones."""
 
 
 @dataclass(frozen=True)
 class TokenizerFiles:
-    """The files of a tokenizer, read: its vocabulary, and what those beside it say, as transformers reads them."""
+    """A tokenizer's files: its vocabulary and what the neighbouring files say, interpreted as transformers does."""
 
     source: Path
-    """The one with the vocabulary, for messages."""
+    """The vocabulary file, for messages."""
     contents: Mapping[str, bytes]
-    """By name; whatever the vocabulary's own name is, it comes first, as `JSON_FILE` or `MODEL_FILE`, so that it is found
-    again wherever the files are kept."""
+    """Content of the files by name. The vocabulary comes first and is always named `JSON_FILE` or `MODEL_FILE`, so it can
+    be found wherever the files are kept."""
     values: Mapping[str, Any]
-    """Of tokenizer_config.json, and of special_tokens_map.json where that counts."""
+    """Values of tokenizer_config.json, and of special_tokens_map.json where it applies."""
     added: tuple[tuple[int | None, AddedToken], ...]
-    """Tokens that are looked for in a text before the vocabulary is used, with their ids; None: the next one that is free,
-    unless the vocabulary has the token. In the order in which they are added."""
+    """Tokens that are found in a text before the vocabulary is used, with their ids, in the order they are added. The
+    id None means the next free one, unless the vocabulary has the token."""
     ends: Mapping[str, str]
-    """What is named to begin and to end a text, under bos_token and eos_token."""
+    """Tokens that begin and end a text, under the keys bos_token and eos_token."""
     denied: frozenset[str]
-    """Those of bos_token and eos_token of which it is said that there is none, as Qwen's configuration does."""
+    """Keys among bos_token and eos_token that are explicitly null, as in Qwen's configuration."""
 
 
 def find_vocabulary(folder: Path) -> Path | None:
-    """The file in a directory, such as a checkpoint's, that has the tokenizer's vocabulary; None if none has, or it cannot
-    be told which of several that have other names."""
-    files = (file for file in folder.iterdir() if file.is_file())  # what is read of a pipe may have no end
+    """Returns the vocabulary file in a directory, such as a checkpoint's, or None.
+
+    None means that no file fits, or that several do and none has a standard name.
+    """
+    files = (file for file in folder.iterdir() if file.is_file())  # reading a pipe may never end
     found = [file for file in files if file.name == JSON_FILE or _MODEL_NAME.fullmatch(file.name)]
     named = [file for file in found if file.name in (JSON_FILE, MODEL_FILE)]
     # tokenizer.json before tokenizer.model: the latter may be Llama 3's tiktoken file
@@ -55,10 +57,10 @@ def find_vocabulary(folder: Path) -> Path | None:
 
 
 def read_files(path: Path) -> TokenizerFiles | None:
-    """A tokenizer's files, by the one with its vocabulary or by their directory; None if that has none.
+    """Reads a tokenizer's files, given its vocabulary file or its directory; returns None if the directory has none.
 
     Raises:
-        DataError: a file cannot be read, or one beside the vocabulary is damaged.
+        DataError: a file cannot be read, or a file beside the vocabulary is damaged.
     """
     try:
         source = find_vocabulary(path) if path.is_dir() else path
@@ -75,14 +77,14 @@ def read_files(path: Path) -> TokenizerFiles | None:
 
 
 def parse_files(source: Path, files: Mapping[str, bytes]) -> TokenizerFiles:
-    """What the files of a tokenizer say.
+    """Interprets the files of a tokenizer.
 
-    Added tokens are listed with ids in tokenizer_config.json, or else in added_tokens.json, which the others say are
-    special; transformers also adds those that are only named.
+    Added tokens are listed with their ids in tokenizer_config.json or else in added_tokens.json. The other files say which
+    of them are special. Tokens that are only named are added too, as transformers does.
 
     Args:
-        source: where the vocabulary lies, for messages.
-        files: name and content.
+        source: path of the vocabulary, for messages.
+        files: content of each file by name.
 
     Raises:
         DataError: a file is damaged.
@@ -127,7 +129,7 @@ def _read(source: Path, files: Mapping[str, bytes], name: str) -> dict[str, Any]
 
 
 def _named(values: Mapping[str, Any]) -> Iterator[AddedToken]:
-    """The special tokens that a configuration names, in order."""
+    """Yields the special tokens that a configuration names, in order."""
     lists = values.get("extra_special_tokens") or values.get("additional_special_tokens") or []
     others = list(lists.values()) if isinstance(lists, dict) else lists
     for value in (*(values.get(key) for key in _KEYS), *others):
@@ -143,7 +145,7 @@ def _token(entry: Mapping[str, Any]) -> AddedToken:
 
 
 def _content(value: Any) -> str:
-    """The text of a token, which is written alone or as an object; empty if there is none."""
+    """Returns the text of a token given as a string or an object; empty if there is none."""
     content = value["content"] if isinstance(value, Mapping) else value
     if not isinstance(content, str | None):
         raise TypeError("a token must be text")

@@ -61,7 +61,7 @@ def tokenizer_for(
         with disk.locked(path.parent):
             if not cache.is_whole(path):
                 if path.exists():
-                    log(f"damaged    {path}; making it again")
+                    log(f"damaged    {path}; rebuilding it")
                 num_bytes = sum(group.num_bytes for group in groups)
                 if num_bytes >= ANNOUNCED_BYTES:
                     log(f"sampling   {max_bytes / 1e6:,.1f} MB of text for the tokenizer from {num_bytes / 1e9:,.1f} GB")

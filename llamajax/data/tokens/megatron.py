@@ -314,5 +314,5 @@ def _read(path: Path, file: BinaryIO, at: int, dtype: str, count: int) -> np.nda
     file.seek(at)
     content = file.read(count * np.dtype(dtype).itemsize)
     if len(content) < count * np.dtype(dtype).itemsize:
-        raise DataError(f"{path}: was changed while it was read; run again when it is at rest")
+        raise DataError(f"{path}: changed while it was read; run again once it no longer changes")
     return np.frombuffer(content, dtype)

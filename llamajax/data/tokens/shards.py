@@ -253,14 +253,14 @@ def _intact(path: Path, log: Callable[[str], None], *, wholly: bool) -> Shard | 
     """The shard, if it is there and not damaged, as far as it is looked at."""
     if not path.exists():
         if wholly:
-            log(f"damaged    {path}: is not there; making it again")
+            log(f"damaged    {path}: is not there; rebuilding it")
         return None
     try:
         if wholly:
             cache.check_arrays(path)
         return read_shard(path)
     except cache.DamagedError as error:
-        log(f"damaged    {path}: {error.reason}; making it again")
+        log(f"damaged    {path}: {error.reason}; rebuilding it")
         return None
 
 

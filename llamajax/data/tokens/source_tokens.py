@@ -115,7 +115,7 @@ class ShardedTokens:
         if index_path(entries, by.cache_dir) != self.store.index_path:
             raise DataError(f"{self.source.key}.paths: was changed since the start; run again when it is at rest")
         if damaged == self.store.index_path:
-            by.log(f"damaged    {damaged}; making it again")
+            by.log(f"damaged    {damaged}; rebuilding it")
             write_index(entries, damaged)
         else:
             with disk.locked(damaged.parent):

@@ -1,1 +1,1 @@
-"""The cost model: how long a compiled program takes on a described cluster, told from data sheets."""
+"""The cost model: the time that a compiled program takes on a described cluster, computed from data sheets."""

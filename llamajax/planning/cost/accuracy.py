@@ -1,4 +1,4 @@
-"""How far the cost model's predictions are from runs that somebody measured."""
+"""The error of the cost model's predictions, compared with measured runs."""
 
 import functools
 import json
@@ -10,22 +10,22 @@ from llamajax.config.machine import HardwareConfig
 from llamajax.estimates.calibration import read_measurement
 
 KEPT = Path(__file__).with_name("accuracy.json")
-"""Of published runs, by GPU: written by scripts/plan_accuracy.py."""
+"""Accuracy for published runs, by GPU; scripts/plan_accuracy.py writes the file."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Accuracy:
-    """How runs on one kind of GPU came out."""
+    """Speeds of runs on one kind of GPU, compared with predictions."""
 
     by: Literal["published", "measured"]
-    """`measured`: on this very GPU, with the constants in `hardware.calibration`."""
+    """Source of the runs; `measured`: on this very GPU, with the constants in `hardware.calibration`."""
     runs: int
     within: int
-    """How many of them: all, or of published ones all but a tenth at each end."""
+    """Number of runs between `least` and `most`: all, or of published ones all but a tenth at each end."""
     least: float
-    """Speed over the predicted one, less one: of the slowest of those."""
+    """Relative speed minus one of the slowest of these runs, compared with its prediction."""
     most: float
-    """Of the fastest."""
+    """Relative speed minus one of the fastest of these runs."""
 
 
 @functools.cache
@@ -35,9 +35,9 @@ def _published() -> dict[str, Accuracy]:
 
 
 def accuracy(hardware: HardwareConfig) -> Accuracy | None:
-    """What is known of predictions for the GPUs of `hardware`; None: nothing.
+    """Returns the known accuracy of predictions for the GPUs of `hardware`; None: unknown.
 
-    Runs that were measured together with the constants of `hardware.calibration` stand in for published ones, which were
+    Runs that were measured together with the constants of `hardware.calibration` replace the published ones, which were
     compared with the built-in constants.
 
     Raises:

@@ -1,4 +1,4 @@
-"""What attention takes: which kernel computes it on the planned GPUs, and how much of the scores."""
+"""The cost of attention: the kernel that computes it on the planned GPUs, and the number of scores that it computes."""
 
 import functools
 import heapq
@@ -15,23 +15,23 @@ from llamajax.step.resolve import ResolvedRun
 
 
 class Scores(NamedTuple):
-    """Of attention, on average for each query, head and layer: what kernels compute that skip what is not seen."""
+    """Computed scores of attention by kernels that skip unseen tiles, on average per query, head and layer."""
 
     by_queries: float
-    """Forward; and backward for the queries, of llamajax's own kernels."""
+    """Scores forward, and backward for the queries, in llamajax's own kernels."""
     by_keys: float
-    """Backward for the keys and values; and for the queries, of tokamax's."""
+    """Scores backward for the keys and values, and for the queries in tokamax's kernels."""
 
 
 _TOKAMAX_TILE = TileSize(128, 128)
-"""Of tokamax's kernels, by its own rule for heads of 128 on Hopper: two of 64 at once, of queries or of keys."""
+"""Tile of tokamax's kernels, by its own rule for heads of 128 on Hopper: two of 64 at once, of queries or of keys."""
 
 
 def planned_kernel(run: ResolvedRun) -> tuple[Kernel, str]:
-    """That computes attention in training on the GPUs of the run's `hardware`; and why.
+    """Returns the kernel that computes attention in training on the GPUs of the run's `hardware`, and the reason.
 
     Raises:
-        ConfigError: the one that is asked for cannot.
+        ConfigError: the requested kernel cannot compute this attention.
     """
     assert run.gpu is not None
     model, form = run.config.model, run.config.parallel.sequence
@@ -40,10 +40,10 @@ def planned_kernel(run: ResolvedRun) -> tuple[Kernel, str]:
 
 
 def computed_scores(run: ResolvedRun) -> Scores | None:
-    """Of whole tiles, on the device that has most to compute; None: the kernel is none that skips tiles."""
+    """Returns the scores in whole tiles on the device with the most to compute; None: the kernel does not skip tiles."""
     (kernel, _), config = planned_kernel(run), run.config
     if kernel == "tokamax":
-        # Its backward pass skips what comes later in the row, but neither other documents nor what no window reaches.
+        # Its backward pass skips later keys of the row, but neither other documents nor keys beyond the window.
         return Scores(_mean(run.config, _TOKAMAX_TILE, 1), (config.data.seq_len + _TOKAMAX_TILE.keys) / 2)
     if kernel not in ("pallas", "triton"):
         return None
@@ -54,7 +54,8 @@ def computed_scores(run: ResolvedRun) -> Scores | None:
 
 
 def scores_of_calls(run: ResolvedRun) -> Scores | None:
-    """The same, of each call of a kernel: around a ring a device's early and late queries see 2 n + 1 halves of keys."""
+    """Returns the computed scores of each kernel call: around a ring a device's early and late queries see 2 n + 1 halves of
+    keys."""
     scores = computed_scores(run)
     if scores is None or run.config.parallel.sequence != "ring":
         return scores
@@ -63,7 +64,7 @@ def scores_of_calls(run: ResolvedRun) -> Scores | None:
 
 
 class Grid(NamedTuple):
-    """Of the programs of an attention kernel, each of which has a core to itself."""
+    """Numbers of programs of an attention kernel; each program has a core to itself."""
 
     heads: int
     tiles: int
@@ -72,14 +73,14 @@ class Grid(NamedTuple):
 
 @functools.lru_cache(maxsize=1024)
 def busy_share(grid: Grid, mean: float, most: float, cores: int) -> float:
-    """Of the time that a kernel takes, the share in which a core computes, on average: a program starts where one ends, the
-    longest of a row first (`llamajax.kernels.tiles.Tiles`).
+    """Returns the average share of a kernel's time in which a core computes: a program starts when another ends, the longest
+    of a row first (`llamajax.kernels.tiles.Tiles`).
 
     Args:
-        grid: its programs.
-        mean: length of a program, in whatever unit; lengths lie evenly around it.
-        most: no program is longer; causal rows come to twice the mean, blocks that are seen whole to the mean.
-        cores: of the GPU.
+        grid: programs of the kernel.
+        mean: mean length of a program, in any unit; lengths are spread evenly around it.
+        most: length of the longest program; for causal rows twice the mean, for blocks that are seen whole the mean.
+        cores: number of the GPU's cores.
     """
     if grid.heads * grid.tiles * grid.rows > _MANY * cores:
         return 1.0
@@ -94,7 +95,7 @@ def busy_share(grid: Grid, mean: float, most: float, cores: int) -> float:
 
 
 _MANY = 64
-"""Programs of a core: what waits for the last of more is less than can be told."""
+"""Programs per core from which the wait for the last program is negligible."""
 
 
 def _mean(config: Config, tile: TileSize, parts: int) -> float:
@@ -103,13 +104,13 @@ def _mean(config: Config, tile: TileSize, parts: int) -> float:
 
 
 def _mean_of_kind(model: ModelConfig, config: Config, tile: TileSize, parts: int) -> float:
-    """Of a tile's queries. The last of `parts` that rows are split into have most to see where keys are gathered; a ring and
-    an exchange of heads share the work out."""
+    """Returns the mean number of scores per query of a tile. Where keys are gathered, the last of the `parts` of a row sees
+    the most; a ring and an exchange of heads share the work evenly."""
     seq_len = config.data.seq_len
     begin = seq_len - seq_len // parts if config.parallel.sequence == "gather" else 0
     total, firsts = 0.0, range(begin, seq_len, tile.queries)
     for first in firsts:
         before = keys_seen(model, first, config.data.mean_document_length)
-        # Where what is seen begins within a tile, half of that one more on average.
+        # Where the visible keys begin within a tile, half a tile more on average.
         total += min(first, before + (tile.keys / 2 if before < first else 0)) + tile.queries
     return total / num_tiles(seq_len - begin, tile.queries)

@@ -1,4 +1,4 @@
-"""What a step computes, by arithmetic."""
+"""The FLOPs of a step, by arithmetic."""
 
 from dataclasses import dataclass
 
@@ -20,11 +20,11 @@ class ExecutedFlops:
     """Matmul FLOPs of a step over all devices."""
 
     weights: float
-    """Products with weights, forward and backward."""
+    """FLOPs of products with weights, forward and backward."""
     recomputed: float
-    """Of these, what `model.remat` computes a second time."""
+    """The part of these FLOPs that `model.remat` repeats."""
     attention: float
-    """Products of queries with keys and of weights with values, forward and backward, and what is computed again."""
+    """FLOPs of products of queries with keys and of weights with values, forward, backward and recomputed."""
 
     @property
     def total(self) -> float:
@@ -32,11 +32,11 @@ class ExecutedFlops:
 
 
 def planned_flops(run: ResolvedRun) -> ExecutedFlops:
-    """What a step computes on the GPUs of the run's `hardware`, told from the configuration alone.
+    """Returns the FLOPs of a step on the GPUs of the run's `hardware`, from the configuration alone.
 
-    Attention is two products forward and five backward, which computes the scores anew: of the visible part in a fused
-    kernel; otherwise of the whole square, or of what a ring comes to, which of its 4 n^2 pairs of chunks is 2 n^2 + n.
-    llamajax's own kernels and tokamax's take three products for the gradients of queries and four for those of keys.
+    Attention is two products forward and five backward, because the backward pass recomputes the scores. A fused kernel
+    computes the visible part; other forms compute the whole square, or, in a ring, 2 n^2 + n of its 4 n^2 pairs of chunks.
+    llamajax's own kernels and tokamax's need three products for the gradients of queries and four for the gradients of keys.
     """
     config = run.config
     model, seq_len = computed_model(config.model, run.mesh), config.data.seq_len
@@ -47,7 +47,7 @@ def planned_flops(run: ResolvedRun) -> ExecutedFlops:
     again = sum(size for matrix, size in matrices.items() if matrix.result not in kept)
     matmul_flops = 6 * num_matmul_params(model)
     again_forward = 2 if model.remat == "full" else 0
-    # Two FLOPs per multiply-add, and six products in `flops_per_token`: it counts four of the backward pass.
+    # Two FLOPs per multiply-add, and six products in `flops_per_token`: it counts four for the backward pass.
     if (scores := computed_scores(run)) is not None:
         by_keys = 7 if planned_kernel(run)[0] == "tokamax" else 4
         attention = 2 * L * heads * ((9 - by_keys + again_forward) * scores.by_queries + by_keys * scores.by_keys)

@@ -13,44 +13,45 @@ from llamajax.planning.cost.accuracy import accuracy
 
 @dataclass(frozen=True, kw_only=True)
 class Calibration:
-    """Shares of the data sheet that a family of GPUs sustains, one fixed set for every model and cluster; those that were
-    measured on a GPU may take their place (`hardware.calibration`)."""
+    """Shares of the data sheet that a family of GPUs sustains, one fixed set for every model and cluster; values measured on
+    a GPU may replace them (`hardware.calibration`)."""
 
     matmul_efficiency: float
-    """Of the peak, by large bfloat16 products in a long run; smaller ones reach less, see `kernels.dot_seconds`."""
+    """Share of the peak that large bfloat16 products reach in a long run; smaller ones reach less, see
+    `kernels.dot_seconds`."""
     attention_efficiency: float
-    """Of the peak, by cuDNN's attention forward, causal, heads of 128, counting the causal half only."""
+    """Share of the peak that cuDNN's attention reaches forward: causal, heads of 128, counting the causal half only."""
     attention_backward_efficiency: float
     attention_64_efficiency: float
-    """The same with heads of 64."""
+    """The same share with heads of 64."""
     attention_64_backward_efficiency: float
     pallas_efficiency: float
-    """Of the peak, by `llamajax.kernels.pallas` forward, in either language, causal, heads of 128, counting the tiles that
-    it computes."""
+    """Share of the peak that `llamajax.kernels.pallas` reaches forward, in either language: causal, heads of 128, counting
+    the tiles that it computes."""
     pallas_backward_efficiency: float
     tokamax_efficiency: float
-    """The same of tokamax's kernels; on GPUs for which it has none, of no use."""
+    """The same share for tokamax's kernels; unused on GPUs that it does not support."""
     tokamax_backward_efficiency: float
     memory_efficiency: float
-    """Of the memory bandwidth, by elementwise kernels and reductions."""
+    """Share of the memory bandwidth that elementwise kernels and reductions reach."""
     host_bandwidth: float
     """Bytes per second, each way, between one GPU and pinned host memory."""
     node_link_efficiency: float
-    """Of the network's line rate, by NCCL."""
+    """Share of the network's line rate that NCCL reaches."""
     kernel_s: float = 2e-6
-    """What every kernel costs before its first byte: launch gap, ramp-up and tail."""
+    """Seconds that every kernel costs before its first byte: launch gap, ramp-up and tail."""
     float8_share: float = 0.88
-    """Of `matmul_efficiency`, what products in float8 reach of their own peak, which is twice as high."""
+    """Share of `matmul_efficiency` that float8 products reach of their own peak, which is twice as high."""
     matmul_start_s: float = 3.5e-6
-    """What a product costs beside that: its pipeline filled, its last tiles written."""
+    """Further seconds that a product costs: to fill its pipeline and to write its last tiles."""
     gpu_link_efficiency: float = 0.8
-    """Of NVLink's bandwidth, by NCCL."""
+    """Share of NVLink's bandwidth that NCCL reaches."""
     compute_slowdown: float = 0.19
-    """Longer by this share is a kernel while a collective runs: NCCL takes cores and memory bandwidth."""
+    """Relative slow-down of a kernel while a collective runs: NCCL takes cores and memory bandwidth."""
 
     def attention(self, head_dim: int) -> tuple[float, float]:
-        """Of the peak, by cuDNN's attention with heads of `head_dim`, forward and backward: between 64 and 128 along a
-        straight line, and beyond them as at these."""
+        """Returns the shares of the peak that cuDNN's attention with heads of `head_dim` reaches forward and backward:
+        linear between 64 and 128, constant beyond."""
         wide = min(max((head_dim - 64) / 64, 0.0), 1.0)
         return (
             (1 - wide) * self.attention_64_efficiency + wide * self.attention_efficiency,
@@ -58,25 +59,25 @@ class Calibration:
         )
 
 
-# Products: the one share that is fitted, by `python scripts/plan_accuracy.py --fit`: with it the median of the errors of all
-# published runs on such GPUs is zero (docs/plan_accuracy.md). The best product measured anywhere makes 271 TFLOP/s = 0.87
-# on an A100, 795 = 0.80 on an H100 (stas00/ml-engineering, compute/accelerator, "maximum achievable matmul FLOPS");
-# training sustains less. How a product's shape counts: `kernels.dot_seconds`; its start: XLA's own table of an H100
-# (xla/service/gpu/model/matmul_interpolator_data.h), of which the smallest products take 5.9 us, and 87 are met within 4%
-# in the median by a start of 5.5 us in all, where 2.0 us are 16% too short.
+# Products: the only fitted share, by `python scripts/plan_accuracy.py --fit`: with it the median error of all published runs
+# on such GPUs is zero (docs/plan_accuracy.md). The best product measured anywhere reaches 271 TFLOP/s = 0.87 on an A100, 795
+# = 0.80 on an H100 (stas00/ml-engineering, compute/accelerator, "maximum achievable matmul FLOPS"); training sustains less.
+# `kernels.dot_seconds` accounts for a product's shape. Its start comes from XLA's own table of an H100
+# (xla/service/gpu/model/matmul_interpolator_data.h): the smallest products there take 5.9 us, and a total start of 5.5 us
+# meets 87 products within 4% in the median, where 2.0 us are 16% too short.
 # Float8: the best product on an H100 reaches 0.709 of its peak, in bfloat16 0.803 (stas00/ml-engineering, as above).
 # cuDNN's attention on H100, heads of 128: 530 TFLOP/s forward and 450 backward at 4K to 8K causal (FlashAttention-3,
 # arXiv:2407.08608, figures 5 and 6). Heads of 64 in the same figures: forward, causal, 379 of 529 at 8K; backward, not
-# causal, 432 of 518. On A100, FlashAttention-2 makes 180 with heads of 128 and 165 with 64, both passes together (its
-# repository's charts), cuDNN 0.82 of it.
-# Nobody has measured llamajax's own kernels, which Triton compiles; Triton's FlashAttention on H100 makes 353 TFLOP/s
-# forward at 4K causal (FlashAttention-3, figure 5; with heads of 64 as much as with 128), which is taken for A100 as well,
-# where it is nearer to the best, and a sixth less for the backward passes. tokamax on H100: its
-# authors' times, which it ships (version 0.0.17, data/autotuning; heads of 128, 4K and 8K causal), are 567 and 620 TFLOP/s
-# forward, 571 and 614 backward, where it computes seven products. Memory: copies and fused updates reach 0.85 to 0.9 on
-# both. NVLink: nccl-tests' bus bandwidth of 230 of 300 GB/s and 360 of 450 GB/s. Network: nccl-tests reach 0.8 to 0.9 of
-# line rate where packets choose their way (InfiniBand, H100); A100 stand in clusters with Ethernet, where flows collide
-# (arXiv:2406.04594), and Megatron-LLaMA's 256 and 512 A100 with 4 x 200 Gb/s per node used 0.38 of it.
+# causal, 432 of 518. On A100, FlashAttention-2 reaches 180 with heads of 128 and 165 with 64, both passes together (its
+# repository's charts), and cuDNN 0.82 of that.
+# Nobody has measured llamajax's own kernels, which Triton compiles. Triton's FlashAttention on H100 reaches 353 TFLOP/s
+# forward at 4K causal (FlashAttention-3, figure 5; the same with heads of 64 and of 128). We assume this share for A100 as
+# well, where it is closer to the best, and a sixth less for the backward passes. tokamax on H100: its authors' times, which
+# it ships (version 0.0.17, data/autotuning; heads of 128, 4K and 8K causal), are 567 and 620 TFLOP/s forward, 571 and 614
+# backward, where it computes seven products. Memory: copies and fused updates reach 0.85 to 0.9 on both. NVLink: nccl-tests'
+# bus bandwidth of 230 of 300 GB/s and 360 of 450 GB/s. Network: nccl-tests reach 0.8 to 0.9 of line rate with adaptive
+# routing of packets (InfiniBand, H100); clusters of A100 use Ethernet, where flows collide (arXiv:2406.04594), and
+# Megatron-LLaMA's 256 and 512 A100 with 4 x 200 Gb/s per node used 0.38 of it.
 # Slow-down: 18.9% on average, measured on A100 and H100 (arXiv:2507.03114). Hosts: PCIe 4 and 5 with 16 lanes.
 CALIBRATIONS = {
     "A100": Calibration(
@@ -108,19 +109,20 @@ CALIBRATIONS = {
         host_bandwidth=50e9,
     ),
 }
-"""By `Gpu.family`."""
+"""Shares by `Gpu.family`."""
 
-# B200: cuDNN 9.13's attention makes 1,613 / 1.3 TFLOP/s forward at best, which is 0.55 as 0.53 on an H100, and Triton's
-# 1,613 / 2.7 (FlashAttention-4, arXiv:2603.05451, abstract). NVLink: nccl-tests reach 840 of 900 GB/s on a whole NVL72, but
-# with sums in its switches (coreweave/nccl-tests, pull request 43).
-# GeForce: products of 8,192 make 163.5 of an RTX 4090's 165.2 TFLOP/s (xytpai/gpuk), and no less in training: its clock
-# rises above the data sheet's, and with that share IST-DASLab/llmq's runs still come out faster. PCIe 4 without peer-to-
-# peer: 25.8 GB/s for both ways together (tinygrad/open-gpu-kernel-modules, issue 6: RTX 4090), and nccl-tests' bus
+# B200: cuDNN 9.13's attention reaches 1,613 / 1.3 TFLOP/s forward at best, which is 0.55, compared with 0.53 on an H100, and
+# Triton's 1,613 / 2.7 (FlashAttention-4, arXiv:2603.05451, abstract). NVLink: nccl-tests reach 840 of 900 GB/s on a whole
+# NVL72, but with sums in its switches (coreweave/nccl-tests, pull request 43).
+# GeForce: products of 8,192 reach 163.5 of an RTX 4090's 165.2 TFLOP/s (xytpai/gpuk), and no less in training: its clock
+# rises above the data sheet's, and with that share IST-DASLab/llmq's runs are still faster than predicted. PCIe 4 without
+# peer-to-peer: 25.8 GB/s for both ways together (tinygrad/open-gpu-kernel-modules, issue 6: RTX 4090), and nccl-tests' bus
 # bandwidth of 12.7 GB/s there (pull request 22); PCIe 5: 28 of 63 GB/s with eight RTX 5090 (NVIDIA/nccl, issue 1639). With
 # peer-to-peer NCCL is no faster between two sockets (NVIDIA/nccl-tests, issue 74: A40).
-# L40S and L4 promise more than their 350 W and 72 W sustain: an L40S trains 3B in bfloat16 with 46% of the peak and 93% of
-# GeForce's half of it (IST-DASLab/llmq, README): attention is taken to reach half of its share. Products' shares of B200 and
-# L40S are fitted as those of A100 and H100, each to the runs of one system; GeForce's stays at what its products measure.
+# The data sheets of L40S and L4 promise more than their 350 W and 72 W sustain: an L40S trains 3B in bfloat16 with 46% of
+# the peak and 93% of GeForce's half of it (IST-DASLab/llmq, README), so attention is assumed to reach half of its share. The
+# shares of products on B200 and L40S are fitted like those on A100 and H100, each to the runs of one system; GeForce's share
+# is the one measured for products.
 _CARD = dataclasses.replace(
     CALIBRATIONS["A100"], matmul_efficiency=0.99, node_link_efficiency=0.85, gpu_link_efficiency=0.40
 )
@@ -141,19 +143,19 @@ CALIBRATIONS |= {
         pallas_backward_efficiency=0.15,
     ),
 }
-_NETWORK = "a network's share of its line rate (taken as on H100)"
-_OF_CARDS = f"attention's share of the peak, and how much collectives slow kernels down (taken as on A100); {_NETWORK}"
+_NETWORK = "a network's share of its line rate (assumed as on H100)"
+_OF_CARDS = f"attention's share of the peak, and how much collectives slow kernels down (assumed as on A100); {_NETWORK}"
 NOT_KNOWN = {
-    "B200": "NVLink's share of its peak, and attention's backward pass (taken as on H100)",
+    "B200": "NVLink's share of its peak, and attention's backward pass (assumed as on H100)",
     "RTX-4090": _OF_CARDS,
-    "RTX-5090": f"{_OF_CARDS}; products' share of the peak (taken as on RTX-4090)",
-    "L40S": f"what its power lets attention reach (taken as half of A100's share); {_NETWORK}",
+    "RTX-5090": f"{_OF_CARDS}; products' share of the peak (assumed as on RTX-4090)",
+    "L40S": f"attention's share under its power limit (assumed as half of A100's share); {_NETWORK}",
 }
-"""By `Gpu.family`: which of its constants nobody has published."""
+"""Constants that nobody has published, by `Gpu.family`."""
 
 _DETERMINISTIC_LOSS = 0.379
-"""Share of the rate that attention's backward pass loses without atomics: the largest that was measured of FlashAttention-3
-on H800 (arXiv:2601.21824, abstract). Nobody has published cuDNN's."""
+"""Share of the rate that attention's backward pass loses without atomics: the largest loss measured for FlashAttention-3 on
+H800 (arXiv:2601.21824, abstract). Nobody has published cuDNN's."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,7 +165,7 @@ class Machine:
     gpu: Gpu
     gpus_per_node: int = 8
     measured: Constants = field(default_factory=Constants)
-    """Take the place of the built-in ones."""
+    """Measured constants that replace the built-in ones."""
     deterministic: bool = False
     """Whether cuDNN's backward pass of attention may not use atomics."""
 
@@ -186,19 +188,19 @@ class Machine:
 
     @property
     def gpu_link(self) -> float:
-        """Bytes per second, each way, that one GPU really exchanges with the others of its node."""
+        """Bytes per second, each way, that one GPU actually exchanges with the others of its node."""
         return self.gpu.gpu_bandwidth * self.calibration.gpu_link_efficiency
 
     @property
     def node_link(self) -> float:
-        """Bytes per second, each way, of one GPU's equal part of its node's connection to the network."""
+        """Bytes per second, each way, of one GPU's equal share of its node's connection to the network."""
         if self.gpu.node_bandwidth is None:
-            return math.inf  # there is one node
+            return math.inf  # only one node
         return self.gpu.node_bandwidth / self.gpus_per_node * self.calibration.node_link_efficiency
 
 
 def planned_machine(config: Config) -> Machine:
-    """The cluster that `config.hardware` describes.
+    """Returns the cluster that `config.hardware` describes.
 
     Raises:
         ConfigError: it names no GPU, or measured constants that cannot be used: see `read_measurement`.
@@ -214,23 +216,23 @@ def planned_machine(config: Config) -> Machine:
 
 
 NVL72 = 72
-"""GPUs that NVLink joins in a rack of GB200."""
+"""GPUs that NVLink connects in a rack of GB200."""
 
 
 def remarks(config: Config) -> list[str]:
-    """What a plan for such GPUs takes without knowing it: one line each."""
+    """Returns the assumptions of a plan for such GPUs, one line each."""
     hardware, machine = config.hardware, planned_machine(config)
     found = []
     if machine.gpu.family in NOT_KNOWN and hardware.calibration is None:
         family = machine.gpu.family
-        products = "" if accuracy(hardware) else f"; products' share of the peak (taken as on {family})"
-        found.append(f"not known of {machine.gpu.name}: {NOT_KNOWN[family]}{products}")
+        products = "" if accuracy(hardware) else f"; products' share of the peak (assumed as on {family})"
+        found.append(f"unknown for {machine.gpu.name}: {NOT_KNOWN[family]}{products}")
     if machine.gpu.link != "NVLink" and hardware.gpus_per_node > 1:
         found.append(
-            f"the GPUs of a node are joined by {machine.gpu.link}, {machine.gpu.gpu_bandwidth / 1e9:g} GB/s each way, of"
-            f" which NCCL is taken to reach {machine.calibration.gpu_link_efficiency:.0%}: boards with fewer lanes are"
+            f"the GPUs of a node are connected by {machine.gpu.link}, {machine.gpu.gpu_bandwidth / 1e9:g} GB/s each way, of"
+            f" which NCCL is assumed to reach {machine.calibration.gpu_link_efficiency:.0%}: boards with fewer lanes are"
             " slower; measure with nccl-tests and set hardware.gpu_bandwidth"
         )
     if hardware.gpu == "gb200" and hardware.nodes > 1 and hardware.gpus_per_node < NVL72:
-        found.append(f"NVLink joins {NVL72} GB200 of a rack, and hardware.gpus_per_node says {hardware.gpus_per_node}")
+        found.append(f"NVLink connects {NVL72} GB200 of a rack, but hardware.gpus_per_node is {hardware.gpus_per_node}")
     return found

@@ -1,7 +1,7 @@
-"""How long one instruction takes on one GPU: a roofline from its shapes.
+"""The time that one instruction takes on one GPU: a roofline from its shapes.
 
-A kernel takes its launch plus the longer of two times: that of its floating-point work on the tensor cores, and that
-of its bytes between chip and memory. Nothing is measured; the few constants are of a GPU type, never of a model.
+A kernel takes its launch plus the longer of two times: its floating-point work on the tensor cores, and the transfer of its
+bytes between chip and memory. Nothing is measured; the few constants belong to a GPU type, never to a model.
 """
 
 import math
@@ -19,7 +19,7 @@ from llamajax.planning.cost.gpu import Machine
 from llamajax.planning.xla.hlo import Array, Computation, Instruction, Module, Shape, arrays, num_bytes, num_elements
 
 KernelKind = Literal["matmul", "attention", "memory", "copy"]
-"""What a kernel mostly does: matrix products, fused attention, moving device memory, moving between host and device."""
+"""Main work of a kernel: matrix products, fused attention, moving device memory, moving data between host and device."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,9 +29,9 @@ class Cost:
     kind: KernelKind
     seconds: float
     flops: int = 0
-    """Floating-point operations of matrix products; two per multiply-add. Others are not counted."""
+    """Floating-point operations of matrix products, two per multiply-add. Other operations are not counted."""
     num_bytes: int = 0
-    """Read from and written to device memory; to or from the host for a copy."""
+    """Bytes read from and written to device memory; for a copy, bytes to or from the host."""
 
 
 FREE = Cost("memory", 0.0)
@@ -56,33 +56,34 @@ _UNDERSTOOD = _SAME_SIZE_OPCODES | _SCALED_OPCODES | _FREE_OPCODES | {
 _GEMM_TARGETS = ("__cublas$", "__cudnn$gemm")
 _CUDNN = "__cudnn$fmha"
 _TRITON = "__gpu$xla.gpu.triton"
-_TTIR = "tt.func"  # in the text that Triton itself makes of a kernel; Pallas makes bytecode
+_TTIR = "tt.func"  # in the text that Triton itself generates for a kernel; Pallas generates bytecode
 _MOSAIC = "mosaic_gpu"
 _KERNEL_NAME = re.compile(r'\bname = "(\w+)"')
 _PEAK_SHARE = {"f64": 1 / 16, "f32": 1 / 2, "s8": 2.0, "u8": 2.0}
-"""Tensor-core rate against bfloat16's; f32 runs as TF32, XLA's default. Types of eight bits double it."""
+"""Tensor-core rates relative to bfloat16's; f32 runs as TF32, XLA's default. Eight-bit types double the rate."""
 
-# cuBLAS's usual output tiles, rows x columns, and the share of the best tile's rate that each reaches: the smaller the
-# tile, the more operand bytes per product. Source: NVIDIA, "Matrix Multiplication Background User's Guide", tile sizes.
+# cuBLAS's usual output tiles, rows x columns, and the share of the best tile's rate that each reaches: the smaller the tile,
+# the more operand bytes per product. Source: NVIDIA, "Matrix Multiplication Background User's Guide", tile sizes.
 _TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.95), (128, 64, 0.85), (64, 128, 0.85), (64, 64, 0.7))
 _SPLITS = (1, 2, 4, 8, 16)
 _TILE_START = 128
-"""Contracted elements that filling and draining a tile's pipeline costs."""
+"""Contracted elements that correspond to the cost of filling and draining a tile's pipeline."""
 
 
 class CostModel:
-    """Costs of the instructions of one module on one machine; remembers what it did not understand."""
+    """Costs of the instructions of one module on one machine; records the instructions that it does not support."""
 
     def __init__(self, module: Module, machine: Machine, scores: Scores | None = None):
-        """`scores`: what attention computes, where its kernels skip what is not seen."""
+        """Costs `module` on `machine`; `scores` are the computed scores of attention, where its kernels skip unseen
+        tiles."""
         self.module = module
         self.scores = scores
         self.machine = machine
         self.not_understood: Counter[str] = Counter()
-        """Instructions whose cost is only a guess, by opcode and call target."""
+        """Instructions with a guessed cost, by opcode and call target."""
 
     def cost(self, instruction: Instruction, computation: Computation) -> Cost:
-        """Of everything but collectives and control flow."""
+        """Returns the cost of any instruction except collectives and control flow."""
         if instruction.opcode in _FREE_OPCODES:
             return FREE
         operands = computation.operand_shapes(instruction)
@@ -149,8 +150,8 @@ class CostModel:
         return size / (self.machine.gpu.memory_bandwidth * self.machine.calibration.memory_efficiency)
 
     def _cudnn_attention(self, instruction: Instruction, operands: list[Shape], size: int) -> Cost:
-        """cuDNN's fused attention: two matrix products forward, five backward, of what a query sees: under a causal mask
-        half of the square, and with a sliding window as `config.formulas.flops_per_token` has it."""
+        """Returns the cost of cuDNN's fused attention: two matrix products forward, five backward, over the visible scores:
+        half of the square under a causal mask, and with a sliding window as in `estimates.formulas.flops_per_token`."""
         config = instruction.backend_config["cudnn_fmha_backend_config"]
         batch, heads, queries, keys = (int(dim) for dim in config["intermediate_tensor_shape"]["dimensions"])
         backward = "Backward" in _target(instruction)
@@ -163,8 +164,8 @@ class CostModel:
         return self._attention(flops, self.machine.calibration.attention(head_dim)[backward], size)
 
     def _pallas_attention(self, kernel: str, instruction: Instruction, operands: list[Shape], size: int) -> Cost:
-        """One of `llamajax.kernels.pallas`, in either language: its products, of the tiles of scores that are seen, by cores
-        some of which wait for the last programs."""
+        """Returns the cost of a kernel of `llamajax.kernels.pallas`, in either language: its products over the visible tiles
+        of scores, on cores of which some wait for the last programs."""
         assert self.scores is not None
         calibration = self.machine.calibration
         products, per_query, efficiency = {
@@ -183,8 +184,8 @@ class CostModel:
         return self._attention(round(products * 2 * queries.num_elements * per_query), efficiency, size)
 
     def _tokamax_attention(self, instruction: Instruction, operands: list[Shape], size: int) -> Cost:
-        """One of tokamax's, which have no names: forward it gives the output and two numbers of each query, backward the
-        gradient of the queries, or those of keys and values."""
+        """Returns the cost of a kernel of tokamax. They have no names, but different results: forward the output and two
+        numbers per query, backward the gradient of the queries, or the gradients of keys and values."""
         assert self.scores is not None
         calibration = self.machine.calibration
         products, per_query, efficiency = {
@@ -199,7 +200,7 @@ class CostModel:
         return Cost("attention", self.machine.calibration.kernel_s + max(work, self._memory_seconds(size)), flops, size)
 
     def _dots(self, body: Computation) -> list["Dot"]:
-        """Every matrix product inside a fusion, nested fusions included."""
+        """Returns every matrix product inside a fusion, nested fusions included."""
         dots = []
         for instruction in body.instructions.values():
             if instruction.opcode == "dot":
@@ -217,9 +218,10 @@ class CostModel:
             self.not_understood[opcode] += 1
 
     def _needed(self, body: Computation, of_root: int | None = None) -> list[int]:
-        """Elements of each parameter that a fusion reads to make `of_root` elements of its result (default: all).
+        """Returns the elements of each parameter that a fusion reads to compute `of_root` elements of its result (default:
+        all).
 
-        A parameter of which only a slice is used counts as that slice: scans hand whole stacks of layers to fusions.
+        If only a slice of a parameter is used, only that slice counts: scans pass whole stacks of layers to fusions.
         """
         needed = dict.fromkeys(body.instructions, 0)
         needed[body.root.name] = num_elements(body.root.shape) if of_root is None else of_root
@@ -234,7 +236,7 @@ class CostModel:
         return [needed[parameter.name] for parameter in body.parameters]
 
     def _shares(self, instruction: Instruction, body: Computation, elements: int, *, in_place: bool) -> list[int]:
-        """Elements of each operand that `elements` elements of the result are made of."""
+        """Returns the elements of each operand that `elements` elements of the result depend on."""
         operands = body.operand_shapes(instruction)
         sizes = [num_elements(shape) for shape in operands]
         match instruction.opcode:
@@ -247,7 +249,7 @@ class CostModel:
             case "scatter":
                 targets = (len(sizes) - 1) // 2
                 kept = 0 if in_place else elements
-                # What is added to is read as well as written.
+                # The target of an addition is read as well as written.
                 return [kept + sizes[targets + 1 + i] for i in range(targets)] + sizes[targets:]
             case "fusion":
                 return self._needed(self.module.computations[instruction.called("calls")[0]], elements)
@@ -268,7 +270,7 @@ class CostModel:
 
 
 def compiled_attention(module: Module) -> Kernel:
-    """What computes attention in a compiled step."""
+    """Returns the kernel that computes attention in a compiled step."""
     calls = [i for c in module.computations.values() for i in c.instructions.values() if i.opcode == "custom-call"]
     if any(_target(call).startswith(_CUDNN) for call in calls):
         return "cudnn"
@@ -280,19 +282,19 @@ def compiled_attention(module: Module) -> Kernel:
 
 
 def _own_kernel(call: Instruction) -> str:
-    """The name of a kernel of `llamajax.kernels`; empty if it is none."""
+    """Returns the name of a kernel of `llamajax.kernels`; empty for other calls."""
     found = _KERNEL_NAME.search(call.attributes["backend_config"]) if _target(call) == _TRITON else None
     return found[1] if found else ""
 
 
 def _results(body: Computation) -> Iterable[Instruction]:
-    """What a fusion writes, looked at behind renamings."""
+    """Returns the results of a fusion, behind bitcasts."""
     results = [body.instructions[name] for name in body.root.operands] if body.root.opcode == "tuple" else [body.root]
     return [_behind_bitcasts(result, body) for result in results]
 
 
 def _updates(body: Computation) -> list[Instruction]:
-    """Results that overwrite a part of a parameter, which XLA then does in the parameter's own buffer."""
+    """Returns results that overwrite a part of a parameter, which XLA then does in the parameter's own buffer."""
     return [
         result
         for result in _results(body)
@@ -308,7 +310,7 @@ def _behind_bitcasts(instruction: Instruction, body: Computation) -> Instruction
 
 
 def _written_bytes(instruction: Instruction, computation: Computation) -> int:
-    """Of an instruction that may overwrite a part of its first operand."""
+    """Returns the bytes that an instruction writes, which may overwrite a part of its first operand."""
     if instruction.opcode == "dynamic-update-slice":
         return num_bytes(computation.shape(instruction.operands[1]))
     if instruction.opcode == "scatter":
@@ -337,7 +339,7 @@ class Dot:
     columns: int
     contracted: int
     dtype: str
-    """Of the operands."""
+    """Dtype of the operands."""
 
     @property
     def flops(self) -> int:
@@ -379,11 +381,11 @@ def _target(instruction: Instruction) -> str:
 
 
 def dot_seconds(dot: Dot, machine: Machine) -> float:
-    """Time of the best of cuBLAS's tilings: whole waves of output tiles over all cores.
+    """Returns the time of the best of cuBLAS's tilings: whole waves of output tiles over all cores.
 
-    Every core works on one tile at a time, so the last wave costs as much as a full one; a product with few tiles may
-    be split along its contracted dim instead. `matmul_efficiency` is what large products sustain. Tiles, waves and
-    `matmul_start_s` together meet XLA's table of 87 products on an H100 (tests/planning/cost/test_products.py).
+    Every core works on one tile at a time, so the last wave costs as much as a full one; a product with few tiles may be
+    split along its contracted dim instead. `matmul_efficiency` is the share that large products sustain. Tiles, waves and
+    `matmul_start_s` together match XLA's table of 87 products on an H100 (tests/planning/cost/test_products.py).
     """
     calibration = machine.calibration
     against = 2 * calibration.float8_share if dot.dtype.startswith("f8") else _PEAK_SHARE.get(dot.dtype, 1.0)

@@ -1,7 +1,7 @@
-"""What a collective sends over which links, and how long NCCL needs for it.
+"""The bytes that a collective sends over each kind of link, and the time that NCCL needs for it.
 
-Times are latency plus bytes over bandwidth, with the latencies of NCCL's own tuner (its source, src/graph/tuning.cc,
-version 2.26), which picks among its protocols by the same sum: fast ones that waste bandwidth, slow ones that do not.
+Times are latency plus bytes over bandwidth, with the latencies of NCCL's own tuner (its source, src/graph/tuning.cc, version
+2.26), which chooses among its protocols by the same sum: fast ones that waste bandwidth, slow ones that do not.
 """
 
 import math
@@ -24,16 +24,16 @@ _KINDS = (
 
 @dataclass(frozen=True, slots=True)
 class Protocol:
-    """One of NCCL's ways to move a chunk; seconds per step."""
+    """One of NCCL's protocols to move a chunk; seconds per step."""
 
     bandwidth: float
-    """Share of the links' bandwidth that is payload."""
+    """Share of the links' bandwidth that carries payload."""
     base: float
     gpu_hop: float
     node_hop: float
-    """In a ring with several GPUs per node."""
+    """Seconds per hop in a ring with several GPUs per node."""
     lone_node_hop: float
-    """With one GPU per node, and in trees."""
+    """Seconds per hop with one GPU per node, and in trees."""
     post: float
     """Least time of any hop once the network takes part."""
 
@@ -44,7 +44,7 @@ _PROTOCOLS = (
     Protocol(1.0, 8.4e-6, 3.4e-6, 14.0e-6, 14.0e-6, 3e-6),  # Simple
 )
 _TREE_BANDWIDTH = 0.92
-"""Of the ring's, for an all-reduce along a tree."""
+"""Bandwidth of an all-reduce along a tree, relative to a ring's."""
 _POST = 1e-6
 """Seconds to post one message to one peer of an all-to-all."""
 
@@ -56,24 +56,24 @@ class Collective:
     name: str
     kind: str
     axis: str
-    """Mesh axes along which devices take part, `data+fsdp`; `?` if the groups are those of no axes."""
+    """Mesh axes along which devices take part, such as `data+fsdp`; `?` if the groups match no axes."""
     group_size: int
     num_nodes: int
     """Nodes that one group spans."""
     num_bytes: int
-    """Of the whole array: gathered, reduced, or exchanged."""
+    """Bytes of the whole array: gathered, reduced, or exchanged."""
     wire_bytes: dict[LinkKind, float]
-    """Sent by a device, on average over devices."""
+    """Bytes that a device sends, on average over devices."""
     seconds: float
 
     @property
     def link(self) -> LinkKind:
-        """The slowest kind of link that it needs."""
+        """Returns the slowest kind of link that it needs."""
         return "inter_node" if self.num_nodes > 1 else "intra_node"
 
 
 def collective_kind(opcode: str) -> str | None:
-    """`all-gather` for `all-gather` and `all-gather-start`; None for what is no collective."""
+    """Returns `all-gather` for `all-gather` and `all-gather-start`; None for other opcodes than collectives."""
     kind = opcode.removesuffix("-start")
     return kind if kind in _KINDS else None
 
@@ -81,13 +81,13 @@ def collective_kind(opcode: str) -> str | None:
 def collective(
     instruction: Instruction, computation: Computation, module: Module, machine: Machine, mesh: Mapping[str, int]
 ) -> Collective:
-    """The cost of a collective, or of the `-start` of one.
+    """Returns the cost of a collective, or of its `-start`.
 
     Args:
-        instruction: the collective, in `computation`, in `module`.
-        computation: see above.
-        module: see above.
-        machine: what it runs on.
+        instruction: the collective.
+        computation: the instruction's computation.
+        module: the computation's module.
+        machine: the machine that it runs on.
         mesh: sizes of the mesh axes, outer to inner; their product is the number of devices.
     """
     kind = collective_kind(instruction.opcode)
@@ -117,7 +117,8 @@ def collective(
 
 
 def num_communicators(module: Module) -> int:
-    """Different divisions of the devices into groups of more than one, among all collectives of a program."""
+    """Returns the number of different divisions of the devices into groups of more than one, among all collectives of a
+    program."""
     groups = {
         instruction.replica_groups(module.num_devices).tobytes()
         for computation in module.computations.values()
@@ -129,10 +130,10 @@ def num_communicators(module: Module) -> int:
 
 
 def ring_seconds(passed: float, steps: int, node_steps: int, n: int, m: int, machine: Machine) -> float:
-    """A ring of `n` devices on `m` nodes, as an all-gather or a reduce-scatter runs along it.
+    """Returns the time of an all-gather or a reduce-scatter along a ring of `n` devices on `m` nodes.
 
-    Every device passes `passed` bytes on in `steps` steps, of which `node_steps` lead to another node: one link of the
-    ring in n / m.
+    Every device passes `passed` bytes on in `steps` steps; `node_steps` of them lead to another node: one link of the ring
+    in n / m.
     """
     if n == 1:
         return _PROTOCOLS[0].base
@@ -150,9 +151,9 @@ def ring_seconds(passed: float, steps: int, node_steps: int, n: int, m: int, mac
 
 
 def all_reduce_seconds(whole: float, n: int, m: int, machine: Machine) -> float:
-    """An all-reduce of `whole` bytes by `n` devices on `m` nodes.
+    """Returns the time of an all-reduce of `whole` bytes by `n` devices on `m` nodes.
 
-    The better of a ring, which scatters and gathers, and a pair of trees.
+    It is the better of a ring, which scatters and gathers, and a pair of trees.
     """
     ring = ring_seconds(2 * whole * (n - 1) / n, 2 * (n - 1), 2 * (m - 1), n, m, machine)
     if m == 1:
@@ -194,12 +195,13 @@ def _permute(instruction: Instruction, sent: int, num_devices: int, machine: Mac
 
 
 def axis_of(groups: np.ndarray, mesh: Mapping[str, int]) -> str:
-    """The mesh axes whose devices `groups`, int [groups, devices], are, joined by `+`; `?` if there are none."""
+    """Returns the mesh axes, joined by `+`, that divide the devices into `groups`, int [groups, devices]; `?` if there are
+    none."""
     axes = _differing_axes(groups, mesh)
     return "+".join(axes) if axes and math.prod(mesh[axis] for axis in axes) == groups.shape[1] else "?"
 
 
 def _differing_axes(groups: np.ndarray, mesh: Mapping[str, int]) -> list[str]:
-    """The axes along which devices of one group lie apart."""
+    """Returns the axes along which devices of one group differ."""
     coordinates = np.unravel_index(groups, list(mesh.values()))
     return [axis for axis, places in zip(mesh, coordinates, strict=True) if (places != places[:, :1]).any()]

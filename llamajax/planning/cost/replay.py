@@ -1,8 +1,8 @@
 """Replays a scheduled module on the cost model.
 
-One lane computes, in program order. A `-start` puts its transfer into the lane of the slowest link it needs, where it
-queues; its `-done` makes the compute lane wait until the transfer has ended. What runs while a collective is under way
-runs slower. Loop bodies are replayed once and counted as often as they run.
+One lane computes, in program order. A `-start` queues its transfer in the lane of the slowest link that it needs; its
+`-done` makes the compute lane wait until the transfer has ended. Kernels run slower while a collective is in flight. Loop
+bodies are replayed once and counted as often as they run.
 """
 
 from collections import defaultdict
@@ -18,23 +18,24 @@ from llamajax.planning.cost.timeline import LANES, CollectiveUse, Event, Lane, L
 from llamajax.planning.xla.hlo import Computation, Instruction, Module
 
 Key = tuple[str, str]
-"""An instruction: its computation's name and its own."""
+"""Identity of an instruction: its computation's name and its own."""
 _NETWORK: tuple[Lane, ...] = ("intra_node", "inter_node")
 _HIDES = 0.02
-"""Kernels shorter than this share of a collective do not count as hiding it: index arithmetic, copies of scalars."""
+"""Kernels shorter than this share of a collective do not count as hiding it, such as index arithmetic and copies of
+scalars."""
 _REMATERIALIZED = ".remat"
-"""In the names of instructions that XLA itself computes again to save memory: `fusion.1.remat2`."""
+"""Marks names of instructions that XLA itself recomputes to save memory, such as `fusion.1.remat2`."""
 _CONTROL_FLOW = ("while", "call", "conditional")
 
 
 def replay(module: Module, machine: Machine, mesh: Mapping[str, int], scores: Scores | None = None) -> Timeline:
-    """The timeline of one execution of `module`.
+    """Returns the timeline of one execution of `module`.
 
     Args:
         module: a scheduled module.
-        machine: what it runs on.
+        machine: the machine that it runs on.
         mesh: sizes of the mesh axes, outer to inner; their product is the number of devices.
-        scores: what attention computes, where its kernels skip what is not seen.
+        scores: computed scores of attention, where its kernels skip unseen tiles.
     """
     replayer = _Replayer(module, machine, mesh, scores)
     tally = replayer.run(module.entry, _Clock(), in_loop=False)
@@ -73,17 +74,17 @@ def replay(module: Module, machine: Machine, mesh: Mapping[str, int], scores: Sc
 
 @dataclass
 class _Clock:
-    """When the compute lane goes on, and when the other lanes are free again."""
+    """The time at which the compute lane continues, and the times at which the other lanes are free again."""
 
     now: float = 0.0
     queues: dict[Lane, list[tuple[float, Key]]] = field(default_factory=lambda: {lane: [] for lane in LANES})
-    """Ends of the transfers that have been sent, in order, and whose they are; those that are over may be missing."""
+    """End and key of each transfer that was sent, in order; finished ones may be missing."""
 
     def copy(self) -> "_Clock":
         return _Clock(self.now, {lane: list(queue) for lane, queue in self.queues.items()})
 
     def free(self, lane: Lane) -> float:
-        """When the lane has nothing more to do."""
+        """Returns the time at which the lane has nothing more to do."""
         return max(self.now, self.queues[lane][-1][0]) if self.queues[lane] else self.now
 
     @property
@@ -98,14 +99,14 @@ class _Clock:
         return start
 
     def wait(self, lane: Lane, end: float) -> Iterator[tuple[Key, float]]:
-        """Stands still until `end`, and tells for which transfers of the lane how long."""
+        """Waits until `end`, and yields the transfers of the lane that cause the wait, with the seconds of each."""
         for until, key in self.queues[lane]:
             if self.now < until <= end:
                 yield key, until - self.now
                 self.now = until
 
     def compute(self, seconds: float, slowdown: float) -> float:
-        """Runs a kernel now and returns by how much it is late."""
+        """Runs a kernel now and returns its delay."""
         beside = max(self.free(lane) for lane in _NETWORK) - self.now
         overlapped = min(seconds * (1 + slowdown), beside)
         late = overlapped - overlapped / (1 + slowdown)
@@ -130,7 +131,7 @@ class _Tally:
     events: list[Event | Loop] = field(default_factory=list)
 
     def add(self, other: "_Tally", times: int = 1) -> None:
-        """All sums but `seconds` and `events`, which are not sums over what happens in parallel."""
+        """Adds all sums except `seconds` and `events`, which are not additive for parallel work."""
         self.flops += times * other.flops
         self.rematerialized_flops += times * other.rematerialized_flops
         self.slowdown += times * other.slowdown
@@ -143,16 +144,16 @@ class _Tally:
 
 @dataclass(frozen=True, slots=True)
 class _Op:
-    """One thing that the compute lane does, in the order of the schedule."""
+    """One action of the compute lane, in the order of the schedule."""
 
     action: Literal["kernel", "send", "wait", "enter"]
-    """Run a kernel, hand a transfer to another lane, wait for one, go into another computation."""
+    """Run a kernel, hand a transfer to another lane, wait for one, enter another computation."""
     instruction: Instruction
     key: Key
-    """Of the instruction; for `wait`, of the one that sent."""
+    """Key of the instruction; for `wait`, of the instruction that sent."""
     lane: Lane = "compute"
     kind: str = "wait"
-    """Of the event."""
+    """Kind of the event."""
     seconds: float = 0.0
     flops: int = 0
     num_bytes: int = 0
@@ -162,7 +163,7 @@ class _Op:
 
 
 class _Replayer:
-    """One replay: what is known of instructions, and of loop bodies already run."""
+    """One replay, with its knowledge of instructions and of the loop bodies already run."""
 
     def __init__(self, module: Module, machine: Machine, mesh: Mapping[str, int], scores: Scores | None):
         self.module = module
@@ -213,7 +214,7 @@ class _Replayer:
         return tally
 
     def _enter(self, instruction: Instruction, clock: _Clock, tally: _Tally, begin: float, *, in_loop: bool) -> Loop:
-        """Runs what a `while`, `call` or `conditional` calls, and adds it to `tally`."""
+        """Runs the computations that a `while`, `call` or `conditional` calls, and adds them to `tally`."""
         start = clock.now - begin
         iterations: list[tuple[int, float, tuple[Event | Loop, ...]]] = []
         if instruction.opcode == "while":
@@ -222,8 +223,8 @@ class _Replayer:
             self._program(self.module.computations[instruction.called("condition")[0]])  # never run, but has latencies
             in_loop = in_loop or left > 1
             while left:
-                # No transfer crosses the ends of a loop body, so once those from outside are over, all
-                # iterations are alike.
+                # No transfer crosses the ends of a loop body, so once transfers from outside are over, all iterations are
+                # equal.
                 times = left if clock.is_idle else 1
                 inner = self._closed_body(body, clock, in_loop) if clock.is_idle else self.run(body, clock, in_loop=in_loop)
                 clock.now += (times - 1) * inner.seconds
@@ -244,7 +245,7 @@ class _Replayer:
         return Loop(instruction.name, instruction.op_name, start, tuple(iterations))
 
     def _closed_body(self, body: Computation, clock: _Clock, in_loop: bool) -> _Tally:
-        """An iteration that starts with idle lanes, replayed once for all loops and steps it occurs in."""
+        """Runs an iteration that starts with idle lanes, replayed once for all loops and steps that contain it."""
         if body.name not in self._closed:
             self._closed[body.name] = self.run(body, _Clock(), in_loop=in_loop)
         clock.now += self._closed[body.name].seconds
@@ -283,7 +284,7 @@ class _Replayer:
         return [_Op("kernel", instruction, key, "compute", cost.kind, cost.seconds, cost.flops, cost.num_bytes)]
 
     def _hero(self, instruction: Instruction, computation: Computation) -> tuple[Instruction, Computation]:
-        """What an instruction really does, and where it is written: a collective or call may be wrapped up."""
+        """Returns the instruction that does the actual work, and its computation: a collective or call may be wrapped."""
         if instruction.opcode in ("async-start", "fusion", "fusion-start"):
             inside = self.module.computations[instruction.called("calls")[0]]
             for inner in inside.instructions.values():
@@ -292,12 +293,12 @@ class _Replayer:
         return instruction, computation
 
     def _mark_sync(self, ops: list[_Op]) -> None:
-        """A collective whose `-done` follows before anything of length is computed hides behind nothing."""
+        """Marks a collective as synchronous if its `-done` follows before any long computation: it hides behind nothing."""
         computed = 0.0
         sent_at: dict[Key, tuple[float, float]] = {}
         for op in ops:
             if op.action == "enter":
-                sent_at.clear()  # all that are under way hide behind what is called
+                sent_at.clear()  # all collectives in flight hide behind the called computation
             elif op.action == "kernel":
                 computed += op.seconds
             elif op.action == "send" and op.key in self.collectives:

@@ -1,4 +1,4 @@
-"""What a replayed step is: when every kernel and collective runs, and who waits for whom."""
+"""The timeline of a replayed step: when every kernel and collective runs, and which lane waits for which transfer."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -7,18 +7,18 @@ from typing import Any, Literal
 from llamajax.planning.cost.network import Collective, LinkKind
 
 Lane = Literal["compute", "intra_node", "inter_node", "copy"]
-"""`copy` carries asynchronous copies, to the host or within the device."""
+"""A lane of the timeline; `copy` carries asynchronous copies, to the host or within the device."""
 LANES: tuple[Lane, ...] = ("compute", "intra_node", "inter_node", "copy")
 
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """Something that occupies a lane; times in seconds from the start of what it is an event of."""
+    """Work that occupies a lane; times in seconds from the start of the enclosing computation."""
 
     lane: Lane
     name: str
     kind: str
-    """`matmul`, `attention`, `memory`, `copy`; the kind of a collective; `wait` where the compute lane stands still."""
+    """`matmul`, `attention`, `memory`, `copy`; the kind of a collective; `wait` where the compute lane waits."""
     op_name: str
     start: float
     seconds: float
@@ -26,13 +26,13 @@ class Event:
 
 @dataclass(frozen=True, slots=True)
 class Loop:
-    """A `while` in the timeline: iterations of equal course are kept once."""
+    """A `while` in the timeline: equal iterations are stored once."""
 
     name: str
     op_name: str
     start: float
     iterations: tuple[tuple[int, float, tuple["Event | Loop", ...]], ...]
-    """How many iterations, the seconds of one, its events."""
+    """Number of iterations, seconds of one, and its events."""
 
     @property
     def num_iterations(self) -> int:
@@ -45,18 +45,18 @@ class Loop:
 
 @dataclass(frozen=True, slots=True)
 class CollectiveUse:
-    """What one collective instruction costs over a whole step."""
+    """Cost of one collective instruction over a whole step."""
 
     collective: Collective
     is_sync: bool
-    """Whether the compute lane stands still all the time: XLA runs it so, or nothing lies between start and done."""
+    """Whether the compute lane waits all the time: XLA runs it synchronously, or nothing runs between start and done."""
     in_loop: bool
     count: int
     """Executions per step."""
     seconds: float
-    """Transferring, all executions."""
+    """Seconds of transfer over all executions."""
     exposed_s: float
-    """Of it, with the compute lane waiting."""
+    """Seconds of these in which the compute lane waits."""
 
     @property
     def hidden_s(self) -> float:
@@ -70,35 +70,35 @@ class Timeline:
     step_time_s: float
     """`compute_s + slowdown_s + exposed_comm_s + exposed_copy_s`."""
     compute_s: float
-    """Kernels, undisturbed."""
+    """Seconds of kernels, undisturbed."""
     slowdown_s: float
-    """What kernels take longer because collectives run beside them."""
+    """Additional seconds of kernels because collectives run at the same time."""
     comm_s: float
-    """Collectives, hidden or not."""
+    """Seconds of collectives, hidden or not."""
     exposed_comm_s: float
-    """Waiting for collectives."""
+    """Seconds of waiting for collectives."""
     exposed_copy_s: float
-    """Waiting for asynchronous copies."""
+    """Seconds of waiting for asynchronous copies."""
     wire_bytes: dict[LinkKind, float]
-    """Sent by a device, on average over devices."""
+    """Bytes that a device sends, on average over devices."""
     flops: int
-    """Executed in matrix products, recomputation included."""
+    """FLOPs executed in matrix products, recomputation included."""
     rematerialized_flops: int
-    """Of them, what XLA computes again to save memory, beyond `model.remat`."""
+    """The part of these FLOPs that XLA recomputes to save memory, beyond `model.remat`."""
     compute_by_kind: dict[str, float]
-    """`compute_s` by what the kernels do."""
+    """`compute_s` by kind of kernel."""
     elementwise_bytes: int
-    """Read and written by kernels that multiply nothing, and by copies."""
+    """Bytes read and written by kernels without matrix products, and by copies."""
     num_kernels: int
-    """That the device runs one after the other."""
+    """Number of kernels that the device runs one after the other."""
     collectives: tuple[CollectiveUse, ...]
     sync_collectives_in_loops: int
     """Collective instructions in loop bodies that hide behind nothing."""
     not_understood: dict[str, int]
-    """Instructions whose cost is a guess, by opcode and call target."""
+    """Instructions with a guessed cost, by opcode and call target."""
     events: tuple[Event | Loop, ...]
     latencies: dict[str, float]
-    """Seconds of every kernel, transfer and loop, by the name that XLA's scheduler knows it by."""
+    """Seconds of every kernel, transfer and loop, by its name in XLA's scheduler."""
 
     @property
     def exposed_fraction(self) -> float:
@@ -106,7 +106,7 @@ class Timeline:
 
 
 def perfetto(timeline: Timeline, *, max_events: int = 50_000) -> dict[str, Any]:
-    """The timeline as a Chrome trace, for ui.perfetto.dev: one thread per lane, times in microseconds.
+    """Returns the timeline as a Chrome trace, for ui.perfetto.dev: one thread per lane, times in microseconds.
 
     With more than `max_events` events, long loops show their first two iterations and their last.
     """
@@ -130,7 +130,7 @@ def _count(events: tuple[Event | Loop, ...]) -> int:
 
 
 def _flat(events: tuple[Event | Loop, ...], begin: float, shorten: bool) -> Iterator[tuple[Event, float]]:
-    """Every event with its start from the beginning of the step, loops unrolled."""
+    """Yields every event with its start from the beginning of the step, loops unrolled."""
     for event in events:
         start = begin + event.start
         if isinstance(event, Event):
@@ -144,10 +144,10 @@ def _flat(events: tuple[Event | Loop, ...], begin: float, shorten: bool) -> Iter
 
 
 def layer_loops(timeline: Timeline) -> tuple[Loop, Loop] | None:
-    """The loops over the layers, forward and backward, wherever they are nested; None if the step has no such pair.
+    """Returns the loops over the layers, forward and backward, at any nesting depth; None if the step has no such pair.
 
-    Of all pairs of a forward and a backward loop of the same length they take the most time. XLA may take one
-    iteration out of a loop, and then drops the loop's name, so what runs inside tells the direction.
+    Among all pairs of a forward and a backward loop of the same length, it is the pair that takes the most time. XLA may
+    move one iteration out of a loop, and then drops the loop's name, so the direction follows from the instructions inside.
     """
     loops = [loop for loop in _loops(timeline.events) if loop.num_iterations > 1]
     shares = [_backward_share(loop) for loop in loops]
@@ -169,7 +169,7 @@ def _loops(events: tuple[Event | Loop, ...]) -> Iterator[Loop]:
 
 
 def _backward_share(loop: Loop) -> float:
-    """Of the time of its named kernels, that of those which JAX has named as parts of a derivative's transpose."""
+    """Returns the share of time of the named kernels that jax has named as parts of a derivative's transpose."""
     named = [event for event, _ in _flat((loop,), 0.0, True) if event.lane == "compute" and event.op_name]
     backward = sum(event.seconds for event in named if "transpose(" in event.op_name)
     return backward / (sum(event.seconds for event in named) or 1.0)

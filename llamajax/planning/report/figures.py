@@ -1,48 +1,49 @@
-"""A plan in figures: the object that `python -m llamajax.plan --json` writes (`schema_version` 2; more keys may come,
+"""A plan in figures: the object that `python -m llamajax.plan --json` writes (`schema_version` 2; keys may be added, but
 none changes its meaning within a version).
 
-Bytes, FLOPs and seconds are per step and device unless said otherwise; shares are between 0 and 1.
+Bytes, FLOPs and seconds are per step and device unless noted otherwise; shares are between 0 and 1.
 
-- `schema_version`, `llamajax`, `jax_version`; `compiled`: false if XLA's compiler for GPUs is missing, and then `missing`
-  says so, `memory_estimate` (bytes by kind, `peak_bytes`, `fits`; by formulas) stands in for what it would have told, and
-  of the rest only what formulas tell is there.
+- `schema_version`, `llamajax`, `jax_version`; `compiled`: false if XLA's compiler for GPUs is missing. Then `missing` says
+  so, `memory_estimate` (bytes by kind, `peak_bytes`, `fits`; by formulas) replaces the compiler's figures, and of the other
+  keys only those from formulas are present.
 - The run: `run`, `gpu`, `nodes`, `gpus_per_node`, `num_devices`, `mesh` (axis: size), `num_params`, `tokens_per_step` (of
   all devices), `model_flops` (of all devices, causal, without recomputation), `zero_minimum_bytes` (weights and moments,
-  evenly over all devices that can share them), `least_wire_bytes` (see `config.communication`), `checkpoint_bytes` (one
+  evenly over all devices that can share them), `least_wire_bytes` (see `estimates.communication`), `checkpoint_bytes` (one
   checkpoint of all devices: weights and moments).
-- `forms`: by setting of `parallel` the form that was chosen, and why; and so for `attention` the kernel, and
-  for `matmuls` those in float8, if any are. `warning`: that attention's kernel is none that is fused, or null. `remarks`:
-  what is taken of such GPUs without being known, one line each.
+- `forms`: the chosen form for each setting of `parallel`, and why; likewise the kernel for `attention`, and for `matmuls`
+  those in float8, if any. `warning`: attention's kernel is not fused, or null. `remarks`: assumptions about such GPUs, one
+  line each.
 - `calibration`: null, or the `file` of measured constants, the `device`, `date`, `commit` and `jax` of their measurement,
-  and those of the `constants` that differ from the built-in ones, by name: `built_in` and `measured`.
-- `accuracy`: how known runs on such GPUs came out, or null: `by` (`published` ones, or those `measured` with the constants
-  of `calibration`), how many `runs`, how many of them are `within` the range that is told (of published ones all but a
-  tenth at each end), and the speed over the predicted one, less one, of the slowest and the fastest of these (`least`,
+  and the `constants` that differ from the built-in ones, by name: `built_in` and `measured`.
+- `accuracy`: results of known runs on such GPUs, or null: `by` (`published` ones, or those `measured` with the constants of
+  `calibration`), the number of `runs`, how many of them are `within` the reported range (of published ones all but a tenth
+  at each end), and the speed relative to the predicted one, minus one, of the slowest and the fastest of these (`least`,
   `most`).
-- `options`: what the compiler was told. `latency_profile`: `auto` for the cost model's, the file, or null for none, also
-  where `auto` would not help. `num_compilations`; `compile_s`: of all of them together.
+- `options`: options that the compiler received. `latency_profile`: `auto` for the cost model's latencies, the file, or null
+  for none, also where `auto` would not help. `num_compilations`; `compile_s`: total of all of them.
 - The schedule that training runs: `capacity_bytes`, `fits`, `argument_bytes`, `temp_bytes`, `peak_bytes`, `host_bytes`,
-  `allowance_bytes` (beside XLA's arrays), `num_communicators` (of NCCL, of this program), `memory` (bytes by kind at the
-  peak), `memory_fraction` (the least XLA_PYTHON_CLIENT_MEM_FRACTION), `training_memory_fraction` (the one of training),
+  `allowance_bytes` (besides XLA's arrays), `num_communicators` (of NCCL, in this program), `memory` (bytes by kind at the
+  peak), `memory_fraction` (the least XLA_PYTHON_CLIENT_MEM_FRACTION), `training_memory_fraction` (training's value of it),
   `peak_tensors` (name, kind, dtype, shape, bytes of one, count); `step_time_s`, `compute_s` and `compute_by_kind`,
-  `elementwise_bytes` (read and written by kernels that multiply nothing), `num_kernels`, `slowdown_s` (of compute, by
-  collectives beside it), `comm_s`, `exposed_comm_s`, `exposed_copy_s`, `exposed_fraction` (of the step); `wire_bytes` and
-  `wire_bytes_by_link` (sent), `wire_bytes_factor` (over the least; null if that is zero); `tokens_per_sec_per_device`,
-  `mfu` (causal attention), `mfu_full_attention`, `hfu` (of the FLOPs that are executed), `flops` (executed),
-  `rematerialized_flops` (of them, what XLA computes again to save memory), `flops_factor` (the others over the formula
-  with `model.remat`), `attention_kernel` (`cudnn`, `pallas`, `triton`, `tokamax`, `plain`); `sync_collectives_in_loops`;
-  `not_understood` (instructions whose cost is a guess); `collectives` (name, kind, axis, group_size, num_nodes, link,
-  bytes, count, seconds, hidden_s, exposed_s, is_sync, in_loop).
-- `without_profile`: the same group for the schedule by XLA's own guesses; `with_profile`: that by latencies, or null.
-- `alternatives`, with other settings: `changes`, `peak_bytes`, `fits`, `step_time_s`, `exposed_comm_s`,
-  `exposed_fraction`, `sync_collectives_in_loops`. `best_changes`: of all that were compiled, those that fit and are fastest.
-- `by_remat`, where `model.remat` is `auto`: by each policy the share `recomputed` of the FLOPs, `peak_bytes`, `fits`,
-  `step_time_s`, `mfu`, `elementwise_bytes`, `num_kernels`, scheduled by XLA's own guesses.
-- `suggestions`, where it does not fit: `changes`, `peak_bytes`, `fits`, `step_time_s`, `step_time_ratio` (over this
+  `elementwise_bytes` (read and written by kernels without matrix products), `num_kernels`, `slowdown_s` (of compute, by
+  simultaneous collectives), `comm_s`, `exposed_comm_s`, `exposed_copy_s`, `exposed_fraction` (of the step); `wire_bytes` and
+  `wire_bytes_by_link` (sent), `wire_bytes_factor` (relative to the least; null if that is zero);
+  `tokens_per_sec_per_device`, `mfu` (causal attention), `mfu_full_attention`, `hfu` (of the executed FLOPs), `flops`
+  (executed), `rematerialized_flops` (the part that XLA recomputes to save memory), `flops_factor` (the others relative to
+  the formula with `model.remat`), `attention_kernel` (`cudnn`, `pallas`, `triton`, `tokamax`, `plain`);
+  `sync_collectives_in_loops`; `not_understood` (instructions with a guessed cost); `collectives` (name, kind, axis,
+  group_size, num_nodes, link, bytes, count, seconds, hidden_s, exposed_s, is_sync, in_loop).
+- `without_profile`: the same group for the schedule with XLA's built-in estimates; `with_profile`: for the schedule with
+  latencies, or null.
+- `alternatives`, with other settings: `changes`, `peak_bytes`, `fits`, `step_time_s`, `exposed_comm_s`, `exposed_fraction`,
+  `sync_collectives_in_loops`. `best_changes`: the changes, among all compiled programs, that fit and are fastest.
+- `by_remat`, where `model.remat` is `auto`: for each policy the share `recomputed` of the FLOPs, `peak_bytes`, `fits`,
+  `step_time_s`, `mfu`, `elementwise_bytes`, `num_kernels`, scheduled with XLA's built-in estimates.
+- `suggestions`, where it does not fit: `changes`, `peak_bytes`, `fits`, `step_time_s`, `step_time_ratio` (relative to this
   plan's), `gpu_time_ratio` (the same times devices), `flops_ratio`. All were compiled; the cheapest comes first.
 - `token_budget`, `days`, `price_per_billion_tokens`, `price` (null without `hardware.price_per_gpu_hour`).
-- `sweep`: `key` and `rows`, each the `value`, `num_devices`, `efficiency` (tokens per second and device over the first
-  row's) and the figures above but lists and `without_profile`; null if none was asked for.
+- `sweep`: `key` and `rows`, each with the `value`, `num_devices`, `efficiency` (tokens per second and device relative to the
+  first row's) and the figures above except lists and `without_profile`; null if no sweep was requested.
 """
 
 import dataclasses
@@ -88,7 +89,7 @@ _ALTERNATIVE = ("peak_bytes", "fits", "step_time_s", "exposed_comm_s", "exposed_
 
 
 def analytic_figures(config: Config) -> dict[str, Any]:
-    """What formulas tell of `config`; needs no compiler."""
+    """Returns the figures of `config` that formulas compute; needs no compiler."""
     hardware, model = config.hardware, config.model
     tokens = config.train.global_batch_size * config.data.seq_len
     return {
@@ -113,7 +114,7 @@ def analytic_figures(config: Config) -> dict[str, Any]:
 
 
 def estimated_figures(config: Config, missing: str) -> dict[str, Any]:
-    """`analytic_figures`, with an estimate of the memory, for a machine without XLA's compiler for GPUs."""
+    """Returns `analytic_figures` with an estimate of the memory, for a machine without XLA's compiler for GPUs."""
     run = resolve_planned(config)
     kernels, warning = _kernels(run)
     memory = estimate(run)
@@ -133,14 +134,14 @@ def estimated_figures(config: Config, missing: str) -> dict[str, Any]:
 
 
 def _kernels(run: ResolvedRun) -> tuple[dict[str, str], str | None]:
-    """What of `forms` is not of `parallel`, and `warning`."""
+    """Returns the `forms` that are not settings of `parallel`, and `warning`."""
     capability = run.gpu and run.gpu.compute_capability
     kernel, warning = attention_kernel(run, capability)
     return {"attention": kernel} | float8_matmuls(run.config.model, capability), warning
 
 
 def figures(plan: Plan, sweep: Sweep | None = None, plans: Sequence[Plan] = ()) -> dict[str, Any]:
-    """Everything about a plan, and about the `plans` of a sweep; see this module's docstring."""
+    """Returns all figures of a plan, and of the `plans` of a sweep; see this module's docstring."""
     chosen, run = plan.chosen, resolve_planned(plan.config)
     (kernels, warning), config, forms = _kernels(run), run.config, dict(run.reasons)
     if plan.by_remat:
@@ -200,7 +201,7 @@ def _of_remat(config: Config, remat: Remat, schedule: Schedule) -> dict[str, Any
 
 
 def calibration_figures(config: Config) -> dict[str, Any] | None:
-    """The measured constants that the cost model takes; None: all are as built in."""
+    """Returns the measured constants that the cost model uses; None: all are built-in."""
     measurement, machine = read_measurement(config.hardware), planned_machine(config)
     if measurement is None:
         return None
@@ -218,13 +219,13 @@ def calibration_figures(config: Config) -> dict[str, Any] | None:
 
 
 def accuracy_figures(hardware: HardwareConfig) -> dict[str, Any] | None:
-    """What is known of the error of plans for such GPUs; None: nothing."""
+    """Returns the known error of plans for such GPUs; None: unknown."""
     known = accuracy(hardware)
     return known and dataclasses.asdict(known)
 
 
 def schedule_figures(config: Config, schedule: Schedule) -> dict[str, Any]:
-    """Memory and time of one schedule of `config`."""
+    """Returns memory and time of one schedule of `config`."""
     memory, timeline, gpu = schedule.memory, schedule.timeline, planned_gpu(config.hardware)
     num_devices, seq_len = config.hardware.num_devices, config.data.seq_len
     tokens_per_sec = config.train.global_batch_size * seq_len / num_devices / timeline.step_time_s
@@ -288,12 +289,12 @@ def _collective(use: CollectiveUse) -> dict[str, Any]:
 
 
 def _named(of: Any, *names: str) -> dict[str, Any]:
-    """Figures that are written under the names that they have here."""
+    """Returns figures under the names that they have here."""
     return {name: getattr(of, name) for name in names}
 
 
 def money(config: Config, tokens_per_sec_per_device: float) -> dict[str, float | None]:
-    """Days and price of the token budget, and the price of a billion tokens; no price is known unless it is set."""
+    """Returns days and price of the token budget, and the price of a billion tokens; prices are None unless one is set."""
     hardware = config.hardware
     budget = hardware.token_budget or config.train.num_steps * config.train.global_batch_size * config.data.seq_len
     gpu_hours_per_token = 1 / tokens_per_sec_per_device / 3600
@@ -307,7 +308,7 @@ def money(config: Config, tokens_per_sec_per_device: float) -> dict[str, float |
 
 
 def sweep_rows(sweep: Sweep, plans: Sequence[Plan]) -> list[dict[str, Any]]:
-    """One row of figures for each value of a sweep."""
+    """Returns one row of figures for each value of a sweep."""
     rows, first = [], math.nan
     for value, plan in zip(sweep.values, plans, strict=True):
         own = schedule_figures(plan.config, plan.chosen)

@@ -1,6 +1,6 @@
 """A plan as one self-contained HTML page: the memory of a GPU, and the timeline of one layer, drawn as inline SVG.
 
-The page needs no network and no script; what lies under the pointer is told by SVG titles.
+The page needs no network and no script; SVG titles describe the element under the pointer.
 """
 
 import dataclasses
@@ -21,20 +21,20 @@ from llamajax.watch.page import Card, build_page, verdict
 _WIDTH, _LEFT, _LANE, _GAP = 1200, 104, 34, 12
 _RIGHT = _WIDTH - 8
 _LEAST_WIDTH = 0.7
-"""Events narrower than this, in pixels of 1200, are drawn as one with their neighbours of the same kind."""
+"""Events narrower than this, in pixels of 1200, are merged with their neighbours of the same kind."""
 
 _KINDS = {
     "matmul": "matrix products", "attention": "fused attention", "memory": "elementwise and reductions", "copy": "copies",
     "wait": "waiting for a collective", "all-gather": "all-gather", "reduce-scatter": "reduce-scatter",
     "all-reduce": "all-reduce", "other": "other collectives",
 }  # fmt: skip
-"""Kinds of events with a colour of their own, in the words of the legend."""
+"""Kinds of events with a colour of their own, with their text in the legend."""
 
 _STYLE = Path(__file__).with_name("picture.css").read_text(encoding="utf-8")
 
 
 def page(plan: Plan, told: Figures) -> str:
-    """The page about `plan`, of which `told` are the `figures`."""
+    """Returns the page about `plan`; `told` are its `figures`."""
     name, gpu = told["run"], planned_gpu(plan.config.hardware)
     mesh = " x ".join(f"{axis} {size}" for axis, size in told["mesh"].items() if size > 1) or "one device"
     nodes = f"{told['nodes']} node{'s' if told['nodes'] > 1 else ''}"
@@ -68,7 +68,7 @@ def _cards(told: Figures) -> Sequence[Card]:
 
 
 def _memory(told: Figures) -> str:
-    """One bar: what lies in the card's memory, up to its capacity or beyond."""
+    """Draws one bar: the contents of the card's memory, up to its capacity or beyond."""
     total, capacity = told["peak_bytes"] + told["allowance_bytes"], told["capacity_bytes"]
     parts = [(kind, size, MEMORY_KINDS[kind]) for kind, size in told["memory"].items() if size]
     parts.append(("beside XLA", told["allowance_bytes"], "CUDA context, libraries, NCCL"))
@@ -99,7 +99,7 @@ def _memory(told: Figures) -> str:
 
 
 def _layers(timeline: Timeline) -> Iterator[str]:
-    """The lanes of one layer forward and of one backward, on the same scale."""
+    """Yields the lanes of one layer forward and of one backward, on the same scale."""
     loops = layer_loops(timeline)
     if loops is None:
         yield "<h2>Timeline of a layer</h2><p>The compiled step has no loop over its layers to draw.</p>"
@@ -115,7 +115,7 @@ def _layers(timeline: Timeline) -> Iterator[str]:
 
 
 def _lanes(layer: Timeline, period: float, longest: float, seen: set[str]) -> str:
-    """The lanes that have events, under a scale of `longest` seconds; adds the kinds drawn to `seen`."""
+    """Draws the lanes that have events, under a scale of `longest` seconds; adds the kinds drawn to `seen`."""
     slices = [event for event in perfetto(layer)["traceEvents"] if event["ph"] == "X"]
     scale = (_RIGHT - _LEFT) / longest
     used = [lane for lane in LANES if lane != "copy" or any(e["tid"] == LANES.index("copy") for e in slices)]
@@ -142,14 +142,14 @@ def _lanes(layer: Timeline, period: float, longest: float, seen: set[str]) -> st
 
 
 def _ticks(longest: float) -> Iterator[float]:
-    """Four to ten round numbers from zero on, below `longest`."""
+    """Yields four to ten round numbers from zero on, below `longest`."""
     power = 10.0 ** math.floor(math.log10(longest))
     step = next(power * share for share in (0.1, 0.2, 0.25, 0.5, 1.0) if longest / (power * share) <= 10)
     yield from (step * index for index in range(math.ceil(longest / step)))
 
 
 def _merged(events: Sequence[Mapping[str, Any]], least: float) -> Iterator[tuple[str, float, float, str]]:
-    """(kind, start, seconds, title) of what to draw: events shorter than `least` seconds join those next to them."""
+    """Yields (kind, start, seconds, title) of each rectangle: events shorter than `least` seconds join their neighbours."""
     together: list[Any] = []
     for event in events:
         kind = event["cat"] if event["cat"] in _KINDS else "other"
@@ -172,7 +172,7 @@ def _drawn(kind: str, start: float, seconds: float, text: str, count: int) -> tu
 
 
 def _sweep(told: Figures) -> str:
-    """Bars: tokens per second and GPU for each value."""
+    """Draws a bar with the tokens per second and GPU for each value."""
     sweep, rows = told["sweep"], told["sweep"]["rows"]
     most = max(row["tokens_per_sec_per_device"] for row in rows)
     width, base = (_RIGHT - 8) / len(rows), 190

@@ -17,15 +17,15 @@ from llamajax.units import format_bytes, format_count
 from llamajax.watch import console
 from llamajax.watch.console import log
 
-DISCLAIMER = "predicted, not measured; how far predictions are off published runs: docs/plan_accuracy.md"
+DISCLAIMER = "predicted, not measured; docs/plan_accuracy.md compares predictions with published runs"
 _TENSORS, _COLLECTIVES = 8, 12
 _CURVE_WIDTH = 40
-"""Characters that stand for the whole card."""
+"""Number of characters that represent the whole card."""
 Figures = Mapping[str, Any]
 
 
 def print_plan(plan: Plan, told: Figures) -> None:
-    """Prints a plan, of which `told` are the `figures`."""
+    """Prints a plan; `told` are its `figures`."""
     log(f"verdict    {verdict(told)}")
     log(f"           {DISCLAIMER}")
     _print_run(plan.config, told)
@@ -49,7 +49,7 @@ def print_plan(plan: Plan, told: Figures) -> None:
 
 
 def verdict(told: Figures) -> str:
-    """One line: whether it fits, how fast it is, what waits."""
+    """Returns one line: whether it fits, how fast it is, how long it waits."""
     total = told["peak_bytes"] + told["allowance_bytes"]
     fits = "fits" if told["fits"] else "does not fit"
     return (
@@ -60,19 +60,19 @@ def verdict(told: Figures) -> str:
 
 
 def known_error(told: Figures) -> str:
-    """How the speeds of runs on such GPUs, published or measured, differed from predicted ones."""
+    """Says how the speeds of runs on such GPUs, published or measured, differed from predicted ones."""
     known, calibration = told["accuracy"], told["calibration"]
     if known is None and calibration is not None:
-        return f"how far plans by {calibration['file']} are off is not known"
+        return f"the error of plans with {calibration['file']} is unknown"
     if known is None:
-        return "no published run tells how far plans for such GPUs are off"
+        return "no published run shows the error of plans for such GPUs"
     several = {"published": "published runs on such GPUs", "measured": "runs measured with these constants"}[known["by"]]
     count = f"{known['runs']}" if known["within"] == known["runs"] else f"{known['within']} of {known['runs']}"
     return f"{count} {several} came out {_between(known['least'], known['most'])} than predicted"
 
 
 def _between(least: float, most: float) -> str:
-    """Two speeds over the predicted one, less one, in words."""
+    """Describes two speeds relative to the predicted one, minus one, in words."""
     if least < 0 < most:
         return f"{most:.0%} faster to {-least:.0%} slower"
     low, high = sorted((abs(least), abs(most)))
@@ -80,7 +80,7 @@ def _between(least: float, most: float) -> str:
 
 
 def print_estimate(config: Config, told: Figures) -> None:
-    """Prints what formulas tell, where XLA's compiler for GPUs is missing."""
+    """Prints the figures from formulas, where XLA's compiler for GPUs is missing."""
     memory = told["memory_estimate"]
     total = memory["peak_bytes"] + memory["allowance_bytes"]
     likely = "probably fits" if memory["fits"] else "probably does not fit"
@@ -113,7 +113,7 @@ def _print_run(config: Config, told: Figures) -> None:
     held = f", {format_bytes(told['argument_bytes'])} as compiled with the batch" if told.get("argument_bytes") else ""
     log(
         f"state      at least {format_bytes(told['zero_minimum_bytes'])} of weights and moments per GPU{held};"
-        f" a checkpoint of all is {format_bytes(told['checkpoint_bytes'])}"
+        f" a full checkpoint takes {format_bytes(told['checkpoint_bytes'])}"
     )
 
 
@@ -128,7 +128,7 @@ def _print_calibration(told: Figures) -> None:
 
 
 def _print_remats(config: Config, told: Figures) -> None:
-    """Memory against recomputation, as a curve that lies on its side."""
+    """Prints memory against recomputation, as a curve on its side."""
     names = ("GiB", "computed again", "step", "MFU", "", "")
     table = _table("what the backward pass keeps", *names, numbers=(1, 2, 3, 4))
     capacity = told["capacity_bytes"]
@@ -163,9 +163,9 @@ def _print_memory(schedule: Schedule) -> None:
     _print(tensors)
     log(f"share      training takes {kept:.1%} of the card for XLA's arrays, which need {memory.memory_fraction:.1%}")
     if not memory.fits and kept < memory.memory_fraction <= memory.room:
-        log(f"set        {VARIABLE}={memory.memory_fraction:.3f}, here and for training, and it fits")
+        log(f"set        {VARIABLE}={memory.memory_fraction:.3f} here and for training to make it fit")
     elif kept > memory.room:
-        log(f"set        {VARIABLE}={memory.room:.3f} or less: what is beside XLA's arrays needs more than is left")
+        log(f"set        {VARIABLE}={memory.room:.3f} or less: memory besides XLA's arrays needs more than is left")
 
 
 def _print_time(told: Figures) -> None:
@@ -186,16 +186,16 @@ def _print_time(told: Figures) -> None:
         f" (executed FLOPs are {told['flops_factor']:.3f} of the formula{again})"
     )
     elementwise = format_bytes(told["elementwise_bytes"])
-    log(f"kernels    {told['num_kernels']:,}; those that multiply nothing read and write {elementwise}")
+    log(f"kernels    {told['num_kernels']:,}; kernels without matrix products read and write {elementwise}")
     links = ", ".join(
         f"{format_bytes(size)} {link.replace('_', '-')}" for link, size in told["wire_bytes_by_link"].items() if size
     )
     factor = told["wire_bytes_factor"]
-    over = f", {factor:.3f} of the least for this mesh" if factor is not None else ""
+    over = f", {factor:.3f} of the minimum for this mesh" if factor is not None else ""
     log(f"network    a GPU sends {format_bytes(told['wire_bytes'])} per step ({links or 'none'}){over}")
     unknown = told["not_understood"]
     names = f": {', '.join(f'{count} x {name}' for name, count in unknown.items())}" if unknown else ""
-    log(f"guesses    {sum(unknown.values())} instructions whose cost is a guess{names}")
+    log(f"guesses    {sum(unknown.values())} instructions with a guessed cost{names}")
 
 
 def _print_collectives(told: Figures) -> None:
@@ -221,8 +221,8 @@ def _print_collectives(told: Figures) -> None:
     if number:
         alone = _sum([use for use in told["collectives"] if use["is_sync"] and use["in_loop"]], "exposed_s")
         log(
-            f"sync       {number} collective{'s' if number > 1 else ''} in loops hide behind nothing: the GPU stands still"
-            f" for all of their time in every iteration, {alone:.3g} s per step"
+            f"sync       {number} collective{'s' if number > 1 else ''} in loops hide behind nothing: the GPU waits"
+            f" for their whole duration in every iteration, {alone:.3g} s per step"
         )
     else:
         log("sync       every collective in a loop has compute to hide behind")
@@ -246,7 +246,7 @@ def _print_schedules(config: Config, told: Figures) -> None:
     for changes, own in [*rows, *((other["changes"], other) for other in told["alternatives"])]:
         if own:
             by = changes["xla.latency_profile"]
-            name = {None: "XLA's own guesses", "auto": "the cost model's latencies"}.get(by, f"the latencies in {by}")
+            name = {None: "XLA's built-in estimates", "auto": "the cost model's latencies"}.get(by, f"the latencies in {by}")
             if "parallel.stack" in changes:
                 name += f", layers by {changes['parallel.stack']}"
             in_training = by == told["latency_profile"] and "parallel.stack" not in changes
@@ -258,7 +258,7 @@ def _print_schedules(config: Config, told: Figures) -> None:
     _print(table)
     if told["best_changes"]:
         changes = ", ".join(f"{key}: {json.dumps(value)}" for key, value in told["best_changes"].items())
-        log(f"set        {changes.replace(chr(34), '')}: of these the best")
+        log(f"set        {changes.replace(chr(34), '')}: the best of these")
 
 
 def _print_money(told: Figures) -> None:
@@ -272,7 +272,7 @@ def _print_money(told: Figures) -> None:
 
 def _print_suggestions(told: Figures) -> None:
     if not told["suggestions"]:
-        log("instead    no change that was tried fits; take more nodes, a larger GPU or a smaller model")
+        log("instead    no change that was tried fits; use more nodes, a larger GPU or a smaller model")
         return
     table = _table("what fits instead, compiled", "peak", "step", "time", "GPU hours", "FLOPs", numbers=(1, 2, 3, 4, 5))
     for row in told["suggestions"]:

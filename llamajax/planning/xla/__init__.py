@@ -1,1 +1,1 @@
-"""XLA's side of a plan: the step compiled for another machine, and what the compiler tells of its program."""
+"""XLA's side of a plan: the step compiled for another machine, and the compiler's figures of the program."""

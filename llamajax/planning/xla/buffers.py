@@ -1,7 +1,7 @@
-"""XLA's buffer assignment of a compiled program: what it allocates, and what is alive at the fullest moment.
+"""XLA's buffer assignment of a compiled program: its allocations, and the arrays that are alive at the fullest moment.
 
-Read from the `HloProto` that XLA writes beside the scheduled module. Only the fields used here are decoded, straight
-from the wire format: field numbers never change, while the generated Python classes are not part of jaxlib.
+Read from the `HloProto` that XLA writes beside the scheduled module. Only the fields used here are decoded, directly from
+the wire format: field numbers never change, while the generated Python classes are not part of jaxlib.
 """
 
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ _HOST_MEMORY = 5  # xla::Layout::kHostMemorySpace
 _FREE, _SHARE = 1, 2  # HeapSimulatorTrace.Event.Kind; 0 is ALLOC
 
 Fields = dict[int, list[Any]]
-"""A message: field number to its values, int for varints and bytes for everything else."""
+"""Fields of a message: the values of each field number, int for varints and bytes for everything else."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,31 +24,31 @@ class Buffer:
     """One array that the program keeps in memory."""
 
     instruction: str
-    """The HLO instruction that makes it."""
+    """HLO instruction that creates it."""
     opcode: str
-    """Its kind; of an asynchronous wrapper, the kind of what is wrapped."""
+    """Opcode of the instruction; for an asynchronous wrapper, opcode of the wrapped instruction."""
     op_name: str
-    """Where it comes from: the path of jax's scopes and primitives, or the argument's path. What XLA made up itself
-    has the name of what uses it; empty if that has none either."""
+    """Origin: the path of jax's scopes and primitives, or the argument's path. An instruction that XLA itself added has the
+    name of its user; empty if that has none either."""
     dtype: str
-    """As in HLO, such as bf16; empty for bundles of pointers."""
+    """Dtype as in HLO, such as bf16; empty for bundles of pointers."""
     shape: tuple[int, ...]
     size: int
-    """Bytes."""
+    """Size in bytes."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class BufferAssignment:
-    """What one device holds while the program runs."""
+    """Memory of one device while the program runs."""
 
     arguments: tuple[Buffer, ...]
-    """Held all the time; results take the place of donated ones."""
+    """Arrays held all the time; results take the place of donated ones."""
     other_bytes: int
-    """Results that replace no argument, and constants."""
+    """Bytes of results that replace no argument, and of constants."""
     arena_bytes: int
-    """The one block that all temporary arrays share."""
+    """Size of the one block that all temporary arrays share."""
     host_bytes: int
-    """Arrays kept in the host's memory."""
+    """Bytes of arrays kept in the host's memory."""
     peak: tuple[Buffer, ...]
     """Temporary arrays alive at the fullest moment."""
 
@@ -58,20 +58,20 @@ class BufferAssignment:
 
     @property
     def gap_bytes(self) -> int:
-        """Bytes of the arena that lie unused between the arrays at its fullest moment."""
+        """Returns the bytes of the arena that are unused between the arrays at its fullest moment."""
         return self.arena_bytes - sum(buffer.size for buffer in self.peak)
 
 
 def read_buffer_assignment(hlo_proto: bytes) -> BufferAssignment:
-    """Decodes a serialized `xla.HloProto` that holds a module and its buffer assignment."""
+    """Decodes a serialized `xla.HloProto` with a module and its buffer assignment."""
     message = decode(hlo_proto)
     module, assignment = _Module(message[1][0]), decode(message[3][0])
     logical = {_first(buffer, 1): buffer for buffer in map(decode, assignment[1])}
-    allocations = [fields for fields in map(decode, assignment[3]) if not _first(fields, 3)]  # none of single threads
+    allocations = [fields for fields in map(decode, assignment[3]) if not _first(fields, 3)]  # without thread-local ones
     device = [fields for fields in allocations if _first(fields, 8) != _HOST_MEMORY]
     arguments = [fields for fields in device if _first(fields, 5)]
 
-    # Arrays that share an allocation have a trace of who is in it when; the arena is the largest of these.
+    # Arrays that share an allocation have a trace of its occupants over time; the arena is the largest such allocation.
     arena, trace = 0, {}
     for fields in map(decode, assignment.get(4, [])):
         buffer = _first(decode(fields[1][0]), 2)
@@ -90,16 +90,16 @@ def read_buffer_assignment(hlo_proto: bytes) -> BufferAssignment:
 
 
 def _assigned(allocation: Fields) -> list[int]:
-    """The logical buffers in a `BufferAllocationProto`."""
+    """Returns the logical buffers in a `BufferAllocationProto`."""
     return [_first(decode(assigned), 1) for assigned in allocation.get(9, [])]
 
 
 def _peak(trace: Fields, sizes: dict[int, int]) -> list[int]:
-    """The logical buffers that take up space at the fullest moment of a `HeapSimulatorTrace`.
+    """Returns the logical buffers that take up space at the fullest moment of a `HeapSimulatorTrace`.
 
     Buffers that share the place of an earlier one count once, as that one, until all of them are freed.
     """
-    sharers: dict[int, set[int]] = {}  # the buffer that took a place: all that are in it now
+    sharers: dict[int, set[int]] = {}  # the buffer that took a place: all buffers that are in it now
     owner: dict[int, int] = {}
     size = largest = 0
     peak: list[int] = []
@@ -137,7 +137,7 @@ class _Module:
                     self._users.setdefault(operand, []).append(instruction)
 
     def buffer(self, logical: Fields) -> Buffer:
-        """What a `LogicalBufferProto` stands for."""
+        """Returns the buffer of a `LogicalBufferProto`."""
         position = decode(logical[3][0])
         instruction = self._instructions[_first(position, 4)]
         shape = decode(instruction[3][0])
@@ -157,7 +157,7 @@ class _Module:
         )
 
     def _op_name(self, instruction: Fields) -> str:
-        """The first name with a path among the instruction, its users, their users and so on."""
+        """Returns the first name with a path among the instruction, its users, their users and so on."""
         front, seen = [instruction], set()
         while front:
             for candidate in front:
@@ -171,7 +171,8 @@ class _Module:
 
 
 def decode(message: bytes) -> Fields:
-    """The fields of a serialized protocol buffer; of other bytes nonsense, or a KeyError or IndexError."""
+    """Decodes the fields of a serialized protocol buffer; for other bytes it returns nonsense, or raises KeyError or
+    IndexError."""
     fields: Fields = {}
     position = 0
     while position < len(message):
@@ -196,7 +197,7 @@ def _varint(message: bytes, position: int) -> tuple[int, int]:
 
 
 def _varints(values: list[Any]) -> list[int]:
-    """A repeated integer field, packed or not."""
+    """Returns the values of a repeated integer field, packed or not."""
     numbers = []
     for value in values:
         position = 0
@@ -209,5 +210,5 @@ def _varints(values: list[Any]) -> list[int]:
 
 
 def _first(fields: Fields, number: int) -> int:
-    """An integer field; fields that are zero are not written."""
+    """Returns the value of an integer field; zero where it is missing, because zeros are not written."""
     return fields[number][0] if number in fields else 0

@@ -1,8 +1,8 @@
-"""The training step, compiled for a cluster on a machine that has no GPU.
+"""Compiles the training step for a cluster, on a machine that has no GPU.
 
-XLA's compiler for GPUs comes with jax's CUDA plugin and needs no driver: it is told what the card can do
-(`target_config`) and how many there are. The result is the very program that training would run, scheduled and
-with all its memory laid out; it cannot be run here.
+XLA's compiler for GPUs comes with jax's CUDA plugin and needs no driver: it reads the properties of the card
+(`target_config`) and the number of cards. The result is the very program that training would run, scheduled and with all its
+memory laid out; it cannot run here.
 """
 
 import importlib.metadata
@@ -30,15 +30,16 @@ DUMP: dict[str, Option] = {
     "xla_dump_hlo_as_proto": True, "xla_dump_hlo_module_re": ".*", "xla_dump_compress_protos": False,
     "xla_dump_max_hlo_modules": "-1",
 }  # fmt: skip
-"""The buffer assignment comes out only as a file; these win over what XLA_FLAGS says of such files."""
+"""Options that write the buffer assignment, which XLA outputs only as a file; they override the dump options in
+XLA_FLAGS."""
 
 _NEED_A_GPU = (EXCLUDES_NONDETERMINISTIC, "xla_gpu_deterministic_ops")
-"""Options that choose among kernels of the same work; jaxlib 0.12 cannot compile with them where there is no GPU. A plan
-loses nothing without them: the step has no scatter that they would change, and the cost model knows their price."""
+"""Options that choose among kernels of the same work; jaxlib 0.12 cannot compile with them without a GPU. A plan loses
+nothing without them: the step has no scatter that they would change, and the cost model includes their price."""
 
 
 class CompilerMissingError(UserError):
-    """XLA's compiler for GPUs is not installed, of another version than jax, or cannot be loaded."""
+    """XLA's compiler for GPUs is not installed, has another version than jax, or cannot be loaded."""
 
     exit_code = 2
 
@@ -49,20 +50,20 @@ class CompiledStep:
 
     run: ResolvedRun
     hlo: str
-    """The scheduled module, as text."""
+    """Scheduled module, as text."""
     buffers: BufferAssignment
-    """Its memory."""
+    """Memory of the program."""
     peak_bytes: int
     """XLA's own figure for arguments, results and arrays alive at the fullest moment, without the gaps between them."""
     options: dict[str, Option]
-    """What the compiler was told."""
+    """Options that the compiler received."""
     compile_s: float
     """Seconds of tracing, lowering and compiling."""
     jax_version: str
 
 
 def prepare_environment() -> None:
-    """Keeps jax away from the GPUs of this machine, if it has any; call it before any other use of jax."""
+    """Keeps jax away from this machine's GPUs, if any; call it before any other use of jax."""
     jax.config.update("jax_platforms", "cpu")
 
 
@@ -85,13 +86,13 @@ def compile_for(run: ResolvedRun, *, latencies: str | None = None, untimed: bool
     """Compiles a run's training step for the cluster that its `hardware` describes.
 
     Args:
-        run: the run, of `resolve_planned`.
-        latencies: file with the costs of instructions that the scheduler is to go by.
+        run: the run, from `resolve_planned`.
+        latencies: file with the costs of instructions for the scheduler.
         untimed: see `compiler_options`.
 
     Raises:
         CompilerMissingError: XLA's compiler for GPUs is not installed.
-        ConfigError: the configuration names no GPU, cannot be laid over the cluster, or sets an unknown XLA option.
+        ConfigError: the configuration names no GPU, does not fit the cluster, or sets an unknown XLA option.
     """
     check_compiler()
     config = run.config
@@ -101,7 +102,7 @@ def compile_for(run: ResolvedRun, *, latencies: str | None = None, untimed: bool
     mesh = planned_mesh(config)
     told = compiler_options(run, latencies=latencies, untimed=untimed)
     told = {name: value for name, value in told.items() if not name.startswith("xla_dump_") and name not in _NEED_A_GPU}
-    # The default device's architecture is what kernels are lowered for that ask for it, such as tokamax's.
+    # Kernels such as tokamax's are lowered for the architecture of the default device.
     planned = jax.default_device(mesh.devices.flat[0])
     with jax.set_mesh(mesh), planned, tempfile.TemporaryDirectory(prefix="llamajax-plan-") as folder:
         try:
@@ -134,7 +135,8 @@ def compile_for(run: ResolvedRun, *, latencies: str | None = None, untimed: bool
 
 
 def planned_mesh(config: Config) -> jax.sharding.Mesh:
-    """The mesh of `config` over the GPUs that `config.hardware` describes; programs can be compiled for it, but not run.
+    """Returns the mesh of `config` over the GPUs that `config.hardware` describes; programs can be compiled for it, but not
+    run.
 
     Raises:
         CompilerMissingError: XLA's compiler for GPUs is installed, but jax could not load it.
@@ -142,7 +144,7 @@ def planned_mesh(config: Config) -> jax.sharding.Mesh:
     """
     cluster = config.hardware
     target = target_config(planned_gpu(cluster))
-    # Partitions x hosts x devices: as on a real cluster, where XLA takes every node for a partition of its own.
+    # Partitions x hosts x devices: as on a real cluster, where XLA treats every node as a separate partition.
     lies = f"{cluster.nodes}x1x{cluster.gpus_per_node}"
     try:
         topology = topologies.get_topology_desc(platform="cuda", topology_name="plan", target_config=target, topology=lies)
@@ -154,7 +156,8 @@ def planned_mesh(config: Config) -> jax.sharding.Mesh:
 
 
 def target_config(gpu: Gpu) -> str:
-    """What XLA must know to compile for `gpu` without having one: a `stream_executor.GpuTargetConfigProto` as text."""
+    """Returns the facts that XLA needs to compile for `gpu` without having one: a `stream_executor.GpuTargetConfigProto` as
+    text."""
     major, minor = gpu.compute_capability
     extension = "ACCELERATED_FEATURES" if major >= 9 else "NONE"
     return f"""

@@ -1,6 +1,6 @@
-"""A compiled XLA module: computations, and their instructions in the order they run; `parse.py` reads it from text.
+"""A compiled XLA module: computations, and their instructions in the order in which they run; `parse.py` reads it from text.
 
-Only what a cost model needs is interpreted; every other attribute stays available as text.
+Only the attributes that a cost model needs are interpreted; every other attribute stays available as text.
 """
 
 import functools
@@ -30,7 +30,7 @@ class Array:
     """The type of one array."""
 
     dtype: str
-    """XLA's name: `bf16`, `f32`, `s32`, `pred` ..."""
+    """XLA's name of the dtype: `bf16`, `f32`, `s32`, `pred` ..."""
     dims: tuple[int, ...]
     layout: str
     """Dims from minor to major, tiling and memory space, as written: `1,0`, `1,0:S(5)`."""
@@ -45,16 +45,16 @@ class Array:
 
     @property
     def on_host(self) -> bool:
-        """Whether it lies in pinned host memory."""
+        """Returns whether it is in pinned host memory."""
         return _HOST_MEMORY in self.layout
 
 
 Shape = Array | tuple["Shape", ...]
-"""The type of a value: an array, or a tuple of such types."""
+"""Type of a value: an array, or a tuple of such types."""
 
 
 def arrays(shape: Shape) -> Iterator[Array]:
-    """The arrays of a shape, nested tuples flattened."""
+    """Yields the arrays of a shape, nested tuples flattened."""
     if isinstance(shape, Array):
         yield shape
     else:
@@ -80,14 +80,14 @@ class Instruction:
     operands: tuple[str, ...]
     """Names of instructions of the same computation."""
     attributes: dict[str, str]
-    """What follows the operands, by name, as written."""
+    """Attributes after the operands, by name, as written."""
 
     def called(self, *attributes: str) -> tuple[str, ...]:
-        """The computations named by any of these attributes, in this order: `calls`, `body`, `to_apply` ..."""
+        """Returns the computations named by any of these attributes, in this order: `calls`, `body`, `to_apply` ..."""
         return tuple(name for attribute in attributes for name in _OPERAND.findall(self.attributes.get(attribute, "")))
 
     def dims(self, attribute: str) -> tuple[int, ...]:
-        """The integers of an attribute like `lhs_contracting_dims={1,2}`; empty if there is none."""
+        """Returns the integers of an attribute like `lhs_contracting_dims={1,2}`; empty if there is none."""
         return tuple(int(number) for number in re.findall(r"-?\d+", self.attributes.get(attribute, "")))
 
     @property
@@ -99,27 +99,27 @@ class Instruction:
 
     @property
     def op_name(self) -> str:
-        """Where it comes from in the program: `jit(train_step)/while/body/attention/dot_general`."""
+        """Returns the instruction's origin in the program, such as `jit(train_step)/while/body/attention/dot_general`."""
         return self._metadata("op_name")
 
     @property
     def scheduling_name(self) -> str:
-        """Its name when XLA scheduled the module; passes after that rename or clone some instructions."""
+        """Returns the instruction's name when XLA scheduled the module; later passes rename or clone some instructions."""
         return self._metadata("scheduling_name") or self.name
 
     @property
     def trip_count(self) -> int | None:
-        """Iterations of a `while`; None if they cannot be known before it runs."""
+        """Returns the number of iterations of a `while`; None if it cannot be known before it runs."""
         count = self.backend_config.get("known_trip_count", {}).get("n") or self.attributes.get("trip_count")
         return int(count) if count else None
 
     @property
     def is_sync(self) -> bool:
-        """Whether a `-start` is run by XLA as if it were synchronous."""
+        """Returns whether XLA runs a `-start` as if it were synchronous."""
         return bool(self.backend_config.get("collective_backend_config", {}).get("is_sync", False))
 
     def replica_groups(self, num_devices: int) -> np.ndarray:
-        """Devices that communicate with each other, int [groups, devices per group].
+        """Returns the devices that communicate with each other, int [groups, devices per group].
 
         Raises:
             ValueError: the notation is unknown.
@@ -140,7 +140,7 @@ class Computation:
 
     name: str
     instructions: dict[str, Instruction]
-    """By name, in the order they run if the computation is scheduled."""
+    """Instructions by name, in the order in which they run if the computation is scheduled."""
     root: Instruction
 
     def shape(self, name: str) -> Shape:
@@ -151,7 +151,7 @@ class Computation:
 
     @property
     def parameters(self) -> list[Instruction]:
-        """In the order of the caller's operands."""
+        """Returns the parameters in the order of the caller's operands."""
         found = [instruction for instruction in self.instructions.values() if instruction.opcode == "parameter"]
         return sorted(found, key=lambda parameter: int(parameter.attributes["parameter_number"]))
 
@@ -180,7 +180,7 @@ def _replica_groups(text: str, num_devices: int) -> np.ndarray:
 
 
 def _iota(text: str) -> np.ndarray:
-    """`[4,2]<=[2,4]T(1,0)`: counts the devices in a [2,4] grid, transposes it, reads it as [4,2]."""
+    """Parses `[4,2]<=[2,4]T(1,0)`: numbers the devices in a [2,4] grid, transposes it, reads it as [4,2]."""
     found = re.fullmatch(r"\[([\d,]+)\](?:<=\[([\d,]+)\])?(?:T\(([\d,]+)\))?", text)
     if not found:
         raise ValueError(f"unknown notation of devices: {text[:80]}")
@@ -190,7 +190,7 @@ def _iota(text: str) -> np.ndarray:
 
 
 def _mesh_groups(text: str) -> np.ndarray:
-    """`mesh['data'=2,'fsdp'=8] {'fsdp'}`: devices in a grid, grouped along the named axes.
+    """Parses `mesh['data'=2,'fsdp'=8] {'fsdp'}`: devices in a grid, grouped along the named axes.
 
     A member may be a part of an axis: `'fsdp':(2)4` is the four-fold middle of `fsdp` inside of its outer two.
     """

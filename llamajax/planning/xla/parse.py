@@ -1,4 +1,4 @@
-"""Reads a module from the text that `compiled.as_text()` gives (XLA's HLO, scheduled: `is_scheduled=true`)."""
+"""Reads a module from the text of `compiled.as_text()` (XLA's HLO, scheduled: `is_scheduled=true`)."""
 
 import functools
 import operator
@@ -17,15 +17,15 @@ _COMPARISONS = {
     "LT": operator.lt, "LE": operator.le, "GT": operator.gt, "GE": operator.ge, "NE": operator.ne, "EQ": operator.eq,
 }  # fmt: skip
 _MAX_TRIPS = 100_000
-"""Of a loop that is counted by running its counter."""
+"""Limit of iterations of a loop that is counted by running its counter."""
 _COMMENT = re.compile(r"/\*.*?\*/")
 
 
 def parse(text: str) -> Module:
-    """The module that XLA printed as `text`.
+    """Returns the module that XLA printed as `text`.
 
     Raises:
-        ValueError: a line is not HLO as this reader knows it; the message has its number.
+        ValueError: a line is not in the HLO syntax that this reader supports; the message has its number.
     """
     lines = text.splitlines()
     if not lines or not lines[0].startswith("HloModule "):
@@ -39,7 +39,7 @@ def parse(text: str) -> Module:
     instructions: dict[str, Instruction] = {}
     for number, line in enumerate(lines[1:], start=2):
         if current is None:
-            # Between computations stand tables of source locations, which nothing here needs.
+            # Between computations are tables of source locations, which are not needed here.
             start = _COMPUTATION.match(line) if line.endswith("{") else None
             if start:
                 current, is_entry, root, instructions = start[2], bool(start[1]), None, {}
@@ -68,7 +68,7 @@ def parse(text: str) -> Module:
 
 
 def _instruction(name: str, text: str, number: int) -> Instruction:
-    """`text` is what follows `name = `."""
+    """Parses an instruction; `text` is the line after `name = `."""
     end = _closing(text, 0) + 1 if text.startswith("(") else text.find(" ")
     opcode = _OPCODE.match(text, end + 1)
     if end <= 0 or not opcode:
@@ -85,11 +85,12 @@ def _instruction(name: str, text: str, number: int) -> Instruction:
 
 
 Known = dict[tuple[str, int | None], int | None]
-"""Integers by the number of a parameter, and their place in it if it is a tuple."""
+"""Known integers by the number of a parameter, and their index in it if it is a tuple."""
 
 
 def _count_trips(loop: Instruction, computation: Computation, computations: dict[str, Computation]) -> int | None:
-    """Runs a `while` with nothing but its counter: XLA writes no count where it has rearranged the loop."""
+    """Counts the iterations of a `while` by running only its counter: XLA writes no count where it has rearranged the
+    loop."""
     index = int(loop.backend_config.get("known_induction_variable", {}).get("tuple_index", -1))
     carried = computation.instructions[loop.operands[0]]
     body, condition = (computations[loop.called(name)[0]] for name in ("body", "condition"))
@@ -106,7 +107,7 @@ def _count_trips(loop: Instruction, computation: Computation, computations: dict
 
 
 def _scalar(name: str, computation: Computation, computations: dict[str, Computation], known: Known) -> int | None:
-    """The integer that an instruction makes of constants and of what is known; None: it cannot be told."""
+    """Returns the integer that an instruction computes from constants and known values; None: it is unknown."""
     instruction = computation.instructions[name]
     if instruction.opcode == "parameter":
         return known.get((instruction.attributes["parameter_number"], None))
@@ -145,7 +146,7 @@ def _shape(text: str) -> Shape:
 
 
 def _closing(text: str, opening: int) -> int:
-    """Index of the bracket that closes the one at `opening`."""
+    """Returns the index of the bracket that closes the one at `opening`."""
     depth = 0
     for token in _BRACKET_OR_QUOTED.finditer(text, opening):
         if token[0] in "([{":
@@ -158,7 +159,7 @@ def _closing(text: str, opening: int) -> int:
 
 
 def _split(text: str) -> list[str]:
-    """The parts between commas that no bracket or quote encloses."""
+    """Returns the parts between commas that no bracket or quote encloses."""
     parts, start, depth = [], 0, 0
     for token in _BRACKET_OR_QUOTED.finditer(text):
         if token[0] in "([{":

@@ -48,7 +48,7 @@ def spelling(folder: Path):
 
 
 def samples(both, text, record, chat_format: ChatFormat = "messages"):
-    """Of each sample, its text and what is learnt of it, by transformers' decoding."""
+    """Returns the text of each sample and its learnt part, decoded by transformers."""
     ours, theirs, template = both
     encoded = encode_conversation(template(text), ours, conversation_of(record, chat_format))
     found = []

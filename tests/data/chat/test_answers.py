@@ -87,7 +87,7 @@ def test_blocks_are_those_of_the_answers_that_are_learnt(both, text, messages, l
     assert {whole for whole, _ in found} <= {served(both, text, plain[:end]) for end in range(1, len(plain) + 1)}
 
 
-BEGINS = "begins an answer with {!r} when it is used, but not where the answer is there; put it there too"
+BEGINS = "begins an answer with {!r} in its generation prompt, but not before the answer itself; add it there too"
 REFUSED = [
     (OPENS, [Q, ONE], BEGINS.format("assistant:<think>\n")),
     (WITHOUT_BLOCKS, [Q, ONE], BEGINS.format("assistant:<think>\n")),
@@ -107,7 +107,8 @@ REFUSED = [
     ),
     (
         MORE_BEHIND, [Q, ONE, TWO],
-        "which {% generation %} blocks are of messages[2] cannot be told from those before it; name another template",
+        "which {% generation %} blocks belong to messages[2] and which to messages before it is unclear;"
+        " name another template",
     ),
 ]  # fmt: skip
 

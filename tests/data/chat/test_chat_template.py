@@ -198,7 +198,7 @@ def test_transformers_has_the_same_tokens_and_mask(tmp_path, spelling):
 
 def test_what_the_assistant_says_must_be_found(tokenizer, template):
     message = (
-        r"^some.jinja: chat template: what the assistant says cannot be found in what it writes; put {% generation %} and"
+        r"^some.jinja: chat template: the assistant's messages cannot be found in its output; put {% generation %} and"
         r" {% endgeneration %} around it, or name a file of configs/chat_templates as data.chat_template$"
     )
     for text in (
@@ -322,7 +322,7 @@ def test_where_a_template_is_found(tmp_path, spelling):
         ("tokenizer_config.json", b"{", r"tokenizer_config.json: chat template: is not JSON; replace the file"),
         ("tokenizer_config.json", b"[" * 10**5, r"chat template: is not JSON"),
         ("tokenizer_config.json", b'{"chat_template": 3}', r"chat template: must be text or a list of named ones, not int"),
-        ("tokenizer_config.json", b'{"chat_template": [{"name": "x"}, 3]}', r"none of those in the list is named default"),
+        ("tokenizer_config.json", b'{"chat_template": [{"name": "x"}, 3]}', r"no template in the list is named default"),
         ("tokenizer_config.json", b'{"chat_template": "\\ud800"}', r"chat template: is not UTF-8"),
     ],
 )

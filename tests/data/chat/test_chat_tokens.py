@@ -235,17 +235,18 @@ REFUSED = [
     (PLAIN, [Q, ONE | {"reasoning_content": "why"}], {}, "does not write messages[1].reasoning_content; name a template"),
     (
         ALTERNATING, [SYSTEM, Q, ONE], {},
-        "refuses the conversation: roles must alternate; it takes no system message: put that into the first"
-        " question, or name a template that takes one",
+        "refuses the conversation: roles must alternate; it accepts no system message: put that into the first"
+        " question, or name a template that accepts one",
     ),
-    (ALTERNATING, [Q, Q, ONE], {}, "refuses the conversation: roles must alternate; correct the one or"),
+    (ALTERNATING, [Q, Q, ONE], {}, "refuses the conversation: roles must alternate; correct the template or"),
     (
         PLAIN.replace("assistant\n'", "assistant\n<think>'"), [Q, ONE], {},
-        "begins an answer with '<|im_start|>assistant\\n<think>' when it is used, but not where the answer is there; put",
+        "begins an answer with '<|im_start|>assistant\\n<think>' in its generation prompt, but not before the answer"
+        " itself; add",
     ),
     (
         LAST_BLOCK, [Q, ONE, R, TWO | {"train": False}], {},
-        "has no {% generation %} block around an answer that is to be learnt; put one around each, or remove the marks of",
+        "has no {% generation %} block around an answer to train on; put one around each, or remove the marks of",
     ),
 ]  # fmt: skip
 
@@ -259,7 +260,7 @@ def test_what_would_be_learnt_wrongly_is_refused(both, text, messages, others, m
 
 def test_a_call_without_a_name_is_refused(both):
     record = {"conversations": [{"from": "human", "value": "q"}, {"from": "function_call", "value": "{}"}]}
-    with pytest.raises(DataError, match=r"^a turn of function_call must be \{.*\}, or a list of such, not \{\}; "):
+    with pytest.raises(DataError, match=r"^a turn of function_call must be \{.*\}, or a list of these, not \{\}; "):
         samples(both, TOOLS, record, "sharegpt")
 
 
@@ -273,11 +274,17 @@ def test_a_call_without_a_name_is_refused(both):
         (ALTERNATING, None),
         (
             BLOCKS_WITHOUT_END,
-            "has <|im_end|>, where generation stops, outside of {% generation %}, so no end is learnt; put",
+            "has <|im_end|>, where generation stops, outside of {% generation %}, so the model never learns to stop; put",
         ),
-        (OPENS_WITHOUT_END, "has <|im_end|>, where generation stops, outside of {% generation %}, so no end is learnt; put"),
-        (NO_END, "writes no token behind an answer that generation stops at, so no end is learnt; write </s> there"),
-        (PLAIN.replace("<|im_end|>", "###"), "writes no token behind an answer that generation stops at"),
+        (
+            OPENS_WITHOUT_END,
+            "has <|im_end|>, where generation stops, outside of {% generation %}, so the model never learns to stop; put",
+        ),
+        (
+            NO_END,
+            "writes no token after an answer that generation stops at, so the model never learns to stop; write </s> there",
+        ),
+        (PLAIN.replace("<|im_end|>", "###"), "writes no token after an answer that generation stops at"),
         ("{{ raise_exception('no') }}", None),
     ],
 )

@@ -1,4 +1,4 @@
-"""What a template would leave out of a conversation is told, whatever words its text has."""
+"""A run reports the parts of a conversation that a template would leave out, whatever words its text has."""
 
 import pytest
 

@@ -56,7 +56,9 @@ def test_a_template_may_take_its_time_for_every_conversation_anew(monkeypatch):
 
 def test_a_refusal_names_the_reason_and_leaves_the_template_usable():
     strict = template("{% if messages[0].role != 'user' %}{{ raise_exception('the user\n begins') }}{% endif %}ok")
-    message = r"^some.jinja: chat template: refuses the conversation: the user begins; correct the one or the other$"
+    message = (
+        r"^some.jinja: chat template: refuses the conversation: the user begins; correct the template or the conversation$"
+    )
     with pytest.raises(DataError, match=message):
         strict.render([SYSTEM], add_generation_prompt=False)
     assert strict.render(TURNS, add_generation_prompt=False) == "ok"

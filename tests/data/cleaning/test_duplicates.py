@@ -28,7 +28,7 @@ NEAR = NearDuplicateConfig(enabled=True)
 
 
 def true_similarity(one: str, other: str, ngram: int = 5) -> float:
-    """By sets of words themselves, without hashes."""
+    """Compares the sets of words themselves, without hashes."""
     sets = []
     for words in (words_of(one), words_of(other)):
         length = min(ngram, len(words))
@@ -67,7 +67,7 @@ def test_copies_are_all_found_and_nothing_else(tmp_path):
 
 
 def test_near_duplicates_are_found_by_their_exact_similarity(tmp_path):
-    """Of the pairs at 0.8 or above, 95% are asked for; of what is left out, all has to be so similar to something."""
+    """At least 95% of the pairs at 0.8 or above are found; each removed document is that similar to another."""
     texts, pairs = seeded(400, seed=1)
     similar = [pair for pair in pairs if true_similarity(texts[pair[0]], texts[pair[1]]) >= 0.8]
     assert len(similar) > 100

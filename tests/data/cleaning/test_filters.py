@@ -114,7 +114,7 @@ def test_c4_keeps_lines_that_are_prose():
 
 
 def shares_in_plain_python(text: str) -> dict[int, float]:
-    """By length of a run: the share of the characters of all words that Gopher's table A1 bounds."""
+    """Returns, by length of a run, the share of the characters of all words that Gopher's table A1 bounds."""
     words = text.split()
     chars = sum(map(len, words))
     shares = {}

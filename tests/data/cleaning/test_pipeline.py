@@ -214,7 +214,7 @@ def test_what_is_damaged_is_named_and_made_again(tmp_path, monkeypatch):
         log: list[str] = []
         run_clean(sources, config, cache_dir, log=log)
         assert contents(cache_dir) == expected
-        assert f"damaged    {damaged}; making it again" in log
+        assert f"damaged    {damaged}; rebuilding it" in log
 
     flipped = []
 
@@ -228,7 +228,7 @@ def test_what_is_damaged_is_named_and_made_again(tmp_path, monkeypatch):
     log = []
     run_clean(sources, config, tmp_path / "other", flips_one, log=log)
     assert contents(tmp_path / "other") == expected
-    assert f"damaged    {flipped[0]}; making it again" in log
+    assert f"damaged    {flipped[0]}; rebuilding it" in log
 
 
 def test_whoever_comes_second_waits_and_gets_the_same(tmp_path, monkeypatch):
@@ -242,7 +242,7 @@ def test_whoever_comes_second_waits_and_gets_the_same(tmp_path, monkeypatch):
     before = progress.signs()
     (cleaned,) = run_clean([source], config, tmp_path / "cache", log=log)
     assert texts_of(cleaned) == ["one", "two"]
-    assert log[0] == "waiting    for another process that cleans the same documents"
+    assert log[0] == "waiting    for another process to clean the same documents"
     assert sum(line.startswith("waiting") for line in log) == 1
     assert progress.signs() > before
 
@@ -282,7 +282,7 @@ def test_documents_that_are_cut_are_counted(tmp_path, monkeypatch):
         monkeypatch.setattr(f"llamajax.data.cleaning.{module}.MAX_TEXT_CHARS", 250)
     long = "".join(f"line {number}\n" for number in range(100))
     source = jsonl(tmp_path / "a.jsonl", ["short", long, long + "another end", "a line\n" * 30])
-    note = "note       data.sources[0]: 2 documents are longer than 250 characters; data.cleaning makes several of each"
+    note = "note       data.sources[0]: 2 documents are longer than 250 characters; data.cleaning splits them"
     for _ in range(2):  # it is in the report
         log: list[str] = []
         (cleaned,) = run_clean([source], CleaningConfig(exact_duplicates=True), tmp_path / "cache", log=log)
@@ -310,7 +310,7 @@ def test_bad_records_are_left_out_as_far_as_the_source_allows(tmp_path):
         (CleaningConfig(filters=FilterConfig(min_words=99)), DataError,
          "data.sources.0..paths: data.cleaning leaves none of its 2 documents; see .*report.html and loosen the rule"),
         (CleaningConfig(languages=LanguageConfig(keep=("english",))), ConfigError,
-         "data.cleaning.languages.keep: english is no language that py3langid knows; choose from .*en, "),
+         "data.cleaning.languages.keep: py3langid does not support english; choose from .*en, "),
         (CleaningConfig(filters=FilterConfig(bad_words="no/such/file")), DataError,
          "data.cleaning.filters.bad_words: no/such/file: cannot be read: No such file"),
         (CleaningConfig(decontamination=DecontaminationConfig(paths=("no/such/*.txt",))), DataError,

@@ -163,7 +163,7 @@ def test_rows_are_numbered_through(path):
 
 
 def test_the_extent_of_row_groups_is_all_that_they_are_read_from(path):
-    """What lies beside it may be anything."""
+    """Bytes outside of the extent may be anything."""
     found = source(path, kind="parquet")
     whole = path.read_bytes()
     last_end = 4
@@ -196,9 +196,9 @@ def test_a_key_of_the_whole_name_goes_before_one_inside_others(key, value):
         "t.x": "has no 't' of 't.x', only 'a', 'a.b.c', 'x'",
         "a.x": "has no 'x' in 'a', only 'b', 'c', 'n', 'l'",
         "a.c.x": "has no 'x' in 'a.c', only 'd'",
-        "x.y": "has no 'y' in 'x', which is str and no JSON object",
-        "a.n.y": "has no 'y' in 'a.n', which is null and no JSON object",
-        "a.l.0": "has no '0' in 'a.l', which is list and no JSON object",
+        "x.y": "has no 'y' in 'x', which is str, not a JSON object",
+        "a.n.y": "has no 'y' in 'a.n', which is null, not a JSON object",
+        "a.l.0": "has no '0' in 'a.l', which is list, not a JSON object",
     }.items(),
 )
 def test_the_part_that_is_missing_is_named(key, message):
@@ -223,14 +223,14 @@ def test_columns_are_found_as_values_are():
     for key, message in {
         "text": "has no 'text', only 'a', 'a.c.d', 'l'",
         "a.x": "has no 'x' in 'a', only 'b', 'c'",
-        "l.0": "has no '0' in 'l', which is list<element: string> and no struct",
+        "l.0": "has no '0' in 'l', which is list<element: string>, not a struct",
         "x.y": "has no 'x' of 'x.y', only 'a', 'a.c.d', 'l'",
     }.items():
         with pytest.raises(NoSuchKeyError) as caught:
             column_at(SCHEMA, key)
         assert str(caught.value).replace("item: ", "element: ") == message
     twice = pyarrow.schema([("a", pyarrow.string()), ("a", pyarrow.string())])
-    with pytest.raises(NoSuchKeyError, match="has 2 columns of the name 'a'"):
+    with pytest.raises(NoSuchKeyError, match="has 2 columns named 'a'"):
         column_at(twice, "a")
 
 
@@ -244,10 +244,10 @@ def test_bad_records_with_nested_keys_are_counted_one_by_one(tmp_path):
     where = f"{path}:{{}}: data.sources[0].text_key: {{}}"
     assert [document.error for document in documents if document.error] == [
         where.format(2, "has no 'b' in 'a', only 'c'; correct the key or the file"),
-        where.format(3, "has no 'b' in 'a', which is null and no JSON object; correct the key or the file"),
+        where.format(3, "has no 'b' in 'a', which is null, not a JSON object; correct the key or the file"),
         where.format(5, "'a.b' must be a string, not int; correct or remove it"),
     ]
-    with pytest.raises(DataError, match=r":5: .*max_bad_records: 2 allows no more of them"):
+    with pytest.raises(DataError, match=r":5: .*max_bad_records: 2 allows no more"):
         list(source(path, kind="jsonl", text_key="a.b", max_bad_records=2).documents([path]))
 
 

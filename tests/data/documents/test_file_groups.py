@@ -113,7 +113,7 @@ def test_a_new_file_leaves_the_hashes_of_other_groups(tmp_path, monkeypatch, has
 
 
 def test_compressed_files_are_work_of_their_own_and_small_ones_together(tmp_path, monkeypatch):
-    """What is compressed cannot be cut: several processes take a file each."""
+    """A compressed file cannot be cut: several processes take a file each."""
     monkeypatch.setattr(file_groups, "GROUP_BYTES", 1000)
     monkeypatch.setattr(file_groups, "SPAN_BYTES", 1000)
     sizes = {"a.jsonl.gz": 1500, "b.jsonl.zst": 5000, "c.jsonl": 1500, "d.jsonl.gz": 400, "e.jsonl.zst": 500, "f.jsonl": 300}

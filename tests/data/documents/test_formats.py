@@ -183,7 +183,7 @@ def test_bad_lines_may_be_left_out_up_to_a_bound(tmp_path, monkeypatch, end):
         texts(fewer)
     assert str(caught.value) == (
         f"{path}:8: data.sources[0].paths: is not JSON: Expecting value at column 1; correct or remove the line;"
-        " data.sources[0].max_bad_records: 3 allows no more of them"
+        " data.sources[0].max_bad_records: 3 allows no more"
     )
 
 
@@ -197,7 +197,7 @@ def test_bad_rows_and_conversations_may_be_left_out(tmp_path):
     (tmp_path / "a.jsonl").write_text("\n".join(['{"messages": []}', good, "{}", "oops"]))
     found = source("chat", tmp_path / "a.jsonl", max_bad_records=3)
     assert texts(found) == ["", "yes", "", ""]
-    with pytest.raises(DataError, match=r"a.jsonl:4: .*is not JSON.*max_bad_records: 2 allows no more of them"):
+    with pytest.raises(DataError, match=r"a.jsonl:4: .*is not JSON.*max_bad_records: 2 allows no more"):
         texts(source("chat", tmp_path / "a.jsonl", max_bad_records=2))
 
 

@@ -40,7 +40,7 @@ def test_elements_are_those_of_the_array(block, monkeypatch):
         for cut in range(text.index(b"[") + 1, text.rindex(b"]") + 1, 1 + len(text) // 9):
             with pytest.raises(BrokenArrayError, match="the file ends before its array does"):
                 list(array_elements(io.BytesIO(text[:cut]), 10**6))
-        with pytest.raises(BrokenArrayError, match="the file goes on behind its array"):
+        with pytest.raises(BrokenArrayError, match="the file continues after its array"):
             list(array_elements(io.BytesIO(text + b"\n\n,"), 10**6))
 
 

@@ -160,7 +160,7 @@ def test_globs_of_a_store(tmp_path, memory):
     assert texts(source(tmp_path, "memory://bucket/b/?.jsonl")) == ["b/1.jsonl", "b/2.jsonl"]
     with pytest.raises(DataError, match=r"data.sources\[0\].paths: 'memory://bucket/\*.gz' matches no file; correct it"):
         source(tmp_path, "memory://bucket/*.gz").look()
-    with pytest.raises(DataError, match=r"^memory://bucket/none: data.sources\[0\].paths: there is no such file; correct"):
+    with pytest.raises(DataError, match=r"^memory://bucket/none: data.sources\[0\].paths: does not exist; correct"):
         source(tmp_path, "memory://bucket/none").look()
 
 
@@ -270,7 +270,7 @@ def test_a_server_that_is_not_there(tmp_path, pauses):
 @pytest.mark.parametrize(
     ("status", "message"),
     [
-        (404, "there is no such file; correct or remove the path"),
+        (404, "does not exist; correct or remove the path"),
         (403, "may not be read: HTTP 403 Forbidden; see to your credentials for this store, or correct the path"),
         (401, "may not be read: HTTP 401 Unauthorized; see to your credentials"),
         (400, "cannot be fetched: HTTP 400 Bad Request; correct or remove the path"),
@@ -294,7 +294,7 @@ def test_a_file_that_changes_between_listing_and_fetching_is_refused(tmp_path, w
     found = source(tmp_path, f"{web.url}/a.jsonl")
     files = found.look().files
     web.files["/a.jsonl"], web.headers["ETag"] = another, '"2"'
-    with pytest.raises(DataError, match=r"/a.jsonl: .*was changed while it was read; run again when it is at rest"):
+    with pytest.raises(DataError, match=r"/a.jsonl: .*changed while it was read; run again once it no longer changes"):
         list(found.documents(files))
     assert not copies(tmp_path)
     assert not pauses
@@ -304,7 +304,7 @@ def test_a_file_that_changes_between_listing_and_fetching_is_refused(tmp_path, w
 def test_a_size_that_is_not_told(tmp_path, web):
     web.files["/a.jsonl"] = LINES
     web.headers["Content-Encoding"] = "br"  # of which the length says nothing
-    with pytest.raises(DataError, match=r"/a.jsonl: .*its server does not tell its size; fetch it by hand and name that"):
+    with pytest.raises(DataError, match=r"/a.jsonl: .*its server does not report its size; download it and name the copy"):
         source(tmp_path, f"{web.url}/a.jsonl").look()
 
 

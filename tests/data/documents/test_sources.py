@@ -130,7 +130,7 @@ def test_what_systems_write_beside_files_is_left_out_whatever_names_it(folder, p
 
 
 def test_nothing_but_such_files_is_no_source(folder):
-    with pytest.raises(DataError, match=r"^data.sources\[0\].paths: all that they name is what systems write beside files"):
+    with pytest.raises(DataError, match=r"^data.sources\[0\].paths: all files are ones that systems write beside data"):
         found("jsonl", folder / "x" / "._c.json", folder / "_SUCCESS")
     (folder / "empty").mkdir()
     message = r"^.*/empty: data.sources\[0\].paths: is a directory without files of kind=jsonl \(\*.jsonl, \*.nd.*\)"
@@ -145,7 +145,7 @@ def test_they_are_counted_at_every_start(folder, tmp_path, monkeypatch):
     group_files(of, tmp_path / "cache", log.append)
     assert known_groups(of, tmp_path / "cache", log.append) is not None
     names = "._*, .DS_Store, _SUCCESS, *.crc, _started_*, _committed_*, _metadata, _common_metadata"
-    assert log == [f"left out   data.sources[0]: 10 of what systems write beside files ({names})"] * 2
+    assert log == [f"left out   data.sources[0]: 10 files that systems write beside data ({names})"] * 2
 
 
 def test_files_of_other_names_in_a_directory_are_told(folder, tmp_path):
@@ -154,9 +154,9 @@ def test_files_of_other_names_in_a_directory_are_told(folder, tmp_path):
     log = []
     of = source("jsonl", folder / "x/y", folder / "x")
     group_files(of, tmp_path / "cache", log.append)
-    others = "3 of other names in a directory"
+    others = "3 files of other names in a directory"
     assert [line for line in log if "of other" in line] == [
-        f"left out   data.sources[0]: {others}, such as {folder}/x/t.bin; name those that are meant"
+        f"left out   data.sources[0]: {others}, such as {folder}/x/t.bin; name those to read"
     ]
     named = found("jsonl", folder / "x", folder / "x/t.idx", folder / "x/table.parquet")
     assert named.others == [folder / "x/t.bin"]
@@ -166,12 +166,13 @@ def test_files_of_other_names_in_a_directory_are_told(folder, tmp_path):
 
 
 def test_directories_that_a_pattern_matches_are_told(folder, tmp_path):
-    """What is in them is not meant: `*` matches in one directory."""
+    """Their contents are not meant: `*` matches in one directory."""
     of = source("jsonl", folder / "[ax]*", folder / "**/c.json")
     assert of.look().files == [folder / "a.jsonl", folder / "x/y/c.json"]
     log = []
     group_files(of, tmp_path / "cache", log.append)
-    assert log == [f"left out   data.sources[0]: directories that a pattern matches: 1, such as {folder}/x; name them"]
+    beside = f"1 directories that match a pattern, such as {folder}/x; name them to use them"
+    assert log == [f"left out   data.sources[0]: {beside}"]
     with pytest.raises(
         DataError, match=r"^data.sources\[0\].paths: '.*/x\*' matches directories alone, such as .*/x; write '"
     ):

@@ -76,7 +76,7 @@ def test_a_mistake_in_an_array_names_the_record_and_its_line(tmp_path):
         "3: record 2: data.sources[0].paths: the file ends before its array does; correct the file, or copy it again"
     )
     assert error(good + ' {"text": "b"}]\n{"text": "c"}').startswith(
-        "4: record 3: data.sources[0].paths: the file goes on behind its array; correct the file"
+        "4: record 3: data.sources[0].paths: the file continues after its array; correct the file"
     )
     lost = error(good + ' {"text": "b""},\n {"text": "c"}]', max_bad_records=9)  # a quote too many: where it ends is unknown
     assert lost.startswith("3: record 2: data.sources[0].paths: the file ends before its array does")

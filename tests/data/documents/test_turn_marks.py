@@ -1,4 +1,4 @@
-"""What data say about learning: honoured where it has one meaning, refused where not, never passed over."""
+"""Marks about learning in data: honoured with one meaning, refused with several, never ignored."""
 
 import re
 
@@ -60,7 +60,7 @@ def test_sharegpt_turns_are_marked_too():
     [
         (
             {"weight": 0.5},
-            'messages[1].weight must be 0 or 1, or false or true, not 0.5: a message is learnt or not; write "t',
+            'messages[1].weight must be 0 or 1, or false or true, not 0.5: a message is trained on or not; write "t',
         ),
         ({"weight": 2}, "must be 0 or 1"),
         ({"weight": -1}, "must be 0 or 1"),
@@ -90,7 +90,7 @@ def test_what_has_no_one_meaning_is_refused(marks, message):
 
 
 def test_only_the_assistant_is_learnt():
-    with pytest.raises(ValueError, match=r"^messages\[0\] is marked to be learnt, but only what the assistant says is;"):
+    with pytest.raises(ValueError, match=r"^messages\[0\] is marked for training, but only the assistant's messages can be"):
         is_learnt(Q | {"train": True}, GOOD)
 
 
@@ -102,13 +102,13 @@ def test_fields_that_do_not_speak_of_learning_stay():
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"weight": 0}, "weight: says that nothing of the line is learnt; remove the line"),
+        ({"weight": 0}, "weight: excludes the whole line from training; remove the line"),
         ({"weight": 0.5}, "weight must be 0 or 1"),
-        ({"train": False}, "train: says that nothing"),
-        ({"masked": True}, "masked: says that nothing"),
+        ({"train": False}, "train: excludes the whole line"),
+        ({"masked": True}, "masked: excludes the whole line"),
         ({"mask": "User"}, "mask: means different things to different programs; remove it"),
-        ({"label": False}, "label: false says that the answer is a bad one; remove the line"),
-        ({"kto_tag": False}, "kto_tag: false says"),
+        ({"label": False}, "label: false marks a rejected answer; remove the line"),
+        ({"kto_tag": False}, "kto_tag: false marks"),
     ],
 )
 def test_records_that_are_marked_as_a_whole(fields, message):

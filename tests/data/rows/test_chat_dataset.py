@@ -162,8 +162,8 @@ def test_a_template_that_teaches_no_end_is_told_of_before_the_run(tmp_path, toke
     log = []
     prepare(chat_config(tmp_path, source, chat_template=str(tmp_path / "open.jinja")), log=log.append)
     assert log[-2] == (
-        f"warning    {tmp_path}/open.jinja: chat template: writes no token behind an answer that generation stops at, so no"
-        " end is learnt; write </s> there"
+        f"warning    {tmp_path}/open.jinja: chat template: writes no token after an answer that generation stops at, so the"
+        " model never learns to stop; write </s> there"
     )
     log = []
     prepare(chat_config(tmp_path, source), log=log.append)
@@ -304,7 +304,7 @@ def test_a_conversation_that_the_template_refuses_is_named(tmp_path, tokenizer):
     llama2 = PLAIN.replace("plain", "llama2")
     assert refused(DataError, chat_config(tmp_path, source, chat_template=llama2)) == (
         f"{tmp_path}/chat.jsonl:3: {llama2}: chat template: refuses the conversation: user and assistant must take turns,"
-        " and the user begins; correct the one or the other"
+        " and the user begins; correct the template or the conversation"
     )
 
 
@@ -315,7 +315,7 @@ def test_conversations_that_the_template_refuses_may_be_left_out(tmp_path, token
     llama2 = PLAIN.replace("plain", "llama2")
     fewer, enough = (dataclasses.replace(source, max_bad_records=bound) for bound in (1, 2))
     message = refused(DataError, chat_config(tmp_path, fewer, chat_template=llama2))
-    assert message.endswith("; data.sources[0].max_bad_records: 1 allows no more of them")
+    assert message.endswith("; data.sources[0].max_bad_records: 1 allows no more")
     (line,) = prepared(chat_config(tmp_path, enough, chat_template=llama2)).summary
     assert ": 2 documents, " in line
 

@@ -289,7 +289,7 @@ def test_bad_records_are_counted_and_bounded(tmp_path, tokenizer):
     first = f"{tmp_path}/a.jsonl:6: data.sources[0].text_key: 'text' must be a string, not null; correct or remove it"
     assert f"left out   data.sources[0]: 2 bad records, the first one {first}" in log
     assert "6 documents," in dataset.summary[0]
-    for bound, suffix in ((0, ""), (1, "; data.sources[0].max_bad_records: 1 allows no more of them")):
+    for bound, suffix in ((0, ""), (1, "; data.sources[0].max_bad_records: 1 allows no more")):
         with pytest.raises(DataError) as caught:  # also where the cache has them
             prepare(config_for(tmp_path, dataclasses.replace(source, max_bad_records=bound)), log=lambda line: None)
         assert str(caught.value) == first + suffix

@@ -104,7 +104,7 @@ def test_a_damaged_file_is_named_once_and_made_again(tmp_path, config):
     assert found.content == dataset.content
     np.testing.assert_equal(all_rows(found), expected)
     damaged = [line for line in log if line.startswith("damaged")]
-    assert damaged == [f"damaged    {shard_files[1]}: is damaged; making it again"]
+    assert damaged == [f"damaged    {shard_files[1]}: is damaged; rebuilding it"]
     assert shard_files[1].read_bytes() == whole
 
 
@@ -124,7 +124,7 @@ def test_what_cannot_be_made_again_ends_in_one_line(tmp_path, config):
         path.unlink()
     stores._shard.cache_clear()
     (tmp_path / "a.jsonl").write_text('{"text": "other"}\n')
-    with pytest.raises(DataError, match=r"a.jsonl: data.sources\[0\].paths: was changed while it was read"):
+    with pytest.raises(DataError, match=r"a.jsonl: data.sources\[0\].paths: changed while it was read"):
         all_rows(dataset)
 
 
@@ -138,7 +138,7 @@ def test_the_content_is_what_the_rows_are_read_from(tmp_path, config):
     cache.write_arrays(path, arrays, file.info)
     log = []
     np.testing.assert_equal(all_rows(prepare(config, log=log.append)), all_rows(dataset))
-    assert log[2] == f"damaged    {path}: is not there; making it again"
+    assert log[2] == f"damaged    {path}: is not there; rebuilding it"
     assert path.read_bytes() == whole
     cache.write_arrays(path, arrays, file.info)
     shutil.rmtree(tmp_path / "cache" / "index-1")  # as if such a version had made all
@@ -188,7 +188,7 @@ def test_several_damages_at_once_are_mended(tmp_path, config, pattern):
 
 
 def test_a_shard_is_made_again_from_a_file_of_another_name(tmp_path, config):
-    """What was said of a bad record names the file; that is not what a shard holds."""
+    """The message about a bad record names the file; a shard does not hold that."""
     path = tmp_path / "a.jsonl"
     path.write_text(path.read_text() + "oops\n")
     config = config.changed({"data.sources.0.max_bad_records": 1})

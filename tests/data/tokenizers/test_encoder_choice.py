@@ -70,9 +70,10 @@ def normalizing(path):
         (
             trained,
             FAST
-            + r"sentencepiece [\d.]+ makes 1.0: the same ids for hard texts, all characters, all tokens and \d+ documents$",
+            + r"sentencepiece [\d.]+ reaches 1.0: the same ids for hard texts, all characters, all tokens"
+            + r" and \d+ documents$",
         ),
-        (unigram, OWN + r": gigatoken [\d.]+ does not take this tokenizer: only BPE sentencepiece models are sup"),
+        (unigram, OWN + r": gigatoken [\d.]+ does not support this tokenizer: only BPE sentencepiece models are sup"),
         (normalizing, OWN + r", 1.0 MB/s: gigatoken [\d.]+ gives other ids for '"),
     ],
 )
@@ -100,11 +101,11 @@ def test_it_goes_the_other_way_where_that_is_faster(tmp_path, source, monkeypatc
     (line,) = chosen(tokenizer, source, tmp_path)
     assert not tokenizer.is_fast
     assert line.startswith("encoder    sentencepiece ")
-    assert line.endswith(" makes 8.0 here")
+    assert line.endswith(" reaches 8.0 here")
 
 
 def test_a_difference_in_the_documents_is_found(tmp_path, source, monkeypatch):
-    """Of a version of gigatoken that gets one thing wrong."""
+    """A version of gigatoken gets one thing wrong."""
     faster(monkeypatch)
     right = gigatoken.Tokenizer.encode
     wrong = "Pchnąć w tę łódź jeża"
@@ -137,7 +138,7 @@ def test_little_text_and_conversations_are_not_tried(tmp_path, source, monkeypat
 
 
 def test_a_sample_of_bad_files_is_what_can_be_read(tmp_path, source, monkeypatch):
-    """What is wrong is told when they are tokenized."""
+    """Tokenizing reports the bad files."""
     faster(monkeypatch)
     (tmp_path / "0.jsonl").write_text('{"text": "a"}\noops\n')
     tokenizer = trained(tmp_path)

@@ -44,7 +44,7 @@ def test_an_id_that_would_fill_the_memory_is_refused(tmp_path):
     body = json.loads(path.read_text())
     body["model"]["vocab"]["a"] = 2**31
     path.write_text(json.dumps(body))
-    with pytest.raises(DataError, match=r"tokenizer\.json: gives a token the id 2147483648, where all are below 16,777,216"):
+    with pytest.raises(DataError, match=r"tokenizer\.json: has the token id 2147483648; all must be below 16,777,216"):
         load_tokenizer(path)
 
 

@@ -130,7 +130,7 @@ def test_prompts_begin_with_nothing_where_the_configuration_says_so(model):
         ({"tokenizer_config.json": {"bos_token": 5}}, r"the tokens in tokenizer_config.json are damaged"),
         (
             {"special_tokens_map.json": {"eos_token": "<|a|>"}},
-            r"eos_token: '<\|a\|>', as the files beside it say, is not in",
+            r"eos_token: '<\|a\|>', named by the files beside it, is not in",
         ),
     ],
 )

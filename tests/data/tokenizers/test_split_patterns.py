@@ -47,7 +47,7 @@ def test_published_patterns_end_words_whatever_is_around(name):
 
 
 def test_where_it_says_so_parts_are_always_those_of_the_whole():
-    """Of all short texts."""
+    """Checked on all short texts."""
     patterns = [*PUBLISHED.values(), r"\w+\s?|\S", r"(a|b )+|.", r"[^x]+|x", r"a?\s|a", r"\s(?:a|\.)+", r"'[^']*'|\w+|\s+|'"]
     split = 0
     for pattern in patterns:

@@ -178,7 +178,7 @@ def test_where_the_ends_of_a_document_come_from(tmp_path):
         one_for_both = byte_level(tmp_path, specials, config, begins=False)
         assert (one_for_both.bos_id, one_for_both.eos_id) == (2, 2)
     with pytest.raises(
-        DataError, match=r"tokenizer.json: eos_token: '<.nowhere.>', as the files beside it say, is not in it"
+        DataError, match=r"tokenizer.json: eos_token: '<.nowhere.>', named by the files beside it, is not in it"
     ):
         byte_level(tmp_path, specials, {"eos_token": "<|nowhere|>"})
     with pytest.raises(DataError, match=r"has no token to begin or end a document; put a tokenizer_config.json"):
@@ -240,7 +240,7 @@ def test_a_decoder_that_loses_text_is_refused(tmp_path):
     tokenizer = tokenizers.Tokenizer(models.WordPiece({"[UNK]": 0, "a": 1, "##b": 2}, unk_token="[UNK]"))
     tokenizer.decoder = decoders.WordPiece()
     tokenizer.save(str(tmp_path / "tokenizer.json"))
-    with pytest.raises(DataError, match="its decoder does not keep text as it is; use byte-level BPE"):
+    with pytest.raises(DataError, match="its decoder does not restore text exactly; use byte-level BPE"):
         load_tokenizer(tmp_path / "tokenizer.json")
 
 

@@ -24,7 +24,7 @@ def pair(tmp_path):
 
 
 def refused(prefix: pathlib.Path) -> str:
-    """What is said of a damaged pair."""
+    """Returns the message about a damaged pair."""
     with pytest.raises(DataError) as caught:
         IndexedDataset(prefix)
     message = str(caught.value)
@@ -48,7 +48,7 @@ def test_a_file_that_is_cut_while_it_is_read_does_not_end_the_process(pair):
     dataset = IndexedDataset(pair)
     os.truncate(dataset.bin_path, 4)
     assert len(dataset.tokens[:1]) == 1
-    with pytest.raises(DataError, match=f"^{pair}.bin: was changed while it was read; run again when it is at rest$"):
+    with pytest.raises(DataError, match=f"^{pair}.bin: changed while it was read; run again once it no longer changes$"):
         dataset.tokens[:]
 
 

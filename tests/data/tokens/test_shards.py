@@ -128,7 +128,7 @@ def test_a_file_that_changes_while_it_is_read(tmp_path, tokenizer, small_shards)
     write_documents(tmp_path / "a.jsonl", 100)
     groups = groups_of(tmp_path)
     write_documents(tmp_path / "a.jsonl", 100, seed=1)
-    with pytest.raises(DataError, match=r"a.jsonl: data.sources\[0\].paths: was changed while it was read; run again"):
+    with pytest.raises(DataError, match=r"a.jsonl: data.sources\[0\].paths: changed while it was read; run again"):
         tokenize(groups, tokenizer, tmp_path / "cache", print)
     assert all_shards(groups, tokenizer, tmp_path) == []
 
@@ -157,7 +157,7 @@ def test_a_damaged_shard_is_made_again_and_no_other(tmp_path, tokenizer, small_s
             damaged.write_bytes(content)
             log = []
             shards.remake(damaged, group, tokenizer, tmp_path / "cache", log.append)
-            assert log[0] == f"damaged    {damaged}: is damaged; making it again"
+            assert log[0] == f"damaged    {damaged}: is damaged; rebuilding it"
             assert {path: path.read_bytes() for path in paths} == whole
             assert {path: path.stat().st_mtime_ns for path in paths if path != damaged} == {
                 path: time for path, time in times.items() if path != damaged

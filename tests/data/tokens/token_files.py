@@ -12,7 +12,7 @@ from llamajax.data.tokens.megatron_writer import write_indexed
 DTYPES = {dtype.name: dtype for dtype in TOKEN_DTYPES.values()}
 DOCUMENTS = [[[1, 2, 3]], [], [[255, 0], [], [7]], [[65]]]
 MODES = [[2], [], [3, 5, 4], [4]]
-"""Of the sequences of `DOCUMENTS`."""
+"""Modes of the sequences of `DOCUMENTS`."""
 
 
 def write(
@@ -35,7 +35,7 @@ def write(
 
 
 def check(dataset: IndexedDataset, documents: Sequence[Sequence[Sequence[int]]]) -> None:
-    """That these are its documents, whatever is asked of it."""
+    """Checks that the dataset has these documents, by every way to read it."""
     assert dataset.num_documents == len(documents)
     assert dataset.num_sequences == sum(map(len, documents))
     assert dataset.num_tokens == sum(len(sequence) for document in documents for sequence in document)

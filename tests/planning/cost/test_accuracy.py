@@ -1,4 +1,4 @@
-"""What plans say of their own error."""
+"""The error that plans state."""
 
 import dataclasses
 
@@ -59,10 +59,10 @@ def test_what_is_not_known_is_said(tmp_path):
     """Constants without runs say nothing of the error, nor do published runs of a plan with other constants."""
     file = tmp_path / "h100.yaml"
     file.write_text(dump_config(MEASUREMENT))
-    assert text.verdict(told(calibration=str(file))).endswith(f"; how far plans by {file} are off is not known")
+    assert text.verdict(told(calibration=str(file))).endswith(f"; the error of plans with {file} is unknown")
     assert accuracy(HardwareConfig(gpu="l4")) is None
     unknown = told() | {"accuracy": None}
-    assert text.verdict(unknown).endswith("; no published run tells how far plans for such GPUs are off")
+    assert text.verdict(unknown).endswith("; no published run shows the error of plans for such GPUs")
 
 
 @pytest.mark.parametrize(

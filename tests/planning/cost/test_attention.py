@@ -1,4 +1,4 @@
-"""What attention is planned to compute, against documents drawn by chance and tiles counted one by one."""
+"""Planned work of attention, against documents drawn by chance and tiles counted one by one."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -129,8 +129,8 @@ def test_devices_that_split_rows_share_them_out():
     ],
 )
 def test_longest_programs_first_keep_132_cores_busy(grid, length):
-    """By list scheduling; in comments, the share with one head after the other, each with its shortest program first
-    (forward) or its longest (for keys), of a whole group of heads."""
+    """Computed by list scheduling; in comments, the share with one head after the other, each with its shortest program
+    first (forward) or its longest (for keys), of a whole group of heads."""
     assert busy_share(grid, length / 2, length, 132) > 0.98
 
 

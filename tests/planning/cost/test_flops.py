@@ -1,4 +1,4 @@
-"""What a step computes; see also the golden plans, whose modules contain it."""
+"""FLOPs of a step; the golden plans contain them too."""
 
 import pytest
 

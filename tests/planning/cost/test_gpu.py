@@ -58,8 +58,8 @@ def test_every_gpu_has_constants():
     assert {gpu.family for gpu in GPUS} == CALIBRATIONS.keys()
 
 
-_RACK = "not known of GB200: NVLink's share of its peak, and attention's backward pass .taken as on H100.$"
-_SLOT = "the GPUs of a node are joined by PCIe"
+_RACK = "unknown for GB200: NVLink's share of its peak, and attention's backward pass .assumed as on H100.$"
+_SLOT = "the GPUs of a node are connected by PCIe"
 
 
 @pytest.mark.parametrize(
@@ -69,21 +69,21 @@ _SLOT = "the GPUs of a node are joined by PCIe"
         (HardwareConfig(gpu="gb200", gpus_per_node=72), (_RACK,)),
         (
             HardwareConfig(gpu="gb200", nodes=9),
-            (_RACK, "NVLink joins 72 GB200 of a rack, and hardware.gpus_per_node says 8"),
+            (_RACK, "NVLink connects 72 GB200 of a rack, but hardware.gpus_per_node is 8"),
         ),
         (
             HardwareConfig(gpu="rtx-3060-12gb", gpus_per_node=1),
-            ("not known of RTX-3060-12GB: attention's share .*; products' share of the peak .taken as on RTX-4090.$",),
+            ("unknown for RTX-3060-12GB: attention's share .*; products' share of the peak .assumed as on RTX-4090.$",),
         ),
-        (HardwareConfig(gpu="rtx-4090", gpus_per_node=1), ("not known of RTX-4090: .*taken as on H100.$",)),
-        (HardwareConfig(gpu="l4", gpus_per_node=1), ("not known of L4: .*; products' share .* .taken as on L40S.$",)),
+        (HardwareConfig(gpu="rtx-4090", gpus_per_node=1), ("unknown for RTX-4090: .*assumed as on H100.$",)),
+        (HardwareConfig(gpu="l4", gpus_per_node=1), ("unknown for L4: .*; products' share .* .assumed as on L40S.$",)),
         (
             HardwareConfig(gpu="rtx-5090", gpus_per_node=2),
             ("not known", f"{_SLOT} without peer-to-peer, 63 GB/s each way,"),
         ),
         (
             HardwareConfig(gpu="l40s", gpu_bandwidth=16e9),
-            ("not known of L40S", f"{_SLOT}, 16 GB/s each way,"),
+            ("unknown for L40S", f"{_SLOT}, 16 GB/s each way,"),
         ),
     ],
 )
@@ -123,7 +123,8 @@ def test_narrow_heads_attend_at_their_own_rate():
     ],
 )
 def test_the_constants_of_2026_11_26_tell_what_they_told_that_day(gpu, step_s, compute_s):
-    """Of the kept module, as told by commit bcc7128. The files have every constant, so that no built-in one counts."""
+    """The kept module has the times that commit bcc7128 printed. The files have every constant, so that no built-in one
+    counts."""
     file = CALIBRATION_FILES / f"2026-11-26_{gpu}.yaml"
     config = CONFIG.changed({"hardware.gpu": gpu, "hardware.calibration": str(file)})
     measurement = read_measurement(config.hardware)

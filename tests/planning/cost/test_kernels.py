@@ -15,7 +15,7 @@ PEAK = 1e15 * SHARE.matmul_efficiency
 
 
 def cost(lines: str, computations: str = "") -> Cost:
-    """Of the last line."""
+    """Cost of the last line."""
     model, found = cost_and_model(lines, computations)
     assert not model.not_understood
     return found

@@ -32,7 +32,7 @@ TABLE = """
 1 4096 2048 256 304.0   4 512 1024 2048 518.2
 """
 AT_FULL_CLOCK = 0.84
-"""Of the peak, as these short runs reach it; training sustains `matmul_efficiency`."""
+"""Share of the peak that these short runs reach; training sustains `matmul_efficiency`."""
 
 
 def measured() -> dict[Dot, float]:
@@ -48,7 +48,7 @@ def machine(**constants: float) -> Machine:
 
 
 def errors(on: Machine) -> list[float]:
-    """Of seconds, relative."""
+    """Relative errors of the seconds."""
     start, rate = on.calibration.kernel_s + on.calibration.matmul_start_s, on.gpu.memory_bandwidth * 0.85
     result = []
     for dot, flops in measured().items():

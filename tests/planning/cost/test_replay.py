@@ -22,9 +22,9 @@ START2 = f"%start2 = (f32[1000000]{{0}}, f32[2000000]{{0}}) all-gather-start(%w)
 DONE2 = "%done2 = f32[2000000]{0} all-gather-done(%start2)\n"
 
 GATHER = 8.4e-6 + 3 * 3.4e-6 + 3 * 4e6 / (100e9 * SHARE.gpu_link_efficiency)
-"""Of 4 MB per device among the four of a node."""
+"""Seconds to gather 4 MB per device among the four of a node."""
 GATHER2 = 8.4e-6 + 14e-6 + 4e6 / (10e9 * SHARE.node_link_efficiency)
-"""Of 4 MB per device with the device of the other node: longer."""
+"""Seconds to gather 4 MB per device with the device of the other node: longer."""
 LONG, SHORT = memory_s(192e6), memory_s(12e6)
 
 

@@ -1,4 +1,4 @@
-"""What is made of a timeline: the trace for Perfetto, and the loops over layers."""
+"""Results of a timeline: the trace for Perfetto, and the loops over layers."""
 
 import dataclasses
 import itertools

@@ -1,4 +1,4 @@
-"""What a person reads of a plan."""
+"""The text of a plan."""
 
 import dataclasses
 import io
@@ -47,7 +47,7 @@ def test_the_verdict_comes_first_and_then_everything(printed):
         "training's",
         "training takes 92.0% of the card for XLA's arrays, which need 75.9%",
         "1B tokens take",
-        "0 instructions whose cost is a guess",
+        "0 instructions with a guessed cost",
     ):
         assert word in text
     assert "instead" not in text
@@ -78,7 +78,7 @@ def test_a_full_card_needs_a_larger_share_for_jax(printed):
     print_plan(plan, figures.figures(plan))
     text = printed.getvalue()
     assert text.startswith("verdict    does not fit: ")
-    assert "set        XLA_PYTHON_CLIENT_MEM_FRACTION=0.936, here and for training, and it fits" in text
+    assert "set        XLA_PYTHON_CLIENT_MEM_FRACTION=0.936 here and for training to make it fit" in text
 
 
 def test_a_share_that_leaves_too_little_is_told(printed):
@@ -93,8 +93,8 @@ def test_a_share_that_leaves_too_little_is_told(printed):
 @pytest.mark.parametrize(
     ("source", "names"),
     [
-        ("auto", ("XLA's own guesses ", "the cost model's latencies ")),
-        ("runs/[a]/measured.pbtxt", ("XLA's own guesses ", "the latencies in runs/[a]/measured.pbtxt ")),
+        ("auto", ("XLA's built-in estimates ", "the cost model's latencies ")),
+        ("runs/[a]/measured.pbtxt", ("XLA's built-in estimates ", "the latencies in runs/[a]/measured.pbtxt ")),
     ],
 )
 def test_schedules_are_named_by_what_they_are_by(printed, source, names):
@@ -104,10 +104,10 @@ def test_schedules_are_named_by_what_they_are_by(printed, source, names):
     plan = dataclasses.replace(plan, alternatives=(other,))
     print_plan(plan, figures.figures(plan))
     lines = printed.getvalue().splitlines()
-    for name in (*names, "XLA's own guesses, layers by scan "):
+    for name in (*names, "XLA's built-in estimates, layers by scan "):
         assert any(line.startswith(name) for line in lines)
     assert [line for line in lines if line.endswith("training's  ")] == [line for line in lines if line.startswith(names[1])]
-    assert "set        parallel.stack: scan, xla.latency_profile: null: of these the best" in lines
+    assert "set        parallel.stack: scan, xla.latency_profile: null: the best of these" in lines
 
 
 def test_measured_constants_are_one_line(printed, tmp_path):
@@ -156,4 +156,4 @@ def test_an_estimate_says_that_nothing_was_compiled(printed):
 def test_attention_that_no_kernel_computes_is_a_warning(printed):
     config = plans.CONFIG.changed({"model.compute_dtype": "float32"})
     print_estimate(config, figures.estimated_figures(config, "no compiler"))
-    assert "\nwarning    attention takes no fused kernel: " in printed.getvalue()
+    assert "\nwarning    attention uses no fused kernel: " in printed.getvalue()

@@ -75,7 +75,7 @@ def test_a_compiler_of_another_version_is_told(monkeypatch):
 @pytest.mark.slow
 @pytest.mark.usefixtures("gpu_compiler")
 def test_no_kernel_of_the_step_adds_with_atomics(tmp_path):
-    """By the assembly of all kernels, the gradient of the embedding and attention over packed rows among them."""
+    """Reads the assembly of all kernels, the gradient of the embedding and attention over packed rows among them."""
     model = dataclasses.replace(CONFIG.model, embed_dim=512, mlp_dim=1024, num_layers=1, num_heads=4, num_kv_heads=2)
     config = CONFIG.changed({"hardware.gpu": "h100", "hardware.nodes": 1, "data.seq_len": 2048, "mesh.tensor": 1})
     run = resolve_planned(dataclasses.replace(config, model=model))
@@ -162,14 +162,14 @@ def test_the_program_is_for_all_devices_and_tensor_stays_within_a_node(step):
 @pytest.mark.slow
 def test_the_current_mesh_stays(gpu_compiler):
     before = jax.sharding.get_mesh()
-    with pytest.raises(ConfigError, match=r"xla\.flags: .* does not know xla_gpu_no_such_thing"):
+    with pytest.raises(ConfigError, match=r"xla\.flags: .* does not support xla_gpu_no_such_thing"):
         compile_for(resolve_planned(CONFIG.changed({"xla.flags": ("xla_gpu_no_such_thing=1",)})))
     assert jax.sharding.get_mesh() == before
 
 
 @pytest.mark.slow
 def test_where_xla_is_told_to_dump_its_programs_is_no_matter(gpu_compiler, tmp_path):
-    """Of two configurations that differ in it only, the same program comes, and its memory; nothing is dumped."""
+    """Two configurations that differ only in it have the same program and memory; nothing is dumped."""
     flags = ("xla_dump_to=" + str(tmp_path), "xla_dump_hlo_module_re=none", "xla_dump_compress_protos=true")
     config = tiny_config(hardware=HardwareConfig(gpu="h100"), xla=XlaConfig(flags=flags))
     step = compile_for(resolve_planned(config))

@@ -1,4 +1,4 @@
-"""What torch's rows compute with, as far as a CPU tells."""
+"""Programs of torch's rows, as far as a CPU shows."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What attention's constants are measured by: causal attention, whose scores count as in plans."""
+"""Programs that measure attention's constants: causal attention, whose scores count as in plans."""
 
 from functools import partial
 
@@ -33,7 +33,7 @@ def test_attention_is_measured_by_the_kernels_of_plans():
     ],
 )
 def test_small_grids_are_those_of_shipped_models(name, file, tensor):
-    """Whose programs keep 132 cores busy to the end only if there are many rows."""
+    """Their programs keep 132 cores busy to the end only with many rows."""
     shape, model = programs.SMALL_GRIDS[name], load_config(ROOT / "configs" / f"{file}.yaml").model
     assert shape.head_dim == model.head_dim
     assert shape.kv_heads * tensor == model.num_kv_heads
