@@ -1,7 +1,7 @@
 """Results of the library's functions, which a notebook shows as pages."""
 
 import html
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from rich.text import Text
 
 from llamajax.checkpoint.steps import steps_in
 from llamajax.config.generate import GenerateConfig
@@ -32,6 +33,13 @@ from llamajax.watch import console, run_log, run_page
 def _frame(page: str, height: int) -> str:
     """Returns a whole page as an element of a notebook, with its styles kept apart."""
     return f'<iframe srcdoc="{html.escape(page)}" style="width: 100%; height: {height}px; border: 0"></iframe>'
+
+
+def _printed(print_report: Callable[[], object]) -> str:
+    """Returns what is printed through `CONSOLE`, without colours, which a notebook asks for."""
+    with console.captured() as report:
+        print_report()
+    return Text.from_ansi(report.getvalue()).plain.rstrip()
 
 
 @dataclass(frozen=True)
@@ -119,9 +127,7 @@ class Plan:
         return plan_text.verdict(self.figures)
 
     def __repr__(self) -> str:
-        with console.captured() as report:
-            plan_text.print_plan(self.made, self.figures)
-        return report.getvalue().rstrip()
+        return _printed(lambda: plan_text.print_plan(self.made, self.figures))
 
     def _repr_html_(self) -> str:
         return _frame(picture.page(self.made, self.figures), 900)
@@ -147,9 +153,8 @@ class Verification:
     def __repr__(self) -> str:
         if self.figures is None:
             return f"verdict    {self.verdict}"
-        with console.captured() as report:
-            verification_text.print_verification(self.figures)
-        return report.getvalue().rstrip()
+        figures = self.figures
+        return _printed(lambda: verification_text.print_verification(figures))
 
     def _repr_html_(self) -> str | None:
         return None if self.figures is None else _frame(verification_page.page(self.figures), 900)

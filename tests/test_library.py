@@ -1,6 +1,7 @@
 """The library: one import, lazily; what the commands do, without ending the process; every example of its docstrings."""
 
 import ast
+import asyncio
 import inspect
 import json
 import os
@@ -9,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import jax
@@ -31,6 +33,11 @@ def python(code: str, folder: Path, **variables: str) -> str:
     outcome = subprocess.run([sys.executable, "-c", code], cwd=folder, env=env, capture_output=True, text=True, check=False)
     assert outcome.returncode == 0, outcome.stdout + outcome.stderr
     return outcome.stdout
+
+
+async def within_a_loop(work: Callable[[], Path]) -> Path:
+    """Works where an event loop runs, as in a notebook."""
+    return work()
 
 
 def load(folder: Path, run: str, **others: object) -> llamajax.Config:
@@ -128,7 +135,7 @@ def test_a_loop_of_ones_own_trains_the_same_to_the_bit(trained):
             losses.append(float(metrics["loss"]))
             if step == 2:
                 break
-        assert run.save(state) == trained / "own" / "checkpoints" / "2"
+        assert asyncio.run(within_a_loop(lambda: run.save(state))) == trained / "own" / "checkpoints" / "2"
         assert run.evaluate(state)["loss"] > 1
     result = llamajax.train(load(trained, "own"))  # which resumes it
     losses += [record["train/loss"] for record in result.metrics]

@@ -73,9 +73,14 @@ class ArrayWriter:
         chunks = {name: ocp.SaveArgs(shard_axes=(0,) if name in apart else ()) for name in arrays}
         most = _FILE_BYTES if self._use_ocdbt else None
         request = ocp.args.PyTreeSave(arrays, save_args=chunks, ocdbt_target_data_file_size=most)
-        try:
+
+        def save() -> list[Any] | None:
             with contextlib.closing(asyncio.new_event_loop()) as loop:
-                return loop.run_until_complete(self._handler.async_save(epath.Path(directory), args=request)) or []
+                return loop.run_until_complete(self._handler.async_save(epath.Path(directory), args=request))
+
+        try:  # in a thread of its own: the caller's may run an event loop, as a notebook does
+            with concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="save") as pool:
+                return pool.submit(save).result() or []
         except Exception as error:
             failed: concurrent.futures.Future[None] = concurrent.futures.Future()
             failed.set_exception(error)
