@@ -13,7 +13,7 @@ class PassedOver:
     first_row: int
     """Position of the first row passed over."""
     num_rows: int
-    """Number of rows passed over; the step after `after_step` begins behind them."""
+    """Number of rows passed over; the step after `after_step` begins after them."""
     reason: str
     """Cause, in one line."""
     time: float
