@@ -119,7 +119,7 @@ def test_prompts_begin_with_nothing_where_the_configuration_says_so(model):
     [
         (
             {"added_tokens.json": {"<|a|>": 32005}},
-            r"'<\|a\|>' with the id 32005, but it has 32000 here; use files that belong",
+            r"'<\|a\|>' with the id 32005, but it has 32000 here; use files",
         ),
         ({"added_tokens.json": {"<|a|>": 31999}}, r"'<\|a\|>' with the id 31999, but it has 32000"),
         ({"added_tokens.json": {"</s>": 32000}}, r"'</s>' with the id 32000, but it has 2"),
