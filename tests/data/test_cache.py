@@ -34,7 +34,7 @@ def test_arrays_come_back_from_the_file(tmp_path):
 
 
 def test_a_file_that_is_gone_is_named(tmp_path):
-    with pytest.raises(cache.DamagedError, match=rf"{tmp_path}/a: .*No such file or directory.*; run again, which makes it"):
+    with pytest.raises(cache.DamagedError, match=rf"{tmp_path}/a: .*No such file or directory.*; run again to rebuild it"):
         cache.read_arrays(tmp_path / "a")
 
 
